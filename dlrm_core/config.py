@@ -1,0 +1,405 @@
+"""Parameters: four validated sections that say everything about a run.
+
+A parameters file (YAML) has the sections ``model``, ``data``, ``training``,
+``profiling`` and a ``title``. Each section is a frozen dataclass here; a value
+that cannot work is refused when the dataclass is built, before anything runs.
+
+Sources: the model's shape and its names follow Naumov et al. 2019
+(arXiv:1906.00091); defaults are those of the experiment, the shape of
+facebookresearch/dlrm ``bench/dlrm_s_benchmark.sh``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dlrm_core.errors import InputError
+from dlrm_core.settings import coerce_section, setting
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of the DLRM: bottom MLP, embedding tables, interaction, top MLP."""
+
+    mlp_sizes: str = setting(
+        "facebook",
+        "how bottom_mlp is counted: 'facebook' includes the input width "
+        "(512-512-64 is 512 dense features and two layers); 'nvidia' excludes it",
+        choices=("facebook", "nvidia"),
+    )
+    dense_features: int | None = setting(
+        None,
+        "number of dense (numerical) features; required with mlp_sizes: nvidia, "
+        "with facebook it is bottom_mlp's first width",
+        minimum=1,
+    )
+    bottom_mlp: tuple[int, ...] = setting(
+        (512, 512, 64), "widths of the bottom MLP; the last equals embedding_dim", minimum=1
+    )
+    top_mlp: tuple[int, ...] = setting(
+        (1024, 1024, 1024, 1),
+        "widths of the top MLP without its input, which follows from the interaction",
+        minimum=1,
+    )
+    embedding_dim: int = setting(64, "width of an embedding row", minimum=1)
+    tables: int | None = setting(
+        8, "number of embedding tables; left out, the length of table_rows", minimum=1
+    )
+    table_rows: tuple[int, ...] = setting(
+        (1_000_000,), "rows of each table: one number for all, or a list", minimum=1
+    )
+    interaction: str = setting(
+        "dot", "'dot': pairwise dot products; 'cat': concatenation", choices=("dot", "cat")
+    )
+    interaction_itself: bool = setting(
+        False, "with dot: include each feature's product with itself"
+    )
+    loss: str = setting(
+        "mse",
+        "mean squared error (facebook's default), binary cross entropy, or weighted BCE",
+        choices=("mse", "bce", "wbce"),
+    )
+    loss_weights: tuple[float, ...] = setting(
+        (1.0, 1.0), "with wbce: weights of the targets 0 and 1", minimum=0.0
+    )
+    loss_threshold: float = setting(
+        0.0, "clamp predictions to [t, 1-t] when 0 < t < 1", minimum=0.0, maximum=1.0
+    )
+    init: str = setting(
+        "facebook",
+        "'facebook': facebookresearch/dlrm's own numpy stream, same weights bit for bit; "
+        "'torch': the same distributions drawn on the device, faster",
+        choices=("facebook", "torch"),
+    )
+
+    def __post_init__(self) -> None:
+        coerce_section(self, "model")
+        rows = self.table_rows
+        if self.tables is None:
+            object.__setattr__(self, "tables", len(rows))
+        elif len(rows) == 1:
+            object.__setattr__(self, "table_rows", rows * self.tables)
+        elif len(rows) != self.tables:
+            raise InputError(
+                f"model.tables is {self.tables}, but model.table_rows lists {len(rows)} tables"
+            )
+        if self.mlp_sizes == "nvidia":
+            if self.dense_features is None:
+                raise InputError(
+                    "model.dense_features is missing: with model.mlp_sizes: nvidia "
+                    "model.bottom_mlp leaves the input width out, so it must be given"
+                )
+        else:
+            if len(self.bottom_mlp) < 2:
+                raise InputError(
+                    f"model.bottom_mlp has {len(self.bottom_mlp)} width, expected at least 2 "
+                    "(input and output; model.mlp_sizes: facebook includes the input)"
+                )
+            if self.dense_features is None:
+                object.__setattr__(self, "dense_features", self.bottom_mlp[0])
+            elif self.dense_features != self.bottom_mlp[0]:
+                raise InputError(
+                    f"model.dense_features is {self.dense_features}, but model.bottom_mlp "
+                    f"starts with {self.bottom_mlp[0]} (model.mlp_sizes: facebook includes "
+                    "the input width)"
+                )
+        if self.bottom_mlp[-1] != self.embedding_dim:
+            raise InputError(
+                f"model.bottom_mlp ends in {self.bottom_mlp[-1]}, but model.embedding_dim is "
+                f"{self.embedding_dim}: the interaction needs them equal"
+            )
+        if self.top_mlp[-1] != 1:
+            raise InputError(
+                f"model.top_mlp ends in {self.top_mlp[-1]}, expected 1 (one click probability)"
+            )
+        if len(self.loss_weights) != 2:
+            raise InputError(
+                f"model.loss_weights has {len(self.loss_weights)} numbers, expected 2 "
+                "(for the targets 0 and 1)"
+            )
+
+    @property
+    def bottom_widths(self) -> tuple[int, ...]:
+        """Widths of the bottom MLP, input included, whichever way they were counted."""
+        assert self.dense_features is not None
+        if self.mlp_sizes == "facebook":
+            return self.bottom_mlp
+        return (self.dense_features, *self.bottom_mlp)
+
+    @property
+    def interaction_width(self) -> int:
+        """Width of the interaction's output, the input of the top MLP.
+
+        dot: F(F-1)/2 + d (or F(F+1)/2 + d with products with itself); cat: F d;
+        F = number of tables + 1, d = embedding_dim (Naumov et al., section 2).
+        """
+        features = len(self.table_rows) + 1
+        if self.interaction == "cat":
+            return features * self.embedding_dim
+        pairs = features * (features + (1 if self.interaction_itself else -1)) // 2
+        return pairs + self.embedding_dim
+
+    @property
+    def top_widths(self) -> tuple[int, ...]:
+        """Widths of the top MLP, input included."""
+        return (self.interaction_width, *self.top_mlp)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where batches come from."""
+
+    generator: str = setting(
+        "facebook",
+        "'facebook_loop': facebookresearch/dlrm's per-sample Python loop; 'facebook': the same "
+        "stream bit for bit, vectorised; 'uniform', 'zipf': the same bag law without "
+        "deduplication, indices uniform or by a power law, on CPU or GPU",
+        choices=("facebook_loop", "facebook", "uniform", "zipf"),
+    )
+    indices_per_lookup: int = setting(
+        100, "bag size, or its upper bound with random pooling", minimum=1
+    )
+    fixed_pooling: bool = setting(
+        False,
+        "true: every bag holds indices_per_lookup indices; false: max(1, round(r k)), r ~ U[0,1)",
+    )
+    zipf_exponent: float = setting(
+        1.05, "with zipf: exponent a of P(row i) ~ (i+1)^-a, row 0 hottest", minimum=0.0
+    )
+    round_targets: bool = setting(False, "targets 0 or 1 instead of uniform in [0,1)")
+    loader: str = setting(
+        "synchronous",
+        "'synchronous': made in the main thread between steps, as in the experiment; "
+        "'prefetch': made by a background thread while the step computes",
+        choices=("synchronous", "prefetch"),
+    )
+    prefetch_batches: int = setting(2, "batches kept ready by the prefetching loader", minimum=1)
+    place: str = setting(
+        "cpu",
+        "where uniform and zipf batches are made: 'cpu', or 'device' (straight on the GPU)",
+        choices=("cpu", "device"),
+    )
+
+    def __post_init__(self) -> None:
+        coerce_section(self, "data")
+        if self.place == "device" and self.generator.startswith("facebook"):
+            raise InputError(
+                f"data.place is 'device', but data.generator is {self.generator!r}: facebook's "
+                "stream is numpy's and exists on the CPU only; choose uniform or zipf"
+            )
+        if self.place == "device" and self.loader == "prefetch":
+            raise InputError(
+                "data.place is 'device', but data.loader is 'prefetch': batches made on the "
+                "device need no prefetching; choose data.loader: synchronous"
+            )
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """The training loop."""
+
+    batch_size: int = setting(2048, "samples per iteration", minimum=1)
+    batches: int = setting(100, "iterations", minimum=1)
+    learning_rate: float = setting(0.01, "step size of SGD", minimum=0.0)
+    optimizer: str = setting("sgd", "plain stochastic gradient descent", choices=("sgd",))
+    fused_optimizer: bool = setting(
+        False, "one fused kernel for the dense weights' update instead of one call a tensor"
+    )
+    seed: int = setting(123, "seed of weights and data", minimum=0, maximum=2**32 - 1)
+    device: str = setting(
+        "auto", "'cpu', 'cuda', or 'auto': CUDA when there is a GPU", choices=("auto", "cpu", "cuda")
+    )
+    threads: int | None = setting(
+        None, "CPU threads of one operator; left out, torch's own choice", minimum=1
+    )
+    fp32_matmul: str = setting(
+        "default",
+        "library of fp32 matrix products on the CPU: 'default' (MKL), or 'onednn', which is "
+        "faster on AMD; the error it makes is checked before training",
+        choices=("default", "onednn"),
+    )
+    log_every: int = setting(10, "iterations per line of metrics.jsonl", minimum=1)
+
+    def __post_init__(self) -> None:
+        coerce_section(self, "training")
+
+
+@dataclass(frozen=True)
+class ProfilingConfig:
+    """How the run is measured."""
+
+    engine: str = setting(
+        "auto",
+        "'torch': torch.profiler; 'hpctoolkit': hpcrun, hpcstruct, hpcprof; 'auto': HPCToolkit "
+        "when hpcrun is found, else torch (the page says which)",
+        choices=("auto", "torch", "hpctoolkit"),
+    )
+    warmup: int = setting(3, "iterations before measuring", minimum=0)
+    iterations: int = setting(20, "iterations measured", minimum=1)
+    record_shapes: bool = setting(True, "torch: operator input shapes")
+    profile_memory: bool = setting(True, "torch: allocations per operator")
+    with_stack: bool = setting(False, "torch: Python call stacks (larger traces, more overhead)")
+    hpctoolkit_home: str = setting(
+        "", "folder of an HPCToolkit installation; empty: HPCTOOLKIT_HOME, then PATH"
+    )
+    python_frames: bool = setting(
+        True, "HPCToolkit: Python frames in call paths (-a python), where it offers them"
+    )
+    pc_sampling: bool = setting(
+        True, "HPCToolkit on a GPU: a second pass with PC sampling for stall reasons"
+    )
+    structure: bool = setting(
+        True, "HPCToolkit: recover loops and inlining with hpcstruct before hpcprof"
+    )
+    structure_limit_mb: int = setting(
+        64, "HPCToolkit: hpcstruct skips binaries larger than this (said in the page)", minimum=1
+    )
+    timeout_s: int = setting(3600, "seconds after which one measured run is ended", minimum=1)
+
+    def __post_init__(self) -> None:
+        coerce_section(self, "profiling")
+
+
+SECTIONS: dict[str, type] = {
+    "model": ModelConfig,
+    "data": DataConfig,
+    "training": TrainingConfig,
+    "profiling": ProfilingConfig,
+}
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """A whole run: the four sections, a title, and the file they came from."""
+
+    title: str = "DLRM"
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
+    source: str = ""
+
+    def to_sections(self) -> dict[str, Any]:
+        """Plain dicts, lists and scalars: what YAML, JSON and papermill carry."""
+        sections: dict[str, Any] = {"title": self.title}
+        for name in SECTIONS:
+            section = getattr(self, name)
+            sections[name] = {
+                f.name: list(value) if isinstance(value := getattr(section, f.name), tuple) else value
+                for f in fields(section)
+            }
+        return sections
+
+    @property
+    def preset(self) -> str:
+        """Short name for folders: the file's stem, or 'parameters'."""
+        return Path(self.source).stem if self.source else "parameters"
+
+
+def load_parameters(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Parameters:
+    """Read and validate a parameters file.
+
+    Args:
+        path: a YAML file.
+        overrides: ``section.leaf=value`` each; the value is read as YAML.
+
+    Raises:
+        InputError: naming file, field, value and what was expected.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such parameters file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read as text: {error}") from None
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise InputError(f"{path}: is not valid YAML: {' '.join(str(error).split())}") from None
+    if tree is None:
+        tree = {}
+    if not isinstance(tree, dict):
+        raise InputError(
+            f"{path}: holds a {type(tree).__name__}, expected the sections "
+            f"title, {', '.join(SECTIONS)}"
+        )
+    for override in overrides:
+        _override(tree, override)
+    return parameters_from_sections(tree, source=str(path))
+
+
+def parameters_from_sections(tree: Mapping[str, Any], source: str = "") -> Parameters:
+    """Validate sections given as dicts, as papermill injects them.
+
+    Raises:
+        InputError: naming file, field, value and what was expected.
+    """
+    try:
+        for name in tree:
+            if name not in SECTIONS and name != "title":
+                raise InputError(_unknown(str(name), ["title", *SECTIONS], "section"))
+        title = tree.get("title", "DLRM")
+        if not isinstance(title, str):
+            raise InputError(f"title is {title!r}, expected text")
+        built: dict[str, Any] = {}
+        for name, kind in SECTIONS.items():
+            section = tree.get(name) or {}
+            if not isinstance(section, Mapping):
+                raise InputError(f"{name} is {section!r}, expected a section of parameters")
+            known = [f.name for f in fields(kind)]
+            for leaf in section:
+                if leaf not in known:
+                    raise InputError(
+                        _unknown(f"{name}.{leaf}", [f"{name}.{k}" for k in known], "parameter")
+                    )
+            section = dict(section)
+            # a list of rows without a count: the list decides
+            if name == "model" and "tables" not in section and isinstance(
+                section.get("table_rows"), list | tuple
+            ):
+                section["tables"] = None
+            built[name] = kind(**section)
+        return Parameters(title=title, source=source, **built)
+    except InputError as error:
+        raise InputError(f"{source}: {error}" if source else str(error)) from None
+
+
+def _override(tree: dict[str, Any], override: str) -> None:
+    """Apply one ``section.leaf=value`` to a tree of sections."""
+    name, equals, text = override.partition("=")
+    section, dot, leaf = name.strip().partition(".")
+    if not equals or (not dot and section != "title"):
+        raise InputError(
+            f"-p {override}: expected NAME=VALUE with a NAME such as training.batch_size"
+        )
+    if section == "title":
+        tree["title"] = text
+        return
+    if section not in SECTIONS:
+        raise InputError("-p " + _unknown(f"{name.strip()}", list(SECTIONS), "section"))
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise InputError(f"-p {override}: the value is not valid YAML") from None
+    known = [f"{section}.{f.name}" for f in fields(SECTIONS[section])]
+    if f"{section}.{leaf}" not in known:
+        raise InputError("-p " + _unknown(f"{section}.{leaf}", known, "parameter"))
+    values = tree.get(section)
+    if values is None:
+        values = tree[section] = {}
+    if isinstance(values, dict):
+        values[leaf] = value
+
+
+def _unknown(name: str, known: Sequence[str], what: str) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+    return f"unknown {what} {name}; {hint}"

@@ -1,0 +1,169 @@
+"""facebookresearch/dlrm's random data, twice: as it is, and the same stream fast.
+
+The law (its ``generate_dist_input_batch`` with a uniform distribution), drawn
+from one numpy ``RandomState`` in this order:
+
+1. dense features, (B, D) U[0,1);
+2. for each table of R rows and each sample: unless pooling is fixed one draw r
+   for the bag size ``max(1, round(r min(R, k)))``, then that many draws u, each
+   the row ``round(u (R - 1))``; the bag is sorted and duplicates are removed;
+3. targets, (B, 1) U[0,1), rounded on request.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from dlrm_core.data.batch import Batch
+
+
+class FacebookLoop:
+    """The law as the experiment ran it: a Python loop over samples.
+
+    Slow on purpose: it is the oracle for :class:`FacebookReplay` and the honest
+    baseline, since the experiment's CPU time goes here.
+    """
+
+    def __init__(
+        self,
+        dense_features: int,
+        table_rows: tuple[int, ...],
+        batch_size: int,
+        indices_per_lookup: int,
+        fixed_pooling: bool,
+        round_targets: bool,
+        seed: int,
+    ) -> None:
+        self.dense_features = dense_features
+        self.table_rows = table_rows
+        self.batch_size = batch_size
+        self.indices_per_lookup = indices_per_lookup
+        self.fixed_pooling = fixed_pooling
+        self.round_targets = round_targets
+        self.random = np.random.RandomState(seed)
+
+    def next_batch(self) -> Batch:
+        """The next batch of the stream, shapes as in :class:`Batch`."""
+        size, random = self.batch_size, self.random
+        dense = torch.tensor(random.rand(size, self.dense_features).astype(np.float32))
+        all_offsets, all_indices, table_starts = [], [], [0]
+        for rows in self.table_rows:
+            offsets, indices = [], []
+            offset = 0
+            for _ in range(size):
+                if self.fixed_pooling:
+                    count = self.indices_per_lookup
+                else:
+                    bound = random.random_sample(1) * min(rows, self.indices_per_lookup)
+                    count = int(np.round(max([1.0], bound))[0])
+                draws = random.random_sample(count)
+                bag = np.unique(np.round(draws * (rows - 1)).astype(np.int64))
+                offsets += [offset]
+                indices += bag.tolist()
+                offset += bag.size
+            all_offsets.append(torch.tensor(offsets))
+            all_indices.append(torch.tensor(indices))
+            table_starts.append(table_starts[-1] + offset)
+        targets = random.rand(size, 1).astype(np.float32)
+        if self.round_targets:
+            targets = np.round(targets).astype(np.float32)
+        return Batch(
+            dense,
+            torch.cat(all_indices),
+            torch.stack(all_offsets),
+            tuple(table_starts),
+            torch.tensor(targets),
+        )
+
+
+class FacebookReplay(FacebookLoop):
+    """The same stream bit for bit, without the loop over samples.
+
+    Only the chain of bag sizes is sequential: where a bag's size is drawn
+    depends on all sizes before it. So the stream is drawn in blocks, every
+    position is read as if it were a size, and the chain is followed through the
+    resulting list; everything else is whole-array arithmetic.
+    """
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        self._drawn = np.empty(0)
+        """Draws of the stream not used yet."""
+
+    def next_batch(self) -> Batch:
+        """The next batch of the stream, equal to the loop's in every bit."""
+        size = self.batch_size
+        dense = self._take(size * self.dense_features).astype(np.float32)
+        bags = [self._table(rows) for rows in self.table_rows]
+        targets = self._take(size).astype(np.float32)
+        if self.round_targets:
+            targets = np.round(targets)
+        table_starts = np.concatenate([[0], np.cumsum([indices.size for indices, _ in bags])])
+        return Batch(
+            torch.from_numpy(dense.reshape(size, self.dense_features)),
+            torch.from_numpy(np.concatenate([indices for indices, _ in bags])),
+            torch.from_numpy(np.stack([offsets for _, offsets in bags])),
+            tuple(int(start) for start in table_starts),
+            torch.from_numpy(targets.reshape(size, 1)),
+        )
+
+    def _take(self, count: int) -> np.ndarray:
+        """The next ``count`` draws of the stream."""
+        self._fill(count)
+        taken, self._drawn = self._drawn[:count], self._drawn[count:]
+        return taken
+
+    def _fill(self, count: int) -> None:
+        missing = count - self._drawn.size
+        if missing > 0:
+            self._drawn = np.concatenate([self._drawn, self.random.random_sample(missing)])
+
+    def _table(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
+        """One table's indices (N_t,) and offsets (B,), both int64."""
+        size, bound = self.batch_size, min(rows, self.indices_per_lookup)
+        if self.fixed_pooling:
+            counts = np.full(size, self.indices_per_lookup)
+            draws = self._take(int(counts.sum()))
+        else:
+            draws, counts = self._chain(size, bound)
+        # one sortable key per draw: sample first, row second
+        samples = np.repeat(np.arange(size, dtype=np.int64), counts)
+        keys = np.round(draws * (rows - 1)).astype(np.int64)
+        keys += samples * rows
+        keys.sort()
+        first = np.empty(keys.size, dtype=bool)
+        first[:1] = True
+        np.not_equal(keys[1:], keys[:-1], out=first[1:])
+        keys = keys[first]
+        offsets = np.searchsorted(keys, np.arange(size, dtype=np.int64) * rows)
+        kept = np.diff(offsets, append=keys.size)
+        keys -= np.repeat(np.arange(size, dtype=np.int64) * rows, kept)
+        return keys, offsets
+
+    def _chain(self, size: int, bound: int) -> tuple[np.ndarray, np.ndarray]:
+        """Follow the bag sizes through the stream.
+
+        Returns the draws that become indices, and the size of each bag (B,).
+        """
+        self._fill(size * (bound // 2 + 2))
+        sizes = self._sizes(self._drawn, bound)
+        places = []
+        place = 0
+        while len(places) < size:
+            if place >= len(sizes):
+                self._fill(place + (size - len(places)) * (bound // 2 + 2))
+                sizes += self._sizes(self._drawn[len(sizes) :], bound)
+            places.append(place)
+            place += 1 + sizes[place]
+        chain = np.array(places)
+        draws = self._take(place)
+        counts = np.diff(chain, append=place) - 1
+        is_index = np.ones(place, dtype=bool)
+        is_index[chain] = False
+        return draws[is_index], counts
+
+    @staticmethod
+    def _sizes(draws: np.ndarray, bound: int) -> list[int]:
+        """Bag sizes if each draw were one: max(1, round(r bound))."""
+        return np.round(np.maximum(1.0, draws * bound)).astype(np.int64).tolist()
