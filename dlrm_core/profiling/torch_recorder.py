@@ -1,0 +1,240 @@
+"""Recording some training iterations with torch.profiler.
+
+Imports torch and the standard library only, so it runs on a bare GPU node; what it
+leaves is read by ``torch_trace.read_recording``, where pandas is. The folder holds
+
+* ``trace.json.gz``: torch's chrome trace,
+* ``key_averages.json``: per operator and shapes, with the FLOPs that no trace has,
+* ``recording.json``: iteration times, dilation, circumstances, what was not measured.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from dlrm_core.errors import InputError
+
+FORMAT_VERSION = 1
+
+
+def record(
+    run_iteration: Callable[[int], object],
+    iterations: int,
+    folder: str | Path,
+    *,
+    device: str | torch.device = "cpu",
+    warmup: int = 2,
+    unprofiled: int = 0,
+    with_stack: bool = False,
+    record_shapes: bool = True,
+    profile_memory: bool = False,
+    information: dict[str, Any] | None = None,
+    progress: Callable[[int, int], object] | None = None,
+) -> Path:
+    """Run iterations under torch.profiler and keep what it saw in a new folder.
+
+    First ``warmup`` iterations run unmeasured, then ``unprofiled`` ones are timed
+    without the profiler (against them the profiler's dilation is stated), then
+    ``iterations`` are recorded.
+
+    Args:
+        run_iteration: Runs the iteration of that number (from 0, warm-up included)
+            under the range ``parts.ITERATION_SPAN``, which it opens itself.
+        folder: Must not exist. It appears only when whole.
+        information: Goes into ``recording.json`` as it is: ``parameters``,
+            ``machine``, ``versions``, ``probes``, ``command``, ...
+        progress: Called with (iterations done, iterations in all) after each.
+
+    Returns:
+        ``folder`` as a path.
+
+    Raises:
+        InputError: a count is impossible, ``folder`` exists or cannot be written, or
+            ``device`` is a GPU that is not there.
+    """
+    if iterations < 1 or warmup < 0 or unprofiled < 0:
+        raise InputError(
+            "a recording needs iterations >= 1, warmup >= 0 and unprofiled >= 0, "
+            f"not {iterations}, {warmup} and {unprofiled}"
+        )
+    device = torch.device(device)
+    on_gpu = device.type == "cuda"
+    if on_gpu and not torch.cuda.is_available():
+        raise InputError(f"cannot record on {device}: torch sees no GPU")
+    target = Path(folder)
+    if target.exists():
+        raise InputError(f"{target} exists already; a recording is never written over another")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    except OSError as error:
+        raise InputError(f"cannot write the recording to {target}: {error.strerror}") from None
+
+    total = warmup + unprofiled + iterations
+    done = 0
+
+    def wait() -> None:
+        if on_gpu:
+            torch.cuda.synchronize(device)
+
+    def run(count: int) -> tuple[list[float], float]:
+        """(host milliseconds of each iteration, milliseconds of all with the device done)."""
+        nonlocal done
+        each = []
+        wait()
+        begin = time.perf_counter()
+        for _ in range(count):
+            start = time.perf_counter()
+            run_iteration(done)
+            each.append((time.perf_counter() - start) * 1e3)
+            done += 1
+            if progress is not None:
+                progress(done, total)
+        # No waiting in between: work that the GPU does while the host runs ahead
+        # would otherwise be profiled as if it could not.
+        wait()
+        return each, (time.perf_counter() - begin) * 1e3
+
+    try:
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(device)
+        run(warmup)
+        plain, plain_all = run(unprofiled)
+        activities = [ProfilerActivity.CPU]
+        if on_gpu:
+            activities.append(ProfilerActivity.CUDA)
+        collecting = gc.isenabled()
+        gc.collect()
+        gc.disable()  # the profiler's own objects would trigger it amid an iteration
+        try:
+            with profile(
+                activities=activities,
+                record_shapes=record_shapes,
+                profile_memory=profile_memory,
+                with_stack=with_stack,
+                with_flops=True,
+            ) as profiler:
+                measured, measured_all = run(iterations)
+        finally:
+            if collecting:
+                gc.enable()
+        profiler.export_chrome_trace(str(part / "trace.json.gz"))
+        averages = key_averages(profiler)
+        pass_: dict[str, Any] = {
+            "name": "torch.profiler",
+            "iterations": iterations,
+            "ms_per_iteration": measured_all / iterations,
+            "unprofiled_ms_per_iteration": plain_all / unprofiled if unprofiled else None,
+            # Medians: one disturbed iteration must not pass for the profiler's cost.
+            "dilation": statistics.median(measured) / statistics.median(plain) if plain else None,
+        }
+        missing = _not_measured(
+            on_gpu, record_shapes, profile_memory, averages, plain_timed=bool(plain)
+        )
+        information = dict(information or {})
+        pass_["command"] = information.get("command", "")
+        head = {
+            **information,
+            "format_version": FORMAT_VERSION,
+            "engine": "torch",
+            "device": str(device),
+            "torch": torch.__version__,
+            "options": {
+                "with_stack": with_stack,
+                "record_shapes": record_shapes,
+                "profile_memory": profile_memory,
+                "warmup": warmup,
+            },
+            "passes": [*information.get("passes", []), pass_],
+            "iteration_ms": measured,
+            "unprofiled_iteration_ms": plain,
+            "not_measured": {**missing, **information.get("not_measured", {})},
+        }
+        if on_gpu:
+            head["gpu_peak_allocated_bytes"] = torch.cuda.max_memory_allocated(device)
+        _write(part / "key_averages.json", {"format_version": FORMAT_VERSION, "rows": averages})
+        _write(part / "recording.json", head)
+        part.chmod(0o755)
+        part.rename(target)
+    except OSError as error:
+        shutil.rmtree(part, ignore_errors=True)
+        raise InputError(f"cannot write the recording to {target}: {error}") from None
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    return target
+
+
+def key_averages(profiler: profile) -> list[dict[str, Any]]:
+    """torch's own averages as plain rows, one per name and input shapes.
+
+    ``self_cpu_ns`` and ``cpu_ns`` are totals over ``count`` calls. ``flops`` is 0
+    where torch has no formula for the operator. ``shapes`` is spelt as in the trace.
+    """
+    rows = []
+    for average in profiler.key_averages(group_by_input_shape=True):
+        rows.append(
+            {
+                "name": average.key,
+                "shapes": str(average.input_shapes) if average.input_shapes else "",
+                "count": average.count,
+                "device": str(average.device_type).rpartition(".")[2],
+                "self_cpu_ns": round(average.self_cpu_time_total * 1e3),
+                "cpu_ns": round(average.cpu_time_total * 1e3),
+                "self_device_ns": round(average.self_device_time_total * 1e3),
+                "device_ns": round(average.device_time_total * 1e3),
+                "flops": average.flops or 0,
+                "self_cpu_memory_bytes": average.self_cpu_memory_usage,
+                "self_device_memory_bytes": average.self_device_memory_usage,
+            }
+        )
+    return rows
+
+
+def _not_measured(
+    on_gpu: bool,
+    record_shapes: bool,
+    profile_memory: bool,
+    averages: list[dict[str, Any]],
+    *,
+    plain_timed: bool,
+) -> dict[str, str]:
+    """What this recording cannot tell, name to reason."""
+    missing = {}
+    if not on_gpu:
+        for name in ("gpu_time_ms", "launches", "copy_bytes"):
+            missing[name] = "the run used no GPU"
+    missing["gpu_stall_reasons"] = (
+        "torch.profiler does not sample GPU instructions; HPCToolkit's gpu=nvidia,pc does"
+        if on_gpu
+        else "the run used no GPU"
+    )
+    if not record_shapes:
+        missing["shapes"] = "input shapes were not recorded (record_shapes)"
+    if not profile_memory:
+        missing["allocated_bytes"] = "memory was not recorded (profile_memory)"
+    if not any(row["flops"] for row in averages):
+        missing["flops"] = "torch counted no floating point operations in this run"
+    if not plain_timed:
+        missing["dilation"] = "no iterations were timed without the profiler"
+    return missing
+
+
+def _write(path: Path, document: Any) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(document, file, indent=1, default=str)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())

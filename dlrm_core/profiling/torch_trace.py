@@ -1,0 +1,567 @@
+"""From a torch.profiler recording (or any of its chrome traces) to a :class:`Profile`.
+
+Chrome trace: ``ts`` and ``dur`` are microseconds with three decimals, here integer
+nanoseconds from the first event on. Host spans (operators, ranges, Python frames,
+CUDA calls) become a call tree per thread, with identical call paths merged. What
+ran on the GPU hangs below the CUDA call with the same ``correlation``, so a kernel
+belongs to the part of the step that launched it, whenever it ran.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from dlrm_core.errors import InputError
+from dlrm_core.parts import ITERATION_SPAN, parse_span
+from dlrm_core.profiling.profile import Profile, inclusive_from_exclusive
+from dlrm_core.profiling.spans import innermost, nest, self_times
+
+HOST_KINDS = {
+    "cpu_op": "operator",
+    "user_annotation": "annotation",
+    "python_function": "python",
+    "cuda_runtime": "runtime",
+    "cuda_driver": "runtime",
+}
+"""Chrome trace category to context kind, for spans of CPU threads."""
+
+DEVICE_KINDS = {"kernel": "kernel", "gpu_memcpy": "copy", "gpu_memset": "copy"}
+"""For spans of GPU streams. ``gpu_user_annotation`` repeats a range over its
+kernels and ``cuda_sync`` a wait: counting them would count time twice."""
+
+UTILITY = frozenset({"aten::is_leaf", "aten::output_nr", "aten::_version"})
+"""Operators that ``key_averages`` leaves out; their time stays with the caller."""
+
+METRICS: dict[str, tuple[str, str]] = {
+    "cpu_time_ms": ("ms", "wall time of the span on its CPU thread"),
+    "calls": ("", "how often the span was entered"),
+    "gpu_time_ms": ("ms", "time of GPU kernels, copies and memory sets, summed over streams"),
+    "launches": ("", "GPU kernels that ran"),
+    "copy_bytes": ("B", "bytes of GPU copies and memory sets"),
+    "allocated_bytes": ("B", "host memory allocated through torch"),
+    "gpu_allocated_bytes": ("B", "GPU memory allocated through torch"),
+    "flops": ("", "floating point operations, by torch's formulas"),
+}
+
+CURVE_POINTS = 2000
+"""Points kept of the memory curve of a device."""
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_PYTHON = re.compile(r"^(?P<file>.*?)\((?P<line>\d+)\): (?P<name>.*)$")
+
+
+def read_trace(path: str | Path) -> Profile:
+    """Read a chrome trace of torch.profiler (``.json`` or ``.json.gz``).
+
+    Raises:
+        InputError: the file is missing, cut short, not JSON or no such trace.
+    """
+    path = Path(path)
+    return _profile(_load_json(path), path, {}, None)
+
+
+def read_recording(folder: str | Path) -> Profile:
+    """Read what ``torch_recorder.record`` left: trace, FLOPs, times and circumstances.
+
+    Raises:
+        InputError: naming the file and what is wrong with it.
+    """
+    folder = Path(folder)
+    head = _load_json(folder / "recording.json")
+    version = head.get("format_version") if isinstance(head, dict) else None
+    if version != 1:
+        raise InputError(
+            f"{folder / 'recording.json'} has format version {version}; this version reads 1"
+        )
+    averages = _load_json(folder / "key_averages.json")
+    meta = {key: value for key, value in head.items() if key != "format_version"}
+    trace = folder / "trace.json.gz"
+    return _profile(_load_json(trace), trace, meta, averages)
+
+
+def _load_json(path: Path) -> Any:
+    try:
+        data = path.read_bytes()
+        if data[:2] == b"\x1f\x8b":
+            data = gzip.decompress(data)
+        return json.loads(data)
+    except FileNotFoundError:
+        raise InputError(f"{path} does not exist") from None
+    except (EOFError, zlib.error):
+        raise InputError(f"{path} is cut short") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read: {error}") from None
+
+
+def _profile(
+    document: Any, path: Path, meta: dict[str, Any], averages: dict[str, Any] | None
+) -> Profile:
+    events = document.get("traceEvents") if isinstance(document, dict) else document
+    if not isinstance(events, list):
+        raise InputError(f"{path} is no chrome trace: it has no list 'traceEvents'")
+    try:
+        host, device, memory, names = _sort_events(events)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise InputError(
+            f"{path}: an event is not as torch.profiler writes it: {error!r}"
+        ) from None
+    if host.empty and device.empty:
+        raise InputError(f"{path} holds no operator, range or kernel of torch.profiler")
+    distributed = document.get("distributedInfo", {}) if isinstance(document, dict) else {}
+    rank = int(distributed.get("rank", 0))
+    builder = _Builder(host, device, memory, names, rank)
+    return builder.build(meta, averages)
+
+
+def _sort_events(
+    events: list[dict[str, Any]],
+) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame, dict[Any, str]]:
+    """Host spans, device spans, memory events (columns of ns) and names of threads."""
+    host: list[tuple[Any, ...]] = []
+    device: list[tuple[Any, ...]] = []
+    memory: list[tuple[Any, ...]] = []
+    names: dict[Any, str] = {}
+    none: dict[str, Any] = {}
+    for event in events:
+        phase = event.get("ph")
+        if phase == "X":
+            category = event.get("cat")
+            args = event.get("args", none)
+            if category in HOST_KINDS:
+                name = event["name"]
+                if name in UTILITY:
+                    continue
+                host.append(
+                    (
+                        event["ts"],
+                        event.get("dur", 0),
+                        f"{event['pid']}/{event['tid']}",
+                        name,
+                        HOST_KINDS[category],
+                        str(args["Input Dims"]) if "Input Dims" in args else "",
+                        args.get("correlation", -1),
+                        args.get("External id", -1),
+                    )
+                )
+            elif category in DEVICE_KINDS:
+                device.append(
+                    (
+                        event["ts"],
+                        event.get("dur", 0),
+                        f"{args.get('device', event['pid'])}/{args.get('stream', event['tid'])}",
+                        event["name"],
+                        DEVICE_KINDS[category],
+                        args.get("correlation", -1),
+                        args.get("External id", -1),
+                        args.get("bytes", 0),
+                    )
+                )
+        elif phase == "i" and event.get("name") == "[memory]":
+            args = event["args"]
+            memory.append(
+                (
+                    event["ts"],
+                    f"{event['pid']}/{event['tid']}",
+                    args["Bytes"],
+                    args.get("Total Allocated", 0),
+                    # c10's device types: 0 CPU, 1 CUDA
+                    "cpu" if args.get("Device Type", 0) == 0 else f"gpu {args.get('Device Id', 0)}",
+                )
+            )
+        elif phase == "M" and event.get("name") == "thread_name":
+            names[f"{event['pid']}/{event['tid']}"] = event["args"]["name"]
+    spans = ["start", "duration", "line", "name", "kind"]
+    frames = (
+        pd.DataFrame(host, columns=[*spans, "shapes", "correlation", "external"]),
+        pd.DataFrame(device, columns=[*spans, "correlation", "external", "bytes"]),
+        pd.DataFrame(memory, columns=["start", "line", "bytes", "total", "device"]),
+    )
+    first = min((float(frame["start"].min()) for frame in frames if len(frame)), default=0.0)
+    zero = round(first * 1000)
+    for frame in frames:
+        frame["start"] = _nanoseconds(frame["start"]) - zero
+        if "duration" in frame:
+            frame["end"] = frame["start"] + np.maximum(_nanoseconds(frame["duration"]), 0)
+    return *frames, names
+
+
+def _nanoseconds(microseconds: pd.Series) -> pd.Series:
+    return (microseconds.astype("float64") * 1000).round().astype("int64")
+
+
+class _Builder:
+    """Holds the tables while they grow; one per trace."""
+
+    def __init__(
+        self,
+        host: pd.DataFrame,
+        device: pd.DataFrame,
+        memory: pd.DataFrame,
+        names: dict[Any, str],
+        rank: int,
+    ) -> None:
+        self.host, self.device, self.memory = host, device, memory
+        self.names, self.rank = names, rank
+        self.contexts: dict[tuple[Any, ...], int] = {}
+        """(parent, kind, name, shapes, component, phase) to row."""
+        self.owner: list[int] = []
+        """Thread (row of ``threads``) on which a context was entered."""
+        self.threads: list[dict[str, Any]] = []
+        self.iterations: list[tuple[int, int]] = []
+
+    def context(self, key: tuple[Any, ...], profile: int) -> int:
+        row = self.contexts.setdefault(key, len(self.contexts))
+        if row == len(self.owner):
+            self.owner.append(profile)
+        return row
+
+    def build(self, meta: dict[str, Any], averages: dict[str, Any] | None) -> Profile:
+        self.nest_host()
+        self.place_host()
+        self.place_device()
+        contexts = self.context_table()
+        parent = contexts["parent"].to_numpy()
+        count = len(contexts)
+        own = self_times(*(self.host[name].to_numpy() for name in ("start", "end", "parent")))
+        where = self.host["context"].to_numpy()
+        columns = {
+            "cpu_time_ms": np.bincount(where, own / 1e6, count),
+            "calls": np.bincount(where, minlength=count).astype(float),
+        }
+        if len(self.device):
+            where = self.device["context"].to_numpy()
+            length = (self.device["end"] - self.device["start"]).to_numpy() / 1e6
+            kernel = (self.device["kind"] == "kernel").to_numpy(dtype=float)
+            columns["gpu_time_ms"] = np.bincount(where, length, count)
+            columns["launches"] = np.bincount(where, kernel, count)
+            columns["copy_bytes"] = np.bincount(
+                where, self.device["bytes"].to_numpy(dtype=float), count
+            )
+            columns["calls"] += np.bincount(where, minlength=count)
+        memory = self.memory_columns(count)
+        columns |= memory
+        values = [
+            frame
+            for metric, column in columns.items()
+            for frame in self.value_rows(metric, column, parent)
+        ]
+        operations = _flops(contexts, columns["calls"], averages)
+        if operations is not None:
+            values.append(self.rows("flops", "exclusive", operations, ~np.isnan(operations)))
+        metrics = [*columns, *(["flops"] if operations is not None else [])]
+        return Profile.build(
+            contexts=contexts,
+            metrics=[
+                {
+                    "metric": name,
+                    "unit": METRICS[name][0],
+                    "meaning": METRICS[name][1],
+                    "source": "torch.profiler",
+                }
+                for name in metrics
+            ],
+            values=pd.concat(values, ignore_index=True),
+            threads=self.threads,
+            trace=self.trace_table(),
+            iterations=self.iteration_table(),
+            meta=self.describe(meta, metrics),
+        )
+
+    # ---- spans to contexts --------------------------------------------------------
+
+    def nest_host(self) -> None:
+        """Nest the spans of each thread; sorts ``host`` so that parents come first."""
+        pieces = []
+        offset = 0
+        # The thread with the iterations first, then by activity: row 0 is the main thread.
+        marks = self.host["name"].eq(ITERATION_SPAN).groupby(self.host["line"]).sum()
+        sizes = self.host["line"].value_counts()
+        lines = sorted(sizes.index, key=lambda line: (-marks[line], -sizes[line], line))
+        for profile, line in enumerate(lines):
+            spans = self.host[self.host["line"] == line].copy()
+            soft = spans["kind"].eq("python").to_numpy()
+            start, end, parent, order = nest(
+                spans["start"].to_numpy(), spans["end"].to_numpy(), soft
+            )
+            place = np.empty_like(order)
+            place[order] = np.arange(len(order))
+            spans["start"], spans["end"] = start, end
+            spans = spans.iloc[order]
+            parent = parent[order]
+            spans["parent"] = np.where(parent >= 0, place[parent] + offset, -1)
+            spans["profile"] = profile
+            offset += len(spans)
+            pieces.append(spans)
+            thread = line.rpartition("/")[2]
+            self.threads.append(
+                {
+                    "profile": profile,
+                    "kind": "cpu_thread",
+                    "name": self.names.get(line, f"thread {thread}"),
+                    "rank": self.rank,
+                    "thread": int(thread) if thread.lstrip("-").isdigit() else profile,
+                }
+            )
+        if pieces:
+            self.host = pd.concat(pieces, ignore_index=True)
+        else:
+            self.host["parent"] = self.host["profile"] = np.empty(0, dtype=np.int64)
+        mark = self.host["name"].eq(ITERATION_SPAN)
+        self.iterations = list(
+            self.host.loc[mark, ["start", "end"]]
+            .sort_values("start")
+            .itertuples(index=False, name=None)
+        )
+
+    def place_host(self) -> None:
+        """Give every host span its context and depth."""
+        parts = {name: parse_span(name) for name in self.host["name"].unique()}
+        labels = {name: _label(name) for name in parts}
+        roots = [
+            self.context((-1, "thread", thread["name"], "", "other", "", profile), profile)
+            for profile, thread in enumerate(self.threads)
+        ]
+        foreign = self.parts_of_other_threads(parts)
+        contexts: list[int] = []
+        depths: list[int] = []
+        found: list[tuple[str, str]] = []
+        columns = (
+            self.host[name].tolist() for name in ("name", "kind", "shapes", "parent", "profile")
+        )
+        for row, (name, kind, shapes, above, profile) in enumerate(zip(*columns, strict=True)):
+            part = parts[name] if kind == "annotation" else None
+            if above >= 0:
+                over, depth = contexts[above], depths[above] + 1
+                part = part or found[above]
+            else:
+                over, depth = roots[profile], 0
+                part = part or foreign.get(row, ("other", ""))
+            key = (over, kind, labels[name], shapes, *part, profile)
+            contexts.append(self.context(key, profile))
+            depths.append(depth)
+            found.append(part)
+        self.host["context"] = np.array(contexts, dtype=np.int64)
+        self.host["depth"] = np.array(depths, dtype=np.int64)
+
+    def parts_of_other_threads(
+        self, parts: dict[str, tuple[str, str] | None]
+    ) -> dict[int, tuple[str, str]]:
+        """Part of each outermost span of a helper thread (autograd's, say).
+
+        Such a thread works for the main thread, which waits: it has the part that
+        the main thread is in when the span starts.
+        """
+        main = self.host["profile"].eq(0)
+        named = main & self.host["kind"].eq("annotation") & self.host["name"].map(parts).notna()
+        asked = self.host[~main & self.host["parent"].eq(-1)]
+        if asked.empty or not named.any():
+            return {}
+        spans = self.host[named]
+        start, end, parent, _ = nest(
+            spans["start"].to_numpy(), spans["end"].to_numpy(), np.zeros(len(spans), dtype=bool)
+        )
+        inside = innermost(start, end, parent, asked["start"].to_numpy())
+        return {
+            row: parts[spans["name"].iloc[span]] or ("other", "")
+            for row, span in zip(asked.index, inside, strict=True)
+            if span >= 0
+        }
+
+    def place_device(self) -> None:
+        """Hang GPU work below the call that launched it, and name the streams."""
+        if self.device.empty:
+            return
+        runtime = self.host[self.host["kind"].eq("runtime") & self.host["correlation"].ge(0)]
+        launcher: dict[int, int] = dict(zip(runtime["correlation"], runtime.index, strict=True))
+        operators = self.host[self.host["kind"].eq("operator") & self.host["external"].ge(0)]
+        operator: dict[int, int] = dict(zip(operators["external"], operators.index, strict=True))
+        above = self.host["context"].tolist()
+        keys = list(self.contexts)
+        first = len(self.threads)
+        streams = {
+            line: first + row for row, line in enumerate(sorted(self.device["line"].unique()))
+        }
+        for line, profile in streams.items():
+            gpu, _, stream = line.rpartition("/")
+            self.threads.append(
+                {
+                    "profile": profile,
+                    "kind": "gpu_stream",
+                    "name": f"GPU {gpu} stream {stream}",
+                    "rank": self.rank,
+                    "thread": int(stream) if stream.lstrip("-").isdigit() else profile,
+                }
+            )
+        contexts, launched = [], []
+        columns = (
+            self.device[name].tolist()
+            for name in ("name", "kind", "correlation", "external", "line")
+        )
+        for name, kind, correlation, external, line in zip(*columns, strict=True):
+            span = int(launcher.get(correlation, operator.get(external, -1)))
+            if span >= 0:
+                over = above[span]
+                part, profile = keys[over][4:6], self.owner[over]
+            else:
+                profile = streams[line]
+                over = self.context(
+                    (-1, "root", "launched before the trace", "", "other", "", profile), profile
+                )
+                part = ("other", "")
+            contexts.append(self.context((over, kind, name, "", *part, profile), profile))
+            launched.append(span)
+        self.device["context"] = np.array(contexts, dtype=np.int64)
+        self.device["launcher"] = np.array(launched, dtype=np.int64)
+        self.device["profile"] = self.device["line"].map(streams)
+
+    # ---- tables -------------------------------------------------------------------
+
+    def context_table(self) -> pd.DataFrame:
+        names = ("parent", "kind", "name", "shapes", "component", "phase", "profile")
+        table = pd.DataFrame(list(self.contexts), columns=list(names))
+        table.insert(0, "context", np.arange(len(table)))
+        table["file"], table["line"], table["module"] = "", 0, ""
+        python = table["kind"].eq("python")
+        source = table.loc[python, "name"].str.extract(_PYTHON)
+        table.loc[python, "file"] = source["file"].fillna("")
+        table.loc[python, "line"] = source["line"].fillna(0).astype("int64")
+        return table
+
+    def rows(self, metric: str, scope: str, column: np.ndarray, chosen: np.ndarray) -> pd.DataFrame:
+        context = np.flatnonzero(chosen)
+        return pd.DataFrame(
+            {
+                "profile": np.array(self.owner, dtype=np.int64)[context],
+                "context": context,
+                "metric": metric,
+                "scope": scope,
+                "value": column[context],
+            }
+        )
+
+    def value_rows(self, metric: str, column: np.ndarray, parent: np.ndarray) -> list[pd.DataFrame]:
+        """Rows of an additive metric; contexts it does not touch have none."""
+        frames = [self.rows(metric, "exclusive", column, column != 0)]
+        if metric != "calls":  # calls of a caller and its callees do not add up to anything
+            total = inclusive_from_exclusive(parent, column)
+            frames.append(self.rows(metric, "inclusive", total, total != 0))
+        return frames
+
+    def trace_table(self) -> pd.DataFrame:
+        host = self.host.assign(start_ns=self.host["start"], end_ns=self.host["end"])
+        tables = [host[["profile", "start_ns", "end_ns", "context", "depth"]]]
+        if len(self.device):
+            device = self.device.assign(
+                start_ns=self.device["start"], end_ns=self.device["end"], depth=0
+            )
+            tables.append(device[["profile", "start_ns", "end_ns", "context", "depth"]])
+        return pd.concat(tables).sort_values(["profile", "start_ns", "depth"])
+
+    def iteration_table(self) -> pd.DataFrame:
+        """Iterations; on a GPU each lasts until its last kernel ends or the next begins."""
+        table = pd.DataFrame(self.iterations, columns=["start_ns", "end_ns"], dtype="int64")
+        if len(self.device) and len(table):
+            at = self.device["launcher"].to_numpy()
+            begun = np.where(at >= 0, self.host["start"].to_numpy()[at], -1)
+            start = table["start_ns"].to_numpy()
+            which = np.searchsorted(start, begun, side="right") - 1
+            end = table["end_ns"].to_numpy().copy()
+            inside = (which >= 0) & (begun < end[np.maximum(which, 0)])
+            np.maximum.at(end, which[inside], self.device["end"].to_numpy()[inside])
+            end[:-1] = np.minimum(end[:-1], np.maximum(start[1:], table["end_ns"].to_numpy()[:-1]))
+            table["end_ns"] = end
+        table.insert(0, "iteration", np.arange(len(table)))
+        return table
+
+    # ---- what else the trace tells -------------------------------------------------
+
+    def memory_columns(self, count: int) -> dict[str, np.ndarray]:
+        """Bytes allocated in each context, by host and GPU. Empty if not recorded."""
+        columns: dict[str, np.ndarray] = {}
+        gained = self.memory[self.memory["bytes"].gt(0)]
+        for line, events in gained.groupby("line"):
+            spans = self.host[self.host["line"] == line]
+            if spans.empty:
+                continue
+            offset = int(spans.index[0])
+            parent = spans["parent"].to_numpy()
+            inside = innermost(
+                spans["start"].to_numpy(),
+                spans["end"].to_numpy(),
+                np.where(parent >= 0, parent - offset, -1),
+                events["start"].to_numpy(),
+            )
+            context = spans["context"].to_numpy()[inside]
+            size = events["bytes"].to_numpy(dtype=float)
+            on_host = events["device"].eq("cpu").to_numpy()
+            for name, chosen in (("allocated_bytes", on_host), ("gpu_allocated_bytes", ~on_host)):
+                chosen &= inside >= 0
+                if chosen.any():
+                    column = np.bincount(context[chosen], size[chosen], count)
+                    columns[name] = columns.get(name, 0) + column
+        return columns
+
+    def memory_curves(self) -> dict[str, dict[str, Any]]:
+        """Device to its peak and its curve of allocated bytes over time."""
+        curves = {}
+        for device, events in self.memory.sort_values("start").groupby("device"):
+            total = events["total"].to_numpy(dtype=np.int64)
+            # Points of the curve are the largest of each stretch, so the peak stays.
+            cut = np.linspace(0, len(total), min(CURVE_POINTS, len(total)) + 1).astype(int)[:-1]
+            curves[str(device)] = {
+                "peak_bytes": int(total.max()),
+                "time_ms": (events["start"].to_numpy()[cut] / 1e6).tolist(),
+                "bytes": np.maximum.reduceat(total, cut).tolist(),
+            }
+        return curves
+
+    def describe(self, meta: dict[str, Any], metrics: list[str]) -> dict[str, Any]:
+        meta = {"engine": "torch", "passes": [], **meta}
+        missing = dict(meta.get("not_measured", {}))
+        on_gpu = len(self.device) > 0
+        meta.setdefault("device", "cuda" if on_gpu else "cpu")
+        if not on_gpu:
+            reason = "the trace holds no GPU activity"
+            for name in ("gpu_time_ms", "launches", "copy_bytes"):
+                missing.setdefault(name, reason)
+        if self.memory.empty:
+            missing.setdefault("allocated_bytes", "memory was not recorded (profile_memory)")
+        if "flops" not in metrics:
+            missing.setdefault("flops", "a chrome trace has none; only a recording has them")
+        meta["not_measured"] = {name: why for name, why in missing.items() if name not in metrics}
+        if len(self.memory):
+            meta["memory"] = self.memory_curves()
+        return meta
+
+
+def _label(name: str) -> str:
+    """Name of a span without what differs from call to call."""
+    if name.startswith("ProfilerStep#"):
+        return "ProfilerStep*"
+    return _ADDRESS.sub("", name)
+
+
+def _flops(
+    contexts: pd.DataFrame, calls: np.ndarray, averages: dict[str, Any] | None
+) -> np.ndarray | None:
+    """Operations of each context (n,), NaN where torch has no formula; None if unknown.
+
+    ``key_averages`` groups by name and shapes; a context's share is its calls.
+    """
+    each = {
+        (row["name"], row["shapes"]): row["flops"] / row["count"]
+        for row in (averages or {}).get("rows", [])
+        if row.get("flops")
+    }
+    if not each:
+        return None
+    pairs = zip(contexts["name"], contexts["shapes"], strict=True)
+    return np.array([each.get(pair, np.nan) for pair in pairs]) * calls
