@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def forecast_memory(parameters: Parameters) -> list[MemoryItem]:
         for t, rows in enumerate(model.table_rows)
     ]
     for name, widths in (("bottom MLP", model.bottom_widths), ("top MLP", model.top_widths)):
-        weights = sum(n * m + m for n, m in zip(widths, widths[1:], strict=False))
+        weights = sum(n * m + m for n, m in itertools.pairwise(widths))
         shape = "-".join(map(str, widths))
         items.append(MemoryItem(f"{name} weights and gradients", shape, 2 * weights * FLOAT_BYTES))
     features = len(model.table_rows) + 1
@@ -93,7 +94,9 @@ def require_memory(parameters: Parameters, device: torch.device) -> None:
     raise InputError(
         f"{where}model.table_rows and training.batch_size ask for {format_bytes(needed)} of "
         f"{place}, but {format_bytes(available)} are available:\n"
-        + "\n".join(f"  {name:<34}{shape:>24}{format_bytes(size):>12}" for name, shape, size in lines)
+        + "\n".join(
+            f"  {name:<34}{shape:>24}{format_bytes(size):>12}" for name, shape, size in lines
+        )
     )
 
 
@@ -130,7 +133,11 @@ def available_memory(device: torch.device) -> int | None:
         ),
     ):
         try:
-            found.append(int(Path(limit).read_text()) - int(Path(used).read_text()))
+            left = int(Path(limit).read_text()) - int(Path(used).read_text())
+            # "used" counts the page cache, which the kernel gives back on demand
+            statistics = Path(used).with_name("memory.stat").read_text().splitlines()
+            counted = dict(line.split()[:2] for line in statistics)
+            found.append(left + int(counted.get("inactive_file", 0)))
         except (OSError, ValueError):
             continue
     return min(found) if found else None

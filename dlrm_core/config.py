@@ -214,7 +214,9 @@ class TrainingConfig:
     )
     seed: int = setting(123, "seed of weights and data", minimum=0, maximum=2**32 - 1)
     device: str = setting(
-        "auto", "'cpu', 'cuda', or 'auto': CUDA when there is a GPU", choices=("auto", "cpu", "cuda")
+        "auto",
+        "'cpu', 'cuda', or 'auto': CUDA when there is a GPU",
+        choices=("auto", "cpu", "cuda"),
     )
     threads: int | None = setting(
         None, "CPU threads of one operator; left out, torch's own choice", minimum=1
@@ -292,7 +294,9 @@ class Parameters:
         for name in SECTIONS:
             section = getattr(self, name)
             sections[name] = {
-                f.name: list(value) if isinstance(value := getattr(section, f.name), tuple) else value
+                f.name: list(value)
+                if isinstance(value := getattr(section, f.name), tuple)
+                else value
                 for f in fields(section)
             }
         return sections
@@ -362,8 +366,10 @@ def parameters_from_sections(tree: Mapping[str, Any], source: str = "") -> Param
                     )
             section = dict(section)
             # a list of rows without a count: the list decides
-            if name == "model" and "tables" not in section and isinstance(
-                section.get("table_rows"), list | tuple
+            if (
+                name == "model"
+                and "tables" not in section
+                and isinstance(section.get("table_rows"), list | tuple)
             ):
                 section["tables"] = None
             built[name] = kind(**section)

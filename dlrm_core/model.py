@@ -47,6 +47,11 @@ class EmbeddingTables(nn.Module):
             for rows in table_rows
         )
 
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        """The tables' weights, each (rows, d) float32."""
+        return list(self.parameters())
+
     def forward(self, batch: Batch) -> list[torch.Tensor]:
         """T pooled vectors, each (B, d) float32."""
         return [
@@ -122,9 +127,7 @@ class DLRM(nn.Module):
         self.bottom_mlp = MLP(config.bottom_widths, sigmoid_output=False)
         self.interaction: nn.Module
         if config.interaction == "dot":
-            self.interaction = DotInteraction(
-                len(config.table_rows) + 1, config.interaction_itself
-            )
+            self.interaction = DotInteraction(len(config.table_rows) + 1, config.interaction_itself)
         else:
             self.interaction = CatInteraction()
         self.top_mlp = MLP(config.top_widths, sigmoid_output=True)
@@ -166,9 +169,9 @@ _CHUNK = 1 << 22
 
 @torch.no_grad()
 def _fill_like_facebook(model: DLRM, random: np.random.RandomState) -> None:
-    for table in model.embeddings.tables:
-        bound = np.sqrt(1 / table.num_embeddings)
-        flat = table.weight.view(-1)
+    for table in model.embeddings.weights:
+        bound = np.sqrt(1 / table.shape[0])
+        flat = table.view(-1)
         for start in range(0, flat.numel(), _CHUNK):
             part = flat[start : start + _CHUNK]
             draws = random.uniform(-bound, bound, part.numel()).astype(np.float32)
@@ -184,9 +187,9 @@ def _fill_like_facebook(model: DLRM, random: np.random.RandomState) -> None:
 
 @torch.no_grad()
 def _fill_with_torch(model: DLRM, random: torch.Generator) -> None:
-    for table in model.embeddings.tables:
-        bound = (1 / table.num_embeddings) ** 0.5
-        table.weight.uniform_(-bound, bound, generator=random)
+    for table in model.embeddings.weights:
+        bound = (1 / table.shape[0]) ** 0.5
+        table.uniform_(-bound, bound, generator=random)
     for mlp in (model.bottom_mlp, model.top_mlp):
         for linear in mlp.linears:
             m, n = linear.weight.shape

@@ -37,9 +37,9 @@ class TrainingStep:
         rate = config.learning_rate
         # A part's weights are updated by its own optimiser, so that the time of
         # the update is that part's. SGD has no state that this would split.
-        dense = {"lr": rate, "fused": True} if config.fused_optimizer else {"lr": rate}
-        self.bottom_optimizer = torch.optim.SGD(model.bottom_mlp.parameters(), **dense)
-        self.top_optimizer = torch.optim.SGD(model.top_mlp.parameters(), **dense)
+        fused = config.fused_optimizer or None
+        self.bottom_optimizer = torch.optim.SGD(model.bottom_mlp.parameters(), lr=rate, fused=fused)
+        self.top_optimizer = torch.optim.SGD(model.top_mlp.parameters(), lr=rate, fused=fused)
         # foreach and fused variants refuse sparse gradients
         self.embedding_optimizer = torch.optim.SGD(
             model.embeddings.parameters(), lr=rate, foreach=False
@@ -101,9 +101,7 @@ def embedding_forward(model: DLRM, batch: Batch) -> list[torch.Tensor]:
 
 
 @part("interaction", "forward")
-def interaction_forward(
-    model: DLRM, x: torch.Tensor, pooled: list[torch.Tensor]
-) -> torch.Tensor:
+def interaction_forward(model: DLRM, x: torch.Tensor, pooled: list[torch.Tensor]) -> torch.Tensor:
     return model.interaction(x, pooled)
 
 

@@ -55,8 +55,8 @@ class FacebookLoop:
                 if self.fixed_pooling:
                     count = self.indices_per_lookup
                 else:
-                    bound = random.random_sample(1) * min(rows, self.indices_per_lookup)
-                    count = int(np.round(max([1.0], bound))[0])
+                    draw = random.random_sample(1) * min(rows, self.indices_per_lookup)
+                    count = int(np.round(max(1.0, draw[0])))
                 draws = random.random_sample(count)
                 bag = np.unique(np.round(draws * (rows - 1)).astype(np.int64))
                 offsets += [offset]
@@ -148,7 +148,7 @@ class FacebookReplay(FacebookLoop):
         """
         self._fill(size * (bound // 2 + 2))
         sizes = self._sizes(self._drawn, bound)
-        places = []
+        places: list[int] = []
         place = 0
         while len(places) < size:
             if place >= len(sizes):

@@ -54,9 +54,7 @@ def batches(parameters: Parameters, device: torch.device) -> Iterator[Batch]:
     """An endless stream of batches; close it to end the background thread."""
     generator = make_generator(parameters, device)
     if parameters.data.loader == "prefetch":
-        return _prefetched(
-            generator, parameters.data.prefetch_batches, pin=device.type == "cuda"
-        )
+        return _prefetched(generator, parameters.data.prefetch_batches, pin=device.type == "cuda")
     return _synchronous(generator)
 
 

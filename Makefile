@@ -1,0 +1,56 @@
+# make report   set up if need be, run train, profile and bottlenecks on the experiment
+# make test     everything that CI checks
+# make lab      JupyterLab on this machine, with its token
+# make bench    the ratios in benchmarks/results
+# make gpu-check  on a GPU node: GPU paths against the CPU, then a profile
+# make clean    what was built (outputs/ stays)
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SET_UP := $(VENV)/.set-up
+PARAMETERS ?= parameters/seed.yaml
+
+.DELETE_ON_ERROR:
+.PHONY: help setup report test lint lab bench gpu-check clean
+
+help:
+	@sed -n 's/^# //p' Makefile
+
+setup: $(SET_UP)
+
+$(SET_UP): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+	  f"Python {sys.version.split()[0]} is too old: 3.11 or newer is needed (make PYTHON=python3.12)")'
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
+	  { echo "Python's venv module is missing: apt-get install python3-venv (Debian, Ubuntu)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+report: $(SET_UP)
+	$(BIN)/dlrm run all -f $(PARAMETERS)
+
+test: $(SET_UP) lint
+	$(BIN)/python -m pytest
+
+lint: $(SET_UP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+lab: $(SET_UP)
+	$(BIN)/jupyter lab --ip 127.0.0.1 notebooks
+
+bench: $(SET_UP)
+	$(BIN)/dlrm bench --json benchmarks/results/step.json
+
+# On a GPU node the lock's packages are not wanted: the node's own torch is used.
+gpu-check:
+	$(PYTHON) -m dlrm_core gpu-check --json benchmarks/results/gpu-check.json
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -exec rm -rf {} +

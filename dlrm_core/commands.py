@@ -1,0 +1,100 @@
+"""The headless subcommands that run the workload: ``dlrm train`` and ``dlrm record``.
+
+They import no notebook or plotting package, so they start fast, run on a bare
+GPU node, and are what profilers are put around.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+from dlrm_core.config import SECTIONS, load_parameters
+from dlrm_core.files import plain
+
+EXIT_CODES = {"finished": 0, "diverged": 1, "interrupted": 128 + signal.SIGINT}
+
+
+def train(arguments: argparse.Namespace) -> int:
+    """``dlrm train``: a JSON line per interval, and a last one with the result."""
+    from dlrm_core import training
+
+    parameters = load_parameters(arguments.file, arguments.parameter)
+    with _terminate_like_interrupt():
+        result = training.train(
+            parameters,
+            Path(arguments.output) if arguments.output else None,
+            on_interval=lambda interval: print(training.json_line(interval), flush=True),
+            progress=sys.stderr.isatty(),
+        )
+    for notice in result.notices:
+        print(notice, file=sys.stderr)
+    print(json.dumps(plain(result.summary())), flush=True)
+    return EXIT_CODES[result.status]
+
+
+def record(arguments: argparse.Namespace) -> int:
+    """``dlrm record``: measure with torch.profiler; the last line is the folder."""
+    from dlrm_core.profiling.workload import record_workload
+
+    parameters = load_parameters(arguments.file, arguments.parameter)
+    with _terminate_like_interrupt():
+        folder = record_workload(parameters, Path(arguments.output), progress=sys.stderr.isatty())
+    print(folder, flush=True)
+    return 0
+
+
+def parameters(arguments: argparse.Namespace) -> int:
+    """``dlrm parameters``: every parameter, its default and its meaning, as Markdown."""
+    print(parameters_table())
+    return 0
+
+
+def parameters_table() -> str:
+    """A Markdown table a section, from the fields' own metadata."""
+    import dataclasses
+    import typing
+
+    from dlrm_core.settings import describe_type
+
+    lines = []
+    for section, kind in SECTIONS.items():
+        hints = typing.get_type_hints(kind)
+        lines += [f"## `{section}`", "", "| name | type | default | meaning |"]
+        lines.append("| --- | --- | --- | --- |")
+        for field in dataclasses.fields(kind):
+            lines.append(
+                f"| `{field.name}` | {describe_type(hints[field.name])} "
+                f"| {_as_yaml(field.default)} | {field.metadata['meaning']} |"
+            )
+        lines.append("")
+    return "\n".join(lines).rstrip()
+
+
+def _as_yaml(default: object) -> str:
+    """A default as one writes it in a parameters file; nothing for nothing."""
+    if default is None or default == "":
+        return ""
+    if isinstance(default, tuple):
+        return f"`[{', '.join(map(str, default))}]`"
+    return f"`{str(default).lower()}`" if isinstance(default, bool) else f"`{default}`"
+
+
+@contextlib.contextmanager
+def _terminate_like_interrupt() -> Iterator[None]:
+    """Let SIGTERM (schedulers, our own time limits) end a run as Ctrl-C does: results kept."""
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

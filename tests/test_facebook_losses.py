@@ -1,0 +1,34 @@
+"""The workload trains exactly as facebookresearch/dlrm's dlrm_s_pytorch.py does."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dlrm_core.config import load_parameters, parameters_from_sections
+from dlrm_core.training import Trainer, train
+
+RUNS = json.loads((Path(__file__).parent / "data" / "facebook_losses.json").read_text())["runs"]
+SEED = Path(__file__).parent.parent / "parameters" / "seed.yaml"
+
+
+@pytest.mark.parametrize("name", ["small", "bce", "wbce"])
+@pytest.mark.parametrize("generator", ["facebook_loop", "facebook"])
+def test_losses_equal_those_printed_by_dlrm_s_pytorch(name, generator):
+    sections = RUNS[name]["parameters"]
+    sections = sections | {"data": sections["data"] | {"generator": generator}}
+    result = train(parameters_from_sections(sections), progress=False)
+    # printed with six decimals
+    assert result.losses == pytest.approx(RUNS[name]["losses"], abs=1e-5)
+
+
+def test_the_experiments_losses_equal_those_printed_by_dlrm_s_pytorch():
+    parameters = load_parameters(
+        SEED, ["data.generator=facebook", "data.loader=prefetch", "training.batches=12"]
+    )
+    trainer = Trainer(parameters)
+    try:
+        losses = trainer.train().losses
+    finally:
+        trainer.close()
+    assert losses == pytest.approx(RUNS["seed"]["losses"][:12], abs=1e-5)
