@@ -1,0 +1,363 @@
+"""A database as tables, as text, as facts and as a Hatchet GraphFrame.
+
+Rows and columns come from ``Database``; nothing here reads files.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from dlrm_core.errors import MissingToolError
+from dlrm_core.profiling.format4_meta import ENTRY, LEXICAL_TYPES, RELATIONS, ROOT, enumerated
+from dlrm_core.profiling.metrics import (
+    NOT_COLLECTED,
+    canonical_name,
+    derive,
+    meaning_of,
+    unit_of,
+)
+
+if TYPE_CHECKING:
+    from hatchet import GraphFrame
+
+    from dlrm_core.profiling.database import Database
+
+FUNCTION = 0
+GPU_KERNEL = "<gpu kernel>"
+TOP_FUNCTIONS = 12
+
+Ints = npt.NDArray[np.int64]
+
+
+def _type_names(kinds: Ints) -> list[str]:
+    named = {ROOT: "root", ENTRY: "entry"}
+    return [named.get(kind) or enumerated(LEXICAL_TYPES, kind) for kind in kinds.tolist()]
+
+
+def contexts_table(database: Database) -> pd.DataFrame:
+    """See ``Database.contexts``."""
+    tree, meta = database.tree, database.meta
+    functions = meta.functions
+    # A function's own file, line and module stand in where the context has none.
+    of_function = np.array(
+        [(f.file, f.line, f.module, f.offset % (1 << 63)) for f in functions] or [(-1, 0, -1, 0)],
+        np.int64,
+    )
+    known = of_function[np.maximum(tree.function, 0)]
+    has = tree.function >= 0
+    file = np.where(tree.file >= 0, tree.file, np.where(has, known[:, 0], -1))
+    line = np.where(tree.file >= 0, tree.line, np.where(has, known[:, 1], 0))
+    module = np.where(tree.module >= 0, tree.module, np.where(has, known[:, 2], -1))
+    offset = np.where(tree.module >= 0, (tree.offset % (1 << 63)).astype(np.int64), known[:, 3])
+    files, modules = [*meta.files, ""], [*meta.modules, ""]
+    return pd.DataFrame(
+        {
+            "context": tree.context,
+            "parent": tree.parent,
+            "depth": tree.depth,
+            "type": _type_names(tree.lexical_type),
+            "relation": [
+                "" if number < 0 else enumerated(RELATIONS, number)
+                for number in tree.relation.tolist()
+            ],
+            "name": database.names,
+            "file": [files[i] for i in file.tolist()],
+            "line": line,
+            "module": [modules[i] for i in module.tolist()],
+            "offset": np.where(module >= 0, offset, 0),
+        }
+    )
+
+
+def facts(database: Database) -> dict[str, Any]:
+    """Counts, sums and traces; integers exact, sums as numpy adds them.
+
+    The keys are those of the stored expectations that this reader is tested
+    against: see ``Database.facts``.
+    """
+    tree, meta = database.tree, database.meta
+    summary = database.profiles[0]
+    statistics = {
+        statistic.metric_id: f"{metric.name}|{statistic.scope}|{statistic.combine}|"
+        f"{statistic.formula}"
+        for metric in meta.metrics
+        for statistic in metric.statistics
+    }
+    plain = {
+        number: f"{metric.name}|{scope}"
+        for metric in meta.metrics
+        for scope, number in metric.scopes.items()
+    }
+    entry_rows = np.flatnonzero(tree.lexical_type == ENTRY)
+    entries: dict[str, int] = {}
+    for row, kind in zip(entry_rows.tolist(), tree.entry_types, strict=True):
+        name = kind if kind not in entries else f"{kind} {tree.context[row]}"
+        entries[name] = int(tree.context[row])
+    below = tree.lexical_type >= 0
+    in_tree = tree.rows(summary.contexts) >= 0
+    names = [function.name for function in meta.functions]
+    return {
+        "database": database.path.resolve().name,
+        "title": meta.title,
+        "contexts_without_root": len(tree) - 1,
+        "context_types": dict(sorted(Counter(_type_names(tree.lexical_type[1:])).items())),
+        "relations": dict(
+            sorted(Counter(enumerated(RELATIONS, r) for r in tree.relation[below].tolist()).items())
+        ),
+        "entry_points": entries,
+        "max_depth": int(tree.depth.max()),
+        "functions": len(names),
+        "files": len(meta.files),
+        "modules": len(meta.modules),
+        "longest_function_name": max(names, key=len, default=""),
+        "metrics": {metric.name: sorted(metric.scopes) for metric in meta.metrics},
+        "summary_values": summary.count,
+        "contexts_with_values": len(summary.contexts),
+        "contexts_with_values_outside_tree": int((~in_tree).sum()),
+        "summary_root": {
+            statistics[number]: value for number, value in sorted(summary.at(0).items())
+        },
+        "summary_sum_over_contexts": _named_sums(summary, statistics),
+        "threads": [
+            {
+                "profile": profile.number,
+                "ids": [[i.kind, i.logical, i.physical] for i in profile.identifiers],
+                "values": profile.count,
+                "sum_over_contexts": _named_sums(profile, statistics if profile.summary else plain),
+            }
+            for profile in database.profiles[1:]
+        ],
+        "traces": [
+            {
+                "profile": line.profile,
+                "samples": len(line.time_ns),
+                "first_ns": int(line.time_ns[0]) if len(line.time_ns) else None,
+                "last_ns": int(line.time_ns[-1]) if len(line.time_ns) else None,
+                "idle_ns": line.idle_ns,
+            }
+            for line in database.traces
+        ],
+    }
+
+
+def _named_sums(profile: Any, names: dict[int, str]) -> dict[str, float]:
+    total, number = profile.sums()
+    return {names[i]: float(total[i]) for i in np.flatnonzero(number).tolist()}
+
+
+# ---- tables -----------------------------------------------------------------------
+
+
+def metrics_table(database: Database) -> pd.DataFrame:
+    """Metrics with ``metric``, ``canonical``, ``unit``, ``meaning``, ``source``, ``total``.
+
+    ``total`` is the inclusive value at the root over all threads, NaN where the
+    metric has no value anywhere.
+    """
+    root = database.root()
+    return pd.DataFrame(
+        [
+            {
+                "metric": metric.name,
+                "canonical": canonical_name(metric.name),
+                "unit": unit_of(metric.name),
+                "meaning": meaning_of(metric.name),
+                "source": "HPCToolkit",
+                "total": root.get(metric.name, np.nan),
+            }
+            for metric in database.metrics
+        ],
+        columns=["metric", "canonical", "unit", "meaning", "source", "total"],
+    )
+
+
+def kernel_rows(database: Database) -> npt.NDArray[np.bool_]:
+    """Which rows are GPU kernels: functions called by ``<gpu kernel>``.
+
+    Where nothing is known below ``<gpu kernel>`` (no PC samples, no GPU binary), the
+    placeholder itself stands for its kernels.
+    """
+    tree, meta = database.tree, database.meta
+    placeholder = np.array([f.name == GPU_KERNEL for f in meta.functions] + [False])[tree.function]
+    placeholder &= tree.lexical_type == FUNCTION
+    below = placeholder[np.maximum(tree.parent, 0)] & (tree.parent >= 0)
+    kernels = below & (tree.lexical_type >= FUNCTION)
+    childless = placeholder.copy()
+    childless[tree.parent[kernels]] = False
+    return kernels | childless
+
+
+def kernels_table(database: Database) -> pd.DataFrame:
+    """GPU kernels by name, longest first.
+
+    Columns: ``kernel``, ``module``, ``file``, ``line``, ``time_ms``, ``share_percent``
+    and every quantity of ``metrics.DERIVATIONS`` (NaN where not measured).
+    """
+    contexts = database.contexts
+    rows = np.flatnonzero(kernel_rows(database))
+    columns = {
+        canonical_name(name): database.column(name)[rows]
+        for name in database.root()
+        if canonical_name(name).startswith(("GKER", "GINS", "GSAMP", "GPUOP"))
+    }
+    frame = pd.DataFrame(columns, index=rows)
+    keys = ["name", "module", "file", "line"]
+    frame = frame.join(contexts.loc[rows, keys])
+    grouped = frame.groupby(keys, sort=False)[list(columns)].sum().reset_index()
+    table = grouped[keys].rename(columns={"name": "kernel"})
+    time = grouped.get("GKER (sec)", pd.Series(np.nan, index=grouped.index))
+    table["time_ms"] = 1e3 * time
+    table["share_percent"] = 100 * time / time.sum()
+    measured = [
+        {k: v for k, v in derive({c: row[c] for c in columns if row[c]}).items()}
+        for row in grouped.to_dict("records")
+    ]
+    for name in measured[0] if measured else ():
+        table[name] = [row[name] if not isinstance(row[name], str) else np.nan for row in measured]
+    return table.sort_values("time_ms", ascending=False, kind="stable").reset_index(drop=True)
+
+
+def functions_table(database: Database, metric: str, profile: int = 0) -> pd.DataFrame:
+    """Self values of a metric by enclosing function, largest first.
+
+    Columns: ``function``, ``module``, ``value`` (unit of the metric), ``share_percent``.
+    """
+    own = database.self_column(metric, profile)
+    owner = database.nearest(database.tree.lexical_type == FUNCTION)
+    by_row = pd.DataFrame({"owner": owner, "value": own})
+    by_row = by_row[by_row["value"] != 0].groupby("owner", as_index=False)["value"].sum()
+    names, modules = database.names, [*database.meta.modules, ""]
+    functions = database.meta.functions
+    tree = database.tree
+    rows = by_row["owner"].tolist()
+    by_row["function"] = [names[r] if r >= 0 else "<outside every function>" for r in rows]
+    by_row["module"] = [
+        modules[functions[tree.function[r]].module] if r >= 0 and tree.function[r] >= 0 else ""
+        for r in rows
+    ]
+    table = by_row.groupby(["function", "module"], as_index=False)["value"].sum()
+    total = own.sum()
+    table["share_percent"] = 100 * table["value"] / total if total else 0.0
+    return table.sort_values("value", ascending=False, kind="stable").reset_index(drop=True)
+
+
+# ---- text -------------------------------------------------------------------------
+
+
+def describe(database: Database) -> str:
+    """See ``Database.describe``."""
+    meta, tree = database.meta, database.tree
+    root = database.root()
+    lines = [
+        f"{database.path}: {meta.title}",
+        f"format 4.{meta.minor_version}, {len(tree) - 1} contexts to depth {tree.depth.max()}, "
+        f"{len(meta.functions)} functions, {len(meta.files)} files, {len(meta.modules)} modules",
+        "",
+        "measured, over all threads:",
+    ]
+    for name, value in sorted(root.items()):
+        lines.append(f"  {name:24} {value:>16.6g} {unit_of(name):12} {meaning_of(name)}")
+    if not root:
+        lines.append("  nothing: no metric has a value")
+    silent = [metric.name for metric in database.metrics if metric.name not in root]
+    if silent:
+        lines += ["", "not measured (listed, without a value in any context):"]
+        for name in sorted(silent):
+            reason = NOT_COLLECTED.get(canonical_name(name), "no value: it did not occur")
+            lines.append(f"  {name:24} {meaning_of(name)} — {reason}")
+    derived = database.derived()
+    if any(canonical_name(name).startswith("G") for name in root):
+        lines += ["", "derived:"]
+        for name, result in derived.items():
+            text = result if isinstance(result, str) else f"{result:.6g}"
+            lines.append(f"  {name:24} {text}")
+    lines += ["", "threads and streams:"]
+    traced = {line.profile: len(line.time_ns) for line in database.traces}
+    for thread in database.threads:
+        profile = database.profiles[thread.profile]
+        own = ", ".join(f"{n} {v:.6g}" for n, v in list(database.root(thread.profile).items())[:3])
+        lines.append(
+            f"  {thread.name:28} {profile.count} values, {traced.get(thread.profile, 0)} trace "
+            f"samples{'; ' + own if own else ''}"
+        )
+    chief = next((name for name in _CHIEF if name in root), None) or next(iter(root), None)
+    if chief is not None:
+        lines += ["", f"top functions by self {chief}:"]
+        for row in functions_table(database, chief).head(TOP_FUNCTIONS).itertuples():
+            lines.append(f"  {row.share_percent:5.1f} %  {row.value:12.6g}  {row.function}")
+    if database.absent:
+        lines += ["", "missing files:"]
+        lines += [f"  {name}: {reason}" for name, reason in database.absent.items()]
+    return "\n".join(lines) + "\n"
+
+
+_CHIEF = ("CPUTIME (sec)", "REALTIME (sec)", "GPUOP (sec)", "GKER (sec)", "perf::task-clock")
+
+
+# ---- Hatchet ----------------------------------------------------------------------
+
+
+def graph_frame(database: Database) -> GraphFrame:
+    """See ``Database.to_hatchet``.
+
+    Metrics keep their names: ``CPUTIME (sec)`` holds self values, ``CPUTIME (sec) (inc)``
+    inclusive ones. Hatchet's own methods recurse; for a deep tree the recursion limit
+    of this process is raised so that they work.
+    """
+    try:
+        from hatchet import GraphFrame
+        from hatchet.frame import Frame
+        from hatchet.graph import Graph
+        from hatchet.node import Node
+    except ImportError as problem:
+        raise MissingToolError(
+            "Hatchet is not installed; run `pip install 'llnl-hatchet>=2026.2.0'`"
+        ) from problem
+    contexts = database.contexts
+    tree = database.tree
+    nodes: list[Any] = []
+    for row, (name, kind, parent, depth) in enumerate(
+        zip(
+            contexts["name"],
+            contexts["type"],
+            tree.parent.tolist(),
+            tree.depth.tolist(),
+            strict=True,
+        )
+    ):
+        above = nodes[parent] if parent >= 0 else None
+        node = Node(Frame({"name": name, "type": kind}), above, row, depth + (row > 0))
+        if above is not None:
+            above.add_child(node)
+        nodes.append(node)
+    # A generator and a sort key a level, with room for what calls them.
+    sys.setrecursionlimit(max(sys.getrecursionlimit(), 1000 + 4 * int(tree.depth.max())))
+    graph = Graph([nodes[0]])
+    graph.enumerate_traverse()
+    columns: dict[str, Any] = {}
+    exclusive, inclusive = [], []
+    for name in database.root():
+        values = database.column(name)
+        columns[name], columns[f"{name} (inc)"] = database.self_of(values), values
+        exclusive.append(name)
+        inclusive.append(f"{name} (inc)")
+    labels = contexts[["name", "type", "file", "line", "module", "context"]]
+    frame = pd.concat([labels, pd.DataFrame(columns, index=labels.index)], axis=1)
+    frame.index = pd.Index(nodes, name="node", dtype=object)
+    frame = frame.sort_index()
+    chief = next((name for name in _CHIEF if name in columns), None)
+    default = f"{chief or (exclusive[0] if exclusive else 'time')} (inc)"
+    return GraphFrame(
+        graph,
+        frame,
+        exclusive,
+        inclusive,
+        default_metric=default,
+        metadata={"database": str(database.path), "title": database.meta.title},
+    )

@@ -1,0 +1,352 @@
+"""HPCToolkit database format 4.x: its structures on disk, read with bounds checks.
+
+Source: ``doc/FORMATS.md`` of HPCToolkit (develop, 2025-05). Each ``Record`` below
+is one structure table of that document: field, byte offset, type. All integers
+and floats are little-endian; a pointer is an absolute byte offset in the file.
+
+Nothing in a file is believed before it is checked: a pointer, a count or a size
+that leads outside the file is a ``DatabaseError``, and no allocation is larger
+than a small multiple of the file. Arrays use the stride that the file states
+(FORMATS.md, "Reader compatibility"), so that later minor versions, whose
+structures are longer, can be read.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dlrm_core.errors import InputError
+
+MAGIC = b"HPCTOOLKIT"
+MAJOR_VERSION = 4
+FOOTER_BYTES = 8
+STRING_BUDGET = 8
+"""Names may take this many times the file's size once decoded (they may share bytes)."""
+
+REPROCESS = (
+    "run `hpcprof -o NEW_DATABASE MEASUREMENTS` of HPCToolkit 2023.08 or later "
+    "on the measurement directory to get a database in format 4"
+)
+
+
+class DatabaseError(InputError):
+    """An HPCToolkit database cannot be read: missing, cut short, damaged or of another format.
+
+    The message names the file and what was found against what was expected.
+    """
+
+
+@dataclass(frozen=True)
+class Record:
+    """One structure of FORMATS.md.
+
+    Attributes:
+        name: what it describes, for messages.
+        dtype: fields at their offsets; ``itemsize`` is the end of the last field
+            of version 4.0, the least that a stride stated by a file may be.
+    """
+
+    name: str
+    dtype: np.dtype[Any]
+
+    @property
+    def size(self) -> int:
+        return self.dtype.itemsize
+
+
+def record(name: str, /, **fields: tuple[int, str]) -> Record:
+    """A ``Record`` from ``field=(offset, type)``, where type is numpy's (``u8`` = 8 bytes)."""
+    types = [np.dtype("<" + kind) for _, kind in fields.values()]
+    offsets = [offset for offset, _ in fields.values()]
+    size = max(offset + kind.itemsize for offset, kind in zip(offsets, types, strict=True))
+    return Record(
+        name,
+        np.dtype({"names": list(fields), "formats": types, "offsets": offsets, "itemsize": size}),
+    )
+
+
+# --- meta.db -----------------------------------------------------------------
+GENERAL = record("general properties", title=(0x00, "u8"), description=(0x08, "u8"))
+IDENTIFIER_NAMES = record("identifier names", names=(0x00, "u8"), count=(0x08, "u1"))
+POINTER = record("pointer", pointer=(0x00, "u8"))
+METRICS = record(
+    "performance metrics",
+    metrics=(0x00, "u8"),
+    count=(0x08, "u4"),
+    metric_stride=(0x0C, "u1"),
+    instance_stride=(0x0D, "u1"),
+    summary_stride=(0x0E, "u1"),
+    scopes=(0x10, "u8"),
+    scope_count=(0x18, "u2"),
+    scope_stride=(0x1A, "u1"),
+)
+METRIC = record(
+    "metric",
+    name=(0x00, "u8"),
+    instances=(0x08, "u8"),
+    summaries=(0x10, "u8"),
+    instance_count=(0x18, "u2"),
+    summary_count=(0x1A, "u2"),
+)
+SCOPE_INSTANCE = record("metric scope", scope=(0x00, "u8"), metric_id=(0x08, "u2"))
+SUMMARY = record(
+    "summary statistic",
+    scope=(0x00, "u8"),
+    formula=(0x08, "u8"),
+    combine=(0x10, "u1"),
+    metric_id=(0x12, "u2"),
+)
+SCOPE = record("propagation scope", name=(0x00, "u8"), type=(0x08, "u1"), bit=(0x09, "u1"))
+# Modules, files and functions share one form of section header.
+LIST = record("list", items=(0x00, "u8"), count=(0x08, "u4"), stride=(0x0C, "u2"))
+MODULE = record("load module", flags=(0x00, "u4"), path=(0x08, "u8"))
+SOURCE_FILE = record("source file", flags=(0x00, "u4"), path=(0x08, "u8"))
+FUNCTION = record(
+    "function",
+    name=(0x00, "u8"),
+    module=(0x08, "u8"),
+    offset=(0x10, "u8"),
+    file=(0x18, "u8"),
+    line=(0x20, "u4"),
+    flags=(0x24, "u4"),
+)
+CONTEXT_TREE = record("context tree", entries=(0x00, "u8"), count=(0x08, "u2"), stride=(0x0A, "u1"))
+ENTRY_POINT = record(
+    "entry point",
+    children_size=(0x00, "u8"),
+    children=(0x08, "u8"),
+    context=(0x10, "u4"),
+    type=(0x14, "u2"),
+    name=(0x18, "u8"),
+)
+CONTEXT = record(
+    "context",
+    children_size=(0x00, "u8"),
+    children=(0x08, "u8"),
+    context=(0x10, "u4"),
+    flags=(0x14, "u1"),
+    relation=(0x15, "u1"),
+    lexical_type=(0x16, "u1"),
+    flex_words=(0x17, "u1"),
+    propagation=(0x18, "u2"),
+    end=(0x1F, "u1"),
+)
+"""The fixed 32 bytes; ``flex_words`` 8-byte words of optional fields follow."""
+
+# --- profile.db --------------------------------------------------------------
+# Lists of profiles, contexts (cct.db) and traces state their stride in one byte.
+SHORT_LIST = record("list", items=(0x00, "u8"), count=(0x08, "u4"), stride=(0x0C, "u1"))
+PROFILE = record(
+    "profile",
+    value_count=(0x00, "u8"),
+    values=(0x08, "u8"),
+    index_count=(0x10, "u4"),
+    index=(0x18, "u8"),
+    identifiers=(0x20, "u8"),
+    flags=(0x28, "u4"),
+)
+PROFILE_VALUE = record("profile value", metric=(0x0, "u2"), value=(0x2, "f8"))
+PROFILE_INDEX = record("profile index", context=(0x0, "u4"), start=(0x4, "u8"))
+IDENTIFIER_TUPLE = record("identifier tuple", count=(0x0, "u2"))
+IDENTIFIERS_OFFSET = 0x08
+IDENTIFIER = record(
+    "identifier",
+    kind=(0x0, "u1"),
+    flags=(0x2, "u2"),
+    logical=(0x4, "u4"),
+    physical=(0x8, "u8"),
+)
+
+# --- cct.db ------------------------------------------------------------------
+CONTEXT_VALUES = record(
+    "context values",
+    value_count=(0x00, "u8"),
+    values=(0x08, "u8"),
+    index_count=(0x10, "u2"),
+    index=(0x18, "u8"),
+)
+CONTEXT_VALUE = record("context value", profile=(0x0, "u4"), value=(0x4, "f8"))
+CONTEXT_INDEX = record("context index", metric=(0x0, "u2"), start=(0x2, "u8"))
+
+# --- trace.db ----------------------------------------------------------------
+TRACES = record(
+    "trace headers",
+    items=(0x00, "u8"),
+    count=(0x08, "u4"),
+    stride=(0x0C, "u1"),
+    first_ns=(0x10, "u8"),
+    last_ns=(0x18, "u8"),
+)
+TRACE = record("trace", profile=(0x00, "u4"), start=(0x08, "u8"), end=(0x10, "u8"))
+TRACE_SAMPLE = record("trace sample", time_ns=(0x0, "u8"), context=(0x8, "u4"))
+
+
+@dataclass(frozen=True)
+class Section:
+    """A contiguous region of a file: bytes ``start`` to ``end``."""
+
+    start: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        return self.end - self.start
+
+
+class DatabaseFile:
+    """One memory-mapped ``*.db`` file whose header and footer have been checked.
+
+    Args:
+        path: the file.
+        code: its four-letter format identifier (``meta``, ``prof``, ``ctxt``, ``trce``).
+        footer: the eight bytes that end a whole file.
+        sections: names of the header's (size, pointer) pairs, in order.
+
+    Raises:
+        DatabaseError: the file cannot be opened, is of another format or version,
+            or was cut short.
+    """
+
+    def __init__(self, path: Path, code: str, footer: bytes, sections: Sequence[str]) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as stream:
+                stream.seek(0, 2)
+                self.size = stream.tell()
+                header_size = len(MAGIC) + 6 + 16 * len(sections)
+                if self.size < header_size + FOOTER_BYTES:
+                    raise self.error(
+                        f"cut short: {self.size} bytes where the header and footer alone "
+                        f"take {header_size + FOOTER_BYTES}"
+                    )
+                self.map = mmap.mmap(stream.fileno(), self.size, access=mmap.ACCESS_READ)
+        except OSError as problem:
+            raise self.error(f"cannot be read: {problem.strerror or problem}") from problem
+        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self.map, np.uint8)
+        self.minor_version = self._check_identity(code)
+        pairs = np.frombuffer(self.map, "<u8", 2 * len(sections), offset=16).tolist()
+        self.sections = {
+            name: Section(pairs[2 * i + 1], pairs[2 * i] + pairs[2 * i + 1])
+            for i, name in enumerate(sections)
+        }
+        self._check_whole(footer)
+        self._strings: dict[int, str] = {}
+        self._string_bytes = 0
+
+    def error(self, problem: str) -> DatabaseError:
+        """A ``DatabaseError`` about this file."""
+        return DatabaseError(f"{self.path}: {problem}")
+
+    def _check_identity(self, code: str) -> int:
+        head = bytes(self.map[:16])
+        if head[:10] != MAGIC:
+            raise self.error(
+                f"not an HPCToolkit database file: it begins with {head[:10]!r}, expected {MAGIC!r}"
+            )
+        if head[14] != MAJOR_VERSION:
+            raise self.error(
+                f"format {head[14]}.{head[15]}, and this reader knows format {MAJOR_VERSION}.x; "
+                + REPROCESS
+            )
+        if head[10:14] != code.encode():
+            raise self.error(f"holds the format {head[10:14]!r}, expected {code.encode()!r}")
+        return head[15]
+
+    def _check_whole(self, footer: bytes) -> None:
+        reach = max((section.end for section in self.sections.values()), default=0)
+        end = bytes(self.map[-FOOTER_BYTES:])
+        if reach + FOOTER_BYTES > self.size:
+            raise self.error(
+                f"cut short or damaged: {self.size} bytes where its header states sections up to "
+                f"byte {reach} and {FOOTER_BYTES} bytes of footer follow"
+            )
+        if end != footer:
+            raise self.error(
+                f"cut short or damaged: its {self.size} bytes end with {end!r}, a whole file "
+                f"with {footer!r}; run hpcprof again"
+            )
+
+    def table(
+        self, kind: Record, pointer: int, count: int, stride: int | None = None, what: str = ""
+    ) -> npt.NDArray[Any]:
+        """A view of ``count`` records ``stride`` bytes apart from byte ``pointer``; shape (count,).
+
+        Raises:
+            DatabaseError: the stride is shorter than the record, or the table
+                does not lie within the file.
+        """
+        what = what or kind.name
+        stride = kind.size if stride is None else stride
+        if count == 0:
+            return np.empty(0, kind.dtype)
+        if stride < kind.size:
+            raise self.error(f"{what}: a stride of {stride} bytes, at least {kind.size} expected")
+        end = pointer + (count - 1) * stride + kind.size
+        if end > self.size:
+            raise self.error(
+                f"{what}: {count} records of {stride} bytes from byte {pointer} "
+                f"reach byte {end}, and the file ends at {self.size}"
+            )
+        return np.ndarray((count,), kind.dtype, self.map, pointer, (stride,))
+
+    def one(self, kind: Record, pointer: int, what: str = "") -> dict[str, int]:
+        """The fields of the record at byte ``pointer``."""
+        row = self.table(kind, pointer, 1, what=what)[0]
+        return dict(zip(kind.dtype.names or (), row.item(), strict=True))
+
+    def header(self, section: str, kind: Record) -> dict[str, int]:
+        """The header at the start of a section."""
+        return self.one(kind, self.sections[section].start, f"section {section}")
+
+    def items(self, section: str, header: Record, kind: Record) -> tuple[dict[str, int], Any]:
+        """(header, table) of a section that is one list: pointer, count, stride."""
+        head = self.header(section, header)
+        return head, self.table(
+            kind, head["items"], head["count"], head["stride"], f"{section} list"
+        )
+
+    def string(self, pointer: int, what: str) -> str:
+        """The NUL-terminated UTF-8 string at byte ``pointer``, whole.
+
+        Bytes that are not UTF-8 appear as ``\\xNN``.
+
+        Raises:
+            DatabaseError: it starts or runs outside the file.
+        """
+        known = self._strings.get(pointer)
+        if known is not None:
+            return known
+        limit = self.size - FOOTER_BYTES
+        end = self.map.find(b"\0", pointer, limit) if pointer < limit else -1
+        if end < 0:
+            raise self.error(
+                f"{what}: a string from byte {pointer} does not end before byte {limit}"
+            )
+        # Strings may overlap; many long ones in a damaged file would fill memory.
+        self._string_bytes += end - pointer
+        if self._string_bytes > STRING_BUDGET * self.size:
+            raise self.error(
+                f"{what}: its strings take over {STRING_BUDGET} times the file's {self.size} bytes"
+            )
+        text = self.map[pointer:end].decode("utf-8", "backslashreplace")
+        self._strings[pointer] = text
+        return text
+
+    def strings(self, pointers: npt.NDArray[Any], what: str) -> list[str]:
+        """The strings at each of ``pointers``; "" for a pointer 0."""
+        return [self.string(at, what) if at else "" for at in pointers.tolist()]
+
+    def forget(self, start: int, end: int) -> None:
+        """Let go of the pages of bytes ``start`` to ``end`` (they are read again on demand)."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+            last = end // mmap.PAGESIZE * mmap.PAGESIZE
+            if last > first:
+                self.map.madvise(mmap.MADV_DONTNEED, first, last - first)

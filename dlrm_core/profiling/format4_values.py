@@ -1,0 +1,327 @@
+"""``profile.db``, ``cct.db`` and ``trace.db``: numbers by thread, by context, over time.
+
+The files are sparse and unaligned: a value is 10 bytes (u16 metric, f64), an
+index entry 12 (u32 context, u64 first value). Values are not decoded until
+asked for, and large blocks pass through in chunks, so that opening a database
+costs its index, not its size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dlrm_core.profiling import format4 as f4
+
+CHUNK = 1 << 20
+"""Values decoded at a time where a whole block is only summed over."""
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Identifier:
+    """One step of a thread's identity: kind (``RANK``, ``THREAD``, ...) and two ids."""
+
+    kind: str
+    logical: int
+    physical: int
+
+
+@dataclass(frozen=True)
+class Values:
+    """The values of one profile, sorted by context, then metric. All of shape (values,)."""
+
+    context: Ints
+    metric: Ints
+    value: Floats
+
+
+class ThreadProfile:
+    """What was measured on one thread (or, for a summary, over all of them).
+
+    Attributes:
+        number: its row in the file; 0 is the summary of the whole run.
+        summary: whether it holds summary statistics.
+        identifiers: where it ran, from node to thread; empty for profile 0.
+        count: number of values.
+    """
+
+    def __init__(
+        self,
+        file: f4.DatabaseFile,
+        number: int,
+        block: dict[str, int],
+        identifiers: tuple[Identifier, ...],
+        known: npt.NDArray[np.bool_],
+    ) -> None:
+        what = f"profile {number}"
+        self.number = number
+        self.summary = bool(block["flags"] & 1)
+        self.identifiers = identifiers
+        self.count = block["value_count"]
+        self._file = file
+        self._known = known
+        self._raw = file.table(
+            f4.PROFILE_VALUE, block["values"], self.count, what=f"{what}: values"
+        )
+        index = file.table(
+            f4.PROFILE_INDEX, block["index"], block["index_count"], what=f"{what}: index"
+        )
+        self.contexts: Ints = index["context"].astype(np.int64)
+        starts = index["start"].astype(np.uint64)
+        self.starts = _checked_starts(file, what, self.contexts, starts, self.count)
+
+    @property
+    def first_byte(self) -> int:
+        """Where its values begin, for messages and for letting pages go."""
+        return int(self._raw.__array_interface__["data"][0]) if self.count else 0
+
+    def check(self, metric: Ints) -> None:
+        """Refuse metric ids that ``meta.db`` does not list."""
+        if len(metric) and int(metric.max()) >= len(self._known):
+            raise self._unknown(int(metric.max()))
+        if len(metric) and not self._known[metric].all():
+            raise self._unknown(int(metric[np.argmin(self._known[metric])]))
+
+    def _unknown(self, metric: int) -> f4.DatabaseError:
+        return self._file.error(
+            f"profile {self.number} holds values of metric id {metric}, which meta.db does not list"
+        )
+
+    def values(self) -> Values:
+        """All its values, decoded; 24 bytes each."""
+        counts = np.diff(self.starts, append=self.count)
+        metric = self._raw["metric"].astype(np.int64)
+        self.check(metric)
+        return Values(
+            np.repeat(self.contexts, counts), metric, self._raw["value"].astype(np.float64)
+        )
+
+    def select(self, metric_id: int) -> tuple[Ints, Floats]:
+        """(context ids, values) of one metric, both of shape (contexts with it,)."""
+        contexts, values = [], []
+        for start, metric, value in self.chunks():
+            at = np.flatnonzero(metric == metric_id)
+            place = np.searchsorted(self.starts, at + start, side="right") - 1
+            contexts.append(self.contexts[place])
+            values.append(value[at].astype(np.float64))
+        if not contexts:
+            return np.empty(0, np.int64), np.empty(0)
+        return np.concatenate(contexts), np.concatenate(values)
+
+    def chunks(self) -> Iterator[tuple[int, Any, Any]]:
+        """(number of the first value, metric ids u16, values f64), ``CHUNK`` at a time."""
+        size = f4.PROFILE_VALUE.size
+        base = self._file.bytes.__array_interface__["data"][0]
+        for start in range(0, self.count, CHUNK):
+            part = self._raw[start : start + CHUNK]
+            yield start, part["metric"].astype(np.int64), part["value"]
+            if self.count > CHUNK:
+                first = self.first_byte - base + start * size
+                self._file.forget(first, first + len(part) * size)
+
+    def sums(self) -> tuple[Floats, Ints]:
+        """(sum over contexts, number of values) by metric id; shapes (largest id + 1,)."""
+        size = len(self._known)
+        total, number = np.zeros(size), np.zeros(size, np.int64)
+        for _, metric, value in self.chunks():
+            counted = np.bincount(metric, minlength=size)
+            if len(counted) > size or counted[~self._known].any():
+                self.check(metric)
+            number += counted
+            total += np.bincount(metric, weights=value, minlength=size)
+        return total, number
+
+    def at(self, context: int) -> dict[int, float]:
+        """Metric id to value in one context (0: the whole tree); empty if it has none."""
+        place = int(np.searchsorted(self.contexts, context))
+        if place == len(self.contexts) or self.contexts[place] != context:
+            return {}
+        last = self.starts[place + 1] if place + 1 < len(self.starts) else self.count
+        part = self._raw[int(self.starts[place]) : int(last)]
+        self.check(part["metric"].astype(np.int64))
+        return dict(zip(part["metric"].tolist(), part["value"].tolist(), strict=True))
+
+
+def _checked_starts(
+    file: f4.DatabaseFile, what: str, keys: Ints, starts: npt.NDArray[np.uint64], count: int
+) -> Ints:
+    """Starts as int64 if keys increase, starts do not decrease, and all values have a key."""
+    if len(keys) and (np.diff(keys) <= 0).any():
+        raise file.error(f"{what}: its index is not in increasing order")
+    if (len(keys) and int(starts[-1]) > count) or (starts[1:] < starts[:-1]).any():
+        raise file.error(
+            f"{what}: its index leads to value {int(starts.max())}, and there are {count}"
+        )
+    if count and (not len(keys) or starts[0] != 0):
+        raise file.error(f"{what}: {count} values, and no index entry for the first")
+    return starts.astype(np.int64)
+
+
+def read_profiles(
+    path: Path, kinds: list[str], metric_ids: list[int], statistic_ids: list[int]
+) -> list[ThreadProfile]:
+    """The profiles of ``profile.db``; the first is the summary of the whole run.
+
+    Args:
+        path: the file.
+        kinds: names of identifier kinds, from ``meta.db``.
+        metric_ids, statistic_ids: ids that thread profiles and summaries may hold.
+
+    Raises:
+        DatabaseError: missing, cut short, damaged, or of another format.
+    """
+    file = f4.DatabaseFile(path, "prof", b"_prof.db", ("ProfileInfos", "IdTuples"))
+    _, table = file.items("ProfileInfos", f4.SHORT_LIST, f4.PROFILE)
+    if not len(table):
+        raise file.error("it lists no profiles, and the summary profile is always there")
+    _refuse_overlap(
+        file,
+        _block_bytes(table, f4.PROFILE_VALUE.size, f4.PROFILE_INDEX.size),
+        "the profiles' values",
+    )
+    known = _membership(metric_ids)
+    known_statistics = _membership(statistic_ids)
+    profiles = []
+    identities: dict[int, tuple[Identifier, ...]] = {0: ()}
+    most = file.sections["IdTuples"].size // f4.IDENTIFIER.size + 1
+    names = f4.PROFILE.dtype.names or ()
+    for number, row in enumerate(table.tolist()):
+        block = dict(zip(names, row, strict=True))
+        pointer = block["identifiers"]
+        if pointer not in identities:
+            identities[pointer] = _identifiers(file, pointer, kinds, number)
+            most -= len(identities[pointer])
+            if most < 0:
+                raise file.error("more identifiers than its identifier section has room for")
+        ids = known_statistics if block["flags"] & 1 else known
+        profiles.append(ThreadProfile(file, number, block, identities[pointer], ids))
+    if not profiles[0].summary:
+        raise file.error("its first profile is not marked as the summary of the run")
+    return profiles
+
+
+def _membership(ids: list[int]) -> npt.NDArray[np.bool_]:
+    """Whether each id is listed; shape (largest id + 1,)."""
+    listed = np.zeros(max(ids, default=-1) + 1, np.bool_)
+    listed[ids] = True
+    return listed
+
+
+def _block_bytes(table: npt.NDArray[Any], value_size: int, index_size: int) -> int:
+    """Bytes that all value blocks of a table take together (no overflow: as float)."""
+    return int(
+        table["value_count"].astype(np.float64).sum() * value_size
+        + table["index_count"].astype(np.float64).sum() * index_size
+    )
+
+
+def _refuse_overlap(file: f4.DatabaseFile, stated: int, what: str) -> None:
+    if stated > file.size:
+        raise file.error(f"{what} take {stated} bytes together, and the file has {file.size}")
+
+
+def _identifiers(
+    file: f4.DatabaseFile, pointer: int, kinds: list[str], number: int
+) -> tuple[Identifier, ...]:
+    what = f"profile {number}: identifiers"
+    count = file.one(f4.IDENTIFIER_TUPLE, pointer, what)["count"]
+    table = file.table(f4.IDENTIFIER, pointer + f4.IDENTIFIERS_OFFSET, count, what=what)
+    return tuple(
+        Identifier(kinds[kind] if kind < len(kinds) else f"KIND{kind}", logical, physical)
+        for kind, _, logical, physical in table.tolist()
+    )
+
+
+class ContextValues:
+    """``cct.db``: the values of one context over all threads, without reading the others."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = f4.DatabaseFile(path, "ctxt", b"__ctx.db", ("CtxInfos",))
+        _, self._table = self._file.items("CtxInfos", f4.SHORT_LIST, f4.CONTEXT_VALUES)
+        _refuse_overlap(
+            self._file,
+            _block_bytes(self._table, f4.CONTEXT_VALUE.size, f4.CONTEXT_INDEX.size),
+            "the contexts' values",
+        )
+        self.count = len(self._table)
+        self.value_count = int(self._table["value_count"].sum())
+
+    def at(self, context: int) -> tuple[Ints, Ints, Floats]:
+        """(metric ids, profile numbers, values) of one context, each of shape (values,).
+
+        Raises:
+            DatabaseError: its block is damaged.
+        """
+        empty = np.empty(0, np.int64)
+        if not 0 <= context < self.count:
+            return empty, empty, np.empty(0)
+        what = f"context {context}"
+        row = self._table[context]
+        count = int(row["value_count"])
+        raw = self._file.table(f4.CONTEXT_VALUE, int(row["values"]), count, what=f"{what}: values")
+        index = self._file.table(
+            f4.CONTEXT_INDEX, int(row["index"]), int(row["index_count"]), what=f"{what}: index"
+        )
+        metric = index["metric"].astype(np.int64)
+        starts = _checked_starts(self._file, what, metric, index["start"].astype(np.uint64), count)
+        counts = np.diff(starts, append=count)
+        return (
+            np.repeat(metric, counts),
+            raw["profile"].astype(np.int64),
+            raw["value"].astype(np.float64),
+        )
+
+
+@dataclass
+class TraceLine:
+    """What one thread or stream did over time.
+
+    From ``time_ns[i]`` (since the epoch) to ``time_ns[i + 1]`` it was in context
+    ``context[i]``; context 0 is "not running". Both of shape (samples,).
+    """
+
+    profile: int
+    time_ns: Ints
+    context: Ints = field(repr=False)
+
+    @property
+    def idle_ns(self) -> int:
+        """Time in context 0 between its first and last sample."""
+        return int(np.diff(self.time_ns)[self.context[:-1] == 0].sum())
+
+
+def read_traces(path: Path, profiles: int) -> list[TraceLine]:
+    """The trace lines of ``trace.db``; ``profiles`` is how many ``profile.db`` has.
+
+    Raises:
+        DatabaseError: missing, cut short, damaged, or of another format.
+    """
+    file = f4.DatabaseFile(path, "trce", b"trace.db", ("CtxTraces",))
+    _, table = file.items("CtxTraces", f4.TRACES, f4.TRACE)
+    lines = []
+    room = file.size
+    for number, (profile, start, end) in enumerate(table.tolist()):
+        what = f"trace {number}"
+        if profile >= profiles:
+            raise file.error(f"{what} is of profile {profile}, and there are {profiles}")
+        count, rest = divmod(end - start, f4.TRACE_SAMPLE.size)
+        room -= max(end - start, 0)
+        if end < start or rest or room < 0:
+            raise file.error(
+                f"{what} runs from byte {start} to byte {end}, not a whole number of "
+                f"{f4.TRACE_SAMPLE.size}-byte samples within {file.size} bytes"
+            )
+        samples = file.table(f4.TRACE_SAMPLE, start, count, what=what)
+        times = samples["time_ns"].astype(np.int64)
+        if count and (times[0] < 0 or (times[1:] < times[:-1]).any()):
+            raise file.error(f"{what}: its times do not increase")
+        lines.append(TraceLine(profile, times, samples["context"].astype(np.int64)))
+    return lines
