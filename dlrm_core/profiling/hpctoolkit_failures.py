@@ -1,0 +1,86 @@
+"""Why a profiled run cannot be used, told from what it left behind.
+
+hpcrun's exit code is the program's, and 0 also when nothing was measured, so
+the profiles on disk, its messages and the program's own last line decide.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from dlrm_core.profiling.hpctoolkit_passes import Pass
+from dlrm_core.profiling.hpctoolkit_process import Completed
+from dlrm_core.profiling.hpctoolkit_tools import GPU_EVENTS, PC_EVENTS
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why an attempt gave no database.
+
+    Attributes:
+        kind: ``event`` (hpcrun refuses one), ``gpu`` (none can be measured),
+            ``program`` (it fails under hpcrun), ``aborted`` (hpcprof dies) or
+            ``other`` (trying again would not help).
+        reason: one sentence.
+    """
+
+    kind: str
+    reason: str
+
+
+def explain(measured: Pass, run: Completed, measurements: Path) -> Failure | None:
+    """Why hpcrun's run cannot be used, or None if it can."""
+    see = f"see {run.stderr}"
+    if run.timed_out:
+        return Failure(
+            "other",
+            f"the program under hpcrun (pass {measured.name}) was still running after "
+            f"{run.seconds:.0f} s, at iteration {run.iteration}; raise profiling.timeout_s",
+        )
+    text = run.stderr_text()
+    measured_any = any(path.stat().st_size for path in measurements.glob("*.hpcrun"))
+    if not measured_any:
+        if "is unknown or unsupported" in text or "was not compiled with" in text:
+            return Failure("event", f"hpcrun refuses an event: {_line(text)}")
+        if run.exit_code == 0:
+            return Failure(
+                "other",
+                "the program ran under hpcrun with exit code 0, but nothing was measured: "
+                f"hpcrun's libraries could not be preloaded; {see}",
+            )
+        if run.exit_code == 255:
+            return Failure("other", f"hpcrun could not create {measurements}; {see}")
+        if run.result is None and any(event.startswith("gpu=") for event in measured.events):
+            return Failure(
+                "gpu",
+                f"hpcrun ended with exit code {run.exit_code} before the program ran, as it does "
+                f"where the GPU cannot be measured: {run.last_words()}; {see}",
+            )
+        return Failure(
+            "program",
+            f"hpcrun ended with exit code {run.exit_code} and measured nothing: "
+            f"{run.last_words()}; {see}",
+        )
+    if run.exit_code != 0 and run.result is None:
+        return Failure(
+            "program",
+            f"the program, which runs by itself, ended with exit code {run.exit_code} under hpcrun "
+            f"(pass {measured.name}): {run.last_words()}; {see}",
+        )
+    return None
+
+
+def _line(text: str) -> str:
+    """The line of hpcrun's output that names the event."""
+    for line in text.splitlines():
+        if "unknown or unsupported" in line or "not compiled with" in line:
+            return line.strip()[:200]
+    return ""
+
+
+def respelled(events: tuple[str, ...]) -> tuple[str, ...]:
+    """The events in the other release's spelling."""
+    old, new = GPU_EVENTS
+    other = {old: new, new: old, PC_EVENTS[old]: PC_EVENTS[new], PC_EVENTS[new]: PC_EVENTS[old]}
+    return tuple(other.get(event, event) for event in events)

@@ -1,0 +1,306 @@
+"""Finds HPCToolkit's programs and says what they can measure on this machine.
+
+Nothing is assumed from a version number: events, Python frames and option
+spellings are read from the programs' own listings, because they have changed
+between releases (``gpu=nvidia`` became ``gpu=cuda``).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dlrm_core.errors import MissingToolError
+
+SPACK = "spack install hpctoolkit +cuda +python"
+
+GPU_EVENTS = ("gpu=nvidia", "gpu=cuda")
+"""Kernel times, launches, copies; spellings by release, the measured one first."""
+
+PC_EVENTS = {"gpu=nvidia": "gpu=nvidia,pc", "gpu=cuda": "gpu=cuda,pc"}
+"""PC sampling (stall reasons), by the spelling of the GPU event."""
+
+CPU_EVENT = "CPUTIME"
+
+PROBE_TIMEOUT_S = 120.0
+"""Seconds for one question to a tool (``hpcrun -L`` on a slow shared disk)."""
+
+NVIDIA_PARAMETERS = Path("/proc/driver/nvidia/params")
+
+
+@dataclass(frozen=True)
+class Tools:
+    """One HPCToolkit installation.
+
+    Attributes:
+        hpcrun, hpcprof, hpcstruct: absolute paths; hpcstruct is None if absent.
+        version: as ``hpcrun -V`` gives it, such as ``2024.01.99-next``.
+        cuda: CUDA version that it was built with, "" if without or unknown.
+        events: names that ``hpcrun -L`` lists.
+        python_frames: it offers ``-a python``.
+        no_source: hpcprof's option that keeps source files out, "" if it has none.
+    """
+
+    hpcrun: Path
+    hpcprof: Path
+    hpcstruct: Path | None
+    version: str
+    events: frozenset[str]
+    python_frames: bool
+    cuda: str = ""
+    no_source: str = ""
+
+    @property
+    def gpu_event(self) -> str | None:
+        """This release's spelling of the NVIDIA GPU event, or None."""
+        return next((event for event in GPU_EVENTS if event in self.events), None)
+
+    @property
+    def pc_event(self) -> str | None:
+        """This release's spelling of PC sampling, or None."""
+        event = PC_EVENTS.get(self.gpu_event or "")
+        return event if event in self.events else None
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What can be measured here, and why the rest cannot.
+
+    Attributes:
+        gpu: name of the first NVIDIA GPU, None if there is none.
+        gpu_event: event for GPU times, None if they cannot be measured.
+        pc_event: event for PC sampling, None if it cannot be done.
+        python_frames: call paths can hold Python functions.
+        not_measured: name of a measurement to the reason why it is not made.
+        notices: what the reader of the figures should know besides.
+    """
+
+    gpu: str | None
+    gpu_event: str | None
+    pc_event: str | None
+    python_frames: bool
+    not_measured: dict[str, str] = field(default_factory=dict)
+    notices: tuple[str, ...] = ()
+
+
+def find_tools(home: str | None = None) -> Tools:
+    """Find hpcrun, hpcstruct and hpcprof and ask them what they offer.
+
+    Args:
+        home: an installation's folder (or its ``bin``). Empty or None: the
+            environment variable HPCTOOLKIT_HOME, and without that PATH.
+
+    Raises:
+        MissingToolError: hpcrun or hpcprof is absent or does not start.
+    """
+    hpcrun, source = _find("hpcrun", home)
+    hpcprof, _ = _find("hpcprof", home)
+    hpcstruct = _find("hpcstruct", home)[0]
+    for name, path in (("hpcrun", hpcrun), ("hpcprof", hpcprof)):
+        if path is None:
+            raise MissingToolError(
+                f"HPCToolkit's {name} was not found {source}; install it with `{SPACK}`, or set "
+                "HPCTOOLKIT_HOME (or profiling.hpctoolkit_home) to its folder"
+            )
+    assert hpcrun is not None and hpcprof is not None
+    about = _ask(hpcrun, "-V")
+    version = re.search(r"version\s+([^\s,]+)", about)
+    cuda = re.search(r"^- CUDA:\s*([\d.]+)", about, re.MULTILINE)
+    no_source = re.search(r"--no-sources?\b", _ask(hpcprof, "--help", required=False))
+    return Tools(
+        hpcrun=hpcrun,
+        hpcprof=hpcprof,
+        hpcstruct=hpcstruct,
+        version=version.group(1) if version else "unknown",
+        events=parse_events(_ask(hpcrun, "-L")),
+        python_frames=bool(re.search(r"-a\s+python\b", _ask(hpcrun, "-h", required=False))),
+        cuda=cuda.group(1) if cuda else "",
+        no_source=no_source.group(0) if no_source else "",
+    )
+
+
+def parse_events(listing: str) -> frozenset[str]:
+    """Event names in ``hpcrun -L``: the first word of each line that is not indented."""
+    words = (line.split()[0] for line in listing.splitlines() if line[:1].strip())
+    return frozenset(word for word in words if not set(word) <= set("=-"))
+
+
+def probe(
+    tools: Tools,
+    *,
+    nvidia_smi: str = "nvidia-smi",
+    driver_parameters: Path = NVIDIA_PARAMETERS,
+    cuda_version: str | None = None,
+) -> Capabilities:
+    """Say what this machine and this HPCToolkit can measure together.
+
+    Args:
+        nvidia_smi: the program that lists GPUs.
+        driver_parameters: the NVIDIA driver's parameters file.
+        cuda_version: CUDA (hence CUPTI) version that the workload brings; None:
+            that of the torch installed here.
+    """
+    missing: dict[str, str] = {}
+    notices: list[str] = []
+    gpu, no_gpu = _first_gpu(nvidia_smi)
+    gpu_event, pc_event = tools.gpu_event, tools.pc_event
+    if gpu is None:
+        missing["GPU times"] = no_gpu
+        gpu_event = None
+    elif gpu_event is None:
+        missing["GPU times"] = (
+            f"HPCToolkit {tools.version} at {tools.hpcrun.parent} lists no event of "
+            f"{' or '.join(GPU_EVENTS)}: it was built without CUDA (`{SPACK}`)"
+        )
+    if gpu_event is None:
+        missing["stall reasons"] = missing["GPU times"]
+        pc_event = None
+    elif pc_event is None:
+        missing["stall reasons"] = (
+            f"HPCToolkit {tools.version} lists no PC sampling event ({PC_EVENTS[gpu_event]})"
+        )
+    elif reason := _pc_sampling_refused(tools, cuda_version, driver_parameters):
+        missing["stall reasons"] = reason
+        pc_event = None
+    if not tools.python_frames:
+        missing["Python frames"] = (
+            f"HPCToolkit {tools.version} does not offer -a python: it was built without Python "
+            f"(`{SPACK}`)"
+        )
+    if tools.hpcstruct is None:
+        missing["loops and inlined functions"] = f"hpcstruct is not beside {tools.hpcrun}"
+    if old := _empty_call_paths(tools.version):
+        notices.append(old)
+    return Capabilities(gpu, gpu_event, pc_event, tools.python_frames, missing, tuple(notices))
+
+
+def torch_cuda_version() -> str:
+    """CUDA version of the installed torch, "" for a CPU build; torch is not imported.
+
+    The workload loads torch's own CUPTI, so this is the version that counts.
+    """
+    try:
+        found = importlib.util.find_spec("torch")
+    except (ImportError, ValueError):
+        return ""
+    for folder in (found.submodule_search_locations or ()) if found else ():
+        try:
+            text = (Path(folder) / "version.py").read_text(encoding="utf-8")
+        except OSError:
+            continue
+        if match := re.search(r"^cuda\b[^=\n]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE):
+            return match.group(1)
+    return ""
+
+
+def _find(name: str, home: str | None) -> tuple[Path | None, str]:
+    """(path or None, where it was looked for)."""
+    home = home or os.environ.get("HPCTOOLKIT_HOME")
+    if not home:
+        found = shutil.which(name)
+        return (Path(found).absolute() if found else None), "on PATH"
+    # an explicit folder that holds nothing is a mistake to name, not one to paper over
+    folder = Path(home).expanduser().absolute()
+    for candidate in (folder / "bin" / name, folder / name):
+        if candidate.is_file() and os.access(candidate, os.X_OK):
+            return candidate, f"in {folder}"
+    return None, f"in {folder}"
+
+
+def _ask(tool: Path, option: str, *, required: bool = True) -> str:
+    """What a tool prints for an informational option.
+
+    Raises:
+        MissingToolError: it does not start, fails, or does not answer in time.
+    """
+    try:
+        answer = subprocess.run(
+            [tool, option],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=PROBE_TIMEOUT_S,
+            env=_plain_environment(os.environ),
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no answer in time"
+        raise MissingToolError(
+            f"{tool} does not run here ({reason}); reinstall HPCToolkit with `{SPACK}`"
+        ) from None
+    text = answer.stdout.decode("utf-8", "replace")
+    if required and answer.returncode != 0:
+        last = next((line for line in reversed(text.splitlines()) if line.strip()), "no message")
+        raise MissingToolError(
+            f"{tool} {option} fails with exit code {answer.returncode} ({last.strip()[:200]}); "
+            f"reinstall HPCToolkit with `{SPACK}`"
+        )
+    return text
+
+
+def _plain_environment(base: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in base.items() if not name.startswith("HPCRUN_")}
+
+
+def _first_gpu(nvidia_smi: str) -> tuple[str | None, str]:
+    """(name of the first GPU or None, reason why there is none)."""
+    program = shutil.which(nvidia_smi)
+    if program is None:
+        return None, "no NVIDIA GPU: nvidia-smi is not installed"
+    try:
+        answer = subprocess.run(
+            [program, "--query-gpu=name", "--format=csv,noheader"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=PROBE_TIMEOUT_S,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None, "no NVIDIA GPU: nvidia-smi does not answer"
+    names = [line.strip() for line in answer.stdout.decode("utf-8", "replace").splitlines()]
+    names = [name for name in names if name]
+    if answer.returncode != 0 or not names:
+        return None, "no NVIDIA GPU: nvidia-smi finds none"
+    return names[0], ""
+
+
+def _pc_sampling_refused(tools: Tools, cuda_version: str | None, parameters: Path) -> str:
+    """Why PC sampling cannot work on this machine, "" if it may."""
+    cuda = torch_cuda_version() if cuda_version is None else cuda_version
+    for owner, version in (("torch", cuda), (f"HPCToolkit {tools.version}", tools.cuda)):
+        major = version.partition(".")[0]
+        # releases that say gpu=cuda sample through CUPTI's newer interface
+        if tools.gpu_event == "gpu=nvidia" and major.isdigit() and int(major) >= 13:
+            return (
+                f"{owner} brings CUDA {version}, whose CUPTI no longer has the PC sampling that "
+                f"HPCToolkit {tools.version} uses; it needs CUDA 12 or a newer HPCToolkit"
+            )
+    try:
+        text = parameters.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    if re.search(r"^RmProfilingAdminOnly:\s*1\b", text, re.MULTILINE) and os.geteuid() != 0:
+        return (
+            "the NVIDIA driver lets only root use performance counters; load it with "
+            "NVreg_RestrictProfilingToAdminUsers=0"
+        )
+    return ""
+
+
+def _empty_call_paths(version: str) -> str:
+    """A notice where an old release meets a C library that it cannot unwind."""
+    library, number = platform.libc_ver()
+    year = version.partition(".")[0]
+    if library != "glibc" or not year.isdigit() or int(year) >= 2023:
+        return ""
+    if tuple(int(part) for part in number.split(".")[:2] if part.isdigit()) <= (2, 34):
+        return ""
+    return (
+        f"HPCToolkit {version} can lose CPUTIME call paths with glibc {number}; "
+        "a release of 2023 or later does not"
+    )
