@@ -1,0 +1,8 @@
+"""``python -m dlrm_core`` is ``dlrm``."""
+
+import sys
+
+from dlrm_core.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,156 @@
+"""The ``dlrm`` command: a table of subcommands, each loaded only when it is called.
+
+``dlrm train`` must start fast and run on a machine without papermill or plotly,
+so nothing but the standard library is imported here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dlrm_core.errors import InputError
+
+Arguments = Callable[[argparse.ArgumentParser], None]
+
+
+@dataclass(frozen=True)
+class Subcommand:
+    """One row of the table.
+
+    ``handler`` is ``module:function``; the function takes the parsed arguments and
+    returns an exit code (None is 0). It raises InputError for what the user must mend.
+    """
+
+    name: str
+    help: str
+    add_arguments: Arguments
+    handler: str
+
+
+def _parameters(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    parser.add_argument(
+        "-f", "--file", required=required, metavar="FILE", help="parameters file (YAML)"
+    )
+    parser.add_argument(
+        "-p",
+        "--parameter",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="override one parameter, such as training.batch_size=4096 (repeatable)",
+    )
+
+
+def _run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "notebook", metavar="NOTEBOOK|all", help="a notebook's name (train, profile, ...), or all"
+    )
+    _parameters(parser)
+    parser.add_argument(
+        "--output-root", metavar="DIR", help="where dated run folders go (default: outputs/)"
+    )
+    parser.add_argument(
+        "--cell-timeout",
+        type=float,
+        default=7200.0,
+        metavar="S",
+        help="end a cell that takes longer than S seconds (default: %(default)g; 0: never)",
+    )
+
+
+def _train(parser: argparse.ArgumentParser) -> None:
+    _parameters(parser)
+    parser.add_argument(
+        "--output", metavar="DIR", help="folder for metrics.jsonl (default: none is written)"
+    )
+
+
+def _record(parser: argparse.ArgumentParser) -> None:
+    _parameters(parser)
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder of the recording")
+
+
+def _database(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", help="an HPCToolkit database (hpcprof's -o)")
+    _json(parser)
+
+
+def _json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+SUBCOMMANDS = (
+    Subcommand(
+        "run",
+        "execute notebooks into dated run folders with HTML pages",
+        _run,
+        "dlrm_core.workbook:command_run",
+    ),
+    Subcommand("train", "train without a notebook", _train, "dlrm_core.commands:train"),
+    Subcommand(
+        "record",
+        "record a profile with torch.profiler, without a notebook",
+        _record,
+        "dlrm_core.commands:record",
+    ),
+    Subcommand(
+        "database",
+        "facts of an HPCToolkit database",
+        _database,
+        "dlrm_core.profiling.command:database",
+    ),
+    Subcommand(
+        "doctor",
+        "what this machine has, and what each missing part costs",
+        _json,
+        "dlrm_core.doctor:doctor",
+    ),
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line, built from the table."""
+    main_parser = argparse.ArgumentParser(
+        prog="dlrm",
+        description="Runs a Deep Learning Recommendation Model, profiles it, and says with "
+        "evidence what holds it back.",
+    )
+    subparsers = main_parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
+    for row in SUBCOMMANDS:
+        sub = subparsers.add_parser(row.name, help=row.help, description=row.help)
+        row.add_arguments(sub)
+        sub.set_defaults(handler=row.handler)
+    return main_parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand.
+
+    Returns:
+        0 when it did what was asked; 1 when it failed; 2 when what the user gave
+        cannot be used (one sentence on standard error); 130 after Ctrl-C.
+    """
+    given = list(sys.argv[1:] if argv is None else argv)
+    arguments = parser().parse_args(given)
+    arguments.argv = ["dlrm", *given]
+    module, _, function = arguments.handler.partition(":")
+    try:
+        handler = getattr(importlib.import_module(module), function)
+        return int(handler(arguments) or 0)
+    except InputError as error:
+        print(f"dlrm {arguments.subcommand}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"dlrm {arguments.subcommand}: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        # the reader of our output (head, less) has gone: not an error of ours.
+        # Python would flush again at exit and complain, so give it somewhere to flush to.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
