@@ -28,7 +28,9 @@ DROPPED_WITH_CONTENT = {
 DROPPED_TAGS = {"link", "meta", "base", "html", "head", "body", "form", "embed", "frame", "source"}
 VOID = {"area", "br", "col", "hr", "img", "input", "track", "wbr"}
 LOADING_ATTRIBUTES = {"src", "href", "xlink:href", "background", "poster", "data", "action"}
-REMOTE_CSS = re.compile(r"@import|url\(\s*['\"]?(?!['\"]?\s*(?:data:|#))|expression\(", re.IGNORECASE)
+REMOTE_CSS = re.compile(
+    r"@import|url\(\s*['\"]?(?!['\"]?\s*(?:data:|#))|expression\(", re.IGNORECASE
+)
 
 ImageResolver = Callable[[str], str | None]
 

@@ -9,7 +9,6 @@ light or dark colours of the reader's system.
 
 from __future__ import annotations
 
-import ast
 import base64
 import json
 import math
@@ -28,14 +27,14 @@ import mistune
 import nbformat
 from markupsafe import Markup, escape
 from nbconvert.filters import ansi2html
-from pygments import highlight
-from pygments.formatters import HtmlFormatter
-from pygments.lexers import get_lexer_by_name
-from pygments.util import ClassNotFound
+from pygments import highlight  # type: ignore[import-untyped]
+from pygments.formatters import HtmlFormatter  # type: ignore[import-untyped]
+from pygments.lexers import get_lexer_by_name  # type: ignore[import-untyped]
+from pygments.util import ClassNotFound  # type: ignore[import-untyped]
 
-from dlrm_core.config import SECTIONS
 from dlrm_core.errors import InputError
 from dlrm_core.html_clean import clean_html
+from dlrm_core.notebook_parameters import Parameter, assigned_values, parameter_tables
 from dlrm_core.run_folder import write_text
 
 FIGURE = "application/vnd.plotly.v1+json"
@@ -43,6 +42,8 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 WIDGET_STATE = "application/vnd.jupyter.widget-state+json"
 IMAGES = ("image/svg+xml", "image/png", "image/jpeg", "image/gif", "image/webp")
 DEFAULT_HEIGHT = 450  # plotly.js's own, in pixels
+NOTHING = Markup("")
+NOTABLE_SECONDS = 0.1  # cells that took less do not say how long
 
 
 def render_html(
@@ -139,7 +140,7 @@ class Output:
     """One output of a cell: a figure's data, or HTML of some kind."""
 
     kind: str
-    html: Markup = Markup("")
+    html: Markup = NOTHING
     anchor: str = ""
     label: str = ""
     height: int = 0
@@ -150,23 +151,13 @@ class Cell:
     """A cell as the template wants it."""
 
     kind: str
-    html: Markup = Markup("")
-    code: Markup = Markup("")
+    html: Markup = NOTHING
+    code: Markup = NOTHING
     label: str = ""
     took: str = ""
     failed: bool = False
     outputs: list[Output] = field(default_factory=list)
     parameters: list[tuple[str, list[Parameter]]] = field(default_factory=list)
-
-
-@dataclass
-class Parameter:
-    """One row of the parameters table."""
-
-    name: str
-    value: str
-    meaning: str
-    changed: bool
 
 
 class _Page:
@@ -199,15 +190,17 @@ class _Page:
     def _code_cell(self, cell: Any) -> Cell:
         rendered = Cell("code", code=_highlight(cell.source, "python"))
         state = cell.metadata.get("papermill", {})
-        rendered.took = duration(state["duration"]) if state.get("duration") else ""
+        seconds = state.get("duration") or 0.0
+        rendered.took = duration(seconds) if seconds >= NOTABLE_SECONDS else ""
         rendered.failed = any(output.output_type == "error" for output in cell.outputs)
         if _tagged(cell, "parameters"):
             self._defaults = assigned_values(cell.source)
-            rendered.label = "Parameters: the notebook's own values"
+            rendered.label = "the notebook's own parameters"
             if not self._injected:
+                rendered.label = "Parameters"
                 rendered.parameters = parameter_tables(self._defaults, {})
         elif _tagged(cell, "injected-parameters"):
-            rendered.label = "Parameters of this run (injected by papermill)"
+            rendered.label = "Parameters of this run, injected by papermill"
             rendered.parameters = parameter_tables(assigned_values(cell.source), self._defaults)
         elif state.get("status") == "pending":
             rendered.label = "Not executed"
@@ -322,76 +315,6 @@ class _MarkdownRenderer(mistune.HTMLRenderer):
 
     def table(self, text: str) -> str:
         return f'<div class="scroll"><table>{text}</table></div>\n'
-
-
-def assigned_values(source: str) -> dict[str, Any]:
-    """Names that a parameters cell assigns literals to, in order; other lines are passed over."""
-    try:
-        body = ast.parse(source).body
-    except SyntaxError:
-        return {}
-    values: dict[str, Any] = {}
-    for statement in body:
-        target: ast.expr | None = None
-        if isinstance(statement, ast.AnnAssign):
-            target = statement.target
-        elif isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-            target = statement.targets[0]
-        value = getattr(statement, "value", None)
-        if isinstance(target, ast.Name) and value is not None:
-            try:
-                values[target.id] = ast.literal_eval(value)
-            except (ValueError, TypeError):
-                values[target.id] = ast.unparse(value)
-    return values
-
-
-def parameter_tables(
-    values: Mapping[str, Any], defaults: Mapping[str, Any]
-) -> list[tuple[str, list[Parameter]]]:
-    """One table a section, and first one of the values that stand alone.
-
-    ``changed`` marks what differs from the notebook's own value, where it has one.
-    """
-    alone: list[Parameter] = []
-    tables: list[tuple[str, list[Parameter]]] = []
-    for name, value in values.items():
-        if not isinstance(value, Mapping):
-            changed = name in defaults and defaults[name] != value
-            alone.append(Parameter(name, value_text(value), "", changed))
-        elif value:
-            before = defaults.get(name)
-            before = before if isinstance(before, Mapping) else {}
-            fields = getattr(SECTIONS.get(name), "__dataclass_fields__", {})
-            rows = [
-                Parameter(
-                    str(leaf),
-                    value_text(content),
-                    str(fields[leaf].metadata.get("meaning", "")) if leaf in fields else "",
-                    leaf in before and before[leaf] != content,
-                )
-                for leaf, content in value.items()
-            ]
-            tables.append((name, rows))
-    return ([("run", alone)] if alone else []) + tables
-
-
-def value_text(value: Any) -> str:
-    """A parameter's value for a reader: thousands separated, equal list items counted."""
-    if value is None or value == "":
-        return "–"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, list | tuple):
-        if len(value) > 2 and all(item == value[0] for item in value):
-            return f"{len(value)} × {value_text(value[0])}"
-        # widths of layers are written as in parameters files
-        if value and all(type(item) is int and item < 100_000 for item in value):
-            return "-".join(map(str, value))
-        return ", ".join(value_text(item) for item in value)
-    return str(value)
 
 
 def after_carriage_returns(text: str) -> str:

@@ -1,0 +1,323 @@
+"""Runs notebooks: parameters in, a dated folder with notebook, page and run.json out.
+
+papermill executes; :mod:`dlrm_core.notebook_engine` stops what must be stopped,
+:mod:`dlrm_core.run_folder` keeps the folder honest, :mod:`dlrm_core.pages` draws the page.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import nbformat
+
+from dlrm_core.config import load_parameters
+from dlrm_core.errors import InputError
+from dlrm_core.notebook_parameters import (
+    declared_parameters,
+    find_notebook,
+    own_parameters,
+    quiet_papermill,
+    split_overrides,
+)
+from dlrm_core.run_folder import (
+    DEFAULT_OUTPUT_ROOT,
+    NOTEBOOKS,
+    RunFolder,
+    claim_run_folder,
+    latest_run,
+    write_text,
+)
+
+__all__ = [
+    "CHAIN",
+    "RunError",
+    "RunFolder",
+    "command_run",
+    "latest_run",
+    "run_all",
+    "run_notebook",
+]
+
+CHAIN = ("train", "profile", "bottlenecks")
+"""What ``all`` runs, in this order."""
+
+INPUT_ERRORS = ("InputError", "MissingToolError")
+
+
+class RunError(RuntimeError):
+    """A notebook did not finish. The message names the cell and what it said.
+
+    Attributes:
+        folder: the run folder, with the partial notebook.
+        code: exit code for a command line: 1, 2 if a cell refused its input, or
+            128 + signal after an interruption.
+    """
+
+    def __init__(self, message: str, folder: RunFolder, code: int = 1) -> None:
+        super().__init__(message)
+        self.folder = folder
+        self.code = code
+
+
+def run_notebook(
+    name: str,
+    parameters_file: str | os.PathLike[str],
+    overrides: Sequence[str] = (),
+    output_root: str | os.PathLike[str] | None = None,
+    *,
+    cell_timeout: float | None = 7200.0,
+    command: Sequence[str] | None = None,
+    notebooks: Path = NOTEBOOKS,
+) -> RunFolder:
+    """Execute one notebook with a parameters file.
+
+    Args:
+        name: the notebook's name, without folder or suffix.
+        parameters_file: YAML with the sections of :mod:`dlrm_core.config`.
+        overrides: ``section.leaf=value`` for the sections, ``name=value`` for the
+            notebook's own parameters.
+        output_root: where dated folders go; None is ``outputs/`` of the repository.
+        cell_timeout: seconds after which a cell is ended; None or 0 is never.
+        command: what the user typed, for run.json.
+        notebooks: folder of the notebooks.
+
+    Returns:
+        The run folder, status ``finished``.
+
+    Raises:
+        InputError: bad parameters, no such notebook, unwritable output root;
+            nothing has been run then.
+        RunError: a cell failed or took too long, or the run was interrupted. The
+            partial notebook, its page and run.json are kept.
+    """
+    return _run([name], parameters_file, overrides, output_root, cell_timeout, command, notebooks)
+
+
+def run_all(
+    parameters_file: str | os.PathLike[str],
+    overrides: Sequence[str] = (),
+    output_root: str | os.PathLike[str] | None = None,
+    *,
+    cell_timeout: float | None = 7200.0,
+    command: Sequence[str] | None = None,
+    notebooks: Path = NOTEBOOKS,
+    chain: Sequence[str] = CHAIN,
+) -> RunFolder:
+    """Execute train, profile and bottlenecks one after the other.
+
+    A notebook that declares a parameter ``train_run`` or ``profile_run`` is given the
+    folder of that run of this chain, unless an override says otherwise.
+
+    Returns:
+        The last run folder.
+
+    Raises:
+        InputError, RunError: as :func:`run_notebook`; later notebooks are not started.
+    """
+    return _run(chain, parameters_file, overrides, output_root, cell_timeout, command, notebooks)
+
+
+def command_run(arguments: Any) -> int:
+    """``dlrm run``: exit code 0 only if every notebook finished."""
+    names = CHAIN if arguments.notebook == "all" else [arguments.notebook]
+    try:
+        folder = _run(
+            names,
+            arguments.file,
+            arguments.parameter,
+            arguments.output_root,
+            arguments.cell_timeout,
+            arguments.argv,
+            NOTEBOOKS,
+        )
+    except RunError as error:
+        print(f"dlrm run: {error}", file=sys.stderr)
+        print(error.folder.path, flush=True)
+        return error.code
+    print(folder.path, flush=True)
+    return 0
+
+
+def _run(
+    names: Sequence[str],
+    parameters_file: str | os.PathLike[str],
+    overrides: Sequence[str],
+    output_root: str | os.PathLike[str] | None,
+    cell_timeout: float | None,
+    command: Sequence[str] | None,
+    notebooks: Path,
+) -> RunFolder:
+    """Check everything for every notebook first, then run them in order."""
+    if cell_timeout is not None and not 0 <= cell_timeout < float("inf"):
+        raise InputError(f"--cell-timeout is {cell_timeout}, expected seconds, or 0 for never")
+    for_sections, own = split_overrides(overrides)
+    parameters = load_parameters(parameters_file, for_sections)
+    sections = parameters.to_sections()
+    paths = {name: find_notebook(name, notebooks) for name in names}
+    declared = {name: declared_parameters(path) for name, path in paths.items()}
+    own_of = own_parameters(own, declared)
+    done: dict[str, RunFolder] = {}
+    for name in names:
+        given = sections | own_of[name]
+        for earlier, folder in done.items():
+            given.setdefault(f"{earlier}_run", str(folder.path))
+        done[name] = _execute(
+            paths[name],
+            {key: value for key, value in given.items() if key in declared[name]},
+            "output_folder" in declared[name],
+            Path(DEFAULT_OUTPUT_ROOT if output_root is None else output_root),
+            parameters.preset,
+            cell_timeout,
+            shlex.join(command or sys.argv),
+        )
+    return done[names[-1]]
+
+
+def _execute(
+    notebook: Path,
+    parameters: dict[str, Any],
+    wants_folder: bool,
+    output_root: Path,
+    preset: str,
+    cell_timeout: float | None,
+    command: str,
+) -> RunFolder:
+    """Claim a folder, run the notebook there, leave status and page whatever happens."""
+    import papermill
+
+    from dlrm_core.notebook_engine import ENGINE, Watch
+
+    folder = claim_run_folder(
+        output_root, notebook.stem, preset, parameters=parameters, command=command
+    )
+    given = parameters | ({"output_folder": str(folder.path)} if wants_folder else {})
+    watch = Watch(cell_timeout)
+    problem = ""
+    with watch.signals():
+        try:
+            with redirect_stdout(sys.stderr), quiet_papermill():
+                papermill.execute_notebook(
+                    str(notebook),
+                    str(folder.ipynb),
+                    given,
+                    engine_name=ENGINE,
+                    kernel_name="python3",
+                    progress_bar=False,
+                    watch=watch,
+                    label=notebook.stem,
+                )
+        except papermill.PapermillExecutionError:
+            pass  # told below, from the notebook: the banner is papermill's, the words are ours
+        except KeyboardInterrupt:
+            watch.signum = watch.signum or signal.SIGINT
+        except Exception as error:
+            problem = f"the notebook could not be executed: {_last_line(error)}"
+        return _finish(folder, notebook, watch, problem)
+
+
+def _finish(folder: RunFolder, notebook: Path, watch: Any, problem: str) -> RunFolder:
+    """Status, page and message of a run that has ended in one way or another."""
+    status, code = "finished", 0
+    failing: dict[str, Any] | None = None
+    if watch.failed is not None or watch.timed_out:
+        failing = failing_cell(folder.ipynb, watch.failed)
+    if watch.signum is not None:
+        status, code = "interrupted", 128 + watch.signum
+        problem = f"interrupted by {signal.Signals(watch.signum).name}"
+    elif watch.timed_out:
+        status, code = "failed", 1
+        problem = f"a cell took longer than {watch.cell_timeout:g} s (--cell-timeout)"
+    elif failing:
+        status, code = "failed", 1
+        problem = failing["error"]
+        if failing["error"].split(":", 1)[0] in INPUT_ERRORS:
+            code = 2
+    elif problem:
+        status, code = "failed", 1
+    message = f"{notebook.name}: {problem}"
+    if failing:
+        message += f" [cell {failing['index']} of {failing['of']}: {failing['first_line']}]"
+    extra: dict[str, Any] = {"error": message} if status != "finished" else {}
+    if failing:
+        extra["failing_cell"] = failing
+    if status == "interrupted":
+        _mark_pending(folder.ipynb)
+    # the page shows the outcome; artifacts can be listed only once the page is there
+    outcome = folder.record | extra | {"status": status, "seconds": folder.elapsed()}
+    page_problem = _render(folder, outcome)
+    if page_problem and status == "finished":
+        status, code, message = "failed", 1, f"{notebook.name}: {page_problem}"
+        extra["error"] = message
+    folder.close(status, **extra)
+    if status != "finished":
+        raise RunError(f"{message}; kept: {folder.path}", folder, code)
+    return folder
+
+
+def _render(folder: RunFolder, outcome: Mapping[str, Any]) -> str:
+    """Render the page; the reason if that was not possible, else an empty string."""
+    from dlrm_core.pages import render_html
+
+    if not folder.ipynb.exists():
+        return "no notebook was written"
+    try:
+        render_html(folder.ipynb, folder.html, run=outcome)
+    except Exception as error:
+        return f"the page could not be rendered: {_last_line(error)}"
+    return ""
+
+
+def failing_cell(ipynb: Path, executed_index: int | None) -> dict[str, Any] | None:
+    """Which cell of the notebook's source failed: index (from 1), count, first line, error.
+
+    The executed notebook holds cells of papermill's own (injected parameters, error
+    banners), which do not count.
+    """
+    nb = nbformat.read(ipynb, as_version=4)
+    cells = [cell for cell in nb.cells if not _papermills_own(cell)]
+    for index, cell in enumerate(cells):
+        errors = [o for o in cell.get("outputs", []) if o.output_type == "error"]
+        if errors:
+            lines = [line for line in str(errors[-1].evalue).splitlines() if line.strip()]
+            error = f"{errors[-1].ename}: {lines[-1].strip()}" if lines else errors[-1].ename
+            return _describe(cell, index, len(cells), error)
+    if executed_index is None:
+        return None
+    before = nb.cells[:executed_index]
+    index = min(sum(not _papermills_own(cell) for cell in before), len(cells) - 1)
+    return _describe(cells[index], index, len(cells), "the cell left no error message")
+
+
+def _describe(cell: Any, index: int, total: int, error: str) -> dict[str, Any]:
+    lines = [line.strip() for line in cell.source.splitlines() if line.strip()]
+    return {"index": index + 1, "of": total, "first_line": (lines or [""])[0], "error": error}
+
+
+def _papermills_own(cell: Any) -> bool:
+    return not {"injected-parameters", "papermill-error-cell-tag"}.isdisjoint(
+        cell.metadata.get("tags", [])
+    )
+
+
+def _mark_pending(ipynb: Path) -> None:
+    """Say ``pending`` of cells that were never started; papermill calls them completed."""
+    if not ipynb.exists():
+        return
+    nb = nbformat.read(ipynb, as_version=4)
+    for cell in nb.cells:
+        state = cell.metadata.get("papermill", {})
+        if state and not state.get("start_time"):
+            state["status"] = "pending"
+    write_text(ipynb, nbformat.writes(nb))
+
+
+def _last_line(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1].strip()}" if lines else type(error).__name__

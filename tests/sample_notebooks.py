@@ -1,0 +1,59 @@
+"""Small notebooks for tests of the runner and the pages, built where a test needs them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nbformat
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
+PARAMETERS = """\
+title: str = "a title"
+model: dict = {}
+data: dict = {}
+training: dict = {}
+profiling: dict = {}
+output_folder: str = ""  # set by dlrm run
+count: int = 3  # how many
+rate: float = 0.5
+word: str = ""
+"""
+
+REPORT = [
+    "# A report\n\nText with **bold**, `code` and a list:\n\n- one\n- two\n\n"
+    "| part | share |\n|---|--:|\n| top MLP | 44 % |\n",
+    "## Figures",
+    "import plotly.graph_objects as go\n"
+    'figure = go.Figure(go.Bar(x=["bottom", "top"], y=[3, 9], name="time"))\n'
+    'figure.update_layout(title="Time of each part", xaxis_title="part", yaxis_title="ms")\n'
+    "figure.show()",
+    'go.Figure(go.Scattergl(x=list(range(50)), y=[i % 7 for i in range(50)], mode="markers"))',
+    'go.Figure(go.Icicle(labels=["step", "a", "b"], parents=["", "step", "step"],\n'
+    '    values=[10, 4, 6], branchvalues="total"))',
+    "### A table",
+    'import pandas as pd\npd.DataFrame({"part": ["a", "b"], "time_ms": [1.25, 2.5]})',
+    "## Progress",
+    "import time\nfrom tqdm.auto import tqdm\n"
+    'for _ in tqdm(range(5), desc="iterations"):\n    time.sleep(0.01)',
+    'print("count is", count)',
+]
+
+
+def code(source: str) -> bool:
+    """Whether a cell's source is code: markdown cells here begin with a heading."""
+    return not source.startswith("#")
+
+
+def write_notebook(path: Path, cells: list[str], parameters: str | None = PARAMETERS) -> Path:
+    """Write a notebook of these cells, after a cell tagged ``parameters`` if there is one."""
+    nb = new_notebook(
+        metadata={
+            "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}
+        }
+    )
+    if parameters is not None:
+        nb.cells.append(new_code_cell(parameters, metadata={"tags": ["parameters"]}))
+    nb.cells += [new_code_cell(c) if code(c) else new_markdown_cell(c) for c in cells]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    nbformat.write(nb, path)
+    return path
