@@ -41,11 +41,11 @@ def train(arguments: argparse.Namespace) -> int:
 
 def record(arguments: argparse.Namespace) -> int:
     """``dlrm record``: measure with torch.profiler; the last line is the folder."""
-    from dlrm_core.profiling.workload import record_workload
+    from dlrm_core.profiling.workload import print_progress, record_workload
 
     parameters = load_parameters(arguments.file, arguments.parameter)
     with _terminate_like_interrupt():
-        folder = record_workload(parameters, Path(arguments.output), progress=sys.stderr.isatty())
+        folder = record_workload(parameters, Path(arguments.output), print_progress)
     print(folder, flush=True)
     return 0
 

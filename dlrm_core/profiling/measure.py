@@ -1,0 +1,173 @@
+"""Measures a run with whichever profiler is there, and keeps it as one Profile."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dlrm_core.config import Parameters, ProfilingConfig
+from dlrm_core.errors import InputError, MissingToolError
+from dlrm_core.files import write_text
+from dlrm_core.profiling.hpctoolkit_process import (
+    MeasurementError,
+    ProgressCallback,
+    run_stage,
+)
+from dlrm_core.profiling.hpctoolkit_tools import find_tools
+from dlrm_core.profiling.profile import Profile
+from dlrm_core.profiling.torch_trace import read_recording
+
+
+def choose_engine(config: ProfilingConfig) -> tuple[str, str]:
+    """The engine that ``profiling.engine`` means on this machine, and why.
+
+    Raises:
+        MissingToolError: HPCToolkit is asked for and not there.
+    """
+    if config.engine == "torch":
+        return "torch", "torch.profiler, as profiling.engine asks"
+    try:
+        tools = find_tools(config.hpctoolkit_home)
+    except MissingToolError as error:
+        if config.engine == "hpctoolkit":
+            raise
+        return "torch", f"torch.profiler, since HPCToolkit was not found ({error})"
+    if config.engine == "hpctoolkit":
+        return "hpctoolkit", f"HPCToolkit {tools.version}, as profiling.engine asks"
+    return "hpctoolkit", f"HPCToolkit {tools.version}, found at {tools.hpcrun}"
+
+
+def measure(
+    parameters: Parameters, folder: Path | str, progress: ProgressCallback | None = None
+) -> Profile:
+    """Run the workload under a profiler, in a process of its own.
+
+    Args:
+        folder: gets the raw recording, the logs, and ``profile/``, the saved
+            Profile. Nothing in it is overwritten.
+        progress: called a few times a second with the stage and the iteration.
+
+    Raises:
+        InputError: the run or its measurement cannot be made; the message says why.
+    """
+    folder = Path(folder).absolute()
+    engine, why = choose_engine(parameters.profiling)
+    file = folder / "workload.yaml"
+    write_text(file, yaml.safe_dump(parameters.to_sections(), sort_keys=False))
+    if engine == "torch":
+        profile = _with_torch(parameters, folder, file, progress)
+    else:
+        profile = _with_hpctoolkit(parameters, folder, file, progress)
+    profile.meta["engine_choice"] = why
+    profile.save(folder / "profile")
+    return profile
+
+
+def _with_torch(
+    parameters: Parameters, folder: Path, file: Path, progress: ProgressCallback | None
+) -> Profile:
+    recording = folder / "recording"
+    done = run_stage(
+        [sys.executable, "-m", "dlrm_core", "record", "-f", file, "--output", recording],
+        stage="torch.profiler",
+        logs=folder / "logs",
+        environment=os.environ,
+        timeout_s=float(parameters.profiling.timeout_s),
+        progress=progress,
+    )
+    if done.timed_out:
+        raise MeasurementError(
+            f"the recorded run was still going after {parameters.profiling.timeout_s} s "
+            "(profiling.timeout_s); measure fewer iterations or raise it"
+        )
+    if done.exit_code == 2:
+        # the child's own sentence, without the name of its command
+        raise InputError(done.stderr_text().strip().removeprefix("dlrm record: "))
+    if done.exit_code != 0:
+        raise MeasurementError(
+            f"the recorded run failed with exit code {done.exit_code}: {done.last_words()}; "
+            f"see {done.stderr}"
+        )
+    return read_recording(recording)
+
+
+def _with_hpctoolkit(
+    parameters: Parameters, folder: Path, file: Path, progress: ProgressCallback | None
+) -> Profile:
+    from dlrm_core.profiling.database import read_database
+    from dlrm_core.profiling.hpctoolkit import HPCToolkitSettings
+    from dlrm_core.profiling.hpctoolkit import measure as measure_program
+    from dlrm_core.profiling.hpctoolkit_profile import profile_from_database
+    from dlrm_core.profiling.workload import information, probe_alternatives
+    from dlrm_core.training import resolve_device
+
+    device = resolve_device(parameters.training)
+    config = parameters.profiling
+    measurement = measure_program(
+        [
+            *(sys.executable, "-m", "dlrm_core", "train", "-f", str(file)),
+            *("-p", f"training.batches={config.warmup + config.iterations}"),
+            *("-p", "training.log_every=1"),
+        ],
+        folder / "hpctoolkit",
+        device=device.type,
+        settings=HPCToolkitSettings.from_config(config),
+        progress=progress,
+    )
+    times = measurement.database("times")
+    assert times is not None
+    profile = profile_from_database(read_database(times))
+    passes: list[dict[str, Any]] = [
+        {
+            "name": "unprofiled",
+            "command": "",
+            "ms_per_iteration": measurement.unprofiled.get("ms_per_iteration"),
+            "dilation": 1.0,
+        }
+    ]
+    for made in measurement.passes:
+        passes.append(
+            {
+                "name": made.name,
+                "command": " ".join(made.command),
+                "events": list(made.events),
+                "python_frames": made.python_frames,
+                "ms_per_iteration": made.ms_per_iteration,
+                "dilation": made.dilation,
+                "database": str(made.database),
+                "notices": list(made.notices),
+            }
+        )
+    profile.meta |= information(parameters, device, list(measurement.notices))
+    profile.meta |= {
+        "engine": "hpctoolkit",
+        "device": device.type,
+        "version": measurement.version,
+        "passes": passes,
+        "probes": probe_alternatives(parameters),
+        "not_measured": profile.not_measured | measurement.not_measured,
+    }
+    return profile
+
+
+def saved_profile(folder: Path | str) -> Profile:
+    """The Profile of a run folder, a saved Profile, or a recording of ``dlrm record``.
+
+    Raises:
+        InputError: the folder holds none of these.
+    """
+    folder = Path(folder)
+    for place in (folder / "profile", folder):
+        if (place / "profile.json").is_file():
+            return Profile.load(place)
+    for place in (folder / "recording", folder):
+        if (place / "recording.json").is_file():
+            return read_recording(place)
+    raise InputError(
+        f"{folder}: holds no profile; expected a run folder of the profile notebook, or a folder "
+        "that dlrm record wrote"
+    )
