@@ -1,18 +1,14 @@
 """From a torch.profiler recording (or any of its chrome traces) to a :class:`Profile`.
 
-Chrome trace: ``ts`` and ``dur`` are microseconds with three decimals, here integer
-nanoseconds from the first event on. Host spans (operators, ranges, Python frames,
-CUDA calls) become a call tree per thread, with identical call paths merged. What
-ran on the GPU hangs below the CUDA call with the same ``correlation``, so a kernel
-belongs to the part of the step that launched it, whenever it ran.
+Host spans (operators, ranges, Python frames, CUDA calls) become a call tree per
+thread, with identical call paths merged. What ran on the GPU hangs below the CUDA call
+with the same ``correlation``, so a kernel belongs to the part of the step that launched
+it, whenever it ran.
 """
 
 from __future__ import annotations
 
-import gzip
-import json
 import re
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +17,9 @@ import pandas as pd
 
 from dlrm_core.errors import InputError
 from dlrm_core.parts import ITERATION_SPAN, parse_span
+from dlrm_core.profiling.chrome_trace import Events, load_json, read_events
 from dlrm_core.profiling.profile import Profile, inclusive_from_exclusive
 from dlrm_core.profiling.spans import innermost, nest, self_times
-
-HOST_KINDS = {
-    "cpu_op": "operator",
-    "user_annotation": "annotation",
-    "python_function": "python",
-    "cuda_runtime": "runtime",
-    "cuda_driver": "runtime",
-}
-"""Chrome trace category to context kind, for spans of CPU threads."""
-
-DEVICE_KINDS = {"kernel": "kernel", "gpu_memcpy": "copy", "gpu_memset": "copy"}
-"""For spans of GPU streams. ``gpu_user_annotation`` repeats a range over its
-kernels and ``cuda_sync`` a wait: counting them would count time twice."""
-
-UTILITY = frozenset({"aten::is_leaf", "aten::output_nr", "aten::_version"})
-"""Operators that ``key_averages`` leaves out; their time stays with the caller."""
 
 METRICS: dict[str, tuple[str, str]] = {
     "cpu_time_ms": ("ms", "wall time of the span on its CPU thread"),
@@ -50,6 +31,9 @@ METRICS: dict[str, tuple[str, str]] = {
     "gpu_allocated_bytes": ("B", "GPU memory allocated through torch"),
     "flops": ("", "floating point operations, by torch's formulas"),
 }
+
+STEP_PREFIX = "ProfilerStep#"
+"""Of the ranges that ``profiler.step()`` opens, one a step, numbered."""
 
 CURVE_POINTS = 2000
 """Points kept of the memory curve of a device."""
@@ -64,8 +48,7 @@ def read_trace(path: str | Path) -> Profile:
     Raises:
         InputError: the file is missing, cut short, not JSON or no such trace.
     """
-    path = Path(path)
-    return _profile(_load_json(path), path, {}, None)
+    return _profile(Path(path), {}, None)
 
 
 def read_recording(folder: str | Path) -> Profile:
@@ -75,141 +58,28 @@ def read_recording(folder: str | Path) -> Profile:
         InputError: naming the file and what is wrong with it.
     """
     folder = Path(folder)
-    head = _load_json(folder / "recording.json")
+    head = load_json(folder / "recording.json")
     version = head.get("format_version") if isinstance(head, dict) else None
     if version != 1:
         raise InputError(
             f"{folder / 'recording.json'} has format version {version}; this version reads 1"
         )
-    averages = _load_json(folder / "key_averages.json")
+    averages = load_json(folder / "key_averages.json")
     meta = {key: value for key, value in head.items() if key != "format_version"}
     trace = folder / "trace.json.gz"
-    return _profile(_load_json(trace), trace, meta, averages)
+    return _profile(trace, meta, averages)
 
 
-def _load_json(path: Path) -> Any:
-    try:
-        data = path.read_bytes()
-        if data[:2] == b"\x1f\x8b":
-            data = gzip.decompress(data)
-        return json.loads(data)
-    except FileNotFoundError:
-        raise InputError(f"{path} does not exist") from None
-    except (EOFError, zlib.error):
-        raise InputError(f"{path} is cut short") from None
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read: {error}") from None
-
-
-def _profile(
-    document: Any, path: Path, meta: dict[str, Any], averages: dict[str, Any] | None
-) -> Profile:
-    events = document.get("traceEvents") if isinstance(document, dict) else document
-    if not isinstance(events, list):
-        raise InputError(f"{path} is no chrome trace: it has no list 'traceEvents'")
-    try:
-        host, device, memory, names = _sort_events(events)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise InputError(
-            f"{path}: an event is not as torch.profiler writes it: {error!r}"
-        ) from None
-    if host.empty and device.empty:
-        raise InputError(f"{path} holds no operator, range or kernel of torch.profiler")
-    distributed = document.get("distributedInfo", {}) if isinstance(document, dict) else {}
-    rank = int(distributed.get("rank", 0))
-    builder = _Builder(host, device, memory, names, rank)
-    return builder.build(meta, averages)
-
-
-def _sort_events(
-    events: list[dict[str, Any]],
-) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame, dict[Any, str]]:
-    """Host spans, device spans, memory events (columns of ns) and names of threads."""
-    host: list[tuple[Any, ...]] = []
-    device: list[tuple[Any, ...]] = []
-    memory: list[tuple[Any, ...]] = []
-    names: dict[Any, str] = {}
-    none: dict[str, Any] = {}
-    for event in events:
-        phase = event.get("ph")
-        if phase == "X":
-            category = event.get("cat")
-            args = event.get("args", none)
-            if category in HOST_KINDS:
-                name = event["name"]
-                if name in UTILITY:
-                    continue
-                host.append(
-                    (
-                        event["ts"],
-                        event.get("dur", 0),
-                        f"{event['pid']}/{event['tid']}",
-                        name,
-                        HOST_KINDS[category],
-                        str(args["Input Dims"]) if "Input Dims" in args else "",
-                        args.get("correlation", -1),
-                        args.get("External id", -1),
-                    )
-                )
-            elif category in DEVICE_KINDS:
-                device.append(
-                    (
-                        event["ts"],
-                        event.get("dur", 0),
-                        f"{args.get('device', event['pid'])}/{args.get('stream', event['tid'])}",
-                        event["name"],
-                        DEVICE_KINDS[category],
-                        args.get("correlation", -1),
-                        args.get("External id", -1),
-                        args.get("bytes", 0),
-                    )
-                )
-        elif phase == "i" and event.get("name") == "[memory]":
-            args = event["args"]
-            memory.append(
-                (
-                    event["ts"],
-                    f"{event['pid']}/{event['tid']}",
-                    args["Bytes"],
-                    args.get("Total Allocated", 0),
-                    # c10's device types: 0 CPU, 1 CUDA
-                    "cpu" if args.get("Device Type", 0) == 0 else f"gpu {args.get('Device Id', 0)}",
-                )
-            )
-        elif phase == "M" and event.get("name") == "thread_name":
-            names[f"{event['pid']}/{event['tid']}"] = event["args"]["name"]
-    spans = ["start", "duration", "line", "name", "kind"]
-    frames = (
-        pd.DataFrame(host, columns=[*spans, "shapes", "correlation", "external"]),
-        pd.DataFrame(device, columns=[*spans, "correlation", "external", "bytes"]),
-        pd.DataFrame(memory, columns=["start", "line", "bytes", "total", "device"]),
-    )
-    first = min((float(frame["start"].min()) for frame in frames if len(frame)), default=0.0)
-    zero = round(first * 1000)
-    for frame in frames:
-        frame["start"] = _nanoseconds(frame["start"]) - zero
-        if "duration" in frame:
-            frame["end"] = frame["start"] + np.maximum(_nanoseconds(frame["duration"]), 0)
-    return *frames, names
-
-
-def _nanoseconds(microseconds: pd.Series) -> pd.Series:
-    return (microseconds.astype("float64") * 1000).round().astype("int64")
+def _profile(path: Path, meta: dict[str, Any], averages: dict[str, Any] | None) -> Profile:
+    return _Builder(read_events(path)).build(meta, averages)
 
 
 class _Builder:
     """Holds the tables while they grow; one per trace."""
 
-    def __init__(
-        self,
-        host: pd.DataFrame,
-        device: pd.DataFrame,
-        memory: pd.DataFrame,
-        names: dict[Any, str],
-        rank: int,
-    ) -> None:
-        self.host, self.device, self.memory = host, device, memory
-        self.names, self.rank = names, rank
+    def __init__(self, events: Events) -> None:
+        self.host, self.device, self.memory = events.host, events.device, events.memory
+        self.names, self.rank = events.names, events.rank
         self.contexts: dict[tuple[Any, ...], int] = {}
         """(parent, kind, name, shapes, component, phase) to row."""
         self.owner: list[int] = []
@@ -314,12 +184,11 @@ class _Builder:
             self.host = pd.concat(pieces, ignore_index=True)
         else:
             self.host["parent"] = self.host["profile"] = np.empty(0, dtype=np.int64)
-        mark = self.host["name"].eq(ITERATION_SPAN)
-        self.iterations = list(
-            self.host.loc[mark, ["start", "end"]]
-            .sort_values("start")
-            .itertuples(index=False, name=None)
-        )
+        mark = self.host["profile"].eq(0) & self.host["name"].eq(ITERATION_SPAN)
+        if not mark.any():  # a trace of the user's own: torch's profiler.step() marks steps
+            mark = self.host["profile"].eq(0) & self.host["name"].str.startswith(STEP_PREFIX)
+        spans = self.host.loc[mark, ["start", "end"]].sort_values("start")
+        self.iterations = list(spans.itertuples(index=False, name=None))
 
     def place_host(self) -> None:
         """Give every host span its context and depth."""
@@ -544,7 +413,7 @@ class _Builder:
 
 def _label(name: str) -> str:
     """Name of a span without what differs from call to call."""
-    if name.startswith("ProfilerStep#"):
+    if name.startswith(STEP_PREFIX):
         return "ProfilerStep*"
     return _ADDRESS.sub("", name)
 

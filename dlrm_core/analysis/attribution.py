@@ -1,0 +1,219 @@
+"""How much of an iteration each part of the model holds.
+
+Every instant of an iteration belongs to exactly one part and phase, so the times sum
+to the iteration time. On a CPU it is the part that the iteration's thread is in. On a
+GPU it is the part whose kernel runs (column ``where`` is ``device``) and, while the GPU
+idles, the part that the host is in (``host``): what the GPU waits for then.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from dlrm_core.parts import COMPONENTS, ITERATION_SPAN, PHASES
+from dlrm_core.profiling.profile import Profile
+from dlrm_core.profiling.spans import innermost
+
+ITERATION_NAMES = (ITERATION_SPAN, "ProfilerStep*")
+"""Contexts whose subtree is the training step, whichever the trace has."""
+
+KEYS = ["component", "phase", "where"]
+
+
+def attribute(profile: Profile) -> pd.DataFrame:
+    """Mean time of each part and phase in an iteration.
+
+    Returns:
+        ``component``, ``phase``, ``where`` (``device`` or ``host``), ``time_ms`` (mean
+        over the iterations; sums to the mean iteration time), ``share`` (sums to 1).
+        Rows in the order of a step. Empty if nothing was measured.
+    """
+    each = per_iteration(profile)
+    count = max(each["iteration"].nunique(), 1)
+    table = each.groupby(KEYS, as_index=False, sort=False)["time_ms"].sum()
+    table["time_ms"] /= count
+    total = table["time_ms"].sum()
+    table["share"] = table["time_ms"] / total if total > 0 else np.nan
+    return _in_step_order(table)
+
+
+def per_iteration(profile: Profile) -> pd.DataFrame:
+    """Time of each part and phase in every iteration.
+
+    A profile without iterations (sampled, without a trace) counts as one of mean
+    length: its CPU time divided by how many iterations the measured pass ran.
+
+    Returns:
+        ``iteration``, ``component``, ``phase``, ``where``, ``time_ms``.
+    """
+    if profile.iterations.empty or profile.trace.empty:
+        return _sampled(profile)
+    pieces = segments(profile)
+    if pieces.empty:
+        return pieces.assign(time_ms=[])[["iteration", *KEYS, "time_ms"]]
+    part = profile.contexts[["component", "phase"]].iloc[pieces["context"].clip(lower=0)]
+    outside = (pieces["context"] < 0).to_numpy()
+    pieces["component"] = np.where(outside, "other", part["component"].to_numpy())
+    pieces["phase"] = np.where(outside, "", part["phase"].to_numpy())
+    pieces["time_ms"] = (pieces["end_ns"] - pieces["start_ns"]) / 1e6
+    keys = ["iteration", *KEYS]
+    return pieces.groupby(keys, as_index=False, sort=True)["time_ms"].sum()
+
+
+def coverage(attribution: pd.DataFrame) -> float:
+    """Share of the iteration that is in named parts (1 − the share of ``other``)."""
+    if attribution.empty:
+        return float("nan")
+    return float(attribution.loc[attribution["component"] != "other", "share"].sum())
+
+
+def by_component(attribution: pd.DataFrame) -> pd.DataFrame:
+    """``component``, ``time_ms``, ``share``, summed over phases, largest first."""
+    table = attribution.groupby("component", as_index=False)[["time_ms", "share"]].sum()
+    return table.sort_values("time_ms", ascending=False, ignore_index=True)
+
+
+def data_against_compute(profile: Profile) -> pd.DataFrame:
+    """Making data, moving it, and everything else, an iteration a row.
+
+    Returns:
+        ``iteration``, ``data_ms``, ``transfer_ms``, ``compute_ms`` (all but those two).
+    """
+    each = per_iteration(profile)
+    kind = each["component"].where(each["component"].isin(["data", "transfer"]), "compute")
+    table = each.groupby(["iteration", kind])["time_ms"].sum().unstack(fill_value=0.0)
+    table = table.reindex(columns=["data", "transfer", "compute"], fill_value=0.0)
+    return table.add_suffix("_ms").rename_axis(columns=None).reset_index()
+
+
+def segments(profile: Profile) -> pd.DataFrame:
+    """The iterations cut into stretches, each with the one context that owns it.
+
+    Returns:
+        ``iteration``, ``start_ns``, ``end_ns``, ``where``, ``context`` (−1 outside every
+        span). Without gaps or overlaps: they add up to the iterations.
+    """
+    trace = profile.trace[profile.trace["end_ns"] > profile.trace["start_ns"]]
+    host = trace[trace["profile"] == main_thread(profile)].sort_values(["start_ns", "depth"])
+    streams = profile.threads.loc[profile.threads["kind"] == "gpu_stream", "profile"]
+    device = trace[trace["profile"].isin(streams)].sort_values("start_ns")
+    # Of kernels that run at once, the one that started first has the time.
+    latest = np.maximum.accumulate(device["end_ns"].to_numpy())
+    busy_start = device["start_ns"].to_numpy().copy()
+    busy_start[1:] = np.maximum(busy_start[1:], latest[:-1])
+    busy_end = device["end_ns"].to_numpy()
+    counted = busy_end > busy_start
+    busy_start, busy_end = busy_start[counted], busy_end[counted]
+    busy_context = device["context"].to_numpy()[counted]
+
+    iterations = profile.iterations.sort_values("start_ns")
+    first, last = iterations["start_ns"].to_numpy(), iterations["end_ns"].to_numpy()
+    start, end = host["start_ns"].to_numpy(), host["end_ns"].to_numpy()
+    cuts = np.unique(np.concatenate([first, last, start, end, busy_start, busy_end]))
+    begin, finish = cuts[:-1], cuts[1:]
+    which = np.searchsorted(first, begin, side="right") - 1
+    inside = (which >= 0) & (begin < last[np.maximum(which, 0)])
+    begin, finish, which = begin[inside], finish[inside], which[inside]
+
+    open_span = innermost(start, end, parents(host["depth"].to_numpy()), begin)
+    context = host["context"].to_numpy()
+    owner = np.where(open_span >= 0, context[open_span] if len(context) else -1, -1)
+    where = np.full(len(begin), "host", dtype=object)
+    if len(busy_start):
+        kernel = np.searchsorted(busy_start, begin, side="right") - 1
+        running = (kernel >= 0) & (begin < busy_end[np.maximum(kernel, 0)])
+        owner = np.where(running, busy_context[np.maximum(kernel, 0)], owner)
+        where[running] = "device"
+    return pd.DataFrame(
+        {
+            "iteration": iterations["iteration"].to_numpy()[which],
+            "start_ns": begin,
+            "end_ns": finish,
+            "where": where,
+            "context": owner,
+        }
+    )
+
+
+def parents(depth: np.ndarray) -> np.ndarray:
+    """Row of the enclosing span (n,), −1 for the outermost, of spans of one thread.
+
+    Args:
+        depth: (n,) depths of spans that nest, sorted by start, outer before inner.
+    """
+    parent = np.full(len(depth), -1, dtype=np.int64)
+    above = np.flatnonzero(depth == 0)
+    for level in range(1, int(depth.max(initial=0)) + 1):
+        rows = np.flatnonzero(depth == level)
+        nearest = np.searchsorted(above, rows) - 1
+        parent[rows] = np.where(nearest >= 0, above[np.maximum(nearest, 0)], -1)
+        above = rows
+    return parent
+
+
+def main_thread(profile: Profile) -> int:
+    """The CPU thread (row of ``threads``) that runs the iterations.
+
+    The one with iteration spans; failing that the one with the most CPU time.
+    """
+    marked = profile.contexts.index[profile.contexts["name"].isin(ITERATION_NAMES)]
+    spans = profile.trace[profile.trace["context"].isin(marked)]
+    if len(spans):
+        return int(spans["profile"].value_counts().idxmax())
+    rows = profile.values
+    rows = rows[(rows["metric"] == "cpu_time_ms") & (rows["scope"] == "exclusive")]
+    if rows.empty:
+        return int(profile.threads["profile"].iloc[0]) if len(profile.threads) else 0
+    return int(rows.groupby("profile")["value"].sum().idxmax())
+
+
+def iteration_count(profile: Profile) -> int:
+    """How many iterations the values are summed over; 1 if that is unknown."""
+    if len(profile.iterations):
+        return len(profile.iterations)
+    for measured in profile.meta.get("passes", []):
+        if measured.get("iterations"):
+            return int(measured["iterations"])
+    return 1
+
+
+def step_contexts(profile: Profile) -> np.ndarray:
+    """Which contexts (n,) belong to the step.
+
+    On a thread with iterations, those inside them (start-up and what follows are not
+    the step); on other threads, and where no iteration is marked, all.
+    """
+    names = profile.contexts["name"].isin(ITERATION_NAMES).to_numpy()
+    if not names.any():
+        return np.ones(len(names), dtype=bool)
+    inside = names.copy()
+    parent = profile.contexts["parent"].to_numpy()
+    root = np.arange(len(parent))
+    # Parents come first, so one walk down suffices.
+    for row, above in enumerate(parent.tolist()):
+        if above >= 0:
+            inside[row] |= inside[above]
+            root[row] = root[above]
+    with_iterations = np.unique(root[names])
+    return inside | ~np.isin(root, with_iterations)
+
+
+def _sampled(profile: Profile) -> pd.DataFrame:
+    """One mean iteration from the sampled CPU time of all threads."""
+    table = profile.contexts[["component", "phase"]].copy()
+    table["time_ms"] = profile.value_table("cpu_time_ms") / iteration_count(profile)
+    table = table[step_contexts(profile) & table["time_ms"].gt(0)]
+    table = table.assign(iteration=0, where="host")
+    return table.groupby(["iteration", *KEYS], as_index=False)["time_ms"].sum()
+
+
+def _in_step_order(table: pd.DataFrame) -> pd.DataFrame:
+    component = {name: row for row, name in enumerate(COMPONENTS)}
+    phase = {name: row for row, name in enumerate(PHASES)}
+    rank = (
+        table["component"].map(component).fillna(len(component)) * 100
+        + table["phase"].map(phase).fillna(len(phase)) * 10
+        + table["where"].eq("host")
+    )
+    return table.iloc[np.argsort(rank, kind="stable")].reset_index(drop=True)
