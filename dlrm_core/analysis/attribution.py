@@ -31,7 +31,7 @@ def attribute(profile: Profile) -> pd.DataFrame:
     """
     each = per_iteration(profile)
     count = max(each["iteration"].nunique(), 1)
-    table = each.groupby(KEYS, as_index=False, sort=False)["time_ms"].sum()
+    table = each.groupby(KEYS, as_index=False, sort=False)[["time_ms"]].sum()
     table["time_ms"] /= count
     total = table["time_ms"].sum()
     table["share"] = table["time_ms"] / total if total > 0 else np.nan
@@ -58,7 +58,7 @@ def per_iteration(profile: Profile) -> pd.DataFrame:
     pieces["phase"] = np.where(outside, "", part["phase"].to_numpy())
     pieces["time_ms"] = (pieces["end_ns"] - pieces["start_ns"]) / 1e6
     keys = ["iteration", *KEYS]
-    return pieces.groupby(keys, as_index=False, sort=True)["time_ms"].sum()
+    return pieces.groupby(keys, as_index=False, sort=True)[["time_ms"]].sum()
 
 
 def coverage(attribution: pd.DataFrame) -> float:
@@ -82,7 +82,7 @@ def data_against_compute(profile: Profile) -> pd.DataFrame:
     """
     each = per_iteration(profile)
     kind = each["component"].where(each["component"].isin(["data", "transfer"]), "compute")
-    table = each.groupby(["iteration", kind])["time_ms"].sum().unstack(fill_value=0.0)
+    table = each.groupby(["iteration", kind])["time_ms"].sum().unstack().fillna(0.0)
     table = table.reindex(columns=["data", "transfer", "compute"], fill_value=0.0)
     return table.add_suffix("_ms").rename_axis(columns=None).reset_index()
 
@@ -205,7 +205,7 @@ def _sampled(profile: Profile) -> pd.DataFrame:
     table["time_ms"] = profile.value_table("cpu_time_ms") / iteration_count(profile)
     table = table[step_contexts(profile) & table["time_ms"].gt(0)]
     table = table.assign(iteration=0, where="host")
-    return table.groupby(["iteration", *KEYS], as_index=False)["time_ms"].sum()
+    return table.groupby(["iteration", *KEYS], as_index=False)[["time_ms"]].sum()
 
 
 def _in_step_order(table: pd.DataFrame) -> pd.DataFrame:

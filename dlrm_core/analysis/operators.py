@@ -142,6 +142,9 @@ def timeline(profile: Profile, iterations: int | Sequence[int] = 3) -> pd.DataFr
     named = contexts["name"].map({n: parse_span(n) is not None for n in contexts["name"].unique()})
     ranges = np.flatnonzero(contexts["kind"].eq("annotation") & named)
     main = main_thread(profile)
+    steps = list(
+        zip(*(chosen[name].tolist() for name in ("iteration", "start_ns", "end_ns")), strict=True)
+    )
     pieces = []
     for thread in profile.threads.itertuples(index=False):
         spans = profile.trace[profile.trace["profile"] == thread.profile]
@@ -151,8 +154,8 @@ def timeline(profile: Profile, iterations: int | Sequence[int] = 3) -> pd.DataFr
         if spans.empty:
             continue
         lane = str(thread.name) if on_gpu or thread.profile != main else "main thread"
-        for step in chosen.itertuples(index=False):
-            begun = spans["start_ns"].between(step.start_ns, step.end_ns, inclusive="left")
+        for iteration, first, last in steps:
+            begun = spans["start_ns"].between(first, last, inclusive="left")
             drawn = spans[begun].sort_values("start_ns")
             if drawn.empty:
                 continue
@@ -172,9 +175,10 @@ def timeline(profile: Profile, iterations: int | Sequence[int] = 3) -> pd.DataFr
                 end=("end", "max"),
                 events=("start", "size"),
             )
-            table["start_ms"] = (table["start"] - step.start_ns) / 1e6
-            table["duration_ms"] = (table["end"] - table["start"]) / 1e6
-            pieces.append(table.assign(iteration=step.iteration, lane=lane)[columns])
+            begin, finish = table["start"].to_numpy(), table["end"].to_numpy()
+            table["start_ms"] = (begin - first) / 1e6
+            table["duration_ms"] = (finish - begin) / 1e6
+            pieces.append(table.assign(iteration=iteration, lane=lane)[columns])
     if not pieces:
         return pd.DataFrame(columns=columns)
     return pd.concat(pieces, ignore_index=True)
@@ -194,7 +198,7 @@ def memory(profile: Profile) -> pd.DataFrame:
         table = profile.contexts[["component", "phase"]].copy()
         table["allocated_mb"] = profile.value_table(metric) / iteration_count(profile) / 1e6
         table = table[step_contexts(profile) & table["allocated_mb"].gt(0)]
-        table = table.groupby(["component", "phase"], as_index=False)["allocated_mb"].sum()
+        table = table.groupby(["component", "phase"], as_index=False)[["allocated_mb"]].sum()
         pieces.append(table.assign(device=device))
     columns = ["component", "phase", "device", "allocated_mb"]
     if not pieces:

@@ -223,14 +223,15 @@ class _Builder:
     def parts_of_other_threads(
         self, parts: dict[str, tuple[str, str] | None]
     ) -> dict[int, tuple[str, str]]:
-        """Part of each outermost span of a helper thread (autograd's, say).
+        """Part of each outermost span of an autograd thread.
 
         Such a thread works for the main thread, which waits: it has the part that
-        the main thread is in when the span starts.
+        the main thread is in when the span starts. (A prefetching thread does not.)
         """
         main = self.host["profile"].eq(0)
         named = main & self.host["kind"].eq("annotation") & self.host["name"].map(parts).notna()
-        asked = self.host[~main & self.host["parent"].eq(-1)]
+        helps = self.host["name"].str.startswith("autograd::engine::")
+        asked = self.host[~main & self.host["parent"].eq(-1) & helps]
         if asked.empty or not named.any():
             return {}
         spans = self.host[named]
