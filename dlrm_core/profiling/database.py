@@ -151,7 +151,7 @@ class Database:
             elif kind == INSTRUCTION and module >= 0:
                 name = f"{modules[module]}@{offset:#x}"
             elif file >= 0:
-                name = f"{base[file]}:{line}"
+                name = f"{base[file]}:{line}" if line else base[file]
             elif function >= 0:
                 name = functions[function]
             elif module >= 0:
@@ -292,7 +292,10 @@ class Database:
         Raises:
             DatabaseError: its values are damaged.
         """
-        index, rows, value = self.inclusive_values(profile)
+        return self.self_of_sparse(*self.inclusive_values(profile))
+
+    def self_of_sparse(self, index: Ints, rows: Ints, value: Floats) -> tuple[Ints, Ints, Floats]:
+        """Self values from inclusive ones, as ``inclusive_values`` gives them."""
         size = len(self.tree)
         key = index * size + rows
         above = self.tree.parent[rows]
@@ -300,10 +303,11 @@ class Database:
         # Each value counts for its row and against its parent.
         all_keys = np.concatenate([key, (index * size + above)[has_parent]])
         keys, place = np.unique(all_keys, return_inverse=True)
-        own = np.bincount(place, np.concatenate([value, -value[has_parent]]), minlength=len(keys))
+        parts = np.concatenate([value, -value[has_parent]])
+        own: Floats = np.bincount(place, parts, minlength=len(keys)).astype(np.float64)
         scale = np.bincount(place[: len(key)], np.abs(value), minlength=len(keys))
         keep = np.abs(own) > SELF_ROUNDING * scale
-        return keys[keep] // max(size, 1), keys[keep] % max(size, 1), own[keep]
+        return keys[keep] // size, keys[keep] % size, own[keep]
 
     def root(self, profile: int = 0) -> dict[str, float]:
         """Metric to its inclusive value over the whole tree; only metrics with a value."""
@@ -391,7 +395,8 @@ class Database:
                 for (name, of_scope), number in self._ids(profile).items()
                 if of_scope == scope and number in at
             }
-        return derive({canonical_name(name): value for name, value in values.items()})
+        named = {canonical_name(name): value for name, value in values.items()}
+        return derive(named, self._canonical)
 
     # ---- reports ------------------------------------------------------------------
 

@@ -16,10 +16,11 @@ import pandas as pd
 from dlrm_core.errors import MissingToolError
 from dlrm_core.profiling.format4_meta import ENTRY, LEXICAL_TYPES, RELATIONS, ROOT, enumerated
 from dlrm_core.profiling.metrics import (
-    NOT_COLLECTED,
+    DERIVATIONS,
     canonical_name,
     derive,
     meaning_of,
+    reason_without_value,
     unit_of,
 )
 
@@ -177,6 +178,21 @@ def metrics_table(database: Database) -> pd.DataFrame:
     )
 
 
+def not_measured(database: Database) -> dict[str, str]:
+    """Metric or derived quantity to the reason why there is no number for it."""
+    root = database.root()
+    measured = {canonical_name(name): value for name, value in root.items()}
+    reasons = {
+        metric.name: reason_without_value(metric.name, measured)
+        for metric in sorted(database.metrics, key=lambda metric: metric.name)
+        if metric.name not in root
+    }
+    for name, result in database.derived().items():
+        if isinstance(result, str):
+            reasons[name] = result.removeprefix("not measured: ")
+    return reasons
+
+
 def kernel_rows(database: Database) -> npt.NDArray[np.bool_]:
     """Which rows are GPU kernels: functions called by ``<gpu kernel>``.
 
@@ -197,29 +213,30 @@ def kernels_table(database: Database) -> pd.DataFrame:
     """GPU kernels by name, longest first.
 
     Columns: ``kernel``, ``module``, ``file``, ``line``, ``time_ms``, ``share_percent``
-    and every quantity of ``metrics.DERIVATIONS`` (NaN where not measured).
+    and the quantities of ``metrics.DERIVATIONS`` that a kernel has (NaN where not
+    measured).
     """
-    contexts = database.contexts
     rows = np.flatnonzero(kernel_rows(database))
     columns = {
         canonical_name(name): database.column(name)[rows]
         for name in database.root()
         if canonical_name(name).startswith(("GKER", "GINS", "GSAMP", "GPUOP"))
     }
-    frame = pd.DataFrame(columns, index=rows)
     keys = ["name", "module", "file", "line"]
-    frame = frame.join(contexts.loc[rows, keys])
-    grouped = frame.groupby(keys, sort=False)[list(columns)].sum().reset_index()
-    table = grouped[keys].rename(columns={"name": "kernel"})
-    time = grouped.get("GKER (sec)", pd.Series(np.nan, index=grouped.index))
+    frame = database.contexts.loc[rows, keys].assign(**columns)
+    groups = frame.groupby(keys, sort=False)[list(columns)].sum().reset_index()
+    table: pd.DataFrame = groups[keys].rename(columns={"name": "kernel"})
+    time = groups["GKER (sec)"] if "GKER (sec)" in columns else pd.Series(np.nan, groups.index)
     table["time_ms"] = 1e3 * time
     table["share_percent"] = 100 * time / time.sum()
-    measured = [
-        {k: v for k, v in derive({c: row[c] for c in columns if row[c]}).items()}
-        for row in grouped.to_dict("records")
+    listed = {canonical_name(metric.name) for metric in database.metrics}
+    quantities = [
+        derive({str(name): row[name] for name in columns if row[name]}, listed)
+        for row in groups.to_dict("records")
     ]
-    for name in measured[0] if measured else ():
-        table[name] = [row[name] if not isinstance(row[name], str) else np.nan for row in measured]
+    for name in (derivation.name for derivation in DERIVATIONS if derivation.of_kernels):
+        results = [row[name] for row in quantities]
+        table[name] = [np.nan if isinstance(result, str) else result for result in results]
     return table.sort_values("time_ms", ascending=False, kind="stable").reset_index(drop=True)
 
 
@@ -231,7 +248,7 @@ def functions_table(database: Database, metric: str, profile: int = 0) -> pd.Dat
     own = database.self_column(metric, profile)
     owner = database.nearest(database.tree.lexical_type == FUNCTION)
     by_row = pd.DataFrame({"owner": owner, "value": own})
-    by_row = by_row[by_row["value"] != 0].groupby("owner", as_index=False)["value"].sum()
+    by_row = by_row[by_row["value"] != 0].groupby("owner")[["value"]].sum().reset_index()
     names, modules = database.names, [*database.meta.modules, ""]
     functions = database.meta.functions
     tree = database.tree
@@ -241,7 +258,7 @@ def functions_table(database: Database, metric: str, profile: int = 0) -> pd.Dat
         modules[functions[tree.function[r]].module] if r >= 0 and tree.function[r] >= 0 else ""
         for r in rows
     ]
-    table = by_row.groupby(["function", "module"], as_index=False)["value"].sum()
+    table = by_row.groupby(["function", "module"])[["value"]].sum().reset_index()
     total = own.sum()
     table["share_percent"] = 100 * table["value"] / total if total else 0.0
     return table.sort_values("value", ascending=False, kind="stable").reset_index(drop=True)
@@ -265,18 +282,22 @@ def describe(database: Database) -> str:
         lines.append(f"  {name:24} {value:>16.6g} {unit_of(name):12} {meaning_of(name)}")
     if not root:
         lines.append("  nothing: no metric has a value")
-    silent = [metric.name for metric in database.metrics if metric.name not in root]
-    if silent:
-        lines += ["", "not measured (listed, without a value in any context):"]
-        for name in sorted(silent):
-            reason = NOT_COLLECTED.get(canonical_name(name), "no value: it did not occur")
-            lines.append(f"  {name:24} {meaning_of(name)} — {reason}")
-    derived = database.derived()
-    if any(canonical_name(name).startswith("G") for name in root):
-        lines += ["", "derived:"]
-        for name, result in derived.items():
-            text = result if isinstance(result, str) else f"{result:.6g}"
-            lines.append(f"  {name:24} {text}")
+    absent = not_measured(database)
+    if absent:
+        lines += ["", "not measured:"]
+        by_reason: dict[str, list[str]] = {}
+        for name, reason in absent.items():
+            by_reason.setdefault(reason, []).append(name)
+        lines += [f"  {', '.join(names)}: {reason}" for reason, names in by_reason.items()]
+    numbers = {n: r for n, r in database.derived().items() if not isinstance(r, str)}
+    if numbers:
+        lines += ["", "derived, over the whole run:"]
+        for derivation in DERIVATIONS:
+            if derivation.name in numbers:
+                lines.append(
+                    f"  {derivation.name:24} {numbers[derivation.name]:>16.6g} "
+                    f"{derivation.unit:12} {derivation.meaning}"
+                )
     lines += ["", "threads and streams:"]
     traced = {line.profile: len(line.time_ns) for line in database.traces}
     for thread in database.threads:

@@ -12,15 +12,11 @@ manual, of HPCToolkit 2025-05 and of later development versions.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-NOT_COLLECTED = {
-    "GMEM (sec)": "HPCToolkit defines it but does not collect it for CUDA",
-    "GSYNC (sec)": "HPCToolkit defines it but does not collect it for CUDA",
-    "GICOPY (sec)": "HPCToolkit defines it but does not collect it for CUDA",
-}
-"""Metrics that databases list and whose absence of values says nothing."""
+NOT_COLLECTED = ("GMEM (sec)", "GSYNC (sec)", "GICOPY (sec)")
+"""Metrics that databases list and that HPCToolkit 2025-05 never fills for CUDA."""
 
 UNIT_ALIASES = {"s": "sec", "sec": "sec", "b": "B", "B": "B", "bytes": "B", "cyc": "cyc"}
 UNITS = {
@@ -195,6 +191,24 @@ def meaning_of(name: str) -> str:
     return canonical
 
 
+def reason_without_value(name: str, measured: Mapping[str, float]) -> str:
+    """Why a metric that the database lists has no value anywhere.
+
+    Args:
+        name: of the metric, in any generation's spelling.
+        measured: canonical metrics that have a value.
+    """
+    name = canonical_name(name)
+    if name in NOT_COLLECTED:
+        return "HPCToolkit lists it but does not collect it for CUDA"
+    if name.startswith(("GINS", "GSAMP")) and not {"GINS", "GSAMP:TOT"} & set(measured):
+        return (
+            "no PC sample was taken; PC sampling needs permission, and CUDA 12 or an "
+            "HPCToolkit that supports CUDA 13"
+        )
+    return "no value anywhere: it did not occur, or this measurement does not provide it"
+
+
 def additive(name: str) -> bool:
     """Whether values of disjoint parts add up (a sampling period does not)."""
     return canonical_name(name) not in ("GSAMP:PER (cyc)", "GSAMP:UTIL", "GKER:OCC_THR")
@@ -207,7 +221,8 @@ class Derivation:
     Attributes:
         name: with its unit, as column and key.
         unit, meaning: of the result.
-        inputs: canonical metrics without which it is not measured.
+        inputs: canonical metrics without a value of which it is not measured.
+        counted: canonical metrics that must be listed; without a value they are 0.
         formula: in words, for the tables.
         compute: from canonical metric to value, with all ``inputs`` present.
     """
@@ -218,6 +233,12 @@ class Derivation:
     inputs: tuple[str, ...]
     formula: str
     compute: Callable[[Mapping[str, float]], float | None]
+    counted: tuple[str, ...] = ()
+
+    @property
+    def of_kernels(self) -> bool:
+        """Whether a kernel can have it (copies are no part of one)."""
+        return not self.inputs[0].startswith("GXCOPY")
 
 
 def _ratio(scale: float, above: str, below: str) -> Callable[[Mapping[str, float]], float | None]:
@@ -240,6 +261,7 @@ def _derivation(
         (below,),
         text or f"{factor}{above} / {below}",
         _ratio(scale, above, below),
+        (above,),
     )
 
 
@@ -272,6 +294,7 @@ DERIVATIONS: tuple[Derivation, ...] = (
         ("GSAMP:EXP",),
         "min(100, 100 * GSAMP:TOT / GSAMP:EXP)",
         lambda v: _utilisation(v) if v.get("GSAMP:EXP") else None,
+        ("GSAMP:TOT",),
     ),
     _derivation(
         "stalled_percent",
@@ -308,18 +331,26 @@ DERIVATIONS: tuple[Derivation, ...] = (
 )
 
 
-def derive(values: Mapping[str, float]) -> dict[str, float | str]:
+def derive(
+    values: Mapping[str, float], listed: Collection[str] | None = None
+) -> dict[str, float | str]:
     """Every derived quantity that these values allow.
 
     Args:
         values: canonical metric to its value in one context; only metrics that
             have a value there.
+        listed: canonical metrics that the database knows; those of ``values`` if None.
 
     Returns:
         Name to number, or to a sentence why it was not measured.
     """
     results: dict[str, float | str] = {}
+    listed = values if listed is None else listed
     for derivation in DERIVATIONS:
+        unknown = [name for name in derivation.counted if name not in listed]
+        if unknown:
+            results[derivation.name] = f"not measured: there is no metric {', '.join(unknown)}"
+            continue
         missing = [name for name in derivation.inputs if name not in values]
         if missing:
             results[derivation.name] = f"not measured: no values of {', '.join(missing)}"

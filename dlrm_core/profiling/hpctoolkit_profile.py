@@ -1,0 +1,253 @@
+"""An HPCToolkit database as a ``Profile``: the same tables as every other engine.
+
+Parts of the DLRM are found by name: a Python frame called ``component_phase``
+(``bottom_mlp_forward``, see ``dlrm_core/parts.py``) stands for all that runs
+below it, C++ and GPU kernels included, up to the next such frame. GPU time sits
+under the CPU frames that launched it, so it is attributed by the same rule.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from dlrm_core.profiling.database import FUNCTION, Database, DatabaseError
+from dlrm_core.profiling.database_views import kernel_rows, not_measured
+from dlrm_core.profiling.format4_meta import ENTRY, ROOT
+from dlrm_core.profiling.metrics import additive, canonical_name, meaning_of, unit_of
+from dlrm_core.profiling.profile import STANDARD_METRICS, Profile
+
+CPU_TIMES = {
+    "CPUTIME (sec)": 1e3,
+    "REALTIME (sec)": 1e3,
+    "perf::task-clock": 1e-6,
+    "perf::cpu-clock": 1e-6,
+}
+"""Metrics that can be ``cpu_time_ms``, best first, and milliseconds per unit."""
+GPU_TIMES = ("GPUOP (sec)", "GKER (sec)", "GXCOPY (sec)", "GMSET (sec)")
+GPU_CALLS = ("GKER:COUNT", "GXCOPY:COUNT", "GMSET:COUNT")
+KINDS = {ROOT: "root", ENTRY: "thread", 0: "function", 1: "loop", 2: "line", 3: "instruction"}
+
+Ints = npt.NDArray[np.int64]
+
+
+def profile_from_database(database: Database) -> Profile:
+    """The Profile tables of a database; row numbers of contexts and profiles are kept.
+
+    ``cpu_time_ms`` and ``gpu_time_ms`` come from sampled CPU time and from the time of
+    GPU operations; ``calls`` counts GPU launches, copies and sets. Other metrics keep
+    their names (those of HPCToolkit 2025-05, whatever the database's generation).
+    Exclusive values are self times over the tree, inclusive ones ``execution`` values.
+    Metrics that do not add up (the sampling period) are left to the database.
+
+    Raises:
+        DatabaseError: the database is damaged.
+    """
+    metrics, values, sources = _values(database)
+    reasons = not_measured(database)
+    for name in STANDARD_METRICS:
+        if name not in sources:
+            reasons[name] = _why_absent(name)
+    if not database.traces:
+        reasons["trace"] = database.absent.get("trace.db", "trace.db has no trace lines")
+    reasons["iterations"] = "HPCToolkit does not mark iterations"
+    return Profile.build(
+        contexts=_contexts(database),
+        metrics=metrics,
+        values=values,
+        threads=[
+            {
+                "profile": thread.profile,
+                "kind": thread.kind,
+                "name": thread.name,
+                "rank": thread.rank,
+                "thread": thread.thread,
+            }
+            for thread in database.threads
+        ]
+        or None,
+        trace=_trace(database),
+        meta={
+            "engine": "hpctoolkit",
+            "device": "cuda" if "gpu_time_ms" in sources else "cpu",
+            "database": str(database.path),
+            "title": database.meta.title,
+            "passes": [],
+            "not_measured": reasons,
+        },
+    )
+
+
+def _why_absent(name: str) -> str:
+    if name == "gpu_time_ms":
+        return "no GPU operation in this database; measure with hpcrun -e gpu=nvidia"
+    if name == "cpu_time_ms":
+        return "no CPU time in this database; measure with hpcrun -e CPUTIME"
+    return "HPCToolkit samples CPU functions and does not count their calls"
+
+
+# ---- contexts ---------------------------------------------------------------------
+
+
+def _contexts(database: Database) -> pd.DataFrame:
+    table = database.contexts
+    kinds = [KINDS.get(kind, "function") for kind in database.tree.lexical_type.tolist()]
+    python = np.array(
+        [database.is_python(i) for i in range(len(database.meta.functions))] + [False]
+    )
+    is_function = database.tree.lexical_type == FUNCTION
+    for row in np.flatnonzero(is_function & python[database.tree.function]).tolist():
+        kinds[row] = "python"
+    for row, name in enumerate(table["name"]):
+        if is_function[row] and name.startswith("<gpu "):
+            kinds[row] = "copy" if name.startswith(("<gpu copy", "<gpu memset")) else "runtime"
+    for row in np.flatnonzero(kernel_rows(database)).tolist():
+        kinds[row] = "kernel"
+    component, phase = _parts(database, table["name"], python)
+    return pd.DataFrame(
+        {
+            "context": np.arange(len(table)),
+            "parent": table["parent"],
+            "kind": kinds,
+            "name": table["name"],
+            "shapes": "",
+            "file": table["file"],
+            "line": table["line"],
+            "module": table["module"],
+            "component": component,
+            "phase": phase,
+        }
+    )
+
+
+def _parts(
+    database: Database, names: pd.Series, python: npt.NDArray[np.bool_]
+) -> tuple[list[str], list[str]]:
+    """(component, phase) of every row, from the nearest enclosing part."""
+    from dlrm_core.parts import parse_span  # imports torch: not needed to read a database
+
+    tree = database.tree
+    # Only Python functions: a C++ function that happens to be called so is no part.
+    parts = [
+        parse_span(function.name.rpartition(".")[2]) if python[i] else None
+        for i, function in enumerate(database.meta.functions)
+    ]
+    named = np.array([part is not None for part in parts] + [False])
+    marked = named[tree.function] & (tree.lexical_type == FUNCTION)
+    owner = database.nearest(marked)
+    labels = [parts[tree.function[row]] if row >= 0 else None for row in owner.tolist()]
+    return (
+        [label[0] if label else "other" for label in labels],
+        [label[1] if label else "" for label in labels],
+    )
+
+
+# ---- values -----------------------------------------------------------------------
+
+
+def _values(database: Database) -> tuple[pd.DataFrame, pd.DataFrame, dict[str, list[str]]]:
+    """(metrics, values, standard metric to what it was made of)."""
+    present = {canonical_name(name): name for name in database.root() if additive(name)}
+    standard, scale = _standard(present)
+    made_of = {name for names in standard.values() for name in names}
+    # GPU times and counts stay besides: kernel and copy tables need each of them.
+    replaced = {name for name in made_of if name in CPU_TIMES or name == "GPUOP (sec)"}
+    targets: dict[str, list[tuple[str, float]]] = {}
+    for target, names in standard.items():
+        for name in names:
+            targets.setdefault(name, []).append((target, scale.get(name, 1.0)))
+    for name in present:
+        if name not in replaced:
+            targets.setdefault(name, []).append((name, 1.0))
+    order = sorted({target for pairs in targets.values() for target, _ in pairs})
+    rows = [
+        {
+            "metric": name,
+            "unit": STANDARD_METRICS[name][0] if name in standard else unit_of(name),
+            "meaning": STANDARD_METRICS[name][1] if name in standard else meaning_of(name),
+            "source": "HPCToolkit " + ", ".join(present[n] for n in standard.get(name, [name])),
+        }
+        for name in order
+    ]
+    frames = []
+    pairs_of = [targets.get(canonical_name(metric.name), []) for metric in database.metrics]
+    for thread in database.threads:
+        inclusive = database.inclusive_values(thread.profile)
+        for scope, (index, row, value) in (
+            ("inclusive", inclusive),
+            ("exclusive", database.self_of_sparse(*inclusive)),
+        ):
+            bounds = np.searchsorted(index, np.arange(len(pairs_of) + 1))
+            for number, pairs in enumerate(pairs_of):
+                part = slice(bounds[number], bounds[number + 1])
+                if part.start == part.stop:
+                    continue
+                for target, factor in pairs:
+                    frames.append(
+                        pd.DataFrame(
+                            {
+                                "profile": thread.profile,
+                                "context": row[part],
+                                "metric": target,
+                                "scope": scope,
+                                "value": value[part] * factor,
+                            }
+                        )
+                    )
+    table = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
+    if len(table):
+        if not np.isfinite(table["value"]).all():
+            bad = table.loc[~np.isfinite(table["value"]), "metric"].iloc[0]
+            raise DatabaseError(f"{database.path}: metric '{bad}' has a value that is no number")
+        if standard:  # several inputs of one standard metric meet in one row
+            keys = ["profile", "context", "metric", "scope"]
+            mixed = table["metric"].isin([n for n, names in standard.items() if len(names) > 1])
+            summed = table[mixed].groupby(keys, sort=False)["value"].sum().reset_index()
+            table = pd.concat([table[~mixed], summed], ignore_index=True)
+    columns = ["profile", "context", "metric", "scope", "value"]
+    return pd.DataFrame(rows), table if len(table) else pd.DataFrame(columns=columns), standard
+
+
+def _standard(present: dict[str, str]) -> tuple[dict[str, list[str]], dict[str, float]]:
+    """(standard metric to the canonical metrics that add up to it, their scale)."""
+    standard: dict[str, list[str]] = {}
+    cpu = next((name for name in CPU_TIMES if name in present), None)
+    if cpu:
+        standard["cpu_time_ms"] = [cpu]
+    gpu = [name for name in GPU_TIMES if name in present]
+    if gpu:
+        # GPUOP is the sum of the others; older databases only have the parts.
+        standard["gpu_time_ms"] = gpu[:1] if gpu[0] == "GPUOP (sec)" else gpu
+    calls = [name for name in GPU_CALLS if name in present]
+    if calls:
+        standard["calls"] = calls
+    scale = dict(CPU_TIMES)
+    scale.update({name: 1e3 for name in GPU_TIMES})
+    return standard, scale
+
+
+# ---- trace ------------------------------------------------------------------------
+
+
+def _trace(database: Database) -> pd.DataFrame | None:
+    """What ran when: an interval a sample, to the next sample; gaps are context 0."""
+    frames = []
+    threads = {thread.profile for thread in database.threads}
+    for line in database.traces:
+        if line.profile not in threads or len(line.time_ns) < 2:
+            continue
+        rows = database.tree.rows(line.context[:-1])
+        running = (line.context[:-1] != 0) & (rows >= 0)
+        frames.append(
+            pd.DataFrame(
+                {
+                    "profile": line.profile,
+                    "start_ns": line.time_ns[:-1][running],
+                    "end_ns": line.time_ns[1:][running],
+                    "context": rows[running],
+                    "depth": database.tree.depth[rows[running]],
+                }
+            )
+        )
+    return pd.concat(frames, ignore_index=True) if frames else None
