@@ -13,6 +13,8 @@ import heapq
 
 import numpy as np
 
+from dlrm_core.profiling.profile import depths
+
 
 def nest(
     start: np.ndarray, end: np.ndarray, soft: np.ndarray
@@ -114,9 +116,11 @@ def innermost(start: np.ndarray, end: np.ndarray, parent: np.ndarray, at: np.nda
         start, end, parent: nested spans of one thread, in any order.
         at: (m,) moments, ns. A span is open from its start until before its end.
     """
-    if not len(start):
+    # Empty spans are never open, and sorted among others they would hide one that is.
+    order = np.flatnonzero(end > start)
+    if not len(order):
         return np.full(len(at), -1, dtype=np.int64)
-    order = np.lexsort((-end, start))
+    order = order[np.lexsort((depths(parent)[order], start[order]))]
     # Started last before the moment; if it has ended, one of its ancestors is open.
     found = np.searchsorted(start[order], at, side="right") - 1
     span = np.where(found >= 0, order[np.maximum(found, 0)], -1)
