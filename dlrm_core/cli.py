@@ -76,6 +76,30 @@ def _record(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", required=True, metavar="DIR", help="folder of the recording")
 
 
+def _bench(parser: argparse.ArgumentParser) -> None:
+    _parameters(parser, required=False)
+    parser.add_argument(
+        "--reference", metavar="FILE", help="parameters to compare with (default: seed.yaml)"
+    )
+    parser.add_argument(
+        "--peer", metavar="DIR", help="a facebookresearch/dlrm checkout, run as its own process"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
+    parser.add_argument(
+        "--iterations", type=int, default=10, help="counted iterations a run (default: %(default)s)"
+    )
+    parser.add_argument("--threads", type=int, default=1, help="default: %(default)s")
+    parser.add_argument("--json", metavar="FILE", help="write the results there")
+
+
+def _gpu_check(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", required=True, metavar="FILE", help="write the results there")
+
+
+def _no_arguments(parser: argparse.ArgumentParser) -> None:
+    """For a subcommand that takes none."""
+
+
 def _database(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="an HPCToolkit database (hpcprof's -o)")
     _json(parser)
@@ -104,6 +128,24 @@ SUBCOMMANDS = (
         "facts of an HPCToolkit database",
         _database,
         "dlrm_core.profiling.command:database",
+    ),
+    Subcommand(
+        "bench",
+        "interleaved step times: plain, tuned, and a facebookresearch/dlrm checkout",
+        _bench,
+        "dlrm_core.bench:bench",
+    ),
+    Subcommand(
+        "gpu-check",
+        "on a GPU node: the GPU's results against the CPU's, then a profile",
+        _gpu_check,
+        "dlrm_core.gpu_check:gpu_check",
+    ),
+    Subcommand(
+        "parameters",
+        "every parameter, its default and its meaning, as Markdown",
+        _no_arguments,
+        "dlrm_core.commands:parameters",
     ),
     Subcommand(
         "doctor",

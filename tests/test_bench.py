@@ -1,0 +1,106 @@
+"""``dlrm bench`` and ``dlrm gpu-check``: their logic, on small models and the CPU."""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dlrm_core.bench import compare, describe
+from dlrm_core.config import parameters_from_sections
+from dlrm_core.errors import InputError
+from dlrm_core.gpu_check import check, gpu_check
+
+SMALL = {
+    "model": {
+        "bottom_mlp": "16-32-8",
+        "top_mlp": "32-16-1",
+        "embedding_dim": 8,
+        "table_rows": [1000, 50, 3],
+    },
+    "data": {"indices_per_lookup": 10, "generator": "facebook_loop"},
+    "training": {"batch_size": 64, "device": "cpu"},
+}
+PEER = """
+import sys, time
+arguments = dict(a.lstrip("-").split("=") for a in sys.argv[1:] if "=" in a)
+assert arguments["arch-embedding-size"] == "1000-50-3" and arguments["arch-mlp-bot"] == "16-32-8"
+for i in range(int(arguments["num-batches"])):
+    time.sleep(0.02)
+    print(f"Finished training it {i + 1}/9 of epoch 0, 5.00 ms/it, loss 9.0")
+"""
+
+
+def both():
+    reference = parameters_from_sections(SMALL)
+    fast = SMALL | {"data": SMALL["data"] | {"generator": "facebook"}}
+    return reference, parameters_from_sections(fast)
+
+
+def test_contestants_run_in_turns_and_train_the_same(capsys):
+    results = compare(*both(), peer=None, rounds=2, iterations=4, threads=1)
+    order = [line.split()[2] for line in capsys.readouterr().err.splitlines()]
+    assert order == ["reference:", "tuned:", "tuned:", "reference:"]
+    assert results["losses_agree"]
+    ratio = results["ratios"]["tuned"]["end_to_end_ms"]
+    assert ratio["low"] <= ratio["median"] <= ratio["high"]
+    assert ratio["median"] > 1.0, "the vectorised replay is faster than the loop on any machine"
+    assert "tuned is" in describe(results)
+
+
+def test_a_peer_runs_in_its_own_process_and_its_losses_count(tmp_path):
+    (tmp_path / "dlrm_s_pytorch.py").write_text(PEER)
+    results = compare(*both(), peer=tmp_path, rounds=1, iterations=3, threads=1)
+    peer = results["contestants"]["facebook"]
+    assert peer["step_ms"] == 5.0
+    assert peer["end_to_end_ms"] >= 20.0
+    assert results["against"] == "facebook" and not results["losses_agree"]
+
+
+def test_a_peer_that_is_none_or_fails_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"no dlrm_s_pytorch\.py"):
+        compare(*both(), peer=tmp_path, rounds=1, iterations=3, threads=1)
+    (tmp_path / "dlrm_s_pytorch.py").write_text("raise SystemExit('no such option')")
+    with pytest.raises(InputError, match="no such option"):
+        compare(*both(), peer=tmp_path, rounds=1, iterations=3, threads=1)
+
+
+def test_the_command_writes_json(tmp_path):
+    (tmp_path / "p.yaml").write_text(json.dumps(SMALL))
+    command = [sys.executable, "-m", "dlrm_core", "bench", "--rounds=1", "--iterations=2"]
+    command += ["-f", "p.yaml", "--reference", "p.yaml", "--json", "out/bench.json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    written = json.loads((tmp_path / "out" / "bench.json").read_text())
+    assert written["settings"]["threads"] == 1 and written["machine"]
+    assert "end to end" in done.stdout
+
+
+def test_the_gpu_checks_pass_against_the_cpu_itself():
+    results = check(torch.device("cpu"))
+    assert len(results["checks"]) == 8
+    for row in results["checks"]:
+        assert row["ok"], row
+
+
+def test_the_gpu_checks_see_a_wrong_device(monkeypatch):
+    from dlrm_core import gpu_check as module
+
+    small, calls = module._small, []
+
+    def wrong(device, interaction, loss, seed):
+        calls.append(seed)
+        return small(device, interaction, loss, seed + len(calls) % 2)
+
+    monkeypatch.setattr(module, "_small", wrong)
+    assert not any(row["ok"] for row in check(torch.device("cpu"))["checks"][:6])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_the_check_says_so(tmp_path):
+    with pytest.raises(InputError, match="sees no GPU"):
+        gpu_check(argparse.Namespace(json=str(tmp_path / "x.json"), argv=["dlrm"]))
+    assert not list(Path(tmp_path).iterdir())

@@ -1,0 +1,86 @@
+"""The installation: ranges, lock and conda environment in step; rooms that stay apart."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+LOCK = {
+    canonicalize_name(requirement.name): requirement
+    for line in (ROOT / "requirements.lock").read_text().splitlines()
+    if line and not line.startswith("#")
+    for requirement in [Requirement(line)]
+}
+RANGES = [
+    Requirement(text)
+    for text in PROJECT["dependencies"] + PROJECT["optional-dependencies"]["test"]
+]
+
+
+@pytest.mark.parametrize("wanted", RANGES, ids=lambda requirement: requirement.name)
+def test_the_lock_satisfies_every_range(wanted):
+    locked = LOCK[canonicalize_name(wanted.name)]
+    (pin,) = locked.specifier
+    assert pin.operator == "=="
+    assert wanted.specifier.contains(pin.version)
+
+
+def test_the_lock_is_exact_and_portable():
+    for requirement in LOCK.values():
+        (pin,) = requirement.specifier
+        assert pin.operator == "==" and "+" not in pin.version, requirement
+    assert str(LOCK["torch"]) == "torch==2.13.0"
+    assert str(LOCK["llnl-hatchet"]) == "llnl-hatchet==2026.2.0"
+    assert "hatchet" not in LOCK
+
+
+def test_what_is_installed_is_the_lock():
+    for name, requirement in LOCK.items():
+        (pin,) = requirement.specifier
+        assert version(name).partition("+")[0] == pin.version
+
+
+def test_conda_users_get_the_lock():
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    (python,) = (d for d in environment["dependencies"] if str(d).startswith("python"))
+    (pip,) = (d["pip"] for d in environment["dependencies"] if isinstance(d, dict))
+    assert pip == ["-r requirements.lock", "-e ."]
+    assert python == "python=3.11" and PROJECT["requires-python"] == ">=3.11"
+
+
+def test_every_make_target_of_the_readme_exists():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert {"setup", "report", "test", "lab", "bench", "gpu-check", "clean"} <= targets
+    used = set(re.findall(r"make ([a-z-]+)", (ROOT / "README.md").read_text()))
+    assert used <= targets
+
+
+def test_readme_names_only_files_that_exist():
+    text = (ROOT / "README.md").read_text()
+    for name in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (ROOT / name).exists(), name
+    for name in re.findall(r"parameters/[a-z0-9_]+\.yaml", text):
+        assert (ROOT / name).exists() or name == "parameters/mine.yaml", name
+
+
+def test_setting_up_twice_does_nothing():
+    if not (ROOT / ".venv" / ".set-up").exists():
+        pytest.skip("not set up by make (another environment runs these tests)")
+    done = subprocess.run(
+        ["make", "--dry-run", "setup"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert "pip" not in done.stdout
+
+
+def test_the_command_line_starts_without_torch():
+    code = "import dlrm_core.cli, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
