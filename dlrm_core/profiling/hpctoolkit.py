@@ -12,11 +12,10 @@ import os
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dlrm_core.config import ProfilingConfig
 from dlrm_core.errors import InputError
 from dlrm_core.profiling.hpctoolkit_database import (
     DatabaseAborted,
@@ -41,6 +40,7 @@ from dlrm_core.profiling.hpctoolkit_process import (
     fresh_path,
     run_stage,
 )
+from dlrm_core.profiling.hpctoolkit_records import HPCToolkitSettings, Measurement, PassResult
 from dlrm_core.profiling.hpctoolkit_tools import (
     CPU_EVENT,
     Capabilities,
@@ -65,103 +65,8 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class HPCToolkitSettings:
-    """How to measure.
-
-    Attributes:
-        home: installation folder; "" means HPCTOOLKIT_HOME, then PATH.
-        python_frames: put Python functions into call paths where offered.
-        pc_sampling: on a GPU, a second pass for stall reasons.
-        structure: run hpcstruct.
-        structure_limit_mb: hpcstruct skips binaries above this, in millions of bytes.
-        structure_cache: folder of structure files kept between measurements, or
-            None for one in the user's cache folder.
-        timeout_s: seconds for each run of the program.
-        structure_timeout_s, database_timeout_s: seconds for hpcstruct, hpcprof.
-        jobs: threads of hpcstruct and hpcprof; None: every processor allowed.
-    """
-
-    home: str = ""
-    python_frames: bool = True
-    pc_sampling: bool = True
-    structure: bool = True
-    structure_limit_mb: int = 64
-    structure_cache: Path | None = None
-    timeout_s: float = 3600.0
-    structure_timeout_s: float = 1800.0
-    database_timeout_s: float = 1800.0
-    jobs: int | None = None
-
-    @classmethod
-    def from_config(cls, config: ProfilingConfig) -> HPCToolkitSettings:
-        """The settings that a parameters file's ``profiling`` section asks for."""
-        return cls(
-            home=config.hpctoolkit_home,
-            python_frames=config.python_frames,
-            pc_sampling=config.pc_sampling,
-            structure=config.structure,
-            structure_limit_mb=config.structure_limit_mb,
-            timeout_s=float(config.timeout_s),
-        )
-
-
-@dataclass(frozen=True)
-class PassResult:
-    """One profiled run and its database.
-
-    Attributes:
-        name: ``times`` or ``stalls``.
-        command: hpcrun's argument list.
-        events: the events that were measured.
-        python_frames: call paths hold Python functions.
-        ms_per_iteration: median that the workload reported while profiled.
-        dilation: that divided by the unprofiled median; None if either is unknown.
-        exit_code: hpcrun's, which is the program's.
-        measurements: hpcrun's directory.
-        database: hpcprof's directory.
-        notices: what the reader of the figures should know.
-    """
-
-    name: str
-    command: tuple[str, ...]
-    events: tuple[str, ...]
-    python_frames: bool
-    ms_per_iteration: float | None
-    dilation: float | None
-    exit_code: int
-    measurements: Path
-    database: Path
-    notices: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """Everything that one call of ``measure`` found.
-
-    Attributes:
-        unprofiled: the workload's final JSON object without HPCToolkit.
-        passes: the profiled runs that succeeded; ``times`` always, first.
-        not_measured: name of a measurement to the reason why it was not made.
-        notices: about the whole measurement.
-        version: HPCToolkit's version.
-        logs: folder with each stage's standard output and error.
-    """
-
-    unprofiled: dict[str, Any]
-    passes: tuple[PassResult, ...]
-    not_measured: dict[str, str]
-    notices: tuple[str, ...]
-    version: str
-    logs: Path
-
-    def database(self, name: str = "times") -> Path | None:
-        """The database of a pass, or None if that pass was not made."""
-        return next((p.database for p in self.passes if p.name == name), None)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; paths as text."""
-        return _plain(asdict(self))
+DILATION_LIMIT = 1.2
+"""A pass slower than this, relative to the unprofiled run, gets a notice."""
 
 
 def measure(
@@ -227,6 +132,8 @@ class _Session:
 
     def measure(self, passes: Sequence[Pass]) -> Measurement:
         self.folder.mkdir(parents=True, exist_ok=True)
+        if busy := _busy():
+            self.notices.append(busy)
         unprofiled = self._unprofiled()
         results = []
         for planned in passes:
@@ -355,13 +262,17 @@ class _Session:
                 )
             except DatabaseAborted as error:
                 return Failure("aborted", str(error))
+            dilation = _ratio(_median_ms(run), _median_ms(unprofiled))
+            if dilation is not None and dilation > DILATION_LIMIT:
+                notices.append(_slowed(dilation, measured.python))
             return PassResult(
                 name=measured.name,
                 command=run.command,
                 events=measured.events,
                 python_frames=measured.python,
                 ms_per_iteration=_median_ms(run),
-                dilation=_ratio(_median_ms(run), _median_ms(unprofiled)),
+                dilation=dilation,
+                part_dilation=_part_dilation(run, unprofiled),
                 exit_code=run.exit_code,
                 measurements=final,
                 database=database,
@@ -392,22 +303,49 @@ def _relevant(
 
 
 def _median_ms(run: Completed) -> float | None:
-    value = (run.result or {}).get("ms_per_iteration")
-    return float(value) if value else None
+    return _number((run.result or {}).get("ms_per_iteration"))
 
 
 def _ratio(profiled: float | None, unprofiled: float | None) -> float | None:
     return profiled / unprofiled if profiled and unprofiled else None
 
 
+def _part_dilation(run: Completed, unprofiled: Completed) -> dict[str, float]:
+    suffix = "_ms_per_iteration"
+    before, after = unprofiled.result or {}, run.result or {}
+    ratios = {
+        name.removesuffix(suffix): _ratio(_number(after[name]), _number(before.get(name)))
+        for name in after
+        if name.endswith(suffix)
+    }
+    return {name: ratio for name, ratio in ratios.items() if ratio is not None}
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _slowed(dilation: float, python: bool) -> str:
+    text = f"the program ran {dilation:.2f}x as long under hpcrun as without it"
+    if python:
+        text += (
+            ": Python frames cost time at every Python call, so parts that make many small calls "
+            "look larger than they are (profiling.python_frames: false measures without them)"
+        )
+    return text
+
+
+def _busy() -> str:
+    """A notice if other programs keep this machine busy, "" if not."""
+    load, processors = os.getloadavg()[0], default_jobs()
+    if load <= 0.5 * processors:
+        return ""
+    return (
+        f"other programs were running (load {load:.1f} on {processors} processors) when the "
+        "measurement began: times and dilation are less certain"
+    )
+
+
 def _user_cache() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base).absolute() / "dlrm-workbook"
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value

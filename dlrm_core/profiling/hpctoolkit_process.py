@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import queue
+import re
 import signal
 import subprocess
 import threading
@@ -36,6 +37,9 @@ LINGER_S = 2.0
 LINE_LIMIT = 1 << 20
 """Bytes of one line of a program's output that are looked at in one piece."""
 
+# hpcstruct: " begin parallel analysis of CPU binary NAME (size = ...)"
+_BINARY = re.compile(rb"^\s*begin .* binary (\S+)")
+
 ProgressCallback = Callable[["Progress"], None]
 
 
@@ -51,11 +55,13 @@ class Progress:
         stage: what is running, such as ``times: hpcrun``.
         elapsed_s: seconds since the stage began.
         iteration: the last iteration that the workload reported, or None.
+        detail: what a long stage is busy with, such as the binary that hpcstruct reads.
     """
 
     stage: str
     elapsed_s: float
     iteration: int | None = None
+    detail: str = ""
 
 
 @dataclass(frozen=True)
@@ -169,17 +175,17 @@ def run_stage(
     )
 
 
-def end_group(process: subprocess.Popen[bytes], grace_s: float = GRACE_S) -> None:
+def end_group(process: subprocess.Popen[bytes]) -> None:
     """End a process that leads its own group, and every process of that group.
 
-    SIGTERM first, SIGKILL after ``grace_s`` seconds. Returns when the leader is
+    SIGTERM first, SIGKILL after ``GRACE_S`` seconds. Returns when the leader is
     reaped and no member is left running.
     """
     # children of a program that ended by itself may still be writing their profiles
     if process.poll() is not None and _group_ends(process, LINGER_S):
         return
     _signal_group(process.pid, signal.SIGTERM)
-    if not _group_ends(process, grace_s):
+    if not _group_ends(process, GRACE_S):
         _signal_group(process.pid, signal.SIGKILL)
         process.wait()
 
@@ -206,6 +212,7 @@ class _Watch:
         self.stage = stage
         self.iteration: int | None = None
         self.result: dict[str, Any] | None = None
+        self.detail = ""
         self._progress = progress
         self._started = time.monotonic()
         self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -215,12 +222,12 @@ class _Watch:
         return time.monotonic() - self._started
 
     def read(self, stream: Any, log: Any) -> None:
-        """Copy the program's output to its log; keep the lines that may be JSON."""
+        """Copy the program's output to its log; keep the lines that may be news."""
         with contextlib.suppress(ValueError, OSError):  # the log closes after a forced end
             while line := stream.readline(LINE_LIMIT):
                 log.write(line)
                 log.flush()
-                if line.lstrip().startswith(b"{"):
+                if line.lstrip().startswith((b"{", b"begin ")):
                     self._lines.put(line)
 
     def look(self) -> None:
@@ -229,7 +236,7 @@ class _Watch:
             self._note(self._lines.get(timeout=POLL_S))
             self.drain()
         if self._progress is not None:
-            self._progress(Progress(self.stage, self.elapsed_s, self.iteration))
+            self._progress(Progress(self.stage, self.elapsed_s, self.iteration, self.detail))
 
     def drain(self) -> None:
         """Take in the lines read so far."""
@@ -238,6 +245,9 @@ class _Watch:
                 self._note(self._lines.get_nowait())
 
     def _note(self, line: bytes) -> None:
+        if match := _BINARY.search(line):
+            self.detail = match.group(1).decode("utf-8", "replace")
+            return
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):

@@ -1,0 +1,239 @@
+"""Small programs that behave as hpcrun, hpcstruct and hpcprof were seen to behave.
+
+Exit codes, messages and files follow recordings of HPCToolkit 2024.01.99; a
+``behaviour.json`` beside the programs says which of the recorded troubles occur.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import sys
+from pathlib import Path
+from typing import Any
+
+COMMON = """
+import json, os, sys, time
+from pathlib import Path
+here = Path(__file__).resolve().parent
+behaviour = json.loads((here / "behaviour.json").read_text())
+arguments = sys.argv[1:]
+
+def count(name):
+    path = here / f"count-{name}"
+    number = int(path.read_text()) + 1 if path.exists() else 1
+    path.write_text(str(number))
+    return number
+
+def noted(tool, **values):
+    with open(here / f"calls-{tool}.jsonl", "a") as file:
+        file.write(json.dumps(values) + chr(10))
+"""
+
+HPCRUN = """
+import subprocess
+if arguments[:1] == ["-V"]:
+    print("hpcrun: A member of HPCToolkit, version " + behaviour["version"])
+    print("git branch:  unknown")
+    print("install dir: " + str(here.parent))
+    if behaviour["cuda"]:
+        print("NVIDIA CUDA support: yes")
+        print("- CUDA: " + behaviour["cuda"])
+    print("Python support: yes")
+    sys.exit(behaviour.get("version_exit", 0))
+if arguments[:1] == ["-L"]:
+    print("=" * 75 + chr(10) + "Available Timer events" + chr(10) + "=" * 75)
+    print("Name\\t\\tDescription" + chr(10) + "-" * 75)
+    for event in behaviour["events"]:
+        print(event + "  \\tsome text" + chr(10) + "\\t\\tmore text" + chr(10))
+    sys.exit(0)
+if arguments[:1] == ["-h"]:
+    if behaviour["python"]:
+        print("                           -a python")
+        print("                                Attribute to Python code and functions")
+    sys.exit(0)
+out, events, trace, python = None, [], False, False
+while arguments:
+    word = arguments.pop(0)
+    if word == "-o": out = Path(arguments.pop(0))
+    elif word == "-e": events.append(arguments.pop(0))
+    elif word == "-t": trace = True
+    elif word == "-a": python = arguments.pop(0) == "python"
+    elif word == "--": break
+noted("hpcrun", events=events, trace=trace, python=python, out=str(out))
+if behaviour.get("unmeasured"):
+    os.execvp(arguments[0], arguments)
+for event in events:
+    if event not in behaviour.get("accepts", behaviour["events"]):
+        out.mkdir(parents=True, exist_ok=True)
+        print(f"HPCToolkit fatal error: event {event} is unknown or unsupported.", file=sys.stderr)
+        print("Use 'hpcrun -L <program>' for a list of available events.", file=sys.stderr)
+        sys.exit(1)
+if behaviour.get("uncreatable"):
+    print(f"hpcrun: could not create output directory `{out}': Permission denied", file=sys.stderr)
+    sys.exit(255)
+out.mkdir(parents=True, exist_ok=True)  # an existing directory is silently added to
+stem = f"python3-000000-000-host-{os.getpid()}-0"
+(out / (stem + ".log")).write_text("SUMMARY: samples: 3" + chr(10))
+gpu = any(event.startswith("gpu=") for event in events)
+if gpu and behaviour.get("no_gpu") or any(e in behaviour.get("refuses", []) for e in events):
+    print("hpcrun: CUDA driver cannot be initialised", file=sys.stderr)
+    sys.exit(1)
+environment = dict(os.environ, HPCRUN_EVENT_LIST=" ".join(events))
+environment["FAKE_SLOWER"] = str(behaviour.get("slower", 1.0))
+if python and behaviour.get("python_fails"):
+    environment["FAKE_EXIT"] = str(behaviour["python_fails"])
+if behaviour.get("under_hpcrun_fails"):
+    environment["FAKE_EXIT"] = str(behaviour["under_hpcrun_fails"])
+if behaviour.get("fails_at_the_end"):
+    environment["FAKE_LAST_EXIT"] = str(behaviour["fails_at_the_end"])
+code = subprocess.call(arguments, env=environment)
+modules = b"".join(len(m).to_bytes(4, "big") + m.encode() for m in behaviour["modules"])
+(out / (stem + ".hpcrun")).write_bytes(b"HPCRUN-profile____" + bytes(9) + modules + bytes(9))
+if trace:
+    (out / (stem + ".hpctrace")).write_bytes(b"trace")
+if python and behaviour.get("logical", True):
+    (out / "logical").mkdir(exist_ok=True)
+    bad = count("python-measurements") <= behaviour.get("bad_logical", 0)
+    (out / "logical" / "python.logical").write_text("bad" if bad else "good")
+sys.exit(code if code >= 0 else 128 - code)
+"""
+
+HPCSTRUCT = """
+measurements = Path(arguments[-1])
+noted("hpcstruct", arguments=arguments)
+if " " in str(measurements):
+    print("make: *** " + str(measurements).split()[0] + ": No such file", file=sys.stderr)
+    sys.exit(1)
+structs = measurements / "structs"
+structs.mkdir(exist_ok=True)
+for module in behaviour["modules"]:
+    path = structs / (Path(module).name + ".hpcstruct")
+    if path.exists():
+        noted("struct-skipped", name=path.name)
+        continue
+    name = Path(module).name
+    print(f" begin parallel analysis of CPU binary {name} (size = 1, threads = 2)", flush=True)
+    if behaviour.get("struct_sleep"):
+        path.write_text("<HPCToolkitStructure>half")
+        time.sleep(behaviour["struct_sleep"])
+    if not behaviour.get("struct_nothing"):
+        path.write_text("<HPCToolkitStructure></HPCToolkitStructure>" + chr(10))
+sys.exit(behaviour.get("struct_exit", 0))
+"""
+
+HPCPROF = """
+if arguments[:1] == ["--help"]:
+    print(behaviour["prof_help"])
+    sys.exit(0)
+measurements, database = Path(arguments[-1]), Path(arguments[arguments.index("-o") + 1])
+structs = sorted(path.name for path in measurements.glob("structs/*.hpcstruct"))
+noted("hpcprof", arguments=arguments, structs=structs)
+if behaviour.get("prof_exit"):
+    print("ERROR: something else", file=sys.stderr)
+    sys.exit(behaviour["prof_exit"])
+if not list(measurements.glob("*.hpcrun")):
+    print("ERROR: no input", file=sys.stderr)
+    sys.exit(2)
+logical = measurements / "logical" / "python.logical"
+if behaviour.get("prof_aborts") or logical.exists() and logical.read_text() == "bad":
+    print("FATAL: Invalid logical stanza, both names are empty!", file=sys.stderr, flush=True)
+    os.abort()
+if behaviour.get("prof_nothing"):
+    sys.exit(0)
+if behaviour.get("prof_race"):
+    database.mkdir()
+if database.exists():
+    database = database.with_name(database.name + "-0badcafe")
+database.mkdir(parents=True)
+for name in ("meta.db", "profile.db", "cct.db"):
+    (database / name).write_bytes(b"HPCTOOLKIT")
+"""
+
+WORKLOAD = """
+import json, os, signal, sys, time
+mode = sys.argv[1] if len(sys.argv) > 1 else ""
+if mode == "fails":
+    print("ValueError: a fault of its own", file=sys.stderr)
+    sys.exit(3)
+if mode == "stubborn" and "HPCRUN_EVENT_LIST" in os.environ:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if os.fork() == 0:
+        time.sleep(600)
+    print(json.dumps({"iteration": 7}), flush=True)
+    time.sleep(600)
+if "FAKE_EXIT" in os.environ:
+    print("Fatal Python error: Aborted", file=sys.stderr)
+    code = int(os.environ["FAKE_EXIT"])
+    os._exit(code) if code < 128 else os.kill(os.getpid(), code - 128)
+print("not JSON", flush=True)
+print("{also not", flush=True)
+for iteration in (1, 2):
+    print(json.dumps({"iteration": iteration, "ms_per_iteration": 9.0}), flush=True)
+    time.sleep(0.02)
+ms = 10.0 * float(os.environ.get("FAKE_SLOWER", 1))
+environment = {name: os.environ.get(name) for name in
+               ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "PYTHONMALLOC")}
+if mode != "silent":
+    print(json.dumps({"ms_per_iteration": ms, "data_ms_per_iteration": 2 * ms,
+                      "loss": 0.5, "environment": environment}), flush=True)
+sys.exit(int(os.environ.get("FAKE_LAST_EXIT", 0)))
+"""
+
+NVIDIA_SMI = """
+if behaviour["gpus"]:
+    print(chr(10).join(behaviour["gpus"]))
+else:
+    print("No devices were found")
+    sys.exit(6)
+"""
+
+DEFAULTS: dict[str, Any] = {
+    "version": "2024.01.99-next",
+    "cuda": "12.4",
+    "events": ["REALTIME", "CPUTIME", "gpu=nvidia", "gpu=nvidia,pc", "perf::CYCLES"],
+    "python": True,
+    "modules": [],
+    "prof_help": "      --no-source             Disable embedded source output.",
+    "gpus": ["NVIDIA H200"],
+}
+
+
+class FakeHPCToolkit:
+    """An installation in ``home`` whose behaviour a test chooses."""
+
+    def __init__(self, home: Path, **behaviour: Any) -> None:
+        self.home = home
+        self.bin = home / "bin"
+        self.bin.mkdir(parents=True)
+        for name, body in (
+            ("hpcrun", HPCRUN),
+            ("hpcstruct", HPCSTRUCT),
+            ("hpcprof", HPCPROF),
+            ("nvidia-smi", NVIDIA_SMI),
+        ):
+            self._write(name, COMMON + body)
+        self._write("workload", WORKLOAD)
+        self.behaviour = dict(DEFAULTS)
+        self.behave(**behaviour)
+
+    def _write(self, name: str, text: str) -> None:
+        path = self.bin / name
+        # -I -S: a fraction of the start-up time
+        path.write_text(f"#!{os.path.realpath(sys.executable)} -IS\n{text}")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+    def behave(self, **behaviour: Any) -> None:
+        self.behaviour.update(behaviour)
+        (self.bin / "behaviour.json").write_text(json.dumps(self.behaviour))
+
+    def calls(self, name: str) -> list[dict[str, Any]]:
+        """What a program noted each time it ran."""
+        path = self.bin / f"calls-{name}.jsonl"
+        if not path.exists():
+            return []
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+    def workload(self, *arguments: str) -> list[str]:
+        return [str(self.bin / "workload"), *arguments]
