@@ -1,0 +1,231 @@
+"""Fuzz the database reader: mutated, truncated and spliced databases.
+
+    python -m tests.fuzz_database --count 20000 --seed 1
+
+Every case is read whole (facts, description, tables, derived metrics, Profile,
+Hatchet). It passes if it reads, or raises ``DatabaseError``, within two seconds
+and without blowing up memory. A failing case prints its seed, and
+``--only SEED`` repeats it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from dlrm_core.profiling.database import DatabaseError, read_database
+from dlrm_core.profiling.hpctoolkit_profile import profile_from_database
+from tests.hpctoolkit_writer import Measured, random_tree, write_database
+
+SHARED = Path(__file__).parents[2] / "shared" / "hpctoolkit-databases"
+MOST_SECONDS = 2.0
+MOST_BYTES = 1 << 30
+"""Address space that a case may take on top of what the process had before."""
+
+FILES = ("meta.db", "profile.db", "cct.db", "trace.db", "metrics/default.yaml")
+WEIGHTS = (0.45, 0.25, 0.08, 0.1, 0.12)
+VALUES = (0, 1, 7, 8, 0x7FFF, 0xFFFF, 0xFFFFFFFF, 1 << 31, 1 << 40, 1 << 62, (1 << 64) - 1)
+
+
+def sources(folder: Path) -> list[dict[str, bytes]]:
+    """Whole databases as file contents: synthetic ones, and real ones where they are."""
+    rng = np.random.default_rng(1)
+    for i, (nodes, shape, names, entries) in enumerate(
+        [
+            (30, "random", ["CPUTIME (sec)"], 2),
+            (60, "random", ["GPUOP (sec)", "GKER (sec)", "GKER:COUNT", "GINS", "GINS:STL_ANY"], 1),
+            (300, "deep", ["CPUTIME (sec)"], 1),
+            (200, "wide", ["REALTIME (sec)"], 1),
+        ]
+    ):
+        functions = ["main", "<gpu kernel>", "gemm<int>", "top_mlp_forward"]
+        tree = random_tree(rng, nodes, shape, entries, functions=functions)
+        tree.python = frozenset([3])
+        threads = [
+            Measured(
+                {name: rng.random(nodes) * (rng.random(nodes) < 0.3) for name in names},
+                (("NODE", 0, 1), ("RANK", r, r), ("THREAD", 0, 0)),
+                (np.arange(20) * 1000, rng.integers(0, nodes, 20)),
+            )
+            for r in range(3)
+        ]
+        stream = (("NODE", 0, 1), ("GPUCONTEXT", 1, 1), ("GPUSTREAM", 7, 7))
+        threads.append(Measured({}, stream, (np.arange(9), np.arange(9))))
+        write_database(folder / f"made-{i}", tree, threads, metrics=names)
+    places = sorted(folder.iterdir())
+    if SHARED.is_dir():
+        places += sorted(SHARED.glob("*.d"))
+    return [
+        {name: (place / name).read_bytes() for name in FILES if (place / name).exists()}
+        for place in places
+    ]
+
+
+def mutate(rng: np.random.Generator, whole: list[dict[str, bytes]]) -> dict[str, bytes]:
+    """One damaged database: one to four mutations of one of ``whole``."""
+    # Small databases first: damage in them hits structure, and they are quick.
+    sizes = np.array([sum(map(len, one.values())) for one in whole], np.float64)
+    chance = 1 / np.sqrt(sizes)
+    made = dict(whole[int(rng.choice(len(whole), p=chance / chance.sum()))])
+    for _ in range(min(int(rng.geometric(0.7)), 4)):
+        weights = np.array([w for f, w in zip(FILES, WEIGHTS, strict=True) if f in made])
+        if not len(weights):
+            break
+        present = [name for name in FILES if name in made]
+        name = present[int(rng.choice(len(present), p=weights / weights.sum()))]
+        other = whole[int(rng.integers(len(whole)))].get(name, b"")
+        result = _mutate_file(rng, made[name], other)
+        if result is None:
+            del made[name]
+        else:
+            made[name] = result
+    return made
+
+
+def _mutate_file(rng: np.random.Generator, data: bytes, other: bytes) -> bytes | None:
+    how = int(rng.integers(0, 10))
+    if not data:
+        return data
+    at = int(rng.integers(len(data)))
+    if rng.random() < 0.4:  # headers and section heads matter most
+        at = int(rng.integers(min(len(data), 256)))
+    changed = bytearray(data)
+    length = int(rng.integers(1, 64))
+    if how <= 2:  # a word becomes a telling or a random one
+        at &= ~7
+        value = int(rng.choice(np.array(VALUES, np.uint64)))
+        if rng.random() < 0.5:
+            value = int(rng.integers(0, 2 * len(data)))
+        width = int(rng.choice([1, 2, 4, 8]))
+        changed[at : at + width] = (value & ((1 << 8 * width) - 1)).to_bytes(width, "little")
+    elif how == 3:
+        for _ in range(length):
+            changed[int(rng.integers(len(data)))] ^= 1 << int(rng.integers(8))
+    elif how == 4:
+        changed[at : at + length] = rng.bytes(length)
+    elif how == 5:
+        return data[:at]
+    elif how == 6:  # splice: the head of one file, the tail of another
+        cut = int(rng.integers(len(other) + 1))
+        return data[:at] + other[cut:]
+    elif how == 7:  # words swapped: pointers that lead elsewhere in the same file
+        one, two = at & ~7, int(rng.integers(len(data))) & ~7
+        changed[one : one + 8], changed[two : two + 8] = data[two : two + 8], data[one : one + 8]
+    elif how == 8:
+        return other if rng.random() < 0.7 else None
+    else:
+        cut = int(rng.integers(len(data)))
+        length = int(rng.integers(1, 1 + min(4096, len(data))))
+        changed[at:at] = data[cut : cut + length]
+    return bytes(changed)
+
+
+def exercise(folder: Path) -> None:
+    """Read everything there is in a database."""
+    database = read_database(folder)
+    json.dumps(database.facts())
+    database.describe()
+    database.kernels()
+    for metric in database.taxonomy[:10]:
+        for cost in metric.formulas:
+            try:
+                database.derived_column(metric.name, cost)
+            except DatabaseError:
+                continue
+    if database.by_context is not None:
+        for context in range(min(database.by_context.count, 50)):
+            database.by_context.at(context)
+    profile_from_database(database)
+    if len(database.tree) < 400:
+        database.to_hatchet()
+
+
+@dataclass
+class Report:
+    """What came of a fuzz run."""
+
+    count: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+    slowest_s: float = 0.0
+    peak_bytes: int = 0
+
+
+def fuzz(count: int, seed: int, only: int | None = None, progress: bool = False) -> Report:
+    """Run ``count`` cases; case i is made from ``(seed, i)`` alone."""
+    report = Report()
+    room = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=room) as scratch:
+        made = Path(scratch) / "made"
+        made.mkdir()
+        whole = sources(made)
+        exercise(made / "made-0")  # imports and caches, before anything is timed
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (taken + MOST_BYTES, hard))
+        try:
+            for case in range(count) if only is None else [only]:
+                _one(case, seed, whole, Path(scratch) / "case", report)
+                if progress and report.count % 1000 == 0:
+                    print(f"{report.count} cases, {len(report.failures)} failures", flush=True)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    report.peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return report
+
+
+def _one(case: int, seed: int, whole: list[dict[str, bytes]], folder: Path, report: Report) -> None:
+    files = mutate(np.random.default_rng([seed, case]), whole)
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / "metrics").mkdir(parents=True)
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    start = time.perf_counter()
+    try:
+        exercise(folder)
+        outcome = "read"
+    except DatabaseError:
+        outcome = "DatabaseError"
+    except Exception as problem:
+        outcome = type(problem).__name__
+        report.failures.append(f"case {case}: {traceback.format_exc(limit=-4)}")
+    seconds = time.perf_counter() - start
+    if seconds > MOST_SECONDS:
+        report.failures.append(f"case {case}: {seconds:.1f} s")
+    report.slowest_s = max(report.slowest_s, seconds)
+    report.outcomes[outcome] += 1
+    report.count += 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--count", type=int, default=20_000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", type=int, help="repeat one case")
+    options = parser.parse_args()
+    start = time.perf_counter()
+    report = fuzz(options.count, options.seed, options.only, progress=True)
+    for failure in report.failures[:20]:
+        print(failure)
+    print(
+        f"{report.count} databases in {time.perf_counter() - start:.0f} s: "
+        f"{dict(report.outcomes)}; {len(report.failures)} failures; slowest "
+        f"{report.slowest_s:.2f} s; peak memory {report.peak_bytes / 1e6:.0f} MB"
+    )
+    return 1 if report.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
