@@ -1,0 +1,164 @@
+"""Chromium without a window, for tests of pages and of JupyterLab.
+
+Nothing that a page asks for may leave the machine: every request is recorded, and
+what is not a file, data, or the given local server is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlrm_core.doctor import find_browser
+
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+
+# Marks are what a trace draws: bars, lines, points, slices, cells of a heat map, or
+# pixels of a canvas. Axes, grids and legends do not count.
+COUNT_MARKS = """
+() => [...document.querySelectorAll(".js-plotly-plot")].map((plot) => {
+  const inside = (selector) => [...plot.querySelectorAll(selector)];
+  const drawn = inside([
+    ".cartesianlayer .trace path", ".cartesianlayer .trace rect", ".polarlayer .trace path",
+    ".heatmaplayer image", ".contourlayer path", "path.surface", ".pielayer path",
+    ".indicatorlayer text", ".sankey path", ".table text",
+  ].join(",")).filter((mark) => {
+    const box = mark.getBoundingClientRect();
+    return box.width > 0 || box.height > 0;
+  });
+  const pixels = inside("canvas").filter((canvas) => {
+    if (!canvas.width || !canvas.height) return false;
+    const copy = document.createElement("canvas");
+    copy.width = canvas.width; copy.height = canvas.height;
+    const context = copy.getContext("2d");
+    context.drawImage(canvas, 0, 0);
+    return context.getImageData(0, 0, copy.width, copy.height).data.some((v) => v > 0);
+  });
+  return drawn.length + pixels.length;
+})
+"""
+
+
+@dataclass
+class Seen:
+    """What a page did while it was open."""
+
+    console_errors: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
+
+    def leaving(self, *allowed: str) -> list[str]:
+        """Requests for anything but data, blobs and addresses that start as allowed."""
+        fine = ("data:", "blob:", "about:", *allowed)
+        return [url for url in self.requests if not url.startswith(fine)]
+
+
+def require_browser() -> str:
+    """Path of the browser; without one the test is skipped, or fails if it must not be."""
+    reason = ""
+    path = find_browser()
+    if path is None:
+        reason = "no Chromium or Chrome on the PATH (apt-get install chromium)"
+    else:
+        try:
+            import playwright.sync_api  # noqa: F401
+        except ImportError:
+            reason = "the playwright package is not installed (pip install -e '.[test]')"
+    if reason:
+        if os.environ.get("DLRM_REQUIRE_BROWSER") == "1":
+            pytest.fail(f"DLRM_REQUIRE_BROWSER is 1, but {reason}")
+        pytest.skip(reason)
+    assert path is not None
+    return path
+
+
+@contextmanager
+def open_page(url: str, *allowed: str, **settings: Any) -> Iterator[tuple[Any, Seen]]:
+    """A page opened in a fresh browser, offline except for addresses that start as allowed.
+
+    Args:
+        url: what to open, a ``file://`` address or one of a local server.
+        allowed: starts of addresses that may be asked for besides ``url`` itself.
+        settings: of the browser context, such as ``color_scheme="dark"``.
+    """
+    from playwright.sync_api import sync_playwright
+
+    path = require_browser()
+    seen = Seen()
+
+    def decide(route: Any) -> None:
+        address = route.request.url
+        if seen_fine(address):
+            route.continue_()
+        else:
+            route.abort()
+
+    def seen_fine(address: str) -> bool:
+        return address == url or address.startswith(("data:", "blob:", *allowed))
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
+        try:
+            context = browser.new_context(
+                **{"viewport": {"width": 1400, "height": 900}, **settings}
+            )
+            page = context.new_page()
+            page.on("request", lambda request: seen.requests.append(request.url))
+            page.on(
+                "console",
+                lambda message: (
+                    message.type == "error" and seen.console_errors.append(message.text)
+                ),
+            )
+            page.on("pageerror", lambda error: seen.console_errors.append(str(error)))
+            context.route("**/*", decide)
+            page.goto(url)
+            yield page, seen
+        finally:
+            browser.close()
+
+
+def wait_for_marks(page: Any, figures: int, timeout_s: float = 30.0) -> None:
+    """Wait until that many figures are there and each has drawn marks."""
+    marks: list[int] = []
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        marks = page.evaluate(COUNT_MARKS)
+        if len(marks) == figures and all(marks):
+            return
+        page.wait_for_timeout(300)
+    raise AssertionError(f"expected {figures} figures with marks, found marks {marks}")
+
+
+def check_page(html: Path, *, figures: int | None = None) -> None:
+    """Assert that a page draws all its figures, reports no error, and asks for nothing."""
+    url = html.resolve().as_uri()
+    for settings in (
+        {"color_scheme": "light"},
+        {"color_scheme": "dark", "viewport": {"width": 420, "height": 900}},
+    ):
+        with open_page(url, **settings) as (page, seen):
+            expected = page.locator("figure .plot").count()
+            if figures is not None:
+                assert expected == figures
+            wait_for_marks(page, expected)
+            overflow = page.evaluate(
+                "() => document.documentElement.scrollWidth - document.documentElement.clientWidth"
+            )
+            assert overflow <= 0, f"{html.name} is {overflow} px too wide, {settings}"
+            assert seen.console_errors == []
+            assert seen.leaving(url) == []

@@ -1,0 +1,191 @@
+"""Pages and notebooks as a reader meets them: in a browser, with the network off."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import nbformat
+import pytest
+from browser import COUNT_MARKS, check_page, open_page, require_browser, wait_for_marks
+from sample_notebooks import REPORT, write_notebook
+
+from dlrm_core.pages import render_html
+from dlrm_core.run_folder import REPOSITORY, RunFolder
+from dlrm_core.workbook import run_notebook
+
+pytestmark = [pytest.mark.browser, pytest.mark.notebook]
+
+FIGURES = 3  # in REPORT
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A run of a notebook with three figures, of which one is drawn by WebGL."""
+    require_browser()
+    folder = tmp_path_factory.mktemp("report")
+    write_notebook(folder / "notebooks" / "report.ipynb", REPORT)
+    (folder / "p.yaml").write_text("title: A test\n")
+    return run_notebook(
+        "report", folder / "p.yaml", output_root=folder / "out", notebooks=folder / "notebooks"
+    )
+
+
+def test_page_draws_every_figure_and_asks_for_nothing(report: RunFolder) -> None:
+    check_page(report.html, figures=FIGURES)
+
+
+def test_colours_follow_the_reader(report: RunFolder) -> None:
+    url = report.html.as_uri()
+    with open_page(url, color_scheme="light") as (page, _):
+        background = "() => getComputedStyle(document.body).backgroundColor"
+        text = "() => getComputedStyle(document.querySelector('.xtick text')).fill"
+        page.wait_for_selector(".xtick text")
+        light = page.evaluate(background), page.evaluate(text)
+        page.emulate_media(color_scheme="dark")
+        page.wait_for_timeout(800)
+        dark = page.evaluate(background), page.evaluate(text)
+        assert light[0] != dark[0]
+        assert light[1] != dark[1], "the axes' text must stay readable"
+        assert all(page.evaluate(COUNT_MARKS))
+
+
+def test_code_is_hidden_until_asked_for(report: RunFolder) -> None:
+    with open_page(report.html.as_uri()) as (page, _):
+        first = page.locator("details.code").first
+        assert not first.locator("pre").is_visible()
+        first.locator("summary").click()
+        assert first.locator("pre").is_visible()
+        page.get_by_role("button", name="Show all code").click()
+        assert page.locator("details.code pre >> visible=true").count() == (
+            page.locator("details.code").count()
+        )
+
+
+def test_policy_of_the_page_stops_what_a_notebook_smuggles_in(tmp_path: Path) -> None:
+    nb = nbformat.v4.new_notebook()
+    nb.cells = [
+        nbformat.v4.new_markdown_cell('<img src="https://example.org/a.png" alt="a"> words'),
+        nbformat.v4.new_code_cell(
+            "x",
+            outputs=[
+                nbformat.v4.new_output(
+                    "display_data",
+                    {
+                        "text/html": '<script src="https://example.org/x.js"></script>'
+                        '<p onclick="x()" style="background:url(//example.org/b.png)">kept</p>'
+                    },
+                )
+            ],
+        ),
+    ]
+    nbformat.write(nb, tmp_path / "n.ipynb")
+    html = render_html(tmp_path / "n.ipynb", tmp_path / "n.html")
+    check_page(html, figures=0)
+    with open_page(html.as_uri()) as (page, seen):
+        page.evaluate("fetch('https://example.org/').catch(() => 0)")
+        page.wait_for_timeout(300)
+        assert seen.leaving(html.as_uri()) == []
+        assert "kept" in page.inner_text("main")
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Iterator[tuple[str, str, Path]]:
+    """A JupyterLab of its own settings on a free port: address, token, and its root folder."""
+    require_browser()
+    root = tmp_path / "root"
+    root.mkdir()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    token = secrets.token_hex(16)
+    settings = {f"JUPYTER_{name}_DIR": str(tmp_path / name) for name in ("CONFIG", "RUNTIME")}
+    # no question about news in front of the notebook
+    news = tmp_path / "settings" / "@jupyterlab" / "apputils-extension"
+    news.mkdir(parents=True)
+    (news / "notification.jupyterlab-settings").write_text('{"fetchNews": "false"}')
+    log = (tmp_path / "lab.log").open("w+")
+    server = subprocess.Popen(
+        [
+            sys.executable,
+            *("-m", "jupyterlab", "--no-browser", "--allow-root"),
+            "--ServerApp.ip=127.0.0.1",
+            f"--ServerApp.port={port}",
+            "--ServerApp.port_retries=0",
+            f"--ServerApp.root_dir={root}",
+            f"--LabApp.workspaces_dir={tmp_path / 'workspaces'}",
+            f"--LabApp.user_settings_dir={tmp_path / 'settings'}",
+            "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
+            "--LabApp.news_url=",
+            "--LabApp.extension_manager=readonly",
+        ],
+        # the token goes by the environment: arguments can be read by every user
+        env=os.environ | settings | {"JUPYTER_TOKEN": token, "PYTHONPATH": str(REPOSITORY)},
+        stdout=log,
+        stderr=log,
+    )
+    address = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + 60
+        while not _answers(f"{address}/api"):
+            assert server.poll() is None and time.monotonic() < deadline, _read(log)
+            time.sleep(0.3)
+        yield address, token, root
+    finally:
+        server.terminate()
+        try:
+            server.wait(20)
+        except subprocess.TimeoutExpired:
+            server.kill()
+        log.close()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as reply:
+            return "version" in json.load(reply)
+    except (OSError, urllib.error.URLError):
+        return False
+
+
+def _read(log) -> str:
+    log.seek(0)
+    return log.read()
+
+
+def test_notebook_runs_in_jupyterlab(lab: tuple[str, str, Path]) -> None:
+    address, token, root = lab
+    write_notebook(root / "report.ipynb", REPORT)
+    url = f"{address}/lab/tree/report.ipynb?token={token}"
+    # tall enough for all cells at once: JupyterLab draws outputs as they come into view
+    with open_page(url, address, viewport={"width": 1400, "height": 5000}) as (page, seen):
+        page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=60_000)
+        # what is sent to a kernel that is still starting may be lost
+        page.get_by_text("| Idle").wait_for(timeout=60_000)
+        page.get_by_role("menuitem", name="Run", exact=True).click()
+        page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+        page.wait_for_function(
+            "() => document.body.innerText.includes('count is 3')", timeout=20_000
+        )
+        wait_for_marks(page, FIGURES)
+        websocket = address.replace("http", "ws")
+        assert seen.leaving(address, websocket) == []
+
+
+def test_executed_notebook_shows_charts_in_jupyterlab_without_trust(
+    lab: tuple[str, str, Path], report: RunFolder
+) -> None:
+    address, token, root = lab
+    (root / "done.ipynb").write_bytes(report.ipynb.read_bytes())
+    url = f"{address}/lab/tree/done.ipynb?token={token}"
+    with open_page(url, address, viewport={"width": 1400, "height": 5000}) as (page, _):
+        wait_for_marks(page, FIGURES, 60.0)
