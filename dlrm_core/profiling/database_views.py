@@ -5,7 +5,6 @@ Rows and columns come from ``Database``; nothing here reads files.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -329,56 +328,31 @@ def graph_frame(database: Database) -> GraphFrame:
 
     Metrics keep their names: ``CPUTIME (sec)`` holds self values, ``CPUTIME (sec) (inc)``
     inclusive ones. Hatchet's own methods recurse; for a deep tree the recursion limit
-    of this process is raised so that they work.
+    of this process is raised so that they work (see ``deep_frames``).
     """
     try:
-        from hatchet import GraphFrame
-        from hatchet.frame import Frame
-        from hatchet.graph import Graph
-        from hatchet.node import Node
+        from dlrm_core.profiling import deep_frames
     except ImportError as problem:
         raise MissingToolError(
-            "Hatchet is not installed; run `pip install 'llnl-hatchet>=2026.2.0'`"
+            "Hatchet is not installed; run `pip install 'llnl-hatchet>=2026.2.0' 'pandas<3'`"
         ) from problem
     contexts = database.contexts
-    tree = database.tree
-    nodes: list[Any] = []
-    for row, (name, kind, parent, depth) in enumerate(
-        zip(
-            contexts["name"],
-            contexts["type"],
-            tree.parent.tolist(),
-            tree.depth.tolist(),
-            strict=True,
-        )
-    ):
-        above = nodes[parent] if parent >= 0 else None
-        node = Node(Frame({"name": name, "type": kind}), above, row, depth + (row > 0))
-        if above is not None:
-            above.add_child(node)
-        nodes.append(node)
-    # A generator and a sort key a level, with room for what calls them.
-    sys.setrecursionlimit(max(sys.getrecursionlimit(), 1000 + 4 * int(tree.depth.max())))
-    graph = Graph([nodes[0]])
-    graph.enumerate_traverse()
     columns: dict[str, Any] = {}
-    exclusive, inclusive = [], []
     for name in database.root():
         values = database.column(name)
         columns[name], columns[f"{name} (inc)"] = database.self_of(values), values
-        exclusive.append(name)
-        inclusive.append(f"{name} (inc)")
     labels = contexts[["name", "type", "file", "line", "module", "context"]]
-    frame = pd.concat([labels, pd.DataFrame(columns, index=labels.index)], axis=1)
-    frame.index = pd.Index(nodes, name="node", dtype=object)
-    frame = frame.sort_index()
+    exclusive = list(database.root())
     chief = next((name for name in _CHIEF if name in columns), None)
-    default = f"{chief or (exclusive[0] if exclusive else 'time')} (inc)"
-    return GraphFrame(
-        graph,
-        frame,
+    return deep_frames.build(
+        [
+            {"name": name, "type": kind}
+            for name, kind in zip(contexts["name"], contexts["type"], strict=True)
+        ],
+        database.tree.parent.tolist(),
+        pd.concat([labels, pd.DataFrame(columns, index=labels.index)], axis=1),
         exclusive,
-        inclusive,
-        default_metric=default,
-        metadata={"database": str(database.path), "title": database.meta.title},
+        [f"{name} (inc)" for name in exclusive],
+        f"{chief or (exclusive[0] if exclusive else 'time')} (inc)",
+        {"database": str(database.path), "title": database.meta.title},
     )
