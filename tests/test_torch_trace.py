@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from dlrm_core.errors import InputError
 from dlrm_core.profiling.profile import Profile
+from dlrm_core.profiling.shapes import join_unsteady
 from dlrm_core.profiling.spans import innermost, nest, self_times
 from dlrm_core.profiling.torch_recorder import record
 from dlrm_core.profiling.torch_trace import read_recording, read_trace
@@ -345,6 +346,24 @@ def test_a_trace_without_our_ranges_is_read_too(tmp_path: Path) -> None:
     assert "ProfilerStep*" in set(read.contexts["name"])
 
 
+def test_sizes_that_change_every_call_do_not_split_an_operator() -> None:
+    calls = [
+        ("bag", "[[1000, 64], [17], [2048]]"),
+        ("bag", "[[1000, 64], [23], [2048]]"),
+        ("bag", "[[1000, 64], [5], [2048]]"),
+        ("mm", "[[8, 4], [4, 8]]"),
+        ("mm", "[[8, 4], [4, 8]]"),
+        ("mm", "[[8, 4], [4, 8]]"),
+        ("mm", "[[9, 4], [4, 8]]"),  # once only, but there is nothing to join it with
+        ("dlrm::iteration", ""),
+    ]
+    names, shapes = (pd.Series(column) for column in zip(*calls, strict=True))
+    joined = join_unsteady(names, shapes, 3)
+    assert joined[:3].tolist() == ["[[1000, 64], [*], [2048]]"] * 3
+    assert joined[3:].tolist() == shapes[3:].tolist()
+    assert join_unsteady(names, shapes, 1).tolist() == shapes.tolist()
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -372,4 +391,7 @@ def test_incomplete_recordings_are_refused_by_name(tmp_path: Path) -> None:
         read_recording(tmp_path)
     head.write_text(json.dumps({"format_version": 1}))
     with pytest.raises(InputError, match=r"key_averages\.json does not exist"):
+        read_recording(tmp_path)
+    (tmp_path / "key_averages.json").write_text(json.dumps({"rows": [{"name": "aten::mm"}]}))
+    with pytest.raises(InputError, match=r"key_averages\.json needs a list 'rows'"):
         read_recording(tmp_path)

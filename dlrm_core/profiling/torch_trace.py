@@ -19,7 +19,9 @@ from dlrm_core.errors import InputError
 from dlrm_core.parts import ITERATION_SPAN, parse_span
 from dlrm_core.profiling.chrome_trace import Events, load_json, read_events
 from dlrm_core.profiling.profile import Profile, inclusive_from_exclusive
+from dlrm_core.profiling.shapes import join_unsteady
 from dlrm_core.profiling.spans import innermost, nest, self_times
+from dlrm_core.profiling.trace_memory import allocated, curves
 
 METRICS: dict[str, tuple[str, str]] = {
     "cpu_time_ms": ("ms", "wall time of the span on its CPU thread"),
@@ -29,14 +31,15 @@ METRICS: dict[str, tuple[str, str]] = {
     "copy_bytes": ("B", "bytes of GPU copies and memory sets"),
     "allocated_bytes": ("B", "host memory allocated through torch"),
     "gpu_allocated_bytes": ("B", "GPU memory allocated through torch"),
-    "flops": ("", "floating point operations, by torch's formulas"),
+    "flops": ("", "floating point operations of matrix products, by torch's formulas"),
 }
 
 STEP_PREFIX = "ProfilerStep#"
 """Of the ranges that ``profiler.step()`` opens, one a step, numbered."""
 
-CURVE_POINTS = 2000
-"""Points kept of the memory curve of a device."""
+FLOP_OPERATORS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"})
+"""torch counts elementwise operators too, by the dense shape even of sparse tensors:
+an update of a few thousand rows would pass for one of a whole table."""
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _PYTHON = re.compile(r"^(?P<file>.*?)\((?P<line>\d+)\): (?P<name>.*)$")
@@ -65,12 +68,20 @@ def read_recording(folder: str | Path) -> Profile:
             f"{folder / 'recording.json'} has format version {version}; this version reads 1"
         )
     averages = load_json(folder / "key_averages.json")
+    needed = {"name", "shapes", "count", "flops"}
+    rows = averages.get("rows") if isinstance(averages, dict) else None
+    if not isinstance(rows, list) or not all(
+        isinstance(row, dict) and needed <= row.keys() for row in rows
+    ):
+        raise InputError(
+            f"{folder / 'key_averages.json'} needs a list 'rows', each with {sorted(needed)}"
+        )
     meta = {key: value for key, value in head.items() if key != "format_version"}
     trace = folder / "trace.json.gz"
-    return _profile(trace, meta, averages)
+    return _profile(trace, meta, rows)
 
 
-def _profile(path: Path, meta: dict[str, Any], averages: dict[str, Any] | None) -> Profile:
+def _profile(path: Path, meta: dict[str, Any], averages: list[dict[str, Any]] | None) -> Profile:
     return _Builder(read_events(path)).build(meta, averages)
 
 
@@ -93,7 +104,7 @@ class _Builder:
             self.owner.append(profile)
         return row
 
-    def build(self, meta: dict[str, Any], averages: dict[str, Any] | None) -> Profile:
+    def build(self, meta: dict[str, Any], averages: list[dict[str, Any]] | None) -> Profile:
         self.nest_host()
         self.place_host()
         self.place_device()
@@ -116,14 +127,13 @@ class _Builder:
                 where, self.device["bytes"].to_numpy(dtype=float), count
             )
             columns["calls"] += np.bincount(where, minlength=count)
-        memory = self.memory_columns(count)
-        columns |= memory
+        columns |= allocated(self.memory, self.host, count)
         values = [
             frame
             for metric, column in columns.items()
             for frame in self.value_rows(metric, column, parent)
         ]
-        operations = _flops(contexts, columns["calls"], averages)
+        operations = self.flops(count, averages)
         if operations is not None:
             values.append(self.rows("flops", "exclusive", operations, ~np.isnan(operations)))
         metrics = [*columns, *(["flops"] if operations is not None else [])]
@@ -202,10 +212,10 @@ class _Builder:
         contexts: list[int] = []
         depths: list[int] = []
         found: list[tuple[str, str]] = []
-        columns = (
-            self.host[name].tolist() for name in ("name", "kind", "shapes", "parent", "profile")
-        )
-        for row, (name, kind, shapes, above, profile) in enumerate(zip(*columns, strict=True)):
+        shapes = join_unsteady(self.host["name"], self.host["shapes"], len(self.iterations))
+        columns = [self.host[name].tolist() for name in ("name", "kind", "parent", "profile")]
+        rows = zip(*columns, shapes.tolist(), strict=True)
+        for row, (name, kind, above, profile, form) in enumerate(rows):
             part = parts[name] if kind == "annotation" else None
             if above >= 0:
                 over, depth = contexts[above], depths[above] + 1
@@ -213,7 +223,7 @@ class _Builder:
             else:
                 over, depth = roots[profile], 0
                 part = part or foreign.get(row, ("other", ""))
-            key = (over, kind, labels[name], shapes, *part, profile)
+            key = (over, kind, labels[name], form, *part, profile)
             contexts.append(self.context(key, profile))
             depths.append(depth)
             found.append(part)
@@ -351,47 +361,26 @@ class _Builder:
         table.insert(0, "iteration", np.arange(len(table)))
         return table
 
-    # ---- what else the trace tells -------------------------------------------------
+    def flops(self, count: int, averages: list[dict[str, Any]] | None) -> np.ndarray | None:
+        """Operations of each context (count,), NaN where none are known; None without any.
 
-    def memory_columns(self, count: int) -> dict[str, np.ndarray]:
-        """Bytes allocated in each context, by host and GPU. Empty if not recorded."""
-        columns: dict[str, np.ndarray] = {}
-        gained = self.memory[self.memory["bytes"].gt(0)]
-        for line, events in gained.groupby("line"):
-            spans = self.host[self.host["line"] == line]
-            if spans.empty:
-                continue
-            offset = int(spans.index[0])
-            parent = spans["parent"].to_numpy()
-            inside = innermost(
-                spans["start"].to_numpy(),
-                spans["end"].to_numpy(),
-                np.where(parent >= 0, parent - offset, -1),
-                events["start"].to_numpy(),
-            )
-            context = spans["context"].to_numpy()[inside]
-            size = events["bytes"].to_numpy(dtype=float)
-            on_host = events["device"].eq("cpu").to_numpy()
-            for name, chosen in (("allocated_bytes", on_host), ("gpu_allocated_bytes", ~on_host)):
-                chosen &= inside >= 0
-                if chosen.any():
-                    column = np.bincount(context[chosen], size[chosen], count)
-                    columns[name] = columns.get(name, 0) + column
-        return columns
+        ``key_averages`` has them by name and shapes; a call's are the mean of those.
+        """
+        each = {
+            (row["name"], row["shapes"]): row["flops"] / row["count"]
+            for row in averages or []
+            if row["flops"] and row["name"] in FLOP_OPERATORS
+        }
+        if not each:
+            return None
+        pairs = zip(self.host["name"], self.host["shapes"], strict=True)
+        calls = np.array([each.get(pair, np.nan) for pair in pairs])
+        # A context in which one call is unknown is unknown: NaN adds up to NaN.
+        return np.bincount(self.host["context"], calls, count) + np.where(
+            np.bincount(self.host["context"], minlength=count) > 0, 0.0, np.nan
+        )
 
-    def memory_curves(self) -> dict[str, dict[str, Any]]:
-        """Device to its peak and its curve of allocated bytes over time."""
-        curves = {}
-        for device, events in self.memory.sort_values("start").groupby("device"):
-            total = events["total"].to_numpy(dtype=np.int64)
-            # Points of the curve are the largest of each stretch, so the peak stays.
-            cut = np.linspace(0, len(total), min(CURVE_POINTS, len(total)) + 1).astype(int)[:-1]
-            curves[str(device)] = {
-                "peak_bytes": int(total.max()),
-                "time_ms": (events["start"].to_numpy()[cut] / 1e6).tolist(),
-                "bytes": np.maximum.reduceat(total, cut).tolist(),
-            }
-        return curves
+    # ---- circumstances -------------------------------------------------------------
 
     def describe(self, meta: dict[str, Any], metrics: list[str]) -> dict[str, Any]:
         meta = {"engine": "torch", "passes": [], **meta}
@@ -408,7 +397,7 @@ class _Builder:
             missing.setdefault("flops", "a chrome trace has none; only a recording has them")
         meta["not_measured"] = {name: why for name, why in missing.items() if name not in metrics}
         if len(self.memory):
-            meta["memory"] = self.memory_curves()
+            meta["memory"] = curves(self.memory)
         return meta
 
 
@@ -417,21 +406,3 @@ def _label(name: str) -> str:
     if name.startswith(STEP_PREFIX):
         return "ProfilerStep*"
     return _ADDRESS.sub("", name)
-
-
-def _flops(
-    contexts: pd.DataFrame, calls: np.ndarray, averages: dict[str, Any] | None
-) -> np.ndarray | None:
-    """Operations of each context (n,), NaN where torch has no formula; None if unknown.
-
-    ``key_averages`` groups by name and shapes; a context's share is its calls.
-    """
-    each = {
-        (row["name"], row["shapes"]): row["flops"] / row["count"]
-        for row in (averages or {}).get("rows", [])
-        if row.get("flops")
-    }
-    if not each:
-        return None
-    pairs = zip(contexts["name"], contexts["shapes"], strict=True)
-    return np.array([each.get(pair, np.nan) for pair in pairs]) * calls
