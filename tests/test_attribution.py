@@ -178,6 +178,23 @@ def test_a_sampled_profile_is_attributed_by_its_cpu_time() -> None:
     assert data_against_compute(sampled())["compute_ms"].tolist() == [8.5]
 
 
+def test_a_sampled_step_is_what_runs_inside_the_iteration_function() -> None:
+    profile = sampled()
+    profile.contexts.loc[1, ["name", "file"]] = ["iterate", "/home/me/dlrm_core/training.py"]
+    assert step_contexts(profile, other_threads=False).tolist() == [0, 1, 1, 1, 0]
+    attribution = attribute(profile)
+    assert times(attribution) == pytest.approx(
+        {("data", "forward", "host"): 1.5, ("top_mlp", "forward", "host"): 3.0}
+    )
+    assert coverage(attribution) == pytest.approx(1)
+    profile.meta = {
+        "engine": "hpctoolkit",
+        "passes": [{"name": "unprofiled"}],
+        "parameters": {"profiling": {"warmup": 1, "iterations": 2}},
+    }
+    assert attribute(profile)["time_ms"].sum() == pytest.approx(3.0)
+
+
 def test_step_contexts_leave_out_start_up(measured: Profile) -> None:
     inside = step_contexts(measured)
     names = measured.contexts["name"]

@@ -18,6 +18,10 @@ from dlrm_core.profiling.spans import innermost
 ITERATION_NAMES = (ITERATION_SPAN, "ProfilerStep*")
 """Contexts whose subtree is the training step, whichever the trace has."""
 
+ITERATION_FUNCTION = ("iterate", "dlrm_core/training.py")
+"""Name and file of the function that runs one iteration, where Python frames are all
+that a profiler sees (HPCToolkit's ``-a python``)."""
+
 KEYS = ["component", "phase", "where"]
 
 
@@ -157,7 +161,7 @@ def main_thread(profile: Profile) -> int:
 
     The one with iteration spans; failing that the one with the most CPU time.
     """
-    marked = profile.contexts.index[profile.contexts["name"].isin(ITERATION_NAMES)]
+    marked = np.flatnonzero(iteration_contexts(profile))
     spans = profile.trace[profile.trace["context"].isin(marked)]
     if len(spans):
         return int(spans["profile"].value_counts().idxmax())
@@ -175,36 +179,60 @@ def iteration_count(profile: Profile) -> int:
     for measured in profile.meta.get("passes", []):
         if measured.get("iterations"):
             return int(measured["iterations"])
+    config = (profile.meta.get("parameters") or {}).get("profiling") or {}
+    if profile.meta.get("engine") == "hpctoolkit" and config.get("iterations"):
+        # hpcrun measures a whole process, warm-up included (see profiling/measure.py)
+        return int(config.get("warmup", 0)) + int(config["iterations"])
     return 1
 
 
-def step_contexts(profile: Profile) -> np.ndarray:
+def iteration_contexts(profile: Profile) -> np.ndarray:
+    """Which contexts (n,) are an iteration: its range, or else its Python function."""
+    contexts = profile.contexts
+    ranges = contexts["name"].isin(ITERATION_NAMES).to_numpy()
+    if ranges.any():
+        return ranges
+    name, file = ITERATION_FUNCTION
+    return (contexts["name"].eq(name) & contexts["file"].str.endswith(file)).to_numpy()
+
+
+def step_contexts(profile: Profile, other_threads: bool = True) -> np.ndarray:
     """Which contexts (n,) belong to the step.
 
-    On a thread with iterations, those inside them (start-up and what follows are not
-    the step); on other threads, and where no iteration is marked, all.
+    On a thread with iterations, those inside them: start-up and what follows are not
+    the step. Where no iteration is marked, all.
+
+    Args:
+        other_threads: also take all contexts of threads without iterations.
     """
-    names = profile.contexts["name"].isin(ITERATION_NAMES).to_numpy()
-    if not names.any():
-        return np.ones(len(names), dtype=bool)
-    inside = names.copy()
-    parent = profile.contexts["parent"].to_numpy()
-    root = np.arange(len(parent))
-    # Parents come first, so one walk down suffices.
-    for row, above in enumerate(parent.tolist()):
+    inside = iteration_contexts(profile)
+    if not inside.any():
+        return np.ones(len(inside), dtype=bool)
+    parent = profile.contexts["parent"].tolist()
+    is_thread = profile.contexts["kind"].eq("thread").tolist()
+    thread = np.arange(len(parent))
+    # Parents come first, so one walk down suffices. A database has one root over all
+    # threads, a trace a root for each.
+    for row, above in enumerate(parent):
         if above >= 0:
             inside[row] |= inside[above]
-            root[row] = root[above]
-    with_iterations = np.unique(root[names])
-    return inside | ~np.isin(root, with_iterations)
+            if not is_thread[row]:
+                thread[row] = thread[above]
+    if not other_threads:
+        return inside
+    root = profile.contexts["kind"].eq("root").to_numpy()
+    return inside | ~(np.isin(thread, np.unique(thread[inside])) | root)
 
 
 def _sampled(profile: Profile) -> pd.DataFrame:
-    """One mean iteration from the sampled CPU time of all threads."""
+    """One mean iteration from sampled CPU time, or from GPU time where that is all there is."""
     table = profile.contexts[["component", "phase"]].copy()
-    table["time_ms"] = profile.value_table("cpu_time_ms") / iteration_count(profile)
-    table = table[step_contexts(profile) & table["time_ms"].gt(0)]
-    table = table.assign(iteration=0, where="host")
+    on_host = profile.has("cpu_time_ms") or not profile.has("gpu_time_ms")
+    metric = "cpu_time_ms" if on_host else "gpu_time_ms"
+    table["time_ms"] = profile.value_table(metric) / iteration_count(profile)
+    # Worker threads run beside the thread of the step: their time is not the step's.
+    table = table[step_contexts(profile, other_threads=False) & table["time_ms"].gt(0)]
+    table = table.assign(iteration=0, where="host" if on_host else "device")
     return table.groupby(["iteration", *KEYS], as_index=False)[["time_ms"]].sum()
 
 
