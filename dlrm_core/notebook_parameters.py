@@ -40,6 +40,19 @@ def find_notebook(name: str, notebooks: Path = NOTEBOOKS) -> Path:
     return path
 
 
+def read_notebook(path: Path) -> Any:
+    """A notebook as nbformat's node, of format 4.
+
+    Raises:
+        InputError: the file cannot be read, or is no notebook.
+    """
+    try:
+        return nbformat.read(path, as_version=4)
+    except (OSError, ValueError, nbformat.ValidationError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InputError(f"{path}: is not a notebook: {reason}") from None
+
+
 def declared_parameters(notebook: Path) -> dict[str, dict[str, Any]]:
     """Name, type and default of each parameter in the cell tagged ``parameters``.
 
@@ -49,10 +62,7 @@ def declared_parameters(notebook: Path) -> dict[str, dict[str, Any]]:
     """
     import papermill
 
-    try:
-        node = nbformat.read(notebook, as_version=4)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{notebook}: is not a notebook: {error}") from None
+    node = read_notebook(notebook)
     if not any("parameters" in cell.metadata.get("tags", []) for cell in node.cells):
         raise InputError(f"{notebook}: has no cell tagged 'parameters', so it takes none")
     with quiet_papermill():

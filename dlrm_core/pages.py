@@ -32,10 +32,14 @@ from pygments.formatters import HtmlFormatter  # type: ignore[import-untyped]
 from pygments.lexers import get_lexer_by_name  # type: ignore[import-untyped]
 from pygments.util import ClassNotFound  # type: ignore[import-untyped]
 
-from dlrm_core.errors import InputError
+from dlrm_core.files import write_text
 from dlrm_core.html_clean import clean_html
-from dlrm_core.notebook_parameters import Parameter, assigned_values, parameter_tables
-from dlrm_core.run_folder import write_text
+from dlrm_core.notebook_parameters import (
+    Parameter,
+    assigned_values,
+    parameter_tables,
+    read_notebook,
+)
 
 FIGURE = "application/vnd.plotly.v1+json"
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -66,10 +70,7 @@ def render_html(
         InputError: ``ipynb`` cannot be read as a notebook.
     """
     ipynb, html = Path(ipynb), Path(html)
-    try:
-        nb = nbformat.read(ipynb, as_version=4)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{ipynb}: is not a notebook: {error}") from None
+    nb = read_notebook(ipynb)
     if run is None:
         run = _run_beside(ipynb)
     page = _Page(nb, ipynb.parent)

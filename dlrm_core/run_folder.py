@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from dlrm_core.errors import InputError
+from dlrm_core.files import write_json
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 NOTEBOOKS = REPOSITORY / "notebooks"
@@ -174,24 +175,6 @@ def latest_run(output_root: str | os.PathLike[str], notebook: str) -> Path | Non
         if newest is None or (started, run_json.parent) > newest:
             newest = (started, run_json.parent)
     return newest[1] if newest else None
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON so that ``path`` is always either the old file or the whole new one."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a text file atomically: a temporary file beside it, then a rename."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def versions() -> dict[str, str]:

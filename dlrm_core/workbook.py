@@ -19,6 +19,7 @@ import nbformat
 
 from dlrm_core.config import load_parameters
 from dlrm_core.errors import InputError
+from dlrm_core.files import write_text
 from dlrm_core.notebook_parameters import (
     declared_parameters,
     find_notebook,
@@ -32,7 +33,6 @@ from dlrm_core.run_folder import (
     RunFolder,
     claim_run_folder,
     latest_run,
-    write_text,
 )
 
 __all__ = [
