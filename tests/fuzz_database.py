@@ -4,7 +4,7 @@
 
 Every case is read whole (facts, description, tables, derived metrics, Profile,
 Hatchet). It passes if it reads, or raises ``DatabaseError``, within two seconds
-and without blowing up memory. A failing case prints its seed, and
+of processor time and without blowing up memory. A failing case prints its seed, and
 ``--only SEED`` repeats it.
 """
 
@@ -145,6 +145,7 @@ def exercise(folder: Path) -> None:
             except DatabaseError:
                 continue
     if database.by_context is not None:
+        database.by_context.values()
         for context in range(min(database.by_context.count, 50)):
             database.by_context.at(context)
     profile_from_database(database)
@@ -192,7 +193,7 @@ def _one(case: int, seed: int, whole: list[dict[str, bytes]], folder: Path, repo
     (folder / "metrics").mkdir(parents=True)
     for name, data in files.items():
         (folder / name).write_bytes(data)
-    start = time.perf_counter()
+    start = time.process_time()  # not the wall clock: other processes may hold the machine
     try:
         exercise(folder)
         outcome = "read"
@@ -201,7 +202,7 @@ def _one(case: int, seed: int, whole: list[dict[str, bytes]], folder: Path, repo
     except Exception as problem:
         outcome = type(problem).__name__
         report.failures.append(f"case {case}: {traceback.format_exc(limit=-4)}")
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     if seconds > MOST_SECONDS:
         report.failures.append(f"case {case}: {seconds:.1f} s")
     report.slowest_s = max(report.slowest_s, seconds)

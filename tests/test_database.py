@@ -103,6 +103,11 @@ def test_by_context_holds_the_same_values_as_by_thread(name: str) -> None:
         for profile in database.profiles[1:]
         for context, metric, value in zip(*vars(profile.values()).values(), strict=True)
     }
+    whole = {
+        (int(profile), int(context), int(metric)): value
+        for context, metric, profile, value in zip(*database.by_context.values(), strict=True)
+    }
+    assert whole == by_thread
     by_context = {
         (int(profile), context, int(metric)): value
         for context in range(database.by_context.count)
@@ -172,6 +177,15 @@ def test_python_frames_and_traces() -> None:
 KINDS_OF_IDS = ("NODE", "RANK", "THREAD")
 
 
+def test_values_are_the_same_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    database = read_database(folder_of("dlrm-cpu-python"))
+    whole = database.facts(), database.matrix(["CPUTIME (sec)"]), database.column("CPUTIME (sec)")
+    monkeypatch.setattr("dlrm_core.profiling.format4_values.CHUNK", 97)
+    assert_same(database.facts(), whole[0])
+    np.testing.assert_array_equal(database.matrix(["CPUTIME (sec)"]), whole[1])
+    np.testing.assert_array_equal(database.column("CPUTIME (sec)"), whole[1][0])
+
+
 @st.composite
 def shapes(draw: st.DrawFn) -> dict[str, Any]:
     return {
@@ -234,6 +248,8 @@ def test_what_is_written_is_read(made: dict[str, Any]) -> None:
             for metric, expected in zip(made["metrics"], block, strict=True):
                 found = database.column(metric, profile=number)
                 np.testing.assert_array_equal(found, expected[database.tree.context])
+            together = database.matrix(made["metrics"], profile=number)
+            np.testing.assert_array_equal(together, block[:, database.tree.context])
         for thread, measured, line in zip(database.threads, threads, database.traces, strict=True):
             identity = database.profiles[thread.profile].identifiers
             assert [(i.kind, i.logical, i.physical) for i in identity] == list(measured.ids)

@@ -5,7 +5,7 @@ Rows and columns come from ``Database``; nothing here reads files.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,6 +38,12 @@ Ints = npt.NDArray[np.int64]
 def _type_names(kinds: Ints) -> list[str]:
     named = {ROOT: "root", ENTRY: "entry"}
     return [named.get(kind) or enumerated(LEXICAL_TYPES, kind) for kind in kinds.tolist()]
+
+
+def _counts(values: Ints, names: Callable[[Ints], list[str]]) -> dict[str, int]:
+    """How often each value occurs, by its name, in alphabetical order."""
+    found, number = np.unique(values, return_counts=True)
+    return dict(sorted(zip(names(found), number.tolist(), strict=True)))
 
 
 def contexts_table(database: Database) -> pd.DataFrame:
@@ -106,9 +112,10 @@ def facts(database: Database) -> dict[str, Any]:
         "database": database.path.resolve().name,
         "title": meta.title,
         "contexts_without_root": len(tree) - 1,
-        "context_types": dict(sorted(Counter(_type_names(tree.lexical_type[1:])).items())),
-        "relations": dict(
-            sorted(Counter(enumerated(RELATIONS, r) for r in tree.relation[below].tolist()).items())
+        "context_types": _counts(tree.lexical_type[1:], _type_names),
+        "relations": _counts(
+            tree.relation[below],
+            lambda numbers: [enumerated(RELATIONS, number) for number in numbers.tolist()],
         ),
         "entry_points": entries,
         "max_depth": int(tree.depth.max()),
@@ -216,10 +223,14 @@ def kernels_table(database: Database) -> pd.DataFrame:
     measured).
     """
     rows = np.flatnonzero(kernel_rows(database))
-    columns = {
-        canonical_name(name): database.column(name)[rows]
+    gpu = [
+        name
         for name in database.root()
         if canonical_name(name).startswith(("GKER", "GINS", "GSAMP", "GPUOP"))
+    ]
+    columns = {
+        canonical_name(name): values[rows]
+        for name, values in zip(gpu, database.matrix(gpu), strict=True)
     }
     keys = ["name", "module", "file", "line"]
     frame = database.contexts.loc[rows, keys].assign(**columns)
@@ -338,11 +349,10 @@ def graph_frame(database: Database) -> GraphFrame:
         ) from problem
     contexts = database.contexts
     columns: dict[str, Any] = {}
-    for name in database.root():
-        values = database.column(name)
+    exclusive = list(database.root())
+    for name, values in zip(exclusive, database.matrix(exclusive), strict=True):
         columns[name], columns[f"{name} (inc)"] = database.self_of(values), values
     labels = contexts[["name", "type", "file", "line", "module", "context"]]
-    exclusive = list(database.root())
     chief = next((name for name in _CHIEF if name in columns), None)
     return deep_frames.build(
         [

@@ -392,7 +392,8 @@ def _walk(
             )
         at, end = start >> 3, (start + size) >> 3
         while at < end:
-            after = at + 4 + (words[at + 2] >> 56)
+            # The fixed part must fit before the word that tells the whole size is read.
+            after = at + 4 + (words[at + 2] >> 56 if at + 4 <= end else 0)
             if after > end:
                 raise file.error(
                     f"the context at byte {8 * at} reaches byte {8 * after}, and its siblings "

@@ -116,6 +116,14 @@ class ThreadProfile:
             return np.empty(0, np.int64), np.empty(0)
         return np.concatenate(contexts), np.concatenate(values)
 
+    def places(self, start: int, count: int) -> Ints:
+        """Row of ``contexts`` of each of ``count`` values from value ``start``; shape (count,)."""
+        first, last = np.searchsorted(self.starts, [start, start + count - 1], side="right") - 1
+        edges = self.starts[first : last + 2].clip(start, start + count)
+        if last + 1 == len(self.starts):
+            edges = np.append(edges, start + count)
+        return np.repeat(np.arange(first, last + 1), np.diff(edges))
+
     def chunks(self) -> Iterator[tuple[int, Any, Any]]:
         """(number of the first value, metric ids u16, values f64), ``CHUNK`` at a time."""
         size = f4.PROFILE_VALUE.size
@@ -254,6 +262,29 @@ class ContextValues:
         self.count = len(self._table)
         self.value_count = int(self._table["value_count"].sum())
 
+    def values(self) -> tuple[Ints, Ints, Ints, Floats]:
+        """(context ids, metric ids, profile numbers, values) of all contexts; shape (values,).
+
+        Raises:
+            DatabaseError: a block leads outside the file or its index is damaged.
+        """
+        table, file = self._table, self._file
+        context, at = _gather(file, table["values"], table["value_count"], f4.CONTEXT_VALUE)
+        of, index_at = _gather(file, table["index"], table["index_count"], f4.CONTEXT_INDEX)
+        index = _records(file, index_at, f4.CONTEXT_INDEX)
+        raw = _records(file, at, f4.CONTEXT_VALUE)
+        # Where each index entry's values begin, counted over all contexts.
+        first = np.concatenate([[0], np.cumsum(table["value_count"].astype(np.int64))])
+        within = index["start"]
+        if (within > table["value_count"][of]).any():
+            raise file.error("an index entry leads past the values of its context")
+        starts = first[of] + within.astype(np.int64)
+        ends = np.append(starts[1:], len(raw))
+        if (ends < starts).any() or (len(raw) and (not len(starts) or starts[0] != 0)):
+            raise file.error("the indices of its contexts do not cover their values in order")
+        metric = np.repeat(index["metric"].astype(np.int64), ends - starts)
+        return context, metric, raw["profile"].astype(np.int64), raw["value"].astype(np.float64)
+
     def at(self, context: int) -> tuple[Ints, Ints, Floats]:
         """(metric ids, profile numbers, values) of one context, each of shape (values,).
 
@@ -278,6 +309,28 @@ class ContextValues:
             raw["profile"].astype(np.int64),
             raw["value"].astype(np.float64),
         )
+
+
+def _gather(
+    file: f4.DatabaseFile, pointers: npt.NDArray[Any], counts: npt.NDArray[Any], kind: f4.Record
+) -> tuple[Ints, Ints]:
+    """(row of the table, byte) of every record that a table's arrays hold, in order."""
+    sizes = counts.astype(np.int64)  # their sum is bounded: see _refuse_overlap
+    start = np.where(sizes > 0, pointers, 0).astype(np.uint64)
+    if (start > np.uint64(file.size)).any() or (
+        start.astype(np.int64) + sizes * kind.size > file.size
+    ).any():
+        raise file.error(f"an array of {kind.name} records reaches past byte {file.size}")
+    owner = np.repeat(np.arange(len(sizes)), sizes)
+    before = np.concatenate([[0], np.cumsum(sizes)])[:-1]
+    rank = np.arange(len(owner)) - before[owner]
+    return owner, start.astype(np.int64)[owner] + rank * kind.size
+
+
+def _records(file: f4.DatabaseFile, at: Ints, kind: f4.Record) -> npt.NDArray[Any]:
+    """A copy of the records at bytes ``at``; shape (len(at),)."""
+    copied = file.bytes[at[:, None] + np.arange(kind.size)]
+    return np.ascontiguousarray(copied).view(kind.dtype).reshape(len(at))
 
 
 @dataclass

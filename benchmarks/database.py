@@ -1,0 +1,204 @@
+"""How fast databases are read: against Hatchet, and at scale.
+
+    python benchmarks/database.py --json benchmarks/results/database.json
+
+*Against Hatchet*: everything of ``dlrm-cpu-native.d`` (tree, names, all values by
+thread and by context, self values, traces, formulas) with this reader, against the one
+metric that llnl-hatchet reads. Each read is timed in a fresh process after imports,
+A B A B ...; the figure is the median of the rounds' ratios.
+
+*At scale*: written databases of up to a million contexts x 20 metrics x 8 threads,
+every context with a value of every metric on every thread. One fresh process each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+NATIVE = ROOT.parent / "shared" / "hpctoolkit-databases" / "dlrm-cpu-native.d"
+SIZES = (125_000, 250_000, 500_000, 1_000_000)
+METRICS, THREADS = 20, 8
+
+
+def read_everything(path: str) -> dict[str, Any]:
+    """Read all of a database with this project's reader; seconds and what was read."""
+    import numpy as np  # noqa: F401 (imports are not part of the figure)
+
+    import dlrm_core.profiling.database_views  # noqa: F401
+    from dlrm_core.profiling.database import read_database
+
+    start = time.perf_counter()
+    database = read_database(path)
+    facts = database.facts()  # every value of every thread
+    names = [metric.name for metric in database.metrics]
+    whole = database.matrix(names)
+    own = [database.self_of(column) for column in whole]
+    formulas = len(database.taxonomy)
+    if facts["summary_values"] < 1_000_000:
+        assert len(database.names) == len(database.tree)
+        for profile in database.profiles:
+            profile.values()
+        if database.by_context is not None:
+            database.by_context.values()
+    seconds = time.perf_counter() - start
+    return {
+        "seconds": seconds,
+        "contexts": len(database.tree),
+        "values": facts["summary_values"] + sum(t["values"] for t in facts["threads"]),
+        "metrics": len(own),
+        "formulas": formulas,
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def read_with_hatchet(path: str) -> dict[str, Any]:
+    """Read a database as llnl-hatchet does by default: one metric, the main thread."""
+    import hatchet
+
+    start = time.perf_counter()
+    frame = hatchet.GraphFrame.from_hpctoolkit_latest(path)
+    return {"seconds": time.perf_counter() - start, "contexts": len(frame.dataframe)}
+
+
+READERS = {"ours": read_everything, "hatchet": read_with_hatchet}
+
+
+def fresh(reader: str, path: Path) -> dict[str, Any]:
+    """The result of a reader in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, __file__, "--run", reader, str(path)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+    )
+    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return result
+
+
+def against_hatchet(rounds: int) -> dict[str, Any]:
+    """Interleaved reads of the real database."""
+    if not NATIVE.is_dir():
+        return {"skipped": f"{NATIVE} is not there"}
+    times: dict[str, list[float]] = {"ours": [], "hatchet": []}
+    for reader in READERS:  # files into the page cache, bytecode compiled
+        fresh(reader, NATIVE)
+    for _ in range(rounds):
+        for reader in ("hatchet", "ours"):
+            times[reader].append(fresh(reader, NATIVE)["seconds"])
+    ratios = [h / o for h, o in zip(times["hatchet"], times["ours"], strict=True)]
+    return {
+        "rounds": rounds,
+        "ours_ms_median": 1e3 * statistics.median(times["ours"]),
+        "hatchet_ms_median": 1e3 * statistics.median(times["hatchet"]),
+        "speedup_median": statistics.median(ratios),
+        "speedup_least": min(ratios),
+    }
+
+
+def write_scaled(folder: Path, contexts: int) -> None:
+    """A database in which every context has a value of every metric on every thread."""
+    import numpy as np
+
+    sys.path.insert(0, str(ROOT))
+    from tests.hpctoolkit_writer import Measured, random_tree, write_database
+
+    rng = np.random.default_rng(0)
+    tree = random_tree(rng, contexts - 2, hidden=0.0, functions=[f"f{i}" for i in range(5000)])
+    names = [f"METRIC_{i}" for i in range(METRICS)]
+
+    def points() -> dict[str, Any]:
+        return {name: rng.random(len(tree)) + 0.5 for name in names}
+
+    threads = [
+        Measured(points, (("NODE", 0, 1), ("THREAD", i, i)), (np.arange(1000), np.arange(1000)))
+        for i in range(THREADS)
+    ]
+    write_database(
+        folder, tree, threads, metrics=names, scopes=("execution",), cct=False, keep=False
+    )
+
+
+def at_scale(sizes: tuple[int, ...], scratch: Path) -> list[dict[str, Any]]:
+    """One row a size: seconds, peak memory, microseconds a context."""
+    rows = []
+    for contexts in sizes:
+        folder = scratch / f"scaled-{contexts}.d"
+        write_scaled(folder, contexts)
+        runs = [fresh("ours", folder) for _ in range(3)]
+        best = statistics.median(run["seconds"] for run in runs)
+        rows.append(
+            {
+                "contexts": runs[0]["contexts"],
+                "values": runs[0]["values"],
+                "metrics": METRICS,
+                "threads": THREADS,
+                "seconds_median": best,
+                "us_per_context": 1e6 * best / contexts,
+                "peak_gb": max(run["peak_bytes"] for run in runs) / 1e9,
+                "file_gb": (folder / "profile.db").stat().st_size / 1e9,
+            }
+        )
+        print(json.dumps(rows[-1]), flush=True)
+        shutil.rmtree(folder)
+    return rows
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = [x for x in cpuinfo.read_text().splitlines() if x.startswith("model name")]
+        model = lines[0].partition(":")[2].strip() if lines else model
+    return {
+        "processor": model,
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "versions": {
+            name: importlib.metadata.version(name)
+            for name in ("numpy", "pandas", "pyyaml", "llnl-hatchet")
+        },
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="How fast databases are read.")
+    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/database.json")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--largest", type=int, default=SIZES[-1], help="contexts")
+    parser.add_argument("--run", nargs=2, metavar=("READER", "PATH"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.run:
+        print(json.dumps(READERS[options.run[0]](options.run[1])))
+        return 0
+    results = {
+        "machine": machine(),
+        "measured": time.strftime("%Y-%m-%d"),
+        "against_hatchet": against_hatchet(options.rounds),
+    }
+    print(json.dumps(results["against_hatchet"]), flush=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        sizes = tuple(size for size in SIZES if size <= options.largest)
+        results["at_scale"] = at_scale(sizes, Path(scratch))
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(results, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
