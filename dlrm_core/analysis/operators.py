@@ -54,6 +54,7 @@ def top_operators(profile: Profile, count: int = 20) -> pd.DataFrame:
     keys = ["name", "kind", "shapes", "component", "phase"]
     # min_count: a sum over nothing measured is not measured, not 0.
     table = table.groupby(keys, as_index=False, sort=False).sum(min_count=1)
+    table = table[table["cpu_self_ms"].gt(0) | table["gpu_ms"].gt(0)]
     on_gpu = profile.has("gpu_time_ms")
     time = table["gpu_ms" if on_gpu else "cpu_self_ms"]
     table["share"] = time / time.sum() if time.sum() > 0 else np.nan

@@ -21,7 +21,7 @@ from dlrm_core.profiling.chrome_trace import Events, load_json, read_events
 from dlrm_core.profiling.profile import Profile, inclusive_from_exclusive
 from dlrm_core.profiling.shapes import join_unsteady
 from dlrm_core.profiling.spans import innermost, nest, self_times
-from dlrm_core.profiling.trace_memory import allocated, curves
+from dlrm_core.profiling.trace_columns import allocated, curves, matrix_flops
 
 METRICS: dict[str, tuple[str, str]] = {
     "cpu_time_ms": ("ms", "wall time of the span on its CPU thread"),
@@ -36,10 +36,6 @@ METRICS: dict[str, tuple[str, str]] = {
 
 STEP_PREFIX = "ProfilerStep#"
 """Of the ranges that ``profiler.step()`` opens, one a step, numbered."""
-
-FLOP_OPERATORS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"})
-"""torch counts elementwise operators too, by the dense shape even of sparse tensors:
-an update of a few thousand rows would pass for one of a whole table."""
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _PYTHON = re.compile(r"^(?P<file>.*?)\((?P<line>\d+)\): (?P<name>.*)$")
@@ -133,7 +129,7 @@ class _Builder:
             for metric, column in columns.items()
             for frame in self.value_rows(metric, column, parent)
         ]
-        operations = self.flops(count, averages)
+        operations = matrix_flops(self.host, count, averages)
         if operations is not None:
             values.append(self.rows("flops", "exclusive", operations, ~np.isnan(operations)))
         metrics = [*columns, *(["flops"] if operations is not None else [])]
@@ -360,25 +356,6 @@ class _Builder:
             table["end_ns"] = end
         table.insert(0, "iteration", np.arange(len(table)))
         return table
-
-    def flops(self, count: int, averages: list[dict[str, Any]] | None) -> np.ndarray | None:
-        """Operations of each context (count,), NaN where none are known; None without any.
-
-        ``key_averages`` has them by name and shapes; a call's are the mean of those.
-        """
-        each = {
-            (row["name"], row["shapes"]): row["flops"] / row["count"]
-            for row in averages or []
-            if row["flops"] and row["name"] in FLOP_OPERATORS
-        }
-        if not each:
-            return None
-        pairs = zip(self.host["name"], self.host["shapes"], strict=True)
-        calls = np.array([each.get(pair, np.nan) for pair in pairs])
-        # A context in which one call is unknown is unknown: NaN adds up to NaN.
-        return np.bincount(self.host["context"], calls, count) + np.where(
-            np.bincount(self.host["context"], minlength=count) > 0, 0.0, np.nan
-        )
 
     # ---- circumstances -------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What a trace with ``profile_memory`` tells of allocations."""
+"""Columns of contexts beside their times: allocations and floating point operations."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ import numpy as np
 import pandas as pd
 
 from dlrm_core.profiling.spans import innermost
+
+FLOP_OPERATORS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"})
+"""torch counts elementwise operators too, by the dense shape even of sparse tensors:
+an update of a few thousand rows would pass for one of a whole table."""
 
 CURVE_POINTS = 2000
 """Points kept of the memory curve of a device."""
@@ -60,3 +64,27 @@ def curves(memory: pd.DataFrame) -> dict[str, dict[str, Any]]:
             "bytes": np.maximum.reduceat(total, cut).tolist(),
         }
     return found
+
+
+def matrix_flops(
+    host: pd.DataFrame, count: int, averages: list[dict[str, Any]] | None
+) -> np.ndarray | None:
+    """Operations of each context (count,), NaN where none are known; None without any.
+
+    Args:
+        host: spans with name, shapes, context.
+        averages: rows of ``key_averages.json``: they have the operations by name and
+            shapes, a call's are the mean of those.
+    """
+    each = {
+        (row["name"], row["shapes"]): row["flops"] / row["count"]
+        for row in averages or []
+        if row["flops"] and row["name"] in FLOP_OPERATORS
+    }
+    if not each:
+        return None
+    pairs = zip(host["name"], host["shapes"], strict=True)
+    calls = np.array([each.get(pair, np.nan) for pair in pairs])
+    # A context in which one call is unknown is unknown: NaN adds up to NaN.
+    called = np.bincount(host["context"], minlength=count) > 0
+    return np.where(called, np.bincount(host["context"], calls, count), np.nan)
