@@ -1,0 +1,234 @@
+"""The look of every figure: one colour a component, one pattern a phase.
+
+Backgrounds are transparent and text is a grey that reads on white and on black, so a
+figure fits JupyterLab's themes; the HTML page puts its own text colour in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+import plotly.graph_objects as go
+import plotly.io as pio
+
+from dlrm_core.parts import COMPONENTS, PHASES, parse_span
+
+COLOURS = {
+    "data": "#E0A809",
+    "transfer": "#B5A34E",
+    "bottom_mlp": "#4BBAFF",
+    "embedding": "#0C9E6D",
+    "interaction": "#AB6C97",
+    "top_mlp": "#065E9F",
+    "loss": "#7F412D",
+    "optimizer": "#A63F06",
+    "communication": "#6743CC",
+    "other": "#BCBCBB",
+}
+"""Component to colour. Any two stay apart (CIE76 distance 20 or more) for readers with
+protanopia, deuteranopia or tritanopia (simulated after Machado et al. 2009)."""
+
+PATTERNS = {"forward": "", "backward": "/", "update": "x"}
+"""Phase to the pattern over the component's colour."""
+
+COMPUTE = "#6F8FAF"
+"""All that is not data, where the parts are not told apart."""
+
+INK = "#767B82"
+"""Contrast 4.2 or more to white and to JupyterLab's dark background."""
+
+ROW = 26
+"""Height of a horizontal bar and its gap, in pixels."""
+
+GRID = "rgba(128, 134, 142, 0.28)"
+
+if "plotly_mimetype" not in (pio.renderers.default or ""):
+    # data for the front end to draw; never 4.8 MB of plotly.js inside a notebook
+    pio.renderers.default = "plotly_mimetype"
+
+_AXIS = {
+    "gridcolor": GRID,
+    "linecolor": GRID,
+    "zerolinecolor": GRID,
+    "automargin": True,
+    "title": {"standoff": 10, "font": {"size": 13}},
+    "separatethousands": True,
+}
+
+TEMPLATE = go.layout.Template(
+    layout={
+        "font": {"size": 13, "color": INK},
+        "title": {"font": {"size": 15}, "x": 0, "xanchor": "left", "pad": {"l": 2}},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "margin": {"l": 56, "r": 24, "t": 48, "b": 48},
+        "xaxis": _AXIS,
+        "yaxis": _AXIS,
+        "bargap": 0.28,
+        "colorway": list(COLOURS.values()),
+        "hoverlabel": {"align": "left", "namelength": -1},
+        "legend": {"traceorder": "normal"},
+    }
+)
+
+
+def figure(title: str, height: int, *, legend: bool = False) -> go.Figure:
+    """An empty figure in the common look; a legend goes below the plot."""
+    result = go.Figure()
+    result.update_layout(template=TEMPLATE, title={"text": title}, height=height, showlegend=legend)
+    if legend:
+        result.update_layout(
+            legend={
+                "orientation": "h",
+                "x": 0,
+                "xanchor": "left",
+                "y": 0,
+                "yref": "container",
+                "yanchor": "bottom",
+            }
+        )
+    return result
+
+
+def part_label(component: str, phase: str = "") -> str:
+    """A part as a reader calls it: ``top MLP backward``."""
+    name = component.replace("_mlp", " MLP")
+    return f"{name} {phase}".strip()
+
+
+def marker(component: str, phase: str = "") -> dict[str, Any]:
+    """Marker of a part's bars: the component's colour, the phase's pattern."""
+    look = markers([(component, phase)])
+    look["color"] = look["color"][0]
+    look["pattern"]["shape"] = look["pattern"]["shape"][0]
+    return look
+
+
+def markers(parts: Sequence[tuple[str, str]], pale: Sequence[bool] = ()) -> dict[str, Any]:
+    """Markers of bars of several parts, (component, phase) each; pale where so asked."""
+    return {
+        "color": [COLOURS.get(component, COLOURS["other"]) for component, _ in parts],
+        "opacity": [0.45 if is_pale else 1.0 for is_pale in pale] if any(pale) else 1.0,
+        "line": {"width": 0},
+        "pattern": {
+            "shape": [PATTERNS.get(phase, "") for _, phase in parts],
+            "fillmode": "overlay",
+            "fgcolor": "rgba(255, 255, 255, 0.75)",
+            "size": 7,
+            "solidity": 0.22,
+        },
+    }
+
+
+def ranked_bars(
+    title: str,
+    unit: str,
+    labels: Sequence[str],
+    values: Sequence[float],
+    texts: Sequence[str],
+    hover: Sequence[str],
+    marker: dict[str, Any],
+) -> go.Figure:
+    """Horizontal bars, the first on top, each with its label before and its value behind it."""
+    result = figure(title, 110 + ROW * max(len(labels), 3))
+    # two bars may have one label, so places are numbers
+    places = list(range(len(labels)))
+    result.add_trace(
+        go.Bar(
+            x=list(values),
+            y=places,
+            orientation="h",
+            marker=marker,
+            text=list(texts),
+            textposition="outside",
+            cliponaxis=False,
+            hovertext=list(hover),
+            hovertemplate="%{hovertext}<extra></extra>",
+        )
+    )
+    # room for the text behind the longest bar
+    longest = max(values, default=0.0)
+    result.update_xaxes(title=unit, range=[0, 1.32 * longest if longest > 0 else 1])
+    result.update_yaxes(
+        tickmode="array",
+        tickvals=places,
+        ticktext=list(labels),
+        range=[len(places) - 0.4, -0.6],
+        ticklabelstandoff=5,
+        showgrid=False,
+        zeroline=False,
+    )
+    return result
+
+
+def rows_of(table: pd.DataFrame) -> list[Any]:
+    """The rows as named tuples."""
+    return list(table.itertuples(index=False))
+
+
+def text_on(colour: str) -> str:
+    """Black or white, whichever reads better on ``#rrggbb`` (WCAG relative luminance)."""
+    linear = []
+    for start in (1, 3, 5):
+        value = int(colour[start : start + 2], 16) / 255
+        linear.append(value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4)
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    # both contrasts are equal at sqrt(1.05 * 0.05) - 0.05
+    return "#000000" if luminance > 0.179 else "#ffffff"
+
+
+def step_order(component: str, phase: str = "") -> tuple[int, int]:
+    """Sort key: where in a step a part comes."""
+    row = COMPONENTS.index(component) if component in COMPONENTS else len(COMPONENTS)
+    return row, PHASES.index(phase) if phase in PHASES else len(PHASES)
+
+
+def add_phase_key(target: go.Figure, phases: list[str]) -> None:
+    """Legend entries that say which pattern is which phase."""
+    for phase in sorted(set(phases) & set(PHASES), key=PHASES.index):
+        look = marker("other", phase)
+        look["color"] = INK
+        target.add_trace(
+            go.Bar(x=[None], y=[None], name=phase, marker=look, hoverinfo="skip", orientation="h")
+        )
+
+
+def short_name(name: str, limit: int) -> str:
+    """A span, operator or kernel in a few characters: ``top MLP backward``, ``addmm``."""
+    part = parse_span(name) if name.startswith("dlrm::") else None
+    if part is not None:
+        return part_label(*part)
+    text = name.removeprefix("autograd::engine::evaluate_function: ").removeprefix("void ")
+    text = text.split("(", 1)[0] if not text.startswith("(") else text
+    text = text.split("<", 1)[0] if not text.startswith("<") else text
+    text = text.rsplit("::", 1)[-1] or name
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def milliseconds(time: float) -> str:
+    return f"{digits(time)} ms"
+
+
+def digits(value: float) -> str:
+    """Three digits that count, whole numbers from 100: 1,234; 12.3; 0.0123."""
+    if abs(value) >= 99.95 or value == 0:
+        return f"{value:,.0f}"
+    return f"{value:#.3g}" if abs(value) >= 0.001 else f"{value:.1e}"
+
+
+def percent(share: float) -> str:
+    """A share with one decimal; what is there but rounds to nothing is ``<0.1%``."""
+    return "<0.1%" if 0 < share < 0.0005 else f"{share:.1%}"
+
+
+def escaped(text: str) -> str:
+    return text.replace("<", "&lt;")
+
+
+def wrapped(text: str, width: int = 80) -> str:
+    """Long names broken into lines for a hover label."""
+    pieces = [text[start : start + width] for start in range(0, len(text), width)]
+    shown = pieces[:4] + (["…"] if len(pieces) > 4 else [])
+    return "<br>".join(shown)

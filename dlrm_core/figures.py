@@ -1,0 +1,305 @@
+"""Plotly figures of a profile: DataFrames in, ``go.Figure`` out.
+
+Nothing is computed here that a reader could want as a number: the tables come from
+:mod:`dlrm_core.analysis`, and a figure of what was not measured is not asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from dlrm_core.figure_theme import (
+    COLOURS,
+    COMPUTE,
+    INK,
+    add_phase_key,
+    digits,
+    escaped,
+    figure,
+    marker,
+    markers,
+    milliseconds,
+    part_label,
+    percent,
+    ranked_bars,
+    rows_of,
+    short_name,
+    step_order,
+    text_on,
+    wrapped,
+)
+from dlrm_core.parts import COMPONENTS
+
+_DEVICE_COLOURS = {"cpu": COLOURS["bottom_mlp"], "gpu": COLOURS["embedding"]}
+
+
+def attribution_bars(attribution: pd.DataFrame) -> go.Figure:
+    """Time of each part and phase of a mean iteration, the largest on top.
+
+    Args:
+        attribution: ``component``, ``phase``, ``where``, ``time_ms``, ``share``.
+    """
+    table = attribution[attribution["time_ms"] > 0].sort_values("time_ms", ascending=False)
+    on_gpu = bool(table["where"].eq("device").any())
+    idle = [on_gpu and where == "host" for where in table["where"]]
+    rows = rows_of(table)
+    labels = [
+        part_label(row.component, row.phase) + (", GPU idle" if waits else "")
+        for row, waits in zip(rows, idle, strict=True)
+    ]
+    texts = [f"{milliseconds(row.time_ms)}  ({percent(row.share)})" for row in rows]
+    return ranked_bars(
+        "Time of a step by part and phase",
+        "ms in a mean iteration",
+        labels,
+        table["time_ms"].tolist(),
+        texts,
+        [f"{label}: {text}" for label, text in zip(labels, texts, strict=True)],
+        markers([(row.component, row.phase) for row in rows], idle),
+    )
+
+
+def data_against_compute(split: pd.DataFrame) -> go.Figure:
+    """One bar: making data, moving it, computing, in a mean iteration.
+
+    Args:
+        split: ``iteration``, ``data_ms``, ``transfer_ms``, ``compute_ms``.
+    """
+    means = split[["data_ms", "transfer_ms", "compute_ms"]].mean()
+    total = float(means.sum())
+    result = figure("Data against compute", 190, legend=True)
+    for column, name, colour in (
+        ("data_ms", "data", COLOURS["data"]),
+        ("transfer_ms", "transfer", COLOURS["transfer"]),
+        ("compute_ms", "compute", COMPUTE),
+    ):
+        time = float(means[column])
+        if time <= 0:
+            continue
+        share = time / total
+        result.add_trace(
+            go.Bar(
+                x=[time],
+                y=[""],
+                name=f"{name} {milliseconds(time)} ({percent(share)})",
+                orientation="h",
+                marker={"color": colour, "line": {"width": 0}},
+                text=[f"{name} {share:.0%}"] if share > 0.12 else None,
+                textposition="inside",
+                insidetextanchor="middle",
+                textangle=0,
+                hovertemplate=f"{name}: {milliseconds(time)}, {share:.2%}<extra></extra>",
+            )
+        )
+    result.update_layout(barmode="stack", bargap=0.1)
+    result.update_xaxes(title="ms in a mean iteration")
+    result.update_yaxes(showticklabels=False)
+    return result
+
+
+def call_tree_icicle(tree: pd.DataFrame, unit: str = "ms in a mean iteration") -> go.Figure:
+    """The call tree, callers above callees, as wide as their time; a click zooms.
+
+    Args:
+        tree: what :func:`dlrm_core.analysis.operators.call_tree` gives: parents first.
+        unit: of ``value_ms``, for the title.
+    """
+    values = dict(zip(tree["id"], tree["value_ms"], strict=True))
+    children: dict[str, float] = {}
+    # plotly draws nothing of a parent that is smaller, by a rounding error, than its children
+    for row in rows_of(tree)[::-1]:
+        values[row.id] = max(float(values[row.id]), children.get(row.id, 0.0))
+        children[row.parent] = children.get(row.parent, 0.0) + values[row.id]
+    full = tree["label"].str.replace("<", "&lt;")
+    shapes = tree["shapes"].map(lambda text: f"<br>shapes {wrapped(text)}" if text else "")
+    parts = list(map(part_label, tree["component"], tree["phase"]))
+    colours = [COLOURS.get(c, COLOURS["other"]) for c in tree["component"]]
+    result = figure(f"Call tree, {unit}", 520)
+    result.add_trace(
+        go.Icicle(
+            ids=tree["id"],
+            parents=tree["parent"],
+            labels=[short_name(name, 34) for name in tree["label"]],
+            values=[values[name] for name in tree["id"]],
+            branchvalues="total",
+            customdata=list(
+                zip(
+                    full.map(wrapped),
+                    parts,
+                    tree["self_ms"],
+                    shapes,
+                    strict=True,
+                )
+            ),
+            marker={
+                "colors": colours,
+                "line": {"width": 1, "color": "rgba(255, 255, 255, 0.65)"},
+            },
+            leaf={"opacity": 1},
+            textfont={"color": [text_on(colour) for colour in colours]},
+            tiling={"orientation": "v"},
+            maxdepth=7,
+            textinfo="label+percent root",
+            pathbar={"visible": True, "side": "top"},
+            hovertemplate=(
+                "%{customdata[0]}<br>part: %{customdata[1]}<br>%{value:,.3f} ms "
+                "(%{percentRoot:.1%}), of it itself %{customdata[2]:,.3f} ms"
+                "%{customdata[3]}<extra></extra>"
+            ),
+        )
+    )
+    result.update_layout(uniformtext={"minsize": 10, "mode": "hide"})
+    return result
+
+
+def iteration_times(each: pd.DataFrame) -> go.Figure:
+    """Time of every iteration, stacked by part in the order of a step.
+
+    Args:
+        each: ``iteration``, ``component``, ``time_ms``.
+    """
+    table = each.groupby(["component", "iteration"])["time_ms"].sum()
+    result = figure("Time of each iteration", 430, legend=True)
+    for component in COMPONENTS:
+        if component not in table.index.get_level_values(0):
+            continue
+        times = table.loc[component]
+        label = part_label(component)
+        result.add_trace(
+            go.Bar(
+                x=times.index,
+                y=times,
+                name=label,
+                marker=marker(component),
+                hovertemplate=f"iteration %{{x}}: {label} %{{y:,.2f}} ms<extra></extra>",
+            )
+        )
+    result.update_layout(barmode="stack", bargap=0.15)
+    result.update_xaxes(title="iteration")
+    result.update_yaxes(title="ms")
+    return result
+
+
+def iteration_timeline(spans: pd.DataFrame) -> go.Figure:
+    """What each thread and GPU stream does when, a row a lane and iteration; drag to zoom.
+
+    Args:
+        spans: what :func:`dlrm_core.analysis.operators.timeline` gives.
+    """
+    lane = "iteration " + spans["iteration"].astype(str)
+    if spans["lane"].nunique() > 1:
+        lane = lane + ", " + spans["lane"]
+    spans = spans.assign(row=lane)
+    rows = list(dict.fromkeys(spans.sort_values("iteration", kind="stable")["row"]))
+    result = figure("Timeline of iterations", 190 + 46 * len(rows), legend=True)
+    drawn: set[str] = set()
+    parts = {(str(c), str(p)): table for (c, p), table in spans.groupby(["component", "phase"])}
+    for component, phase in sorted(parts, key=lambda part: step_order(*part)):
+        part = parts[component, phase]
+        label = part_label(component, phase)
+        result.add_trace(
+            go.Bar(
+                base=part["start_ms"],
+                x=part["duration_ms"],
+                y=part["row"],
+                orientation="h",
+                name=part_label(component),
+                legendgroup=component,
+                showlegend=component not in drawn,
+                marker=marker(component, phase),
+                customdata=part["events"],
+                hovertemplate=(
+                    f"{label}<br>from %{{base:,.3f}} ms, %{{x:,.3f}} ms long"
+                    "<br>spans joined: %{customdata}<extra>%{y}</extra>"
+                ),
+            )
+        )
+        drawn.add(component)
+    add_phase_key(result, spans["phase"].tolist())
+    # overlay: a bar is where its base says, whatever else is in the row
+    result.update_layout(barmode="overlay", bargap=0.35)
+    result.update_xaxes(title="ms since the iteration began")
+    result.update_yaxes(categoryorder="array", categoryarray=rows[::-1])
+    return result
+
+
+def top_operators(operators: pd.DataFrame, count: int = 15) -> go.Figure:
+    """The operators (or kernels) that take the most time themselves.
+
+    Args:
+        operators: what :func:`dlrm_core.analysis.operators.top_operators` gives.
+        count: how many of them are drawn.
+    """
+    on_gpu = bool(operators["gpu_ms"].notna().any())
+    table = operators.head(count).copy()
+    table["time_ms"] = table["gpu_ms" if on_gpu else "cpu_self_ms"].fillna(0.0)
+    rows = rows_of(table)
+    return ranked_bars(
+        "Operators by their own time",
+        f"ms of {'GPU' if on_gpu else 'CPU'} time in a mean iteration",
+        [f"{_operator(row)} · {part_label(row.component, row.phase)}" for row in rows],
+        table["time_ms"].tolist(),
+        [f"{milliseconds(row.time_ms)}  ({percent(row.share)})" for row in rows],
+        [
+            f"{wrapped(escaped(row.name))}<br>part: {part_label(row.component, row.phase)}<br>"
+            f"{milliseconds(row.time_ms)} ({row.share:.2%}), {row.calls:,.6g} calls"
+            + (f"<br>shapes {wrapped(row.shapes)}" if row.shapes else "")
+            for row in rows
+        ],
+        markers([(row.component, row.phase) for row in rows]),
+    )
+
+
+def _operator(row: Any) -> str:
+    """Outside all operators it is the part's own Python code."""
+    return "Python" if row.kind == "annotation" else short_name(row.name, 22)
+
+
+def memory_by_part(memory: pd.DataFrame) -> go.Figure:
+    """What each part allocates in a mean iteration, largest on top.
+
+    Args:
+        memory: ``component``, ``phase``, ``device``, ``allocated_mb``.
+    """
+    table = memory.sort_values("allocated_mb", ascending=False)
+    several = table["device"].nunique() > 1
+    rows = rows_of(table)
+    labels = [
+        part_label(row.component, row.phase) + (f", {row.device.upper()}" if several else "")
+        for row in rows
+    ]
+    return ranked_bars(
+        "Memory allocated by part and phase",
+        "MB (10⁶ B) allocated in a mean iteration, freed or not",
+        labels,
+        table["allocated_mb"].tolist(),
+        [f"{digits(row.allocated_mb)} MB" for row in rows],
+        [f"{label}: {row.allocated_mb:,.3f} MB" for label, row in zip(labels, rows, strict=True)],
+        markers([(row.component, row.phase) for row in rows]),
+    )
+
+
+def memory_curve(curve: pd.DataFrame) -> go.Figure:
+    """Memory held through torch over the recording.
+
+    Args:
+        curve: ``device``, ``time_ms``, ``allocated_mb``.
+    """
+    result = figure("Memory over the recording", 340, legend=curve["device"].nunique() > 1)
+    for device, part in curve.groupby("device"):
+        result.add_trace(
+            go.Scatter(
+                x=part["time_ms"],
+                y=part["allocated_mb"],
+                name=str(device).upper(),
+                mode="lines",
+                line={"shape": "hv", "width": 1.5, "color": _DEVICE_COLOURS.get(str(device), INK)},
+                hovertemplate="%{x:,.1f} ms: %{y:,.2f} MB<extra></extra>",
+            )
+        )
+    result.update_xaxes(title="ms since the recording began", rangemode="tozero")
+    result.update_yaxes(title="MB above its start (10⁶ B)")
+    return result
