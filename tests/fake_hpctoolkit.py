@@ -75,7 +75,10 @@ if behaviour.get("uncreatable"):
     sys.exit(255)
 out.mkdir(parents=True, exist_ok=True)  # an existing directory is silently added to
 stem = f"python3-000000-000-host-{os.getpid()}-0"
-(out / (stem + ".log")).write_text("SUMMARY: samples: 3" + chr(10))
+(out / (stem + ".log")).write_text(
+    "SAMPLE ANOMALIES: blocks: 9 (async: 9, dlopen: 0), errors: 0 (segv: 0, soft: 0)" + chr(10)
+    + "SUMMARY: samples: 100 (recorded: " + str(100 - behaviour.get("lost", 0))
+    + ", blocked: 9, errant: 0, trolled: 0, yielded: 0)," + chr(10))
 gpu = any(event.startswith("gpu=") for event in events)
 if gpu and behaviour.get("no_gpu") or any(e in behaviour.get("refuses", []) for e in events):
     print("hpcrun: CUDA driver cannot be initialised", file=sys.stderr)

@@ -295,6 +295,17 @@ def test_a_slowed_pass_is_pointed_out(fake):
     assert any("4.00x" in notice and "Python frames" in notice for notice in notices)
 
 
+def test_dropped_samples_are_counted_and_pointed_out(fake):
+    assert run(fake).passes[0].lost_samples == 0
+    fake.behave(lost=61)
+    measured = run(fake)
+    assert measured.passes[0].lost_samples == pytest.approx(0.61)
+    assert "dropped 61% of its samples" in measured.passes[0].notices[-1]
+    assert "Python calls" in measured.not_measured["all CPU time"]
+    measured = run(fake, python_frames=False)
+    assert "Python calls" not in measured.not_measured["all CPU time"]
+
+
 def test_a_program_without_figures_has_no_dilation(fake):
     measured = run(fake, "silent")
     # the last interval line still counts as a figure
@@ -654,4 +665,5 @@ def test_a_real_hpctoolkit(tmp_path, monkeypatch):
     assert times.dilation is not None and 0.5 < times.dilation < 5
     if times.python_frames:
         assert b"bottom_mlp_forward" in (times.database / "meta.db").read_bytes()
+    assert times.lost_samples is not None and times.lost_samples < 1
     assert re.match(r"\d{4}\.", measured.version)

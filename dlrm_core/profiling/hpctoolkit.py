@@ -23,7 +23,14 @@ from dlrm_core.profiling.hpctoolkit_database import (
     build_database,
     recover_structure,
 )
-from dlrm_core.profiling.hpctoolkit_failures import Failure, explain, respelled
+from dlrm_core.profiling.hpctoolkit_failures import (
+    LOST_LIMIT,
+    Failure,
+    explain,
+    lost_notice,
+    lost_samples,
+    respelled,
+)
 from dlrm_core.profiling.hpctoolkit_passes import (
     Pass,
     default_jobs,
@@ -265,6 +272,10 @@ class _Session:
             dilation = _ratio(_median_ms(run), _median_ms(unprofiled))
             if dilation is not None and dilation > DILATION_LIMIT:
                 notices.append(_slowed(dilation, measured.python))
+            lost = lost_samples(measurements)
+            if lost is not None and lost > LOST_LIMIT:
+                notices.append(lost_notice(lost, measured.python))
+                self.not_measured["all CPU time"] = notices[-1]
             return PassResult(
                 name=measured.name,
                 command=run.command,
@@ -273,6 +284,7 @@ class _Session:
                 ms_per_iteration=_median_ms(run),
                 dilation=dilation,
                 part_dilation=_part_dilation(run, unprofiled),
+                lost_samples=lost,
                 exit_code=run.exit_code,
                 measurements=final,
                 database=database,

@@ -1,4 +1,4 @@
-"""Why a profiled run cannot be used, told from what it left behind.
+"""Why a profiled run cannot be used or trusted, told from what it left behind.
 
 hpcrun's exit code is the program's, and 0 also when nothing was measured, so
 the profiles on disk, its messages and the program's own last line decide.
@@ -6,12 +6,18 @@ the profiles on disk, its messages and the program's own last line decide.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from dlrm_core.profiling.hpctoolkit_passes import Pass
 from dlrm_core.profiling.hpctoolkit_process import Completed
 from dlrm_core.profiling.hpctoolkit_tools import GPU_EVENTS, PC_EVENTS
+
+LOST_LIMIT = 0.05
+"""A larger share of dropped samples gets a notice and an entry under "not measured"."""
+
+_SAMPLES = re.compile(r"SUMMARY: samples: (\d+) \(recorded: (\d+),")
 
 
 @dataclass(frozen=True)
@@ -84,3 +90,30 @@ def respelled(events: tuple[str, ...]) -> tuple[str, ...]:
     old, new = GPU_EVENTS
     other = {old: new, new: old, PC_EVENTS[old]: PC_EVENTS[new], PC_EVENTS[new]: PC_EVENTS[old]}
     return tuple(other.get(event, event) for event in events)
+
+
+def lost_samples(measurements: Path) -> float | None:
+    """Share of the samples that hpcrun took and dropped, 0 to 1; None if its logs do not say.
+
+    A sample that finds hpcrun in its own code is dropped, and its time with it.
+    With Python frames a hook of hpcrun runs at every call in the main thread: a
+    loop of small Python calls then spends most of its time in that hook, takes
+    many times as long, and is nearly absent from the profile.
+    """
+    taken = recorded = 0
+    for log in measurements.glob("*.log"):
+        for match in _SAMPLES.finditer(log.read_text(encoding="utf-8", errors="replace")):
+            taken += int(match.group(1))
+            recorded += int(match.group(2))
+    return 1 - recorded / taken if taken else None
+
+
+def lost_notice(lost: float, python: bool) -> str:
+    """The sentence about dropped samples for the reader of the figures."""
+    text = f"HPCToolkit dropped {lost:.0%} of its samples, and their time with them"
+    if python:
+        text += (
+            ": they fell into its own hook at Python calls, so parts of the main thread that make "
+            "many small Python calls are too small here or missing"
+        )
+    return text

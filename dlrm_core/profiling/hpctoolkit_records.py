@@ -64,6 +64,8 @@ class PassResult:
         part_dilation: the same for each ``NAME_ms_per_iteration`` that the workload
             reports besides, by NAME. Python frames slow parts unequally: a loop of
             many small Python calls ran 5.8x slower where tensor work ran 1.5x.
+        lost_samples: share of samples, and hence of time, that hpcrun dropped, 0 to 1;
+            None if it did not say.
         exit_code: hpcrun's, which is the program's.
         measurements: hpcrun's directory.
         database: hpcprof's directory.
@@ -77,6 +79,7 @@ class PassResult:
     ms_per_iteration: float | None
     dilation: float | None
     part_dilation: dict[str, float]
+    lost_samples: float | None
     exit_code: int
     measurements: Path
     database: Path
