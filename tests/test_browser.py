@@ -12,7 +12,9 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
@@ -20,12 +22,13 @@ from browser import COUNT_MARKS, check_page, open_page, require_browser, wait_fo
 from sample_notebooks import REPORT, write_notebook
 
 from dlrm_core.pages import render_html
-from dlrm_core.run_folder import REPOSITORY, RunFolder
-from dlrm_core.workbook import run_notebook
+from dlrm_core.run_folder import NOTEBOOKS, REPOSITORY, RunFolder, latest_run
+from dlrm_core.workbook import CHAIN, run_all, run_notebook
 
 pytestmark = [pytest.mark.browser, pytest.mark.notebook]
 
 FIGURES = 3  # in REPORT
+OURS = {path.stem for path in NOTEBOOKS.glob("*.ipynb")}
 
 
 @pytest.fixture(scope="module")
@@ -162,23 +165,35 @@ def _read(log) -> str:
     return log.read()
 
 
-def test_notebook_runs_in_jupyterlab(lab: tuple[str, str, Path]) -> None:
-    address, token, root = lab
-    write_notebook(root / "report.ipynb", REPORT)
-    url = f"{address}/lab/tree/report.ipynb?token={token}"
+@contextmanager
+def run_all_cells(lab: tuple[str, str, Path], name: str, timeout_s: float) -> Iterator[Any]:
+    """Open a notebook of the lab's root folder, Run All, and wait until every cell has run."""
+    address, token, _ = lab
+    url = f"{address}/lab/tree/{name}?token={token}"
     # tall enough for all cells at once: JupyterLab draws outputs as they come into view
-    with open_page(url, address, viewport={"width": 1400, "height": 5000}) as (page, seen):
+    with open_page(url, address, viewport={"width": 1400, "height": 9000}) as (page, seen):
         page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=60_000)
         # what is sent to a kernel that is still starting may be lost
         page.get_by_text("| Idle").wait_for(timeout=60_000)
         page.get_by_role("menuitem", name="Run", exact=True).click()
         page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+        # the prompt of a cell that has run is a number; [ ] is not begun, [*] is going on
         page.wait_for_function(
-            "() => document.body.innerText.includes('count is 3')", timeout=20_000
+            "() => [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')]"
+            ".every((prompt) => /[0-9]/.test(prompt.textContent))",
+            timeout=timeout_s * 1000,
         )
+        yield page
+        failures = page.locator(".jp-OutputArea-output[data-mime-type*='error']").all_inner_texts()
+        assert failures == []
+        assert seen.leaving(address, address.replace("http", "ws")) == []
+
+
+def test_notebook_runs_in_jupyterlab(lab: tuple[str, str, Path]) -> None:
+    write_notebook(lab[2] / "report.ipynb", REPORT)
+    with run_all_cells(lab, "report.ipynb", 60) as page:
         wait_for_marks(page, FIGURES)
-        websocket = address.replace("http", "ws")
-        assert seen.leaving(address, websocket) == []
+        page.get_by_text("count is 3").wait_for()
 
 
 def test_executed_notebook_shows_charts_in_jupyterlab_without_trust(
@@ -189,3 +204,40 @@ def test_executed_notebook_shows_charts_in_jupyterlab_without_trust(
     url = f"{address}/lab/tree/done.ipynb?token={token}"
     with open_page(url, address, viewport={"width": 1400, "height": 5000}) as (page, _):
         wait_for_marks(page, FIGURES, 60.0)
+
+
+@pytest.fixture(scope="module")
+def our_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Output root with a finished run of each of our notebooks, of the quick parameters."""
+    require_browser()
+    root = tmp_path_factory.mktemp("ours")
+    run_all(REPOSITORY / "parameters" / "quick.yaml", output_root=root)
+    return root
+
+
+@pytest.mark.parametrize("name", [name for name in CHAIN if name in OURS])
+def test_our_pages_draw_every_figure_and_ask_for_nothing(our_runs: Path, name: str) -> None:
+    folder = latest_run(our_runs, name)
+    assert folder is not None
+    html = folder / f"{name}.html"
+    assert html.read_text(encoding="utf-8").count('class="plot"') > 0
+    assert (folder / f"{name}.ipynb").stat().st_size < 2_000_000
+    check_page(html)
+
+
+@pytest.mark.parametrize("name", [name for name in CHAIN if name in OURS])
+def test_our_notebooks_run_in_jupyterlab(
+    lab: tuple[str, str, Path], our_runs: Path, name: str
+) -> None:
+    done = latest_run(our_runs, name)
+    assert done is not None
+    # with the cell that papermill put in: the quick parameters instead of the experiment's
+    nb = nbformat.read(done / f"{name}.ipynb", as_version=4)
+    for cell in nb.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    nb.metadata.pop("widgets", None)
+    nbformat.write(nb, lab[2] / f"{name}.ipynb")
+    figures = (done / f"{name}.html").read_text(encoding="utf-8").count('class="plot"')
+    with run_all_cells(lab, f"{name}.ipynb", 240) as page:
+        wait_for_marks(page, figures)

@@ -21,7 +21,8 @@
       ...base,
       paper_bgcolor: "rgba(0,0,0,0)",
       plot_bgcolor: "rgba(0,0,0,0)",
-      margin: { l: 56, r: 24, t: title ? 64 : 36, b: 48 }, // automargin widens where labels need it
+      // automargin widens it where labels need room
+      margin: base.margin || { l: 56, r: 24, t: title ? 64 : 36, b: 48 },
       font: { ...base.font, color: text, family: colour("--sans") },
       xaxis: { ...base.xaxis, ...axis },
       yaxis: { ...base.yaxis, ...axis },
