@@ -299,7 +299,7 @@ def _read_tree(
     positions, parents, depths = _walk(file, entries)
     count, first = len(positions), 1 + len(entries)
     words = np.frombuffer(file.map, "<u8", file.size // 8)
-    word = np.asarray(positions, np.int64)
+    word = positions
     identity = words[word + 2]
     context = (identity & np.uint64(0xFFFFFFFF)).astype(np.int64)
     flags, relation, lexical, flex = (
@@ -334,14 +334,14 @@ def _read_tree(
     everywhere[1:first] = entries["context"]
     lexical_type = column(ENTRY, lexical)
     lexical_type[0] = ROOT
-    parent = column(0, np.asarray(parents, np.int64))
+    parent = column(0, parents)
     parent[0] = -1
     offset = np.zeros(first + count, np.uint64)
     offset[first:] = optional(has_point, after_source + 1)
     tree = ContextTree(
         context=everywhere,
         parent=parent,
-        depth=column(0, np.asarray(depths, np.int64)),
+        depth=column(0, depths),
         lexical_type=lexical_type,
         relation=column(-1, relation),
         function=column(-1, function_row(optional(has_function, 4))),
@@ -358,9 +358,7 @@ def _read_tree(
     return tree
 
 
-def _walk(
-    file: f4.DatabaseFile, entries: npt.NDArray[Any]
-) -> tuple[list[int], list[int], list[int]]:
+def _walk(file: f4.DatabaseFile, entries: npt.NDArray[Any]) -> tuple[Ints, Ints, Ints]:
     """Find every context below the entry points, level by level.
 
     Returns:
@@ -375,40 +373,58 @@ def _walk(
     limit = file.size - f4.FOOTER_BYTES
     # Records of valid files do not overlap, so there are at most this many.
     most = file.size // f4.CONTEXT.size
+    first = 1 + len(entries)
+    fixed = f4.CONTEXT.size // 8
     positions: list[int] = []
-    parents: list[int] = []
-    depths: list[int] = []
-    blocks = [
-        (int(entry["children"]), int(entry["children_size"]), row + 1, 1)
-        for row, entry in enumerate(entries)
-        if entry["children_size"]
-    ]
-    next_row = 1 + len(entries)
-    for start, size, parent, depth in blocks:  # grows while it is read: breadth first
-        if start % 8 or start + size > limit:
-            raise file.error(
-                f"children at byte {start}, {size} bytes: not a multiple of 8, or outside the "
-                f"file's {file.size} bytes"
-            )
-        at, end = start >> 3, (start + size) >> 3
-        while at < end:
-            # The fixed part must fit before the word that tells the whole size is read.
-            after = at + 4 + (words[at + 2] >> 56 if at + 4 <= end else 0)
-            if after > end:
+    blocks_of: list[int] = []  # for each children array: the row of its parent,
+    counts: list[int] = []  # its number of contexts,
+    depths: list[int] = []  # and their depth
+    has_children = np.flatnonzero(entries["children_size"])
+    starts = entries["children"][has_children].tolist()
+    sizes = entries["children_size"][has_children].tolist()
+    rows = (has_children + 1).tolist()
+    depth = 0
+    while starts:
+        depth += 1
+        blocks_of += rows
+        depths += [depth] * len(rows)
+        # Plain lists of ints, not tuples: those would wake the garbage collector.
+        next_starts: list[int] = []
+        next_sizes: list[int] = []
+        next_rows: list[int] = []
+        for start, size in zip(starts, sizes, strict=True):
+            if start % 8 or start + size > limit:
                 raise file.error(
-                    f"the context at byte {8 * at} reaches byte {8 * after}, and its siblings "
-                    f"end at byte {8 * end}"
+                    f"children at byte {start}, {size} bytes: not a multiple of 8, or outside "
+                    f"the file's {file.size} bytes"
                 )
-            positions.append(at)
-            parents.append(parent)
-            depths.append(depth)
-            children_size = words[at]
-            if children_size:
-                blocks.append((words[at + 1], children_size, next_row, depth + 1))
-            next_row += 1
-            at = after
-        if len(positions) > most:
-            raise file.error(
-                f"more than {most} contexts in {file.size} bytes: children arrays overlap"
-            )
-    return positions, parents, depths
+            at, end = start >> 3, (start + size) >> 3
+            before = len(positions)
+            while at < end:
+                after = at + fixed
+                if after <= end:  # the word that tells the rest of its size can be read
+                    after += words[at + 2] >> 56
+                if after > end:
+                    raise file.error(
+                        f"the context at byte {8 * at} reaches byte {8 * after}, and its "
+                        f"siblings end at byte {8 * end}"
+                    )
+                children_size = words[at]
+                if children_size:
+                    next_starts.append(words[at + 1])
+                    next_sizes.append(children_size)
+                    next_rows.append(first + len(positions))
+                positions.append(at)
+                at = after
+            counts.append(len(positions) - before)
+            if len(positions) > most:
+                raise file.error(
+                    f"more than {most} contexts in {file.size} bytes: children arrays overlap"
+                )
+        starts, sizes, rows = next_starts, next_sizes, next_rows
+    number = np.asarray(counts, np.int64)
+    return (
+        np.asarray(positions, np.int64),
+        np.repeat(np.asarray(blocks_of, np.int64), number),
+        np.repeat(np.asarray(depths, np.int64), number),
+    )
