@@ -10,12 +10,12 @@ leaves is read by ``torch_trace.read_recording``, where pandas is. The folder ho
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import shutil
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -45,9 +45,10 @@ def record(
 ) -> Path:
     """Run iterations under torch.profiler and keep what it saw in a new folder.
 
-    First ``warmup`` iterations run unmeasured, then ``unprofiled`` ones are timed
-    without the profiler (against them the profiler's dilation is stated), then
-    ``iterations`` are recorded.
+    First ``warmup`` iterations run unmeasured, then ``iterations`` are recorded. Of
+    ``unprofiled`` ones, half run before and half after those, timed without the
+    profiler: against them its dilation is stated, and a machine that slows down or
+    speeds up meanwhile does not pass for it.
 
     Args:
         run_iteration: Runs the iteration of that number (from 0, warm-up included)
@@ -111,25 +112,21 @@ def record(
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(device)
         run(warmup)
-        plain, plain_all = run(unprofiled)
+        plain, plain_all = run(unprofiled - unprofiled // 2)
         activities = [ProfilerActivity.CPU]
         if on_gpu:
             activities.append(ProfilerActivity.CUDA)
-        collecting = gc.isenabled()
-        gc.collect()
-        gc.disable()  # the profiler's own objects would trigger it amid an iteration
-        try:
-            with profile(
-                activities=activities,
-                record_shapes=record_shapes,
-                profile_memory=profile_memory,
-                with_stack=with_stack,
-                with_flops=True,
-            ) as profiler:
-                measured, measured_all = run(iterations)
-        finally:
-            if collecting:
-                gc.enable()
+        threads = threading.active_count()
+        with profile(
+            activities=activities,
+            record_shapes=record_shapes,
+            profile_memory=profile_memory,
+            with_stack=with_stack,
+            with_flops=True,
+        ) as profiler:
+            measured, measured_all = run(iterations)
+        after, after_all = run(unprofiled // 2)
+        plain, plain_all = plain + after, plain_all + after_all
         profiler.export_chrome_trace(str(part / "trace.json.gz"))
         averages = key_averages(profiler)
         pass_: dict[str, Any] = {
@@ -143,6 +140,11 @@ def record(
         missing = _not_measured(
             on_gpu, record_shapes, profile_memory, averages, plain_timed=bool(plain)
         )
+        if threads > 1:
+            missing["other_threads"] = (
+                "torch.profiler sees the thread that starts it and autograd's; what other "
+                "Python threads do (making batches ahead) is not in the trace"
+            )
         information = dict(information or {})
         pass_["command"] = information.get("command", "")
         head = {
