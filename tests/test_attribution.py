@@ -8,7 +8,7 @@ import gpu_trace
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_program import SmallProgram
 from torch.profiler import ProfilerActivity, profile
@@ -120,6 +120,7 @@ def test_segments_have_neither_gaps_nor_overlaps(gpu: Profile, measured: Profile
             assert (pieces["start_ns"].to_numpy()[1:] == pieces["end_ns"].to_numpy()[:-1]).all()
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 40)), min_size=1, max_size=30))
 def test_parents_from_depths_are_those_of_nesting(drawn) -> None:
     start = np.array([begin for begin, _ in drawn])

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrm_core.errors import InputError
@@ -63,6 +63,7 @@ def make(parent: list[int], own: list[float], **tables: object) -> Profile:
     return Profile.build(**{**given, **tables})
 
 
+@settings(deadline=None)
 @given(trees)
 def test_depths_and_inclusive_values_agree_with_a_plain_walk(parent: np.ndarray) -> None:
     own = np.arange(1.0, len(parent) + 1)

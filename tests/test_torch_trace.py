@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_program import SmallProgram
 from torch.profiler import ProfilerActivity, profile
@@ -37,6 +37,7 @@ def columns(drawn: list[tuple[int, int, bool]]) -> tuple[np.ndarray, np.ndarray,
     return start, end, np.array([soft for _, _, soft in drawn])
 
 
+@settings(deadline=None)
 @given(spans)
 def test_any_spans_nest_with_self_times_that_are_never_negative(drawn) -> None:
     before_start, before_end, soft = columns(drawn)
@@ -60,6 +61,7 @@ def test_any_spans_nest_with_self_times_that_are_never_negative(drawn) -> None:
     assert own.sum() == len(covered)
 
 
+@settings(deadline=None)
 @given(spans)
 def test_operators_keep_their_times_whatever_python_frames_do(drawn) -> None:
     start, end, soft = columns(drawn)
@@ -70,6 +72,7 @@ def test_operators_keep_their_times_whatever_python_frames_do(drawn) -> None:
     np.testing.assert_array_equal(together[1][hard], alone[1])
 
 
+@settings(deadline=None)
 @given(spans, st.lists(st.integers(-1, 110), max_size=20))
 def test_innermost_agrees_with_a_plain_search(drawn, moments) -> None:
     start, end, parent, _ = nest(*columns(drawn))
