@@ -163,6 +163,7 @@ def test_python_frames_and_traces() -> None:
     assert "dlrm_wrap" in set(python["name"])
     assert python["file"].str.contains(r"\.py$|^$|^<").all()
     assert profile.not_measured["gpu_time_ms"].startswith("no GPU operation")
+    assert profile.not_measured["occupancy_percent"].startswith("no GPU metrics")
     assert set(profile.contexts["component"]) == {"other"}
     top = functions_table(database, "CPUTIME (sec)")
     assert top["value"].sum() == pytest.approx(database.root()["CPUTIME (sec)"])

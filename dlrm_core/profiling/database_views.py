@@ -193,9 +193,16 @@ def not_measured(database: Database) -> dict[str, str]:
         for metric in sorted(database.metrics, key=lambda metric: metric.name)
         if metric.name not in root
     }
+    listed = {canonical_name(metric.name).partition(":")[0] for metric in database.metrics}
+    families = {name.partition(" ")[0] for name in listed}
     for name, result in database.derived().items():
-        if isinstance(result, str):
-            reasons[name] = result.removeprefix("not measured: ")
+        if not isinstance(result, str):
+            continue
+        reasons[name] = result.removeprefix("not measured: ")
+        if not families & {"GPUOP", "GKER", "GINS"}:
+            reasons[name] = "no GPU metrics in this database; measure with hpcrun -e gpu=nvidia"
+        elif name.startswith(("stall", "utilization")) and "GINS" not in families:
+            reasons[name] = "no PC sampling in this database; measure with hpcrun -e gpu=nvidia,pc"
     return reasons
 
 
@@ -308,6 +315,13 @@ def describe(database: Database) -> str:
                     f"  {derivation.name:24} {numbers[derivation.name]:>16.6g} "
                     f"{derivation.unit:12} {derivation.meaning}"
                 )
+    outside = int((tree.rows(database.profiles[0].contexts) < 0).sum())
+    if outside:
+        lines += [
+            "",
+            f"{outside} instruction points hold values and are not in the tree; what they "
+            "measured is self time of the source line above them",
+        ]
     lines += ["", "threads and streams:"]
     traced = {line.profile: len(line.time_ns) for line in database.traces}
     for thread in database.threads:
