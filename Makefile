@@ -1,6 +1,6 @@
 # make report   set up if need be, run train, profile and bottlenecks on the experiment
 # make test     everything that CI checks
-# make lab      JupyterLab on this machine, with its token
+# make lab      JupyterLab on this machine only, with its token; asks nothing of the network
 # make bench    the ratios in benchmarks/results
 # make gpu-check  on a GPU node: GPU paths against the CPU, then a profile
 # make clean    what was built (outputs/ stays)
@@ -42,7 +42,9 @@ lint: $(SET_UP)
 	$(BIN)/lint-imports
 
 lab: $(SET_UP)
-	$(BIN)/jupyter lab --ip 127.0.0.1 notebooks
+	$(BIN)/jupyter lab --ip 127.0.0.1 --ServerApp.root_dir . --LabApp.news_url= \
+	  --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate \
+	  --LabApp.default_url=/lab/tree/notebooks
 
 bench: $(SET_UP)
 	$(BIN)/dlrm bench --json benchmarks/results/step.json

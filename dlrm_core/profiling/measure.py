@@ -134,6 +134,7 @@ def _with_hpctoolkit(
             {
                 "name": made.name,
                 "command": " ".join(made.command),
+                "iterations": config.warmup + config.iterations,
                 "events": list(made.events),
                 "python_frames": made.python_frames,
                 "ms_per_iteration": made.ms_per_iteration,
