@@ -326,7 +326,8 @@ def describe(database: Database) -> str:
     traced = {line.profile: len(line.time_ns) for line in database.traces}
     for thread in database.threads:
         profile = database.profiles[thread.profile]
-        own = ", ".join(f"{n} {v:.6g}" for n, v in list(database.root(thread.profile).items())[:3])
+        of_thread = database.root(thread.profile)
+        own = ", ".join(f"{name} {of_thread[name]:.6g}" for name in _CHIEF if name in of_thread)
         lines.append(
             f"  {thread.name:28} {profile.count} values, {traced.get(thread.profile, 0)} trace "
             f"samples{'; ' + own if own else ''}"
