@@ -100,6 +100,8 @@ if python and behaviour.get("logical", True):
     (out / "logical").mkdir(exist_ok=True)
     bad = count("python-measurements") <= behaviour.get("bad_logical", 0)
     (out / "logical" / "python.logical").write_text("bad" if bad else "good")
+    if "stanzas" in behaviour:
+        (out / "logical" / "python.1").write_bytes(bytes.fromhex(behaviour["stanzas"]))
 sys.exit(code if code >= 0 else 128 - code)
 """
 
@@ -140,7 +142,8 @@ if not list(measurements.glob("*.hpcrun")):
     print("ERROR: no input", file=sys.stderr)
     sys.exit(2)
 logical = measurements / "logical" / "python.logical"
-if behaviour.get("prof_aborts") or logical.exists() and logical.read_text() == "bad":
+unnamed = any(bytes(8) + bytes(1) in path.read_bytes() for path in logical.parent.glob("python.1"))
+if unnamed or behaviour.get("prof_aborts") or logical.exists() and logical.read_text() == "bad":
     print("FATAL: Invalid logical stanza, both names are empty!", file=sys.stderr, flush=True)
     os.abort()
 if behaviour.get("prof_nothing"):

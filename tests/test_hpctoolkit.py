@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -33,6 +34,12 @@ from dlrm_core.profiling.hpctoolkit import (
     probe,
 )
 from dlrm_core.profiling.hpctoolkit_database import oversized_binaries
+from dlrm_core.profiling.hpctoolkit_logical import (
+    MAGIC,
+    STAND_IN,
+    _mend,
+    name_unnamed_modules,
+)
 from dlrm_core.profiling.hpctoolkit_passes import ALLOCATOR, Pass, make_safe
 from dlrm_core.profiling.hpctoolkit_process import fresh_path, run_stage
 from dlrm_core.profiling.hpctoolkit_tools import SPACK, parse_events, torch_cuda_version
@@ -441,6 +448,57 @@ def test_hpcprof_aborts_twice_and_python_frames_are_given_up(fake):
     assert not measured.passes[0].python_frames
     assert "aborts" in measured.not_measured["Python frames"]
     assert measured.passes[0].database.is_dir()
+
+
+def stanza(number: int, function: bytes, file: bytes, line: int = 1) -> bytes:
+    """One record of a Python function as hpcrun writes it."""
+    return (
+        struct.pack(">II", number, len(function)) + function + b"\0"
+        + struct.pack(">I", len(file)) + file + struct.pack(">I", line)
+    )  # fmt: skip
+
+
+def test_a_nameless_module_is_named_before_hpcprof_aborts_on_it(fake):
+    data = MAGIC + stanza(1, b"main", b"/a.py") + stanza(2, b"", b"") + stanza(3, b"", b"/b.py")
+    fake.behave(stanzas=data.hex())
+    measured = run(fake)
+    (times,) = measured.passes
+    assert len(fake.calls("hpcrun")) == 1 and times.python_frames
+    assert any("1 Python module(s) without a name" in notice for notice in times.notices)
+    mended = (times.measurements / "logical" / "python.1").read_bytes()
+    assert mended == data.replace(stanza(2, b"", b""), stanza(2, STAND_IN, b""))
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1, 2**32 - 1), st.binary(max_size=9), st.binary(max_size=9),
+            st.integers(0, 2**32 - 1),
+        )
+    ),
+    st.integers(1, 12),
+)  # fmt: skip
+def test_only_nameless_modules_are_named(records, cut):
+    data = MAGIC + b"".join(stanza(*record) for record in records)
+    mended, count = _mend(data)
+    nameless = [not function and not file for _, function, file, _ in records]
+    assert count == sum(nameless)
+    assert mended == MAGIC + b"".join(
+        stanza(number, STAND_IN if unnamed else function, file, line)
+        for (number, function, file, line), unnamed in zip(records, nameless, strict=True)
+    )
+    if records:
+        with pytest.raises(struct.error):
+            _mend(data[:-cut])
+
+
+def test_records_that_are_not_understood_stay_as_they_are(tmp_path):
+    folder = tmp_path / "logical"
+    folder.mkdir()
+    for number, data in enumerate((b"", b"something else", MAGIC + stanza(1, b"", b"")[:-2])):
+        (folder / f"python.{number}").write_bytes(data)
+    assert name_unnamed_modules(tmp_path) == 0
+    assert (folder / "python.2").read_bytes() == MAGIC + stanza(1, b"", b"")[:-2]
 
 
 def test_hpcprof_aborts_without_python_frames(fake):

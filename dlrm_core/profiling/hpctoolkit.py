@@ -31,6 +31,7 @@ from dlrm_core.profiling.hpctoolkit_failures import (
     lost_samples,
     respelled,
 )
+from dlrm_core.profiling.hpctoolkit_logical import name_unnamed_modules
 from dlrm_core.profiling.hpctoolkit_passes import (
     Pass,
     default_jobs,
@@ -258,6 +259,11 @@ class _Session:
                     cache=self.cache,
                     limit_mb=self.settings.structure_limit_mb,
                     timeout_s=self.settings.structure_timeout_s,
+                )
+            if named := name_unnamed_modules(measurements):
+                notices.append(
+                    f"{named} Python module(s) without a name were named, because hpcprof aborts "
+                    "on such records"
                 )
             try:
                 database, more = build_database(

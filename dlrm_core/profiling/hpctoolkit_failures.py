@@ -113,7 +113,7 @@ def lost_notice(lost: float, python: bool) -> str:
     text = f"HPCToolkit dropped {lost:.0%} of its samples, and their time with them"
     if python:
         text += (
-            ": they fell into its own hook at Python calls, so parts of the main thread that make "
-            "many small Python calls are too small here or missing"
+            ": they fell into its own hook at Python calls (imports included), so parts of the "
+            "main thread that make many small Python calls are too small here or missing"
         )
     return text
