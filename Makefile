@@ -44,7 +44,7 @@ lint: $(SET_UP)
 lab: $(SET_UP)
 	$(BIN)/jupyter lab --ip 127.0.0.1 --ServerApp.root_dir . --LabApp.news_url= \
 	  --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate \
-	  --LabApp.default_url=/lab/tree/notebooks
+	  --LabApp.default_url=/lab/tree/notebooks $(if $(filter 0,$(shell id -u)),--allow-root)
 
 bench: $(SET_UP)
 	$(BIN)/dlrm bench --json benchmarks/results/step.json

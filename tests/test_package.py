@@ -21,8 +21,7 @@ LOCK = {
     for requirement in [Requirement(line)]
 }
 RANGES = [
-    Requirement(text)
-    for text in PROJECT["dependencies"] + PROJECT["optional-dependencies"]["test"]
+    Requirement(text) for text in PROJECT["dependencies"] + PROJECT["optional-dependencies"]["test"]
 ]
 
 
