@@ -117,12 +117,15 @@ def call_tree_icicle(tree: pd.DataFrame, unit: str = "ms in a mean iteration") -
     shapes = tree["shapes"].map(lambda text: f"<br>shapes {wrapped(text)}" if text else "")
     parts = list(map(part_label, tree["component"], tree["phase"]))
     colours = [COLOURS.get(c, COLOURS["other"]) for c in tree["component"]]
+    labels = [short_name(name, 34) for name in tree["label"]]
     result = figure(f"Call tree, {unit}", 520)
     result.add_trace(
         go.Icicle(
             ids=tree["id"],
             parents=tree["parent"],
-            labels=[short_name(name, 34) for name in tree["label"]],
+            labels=labels,
+            # the name of a part on two lines fits into narrower boxes
+            text=["<br>".join(label.rsplit(" ", 1)) for label in labels],
             values=[values[name] for name in tree["id"]],
             branchvalues="total",
             customdata=list(
@@ -142,7 +145,7 @@ def call_tree_icicle(tree: pd.DataFrame, unit: str = "ms in a mean iteration") -
             textfont={"color": [text_on(colour) for colour in colours]},
             tiling={"orientation": "v"},
             maxdepth=7,
-            textinfo="label+percent root",
+            textinfo="text+percent root",
             pathbar={"visible": True, "side": "top"},
             hovertemplate=(
                 "%{customdata[0]}<br>part: %{customdata[1]}<br>%{value:,.3f} ms "

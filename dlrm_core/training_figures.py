@@ -51,8 +51,8 @@ def loss_curve(iterations: pd.DataFrame, intervals: pd.DataFrame) -> go.Figure:
             y=iterations["loss"],
             name="each iteration",
             mode="lines",
-            line={"color": COMPUTE, "width": 1},
-            opacity=0.55,
+            line={"color": COMPUTE, "width": 1.3},
+            opacity=0.85,
             hovertemplate="iteration %{x}: %{y:.6f}<extra></extra>",
         )
     )

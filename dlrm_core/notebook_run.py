@@ -1,0 +1,164 @@
+"""What a notebook does besides showing: where its results go, which profile it explains.
+
+``dlrm run`` claims the run folder and closes it. A notebook that is run by hand, in
+JupyterLab or by plain papermill, has no folder: it claims a dated one itself and closes
+it in its last cell, so that the next notebook finds its results in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from dlrm_core.config import Parameters, parameters_from_sections
+from dlrm_core.errors import InputError
+from dlrm_core.profiling.hpctoolkit_process import Progress
+from dlrm_core.profiling.measure import saved_profile
+from dlrm_core.profiling.profile import Profile
+from dlrm_core.run_folder import DEFAULT_OUTPUT_ROOT, RunFolder, claim_run_folder, latest_run
+from dlrm_core.samples import sample_profile
+
+
+@dataclass
+class NotebookRun:
+    """A notebook's validated parameters and the folder its results go to."""
+
+    parameters: Parameters
+    folder: Path
+    output_root: Path
+    claimed: RunFolder | None = None
+    """The folder's run.json, if this notebook claimed the folder itself."""
+
+    def finish(self) -> str:
+        """Close a folder that this notebook claimed; a sentence that says where results are."""
+        if self.claimed is not None:
+            self.claimed.close("finished")
+        return f"Results are in {self.folder}"
+
+
+def start(
+    notebook: str,
+    sections: Mapping[str, Any],
+    output_folder: str = "",
+    output_root: str = "",
+) -> NotebookRun:
+    """Validate a notebook's parameters and make its folder.
+
+    Args:
+        notebook: its name, without suffix.
+        sections: ``title``, ``model``, ``data``, ``training``, ``profiling``.
+        output_folder: what ``dlrm run`` gives; empty: a new dated folder.
+        output_root: where dated folders are; empty: beside ``output_folder``, else
+            ``outputs/`` of the repository.
+
+    Raises:
+        InputError: a parameter cannot work, or the folder cannot be made.
+    """
+    parameters = parameters_from_sections(sections)
+    root = Path(output_root).expanduser().absolute() if output_root else DEFAULT_OUTPUT_ROOT
+    if not output_folder:
+        claimed = claim_run_folder(
+            root,
+            notebook,
+            "notebook",
+            parameters=parameters.to_sections(),
+            command=f"{notebook}.ipynb, run by hand",
+        )
+        return NotebookRun(parameters, claimed.path, root, claimed)
+    folder = Path(output_folder).expanduser().absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"output_folder {folder}: cannot be made: {error.strerror}") from None
+    if not output_root and (folder / "run.json").is_file():
+        root = folder.parents[1]
+    return NotebookRun(parameters, folder, root)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A profile to explain and where it came from."""
+
+    profile: Profile
+    sentence: str
+    is_sample: bool = False
+
+
+def find_profile(profile_run: str, output_root: Path) -> Source:
+    """The profile asked for, else that of the newest finished run, else the recorded sample.
+
+    Raises:
+        InputError: the folder asked for holds no profile.
+    """
+    if profile_run:
+        folder = Path(profile_run).expanduser().absolute()
+        return Source(saved_profile(folder), f"This page explains the profile in `{folder}`.")
+    newest = latest_run(output_root, "profile")
+    if newest is not None:
+        sentence = f"This page explains the newest finished profile run, `{newest}`."
+        return Source(saved_profile(newest), sentence)
+    profile = sample_profile()
+    return Source(
+        profile,
+        "**This page explains a recorded sample, not a run of this machine:** no finished "
+        f"profile run was found in `{output_root}`. {profile.meta['sample']} Run the "
+        "`profile` notebook to see your own machine.",
+        is_sample=True,
+    )
+
+
+class StageBars:
+    """Live progress of a measurement: a bar a stage, with elapsed time and iterations.
+
+    Use as the ``progress`` of :func:`dlrm_core.profiling.measure.measure`, in a ``with``.
+    """
+
+    def __init__(self, parameters: Parameters) -> None:
+        config = parameters.profiling
+        # the torch recorder runs as many iterations again before, without the profiler
+        self._recorded = config.warmup + 2 * config.iterations
+        self._measured = config.warmup + config.iterations
+        self._stage = ""
+        self._bar: Any = None
+
+    def __call__(self, progress: Progress) -> None:
+        """Show where the measurement stands."""
+        if progress.stage != self._stage:
+            self._open(progress.stage)
+        bar = self._bar
+        if progress.iteration is not None:
+            bar.n = min(progress.iteration, bar.total or progress.iteration)
+        bar.set_postfix_str(progress.detail or f"{progress.elapsed_s:.0f} s", refresh=False)
+        bar.refresh()
+
+    def _open(self, stage: str) -> None:
+        from tqdm.auto import tqdm
+
+        self._close()
+        total = (
+            self._recorded if "torch" in stage else self._measured if "hpcrun" in stage else None
+        )
+        self._stage = stage
+        self._bar = tqdm(total=total, desc=stage, unit="iteration")
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            # callbacks come a few times a second, so the last iterations may go unreported
+            if self._bar.total and self._bar.n >= self._bar.total - 2:
+                self._bar.n = self._bar.total
+            self._bar.close()
+            self._bar = None
+
+    def __enter__(self) -> StageBars:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._close()

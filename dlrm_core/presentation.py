@@ -1,0 +1,336 @@
+"""Tables and sentences as a reader of a notebook wants them: units, separators, few digits.
+
+Nothing is analysed here; what was not measured says so.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+import pandas as pd
+
+from dlrm_core.analysis.findings import Finding
+from dlrm_core.figure_theme import digits, part_label, percent, rows_of, short_name
+from dlrm_core.profiling.profile import Profile
+
+NOT_MEASURED = "not measured"
+
+_NUMBER = re.compile(r"<?[-−]?[\d,]*\.?\d+(e[-+]?\d+)?( ?(%|×|ms|s|B|[KMGT]iB))?( \(.*\))?")
+
+
+def column(values: Iterable[float]) -> list[str]:
+    """Numbers of one column with the same decimals, so that they can be compared at sight.
+
+    As many decimals as give the largest three digits or more; what is there but rounds
+    to nothing is ``<0.1``, what is not a number ``–``.
+    """
+    numbers = [float(value) for value in values]
+    largest = max((abs(n) for n in numbers if math.isfinite(n)), default=0.0)
+    decimals = 1 if largest >= 99.95 else 2 if largest >= 9.995 else 3
+    least = 10.0**-decimals
+
+    def cell(number: float) -> str:
+        if not math.isfinite(number):
+            return "–"
+        return f"<{least:g}" if 0 < number < least / 2 else f"{number:,.{decimals}f}"
+
+    return [cell(number) for number in numbers]
+
+
+class Table:
+    """Rows of text, shown by notebooks as a table; numbers to the right, words to the left."""
+
+    def __init__(self, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+        self.columns = list(columns)
+        self.rows = [list(row) for row in rows]
+
+    def _repr_html_(self) -> str:
+        words = [not _are_numbers(cells) for cells in zip(*self.rows, strict=True)]
+        words = words or [True for _ in self.columns]
+
+        def line(cells: Sequence[str], tag: str) -> str:
+            shown = (
+                f'<{tag} style="text-align: {"left" if left else "right"}">{escape(cell)}</{tag}>'
+                for cell, left in zip(cells, words, strict=True)
+            )
+            return f"<tr>{''.join(shown)}</tr>"
+
+        body = "\n".join(line(row, "td") for row in self.rows)
+        return (
+            f'<table class="dataframe">\n<thead>{line(self.columns, "th")}</thead>\n'
+            f"<tbody>\n{body}\n</tbody>\n</table>"
+        )
+
+    def __repr__(self) -> str:
+        return pd.DataFrame(self.rows, columns=self.columns).to_string(index=False)
+
+
+class Text:
+    """Markdown, shown by notebooks as such."""
+
+    def __init__(self, markdown: str) -> None:
+        self.markdown = markdown
+
+    def _repr_markdown_(self) -> str:
+        return self.markdown
+
+    def __repr__(self) -> str:
+        return self.markdown
+
+
+def notices(texts: Sequence[str]) -> Text:
+    """What the run had to say about itself; a sentence if there was nothing."""
+    if not texts:
+        return Text("No notices: the run went as the parameters say.")
+    return Text("\n".join(f"- {text}" for text in texts))
+
+
+# ---- a profile ------------------------------------------------------------------
+
+
+def profile_facts(profile: Profile) -> Table:
+    """What was measured, with what, on which machine."""
+    meta = profile.meta
+    machine, versions = meta.get("machine") or {}, meta.get("versions") or {}
+    parameters = meta.get("parameters") or {}
+    model, data = parameters.get("model") or {}, parameters.get("data") or {}
+    training = parameters.get("training") or {}
+    rows = model.get("table_rows") or [0]
+    count = len(profile.iterations)
+    software = ", ".join(f"{name} {version}" for name, version in versions.items())
+    known = {
+        "run": meta.get("title"),
+        "batch": training and f"{training.get('batch_size', 0):,} samples",
+        "tables": model and f"{len(rows)}, {sum(rows):,} rows in all",
+        "data": data and f"{data.get('generator')}, {data.get('loader')} loader",
+        "profiler": meta.get("engine_choice") or meta.get("engine"),
+        "iterations measured": f"{count:,}" if count else None,
+        "device": meta.get("device_name") or meta.get("device"),
+        "processor": machine.get("cpu")
+        and f"{machine['cpu']}, {meta.get('threads', machine.get('usable_cores'))} threads used",
+        "software": software,
+    }
+    return Table(["", "value"], [(name, str(value)) for name, value in known.items() if value])
+
+
+def passes_table(profile: Profile) -> Table:
+    """How the run was measured, and how much slower measuring made it."""
+    rows = []
+    for made in profile.meta.get("passes", []):
+        dilation = made.get("dilation")
+        rows.append(
+            (
+                str(made.get("name", "")),
+                known_ms(made.get("ms_per_iteration")),
+                f"{dilation:.2f}×" if dilation else NOT_MEASURED,
+            )
+        )
+    return Table(["pass", "ms per iteration", "dilation"], rows)
+
+
+def not_measured_table(profile: Profile) -> Table | Text:
+    """What could not be measured, with the reason."""
+    missing = profile.not_measured
+    if not missing:
+        return Text("Everything this workbook knows of was measured.")
+    names = {name: name.replace("_", " ") for name in missing}
+    return Table(["not measured", "reason"], [(names[n], missing[n]) for n in sorted(missing)])
+
+
+def metrics_table(profile: Profile) -> Table:
+    """What was measured: metrics with unit, meaning and source."""
+    return Table(
+        ["metric", "unit", "meaning", "source"],
+        [(row.metric, row.unit, row.meaning, row.source) for row in rows_of(profile.metrics)],
+    )
+
+
+def missing(profile: Profile, name: str) -> Text:
+    """The sentence in the place of a figure that cannot be drawn."""
+    reason = profile.not_measured.get(name, "the profile holds no such measurement")
+    return Text(f"*Not measured: {reason}.*")
+
+
+def attribution_table(attribution: pd.DataFrame) -> Table:
+    """Time of each part and phase, largest first; the column ``on`` where there is a GPU."""
+    table = attribution.sort_values("time_ms", ascending=False)
+    on_gpu = bool(table["where"].eq("device").any())
+    where = {"device": "GPU", "host": "CPU, GPU idle"}
+    columns = ["part", "phase", *(["on"] if on_gpu else []), "time (ms)", "share of step"]
+    return Table(
+        columns,
+        [
+            (
+                part_label(row.component),
+                row.phase or "–",
+                *([where[row.where]] if on_gpu else []),
+                time,
+                percent(row.share),
+            )
+            for row, time in zip(rows_of(table), column(table["time_ms"]), strict=True)
+        ],
+    )
+
+
+def operators_table(operators: pd.DataFrame) -> Table:
+    """Operators with shapes; columns of what was not measured are left out."""
+    rows = rows_of(operators)
+    cells = {
+        "operator": [
+            "Python" if row.kind == "annotation" else short_name(row.name, 60) for row in rows
+        ],
+        "part": [part_label(row.component, row.phase) for row in rows],
+        "input shapes": [_shapes(row.shapes) for row in rows],
+        "calls": [digits(row.calls) if row.calls % 1 else f"{row.calls:,.0f}" for row in rows],
+        "CPU itself (ms)": column(operators["cpu_self_ms"]),
+        "GPU (ms)": column(operators["gpu_ms"]),
+        "share": [percent(row.share) for row in rows],
+        "GFLOP/s": column(operators["gflops_per_second"]),
+    }
+    if operators["gpu_ms"].isna().all():
+        del cells["GPU (ms)"]
+    if operators["gflops_per_second"].isna().all():
+        del cells["GFLOP/s"]
+    return Table(list(cells), zip(*cells.values(), strict=True))
+
+
+def data_table(split: pd.DataFrame) -> Table:
+    """Data, transfer and compute over the iterations."""
+    total = split[["data_ms", "transfer_ms", "compute_ms"]].sum(axis=1)
+    rows = [
+        _spread_row(name, split[f"{name}_ms"], total)
+        for name in ("data", "transfer", "compute")
+        if split[f"{name}_ms"].gt(0).any()
+    ]
+    return Table(
+        ["", "mean (ms)", "median (ms)", "least (ms)", "most (ms)", "share"],
+        [*rows, _spread_row("iteration", total, total)],
+    )
+
+
+def iteration_table(each: pd.DataFrame) -> Table:
+    """How the iterations' times spread, and which was the slowest."""
+    times = each.groupby("iteration")["time_ms"].sum()
+    quantiles = {"least": 0.0, "median": 0.5, "90 of 100 below": 0.9, "most": 1.0}
+    figures = column([*(times.quantile(q) for q in quantiles.values()), times.mean()])
+    rows = list(zip([*quantiles, "mean"], figures, strict=True))
+    return Table(
+        ["time of an iteration", "ms"], [*rows, ("number of the slowest", str(times.idxmax()))]
+    )
+
+
+def timeline_table(spans: pd.DataFrame, count: int = 60) -> Table:
+    """The spans of the timeline's first iteration, in the order they began."""
+    first = spans[spans["iteration"] == spans["iteration"].min()].sort_values("start_ms")
+    first = first.head(count)
+    parts = map(part_label, first["component"], first["phase"])
+    times = column(first["start_ms"]), column(first["duration_ms"])
+    return Table(
+        ["lane", "part", "start (ms)", "duration (ms)"],
+        zip(first["lane"], parts, *times, strict=True),
+    )
+
+
+def tree_table(tree: pd.DataFrame, count: int = 20) -> Table:
+    """The heaviest rows of the call tree, with their callees."""
+    table = tree.sort_values("value_ms", ascending=False, kind="stable").head(count)
+    total = float(tree.loc[tree["parent"] == "", "value_ms"].sum())
+    cells = {
+        "call": [short_name(name, 60) for name in table["label"]],
+        "part": list(map(part_label, table["component"], table["phase"])),
+        "with callees (ms)": column(table["value_ms"]),
+        "share": [percent(value / total) for value in table["value_ms"]],
+        "itself (ms)": column(table["self_ms"]),
+    }
+    return Table(list(cells), zip(*cells.values(), strict=True))
+
+
+def memory_table(memory: pd.DataFrame) -> Table:
+    """What each part allocates in a mean iteration."""
+    cells = {
+        "part": [part_label(name) for name in memory["component"]],
+        "phase": [phase or "–" for phase in memory["phase"]],
+        "device": [device.upper() for device in memory["device"]],
+        "allocated (MB)": column(memory["allocated_mb"]),
+    }
+    return Table(list(cells), zip(*cells.values(), strict=True))
+
+
+def verdict(found: Sequence[Finding], limit: str) -> Text:
+    """The findings, worst first; the limit alone where no rule fires."""
+    if not found:
+        return Text(f"**No rule found a bottleneck.** {limit}")
+    blocks = [limit]
+    for number, finding in enumerate(found, 1):
+        lines = [
+            f"### {number}. {finding.title}",
+            f"**Evidence.** {finding.evidence}",
+            f"**Advice.** {finding.advice}",
+        ]
+        if finding.change:
+            lines.append(f"**To change.** {_changes(finding.change)}")
+        if finding.predicted_speedup:
+            lines.append(f"**Predicted.** {_speedup(finding.predicted_speedup)}")
+        blocks.append("\n\n".join(lines))
+    return Text("\n\n".join(blocks))
+
+
+def findings_table(found: Sequence[Finding]) -> Table:
+    """The findings in a line each."""
+    rows = []
+    for finding in found:
+        gain = finding.predicted_speedup
+        rows.append(
+            (
+                finding.title,
+                part_label(finding.component),
+                percent(finding.share_of_step),
+                ", ".join(f"{name}: {value}" for name, value in finding.change.items()) or "–",
+                f"{gain['mid']:.2f}× ({gain['low']:.2f}–{gain['high']:.2f})" if gain else "–",
+            )
+        )
+    return Table(["finding", "part", "share of step", "parameter", "predicted speed-up"], rows)
+
+
+# ---- helpers --------------------------------------------------------------------
+
+
+def _changes(change: Mapping[str, Any]) -> str:
+    set_to = ", ".join(f"`{name}: {value}`" for name, value in change.items())
+    options = " ".join(f"-p {name}={value}" for name, value in change.items())
+    return f"{set_to} (on the command line: `{options}`)"
+
+
+def _speedup(gain: Mapping[str, float]) -> str:
+    low, mid, high = gain["low"], gain["mid"], gain["high"]
+    return (
+        f"A step {mid:.2f}× as fast, between {low:.2f}× and {high:.2f}×: "
+        f"{1 - 1 / mid:.0%} less time ({1 - 1 / low:.0%} to {1 - 1 / high:.0%})."
+    )
+
+
+def _spread_row(name: str, times: pd.Series, total: pd.Series) -> tuple[str, ...]:
+    figures = column((times.mean(), times.median(), times.min(), times.max()))
+    return name, *figures, percent(float(times.sum() / total.sum()))
+
+
+def _shapes(text: str, limit: int = 70) -> str:
+    """Shapes without those of scalars: ``[2048, 64] [64, 64]``."""
+    shown = text.removeprefix("[").removesuffix("]").replace("], ", "] ").replace("[] ", "")
+    shown = shown.removesuffix("[]").strip()
+    return shown if len(shown) <= limit else shown[: limit - 1] + "…"
+
+
+def known_ms(value: Any) -> str:
+    """Milliseconds, or that they were not measured."""
+    known = value is not None and math.isfinite(value)
+    return f"{digits(float(value))} ms" if known else NOT_MEASURED
+
+
+def _are_numbers(cells: Sequence[str]) -> bool:
+    known = [cell for cell in cells if cell not in ("", "–", NOT_MEASURED)]
+    return bool(known) and all(_NUMBER.fullmatch(cell) for cell in known)

@@ -1,0 +1,133 @@
+"""Tables of a training run as a reader of a notebook wants them."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pandas as pd
+
+from dlrm_core.capacity import forecast_memory, format_bytes
+from dlrm_core.config import Parameters
+from dlrm_core.figure_theme import rows_of
+from dlrm_core.presentation import Table, column, known_ms
+from dlrm_core.training import TrainingResult
+
+
+def facts(parameters: Parameters) -> Table:
+    """What is going to run, in the words of the field."""
+    model, data, training = parameters.model, parameters.data, parameters.training
+    rows = model.table_rows
+    bag = f"{data.indices_per_lookup:,}"
+    weights = sum(
+        a * b + b for w in (model.bottom_widths, model.top_widths) for a, b in itertools.pairwise(w)
+    )
+    return Table(
+        ["", "value"],
+        [
+            ("bottom MLP", " → ".join(map(str, model.bottom_widths))),
+            ("top MLP", " → ".join(map(str, model.top_widths))),
+            (
+                "embedding tables",
+                f"{len(rows)} tables, {sum(rows):,} rows in all, {model.embedding_dim} wide",
+            ),
+            ("interaction", model.interaction),
+            (
+                "parameters of the model",
+                f"{sum(rows) * model.embedding_dim:,} in tables, {weights:,} in MLPs",
+            ),
+            ("data", f"{data.generator}, loaded by the {data.loader} loader"),
+            ("indices per lookup", f"{bag} each" if data.fixed_pooling else f"up to {bag}"),
+            ("batch", f"{training.batch_size:,} samples, {training.batches:,} batches"),
+            ("optimizer", f"{training.optimizer}, learning rate {training.learning_rate:g}"),
+            ("device", training.device),
+        ],
+    )
+
+
+def memory_forecast(parameters: Parameters) -> pd.DataFrame:
+    """What the run will allocate: ``name``, ``shape``, ``component``, ``bytes``.
+
+    Tables of one size are one row, and so are the smallest of many.
+    """
+    items = [vars(item) for item in forecast_memory(parameters)]
+    table = pd.DataFrame(items)
+    is_table = table["name"].str.startswith("embedding table")
+    merged = (
+        table[is_table]
+        .groupby("shape", sort=False, as_index=False)
+        .agg(count=("bytes", "size"), bytes=("bytes", "sum"))
+    )
+    names = [
+        f"embedding table{'s' if row.count > 1 else ''}, {row.count} × {row.shape}"
+        for row in rows_of(merged)
+    ]
+    tables = merged.assign(name=names).sort_values("bytes", ascending=False)
+    if len(tables) > 12:
+        rest = tables.iloc[11:]
+        small = {"name": f"{len(rest)} smaller kinds of embedding tables", "shape": ""}
+        tables = pd.concat([tables[:11], pd.DataFrame([small | {"bytes": rest["bytes"].sum()}])])
+    result = pd.concat([tables, table[~is_table]], ignore_index=True)
+    result["component"] = [_component_of(name) for name in result["name"]]
+    result = result.sort_values("bytes", ascending=False, kind="stable", ignore_index=True)
+    return result[["name", "shape", "component", "bytes"]]
+
+
+def forecast_table(forecast: pd.DataFrame) -> Table:
+    """The forecast with its total."""
+    rows = [(row.name, row.shape, format_bytes(row.bytes)) for row in rows_of(forecast)]
+    total = ("all", "", format_bytes(float(forecast["bytes"].sum())))
+    return Table(["what", "shape", "size"], [*rows, total])
+
+
+def training_result(result: TrainingResult) -> Table:
+    """What a training run amounted to."""
+    done = f"{result.iterations:,} ({result.status})"
+    return Table(
+        ["", "value"],
+        [
+            ("iterations", done),
+            ("loss, mean over the last interval", f"{result.loss:.6f}"),
+            ("time per iteration, median, data included", known_ms(result.ms_per_iteration)),
+            ("of it making data, mean", known_ms(result.data_ms_per_iteration)),
+            ("of it computing, mean", known_ms(result.compute_ms_per_iteration)),
+            ("throughput, data included", f"{result.samples_per_second:,.0f} samples/s"),
+            ("time of all iterations", f"{result.elapsed_s:,.1f} s"),
+            ("peak memory of the process", format_bytes(result.peak_memory_bytes)),
+            ("device", f"{result.device}, {result.threads} CPU threads"),
+        ],
+    )
+
+
+def intervals(folder: Path) -> pd.DataFrame:
+    """metrics.jsonl of a run folder: a row an interval, the columns of ``Interval``."""
+    return pd.read_json(folder / "metrics.jsonl", lines=True)
+
+
+def iterations(result: TrainingResult) -> pd.DataFrame:
+    """``iteration`` (from 1) and its ``loss``."""
+    return pd.DataFrame({"iteration": range(1, result.iterations + 1), "loss": result.losses})
+
+
+def interval_table(table: pd.DataFrame) -> Table:
+    """metrics.jsonl, a line an interval."""
+    cells = {
+        "iteration": [f"{count:,}" for count in table["iteration"]],
+        "loss": [f"{loss:.6f}" for loss in table["loss"]],
+        "ms per iteration": column(table["ms_per_iteration"]),
+        "data (ms)": column(table["data_ms_per_iteration"]),
+        "compute (ms)": column(table["compute_ms_per_iteration"]),
+        "samples/s": [f"{rate:,.0f}" for rate in table["samples_per_second"]],
+    }
+    return Table(list(cells), zip(*cells.values(), strict=True))
+
+
+def _component_of(name: str) -> str:
+    kinds = {
+        "embedding": "embedding",
+        "sparse embedding": "embedding",
+        "bottom MLP": "bottom_mlp",
+        "top MLP": "top_mlp",
+        "batches": "data",
+    }
+    return next((part for start, part in kinds.items() if name.startswith(start)), "other")
