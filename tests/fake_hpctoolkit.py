@@ -81,7 +81,8 @@ stem = f"python3-000000-000-host-{os.getpid()}-0"
     + ", blocked: 9, errant: 0, trolled: 0, yielded: 0)," + chr(10))
 gpu = any(event.startswith("gpu=") for event in events)
 if gpu and behaviour.get("no_gpu") or any(e in behaviour.get("refuses", []) for e in events):
-    print("hpcrun: CUDA driver cannot be initialised", file=sys.stderr)
+    print("FATAL: hpcrun failure: failure type = CUPTI result error", file=sys.stderr)
+    print("See the 'FAQ and Troubleshooting' chapter in the HPCToolkit manual", file=sys.stderr)
     sys.exit(1)
 environment = dict(os.environ, HPCRUN_EVENT_LIST=" ".join(events))
 environment["FAKE_SLOWER"] = str(behaviour.get("slower", 1.0))

@@ -396,6 +396,7 @@ def test_no_usable_gpu(fake):
     assert [p.name for p in measured.passes] == ["times"]
     assert measured.passes[0].events == ("CPUTIME",)
     assert "before the program ran" in measured.not_measured["GPU times"]
+    assert "CUPTI result error" in measured.not_measured["GPU times"]
     assert "before the program ran" in measured.not_measured["stall reasons"]
 
 

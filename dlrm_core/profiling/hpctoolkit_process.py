@@ -97,11 +97,16 @@ class Completed:
         return _tail(self.stdout, limit) + self.stderr_text(limit)
 
     def last_words(self) -> str:
-        """The last line that it wrote to standard error (or output), for a message."""
+        """The line of its standard error (or output) that says what went wrong, best guess.
+
+        HPCToolkit names the fault in a line with FATAL and then refers to its manual.
+        """
         for path in (self.stderr, self.stdout):
-            lines = [line.strip() for line in _tail(path, 8192).splitlines() if line.strip()]
+            text = "".join(c if c.isprintable() else "\n" for c in _tail(path, 8192))
+            lines = [line.strip() for line in text.splitlines() if line.strip()]
             if lines:
-                return lines[-1][:300]
+                fatal = [line for line in lines if "FATAL" in line or "fatal error" in line]
+                return (fatal or lines)[-1][:300]
         return "it wrote nothing"
 
 
