@@ -329,8 +329,12 @@ def _gather(
 
 def _records(file: f4.DatabaseFile, at: Ints, kind: f4.Record) -> npt.NDArray[Any]:
     """A copy of the records at bytes ``at``; shape (len(at),)."""
-    copied = file.bytes[at[:, None] + np.arange(kind.size)]
-    return np.ascontiguousarray(copied).view(kind.dtype).reshape(len(at))
+    copied = np.empty(len(at), kind.dtype)
+    octets = copied.view(np.uint8).reshape(len(at), kind.size)
+    for start in range(0, len(at), CHUNK):  # the addresses take eight times the records
+        part = slice(start, start + CHUNK)
+        octets[part] = file.bytes[at[part, None] + np.arange(kind.size)]
+    return copied
 
 
 @dataclass
