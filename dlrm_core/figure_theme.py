@@ -55,6 +55,7 @@ _AXIS = {
     "automargin": True,
     "title": {"standoff": 10, "font": {"size": 13}},
     "separatethousands": True,
+    "exponentformat": "none",
 }
 
 TEMPLATE = go.layout.Template(
@@ -130,9 +131,10 @@ def ranked_bars(
     texts: Sequence[str],
     hover: Sequence[str],
     marker: dict[str, Any],
+    row: int = ROW,
 ) -> go.Figure:
     """Horizontal bars, the first on top, each with its label before and its value behind it."""
-    result = figure(title, 110 + ROW * max(len(labels), 3))
+    result = figure(title, 110 + row * max(len(labels), 3))
     # two bars may have one label, so places are numbers
     places = list(range(len(labels)))
     result.add_trace(
@@ -150,7 +152,7 @@ def ranked_bars(
     )
     # room for the text behind the longest bar
     longest = max(values, default=0.0)
-    result.update_xaxes(title=unit, range=[0, 1.32 * longest if longest > 0 else 1])
+    result.update_xaxes(title=unit, range=[0, 1.42 * longest if longest > 0 else 1])
     result.update_yaxes(
         tickmode="array",
         tickvals=places,

@@ -139,13 +139,13 @@ def call_tree_icicle(tree: pd.DataFrame, unit: str = "ms in a mean iteration") -
             ),
             marker={
                 "colors": colours,
-                "line": {"width": 1, "color": "rgba(255, 255, 255, 0.65)"},
+                "line": {"width": 0.7, "color": "rgba(128, 128, 128, 0.7)"},
             },
             leaf={"opacity": 1},
             textfont={"color": [text_on(colour) for colour in colours]},
             tiling={"orientation": "v"},
             maxdepth=7,
-            textinfo="text+percent root",
+            texttemplate="%{text}<br>%{percentRoot:.0%}",
             pathbar={"visible": True, "side": "top"},
             hovertemplate=(
                 "%{customdata[0]}<br>part: %{customdata[1]}<br>%{value:,.3f} ms "
@@ -237,13 +237,13 @@ def top_operators(operators: pd.DataFrame, count: int = 15) -> go.Figure:
         count: how many of them are drawn.
     """
     on_gpu = bool(operators["gpu_ms"].notna().any())
-    table = operators.head(count).copy()
-    table["time_ms"] = table["gpu_ms" if on_gpu else "cpu_self_ms"].fillna(0.0)
+    table = operators.assign(time_ms=operators["gpu_ms" if on_gpu else "cpu_self_ms"])
+    table = table[table["time_ms"] > 0].head(count)
     rows = rows_of(table)
     return ranked_bars(
         "Operators by their own time",
         f"ms of {'GPU' if on_gpu else 'CPU'} time in a mean iteration",
-        [f"{_operator(row)} · {part_label(row.component, row.phase)}" for row in rows],
+        [f"{_operator(row)}<br>{_small(part_label(row.component, row.phase))}" for row in rows],
         table["time_ms"].tolist(),
         [f"{milliseconds(row.time_ms)}  ({percent(row.share)})" for row in rows],
         [
@@ -253,12 +253,17 @@ def top_operators(operators: pd.DataFrame, count: int = 15) -> go.Figure:
             for row in rows
         ],
         markers([(row.component, row.phase) for row in rows]),
+        row=38,
     )
+
+
+def _small(text: str) -> str:
+    return f'<span style="font-size: 11px">{text}</span>'
 
 
 def _operator(row: Any) -> str:
     """Outside all operators it is the part's own Python code."""
-    return "Python" if row.kind == "annotation" else short_name(row.name, 22)
+    return "Python" if row.kind == "annotation" else short_name(row.name, 26)
 
 
 def memory_by_part(memory: pd.DataFrame) -> go.Figure:

@@ -5,6 +5,7 @@ Nothing is analysed here; what was not measured says so.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -318,11 +319,11 @@ def _spread_row(name: str, times: pd.Series, total: pd.Series) -> tuple[str, ...
     return name, *figures, percent(float(times.sum() / total.sum()))
 
 
-def _shapes(text: str, limit: int = 70) -> str:
-    """Shapes without those of scalars: ``[2048, 64] [64, 64]``."""
-    shown = text.removeprefix("[").removesuffix("]").replace("], ", "] ").replace("[] ", "")
-    shown = shown.removesuffix("[]").strip()
-    return shown if len(shown) <= limit else shown[: limit - 1] + "…"
+def _shapes(text: str) -> str:
+    """Shapes without those of scalars: ``2048×64, 3 of 64×64``; ``*`` is any."""
+    shapes = (found.replace(", ", "×") for found in re.findall(r"\[([\d*, ]+)\]", text))
+    groups = ((shape, len(list(same))) for shape, same in itertools.groupby(shapes))
+    return ", ".join(shape if count == 1 else f"{count} of {shape}" for shape, count in groups)
 
 
 def known_ms(value: Any) -> str:
