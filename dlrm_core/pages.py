@@ -201,7 +201,7 @@ class _Page:
                 rendered.label = "Parameters"
                 rendered.parameters = parameter_tables(self._defaults, {})
         elif _tagged(cell, "injected-parameters"):
-            rendered.label = "Parameters of this run, injected by papermill"
+            rendered.label = "Parameters of this run (click to see; injected by papermill)"
             rendered.parameters = parameter_tables(assigned_values(cell.source), self._defaults)
         elif state.get("status") == "pending":
             rendered.label = "Not executed"
