@@ -262,9 +262,7 @@ def test_a_large_deep_tree_takes_seconds(tmp_path: Path) -> None:
         columns | {"kind": "function", "line": 1, "module": "", "component": "", "phase": ""}
     )
     own = rng.random(count)
-    both = zip(
-        ("exclusive", "inclusive"), (own, inclusive_from_exclusive(parent, own)), strict=True
-    )
+    both = {"exclusive": own, "inclusive": inclusive_from_exclusive(parent, own)}.items()
     large.values = pd.concat(
         pd.DataFrame(
             {"profile": 0, "context": columns["context"], "metric": "cpu_time_ms",

@@ -11,11 +11,15 @@ sampling"; NVIDIA's CUPTI documentation, ``CUpti_ActivityPCSamplingStallReason``
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pandas as pd
 
 from dlrm_core.analysis.context_tree import missing_reason, nearest, unmeasured
 from dlrm_core.errors import InputError
+from dlrm_core.profiling.database import read_database
+from dlrm_core.profiling.hpctoolkit_profile import profile_from_database
 from dlrm_core.profiling.metrics import COPY_KINDS, DERIVATIONS, MEMORY_KINDS, STALLS, derive
 from dlrm_core.profiling.profile import Profile
 
@@ -217,6 +221,19 @@ def sampling_table(profile: Profile) -> pd.DataFrame:
     if not table:
         return unmeasured(columns, missing_reason(profile, ["stall reasons"], "no GPU metric"))
     return pd.DataFrame(table, columns=columns)
+
+
+def sampled_profile(profile: Profile) -> Profile:
+    """The profile with the PC samples: this one, or that of its pass for stalls.
+
+    PC sampling destroys timing, so the driver measures stalls in a pass of their own
+    and ``meta["passes"]`` says where its database is. If it is gone, this profile.
+    """
+    for made in profile.meta.get("passes", []):
+        folder = Path(str(made.get("database") or ""))
+        if made.get("name") == "stalls" and (folder / "meta.db").is_file():
+            return profile_from_database(read_database(folder))
+    return profile
 
 
 # ---- where ------------------------------------------------------------------------
