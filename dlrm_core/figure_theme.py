@@ -11,7 +11,6 @@ from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
-import plotly.io as pio
 
 from dlrm_core.parts import COMPONENTS, PHASES, parse_span
 
@@ -43,10 +42,6 @@ ROW = 26
 """Height of a horizontal bar and its gap, in pixels."""
 
 GRID = "rgba(128, 134, 142, 0.28)"
-
-if "plotly_mimetype" not in (pio.renderers.default or ""):
-    # data for the front end to draw; never 4.8 MB of plotly.js inside a notebook
-    pio.renderers.default = "plotly_mimetype"
 
 _AXIS = {
     "gridcolor": GRID,
