@@ -248,7 +248,8 @@ def top_operators(operators: pd.DataFrame, count: int = 15) -> go.Figure:
         [f"{milliseconds(row.time_ms)}  ({percent(row.share)})" for row in rows],
         [
             f"{wrapped(escaped(row.name))}<br>part: {part_label(row.component, row.phase)}<br>"
-            f"{milliseconds(row.time_ms)} ({row.share:.2%}), {row.calls:,.6g} calls"
+            f"{milliseconds(row.time_ms)} ({row.share:.2%})"
+            + (f", {row.calls:,.6g} calls" if row.calls == row.calls else "")
             + (f"<br>shapes {wrapped(row.shapes)}" if row.shapes else "")
             for row in rows
         ],

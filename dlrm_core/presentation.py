@@ -50,8 +50,9 @@ class Table:
         self.rows = [list(row) for row in rows]
 
     def _repr_html_(self) -> str:
+        if not self.rows:
+            return '<p class="absent">Nothing to list.</p>'
         words = [not _are_numbers(cells) for cells in zip(*self.rows, strict=True)]
-        words = words or [True for _ in self.columns]
 
         def line(cells: Sequence[str], tag: str) -> str:
             shown = (
@@ -186,16 +187,16 @@ def operators_table(operators: pd.DataFrame) -> Table:
         ],
         "part": [part_label(row.component, row.phase) for row in rows],
         "input shapes": [_shapes(row.shapes) for row in rows],
-        "calls": [digits(row.calls) if row.calls % 1 else f"{row.calls:,.0f}" for row in rows],
+        "calls": [_count(row.calls) for row in rows],
         "CPU itself (ms)": column(operators["cpu_self_ms"]),
         "GPU (ms)": column(operators["gpu_ms"]),
         "share": [percent(row.share) for row in rows],
         "GFLOP/s": column(operators["gflops_per_second"]),
     }
-    if operators["gpu_ms"].isna().all():
-        del cells["GPU (ms)"]
-    if operators["gflops_per_second"].isna().all():
-        del cells["GFLOP/s"]
+    measured = {"calls": "calls", "GPU (ms)": "gpu_ms", "GFLOP/s": "gflops_per_second"}
+    for name, of in measured.items():
+        if operators[of].isna().all():
+            del cells[name]
     return Table(list(cells), zip(*cells.values(), strict=True))
 
 
@@ -330,6 +331,13 @@ def known_ms(value: Any) -> str:
     """Milliseconds, or that they were not measured."""
     known = value is not None and math.isfinite(value)
     return f"{digits(float(value))} ms" if known else NOT_MEASURED
+
+
+def _count(calls: float) -> str:
+    """Calls in a mean iteration: whole, or with digits where iterations differ."""
+    if not math.isfinite(calls):
+        return "–"
+    return digits(calls) if calls % 1 else f"{calls:,.0f}"
 
 
 def _are_numbers(cells: Sequence[str]) -> bool:

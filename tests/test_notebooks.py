@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ from typing import Any
 
 import nbformat
 import pandas as pd
+import plotly.graph_objects as go
 import pytest
 
 from dlrm_core import notebook_run, presentation
@@ -21,6 +23,7 @@ from dlrm_core.config import load_parameters, parameters_from_sections
 from dlrm_core.errors import InputError
 from dlrm_core.notebook_parameters import assigned_values, declared_parameters
 from dlrm_core.profiling.hpctoolkit_process import Progress
+from dlrm_core.profiling.profile import Profile
 from dlrm_core.run_folder import NOTEBOOKS, REPOSITORY, latest_run
 from dlrm_core.samples import SAMPLE, sample_profile
 
@@ -267,7 +270,7 @@ def test_tables_align_numbers_and_escape_words() -> None:
     assert "&lt;b&gt;" in html and "<b>" not in html
     assert '<td style="text-align: right">1,234.5</td>' in html
     assert '<td style="text-align: left">a</td>' in html
-    assert presentation.Table(["a"], [])._repr_html_().count("<tr>") == 1
+    assert presentation.Table(["a"], [])._repr_html_().count("Nothing") == 1
     assert "1,234.5" in repr(table)
 
 
@@ -326,3 +329,49 @@ def test_iteration_table_names_the_slowest() -> None:
     each = pd.DataFrame({"iteration": [0, 1, 2], "time_ms": [1.0, 5.0, 2.0]})
     rows = dict(presentation.iteration_table(each).rows)
     assert rows["median"] == "2.000" and rows["number of the slowest"] == "1"
+
+
+def test_bottlenecks_of_a_profile_without_trace_and_memory(tmp_path: Path) -> None:
+    """As a sampling profiler leaves it: no timeline, no iterations, CPU time only."""
+    whole = sample_profile()
+    profile = Profile.build(
+        contexts=whole.contexts.assign(shapes=""),
+        metrics=whole.metrics[whole.metrics["metric"] == "cpu_time_ms"],
+        values=whole.values[whole.values["metric"] == "cpu_time_ms"],
+        threads=whole.threads,
+        meta={
+            "engine": "hpctoolkit",
+            "passes": [{"name": "times", "iterations": 3, "dilation": 1.1}],
+            "not_measured": {"trace": "hpcrun ran without -t", "allocated_bytes": "not by hpcrun"},
+        },
+    )
+    profile.save(tmp_path / "profile")
+    shown = run_cells("bottlenecks", profile_run=str(tmp_path), output_folder=str(tmp_path / "o"))
+    figures = [value for value in shown if isinstance(value, go.Figure)]
+    assert len(figures) == 5, "neither timeline nor memory"
+    texts = [value.markdown for value in shown if isinstance(value, presentation.Text)]
+    assert "*Not measured: hpcrun ran without -t.*" in texts
+    assert texts.count("*Not measured: not by hpcrun.*") == 2
+    tables = [value._repr_html_() for value in shown if isinstance(value, presentation.Table)]
+    assert len(tables) > 8
+    for text in [*tables, *(figure.to_json() for figure in figures)]:
+        assert "nan" not in text.lower()
+    document = json.loads((tmp_path / "o" / "bottlenecks.json").read_text())
+    assert document["profiler"] == "hpctoolkit" and document["coverage"] > 0.99
+
+
+def run_cells(name: str, **parameters: str) -> list[Any]:
+    """What the cells of a notebook show, run in this process."""
+    names: dict[str, Any] = {}
+    shown = []
+    for cell in notebook(name).cells:
+        if cell.cell_type != "code":
+            continue
+        tree = ast.parse(cell.source)
+        last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, name, "exec"), names)
+        if "parameters" in cell.metadata.get("tags", []):
+            names |= parameters
+        if isinstance(last, ast.Expr):
+            shown.append(eval(compile(ast.Expression(last.value), name, "eval"), names))
+    return shown
