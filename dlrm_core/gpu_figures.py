@@ -13,6 +13,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from dlrm_core.analysis.gpu import ISSUED
+from dlrm_core.analysis.idleness import NOBODY
 from dlrm_core.figure_theme import (
     COLOURS,
     GRID,
@@ -33,6 +34,7 @@ from dlrm_core.figure_theme import (
     step_order,
     wrapped,
 )
+from dlrm_core.parts import parse_span
 from dlrm_core.profiling.metrics import STALLS
 
 REASON_COLOURS = {
@@ -84,7 +86,7 @@ def kernel_bars(kernels: pd.DataFrame, count: int = 15) -> go.Figure:
     rows = rows_of(kernels.head(count))
     several = kernels[["component", "phase"]].drop_duplicates().shape[0] > 1
     labels = [
-        short_name(row.kernel, 34)
+        function_name(row.kernel, 34)
         + (f" · {part_label(row.component, row.phase)}" if several else "")
         for row in rows
     ]
@@ -95,12 +97,12 @@ def kernel_bars(kernels: pd.DataFrame, count: int = 15) -> go.Figure:
         [0.0 if pd.isna(row.time_ms) else row.time_ms for row in rows],
         [
             f"{_known(row.time_ms, milliseconds)} ({_known(row.share, percent)}), "
-            f"{_known(row.launches, digits)} launches"
+            f"{_known(row.launches, whole)} launches"
             for row in rows
         ],
         [
             f"{wrapped(escaped(row.kernel))}<br>part: {part_label(row.component, row.phase)}<br>"
-            f"launches: {_known(row.launches, digits)}, mean {_known(row.mean_us, digits)} us"
+            f"launches: {_known(row.launches, whole)}, mean {_known(row.mean_us, digits)} us"
             f"<br>registers of a thread: {_known(row.registers, digits)}"
             f"<br>blocks: {_known(row.blocks, digits)}, "
             f"threads of a block: {_known(row.threads_per_block, digits)}"
@@ -126,9 +128,9 @@ def stall_bars(stalls: pd.DataFrame, count: int = 12) -> go.Figure:
     drawn = stalls.merge(places, on=keys)
     one_kernel = stalls["kernel"].nunique() == 1
     labels = [
-        short_name(row.kernel, 40)
+        function_name(row.kernel, 40)
         if not by_line
-        else _line_label(row.place) + ("" if one_kernel else f" · {short_name(row.kernel, 20)}")
+        else _line_label(row.place) + ("" if one_kernel else f" · {function_name(row.kernel, 20)}")
         for row in rows_of(places)
     ]
     result = figure(
@@ -206,7 +208,7 @@ def lane_timeline(spans: pd.DataFrame, title: str = "Threads and GPU streams") -
         named = [label for label in held.index if label != "(others)"][: len(FUNCTION_COLOURS)]
         for label, colour in zip(named, FUNCTION_COLOURS, strict=False):
             look: dict[str, Any] = {"color": colour, "line": {"width": 0}}
-            _add_spans(result, spans[spans["label"] == label], short_name(label, 28), look)
+            _add_spans(result, spans[spans["label"] == label], function_name(label, 28), look)
         rest = spans[~spans["label"].isin(named)]
         if len(rest):
             look = {"color": COLOURS["other"], "line": {"width": 0}}
@@ -285,10 +287,7 @@ def blame_bars(blame: pd.DataFrame, count: int = 12) -> go.Figure:
     """
     rows = rows_of(blame.head(count))
     parts = [part_label(row.component, row.phase) for row in rows]
-    labels = [
-        part if row.kind == "part" else _joined(_function(row.name), part)
-        for row, part in zip(rows, parts, strict=True)
-    ]
+    labels = [_blamed(row, part) for row, part in zip(rows, parts, strict=True)]
     return ranked_bars(
         "What the CPU ran while the GPU was idle",
         "ms of GPU idle time",
@@ -304,19 +303,27 @@ def blame_bars(blame: pd.DataFrame, count: int = 12) -> go.Figure:
     )
 
 
-def _function(name: str) -> str:
-    return "no launching thread ran" if name.startswith("(no thread") else short_name(name, 30)
+def function_name(name: str, limit: int) -> str:
+    """A function in a few characters; C++'s unnamed namespaces say nothing."""
+    return short_name(name.replace("(anonymous namespace)::", ""), limit)
 
 
-def _joined(name: str, part: str) -> str:
-    """``name · part``, without saying a part's range twice."""
-    return name if name == part else f"{name} · {part}"
+def _blamed(row: Any, part: str) -> str:
+    """What ran, and its part; once where it is the part's own function or range."""
+    if row.kind == "part" or parse_span(row.name) == (row.component, row.phase):
+        return part
+    name = "no launching thread ran" if row.name == NOBODY else function_name(row.name, 30)
+    return f"{name} · {part}"
+
+
+def whole(value: float) -> str:
+    return f"{value:,.0f}"
 
 
 def _line_label(place: str) -> str:
     """A source line as it is; a function (no line known) in a few characters."""
     file, colon, line = place.rpartition(":")
-    return place if colon and line.isdigit() and file else short_name(place, 28)
+    return place if colon and line.isdigit() and file else function_name(place, 28)
 
 
 def _known(value: float, text: Callable[[float], str]) -> str:

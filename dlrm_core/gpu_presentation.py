@@ -13,14 +13,16 @@ import pandas as pd
 
 from dlrm_core.analysis.context_tree import reason_of
 from dlrm_core.analysis.gpu import stall_reasons
-from dlrm_core.figure_theme import part_label, percent, short_name
-from dlrm_core.gpu_figures import REASON_NAMES
+from dlrm_core.figure_theme import part_label, percent
+from dlrm_core.gpu_figures import REASON_NAMES, function_name
 from dlrm_core.presentation import Table, Text, column
 
 Drawn = TypeVar("Drawn")
 
 INDENT = "\u2003"
 """An em space: HTML would drop ordinary ones."""
+
+METRIC_NAMES = {"cpu_time_ms": "CPU time", "gpu_time_ms": "GPU time"}
 
 CHAIN = 0.999
 """A callee with this share of its caller is the next link of a chain of calls."""
@@ -57,15 +59,15 @@ def top_down_table(view: pd.DataFrame, count: int = 40) -> Table | Text:
         "call": [
             INDENT * level
             + ("▸ " if hot else "")
-            + (f"… {folded} calls … " if folded else "")
-            + short_name(name, 60)
+            + (f"… {folded} call{'s' * (folded > 1)} … " if folded else "")
+            + function_name(name, 60)
             for level, folded, name, hot in names
         ],
-        "part": list(map(part_label, table["component"], table["phase"])),
-        f"with callees{unit}": column(table["inclusive"]),
+        **_part_column(table),
+        f"{_metric(view)} with callees{unit}": column(table["inclusive"]),
         "share": list(map(percent, table["share"])),
         f"itself{unit}": column(table["exclusive"]),
-        **{name.replace(" (inc)", ", with callees"): column(table[name]) for name in others},
+        **{_titled(name): column(table[name]) for name in others},
     }
     return Table(list(cells), zip(*cells.values(), strict=True))
 
@@ -81,10 +83,12 @@ def bottom_up_table(view: pd.DataFrame, count: int = 40) -> Table | Text:
         return absent(view)
     table = view.head(count)
     unit = _unit(view)
-    names = zip(table["depth"], table["name"], strict=True)
+    arrows = [INDENT * depth + ("← " if depth else "") for depth in table["depth"]]
     cells = {
         "function, and below it its callers": [
-            INDENT * depth + ("← " if depth else "") + short_name(name, 60) for depth, name in names
+            arrow + function_name(name, 60)
+            for arrow, name in zip(arrows, table["name"], strict=True)
+            for depth, name in names
         ],
         "in": [
             _base(module or file)
@@ -110,7 +114,7 @@ def flat_table(view: pd.DataFrame, count: int = 15) -> Table | Text:
     unit = _unit(view)
     cells: dict[str, list[str]] = {}
     if "name" in table:
-        cells["function"] = [short_name(name, 60) for name in table["name"]]
+        cells["function"] = [function_name(name, 60) for name in table["name"]]
     if "file" in table and "name" not in table:
         cells["file"] = [_base(name) or "(not known)" for name in table["file"]]
     if "line" in table:
@@ -145,8 +149,8 @@ def kernels_table(kernels: pd.DataFrame, count: int = 20) -> Table | Text:
         "occupancy_percent": "occupancy (%)",
     }
     cells = {
-        "kernel": [short_name(name, 48) for name in table["kernel"]],
-        "part": list(map(part_label, table["component"], table["phase"])),
+        "kernel": [function_name(name, 48) for name in table["kernel"]],
+        **_part_column(table),
         "share": list(map(percent, table["share"])),
     }
     cells |= {
@@ -212,7 +216,7 @@ def blame_table(blame: pd.DataFrame, count: int = 15) -> Table | Text:
         return absent(blame)
     table = blame.head(count)
     cells = {
-        "CPU ran": [n if n.startswith("(") else short_name(n, 60) for n in table["name"]],
+        "CPU ran": [n if n.startswith("(") else function_name(n, 60) for n in table["name"]],
         "part": list(map(part_label, table["component"], table["phase"])),
         "GPU idle (ms)": column(table["blamed_ms"]),
         "share of idle time": list(map(percent, table["share"])),
@@ -229,7 +233,7 @@ def lanes_table(summary: pd.DataFrame) -> Table | Text:
         "spans": _counted(summary["spans"]),
         "running (ms)": column(summary["running_ms"]),
         "of the trace": list(map(percent, summary["running_share"])),
-        "most": [short_name(name, 48) for name in summary["largest"]],
+        "most": [function_name(name, 48) for name in summary["largest"]],
         "its share": list(map(percent, summary["largest_share"])),
     }
     return Table(list(cells), zip(*cells.values(), strict=True))
@@ -279,6 +283,25 @@ def _largest_rows(table: pd.DataFrame, count: int) -> pd.DataFrame:
     """The ``count`` rows with most, in their order; a callee has at most its caller's."""
     order = table["inclusive"].sort_values(ascending=False, kind="stable").index[:count]
     return table.loc[sorted(order)]
+
+
+def _part_column(table: pd.DataFrame) -> dict[str, list[str]]:
+    """The column of parts, where any row has one."""
+    if table["component"].eq("other").all():
+        return {}
+    return {"part": list(map(part_label, table["component"], table["phase"]))}
+
+
+def _metric(view: pd.DataFrame) -> str:
+    return METRIC_NAMES.get(view.attrs.get("metric", ""), str(view.attrs.get("metric", "")))
+
+
+def _titled(column_name: str) -> str:
+    """Title of a column ``x (inc)``."""
+    metric = column_name.removesuffix(" (inc)")
+    if metric not in METRIC_NAMES:
+        return f"{metric} with callees"
+    return f"{METRIC_NAMES[metric]} with callees (ms)"
 
 
 def _unit(view: pd.DataFrame) -> str:

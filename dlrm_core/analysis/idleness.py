@@ -5,6 +5,9 @@ performance tools for GPU-accelerated supercomputers", SC 2013): each moment in 
 every stream is idle is charged to the code that the CPU runs then, shared evenly among
 the threads that run. Only threads that launch GPU work are charged, where they are known:
 no other could have given the GPU something to do.
+
+In a sampled trace (HPCToolkit) a thread is in the code of its last sample until the next
+one, so a thread that sleeps is charged as long as one that runs.
 """
 
 from __future__ import annotations

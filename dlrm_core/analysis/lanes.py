@@ -3,6 +3,9 @@
 A trace has a span for each event or sample, up to millions. A picture shows some hundred
 a lane. Here time is cut into equal bins where it must be, and what a bin held is kept to
 the nanosecond by label: the drawing is coarser, the shares are exact.
+
+In a sampled trace (HPCToolkit) a thread counts as running the code of its last sample until
+the next one, also while it sleeps.
 """
 
 from __future__ import annotations

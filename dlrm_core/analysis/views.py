@@ -189,9 +189,11 @@ def bottom_up(
     chain = rank[key[at]]  # the row of the table that a context belongs to, level by level
     levels = [_level(0, -np.ones(len(largest), np.int64), largest, chain, own[at], reached[at])]
     offset, caller = len(largest), at
+    top = contexts["kind"].eq("root").to_numpy()
     for depth in range(1, callers + 1):
         over = parent[caller]
-        called = over >= 0
+        # The root over all threads calls nobody.
+        called = (over >= 0) & ~top[np.maximum(over, 0)]
         at, chain, caller = at[called], chain[called], scope[over[called]]
         if not len(at):
             break
