@@ -88,7 +88,6 @@ def bottom_up_table(view: pd.DataFrame, count: int = 40) -> Table | Text:
         "function, and below it its callers": [
             arrow + function_name(name, 60)
             for arrow, name in zip(arrows, table["name"], strict=True)
-            for depth, name in names
         ],
         "in": [
             _base(module or file)
