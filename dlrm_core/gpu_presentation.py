@@ -118,7 +118,8 @@ def flat_table(view: pd.DataFrame, count: int = 15) -> Table | Text:
         cells["file"] = [_base(name) or "(not known)" for name in table["file"]]
     if "line" in table:
         cells["line"] = [str(line) if line else "–" for line in table["line"]]
-    if "module" in table:
+    # torch knows no modules: the column stays only where it says something, or is asked for
+    if "module" in table and (table["module"].ne("").any() or "name" not in table):
         cells["module"] = [_base(name) or "(not known)" for name in table["module"]]
     cells |= {
         f"itself{unit}": column(table["exclusive"]),
