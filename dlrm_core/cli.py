@@ -69,6 +69,11 @@ def _train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", metavar="DIR", help="folder for metrics.jsonl (default: none is written)"
     )
+    parser.add_argument(
+        "--spans",
+        action="store_true",
+        help="add to the last line when each part began and ended (ns since the epoch)",
+    )
 
 
 def _record(parser: argparse.ArgumentParser) -> None:

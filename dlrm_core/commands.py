@@ -24,9 +24,12 @@ EXIT_CODES = {"finished": 0, "diverged": 1, "interrupted": 128 + signal.SIGINT}
 def train(arguments: argparse.Namespace) -> int:
     """``dlrm train``: a JSON line per interval, and a last one with the result."""
     from dlrm_core import training
+    from dlrm_core.parts import log_spans
 
     parameters = load_parameters(arguments.file, arguments.parameter)
-    with _terminate_like_interrupt():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_terminate_like_interrupt())
+        spans = stack.enter_context(log_spans()) if arguments.spans else None
         result = training.train(
             parameters,
             Path(arguments.output) if arguments.output else None,
@@ -35,7 +38,10 @@ def train(arguments: argparse.Namespace) -> int:
         )
     for notice in result.notices:
         print(notice, file=sys.stderr)
-    print(json.dumps(plain(result.summary())), flush=True)
+    summary = result.summary()
+    if spans is not None:
+        summary["spans"] = spans
+    print(json.dumps(plain(summary)), flush=True)
     return EXIT_CODES[result.status]
 
 

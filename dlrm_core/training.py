@@ -23,7 +23,7 @@ from dlrm_core.data import Batch, batches
 from dlrm_core.errors import InputError
 from dlrm_core.files import JsonLines, write_json
 from dlrm_core.model import ClickLoss, build_model
-from dlrm_core.parts import ITERATION_SPAN
+from dlrm_core.parts import ITERATION_SPAN, span
 from dlrm_core.precision import set_fp32_matmul
 from dlrm_core.step import TrainingStep, data_forward, transfer_forward
 
@@ -114,7 +114,7 @@ class Trainer:
 
     def iterate(self) -> torch.Tensor:
         """One iteration, data included; its loss, not waited for."""
-        with torch.profiler.record_function(ITERATION_SPAN):
+        with span(ITERATION_SPAN):
             started = time.perf_counter()
             batch = data_forward(self.batches)
             self._measured.data_s.append(time.perf_counter() - started)

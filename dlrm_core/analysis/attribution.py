@@ -218,7 +218,8 @@ def step_contexts(profile: Profile, other_threads: bool = True) -> np.ndarray:
             inside[row] |= inside[above]
             if not is_thread[row]:
                 thread[row] = thread[above]
-    if not other_threads:
+    # Where spans placed the samples, those of every thread are in the iterations already.
+    if not other_threads or profile.meta.get("spans"):
         return inside
     root = profile.contexts["kind"].eq("root").to_numpy()
     return inside | ~(np.isin(thread, np.unique(thread[inside])) | root)

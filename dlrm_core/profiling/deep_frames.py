@@ -25,7 +25,7 @@ def recursion_limit(depth: int) -> int:
     return max(sys.getrecursionlimit(), 1000 + FRAMES_PER_LEVEL * depth)
 
 
-class DeepGraphFrame(GraphFrame):  # type: ignore[misc]
+class DeepGraphFrame(GraphFrame):
     """A GraphFrame whose ``filter`` keeps a recursion limit that fits the tree."""
 
     depth: int = 0

@@ -148,9 +148,10 @@ class _Session:
             try:
                 results.append(self._pass(planned, unprofiled))
             except MeasurementError as error:
-                if planned.name != "stalls":
+                if planned.name == "times":
                     raise
-                self.not_measured["stall reasons"] = str(error)
+                what = "stall reasons" if planned.name == "stalls" else "Python frames"
+                self.not_measured[what] = str(error)
         return Measurement(
             unprofiled=unprofiled.result or {},
             passes=tuple(results),
@@ -212,7 +213,11 @@ class _Session:
             elif outcome.kind == "aborted" and measured.python and not measured_again:
                 measured_again = True
                 notices.append(f"measured once more, because {outcome.reason}")
-            elif outcome.kind in ("aborted", "program") and measured.python:
+            elif (
+                outcome.kind in ("aborted", "program")
+                and measured.python
+                and measured.name != "frames"
+            ):
                 # Python frames are highly experimental in HPCToolkit
                 notices.append(f"measured without Python frames, because {outcome.reason}")
                 self.not_measured["Python frames"] = outcome.reason
@@ -281,7 +286,8 @@ class _Session:
             lost = lost_samples(measurements)
             if lost is not None and lost > LOST_LIMIT:
                 notices.append(lost_notice(lost, measured.python))
-                self.not_measured["all CPU time"] = notices[-1]
+                if measured.name == "times":
+                    self.not_measured["all CPU time"] = notices[-1]
             return PassResult(
                 name=measured.name,
                 command=run.command,
@@ -294,6 +300,7 @@ class _Session:
                 exit_code=run.exit_code,
                 measurements=final,
                 database=database,
+                result=run.result or {},
                 notices=tuple(notices + more),
             )
         finally:

@@ -28,7 +28,8 @@ class Pass:
     """One profiled run.
 
     Attributes:
-        name: ``times`` (when and how long) or ``stalls`` (why kernels wait).
+        name: ``times`` (when and how long), ``frames`` (Python call paths) or
+            ``stalls`` (why kernels wait).
         events: one ``-e`` each.
         trace: record a timeline (``-t``).
         python: put Python functions into call paths (``-a python``).
@@ -46,7 +47,12 @@ def plan_passes(
     """The passes that a workload on ``device`` is measured with.
 
     PC sampling serialises kernels (a program 4.9 % idle became 78 % idle), so
-    times and stall reasons never come from one run.
+    times and stall reasons never come from one run. Python frames cost a hook at
+    every Python call, and samples that fall into the hook are lost (parameters/quick.yaml:
+    4 to 12 times as long, its data loop gone from the profile), so on the CPU,
+    where the parts are told apart by the workload's own spans, they get a pass of
+    their own too. Kernels run long after their launch: on a GPU their part is known
+    from the call path alone, so there the pass for times has Python frames.
 
     Args:
         device: ``cpu`` or ``cuda``.
@@ -57,7 +63,8 @@ def plan_passes(
         raise InputError(f"device is {device!r}, expected 'cpu' or 'cuda'")
     python = python and capabilities.python_frames
     if device == "cpu" or capabilities.gpu_event is None:
-        return [Pass("times", (CPU_EVENT,), trace=True, python=python)]
+        times = Pass("times", (CPU_EVENT,), trace=True, python=False)
+        return [times, Pass("frames", (CPU_EVENT,), trace=False, python=True)][: 1 + python]
     passes = [Pass("times", (CPU_EVENT, capabilities.gpu_event), trace=True, python=python)]
     if pc_sampling and capabilities.pc_event is not None:
         passes.append(Pass("stalls", (capabilities.pc_event,), trace=False, python=python))

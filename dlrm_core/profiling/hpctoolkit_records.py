@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ class PassResult:
     """One profiled run and its database.
 
     Attributes:
-        name: ``times`` or ``stalls``.
+        name: ``times``, ``frames`` or ``stalls``.
         command: hpcrun's argument list.
         events: the events that were measured.
         python_frames: call paths hold Python functions.
@@ -69,6 +69,7 @@ class PassResult:
         exit_code: hpcrun's, which is the program's.
         measurements: hpcrun's directory.
         database: hpcprof's directory.
+        result: the workload's final JSON object while profiled.
         notices: what the reader of the figures should know.
     """
 
@@ -83,6 +84,7 @@ class PassResult:
     exit_code: int
     measurements: Path
     database: Path
+    result: dict[str, Any] = field(default_factory=dict)
     notices: tuple[str, ...] = ()
 
 

@@ -102,6 +102,7 @@ def _with_hpctoolkit(
     from dlrm_core.profiling.hpctoolkit import HPCToolkitSettings
     from dlrm_core.profiling.hpctoolkit import measure as measure_program
     from dlrm_core.profiling.hpctoolkit_profile import profile_from_database
+    from dlrm_core.profiling.hpctoolkit_spans import with_spans
     from dlrm_core.profiling.workload import information, probe_alternatives
     from dlrm_core.training import resolve_device
 
@@ -111,7 +112,7 @@ def _with_hpctoolkit(
         [
             *(sys.executable, "-m", "dlrm_core", "train", "-f", str(file)),
             *("-p", f"training.batches={config.warmup + config.iterations}"),
-            *("-p", "training.log_every=1"),
+            *("-p", "training.log_every=1", "--spans"),
         ],
         folder / "hpctoolkit",
         device=device.type,
@@ -121,6 +122,11 @@ def _with_hpctoolkit(
     times = measurement.database("times")
     assert times is not None
     profile = profile_from_database(read_database(times))
+    if device.type == "cpu":
+        profile = with_spans(profile, measurement.passes[0].result.get("spans") or [])
+    frames = measurement.database("frames")
+    if frames is not None:
+        profile_from_database(read_database(frames)).save(folder / "profile_python")
     passes: list[dict[str, Any]] = [
         {
             "name": "unprofiled",
@@ -139,6 +145,8 @@ def _with_hpctoolkit(
                 "python_frames": made.python_frames,
                 "ms_per_iteration": made.ms_per_iteration,
                 "dilation": made.dilation,
+                "part_dilation": made.part_dilation,
+                "lost_samples": made.lost_samples,
                 "database": str(made.database),
                 "notices": list(made.notices),
             }
