@@ -15,6 +15,8 @@ from typing import Any
 
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.errors import InputError
+from dlrm_core.files import read_json
+from dlrm_core.files import read_json
 from dlrm_core.profiling.hpctoolkit_process import Progress
 from dlrm_core.profiling.measure import saved_profile
 from dlrm_core.profiling.profile import Profile
@@ -50,7 +52,8 @@ def start(
     Args:
         notebook: its name, without suffix.
         sections: ``title``, ``model``, ``data``, ``training``, ``profiling``.
-        output_folder: what ``dlrm run`` gives; empty: a new dated folder.
+        output_folder: what ``dlrm run`` gives; empty, or the folder of a run that is
+            over: a new dated folder, since no run is written over another.
         output_root: where dated folders are; empty: beside ``output_folder``, else
             ``outputs/`` of the repository.
 
@@ -58,8 +61,14 @@ def start(
         InputError: a parameter cannot work, or the folder cannot be made.
     """
     parameters = parameters_from_sections(sections)
-    root = Path(output_root).expanduser().absolute() if output_root else DEFAULT_OUTPUT_ROOT
-    if not output_folder:
+    given = Path(output_folder).expanduser().absolute() if output_folder else None
+    status = _status(given)
+    if output_root:
+        root = Path(output_root).expanduser().absolute()
+    else:
+        root = given.parents[1] if given and status else DEFAULT_OUTPUT_ROOT
+    # an executed notebook that is run again names the folder of its first run
+    if given is None or status not in ("", "running"):
         claimed = claim_run_folder(
             root,
             notebook,
@@ -68,14 +77,19 @@ def start(
             command=f"{notebook}.ipynb, run by hand",
         )
         return NotebookRun(parameters, claimed.path, root, claimed)
-    folder = Path(output_folder).expanduser().absolute()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        given.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"output_folder {folder}: cannot be made: {error.strerror}") from None
-    if not output_root and (folder / "run.json").is_file():
-        root = folder.parents[1]
-    return NotebookRun(parameters, folder, root)
+        raise InputError(f"output_folder {given}: cannot be made: {error.strerror}") from None
+    return NotebookRun(parameters, given, root)
+
+
+def _status(folder: Path | None) -> str:
+    """What run.json says of a run folder; empty where there is none."""
+    if folder is None or not (folder / "run.json").is_file():
+        return ""
+    run = read_json(folder / "run.json")
+    return str(run.get("status", "")) if isinstance(run, dict) else ""
 
 
 @dataclass(frozen=True)
@@ -84,7 +98,14 @@ class Source:
 
     profile: Profile
     sentence: str
+    folder: Path | None = None
     is_sample: bool = False
+
+    def python_profile(self) -> Profile | None:
+        """The pass with Python frames, if HPCToolkit made one for this run."""
+        if self.folder is None or not (self.folder / "profile_python").is_dir():
+            return None
+        return Profile.load(self.folder / "profile_python")
 
 
 def find_profile(profile_run: str, output_root: Path) -> Source:
@@ -95,11 +116,12 @@ def find_profile(profile_run: str, output_root: Path) -> Source:
     """
     if profile_run:
         folder = Path(profile_run).expanduser().absolute()
-        return Source(saved_profile(folder), f"This page explains the profile in `{folder}`.")
+        sentence = f"This page explains the profile in `{folder}`."
+        return Source(saved_profile(folder), sentence, folder)
     newest = latest_run(output_root, "profile")
     if newest is not None:
         sentence = f"This page explains the newest finished profile run, `{newest}`."
-        return Source(saved_profile(newest), sentence)
+        return Source(saved_profile(newest), sentence, newest)
     profile = sample_profile()
     return Source(
         profile,

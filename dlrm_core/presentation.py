@@ -201,7 +201,9 @@ def operators_table(operators: pd.DataFrame) -> Table:
 
 
 def data_table(split: pd.DataFrame) -> Table:
-    """Data, transfer and compute over the iterations."""
+    """Data, transfer and compute over the iterations; no rows without iterations."""
+    if split.empty:
+        return Table([], [])
     total = split[["data_ms", "transfer_ms", "compute_ms"]].sum(axis=1)
     rows = [
         _spread_row(name, split[f"{name}_ms"], total)
@@ -215,7 +217,9 @@ def data_table(split: pd.DataFrame) -> Table:
 
 
 def iteration_table(each: pd.DataFrame) -> Table:
-    """How the iterations' times spread, and which was the slowest."""
+    """How the iterations' times spread, and which was the slowest; no rows without any."""
+    if each.empty:
+        return Table([], [])
     times = each.groupby("iteration")["time_ms"].sum()
     quantiles = {"least": 0.0, "median": 0.5, "90 of 100 below": 0.9, "most": 1.0}
     figures = column([*(times.quantile(q) for q in quantiles.values()), times.mean()])

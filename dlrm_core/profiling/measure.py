@@ -164,7 +164,7 @@ def _with_hpctoolkit(
 
 
 def saved_profile(folder: Path | str) -> Profile:
-    """The Profile of a run folder, a saved Profile, or a recording of ``dlrm record``.
+    """The Profile of a run folder, a saved Profile, a recording, or an HPCToolkit database.
 
     Raises:
         InputError: the folder holds none of these.
@@ -176,7 +176,12 @@ def saved_profile(folder: Path | str) -> Profile:
     for place in (folder / "recording", folder):
         if (place / "recording.json").is_file():
             return read_recording(place)
+    if (folder / "meta.db").is_file():
+        from dlrm_core.profiling.database import read_database
+        from dlrm_core.profiling.hpctoolkit_profile import profile_from_database
+
+        return profile_from_database(read_database(folder))
     raise InputError(
-        f"{folder}: holds no profile; expected a run folder of the profile notebook, or a folder "
-        "that dlrm record wrote"
+        f"{folder}: holds no profile; expected a run folder of the profile notebook, a folder "
+        "that dlrm record wrote, or an HPCToolkit database"
     )
