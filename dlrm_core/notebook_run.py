@@ -16,7 +16,6 @@ from typing import Any
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json
-from dlrm_core.files import read_json
 from dlrm_core.profiling.hpctoolkit_process import Progress
 from dlrm_core.profiling.measure import saved_profile
 from dlrm_core.profiling.profile import Profile
