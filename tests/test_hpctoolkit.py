@@ -222,13 +222,17 @@ def test_cuda_version_of_torch_is_read_without_importing_it(tmp_path, monkeypatc
 
 def test_passes_by_device():
     gpu = Capabilities("H200", "gpu=nvidia", "gpu=nvidia,pc", python_frames=True)
-    assert plan_passes(gpu, "cpu") == [Pass("times", ("CPUTIME",), True, True)]
+    assert plan_passes(gpu, "cpu") == [
+        Pass("times", ("CPUTIME",), True, False),
+        Pass("frames", ("CPUTIME",), False, True),
+    ]
     assert plan_passes(gpu, "cuda") == [
         Pass("times", ("CPUTIME", "gpu=nvidia"), True, True),
         Pass("stalls", ("gpu=nvidia,pc",), False, True),
     ]
     assert [p.name for p in plan_passes(gpu, "cuda", pc_sampling=False)] == ["times"]
-    assert not plan_passes(gpu, "cpu", python=False)[0].python
+    assert [p.name for p in plan_passes(gpu, "cpu", python=False)] == ["times"]
+    assert not plan_passes(gpu, "cuda", python=False)[0].python
     none = Capabilities(None, None, None, python_frames=False)
     assert plan_passes(none, "cuda") == [Pass("times", ("CPUTIME",), True, False)]
     with pytest.raises(InputError, match="'tpu'"):
@@ -249,16 +253,19 @@ def test_settings_come_from_the_parameters_file():
 def test_measures_on_the_cpu(fake):
     fake.behave(slower=1.1)
     measured = run(fake)
-    (times,) = measured.passes
-    assert times.dilation == pytest.approx(1.1)
+    times, frames = measured.passes
+    assert times.dilation == frames.dilation == pytest.approx(1.1)
     assert times.part_dilation == {"data": pytest.approx(1.1)}
     assert times.ms_per_iteration == pytest.approx(11.0)
     assert measured.unprofiled["ms_per_iteration"] == 10.0
-    assert times.exit_code == 0 and times.python_frames
+    assert times.result["ms_per_iteration"] == times.ms_per_iteration
+    assert times.exit_code == 0 and not times.python_frames and frames.python_frames
     assert times.database.is_absolute() and (times.database / "meta.db").is_file()
     assert measured.database() == times.database and measured.database("stalls") is None
-    (call,) = fake.calls("hpcrun")
-    assert call["events"] == ["CPUTIME"] and call["trace"] and call["python"]
+    first, second = fake.calls("hpcrun")
+    assert first["events"] == ["CPUTIME"] and first["trace"] and not first["python"]
+    assert second["events"] == ["CPUTIME"] and not second["trace"] and second["python"]
+    assert measured.database("frames") == frames.database != times.database
     assert "--no-source" in fake.calls("hpcprof")[0]["arguments"]
     assert "computes on the CPU" in measured.not_measured["GPU times"]
     assert "computes on the CPU" in measured.not_measured["stall reasons"]
@@ -298,8 +305,9 @@ def test_existing_outputs_are_left_alone(fake):
 
 def test_a_slowed_pass_is_pointed_out(fake):
     fake.behave(slower=4.0)
-    notices = run(fake).passes[0].notices
-    assert any("4.00x" in notice and "Python frames" in notice for notice in notices)
+    times, frames = run(fake).passes
+    assert any("4.00x" in notice and "Python" not in notice for notice in times.notices)
+    assert any("4.00x" in notice and "Python frames" in notice for notice in frames.notices)
 
 
 def test_dropped_samples_are_counted_and_pointed_out(fake):
@@ -308,9 +316,11 @@ def test_dropped_samples_are_counted_and_pointed_out(fake):
     measured = run(fake)
     assert measured.passes[0].lost_samples == pytest.approx(0.61)
     assert "dropped 61% of its samples" in measured.passes[0].notices[-1]
-    assert "Python calls" in measured.not_measured["all CPU time"]
-    measured = run(fake, python_frames=False)
+    assert "Python calls" in measured.passes[1].notices[-1]
+    # the times that are shown come from the pass without Python frames
     assert "Python calls" not in measured.not_measured["all CPU time"]
+    measured = run(fake, device="cuda", pc_sampling=False)
+    assert "Python calls" in measured.not_measured["all CPU time"]
 
 
 def test_a_program_without_figures_has_no_dilation(fake):
@@ -332,6 +342,7 @@ def test_progress_tells_stage_time_and_iteration(fake):
     )  # fmt: skip
     assert list(dict.fromkeys(p.stage for p in seen)) == [
         "unprofiled", "times: hpcrun", "times: hpcstruct", "times: hpcprof",
+        "frames: hpcrun", "frames: hpcstruct", "frames: hpcprof",
     ]  # fmt: skip
     assert any(p.stage == "times: hpcrun" and p.iteration == 2 for p in seen)
     assert any(p.detail == "libone.so" for p in seen)
@@ -365,12 +376,17 @@ def test_a_program_that_only_fails_under_hpcrun(fake, code):
     fake.behave(under_hpcrun_fails=code)
     with pytest.raises(MeasurementError, match=f"exit code {code} under hpcrun"):
         run(fake)
-    assert [call["python"] for call in fake.calls("hpcrun")] == [True, False]
+    with pytest.raises(MeasurementError, match=f"exit code {code} under hpcrun"):
+        run(fake, device="cuda")
+    assert [call["python"] for call in fake.calls("hpcrun")] == [False, True, False]
 
 
 def test_a_program_that_fails_with_python_frames_is_measured_without(fake):
     fake.behave(python_fails=134)
     measured = run(fake)
+    assert [p.name for p in measured.passes] == ["times"]
+    assert "exit code 134" in measured.not_measured["Python frames"]
+    measured = run(fake, device="cuda", pc_sampling=False)
     assert not measured.passes[0].python_frames
     assert "exit code 134" in measured.not_measured["Python frames"]
     assert any("without Python frames" in notice for notice in measured.passes[0].notices)
@@ -386,6 +402,9 @@ def test_a_program_that_fails_after_its_work_keeps_its_data(fake):
 def test_python_frames_that_were_not_recorded_are_not_claimed(fake):
     fake.behave(logical=False)
     measured = run(fake)
+    assert [p.name for p in measured.passes] == ["times"]
+    assert "another Python version" in measured.not_measured["Python frames"]
+    measured = run(fake, device="cuda", pc_sampling=False)
     assert not measured.passes[0].python_frames
     assert "another Python version" in measured.not_measured["Python frames"]
 
@@ -434,7 +453,7 @@ def test_a_folder_that_hpcrun_cannot_make(fake):
 
 def test_hpcprof_aborts_once_and_the_program_is_measured_again(fake):
     fake.behave(bad_logical=1)
-    measured = run(fake)
+    measured = run(fake, device="cuda", pc_sampling=False)
     assert len(fake.calls("hpcrun")) == 2
     assert measured.passes[0].python_frames
     assert measured.passes[0].measurements.name == "times-2.measurements"
@@ -444,11 +463,19 @@ def test_hpcprof_aborts_once_and_the_program_is_measured_again(fake):
 
 def test_hpcprof_aborts_twice_and_python_frames_are_given_up(fake):
     fake.behave(bad_logical=9)
-    measured = run(fake)
+    measured = run(fake, device="cuda", pc_sampling=False)
     assert [call["python"] for call in fake.calls("hpcrun")] == [True, True, False]
     assert not measured.passes[0].python_frames
     assert "aborts" in measured.not_measured["Python frames"]
     assert measured.passes[0].database.is_dir()
+
+
+def test_on_the_cpu_an_abort_costs_only_the_python_frames(fake):
+    fake.behave(bad_logical=9)
+    measured = run(fake)
+    assert [call["python"] for call in fake.calls("hpcrun")] == [False, True, True]
+    assert [p.name for p in measured.passes] == ["times"]
+    assert "aborts" in measured.not_measured["Python frames"]
 
 
 def stanza(number: int, function: bytes, file: bytes, line: int = 1) -> bytes:
@@ -463,10 +490,11 @@ def test_a_nameless_module_is_named_before_hpcprof_aborts_on_it(fake):
     data = MAGIC + stanza(1, b"main", b"/a.py") + stanza(2, b"", b"") + stanza(3, b"", b"/b.py")
     fake.behave(stanzas=data.hex())
     measured = run(fake)
-    (times,) = measured.passes
-    assert len(fake.calls("hpcrun")) == 1 and times.python_frames
-    assert any("1 Python module(s) without a name" in notice for notice in times.notices)
-    mended = (times.measurements / "logical" / "python.1").read_bytes()
+    times, frames = measured.passes
+    assert len(fake.calls("hpcrun")) == 2 and frames.python_frames
+    assert any("1 Python module(s) without a name" in notice for notice in frames.notices)
+    assert not any("Python module" in notice for notice in times.notices)
+    mended = (frames.measurements / "logical" / "python.1").read_bytes()
     assert mended == data.replace(stanza(2, b"", b""), stanza(2, STAND_IN, b""))
 
 
@@ -538,7 +566,7 @@ def test_hpcstruct_skips_huge_libraries(fake, tmp_path):
     huge = huge_library(tmp_path, "libtorch_cpu.so", 70_000_000)
     small = huge_library(tmp_path, "libc10.so", 1000)
     fake.behave(modules=[huge, small, "/no/such/lib.so"])
-    measured = run(fake)
+    measured = run(fake, python_frames=False)
     assert fake.calls("struct-skipped") == [{"name": "libtorch_cpu.so.hpcstruct"}]
     # the empty stand-in is gone when hpcprof looks
     assert fake.calls("hpcprof")[0]["structs"] == ["lib.so.hpcstruct", "libc10.so.hpcstruct"]
@@ -577,7 +605,7 @@ def test_hpcstruct_never_sees_an_unsafe_path(fake, tmp_path):
     folder = tmp_path / "my $(run) folder"
     fake.behave(modules=["/lib/one.so"])
     measured = measure(fake.workload(), folder, tools=find_tools(str(fake.home)))
-    (times,) = measured.passes
+    times = measured.passes[0]
     assert times.measurements == folder / "times.measurements"
     assert list(times.measurements.glob("*.hpcrun"))
     assert (times.measurements / "structs" / "one.so.hpcstruct").is_file()

@@ -104,7 +104,7 @@ def measure(
     Raises:
         MissingToolError: HPCToolkit is not installed.
         MeasurementError: the program fails by itself, or the pass for times
-            cannot be made. A failing pass for stall reasons is only recorded.
+            cannot be made. Why another pass failed stands in ``not_measured``.
     """
     if not command:
         raise InputError("nothing to measure: the command is empty")
@@ -146,7 +146,10 @@ class _Session:
         results = []
         for planned in passes:
             try:
-                results.append(self._pass(planned, unprofiled))
+                made = self._pass(planned, unprofiled)
+                # a pass for Python frames without any tells nothing that times do not
+                if planned.name != "frames" or made.python_frames:
+                    results.append(made)
             except MeasurementError as error:
                 if planned.name == "times":
                     raise
@@ -218,10 +221,13 @@ class _Session:
                 and measured.python
                 and measured.name != "frames"
             ):
-                # Python frames are highly experimental in HPCToolkit
+                # Python frames are highly experimental in HPCToolkit; the pass for
+                # times is worth having without them, the pass for frames is not
                 notices.append(f"measured without Python frames, because {outcome.reason}")
                 self.not_measured["Python frames"] = outcome.reason
                 measured = replace(measured, python=False)
+            elif measured.name == "frames" and measured_again:
+                raise MeasurementError(f"given up after measuring twice: {outcome.reason}")
             else:
                 raise MeasurementError(outcome.reason)
 
@@ -247,6 +253,8 @@ class _Session:
                 )
             if measured.python and not any(measurements.glob("logical/*")):
                 reason = "HPCToolkit recorded none (is it built for another Python version?)"
+                if measured.name == "frames":
+                    return Failure("other", reason)
                 self.not_measured["Python frames"] = reason
                 measured = replace(measured, python=False)
             stage = Stage(
@@ -278,11 +286,12 @@ class _Session:
                     self.folder / f"{measured.name}.database",
                     timeout_s=self.settings.database_timeout_s,
                 )
-            except DatabaseAborted as error:
-                return Failure("aborted", str(error))
+            except MeasurementError as error:
+                kind = "aborted" if isinstance(error, DatabaseAborted) else "other"
+                return Failure(kind, str(error))
             dilation = _ratio(_median_ms(run), _median_ms(unprofiled))
             if dilation is not None and dilation > DILATION_LIMIT:
-                notices.append(_slowed(dilation, measured.python))
+                notices.append(_slowed(dilation, measured))
             lost = lost_samples(measurements)
             if lost is not None and lost > LOST_LIMIT:
                 notices.append(lost_notice(lost, measured.python))
@@ -350,9 +359,14 @@ def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def _slowed(dilation: float, python: bool) -> str:
+def _slowed(dilation: float, measured: Pass) -> str:
     text = f"the program ran {dilation:.2f}x as long under hpcrun as without it"
-    if python:
+    if measured.name == "frames":
+        text += (
+            ": Python frames cost time at every Python call, so this pass tells who called what; "
+            "how long it takes is told by the pass for times, made without Python frames"
+        )
+    elif measured.python:
         text += (
             ": Python frames cost time at every Python call, so parts that make many small calls "
             "look larger than they are (profiling.python_frames: false measures without them)"

@@ -52,19 +52,24 @@ def plan_passes(
     4 to 12 times as long, its data loop gone from the profile), so on the CPU,
     where the parts are told apart by the workload's own spans, they get a pass of
     their own too. Kernels run long after their launch: on a GPU their part is known
-    from the call path alone, so there the pass for times has Python frames.
+    from the call path alone, so there the pass for times has Python frames, also
+    where the GPU cannot be measured.
 
     Args:
         device: ``cpu`` or ``cuda``.
         python: Python frames are wanted (given where the tools offer them).
-        pc_sampling: the second GPU pass is wanted.
+        pc_sampling: the pass for stall reasons is wanted (on a GPU that offers it).
     """
     if device not in ("cpu", "cuda"):
         raise InputError(f"device is {device!r}, expected 'cpu' or 'cuda'")
     python = python and capabilities.python_frames
-    if device == "cpu" or capabilities.gpu_event is None:
-        times = Pass("times", (CPU_EVENT,), trace=True, python=False)
-        return [times, Pass("frames", (CPU_EVENT,), trace=False, python=True)][: 1 + python]
+    if device == "cpu":
+        passes = [Pass("times", (CPU_EVENT,), trace=True, python=False)]
+        if python:
+            passes.append(Pass("frames", (CPU_EVENT,), trace=False, python=True))
+        return passes
+    if capabilities.gpu_event is None:
+        return [Pass("times", (CPU_EVENT,), trace=True, python=python)]
     passes = [Pass("times", (CPU_EVENT, capabilities.gpu_event), trace=True, python=python)]
     if pc_sampling and capabilities.pc_event is not None:
         passes.append(Pass("stalls", (capabilities.pc_event,), trace=False, python=python))

@@ -15,7 +15,8 @@ class HPCToolkitSettings:
 
     Attributes:
         home: installation folder; "" means HPCTOOLKIT_HOME, then PATH.
-        python_frames: put Python functions into call paths where offered.
+        python_frames: put Python functions into call paths where offered; on a CPU
+            in a pass of their own, since they cost time at every Python call.
         pc_sampling: on a GPU, a second pass for stall reasons.
         structure: run hpcstruct.
         structure_limit_mb: hpcstruct skips binaries above this, in millions of bytes.
