@@ -48,6 +48,7 @@ lab: $(SET_UP)
 
 bench: $(SET_UP)
 	$(BIN)/dlrm bench --json benchmarks/results/step.json
+	$(BIN)/python benchmarks/database.py --json benchmarks/results/database.json
 
 # On a GPU node the lock's packages are not wanted: the node's own torch is used.
 gpu-check:
