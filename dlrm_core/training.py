@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import json
 import math
-import resource
 import statistics
 import sys
 import time
@@ -64,7 +63,7 @@ class TrainingResult:
     samples_per_second: float
     """All samples over the loop's whole time."""
     elapsed_s: float
-    peak_memory_bytes: int
+    peak_memory_bytes: int | None
     """Of the process (resident set) on the CPU, of torch's allocator on a GPU."""
     device: str
     threads: int
@@ -288,12 +287,15 @@ def device_name(device: torch.device) -> str:
     return "cpu"
 
 
-def peak_memory(device: torch.device) -> int:
-    """Bytes at the highest point so far."""
+def peak_memory(device: torch.device) -> int | None:
+    """Bytes at the highest point so far; None where the system does not say."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    # Linux counts in KiB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # not getrusage's ru_maxrss: that survives exec, so a child would start with its parent's peak
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return None
 
 
 class _NoBar:

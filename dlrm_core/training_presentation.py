@@ -93,7 +93,12 @@ def training_result(result: TrainingResult) -> Table:
             ("of it computing, mean", known_ms(result.compute_ms_per_iteration)),
             ("throughput, data included", f"{result.samples_per_second:,.0f} samples/s"),
             ("time of all iterations", f"{result.elapsed_s:,.1f} s"),
-            ("peak memory of the process", format_bytes(result.peak_memory_bytes)),
+            (
+                "peak memory of the process",
+                format_bytes(result.peak_memory_bytes)
+                if result.peak_memory_bytes
+                else "not measured",
+            ),
             ("device", f"{result.device}, {result.threads} CPU threads"),
         ],
     )
