@@ -88,6 +88,8 @@ environment = dict(os.environ, HPCRUN_EVENT_LIST=" ".join(events))
 environment["FAKE_SLOWER"] = str(behaviour.get("slower", 1.0))
 if python and behaviour.get("python_fails"):
     environment["FAKE_EXIT"] = str(behaviour["python_fails"])
+if python and behaviour.get("python_hangs"):
+    environment["FAKE_HANG"] = "1"
 if behaviour.get("under_hpcrun_fails"):
     environment["FAKE_EXIT"] = str(behaviour["under_hpcrun_fails"])
 if behaviour.get("fails_at_the_end"):
@@ -147,6 +149,9 @@ unnamed = any(bytes(8) + bytes(1) in path.read_bytes() for path in logical.paren
 if unnamed or behaviour.get("prof_aborts") or logical.exists() and logical.read_text() == "bad":
     print("FATAL: Invalid logical stanza, both names are empty!", file=sys.stderr, flush=True)
     os.abort()
+if logical.exists() and behaviour.get("python_prof_exit"):
+    print("ERROR: these frames are too much", file=sys.stderr)
+    sys.exit(behaviour["python_prof_exit"])
 if behaviour.get("prof_nothing"):
     sys.exit(0)
 if behaviour.get("prof_race"):
@@ -178,7 +183,7 @@ print("not JSON", flush=True)
 print("{also not", flush=True)
 for iteration in (1, 2):
     print(json.dumps({"iteration": iteration, "ms_per_iteration": 9.0}), flush=True)
-    time.sleep(0.02)
+    time.sleep(600 if "FAKE_HANG" in os.environ else 0.02)
 ms = 10.0 * float(os.environ.get("FAKE_SLOWER", 1))
 environment = {name: os.environ.get(name) for name in
                ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "PYTHONMALLOC")}

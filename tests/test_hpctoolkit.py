@@ -233,7 +233,10 @@ def test_passes_by_device():
     assert [p.name for p in plan_passes(gpu, "cuda", pc_sampling=False)] == ["times"]
     assert [p.name for p in plan_passes(gpu, "cpu", python=False)] == ["times"]
     assert not plan_passes(gpu, "cuda", python=False)[0].python
+    blind = Capabilities("H200", None, None, python_frames=True)
+    assert plan_passes(blind, "cuda") == [Pass("times", ("CPUTIME",), True, True)]
     none = Capabilities(None, None, None, python_frames=False)
+    assert plan_passes(none, "cpu") == [Pass("times", ("CPUTIME",), True, False)]
     assert plan_passes(none, "cuda") == [Pass("times", ("CPUTIME",), True, False)]
     with pytest.raises(InputError, match="'tpu'"):
         plan_passes(gpu, "tpu")
@@ -308,6 +311,11 @@ def test_a_slowed_pass_is_pointed_out(fake):
     times, frames = run(fake).passes
     assert any("4.00x" in notice and "Python" not in notice for notice in times.notices)
     assert any("4.00x" in notice and "Python frames" in notice for notice in frames.notices)
+    # advice for the pass whose times are read, not for the one that only names callers
+    advice = "profiling.python_frames: false"
+    assert not any(advice in notice for notice in times.notices + frames.notices)
+    (times,) = run(fake, device="cuda", pc_sampling=False).passes
+    assert any("4.00x" in notice and advice in notice for notice in times.notices)
 
 
 def test_dropped_samples_are_counted_and_pointed_out(fake):
@@ -385,7 +393,11 @@ def test_a_program_that_fails_with_python_frames_is_measured_without(fake):
     fake.behave(python_fails=134)
     measured = run(fake)
     assert [p.name for p in measured.passes] == ["times"]
+    assert measured.database("frames") is None
+    assert not any("Python" in notice for notice in measured.passes[0].notices)
     assert "exit code 134" in measured.not_measured["Python frames"]
+    assert "pass frames" in measured.not_measured["Python frames"]
+    assert [call["python"] for call in fake.calls("hpcrun")] == [False, True]
     measured = run(fake, device="cuda", pc_sampling=False)
     assert not measured.passes[0].python_frames
     assert "exit code 134" in measured.not_measured["Python frames"]
@@ -395,8 +407,10 @@ def test_a_program_that_fails_with_python_frames_is_measured_without(fake):
 def test_a_program_that_fails_after_its_work_keeps_its_data(fake):
     fake.behave(fails_at_the_end=139)
     measured = run(fake)
-    assert measured.passes[0].exit_code == 139
-    assert any("exit code 139" in notice for notice in measured.passes[0].notices)
+    assert [p.name for p in measured.passes] == ["times", "frames"]
+    for made in measured.passes:
+        assert made.exit_code == 139
+        assert any("exit code 139" in notice for notice in made.notices)
 
 
 def test_python_frames_that_were_not_recorded_are_not_claimed(fake):
@@ -404,6 +418,8 @@ def test_python_frames_that_were_not_recorded_are_not_claimed(fake):
     measured = run(fake)
     assert [p.name for p in measured.passes] == ["times"]
     assert "another Python version" in measured.not_measured["Python frames"]
+    # nothing is made of a pass that would be the one for times once more
+    assert len(fake.calls("hpcrun")) == 2 and len(fake.calls("hpcprof")) == 1
     measured = run(fake, device="cuda", pc_sampling=False)
     assert not measured.passes[0].python_frames
     assert "another Python version" in measured.not_measured["Python frames"]
@@ -470,12 +486,52 @@ def test_hpcprof_aborts_twice_and_python_frames_are_given_up(fake):
     assert measured.passes[0].database.is_dir()
 
 
+def test_on_the_cpu_only_the_pass_for_frames_is_measured_again(fake):
+    fake.behave(bad_logical=1)
+    measured = run(fake)
+    assert [call["python"] for call in fake.calls("hpcrun")] == [False, True, True]
+    times, frames = measured.passes
+    assert frames.python_frames and not any("once more" in n for n in times.notices)
+    assert frames.measurements.name == "frames-2.measurements"
+    (notice,) = [n for n in frames.notices if "once more" in n]
+    assert "Invalid logical stanza" in notice and "exit code 134" in notice
+    assert "Python frames" not in measured.not_measured
+
+
 def test_on_the_cpu_an_abort_costs_only_the_python_frames(fake):
     fake.behave(bad_logical=9)
     measured = run(fake)
     assert [call["python"] for call in fake.calls("hpcrun")] == [False, True, True]
+    (times,) = measured.passes
+    assert times.database.is_dir() and not any("Python" in n for n in times.notices)
+    reason = measured.not_measured["Python frames"]
+    assert "given up after measuring twice" in reason and "Invalid logical stanza" in reason
+
+
+def test_a_second_abort_of_another_kind_says_so_too(fake):
+    fake.behave(bad_logical=1, python_prof_exit=2)
+    measured = run(fake)
     assert [p.name for p in measured.passes] == ["times"]
-    assert "aborts" in measured.not_measured["Python frames"]
+    reason = measured.not_measured["Python frames"]
+    assert "given up after measuring twice" in reason and "exit code 2" in reason
+
+
+def test_a_database_of_frames_that_cannot_be_made_costs_only_the_frames(fake):
+    fake.behave(python_prof_exit=2)
+    measured = run(fake)
+    assert [p.name for p in measured.passes] == ["times"]
+    assert "these frames are too much" in measured.not_measured["Python frames"]
+    assert len(fake.calls("hpcrun")) == 2
+    with pytest.raises(MeasurementError, match="these frames are too much"):
+        run(fake, device="cuda")
+
+
+def test_frames_that_take_too_long_cost_only_the_frames(fake):
+    fake.behave(python_hangs=True)
+    measured = run(fake, timeout_s=2.0)
+    assert [p.name for p in measured.passes] == ["times"]
+    assert "(pass frames) was still running" in measured.not_measured["Python frames"]
+    assert processes_naming(str(fake.bin)) == []
 
 
 def stanza(number: int, function: bytes, file: bytes, line: int = 1) -> bytes:
@@ -566,12 +622,15 @@ def test_hpcstruct_skips_huge_libraries(fake, tmp_path):
     huge = huge_library(tmp_path, "libtorch_cpu.so", 70_000_000)
     small = huge_library(tmp_path, "libc10.so", 1000)
     fake.behave(modules=[huge, small, "/no/such/lib.so"])
-    measured = run(fake, python_frames=False)
-    assert fake.calls("struct-skipped") == [{"name": "libtorch_cpu.so.hpcstruct"}]
+    measured = run(fake)
+    # in both passes
+    assert fake.calls("struct-skipped") == [{"name": "libtorch_cpu.so.hpcstruct"}] * 2
     # the empty stand-in is gone when hpcprof looks
-    assert fake.calls("hpcprof")[0]["structs"] == ["lib.so.hpcstruct", "libc10.so.hpcstruct"]
-    (notice,) = measured.passes[0].notices
-    assert "libtorch_cpu.so (70 MB, limit 64 MB)" in notice
+    structs = [call["structs"] for call in fake.calls("hpcprof")]
+    assert structs == [["lib.so.hpcstruct", "libc10.so.hpcstruct"]] * 2
+    for made in measured.passes:
+        (notice,) = made.notices
+        assert "libtorch_cpu.so (70 MB, limit 64 MB)" in notice
     found = oversized_binaries(measured.passes[0].measurements, 10)
     assert [path.name for path in found] == ["libc10.so", "libtorch_cpu.so"]
 
@@ -595,6 +654,13 @@ def test_hpcstruct_may_take_too_long(fake):
     assert fake.calls("hpcprof")[0]["structs"] == []
 
 
+def test_passes_share_what_hpcstruct_found(fake, tmp_path):
+    fake.behave(modules=["/lib/one.so"])
+    run(fake)
+    caches = [c["arguments"][c["arguments"].index("-c") + 1] for c in fake.calls("hpcstruct")]
+    assert caches == [str(tmp_path / "cache" / "dlrm-workbook" / "hpcstruct")] * 2
+
+
 def test_structure_can_be_left_out(fake):
     measured = run(fake, structure=False)
     assert fake.calls("hpcstruct") == []
@@ -605,12 +671,13 @@ def test_hpcstruct_never_sees_an_unsafe_path(fake, tmp_path):
     folder = tmp_path / "my $(run) folder"
     fake.behave(modules=["/lib/one.so"])
     measured = measure(fake.workload(), folder, tools=find_tools(str(fake.home)))
-    times = measured.passes[0]
-    assert times.measurements == folder / "times.measurements"
-    assert list(times.measurements.glob("*.hpcrun"))
-    assert (times.measurements / "structs" / "one.so.hpcstruct").is_file()
-    assert make_safe(Path(fake.calls("hpcstruct")[0]["arguments"][-1]))
-    assert times.notices == ()
+    assert [p.name for p in measured.passes] == ["times", "frames"]
+    for made in measured.passes:
+        assert made.measurements == folder / f"{made.name}.measurements"
+        assert list(made.measurements.glob("*.hpcrun"))
+        assert (made.measurements / "structs" / "one.so.hpcstruct").is_file()
+        assert made.notices == ()
+    assert all(make_safe(Path(c["arguments"][-1])) for c in fake.calls("hpcstruct"))
 
 
 def test_measuring_inside_hpcrun_is_refused(fake, monkeypatch):
@@ -746,11 +813,16 @@ def test_a_real_hpctoolkit(tmp_path, monkeypatch):
         tmp_path / "run",
         settings=HPCToolkitSettings(structure_limit_mb=1, structure_cache=tmp_path / "cache"),
     )
-    (times,) = measured.passes
+    times = measured.passes[0]
     assert (times.database / "meta.db").read_bytes().startswith(b"HPCTOOLKIT")
     assert (times.database / "trace.db").is_file()
     assert times.dilation is not None and 0.5 < times.dilation < 5
-    if times.python_frames:
-        assert b"bottom_mlp_forward" in (times.database / "meta.db").read_bytes()
-    assert times.lost_samples is not None and times.lost_samples < 1
+    # without the hook at Python calls, and hence without their names
+    assert not times.python_frames and times.lost_samples == pytest.approx(0, abs=0.05)
+    assert b"bottom_mlp_forward" not in (times.database / "meta.db").read_bytes()
+    if "Python frames" not in measured.not_measured:
+        frames = measured.passes[1]
+        assert frames.name == "frames" and frames.python_frames
+        assert b"bottom_mlp_forward" in (frames.database / "meta.db").read_bytes()
+        assert not (frames.database / "trace.db").exists()
     assert re.match(r"\d{4}\.", measured.version)

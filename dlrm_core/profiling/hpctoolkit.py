@@ -146,10 +146,7 @@ class _Session:
         results = []
         for planned in passes:
             try:
-                made = self._pass(planned, unprofiled)
-                # a pass for Python frames without any tells nothing that times do not
-                if planned.name != "frames" or made.python_frames:
-                    results.append(made)
+                results.append(self._pass(planned, unprofiled))
             except MeasurementError as error:
                 if planned.name == "times":
                     raise
