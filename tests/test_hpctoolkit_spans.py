@@ -164,6 +164,18 @@ def test_totals_of_every_thread_are_kept_and_time_is_never_negative(samples, val
     assert table["time_ms"].sum() == pytest.approx(25.5)
 
 
+def test_warm_up_iterations_do_not_count():
+    samples = [(1, 12, INTERPRETER), (1, 45, INTERPRETER), (1, 55, TRACE_LINE)]
+    placed = with_spans(profile(samples, [(1, INTERPRETER, 4.0)]), SPANS, warmup=1)
+    table = attribute(placed).set_index(["component", "phase"])["time_ms"]
+    assert table["data", "forward"] == pytest.approx(10.0)
+    assert table["top_mlp", "backward"] == pytest.approx(20.0)
+    assert len(placed.iterations) == 1
+    contexts = placed.contexts
+    by_part = placed.value_table("cpu_time_ms").groupby(contexts.component).sum()
+    assert by_part["data"] == by_part["other"] == pytest.approx(2.0)
+
+
 def test_without_timeline_or_spans_the_profile_stays_as_it_is():
     plain = profile([(1, 5, INTERPRETER)], [(1, INTERPRETER, 1.0)])
     assert with_spans(plain, []) is plain

@@ -52,6 +52,7 @@ def profile_from_database(database: Database) -> Profile:
     if not database.traces:
         reasons["trace"] = database.absent.get("trace.db", "trace.db has no trace lines")
     reasons["iterations"] = "HPCToolkit does not mark iterations"
+    reasons["allocated_bytes"] = "HPCToolkit does not see torch's allocations; torch.profiler does"
     return Profile.build(
         contexts=_contexts(database),
         metrics=metrics,

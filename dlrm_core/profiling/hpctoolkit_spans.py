@@ -32,7 +32,7 @@ OUTSIDE = -1
 """The part of a sample taken outside every span: start-up, the end."""
 
 
-def with_spans(profile: Profile, spans: list[SpanRow]) -> Profile:
+def with_spans(profile: Profile, spans: list[SpanRow], warmup: int = 0) -> Profile:
     """The profile with iteration and part nodes, iterations, and spans in its timeline.
 
     Values of every metric are divided among the parts as the samples of their
@@ -41,12 +41,14 @@ def with_spans(profile: Profile, spans: list[SpanRow]) -> Profile:
     Args:
         profile: of an HPCToolkit database measured with ``-t``.
         spans: the workload's log of the same run.
+        warmup: iterations at the beginning that do not count; their samples are outside.
 
     Returns:
         A new profile; the same profile if it has no timeline or there are no spans.
     """
     parts = [row for row in spans if parse_span(row[0])]
-    loops = sorted(row for row in spans if row[0] == ITERATION_SPAN)
+    loops = sorted(row for row in spans if row[0] == ITERATION_SPAN)[warmup:]
+    parts = [row for row in parts if loops and row[1] >= loops[0][1]]
     if profile.trace.empty or not parts or not loops:
         return profile
     log = _Log(parts, loops)

@@ -123,7 +123,8 @@ def _with_hpctoolkit(
     assert times is not None
     profile = profile_from_database(read_database(times))
     if device.type == "cpu":
-        profile = with_spans(profile, measurement.passes[0].result.get("spans") or [])
+        spans = measurement.passes[0].result.get("spans") or []
+        profile = with_spans(profile, spans, config.warmup)
     frames = measurement.database("frames")
     if frames is not None:
         try:
