@@ -13,6 +13,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from dlrm_core.profiling.hpctoolkit import (
+    Capabilities,
+    HPCToolkitSettings,
+    Measurement,
+    find_tools,
+    measure,
+    probe,
+)
+
 COMMON = """
 import json, os, sys, time
 from pathlib import Path
@@ -249,3 +258,37 @@ class FakeHPCToolkit:
 
     def workload(self, *arguments: str) -> list[str]:
         return [str(self.bin / "workload"), *arguments]
+
+
+def run(fake: FakeHPCToolkit, *workload: str, device: str = "cpu", **settings) -> Measurement:
+    """Measure the fake workload into a fresh folder beside the tools."""
+    tools = find_tools(str(fake.home))
+    return measure(
+        fake.workload(*workload),
+        fake.home.parent / "run",
+        device=device,
+        settings=HPCToolkitSettings(**settings),
+        tools=tools,
+        capabilities=capabilities(fake),
+    )
+
+
+def capabilities(fake: FakeHPCToolkit, cuda_version: str = "12.4") -> Capabilities:
+    return probe(
+        find_tools(str(fake.home)),
+        nvidia_smi=str(fake.bin / "nvidia-smi"),
+        driver_parameters=fake.home / "params",
+        cuda_version=cuda_version,
+    )
+
+
+def processes_naming(word: str) -> list[int]:
+    """Living processes whose command line holds ``word``."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if word.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return [pid for pid in found if pid != os.getpid()]
