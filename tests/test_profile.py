@@ -200,5 +200,8 @@ def test_hatchet_takes_trees_deeper_than_the_recursion_limit() -> None:
         assert f"{count}.000 f0" in text
         assert f"f{count - 1}" in text
         assert len(list(frame.graph.traverse())) == count
+        # Hatchet's own filter puts the recursion limit back to 1000
+        kept = frame.filter(lambda row: row["cpu_time_ms"] > 0, num_procs=1)
+        assert len(kept.dataframe) == count
     finally:
         sys.setrecursionlimit(before)
