@@ -89,12 +89,12 @@ def compare(
     """
     if peer is not None and not (peer / "dlrm_s_pytorch.py").is_file():
         raise InputError(f"{peer}: is no facebookresearch/dlrm checkout (no dlrm_s_pytorch.py)")
-    contestants: dict[str, Any] = {
-        "reference": lambda: _run_ours(reference, iterations, threads),
-        "tuned": lambda: _run_ours(tuned, iterations, threads),
-    }
+    contestants: dict[str, Any] = {}
     if peer is not None:
+        # first, so that a peer that lacks a package is known before minutes of work
         contestants["facebook"] = lambda: _run_facebook(peer, reference, iterations, threads)
+    contestants["reference"] = lambda: _run_ours(reference, iterations, threads)
+    contestants["tuned"] = lambda: _run_ours(tuned, iterations, threads)
     done: dict[str, list[Run]] = {name: [] for name in contestants}
     for number in range(rounds):
         # whoever runs second inherits warm caches and a busy machine: take turns at that too
