@@ -68,14 +68,12 @@ def log_spans() -> Iterator[list[SpanRow]]:
 @contextlib.contextmanager
 def span(name: str) -> Iterator[None]:
     """A range that torch.profiler records, and that ``log_spans`` logs."""
-    with torch.profiler.record_function(name):
-        if _log is None:
+    rows, start = _log, time.time_ns()
+    try:
+        with torch.profiler.record_function(name):
             yield
-            return
-        rows, start = _log, time.time_ns()
-        try:
-            yield
-        finally:
+    finally:
+        if rows is not None:
             rows.append((name, start, time.time_ns()))
 
 

@@ -156,7 +156,10 @@ def _with_hpctoolkit(
                 "notices": list(made.notices),
             }
         )
-    profile.meta |= information(parameters, device, list(measurement.notices))
+    notices = list(measurement.notices)
+    for made in measurement.passes:
+        notices += [f"pass {made.name}: {notice}" for notice in made.notices]
+    profile.meta |= information(parameters, device, notices)
     profile.meta |= {
         "engine": "hpctoolkit",
         "device": device.type,
