@@ -6,8 +6,9 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -45,6 +46,33 @@ def write_text(path: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             Path(name).unlink()
         raise
+
+
+@contextlib.contextmanager
+def whole_folder(target: Path, what: str) -> Iterator[Path]:
+    """A new folder that appears only when whole: fill the one that is yielded.
+
+    It lies hidden beside ``target`` and is renamed at the end; after an error, or
+    an interruption, it is gone.
+
+    Raises:
+        InputError: ``target`` exists, or cannot be written.
+    """
+    if target.exists():
+        raise InputError(f"{target} exists already; a {what} is never written over another")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    except OSError as error:
+        raise InputError(f"cannot write the {what} to {target}: {error.strerror}") from None
+    try:
+        yield part
+        part.chmod(0o755)
+        part.rename(target)
+    except OSError as error:
+        raise InputError(f"cannot write the {what} to {target}: {error}") from None
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def read_json(path: Path) -> Any:

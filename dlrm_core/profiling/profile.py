@@ -12,8 +12,6 @@ What was not measured has no rows in ``values`` and a reason in
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +21,7 @@ import numpy as np
 import pandas as pd
 
 from dlrm_core.errors import InputError
+from dlrm_core.files import whole_folder
 
 if TYPE_CHECKING:
     from hatchet import GraphFrame
@@ -315,27 +314,12 @@ class Profile:
             InputError: the folder exists already, or cannot be written.
         """
         target = Path(folder)
-        if target.exists():
-            raise InputError(f"{target} exists already; a profile is never written over another")
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            part = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-        except OSError as error:
-            raise InputError(f"cannot write the profile to {target}: {error.strerror}") from None
-        try:
+        with whole_folder(target, "profile") as part:
             for table in SCHEMA:
                 getattr(self, table).to_parquet(part / f"{table}.parquet", index=False)
             head = {"format_version": FORMAT_VERSION, "meta": self.meta}
             text = json.dumps(head, indent=1, default=_plain)
             (part / "profile.json").write_text(text + "\n", encoding="utf-8")
-            part.chmod(0o755)
-            part.rename(target)
-        except OSError as error:
-            shutil.rmtree(part, ignore_errors=True)
-            raise InputError(f"cannot write the profile to {target}: {error}") from None
-        except BaseException:
-            shutil.rmtree(part, ignore_errors=True)
-            raise
         return target
 
     @classmethod

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import statistics
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +23,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from dlrm_core.errors import InputError
+from dlrm_core.files import whole_folder
 
 FORMAT_VERSION = 1
 
@@ -75,14 +74,6 @@ def record(
     if on_gpu and not torch.cuda.is_available():
         raise InputError(f"cannot record on {device}: torch sees no GPU")
     target = Path(folder)
-    if target.exists():
-        raise InputError(f"{target} exists already; a recording is never written over another")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        part = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    except OSError as error:
-        raise InputError(f"cannot write the recording to {target}: {error.strerror}") from None
-
     total = warmup + unprofiled + iterations
     done = 0
 
@@ -108,7 +99,7 @@ def record(
         wait()
         return each, (time.perf_counter() - begin) * 1e3
 
-    try:
+    with whole_folder(target, "recording") as part:
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(device)
         run(warmup)
@@ -168,14 +159,6 @@ def record(
             head["gpu_peak_allocated_bytes"] = torch.cuda.max_memory_allocated(device)
         _write(part / "key_averages.json", {"format_version": FORMAT_VERSION, "rows": averages})
         _write(part / "recording.json", head)
-        part.chmod(0o755)
-        part.rename(target)
-    except OSError as error:
-        shutil.rmtree(part, ignore_errors=True)
-        raise InputError(f"cannot write the recording to {target}: {error}") from None
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
     return target
 
 
