@@ -76,6 +76,13 @@ def test_nothing_wrong_is_an_empty_list_and_a_sentence() -> None:
     )
 
 
+def test_a_profile_of_another_program_is_told_apart() -> None:
+    profile = with_data(4, 96, parameters=SEED)
+    parts = attribute(profile).assign(component="other", phase="")
+    assert "names no part of a model" in limit(profile, parts)
+    assert "is interaction forward" in limit(profile, attribute(profile))
+
+
 def test_slow_data_with_a_probe_is_predicted_by_amdahl() -> None:
     probes = {"data_ms_per_batch": {"facebook_loop": 50.0, "facebook": 1.0}}
     finding = found(with_data(60, 40, parameters=SEED, probes=probes))["data_generation"]

@@ -70,9 +70,14 @@ def limit(profile: Profile, attribution: pd.DataFrame) -> str:
     named = attribution[attribution["time_ms"] > 0]
     if named.empty:
         return "Nothing was measured, so nothing can be said about limits."
+    if named["component"].eq("other").all():
+        return (
+            "This profile names no part of a model: it is of another program, or was measured "
+            "without Python frames. The call tree and the operators say where its time goes."
+        )
     parts = named.groupby(["component", "phase"], as_index=False)[["time_ms", "share"]].sum()
     top = parts.loc[parts["time_ms"].idxmax()]
-    name = f"{top['component']} {top['phase']}".strip()
+    name = f"{top['component'].replace('_mlp', ' MLP')} {top['phase']}".strip()
     total = named["time_ms"].sum()
     return (
         f"The largest part of the step is {name}: {top['time_ms']:.1f} of {total:.1f} ms "
