@@ -9,6 +9,7 @@ from dlrm_core.analysis.attribution import attribute, coverage
 from dlrm_core.config import parameters_from_sections
 from dlrm_core.parts import ITERATION_SPAN, log_spans, span_name
 from dlrm_core.profiling.hpctoolkit_spans import with_spans
+from dlrm_core.profiling.measure import saved_profile
 from dlrm_core.profiling.profile import Profile
 from dlrm_core.training import Trainer
 
@@ -174,6 +175,15 @@ def test_warm_up_iterations_do_not_count():
     contexts = placed.contexts
     by_part = placed.value_table("cpu_time_ms").groupby(contexts.component).sum()
     assert by_part["data"] == by_part["other"] == pytest.approx(2.0)
+
+
+def test_a_moved_run_folder_still_finds_the_databases_of_its_passes(tmp_path):
+    measured = profile([(1, 5, INTERPRETER)], [(1, INTERPRETER, 1.0)])
+    measured.meta["passes"] = [{"name": "stalls", "database": "hpctoolkit/stalls.database"}]
+    measured.save(tmp_path / "run" / "profile")
+    (tmp_path / "run").rename(tmp_path / "moved")
+    (made,) = saved_profile(tmp_path / "moved").meta["passes"]
+    assert made["database"] == str(tmp_path / "moved" / "hpctoolkit" / "stalls.database")
 
 
 def test_without_timeline_or_spans_the_profile_stays_as_it_is():

@@ -152,7 +152,8 @@ def _with_hpctoolkit(
                 "dilation": made.dilation,
                 "part_dilation": made.part_dilation,
                 "lost_samples": made.lost_samples,
-                "database": str(made.database),
+                # relative, so that a run folder can be moved or mailed
+                "database": os.path.relpath(made.database, folder),
                 "notices": list(made.notices),
             }
         )
@@ -180,7 +181,11 @@ def saved_profile(folder: Path | str) -> Profile:
     folder = Path(folder)
     for place in (folder / "profile", folder):
         if (place / "profile.json").is_file():
-            return Profile.load(place)
+            profile = Profile.load(place)
+            for made in profile.meta.get("passes", []):
+                if made.get("database"):
+                    made["database"] = str(folder.absolute() / made["database"])
+            return profile
     for place in (folder / "recording", folder):
         if (place / "recording.json").is_file():
             return read_recording(place)
