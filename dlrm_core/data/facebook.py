@@ -147,23 +147,25 @@ class FacebookReplay(FacebookLoop):
         Returns the draws that become indices, and the size of each bag (B,).
         """
         self._fill(size * (bound // 2 + 2))
-        sizes = self._sizes(self._drawn, bound)
+        # Only the draws that are sizes are looked at, one after the other; a
+        # memoryview hands out Python floats without making a list of the whole block.
+        drawn = self._drawn.data
         places: list[int] = []
         place = 0
         while len(places) < size:
-            if place >= len(sizes):
+            try:
+                draw = drawn[place]
+            except IndexError:
                 self._fill(place + (size - len(places)) * (bound // 2 + 2))
-                sizes += self._sizes(self._drawn[len(sizes) :], bound)
+                drawn = self._drawn.data
+                continue
             places.append(place)
-            place += 1 + sizes[place]
+            # Python's round is numpy's: halves go to the even neighbour
+            place += 1 + (round(draw * bound) or 1)
+        self._fill(place)
         chain = np.array(places)
         draws = self._take(place)
         counts = np.diff(chain, append=place) - 1
         is_index = np.ones(place, dtype=bool)
         is_index[chain] = False
         return draws[is_index], counts
-
-    @staticmethod
-    def _sizes(draws: np.ndarray, bound: int) -> list[int]:
-        """Bag sizes if each draw were one: max(1, round(r bound))."""
-        return np.round(np.maximum(1.0, draws * bound)).astype(np.int64).tolist()
