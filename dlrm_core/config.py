@@ -287,6 +287,8 @@ class Parameters:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
     source: str = ""
+    sweep: Mapping[str, Any] = field(default_factory=dict)
+    """Leaves and the values that ``dlrm run`` gives them in turn, see dlrm_core/sweep.py."""
 
     def to_sections(self) -> dict[str, Any]:
         """Plain dicts, lists and scalars: what YAML, JSON and papermill carry."""
@@ -348,8 +350,8 @@ def parameters_from_sections(tree: Mapping[str, Any], source: str = "") -> Param
     """
     try:
         for name in tree:
-            if name not in SECTIONS and name != "title":
-                raise InputError(_unknown(str(name), ["title", *SECTIONS], "section"))
+            if name not in SECTIONS and name not in ("title", "sweep"):
+                raise InputError(_unknown(str(name), ["title", *SECTIONS, "sweep"], "section"))
         title = tree.get("title", "DLRM")
         if not isinstance(title, str):
             raise InputError(f"title is {title!r}, expected text")
@@ -373,7 +375,10 @@ def parameters_from_sections(tree: Mapping[str, Any], source: str = "") -> Param
             ):
                 section["tables"] = None
             built[name] = kind(**section)
-        return Parameters(title=title, source=source, **built)
+        sweep = tree.get("sweep") or {}
+        if not isinstance(sweep, Mapping):
+            raise InputError(f"sweep is {sweep!r}, expected parameters, each with a list of values")
+        return Parameters(title=title, source=source, sweep=dict(sweep), **built)
     except InputError as error:
         raise InputError(f"{source}: {error}" if source else str(error)) from None
 
@@ -382,19 +387,23 @@ def _override(tree: dict[str, Any], override: str) -> None:
     """Apply one ``section.leaf=value`` to a tree of sections."""
     name, equals, text = override.partition("=")
     section, dot, leaf = name.strip().partition(".")
-    if not equals or (not dot and section != "title"):
+    if not equals or (not dot and section not in ("title", "sweep")):
         raise InputError(
             f"-p {override}: expected NAME=VALUE with a NAME such as training.batch_size"
         )
     if section == "title":
         tree["title"] = text
         return
-    if section not in SECTIONS:
+    if section not in SECTIONS and section != "sweep":
         raise InputError("-p " + _unknown(f"{name.strip()}", list(SECTIONS), "section"))
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
         raise InputError(f"-p {override}: the value is not valid YAML") from None
+    if section == "sweep":
+        # the leaves are those of other sections; dlrm_core/sweep.py checks them
+        tree["sweep"] = {**(tree.get("sweep") or {}), leaf: value} if dot else value
+        return
     known = [f"{section}.{f.name}" for f in fields(SECTIONS[section])]
     if f"{section}.{leaf}" not in known:
         raise InputError("-p " + _unknown(f"{section}.{leaf}", known, "parameter"))

@@ -8,6 +8,7 @@ belong to one notebook only, such as which run it is to explain.
 from __future__ import annotations
 
 import ast
+import json
 import logging
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,6 +20,7 @@ from typing import Any
 import nbformat
 import yaml
 
+from dlrm_core.change import read_change
 from dlrm_core.config import SECTIONS
 from dlrm_core.errors import InputError
 from dlrm_core.run_folder import NOTEBOOKS
@@ -78,12 +80,15 @@ def split_overrides(overrides: Iterable[str]) -> tuple[list[str], dict[str, str]
     """
     sections: list[str] = []
     own: dict[str, str] = {}
+    changes: list[str] = []
     for override in overrides:
         name, equals, value = override.partition("=")
         name = name.strip()
         if not equals or not name:
             raise InputError(f"-p {override}: expected NAME=VALUE")
-        if "." in name or name == "title":
+        if name == "change" or name.startswith("change."):
+            changes.append(override)
+        elif "." in name or name in ("title", "sweep"):
             sections.append(override)
         elif name in SECTIONS:
             raise InputError(f"-p {override}: {name} is a section; set one of its values, {name}.…")
@@ -91,6 +96,8 @@ def split_overrides(overrides: Iterable[str]) -> tuple[list[str], dict[str, str]
             raise InputError(f"-p {override}: {name} is set by dlrm run; see --output-root")
         else:
             own[name] = value
+    if changes:
+        own["change"] = json.dumps(read_change(changes))
     return sections, own
 
 

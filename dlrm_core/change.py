@@ -1,0 +1,152 @@
+"""Changes of parameters: which leaves get which values, however a person writes them.
+
+A change is a flat mapping ``section.leaf`` to value. It is applied to validated parameters
+and validated again, so a change that cannot work is refused before anything runs.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import Any
+
+import yaml
+
+from dlrm_core.config import SECTIONS, Parameters, parameters_from_sections
+from dlrm_core.errors import InputError
+
+LEAVES = tuple(
+    f"{section}.{leaf.name}" for section, kind in SECTIONS.items() for leaf in fields(kind)
+)
+
+
+def flat_change(change: Mapping[str, Any], where: str = "change") -> dict[str, Any]:
+    """A change as ``{section.leaf: value}``; nested sections are flattened.
+
+    Raises:
+        InputError: a name is no parameter; the message names the nearest one.
+    """
+    flat: dict[str, Any] = {}
+    for name, value in change.items():
+        name = str(name).strip()
+        if name in SECTIONS and isinstance(value, Mapping):
+            flat |= {f"{name}.{leaf}": item for leaf, item in value.items()}
+        else:
+            flat[name] = value
+    for name in flat:
+        if name not in LEAVES:
+            close = difflib.get_close_matches(name, LEAVES, n=1, cutoff=0.5)
+            hint = f"; did you mean {close[0]}?" if close else "; expected SECTION.NAME"
+            raise InputError(f"{where}: unknown parameter {name}{hint}")
+    return flat
+
+
+def read_change(options: Iterable[str]) -> dict[str, Any]:
+    """The change of the command line's options, each ``change...=...``.
+
+    ``change={training.precision: bf16}``, ``change=data.generator=facebook`` and
+    ``change.training.batch_size=4096`` all work, and may be repeated.
+
+    Raises:
+        InputError: an option cannot be read.
+    """
+    change: dict[str, Any] = {}
+    for option in options:
+        name, _, text = option.partition("=")
+        leaf = name.strip().partition(".")[2].strip()
+        if not leaf and not text.strip().startswith("{") and "=" in text:
+            leaf, _, text = (piece.strip() for piece in text.partition("="))
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError:
+            raise InputError(f"-p {option}: the value is not valid YAML") from None
+        if leaf:
+            change |= flat_change({leaf: value}, f"-p {option}")
+        elif isinstance(value, Mapping):
+            change |= flat_change(value, f"-p {option}")
+        else:
+            raise InputError(
+                f"-p {option}: expected parameters with their new values, such as "
+                "'change={training.batch_size: 4096}' or change.training.batch_size=4096"
+            )
+    return change
+
+
+def apply_change(
+    parameters: Parameters, change: Mapping[str, Any], where: str = "change"
+) -> Parameters:
+    """The parameters with the change made, validated.
+
+    Raises:
+        InputError: naming the field that cannot have its value.
+    """
+    sections = parameters.to_sections()
+    _follow(sections["model"], change)
+    for name, value in change.items():
+        section, _, leaf = name.partition(".")
+        sections[section][leaf] = value
+    try:
+        return parameters_from_sections(sections)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
+
+
+def _follow(model: dict[str, Any], change: Mapping[str, Any]) -> None:
+    """Let go of what validation had filled in from a leaf that now changes."""
+    rows = model["table_rows"]
+    if "model.tables" in change and "model.table_rows" not in change and len(set(rows)) == 1:
+        model["table_rows"] = rows[0]
+    if "model.table_rows" in change and isinstance(change["model.table_rows"], list | tuple):
+        model["tables"] = None
+    if "model.bottom_mlp" in change and model["mlp_sizes"] == "facebook":
+        model["dense_features"] = None
+
+
+def difference(before: Parameters, after: Parameters) -> dict[str, Any]:
+    """The change that makes ``before`` into ``after``; titles and profiling do not count."""
+    old, new = before.to_sections(), after.to_sections()
+    return {
+        f"{section}.{leaf}": new[section][leaf]
+        for section in SECTIONS
+        if section != "profiling"
+        for leaf in new[section]
+        if new[section][leaf] != old[section][leaf]
+    }
+
+
+def change_text(change: Mapping[str, Any]) -> str:
+    """A change in one line: ``batch_size 4096, precision bf16``."""
+    return ", ".join(f"{name} = {_short(value)}" for name, value in change.items())
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        if len(value) > 2 and all(item == value[0] for item in value):
+            return f"{len(value)} × {value[0]:,}"
+        return "-".join(map(str, value))
+    return str(value)
+
+
+def change_steps(parameters: Parameters, change: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The change as cumulative steps, a leaf a step, each of which can run.
+
+    A leaf that needs another one changed with it (``embedding_dim`` and ``bottom_mlp``)
+    is one step with that one.
+
+    Raises:
+        InputError: the whole change cannot work.
+    """
+    apply_change(parameters, change)
+    steps: list[dict[str, Any]] = []
+    done: dict[str, Any] = {}
+    for name, value in change.items():
+        done = done | {name: value}
+        try:
+            apply_change(parameters, done)
+        except InputError:
+            continue
+        steps.append(done)
+    return steps
