@@ -21,6 +21,7 @@ import torch
 from dlrm_core.config import Parameters
 from dlrm_core.data.loader import make_generator
 from dlrm_core.doctor import machine_facts
+from dlrm_core.part_probes import probe_changes
 from dlrm_core.precision import probe_fp32_matmul
 from dlrm_core.profiling.torch_recorder import record
 from dlrm_core.training import Trainer, device_name, resolve_device
@@ -45,6 +46,9 @@ def record_workload(
     """
     config = parameters.profiling
     probes = probe_alternatives(parameters)
+    part_probes: dict[str, Any] = {}
+    if getattr(config, "probes", False) and resolve_device(parameters.training).type == "cpu":
+        part_probes["part_probes"] = probe_changes(parameters)
     trainer = Trainer(parameters)
     losses: list[torch.Tensor] = []
     try:
@@ -59,7 +63,8 @@ def record_workload(
             record_shapes=config.record_shapes,
             profile_memory=config.profile_memory,
             information=information(parameters, trainer.device, trainer.notices)
-            | {"probes": probes, "command": "dlrm record"},
+            | {"probes": probes, "command": "dlrm record"}
+            | part_probes,
             progress=progress,
         )
     finally:

@@ -1,0 +1,197 @@
+"""A change of parameters: the parameters it leads to, and the parts of a step it touches.
+
+A change is a mapping of dotted leaves to values, ``{"training.batch_size": 4096}``, the
+names of ``-p``. Both sides of a what-if prediction use this: the probes that time the
+changed parts (:mod:`dlrm_core.part_probes`) and the prediction itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from dlrm_core.config import SECTIONS, Parameters, parameters_from_sections
+from dlrm_core.errors import InputError
+
+Change = Mapping[str, Any]
+"""Dotted leaf to value."""
+
+DENSE_ENGINE = (
+    "batch_size",
+    "threads",
+    "fp32_matmul",
+    "precision",
+    "loss_scale",
+    "micro_batch",
+    "compile",
+    "tf32",
+    "cuda_graphs",
+)
+"""Leaves of ``training`` that decide how the dense parts are computed."""
+
+EMBEDDING_ENGINE = (
+    "batch_size",
+    "threads",
+    "optimizer",
+    "embedding_backend",
+    "embedding_update",
+    "cuda_graphs",
+)
+
+NEUTRAL = frozenset(
+    {
+        "model.init",
+        "training.batches",
+        "training.learning_rate",
+        "training.seed",
+        "training.log_every",
+        "training.lowest_precision",
+    }
+)
+"""Leaves that do not change the time of an iteration."""
+
+COMPUTE = ("bottom_mlp", "embedding", "interaction", "top_mlp", "loss", "optimizer")
+
+ACCOUNTED = (
+    {f"training.{name}" for name in (*DENSE_ENGINE, *EMBEDDING_ENGINE)}
+    | {"training.fused_optimizer", "training.device"}
+    | {
+        f"model.{name}"
+        for name in (
+            "mlp_sizes",
+            "dense_features",
+            "bottom_mlp",
+            "top_mlp",
+            "embedding_dim",
+            "tables",
+            "table_rows",
+            "interaction",
+            "interaction_itself",
+            "loss",
+            "loss_weights",
+            "loss_threshold",
+        )
+    }
+    | {
+        f"data.{name}"
+        for name in (
+            "generator",
+            "indices_per_lookup",
+            "fixed_pooling",
+            "zipf_exponent",
+            "round_targets",
+            "loader",
+            "prefetch_batches",
+            "place",
+        )
+    }
+)
+"""Leaves that :func:`signature` looks at; any other is taken to touch what its section could."""
+
+
+def changed_parameters(parameters: Parameters, change: Change) -> tuple[Parameters, list[str]]:
+    """The parameters after a change, and what had to change along with it.
+
+    The bottom MLP ends in the embedding width, and a list of rows has an entry a table,
+    so ``model.embedding_dim`` and ``model.tables`` take those along.
+
+    Raises:
+        InputError: a leaf is unknown, or the changed parameters cannot work.
+    """
+    if not change:
+        raise InputError("the change is empty; expected leaves such as training.batch_size")
+    sections = parameters.to_sections()
+    notices: list[str] = []
+    for name, value in change.items():
+        section, dot, leaf = name.partition(".")
+        if section not in SECTIONS or not dot:
+            raise InputError(
+                f"{name!r} is no parameter; expected SECTION.LEAF such as training.batch_size"
+            )
+        sections[section][leaf] = value
+    model = sections["model"]
+    if "model.embedding_dim" in change and "model.bottom_mlp" not in change:
+        model["bottom_mlp"] = [*model["bottom_mlp"][:-1], change["model.embedding_dim"]]
+        notices.append(
+            f"model.bottom_mlp ends in {change['model.embedding_dim']} too, "
+            "since the interaction needs it"
+        )
+    counts_input = model["mlp_sizes"] == "facebook"
+    if "model.bottom_mlp" in change and "model.dense_features" not in change and counts_input:
+        model["dense_features"] = None
+    if "model.tables" in change and "model.table_rows" not in change:
+        rows = set(model["table_rows"])
+        if len(rows) > 1 and change["model.tables"] != len(model["table_rows"]):
+            raise InputError(
+                f"model.tables is {change['model.tables']!r}, but model.table_rows lists "
+                f"{len(model['table_rows'])} different tables; change model.table_rows with it"
+            )
+        model["table_rows"] = [model["table_rows"][0]] if len(rows) == 1 else model["table_rows"]
+    if "model.table_rows" in change and "model.tables" not in change:
+        given = change["model.table_rows"]
+        if isinstance(given, list | tuple) and len(given) > 1:
+            model["tables"] = None
+    changed = parameters_from_sections(sections)
+    return dataclasses.replace(changed, source=parameters.source), notices
+
+
+def changed_leaves(base: Parameters, changed: Parameters) -> list[str]:
+    """Dotted names of the leaves that differ."""
+    return [
+        f"{section}.{field.name}"
+        for section in SECTIONS
+        for field in dataclasses.fields(getattr(base, section))
+        if getattr(getattr(base, section), field.name)
+        != getattr(getattr(changed, section), field.name)
+    ]
+
+
+def touched_components(base: Parameters, changed: Parameters) -> set[str]:
+    """The components whose time may differ between two sets of parameters."""
+    touched = {
+        component
+        for component in (*COMPUTE, "data")
+        if signature(base, component) != signature(changed, component)
+    }
+    for leaf in changed_leaves(base, changed):
+        section = leaf.partition(".")[0]
+        if leaf in NEUTRAL or leaf in ACCOUNTED or section == "profiling":
+            continue
+        touched |= {"data", "embedding"} if section == "data" else set(COMPUTE)
+    return touched
+
+
+def signature(parameters: Parameters, component: str) -> tuple[Any, ...]:
+    """Everything that the time of a component depends on, as a value that can be compared."""
+    model, data, training = parameters.model, parameters.data, parameters.training
+    dense = _leaves(training, DENSE_ENGINE)
+    update = _leaves(training, ("fused_optimizer", "optimizer"))
+    bags = (model.table_rows, data.indices_per_lookup, data.fixed_pooling)
+    law = "facebook" if data.generator.startswith("facebook") else data.generator
+    exponent = data.zipf_exponent if law == "zipf" else None
+    if component == "bottom_mlp":
+        return (*dense, *update, model.bottom_widths)
+    if component == "interaction":
+        kind = (model.interaction, model.interaction == "dot" and model.interaction_itself)
+        return (*dense, len(model.table_rows), model.embedding_dim, *kind)
+    if component == "top_mlp":
+        return (*dense, *update, model.top_widths, model.loss_threshold)
+    if component == "loss":
+        return (*dense, model.loss, model.loss_weights)
+    if component == "embedding":
+        return (*_leaves(training, EMBEDDING_ENGINE), *bags, model.embedding_dim, law, exponent)
+    if component == "optimizer":
+        parts = ("bottom_mlp", "top_mlp", "embedding")
+        return tuple(signature(parameters, part) for part in parts)
+    if component == "data":
+        # numpy's generators know no threads, torch's do
+        threads = None if law == "facebook" else training.threads
+        ahead = data.prefetch_batches if data.loader == "prefetch" else None
+        made = (data.generator, exponent, data.round_targets, data.loader, ahead, data.place)
+        return (training.batch_size, model.dense_features, *bags, threads, *made)
+    raise ValueError(f"no such component: {component}")
+
+
+def _leaves(section: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
+    return tuple(getattr(section, name, None) for name in names)
