@@ -20,7 +20,7 @@ from typing import Any
 import nbformat
 import yaml
 
-from dlrm_core.change import read_change
+from dlrm_core.change_options import read_change
 from dlrm_core.config import SECTIONS
 from dlrm_core.errors import InputError
 from dlrm_core.run_folder import NOTEBOOKS

@@ -1,4 +1,4 @@
-"""Changes of parameters: which leaves get which values, however a person writes them.
+"""Changes of parameters as a person writes them: options, differences of files, steps.
 
 A change is a flat mapping ``section.leaf`` to value. It is applied to validated parameters
 and validated again, so a change that cannot work is refused before anything runs.
@@ -13,7 +13,8 @@ from typing import Any
 
 import yaml
 
-from dlrm_core.config import SECTIONS, Parameters, parameters_from_sections
+from dlrm_core.changes import changed_parameters
+from dlrm_core.config import SECTIONS, Parameters
 from dlrm_core.errors import InputError
 
 LEAVES = tuple(
@@ -76,31 +77,18 @@ def read_change(options: Iterable[str]) -> dict[str, Any]:
 def apply_change(
     parameters: Parameters, change: Mapping[str, Any], where: str = "change"
 ) -> Parameters:
-    """The parameters with the change made, validated.
+    """The parameters with the change made, validated; see :mod:`dlrm_core.changes`.
 
     Raises:
-        InputError: naming the field that cannot have its value.
+        InputError: naming ``where`` and the field that cannot have its value.
     """
-    sections = parameters.to_sections()
-    _follow(sections["model"], change)
-    for name, value in change.items():
-        section, _, leaf = name.partition(".")
-        sections[section][leaf] = value
+    if not change:
+        return parameters
     try:
-        return parameters_from_sections(sections)
+        changed, _ = changed_parameters(parameters, flat_change(change, where))
     except InputError as error:
-        raise InputError(f"{where}: {error}") from None
-
-
-def _follow(model: dict[str, Any], change: Mapping[str, Any]) -> None:
-    """Let go of what validation had filled in from a leaf that now changes."""
-    rows = model["table_rows"]
-    if "model.tables" in change and "model.table_rows" not in change and len(set(rows)) == 1:
-        model["table_rows"] = rows[0]
-    if "model.table_rows" in change and isinstance(change["model.table_rows"], list | tuple):
-        model["tables"] = None
-    if "model.bottom_mlp" in change and model["mlp_sizes"] == "facebook":
-        model["dense_features"] = None
+        raise InputError(f"{where}: {str(error).removeprefix(f'{where}: ')}") from None
+    return changed
 
 
 def difference(before: Parameters, after: Parameters) -> dict[str, Any]:
