@@ -1,0 +1,324 @@
+"""Operations and bytes of one training iteration, from the model's shapes alone.
+
+Every operator that computes or moves data is a row of :func:`operator_work`, with the
+arithmetic it must do and the bytes of the tensors that go into it and come out of it;
+views cost nothing and are left out. :func:`part_work` sums them by part and phase.
+Formulas and sources: docs/roofline.md. Tests hold them against the operators that torch
+really runs.
+
+Notation: B samples, d embedding width, T tables, F = T + 1 features, P pairs of features,
+N_t lookups a batch in table t.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+
+from dlrm_core.analysis.embedding_work import embedding_rows, lookups
+from dlrm_core.analysis.work_rows import FLOAT_BYTES, INDEX_BYTES, Ledger
+from dlrm_core.config import Parameters, parameters_from_sections
+from dlrm_core.parts import COMPONENTS, PHASES
+
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+AMOUNTS = ["flops", "read_bytes", "written_bytes", "gather_bytes"]
+
+
+def part_work(
+    parameters: Parameters | Mapping[str, Any],
+    statistics: Mapping[str, Any] | None = None,
+    device: str | None = None,
+) -> pd.DataFrame:
+    """Work of each part and phase in one iteration.
+
+    Args:
+        parameters: a run's, or its sections as dicts.
+        statistics: ``meta["data_statistics"]`` of a recording, measured bag sizes; without
+            it the mean of the generator's law.
+        device: ``cpu`` or ``cuda``, where ``training.device`` is ``auto``; on a GPU a batch
+            is copied to it.
+
+    Returns:
+        ``component``, ``phase``, ``flops``, ``read_bytes``, ``written_bytes`` (operands of
+        every operator), ``gather_bytes`` (of those read, in scattered rows), ``operators``
+        (how many run). Rows in the order of a step.
+
+    Raises:
+        InputError: the parameters are not valid.
+    """
+    rows = operator_work(parameters, statistics, device)
+    totals = rows[AMOUNTS].mul(rows["count"], axis=0)
+    totals["operators"] = rows["count"]
+    keys = [rows["component"], rows["phase"]]
+    table = totals.groupby(keys, sort=False).sum().reset_index()
+    order = table["component"].map(COMPONENTS.index) * 10 + table["phase"].map(PHASES.index)
+    return table.iloc[order.argsort(kind="stable")].reset_index(drop=True)
+
+
+def operator_work(
+    parameters: Parameters | Mapping[str, Any],
+    statistics: Mapping[str, Any] | None = None,
+    device: str | None = None,
+) -> pd.DataFrame:
+    """Every operator of an iteration, a row each: the attributes of ``work_rows.Work``.
+
+    Raises:
+        InputError: the parameters are not valid.
+    """
+    if not isinstance(parameters, Parameters):
+        parameters = parameters_from_sections(parameters)
+    ledger = Ledger()
+    looked_up = lookups(parameters, statistics)
+    on_gpu = (device or parameters.training.device).startswith("cuda")
+    _data(ledger, parameters, sum(table.count for table in looked_up), on_gpu)
+    element = ELEMENT_BYTES[setting_of(parameters, "precision", "fp32")]
+    for rows, count in micro_batches(parameters):
+        _dense_forward(ledger, parameters, rows, count, element)
+        _dense_backward(ledger, parameters, rows, count, element)
+    _accumulated(ledger, parameters)
+    embedding_rows(ledger, parameters, looked_up)
+    _updates(ledger, parameters)
+    return ledger.table()
+
+
+def setting_of(parameters: Parameters, name: str, default: Any) -> Any:
+    """``training.name``; the default where this version has no such parameter."""
+    value = getattr(parameters.training, name, default)
+    return default if value is None else value
+
+
+def micro_batches(parameters: Parameters) -> list[tuple[int, int]]:
+    """(rows, how often) of the pieces in which the dense part computes a batch."""
+    size = parameters.training.batch_size
+    piece = min(int(setting_of(parameters, "micro_batch", size)), size)
+    whole, rest = divmod(size, piece)
+    return [(piece, whole)] + ([(rest, 1)] if rest else [])
+
+
+# ---- data -----------------------------------------------------------------------
+
+
+def batch_bytes(parameters: Parameters, looked_up: float) -> float:
+    """Bytes of one batch: dense features, indices, offsets, targets."""
+    size, model = parameters.training.batch_size, parameters.model
+    assert model.dense_features is not None
+    floats = size * (model.dense_features + 1)
+    integers = looked_up + size * len(model.table_rows)
+    return FLOAT_BYTES * floats + INDEX_BYTES * integers
+
+
+def _data(ledger: Ledger, parameters: Parameters, looked_up: float, on_gpu: bool) -> None:
+    """A batch must at least be written once, and copied where the model is on a GPU."""
+    total = batch_bytes(parameters, looked_up)
+    with ledger.part("data", "forward"):
+        ledger.add("make_batch", 0, total)
+    if parameters.data.place == "cpu" and on_gpu:
+        with ledger.part("transfer", "forward"):
+            ledger.add("copy_batch", total, total, on_link=True)
+
+
+# ---- the dense part -------------------------------------------------------------
+
+
+def _dense_forward(
+    ledger: Ledger, parameters: Parameters, rows: int, count: int, element: int
+) -> None:
+    model = parameters.model
+    with ledger.part("bottom_mlp", "forward", count):
+        _mlp_forward(ledger, model.bottom_widths, rows, element, sigmoid_output=False)
+    with ledger.part("interaction", "forward", count):
+        _interaction_forward(ledger, parameters, rows, element)
+    with ledger.part("top_mlp", "forward", count):
+        _mlp_forward(ledger, model.top_widths, rows, element, sigmoid_output=True)
+        if 0.0 < model.loss_threshold < 1.0:
+            _pointwise(ledger, "clamp", rows, 1, element)
+    with ledger.part("loss", "forward", count):
+        _loss_forward(ledger, parameters, rows)
+
+
+def _dense_backward(
+    ledger: Ledger, parameters: Parameters, rows: int, count: int, element: int
+) -> None:
+    model = parameters.model
+    with ledger.part("loss", "backward", count):
+        _loss_backward(ledger, parameters, rows)
+    with ledger.part("top_mlp", "backward", count):
+        if 0.0 < model.loss_threshold < 1.0:
+            _pointwise(ledger, "clamp_backward", rows, 2, element)
+        _mlp_backward(ledger, model.top_widths, rows, element, True, needs_input=True)
+    with ledger.part("interaction", "backward", count):
+        _interaction_backward(ledger, parameters, rows, element)
+    with ledger.part("bottom_mlp", "backward", count):
+        # nobody asks for the gradient of the dense features
+        _mlp_backward(ledger, model.bottom_widths, rows, element, False, needs_input=False)
+
+
+def _pointwise(ledger: Ledger, operator: str, elements: float, operands: int, element: int) -> None:
+    """One operation an element; ``operands`` tensors in, one out."""
+    ledger.add(operator, operands * elements * element, elements * element, flops=elements)
+
+
+def _cast(ledger: Ledger, elements: float, before: int, after: int) -> None:
+    """A copy in another precision."""
+    ledger.add("_to_copy", elements * before, elements * after)
+
+
+def _mlp_forward(
+    ledger: Ledger, widths: tuple[int, ...], rows: int, element: int, sigmoid_output: bool
+) -> None:
+    """(B, n) times (n, m) plus bias, and the activation, layer by layer."""
+    narrow = element != FLOAT_BYTES
+    last = len(widths) - 2
+    for layer, (n, m) in enumerate(itertools.pairwise(widths)):
+        if narrow:
+            if layer == 0:
+                _cast(ledger, rows * n, FLOAT_BYTES, element)
+            _cast(ledger, n * m, FLOAT_BYTES, element)
+            _cast(ledger, m, FLOAT_BYTES, element)
+        ledger.product("addmm", "forward", rows, m, n, element, layer=layer, bias=True)
+        activation = "sigmoid" if sigmoid_output and layer == last else "relu"
+        _pointwise(ledger, activation, rows * m, 1, element)
+
+
+def _mlp_backward(
+    ledger: Ledger,
+    widths: tuple[int, ...],
+    rows: int,
+    element: int,
+    sigmoid_output: bool,
+    needs_input: bool,
+) -> None:
+    """Two products a layer, of the size of the forward one; one where no input gradient is due."""
+    narrow = element != FLOAT_BYTES
+    last = len(widths) - 2
+    for layer in range(last, -1, -1):
+        n, m = widths[layer], widths[layer + 1]
+        activation = "sigmoid" if sigmoid_output and layer == last else "threshold"
+        _pointwise(ledger, f"{activation}_backward", rows * m, 2, element)
+        if layer > 0 or needs_input:
+            ledger.product("mm", "backward_input", rows, n, m, element, layer=layer)
+        ledger.product("mm", "backward_weight", m, n, rows, element, layer=layer)
+        # the bias's gradient
+        ledger.add("sum", rows * m * element, m * element, flops=rows * m)
+        if narrow:
+            _cast(ledger, n * m, element, FLOAT_BYTES)
+            _cast(ledger, m, element, FLOAT_BYTES)
+
+
+# ---- interaction ----------------------------------------------------------------
+
+
+def _interaction_forward(ledger: Ledger, parameters: Parameters, rows: int, element: int) -> None:
+    model = parameters.model
+    dim, features = model.embedding_dim, len(model.table_rows) + 1
+    whole = rows * features * dim
+    ledger.add("cat", whole * element, whole * element)
+    if model.interaction == "cat":
+        return
+    pairs = model.interaction_width - dim
+    ledger.product("bmm", "forward", features, features, dim, element, batch=rows, symmetric=True)
+    picked = rows * pairs * element
+    ledger.add("index", picked + 2 * pairs * INDEX_BYTES, picked)
+    out = rows * (dim + pairs) * element
+    ledger.add("cat", out, out)
+
+
+def _interaction_backward(ledger: Ledger, parameters: Parameters, rows: int, element: int) -> None:
+    model = parameters.model
+    dim, features = model.embedding_dim, len(model.table_rows) + 1
+    tables = features - 1
+    vector = rows * dim * element
+    if model.interaction == "dot":
+        pairs = model.interaction_width - dim
+        square = rows * features * features * element
+        picked = rows * pairs * element
+        ledger.add("new_zeros", 0, square)
+        ledger.add("index_put", 2 * picked + 2 * pairs * INDEX_BYTES, picked, flops=rows * pairs)
+        ledger.product("bmm", "backward_input", dim, features, features, element, batch=rows)
+        ledger.product("bmm", "backward_input", features, dim, features, element, batch=rows)
+        # the features are both operands of the product, so their gradients are added
+        ledger.add("add", 2 * features * vector, features * vector, flops=rows * features * dim)
+        # x goes to the interaction's output as it is, too
+        ledger.add("add", 2 * vector, vector, flops=rows * dim)
+    copies = tables if model.interaction == "dot" else features
+    for _ in range(copies):
+        ledger.add("copy_", vector, vector)
+
+
+# ---- loss -----------------------------------------------------------------------
+
+
+def _loss_forward(ledger: Ledger, parameters: Parameters, rows: int) -> None:
+    kind, four = parameters.model.loss, FLOAT_BYTES
+    if kind in ("mse", "bce"):
+        name = {"mse": "mse_loss", "bce": "binary_cross_entropy"}[kind]
+        ledger.add(name, 2 * rows * four, four, flops=3 * rows)
+        return
+    # the weights of the two targets are float64, and so is what follows from them
+    ledger.add("_to_copy", rows * four, rows * INDEX_BYTES)
+    ledger.add("index", rows * (8 + INDEX_BYTES), rows * 8)
+    ledger.add("binary_cross_entropy", 2 * rows * four, rows * four, flops=3 * rows)
+    ledger.add("mul", rows * (8 + four), rows * 8, flops=rows)
+    ledger.add("mean", rows * 8, 8, flops=rows)
+
+
+def _loss_backward(ledger: Ledger, parameters: Parameters, rows: int) -> None:
+    kind, four = parameters.model.loss, FLOAT_BYTES
+    if kind in ("mse", "bce"):
+        name = {"mse": "mse_loss_backward", "bce": "binary_cross_entropy_backward"}[kind]
+        ledger.add("ones_like", 0, four)
+        ledger.add(name, 2 * rows * four + four, rows * four, flops=3 * rows)
+        return
+    ledger.add("ones_like", 0, 8)
+    ledger.add("div", 8, rows * 8, flops=rows)
+    ledger.add("mul", rows * 16, rows * 8, flops=rows)
+    ledger.add("_to_copy", rows * 8, rows * four)
+    ledger.add("binary_cross_entropy_backward", 3 * rows * four, rows * four, flops=3 * rows)
+
+
+# ---- update of the dense weights ------------------------------------------------
+
+
+def _weights(widths: tuple[int, ...]) -> list[int]:
+    """Elements of each weight and bias, in the optimiser's order."""
+    return [size for n, m in itertools.pairwise(widths) for size in (n * m, m)]
+
+
+def _accumulated(ledger: Ledger, parameters: Parameters) -> None:
+    """From the second piece of a batch on, weight gradients are added to the first's."""
+    pieces = sum(count for _, count in micro_batches(parameters))
+    if pieces == 1:
+        return
+    for part, widths in _mlps(parameters):
+        with ledger.part(part, "backward", pieces - 1):
+            for size in _weights(widths):
+                ledger.add("add_", 2 * size * FLOAT_BYTES, size * FLOAT_BYTES, flops=size)
+
+
+def _updates(ledger: Ledger, parameters: Parameters) -> None:
+    """SGD: w −= η g. Adagrad: s += g², w −= η g / (√s + ε)."""
+    adagrad = "adagrad" in setting_of(parameters, "optimizer", "sgd")
+    fused = parameters.training.fused_optimizer
+    for part, widths in _mlps(parameters):
+        sizes = _weights(widths)
+        with ledger.part(part, "update"):
+            for size in [sum(sizes)] if fused else sizes:
+                whole = size * FLOAT_BYTES
+                if not adagrad:
+                    ledger.add("add_", 2 * whole, whole, flops=2 * size)
+                elif fused:
+                    ledger.add("_fused_adagrad_", 3 * whole, 2 * whole, flops=7 * size)
+                else:
+                    ledger.add("addcmul_", 2 * whole, whole, flops=2 * size)
+                    ledger.add("sqrt", whole, whole, flops=size)
+                    ledger.add("add_", whole, whole, flops=size)
+                    ledger.add("addcdiv_", 3 * whole, whole, flops=3 * size)
+
+
+def _mlps(parameters: Parameters) -> list[tuple[str, tuple[int, ...]]]:
+    model = parameters.model
+    return [("top_mlp", model.top_widths), ("bottom_mlp", model.bottom_widths)]
