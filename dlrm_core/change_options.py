@@ -13,9 +13,9 @@ from typing import Any
 
 import yaml
 
-from dlrm_core.changes import changed_parameters
 from dlrm_core.config import SECTIONS, Parameters
 from dlrm_core.errors import InputError
+from dlrm_core.touched import changed_parameters
 
 LEAVES = tuple(
     f"{section}.{leaf.name}" for section, kind in SECTIONS.items() for leaf in fields(kind)
@@ -77,7 +77,7 @@ def read_change(options: Iterable[str]) -> dict[str, Any]:
 def apply_change(
     parameters: Parameters, change: Mapping[str, Any], where: str = "change"
 ) -> Parameters:
-    """The parameters with the change made, validated; see :mod:`dlrm_core.changes`.
+    """The parameters with the change made, validated; see :mod:`dlrm_core.touched`.
 
     Raises:
         InputError: naming ``where`` and the field that cannot have its value.
