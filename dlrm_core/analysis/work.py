@@ -148,7 +148,7 @@ def _dense_backward(
         _loss_backward(ledger, parameters, rows)
     with ledger.part("top_mlp", "backward", count):
         if 0.0 < model.loss_threshold < 1.0:
-            _pointwise(ledger, "clamp_backward", rows, 2, element)
+            _clamp_backward(ledger, rows, element)
         _mlp_backward(ledger, model.top_widths, rows, element, True, needs_input=True)
     with ledger.part("interaction", "backward", count):
         _interaction_backward(ledger, parameters, rows, element)
@@ -160,6 +160,15 @@ def _dense_backward(
 def _pointwise(ledger: Ledger, operator: str, elements: float, operands: int, element: int) -> None:
     """One operation an element; ``operands`` tensors in, one out."""
     ledger.add(operator, operands * elements * element, elements * element, flops=elements)
+
+
+def _clamp_backward(ledger: Ledger, rows: int, element: int) -> None:
+    """A gradient passes where the prediction was within the bounds."""
+    for operator in ("ge", "le"):
+        ledger.add(operator, rows * element, rows, flops=rows)
+    ledger.add("logical_and", 2 * rows, rows, flops=rows)
+    ledger.add("scalar_tensor", 0, element)
+    ledger.add("where", rows * (1 + element) + element, rows * element, flops=rows)
 
 
 def _cast(ledger: Ledger, elements: float, before: int, after: int) -> None:
@@ -244,8 +253,9 @@ def _interaction_backward(ledger: Ledger, parameters: Parameters, rows: int, ele
         ledger.add("add", 2 * features * vector, features * vector, flops=rows * features * dim)
         # x goes to the interaction's output as it is, too
         ledger.add("add", 2 * vector, vector, flops=rows * dim)
+    # slices of the features' gradient; of a single sample they are in one piece already
     copies = tables if model.interaction == "dot" else features
-    for _ in range(copies):
+    for _ in range(copies if rows > 1 else 0):
         ledger.add("copy_", vector, vector)
 
 
@@ -260,7 +270,7 @@ def _loss_forward(ledger: Ledger, parameters: Parameters, rows: int) -> None:
         return
     # the weights of the two targets are float64, and so is what follows from them
     ledger.add("_to_copy", rows * four, rows * INDEX_BYTES)
-    ledger.add("index", rows * (8 + INDEX_BYTES), rows * 8)
+    ledger.add("index", rows * (8 + INDEX_BYTES), rows * 8)  # a weight a sample
     ledger.add("binary_cross_entropy", 2 * rows * four, rows * four, flops=3 * rows)
     ledger.add("mul", rows * (8 + four), rows * 8, flops=rows)
     ledger.add("mean", rows * 8, 8, flops=rows)
