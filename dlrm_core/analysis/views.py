@@ -278,23 +278,17 @@ def _values(
     profile: Profile, metric: str, profiles: Iterable[int] | None, within: Bools | None
 ) -> tuple[Floats | None, Floats | None]:
     """(exclusive, inclusive) of every context (n,); None for what was not measured."""
-    rows = profile.values[profile.values["metric"] == metric]
-    if rows.empty:
+    if not profile.has(metric):
         return None, None
-    has_inclusive = bool(rows["scope"].eq("inclusive").any())
-    if profiles is not None:
-        rows = rows[rows["profile"].isin(list(profiles))]
-    inside = rows["scope"].eq("inclusive").to_numpy()
-    context, value = rows["context"].to_numpy(), rows["value"].to_numpy()
-    count = len(profile.contexts)
-    own = _sums(context[~inside], value[~inside], count)
+    has_inclusive = bool(profile.rows(metric, "inclusive").any())
+    own = profile.value_table(metric, "exclusive", profiles).to_numpy(copy=True)
     if within is not None:
         own[~within] = 0.0
     if not has_inclusive:
         return own, None
     if within is not None:
         return own, inclusive_from_exclusive(profile.contexts["parent"].to_numpy(), own)
-    return own, _sums(context[inside], value[inside], count)
+    return own, profile.value_table(metric, "inclusive", profiles).to_numpy()
 
 
 def _sums(group: Ints, value: Floats, count: int) -> Floats:

@@ -37,7 +37,14 @@ Ints = npt.NDArray[np.int64]
 
 def _type_names(kinds: Ints) -> list[str]:
     named = {ROOT: "root", ENTRY: "entry"}
-    return [named.get(kind) or enumerated(LEXICAL_TYPES, kind) for kind in kinds.tolist()]
+    return _each(kinds, lambda kind: named.get(kind) or enumerated(LEXICAL_TYPES, kind))
+
+
+def _each(numbers: Ints, name: Callable[[int], str]) -> list[str]:
+    """The name of every number, made once for each that occurs."""
+    found, which = np.unique(numbers, return_inverse=True)
+    names = np.array([name(number) for number in found.tolist()], dtype=object)
+    return names[which].tolist()
 
 
 def _counts(values: Ints, names: Callable[[Ints], list[str]]) -> dict[str, int]:
@@ -61,21 +68,22 @@ def contexts_table(database: Database) -> pd.DataFrame:
     line = np.where(tree.file >= 0, tree.line, np.where(has, known[:, 1], 0))
     module = np.where(tree.module >= 0, tree.module, np.where(has, known[:, 2], -1))
     offset = np.where(tree.module >= 0, (tree.offset % (1 << 63)).astype(np.int64), known[:, 3])
-    files, modules = [*meta.files, ""], [*meta.modules, ""]
+    # −1, not known, is the last of each
+    files = np.array([*meta.files, ""], dtype=object)
+    modules = np.array([*meta.modules, ""], dtype=object)
     return pd.DataFrame(
         {
             "context": tree.context,
             "parent": tree.parent,
             "depth": tree.depth,
             "type": _type_names(tree.lexical_type),
-            "relation": [
-                "" if number < 0 else enumerated(RELATIONS, number)
-                for number in tree.relation.tolist()
-            ],
+            "relation": _each(
+                tree.relation, lambda number: "" if number < 0 else enumerated(RELATIONS, number)
+            ),
             "name": database.names,
-            "file": [files[i] for i in file.tolist()],
+            "file": files[file],
             "line": line,
-            "module": [modules[i] for i in module.tolist()],
+            "module": modules[module],
             "offset": np.where(module >= 0, offset, 0),
         }
     )

@@ -93,19 +93,21 @@ def _why_absent(name: str) -> str:
 
 def _contexts(database: Database) -> pd.DataFrame:
     table = database.contexts
-    kinds = [KINDS.get(kind, "function") for kind in database.tree.lexical_type.tolist()]
-    python = np.array(
-        [database.is_python(i) for i in range(len(database.meta.functions))] + [False]
-    )
-    is_function = database.tree.lexical_type == FUNCTION
-    for row in np.flatnonzero(is_function & python[database.tree.function]).tolist():
-        kinds[row] = "python"
-    for row, name in enumerate(table["name"]):
-        if is_function[row] and name.startswith("<gpu "):
-            kinds[row] = "copy" if name.startswith(("<gpu copy", "<gpu memset")) else "runtime"
-    for row in np.flatnonzero(kernel_rows(database)).tolist():
-        kinds[row] = "kernel"
-    component, phase = _parts(database, table["name"], python)
+    lexical = database.tree.lexical_type
+    kinds = np.full(len(table), "function", dtype=object)
+    for number, kind in KINDS.items():
+        kinds[lexical == number] = kind
+    functions = database.meta.functions
+    python = np.array([database.is_python(i) for i in range(len(functions))] + [False])
+    is_function = lexical == FUNCTION
+    kinds[is_function & python[database.tree.function]] = "python"
+    # the placeholders of GPU operations are functions, named in the table as they are there
+    copies = [function.name.startswith(("<gpu copy", "<gpu memset")) for function in functions]
+    others = [function.name.startswith("<gpu ") for function in functions]
+    kinds[is_function & np.array([*others, False])[database.tree.function]] = "runtime"
+    kinds[is_function & np.array([*copies, False])[database.tree.function]] = "copy"
+    kinds[kernel_rows(database)] = "kernel"
+    component, phase = _parts(database, python)
     return pd.DataFrame(
         {
             "context": np.arange(len(table)),
@@ -123,8 +125,8 @@ def _contexts(database: Database) -> pd.DataFrame:
 
 
 def _parts(
-    database: Database, names: pd.Series, python: npt.NDArray[np.bool_]
-) -> tuple[list[str], list[str]]:
+    database: Database, python: npt.NDArray[np.bool_]
+) -> tuple[npt.NDArray[np.object_], npt.NDArray[np.object_]]:
     """(component, phase) of every row, from the nearest enclosing part."""
     from dlrm_core.parts import parse_span  # imports torch: not needed to read a database
 
@@ -137,10 +139,11 @@ def _parts(
     named = np.array([part is not None for part in parts] + [False])
     marked = named[tree.function] & (tree.lexical_type == FUNCTION)
     owner = database.nearest(marked)
-    labels = [parts[tree.function[row]] if row >= 0 else None for row in owner.tolist()]
+    labels = [*(part or ("other", "") for part in parts), ("other", "")]
+    label = np.where(owner >= 0, tree.function[owner], -1)
     return (
-        [label[0] if label else "other" for label in labels],
-        [label[1] if label else "" for label in labels],
+        np.array([component for component, _ in labels], dtype=object)[label],
+        np.array([phase for _, phase in labels], dtype=object)[label],
     )
 
 
@@ -171,43 +174,49 @@ def _values(database: Database) -> tuple[pd.DataFrame, pd.DataFrame, dict[str, l
         }
         for name in order
     ]
-    frames = []
+    number_of = {name: number for number, name in enumerate(order)}
     pairs_of = [targets.get(canonical_name(metric.name), []) for metric in database.metrics]
+    # columns of numbers, named at the end: names are slow to join by the million
+    pieces: list[tuple[int, Ints, int, int, npt.NDArray[np.float64]]] = []
     for thread in database.threads:
         inclusive = database.inclusive_values(thread.profile)
-        for scope, (index, row, value) in (
-            ("inclusive", inclusive),
-            ("exclusive", database.self_of_sparse(*inclusive)),
-        ):
+        exclusive = database.self_of_sparse(*inclusive)
+        for scope, (index, row, value) in enumerate((inclusive, exclusive)):
             bounds = np.searchsorted(index, np.arange(len(pairs_of) + 1))
             for number, pairs in enumerate(pairs_of):
                 part = slice(bounds[number], bounds[number + 1])
                 if part.start == part.stop:
                     continue
                 for target, factor in pairs:
-                    frames.append(
-                        pd.DataFrame(
-                            {
-                                "profile": thread.profile,
-                                "context": row[part],
-                                "metric": target,
-                                "scope": scope,
-                                "value": value[part] * factor,
-                            }
-                        )
+                    pieces.append(
+                        (thread.profile, row[part], number_of[target], scope, value[part] * factor)
                     )
-    table = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
-    if len(table):
-        if not np.isfinite(table["value"]).all():
-            bad = table.loc[~np.isfinite(table["value"]), "metric"].iloc[0]
-            raise DatabaseError(f"{database.path}: metric '{bad}' has a value that is no number")
-        if standard:  # several inputs of one standard metric meet in one row
-            keys = ["profile", "context", "metric", "scope"]
-            mixed = table["metric"].isin([n for n, names in standard.items() if len(names) > 1])
-            summed = table[mixed].groupby(keys, sort=False)["value"].sum().reset_index()
-            table = pd.concat([table[~mixed], summed], ignore_index=True)
     columns = ["profile", "context", "metric", "scope", "value"]
-    return pd.DataFrame(rows), table if len(table) else pd.DataFrame(columns=columns), standard
+    if not pieces:
+        return pd.DataFrame(rows), pd.DataFrame(columns=columns), standard
+    value = np.concatenate([piece[4] for piece in pieces])
+    sizes = [len(piece[4]) for piece in pieces]
+    metric = np.repeat([piece[2] for piece in pieces], sizes)
+    if not np.isfinite(value).all():
+        bad_metric = order[metric[np.flatnonzero(~np.isfinite(value))[0]]]
+        raise DatabaseError(f"{database.path}: metric '{bad_metric}' has a value that is no number")
+    table = pd.DataFrame(
+        {
+            "profile": np.repeat([piece[0] for piece in pieces], sizes),
+            "context": np.concatenate([piece[1] for piece in pieces]),
+            "metric": np.array(order, dtype=object)[metric],
+            "scope": np.array(["inclusive", "exclusive"], dtype=object)[
+                np.repeat([piece[3] for piece in pieces], sizes)
+            ],
+            "value": value,
+        }
+    )
+    several = [name for name, names in standard.items() if len(names) > 1]
+    if several:  # several inputs of one standard metric meet in one row
+        mixed = table["metric"].isin(several)
+        summed = table[mixed].groupby(columns[:-1], sort=False)["value"].sum().reset_index()
+        table = pd.concat([table[~mixed], summed], ignore_index=True)
+    return pd.DataFrame(rows), table, standard
 
 
 def _standard(present: dict[str, str]) -> tuple[dict[str, list[str]], dict[str, float]]:

@@ -107,7 +107,11 @@ def typed(table: str, rows: Any) -> pd.DataFrame:
     if missing:
         raise InputError(f"profile table '{table}' lacks the column(s) {', '.join(missing)}")
     try:
-        return frame[list(schema)].astype(schema).reset_index(drop=True)
+        frame = frame[list(schema)].astype(schema, copy=False)
+        plain = isinstance(frame.index, pd.RangeIndex) and frame.index.equals(
+            pd.RangeIndex(len(frame))
+        )
+        return frame if plain else frame.reset_index(drop=True)
     except (TypeError, ValueError) as error:
         raise InputError(
             f"profile table '{table}' has a value of the wrong type: {error}"
@@ -165,6 +169,7 @@ class Profile:
     trace: pd.DataFrame
     iterations: pd.DataFrame
     meta: dict[str, Any] = field(default_factory=dict)
+    _numbered: dict[int, tuple[Any, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def build(
@@ -249,7 +254,36 @@ class Profile:
 
     def has(self, metric: str) -> bool:
         """Whether ``metric`` was measured at all."""
-        return bool((self.values["metric"] == metric).any())
+        return metric in self._numbers()[1]
+
+    def rows(self, metric: str, scope: str | None = None) -> np.ndarray:
+        """Which rows (n,) of ``values`` are of a metric, in one scope or in any.
+
+        Comparing millions of names takes most of a second, and every table of a page
+        asks; so names are numbered once.
+        """
+        _, metrics, metric_code, scopes, scope_code = self._numbers()
+        chosen: np.ndarray = metric_code == metrics.get(metric, -2)
+        if scope is not None:
+            chosen &= scope_code == scopes.get(scope, -2)
+        return chosen
+
+    def _numbers(self) -> tuple[Any, ...]:
+        """(values, metric to number, number of each row, scope to number, number of each row)."""
+        known = self._numbered.get(0)
+        # the table itself is kept beside the numbers: a profile given another one starts anew
+        if known is None or known[0] is not self.values or len(known[2]) != len(self.values):
+            metric_code, metrics = pd.factorize(self.values["metric"])
+            scope_code, scopes = pd.factorize(self.values["scope"])
+            known = (
+                self.values,
+                {name: code for code, name in enumerate(metrics)},
+                metric_code.astype(np.int32),
+                {name: code for code, name in enumerate(scopes)},
+                scope_code.astype(np.int8),
+            )
+            self._numbered[0] = known
+        return known
 
     def value_table(
         self, metric: str, scope: str = "exclusive", profiles: Iterable[int] | None = None
@@ -268,10 +302,10 @@ class Profile:
         index = pd.RangeIndex(len(self.contexts), name="context")
         if not self.has(metric):
             return pd.Series(np.nan, index=index, name=metric)
-        chosen = (self.values["metric"] == metric) & (self.values["scope"] == scope)
+        chosen = self.rows(metric, scope)
         if profiles is not None:
-            chosen &= self.values["profile"].isin(list(profiles))
-        rows = self.values[chosen]
+            chosen = chosen & self.values["profile"].isin(list(profiles)).to_numpy()
+        rows = self.values[["context", "value"]][chosen]
         total = np.bincount(rows["context"], weights=rows["value"], minlength=len(index))
         return pd.Series(total, index=index, name=metric)
 
@@ -280,8 +314,7 @@ class Profile:
         columns = {}
         for metric in self.metrics["metric"]:
             for scope, suffix in (("exclusive", ""), ("inclusive", " (inc)")):
-                chosen = (self.values["metric"] == metric) & (self.values["scope"] == scope)
-                if chosen.any():
+                if self.rows(metric, scope).any():
                     columns[metric + suffix] = self.value_table(metric, scope)
         return pd.DataFrame(columns, index=pd.RangeIndex(len(self.contexts), name="context"))
 
