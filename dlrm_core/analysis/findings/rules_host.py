@@ -1,0 +1,374 @@
+"""The host: who takes the cores, what the thread of the step waits for.
+
+The wall time of the step's thread is the sum of its time on a core, its time ready
+without a core, and its time waiting (Linux: ``schedstat``, the kernel's
+Documentation/scheduler/sched-stats.rst). The last two are lost whatever they are for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from dlrm_core.analysis.findings.evidence import Evidence, Part
+from dlrm_core.analysis.findings.finding import (
+    Finding,
+    bounded,
+    largest,
+    milliseconds,
+    part_name,
+    removed,
+)
+from dlrm_core.analysis.findings.ledger import Ledger
+
+BUSY_CORES = 0.15
+"""Cores that others may keep busy unnoticed: a quiet machine's daemons take below 0.05."""
+
+GREEDY_CORES = 0.5
+"""From here on others are reported even if no time is known to be lost to them: half a
+core shifts clocks, caches and memory bandwidth."""
+
+LOST_SHARE = 0.05
+"""Of the step; below it a remedy gains less than a run's own scatter."""
+
+GC_SHARE = 0.02
+FAULT_MS = 5e-4
+"""A first touch of a 4 KiB page: trap, clearing, page tables. 0.25 to 0.7 us on servers;
+in a virtual machine nearer the upper end (measured: benchmarks/planted_faults.py)."""
+
+FAULT_SHARE = 0.08
+WRITTEN_BYTES = 4096
+"""Written to storage in an iteration: one block. Training writes nothing in its loop."""
+
+PREFETCHER = "prefetch"
+"""In the name of the thread that makes batches ahead: expected to compute."""
+
+
+def other_processes(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
+    """Processes beside ours use the cores."""
+    cores = evidence.share_of_wall("other_processes_cpu_ms")
+    queued = evidence.share_of_wall("run_queue_ms")
+    lost = max(queued, min(_excess_share(evidence, ledger), cores))
+    if cores < BUSY_CORES or (lost < LOST_SHARE and cores < GREEDY_CORES):
+        return
+    ledger.explain(lost * evidence.total_ms)
+    wall = evidence.wall_ms
+    evidence_text = (
+        f"Other processes used {milliseconds(cores * wall)} of CPU time in each iteration of "
+        f"{milliseconds(wall)} ({cores:.2f} cores of {evidence.cores or '?'})."
+        + _waiting(evidence)
+        + _switches(evidence)
+    )
+    yield Finding(
+        id="other_processes",
+        title=f"Other processes keep {cores:.1f} of the machine's cores busy",
+        component="other",
+        share_of_step=min(lost, 1.0),
+        evidence=evidence_text,
+        advice=(
+            "End or move what else runs on this machine (see `top`), then measure again: "
+            "every time in this profile was taken on a machine that was shared."
+        ),
+        predicted_speedup=removed(lost),
+        limit="scheduling",
+    )
+
+
+def other_threads(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
+    """Threads of our own process that are not the step's compute beside it."""
+    busy = _busy_threads(evidence)
+    used = sum(time for _, time in busy)
+    cores = used / evidence.wall_ms if evidence.wall_ms else 0.0
+    queued = evidence.share_of_wall("run_queue_ms")
+    blocked = _blocked_share(evidence)
+    lost = max(queued + blocked, min(_excess_share(evidence, ledger), cores))
+    if cores < BUSY_CORES or (lost < LOST_SHARE and cores < GREEDY_CORES):
+        return
+    ledger.explain(lost * evidence.total_ms)
+    names = ", ".join(f"{name} {milliseconds(time)}" for name, time in busy[:3])
+    yield Finding(
+        id="other_threads",
+        title=f"Another thread of this process computes beside the step ({cores:.1f} cores)",
+        component="other",
+        share_of_step=min(lost, 1.0),
+        evidence=(
+            f"Threads that are neither the step's nor its operators' used "
+            f"{milliseconds(used)} of CPU time in each iteration of "
+            f"{milliseconds(evidence.wall_ms)}: {names}."
+            + _waiting(evidence)
+            + (
+                f" It waited for other things, such as Python's lock, in {blocked:.0%} of it."
+                if blocked > 0.01
+                else ""
+            )
+        ),
+        advice=(
+            "Take that thread's work out of the training process, or let it sleep while the "
+            "step runs: it takes a core, and Python's lock if it runs Python."
+        ),
+        predicted_speedup=removed(lost),
+        limit="scheduling",
+    )
+
+
+def waiting_for_cores(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
+    """The step's thread waits for a core, and nobody else is known to have it."""
+    queued = evidence.share_of_wall("run_queue_ms")
+    threads, cores = evidence.threads, evidence.cores
+    too_many = threads is not None and cores is not None and threads > cores
+    if too_many:
+        lost = max(queued, _excess_share(evidence, ledger))
+    else:
+        lost = queued - _claimed_share(evidence, ledger)
+    if lost < LOST_SHARE and not too_many:
+        return
+    ledger.explain(lost * evidence.total_ms)
+    change: dict[str, Any] = {"training.threads": cores} if too_many else {}
+    title = (
+        f"{threads} threads share {cores} cores"
+        if too_many
+        else f"The step waits for a core in {queued:.0%} of its time"
+    )
+    yield Finding(
+        id="too_many_threads" if too_many else "waiting_for_cores",
+        title=title,
+        component="other",
+        share_of_step=max(0.0, min(lost, 1.0)),
+        evidence=(
+            f"An operator runs on {threads or '?'} threads; the process may use "
+            f"{cores or '?'} cores." + _waiting(evidence) + _switches(evidence)
+        ),
+        advice=(
+            "Use no more threads than cores: the slowest of an operator's threads sets its time."
+            if too_many
+            else "Look at the affinity of the process (taskset, cpuset, the container's CPU "
+            "limit): its threads get less than the cores they believe to have."
+        ),
+        change=change,
+        predicted_speedup=removed(lost) if lost >= LOST_SHARE else bounded(0.05),
+        limit="scheduling",
+    )
+
+
+def too_few_threads(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
+    """Cores of the machine have nothing to do."""
+    threads, cores = evidence.threads, evidence.cores
+    if evidence.on_gpu or threads is None or cores is None or threads >= cores:
+        return
+    used = evidence.share_of_wall("process_cpu_ms") if evidence.counter("process_cpu_ms") else None
+    others = evidence.share_of_wall("other_processes_cpu_ms")
+    idle = cores - (used if used is not None else threads) - others
+    if idle < 0.5:
+        return
+    share = 1.0 - evidence.share("data") - evidence.share("other")
+    high = 1.0 / max(1.0 - share + share * threads / (threads + idle), 1e-9)
+    mid = 1.0 + 0.6 * (high - 1.0)
+    said = (
+        f"the process kept {used:.2f} of them busy" if used is not None else "the others were idle"
+    )
+    yield Finding(
+        id="too_few_threads",
+        title=f"{threads} of {cores} cores compute",
+        component="other",
+        share_of_step=share,
+        evidence=(
+            f"training.threads is {threads}, the process may use {cores} cores, and {said}. "
+            f"Operators hold {share:.0%} of the step."
+        ),
+        advice=(
+            f"Let operators run on {cores} threads. Matrix products and table look-ups split "
+            "well; small operators do not, so the whole of the idle cores is the bound."
+        ),
+        change={"training.threads": cores},
+        predicted_speedup={"low": 1.0 + 0.2 * (high - 1.0), "mid": mid, "high": high},
+        limit="arithmetic",
+    )
+
+
+def collecting_garbage(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
+    """Python's cyclic garbage collector runs in the loop."""
+    share = evidence.share_of_wall("gc_ms")
+    if share < GC_SHARE:
+        return
+    ledger.explain(share * evidence.total_ms)
+    yield Finding(
+        id="garbage_collection",
+        title=f"Python's garbage collector takes {share:.0%} of the step",
+        component="other",
+        share_of_step=share,
+        evidence=(
+            f"Collections took {milliseconds(evidence.counted('gc_ms'))} of each iteration of "
+            f"{milliseconds(evidence.wall_ms)}."
+        ),
+        advice=(
+            "Stop making objects in cycles every iteration, do not call gc.collect() in the "
+            "loop, or freeze and disable the collector while training (gc.freeze, gc.disable)."
+        ),
+        predicted_speedup=removed(share),
+        limit="dispatch",
+    )
+
+
+def storage_in_loop(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
+    """The loop writes to or reads from storage and waits for it."""
+    written, read = evidence.counted("written_bytes"), evidence.counted("read_bytes")
+    blocked = _blocked_share(evidence)
+    if max(written, read) < WRITTEN_BYTES or blocked < GC_SHARE:
+        return
+    part, _ = _waiting_part(evidence)
+    ledger.explain(blocked * evidence.total_ms, part)
+    verb = "writes to" if written >= read else "reads from"
+    where = f" in {part_name(*part)}" if part else ""
+    yield Finding(
+        id="storage_in_loop",
+        title=f"The loop {verb} storage and waits for it{where}",
+        component=part[0] if part else "other",
+        share_of_step=blocked,
+        evidence=(
+            f"Each iteration {verb.split()[0]} {max(written, read) / 1e3:,.0f} kB and waits "
+            f"{milliseconds(blocked * evidence.wall_ms)} of its "
+            f"{milliseconds(evidence.wall_ms)} without a core or a need of one."
+        ),
+        advice=(
+            "Take files out of the step: write less often, without fsync, or from another thread."
+        ),
+        predicted_speedup=removed(blocked),
+        limit="synchronisation",
+    )
+
+
+def waiting(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
+    """The step's thread sleeps or waits for something that is no core."""
+    blocked = _blocked_share(evidence) - _claimed_share(evidence, ledger)
+    part, place_ms = _waiting_part(evidence)
+    if (evidence.threads or 1) > 1:
+        # an operator's threads wait for one another in it: no fault of the loop's
+        blocked = min(blocked, place_ms / evidence.total_ms) if evidence.total_ms else 0.0
+    if blocked < LOST_SHARE:
+        return
+    ledger.explain(blocked * evidence.total_ms, part)
+    where = f" in {part_name(*part)}" if part else ""
+    switches = evidence.counter("voluntary_switches")
+    yield Finding(
+        id="waiting",
+        title=f"The step waits{where} for {blocked:.0%} of its time, and computes nothing then",
+        component=part[0] if part else "other",
+        share_of_step=blocked,
+        evidence=(
+            f"In {milliseconds(blocked * evidence.wall_ms)} of each iteration of "
+            f"{milliseconds(evidence.wall_ms)} the step's thread neither ran nor asked for a core"
+            + (f", giving its core up {switches:,.0f} times" if switches else "")
+            + "."
+            + _python_time(evidence, part)
+        ),
+        advice=(
+            "Look for what sleeps, takes a lock, waits for a pipe, a socket or another thread"
+            f"{where}, and take it out of the step."
+        ),
+        predicted_speedup=removed(blocked),
+        limit="synchronisation",
+    )
+
+
+def page_faults(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
+    """Memory is given back to the system and asked for again, iteration by iteration."""
+    minor, major = evidence.counted("minor_faults"), evidence.counted("major_faults")
+    wall = evidence.wall_ms
+    share = min(minor * FAULT_MS / wall, 1.0) if wall else 0.0
+    if major >= 1 and evidence.counted("blocked_ms") > LOST_SHARE * wall:
+        share = max(share, _blocked_share(evidence))
+    elif share < FAULT_SHARE:
+        return
+    ledger.explain(share * evidence.total_ms)
+    yield Finding(
+        id="page_faults",
+        title=f"The process asks the system for {minor * 4096 / 1e6:,.0f} MB of new pages a step",
+        component="other",
+        share_of_step=share,
+        evidence=(
+            f"{minor:,.0f} page faults an iteration"
+            + (f", {major:,.1f} of them from storage" if major >= 1 else "")
+            + f"; at about {1e3 * FAULT_MS:.1f} us each that is "
+            f"{milliseconds(minor * FAULT_MS)} of {milliseconds(wall)}."
+        ),
+        advice=(
+            "Keep buffers between iterations, or stop the allocator from returning memory: "
+            "MALLOC_TRIM_THRESHOLD_=4000000000 MALLOC_MMAP_THRESHOLD_=1073741824, or "
+            "huge pages (THP_MEM_ALLOC_ENABLE=1)."
+        ),
+        predicted_speedup=removed(share * 0.7),
+        limit="memory bandwidth",
+    )
+
+
+# ---- helpers --------------------------------------------------------------------
+
+
+def _excess_share(evidence: Evidence, ledger: Ledger) -> float:
+    left = float(ledger.left_ms.sum())
+    return left / evidence.total_ms if evidence.total_ms > 0 else 0.0
+
+
+def _claimed_share(evidence: Evidence, ledger: Ledger) -> float:
+    return ledger.explained_ms / evidence.total_ms if evidence.total_ms > 0 else 0.0
+
+
+def _blocked_share(evidence: Evidence) -> float:
+    """Share of the wall in which the step's thread waits, its batch not counted."""
+    blocked = evidence.share_of_wall("blocked_ms")
+    return max(0.0, blocked - evidence.share("data"))
+
+
+def _busy_threads(evidence: Evidence) -> list[tuple[str, float]]:
+    """(name, CPU ms an iteration) of threads that are no part of the step, busiest first."""
+    rows = evidence.meta.get("threads_cpu")
+    if rows is None:
+        total = evidence.counted("other_threads_cpu_ms")
+        prefetching = evidence.parameter("data.loader") == "prefetch"
+        return [("unnamed", total)] if total and not prefetching else []
+    found = [
+        (str(row.get("name") or "unnamed"), float(row.get("cpu_ms_per_iteration") or 0.0))
+        for row in rows
+        if row.get("kind") in ("python", "other") and PREFETCHER not in str(row.get("name") or "")
+    ]
+    return sorted(found, key=lambda row: -row[1])
+
+
+def _waiting_part(evidence: Evidence) -> tuple[Part | None, float]:
+    """The part in which most time passes outside every operator, and that time."""
+    python = evidence.parts["python_ms"].dropna()
+    python = python[[part[0] != "data" for part in python.index]]
+    if python.empty or python.max() < GC_SHARE * evidence.total_ms:
+        return None, 0.0
+    return largest(python), float(python.max())
+
+
+def _python_time(evidence: Evidence, part: Part | None) -> str:
+    if part is None:
+        return ""
+    python = float(evidence.parts["python_ms"][part])
+    return f" {milliseconds(python)} of {part_name(*part)} pass outside every operator."
+
+
+def _waiting(evidence: Evidence) -> str:
+    queued = evidence.share_of_wall("run_queue_ms")
+    if queued < 0.01:
+        return ""
+    return f" The step's thread was ready but had no core in {queued:.0%} of the time."
+
+
+def _switches(evidence: Evidence) -> str:
+    switches = evidence.counted("involuntary_switches")
+    return f" It was taken off its core {switches:,.1f} times an iteration." if switches else ""
+
+
+RULES = (
+    other_processes,
+    other_threads,
+    waiting_for_cores,
+    too_few_threads,
+    collecting_garbage,
+    storage_in_loop,
+    waiting,
+    page_faults,
+)

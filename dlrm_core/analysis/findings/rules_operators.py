@@ -1,0 +1,364 @@
+"""Operators that the model does not need, and operators too small for what calling one costs.
+
+Which operators a step needs follows from its shapes (:mod:`dlrm_core.analysis.work`);
+a trace says which were called. What is called beyond that is named here by what it does,
+whatever put it there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pandas as pd
+
+from dlrm_core.analysis.findings.evidence import Evidence
+from dlrm_core.analysis.findings.finding import (
+    Finding,
+    largest,
+    milliseconds,
+    part_name,
+    removed,
+)
+from dlrm_core.analysis.findings.gain import is_worthwhile, predicted
+from dlrm_core.analysis.findings.ledger import Ledger
+from dlrm_core.analysis.work import operator_work
+from dlrm_core.errors import InputError
+
+EXTRA_SHARE = 0.04
+"""Of the step, held by operators that do not belong: half of what a finding is worth."""
+
+MANY = 100
+"""Extra calls an iteration from which smallness, not any one operator, is the matter."""
+
+TINY = 6.0
+"""An operator below this many times the cost of calling one is mostly that cost."""
+
+TINY_SHARE = 0.35
+"""Of the step in operators so small, and in Python between them: bound by dispatch."""
+
+FREE = re.compile(
+    r"aten::(as_strided|t|transpose|view|_unsafe_view|reshape|expand|select|slice|narrow|permute|"
+    r"squeeze|unsqueeze|detach_?|resolve_(conj|neg)|lift_fresh|alias|flatten|unflatten|unbind|split|"
+    r"split_with_sizes|chunk|contiguous|empty|empty_like|empty_strided|new_empty|"
+    r"new_empty_strided|resize_|resize_as_|result_type|to|set_|is_coalesced|_nnz|_?indices|"
+    r"_?values|sparse_dim|dense_dim|broadcast_tensors|record_stream|is_pinned|pin_memory|"
+    r"_coalesced_|expand_as|view_as|numpy_T|mT|T|movedim|swapaxes|linear|matmul|relu_?|"
+    r"embedding_bag|_embedding_bag_forward_only|zeros|ones|zeros_like|ones_like|new_zeros|"
+    r"new_ones|full|full_like|zero_|fill_)"
+)
+"""Views, allocations and wrappers: they compute nothing themselves, or next to nothing."""
+
+NODE = re.compile(r"autograd::|torch::autograd|\w+Backward\d*$|detach_?$|Optimizer\.")
+
+ALIASES = {
+    "relu": ("clamp_min", "relu", "threshold"),
+    "index_put": ("_index_put_impl_", "index_put_", "index_put"),
+    "addmm": ("addmm", "linear", "mkldnn_linear", "mm"),
+    "mm": ("mm", "addmm", "matmul"),
+    "add_": ("add_", "add", "_fused_sgd_", "_foreach_add_"),
+    "add": ("add", "add_"),
+    "cat": ("cat", "stack", "copy_"),
+    "sum": ("sum",),
+    "copy_": ("copy_", "_to_copy", "clone"),
+    "mse_loss": ("mse_loss", "mean", "sum", "div_", "sub", "pow"),
+}
+"""Operator of the work tables to what torch calls for it."""
+
+USUAL = {
+    # beside the operators that do the work: what torch's own implementations call
+    "forward": ("copy_", "sub", "sub_", "_to_copy", "mean", "sum", "div_", "clamp", "clamp_"),
+    "backward": (
+        *("copy_", "sum", "add", "add_", "cumsum", "index_add_", "index_select", "sub_", "clone"),
+        *(
+            "_to_copy",
+            "mul",
+            "div",
+            "neg",
+            "embedding_sparse_backward",
+            "_sparse_coo_tensor_unsafe",
+        ),
+        *("_sparse_coo_tensor_with_dims_and_tensors", "_embedding_bag_sparse_backward"),
+        *("constant_pad_nd", "_index_put_impl_", "native_batch_norm_backward"),
+    ),
+    "update": ("add_", "add", "mul_", "_to_copy", "addcdiv_", "addcmul_", "sqrt", "pow", "copy_"),
+    "": (),
+}
+
+PER_WORK = {"embedding": 80, "data": 1000}
+"""Calls (views and all) that a part may make for an operator that does work; others 25."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a group of operators that do not belong is."""
+
+    id: str
+    names: re.Pattern[str]
+    title: str
+    advice: str
+    limit: str
+    phases: tuple[str, ...] = ("forward", "backward", "update", "")
+
+
+KINDS = (
+    Kind(
+        "anomaly_checks",
+        re.compile(r"aten::(isnan|isinf|isfinite|any|all|nan_to_num|is_nonzero|logical_\w+)$"),
+        "Gradients or activations are checked for NaN in every step",
+        "Switch autograd's anomaly mode (torch.autograd.set_detect_anomaly) and checks of values "
+        "off once the model trains: each check reads a whole tensor and waits for the answer.",
+        "memory bandwidth",
+    ),
+    Kind(
+        "dense_gradients",
+        re.compile(r"aten::(_embedding_bag_dense_backward|embedding_dense_backward)$"),
+        "Embedding gradients are dense: whole tables are written and updated in every step",
+        "Use sparse gradients (nn.EmbeddingBag(sparse=True)) or the fused backend "
+        "(training.embedding_backend: fused): only the looked-up rows change.",
+        "memory bandwidth",
+    ),
+    Kind(
+        "conversions",
+        re.compile(r"aten::(_to_copy|to|type_as|float|double|half|bfloat16)$"),
+        "Tensors are converted between precisions or copied",
+        "Keep one precision through the part: find what converts (a float64 constant, .double(), "
+        ".float(), a missing autocast), or what copies (.clone(), .contiguous()).",
+        "memory bandwidth",
+    ),
+    Kind(
+        "readbacks",
+        re.compile(r"aten::(item|_local_scalar_dense|nonzero|unique\w*|_unique2|masked_select)$"),
+        "Results are read back in every step",
+        "Read values back rarely (every training.log_every iterations) and outside the parts.",
+        "synchronisation",
+    ),
+)
+
+
+HELPERS = re.compile(
+    r"aten::(copy_|clone|item|_local_scalar_dense|abs|ne|eq|mul|bitwise_\w+|add_?|fill_|zero_)$"
+)
+"""What the operators of a kind call or are followed by."""
+
+
+def extra_operators(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
+    """Operators are called that the model's shapes do not ask for."""
+    extra = extra_table(evidence)
+    if extra.empty or evidence.total_ms <= 0:
+        return
+    left = extra
+    for kind in KINDS:
+        own = extra["name"].str.match(kind.names)
+        if not own.any():
+            continue
+        # what came with them: a conversion's copy_, a check's item, in the same parts
+        parts = extra.loc[own, ["component", "phase"]].drop_duplicates()
+        group = left.merge(parts, on=["component", "phase"])
+        share = float(group["time_ms"].sum()) / evidence.total_ms
+        if share >= EXTRA_SHARE and _names_lead(group, kind):
+            yield _extra(evidence, ledger, group, kind.id, kind.title, kind.advice, kind.limit)
+            left = left[
+                ~left.set_index(["component", "phase"]).index.isin(pd.MultiIndex.from_frame(parts))
+            ]
+    for (component, phase), group in left.groupby(["component", "phase"]):
+        share = float(group["time_ms"].sum()) / evidence.total_ms
+        if share < EXTRA_SHARE:
+            continue
+        calls = float(group["calls"].sum())
+        where = part_name(str(component), str(phase))
+        many = calls >= MANY
+        yield _extra(
+            evidence,
+            ledger,
+            group,
+            "tiny_operators" if many else "foreign_operators",
+            f"{calls:,.0f} operators in {where} that the model does not need"
+            if many
+            else f"{where[:1].upper() + where[1:]} calls operators that the model does not need",
+            "Merge them into a few operators on whole tensors, or take them out of the step: each "
+            "costs its dispatch however little it computes."
+            if many
+            else "Take them out of the step, or merge them into its own operators.",
+            "dispatch" if many else "memory bandwidth",
+        )
+
+
+def dispatch_bound(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
+    """The whole step is made of operators too small for what calling one costs."""
+    dispatch = evidence.dispatch_ms
+    if evidence.on_gpu or dispatch is None or evidence.total_ms <= 0:
+        return
+    table = evidence.called
+    table = table[(table["calls"] > 0) & ~table["component"].isin(["data", "other"])]
+    tiny = table[table["cpu_self_ms"] / table["calls"] < TINY * dispatch]
+    parts = evidence.parts
+    model = ~parts.index.get_level_values("component").isin(["data", "other"])
+    python = float(parts.loc[model, "python_ms"].sum())
+    undilated = evidence.step_ms / evidence.total_ms
+    small = (float(tiny["cpu_self_ms"].sum()) + python) * undilated
+    share = min(small / evidence.step_ms - ledger.explained_ms / evidence.total_ms, 1.0)
+    if share < TINY_SHARE:
+        return
+    size = int(evidence.parameter("training.batch_size", 0) or 0)
+    larger = predicted(evidence, {"training.batch_size": 2 * size}) if size else None
+    compiled = predicted(evidence, {"training.compile": True})
+    use_compile = is_worthwhile(compiled)
+    gain = compiled if use_compile else larger
+    change: dict[str, Any] = {"training.compile": True} if use_compile else {}
+    bound = {"low": 1.0, "mid": 1.0 / (1.0 - 0.5 * share), "high": 1.0 / max(1.0 - share, 0.02)}
+    calls = float(table["calls"].sum())
+    worst = parts.loc[model, "python_ms"].fillna(0.0) + tiny.groupby(["component", "phase"])[
+        "cpu_self_ms"
+    ].sum().reindex(parts.index[model]).fillna(0.0)
+    component, _ = largest(worst)
+    yield Finding(
+        id="dispatch_bound",
+        title=f"Calling operators, not computing, takes {share:.0%} of the step",
+        component=component,
+        share_of_step=share,
+        evidence=(
+            f"{calls:,.0f} operators an iteration; {float(tiny['calls'].sum()):,.0f} of them take "
+            f"less than {TINY * 1e3 * dispatch:.1f} us, {TINY:.0f} times what calling an empty one "
+            f"costs here. With Python between them they hold {milliseconds(small)} of "
+            f"{milliseconds(evidence.step_ms)}. A batch has {size:,} samples."
+        ),
+        advice=(
+            "Give each operator more to do: a larger batch (training.batch_size; check the "
+            "learning rate), or fewer operators (training.compile, training.embedding_backend: "
+            "fused, training.fused_optimizer)."
+        ),
+        change=change,
+        predicted_speedup=gain if gain and gain["mid"] > 1.0 else bound,
+        limit="dispatch",
+    )
+
+
+# ---- what does not belong ---------------------------------------------------------
+
+
+def extra_table(evidence: Evidence) -> pd.DataFrame:
+    """Operators called beyond what the model's shapes ask for.
+
+    Returns:
+        ``name``, ``component``, ``phase``, ``calls``, ``time_ms`` (self, with the Python
+        between many of them; undilated), a mean iteration. Empty without parameters or calls.
+    """
+    columns = ["name", "component", "phase", "calls", "time_ms"]
+    called = evidence.called
+    nothing = pd.DataFrame({name: [] for name in columns})
+    if evidence.parameters is None or called.empty or not called["calls"].gt(0).any():
+        return nothing
+    try:
+        work = operator_work(
+            evidence.parameters, evidence.meta.get("data_statistics"), evidence.device
+        )
+    except (InputError, KeyError):
+        return nothing
+    called = called[~called["component"].isin(["data", "transfer", "communication"])]
+    keys = ["component", "phase", "name"]
+    table = called.groupby(keys, as_index=False)[["calls", "cpu_self_ms"]].sum()
+    needed = _needed(work)
+    allowed = table.apply(partial(_allowed, needed=needed), axis=1)
+    extra_calls = (table["calls"] - allowed).clip(lower=0.0)
+    table["time_ms"] = table["cpu_self_ms"] * extra_calls / table["calls"].clip(lower=1e-9)
+    table["calls"] = extra_calls
+    table = table[table["calls"] > 0.5]
+    scale = evidence.parts["time_ms"] / evidence.parts["traced_ms"].where(
+        evidence.parts["traced_ms"] > 0
+    )
+    rows = []
+    for (component, phase), group in table.groupby(["component", "phase"]):
+        group = group.copy()
+        group["time_ms"] *= scale.get((component, phase), 1.0)
+        calls = float(group["calls"].sum())
+        if calls >= MANY:
+            python = float(evidence.parts["python_ms"].get((component, phase), 0.0) or 0.0)
+            group["time_ms"] += python * group["calls"] / calls
+        rows.append(group)
+    if not rows:
+        return nothing
+    return pd.concat(rows, ignore_index=True)[columns]
+
+
+def _needed(work: pd.DataFrame) -> dict[tuple[str, str], dict[str, float]]:
+    """(component, phase) to operator name (without ``aten::``) to calls an iteration."""
+    needed: dict[tuple[str, str], dict[str, float]] = {}
+    for row in work[["component", "phase", "operator", "count"]].itertuples(index=False):
+        names = needed.setdefault((str(row[0]), str(row[1])), {"": 0.0})
+        operator, count = str(row[2]), float(row[3])
+        names[""] += count
+        for name in ALIASES.get(operator, (operator,)):
+            names[name] = names.get(name, 0.0) + count
+    return needed
+
+
+def _allowed(row: pd.Series, needed: dict[tuple[str, str], dict[str, float]]) -> float:
+    """Calls of an operator that a part may make."""
+    part = (str(row["component"]), str(row["phase"]))
+    names = needed.get(part, {"": 0.0})
+    total = max(names[""], 1.0)
+    name = str(row["name"])
+    short = name.removeprefix("aten::")
+    if NODE.match(name) or FREE.fullmatch(name) or not name.startswith("aten::"):
+        return PER_WORK.get(part[0], 25) * total + 40
+    if short in names:
+        return 2.0 * names[short] + 4
+    if short in USUAL.get(part[1], ()):
+        return 4.0 * total + 4
+    return 4.0 if part[0] == "other" else 1.0
+
+
+def _names_lead(group: pd.DataFrame, kind: Kind) -> bool:
+    """Whether the kind's own operators are what the group is about."""
+    own = group["name"].str.match(kind.names)
+    helpers = group["name"].str.match(HELPERS)
+    time = float(group.loc[own | helpers, "time_ms"].sum())
+    return time >= 0.5 * float(group["time_ms"].sum())
+
+
+def _extra(
+    evidence: Evidence,
+    ledger: Ledger,
+    group: pd.DataFrame,
+    id_: str,
+    title: str,
+    advice: str,
+    limit: str,
+) -> Finding:
+    by_part = group.groupby(["component", "phase"])["time_ms"].sum()
+    places = [(str(component), str(phase)) for component, phase in by_part.index]
+    for place, time in zip(places, by_part, strict=True):
+        ledger.explain(float(time), place)
+    total = float(group["time_ms"].sum())
+    # operators beyond need also evict what the others had in cache: the whole excess is theirs
+    excess = evidence.excess_ms.reindex(by_part.index).fillna(0.0).sum()
+    share = min(max(total, min(float(excess), 2.0 * total)) / evidence.total_ms, 0.98)
+    component = str(by_part.groupby("component").sum().idxmax())
+    names = group.groupby("name")[["calls", "time_ms"]].sum().nlargest(4, "time_ms")
+    listed = ", ".join(
+        f"{row['calls']:,.0f} of {name} ({milliseconds(row['time_ms'])})"
+        for name, row in names.iterrows()
+    )
+    parts = ", ".join(
+        part_name(*part) for part in sorted(places, key=lambda place: -by_part[place])[:3]
+    )
+    return Finding(
+        id=id_,
+        title=title,
+        component=component,
+        share_of_step=share,
+        evidence=(
+            f"Beyond what the model's shapes ask for, {parts} call an iteration: {listed}; "
+            f"{milliseconds(total)} of {milliseconds(evidence.total_ms)} in all."
+        ),
+        advice=advice,
+        predicted_speedup=removed(share),
+        limit=limit,
+    )
+
+
+RULES = (extra_operators, dispatch_bound)
