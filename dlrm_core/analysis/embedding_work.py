@@ -23,6 +23,16 @@ class Lookups:
     unique: float
     """Different rows a batch."""
 
+    @property
+    def scattered(self) -> float:
+        """Lookups whose row lies anywhere in the table.
+
+        All of them by a uniform law. By a skewed one, rows repeat more often than they
+        would by chance; those repeats find their row in the cache.
+        """
+        by_chance = _unique_of_uniform(self.rows, self.count)
+        return self.count * min(1.0, self.unique / by_chance) if by_chance > 0 else 0.0
+
 
 def lookups(parameters: Parameters, statistics: Mapping[str, Any] | None = None) -> list[Lookups]:
     """Indices and different rows a batch, table by table.
@@ -95,9 +105,13 @@ def expected_unique(parameters: Parameters, rows: int, count: float) -> float:
     (R+1)^(1−a)).
     """
     if parameters.data.generator != "zipf":
-        return float(-rows * np.expm1(count * np.log1p(-1.0 / rows))) if rows > 1 else 1.0
+        return _unique_of_uniform(rows, count)
     chances = _zipf_chances(rows, parameters.data.zipf_exponent)
     return float(-np.expm1(count * np.log1p(-np.minimum(chances, 1 - 1e-12))).sum())
+
+
+def _unique_of_uniform(rows: int, count: float) -> float:
+    return float(-rows * np.expm1(count * np.log1p(-1.0 / rows))) if rows > 1 else min(1.0, count)
 
 
 def _zipf_chances(rows: int, exponent: float) -> np.ndarray:
@@ -135,7 +149,7 @@ def _forward(ledger: Ledger, table: Lookups, size: int, dim: int) -> None:
         rows + (table.count + size) * INDEX_BYTES,
         size * dim * FLOAT_BYTES,
         flops=table.count * dim,
-        gather=rows,
+        gather=table.scattered * dim * FLOAT_BYTES,
         table=table.table,
     )
 
@@ -155,7 +169,7 @@ def _sparse_update(ledger: Ledger, table: Lookups, dim: int, optimizer: str) -> 
     """Adds the sparse gradient row by row; Adagrad first merges rows that occur twice."""
     vector = dim * FLOAT_BYTES
     if optimizer == "sgd":
-        _add_sparse(ledger, table, table.count, dim)
+        _add_sparse(ledger, table, table.count, table.scattered, dim)
         return
     merged = table.unique * vector
     ledger.add(
@@ -166,7 +180,7 @@ def _sparse_update(ledger: Ledger, table: Lookups, dim: int, optimizer: str) -> 
         table=table.table,
     )
     ledger.add("pow", merged, merged, flops=table.unique * dim)
-    _add_sparse(ledger, table, table.unique, dim)
+    _add_sparse(ledger, table, table.unique, table.unique, dim)
     ledger.add(
         "sparse_mask",
         merged + table.unique * INDEX_BYTES,
@@ -177,10 +191,10 @@ def _sparse_update(ledger: Ledger, table: Lookups, dim: int, optimizer: str) -> 
     ledger.add("sqrt_", merged, merged, flops=table.unique * dim)
     ledger.add("add_", merged, merged, flops=table.unique * dim)
     ledger.add("div", 2 * merged, merged, flops=table.unique * dim)
-    _add_sparse(ledger, table, table.unique, dim)
+    _add_sparse(ledger, table, table.unique, table.unique, dim)
 
 
-def _add_sparse(ledger: Ledger, table: Lookups, rows: float, dim: int) -> None:
+def _add_sparse(ledger: Ledger, table: Lookups, rows: float, scattered: float, dim: int) -> None:
     """Reads an index, a gradient and a row of the table, and writes the row."""
     values = rows * dim * FLOAT_BYTES
     ledger.add(
@@ -188,7 +202,7 @@ def _add_sparse(ledger: Ledger, table: Lookups, rows: float, dim: int) -> None:
         2 * values + rows * INDEX_BYTES,
         values,
         flops=2 * rows * dim,
-        gather=values,
+        gather=scattered * dim * FLOAT_BYTES,
         table=table.table,
     )
 
