@@ -208,7 +208,12 @@ class TrainingConfig:
     batch_size: int = setting(2048, "samples per iteration", minimum=1)
     batches: int = setting(100, "iterations", minimum=1)
     learning_rate: float = setting(0.01, "step size of SGD", minimum=0.0)
-    optimizer: str = setting("sgd", "plain stochastic gradient descent", choices=("sgd",))
+    optimizer: str = setting(
+        "sgd",
+        "of the embeddings: plain 'sgd', 'adagrad', or 'rowwise_adagrad' (one accumulator a row); "
+        "the dense part uses SGD with sgd, Adagrad with both others",
+        choices=("sgd", "adagrad", "rowwise_adagrad"),
+    )
     fused_optimizer: bool = setting(
         False, "one fused kernel for the dense weights' update instead of one call a tensor"
     )
@@ -262,6 +267,11 @@ class ProfilingConfig:
     )
     structure_limit_mb: int = setting(
         64, "HPCToolkit: hpcstruct skips binaries larger than this (said in the page)", minimum=1
+    )
+    probes: bool = setting(
+        True,
+        "before measuring, time what this machine can do at best (products, bandwidth, random "
+        "rows, launches) and what alternatives to each part take; false leaves both out",
     )
     timeout_s: int = setting(3600, "seconds after which one measured run is ended", minimum=1)
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from dlrm_core.config import ModelConfig
 from dlrm_core.data.batch import Batch
+from dlrm_core.embeddings import EmbeddingTables
 
 
 class MLP(nn.Sequential):
@@ -34,29 +35,6 @@ class MLP(nn.Sequential):
     def linears(self) -> list[nn.Linear]:
         """The linear layers, input side first."""
         return [layer for layer in self if isinstance(layer, nn.Linear)]
-
-
-class EmbeddingTables(nn.Module):
-    """T tables of rows x d; a bag of rows is summed into one vector a sample."""
-
-    def __init__(self, table_rows: Sequence[int], dim: int) -> None:
-        super().__init__()
-        self.tables = nn.ModuleList(
-            # the weights are filled by the caller; the default filling costs seconds a table
-            nn.EmbeddingBag(rows, dim, mode="sum", sparse=True, _weight=torch.empty(rows, dim))
-            for rows in table_rows
-        )
-
-    @property
-    def weights(self) -> list[nn.Parameter]:
-        """The tables' weights, each (rows, d) float32."""
-        return list(self.parameters())
-
-    def forward(self, batch: Batch) -> list[torch.Tensor]:
-        """T pooled vectors, each (B, d) float32."""
-        return [
-            table(batch.table_indices(t), batch.offsets[t]) for t, table in enumerate(self.tables)
-        ]
 
 
 class DotInteraction(nn.Module):
@@ -120,10 +98,10 @@ class ClickLoss(nn.Module):
 class DLRM(nn.Module):
     """Bottom MLP and embeddings, their interaction, and the top MLP."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, huge_pages: bool = False) -> None:
         super().__init__()
         self.loss_threshold = config.loss_threshold
-        self.embeddings = EmbeddingTables(config.table_rows, config.embedding_dim)
+        self.embeddings = EmbeddingTables(config.table_rows, config.embedding_dim, huge_pages)
         self.bottom_mlp = MLP(config.bottom_widths, sigmoid_output=False)
         self.interaction: nn.Module
         if config.interaction == "dot":
@@ -147,15 +125,18 @@ class DLRM(nn.Module):
         return self.predict(z)
 
 
-def build_model(config: ModelConfig, seed: int, device: torch.device) -> DLRM:
+def build_model(
+    config: ModelConfig, seed: int, device: torch.device, huge_pages: bool = False
+) -> DLRM:
     """A DLRM with initial weights, on the device.
 
     W ~ N(0, 2/(m+n)), b ~ N(0, 1/m), E ~ U(+-sqrt(1/rows)), by facebook's own
     numpy stream (embeddings, bottom MLP, top MLP) or by torch on the device.
+    ``huge_pages`` asks for 2 MiB pages behind the tables (see EmbeddingTables).
     """
     on_host = config.init == "facebook"
     with torch.device("cpu" if on_host else device):
-        model = DLRM(config)
+        model = DLRM(config, huge_pages)
     if on_host:
         _fill_like_facebook(model, np.random.RandomState(seed))
         return model.to(device)

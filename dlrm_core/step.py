@@ -12,12 +12,14 @@ in a function named after its part and phase (see :mod:`dlrm_core.parts`).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
 from dlrm_core.config import TrainingConfig
 from dlrm_core.data.batch import Batch
+from dlrm_core.embeddings import Update, attach
 from dlrm_core.model import DLRM
 from dlrm_core.parts import part
 
@@ -36,14 +38,18 @@ class TrainingStep:
         self.loss = loss
         rate = config.learning_rate
         # A part's weights are updated by its own optimiser, so that the time of
-        # the update is that part's. SGD has no state that this would split.
+        # the update is that part's. Neither SGD nor Adagrad has state that this would split.
         fused = config.fused_optimizer or None
-        self.bottom_optimizer = torch.optim.SGD(model.bottom_mlp.parameters(), lr=rate, fused=fused)
-        self.top_optimizer = torch.optim.SGD(model.top_mlp.parameters(), lr=rate, fused=fused)
-        # foreach and fused variants refuse sparse gradients
-        self.embedding_optimizer = torch.optim.SGD(
-            model.embeddings.parameters(), lr=rate, foreach=False
-        )
+        kind: type[torch.optim.Optimizer] = torch.optim.SGD
+        if config.optimizer != "sgd":
+            # row-wise state makes sense for tables only: their dense companion is plain Adagrad
+            kind = torch.optim.Adagrad
+            if next(model.parameters()).device.type != "cpu":
+                fused = None  # torch fuses Adagrad on the CPU only
+        settings: dict[str, Any] = {"lr": rate, "fused": fused}
+        self.bottom_optimizer = kind(model.bottom_mlp.parameters(), **settings)
+        self.top_optimizer = kind(model.top_mlp.parameters(), **settings)
+        self.embedding_optimizer = attach(model.embeddings, config)
 
     def __call__(self, batch: Batch) -> torch.Tensor:
         """Train on a batch that is already on the model's device; its loss, detached."""
@@ -153,7 +159,7 @@ def top_mlp_update(optimizer: torch.optim.Optimizer) -> None:
 
 
 @part("embedding", "update")
-def embedding_update(optimizer: torch.optim.Optimizer) -> None:
+def embedding_update(optimizer: Update) -> None:
     optimizer.step()
 
 
