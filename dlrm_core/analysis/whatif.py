@@ -107,7 +107,7 @@ def predict(profile: Profile, change: Mapping[str, Any]) -> Prediction:
         raise InputError(f"{_spelt(change)} cannot be predicted: {probe['refused']}")
     notices += [text for text in probe.get("notices", []) if text not in notices]
     table = _scaled(parts, probe)
-    low, mid, high = _total(table, Overlap.of(profile, probe, base, changed))
+    low, mid, high = total(table, Overlap.of(profile, probe, base, changed))
     return Prediction(dict(change), now, low, mid, high, table, "probes", notices, *sizes)
 
 
@@ -252,7 +252,7 @@ def _ratio(probe: Mapping[str, Any], component: str, phase: str) -> tuple[float 
     return then / now, probe.get("spread", {}).get(component, {}).get(phase, 0.0)
 
 
-def _total(table: pd.DataFrame, overlap: Overlap) -> tuple[float, float, float]:
+def total(table: pd.DataFrame, overlap: Overlap) -> tuple[float, float, float]:
     """Low, mid and high of the whole step.
 
     The parts' errors are partly the same (a warm cache serves all), partly their own:

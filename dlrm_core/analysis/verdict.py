@@ -1,0 +1,180 @@
+"""The page's first answer: what limits the run, and how far its changes would take it.
+
+The advised changes are taken one on top of the other, best first, each scaling the parts
+it touches by the ratio of its own prediction (:mod:`.whatif`), down to the least time that
+the machine's measured ceilings allow (:mod:`.roofline`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pandas as pd
+
+from dlrm_core.analysis.findings import Finding
+from dlrm_core.analysis.roofline import least_step
+from dlrm_core.analysis.whatif import (
+    Prediction,
+    find_probe,
+    measured_parts,
+    predict,
+    profile_parameters,
+    total,
+)
+from dlrm_core.analysis.whatif_overlap import Overlap
+from dlrm_core.config import Parameters
+from dlrm_core.errors import InputError
+from dlrm_core.profiling.profile import Profile
+from dlrm_core.touched import changed_parameters
+
+KEYS = ["component", "phase"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A step as it is, as it would be, or as the machine allows at best."""
+
+    name: str
+    low_ms: float
+    mid_ms: float
+    high_ms: float
+    parts: pd.DataFrame
+    """``component``, ``time_ms``: they sum to ``mid_ms``."""
+    change: dict[str, Any] = field(default_factory=dict)
+    """All parameters changed up to here."""
+
+
+def stages(
+    profile: Profile, found: Sequence[Finding], roofline: pd.DataFrame | None = None
+) -> list[Stage]:
+    """The way from the measured step down to the machine's limit.
+
+    Args:
+        found: findings, worst first; those whose change cannot be predicted from this
+            profile's probes are left out.
+        roofline: what :func:`dlrm_core.analysis.roofline.roofline` gives.
+
+    Returns:
+        The measured step, a stage for each advised change on top of those before, and
+        the least time of the machine at the run's own precision, where known. Empty if
+        the profile names no parts or no parameters.
+    """
+    try:
+        base, parts = profile_parameters(profile), measured_parts(profile)
+    except InputError:
+        return []
+    now = float(parts["now_ms"].sum())
+    result = [Stage("as measured", now, now, now, _by_component(parts, "now_ms"))]
+    table = parts.assign(then_ms=parts["now_ms"], low_ms=parts["now_ms"], high_ms=parts["now_ms"])
+    change: dict[str, Any] = {}
+    overlap = Overlap()
+    for prediction in _predictions(profile, found):
+        if prediction.samples_then != prediction.samples_now:
+            continue  # another batch is another step: its time does not compare
+        table = _scaled(table, prediction.parts)
+        change |= prediction.change
+        overlap = _overlap(profile, base, change, prediction, overlap)
+        low, mid, high = total(table, overlap)
+        if mid < result[-1].mid_ms:
+            name = " and ".join(f"{leaf.partition('.')[2]}: {v}" for leaf, v in _new(prediction))
+            # what another thread makes is in the step only for as long as it is waited for
+            shown = _by_component(table, "then_ms")
+            shown = _fitted(shown, mid) if overlap.beside else shown
+            result.append(Stage(f"+ {name}", low, mid, high, shown, dict(change)))
+    if roofline is not None and len(roofline):
+        least = least_step(roofline)["least_ms"]
+        if least:
+            parts = _by_component(roofline[roofline["ceiling_ms"] > 0], "ceiling_ms")
+            result.append(Stage("least this machine allows", least, least, least, parts))
+    return result
+
+
+def headline(found: Sequence[Finding], way: Sequence[Stage], limit: str) -> str:
+    """The verdict in a few sentences of Markdown: what limits, what to change, what it brings.
+
+    Args:
+        limit: the sentence of :func:`dlrm_core.analysis.findings.limit`.
+    """
+    if not found:
+        return f"**Nothing is wrong that a rule knows.** {limit}"
+    worst = found[0]
+    text = f"**{worst.title}.** {limit}"
+    gain = worst.predicted_speedup
+    if worst.change and gain:
+        options = " ".join(f"-p {name}={value}" for name, value in worst.change.items())
+        text += (
+            f"\n\nFirst change `{options}`: predicted {gain['mid']:.2f}× as fast "
+            f"({gain['low']:.2f} to {gain['high']:.2f})."
+        )
+    changed = [stage for stage in way if stage.change]
+    if len(changed) > 1:
+        last, now = changed[-1], way[0].mid_ms
+        text += (
+            f" All {len(changed)} changes that were probed, together: {now:,.1f} ms become "
+            f"{last.mid_ms:,.1f} ms ({last.low_ms:,.1f} to {last.high_ms:,.1f}), "
+            f"{now / last.mid_ms:.2f}× as fast."
+        )
+    if way and way[-1].name.startswith("least"):
+        text += (
+            f" By its measured ceilings this machine needs at least {way[-1].mid_ms:,.1f} ms for "
+            "this step as it is configured."
+        )
+    return text
+
+
+def _predictions(profile: Profile, found: Sequence[Finding]) -> list[Prediction]:
+    made = []
+    for finding in found:
+        try:
+            if finding.change:
+                made.append(predict(profile, finding.change))
+        except InputError:
+            continue  # the finding itself says how its gain was estimated
+    return made
+
+
+def _new(prediction: Prediction) -> list[tuple[str, Any]]:
+    return list(prediction.change.items())
+
+
+def _scaled(table: pd.DataFrame, change: pd.DataFrame) -> pd.DataFrame:
+    """A change on top: every part by the ratio it was predicted alone, errors as well."""
+    ratio = change.set_index(KEYS)
+    result = table.set_index(KEYS)
+    now = ratio["now_ms"].where(ratio["now_ms"] > 0)
+    for column in ("then_ms", "low_ms", "high_ms"):
+        by = (ratio[column] / now).reindex(result.index).fillna(1.0)
+        result[column] = result[column] * by
+    return result.reset_index()
+
+
+def _overlap(
+    profile: Profile,
+    base: Parameters,
+    change: Mapping[str, Any],
+    prediction: Prediction,
+    before: Overlap,
+) -> Overlap:
+    """How data and step share an iteration after all changes so far."""
+    changed = changed_parameters(base, change)[0]
+    probe = find_probe(profile, prediction.change) or {}
+    here = Overlap.of(profile, probe, base, changed)
+    return here if here.beside else before
+
+
+def _by_component(parts: pd.DataFrame, column: str) -> pd.DataFrame:
+    table = parts.groupby("component", as_index=False, sort=False)[[column]].sum()
+    return table.rename(columns={column: "time_ms"})
+
+
+def _fitted(parts: pd.DataFrame, whole_ms: float) -> pd.DataFrame:
+    """Data shortened to what the step waits for it; the rest scaled to fill the step."""
+    is_data = parts["component"].eq("data")
+    rest = float(parts.loc[~is_data, "time_ms"].sum())
+    parts = parts.copy()
+    parts.loc[is_data, "time_ms"] = max(0.0, whole_ms - rest)
+    if whole_ms < rest:
+        parts["time_ms"] *= whole_ms / rest
+    return parts
