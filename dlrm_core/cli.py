@@ -56,6 +56,11 @@ def _run(parser: argparse.ArgumentParser) -> None:
         "--output-root", metavar="DIR", help="where dated run folders go (default: outputs/)"
     )
     parser.add_argument(
+        "--resume",
+        metavar="FOLDER",
+        help="go on with an unfinished sweep: points that finished are not run again",
+    )
+    parser.add_argument(
         "--cell-timeout",
         type=float,
         default=7200.0,
@@ -94,6 +99,18 @@ def _bench(parser: argparse.ArgumentParser) -> None:
         "--iterations", type=int, default=10, help="counted iterations a run (default: %(default)s)"
     )
     parser.add_argument("--threads", type=int, default=1, help="default: %(default)s")
+    parser.add_argument(
+        "--precision",
+        metavar="P,...",
+        default="",
+        help="also run the tuned parameters in these precisions (bf16, fp16)",
+    )
+    parser.add_argument(
+        "--shape", metavar="NAME,...", help="shapes to compare: 8x1M-100, 8x1M-10, 26x100k-10, all"
+    )
+    parser.add_argument(
+        "--growth", metavar="WHAT", help="how figures grow with: batch, tables, dim, pooling"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the results there")
 
 

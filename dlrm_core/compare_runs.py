@@ -146,13 +146,10 @@ def part_times(spans: Sequence[SpanRow], warmup: int) -> dict[tuple[str, str], l
         spans: (name, start, end) in nanoseconds, in any order.
         warmup: iterations at the beginning that are left out.
     """
-    loops = sorted(tuple(row) for row in spans if row[0] == ITERATION_SPAN)
-    loops.sort(key=lambda row: row[1])
-    loops = loops[warmup:]
+    loops = sorted((row[1], row[2]) for row in spans if row[0] == ITERATION_SPAN)[warmup:]
     if not loops:
         return {}
-    starts = np.array([row[1] for row in loops])
-    ends = np.array([row[2] for row in loops])
+    starts, ends = np.array(loops).T
     times: dict[tuple[str, str], np.ndarray] = {}
     open_parts: list[tuple[tuple[str, str], int, int]] = []
     inside = [(row[1], -row[2], part) for row in spans if (part := parse_span(row[0]))]

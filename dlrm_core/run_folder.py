@@ -104,8 +104,13 @@ def claim_run_folder(
     parameters: Mapping[str, Any],
     command: str,
     now: datetime | None = None,
+    place: Path | None = None,
 ) -> RunFolder:
     """Create the folder of a new run, with a run.json that says ``running``.
+
+    Args:
+        place: the folder itself (numbered on if it is there); None: a dated one in
+            ``output_root``.
 
     Raises:
         InputError: nothing can be created or written under ``output_root``.
@@ -116,7 +121,8 @@ def claim_run_folder(
     root = Path(output_root).expanduser().absolute()
     stem = f"{now:%H%M%S}-{notebook}-{re.sub(r'[^A-Za-z0-9._+-]+', '_', preset)}"
     try:
-        day = root / f"{now:%Y-%m-%d}"
+        day = place.parent if place else root / f"{now:%Y-%m-%d}"
+        stem = place.name if place else stem
         day.mkdir(parents=True, exist_ok=True)
         path = _claim(day, stem)
         record = {

@@ -12,12 +12,14 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import nbformat
 
-from dlrm_core.config import load_parameters
+from dlrm_core.change_options import apply_change
+from dlrm_core.config import Parameters, load_parameters
 from dlrm_core.errors import InputError
 from dlrm_core.files import write_text
 from dlrm_core.notebook_parameters import (
@@ -127,6 +129,12 @@ def run_all(
 def command_run(arguments: Any) -> int:
     """``dlrm run``: exit code 0 only if every notebook finished."""
     names = CHAIN if arguments.notebook == "all" else [arguments.notebook]
+    sections, _ = split_overrides(arguments.parameter)
+    swept = bool(load_parameters(arguments.file, sections).sweep) and arguments.notebook != "sweep"
+    if swept or arguments.resume:
+        from dlrm_core.sweep_run import command_sweep
+
+        return command_sweep(arguments, names)
     try:
         folder = _run(
             names,
@@ -159,44 +167,79 @@ def _run(
         raise InputError(f"--cell-timeout is {cell_timeout}, expected seconds, or 0 for never")
     for_sections, own = split_overrides(overrides)
     parameters = load_parameters(parameters_file, for_sections)
-    sections = parameters.to_sections()
-    paths = {name: find_notebook(name, notebooks) for name in names}
-    declared = {name: declared_parameters(path) for name, path in paths.items()}
-    own_of = own_parameters(own, declared)
-    done: dict[str, RunFolder] = {}
+    plan = Plan.of(names, own, notebooks)
+    plan.check(parameters)
+    root = Path(DEFAULT_OUTPUT_ROOT if output_root is None else output_root)
+    typed = shlex.join(command or sys.argv)
+    done: dict[str, Path] = {}
     for name in names:
-        given = sections | own_of[name]
+        given = plan.given(name, parameters, done)
+        folder = claim_run_folder(root, name, parameters.preset, parameters=given, command=typed)
+        plan.execute(name, folder, given, cell_timeout)
+        done[name] = folder.path
+    return folder
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Notebooks to run in order, each with the parameters of its own that were given."""
+
+    paths: dict[str, Path]
+    declared: dict[str, dict[str, dict[str, Any]]]
+    own: dict[str, dict[str, Any]]
+
+    @classmethod
+    def of(cls, names: Sequence[str], own: Mapping[str, str], notebooks: Path = NOTEBOOKS) -> Plan:
+        """Find the notebooks and type their own parameters.
+
+        Raises:
+            InputError: no such notebook, or none of them takes a parameter.
+        """
+        paths = {name: find_notebook(name, notebooks) for name in names}
+        declared = {name: declared_parameters(path) for name, path in paths.items()}
+        return cls(paths, declared, own_parameters(own, declared))
+
+    def check(self, parameters: Parameters) -> None:
+        """Refuse a ``change`` that these parameters cannot take, before anything runs.
+
+        Raises:
+            InputError: naming the field that cannot have its value.
+        """
+        for own in self.own.values():
+            if own.get("change"):
+                apply_change(parameters, own["change"])
+
+    def given(self, name: str, parameters: Parameters, done: Mapping[str, Path]) -> dict[str, Any]:
+        """What a notebook is given: sections, its own parameters, folders of earlier runs."""
+        values = parameters.to_sections() | self.own[name]
         for earlier, folder in done.items():
-            given.setdefault(f"{earlier}_run", str(folder.path))
-        done[name] = _execute(
-            paths[name],
-            {key: value for key, value in given.items() if key in declared[name]},
-            "output_folder" in declared[name],
-            Path(DEFAULT_OUTPUT_ROOT if output_root is None else output_root),
-            parameters.preset,
-            cell_timeout,
-            shlex.join(command or sys.argv),
-        )
-    return done[names[-1]]
+            values.setdefault(f"{earlier}_run", str(folder))
+        return {key: value for key, value in values.items() if key in self.declared[name]}
+
+    def execute(
+        self, name: str, folder: RunFolder, given: dict[str, Any], cell_timeout: float | None
+    ) -> RunFolder:
+        """Run a notebook in a folder that was claimed for it.
+
+        Raises:
+            RunError: it did not finish.
+        """
+        wants_folder = "output_folder" in self.declared[name]
+        return _execute(self.paths[name], given, wants_folder, folder, cell_timeout)
 
 
 def _execute(
     notebook: Path,
     parameters: dict[str, Any],
     wants_folder: bool,
-    output_root: Path,
-    preset: str,
+    folder: RunFolder,
     cell_timeout: float | None,
-    command: str,
 ) -> RunFolder:
-    """Claim a folder, run the notebook there, leave status and page whatever happens."""
+    """Run the notebook in its folder, leave status and page whatever happens."""
     import papermill
 
     from dlrm_core.notebook_engine import ENGINE, Watch
 
-    folder = claim_run_folder(
-        output_root, notebook.stem, preset, parameters=parameters, command=command
-    )
     given = parameters | ({"output_folder": str(folder.path)} if wants_folder else {})
     watch = Watch(cell_timeout)
     problem = ""

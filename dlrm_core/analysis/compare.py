@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -20,6 +20,7 @@ from dlrm_core.analysis.attribution import iteration_count, per_iteration
 from dlrm_core.analysis.intervals import (
     CONFIDENCE,
     Interval,
+    Numbers,
     holm,
     p_value,
     standard_error,
@@ -34,7 +35,7 @@ PART = ["component", "phase"]
 ALARM = 1 - CONFIDENCE
 
 
-def steady_rows(times_ms: Sequence[float]) -> np.ndarray:
+def steady_rows(times_ms: Numbers) -> np.ndarray:
     """Which iterations (n,) stand for a run: neither warm-up nor stragglers; all of a short one."""
     times = np.asarray(times_ms, dtype=float)
     if len(times) < LEAST:
@@ -49,7 +50,7 @@ def iteration_parts(profile: Profile) -> pd.DataFrame:
     table = each.pivot_table(
         index="iteration", columns=PART, values="time_ms", aggfunc="sum", fill_value=0.0
     )
-    return table[steady_rows(table.sum(axis=1).to_numpy())]
+    return table[steady_rows(table.sum(axis=1).to_numpy(dtype=float))]
 
 
 def part_estimates(profile: Profile) -> pd.DataFrame:
@@ -65,8 +66,9 @@ def part_estimates(profile: Profile) -> pd.DataFrame:
         return _in_order(_counted(profile))
     table = iteration_parts(profile)
     rows = []
-    for component, phase in table.columns:
-        times = table[component, phase].to_numpy()
+    for part, column in table.items():
+        component, phase = cast(tuple[str, str], part)
+        times = column.to_numpy(dtype=float)
         se, degrees = standard_error(times)
         rows.append((component, phase, times.mean(), se, degrees, len(times), "iterations"))
     return _in_order(_estimates(rows))
@@ -77,7 +79,7 @@ def step_estimate(profile: Profile) -> tuple[float, float, float]:
     if profile.iterations.empty or profile.trace.empty:
         table = _counted(profile)
         return float(table["time_ms"].sum()), float(np.hypot.reduce(table["se_ms"])), math.inf
-    times = iteration_parts(profile).sum(axis=1).to_numpy()
+    times = iteration_parts(profile).sum(axis=1).to_numpy(dtype=float)
     se, degrees = standard_error(times)
     return float(times.mean()), se, degrees
 
@@ -134,7 +136,7 @@ def compare_parts(before: pd.DataFrame, after: pd.DataFrame) -> pd.DataFrame:
     return difference_table(rows)
 
 
-def _or_zero(row: Mapping[str, Any], side: str) -> tuple[float, float, float]:
+def _or_zero(row: Mapping[Any, Any], side: str) -> tuple[float, float, float]:
     time = float(row[f"time_ms{side}"])
     if math.isnan(time):
         return 0.0, 0.0, 0.0
@@ -185,8 +187,8 @@ def ratio_interval(
     degrees = welch_degrees(relative[0], before[2], relative[1], after[2])
     middle = math.log(samples * before[0] / after[0]) if min(before[0], after[0]) > 0 else math.nan
     found = t_interval(middle, se, degrees)
-    bounds = (math.exp(value) for value in (found.low, found.mid, found.high))
-    return Interval(*bounds, found.confidence)
+    low, mid, high = (math.exp(value) for value in (found.low, found.mid, found.high))
+    return Interval(low, mid, high, found.confidence)
 
 
 # ---- what differs besides ---------------------------------------------------------

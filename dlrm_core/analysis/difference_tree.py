@@ -75,10 +75,11 @@ def _paths(profile: Profile, metric: str, by_part: bool) -> pd.DataFrame:
     table["name"] = np.where(top, WHOLE, table["name"])
     table["kind"] = np.where(top, "root", table["kind"])
     table["total"] = inclusive_from_exclusive(table["above"].to_numpy(), table["self"].to_numpy())
-    kept = np.flatnonzero(within & (table["total"] > 0))
+    rows = np.flatnonzero(within & (table["total"] > 0).to_numpy())
+    # the last place is for −1, above the roots
     row = np.full(len(table) + 1, -1)
-    row[kept] = np.arange(len(kept))
-    table = table.iloc[kept].assign(above=row[table["above"].iloc[kept].to_numpy()])
+    row[rows] = np.arange(len(rows))
+    table = table.iloc[rows].assign(above=row[table["above"].to_numpy()[rows]])
     return table.assign(depth=depths(table["above"].to_numpy())).reset_index(drop=True)
 
 
@@ -171,14 +172,15 @@ def largest_changes(tree: pd.DataFrame, count: int = 20) -> pd.DataFrame:
     table = tree.assign(change=(tree["self_after_ms"] - tree["self_before_ms"]).abs())
     table = table[table["change"] > 0].sort_values("change", ascending=False).head(count)
     rows = []
-    for row in table.itertuples(index=False):
-        path, at = [], str(row.id)
+    for row in table.to_dict("records"):
+        path, at = [], str(row["id"])
         while above[at]:
             path.append(label[at])
             at = above[at]
-        state = "new" if row.before_ms == 0 else "gone" if row.after_ms == 0 else ""
-        own = (row.self_before_ms, row.self_after_ms, row.self_after_ms - row.self_before_ms)
-        rows.append((path[::-1], row.label, row.component, row.phase, *own, state))
+        state = "new" if row["before_ms"] == 0 else "gone" if row["after_ms"] == 0 else ""
+        own = (row["self_before_ms"], row["self_after_ms"])
+        names = (row["label"], row["component"], row["phase"])
+        rows.append((path[::-1], *names, *own, own[1] - own[0], state))
     columns = ["path", "label", *("component", "phase")]
     columns += ["before_ms", "after_ms", "difference_ms", "state"]
     return pd.DataFrame(rows, columns=columns)

@@ -13,8 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 CONFIDENCE = 0.95
+
+Numbers = Sequence[float] | npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Interval:
         }
 
 
-def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
+def median_interval(values: Numbers, confidence: float = CONFIDENCE) -> Interval:
     """The median and two of the values that enclose the true one.
 
     With n values the j-th smallest and j-th largest enclose the median with probability
@@ -69,7 +72,7 @@ def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> 
     )
 
 
-def effective_size(values: Sequence[float]) -> float:
+def effective_size(values: Numbers) -> float:
     """How many independent observations n correlated ones are worth: n (1 − r) / (1 + r).
 
     r is the correlation of neighbours; negative ones count as 0. At least 2 where n is.
@@ -84,7 +87,7 @@ def effective_size(values: Sequence[float]) -> float:
     return max(len(x) * (1 - r) / (1 + r), 2.0)
 
 
-def standard_error(values: Sequence[float]) -> tuple[float, float]:
+def standard_error(values: Numbers) -> tuple[float, float]:
     """(standard error of the mean, degrees of freedom); NaN and 0 of fewer than two values."""
     x = np.asarray(values, dtype=float)
     if len(x) < 2:
@@ -121,7 +124,7 @@ def p_value(difference: float, standard_error: float, degrees: float) -> float:
     return 2 * (1 - t_cdf(abs(difference) / standard_error, degrees))
 
 
-def holm(p_values: Sequence[float]) -> list[float]:
+def holm(p_values: Numbers) -> list[float]:
     """p-values of one family, corrected so that one false alarm in the family has p at most."""
     p = np.asarray(p_values, dtype=float)
     known = np.flatnonzero(np.isfinite(p))
