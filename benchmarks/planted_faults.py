@@ -1,0 +1,251 @@
+"""Whether findings name planted faults, and stay silent on clean runs.
+
+    python benchmarks/planted_faults.py --trials 40 --json benchmarks/results/planted_faults.json
+
+Each trial is a fresh process: a clean configuration of a random shape, one fault of random
+magnitude planted in the real workload (``plants.py``), measured as ``dlrm record`` does, and
+judged: is the planted fault the first finding? Trials are kept as JSON lines as they finish,
+so that an interrupted run goes on where it was; what is drawn for trial N depends on N alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+SHAPES: dict[str, dict[str, Any]] = {
+    # about the experiment's proportions, an eighth of its size
+    "small": {
+        "bottom_mlp": [256, 512, 64],
+        "top_mlp": [512, 512, 1],
+        "embedding_dim": 64,
+        "tables": 8,
+        "table_rows": 100_000,
+        "batch_size": 2048,
+        "indices_per_lookup": 10,
+        "step_ms": 25.0,
+    },
+    # many narrow tables, one-hot, as click logs have them
+    "one_hot": {
+        "bottom_mlp": [64, 256, 32],
+        "top_mlp": [512, 256, 1],
+        "embedding_dim": 32,
+        "tables": 16,
+        "table_rows": 50_000,
+        "batch_size": 4096,
+        "indices_per_lookup": 1,
+        "step_ms": 25.0,
+    },
+    # wide MLPs over few tables
+    "dense": {
+        "bottom_mlp": [512, 1024, 64],
+        "top_mlp": [1024, 1024, 1],
+        "embedding_dim": 64,
+        "tables": 4,
+        "table_rows": 200_000,
+        "batch_size": 1024,
+        "indices_per_lookup": 10,
+        "step_ms": 25.0,
+    },
+}
+ITERATIONS = 14
+PROBE_SECONDS = 4.0
+"""Of part probes; a report's own default is longer."""
+
+
+def sections_of(shape: dict[str, Any], draw: random.Random) -> dict[str, Any]:
+    """Parameters of a clean run: every fast option that this version has."""
+    from dlrm_core.config import TrainingConfig
+
+    known = {field.name for field in dataclasses.fields(TrainingConfig)}
+    fast = {
+        "precision": "bf16",
+        "fp32_matmul": "onednn",
+        "embedding_backend": "fused",
+        "fused_optimizer": True,
+    }
+    batch = round(shape["batch_size"] * draw.choice([0.75, 1.0, 1.25]))
+    return {
+        "title": "planted faults",
+        "model": {
+            "bottom_mlp": list(shape["bottom_mlp"]),
+            "top_mlp": list(shape["top_mlp"]),
+            "embedding_dim": shape["embedding_dim"],
+            "tables": shape["tables"],
+            "table_rows": [round(shape["table_rows"] * draw.uniform(0.7, 1.5))] * shape["tables"],
+            "init": "torch",
+        },
+        "data": {
+            "generator": "uniform",
+            "indices_per_lookup": shape["indices_per_lookup"],
+            "loader": "synchronous",
+        },
+        "training": {
+            "batch_size": batch,
+            "seed": draw.randrange(2**31),
+            "device": "cpu",
+            **{name: value for name, value in fast.items() if name in known},
+        },
+        "profiling": {"engine": "torch", "warmup": 3, "iterations": ITERATIONS},
+    }
+
+
+def trial(number: int, fault: str, shape: str | None = None) -> dict[str, Any]:
+    """Plant, measure, judge; runs in a process of its own."""
+    import plants
+
+    import dlrm_core.part_probes as part_probes
+    from dlrm_core.analysis.attribution import attribute
+    from dlrm_core.analysis.findings import findings, limit
+    from dlrm_core.config import parameters_from_sections
+    from dlrm_core.profiling.torch_trace import read_recording
+    from dlrm_core.profiling.workload import record_workload
+
+    part_probes.PROBE_SECONDS = PROBE_SECONDS
+    draw = random.Random(f"{number} {fault}")
+    name = shape or draw.choice(sorted(SHAPES))
+    sections = sections_of(SHAPES[name], draw)
+    setting = plants.Setting(draw, sections, SHAPES[name]["step_ms"])
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        with plants.planted(fault, setting):
+            parameters = parameters_from_sections(sections)
+            recording = record_workload(parameters, Path(folder) / "recording")
+        measured_s = time.perf_counter() - started
+        profile = read_recording(recording)
+        keep = os.environ.get("KEEP_PROFILES")
+        if keep:
+            profile.save(Path(keep) / f"{number}-{fault}")
+    attribution = attribute(profile)
+    found = findings(profile, attribution)
+    ids = [finding.id for finding in found]
+    expected = plants.FAULTS[fault][1]
+    return {
+        "trial": number,
+        "fault": fault,
+        "shape": name,
+        "batch_size": sections["training"]["batch_size"],
+        "planted": setting.planted,
+        "expected": list(expected),
+        "findings": ids,
+        "speedups": [round(f.predicted_speedup.get("mid", 1.0), 3) for f in found],
+        "first_title": found[0].title if found else "",
+        "limit": limit(profile, attribution),
+        "step_ms": round(float(attribution["time_ms"].sum()), 2),
+        "rank": next((place for place, i in enumerate(ids, 1) if i in expected), None),
+        "good": (ids[0] in expected if ids else False) if expected else not ids,
+        "seconds": round(measured_s, 1),
+    }
+
+
+def schedule(count: int) -> list[tuple[int, str]]:
+    """Which fault trial N plants: half of all are clean, the others go round the faults."""
+    from plants import FAULTS
+
+    faults = [name for name in FAULTS if name != "clean"]
+    random.Random(0).shuffle(faults)
+    return [
+        (number, "clean" if number % 2 else faults[number // 2 % len(faults)])
+        for number in range(count)
+    ]
+
+
+def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row a fault: trials, named first, named second, missed."""
+    table = []
+    for fault in sorted({row["fault"] for row in rows}):
+        own = [row for row in rows if row["fault"] == fault]
+        line: dict[str, Any] = {"fault": fault, "trials": len(own)}
+        if fault == "clean":
+            line |= {"silent": sum(row["good"] for row in own)}
+            line["false_alarms"] = len(own) - line["silent"]
+        else:
+            line |= {
+                "first": sum(row["rank"] == 1 for row in own),
+                "second": sum(row["rank"] == 2 for row in own),
+                "missed": sum(row["rank"] is None for row in own),
+            }
+        table.append(line)
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trials", type=int, default=80, help="in all; half of them clean")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no trial after these")
+    parser.add_argument("--lines", default="planted_faults.jsonl", help="results so far")
+    parser.add_argument("--json", default="", help="write the summary here")
+    parser.add_argument("--one", default="", help="run one trial here: NUMBER:FAULT[:SHAPE]")
+    options = parser.parse_args()
+    if options.one:
+        number, fault, *shape = options.one.split(":")
+        print(json.dumps(trial(int(number), fault, *shape)))
+        return
+    lines = Path(options.lines)
+    rows = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
+    done = {(row["trial"], row["fault"]) for row in rows}
+    started = time.perf_counter()
+    for number, fault in schedule(options.trials):
+        if (number, fault) in done or time.perf_counter() - started > options.seconds:
+            continue
+        command = [sys.executable, __file__, "--one", f"{number}:{fault}"]
+        made = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        if made.returncode:
+            print(f"trial {number} ({fault}) failed:\n{made.stderr[-2000:]}", file=sys.stderr)
+            continue
+        row = json.loads(made.stdout.splitlines()[-1])
+        rows.append(row)
+        with lines.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        mark = "ok  " if row["good"] else "MISS"
+        print(
+            f"{mark} {number:3d} {fault:20s} {row['shape']:8s} {row['step_ms']:8.1f} ms "
+            f"{row['findings']} {row['speedups']}",
+            flush=True,
+        )
+    for line in summary(rows):
+        print(line)
+    if options.json:
+        write_summary(Path(options.json), rows)
+
+
+def write_summary(path: Path, rows: list[dict[str, Any]]) -> None:
+    """The table with the machine and the versions it was made on."""
+    import torch
+
+    from dlrm_core.doctor import machine_facts
+    from dlrm_core.files import write_json
+
+    faulty = [row for row in rows if row["fault"] != "clean"]
+    clean = [row for row in rows if row["fault"] == "clean"]
+    write_json(
+        path,
+        {
+            "command": "python benchmarks/planted_faults.py --json " + path.name,
+            "machine": machine_facts(),
+            "versions": {"python": platform.python_version(), "torch": torch.__version__},
+            "faulty_trials": len(faulty),
+            "named_first": sum(row["good"] for row in faulty),
+            "clean_trials": len(clean),
+            "false_alarms": sum(not row["good"] for row in clean),
+            "table": summary(rows),
+            "trials": rows,
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()
