@@ -21,6 +21,7 @@ from dlrm_core.analysis.attribution import (
     per_iteration,
     segments,
     step_contexts,
+    what_differed,
 )
 from dlrm_core.analysis.operators import (
     SMALL,
@@ -286,3 +287,79 @@ def test_memory_is_told_by_part_or_not_at_all(measured: Profile, gpu: Profile) -
     assert memory(gpu).empty
     assert memory_curve(gpu).empty
     assert "allocated_bytes" in gpu.not_measured
+
+
+def long_run(times_ms: dict[str, list[float]]) -> Profile:
+    """A profile of iterations whose parts took these times, one after the other."""
+    parts = [name.split() for name in times_ms]
+    spans, iterations, now = [], [], 0
+    for number, lengths in enumerate(zip(*times_ms.values(), strict=True)):
+        begin = now
+        for part, length in enumerate(lengths):
+            spans.append((0, now, now + round(length * 1e6), part + 1, 1))
+            now += round(length * 1e6)
+        spans.append((0, begin, now, 0, 0))
+        iterations.append((number, begin, now))
+    count = len(parts) + 1
+    return Profile.build(
+        contexts={
+            "context": range(count),
+            "parent": [-1] + [0] * len(parts),
+            "kind": "annotation",
+            "name": ["dlrm::iteration", *(f"dlrm::{c}::{p}" for c, p in parts)],
+            "shapes": "",
+            "file": "",
+            "line": 0,
+            "module": "",
+            "component": ["other", *(c for c, _ in parts)],
+            "phase": ["", *(p for _, p in parts)],
+        },
+        metrics=[],
+        values=None,
+        threads=[{"profile": 0, "kind": "cpu_thread", "name": "main", "rank": 0, "thread": 1}],
+        trace=pd.DataFrame(spans, columns=["profile", "start_ns", "end_ns", "context", "depth"]),
+        iterations=pd.DataFrame(iterations, columns=["iteration", "start_ns", "end_ns"]),
+    )
+
+
+@pytest.fixture()
+def disturbed() -> Profile:
+    """30 iterations of 10 + 5 ms: three of warm-up in data, one straggler in the top MLP."""
+    random = np.random.default_rng(1)
+    data = 10 + 0.05 * random.normal(size=30)
+    top = 5 + 0.05 * random.normal(size=30)
+    data[:3] += 20
+    top[17] += 30
+    return long_run({"data forward": data.tolist(), "top_mlp forward": top.tolist()})
+
+
+def test_attribution_is_of_the_steady_iterations_and_says_so(disturbed: Profile) -> None:
+    steady = attribute(disturbed)
+    assert times(steady) == pytest.approx(
+        {("data", "forward", "host"): 10, ("top_mlp", "forward", "host"): 5}, rel=0.01
+    )
+    assert steady["share"].sum() == pytest.approx(1)
+    warm, slow = steady.attrs["left_out"]
+    assert warm.startswith("3 of 30 iterations are warm-up and left out (0, 1, 2; up to 35")
+    assert slow.startswith("1 of 30 iterations are stragglers and left out (17; up to 45")
+    kept = np.ones(30, dtype=bool)
+    kept[[0, 1, 2, 17]] = False
+    wall = iteration_times(disturbed)["time_ms"].to_numpy()
+    assert steady["time_ms"].sum() == pytest.approx(wall[kept].mean(), rel=1e-9)
+    every = attribute(disturbed, steady=False)
+    assert every["time_ms"].sum() == pytest.approx(wall.mean(), rel=1e-9)
+    assert every.attrs["left_out"] == []
+
+
+def test_what_differed_names_the_part_that_grew(disturbed: Profile) -> None:
+    table = what_differed(disturbed)
+    first = table.groupby("iteration").first()
+    assert first["why"].tolist() == ["warm-up"] * 3 + ["straggler"]
+    assert first["component"].tolist() == ["data"] * 3 + ["top_mlp"]
+    assert first.loc[17, "grew_ms"] == pytest.approx(30, rel=0.02)
+    assert first["share"].min() > 0.98
+    grown = table.groupby("iteration")["grew_ms"].sum()
+    np.testing.assert_allclose(grown, first["time_ms"] - first["usual_ms"], rtol=1e-9)
+    quiet = long_run({"data forward": [10.0 + 0.01 * (row % 3) for row in range(20)]})
+    assert what_differed(quiet).empty
+    assert what_differed(sampled()).empty

@@ -4,6 +4,10 @@ Every instant of an iteration belongs to exactly one part and phase, so the time
 to the iteration time. On a CPU it is the part that the iteration's thread is in. On a
 GPU it is the part whose kernel runs (column ``where`` is ``device``) and, while the GPU
 idles, the part that the host is in (``host``): what the GPU waits for then.
+
+A mean over iterations is over the steady ones: warm-up and stragglers, told apart by
+:mod:`dlrm_core.analysis.steady`, are left out, named, and explained by
+:func:`what_differed`.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
+from dlrm_core.analysis.steady import SteadyState, steady_state
 from dlrm_core.parts import COMPONENTS, ITERATION_SPAN, PHASES
 from dlrm_core.profiling.profile import Profile
 from dlrm_core.profiling.spans import innermost
@@ -25,21 +30,88 @@ that a profiler sees (HPCToolkit's ``-a python``)."""
 KEYS = ["component", "phase", "where"]
 
 
-def attribute(profile: Profile) -> pd.DataFrame:
+LEFT_OUT = "left_out"
+"""Key in a frame's ``attrs``: sentences on the iterations that its means leave out."""
+
+DIFFERED = ["iteration", "why", "time_ms", "usual_ms", *KEYS, "part_ms", "usual_part_ms"]
+DIFFERED += ["grew_ms", "share"]
+
+
+def attribute(profile: Profile, steady: bool = True) -> pd.DataFrame:
     """Mean time of each part and phase in an iteration.
+
+    Args:
+        steady: over the steady iterations, without warm-up and stragglers; else over all.
 
     Returns:
         ``component``, ``phase``, ``where`` (``device`` or ``host``), ``time_ms`` (mean
-        over the iterations; sums to the mean iteration time), ``share`` (sums to 1).
+        over those iterations; sums to their mean time), ``share`` (sums to 1).
         Rows in the order of a step. Empty if nothing was measured.
+        ``attrs["left_out"]`` says which iterations were left out and why (list of str).
     """
     each = per_iteration(profile)
+    left_out: list[str] = []
+    state = iteration_state(profile) if steady else None
+    if state is not None:
+        numbers = profile.iterations["iteration"].to_numpy()
+        each = each[each["iteration"].isin(numbers[state.steady])]
+        left_out = _left_out(state, numbers)
     count = max(each["iteration"].nunique(), 1)
     table = each.groupby(KEYS, as_index=False, sort=False)[["time_ms"]].sum()
     table["time_ms"] /= count
     total = table["time_ms"].sum()
     table["share"] = table["time_ms"] / total if total > 0 else np.nan
-    return _in_step_order(table)
+    table = _in_step_order(table)
+    table.attrs[LEFT_OUT] = left_out
+    return table
+
+
+def iteration_state(profile: Profile) -> SteadyState | None:
+    """Which of the profile's iterations (in their order) are steady; None without iterations.
+
+    On a GPU an iteration lasts until its last kernel ends or the next one begins.
+    """
+    table = profile.iterations
+    if table.empty:
+        return None
+    return steady_state((table["end_ns"] - table["start_ns"]).to_numpy() / 1e6)
+
+
+def what_differed(profile: Profile) -> pd.DataFrame:
+    """Which parts grew in the iterations that :func:`attribute` leaves out.
+
+    Returns:
+        A row for each part of each warm-up iteration and straggler, largest growth first:
+        ``iteration``, ``why`` (``warm-up`` or ``straggler``), ``time_ms`` and ``usual_ms`` of
+        the iteration, ``component``, ``phase``, ``where``, ``part_ms``, ``usual_part_ms``
+        (mean over the steady iterations), ``grew_ms`` (their difference) and ``share`` (of
+        the growth of all parts that grew). ``grew_ms`` adds up to ``time_ms`` minus the mean
+        steady time. Empty if none is left out.
+    """
+    state = iteration_state(profile)
+    if state is None or state.steady.all():
+        return pd.DataFrame({name: [] for name in DIFFERED})
+    numbers = profile.iterations["iteration"].to_numpy()
+    wide = per_iteration(profile).pivot_table(
+        index="iteration", columns=KEYS, values="time_ms", aggfunc="sum", fill_value=0.0
+    )
+    wide = wide.reindex(numbers, fill_value=0.0)
+    usual = wide[state.steady].mean()
+    growth = wide[~state.steady] - usual
+    frames = []
+    for place in np.flatnonzero(~state.steady):
+        grew = growth.loc[numbers[place]]
+        part = usual.index.to_frame(index=False)
+        part["iteration"] = numbers[place]
+        part["why"] = "warm-up" if place < state.first else "straggler"
+        part["time_ms"], part["usual_ms"] = state.times_ms[place], float(usual.sum())
+        part["part_ms"] = wide.loc[numbers[place]].to_numpy()
+        part["usual_part_ms"] = usual.to_numpy()
+        part["grew_ms"] = grew.to_numpy()
+        risen = grew.clip(lower=0)
+        part["share"] = (risen / risen.sum()).to_numpy() if risen.sum() > 0 else 0.0
+        frames.append(part.sort_values("grew_ms", ascending=False))
+    return pd.concat(frames, ignore_index=True)[DIFFERED]
 
 
 def per_iteration(profile: Profile) -> pd.DataFrame:
@@ -223,6 +295,22 @@ def step_contexts(profile: Profile, other_threads: bool = True) -> np.ndarray:
         return inside
     root = profile.contexts["kind"].eq("root").to_numpy()
     return inside | ~(np.isin(thread, np.unique(thread[inside])) | root)
+
+
+def _left_out(state: SteadyState, numbers: np.ndarray) -> list[str]:
+    """A sentence for warm-up and one for stragglers, where there are any."""
+    said = []
+    usual = f"{state.usual_ms:#.3g} ms usually"
+    for why, rows in (("warm-up", state.warm_up), ("stragglers", state.outliers)):
+        if rows.any():
+            listed = [str(number) for number in numbers[rows]]
+            shown = ", ".join(listed[:8]) + (", …" if len(listed) > 8 else "")
+            longest = f"{state.times_ms[rows].max():#.3g} ms"
+            said.append(
+                f"{len(listed)} of {len(numbers)} iterations are {why} and left out ({shown}; "
+                f"up to {longest} against {usual})"
+            )
+    return said
 
 
 def _sampled(profile: Profile) -> pd.DataFrame:
