@@ -245,8 +245,9 @@ class ProfilingConfig:
     engine: str = setting(
         "auto",
         "'torch': torch.profiler; 'hpctoolkit': hpcrun, hpcstruct, hpcprof; 'auto': HPCToolkit "
-        "when hpcrun is found, else torch (the page says which)",
-        choices=("auto", "torch", "hpctoolkit"),
+        "when hpcrun is found, else torch (the page says which); 'both': HPCToolkit and then "
+        "torch, side by side",
+        choices=("auto", "torch", "hpctoolkit", "both"),
     )
     warmup: int = setting(3, "iterations before measuring", minimum=0)
     iterations: int = setting(20, "iterations measured", minimum=1)

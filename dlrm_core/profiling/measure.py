@@ -22,6 +22,10 @@ from dlrm_core.profiling.profile import Profile
 from dlrm_core.profiling.torch_trace import read_recording
 
 
+TORCH_FOLDER = "profile_torch"
+"""Of a run folder: the Profile of the second engine, where ``profiling.engine`` is both."""
+
+
 def choose_engine(config: ProfilingConfig) -> tuple[str, str]:
     """The engine that ``profiling.engine`` means on this machine, and why.
 
@@ -33,11 +37,13 @@ def choose_engine(config: ProfilingConfig) -> tuple[str, str]:
     try:
         tools = find_tools(config.hpctoolkit_home)
     except MissingToolError as error:
-        if config.engine == "hpctoolkit":
+        if config.engine in ("hpctoolkit", "both"):
             raise
         return "torch", f"torch.profiler, since HPCToolkit was not found ({error})"
     if config.engine == "hpctoolkit":
         return "hpctoolkit", f"HPCToolkit {tools.version}, as profiling.engine asks"
+    if config.engine == "both":
+        return "both", f"HPCToolkit {tools.version} and then torch.profiler, side by side"
     return "hpctoolkit", f"HPCToolkit {tools.version}, found at {tools.hpcrun}"
 
 
@@ -48,7 +54,8 @@ def measure(
 
     Args:
         folder: gets the raw recording, the logs, and ``profile/``, the saved
-            Profile. Nothing in it is overwritten.
+            Profile. Nothing in it is overwritten. Where both engines measure, ``profile/``
+            is HPCToolkit's and ``profile_torch/`` torch.profiler's.
         progress: called a few times a second with the stage and the iteration.
 
     Raises:
@@ -62,6 +69,11 @@ def measure(
         profile = _with_torch(parameters, folder, file, progress)
     else:
         profile = _with_hpctoolkit(parameters, folder, file, progress)
+    if engine == "both":
+        second = _with_torch(parameters, folder, file, progress)
+        second.meta["engine_choice"] = why
+        second.save(folder / TORCH_FOLDER)
+        profile.meta["second_profile"] = TORCH_FOLDER
     profile.meta["engine_choice"] = why
     profile.save(folder / "profile")
     return profile
@@ -198,3 +210,9 @@ def saved_profile(folder: Path | str) -> Profile:
         f"{folder}: holds no profile; expected a run folder of the profile notebook, a folder "
         "that dlrm record wrote, or an HPCToolkit database"
     )
+
+
+def second_profile(folder: Path | str) -> Profile | None:
+    """The second engine's Profile of a run folder; None where one engine measured."""
+    place = Path(folder) / TORCH_FOLDER
+    return Profile.load(place) if (place / "profile.json").is_file() else None
