@@ -1,0 +1,280 @@
+"""The matrix products of a model, one by one, in every precision that the device has.
+
+A linear layer of n inputs and m outputs on a batch of B samples is three products of
+B n m multiply-adds each: y = x W^T forward; dx = dy W and dW = dy^T x backward. The dot
+interaction of F features of width d is a batch of B products (F, d) x (d, F) forward
+and, backward, two of (F, F) x (F, d).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dlrm_core.capacity import available_memory, format_bytes
+from dlrm_core.config import Parameters
+from dlrm_core.timing import Action, best_times_ms
+
+PRECISIONS = ("fp32", "fp32_onednn", "tf32", "bf16", "fp16")
+"""fp32_onednn and tf32 take and give fp32, and are free to round inside."""
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+MEMORY_SHARE = 0.8
+"""Of what is available, no measurement allocates more."""
+
+CHECKED_ROWS = 64
+"""Rows (or products of a batch) of a result that are compared with float64."""
+
+BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
+FP16_FLAGS = ("amx_fp16", "avx512_fp16", "asimdhp")
+"""Of /proc/cpuinfo: with one of them products of that precision are not emulated (x86, Arm)."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """``batch`` products (m, k) x (k, n), as a part of the model asks for them."""
+
+    part: str
+    layer: int
+    phase: str
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions."""
+        return 2 * self.batch * self.m * self.n * self.k
+
+    @property
+    def shape(self) -> tuple[str, int, int, int, int]:
+        """What the time depends on: products of one shape are timed once.
+
+        A phase has its own layout of the operands in memory, and forward adds a bias.
+        """
+        return (self.phase, self.m, self.n, self.k, self.batch)
+
+    @property
+    def values(self) -> int:
+        """Numbers in both operands and the result."""
+        return self.batch * (self.m * self.k + self.k * self.n + self.m * self.n)
+
+
+def model_products(parameters: Parameters) -> list[Product]:
+    """All products of one iteration; the interaction's backward stands for two of its shape."""
+    model, size = parameters.model, parameters.training.batch_size
+    found = []
+    for part, widths in (("bottom_mlp", model.bottom_widths), ("top_mlp", model.top_widths)):
+        for layer, (n, m) in enumerate(itertools.pairwise(widths)):
+            found.append(Product(part, layer, "forward", size, m, n))
+            if part == "top_mlp" or layer > 0:  # nobody asks for the dense features' gradient
+                found.append(Product(part, layer, "backward_input", size, n, m))
+            found.append(Product(part, layer, "backward_weight", m, n, size))
+    if model.interaction == "dot":
+        features, dim = len(model.table_rows) + 1, model.embedding_dim
+        found.append(Product("interaction", 0, "forward", features, features, dim, size))
+        found.append(Product("interaction", 0, "backward_input", features, dim, features, size))
+    return found
+
+
+def native_precisions(device: torch.device) -> tuple[list[str], dict[str, str]]:
+    """The precisions that the device computes without emulation; and why not the others."""
+    if device.type == "cuda":
+        return _gpu_precisions(device)
+    have, reasons = ["fp32"], {"tf32": "only NVIDIA GPUs have it"}
+    if _onednn_switch() is not None:
+        have.append("fp32_onednn")
+    else:
+        reasons["fp32_onednn"] = f"torch {torch.__version__} cannot choose the library"
+    flags = _cpu_flags()
+    for precision, names in (("bf16", BF16_FLAGS), ("fp16", FP16_FLAGS)):
+        if flags & set(names):
+            have.append(precision)
+        else:
+            reasons[precision] = f"this CPU would emulate it (none of {', '.join(names)})"
+    return have, reasons
+
+
+def _gpu_precisions(device: torch.device) -> tuple[list[str], dict[str, str]]:
+    capability = torch.cuda.get_device_capability(device)
+    have, reasons = ["fp32"], {"fp32_onednn": "only CPUs have it"}
+    # NVIDIA's CUDA C++ Programming Guide, tensor cores by compute capability
+    for precision, least in (("tf32", (8, 0)), ("bf16", (8, 0)), ("fp16", (7, 0))):
+        if capability >= least:
+            have.append(precision)
+        else:
+            reasons[precision] = (
+                f"compute capability {capability[0]}.{capability[1]} has no tensor cores for it, "
+                f"{least[0]}.{least[1]} has"
+            )
+    return have, reasons
+
+
+@contextlib.contextmanager
+def precision_setting(precision: str, device: torch.device) -> Iterator[None]:
+    """torch's settings under which an fp32 product is one of ``precision``, for a while."""
+    if device.type == "cuda":
+        place: Any = torch.backends.cuda.matmul
+        value = "tf32" if precision == "tf32" else "ieee"
+    else:
+        place = _onednn_switch()
+        # torch's word for "may round inside"; on a CPU without such units oneDNN does not
+        value = "bf16" if precision == "fp32_onednn" else "none"
+    name: str = "fp32_precision"
+    if place is None or not hasattr(place, name):
+        if device.type != "cuda":
+            yield
+            return
+        name, value = "allow_tf32", precision == "tf32"  # type: ignore[assignment]
+    before = getattr(place, name)
+    setattr(place, name, value)
+    try:
+        yield
+    finally:
+        setattr(place, name, before)
+
+
+def time_products(
+    products: Sequence[Product],
+    precisions: Sequence[str],
+    device: torch.device,
+    budget_s: float,
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Time products alone, each in every precision, by the library that torch calls.
+
+    Returns:
+        rows ``part``, ``layer``, ``phase``, ``m``, ``n``, ``k``, ``batch``, ``precision``,
+        ``ms`` (best), ``gflops`` (10^9 operations a second), ``relative_error``
+        (||C - C64|| / ||C64|| against float64, operands' rounding included); and
+        "precision, part, layer, phase" to the reason of what could not be timed.
+    """
+    chosen = {product.shape: product for product in reversed(products)}
+    room = available_memory(device)
+    operands = _Operands(device)
+    actions: dict[tuple[Any, str], Action] = {}
+    failed: dict[tuple[Any, str], str] = {}
+    for precision in precisions:
+        for shape, product in chosen.items():
+            need = 4 * product.values * 2  # fp32 and the copy in another precision
+            if room is not None and need + operands.bytes > MEMORY_SHARE * room:
+                failed[shape, precision] = (
+                    f"needs {format_bytes(need)} beside {format_bytes(operands.bytes)} of other "
+                    f"products, of {format_bytes(room)} available"
+                )
+                continue
+            call = operands.call(product, DTYPES.get(precision, torch.float32))
+            actions[shape, precision] = Action(call, _setting(precision, device))
+    times, late = best_times_ms(actions, device, budget_s)
+    errors = {
+        (shape, precision): _relative_error(chosen[shape], actions[shape, precision], operands)
+        for shape, precision in times
+    }
+    rows, reasons = [], {}
+    for product, precision in itertools.product(products, precisions):
+        key = product.shape, precision
+        if key not in times:
+            name = f"{precision}, {product.part} layer {product.layer}, {product.phase}"
+            reasons[name] = (failed | late)[key]
+            continue
+        rows.append(
+            {
+                **{name: getattr(product, name) for name in ("part", "layer", "phase")},
+                **{name: getattr(product, name) for name in ("m", "n", "k", "batch")},
+                "precision": precision,
+                "ms": times[key],
+                "gflops": product.flops / times[key] / 1e6,
+                "relative_error": errors[key],
+            }
+        )
+    return rows, reasons
+
+
+class _Operands:
+    """Random matrices, made once a shape and precision, and the calls on them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.bytes = 0
+        self._random = torch.Generator(device).manual_seed(0)
+        self._made: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def pair(self, product: Product, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Left (m, k) and right (k, n), laid out in memory as the step has them."""
+        m, n, k, batch = product.m, product.n, product.k, product.batch
+        if batch > 1:
+            left = self._matrix("left", (batch, m, k), dtype)
+            if product.phase == "forward":  # features by their own transpose
+                return left, left.transpose(1, 2)
+            return left, self._matrix("right", (batch, k, n), dtype)
+        if product.phase == "forward":  # x W^T
+            return self._matrix("left", (m, k), dtype), self._matrix("right", (n, k), dtype).t()
+        if product.phase == "backward_weight":  # dy^T x
+            return self._matrix("left", (k, m), dtype).t(), self._matrix("right", (k, n), dtype)
+        return self._matrix("left", (m, k), dtype), self._matrix("right", (k, n), dtype)
+
+    def call(self, product: Product, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+        """The operation that autograd would run for this product."""
+        left, right = self.pair(product, dtype)
+        if product.batch > 1:
+            return lambda: torch.bmm(left, right)
+        if product.phase == "forward":
+            bias = torch.zeros(product.n, dtype=dtype, device=self.device)
+            return lambda: torch.addmm(bias, left, right)
+        return lambda: torch.mm(left, right)
+
+    def _matrix(self, side: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        key = (side, shape, dtype)
+        if key not in self._made:
+            if dtype == torch.float32:
+                made = torch.randn(shape, generator=self._random, device=self.device)
+            else:  # the same numbers, rounded
+                made = self._matrix(side, shape, torch.float32).to(dtype)
+            self._made[key] = made
+            self.bytes += made.numel() * made.element_size()
+        return self._made[key]
+
+
+def _relative_error(product: Product, action: Action, operands: _Operands) -> float:
+    """||C - C64|| / ||C64|| over the first rows of the result; both norms in float64."""
+    left, right = operands.pair(product, torch.float32)
+    left = left[:CHECKED_ROWS]
+    if product.batch > 1:
+        right = right[:CHECKED_ROWS]
+    exact = left.double() @ right.double()
+    with action.setting(), torch.no_grad():
+        result = action.call()
+    assert isinstance(result, torch.Tensor)
+    return float((result[:CHECKED_ROWS].double() - exact).norm() / exact.norm())
+
+
+def _setting(
+    precision: str, device: torch.device
+) -> Callable[[], contextlib.AbstractContextManager[object]]:
+    return lambda: precision_setting(precision, device)
+
+
+def _onednn_switch() -> Any:
+    """torch's settings of oneDNN's products, where they can be changed (torch 2.9)."""
+    matmul = getattr(torch.backends.mkldnn, "matmul", None)
+    return matmul if hasattr(matmul, "fp32_precision") else None
+
+
+def _cpu_flags() -> set[str]:
+    """Features of the first processor in /proc/cpuinfo; none where there is no such file."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return set(value.split())
+    return set()
