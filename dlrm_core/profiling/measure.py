@@ -21,7 +21,6 @@ from dlrm_core.profiling.hpctoolkit_tools import find_tools
 from dlrm_core.profiling.profile import Profile
 from dlrm_core.profiling.torch_trace import read_recording
 
-
 TORCH_FOLDER = "profile_torch"
 """Of a run folder: the Profile of the second engine, where ``profiling.engine`` is both."""
 
