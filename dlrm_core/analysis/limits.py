@@ -7,6 +7,7 @@ one does.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from dlrm_core.analysis.devices import DATA_SHEET
 
 MAX_RELATIVE_ERROR = 1e-5
 """Of a library that may multiply fp32 matrices in another one's place."""
+
+_ARRAYS = 3
+"""Of STREAM: a, b and c."""
 
 
 @dataclass(frozen=True)
@@ -96,44 +100,38 @@ class Limits:
         """Least time to stream so many bytes in and out.
 
         Reading costs a = 1 / read rate a byte, writing b = 2 / copy rate − a: a copy moves
-        as many bytes in as out. Operands that fit in the last-level cache may come from it.
+        as many bytes in as out. Between two measured sizes (one in cache, one in memory)
+        the time is interpolated in logarithms of the size.
         """
-        costs = [_costs(row) for row in self.streams_for(read + written)]
-        known = [cost for cost in costs if cost is not None]
-        if not known:
-            return None
-        return 1e3 * min(a * read + b * written for a, b in known)
-
-    def streams_for(self, footprint: float) -> list[Mapping[str, Any]]:
-        """The measurements that may hold for operands of so many bytes together."""
-        rows = sorted(
-            (row for row in self._list("stream") if _positive(row.get("bytes"))),
-            key=lambda row: row["bytes"],
-        )
-        cache = float(self.ceilings.get("last_level_cache_bytes") or 0)
-        chosen = [
-            row
-            for row in rows
-            if row["bytes"] >= footprint or (footprint <= cache and row["bytes"] <= cache)
+        # three arrays of ``bytes`` each took turns, so that is what the level held
+        known = [
+            (_ARRAYS * float(row["bytes"]), read * cost[0] + written * cost[1])
+            for row in self._list("stream")
+            if _positive(row.get("bytes")) and (cost := _costs(row)) is not None
         ]
-        return chosen or rows[-1:]
+        seconds = _between(read + written, known)
+        return None if seconds is None else 1e3 * seconds
 
     def gather_ms(self, gathered: float, row_bytes: float, table_bytes: float) -> float | None:
-        """Least time to read so many bytes in random rows of a table."""
-        row = self.nearest_gather(row_bytes, table_bytes)
-        return None if row is None else gathered / float(row["gb_per_s"]) / 1e6
+        """Least time to read so many bytes in random rows of tables of ``table_bytes``.
 
-    def nearest_gather(self, row_bytes: float, table_bytes: float) -> Mapping[str, Any] | None:
-        """The measurement whose rows, and then whose table, are nearest in size."""
+        By the measurements with the nearest size of a row, interpolated as streaming is.
+        """
         rows = [row for row in self._list("gather") if _positive(row.get("gb_per_s"))]
+        if not rows:
+            return None
 
-        def distance(row: Mapping[str, Any]) -> tuple[float, float]:
-            return (
-                abs(math.log(float(row["row_bytes"]) / row_bytes)),
-                abs(math.log(float(row["table_bytes"]) / table_bytes)),
-            )
+        def apart(row: Mapping[str, Any]) -> float:
+            return abs(math.log(float(row["row_bytes"]) / row_bytes))
 
-        return min(rows, key=distance, default=None)
+        nearest = min(map(apart, rows))
+        known = [
+            (float(row["table_bytes"]), 1e-9 * gathered / float(row["gb_per_s"]))
+            for row in rows
+            if apart(row) == nearest
+        ]
+        seconds = _between(table_bytes, known)
+        return None if seconds is None else 1e3 * seconds
 
     # ---- host and link ----------------------------------------------------------
 
@@ -144,6 +142,11 @@ class Limits:
             costs.append(self.ceilings.get("launch_us"))
         known = [float(cost) for cost in costs if cost is not None and _positive(cost)]
         return max(known) / 1e3 if known else None
+
+    def kernel_ms(self) -> float | None:
+        """Least time of any kernel on the GPU, from one queued kernel to the next."""
+        cost = self.ceilings.get("kernel_us")
+        return float(cost) / 1e3 if cost is not None and _positive(cost) else None
 
     def copy_ms(self, moved: float, direction: str = "h2d") -> float | None:
         """Least time to copy so many bytes between host and device, from whichever memory."""
@@ -156,6 +159,22 @@ class Limits:
 
     def _list(self, name: str) -> list[Mapping[str, Any]]:
         return list(self.ceilings.get(name) or [])
+
+
+def _between(size: float, known: Iterable[tuple[float, float]]) -> float | None:
+    """The time at ``size``, from (size, time) pairs: log-linear between, constant beyond."""
+    points = sorted(known)
+    if not points or size <= 0:
+        return points[0][1] if points else None
+    if size <= points[0][0] or len(points) == 1:
+        return points[0][1]
+    for (small, fast), (large, slow) in itertools.pairwise(points):
+        if size <= large:
+            if small == large or fast <= 0 or slow <= 0:
+                return min(fast, slow)
+            share = math.log(size / small) / math.log(large / small)
+            return float(fast ** (1 - share) * slow**share)
+    return points[-1][1]
 
 
 def _positive(value: Any) -> bool:

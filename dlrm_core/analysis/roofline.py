@@ -47,7 +47,7 @@ COLUMNS = [
 
 KEYS = ["component", "phase"]
 
-_TIMES = ("arithmetic", "memory", "rows", "copies", "overhead")
+_TIMES = ("arithmetic", "memory", "rows", "copies", "overhead", "kernel")
 
 
 def roofline(profile: Profile, attribution: pd.DataFrame) -> pd.DataFrame:
@@ -164,8 +164,9 @@ def least_operator_times(
 
     Returns:
         Its columns and, in ms for all its executions, NaN where not known: ``arithmetic``,
-        ``memory``, ``rows``, ``copies``, ``overhead`` (of the host); ``timed`` (the
-        product itself was timed, so that its memory and dispatch are in it).
+        ``memory``, ``rows``, ``copies``, ``overhead`` (of the host), ``kernel`` (the
+        least of any on a GPU); ``timed`` (the product itself was timed, so that its memory
+        and its start are in it).
     """
     limits = Limits(ceilings)
     device = device or parameters.training.device
@@ -199,7 +200,7 @@ def least_operator_times(
             size = table_bytes(row.table, row.phase)
             times["rows"] = limits.gather_ms(row.gather_bytes, row_bytes, size)
         if row.component not in ("data", "transfer"):
-            times["overhead"] = overhead
+            times["overhead"], times["kernel"] = overhead, limits.kernel_ms() if on_gpu else None
         known = {name: np.nan if time is None else time * row.count for name, time in times.items()}
         rows.append({**known, "timed": timed})
     return pd.concat([work, pd.DataFrame(rows, index=work.index)], axis=1)
@@ -215,12 +216,12 @@ def _table_bytes(
     """
     row_bytes = float(FLOAT_BYTES * parameters.model.embedding_dim)
     looked_up = lookups(parameters, statistics)
-    touched = sum(table.unique for table in looked_up) * row_bytes
+    touched = max(sum(table.unique for table in looked_up), 1.0) * row_bytes
     cached = touched <= float(ceilings.get("last_level_cache_bytes") or 0)
 
     def size(table: int, phase: str) -> float:
-        rows = looked_up[table].unique if cached and phase != "forward" else looked_up[table].rows
-        return max(rows, 1.0) * row_bytes
+        whole = looked_up[table].rows * row_bytes
+        return min(touched, whole) if cached and phase != "forward" else whole
 
     return size
 
@@ -258,9 +259,8 @@ def _part(operators: pd.DataFrame, limits: Limits, device: str) -> dict[str, Any
     on_gpu = device.startswith("cuda")
     known = operators[list(_LIMITS)].copy()
     known.loc[operators["timed"], ["memory", "rows"]] = np.nan
-    if not on_gpu:
-        known["overhead"] = operators["overhead"].where(~operators["timed"])
-    binding = _binding(known)
+    known["overhead"] = operators["kernel" if on_gpu else "overhead"].where(~operators["timed"])
+    binding = _binding(known, LAUNCHES if on_gpu else DISPATCH)
     times = binding.groupby("limit")["ms"].sum()
     # on a GPU the host runs ahead of the device: the longer of the two is the part's
     host = float(operators["overhead"].sum()) if on_gpu else 0.0
@@ -282,10 +282,10 @@ def _lacking(operators: pd.DataFrame) -> str | None:
     return None
 
 
-def _binding(known: pd.DataFrame) -> pd.DataFrame:
+def _binding(known: pd.DataFrame, overhead: str) -> pd.DataFrame:
     """Of each operator the longest least time (``ms``) and the limit that asks for it."""
     some = known.dropna(how="all")
-    names = {**_LIMITS, "overhead": DISPATCH}
+    names = {**_LIMITS, "overhead": overhead}
     longest = some.idxmax(axis=1) if len(some) else pd.Series(dtype=object)
     return pd.DataFrame({"limit": longest.map(names), "ms": some.max(axis=1)})
 

@@ -247,8 +247,8 @@ def _interaction_backward(ledger: Ledger, parameters: Parameters, rows: int, ele
         picked = rows * pairs * element
         ledger.add("new_zeros", 0, square)
         ledger.add("index_put", 2 * picked + 2 * pairs * INDEX_BYTES, picked, flops=rows * pairs)
-        ledger.product("bmm", "backward_input", dim, features, features, element, batch=rows)
-        ledger.product("bmm", "backward_input", features, dim, features, element, batch=rows)
+        for m, n in ((dim, features), (features, dim)):
+            ledger.product("bmm", "backward_input", m, n, features, element, batch=rows, layer=0)
         # the features are both operands of the product, so their gradients are added
         ledger.add("add", 2 * features * vector, features * vector, flops=rows * features * dim)
         # x goes to the interaction's output as it is, too

@@ -1,0 +1,373 @@
+"""The roofline: the model's parts under the ceilings of their machine.
+
+DataFrames of :mod:`dlrm_core.analysis.roofline` in, figures out; the tables are in
+:mod:`dlrm_core.roofline_presentation`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from dlrm_core.analysis.limits import Limits
+from dlrm_core.figure_theme import (
+    COLOURS,
+    GRID,
+    INK,
+    ROW,
+    digits,
+    figure,
+    markers,
+    milliseconds,
+    part_label,
+    percent,
+    rows_of,
+    step_order,
+)
+from dlrm_core.presentation import NOT_MEASURED
+from dlrm_core.roofline_presentation import PRECISIONS
+
+SYMBOLS = {"forward": "circle", "backward": "diamond", "update": "square"}
+"""Phase to the shape of its marker."""
+
+LABELLED_SHARE = 0.02
+"""Parts that hold less of the step have no label in the chart, only hover text."""
+
+_HEIGHT, _WIDTH = 560, 900
+"""Pixels; the width is what a notebook gives a figure, for placing labels only."""
+
+
+# ---- the roofline ---------------------------------------------------------------
+
+
+def roofline_chart(table: pd.DataFrame, ceilings: Mapping[str, Any] | None) -> go.Figure:
+    """Rate against intensity of each part, under the measured ceilings, both axes in logs.
+
+    Args:
+        table: what :func:`dlrm_core.analysis.roofline.roofline` gives.
+        ceilings: ``meta["ceilings"]``; without it only the parts are drawn.
+    """
+    points = table[(table["flops"] > 0) & (table["gflops"] > 0)]
+    result = figure("Roofline: what the parts reach of what the machine allows", _HEIGHT)
+    result.update_layout(
+        showlegend=True,
+        legend={"x": 1.01, "y": 1, "xanchor": "left", "yanchor": "top", "tracegroupgap": 14},
+        margin={"r": 150},
+    )
+    roofs, slopes = _roofs(ceilings or {}), _slopes(ceilings or {})
+    frame = _Frame.around(points, roofs, slopes)
+    _draw_roofs(result, roofs, slopes, frame)
+    _draw_slopes(result, roofs, slopes, frame)
+    _draw_points(result, points, float(table["time_ms"].sum()), frame)
+    _log_axes(result, frame)
+    return result
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """What the axes show, in log10, and where a point is in pixels."""
+
+    left: float
+    right: float
+    bottom: float
+    top: float
+
+    @classmethod
+    def around(
+        cls, points: pd.DataFrame, roofs: Mapping[str, float], slopes: Mapping[str, float]
+    ) -> _Frame:
+        x = list(points["intensity_flop_per_byte"]) or [1.0]
+        if roofs and slopes:
+            # where the slowest slope meets the highest roof
+            x.append(max(roofs.values()) / min(slopes.values()))
+        y = [*points["gflops"], *roofs.values()] or [1.0]
+        left, right = math.log10(min(x)) - 0.35, math.log10(max(x)) + 0.35
+        return cls(left, right, math.log10(min(y)) - 0.35, math.log10(max(y)) + 0.35)
+
+    def pixels(self, x: float, y: float) -> tuple[float, float]:
+        across = (x - self.left) / (self.right - self.left) * (_WIDTH - 230)
+        up = (y - self.bottom) / (self.top - self.bottom) * (_HEIGHT - 110)
+        return across, up
+
+
+def _roofs(ceilings: Mapping[str, Any]) -> dict[str, float]:
+    """Precision to the best rate of matrix products, GFLOP/s."""
+    limits = Limits(ceilings)
+    known = {name: limits.peak_gflops([name]) for name in PRECISIONS}
+    return {PRECISIONS[name]: rate for name, rate in known.items() if rate}
+
+
+def _slopes(ceilings: Mapping[str, Any]) -> dict[str, float]:
+    """Kind of access to its bandwidth, GB/s."""
+    streams = [row for row in ceilings.get("stream") or [] if row.get("read_gb_per_s")]
+    streams = sorted(streams, key=lambda row: row.get("bytes") or 0)
+    slopes = {}
+    if len(streams) > 1:
+        slopes["cache"] = _stream_rate(streams[0])
+    if streams:
+        slopes["memory"] = _stream_rate(streams[-1])
+    rows = [row for row in ceilings.get("gather") or [] if row.get("gb_per_s")]
+    if rows:
+        slowest = min(rows, key=lambda row: float(row["gb_per_s"]))
+        slopes["random rows"] = float(slowest["gb_per_s"])
+    return slopes
+
+
+def _stream_rate(row: Mapping[str, Any]) -> float:
+    names = ("read_gb_per_s", "copy_gb_per_s", "triad_gb_per_s")
+    return max(float(row[name]) for name in names if row.get(name))
+
+
+def _draw_roofs(
+    result: go.Figure, roofs: Mapping[str, float], slopes: Mapping[str, float], frame: _Frame
+) -> None:
+    fastest = max(slopes.values(), default=math.inf)
+    placed: list[float] = []
+    for name, rate in sorted(roofs.items(), key=lambda item: -item[1]):
+        start = max(10**frame.left, rate / fastest)
+        result.add_trace(_line([start, 10**frame.right], [rate, rate], f"{name}: {rate:,.0f}"))
+        height = math.log10(rate)
+        # two roofs of nearly the same height have one label beneath the other
+        above = all(abs(height - other) > 0.06 * (frame.top - frame.bottom) for other in placed)
+        placed.append(height)
+        _annotate(
+            result,
+            frame.right,
+            height,
+            f"{name}, {digits(rate)} GFLOP/s",
+            {"xanchor": "right", "yanchor": "bottom" if above else "top"},
+        )
+
+
+def _draw_slopes(
+    result: go.Figure, roofs: Mapping[str, float], slopes: Mapping[str, float], frame: _Frame
+) -> None:
+    highest = max(roofs.values(), default=10**frame.top)
+    angle = -math.degrees(
+        math.atan2(
+            (_HEIGHT - 110) / (frame.top - frame.bottom),
+            (_WIDTH - 230) / (frame.right - frame.left),
+        )
+    )
+    for name, rate in slopes.items():
+        x = [max(10**frame.left, 10**frame.bottom / rate), highest / rate]
+        result.add_trace(_line(x, [rate * value for value in x], f"{name}: {rate:,.0f} GB/s"))
+        # a little up the line from where it enters the plot
+        at = math.log10(x[0]) + 0.05 * (frame.right - frame.left)
+        _annotate(
+            result,
+            at,
+            at + math.log10(rate),
+            f"{name}, {digits(rate)} GB/s",
+            {"textangle": angle, "xanchor": "left", "yanchor": "bottom"},
+        )
+
+
+def _line(x: Sequence[float], y: Sequence[float], name: str) -> go.Scatter:
+    return go.Scatter(
+        x=list(x),
+        y=list(y),
+        mode="lines",
+        line={"color": INK, "width": 1.5},
+        name=name,
+        hoverinfo="name",
+        showlegend=False,
+    )
+
+
+def _annotate(result: go.Figure, x: float, y: float, text: str, look: Mapping[str, Any]) -> None:
+    result.add_annotation(x=x, y=y, text=text, showarrow=False, font={"size": 12}, **look)
+
+
+def _draw_points(result: go.Figure, points: pd.DataFrame, total_ms: float, frame: _Frame) -> None:
+    shares = points["time_ms"] / total_ms if total_ms > 0 else points["time_ms"] * 0
+    sizes = np.sqrt(shares.clip(lower=0).to_numpy()) * 62
+    places = _label_places(points, shares.to_numpy(), frame)
+    for row, share, size, place in zip(rows_of(points), shares, sizes, places, strict=True):
+        label = part_label(row.component, row.phase)
+        result.add_trace(
+            go.Scatter(
+                x=[row.intensity_flop_per_byte],
+                y=[row.gflops],
+                mode="markers+text" if place else "markers",
+                text=[label] if place else None,
+                textposition=place or None,
+                textfont={"size": 12},
+                cliponaxis=False,
+                showlegend=False,
+                name=label,
+                marker={
+                    "color": COLOURS.get(row.component, COLOURS["other"]),
+                    "symbol": SYMBOLS.get(row.phase, "circle"),
+                    "size": max(9.0, float(size)),
+                    "opacity": 0.88,
+                    "line": {"width": 1, "color": "rgba(255, 255, 255, 0.7)"},
+                },
+                hovertext=[_hover(label, row, float(share))],
+                hovertemplate="%{hovertext}<extra></extra>",
+            )
+        )
+    for component in sorted(set(points["component"]), key=step_order):
+        _key(result, part_label(component), COLOURS.get(component, INK), "circle", "part")
+    for phase in sorted(set(points["phase"]) & set(SYMBOLS), key=list(SYMBOLS).index):
+        _key(result, phase, INK, SYMBOLS[phase], "phase")
+
+
+def _key(result: go.Figure, name: str, colour: str, symbol: str, group: str) -> None:
+    result.add_trace(
+        go.Scatter(
+            x=[None],
+            y=[None],
+            mode="markers",
+            name=name,
+            legendgroup=group,
+            legendgrouptitle={"text": group},
+            marker={"color": colour, "symbol": symbol, "size": 11},
+            hoverinfo="skip",
+        )
+    )
+
+
+_PLACES = {
+    "middle right": (1.0, 0.0),
+    "middle left": (-1.0, 0.0),
+    "top center": (0.0, 1.0),
+    "bottom center": (0.0, -1.0),
+}
+
+
+def _label_places(points: pd.DataFrame, shares: np.ndarray, frame: _Frame) -> list[str]:
+    """Where each point's label is free of other labels and points; '' for none."""
+    rows = rows_of(points)
+    centres = [
+        frame.pixels(math.log10(row.intensity_flop_per_byte), math.log10(row.gflops))
+        for row in rows
+    ]
+    taken = [
+        (x - r, y - r, x + r, y + r)
+        for (x, y), r in zip(centres, np.maximum(9, np.sqrt(shares) * 62) / 2, strict=True)
+    ]
+    own = list(taken)
+    places = [""] * len(rows)
+    for index in np.argsort(-shares, kind="stable"):
+        if shares[index] < LABELLED_SHARE:
+            continue
+        row = rows[index]
+        wide = 7.0 * len(part_label(row.component, row.phase))
+        for place, (across, up) in _PLACES.items():
+            box = _label_box(centres[index], own[index], wide, across, up)
+            others = [other for which, other in enumerate(taken) if which != index]
+            if box[2] < _WIDTH - 230 and not any(_overlap(box, other) for other in others):
+                places[index] = place
+                taken.append(box)
+                break
+    return places
+
+
+Box = tuple[float, float, float, float]
+
+
+def _label_box(centre: tuple[float, float], own: Box, wide: float, across: float, up: float) -> Box:
+    x, y = centre
+    radius = (own[2] - own[0]) / 2
+    middle = x + across * (radius + 4 + wide / 2), y + up * (radius + 11)
+    return middle[0] - wide / 2, middle[1] - 8, middle[0] + wide / 2, middle[1] + 8
+
+
+def _overlap(a: Box, b: Box) -> bool:
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
+
+
+def _hover(label: str, row: Any, share: float) -> str:
+    lines = [
+        f"<b>{label}</b>",
+        f"{milliseconds(row.time_ms)}, {percent(share)} of the step",
+        f"{digits(row.gflops)} GFLOP/s, {digits(row.gb_per_s)} GB/s",
+        f"{digits(row.intensity_flop_per_byte)} operations a byte",
+    ]
+    if math.isfinite(row.ceiling_ms):
+        lines += [
+            f"least time {milliseconds(row.ceiling_ms)}: {percent(row.share_of_ceiling)} "
+            "of the ceiling",
+            f"limit: {row.limit} ({row.ceiling})",
+        ]
+    else:
+        lines.append(f"ceiling: {row.ceiling or NOT_MEASURED}")
+    return "<br>".join(lines)
+
+
+def _log_axes(result: go.Figure, frame: _Frame) -> None:
+    common = {"type": "log", "dtick": 1, "exponentformat": "none", "gridcolor": GRID}
+    result.update_xaxes(
+        title="intensity, operations a byte", range=[frame.left, frame.right], **common
+    )
+    result.update_yaxes(
+        title="rate, GFLOP/s", range=[frame.bottom, frame.top], zeroline=False, **common
+    )
+
+
+# ---- time against least time ----------------------------------------------------
+
+
+def least_time_bars(table: pd.DataFrame) -> go.Figure:
+    """Of each part the time measured (pale) and the least time the machine allows (full).
+
+    Args:
+        table: what :func:`dlrm_core.analysis.roofline.roofline` gives.
+    """
+    shown = table[table["time_ms"] > 0].sort_values("time_ms", ascending=False)
+    rows = rows_of(shown)
+    title = "Time of each part, and the least time that the machine allows"
+    result = figure(title, 110 + ROW * max(len(rows), 3))
+    places = list(range(len(rows)))
+    looks = markers([(row.component, row.phase) for row in rows])
+    plain = {"color": looks["color"], "line": {"width": 0}, "opacity": 0.35}
+    labels = [part_label(row.component, row.phase) for row in rows]
+    texts = [_gap(row) for row in rows]
+    hover = [f"{label}: {text}" for label, text in zip(labels, texts, strict=True)]
+    for values, look, text in (
+        (shown["time_ms"], plain, texts),
+        (shown["ceiling_ms"].clip(upper=shown["time_ms"]), {**plain, "opacity": 1.0}, None),
+    ):
+        result.add_trace(
+            go.Bar(
+                x=values.tolist(),
+                y=places,
+                orientation="h",
+                marker=look,
+                text=text,
+                textposition="outside" if text else None,
+                cliponaxis=False,
+                hovertext=hover,
+                hovertemplate="%{hovertext}<extra></extra>",
+            )
+        )
+    longest = float(shown["time_ms"].max()) if len(shown) else 1.0
+    result.update_layout(barmode="overlay")
+    result.update_xaxes(title="ms in a mean iteration", range=[0, 1.75 * longest])
+    result.update_yaxes(
+        tickmode="array",
+        tickvals=places,
+        ticktext=labels,
+        range=[len(places) - 0.4, -0.6],
+        ticklabelstandoff=5,
+        showgrid=False,
+        zeroline=False,
+    )
+    return result
+
+
+def _gap(row: Any) -> str:
+    measured = milliseconds(row.time_ms)
+    if not math.isfinite(row.ceiling_ms):
+        return f"{measured}, least time {NOT_MEASURED}"
+    if row.ceiling_ms == 0:
+        return f"{measured}, all of it avoidable"
+    least = f"{measured}, least {milliseconds(row.ceiling_ms)}"
+    return f"{least} ({row.share_of_ceiling:.0%}): {row.limit}"
