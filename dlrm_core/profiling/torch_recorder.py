@@ -5,7 +5,8 @@ leaves is read by ``torch_trace.read_recording``, where pandas is. The folder ho
 
 * ``trace.json.gz``: torch's chrome trace,
 * ``key_averages.json``: per operator and shapes, with the FLOPs that no trace has,
-* ``recording.json``: iteration times, dilation, circumstances, what was not measured.
+* ``recording.json``: iteration times, the system's counters of each iteration, dilation,
+  circumstances, what was not measured.
 """
 
 from __future__ import annotations
@@ -22,10 +23,14 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from dlrm_core.counters import IterationCounters
 from dlrm_core.errors import InputError
 from dlrm_core.files import whole_folder
 
 FORMAT_VERSION = 1
+
+MAX_COUNTING_SHARE = 0.005
+"""Profiled iterations are counted as long as that takes no larger share of their time."""
 
 
 def record(
@@ -47,7 +52,8 @@ def record(
     First ``warmup`` iterations run unmeasured, then ``iterations`` are recorded. Of
     ``unprofiled`` ones, half run before and half after those, timed without the
     profiler: against them its dilation is stated, and a machine that slows down or
-    speeds up meanwhile does not pass for it.
+    speeds up meanwhile does not pass for it. After each iteration, with the profiler and
+    without, the system's counters are read (:mod:`dlrm_core.counters`).
 
     Args:
         run_iteration: Runs the iteration of that number (from 0, warm-up included)
@@ -81,33 +87,45 @@ def record(
         if on_gpu:
             torch.cuda.synchronize(device)
 
-    def run(count: int) -> tuple[list[float], float]:
-        """(host milliseconds of each iteration, milliseconds of all with the device done)."""
+    def run(count: int, count_as: bool | None = None) -> tuple[list[float], float]:
+        """(host milliseconds of each iteration, milliseconds of all with the device done).
+
+        With ``count_as`` the system's counters are read, for iterations with a profiler or not.
+        """
         nonlocal done
         each = []
         wait()
+        read_before = sum(counters.cost_s)
+        if count_as is not None:
+            counters.start()
         begin = time.perf_counter()
         for _ in range(count):
             start = time.perf_counter()
             run_iteration(done)
             each.append((time.perf_counter() - start) * 1e3)
+            if count_as is not None:
+                counters.snapshot(done, profiled=count_as)
             done += 1
             if progress is not None:
                 progress(done, total)
         # No waiting in between: work that the GPU does while the host runs ahead
         # would otherwise be profiled as if it could not.
         wait()
-        return each, (time.perf_counter() - begin) * 1e3
+        total_s = time.perf_counter() - begin
+        if not on_gpu:  # a GPU computes while its host reads counters
+            total_s -= sum(counters.cost_s) - read_before
+        return each, total_s * 1e3
 
-    with whole_folder(target, "recording") as part:
+    with whole_folder(target, "recording") as part, IterationCounters(device) as counters:
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(device)
         run(warmup)
-        plain, plain_all = run(unprofiled - unprofiled // 2)
+        plain, plain_all = run(unprofiled - unprofiled // 2, count_as=False)
         activities = [ProfilerActivity.CPU]
         if on_gpu:
             activities.append(ProfilerActivity.CUDA)
         threads = threading.active_count()
+        count_profiled = _cheap_enough(counters, plain)
         with profile(
             activities=activities,
             record_shapes=record_shapes,
@@ -115,8 +133,8 @@ def record(
             with_stack=with_stack,
             with_flops=True,
         ) as profiler:
-            measured, measured_all = run(iterations)
-        after, after_all = run(unprofiled // 2)
+            measured, measured_all = run(iterations, count_as=True if count_profiled else None)
+        after, after_all = run(unprofiled // 2, count_as=False)
         plain, plain_all = plain + after, plain_all + after_all
         profiler.export_chrome_trace(str(part / "trace.json.gz"))
         averages = key_averages(profiler)
@@ -136,10 +154,18 @@ def record(
                 "torch.profiler sees the thread that starts it and autograd's; what other "
                 "Python threads do (making batches ahead) is not in the trace"
             )
+        counted = counters.evidence()
+        missing |= counted.pop("not_measured")
+        if not count_profiled:
+            missing["counters.profiled"] = (
+                f"reading the counters takes {counters.cost_ms():.3f} ms, more than "
+                f"{MAX_COUNTING_SHARE:.1%} of an iteration, so it was left out under the profiler"
+            )
         information = dict(information or {})
         pass_["command"] = information.get("command", "")
         head = {
             **information,
+            **counted,
             "format_version": FORMAT_VERSION,
             "engine": "torch",
             "device": str(device),
@@ -160,6 +186,12 @@ def record(
         _write(part / "key_averages.json", {"format_version": FORMAT_VERSION, "rows": averages})
         _write(part / "recording.json", head)
     return target
+
+
+def _cheap_enough(counters: IterationCounters, plain_ms: list[float]) -> bool:
+    """Whether reading the counters would not show in iterations of such length."""
+    cost_ms = counters.cost_ms()
+    return cost_ms is None or cost_ms <= MAX_COUNTING_SHARE * statistics.median(plain_ms)
 
 
 def key_averages(profiler: profile) -> list[dict[str, Any]]:
