@@ -173,6 +173,37 @@ def scaling(
     return sorted(curves, key=lambda curve: order.get(curve.component, len(order)))
 
 
+@dataclass(frozen=True)
+class Ensemble:
+    """Many runs and their laws."""
+
+    times: pd.DataFrame
+    """As :func:`part_table` gives."""
+    settings: pd.DataFrame
+    """As :func:`settings_table` gives."""
+    curves: dict[str, list[Curve]]
+    """Leaf to the parts' laws along it."""
+
+    @classmethod
+    def of(cls, profiles: Mapping[str, Profile]) -> Ensemble:
+        """Of profiles by name; laws need three runs or more."""
+        sections = {name: p.meta.get("parameters") or {} for name, p in profiles.items()}
+        return cls.from_tables(part_table(profiles), settings_table(sections))
+
+    @classmethod
+    def from_tables(cls, times: pd.DataFrame, settings: pd.DataFrame) -> Ensemble:
+        """Of tables that are there already."""
+        axes = numeric_axes(settings) if len(settings) > 2 else []
+        curves = {leaf: scaling(times, settings, leaf) for leaf in axes}
+        return cls(times, settings, {leaf: found for leaf, found in curves.items() if found})
+
+    @property
+    def laws(self) -> pd.DataFrame:
+        """All laws, see :func:`law_table`; empty without any."""
+        tables = [law_table(curves, leaf) for leaf, curves in self.curves.items()]
+        return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
+
+
 def law_table(curves: list[Curve], leaf: str) -> pd.DataFrame:
     """The laws in rows, for readers and ``sweep.json``.
 

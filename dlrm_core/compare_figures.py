@@ -1,0 +1,368 @@
+"""Figures of comparisons."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from dlrm_core.change_options import change_text
+from dlrm_core.comparison import Outcome
+from dlrm_core.figure_theme import (
+    COLOURS,
+    GRID,
+    INK,
+    ROW,
+    digits,
+    escaped,
+    figure,
+    markers,
+    part_label,
+    rows_of,
+    short_name,
+    text_on,
+    wrapped,
+)
+
+SLOWER, SAME, FASTER = "#C8402F", "#A9ADB3", "#2F74B5"
+"""Ends and middle of the scale of differences; apart for readers with colour deficiencies."""
+
+TWICE = 1.0
+"""A difference of this many doublings has the full colour."""
+
+PREDICTED = "#8D5FC0"
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x")
+
+
+def speedups(outcomes: Sequence[Outcome]) -> go.Figure:
+    """Predicted range and measured interval of each outcome, one above the other."""
+    shown = [outcome for outcome in outcomes if outcome.speedup is not None]
+    result = figure("Speed-up, predicted and measured", 150 + 62 * len(shown), legend=True)
+    labels = [wrapped(change_text(o.change) or o.after, 34) for o in shown]
+    for name, colour, symbol, lift in (
+        ("predicted", PREDICTED, "diamond", -0.13),
+        ("measured", COLOURS["top_mlp"], "circle", 0.13),
+    ):
+        places, mids, lows, highs = [], [], [], []
+        for row, outcome in enumerate(shown):
+            if name == "predicted":
+                if outcome.predicted is None:
+                    continue
+                gain = outcome.predicted.speedup
+                low, mid, high = gain["low"], gain["mid"], gain["high"]
+            else:
+                assert outcome.speedup is not None
+                low, mid, high = outcome.speedup.low, outcome.speedup.mid, outcome.speedup.high
+            places.append(row + lift)
+            mids.append(mid)
+            lows.append(mid - low if math.isfinite(low) else 0.0)
+            highs.append(high - mid if math.isfinite(high) else 0.0)
+        if not mids:
+            continue
+        result.add_trace(
+            go.Scatter(
+                x=mids,
+                y=places,
+                mode="markers+text",
+                name=name,
+                marker={"color": colour, "size": 11, "symbol": symbol},
+                error_x={"array": highs, "arrayminus": lows, "color": colour, "thickness": 2.5},
+                text=[f"{mid:.2f}×" for mid in mids],
+                textposition="top center" if name == "predicted" else "bottom center",
+                cliponaxis=False,
+                hovertemplate=f"{name}: %{{x:.3f}}×<extra></extra>",
+            )
+        )
+    result.add_vline(x=1, line={"color": INK, "width": 1, "dash": "dot"})
+    result.update_xaxes(title="times as fast as the first (1 is no difference)")
+    result.update_yaxes(
+        tickmode="array",
+        tickvals=list(range(len(shown))),
+        ticktext=labels,
+        range=[len(shown) - 0.4, -0.6],
+        showgrid=False,
+        zeroline=False,
+    )
+    return result
+
+
+def rounds(times: pd.DataFrame) -> go.Figure:
+    """Mean steady iteration of each setting in each round.
+
+    Args:
+        times: what :func:`dlrm_core.analysis.rounds.round_table` gives.
+    """
+    whole = times[times["component"] == ""]
+    result = figure("Iteration time in each round", 320, legend=True)
+    colours = [INK, *(COLOURS[name] for name in ("top_mlp", "embedding", "optimizer", "data"))]
+    for number, (name, rows) in enumerate(whole.groupby("setting", sort=False)):
+        rows = rows.sort_values("round")
+        result.add_trace(
+            go.Scatter(
+                x=rows["round"] + 1,
+                y=rows["time_ms"],
+                name=str(name),
+                mode="lines+markers",
+                marker={"size": 8, "symbol": SYMBOLS[number % len(SYMBOLS)]},
+                line={"color": colours[number % len(colours)], "width": 2},
+                hovertemplate=f"{name}, round %{{x}}: %{{y:,.2f}} ms<extra></extra>",
+            )
+        )
+    result.update_xaxes(title="round", dtick=1)
+    result.update_yaxes(title="ms", rangemode="tozero")
+    return result
+
+
+def part_differences(parts: pd.DataFrame) -> go.Figure:
+    """What each part takes more or less, with its interval; pale where chance may be all.
+
+    Args:
+        parts: what :func:`dlrm_core.analysis.compare.compare_parts` gives.
+    """
+    table = parts.iloc[parts["difference_ms"].abs().argsort()[::-1]].head(18)
+    rows = rows_of(table)
+    pale = [row.verdict not in ("slower", "faster") for row in rows]
+    result = figure("Difference of each part, after less before", 130 + ROW * max(len(rows), 3))
+    places = list(range(len(rows)))
+    half = [row.high_ms - row.difference_ms if row.high_ms == row.high_ms else 0.0 for row in rows]
+    result.add_trace(
+        go.Bar(
+            x=[row.difference_ms for row in rows],
+            y=places,
+            orientation="h",
+            marker=markers([(row.component, row.phase) for row in rows], pale),
+            error_x={"array": half, "color": INK, "thickness": 1.4, "width": 4},
+            hovertext=[
+                f"{part_label(row.component, row.phase)}: {row.before_ms:,.3f} ms before, "
+                f"{row.after_ms:,.3f} ms after<br>{row.verdict}"
+                for row in rows
+            ],
+            hovertemplate="%{hovertext}<extra></extra>",
+        )
+    )
+    # beyond both the bar and its interval, so that the text covers neither
+    reach = [abs(row.difference_ms) + side for row, side in zip(rows, half, strict=True)]
+    longest = max(reach, default=0.0) or 1.0
+    for place, row, far in zip(places, rows, reach, strict=True):
+        right = row.difference_ms >= 0
+        sign = "+" if row.difference_ms > 0 else "−" if row.difference_ms < 0 else ""
+        result.add_annotation(
+            x=far if right else -far,
+            y=place,
+            text=f"{sign}{digits(abs(row.difference_ms))} ms",
+            showarrow=False,
+            xanchor="left" if right else "right",
+            xshift=6 if right else -6,
+        )
+    left = any(row.difference_ms < 0 for row in rows)
+    right = any(row.difference_ms > 0 for row in rows)
+    result.update_xaxes(
+        title="ms in a mean iteration: left is faster, right is slower",
+        range=[
+            -1.35 * longest if left else -0.2 * longest,
+            1.35 * longest if right else 0.2 * longest,
+        ],
+        zeroline=True,
+        zerolinecolor=INK,
+    )
+    result.update_yaxes(
+        tickmode="array",
+        tickvals=places,
+        ticktext=[part_label(row.component, row.phase) for row in rows],
+        range=[len(rows) - 0.4, -0.6],
+        showgrid=False,
+        zeroline=False,
+    )
+    return result
+
+
+def difference_icicle(tree: pd.DataFrame) -> go.Figure:
+    """Both call trees in one: as wide as the time after, coloured by the difference.
+
+    Args:
+        tree: what :func:`dlrm_core.analysis.difference_tree.difference_tree` gives.
+    """
+    drawn = tree[tree["after_ms"] > 0]
+    values = dict(zip(drawn["id"], drawn["after_ms"].astype(float), strict=True))
+    children: dict[str, float] = {}
+    # plotly draws nothing of a parent that is smaller, by a rounding error, than its children
+    for row in rows_of(drawn)[::-1]:
+        values[row.id] = max(values[row.id], children.get(row.id, 0.0))
+        children[row.parent] = children.get(row.parent, 0.0) + values[row.id]
+    rows = rows_of(drawn)
+    total = max((max(row.before_ms, row.after_ms) for row in rows), default=0.0)
+    doublings = [_doublings(row.before_ms, row.after_ms, total) for row in rows]
+    colours = [_difference_colour(value) for value in doublings]
+    labels = [short_name(row.label, 34) for row in rows]
+    result = figure("Call tree of the run after, coloured by the difference", 540)
+    result.add_trace(
+        go.Icicle(
+            ids=drawn["id"],
+            parents=drawn["parent"],
+            labels=labels,
+            text=["<br>".join(label.rsplit(" ", 1)) for label in labels],
+            values=[values[name] for name in drawn["id"]],
+            branchvalues="total",
+            customdata=[
+                (
+                    wrapped(escaped(row.label)),
+                    part_label(row.component, row.phase),
+                    row.before_ms,
+                    row.difference_ms,
+                    "new" if row.before_ms == 0 else f"{row.after_ms / row.before_ms:.2f} times",
+                )
+                for row in rows
+            ],
+            marker={
+                "colors": colours,
+                "line": {"width": 0.7, "color": "rgba(128, 128, 128, 0.7)"},
+            },
+            leaf={"opacity": 1},
+            textfont={"color": [text_on(colour) for colour in colours]},
+            tiling={"orientation": "v"},
+            maxdepth=7,
+            texttemplate="%{text}<br>%{percentRoot:.0%}",
+            pathbar={"visible": True, "side": "top"},
+            hovertemplate=(
+                "%{customdata[0]}<br>part: %{customdata[1]}<br>before %{customdata[2]:,.3f} ms, "
+                "after %{value:,.3f} ms<br>%{customdata[3]:+,.3f} ms, %{customdata[4]} as long"
+                "<extra></extra>"
+            ),
+            domain={"x": [0, 0.9]},
+        )
+    )
+    _add_scale(result)
+    result.update_layout(uniformtext={"minsize": 10, "mode": "hide"})
+    return result
+
+
+def _doublings(before: float, after: float, total: float) -> float:
+    """Difference in doublings; 0 where it is less than a thousandth of the step."""
+    if abs(after - before) < 0.001 * total:
+        return 0.0
+    if before <= 0:
+        return TWICE
+    if after <= 0:
+        return -TWICE
+    return max(-TWICE, min(TWICE, math.log2(after / before)))
+
+
+def _difference_colour(doublings: float) -> str:
+    """Between :data:`FASTER` (half the time), :data:`SAME` and :data:`SLOWER` (twice)."""
+    end = SLOWER if doublings > 0 else FASTER
+    share = min(abs(doublings) / TWICE, 1.0)
+    mixed = (
+        round(int(SAME[at : at + 2], 16) * (1 - share) + int(end[at : at + 2], 16) * share)
+        for at in (1, 3, 5)
+    )
+    return "#" + "".join(f"{value:02X}" for value in mixed)
+
+
+def _add_scale(result: go.Figure) -> None:
+    """A colour bar; the icicle's colours are given, so a trace without points carries it."""
+    result.add_trace(
+        go.Scatter(
+            x=[None],
+            y=[None],
+            mode="markers",
+            hoverinfo="skip",
+            marker={
+                "color": [0],
+                "cmin": -TWICE,
+                "cmax": TWICE,
+                "colorscale": [[0, FASTER], [0.5, SAME], [1, SLOWER]],
+                "showscale": True,
+                "colorbar": {
+                    "title": {"text": "time<br>after"},
+                    "tickvals": [-1, -0.5, 0, 0.5, 1],
+                    "ticktext": ["½×", "0.7×", "same", "1.4×", "2× or new"],
+                    "thickness": 14,
+                    "len": 0.85,
+                    "x": 0.92,
+                    "outlinewidth": 0,
+                },
+            },
+        )
+    )
+    result.update_xaxes(visible=False)
+    result.update_yaxes(visible=False)
+
+
+def waterfall(outcomes: Sequence[Outcome]) -> go.Figure:
+    """From the first setting to the last, step by step, with what was foretold of each.
+
+    Args:
+        outcomes: cumulative steps, each against the same baseline.
+    """
+    shown = [o for o in outcomes if o.speedup is not None and o.before_ms and o.after_ms]
+    result = figure("From baseline to all changes", 440, legend=True)
+    base = float(shown[0].before_ms or 0.0) if shown else 0.0
+    levels = [base, *(base / o.speedup.mid for o in shown if o.speedup)]
+    done: dict[str, object] = {}
+    labels = ["baseline"]
+    for outcome in shown:
+        added = {name: value for name, value in outcome.change.items() if name not in done}
+        labels.append(wrapped(change_text(added), 24))
+        done |= outcome.change
+    labels.append("all changes")
+    steps = [after - before for before, after in itertools.pairwise(levels)]
+    result.add_trace(
+        go.Waterfall(
+            x=list(range(len(labels))),
+            y=[base, *steps, levels[-1] if levels else 0.0],
+            measure=["absolute", *("relative" for _ in steps), "total"],
+            name="measured",
+            showlegend=False,
+            text=[
+                f"{digits(base)} ms",
+                *(_step_text(step) for step in steps),
+                f"{digits(levels[-1])} ms",
+            ],
+            textposition="outside",
+            cliponaxis=False,
+            connector={"line": {"color": GRID, "width": 1}},
+            increasing={"marker": {"color": SLOWER}},
+            decreasing={"marker": {"color": FASTER}},
+            totals={"marker": {"color": INK}},
+            hovertemplate="%{text}<extra></extra>",
+        )
+    )
+    levels_foretold = [
+        (place, *(base / o.predicted.speedup[end] for end in ("high", "mid", "low")))
+        for place, o in enumerate(shown, 1)
+        if o.predicted is not None
+    ]
+    if levels_foretold:
+        result.add_trace(
+            go.Scatter(
+                x=[place for place, *_ in levels_foretold],
+                y=[mid for _, _, mid, _ in levels_foretold],
+                mode="markers",
+                name="predicted before it was measured",
+                marker={
+                    "color": PREDICTED,
+                    "size": 12,
+                    "symbol": "diamond",
+                    "line": {"color": "white", "width": 1},
+                },
+                error_y={
+                    "array": [high - mid for _, _, mid, high in levels_foretold],
+                    "arrayminus": [mid - low for _, low, mid, _ in levels_foretold],
+                    "color": PREDICTED,
+                    "thickness": 2,
+                },
+                hovertemplate="predicted %{y:,.2f} ms<extra></extra>",
+            )
+        )
+    result.update_xaxes(
+        tickmode="array", tickvals=list(range(len(labels))), ticktext=labels, showgrid=False
+    )
+    result.update_yaxes(title="ms of an iteration", rangemode="tozero")
+    return result
+
+
+def _step_text(step: float) -> str:
+    return f"{'+' if step > 0 else '−'}{digits(abs(step))} ms"

@@ -1,0 +1,175 @@
+"""Figures of sweeps and ensembles: points, parts, scaling laws."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from dlrm_core.analysis.ensemble import WHOLE, Curve, short_leaf
+from dlrm_core.figure_theme import COLOURS, INK, ROW, TEMPLATE, figure, part_label, rows_of, wrapped
+from dlrm_core.parts import COMPONENTS
+
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x")
+
+
+def scaling_curves(curves: Sequence[Curve], leaf: str) -> go.Figure:
+    """Time of each part along a parameter: points, fitted law, mean slope; both axes log.
+
+    Args:
+        curves: what :func:`dlrm_core.analysis.ensemble.scaling` gives.
+    """
+    parts = list(dict.fromkeys(curve.component for curve in curves))
+    held = list(dict.fromkeys(curve.held for curve in curves))
+    columns = min(3, max(len(parts), 1))
+    height = math.ceil(len(parts) / columns)
+    result = make_subplots(
+        rows=max(height, 1),
+        cols=columns,
+        subplot_titles=[f"<b>{part_label(name)}</b>" for name in parts],
+        horizontal_spacing=0.09,
+        vertical_spacing=0.16 / max(height - 1, 1) if height > 1 else 0.1,
+    )
+    result.update_layout(
+        template=TEMPLATE,
+        title={"text": f"Time of each part along {short_leaf(leaf)}"},
+        height=140 + 250 * max(height, 1),
+        showlegend=len(held) > 1,
+        legend={"orientation": "h", "x": 0, "y": 0, "yref": "container", "yanchor": "bottom"},
+        margin={"t": 80, "b": 90 if len(held) > 1 else 60},
+    )
+    for curve in curves:
+        place = parts.index(curve.component)
+        at = {"row": place // columns + 1, "col": place % columns + 1}
+        number = held.index(curve.held)
+        colour = INK if curve.component == WHOLE else COLOURS.get(curve.component, INK)
+        said = curve.law.sentence(short_leaf(leaf))
+        grid = np.geomspace(curve.law.smallest, curve.law.largest, 41)
+        result.add_trace(
+            go.Scatter(
+                x=grid,
+                y=curve.law(grid),
+                mode="lines",
+                line={"color": colour, "width": 2, "dash": DASHES[number % len(DASHES)]},
+                showlegend=False,
+                hoverinfo="skip",
+            ),
+            **at,
+        )
+        result.add_trace(
+            go.Scatter(
+                x=curve.x,
+                y=curve.time_ms,
+                mode="markers+text",
+                name=curve.held or "measured",
+                legendgroup=curve.held,
+                showlegend=place == 0,
+                marker={"color": colour, "size": 8, "symbol": SYMBOLS[number % len(SYMBOLS)]},
+                text=["", *[""] * (len(curve.x) - 2), f"{curve.law.slope:+.2f}"],
+                textposition="top left",
+                cliponaxis=False,
+                hovertemplate=(
+                    f"{short_leaf(leaf)} %{{x:,}}: %{{y:,.3f}} ms<br>{wrapped(said, 60)}"
+                    "<extra></extra>"
+                ),
+            ),
+            **at,
+        )
+    sizes = sorted({float(x) for curve in curves for x in curve.x})
+    result.update_xaxes(
+        type="log",
+        tickmode="array",
+        tickvals=sizes,
+        ticktext=[f"{size:,.0f}" if size >= 1 else f"{size:g}" for size in sizes],
+    )
+    result.update_yaxes(type="log", minor={"showgrid": False}, dtick=None, nticks=5)
+    for number in range(1, columns + 1):
+        result.update_xaxes(title=short_leaf(leaf), row=max(height, 1), col=number)
+    for number in range(1, max(height, 1) + 1):
+        result.update_yaxes(title="ms", row=number, col=1)
+    return result
+
+
+def points_bars(summary: pd.DataFrame) -> go.Figure:
+    """Samples a second of every finished point, in the order of the grid; the best stands out."""
+    table = summary[summary["samples_per_second"].notna()]
+    rows = rows_of(table)
+    best = table["samples_per_second"].max()
+    result = figure("Samples a second at each point", 120 + ROW * max(len(rows), 3))
+    places = list(range(len(rows)))
+    result.add_trace(
+        go.Bar(
+            x=[row.samples_per_second for row in rows],
+            y=places,
+            orientation="h",
+            marker={
+                "color": [
+                    COLOURS["embedding"] if row.samples_per_second == best else INK for row in rows
+                ]
+            },
+            text=[f"{row.samples_per_second:,.0f}" for row in rows],
+            textposition="outside",
+            cliponaxis=False,
+            hovertemplate="%{y}: %{x:,.0f} samples/s<extra></extra>",
+        )
+    )
+    result.update_xaxes(title="samples a second", range=[0, 1.2 * best if len(rows) else 1])
+    result.update_yaxes(
+        tickmode="array",
+        tickvals=places,
+        ticktext=[wrapped(row.label, 40) for row in rows],
+        range=[len(rows) - 0.4, -0.6],
+        showgrid=False,
+    )
+    return result
+
+
+def parts_by_point(times: pd.DataFrame) -> go.Figure:
+    """Share of each part in the step at every point, stacked to the whole.
+
+    Args:
+        times: what :func:`dlrm_core.analysis.ensemble.part_table` gives.
+    """
+    table = times[times["component"] != WHOLE].groupby(["run", "component"], sort=False)
+    shares = table["time_ms"].sum().unstack(fill_value=0)
+    runs = list(dict.fromkeys(times["run"]))
+    shares = shares.reindex(runs)
+    whole = shares.sum(axis=1)
+    result = figure("Share of each part at each point", 150 + 34 * max(len(runs), 3), legend=True)
+    places = list(range(len(runs)))
+    for component in COMPONENTS:
+        if component not in shares.columns:
+            continue
+        part = shares[component] / whole
+        result.add_trace(
+            go.Bar(
+                x=part,
+                y=places,
+                orientation="h",
+                name=part_label(component),
+                marker={"color": COLOURS[component], "line": {"width": 0}},
+                customdata=shares[component],
+                text=[f"{value:.0%}" if value >= 0.06 else "" for value in part],
+                textposition="inside",
+                insidetextanchor="middle",
+                textangle=0,
+                hovertemplate=(
+                    f"{part_label(component)}: %{{customdata:,.3f}} ms, %{{x:.1%}}<extra></extra>"
+                ),
+            )
+        )
+    result.update_layout(barmode="stack", bargap=0.2)
+    result.update_xaxes(title="share of the step", tickformat=".0%", range=[0, 1])
+    result.update_yaxes(
+        tickmode="array",
+        tickvals=places,
+        ticktext=[wrapped(str(run), 40) for run in runs],
+        range=[len(runs) - 0.4, -0.6],
+        showgrid=False,
+    )
+    return result
