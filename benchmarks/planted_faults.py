@@ -128,7 +128,7 @@ def trial(number: int, fault: str, shape: str | None = None) -> dict[str, Any]:
         profile = read_recording(recording)
         keep = os.environ.get("KEEP_PROFILES")
         if keep:
-            profile.save(Path(keep) / f"{number}-{fault}")
+            profile.save(Path(keep) / f"{number}-{fault}-{name}-{os.getpid()}")
     attribution = attribute(profile)
     found = findings(profile, attribution)
     ids = [finding.id for finding in found]

@@ -31,6 +31,10 @@ ALL = 100_000
 """More operators than any trace has."""
 
 
+PROFILER_MS = 0.01
+"""Most that torch.profiler adds to an operator, with shapes and memory recorded."""
+
+
 class Evidence:
     """A profile and its attribution, with the figures that rules ask for.
 
@@ -98,9 +102,14 @@ class Evidence:
         table["calls"] = calls.reindex(table.index).fillna(0.0)
         ranges = self.operators[self.operators["kind"].isin(["annotation", "python"])]
         table["python_ms"] = ranges.groupby(keys)["cpu_self_ms"].sum().reindex(table.index)
-        cost = max(0.0, self.total_ms - self.step_ms)
+        # The profiler's cost goes with the operators, up to what it can be; what is left of
+        # the difference was the machine's, and goes with the time.
+        cost = min(max(0.0, self.total_ms - self.step_ms), PROFILER_MS * table["calls"].sum())
         weight = table["calls"] / table["calls"].sum() if table["calls"].sum() else 0.0
         table["time_ms"] = (table["traced_ms"] - cost * weight).clip(lower=0.0)
+        total = float(table["time_ms"].sum())
+        if total > self.step_ms > 0:
+            table["time_ms"] *= self.step_ms / total
         table["alone_ms"] = [self.alone(*part) for part in table.index]
         table["alone_ms"] = table["alone_ms"].astype(float)
         return table
@@ -134,16 +143,10 @@ class Evidence:
 
     @cached_property
     def step_ms(self) -> float:
-        """Mean time of an iteration without the profiler; with it where only that is known."""
+        """Usual time of an iteration without the profiler; with it where only that is known."""
         plain = self.meta.get("unprofiled_iteration_ms") or []
-        if not plain:
-            return self.total_ms
-        traced = self.meta.get("iteration_ms") or []
-        if not traced:
-            return min(self.total_ms, statistics.fmean(plain))
-        # medians: one disturbed iteration must not pass for the profiler's cost
-        dilation = max(1.0, statistics.median(traced) / statistics.median(plain))
-        return self.total_ms / dilation
+        # the median: one disturbed iteration must not pass for the step
+        return min(self.total_ms, statistics.median(plain)) if plain else self.total_ms
 
     @cached_property
     def outermost(self) -> pd.DataFrame:
@@ -197,6 +200,14 @@ class Evidence:
         """A time counter over the wall time of the same iterations; 0 where not measured."""
         wall = self.counter("wall_ms")
         return self.counted(name) / wall if wall else 0.0
+
+    def machine_share(self, name: str) -> float:
+        """As :meth:`share_of_wall`, or that of all iterations if it is larger: what disturbed
+        only the profiled ones also disturbed the profile."""
+        columns = self.meta.get("counters") or {}
+        walls, values = columns.get("wall_ms") or [], columns.get(name) or []
+        every = sum(values) / sum(walls) if len(walls) == len(values) and sum(walls) else 0.0
+        return max(every, self.share_of_wall(name))
 
     @cached_property
     def wall_ms(self) -> float:

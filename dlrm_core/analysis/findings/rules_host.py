@@ -46,7 +46,7 @@ PREFETCHER = "prefetch"
 
 def other_processes(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
     """Processes beside ours use the cores."""
-    cores = evidence.share_of_wall("other_processes_cpu_ms")
+    cores = evidence.machine_share("other_processes_cpu_ms")
     queued = evidence.share_of_wall("run_queue_ms")
     lost = max(queued, min(_excess_share(evidence, ledger), cores))
     if cores < BUSY_CORES or (lost < LOST_SHARE and cores < GREEDY_CORES):

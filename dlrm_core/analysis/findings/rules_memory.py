@@ -13,7 +13,9 @@ from dlrm_core.analysis.findings.ledger import Ledger
 FULL_SHARE = 0.9
 """Of what the process may use; TensorBoard's former profiler plugin warned there too."""
 
-LEAST_ITERATIONS = 8
+LEAST_ITERATIONS = 6
+SETTLING = 2
+"""Iterations after start or profiler in which buffers may still grow."""
 
 LEAST_GROWTH = 16 << 10
 """Bytes an iteration: below, an allocator's own bookkeeping passes for a leak."""
@@ -25,17 +27,17 @@ FAR = 1_000_000
 def leak(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
     """Memory grows from iteration to iteration."""
     name = "gpu_allocated_bytes" if evidence.on_gpu else "rss_bytes"
-    levels = _levels(evidence, name)
-    if len(levels) < LEAST_ITERATIONS:
+    levels, changes = _levels(evidence, name)
+    if len(changes) < LEAST_ITERATIONS:
         return
-    slope, steady = growth(levels)
+    slope, steady = growth(changes)
     if not steady or slope < LEAST_GROWTH:
         return
     limit, used = _limit(evidence), float(levels[-1])
     planned = int(evidence.parameter("training.batches", 0) or 0)
     text = (
-        f"Memory in use grew from {levels[0] / 1e9:.3f} to {used / 1e9:.3f} GB over "
-        f"{len(levels)} iterations, {slope / 1e6:.2f} MB an iteration, and did not come back."
+        f"In {(changes > 0).sum()} of {len(changes)} iterations without the profiler memory in "
+        f"use grew, by {slope / 1e6:.2f} MB an iteration, to {used / 1e9:.3f} GB."
     )
     left = (limit - used) / slope if limit else None
     if limit and left is not None:
@@ -65,7 +67,7 @@ def leak(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
 def nearly_full(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
     """The process uses nearly all memory that it may."""
     name = "gpu_allocated_bytes" if evidence.on_gpu else "rss_bytes"
-    levels, limit = _levels(evidence, name), _limit(evidence)
+    levels, limit = _levels(evidence, name)[0], _limit(evidence)
     peak = float(levels.max()) if len(levels) else 0.0
     peak = max(peak, float(evidence.meta.get("gpu_peak_allocated_bytes") or 0.0))
     if not limit or peak < FULL_SHARE * limit:
@@ -89,46 +91,47 @@ def nearly_full(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
     )
 
 
-def growth(levels: np.ndarray) -> tuple[float, bool]:
-    """Bytes an iteration by which memory grows, and whether it does so steadily.
+def growth(changes: np.ndarray) -> tuple[float, bool]:
+    """Bytes an iteration by which memory grows, and whether it is a leak.
 
     Args:
-        levels: (n,) bytes in use at the end of each iteration.
+        changes: (n,) bytes by which memory grew in each iteration.
 
-    The slope is the median of all pairs' (Theil 1950, Sen 1968): one large allocation does
-    not make it. Steadily means that the second half, when caches are full and pools have
-    their size, still grows, in most of its quarters and about as fast as the whole.
+    A leak grows in most iterations; buffers that find their size grow in a few. Where an
+    allocator takes memory in larger steps than a small leak needs, only many iterations tell:
+    the sum then keeps to a line.
     """
-    count = len(levels)
-    first, second = np.triu_indices(count, 1)
-    slope = float(np.median((levels[second] - levels[first]) / (second - first)))
-    late = levels[count // 2 :].astype(float)
-    a, b = np.triu_indices(len(late), 1)
-    slope_late = float(np.median((late[b] - late[a]) / (b - a)))
-    quarters = np.array_split(levels.astype(float), 4)
-    means = np.array([quarter.mean() for quarter in quarters])
-    steady = bool((np.diff(means) > 0).all()) and slope_late > 0.5 * slope > 0
-    return min(slope, slope_late) if steady else slope, steady
+    slope = float(np.mean(changes))
+    usual = float(np.median(changes))
+    if usual > 0:
+        return min(slope, usual) if slope > 4 * usual else slope, slope > 0
+    line = np.arange(len(changes) + 1) * slope
+    total = np.concatenate([[0.0], np.cumsum(changes)])
+    away = np.abs(total - line).max()
+    return slope, bool(len(changes) >= 40 and slope > 0 and away < 0.1 * line[-1])
 
 
-def _levels(evidence: Evidence, name: str) -> np.ndarray:
-    """Bytes in use (n,) at the end of each iteration without the profiler, in run order.
+def _levels(evidence: Evidence, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """(bytes in use at the end of each iteration, changes in the iterations that count).
 
-    The profiler keeps what it records and lets go of it afterwards: what memory did while
-    it was on, and from before to after, is left out.
+    The profiler keeps what it records and lets go of it afterwards, so iterations with it
+    are left out; so are the first ones of a stretch without it, when buffers find their size.
     """
     counters = evidence.meta.get("counters") or {}
-    values = np.asarray(counters.get(name) or [], dtype=float)
-    profiled = np.asarray(counters.get("profiled") or [False] * len(values), dtype=bool)
-    if len(values) < 2 or len(profiled) != len(values):
-        return values
-    change = np.diff(values)
-    # the first iteration after the profiler also differs from the one before by its leaving
-    counted = ~profiled[1:] & ~profiled[:-1]
-    if not counted.any():
-        return values
-    first = int(np.flatnonzero(counted)[0])
-    return np.concatenate([[values[first]], values[first] + np.cumsum(change[counted])])
+    levels = np.asarray(counters.get(name) or [], dtype=float)
+    profiled = np.asarray(counters.get("profiled") or [False] * len(levels), dtype=bool)
+    if len(levels) < 2 or len(profiled) != len(levels):
+        return levels, np.zeros(0)
+    changes = np.diff(levels)
+    begins = np.flatnonzero(~profiled & np.concatenate([[True], profiled[:-1]]))
+    since = (
+        np.arange(len(levels))
+        - begins[np.searchsorted(begins, np.arange(len(levels)), "right") - 1]
+        if len(begins)
+        else np.zeros(len(levels))
+    )
+    counted = ~profiled[1:] & ~profiled[:-1] & (since[1:] > SETTLING)
+    return levels, changes[counted]
 
 
 def _limit(evidence: Evidence) -> float | None:
