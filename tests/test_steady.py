@@ -154,9 +154,9 @@ def test_thresholds_hold_for_all_iterations_together() -> None:
     above = 0
     for _ in range(500):
         values = random.laplace(size=50)
-        away = values - np.median(values)
-        above += away.max() / np.median(away[away > 0]) > critical_deviation(50)
-    assert above <= 15
+        # as steady_state sees it: stragglers of heavy-tailed scatter in 1 of 40 runs
+        above += bool(steady_state(100 + values).outliers.any())
+    assert 1 <= above <= 25
     assert critical_deviation(4000) > critical_deviation(1000)
 
 

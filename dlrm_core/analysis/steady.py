@@ -25,7 +25,10 @@ LEAST = 8
 """Fewer iterations than this cannot tell a warm-up or a straggler from chance."""
 
 FALSE_ALARM = 0.01
-"""Chance of each judgement (warm-up, stragglers, drift, two levels) on a run without any."""
+"""Chance of each judgement (warm-up, drift, two levels) on a run without any."""
+
+STRAGGLER_ALARM = 0.025
+"""The same of stragglers where scatter has exponential tails; far less where it is normal."""
 
 STRAGGLER_LEAST = 0.05
 """A straggler takes at least this share longer than the usual iteration."""
@@ -92,7 +95,7 @@ def steady_state(times_ms: npt.ArrayLike) -> SteadyState:
       beginnings up to half the run; Pettitt 1979), repeated on the rest until none is found;
       then up to six leading iterations all of which are slower than chance allows.
     * Stragglers: beyond ``median + q * spread above the median`` where ``q`` is exceeded by the
-      largest of that many double-exponential values in 1 of 100 runs: the heavy tail of
+      largest of that many double-exponential values in 1 of 40 runs: the heavy tail of
       ordinary timings is no straggler.
     * Drift: Mann-Kendall's test with Theil and Sen's slope. Two levels: the best split in two
       groups leaves less variance than any split of evenly spread values does.
@@ -142,7 +145,7 @@ def critical_rank(count: int) -> float:
 
 
 def critical_deviation(count: int) -> float:
-    """What the largest of ``count`` ordinary deviations exceeds in 1 of 100 runs.
+    """What the largest of ``count`` ordinary deviations exceeds in 1 of 40 runs.
 
     In units of the upper spread (see :func:`_upper_spreads`), for double-exponential scatter.
     """
@@ -269,14 +272,20 @@ def _threshold(times: Floats) -> float:
 
 
 def _upper_spreads(away: Floats) -> Floats:
-    """Scale (runs,) of distances from the median (runs, n); timings scatter more upwards.
+    """Scale (runs,) of how far the slower half is above the median, from (runs, n) distances.
 
-    The median distance of those above, and of all if that is larger.
+    The mean excess of an exponential tail whose largest three tenths are known only to be
+    large (type II censoring; Epstein and Sobel 1953): stragglers among them do not widen it.
     """
-    # A row has its median at 0, so the slower half are the last ones in order.
-    above = np.sort(away, axis=1)[:, -(away.shape[1] // 2) :]
-    both = np.median(np.abs(away), axis=1)
-    return np.maximum(np.maximum(np.median(above, axis=1), both), np.finfo(float).tiny)
+    half = away.shape[1] // 2
+    above = np.sort(away, axis=1)[:, -half:]
+    unknown = math.ceil(_CENSORED * half)
+    known = half - unknown
+    scale = (above[:, :known].sum(axis=1) + unknown * above[:, known - 1]) / known
+    return np.maximum(scale, np.finfo(float).tiny)
+
+
+_CENSORED = 0.3
 
 
 @functools.lru_cache(maxsize=64)
@@ -287,7 +296,7 @@ def _critical_deviation(count: int) -> float:
         values = random.laplace(size=(rows, count))
         away = values - np.median(values, axis=1, keepdims=True)
         largest.append(away.max(axis=1) / _upper_spreads(away))
-    return float(np.quantile(np.concatenate(largest), 1 - FALSE_ALARM))
+    return float(np.quantile(np.concatenate(largest), 1 - STRAGGLER_ALARM))
 
 
 # ---- drift and levels --------------------------------------------------------------
