@@ -55,7 +55,7 @@ FREE = re.compile(
 NODE = re.compile(r"autograd::|torch::autograd|\w+Backward\d*$|detach_?$|Optimizer\.")
 
 ALIASES = {
-    "relu": ("clamp_min", "relu", "threshold"),
+    "relu": ("clamp_min", "clamp_min_", "relu", "threshold"),
     "index_put": ("_index_put_impl_", "index_put_", "index_put"),
     "addmm": ("addmm", "linear", "mkldnn_linear", "mm"),
     "mm": ("mm", "addmm", "matmul"),
