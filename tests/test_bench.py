@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from dlrm_core.bench import compare, describe
-from dlrm_core.config import parameters_from_sections
+from dlrm_core.bench_cases import GROWTH, growth_cases, shape_cases
+from dlrm_core.bench_runs import Run
+from dlrm_core.config import load_parameters, parameters_from_sections
 from dlrm_core.errors import InputError
 from dlrm_core.gpu_check import check, gpu_check
+from dlrm_core.touched import changed_parameters
 
 SMALL = {
     "model": {
@@ -35,25 +38,46 @@ for i in range(int(arguments["num-batches"])):
 
 
 def both():
-    reference = parameters_from_sections(SMALL)
     fast = SMALL | {"data": SMALL["data"] | {"generator": "facebook"}}
-    return reference, parameters_from_sections(fast)
+    return {"plain": parameters_from_sections(SMALL), "tuned": parameters_from_sections(fast)}
 
 
 def test_contestants_run_in_turns_and_train_the_same(capsys):
-    results = compare(*both(), peer=None, rounds=2, iterations=4, threads=1)
+    results = compare(both(), peer=None, rounds=2, iterations=4, threads=1)
     order = [line.split()[2] for line in capsys.readouterr().err.splitlines()]
-    assert order == ["reference:", "tuned:", "tuned:", "reference:"]
-    assert results["losses_agree"]
+    assert order == ["plain:", "tuned:", "tuned:", "plain:"]
+    assert results["losses_agree"] and results["loss_difference"]["tuned"] == 0
+    assert len(results["rounds"]["tuned"]) == 2
     ratio = results["ratios"]["tuned"]["end_to_end_ms"]
     assert ratio["low"] <= ratio["median"] <= ratio["high"]
     assert ratio["median"] > 1.0, "the vectorised replay is faster than the loop on any machine"
     assert "tuned is" in describe(results)
 
 
+def test_another_training_is_told_apart():
+    def run(parameters, iterations, threads):
+        wrong = parameters.data.generator == "facebook"
+        return Run(1.0, 2.0, [0.5 + (2e-5 if wrong else 0.0)] * iterations)
+
+    results = compare(both(), peer=None, rounds=1, iterations=3, threads=1, run=run)
+    assert not results["losses_agree"]
+    assert "NOT the same training" in describe(results)
+
+
+def test_a_ratio_is_the_median_of_the_rounds_own_ratios():
+    times = iter([10.0, 5.0, 1.0, 30.0, 8.0, 4.0])  # a machine that drifts between rounds
+
+    def run(parameters, iterations, threads):
+        return Run(1.0, next(times), [0.5])
+
+    ratio = compare(both(), peer=None, rounds=3, iterations=1, threads=1, run=run)["ratios"]
+    # rounds: 10 / 5, then (order turned) tuned 1 and plain 30, then 8 / 4
+    assert ratio["tuned"]["end_to_end_ms"] == {"median": 2.0, "low": 2.0, "high": 30.0}
+
+
 def test_a_peer_runs_in_its_own_process_and_its_losses_count(tmp_path):
     (tmp_path / "dlrm_s_pytorch.py").write_text(PEER)
-    results = compare(*both(), peer=tmp_path, rounds=1, iterations=3, threads=1)
+    results = compare(both(), peer=tmp_path, rounds=1, iterations=3, threads=1)
     peer = results["contestants"]["facebook"]
     assert peer["step_ms"] == 5.0
     assert peer["end_to_end_ms"] >= 20.0
@@ -62,10 +86,37 @@ def test_a_peer_runs_in_its_own_process_and_its_losses_count(tmp_path):
 
 def test_a_peer_that_is_none_or_fails_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"no dlrm_s_pytorch\.py"):
-        compare(*both(), peer=tmp_path, rounds=1, iterations=3, threads=1)
+        compare(both(), peer=tmp_path, rounds=1, iterations=3, threads=1)
     (tmp_path / "dlrm_s_pytorch.py").write_text("raise SystemExit('no such option')")
     with pytest.raises(InputError, match="no such option"):
-        compare(*both(), peer=tmp_path, rounds=1, iterations=3, threads=1)
+        compare(both(), peer=tmp_path, rounds=1, iterations=3, threads=1)
+
+
+@pytest.mark.parametrize("rounds, iterations", [(0, 3), (2, 0)])
+def test_counts_that_measure_nothing_are_refused(rounds, iterations):
+    with pytest.raises(InputError, match=f"not {rounds} and {iterations}"):
+        compare(both(), peer=None, rounds=rounds, iterations=iterations, threads=1)
+
+
+def test_cases_are_valid_parameters_and_grow_in_one_thing():
+    seed = load_parameters("parameters/seed.yaml")
+    for case in shape_cases("all")[1:]:
+        assert changed_parameters(seed, case.change)[0] != seed
+    for name in GROWTH:
+        sizes = []
+        for case in growth_cases(name):
+            given = changed_parameters(seed, case.change)[0]
+            sizes.append(
+                given.training.batch_size
+                * len(given.model.table_rows)
+                * given.model.embedding_dim
+                * given.data.indices_per_lookup
+            )
+        assert sizes == sorted(set(sizes))
+    with pytest.raises(InputError, match="expected one of batch"):
+        growth_cases("width")
+    with pytest.raises(InputError, match="'9x9'"):
+        shape_cases("8x1M-10, 9x9")
 
 
 def test_the_command_writes_json(tmp_path):
@@ -76,6 +127,7 @@ def test_the_command_writes_json(tmp_path):
     assert done.returncode == 0, done.stderr
     written = json.loads((tmp_path / "out" / "bench.json").read_text())
     assert written["settings"]["threads"] == 1 and written["machine"]
+    assert [case["case"] for case in written["cases"]] == ["given"]
     assert "end to end" in done.stdout
 
 
