@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import textwrap
 from collections.abc import Sequence
 
 import pandas as pd
@@ -41,7 +42,7 @@ def speedups(outcomes: Sequence[Outcome]) -> go.Figure:
     """Predicted range and measured interval of each outcome, one above the other."""
     shown = [outcome for outcome in outcomes if outcome.speedup is not None]
     result = figure("Speed-up, predicted and measured", 150 + 62 * len(shown), legend=True)
-    labels = [wrapped(change_text(o.change) or o.after, 34) for o in shown]
+    labels = [lines_of(change_text(o.change) or o.after, 34) for o in shown]
     for name, colour, symbol, lift in (
         ("predicted", PREDICTED, "diamond", -0.13),
         ("measured", COLOURS["top_mlp"], "circle", 0.13),
@@ -83,10 +84,17 @@ def speedups(outcomes: Sequence[Outcome]) -> go.Figure:
         tickvals=list(range(len(shown))),
         ticktext=labels,
         range=[len(shown) - 0.4, -0.6],
+        ticklabelstandoff=8,
         showgrid=False,
         zeroline=False,
     )
     return result
+
+
+def lines_of(text: str, width: int) -> str:
+    """A label broken into lines between words; a longer word keeps a line of its own."""
+    pieces = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+    return "<br>".join(escaped(piece) for piece in pieces)
 
 
 def rounds(times: pd.DataFrame) -> go.Figure:
@@ -305,7 +313,7 @@ def waterfall(outcomes: Sequence[Outcome]) -> go.Figure:
     labels = ["baseline"]
     for outcome in shown:
         added = {name: value for name, value in outcome.change.items() if name not in done}
-        labels.append(wrapped(change_text(added), 24))
+        labels.append(lines_of(change_text(added), 26))
         done |= outcome.change
     labels.append("all changes")
     steps = [after - before for before, after in itertools.pairwise(levels)]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -19,14 +20,24 @@ from dlrm_core.presentation import NOT_MEASURED, Table, Text, column
 NOTHING = "–"
 
 
-def shown_if(draw: Callable[[Any], Any], data: Any, there: bool) -> Any:
-    """What ``draw`` makes of the data; a sentence in its place where there is nothing."""
-    return draw(data) if there and data is not None else Text("*There is nothing to show here.*")
+def shown_if(there: object, draw: Callable[[Any], Any], data: Any, reason: str) -> Any:
+    """What ``draw`` makes of the data where it is there; else the reason in its place."""
+    return draw(data) if there and data is not None else Text(f"*{reason}*")
+
+
+def aligned(*columns: Sequence[float] | pd.Series) -> list[list[str]]:
+    """Several columns of one quantity with the same decimals."""
+    cells = column([value for values in columns for value in values])
+    starts = itertools.accumulate((len(values) for values in columns), initial=0)
+    return [cells[start : start + len(values)] for start, values in zip(starts, columns)]  # noqa: B905
 
 
 def signed(values: Sequence[float]) -> list[str]:
     """Differences of one column: a sign, and as many decimals as the largest needs."""
-    cells = column([abs(value) for value in values])
+    return _signs(values, column([abs(value) for value in values]))
+
+
+def _signs(values: Iterable[float], cells: Sequence[str]) -> list[str]:
     return [
         cell if not math.isfinite(value) or _is_zero(cell) else ("+" if value > 0 else "−") + cell
         for value, cell in zip(values, cells, strict=True)
@@ -170,8 +181,7 @@ def rounds_table(comparison: Comparison) -> Table | Text:
     """Mean steady iteration of each setting in each round, and the rounds' own ratios."""
     if not comparison.runs:
         return Text("*Finished runs are compared: nothing was run in turns.*")
-    times = getattr(comparison, "times")  # noqa: B009
-    whole = times[times["component"] == ""]
+    whole = comparison.times[comparison.times["component"] == ""]
     wide = whole.pivot(index="round", columns="setting", values="time_ms")
     first = comparison.outcomes[0].before
     others = [outcome.after for outcome in comparison.outcomes]
@@ -188,18 +198,23 @@ def parts_table(outcome: Outcome) -> Table | Text:
     if parts is None or parts.empty:
         return Text("*The parts were not measured.*")
     then = _predicted_parts(outcome)
+    rows = rows_of(parts)
+    foreseen = [then.get((row.component, row.phase), math.nan) for row in rows]
+    before, after, predicted = aligned(parts["before_ms"], parts["after_ms"], foreseen)
+    low, gap, high = aligned(
+        parts["low_ms"].abs(), parts["difference_ms"].abs(), parts["high_ms"].abs()
+    )
+    low = _signs(parts["low_ms"], low)
+    high = _signs(parts["high_ms"], high)
     cells = {
-        "part": [part_label(row.component) for row in rows_of(parts)],
-        "phase": [row.phase or NOTHING for row in rows_of(parts)],
-        "before (ms)": column(parts["before_ms"]),
-        "after (ms)": column(parts["after_ms"]),
-        "predicted (ms)": column(
-            [then.get((row.component, row.phase), math.nan) for row in rows_of(parts)]
-        ),
-        "difference (ms)": signed(parts["difference_ms"].tolist()),
+        "part": [part_label(row.component) for row in rows],
+        "phase": [row.phase or NOTHING for row in rows],
+        "before (ms)": before,
+        "after (ms)": after,
+        "predicted (ms)": predicted,
+        "difference (ms)": _signs(parts["difference_ms"], gap),
         "95 % interval": [
-            f"{_sign(row.low_ms)} to {_sign(row.high_ms)}" if row.low_ms == row.low_ms else NOTHING
-            for row in rows_of(parts)
+            f"{a} to {b}" if a != NOTHING else NOTHING for a, b in zip(low, high, strict=True)
         ],
         "verdict": parts["verdict"].tolist(),
     }
@@ -265,6 +280,7 @@ def changes_table(changes: pd.DataFrame) -> Table | Text:
     """The nodes of the call tree whose own time changed most."""
     if changes.empty:
         return Text("No node of the call tree changed.")
+    itself = aligned(changes["before_ms"], changes["after_ms"])
     cells = {
         "call": [short_name(row.label, 50) for row in rows_of(changes)],
         "called by": [
@@ -272,8 +288,8 @@ def changes_table(changes: pd.DataFrame) -> Table | Text:
             for row in rows_of(changes)
         ],
         "part": [part_label(row.component, row.phase) for row in rows_of(changes)],
-        "itself before (ms)": column(changes["before_ms"]),
-        "itself after (ms)": column(changes["after_ms"]),
+        "itself before (ms)": itself[0],
+        "itself after (ms)": itself[1],
         "difference (ms)": signed(changes["difference_ms"].tolist()),
         "": changes["state"].tolist(),
     }
@@ -283,7 +299,7 @@ def changes_table(changes: pd.DataFrame) -> Table | Text:
 def laws_table(laws: pd.DataFrame) -> Table | Text:
     """Fitted laws in words and numbers."""
     if laws.empty:
-        return Text("*No law can be fitted: a parameter with two sizes or more is needed.*")
+        return Text("*No law can be fitted: three runs or more that differ in a size are needed.*")
     cells = {
         "along": [short_leaf(leaf) for leaf in laws["leaf"]],
         "part": [part_label(c, p) for c, p in zip(laws["component"], laws["phase"], strict=True)],
@@ -377,10 +393,6 @@ def _appearance(values: Sequence[float]) -> str:
 
 def _ms(value: float | None, absent: str = NOT_MEASURED) -> str:
     return absent if value is None or not math.isfinite(value) else digits(value)
-
-
-def _sign(value: float) -> str:
-    return ("+" if value > 0 else "−" if value < 0 else "") + digits(abs(value))
 
 
 def _count(value: float) -> str:

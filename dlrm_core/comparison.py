@@ -118,6 +118,7 @@ class Comparison:
         self.profiles: dict[str, Profile] = {}
         self.outcomes: list[Outcome] = []
         self.runs: list[TimedRun] = []
+        self.times = in_rounds.round_table([])
         self.notices: list[str] = []
         self.status = "running"
 
@@ -213,7 +214,6 @@ class ChangeComparison(Comparison):
         self.stepwise = steps
         self.rounds = rounds
         self.iterations = iterations or max(parameters.profiling.iterations, 2)
-        self.times = in_rounds.round_table([])
         if self.change:
             self._plan()
         if profile_run:

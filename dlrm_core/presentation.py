@@ -20,7 +20,7 @@ from dlrm_core.profiling.profile import Profile
 
 NOT_MEASURED = "not measured"
 
-_NUMBER = re.compile(r"<?[-−]?[\d,]*\.?\d+(e[-+]?\d+)?( ?(%|×|ms|s|B|[KMGT]iB))?( \(.*\))?")
+_NUMBER = re.compile(r"<?[-+−]?[\d,]*\.?\d+(e[-+]?\d+)?( ?(%|×|ms|s|B|[KMGT]iB))?( \(.*\))?")
 
 
 def column(values: Iterable[float]) -> list[str]:

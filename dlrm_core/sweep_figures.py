@@ -11,11 +11,11 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from dlrm_core.analysis.ensemble import WHOLE, Curve, short_leaf
+from dlrm_core.compare_figures import SYMBOLS, lines_of
 from dlrm_core.figure_theme import COLOURS, INK, ROW, TEMPLATE, figure, part_label, rows_of, wrapped
 from dlrm_core.parts import COMPONENTS
 
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
-SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x")
 
 
 def scaling_curves(curves: Sequence[Curve], leaf: str) -> go.Figure:
@@ -122,7 +122,7 @@ def points_bars(summary: pd.DataFrame) -> go.Figure:
     result.update_yaxes(
         tickmode="array",
         tickvals=places,
-        ticktext=[wrapped(row.label, 40) for row in rows],
+        ticktext=[lines_of(row.label, 40) for row in rows],
         range=[len(rows) - 0.4, -0.6],
         showgrid=False,
     )
@@ -168,7 +168,7 @@ def parts_by_point(times: pd.DataFrame) -> go.Figure:
     result.update_yaxes(
         tickmode="array",
         tickvals=places,
-        ticktext=[wrapped(str(run), 40) for run in runs],
+        ticktext=[lines_of(str(run), 40) for run in runs],
         range=[len(runs) - 0.4, -0.6],
         showgrid=False,
     )
