@@ -15,7 +15,6 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from dlrm_core.analysis.limits import Limits
 from dlrm_core.figure_theme import (
     COLOURS,
     GRID,
@@ -31,7 +30,7 @@ from dlrm_core.figure_theme import (
     step_order,
 )
 from dlrm_core.presentation import NOT_MEASURED
-from dlrm_core.roofline_presentation import PRECISIONS
+from dlrm_core.roofline_presentation import product_peaks
 
 SYMBOLS = {"forward": "circle", "backward": "diamond", "update": "square"}
 """Phase to the shape of its marker."""
@@ -60,7 +59,7 @@ def roofline_chart(table: pd.DataFrame, ceilings: Mapping[str, Any] | None) -> g
         legend={"x": 1.01, "y": 1, "xanchor": "left", "yanchor": "top", "tracegroupgap": 14},
         margin={"r": 150},
     )
-    roofs, slopes = _roofs(ceilings or {}), _slopes(ceilings or {})
+    roofs, slopes = product_peaks(ceilings or {}), _slopes(ceilings or {})
     frame = _Frame.around(points, roofs, slopes)
     _draw_roofs(result, roofs, slopes, frame)
     _draw_slopes(result, roofs, slopes, frame)
@@ -94,13 +93,6 @@ class _Frame:
         across = (x - self.left) / (self.right - self.left) * (_WIDTH - 230)
         up = (y - self.bottom) / (self.top - self.bottom) * (_HEIGHT - 110)
         return across, up
-
-
-def _roofs(ceilings: Mapping[str, Any]) -> dict[str, float]:
-    """Precision to the best rate of matrix products, GFLOP/s."""
-    limits = Limits(ceilings)
-    known = {name: limits.peak_gflops([name]) for name in PRECISIONS}
-    return {PRECISIONS[name]: rate for name, rate in known.items() if rate}
 
 
 def _slopes(ceilings: Mapping[str, Any]) -> dict[str, float]:

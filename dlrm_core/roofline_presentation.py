@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -55,14 +55,23 @@ def roofline_table(table: pd.DataFrame) -> Table:
     )
 
 
+def product_peaks(ceilings: Mapping[str, Any]) -> dict[str, float]:
+    """Precision, as a reader calls it, to the best rate of its matrix products, GFLOP/s."""
+    limits = Limits(ceilings)
+    peaks = {name: rate for name in PRECISIONS if (rate := limits.peak_gflops([name]))}
+    # another library for the same precision is worth a line only where it is the faster one
+    if peaks.get("fp32_onednn", 0.0) <= peaks.get("fp32", 0.0):
+        peaks.pop("fp32_onednn", None)
+    return {PRECISIONS[name]: rate for name, rate in peaks.items()}
+
+
 def ceilings_table(ceilings: Mapping[str, Any] | None) -> Table:
     """The machine's ceilings, each with its unit; no rows where none were measured."""
     known = ceilings or {}
     rows: list[tuple[str, str]] = []
     limits = Limits(known)
-    for name, label in PRECISIONS.items():
-        if rate := limits.peak_gflops([name]):
-            rows.append((f"matrix products, {label}", f"{rate:,.0f} GFLOP/s at best"))
+    for label, rate in product_peaks(known).items():
+        rows.append((f"matrix products, {label}", f"{rate:,.0f} GFLOP/s at best"))
     for row in sorted(known.get("stream") or [], key=lambda row: row.get("bytes") or 0):
         rates = [
             f"{kind} {digits(float(row[f'{kind}_gb_per_s']))}"
@@ -85,15 +94,21 @@ def ceilings_table(ceilings: Mapping[str, Any] | None) -> Table:
     return Table(["ceiling", source], rows)
 
 
-def roofline_verdict(table: pd.DataFrame) -> Text:
-    """How fast this step could be on its machine, and where the most can be gained."""
+def roofline_verdict(table: pd.DataFrame, doubts: Sequence[str] = ()) -> Text:
+    """How fast this step could be on its machine, and where the most can be gained.
+
+    Args:
+        doubts: what :func:`dlrm_core.analysis.roofline.doubts` says.
+    """
     step = least_step(table)
     if step["least_ms"] is None or not step["share"]:
         names = [part_label(component, phase) for component, phase in step["unknown"]]
         of = f" of {', '.join(names)}" if names else ""
         return Text(f"*The ceilings{of} were not measured, so the least time is not known.*")
     limits = ", ".join(
-        f"{milliseconds(time)} {_WHILE.get(limit, limit)}" for limit, time in step["limits"].items()
+        f"{milliseconds(time)} {_WHILE.get(limit, limit)}"
+        for limit, time in step["limits"].items()
+        if time > 0.005 * step["least_ms"]
     )
     sentences = [
         f"**The step takes {milliseconds(step['time_ms'])}. At this shape and precision, and "
@@ -111,7 +126,7 @@ def roofline_verdict(table: pd.DataFrame) -> Text:
         sentences.append(f"The most time above its least: {', '.join(gains)}.")
     else:
         sentences.append("No part has more than 1 % of the step to gain: its limits are met.")
-    return Text(" ".join(sentences))
+    return Text("\n\n".join([" ".join(sentences), *doubts]))
 
 
 _WHILE = {LAUNCHES: "launching kernels", COPIES: "copying"}

@@ -47,6 +47,15 @@ COLUMNS = [
 
 KEYS = ["component", "phase"]
 
+BUSY_SHARE = 0.05
+"""Of measuring the ceilings, spent waiting for a core: above it they are not the machine's."""
+
+BEYOND = 1.1
+"""A share of a ceiling above this is more than the measurements' noise."""
+
+WORTH_MS = 0.2
+"""Shorter parts are not worth a doubt."""
+
 _TIMES = ("arithmetic", "memory", "rows", "copies", "overhead", "kernel")
 
 
@@ -101,6 +110,34 @@ def missing(profile: Profile) -> str | None:
     return None
 
 
+def doubts(profile: Profile, table: pd.DataFrame) -> list[str]:
+    """Reasons not to trust the ceilings, as sentences; none where all is well.
+
+    Args:
+        table: what :func:`roofline` gives of the profile.
+    """
+    found = []
+    waited = (profile.meta.get("ceilings") or {}).get("run_queue_share")
+    if waited is not None and waited > BUSY_SHARE:
+        found.append(
+            f"The machine was busy while its ceilings were measured: the measuring thread waited "
+            f"for a core {waited:.0%} of the time. They are too low, and shares of them too high."
+        )
+    above = table[(table["share_of_ceiling"] > BEYOND) & (table["time_ms"] > WORTH_MS)]
+    if len(above):
+        names = ", ".join(
+            f"{component.replace('_mlp', ' MLP')} {phase} ({share:.2f} times)".replace("  ", " ")
+            for component, phase, share in zip(
+                above["component"], above["phase"], above["share_of_ceiling"], strict=True
+            )
+        )
+        found.append(
+            f"Faster than the ceilings allow: {names}. Either the machine was slower while they "
+            "were measured, or the part found its data in a nearer cache than was measured."
+        )
+    return found
+
+
 def least_step(table: pd.DataFrame) -> dict[str, Any]:
     """The step as a whole.
 
@@ -108,14 +145,15 @@ def least_step(table: pd.DataFrame) -> dict[str, Any]:
         table: what :func:`roofline` gives.
 
     Returns:
-        ``time_ms``, ``least_ms`` (sum of the parts' least times; None where one is not
-        known), ``share`` (least over measured), ``limits`` (limit to ms of the least time,
-        largest first), ``unknown`` (parts without a ceiling).
+        ``time_ms``, ``least_ms`` (sum of the parts' least times, none above the measured
+        one; None where one is not known), ``share`` (least over measured), ``limits`` (limit
+        to ms of the least time, largest first), ``unknown`` (parts without a ceiling).
     """
     unknown = table[table["ceiling_ms"].isna()]
     time = float(table["time_ms"].sum())
-    least = None if len(unknown) or table.empty else float(table["ceiling_ms"].sum())
-    limits = table[table["ceiling_ms"] > 0].groupby("limit")["ceiling_ms"].sum()
+    lowest = table["ceiling_ms"].clip(upper=table["time_ms"])
+    least = None if len(unknown) or table.empty else float(lowest.sum())
+    limits = lowest[lowest > 0].groupby(table["limit"]).sum()
     return {
         "time_ms": time,
         "least_ms": least,
