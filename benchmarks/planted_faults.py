@@ -91,7 +91,7 @@ def sections_of(shape: dict[str, Any], draw: random.Random) -> dict[str, Any]:
         "data": {
             "generator": "uniform",
             "indices_per_lookup": shape["indices_per_lookup"],
-            "loader": "prefetch",
+            "loader": "synchronous",
         },
         "training": {
             "batch_size": batch,

@@ -111,6 +111,44 @@ def other_threads(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
     )
 
 
+def crowding_loader(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
+    """The thread that makes batches ahead takes a core that operators need."""
+    threads, cores = evidence.threads, evidence.cores
+    if evidence.parameter("data.loader") != "prefetch" or evidence.on_gpu:
+        return
+    if threads is None or cores is None or threads < cores:
+        return
+    alone = evidence.alone("data", "forward")
+    lost = _excess_share(evidence, ledger)
+    saved = lost - (alone or 0.0) / evidence.step_ms + evidence.share("data")
+    if alone is None or lost < LOST_SHARE or saved < LOST_SHARE:
+        return
+    ledger.explain(lost * evidence.total_ms)
+    evidence_text = (
+        f"Operators run on {threads} threads and a further one makes batches, on {cores} cores. "
+        f"Parts take {milliseconds(lost * evidence.step_ms)} longer than alone; making a batch "
+        f"takes {milliseconds(alone)} alone."
+    )
+    blocked = evidence.share_of_wall("blocked_ms")
+    if blocked >= 0.01:
+        evidence_text += f" The step's thread waits for its helpers in {blocked:.0%} of the time."
+    yield Finding(
+        id="crowding_loader",
+        title=f"Making batches ahead slows the step: {threads + 1} threads share {cores} cores",
+        component="data",
+        share_of_step=min(lost, 1.0),
+        evidence=evidence_text,
+        advice=(
+            "Make batches between the steps, or leave the loader a core of its own "
+            f"(training.threads: {max(cores - 1, 1)}): an operator waits for the slowest of its "
+            "threads."
+        ),
+        change={"data.loader": "synchronous"},
+        predicted_speedup=removed(saved),
+        limit="scheduling",
+    )
+
+
 def waiting_for_cores(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
     """The step's thread waits for a core, and nobody else is known to have it."""
     queued = evidence.share_of_wall("run_queue_ms")
@@ -365,6 +403,7 @@ def _switches(evidence: Evidence) -> str:
 RULES = (
     other_processes,
     other_threads,
+    crowding_loader,
     waiting_for_cores,
     too_few_threads,
     collecting_garbage,
