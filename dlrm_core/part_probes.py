@@ -31,7 +31,7 @@ from dlrm_core.probe_loops import (
     half_bytes,
     reduced,
 )
-from dlrm_core.touched import Change, changed_parameters, touched_components
+from dlrm_core.touched import Change, changed_parameters, signature, touched_components
 
 MIN_ROUNDS, MAX_ROUNDS = 4, 40
 PRECISION = 0.008
@@ -39,6 +39,9 @@ PRECISION = 0.008
 
 MEMORY_SHARE = 0.6
 """Of the available memory that probes may use."""
+
+OVERLAP_SECONDS = 5.0
+"""Time for probing how batches made in a thread and the step slow each other down."""
 
 PROBE_SECONDS = 20.0
 """Time for all default candidates together; a change gets its share of it."""
@@ -122,6 +125,7 @@ class _Bench:
         self.loops: dict[str, StepLoop | DataLoop] = {}
         self.alone: dict[str, Times] = {}
         self.refused: dict[str, str] = {}
+        self.overlaps: dict[tuple[Any, ...], dict[str, Any]] = {}
 
     def base(self, seconds: float) -> Times:
         """Every part alone, unchanged: medians in ms."""
@@ -153,8 +157,10 @@ class _Bench:
                 halves.append("data")
             for half in halves:
                 self._compare(half, changed, touched, seconds / max(len(halves), 1), result)
+            if self.parameters.data.loader == "prefetch":
+                result["overlap_base"] = self._overlap(self.parameters)
             if changed.data.loader == "prefetch":
-                self._overlap(changed, result)
+                result["overlap"] = self._overlap(changed)
         except InputError as error:
             result |= {"refused": str(error), "parts": {}, "base": {}, "spread": {}}
             result.setdefault("notices", [])
@@ -216,29 +222,35 @@ class _Bench:
                 result["base"][component] = {p: now[component].get(p, math.nan) for p in phases}
                 result["spread"][component] = spread[component]
 
-    def _overlap(self, changed: Parameters, result: dict[str, Any]) -> None:
+    def _overlap(self, parameters: Parameters) -> dict[str, Any]:
         """How much making batches in a thread slows the halves, and they it."""
-        data = DataLoop(changed)
+        key = signature(parameters, "data"), *(str(reduced(parameters, half)) for half in HALVES)
+        if key in self.overlaps:
+            return self.overlaps[key]
+        data = DataLoop(parameters)
         slow: dict[str, dict[str, float]] = {}
         made_ms = {}
-        alone = medians(interleave([data], 0.8)[0])["data"]["forward"]
+        alone = medians(interleave([data], OVERLAP_SECONDS / 3)[0])["data"]["forward"]
         for half in HALVES:
-            loop = self._changed_loop(half, changed)
-            apply_settings(changed)
+            loop = self._changed_loop(half, parameters)
+            apply_settings(parameters)
             quiet: list[Times] = []
             beside: list[Times] = []
             made: list[float] = []
-            deadline = time.perf_counter() + 2.5
+            deadline = time.perf_counter() + OVERLAP_SECONDS / 3
             while len(quiet) < MIN_ROUNDS or (len(quiet) < 12 and time.perf_counter() < deadline):
                 quiet.append(loop.run())
                 with data.beside() as times:
+                    # the first batch begins while the caches are scrubbed
                     loop.run()
                     beside.append(loop.run())
                 made += times
             now, then = medians(quiet), medians(beside)
             slow[half] = {"alone_ms": _sum(now), "beside_ms": _sum(then)}
             made_ms[half] = statistics.median(made) if made else math.nan
-        result["overlap"] = {"data_alone_ms": alone, "data_beside_ms": made_ms, "halves": slow}
+        found = {"data_alone_ms": alone, "data_beside_ms": made_ms, "halves": slow}
+        self.overlaps[key] = found
+        return found
 
 
 def interleave(loops: Sequence[Any], seconds: float) -> list[list[Times]]:

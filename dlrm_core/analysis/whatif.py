@@ -12,7 +12,6 @@ a wider range (:mod:`.whatif_roofline`).
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,18 +19,49 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dlrm_core.analysis.attribution import attribute
-from dlrm_core.analysis.whatif_overlap import Overlap, step_ms
-from dlrm_core.config import Parameters, parameters_from_sections
+from dlrm_core.analysis.whatif_overlap import Overlap
+from dlrm_core.analysis.whatif_parts import (
+    KEYS,
+    measured_parts,
+    profile_parameters,
+    unprofiled_ms,
+)
+from dlrm_core.analysis.whatif_roofline import (
+    device_ratios,
+    host_ms,
+    merged,
+    plain_change,
+    unknown_by_work,
+    work_ratios,
+)
+from dlrm_core.config import Parameters
 from dlrm_core.errors import InputError
 from dlrm_core.profiling.profile import Profile
-from dlrm_core.touched import changed_parameters, touched_components
+from dlrm_core.touched import NEUTRAL, changed_parameters, touched_components
 
 MODEL_ERROR = 0.06
 """Relative error of a part's ratio that probes make however often they are repeated."""
 
+ROOFLINE_ERROR = 0.25
+"""Relative error of a ratio of least times."""
+
+OVERLAP_ERROR = 0.08
+"""Relative error of a step beside which batches are made."""
+
 COVER = 1.64
 """Half width of a range in standard errors: 90 % of a normal distribution."""
+
+__all__ = [
+    "Prediction",
+    "find_probe",
+    "measured_parts",
+    "predict",
+    "predict_change",
+    "profile_parameters",
+    "total",
+    "unprofiled_ms",
+    "what_if_table",
+]
 
 COLUMNS = ["component", "phase", "now_ms", "then_ms", "low_ms", "high_ms", "method"]
 
@@ -50,11 +80,13 @@ class Prediction:
     parts: pd.DataFrame
     """``component``, ``phase``, ``now_ms``, ``then_ms``, ``low_ms``, ``high_ms``, ``method``."""
     method: str
-    """'probes', 'roofline', or 'probes and roofline'."""
+    """'probes', 'roofline', 'probes and roofline', or 'measured' where nothing changes."""
     notices: list[str] = field(default_factory=list)
     samples_now: int = 0
     """Samples of an iteration as it is."""
     samples_then: int = 0
+    probe: dict[str, Any] = field(default_factory=dict)
+    """What the prediction rests on, an entry of ``meta["part_probes"]["changes"]``."""
 
     @property
     def speedup(self) -> dict[str, float]:
@@ -83,32 +115,52 @@ def predict(profile: Profile, change: Mapping[str, Any]) -> Prediction:
 
     Args:
         profile: a measured run; its probes are used where they hold this change.
-        change: dotted leaf to value, ``{"training.batch_size": 4096}``.
+        change: dotted leaf to value, ``{"training.batch_size": 4096}``; ``device`` names
+            another GPU (:mod:`dlrm_core.analysis.devices`).
 
     Raises:
         InputError: the change is no valid one, or there is nothing to predict it from;
             the message says what is missing.
     """
+    leaves, gpu = plain_change(change)
     base = profile_parameters(profile)
-    changed, notices = changed_parameters(base, change)
-    touched = touched_components(base, changed)
+    changed, notices = changed_parameters(base, leaves) if leaves else (base, [])
     parts = measured_parts(profile)
-    now = float(parts["now_ms"].sum())
-    sizes = (base.training.batch_size, changed.training.batch_size)
-    if not touched:
-        notices.append("the change touches no part of the step: its time stays")
-        same = parts.assign(then_ms=parts["now_ms"], low_ms=parts["now_ms"])
-        same = same.assign(high_ms=parts["now_ms"], method="measured")[COLUMNS]
-        return Prediction(dict(change), now, now, now, now, same, "measured", notices, *sizes)
-    probe = find_probe(profile, change)
-    if probe is None:
-        raise InputError(_without_probe(profile, change))
-    if probe.get("refused"):
-        raise InputError(f"{_spelt(change)} cannot be predicted: {probe['refused']}")
-    notices += [text for text in probe.get("notices", []) if text not in notices]
-    table = _scaled(parts, probe)
-    low, mid, high = total(table, Overlap.of(profile, probe, base, changed))
-    return Prediction(dict(change), now, low, mid, high, table, "probes", notices, *sizes)
+    touched = touched_components(base, changed)
+    probe = find_probe(profile, leaves) if touched else None
+    if probe is not None and not probe.get("refused"):
+        notices += [text for text in probe.get("notices", []) if text not in notices]
+        ratio, error, method = _probed(parts, probe)
+    elif touched:
+        refuse_without_work(profile, base, changed, probe)
+        notices.append("not probed: predicted from work and ceilings")
+        ratio, error, method = _by_work(parts, profile, base, changed)
+    else:
+        ratio, error, method = np.ones(len(parts)), np.zeros(len(parts)), _same(parts)
+        if gpu is None:
+            notices.append("the change touches no part of the step: its time stays")
+    if gpu is not None:
+        ratio, error, method, measured = _on_other_gpu(parts, profile, changed, gpu, ratio, error)
+        notices.append(
+            f"the share of its ceilings that {measured} reaches is carried over to {gpu}"
+        )
+    table = _table(parts, ratio, error, method)
+    floor = host_ms(profile) if profile.device == "cuda" else 0.0
+    low, mid, high = total(table, Overlap.of(profile, probe or {}, base, changed), floor)
+    used = sorted(set(table["method"]) - {"measured"}) or ["measured"]
+    return Prediction(
+        change=dict(change),
+        now_ms=float(parts["now_ms"].sum()),
+        low_ms=low,
+        mid_ms=mid,
+        high_ms=high,
+        parts=table,
+        method=" and ".join(used),
+        notices=notices,
+        samples_now=base.training.batch_size,
+        samples_then=changed.training.batch_size,
+        probe=dict(probe or {}),
+    )
 
 
 def predict_change(
@@ -170,49 +222,6 @@ def what_if_table(
     return table.sort_values("speedup_mid", ascending=False, ignore_index=True)
 
 
-def profile_parameters(profile: Profile) -> Parameters:
-    """The parameters that the profiled run had.
-
-    Raises:
-        InputError: the profile does not say.
-    """
-    sections = profile.meta.get("parameters")
-    if not sections:
-        raise InputError("the profile does not say with which parameters it ran")
-    return parameters_from_sections(sections)
-
-
-def unprofiled_ms(profile: Profile) -> float | None:
-    """Median time of an iteration without the profiler, data included; None if unknown."""
-    each = profile.meta.get("unprofiled_iteration_ms")
-    if each:
-        return statistics.median(each)
-    for made in profile.meta.get("passes", []):
-        if made.get("name") == "unprofiled" and made.get("ms_per_iteration"):
-            return float(made["ms_per_iteration"])
-        if made.get("unprofiled_ms_per_iteration"):
-            return float(made["unprofiled_ms_per_iteration"])
-    return None
-
-
-def measured_parts(profile: Profile) -> pd.DataFrame:
-    """``component``, ``phase``, ``now_ms``: the parts of the unprofiled median iteration.
-
-    Raises:
-        InputError: the profile names no part of a model.
-    """
-    found = attribute(profile)
-    if found.empty or found["component"].eq("other").all():
-        raise InputError("the profile names no part of a model, so no change can be predicted")
-    keys = ["component", "phase"]
-    parts = found.groupby(keys, as_index=False, sort=False)[["time_ms"]].sum()
-    parts = parts.rename(columns={"time_ms": "now_ms"})
-    whole = unprofiled_ms(profile)
-    if whole is not None:
-        parts["now_ms"] *= whole / parts["now_ms"].sum()
-    return parts
-
-
 def find_probe(profile: Profile, change: Mapping[str, Any]) -> dict[str, Any] | None:
     """The probe of exactly this change, or None."""
     wanted = {name: _plain(value) for name, value in change.items()}
@@ -222,69 +231,124 @@ def find_probe(profile: Profile, change: Mapping[str, Any]) -> dict[str, Any] | 
     return None
 
 
-def _scaled(parts: pd.DataFrame, probe: Mapping[str, Any]) -> pd.DataFrame:
-    """The parts after the change, each with its range."""
-    table = parts.copy()
-    then, error, method = [], [], []
-    for component, phase, now_ms in table[["component", "phase", "now_ms"]].to_numpy().tolist():
-        ratio, spread = _ratio(probe, component, phase)
-        if ratio is None:
-            then.append(now_ms)
-            error.append(0.0)
-            method.append("measured")
-        else:
-            then.append(now_ms * ratio)
-            error.append(math.hypot(spread, MODEL_ERROR))
-            method.append("probe")
-    table["then_ms"], table["method"] = then, method
-    reach = COVER * np.asarray(error)
-    table["low_ms"] = table["then_ms"] / (1 + reach)
-    table["high_ms"] = table["then_ms"] * (1 + reach)
+Scaling = tuple[np.ndarray, np.ndarray, list[str]]
+"""Ratio, its relative error and the method, of every row of the parts."""
+
+
+def _same(parts: pd.DataFrame) -> list[str]:
+    return ["measured"] * len(parts)
+
+
+def _probed(parts: pd.DataFrame, probe: Mapping[str, Any]) -> Scaling:
+    """By how each touched part's time alone changed."""
+    ratio, error, method = np.ones(len(parts)), np.zeros(len(parts)), _same(parts)
+    for row, (component, phase) in enumerate(parts[KEYS].to_numpy().tolist()):
+        then = probe.get("parts", {}).get(component, {}).get(phase)
+        now = probe.get("base", {}).get(component, {}).get(phase)
+        if then is None or not now:
+            continue
+        spread = probe.get("spread", {}).get(component, {}).get(phase, 0.0)
+        ratio[row], error[row] = then / now, math.hypot(spread, MODEL_ERROR)
+        method[row] = "probes"
+    return ratio, error, method
+
+
+def _by_work(
+    parts: pd.DataFrame, profile: Profile, base: Parameters, changed: Parameters
+) -> Scaling:
+    """By the ratio of least times; on a GPU the host's share of a part stays."""
+    found = merged(parts, work_ratios(profile, base, changed))
+    known = np.isfinite(found)
+    ratio = np.where(known, found, 1.0)
+    if profile.device == "cuda":
+        share = (parts["device_ms"] / parts["now_ms"].where(parts["now_ms"] > 0)).fillna(0.0)
+        ratio = 1 + (ratio - 1) * share.to_numpy()
+    differs = known & (np.abs(ratio - 1) > 1e-9)
+    error = np.where(differs, ROOFLINE_ERROR * np.minimum(1.0, np.abs(np.log2(ratio))), 0.0)
+    return ratio, error, ["roofline" if there else "measured" for there in differs]
+
+
+def _on_other_gpu(
+    parts: pd.DataFrame,
+    profile: Profile,
+    changed: Parameters,
+    gpu: str,
+    ratio: np.ndarray,
+    error: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray, list[str], str]:
+    """The device's time by the data sheets; the host's stays."""
+    ratios, measured = device_ratios(profile, changed, gpu)
+    there = np.nan_to_num(merged(parts, ratios), nan=1.0)
+    share = (parts["device_ms"] / parts["now_ms"].where(parts["now_ms"] > 0)).fillna(0.0).to_numpy()
+    moved = 1 + (there - 1) * share
+    error = np.hypot(error, ROOFLINE_ERROR * np.minimum(1.0, np.abs(np.log2(moved))))
+    return ratio * moved, error, ["roofline"] * len(parts), measured
+
+
+def _table(
+    parts: pd.DataFrame, ratio: np.ndarray, error: np.ndarray, method: list[str]
+) -> pd.DataFrame:
+    table = parts[[*KEYS, "now_ms"]].copy()
+    table["then_ms"] = table["now_ms"] * ratio
+    table["low_ms"] = table["then_ms"] / (1 + COVER * error)
+    table["high_ms"] = table["then_ms"] * (1 + COVER * error)
+    table["method"] = method
     return table[COLUMNS]
 
 
-def _ratio(probe: Mapping[str, Any], component: str, phase: str) -> tuple[float | None, float]:
-    """How a part's time alone changed, and the relative error of that; None if untouched."""
-    then = probe.get("parts", {}).get(component, {}).get(phase)
-    now = probe.get("base", {}).get(component, {}).get(phase)
-    if then is None or not now:
-        return None, 0.0
-    return then / now, probe.get("spread", {}).get(component, {}).get(phase, 0.0)
-
-
-def total(table: pd.DataFrame, overlap: Overlap) -> tuple[float, float, float]:
-    """Low, mid and high of the whole step.
+def total(
+    table: pd.DataFrame, overlap: Overlap, floor_ms: float = 0.0
+) -> tuple[float, float, float]:
+    """Low, mid and high of the whole step, ms.
 
     The parts' errors are partly the same (a warm cache serves all), partly their own:
     halfway between their sum and the root of their squares.
+
+    Args:
+        table: ``component``, ``then_ms``, ``low_ms``, ``high_ms``.
+        floor_ms: the host's own time, below which no GPU brings the step.
     """
     is_data = table["component"].eq("data")
     data, rest = table.loc[is_data, "then_ms"].sum(), table.loc[~is_data, "then_ms"].sum()
-    mid, low_edge, high_edge = step_ms(overlap, float(data), float(rest))
-    down = table["then_ms"] - table["low_ms"]
-    up = table["high_ms"] - table["then_ms"]
 
     def joined(reach: pd.Series) -> float:
-        return float((reach.sum() + math.sqrt((reach**2).sum())) / 2)
+        return float((reach.sum() + math.sqrt((reach**2).sum())) / 2 / (data + rest))
 
-    return (
-        min(low_edge, mid) - joined(down) * min(low_edge, mid) / (data + rest),
-        mid,
-        max(high_edge, mid) + joined(up) * max(high_edge, mid) / (data + rest),
+    mid = overlap.step_ms(float(data), float(rest))
+    own = COVER * OVERLAP_ERROR if overlap.beside else 0.0
+    down = math.hypot(joined(table["then_ms"] - table["low_ms"]), own / (1 + own))
+    up = math.hypot(joined(table["high_ms"] - table["then_ms"]), own)
+    low, mid, high = (max(end, floor_ms) for end in (mid * (1 - down), mid, mid * (1 + up)))
+    return low, mid, high
+
+
+def refuse_without_work(
+    profile: Profile,
+    base: Parameters,
+    changed: Parameters,
+    probe: Mapping[str, Any] | None,
+) -> None:
+    """Refuse what neither probes nor work can predict.
+
+    Raises:
+        InputError: naming the leaves, and how they can be predicted.
+    """
+    unknown = [leaf for leaf in unknown_by_work(base, changed) if leaf not in NEUTRAL]
+    if not unknown:
+        return
+    if probe is not None and probe.get("refused"):
+        raise InputError(f"{_spelt(probe['change'])} cannot be predicted: {probe['refused']}")
+    known = "; ".join(_spelt(each["change"]) for each in _probes(profile))
+    raise InputError(
+        f"{', '.join(unknown)} cannot be predicted from this profile: its effect is not in the "
+        "operations and bytes of the model, and it was not probed in this run "
+        + (f"(probed were: {known})" if known else "(it holds no probes: profiling.probes)")
+        + "; dlrm run compare probes any change before it runs it"
     )
 
 
 def _probes(profile: Profile) -> list[dict[str, Any]]:
     return list((profile.meta.get("part_probes") or {}).get("changes") or [])
-
-
-def _without_probe(profile: Profile, change: Mapping[str, Any]) -> str:
-    known = "; ".join(_spelt(probe["change"]) for probe in _probes(profile))
-    return (
-        f"{_spelt(change)} was not probed in this run, so it cannot be predicted from its profile"
-        + (f"; probed were: {known}" if known else "; it holds no probes (profiling.probes)")
-        + ". dlrm run compare probes any change before it runs it"
-    )
 
 
 def _spelt(change: Mapping[str, Any]) -> str:

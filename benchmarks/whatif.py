@@ -1,0 +1,400 @@
+"""Predicted against measured: what-if predictions, each change run for real afterwards.
+
+For each shape one process records a profile of the baseline and probes the changes; it
+never runs a changed step. Then baseline and change run by turns, each in a process of its
+own (``dlrm train``), and the measured ratio is held against the predicted one.
+
+    python benchmarks/whatif.py --json benchmarks/results/whatif.json --markdown docs/whatif.md
+
+The second set of changes was written after the model of time was finished: it is the
+check on cases that the model has not been made with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dlrm_core.change_options import change_text
+from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
+from dlrm_core.doctor import machine_facts
+from dlrm_core.files import write_json, write_text
+from dlrm_core.touched import changed_parameters
+
+GOAL_MEAN, GOAL_WORST, GOAL_COVER = 0.05, 0.15, 0.8
+WARMUP = 3
+BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "experiment: 8 x 1,000,000 rows, up to 100 a bag": {
+        "model": {"table_rows": 1_000_000, "tables": 8, "init": "torch"},
+        "data": {"generator": "facebook", "indices_per_lookup": 100},
+        "training": {"batch_size": 2048},
+    },
+    "many small tables: 26 x 100,000 rows, up to 10 a bag": {
+        "model": {
+            "mlp_sizes": "nvidia",
+            "dense_features": 13,
+            "bottom_mlp": [512, 256, 64],
+            "top_mlp": [512, 512, 256, 1],
+            "embedding_dim": 64,
+            "tables": 26,
+            "table_rows": 100_000,
+            "loss": "bce",
+            "init": "torch",
+        },
+        "data": {"generator": "uniform", "indices_per_lookup": 10},
+        "training": {"batch_size": 2048},
+    },
+    "mostly MLPs: 4 x 100,000 rows, up to 20 a bag": {
+        "model": {
+            "mlp_sizes": "facebook",
+            "bottom_mlp": [256, 1024, 1024, 128],
+            "top_mlp": [2048, 2048, 1024, 1],
+            "embedding_dim": 128,
+            "tables": 4,
+            "table_rows": 100_000,
+            "init": "torch",
+        },
+        "data": {"generator": "facebook_loop", "indices_per_lookup": 20},
+        "training": {"batch_size": 1024},
+    },
+}
+
+CHANGES: dict[str, list[list[dict[str, Any]]]] = {
+    "first": [
+        [
+            {"training.batch_size": 1024},
+            {"model.embedding_dim": 128},
+            {"data.indices_per_lookup": 50},
+            {"model.tables": 4},
+            {"data.loader": "prefetch"},
+            {"training.embedding_backend": "fused"},
+            {"training.precision": "bf16"},
+        ],
+        [
+            {"training.batch_size": 4096},
+            {"model.embedding_dim": 32},
+            {"data.fixed_pooling": True},
+            {"model.interaction": "cat"},
+            {"training.fused_optimizer": True},
+            {"training.optimizer": "rowwise_adagrad"},
+        ],
+        [
+            {"data.generator": "facebook"},
+            {"data.generator": "facebook", "data.loader": "prefetch"},
+            {"model.top_mlp": [1024, 1024, 1]},
+            {"training.batch_size": 2048},
+            {"training.precision": "bf16"},
+        ],
+    ],
+    "second": [
+        [
+            {"training.batch_size": 4096},
+            {"model.embedding_dim": 32},
+            {"data.indices_per_lookup": 25, "model.tables": 16},
+            {"data.generator": "zipf"},
+        ],
+        [
+            {"training.batch_size": 512},
+            {"model.tables": 13, "model.top_mlp": [1024, 1]},
+            {"data.loader": "prefetch"},
+            {"training.embedding_backend": "fused", "training.batch_size": 4096},
+        ],
+        [
+            {"model.bottom_mlp": [256, 512, 128]},
+            {"data.loader": "prefetch"},
+            {"training.batch_size": 256, "data.generator": "uniform"},
+            {"training.threads": 2},
+        ],
+    ],
+}
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", type=Path, default=Path("benchmarks/results/whatif.json"))
+    parser.add_argument("--markdown", type=Path, default=None)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=2, help="of baseline and change by turns")
+
+    parser.add_argument("--set", choices=[*CHANGES, "all"], default="all")
+    parser.add_argument("--shape", type=int, choices=range(len(SHAPES)), default=None)
+    parser.add_argument("--only", default="", help="changes whose text holds this")
+    parser.add_argument("--launcher", default="", help="command put before each measuring process")
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for number, (title, sections) in enumerate(SHAPES.items()):
+        if options.shape not in (None, number):
+            continue
+        base = _parameters(title, sections, options.threads)
+        for name, sets in CHANGES.items():
+            if options.set not in (name, "all"):
+                continue
+            wanted = [c for c in sets[number] if options.only in change_text(c)]
+            rows += validate(base, wanted, name, options)
+    document = {
+        "machine": machine_facts(),
+        "versions": _versions(),
+        "threads": options.threads,
+        "rounds": options.rounds,
+        "iterations": ITERATIONS,
+        "cases": rows,
+        "summary": summaries(rows),
+    }
+    write_json(options.json, document)
+    if options.markdown is not None:
+        put_table(options.markdown, document)
+    print(markdown(document))
+
+
+def validate(
+    base: Parameters, changes: list[dict[str, Any]], name: str, options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Predict each change from a profile of the baseline, then run it."""
+    rows = []
+    for change in changes:
+        with tempfile.TemporaryDirectory() as folder:
+            file = _write(base, Path(folder) / "base.yaml")
+            arguments = ["case", file, json.dumps(change), str(options.rounds)]
+            row = {"set": name} | _child(arguments, options.launcher)
+        rows.append(row)
+        print(
+            f"{base.title[:14]:14s} {row['change']:52s} {row['baseline_ms']:7.1f} ms: predicted "
+            f"{row['predicted_ms']:7.1f} [{row['low_ms']:.1f}, {row['high_ms']:.1f}], measured "
+            f"{row['measured_ms']:7.1f} ({row['error']:+.1%}) rounds "
+            + " ".join(f"{ratio:.3f}" for ratio in row["round_ratios"]),
+            file=sys.stderr,
+            flush=True,
+        )
+    return rows
+
+
+def summaries(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Per set: number of cases, geometric mean and largest error, share in its range."""
+    found = {}
+    for name in dict.fromkeys(row["set"] for row in rows):
+        some = [row for row in rows if row["set"] == name]
+        logs = [abs(math.log(row["predicted_ms"] / row["measured_ms"])) for row in some]
+        found[name] = {
+            "cases": len(some),
+            "geomean_error": math.exp(statistics.fmean(logs)) - 1,
+            "worst_error": max(abs(row["error"]) for row in some),
+            "covered": statistics.fmean(row["covered"] for row in some),
+        }
+    return found
+
+
+def markdown(document: dict[str, Any]) -> str:
+    """The table of the documentation."""
+    machine, versions = document["machine"], document["versions"]
+    lines = [
+        f"{machine['cpu']}, {machine['usable_cores']} cores, {document['threads']} thread(s); "
+        f"Python {versions['python']}, torch {versions['torch']}, numpy {versions['numpy']}.",
+        "",
+    ]
+    titles = {
+        "first": "Changes that the model of time was made with",
+        "second": "Changes chosen afterwards",
+    }
+    for name, summary in document["summary"].items():
+        lines += [
+            f"**{titles[name]}**: {summary['cases']:.0f} changes, geometric mean of the error "
+            f"{summary['geomean_error']:.1%}, worst {summary['worst_error']:.1%}, measured value "
+            f"inside the predicted range in {summary['covered']:.0%}.",
+            "",
+            "| shape | change | before, ms | predicted, ms | range | measured, ms | error |",
+            "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
+        ]
+        for row in document["cases"]:
+            if row["set"] != name:
+                continue
+            lines.append(
+                f"| {row['shape'].partition(':')[0]} | {row['change']} | {row['baseline_ms']:.1f} "
+                f"| {row['predicted_ms']:.1f} | {row['low_ms']:.1f} to {row['high_ms']:.1f} "
+                f"| {row['measured_ms']:.1f} | {row['error']:+.1%} |"
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
+def put_table(file: Path, document: dict[str, Any]) -> None:
+    """Write the table between the marks of a document."""
+    text = file.read_text(encoding="utf-8")
+    head, _, rest = text.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    write_text(file, f"{head}{BEGIN}\n{markdown(document)}\n{END}{tail}")
+
+
+# ---- processes ------------------------------------------------------------------
+
+
+def child_case(file: str, change: str, rounds: str) -> dict[str, Any]:
+    """One row of the table: a prediction in one process, then baseline and change by turns."""
+    base = load_parameters(file)
+    changed, _ = changed_parameters(base, json.loads(change))
+    changed_file = _write(changed, Path(file).with_name("changed.yaml"))
+    found = _child(["predict", file, change])
+    predicted = found["prediction"]
+    before: list[dict[str, Any]] = []
+    after: list[dict[str, Any]] = []
+    for _ in range(int(rounds)):
+        before.append(_child(["time", file]))
+        after.append(_child(["time", changed_file]))
+    ratios = [b["ms"] / a["ms"] for a, b in zip(before, after, strict=True)]
+    baseline = statistics.median(run["ms"] for run in before)
+    measured = baseline * statistics.median(ratios)
+    # what is predicted is a ratio: the profile and the baseline ran some seconds apart
+    scale = baseline / predicted["now_ms"]
+    low, middle, high = (predicted[f"{end}_ms"] * scale for end in ("low", "mid", "high"))
+    return {
+        "shape": base.title,
+        "change": change_text(json.loads(change)),
+        "baseline_ms": baseline,
+        "predicted_ms": middle,
+        "low_ms": low,
+        "high_ms": high,
+        "measured_ms": measured,
+        "error": middle / measured - 1,
+        "covered": low <= measured <= high,
+        "round_ratios": ratios,
+        "profile_now_ms": predicted["now_ms"],
+        "probe_seconds": found["seconds"],
+        "probe": found["probe"],
+        "parts": predicted["parts"],
+        "baseline_parts": [run["parts"] for run in before],
+        "measured_parts": [run["parts"] for run in after],
+        "other_load": [run["other_load"] for run in (*before, *after)],
+    }
+
+
+def child_predict(file: str, change: str) -> dict[str, Any]:
+    """Record the baseline, probe the change, predict: all in this process."""
+    import time
+
+    from dlrm_core.analysis.whatif import predict_change
+    from dlrm_core.profiling.torch_trace import read_recording
+    from dlrm_core.profiling.workload import record_workload
+
+    parameters = load_parameters(file)
+    with tempfile.TemporaryDirectory() as folder:
+        profile = read_recording(record_workload(parameters, Path(folder) / "recording"))
+    started = time.perf_counter()
+    prediction = predict_change(parameters, profile, json.loads(change))
+    return {
+        "prediction": prediction.to_dict(),
+        "probe": prediction.probe,
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def child_time(file: str) -> dict[str, Any]:
+    """Median iteration of a plain run, ms, and the medians of its parts for whoever asks why."""
+    import time
+
+    from dlrm_core.parts import log_spans
+    from dlrm_core.training import Trainer
+
+    parameters = load_parameters(file)
+    trainer = Trainer(parameters)
+    each: list[float] = []
+    parts: dict[str, list[float]] = {}
+    try:
+        for _ in range(WARMUP):
+            trainer.iterate()
+        busy, cpu, wall = _busy_s(), time.process_time(), time.perf_counter()
+        for _ in range(parameters.training.batches - WARMUP):
+            with log_spans() as rows:
+                started = time.perf_counter()
+                trainer.iterate()
+                each.append(1e3 * (time.perf_counter() - started))
+            sums: dict[str, float] = {}
+            for name, start, end in rows:
+                sums[name] = sums.get(name, 0.0) + (end - start) / 1e6
+            for name, ms in sums.items():
+                parts.setdefault(name.removeprefix("dlrm::"), []).append(ms)
+        cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+        others = (_busy_s() - busy - cpu) / wall
+    finally:
+        trainer.close()
+    return {
+        "ms": statistics.median(each),
+        "parts": {name: statistics.median(times) for name, times in parts.items()},
+        "other_load": others,
+    }
+
+
+def _busy_s() -> float:
+    """Seconds that all processors of the machine have been busy since it started."""
+    fields = list(map(int, Path("/proc/stat").read_text().splitlines()[0].split()[1:]))
+    user, nice, system, _, _, irq, softirq, *_ = fields
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
+def _child(arguments: list[str], launcher: str = "") -> dict[str, Any]:
+    command = [*shlex.split(launcher), sys.executable, __file__, "child", *arguments]
+    done = subprocess.run(
+        command,
+        env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode != 0:
+        sys.exit(f"{shlex.join(arguments)} failed:\n{done.stderr}")
+    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return result
+
+
+def _parameters(title: str, sections: dict[str, Any], threads: int) -> Parameters:
+    return parameters_from_sections(
+        {
+            "title": title,
+            **sections,
+            "training": {**sections["training"], "device": "cpu", "threads": threads},
+            "profiling": {"iterations": 12, "probes": False},
+        }
+    )
+
+
+def _write(parameters: Parameters, file: Path) -> str:
+    sections = parameters.to_sections()
+    sections["training"]["batches"] = WARMUP + ITERATIONS
+    write_text(file, yaml.safe_dump(sections))
+    return str(file)
+
+
+def _versions() -> dict[str, str]:
+    import platform
+
+    import numpy
+    import torch
+
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+    }
+
+
+ITERATIONS = 16
+
+CHILDREN = {"case": child_case, "predict": child_predict, "time": child_time}
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["child"]:
+        kind, *given = sys.argv[2:]
+        print(json.dumps(CHILDREN[kind](*given)))
+    else:
+        main()

@@ -1,0 +1,59 @@
+"""The measured step that a prediction starts from: its parts, without the profiler's cost."""
+
+from __future__ import annotations
+
+import statistics
+
+import pandas as pd
+
+from dlrm_core.analysis.attribution import attribute
+from dlrm_core.config import Parameters, parameters_from_sections
+from dlrm_core.errors import InputError
+from dlrm_core.profiling.profile import Profile
+
+KEYS = ["component", "phase"]
+
+
+def profile_parameters(profile: Profile) -> Parameters:
+    """The parameters that the profiled run had.
+
+    Raises:
+        InputError: the profile does not say.
+    """
+    sections = profile.meta.get("parameters")
+    if not sections:
+        raise InputError("the profile does not say with which parameters it ran")
+    return parameters_from_sections(sections)
+
+
+def unprofiled_ms(profile: Profile) -> float | None:
+    """Median time of an iteration without the profiler, data included; None if unknown."""
+    each = profile.meta.get("unprofiled_iteration_ms")
+    if each:
+        return statistics.median(each)
+    for made in profile.meta.get("passes", []):
+        if made.get("name") == "unprofiled" and made.get("ms_per_iteration"):
+            return float(made["ms_per_iteration"])
+        if made.get("unprofiled_ms_per_iteration"):
+            return float(made["unprofiled_ms_per_iteration"])
+    return None
+
+
+def measured_parts(profile: Profile) -> pd.DataFrame:
+    """``component``, ``phase``, ``now_ms``, ``device_ms``: parts of the unprofiled iteration.
+
+    ``device_ms`` is the part of ``now_ms`` in which the GPU computed.
+
+    Raises:
+        InputError: the profile names no part of a model.
+    """
+    found = attribute(profile)
+    if found.empty or found["component"].eq("other").all():
+        raise InputError("the profile names no part of a model, so no change can be predicted")
+    found["device_ms"] = found["time_ms"].where(found["where"].eq("device"), 0.0)
+    parts = found.groupby(KEYS, as_index=False, sort=False)[["time_ms", "device_ms"]].sum()
+    parts = parts.rename(columns={"time_ms": "now_ms"})
+    whole = unprofiled_ms(profile)
+    if whole is not None:
+        parts[["now_ms", "device_ms"]] *= whole / parts["now_ms"].sum()
+    return parts
