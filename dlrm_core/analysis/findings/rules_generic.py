@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from dlrm_core.analysis.findings.evidence import Evidence
+from dlrm_core.analysis.findings.evidence import PROFILER_MS, Evidence
 from dlrm_core.analysis.findings.finding import Finding, largest, milliseconds, part_name, removed
 from dlrm_core.analysis.findings.ledger import Ledger
 from dlrm_core.analysis.steady import steady_state
@@ -27,6 +27,9 @@ OTHER_SHARE = 0.03
 
 IRREGULAR_SHARE = 0.15
 """Of the run's time, lost in iterations far above the usual one."""
+
+DISTURBED = 1.4
+"""Times what the step and the profiler's greatest cost come to."""
 
 CEILING_SHARE = 0.08
 FAR_SHARE = 0.3
@@ -149,6 +152,31 @@ def irregular(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
     )
 
 
+def disturbed_profile(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
+    """The profiled iterations took far longer than a profiler can make them."""
+    plain, total = evidence.step_ms, evidence.total_ms
+    cost = PROFILER_MS * float(evidence.parts["calls"].sum())
+    if evidence.on_gpu or plain + cost <= 0 or total < DISTURBED * (plain + cost):
+        return
+    yield Finding(
+        id="disturbed_profile",
+        title=f"The profiled iterations took {total / plain:.1f} times as long as the others",
+        component="other",
+        share_of_step=0.0,
+        evidence=(
+            f"{milliseconds(total)} with the profiler, {milliseconds(plain)} without; recording "
+            f"{evidence.parts['calls'].sum():,.0f} operators costs {milliseconds(cost)} at most. "
+            "Something else used the machine while the profiler was on."
+        ),
+        advice=(
+            "Measure again on a quiet machine: shares of the step are those of the disturbed "
+            "iterations."
+        ),
+        predicted_speedup={"low": 1.0, "mid": 1.0, "high": 1.0},
+        limit="scheduling",
+    )
+
+
 def far_from_ceiling(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
     """A large part reaches little of what the machine allows, alone as in the run."""
     table = evidence.roofline
@@ -222,4 +250,4 @@ def _counted(evidence: Evidence) -> str:
     return f" Meanwhile the step's thread {', '.join(said)}." if said else ""
 
 
-RULES = (outside_parts, irregular, slower_than_alone, far_from_ceiling)
+RULES = (disturbed_profile, outside_parts, irregular, slower_than_alone, far_from_ceiling)

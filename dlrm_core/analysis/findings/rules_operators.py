@@ -37,6 +37,9 @@ MANY = 100
 TINY = 6.0
 """An operator below this many times the cost of calling one is mostly that cost."""
 
+DISPATCH_MS = 2e-3
+"""Of one operator, where it was not measured: 1 to 3 us on servers of the last years."""
+
 TINY_SHARE = 0.35
 """Of the step in operators so small, and in Python between them: bound by dispatch."""
 
@@ -162,7 +165,7 @@ def extra_operators(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
         parts = extra.loc[own, ["component", "phase"]].drop_duplicates()
         group = left.merge(parts, on=["component", "phase"])
         share = float(group["time_ms"].sum()) / evidence.total_ms
-        if share >= EXTRA_SHARE and _names_lead(group, kind):
+        if share >= EXTRA_SHARE and _names_lead(group, kind) and not _are_tiny(evidence, group):
             yield _extra(evidence, ledger, group, kind.id, kind.title, kind.advice, kind.limit)
             left = left[
                 ~left.set_index(["component", "phase"]).index.isin(pd.MultiIndex.from_frame(parts))
@@ -173,7 +176,7 @@ def extra_operators(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
             continue
         calls = float(group["calls"].sum())
         where = part_name(str(component), str(phase))
-        many = calls >= MANY
+        many = _are_tiny(evidence, group)
         yield _extra(
             evidence,
             ledger,
@@ -325,6 +328,13 @@ def _allowed(row: pd.Series, needed: dict[tuple[str, str], dict[str, float]]) ->
     if short in USUAL.get(part[1], ()):
         return total + SLACK
     return 4.0 if part[0] == "other" else 1.0
+
+
+def _are_tiny(evidence: Evidence, group: pd.DataFrame) -> bool:
+    """Whether it is the number of operators that costs, not what any of them does."""
+    calls = float(group["calls"].sum())
+    cost = evidence.dispatch_ms or DISPATCH_MS
+    return calls >= MANY and float(group["time_ms"].sum()) < 4.0 * TINY * cost * calls
 
 
 def _names_lead(group: pd.DataFrame, kind: Kind) -> bool:
