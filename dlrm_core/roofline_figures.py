@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
@@ -41,6 +40,12 @@ LABELLED_SHARE = 0.02
 _HEIGHT, _WIDTH = 560, 900
 """Pixels; the width is what a notebook gives a figure, for placing labels only."""
 
+_LETTER = 6.6
+"""Mean width of a letter of a label, in pixels."""
+
+Box = tuple[float, float, float, float]
+"""Left, bottom, right, top, in pixels from the plot's lower left corner."""
+
 
 # ---- the roofline ---------------------------------------------------------------
 
@@ -56,15 +61,24 @@ def roofline_chart(table: pd.DataFrame, ceilings: Mapping[str, Any] | None) -> g
     result = figure("Roofline: what the parts reach of what the machine allows", _HEIGHT)
     result.update_layout(
         showlegend=True,
-        legend={"x": 1.01, "y": 1, "xanchor": "left", "yanchor": "top", "tracegroupgap": 14},
+        legend={
+            "x": 1.01,
+            "y": 1,
+            "xanchor": "left",
+            "yanchor": "top",
+            "tracegroupgap": 14,
+            "traceorder": "grouped",
+        },
         margin={"r": 150},
     )
     roofs, slopes = product_peaks(ceilings or {}), _slopes(ceilings or {})
     frame = _Frame.around(points, roofs, slopes)
-    _draw_roofs(result, roofs, slopes, frame)
-    _draw_slopes(result, roofs, slopes, frame)
-    _draw_points(result, points, float(table["time_ms"].sum()), frame)
-    _log_axes(result, frame)
+    total = float(table["time_ms"].sum())
+    taken = [_marker_box(row, total, frame) for row in rows_of(points)]
+    _draw_roofs(result, roofs, slopes, frame, taken)
+    _draw_slopes(result, roofs, slopes, frame, taken)
+    _draw_points(result, points, total, frame, taken)
+    _log_axes(result, frame, _unplotted(table))
     return result
 
 
@@ -89,8 +103,13 @@ class _Frame:
         left, right = math.log10(min(x)) - 0.35, math.log10(max(x)) + 0.35
         return cls(left, right, math.log10(min(y)) - 0.35, math.log10(max(y)) + 0.35)
 
+    @property
+    def width(self) -> float:
+        """Of the plot, in pixels."""
+        return _WIDTH - 230
+
     def pixels(self, x: float, y: float) -> tuple[float, float]:
-        across = (x - self.left) / (self.right - self.left) * (_WIDTH - 230)
+        across = (x - self.left) / (self.right - self.left) * self.width
         up = (y - self.bottom) / (self.top - self.bottom) * (_HEIGHT - 110)
         return across, up
 
@@ -117,48 +136,67 @@ def _stream_rate(row: Mapping[str, Any]) -> float:
 
 
 def _draw_roofs(
-    result: go.Figure, roofs: Mapping[str, float], slopes: Mapping[str, float], frame: _Frame
+    result: go.Figure,
+    roofs: Mapping[str, float],
+    slopes: Mapping[str, float],
+    frame: _Frame,
+    taken: list[Box],
 ) -> None:
     fastest = max(slopes.values(), default=math.inf)
-    placed: list[float] = []
+    labels: list[tuple[float, list[str]]] = []
     for name, rate in sorted(roofs.items(), key=lambda item: -item[1]):
         start = max(10**frame.left, rate / fastest)
-        result.add_trace(_line([start, 10**frame.right], [rate, rate], f"{name}: {rate:,.0f}"))
-        height = math.log10(rate)
-        # two roofs of nearly the same height have one label beneath the other
-        above = all(abs(height - other) > 0.06 * (frame.top - frame.bottom) for other in placed)
-        placed.append(height)
-        _annotate(
-            result,
-            frame.right,
-            height,
-            f"{name}, {digits(rate)} GFLOP/s",
-            {"xanchor": "right", "yanchor": "bottom" if above else "top"},
-        )
+        text = f"{name}, {digits(rate)} GFLOP/s"
+        result.add_trace(_line([start, 10**frame.right], [rate, rate], text))
+        # roofs of nearly the same height share a label
+        if labels and rate > 0.8 * labels[-1][0]:
+            labels[-1][1].append(text)
+        else:
+            labels.append((rate, [text]))
+    for rate, texts in labels:
+        text, height = "; ".join(texts), math.log10(rate)
+        for step in range(20):
+            at = frame.right - (frame.right - frame.left) * step / 40
+            x, y = frame.pixels(at, height)
+            box = (x - _LETTER * len(text), y, x, y + 18)
+            if not any(_overlap(box, other) for other in taken):
+                break
+        # the roof itself is in the way of other labels
+        taken += [box, (0, y - 2, frame.width, y + 2)]
+        _annotate(result, at, height, text, {"xanchor": "right", "yanchor": "bottom"})
 
 
 def _draw_slopes(
-    result: go.Figure, roofs: Mapping[str, float], slopes: Mapping[str, float], frame: _Frame
+    result: go.Figure,
+    roofs: Mapping[str, float],
+    slopes: Mapping[str, float],
+    frame: _Frame,
+    taken: list[Box],
 ) -> None:
     highest = max(roofs.values(), default=10**frame.top)
-    angle = -math.degrees(
-        math.atan2(
-            (_HEIGHT - 110) / (frame.top - frame.bottom),
-            (_WIDTH - 230) / (frame.right - frame.left),
-        )
-    )
+    across, up = frame.pixels(frame.left + 1, frame.bottom + 1)
+    angle = math.atan2(up, across)
     for name, rate in slopes.items():
+        text = f"{name}, {digits(rate)} GB/s"
         x = [max(10**frame.left, 10**frame.bottom / rate), highest / rate]
-        result.add_trace(_line(x, [rate * value for value in x], f"{name}: {rate:,.0f} GB/s"))
-        # a little up the line from where it enters the plot
-        at = math.log10(x[0]) + 0.05 * (frame.right - frame.left)
-        _annotate(
-            result,
-            at,
-            at + math.log10(rate),
-            f"{name}, {digits(rate)} GB/s",
-            {"textangle": angle, "xanchor": "left", "yanchor": "bottom"},
-        )
+        result.add_trace(_line(x, [rate * value for value in x], text))
+        low, high = math.log10(x[0]), math.log10(x[1])
+        length = _LETTER * len(text)
+        # as far down the line as there is room for it
+        for step in range(1, 30):
+            at = low + (high - low) * step / 40
+            left, bottom = frame.pixels(at, at + math.log10(rate))
+            boxes = [
+                (cx - 9, cy - 2, cx + 9, cy + 18)
+                for part in range(8)
+                for cx in [left + math.cos(angle) * length * part / 7]
+                for cy in [bottom + math.sin(angle) * length * part / 7]
+            ]
+            if not any(_overlap(box, other) for box in boxes for other in taken):
+                break
+        taken.extend(boxes)
+        look = {"textangle": -math.degrees(angle), "xanchor": "left", "yanchor": "bottom"}
+        _annotate(result, at, at + math.log10(rate), text, look)
 
 
 def _line(x: Sequence[float], y: Sequence[float], name: str) -> go.Scatter:
@@ -177,11 +215,14 @@ def _annotate(result: go.Figure, x: float, y: float, text: str, look: Mapping[st
     result.add_annotation(x=x, y=y, text=text, showarrow=False, font={"size": 12}, **look)
 
 
-def _draw_points(result: go.Figure, points: pd.DataFrame, total_ms: float, frame: _Frame) -> None:
-    shares = points["time_ms"] / total_ms if total_ms > 0 else points["time_ms"] * 0
-    sizes = np.sqrt(shares.clip(lower=0).to_numpy()) * 62
-    places = _label_places(points, shares.to_numpy(), frame)
-    for row, share, size, place in zip(rows_of(points), shares, sizes, places, strict=True):
+def _draw_points(
+    result: go.Figure, points: pd.DataFrame, total_ms: float, frame: _Frame, taken: list[Box]
+) -> None:
+    # small markers on top of large ones
+    rows = sorted(rows_of(points), key=lambda row: -row.time_ms)
+    for row in rows:
+        share = row.time_ms / total_ms if total_ms > 0 else 0.0
+        place = _label_place(row, share, total_ms, frame, taken)
         label = part_label(row.component, row.phase)
         result.add_trace(
             go.Scatter(
@@ -197,11 +238,11 @@ def _draw_points(result: go.Figure, points: pd.DataFrame, total_ms: float, frame
                 marker={
                     "color": COLOURS.get(row.component, COLOURS["other"]),
                     "symbol": SYMBOLS.get(row.phase, "circle"),
-                    "size": max(9.0, float(size)),
+                    "size": 2 * _radius(row.time_ms, total_ms),
                     "opacity": 0.88,
                     "line": {"width": 1, "color": "rgba(255, 255, 255, 0.7)"},
                 },
-                hovertext=[_hover(label, row, float(share))],
+                hovertext=[_hover(label, row, share)],
                 hovertemplate="%{hovertext}<extra></extra>",
             )
         )
@@ -229,40 +270,52 @@ def _key(result: go.Figure, name: str, colour: str, symbol: str, group: str) -> 
 _PLACES = {
     "middle right": (1.0, 0.0),
     "middle left": (-1.0, 0.0),
-    "top center": (0.0, 1.0),
     "bottom center": (0.0, -1.0),
+    "top center": (0.0, 1.0),
+    "bottom right": (1.0, -1.0),
+    "top right": (1.0, 1.0),
+    "bottom left": (-1.0, -1.0),
+    "top left": (-1.0, 1.0),
 }
 
 
-def _label_places(points: pd.DataFrame, shares: np.ndarray, frame: _Frame) -> list[str]:
-    """Where each point's label is free of other labels and points; '' for none."""
-    rows = rows_of(points)
-    centres = [
-        frame.pixels(math.log10(row.intensity_flop_per_byte), math.log10(row.gflops))
-        for row in rows
-    ]
-    taken = [
-        (x - r, y - r, x + r, y + r)
-        for (x, y), r in zip(centres, np.maximum(9, np.sqrt(shares) * 62) / 2, strict=True)
-    ]
-    own = list(taken)
-    places = [""] * len(rows)
-    for index in np.argsort(-shares, kind="stable"):
-        if shares[index] < LABELLED_SHARE:
-            continue
-        row = rows[index]
-        wide = 7.0 * len(part_label(row.component, row.phase))
-        for place, (across, up) in _PLACES.items():
-            box = _label_box(centres[index], own[index], wide, across, up)
-            others = [other for which, other in enumerate(taken) if which != index]
-            if box[2] < _WIDTH - 230 and not any(_overlap(box, other) for other in others):
-                places[index] = place
-                taken.append(box)
-                break
-    return places
+def _label_place(row: Any, share: float, total_ms: float, frame: _Frame, taken: list[Box]) -> str:
+    """Where a point's label is free of other labels and points; '' for none."""
+    if share < LABELLED_SHARE:
+        return ""
+    own = _marker_box(row, total_ms, frame)
+    centre = ((own[0] + own[2]) / 2, (own[1] + own[3]) / 2)
+    wide = _LETTER * len(part_label(row.component, row.phase))
+    for place, (across, up) in _PLACES.items():
+        box = _label_box(centre, own, wide, across, up)
+        # a marker on this one cannot be avoided
+        free = not any(_overlap(box, other) for other in taken if not _within(own, other))
+        if box[2] < frame.width and free:
+            taken.append(box)
+            return place
+    return ""
 
 
-Box = tuple[float, float, float, float]
+def _within(a: Box, b: Box) -> bool:
+    """Whether the middle of either lies in the other."""
+    boxes = ((a, b), (b, a))
+    return any(
+        outer[0] <= (inner[0] + inner[2]) / 2 <= outer[2]
+        and outer[1] <= (inner[1] + inner[3]) / 2 <= outer[3]
+        for outer, inner in boxes
+    )
+
+
+def _radius(time_ms: float, total_ms: float) -> float:
+    """Of a marker, in pixels: its area is as its share of the step."""
+    share = max(time_ms / total_ms, 0.0) if total_ms > 0 else 0.0
+    return max(4.5, 31 * math.sqrt(share))
+
+
+def _marker_box(row: Any, total_ms: float, frame: _Frame) -> Box:
+    x, y = frame.pixels(math.log10(row.intensity_flop_per_byte), math.log10(row.gflops))
+    radius = _radius(row.time_ms, total_ms)
+    return x - radius, y - radius, x + radius, y + radius
 
 
 def _label_box(centre: tuple[float, float], own: Box, wide: float, across: float, up: float) -> Box:
@@ -294,10 +347,17 @@ def _hover(label: str, row: Any, share: float) -> str:
     return "<br>".join(lines)
 
 
-def _log_axes(result: go.Figure, frame: _Frame) -> None:
+def _unplotted(table: pd.DataFrame) -> str:
+    """Which parts are not in the chart, since they compute nothing."""
+    rest = table[(table["flops"] <= 0) & (table["bytes"] > 0) & (table["time_ms"] > 0)]
+    names = [part_label(row.component, row.phase) for row in rows_of(rest)]
+    return f"<br>without arithmetic, not shown: {', '.join(names)}" if names else ""
+
+
+def _log_axes(result: go.Figure, frame: _Frame, note: str) -> None:
     common = {"type": "log", "dtick": 1, "exponentformat": "none", "gridcolor": GRID}
     result.update_xaxes(
-        title="intensity, operations a byte", range=[frame.left, frame.right], **common
+        title=f"intensity, operations a byte{note}", range=[frame.left, frame.right], **common
     )
     result.update_yaxes(
         title="rate, GFLOP/s", range=[frame.bottom, frame.top], zeroline=False, **common
@@ -360,6 +420,6 @@ def _gap(row: Any) -> str:
     if not math.isfinite(row.ceiling_ms):
         return f"{measured}, least time {NOT_MEASURED}"
     if row.ceiling_ms == 0:
-        return f"{measured}, all of it avoidable"
+        return f"{measured}, nothing that the machine must do"
     least = f"{measured}, least {milliseconds(row.ceiling_ms)}"
-    return f"{least} ({row.share_of_ceiling:.0%}): {row.limit}"
+    return f"{least} ({percent(row.share_of_ceiling)}): {row.limit}"

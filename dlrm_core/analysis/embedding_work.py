@@ -167,20 +167,24 @@ def _sparse_gradient(ledger: Ledger, table: Lookups, size: int, dim: int) -> Non
 
 def _sparse_update(ledger: Ledger, table: Lookups, dim: int, optimizer: str) -> None:
     """Adds the sparse gradient row by row; Adagrad first merges rows that occur twice."""
-    vector = dim * FLOAT_BYTES
     if optimizer == "sgd":
-        _add_sparse(ledger, table, table.count, table.scattered, dim)
+        _add_sparse(ledger, "add_", table, table.count, table.scattered, dim)
         return
-    merged = table.unique * vector
+    vector = dim * FLOAT_BYTES
+    merged, values = table.unique * vector, table.unique * dim
     ledger.add(
-        "coalesce",
+        "_coalesce",
         table.count * (vector + INDEX_BYTES),
         table.unique * (vector + INDEX_BYTES),
         flops=table.count * dim,
         table=table.table,
     )
-    ledger.add("pow", merged, merged, flops=table.unique * dim)
-    _add_sparse(ledger, table, table.unique, table.unique, dim)
+    ledger.add("pow", merged, merged, flops=values)
+    if optimizer == "rowwise_adagrad":
+        _rowwise_adagrad(ledger, table, dim)
+        return
+    # s += g²; w −= η g / (√s + ε), on the rows that have a gradient
+    _add_sparse(ledger, "add_", table, table.unique, table.unique, dim)
     ledger.add(
         "sparse_mask",
         merged + table.unique * INDEX_BYTES,
@@ -188,17 +192,32 @@ def _sparse_update(ledger: Ledger, table: Lookups, dim: int, optimizer: str) -> 
         gather=merged,
         table=table.table,
     )
-    ledger.add("sqrt_", merged, merged, flops=table.unique * dim)
-    ledger.add("add_", merged, merged, flops=table.unique * dim)
-    ledger.add("div", 2 * merged, merged, flops=table.unique * dim)
-    _add_sparse(ledger, table, table.unique, table.unique, dim)
+    ledger.add("sqrt_", merged, merged, flops=values)
+    ledger.add("add_", merged, merged, flops=values)
+    ledger.add("div", 2 * merged, merged, flops=values)
+    _add_sparse(ledger, "add_", table, table.unique, table.unique, dim)
 
 
-def _add_sparse(ledger: Ledger, table: Lookups, rows: float, scattered: float, dim: int) -> None:
+def _rowwise_adagrad(ledger: Ledger, table: Lookups, dim: int) -> None:
+    """s += mean(g²), one number a row; w −= η g / (√s + ε)."""
+    rows, values = table.unique, table.unique * dim
+    merged, scalars = values * FLOAT_BYTES, rows * FLOAT_BYTES
+    ledger.add("mean", merged, scalars, flops=values)
+    _add_sparse(ledger, "index_add_", table, rows, rows, 1)
+    ledger.add("index", scalars + rows * INDEX_BYTES, scalars, gather=scalars, table=table.table)
+    for operator in ("sqrt", "add", "reciprocal", "mul"):
+        ledger.add(operator, scalars, scalars, flops=rows)
+    ledger.add("mul", merged + scalars, merged, flops=values)
+    _add_sparse(ledger, "index_add_", table, rows, rows, dim)
+
+
+def _add_sparse(
+    ledger: Ledger, operator: str, table: Lookups, rows: float, scattered: float, dim: int
+) -> None:
     """Reads an index, a gradient and a row of the table, and writes the row."""
     values = rows * dim * FLOAT_BYTES
     ledger.add(
-        "add_",
+        operator,
         2 * values + rows * INDEX_BYTES,
         values,
         flops=2 * rows * dim,

@@ -79,7 +79,7 @@ def operator_work(
     for rows, count in micro_batches(parameters):
         _dense_forward(ledger, parameters, rows, count, element)
         _dense_backward(ledger, parameters, rows, count, element)
-    _accumulated(ledger, parameters)
+    _whole_batch(ledger, parameters, element)
     embedding_rows(ledger, parameters, looked_up)
     _updates(ledger, parameters)
     return ledger.table()
@@ -135,7 +135,7 @@ def _dense_forward(
     with ledger.part("top_mlp", "forward", count):
         _mlp_forward(ledger, model.top_widths, rows, element, sigmoid_output=True)
         if 0.0 < model.loss_threshold < 1.0:
-            _pointwise(ledger, "clamp", rows, 1, element)
+            _pointwise(ledger, "clamp", rows, 1, FLOAT_BYTES)
     with ledger.part("loss", "forward", count):
         _loss_forward(ledger, parameters, rows)
 
@@ -148,7 +148,7 @@ def _dense_backward(
         _loss_backward(ledger, parameters, rows)
     with ledger.part("top_mlp", "backward", count):
         if 0.0 < model.loss_threshold < 1.0:
-            _clamp_backward(ledger, rows, element)
+            _clamp_backward(ledger, rows, FLOAT_BYTES)
         _mlp_backward(ledger, model.top_widths, rows, element, True, needs_input=True)
     with ledger.part("interaction", "backward", count):
         _interaction_backward(ledger, parameters, rows, element)
@@ -183,14 +183,17 @@ def _mlp_forward(
     narrow = element != FLOAT_BYTES
     last = len(widths) - 2
     for layer, (n, m) in enumerate(itertools.pairwise(widths)):
-        if narrow:
-            if layer == 0:
-                _cast(ledger, rows * n, FLOAT_BYTES, element)
-            _cast(ledger, n * m, FLOAT_BYTES, element)
-            _cast(ledger, m, FLOAT_BYTES, element)
+        if narrow and layer == 0 and not sigmoid_output:
+            # what reaches the top MLP is narrow already
+            _cast(ledger, rows * n, FLOAT_BYTES, element)
         ledger.product("addmm", "forward", rows, m, n, element, layer=layer, bias=True)
-        activation = "sigmoid" if sigmoid_output and layer == last else "relu"
-        _pointwise(ledger, activation, rows * m, 1, element)
+        if not (sigmoid_output and layer == last):
+            _pointwise(ledger, "relu", rows * m, 1, element)
+            continue
+        # a probability needs more digits than a narrow format has
+        if narrow:
+            _cast(ledger, rows * m, element, FLOAT_BYTES)
+        _pointwise(ledger, "sigmoid", rows * m, 1, FLOAT_BYTES)
 
 
 def _mlp_backward(
@@ -206,8 +209,12 @@ def _mlp_backward(
     last = len(widths) - 2
     for layer in range(last, -1, -1):
         n, m = widths[layer], widths[layer + 1]
-        activation = "sigmoid" if sigmoid_output and layer == last else "threshold"
-        _pointwise(ledger, f"{activation}_backward", rows * m, 2, element)
+        if sigmoid_output and layer == last:
+            _pointwise(ledger, "sigmoid_backward", rows * m, 2, FLOAT_BYTES)
+            if narrow:
+                _cast(ledger, rows * m, FLOAT_BYTES, element)
+        else:
+            _pointwise(ledger, "threshold_backward", rows * m, 2, element)
         if layer > 0 or needs_input:
             ledger.product("mm", "backward_input", rows, n, m, element, layer=layer)
         ledger.product("mm", "backward_weight", m, n, rows, element, layer=layer)
@@ -225,37 +232,83 @@ def _interaction_forward(ledger: Ledger, parameters: Parameters, rows: int, elem
     model = parameters.model
     dim, features = model.embedding_dim, len(model.table_rows) + 1
     whole = rows * features * dim
+    if element != FLOAT_BYTES:
+        for _ in range(features - 1):
+            _cast(ledger, rows * dim, FLOAT_BYTES, element)
     ledger.add("cat", whole * element, whole * element)
     if model.interaction == "cat":
         return
     pairs = model.interaction_width - dim
-    ledger.product("bmm", "forward", features, features, dim, element, batch=rows, symmetric=True)
-    picked = rows * pairs * element
-    ledger.add("index", picked + 2 * pairs * INDEX_BYTES, picked)
+    ledger.product(
+        "bmm",
+        "forward",
+        features,
+        features,
+        dim,
+        element,
+        batch=rows,
+        layer=0,
+        symmetric=True,
+    )
+    _gathered(ledger, parameters, rows, features * features, pairs, element)
     out = rows * (dim + pairs) * element
     ledger.add("cat", out, out)
+
+
+def _gathered(
+    ledger: Ledger, parameters: Parameters, rows: int, source: int, wanted: int, element: int
+) -> None:
+    """``wanted`` of ``source`` columns by an index; on a CPU 2-byte numbers are widened first."""
+    widened = element != FLOAT_BYTES and parameters.training.device != "cuda"
+    wide = FLOAT_BYTES if widened else element
+    if widened:
+        _cast(ledger, rows * source, element, wide)
+    least = rows * min(source, wanted) * wide
+    ledger.add("index_select", least + wanted * INDEX_BYTES, rows * wanted * wide)
+    if widened:
+        _cast(ledger, rows * wanted, wide, element)
 
 
 def _interaction_backward(ledger: Ledger, parameters: Parameters, rows: int, element: int) -> None:
     model = parameters.model
     dim, features = model.embedding_dim, len(model.table_rows) + 1
-    tables = features - 1
     vector = rows * dim * element
+    narrow = element != FLOAT_BYTES
     if model.interaction == "dot":
         pairs = model.interaction_width - dim
-        square = rows * features * features * element
+        # the gradients of the pairs at their place in (B, F, F), zeros elsewhere
         picked = rows * pairs * element
-        ledger.add("new_zeros", 0, square)
-        ledger.add("index_put", 2 * picked + 2 * pairs * INDEX_BYTES, picked, flops=rows * pairs)
-        for m, n in ((dim, features), (features, dim)):
-            ledger.product("bmm", "backward_input", m, n, features, element, batch=rows, layer=0)
-        # the features are both operands of the product, so their gradients are added
-        ledger.add("add", 2 * features * vector, features * vector, flops=rows * features * dim)
+        ledger.add("constant_pad_nd", picked, picked + rows * element)
+        _gathered(ledger, parameters, rows, pairs + 1, features * features, element)
+        if narrow and model.interaction_itself:
+            diagonal = rows * features * element
+            ledger.add("mul_", diagonal, diagonal, flops=rows * features)
+        shape = (features, dim, features, element)
+        ledger.product("bmm", "backward_input", *shape, batch=rows, layer=0)
+        if not narrow:
+            ledger.product(
+                "baddbmm_", "backward_input", *shape, batch=rows, layer=0, accumulate=True
+            )
         # x goes to the interaction's output as it is, too
         ledger.add("add", 2 * vector, vector, flops=rows * dim)
-    # slices of the features' gradient; of a single sample they are in one piece already
-    copies = tables if model.interaction == "dot" else features
-    for _ in range(copies if rows > 1 else 0):
+    elif rows > 1:
+        ledger.add("copy_", vector, vector)
+    for _ in range(features - 1):
+        _leaf_gradient(ledger, parameters, rows, dim, element)
+
+
+def _leaf_gradient(
+    ledger: Ledger, parameters: Parameters, rows: int, dim: int, element: int
+) -> None:
+    """The gradient of one table's vectors: a slice of the features', made contiguous."""
+    if element != FLOAT_BYTES:
+        _cast(ledger, rows * dim, element, FLOAT_BYTES)
+    vector = rows * dim * FLOAT_BYTES
+    if rows < parameters.training.batch_size:
+        # a piece is added to the place that the whole batch's gradient has for it
+        ledger.add("add_", 2 * vector, vector, flops=rows * dim)
+    elif element == FLOAT_BYTES and rows > 1:
+        # of a single sample the slice is in one piece already
         ledger.add("copy_", vector, vector)
 
 
@@ -280,10 +333,10 @@ def _loss_backward(ledger: Ledger, parameters: Parameters, rows: int) -> None:
     kind, four = parameters.model.loss, FLOAT_BYTES
     if kind in ("mse", "bce"):
         name = {"mse": "mse_loss_backward", "bce": "binary_cross_entropy_backward"}[kind]
-        ledger.add("ones_like", 0, four)
+        ledger.add("full_like", 0, four)
         ledger.add(name, 2 * rows * four + four, rows * four, flops=3 * rows)
         return
-    ledger.add("ones_like", 0, 8)
+    ledger.add("full_like", 0, 8)
     ledger.add("div", 8, rows * 8, flops=rows)
     ledger.add("mul", rows * 16, rows * 8, flops=rows)
     ledger.add("_to_copy", rows * 8, rows * four)
@@ -298,15 +351,20 @@ def _weights(widths: tuple[int, ...]) -> list[int]:
     return [size for n, m in itertools.pairwise(widths) for size in (n * m, m)]
 
 
-def _accumulated(ledger: Ledger, parameters: Parameters) -> None:
-    """From the second piece of a batch on, weight gradients are added to the first's."""
+def _whole_batch(ledger: Ledger, parameters: Parameters, element: int) -> None:
+    """What is done once however many pieces a batch has, and what only pieces need."""
     pieces = sum(count for _, count in micro_batches(parameters))
-    if pieces == 1:
-        return
     for part, widths in _mlps(parameters):
-        with ledger.part(part, "backward", pieces - 1):
-            for size in _weights(widths):
-                ledger.add("add_", 2 * size * FLOAT_BYTES, size * FLOAT_BYTES, flops=size)
+        if element != FLOAT_BYTES:
+            with ledger.part(part, "forward"):
+                # autocast keeps a weight's copy until the step is done
+                for size in _weights(widths):
+                    _cast(ledger, size, FLOAT_BYTES, element)
+        if pieces > 1:
+            with ledger.part(part, "backward", pieces - 1):
+                # weight gradients are added to those of the first piece
+                for size in _weights(widths):
+                    ledger.add("add_", 2 * size * FLOAT_BYTES, size * FLOAT_BYTES, flops=size)
 
 
 def _updates(ledger: Ledger, parameters: Parameters) -> None:

@@ -106,6 +106,7 @@ class Ledger:
         layer: int = -1,
         bias: bool = False,
         symmetric: bool = False,
+        accumulate: bool = False,
     ) -> None:
         """A matrix product, ``batch`` times (m, k) by (k, n): 2 m n k operations each.
 
@@ -113,8 +114,11 @@ class Ledger:
             element: bytes of an element.
             bias: a vector (n,) is added.
             symmetric: the second operand is the first one transposed, read once.
+            accumulate: the result is added to what is there.
         """
         operands = m * k if symmetric else m * k + k * n
+        if accumulate:
+            operands += m * n
         self.rows.append(
             Work(
                 *self._part,
