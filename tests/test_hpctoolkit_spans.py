@@ -1,6 +1,7 @@
 """Samples go to the part that the clock says, and nothing is lost on the way."""
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -211,3 +212,22 @@ def test_the_workload_logs_every_part_once_an_iteration():
     for _, start, end in loops:
         inside = [row for row in rows if start <= row[1] and row[2] <= end]
         assert len(inside) == 16
+
+
+def test_values_of_inlined_functions_go_where_the_samples_around_them_are():
+    # debug information knows an inlined function below gemm; the timeline names gemm only
+    read = profile([(1, 21, TRACE_LINE), (1, 25, TRACE_LINE), (1, 45, INTERPRETER)], [])
+    inlined = read.contexts.iloc[[OTHER_GEMM]].assign(
+        context=len(NAMES), parent=TRACE_LINE, name="inlined"
+    )
+    read.contexts = pd.concat([read.contexts, inlined], ignore_index=True)
+    row = {"profile": 1, "context": len(NAMES), "metric": "cpu_time_ms", "scope": "exclusive"}
+    read.values = pd.DataFrame([{**row, "value": 16.0}])
+    placed = with_spans(read, SPANS)
+    contexts = placed.contexts
+    by_part = placed.value_table("cpu_time_ms").groupby(contexts.component).sum()
+    assert by_part["top_mlp"] == pytest.approx(16.0) and by_part["other"] == 0
+    # a thread that was never sampled in the function or above it stays outside
+    read.values = pd.DataFrame([{**row, "profile": 2, "value": 16.0}])
+    outside = with_spans(read, SPANS)
+    assert outside.value_table("cpu_time_ms").sum() == pytest.approx(16.0)

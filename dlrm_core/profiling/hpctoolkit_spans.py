@@ -111,8 +111,9 @@ def _divided(profile: Profile, samples: pd.DataFrame) -> pd.DataFrame:
 
     A function's value, its lines' and loops' included, goes to the parts as its
     samples on that thread do: the timeline names a sample's function and line, but
-    leaves out the loops between. Where a function has a value but no sample (the
-    last of a thread has no interval), the value is outside.
+    leaves out the loops between and functions inlined into it. So a value without a
+    sample of its own function goes as those of the nearest function around it that
+    has any; where none has (the last sample of a thread has no interval) it is outside.
     """
     function = _functions(profile)
     samples = samples.assign(function=function[samples["context"].to_numpy()])
@@ -121,11 +122,29 @@ def _divided(profile: Profile, samples: pd.DataFrame) -> pd.DataFrame:
     total = counted.groupby(["profile", "function"])["count"].transform("sum")
     counted["weight"] = counted["count"] / total
     values = profile.values[profile.values["scope"] == "exclusive"]
-    values = values.assign(function=function[values["context"].to_numpy()])
+    values = values.assign(function=_sampled_functions(profile, values, counted, function))
     merged = values.merge(counted[[*keys, "weight"]], on=["profile", "function"], how="left")
     merged["part"] = merged["part"].fillna(OUTSIDE).astype(int)
     merged["value"] = merged["value"] * merged["weight"].fillna(1.0)
     return merged[["profile", "context", "metric", "part", "value"]]
+
+
+def _sampled_functions(
+    profile: Profile, values: pd.DataFrame, counted: pd.DataFrame, function: np.ndarray
+) -> np.ndarray:
+    """The function (values,) at or above each value that has samples on its thread, or -1."""
+    count = len(function)
+    sampled = (counted["profile"] * count + counted["function"]).unique()
+    parent = profile.contexts["parent"].to_numpy()
+    thread = values["profile"].to_numpy() * count
+    found = function[values["context"].to_numpy()]
+    searched = np.flatnonzero(~np.isin(thread + found, sampled))
+    while len(searched):
+        above = parent[found[searched]]
+        found[searched] = np.where(above >= 0, function[np.maximum(above, 0)], -1)
+        searched = searched[found[searched] >= 0]
+        searched = searched[~np.isin(thread[searched] + found[searched], sampled)]
+    return found
 
 
 def _functions(profile: Profile) -> np.ndarray:
