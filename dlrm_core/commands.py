@@ -9,14 +9,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from dlrm_core.config import SECTIONS, load_parameters
 from dlrm_core.files import plain
+
+if TYPE_CHECKING:
+    from dlrm_core.counters import IterationCounters
 
 EXIT_CODES = {"finished": 0, "diverged": 1, "interrupted": 128 + signal.SIGINT}
 
@@ -24,25 +29,50 @@ EXIT_CODES = {"finished": 0, "diverged": 1, "interrupted": 128 + signal.SIGINT}
 def train(arguments: argparse.Namespace) -> int:
     """``dlrm train``: a JSON line per interval, and a last one with the result."""
     from dlrm_core import training
+    from dlrm_core.counters import IterationCounters
     from dlrm_core.parts import log_spans
 
     parameters = load_parameters(arguments.file, arguments.parameter)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_terminate_like_interrupt())
         spans = stack.enter_context(log_spans()) if arguments.spans else None
+        counters = None
+        # a profiler's own threads and signals would be counted as the run's
+        if arguments.spans and "HPCRUN_EVENT_LIST" not in os.environ:
+            device = training.resolve_device(parameters.training)
+            counters = stack.enter_context(IterationCounters(device))
         result = training.train(
             parameters,
             Path(arguments.output) if arguments.output else None,
             on_interval=lambda interval: print(training.json_line(interval), flush=True),
             progress=sys.stderr.isatty(),
+            on_iteration=_counting(counters, parameters.profiling.warmup),
         )
+        if counters is not None:
+            counted = counters.evidence()
     for notice in result.notices:
         print(notice, file=sys.stderr)
     summary = result.summary()
     if spans is not None:
         summary["spans"] = spans
+    if counters is not None:
+        summary |= counted
     print(json.dumps(plain(summary)), flush=True)
     return EXIT_CODES[result.status]
+
+
+def _counting(counters: IterationCounters | None, warmup: int) -> Callable[[int], None]:
+    """Counts each iteration after ``warmup`` ones, as it ends."""
+
+    def count(done: int) -> None:
+        if counters is None or done < warmup:
+            return
+        if done == warmup:
+            counters.start()
+        else:
+            counters.snapshot(done - 1)
+
+    return count
 
 
 def record(arguments: argparse.Namespace) -> int:

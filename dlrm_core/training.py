@@ -126,7 +126,11 @@ class Trainer:
         on_interval: Callable[[Interval], None] = lambda interval: None,
         on_iteration: Callable[[int], None] = lambda iteration: None,
     ) -> TrainingResult:
-        """Run all iterations; Ctrl-C ends the run early and keeps what was computed."""
+        """Run all iterations; Ctrl-C ends the run early and keeps what was computed.
+
+        ``on_iteration`` is called with the number of iterations done: with 0 before the
+        first, then after each.
+        """
         config = self.parameters.training
         self._measured = measured = _Measured()
         done: list[float] = []
@@ -134,6 +138,7 @@ class Trainer:
         status = "finished"
         last = math.nan
         started = time.perf_counter()
+        on_iteration(0)
         measured.marks.append(self._mark())
         try:
             for iteration in range(1, config.batches + 1):
@@ -227,6 +232,7 @@ def train(
     folder: Path | None = None,
     on_interval: Callable[[Interval], None] = lambda interval: None,
     progress: bool = True,
+    on_iteration: Callable[[int], None] = lambda iteration: None,
 ) -> TrainingResult:
     """Train as the parameters say.
 
@@ -235,6 +241,7 @@ def train(
             happens) and ``result.json`` (written whole, at the end).
         on_interval: called with each interval.
         progress: show a progress bar.
+        on_iteration: called with the number of iterations done, 0 before the first.
 
     Raises:
         InputError: the device is not there, the run does not fit in memory, or
@@ -258,7 +265,11 @@ def train(
             )
             on_interval(interval)
 
-        result = trainer.train(report, lambda iteration: bar.update(1))
+        def count(done: int) -> None:
+            bar.update(1 if done else 0)
+            on_iteration(done)
+
+        result = trainer.train(report, count)
     if folder is not None:
         write_json(folder / "result.json", asdict(result))
     return result

@@ -12,6 +12,8 @@ import yaml
 from dlrm_core.config import Parameters, ProfilingConfig
 from dlrm_core.errors import InputError, MissingToolError
 from dlrm_core.files import write_text
+from dlrm_core.profiling.chrome_trace import load_json
+from dlrm_core.profiling.hpctoolkit_passes import workload_environment
 from dlrm_core.profiling.hpctoolkit_process import (
     MeasurementError,
     ProgressCallback,
@@ -114,7 +116,7 @@ def _with_hpctoolkit(
     from dlrm_core.profiling.hpctoolkit import measure as measure_program
     from dlrm_core.profiling.hpctoolkit_profile import profile_from_database
     from dlrm_core.profiling.hpctoolkit_spans import with_spans
-    from dlrm_core.profiling.workload import information, probe_alternatives
+    from dlrm_core.profiling.workload import information
     from dlrm_core.training import resolve_device
 
     device = resolve_device(parameters.training)
@@ -171,16 +173,51 @@ def _with_hpctoolkit(
     notices = list(measurement.notices)
     for made in measurement.passes:
         notices += [f"pass {made.name}: {notice}" for notice in made.notices]
-    profile.meta |= information(parameters, device, notices)
+    found = _evidence(parameters, folder, file, progress)
+    counted = {
+        name: measurement.unprofiled[name]
+        for name in ("counters", "threads_cpu", "counters_cost_ms")
+        if name in measurement.unprofiled
+    }
+    missing = found.pop("not_measured", {}) | measurement.unprofiled.get("not_measured", {})
+    profile.meta |= information(parameters, device, notices) | found | counted
     profile.meta |= {
         "engine": "hpctoolkit",
         "device": device.type,
         "version": measurement.version,
         "passes": passes,
-        "probes": probe_alternatives(parameters),
-        "not_measured": profile.not_measured | measurement.not_measured,
+        "not_measured": missing | profile.not_measured | measurement.not_measured,
     }
     return profile
+
+
+def _evidence(
+    parameters: Parameters, folder: Path, file: Path, progress: ProgressCallback | None
+) -> dict[str, Any]:
+    """What a recording carries beside its times, found in a process like the measured one's.
+
+    The times are measured already, so a failure here costs only what it would have found.
+    """
+    output = folder / "evidence.json"
+    environment, _ = workload_environment(os.environ)
+    done = run_stage(
+        [sys.executable, "-m", "dlrm_core.profiling.workload", file, output],
+        stage="evidence",
+        logs=folder / "logs",
+        environment=environment,
+        timeout_s=float(parameters.profiling.timeout_s),
+        progress=progress,
+    )
+    if done.timed_out or done.exit_code != 0:
+        why = (
+            f"not finished after {parameters.profiling.timeout_s} s (profiling.timeout_s)"
+            if done.timed_out
+            else f"exit code {done.exit_code}: {done.last_words()}; see {done.stderr}"
+        )
+        names = ("ceilings", "part_probes", "data_statistics")
+        return {"not_measured": {name: f"looking for evidence failed: {why}" for name in names}}
+    found: dict[str, Any] = load_json(output)
+    return found
 
 
 def saved_profile(folder: Path | str) -> Profile:

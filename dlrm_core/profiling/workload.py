@@ -1,6 +1,9 @@
 """Puts torch.profiler around the workload: what ``dlrm record`` runs.
 
-Imports no pandas: it must run on a bare GPU node.
+Beside the trace a recording carries evidence: what the run's batches ask of the tables,
+what the machine can do at best, what alternatives to each part would take.
+``python -m dlrm_core.profiling.workload FILE OUTPUT`` leaves that evidence alone, for a
+run that another tool measures. Imports no pandas: it must run on a bare GPU node.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import json
 import math
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,9 +22,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from dlrm_core.config import Parameters
+from dlrm_core.capacity import available_memory
+from dlrm_core.ceilings import measure_ceilings
+from dlrm_core.config import Parameters, load_parameters
 from dlrm_core.data.loader import make_generator
+from dlrm_core.data.statistics import run_statistics
 from dlrm_core.doctor import machine_facts
+from dlrm_core.files import write_json
+from dlrm_core.memory_limit import memory_limit
 from dlrm_core.part_probes import probe_changes
 from dlrm_core.precision import probe_fp32_matmul
 from dlrm_core.profiling.torch_recorder import record
@@ -45,10 +54,7 @@ def record_workload(
             exists or cannot be written.
     """
     config = parameters.profiling
-    probes = probe_alternatives(parameters)
-    part_probes: dict[str, Any] = {}
-    if getattr(config, "probes", False) and resolve_device(parameters.training).type == "cpu":
-        part_probes["part_probes"] = probe_changes(parameters)
+    found = evidence(parameters)
     trainer = Trainer(parameters)
     losses: list[torch.Tensor] = []
     try:
@@ -63,8 +69,8 @@ def record_workload(
             record_shapes=config.record_shapes,
             profile_memory=config.profile_memory,
             information=information(parameters, trainer.device, trainer.notices)
-            | {"probes": probes, "command": "dlrm record"}
-            | part_probes,
+            | found
+            | {"command": "dlrm record"},
             progress=progress,
         )
     finally:
@@ -91,6 +97,40 @@ def information(parameters: Parameters, device: torch.device, notices: list[str]
         },
         "notices": list(notices),
     }
+
+
+def evidence(parameters: Parameters) -> dict[str, Any]:
+    """What a measured run carries beside its times, found before it in its own process.
+
+    Returns:
+        ``memory_limit_bytes`` and ``available_bytes`` (of the device, before the run),
+        ``data_statistics``, ``probes``; with ``profiling.probes`` also ``ceilings``
+        (:func:`dlrm_core.ceilings.measure_ceilings`) and ``part_probes``
+        (:func:`dlrm_core.part_probes.probe_changes`); ``not_measured``, name to reason.
+
+    Raises:
+        InputError: the device is not there.
+    """
+    device = resolve_device(parameters.training)
+    missing: dict[str, str] = {}
+    found: dict[str, Any] = {
+        "memory_limit_bytes": memory_limit(device),
+        "available_bytes": available_memory(device),
+        "data_statistics": run_statistics(parameters),
+        "probes": probe_alternatives(parameters),
+        "not_measured": missing,
+    }
+    if not parameters.profiling.probes:
+        why = "profiling.probes is false"
+        missing |= {"ceilings": why, "part_probes": why}
+        return found
+    found["ceilings"], late = measure_ceilings(parameters, device)
+    missing |= late
+    if device.type == "cpu":
+        found["part_probes"] = probe_changes(parameters)
+    else:
+        missing["part_probes"] = "parts are probed on the CPU only"
+    return found
 
 
 def probe_alternatives(parameters: Parameters) -> dict[str, Any]:
@@ -129,3 +169,14 @@ def _ms_per_batch(parameters: Parameters, generator: str) -> float:
         batches.next_batch()
         times.append(1e3 * (time.perf_counter() - before))
     return statistics.median(times[1:]) if len(times) > 1 else math.nan
+
+
+def main(arguments: list[str]) -> int:
+    """Find the evidence of a parameters file and write it as one JSON object."""
+    file, output = arguments
+    write_json(Path(output), evidence(load_parameters(file)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
