@@ -214,6 +214,19 @@ class TrainingConfig:
         "the dense part uses SGD with sgd, Adagrad with both others",
         choices=("sgd", "adagrad", "rowwise_adagrad"),
     )
+    embedding_backend: str = setting(
+        "torch",
+        "code of lookups and table updates: 'torch': EmbeddingBag and torch's optimisers, a call "
+        "a table; 'fused': one call for all tables, the update inside backward",
+        choices=("torch", "fused"),
+    )
+    embedding_update: str = setting(
+        "race_free",
+        "with fused on the CPU and SGD, how threads share the update: 'race_free' (each row has "
+        "one owner), 'naive' (a sparse gradient applied by one thread), 'atomic' (atomic adds), "
+        "'locked' (a lock a row); the last three are for studying contention",
+        choices=("race_free", "naive", "atomic", "locked"),
+    )
     fused_optimizer: bool = setting(
         False, "one fused kernel for the dense weights' update instead of one call a tensor"
     )
@@ -232,10 +245,66 @@ class TrainingConfig:
         "faster on AMD; the error it makes is checked before training",
         choices=("default", "onednn"),
     )
+    tf32: bool = setting(
+        False, "on a GPU: round the inputs of fp32 products to TF32 (10 bits of mantissa)"
+    )
+    precision: str = setting(
+        "fp32",
+        "of the dense part's products and activations (autocast); embeddings, all weights and "
+        "their update stay fp32",
+        choices=("fp32", "bf16", "fp16"),
+    )
+    loss_scale: float = setting(
+        65536.0,
+        "with fp16: the loss is multiplied by it before backward, gradients are divided by it; "
+        "a step whose gradients overflow is skipped and counted",
+        minimum=1.0,
+    )
+    lowest_precision: str = setting(
+        "bf16",
+        "the lowest precision of matrix products that the model's accuracy allows; findings "
+        "propose none below it",
+        choices=("fp32", "bf16", "fp16"),
+    )
+    micro_batch: int | None = setting(
+        None,
+        "rows of the dense part computed at a time, their gradients added up (same loss): for "
+        "batches whose activations outgrow the cache; left out, the whole batch",
+        minimum=1,
+    )
+    compile: bool = setting(
+        False, "torch.compile of MLPs and interaction; needs a C++ compiler, on a GPU Triton"
+    )
+    cuda_graphs: bool = setting(
+        False, "on a GPU: MLPs and interaction as CUDA graphs, one launch a part and phase"
+    )
     log_every: int = setting(10, "iterations per line of metrics.jsonl", minimum=1)
 
     def __post_init__(self) -> None:
         coerce_section(self, "training")
+        if self.embedding_update != "race_free":
+            where = f"training.embedding_update is {self.embedding_update!r}, but "
+            if self.embedding_backend != "fused":
+                raise InputError(
+                    f"{where}training.embedding_backend is {self.embedding_backend!r}: only "
+                    "'fused' has more than one update"
+                )
+            if self.optimizer != "sgd":
+                raise InputError(
+                    f"{where}training.optimizer is {self.optimizer!r}: an Adagrad needs a row's "
+                    "whole gradient, so only 'race_free' can do it; the others are for 'sgd'"
+                )
+        if self.cuda_graphs and self.micro_batch is not None:
+            raise InputError(
+                f"training.cuda_graphs is true, but training.micro_batch is {self.micro_batch}: a "
+                "graph keeps its gradients in one buffer, which the next micro-batch would "
+                "overwrite; choose one of them"
+            )
+        if self.cuda_graphs and self.compile:
+            raise InputError(
+                "training.cuda_graphs is true, but training.compile is true as well: both "
+                "replace the parts' kernels; choose one of them"
+            )
 
 
 @dataclass(frozen=True)

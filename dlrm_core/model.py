@@ -6,7 +6,9 @@ F = T + 1 features that interact.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,18 +19,37 @@ from dlrm_core.data.batch import Batch
 from dlrm_core.embeddings import EmbeddingTables
 
 
-class MLP(nn.Sequential):
-    """Linear layers with ReLU, or with a sigmoid behind the last one.
+class Probability(nn.Module):
+    """Sigmoid, clamped to [threshold, 1 - threshold] when 0 < threshold < 1.
 
-    (B, widths[0]) float32 to (B, widths[-1]) float32.
+    Computed and returned in float32 whatever the products' precision: bf16 has no
+    number between 0.996 and 1.
     """
 
-    def __init__(self, widths: Sequence[int], sigmoid_output: bool) -> None:
+    def __init__(self, threshold: float) -> None:
+        super().__init__()
+        self.threshold = threshold
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        p = torch.sigmoid(x.float())
+        if 0.0 < self.threshold < 1.0:
+            p = p.clamp(self.threshold, 1.0 - self.threshold)
+        return p
+
+
+class MLP(nn.Sequential):
+    """Linear layers with ReLU, the last one with an output of its own if given.
+
+    (B, widths[0]) to (B, widths[-1]), in the precision of the products.
+    """
+
+    def __init__(self, widths: Sequence[int], output: nn.Module | None = None) -> None:
         layers: list[nn.Module] = []
-        last = len(widths) - 2
-        for i in range(last + 1):
-            layers.append(nn.Linear(widths[i], widths[i + 1]))
-            layers.append(nn.Sigmoid() if sigmoid_output and i == last else nn.ReLU())
+        for n, m in itertools.pairwise(widths):
+            # in place: the linear layer's own output is not needed again
+            layers += [nn.Linear(n, m), nn.ReLU(inplace=True)]
+        if output is not None:
+            layers[-1] = output
         super().__init__(*layers)
 
     @property
@@ -41,31 +62,87 @@ class DotInteraction(nn.Module):
     """Pairwise dot products of all features, beside the bottom MLP's output.
 
     x (B, d) and T pooled vectors (B, d) give (B, d + F(F-1)/2), or
-    (B, d + F(F+1)/2) with each feature's product with itself. The products come
-    in the order of facebookresearch/dlrm: row by row of the lower triangle.
+    (B, d + F(F+1)/2) with each feature's product with itself, all in x's precision.
+    The products come in the order of facebookresearch/dlrm: row by row of the lower
+    triangle.
     """
 
-    rows: torch.Tensor
-    columns: torch.Tensor
+    pairs: torch.Tensor
+    lower: torch.Tensor
+    mirror: torch.Tensor
 
     def __init__(self, features: int, itself: bool) -> None:
         super().__init__()
         rows, columns = torch.tril_indices(features, features, offset=0 if itself else -1)
-        self.register_buffer("rows", rows, persistent=False)
-        self.register_buffer("columns", columns, persistent=False)
+        count = len(rows)
+        # where no pair is: the column of zeros behind the gradients of all pairs
+        lower = torch.full((features, features), count)
+        lower[rows, columns] = torch.arange(count)
+        mirror = lower.clone()
+        mirror[columns, rows] = torch.arange(count)
+        self.itself = itself
+        self.register_buffer("pairs", rows * features + columns, persistent=False)
+        self.register_buffer("lower", lower.flatten(), persistent=False)
+        self.register_buffer("mirror", mirror.flatten(), persistent=False)
 
     def forward(self, x: torch.Tensor, pooled: Sequence[torch.Tensor]) -> torch.Tensor:
         size, dim = x.shape
-        features = torch.cat([x, *pooled], dim=1).view(size, -1, dim)  # (B, F, d)
+        features = _side_by_side(x, pooled).view(size, -1, dim)  # (B, F, d)
+        products = _PairProducts.apply(features, self)
+        return torch.cat([x, products], dim=1)
+
+
+class _PairProducts(torch.autograd.Function):
+    """The chosen elements of F F^T for features F (B, F, d), as (B, number of pairs).
+
+    With G the pairs' gradients at their place in (B, F, F), the gradient of F is
+    G F + G^T F. Autograd would scatter to make G; here it is gathered by an index made
+    beforehand. In fp32 the products and their order are autograd's own, so the result is
+    that of plain indexing bit for bit. Where products are rounded anyway, G + G^T is
+    gathered at once, and one product is enough.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, features: torch.Tensor, indices: DotInteraction) -> torch.Tensor:
+        ctx.save_for_backward(features)
+        ctx.indices = indices
         products = torch.bmm(features, features.transpose(1, 2))  # (B, F, F)
-        return torch.cat([x, products[:, self.rows, self.columns]], dim=1)
+        return _gather(products.flatten(1), indices.pairs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (features,) = ctx.saved_tensors
+        size, count, _ = features.shape
+        exact = features.dtype in (torch.float32, torch.float64)
+        index = ctx.indices.lower if exact else ctx.indices.mirror
+        padded = nn.functional.pad(gradients[0], (0, 1))  # (B, pairs + 1)
+        placed = _gather(padded, index).view(size, count, count)
+        if exact:
+            gradient = torch.bmm(placed, features)
+            return gradient.baddbmm_(placed.transpose(1, 2), features), None
+        if ctx.indices.itself:
+            # G and G^T meet on the diagonal
+            placed.diagonal(dim1=1, dim2=2).mul_(2.0)
+        return torch.bmm(placed, features), None
+
+
+def _gather(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Columns of values (B, n); on a CPU gathering 2-byte numbers takes longer than widening."""
+    if values.device.type == "cpu" and values.element_size() == 2:
+        return values.float().index_select(1, index).to(values.dtype)
+    return values.index_select(1, index)
+
+
+def _side_by_side(x: torch.Tensor, pooled: Sequence[torch.Tensor]) -> torch.Tensor:
+    """(B, d) and T times (B, d) to (B, F d), in x's precision."""
+    return torch.cat([x, *(vector.to(x.dtype) for vector in pooled)], dim=1)
 
 
 class CatInteraction(nn.Module):
-    """Concatenation: x (B, d) and T pooled vectors (B, d) give (B, F d)."""
+    """Concatenation: x (B, d) and T pooled vectors (B, d) give (B, F d) in x's precision."""
 
     def forward(self, x: torch.Tensor, pooled: Sequence[torch.Tensor]) -> torch.Tensor:
-        return torch.cat([x, *pooled], dim=1)
+        return _side_by_side(x, pooled)
 
 
 class ClickLoss(nn.Module):
@@ -100,29 +177,21 @@ class DLRM(nn.Module):
 
     def __init__(self, config: ModelConfig, huge_pages: bool = False) -> None:
         super().__init__()
-        self.loss_threshold = config.loss_threshold
         self.embeddings = EmbeddingTables(config.table_rows, config.embedding_dim, huge_pages)
-        self.bottom_mlp = MLP(config.bottom_widths, sigmoid_output=False)
+        self.bottom_mlp = MLP(config.bottom_widths)
         self.interaction: nn.Module
         if config.interaction == "dot":
             self.interaction = DotInteraction(len(config.table_rows) + 1, config.interaction_itself)
         else:
             self.interaction = CatInteraction()
-        self.top_mlp = MLP(config.top_widths, sigmoid_output=True)
-
-    def predict(self, z: torch.Tensor) -> torch.Tensor:
-        """Interaction output (B, top_widths[0]) to click probability (B, 1)."""
-        p = self.top_mlp(z)
-        if 0.0 < self.loss_threshold < 1.0:
-            p = p.clamp(self.loss_threshold, 1.0 - self.loss_threshold)
-        return p
+        self.top_mlp = MLP(config.top_widths, Probability(config.loss_threshold))
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Click probability (B, 1) float32."""
         x = self.bottom_mlp(batch.dense)  # (B, d)
         pooled = self.embeddings(batch)  # T x (B, d)
         z = self.interaction(x, pooled)  # (B, top_widths[0])
-        return self.predict(z)
+        return self.top_mlp(z)
 
 
 def build_model(

@@ -1,17 +1,167 @@
-"""Which library multiplies fp32 matrices, and the error it makes doing so."""
+"""In which precision, and by which library, matrices are multiplied; what that costs in error.
+
+``training.precision`` is about the dense part's products: bf16 or fp16 by autocast,
+the weights and their update stay fp32 (Micikevicius et al. 2018, arXiv:1710.03740).
+``training.fp32_matmul`` and ``training.tf32`` are about products of fp32 numbers.
+"""
 
 from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from dlrm_core.config import ModelConfig
+from dlrm_core.config import ModelConfig, TrainingConfig
 
 MAX_RELATIVE_ERROR = 1e-5
 """Largest ||C - C64|| / ||C64|| accepted of an fp32 product; MKL's is about 2.5e-7."""
+
+_LARGE_LAYER = (512, 512)
+"""Input and output width for which every CPU with bf16 matrix units uses them."""
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""``training.precision`` to the type of the dense part's products."""
+
+CPU_FLAGS = {
+    "bf16": ("amx_bf16", "avx512_bf16", "avx_ne_convert", "bf16"),
+    "fp16": ("amx_fp16", "avx512_fp16", "asimdhp"),
+}
+"""Of /proc/cpuinfo (x86, Arm): without one of them products of that precision are emulated."""
+
+GPU_CAPABILITY = {"bf16": (8, 0), "fp16": (7, 0), "tf32": (8, 0)}
+"""Compute capability from which tensor cores multiply in it (CUDA C++ Programming Guide)."""
+
+
+class DensePrecision:
+    """The type of the dense part's products, and the loss scale that it needs.
+
+    Args:
+        config: ``precision`` and ``loss_scale`` are used, ``fp32_matmul`` is commented on.
+        device: where the dense part runs.
+
+    Attributes:
+        dtype: of products and activations; weights and their gradients are fp32.
+        scale: what the loss is multiplied by before backward: 1 but for fp16, whose
+            smallest number (6e-8) is above many a gradient.
+        skipped: steps not taken because a scaled gradient overflowed.
+        notices: what is emulated or has no effect.
+    """
+
+    def __init__(self, config: TrainingConfig, device: torch.device) -> None:
+        self.dtype = DTYPES[config.precision]
+        self.scale = config.loss_scale if config.precision == "fp16" else 1.0
+        self.skipped = 0
+        self.notices = _precision_notices(config, device)
+        self._device = device
+
+    def autocast(self, cache: bool = True) -> AbstractContextManager[Any]:
+        """Products in ``dtype`` while open; with ``cache`` each weight is cast once."""
+        return torch.autocast(
+            self._device.type,
+            self.dtype,
+            enabled=self.dtype != torch.float32,
+            cache_enabled=cache,
+        )
+
+    def full(self) -> AbstractContextManager[Any]:
+        """Inside :meth:`autocast`: every operator in the type of its inputs."""
+        return torch.autocast(self._device.type, enabled=False)
+
+    def unscale(self, gradients: Sequence[torch.Tensor]) -> bool:
+        """Divide gradients by the loss scale, in place; whether all of them are finite.
+
+        If one is not, the step is to be skipped, and is counted as such. The host
+        waits for a GPU here, in fp16 only.
+        """
+        if self.scale == 1.0:
+            return True
+        largest = torch.stack([gradient.detach().abs().max() for gradient in gradients]).max()
+        if not bool(torch.isfinite(largest)):
+            self.skipped += 1
+            return False
+        torch._foreach_mul_(list(gradients), 1.0 / self.scale)
+        return True
+
+    def skipped_notice(self, steps: int) -> list[str]:
+        """What to say after ``steps`` steps: nothing if none was skipped."""
+        if not self.skipped:
+            return []
+        return [
+            f"training.loss_scale: {self.skipped} of {steps} steps were skipped, because gradients "
+            f"times {self.scale:g} exceed fp16's largest number, 65504; choose a smaller scale"
+        ]
+
+
+def _precision_notices(config: TrainingConfig, device: torch.device) -> list[str]:
+    name = config.precision
+    if name == "fp32":
+        return []
+    notices = []
+    if device.type == "cuda":
+        have, least = torch.cuda.get_device_capability(device), GPU_CAPABILITY[name]
+        if have < least:
+            notices.append(
+                f"training.precision: {name} is emulated on this GPU (compute capability "
+                f"{have[0]}.{have[1]}, tensor cores multiply it from {least[0]}.{least[1]}): "
+                "slower than on newer GPUs"
+            )
+    else:
+        flags = cpu_flags()
+        if flags and not flags & set(CPU_FLAGS[name]):
+            notices.append(
+                f"training.precision: {name} is emulated on this CPU, which has none of "
+                f"{', '.join(CPU_FLAGS[name])}: numbers are rounded to {name} as asked, but "
+                "products run no faster than in fp32"
+            )
+    for setting, without in (("fp32_matmul", "default"), ("tf32", False)):
+        value = getattr(config, setting)
+        if value != without:
+            shown = str(value).lower()
+            notices.append(
+                f"training.{setting}: {shown} has no effect on the dense part: with "
+                f"training.precision: {name} its products are not fp32"
+            )
+    return notices
+
+
+def cpu_flags() -> set[str]:
+    """Features of the first processor in /proc/cpuinfo; empty where there is no such file."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return set(value.split())
+    return set()
+
+
+def set_tf32(allow: bool, device: torch.device) -> list[str]:
+    """Let a GPU round the inputs of fp32 products to TF32 (10 bits of mantissa), or not.
+
+    Returns:
+        What has no effect, and why. Not measured on a GPU yet.
+    """
+    # the older of torch's two switches sets the newer one too; the reverse makes
+    # torch.compile, which reads the older, raise an error
+    torch.backends.cuda.matmul.allow_tf32 = allow and device.type == "cuda"
+    if not allow:
+        return []
+    if device.type != "cuda":
+        return ["training.tf32: true has no effect on a CPU; it was ignored"]
+    have, least = torch.cuda.get_device_capability(device), GPU_CAPABILITY["tf32"]
+    if have < least:
+        return [
+            f"training.tf32: true has no effect on this GPU: its compute capability is "
+            f"{have[0]}.{have[1]}, TF32 needs {least[0]}.{least[1]}"
+        ]
+    return []
 
 
 def set_fp32_matmul(choice: str, model: ModelConfig, device: torch.device) -> list[str]:
@@ -33,7 +183,8 @@ def set_fp32_matmul(choice: str, model: ModelConfig, device: torch.device) -> li
             f"{torch.__version__}; the default library is used"
         ]
     _allow_onednn(True)
-    error = _relative_error(*_largest_layer(model))
+    # small products may be computed in fp32 where large ones are rounded
+    error = max(_relative_error(*layer) for layer in (_largest_layer(model), _LARGE_LAYER))
     if error > MAX_RELATIVE_ERROR:
         _allow_onednn(False)
         return [

@@ -6,22 +6,26 @@ was. Here the graph is cut where one part hands over to the next: the next part
 works on a detached leaf, and backward runs part by part, each with the gradient
 that arrived at its leaf. The operations and their order are those of one
 ``loss.backward()``, so the gradients are bit-identical (tested); each call sits
-in a function named after its part and phase (see :mod:`dlrm_core.parts`).
+in a function named after its part and phase (see :mod:`dlrm_core.parts`). The
+dense part's are in :mod:`dlrm_core.dense`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from dlrm_core.config import TrainingConfig
 from dlrm_core.data.batch import Batch
+from dlrm_core.dense import DensePart, leaf_of
 from dlrm_core.embeddings import Update, attach
 from dlrm_core.model import DLRM
 from dlrm_core.parts import part
+
+R = TypeVar("R")
 
 
 class TrainingStep:
@@ -30,12 +34,15 @@ class TrainingStep:
     Args:
         model: trained in place.
         loss: predictions (B, 1), targets (B, 1) to a scalar.
-        config: optimiser settings.
+        config: optimiser settings, back end of the embeddings, options of the dense part.
+
+    Attributes:
+        dense: the dense part; its ``notices`` and ``precision`` tell what it could not do.
     """
 
     def __init__(self, model: DLRM, loss: nn.Module, config: TrainingConfig) -> None:
         self.model = model
-        self.loss = loss
+        self.dense = DensePart(model, loss, config)
         rate = config.learning_rate
         # A part's weights are updated by its own optimiser, so that the time of
         # the update is that part's. Neither SGD nor Adagrad has state that this would split.
@@ -53,35 +60,31 @@ class TrainingStep:
 
     def __call__(self, batch: Batch) -> torch.Tensor:
         """Train on a batch that is already on the model's device; its loss, detached."""
-        model = self.model
-        x = bottom_mlp_forward(model, batch)
-        pooled = embedding_forward(model, batch)
-        x_leaf = _leaf(x)
-        pooled_leaves = [_leaf(vector) for vector in pooled]
-        z = interaction_forward(model, x_leaf, pooled_leaves)
-        z_leaf = _leaf(z)
-        p = top_mlp_forward(model, z_leaf)
-        p_leaf = _leaf(p)
-        loss = loss_forward(self.loss, p_leaf, batch)
-
-        optimizer_update(self)
-        # CPU threads of autograd's own would take the work out of the functions below
+        optimizer_update(self._drop_gradients)
+        pooled = embedding_forward(self.model, batch)
+        leaves = [leaf_of(vector) for vector in pooled]
+        loss = self.dense(batch.dense, leaves, batch.targets)
+        if not self._unscale(leaves):
+            return loss
+        # CPU threads of autograd's own would take the work out of the function below
         with torch.autograd.set_multithreading_enabled(False):
-            loss_backward(loss)
-            top_mlp_backward(p, p_leaf)
-            interaction_backward(z, z_leaf)
-            embedding_backward(pooled, pooled_leaves)
-            bottom_mlp_backward(x, x_leaf)
-
+            embedding_backward(pooled, leaves)
         top_mlp_update(self.top_optimizer)
         embedding_update(self.embedding_optimizer)
         bottom_mlp_update(self.bottom_optimizer)
-        return loss.detach()
+        return loss
 
+    def _drop_gradients(self) -> None:
+        for optimizer in (self.top_optimizer, self.embedding_optimizer, self.bottom_optimizer):
+            optimizer.zero_grad(set_to_none=True)
 
-def _leaf(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values as the start of a new graph."""
-    return tensor.detach().requires_grad_()
+    def _unscale(self, leaves: list[torch.Tensor]) -> bool:
+        """Undo fp16's loss scale; False if a gradient overflowed and the step is to be skipped."""
+        if self.dense.precision.scale == 1.0:
+            return True
+        found = [leaf.grad for leaf in (*leaves, *self.dense.weights)]
+        gradients = [gradient for gradient in found if gradient is not None]
+        return optimizer_update(lambda: self.dense.precision.unscale(gradients))
 
 
 @part("data", "forward")
@@ -96,61 +99,20 @@ def transfer_forward(batch: Batch, device: torch.device) -> Batch:
     return batch.to(device)
 
 
-@part("bottom_mlp", "forward")
-def bottom_mlp_forward(model: DLRM, batch: Batch) -> torch.Tensor:
-    return model.bottom_mlp(batch.dense)
-
-
 @part("embedding", "forward")
 def embedding_forward(model: DLRM, batch: Batch) -> list[torch.Tensor]:
     return model.embeddings(batch)
 
 
-@part("interaction", "forward")
-def interaction_forward(model: DLRM, x: torch.Tensor, pooled: list[torch.Tensor]) -> torch.Tensor:
-    return model.interaction(x, pooled)
-
-
-@part("top_mlp", "forward")
-def top_mlp_forward(model: DLRM, z: torch.Tensor) -> torch.Tensor:
-    return model.predict(z)
-
-
-@part("loss", "forward")
-def loss_forward(loss: nn.Module, p: torch.Tensor, batch: Batch) -> torch.Tensor:
-    return loss(p, batch.targets)
-
-
 @part("optimizer", "update")
-def optimizer_update(step: TrainingStep) -> None:
-    """Drop the gradients of the step before."""
-    for optimizer in (step.top_optimizer, step.embedding_optimizer, step.bottom_optimizer):
-        optimizer.zero_grad(set_to_none=True)
-
-
-@part("loss", "backward")
-def loss_backward(loss: torch.Tensor) -> None:
-    loss.backward()
-
-
-@part("top_mlp", "backward")
-def top_mlp_backward(p: torch.Tensor, p_leaf: torch.Tensor) -> None:
-    p.backward(p_leaf.grad)
-
-
-@part("interaction", "backward")
-def interaction_backward(z: torch.Tensor, z_leaf: torch.Tensor) -> None:
-    z.backward(z_leaf.grad)
+def optimizer_update(work: Callable[[], R]) -> R:
+    """What an optimiser does that is no update of weights: gradients dropped or unscaled."""
+    return work()
 
 
 @part("embedding", "backward")
 def embedding_backward(pooled: list[torch.Tensor], leaves: list[torch.Tensor]) -> None:
     torch.autograd.backward(pooled, [leaf.grad for leaf in leaves])
-
-
-@part("bottom_mlp", "backward")
-def bottom_mlp_backward(x: torch.Tensor, x_leaf: torch.Tensor) -> None:
-    x.backward(x_leaf.grad)
 
 
 @part("top_mlp", "update")

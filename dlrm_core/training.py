@@ -23,7 +23,7 @@ from dlrm_core.errors import InputError
 from dlrm_core.files import JsonLines, write_json
 from dlrm_core.model import ClickLoss, build_model
 from dlrm_core.parts import ITERATION_SPAN, span
-from dlrm_core.precision import set_fp32_matmul
+from dlrm_core.precision import set_fp32_matmul, set_tf32
 from dlrm_core.step import TrainingStep, data_forward, transfer_forward
 
 
@@ -103,9 +103,12 @@ class Trainer:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         self.notices += set_fp32_matmul(config.fp32_matmul, parameters.model, self.device)
-        self.model = build_model(parameters.model, config.seed, self.device)
+        self.notices += set_tf32(config.tf32, self.device)
+        huge_pages = config.embedding_backend != "torch"
+        self.model = build_model(parameters.model, config.seed, self.device, huge_pages)
         loss = ClickLoss(parameters.model.loss, parameters.model.loss_weights).to(self.device)
         self.step = TrainingStep(self.model, loss, config)
+        self.notices += self.step.dense.notices
         self.batches: Iterator[Batch] = batches(parameters, self.device)
         # with data made on the device there is nothing to copy
         self.transfers = self.device.type == "cuda" and parameters.data.place == "cpu"
@@ -220,7 +223,7 @@ class Trainer:
             peak_memory_bytes=peak_memory(self.device),
             device=device_name(self.device),
             threads=torch.get_num_threads(),
-            notices=list(self.notices),
+            notices=self.notices + self.step.dense.precision.skipped_notice(len(done)),
             iteration_ms=done,
             data_ms=data,
             losses=losses,

@@ -1,0 +1,211 @@
+"""The dense part of a step: bottom MLP, interaction, top MLP and loss, forward and backward.
+
+The graph is cut where one part hands over to the next (see :mod:`dlrm_core.step`).
+The options of ``training`` that make it faster act here: ``precision``,
+``micro_batch``, ``compile``, ``cuda_graphs``. What each brings: docs/precision.md.
+
+Shapes: B samples, D dense features, T tables, d embedding width.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from dlrm_core.config import TrainingConfig
+from dlrm_core.model import DLRM
+from dlrm_core.parts import part
+from dlrm_core.precision import DensePrecision
+
+Layer = Callable[..., torch.Tensor]
+"""A part of the model, or what stands for it: compiled, or a captured graph."""
+
+
+class DensePart:
+    """Forward and backward of everything but the embeddings.
+
+    Args:
+        model: whose MLPs and interaction are used; their weights get gradients.
+        loss: predictions (B, 1), targets (B, 1) to a scalar.
+        config: the options above.
+
+    Attributes:
+        precision: type of the products, loss scale.
+        notices: options that have no effect here, and why.
+    """
+
+    def __init__(self, model: DLRM, loss: nn.Module, config: TrainingConfig) -> None:
+        weight = model.top_mlp.linears[0].weight
+        self.precision = DensePrecision(config, weight.device)
+        self.notices = list(self.precision.notices)
+        self.loss = loss
+        self.micro_batch = config.micro_batch
+        self.weights = [*model.bottom_mlp.parameters(), *model.top_mlp.parameters()]
+        self.bottom_mlp: Layer = model.bottom_mlp
+        self.interaction: Layer = model.interaction
+        self.top_mlp: Layer = model.top_mlp
+        self._cache_casts = True
+        if config.compile:
+            self._compile(weight.device)
+        if config.cuda_graphs and weight.device.type == "cuda":
+            self._capture(model, config.batch_size)
+        elif config.cuda_graphs:
+            self.notices.append("training.cuda_graphs: true has no effect on a CPU; it was ignored")
+
+    def __call__(
+        self, dense: torch.Tensor, pooled: Sequence[torch.Tensor], targets: torch.Tensor
+    ) -> torch.Tensor:
+        """Forward and backward of a batch.
+
+        Args:
+            dense: (B, D).
+            pooled: T leaves (B, d) float32; get their gradients.
+            targets: (B, 1).
+
+        Returns:
+            The mean loss, detached. Gradients are those of the loss times
+            ``precision.scale``, added to what the weights' ``grad`` holds.
+        """
+        size = dense.shape[0]
+        rows = min(self.micro_batch or size, size)
+        with self.precision.autocast(self._cache_casts):
+            if rows == size:
+                return self._rows(dense, pooled, targets, 1.0)
+            gradients = [torch.zeros_like(vector) for vector in pooled]
+            losses = []
+            for start in range(0, size, rows):
+                chunk = slice(start, min(start + rows, size))
+                leaves = [leaf_of(vector[chunk]) for vector in pooled]
+                for leaf, gradient in zip(leaves, gradients, strict=True):
+                    # backward adds to it in place: no copying together afterwards
+                    leaf.grad = gradient[chunk]
+                share = (chunk.stop - start) / size
+                losses.append(share * self._rows(dense[chunk], leaves, targets[chunk], share))
+        for vector, gradient in zip(pooled, gradients, strict=True):
+            vector.grad = gradient
+        return torch.stack(losses).sum()
+
+    def _rows(
+        self,
+        dense: torch.Tensor,
+        pooled: Sequence[torch.Tensor],
+        targets: torch.Tensor,
+        share: float,
+    ) -> torch.Tensor:
+        """Forward and backward of some rows, whose loss counts ``share`` of the batch's."""
+        x = bottom_mlp_forward(self.bottom_mlp, dense)
+        x_leaf = leaf_of(x)
+        z = interaction_forward(self.interaction, x_leaf, pooled)
+        z_leaf = leaf_of(z)
+        p = top_mlp_forward(self.top_mlp, z_leaf)
+        p_leaf = leaf_of(p)
+        # CPU threads of autograd's own would take the work out of the functions below
+        with self.precision.full(), torch.autograd.set_multithreading_enabled(False):
+            loss = loss_forward(self.loss, p_leaf, targets)
+            loss_backward(loss, self.precision.scale * share)
+            top_mlp_backward(p, p_leaf)
+            interaction_backward(z, z_leaf)
+            bottom_mlp_backward(x, x_leaf)
+        return loss.detach()
+
+    def _compile(self, device: torch.device) -> None:
+        reason = why_not_compile(device)
+        if reason:
+            self.notices.append(
+                f"training.compile: torch.compile does not work here, the parts run as they are: "
+                f"{reason}"
+            )
+            return
+        # each on its own, so that its time stays its own; dynamic shapes would be slower, and
+        # a batch has at most two (the last micro-batch may be smaller)
+        self.bottom_mlp = torch.compile(self.bottom_mlp, dynamic=False)
+        self.interaction = torch.compile(self.interaction, dynamic=False)
+        self.top_mlp = torch.compile(self.top_mlp, dynamic=False)
+
+    def _capture(self, model: DLRM, size: int) -> None:
+        """Make CUDA graphs of the parts: one launch for all kernels of a part and phase.
+
+        Embeddings stay outside, since their bags vary in size from batch to batch;
+        the dense part's shapes never do. torch copies inputs into the graphs' own
+        buffers. Not measured on a GPU yet.
+        """
+        first = model.bottom_mlp.linears[0].weight
+        tables, dim = len(model.embeddings.weights), model.bottom_mlp.linears[-1].out_features
+        random: dict[str, Any] = {"device": first.device, "requires_grad": True}
+        dense = torch.randn(size, first.shape[1], device=first.device)
+        pooled = [torch.randn(size, dim, **random) for _ in range(tables)]
+        # casts of weights belong into the graph, a cache would keep the first step's
+        self._cache_casts = False
+        with self.precision.autocast(cache=False):
+            x = leaf_of(model.bottom_mlp(dense))
+            z = leaf_of(model.interaction(x, pooled))
+            # torch replaces the modules' forward: copies share the weights and leave
+            # the model itself free for batches of other sizes
+            layers = tuple(map(copy.copy, (model.bottom_mlp, model.interaction, model.top_mlp)))
+            examples: Any = ((dense,), (x, pooled), (z,))
+            captured: Any = torch.cuda.make_graphed_callables(layers, examples)
+        self.bottom_mlp, self.interaction, self.top_mlp = captured
+
+
+def leaf_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values as the start of a new graph."""
+    return tensor.detach().requires_grad_()
+
+
+def why_not_compile(device: torch.device) -> str:
+    """Why torch.compile fails on this machine (often: no C++ compiler); empty if it works."""
+    try:
+        torch.compile(_trial, dynamic=False)(torch.ones(8, device=device))
+    except Exception as error:  # whatever a compiler, or its absence, may raise
+        return " ".join(str(error).split("\n\n")[0].split()) or type(error).__name__
+    return ""
+
+
+def _trial(x: torch.Tensor) -> torch.Tensor:
+    return torch.relu(x) * 2.0
+
+
+@part("bottom_mlp", "forward")
+def bottom_mlp_forward(bottom_mlp: Layer, dense: torch.Tensor) -> torch.Tensor:
+    return bottom_mlp(dense)
+
+
+@part("interaction", "forward")
+def interaction_forward(
+    interaction: Layer, x: torch.Tensor, pooled: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    return interaction(x, pooled)
+
+
+@part("top_mlp", "forward")
+def top_mlp_forward(top_mlp: Layer, z: torch.Tensor) -> torch.Tensor:
+    return top_mlp(z)
+
+
+@part("loss", "forward")
+def loss_forward(loss: nn.Module, p: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return loss(p, targets)
+
+
+@part("loss", "backward")
+def loss_backward(loss: torch.Tensor, scale: float) -> None:
+    loss.backward(torch.full_like(loss, scale))
+
+
+@part("top_mlp", "backward")
+def top_mlp_backward(p: torch.Tensor, p_leaf: torch.Tensor) -> None:
+    p.backward(p_leaf.grad)
+
+
+@part("interaction", "backward")
+def interaction_backward(z: torch.Tensor, z_leaf: torch.Tensor) -> None:
+    z.backward(z_leaf.grad)
+
+
+@part("bottom_mlp", "backward")
+def bottom_mlp_backward(x: torch.Tensor, x_leaf: torch.Tensor) -> None:
+    x.backward(x_leaf.grad)
