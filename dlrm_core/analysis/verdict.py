@@ -8,12 +8,13 @@ the machine's measured ceilings allow (:mod:`.roofline`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pandas as pd
 
-from dlrm_core.analysis.findings import Finding
+from dlrm_core.analysis.findings import Finding, bottlenecks_json, limit
+from dlrm_core.analysis.findings.finding import plain
 from dlrm_core.analysis.roofline import least_step
 from dlrm_core.analysis.whatif import (
     Prediction,
@@ -73,16 +74,18 @@ def stages(
     for prediction in _predictions(profile, found):
         if prediction.samples_then != prediction.samples_now:
             continue  # another batch is another step: its time does not compare
-        table = _scaled(table, prediction.parts)
-        change |= prediction.change
-        overlap = _overlap(profile, base, change, prediction, overlap)
-        low, mid, high = total(table, overlap)
-        if mid < result[-1].mid_ms:
-            name = " and ".join(f"{leaf.partition('.')[2]}: {v}" for leaf, v in _new(prediction))
-            # what another thread makes is in the step only for as long as it is waited for
-            shown = _by_component(table, "then_ms")
-            shown = _fitted(shown, mid) if overlap.beside else shown
-            result.append(Stage(f"+ {name}", low, mid, high, shown, dict(change)))
+        changes = change | prediction.change
+        then = _scaled(table, prediction.parts)
+        shared = _overlap(profile, base, changes, prediction, overlap)
+        low, mid, high = total(then, shared)
+        if mid >= result[-1].mid_ms:
+            continue
+        table, overlap, change = then, shared, changes
+        name = " and ".join(f"{n.partition('.')[2]}: {v}" for n, v in prediction.change.items())
+        shown = _by_component(table, "then_ms")
+        # what another thread makes is in the step only for as long as it is waited for
+        shown = _fitted(shown, mid) if overlap.beside else shown
+        result.append(Stage(f"+ {name}", low, mid, high, shown, dict(change)))
     if roofline is not None and len(roofline):
         least = least_step(roofline)["least_ms"]
         if least:
@@ -91,16 +94,16 @@ def stages(
     return result
 
 
-def headline(found: Sequence[Finding], way: Sequence[Stage], limit: str) -> str:
+def headline(found: Sequence[Finding], way: Sequence[Stage], met: str) -> str:
     """The verdict in a few sentences of Markdown: what limits, what to change, what it brings.
 
     Args:
-        limit: the sentence of :func:`dlrm_core.analysis.findings.limit`.
+        met: the sentence of :func:`dlrm_core.analysis.findings.limit`.
     """
     if not found:
-        return f"**Nothing is wrong that a rule knows.** {limit}"
+        return f"**Nothing is wrong that a rule knows.** {met}"
     worst = found[0]
-    text = f"**{worst.title}.** {limit}"
+    text = f"**{worst.title}.** {met}"
     gain = worst.predicted_speedup
     if worst.change and gain:
         options = " ".join(f"-p {name}={value}" for name, value in worst.change.items())
@@ -124,6 +127,40 @@ def headline(found: Sequence[Finding], way: Sequence[Stage], limit: str) -> str:
     return text
 
 
+def document(
+    profile: Profile,
+    attribution: pd.DataFrame,
+    found: list[Finding],
+    way: Sequence[Stage],
+    roofline: pd.DataFrame,
+    changes: pd.DataFrame,
+) -> dict[str, Any]:
+    """``bottlenecks.json``: findings and attribution, with what stands behind the verdict.
+
+    Args:
+        way: what :func:`stages` gives.
+        roofline: what :func:`dlrm_core.analysis.roofline.roofline` gives.
+        changes: what :func:`dlrm_core.analysis.whatif.what_if_table` gives.
+    """
+    more = {
+        "headline": headline(found, way, limit(profile, attribution)),
+        "stages": [
+            {
+                "name": stage.name,
+                "change": stage.change,
+                "ms": {"low": stage.low_ms, "mid": stage.mid_ms, "high": stage.high_ms},
+                "parts_ms": dict(
+                    zip(stage.parts["component"], stage.parts["time_ms"], strict=True)
+                ),
+            }
+            for stage in way
+        ],
+        "roofline": roofline.to_dict("records"),
+        "what_if": changes.to_dict("records"),
+    }
+    return bottlenecks_json(profile, attribution, found) | dict(plain(more))
+
+
 def _predictions(profile: Profile, found: Sequence[Finding]) -> list[Prediction]:
     made = []
     for finding in found:
@@ -133,10 +170,6 @@ def _predictions(profile: Profile, found: Sequence[Finding]) -> list[Prediction]
         except InputError:
             continue  # the finding itself says how its gain was estimated
     return made
-
-
-def _new(prediction: Prediction) -> list[tuple[str, Any]]:
-    return list(prediction.change.items())
 
 
 def _scaled(table: pd.DataFrame, change: pd.DataFrame) -> pd.DataFrame:
@@ -161,7 +194,15 @@ def _overlap(
     changed = changed_parameters(base, change)[0]
     probe = find_probe(profile, prediction.change) or {}
     here = Overlap.of(profile, probe, base, changed)
-    return here if here.beside else before
+    if here.beside:
+        return here
+    if not before.beside or before.data_ms is None:
+        return before
+    # a faster generator under a loader that was probed with the slower one
+    data = prediction.parts[prediction.parts["component"].eq("data")]
+    now = float(data["now_ms"].sum())
+    faster = float(data["then_ms"].sum()) / now if now > 0 else 1.0
+    return replace(before, data_ms=before.data_ms * faster)
 
 
 def _by_component(parts: pd.DataFrame, column: str) -> pd.DataFrame:
