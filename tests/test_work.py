@@ -369,3 +369,22 @@ def test_pieces_of_a_batch_add_up(size, piece):
     pieces = micro_batches(parameters)
     assert sum(rows * count for rows, count in pieces) == size
     assert all(0 < rows <= piece for rows, _ in pieces)
+
+
+def test_the_fused_back_end_writes_nothing_of_the_size_of_the_lookups():
+    plain, fused = small(), small(training__embedding_backend="fused")
+    torch_work, work = (part_work(p).set_index(["component", "phase"]) for p in (plain, fused))
+    # the update happens in backward, in one call for all tables
+    assert ("embedding", "update") not in work.index
+    assert work.loc[("embedding", "backward"), "operators"] == 1
+    unique = sum(table.unique for table in lookups(fused))
+    assert work.loc[("embedding", "backward"), "written_bytes"] == pytest.approx(unique * 4 * 4)
+    both = torch_work.loc["embedding"]["written_bytes"][["backward", "update"]].sum()
+    assert work.loc[("embedding", "backward"), "written_bytes"] < both / 2
+    stateful = small(training__embedding_backend="fused", training__optimizer="adagrad")
+    twice = part_work(stateful).set_index(["component", "phase"])
+    assert twice.loc[("embedding", "backward"), "written_bytes"] == pytest.approx(
+        2 * unique * 4 * 4
+    )
+    naive = small(training__embedding_backend="fused", training__embedding_update="naive")
+    assert ("embedding", "update") in part_work(naive).set_index(["component", "phase"]).index

@@ -122,35 +122,38 @@ def _zipf_chances(rows: int, exponent: float) -> np.ndarray:
 
 def embedding_rows(ledger: Ledger, parameters: Parameters, looked_up: Sequence[Lookups]) -> None:
     """Forward, backward and update of all tables, by the back end that runs them."""
-    backend = getattr(parameters.training, "embedding_backend", "torch")
-    optimizer = getattr(parameters.training, "optimizer", "sgd")
+    fused = parameters.training.embedding_backend != "torch"
+    naive = fused and parameters.training.embedding_update == "naive"
+    optimizer = parameters.training.optimizer
     size, dim = parameters.training.batch_size, parameters.model.embedding_dim
     with ledger.part("embedding", "forward"):
         for table in looked_up:
-            _forward(ledger, table, size, dim)
-    if backend == "torch":
+            _forward(ledger, table, size, dim, fused)
+    if fused and not naive:
+        # the tables change while backward runs; nothing is left for the update
         with ledger.part("embedding", "backward"):
             for table in looked_up:
-                _sparse_gradient(ledger, table, size, dim)
-        with ledger.part("embedding", "update"):
-            for table in looked_up:
-                _sparse_update(ledger, table, dim, optimizer)
+                _fused_update(ledger, table, size, dim, optimizer)
         return
+    with ledger.part("embedding", "backward"):
+        for table in looked_up:
+            _sparse_gradient(ledger, table, size, dim)
     with ledger.part("embedding", "update"):
         for table in looked_up:
-            _fused_update(ledger, table, size, dim, optimizer)
+            _sparse_update(ledger, table, dim, optimizer)
 
 
-def _forward(ledger: Ledger, table: Lookups, size: int, dim: int) -> None:
+def _forward(ledger: Ledger, table: Lookups, size: int, dim: int, fused: bool) -> None:
     """A row a lookup, an index each, an offset a bag; one pooled vector a bag."""
     rows = table.count * dim * FLOAT_BYTES
     ledger.add(
-        "_embedding_bag",
+        "fused_lookup" if fused else "_embedding_bag",
         rows + (table.count + size) * INDEX_BYTES,
         size * dim * FLOAT_BYTES,
         flops=table.count * dim,
         gather=table.scattered * dim * FLOAT_BYTES,
         table=table.table,
+        merged=fused and table.table > 0,
     )
 
 
@@ -242,4 +245,5 @@ def _fused_update(ledger: Ledger, table: Lookups, size: int, dim: int, optimizer
         flops=2 * table.count * dim,
         gather=rows,
         table=table.table,
+        merged=table.table > 0,
     )

@@ -237,7 +237,7 @@ def least_operator_times(
         if row.gather_bytes:
             size = table_bytes(row.table, row.phase)
             times["rows"] = limits.gather_ms(row.gather_bytes, row_bytes, size)
-        if row.component not in ("data", "transfer"):
+        if row.component not in ("data", "transfer") and not row.merged:
             times["overhead"], times["kernel"] = overhead, limits.kernel_ms() if on_gpu else None
         known = {name: np.nan if time is None else time * row.count for name, time in times.items()}
         rows.append({**known, "timed": timed})

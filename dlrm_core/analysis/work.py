@@ -52,7 +52,7 @@ def part_work(
     """
     rows = operator_work(parameters, statistics, device)
     totals = rows[AMOUNTS].mul(rows["count"], axis=0)
-    totals["operators"] = rows["count"]
+    totals["operators"] = rows["count"].where(~rows["merged"], 0)
     keys = [rows["component"], rows["phase"]]
     table = totals.groupby(keys, sort=False).sum().reset_index()
     order = table["component"].map(COMPONENTS.index) * 10 + table["phase"].map(PHASES.index)

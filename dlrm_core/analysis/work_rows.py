@@ -42,6 +42,8 @@ class Work:
     """Of matrix products: ``batch`` times (m, k) by (k, n)."""
     table: int = -1
     """Of lookups: which table."""
+    merged: bool = False
+    """Not a call of its own: one call does this for all tables."""
     on_link: bool = False
     """Moves over the link between host and device, not through memory alone."""
 
@@ -76,6 +78,7 @@ class Ledger:
         flops: float = 0.0,
         gather: float = 0.0,
         table: int = -1,
+        merged: bool = False,
         on_link: bool = False,
     ) -> None:
         """An operator that reads and writes so many bytes."""
@@ -89,6 +92,7 @@ class Ledger:
                 float(written),
                 float(gather),
                 table=table,
+                merged=merged,
                 on_link=on_link,
             )
         )
