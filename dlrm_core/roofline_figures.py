@@ -100,7 +100,7 @@ class _Frame:
             # where the slowest slope meets the highest roof
             x.append(max(roofs.values()) / min(slopes.values()))
         y = [*points["gflops"], *roofs.values()] or [1.0]
-        left, right = math.log10(min(x)) - 0.35, math.log10(max(x)) + 0.35
+        left, right = math.log10(min(x)) - 0.35, math.log10(max(x)) + 0.5
         return cls(left, right, math.log10(min(y)) - 0.35, math.log10(max(y)) + 0.35)
 
     @property
@@ -154,11 +154,11 @@ def _draw_roofs(
         else:
             labels.append((rate, [text]))
     for rate, texts in labels:
-        text, height = "; ".join(texts), math.log10(rate)
+        text, height = "<br>".join(texts), math.log10(rate)
         for step in range(20):
             at = frame.right - (frame.right - frame.left) * step / 40
             x, y = frame.pixels(at, height)
-            box = (x - _LETTER * len(text), y, x, y + 18)
+            box = (x - _LETTER * max(map(len, texts)), y, x, y + 17 * len(texts))
             if not any(_overlap(box, other) for other in taken):
                 break
         # the roof itself is in the way of other labels
@@ -273,8 +273,8 @@ _PLACES = {
     "bottom center": (0.0, -1.0),
     "top center": (0.0, 1.0),
     "bottom right": (1.0, -1.0),
-    "top right": (1.0, 1.0),
     "bottom left": (-1.0, -1.0),
+    "top right": (1.0, 1.0),
     "top left": (-1.0, 1.0),
 }
 
