@@ -29,6 +29,7 @@ import yaml
 from dlrm_core.change_options import change_text
 from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
 from dlrm_core.doctor import machine_facts
+from dlrm_core.errors import InputError
 from dlrm_core.files import write_json, write_text
 from dlrm_core.touched import changed_parameters
 
@@ -166,6 +167,11 @@ def validate(
     """Predict each change from a profile of the baseline, then run it."""
     rows = []
     for change in changes:
+        try:
+            changed_parameters(base, change)
+        except InputError as error:
+            print(f"left out: {change_text(change)}: {error}", file=sys.stderr)
+            continue
         with tempfile.TemporaryDirectory() as folder:
             file = _write(base, Path(folder) / "base.yaml")
             arguments = ["case", file, json.dumps(change), str(options.rounds)]
