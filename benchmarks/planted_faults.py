@@ -64,6 +64,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 ITERATIONS = 14
+TRIAL_SECONDS = 100
 DISTURBED_CORES = 0.1
 """Cores that processes beside the trial may use; a trial beside more is measured again."""
 
@@ -244,7 +245,13 @@ def measure(
             continue
         command = [sys.executable, __file__, "--one", f"{number}:{fault}"]
         command += ["--folder", str(folder)]
-        made = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        try:
+            made = subprocess.run(
+                command, capture_output=True, text=True, cwd=ROOT, timeout=TRIAL_SECONDS
+            )
+        except subprocess.TimeoutExpired:
+            print(f"trial {number} ({fault}) was ended after {TRIAL_SECONDS} s", file=sys.stderr)
+            continue
         if made.returncode:
             print(f"trial {number} ({fault}) failed:\n{made.stderr[-2000:]}", file=sys.stderr)
             continue

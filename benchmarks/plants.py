@@ -220,11 +220,11 @@ def sleep_in_step(setting: Setting) -> None:
 
 
 def file_sync(setting: Setting) -> None:
-    size = setting.draw.choice([1 << 12, 1 << 16, 1 << 20, 1 << 22])
+    size = setting.draw.choice([1 << 12, 1 << 16, 1 << 18])
     folder = setting.cleanup.enter_context(tempfile.TemporaryDirectory(dir="."))
     number = os.open(f"{folder}/log", os.O_CREAT | os.O_WRONLY)
     setting.cleanup.callback(os.close, number)
-    count = setting.draw.randint(2, 6)
+    count = setting.draw.randint(1, 3)
     setting.planted |= {"bytes": size, "syncs": count}
 
     def write(result: Any) -> Any:
