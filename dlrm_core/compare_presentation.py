@@ -38,6 +38,8 @@ def signed(values: Sequence[float]) -> list[str]:
 
 
 def _signs(values: Iterable[float], cells: Sequence[str]) -> list[str]:
+    # "<0.01" with a sign would say two things
+    cells = [cell if not cell.startswith("<") else cell[1:-1] + "0" for cell in cells]
     return [
         cell if not math.isfinite(value) or _is_zero(cell) else ("+" if value > 0 else "−") + cell
         for value, cell in zip(values, cells, strict=True)
