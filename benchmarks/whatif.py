@@ -1,8 +1,8 @@
 """Predicted against measured: what-if predictions, each change run for real afterwards.
 
-For each shape one process records a profile of the baseline and probes the changes; it
-never runs a changed step. Then baseline and change run by turns, each in a process of its
-own (``dlrm train``), and the measured ratio is held against the predicted one.
+For each change one process records a profile of the baseline and probes the change; it
+never runs the changed step. Then baseline and change run by turns, some iterations each,
+in a fresh process each; the measured ratio is held against the predicted one.
 
     python benchmarks/whatif.py --json benchmarks/results/whatif.json --markdown docs/whatif.md
 
@@ -13,6 +13,7 @@ check on cases that the model has not been made with.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -21,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,8 @@ from dlrm_core.touched import changed_parameters
 
 GOAL_MEAN, GOAL_WORST, GOAL_COVER = 0.05, 0.15, 0.8
 WARMUP = 3
+TURN = 3
+"""Iterations counted of a turn."""
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -129,7 +133,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/whatif.json"))
     parser.add_argument("--markdown", type=Path, default=None)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=2, help="of baseline and change by turns")
+    parser.add_argument("--rounds", type=int, default=8, help="of baseline and change by turns")
 
     parser.add_argument("--set", choices=[*CHANGES, "all"], default="all")
     parser.add_argument("--shape", type=int, choices=range(len(SHAPES)), default=None)
@@ -151,7 +155,7 @@ def main() -> None:
         "versions": _versions(),
         "threads": options.threads,
         "rounds": options.rounds,
-        "iterations": ITERATIONS,
+        "iterations_a_turn": TURN,
         "cases": rows,
         "summary": summaries(rows),
     }
@@ -180,8 +184,8 @@ def validate(
         print(
             f"{base.title[:14]:14s} {row['change']:52s} {row['baseline_ms']:7.1f} ms: predicted "
             f"{row['predicted_ms']:7.1f} [{row['low_ms']:.1f}, {row['high_ms']:.1f}], measured "
-            f"{row['measured_ms']:7.1f} ({row['error']:+.1%}) rounds "
-            + " ".join(f"{ratio:.3f}" for ratio in row["round_ratios"]),
+            f"{row['measured_ms']:7.1f} ({row['error']:+.1%}) "
+            + f"+- {row['measured_error']:.1%}, waited {row['waited']:.0%}",
             file=sys.stderr,
             flush=True,
         )
@@ -254,14 +258,12 @@ def child_case(file: str, change: str, rounds: str) -> dict[str, Any]:
     changed_file = _write(changed, Path(file).with_name("changed.yaml"))
     found = _child(["predict", file, change])
     predicted = found["prediction"]
-    before: list[dict[str, Any]] = []
-    after: list[dict[str, Any]] = []
-    for _ in range(int(rounds)):
-        before.append(_child(["time", file]))
-        after.append(_child(["time", changed_file]))
+    before, after = _by_turns([file, changed_file], int(rounds))
     ratios = [b["ms"] / a["ms"] for a, b in zip(before, after, strict=True)]
-    baseline = statistics.median(run["ms"] for run in before)
-    measured = baseline * statistics.median(ratios)
+    baseline = statistics.median(turn["ms"] for turn in before)
+    ratio = statistics.median(ratios)
+    measured = baseline * ratio
+    low_quartile, _, high_quartile = statistics.quantiles(ratios, n=4)
     # what is predicted is a ratio: the profile and the baseline ran some seconds apart
     scale = baseline / predicted["now_ms"]
     low, middle, high = (predicted[f"{end}_ms"] * scale for end in ("low", "mid", "high"))
@@ -273,24 +275,24 @@ def child_case(file: str, change: str, rounds: str) -> dict[str, Any]:
         "low_ms": low,
         "high_ms": high,
         "measured_ms": measured,
+        "measured_error": 0.93 * (high_quartile - low_quartile) / math.sqrt(len(ratios)) / ratio,
         "error": middle / measured - 1,
         "covered": low <= measured <= high,
         "round_ratios": ratios,
         "profile_now_ms": predicted["now_ms"],
         "probe_seconds": found["seconds"],
         "probe": found["probe"],
+        "by_work_ms": found["by_work_ms"] and found["by_work_ms"] * scale,
         "parts": predicted["parts"],
-        "baseline_parts": [run["parts"] for run in before],
-        "measured_parts": [run["parts"] for run in after],
-        "other_load": [run["other_load"] for run in (*before, *after)],
+        "baseline_parts": _medians(before),
+        "measured_parts": _medians(after),
+        "waited": statistics.fmean(turn["waited"] for turn in (*before, *after)),
     }
 
 
 def child_predict(file: str, change: str) -> dict[str, Any]:
     """Record the baseline, probe the change, predict: all in this process."""
-    import time
-
-    from dlrm_core.analysis.whatif import predict_change
+    from dlrm_core.analysis.whatif import predict, predict_change
     from dlrm_core.profiling.torch_trace import read_recording
     from dlrm_core.profiling.workload import record_workload
 
@@ -299,54 +301,101 @@ def child_predict(file: str, change: str) -> dict[str, Any]:
         profile = read_recording(record_workload(parameters, Path(folder) / "recording"))
     started = time.perf_counter()
     prediction = predict_change(parameters, profile, json.loads(change))
+    seconds = time.perf_counter() - started
+    try:
+        by_work = predict(profile, json.loads(change)).mid_ms
+    except InputError:
+        by_work = None
     return {
         "prediction": prediction.to_dict(),
         "probe": prediction.probe,
-        "seconds": time.perf_counter() - started,
+        "seconds": seconds,
+        "by_work_ms": by_work,
     }
 
 
-def child_time(file: str) -> dict[str, Any]:
-    """Median iteration of a plain run, ms, and the medians of its parts for whoever asks why."""
-    import time
-
+def child_serve(file: str) -> None:
+    """A plain run that does so many iterations as it is told, and says how long they took."""
     from dlrm_core.parts import log_spans
     from dlrm_core.training import Trainer
 
-    parameters = load_parameters(file)
-    trainer = Trainer(parameters)
-    each: list[float] = []
-    parts: dict[str, list[float]] = {}
+    trainer = Trainer(load_parameters(file))
     try:
         for _ in range(WARMUP):
             trainer.iterate()
-        busy, cpu, wall = _busy_s(), time.process_time(), time.perf_counter()
-        for _ in range(parameters.training.batches - WARMUP):
-            with log_spans() as rows:
-                started = time.perf_counter()
-                trainer.iterate()
-                each.append(1e3 * (time.perf_counter() - started))
-            sums: dict[str, float] = {}
-            for name, start, end in rows:
-                sums[name] = sums.get(name, 0.0) + (end - start) / 1e6
-            for name, ms in sums.items():
-                parts.setdefault(name.removeprefix("dlrm::"), []).append(ms)
-        cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-        others = (_busy_s() - busy - cpu) / wall
+        print("ready", flush=True)
+        for line in sys.stdin:
+            each: list[float] = []
+            parts: dict[str, list[float]] = {}
+            waited, wall = _waited_s(), time.perf_counter()
+            for number in range(int(line) + 1):
+                with log_spans() as rows:
+                    started = time.perf_counter()
+                    trainer.iterate()
+                    ended = time.perf_counter()
+                if number == 0:
+                    continue  # it finds the other process's data in the caches
+                each.append(1e3 * (ended - started))
+                sums: dict[str, float] = {}
+                for name, start, end in rows:
+                    sums[name] = sums.get(name, 0.0) + (end - start) / 1e6
+                for name, ms in sums.items():
+                    parts.setdefault(name.removeprefix("dlrm::"), []).append(ms)
+            turn = {
+                "ms": statistics.median(each),
+                "parts": {name: statistics.median(times) for name, times in parts.items()},
+                "waited": (_waited_s() - waited) / (time.perf_counter() - wall),
+            }
+            print(json.dumps(turn), flush=True)
     finally:
         trainer.close()
+
+
+def _by_turns(files: list[str], rounds: int) -> list[list[dict[str, Any]]]:
+    """Each file's run in a fresh process, some iterations of one, then of the other, ..."""
+    processes = []
+    with contextlib.ExitStack() as stack:
+        for file in files:
+            process = subprocess.Popen(
+                [sys.executable, __file__, "child", "serve", file],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            stack.callback(process.wait)
+            assert process.stdin is not None
+            stack.callback(process.stdin.close)
+            processes.append(process)
+        turns: list[list[dict[str, Any]]] = [[] for _ in files]
+        for process in processes:
+            if _answer(process) != "ready":
+                sys.exit("a run did not start")
+        for _ in range(rounds):
+            for process, kept in zip(processes, turns, strict=True):
+                assert process.stdin is not None
+                print(TURN, file=process.stdin, flush=True)
+                kept.append(json.loads(_answer(process)))
+    return turns
+
+
+def _answer(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        sys.exit("a run ended early")
+    return line.strip()
+
+
+def _medians(turns: list[dict[str, Any]]) -> dict[str, float]:
+    names = turns[0]["parts"]
     return {
-        "ms": statistics.median(each),
-        "parts": {name: statistics.median(times) for name, times in parts.items()},
-        "other_load": others,
+        name: statistics.median(turn["parts"].get(name, 0.0) for turn in turns) for name in names
     }
 
 
-def _busy_s() -> float:
-    """Seconds that all processors of the machine have been busy since it started."""
-    fields = list(map(int, Path("/proc/stat").read_text().splitlines()[0].split()[1:]))
-    user, nice, system, _, _, irq, softirq, *_ = fields
-    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+def _waited_s() -> float:
+    """Seconds that this thread was ready to run and had no core."""
+    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
 
 
 def _child(arguments: list[str], launcher: str = "") -> dict[str, Any]:
@@ -376,7 +425,6 @@ def _parameters(title: str, sections: dict[str, Any], threads: int) -> Parameter
 
 def _write(parameters: Parameters, file: Path) -> str:
     sections = parameters.to_sections()
-    sections["training"]["batches"] = WARMUP + ITERATIONS
     write_text(file, yaml.safe_dump(sections))
     return str(file)
 
@@ -394,13 +442,14 @@ def _versions() -> dict[str, str]:
     }
 
 
-ITERATIONS = 16
-
-CHILDREN = {"case": child_case, "predict": child_predict, "time": child_time}
+CHILDREN = {"case": child_case, "predict": child_predict}
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["child"]:
         kind, *given = sys.argv[2:]
-        print(json.dumps(CHILDREN[kind](*given)))
+        if kind == "serve":
+            child_serve(*given)
+        else:
+            print(json.dumps(CHILDREN[kind](*given)))
     else:
         main()

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -205,6 +206,14 @@ class DataLoop:
         finally:
             stop.set()
             thread.join()
+
+
+def waited_ns() -> int:
+    """Nanoseconds that this thread was ready to run and had no core; 0 where nobody says."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0
 
 
 def part_times(rows: list[tuple[str, int, int]], whole_ns: int, kept: tuple[str, ...]) -> Times:

@@ -60,6 +60,7 @@ __all__ = [
     "profile_parameters",
     "total",
     "unprofiled_ms",
+    "what_if_parts",
     "what_if_table",
 ]
 
@@ -123,6 +124,8 @@ def predict(profile: Profile, change: Mapping[str, Any]) -> Prediction:
             the message says what is missing.
     """
     leaves, gpu = plain_change(change)
+    if gpu is None and not leaves:
+        raise InputError("the change is empty; expected leaves such as training.batch_size")
     base = profile_parameters(profile)
     changed, notices = changed_parameters(base, leaves) if leaves else (base, [])
     parts = measured_parts(profile)
@@ -220,6 +223,34 @@ def what_if_table(
     columns = ["change", "now_ms", "low_ms", "mid_ms", "high_ms", "speedup_low", "speedup_mid"]
     table = pd.DataFrame(rows, columns=[*columns, "speedup_high", "method", "note"])
     return table.sort_values("speedup_mid", ascending=False, ignore_index=True)
+
+
+def what_if_parts(
+    profile: Profile, changes: Iterable[Mapping[str, Any]] | None = None
+) -> pd.DataFrame:
+    """The parts of every predicted step, of the step as it is first.
+
+    Returns:
+        ``change``, ``component``, ``time_ms``: for as many samples as an iteration has
+        now, so they sum to ``now_ms`` over the speedup. Changes without a prediction
+        are left out.
+    """
+    if changes is None:
+        changes = [probe["change"] for probe in _probes(profile)]
+    tables = [("as it is", measured_parts(profile).rename(columns={"now_ms": "time_ms"}))]
+    for change in changes:
+        try:
+            made = predict(profile, change)
+        except InputError:
+            continue
+        parts = made.parts.rename(columns={"then_ms": "time_ms"})
+        samples = made.samples_now / made.samples_then
+        parts["time_ms"] *= made.mid_ms * samples / parts["time_ms"].sum()
+        tables.append((_spelt(change), parts))
+    return pd.concat(
+        [table[["component", "time_ms"]].assign(change=name) for name, table in tables],
+        ignore_index=True,
+    )[["change", "component", "time_ms"]]
 
 
 def find_probe(profile: Profile, change: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
+from typing import Any
 
 import pandas as pd
 
@@ -12,6 +14,12 @@ from dlrm_core.errors import InputError
 from dlrm_core.profiling.profile import Profile
 
 KEYS = ["component", "phase"]
+
+LEAST_ITERATIONS = 5
+"""Undisturbed ones, fewer than which say less than all together."""
+
+DISTURBED = 0.05
+"""Share of an iteration spent waiting for a core above which others disturbed it."""
 
 
 def profile_parameters(profile: Profile) -> Parameters:
@@ -28,6 +36,9 @@ def profile_parameters(profile: Profile) -> Parameters:
 
 def unprofiled_ms(profile: Profile) -> float | None:
     """Median time of an iteration without the profiler, data included; None if unknown."""
+    calm = _undisturbed_ms(profile.meta.get("counters") or {})
+    if len(calm) >= LEAST_ITERATIONS:
+        return statistics.median(calm)
     each = profile.meta.get("unprofiled_iteration_ms")
     if each:
         return statistics.median(each)
@@ -37,6 +48,18 @@ def unprofiled_ms(profile: Profile) -> float | None:
         if made.get("unprofiled_ms_per_iteration"):
             return float(made["unprofiled_ms_per_iteration"])
     return None
+
+
+def _undisturbed_ms(counters: Mapping[str, list[Any]]) -> list[float]:
+    """Unprofiled iterations during which the thread hardly waited for a core, in ms."""
+    columns = [counters.get(name) for name in ("profiled", "wall_ms", "run_queue_ms")]
+    if not all(columns):
+        return []
+    return [
+        float(wall)
+        for profiled, wall, waited in zip(*columns, strict=False)
+        if not profiled and wall and waited is not None and waited < DISTURBED * wall
+    ]
 
 
 def measured_parts(profile: Profile) -> pd.DataFrame:
