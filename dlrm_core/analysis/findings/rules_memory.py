@@ -103,8 +103,8 @@ def growth(changes: np.ndarray) -> tuple[float, bool]:
     """
     slope = float(np.mean(changes))
     usual = float(np.median(changes))
-    if usual > 0:
-        return min(slope, usual) if slope > 4 * usual else slope, slope > 0
+    if usual > 0.1 * slope > 0:
+        return min(slope, 4 * usual), True
     line = np.arange(len(changes) + 1) * slope
     total = np.concatenate([[0.0], np.cumsum(changes)])
     away = np.abs(total - line).max()
