@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Protocol
 
 from dlrm_core.config import TrainingConfig
-from dlrm_core.embeddings.tables import EmbeddingTables
+from dlrm_core.embeddings.tables import Backend, EmbeddingTables
 from dlrm_core.embeddings.torch_backend import torch_optimizer
+from dlrm_core.errors import InputError
 
 
 class Update(Protocol):
@@ -30,4 +31,21 @@ def attach(tables: EmbeddingTables, config: TrainingConfig) -> Update:
         ValueError: 'auto', which :func:`dlrm_core.embeddings.choose.choose` resolves.
     """
     tables.backend = None
-    return torch_optimizer(tables, config.optimizer, config.learning_rate)
+    if config.embedding_backend == "torch":
+        return torch_optimizer(tables, config.optimizer, config.learning_rate)
+    if config.embedding_backend == "fused":
+        tables.backend = _fused(tables, config)
+        return tables.backend
+    raise ValueError(f"embedding_backend {config.embedding_backend!r} names no one back end")
+
+
+def _fused(tables: EmbeddingTables, config: TrainingConfig) -> Backend:
+    device = tables.weights[0].device.type
+    if device != "cpu":
+        raise InputError(
+            f"training.embedding_backend is 'fused', but the tables are on {device}, and the "
+            "fused back end exists on the CPU only: choose torch"
+        )
+    from dlrm_core.embeddings.fused_cpu import FusedCpu
+
+    return FusedCpu(tables, config.optimizer, config.learning_rate, config.embedding_update)

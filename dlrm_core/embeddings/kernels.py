@@ -15,11 +15,11 @@ other widths are done 64, 16 and then 1 column at a time.
 
 from __future__ import annotations
 
-from numba import njit
-
+from dlrm_core.embeddings.checks import BAD_INDEX, BAD_OFFSET, NO_FAULT
 from dlrm_core.embeddings.vectors import (
     add,
     atomic_add_int,
+    compiled,
     load_float,
     load_int,
     load_vector,
@@ -54,34 +54,33 @@ PLAN = 16  # UNITS x 3: table, slice, number of slices
 FAULTS = 17  # forward: UNITS x 2: kind of fault (0: none), position
 SCRATCH = 18  # per thread or per lookup, as the kernel says
 AHEAD = 19  # how many lookups ahead a row is prefetched
+STEP = 22  # bytes from one prefetch of a row to the next
 KEYS = 20  # sorted kernels: 2 x N int64
 KIND = 21  # sorted kernels: 0 Adagrad, 1 row-wise Adagrad
-FIELDS = 22
-
-NO_FAULT, BAD_INDEX, BAD_OFFSET = 0, 1, 2
+FIELDS = 23
 
 _HASH = 0x9E3779B1  # 2^32 / golden ratio: spreads neighbouring rows over the owners
 
 
-@njit
+@compiled
 def field(job, number):
     """One field of a job."""
     return load_int(job + 8 * number)
 
 
-@njit
+@compiled
 def item(array, place):
     """One int64 of an array."""
     return load_int(array + 8 * place)
 
 
-@njit
+@compiled
 def take_unit(job):
     """The next unit of work, or one past the last."""
     return atomic_add_int(job + 8 * NEXT_UNIT, 1)
 
 
-@njit
+@compiled
 def bag_begin(job, table, bag):
     """Where a bag begins among all lookups; the bag behind the last ends the table."""
     starts = field(job, STARTS)
@@ -91,7 +90,7 @@ def bag_begin(job, table, bag):
     return item(starts, table) + item(field(job, OFFSETS), table * bags + bag)
 
 
-@njit
+@compiled
 def owner(row, slices):
     """Which of ``slices`` owns a row: a hash, so that hot neighbours are spread."""
     if slices == 1:
@@ -99,15 +98,15 @@ def owner(row, slices):
     return (((row * _HASH) & 0xFFFFFFFF) * slices) >> 32
 
 
-@njit
-def warm(address, size):
+@compiled
+def warm(address, size, step):
     """Prefetch ``size`` bytes (to be written as well: prefetching for writing is slower)."""
-    for line in range(0, size, 64):
+    for line in range(0, size, step):
         prefetch(address + line)
 
 
-@njit
-def sum_bag(table, rows, dim, indices, begin, end, last, out, ahead):
+@compiled
+def sum_bag(table, rows, dim, indices, begin, end, last, out, ahead, step):
     """Sum rows ``indices[begin:end]`` into ``out``; the position of a bad index, or -1."""
     size = 4 * dim
     column = 0
@@ -115,7 +114,7 @@ def sum_bag(table, rows, dim, indices, begin, end, last, out, ahead):
         a, b, c, d = zeros(), zeros(), zeros(), zeros()
         here = table + 4 * column
         for i in range(begin, end):
-            warm(here + item(indices, min(i + ahead, last)) * size, 256)
+            warm(here + item(indices, min(i + ahead, last)) * size, 256, step)
             row = item(indices, i)
             if row < 0 or row >= rows:
                 return i
@@ -161,7 +160,7 @@ def forward(job):
     tables, bags, dim = field(job, TABLES), field(job, BAGS), field(job, DIM)
     weights, rows, starts = field(job, WEIGHTS), field(job, ROWS), field(job, STARTS)
     indices, pooled, ahead = field(job, INDICES), field(job, POOLED), field(job, AHEAD)
-    units, faults = field(job, UNITS), field(job, FAULTS)
+    units, faults, step = field(job, UNITS), field(job, FAULTS), field(job, STEP)
     unit = take_unit(job)
     while unit < units:
         first = tables * bags * unit // units
@@ -186,6 +185,7 @@ def forward(job):
                     last,
                     out,
                     ahead,
+                    step,
                 )
                 if bad >= 0:
                     fault, where = BAD_INDEX, bad
@@ -196,8 +196,8 @@ def forward(job):
         unit = take_unit(job)
 
 
-@njit
-def subtract_bag(table, dim, indices, begin, end, last, gradient, rate, ahead, mine, slices):
+@compiled
+def subtract_bag(table, dim, indices, begin, end, last, gradient, rate, ahead, step, mine, slices):
     """w[row] -= rate g for each lookup of a bag whose row belongs to slice ``mine``."""
     size = 4 * dim
     rates = splat(rate)
@@ -212,7 +212,7 @@ def subtract_bag(table, dim, indices, begin, end, last, gradient, rate, ahead, m
         for i in range(begin, end):
             soon = item(indices, min(i + ahead, last))
             if slices == 1 or owner(soon, slices) == mine:
-                warm(here + soon * size, 256)
+                warm(here + soon * size, 256, step)
             row = item(indices, i)
             if slices == 1 or owner(row, slices) == mine:
                 p = here + row * size
@@ -253,7 +253,7 @@ def sgd_owned(job):
     bags, dim, units = field(job, BAGS), field(job, DIM), field(job, UNITS)
     weights, starts, indices = field(job, WEIGHTS), field(job, STARTS), field(job, INDICES)
     gradients, strides = field(job, GRADIENTS), field(job, STRIDES)
-    plan, ahead = field(job, PLAN), field(job, AHEAD)
+    plan, ahead, step = field(job, PLAN), field(job, AHEAD), field(job, STEP)
     rate = load_float(field(job, RATES))
     unit = take_unit(job)
     while unit < units:
@@ -271,6 +271,7 @@ def sgd_owned(job):
                 item(gradients, table) + bag * item(strides, table),
                 rate,
                 ahead,
+                step,
                 mine,
                 slices,
             )

@@ -16,6 +16,7 @@ from torch import nn
 from dlrm_core.data.batch import Batch
 
 _HUGE_PAGE = 1 << 21
+_PAIR_OF_LINES = 128
 _MADV_HUGEPAGE = 14  # linux/mman.h
 
 
@@ -54,7 +55,7 @@ class EmbeddingTables(nn.Module):
         self.tables = nn.ModuleList(
             # the weights are filled by the caller; the default filling costs seconds a table
             nn.EmbeddingBag(
-                rows, dim, mode="sum", sparse=True, _weight=_empty_table(rows, dim, huge_pages)
+                rows, dim, mode="sum", sparse=True, _weight=empty_table(rows, dim, huge_pages)
             )
             for rows in table_rows
         )
@@ -74,11 +75,15 @@ class EmbeddingTables(nn.Module):
         ]
 
 
-def _empty_table(rows: int, dim: int, huge_pages: bool) -> torch.Tensor:
-    weight = torch.empty(rows, dim)
-    if huge_pages and weight.device.type == "cpu" and sys.platform == "linux":
-        _advise_huge_pages(weight)
-    return weight
+def empty_table(rows: int, dim: int, huge_pages: bool) -> torch.Tensor:
+    """Memory for a table (rows, dim) float32, on huge pages where asked for and offered."""
+    if not huge_pages or torch.empty(0).device.type != "cpu" or sys.platform != "linux":
+        return torch.empty(rows, dim)
+    memory = torch.empty(rows * dim + _PAIR_OF_LINES // 4)
+    _advise_huge_pages(memory)
+    # a row of 64 floats is then two aligned pairs of cache lines, which CPUs fetch together
+    skipped = -memory.data_ptr() % _PAIR_OF_LINES // 4
+    return memory[skipped : skipped + rows * dim].view(rows, dim)
 
 
 def _advise_huge_pages(weight: torch.Tensor) -> None:

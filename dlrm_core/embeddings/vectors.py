@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.core.cgutils import get_or_insert_function
 from numba.extending import intrinsic, models, register_model
 
@@ -23,6 +23,10 @@ LANES = 16
 
 _I8, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _VECTOR = ir.VectorType(_F32, LANES)
+
+
+compiled = njit(error_model="numpy")
+"""Decorates what kernels call. Division by zero gives inf, as in C: nothing here can raise."""
 
 
 class Vector(types.Type):
