@@ -366,7 +366,7 @@ def findings_matrix(found: pd.DataFrame) -> Table | Text:
     """Which finding is there at which point, with its share of the step.
 
     Args:
-        found: index title, a column a point, NaN where a finding is not.
+        found: index the rule, a column a point, NaN where it did not fire.
     """
     if found.empty:
         return Text("No rule found a bottleneck at any point.")
@@ -378,7 +378,7 @@ def findings_matrix(found: pd.DataFrame) -> Table | Text:
         )
         for title, values in zip(found.index, found.to_numpy().tolist(), strict=True)
     ]
-    return Table(["finding", *map(str, found.columns), "along the grid"], rows)
+    return Table(["finding", *(f"at {number}" for number in found.columns), "along the grid"], rows)
 
 
 def _appearance(values: Sequence[float]) -> str:

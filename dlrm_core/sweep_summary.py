@@ -35,7 +35,7 @@ class SweepSummary:
         times: time of each part at each point, see :func:`~.analysis.ensemble.part_table`.
         settings: what differs between the points.
         curves: leaf to fitted laws of the parts; laws: the same as a table.
-        findings: index title, a column a point (its number), share of the step or NaN.
+        findings: index the rule, a column a point (its number), share of the step or NaN.
     """
 
     def __init__(self, folder: Path | str) -> None:
@@ -79,7 +79,7 @@ class SweepSummary:
         columns = {}
         for label, profile in self.profiles.items():
             found = findings(profile, attribute(profile))
-            columns[numbers[label]] = {f.title: f.share_of_step for f in found}
+            columns[numbers[label]] = {f.id.replace("_", " "): f.share_of_step for f in found}
         table = pd.DataFrame(columns, dtype=float)
         largest = table.max(axis=1).sort_values(ascending=False)
         return table.reindex(largest.index)

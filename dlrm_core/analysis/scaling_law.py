@@ -34,6 +34,9 @@ FLAT = 0.1
 LEAST = 4
 """Distinct sizes that three unknowns need before they can be tested."""
 
+OPEN = 2.0
+"""An exponent's interval wider than this leaves the law open."""
+
 DECISIVE = 0.5
 """An exponent's interval wider than this decides nothing."""
 
@@ -51,7 +54,7 @@ class Law:
     r2: float
     """Share of the (relative) scatter that the law explains; NaN of a constant."""
     kind: str
-    """``constant``, ``linear``, ``power``, ``unsettled`` (too few sizes to say)."""
+    """``constant``, ``linear``, ``power``, ``unsettled`` (too few sizes, or too much scatter, to say)."""
     slope: float
     """Mean slope in the log-log picture, from the smallest size to the largest: doubling the
     size takes 2^slope times as long."""
@@ -77,8 +80,8 @@ class Law:
             return f"does not depend on {name} {between}"
         if self.kind == "unsettled":
             return (
-                f"{self.points} sizes cannot settle a law; a doubling takes "
-                f"{2**self.slope:.2f} times as long on average {between}"
+                f"{self.points} points with this scatter leave the law open; on average a "
+                f"doubling takes {2**self.slope:.2f} times as long {between}"
             )
         e = self.exponent
         bounds = f"exponent {e.mid:.2f}, {e.low:.2f} to {e.high:.2f}"
@@ -149,6 +152,8 @@ def fit_law(
         square, a, b, c = bare[0], 0.0, bare[1], bare[2]
     low, high = min(low, c), max(high, c)
     exponent = Interval(low, best if kind == "linear" else c, high, CONFIDENCE)
+    if high - low > OPEN:
+        kind = "unsettled"
     r2 = 1 - square / total if total > 0 else math.nan
     return Law(a, b / scale**c, c, exponent, r2, kind, slope, *ends)
 
