@@ -12,6 +12,7 @@ from dlrm_core.config import Parameters
 from dlrm_core.errors import InputError
 
 FLOAT_BYTES = 4
+HALF_BYTES = 2
 INDEX_BYTES = 8
 
 
@@ -27,27 +28,43 @@ class MemoryItem:
 def forecast_memory(parameters: Parameters) -> list[MemoryItem]:
     """What one training process allocates on its device at its peak.
 
-    Formulas (fp32, SGD; B batch, d embedding width, k mean bag size):
-    table R d 4; MLP 4 sum(n m + m), and as much again for gradients;
-    activations and their gradients 2 * 4 B (sum of layer widths + F d + F^2);
+    Formulas (SGD; B batch, d embedding width, k mean bag size; b bytes of a number of
+    ``training.precision``, M rows of a micro-batch, else B):
+    table R d 4; MLP 4 sum(n m + m), as much again for gradients, in bf16 and fp16 also
+    b sum(n m + m) for their copy; activations and their gradients
+    2 b M (sum of layer widths + F d + F^2), with b or M less than 4 and B also
+    2 * 4 B T d for pooled vectors and their gradients, which stay whole and fp32;
     batch B (D + 1) 4 + T B (k + 1) 8; sparse gradients of an embedding T B k (4 d + 8).
     """
     model, data = parameters.model, parameters.data
     size, dim = parameters.training.batch_size, model.embedding_dim
+    rows = min(size, parameters.training.micro_batch or size)
+    number = FLOAT_BYTES if parameters.training.precision == "fp32" else HALF_BYTES
     items = [
-        MemoryItem(f"embedding table {t}", f"{rows:,} x {dim}", rows * dim * FLOAT_BYTES)
-        for t, rows in enumerate(model.table_rows)
+        MemoryItem(f"embedding table {t}", f"{length:,} x {dim}", length * dim * FLOAT_BYTES)
+        for t, length in enumerate(model.table_rows)
     ]
     for name, widths in (("bottom MLP", model.bottom_widths), ("top MLP", model.top_widths)):
         weights = sum(n * m + m for n, m in itertools.pairwise(widths))
         shape = "-".join(map(str, widths))
-        items.append(MemoryItem(f"{name} weights and gradients", shape, 2 * weights * FLOAT_BYTES))
+        copied = number if number < FLOAT_BYTES else 0
+        total = weights * (2 * FLOAT_BYTES + copied)
+        items.append(MemoryItem(f"{name} weights and gradients", shape, total))
     features = len(model.table_rows) + 1
     width = sum(model.bottom_widths) + sum(model.top_widths) + features * (dim + features)
     items.append(
-        MemoryItem("activations and gradients", f"{size:,} x {width:,}", 2 * size * width * 4)
+        MemoryItem("activations and gradients", f"{rows:,} x {width:,}", 2 * rows * width * number)
     )
-    looked_up = sum(size * mean_bag_size(parameters, rows) for rows in model.table_rows)
+    if number < FLOAT_BYTES or rows < size:
+        pooled = (features - 1) * dim
+        items.append(
+            MemoryItem(
+                "pooled vectors and gradients",
+                f"{size:,} x {pooled:,}",
+                2 * size * pooled * FLOAT_BYTES,
+            )
+        )
+    looked_up = sum(size * mean_bag_size(parameters, length) for length in model.table_rows)
     assert model.dense_features is not None
     batch = size * (model.dense_features + 1) * FLOAT_BYTES
     batch += int((looked_up + size * len(model.table_rows)) * INDEX_BYTES)

@@ -27,6 +27,18 @@ PRESETS = Path(__file__).resolve().parent.parent / "parameters"
 TOLERANCE = 1e-4
 """Largest relative error of a GPU's fp32 weights and losses against the CPU's."""
 
+OPTIONS: dict[str, tuple[dict[str, Any], float]] = {
+    "tf32": ({"tf32": True}, 1e-2),
+    "bf16": ({"precision": "bf16"}, 5e-2),
+    "fp16": ({"precision": "fp16"}, 5e-2),
+    "micro-batches": ({"micro_batch": 200}, TOLERANCE),
+    "fused optimizer": ({"fused_optimizer": True}, TOLERANCE),
+    "CUDA graphs": ({"cuda_graphs": True}, TOLERANCE),
+    "CUDA graphs, bf16": ({"cuda_graphs": True, "precision": "bf16"}, 5e-2),
+    "torch.compile": ({"compile": True}, TOLERANCE),
+}
+"""Options of ``training`` and the largest relative error of weights and losses they may make."""
+
 
 def gpu_check(arguments: argparse.Namespace) -> int:
     """Check, time and record; exit code 1 if the GPU disagrees with the CPU.
@@ -59,8 +71,6 @@ def check(device: torch.device) -> dict[str, Any]:
     Works on any device, so that its logic is tested where there is no GPU.
     """
     seed = int(time.time())
-    # TF32 would round the very products that are compared
-    torch.backends.cuda.matmul.allow_tf32 = False
     checks = []
     for interaction in ("dot", "cat"):
         for loss in ("mse", "bce", "wbce"):
@@ -76,6 +86,7 @@ def check(device: torch.device) -> dict[str, Any]:
         error = _generator_error(device, exponent, seed)
         name = "uniform" if exponent is None else "zipf"
         checks.append({"name": f"{name} batches", "error": error, "ok": error < 0.01})
+    checks += _option_checks(device, seed)
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "seed": seed,
@@ -89,16 +100,31 @@ def check(device: torch.device) -> dict[str, Any]:
     }
 
 
+def _option_checks(device: torch.device, seed: int) -> list[dict[str, Any]]:
+    """Each option of the dense part on the device, against plain fp32 on the CPU."""
+    checks = []
+    for name, (options, tolerance) in OPTIONS.items():
+        error = _training_error(device, "dot", "mse", seed, options)
+        checks.append({"name": f"20 steps, {name}", "error": error, "ok": error < tolerance})
+    return checks
+
+
 def timings() -> dict[str, dict[str, float]]:
     """Milliseconds an iteration of the experiment, plain and with data made on the GPU."""
     seed = load_parameters(PRESETS / "seed.yaml", ["training.device=cuda"])
     on_device = dataclasses.replace(seed.data, generator="uniform", place="device")
     rows = {}
-    for name, parameters in {
+    cases = {
         "experiment": seed,
         "experiment, data made on the GPU": dataclasses.replace(seed, data=on_device),
-    }.items():
-        training = dataclasses.replace(seed.training, batches=30)
+    }
+    for name, (options, _) in OPTIONS.items():
+        training = dataclasses.replace(seed.training, **options)
+        cases[f"data made on the GPU, {name}"] = dataclasses.replace(
+            seed, data=on_device, training=training
+        )
+    for name, parameters in cases.items():
+        training = dataclasses.replace(parameters.training, batches=30)
         result = train(dataclasses.replace(parameters, training=training), progress=False)
         times = result.iteration_ms[5:]
         waits = result.data_ms[5:]
@@ -133,11 +159,20 @@ def _small(device: torch.device, interaction: str, loss: str, seed: int) -> Para
     )
 
 
-def _training_error(device: torch.device, interaction: str, loss: str, seed: int) -> float:
+def _training_error(
+    device: torch.device,
+    interaction: str,
+    loss: str,
+    seed: int,
+    options: dict[str, Any] | None = None,
+) -> float:
     """Largest relative difference of any weight tensor and of the losses after 20 steps."""
     results = []
-    for where in (torch.device("cpu"), device):
-        trainer = Trainer(_small(where, interaction, loss, seed))
+    # the options are the device's: the CPU computes what is right
+    for where, chosen in ((torch.device("cpu"), {}), (device, options or {})):
+        small = _small(where, interaction, loss, seed)
+        training = dataclasses.replace(small.training, **chosen)
+        trainer = Trainer(dataclasses.replace(small, training=training))
         losses = torch.tensor(trainer.train().losses, dtype=torch.float64)
         trainer.close()
         weights = [weight.detach().cpu().double() for weight in trainer.model.parameters()]

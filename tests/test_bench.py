@@ -14,7 +14,7 @@ from dlrm_core.bench_cases import GROWTH, growth_cases, shape_cases
 from dlrm_core.bench_runs import Run
 from dlrm_core.config import load_parameters, parameters_from_sections
 from dlrm_core.errors import InputError
-from dlrm_core.gpu_check import check, gpu_check
+from dlrm_core.gpu_check import OPTIONS, check, gpu_check
 from dlrm_core.touched import changed_parameters
 
 SMALL = {
@@ -133,7 +133,7 @@ def test_the_command_writes_json(tmp_path):
 
 def test_the_gpu_checks_pass_against_the_cpu_itself():
     results = check(torch.device("cpu"))
-    assert len(results["checks"]) == 8
+    assert len(results["checks"]) == 8 + len(OPTIONS)
     for row in results["checks"]:
         assert row["ok"], row
 
