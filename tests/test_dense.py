@@ -49,8 +49,8 @@ def losses_of(model=None, **training):
     return torch.tensor(trainer_of(model, **training).train().losses)
 
 
-def gradients_after_one_step(**training):
-    trainer = trainer_of(**training)
+def gradients_after_one_step(model=None, **training):
+    trainer = trainer_of(model, **training)
     loss = trainer.iterate()
     dense = [weight.grad for weight in trainer.step.dense.weights]
     return [loss, *dense, *(w.grad.to_dense() for w in trainer.model.embeddings.weights)]
@@ -164,15 +164,14 @@ def test_an_overflow_skips_the_whole_step_and_is_counted():
 def test_the_loss_scale_rescues_small_gradients():
     """The same small gradients in fp16, without and with a scale, against fp32's."""
     errors = []
-    exact = gradients_after_one_step(batch_size=4096, micro_batch=4096)[1:]
+    model = {"loss": "wbce", "loss_weights": [1e-4, 1e-4]}
+    exact = gradients_after_one_step(model)[1:]
     for scale in (1.0, 65536.0):
-        low = gradients_after_one_step(
-            batch_size=4096, micro_batch=4096, precision="fp16", loss_scale=scale
-        )[1:]
+        low = gradients_after_one_step(model, precision="fp16", loss_scale=scale)[1:]
         errors.append(
             max(float((a - b).norm() / b.norm()) for a, b in zip(low, exact, strict=True))
         )
-    assert errors[1] < 0.03 and errors[1] < 0.5 * errors[0]
+    assert errors[1] < 0.03 < 0.2 < errors[0]
 
 
 def test_compiled_parts_train_as_plain_ones_or_say_why_not():
