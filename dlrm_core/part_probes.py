@@ -151,6 +151,7 @@ class _Bench:
     def change(self, change: dict[str, Any], seconds: float) -> dict[str, Any]:
         """The touched parts before and after one change."""
         result: dict[str, Any] = {"change": change, "parts": {}, "base": {}, "spread": {}}
+        result["notices"] = []
         started = time.perf_counter()
         try:
             changed, result["notices"] = changed_parameters(self.parameters, change)
@@ -167,7 +168,6 @@ class _Bench:
                 result["overlap"] = self._overlap(changed)
         except InputError as error:
             result |= {"refused": str(error), "parts": {}, "base": {}, "spread": {}}
-            result.setdefault("notices", [])
         finally:
             apply_settings(self.parameters)
         result["seconds"] = time.perf_counter() - started
@@ -203,9 +203,9 @@ class _Bench:
         seconds: float,
         result: dict[str, Any],
     ) -> None:
-        before, after = interleave(
-            [self._base_loop(half), self._changed_loop(half, changed)], seconds
-        )
+        loop = self._changed_loop(half, changed)
+        result["notices"] += [text for text in loop.notices if text not in result["notices"]]
+        before, after = interleave([self._base_loop(half), loop], seconds)
         now, then, spread = medians(before), medians(after), ratio_errors(before, after)
         for component, phases in then.items():
             if component in SHARED:

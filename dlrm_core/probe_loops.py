@@ -27,7 +27,7 @@ from dlrm_core.config import ModelConfig, Parameters
 from dlrm_core.data.loader import make_generator
 from dlrm_core.model import DLRM, ClickLoss
 from dlrm_core.parts import log_spans, parse_span
-from dlrm_core.precision import set_fp32_matmul
+from dlrm_core.precision import set_fp32_matmul, set_tf32
 from dlrm_core.step import TrainingStep
 
 Times = dict[str, dict[str, float]]
@@ -142,13 +142,16 @@ class StepLoop:
     ) -> None:
         self.half = half
         self.parameters = reduced(parameters, half)
-        apply_settings(self.parameters)
+        self.notices = apply_settings(self.parameters)
         generator = make_generator(self.parameters, torch.device("cpu"))
         self.batches = [generator.next_batch() for _ in range(self.BATCHES)]
-        lent = tables_from.model if tables_from is not None else None
-        self.model: DLRM = _model(self.parameters.model, lent)
+        self.huge_pages = self.parameters.training.embedding_backend != "torch"
+        can_lend = tables_from is not None and tables_from.huge_pages == self.huge_pages
+        lent = tables_from.model if tables_from is not None and can_lend else None
+        self.model: DLRM = _model(self.parameters.model, lent, self.huge_pages)
         loss = ClickLoss(self.parameters.model.loss, self.parameters.model.loss_weights)
         self.step = TrainingStep(self.model, loss, self.parameters.training)
+        self.notices += self.step.dense.notices
         other = "sparse" if half == "dense" else "dense"
         self.scrub = Scrubber(half_bytes(parameters, other))
         self._turn = 0
@@ -169,7 +172,7 @@ class DataLoop:
     """The generator of a run, alone."""
 
     def __init__(self, parameters: Parameters) -> None:
-        apply_settings(parameters)
+        self.notices = apply_settings(parameters)
         data = dataclasses.replace(parameters.data, loader="synchronous", place="cpu")
         alone = dataclasses.replace(parameters, data=data)
         self.parameters = parameters
@@ -233,17 +236,20 @@ def part_times(rows: list[tuple[str, int, int]], whole_ns: int, kept: tuple[str,
     return times
 
 
-def apply_settings(parameters: Parameters) -> None:
-    """Set what is global in torch, as :class:`~dlrm_core.training.Trainer` does."""
+def apply_settings(parameters: Parameters) -> list[str]:
+    """Set what is global in torch, as :class:`~dlrm_core.training.Trainer` does; its notices."""
     training = parameters.training
     if training.threads is not None and training.threads != torch.get_num_threads():
         torch.set_num_threads(training.threads)
-    set_fp32_matmul(training.fp32_matmul, parameters.model, torch.device("cpu"))
+    device = torch.device("cpu")
+    return set_fp32_matmul(training.fp32_matmul, parameters.model, device) + set_tf32(
+        training.tf32, device
+    )
 
 
-def _model(config: ModelConfig, tables_from: DLRM | None) -> DLRM:
+def _model(config: ModelConfig, tables_from: DLRM | None, huge_pages: bool) -> DLRM:
     """A model with any weights: drawing them would take longer than the probe."""
-    model = DLRM(config)
+    model = DLRM(config, huge_pages)
     given = list(tables_from.embeddings.weights) if tables_from is not None else []
     own = list(model.embeddings.weights)
     with torch.no_grad():
