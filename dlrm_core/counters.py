@@ -2,8 +2,9 @@
 
 Times of a step say how long; these say what the thread did meanwhile: computed, stood
 in the run queue because something else had its core, or slept. Linux's own counters,
-read at an iteration's end from files that stay open (about 30 microseconds in all),
-so they can stay on while the times that matter are taken.
+read at an iteration's end from files that stay open. That takes about a tenth of a
+millisecond, most of it because an iteration has driven the kernel's code out of the
+caches, so counting can stay on while the times that matter are taken.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,11 +25,11 @@ import torch
 
 PROC = Path("/proc")
 
-MAX_SYSTEM_COST_S = 40e-6
-"""A reading of /proc/stat dearer than this (it grows with the machine) is taken rarely."""
+SPARING = 1000
+"""What may be interpolated is read once in so many times its own cost: 0.1 % of the time."""
 
-SYSTEM_INTERVAL = 200
-"""... at most every so many times its own cost, so it takes no more than 0.5 % of the time."""
+FEW_THREADS_S = 60e-6
+"""Clocks of all threads read faster than this are read at every iteration."""
 
 MAX_DEBT_TICKS = 4
 """Per CPU: how far the system's count, in ticks, may lag behind our own exact one."""
@@ -38,15 +38,6 @@ POOL_NAMES = ("pt_", "omp", "OMP")
 """How the names of native worker threads begin, besides the process's own name."""
 
 _TICK_MS = 1e3 / os.sysconf("SC_CLK_TCK")
-
-
-@dataclass(frozen=True)
-class _Reading:
-    """All counters at one moment; cumulative but for the bytes in use."""
-
-    values: dict[str, float]
-    threads_ns: dict[int, int]
-    """CPU time of each thread by its native id."""
 
 
 class IterationCounters:
@@ -89,18 +80,24 @@ class IterationCounters:
         self._gc_s = 0.0
         self._gc_began = 0.0
         gc.callbacks.append(self._collected)
+        self._process_name = self._thread_name(os.getpid())
         self._names: dict[int, tuple[str, str]] = {}
         """Name and kind of each thread seen, by native id."""
-        self._seen: dict[int, int] = {}
-        """How many readings each thread was in."""
-        self._process_name = self._thread_name(os.getpid())
+        self._clocks: dict[int, int] = {}
+        """Of the threads that live, native id to the kernel's clock."""
+        self._fleeting: set[int] = set()
+        """Threads that ended right after they were found."""
+        self._threads: list[tuple[float, dict[int, int]]] = []
+        """Moment in ms, CPU nanoseconds of each thread."""
+        self._listed_ms: list[float] = []
+        """When the threads were listed."""
         self._system: list[tuple[float, float, float]] = []
-        """Readings of /proc/stat: moment in ms, busy ms of all CPUs, stolen ms."""
-        self._system_cost_s = 0.0
-        self._ends_ms: list[float] = []
-        self._before: _Reading | None = None
+        """Moment in ms, busy ms of all CPUs, stolen ms."""
+        self._due_ms = {"listing": 0.0, "clocks": 0.0, "system": 0.0}
+        """When each is to be read again."""
+        self._before: dict[str, float] = {}
         self._rows: list[dict[str, float]] = []
-        self._threads_ns: list[dict[int, int]] = []
+        self._ends_ms: list[float] = []
         self._labels: list[tuple[int, bool]] = []
 
     def __enter__(self) -> IterationCounters:
@@ -124,6 +121,8 @@ class IterationCounters:
 
     def start(self) -> None:
         """An iteration begins now; what happened since the last one counts to none."""
+        self._due_ms = dict.fromkeys(self._due_ms, 0.0)
+        self._read_sparingly(time.perf_counter_ns() / 1e6)
         self._before = self._read()
 
     def snapshot(self, iteration: int, profiled: bool = False) -> None:
@@ -136,18 +135,16 @@ class IterationCounters:
         began = time.perf_counter()
         now = self._read()
         before = self._before or now
-        row = {
-            name: value if name in _LEVELS else value - before.values[name]
-            for name, value in now.values.items()
-            if name in before.values
-        }
-        self._rows.append(row)
-        self._threads_ns.append(
-            {tid: ns - before.threads_ns.get(tid, 0) for tid, ns in now.threads_ns.items()}
+        self._rows.append(
+            {
+                name: value if name in _LEVELS else value - before[name]
+                for name, value in now.items()
+            }
         )
         self._labels.append((iteration, profiled))
-        self._ends_ms.append(now.values["wall_ms"])
+        self._ends_ms.append(now["wall_ms"])
         self._before = now
+        self._read_sparingly(now["wall_ms"])
         self.cost_s.append(time.perf_counter() - began)
 
     def cost_ms(self) -> float | None:
@@ -158,37 +155,34 @@ class IterationCounters:
         """One list a counter, one entry an iteration, in the order in which they ran."""
         if not self._rows:
             return {}
-        names = [name for name in self._rows[0] if all(name in row for row in self._rows)]
         columns: dict[str, list[Any]] = {
             "iteration": [iteration for iteration, _ in self._labels],
             "profiled": [profiled for _, profiled in self._labels],
         }
-        columns |= {name: [row[name] for row in self._rows] for name in names}
-        for name in _INTEGERS:
-            if name in columns:
-                columns[name] = [round(value) for value in columns[name]]
-        pool = [
-            sum(ns for tid, ns in threads.items() if self._kind(tid) == "pool") / 1e6
-            for threads in self._threads_ns
-        ]
-        columns["pool_cpu_ms"] = pool
-        columns["other_threads_cpu_ms"] = [
-            max(0.0, process - own - workers)
-            for process, own, workers in zip(
-                columns["process_cpu_ms"], columns["thread_cpu_ms"], pool, strict=True
-            )
-        ]
+        columns |= {name: [row[name] for row in self._rows] for name in self._rows[0]}
+        for name in _INTEGERS & columns.keys():
+            columns[name] = [round(value) for value in columns[name]]
         if "run_queue_ms" in columns:
+            times = (columns[name] for name in ("wall_ms", "thread_cpu_ms", "run_queue_ms"))
             columns["blocked_ms"] = [
-                max(0.0, wall - cpu - queue)
-                for wall, cpu, queue in zip(
-                    columns["wall_ms"],
-                    columns["thread_cpu_ms"],
-                    columns["run_queue_ms"],
-                    strict=True,
-                )
+                max(0.0, wall - cpu - queue) for wall, cpu, queue in zip(*times, strict=True)
             ]
-        return columns | self._system_columns(columns)
+        self._read_last()
+        moments, tids, used = self._thread_times()
+        pool = used[:, [self._kind(tid) == "pool" for tid in tids]].sum(axis=1)
+        pool_ms = self._in_iterations(moments, pool) / 1e6
+        known = pool_ms + columns["thread_cpu_ms"]
+        columns["pool_cpu_ms"] = pool_ms.tolist()
+        columns["other_threads_cpu_ms"] = np.maximum(
+            0.0, columns["process_cpu_ms"] - known
+        ).tolist()
+        if len(self._system) > 1:
+            moments, busy, stolen = np.array(self._system).T
+            columns["other_processes_cpu_ms"] = _without_ours(
+                self._in_iterations(moments, busy), columns["process_cpu_ms"]
+            )
+            columns["stolen_ms"] = self._in_iterations(moments, stolen).tolist()
+        return columns
 
     def threads(self) -> list[dict[str, Any]]:
         """CPU time of every thread, per iteration, most first.
@@ -200,23 +194,22 @@ class IterationCounters:
             'pool' (a nameless native thread or one of torch's: it works for whoever calls
             an operator) or 'other' (a driver's, say).
         """
-        plain = [
-            threads
-            for threads, (_, profiled) in zip(self._threads_ns, self._labels, strict=True)
-            if not profiled
-        ] or self._threads_ns
-        total: dict[int, int] = {}
-        for threads in plain:
-            for tid, ns in threads.items():
-                total[tid] = total.get(tid, 0) + ns
+        if not self._rows:
+            return []
+        self._read_last()
+        plain = np.array([not profiled for _, profiled in self._labels])
+        chosen = plain if plain.any() else ~plain
+        moments, tids, used = self._thread_times()
         rows = [
             {
                 "name": self._names[tid][0],
                 "tid": tid,
-                "cpu_ms_per_iteration": ns / 1e6 / len(plain),
+                "cpu_ms_per_iteration": float(
+                    self._in_iterations(moments, used[:, i])[chosen].mean() / 1e6
+                ),
                 "kind": self._kind(tid),
             }
-            for tid, ns in total.items()
+            for i, tid in enumerate(tids)
         ]
         return sorted(rows, key=lambda row: -row["cpu_ms_per_iteration"])
 
@@ -225,15 +218,15 @@ class IterationCounters:
         columns = self.columns()
         return {
             "counters": columns,
-            "threads_cpu": self.threads() if columns else [],
+            "threads_cpu": self.threads(),
             "counters_cost_ms": self.cost_ms(),
             "not_measured": {f"counters.{name}": why for name, why in self.not_measured.items()},
         }
 
     # ---- reading ------------------------------------------------------------------
 
-    def _read(self, new_series: bool = False) -> _Reading:
-        """Everything at one moment: the clocks first and together, the dear files last."""
+    def _read(self) -> dict[str, float]:
+        """What is read at every iteration: the clocks first and together."""
         values = {
             "wall_ms": time.perf_counter_ns() / 1e6,
             "thread_cpu_ms": time.thread_time_ns() / 1e6,
@@ -256,60 +249,88 @@ class IterationCounters:
             values["written_bytes"] = int(counted[counted.index(b"write_bytes:") + 1])
         if self._device is not None:
             values["gpu_allocated_bytes"] = _gpu_allocated(self._device)
-        self._read_system(values["wall_ms"])
-        return _Reading(values, self._read_threads())
+        return values
 
-    def _read_system(self, moment_ms: float) -> None:
-        """Busy and stolen time of all CPUs; on a large machine not at every iteration."""
-        dear = self._system_cost_s > MAX_SYSTEM_COST_S
-        held_ms = 1e3 * SYSTEM_INTERVAL * self._system_cost_s if dear else 0.0
-        if "stat" not in self._files or (
-            self._system and moment_ms - self._system[-1][0] < held_ms
-        ):
-            return
-        began = time.perf_counter()
-        ticks = [int(word) for word in self._pread("stat").split(b"\n", 1)[0].split()[1:9]]
-        # user, nice, system, irq, softirq; guests are in user already; idle, iowait are not busy
-        busy = sum(ticks[i] for i in (0, 1, 2, 5, 6))
-        self._system.append((moment_ms, _TICK_MS * busy, _TICK_MS * ticks[7]))
-        self._system_cost_s = time.perf_counter() - began
+    def _read_sparingly(self, moment_ms: float) -> None:
+        """What may be interpolated: the threads' clocks, the list of threads, the machine.
 
-    def _system_columns(self, columns: dict[str, list[Any]]) -> dict[str, list[float]]:
-        """What the whole machine did in each iteration, beside this process.
-
-        Between two readings the machine is taken to have done evenly what it did.
+        With few threads their clocks are read every time.
         """
-        if "stat" in self._files:
-            self._system_cost_s = 0.0  # one reading more, so that all iterations lie before one
-            self._read_system(time.perf_counter_ns() / 1e6)
-        if len(self._system) < 2:
-            return {}
-        moments, busy, stolen = np.array(self._system).T
-        ends = np.array(self._ends_ms)
-        starts = ends - columns["wall_ms"]
-        machine, lost = (
-            np.interp(ends, moments, counted) - np.interp(starts, moments, counted)
-            for counted in (busy, stolen)
-        )
-        return {
-            "other_processes_cpu_ms": _without_ours(machine, columns["process_cpu_ms"]),
-            "stolen_ms": lost.tolist(),
-        }
+        if moment_ms >= self._due_ms["listing"]:
+            began = time.perf_counter()
+            self._clocks |= self._new_threads()
+            self._listed_ms.append(moment_ms)
+            self._put_off("listing", began)
+        if moment_ms >= self._due_ms["clocks"]:
+            began = time.perf_counter()
+            self._threads.append((moment_ms, self._read_clocks()))
+            if time.perf_counter() - began > FEW_THREADS_S:
+                self._put_off("clocks", began)
+        if moment_ms >= self._due_ms["system"] and "stat" in self._files:
+            began = time.perf_counter()
+            ticks = [int(word) for word in self._pread("stat").split(b"\n", 1)[0].split()[1:9]]
+            # user, nice, system, irq, softirq (guests are in user); idle, iowait are not busy
+            busy = sum(ticks[i] for i in (0, 1, 2, 5, 6))
+            self._system.append((moment_ms, _TICK_MS * busy, _TICK_MS * ticks[7]))
+            self._put_off("system", began)
 
-    def _read_threads(self) -> dict[int, int]:
-        """CPU nanoseconds of every thread by its clock, which is exact at any moment."""
+    def _put_off(self, what: str, began: float) -> None:
+        """Read it again when that takes a small share of the time since."""
+        now = time.perf_counter()
+        self._due_ms[what] = 1e3 * (now + SPARING * (now - began))
+
+    def _read_last(self) -> None:
+        """One reading more, so that every iteration lies between two."""
+        known = len(self._names)
+        self._due_ms = dict.fromkeys(self._due_ms, 0.0)
+        self._read_sparingly(time.perf_counter_ns() / 1e6)
+        if len(self._names) > known:  # is a thread found just now one that stays?
+            time.sleep(0.002)
+            self._threads.append((time.perf_counter_ns() / 1e6, self._read_clocks()))
+
+    def _read_clocks(self) -> dict[int, int]:
         found = {}
-        # iterdir would build a Path for every thread at every iteration
-        for entry in os.listdir(self._proc / "self" / "task"):  # noqa: PTH208
-            tid = int(entry)
+        for tid, clock in list(self._clocks.items()):
             try:
-                found[tid] = time.clock_gettime_ns(_thread_clock(tid))
-            except OSError:
-                continue  # it ended meanwhile
-            if tid not in self._names:
-                self._names[tid] = self._describe(tid)
-            self._seen[tid] = self._seen.get(tid, 0) + 1
+                found[tid] = time.clock_gettime_ns(clock)
+            except OSError:  # it has ended
+                del self._clocks[tid]
+                if sum(tid in used for _, used in self._threads[-2:]) < 2:
+                    self._fleeting.add(tid)
         return found
+
+    def _new_threads(self) -> dict[int, int]:
+        """Clocks of the threads that were not there before."""
+        # iterdir would build a Path for every thread
+        listed = (int(entry) for entry in os.listdir(self._proc / "self" / "task"))  # noqa: PTH208
+        new = {tid: _thread_clock(tid) for tid in listed if tid not in self._clocks}
+        self._names |= {tid: self._describe(tid) for tid in new}
+        return new
+
+    def _thread_times(self) -> tuple[np.ndarray, list[int], np.ndarray]:
+        """Moments (r,) in ms, threads (t,), and their CPU nanoseconds (r, t), cumulative.
+
+        A thread that was found late is taken to have worked evenly since it was not there.
+        """
+        moments = np.array([moment for moment, _ in self._threads])
+        tids = list(self._names)
+        used = np.zeros((len(moments), len(tids)))
+        for column, tid in enumerate(tids):
+            seen = [row for row, (_, read) in enumerate(self._threads) if tid in read]
+            if not seen:
+                continue
+            at, values = moments[seen], [float(self._threads[row][1][tid]) for row in seen]
+            absent = [moment for moment in self._listed_ms if moment < at[0]]
+            if absent:
+                at, values = np.concatenate([absent[-1:], at]), [0.0, *values]
+            used[:, column] = np.interp(moments, at, values)
+        return moments, tids, used
+
+    def _in_iterations(self, moments_ms: np.ndarray, counted: np.ndarray) -> np.ndarray:
+        """How much a cumulative count (r,) grew in each iteration, evenly between readings."""
+        ends = np.array(self._ends_ms)
+        starts = ends - [row["wall_ms"] for row in self._rows]
+        return np.interp(ends, moments_ms, counted) - np.interp(starts, moments_ms, counted)
 
     def _describe(self, tid: int) -> tuple[str, str]:
         """Name and kind of a thread."""
@@ -325,7 +346,7 @@ class IterationCounters:
     def _kind(self, tid: int) -> str:
         kind = self._names[tid][1]
         # a Python thread that is just ending is unknown to Python already; a pool stays
-        return "other" if kind == "pool" and self._seen[tid] < 2 else kind
+        return "other" if kind == "pool" and tid in self._fleeting else kind
 
     def _thread_name(self, tid: int) -> str:
         try:
@@ -367,7 +388,7 @@ class IterationCounters:
 _LEVELS = ("rss_bytes", "gpu_allocated_bytes")
 """Counters that say how much there is, not how much was added."""
 
-_INTEGERS = (
+_INTEGERS = {
     "minor_faults",
     "major_faults",
     "voluntary_switches",
@@ -376,7 +397,7 @@ _INTEGERS = (
     "gpu_allocated_bytes",
     "read_bytes",
     "written_bytes",
-)
+}
 
 
 def _unusable(name: str, text: bytes) -> str:

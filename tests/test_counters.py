@@ -4,6 +4,7 @@ import gc
 import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -88,6 +89,8 @@ def test_work_of_a_thread_that_has_ended_is_not_lost(counters):
     thread = threading.Thread(target=compute, args=(40,))
     thread.start()
     thread.join()
+    while Path(f"/proc/self/task/{thread.native_id}").exists():  # the kernel ends it a bit later
+        time.sleep(0.001)
     counters.snapshot(0)
     assert counters.columns()["other_threads_cpu_ms"][0] >= 39
 
@@ -146,16 +149,20 @@ def test_other_processes_are_the_machine_s_time_less_ours(tmp_path):
     system(proc, 100)
     with IterationCounters(CPU, proc=proc) as counters:
         counters.start()
+        compute(30)
         system(proc, 150, stolen=3)
         counters.snapshot(0)
+        counters.start()
+        compute(30)
         counters.snapshot(1)
         columns = counters.columns()
     tick = 1e3 / os.sysconf("SC_CLK_TCK")
-    assert columns["other_processes_cpu_ms"][0] == pytest.approx(
-        50 * tick - columns["process_cpu_ms"][0]
-    )
-    assert columns["other_processes_cpu_ms"][1] == 0
-    assert columns["stolen_ms"] == [pytest.approx(3 * tick), pytest.approx(0)]
+    # what the machine did is spread evenly between two readings, the last just after the end
+    own = columns["process_cpu_ms"][0]
+    assert columns["other_processes_cpu_ms"][0] == pytest.approx(50 * tick - own, rel=0.1)
+    assert columns["stolen_ms"][0] == pytest.approx(3 * tick, rel=0.1)
+    # the machine's count lags: what it owes is not taken from the next iteration's
+    assert columns["other_processes_cpu_ms"][1] < 0.1 * columns["other_processes_cpu_ms"][0]
 
 
 def test_nothing_counted_is_no_columns(counters):
