@@ -15,10 +15,9 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
-from dlrm_core.analysis.attribution import iteration_count, per_iteration, step_contexts
+from dlrm_core.analysis.attribution import per_iteration
 from dlrm_core.analysis.operators import top_operators
 from dlrm_core.analysis.roofline import roofline
 from dlrm_core.config import Parameters, parameters_from_sections
@@ -147,26 +146,6 @@ class Evidence:
         plain = self.meta.get("unprofiled_iteration_ms") or []
         # the median: one disturbed iteration must not pass for the step
         return min(self.total_ms, statistics.median(plain)) if plain else self.total_ms
-
-    @cached_property
-    def outermost(self) -> pd.DataFrame:
-        """Operators that no other operator called: ``name``, ``component``, ``phase``,
-        ``calls``, ``time_ms`` (callees included), a mean iteration."""
-        contexts = self.profile.contexts
-        is_operator = contexts["kind"].eq("operator").to_numpy()
-        parent = contexts["parent"].to_numpy()
-        below = np.zeros(len(parent), dtype=bool)
-        for row, above in enumerate(parent):
-            below[row] = above >= 0 and (is_operator[above] or below[above])
-        chosen = is_operator & ~below & step_contexts(self.profile)
-        table = contexts.loc[chosen, ["name", "component", "phase"]].copy()
-        count = iteration_count(self.profile)
-        table["calls"] = self.profile.value_table("calls").to_numpy()[chosen] / count
-        table["time_ms"] = (
-            self.profile.value_table("cpu_time_ms", "inclusive").to_numpy()[chosen] / count
-        )
-        keys = ["name", "component", "phase"]
-        return table.groupby(keys, as_index=False)[["calls", "time_ms"]].sum()
 
     # ---- counters -----------------------------------------------------------------
 

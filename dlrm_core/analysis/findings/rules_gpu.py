@@ -54,7 +54,7 @@ GEMM_SHARE = 0.1
 
 LOW_OCCUPANCY = 25.0
 OCCUPANCY_SHARE = 0.2
-STALL_SHARE = 0.4
+STALL_SHARE = 0.3
 """Of the samples, by one reason."""
 
 UNAVOIDABLE_STALLS = ("NONE", "NSEL", "HID", "INV", "OTHR")
@@ -320,9 +320,9 @@ def _calls(evidence: Evidence, pattern: re.Pattern[str]) -> pd.DataFrame:
     chosen &= step_contexts(evidence.profile, other_threads=False)
     table = contexts.loc[chosen, ["context", "name", "component", "phase"]].copy()
     steps = iteration_count(evidence.profile)
-    for column, metric in (("calls", "calls"), ("time_ms", "cpu_time_ms")):
-        values = evidence.profile.value_table(metric, "inclusive").to_numpy()[chosen]
-        table[column] = values / steps
+    calls = evidence.profile.value_table("calls").to_numpy()[chosen]
+    time = evidence.profile.value_table("cpu_time_ms", "inclusive").to_numpy()[chosen]
+    table["calls"], table["time_ms"] = calls / steps, time / steps
     if not evidence.profile.has("calls"):
         # a sampled profile counts no calls; that it was met at all is at least one
         table["calls"] = 1.0
