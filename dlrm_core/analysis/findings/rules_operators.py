@@ -284,7 +284,7 @@ def extra_table(evidence: Evidence) -> pd.DataFrame:
         group["time_ms"] *= scale.get((component, phase), 1.0)
         calls = float(group["calls"].sum())
         if calls >= MANY:
-            python = float(evidence.parts["python_ms"].get((component, phase), 0.0) or 0.0)
+            python = float(evidence.parts["python_ms"].fillna(0.0).get((component, phase), 0.0))
             group["time_ms"] += python * group["calls"] / calls
         rows.append(group)
     if not rows:
