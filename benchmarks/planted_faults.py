@@ -165,12 +165,20 @@ def judged(row: dict[str, Any], profiles: Path) -> dict[str, Any]:
         "other_processes_cores": round(others, 3),
         # not the trial's doing: it is measured again, whatever was found
         "disturbed": bool(
-            (others > DISTURBED_CORES and row["fault"] != "competing_process")
+            _probes_disturbed(evidence)
+            or (others > DISTURBED_CORES and row["fault"] != "competing_process")
             or "disturbed_profile" in ids
         ),
         "rank": next((place for place, i in enumerate(ids, 1) if i in expected), None),
         "good": (ids[0] in expected if ids else False) if expected else not ids,
     }
+
+
+def _probes_disturbed(evidence: Any) -> bool:
+    """Whether most parts took longer alone than in the run: others used the machine then."""
+    model = evidence.parts.dropna(subset=["alone_ms"])
+    model = model[model["time_ms"] > 0.02 * evidence.step_ms]
+    return bool((model["alone_ms"] > 1.5 * model["time_ms"]).mean() > 0.5)
 
 
 def schedule(count: int) -> list[tuple[int, str]]:

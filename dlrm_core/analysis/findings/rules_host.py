@@ -80,7 +80,7 @@ def other_threads(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
     used = sum(time for _, time in busy)
     cores = used / evidence.wall_ms if evidence.wall_ms else 0.0
     queued = evidence.share_of_wall("run_queue_ms")
-    blocked = _blocked_share(evidence)
+    blocked = _blocked_share(evidence, ledger)
     lost = max(queued + blocked, min(_excess_share(evidence, ledger), cores))
     if cores < BUSY_CORES or (lost < LOST_SHARE and cores < GREEDY_CORES):
         return
@@ -250,7 +250,7 @@ def collecting_garbage(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
 def storage_in_loop(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
     """The loop writes to or reads from storage and waits for it."""
     written, read = evidence.counted("written_bytes"), evidence.counted("read_bytes")
-    blocked = _blocked_share(evidence)
+    blocked = _blocked_share(evidence, ledger)
     if max(written, read) < WRITTEN_BYTES or blocked < GC_SHARE:
         return
     part, _ = _waiting_part(evidence)
@@ -277,7 +277,7 @@ def storage_in_loop(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
 
 def waiting(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
     """The step's thread sleeps or waits for something that is no core."""
-    blocked = _blocked_share(evidence) - _claimed_share(evidence, ledger)
+    blocked = _blocked_share(evidence, ledger) - _claimed_share(evidence, ledger)
     part, place_ms = _waiting_part(evidence)
     if (evidence.threads or 1) > 1:
         # an operator's threads wait for one another in it: no fault of the loop's
@@ -314,7 +314,7 @@ def page_faults(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
     wall = evidence.wall_ms
     share = min(minor * FAULT_MS / wall, 1.0) if wall else 0.0
     if major >= 1 and evidence.counted("blocked_ms") > LOST_SHARE * wall:
-        share = max(share, _blocked_share(evidence))
+        share = max(share, _blocked_share(evidence, ledger))
     elif share < FAULT_SHARE:
         return
     ledger.explain(share * evidence.total_ms)
@@ -351,10 +351,13 @@ def _claimed_share(evidence: Evidence, ledger: Ledger) -> float:
     return ledger.explained_ms / evidence.total_ms if evidence.total_ms > 0 else 0.0
 
 
-def _blocked_share(evidence: Evidence) -> float:
-    """Share of the wall in which the step's thread waits, its batch not counted."""
+def _blocked_share(evidence: Evidence, ledger: Ledger) -> float:
+    """Share of the wall in which the step's thread waits, for its batch not counted."""
     blocked = evidence.share_of_wall("blocked_ms")
-    return max(0.0, blocked - evidence.share("data"))
+    waits_for_data = evidence.parameter("data.loader") == "prefetch"
+    if waits_for_data or ledger.is_explained(("data", "forward")):
+        blocked -= evidence.share("data")
+    return max(0.0, blocked)
 
 
 def _busy_threads(evidence: Evidence) -> list[tuple[str, float]]:
