@@ -190,6 +190,14 @@ def test_the_embedding_width_takes_the_bottom_mlp_along() -> None:
     assert made.mid_ms > made.now_ms
 
 
+def test_several_leaves_are_put_together_from_their_own_probes() -> None:
+    batch = probe({"training.batch_size": 4096}, dict.fromkeys(PARTS, 2.0))
+    made = predict(probed(HALF_TOP, batch), {**batch["change"], **HALF_TOP["change"]})
+    assert made.mid_ms == pytest.approx(2 * (10 + 5 + 20 + 15 + 15))
+    assert made.method == "probes"
+    assert "put together from single probes" in made.notices
+
+
 # ---- overlap --------------------------------------------------------------------
 
 times = st.floats(0.1, 1e4)

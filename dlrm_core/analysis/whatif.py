@@ -26,6 +26,7 @@ from dlrm_core.analysis.whatif_parts import (
     profile_parameters,
     unprofiled_ms,
 )
+from dlrm_core.analysis.whatif_probes import MODEL_ERROR, find_probe, probes_of
 from dlrm_core.analysis.whatif_roofline import (
     device_ratios,
     host_ms,
@@ -38,9 +39,6 @@ from dlrm_core.config import Parameters
 from dlrm_core.errors import InputError
 from dlrm_core.profiling.profile import Profile
 from dlrm_core.touched import NEUTRAL, changed_parameters, touched_components
-
-MODEL_ERROR = 0.06
-"""Relative error of a part's ratio that probes make however often they are repeated."""
 
 ROOFLINE_ERROR = 0.25
 """Relative error of a ratio of least times."""
@@ -208,7 +206,7 @@ def what_if_table(
         where there is none.
     """
     if changes is None:
-        changes = [probe["change"] for probe in _probes(profile)]
+        changes = [probe["change"] for probe in probes_of(profile)]
     rows = []
     for change in changes:
         row: dict[str, Any] = {"change": _spelt(change)}
@@ -236,7 +234,7 @@ def what_if_parts(
         are left out.
     """
     if changes is None:
-        changes = [probe["change"] for probe in _probes(profile)]
+        changes = [probe["change"] for probe in probes_of(profile)]
     tables = [("as it is", measured_parts(profile).rename(columns={"now_ms": "time_ms"}))]
     for change in changes:
         try:
@@ -251,15 +249,6 @@ def what_if_parts(
         [table[["component", "time_ms"]].assign(change=name) for name, table in tables],
         ignore_index=True,
     )[["change", "component", "time_ms"]]
-
-
-def find_probe(profile: Profile, change: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The probe of exactly this change, or None."""
-    wanted = {name: _plain(value) for name, value in change.items()}
-    for probe in _probes(profile):
-        if {name: _plain(value) for name, value in probe["change"].items()} == wanted:
-            return probe
-    return None
 
 
 Scaling = tuple[np.ndarray, np.ndarray, list[str]]
@@ -369,17 +358,13 @@ def refuse_without_work(
         return
     if probe is not None and probe.get("refused"):
         raise InputError(f"{_spelt(probe['change'])} cannot be predicted: {probe['refused']}")
-    known = "; ".join(_spelt(each["change"]) for each in _probes(profile))
+    known = "; ".join(_spelt(each["change"]) for each in probes_of(profile))
     raise InputError(
         f"{', '.join(unknown)} cannot be predicted from this profile: its effect is not in the "
         "operations and bytes of the model, and it was not probed in this run "
         + (f"(probed were: {known})" if known else "(it holds no probes: profiling.probes)")
         + "; dlrm run compare probes any change before it runs it"
     )
-
-
-def _probes(profile: Profile) -> list[dict[str, Any]]:
-    return list((profile.meta.get("part_probes") or {}).get("changes") or [])
 
 
 def _spelt(change: Mapping[str, Any]) -> str:
@@ -391,7 +376,3 @@ def _spelt(change: Mapping[str, Any]) -> str:
         return "-".join(map(str, given)) if isinstance(given, list | tuple) else str(given)
 
     return ", ".join(f"{name}={value(given)}" for name, given in change.items())
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
