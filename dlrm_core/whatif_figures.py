@@ -85,7 +85,8 @@ def what_if_bars(table: pd.DataFrame, parts: pd.DataFrame) -> go.Figure | Text:
             hoverinfo="skip",
         )
     )
-    ends = [now, *most]
+    # behind the dotted line, which would cross them
+    ends = [max(now, end) for end in (now, *most)]
     texts = [milliseconds(now)] + [
         f"{milliseconds(time)}  ({ratio:.2f}×)"
         for time, ratio in zip(middle, known["speedup_mid"], strict=True)

@@ -386,6 +386,13 @@ def test_without_probes_the_figure_is_a_sentence() -> None:
     assert isinstance(what_if_bars(table, what_if_parts(profile_of())), Text)
 
 
+def test_a_profile_of_another_program_has_a_sentence_instead() -> None:
+    foreign = profile_of({("other", ""): 3.0}, parameters=None)
+    table, parts = what_if_table(foreign), what_if_parts(foreign)
+    assert table.empty and parts.empty
+    assert isinstance(what_if_bars(table, parts), Text)
+
+
 def test_measured_parts_sum_to_the_unprofiled_median(tmp_path: Path) -> None:
     profile = profile_of(unprofiled_iteration_ms=[80.0, 90.0, 1000.0])
     assert measured_parts(profile)["now_ms"].sum() == pytest.approx(90.0)

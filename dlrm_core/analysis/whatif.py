@@ -231,11 +231,15 @@ def what_if_parts(
     Returns:
         ``change``, ``component``, ``time_ms``: for as many samples as an iteration has
         now, so they sum to ``now_ms`` over the speedup. Changes without a prediction
-        are left out.
+        are left out. Empty if the profile names no parts.
     """
     if changes is None:
         changes = [probe["change"] for probe in probes_of(profile)]
-    tables = [("as it is", measured_parts(profile).rename(columns={"now_ms": "time_ms"}))]
+    try:
+        now = measured_parts(profile).rename(columns={"now_ms": "time_ms"})
+    except InputError:
+        return pd.DataFrame({name: [] for name in ("change", "component", "time_ms")})
+    tables = [("as it is", now)]
     for change in changes:
         try:
             made = predict(profile, change)
