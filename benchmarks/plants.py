@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 import dlrm_core.step as step_module
@@ -253,16 +254,13 @@ def gc_storm(setting: Setting) -> None:
 
 
 def page_churn(setting: Setting) -> None:
-    size = int(setting.draw.uniform(40e6, 160e6))
+    size = int(setting.draw.uniform(10e6, 60e6)) // 4096 * 4096
     setting.planted["bytes"] = size
 
     def touch(result: Any) -> Any:
         with mmap.mmap(-1, size) as memory:
             memory.madvise(mmap.MADV_NOHUGEPAGE)
-            for place in range(0, size, 4096 * 16):
-                memory[place : place + 4096 * 16 : 4096] = b"x" * len(
-                    range(place, min(place + 4096 * 16, size), 4096)
-                )
+            np.ndarray((size // 4096,), np.uint8, memory, 0, (4096,))[:] = 1
         return result
 
     insert(setting.place(), touch)

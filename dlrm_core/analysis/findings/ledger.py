@@ -29,6 +29,15 @@ class Ledger:
         else:
             self._part[part] = self._part.get(part, 0.0) + milliseconds
 
+    def explained_in(self, part: Part) -> float:
+        """Milliseconds explained in this very part."""
+        return self._part.get(part, 0.0)
+
+    @property
+    def anywhere_ms(self) -> float:
+        """Milliseconds explained without a place."""
+        return self._anywhere
+
     def is_explained(self, part: Part) -> bool:
         """Whether some rule explained time in this very part."""
         return part in self._part

@@ -32,11 +32,14 @@ LOST_SHARE = 0.05
 """Of the step; below it a remedy gains less than a run's own scatter."""
 
 GC_SHARE = 0.02
-FAULT_MS = 5e-4
-"""A first touch of a 4 KiB page: trap, clearing, page tables. 0.25 to 0.7 us on servers;
-in a virtual machine nearer the upper end (measured: benchmarks/planted_faults.py)."""
+FAULT_MS = 1e-3
+"""A first touch of a 4 KiB page: trap, clearing, page tables. About 0.25 us on a server
+itself; 2 us were measured in a virtual machine with nested page tables."""
 
 FAULT_SHARE = 0.08
+PYTHON_MS = 0.01
+"""Of a part's own Python for each operator that it calls: 3 to 8 us were measured."""
+
 WRITTEN_BYTES = 4096
 """Written to storage in an iteration: one block. Training writes nothing in its loop."""
 
@@ -317,7 +320,15 @@ def page_faults(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
         share = max(share, _blocked_share(evidence, ledger))
     elif share < FAULT_SHARE:
         return
-    ledger.explain(share * evidence.total_ms)
+    part, place_ms = _waiting_part(evidence)
+    place = place_ms / evidence.total_ms if evidence.total_ms else 0.0
+    if part is not None and 0.3 * place < share < place:
+        # most of that part's own code is the touching of new memory
+        share = place
+        ledger.explain(share * evidence.total_ms, part)
+    else:
+        part = None
+        ledger.explain(share * evidence.total_ms)
     yield Finding(
         id="page_faults",
         title=f"The process asks the system for {minor * 4096 / 1e6:,.0f} MB of new pages a step",
@@ -328,14 +339,52 @@ def page_faults(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
             + (f", {major:,.1f} of them from storage" if major >= 1 else "")
             + f"; at about {1e3 * FAULT_MS:.1f} us each that is "
             f"{milliseconds(minor * FAULT_MS)} of {milliseconds(wall)}."
+            + _python_time(evidence, part)
         ),
         advice=(
             "Keep buffers between iterations, or stop the allocator from returning memory: "
             "MALLOC_TRIM_THRESHOLD_=4000000000 MALLOC_MMAP_THRESHOLD_=1073741824, or "
             "huge pages (THP_MEM_ALLOC_ENABLE=1)."
         ),
-        predicted_speedup=removed(share * 0.7),
+        predicted_speedup=removed(share),
         limit="memory bandwidth",
+    )
+
+
+def python_in_part(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
+    """Code of a part's own computes, outside every operator, where parts only call operators."""
+    if evidence.on_gpu or evidence.total_ms <= 0:
+        return
+    usual = 2.0 * PYTHON_MS * (5.0 + evidence.parts["calls"])
+    own = (evidence.parts["python_ms"] - usual).dropna()
+    own = own[[part[0] not in ("data", "other", "transfer") for part in own.index]]
+    left = [
+        (float(time) - ledger.explained_in(part), part)
+        for part, time in zip(((str(c), str(p)) for c, p in own.index), own, strict=True)
+    ]
+    time, (component, phase) = max(left, default=(0.0, ("other", "")))
+    # what has no place yet (a collector, waiting) may well have been here
+    share = time / evidence.total_ms - ledger.anywhere_ms / evidence.total_ms
+    if share < LOST_SHARE:
+        return
+    ledger.explain(share * evidence.total_ms, (component, phase))
+    name = part_name(component, phase)
+    yield Finding(
+        id="python_in_part",
+        title=f"Code outside every operator takes {share:.0%} of the step, in {name}",
+        component=component,
+        share_of_step=share,
+        evidence=(
+            f"{milliseconds(float(evidence.parts['python_ms'][(component, phase)]))} of {name} "
+            f"({milliseconds(float(evidence.parts['traced_ms'][(component, phase)]))}) pass in its "
+            "own code, not in operators that it calls, and the thread is on a core meanwhile."
+        ),
+        advice=(
+            f"Look at what the Python code of {name} does: loops, conversions to lists or numpy, "
+            "formatting, hooks. Express it in operators on whole tensors or take it out."
+        ),
+        predicted_speedup=removed(share),
+        limit="dispatch",
     )
 
 
@@ -413,4 +462,5 @@ RULES = (
     storage_in_loop,
     waiting,
     page_faults,
+    python_in_part,
 )
