@@ -54,7 +54,7 @@ class Law:
     r2: float
     """Share of the (relative) scatter that the law explains; NaN of a constant."""
     kind: str
-    """``constant``, ``linear``, ``power``, ``unsettled`` (too few sizes, or too much scatter, to say)."""
+    """``constant``, ``linear``, ``power``, ``unsettled`` (too few sizes or too much scatter)."""
     slope: float
     """Mean slope in the log-log picture, from the smallest size to the largest: doubling the
     size takes 2^slope times as long."""
