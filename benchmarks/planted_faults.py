@@ -120,7 +120,7 @@ def trial(number: int, fault: str, profiles: Path, shape: str | None = None) -> 
 
     part_probes.PROBE_SECONDS = PROBE_SECONDS
     probed = part_probes.default_changes
-    # other batch sizes and overlapped loading take most of the time, and no fault here is about them
+    # other batch sizes and overlapped loading take most of the time; no fault is about them
     part_probes.default_changes = lambda parameters: [
         change
         for change in probed(parameters)
