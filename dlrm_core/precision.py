@@ -8,7 +8,6 @@ the weights and their update stay fp32 (Micikevicius et al. 2018, arXiv:1710.037
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -192,39 +191,6 @@ def set_fp32_matmul(choice: str, model: ModelConfig, device: torch.device) -> li
             f"more than {MAX_RELATIVE_ERROR:.0e}; the default library is used"
         ]
     return []
-
-
-def probe_fp32_matmul(model: ModelConfig, batch_size: int, repeats: int = 5) -> dict[str, float]:
-    """Time the model's largest layer by both libraries, on this CPU, in turns.
-
-    Returns:
-        default_ms, onednn_ms: best of ``repeats`` products (batch_size, n) x (n, m);
-        max_relative_error: of oneDNN's against float64. Empty where torch has no switch.
-    """
-    if not _has_switch():
-        return {}
-    matmul = _matmul()
-    before = matmul.fp32_precision
-    n, m = _largest_layer(model)
-    weight, x = torch.randn(m, n), torch.randn(batch_size, n)
-    times: dict[bool, list[float]] = {False: [], True: []}
-    try:
-        for _ in range(repeats + 1):
-            for onednn in (False, True):
-                _allow_onednn(onednn)
-                started = time.perf_counter()
-                torch.nn.functional.linear(x, weight)
-                times[onednn].append(1e3 * (time.perf_counter() - started))
-        _allow_onednn(True)
-        error = _relative_error(n, m)
-    finally:
-        matmul.fp32_precision = before
-    # the first of each pays for packing and code generation
-    return {
-        "default_ms": min(times[False][1:]),
-        "onednn_ms": min(times[True][1:]),
-        "max_relative_error": error,
-    }
 
 
 def _matmul() -> Any:

@@ -16,7 +16,7 @@ from dlrm_core.capacity import available_memory, forecast_memory, mean_bag_size,
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.data.facebook import FacebookReplay
 from dlrm_core.errors import InputError
-from dlrm_core.precision import probe_fp32_matmul, set_fp32_matmul
+from dlrm_core.precision import set_fp32_matmul
 from dlrm_core.training import Trainer, train
 
 ROOT = Path(__file__).parent.parent
@@ -248,14 +248,6 @@ def test_the_onednn_path_is_checked_and_taken_back(monkeypatch):
     assert torch.backends.mkldnn.matmul.fp32_precision == "none"
     (notice,) = set_fp32_matmul("onednn", model, torch.device("cuda"))
     assert "ignored" in notice
-
-
-def test_the_probe_leaves_the_setting_as_it_was():
-    model = parameters_from_sections(SMALL).model
-    set_fp32_matmul("default", model, torch.device("cpu"))
-    probe = probe_fp32_matmul(model, batch_size=32, repeats=2)
-    assert set(probe) == {"default_ms", "onednn_ms", "max_relative_error"}
-    assert torch.backends.mkldnn.matmul.fp32_precision == "none"
 
 
 def test_losses_do_not_depend_on_the_fast_options():

@@ -8,13 +8,9 @@ run that another tool measures. Imports no pandas: it must run on a bare GPU nod
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
 import platform
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,18 +21,13 @@ import torch
 from dlrm_core.capacity import available_memory
 from dlrm_core.ceilings import measure_ceilings
 from dlrm_core.config import Parameters, load_parameters
-from dlrm_core.data.loader import make_generator
 from dlrm_core.data.statistics import run_statistics
 from dlrm_core.doctor import machine_facts
 from dlrm_core.files import write_json
 from dlrm_core.memory_limit import memory_limit
 from dlrm_core.part_probes import probe_changes
-from dlrm_core.precision import probe_fp32_matmul
 from dlrm_core.profiling.torch_recorder import record
 from dlrm_core.training import Trainer, device_name, resolve_device
-
-FACEBOOK_LAW = ("facebook_loop", "facebook")
-"""Generators that make the same batches, so that one may stand in for the other."""
 
 
 def record_workload(
@@ -104,7 +95,7 @@ def evidence(parameters: Parameters) -> dict[str, Any]:
 
     Returns:
         ``memory_limit_bytes`` and ``available_bytes`` (of the device, before the run),
-        ``data_statistics``, ``probes``; with ``profiling.probes`` also ``ceilings``
+        ``data_statistics``; with ``profiling.probes`` also ``ceilings``
         (:func:`dlrm_core.ceilings.measure_ceilings`) and ``part_probes``
         (:func:`dlrm_core.part_probes.probe_changes`); ``not_measured``, name to reason.
 
@@ -117,7 +108,6 @@ def evidence(parameters: Parameters) -> dict[str, Any]:
         "memory_limit_bytes": memory_limit(device),
         "available_bytes": available_memory(device),
         "data_statistics": run_statistics(parameters),
-        "probes": probe_alternatives(parameters),
         "not_measured": missing,
     }
     if not parameters.profiling.probes:
@@ -131,44 +121,6 @@ def evidence(parameters: Parameters) -> dict[str, Any]:
     else:
         missing["part_probes"] = "parts are probed on the CPU only"
     return found
-
-
-def probe_alternatives(parameters: Parameters) -> dict[str, Any]:
-    """Time, beside the run, what the run could have used instead.
-
-    Returns:
-        data_ms_per_batch: generator to median milliseconds a batch, for the
-            generators that make the very same batches;
-        gemm: see :func:`dlrm_core.precision.probe_fp32_matmul`; empty on a GPU.
-    """
-    probes: dict[str, Any] = {"data_ms_per_batch": {}, "gemm": {}}
-    device = resolve_device(parameters.training)
-    threads = torch.get_num_threads()
-    if parameters.training.threads is not None:
-        torch.set_num_threads(parameters.training.threads)
-    try:
-        if parameters.data.generator in FACEBOOK_LAW:
-            for generator in FACEBOOK_LAW:
-                probes["data_ms_per_batch"][generator] = _ms_per_batch(parameters, generator)
-        if device.type == "cpu":
-            probes["gemm"] = probe_fp32_matmul(parameters.model, parameters.training.batch_size)
-    finally:
-        torch.set_num_threads(threads)
-    return probes
-
-
-def _ms_per_batch(parameters: Parameters, generator: str) -> float:
-    """Median time of a batch, in milliseconds, after a first one that warms up."""
-    data = dataclasses.replace(parameters.data, generator=generator, loader="synchronous")
-    batches = make_generator(dataclasses.replace(parameters, data=data), torch.device("cpu"))
-    times: list[float] = []
-    started = time.perf_counter()
-    # a few batches of either kind, but no more than a couple of seconds of the slow one
-    while len(times) < 6 and not (len(times) >= 3 and time.perf_counter() - started > 2.0):
-        before = time.perf_counter()
-        batches.next_batch()
-        times.append(1e3 * (time.perf_counter() - before))
-    return statistics.median(times[1:]) if len(times) > 1 else math.nan
 
 
 def main(arguments: list[str]) -> int:
