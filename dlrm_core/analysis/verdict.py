@@ -1,14 +1,15 @@
 """The page's first answer: what limits the run, and how far its changes would take it.
 
-The advised changes are taken one on top of the other, best first, each scaling the parts
-it touches by the ratio of its own prediction (:mod:`.whatif`), down to the least time that
-the machine's measured ceilings allow (:mod:`.roofline`).
+The advised changes are taken one on top of the other, best first, and predicted together
+(:mod:`.whatif`), down to the least time that the machine's measured ceilings allow
+(:mod:`.roofline`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
@@ -16,21 +17,10 @@ import pandas as pd
 from dlrm_core.analysis.findings import Finding, bottlenecks_json, limit
 from dlrm_core.analysis.findings.finding import plain
 from dlrm_core.analysis.roofline import least_step
-from dlrm_core.analysis.whatif import (
-    Prediction,
-    find_probe,
-    measured_parts,
-    predict,
-    profile_parameters,
-    total,
-)
-from dlrm_core.analysis.whatif_overlap import Overlap
-from dlrm_core.config import Parameters
+from dlrm_core.analysis.whatif import predict
+from dlrm_core.analysis.whatif_parts import measured_parts, profile_parameters
 from dlrm_core.errors import InputError
 from dlrm_core.profiling.profile import Profile
-from dlrm_core.touched import changed_parameters
-
-KEYS = ["component", "phase"]
 
 
 @dataclass(frozen=True)
@@ -63,29 +53,27 @@ def stages(
         the profile names no parts or no parameters.
     """
     try:
-        base, parts = profile_parameters(profile), measured_parts(profile)
+        profile_parameters(profile)
+        parts = measured_parts(profile)
     except InputError:
         return []
     now = float(parts["now_ms"].sum())
     result = [Stage("as measured", now, now, now, _by_component(parts, "now_ms"))]
-    table = parts.assign(then_ms=parts["now_ms"], low_ms=parts["now_ms"], high_ms=parts["now_ms"])
     change: dict[str, Any] = {}
-    overlap = Overlap()
-    for prediction in _predictions(profile, found):
-        if prediction.samples_then != prediction.samples_now:
-            continue  # another batch is another step: its time does not compare
-        changes = change | prediction.change
-        then = _scaled(table, prediction.parts)
-        shared = _overlap(profile, base, changes, prediction, overlap)
-        low, mid, high = total(then, shared)
-        if mid >= result[-1].mid_ms:
+    for finding in found:
+        if change | finding.change == change:
             continue
-        table, overlap, change = then, shared, changes
-        name = " and ".join(f"{n.partition('.')[2]}: {v}" for n, v in prediction.change.items())
-        shown = _by_component(table, "then_ms")
-        # what another thread makes is in the step only for as long as it is waited for
-        shown = _fitted(shown, mid) if overlap.beside else shown
-        result.append(Stage(f"+ {name}", low, mid, high, shown, dict(change)))
+        try:
+            then = predict(profile, change | finding.change)
+        except InputError:
+            continue  # the finding itself says how its gain was estimated
+        # another batch is another step: its time does not compare
+        if then.samples_then != then.samples_now or then.mid_ms >= result[-1].mid_ms:
+            continue
+        change = change | finding.change
+        name = " and ".join(f"{n.partition('.')[2]}: {v}" for n, v in finding.change.items())
+        shown = _fitted(_by_component(then.parts, "then_ms"), then.mid_ms)
+        result.append(Stage(f"+ {name}", then.low_ms, then.mid_ms, then.high_ms, shown, change))
     if roofline is not None and len(roofline):
         least = least_step(roofline)["least_ms"]
         if least:
@@ -161,59 +149,20 @@ def document(
     return bottlenecks_json(profile, attribution, found) | dict(plain(more))
 
 
-def _predictions(profile: Profile, found: Sequence[Finding]) -> list[Prediction]:
-    made = []
-    for finding in found:
-        try:
-            if finding.change:
-                made.append(predict(profile, finding.change))
-        except InputError:
-            continue  # the finding itself says how its gain was estimated
-    return made
-
-
-def _scaled(table: pd.DataFrame, change: pd.DataFrame) -> pd.DataFrame:
-    """A change on top: every part by the ratio it was predicted alone, errors as well."""
-    ratio = change.set_index(KEYS)
-    result = table.set_index(KEYS)
-    now = ratio["now_ms"].where(ratio["now_ms"] > 0)
-    for column in ("then_ms", "low_ms", "high_ms"):
-        by = (ratio[column] / now).reindex(result.index).fillna(1.0)
-        result[column] = result[column] * by
-    return result.reset_index()
-
-
-def _overlap(
-    profile: Profile,
-    base: Parameters,
-    change: Mapping[str, Any],
-    prediction: Prediction,
-    before: Overlap,
-) -> Overlap:
-    """How data and step share an iteration after all changes so far."""
-    changed = changed_parameters(base, change)[0]
-    probe = find_probe(profile, prediction.change) or {}
-    here = Overlap.of(profile, probe, base, changed)
-    if here.beside:
-        return here
-    if not before.beside or before.data_ms is None:
-        return before
-    # a faster generator under a loader that was probed with the slower one
-    data = prediction.parts[prediction.parts["component"].eq("data")]
-    now = float(data["now_ms"].sum())
-    faster = float(data["then_ms"].sum()) / now if now > 0 else 1.0
-    return replace(before, data_ms=before.data_ms * faster)
-
-
 def _by_component(parts: pd.DataFrame, column: str) -> pd.DataFrame:
     table = parts.groupby("component", as_index=False, sort=False)[[column]].sum()
     return table.rename(columns={column: "time_ms"})
 
 
 def _fitted(parts: pd.DataFrame, whole_ms: float) -> pd.DataFrame:
-    """Data shortened to what the step waits for it; the rest scaled to fill the step."""
+    """The parts so that they sum to the step.
+
+    Batches made by another thread are in the step only for as long as it waits for them.
+    """
     is_data = parts["component"].eq("data")
     rest = float(parts.loc[~is_data, "time_ms"].sum())
+    if math.isclose(float(parts["time_ms"].sum()), whole_ms, rel_tol=1e-6):
+        return parts
     parts = parts.copy()
     parts.loc[is_data, "time_ms"] = max(0.0, whole_ms - rest)
     if whole_ms < rest:
