@@ -242,16 +242,66 @@ def test_no_precision_below_what_accuracy_allows() -> None:
     assert listed(profile) == []
 
 
+# ---- ceilings ---------------------------------------------------------------------
+
+
+def with_roofline(monkeypatch: pytest.MonkeyPatch, **row: Any) -> None:
+    whole = {"component": "top_mlp", "phase": "forward", "time_ms": 40.0, "ceiling_ms": 33.2}
+    whole |= {"share_of_ceiling": 0.83, "limit": "arithmetic", "gb_per_s": 1.0, "gflops": 1.0}
+    table = pd.DataFrame([whole | row])
+    monkeypatch.setattr(
+        "dlrm_core.analysis.findings.evidence.roofline", lambda profile, attribution: table
+    )
+
+
+@pytest.mark.parametrize(("least", "fires"), [(2.0, True), (12.0, False)])
+def test_interaction_overhead(monkeypatch: pytest.MonkeyPatch, least: float, fires: bool) -> None:
+    with_roofline(
+        monkeypatch, component="interaction", time_ms=20.0, ceiling_ms=least, share_of_ceiling=0.5
+    )
+    heavy: Operators = {("interaction", "forward", "aten::cat"): (20.0, 2.0)}
+    overhead = found(step(heavy, ceilings={"gemm": []})).get("interaction_overhead")
+    assert (overhead is not None) == fires
+    if overhead:
+        assert "aten::cat 20.0 ms" in overhead.evidence and ordered(overhead.predicted_speedup)
+
+
+def test_a_large_part_far_below_its_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_roofline(monkeypatch, ceiling_ms=1.0, share_of_ceiling=0.025)
+    far = found(step(HEAVY, ceilings={"gemm": []}))["far_from_ceiling"]
+    assert far.component == "top_mlp" and "40.0 ms" in far.evidence
+    with_roofline(monkeypatch, ceiling_ms=20.0, share_of_ceiling=0.5)
+    assert listed(step(HEAVY, ceilings={"gemm": []})) == []
+
+
+@pytest.mark.parametrize(("reached", "fires"), [(0.8, True), (0.2, False)])
+def test_embeddings_near_what_memory_gives(
+    monkeypatch: pytest.MonkeyPatch, reached: float, fires: bool
+) -> None:
+    with_roofline(
+        monkeypatch,
+        component="embedding",
+        time_ms=80.0,
+        ceiling_ms=80 * reached,
+        share_of_ceiling=reached,
+        limit="random rows",
+    )
+    heavy: Operators = {("embedding", "forward", "aten::_embedding_bag"): (80.0, 4.0)}
+    names = found(step(heavy, ceilings={"gather": []}))
+    assert ("embeddings_memory_bound" in names) == fires
+
+
+def test_code_of_a_part_outside_its_operators() -> None:
+    first = listed(step({("top_mlp", "forward", ""): 12.0}))[0]
+    assert (first.id, first.component) == ("python_in_part", "top_mlp")
+    assert listed(step({("top_mlp", "forward", ""): 0.3})) == []
+
+
 # ---- the limit --------------------------------------------------------------------
 
 
 def test_the_limit_that_is_met_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = {"component": "top_mlp", "phase": "forward", "time_ms": 40.0, "ceiling_ms": 33.2}
-    row |= {"share_of_ceiling": 0.83, "limit": "arithmetic", "gb_per_s": 1.0, "gflops": 1.0}
-    table = pd.DataFrame([row])
-    monkeypatch.setattr(
-        "dlrm_core.analysis.findings.evidence.roofline", lambda profile, attribution: table
-    )
+    with_roofline(monkeypatch)
     profile = step(HEAVY, {"precision": "bf16"}, ceilings={"gemm": []})
     attribution = attribute(profile)
     assert findings(profile, attribution) == []
