@@ -72,10 +72,10 @@ def make_profile(times: dict[tuple[str, str], np.ndarray], meta: Any = None) -> 
         for place, each in enumerate(times.values()):
             part = 2 + 2 * place
             end = now + round(each[number] * 1e6)
-            trace += [(0, now, end, part, 2), (0, now, end, part + 1, 3)]
+            trace += [(0, now, end, part, 1), (0, now, end, part + 1, 2)]
             own[part + 1] = own.get(part + 1, 0.0) + (end - now) / 1e6
             now = end
-        trace.append((0, start, now, 1, 1))
+        trace.append((0, start, now, 1, 0))
         iterations.append((number, start, now))
     above = {row[0]: row[1] for row in contexts}
     total = {row[0]: 0.0 for row in contexts}

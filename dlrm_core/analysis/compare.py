@@ -105,7 +105,7 @@ def sampling_period_ms(profile: Profile) -> float:
     metric = "cpu_time_ms" if profile.has("cpu_time_ms") else "gpu_time_ms"
     rows = profile.values
     rows = rows[(rows["metric"] == metric) & (rows["scope"] == "exclusive") & (rows["value"] > 0)]
-    return float(rows["value"].quantile(0.1)) if len(rows) else 0.0
+    return float(rows["value"].quantile(0.1, interpolation="lower")) if len(rows) else 0.0
 
 
 def _estimates(rows: list[tuple[Any, ...]]) -> pd.DataFrame:
