@@ -19,7 +19,10 @@ def test_losses_equal_those_printed_by_dlrm_s_pytorch(name, generator):
     sections = sections | {"data": sections["data"] | {"generator": generator}}
     result = train(parameters_from_sections(sections), progress=False)
     # printed with six decimals
-    assert result.losses == pytest.approx(RUNS[name]["losses"], abs=1e-5)
+    assert result.losses[:20] == pytest.approx(RUNS[name]["losses"][:20], abs=1e-5)
+    # Another processor's matrix library rounds otherwise, and training carries it on: on
+    # an Intel Xeon dlrm_s_pytorch.py itself ends 3.8e-5 from what it prints on an AMD EPYC.
+    assert result.losses == pytest.approx(RUNS[name]["losses"], abs=1e-4)
 
 
 def test_the_experiments_losses_equal_those_printed_by_dlrm_s_pytorch():
