@@ -138,7 +138,8 @@ def scaling(
     # one name for each combination, and only one of leaves that always change together
     seen: list[tuple[str, ...]] = []
     named = []
-    for other in held:
+    numeric = numeric_axes(settings)
+    for other in sorted(held, key=lambda name: name not in numeric):
         pattern = tuple(map(str, pd.factorize(settings[other].map(repr))[0]))
         if pattern not in seen:
             seen.append(pattern)
