@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -149,8 +150,19 @@ def main() -> None:
             if options.set not in (name, "all"):
                 continue
             wanted = [c for c in sets[number] if options.only in change_text(c)]
-            rows += validate(base, wanted, name, options)
-    document = {
+            for row in validate(base, wanted, name, options):
+                rows.append(row)
+                document = _document(rows, options)
+                write_json(options.json, document)
+    if not rows:
+        sys.exit("no change was asked for")
+    if options.markdown is not None:
+        put_table(options.markdown, document)
+    print(markdown(document))
+
+
+def _document(rows: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
+    return {
         "machine": machine_facts(),
         "versions": _versions(),
         "threads": options.threads,
@@ -159,17 +171,12 @@ def main() -> None:
         "cases": rows,
         "summary": summaries(rows),
     }
-    write_json(options.json, document)
-    if options.markdown is not None:
-        put_table(options.markdown, document)
-    print(markdown(document))
 
 
 def validate(
     base: Parameters, changes: list[dict[str, Any]], name: str, options: argparse.Namespace
-) -> list[dict[str, Any]]:
-    """Predict each change from a profile of the baseline, then run it."""
-    rows = []
+) -> Iterator[dict[str, Any]]:
+    """Predict each change from a profile of the baseline, then run it; a row each."""
     for change in changes:
         try:
             changed_parameters(base, change)
@@ -180,7 +187,6 @@ def validate(
             file = _write(base, Path(folder) / "base.yaml")
             arguments = ["case", file, json.dumps(change), str(options.rounds)]
             row = {"set": name} | _child(arguments, options.launcher)
-        rows.append(row)
         print(
             f"{base.title[:14]:14s} {row['change']:52s} {row['baseline_ms']:7.1f} ms: predicted "
             f"{row['predicted_ms']:7.1f} [{row['low_ms']:.1f}, {row['high_ms']:.1f}], measured "
@@ -189,7 +195,7 @@ def validate(
             file=sys.stderr,
             flush=True,
         )
-    return rows
+        yield row
 
 
 def summaries(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:

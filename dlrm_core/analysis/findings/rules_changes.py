@@ -121,7 +121,7 @@ def faster_settings(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
     best: dict[str, tuple[float, Finding]] = {}
     for probe in probed(evidence):
         change = dict(probe.get("change") or {})
-        finding = _of(evidence, change, probe) if len(change) == 1 else None
+        finding = _of(evidence, ledger, change, probe) if len(change) == 1 else None
         if finding is None:
             continue
         gain = finding.predicted_speedup["mid"]
@@ -130,11 +130,15 @@ def faster_settings(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
     yield from (finding for _, finding in best.values())
 
 
-def _of(evidence: Evidence, change: Mapping[str, Any], probe: Mapping[str, Any]) -> Finding | None:
+def _of(
+    evidence: Evidence, ledger: Ledger, change: Mapping[str, Any], probe: Mapping[str, Any]
+) -> Finding | None:
     (name, then), *_ = change.items()
     setting = SETTINGS.get(name)
     if setting is None or not setting.title or not _is_allowed(evidence, name, then, probe):
         return None
+    if setting.id == "embedding_update" and ledger.is_explained(("embedding", "backward")):
+        return None  # what does not belong there was named, with this as its remedy
     speedup = predicted(evidence, change)
     if not is_worthwhile(speedup):
         return None

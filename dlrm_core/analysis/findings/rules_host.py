@@ -51,7 +51,7 @@ def other_processes(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
     """Processes beside ours use the cores."""
     cores = evidence.machine_share("other_processes_cpu_ms")
     queued = evidence.share_of_wall("run_queue_ms")
-    lost = max(queued, min(_excess_share(evidence, ledger), cores))
+    lost = max(queued, min(_excess_share(evidence, ledger), cores), _taken(evidence, cores))
     if cores < BUSY_CORES or (lost < LOST_SHARE and cores < GREEDY_CORES):
         return
     ledger.explain(lost * evidence.total_ms)
@@ -85,6 +85,7 @@ def other_threads(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
     queued = evidence.share_of_wall("run_queue_ms")
     blocked = _blocked_share(evidence, ledger)
     lost = max(queued + blocked, min(_excess_share(evidence, ledger), cores))
+    lost = max(lost, _taken(evidence, cores))
     if cores < BUSY_CORES or (lost < LOST_SHARE and cores < GREEDY_CORES):
         return
     ledger.explain(lost * evidence.total_ms)
@@ -394,6 +395,21 @@ def python_in_part(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
 def _excess_share(evidence: Evidence, ledger: Ledger) -> float:
     left = float(ledger.left_ms.sum())
     return left / evidence.total_ms if evidence.total_ms > 0 else 0.0
+
+
+def _taken(evidence: Evidence, others: float) -> float:
+    """Share of the step lost to others who keep ``others`` cores busy, if none is idle.
+
+    Operators that run on all cores then have that many fewer: a thread of theirs waits for
+    its core, and the others for it.
+    """
+    threads, cores = evidence.threads, evidence.cores
+    if threads is None or cores is None or threads < cores:
+        return 0.0
+    ours = evidence.share_of_wall("process_cpu_ms")
+    if ours < 0.1 or ours + others < 0.85 * cores:
+        return 0.0
+    return min(others / cores, 0.9)
 
 
 def _claimed_share(evidence: Evidence, ledger: Ledger) -> float:

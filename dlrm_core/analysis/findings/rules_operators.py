@@ -107,7 +107,8 @@ class Kind:
     title: str
     advice: str
     limit: str
-    phases: tuple[str, ...] = ("forward", "backward", "update", "")
+    change: tuple[tuple[str, Any], ...] = ()
+    """The parameter that ends it, if one does."""
 
 
 KINDS = (
@@ -126,6 +127,7 @@ KINDS = (
         "Use sparse gradients (nn.EmbeddingBag(sparse=True)) or the fused backend "
         "(training.embedding_backend: fused): only the looked-up rows change.",
         "memory bandwidth",
+        (("training.embedding_backend", "fused"),),
     ),
     Kind(
         "conversions",
@@ -166,7 +168,8 @@ def extra_operators(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
         group = left.merge(parts, on=["component", "phase"])
         share = float(group["time_ms"].sum()) / evidence.total_ms
         if share >= EXTRA_SHARE and _names_lead(group, kind) and not _are_tiny(evidence, group):
-            yield _extra(evidence, ledger, group, kind.id, kind.title, kind.advice, kind.limit)
+            told = (kind.id, kind.title, kind.advice, kind.limit)
+            yield _extra(evidence, ledger, group, *told, change=dict(kind.change))
             left = left[
                 ~left.set_index(["component", "phase"]).index.isin(pd.MultiIndex.from_frame(parts))
             ]
@@ -355,6 +358,7 @@ def _extra(
     title: str,
     advice: str,
     limit: str,
+    change: dict[str, Any] | None = None,
 ) -> Finding:
     by_part = group.groupby(["component", "phase"])["time_ms"].sum()
     places = [(str(component), str(phase)) for component, phase in by_part.index]
@@ -365,6 +369,10 @@ def _extra(
     excess = evidence.excess_ms.reindex(by_part.index).fillna(0.0).sum()
     share = min(max(total, min(float(excess), 2.0 * total)) / evidence.total_ms, 0.98)
     component = str(by_part.groupby("component").sum().idxmax())
+    speedup = removed(share)
+    better = predicted(evidence, change) if change else None
+    if better is not None and better["mid"] > speedup["mid"]:
+        speedup = better
     names = group.groupby("name")[["calls", "time_ms"]].sum().nlargest(4, "time_ms")
     listed = ", ".join(
         f"{row['calls']:,.0f} of {name} ({milliseconds(row['time_ms'])})"
@@ -383,7 +391,8 @@ def _extra(
             f"{milliseconds(total)} of {milliseconds(evidence.total_ms)} in all."
         ),
         advice=advice,
-        predicted_speedup=removed(share),
+        change=change or {},
+        predicted_speedup=speedup,
         limit=limit,
     )
 
