@@ -341,7 +341,8 @@ def test_our_notebooks_are_thin_and_parametrised(path: Path) -> None:
     for cell in nb.cells:
         if cell.cell_type == "code":
             assert not cell.outputs and cell.execution_count is None, "outputs do not go into git"
-            assert len(cell.source.splitlines()) <= 25, cell.source.splitlines()[0]
+            most = 35 if cell in tagged else 25
+            assert len(cell.source.splitlines()) <= most, cell.source.splitlines()[0]
     assert path.stat().st_size < 100_000
 
 
