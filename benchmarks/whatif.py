@@ -38,6 +38,8 @@ from dlrm_core.touched import changed_parameters
 
 GOAL_MEAN, GOAL_WORST, GOAL_COVER = 0.05, 0.15, 0.8
 WARMUP = 3
+SECONDS = 9.0
+"""Of probing a change."""
 TURN = 3
 """Iterations counted of a turn."""
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
@@ -134,14 +136,18 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/whatif.json"))
     parser.add_argument("--markdown", type=Path, default=None)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=8, help="of baseline and change by turns")
+    parser.add_argument("--rounds", type=int, default=6, help="of baseline and change by turns")
 
     parser.add_argument("--set", choices=[*CHANGES, "all"], default="all")
     parser.add_argument("--shape", type=int, choices=range(len(SHAPES)), default=None)
     parser.add_argument("--only", default="", help="changes whose text holds this")
     parser.add_argument("--launcher", default="", help="command put before each measuring process")
+    parser.add_argument("--resume", action="store_true", help="keep the rows of --json")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
+    if options.resume and options.json.is_file():
+        rows = json.loads(options.json.read_text(encoding="utf-8"))["cases"]
+    done = {(row["set"], row["shape"], row["change"]) for row in rows}
     for number, (title, sections) in enumerate(SHAPES.items()):
         if options.shape not in (None, number):
             continue
@@ -149,13 +155,17 @@ def main() -> None:
         for name, sets in CHANGES.items():
             if options.set not in (name, "all"):
                 continue
-            wanted = [c for c in sets[number] if options.only in change_text(c)]
+            wanted = [
+                change
+                for change in sets[number]
+                if options.only in (text := change_text(change)) and (name, title, text) not in done
+            ]
             for row in validate(base, wanted, name, options):
                 rows.append(row)
-                document = _document(rows, options)
-                write_json(options.json, document)
+                write_json(options.json, _document(rows, options))
     if not rows:
         sys.exit("no change was asked for")
+    document = _document(rows, options)
     if options.markdown is not None:
         put_table(options.markdown, document)
     print(markdown(document))
@@ -306,7 +316,7 @@ def child_predict(file: str, change: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         profile = read_recording(record_workload(parameters, Path(folder) / "recording"))
     started = time.perf_counter()
-    prediction = predict_change(parameters, profile, json.loads(change))
+    prediction = predict_change(parameters, profile, json.loads(change), SECONDS)
     seconds = time.perf_counter() - started
     try:
         by_work = predict(profile, json.loads(change)).mid_ms
@@ -424,7 +434,7 @@ def _parameters(title: str, sections: dict[str, Any], threads: int) -> Parameter
             "title": title,
             **sections,
             "training": {**sections["training"], "device": "cpu", "threads": threads},
-            "profiling": {"iterations": 12, "probes": False},
+            "profiling": {"iterations": 10, "probes": False},
         }
     )
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from dlrm_core.allocator import settle_allocator
 from dlrm_core.capacity import available_memory, forecast_memory, format_bytes
 from dlrm_core.config import Parameters
 from dlrm_core.errors import InputError
@@ -105,6 +106,7 @@ def probe_changes(
     ]
     started = time.perf_counter()
     threads = torch.get_num_threads()
+    settle_allocator()
     share = (PROBE_SECONDS if seconds is None else seconds) / (len(chosen) + 1)
     try:
         bench = _Bench(parameters)

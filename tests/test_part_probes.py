@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrm_core import part_probes
+from dlrm_core.allocator import USER_SETTINGS
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.errors import InputError
 from dlrm_core.part_probes import default_changes, interleave, medians, probe_changes, ratio_errors
@@ -34,6 +38,8 @@ def tiny(**sections: dict[str, Any]) -> Parameters:
     tree = {name: {**section, **sections.get(name, {})} for name, section in TINY.items()}
     return parameters_from_sections(tree)
 
+
+TRIM = "MALLOC_TRIM_THRESHOLD_"
 
 DENSE = {"bottom_mlp", "interaction", "top_mlp", "loss"}
 
@@ -216,3 +222,43 @@ def test_the_default_changes_are_those_that_apply() -> None:
     assert not any("training.precision" in change for change in kept)
     for change in plain:
         changed_parameters(tiny(data={"generator": "facebook_loop"}), change)
+
+
+CHURN = """
+import ctypes, resource, sys
+from dlrm_core.allocator import settle_allocator
+print(settle_allocator())
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.free.argtypes = [ctypes.c_void_p]
+size = 8 << 20
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [libc.malloc(size) for _ in range(12)]
+    for block in blocks:
+        ctypes.memset(block, 1, size)
+    for block in blocks:
+        libc.free(block)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+faults()
+print(faults())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
+@pytest.mark.parametrize(("setting", "settled"), [({}, True), ({TRIM: "65536"}, False)])
+def test_a_settled_allocator_keeps_what_was_freed(setting: dict[str, str], settled: bool) -> None:
+    environment = {k: v for k, v in os.environ.items() if k not in USER_SETTINGS} | setting
+    done = subprocess.run(
+        [sys.executable, "-c", CHURN], env=environment, capture_output=True, text=True, check=True
+    )
+    said, faults = done.stdout.split()
+    assert said == str(settled)
+    pages = 12 * (8 << 20) // os.sysconf("SC_PAGESIZE")
+    if settled:
+        assert int(faults) < 0.1 * pages
+    else:
+        # what the user set stays: the heap is given back, and faults again
+        assert int(faults) > 0.9 * pages

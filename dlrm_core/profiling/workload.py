@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dlrm_core.allocator import settle_allocator
 from dlrm_core.capacity import available_memory
 from dlrm_core.ceilings import measure_ceilings
 from dlrm_core.config import Parameters, load_parameters
@@ -45,6 +46,7 @@ def record_workload(
             exists or cannot be written.
     """
     config = parameters.profiling
+    settle_allocator()
     found = evidence(parameters)
     trainer = Trainer(parameters)
     losses: list[torch.Tensor] = []
