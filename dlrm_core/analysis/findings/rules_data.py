@@ -102,9 +102,10 @@ def _remedy(evidence: Evidence, time: float) -> tuple[dict[str, Any], dict[str, 
         return change, alone_gain or _known(total, time, made), said_faster
     if synchronous:
         ahead = predicted(evidence, overlap)
-        if ahead is None:
+        pays = share > UNAVOIDABLE_SHARE or _has_spare_core(evidence)
+        if ahead is None and pays:
             return overlap, _overlapped(total, time, time, worst=1.0), said_overlap
-        if is_worthwhile(ahead) and (share > UNAVOIDABLE_SHARE or _has_spare_core(evidence)):
+        if ahead is not None and is_worthwhile(ahead) and pays:
             return overlap, ahead, said_overlap
     advice = "no parameter makes these batches faster without changing them"
     if _is_slow(evidence, time):
