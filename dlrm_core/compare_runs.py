@@ -210,8 +210,14 @@ def _run(
             "(profiling.timeout_s); measure fewer iterations or raise it"
         )
     if done.exit_code != 0:
-        kind = InputError if done.exit_code == 2 else MeasurementError
-        raise kind(f"{label}: {done.last_words().removeprefix('dlrm train: ')}; see {done.stderr}")
+        if done.exit_code == 2:
+            # the child's own sentences, without the name of its command
+            said = done.stderr_text().rpartition("dlrm train: ")[2].strip()
+            raise InputError(f"{label}: {said}")
+        raise MeasurementError(
+            f"{label}: failed with exit code {done.exit_code}: {done.last_words()}; "
+            f"see {done.stderr}"
+        )
     result = read_json(output / "result.json")
     warmup = parameters.profiling.warmup
     on_gpu = str(result["device"]).startswith("cuda")

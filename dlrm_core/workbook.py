@@ -329,7 +329,9 @@ def failing_cell(ipynb: Path, executed_index: int | None) -> dict[str, Any] | No
         errors = [o for o in cell.get("outputs", []) if o.output_type == "error"]
         if errors:
             lines = [line for line in str(errors[-1].evalue).splitlines() if line.strip()]
-            error = f"{errors[-1].ename}: {lines[-1].strip()}" if lines else errors[-1].ename
+            # what a user must mend is said first, with details below it
+            said = 0 if errors[-1].ename in INPUT_ERRORS else -1
+            error = f"{errors[-1].ename}: {lines[said].strip()}" if lines else errors[-1].ename
             return _describe(cell, index, len(cells), error)
     if executed_index is None:
         return None

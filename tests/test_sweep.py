@@ -192,7 +192,7 @@ def dlrm(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
 def test_a_sweep_that_is_killed_is_resumed_to_one_page(tmp_path: Path) -> None:
     file = tmp_path / "small.yaml"
     sweep = {"training.batch_size": [8, 16], "model.table_rows": [50, 10**12]}
-    file.write_text(yaml.safe_dump(TINY | {"sweep": sweep}))
+    file.write_text(yaml.safe_dump(TINY | {"sweep": sweep}, sort_keys=False))
     typed = ("run", "train", "-f", str(file), "--output-root", str(tmp_path / "out"))
     first = dlrm(*typed, cwd=tmp_path)
     deadline = time.monotonic() + 120
