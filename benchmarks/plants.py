@@ -291,8 +291,9 @@ def conversions(setting: Setting) -> None:
     setting.planted["conversions"] = count
 
     def convert(x: torch.Tensor) -> torch.Tensor:
+        kind = x.dtype
         for _ in range(count):
-            x = x.double().float()
+            x = x.double().to(kind)
         return x
 
     place = setting.draw.choice([("interaction", "forward"), ("bottom_mlp", "forward")])
