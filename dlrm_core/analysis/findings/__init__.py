@@ -25,11 +25,12 @@ from dlrm_core.analysis.findings import (
     rules_embedding,
     rules_generic,
     rules_gpu,
-    rules_host,
     rules_interaction,
     rules_memory,
     rules_operators,
     rules_ranks,
+    rules_scheduling,
+    rules_thread,
 )
 from dlrm_core.analysis.findings.evidence import Evidence
 from dlrm_core.analysis.findings.finding import (
@@ -63,7 +64,8 @@ RULES: tuple[Rule, ...] = (
     *rules_data.RULES,
     *rules_gpu.RULES,
     *rules_operators.RULES[:1],
-    *rules_host.RULES,
+    *rules_scheduling.RULES,
+    *rules_thread.RULES,
     *rules_operators.RULES[1:],
     *rules_embedding.RULES,
     *rules_interaction.RULES,
