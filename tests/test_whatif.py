@@ -115,6 +115,16 @@ def test_the_profilers_cost_is_taken_out_first() -> None:
     assert made.mid_ms == pytest.approx(65 * 100 / 125)
 
 
+def test_parts_timed_without_the_profiler_count_where_there_are_some() -> None:
+    plain = {span_name(*part): ms for part, ms in PARTS.items()} | {ITERATION_SPAN: 100.0}
+    plain[span_name("top_mlp", "backward")] = 20.0  # not 60: the profiler tripled it
+    profile = probed(HALF_TOP, unprofiled_parts_ms=[plain] * 3, unprofiled_iteration_ms=[85.0])
+    parts = measured_parts(profile).set_index(["component", "phase"])["now_ms"]
+    assert parts.sum() == pytest.approx(85.0)
+    assert parts["top_mlp", "backward"] == pytest.approx(20.0)
+    assert predict(profile, {"model.top_mlp": [512, 1]}).mid_ms == pytest.approx(85 - 15 - 15)
+
+
 def test_a_larger_batch_is_judged_by_the_sample() -> None:
     change = {"training.batch_size": 4096}
     made = predict(probed(probe(change, dict.fromkeys(PARTS, 2.0))), change)

@@ -43,6 +43,9 @@ from dlrm_core.touched import NEUTRAL, changed_parameters, touched_components
 ROOFLINE_ERROR = 0.25
 """Relative error of a ratio of least times."""
 
+STEP_ERROR = 0.03
+"""Relative error of the whole changed step: its parts disturb each other in caches and heap."""
+
 OVERLAP_ERROR = 0.08
 """Relative error of a step beside which batches are made."""
 
@@ -329,7 +332,7 @@ def total(
     halfway between their sum and the root of their squares.
 
     Args:
-        table: ``component``, ``then_ms``, ``low_ms``, ``high_ms``.
+        table: ``component``, ``now_ms``, ``then_ms``, ``low_ms``, ``high_ms``.
         floor_ms: the host's own time, below which no GPU brings the step.
     """
     is_data = table["component"].eq("data")
@@ -339,7 +342,10 @@ def total(
         return float((reach.sum() + math.sqrt((reach**2).sum())) / 2 / (data + rest))
 
     mid = overlap.step_ms(float(data), float(rest))
-    own = COVER * OVERLAP_ERROR if overlap.beside else 0.0
+    errors = [OVERLAP_ERROR] if overlap.beside else []
+    if overlap.beside or not table["then_ms"].equals(table["now_ms"]):
+        errors.append(STEP_ERROR)
+    own = COVER * math.hypot(*errors)
     down = math.hypot(joined(table["then_ms"] - table["low_ms"]), own / (1 + own))
     up = math.hypot(joined(table["high_ms"] - table["then_ms"]), own)
     low, mid, high = (max(end, floor_ms) for end in (mid * (1 - down), mid, mid * (1 + up)))

@@ -11,6 +11,7 @@ import pandas as pd
 from dlrm_core.analysis.attribution import attribute
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.errors import InputError
+from dlrm_core.parts import ITERATION_SPAN, parse_span
 from dlrm_core.profiling.profile import Profile
 
 KEYS = ["component", "phase"]
@@ -62,6 +63,20 @@ def _undisturbed_ms(counters: Mapping[str, list[Any]]) -> list[float]:
     ]
 
 
+def _plain_parts(each: list[dict[str, float]]) -> dict[tuple[str, str], float]:
+    """Median of each part over the iterations without a profiler; ``other`` is what is left."""
+    known: dict[tuple[str, str], float] = {}
+    if not each or ITERATION_SPAN not in each[0]:
+        return known
+    for name in dict.fromkeys(name for times in each for name in times):
+        part = parse_span(name)
+        if part is not None:
+            known[part] = statistics.median(times.get(name, 0.0) for times in each)
+    whole = statistics.median(times[ITERATION_SPAN] for times in each)
+    known["other", ""] = max(0.0, whole - sum(known.values()))
+    return known
+
+
 def measured_parts(profile: Profile) -> pd.DataFrame:
     """``component``, ``phase``, ``now_ms``, ``device_ms``: parts of the unprofiled iteration.
 
@@ -76,6 +91,10 @@ def measured_parts(profile: Profile) -> pd.DataFrame:
     found["device_ms"] = found["time_ms"].where(found["where"].eq("device"), 0.0)
     parts = found.groupby(KEYS, as_index=False, sort=False)[["time_ms", "device_ms"]].sum()
     parts = parts.rename(columns={"time_ms": "now_ms"})
+    plain = _plain_parts(profile.meta.get("unprofiled_parts_ms") or [])
+    if plain:
+        named = [plain.get((c, p)) for c, p in parts[KEYS].to_numpy().tolist()]
+        parts["now_ms"] = [0.0 if ms is None else ms for ms in named]
     whole = unprofiled_ms(profile)
     if whole is not None:
         parts[["now_ms", "device_ms"]] *= whole / parts["now_ms"].sum()

@@ -27,6 +27,7 @@ from dlrm_core.doctor import machine_facts
 from dlrm_core.files import write_json
 from dlrm_core.memory_limit import memory_limit
 from dlrm_core.part_probes import probe_changes
+from dlrm_core.parts import SpanRow, log_spans
 from dlrm_core.profiling.torch_recorder import record
 from dlrm_core.training import Trainer, device_name, resolve_device
 
@@ -50,9 +51,25 @@ def record_workload(
     found = evidence(parameters)
     trainer = Trainer(parameters)
     losses: list[torch.Tensor] = []
+    plain: list[dict[str, float]] = []
+    before = config.warmup + config.iterations - config.iterations // 2
+    profiled = range(before, before + config.iterations)
+    on_cpu = trainer.device.type == "cpu"
+
+    def iterate(iteration: int) -> None:
+        with log_spans() as rows:
+            losses.append(trainer.iterate())
+        # a profiler's cost is not the same for every part, so they are timed without it too
+        if (
+            iteration >= config.warmup
+            and iteration not in profiled
+            and trainer.device.type == "cpu"
+        ):
+            plain.append(span_times(rows))
+
     try:
         return record(
-            lambda iteration: losses.append(trainer.iterate()),
+            iterate,
             config.iterations,
             folder,
             device=trainer.device,
@@ -63,11 +80,19 @@ def record_workload(
             profile_memory=config.profile_memory,
             information=information(parameters, trainer.device, trainer.notices)
             | found
-            | {"command": "dlrm record"},
+            | {"command": "dlrm record", "unprofiled_parts_ms": plain},
             progress=progress,
         )
     finally:
         trainer.close()
+
+
+def span_times(rows: list[SpanRow]) -> dict[str, float]:
+    """Milliseconds of every range of one iteration, by its name."""
+    times: dict[str, float] = {}
+    for name, start, end in rows:
+        times[name] = times.get(name, 0.0) + (end - start) / 1e6
+    return times
 
 
 def print_progress(done: int, total: int) -> None:
