@@ -31,10 +31,10 @@ STRAGGLER_ALARM = 0.025
 """The same of stragglers where scatter has exponential tails; far less where it is normal."""
 
 STRAGGLER_LEAST = 0.05
-"""A straggler takes at least this share longer than the usual iteration."""
+"""A straggler, a warm-up or another level differs by at least this share of the usual time."""
 
 LEVEL_LEAST = 0.02
-"""A warm-up, drift or second level is told only if it changes the time by this share."""
+"""Drift and two levels in one run are told only if they change the time by this share."""
 
 _DRAWS = 4000
 _LONGEST = 1000
@@ -181,7 +181,7 @@ def _change_point(times: Floats) -> int | None:
     before, after = np.median(times[:cut]), np.median(times[cut:])
     spread = _spread(times[cut:], after)
     change = abs(before - after)
-    if change < max(LEVEL_LEAST * after, spread):
+    if change < max(STRAGGLER_LEAST * after, spread):
         return None
     residual = np.concatenate([times[:cut] - before, times[cut:] - after])
     if scores[cut - 1] < critical_rank(count) * _correlation_factor(residual):
