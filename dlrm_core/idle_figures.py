@@ -52,7 +52,10 @@ def thread_states(states: pd.DataFrame) -> go.Figure:
         states: what :func:`dlrm_core.analysis.idle_causes.thread_states` gives.
     """
     title = "What the iterating thread did in each iteration"
-    return _stacked(title, states, "state", "time_ms", STATE_COLOURS)
+    result = _stacked(title, states, "state", "time_ms", STATE_COLOURS)
+    # recorded iterations lie between those counted before and after: no gap for them
+    result.update_xaxes(type="category", nticks=14, tickangle=0)
+    return result
 
 
 def idle_shares(summary: pd.DataFrame) -> go.Figure:

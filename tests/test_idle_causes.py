@@ -11,6 +11,7 @@ from gpu_trace import _on_gpu, _span
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dlrm_core import idle_figures, idle_presentation
 from dlrm_core.analysis.context_tree import reason_of, union
 from dlrm_core.analysis.idle_causes import (
     CAUSES,
@@ -159,3 +160,21 @@ def test_time_outside_operators_is_the_rest_of_each_part(tmp_path: Path) -> None
     assert parts.loc["data"].tolist() == pytest.approx([16, 0, 16])
     assert parts["part_ms"].sum() == pytest.approx(100)
     assert table["outside_share"]["data"] == 1
+
+
+def test_figures_draw_all_of_the_table_in_units(tmp_path: Path) -> None:
+    profile = read(tmp_path, gpu_trace.events())
+    each, summary = idle_causes(profile), idle_by_cause(profile)
+    stacked = idle_figures.idle_each(each)
+    assert sum(sum(bar.y) for bar in stacked.data) == pytest.approx(0.047)
+    assert [bar.name for bar in stacked.data] == [c for c in CAUSES if c in set(each["cause"])]
+    assert stacked.layout.yaxis.title.text == "ms"
+    shares = idle_figures.idle_shares(summary)
+    assert sum(bar.x[0] for bar in shares.data) == pytest.approx(0.047)
+    assert "47.0%" in shares.layout.title.text
+    assert set(idle_figures.CAUSE_COLOURS) == set(CAUSES)
+    assert set(idle_figures.STATE_COLOURS) == set(STATES)
+    table = idle_presentation.idle_table(summary)
+    assert table.rows[0][:2] == ["data", CAUSES["data"]] and "34.0%" in table.rows[0]
+    reason = idle_presentation.idle_table(idle_causes(read(tmp_path, gpu_trace.events()[:3])))
+    assert "Not measured" in repr(reason)
