@@ -60,11 +60,7 @@ def record_workload(
         with log_spans() as rows:
             losses.append(trainer.iterate())
         # a profiler's cost is not the same for every part, so they are timed without it too
-        if (
-            iteration >= config.warmup
-            and iteration not in profiled
-            and trainer.device.type == "cpu"
-        ):
+        if on_cpu and iteration >= config.warmup and iteration not in profiled:
             plain.append(span_times(rows))
 
     try:
