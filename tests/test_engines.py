@@ -7,8 +7,10 @@ import pandas as pd
 import pytest
 
 from dlrm_core.analysis.engines import engines_side_by_side, samples_against_clock
-from dlrm_core.errors import InputError
+from dlrm_core.config import ProfilingConfig
+from dlrm_core.errors import InputError, MissingToolError
 from dlrm_core.parts import ITERATION_SPAN, span_name
+from dlrm_core.profiling.measure import TORCH_FOLDER, choose_engine, second_profile
 from dlrm_core.profiling.profile import Profile
 
 PARTS = [("data", "forward"), ("top_mlp", "forward"), ("top_mlp", "backward")]
@@ -157,3 +159,14 @@ def test_only_two_recordings_with_iterations_can_be_compared() -> None:
         engines_side_by_side([one, bare])
     twice = engines_side_by_side([one, recording("torch", seed=5)])
     assert {"torch_ms", "torch_2_ms"} <= set(twice.columns)
+
+
+def test_both_engines_need_hpctoolkit_and_say_so(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("HPCTOOLKIT_HOME", raising=False)
+    with pytest.raises(MissingToolError, match="hpcrun"):
+        choose_engine(ProfilingConfig(engine="both"))
+    assert second_profile(tmp_path) is None
+    recording("torch").save(tmp_path / TORCH_FOLDER)
+    found = second_profile(tmp_path)
+    assert found is not None and found.meta["engine"] == "torch"
