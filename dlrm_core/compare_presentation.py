@@ -125,16 +125,19 @@ def outcomes_table(comparison: Comparison) -> Table:
     """Predicted, measured, error: a row an outcome."""
     rows = []
     for outcome in comparison.outcomes:
-        predicted = outcome.predicted
+        made, then = outcome.predicted, None
+        if made and outcome.before_ms:
+            # on the scale of the baseline that ran in turns: the profile had its own day
+            then = outcome.before_ms * made.mid_ms / made.now_ms
         rows.append(
             (
                 change_text(outcome.change) or outcome.after,
                 _ms(outcome.before_ms),
-                _ms(predicted.mid_ms if predicted else None, NOTHING),
+                _ms(then, NOTHING),
                 _ms(outcome.after_ms),
                 foretold(outcome),
                 times_faster(outcome.speedup),
-                NOTHING if outcome.error is None else f"{outcome.error:+.1%}",
+                NOTHING if outcome.error is None else f"{outcome.error:+.1%}".replace("-", "−"),
                 {None: NOTHING, True: "yes", False: "no"}[outcome.in_range],
             )
         )
