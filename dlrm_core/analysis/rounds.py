@@ -60,12 +60,19 @@ def speedup(table: pd.DataFrame, before: str, after: str, samples: float = 1.0) 
 
 
 def compare_settings(table: pd.DataFrame, before: str, after: str) -> pd.DataFrame:
-    """Each part before and after, paired by round; columns as ``compare.compare_parts``."""
+    """Each part before and after, paired by round; columns as ``compare.compare_parts``.
+
+    A slow moment of the machine lengthens everything, so each round's times are first
+    scaled to the mean round by its whole iteration before the change.
+    """
+    whole = whole_rounds(table, before, after)["before"]
+    mood = whole.mean() / whole
     parts = table[(table["component"] != "") & table["setting"].isin([before, after])]
     rows = []
     for (component, phase), group in parts.groupby(["component", "phase"], sort=False):
         wide = group.pivot(index="round", columns="setting", values="time_ms")
-        wide = wide.reindex(columns=[before, after]).fillna(0.0)
+        wide = wide.reindex(index=mood.index, columns=[before, after]).fillna(0.0)
+        wide = wide.mul(mood, axis=0)
         each = (wide[after] - wide[before]).to_numpy()
         se = float(each.std(ddof=1) / math.sqrt(len(each))) if len(each) > 1 else math.nan
         interval = t_interval(float(each.mean()), se, len(each) - 1)
