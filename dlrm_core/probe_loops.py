@@ -134,17 +134,13 @@ class StepLoop:
             shapes are equal; tables can be gigabytes.
     """
 
-    BATCHES = 3
-    """Batches run in turn: one alone would find its rows in the cache."""
-
     def __init__(
         self, parameters: Parameters, half: str, tables_from: StepLoop | None = None
     ) -> None:
         self.half = half
         self.parameters = reduced(parameters, half)
         self.notices = apply_settings(self.parameters)
-        generator = make_generator(self.parameters, torch.device("cpu"))
-        self.batches = [generator.next_batch() for _ in range(self.BATCHES)]
+        self.generator = make_generator(self.parameters, torch.device("cpu"))
         self.huge_pages = self.parameters.training.embedding_backend != "torch"
         can_lend = tables_from is not None and tables_from.huge_pages == self.huge_pages
         lent = tables_from.model if tables_from is not None and can_lend else None
@@ -154,13 +150,12 @@ class StepLoop:
         self.notices += self.step.dense.notices
         other = "sparse" if half == "dense" else "dense"
         self.scrub = Scrubber(half_bytes(parameters, other))
-        self._turn = 0
 
     def run(self) -> Times:
         """One iteration; the times of its parts, and of what is outside them (``other``)."""
         self.scrub()
-        batch = self.batches[self._turn % len(self.batches)]
-        self._turn += 1
+        # a new one, as in a run: the rows of one seen before would be in the cache
+        batch = self.generator.next_batch()
         with log_spans() as rows:
             started = time.time_ns()
             self.step(batch)
