@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import platform
 import random
 import shutil
@@ -163,6 +164,10 @@ def judged(row: dict[str, Any], profiles: Path) -> dict[str, Any]:
     expected = FAULTS[row["fault"]][1]
     evidence = Evidence(profile, attribution)
     others = evidence.machine_share("other_processes_cpu_ms")
+    confined = os.sched_getaffinity(0) != set(range(os.cpu_count() or 1))
+    if confined:  # others may use the other cores; what counts is waiting for ours
+        own = ("straggler_thread", "many_threads")
+        others = 0.0 if row["fault"] in own else evidence.share_of_wall("run_queue_ms")
     return row | {
         "findings": ids,
         "speedups": [round(f.predicted_speedup.get("mid", 1.0), 3) for f in found],

@@ -38,6 +38,13 @@ def other_processes(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
     cores = evidence.machine_share("other_processes_cpu_ms")
     queued = evidence.share_of_wall("run_queue_ms")
     lost = max(queued, min(excess_share(evidence, ledger), cores), _taken(evidence, cores))
+    if _is_confined(evidence) and evidence.cores:
+        # the machine's busy time is counted as a whole: only waiting for a core tells that
+        # others were on ours
+        ours = _busy_cores(evidence) >= BUSY_CORES or (evidence.threads or 1) > evidence.cores
+        if ours or queued < LOST_SHARE:
+            return
+        lost = queued
     if cores < BUSY_CORES or (lost < LOST_SHARE and cores < GREEDY_CORES):
         return
     ledger.explain(lost * evidence.total_ms)
@@ -67,7 +74,7 @@ def other_threads(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
     """Threads of our own process that are not the step's compute beside it."""
     busy = _busy_threads(evidence)
     used = sum(time for _, time in busy)
-    cores = used / evidence.wall_ms if evidence.wall_ms else 0.0
+    cores = _busy_cores(evidence)
     queued = evidence.share_of_wall("run_queue_ms")
     blocked = blocked_share(evidence, ledger)
     lost = max(queued + blocked, min(excess_share(evidence, ledger), cores))
@@ -229,6 +236,18 @@ def _taken(evidence: Evidence, others: float) -> float:
     if ours < 0.1 or ours + others < 0.85 * cores:
         return 0.0
     return min(others / cores, 0.9)
+
+
+def _is_confined(evidence: Evidence) -> bool:
+    """Whether the process may use some of the machine's cores only."""
+    total = (evidence.meta.get("machine") or {}).get("cores")
+    return bool(total and evidence.cores and evidence.cores < int(total))
+
+
+def _busy_cores(evidence: Evidence) -> float:
+    """Cores that our own threads beside the step keep busy."""
+    used = sum(time for _, time in _busy_threads(evidence))
+    return used / evidence.wall_ms if evidence.wall_ms else 0.0
 
 
 def _busy_threads(evidence: Evidence) -> list[tuple[str, float]]:
