@@ -263,6 +263,8 @@ def measure(
     for number, fault in schedule(options.trials):
         if (number, fault) in done or time.perf_counter() - started > options.seconds:
             continue
+        if fault == "one_thread" and len(os.sched_getaffinity(0)) == 1:
+            continue  # one core is no fault of the run's
         command = [sys.executable, __file__, "--one", f"{number}:{fault}"]
         command += ["--folder", str(folder)]
         try:
