@@ -33,7 +33,13 @@ from dlrm_core.probe_loops import (
     reduced,
     waited_ns,
 )
-from dlrm_core.touched import Change, changed_parameters, signature, touched_components
+from dlrm_core.touched import (
+    Change,
+    changed_parameters,
+    signature,
+    touched_components,
+    touched_phases,
+)
 
 MIN_ROUNDS, MAX_ROUNDS = 4, 40
 PRECISION = 0.008
@@ -224,9 +230,10 @@ class _Bench:
                         known[phase] += found.get(component, {}).get(phase, alone) - alone
                     result["spread"].setdefault(component, {}).update(spread.get(component, {}))
             elif component in touched:
-                result["parts"][component] = phases
-                result["base"][component] = {p: now[component].get(p, math.nan) for p in phases}
-                result["spread"][component] = spread[component]
+                only = touched_phases(self.parameters, changed, component)
+                kept = [p for p in phases if p in now[component] and (only is None or p in only)]
+                for key, found in (("parts", then), ("base", now), ("spread", spread)):
+                    result[key][component] = {phase: found[component][phase] for phase in kept}
 
     def _overlap(self, parameters: Parameters) -> dict[str, Any]:
         """How much making batches in a thread slows the halves, and they it."""

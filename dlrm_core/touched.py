@@ -162,6 +162,29 @@ def touched_components(base: Parameters, changed: Parameters) -> set[str]:
     return touched
 
 
+def touched_phases(base: Parameters, changed: Parameters, component: str) -> set[str] | None:
+    """The phases of a touched component whose time may differ; None for all.
+
+    Which optimiser updates the weights decides about ``update`` alone, unless the
+    update is part of the backward pass.
+    """
+    fused = getattr(base.training, "embedding_backend", "torch") != "torch"
+    if component not in ("bottom_mlp", "top_mlp", "embedding") or (
+        component == "embedding" and fused
+    ):
+        return None
+    names: dict[str, Any] = {"optimizer": base.training.optimizer}
+    if component != "embedding":
+        names["fused_optimizer"] = base.training.fused_optimizer
+    alike = dataclasses.replace(
+        changed,
+        training=dataclasses.replace(changed.training, **names),
+    )
+    same = signature(base, component) == signature(alike, component)
+    known = all(leaf in ACCOUNTED or leaf in NEUTRAL for leaf in changed_leaves(base, changed))
+    return {"update"} if same and known else None
+
+
 def signature(parameters: Parameters, component: str) -> tuple[Any, ...]:
     """Everything that the time of a component depends on, as a value that can be compared."""
     model, data, training = parameters.model, parameters.data, parameters.training

@@ -18,7 +18,7 @@ from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.errors import InputError
 from dlrm_core.part_probes import default_changes, interleave, medians, probe_changes, ratio_errors
 from dlrm_core.probe_loops import HALVES, StepLoop, part_times, reduced
-from dlrm_core.touched import changed_parameters, touched_components
+from dlrm_core.touched import changed_parameters, touched_components, touched_phases
 
 TINY: dict[str, Any] = {
     "model": {
@@ -70,6 +70,30 @@ DENSE = {"bottom_mlp", "interaction", "top_mlp", "loss"}
 def test_what_a_change_touches(change: dict[str, Any], touched: set[str]) -> None:
     base = tiny()
     assert touched_components(base, changed_parameters(base, change)[0]) == touched
+
+
+def test_an_optimiser_touches_the_update_alone() -> None:
+    base = tiny()
+    fused = changed_parameters(base, {"training.fused_optimizer": True})[0]
+    assert touched_phases(base, fused, "top_mlp") == {"update"}
+    more = changed_parameters(base, {"training.optimizer": "adagrad", "training.batch_size": 8})[0]
+    assert touched_phases(base, more, "top_mlp") is None
+    adagrad = changed_parameters(base, {"training.optimizer": "adagrad"})[0]
+    assert touched_phases(base, adagrad, "embedding") == {"update"}
+    inside = tiny(training={"embedding_backend": "fused"})
+    adagrad = changed_parameters(inside, {"training.optimizer": "adagrad"})[0]
+    # the fused back end updates in the backward pass
+    assert touched_phases(inside, adagrad, "embedding") is None
+
+
+def test_the_dense_half_is_stood_for_between_lookup_and_update() -> None:
+    loop = StepLoop(tiny(), "sparse")
+    at = loop.scrub.taken_ns
+    times = loop.run()
+    assert loop.scrub.taken_ns > at
+    # streaming over the buffer is nobody's time
+    assert sum(ms for phases in times.values() for ms in phases.values()) < 1e3
+    assert loop.step.dense.precision is not None
 
 
 def test_dim_and_tables_take_along_what_must_change_with_them() -> None:
