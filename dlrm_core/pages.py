@@ -47,6 +47,8 @@ WIDGET_STATE = "application/vnd.jupyter.widget-state+json"
 IMAGES = ("image/svg+xml", "image/png", "image/jpeg", "image/gif", "image/webp")
 DEFAULT_HEIGHT = 450  # plotly.js's own, in pixels
 NOTHING = Markup("")
+ABSENT = "*Not measured"
+"""How a sentence begins that stands in place of a figure or table."""
 NOTABLE_SECONDS = 0.1  # cells that took less do not say how long
 
 
@@ -170,6 +172,8 @@ class _Page:
         self.figures = 0
         self._folder = folder
         self._anchors: set[str] = set()
+        self._absent: set[str] = set()
+        """Reasons for missing figures that the section in hand has given."""
         widgets = nb.metadata.get("widgets", {}).get(WIDGET_STATE, {})
         self._widgets: Mapping[str, Any] = widgets.get("state", {})
         self._defaults: dict[str, Any] = {}
@@ -181,12 +185,24 @@ class _Page:
         if _tagged(cell, "papermill-error-cell-tag"):
             return None
         if cell.cell_type == "markdown":
+            self._absent.clear()
             return Cell("markdown", html=self._markdown(cell.source, cell.get("attachments", {})))
         if cell.cell_type == "raw":
             return Cell("markdown", html=Markup("<pre>{}</pre>").format(cell.source))
         if not cell.source.strip() and not cell.outputs:
             return None
+        if self._says_again(cell.outputs):
+            return None
         return self._code_cell(cell)
+
+    def _says_again(self, outputs: list[Any]) -> bool:
+        """Whether a cell only repeats what its section said already: why there is no figure."""
+        texts = [output.get("data", {}).get("text/markdown") for output in outputs]
+        if len(texts) != 1 or not str(texts[0]).startswith(ABSENT):
+            return False
+        again = texts[0] in self._absent
+        self._absent.add(texts[0])
+        return again
 
     def _code_cell(self, cell: Any) -> Cell:
         rendered = Cell("code", code=_highlight(cell.source, "python"))

@@ -290,3 +290,21 @@ def test_parameter_cells_are_read_without_running_them() -> None:
 
 def test_after_carriage_returns() -> None:
     assert after_carriage_returns("a\rb\r\nc\r\r\nd\r") == "b\nc\nd"
+
+
+def test_a_section_says_once_why_it_has_no_figures(tmp_path: Path) -> None:
+    absent = {"text/markdown": "*Not measured: the run used no GPU.*"}
+    other = {"text/markdown": "*Not measured: no samples.*"}
+    text = body(
+        page(
+            tmp_path,
+            new_markdown_cell("## Kernels"),
+            cell(shown(absent)),
+            cell(shown(absent)),
+            cell(shown(other)),
+            new_markdown_cell("## Copies"),
+            cell(shown(absent)),
+        )
+    )
+    assert text.count("the run used no GPU") == 2, "once a section"
+    assert text.count("no samples") == 1
