@@ -34,7 +34,8 @@ def forecast_memory(parameters: Parameters) -> list[MemoryItem]:
     b sum(n m + m) for their copy; activations and their gradients
     2 b M (sum of layer widths + F d + F^2), with b or M less than 4 and B also
     2 * 4 B T d for pooled vectors and their gradients, which stay whole and fp32;
-    batch B (D + 1) 4 + T B (k + 1) 8; sparse gradients of an embedding T B k (4 d + 8).
+    batch B (D + 1) 4 + T B (k + 1) 8; sparse gradients of an embedding T B k (4 d + 8),
+    less with the fused back end, and an Adagrad's state (see :func:`_embedding_update`).
     """
     model, data = parameters.model, parameters.data
     size, dim = parameters.training.batch_size, model.embedding_dim
@@ -70,13 +71,42 @@ def forecast_memory(parameters: Parameters) -> list[MemoryItem]:
     batch += int((looked_up + size * len(model.table_rows)) * INDEX_BYTES)
     kept = 1 + (data.prefetch_batches if data.loader == "prefetch" else 0)
     items.append(MemoryItem("batches", f"{kept} x {size:,} samples", kept * batch))
-    items.append(
-        MemoryItem(
-            "sparse embedding gradients",
-            f"{round(looked_up):,} x {dim}",
-            int(looked_up * (dim * FLOAT_BYTES + INDEX_BYTES)),
+    items += _embedding_update(parameters, looked_up)
+    return items
+
+
+def _embedding_update(parameters: Parameters, looked_up: float) -> list[MemoryItem]:
+    """The optimiser's state, and what lies between the tables' backward and update.
+
+    Adagrad keeps R d 4 of sums a table and as much as the MLPs' weights; row-wise
+    Adagrad R 4 a table. torch's back end keeps sparse gradients, and coalesces them into
+    a second copy for an Adagrad; the fused one keeps 16 bytes a lookup to sort
+    (Adagrads), and with 'naive' the rows of the gradient.
+    """
+    model, training = parameters.model, parameters.training
+    dim, items = model.embedding_dim, []
+    if training.optimizer != "sgd":
+        width = 1 if training.optimizer == "rowwise_adagrad" else dim
+        rows = sum(model.table_rows)
+        dense = sum(
+            n * m + m
+            for widths in (model.bottom_widths, model.top_widths)
+            for n, m in itertools.pairwise(widths)
         )
-    )
+        size = FLOAT_BYTES * (rows * width + dense)
+        items.append(MemoryItem("optimiser state", f"{rows:,} x {width}, {dense:,}", size))
+    gradients = looked_up * (dim * FLOAT_BYTES + INDEX_BYTES)
+    if training.embedding_backend == "torch":
+        copies = 1 if training.optimizer == "sgd" else 2
+        shape = f"{round(looked_up):,} x {dim}"
+        items.append(MemoryItem("sparse embedding gradients", shape, int(copies * gradients)))
+    elif training.embedding_update == "naive":
+        shape = f"{round(looked_up):,} x {dim}"
+        size = int(looked_up * dim * FLOAT_BYTES)
+        items.append(MemoryItem("sparse embedding gradients", shape, size))
+    elif training.optimizer != "sgd":
+        size = int(looked_up * 2 * INDEX_BYTES)
+        items.append(MemoryItem("sorted lookups", f"{round(looked_up):,} x 2", size))
     return items
 
 

@@ -109,6 +109,7 @@ class Trainer:
         loss = ClickLoss(parameters.model.loss, parameters.model.loss_weights).to(self.device)
         self.step = TrainingStep(self.model, loss, config)
         self.notices += self.step.dense.notices
+        self.notices += getattr(self.model.embeddings.backend, "notices", [])
         self.batches: Iterator[Batch] = batches(parameters, self.device)
         # with data made on the device there is nothing to copy
         self.transfers = self.device.type == "cuda" and parameters.data.place == "cpu"

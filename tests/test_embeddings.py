@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dlrm_core.capacity import forecast_memory
 from dlrm_core.config import TrainingConfig, parameters_from_sections
 from dlrm_core.data.batch import Batch
 from dlrm_core.embeddings import EmbeddingTables, attach
@@ -18,6 +19,9 @@ from dlrm_core.embeddings.fused_cpu import FusedCpu, share_out
 from dlrm_core.embeddings.torch_backend import RowwiseAdagrad
 from dlrm_core.errors import InputError, MissingToolError
 from dlrm_core.training import Trainer
+
+DENSE = (16 * 32 + 32) + (32 * 8 + 8) + (14 * 32 + 32) + (32 * 16 + 16) + (16 + 1)
+"""Weights of the MLPs of ``parameters()``: bottom 16-32-8, top 14-32-16-1."""
 
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
 
@@ -433,3 +437,24 @@ def test_a_cache_that_cannot_be_written_is_said(tmp_path):
     blocked.write_text("no folder")
     printed = _child(XDG_CACHE_HOME=str(blocked), NUMBA_CACHE_DIR="")
     assert "no writable folder for compiled kernels" in printed
+
+
+@pytest.mark.parametrize(
+    ("training", "name", "expected"),
+    [
+        ({"optimizer": "adagrad"}, "optimiser state", 4 * (1053 * 8 + DENSE)),
+        ({"optimizer": "rowwise_adagrad"}, "optimiser state", 4 * (1053 + DENSE)),
+        ({"embedding_backend": "fused"}, "sparse embedding gradients", None),
+        ({"embedding_backend": "fused"}, "optimiser state", None),
+    ],
+)
+def test_the_forecast_of_memory_counts_what_the_update_keeps(training, name, expected):
+    found = {item.name: item.bytes for item in forecast_memory(parameters(**training))}
+    assert found.get(name) == expected
+
+
+def test_what_the_back_end_fell_back_to_is_among_the_runs_notices(monkeypatch):
+    monkeypatch.setattr(
+        "dlrm_core.embeddings.fused_cpu.compile_kernel", lambda function: (None, "compiled anew")
+    )
+    assert Trainer(parameters(embedding_backend="fused")).notices == ["compiled anew"]

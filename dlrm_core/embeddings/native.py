@@ -24,7 +24,7 @@ import torch
 
 from dlrm_core.errors import MissingToolError
 
-SOURCES = ("vectors.py", "kernels.py", "kernels_sorted.py", "kernels_contended.py")
+SOURCES = ("checks.py", "vectors.py", "kernels.py", "kernels_sorted.py", "kernels_contended.py")
 
 
 class Kernel:
