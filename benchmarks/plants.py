@@ -224,15 +224,17 @@ def sleep_in_step(setting: Setting) -> None:
 
 def file_sync(setting: Setting) -> None:
     size = setting.draw.choice([1 << 12, 1 << 16, 1 << 18])
+    block = os.urandom(size)
     folder = setting.cleanup.enter_context(tempfile.TemporaryDirectory())
     number = os.open(f"{folder}/log", os.O_CREAT | os.O_WRONLY)
     setting.cleanup.callback(os.close, number)
-    count = setting.draw.randint(1, 3)
-    setting.planted |= {"bytes": size, "syncs": count}
+    lost = setting.lose_ms(0.15, 0.6) / 1e3
+    setting.planted["bytes"] = size
 
     def write(result: Any) -> Any:
-        for _ in range(count):
-            os.pwrite(number, os.urandom(size), 0)
+        end = time.perf_counter() + lost
+        while time.perf_counter() < end:
+            os.pwrite(number, block, 0)
             os.fsync(number)
         return result
 
