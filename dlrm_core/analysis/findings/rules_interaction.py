@@ -26,6 +26,8 @@ def interaction_overhead(evidence: Evidence, ledger: Ledger) -> Iterable[Finding
     time, least = float(table["time_ms"].sum()), float(table["ceiling_ms"].sum())
     if share < SHARE or time <= 0 or not 0 < least < REACHED * time:
         return
+    if ledger.explained_ms > 0.5 * time:
+        return  # what was named already may well have been here
     if any(ledger.is_explained(("interaction", phase)) for phase in ("forward", "backward")):
         return
     operators = evidence.called[evidence.called["component"] == "interaction"]
