@@ -228,7 +228,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trials", type=int, default=80, help="in all; half of them clean")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no trial after these")
-    parser.add_argument("--folder", default="planted_faults", help="results and profiles so far")
+    parser.add_argument(
+        "--folder", default="outputs/planted_faults", help="results and profiles so far"
+    )
     parser.add_argument("--json", default="", help="write the summary here")
     parser.add_argument("--judge", action="store_true", help="judge kept profiles, measure none")
     parser.add_argument("--one", default="", help="measure one trial: NUMBER:FAULT[:SHAPE]")
@@ -312,7 +314,8 @@ def write_summary(path: Path, rows: list[dict[str, Any]], repeated: int) -> None
     write_json(
         path,
         {
-            "command": "python benchmarks/planted_faults.py --json " + path.name,
+            "command": "python benchmarks/planted_faults.py --json benchmarks/results/" + path.name,
+            "cores": len(os.sched_getaffinity(0)),
             "machine": machine_facts(),
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
             "faulty_trials": len(faulty),
