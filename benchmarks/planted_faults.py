@@ -1,13 +1,14 @@
 """Whether findings name planted faults, and stay silent on clean runs.
 
-    python benchmarks/planted_faults.py --trials 80 --json benchmarks/results/planted_faults.json
+    python benchmarks/planted_faults.py --first 100 --trials 80 \\
+        --json benchmarks/results/planted_faults.json
 
 Each trial is a fresh process: a clean configuration of a random shape, one fault of random
 magnitude planted in the real workload (``plants.py``), measured as ``dlrm record`` does, and
 judged: is the planted fault the first finding? Trials and profiles are kept as they finish,
 so that an interrupted run goes on where it was and ``--judge`` judges them by changed rules;
-what is drawn for trial N depends on N alone. A trial beside which other processes used the
-machine is measured again.
+what is drawn for trial N depends on N alone, and rules were tuned on trials below 100. A trial
+beside which other processes used the machine is measured again.
 """
 
 from __future__ import annotations
@@ -193,7 +194,7 @@ def _probes_disturbed(evidence: Any) -> bool:
     return bool((model["alone_ms"] > 1.5 * model["time_ms"]).mean() > 0.5)
 
 
-def schedule(count: int) -> list[tuple[int, str]]:
+def schedule(first: int, count: int) -> list[tuple[int, str]]:
     """Which fault trial N plants: half of all are clean, the others go round the faults."""
     from plants import FAULTS
 
@@ -201,7 +202,7 @@ def schedule(count: int) -> list[tuple[int, str]]:
     random.Random(0).shuffle(faults)
     return [
         (number, "clean" if number % 2 else faults[number // 2 % len(faults)])
-        for number in range(count)
+        for number in range(first, first + count)
     ]
 
 
@@ -227,6 +228,7 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trials", type=int, default=80, help="in all; half of them clean")
+    parser.add_argument("--first", type=int, default=0, help="number of the first trial")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no trial after these")
     parser.add_argument(
         "--folder", default="outputs/planted_faults", help="results and profiles so far"
@@ -253,7 +255,8 @@ def main() -> None:
     for line in summary(kept):
         print(line)
     if options.json:
-        write_summary(Path(options.json), kept, repeated=sum(row["disturbed"] for row in rows))
+        repeated = sum(row["disturbed"] for row in rows)
+        write_summary(Path(options.json), kept, repeated, options.first, options.trials)
 
 
 def measure(
@@ -262,7 +265,7 @@ def measure(
     """Run the trials that are not there yet, each in a fresh process."""
     started = time.perf_counter()
     done = {(row["trial"], row["fault"]) for row in rows if not row["disturbed"]}
-    for number, fault in schedule(options.trials):
+    for number, fault in schedule(options.first, options.trials):
         if (number, fault) in done or time.perf_counter() - started > options.seconds:
             continue
         if fault == "one_thread" and len(os.sched_getaffinity(0)) == 1:
@@ -302,7 +305,9 @@ def latest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [found[key] for key in sorted(found)]
 
 
-def write_summary(path: Path, rows: list[dict[str, Any]], repeated: int) -> None:
+def write_summary(
+    path: Path, rows: list[dict[str, Any]], repeated: int, first: int, count: int
+) -> None:
     """The table with the machine and the versions it was made on."""
     import torch
 
@@ -314,7 +319,8 @@ def write_summary(path: Path, rows: list[dict[str, Any]], repeated: int) -> None
     write_json(
         path,
         {
-            "command": "python benchmarks/planted_faults.py --json benchmarks/results/" + path.name,
+            "command": f"python benchmarks/planted_faults.py --first {first} --trials {count} "
+            f"--json benchmarks/results/{path.name}",
             "cores": len(os.sched_getaffinity(0)),
             "machine": machine_facts(),
             "versions": {"python": platform.python_version(), "torch": torch.__version__},

@@ -16,7 +16,7 @@ from dlrm_core.analysis.findings.ledger import Ledger
 from dlrm_core.analysis.steady import steady_state
 
 SLOWER = 1.5
-"""Times its probe. Parts take up to 1.3 times theirs in clean runs, since in the run others
+"""Times its probe. Parts take up to 1.5 times theirs in clean runs, since in the run others
 have emptied the caches (measured: benchmarks/planted_faults.py)."""
 
 WORTH_SHARE = 0.08
