@@ -177,10 +177,9 @@ def judged(row: dict[str, Any], profiles: Path) -> dict[str, Any]:
         "step_ms": round(evidence.step_ms, 2),
         "other_processes_cores": round(others, 3),
         # not the trial's doing: it is measured again, whatever was found
-        "disturbed": bool(
-            _probes_disturbed(evidence)
-            or (others > DISTURBED_CORES and row["fault"] != "competing_process")
-            or "disturbed_profile" in ids
+        "disturbed": row["fault"] != "competing_process"
+        and bool(
+            _probes_disturbed(evidence) or others > DISTURBED_CORES or "disturbed_profile" in ids
         ),
         "rank": next((place for place, i in enumerate(ids, 1) if i in expected), None),
         "good": (ids[0] in expected if ids else False) if expected else not ids,
@@ -229,6 +228,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trials", type=int, default=80, help="in all; half of them clean")
     parser.add_argument("--first", type=int, default=0, help="number of the first trial")
+    parser.add_argument("--faults-only", action="store_true", help="leave the clean trials out")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no trial after these")
     parser.add_argument(
         "--folder", default="outputs/planted_faults", help="results and profiles so far"
@@ -267,6 +267,8 @@ def measure(
     done = {(row["trial"], row["fault"]) for row in rows if not row["disturbed"]}
     for number, fault in schedule(options.first, options.trials):
         if (number, fault) in done or time.perf_counter() - started > options.seconds:
+            continue
+        if fault == "clean" and options.faults_only:
             continue
         if fault == "one_thread" and len(os.sched_getaffinity(0)) == 1:
             continue  # one core is no fault of the run's

@@ -289,7 +289,7 @@ def dense_gradients(setting: Setting) -> None:
 
 
 def conversions(setting: Setting) -> None:
-    count = setting.draw.randint(2, 6)
+    count = setting.draw.randint(4, 10)
     setting.planted["conversions"] = count
 
     def convert(x: torch.Tensor) -> torch.Tensor:
@@ -344,7 +344,7 @@ Plant = Callable[[Setting], None]
 FAULTS: dict[str, tuple[Plant, tuple[str, ...]]] = {
     "clean": (clean, ()),
     "slow_generator": (slow_generator, ("data_generation",)),
-    "tiny_operations": (tiny_operations, ("tiny_operations",)),
+    "tiny_operations": (tiny_operations, ("tiny_operators", "dispatch_bound")),
     "equal_indices": (equal_indices, ("skewed_indices",)),
     "giant_table": (giant_table, ("giant_table",)),
     "full_precision": (full_precision, ("dense_precision",)),
@@ -360,7 +360,7 @@ FAULTS: dict[str, tuple[Plant, tuple[str, ...]]] = {
     "conversions": (conversions, ("conversions",)),
     "one_thread": (one_thread, ("too_few_threads", "thread_count")),
     "many_threads": (many_threads, ("too_many_threads",)),
-    "tiny_batch": (tiny_batch, ("dispatch_bound",)),
+    "tiny_batch": (tiny_batch, ("dispatch_bound", "small_batch")),
     "log_every_iteration": (log_every_iteration, ("outside_parts",)),
 }
 """Fault to its plant and the ids of findings that name it."""

@@ -23,6 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from dlrm_core.heap import heap_bytes
+
 PROC = Path("/proc")
 
 SPARING = 1000
@@ -52,7 +54,8 @@ class IterationCounters:
     rest: it slept), ``process_cpu_ms``, ``pool_cpu_ms`` (worker threads of torch and its
     libraries), ``other_threads_cpu_ms`` (the process less those two), ``minor_faults``,
     ``major_faults`` (process), ``voluntary_switches``, ``involuntary_switches``
-    (iterating thread), ``rss_bytes``, ``gpu_allocated_bytes``, ``gc_ms`` (Python's
+    (iterating thread), ``rss_bytes``, ``heap_bytes`` (asked of the allocator and not given
+    back), ``gpu_allocated_bytes``, ``gc_ms`` (Python's
     collector), ``read_bytes``, ``written_bytes`` (storage), ``other_processes_cpu_ms``
     (of the whole machine less ours; the kernel counts it in ticks of 10 ms) and
     ``stolen_ms`` (a hypervisor gave our cores to others).
@@ -75,6 +78,8 @@ class IterationCounters:
         self._files: dict[str, int] = {}
         self._open("schedstat", f"self/task/{self._own}/schedstat", ("run_queue_ms", "blocked_ms"))
         self._open("statm", "self/statm", ("rss_bytes",))
+        if heap_bytes() is None:
+            self._missing("heap_bytes", "the C library does not count it (glibc 2.33 does)")
         self._open("io", "self/io", ("read_bytes", "written_bytes"))
         self._open("stat", "stat", ("other_processes_cpu_ms", "stolen_ms"))
         self._gc_s = 0.0
@@ -243,6 +248,9 @@ class IterationCounters:
         values["gc_ms"] = 1e3 * self._gc_s
         if "statm" in self._files:
             values["rss_bytes"] = int(self._pread("statm").split()[1]) * self._page
+        heap = heap_bytes()
+        if heap is not None:
+            values["heap_bytes"] = heap
         if "io" in self._files:
             counted = self._pread("io").split()
             values["read_bytes"] = int(counted[counted.index(b"read_bytes:") + 1])
@@ -385,7 +393,7 @@ class IterationCounters:
         self.not_measured[column] = why
 
 
-_LEVELS = ("rss_bytes", "gpu_allocated_bytes")
+_LEVELS = ("rss_bytes", "heap_bytes", "gpu_allocated_bytes")
 """Counters that say how much there is, not how much was added."""
 
 _INTEGERS = {
@@ -394,6 +402,7 @@ _INTEGERS = {
     "voluntary_switches",
     "involuntary_switches",
     "rss_bytes",
+    "heap_bytes",
     "gpu_allocated_bytes",
     "read_bytes",
     "written_bytes",

@@ -121,19 +121,18 @@ def _gpu_precisions(device: torch.device) -> tuple[list[str], dict[str, str]]:
 @contextlib.contextmanager
 def precision_setting(precision: str, device: torch.device) -> Iterator[None]:
     """torch's settings under which an fp32 product is one of ``precision``, for a while."""
+    place: Any
+    value: Any
     if device.type == "cuda":
-        place: Any = torch.backends.cuda.matmul
-        value = "tf32" if precision == "tf32" else "ieee"
+        # the older of torch's two switches, as precision.set_tf32: mixing them is an error
+        place, name, value = torch.backends.cuda.matmul, "allow_tf32", precision == "tf32"
     else:
-        place = _onednn_switch()
+        place, name = _onednn_switch(), "fp32_precision"
         # torch's word for "may round inside"; on a CPU without such units oneDNN does not
         value = "bf16" if precision == "fp32_onednn" else "none"
-    name: str = "fp32_precision"
-    if place is None or not hasattr(place, name):
-        if device.type != "cuda":
-            yield
-            return
-        name, value = "allow_tf32", precision == "tf32"  # type: ignore[assignment]
+    if place is None:
+        yield
+        return
     before = getattr(place, name)
     setattr(place, name, value)
     try:

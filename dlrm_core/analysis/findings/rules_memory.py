@@ -28,6 +28,9 @@ def leak(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
     """Memory grows from iteration to iteration."""
     name = "gpu_allocated_bytes" if evidence.on_gpu else "rss_bytes"
     levels, changes = _levels(evidence, name)
+    if not evidence.on_gpu and "heap_bytes" in (evidence.meta.get("counters") or {}):
+        # exact, where resident memory grows in the allocator's own steps
+        changes = _levels(evidence, "heap_bytes")[1]
     if len(changes) < LEAST_ITERATIONS:
         return
     slope, steady = growth(changes)
@@ -97,13 +100,16 @@ def growth(changes: np.ndarray) -> tuple[float, bool]:
     Args:
         changes: (n,) bytes by which memory grew in each iteration.
 
-    A leak grows in most iterations; buffers that find their size grow in a few. Where an
+    A leak grows in most iterations, and goes on to the last of them, though it may first use
+    up what was free; buffers that find their size grow in a few. Where an
     allocator takes memory in larger steps than a small leak needs, only many iterations tell:
     the sum then keeps to a line.
     """
     slope = float(np.mean(changes))
     usual = float(np.median(changes))
-    if usual > 0.1 * slope > 0:
+    late = changes[-max(4, len(changes) // 2) :]
+    lasts = float(np.mean(late >= LEAST_GROWTH)) >= 0.8
+    if lasts and usual > 0.1 * slope > 0:
         return min(slope, 4 * usual), True
     line = np.arange(len(changes) + 1) * slope
     total = np.concatenate([[0.0], np.cumsum(changes)])

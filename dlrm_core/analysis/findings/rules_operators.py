@@ -43,6 +43,10 @@ DISPATCH_MS = 2e-3
 TINY_SHARE = 0.35
 """Of the step in operators so small, and in Python between them: bound by dispatch."""
 
+LARGER_PAYS = 1.25
+"""Samples a second gained by twice the batch from which the batch is too small: two fifths of
+the step or more are then the same for any batch."""
+
 FREE = re.compile(
     r"aten::(as_strided|t|transpose|view|_unsafe_view|reshape|expand|select|slice|narrow|permute|"
     r"squeeze|unsqueeze|detach_?|resolve_(conj|neg)|lift_fresh|alias|flatten|unflatten|unbind|split|"
@@ -109,6 +113,8 @@ class Kind:
     limit: str
     change: tuple[tuple[str, Any], ...] = ()
     """The parameter that ends it, if one does."""
+    unmistakable: bool = False
+    """Named so even if each call is tiny: nothing else calls these operators."""
 
 
 KINDS = (
@@ -119,6 +125,7 @@ KINDS = (
         "Switch autograd's anomaly mode (torch.autograd.set_detect_anomaly) and checks of values "
         "off once the model trains: each check reads a whole tensor and waits for the answer.",
         "memory bandwidth",
+        unmistakable=True,
     ),
     Kind(
         "dense_gradients",
@@ -143,6 +150,7 @@ KINDS = (
         "Results are read back in every step",
         "Read values back rarely (every training.log_every iterations) and outside the parts.",
         "synchronisation",
+        unmistakable=True,
     ),
 )
 
@@ -167,7 +175,8 @@ def extra_operators(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
         parts = extra.loc[own, ["component", "phase"]].drop_duplicates()
         group = left.merge(parts, on=["component", "phase"])
         share = float(group["time_ms"].sum()) / evidence.total_ms
-        if share >= EXTRA_SHARE and _names_lead(group, kind) and not _are_tiny(evidence, group):
+        is_it = kind.unmistakable or not _are_tiny(evidence, group)
+        if share >= EXTRA_SHARE and is_it and _names_lead(group, kind):
             told = (kind.id, kind.title, kind.advice, kind.limit)
             yield _extra(evidence, ledger, group, *told, change=dict(kind.change))
             left = left[
@@ -212,10 +221,12 @@ def dispatch_bound(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
     undilated = evidence.step_ms / evidence.total_ms
     small = (float(tiny["cpu_self_ms"].sum()) + python) * undilated
     share = min(small / evidence.step_ms - ledger.explained_ms / evidence.total_ms, 1.0)
-    if share < TINY_SHARE:
-        return
     size = int(evidence.parameter("training.batch_size", 0) or 0)
     larger = predicted(evidence, {"training.batch_size": 2 * size}) if size else None
+    if share < TINY_SHARE:
+        if larger and larger["mid"] >= LARGER_PAYS and larger["low"] > 1.0:
+            yield _small_batch(evidence, size, larger)
+        return
     compiled = predicted(evidence, {"training.compile": True})
     use_compile = is_worthwhile(compiled)
     gain = compiled if use_compile else larger
@@ -245,6 +256,30 @@ def dispatch_bound(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
         change=change,
         predicted_speedup=gain if gain and gain["mid"] > 1.0 else bound,
         limit="dispatch",
+    )
+
+
+def _small_batch(evidence: Evidence, size: int, larger: dict[str, float]) -> Finding:
+    parts = evidence.parts["time_ms"].drop(index=("other", ""), errors="ignore")
+    component, phase = largest(parts)
+    share = 2.0 * (1.0 - 1.0 / larger["mid"])
+    return Finding(
+        id="small_batch",
+        title=f"A batch of {size:,} is too small for this machine",
+        component=component,
+        share_of_step=min(share, 1.0),
+        evidence=(
+            f"Twice the batch is predicted to take {2.0 / larger['mid']:.2f} times as long, not "
+            f"2: about {min(share, 1.0):.0%} of the step does not grow with the batch (weights "
+            f"read and updated, operators called). Most time is in {part_name(component, phase)}, "
+            f"{milliseconds(float(parts.max()))} of {milliseconds(evidence.total_ms)}."
+        ),
+        advice=(
+            "Raise training.batch_size, and check the learning rate with it; the speed-up is of "
+            "the time a sample takes."
+        ),
+        predicted_speedup=larger,
+        limit="memory bandwidth",
     )
 
 
@@ -362,12 +397,13 @@ def _extra(
 ) -> Finding:
     by_part = group.groupby(["component", "phase"])["time_ms"].sum()
     places = [(str(component), str(phase)) for component, phase in by_part.index]
-    for place, time in zip(places, by_part, strict=True):
-        ledger.explain(float(time), place)
     total = float(group["time_ms"].sum())
     # operators beyond need also evict what the others had in cache: the whole excess is theirs
-    excess = evidence.excess_ms.reindex(by_part.index).fillna(0.0).sum()
-    share = min(max(total, min(float(excess), 2.0 * total)) / evidence.total_ms, 0.98)
+    excess = evidence.excess_ms.reindex(by_part.index).fillna(0.0)
+    lost = max(total, min(float(excess.sum()), 2.0 * total))
+    for place, time in zip(places, by_part, strict=True):
+        ledger.explain(max(float(time), min(float(excess[place]), 2.0 * float(time))), place)
+    share = min(lost / evidence.total_ms, 0.98)
     component = str(by_part.groupby("component").sum().idxmax())
     speedup = removed(share)
     better = predicted(evidence, change) if change else None

@@ -60,24 +60,28 @@ def storage_in_loop(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
     blocked = blocked_share(evidence, ledger)
     if max(written, read) < WRITTEN_BYTES or blocked < GC_SHARE:
         return
-    part, _ = _waiting_part(evidence)
-    ledger.explain(blocked * evidence.total_ms, part)
+    part, place_ms = _waiting_part(evidence)
+    place = place_ms / evidence.total_ms if evidence.total_ms else 0.0
+    # the system's own work on a write or a sync is time on a core, in the same place
+    share = place if part is not None and 0.3 * place < blocked < place else blocked
+    ledger.explain(share * evidence.total_ms, part)
     verb = "writes to" if written >= read else "reads from"
     where = f" in {part_name(*part)}" if part else ""
     yield Finding(
         id="storage_in_loop",
         title=f"The loop {verb} storage and waits for it{where}",
         component=part[0] if part else "other",
-        share_of_step=blocked,
+        share_of_step=share,
         evidence=(
             f"Each iteration {verb.split()[0]} {max(written, read) / 1e3:,.0f} kB and waits "
             f"{milliseconds(blocked * evidence.wall_ms)} of its "
             f"{milliseconds(evidence.wall_ms)} without a core or a need of one."
+            + _python_time(evidence, part)
         ),
         advice=(
             "Take files out of the step: write less often, without fsync, or from another thread."
         ),
-        predicted_speedup=removed(blocked),
+        predicted_speedup=removed(share),
         limit="synchronisation",
     )
 
