@@ -49,7 +49,7 @@ def test_the_tuned_preset_differs_from_the_seed_in_speed_only():
         "data.loader",
         "training.fused_optimizer",
         "training.fp32_matmul",
-        "training.device",
+        "training.embedding_backend",
     }
 
 
