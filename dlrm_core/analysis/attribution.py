@@ -125,6 +125,10 @@ def per_iteration(profile: Profile) -> pd.DataFrame:
     """
     if profile.iterations.empty or profile.trace.empty:
         return _sampled(profile)
+    return profile.once("per_iteration", lambda: _traced(profile))
+
+
+def _traced(profile: Profile) -> pd.DataFrame:
     pieces = segments(profile)
     if pieces.empty:
         return pieces.assign(time_ms=[])[["iteration", *KEYS, "time_ms"]]

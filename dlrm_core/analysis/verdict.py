@@ -22,6 +22,9 @@ from dlrm_core.analysis.whatif_parts import measured_parts, profile_parameters
 from dlrm_core.errors import InputError
 from dlrm_core.profiling.profile import Profile
 
+LEAST = "least by this machine's ceilings, as configured"
+"""Name of the last stage: at the precision and with the back ends of the measured run."""
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -78,7 +81,7 @@ def stages(
         least = least_step(roofline)["least_ms"]
         if least:
             parts = _by_component(roofline[roofline["ceiling_ms"] > 0], "ceiling_ms")
-            result.append(Stage("least this machine allows", least, least, least, parts))
+            result.append(Stage(LEAST, least, least, least, parts))
     return result
 
 
@@ -107,7 +110,7 @@ def headline(found: Sequence[Finding], way: Sequence[Stage], met: str) -> str:
             f"{last.mid_ms:,.1f} ms ({last.low_ms:,.1f} to {last.high_ms:,.1f}), "
             f"{now / last.mid_ms:.2f}× as fast."
         )
-    if way and way[-1].name.startswith("least"):
+    if way and way[-1].name == LEAST:
         text += (
             f" By its measured ceilings this machine needs at least {way[-1].mid_ms:,.1f} ms for "
             "this step as it is configured."

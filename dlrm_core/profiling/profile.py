@@ -12,7 +12,7 @@ What was not measured has no rows in ``values`` and a reason in
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -169,7 +169,7 @@ class Profile:
     trace: pd.DataFrame
     iterations: pd.DataFrame
     meta: dict[str, Any] = field(default_factory=dict)
-    _numbered: dict[int, tuple[Any, ...]] = field(default_factory=dict, repr=False, compare=False)
+    _known: dict[str, tuple[Any, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def build(
@@ -256,6 +256,20 @@ class Profile:
         """Whether ``metric`` was measured at all."""
         return metric in self._numbers()[1]
 
+    def once(self, name: str, make: Callable[[], pd.DataFrame]) -> pd.DataFrame:
+        """A table made from this profile: made once, then copied.
+
+        Many tables of a page, and each prediction, begin with the same ones. A profile
+        that was given other tables makes them anew.
+        """
+        tables = (self.contexts, self.values, self.trace, self.iterations)
+        known = self._known.get(name)
+        if known is None or any(a is not b for a, b in zip(known[0], tables, strict=True)):
+            known = (tables, make())
+            self._known[name] = known
+        copied: pd.DataFrame = known[1].copy()
+        return copied
+
     def rows(self, metric: str, scope: str | None = None) -> np.ndarray:
         """Which rows (n,) of ``values`` are of a metric, in one scope or in any.
 
@@ -270,7 +284,7 @@ class Profile:
 
     def _numbers(self) -> tuple[Any, ...]:
         """(values, metric to number, number of each row, scope to number, number of each row)."""
-        known = self._numbered.get(0)
+        known = self._known.get("numbers")
         # the table itself is kept beside the numbers: a profile given another one starts anew
         if known is None or known[0] is not self.values or len(known[2]) != len(self.values):
             metric_code, metrics = pd.factorize(self.values["metric"])
@@ -282,7 +296,7 @@ class Profile:
                 {name: code for code, name in enumerate(scopes)},
                 scope_code.astype(np.int8),
             )
-            self._numbered[0] = known
+            self._known["numbers"] = known
         return known
 
     def value_table(
