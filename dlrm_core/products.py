@@ -12,13 +12,13 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from dlrm_core.capacity import available_memory, format_bytes
 from dlrm_core.config import Parameters
+from dlrm_core.precision import cpu_flags
 from dlrm_core.timing import Action, best_times_ms
 
 PRECISIONS = ("fp32", "fp32_onednn", "tf32", "bf16", "fp16")
@@ -94,7 +94,7 @@ def native_precisions(device: torch.device) -> tuple[list[str], dict[str, str]]:
         have.append("fp32_onednn")
     else:
         reasons["fp32_onednn"] = f"torch {torch.__version__} cannot choose the library"
-    flags = _cpu_flags()
+    flags = cpu_flags()
     for precision, names in (("bf16", BF16_FLAGS), ("fp16", FP16_FLAGS)):
         if flags & set(names):
             have.append(precision)
@@ -264,16 +264,3 @@ def _onednn_switch() -> Any:
     """torch's settings of oneDNN's products, where they can be changed (torch 2.9)."""
     matmul = getattr(torch.backends.mkldnn, "matmul", None)
     return matmul if hasattr(matmul, "fp32_precision") else None
-
-
-def _cpu_flags() -> set[str]:
-    """Features of the first processor in /proc/cpuinfo; none where there is no such file."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return set()
-    for line in lines:
-        name, _, value = line.partition(":")
-        if name.strip() in ("flags", "Features"):
-            return set(value.split())
-    return set()
