@@ -81,17 +81,17 @@ def config(**training):
     return TrainingConfig(learning_rate=0.1, **training)
 
 
-def assert_same_training(fused, rows, dim, optimizer, **how):
+def assert_same_training(fused, rows, dim, optimizer, atol=2e-5, **how):
     plain = make_tables(rows, dim)
     other = make_tables(rows, dim, huge_pages=True)
     expected = train_tables(plain, config(optimizer=optimizer), rows, dim, **how)
     got = train_tables(other, fused, rows, dim, **how)
-    torch.testing.assert_close(got, expected, rtol=2e-4, atol=2e-5)
+    torch.testing.assert_close(got, expected, rtol=2e-4, atol=atol)
     torch.testing.assert_close(
         [w.detach() for w in other.weights],
         [w.detach() for w in plain.weights],
         rtol=2e-4,
-        atol=2e-5,
+        atol=atol,
     )
 
 
@@ -126,7 +126,9 @@ def test_fused_holds_for_any_shape(rows, dim, bags, largest, optimizer, skew):
 def test_every_update_of_the_paper_adds_up_the_same(update, skew, dim):
     torch.set_num_threads(2)
     fused = config(embedding_backend="fused", embedding_update=update)
-    assert_same_training(fused, [400, 1, 7], dim, "sgd", bags=300, skew=skew)
+    # thousands of adds fall on one row in an order of the threads' own: the bound is theirs,
+    # sqrt(n) eps |w|; one lost add would be some 0.05
+    assert_same_training(fused, [400, 1, 7], dim, "sgd", atol=1e-3, bags=300, skew=skew)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
