@@ -196,6 +196,25 @@ def time_products(
     return rows, reasons
 
 
+def product_calls(
+    products: Sequence[Product], precision: str, device: torch.device
+) -> dict[tuple[str, int, int, int, int], Callable[[], object]]:
+    """One call for each shape of product in a precision, its operands made beforehand."""
+    operands = _Operands(device)
+    dtype = DTYPES.get(precision, torch.float32)
+    setting = _setting(precision, device)
+
+    def inside(call: Callable[[], torch.Tensor]) -> Callable[[], object]:
+        def run() -> object:
+            with setting(), torch.no_grad():
+                return call()
+
+        return run
+
+    chosen = {product.shape: product for product in products}
+    return {shape: inside(operands.call(found, dtype)) for shape, found in chosen.items()}
+
+
 class _Operands:
     """Random matrices, made once a shape and precision, and the calls on them."""
 
