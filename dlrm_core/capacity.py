@@ -78,10 +78,11 @@ def forecast_memory(parameters: Parameters) -> list[MemoryItem]:
 def _embedding_update(parameters: Parameters, looked_up: float) -> list[MemoryItem]:
     """The optimiser's state, and what lies between the tables' backward and update.
 
-    Adagrad keeps R d 4 of sums a table and as much as the MLPs' weights; row-wise
-    Adagrad R 4 a table. torch's back end keeps sparse gradients, and coalesces them into
+    Adagrad keeps R d 4 of sums a table and as much as the MLPs' weights, Adam twice that;
+    row-wise Adagrad R 4 a table. torch's back end keeps sparse gradients, and coalesces them into
     a second copy for an Adagrad; the fused one keeps 16 bytes a lookup to sort
-    (Adagrads), and with 'naive' the rows of the gradient.
+    (Adagrads; FBGEMM always), and with 'naive' the rows of the gradient. 'auto' chooses
+    among what fits, so the least of them is what it needs.
     """
     model, training = parameters.model, parameters.training
     dim, items = model.embedding_dim, []
@@ -93,7 +94,8 @@ def _embedding_update(parameters: Parameters, looked_up: float) -> list[MemoryIt
             for widths in (model.bottom_widths, model.top_widths)
             for n, m in itertools.pairwise(widths)
         )
-        size = FLOAT_BYTES * (rows * width + dense)
+        kept = 2 if training.optimizer == "adam" else 1
+        size = kept * FLOAT_BYTES * (rows * width + dense)
         items.append(MemoryItem("optimiser state", f"{rows:,} x {width}, {dense:,}", size))
     gradients = looked_up * (dim * FLOAT_BYTES + INDEX_BYTES)
     if training.embedding_backend == "torch":
@@ -104,7 +106,7 @@ def _embedding_update(parameters: Parameters, looked_up: float) -> list[MemoryIt
         shape = f"{round(looked_up):,} x {dim}"
         size = int(looked_up * dim * FLOAT_BYTES)
         items.append(MemoryItem("sparse embedding gradients", shape, size))
-    elif training.optimizer != "sgd":
+    elif training.optimizer != "sgd" or training.embedding_backend == "fbgemm":
         size = int(looked_up * 2 * INDEX_BYTES)
         items.append(MemoryItem("sorted lookups", f"{round(looked_up):,} x 2", size))
     return items

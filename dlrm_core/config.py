@@ -217,8 +217,9 @@ class TrainingConfig:
     embedding_backend: str = setting(
         "torch",
         "code of lookups and table updates: 'torch': EmbeddingBag and torch's optimisers, a call "
-        "a table; 'fused': one call for all tables, the update inside backward",
-        choices=("torch", "fused"),
+        "a table; 'fused': one call for all tables, the update inside backward; 'fbgemm': FBGEMM's "
+        "(where installed); 'auto': whichever is fastest on the run's own tables and first batches",
+        choices=("torch", "fused", "fbgemm", "auto"),
     )
     embedding_update: str = setting(
         "race_free",

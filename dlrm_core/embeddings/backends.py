@@ -36,6 +36,11 @@ def attach(tables: EmbeddingTables, config: TrainingConfig) -> Update:
     if config.embedding_backend == "fused":
         tables.backend = _fused(tables, config)
         return tables.backend
+    if config.embedding_backend == "fbgemm":
+        from dlrm_core.embeddings.fbgemm_backend import Fbgemm
+
+        tables.backend = Fbgemm(tables, config.optimizer, config.learning_rate)
+        return tables.backend
     raise ValueError(f"embedding_backend {config.embedding_backend!r} names no one back end")
 
 

@@ -46,18 +46,18 @@ class EmbeddingTables(nn.Module):
     back end, the weights are the same parameters under the same names.
 
     Args:
-        huge_pages: ask the system for 2 MiB pages (Linux, CPU): random rows then
-            miss the address cache less. Before the weights are filled it costs nothing.
+        huge_pages: lay the tables one behind the other and ask the system for 2 MiB pages
+            (Linux, CPU): random rows then miss the address cache less, and a back end that
+            wants all tables in one piece can use them where they are. Before the weights
+            are filled it costs nothing.
     """
 
     def __init__(self, table_rows: Sequence[int], dim: int, huge_pages: bool = False) -> None:
         super().__init__()
         self.tables = nn.ModuleList(
             # the weights are filled by the caller; the default filling costs seconds a table
-            nn.EmbeddingBag(
-                rows, dim, mode="sum", sparse=True, _weight=empty_table(rows, dim, huge_pages)
-            )
-            for rows in table_rows
+            nn.EmbeddingBag(memory.shape[0], dim, mode="sum", sparse=True, _weight=memory)
+            for memory in _empty_tables(table_rows, dim, huge_pages)
         )
         self.backend: Backend | None = None
 
@@ -73,6 +73,13 @@ class EmbeddingTables(nn.Module):
         return [
             table(batch.table_indices(t), batch.offsets[t]) for t, table in enumerate(self.tables)
         ]
+
+
+def _empty_tables(table_rows: Sequence[int], dim: int, huge_pages: bool) -> list[torch.Tensor]:
+    """Memory for tables (R, d) float32, in one piece where huge pages are asked for."""
+    if not huge_pages:
+        return [torch.empty(rows, dim) for rows in table_rows]
+    return list(empty_table(sum(table_rows), dim, huge_pages).split(list(table_rows)))
 
 
 def empty_table(rows: int, dim: int, huge_pages: bool) -> torch.Tensor:
