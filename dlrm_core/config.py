@@ -207,12 +207,36 @@ class TrainingConfig:
 
     batch_size: int = setting(2048, "samples per iteration", minimum=1)
     batches: int = setting(100, "iterations", minimum=1)
-    learning_rate: float = setting(0.01, "step size of SGD", minimum=0.0)
+    epochs: float | None = setting(
+        None,
+        "passes over the training data instead of a number of batches; needs a data set, since "
+        "generated streams have no end",
+        minimum=0.0,
+    )
+    max_steps: int | None = setting(
+        None, "end after so many iterations, whatever batches or epochs say", minimum=1
+    )
+    learning_rate: float = setting(
+        0.01, "step size, of embeddings and dense part alike", minimum=0.0
+    )
+    lr_warmup_steps: int = setting(
+        0, "iterations W in which the learning rate rises in a line from 0", minimum=0
+    )
+    lr_decay_start: int = setting(0, "iteration D from which the learning rate decays", minimum=0)
+    lr_decay_steps: int = setting(
+        0,
+        "iterations N over which it decays: learning_rate ((D+N-s)/N)^power in iteration s, "
+        "lr_end after that; 0: no decay",
+        minimum=0,
+    )
+    lr_decay_power: float = setting(2.0, "power of the decay", minimum=0.0)
+    lr_end: float = setting(0.0, "learning rate below which the decay does not go", minimum=0.0)
     optimizer: str = setting(
         "sgd",
-        "of the embeddings: plain 'sgd', 'adagrad', or 'rowwise_adagrad' (one accumulator a row); "
-        "the dense part uses SGD with sgd, Adagrad with both others",
-        choices=("sgd", "adagrad", "rowwise_adagrad"),
+        "of the embeddings: plain 'sgd', 'adagrad', 'rowwise_adagrad' (one accumulator a row), or "
+        "'adam' (of the rows looked up only, torch's SparseAdam); the dense part uses SGD with "
+        "sgd, Adam with adam, Adagrad with both others",
+        choices=("sgd", "adagrad", "rowwise_adagrad", "adam"),
     )
     embedding_backend: str = setting(
         "torch",
@@ -280,9 +304,45 @@ class TrainingConfig:
         False, "on a GPU: MLPs and interaction as CUDA graphs, one launch a part and phase"
     )
     log_every: int = setting(10, "iterations per line of metrics.jsonl", minimum=1)
+    eval_every: int | None = setting(
+        None,
+        "iterations between evaluations on the test data; left out, none but the one at the end "
+        "that auc_target asks for",
+        minimum=1,
+    )
+    eval_batches: int | None = setting(
+        None,
+        "batches of an evaluation; left out, the whole test split of a data set, 20 of a stream",
+        minimum=1,
+    )
+    auc_target: float | None = setting(
+        None, "end the run when an evaluation reaches this AUC", minimum=0.0, maximum=1.0
+    )
+    checkpoint_every: int | None = setting(
+        None, "iterations between checkpoints; left out, none but one at the end", minimum=1
+    )
+    checkpoint_folder: str = setting(
+        "",
+        "where checkpoints go, one folder each; left out, with checkpoint_every: the folder "
+        "'checkpoint' of the run's own folder",
+    )
+    keep_checkpoints: int = setting(
+        2, "checkpoints kept; older ones are removed once a newer one is whole", minimum=1
+    )
+    resume: str = setting(
+        "",
+        "go on from a checkpoint: its folder, a folder of checkpoints (its newest), or 'latest' "
+        "(the newest of checkpoint_folder)",
+    )
 
     def __post_init__(self) -> None:
         coerce_section(self, "training")
+        self._check_schedule()
+        if self.optimizer == "adam" and self.embedding_backend not in ("torch", "auto"):
+            raise InputError(
+                f"training.optimizer is 'adam', but training.embedding_backend is "
+                f"{self.embedding_backend!r}: Adam of the rows looked up exists in 'torch' only"
+            )
         if self.embedding_update != "race_free":
             where = f"training.embedding_update is {self.embedding_update!r}, but "
             if self.embedding_backend != "fused":
@@ -305,6 +365,24 @@ class TrainingConfig:
             raise InputError(
                 "training.cuda_graphs is true, but training.compile is true as well: both "
                 "replace the parts' kernels; choose one of them"
+            )
+
+    def _check_schedule(self) -> None:
+        decays = self.lr_decay_steps > 0
+        if self.lr_decay_start and not decays:
+            raise InputError(
+                f"training.lr_decay_start is {self.lr_decay_start}, but training.lr_decay_steps "
+                "is 0: a decay needs at least 1 iteration"
+            )
+        if decays and self.lr_decay_start < self.lr_warmup_steps:
+            raise InputError(
+                f"training.lr_decay_start is {self.lr_decay_start}, but training.lr_warmup_steps "
+                f"is {self.lr_warmup_steps}: the warm-up must end before the decay starts"
+            )
+        if decays and self.lr_end > self.learning_rate:
+            raise InputError(
+                f"training.lr_end is {self.lr_end:g}, but training.learning_rate is "
+                f"{self.learning_rate:g}: the decay must not end above its beginning"
             )
 
 

@@ -45,10 +45,12 @@ class TrainingStep:
         self.dense = DensePart(model, loss, config)
         rate = config.learning_rate
         # A part's weights are updated by its own optimiser, so that the time of
-        # the update is that part's. Neither SGD nor Adagrad has state that this would split.
+        # the update is that part's. No optimiser here has state that this would split.
         fused = config.fused_optimizer or None
         kind: type[torch.optim.Optimizer] = torch.optim.SGD
-        if config.optimizer != "sgd":
+        if config.optimizer == "adam":
+            kind = torch.optim.Adam
+        elif config.optimizer != "sgd":
             # row-wise state makes sense for tables only: their dense companion is plain Adagrad
             kind = torch.optim.Adagrad
             if next(model.parameters()).device.type != "cpu":
@@ -73,6 +75,20 @@ class TrainingStep:
         embedding_update(self.embedding_optimizer)
         bottom_mlp_update(self.bottom_optimizer)
         return loss
+
+    def set_learning_rate(self, rate: float) -> None:
+        """Learning rate of all updates from the next one on (schedules)."""
+        every: tuple[Any, ...] = (
+            self.bottom_optimizer,
+            self.top_optimizer,
+            self.embedding_optimizer,
+        )
+        for optimizer in every:
+            if isinstance(optimizer, torch.optim.Optimizer):
+                for group in optimizer.param_groups:
+                    group["lr"] = rate
+            else:
+                optimizer.learning_rate = rate
 
     def _drop_gradients(self) -> None:
         for optimizer in (self.top_optimizer, self.embedding_optimizer, self.bottom_optimizer):

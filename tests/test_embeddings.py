@@ -380,7 +380,7 @@ def test_a_run_on_fused_tables_loses_as_one_on_torchs(optimizer):
             "optimizer is 'adagrad'",
         ),
         ({"embedding_backend": "fast"}, "expected one of torch, fused"),
-        ({"optimizer": "adam"}, "expected one of sgd, adagrad, rowwise_adagrad"),
+        ({"optimizer": "adamw"}, "expected one of sgd, adagrad, rowwise_adagrad, adam"),
     ],
 )
 def test_combinations_that_cannot_work_are_refused(training, message):
