@@ -52,4 +52,6 @@ def torch_optimizer(
     # foreach and fused variants refuse sparse gradients
     if optimizer == "adagrad":
         return torch.optim.Adagrad(weights, learning_rate, eps=EPSILON, foreach=False)
+    if optimizer == "adam":
+        return torch.optim.SparseAdam(weights, learning_rate)
     return torch.optim.SGD(weights, learning_rate, foreach=False)
