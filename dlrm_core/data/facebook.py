@@ -12,10 +12,16 @@ from one numpy ``RandomState`` in this order:
 
 from __future__ import annotations
 
+import collections
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 import torch
 
 from dlrm_core.data.batch import Batch
+
+_SKIPPED_AT_ONCE = 1 << 20
 
 
 class FacebookLoop:
@@ -42,6 +48,17 @@ class FacebookLoop:
         self.fixed_pooling = fixed_pooling
         self.round_targets = round_targets
         self.random = np.random.RandomState(seed)
+
+    def state(self) -> dict[str, Any]:
+        """Where the stream stands (see :class:`dlrm_core.data.position.Resumable`)."""
+        return {"random": self.random.get_state(legacy=False), "skip": 0}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state; the loop's and the replay's are the same."""
+        self.random.set_state(state["random"])
+        skip = int(state["skip"])
+        for start in range(0, skip, _SKIPPED_AT_ONCE):
+            self.random.random_sample(min(_SKIPPED_AT_ONCE, skip - start))
 
     def next_batch(self) -> Batch:
         """The next batch of the stream, shapes as in :class:`Batch`."""
@@ -90,6 +107,29 @@ class FacebookReplay(FacebookLoop):
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
         self._drawn = np.empty(0)
         """Draws of the stream not used yet."""
+        self._total = 0
+        """Draws made so far, used or not."""
+        self._marks = collections.deque([(0, self.random.get_state(legacy=False))])
+        """(draws made so far, the generator's state) at some points of the stream, in order."""
+
+    def state(self) -> dict[str, Any]:
+        """Where the stream stands: the generator's state at a mark, and how far beyond it.
+
+        The generator itself is ahead by what is drawn and not used, and cannot go back.
+        """
+        place = self._total - self._drawn.size
+        while len(self._marks) > 1 and self._marks[1][0] <= place:
+            self._marks.popleft()
+        total, random = self._marks[0]
+        if self._marks[-1][0] < self._total:
+            self._marks.append((self._total, self.random.get_state(legacy=False)))
+        return {"random": random, "skip": place - total}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
+        super().restore(state)
+        self._drawn, self._total = np.empty(0), 0
+        self._marks = collections.deque([(0, self.random.get_state(legacy=False))])
 
     def next_batch(self) -> Batch:
         """The next batch of the stream, equal to the loop's in every bit."""
@@ -117,6 +157,7 @@ class FacebookReplay(FacebookLoop):
     def _fill(self, count: int) -> None:
         missing = count - self._drawn.size
         if missing > 0:
+            self._total += missing
             self._drawn = np.concatenate([self._drawn, self.random.random_sample(missing)])
 
     def _table(self, rows: int) -> tuple[np.ndarray, np.ndarray]:

@@ -50,9 +50,15 @@ def make_generator(parameters: Parameters, device: torch.device) -> Generator:
     )
 
 
-def batches(parameters: Parameters, device: torch.device) -> Iterator[Batch]:
-    """An endless stream of batches; close it to end the background thread."""
-    generator = make_generator(parameters, device)
+def batches(
+    parameters: Parameters, device: torch.device, generator: Generator | None = None
+) -> Iterator[Batch]:
+    """An endless stream of batches; close it to end the background thread.
+
+    Args:
+        generator: makes them; left out, the one that the parameters name, at its beginning.
+    """
+    generator = generator or make_generator(parameters, device)
     if parameters.data.loader == "prefetch":
         return _prefetched(generator, parameters.data.prefetch_batches, pin=device.type == "cuda")
     return _synchronous(generator)

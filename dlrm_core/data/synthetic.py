@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -45,6 +48,14 @@ class SyntheticBatches:
         self.random: _Draws = _HostDraws(seed) if device.type == "cpu" else _Draws(seed, device)
         bounds = [min(rows, indices_per_lookup) for rows in table_rows]
         self._bounds = torch.tensor(bounds, dtype=torch.float32, device=device)[:, None]
+
+    def state(self) -> dict[str, Any]:
+        """Where the stream stands (see :class:`dlrm_core.data.position.Resumable`)."""
+        return {"random": self.random.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state that a stream on the same kind of device had."""
+        self.random.restore(state["random"])
 
     def next_batch(self) -> Batch:
         """The next batch, shapes as in :class:`Batch`."""
@@ -101,6 +112,14 @@ class _Draws:
         self.device = device
         self.random = torch.Generator(device).manual_seed(seed)
 
+    def state(self) -> dict[str, Any]:
+        """The generator's state."""
+        return {"torch": self.random.get_state().cpu().numpy().copy()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Set the generator's state."""
+        self.random.set_state(torch.from_numpy(state["torch"]))
+
     def uniform(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """U[0,1)."""
         return torch.rand(*shape, generator=self.random, device=self.device, dtype=dtype)
@@ -115,6 +134,12 @@ class _HostDraws(_Draws):
 
     def __init__(self, seed: int) -> None:
         self.draws = np.random.Generator(np.random.SFC64(seed))
+
+    def state(self) -> dict[str, Any]:
+        return dict(self.draws.bit_generator.state)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.draws.bit_generator.state = state
 
     def uniform(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         kind = np.float32 if dtype == torch.float32 else np.float64
