@@ -25,6 +25,7 @@ import torch
 from dlrm_core.capacity import mean_bag_size
 from dlrm_core.config import ModelConfig, Parameters
 from dlrm_core.data.loader import make_generator
+from dlrm_core.embeddings.choose import resolve
 from dlrm_core.model import DLRM, ClickLoss
 from dlrm_core.parts import log_spans, parse_span
 from dlrm_core.precision import set_fp32_matmul, set_tf32
@@ -163,6 +164,10 @@ class StepLoop:
         can_lend = tables_from is not None and tables_from.huge_pages == self.huge_pages
         lent = tables_from.model if tables_from is not None and can_lend else None
         self.model: DLRM = _model(self.parameters.model, lent, self.huge_pages)
+        self.parameters, chosen = resolve(
+            self.parameters, torch.device("cpu"), self.model.embeddings
+        )
+        self.notices += chosen
         loss = ClickLoss(self.parameters.model.loss, self.parameters.model.loss_weights)
         self.step = TrainingStep(self.model, loss, self.parameters.training)
         self.notices += self.step.dense.notices

@@ -19,6 +19,7 @@ import torch
 from dlrm_core.capacity import require_memory
 from dlrm_core.config import Parameters, TrainingConfig
 from dlrm_core.data import Batch, batches
+from dlrm_core.embeddings.choose import resolve
 from dlrm_core.errors import InputError
 from dlrm_core.files import JsonLines, write_json
 from dlrm_core.model import ClickLoss, build_model
@@ -67,6 +68,8 @@ class TrainingResult:
     """Of the process (resident set) on the CPU, of torch's allocator on a GPU."""
     device: str
     threads: int
+    embedding_backend: str
+    """The one that was used; where ``auto`` was asked for, what it chose."""
     notices: list[str]
     iteration_ms: list[float]
     data_ms: list[float]
@@ -107,7 +110,10 @@ class Trainer:
         huge_pages = config.embedding_backend != "torch"
         self.model = build_model(parameters.model, config.seed, self.device, huge_pages)
         loss = ClickLoss(parameters.model.loss, parameters.model.loss_weights).to(self.device)
-        self.step = TrainingStep(self.model, loss, config)
+        parameters, notices = resolve(parameters, self.device, self.model.embeddings)
+        self.parameters = parameters
+        self.notices += notices
+        self.step = TrainingStep(self.model, loss, parameters.training)
         self.notices += self.step.dense.notices
         self.notices += getattr(self.model.embeddings.backend, "notices", [])
         self.batches: Iterator[Batch] = batches(parameters, self.device)
@@ -224,6 +230,7 @@ class Trainer:
             peak_memory_bytes=peak_memory(self.device),
             device=device_name(self.device),
             threads=torch.get_num_threads(),
+            embedding_backend=self.parameters.training.embedding_backend,
             notices=self.notices + self.step.dense.precision.skipped_notice(len(done)),
             iteration_ms=done,
             data_ms=data,

@@ -65,6 +65,7 @@ def measure(
     folder = Path(folder).absolute()
     engine, why = choose_engine(parameters.profiling)
     file = folder / "workload.yaml"
+    parameters, chosen = _resolve(parameters, folder, progress)
     write_text(file, yaml.safe_dump(parameters.to_sections(), sort_keys=False))
     if engine == "torch":
         profile = _with_torch(parameters, folder, file, progress)
@@ -76,8 +77,37 @@ def measure(
         second.save(folder / TORCH_FOLDER)
         profile.meta["second_profile"] = TORCH_FOLDER
     profile.meta["engine_choice"] = why
+    profile.meta["notices"] = chosen + profile.meta.get("notices", [])
     profile.save(folder / "profile")
     return profile
+
+
+def _resolve(
+    parameters: Parameters, folder: Path, progress: ProgressCallback | None
+) -> tuple[Parameters, list[str]]:
+    """One back end for all processes of a measurement, where ``auto`` is to choose it."""
+    from dlrm_core.embeddings.choose import with_backend
+
+    if parameters.training.embedding_backend != "auto":
+        return parameters, []
+    file, output = folder / "logs" / "auto.yaml", folder / "logs" / "auto.json"
+    write_text(file, yaml.safe_dump(parameters.to_sections(), sort_keys=False))
+    environment, _ = workload_environment(os.environ)
+    done = run_stage(
+        [sys.executable, "-m", "dlrm_core.embeddings.choose", file, output],
+        stage="choosing the embedding back end",
+        logs=folder / "logs",
+        environment=environment,
+        timeout_s=float(parameters.profiling.timeout_s),
+        progress=progress,
+    )
+    if done.timed_out or done.exit_code != 0:
+        raise MeasurementError(
+            f"choosing training.embedding_backend failed (exit code {done.exit_code}): "
+            f"{done.last_words()}; see {done.stderr}"
+        )
+    found = load_json(output)
+    return with_backend(parameters, found["embedding_backend"]), found["notices"]
 
 
 def _with_torch(

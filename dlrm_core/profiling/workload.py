@@ -24,11 +24,13 @@ from dlrm_core.ceilings import measure_ceilings
 from dlrm_core.config import Parameters, load_parameters
 from dlrm_core.data.statistics import run_statistics
 from dlrm_core.doctor import machine_facts
+from dlrm_core.embeddings.choose import resolve
 from dlrm_core.files import write_json
 from dlrm_core.memory_limit import memory_limit
 from dlrm_core.part_probes import probe_changes
 from dlrm_core.parts import SpanRow, log_spans
 from dlrm_core.profiling.torch_recorder import record
+from dlrm_core.timing import threads_of
 from dlrm_core.training import Trainer, device_name, resolve_device
 
 
@@ -48,8 +50,11 @@ def record_workload(
     """
     config = parameters.profiling
     settle_allocator()
+    # first, so that evidence, run and what the recording says are of one back end
+    parameters, chosen = resolved(parameters)
     found = evidence(parameters)
     trainer = Trainer(parameters)
+    trainer.notices[:0] = chosen
     losses: list[torch.Tensor] = []
     plain: list[dict[str, float]] = []
     before = config.warmup + config.iterations - config.iterations // 2
@@ -81,6 +86,12 @@ def record_workload(
         )
     finally:
         trainer.close()
+
+
+def resolved(parameters: Parameters) -> tuple[Parameters, list[str]]:
+    """With a back end in place of ``training.embedding_backend: auto``, and why that one."""
+    with threads_of(parameters.training.threads):
+        return resolve(parameters, resolve_device(parameters.training))
 
 
 def span_times(rows: list[SpanRow]) -> dict[str, float]:
@@ -149,7 +160,7 @@ def evidence(parameters: Parameters) -> dict[str, Any]:
 def main(arguments: list[str]) -> int:
     """Find the evidence of a parameters file and write it as one JSON object."""
     file, output = arguments
-    write_json(Path(output), evidence(load_parameters(file)))
+    write_json(Path(output), evidence(resolved(load_parameters(file))[0]))
     return 0
 
 
