@@ -59,7 +59,7 @@ def compile_kernel(function: Callable[[int], None]) -> tuple[Kernel, str]:
     folder, notice = _cache_folder()
     if folder is not None:
         try:
-            with _numba_cache(folder):
+            with kernel_cache(folder):
                 return Kernel(
                     function, cfunc(signature, cache=True, error_model="numpy")(function)
                 ), ""
@@ -114,7 +114,7 @@ def _cache_folder() -> tuple[Path | None, str]:
 
 
 @contextlib.contextmanager
-def _numba_cache(folder: Path) -> Iterator[None]:
+def kernel_cache(folder: Path) -> Iterator[None]:
     """Let numba keep what is compiled meanwhile in a folder."""
     from numba.core import config as settings
 
