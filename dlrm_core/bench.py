@@ -1,202 +1,362 @@
 """``dlrm bench``: step times side by side, interleaved, each run in a fresh process.
 
-A machine's speed drifts, so figures of different minutes are not compared:
-every round runs all contestants one after the other, in an order that changes
-from round to round, and the ratio is the median over the rounds' own ratios.
+A plan says who runs what; :func:`run_plan` measures case after case and keeps every run in
+the JSON file as soon as it ends, so that a benchmark that is killed has lost one run, and
+goes on with ``--resume``.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import dataclasses
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
-from dlrm_core.bench_cases import Case, growth_cases, shape_cases
-from dlrm_core.bench_runs import WARMUP, Run, require_peer, run_facebook, run_ours, settings
+from dlrm_core.bench_cases import (
+    AS_GIVEN,
+    PEER,
+    PLAIN,
+    PRESETS,
+    TORCHREC,
+    Ablated,
+    Case,
+    ablated,
+    case_facts,
+    contestants,
+    differences,
+    growth_cases,
+    last_leaf,
+    of_case,
+    plain_of,
+    precisions_of,
+    shape_cases,
+    tuned_of,
+)
+from dlrm_core.bench_ledger import Ledger
+from dlrm_core.bench_rounds import Row, compare, is_missing_tool
+from dlrm_core.bench_runs import WARMUP, Run, cores_of, require_peer, run_ours, settings
+from dlrm_core.bench_shares import KINDS, measure_share
+from dlrm_core.bench_text import describe, describe_share, missing_peer
 from dlrm_core.config import Parameters, load_parameters
-from dlrm_core.doctor import machine_facts
 from dlrm_core.errors import InputError
-from dlrm_core.files import write_json
-from dlrm_core.touched import changed_parameters
+from dlrm_core.probe_loops import reduced
 
-PRESETS = Path(__file__).resolve().parent.parent / "parameters"
-LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3, "fp16": 5e-3}
-"""Largest difference of a loss from the reference's that is still the same training."""
+__all__ = ["Plan", "bench", "compare", "describe", "run_plan"]
 
-FIGURES = ("step_ms", "end_to_end_ms")
+ABLATION = Case("ablation", "each option switched off alone, and added one by one", {})
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who runs what, how often.
+
+    Attributes:
+        plain: the reference, for losses and for the peers' shape.
+        tuned: the same training with options for speed.
+        precisions: further contestants: tuned in these.
+        threads: CPU threads; every case runs with each count.
+        cores: every contestant is confined to so many; None is all.
+        ablation: also measure each option of the last contestant on its own.
+        roofline: also measure the shares of this machine's limits.
+    """
+
+    plain: Parameters
+    tuned: Parameters
+    precisions: Sequence[str] = ()
+    cases: Sequence[Case] = (AS_GIVEN,)
+    peer: Path | None = None
+    torchrec: bool = False
+    rounds: int = 5
+    iterations: int = 8
+    threads: Sequence[int] = (1,)
+    cores: int | None = None
+    ablation: bool = False
+    roofline: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1 or self.iterations < 1:
+            raise InputError(
+                f"a benchmark needs rounds >= 1 and iterations >= 1, not {self.rounds} and "
+                f"{self.iterations}"
+            )
+        if not self.threads or min(self.threads) < 1:
+            raise InputError(f"threads is {list(self.threads)}, expected counts of at least 1")
+        if self.peer is not None:
+            require_peer(self.peer)
+        for case in self.cases:
+            for name, given in self.contestants.items():
+                of_case(name, given, case)
+
+    @property
+    def contestants(self) -> dict[str, Parameters]:
+        """Name to parameters of our own ones."""
+        return contestants(self.plain, self.tuned, self.precisions)
+
+    def settings(self) -> dict[str, Any]:
+        """What must be equal for runs to be compared; see :mod:`dlrm_core.bench_ledger`."""
+        return {
+            "iterations": self.iterations,
+            "warmup": WARMUP,
+            "cores": self.cores,
+            "reference": self.plain.to_sections(),
+            "contestants": {
+                name: differences(self.plain, given) for name, given in self.contestants.items()
+            },
+        }
 
 
 def bench(arguments: argparse.Namespace) -> int:
-    """``dlrm bench``: print the ratios; with ``--json`` keep them, case after case."""
-    reference = load_parameters(arguments.reference or PRESETS / "seed.yaml", arguments.parameter)
-    tuned = load_parameters(arguments.file or PRESETS / "tuned.yaml", arguments.parameter)
-    contestants = {"plain": reference, "tuned": tuned}
-    for precision in arguments.precision.split(",") if arguments.precision else ():
-        change = {"training.precision": precision.strip()}
-        contestants[f"tuned {precision.strip()}"] = changed_parameters(tuned, change)[0]
-    peer = Path(arguments.peer) if arguments.peer else None
-    if peer is not None:
-        require_peer(peer)
-    cases = shape_cases(arguments.shape) if arguments.shape else [Case("given", "as given", {})]
-    if arguments.growth:
-        cases = growth_cases(arguments.growth)
-    results: dict[str, Any] = {
-        # to be repeated anywhere: where the checkout lies here is nobody's business
-        "command": " ".join("DIR" if a == arguments.peer else a for a in arguments.argv),
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": machine_facts(),
-        "versions": {"torch": torch.__version__, "numpy": np.__version__},
-        "settings": {
-            "threads": arguments.threads,
-            "rounds": arguments.rounds,
-            "iterations": arguments.iterations,
-            "warmup": WARMUP,
-            "environment": settings(arguments.threads),
-            "contestants": {name: given.to_sections() for name, given in contestants.items()},
-        },
-        "cases": [],
-    }
-    for case in cases:
-        compared = compare(
-            {name: _of_case(given, case) for name, given in contestants.items()},
-            peer=peer,
-            rounds=arguments.rounds,
-            iterations=arguments.iterations,
-            threads=arguments.threads,
-        )
-        head = {"case": case.name, "meaning": case.meaning, "change": dict(case.change)}
-        results["cases"].append(head | compared)
-        if arguments.json:
-            write_json(Path(arguments.json), results)
-        print(describe(results["cases"][-1]), flush=True)
-    return 0 if all(case["losses_agree"] for case in results["cases"]) else 1
-
-
-def compare(
-    contestants: Mapping[str, Parameters],
-    *,
-    peer: Path | None,
-    rounds: int,
-    iterations: int,
-    threads: int,
-    run: Callable[[Parameters, int, int], Run] = run_ours,
-) -> dict[str, Any]:
-    """Run all contestants in turns.
-
-    Args:
-        contestants: name to parameters; the first is the reference for losses.
-        peer: a facebookresearch/dlrm checkout, run with the reference's parameters.
-        rounds: how often each runs.
-        iterations: counted in each run.
-        threads: CPU threads of each.
+    """``dlrm bench``: print the ratios; with ``--json`` keep every run as it ends.
 
     Returns:
-        ``against`` (whom the ratios compare with: the peer, else the reference),
-        ``contestants`` (name to medians), ``rounds`` (name to the figures of each),
-        ``ratios`` (name to how many times as fast, with the lowest and highest round),
-        ``loss_difference`` (name to the largest), ``losses_agree``.
+        0; 1 if a contestant failed or does not train the same.
+    """
+    plan = plan_of(arguments)
+    file = Path(arguments.json) if arguments.json else None
+    # to be repeated anywhere: where the checkout lies here is nobody's business
+    command = " ".join("DIR" if word == arguments.peer else word for word in arguments.argv)
+    results = run_plan(
+        plan,
+        file,
+        command=command,
+        resume=arguments.resume,
+        say=lambda text: print(text, file=sys.stderr, flush=True),
+        show=lambda text: print(text + "\n", flush=True),
+    )
+    for case in results["cases"]:
+        if sentence := missing_peer(case["failures"]):
+            print(f"dlrm bench: {sentence}", file=sys.stderr)
+            break
+    fine = all(case["losses_agree"] is not False for case in results["cases"])
+    failed = any(case["failures"] for case in results["cases"])
+    return 0 if fine and not failed else 1
+
+
+def plan_of(arguments: argparse.Namespace) -> Plan:
+    """The plan that the command line asks for.
 
     Raises:
-        InputError: a count is impossible, the peer is not a facebookresearch/dlrm
-            checkout, or a run fails.
+        InputError: a name or count cannot be used.
     """
-    if rounds < 1 or iterations < 1:
-        raise InputError(
-            f"a benchmark needs rounds >= 1 and iterations >= 1, not {rounds} and {iterations}"
+    if arguments.file:
+        given = load_parameters(arguments.file, arguments.parameter)
+        plain = (
+            load_parameters(arguments.reference, arguments.parameter)
+            if arguments.reference
+            else plain_of(given)
         )
-    reference = next(iter(contestants))
-    runs: dict[str, Callable[[], Run]] = {}
-    if peer is not None:
-        require_peer(peer)
-        # first, so that a peer that lacks a package is known before minutes of work
-        runs["facebook"] = lambda: run_facebook(peer, contestants[reference], iterations, threads)
-    for name, given in contestants.items():
-        runs[name] = lambda given=given: run(given, iterations, threads)  # type: ignore[misc]
-    done: dict[str, list[Run]] = {name: [] for name in runs}
-    for number in range(rounds):
-        # whoever runs second inherits warm caches and a busy machine: take turns at that too
-        names = list(runs)
-        names = names[number % len(names) :] + names[: number % len(names)]
-        for name in names:
-            done[name].append(runs[name]())
-            _say(number, rounds, name, done[name][-1])
-    against = "facebook" if peer is not None else reference
-    difference = {
-        name: max(_difference(*pair) for pair in zip(mine, done[reference], strict=True))
-        for name, mine in done.items()
-    }
-    tolerance = {name: LOSS_TOLERANCE[p.training.precision] for name, p in contestants.items()}
-    return {
-        "against": against,
-        "contestants": {
-            name: {kind: statistics.median(getattr(run, kind) for run in mine) for kind in FIGURES}
-            for name, mine in done.items()
-        },
-        "rounds": {
-            name: [{kind: getattr(run, kind) for kind in FIGURES} for run in mine]
-            for name, mine in done.items()
-        },
-        "ratios": {
-            name: {kind: _ratio(done[against], mine, kind) for kind in FIGURES}
-            for name, mine in done.items()
-            if name != against
-        },
-        "loss_difference": difference,
-        "losses_agree": all(
-            value <= tolerance.get(name, LOSS_TOLERANCE["fp32"])
-            for name, value in difference.items()
-        ),
-        "notices": {name: mine[0].notices for name, mine in done.items() if mine[0].notices},
-    }
-
-
-def describe(case: Mapping[str, Any]) -> str:
-    """One case as a table of text."""
-    width = max(len(name) for name in case["contestants"]) + 2
-    title = case.get("meaning", "")
-    lines = [f"{title}"] if title else []
-    lines.append(f"{'':<{width}}{'step ms':>10}{'end to end ms':>16}")
-    for name, figures in case["contestants"].items():
-        lines.append(f"{name:<{width}}{figures['step_ms']:>10.1f}{figures['end_to_end_ms']:>16.1f}")
-    for name, ratios in case["ratios"].items():
-        step, whole = ratios["step_ms"], ratios["end_to_end_ms"]
-        lines.append(
-            f"{name} is {step['median']:.2f}x ({step['low']:.2f} to {step['high']:.2f}) as fast as "
-            f"{case['against']} a step, {whole['median']:.2f}x ({whole['low']:.2f} to "
-            f"{whole['high']:.2f}) end to end"
-        )
-    worst = ", ".join(f"{name} {value:.1e}" for name, value in case["loss_difference"].items())
-    verdict = "the same training" if case["losses_agree"] else "NOT the same training"
-    lines.append(f"largest difference of a loss: {worst}: {verdict}")
-    for name, notices in case.get("notices", {}).items():
-        lines += [f"{name}: {notice}" for notice in notices]
-    return "\n".join(lines)
-
-
-def _of_case(parameters: Parameters, case: Case) -> Parameters:
-    return changed_parameters(parameters, case.change)[0] if case.change else parameters
-
-
-def _say(number: int, rounds: int, name: str, run: Run) -> None:
-    print(
-        f"round {number + 1}/{rounds} {name}: step {run.step_ms:.1f} ms, "
-        f"end to end {run.end_to_end_ms:.1f} ms",
-        file=sys.stderr,
-        flush=True,
+        tuned = tuned_of(given)
+    else:
+        reference = arguments.reference or PRESETS / "seed.yaml"
+        plain = load_parameters(reference, arguments.parameter)
+        tuned = load_parameters(PRESETS / "tuned.yaml", arguments.parameter)
+    cases = [*shape_cases(arguments.shape or ""), *growth_cases(arguments.growth or "")]
+    try:
+        threads = [int(count) for count in str(arguments.threads).split(",")]
+    except ValueError:
+        raise InputError(f"--threads is '{arguments.threads}', expected counts: 1,2") from None
+    return Plan(
+        plain,
+        tuned,
+        precisions_of(arguments.precision),
+        cases or ([] if arguments.ablation else [AS_GIVEN]),
+        Path(arguments.peer) if arguments.peer else None,
+        arguments.torchrec,
+        arguments.rounds,
+        arguments.iterations,
+        threads,
+        arguments.cores,
+        arguments.ablation,
+        arguments.roofline,
     )
 
 
-def _difference(run: Run, other: Run) -> float:
-    return float(np.abs(np.array(run.losses) - np.array(other.losses)).max())
+def run_plan(
+    plan: Plan,
+    file: Path | None = None,
+    *,
+    command: str = "",
+    resume: bool = False,
+    say: Callable[[str], object] = lambda text: None,
+    show: Callable[[str], object] = lambda text: None,
+    run: Callable[[Parameters, int, int], Run] = run_ours,
+) -> dict[str, Any]:
+    """Measure everything.
+
+    Args:
+        file: gets the results as JSON, whole after every run.
+        resume: go on with ``file``: what is in it is not measured again, and cases that
+            are not of this plan stay.
+        say: called with a line a run.
+        show: called with the text of each case that is finished.
+
+    Returns:
+        the document that is in ``file``, see docs/benchmark.md.
+
+    Raises:
+        InputError: ``file`` cannot be written, or holds a benchmark of other settings.
+    """
+    ledger = Ledger.open(
+        file,
+        plan.settings() | {"environment": {str(n): settings(n) for n in plan.threads}},
+        command,
+        resume,
+    )
+    with cores_of(plan.cores) as cores:
+        ledger.document["settings"]["usable_cores"] = cores
+        ledger.save()
+        for threads in plan.threads:
+            absent: dict[str, str] = {}
+            for case in plan.cases:
+                _run_case(plan, case, threads, ledger, absent, say, run)
+                show(describe(ledger.case(case, threads)))
+            if plan.ablation:
+                _run_ablation(plan, threads, ledger, say, run)
+                show(describe(ledger.case(ABLATION, threads)))
+            if plan.roofline:
+                _measure_shares(plan, threads, ledger, say, show)
+    return ledger.document
 
 
-def _ratio(base: list[Run], runs: list[Run], kind: str) -> dict[str, float]:
-    ratios = [getattr(b, kind) / getattr(r, kind) for b, r in zip(base, runs, strict=True)]
-    return {"median": statistics.median(ratios), "low": min(ratios), "high": max(ratios)}
+# ---- measuring ------------------------------------------------------------------
+
+
+def _run_case(
+    plan: Plan,
+    case: Case,
+    threads: int,
+    ledger: Ledger,
+    absent: dict[str, str],
+    say: Callable[[str], object],
+    run: Callable[[Parameters, int, int], Run],
+) -> None:
+    """One case; who lacks a tool (``absent``) is not tried again."""
+    ours = {name: of_case(name, given, case) for name, given in plan.contestants.items()}
+    iterations = min(plan.iterations, case.iterations or plan.iterations)
+    extra: dict[str, Callable[[], Run]] = {}
+    if plan.torchrec:
+        extra[TORCHREC] = lambda: _run_torchrec(ours[PLAIN], iterations, threads)
+    facts = case_facts(case, ours[PLAIN]) | {"threads": threads, "iterations": iterations}
+    _compare(plan, case, facts, ours, plan.peer, extra, absent, ledger, say, run)
+
+
+def _run_ablation(
+    plan: Plan,
+    threads: int,
+    ledger: Ledger,
+    say: Callable[[str], object],
+    run: Callable[[Parameters, int, int], Run],
+) -> None:
+    """The last contestant without each of its options, and the way to it from the plain one."""
+    name, tuned = list(plan.contestants.items())[-1]
+    variants = ablated(plan.plain, tuned)
+    leaf, value = last_leaf(plan.plain, tuned)
+    rungs = [_ablated_facts(variant) for variant in variants]
+    rungs.append({"name": name, "kind": "ladder", "leaf": leaf, "value": value})
+    ours = {PLAIN: plan.plain, name: tuned} | {v.name: v.parameters for v in variants}
+    facts = case_facts(ABLATION, plan.plain) | {
+        "kind": "ablation",
+        "threads": threads,
+        "iterations": plan.iterations,
+        "ablated": {"base": PLAIN, "all": name, "variants": rungs},
+    }
+    _compare(plan, ABLATION, facts, ours, None, {}, {}, ledger, say, run)
+
+
+def _ablated_facts(variant: Ablated) -> dict[str, Any]:
+    return {name: getattr(variant, name) for name in ("name", "kind", "leaf", "value")}
+
+
+def _compare(
+    plan: Plan,
+    case: Case,
+    facts: dict[str, Any],
+    ours: Mapping[str, Parameters],
+    peer: Path | None,
+    extra: Mapping[str, Callable[[], Run]],
+    absent: dict[str, str],
+    ledger: Ledger,
+    say: Callable[[str], object],
+    run: Callable[[Parameters, int, int], Run],
+) -> None:
+    """Run the contestants of a case in turns, keeping each run, and judge them."""
+    threads = facts["threads"]
+    before = ledger.case(case, threads)
+    rows: list[Row] = list(before.get("runs") or [])
+    failures = dict(absent)
+
+    def keep(row: Row) -> None:
+        ledger.put(case, threads, {**before, **facts, "runs": rows})
+        say(
+            f"{facts['case']}, {threads} threads, round {row['round'] + 1}/{plan.rounds}, "
+            f"{row['contestant']}: step {row['step_ms']:.1f} ms, end to end "
+            f"{row['end_to_end_ms']:.1f} ms"
+        )
+
+    def lost(name: str, error: InputError) -> None:
+        say(f"{facts['case']}, {threads} threads, {name} FAILED: {error}")
+        if is_missing_tool(error):
+            absent[name] = str(error)
+
+    judged = compare(
+        ours,
+        peer=peer,
+        rounds=plan.rounds,
+        iterations=facts["iterations"],
+        threads=threads,
+        run=run,
+        extra=extra,
+        rows=rows,
+        failures=failures,
+        on_run=keep,
+        on_failure=lost,
+    )
+    ledger.put(case, threads, facts | judged)
+
+
+def _run_torchrec(parameters: Parameters, iterations: int, threads: int) -> Run:
+    from dlrm_core.bench_torchrec import run_torchrec
+
+    return run_torchrec(parameters, iterations, threads)
+
+
+def _measure_shares(
+    plan: Plan,
+    threads: int,
+    ledger: Ledger,
+    say: Callable[[str], object],
+    show: Callable[[str], object],
+) -> None:
+    """Shares of this machine's limits, of each tuned contestant; equal halves once."""
+    shares: list[dict[str, Any]] = ledger.document["shares"]
+    have = {(row["what"], row["case"], row["contestant"], row["threads"]) for row in shares}
+    seen: list[tuple[str, Parameters]] = []
+    for case in [case for case in plan.cases if case.kind == "shape"]:
+        for name, given in plan.contestants.items():
+            parameters = of_case(name, given, case)
+            for what in KINDS:
+                half = reduced(parameters, "dense" if what == "dense" else "sparse")
+                half = dataclasses.replace(half, source="", title="")
+                if name == PLAIN or (what, half) in seen:
+                    continue
+                seen.append((what, half))
+                if (what, case.name, name, threads) in have:
+                    continue
+                row = {"case": case.name, "contestant": name, "threads": threads, "what": what}
+                say(f"{case.name}, {threads} threads, {name}: share of the {what} part's limit")
+                try:
+                    row |= measure_share(what, parameters, threads)
+                except InputError as error:
+                    row |= {"share": None, "reason": str(error)}
+                shares.append(row)
+                ledger.save()
+                show(describe_share(row))
+
+
+def peer_name(against: str) -> str:
+    """Whom a ratio compares with, as a reader calls it."""
+    names = {PEER: "facebookresearch/dlrm", PLAIN: "our plain reference", TORCHREC: "TorchRec"}
+    return names.get(against, against)

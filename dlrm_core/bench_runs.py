@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -10,14 +12,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import yaml
 
 from dlrm_core.config import Parameters, parameters_from_sections
-from dlrm_core.errors import InputError
+from dlrm_core.errors import InputError, MissingToolError
 
 WARMUP = 3
 """Iterations of each run that are not counted."""
@@ -37,11 +41,57 @@ class Run:
     losses: list[float]
     notices: list[str] = field(default_factory=list)
 
+    def to_dict(self) -> dict[str, Any]:
+        """As a benchmark's JSON keeps it."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, row: Mapping[str, Any]) -> Run:
+        """From a row of a benchmark's JSON; keys that are not a run's are passed over."""
+        return cls(
+            float(row["step_ms"]),
+            float(row["end_to_end_ms"]),
+            [float("nan") if loss is None else float(loss) for loss in row["losses"]],
+            list(row.get("notices") or []),
+        )
+
+
+PEER_PACKAGES = {"sklearn": "scikit-learn", "tensorboard": "tensorboard", "tqdm": "tqdm"}
+"""What dlrm_s_pytorch.py imports beside torch and numpy, and what pip calls it."""
+
 
 def require_peer(peer: Path) -> None:
     """Refuse a folder that is no facebookresearch/dlrm checkout (InputError)."""
     if not (peer / "dlrm_s_pytorch.py").is_file():
         raise InputError(f"{peer}: is no facebookresearch/dlrm checkout (no dlrm_s_pytorch.py)")
+
+
+def _has(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+@contextlib.contextmanager
+def cores_of(count: int | None) -> Iterator[int]:
+    """Confine this process and those it starts to the first ``count`` usable cores.
+
+    A contestant that makes its batches in a thread of its own works on a second core
+    unless it is kept from it.
+
+    Yields:
+        how many cores there are then; None leaves them.
+
+    Raises:
+        InputError: fewer are usable.
+    """
+    before = os.sched_getaffinity(0)
+    if count is not None and not 1 <= count <= len(before):
+        raise InputError(f"--cores is {count}, expected 1 to {len(before)} (usable cores)")
+    if count is not None:
+        os.sched_setaffinity(0, sorted(before)[:count])
+    try:
+        yield count or len(before)
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def settings(threads: int) -> dict[str, str]:
@@ -74,7 +124,10 @@ def run_ours(parameters: Parameters, iterations: int, threads: int) -> Run:
             text=True,
         )
         if done.returncode != 0:
-            raise InputError(f"dlrm train failed: {done.stderr.strip()}")
+            lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+            # a traceback's last line says what happened; ours are a sentence, maybe with a table
+            said = lines[-1] if any("Traceback" in line for line in lines) else "; ".join(lines)
+            raise InputError(f"dlrm train failed: {said}")
         result = json.loads((Path(folder) / "result.json").read_text())
     whole, data = result["iteration_ms"][WARMUP:], result["data_ms"][WARMUP:]
     return Run(
@@ -93,14 +146,18 @@ def run_facebook(peer: Path, parameters: Parameters, iterations: int, threads: i
     """dlrm_s_pytorch.py in its own process: its own ms/it, and our clock for the whole.
 
     Each line it prints ends an iteration, so the time between lines is the
-    iteration with its data.
+    iteration with its data. It runs in a folder of its own, since it leaves event files
+    where it runs: the checkout stays as it is.
 
     Raises:
+        MissingToolError: a package that it imports is not there.
         InputError: the run fails; with what it said last.
     """
+    require_peer(peer)
     model, training = parameters.model, parameters.training
+    script = str((peer / "dlrm_s_pytorch.py").resolve())
     command = [
-        *(sys.executable, "-u", "dlrm_s_pytorch.py", "--print-freq=1", "--print-time"),
+        *(sys.executable, "-u", script, "--print-freq=1", "--print-time"),
         f"--arch-sparse-feature-size={model.embedding_dim}",
         f"--arch-embedding-size={'-'.join(map(str, model.table_rows))}",
         f"--arch-mlp-bot={'-'.join(map(str, model.bottom_widths))}",
@@ -120,24 +177,45 @@ def run_facebook(peer: Path, parameters: Parameters, iterations: int, threads: i
     steps: list[float] = []
     losses: list[float] = []
     ends: list[float] = []
-    with tempfile.TemporaryFile("w+") as errors:
+    with tempfile.TemporaryFile("w+") as errors, tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(
             command,
-            cwd=peer,
+            cwd=folder,
             env=os.environ | settings(threads),
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
         )
         assert process.stdout is not None
-        for line in process.stdout:
-            if found := LINE.search(line):
-                ends.append(time.perf_counter())
-                steps.append(float(found[2]))
-                losses.append(float(found[3]))
-        if process.wait() != 0 or len(steps) != iterations + WARMUP:
+        try:
+            for line in process.stdout:
+                if found := LINE.search(line):
+                    ends.append(time.perf_counter())
+                    steps.append(float(found[2]))
+                    losses.append(float(found[3]))
+            code = process.wait()
+        finally:
+            if process.poll() is None:  # interrupted: it must not go on beside what comes next
+                process.kill()
+                process.wait()
+        if code != 0 or len(steps) != iterations + WARMUP:
             errors.seek(0)
-            last = (errors.read().strip().splitlines() or ["it printed nothing"])[-1]
-            raise InputError(f"{peer}/dlrm_s_pytorch.py failed: {last}")
+            raise _peer_failure(errors.read(), code)
     whole = np.diff(ends)[WARMUP - 1 :] * 1e3
     return Run(statistics.median(steps[WARMUP:]), float(np.median(whole)), losses)
+
+
+def _peer_failure(stderr: str, code: int) -> InputError:
+    """What a failed run of facebookresearch/dlrm means for whoever asked for it."""
+    lines = stderr.strip().splitlines()
+    last = lines[-1] if lines else f"it printed nothing and ended with exit code {code}"
+    if found := re.search(r"No module named '([\w.]+)'", last):
+        first = found[1].partition(".")[0]
+        # all at once, or whoever installs one meets the next
+        lacking = dict.fromkeys([first, *(name for name in PEER_PACKAGES if not _has(name))])
+        packages = " ".join(PEER_PACKAGES.get(name, name) for name in lacking)
+        return MissingToolError(
+            f"facebookresearch/dlrm needs packages that {sys.executable} lacks: "
+            f"pip install {packages}"
+        )
+    return InputError(f"dlrm_s_pytorch.py failed: {last}")

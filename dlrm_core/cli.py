@@ -7,11 +7,12 @@ so nothing but the standard library is imported here.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from dlrm_core.errors import InputError
@@ -89,16 +90,34 @@ def _record(parser: argparse.ArgumentParser) -> None:
 def _bench(parser: argparse.ArgumentParser) -> None:
     _parameters(parser, required=False)
     parser.add_argument(
-        "--reference", metavar="FILE", help="parameters to compare with (default: seed.yaml)"
+        "--reference",
+        metavar="FILE",
+        help="parameters to compare with (default: those of -f without options for speed; "
+        "without -f, seed.yaml)",
     )
     parser.add_argument(
         "--peer", metavar="DIR", help="a facebookresearch/dlrm checkout, run as its own process"
     )
+    parser.add_argument(
+        "--torchrec", action="store_true", help="TorchRec's DLRM as well, where it is installed"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
     parser.add_argument(
-        "--iterations", type=int, default=10, help="counted iterations a run (default: %(default)s)"
+        "--iterations", type=int, default=8, help="counted iterations a run (default: %(default)s)"
     )
-    parser.add_argument("--threads", type=int, default=1, help="default: %(default)s")
+    parser.add_argument(
+        "--threads",
+        metavar="N,...",
+        default="1",
+        help="CPU threads; several are measured one after the other (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--cores",
+        type=int,
+        metavar="N",
+        help="confine every contestant to N cores (default: all; a prefetching loader uses a "
+        "second one)",
+    )
     parser.add_argument(
         "--precision",
         metavar="P,...",
@@ -106,12 +125,30 @@ def _bench(parser: argparse.ArgumentParser) -> None:
         help="also run the tuned parameters in these precisions (bf16, fp16)",
     )
     parser.add_argument(
-        "--shape", metavar="NAME,...", help="shapes to compare: 8x1M-100, 8x1M-10, 26x100k-10, all"
+        "--shape",
+        metavar="NAME,...",
+        help="shapes to compare: 8x1M-100, 8x1M-10, 26x100k-10, 8x1M-10-b16384, all",
     )
     parser.add_argument(
-        "--growth", metavar="WHAT", help="how figures grow with: batch, tables, dim, pooling"
+        "--growth", metavar="WHAT,...", help="how figures grow with: batch, tables, dim, pooling"
+    )
+    parser.add_argument(
+        "--ablation",
+        action="store_true",
+        help="what each option of the tuned parameters brings: switched off alone, and added "
+        "one by one",
+    )
+    parser.add_argument(
+        "--roofline",
+        action="store_true",
+        help="the share of this machine's measured limits that the tuned parameters reach",
     )
     parser.add_argument("--json", metavar="FILE", help="write the results there")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the benchmark in --json: what it holds is not measured again",
+    )
 
 
 def _gpu_check(parser: argparse.ArgumentParser) -> None:
@@ -193,6 +230,24 @@ def parser() -> argparse.ArgumentParser:
     return main_parser
 
 
+@contextlib.contextmanager
+def _without_grammars() -> Iterator[None]:
+    """Import what the block imports without the grammars of internationalised addresses.
+
+    nbformat imports jsonschema, which builds 39 parsers for formats of strings that no
+    notebook has, if a package is there that Jupyter brings along: a second of every run.
+    """
+    name = "rfc3987_syntax"
+    if name in sys.modules:
+        yield
+        return
+    sys.modules[name] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand.
 
@@ -205,7 +260,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.argv = ["dlrm", *given]
     module, _, function = arguments.handler.partition(":")
     try:
-        handler = getattr(importlib.import_module(module), function)
+        with _without_grammars():
+            handler = getattr(importlib.import_module(module), function)
         return int(handler(arguments) or 0)
     except InputError as error:
         print(f"dlrm {arguments.subcommand}: {error}", file=sys.stderr)
