@@ -160,8 +160,38 @@ class DataConfig:
         "facebook",
         "'facebook_loop': facebookresearch/dlrm's per-sample Python loop; 'facebook': the same "
         "stream bit for bit, vectorised; 'uniform', 'zipf': the same bag law without "
-        "deduplication, indices uniform or by a power law, on CPU or GPU",
-        choices=("facebook_loop", "facebook", "uniform", "zipf"),
+        "deduplication, indices uniform or by a power law, on CPU or GPU; 'dataset': the files in "
+        "path; 'teacher': rows by the power law and labels of a planted model (docs/datasets.md)",
+        choices=("facebook_loop", "facebook", "uniform", "zipf", "dataset", "teacher"),
+    )
+    path: str = setting(
+        "",
+        "with dataset: its folder, relative to where dlrm is called; model.table_rows and "
+        "dense_features may be left out where the data set says them",
+    )
+    format: str = setting(
+        "split_binary",
+        "with dataset: 'split_binary' (NVIDIA's, with feature_spec.yaml), 'deepspark_dist' (the "
+        "same file names, other types), 'terabyte' (terabyte_processed_*.bin, 40 x int32)",
+        choices=("split_binary", "deepspark_dist", "terabyte"),
+    )
+    order: str = setting(
+        "sequential",
+        "with dataset: batches in the order of the files, or 'shuffled' anew each epoch (whole "
+        "batches of neighbouring samples; the order follows from training.seed)",
+        choices=("sequential", "shuffled"),
+    )
+    teacher_seed: int = setting(
+        1, "with teacher: seed of the planted model (training.seed draws the samples)", minimum=0
+    )
+    teacher_strength: float = setting(
+        1.38,
+        "with teacher: standard deviation of its logit; 1.38 gives an AUC near 0.80",
+        minimum=0.0,
+        maximum=8.0,
+    )
+    teacher_rows: int = setting(
+        64, "with teacher: how many of each table's hottest rows have an effect", minimum=1
     )
     indices_per_lookup: int = setting(
         100, "bag size, or its upper bound with random pooling", minimum=1
@@ -171,7 +201,7 @@ class DataConfig:
         "true: every bag holds indices_per_lookup indices; false: max(1, round(r k)), r ~ U[0,1)",
     )
     zipf_exponent: float = setting(
-        1.05, "with zipf: exponent a of P(row i) ~ (i+1)^-a, row 0 hottest", minimum=0.0
+        1.05, "with zipf and teacher: exponent a of P(row i) ~ (i+1)^-a, row 0 hottest", minimum=0.0
     )
     round_targets: bool = setting(False, "targets 0 or 1 instead of uniform in [0,1)")
     loader: str = setting(
@@ -189,6 +219,20 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         coerce_section(self, "data")
+        if self.one_hot:
+            # one row of each table a sample, whatever the other laws' settings are
+            object.__setattr__(self, "indices_per_lookup", 1)
+            object.__setattr__(self, "fixed_pooling", True)
+        if (self.generator == "dataset") != bool(self.path):
+            raise InputError(
+                f"data.generator is {self.generator!r}, but data.path is {self.path!r}: a path is "
+                "for generator 'dataset', and that needs one"
+            )
+        if self.place == "device" and self.one_hot:
+            raise InputError(
+                f"data.place is 'device', but data.generator is {self.generator!r}, whose batches "
+                "are made on the CPU; choose uniform or zipf, or place: cpu"
+            )
         if self.place == "device" and self.generator.startswith("facebook"):
             raise InputError(
                 f"data.place is 'device', but data.generator is {self.generator!r}: facebook's "
@@ -199,6 +243,11 @@ class DataConfig:
                 "data.place is 'device', but data.loader is 'prefetch': batches made on the "
                 "device need no prefetching; choose data.loader: synchronous"
             )
+
+    @property
+    def one_hot(self) -> bool:
+        """Every bag holds one row, as in Criteo's data."""
+        return self.generator in ("dataset", "teacher")
 
 
 @dataclass(frozen=True)
@@ -251,6 +300,17 @@ class TrainingConfig:
         "one owner), 'naive' (a sparse gradient applied by one thread), 'atomic' (atomic adds), "
         "'locked' (a lock a row); the last three are for studying contention",
         choices=("race_free", "naive", "atomic", "locked"),
+    )
+    embeddings_on_gpu_bytes: int | None = setting(
+        None,
+        "bytes of embedding tables that may lie on the GPU, smallest tables first; the others "
+        "stay in host memory and are looked up by the CPU; left out, all lie on the GPU",
+        minimum=0,
+    )
+    tables_on_disk: str = setting(
+        "",
+        "folder on a disk from which the tables on the host are mapped, for tables larger than "
+        "the host's memory; scratch: removed when the run ends",
     )
     fused_optimizer: bool = setting(
         False, "one fused kernel for the dense weights' update instead of one call a tensor"
@@ -355,6 +415,12 @@ class TrainingConfig:
                     f"{where}training.optimizer is {self.optimizer!r}: an Adagrad needs a row's "
                     "whole gradient, so only 'race_free' can do it; the others are for 'sgd'"
                 )
+        if self.tables_on_disk and self.embedding_backend == "fbgemm":
+            raise InputError(
+                f"training.tables_on_disk is {self.tables_on_disk!r}, but "
+                "training.embedding_backend is 'fbgemm', which keeps tables in memory of its "
+                "own: choose torch or fused"
+            )
         if self.cuda_graphs and self.micro_batch is not None:
             raise InputError(
                 f"training.cuda_graphs is true, but training.micro_batch is {self.micro_batch}: a "
@@ -498,6 +564,10 @@ def load_parameters(path: str | os.PathLike[str], overrides: Sequence[str] = ())
         )
     for override in overrides:
         _override(tree, override)
+    data = tree.get("data")
+    if isinstance(data, dict) and isinstance(data.get("path"), str) and data["path"]:
+        # notebooks run in folders of their own
+        tree["data"] = data | {"path": str(Path(data["path"]).expanduser().absolute())}
     return parameters_from_sections(tree, source=str(path))
 
 
@@ -514,6 +584,7 @@ def parameters_from_sections(tree: Mapping[str, Any], source: str = "") -> Param
         title = tree.get("title", "DLRM")
         if not isinstance(title, str):
             raise InputError(f"title is {title!r}, expected text")
+        tree = _with_dataset_shape(tree)
         built: dict[str, Any] = {}
         for name, kind in SECTIONS.items():
             section = tree.get(name) or {}
@@ -540,6 +611,26 @@ def parameters_from_sections(tree: Mapping[str, Any], source: str = "") -> Param
         return Parameters(title=title, source=source, sweep=dict(sweep), **built)
     except InputError as error:
         raise InputError(f"{source}: {error}" if source else str(error)) from None
+
+
+def _with_dataset_shape(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The sections with the model's table rows and dense features taken from the data set.
+
+    Only what the file leaves out, and only of a data set that says it.
+    """
+    data, model = tree.get("data"), tree.get("model") or {}
+    if not isinstance(data, Mapping) or not isinstance(model, Mapping):
+        return tree
+    said = data.get("format", "split_binary") == "split_binary"
+    if data.get("generator") != "dataset" or not isinstance(data.get("path"), str) or not said:
+        return tree
+    if "table_rows" in model or not data["path"]:
+        return tree
+    from dlrm_core.datasets.feature_spec import read_spec
+
+    spec = read_spec(Path(data["path"]))
+    shape = {"table_rows": list(spec.table_rows), "tables": len(spec.table_rows)}
+    return {**tree, "model": {"dense_features": spec.dense_features, **model, **shape}}
 
 
 def _override(tree: dict[str, Any], override: str) -> None:

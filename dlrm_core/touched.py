@@ -192,7 +192,9 @@ def signature(parameters: Parameters, component: str) -> tuple[Any, ...]:
     update = _leaves(training, ("fused_optimizer", "optimizer"))
     bags = (model.table_rows, data.indices_per_lookup, data.fixed_pooling)
     law = "facebook" if data.generator.startswith("facebook") else data.generator
-    exponent = data.zipf_exponent if law == "zipf" else None
+    exponent = data.zipf_exponent if law in ("zipf", "teacher") else None
+    # what decides how often a row comes up
+    skew = data.path if law == "dataset" else exponent
     if component == "bottom_mlp":
         return (*dense, *update, model.bottom_widths)
     if component == "interaction":
@@ -203,7 +205,7 @@ def signature(parameters: Parameters, component: str) -> tuple[Any, ...]:
     if component == "loss":
         return (*dense, model.loss, model.loss_weights)
     if component == "embedding":
-        return (*_leaves(training, EMBEDDING_ENGINE), *bags, model.embedding_dim, law, exponent)
+        return (*_leaves(training, EMBEDDING_ENGINE), *bags, model.embedding_dim, law, skew)
     if component == "optimizer":
         parts = ("bottom_mlp", "top_mlp", "embedding")
         return tuple(signature(parameters, part) for part in parts)
@@ -212,7 +214,8 @@ def signature(parameters: Parameters, component: str) -> tuple[Any, ...]:
         threads = None if law == "facebook" else training.threads
         ahead = data.prefetch_batches if data.loader == "prefetch" else None
         made = (data.generator, exponent, data.round_targets, data.loader, ahead, data.place)
-        return (training.batch_size, model.dense_features, *bags, threads, *made)
+        files = (data.path, data.format, data.order, data.teacher_rows) if data.one_hot else ()
+        return (training.batch_size, model.dense_features, *bags, threads, *made, *files)
     raise ValueError(f"no such component: {component}")
 
 

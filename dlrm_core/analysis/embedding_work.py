@@ -104,7 +104,7 @@ def expected_unique(parameters: Parameters, rows: int, count: float) -> float:
     With zipf: the sum over rows of 1 − (1 − p_i)^N, p_i = ((i+1)^(1−a) − (i+2)^(1−a)) / (1 −
     (R+1)^(1−a)).
     """
-    if parameters.data.generator != "zipf":
+    if parameters.data.generator not in ("zipf", "teacher"):
         return _unique_of_uniform(rows, count)
     chances = _zipf_chances(rows, parameters.data.zipf_exponent)
     return float(-np.expm1(count * np.log1p(-np.minimum(chances, 1 - 1e-12))).sum())

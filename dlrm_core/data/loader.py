@@ -29,6 +29,10 @@ class PrefetchError(RuntimeError):
 def make_generator(parameters: Parameters, device: torch.device) -> Generator:
     """The generator that ``data.generator`` names."""
     model, data = parameters.model, parameters.data
+    if data.one_hot:
+        from dlrm_core.datasets.reader import make_batches
+
+        return make_batches(parameters)
     assert model.dense_features is not None
     shape = (
         model.dense_features,

@@ -1,0 +1,1 @@
+"""Data sets on disk: made, converted from Criteo's text, read memory-mapped, inspected."""

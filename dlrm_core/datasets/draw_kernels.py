@@ -1,0 +1,122 @@
+"""The arithmetic of ``draws`` in machine code, several rows a vector instruction.
+
+Without numba numpy does it, at about a tenth of the speed and with the same bytes.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from dlrm_core.datasets.compiled import compile_function
+from dlrm_core.datasets.draws import (
+    EXP2_TERMS,
+    GAMMA,
+    LOG2_TERMS,
+    MANTISSA_HALF,
+    MIX_1,
+    MIX_2,
+    TO_UNIT,
+    PowerLaw,
+    words,
+)
+
+_GAMMA, _MIX_1, _MIX_2 = np.uint64(GAMMA), np.uint64(MIX_1), np.uint64(MIX_2)
+_S11, _S27, _S30, _S31 = np.uint64(11), np.uint64(27), np.uint64(30), np.uint64(31)
+_L0, _L1, _L2, _L3, _L4, _L5, _L6, _L7, _L8 = LOG2_TERMS
+_E0, _E1, _E2, _E3, _E4, _E5, _E6, _E7, _E8, _E9, _E10, _E11, _E12 = EXP2_TERMS
+STRIP = 1024
+"""Rows drawn between two looks at memory: their intermediate values stay in the cache."""
+
+
+def words_kernel(first, out):
+    """Hashes of consecutive places; ``first`` is key + GAMMA (start + 1)."""
+    for i in range(out.size):
+        z = np.uint64(i) * _GAMMA + first
+        z = (z ^ (z >> _S30)) * _MIX_1
+        z = (z ^ (z >> _S27)) * _MIX_2
+        out[i] = z ^ (z >> _S31)
+
+
+def rows_kernel(first, logarithmic, scale, slope, last, out):
+    """Rows of a power law; as PowerLaw.draw, strip by strip."""
+    x = np.empty(STRIP, np.float64)
+    bits = x.view(np.int64)
+    for begin in range(0, out.size, STRIP):
+        count = min(STRIP, out.size - begin)
+        for i in range(count):
+            z = np.uint64(begin + i) * _GAMMA + first
+            z = (z ^ (z >> _S30)) * _MIX_1
+            z = (z ^ (z >> _S27)) * _MIX_2
+            z = z ^ (z >> _S31)
+            x[i] = float(np.int64(z >> _S11)) * TO_UNIT * scale
+        if not logarithmic:
+            for i in range(count):
+                x[i] = 1.0 - x[i]
+            # the exponent goes to t, the mantissa stays
+            for i in range(count):
+                b = bits[i]
+                exponent = (b - MANTISSA_HALF) >> 52
+                bits[i] = b - (exponent << 52)
+                out[begin + i] = exponent
+            for i in range(count):
+                s = (x[i] - 1.0) / (x[i] + 1.0)
+                q = s * s
+                t = _L8
+                t = t * q + _L7
+                t = t * q + _L6
+                t = t * q + _L5
+                t = t * q + _L4
+                t = t * q + _L3
+                t = t * q + _L2
+                t = t * q + _L1
+                t = t * q + _L0
+                x[i] = (t * s + float(out[begin + i])) * slope
+        for i in range(count):
+            t = max(x[i], 0.0)
+            whole = np.int64(t)
+            f = (t - float(whole)) - 0.5
+            p = _E12
+            p = p * f + _E11
+            p = p * f + _E10
+            p = p * f + _E9
+            p = p * f + _E8
+            p = p * f + _E7
+            p = p * f + _E6
+            p = p * f + _E5
+            p = p * f + _E4
+            p = p * f + _E3
+            p = p * f + _E2
+            p = p * f + _E1
+            p = p * f + _E0
+            row = np.int64(p * float(np.int64(1) << whole)) - 1
+            out[begin + i] = min(row, last)
+
+
+def _first(key: int, start: int) -> np.uint64:
+    return np.uint64((key + GAMMA * (start + 1)) & ((1 << 64) - 1))
+
+
+def fill_words(key: int, start: int, out: np.ndarray) -> None:
+    """As :func:`draws.words`, into ``out`` (uint64, contiguous)."""
+    kernel = compile_function(words_kernel, ("void(uint64, uint64[::1])",), Path(__file__))
+    if kernel is None:
+        out[:] = words(key, start, out.size)
+    else:
+        kernel(_first(key, start), out)
+
+
+def fill_rows(law: PowerLaw, key: int, start: int, out: np.ndarray) -> None:
+    """Rows of consecutive samples into ``out`` (int8, int16 or int32, contiguous)."""
+    types = ("int8", "int16", "int32")
+    signatures = tuple(
+        f"void(uint64, boolean, float64, float64, int64, {kind}[::1])" for kind in types
+    )
+    kernel = compile_function(rows_kernel, signatures, Path(__file__))
+    if kernel is None:
+        out[:] = law.draw(words(key, start, out.size))
+    else:
+        kernel(_first(key, start), law.alpha == 1.0, law.scale, law.slope, law.rows - 1, out)

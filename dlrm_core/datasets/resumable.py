@@ -1,0 +1,242 @@
+"""Work on a folder that survives kill -9: done in order, noted, renamed when whole.
+
+A data set is made in ``NAME.partial`` beside its final place; ``progress.json`` there says
+how much of it is on disk for certain. After a kill the same command goes on from that
+note, and whatever was written beyond it is written again (with the same bytes). The
+folder gets its final name in one step, so a data set that can be seen is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dlrm_core.errors import InputError
+from dlrm_core.files import read_json, write_json
+
+T = TypeVar("T")
+NOTE = "progress.json"
+SYNC_BYTES = 256 << 20
+"""Bytes written between two notes of progress, each after the disk has taken them."""
+
+
+class Workplace:
+    """``TARGET.partial``, with a note of what is done.
+
+    Raises:
+        InputError: the target exists already, or another request was begun there.
+    """
+
+    def __init__(self, target: Path, request: dict[str, Any], command: str) -> None:
+        self.target = target
+        self.folder = target.with_name(target.name + ".partial")
+        self.request = json.loads(json.dumps(request))
+        self.done: dict[str, Any] = {}
+        self.finished = False
+        self._lock = -1
+        if target.exists():
+            self._already_there(command)
+            return
+        note = self.folder / NOTE
+        if note.exists():
+            begun = read_json(note)
+            self._compare(begun.get("request", {}), command)
+            self.done = begun.get("done", {})
+        elif self.folder.exists() and any(self.folder.iterdir()):
+            raise InputError(f"{self.folder} is in the way: it holds files, but no {NOTE}")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"{self.folder}: cannot be made: {error.strerror}") from None
+        self._lock = os.open(self.folder, os.O_RDONLY)
+        _lock_or_refuse(self._lock, self.folder)
+        self.note(**self.done)
+
+    def _already_there(self, command: str) -> None:
+        """A kill between the last two steps leaves the note in a whole data set."""
+        note = self.target / NOTE
+        if not note.exists():
+            raise InputError(
+                f"{self.target} exists already; a data set is never written over another"
+            )
+        self._compare(read_json(note).get("request", {}), command)
+        note.unlink()
+        self.finished = True
+
+    def _compare(self, begun: dict[str, Any], command: str) -> None:
+        for name in sorted(set(begun) | set(self.request)):
+            if begun.get(name) != self.request.get(name):
+                raise InputError(
+                    f"{self.folder} was begun with {name} {_short(begun.get(name))}, but now it "
+                    f"is {_short(self.request.get(name))}: give the first {command} again to go "
+                    "on, or delete that folder"
+                )
+
+    def note(self, **done: Any) -> None:
+        """Note what is on disk for certain."""
+        self.done = done
+        write_json(self.folder / NOTE, {"request": self.request, "done": done})
+
+    def finish(self) -> None:
+        """Give the folder its final name."""
+        os.fsync(self._lock)
+        self.folder.rename(self.target)
+        parent = os.open(self.target.parent, os.O_RDONLY)
+        os.fsync(parent)
+        os.close(parent)
+        (self.target / NOTE).unlink()
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the folder; what is unfinished stays for the next time."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def __enter__(self) -> Workplace:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.close()
+
+
+def _lock_or_refuse(handle: int, folder: Path) -> None:
+    """Two processes must not write one data set; the lock goes with the process."""
+    import fcntl
+
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise InputError(f"{folder}: another process is writing it") from None
+    except OSError:
+        # some network file systems have no locks
+        return
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+class OpenFiles:
+    """Files of a workplace, written at places rather than one after the other."""
+
+    def __init__(self) -> None:
+        self._handles: dict[Path, int] = {}
+
+    def open(self, path: Path) -> int:
+        """A handle for writing; the file is made if need be, and kept as it is if not."""
+        if path not in self._handles:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._handles[path] = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        return self._handles[path]
+
+    def cut(self, path: Path, size: int) -> None:
+        """Set a file's size."""
+        os.ftruncate(self.open(path), size)
+
+    def sync(self) -> None:
+        """Return when the disk has all that was written."""
+        for handle in self._handles.values():
+            os.fdatasync(handle)
+
+    def close(self) -> None:
+        """Close all."""
+        while self._handles:
+            os.close(self._handles.popitem()[1])
+
+    def __enter__(self) -> OpenFiles:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.close()
+
+
+def write_at(handle: int, data: Any, place: int) -> None:
+    """Write all bytes of an array or bytes object at a place of a file."""
+    view = memoryview(data).cast("B")
+    while len(view):
+        written = os.pwrite(handle, view, place)
+        view, place = view[written:], place + written
+
+
+def in_order(
+    work: Callable[[Any], T], items: Iterable[Any], threads: int, ahead: int
+) -> Iterator[T]:
+    """Results of ``work`` in the order of the items, ``threads`` at a time.
+
+    At most ``ahead`` items are under way or waiting to be taken, so memory is flat.
+    """
+    with ThreadPoolExecutor(threads, thread_name_prefix="dataset") as pool:
+        under_way: deque[Future[T]] = deque()
+        try:
+            for item in items:
+                under_way.append(pool.submit(work, item))
+                if len(under_way) >= ahead:
+                    yield under_way.popleft().result()
+            while under_way:
+                yield under_way.popleft().result()
+        finally:
+            for future in under_way:
+                future.cancel()
+
+
+def need_space(folder: Path, size: int) -> None:
+    """Refuse before writing what the disk has no room for.
+
+    Raises:
+        InputError: with both numbers.
+    """
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if size > free:
+        raise InputError(
+            f"{folder} has {free / 1e9:.2f} GB free, but {size / 1e9:.2f} GB are to be written "
+            "(fewer samples with --samples or --max-rows)"
+        )
+
+
+class Progress:
+    """A line on standard error that is rewritten, or nothing where nobody looks."""
+
+    def __init__(self, what: str, total: int, unit: str, done: int = 0) -> None:
+        self.what, self.total, self.unit = what, total, unit
+        self.begun_with = self.done = done
+        self.started = time.perf_counter()
+        self._next = 0.0
+        self.shown = sys.stderr.isatty()
+
+    def advance(self, amount: int) -> None:
+        """Count, and rewrite the line a few times a second."""
+        self.done += amount
+        now = time.perf_counter()
+        if self.shown and now >= self._next:
+            self._next = now + 0.2
+            self._write(now)
+
+    def _write(self, now: float) -> None:
+        share = self.done / self.total if self.total else 1.0
+        seconds = max(now - self.started, 1e-9)
+        rate = (self.done - self.begun_with) / seconds
+        left = f", {(self.total - self.done) / rate:.0f} s left" if rate > 0 and self.total else ""
+        text = f"{self.what}: {share:.0%} of {self.total:,} {self.unit}, {rate:,.0f}/s{left}"
+        sys.stderr.write(f"\r{text:<79}")
+        sys.stderr.flush()
+
+    def close(self) -> None:
+        """End the line."""
+        if self.shown:
+            with contextlib.suppress(OSError):
+                self._write(time.perf_counter())
+                sys.stderr.write("\n")
