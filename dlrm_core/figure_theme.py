@@ -6,6 +6,8 @@ figure fits JupyterLab's themes; the HTML page puts its own text colour in its p
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +15,10 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from dlrm_core.parts import COMPONENTS, PHASES, parse_span
+
+FIGURE_TYPE = "application/vnd.plotly.v1+json"
+DATA_RENDERER = "plotly_mimetype"
+"""What plotly calls storing a figure as data in the notebook."""
 
 COLOURS = {
     "data": "#E0A809",
@@ -70,9 +76,25 @@ TEMPLATE = go.layout.Template(
 )
 
 
-def figure(title: str, height: int, *, legend: bool = False) -> go.Figure:
+class Figure(go.Figure):
+    """A figure that a notebook stores as data, without what other renderers need.
+
+    plotly's own way to say so imports nbformat and its JSON schemas, which takes longer
+    than drawing all figures of a page.
+    """
+
+    def _ipython_display_(self) -> None:
+        if os.environ.get("PLOTLY_RENDERER") != DATA_RENDERER:
+            super()._ipython_display_()
+            return
+        from IPython.display import display
+
+        display({FIGURE_TYPE: json.loads(self.to_json())}, raw=True)
+
+
+def figure(title: str, height: int, *, legend: bool = False) -> Figure:
     """An empty figure in the common look; a legend goes below the plot."""
-    result = go.Figure()
+    result = Figure()
     result.update_layout(template=TEMPLATE, title={"text": title}, height=height, showlegend=legend)
     if legend:
         result.update_layout(

@@ -9,12 +9,14 @@ its own way, keeping its results), and killed if it does not answer in time.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from html import unescape
 from typing import Any
 
@@ -32,6 +34,10 @@ from dlrm_core.run_folder import REPOSITORY
 ENGINE = "dlrm"
 GRACE_SECONDS = 20.0
 """How long an interrupted cell may take to end before its kernel is killed."""
+
+SAVING_SHARE = 0.05
+LEAST_SAVING_SECONDS = 0.5
+"""At most this share of a run writes the notebook, and never two writes closer than this."""
 
 
 class ThisInterpreter(AsyncKernelManager):
@@ -162,6 +168,7 @@ class _Client(PapermillNotebookClient):
         self.watch = watch
         self.label = label
         self.bar: tqdm[Any] | None = None
+        self.saves: Saves | None = None
 
     def execute(self, **settings: Any) -> NotebookNode:
         """Run the cells until the last, or until one fails or the watch says stop."""
@@ -210,10 +217,51 @@ class _Client(PapermillNotebookClient):
         inner = _inner_progress(msg)
         if inner and self.bar is not None:
             self.bar.set_postfix_str(inner[-70:])
+        if self.saves is not None:
+            self.saves.catch_up(asyncio.get_running_loop())
         return super().process_message(msg, cell, cell_index)
 
 
 DIED = "The kernel died: it was killed, ran out of memory, or crashed in native code."
+
+
+class Saves:
+    """Writes the notebook as cells begin and end, but not all the time.
+
+    papermill writes it whole, twice a cell: in a page of ninety quick cells that took
+    longer than the cells. Here at most ``SAVING_SHARE`` of the time goes into writing, so
+    what a killed run can lack is what its cells did in the last second or so.
+
+    Attributes:
+        whole: writes the notebook.
+    """
+
+    def __init__(self, whole: Callable[[], None]) -> None:
+        self.whole = whole
+        self._due = 0.0
+        self._owed = False
+        self._waiting = False
+
+    def __call__(self, **_unused: Any) -> None:
+        """Write, unless that was done a moment ago; then :meth:`catch_up` does it."""
+        begun = time.monotonic()
+        self._owed = begun < self._due
+        if self._owed:
+            return
+        self.whole()
+        took = time.monotonic() - begun
+        self._due = begun + max(took / SAVING_SHARE, LEAST_SAVING_SECONDS)
+
+    def catch_up(self, loop: asyncio.AbstractEventLoop) -> None:
+        """See to it that a write that was put off is made while a long cell runs."""
+        if self._owed and not self._waiting:
+            self._waiting = True
+            loop.call_later(max(self._due - time.monotonic(), 0.0), self._catch_up)
+
+    def _catch_up(self) -> None:
+        self._waiting = False
+        if self._owed:
+            self()
 
 
 class StoppableEngine(Engine):
@@ -239,7 +287,13 @@ class StoppableEngine(Engine):
             startup_timeout=start_timeout,
             timeout=None,
         )
-        return client.execute()
+        save = Saves(nb_man.save)
+        nb_man.save = client.saves = save
+        try:
+            return client.execute()
+        finally:
+            # papermill's last save, and any of ours that is still due, is a whole one
+            nb_man.save = save.whole
 
 
 papermill_engines.register(ENGINE, StoppableEngine)

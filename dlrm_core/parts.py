@@ -16,8 +16,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
 
-import torch
-
 COMPONENTS = (
     "data",
     "transfer",
@@ -68,9 +66,12 @@ def log_spans() -> Iterator[list[SpanRow]]:
 @contextlib.contextmanager
 def span(name: str) -> Iterator[None]:
     """A range that torch.profiler records, and that ``log_spans`` logs."""
+    # here, for analyses name the parts without the seconds that importing torch takes
+    from torch.profiler import record_function
+
     rows, start = _log, time.time_ns()
     try:
-        with torch.profiler.record_function(name):
+        with record_function(name):
             yield
     finally:
         if rows is not None:

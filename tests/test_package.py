@@ -83,3 +83,27 @@ def test_setting_up_twice_does_nothing():
 def test_the_command_line_starts_without_torch():
     code = "import dlrm_core.cli, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_page_explains_a_profile_without_torch():
+    """Seconds of every page: of torch the analyses need only names, of nbformat nothing."""
+    code = """
+import os, sys
+os.environ["PLOTLY_RENDERER"] = "plotly_mimetype"
+import dlrm_core.notebook_run
+from dlrm_core import figures, gpu_figures, idle_figures, roofline_presentation, whatif_figures
+from dlrm_core.analysis import findings, idle_causes, launches, roofline, verdict, whatif
+from dlrm_core.figure_theme import figure
+figure("title", 100)._ipython_display_()
+print([name for name in ("torch", "nbformat", "jsonschema") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_command_line_leaves_the_modules_as_they_are():
+    from dlrm_core import cli
+
+    with cli._without_grammars():
+        pass
+    assert sys.modules.get("rfc3987_syntax", sys) is not None

@@ -205,3 +205,27 @@ def test_hatchet_takes_trees_deeper_than_the_recursion_limit() -> None:
         assert len(kept.dataframe) == count
     finally:
         sys.setrecursionlimit(before)
+
+
+def test_values_of_other_tables_are_found_anew() -> None:
+    """What a profile remembers of a table is forgotten with the table."""
+    profile = make([-1, 0, 0, 1], [1, 2, 3, 4])
+    before = profile.value_table("cpu_time_ms")
+    assert before.sum() > 0 and profile.has("cpu_time_ms")
+    profile.values = profile.values.assign(value=2 * profile.values["value"])
+    assert np.array_equal(profile.value_table("cpu_time_ms"), 2 * before)
+    profile.values = profile.values.astype({"metric": "object", "scope": "object"})
+    assert np.array_equal(profile.value_table("cpu_time_ms"), 2 * before)
+    profile.values = profile.values[~profile.rows("cpu_time_ms")]
+    assert not profile.has("cpu_time_ms")
+    assert profile.value_table("cpu_time_ms").isna().all()
+
+
+def test_columns_are_numbered_by_distinct_names() -> None:
+    profile = make([-1, 0, 0, 1], [1, 2, 3, 4])
+    codes, names = profile.numbered("name")
+    assert [names[code] for code in codes] == profile.contexts["name"].tolist()
+    kinds = profile.contexts["kind"]
+    assert np.array_equal(profile.of_kind(kinds[1]), kinds.eq(kinds[1]))
+    profile.contexts = profile.contexts.assign(kind="thread")
+    assert profile.of_kind("thread").all()

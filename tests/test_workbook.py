@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -15,7 +16,7 @@ import nbformat
 import pytest
 from sample_notebooks import PARAMETERS, write_notebook
 
-from dlrm_core import cli, workbook
+from dlrm_core import cli, notebook_engine, workbook
 from dlrm_core.errors import InputError
 from dlrm_core.files import write_json
 from dlrm_core.notebook_parameters import declared_parameters
@@ -148,7 +149,7 @@ def test_interruption_keeps_results_and_ends_the_kernel(place: Path, signum: int
         ],
     )
     program = (
-        "import sys, pathlib\nfrom dlrm_core import cli, workbook\n"
+        "import sys, pathlib\nfrom dlrm_core import cli, notebook_engine, workbook\n"
         f"workbook.NOTEBOOKS = pathlib.Path({str(place / 'nb')!r})\n"
         "sys.exit(cli.main(sys.argv[1:]))"
     )
@@ -180,6 +181,41 @@ def test_interruption_keeps_results_and_ends_the_kernel(place: Path, signum: int
 
 
 @pytest.mark.notebook
+def test_a_long_cell_does_not_keep_what_came_before_from_the_disk(place: Path) -> None:
+    """The notebook is not written at each of many quick cells, yet soon while one takes long."""
+    seen = place / "seen.ipynb"
+    look = (
+        "import time, shutil, glob\n"
+        "time.sleep(1.5)\n"
+        f"shutil.copy(glob.glob({str(place / 'out')!r} + '/*/*/n.ipynb')[0], {str(seen)!r})"
+    )
+    folder = run(place, ["# T", "1 + 1", "2 + 2", "3 + 3", look])
+    on_disk = nbformat.read(seen, as_version=4)
+    outputs = [o["data"]["text/plain"] for cell in on_disk.cells for o in cell.get("outputs", [])]
+    assert outputs == ["2", "4", "6"]
+    assert nbformat.read(folder.ipynb, as_version=4).cells[-1].metadata.papermill.status == (
+        "completed"
+    )
+
+
+def test_writing_takes_a_small_share_of_the_time() -> None:
+    writes: list[float] = []
+
+    def write() -> None:
+        writes.append(time.monotonic())
+        time.sleep(0.02)
+
+    save = notebook_engine.Saves(write)
+    until = time.monotonic() + 1.1
+    while time.monotonic() < until:
+        save()
+    # never two in LEAST_SAVING_SECONDS, and the first at once
+    assert 2 <= len(writes) <= 3
+    assert min(b - a for a, b in itertools.pairwise(writes)) >= (
+        notebook_engine.LEAST_SAVING_SECONDS
+    )
+
+
 def test_all_chains_runs_and_stops_at_the_first_failure(place: Path) -> None:
     own = PARAMETERS + 'profile_run: str = ""\n'
     write_notebook(place / "nb" / "train.ipynb", ["# T", "1"])

@@ -241,8 +241,7 @@ def main_thread(profile: Profile) -> int:
     spans = profile.trace[profile.trace["context"].isin(marked)]
     if len(spans):
         return int(spans["profile"].value_counts().idxmax())
-    rows = profile.values
-    rows = rows[(rows["metric"] == "cpu_time_ms") & (rows["scope"] == "exclusive")]
+    rows = profile.values[profile.rows("cpu_time_ms", "exclusive")]
     if rows.empty:
         return int(profile.threads["profile"].iloc[0]) if len(profile.threads) else 0
     return int(rows.groupby("profile")["value"].sum().idxmax())
@@ -264,12 +263,16 @@ def iteration_count(profile: Profile) -> int:
 
 def iteration_contexts(profile: Profile) -> np.ndarray:
     """Which contexts (n,) are an iteration: its range, or else its Python function."""
-    contexts = profile.contexts
-    ranges = contexts["name"].isin(ITERATION_NAMES).to_numpy()
+    return profile.once("iteration_contexts", lambda: _iteration_contexts(profile))
+
+
+def _iteration_contexts(profile: Profile) -> np.ndarray:
+    ranges = profile.which("name", ITERATION_NAMES.__contains__)
     if ranges.any():
         return ranges
     name, file = ITERATION_FUNCTION
-    return (contexts["name"].eq(name) & contexts["file"].str.endswith(file)).to_numpy()
+    named = profile.which("name", name.__eq__)
+    return named & profile.which("file", lambda path: path.endswith(file))
 
 
 def step_contexts(profile: Profile, other_threads: bool = True) -> np.ndarray:
@@ -281,6 +284,11 @@ def step_contexts(profile: Profile, other_threads: bool = True) -> np.ndarray:
     Args:
         other_threads: also take all contexts of threads without iterations.
     """
+    name = f"step_contexts {other_threads}"
+    return profile.once(name, lambda: _step_contexts(profile, other_threads))
+
+
+def _step_contexts(profile: Profile, other_threads: bool) -> np.ndarray:
     inside = iteration_contexts(profile)
     if not inside.any():
         return np.ones(len(inside), dtype=bool)

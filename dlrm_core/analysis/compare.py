@@ -103,8 +103,8 @@ def sampling_period_ms(profile: Profile) -> float:
     tells the period; 0 if nothing was sampled.
     """
     metric = "cpu_time_ms" if profile.has("cpu_time_ms") else "gpu_time_ms"
-    rows = profile.values
-    rows = rows[(rows["metric"] == metric) & (rows["scope"] == "exclusive") & (rows["value"] > 0)]
+    rows = profile.values[profile.rows(metric, "exclusive")]
+    rows = rows[rows["value"] > 0]
     return float(rows["value"].quantile(0.1, interpolation="lower")) if len(rows) else 0.0
 
 

@@ -196,10 +196,8 @@ def _sampled(profile: Profile) -> pd.DataFrame | None:
     if profile.meta.get("engine") != "hpctoolkit" or not profile.meta.get("spans"):
         return None
     main = main_thread(profile)
-    rows = profile.values
-    rows = rows[
-        rows["metric"].eq("cpu_time_ms") & rows["scope"].eq("exclusive") & rows["profile"].eq(main)
-    ]
+    rows = profile.values[profile.rows("cpu_time_ms", "exclusive")]
+    rows = rows[rows["profile"].eq(main)]
     kinds = profile.contexts["kind"].to_numpy()
     events = profile.trace[profile.trace["profile"] == main]
     samples = int((kinds[events["context"].to_numpy()] != "annotation").sum())

@@ -11,6 +11,7 @@ sampling"; NVIDIA's CUPTI documentation, ``CUpti_ActivityPCSamplingStallReason``
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -145,8 +146,7 @@ def stall_table(profile: Profile, by: str = "kernel") -> pd.DataFrame:
         raise InputError(f"stalls are by {' or '.join(STALL_KEYS)}, not by '{by}'")
     columns = [*STALL_KEYS[by], *STALL_VALUES]
     stalls = [f"GINS:STL_{reason}" for reason in STALLS]
-    rows = profile.values[profile.values["metric"].isin(["GINS", "GINS:STL_ANY", *stalls])]
-    rows = rows[rows["scope"] == "exclusive"]
+    rows = profile.values_of({"GINS", "GINS:STL_ANY", *stalls}.__contains__, "exclusive")
     if rows.empty or not rows["metric"].isin(stalls).any():
         reason = missing_reason(profile, ["stall reasons", "gpu_stall_reasons", "GINS"], NO_SAMPLES)
         return unmeasured(columns, reason)
@@ -204,8 +204,8 @@ def sampling_table(profile: Profile) -> pd.DataFrame:
         quantities of ``metrics.DERIVATIONS`` that were measured.
     """
     columns = ["quantity", "value", "unit", "meaning"]
-    rows = profile.values[profile.values["scope"] == "exclusive"]
-    root = rows[rows["metric"].str.startswith("G")].groupby("metric")["value"].sum().to_dict()
+    rows = profile.values_of(_starting("G"), "exclusive")
+    root = rows.groupby("metric")["value"].sum().to_dict()
     values = {str(name): float(value) for name, value in root.items()}
     found = derive(values)
     table = [
@@ -242,9 +242,9 @@ def sampled_profile(profile: Profile) -> Profile:
 def _at_kernels(profile: Profile) -> pd.DataFrame:
     """Metrics of each kernel, a column each, callees and lines of the kernel included."""
     contexts = profile.contexts
-    is_kernel = contexts["kind"].eq("kernel").to_numpy()
-    rows = profile.values[profile.values["scope"] == "inclusive"]
-    rows = rows[is_kernel[rows["context"]]]
+    is_kernel = profile.of_kind("kernel")
+    rows = profile.values.iloc[np.flatnonzero(is_kernel[profile.values["context"].to_numpy()])]
+    rows = rows[rows["scope"] == "inclusive"]
     keys = contexts[["name", "module", "component", "phase"]].iloc[rows["context"]]
     table = pd.DataFrame(dict(zip(KERNEL_KEYS, keys.to_numpy().T, strict=True)))
     table["metric"], table["value"] = rows["metric"].to_numpy(), rows["value"].to_numpy()
@@ -299,16 +299,20 @@ def _torch_copies(profile: Profile) -> pd.DataFrame:
     )
 
 
+def _starting(prefix: str) -> Callable[[str], bool]:
+    return lambda name: name.startswith(prefix)
+
+
 def _hpctoolkit_copies(profile: Profile) -> pd.DataFrame:
     """``direction``, ``count``, ``bytes``, ``time_ms`` of each copying context.
 
     HPCToolkit counts bytes by direction, times and counts over all; a context of the call
     tree copies one way, so it has the direction that its bytes have.
     """
-    rows = profile.values[profile.values["scope"] == "exclusive"]
     frames = []
     for family, prefix in _COPY_FAMILIES:
-        part = rows[rows["metric"].str.startswith(family) & rows["value"].ne(0)]
+        part = profile.values_of(_starting(family), "exclusive")
+        part = part[part["value"].ne(0)]
         if part.empty:
             continue
         wide = part.pivot_table("value", "context", "metric", aggfunc="sum", fill_value=0.0)

@@ -47,8 +47,8 @@ def top_operators(profile: Profile, count: int = 20) -> pd.DataFrame:
     }
     for column, (metric, scope) in columns.items():
         table[column] = profile.value_table(metric, scope).to_numpy() / steps
-    counted = profile.values["metric"].eq("flops")
-    flops = profile.values[counted].groupby("context")["value"].sum()
+    counted = profile.values[profile.rows("flops")]
+    flops = counted.groupby("context")["value"].sum()
     table["flops"] = flops.reindex(table.index).to_numpy() / steps
     table = table[step_contexts(profile) & table["kind"].ne("thread")]
     keys = ["name", "kind", "shapes", "component", "phase"]

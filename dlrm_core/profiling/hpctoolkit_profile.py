@@ -8,10 +8,13 @@ under the CPU frames that launched it, so it is attributed by the same rule.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from dlrm_core.parts import parse_span
 from dlrm_core.profiling.database import FUNCTION, Database, DatabaseError
 from dlrm_core.profiling.database_views import kernel_rows, not_measured
 from dlrm_core.profiling.format4_meta import ENTRY, ROOT
@@ -128,8 +131,6 @@ def _parts(
     database: Database, python: npt.NDArray[np.bool_]
 ) -> tuple[npt.NDArray[np.object_], npt.NDArray[np.object_]]:
     """(component, phase) of every row, from the nearest enclosing part."""
-    from dlrm_core.parts import parse_span  # imports torch: not needed to read a database
-
     tree = database.tree
     # Only Python functions: a C++ function that happens to be called so is no part.
     parts = [
@@ -181,7 +182,7 @@ def _values(database: Database) -> tuple[pd.DataFrame, pd.DataFrame, dict[str, l
     for thread in database.threads:
         inclusive = database.inclusive_values(thread.profile)
         exclusive = database.self_of_sparse(*inclusive)
-        for scope, (index, row, value) in enumerate((inclusive, exclusive)):
+        for side, (index, row, value) in enumerate((inclusive, exclusive)):
             bounds = np.searchsorted(index, np.arange(len(pairs_of) + 1))
             for number, pairs in enumerate(pairs_of):
                 part = slice(bounds[number], bounds[number + 1])
@@ -189,14 +190,15 @@ def _values(database: Database) -> tuple[pd.DataFrame, pd.DataFrame, dict[str, l
                     continue
                 for target, factor in pairs:
                     pieces.append(
-                        (thread.profile, row[part], number_of[target], scope, value[part] * factor)
+                        (thread.profile, row[part], number_of[target], side, value[part] * factor)
                     )
     columns = ["profile", "context", "metric", "scope", "value"]
     if not pieces:
         return pd.DataFrame(rows), pd.DataFrame(columns=columns), standard
     value = np.concatenate([piece[4] for piece in pieces])
     sizes = [len(piece[4]) for piece in pieces]
-    metric = np.repeat([piece[2] for piece in pieces], sizes)
+    metric = np.repeat(np.array([piece[2] for piece in pieces], np.int32), sizes)
+    scope = np.repeat(np.array([piece[3] for piece in pieces], np.int8), sizes)
     if not np.isfinite(value).all():
         bad_metric = order[metric[np.flatnonzero(~np.isfinite(value))[0]]]
         raise DatabaseError(f"{database.path}: metric '{bad_metric}' has a value that is no number")
@@ -204,19 +206,22 @@ def _values(database: Database) -> tuple[pd.DataFrame, pd.DataFrame, dict[str, l
         {
             "profile": np.repeat([piece[0] for piece in pieces], sizes),
             "context": np.concatenate([piece[1] for piece in pieces]),
-            "metric": np.array(order, dtype=object)[metric],
-            "scope": np.array(["inclusive", "exclusive"], dtype=object)[
-                np.repeat([piece[3] for piece in pieces], sizes)
-            ],
+            "metric": _named(metric, order),
+            "scope": _named(scope, ["inclusive", "exclusive"]),
             "value": value,
         }
     )
     several = [name for name, names in standard.items() if len(names) > 1]
     if several:  # several inputs of one standard metric meet in one row
         mixed = table["metric"].isin(several)
-        summed = table[mixed].groupby(columns[:-1], sort=False)["value"].sum().reset_index()
+        groups = table[mixed].groupby(columns[:-1], sort=False, observed=True)
+        summed = groups["value"].sum().reset_index()
         table = pd.concat([table[~mixed], summed], ignore_index=True)
     return pd.DataFrame(rows), table, standard
+
+
+def _named(number: npt.NDArray[Any], names: list[str]) -> pd.Categorical:
+    return pd.Categorical.from_codes(number, pd.Index(names))  # type: ignore[arg-type]
 
 
 def _standard(present: dict[str, str]) -> tuple[dict[str, list[str]], dict[str, float]]:

@@ -239,10 +239,10 @@ class _Layout:
             context=self.row[exclusive["part"].to_numpy(), exclusive["context"].to_numpy()]
         )
         keys = ["profile", "metric", "context"]
-        placed = pd.DataFrame(placed.groupby(keys, as_index=False)["value"].sum())
+        placed = pd.DataFrame(placed.groupby(keys, as_index=False, observed=True)["value"].sum())
         parent = self.contexts["parent"].to_numpy()
         frames: list[pd.DataFrame] = [placed.assign(scope="exclusive")]
-        for (thread, metric), rows in placed.groupby(["profile", "metric"]):
+        for (thread, metric), rows in placed.groupby(["profile", "metric"], observed=True):
             column = np.zeros(len(parent))
             column[rows["context"].to_numpy()] = rows["value"].to_numpy()
             inclusive = inclusive_from_exclusive(parent, column)

@@ -15,147 +15,33 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import pandas as pd
 
 from dlrm_core.errors import InputError
 from dlrm_core.files import whole_folder
+from dlrm_core.profiling.tables import (
+    KINDS,
+    SCHEMA,
+    SCOPES,
+    STANDARD_METRICS,
+    THREAD_KINDS,
+    depths,
+    inclusive_from_exclusive,
+    typed,
+)
 
 if TYPE_CHECKING:
     from hatchet import GraphFrame
 
+__all__ = ["SCHEMA", "STANDARD_METRICS", "Profile", "depths", "inclusive_from_exclusive", "typed"]
+
+Table = TypeVar("Table", pd.DataFrame, np.ndarray)
+
 FORMAT_VERSION = 1
 """Of the saved folder. Raised when a reader of the previous one would go wrong."""
-
-SCHEMA: dict[str, dict[str, str]] = {
-    "contexts": {
-        "context": "int64",
-        "parent": "int64",
-        "kind": "object",
-        "name": "object",
-        "shapes": "object",
-        "file": "object",
-        "line": "int64",
-        "module": "object",
-        "component": "object",
-        "phase": "object",
-    },
-    "metrics": {"metric": "object", "unit": "object", "meaning": "object", "source": "object"},
-    "values": {
-        "profile": "int64",
-        "context": "int64",
-        "metric": "object",
-        "scope": "object",
-        "value": "float64",
-    },
-    "threads": {
-        "profile": "int64",
-        "kind": "object",
-        "name": "object",
-        "rank": "int64",
-        "thread": "int64",
-    },
-    "trace": {
-        "profile": "int64",
-        "start_ns": "int64",
-        "end_ns": "int64",
-        "context": "int64",
-        "depth": "int64",
-    },
-    "iterations": {"iteration": "int64", "start_ns": "int64", "end_ns": "int64"},
-}
-"""Table to column to dtype; ``object`` columns hold str. Column order is kept."""
-
-KINDS = (
-    "root",
-    "thread",
-    "function",
-    "annotation",
-    "operator",
-    "kernel",
-    "copy",
-    "runtime",
-    "python",
-    "line",
-    "loop",
-    "instruction",
-)
-SCOPES = ("exclusive", "inclusive")
-THREAD_KINDS = ("cpu_thread", "gpu_stream")
-
-STANDARD_METRICS: dict[str, tuple[str, str]] = {
-    "cpu_time_ms": ("ms", "time on a CPU thread"),
-    "gpu_time_ms": ("ms", "time of GPU kernels, copies and memory sets"),
-    "calls": ("", "how often the context was entered"),
-}
-"""Metrics with one name in every engine: name to (unit, meaning)."""
-
-
-def typed(table: str, rows: Any) -> pd.DataFrame:
-    """A frame with the columns and dtypes of ``table``; ``rows`` may be None for none.
-
-    Raises:
-        InputError: a column is missing or cannot be of its dtype.
-    """
-    schema = SCHEMA[table]
-    frame = pd.DataFrame(rows if rows is not None else {name: [] for name in schema})
-    if frame.empty and not len(frame.columns):
-        frame = pd.DataFrame({name: [] for name in schema})
-    missing = [name for name in schema if name not in frame.columns]
-    if missing:
-        raise InputError(f"profile table '{table}' lacks the column(s) {', '.join(missing)}")
-    try:
-        frame = frame[list(schema)].astype(schema, copy=False)
-        plain = isinstance(frame.index, pd.RangeIndex) and frame.index.equals(
-            pd.RangeIndex(len(frame))
-        )
-        return frame if plain else frame.reset_index(drop=True)
-    except (TypeError, ValueError) as error:
-        raise InputError(
-            f"profile table '{table}' has a value of the wrong type: {error}"
-        ) from None
-
-
-def depths(parent: np.ndarray) -> np.ndarray:
-    """Depth of every context, roots 0.
-
-    Args:
-        parent: (n,) row of the parent, −1 for a root; in any order.
-
-    Pointer doubling: log2(deepest) passes over whole columns, no recursion.
-    """
-    ancestor = np.asarray(parent, dtype=np.int64).copy()
-    depth = (ancestor >= 0).astype(np.int64)
-    while (linked := ancestor >= 0).any():
-        here = ancestor[linked]
-        # The right-hand sides are complete copies before either is written.
-        steps, beyond = depth[here], ancestor[here]
-        depth[linked] += steps
-        ancestor[linked] = beyond
-    return depth
-
-
-def inclusive_from_exclusive(parent: np.ndarray, exclusive: np.ndarray) -> np.ndarray:
-    """Add every context's exclusive value to all its ancestors.
-
-    Args:
-        parent: (n,) row of the parent, −1 for a root.
-        exclusive: (n,) or (n, metrics) values that belong to the row alone.
-
-    Returns:
-        Inclusive values, shaped as ``exclusive``. One pass a tree level.
-    """
-    parent = np.asarray(parent, dtype=np.int64)
-    total = np.array(exclusive, dtype=np.float64, copy=True)
-    depth = depths(parent)
-    order = np.argsort(depth, kind="stable")
-    bounds = np.searchsorted(depth[order], np.arange(depth.max(initial=0) + 2))
-    for level in range(len(bounds) - 2, 0, -1):
-        rows = order[bounds[level] : bounds[level + 1]]
-        np.add.at(total, parent[rows], total[rows])
-    return total
 
 
 @dataclass
@@ -170,6 +56,12 @@ class Profile:
     iterations: pd.DataFrame
     meta: dict[str, Any] = field(default_factory=dict)
     _known: dict[str, tuple[Any, ...]] = field(default_factory=dict, repr=False, compare=False)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "values":  # also a table that is put in the place of the first
+            plain = [n for n in ("metric", "scope") if n in value and value[n].dtype != "category"]
+            value = value.astype(dict.fromkeys(plain, "category")) if plain else value
+        super().__setattr__(name, value)
 
     @classmethod
     def build(
@@ -254,10 +146,13 @@ class Profile:
 
     def has(self, metric: str) -> bool:
         """Whether ``metric`` was measured at all."""
-        return metric in self._numbers()[1]
+        names = self.values["metric"].cat
+        counted = self.once("rows of each metric", lambda: _counts(names))
+        code = _code(names, metric)
+        return code >= 0 and bool(counted[code])
 
-    def once(self, name: str, make: Callable[[], pd.DataFrame]) -> pd.DataFrame:
-        """A table made from this profile: made once, then copied.
+    def once(self, name: str, make: Callable[[], Table]) -> Table:
+        """A table or column made from this profile: made once, then copied.
 
         Many tables of a page, and each prediction, begin with the same ones. A profile
         that was given other tables makes them anew.
@@ -267,37 +162,48 @@ class Profile:
         if known is None or any(a is not b for a, b in zip(known[0], tables, strict=True)):
             known = (tables, make())
             self._known[name] = known
-        copied: pd.DataFrame = known[1].copy()
+        copied: Table = known[1].copy()
         return copied
 
     def rows(self, metric: str, scope: str | None = None) -> np.ndarray:
-        """Which rows (n,) of ``values`` are of a metric, in one scope or in any.
-
-        Comparing millions of names takes most of a second, and every table of a page
-        asks; so names are numbered once.
-        """
-        _, metrics, metric_code, scopes, scope_code = self._numbers()
-        chosen: np.ndarray = metric_code == metrics.get(metric, -2)
+        """Which rows (n,) of ``values`` are of a metric, in one scope or in any."""
+        metrics, scopes = self.values["metric"].cat, self.values["scope"].cat
+        chosen: np.ndarray = metrics.codes.to_numpy() == _code(metrics, metric)
         if scope is not None:
-            chosen &= scope_code == scopes.get(scope, -2)
+            chosen &= scopes.codes.to_numpy() == _code(scopes, scope)
         return chosen
 
-    def _numbers(self) -> tuple[Any, ...]:
-        """(values, metric to number, number of each row, scope to number, number of each row)."""
-        known = self._known.get("numbers")
-        # the table itself is kept beside the numbers: a profile given another one starts anew
-        if known is None or known[0] is not self.values or len(known[2]) != len(self.values):
-            metric_code, metrics = pd.factorize(self.values["metric"])
-            scope_code, scopes = pd.factorize(self.values["scope"])
-            known = (
-                self.values,
-                {name: code for code, name in enumerate(metrics)},
-                metric_code.astype(np.int32),
-                {name: code for code, name in enumerate(scopes)},
-                scope_code.astype(np.int8),
-            )
-            self._known["numbers"] = known
-        return known
+    def values_of(self, metrics: Callable[[str], bool], scope: str) -> pd.DataFrame:
+        """Rows of ``values`` of the metrics whose names match, in one scope."""
+        names = self.values["metric"].cat
+        wanted = np.array([metrics(str(name)) for name in names.categories], dtype=bool)
+        code = _code(self.values["scope"].cat, scope)
+        rows = wanted[names.codes.to_numpy()] if wanted.any() else np.zeros(len(names.codes), bool)
+        rows &= self.values["scope"].cat.codes.to_numpy() == code
+        chosen = self.values.iloc[np.flatnonzero(rows)]
+        return chosen.astype({"metric": "object", "scope": "object"})
+
+    def numbered(self, column: str) -> tuple[np.ndarray, list[str]]:
+        """(number of each context's name (n,), the names) of a column of ``contexts``.
+
+        Comparing a million names takes a tenth of a second, and every table of a page
+        asks; so names are numbered once.
+        """
+        known = self._known.get(f"numbers of {column}")
+        if known is None or known[0] is not self.contexts:
+            codes, names = pd.factorize(self.contexts[column])
+            known = (self.contexts, codes.astype(np.int64), [str(name) for name in names])
+            self._known[f"numbers of {column}"] = known
+        return known[1], known[2]
+
+    def which(self, column: str, matches: Callable[[str], bool]) -> np.ndarray:
+        """Contexts (n,) whose ``column`` matches; every distinct name is asked for once."""
+        codes, names = self.numbered(column)
+        return np.array([matches(name) for name in names], dtype=bool)[codes]
+
+    def of_kind(self, *kinds: str) -> np.ndarray:
+        """Contexts (n,) of one of the kinds."""
+        return self.which("kind", lambda kind: kind in kinds)
 
     def value_table(
         self, metric: str, scope: str = "exclusive", profiles: Iterable[int] | None = None
@@ -316,12 +222,21 @@ class Profile:
         index = pd.RangeIndex(len(self.contexts), name="context")
         if not self.has(metric):
             return pd.Series(np.nan, index=index, name=metric)
+        if profiles is None:
+            total = self.once(f"sum of {metric} {scope}", lambda: self._sum(metric, scope))
+        else:
+            total = self._sum(metric, scope, list(profiles))
+        return pd.Series(total, index=index, name=metric)
+
+    def _sum(self, metric: str, scope: str, profiles: list[int] | None = None) -> np.ndarray:
+        """Values of a metric added up by context (contexts,)."""
         chosen = self.rows(metric, scope)
         if profiles is not None:
-            chosen = chosen & self.values["profile"].isin(list(profiles)).to_numpy()
-        rows = self.values[["context", "value"]][chosen]
-        total = np.bincount(rows["context"], weights=rows["value"], minlength=len(index))
-        return pd.Series(total, index=index, name=metric)
+            chosen &= self.values["profile"].isin(profiles).to_numpy()
+        at = np.flatnonzero(chosen)
+        context = self.values["context"].to_numpy()[at]
+        value = self.values["value"].to_numpy()[at]
+        return np.bincount(context, weights=value, minlength=len(self.contexts))
 
     def wide(self) -> pd.DataFrame:
         """All metrics as columns, a row a context: ``x`` exclusive, ``x (inc)`` inclusive."""
@@ -408,6 +323,18 @@ def _read_table(file: Path, table: str) -> pd.DataFrame:
     if missing:
         raise InputError(f"{file} lacks the column(s) {', '.join(missing)}")
     return frame
+
+
+def _code(categories: Any, name: str) -> int:
+    """Number of a name in a categorical column; one that no row has if it is none of them."""
+    found = categories.categories.get_indexer([name])[0]
+    return int(found) if found >= 0 else -2
+
+
+def _counts(categories: Any) -> np.ndarray:
+    """How many rows of a categorical column have each name (names,)."""
+    codes = categories.codes.to_numpy()
+    return np.bincount(codes[codes >= 0], minlength=len(categories.categories))
 
 
 def _refuse(wrong: Any, table: str, message: str) -> None:

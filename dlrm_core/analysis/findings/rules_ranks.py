@@ -83,8 +83,7 @@ def rank_times(evidence: Evidence) -> pd.Series:
     """Busy milliseconds an iteration of each rank, communication left out; by rank."""
     profile = evidence.profile
     metric = "gpu_time_ms" if profile.has("gpu_time_ms") else "cpu_time_ms"
-    rows = profile.values
-    rows = rows[(rows["metric"] == metric) & (rows["scope"] == "exclusive")]
+    rows = profile.values[profile.rows(metric, "exclusive")]
     talks = profile.contexts["component"].eq("communication").to_numpy()
     rows = rows[~talks[rows["context"]]]
     rank = profile.threads.set_index("profile")["rank"]
