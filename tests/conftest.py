@@ -8,10 +8,15 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 from pathlib import Path
 
 import pytest
+import torch
 from fake_hpctoolkit import FakeHPCToolkit
 from hypothesis import settings
 
 from dlrm_core.profiling import hpctoolkit_process
+
+# GPU kernels have CPU tests: Triton's interpreter must be chosen before triton is imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # No deadlines: the machines that run this are shared. Same examples every time.
 settings.register_profile("project", deadline=None, derandomize=True)

@@ -21,6 +21,11 @@ class Batch:
         offsets: (T, B) int64, where each sample's bag begins within its table's indices.
         table_starts: T + 1 host integers.
         targets: (B, 1) float32.
+        extents: (2, T) int64 on the batch's device, where kernels read what
+            ``table_starts`` tells the host: where each table's indices begin, and how
+            many there are. None: not made.
+        padded: a table has room for more indices than it holds, and only ``extents``
+            knows how many are real: made on a GPU, so that the host need not wait to know.
     """
 
     dense: torch.Tensor
@@ -28,6 +33,8 @@ class Batch:
     offsets: torch.Tensor
     table_starts: tuple[int, ...]
     targets: torch.Tensor
+    extents: torch.Tensor | None = None
+    padded: bool = False
 
     @property
     def size(self) -> int:
@@ -40,25 +47,35 @@ class Batch:
         return self.offsets.shape[0]
 
     def table_indices(self, table: int) -> torch.Tensor:
-        """Rows looked up in one table, bag after bag: (N_t,) int64, a view."""
-        return self.indices[self.table_starts[table] : self.table_starts[table + 1]]
+        """Rows looked up in one table, bag after bag: (N_t,) int64, a view.
+
+        Of a padded batch the host waits for the device to know how many.
+        """
+        start, end = self.table_starts[table], self.table_starts[table + 1]
+        if self.padded:
+            assert self.extents is not None
+            end = start + int(self.extents[1, table])
+        return self.indices[start:end]
 
     def to(self, device: torch.device) -> Batch:
-        """The same batch on a device; copies from pinned memory do not block."""
+        """The same batch on a device, one copy a tensor; from pinned memory they do not block."""
+        if self.dense.device == device or self.dense.device.type == device.type == "cuda":
+            return self
+        extents = self.extents
+        if extents is None and device.type != "cpu":
+            extents = extents_of(self.table_starts)
         return Batch(
             self.dense.to(device, non_blocking=True),
             self.indices.to(device, non_blocking=True),
             self.offsets.to(device, non_blocking=True),
             self.table_starts,
             self.targets.to(device, non_blocking=True),
+            None if extents is None else extents.to(device, non_blocking=True),
+            self.padded,
         )
 
-    def pin(self) -> Batch:
-        """The same batch in page-locked host memory, for copies that overlap."""
-        return Batch(
-            self.dense.pin_memory(),
-            self.indices.pin_memory(),
-            self.offsets.pin_memory(),
-            self.table_starts,
-            self.targets.pin_memory(),
-        )
+
+def extents_of(table_starts: tuple[int, ...]) -> torch.Tensor:
+    """(2, T) int64 on the host: where each table's indices begin, and how many there are."""
+    at = torch.tensor(table_starts, dtype=torch.int64)
+    return torch.stack([at[:-1], at.diff()])

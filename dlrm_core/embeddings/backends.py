@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
+
 from dlrm_core.config import TrainingConfig
 from dlrm_core.embeddings.tables import Backend, EmbeddingTables
 from dlrm_core.embeddings.torch_backend import torch_optimizer
@@ -45,12 +47,18 @@ def attach(tables: EmbeddingTables, config: TrainingConfig) -> Update:
 
 
 def _fused(tables: EmbeddingTables, config: TrainingConfig) -> Backend:
-    device = tables.weights[0].device.type
-    if device != "cpu":
-        raise InputError(
-            f"training.embedding_backend is 'fused', but the tables are on {device}, and the "
-            "fused back end exists on the CPU only: choose torch"
-        )
+    if tables.weights[0].device.type == "cuda":
+        from dlrm_core.embeddings.fused_gpu import FusedGpu
+
+        if config.embedding_update != "race_free":
+            raise InputError(
+                f"training.embedding_update is {config.embedding_update!r}, but the tables are on "
+                "a GPU, where 'race_free' is the only update: the others are for CPU threads"
+            )
+        # the dense part rounds to bf16 at once; fp16 would lose gradients before they are unscaled
+        low = config.precision == "bf16"
+        pooled = torch.bfloat16 if low else torch.float32
+        return FusedGpu(tables, config.optimizer, config.learning_rate, pooled)
     from dlrm_core.embeddings.fused_cpu import FusedCpu
 
     return FusedCpu(tables, config.optimizer, config.learning_rate, config.embedding_update)

@@ -14,16 +14,17 @@ NO_FAULT, BAD_INDEX, BAD_OFFSET = 0, 1, 2
 """What a forward kernel notes of a batch that it refuses."""
 
 
-def check_batch(batch: Batch, tables: int) -> None:
-    """Refuse what the kernels would misread.
+def check_batch(batch: Batch, tables: int, device: str = "cpu") -> None:
+    """Refuse what the kernels of that kind of device would misread.
 
     Raises:
         InputError: naming the tensor, and what was found and expected.
     """
     for name, tensor in (("indices", batch.indices), ("offsets", batch.offsets)):
-        if tensor.dtype != torch.int64 or tensor.device.type != "cpu":
+        if tensor.dtype != torch.int64 or tensor.device.type != device:
             raise InputError(
-                f"batch.{name} is {tensor.dtype} on {tensor.device}, expected torch.int64 on cpu"
+                f"batch.{name} is {tensor.dtype} on {tensor.device}, expected torch.int64 on "
+                f"{device}"
             )
         if not tensor.is_contiguous():
             raise InputError(
@@ -51,17 +52,25 @@ def describe_fault(kind: int, place: int, batch: Batch, rows: np.ndarray) -> str
     """What is wrong with a batch, from the kind and place that the forward kernel noted."""
     if kind == BAD_INDEX:
         table = int(np.searchsorted(batch.table_starts, place, side="right")) - 1
-        return (
-            f"embedding table {table} has {int(rows[table]):,} rows, but lookup "
-            f"{place - batch.table_starts[table]} of the batch asks for row "
-            f"{int(batch.indices[place])}, expected 0 to {int(rows[table]) - 1}"
-        )
+        lookup, value = place - batch.table_starts[table], int(batch.indices[place])
+        return describe_values(kind, table, lookup, value, int(rows[table]))
     table, bag = divmod(place, batch.offsets.shape[1])
     size = batch.table_starts[table + 1] - batch.table_starts[table]
+    return describe_values(kind, table, bag, int(batch.offsets[table, bag]), 0, f"{size} ")
+
+
+def describe_values(
+    kind: int, table: int, place: int, value: int, rows: int, lookups: str = ""
+) -> str:
+    """What is wrong: an index ``value`` at a table's lookup ``place``, or a sample's offset."""
+    if kind == BAD_INDEX:
+        return (
+            f"embedding table {table} has {rows:,} rows, but lookup {place} of the batch asks for "
+            f"row {value}, expected 0 to {rows - 1}"
+        )
     return (
-        f"batch.offsets of embedding table {table} is {int(batch.offsets[table, bag])} at sample "
-        f"{bag}, expected offsets that begin with 0, do not fall and stay below or at its "
-        f"{size} lookups"
+        f"batch.offsets of embedding table {table} is {value} at sample {place}, expected offsets "
+        f"that begin with 0, do not fall and stay below or at its {lookups}lookups"
     )
 
 
