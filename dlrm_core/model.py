@@ -195,17 +195,19 @@ class DLRM(nn.Module):
 
 
 def build_model(
-    config: ModelConfig, seed: int, device: torch.device, huge_pages: bool = False
+    config: ModelConfig, seed: int | None, device: torch.device, huge_pages: bool = False
 ) -> DLRM:
-    """A DLRM with initial weights, on the device.
+    """A DLRM with initial weights, on the device; without a seed its memory is left as it is.
 
     W ~ N(0, 2/(m+n)), b ~ N(0, 1/m), E ~ U(+-sqrt(1/rows)), by facebook's own
     numpy stream (embeddings, bottom MLP, top MLP) or by torch on the device.
     ``huge_pages`` asks for 2 MiB pages behind the tables (see EmbeddingTables).
     """
     on_host = config.init == "facebook"
-    with torch.device("cpu" if on_host else device):
+    with torch.device("cpu" if on_host and seed is not None else device):
         model = DLRM(config, huge_pages)
+    if seed is None:
+        return model
     if on_host:
         _fill_like_facebook(model, np.random.RandomState(seed))
         return model.to(device)

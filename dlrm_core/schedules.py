@@ -16,9 +16,11 @@ NVIDIA's code for TensorFlow 2.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from dlrm_core.config import TrainingConfig
+from dlrm_core.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -83,3 +85,21 @@ def schedule_of(config: TrainingConfig) -> Schedule:
         power=config.lr_decay_power,
         end=config.lr_end,
     )
+
+
+def total_steps(config: TrainingConfig, source: str, generator: object) -> int:
+    """Iterations at which a run ends: batches or epochs, at most ``max_steps``.
+
+    Raises:
+        InputError: epochs of a stream that has no end.
+    """
+    total = config.batches
+    if config.epochs is not None:
+        of_epoch = getattr(generator, "epoch_batches", None)
+        if of_epoch is None:
+            raise InputError(
+                f"training.epochs is {config.epochs:g}, but data.generator {source!r} makes "
+                "batches without end: give training.batches, or a data set"
+            )
+        total = max(1, math.ceil(config.epochs * of_epoch))
+    return min(total, config.max_steps or total)

@@ -1,0 +1,306 @@
+"""Checkpoints: everything a run needs to go on as if it had never stopped.
+
+A checkpoint is a folder ``step-00001000`` with ``checkpoint.json`` (format, version, step,
+parameters, position in the data, what optimisers count, checksums of everything, its own
+included), ``weights.safetensors`` and, where the optimiser has state,
+``optimizer.safetensors``. It is filled under a hidden name, brought to disk and then
+renamed, so a folder of that name is whole whenever the process was killed. Older ones are
+removed only after that. Nothing in a checkpoint is executed when it is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from dlrm_core.checkpoint_files import check_file, read_tensors, write_tensors
+from dlrm_core.errors import InputError
+from dlrm_core.files import read_json
+
+FORMAT = "dlrm-checkpoint"
+VERSION = 1
+"""Of the folder's layout; older versions stay readable, newer ones are refused."""
+
+MANIFEST = "checkpoint.json"
+WEIGHTS = "weights.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+_NAME = re.compile(r"step-(\d{8,})")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was found and whose manifest is whole; its tensors are still on disk.
+
+    Attributes:
+        step: iterations done.
+        parameters: sections of the run that wrote it.
+        state: all that is no tensor: ``position`` in the data, ``counts`` of updates,
+            ``loss_scale``, ``skipped_steps``.
+        files: what each tensor file must be, by its name.
+    """
+
+    folder: Path
+    step: int
+    parameters: Mapping[str, Any]
+    state: Mapping[str, Any]
+    files: Mapping[str, Any]
+
+    def shapes(self, file: str) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor in one of the files; empty if there is no such file."""
+        tensors = self.files.get(file, {}).get("tensors", {})
+        return {name: tuple(about["shape"]) for name, about in tensors.items()}
+
+    def read_into(self, file: str, targets: Mapping[str, torch.Tensor]) -> None:
+        """Copy all tensors of a file into others of the same names and shapes.
+
+        Raises:
+            InputError: a name or a shape differs (both are named), or the file is corrupted.
+        """
+        saved = self.shapes(file)
+        for name in sorted(saved.keys() - targets.keys()):
+            raise InputError(f"{self.folder / file}: holds {name}, which this run does not have")
+        for name, target in targets.items():
+            if name not in saved:
+                raise InputError(f"{self.folder / file}: does not hold {name}, which this run has")
+            if saved[name] != tuple(target.shape):
+                raise InputError(
+                    f"{self.folder / file}: {name} is {_by(saved[name])}, but this run's is "
+                    f"{_by(tuple(target.shape))} ({_parameter_of(name)})"
+                )
+        if saved:
+            read_tensors(self.folder / file, self.files[file], targets)
+
+    def verify(self) -> None:
+        """Read every byte and hold it against its checksum.
+
+        Raises:
+            InputError: naming the file and tensor that is corrupted.
+        """
+        for file, record in self.files.items():
+            read_tensors(self.folder / file, record, dict.fromkeys(record["tensors"]))
+
+
+class CheckpointFolder:
+    """The checkpoints of one run; close it, or use it as a context.
+
+    Args:
+        folder: made if need be; no other process may write to it at the same time.
+        keep: how many checkpoints stay.
+        resumed_step: of the checkpoint that the run goes on from; 0: it begins anew.
+
+    Raises:
+        InputError: the folder cannot be written, is in use, or holds later checkpoints,
+            which the run's own would be mixed up with.
+    """
+
+    def __init__(self, folder: Path, keep: int, resumed_step: int = 0) -> None:
+        self.folder = folder
+        self._keep = keep
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock: IO[str] = (folder / ".lock").open("a")
+        except OSError as error:
+            raise InputError(
+                f"training.checkpoint_folder: {folder} cannot be written: {error.strerror}"
+            ) from None
+        try:
+            self._claim(resumed_step)
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def _claim(self, resumed_step: int) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(
+                f"training.checkpoint_folder: another run is writing checkpoints to {self.folder}"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        later = [step for step in steps_in(self.folder) if step > resumed_step]
+        if later:
+            begins = f"from step {resumed_step}" if resumed_step else "from the beginning"
+            raise InputError(
+                f"training.checkpoint_folder: {self.folder} holds a checkpoint of step "
+                f"{later[-1]}, but this run starts {begins}: go on from it with "
+                "training.resume: latest (dlrm train --resume latest), or choose another folder"
+            )
+        # what a run that was killed had not finished
+        for leftover in self.folder.glob(".step-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+    def save(
+        self,
+        step: int,
+        parameters: Mapping[str, Any],
+        weights: Mapping[str, torch.Tensor],
+        optimizer: Mapping[str, torch.Tensor],
+        state: Mapping[str, Any],
+    ) -> Path:
+        """Write a checkpoint; it is on disk, and found by others, when this returns.
+
+        Raises:
+            InputError: it cannot be written; the ones before it stay.
+        """
+        target = self.folder / f"step-{step:08d}"
+        if target.exists():
+            return target
+        try:
+            part = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=self.folder))
+            try:
+                files = {WEIGHTS: write_tensors(part / WEIGHTS, weights)}
+                if optimizer:
+                    files[OPTIMIZER] = write_tensors(part / OPTIMIZER, optimizer)
+                manifest = {
+                    "format": FORMAT,
+                    "version": VERSION,
+                    "step": step,
+                    "written": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                    "versions": {"torch": torch.__version__, "python": platform.python_version()},
+                    "parameters": dict(parameters),
+                    "state": dict(state),
+                    "files": files,
+                }
+                manifest["sha256"] = _digest(manifest)
+                _write_synced(part / MANIFEST, json.dumps(manifest))
+                part.chmod(0o755)
+                _sync_folder(part)
+                part.rename(target)
+            finally:
+                shutil.rmtree(part, ignore_errors=True)
+            _sync_folder(self.folder)
+        except OSError as error:
+            raise InputError(
+                f"{target}: the checkpoint cannot be written: {error.strerror or error}"
+            ) from None
+        self._drop_old()
+        return target
+
+    def close(self) -> None:
+        """Let other processes write to the folder."""
+        self._lock.close()
+
+    def __enter__(self) -> CheckpointFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _drop_old(self) -> None:
+        for step in steps_in(self.folder)[: -self._keep]:
+            old = self.folder / f"step-{step:08d}"
+            hidden = self.folder / f".{old.name}-old"
+            # hidden first: one that is being removed must not look whole
+            with contextlib.suppress(OSError):
+                old.rename(hidden)
+            shutil.rmtree(hidden, ignore_errors=True)
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Steps of the checkpoints in a folder, oldest first; empty if there is no such folder."""
+    if not folder.is_dir():
+        return []
+    found = (_NAME.fullmatch(entry.name) for entry in folder.iterdir())
+    return sorted(int(match[1]) for match in found if match)
+
+
+def find_checkpoint(given: str, folder: Path | None = None) -> Path:
+    """The folder that ``training.resume`` or ``--checkpoint`` means.
+
+    Args:
+        given: a checkpoint, a folder of checkpoints, or 'latest'.
+        folder: where 'latest' looks.
+
+    Raises:
+        InputError: there is no checkpoint.
+    """
+    if given == "latest":
+        if folder is None:
+            raise InputError(
+                "training.resume is 'latest', but there is no training.checkpoint_folder to look "
+                "for it in: name the folder, or the checkpoint itself"
+            )
+        place = folder
+    else:
+        place = Path(given)
+    if (place / MANIFEST).exists():
+        return place
+    steps = steps_in(place)
+    if not steps:
+        raise InputError(f"{place}: holds no checkpoint (no {MANIFEST}, no step-NNNNNNNN)")
+    return place / f"step-{steps[-1]:08d}"
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Read what a checkpoint says of itself, and see that its files are all there.
+
+    Raises:
+        InputError: it is no checkpoint, of a newer version, corrupted or cut short.
+    """
+    path = folder / MANIFEST
+    manifest = read_json(path)
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise InputError(f"{path}: is no checkpoint of {FORMAT}")
+    version = manifest.get("version")
+    if not isinstance(version, int) or version > VERSION:
+        raise InputError(
+            f"{path}: has version {version}, this program reads versions up to {VERSION}"
+        )
+    digest = manifest.pop("sha256", "")
+    if digest != (found := _digest(manifest)):
+        raise InputError(
+            f"{path}: has checksum {found[:16]}…, but {str(digest)[:16]}… was written: the file "
+            "is corrupted"
+        )
+    for name, record in manifest["files"].items():
+        check_file(folder / name, record)
+    return Checkpoint(
+        folder, manifest["step"], manifest["parameters"], manifest["state"], manifest["files"]
+    )
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    """Bring names to disk; a file's own fsync does not."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _by(shape: tuple[int, ...]) -> str:
+    return " x ".join(f"{size:,}" for size in shape) or "one number"
+
+
+def _parameter_of(name: str) -> str:
+    """Which parameter decides the shape of a tensor."""
+    table = re.match(r"embeddings\.tables\.(\d+)\.", name)
+    if table:
+        return f"model.table_rows[{table[1]}], model.embedding_dim"
+    return "model.bottom_mlp" if name.startswith("bottom_mlp") else "model.top_mlp"

@@ -1,0 +1,175 @@
+"""Predictions on test data: AUC, log loss, accuracy and the loss, and how fast they are made."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from dlrm_core.auc import QualityMeter
+from dlrm_core.config import Parameters
+from dlrm_core.data import Batch
+from dlrm_core.data.loader import make_generator
+from dlrm_core.dense import bottom_mlp_forward, interaction_forward, top_mlp_forward
+from dlrm_core.model import DLRM
+from dlrm_core.precision import DensePrecision
+from dlrm_core.step import data_forward, embedding_forward, transfer_forward
+
+STREAM_BATCHES = 20
+"""Batches of an evaluation on generated data, unless ``training.eval_batches`` says otherwise."""
+
+KEPT_BYTES = 256 << 20
+"""Generated test data is kept between evaluations if it is no larger than this."""
+
+_SEED_STEP = 1 << 31
+"""Added to the seed for test data, so that no batch of the training is among it."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a model is worth on test data."""
+
+    iteration: int
+    """Iterations of training behind the model."""
+    samples: int
+    auc: float | None
+    """None where all targets are of one kind."""
+    loss: float
+    """``model.loss``, the mean over samples."""
+    log_loss: float
+    accuracy: float
+    click_share: float
+    seconds: float
+    """Data included."""
+    data_seconds: float
+    samples_per_second: float
+    ms_per_iteration: float
+    """Median of a batch's transfer, forward pass and copy of its predictions to the host."""
+    graded_targets: bool
+    """Some targets are neither 0 nor 1; AUC and accuracy then ask which are above 0.5."""
+
+    def line(self) -> dict[str, object]:
+        """Its line of metrics.jsonl."""
+        return {"kind": "evaluation"} | dataclasses.asdict(self)
+
+    def notices(self) -> list[str]:
+        """What a reader must know about the figures."""
+        said = []
+        if self.graded_targets:
+            said.append(
+                "targets are numbers between 0 and 1 (data.round_targets is false): AUC and "
+                "accuracy are about which of them are above 0.5"
+            )
+        if self.auc is None:
+            said.append(
+                f"there is no AUC: all {self.samples:,} test targets are "
+                f"{'clicks' if self.click_share else 'non-clicks'}"
+            )
+        return said
+
+
+class HeldOut:
+    """The batches of every evaluation, the same ones each time."""
+
+    def __init__(self, parameters: Parameters, device: torch.device) -> None:
+        self._parameters = parameters
+        self._device = device
+        self._kept: list[Batch] | None = None
+
+    def __iter__(self) -> Iterator[Batch]:
+        if self._kept is not None:
+            yield from self._kept
+            return
+        kept: list[Batch] | None = []
+        size = 0
+        for batch in self._made():
+            yield batch
+            size += sum(t.nbytes for t in (batch.dense, batch.indices, batch.offsets))
+            if kept is not None and size <= KEPT_BYTES:
+                kept.append(batch)
+            else:
+                kept = None
+        self._kept = kept
+
+    def _made(self) -> Iterator[Batch]:
+        """The run's stream with a seed of its own, from the beginning."""
+        training = self._parameters.training
+        seed = (training.seed + _SEED_STEP) % (1 << 32)
+        held_out = dataclasses.replace(
+            self._parameters, training=dataclasses.replace(training, seed=seed)
+        )
+        generator = make_generator(held_out, self._device)
+        for _ in range(training.eval_batches or STREAM_BATCHES):
+            yield generator.next_batch()
+
+
+def predict(model: DLRM, batch: Batch, precision: DensePrecision) -> torch.Tensor:
+    """Click probability (B, 1) float32, part by part as in training, outside of any graph."""
+    with torch.no_grad():
+        pooled = embedding_forward(model, batch)
+        with precision.autocast():
+            x = bottom_mlp_forward(model.bottom_mlp, batch.dense)
+            z = interaction_forward(model.interaction, x, pooled)
+            return top_mlp_forward(model.top_mlp, z)
+
+
+def evaluate(
+    model: DLRM,
+    loss: nn.Module,
+    batches: Iterable[Batch],
+    precision: DensePrecision,
+    device: torch.device,
+    iteration: int = 0,
+    on_batch: Callable[[int], None] = lambda samples: None,
+) -> Evaluation:
+    """Predict all batches; see :class:`Evaluation`.
+
+    Args:
+        batches: on the host or already on the device.
+        on_batch: called with the samples of each batch.
+
+    Raises:
+        InputError: no samples, or a prediction that is not a number.
+    """
+    stream = iter(batches)
+    times_s: list[float] = []
+    data_s = weighted = 0.0
+    started = time.perf_counter()
+    with QualityMeter() as meter:
+        while True:
+            begun = time.perf_counter()
+            try:
+                batch = data_forward(stream)
+            except StopIteration:
+                break
+            made = time.perf_counter()
+            data_s += made - begun
+            if batch.dense.device != device:
+                batch = transfer_forward(batch, device)
+            predictions = predict(model, batch, precision)
+            weighted += float(loss(predictions, batch.targets)) * batch.size
+            scores = predictions.cpu().numpy()
+            times_s.append(time.perf_counter() - made)
+            meter.add(scores, batch.targets.cpu().numpy())
+            on_batch(batch.size)
+        quality = meter.quality()
+        seconds = time.perf_counter() - started
+        return Evaluation(
+            iteration=iteration,
+            samples=quality.samples,
+            auc=quality.auc,
+            loss=weighted / quality.samples,
+            log_loss=quality.log_loss,
+            accuracy=quality.accuracy,
+            click_share=quality.click_share,
+            seconds=seconds,
+            data_seconds=data_s,
+            samples_per_second=quality.samples / seconds,
+            ms_per_iteration=1e3 * statistics.median(times_s),
+            graded_targets=meter.graded,
+        )

@@ -1,0 +1,98 @@
+"""What training has made so far: weights and optimiser state, by names that no back end owns.
+
+``embeddings.tables.3.weight`` has its state under ``embeddings.tables.3.weight.sum``
+(Adagrads: (R, d), row-wise (R,)), ``.exp_avg`` and ``.exp_avg_sq`` (Adam), whether torch,
+the fused kernels or FBGEMM updates the table, so that a checkpoint moves between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from dlrm_core.model import DLRM
+from dlrm_core.step import TrainingStep
+
+
+def weights_of(model: DLRM) -> dict[str, torch.Tensor]:
+    """Every weight by its name, none of them copied."""
+    return {name: weight.detach() for name, weight in model.named_parameters()}
+
+
+def optimizer_state(step: TrainingStep) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """State of all updates.
+
+    Returns:
+        tensors by name, none of them copied; and for each weight that counts its updates,
+        their number. A weight that was never updated may have neither.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    counts: dict[str, float] = {}
+    for name, weight, optimizer in _torch_weights(step):
+        for key, value in optimizer.state.get(weight, {}).items():
+            if key == "step":
+                counts[name] = float(value)
+            elif isinstance(value, torch.Tensor):
+                tensors[f"{name}.{key}"] = _flat(value)
+    tensors |= _backend_sums(step)
+    return tensors, counts
+
+
+def make_room(
+    step: TrainingStep, names: Mapping[str, Any], counts: Mapping[str, float]
+) -> dict[str, torch.Tensor]:
+    """The tensors of this step into which a saved state is to be copied, by name.
+
+    State that an optimiser would make at its first update is made now, where ``names``
+    has something for it.
+    """
+    for name, weight, optimizer in _torch_weights(step):
+        state = optimizer.state[weight]
+        for key in ("exp_avg", "exp_avg_sq"):
+            if f"{name}.{key}" in names and key not in state:
+                state[key] = torch.zeros_like(weight, memory_format=torch.preserve_format)
+        if name in counts:
+            state["step"] = _count(optimizer, weight, counts[name])
+    return optimizer_state(step)[0]
+
+
+def _count(optimizer: torch.optim.Optimizer, weight: torch.Tensor, count: float) -> Any:
+    """A number of updates in the form that the optimiser keeps it."""
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        return int(count)
+    fused = optimizer.param_groups[0].get("fused")
+    return torch.tensor(count, dtype=torch.float32, device=weight.device if fused else "cpu")
+
+
+def _torch_weights(
+    step: TrainingStep,
+) -> Iterator[tuple[str, torch.nn.Parameter, torch.optim.Optimizer]]:
+    """Name and weight of everything that an optimiser of torch updates."""
+    names = {weight: name for name, weight in step.model.named_parameters()}
+    every: tuple[Any, ...] = (step.bottom_optimizer, step.top_optimizer, step.embedding_optimizer)
+    for optimizer in every:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            continue
+        for group in optimizer.param_groups:
+            for weight in group["params"]:
+                yield names[weight], weight, optimizer
+
+
+def _backend_sums(step: TrainingStep) -> dict[str, torch.Tensor]:
+    """Adagrads' sums of a back end that keeps them itself."""
+    states = getattr(step.embedding_optimizer, "states", None)
+    if states is None:
+        return {}
+    names = [name for name, _ in step.model.embeddings.named_parameters()]
+    return {
+        f"embeddings.{name}.sum": _flat(state)
+        for name, state in zip(names, states, strict=True)
+        if state.numel()
+    }
+
+
+def _flat(state: torch.Tensor) -> torch.Tensor:
+    """(R, 1) as (R,): back ends differ in how they keep one number a row."""
+    return state[:, 0] if state.dim() == 2 and state.shape[1] == 1 else state

@@ -1,0 +1,219 @@
+"""Going on from a checkpoint: what must be as it was, what may change, and putting it back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dlrm_core.checkpoints import OPTIMIZER, WEIGHTS, Checkpoint, find_checkpoint, read_checkpoint
+from dlrm_core.config import DataConfig, ModelConfig, Parameters, TrainingConfig
+from dlrm_core.data.loader import Generator
+from dlrm_core.data.position import Followed, Resumable, plain_state, state_from_plain
+from dlrm_core.errors import InputError
+from dlrm_core.learner_state import make_room, optimizer_state, weights_of
+from dlrm_core.model import DLRM
+from dlrm_core.step import TrainingStep
+
+_SHAPE = (
+    "bottom_widths",
+    "top_widths",
+    "table_rows",
+    "embedding_dim",
+    "interaction",
+    "interaction_itself",
+)
+"""What a model's weights mean: as it was, or the checkpoint is of another model."""
+
+_SAME = {
+    "model": ("loss", "loss_weights", "loss_threshold"),
+    "training": ("batch_size", "seed", "optimizer"),
+}
+"""What a run that goes on must have in common with the one before, beside its data."""
+
+_FREE_DATA = ("loader", "prefetch_batches")
+_FREE_TRAINING = (
+    "batches",
+    "epochs",
+    "max_steps",
+    "log_every",
+    "eval_every",
+    "eval_batches",
+    "auc_target",
+    "checkpoint_every",
+    "checkpoint_folder",
+    "keep_checkpoints",
+    "resume",
+    "lowest_precision",
+)
+"""May differ without a word: they do not change what an iteration computes."""
+
+
+def checkpoint_place(config: TrainingConfig, output: Path | None) -> Path | None:
+    """Where a run's checkpoints go; None if it writes none.
+
+    Raises:
+        InputError: they are asked for, but there is no folder.
+    """
+    if config.checkpoint_folder:
+        return Path(config.checkpoint_folder)
+    if config.checkpoint_every is None:
+        return None
+    if output is None:
+        raise InputError(
+            f"training.checkpoint_every is {config.checkpoint_every}, but there is no folder for "
+            "checkpoints: give training.checkpoint_folder (or dlrm train --output)"
+        )
+    return output / "checkpoint"
+
+
+def checkpoint_to_resume(parameters: Parameters, place: Path | None) -> Checkpoint | None:
+    """The checkpoint that ``training.resume`` means, held against the parameters.
+
+    Raises:
+        InputError: there is none, it is corrupted, or a parameter differs that must not.
+    """
+    given = parameters.training.resume
+    if not given:
+        return None
+    checkpoint = read_checkpoint(find_checkpoint(given, place))
+    require_same_model(parameters.model, checkpoint)
+    require_same_run(parameters, checkpoint)
+    return checkpoint
+
+
+def require_same_model(model: ModelConfig, checkpoint: Checkpoint) -> None:
+    """Refuse weights of another model.
+
+    Raises:
+        InputError: naming the parameter and both values.
+    """
+    was = ModelConfig(**checkpoint.parameters["model"])
+    for name in _SHAPE:
+        before, now = getattr(was, name), getattr(model, name)
+        if before == now:
+            continue
+        if name == "table_rows":
+            if len(before) != len(now):
+                name, before, now = "tables", len(before), len(now)
+            else:
+                t = next(
+                    i for i, pair in enumerate(zip(before, now, strict=True)) if len({*pair}) > 1
+                )
+                name, before, now = f"table_rows[{t}]", before[t], now[t]
+        _refuse(checkpoint, f"model.{name.replace('widths', 'mlp')}", before, now)
+
+
+def require_same_run(parameters: Parameters, checkpoint: Checkpoint) -> None:
+    """Refuse to go on with other data, another batch or another optimiser.
+
+    Raises:
+        InputError: naming the parameter and both values.
+    """
+    before, now = checkpoint.parameters, parameters.to_sections()
+    for section, names in _SAME.items():
+        for name in names:
+            if before[section].get(name) != now[section][name]:
+                _refuse(
+                    checkpoint, f"{section}.{name}", before[section].get(name), now[section][name]
+                )
+    for field in dataclasses.fields(DataConfig):
+        name = field.name
+        was, wanted = before["data"].get(name, field.default), now["data"][name]
+        # the replay is the loop's stream, bit for bit
+        if name == "generator":
+            was, wanted = was.removesuffix("_loop"), wanted.removesuffix("_loop")
+        if name not in _FREE_DATA and was != wanted:
+            _refuse(checkpoint, f"data.{name}", before["data"].get(name), now["data"][name])
+
+
+def _refuse(checkpoint: Checkpoint, name: str, before: Any, now: Any) -> None:
+    raise InputError(
+        f"{checkpoint.folder}: was written with {name} = {_shown(before)}, but this run has "
+        f"{_shown(now)}; to go on they must be the same"
+    )
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return "-".join(map(str, value))
+    return repr(value) if isinstance(value, str) else f"{value}"
+
+
+def changed_settings(parameters: Parameters, checkpoint: Checkpoint) -> list[str]:
+    """Settings of the training that change what the next iterations compute, as notices."""
+    before, now = checkpoint.parameters["training"], parameters.to_sections()["training"]
+    differ = [
+        f"{name} {_shown(before[name])} → {_shown(now[name])}"
+        for name in now
+        if name in before and name not in (*_FREE_TRAINING, "device") and before[name] != now[name]
+    ]
+    if not differ:
+        return []
+    return [f"resumed from step {checkpoint.step} with other settings: {', '.join(differ)}"]
+
+
+def with_backend_of(checkpoint: Checkpoint, parameters: Parameters) -> Parameters:
+    """The parameters with the checkpoint's back end in place of ``auto``.
+
+    Another one would be as right, but would round otherwise.
+    """
+    backend = checkpoint.parameters["training"].get("embedding_backend", "torch")
+    if parameters.training.embedding_backend != "auto" or backend == "auto":
+        return parameters
+    training = dataclasses.replace(parameters.training, embedding_backend=backend)
+    return dataclasses.replace(parameters, training=training)
+
+
+def restore_weights(checkpoint: Checkpoint, model: DLRM) -> None:
+    """Fill a model's weights in place.
+
+    Raises:
+        InputError: the file is corrupted or of another model.
+    """
+    checkpoint.read_into(WEIGHTS, weights_of(model))
+
+
+def restore_step(checkpoint: Checkpoint, step: TrainingStep) -> None:
+    """Fill the optimisers' state in place, whichever back end has it.
+
+    Raises:
+        InputError: the file is corrupted or of another optimiser.
+    """
+    saved = checkpoint.shapes(OPTIMIZER)
+    targets = make_room(step, saved, checkpoint.state["counts"])
+    checkpoint.read_into(OPTIMIZER, targets)
+    step.dense.precision.skipped = int(checkpoint.state["skipped_steps"])
+
+
+def restore_position(checkpoint: Checkpoint, generator: Generator) -> None:
+    """Bring a generator to the batch after the last one that was trained on.
+
+    Raises:
+        InputError: the position is not one of this generator's.
+    """
+    position = checkpoint.state["position"]
+    try:
+        if isinstance(generator, Resumable) and "batches" not in position:
+            generator.restore(state_from_plain(position))
+            return
+        for _ in range(int(position["batches"])):
+            generator.next_batch()
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise InputError(
+            f"{checkpoint.folder}: its position in the data does not fit this run's generator "
+            f"({type(error).__name__}: {error})"
+        ) from None
+
+
+def state_of(step: TrainingStep, followed: Followed | None, done: int) -> Mapping[str, Any]:
+    """All state of a run that is no tensor, as plain numbers."""
+    precision = step.dense.precision
+    position = plain_state(followed.position()) if followed else {"batches": done}
+    return {
+        "position": position,
+        "counts": optimizer_state(step)[1],
+        "loss_scale": precision.scale,
+        "skipped_steps": precision.skipped,
+    }

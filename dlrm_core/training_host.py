@@ -1,0 +1,105 @@
+"""What a run needs of its surroundings: a device, signals, a progress bar, its own memory."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from dlrm_core.config import TrainingConfig
+from dlrm_core.errors import InputError
+
+
+class StopRequest:
+    """Whether the run was asked to end."""
+
+    requested = False
+
+
+@contextlib.contextmanager
+def stop_requests(enabled: bool) -> Iterator[StopRequest]:
+    """Note the first SIGINT or SIGTERM instead of interrupting; a second one interrupts."""
+    stop = StopRequest()
+    if not enabled or threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if stop.requested:
+            raise KeyboardInterrupt
+        stop.requested = True
+        print("ending after this iteration, with a checkpoint", file=sys.stderr)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def resolve_device(config: TrainingConfig) -> torch.device:
+    """The device that ``training.device`` means on this machine.
+
+    Raises:
+        InputError: CUDA is asked for and torch sees no GPU.
+    """
+    available = torch.cuda.is_available()
+    if config.device == "cuda" and not available:
+        built = torch.version.cuda or "none"
+        raise InputError(
+            f"training.device is 'cuda', but torch {torch.__version__} sees no GPU "
+            f"(its CUDA: {built}); use training.device: cpu or auto"
+        )
+    return torch.device("cuda" if available and config.device != "cpu" else "cpu")
+
+
+def device_name(device: torch.device) -> str:
+    """'cpu', or 'cuda (NVIDIA H100 80GB HBM3)'."""
+    if device.type == "cuda":
+        return f"cuda ({torch.cuda.get_device_name(device)})"
+    return "cpu"
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Bytes at the highest point so far; None where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    # not getrusage's ru_maxrss: that survives exec, so a child would start with its parent's peak
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+class _NoBar:
+    """Stands in where tqdm is not installed (bare GPU nodes)."""
+
+    def set_postfix_str(self, text: str) -> None:
+        """Nothing to show."""
+
+    def update(self, count: int) -> None:
+        """Nothing to show."""
+
+
+@contextlib.contextmanager
+def progress_bar(total: int, done: int, enabled: bool) -> Iterator[Any]:
+    """tqdm's bar of ``total`` iterations, ``done`` of them before; nothing where not enabled."""
+    if not enabled:
+        yield _NoBar()
+        return
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:
+        print("no progress bar: tqdm is not installed", file=sys.stderr)
+        yield _NoBar()
+        return
+    with tqdm(total=total, initial=done, unit="it", desc="training") as bar:
+        yield bar
