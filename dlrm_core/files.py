@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -100,13 +101,33 @@ def plain(value: Any) -> Any:
     return value
 
 
-class JsonLines:
-    """A file of JSON lines, each on disk as soon as it is written."""
+@contextlib.contextmanager
+def only_process(folder: Path) -> Iterator[None]:
+    """No other process is in such a block for this folder; the lock goes with the process.
 
-    def __init__(self, path: Path) -> None:
+    Raises:
+        InputError: another process is.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise InputError(f"{folder}: is being run by another process") from None
+        yield
+
+
+class JsonLines:
+    """A file of JSON lines, each in the file as soon as it is written.
+
+    Args:
+        append: keep what the file has.
+    """
+
+    def __init__(self, path: Path, append: bool = False) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file: IO[str] = path.open("w", encoding="utf-8")
+            self._file: IO[str] = path.open("a" if append else "w", encoding="utf-8")
         except OSError as error:
             raise InputError(f"{path}: cannot be written: {error.strerror}") from None
 
