@@ -1,115 +1,253 @@
-"""Memory a run will need, table by table, before anything is allocated."""
+"""Memory a run will need, item by item, before anything is allocated."""
 
 from __future__ import annotations
 
 import itertools
+import resource
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
+from dlrm_core.capacity_step import NUMBER_BYTES, dense_peak
 from dlrm_core.config import Parameters
 from dlrm_core.errors import InputError
+from dlrm_core.placement import Placement, plan_placement
+
+if TYPE_CHECKING:
+    import torch
 
 FLOAT_BYTES = 4
-HALF_BYTES = 2
 INDEX_BYTES = 8
+
+ALWAYS, INITIAL, DATA = "always", "making the model", "making a batch"
+DENSE, EMBEDDINGS = "dense part", "embedding update"
+"""When an item is alive. All but the first follow each other, so only the largest counts."""
+
+PLACES = ("gpu", "host", "disk")
+
+LIBRARIES_BYTES = 48 << 20
+"""Resident once torch and its libraries have run a step, beyond what importing them takes;
+the median of ten shapes on a Xeon (docs/capacity.md)."""
+
+NUMBA_BYTES = 96 << 20
+"""As much again with compiled kernels: numba and LLVM."""
+
+ALLOCATOR_SHARE = 0.15
+"""Of what is allocated anew every step, glibc holds so much more: freed pieces of other sizes
+(median of the same shapes; 0.08 to 0.3)."""
+
+CUBLAS_BYTES = 32 << 20
+"""torch's workspace for cuBLAS on Hopper, 8 MiB on others
+(https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/cuda/CublasHandlePool.cpp)."""
+
+INITIAL_CHUNK = 1 << 22
+"""Weights drawn at a time (:mod:`dlrm_core.model`): 20 bytes each in facebook's stream."""
 
 
 @dataclass(frozen=True)
 class MemoryItem:
-    """One line of the forecast: what, how large, how many bytes."""
+    """One line of the forecast: what, how large, how many bytes, where and when."""
 
     name: str
     shape: str
     bytes: int
+    place: str = "host"
+    """``gpu``, ``host`` memory or ``disk`` (mapped from there)."""
+    when: str = ALWAYS
 
 
-def forecast_memory(parameters: Parameters) -> list[MemoryItem]:
-    """What one training process allocates on its device at its peak.
+def total_bytes(items: Iterable[MemoryItem], place: str | None = None) -> int:
+    """Bytes at the highest point in one place; None: wherever the items are.
 
-    Formulas (SGD; B batch, d embedding width, k mean bag size; b bytes of a number of
-    ``training.precision``, M rows of a micro-batch, else B):
-    table R d 4; MLP 4 sum(n m + m), as much again for gradients, in bf16 and fp16 also
-    b sum(n m + m) for their copy; activations and their gradients
-    2 b M (sum of layer widths + F d + F^2), with b or M less than 4 and B also
-    2 * 4 B T d for pooled vectors and their gradients, which stay whole and fp32;
-    batch B (D + 1) 4 + T B (k + 1) 8; sparse gradients of an embedding T B k (4 d + 8),
-    less with the fused back end, and an Adagrad's state (see :func:`_embedding_update`).
+    What is alive all the time, and of the stages of a step the one that needs most.
     """
-    model, data = parameters.model, parameters.data
-    size, dim = parameters.training.batch_size, model.embedding_dim
-    rows = min(size, parameters.training.micro_batch or size)
-    number = FLOAT_BYTES if parameters.training.precision == "fp32" else HALF_BYTES
-    items = [
-        MemoryItem(f"embedding table {t}", f"{length:,} x {dim}", length * dim * FLOAT_BYTES)
-        for t, length in enumerate(model.table_rows)
+    sums: dict[str, int] = {}
+    for item in items:
+        if place is None or item.place == place:
+            sums[item.when] = sums.get(item.when, 0) + item.bytes
+    return sums.pop(ALWAYS, 0) + max(sums.values(), default=0)
+
+
+def forecast_memory(parameters: Parameters, gpu: bool = False) -> list[MemoryItem]:
+    """What one training process allocates, on a CPU or with the dense part on a GPU.
+
+    Formulas (B batch, T tables of R rows, d embedding width, k mean bag size; b bytes of a
+    number of ``training.precision``):
+    table 4 R d; MLP 4 sum(n m + m), in bf16 and fp16 also b sum(n m + m) for their copy,
+    as much again in fp32 for gradients; activations and their gradients: see
+    :mod:`dlrm_core.capacity_step`; pooled vectors and their gradients 2 * 4 B T d;
+    batch 4 B (D + 1) + 8 T B (k + 1); sparse gradients of an embedding T B k (4 d + 8),
+    less with the fused back ends; optimiser state 4 R (row-wise Adagrad), 4 R d (Adagrad) or
+    8 R d (Adam) a table. Tables on the host beside a GPU (``training.embeddings_on_gpu_bytes``)
+    take what is theirs there, and page-locked copies of their pooled vectors and gradients.
+    """
+    placement = plan_placement(parameters, gpu)
+    where = "gpu" if gpu else "host"
+    made_anew = [
+        *_dense(parameters, placement, where),
+        *_batches(parameters, placement, gpu),
+        *_embedding_update(parameters, placement.on_gpu, where, ""),
+        *_embedding_update(
+            parameters, placement.on_host, "host", " of the host" if placement.split else ""
+        ),
     ]
+    return [
+        *_tables(parameters, placement, where),
+        *_mlps(parameters, where),
+        *_optimizer(parameters, placement, where),
+        *made_anew,
+        *_workspace(parameters, total_bytes(made_anew, "host"), gpu),
+    ]
+
+
+def _tables(parameters: Parameters, placement: Placement, where: str) -> Iterator[MemoryItem]:
+    dim, on_host = parameters.model.embedding_dim, set(placement.on_host)
+    for t, rows in enumerate(parameters.model.table_rows):
+        place = where if t not in on_host else "disk" if placement.disk else "host"
+        name, size = f"embedding table {t}", rows * dim * FLOAT_BYTES
+        yield MemoryItem(name, f"{rows:,} x {dim}", size, place)
+
+
+def _mlps(parameters: Parameters, where: str) -> Iterator[MemoryItem]:
+    model = parameters.model
+    number = NUMBER_BYTES[parameters.training.precision]
     for name, widths in (("bottom MLP", model.bottom_widths), ("top MLP", model.top_widths)):
-        weights = sum(n * m + m for n, m in itertools.pairwise(widths))
-        shape = "-".join(map(str, widths))
+        weights, shape = _weights(widths), "-".join(map(str, widths))
         copied = number if number < FLOAT_BYTES else 0
-        total = weights * (2 * FLOAT_BYTES + copied)
-        items.append(MemoryItem(f"{name} weights and gradients", shape, total))
-    features = len(model.table_rows) + 1
-    width = sum(model.bottom_widths) + sum(model.top_widths) + features * (dim + features)
-    items.append(
-        MemoryItem("activations and gradients", f"{rows:,} x {width:,}", 2 * rows * width * number)
-    )
-    if number < FLOAT_BYTES or rows < size:
-        pooled = (features - 1) * dim
-        items.append(
-            MemoryItem(
-                "pooled vectors and gradients",
-                f"{size:,} x {pooled:,}",
-                2 * size * pooled * FLOAT_BYTES,
-            )
-        )
-    looked_up = sum(size * mean_bag_size(parameters, length) for length in model.table_rows)
+        yield MemoryItem(f"{name} weights", shape, weights * (FLOAT_BYTES + copied), where)
+        yield MemoryItem(f"{name} gradients", shape, weights * FLOAT_BYTES, where)
+
+
+def _weights(widths: Sequence[int]) -> int:
+    return sum(n * m + m for n, m in itertools.pairwise(widths))
+
+
+def _dense(parameters: Parameters, placement: Placement, where: str) -> Iterator[MemoryItem]:
+    model, training = parameters.model, parameters.training
+    peak, size = dense_peak(parameters, where == "gpu"), training.batch_size
+    rows = min(size, training.micro_batch or size)
+    shape = f"{rows:,} rows, {peak.where}"
+    yield MemoryItem("activations", shape, peak.activations, where, DENSE)
+    yield MemoryItem("gradients of activations", shape, peak.gradients, where, DENSE)
+
+    def vectors(name: str, tables: int, place: str) -> MemoryItem:
+        width = tables * model.embedding_dim
+        return MemoryItem(name, f"{size:,} x {width:,}", 2 * size * width * FLOAT_BYTES, place)
+
+    yield vectors("pooled vectors and gradients", len(model.table_rows), where)
+    if placement.split and placement.on_host:
+        yield vectors("copies of pooled vectors and gradients", len(placement.on_host), "host")
+        yield vectors("pooled vectors of the host", len(placement.on_host), "host")
+
+
+def _batches(parameters: Parameters, placement: Placement, gpu: bool) -> Iterator[MemoryItem]:
+    model, data, size = parameters.model, parameters.data, parameters.training.batch_size
     assert model.dense_features is not None
-    batch = size * (model.dense_features + 1) * FLOAT_BYTES
-    batch += int((looked_up + size * len(model.table_rows)) * INDEX_BYTES)
-    kept = 1 + (data.prefetch_batches if data.loader == "prefetch" else 0)
-    items.append(MemoryItem("batches", f"{kept} x {size:,} samples", kept * batch))
-    items += _embedding_update(parameters, looked_up)
-    return items
+    dense = size * (model.dense_features + 1) * FLOAT_BYTES
+
+    def lookups(tables: Iterable[int]) -> int:
+        bags = [mean_bag_size(parameters, model.table_rows[t]) + 1 for t in tables]
+        return int(size * sum(bags) * INDEX_BYTES)
+
+    on_gpu, on_host = lookups(placement.on_gpu), lookups(placement.on_host)
+    if gpu:
+        yield MemoryItem("batches", f"1 x {size:,} samples", dense + on_gpu, "gpu")
+    if gpu and data.place == "device":
+        return
+    # one in use, those that wait, and the one that the thread holds until there is room
+    kept = 1 + (data.prefetch_batches + 1 if data.loader == "prefetch" else 0)
+    whole = dense + on_gpu + on_host
+    yield MemoryItem("batches", f"{kept} x {size:,} samples", kept * whole, "host")
+    when = ALWAYS if data.loader == "prefetch" else DATA
+    yield MemoryItem("making a batch", data.generator, _making(parameters), "host", when)
 
 
-def _embedding_update(parameters: Parameters, looked_up: float) -> list[MemoryItem]:
-    """The optimiser's state, and what lies between the tables' backward and update.
+def _making(parameters: Parameters) -> int:
+    """Bytes of a generator's temporaries: numbers of 8 bytes for each lookup.
+
+    facebook's stream keeps all tables' indices until they are joined, and some six arrays of
+    one table's; its loop has Python lists, 40 bytes a number; a power law four arrays.
+    """
+    size = parameters.training.batch_size
+    counts = [size * mean_bag_size(parameters, rows) for rows in parameters.model.table_rows]
+    most, every = INDEX_BYTES * max(counts), INDEX_BYTES * sum(counts)
+    kind = parameters.data.generator
+    if kind == "facebook":
+        return int(every + 6 * most)
+    if kind == "facebook_loop":
+        return int(every + 6 * most + 5 * most)
+    return int(4 * most if kind == "zipf" else most)
+
+
+def _optimizer(parameters: Parameters, placement: Placement, where: str) -> Iterator[MemoryItem]:
+    """State kept beside the weights: SGD has none.
 
     Adagrad keeps R d 4 of sums a table and as much as the MLPs' weights, Adam twice that;
-    row-wise Adagrad R 4 a table. torch's back end keeps sparse gradients, and coalesces them into
-    a second copy for an Adagrad; the fused one keeps 16 bytes a lookup to sort
-    (Adagrads; FBGEMM always), and with 'naive' the rows of the gradient. 'auto' chooses
-    among what fits, so the least of them is what it needs.
+    row-wise Adagrad R 4 a table.
+    """
+    model, optimizer = parameters.model, parameters.training.optimizer
+    if optimizer == "sgd":
+        return
+    width = 1 if optimizer == "rowwise_adagrad" else model.embedding_dim
+    number = FLOAT_BYTES * (2 if optimizer == "adam" else 1)
+    dense = _weights(model.bottom_widths) + _weights(model.top_widths)
+    beside = range(len(model.table_rows)) if where == "host" else placement.on_gpu
+    rows = sum(model.table_rows[t] for t in beside)
+    yield MemoryItem(
+        "optimiser state", f"{rows:,} x {width}, {dense:,}", number * (rows * width + dense), where
+    )
+    if where != "host" and placement.on_host:
+        rows = sum(model.table_rows[t] for t in placement.on_host)
+        size = number * rows * width
+        yield MemoryItem("optimiser state of the host", f"{rows:,} x {width}", size, "host")
+
+
+def _embedding_update(
+    parameters: Parameters, tables: Sequence[int], place: str, whose: str
+) -> Iterator[MemoryItem]:
+    """What lies between the tables' backward and their update.
+
+    torch's back end keeps sparse gradients, and coalesces them into a second copy for an
+    Adagrad; the fused one keeps 16 bytes a lookup to sort (Adagrads, and always on a GPU;
+    FBGEMM always), and with 'naive' the rows of the gradient. 'auto' chooses among what
+    fits, so the least of them is what it needs.
     """
     model, training = parameters.model, parameters.training
-    dim, items = model.embedding_dim, []
-    if training.optimizer != "sgd":
-        width = 1 if training.optimizer == "rowwise_adagrad" else dim
-        rows = sum(model.table_rows)
-        dense = sum(
-            n * m + m
-            for widths in (model.bottom_widths, model.top_widths)
-            for n, m in itertools.pairwise(widths)
-        )
-        kept = 2 if training.optimizer == "adam" else 1
-        size = kept * FLOAT_BYTES * (rows * width + dense)
-        items.append(MemoryItem("optimiser state", f"{rows:,} x {width}, {dense:,}", size))
-    gradients = looked_up * (dim * FLOAT_BYTES + INDEX_BYTES)
-    if training.embedding_backend == "torch":
+    if not tables:
+        return
+    size, dim = training.batch_size, model.embedding_dim
+    looked_up = sum(size * mean_bag_size(parameters, model.table_rows[t]) for t in tables)
+    backend, sorts = training.embedding_backend, training.optimizer != "sgd" or place == "gpu"
+
+    def item(name: str, shape: str, count: float) -> MemoryItem:
+        shape = f"{round(looked_up):,} x {shape}"
+        return MemoryItem(f"{name}{whose}", shape, int(count), place, EMBEDDINGS)
+
+    if backend == "torch":
         copies = 1 if training.optimizer == "sgd" else 2
-        shape = f"{round(looked_up):,} x {dim}"
-        items.append(MemoryItem("sparse embedding gradients", shape, int(copies * gradients)))
+        gradients = copies * looked_up * (dim * FLOAT_BYTES + INDEX_BYTES)
+        yield item("sparse embedding gradients", str(dim), gradients)
     elif training.embedding_update == "naive":
-        shape = f"{round(looked_up):,} x {dim}"
-        size = int(looked_up * dim * FLOAT_BYTES)
-        items.append(MemoryItem("sparse embedding gradients", shape, size))
-    elif training.optimizer != "sgd" or training.embedding_backend == "fbgemm":
-        size = int(looked_up * 2 * INDEX_BYTES)
-        items.append(MemoryItem("sorted lookups", f"{round(looked_up):,} x 2", size))
-    return items
+        yield item("sparse embedding gradients", str(dim), looked_up * dim * FLOAT_BYTES)
+    elif sorts or backend == "fbgemm":
+        yield item("sorted lookups", "2", looked_up * 2 * INDEX_BYTES)
+
+
+def _workspace(parameters: Parameters, made_anew: int, gpu: bool) -> Iterator[MemoryItem]:
+    """What libraries and allocators take beside tensors, as far as it is known."""
+    if parameters.model.init == "facebook":
+        largest = max(parameters.model.table_rows) * parameters.model.embedding_dim
+        count = min(INITIAL_CHUNK, largest)
+        yield MemoryItem("drawing weights", f"{count:,}", 20 * count, "host", INITIAL)
+    if gpu:
+        yield MemoryItem("cuBLAS workspace", "", CUBLAS_BYTES, "gpu")
+    compiled = parameters.training.embedding_backend in ("fused", "auto")
+    libraries = LIBRARIES_BYTES + (NUMBA_BYTES if compiled else 0)
+    yield MemoryItem("libraries, once they have run", "", libraries, "host")
+    share = f"{ALLOCATOR_SHARE:.0%} of {format_bytes(made_anew)}"
+    size = int(ALLOCATOR_SHARE * made_anew)
+    yield MemoryItem("freed pieces in the C library's heap", share, size, "host")
 
 
 def mean_bag_size(parameters: Parameters, rows: int) -> float:
@@ -130,19 +268,37 @@ def require_memory(parameters: Parameters, device: torch.device) -> None:
     """Refuse a run that cannot fit, with the forecast as the reason.
 
     Raises:
-        InputError: naming the total, what is available, and every item.
+        InputError: naming the total, what is available, by how much it is exceeded, what
+            would fit, and every item.
     """
-    items = forecast_memory(parameters)
-    needed = sum(item.bytes for item in items)
-    available = available_memory(device)
-    if available is None or needed <= available:
-        return
-    place = "GPU memory" if device.type == "cuda" else "memory"
-    lines = _merged(items)
-    where = f"{parameters.source}: " if parameters.source else ""
-    raise InputError(
-        f"{where}model.table_rows and training.batch_size ask for {format_bytes(needed)} of "
-        f"{place}, but {format_bytes(available)} are available:\n"
+    gpu = device.type == "cuda"
+    items = forecast_memory(parameters, gpu)
+    import torch
+
+    for place, where in (("gpu", device), ("host", torch.device("cpu"))):
+        needed = total_bytes(items, place)
+        available = available_memory(where) if needed else None
+        if available is not None and needed > available:
+            raise InputError(_refusal(parameters, items, place, needed, available, gpu))
+
+
+def _refusal(
+    parameters: Parameters,
+    items: list[MemoryItem],
+    place: str,
+    needed: int,
+    available: int,
+    gpu: bool,
+) -> str:
+    from dlrm_core.capacity_report import advice  # it forecasts in turn
+
+    lines = _merged([item for item in items if item.place == place])
+    source = f"{parameters.source}: " if parameters.source else ""
+    return (
+        f"{source}model.table_rows and training.batch_size ask for {format_bytes(needed)} of "
+        f"{'GPU memory' if place == 'gpu' else 'memory'}, but {format_bytes(available)} are "
+        f"available, {format_bytes(needed - available)} too few; "
+        f"{advice(parameters, place, available, gpu)}:\n"
         + "\n".join(
             f"  {name:<34}{shape:>24}{format_bytes(size):>12}" for name, shape, size in lines
         )
@@ -162,11 +318,18 @@ def _merged(items: list[MemoryItem]) -> list[tuple[str, str, int]]:
 def available_memory(device: torch.device) -> int | None:
     """Bytes that can be allocated on the device now; None where nobody says.
 
-    On the CPU the lesser of the kernel's estimate and the control group's
-    limit: in a container the former is the whole machine's.
+    On the CPU the least of the kernel's estimate, what is left of the control group's limit
+    (in a container the former is the whole machine's) and of the process's own (ulimit).
     """
     if device.type == "cuda":
+        import torch  # here: pages say how large a model is without importing torch
+
         return torch.cuda.mem_get_info(device)[0]
+    return available_host_memory()
+
+
+def available_host_memory() -> int | None:
+    """:func:`available_memory` of the CPU, without torch."""
     found = []
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
@@ -189,7 +352,24 @@ def available_memory(device: torch.device) -> int | None:
             found.append(left + int(counted.get("inactive_file", 0)))
         except (OSError, ValueError):
             continue
-    return min(found) if found else None
+    found += _left_of_process_limits()
+    return max(0, min(found)) if found else None
+
+
+def _left_of_process_limits() -> list[int]:
+    """What ``ulimit -v`` and ``ulimit -d`` leave this process; nothing where they are not set."""
+    found = []
+    for kind, name in ((resource.RLIMIT_AS, "VmSize:"), (resource.RLIMIT_DATA, "VmData:")):
+        limit = resource.getrlimit(kind)[0]
+        if limit == resource.RLIM_INFINITY:
+            continue
+        try:
+            for line in Path("/proc/self/status").read_text().splitlines():
+                if line.startswith(name):
+                    found.append(limit - int(line.split()[1]) * 1024)
+        except OSError:
+            continue
+    return found
 
 
 def format_bytes(count: float) -> str:

@@ -59,7 +59,7 @@ def _run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume",
         metavar="FOLDER",
-        help="go on with an unfinished sweep: points that finished are not run again",
+        help="go on with an unfinished sweep or comparison: what finished is not run again",
     )
     parser.add_argument(
         "--cell-timeout",
@@ -76,9 +76,55 @@ def _train(parser: argparse.ArgumentParser) -> None:
         "--output", metavar="DIR", help="folder for metrics.jsonl (default: none is written)"
     )
     parser.add_argument(
+        "--resume",
+        metavar="DIR",
+        help="go on from a checkpoint, a folder of checkpoints, or 'latest' (of the run's own "
+        "folder); the same as -p training.resume=DIR",
+    )
+    parser.add_argument(
         "--spans",
         action="store_true",
         help="add to the last line when each part began and ended (ns since the epoch)",
+    )
+
+
+def _evaluate(parser: argparse.ArgumentParser) -> None:
+    _parameters(parser)
+    _checkpoint(parser)
+
+
+def _infer(parser: argparse.ArgumentParser) -> None:
+    _parameters(parser)
+    _checkpoint(parser)
+    parser.add_argument(
+        "--batch-sizes",
+        metavar="N,...",
+        help="measure each of these batch sizes (default: training.batch_size)",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=1000, help="of each batch size (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="end a batch size's steps after S seconds (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--protocol",
+        choices=("steady", "nvidia"),
+        default="steady",
+        help="'steady': warm-up is found in the latencies; 'nvidia': NVIDIA's benchmark, which "
+        "leaves out the first 10 of 1000 steps (default: %(default)s)",
+    )
+
+
+def _checkpoint(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--checkpoint",
+        metavar="DIR",
+        help="a checkpoint or a folder of them, its newest (default: initial weights)",
     )
 
 
@@ -155,6 +201,23 @@ def _gpu_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", required=True, metavar="FILE", help="write the results there")
 
 
+def _capacity(parser: argparse.ArgumentParser) -> None:
+    _parameters(parser)
+    _json(parser)
+
+
+def _stability(parser: argparse.ArgumentParser) -> None:
+    _parameters(parser)
+    parser.add_argument("--seeds", type=int, default=10, help="runs (default: %(default)s)")
+    parser.add_argument("--first-seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument(
+        "--output",
+        required=True,
+        metavar="DIR",
+        help="folder of the runs and of stability.json; runs that finished there are kept",
+    )
+
+
 def _no_arguments(parser: argparse.ArgumentParser) -> None:
     """For a subcommand that takes none."""
 
@@ -176,6 +239,18 @@ SUBCOMMANDS = (
         "dlrm_core.workbook:command_run",
     ),
     Subcommand("train", "train without a notebook", _train, "dlrm_core.commands:train"),
+    Subcommand(
+        "evaluate",
+        "AUC, log loss and accuracy of a checkpoint on test data",
+        _evaluate,
+        "dlrm_core.evaluation_commands:evaluate",
+    ),
+    Subcommand(
+        "infer",
+        "latency of predictions, by batch size",
+        _infer,
+        "dlrm_core.evaluation_commands:infer",
+    ),
     Subcommand(
         "record",
         "record a profile with torch.profiler, without a notebook",
@@ -199,6 +274,18 @@ SUBCOMMANDS = (
         "on a GPU node: the GPU's results against the CPU's, then a profile",
         _gpu_check,
         "dlrm_core.gpu_check:gpu_check",
+    ),
+    Subcommand(
+        "capacity",
+        "memory that a run would need, item by item, and where it fits; nothing is run",
+        _capacity,
+        "dlrm_core.capacity_command:command_capacity",
+    ),
+    Subcommand(
+        "stability",
+        "the same training with N seeds: spread of AUC or loss, power, memory",
+        _stability,
+        "dlrm_core.stability_command:command_stability",
     ),
     Subcommand(
         "parameters",

@@ -287,6 +287,13 @@ class TrainingConfig:
         "sgd, Adam with adam, Adagrad with both others",
         choices=("sgd", "adagrad", "rowwise_adagrad", "adam"),
     )
+    dense_backend: str = setting(
+        "torch",
+        "code of MLPs and interaction: 'torch', or on a CPU with bf16 matrix tiles (Intel AMX) "
+        "'fused': kernels of our own, with precision: bf16, or fp32 and fp32_matmul: bf16x2 or "
+        "bf16x3",
+        choices=("torch", "fused"),
+    )
     embedding_backend: str = setting(
         "torch",
         "code of lookups and table updates: 'torch': EmbeddingBag and torch's optimisers, a call "
@@ -326,9 +333,11 @@ class TrainingConfig:
     )
     fp32_matmul: str = setting(
         "default",
-        "library of fp32 matrix products on the CPU: 'default' (MKL), or 'onednn', which is "
-        "faster on AMD; the error it makes is checked before training",
-        choices=("default", "onednn"),
+        "fp32 matrix products on the CPU: 'default' (MKL); 'onednn', faster on AMD, its error is "
+        "checked before training; with dense_backend: fused on a CPU with bf16 matrix tiles "
+        "(Intel AMX) 'bf16x2' or 'bf16x3', sums of two or three bf16 numbers: relative error "
+        "5e-6, or fp32's own; where they cannot run, onednn",
+        choices=("default", "onednn", "bf16x2", "bf16x3"),
     )
     tf32: bool = setting(
         False, "on a GPU: round the inputs of fp32 products to TF32 (10 bits of mantissa)"
@@ -420,6 +429,16 @@ class TrainingConfig:
                 f"training.tables_on_disk is {self.tables_on_disk!r}, but "
                 "training.embedding_backend is 'fbgemm', which keeps tables in memory of its "
                 "own: choose torch or fused"
+            )
+        if self.fp32_matmul.startswith("bf16") and self.dense_backend != "fused":
+            raise InputError(
+                f"training.fp32_matmul is {self.fp32_matmul!r}, but training.dense_backend is "
+                f"{self.dense_backend!r}: only 'fused' has such products"
+            )
+        if self.dense_backend == "fused" and self.compile:
+            raise InputError(
+                "training.dense_backend is 'fused', but training.compile is true as well: both "
+                "replace the parts' kernels; choose one of them"
             )
         if self.cuda_graphs and self.micro_batch is not None:
             raise InputError(

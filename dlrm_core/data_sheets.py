@@ -1,9 +1,10 @@
 """GPUs by name, with the figures of NVIDIA's data sheets.
 
 They stand in where a machine's own ceilings were not measured, and answer "what would
-another GPU bring" and "would the model fit there". A data sheet's peak is not reached by real operators, so whatever is
-computed from one is marked as data sheet. Dense rates only: NVIDIA prints most of
-Hopper's and Ampere's with 2:4 sparsity, which is twice the dense rate.
+another GPU bring" and "would the model fit there". A data sheet's peak is not reached by
+real operators, so whatever is computed from one is marked as data sheet. Dense rates
+only: NVIDIA prints most of Hopper's and Ampere's with 2:4 sparsity, which is twice the
+dense rate.
 """
 
 from __future__ import annotations

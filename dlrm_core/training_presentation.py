@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
 
-from dlrm_core.capacity import forecast_memory, format_bytes
+from dlrm_core.capacity import (
+    ALWAYS,
+    PLACES,
+    MemoryItem,
+    forecast_memory,
+    format_bytes,
+    total_bytes,
+)
 from dlrm_core.config import Parameters
 from dlrm_core.figure_theme import rows_of
 from dlrm_core.presentation import Table, column, known_ms
@@ -45,17 +53,22 @@ def facts(parameters: Parameters) -> Table:
     )
 
 
-def memory_forecast(parameters: Parameters) -> pd.DataFrame:
-    """What the run will allocate: ``name``, ``shape``, ``component``, ``bytes``.
+def memory_forecast(
+    parameters: Parameters, items: Sequence[MemoryItem] | None = None
+) -> pd.DataFrame:
+    """What the run will allocate: ``name``, ``shape``, ``component``, ``bytes``, ``place``,
+    ``when``.
 
     Tables of one size are one row, and so are the smallest of many.
+
+    Args:
+        items: of the forecast; left out, those of a run on the CPU.
     """
-    items = [vars(item) for item in forecast_memory(parameters)]
-    table = pd.DataFrame(items)
+    table = pd.DataFrame([vars(item) for item in items or forecast_memory(parameters)])
     is_table = table["name"].str.startswith("embedding table")
     merged = (
         table[is_table]
-        .groupby("shape", sort=False, as_index=False)
+        .groupby(["shape", "place", "when"], sort=False, as_index=False)
         .agg(count=("bytes", "size"), bytes=("bytes", "sum"))
     )
     names = [
@@ -63,21 +76,39 @@ def memory_forecast(parameters: Parameters) -> pd.DataFrame:
         for row in rows_of(merged)
     ]
     tables = merged.assign(name=names).sort_values("bytes", ascending=False)
-    if len(tables) > 12:
-        rest = tables.iloc[11:]
-        small = {"name": f"{len(rest)} smaller kinds of embedding tables", "shape": ""}
-        tables = pd.concat([tables[:11], pd.DataFrame([small | {"bytes": rest["bytes"].sum()}])])
+    if len(tables) > 6:
+        rest = tables.iloc[5:]
+        places = " and ".join(place for place in PLACES if place in set(rest["place"]))
+        small = {
+            "name": f"{len(rest)} smaller kinds of embedding tables",
+            "shape": "",
+            "bytes": rest["bytes"].sum(),
+            "place": places,
+            "when": ALWAYS,
+        }
+        tables = pd.concat([tables[:5], pd.DataFrame([small])])
     result = pd.concat([tables, table[~is_table]], ignore_index=True)
     result["component"] = [_component_of(name) for name in result["name"]]
     result = result.sort_values("bytes", ascending=False, kind="stable", ignore_index=True)
-    return result[["name", "shape", "component", "bytes"]]
+    return result[["name", "shape", "component", "bytes", "place", "when"]]
 
 
 def forecast_table(forecast: pd.DataFrame) -> Table:
-    """The forecast with its total."""
-    rows = [(row.name, row.shape, format_bytes(row.bytes)) for row in rows_of(forecast)]
-    total = ("all", "", format_bytes(float(forecast["bytes"].sum())))
-    return Table(["what", "shape", "size"], [*rows, total])
+    """The forecast, and what is there at once at most."""
+    rows = [
+        (row.name, row.shape, format_bytes(row.bytes), row.place, row.when)
+        for row in rows_of(forecast)
+    ]
+    totals = []
+    for place in PLACES:
+        items = [
+            MemoryItem(row.name, row.shape, row.bytes, row.place, row.when)
+            for row in rows_of(forecast[forecast["place"].str.contains(place)])
+        ]
+        if items:
+            size = format_bytes(total_bytes(items))
+            totals.append(("at the highest point", "", size, place, ""))
+    return Table(["what", "shape", "size", "where", "when"], [*rows, *totals])
 
 
 def training_result(result: TrainingResult) -> Table:
@@ -134,5 +165,10 @@ def _component_of(name: str) -> str:
         "bottom MLP": "bottom_mlp",
         "top MLP": "top_mlp",
         "batches": "data",
+        "making a batch": "data",
+        "pooled vectors": "embedding",
+        "sorted lookups": "embedding",
+        "copies of pooled": "transfer",
+        "optimiser": "optimizer",
     }
     return next((part for start, part in kinds.items() if name.startswith(start)), "other")
