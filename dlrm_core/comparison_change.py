@@ -21,11 +21,14 @@ from dlrm_core.change_options import (
 )
 from dlrm_core.compare_runs import ROUNDS, TimedRun, run_in_turns
 from dlrm_core.comparison_base import Comparison, Outcome
+from dlrm_core.comparison_earlier import Earlier, whole_profile
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.errors import InputError
-from dlrm_core.profiling.hpctoolkit_process import Progress, ProgressCallback
+from dlrm_core.files import only_process
+from dlrm_core.profiling.hpctoolkit_process import Progress, ProgressCallback, fresh_path
 from dlrm_core.profiling.measure import measure, saved_profile
 from dlrm_core.profiling.profile import Profile
+from dlrm_core.run_folder import versions
 
 BASELINE = "baseline"
 SAME_TRAINING = ("training.batches", "training.log_every")
@@ -65,7 +68,8 @@ class ChangeComparison(Comparison):
                 "2 iterations (or 0 for profiling.iterations)"
             )
         self.parameters = parameters
-        self.change = flat_change(change)
+        self.earlier = Earlier.of(folder)
+        self.change = flat_change(change or self.earlier.change)
         self.profile_run = profile_run
         self.stepwise = steps
         self.predicted_at = self.measured_from = ""
@@ -104,10 +108,9 @@ class ChangeComparison(Comparison):
         )
 
     def profile_baseline(self, progress: ProgressCallback | None = None) -> None:
+        self.notices += self.earlier.notices
         if BASELINE not in self.profiles:
-            self.profiles[BASELINE] = measure(
-                self.parameters, self.folder / "baseline", progress=progress
-            )
+            self.profiles[BASELINE] = self._profile("baseline", self.parameters, progress)
         if not self.change:
             self._take_finding()
         self.save()
@@ -125,7 +128,21 @@ class ChangeComparison(Comparison):
                 return
         self.notices.append("No change was given, and no finding of the baseline names one.")
 
+    def _profile(
+        self, name: str, parameters: Parameters, progress: ProgressCallback | None
+    ) -> Profile:
+        """Measure a profile in a folder of that name, or take the one an earlier try made."""
+        made = whole_profile(self.folder, name)
+        if made is not None:
+            return saved_profile(made)
+        return measure(parameters, fresh_path(self.folder / name), progress=progress)
+
     def predict(self) -> None:
+        if self.earlier.restore(self.outcomes):
+            # foretold before the first round, and so it stays
+            self.predicted_at = self.earlier.predicted_at
+            self.save()
+            return
         for outcome in self.outcomes:
             try:
                 outcome.predicted, outcome.reason = self._predicted(outcome.change), ""
@@ -150,15 +167,17 @@ class ChangeComparison(Comparison):
             outcome.after: apply_change(self.parameters, outcome.change)
             for outcome in self.outcomes
         }
-        self.measured_from = _now()
-        run_in_turns(
-            settings,
-            self.folder / "rounds",
-            rounds=self.rounds,
-            iterations=self.iterations,
-            progress=progress,
-            after_round=self._judge,
-        )
+        self.measured_from = self.earlier.measured_from or _now()
+        with only_process(self.folder / "rounds"):
+            self.save()
+            run_in_turns(
+                settings,
+                self.folder / "rounds",
+                rounds=self.rounds,
+                iterations=self.iterations,
+                progress=progress,
+                after_round=self._judge,
+            )
 
     def _judge(self, runs: Sequence[TimedRun]) -> None:
         """Take in the rounds so far."""
@@ -184,7 +203,7 @@ class ChangeComparison(Comparison):
             return
         last = self.outcomes[-1]
         changed = apply_change(self.parameters, last.change)
-        self.profiles[last.after] = measure(changed, self.folder / "changed", progress=progress)
+        self.profiles[last.after] = self._profile("changed", changed, progress)
         if last.parts is not None and last.parts.empty:
             # no parts by the clock (a GPU): those of the two profiles
             first, other = self.profiles[BASELINE], self.profiles[last.after]
@@ -202,6 +221,7 @@ class ChangeComparison(Comparison):
             "predicted_at": self.predicted_at or None,
             "measured_from": self.measured_from or None,
             "settings": {"rounds": self.rounds, "iterations": self.iterations},
+            "versions": versions(),
         }
 
 

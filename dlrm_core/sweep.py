@@ -8,13 +8,11 @@ finished is in ``sweep.json`` and is not run again when the sweep is resumed.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import itertools
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from typing import Any
 from dlrm_core.change_options import apply_change, change_text, flat_change
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.errors import InputError
-from dlrm_core.files import read_json, write_json
+from dlrm_core.files import only_process, read_json, write_json
 from dlrm_core.run_folder import versions
 
 RECORD = "sweep.json"
@@ -244,7 +242,7 @@ class Sweep:
         Returns:
             0 if every point finished, 1 if not, 128 + signal after an interruption.
         """
-        with self._lock():
+        with only_process(self.folder):
             code = self._run_all(run_point)
         left = self.unfinished()
         self.record["status"] = "interrupted" if code >= 128 else "failed" if left else "finished"
@@ -282,16 +280,6 @@ class Sweep:
             if code >= 128:
                 return code
         return 0
-
-    @contextlib.contextmanager
-    def _lock(self) -> Iterator[None]:
-        """Only one process runs a sweep's points; the lock goes with the process."""
-        with (self.folder / ".lock").open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise InputError(f"{self.folder}: is being run by another process") from None
-            yield
 
 
 def describe_failures(sweep: Sweep) -> str:

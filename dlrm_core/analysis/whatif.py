@@ -68,6 +68,9 @@ __all__ = [
 COLUMNS = ["component", "phase", "now_ms", "then_ms", "low_ms", "high_ms", "method"]
 
 
+_NUMBERS_AND_WORDS = ("change", "now_ms", "low_ms", "mid_ms", "high_ms", "method", "notices")
+
+
 @dataclass(frozen=True)
 class Prediction:
     """The step time that a change is expected to lead to, in ms an iteration."""
@@ -109,7 +112,15 @@ class Prediction:
             "method": self.method,
             "notices": list(self.notices),
             "parts": self.parts.to_dict("records"),
+            "samples": [self.samples_now, self.samples_then],
         }
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> Prediction:
+        """What :meth:`to_dict` made, without the probe it rests on."""
+        values = {name: document[name] for name in _NUMBERS_AND_WORDS}
+        samples = dict(zip(("samples_now", "samples_then"), document["samples"], strict=True))
+        return cls(**values, parts=pd.DataFrame(document["parts"]), **samples)
 
 
 def predict(profile: Profile, change: Mapping[str, Any]) -> Prediction:
