@@ -2,7 +2,8 @@
 
 The graph is cut where one part hands over to the next (see :mod:`dlrm_core.step`).
 The options of ``training`` that make it faster act here: ``precision``,
-``micro_batch``, ``compile``, ``cuda_graphs``. What each brings: docs/precision.md.
+``micro_batch``, ``compile``, ``cuda_graphs``; ``dense_backend: fused`` replaces all of it
+by :mod:`dlrm_core.dense_fused`. What each brings: docs/precision.md.
 
 Shapes: B samples, D dense features, T tables, d embedding width.
 """
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from dlrm_core.config import TrainingConfig
+from dlrm_core.dense_fused import FusedDense, why_not_fused
 from dlrm_core.model import DLRM
 from dlrm_core.parts import part
 from dlrm_core.precision import DensePrecision
@@ -49,6 +51,16 @@ class DensePart:
         self.interaction: Layer = model.interaction
         self.top_mlp: Layer = model.top_mlp
         self._cache_casts = True
+        self._fused: FusedDense | None = None
+        if config.dense_backend == "fused":
+            reason = why_not_fused(config, weight.device)
+            if reason:
+                self.notices.append(
+                    f"training.dense_backend: fused has no effect here, torch does it: {reason}"
+                )
+            else:
+                self._fused = FusedDense(model, loss, config)
+                self.notices += self._fused.notices
         if config.compile:
             self._compile(weight.device)
         if config.cuda_graphs and weight.device.type == "cuda":
@@ -70,6 +82,8 @@ class DensePart:
             The mean loss, detached. Gradients are those of the loss times
             ``precision.scale``, added to what the weights' ``grad`` holds.
         """
+        if self._fused is not None:
+            return self._fused(dense, pooled, targets)
         size = dense.shape[0]
         rows = min(self.micro_batch or size, size)
         with self.precision.autocast(self._cache_casts):

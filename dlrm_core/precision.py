@@ -174,12 +174,22 @@ def set_fp32_matmul(choice: str, model: ModelConfig, device: torch.device) -> li
     _allow_onednn(False)
     if choice == "default":
         return []
+    notices = []
+    if choice.startswith("bf16"):
+        from dlrm_core.tiles.machine import why_no_tiles
+
+        reason = why_no_tiles() if device.type == "cpu" else ""
+        if not reason and device.type == "cpu":
+            return []
+        if reason:
+            notices = [f"training.fp32_matmul: {choice} cannot be done, onednn instead: {reason}"]
     if device.type != "cpu":
-        return ["training.fp32_matmul: onednn has no effect on a GPU; it was ignored"]
+        return [f"training.fp32_matmul: {choice} has no effect on a GPU; it was ignored"]
     if not _has_switch():
         return [
+            *notices,
             f"training.fp32_matmul: onednn needs torch 2.9 or newer, this is "
-            f"{torch.__version__}; the default library is used"
+            f"{torch.__version__}; the default library is used",
         ]
     _allow_onednn(True)
     # small products may be computed in fp32 where large ones are rounded
@@ -187,10 +197,11 @@ def set_fp32_matmul(choice: str, model: ModelConfig, device: torch.device) -> li
     if error > MAX_RELATIVE_ERROR:
         _allow_onednn(False)
         return [
+            *notices,
             f"training.fp32_matmul: onednn makes a relative error of {error:.1e} on this CPU, "
-            f"more than {MAX_RELATIVE_ERROR:.0e}; the default library is used"
+            f"more than {MAX_RELATIVE_ERROR:.0e}; the default library is used",
         ]
-    return []
+    return notices
 
 
 def _matmul() -> Any:

@@ -24,6 +24,7 @@ DENSE_ENGINE = (
     "precision",
     "loss_scale",
     "micro_batch",
+    "dense_backend",
     "compile",
     "tf32",
     "cuda_graphs",

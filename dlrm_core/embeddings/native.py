@@ -24,7 +24,13 @@ import torch
 
 from dlrm_core.errors import MissingToolError
 
-SOURCES = ("checks.py", "vectors.py", "kernels.py", "kernels_sorted.py", "kernels_contended.py")
+_EMBEDDING_SOURCES = ("checks", "vectors", "kernels", "kernels_sorted", "kernels_contended")
+_TILE_SOURCES = ("instructions", "kernels", "kernels_interaction")
+SOURCES = (
+    *(f"embeddings/{name}.py" for name in _EMBEDDING_SOURCES),
+    *(f"tiles/{name}.py" for name in _TILE_SOURCES),
+)
+"""Files of the package whose functions are compiled."""
 
 
 class Kernel:
@@ -97,7 +103,7 @@ def _cache_folder() -> tuple[Path | None, str]:
 
     digest = hashlib.sha256(numba.__version__.encode())
     for source in SOURCES:
-        digest.update(Path(__file__).with_name(source).read_bytes())
+        digest.update(Path(__file__).parents[1].joinpath(source).read_bytes())
     base = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME")
     try:
         folder = Path(base) if base else Path.home() / ".cache"
