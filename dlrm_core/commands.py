@@ -32,7 +32,8 @@ def train(arguments: argparse.Namespace) -> int:
     from dlrm_core.counters import IterationCounters
     from dlrm_core.parts import log_spans
 
-    parameters = load_parameters(arguments.file, arguments.parameter)
+    given = [f"training.resume={arguments.resume}"] if arguments.resume else []
+    parameters = load_parameters(arguments.file, [*arguments.parameter, *given])
     with contextlib.ExitStack() as stack:
         stack.enter_context(_terminate_like_interrupt())
         spans = stack.enter_context(log_spans()) if arguments.spans else None
@@ -47,6 +48,7 @@ def train(arguments: argparse.Namespace) -> int:
             on_interval=lambda interval: print(training.json_line(interval), flush=True),
             progress=sys.stderr.isatty(),
             on_iteration=_counting(counters, parameters.profiling.warmup),
+            on_line=lambda line: print(json.dumps(plain(line)), flush=True),
         )
         if counters is not None:
             counted = counters.evidence()

@@ -27,7 +27,7 @@ KEPT_BYTES = 256 << 20
 """Generated test data is kept between evaluations if it is no larger than this."""
 
 _SEED_STEP = 1 << 31
-"""Added to the seed for test data, so that no batch of the training is among it."""
+"""Added to the seed for test data."""
 
 
 @dataclass(frozen=True)
@@ -98,14 +98,16 @@ class HeldOut:
 
     def _made(self) -> Iterator[Batch]:
         """The run's stream with a seed of its own, from the beginning."""
-        training = self._parameters.training
-        seed = (training.seed + _SEED_STEP) % (1 << 32)
-        held_out = dataclasses.replace(
-            self._parameters, training=dataclasses.replace(training, seed=seed)
-        )
-        generator = make_generator(held_out, self._device)
-        for _ in range(training.eval_batches or STREAM_BATCHES):
+        generator = make_generator(held_out(self._parameters), self._device)
+        for _ in range(self._parameters.training.eval_batches or STREAM_BATCHES):
             yield generator.next_batch()
+
+
+def held_out(parameters: Parameters) -> Parameters:
+    """The same data with a seed of its own: no batch of the training is among it."""
+    training = parameters.training
+    seed = (training.seed + _SEED_STEP) % (1 << 32)
+    return dataclasses.replace(parameters, training=dataclasses.replace(training, seed=seed))
 
 
 def predict(model: DLRM, batch: Batch, precision: DensePrecision) -> torch.Tensor:

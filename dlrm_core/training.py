@@ -55,7 +55,8 @@ class Trainer:
         place: folder for checkpoints; None: none are written.
 
     Attributes:
-        done: iterations behind the weights, those before the checkpoint included.
+        first: iterations behind the weights at the beginning: the checkpoint's.
+        done: iterations done, ``first`` included.
         total: iterations at which :meth:`train` ends.
 
     Raises:
@@ -96,7 +97,7 @@ class Trainer:
         if checkpoint is not None:
             restore_step(checkpoint, self.step)
             restore_position(checkpoint, generator)
-        self.done = checkpoint.step if checkpoint is not None else 0
+        self.done = self.first = checkpoint.step if checkpoint is not None else 0
         self.total = total_steps(parameters.training, parameters.data.generator, generator)
         self._schedule = schedule_of(parameters.training)
         self._rate = parameters.training.learning_rate
@@ -148,9 +149,11 @@ class Trainer:
                 before the first, then after each.
             on_line: called after each evaluation and checkpoint.
         """
+        # what a caller iterated before, to warm up, is not counted
+        self.done = first = self.first
+        total = self.total
         run = Run(self, on_interval, on_line)
         self._measured = measured = run.measured
-        first, total = self.done, self.total
         on_iteration(0)
         measured.mark()
         event = run.next_event()

@@ -1,0 +1,158 @@
+"""Latency of predictions: batch after batch, each waited for, warm-up left out.
+
+Protocol ``nvidia`` is that of NVIDIA's DLRM (``--mode inference_benchmark``): 1000 steps, the
+first 10 left out, mean and percentiles. Theirs does not wait for the device at the end of a
+step; ours does, since a latency without that is the time of launching. Protocol ``steady``
+finds the warm-up in the latencies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from dlrm_core.data import Batch
+from dlrm_core.data.loader import Generator
+from dlrm_core.errors import InputError
+from dlrm_core.evaluation import predict
+from dlrm_core.model import DLRM
+from dlrm_core.parts import ITERATION_SPAN, span
+from dlrm_core.precision import DensePrecision
+from dlrm_core.step import transfer_forward
+
+NVIDIA_WARM_UP = 10
+POOL_BATCHES, POOL_BYTES = 64, 256 << 20
+"""Batches made beforehand and used in turns: as many as there are steps, but no more than this."""
+
+_GROUP = 5
+"""Latencies are judged by the medians of so many, which single stragglers do not move."""
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Latencies of one batch size, milliseconds: transfer to the device, forward, waited for."""
+
+    batch_size: int
+    steps: int
+    """Measured, without the warm-up."""
+    warm_up_steps: int
+    batches: int
+    """Different batches that were used in turns."""
+    mean: float
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+    samples_per_second: float
+    """Batch size over mean latency."""
+    loss: float
+    """Mean over the different batches."""
+
+    def percentiles(self) -> dict[str, float]:
+        """The entry ``latency_ms`` of ``dlrm infer``."""
+        return {name: getattr(self, name) for name in ("mean", "p50", "p90", "p95", "p99")}
+
+
+def measure_latency(
+    model: DLRM,
+    loss: nn.Module,
+    batches: Sequence[Batch],
+    precision: DensePrecision,
+    device: torch.device,
+    steps: int,
+    seconds: float,
+    protocol: str = "steady",
+) -> Latency:
+    """Predict ``batches`` in turns.
+
+    Args:
+        batches: on the host, as requests arrive, of one size.
+        steps: how many, warm-up included.
+        seconds: no step begins after this many.
+        protocol: 'steady' or 'nvidia'.
+
+    Raises:
+        InputError: no step is left after the warm-up.
+    """
+    times_ms: list[float] = []
+    started = time.perf_counter()
+    while len(times_ms) < steps and (not times_ms or time.perf_counter() - started < seconds):
+        batch = batches[len(times_ms) % len(batches)]
+        begun = time.perf_counter()
+        with span(ITERATION_SPAN):
+            if batch.dense.device != device:
+                batch = transfer_forward(batch, device)
+            predict(model, batch, precision)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        times_ms.append(1e3 * (time.perf_counter() - begun))
+    first = NVIDIA_WARM_UP if protocol == "nvidia" else warm_up_steps(times_ms)
+    kept = times_ms[first:]
+    if not kept:
+        raise InputError(
+            f"{len(times_ms)} steps were made in {seconds:g} s, but the first {first} are left "
+            "out: give more --steps or --seconds"
+        )
+    p50, p90, p95, p99 = (float(value) for value in np.percentile(kept, (50, 90, 95, 99)))
+    losses = []
+    for batch in batches:
+        batch = batch.to(device)
+        losses.append(float(loss(predict(model, batch, precision), batch.targets)))
+    mean = statistics.fmean(kept)
+    return Latency(
+        batch_size=batches[0].size,
+        steps=len(kept),
+        warm_up_steps=first,
+        batches=len(batches),
+        mean=mean,
+        p50=p50,
+        p90=p90,
+        p95=p95,
+        p99=p99,
+        samples_per_second=1e3 * batches[0].size / mean,
+        loss=statistics.fmean(losses),
+    )
+
+
+def pool_of(generator: Generator, steps: int, pin: bool) -> list[Batch]:
+    """Batches for ``steps`` steps, made beforehand: making them is no part of a latency."""
+    made: list[Batch] = []
+    size = 0
+    while len(made) < min(steps, POOL_BATCHES) and size < POOL_BYTES:
+        batch = generator.next_batch()
+        made.append(_pinned(batch) if pin and batch.dense.device.type == "cpu" else batch)
+        size += sum(tensor.nbytes for tensor in (batch.dense, batch.indices, batch.offsets))
+    return made
+
+
+def _pinned(batch: Batch) -> Batch:
+    """In page-locked memory, as requests that a server received for a GPU."""
+    names = ("dense", "indices", "offsets", "targets")
+    return dataclasses.replace(batch, **{name: getattr(batch, name).pin_memory() for name in names})
+
+
+def warm_up_steps(times_ms: Sequence[float]) -> int:
+    """Leading steps that belong to a warm-up: those without which the mean is known best.
+
+    MSER (White 1997, "An effective truncation heuristic"): of all places in the first half,
+    cut where the squared standard error of the rest, its variance over its length, is
+    least. Applied to medians of groups of 5, as MSER-5 is to means.
+    """
+    count = len(times_ms) // _GROUP
+    if count < 2:
+        return min(1, len(times_ms) - 1) if times_ms else 0
+    groups = np.median(np.reshape(times_ms[: count * _GROUP], (count, _GROUP)), axis=1)
+    left = count - np.arange(count // 2 + 1)
+    # sums over the rest, from every possible beginning
+    totals = np.cumsum(groups[::-1])[::-1][: left.size]
+    squares = np.cumsum(np.square(groups - groups.mean())[::-1])[::-1][: left.size]
+    shifted = totals - left * groups.mean()
+    error = np.maximum(squares - shifted**2 / left, 0.0) / left**2
+    return _GROUP * int(np.argmin(error))
