@@ -21,6 +21,7 @@ from dlrm_core.products import (
     MEMORY_SHARE,
     model_products,
     native_precisions,
+    tile_precision,
     time_products,
 )
 from dlrm_core.timing import Action, best_times_ms, threads_of
@@ -64,6 +65,8 @@ def measure_ceilings(
         found["threads"] = torch.get_num_threads()
         precisions, emulated = native_precisions(device)
         missing |= {f"ceilings.gemm.{name}": why for name, why in emulated.items()}
+        if (own := tile_precision(parameters, device)) is not None:
+            precisions.append(own)
         found["gemm"], late = time_products(
             model_products(parameters), precisions, device, GEMM_BUDGET_S
         )

@@ -72,6 +72,7 @@ def default_changes(parameters: Parameters) -> list[dict[str, Any]]:
         changes.append({"training.fp32_matmul": "onednn"})
     if getattr(training, "precision", None) == "fp32" and _bf16_pays(training):
         changes.append({"training.precision": "bf16"})
+    changes += _fused_changes(training)
     if getattr(training, "embedding_backend", None) == "torch":
         changes.append({"training.embedding_backend": "fused"})
     if not training.fused_optimizer:
@@ -372,6 +373,24 @@ def _require(parameters: Parameters, half: str, loops: Mapping[str, Any]) -> Non
             f"probing the {half} half needs {format_bytes(needed)}, more than "
             f"{MEMORY_SHARE:.0%} of the {format_bytes(available)} available"
         )
+
+
+def _fused_changes(training: Any) -> list[dict[str, Any]]:
+    """The fused dense part, where the processor has the tiles for it."""
+    from dlrm_core.tiles.machine import why_no_tiles
+
+    if training.dense_backend != "torch" or training.compile or why_no_tiles():
+        return []
+    fused: dict[str, Any] = {"training.dense_backend": "fused"}
+    if training.precision == "bf16":
+        return [fused]
+    if training.precision != "fp32":
+        return []
+    exact = training.lowest_precision == "fp32"
+    changes = [{**fused, "training.fp32_matmul": "bf16x3" if exact else "bf16x2"}]
+    if not exact:
+        changes.append({**fused, "training.precision": "bf16"})
+    return changes
 
 
 def _bf16_pays(training: Any) -> bool:

@@ -74,6 +74,7 @@ def reduced(parameters: Parameters, half: str) -> Parameters:
             compile=False,
             cuda_graphs=False,
             fp32_matmul="default",
+            dense_backend="torch",
             fused_optimizer=False,
         )
         model = dataclasses.replace(

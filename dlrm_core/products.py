@@ -12,19 +12,26 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dlrm_core.capacity import available_memory, format_bytes
 from dlrm_core.config import Parameters
+from dlrm_core.dense_fused import parts_of, why_not_fused
 from dlrm_core.precision import cpu_flags
 from dlrm_core.timing import Action, best_times_ms
+
+if TYPE_CHECKING:
+    from dlrm_core.tiles.layout import Engine
 
 PRECISIONS = ("fp32", "fp32_onednn", "tf32", "bf16", "fp16")
 """fp32_onednn and tf32 take and give fp32, and are free to round inside."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+TILE_PARTS = {"bf16_tiles": 1, "fp32_bf16x2": 2, "fp32_bf16x3": 3}
+"""Products of :mod:`dlrm_core.tiles` to the bf16 numbers an operand's entry is made of."""
 
 MEMORY_SHARE = 0.8
 """Of what is available, no measurement allocates more."""
@@ -83,6 +90,15 @@ def model_products(parameters: Parameters) -> list[Product]:
         found.append(Product("interaction", 0, "forward", features, features, dim, size))
         found.append(Product("interaction", 0, "backward_input", features, dim, features, size))
     return found
+
+
+def tile_precision(parameters: Parameters, device: torch.device) -> str | None:
+    """Name of the tile kernels' products, where the run's dense part multiplies by them."""
+    training = parameters.training
+    if training.dense_backend != "fused" or why_not_fused(training, device):
+        return None
+    names = {parts: name for name, parts in TILE_PARTS.items()}
+    return names[parts_of(training)]
 
 
 def native_precisions(device: torch.device) -> tuple[list[str], dict[str, str]]:
@@ -169,7 +185,9 @@ def time_products(
                     f"products, of {format_bytes(room)} available"
                 )
                 continue
-            call = operands.call(product, DTYPES.get(precision, torch.float32))
+            if _is_left_out(product, precision):
+                continue
+            call = operands.call(product, precision)
             actions[shape, precision] = Action(call, _setting(precision, device))
     times, late = best_times_ms(actions, device, budget_s)
     errors = {
@@ -179,6 +197,8 @@ def time_products(
     rows, reasons = [], {}
     for product, precision in itertools.product(products, precisions):
         key = product.shape, precision
+        if _is_left_out(product, precision):
+            continue
         if key not in times:
             name = f"{precision}, {product.part} layer {product.layer}, {product.phase}"
             reasons[name] = (failed | late)[key]
@@ -196,12 +216,16 @@ def time_products(
     return rows, reasons
 
 
+def _is_left_out(product: Product, precision: str) -> bool:
+    """The tile kernels multiply no batches: their interaction is made of vector instructions."""
+    return precision in TILE_PARTS and product.batch > 1
+
+
 def product_calls(
     products: Sequence[Product], precision: str, device: torch.device
 ) -> dict[tuple[str, int, int, int, int], Callable[[], object]]:
     """One call for each shape of product in a precision, its operands made beforehand."""
     operands = _Operands(device)
-    dtype = DTYPES.get(precision, torch.float32)
     setting = _setting(precision, device)
 
     def inside(call: Callable[[], torch.Tensor]) -> Callable[[], object]:
@@ -212,7 +236,7 @@ def product_calls(
         return run
 
     chosen = {product.shape: product for product in products}
-    return {shape: inside(operands.call(found, dtype)) for shape, found in chosen.items()}
+    return {shape: inside(operands.call(found, precision)) for shape, found in chosen.items()}
 
 
 class _Operands:
@@ -223,6 +247,7 @@ class _Operands:
         self.bytes = 0
         self._random = torch.Generator(device).manual_seed(0)
         self._made: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._engine: Engine | None = None
 
     def pair(self, product: Product, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Left (m, k) and right (k, n), laid out in memory as the step has them."""
@@ -238,8 +263,11 @@ class _Operands:
             return self._matrix("left", (k, m), dtype).t(), self._matrix("right", (k, n), dtype)
         return self._matrix("left", (m, k), dtype), self._matrix("right", (k, n), dtype)
 
-    def call(self, product: Product, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-        """The operation that autograd would run for this product."""
+    def call(self, product: Product, precision: str) -> Callable[[], torch.Tensor]:
+        """The operation that the dense part would run for this product."""
+        if precision in TILE_PARTS:
+            return self._tile_call(product, TILE_PARTS[precision])
+        dtype = DTYPES.get(precision, torch.float32)
         left, right = self.pair(product, dtype)
         if product.batch > 1:
             return lambda: torch.bmm(left, right)
@@ -247,6 +275,25 @@ class _Operands:
             bias = torch.zeros(product.n, dtype=dtype, device=self.device)
             return lambda: torch.addmm(bias, left, right)
         return lambda: torch.mm(left, right)
+
+    def _tile_call(self, product: Product, parts: int) -> Callable[[], torch.Tensor]:
+        from dlrm_core.tiles.layout import Engine, Result, Tiled, blocks_of
+
+        engine = self._engine = self._engine or Engine()
+        m, n, k = (blocks_of(size) for size in (product.m, product.n, product.k))
+        left, right = self.pair(product, torch.float32)
+        tiled_left, tiled_right = Tiled.empty(m, k, parts), Tiled.empty(n, k, parts)
+        engine.pack(left.contiguous(), parts, Result(rows=tiled_left))
+        engine.pack(right.contiguous(), parts, Result(columns=tiled_right))
+        self.bytes += 2 * (tiled_left.memory.numel() + tiled_right.memory.numel())
+        target = torch.empty(product.m, product.n)
+        result = Result(target=target)
+
+        def call() -> torch.Tensor:
+            engine.product(tiled_left, tiled_right, (product.m, product.n), result)
+            return target
+
+        return call
 
     def _matrix(self, side: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         key = (side, shape, dtype)

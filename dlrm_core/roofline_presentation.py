@@ -17,8 +17,11 @@ from dlrm_core.presentation import Table, Text, column
 PRECISIONS = {
     "fp32": "fp32",
     "fp32_onednn": "fp32 by oneDNN",
+    "fp32_bf16x2": "fp32 as bf16x2 on tiles",
+    "fp32_bf16x3": "fp32 as bf16x3 on tiles",
     "tf32": "TF32",
     "bf16": "bf16",
+    "bf16_tiles": "bf16 on tiles",
     "fp16": "fp16",
 }
 
@@ -60,8 +63,9 @@ def product_peaks(ceilings: Mapping[str, Any]) -> dict[str, float]:
     limits = Limits(ceilings)
     peaks = {name: rate for name in PRECISIONS if (rate := limits.peak_gflops([name]))}
     # another library for the same precision is worth a line only where it is the faster one
-    if peaks.get("fp32_onednn", 0.0) <= peaks.get("fp32", 0.0):
-        peaks.pop("fp32_onednn", None)
+    for name in PRECISIONS:
+        if peaks.get(name, 0.0) <= peaks.get(name.partition("_")[0], 0.0) and "_" in name:
+            peaks.pop(name, None)
     return {PRECISIONS[name]: rate for name, rate in peaks.items()}
 
 

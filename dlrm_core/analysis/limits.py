@@ -89,7 +89,7 @@ class Limits:
     def _usable(self, row: Mapping[str, Any], wanted: set[str]) -> bool:
         if row.get("precision") not in wanted or not _positive(row.get("ms")):
             return False
-        if row["precision"] != "fp32_onednn":
+        if not row["precision"].startswith("fp32_"):
             return True
         error = row.get("relative_error")
         return error is not None and error <= MAX_RELATIVE_ERROR

@@ -267,10 +267,13 @@ def _table_bytes(
 def precision_names(parameters: Parameters) -> tuple[str, ...]:
     """Names of the measured products that are of this run's precision."""
     precision = setting_of(parameters, "precision", "fp32")
+    fused = setting_of(parameters, "dense_backend", "torch") == "fused"
     if precision != "fp32":
-        return (precision,)
+        return (precision, f"{precision}_tiles") if fused else (precision,)
     # whichever library multiplies fp32 faster could be used without changing precision
-    names = ("fp32", "fp32_onednn")
+    names: tuple[str, ...] = ("fp32", "fp32_onednn")
+    if fused:
+        names = (*names, f"fp32_{setting_of(parameters, 'fp32_matmul', 'default')}")
     return (*names, "tf32") if setting_of(parameters, "tf32", False) else names
 
 

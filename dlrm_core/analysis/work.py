@@ -19,6 +19,12 @@ from typing import Any
 import pandas as pd
 
 from dlrm_core.analysis.embedding_work import embedding_rows, lookups
+from dlrm_core.analysis.fused_work import (
+    fused_backward,
+    fused_forward,
+    fused_weights,
+    is_fused,
+)
 from dlrm_core.analysis.work_rows import FLOAT_BYTES, INDEX_BYTES, Ledger
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.parts import COMPONENTS, PHASES
@@ -76,10 +82,19 @@ def operator_work(
     on_gpu = (device or parameters.training.device).startswith("cuda")
     _data(ledger, parameters, sum(table.count for table in looked_up), on_gpu)
     element = ELEMENT_BYTES[setting_of(parameters, "precision", "fp32")]
+    fused = is_fused(parameters) and not on_gpu
     for rows, count in micro_batches(parameters):
-        _dense_forward(ledger, parameters, rows, count, element)
-        _dense_backward(ledger, parameters, rows, count, element)
-    _whole_batch(ledger, parameters, element)
+        if fused:
+            fused_forward(ledger, parameters, rows, count)
+            _losses(ledger, parameters, rows, count)
+            fused_backward(ledger, parameters, rows, count)
+        else:
+            _dense_forward(ledger, parameters, rows, count, element)
+            _dense_backward(ledger, parameters, rows, count, element)
+    if fused:
+        fused_weights(ledger, parameters)
+    else:
+        _whole_batch(ledger, parameters, element)
     embedding_rows(ledger, parameters, looked_up)
     _updates(ledger, parameters)
     return ledger.table()
@@ -155,6 +170,13 @@ def _dense_backward(
     with ledger.part("bottom_mlp", "backward", count):
         # nobody asks for the gradient of the dense features
         _mlp_backward(ledger, model.bottom_widths, rows, element, False, needs_input=False)
+
+
+def _losses(ledger: Ledger, parameters: Parameters, rows: int, count: int) -> None:
+    with ledger.part("loss", "forward", count):
+        _loss_forward(ledger, parameters, rows)
+    with ledger.part("loss", "backward", count):
+        _loss_backward(ledger, parameters, rows)
 
 
 def _pointwise(ledger: Ledger, operator: str, elements: float, operands: int, element: int) -> None:

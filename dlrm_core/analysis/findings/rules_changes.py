@@ -19,6 +19,9 @@ from dlrm_core.analysis.findings.ledger import Ledger
 MAX_RELATIVE_ERROR = 1e-5
 """Of products that may replace fp32; true bf16 makes about 2e-3."""
 
+TILE_ERRORS = {"bf16x2": 5e-6, "bf16x3": 2e-7}
+"""Relative errors of fp32 products made of bf16 numbers; tests hold the kernels to them."""
+
 PRECISIONS = ("fp32", "bf16", "fp16")
 """Highest first. ``training.lowest_precision`` names the lowest that may be proposed."""
 
@@ -52,6 +55,14 @@ SETTINGS: dict[str, Setting] = {
         "The dense part computes in {now}, where {then} is allowed and faster",
         "Compute the dense part in {then} by autocast; training.lowest_precision says that the "
         "model's accuracy allows it (set it to fp32 if it does not).",
+    ),
+    "training.dense_backend": Setting(
+        "dense_kernels",
+        DENSE,
+        "arithmetic",
+        "The dense part holds {share} of the step; fused kernels on matrix tiles are faster",
+        "Compute the dense part by fused kernels: operands stay in tiles between products, and "
+        "bias, ReLU, its mask and the bias' gradient are done while a result is in the cache.",
     ),
     "training.embedding_backend": Setting(
         "embedding_update",
@@ -121,7 +132,7 @@ def faster_settings(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
     best: dict[str, tuple[float, Finding]] = {}
     for probe in probed(evidence):
         change = dict(probe.get("change") or {})
-        finding = _of(evidence, ledger, change, probe) if len(change) == 1 else None
+        finding = _of(evidence, ledger, change, probe) if _is_one_setting(change) else None
         if finding is None:
             continue
         gain = finding.predicted_speedup["mid"]
@@ -130,12 +141,18 @@ def faster_settings(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
     yield from (finding for _, finding in best.values())
 
 
+def _is_one_setting(change: Mapping[str, Any]) -> bool:
+    """One leaf, or the fused dense part with the products that it needs."""
+    return len(change) == 1 or next(iter(change), "") == "training.dense_backend"
+
+
 def _of(
     evidence: Evidence, ledger: Ledger, change: Mapping[str, Any], probe: Mapping[str, Any]
 ) -> Finding | None:
     (name, then), *_ = change.items()
     setting = SETTINGS.get(name)
-    if setting is None or not setting.title or not _is_allowed(evidence, name, then, probe):
+    allowed = all(_is_allowed(evidence, leaf, value, probe) for leaf, value in change.items())
+    if setting is None or not setting.title or not allowed:
         return None
     if setting.id == "embedding_update" and ledger.is_explained(("embedding", "backward")):
         return None  # what does not belong there was named, with this as its remedy
@@ -167,6 +184,8 @@ def _is_allowed(evidence: Evidence, name: str, then: Any, probe: Mapping[str, An
         # fp16 keeps less range than bf16: it is only proposed where it is allowed by name
         return then in PRECISIONS[: PRECISIONS.index(lowest) + 1] if lowest in PRECISIONS else False
     error = probe.get("relative_error")
+    if name == "training.fp32_matmul" and then in TILE_ERRORS:
+        return TILE_ERRORS[then] <= MAX_RELATIVE_ERROR
     if name == "training.fp32_matmul":
         error = error if error is not None else _library_error(evidence)
         return error is not None and error <= MAX_RELATIVE_ERROR
