@@ -381,7 +381,8 @@ class TrainingConfig:
     )
     eval_batches: int | None = setting(
         None,
-        "batches of an evaluation; left out, the whole test split of a data set, 20 of a stream",
+        "batches of an evaluation; left out, the whole test split of a data set, 131,072 samples "
+        "of a teacher, 20 batches of other streams",
         minimum=1,
     )
     auc_target: float | None = setting(

@@ -21,13 +21,13 @@ from dlrm_core.precision import DensePrecision
 from dlrm_core.step import data_forward, embedding_forward, transfer_forward
 
 STREAM_BATCHES = 20
-"""Batches of an evaluation on generated data, unless ``training.eval_batches`` says otherwise."""
+"""Batches of an evaluation on a stream without end, unless ``training.eval_batches`` is given."""
 
 KEPT_BYTES = 256 << 20
 """Generated test data is kept between evaluations if it is no larger than this."""
 
 _SEED_STEP = 1 << 31
-"""Added to the seed for test data."""
+"""Added to the seed for test data: no batch of the training is among it."""
 
 
 @dataclass(frozen=True)
@@ -97,17 +97,31 @@ class HeldOut:
         self._kept = kept
 
     def _made(self) -> Iterator[Batch]:
-        """The run's stream with a seed of its own, from the beginning."""
-        generator = make_generator(held_out(self._parameters), self._device)
-        for _ in range(self._parameters.training.eval_batches or STREAM_BATCHES):
-            yield generator.next_batch()
+        return held_out_batches(
+            self._parameters, self._device, self._parameters.training.eval_batches
+        )
 
 
-def held_out(parameters: Parameters) -> Parameters:
-    """The same data with a seed of its own: no batch of the training is among it."""
+def held_out_batches(
+    parameters: Parameters, device: torch.device, count: int | None
+) -> Iterator[Batch]:
+    """Test data from its beginning: a test split, or the run's law with a seed of its own.
+
+    Args:
+        count: batches at most; None: all of a data set, 131,072 samples of a teacher,
+            :data:`STREAM_BATCHES` of other streams, which have no end.
+    """
     training = parameters.training
+    if parameters.data.one_hot:
+        from dlrm_core.datasets.reader import evaluation_batches
+
+        yield from evaluation_batches(parameters, count and count * training.batch_size)
+        return
     seed = (training.seed + _SEED_STEP) % (1 << 32)
-    return dataclasses.replace(parameters, training=dataclasses.replace(training, seed=seed))
+    other = dataclasses.replace(parameters, training=dataclasses.replace(training, seed=seed))
+    generator = make_generator(other, device)
+    for _ in range(count or STREAM_BATCHES):
+        yield generator.next_batch()
 
 
 def predict(model: DLRM, batch: Batch, precision: DensePrecision) -> torch.Tensor:

@@ -15,14 +15,13 @@ import torch
 from dlrm_core.capacity import require_memory
 from dlrm_core.checkpoints import find_checkpoint, read_checkpoint
 from dlrm_core.config import Parameters, load_parameters
-from dlrm_core.data.loader import make_generator
 from dlrm_core.embeddings import attach
 from dlrm_core.embeddings.choose import resolve
 from dlrm_core.errors import InputError
-from dlrm_core.evaluation import HeldOut, held_out
+from dlrm_core.evaluation import HeldOut, held_out_batches
 from dlrm_core.evaluation import evaluate as evaluate_batches
 from dlrm_core.files import plain
-from dlrm_core.inference import measure_latency, pool_of
+from dlrm_core.inference import POOL_BATCHES, measure_latency, pool_of
 from dlrm_core.model import DLRM, ClickLoss, build_model
 from dlrm_core.precision import DensePrecision, set_fp32_matmul, set_tf32
 from dlrm_core.resuming import require_same_model, restore_weights, with_backend_of
@@ -73,8 +72,8 @@ def infer(arguments: argparse.Namespace) -> int:
     for size in sizes or [predictor.parameters.training.batch_size]:
         training = dataclasses.replace(predictor.parameters.training, batch_size=size)
         parameters = dataclasses.replace(predictor.parameters, training=training)
-        generator = make_generator(held_out(parameters), predictor.device)
-        pool = pool_of(generator, arguments.steps, pin=predictor.device.type == "cuda")
+        stream = held_out_batches(parameters, predictor.device, POOL_BATCHES)
+        pool = pool_of(stream, arguments.steps, pin=predictor.device.type == "cuda")
         latency = measure_latency(
             predictor.model,
             predictor.loss,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from dlrm_core.data import Batch
-from dlrm_core.data.loader import Generator
 from dlrm_core.errors import InputError
 from dlrm_core.evaluation import predict
 from dlrm_core.model import DLRM
@@ -121,14 +120,23 @@ def measure_latency(
     )
 
 
-def pool_of(generator: Generator, steps: int, pin: bool) -> list[Batch]:
-    """Batches for ``steps`` steps, made beforehand: making them is no part of a latency."""
+def pool_of(stream: Iterable[Batch], steps: int, pin: bool) -> list[Batch]:
+    """Batches for ``steps`` steps, made beforehand: making them is no part of a latency.
+
+    Raises:
+        InputError: there is no batch.
+    """
     made: list[Batch] = []
     size = 0
-    while len(made) < min(steps, POOL_BATCHES) and size < POOL_BYTES:
-        batch = generator.next_batch()
+    for batch in stream:
+        if made and batch.size < made[0].size:
+            break  # the last batch of a test split
         made.append(_pinned(batch) if pin and batch.dense.device.type == "cpu" else batch)
         size += sum(tensor.nbytes for tensor in (batch.dense, batch.indices, batch.offsets))
+        if len(made) >= min(steps, POOL_BATCHES) or size >= POOL_BYTES:
+            break
+    if not made:
+        raise InputError("the test data holds no samples, expected at least one batch")
     return made
 
 

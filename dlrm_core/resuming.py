@@ -195,10 +195,10 @@ def restore_position(checkpoint: Checkpoint, generator: Generator) -> None:
     """
     position = checkpoint.state["position"]
     try:
-        if isinstance(generator, Resumable) and "batches" not in position:
+        if isinstance(generator, Resumable):
             generator.restore(state_from_plain(position))
             return
-        for _ in range(int(position["batches"])):
+        for _ in range(int(position["batches_used"])):
             generator.next_batch()
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise InputError(
@@ -210,7 +210,7 @@ def restore_position(checkpoint: Checkpoint, generator: Generator) -> None:
 def state_of(step: TrainingStep, followed: Followed | None, done: int) -> Mapping[str, Any]:
     """All state of a run that is no tensor, as plain numbers."""
     precision = step.dense.precision
-    position = plain_state(followed.position()) if followed else {"batches": done}
+    position = plain_state(followed.position()) if followed else {"batches_used": done}
     return {
         "position": position,
         "counts": optimizer_state(step)[1],

@@ -95,7 +95,7 @@ def total_steps(config: TrainingConfig, source: str, generator: object) -> int:
     """
     total = config.batches
     if config.epochs is not None:
-        of_epoch = getattr(generator, "epoch_batches", None)
+        of_epoch = getattr(generator, "batches_per_epoch", None)
         if of_epoch is None:
             raise InputError(
                 f"training.epochs is {config.epochs:g}, but data.generator {source!r} makes "
