@@ -218,6 +218,12 @@ def _stability(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _data(parser: argparse.ArgumentParser) -> None:
+    from dlrm_core.datasets.command_line import add_arguments
+
+    add_arguments(parser)
+
+
 def _no_arguments(parser: argparse.ArgumentParser) -> None:
     """For a subcommand that takes none."""
 
@@ -286,6 +292,12 @@ SUBCOMMANDS = (
         "the same training with N seeds: spread of AUC or loss, power, memory",
         _stability,
         "dlrm_core.stability_command:command_stability",
+    ),
+    Subcommand(
+        "data",
+        "data sets: generate, preprocess, inspect",
+        _data,
+        "dlrm_core.datasets.command:data",
     ),
     Subcommand(
         "parameters",

@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -133,13 +134,15 @@ class OpenFiles:
 
     def __init__(self) -> None:
         self._handles: dict[Path, int] = {}
+        self._lock = threading.Lock()
 
     def open(self, path: Path) -> int:
         """A handle for writing; the file is made if need be, and kept as it is if not."""
-        if path not in self._handles:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._handles[path] = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        return self._handles[path]
+        with self._lock:
+            if path not in self._handles:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._handles[path] = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            return self._handles[path]
 
     def cut(self, path: Path, size: int) -> None:
         """Set a file's size."""

@@ -1,0 +1,329 @@
+"""Criteo's text (Kaggle and Terabyte) to NVIDIA's layout, on files larger than memory.
+
+Two stages, each at the speed of one core's parsing or hashing times the cores:
+
+1. the text, in pieces: labels, log(x+3) of the integers (0 where missing; what is below
+   −2 counts as −2) as float16, and the 26 hashed categories as 32-bit columns;
+2. each category column: counted, numbered (``vocabulary``), rewritten as row numbers.
+
+The last rows become the test split. Everything follows from the input: the same bytes
+come out for any number of threads, amount of memory and number of interruptions.
+"""
+
+from __future__ import annotations
+
+import gzip
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from dlrm_core.datasets.criteo_columns import RawColumns
+from dlrm_core.datasets.criteo_kernels import (
+    BAD_INTEGER,
+    BAD_LABEL,
+    DENSE,
+    FEW_FIELDS,
+    HEX_VALUES,
+    MANY_FIELDS,
+    NO_FAULT,
+    TABLES,
+    kernel,
+    parse_kernel,
+)
+from dlrm_core.datasets.feature_spec import default_spec, read_spec, write_spec
+from dlrm_core.datasets.resumable import (
+    SYNC_BYTES,
+    Progress,
+    Workplace,
+    in_order,
+    need_space,
+)
+from dlrm_core.errors import InputError
+
+LAYOUTS = {"kaggle": 1 / 7, "terabyte": 1 / 24}
+"""Share of the rows, from the end, that are the test split: the last day."""
+PIECE = 4 << 20
+"""Bytes of text parsed at a time."""
+FIELDS = ["label", *(f"I{i + 1}" for i in range(DENSE)), *(f"C{i + 1}" for i in range(TABLES))]
+NEWLINE = 10
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for.
+
+    Attributes:
+        layout: 'kaggle' or 'terabyte'; the text is the same, the days are not.
+        inputs: text files in order, gzipped if named so.
+        threshold: categories that came less often become row 0.
+        max_rows: stop after so many rows.
+        test_fraction: share of the rows, from the end, that are the test split.
+        threads: of this process.
+        memory: bytes of hash tables, all threads together.
+    """
+
+    layout: str
+    inputs: Sequence[Path]
+    threshold: int
+    max_rows: int | None = None
+    test_fraction: float | None = None
+    threads: int = 1
+    memory: int = 512 << 20
+    piece: int = PIECE
+
+    def note(self) -> dict[str, Any]:
+        """What the result follows from, to know the same request again."""
+        files = [(str(path.absolute()), path.stat()) for path in self.inputs]
+        return {
+            "layout": self.layout,
+            "inputs": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in files],
+            "frequency_threshold": self.threshold,
+            "max_rows": self.max_rows,
+            "test_fraction": self.fraction,
+        }
+
+    @property
+    def fraction(self) -> float:
+        """Share of the test split."""
+        return LAYOUTS[self.layout] if self.test_fraction is None else self.test_fraction
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Whole lines of one input.
+
+    Attributes:
+        file: its number among the inputs.
+        line: number of the first line, from 1.
+        row: number of the first row in the data set.
+        rows: lines to parse.
+        text: bytes, the last a newline.
+        end: place in the (unpacked) file where the next piece begins.
+    """
+
+    file: int
+    line: int
+    row: int
+    rows: int
+    text: bytes = field(repr=False)
+    end: int
+
+
+@dataclass(frozen=True)
+class Preprocessed:
+    """What ``preprocess`` did."""
+
+    folder: Path
+    rows: dict[str, int]
+    table_rows: tuple[int, ...]
+    input_bytes: int
+    seconds: float
+
+
+def preprocess(request: Request, target: Path) -> Preprocessed:
+    """Convert text, or go on with a conversion that was interrupted.
+
+    Raises:
+        InputError: a file or a line that cannot be read, no room, another request.
+    """
+    started = time.perf_counter()
+    _check(request)
+    size = sum(path.stat().st_size for path in request.inputs)
+    with Workplace(target, request.note(), "dlrm data preprocess") as place:
+        if not place.finished:
+            _work(request, place, size)
+            place.finish()
+    spec = read_spec(target)
+    rows = dict(spec.metadata["samples"])
+    return Preprocessed(target, rows, spec.table_rows, size, time.perf_counter() - started)
+
+
+def _check(request: Request) -> None:
+    if request.layout not in LAYOUTS:
+        raise InputError(f"--layout is {request.layout!r}, expected one of {', '.join(LAYOUTS)}")
+    for path in request.inputs:
+        if not path.is_file():
+            raise InputError(f"--input {path}: no such file")
+    if request.threshold < 1:
+        raise InputError(f"--frequency-threshold is {request.threshold}, expected at least 1")
+    if request.max_rows is not None and request.max_rows < 2:
+        raise InputError(f"--max-rows is {request.max_rows}, expected at least 2")
+    if not 0.0 < request.fraction < 1.0:
+        raise InputError(f"--test-fraction is {request.fraction:g}, expected between 0 and 1")
+
+
+def _work(request: Request, place: Workplace, size: int) -> None:
+    with RawColumns(place.folder) as columns:
+        if not place.done.get("parsed"):
+            if not request.max_rows:
+                # text is wider than its columns, except for what gzip makes of it
+                packed = any(path.suffix == ".gz" for path in request.inputs)
+                need_space(place.folder, 0 if place.done else size * (4 if packed else 1))
+            _parse(request, place, columns)
+        rows = int(place.done["rows"])
+        test = max(1, round(rows * request.fraction))
+        if rows - test < 1:
+            raise InputError(
+                f"the inputs have {rows} rows, of which {test} would be the test split: none is "
+                "left to train on"
+            )
+        columns.split(rows, rows - test)
+        done = dict(place.done)
+        features = {int(t): tuple(v) for t, v in done.pop("features", {}).items()}
+        left = [t for t in range(TABLES) if t not in features]
+        progress = Progress("numbering categories", TABLES, "features", len(features))
+        memory = request.memory // request.threads
+
+        def convert(table: int) -> tuple[int, int, int]:
+            return table, *columns.convert(table, rows, rows - test, request.threshold, memory)
+
+        for table, kept, different in in_order(convert, left, request.threads, request.threads):
+            features[table] = (kept, different)
+            place.note(**done, features={str(t): list(v) for t, v in features.items()})
+            columns.drop(table)
+            progress.advance(1)
+        progress.close()
+    table_rows = [features[t][0] + 1 for t in range(TABLES)]
+    sections = default_spec(DENSE, table_rows)
+    sections["metadata"] = {
+        "made_by": "dlrm data preprocess",
+        "layout": request.layout,
+        "inputs": [path.name for path in request.inputs],
+        "frequency_threshold": request.threshold,
+        "samples": {"train": rows - test, "test": test},
+        "clicks": int(done["clicks"]),
+        "different_categories": [features[t][1] for t in range(TABLES)],
+        "numerical": "log(x + 3) as float16, 0 where missing",
+        "row_0": "missing, or rarer than the threshold",
+    }
+    write_spec(place.folder, sections)
+    columns.remove()
+
+
+def _parse(request: Request, place: Workplace, columns: RawColumns) -> None:
+    done = {"file": 0, "offset": 0, "line": 1, "rows": 0, "clicks": 0} | place.done
+    progress = Progress("parsing", sum(p.stat().st_size for p in request.inputs), "bytes")
+
+    def parse(piece: Piece) -> tuple[Piece, int]:
+        labels, dense, categories, missing = parse_piece(piece, request.inputs[piece.file])
+        columns.write(piece.row, labels, dense, categories, missing)
+        return piece, int(labels.sum())
+
+    unsynced = 0
+    pieces = read_pieces(request, done)
+    for piece, clicks in in_order(parse, pieces, request.threads, 2 * request.threads):
+        done["file"], done["offset"] = piece.file, piece.end
+        done["line"], done["rows"] = piece.line + piece.rows, piece.row + piece.rows
+        done["clicks"] += clicks
+        unsynced += len(piece.text)
+        progress.advance(len(piece.text))
+        if unsynced >= SYNC_BYTES:
+            columns.sync()
+            place.note(**done)
+            unsynced = 0
+    columns.sync()
+    progress.close()
+    if not done["rows"]:
+        raise InputError(f"{request.inputs[0]}: has no lines")
+    place.note(**done, parsed=True)
+
+
+def read_pieces(request: Request, done: dict[str, Any]) -> Iterator[Piece]:
+    """The inputs in pieces of whole lines, from where ``done`` says."""
+    row = int(done["rows"])
+    line, offset = int(done["line"]), int(done["offset"])
+    for number in range(int(done["file"]), len(request.inputs)):
+        path = request.inputs[number]
+        try:
+            with _open(path) as file:
+                file.seek(offset)
+                rest = b""
+                while True:
+                    block = file.read(request.piece)
+                    text = rest + block
+                    if block:
+                        cut = text.rfind(b"\n") + 1
+                        text, rest = text[:cut], text[cut:]
+                        if not text:
+                            _refuse_endless_line(path, line, rest, request.piece)
+                            continue
+                    elif text:
+                        # a last line without its newline
+                        text, rest = text + b"\n", b""
+                    else:
+                        break
+                    rows = int(np.count_nonzero(np.frombuffer(text, np.uint8) == NEWLINE))
+                    offset += len(text)
+                    if request.max_rows is not None:
+                        rows = min(rows, request.max_rows - row)
+                        if rows <= 0:
+                            return
+                    yield Piece(number, line, row, rows, text, offset)
+                    row, line = row + rows, line + rows
+        except (OSError, EOFError) as error:
+            raise InputError(f"{path}: cannot be read: {error}") from None
+        line, offset = 1, 0
+
+
+def _refuse_endless_line(path: Path, line: int, text: bytes, limit: int) -> None:
+    if len(text) > max(limit, 1 << 16):
+        raise InputError(f"{path}: line {line} has more than {len(text)} bytes: not Criteo's text")
+
+
+def _open(path: Path) -> IO[bytes]:
+    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb", buffering=0)  # type: ignore[return-value]
+
+
+def parse_piece(piece: Piece, path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Labels (B,) bool, dense (B, 13) float16, categories (26, B) uint32, missing bits (B,).
+
+    Raises:
+        InputError: naming file, line, field and what is there.
+    """
+    labels, numbers, categories, missing = parse_numbers(piece, path)
+    return labels, transform(numbers), categories, missing
+
+
+def parse_numbers(
+    piece: Piece, path: Path
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """As :func:`parse_piece`, the integers as they are: (B, 13) int32, MISSING where empty."""
+    rows = piece.rows
+    data = np.frombuffer(piece.text, np.uint8)
+    labels = np.empty(rows, np.uint8)
+    numbers = np.empty((rows, DENSE), np.int32)
+    categories = np.empty((TABLES, rows), np.uint32)
+    missing = np.empty(rows, np.uint32)
+    fault = np.zeros(4, np.int64)
+    kernel(parse_kernel)(data, rows, HEX_VALUES, labels, numbers, categories, missing, fault)
+    if fault[0] != NO_FAULT:
+        _refuse(piece, path, *(int(number) for number in fault))
+    return labels.view(bool), numbers, categories, missing
+
+
+def transform(numbers: np.ndarray) -> np.ndarray:
+    """log(x + 3) of Criteo's integers as float16; missing: 0; below −2: as −2, which is 0 too."""
+    # MISSING is the smallest integer, so it is caught by the same maximum
+    return np.log(np.maximum(numbers, -2).astype(np.float64) + 3.0).astype(np.float16)
+
+
+def _refuse(piece: Piece, path: Path, kind: int, row: int, number: int, place: int) -> None:
+    line = piece.text.split(b"\n", row + 1)[row]
+    found = line.split(b"\t")[number : number + 1]
+    shown = found[0][:40].decode("ascii", "backslashreplace") if found else ""
+    where = f"{path}: line {piece.line + row}"
+    fields = line.count(b"\t") + 1
+    if kind in (FEW_FIELDS, MANY_FIELDS) or fields != len(FIELDS):
+        hint = " (a test file without labels?)" if fields == len(FIELDS) - 1 else ""
+        raise InputError(f"{where}: has {fields} fields, expected {len(FIELDS)}{hint}")
+    wanted = {
+        BAD_LABEL: "0 or 1",
+        BAD_INTEGER: "a whole number of 32 bits, or nothing",
+    }.get(kind, "at most 8 hexadecimal digits, or nothing")
+    raise InputError(
+        f"{where}, field {number + 1} ({FIELDS[number]}): {shown!r}, expected {wanted}"
+    )
