@@ -7,7 +7,7 @@ F = T + 1 features that interact.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from torch import nn
 from dlrm_core.config import ModelConfig
 from dlrm_core.data.batch import Batch
 from dlrm_core.embeddings import EmbeddingTables
+from dlrm_core.interaction_gpu import dot_interaction
 
 
 class Probability(nn.Module):
@@ -65,6 +66,9 @@ class DotInteraction(nn.Module):
     (B, d + F(F+1)/2) with each feature's product with itself, all in x's precision.
     The products come in the order of facebookresearch/dlrm: row by row of the lower
     triangle.
+
+    Attributes:
+        fused: one kernel forward and one backward, on a GPU (:mod:`dlrm_core.interaction_gpu`).
     """
 
     pairs: torch.Tensor
@@ -81,11 +85,14 @@ class DotInteraction(nn.Module):
         mirror = lower.clone()
         mirror[columns, rows] = torch.arange(count)
         self.itself = itself
+        self.fused = False
         self.register_buffer("pairs", rows * features + columns, persistent=False)
         self.register_buffer("lower", lower.flatten(), persistent=False)
         self.register_buffer("mirror", mirror.flatten(), persistent=False)
 
     def forward(self, x: torch.Tensor, pooled: Sequence[torch.Tensor]) -> torch.Tensor:
+        if self.fused:
+            return dot_interaction(x, pooled, self.itself)
         size, dim = x.shape
         features = _side_by_side(x, pooled).view(size, -1, dim)  # (B, F, d)
         products = _PairProducts.apply(features, self)
@@ -175,9 +182,18 @@ class ClickLoss(nn.Module):
 class DLRM(nn.Module):
     """Bottom MLP and embeddings, their interaction, and the top MLP."""
 
-    def __init__(self, config: ModelConfig, huge_pages: bool = False) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        huge_pages: bool = False,
+        make_tables: Callable[[], EmbeddingTables] | None = None,
+    ) -> None:
         super().__init__()
-        self.embeddings = EmbeddingTables(config.table_rows, config.embedding_dim, huge_pages)
+        self.embeddings = (
+            make_tables()
+            if make_tables is not None
+            else EmbeddingTables(config.table_rows, config.embedding_dim, huge_pages)
+        )
         self.bottom_mlp = MLP(config.bottom_widths)
         self.interaction: nn.Module
         if config.interaction == "dot":
@@ -195,17 +211,22 @@ class DLRM(nn.Module):
 
 
 def build_model(
-    config: ModelConfig, seed: int | None, device: torch.device, huge_pages: bool = False
+    config: ModelConfig,
+    seed: int | None,
+    device: torch.device,
+    huge_pages: bool = False,
+    make_tables: Callable[[], EmbeddingTables] | None = None,
 ) -> DLRM:
     """A DLRM with initial weights, on the device; without a seed its memory is left as it is.
 
     W ~ N(0, 2/(m+n)), b ~ N(0, 1/m), E ~ U(+-sqrt(1/rows)), by facebook's own
     numpy stream (embeddings, bottom MLP, top MLP) or by torch on the device.
-    ``huge_pages`` asks for 2 MiB pages behind the tables (see EmbeddingTables).
+    ``huge_pages`` asks for 2 MiB pages behind the tables (see EmbeddingTables);
+    ``make_tables`` makes others in their place (:mod:`dlrm_core.embeddings.host_tables`).
     """
     on_host = config.init == "facebook"
     with torch.device("cpu" if on_host and seed is not None else device):
-        model = DLRM(config, huge_pages)
+        model = DLRM(config, huge_pages, make_tables)
     if seed is None:
         return model
     if on_host:
@@ -239,9 +260,15 @@ def _fill_like_facebook(model: DLRM, random: np.random.RandomState) -> None:
 
 @torch.no_grad()
 def _fill_with_torch(model: DLRM, random: torch.Generator) -> None:
+    beside: torch.Generator | None = None
     for table in model.embeddings.weights:
         bound = (1 / table.shape[0]) ** 0.5
-        table.uniform_(-bound, bound, generator=random)
+        if table.device.type == random.device.type:
+            table.uniform_(-bound, bound, generator=random)
+            continue
+        # a table that stays on the host: a generator draws on its own device only
+        beside = beside or torch.Generator(table.device).manual_seed(random.initial_seed())
+        table.uniform_(-bound, bound, generator=beside)
     for mlp in (model.bottom_mlp, model.top_mlp):
         for linear in mlp.linears:
             m, n = linear.weight.shape
