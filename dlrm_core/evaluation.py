@@ -16,7 +16,9 @@ from dlrm_core.config import Parameters
 from dlrm_core.data import Batch
 from dlrm_core.data.loader import make_generator
 from dlrm_core.dense import bottom_mlp_forward, interaction_forward, top_mlp_forward
+from dlrm_core.embeddings.host_tables import divide
 from dlrm_core.model import DLRM
+from dlrm_core.placement import plan_placement
 from dlrm_core.precision import DensePrecision
 from dlrm_core.step import data_forward, embedding_forward, transfer_forward
 
@@ -97,9 +99,12 @@ class HeldOut:
         self._kept = kept
 
     def _made(self) -> Iterator[Batch]:
-        return held_out_batches(
+        made = held_out_batches(
             self._parameters, self._device, self._parameters.training.eval_batches
         )
+        placement = plan_placement(self._parameters, self._device.type == "cuda")
+        # the lookups of tables on the host need not cross to the GPU
+        return (divide(batch, placement) for batch in made) if placement.split else made
 
 
 def held_out_batches(

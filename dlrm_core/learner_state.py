@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from dlrm_core.embeddings.host_tables import SplitTables
 from dlrm_core.model import DLRM
 from dlrm_core.step import TrainingStep
 
@@ -71,8 +72,7 @@ def _torch_weights(
 ) -> Iterator[tuple[str, torch.nn.Parameter, torch.optim.Optimizer]]:
     """Name and weight of everything that an optimiser of torch updates."""
     names = {weight: name for name, weight in step.model.named_parameters()}
-    every: tuple[Any, ...] = (step.bottom_optimizer, step.top_optimizer, step.embedding_optimizer)
-    for optimizer in every:
+    for optimizer in (step.bottom_optimizer, step.top_optimizer, *_embedding_updates(step)):
         if not isinstance(optimizer, torch.optim.Optimizer):
             continue
         for group in optimizer.param_groups:
@@ -82,15 +82,27 @@ def _torch_weights(
 
 def _backend_sums(step: TrainingStep) -> dict[str, torch.Tensor]:
     """Adagrads' sums of a back end that keeps them itself."""
-    states = getattr(step.embedding_optimizer, "states", None)
-    if states is None:
-        return {}
-    names = [name for name, _ in step.model.embeddings.named_parameters()]
-    return {
-        f"embeddings.{name}.sum": _flat(state)
-        for name, state in zip(names, states, strict=True)
-        if state.numel()
-    }
+    names = {weight: name for name, weight in step.model.named_parameters()}
+    found: dict[str, torch.Tensor] = {}
+    for update in _embedding_updates(step):
+        states = getattr(update, "states", None)
+        if states is None:
+            continue
+        tables = step.model.embeddings.weights
+        if isinstance(step.embedding_optimizer, SplitTables):
+            tables = next(
+                side.weights for _, side, own in step.embedding_optimizer.sides if own is update
+            )
+        for weight, state in zip(tables, states, strict=True):
+            if state.numel():
+                found[f"{names[weight]}.sum"] = _flat(state)
+    return found
+
+
+def _embedding_updates(step: TrainingStep) -> list[Any]:
+    """What updates the tables: one, or one a side where tables lie in two places."""
+    update = step.embedding_optimizer
+    return [own for _, _, own in update.sides] if isinstance(update, SplitTables) else [update]
 
 
 def _flat(state: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from dlrm_core.data import Batch, batches
 from dlrm_core.data.loader import make_generator
 from dlrm_core.data.position import Followed, Resumable
 from dlrm_core.embeddings.choose import resolve
+from dlrm_core.embeddings.host_tables import Places, divided
 from dlrm_core.errors import InputError
 from dlrm_core.evaluation import Evaluation, HeldOut, evaluate
 from dlrm_core.files import JsonLines, write_json, write_text
@@ -83,9 +84,13 @@ class Trainer:
             parameters = with_backend_of(checkpoint, parameters)
             self.notices += changed_settings(parameters, checkpoint)
         seed = config.seed if checkpoint is None else None
-        self.model = build_model(parameters.model, seed, self.device, huge_pages)
+        self.places = Places(parameters, self.device)
+        self.notices += self.places.notices
+        make_tables = self.places.make_tables
+        self.model = build_model(parameters.model, seed, self.device, huge_pages, make_tables)
         if checkpoint is not None:
             restore_weights(checkpoint, self.model)
+        self.places.settle()
         self.loss = ClickLoss(parameters.model.loss, parameters.model.loss_weights).to(self.device)
         parameters, notices = resolve(parameters, self.device, self.model.embeddings)
         self.parameters = parameters
@@ -109,7 +114,8 @@ class Trainer:
             self._folder = CheckpointFolder(place, kept, self.done)
             if isinstance(generator, Resumable):
                 generator = self._followed = Followed(generator)
-        self.batches: Iterator[Batch] = batches(parameters, self.device, generator)
+        source = divided(generator, self.places.placement)
+        self.batches: Iterator[Batch] = batches(parameters, self.device, source)
         self.held_out = HeldOut(parameters, self.device)
         # with data made on the device there is nothing to copy
         self.transfers = self.device.type == "cuda" and parameters.data.place == "cpu"
@@ -209,6 +215,7 @@ class Trainer:
             close()
         if self._folder is not None:
             self._folder.close()
+        self.places.close()
 
 
 def train(

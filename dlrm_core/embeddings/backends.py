@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from dlrm_core.config import TrainingConfig
+from dlrm_core.embeddings.host_tables import PlacedTables, SplitTables
 from dlrm_core.embeddings.tables import Backend, EmbeddingTables
 from dlrm_core.embeddings.torch_backend import torch_optimizer
 from dlrm_core.errors import InputError
@@ -33,6 +34,9 @@ def attach(tables: EmbeddingTables, config: TrainingConfig) -> Update:
         ValueError: 'auto', which :func:`dlrm_core.embeddings.choose.choose` resolves.
     """
     tables.backend = None
+    if isinstance(tables, PlacedTables) and tables.placement.split:
+        tables.backend = SplitTables(tables, config)
+        return tables.backend
     if config.embedding_backend == "torch":
         return torch_optimizer(tables, config.optimizer, config.learning_rate)
     if config.embedding_backend == "fused":

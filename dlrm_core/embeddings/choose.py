@@ -25,6 +25,7 @@ from dlrm_core.capacity import available_memory, forecast_memory, format_bytes
 from dlrm_core.config import Parameters, TrainingConfig
 from dlrm_core.data import Batch, batches
 from dlrm_core.embeddings.backends import Update, attach
+from dlrm_core.embeddings.host_tables import PlacedTables, Places, divide
 from dlrm_core.embeddings.tables import EmbeddingTables
 from dlrm_core.errors import InputError
 
@@ -84,9 +85,14 @@ def resolve(
     if parameters.training.embedding_backend != "auto":
         return parameters, []
     if tables is None:
+        make_tables = Places(parameters, device).make_tables
         with torch.device(device):
-            tables = EmbeddingTables(
-                parameters.model.table_rows, parameters.model.embedding_dim, huge_pages=True
+            tables = (
+                make_tables()
+                if make_tables is not None
+                else EmbeddingTables(
+                    parameters.model.table_rows, parameters.model.embedding_dim, huge_pages=True
+                )
             )
         with torch.no_grad():
             for weight in tables.weights:
@@ -94,8 +100,32 @@ def resolve(
                 weight.fill_(0.01)
     made = first_batches(parameters, device)
     refused = _too_large(parameters, device)
+    if parameters.training.tables_on_disk:
+        refused["fbgemm"] = "it keeps tables in memory of its own, not in training.tables_on_disk"
+    if isinstance(tables, PlacedTables) and tables.placement.split:
+        return _resolve_sides(parameters, tables, made, refused)
     choice = choose(tables, parameters.training, made, refused)
     return with_backend(parameters, choice.backend), [choice.notice]
+
+
+def _resolve_sides(
+    parameters: Parameters, tables: PlacedTables, made: Sequence[Batch], refused: dict[str, str]
+) -> tuple[Parameters, list[str]]:
+    """A choice for each side of tables in two places; the host's is noted in the tables."""
+    parts = [divide(batch, tables.placement) for batch in made]
+    of_host = [part.host for part in parts if part.host is not None]
+    notices, backend = [], ""
+    if tables.placement.on_host:
+        side = tables.side(tables.placement.on_host)
+        choice = choose(side, parameters.training, of_host, refused)
+        tables.host_backend = backend = choice.backend
+        notices.append(f"on the host: {choice.notice}")
+    if tables.placement.on_gpu:
+        side = tables.side(tables.placement.on_gpu)
+        choice = choose(side, parameters.training, parts, refused)
+        backend = choice.backend
+        notices.append(f"beside the dense part: {choice.notice}")
+    return with_backend(parameters, backend), notices
 
 
 def with_backend(parameters: Parameters, backend: str) -> Parameters:
@@ -252,7 +282,7 @@ def _too_large(parameters: Parameters, device: torch.device) -> dict[str, str]:
     refused = {}
     for name in CANDIDATES:
         try:
-            items = forecast_memory(with_backend(parameters, name))
+            items = forecast_memory(with_backend(parameters, name), device.type == "cuda")
         except InputError as error:
             refused[name] = _reason(error)
             continue

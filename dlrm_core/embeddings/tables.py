@@ -50,14 +50,24 @@ class EmbeddingTables(nn.Module):
             (Linux, CPU): random rows then miss the address cache less, and a back end that
             wants all tables in one piece can use them where they are. Before the weights
             are filled it costs nothing.
+        memory: where the weights are to lie, (R, d) float32 each; left out, on the device
+            that torch allocates on.
     """
 
-    def __init__(self, table_rows: Sequence[int], dim: int, huge_pages: bool = False) -> None:
+    def __init__(
+        self,
+        table_rows: Sequence[int],
+        dim: int,
+        huge_pages: bool = False,
+        memory: Sequence[torch.Tensor] | None = None,
+    ) -> None:
         super().__init__()
+        if memory is None:
+            memory = empty_tables(table_rows, dim, huge_pages)
         self.tables = nn.ModuleList(
             # the weights are filled by the caller; the default filling costs seconds a table
-            nn.EmbeddingBag(memory.shape[0], dim, mode="sum", sparse=True, _weight=memory)
-            for memory in _empty_tables(table_rows, dim, huge_pages)
+            nn.EmbeddingBag(weight.shape[0], dim, mode="sum", sparse=True, _weight=weight)
+            for weight in memory
         )
         self.backend: Backend | None = None
 
@@ -75,7 +85,7 @@ class EmbeddingTables(nn.Module):
         ]
 
 
-def _empty_tables(table_rows: Sequence[int], dim: int, huge_pages: bool) -> list[torch.Tensor]:
+def empty_tables(table_rows: Sequence[int], dim: int, huge_pages: bool) -> list[torch.Tensor]:
     """Memory for tables (R, d) float32, in one piece where huge pages are asked for."""
     if not huge_pages:
         return [torch.empty(rows, dim) for rows in table_rows]
