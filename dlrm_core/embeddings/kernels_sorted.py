@@ -136,42 +136,62 @@ def sort_keys(keys, other, count, shift, bits, counters):
 
 
 @compiled
-def sum_gradients(keys, begin, end, mask, gradients, stride, dim, out):
-    """Sum the gradients of the bags of ``keys[begin:end]`` into ``out``; its sum of squares."""
-    squares = zeros()
-    column = 0
-    while column + 64 <= dim:
-        a, b, c, d = zeros(), zeros(), zeros(), zeros()
-        for i in range(begin, end):
-            p = gradients + (item(keys, i) & mask) * stride + 4 * column
-            a = add(a, load_vector(p))
-            b = add(b, load_vector(p + 64))
-            c = add(c, load_vector(p + 128))
-            d = add(d, load_vector(p + 192))
-        p = out + 4 * column
-        store_vector(p, a)
-        store_vector(p + 64, b)
-        store_vector(p + 128, c)
-        store_vector(p + 192, d)
-        squares = add(squares, add(multiply(a, a), multiply(b, b)))
-        squares = add(squares, add(multiply(c, c), multiply(d, d)))
-        column += 64
-    while column + 16 <= dim:
-        a = zeros()
-        for i in range(begin, end):
-            a = add(a, load_vector(gradients + (item(keys, i) & mask) * stride + 4 * column))
-        store_vector(out + 4 * column, a)
-        squares = add(squares, multiply(a, a))
-        column += 16
-    rest = np.float32(0)
-    while column < dim:
+def sum_64(keys, begin, end, mask, gradients, stride, out):
+    """64 columns of :func:`sum_gradients` (functions of their own: see kernels.sum_64)."""
+    a, b, c, d = zeros(), zeros(), zeros(), zeros()
+    for i in range(begin, end):
+        p = gradients + (item(keys, i) & mask) * stride
+        a = add(a, load_vector(p))
+        b = add(b, load_vector(p + 64))
+        c = add(c, load_vector(p + 128))
+        d = add(d, load_vector(p + 192))
+    store_vector(out, a)
+    store_vector(out + 64, b)
+    store_vector(out + 128, c)
+    store_vector(out + 192, d)
+    low = add(multiply(a, a), multiply(b, b))
+    return lane_sum(add(low, add(multiply(c, c), multiply(d, d))))
+
+
+@compiled
+def sum_16(keys, begin, end, mask, gradients, stride, out):
+    """16 columns of :func:`sum_gradients`."""
+    a = zeros()
+    for i in range(begin, end):
+        a = add(a, load_vector(gradients + (item(keys, i) & mask) * stride))
+    store_vector(out, a)
+    return lane_sum(multiply(a, a))
+
+
+@compiled
+def sum_few(keys, begin, end, mask, gradients, stride, out, count):
+    """Fewer than 16 columns of :func:`sum_gradients`."""
+    squares = np.float32(0)
+    for k in range(count):
         one = np.float32(0)
         for i in range(begin, end):
-            one += load_float(gradients + (item(keys, i) & mask) * stride + 4 * column)
-        store_float(out + 4 * column, one)
-        rest += one * one
-        column += 1
-    return lane_sum(squares) + rest
+            one += load_float(gradients + (item(keys, i) & mask) * stride + 4 * k)
+        store_float(out + 4 * k, one)
+        squares += one * one
+    return squares
+
+
+@compiled
+def sum_gradients(keys, begin, end, mask, gradients, stride, dim, out):
+    """Sum the gradients of the bags of ``keys[begin:end]`` into ``out``; its sum of squares."""
+    squares, column = np.float32(0), 0
+    while column + 64 <= dim:
+        at = 4 * column
+        squares += sum_64(keys, begin, end, mask, gradients + at, stride, out + at)
+        column += 64
+    while column + 16 <= dim:
+        at = 4 * column
+        squares += sum_16(keys, begin, end, mask, gradients + at, stride, out + at)
+        column += 16
+    if column < dim:
+        at = 4 * column
+        squares += sum_few(keys, begin, end, mask, gradients + at, stride, out + at, dim - column)
+    return squares
 
 
 @compiled
@@ -197,13 +217,9 @@ def adagrad_row(row, state, gradient, dim, rate, epsilon):
 
 
 @compiled
-def rowwise_row(row, state, gradient, squares, dim, rate, epsilon):
-    """s += mean(g^2); w -= rate g / (sqrt(s) + eps), one s for the row."""
-    total = load_float(state) + squares / np.float32(dim)
-    store_float(state, total)
-    scale = rate / (np.sqrt(total) + epsilon)
-    scales = splat(scale)
-    column = 0
+def subtract_scaled(row, gradient, scale, dim):
+    """w -= scale g."""
+    scales, column = splat(scale), 0
     while column + 16 <= dim:
         at = 4 * column
         change = multiply(scales, load_vector(gradient + at))
@@ -215,47 +231,107 @@ def rowwise_row(row, state, gradient, squares, dim, rate, epsilon):
         column += 1
 
 
+@compiled
+def end_of_row(keys, begin, count, shift):
+    """Behind the last of the keys that have the row of ``keys[begin]``."""
+    row, end = item(keys, begin) >> shift, begin + 1
+    while end < count and item(keys, end) >> shift == row:
+        end += 1
+    return end
+
+
+@compiled
+def rowwise_64(row, state, keys, begin, end, mask, gradients, stride, rate, epsilon):
+    """Row-wise Adagrad of a row of 64 floats, its gradient in registers throughout.
+
+    The same operations in the same order as for other widths.
+    """
+    a, b, c, d = zeros(), zeros(), zeros(), zeros()
+    for i in range(begin, end):
+        p = gradients + (item(keys, i) & mask) * stride
+        a = add(a, load_vector(p))
+        b = add(b, load_vector(p + 64))
+        c = add(c, load_vector(p + 128))
+        d = add(d, load_vector(p + 192))
+    low = add(multiply(a, a), multiply(b, b))
+    squares = lane_sum(add(low, add(multiply(c, c), multiply(d, d))))
+    total = load_float(state) + squares / np.float32(64)
+    store_float(state, total)
+    scales = splat(rate / (np.sqrt(total) + epsilon))
+    store_vector(row, subtract(load_vector(row), multiply(scales, a)))
+    store_vector(row + 64, subtract(load_vector(row + 64), multiply(scales, b)))
+    store_vector(row + 128, subtract(load_vector(row + 128), multiply(scales, c)))
+    store_vector(row + 192, subtract(load_vector(row + 192), multiply(scales, d)))
+
+
+@compiled
+def rowwise_wide(row, state, keys, begin, end, mask, gradients, stride, dim, rate, epsilon, out):
+    """Row-wise Adagrad of a row of any width: s += mean(g^2); w -= rate g / (sqrt(s) + eps)."""
+    squares = sum_gradients(keys, begin, end, mask, gradients, stride, dim, out)
+    total = load_float(state) + squares / np.float32(dim)
+    store_float(state, total)
+    subtract_scaled(row, out, rate / (np.sqrt(total) + epsilon), dim)
+
+
+@compiled
+def rowwise_rows(
+    weights, states, keys, count, shift, gradients, stride, dim, rate, epsilon, out, ahead, step
+):
+    """Row-wise Adagrad of every row of the sorted keys."""
+    mask, size, begin = (1 << shift) - 1, 4 * dim, 0
+    while begin < count:
+        end = end_of_row(keys, begin, count, shift)
+        soon = item(keys, min(end + ahead, count - 1)) >> shift
+        warm(weights + soon * size, size, step)
+        prefetch(states + soon * 4)
+        row = item(keys, begin) >> shift
+        w, s = weights + row * size, states + row * 4
+        if dim == 64:
+            rowwise_64(w, s, keys, begin, end, mask, gradients, stride, rate, epsilon)
+        else:
+            rowwise_wide(w, s, keys, begin, end, mask, gradients, stride, dim, rate, epsilon, out)
+        begin = end
+
+
+@compiled
+def adagrad_rows(
+    weights, states, keys, count, shift, gradients, stride, dim, rate, epsilon, out, ahead, step
+):
+    """Adagrad of every row of the sorted keys."""
+    mask, size, begin = (1 << shift) - 1, 4 * dim, 0
+    while begin < count:
+        end = end_of_row(keys, begin, count, shift)
+        soon = item(keys, min(end + ahead, count - 1)) >> shift
+        warm(weights + soon * size, size, step)
+        warm(states + soon * size, size, step)
+        sum_gradients(keys, begin, end, mask, gradients, stride, dim, out)
+        row = item(keys, begin) >> shift
+        adagrad_row(weights + row * size, states + row * size, out, dim, rate, epsilon)
+        begin = end
+
+
 def adagrad_owned(job):
     """Update every row that was looked up, once; a unit owns rows of a table."""
-    bags, dim, units = field(job, BAGS), field(job, DIM), field(job, UNITS)
-    plan, starts, ahead = field(job, PLAN), field(job, STARTS), field(job, AHEAD)
-    kind, step = field(job, KIND), field(job, STEP)
+    dim, units, plan = field(job, DIM), field(job, UNITS), field(job, PLAN)
+    ahead, kind, step = field(job, AHEAD), field(job, KIND), field(job, STEP)
     rate, epsilon = load_float(field(job, RATES)), load_float(field(job, RATES) + 4)
     thread = atomic_add_int(job + 8 * ENTERED, 1)
     counters = field(job, SCRATCH) + thread * scratch_bytes(dim)
-    gradient = counters + 8 * (1 << DIGIT_BITS)
-    shift = bits_for(bags)
-    mask = (1 << shift) - 1
-    total = item(starts, field(job, TABLES))
+    out = counters + 8 * (1 << DIGIT_BITS)
+    shift = bits_for(field(job, BAGS))
+    total = item(field(job, STARTS), field(job, TABLES))
     unit = take_unit(job)
     while unit < units:
         table = item(plan, 3 * unit)
         mine, slices = item(plan, 3 * unit + 1), item(plan, 3 * unit + 2)
-        weights, states = item(field(job, WEIGHTS), table), item(field(job, STATES), table)
-        gradients = item(field(job, GRADIENTS), table)
-        stride = item(field(job, STRIDES), table)
-        first, count = collect(job, table, mine, slices, shift, field(job, KEYS))
+        w, s = item(field(job, WEIGHTS), table), item(field(job, STATES), table)
+        g, stride = item(field(job, GRADIENTS), table), item(field(job, STRIDES), table)
+        first, n = collect(job, table, mine, slices, shift, field(job, KEYS))
         keys = field(job, KEYS) + 8 * first
         bits = bits_for(item(field(job, ROWS), table))
-        keys = sort_keys(keys, keys + 8 * total, count, shift, bits, counters)
-        state_size = 4 if kind == ROWWISE else 4 * dim
-        begin = 0
-        while begin < count:
-            row = item(keys, begin) >> shift
-            end = begin + 1
-            while end < count and item(keys, end) >> shift == row:
-                end += 1
-            soon = item(keys, min(end + ahead, count - 1)) >> shift
-            warm(weights + soon * 4 * dim, 4 * dim, step)
-            if kind == ROWWISE:
-                prefetch(states + soon * 4)
-            else:
-                warm(states + soon * 4 * dim, 4 * dim, step)
-            squares = sum_gradients(keys, begin, end, mask, gradients, stride, dim, gradient)
-            p = weights + row * 4 * dim
-            if kind == ROWWISE:
-                rowwise_row(p, states + row * state_size, gradient, squares, dim, rate, epsilon)
-            else:
-                adagrad_row(p, states + row * state_size, gradient, dim, rate, epsilon)
-            begin = end
+        keys = sort_keys(keys, keys + 8 * total, n, shift, bits, counters)
+        if kind == ROWWISE:
+            rowwise_rows(w, s, keys, n, shift, g, stride, dim, rate, epsilon, out, ahead, step)
+        else:
+            adagrad_rows(w, s, keys, n, shift, g, stride, dim, rate, epsilon, out, ahead, step)
         unit = take_unit(job)
