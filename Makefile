@@ -1,7 +1,7 @@
 # make report   set up if need be, run train, profile and bottlenecks on the experiment
 # make test     everything that CI checks
 # make lab      JupyterLab on this machine only, with its token; asks nothing of the network
-# make bench    the ratios in benchmarks/results
+# make bench    the ratios in benchmarks/results (PEER=DIR: a facebookresearch/dlrm checkout)
 # make gpu-check  on a GPU node: GPU paths against the CPU, then a profile
 # make clean    what was built (outputs/ stays)
 
@@ -46,8 +46,16 @@ lab: $(SET_UP)
 	  --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate \
 	  --LabApp.default_url=/lab/tree/notebooks $(if $(filter 0,$(shell id -u)),--allow-root)
 
+# the first line begins the file anew, the others add to it
+BENCH := $(BIN)/dlrm bench --precision bf16 $(if $(PEER),--peer $(PEER)) \
+  --json benchmarks/results/step.json
+
 bench: $(SET_UP)
-	$(BIN)/dlrm bench --json benchmarks/results/step.json
+	$(BENCH) --shape 8x1M-100,8x1M-10,26x100k-10 --roofline
+	$(BENCH) --shape 8x1M-10-b16384 --rounds 3 --resume
+	$(BENCH) --ablation --rounds 3 --resume
+	$(BENCH) --growth batch,tables,dim,pooling --rounds 3 --resume
+	$(BENCH) --shape 8x1M-100,8x1M-10,26x100k-10 --threads 2 --rounds 3 --resume
 	$(BIN)/python benchmarks/database.py --json benchmarks/results/database.json
 
 # On a GPU node the lock's packages are not wanted: the node's own torch is used.

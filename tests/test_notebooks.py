@@ -28,7 +28,7 @@ from dlrm_core.run_folder import NOTEBOOKS, REPOSITORY, latest_run
 from dlrm_core.samples import SAMPLE, sample_profile
 
 NAMES = ("train", "profile", "bottlenecks")
-WRITTEN = (*NAMES, "compare", "sweep")
+WRITTEN = (*NAMES, "compare", "sweep", "benchmark")
 QUICK = REPOSITORY / "parameters" / "quick.yaml"
 SECTIONS = ("title", "model", "data", "training", "profiling")
 OWN = {
@@ -40,10 +40,17 @@ OWN = {
         *("output_folder", "output_root"),
     },
     "sweep": {"sweep_folder", "output_folder", "output_root"},
+    "benchmark": {
+        *("results", "peer", "torchrec", "precisions", "shapes", "growth"),
+        *("ablation", "roofline", "rounds", "iterations", "threads", "cores"),
+        *("output_folder", "output_root"),
+    },
 }
 OTHER_TYPES = {
-    **dict.fromkeys(("rounds", "iterations"), "int"),
-    **{"steps": "bool", "runs": "list", "change": "dict"},
+    **dict.fromkeys(("rounds", "iterations", "cores"), "int"),
+    **dict.fromkeys(("steps", "torchrec", "ablation", "roofline"), "bool"),
+    **dict.fromkeys(("runs", "precisions", "shapes", "growth", "threads"), "list"),
+    "change": "dict",
 }
 FIGURE = "application/vnd.plotly.v1+json"
 

@@ -1,0 +1,189 @@
+"""The benchmark of the ``benchmark`` notebook: measured there, or read from a finished file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from dlrm_core.analysis.benchmark import losses
+from dlrm_core.bench import ABLATION, Plan, run_plan
+from dlrm_core.bench_cases import AS_GIVEN, PEER, ablated, growth_cases, plain_of, shape_cases
+from dlrm_core.bench_cases import tuned_of as tuned_of
+from dlrm_core.bench_ledger import SCHEMA
+from dlrm_core.config import Parameters
+from dlrm_core.errors import InputError
+from dlrm_core.files import read_json
+from dlrm_core.run_folder import REPOSITORY
+
+EMBEDDINGS = REPOSITORY / "benchmarks" / "results" / "embeddings.json"
+
+
+@dataclass
+class Benchmark:
+    """A benchmark's document, once it is there.
+
+    Attributes:
+        sentence: what this page shows.
+        plan: what is to be measured; None of a finished one.
+        file: where the document is, or will be.
+        embeddings: the document of ``dlrm bench --embeddings``, if there is one.
+    """
+
+    sentence: str
+    file: Path
+    plan: Plan | None = None
+    document: dict[str, Any] = field(default_factory=dict)
+    embeddings: dict[str, Any] | None = None
+
+    def measure(self, say: Any = None) -> None:
+        """Run what is to be measured; ``say`` is called with a line a run.
+
+        Raises:
+            InputError: the file cannot be written, or none of our own contestants ran.
+        """
+        if self.plan is None:
+            return
+        self.document = run_plan(self.plan, self.file, say=say or (lambda text: None))
+        for case in self.document["cases"]:
+            failures = {n: why for n, why in case["failures"].items() if n != PEER}
+            if not case["contestants"]:
+                why = next(iter(failures.values()), "no contestant ran")
+                raise InputError(f"{case['case']}: nothing was measured: {why}")
+
+    @property
+    def runs(self) -> int:
+        """How many processes there are to run; 0 of a finished benchmark."""
+        plan = self.plan
+        if plan is None:
+            return 0
+        who = len(plan.contestants) + (plan.peer is not None) + plan.torchrec
+        count = len(plan.cases) * who
+        if plan.ablation:
+            last = list(plan.contestants.values())[-1]
+            count += 2 + len(ablated(plan.plain, last))
+        return count * plan.rounds * len(plan.threads)
+
+    @property
+    def same_training(self) -> bool:
+        """Whether no contestant's losses are further off than its precision explains."""
+        return all(case.get("losses_agree") is not False for case in self.document["cases"])
+
+    @property
+    def losses(self) -> Any:
+        """Differences of the losses, a table (see :func:`dlrm_core.analysis.benchmark.losses`)."""
+        return losses(self.document)
+
+
+def start(
+    parameters: Parameters,
+    folder: Path,
+    *,
+    results: str = "",
+    embeddings: str = "",
+    peer: str = "",
+    torchrec: bool = False,
+    precisions: Sequence[str] = (),
+    shapes: Sequence[str] = (),
+    growth: Sequence[str] = (),
+    ablation: bool = False,
+    roofline: bool = True,
+    rounds: int = 5,
+    iterations: int = 8,
+    threads: Sequence[int] = (1,),
+    cores: int = 0,
+) -> Benchmark:
+    """The benchmark that a notebook's parameters ask for.
+
+    Args:
+        parameters: the tuned contestant, or, if they have no option for speed, the plain one;
+            the other is the same training without, or with, those of tuned.yaml.
+        folder: gets ``benchmark.json``.
+        results: a finished benchmark's JSON; nothing is measured then.
+        embeddings: JSON of ``dlrm bench --embeddings``; empty: that in benchmarks/results,
+            if there is one.
+        peer: a facebookresearch/dlrm checkout.
+        shapes: names of shapes; empty: the parameters as they are, unless ``growth`` is given.
+        cores: cores that each contestant is confined to; 0: all.
+
+    Raises:
+        InputError: a name or count cannot be used, or a file is no benchmark.
+    """
+    found = _embeddings(embeddings)
+    if results:
+        file = Path(results).expanduser().absolute()
+        document = read_benchmark(file)
+        sentence = f"This page shows the benchmark in `{file}`, measured on {document['date']}."
+        return Benchmark(sentence, file, None, document, found)
+    cases = [*shape_cases(",".join(shapes)), *growth_cases(",".join(growth))]
+    plan = Plan(
+        plain_of(parameters),
+        tuned_of(parameters),
+        [precision for precision in precisions if precision != "fp32"],
+        cases or [AS_GIVEN],
+        Path(peer).expanduser() if peer else None,
+        torchrec,
+        rounds,
+        iterations,
+        threads,
+        cores or None,
+        ablation,
+        roofline,
+    )
+    sentence = "Measured now, on this machine: every contestant in turns, in fresh processes."
+    return Benchmark(sentence, folder / "benchmark.json", plan, {}, found)
+
+
+def read_benchmark(file: Path) -> dict[str, Any]:
+    """The document of a benchmark.
+
+    Raises:
+        InputError: the file is none of this version's.
+    """
+    document = read_json(file)
+    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+        raise InputError(f"{file}: is no benchmark of this version (schema {SCHEMA}); run it again")
+    return document
+
+
+def _embeddings(text: str) -> dict[str, Any] | None:
+    file = Path(text).expanduser() if text else EMBEDDINGS
+    if not text and not file.is_file():
+        return None
+    found = read_json(file)
+    return found if isinstance(found, dict) else None
+
+
+class RunBar:
+    """Live progress: a bar over all processes, with what ran last."""
+
+    def __init__(self, benchmark: Benchmark) -> None:
+        self._total = benchmark.runs
+        self._bar: Any = None
+
+    def __call__(self, text: str) -> None:
+        """Show that something ended."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.update(1 if ": step " in text else 0)
+
+    def __enter__(self) -> RunBar:
+        if self._total:
+            from tqdm.auto import tqdm
+
+            self._bar = tqdm(total=self._total, desc="in turns", unit="run")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+__all__ = ["ABLATION", "Benchmark", "RunBar", "read_benchmark", "start"]

@@ -1,0 +1,58 @@
+"""Throughputs that others have published: other hardware, mostly other models.
+
+They say of which order a good figure is, never who is faster: nothing here was measured by us.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Published:
+    """One published figure.
+
+    Attributes:
+        source: who published it.
+        model: the model's name in the source.
+        mode: ``training`` or ``inference``.
+        batch: samples an iteration over all devices; None where the source does not say.
+        samples_per_second: over all devices.
+    """
+
+    source: str
+    hardware: str
+    model: str
+    mode: str
+    precision: str
+    batch: int | None
+    samples_per_second: float
+
+
+NOT_SAID = "not said"
+NVIDIA = "NVIDIA DeepLearningExamples, DLRM for PyTorch"
+DEEPSPARK = "DeepSpark DeepSparkHub, DLRM"
+KALAMKAR = "Kalamkar et al. 2020 (arXiv:2005.04680)"
+
+PUBLISHED = (
+    Published(NVIDIA, "1 × A100-80GB", "small", "training", "mixed", 65536, 4.55e6),
+    Published(NVIDIA, "1 × A100-80GB", "small", "training", "TF32", 65536, 2.84e6),
+    Published(NVIDIA, "8 × A100-80GB", "large", "training", "mixed", None, 13.8e6),
+    Published(NVIDIA, "8 × A100-80GB", "large", "training", "TF32", None, 10.9e6),
+    Published(NVIDIA, "8 × A100-80GB", "extra large", "training", "mixed", None, 11.5e6),
+    Published(NVIDIA, "8 × A100-80GB", "extra large", "training", "TF32", None, 9.76e6),
+    Published(NVIDIA, "1 × V100-32GB", "small", "training", "mixed", 65536, 2.23e6),
+    Published(NVIDIA, "1 × V100-32GB", "small", "training", "FP32", 65536, 0.663e6),
+    Published(
+        NVIDIA, "1 × A100 + CPU embeddings", "extra large", "training", NOT_SAID, None, 768e3
+    ),
+    Published(NVIDIA, "2 × EPYC 7742", "extra large", "training", NOT_SAID, None, 17.7e3),
+    Published(NVIDIA, "1 × A100-80GB", "small", "inference", "mixed", 2048, 1.48e6),
+    Published(NVIDIA, "1 × A100-80GB", "small", "inference", "TF32", 2048, 1.38e6),
+    Published(DEEPSPARK, "1 × BI-V100", "DLRM", "training", NOT_SAID, None, 196_958),
+    Published(DEEPSPARK, "8 × BI-V100", "DLRM", "training", NOT_SAID, None, 346_555),
+    Published(DEEPSPARK, "8 × BI-V100", "DLRM", "training", "mixed", None, 793_486),
+    # milliseconds an iteration in the paper: 2048 samples in 38 ms and in 62 ms
+    Published(KALAMKAR, "1 CPU socket", "Small", "training", "FP32", 2048, 2048 / 0.038),
+    Published(KALAMKAR, "1 × V100, Caffe2", "Small", "training", "FP32", 2048, 2048 / 0.062),
+)
