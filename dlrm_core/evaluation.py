@@ -16,7 +16,7 @@ from dlrm_core.config import Parameters
 from dlrm_core.data import Batch
 from dlrm_core.data.loader import make_generator
 from dlrm_core.dense import bottom_mlp_forward, interaction_forward, top_mlp_forward
-from dlrm_core.embeddings.host_tables import divide
+from dlrm_core.embeddings.split_batch import divide
 from dlrm_core.model import DLRM
 from dlrm_core.placement import plan_placement
 from dlrm_core.precision import DensePrecision

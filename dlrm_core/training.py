@@ -18,7 +18,8 @@ from dlrm_core.data import Batch, batches
 from dlrm_core.data.loader import make_generator
 from dlrm_core.data.position import Followed, Resumable
 from dlrm_core.embeddings.choose import resolve
-from dlrm_core.embeddings.host_tables import Places, divided
+from dlrm_core.embeddings.host_tables import Places
+from dlrm_core.embeddings.split_batch import divided
 from dlrm_core.errors import InputError
 from dlrm_core.evaluation import Evaluation, HeldOut, evaluate
 from dlrm_core.files import JsonLines, write_json, write_text

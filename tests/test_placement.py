@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.data.loader import make_generator
-from dlrm_core.embeddings.host_tables import PlacedTables, SplitTables, divide, ranges
+from dlrm_core.embeddings.host_tables import PlacedTables, SplitTables, ranges
 from dlrm_core.embeddings.mapped_tables import PREFIX, MappedTables, file_system
+from dlrm_core.embeddings.split_batch import divide
 from dlrm_core.errors import InputError
 from dlrm_core.learner_state import optimizer_state, weights_of
 from dlrm_core.placement import plan_placement, smallest_first

@@ -25,7 +25,8 @@ from dlrm_core.capacity import available_memory, forecast_memory, format_bytes
 from dlrm_core.config import Parameters, TrainingConfig
 from dlrm_core.data import Batch, batches
 from dlrm_core.embeddings.backends import Update, attach
-from dlrm_core.embeddings.host_tables import PlacedTables, Places, divide
+from dlrm_core.embeddings.host_tables import PlacedTables, Places
+from dlrm_core.embeddings.split_batch import divide
 from dlrm_core.embeddings.tables import EmbeddingTables
 from dlrm_core.errors import InputError
 

@@ -12,11 +12,9 @@ Shapes: B samples, T tables of R rows, d embedding width, H of the tables on the
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -24,6 +22,7 @@ from dlrm_core.capacity import format_bytes
 from dlrm_core.config import Parameters, TrainingConfig
 from dlrm_core.data.batch import Batch
 from dlrm_core.embeddings.mapped_tables import MappedTables
+from dlrm_core.embeddings.split_batch import SplitBatch, divide
 from dlrm_core.embeddings.tables import EmbeddingTables, empty_tables
 from dlrm_core.parts import part
 from dlrm_core.placement import Placement, plan_placement
@@ -151,66 +150,6 @@ def ranges(ids: Sequence[int]) -> str:
         else:
             runs.append([number])
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
-
-
-# ---- batches ---------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class SplitBatch(Batch):
-    """A batch whose lookups are those of the GPU's tables; the host's stay behind in ``host``."""
-
-    host: Batch | None = None
-
-    def to(self, device: torch.device) -> Batch:
-        """The GPU's part on a device; the host's part where it is."""
-        moved = super().to(device)
-        if moved is self:
-            return self
-        kept = {field.name: getattr(moved, field.name) for field in dataclasses.fields(Batch)}
-        return SplitBatch(**kept, host=self.host)
-
-
-def divide(batch: Batch, placement: Placement) -> SplitBatch:
-    """A batch of all tables, its lookups sorted by the side of their table."""
-    if isinstance(batch, SplitBatch):
-        return batch
-    gpu = _lookups(batch, placement.on_gpu)
-    host = _lookups(batch, placement.on_host)
-    if host.indices.device.type != "cpu":
-        host = host.to(torch.device("cpu"))
-    return SplitBatch(gpu.dense, gpu.indices, gpu.offsets, gpu.table_starts, gpu.targets, host=host)
-
-
-def _lookups(batch: Batch, ids: Sequence[int]) -> Batch:
-    """The same samples with the lookups of some tables only."""
-    pieces = [batch.table_indices(t) for t in ids]
-    starts = [0, *itertools.accumulate(len(piece) for piece in pieces)]
-    indices = torch.cat(pieces) if pieces else batch.indices[:0]
-    return Batch(batch.dense, indices, batch.offsets[list(ids)], tuple(starts), batch.targets)
-
-
-class BatchSource(Protocol):
-    """Anything that makes batches."""
-
-    def next_batch(self) -> Batch:
-        """The next batch of the stream."""
-
-
-class Divided:
-    """A stream of batches, each divided by where its tables lie, before any is copied."""
-
-    def __init__(self, source: BatchSource, placement: Placement) -> None:
-        self._source, self._placement = source, placement
-
-    def next_batch(self) -> Batch:
-        """The next batch of the stream."""
-        return divide(self._source.next_batch(), self._placement)
-
-
-def divided(source: BatchSource, placement: Placement) -> BatchSource:
-    """The stream as the tables' places want it: itself where all lie in one."""
-    return Divided(source, placement) if placement.split else source
 
 
 # ---- lookups and updates ---------------------------------------------------------
