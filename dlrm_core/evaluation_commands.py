@@ -17,6 +17,7 @@ from dlrm_core.checkpoints import find_checkpoint, read_checkpoint
 from dlrm_core.config import Parameters, load_parameters
 from dlrm_core.embeddings import attach
 from dlrm_core.embeddings.choose import resolve
+from dlrm_core.embeddings.host_tables import Places
 from dlrm_core.errors import InputError
 from dlrm_core.evaluation import HeldOut, held_out_batches
 from dlrm_core.evaluation import evaluate as evaluate_batches
@@ -133,9 +134,13 @@ def open_predictor(arguments: argparse.Namespace) -> Predictor:
     notices += set_tf32(training.tf32, device)
     seed = training.seed if checkpoint is None else None
     huge_pages = training.embedding_backend != "torch"
-    model = build_model(parameters.model, seed, device, huge_pages).eval()
+    places = Places(parameters, device)
+    make_tables = places.make_tables
+    model = build_model(parameters.model, seed, device, huge_pages, make_tables).eval()
     if checkpoint is not None:
         restore_weights(checkpoint, model)
+    places.settle()
+    notices += places.notices
     parameters, said = resolve(parameters, device, model.embeddings)
     attach(model.embeddings, parameters.training)
     precision = DensePrecision(parameters.training, device)
