@@ -17,10 +17,10 @@ from dlrm_core.model import DLRM
 from dlrm_core.step import TrainingStep
 
 _SHAPE = (
-    "bottom_widths",
-    "top_widths",
     "table_rows",
     "embedding_dim",
+    "bottom_widths",
+    "top_widths",
     "interaction",
     "interaction_itself",
 )

@@ -110,7 +110,7 @@ class Run:
             peak_memory_bytes=peak_memory(trainer.device),
             device=device_name(trainer.device),
             threads=torch.get_num_threads(),
-            notices=notices + trainer.step.dense.precision.skipped_notice(count),
+            notices=notices + trainer.step.dense.precision.skipped_notice(self.first + count),
             iteration_ms=measured.done_ms,
             data_ms=[1e3 * seconds for seconds in measured.data_s],
             losses=measured.done_losses,

@@ -1,0 +1,489 @@
+"""Checkpoints: nothing lost, nothing wrong, whatever is killed, changed or corrupted."""
+
+import dataclasses
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlrm_core.checkpoint_files import read_tensors, write_tensors
+from dlrm_core.checkpoints import (
+    MANIFEST,
+    OPTIMIZER,
+    VERSION,
+    WEIGHTS,
+    CheckpointFolder,
+    _digest,
+    find_checkpoint,
+    read_checkpoint,
+    steps_in,
+)
+from dlrm_core.config import parameters_from_sections
+from dlrm_core.errors import InputError
+from dlrm_core.learner_state import optimizer_state, weights_of
+from dlrm_core.training import Trainer, train
+
+SMALL = {
+    "model": {
+        "bottom_mlp": "5-8-4",
+        "top_mlp": "8-1",
+        "embedding_dim": 4,
+        "table_rows": [50, 3, 200],
+        "loss": "bce",
+    },
+    "data": {"indices_per_lookup": 4, "round_targets": True},
+    "training": {"batch_size": 16, "batches": 12, "log_every": 4, "threads": 1, "device": "cpu"},
+}
+
+
+def parameters(data=None, model=None, **training):
+    return parameters_from_sections(
+        {
+            "model": SMALL["model"] | (model or {}),
+            "data": SMALL["data"] | (data or {}),
+            "training": SMALL["training"] | training,
+        }
+    )
+
+
+def learned(trainer):
+    """Everything that training has made, copied."""
+    tensors, counts = optimizer_state(trainer.step)
+    named = weights_of(trainer.model) | tensors
+    return {name: tensor.clone() for name, tensor in named.items()}, counts
+
+
+def trained(chosen, place=None, checkpoint=None):
+    trainer = Trainer(chosen, checkpoint, place)
+    try:
+        result = trainer.train()
+        return result, *learned(trainer)
+    finally:
+        trainer.close()
+
+
+def same_bits(one, other):
+    return one.keys() == other.keys() and all(
+        torch.equal(one[name].view(torch.int32), other[name].view(torch.int32)) for name in one
+    )
+
+
+SCHEDULE = {
+    "lr_warmup_steps": 3,
+    "lr_decay_start": 5,
+    "lr_decay_steps": 5,
+    "learning_rate": 0.3,
+    "lr_end": 0.01,
+}
+
+
+@pytest.mark.parametrize(
+    ("data", "training"),
+    [
+        ({}, {}),
+        ({"loader": "prefetch", "prefetch_batches": 3}, {"embedding_backend": "fused"}),
+        ({"generator": "facebook_loop"}, {"optimizer": "adagrad"} | SCHEDULE),
+        ({"generator": "uniform", "loader": "prefetch"}, {"optimizer": "adam"} | SCHEDULE),
+        ({"generator": "zipf"}, {"optimizer": "adam", "fused_optimizer": True}),
+        ({"generator": "zipf"}, {"optimizer": "rowwise_adagrad", "embedding_backend": "fused"}),
+        ({"generator": "teacher"}, {"optimizer": "adagrad", "embedding_backend": "fused"}),
+        ({"loader": "prefetch"}, {"optimizer": "rowwise_adagrad", "precision": "bf16"}),
+        # a scale that skips some steps, so that their number is part of the state
+        ({}, {"precision": "fp16", "loss_scale": 2.0**24, "optimizer": "adagrad"}),
+    ],
+)
+def test_resuming_gives_the_same_bits(tmp_path, data, training):
+    whole, weights, counts = trained(parameters(data, **training))
+    first = parameters(data, **training, max_steps=7, checkpoint_every=3)
+    before, _, _ = trained(first, tmp_path)
+    assert steps_in(tmp_path) == [6, 7]
+    for step in (6, 7):
+        checkpoint = read_checkpoint(tmp_path / f"step-{step:08d}")
+        after, resumed, resumed_counts = trained(parameters(data, **training), None, checkpoint)
+        assert after.first_iteration == step and after.iterations == 12 - step
+        assert before.losses[:step] + after.losses == whole.losses
+        assert same_bits(resumed, weights) and resumed_counts == counts
+        # skipped steps of fp16 are counted on, not anew
+        skipped = [notice for notice in whole.notices if "steps were skipped" in notice]
+        assert [notice for notice in after.notices if "steps were skipped" in notice] == skipped
+        assert bool(skipped) == (training.get("precision") == "fp16")
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad"])
+@pytest.mark.parametrize("dim", [1, 4])
+@pytest.mark.parametrize(("saved", "loaded"), [("torch", "fused"), ("fused", "torch")])
+def test_back_ends_take_each_others_checkpoints(tmp_path, optimizer, dim, saved, loaded):
+    model = {"embedding_dim": dim, "bottom_mlp": f"5-{dim}"}
+    options = {"optimizer": optimizer, "learning_rate": 0.1}
+    chosen = parameters(model=model, embedding_backend=saved, max_steps=5, **options)
+    _, weights, _ = trained(chosen, tmp_path)
+    checkpoint = read_checkpoint(find_checkpoint(str(tmp_path)))
+    other = parameters(model=model, embedding_backend=loaded, **options)
+    trainer = Trainer(other, checkpoint)
+    taken, _ = learned(trainer)
+    assert same_bits(taken, weights)
+    assert any(f"'{saved}' → '{loaded}'" in notice for notice in trainer.notices)
+    after = trainer.train()
+    straight, _, _ = trained(parameters(model=model, embedding_backend=saved, **options))
+    # the back ends add up in different orders: a few roundings of losses below 1
+    assert after.losses == pytest.approx(straight.losses[5:], rel=1e-4)
+
+
+def test_auto_goes_on_with_the_back_end_that_began(tmp_path):
+    trained(parameters(embedding_backend="fused", max_steps=3), tmp_path)
+    checkpoint = read_checkpoint(find_checkpoint(str(tmp_path)))
+    trainer = Trainer(parameters(embedding_backend="auto"), checkpoint)
+    assert trainer.parameters.training.embedding_backend == "fused"
+
+
+# ---- the files --------------------------------------------------------------------
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64]),
+            st.lists(st.integers(0, 5), max_size=3),
+        ),
+        max_size=4,
+    )
+)
+def test_the_library_reads_what_is_streamed(tmp_path_factory, wanted):
+    tensors = {
+        f"t{i}": torch.arange(torch.Size(shape).numel()).to(kind).view(shape)
+        for i, (kind, shape) in enumerate(wanted)
+    }
+    path = tmp_path_factory.mktemp("f") / "x.safetensors"
+    record = write_tensors(path, tensors)
+    read = safetensors.torch.load_file(path)
+    assert read.keys() == tensors.keys()
+    assert all(torch.equal(read[name], tensors[name]) for name in tensors)
+    empty = {name: torch.full_like(tensor, 7) for name, tensor in tensors.items()}
+    read_tensors(path, record, empty)
+    assert all(torch.equal(empty[name], tensors[name]) for name in tensors)
+
+
+def test_parts_of_tensors_and_portions_of_rows_are_the_same_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr("dlrm_core.checkpoint_files.PIECE_BYTES", 100)
+    whole = torch.randn(40, 12)
+    tensors = {"strided": whole[:, 3:7], "transposed": whole.T, "column": whole[:, :1][:, 0]}
+    record = write_tensors(tmp_path / "x", tensors)
+    read = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+    read_tensors(tmp_path / "x", record, read)
+    assert all(torch.equal(read[name], tensors[name]) for name in tensors)
+
+
+def test_writing_and_reading_take_no_second_copy(tmp_path):
+    """Peak resident memory while a table of 256 MiB is saved and loaded in place."""
+    code = f"""
+import torch, pathlib
+from dlrm_core.checkpoint_files import read_tensors, write_tensors
+from dlrm_core.training_host import peak_memory
+table = {{"table": torch.ones(1 << 20, 64)}}
+path = pathlib.Path({str(tmp_path / "x")!r})
+cpu = torch.device("cpu")
+write_tensors(path.with_name("warm"), {{"a": torch.ones(3)}})
+before = peak_memory(cpu)
+record = write_tensors(path, table)
+print(peak_memory(cpu) - before)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert int(done.stdout) < 64 << 20
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    place = tmp_path_factory.mktemp("written")
+    trained(parameters(optimizer="adagrad", max_steps=4), place)
+    return place / "step-00000004"
+
+
+def damaged(written, tmp_path, file, change):
+    copy = tmp_path / written.name
+    if copy.exists():
+        shutil.rmtree(copy)
+    shutil.copytree(written, copy)
+    data = bytearray((copy / file).read_bytes())
+    (copy / file).write_bytes(change(data))
+    return copy
+
+
+@pytest.mark.parametrize("file", [WEIGHTS, OPTIMIZER, MANIFEST])
+def test_any_flipped_bit_is_found(written, tmp_path, file):
+    size = (written / file).stat().st_size
+    chosen = random.Random(file)
+    for _ in range(40):
+        place, bit = chosen.randrange(size), chosen.randrange(8)
+
+        def flip(data, place=place, bit=bit):
+            data[place] ^= 1 << bit
+            return data
+
+        copy = damaged(written, tmp_path, file, flip)
+        with pytest.raises(InputError) as error:
+            read_checkpoint(copy).verify()
+        assert file in str(error.value)
+
+
+@pytest.mark.parametrize("file", [WEIGHTS, OPTIMIZER, MANIFEST])
+@pytest.mark.parametrize("left", [0, 7, 100, -1])
+def test_any_truncation_is_found(written, tmp_path, file, left):
+    copy = damaged(written, tmp_path, file, lambda data: data[:left])
+    with pytest.raises(InputError) as error:
+        read_checkpoint(copy).verify()
+    assert file in str(error.value)
+    if file != MANIFEST:
+        size = (written / file).stat().st_size
+        assert f"{size:,} were written" in str(error.value) and "cut short" in str(error.value)
+
+
+def test_a_missing_file_is_found(written, tmp_path):
+    copy = damaged(written, tmp_path, WEIGHTS, lambda data: data)
+    (copy / OPTIMIZER).unlink()
+    with pytest.raises(InputError, match=r"optimizer\.safetensors: is missing"):
+        read_checkpoint(copy)
+
+
+def test_a_corrupted_checkpoint_is_not_resumed(written, tmp_path):
+    def flip_last(data):
+        data[-1] ^= 1
+        return data
+
+    copy = damaged(written, tmp_path, OPTIMIZER, flip_last)
+    with pytest.raises(InputError, match=r"optimizer\.safetensors: .* has checksum"):
+        train(parameters(optimizer="adagrad", resume=str(copy)), progress=False)
+
+
+def test_a_newer_version_is_refused_with_both_numbers(written, tmp_path):
+    def newer(data):
+        manifest = json.loads(data)
+        manifest["version"] = VERSION + 6
+        del manifest["sha256"]
+        return json.dumps(manifest | {"sha256": _digest(manifest)}).encode()
+
+    copy = damaged(written, tmp_path, MANIFEST, newer)
+    with pytest.raises(InputError, match=rf"version {VERSION + 6}.*up to {VERSION}"):
+        read_checkpoint(copy)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": {"table_rows": [50, 4, 200]}}, ["model.table_rows[1] = 3", "has 4"]),
+        ({"model": {"table_rows": [50, 3]}}, ["model.tables = 3", "has 2"]),
+        ({"model": {"top_mlp": "9-1"}}, ["model.top_mlp = 10-8-1", "has 10-9-1"]),
+        ({"model": {"loss": "mse"}}, ["model.loss = 'bce'", "'mse'"]),
+        ({"data": {"indices_per_lookup": 5}}, ["data.indices_per_lookup = 4", "has 5"]),
+        ({"data": {"generator": "uniform"}}, ["data.generator = 'facebook'", "'uniform'"]),
+        ({"training": {"batch_size": 17}}, ["training.batch_size = 16", "has 17"]),
+        ({"training": {"seed": 5}}, ["training.seed = 123", "has 5"]),
+        ({"training": {"optimizer": "sgd"}}, ["training.optimizer = 'adagrad'", "'sgd'"]),
+    ],
+)
+def test_another_run_is_refused_with_both_values(written, changes, words):
+    changes = {"training": {}} | changes
+    changes["training"] = {
+        "optimizer": "adagrad",
+        "resume": str(written),
+    } | changes["training"]
+    model, data = changes.get("model"), changes.get("data")
+    with pytest.raises(InputError) as error:
+        train(parameters(data, model, **changes["training"]), progress=False)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_tensors_of_another_shape_are_refused(written):
+    checkpoint = read_checkpoint(written)
+    targets = {name: torch.zeros(shape) for name, shape in checkpoint.shapes(WEIGHTS).items()}
+    name = "embeddings.tables.2.weight"
+    with pytest.raises(InputError, match=r"tables\.2\.weight is 200 x 4, but .* 201 x 4 .*rows\[2"):
+        checkpoint.read_into(WEIGHTS, targets | {name: torch.zeros(201, 4)})
+    with pytest.raises(InputError, match=r"does not hold more"):
+        checkpoint.read_into(WEIGHTS, targets | {"more": torch.zeros(1)})
+    del targets[name]
+    with pytest.raises(InputError, match=r"holds embeddings\.tables\.2\.weight, which this run"):
+        checkpoint.read_into(WEIGHTS, targets)
+
+
+# ---- the folder -------------------------------------------------------------------
+
+
+def test_old_checkpoints_go_once_newer_ones_are_whole(tmp_path):
+    chosen = parameters(checkpoint_every=2, keep_checkpoints=3, checkpoint_folder=str(tmp_path))
+    seen = []
+    result = train(chosen, progress=False, on_line=seen.append)
+    assert steps_in(tmp_path) == [8, 10, 12]
+    assert result.checkpoint == str(tmp_path / "step-00000012")
+    assert [line["iteration"] for line in seen] == [2, 4, 6, 8, 10, 12]
+    assert {line["kind"] for line in seen} == {"checkpoint"}
+    assert sorted(path.name for path in tmp_path.iterdir())[0] == ".lock"
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_what_a_killed_run_left_is_removed(tmp_path):
+    (tmp_path / ".step-00000004-abc").mkdir()
+    (tmp_path / ".step-00000004-abc" / WEIGHTS).write_bytes(b"half")
+    with CheckpointFolder(tmp_path, 2):
+        assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path):
+    with (
+        CheckpointFolder(tmp_path, 2),
+        pytest.raises(InputError, match="another run is writing"),
+    ):
+        CheckpointFolder(tmp_path, 2)
+
+
+def test_a_new_run_does_not_mix_with_an_old_one(tmp_path):
+    chosen = parameters(checkpoint_folder=str(tmp_path), max_steps=4)
+    train(chosen, progress=False)
+    with pytest.raises(InputError, match=r"checkpoint of step 4, but .* from the beginning"):
+        train(chosen, progress=False)
+    done = train(
+        dataclasses.replace(
+            chosen, training=dataclasses.replace(chosen.training, resume="latest", max_steps=6)
+        ),
+        progress=False,
+    )
+    assert done.first_iteration == 4 and done.iterations == 2 and steps_in(tmp_path) == [4, 6]
+    again = train(
+        dataclasses.replace(chosen, training=dataclasses.replace(chosen.training, resume="latest")),
+        progress=False,
+    )
+    assert again.iterations == 0 and any("nothing is left to do" in n for n in again.notices)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [("latest", "no training.checkpoint_folder"), ("/nonexistent", "holds no checkpoint")],
+)
+def test_what_cannot_be_found_is_said(given, message):
+    with pytest.raises(InputError, match=message):
+        find_checkpoint(given)
+
+
+def test_checkpoints_without_a_place_are_refused():
+    with pytest.raises(InputError, match=r"checkpoint_every is 3, but there is no folder"):
+        train(parameters(checkpoint_every=3), progress=False)
+
+
+def test_metrics_go_on_from_the_checkpoint(tmp_path):
+    options = {"checkpoint_every": 3, "log_every": 2}
+    train(parameters(max_steps=5, **options), tmp_path, progress=False)
+    shutil.rmtree(tmp_path / "checkpoint" / "step-00000005")
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"iteration": 5, "lo')  # a line that a kill cut short
+    train(parameters(resume="latest", **options), tmp_path, progress=False)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    intervals = [line["iteration"] for line in lines if "kind" not in line]
+    checkpoints = [line["iteration"] for line in lines if line.get("kind") == "checkpoint"]
+    assert intervals == [2, 4, 6, 8, 10, 12] and checkpoints == [3, 6, 9, 12]
+
+
+@pytest.mark.parametrize("rate", [1e30, 1e18])
+def test_divergence_keeps_the_checkpoint_from_before(tmp_path, rate):
+    steady = parameters(model={"loss": "mse"}, max_steps=4, checkpoint_folder=str(tmp_path))
+    train(steady, progress=False)
+    wild = parameters(
+        model={"loss": "mse"},
+        batches=300,
+        learning_rate=rate,
+        resume="latest",
+        checkpoint_folder=str(tmp_path),
+        checkpoint_every=1,
+    )
+    result = train(wild, progress=False)
+    assert result.status == "diverged" and result.first_iteration == 4
+    (said,) = [notice for notice in result.notices if notice.startswith("training diverged")]
+    assert "nan" in said or "not finite" in said
+    assert str(result.checkpoint) in said and f"{rate:g}" in said
+    kept = read_checkpoint(find_checkpoint(str(tmp_path)))
+    kept.verify()
+    tensors = safetensors.torch.load_file(kept.folder / WEIGHTS)
+    dense = [t for name, t in tensors.items() if not name.startswith("embeddings")]
+    assert all(bool(tensor.isfinite().all()) for tensor in dense)
+
+
+# ---- kills ------------------------------------------------------------------------
+
+
+def command(path, output, *more):
+    return [
+        *(sys.executable, "-m", "dlrm_core", "train", "-f", str(path)),
+        *("--output", str(output), *more),
+    ]
+
+
+def test_killed_at_random_it_goes_on_to_the_same_bits(tmp_path):
+    """Real SIGKILLs of the command; benchmarks/kills.py does 200 of them."""
+    chosen = parameters(
+        {"loader": "prefetch"},
+        optimizer="adagrad",
+        batches=400,
+        checkpoint_every=5,
+        log_every=100,
+        **SCHEDULE,
+    )
+    path = tmp_path / "p.yaml"
+    path.write_text(json.dumps(chosen.to_sections()))
+    _, weights, _ = trained(chosen)
+    kills, when = 0, random.Random(1)
+    while True:
+        resume = ["--resume", "latest"] if steps_in(tmp_path / "o" / "checkpoint") else []
+        process = subprocess.Popen(
+            command(path, tmp_path / "o", *resume), stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        if kills == 2:
+            rest = process.communicate(timeout=120)[0]
+            assert process.returncode == 0, rest
+            break
+        # some checkpoints in, at a moment that is not theirs
+        for _ in range(when.randrange(2, 12)):
+            process.stdout.readline()
+        time.sleep(0.02 * when.random())
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        kills += 1
+        steps = steps_in(tmp_path / "o" / "checkpoint")
+        assert steps and steps[-1] < 400
+        for step in steps:
+            read_checkpoint(tmp_path / "o" / "checkpoint" / f"step-{step:08d}").verify()
+    last = tmp_path / "o" / "checkpoint" / "step-00000400"
+    found = safetensors.torch.load_file(last / WEIGHTS)
+    found |= safetensors.torch.load_file(last / OPTIMIZER)
+    assert same_bits(found, weights)
+
+
+def test_a_scheduler_that_ends_the_run_gets_a_checkpoint(tmp_path):
+    """SIGTERM: the iteration ends, a checkpoint is written, the exit code says interrupted."""
+    chosen = parameters(batches=10_000_000, log_every=50)
+    path = tmp_path / "p.yaml"
+    path.write_text(json.dumps(chosen.to_sections()))
+    process = subprocess.Popen(
+        command(path, tmp_path / "o", "-p", f"training.checkpoint_folder={tmp_path / 'c'}"),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    last = json.loads(process.communicate(timeout=60)[0].splitlines()[-1])
+    assert process.returncode == 130 and last["status"] == "interrupted"
+    (step,) = steps_in(tmp_path / "c")
+    assert step == last["iterations"] and last["checkpoint"].endswith(f"{step:08d}")
+    read_checkpoint(tmp_path / "c" / f"step-{step:08d}").verify()
