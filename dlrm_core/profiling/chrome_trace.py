@@ -20,6 +20,7 @@ import numpy as np
 import pandas as pd
 
 from dlrm_core.errors import InputError
+from dlrm_core.parts import SPAN_PREFIX
 
 HOST_KINDS = {
     "cpu_op": "operator",
@@ -133,7 +134,8 @@ def _sort_events(
                         event.get("dur", 0),
                         f"{event['pid']}/{event['tid']}",
                         name,
-                        HOST_KINDS[category],
+                        # our ranges may be written as operators, see dlrm_core/parts.py
+                        "annotation" if name.startswith(SPAN_PREFIX) else HOST_KINDS[category],
                         str(args["Input Dims"]) if "Input Dims" in args else "",
                         args.get("correlation", -1),
                         args.get("External id", -1),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from dlrm_core.profiling.hpctoolkit_process import (
 from dlrm_core.profiling.hpctoolkit_tools import find_tools
 from dlrm_core.profiling.profile import Profile
 from dlrm_core.profiling.torch_trace import read_recording
+
+EVIDENCE = ("ceilings", "part_probes", "data_statistics")
+"""What is found out about machine and workload beside the times, under these keys."""
 
 TORCH_FOLDER = "profile_torch"
 """Of a run folder: the Profile of the second engine, where ``profiling.engine`` is both."""
@@ -72,7 +76,7 @@ def measure(
     else:
         profile = _with_hpctoolkit(parameters, folder, file, progress)
     if engine == "both":
-        second = _with_torch(parameters, folder, file, progress)
+        second = _second(parameters, folder, profile, progress)
         second.meta["engine_choice"] = why
         second.save(folder / TORCH_FOLDER)
         profile.meta["second_profile"] = TORCH_FOLDER
@@ -80,6 +84,27 @@ def measure(
     profile.meta["notices"] = chosen + profile.meta.get("notices", [])
     profile.save(folder / "profile")
     return profile
+
+
+def _second(
+    parameters: Parameters, folder: Path, first: Profile, progress: ProgressCallback | None
+) -> Profile:
+    """torch's profile of a workload whose machine has been looked at for the first one."""
+    file = folder / "workload-torch.yaml"
+    profiling = replace(parameters.profiling, probes=False)
+    unprobed = replace(parameters, profiling=profiling)
+    write_text(file, yaml.safe_dump(unprobed.to_sections(), sort_keys=False))
+    second = _with_torch(unprobed, folder, file, progress)
+    second.meta["parameters"] = parameters.to_sections()
+    reasons = second.not_measured
+    for name in EVIDENCE:
+        reasons.pop(name, None)
+        if name in first.meta:
+            second.meta[name] = first.meta[name]
+        elif name in first.not_measured:
+            reasons[name] = first.not_measured[name]
+    second.meta["not_measured"] = reasons
+    return second
 
 
 def _resolve(
@@ -244,8 +269,8 @@ def _evidence(
             if done.timed_out
             else f"exit code {done.exit_code}: {done.last_words()}; see {done.stderr}"
         )
-        names = ("ceilings", "part_probes", "data_statistics")
-        return {"not_measured": {name: f"looking for evidence failed: {why}" for name in names}}
+        said = f"looking for evidence failed: {why}"
+        return {"not_measured": dict.fromkeys(EVIDENCE, said)}
     found: dict[str, Any] = load_json(output)
     return found
 
