@@ -111,12 +111,9 @@ class DensePart:
         share: float,
     ) -> torch.Tensor:
         """Forward and backward of some rows, whose loss counts ``share`` of the batch's."""
-        x = bottom_mlp_forward(self.bottom_mlp, dense)
-        x_leaf = leaf_of(x)
-        z = interaction_forward(self.interaction, x_leaf, pooled)
-        z_leaf = leaf_of(z)
-        p = top_mlp_forward(self.top_mlp, z_leaf)
-        p_leaf = leaf_of(p)
+        x, x_leaf = bottom_mlp_forward(self.bottom_mlp, dense)
+        z, z_leaf = interaction_forward(self.interaction, x_leaf, pooled)
+        p, p_leaf = top_mlp_forward(self.top_mlp, z_leaf)
         # CPU threads of autograd's own would take the work out of the functions below
         with self.precision.full(), torch.autograd.set_multithreading_enabled(False):
             loss = loss_forward(self.loss, p_leaf, targets)
@@ -184,20 +181,24 @@ def _trial(x: torch.Tensor) -> torch.Tensor:
 
 
 @part("bottom_mlp", "forward")
-def bottom_mlp_forward(bottom_mlp: Layer, dense: torch.Tensor) -> torch.Tensor:
-    return bottom_mlp(dense)
+def bottom_mlp_forward(bottom_mlp: Layer, dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Its result, and the leaf that the next part starts from: handing over is its time too."""
+    x = bottom_mlp(dense)
+    return x, leaf_of(x)
 
 
 @part("interaction", "forward")
 def interaction_forward(
     interaction: Layer, x: torch.Tensor, pooled: Sequence[torch.Tensor]
-) -> torch.Tensor:
-    return interaction(x, pooled)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    z = interaction(x, pooled)
+    return z, leaf_of(z)
 
 
 @part("top_mlp", "forward")
-def top_mlp_forward(top_mlp: Layer, z: torch.Tensor) -> torch.Tensor:
-    return top_mlp(z)
+def top_mlp_forward(top_mlp: Layer, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    p = top_mlp(z)
+    return p, leaf_of(p)
 
 
 @part("loss", "forward")

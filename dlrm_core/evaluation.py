@@ -132,11 +132,11 @@ def held_out_batches(
 def predict(model: DLRM, batch: Batch, precision: DensePrecision) -> torch.Tensor:
     """Click probability (B, 1) float32, part by part as in training, outside of any graph."""
     with torch.no_grad():
-        pooled = embedding_forward(model, batch)
+        pooled, _ = embedding_forward(model, batch)
         with precision.autocast():
-            x = bottom_mlp_forward(model.bottom_mlp, batch.dense)
-            z = interaction_forward(model.interaction, x, pooled)
-            return top_mlp_forward(model.top_mlp, z)
+            x, _ = bottom_mlp_forward(model.bottom_mlp, batch.dense)
+            z, _ = interaction_forward(model.interaction, x, pooled)
+            return top_mlp_forward(model.top_mlp, z)[0]
 
 
 def evaluate(

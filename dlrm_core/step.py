@@ -63,8 +63,7 @@ class TrainingStep:
     def __call__(self, batch: Batch) -> torch.Tensor:
         """Train on a batch that is already on the model's device; its loss, detached."""
         optimizer_update(self._drop_gradients)
-        pooled = embedding_forward(self.model, batch)
-        leaves = [leaf_of(vector) for vector in pooled]
+        pooled, leaves = embedding_forward(self.model, batch)
         loss = self.dense(batch.dense, leaves, batch.targets)
         if not self._unscale(leaves):
             return loss
@@ -116,8 +115,10 @@ def transfer_forward(batch: Batch, device: torch.device) -> Batch:
 
 
 @part("embedding", "forward")
-def embedding_forward(model: DLRM, batch: Batch) -> list[torch.Tensor]:
-    return model.embeddings(batch)
+def embedding_forward(model: DLRM, batch: Batch) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Pooled vectors of each table, and the leaves that the dense part starts from."""
+    pooled = model.embeddings(batch)
+    return pooled, [leaf_of(vector) for vector in pooled]
 
 
 @part("optimizer", "update")
