@@ -291,7 +291,8 @@ class TrainingConfig:
         "torch",
         "code of MLPs and interaction: 'torch', or on a CPU with bf16 matrix tiles (Intel AMX) "
         "'fused': kernels of our own, with precision: bf16, or fp32 and fp32_matmul: bf16x2 or "
-        "bf16x3",
+        "bf16x3; on a GPU 'fused' is the interaction as one Triton kernel, and matrix products "
+        "padded to what tensor cores want",
         choices=("torch", "fused"),
     )
     embedding_backend: str = setting(
@@ -370,7 +371,9 @@ class TrainingConfig:
         False, "torch.compile of MLPs and interaction; needs a C++ compiler, on a GPU Triton"
     )
     cuda_graphs: bool = setting(
-        False, "on a GPU: MLPs and interaction as CUDA graphs, one launch a part and phase"
+        False,
+        "on a GPU: the whole step as CUDA graphs, one launch a part and phase; needs "
+        "embedding_backend: fused",
     )
     log_every: int = setting(10, "iterations per line of metrics.jsonl", minimum=1)
     eval_every: int | None = setting(
@@ -443,9 +446,14 @@ class TrainingConfig:
             )
         if self.cuda_graphs and self.micro_batch is not None:
             raise InputError(
-                f"training.cuda_graphs is true, but training.micro_batch is {self.micro_batch}: a "
-                "graph keeps its gradients in one buffer, which the next micro-batch would "
-                "overwrite; choose one of them"
+                f"training.cuda_graphs is true, but training.micro_batch is {self.micro_batch}: "
+                "micro-batches keep activations in a CPU's cache, graphs are for a GPU, and what "
+                "adds up the former is not captured; choose one of them"
+            )
+        if self.cuda_graphs and self.precision == "fp16":
+            raise InputError(
+                "training.cuda_graphs is true, but training.precision is 'fp16': whether a step "
+                "whose gradients overflow is skipped is the host's to decide; choose bf16"
             )
         if self.cuda_graphs and self.compile:
             raise InputError(

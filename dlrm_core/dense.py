@@ -2,29 +2,29 @@
 
 The graph is cut where one part hands over to the next (see :mod:`dlrm_core.step`).
 The options of ``training`` that make it faster act here: ``precision``,
-``micro_batch``, ``compile``, ``cuda_graphs``; ``dense_backend: fused`` replaces all of it
-by :mod:`dlrm_core.dense_fused`. What each brings: docs/precision.md.
+``micro_batch``, ``compile``; ``dense_backend: fused`` replaces all of it on a CPU by
+:mod:`dlrm_core.dense_fused`, the interaction on a GPU by :mod:`dlrm_core.interaction_gpu`.
+What each brings: docs/precision.md.
 
 Shapes: B samples, D dense features, T tables, d embedding width.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
 from dlrm_core.config import TrainingConfig
 from dlrm_core.dense_fused import FusedDense, why_not_fused
-from dlrm_core.model import DLRM
+from dlrm_core.interaction_gpu import why_not
+from dlrm_core.model import DLRM, DotInteraction
 from dlrm_core.parts import part
 from dlrm_core.precision import DensePrecision
 
 Layer = Callable[..., torch.Tensor]
-"""A part of the model, or what stands for it: compiled, or a captured graph."""
+"""A part of the model, or what stands for it: compiled."""
 
 
 class DensePart:
@@ -50,9 +50,10 @@ class DensePart:
         self.bottom_mlp: Layer = model.bottom_mlp
         self.interaction: Layer = model.interaction
         self.top_mlp: Layer = model.top_mlp
-        self._cache_casts = True
         self._fused: FusedDense | None = None
-        if config.dense_backend == "fused":
+        if config.dense_backend == "fused" and weight.device.type == "cuda":
+            self._fuse_on_gpu(model, weight.device)
+        elif config.dense_backend == "fused":
             reason = why_not_fused(config, weight.device)
             if reason:
                 self.notices.append(
@@ -63,10 +64,6 @@ class DensePart:
                 self.notices += self._fused.notices
         if config.compile:
             self._compile(weight.device)
-        if config.cuda_graphs and weight.device.type == "cuda":
-            self._capture(model, config.batch_size)
-        elif config.cuda_graphs:
-            self.notices.append("training.cuda_graphs: true has no effect on a CPU; it was ignored")
 
     def __call__(
         self, dense: torch.Tensor, pooled: Sequence[torch.Tensor], targets: torch.Tensor
@@ -86,7 +83,7 @@ class DensePart:
             return self._fused(dense, pooled, targets)
         size = dense.shape[0]
         rows = min(self.micro_batch or size, size)
-        with self.precision.autocast(self._cache_casts):
+        with self.precision.autocast():
             if rows == size:
                 return self._rows(dense, pooled, targets, 1.0)
             gradients = [torch.zeros_like(vector) for vector in pooled]
@@ -123,6 +120,17 @@ class DensePart:
             bottom_mlp_backward(x, x_leaf)
         return loss.detach()
 
+    def _fuse_on_gpu(self, model: DLRM, device: torch.device) -> None:
+        if not isinstance(model.interaction, DotInteraction):
+            return
+        tables, dim = len(model.embeddings.weights), model.bottom_mlp.linears[-1].out_features
+        reason = why_not(tables + 1, dim, device)
+        model.interaction.fused = not reason
+        if reason:
+            self.notices.append(
+                f"training.dense_backend: fused leaves the interaction to torch: {reason}"
+            )
+
     def _compile(self, device: torch.device) -> None:
         reason = why_not_compile(device)
         if reason:
@@ -136,30 +144,6 @@ class DensePart:
         self.bottom_mlp = torch.compile(self.bottom_mlp, dynamic=False)
         self.interaction = torch.compile(self.interaction, dynamic=False)
         self.top_mlp = torch.compile(self.top_mlp, dynamic=False)
-
-    def _capture(self, model: DLRM, size: int) -> None:
-        """Make CUDA graphs of the parts: one launch for all kernels of a part and phase.
-
-        Embeddings stay outside, since their bags vary in size from batch to batch;
-        the dense part's shapes never do. torch copies inputs into the graphs' own
-        buffers. Not measured on a GPU yet.
-        """
-        first = model.bottom_mlp.linears[0].weight
-        tables, dim = len(model.embeddings.weights), model.bottom_mlp.linears[-1].out_features
-        random: dict[str, Any] = {"device": first.device, "requires_grad": True}
-        dense = torch.randn(size, first.shape[1], device=first.device)
-        pooled = [torch.randn(size, dim, **random) for _ in range(tables)]
-        # casts of weights belong into the graph, a cache would keep the first step's
-        self._cache_casts = False
-        with self.precision.autocast(cache=False):
-            x = leaf_of(model.bottom_mlp(dense))
-            z = leaf_of(model.interaction(x, pooled))
-            # torch replaces the modules' forward: copies share the weights and leave
-            # the model itself free for batches of other sizes
-            layers = tuple(map(copy.copy, (model.bottom_mlp, model.interaction, model.top_mlp)))
-            examples: Any = ((dense,), (x, pooled), (z,))
-            captured: Any = torch.cuda.make_graphed_callables(layers, examples)
-        self.bottom_mlp, self.interaction, self.top_mlp = captured
 
 
 def leaf_of(tensor: torch.Tensor) -> torch.Tensor:

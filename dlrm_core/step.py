@@ -22,8 +22,10 @@ from dlrm_core.config import TrainingConfig
 from dlrm_core.data.batch import Batch
 from dlrm_core.dense import DensePart, leaf_of
 from dlrm_core.embeddings import Update, attach
+from dlrm_core.embeddings.fused_gpu import FusedGpu
 from dlrm_core.model import DLRM
 from dlrm_core.parts import part
+from dlrm_core.step_graph import CudaRecorder, DeviceAdagrad, StepGraph, why_not_graphs
 
 R = TypeVar("R")
 
@@ -43,25 +45,28 @@ class TrainingStep:
     def __init__(self, model: DLRM, loss: nn.Module, config: TrainingConfig) -> None:
         self.model = model
         self.dense = DensePart(model, loss, config)
-        rate = config.learning_rate
+        self.embedding_optimizer = attach(model.embeddings, config)
+        device = next(model.parameters()).device
+        backend = model.embeddings.backend
+        self._graph: StepGraph | None = None
+        if config.cuda_graphs:
+            reason = why_not_graphs(config, device, backend)
+            if isinstance(backend, FusedGpu) and not reason:
+                self._graph = StepGraph(self.run, backend, CudaRecorder(device))
+            else:
+                self.dense.notices.append(f"training.cuda_graphs: true was ignored: {reason}")
         # A part's weights are updated by its own optimiser, so that the time of
         # the update is that part's. No optimiser here has state that this would split.
-        fused = config.fused_optimizer or None
-        kind: type[torch.optim.Optimizer] = torch.optim.SGD
-        if config.optimizer == "adam":
-            kind = torch.optim.Adam
-        elif config.optimizer != "sgd":
-            # row-wise state makes sense for tables only: their dense companion is plain Adagrad
-            kind = torch.optim.Adagrad
-            if next(model.parameters()).device.type != "cpu":
-                fused = None  # torch fuses Adagrad on the CPU only
-        settings: dict[str, Any] = {"lr": rate, "fused": fused}
-        self.bottom_optimizer = kind(model.bottom_mlp.parameters(), **settings)
-        self.top_optimizer = kind(model.top_mlp.parameters(), **settings)
-        self.embedding_optimizer = attach(model.embeddings, config)
+        kind, settings = optimizer_of(config, device, captured=self._graph is not None)
+        self.bottom_optimizer = kind(model.bottom_mlp.parameters(), **settings())
+        self.top_optimizer = kind(model.top_mlp.parameters(), **settings())
 
     def __call__(self, batch: Batch) -> torch.Tensor:
         """Train on a batch that is already on the model's device; its loss, detached."""
+        return self._graph(batch) if self._graph is not None else self.run(batch)
+
+    def run(self, batch: Batch) -> torch.Tensor:
+        """The same, operation by operation, without a captured graph."""
         optimizer_update(self._drop_gradients)
         pooled, leaves = embedding_forward(self.model, batch)
         loss = self.dense(batch.dense, leaves, batch.targets)
@@ -85,7 +90,10 @@ class TrainingStep:
         for optimizer in every:
             if isinstance(optimizer, torch.optim.Optimizer):
                 for group in optimizer.param_groups:
-                    group["lr"] = rate
+                    if isinstance(group["lr"], torch.Tensor):
+                        group["lr"].fill_(rate)  # where captured graphs read it
+                    else:
+                        group["lr"] = rate
             else:
                 optimizer.learning_rate = rate
 
@@ -100,6 +108,32 @@ class TrainingStep:
         found = [leaf.grad for leaf in (*leaves, *self.dense.weights)]
         gradients = [gradient for gradient in found if gradient is not None]
         return optimizer_update(lambda: self.dense.precision.unscale(gradients))
+
+
+def optimizer_of(
+    config: TrainingConfig, device: torch.device, captured: bool
+) -> tuple[type[torch.optim.Optimizer], Callable[[], dict[str, Any]]]:
+    """Optimiser of the dense weights, and what makes its settings.
+
+    Those that are to be captured in a graph read their learning rate on the device.
+    """
+    fused = config.fused_optimizer or captured or None
+    kind: type[torch.optim.Optimizer] = torch.optim.SGD
+    if config.optimizer == "adam":
+        kind = torch.optim.Adam
+    elif config.optimizer != "sgd":
+        # row-wise state makes sense for tables only: their dense companion is plain Adagrad
+        kind = DeviceAdagrad if captured else torch.optim.Adagrad
+        if device.type != "cpu":
+            fused = None  # torch fuses Adagrad on the CPU only
+
+    def settings() -> dict[str, Any]:
+        if not captured:
+            return {"lr": config.learning_rate, "fused": fused}
+        rate = {"lr": torch.tensor(config.learning_rate, device=device)}
+        return rate if kind is DeviceAdagrad else rate | {"fused": True}
+
+    return kind, settings
 
 
 @part("data", "forward")

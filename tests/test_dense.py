@@ -202,7 +202,7 @@ def test_gpu_options_are_announced_on_a_cpu_and_change_nothing():
     assert not torch.backends.cuda.matmul.allow_tf32
 
 
-@pytest.mark.parametrize("other", [{"micro_batch": 8}, {"compile": True}])
+@pytest.mark.parametrize("other", [{"micro_batch": 8}, {"compile": True}, {"precision": "fp16"}])
 def test_graphs_refuse_what_they_cannot_be_combined_with(other):
     with pytest.raises(InputError, match=rf"training\.cuda_graphs.*training\.{next(iter(other))}"):
         trainer_of(cuda_graphs=True, **other)

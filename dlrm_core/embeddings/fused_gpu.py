@@ -155,7 +155,7 @@ class FusedGpu:
         """
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self._raise_if_seen()
+        self.raise_if_seen()
 
     def pool(self, tables: EmbeddingTables, batch: Batch) -> torch.Tensor:
         """Pooled vectors (T, B, d) outside of any graph."""
@@ -165,7 +165,7 @@ class FusedGpu:
         check_batch(batch, self._tables, self.device.type)
         # a copy of the past may still be under way while a graph is being captured
         if not _capturing(self.device):
-            self._raise_if_seen()
+            self.raise_if_seen()
         size = batch.offsets.shape[1]
         pooled = torch.empty(
             self._tables, size, self._dim, dtype=self.pooled_dtype, device=self.device
@@ -257,7 +257,8 @@ class FusedGpu:
     def _tiles(self, count: int, size: int) -> Tiles:
         return tiles_for(self._width, count / (self._tables * size))
 
-    def _raise_if_seen(self) -> None:
+    def raise_if_seen(self) -> None:
+        """What :meth:`check` does, as far as the GPU has got; without waiting for it."""
         kind, table, place, value = self._seen.tolist()
         if kind:
             self._fault.zero_()
