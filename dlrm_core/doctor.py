@@ -119,6 +119,7 @@ def examine() -> list[Part]:
         _perf_events(),
         _ptrace(),
         _gpu_counters(),
+        _power(),
         _notebook_tools(),
         _browser(),
         _memory(),
@@ -267,6 +268,22 @@ def _gpu_counters() -> Part:
         if good
         else "PC sampling is refused: stall reasons need the driver option "
         "NVreg_RestrictProfilingToAdminUsers=0.",
+    )
+
+
+def _power() -> Part:
+    import torch
+
+    from dlrm_core.power import find_counters
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    counters, missing = find_counters(device)
+    found = [f"{counter.device} ({counter.method})" for counter in counters]
+    return Part(
+        "Energy counters",
+        not missing,
+        "; ".join(found + [f"{name}: {why}" for name, why in missing.items()]),
+        "" if not missing else "Power and samples per joule of these are not measured.",
     )
 
 

@@ -79,6 +79,14 @@ def peak_memory(device: torch.device) -> int | None:
     return None
 
 
+def peak_memory_by_device(device: torch.device) -> dict[str, int]:
+    """:func:`peak_memory` of the host, and of the GPU that a run uses; what is known."""
+    found = {"host": peak_memory(torch.device("cpu"))}
+    if device.type == "cuda":
+        found["gpu"] = peak_memory(device)
+    return {name: size for name, size in found.items() if size is not None}
+
+
 class _NoBar:
     """Stands in where tqdm is not installed (bare GPU nodes)."""
 

@@ -64,6 +64,14 @@ class TrainingResult:
     """The last checkpoint that is whole."""
     peak_memory_bytes: int | None
     """Of the process (resident set) on the CPU, of torch's allocator on a GPU."""
+    peak_memory_by_device: dict[str, int]
+    """``host``: of the process; on a GPU also ``gpu``: of torch's allocator."""
+    power_w: float | None
+    """Mean over ``elapsed_s`` of all devices that could be measured; None: see ``power``."""
+    samples_per_joule: float | None
+    """Samples/s per watt."""
+    power: dict[str, Any]
+    """``energy_j``, a reading a device, and ``not_measured`` with reasons."""
     device: str
     threads: int
     notices: list[str]
@@ -160,7 +168,7 @@ class Measurements:
             learning_rate=rate,
         )
 
-    def overall(self, batch_size: int) -> dict[str, float]:
+    def overall(self, batch_size: int) -> dict[str, Any]:
         """Speed of all iterations, by the names of :class:`TrainingResult`."""
         done = self.done_ms
         if not done:

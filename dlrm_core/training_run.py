@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dlrm_core.evaluation import Evaluation
-from dlrm_core.training_host import device_name, peak_memory
+from dlrm_core.power import power_meter
+from dlrm_core.training_host import device_name, peak_memory, peak_memory_by_device
 from dlrm_core.training_results import Interval, Measurements, TrainingResult, due, next_event
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class Run:
         self.evaluations: list[Evaluation] = []
         self.notices: list[str] = []
         self.checkpoint_s = 0.0
+        self.power = power_meter(trainer.device).start()
         if trainer.done >= trainer.total:
             self.notices.append(
                 f"nothing is left to do: the checkpoint is of iteration {trainer.done:,}, and the "
@@ -108,6 +110,8 @@ class Run:
             reached_target=None if target is None else max(known, default=-1.0) >= target,
             checkpoint=str(trainer.checkpoint) if trainer.checkpoint else None,
             peak_memory_bytes=peak_memory(trainer.device),
+            peak_memory_by_device=peak_memory_by_device(trainer.device),
+            **self.power.stop().figures(count * self.config.batch_size),
             device=device_name(trainer.device),
             threads=torch.get_num_threads(),
             notices=notices + trainer.step.dense.precision.skipped_notice(self.first + count),
