@@ -114,6 +114,10 @@ def bench(arguments: argparse.Namespace) -> int:
     Returns:
         0; 1 if a contestant failed or does not train the same.
     """
+    if arguments.embeddings:
+        from dlrm_core.bench_embeddings import bench_embeddings
+
+        return bench_embeddings(arguments)
     plan = plan_of(arguments)
     file = Path(arguments.json) if arguments.json else None
     # to be repeated anywhere: where the checkout lies here is nobody's business

@@ -145,6 +145,14 @@ def _bench(parser: argparse.ArgumentParser) -> None:
         "--peer", metavar="DIR", help="a facebookresearch/dlrm checkout, run as its own process"
     )
     parser.add_argument(
+        "--embeddings",
+        metavar="GROUP,...",
+        nargs="?",
+        const="all",
+        help="instead of steps: forward, backward and update of the embeddings by every back "
+        "end, and the contention study; groups: sgd, rowwise, adagrad, contention",
+    )
+    parser.add_argument(
         "--torchrec", action="store_true", help="TorchRec's DLRM as well, where it is installed"
     )
     parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
