@@ -163,4 +163,5 @@ def warm_up_steps(times_ms: Sequence[float]) -> int:
     squares = np.cumsum(np.square(groups - groups.mean())[::-1])[::-1][: left.size]
     shifted = totals - left * groups.mean()
     error = np.maximum(squares - shifted**2 / left, 0.0) / left**2
-    return _GROUP * int(np.argmin(error))
+    # of places that differ by rounding only, the first
+    return _GROUP * int(np.argmax(error <= error.min() + 1e-12 * error[0]))

@@ -1,0 +1,80 @@
+"""Gradients of the whole step against differences of the loss, in double precision."""
+
+import pytest
+import torch
+
+from dlrm_core.config import parameters_from_sections
+from dlrm_core.data.loader import make_generator
+from dlrm_core.model import ClickLoss, build_model
+from dlrm_core.step import TrainingStep
+
+CPU = torch.device("cpu")
+
+
+def build(interaction, loss, itself=False, micro_batch=None):
+    chosen = parameters_from_sections(
+        {
+            "model": {
+                "bottom_mlp": "5-7-4",
+                "top_mlp": "6-1",
+                "embedding_dim": 4,
+                "table_rows": [30, 3, 11],
+                "interaction": interaction,
+                "interaction_itself": itself,
+                "loss": loss,
+                "loss_weights": [0.3, 1.7],
+            },
+            "data": {"indices_per_lookup": 4, "round_targets": True},
+            "training": {
+                "batch_size": 12,
+                "learning_rate": 1.0,
+                "device": "cpu",
+                "micro_batch": micro_batch,
+            },
+        }
+    )
+    model = build_model(chosen.model, 3, CPU).double()
+    batch = make_generator(chosen, CPU).next_batch()
+    for name in ("dense", "targets"):
+        object.__setattr__(batch, name, getattr(batch, name).double())
+    # Probability computes in float32 whatever comes in; here it must not
+    model.top_mlp[-1] = torch.nn.Sigmoid()
+    loss_module = ClickLoss(loss, chosen.model.loss_weights)
+    return chosen, model, batch, loss_module
+
+
+@pytest.mark.parametrize(
+    ("interaction", "loss", "itself", "micro_batch"),
+    [
+        ("dot", "mse", False, None),
+        ("dot", "bce", True, None),
+        ("dot", "wbce", False, 5),
+        ("cat", "bce", False, None),
+    ],
+)
+def test_one_step_of_sgd_is_the_numerical_gradient(interaction, loss, itself, micro_batch):
+    """SGD with rate 1 moves every weight by its gradient, part by part, tables included."""
+    chosen, model, batch, loss_module = build(interaction, loss, itself, micro_batch)
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+
+    def loss_at(weights):
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                weight.copy_(weights[name])
+            return float(loss_module(model(batch), batch.targets))
+
+    step = TrainingStep(model, loss_module, chosen.training)
+    step(batch)
+    gradient = {name: before[name] - weight.detach() for name, weight in model.named_parameters()}
+    random = torch.Generator().manual_seed(1)
+    for name in before:
+        direction = torch.randn(before[name].shape, generator=random, dtype=torch.float64)
+        direction /= direction.norm()
+        slope = float((gradient[name] * direction).sum())
+        # Differences over h err by h^2 times a third derivative and by rounding over h:
+        # with h = 1e-5 about 1e-10 and 1e-16 / 1e-5 = 1e-11, and kinks of ReLU are rarely met.
+        h = 1e-5
+        ahead = loss_at(before | {name: before[name] + h * direction})
+        behind = loss_at(before | {name: before[name] - h * direction})
+        assert slope == pytest.approx((ahead - behind) / (2 * h), abs=1e-8), name
+        assert abs(slope) > 1e-8, name
