@@ -154,7 +154,7 @@ def test_a_failure_in_the_background_reaches_the_loop():
         def next_batch(self) -> Batch:
             raise MemoryError("no room")
 
-    stream = _prefetched(Broken(), ahead=1, pin=False)
+    stream = _prefetched(Broken().next_batch, ahead=1)
     with pytest.raises(PrefetchError, match="no room"):
         next(stream)
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from collections.abc import Generator as Generated
+from typing import Protocol, TypeVar
 
 import torch
 
 from dlrm_core.config import Parameters
 from dlrm_core.data.batch import Batch
 from dlrm_core.data.facebook import FacebookLoop, FacebookReplay
+from dlrm_core.data.staging import Copies, CudaCopies, Slot, Staged, Staging
 from dlrm_core.data.synthetic import SyntheticBatches
+
+T = TypeVar("T")
 
 
 class Generator(Protocol):
@@ -51,6 +55,10 @@ def make_generator(parameters: Parameters, device: torch.device) -> Generator:
         *shape,
         zipf_exponent=data.zipf_exponent if data.generator == "zipf" else None,
         device=device if data.place == "device" else torch.device("cpu"),
+        # the host would have to wait for the GPU to learn how many lookups a batch has
+        padded=data.place == "device"
+        and device.type == "cuda"
+        and parameters.training.embedding_backend == "fused",
     )
 
 
@@ -64,7 +72,10 @@ def batches(
     """
     generator = generator or make_generator(parameters, device)
     if parameters.data.loader == "prefetch":
-        return _prefetched(generator, parameters.data.prefetch_batches, pin=device.type == "cuda")
+        ahead = parameters.data.prefetch_batches
+        if device.type == "cuda":
+            return staged(generator, ahead, CudaCopies(device))
+        return _prefetched(generator.next_batch, ahead)
     return _synchronous(generator)
 
 
@@ -73,16 +84,40 @@ def _synchronous(generator: Generator) -> Iterator[Batch]:
         yield generator.next_batch()
 
 
-def _prefetched(generator: Generator, ahead: int, pin: bool) -> Iterator[Batch]:
-    """Make batches in a thread, at most ``ahead`` before they are wanted.
+def staged(generator: Generator, ahead: int, copies: Copies) -> Iterator[Batch]:
+    """Batches on the device, made and copied there by a thread while the step computes.
+
+    A batch that was handed over stays as it is until the next one is asked for.
+    """
+    staging = Staging(copies)
+    # those kept ready, one being computed with, one being loaded
+    free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
+    for _ in range(ahead + 2):
+        free.put(Slot())
+    # one slot more than can wait in line, be used and be loaded: never empty for long
+    stream = _prefetched(lambda: staging.load(generator.next_batch(), free.get()), ahead)
+    last: Staged | None = None
+    try:
+        for item in stream:
+            if last is not None:
+                staging.release(last)
+                free.put(last.slot)
+            last = item
+            yield staging.use(item)
+    finally:
+        stream.close()
+
+
+def _prefetched(make: Callable[[], T], ahead: int) -> Generated[T, None, None]:
+    """Make things in a thread, at most ``ahead`` before they are wanted.
 
     numpy's generator, sorting and rounding run outside Python's lock, so the
     thread really does work beside the step.
     """
-    ready: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=ahead)
+    ready: queue.Queue[T | BaseException] = queue.Queue(maxsize=ahead)
     stop = threading.Event()
 
-    def offer(item: Batch | BaseException) -> None:
+    def offer(item: T | BaseException) -> None:
         while not stop.is_set():
             try:
                 ready.put(item, timeout=0.1)
@@ -93,8 +128,7 @@ def _prefetched(generator: Generator, ahead: int, pin: bool) -> Iterator[Batch]:
     def produce() -> None:
         try:
             while not stop.is_set():
-                batch = generator.next_batch()
-                offer(batch.pin() if pin else batch)
+                offer(make())
         except BaseException as error:
             offer(error)
 

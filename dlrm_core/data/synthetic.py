@@ -23,6 +23,9 @@ class SyntheticBatches:
     Rows are uniform over the table, or follow a bounded power law: the
     continuous density x^-a on [1, R + 1) cut to whole numbers, so that
     P(row i) = ((i+1)^(1-a) - (i+2)^(1-a)) / (1 - (R+1)^(1-a)), row 0 hottest.
+
+    ``padded`` batches leave each table room for its longest bags and say on the device
+    alone how many lookups are real, so that the host need not wait to know.
     """
 
     def __init__(
@@ -36,7 +39,9 @@ class SyntheticBatches:
         seed: int,
         zipf_exponent: float | None,
         device: torch.device,
+        padded: bool = False,
     ) -> None:
+        self.padded = padded and not fixed_pooling
         self.dense_features = dense_features
         self.table_rows = table_rows
         self.batch_size = batch_size
@@ -48,6 +53,8 @@ class SyntheticBatches:
         self.random: _Draws = _HostDraws(seed) if device.type == "cpu" else _Draws(seed, device)
         bounds = [min(rows, indices_per_lookup) for rows in table_rows]
         self._bounds = torch.tensor(bounds, dtype=torch.float32, device=device)[:, None]
+        rooms = [batch_size * sum(bounds[:t]) for t in range(len(bounds))]
+        self._rooms = torch.tensor(rooms, device=device)
 
     def state(self) -> dict[str, Any]:
         """Where the stream stands (see :class:`dlrm_core.data.position.Resumable`)."""
@@ -60,6 +67,7 @@ class SyntheticBatches:
     def next_batch(self) -> Batch:
         """The next batch, shapes as in :class:`Batch`."""
         size, tables = self.batch_size, len(self.table_rows)
+        extents = None
         dense = self.random.uniform(size, self.dense_features)
         if self.fixed_pooling:
             count = self.indices_per_lookup
@@ -70,15 +78,20 @@ class SyntheticBatches:
             sizes = (self.random.uniform(tables, size) * self._bounds).round().clamp_(min=1).long()
             ends = sizes.cumsum(1)
             offsets = ends - sizes
-            # the host must know how long the batch is: one small copy back
-            totals = ends[:, -1].tolist()
+            if self.padded:
+                extents = torch.stack([self._rooms, ends[:, -1]])
+                totals = [size * min(rows, self.indices_per_lookup) for rows in self.table_rows]
+            else:
+                # the host must know how long the batch is: one small copy back
+                totals = ends[:, -1].tolist()
         starts = [0]
         for total in totals:
             starts.append(starts[-1] + total)
         targets = self.random.uniform(size, 1)
         if self.round_targets:
             targets.round_()
-        return Batch(dense, self._draw_rows(totals, starts), offsets, tuple(starts), targets)
+        indices = self._draw_rows(totals, starts)
+        return Batch(dense, indices, offsets, tuple(starts), targets, extents, self.padded)
 
     def _draw_rows(self, totals: list[int], starts: list[int]) -> torch.Tensor:
         """Rows looked up (N,) int64: ``totals[t]`` of table t, from ``starts[t]`` on."""

@@ -1,0 +1,177 @@
+"""Batches on their way to a GPU: pinned buffers used again and again, copies on a stream apart.
+
+A batch is packed into one page-locked buffer and goes to the device in one copy, on a
+stream of its own, while the step before computes. Nobody waits but for what it needs:
+
+* the device waits for a batch's copy before its first use (an event, not the host);
+* the copy into a buffer waits until the step that read it before is done with it;
+* the thread that packs waits until the copy out of its buffer is done.
+
+Shapes: B samples, T tables, N lookups of a batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from dlrm_core.data.batch import Batch, extents_of
+
+ALIGNMENT = 256
+"""Bytes: each tensor in a buffer begins at a multiple, as an allocation of its own would."""
+
+ROOM = 8
+"""A buffer that has grown is 1/ROOM larger than the batch that it grew for."""
+
+
+class Copies(Protocol):
+    """Two streams of a device: one copies, the other (the caller's) computes."""
+
+    def host_buffer(self, size: int) -> torch.Tensor:
+        """(size,) uint8 of page-locked host memory."""
+
+    def device_buffer(self, size: int) -> torch.Tensor:
+        """(size,) uint8 on the device."""
+
+    def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy on the copying stream; returns before it is done."""
+
+    def mark(self, copying: bool) -> Any:
+        """An event: all work so far of the copying stream, or of the computing one."""
+
+    def wait(self, event: Any, copying: bool) -> None:
+        """Let the copying, or the computing, stream wait for an event; not the host."""
+
+    def join(self, event: Any) -> None:
+        """Let the host wait for an event."""
+
+
+class CudaCopies:
+    """CUDA's streams and events."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def host_buffer(self, size: int) -> torch.Tensor:
+        """See :class:`Copies`."""
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def device_buffer(self, size: int) -> torch.Tensor:
+        """See :class:`Copies`."""
+        return torch.empty(size, dtype=torch.uint8, device=self._device)
+
+    def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        """See :class:`Copies`."""
+        with torch.cuda.stream(self._stream):
+            into.copy_(source, non_blocking=True)
+
+    def mark(self, copying: bool) -> torch.cuda.Event:
+        """See :class:`Copies`."""
+        event = torch.cuda.Event()
+        event.record(self._stream if copying else torch.cuda.current_stream(self._device))
+        return event
+
+    def wait(self, event: torch.cuda.Event, copying: bool) -> None:
+        """See :class:`Copies`."""
+        stream = self._stream if copying else torch.cuda.current_stream(self._device)
+        stream.wait_event(event)
+
+    def join(self, event: torch.cuda.Event) -> None:
+        """See :class:`Copies`."""
+        event.synchronize()
+
+
+@dataclass
+class Slot:
+    """A pair of buffers and what they are waiting for."""
+
+    host: torch.Tensor | None = None
+    device: torch.Tensor | None = None
+    copied: Any = None
+    """The last copy out of ``host``."""
+    used: Any = None
+    """The last work that read ``device``."""
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A batch on the device, and the buffers that hold it."""
+
+    batch: Batch
+    slot: Slot
+
+
+class Staging:
+    """Moves batches to a device through slots that its user hands round.
+
+    ``load`` is called by the thread that makes batches, ``use`` and ``release`` by the one
+    that computes; a slot is with one of them at a time.
+    """
+
+    def __init__(self, copies: Copies) -> None:
+        self._copies = copies
+
+    def load(self, batch: Batch, slot: Slot) -> Staged:
+        """Pack a batch into a slot and begin its copy."""
+        if slot.copied is not None:
+            self._copies.join(slot.copied)
+        tensors = _tensors(batch)
+        places = _places(tensors)
+        size = places[-1]
+        if slot.host is None or slot.host.numel() < size:
+            if slot.used is not None:
+                # nobody may read a buffer that is given back
+                self._copies.join(slot.used)
+            room = size + size // ROOM
+            slot.host = self._copies.host_buffer(room)
+            slot.device = self._copies.device_buffer(room)
+            # memory that another stream has just given back may still be read by it
+            slot.used = self._copies.mark(copying=False)
+        assert slot.device is not None
+        for tensor, view in zip(tensors, _views(slot.host, tensors, places), strict=True):
+            view.copy_(tensor)
+        if slot.used is not None:
+            self._copies.wait(slot.used, copying=True)
+        self._copies.copy(slot.device[:size], slot.host[:size])
+        slot.copied = self._copies.mark(copying=True)
+        extents, offsets, dense, targets, indices = _views(slot.device, tensors, places)
+        moved = Batch(dense, indices, offsets, batch.table_starts, targets, extents, batch.padded)
+        return Staged(moved, slot)
+
+    def use(self, staged: Staged) -> Batch:
+        """The batch, for work that begins when its copy is done."""
+        self._copies.wait(staged.slot.copied, copying=False)
+        return staged.batch
+
+    def release(self, staged: Staged) -> None:
+        """All work on the batch has been given to the device: the slot may be loaded again."""
+        staged.slot.used = self._copies.mark(copying=False)
+
+
+def _tensors(batch: Batch) -> list[torch.Tensor]:
+    """What is packed: what every batch has as much of first, the indices last."""
+    extents = batch.extents if batch.extents is not None else extents_of(batch.table_starts)
+    return [extents, batch.offsets, batch.dense, batch.targets, batch.indices]
+
+
+def _places(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Where each tensor begins in a buffer, in bytes, and where the last one ends."""
+    places = [0]
+    for tensor in tensors:
+        places.append(places[-1] + math.ceil(tensor.nbytes / ALIGNMENT) * ALIGNMENT)
+    return places
+
+
+def _views(
+    buffer: torch.Tensor, tensors: Sequence[torch.Tensor], places: Sequence[int]
+) -> list[torch.Tensor]:
+    """The tensors' places in a buffer, in their types and shapes."""
+    return [
+        buffer[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for tensor, place in zip(tensors, places, strict=False)
+    ]

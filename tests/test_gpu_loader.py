@@ -1,0 +1,214 @@
+"""Batches on their way to a GPU: streams that run whenever they like must not spoil one.
+
+The streams here are lists of work done as late, or as early, as chance has it; what they
+keep to is the order within a stream and the events that it waits for.
+"""
+
+import random
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_embeddings import make_batch
+
+from dlrm_core.data.batch import Batch, extents_of
+from dlrm_core.data.loader import PrefetchError, staged
+from dlrm_core.data.staging import Slot, Staging
+from dlrm_core.data.synthetic import SyntheticBatches
+
+
+class Streams:
+    """Two streams of deferred work; an event is the work that it has to wait for."""
+
+    def __init__(self, seed, eager=False):
+        self.random = random.Random(seed)
+        self.eager = eager
+        self.queues = {True: [], False: []}  # copying, computing
+        self.lock = threading.RLock()
+        self.buffers = 0
+
+    def host_buffer(self, size):
+        self.buffers += 1
+        return torch.empty(size, dtype=torch.uint8).random_()
+
+    device_buffer = host_buffer
+
+    def give(self, copying, work, after=None):
+        with self.lock:
+            done = threading.Event()
+            self.queues[copying].append((work, after, done))
+            while self.eager and self.advance():
+                pass
+            return done
+
+    def copy(self, into, source):
+        self.give(True, lambda: into.copy_(source))
+
+    def mark(self, copying):
+        return self.give(copying, lambda: None)
+
+    def wait(self, event, copying):
+        self.give(copying, lambda: None, after=event)
+
+    def join(self, event):
+        while not event.is_set():
+            assert self.advance(), "the host waits for work that nobody can do"
+
+    def advance(self):
+        """Do the first work of a stream that may go on; False if none can."""
+        with self.lock:
+            for copying in self.random.sample([True, False], 2):
+                queue = self.queues[copying]
+                if queue and (queue[0][1] is None or queue[0][1].is_set()):
+                    work, _, done = queue.pop(0)
+                    work()
+                    done.set()
+                    return True
+            return False
+
+    def finish(self):
+        while self.advance():
+            pass
+        assert not any(self.queues.values())
+
+
+def batch_of(seed, largest=4):
+    made = make_batch([40, 3], 5, largest, seed)
+    generator = torch.Generator().manual_seed(seed)
+    dense = torch.randn(5, 7, generator=generator)
+    return Batch(**(vars(made) | {"dense": dense, "targets": dense[:, :1].clone()}))
+
+
+def content(batch):
+    return [t.clone() for t in (batch.dense, batch.indices, batch.offsets, batch.targets)]
+
+
+def check_later(streams, batch, expected, seen):
+    """The step's work: it reads the batch when the computing stream gets to it."""
+
+    def read():
+        assert all(map(torch.equal, content(batch), expected))
+        assert torch.equal(batch.extents, extents_of(batch.table_starts))
+        seen.append(1)
+
+    streams.give(False, read)
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 10_000), st.integers(1, 4), st.integers(3, 14))
+def test_no_order_of_the_streams_spoils_a_batch(seed, slots, count):
+    streams, chance = Streams(seed), random.Random(seed)
+    staging, free = Staging(streams), [Slot() for _ in range(slots)]
+    waiting, seen, loaded = [], [], 0
+    while len(seen) < count:
+        steps = [streams.advance]
+        if free and loaded < count:
+            steps.append(None)
+        if waiting:
+            steps.append(waiting)
+        step = chance.choice(steps)
+        if step is None:
+            batch = batch_of(loaded, largest=chance.choice([0, 2, 9]))
+            waiting.append((staging.load(batch, free.pop()), content(batch)))
+            batch.indices.fill_(-1)  # the generator's own memory is free again
+            loaded += 1
+        elif step is waiting:
+            item, expected = waiting.pop(0)
+            check_later(streams, staging.use(item), expected, seen)
+            staging.release(item)
+            free.append(item.slot)
+        else:
+            step()
+    streams.finish()
+
+
+@pytest.mark.parametrize("missing", ["use", "release", "join"])
+def test_the_streams_here_do_notice_a_wait_that_is_missing(missing, monkeypatch):
+    """The test above would fail without any of the three waits."""
+    spoilt = 0
+    for seed in range(30):
+        streams, seen = Streams(seed), []
+        staging, slot = Staging(streams), Slot()
+        if missing == "join":
+            streams.join = lambda event: None
+        if missing == "use":
+            staging.use = lambda item: item.batch
+        if missing == "release":
+            staging.release = lambda item: None
+        try:
+            for number in range(4):
+                batch = batch_of(number)
+                item = staging.load(batch, slot)
+                check_later(streams, staging.use(item), content(batch), seen)
+                staging.release(item)
+            streams.finish()
+        except (AssertionError, RuntimeError):
+            spoilt += 1
+    assert spoilt > 0
+
+
+class Counting:
+    def __init__(self, error_at=None):
+        self.made, self.error_at = 0, error_at
+
+    def next_batch(self):
+        if self.made == self.error_at:
+            raise ValueError("the file has ended")
+        self.made += 1
+        return batch_of(self.made - 1)
+
+
+def test_a_thread_stages_batches_in_order_and_uses_its_buffers_again():
+    streams = Streams(1, eager=True)
+    stream = staged(Counting(), 2, streams)
+    for number in range(20):
+        batch = next(stream)
+        assert all(map(torch.equal, content(batch), content(batch_of(number))))
+    stream.close()
+    # four slots (two kept ready, one used, one loaded), two buffers each, some grown once
+    assert streams.buffers <= 4 * 2 * 3
+    assert not any(t.name == "dlrm-prefetch" for t in threading.enumerate())
+
+
+def test_what_goes_wrong_in_the_thread_is_told():
+    stream = staged(Counting(error_at=3), 2, Streams(1, eager=True))
+    with pytest.raises(PrefetchError, match="the file has ended"):
+        for _ in range(10):
+            next(stream)
+
+
+def test_an_abandoned_stream_ends_its_thread():
+    stream = staged(Counting(), 1, Streams(1, eager=True))
+    next(stream)
+    stream.close()
+    assert not any(t.name == "dlrm-prefetch" for t in threading.enumerate())
+
+
+def test_buffers_that_suffice_are_not_replaced():
+    streams = Streams(0, eager=True)
+    staging, slot = Staging(streams), Slot()
+    for seed in (1, 1, 2):
+        staging.release(staging.load(batch_of(seed, largest=0), slot))
+    assert streams.buffers == 2
+    staging.load(batch_of(1, largest=2000), slot)
+    assert streams.buffers == 4
+
+
+@pytest.mark.parametrize("exponent", [None, 1.05])
+def test_padded_batches_follow_the_same_law_and_say_it_on_the_device(exponent):
+    shape = (3, (50, 4, 1), 64, 6, False, False, 9, exponent, torch.device("cpu"))
+    batch = SyntheticBatches(*shape, padded=True).next_batch()
+    assert batch.padded and batch.table_starts == (0, 384, 384 + 256, 384 + 256 + 64)
+    assert batch.extents[0].tolist() == list(batch.table_starts[:-1])
+    # the same draws as without padding: same bags
+    compact = SyntheticBatches(*shape).next_batch()
+    assert torch.equal(batch.offsets, compact.offsets)
+    assert batch.extents[1].tolist() == torch.tensor(compact.table_starts).diff().tolist()
+    for table, rows in enumerate((50, 4, 1)):
+        indices = batch.table_indices(table)
+        assert len(indices) == compact.table_starts[table + 1] - compact.table_starts[table]
+        assert int(indices.min()) >= 0 and int(indices.max()) < rows
+    fixed = SyntheticBatches(3, (50,), 4, 2, True, False, 9, None, torch.device("cpu"), padded=True)
+    assert not fixed.next_batch().padded
