@@ -259,7 +259,7 @@ def _run_ablation(
     variants = ablated(plan.plain, tuned)
     leaf, value = last_leaf(plan.plain, tuned)
     rungs = [_ablated_facts(variant) for variant in variants]
-    rungs.append({"name": name, "kind": "ladder", "leaf": leaf, "value": value})
+    rungs.append({"name": name, "kind": "ladder", "leaf": leaf, "value": value, "also": []})
     ours = {PLAIN: plan.plain, name: tuned} | {v.name: v.parameters for v in variants}
     facts = case_facts(ABLATION, plan.plain) | {
         "kind": "ablation",
@@ -271,7 +271,8 @@ def _run_ablation(
 
 
 def _ablated_facts(variant: Ablated) -> dict[str, Any]:
-    return {name: getattr(variant, name) for name in ("name", "kind", "leaf", "value")}
+    facts = {name: getattr(variant, name) for name in ("name", "kind", "leaf", "value")}
+    return facts | {"also": list(variant.also)}
 
 
 def _compare(

@@ -67,7 +67,7 @@ SHAPES = {
             "8 tables of 1,000,000 rows, up to 10 indices, batch 16384",
             {"training.batch_size": 16384, "data.indices_per_lookup": 10},
             # the activations of so large a batch outgrow the caches
-            {"training.micro_batch": 2048},
+            {"training.micro_batch": 4096},
             iterations=4,
         ),
     )
@@ -236,6 +236,7 @@ class Ablated:
             and including this one).
         leaf: which was switched off, or added last.
         value: its value when it is on.
+        also: leaves that only work together with it, and are off too.
     """
 
     name: str
@@ -243,21 +244,25 @@ class Ablated:
     leaf: str
     value: Any
     parameters: Parameters
+    also: tuple[str, ...] = ()
 
 
 def ablated(plain: Parameters, tuned: Parameters) -> list[Ablated]:
     """Tuned with each option switched off, and plain with the options added one by one.
 
-    The ladder ends below the tuned contestant, which is its last rung. A combination that
-    cannot work is left out.
+    The ladder ends below the tuned contestant, which is its last rung; a rung that cannot
+    work without a later one is left out.
     """
     leaves = [leaf for leaf in changed_leaves(plain, tuned) if leaf not in NEUTRAL]
     found = []
     for leaf in leaves:
-        value = _value(tuned, leaf)
-        off = _changed(tuned, {leaf: _value(plain, leaf)})
-        if off is not None:
-            found.append(Ablated(f"without {_short(leaf)}", "without", leaf, value, off))
+        # alone if that works, else with the one that depends on it
+        for also in ((), *((other,) for other in leaves if other != leaf)):
+            off = _changed(tuned, {name: _value(plain, name) for name in (leaf, *also)})
+            if off is not None:
+                name = f"without {_short(leaf)}"
+                found.append(Ablated(name, "without", leaf, _value(tuned, leaf), off, also))
+                break
     so_far: dict[str, Any] = {}
     for leaf in leaves[:-1]:
         so_far[leaf] = value = _value(tuned, leaf)

@@ -11,7 +11,12 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from dlrm_core.bench_cases import GROWTH, PEER, PLAIN, TORCHREC, TUNED
-from dlrm_core.benchmark_presentation import FIGURE_NAMES, best_speeds, contestant_label
+from dlrm_core.benchmark_presentation import (
+    FIGURE_NAMES,
+    best_speeds,
+    contestant_label,
+    option_label,
+)
 from dlrm_core.compare_figures import FASTER, SLOWER, SYMBOLS, lines_of
 from dlrm_core.figure_theme import (
     COLOURS,
@@ -275,8 +280,8 @@ def options_dots(without: pd.DataFrame) -> go.Figure:
             )
         )
     result.add_vline(x=1, line={"color": INK, "width": 1, "dash": "dot"})
-    values = {row.leaf: row.value for row in rows_of(without)}
-    labels = [lines_of(f"{leaf}: {value_text(values[leaf])}", 34) for leaf in leaves]
+    names = {row.leaf: option_label(row) for row in rows_of(without)}
+    labels = [lines_of(names[leaf], 34) for leaf in leaves]
     result.update_xaxes(title="times as fast with the option as without it (1: it brings nothing)")
     result.update_yaxes(
         tickmode="array",

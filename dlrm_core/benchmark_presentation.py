@@ -182,7 +182,7 @@ def options_table(without: pd.DataFrame, ladder: pd.DataFrame) -> Table | None:
     rows = []
     for leaf, found in without.groupby("leaf", sort=False):
         of = {row.figure: row for row in rows_of(found)}
-        cells = [f"{leaf}: {value_text(found['value'].iloc[0])}"]
+        cells = [option_label(rows_of(found)[0])]
         for figure in FIGURE_NAMES:
             row, rung = of.get(figure), rungs.get((leaf, figure))
             cells += [
@@ -198,6 +198,12 @@ def options_table(without: pd.DataFrame, ladder: pd.DataFrame) -> Table | None:
         ],
         rows,
     )
+
+
+def option_label(row: Any) -> str:
+    """An option with its value, and what goes with it."""
+    also = f", with {row.also}" if row.also else ""
+    return f"{row.leaf}: {value_text(row.value)}{also}"
 
 
 def shares_table(shares: pd.DataFrame) -> Table | None:

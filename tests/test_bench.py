@@ -226,8 +226,8 @@ def test_an_option_of_a_shape_is_for_the_tuned_ones_alone():
     found = {n: of_case(n, p, case) for n, p in contestants(seed, seed, ["bf16"]).items()}
     assert {n: p.training.micro_batch for n, p in found.items()} == {
         "plain": None,
-        "tuned": 2048,
-        "tuned bf16": 2048,
+        "tuned": 4096,
+        "tuned bf16": 4096,
     }
     assert {p.training.batch_size for p in found.values()} == {16384}
 
@@ -238,7 +238,10 @@ def test_every_option_is_switched_off_once_and_the_ladder_leads_to_tuned():
     leaves = [leaf for leaf in changed_leaves(seed, tuned) if leaf not in NEUTRAL]
     variants = ablated(seed, tuned)
     off = [v for v in variants if v.kind == "without"]
-    assert [changed_leaves(v.parameters, tuned) for v in off] == [[leaf] for leaf in leaves]
+    assert [v.leaf for v in off] == leaves
+    for variant in off:
+        assert set(changed_leaves(variant.parameters, tuned)) == {variant.leaf, *variant.also}
+        assert len(variant.also) <= 1
     rungs = [seed, *(v.parameters for v in variants if v.kind == "ladder"), tuned]
     steps = [changed_leaves(a, b) for a, b in itertools.pairwise(rungs)]
     assert steps == [[leaf] for leaf in leaves]
