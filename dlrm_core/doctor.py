@@ -272,8 +272,10 @@ def _gpu_counters() -> Part:
 
 
 def _power() -> Part:
-    import torch
-
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return Part("Energy counters", False, str(error), "No model can be run.")
     from dlrm_core.power import find_counters
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
