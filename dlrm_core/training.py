@@ -206,8 +206,8 @@ class Trainer:
 
     @property
     def learning_rate(self) -> float:
-        """Of the last iteration."""
-        return self._rate
+        """Of the last iteration, from the optimiser that used it."""
+        return float(self.step.top_optimizer.param_groups[0]["lr"])
 
     def close(self) -> None:
         """End the prefetching thread, if there is one, and let go of the folder."""

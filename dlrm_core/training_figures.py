@@ -9,6 +9,7 @@ from plotly.subplots import make_subplots
 from dlrm_core.figure_theme import (
     COLOURS,
     COMPUTE,
+    INK,
     digits,
     figure,
     markers,
@@ -68,6 +69,96 @@ def loss_curve(iterations: pd.DataFrame, intervals: pd.DataFrame) -> go.Figure:
     )
     result.update_xaxes(title="iteration")
     result.update_yaxes(title="loss")
+    return result
+
+
+def learning_rate(planned: pd.DataFrame, intervals: pd.DataFrame) -> go.Figure:
+    """The schedule of the learning rate, and what the updates used.
+
+    Args:
+        planned: ``iteration``, ``learning_rate``.
+        intervals: ``iteration``, ``learning_rate`` of each interval's last update.
+    """
+    result = figure("Learning rate", 320, legend=True)
+    result.add_trace(
+        go.Scatter(
+            x=planned["iteration"],
+            y=planned["learning_rate"],
+            name="planned",
+            mode="lines",
+            line={"color": COMPUTE, "width": 2.5},
+            hovertemplate="iteration %{x:,}: %{y:.4g}<extra></extra>",
+        )
+    )
+    result.add_trace(
+        go.Scatter(
+            x=intervals["iteration"],
+            y=intervals["learning_rate"],
+            name="used by the last update of an interval",
+            mode="markers",
+            marker={"color": COLOURS["optimizer"], "size": 7},
+            hovertemplate="iteration %{x:,}: %{y:.4g}<extra></extra>",
+        )
+    )
+    result.update_xaxes(title="iteration")
+    result.update_yaxes(title="learning rate", rangemode="tozero")
+    return result
+
+
+def learning_curve(
+    evaluations: pd.DataFrame, intervals: pd.DataFrame, target: float | None = None
+) -> go.Figure:
+    """AUC of every evaluation; below it the loss on test data beside that on training data.
+
+    Args:
+        evaluations: ``iteration``, ``auc``, ``loss``, ``samples``.
+        intervals: ``iteration``, ``loss`` (mean of the training since the row before).
+        target: AUC at which the run was to end.
+    """
+    result = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.09)
+    result.update_layout(figure("Quality on test data", 520, legend=True).layout)
+    result.add_trace(
+        go.Scatter(
+            x=evaluations["iteration"],
+            y=evaluations["auc"],
+            name="AUC",
+            mode="lines+markers",
+            line={"color": COLOURS["embedding"], "width": 2.5},
+            customdata=evaluations["samples"],
+            hovertemplate="iteration %{x:,}: AUC %{y:.5f} of %{customdata:,} samples"
+            "<extra></extra>",
+        ),
+        row=1,
+        col=1,
+    )
+    if target is not None:
+        result.add_hline(
+            y=target,
+            line={"color": INK, "dash": "dash", "width": 1.3},
+            annotation={"text": f"target {target:g}", "font": {"color": INK}},
+            annotation_position="top right",
+            row=1,
+            col=1,
+        )
+    for table, name, colour in (
+        (intervals, "loss on training data, mean of an interval", COMPUTE),
+        (evaluations, "loss on test data", COLOURS["loss"]),
+    ):
+        result.add_trace(
+            go.Scatter(
+                x=table["iteration"],
+                y=table["loss"],
+                name=name,
+                mode="lines+markers",
+                line={"color": colour, "width": 2},
+                hovertemplate=f"iteration %{{x:,}}: {name} %{{y:.5f}}<extra></extra>",
+            ),
+            row=2,
+            col=1,
+        )
+    result.update_yaxes(title="AUC", row=1, col=1)
+    result.update_yaxes(title="loss", row=2, col=1)
+    result.update_xaxes(title="iteration", row=2, col=1)
     return result
 
 

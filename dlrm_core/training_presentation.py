@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -19,6 +21,7 @@ from dlrm_core.capacity import (
 from dlrm_core.config import Parameters
 from dlrm_core.figure_theme import rows_of
 from dlrm_core.presentation import Table, column, known_ms
+from dlrm_core.schedules import schedule_of
 from dlrm_core.training import TrainingResult
 
 
@@ -123,7 +126,8 @@ def training_result(result: TrainingResult) -> Table:
             ("of it making data, mean", known_ms(result.data_ms_per_iteration)),
             ("of it computing, mean", known_ms(result.compute_ms_per_iteration)),
             ("throughput, data included", f"{result.samples_per_second:,.0f} samples/s"),
-            ("time of all iterations", f"{result.elapsed_s:,.1f} s"),
+            ("time of everything", f"{result.elapsed_s:,.1f} s"),
+            *_evaluated(result),
             (
                 "peak memory of the process",
                 format_bytes(result.peak_memory_bytes)
@@ -135,14 +139,62 @@ def training_result(result: TrainingResult) -> Table:
     )
 
 
+def _evaluated(result: TrainingResult) -> list[tuple[str, str]]:
+    """Lines about evaluations and checkpoints, where there were any."""
+    rows = []
+    if result.evaluations:
+        rows.append(("of it evaluating", f"{result.evaluation_s:,.2f} s"))
+    if result.checkpoint_s:
+        rows.append(("of it writing checkpoints", f"{result.checkpoint_s:,.2f} s"))
+    if result.auc is not None:
+        best = "" if result.best_auc == result.auc else f" (best {result.best_auc:.5f})"
+        rows.append(("AUC of the last evaluation", f"{result.auc:.5f}{best}"))
+    if result.checkpoint is not None:
+        rows.append(("last checkpoint", Path(result.checkpoint).name))
+    return rows
+
+
 def intervals(folder: Path) -> pd.DataFrame:
-    """metrics.jsonl of a run folder: a row an interval, the columns of ``Interval``."""
-    return pd.read_json(folder / "metrics.jsonl", lines=True)
+    """Intervals in metrics.jsonl of a run folder: a row each, the columns of ``Interval``."""
+    return pd.DataFrame([line for line in _lines(folder) if "kind" not in line])
+
+
+def evaluations(folder: Path) -> pd.DataFrame:
+    """Evaluations in metrics.jsonl: a row each, the columns of ``Evaluation``; maybe none."""
+    found = [line for line in _lines(folder) if line.get("kind") == "evaluation"]
+    return pd.DataFrame(found).drop(columns="kind", errors="ignore")
+
+
+def _lines(folder: Path) -> list[dict[str, Any]]:
+    text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def schedule(parameters: Parameters, iterations: int) -> pd.DataFrame:
+    """``iteration``, ``learning_rate`` as the parameters plan them; empty if it is constant."""
+    planned = schedule_of(parameters.training)
+    return pd.DataFrame({} if planned.constant else planned.curve(iterations))
 
 
 def iterations(result: TrainingResult) -> pd.DataFrame:
-    """``iteration`` (from 1) and its ``loss``."""
-    return pd.DataFrame({"iteration": range(1, result.iterations + 1), "loss": result.losses})
+    """``iteration`` (from 1, or after the checkpoint resumed from) and its ``loss``."""
+    first = result.first_iteration
+    places = range(first + 1, first + result.iterations + 1)
+    return pd.DataFrame({"iteration": places, "loss": result.losses})
+
+
+def evaluation_table(table: pd.DataFrame) -> Table:
+    """Evaluations, a line each."""
+    cells = {
+        "iteration": [f"{count:,}" for count in table["iteration"]],
+        "AUC": ["none" if pd.isna(auc) else f"{auc:.5f}" for auc in table["auc"]],
+        "log loss": [f"{loss:.5f}" for loss in table["log_loss"]],
+        "accuracy": [f"{share:.2%}" for share in table["accuracy"]],
+        "samples": [f"{count:,}" for count in table["samples"]],
+        "seconds": [f"{seconds:,.2f}" for seconds in table["seconds"]],
+        "samples/s": [f"{rate:,.0f}" for rate in table["samples_per_second"]],
+    }
+    return Table(list(cells), zip(*cells.values(), strict=True))
 
 
 def interval_table(table: pd.DataFrame) -> Table:

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dlrm_core import training_figures, training_presentation
 from dlrm_core.cli import main
 from dlrm_core.config import parameters_from_sections
 from dlrm_core.data.loader import make_generator
@@ -293,3 +294,32 @@ def test_predictions_are_the_models_in_every_precision():
         # 4 layers, each rounds its inputs; the sigmoid's slope is at most 1/4
         logits = torch.logit(plain).abs().max()
         assert float((predicted - plain).abs().max()) <= 8 * least * max(1.0, float(logits))
+
+
+# ---- the page ---------------------------------------------------------------------
+
+
+def test_the_page_shows_quality_and_schedule(tmp_path):
+    chosen = teacher(eval_every=40, auc_target=0.95, lr_warmup_steps=30, checkpoint_every=60)
+    result = train(chosen, tmp_path, progress=False)
+    intervals = training_presentation.intervals(tmp_path)
+    evaluations = training_presentation.evaluations(tmp_path)
+    assert list(intervals["iteration"]) == [40, 80, 120] and "kind" not in intervals
+    assert list(evaluations["iteration"]) == [40, 80, 120]
+    shown = training_figures.learning_curve(evaluations, intervals, 0.95)
+    assert list(shown.data[0].y) == [line["auc"] for line in result.evaluations]
+    assert any("target 0.95" in str(note.text) for note in shown.layout.annotations)
+    planned = training_presentation.schedule(chosen, result.iterations)
+    rates = training_figures.learning_rate(planned, intervals)
+    assert rates.data[0].y[0] == pytest.approx(0.5 / 30) and set(rates.data[1].y) == {0.5}
+    table = training_presentation.evaluation_table(evaluations)
+    assert len(table.rows) == 3 and f"{result.auc:.5f}" in str(table.rows[-1])
+    facts = dict(training_presentation.training_result(result).rows)
+    assert facts["last checkpoint"] == "step-00000120"
+    assert f"{result.auc:.5f}" in facts["AUC of the last evaluation"]
+
+
+def test_a_page_without_evaluations_and_schedule(tmp_path):
+    train(teacher(batches=20), tmp_path, progress=False)
+    assert not len(training_presentation.evaluations(tmp_path))
+    assert not len(training_presentation.schedule(teacher(), 20))

@@ -1,15 +1,18 @@
 """The learning rate's schedule: the published formula, its clamp, and that updates obey it."""
 
+import dataclasses
 import itertools
 import math
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrm_core.config import parameters_from_sections
 from dlrm_core.errors import InputError
 from dlrm_core.schedules import Schedule, schedule_of
+from dlrm_core.training import Trainer
 
 DEEPSPARK = Schedule(base=0.1, warmup=2750, decay_start=49315, decay_steps=27772, power=2.0)
 
@@ -88,3 +91,72 @@ def test_what_cannot_work_is_refused(training, words):
         parameters_from_sections({"training": training})
     for word in words:
         assert word in str(error.value)
+
+
+@pytest.mark.parametrize("backend", ["torch", "fused"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+def test_every_update_obeys_the_schedule(backend, optimizer):
+    chosen = parameters_from_sections(
+        {
+            "model": {
+                "bottom_mlp": "5-8-4",
+                "top_mlp": "8-1",
+                "embedding_dim": 4,
+                "table_rows": [30, 3],
+            },
+            "data": {"indices_per_lookup": 4},
+            "training": {
+                "batch_size": 32,
+                "batches": 14,
+                "log_every": 1,
+                "device": "cpu",
+                "optimizer": optimizer,
+                "embedding_backend": backend,
+                "learning_rate": 0.5,
+                "lr_warmup_steps": 4,
+                "lr_decay_start": 6,
+                "lr_decay_steps": 4,
+            },
+        }
+    )
+    trainer = Trainer(chosen)
+    weights = list(trainer.model.parameters())
+    seen, changes, said = [], [], []
+
+    def note(done):
+        seen.append([weight.detach().clone() for weight in weights])
+
+    trainer.train(said.append, note)
+    schedule = schedule_of(chosen.training)
+    assert [interval.learning_rate for interval in said] == [
+        schedule.rate(step) for step in range(1, 15)
+    ]
+    for before, after in itertools.pairwise(seen):
+        changes.append([not torch.equal(*pair) for pair in zip(before, after, strict=True)])
+    assert all(any(moved) for moved in changes[:9])
+    # from D + N on the rate is 0: nothing moves, neither tables nor dense weights
+    assert not any(any(moved) for moved in changes[9:])
+    # the first update, by base / W, of every weight, against a step of that rate
+    for place, rate in ((0, 0.5 / 4), (6, 0.5 * (3 / 4) ** 2)):
+        again = Trainer(
+            dataclasses.replace(
+                chosen,
+                training=dataclasses.replace(
+                    chosen.training,
+                    learning_rate=rate,
+                    lr_warmup_steps=0,
+                    lr_decay_start=0,
+                    lr_decay_steps=0,
+                ),
+            )
+        )
+        if place and optimizer != "sgd":
+            continue  # its state is that of other steps
+        with torch.no_grad():
+            for weight, value in zip(again.model.parameters(), seen[place], strict=True):
+                weight.copy_(value)
+        for _ in range(place):
+            next(again.batches)
+        again.iterate()
+        for weight, value in zip(again.model.parameters(), seen[place + 1], strict=True):
+            assert torch.equal(weight, value)
