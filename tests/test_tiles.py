@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dlrm_core.model import DotInteraction
 from dlrm_core.tiles import machine
-from dlrm_core.tiles.layout import BLOCK, Arena, Engine, Result, Tiled, blocks_of
+from dlrm_core.tiles.layout import BLOCK, DEPTH_BYTES, Arena, Engine, Result, Tiled, blocks_of
 from dlrm_core.tiles.machine import why_no_tiles
 
 ENGINES = [False] if why_no_tiles() else [False, True]
@@ -108,12 +108,12 @@ def test_two_parts_stay_below_the_error_accepted_of_fp32_products(engine):
 
 
 def test_a_long_sum_is_done_in_pieces(engine):
-    """More blocks than DEPTH_BLOCKS, added up in the target."""
+    """A panel of more than DEPTH_BYTES, added up in the target."""
     torch.manual_seed(0)
     left, right = torch.randn(8, 2100), torch.randn(2100, 8)
     target = torch.zeros(8, 8)
     a, b = tiled(engine, left, 3, "rows"), tiled(engine, right, 3, "columns")
-    assert a.depth > 64
+    assert a.panel_bytes > DEPTH_BYTES
     engine.product(a, b, (8, 8), Result(target=target))
     exact = left.double() @ right.double()
     assert ((target.double() - exact).abs() <= bound(left, right, 3)).all()

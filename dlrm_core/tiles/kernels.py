@@ -23,6 +23,7 @@ from dlrm_core.embeddings.vectors import (
     load_int,
     load_vector,
     multiply,
+    prefetch,
     store_float,
     store_vector,
     subtract,
@@ -136,27 +137,42 @@ def multiply_quarters():
 
 
 @compiled
-def block_by_tiles(left, right, depth, parts, target):
+def fetch(place, size):
+    """Begin to load ``size`` bytes; nothing at address 0. Returns what comes behind them."""
+    if place != 0:
+        for line in range(0, size, 64):
+            prefetch(place + line)
+        place += size
+    return place
+
+
+@compiled
+def block_by_tiles(left, right, depth, parts, target, coming, share, forms):
     """``target`` (32 x 32 float32) = sum over ``depth`` blocks of left times right.
 
-    Of two parts the product of the small ones is left out, of three those below the
-    smallest part's size; small products are added first.
+    Meanwhile what is needed next is fetched, step by step, since a core waits for few
+    lines at once: ``share`` bytes a step of what is ``coming``, and the places of the
+    result's three ``forms``, to be written or read next; 32 lines a form and part.
+
+    Of two parts the product of the smaller ones is left out, of three all those beneath
+    the smallest part's size.
     """
+    first, second, third = forms
+    own = 64 * ((32 * parts + depth - 1) // depth)
     _clear0()
     _clear1()
     _clear2()
     _clear3()
-    if parts == 1:
-        for _ in range(depth):
+    for _ in range(depth):
+        coming = fetch(coming, share)
+        first, second, third = fetch(first, own), fetch(second, own), fetch(third, own)
+        if parts == 1:
             _left0(left, 64)
             _right0(right, 64)
             _left1(left + 1024, 64)
             _right1(right + 1024, 64)
             multiply_quarters()
-            left += 2048
-            right += 2048
-    elif parts == 2:
-        for _ in range(depth):
+        elif parts == 2:
             _right0(right, 64)
             _right1(right + 1024, 64)
             _left0(left + 2048, 64)
@@ -168,10 +184,7 @@ def block_by_tiles(left, right, depth, parts, target):
             _right0(right + 2048, 64)
             _right1(right + 3072, 64)
             multiply_quarters()
-            left += 4096
-            right += 4096
-    else:
-        for _ in range(depth):
+        else:
             for total in range(2, -1, -1):
                 for i in range(total + 1):
                     _left0(left + 2048 * i, 64)
@@ -179,8 +192,8 @@ def block_by_tiles(left, right, depth, parts, target):
                     _right0(right + 2048 * (total - i), 64)
                     _right1(right + 2048 * (total - i) + 1024, 64)
                     multiply_quarters()
-            left += 6144
-            right += 6144
+        left += 2048 * parts
+        right += 2048 * parts
     _store0(target, 128)
     _store1(target + 64, 128)
     _store2(target + 2048, 128)
@@ -346,6 +359,23 @@ def load_block(job, row, column, block):
                     store_float(target + c, load_float(base + r * stride + c))
 
 
+@compiled
+def places_of_forms(job, row, column):
+    """Where a block's forms and its mask lie: rows, columns or transpose, mask; 0 if not wanted."""
+    size = 2048 * field(job, PARTS)
+    here = row * field(job, COLUMN_BLOCKS) + column
+    mirrored = column * field(job, ROW_BLOCKS) + row
+    rows, mask = field(job, OUT_ROWS), field(job, MASK)
+    other = field(job, OUT_COLUMNS)
+    if other == 0:
+        other = field(job, OUT_ROWS_T)
+    return (
+        rows + here * size if rows != 0 else 0,
+        other + mirrored * size if other != 0 else 0,
+        mask + here * 2048 * field(job, MASK_PARTS) if mask != 0 else 0,
+    )
+
+
 # ---- kernels --------------------------------------------------------------------------
 
 
@@ -361,16 +391,22 @@ def product(job):
         configure_tiles(config)
     left, right = field(job, LEFT), field(job, RIGHT)
     depth, parts, group = field(job, DEPTH), field(job, PARTS), field(job, GROUP)
+    columns, stride = field(job, COLUMN_BLOCKS), field(job, RIGHT_STRIDE)
     unit = take_unit(job)
     while unit < field(job, UNITS):
         begin = unit * group
         end = min(begin + group, field(job, ROW_BLOCKS))
-        for column in range(field(job, COLUMN_BLOCKS)):
-            b = right + column * field(job, RIGHT_STRIDE)
+        # of the next right panel each row of blocks fetches a part, a share of it a step
+        share = 64 * ((32 * parts + end - begin - 1) // (end - begin))
+        for column in range(columns):
+            b = right + column * stride
+            following = b + stride if column + 1 < columns else b
             for row in range(begin, end):
                 a = left + row * field(job, LEFT_STRIDE)
                 if config != 0:
-                    block_by_tiles(a, b, depth, parts, scratch)
+                    coming = following + (row - begin) * share * depth
+                    forms = places_of_forms(job, row, column)
+                    block_by_tiles(a, b, depth, parts, scratch, coming, share, forms)
                 else:
                     block_by_vectors(a, b, depth, parts, scratch)
                 finish(job, scratch, row, column, scratch)

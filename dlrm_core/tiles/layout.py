@@ -30,8 +30,8 @@ BLOCK = 32
 
 LINE_BYTES = 64
 
-DEPTH_BLOCKS = 64
-"""Blocks of a sum done at once: panels of more (4 KiB to 12 KiB a block) leave the cache."""
+DEPTH_BYTES = 128 << 10
+"""Of a panel multiplied at once: several rows of the left operand are to fit in the cache."""
 
 CACHE_SHARE = 0.25
 """Of the second-level cache that the left operand of a unit may fill; it was fastest so."""
@@ -151,10 +151,11 @@ class Engine:
                 f"left has {left.depth} blocks of {left.parts} parts along the sum, right "
                 f"{right.depth} of {right.parts}"
             )
-        pieces = range(0, left.depth, DEPTH_BLOCKS)
-        if len(pieces) > 1 and (result.target is None or result.bias is not None):
-            pieces = range(0, left.depth, left.depth)
         block_bytes = left.parts * 2 * BLOCK * BLOCK
+        pieces = range(0, left.depth, DEPTH_BYTES // block_bytes)
+        if len(pieces) > 1 and not _is_sum_only(result):
+            # what follows needs the whole sum
+            pieces = range(0, left.depth, left.depth)
         for start in pieces:
             depth = min(pieces.step, left.depth - start)
             job = self._job(shape, left.parts, result)
@@ -284,6 +285,13 @@ class Engine:
             self._scratch = torch.empty(needed, dtype=torch.uint8)
         job[k.SCRATCH] = self._scratch.data_ptr()
         kernel_named(name)(job.ctypes.data, count)
+
+
+def _is_sum_only(result: Result) -> bool:
+    """Whether a result is nothing but its float32 target, so that it can be added up."""
+    others = (result.bias, result.mask, result.sums, result.rows, result.columns)
+    unwanted = (*others, result.rows_t, result.columns_t)
+    return result.target is not None and not result.relu and all(o is None for o in unwanted)
 
 
 def _check_rows(matrix: torch.Tensor) -> None:
