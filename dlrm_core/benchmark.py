@@ -10,15 +10,20 @@ from typing import Any
 
 from dlrm_core.analysis.benchmark import losses
 from dlrm_core.bench import ABLATION, Plan, run_plan
-from dlrm_core.bench_cases import AS_GIVEN, PEER, ablated, growth_cases, plain_of, shape_cases
-from dlrm_core.bench_cases import tuned_of as tuned_of
+from dlrm_core.bench_cases import (
+    AS_GIVEN,
+    PEER,
+    ablated,
+    growth_cases,
+    plain_of,
+    shape_cases,
+    tuned_of,
+)
 from dlrm_core.bench_ledger import SCHEMA
 from dlrm_core.config import Parameters
+from dlrm_core.embedding_results import read_embeddings
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json
-from dlrm_core.run_folder import REPOSITORY
-
-EMBEDDINGS = REPOSITORY / "benchmarks" / "results" / "embeddings.json"
 
 
 @dataclass
@@ -111,7 +116,7 @@ def start(
     Raises:
         InputError: a name or count cannot be used, or a file is no benchmark.
     """
-    found = _embeddings(embeddings)
+    found = read_embeddings(embeddings)
     if results:
         file = Path(results).expanduser().absolute()
         document = read_benchmark(file)
@@ -146,14 +151,6 @@ def read_benchmark(file: Path) -> dict[str, Any]:
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         raise InputError(f"{file}: is no benchmark of this version (schema {SCHEMA}); run it again")
     return document
-
-
-def _embeddings(text: str) -> dict[str, Any] | None:
-    file = Path(text).expanduser() if text else EMBEDDINGS
-    if not text and not file.is_file():
-        return None
-    found = read_json(file)
-    return found if isinstance(found, dict) else None
 
 
 class RunBar:

@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 from test_bench import SMALL, both
 from test_notebooks import QUICK, run_cells
 
-from dlrm_core import benchmark, benchmark_figures, benchmark_presentation
+from dlrm_core import benchmark, benchmark_figures, benchmark_presentation, embedding_results
 from dlrm_core.analysis import benchmark as analysis
 from dlrm_core.bench import Plan, run_plan
 from dlrm_core.bench_cases import GROWTH, growth_cases, shape_cases
+from dlrm_core.bench_embeddings import new_document, run_group
+from dlrm_core.bench_embeddings_cases import GROUPS
 from dlrm_core.bench_rounds import ratio
 from dlrm_core.bench_runs import WARMUP, Run
 from dlrm_core.config import Parameters, parameters_from_sections
@@ -203,6 +205,43 @@ def figures(shown: list[Any]) -> list[Any]:
     return [value for value in shown if hasattr(value, "layout")]
 
 
+def embeddings_of(scale: dict[str, float], threads: int = 1) -> dict[str, Any]:
+    """An embedding benchmark in which each contestant takes so many milliseconds a phase."""
+
+    def run(name: str, group: Any, *others: Any) -> Any:
+        if name not in scale:
+            raise InputError("not installed")
+        times = {key: [scale[name]] for key in ("forward", "backward", "update")}
+        return {case.name: times for case in group}
+
+    document = new_document(1, False) | {"commands": ["dlrm bench"]}
+    for name in ("sgd", "contention"):
+        run_group(document, GROUPS[name], threads, 2, 1, None, None, run)
+    return document
+
+
+def test_embeddings_are_shown_as_multiples_of_ours(tmp_path: Path) -> None:
+    scale = {"facebook": 6.0, "torch": 9.0, "fused": 1.0, "memory": 0.5, "race_free": 1.0}
+    document = embeddings_of(scale | {"naive": 7.0})
+    backs, study = (embedding_results.bars(document, study) for study in (False, True))
+    assert sum(trace.x[0] for trace in backs.data) == pytest.approx(6.0)
+    assert backs.layout.yaxis.ticktext[:2] == ("facebookresearch/dlrm", "torch")
+    assert sum(trace.x[0] for trace in study.data) == pytest.approx(7.0)
+    rows = embedding_results.table(document).rows
+    assert rows[0][2] == "facebookresearch/dlrm" and rows[0][-2].startswith("6.00×")
+    assert rows[0][-1] == "5×"
+    said = embedding_results.sentences(document).markdown
+    assert "ours against facebookresearch/dlrm 6.00×, goal 5×" in said
+    assert "ours against FBGEMM not measured, goal 2.7×" in said
+    assert "FBGEMM did not run: not installed" in said and "50.0% of the pace" in said
+    file = tmp_path / "e.json"
+    file.write_text(json.dumps(document))
+    assert embedding_results.read_embeddings(str(file)) == document
+    file.write_text(json.dumps(document | {"schema": 99}))
+    with pytest.raises(InputError, match="no embedding benchmark of this version"):
+        embedding_results.read_embeddings(str(file))
+
+
 def test_figures_of_next_to_nothing_can_be_drawn() -> None:
     plan = Plan(both()["plain"], both()["tuned"], rounds=1, iterations=1)
     found = run_plan(plan, run=timed)
@@ -257,4 +296,5 @@ def test_the_page_of_a_small_benchmark(tmp_path: Path) -> None:
     (case,) = written["cases"]
     assert set(case["contestants"]) == {"plain", "tuned"}
     assert case["losses_agree"] and len(written["shares"]) == 2
-    check_page(run.html, figures=4)
+    drawn = 6 if embedding_results.DEFAULT.is_file() else 4
+    check_page(run.html, figures=drawn)

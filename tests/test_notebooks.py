@@ -41,7 +41,7 @@ OWN = {
     },
     "sweep": {"sweep_folder", "output_folder", "output_root"},
     "benchmark": {
-        *("results", "peer", "torchrec", "precisions", "shapes", "growth"),
+        *("results", "embeddings", "peer", "torchrec", "precisions", "shapes", "growth"),
         *("ablation", "roofline", "rounds", "iterations", "threads", "cores"),
         *("output_folder", "output_root"),
     },
