@@ -96,7 +96,12 @@ def default_spec(dense_features: int, table_rows: Sequence[int]) -> dict[str, An
         "feature_spec": features,
         "source_spec": {
             split: [
-                {"type": "split_binary", "features": names, "files": [f"{split}/{file}"]}
+                {
+                    "type": "split_binary",
+                    # one list object appears in YAML as an anchor, and theirs is one only here
+                    "features": names if names is numerical else list(names),
+                    "files": [f"{split}/{file}"],
+                }
                 for file, names in chunks
                 if names
             ]

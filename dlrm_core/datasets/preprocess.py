@@ -34,7 +34,7 @@ from dlrm_core.datasets.criteo_kernels import (
     kernel,
     parse_kernel,
 )
-from dlrm_core.datasets.feature_spec import default_spec, read_spec, write_spec
+from dlrm_core.datasets.feature_spec import SPLITS, default_spec, read_spec, write_spec
 from dlrm_core.datasets.resumable import (
     SYNC_BYTES,
     Progress,
@@ -138,7 +138,7 @@ def preprocess(request: Request, target: Path) -> Preprocessed:
             _work(request, place, size)
             place.finish()
     spec = read_spec(target)
-    rows = dict(spec.metadata["samples"])
+    rows = {split: int(spec.metadata["samples"][split]) for split in SPLITS}
     return Preprocessed(target, rows, spec.table_rows, size, time.perf_counter() - started)
 
 
@@ -314,7 +314,7 @@ def transform(numbers: np.ndarray) -> np.ndarray:
 def _refuse(piece: Piece, path: Path, kind: int, row: int, number: int, place: int) -> None:
     line = piece.text.split(b"\n", row + 1)[row]
     found = line.split(b"\t")[number : number + 1]
-    shown = found[0][:40].decode("ascii", "backslashreplace") if found else ""
+    shown = repr(found[0][:40] if found else b"")[1:]
     where = f"{path}: line {piece.line + row}"
     fields = line.count(b"\t") + 1
     if kind in (FEW_FIELDS, MANY_FIELDS) or fields != len(FIELDS):
@@ -324,6 +324,4 @@ def _refuse(piece: Piece, path: Path, kind: int, row: int, number: int, place: i
         BAD_LABEL: "0 or 1",
         BAD_INTEGER: "a whole number of 32 bits, or nothing",
     }.get(kind, "at most 8 hexadecimal digits, or nothing")
-    raise InputError(
-        f"{where}, field {number + 1} ({FIELDS[number]}): {shown!r}, expected {wanted}"
-    )
+    raise InputError(f"{where}, field {number + 1} ({FIELDS[number]}): {shown}, expected {wanted}")

@@ -47,19 +47,26 @@ class Workplace:
         if target.exists():
             self._already_there(command)
             return
-        note = self.folder / NOTE
-        if note.exists():
-            begun = read_json(note)
-            self._compare(begun.get("request", {}), command)
-            self.done = begun.get("done", {})
-        elif self.folder.exists() and any(self.folder.iterdir()):
-            raise InputError(f"{self.folder} is in the way: it holds files, but no {NOTE}")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f"{self.folder}: cannot be made: {error.strerror}") from None
         self._lock = os.open(self.folder, os.O_RDONLY)
         _lock_or_refuse(self._lock, self.folder)
+        # a kill in the middle of write_text leaves its unnamed file
+        for leftover in self.folder.glob(".*"):
+            leftover.unlink()
+        note = self.folder / NOTE
+        try:
+            if note.exists():
+                begun = read_json(note)
+                self._compare(begun.get("request", {}), command)
+                self.done = begun.get("done", {})
+            elif any(self.folder.iterdir()):
+                raise InputError(f"{self.folder} is in the way: it holds files, but no {NOTE}")
+        except InputError:
+            self.close()
+            raise
         self.note(**self.done)
 
     def _already_there(self, command: str) -> None:
@@ -106,8 +113,11 @@ class Workplace:
     def __enter__(self) -> Workplace:
         return self
 
-    def __exit__(self, *failure: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *failure: object) -> None:
         self.close()
+        # refused before anything was done: nothing to go on with, so nothing in the way
+        if kind is not None and issubclass(kind, InputError) and not self.done:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _lock_or_refuse(handle: int, folder: Path) -> None:

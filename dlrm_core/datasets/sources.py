@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from dlrm_core.datasets.feature_spec import ColumnFile, read_spec
 from dlrm_core.errors import InputError
@@ -98,8 +99,8 @@ class Source:
         values = self.dense[start:stop].astype(np.float32)
         if self.counts:
             self._check_dense(values >= 0.0, values, start, "a count of 0 or more")
-            np.add(values, np.float32(1.0), out=values)
-            np.log(values, out=values)
+            # torch's logarithm, as DeepSpark's: the same bits, and on torch's threads
+            torch.from_numpy(values).add_(1.0).log_()
         self._check_dense(np.isfinite(values), values, start, "a finite number")
         return values
 

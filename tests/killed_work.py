@@ -1,0 +1,36 @@
+"""What tests/test_datasets_kills.py kills; importing it warms everything up."""
+
+from pathlib import Path
+
+from dlrm_core.datasets import generate as generating
+from dlrm_core.datasets import preprocess as preprocessing
+from dlrm_core.datasets.criteo_kernels import SIGNATURES, kernel
+from dlrm_core.datasets.generate import Law, SampleMaker, generate
+from dlrm_core.datasets.preprocess import Request, preprocess
+from dlrm_core.datasets.teacher import TeacherConfig
+from dlrm_core.datasets.variants import Variant
+
+LAW = Law(Variant("custom", 3, (5000, 40, 7), 1.45), 11, TeacherConfig())
+SAMPLES = {"train": 40_000, "test": 5_000}
+FIGURES = {"bayes_auc": 0.8}
+
+
+def make_set(target: Path) -> None:
+    """Generate, with a note after every few blocks."""
+    generating.SYNC_BYTES = 60_000
+    # seconds of Monte Carlo at the end would hide the short part where files are written
+    generating.best_figures = lambda *_: dict(FIGURES)
+    generate(LAW, SAMPLES, target, threads=2, block=512)
+
+
+def convert_text(target: Path) -> None:
+    """Preprocess, with a note after every few pieces, and hash tables that overflow."""
+    preprocessing.SYNC_BYTES = 20_000
+    text = target.parent / "text.txt"
+    request = Request("kaggle", [text], 2, threads=2, memory=1 << 10, piece=8_000)
+    preprocess(request, target)
+
+
+SampleMaker(LAW, "train").block(0, 1)
+for function in SIGNATURES:
+    kernel(function)
