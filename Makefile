@@ -2,7 +2,7 @@
 # make test     everything that CI checks
 # make lab      JupyterLab on this machine only, with its token; asks nothing of the network
 # make bench    the ratios in benchmarks/results (PEER=DIR: a facebookresearch/dlrm checkout)
-# make gpu-check  on a GPU node: GPU paths against the CPU, then a profile
+# make gpu-check  on a GPU node: GPU paths against the CPU, timings, a profile; PEER=DIR compares
 # make clean    what was built (outputs/ stays)
 
 PYTHON ?= python3
@@ -56,11 +56,14 @@ bench: $(SET_UP)
 	$(BENCH) --ablation --rounds 3 --resume
 	$(BENCH) --growth batch,tables,dim,pooling --rounds 3 --resume
 	$(BENCH) --shape 8x1M-100,8x1M-10,26x100k-10 --threads 2 --rounds 3 --resume
+	$(BIN)/dlrm bench --embeddings all --threads 1,2 $(if $(PEER),--peer $(PEER)) \
+	  --json benchmarks/results/embeddings.json
 	$(BIN)/python benchmarks/database.py --json benchmarks/results/database.json
 
 # On a GPU node the lock's packages are not wanted: the node's own torch is used.
 gpu-check:
-	$(PYTHON) -m dlrm_core gpu-check --json benchmarks/results/gpu-check.json
+	$(PYTHON) -m dlrm_core gpu-check --json benchmarks/results/gpu-check.json \
+	  $(if $(PEER),--peer $(PEER))
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -207,6 +207,16 @@ def _bench(parser: argparse.ArgumentParser) -> None:
 
 def _gpu_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", required=True, metavar="FILE", help="write the results there")
+    parser.add_argument(
+        "--peer", metavar="DIR", help="a facebookresearch/dlrm checkout, run with --use-gpu"
+    )
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=450.0,
+        metavar="SECONDS",
+        help="stages that it leaves no time for are skipped (default: %(default)s)",
+    )
 
 
 def _capacity(parser: argparse.ArgumentParser) -> None:

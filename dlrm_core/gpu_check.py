@@ -1,217 +1,249 @@
-"""``dlrm gpu-check``: on a GPU node, is the GPU right, and where does its time go?
+"""``dlrm gpu-check``: on a GPU node, is the GPU right, how fast is it, where does its time go?
 
-Needs torch, numpy and pyyaml only. Every check draws fresh random input and
-compares with the CPU; then the experiment is timed and recorded.
+Needs torch, triton, numpy, pyyaml and pandas only. Stages run one after the other and the
+results are written after every line of theirs, so that whatever ends the run, what was
+found is on disk. A budget of seconds is kept: a stage that it leaves no time for is
+skipped with a sentence.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
-from dlrm_core.data.synthetic import SyntheticBatches
+from dlrm_core.bench_runs import require_peer
+from dlrm_core.config import load_parameters
+from dlrm_core.doctor import machine_facts
 from dlrm_core.errors import InputError
 from dlrm_core.files import write_json
+from dlrm_core.gpu_check_paths import checks
+from dlrm_core.gpu_check_timings import (
+    FAST,
+    PRESETS,
+    experiment,
+    forget,
+    host_timings,
+    latencies,
+    nvidia_timings,
+    peer_timings,
+    reason,
+    step_timings,
+    with_options,
+)
 from dlrm_core.profiling.torch_recorder import record
 from dlrm_core.profiling.workload import information
-from dlrm_core.training import Trainer, train
+from dlrm_core.training import Trainer
 
-PRESETS = Path(__file__).resolve().parent.parent / "parameters"
-TOLERANCE = 1e-4
-"""Largest relative error of a GPU's fp32 weights and losses against the CPU's."""
+BUDGET_S = 450.0
+"""Seconds for everything; ``--budget`` sets it."""
 
-OPTIONS: dict[str, tuple[dict[str, Any], float]] = {
-    "tf32": ({"tf32": True}, 1e-2),
-    "bf16": ({"precision": "bf16"}, 5e-2),
-    "fp16": ({"precision": "fp16"}, 5e-2),
-    "micro-batches": ({"micro_batch": 200}, TOLERANCE),
-    "fused optimizer": ({"fused_optimizer": True}, TOLERANCE),
-    "CUDA graphs": ({"cuda_graphs": True}, TOLERANCE),
-    "CUDA graphs, bf16": ({"cuda_graphs": True, "precision": "bf16"}, 5e-2),
-    "torch.compile": ({"compile": True}, TOLERANCE),
-}
-"""Options of ``training`` and the largest relative error of weights and losses they may make."""
+RECORDED = 5
+"""Iterations in a recording: a trace of a few megabytes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """Rows of one kind of results.
+
+    Attributes:
+        name: key of its rows in the results.
+        least_s: it is skipped when less time is left.
+        rows: makes them, one after the other; it may be left off between two.
+    """
+
+    name: str
+    least_s: float
+    rows: Callable[[], Iterable[dict[str, Any]]]
 
 
 def gpu_check(arguments: argparse.Namespace) -> int:
-    """Check, time and record; exit code 1 if the GPU disagrees with the CPU.
+    """Check, time and record; exit code 1 if anything is wrong or failed.
 
     Raises:
-        InputError: torch sees no GPU.
+        InputError: torch sees no GPU, or the peer is no facebookresearch/dlrm checkout.
     """
     if not torch.cuda.is_available():
         raise InputError(
             f"torch {torch.__version__} sees no GPU; run this on a node with an NVIDIA GPU and "
             "a CUDA build of torch"
         )
+    peer = Path(arguments.peer) if arguments.peer else None
+    if peer is not None:
+        require_peer(peer)
     target = Path(arguments.json)
-    results = check(torch.device("cuda"))
-    results["timings"] = timings()
-    results["recording"] = _record(target.with_suffix(""))
-    results["command"] = " ".join(arguments.argv)
-    write_json(target, results)
-    for row in results["checks"]:
-        print(f"{'ok' if row['ok'] else 'WRONG':<6}{row['name']}: {row['error']:.1e}")
-    for name, row in results["timings"].items():
-        print(f"{name}: {row['compute_ms']:.2f} ms a step, {row['ms']:.2f} ms with data")
-    print(target)
-    return 0 if all(row["ok"] for row in results["checks"]) else 1
-
-
-def check(device: torch.device) -> dict[str, Any]:
-    """Compare what the device computes with what the CPU computes.
-
-    Works on any device, so that its logic is tested where there is no GPU.
-    """
+    device = torch.device("cuda")
     seed = int(time.time())
-    checks = []
-    for interaction in ("dot", "cat"):
-        for loss in ("mse", "bce", "wbce"):
-            error = _training_error(device, interaction, loss, seed)
-            checks.append(
-                {
-                    "name": f"20 steps, {interaction}, {loss}",
-                    "error": error,
-                    "ok": error < TOLERANCE,
-                }
-            )
-    for exponent in (None, 1.05):
-        error = _generator_error(device, exponent, seed)
-        name = "uniform" if exponent is None else "zipf"
-        checks.append({"name": f"{name} batches", "error": error, "ok": error < 0.01})
-    checks += _option_checks(device, seed)
-    return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "seed": seed,
-        "checks": checks,
-        "versions": {
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-            "numpy": np.__version__,
-        },
+    results: dict[str, Any] = {
+        # to be repeated anywhere: where the checkout lies here is nobody's business
+        "command": " ".join("DIR" if a == arguments.peer else a for a in arguments.argv),
         "date": time.strftime("%Y-%m-%d"),
+        "seed": seed,
+        "machine": machine_facts(),
+        "gpu": gpu_facts(device),
+        "versions": versions(),
+        "budget_s": arguments.budget,
     }
+    run_stages(stages(device, seed, peer, target), results, target, arguments.budget)
+    print(target)
+    return 0 if all_well(results) else 1
 
 
-def _option_checks(device: torch.device, seed: int) -> list[dict[str, Any]]:
-    """Each option of the dense part on the device, against plain fp32 on the CPU."""
-    checks = []
-    for name, (options, tolerance) in OPTIONS.items():
-        error = _training_error(device, "dot", "mse", seed, options)
-        checks.append({"name": f"20 steps, {name}", "error": error, "ok": error < tolerance})
-    return checks
+def stages(device: torch.device, seed: int, peer: Path | None, target: Path) -> list[Stage]:
+    """What a check consists of, the most important first."""
+    found = [
+        Stage("checks", 0.0, lambda: checks(device, seed)),
+        Stage("steps", 20.0, lambda: step_timings(experiment(device))),
+        Stage("nvidia_small", 20.0, nvidia_timings),
+        Stage("latencies", 15.0, latencies),
+    ]
+    if peer is not None:
+        threads = min(8, os.cpu_count() or 1)
+        found.append(Stage("peer", 120.0, lambda: [peer_timings(peer, 1, 15, threads)]))
+    found += [
+        Stage("recordings", 20.0, lambda: recordings(target.with_suffix(""))),
+        Stage("host_data", 30.0, host_timings),
+    ]
+    return found
 
 
-def timings() -> dict[str, dict[str, float]]:
-    """Milliseconds an iteration of the experiment, plain and with data made on the GPU."""
-    seed = load_parameters(PRESETS / "seed.yaml", ["training.device=cuda"])
-    on_device = dataclasses.replace(seed.data, generator="uniform", place="device")
-    rows = {}
-    cases = {
-        "experiment": seed,
-        "experiment, data made on the GPU": dataclasses.replace(seed, data=on_device),
-    }
-    for name, (options, _) in OPTIONS.items():
-        training = dataclasses.replace(seed.training, **options)
-        cases[f"data made on the GPU, {name}"] = dataclasses.replace(
-            seed, data=on_device, training=training
+def run_stages(
+    given: list[Stage],
+    results: dict[str, Any],
+    target: Path,
+    budget_s: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> None:
+    """Run stages into ``results`` and write them to ``target`` after every row.
+
+    An error ends its stage, not the others; it is kept under ``failed``.
+    """
+    started = clock()
+    results |= {"skipped": {}, "failed": {}, "stage_s": {}}
+    for stage in given:
+        begun = clock()
+        left = budget_s - (begun - started)
+        if left <= stage.least_s:
+            results["skipped"][stage.name] = (
+                f"{left:.0f} s of {budget_s:.0f} s were left, it takes at least "
+                f"{stage.least_s:.0f} s"
+            )
+            write_json(target, results)
+            continue
+        rows: list[dict[str, Any]] = []
+        results[stage.name] = rows
+        print(f"{stage.name}:", flush=True)
+        try:
+            for row in stage.rows():
+                rows.append(row)
+                print(f"  {describe(row)}", flush=True)
+                write_json(target, results)
+                if clock() - started > budget_s:
+                    results["skipped"][stage.name] = (
+                        f"the {budget_s:.0f} s were over after {len(rows)} of its rows"
+                    )
+                    break
+        except Exception as error:  # whatever a driver or a compiler may raise
+            results["failed"][stage.name] = reason(error)
+            print(f"  FAILED: {reason(error)}", flush=True)
+        results["stage_s"][stage.name] = clock() - begun
+        write_json(target, results)
+        forget()
+
+
+def describe(row: dict[str, Any]) -> str:
+    """One row as a line of text."""
+    if "ok" in row:
+        verdict = "ok" if row["ok"] else "WRONG"
+        return f"{verdict:<6}{row['name']}: {row['error']:.1e} (at most {row['bound']:.0e})"
+    name = ", ".join(str(row[key]) for key in ("model", "variant", "name") if key in row)
+    if "failed" in row:
+        return f"{name}: FAILED: {row['failed']}"
+    if "latency_ms" in row:
+        mean, p99 = row["latency_ms"]["mean"], row["latency_ms"]["p99"]
+        return f"{name}: {mean:.3f} ms mean, {p99:.3f} ms p99"
+    if "step_ms" in row:
+        return (
+            f"{name}: {row['step_ms']:.3f} ms a step, {row['end_to_end_ms']:.3f} ms with data, "
+            f"{row['samples_per_second']:,.0f} samples/s"
         )
-    for name, parameters in cases.items():
-        training = dataclasses.replace(parameters.training, batches=30)
-        result = train(dataclasses.replace(parameters, training=training), progress=False)
-        times = result.iteration_ms[5:]
-        waits = result.data_ms[5:]
-        rows[name] = {
-            "ms": float(np.median(times)),
-            "compute_ms": float(np.median(np.array(times) - np.array(waits))),
-        }
-    return rows
+    if "ratios" in row:
+        return "; ".join(
+            f"{who} {ratios['step_ms']['median']:.1f}x a step, "
+            f"{ratios['end_to_end_ms']['median']:.1f}x end to end"
+            for who, ratios in row["ratios"].items()
+        )
+    return name
 
 
-def _small(device: torch.device, interaction: str, loss: str, seed: int) -> Parameters:
-    return parameters_from_sections(
-        {
-            "model": {
-                "bottom_mlp": "64-128-32",
-                "top_mlp": "128-64-1",
-                "embedding_dim": 32,
-                "table_rows": [5000, 300, 7, 1],
-                "interaction": interaction,
-                "loss": loss,
-                "loss_weights": [0.5, 2.0],
-            },
-            "data": {"indices_per_lookup": 20, "round_targets": True},
-            "training": {
-                "batch_size": 512,
-                "batches": 20,
-                "learning_rate": 0.1,
-                "seed": seed % 2**32,
-                "device": device.type,
-            },
-        }
+def all_well(results: dict[str, Any]) -> bool:
+    """Whether every check passed and nothing failed; what was skipped does not count."""
+    rows = [row for value in results.values() if isinstance(value, list) for row in value]
+    return (
+        bool(results.get("checks"))
+        and all(row.get("ok", True) and "failed" not in row for row in rows)
+        and all(row.get("losses_agree", True) for row in rows)
+        and not results["failed"]
     )
 
 
-def _training_error(
-    device: torch.device,
-    interaction: str,
-    loss: str,
-    seed: int,
-    options: dict[str, Any] | None = None,
-) -> float:
-    """Largest relative difference of any weight tensor and of the losses after 20 steps."""
-    results = []
-    # the options are the device's: the CPU computes what is right
-    for where, chosen in ((torch.device("cpu"), {}), (device, options or {})):
-        small = _small(where, interaction, loss, seed)
-        training = dataclasses.replace(small.training, **chosen)
-        trainer = Trainer(dataclasses.replace(small, training=training))
-        losses = torch.tensor(trainer.train().losses, dtype=torch.float64)
-        trainer.close()
-        weights = [weight.detach().cpu().double() for weight in trainer.model.parameters()]
-        results.append([losses, *weights])
-    return max(
-        float((ours - theirs).norm() / theirs.norm()) for theirs, ours in zip(*results, strict=True)
-    )
+def gpu_facts(device: torch.device) -> dict[str, Any]:
+    """What the results depend on."""
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "memory_bytes": properties.total_memory,
+        "multiprocessors": properties.multi_processor_count,
+    }
 
 
-def _generator_error(device: torch.device, exponent: float | None, seed: int) -> float:
-    """Kolmogorov-Smirnov distance between the device's rows and the CPU's; bounds are checked."""
-    rows, count = 10_000, 200_000
-    drawn = []
-    for where in (torch.device("cpu"), device):
-        make = SyntheticBatches(4, (rows,), count, 1, True, False, seed, exponent, where)
-        indices = make.next_batch().indices.cpu()
-        if int(indices.min()) < 0 or int(indices.max()) >= rows:
-            return float("inf")
-        drawn.append(torch.bincount(indices, minlength=rows).double().cumsum(0) / count)
-    return float((drawn[0] - drawn[1]).abs().max())
+def versions() -> dict[str, str | None]:
+    """Of what computes."""
+    try:
+        import triton
+
+        has: str | None = triton.__version__
+    except ImportError:
+        has = None
+    return {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "numpy": np.__version__,
+        "triton": has,
+    }
 
 
-def _record(folder: Path) -> str:
-    """Record 10 iterations of the experiment, facebook's data replayed; the folder's name."""
-    parameters = load_parameters(
+def recordings(folder: Path) -> Iterator[dict[str, Any]]:
+    """Profiles of the experiment as it was run, its data replayed, and of the fast step."""
+    seed = load_parameters(
         PRESETS / "seed.yaml", ["training.device=cuda", "data.generator=facebook"]
     )
-    trainer = Trainer(parameters)
-    name = folder.with_name(f"{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    record(
-        lambda iteration: trainer.iterate(),
-        10,
-        name,
-        device=trainer.device,
-        warmup=3,
-        unprofiled=10,
-        information=information(parameters, trainer.device, trainer.notices),
-    )
-    return name.name
+    fast = with_options(experiment(torch.device("cuda")), FAST)
+    for name, parameters in (("seed", seed), ("fast", fast)):
+        place = folder.with_name(f"{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}-{name}")
+        trainer = Trainer(parameters)
+        try:
+            iterate = trainer.iterate
+            record(
+                lambda iteration, iterate=iterate: iterate(),  # type: ignore[misc]
+                RECORDED,
+                place,
+                device=trainer.device,
+                warmup=3,
+                unprofiled=RECORDED,
+                information=information(parameters, trainer.device, trainer.notices),
+            )
+        finally:
+            trainer.close()
+        yield {"name": name, "folder": place.name}
 
 
-__all__ = ["check", "gpu_check", "timings"]
+__all__ = ["gpu_check", "run_stages"]

@@ -1,6 +1,5 @@
-"""``dlrm bench`` and ``dlrm gpu-check``: their logic, on small models and the CPU."""
+"""``dlrm bench``: its logic, on small models and the CPU."""
 
-import argparse
 import itertools
 import json
 import math
@@ -10,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from dlrm_core.bench import Plan, compare, describe, run_plan
 from dlrm_core.bench_cases import (
@@ -32,7 +30,6 @@ from dlrm_core.bench_cases import (
 from dlrm_core.bench_runs import WARMUP, Run, cores_of
 from dlrm_core.config import load_parameters, parameters_from_sections
 from dlrm_core.errors import InputError
-from dlrm_core.gpu_check import OPTIONS, check, gpu_check
 from dlrm_core.touched import NEUTRAL, changed_leaves, changed_parameters
 
 SMALL = {
@@ -373,30 +370,3 @@ def test_the_command_writes_json_with_shares_of_the_limits(tmp_path):
     for row in written["shares"]:
         assert row["share"] > 0 and row["low"] <= row["share"] <= row["high"]
     assert "end to end" in done.stdout
-
-
-def test_the_gpu_checks_pass_against_the_cpu_itself():
-    results = check(torch.device("cpu"))
-    assert len(results["checks"]) == 8 + len(OPTIONS)
-    for row in results["checks"]:
-        assert row["ok"], row
-
-
-def test_the_gpu_checks_see_a_wrong_device(monkeypatch):
-    from dlrm_core import gpu_check as module
-
-    small, calls = module._small, []
-
-    def wrong(device, interaction, loss, seed):
-        calls.append(seed)
-        return small(device, interaction, loss, seed + len(calls) % 2)
-
-    monkeypatch.setattr(module, "_small", wrong)
-    assert not any(row["ok"] for row in check(torch.device("cpu"))["checks"][:6])
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_without_a_gpu_the_check_says_so(tmp_path):
-    with pytest.raises(InputError, match="sees no GPU"):
-        gpu_check(argparse.Namespace(json=str(tmp_path / "x.json"), argv=["dlrm"]))
-    assert not list(Path(tmp_path).iterdir())

@@ -64,7 +64,7 @@ def assert_same_weights(plain, ours):
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Tiles so small that a few lookups need every level of the sums."""
-    tiles = Tiles(bags=2, unroll=2, listed=2, run=4, run_warps=1)
+    tiles = Tiles(bags=8, unroll=2, listed=16, run=4, run_warps=1)
     monkeypatch.setattr(fused_gpu, "tiles_for", lambda width, bag_size: tiles)
 
 
@@ -92,14 +92,14 @@ def test_fused_holds_for_any_shape(rows, dim, bags, largest, optimizer, skew):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_hot_row_is_added_up_level_by_level(small_tiles, optimizer):
     # 1 and 3 rows for some 60 lookups: runs of 15 tiles, which need four levels
-    assert_same_weights(*train_both([1, 3, 50], 8, optimizer, steps=1, bags=20, skew=True))
+    assert_same_weights(*train_both([1, 3, 50], 8, optimizer, steps=1, bags=16, skew=True))
 
 
 @settings(max_examples=15)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(0, 2**16))
 def test_runs_of_any_length_are_added_once(pattern, seed):
     """Runs that end, begin, or pass at any place of a tile, against one index_add."""
-    tiles = Tiles(bags=1, unroll=1, listed=4, run=4, run_warps=1)
+    tiles = Tiles(bags=16, unroll=1, listed=16, run=4, run_warps=1)
     chosen = fused_gpu.tiles_for
     fused_gpu.tiles_for = lambda width, bag_size: tiles
     try:

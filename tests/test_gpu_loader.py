@@ -16,7 +16,7 @@ from test_embeddings import make_batch
 from dlrm_core.data.batch import Batch, extents_of
 from dlrm_core.data.loader import PrefetchError, staged
 from dlrm_core.data.staging import Slot, Staging
-from dlrm_core.data.synthetic import SyntheticBatches
+from dlrm_core.data.synthetic import SyntheticBatches, room_for
 
 
 class Streams:
@@ -200,7 +200,9 @@ def test_buffers_that_suffice_are_not_replaced():
 def test_padded_batches_follow_the_same_law_and_say_it_on_the_device(exponent):
     shape = (3, (50, 4, 1), 64, 6, False, False, 9, exponent, torch.device("cpu"))
     batch = SyntheticBatches(*shape, padded=True).next_batch()
-    assert batch.padded and batch.table_starts == (0, 384, 384 + 256, 384 + 256 + 64)
+    rooms = [room_for(64, bound) for bound in (6, 4, 1)]
+    assert rooms[0] < 64 * 6 and rooms[2] == 64
+    assert batch.padded and batch.table_starts == (0, rooms[0], sum(rooms[:2]), sum(rooms))
     assert batch.extents[0].tolist() == list(batch.table_starts[:-1])
     # the same draws as without padding: same bags
     compact = SyntheticBatches(*shape).next_batch()
@@ -212,3 +214,18 @@ def test_padded_batches_follow_the_same_law_and_say_it_on_the_device(exponent):
         assert int(indices.min()) >= 0 and int(indices.max()) < rows
     fixed = SyntheticBatches(3, (50,), 4, 2, True, False, 9, None, torch.device("cpu"), padded=True)
     assert not fixed.next_batch().padded
+
+
+def test_bags_beyond_a_tables_room_are_cut_short():
+    shape = (3, (50,), 64, 6, False, False, 9, None, torch.device("cpu"))
+    make = SyntheticBatches(*shape, padded=True)
+    make._rooms, make._limits = [100], torch.tensor([100])
+    batch = make.next_batch()
+    assert batch.extents.tolist() == [[0], [100]] and batch.indices.numel() == 100
+    assert int(batch.offsets.max()) == 100 and bool((batch.offsets.diff() >= 0).all())
+
+
+def test_room_suffices_for_many_batches():
+    make = SyntheticBatches(1, (1000,), 256, 40, False, False, 3, None, torch.device("cpu"))
+    most = max(make.next_batch().table_starts[-1] for _ in range(100))
+    assert most < room_for(256, 40) < 256 * 40

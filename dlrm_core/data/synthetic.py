@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,8 +54,8 @@ class SyntheticBatches:
         self.random: _Draws = _HostDraws(seed) if device.type == "cpu" else _Draws(seed, device)
         bounds = [min(rows, indices_per_lookup) for rows in table_rows]
         self._bounds = torch.tensor(bounds, dtype=torch.float32, device=device)[:, None]
-        rooms = [batch_size * sum(bounds[:t]) for t in range(len(bounds))]
-        self._rooms = torch.tensor(rooms, device=device)
+        self._rooms = [room_for(batch_size, bound) for bound in bounds]
+        self._limits = torch.tensor(self._rooms, device=device)
 
     def state(self) -> dict[str, Any]:
         """Where the stream stands (see :class:`dlrm_core.data.position.Resumable`)."""
@@ -79,8 +80,11 @@ class SyntheticBatches:
             ends = sizes.cumsum(1)
             offsets = ends - sizes
             if self.padded:
-                extents = torch.stack([self._rooms, ends[:, -1]])
-                totals = [size * min(rows, self.indices_per_lookup) for rows in self.table_rows]
+                ends = ends.minimum(self._limits[:, None])
+                offsets = offsets.minimum(self._limits[:, None])
+                begins = self._limits.cumsum(0) - self._limits
+                extents = torch.stack([begins, ends[:, -1]])
+                totals = self._rooms
             else:
                 # the host must know how long the batch is: one small copy back
                 totals = ends[:, -1].tolist()
@@ -116,6 +120,15 @@ class SyntheticBatches:
             shrink = 1.0 - exponent
             places = (1.0 - draws * (1.0 - (rows + 1.0) ** shrink)).pow_(1.0 / shrink)
         return (places.long() - 1).clamp_(0, rows - 1)
+
+
+def room_for(bags: int, bound: int) -> int:
+    """Lookups that a table of so many bags has room for, when bags hold up to ``bound``.
+
+    Their sum has a mean of at most B (k/2 + 1) and a deviation of about k sqrt(B/12). Eight
+    deviations above the mean (once in 10^15 batches) the last bags would be cut short.
+    """
+    return min(bags * bound, math.ceil(bags * (bound / 2 + 1) + 8 * bound * (bags / 12) ** 0.5))
 
 
 class _Draws:
