@@ -74,6 +74,8 @@ class TrainingResult:
     """``energy_j``, a reading a device, and ``not_measured`` with reasons."""
     device: str
     threads: int
+    embedding_backend: str
+    """The one that was used; where ``auto`` was asked for, what it chose."""
     notices: list[str]
     iteration_ms: list[float]
     data_ms: list[float]

@@ -114,6 +114,7 @@ class Run:
             **self.power.stop().figures(count * self.config.batch_size),
             device=device_name(trainer.device),
             threads=torch.get_num_threads(),
+            embedding_backend=trainer.parameters.training.embedding_backend,
             notices=notices + trainer.step.dense.precision.skipped_notice(self.first + count),
             iteration_ms=measured.done_ms,
             data_ms=[1e3 * seconds for seconds in measured.data_s],

@@ -379,7 +379,7 @@ def test_a_run_on_fused_tables_loses_as_one_on_torchs(optimizer):
             {"embedding_update": "locked", "embedding_backend": "fused", "optimizer": "adagrad"},
             "optimizer is 'adagrad'",
         ),
-        ({"embedding_backend": "fast"}, "expected one of torch, fused"),
+        ({"embedding_backend": "fast"}, "expected one of torch, fused, fbgemm, auto"),
         ({"optimizer": "adamw"}, "expected one of sgd, adagrad, rowwise_adagrad, adam"),
     ],
 )
@@ -390,7 +390,7 @@ def test_combinations_that_cannot_work_are_refused(training, message):
 
 def test_tables_on_another_device_are_refused_in_one_sentence():
     tables = EmbeddingTables([5], 4).to("meta")
-    with pytest.raises(InputError, match=r"fused.*tables are on meta"):
+    with pytest.raises(InputError, match=r"table 0 is torch.float32 on meta.*fused back end of the CPU"):
         attach(tables, config(embedding_backend="fused"))
 
 

@@ -51,6 +51,9 @@ SCRUB_BYTES = 64 << 20
 LARGE_STATE = ("adagrad", "adam")
 """Optimisers with state as large as the tables: one candidate's at a time."""
 
+LEAST_RATE = 1e-300
+"""Of torch's SparseAdam, which refuses 0: it is 0 in float32."""
+
 _RUN_OWN = ("optimiser state", "sparse embedding gradients", "sorted lookups")
 """Items of the memory forecast that depend on the back end."""
 
@@ -202,16 +205,13 @@ class _Contestant:
     def __init__(
         self, name: str, tables: EmbeddingTables, config: TrainingConfig, made: Sequence[Batch]
     ) -> None:
-        still = dataclasses.replace(config, embedding_backend=name, learning_rate=0.0)
+        rate = LEAST_RATE if config.optimizer == "adam" else 0.0
+        still = dataclasses.replace(config, embedding_backend=name, learning_rate=rate, lr_end=0.0)
         self.tables, self.made = tables, made
         self.update: Update = attach(tables, still)
         self.backend = tables.backend
-        weight = tables.weights[0]
-        self.device = weight.device
-        bags = made[0].offsets.shape[1]
-        self.gradients = [
-            torch.full((bags, weight.shape[1]), 1e-3, device=self.device) for _ in tables.weights
-        ]
+        self.device = made[0].indices.device
+        self.gradients: list[torch.Tensor] = []
 
     def time_ms(self, number: int) -> float:
         """Milliseconds of forward, backward and update of a batch."""
@@ -221,6 +221,8 @@ class _Contestant:
         _wait(self.device)
         started = time.perf_counter()
         pooled = self.tables(batch)
+        if not self.gradients:  # the first time, which does not count
+            self.gradients = [torch.full_like(vector, 1e-3) for vector in pooled]
         with torch.autograd.set_multithreading_enabled(False):
             torch.autograd.backward(pooled, self.gradients)
         self.update.step()

@@ -30,6 +30,11 @@ from dlrm_core.errors import InputError, MissingToolError
 DISTRIBUTIONS = ("fbgemm-gpu-cpu", "fbgemm-gpu")
 """The packages that provide ``fbgemm_gpu``: for the CPU, and for CUDA (which has both)."""
 
+ROWWISE_ELEMENTS = 2**30
+"""Floats of a table up to which the row-wise Adagrad of the CPU is right: beyond, its byte
+offsets wrap at 2^32 and the update lands in other rows (seen in 1.8.0; SGD and Adagrad are
+right beyond 2^31 floats)."""
+
 LANES = 4
 """FBGEMM works on widths that are a multiple of this."""
 
@@ -59,6 +64,8 @@ class Fbgemm:
         weights = tables.weights
         _check_tables(weights)
         self.notices: list[str] = []
+        if optimizer == "rowwise_adagrad":
+            _check_rowwise(weights)
         self._optimizer = optimizer
         self._dim = weights[0].shape[1]
         self._rows = [weight.shape[0] for weight in weights]
@@ -170,6 +177,16 @@ def _check_tables(weights: list[torch.nn.Parameter]) -> None:
             "training.embedding_backend is 'fbgemm', but model.embedding_dim is "
             f"{weights[0].shape[1]}: FBGEMM works on multiples of {LANES} only"
         )
+
+
+def _check_rowwise(weights: list[torch.nn.Parameter]) -> None:
+    for t, weight in enumerate(weights):
+        if weight.device.type == "cpu" and weight.numel() > ROWWISE_ELEMENTS:
+            raise InputError(
+                f"training.embedding_backend is 'fbgemm', but embedding table {t} has "
+                f"{weight.numel():,} floats, and FBGEMM's row-wise Adagrad on the CPU updates "
+                f"wrong rows beyond {ROWWISE_ELEMENTS:,}: choose fused or torch"
+            )
 
 
 def one_piece(weights: list[torch.nn.Parameter]) -> torch.Tensor | None:
