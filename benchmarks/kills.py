@@ -1,0 +1,242 @@
+"""Kills training runs at random moments (SIGKILL) and resumes them, again and again.
+
+After every kill each checkpoint that had been announced must be there and whole, and at
+the end of a run its weights and optimiser state must be, bit for bit, those of the same
+run never killed. Each run is a process forked from one that has loaded torch but never
+computed, so a kill costs a tenth of a second instead of the seconds of a start.
+
+    python benchmarks/kills.py --kills 200 --json benchmarks/results/kills.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from dlrm_core.checkpoints import (
+    OPTIMIZER,
+    WEIGHTS,
+    find_checkpoint,
+    read_checkpoint,
+    steps_in,
+)
+from dlrm_core.config import Parameters, parameters_from_sections
+from dlrm_core.doctor import machine_facts
+from dlrm_core.errors import InputError
+from dlrm_core.files import write_json
+from dlrm_core.run_folder import versions
+
+STEPS = 300
+KINDS: dict[str, dict[str, dict[str, Any]]] = {
+    "facebook, sgd, torch": {"training": {"embedding_backend": "torch"}},
+    "facebook ahead, adagrad, fused": {
+        "data": {"loader": "prefetch"},
+        "training": {"embedding_backend": "fused", "optimizer": "adagrad"},
+    },
+    "uniform ahead, adam, torch": {
+        "data": {"generator": "uniform", "loader": "prefetch"},
+        "training": {"optimizer": "adam"},
+    },
+    "zipf, rowwise_adagrad, bf16": {
+        "data": {"generator": "zipf"},
+        "training": {
+            "optimizer": "rowwise_adagrad",
+            "embedding_backend": "fused",
+            "precision": "bf16",
+        },
+    },
+}
+"""What is run in turns: every stream, loader, kind of optimiser state."""
+
+
+@dataclass
+class Tally:
+    """What came of the kills."""
+
+    kills: int = 0
+    """SIGKILLs that hit a run."""
+    runs: int = 0
+    """Runs killed again and again until they finished."""
+    while_writing: int = 0
+    """Kills that left an unfinished checkpoint behind: they fell into its writing."""
+    checkpoints_verified: int = 0
+    faults: list[str] = field(default_factory=list)
+    by_kind: dict[str, int] = field(default_factory=dict)
+
+
+def parameters_of(kind: str, every: int) -> Parameters:
+    """A small model with tables large enough that writing them takes a while."""
+    chosen = KINDS[kind]
+    return parameters_from_sections(
+        {
+            "model": {
+                "bottom_mlp": "16-32-16",
+                "top_mlp": "32-1",
+                "embedding_dim": 16,
+                "table_rows": [60_000, 500, 3, 20_000],
+                "loss": "bce",
+            },
+            "data": {"indices_per_lookup": 6, "round_targets": True} | chosen.get("data", {}),
+            "training": {
+                "batch_size": 32,
+                "batches": STEPS,
+                "log_every": 50,
+                "threads": 1,
+                "device": "cpu",
+                "checkpoint_every": every,
+                "learning_rate": 0.05,
+                "lr_warmup_steps": 40,
+                "lr_decay_start": 150,
+                "lr_decay_steps": 120,
+            }
+            | chosen["training"],
+        }
+    )
+
+
+def child(parameters: Parameters, output: Path, announced: int) -> int:
+    """Train in a forked process; every checkpoint's step is announced once it is written."""
+    from dlrm_core.training import train
+
+    def announce(line: Mapping[str, Any]) -> None:
+        os.write(announced, f"{line['iteration']}\n".encode())
+
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        train(parameters, output, progress=False, on_line=announce)
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+def resumed(parameters: Parameters, place: Path) -> Parameters:
+    """The same run, going on from its newest checkpoint if there is one."""
+    resume = "latest" if steps_in(place) else ""
+    return replace(parameters, training=replace(parameters.training, resume=resume))
+
+
+def kill_until_finished(
+    parameters: Parameters, output: Path, whole: Path, moments: random.Random, most: int
+) -> Tally:
+    """One run, killed up to ``most`` times."""
+    place, tally = output / "checkpoint", Tally(runs=1)
+    while True:
+        reader, writer = os.pipe()
+        pid = child(resumed(parameters, place), output, writer)
+        os.close(writer)
+        if tally.kills < most:
+            # anywhere from before the first checkpoint to a few checkpoints on
+            time.sleep(moments.uniform(0.0, 0.6))
+            os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        with os.fdopen(reader) as lines:
+            said = [int(line) for line in lines.read().split("\n")[:-1]]
+        if os.WIFSIGNALED(status):
+            tally.kills += 1
+            tally.while_writing += bool(list(place.glob(".step-*")))
+        elif os.WEXITSTATUS(status):
+            tally.faults.append("a run ended by itself with an error")
+            return tally
+        verify(place, said, tally)
+        if not os.WIFSIGNALED(status):
+            break
+    if not same_files(place, whole):
+        tally.faults.append(f"after {tally.kills} kills the weights differ from the whole run's")
+    return tally
+
+
+def verify(place: Path, announced: list[int], tally: Tally) -> None:
+    """All checkpoints that can be seen are whole, and the newest announced one can be seen."""
+    steps = steps_in(place)
+    if announced and (not steps or steps[-1] < announced[-1]):
+        tally.faults.append(f"checkpoint {announced[-1]} was announced, but there are {steps}")
+    for step in steps:
+        try:
+            read_checkpoint(place / f"step-{step:08d}").verify()
+            tally.checkpoints_verified += 1
+        except InputError as error:
+            tally.faults.append(str(error))
+
+
+def same_files(one: Path, other: Path) -> bool:
+    """The newest checkpoints' tensors and positions are the same bytes."""
+    folders = [find_checkpoint(str(place)) for place in (one, other)]
+    first, second = (read_checkpoint(folder) for folder in folders)
+    names = [name for name in (WEIGHTS, OPTIMIZER) if name in first.files]
+    return (
+        first.step == second.step == STEPS
+        and first.files.keys() == second.files.keys()
+        and {**first.state, "position": 0} == {**second.state, "position": 0}
+        and all((folders[0] / n).read_bytes() == (folders[1] / n).read_bytes() for n in names)
+    )
+
+
+def main() -> int:
+    """Exit code 0 if nothing was lost and nothing went wrong."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seconds", type=float, default=1e9, help="no new run after so many")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", metavar="FILE")
+    given = parser.parse_args()
+    moments, total, started = random.Random(given.seed), Tally(), time.perf_counter()
+    top = Path(tempfile.mkdtemp(prefix="kills-"))
+    try:
+        whole = {}
+        for number, kind in enumerate(KINDS):
+            whole[kind] = top / f"whole-{number}"
+            reader, writer = os.pipe()
+            pid = child(parameters_of(kind, STEPS), whole[kind], writer)
+            if os.waitpid(pid, 0)[1]:
+                print(f"{kind}: the run without kills failed", file=sys.stderr)
+                return 1
+            os.close(reader)
+            os.close(writer)
+        while total.kills < given.kills and time.perf_counter() - started < given.seconds:
+            kind = list(KINDS)[total.runs % len(KINDS)]
+            output = top / "run"
+            parameters = parameters_of(kind, moments.choice((1, 3, 10)))
+            most = min(given.kills - total.kills, moments.randrange(4, 13))
+            place = whole[kind] / "checkpoint"
+            found = kill_until_finished(parameters, output, place, moments, most)
+            for name in ("kills", "runs", "while_writing", "checkpoints_verified", "faults"):
+                setattr(total, name, getattr(total, name) + getattr(found, name))
+            total.by_kind[kind] = total.by_kind.get(kind, 0) + found.kills
+            shutil.rmtree(output)
+            print(
+                f"{total.kills} kills, {total.while_writing} of them while a checkpoint was "
+                f"written, {len(total.faults)} faults ({kind})",
+                flush=True,
+            )
+    finally:
+        shutil.rmtree(top, ignore_errors=True)
+    if given.json:
+        about = {
+            "command": " ".join(["python", *sys.argv]),
+            "seed": given.seed,
+            "seconds": time.perf_counter() - started,
+            "machine": machine_facts(),
+            "versions": versions(),
+        }
+        write_json(Path(given.json), asdict(total) | about)
+    for fault in total.faults:
+        print(fault, file=sys.stderr)
+    return 1 if total.faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
