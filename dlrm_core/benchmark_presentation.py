@@ -50,7 +50,8 @@ def verdict(document: Document) -> Text:
 
 def _case_verdict(document: Document, case: Mapping[str, Any]) -> str:
     name = analysis.best(document, case)
-    where = f"{case['meaning']}, {_threads(case['threads'])}"
+    meaning = str(case["meaning"])
+    where = f"{meaning[:1].upper()}{meaning[1:]}, {_threads(case['threads'])}"
     if not name or name not in case["ratios"]:
         return f"**{where}**: nothing to compare."
     found = case["ratios"][name]

@@ -156,7 +156,7 @@ def test_a_machine_that_drifts_between_rounds_does_not_change_a_ratio(
 def test_the_verdict_says_how_many_times_as_fast_as_whom(document: dict[str, Any]) -> None:
     text = benchmark_presentation.verdict(document).markdown
     first = text.split("\n\n")[0]
-    assert "its tables, up to 10 indices, 1 thread: ours, tuned bf16 is" in first
+    assert "Its tables, up to 10 indices, 1 thread: ours, tuned bf16 is" in first
     assert "as fast as facebookresearch/dlrm end to end" in first and "7.50×" in first
     assert "goals against facebookresearch/dlrm reached" in text
     assert "to the same losses" in text
