@@ -41,6 +41,9 @@ CUBLAS_BYTES = 32 << 20
 """torch's workspace for cuBLAS on Hopper, 8 MiB on others
 (https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/cuda/CublasHandlePool.cpp)."""
 
+TABLE_COPIES = {"sgd": 0, "rowwise_adagrad": 2, "adagrad": 3, "adam": 6}
+"""Copies of a table's sparse gradient that torch's optimisers make: coalesced, squared..."""
+
 INITIAL_CHUNK = 1 << 22
 """Weights drawn at a time (:mod:`dlrm_core.model`): 20 bytes each in facebook's stream."""
 
@@ -208,16 +211,17 @@ def _embedding_update(
 ) -> Iterator[MemoryItem]:
     """What lies between the tables' backward and their update.
 
-    torch's back end keeps sparse gradients, and coalesces them into a second copy for an
-    Adagrad; the fused one keeps 16 bytes a lookup to sort (Adagrads, and always on a GPU;
-    FBGEMM always), and with 'naive' the rows of the gradient. 'auto' chooses among what
-    fits, so the least of them is what it needs.
+    torch's back end keeps sparse gradients; its optimisers but SGD work on one table's at a
+    time, coalesced and with temporaries of the same size; the fused one keeps 16 bytes a
+    lookup to sort (Adagrads, and always on a GPU; FBGEMM always), and with 'naive' the rows of
+    the gradient. 'auto' chooses among what fits, so the least of them is what it needs.
     """
     model, training = parameters.model, parameters.training
     if not tables:
         return
     size, dim = training.batch_size, model.embedding_dim
-    looked_up = sum(size * mean_bag_size(parameters, model.table_rows[t]) for t in tables)
+    counts = [size * mean_bag_size(parameters, model.table_rows[t]) for t in tables]
+    looked_up = sum(counts)
     backend, sorts = training.embedding_backend, training.optimizer != "sgd" or place == "gpu"
 
     def item(name: str, shape: str, count: float) -> MemoryItem:
@@ -225,9 +229,10 @@ def _embedding_update(
         return MemoryItem(f"{name}{whose}", shape, int(count), place, EMBEDDINGS)
 
     if backend == "torch":
-        copies = 1 if training.optimizer == "sgd" else 2
-        gradients = copies * looked_up * (dim * FLOAT_BYTES + INDEX_BYTES)
-        yield item("sparse embedding gradients", str(dim), gradients)
+        row = dim * FLOAT_BYTES + INDEX_BYTES
+        yield item("sparse embedding gradients", str(dim), looked_up * row)
+        if (copies := TABLE_COPIES[training.optimizer]) > 0:
+            yield item("temporaries of one table's update", str(dim), copies * max(counts) * row)
     elif training.embedding_update == "naive":
         yield item("sparse embedding gradients", str(dim), looked_up * dim * FLOAT_BYTES)
     elif sorts or backend == "fbgemm":
