@@ -154,12 +154,13 @@ def _batches(parameters: Parameters, placement: Placement, gpu: bool) -> Iterato
         return int(size * sum(bags) * INDEX_BYTES)
 
     on_gpu, on_host = lookups(placement.on_gpu), lookups(placement.on_host)
-    if gpu:
-        yield MemoryItem("batches", f"1 x {size:,} samples", dense + on_gpu, "gpu")
-    if gpu and data.place == "device":
-        return
     # one in use, those that wait, and the one that the thread holds until there is room
     kept = 1 + (data.prefetch_batches + 1 if data.loader == "prefetch" else 0)
+    if gpu:
+        size_there = kept * (dense + on_gpu)
+        yield MemoryItem("batches", f"{kept} x {size:,} samples", size_there, "gpu")
+    if gpu and data.place == "device":
+        return
     whole = dense + on_gpu + on_host
     yield MemoryItem("batches", f"{kept} x {size:,} samples", kept * whole, "host")
     when = ALWAYS if data.loader == "prefetch" else DATA

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrm_core.config import Parameters, parameters_from_sections
-from dlrm_core.data.loader import make_generator
+from dlrm_core.data.loader import make_generator, staged
 from dlrm_core.embeddings.host_tables import PlacedTables, SplitTables, ranges
 from dlrm_core.embeddings.mapped_tables import PREFIX, MappedTables, file_system
-from dlrm_core.embeddings.split_batch import divide
+from dlrm_core.embeddings.split_batch import divide, divided
 from dlrm_core.errors import InputError
 from dlrm_core.learner_state import optimizer_state, weights_of
 from dlrm_core.placement import plan_placement, smallest_first
@@ -123,6 +123,41 @@ def test_a_divided_batch_holds_each_lookup_once():
     # the host's lookups stay when the rest moves
     moved = parts.to(torch.device("meta"))
     assert moved.indices.device.type == "meta" and moved.host is parts.host
+
+
+class HostCopies:
+    """A device that is the host: what a loader for GPUs does, without one."""
+
+    def host_buffer(self, size):
+        return torch.empty(size, dtype=torch.uint8)
+
+    device_buffer = host_buffer
+
+    def copy(self, into, source):
+        into.copy_(source)
+
+    def mark(self, copying):
+        return object()
+
+    def wait(self, event, copying):
+        pass
+
+    def join(self, event):
+        pass
+
+
+def test_a_loader_for_gpus_keeps_the_hosts_lookups():
+    given = parameters(embeddings_on_gpu_bytes=2240)
+    placement = plan_placement(given, gpu=True)
+    source = divided(make_generator(given, CPU), placement)
+    plain = make_generator(given, CPU)
+    stream = staged(source, 2, HostCopies())
+    for _ in range(6):
+        found, expected = next(stream), divide(plain.next_batch(), placement)
+        assert torch.equal(found.indices, expected.indices)
+        assert torch.equal(found.host.indices, expected.host.indices)
+        assert found.table_starts == expected.table_starts
+    stream.close()
 
 
 # ---- two places ------------------------------------------------------------------

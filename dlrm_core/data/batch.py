@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -64,14 +65,14 @@ class Batch:
         extents = self.extents
         if extents is None and device.type != "cpu":
             extents = extents_of(self.table_starts)
-        return Batch(
-            self.dense.to(device, non_blocking=True),
-            self.indices.to(device, non_blocking=True),
-            self.offsets.to(device, non_blocking=True),
-            self.table_starts,
-            self.targets.to(device, non_blocking=True),
-            None if extents is None else extents.to(device, non_blocking=True),
-            self.padded,
+        # what else a batch of another kind holds stays where it is
+        return dataclasses.replace(
+            self,
+            dense=self.dense.to(device, non_blocking=True),
+            indices=self.indices.to(device, non_blocking=True),
+            offsets=self.offsets.to(device, non_blocking=True),
+            targets=self.targets.to(device, non_blocking=True),
+            extents=None if extents is None else extents.to(device, non_blocking=True),
         )
 
 

@@ -12,6 +12,7 @@ Shapes: B samples, T tables, N lookups of a batch.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -140,7 +141,14 @@ class Staging:
         self._copies.copy(slot.device[:size], slot.host[:size])
         slot.copied = self._copies.mark(copying=True)
         extents, offsets, dense, targets, indices = _views(slot.device, tensors, places)
-        moved = Batch(dense, indices, offsets, batch.table_starts, targets, extents, batch.padded)
+        moved = dataclasses.replace(
+            batch,
+            dense=dense,
+            indices=indices,
+            offsets=offsets,
+            targets=targets,
+            extents=extents,
+        )
         return Staged(moved, slot)
 
     def use(self, staged: Staged) -> Batch:

@@ -5,7 +5,6 @@ Divided on the host before anything is copied, lookups of tables on the host nev
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,17 +18,12 @@ from dlrm_core.placement import Placement
 
 @dataclass(frozen=True)
 class SplitBatch(Batch):
-    """A batch whose lookups are those of the GPU's tables; the host's stay behind in ``host``."""
+    """A batch whose lookups are those of the GPU's tables.
+
+    The host's are in ``host``, and stay there when the batch moves to a device.
+    """
 
     host: Batch | None = None
-
-    def to(self, device: torch.device) -> Batch:
-        """The GPU's part on a device; the host's part where it is."""
-        moved = super().to(device)
-        if moved is self:
-            return self
-        kept = {field.name: getattr(moved, field.name) for field in dataclasses.fields(Batch)}
-        return SplitBatch(**kept, host=self.host)
 
 
 def divide(batch: Batch, placement: Placement) -> SplitBatch:
