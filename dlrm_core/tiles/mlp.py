@@ -47,8 +47,10 @@ class TiledMLP:
         # inputs of each layer, and behind them the last output, for its ReLU's mask
         self._x_rows = [Tiled.empty(rows, n, parts, arena) for n in self._blocks]
         self._x_columns = [Tiled.empty(n, rows, parts, arena) for n in self._blocks[:-1]]
-        self._dy_rows = [Tiled.empty(rows, m, parts, arena) for m in outputs]
-        self._dy_rows_t = [Tiled.empty(m, rows, parts, arena) for m in outputs]
+        # gradients of outputs: those of a layer are needed until the one before has its own
+        most = max(outputs)
+        self._dy_rows = [Tiled.empty(rows, most, parts, arena) for _ in range(2)]
+        self._dy_rows_t = [Tiled.empty(most, rows, parts, arena) for _ in range(2)]
         self._sums = [arena.floats(rows, BLOCK * m) for m in outputs]
         pairs = list(itertools.pairwise(self._blocks))
         self._forward = [Tiled.empty(m, n, parts, arena) for n, m in pairs]
@@ -114,7 +116,7 @@ class TiledMLP:
         self.engine.pack(gradient, self.parts, wanted)
         for layer in range(last, -1, -1):
             n, m = self._blocks[layer], self._blocks[layer + 1]
-            rows = self._dy_rows[layer].first(blocks, m)
+            rows = self._dy_rows[layer % 2].first(blocks, m)
             # first, while the rows just written are in the cache
             if layer > 0:
                 result = self._gradient_forms(layer - 1, blocks)
@@ -133,8 +135,8 @@ class TiledMLP:
         m = self._blocks[layer + 1]
         return Result(
             sums=self._sums[layer][:blocks],
-            rows=self._dy_rows[layer].first(blocks, m),
-            rows_t=self._dy_rows_t[layer].first(m, blocks),
+            rows=self._dy_rows[layer % 2].first(blocks, m),
+            rows_t=self._dy_rows_t[layer % 2].first(m, blocks),
         )
 
     def _weight_gradient(self, layer: int, blocks: int) -> None:
@@ -149,7 +151,7 @@ class TiledMLP:
         else:
             target = linear.weight.grad
             linear.bias.grad.add_(sums)
-        left = self._dy_rows_t[layer].first(m, blocks)
+        left = self._dy_rows_t[layer % 2].first(m, blocks)
         right = self._x_columns[layer].first(n, blocks)
         shape = (self.widths[layer + 1], self.widths[layer])
         self.engine.product(left, right, shape, Result(target=target, accumulate=accumulate))
