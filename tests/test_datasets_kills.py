@@ -1,6 +1,5 @@
 """kill -9 at any moment: the same command goes on and the same bytes come out."""
 
-import itertools
 import multiprocessing
 import os
 import random
@@ -12,7 +11,7 @@ import pytest
 from killed_work import convert_text, make_set
 from same_files import assert_same_files
 
-TRIALS, KILLS = 3, 8
+KILLS, AT_ONCE = 8, 5
 
 
 def write_text(folder: Path) -> None:
@@ -52,25 +51,29 @@ def test_a_killed_run_goes_on_to_the_same_bytes(processes, work, tmp_path):
     seconds = time.monotonic() - started
     assert whole.exitcode == 0
     draw, kills, notes = random.Random(5), 0, set()
-    for trial in range(TRIALS):
+    for trial in range(12):
         target, killed = tmp_path / f"set {trial}", 0
         note = tmp_path / f"set {trial}.partial" / "progress.json"
-        for attempt in itertools.count():
+        while not target.exists() or (target / "progress.json").exists():
+            started = time.monotonic()
             process = start(processes, work, target)
             # in the end it may finish, however slow the machine is to begin
-            process.join(draw.uniform(0.0, 0.4) * seconds if attempt < KILLS else None)
+            process.join(draw.uniform(0.0, 0.4) * seconds if killed < AT_ONCE else None)
             process.kill()
             process.join()
             assert process.exitcode in (0, -signal.SIGKILL), f"after {killed} kills"
             if process.exitcode == 0:
-                break
-            killed += 1
-            notes.add(note.read_text() if note.exists() else "")
+                seconds = min(seconds, time.monotonic() - started)
+            else:
+                killed += 1
+                notes.add(note.read_text() if note.exists() else "")
         kills += killed
         assert_same_files(tmp_path / "whole", target)
         assert not note.parent.exists()
+        if kills >= KILLS:
+            break
     # where nothing can be caught in the act this would be a test of nothing
-    assert kills > TRIALS and len(notes) > 1
+    assert kills >= KILLS and len(notes) > 1
 
 
 def test_two_processes_do_not_write_one_data_set(processes, tmp_path):

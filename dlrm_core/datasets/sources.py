@@ -164,7 +164,7 @@ def open_source(path: str | Path, format: str, split: str) -> Source:
         raise InputError(f"format is {format!r}, expected one of {', '.join(FORMATS)}")
     if not path.exists():
         partial = path.with_name(path.name + ".partial")
-        why = "no such data set"
+        why = "no such data set; 'dlrm data generate' makes one"
         if partial.exists():
             why = f"not finished: {partial} is there; give the command that began it again"
         raise InputError(f"{path}: {why}")
