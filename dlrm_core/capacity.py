@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 FLOAT_BYTES = 4
 INDEX_BYTES = 8
+SORTED_LOOKUP_BYTES = 28
+"""Of a GPU's fused update: 4 + 8 for key and place, twice, and 4 for the bag."""
 
 ALWAYS, INITIAL, DATA = "always", "making the model", "making a batch"
 DENSE, EMBEDDINGS = "dense part", "embedding update"
@@ -214,8 +216,9 @@ def _embedding_update(
 
     torch's back end keeps sparse gradients; its optimisers but SGD work on one table's at a
     time, coalesced and with temporaries of the same size; the fused one keeps 16 bytes a
-    lookup to sort (Adagrads, and always on a GPU; FBGEMM always), and with 'naive' the rows of
-    the gradient. 'auto' chooses among what fits, so the least of them is what it needs.
+    lookup to sort (Adagrads; FBGEMM always; on a GPU 28 and what tiles leave over, always), and
+    with 'naive' the rows of the gradient. 'auto' chooses among what fits, so the least of them
+    is what it needs.
     """
     model, training = parameters.model, parameters.training
     if not tables:
@@ -236,6 +239,11 @@ def _embedding_update(
             yield item("temporaries of one table's update", str(dim), copies * max(counts) * row)
     elif training.embedding_update == "naive":
         yield item("sparse embedding gradients", str(dim), looked_up * dim * FLOAT_BYTES)
+    elif place == "gpu" and backend != "fbgemm":
+        # docs/gpu.md; a tile of 4096 numbers leaves at most two rows over, an eighth above that
+        rows = 2.25 * looked_up / max(8, min(64, 4096 // dim))
+        needed = looked_up * SORTED_LOOKUP_BYTES + rows * dim * FLOAT_BYTES
+        yield item("sorted lookups", "keys, order, sums", needed)
     elif sorts or backend == "fbgemm":
         yield item("sorted lookups", "2", looked_up * 2 * INDEX_BYTES)
 

@@ -20,6 +20,7 @@ from dlrm_core.config import TrainingConfig
 from dlrm_core.dense_fused import FusedDense, why_not_fused
 from dlrm_core.interaction_gpu import why_not
 from dlrm_core.model import DLRM, DotInteraction
+from dlrm_core.padded_linear import MULTIPLE, PaddedMLP
 from dlrm_core.parts import part
 from dlrm_core.precision import DensePrecision
 
@@ -52,7 +53,7 @@ class DensePart:
         self.top_mlp: Layer = model.top_mlp
         self._fused: FusedDense | None = None
         if config.dense_backend == "fused" and weight.device.type == "cuda":
-            self._fuse_on_gpu(model, weight.device)
+            self._fuse_on_gpu(model, config, weight.device)
         elif config.dense_backend == "fused":
             reason = why_not_fused(config, weight.device)
             if reason:
@@ -120,16 +121,23 @@ class DensePart:
             bottom_mlp_backward(x, x_leaf)
         return loss.detach()
 
-    def _fuse_on_gpu(self, model: DLRM, device: torch.device) -> None:
-        if not isinstance(model.interaction, DotInteraction):
+    def _fuse_on_gpu(self, model: DLRM, config: TrainingConfig, device: torch.device) -> None:
+        """The interaction as one kernel; products on tensor cores with factors of even widths."""
+        fused = isinstance(model.interaction, DotInteraction)
+        if isinstance(model.interaction, DotInteraction):
+            tables, dim = len(model.embeddings.weights), model.bottom_mlp.linears[-1].out_features
+            reason = why_not(tables + 1, dim, device)
+            model.interaction.fused = fused = not reason
+            if reason:
+                self.notices.append(
+                    f"training.dense_backend: fused leaves the interaction to torch: {reason}"
+                )
+        if config.precision == "fp32" and not config.tf32:
             return
-        tables, dim = len(model.embeddings.weights), model.bottom_mlp.linears[-1].out_features
-        reason = why_not(tables + 1, dim, device)
-        model.interaction.fused = not reason
-        if reason:
-            self.notices.append(
-                f"training.dense_backend: fused leaves the interaction to torch: {reason}"
-            )
+        if model.bottom_mlp.linears[0].in_features % MULTIPLE:
+            self.bottom_mlp = PaddedMLP(model.bottom_mlp, with_room=False)
+        if model.top_mlp.linears[0].in_features % MULTIPLE:
+            self.top_mlp = PaddedMLP(model.top_mlp, with_room=fused)
 
     def _compile(self, device: torch.device) -> None:
         reason = why_not_compile(device)

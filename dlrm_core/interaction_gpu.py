@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from dlrm_core.embeddings.fused_gpu import in_one
+from dlrm_core.padded_linear import padded
 
 MAX_FEATURES, MAX_DIM = 128, 256
 """Larger ones do not fit a program's registers: all of a sample's features are in them."""
@@ -45,7 +46,7 @@ def dot_interaction(
     """x (B, d) and T pooled vectors (B, d) to (B, d + F(F-1)/2) in x's type, in fp32 sums.
 
     With ``itself`` (B, d + F(F+1)/2). Rows of the result begin at multiples of 16 bytes,
-    as matrix products on tensor cores want them.
+    as matrix products on tensor cores want them, with zeros between them.
     """
     return _Dot.apply(itself, x, *pooled)
 
@@ -62,7 +63,7 @@ class _Dot(torch.autograd.Function):
         size, dim = x.shape
         features = len(pooled) + 1
         width = dim + features * (features + (1 if itself else -1)) // 2
-        room = -(-width // 8) * 8
+        room = padded(width)
         z = torch.empty(size, room, dtype=x.dtype, device=x.device)[:, :width]
         ctx.save_for_backward(x, first)
         ctx.rest = (itself, table_stride, bag_stride, len(pooled))
@@ -70,6 +71,8 @@ class _Dot(torch.autograd.Function):
             k.dot_forward[(size,)](
                 *(x, first, z, x.stride(0), table_stride, bag_stride, z.stride(0)),
                 **_shape(features, dim, itself, x),
+                USED=width,
+                ROOM=room,
             )
         return z
 

@@ -59,8 +59,12 @@ def dot_forward(
     WIDTH: tl.constexpr,
     ITSELF: tl.constexpr,
     PRECISION: tl.constexpr,
+    USED: tl.constexpr,
+    ROOM: tl.constexpr,
 ):
     """z (B, DIM + P): x, and beside it the lower triangle of the features' products.
+
+    Rows lie ROOM numbers apart, USED = DIM + P of them in use, at most 7 zeros beyond.
 
     A program makes one sample; its features are read once and their products never
     leave the registers but for the pairs that are wanted.
@@ -81,6 +85,8 @@ def dot_forward(
     at = tl.arange(0, WIDTH)
     kept = tl.load(x + sample * x_stride + at, mask=at < DIM, other=0.0)
     tl.store(into + at, kept, mask=at < DIM)
+    beyond = USED + tl.arange(0, 8)
+    tl.store(into + beyond, tl.zeros([8], tl.float32).to(z.dtype.element_ty), beyond < ROOM)
 
 
 @triton.jit

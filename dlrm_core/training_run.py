@@ -58,6 +58,9 @@ class Run:
         """Report, evaluate, write a checkpoint as is due; whether the run ends here."""
         done, total, config = self.trainer.done, self.trainer.total, self.config
         self.measured.settle()
+        check = getattr(self.trainer.model.embeddings.backend, "check", None)
+        if check is not None:
+            check()  # a GPU tells late that it was asked for a row that is not there
         if stop or due(done, total, config.log_every):
             self.report()
         bad = self.measured.bad_iteration()

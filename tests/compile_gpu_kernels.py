@@ -145,10 +145,12 @@ def main():
     names = ("x", "z", "pooled", "gradient", "x_gradient", "pooled_gradient")
     for kind, precision in (("*bf16", "ieee"), ("*fp32", "tf32x3")):
         for function in (interaction_kernels.dot_forward, interaction_kernels.dot_backward):
+            forward = function is interaction_kernels.dot_forward
             found = compiled(
                 function,
                 2,
                 dict.fromkeys(names, kind),
+                **({"USED": 479, "ROOM": 480} if forward else {}),
                 FEATURES=27,
                 ROWS=32,
                 DIM=128,

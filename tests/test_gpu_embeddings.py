@@ -17,9 +17,11 @@ pytest.importorskip("triton", reason="triton is not installed: the GPU's kernels
 from test_embeddings import config, make_batch, make_tables
 
 import dlrm_core.embeddings.fused_gpu as fused_gpu
+from dlrm_core.capacity import forecast_memory
+from dlrm_core.config import parameters_from_sections
 from dlrm_core.data.batch import Batch, extents_of
 from dlrm_core.embeddings import EmbeddingTables, attach
-from dlrm_core.embeddings.fused_gpu import FusedGpu, Tiles, in_one
+from dlrm_core.embeddings.fused_gpu import FusedGpu, Tiles, in_one, scratch_bytes
 from dlrm_core.errors import InputError
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -364,6 +366,21 @@ def test_many_rows_and_tables_take_keys_of_64_bits():
     torch.autograd.backward(tables(batch.to(DEVICE)), gradients)
     for t, weight in enumerate(weights_of(tables)):
         assert torch.equal(weight, torch.full((1, 4), -2.0 * (t + 1)))
+
+
+@pytest.mark.parametrize("dim", [16, 64, 128, 256])
+def test_the_forecast_knows_what_the_update_needs(dim):
+    parameters = parameters_from_sections(
+        {
+            "model": {"bottom_mlp": [4, dim], "embedding_dim": dim, "table_rows": [10**6] * 3},
+            "data": {"fixed_pooling": True, "indices_per_lookup": 50},
+            "training": {"device": "cuda", "embedding_backend": "fused"},
+        }
+    )
+    (item,) = [
+        i for i in forecast_memory(parameters, gpu=True) if i.name.startswith("sorted lookups")
+    ]
+    assert item.bytes == pytest.approx(scratch_bytes(3 * 50 * 2048, dim), rel=1e-3)
 
 
 def test_the_kernels_compile_for_hopper_with_wide_loads_and_without_spills():

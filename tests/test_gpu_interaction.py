@@ -1,5 +1,7 @@
 """The GPU's interaction kernels against the plain interaction, run by Triton's interpreter."""
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,8 +9,12 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="triton is not installed: the GPU's kernels cannot run")
 
+from dlrm_core.config import ModelConfig, TrainingConfig
+from dlrm_core.dense import DensePart
+from dlrm_core.embeddings.fused_gpu import in_one
 from dlrm_core.interaction_gpu import MAX_DIM, MAX_FEATURES, dot_interaction, why_not
-from dlrm_core.model import DotInteraction
+from dlrm_core.model import DLRM, MLP, ClickLoss, DotInteraction, Probability
+from dlrm_core.padded_linear import PaddedMLP
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EPSILON = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -74,6 +80,52 @@ def test_rows_of_the_result_are_aligned_for_tensor_cores():
     x = torch.randn(3, 16, device=DEVICE).bfloat16()
     z = dot_interaction(x, [x, x], False)  # 16 + 3 columns
     assert z.shape == (3, 19) and z.stride() == (24, 1)
+    assert not z.as_strided((3, 5), (24, 1), 19).any()  # zeros between the rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_room", [False, True])
+def test_a_padded_first_layer_is_the_plain_one(dtype, with_room):
+    torch.manual_seed(1)
+    layers = MLP([19, 32, 1], Probability(0.0)).to(DEVICE)
+    x = torch.randn(6, 16, device=DEVICE).to(dtype)
+    z = dot_interaction(x, [x, x * 0.5], False)
+    results = []
+    for mlp in (layers, PaddedMLP(layers, with_room)):
+        layers.zero_grad()
+        leaf = (z if with_room else z.contiguous()).detach().requires_grad_()
+        with torch.autocast(DEVICE.type, dtype, enabled=dtype != torch.float32):
+            mlp(leaf).sum().backward()
+        gradients = [weight.grad.clone() for weight in layers.parameters()]
+        results.append([mlp(leaf.detach().float()).detach(), leaf.grad, *gradients])
+    for plain, other in zip(*results, strict=True):
+        assert other.dtype == plain.dtype and other.shape == plain.shape
+        assert difference(other, plain) < EPSILON[dtype]
+
+
+def test_gradients_of_pooled_vectors_stay_in_one_piece():
+    """What the embeddings' update reads without copying it together first."""
+    pooled = torch.randn(5, 4, 8, device=DEVICE)
+    leaves = [vector.detach().requires_grad_() for vector in pooled]
+    x = torch.randn(4, 8, device=DEVICE).requires_grad_()
+    dot_interaction(x, leaves).sum().backward()
+    gradients = [leaf.grad for leaf in leaves]
+    first, *strides = in_one(gradients)
+    assert first.data_ptr() == gradients[0].data_ptr() and strides == [32, 8]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_the_fused_dense_part_pads_where_tensor_cores_multiply(precision, monkeypatch):
+    monkeypatch.setattr("dlrm_core.dense.why_not", lambda features, dim, device: "")
+    config = ModelConfig(bottom_mlp=(13, 32, 16), top_mlp=(8, 1), embedding_dim=16, tables=2)
+    config = dataclasses.replace(config, table_rows=(5, 3))
+    model = DLRM(config).to(DEVICE)
+    training = TrainingConfig(precision=precision)
+    dense = DensePart(model, ClickLoss("mse", (1.0, 1.0)), training)
+    dense._fuse_on_gpu(model, training, DEVICE)
+    assert model.interaction.fused
+    padded = [isinstance(mlp, PaddedMLP) for mlp in (dense.bottom_mlp, dense.top_mlp)]
+    assert padded == [precision != "fp32"] * 2
 
 
 def test_an_empty_batch_has_empty_products():
