@@ -46,7 +46,8 @@ class TrainingStep:
         self.model = model
         self.dense = DensePart(model, loss, config)
         self.embedding_optimizer = attach(model.embeddings, config)
-        device = next(model.parameters()).device
+        # of the dense part: tables may lie elsewhere
+        device = model.top_mlp.linears[0].weight.device
         backend = model.embeddings.backend
         self._graph: StepGraph | None = None
         if config.cuda_graphs:

@@ -20,6 +20,7 @@ import torch
 from dlrm_core.config import TrainingConfig
 from dlrm_core.data.batch import Batch
 from dlrm_core.embeddings.fused_gpu import FusedGpu
+from dlrm_core.embeddings.host_tables import SplitTables
 from dlrm_core.embeddings.tables import Backend
 from dlrm_core.parts import COMPONENTS, PHASES, capturing, function_name, part
 
@@ -75,6 +76,8 @@ def why_not_graphs(config: TrainingConfig, device: torch.device, backend: Backen
     """Why a step cannot be captured; empty if it can."""
     if device.type != "cuda":
         return "it has no effect on a CPU"
+    if isinstance(backend, SplitTables):
+        return "the CPU looks up tables on the host in every step (embeddings_on_gpu_bytes)"
     if not isinstance(backend, FusedGpu):
         return (
             f"with training.embedding_backend: {config.embedding_backend} the host waits for "
