@@ -140,6 +140,7 @@ def run_process(
         {
             "contestant": name,
             "cases": [dataclasses.asdict(case) for case in group],
+            "rows": ROWS,
             "threads": threads,
             "iterations": iterations,
             "peer": str(peer.absolute()) if peer else None,

@@ -1,7 +1,7 @@
 """One contestant of ``dlrm bench --embeddings``, in a process of its own.
 
 ``python -m dlrm_core.bench_embeddings_run SPEC OUTPUT`` reads a JSON object (contestant,
-cases, threads, iterations, peer, samples) and writes one: for each case the milliseconds
+cases, rows, threads, iterations, peer, samples) and writes one: for each case the milliseconds
 of forward, backward and update of every iteration. Rows and pooled vectors for the
 comparison with other contestants go into the folder ``samples``.
 
@@ -45,10 +45,11 @@ Phases = tuple[Callable[[], None], Callable[[], None], Callable[[], None]]
 class Contestant:
     """Tables with the same initial weights for everyone, and who works on them."""
 
-    def __init__(self, name: str, peer: str | None) -> None:
+    def __init__(self, name: str, peer: str | None, rows: int) -> None:
         self.name = name
         self.peer = Path(peer) if peer else None
-        self.tables = EmbeddingTables([ROWS] * TABLES, DIM, name not in (FACEBOOK, "torch"))
+        self.rows = rows
+        self.tables = EmbeddingTables([rows] * TABLES, DIM, name not in (FACEBOOK, "torch"))
         self.update: Any = None
 
     def reset(self, optimizer: str) -> None:
@@ -123,7 +124,7 @@ def run_case(
     contestant: Contestant, case: dict[str, Any], iterations: int, samples: Path
 ) -> dict[str, list[float]]:
     """Milliseconds of forward, backward and update of each counted iteration."""
-    made = batches_of(case, iterations + WARMUP)
+    made = batches_of(case, contestant.rows, iterations + WARMUP)
     contestant.reset(case["optimizer"])
     random = torch.Generator().manual_seed(1)
     # positive: sums without cancellation, so that results can be compared closely
@@ -149,10 +150,10 @@ def run_case(
     return times
 
 
-def batches_of(case: dict[str, Any], count: int) -> list[Batch]:
+def batches_of(case: dict[str, Any], rows: int, count: int) -> list[Batch]:
     """The batches of a case: the same for every contestant."""
     stream = SyntheticBatches(
-        *(1, (ROWS,) * TABLES, case["batch"], case["pooling"], True, False, 7),
+        *(1, (rows,) * TABLES, case["batch"], case["pooling"], True, False, 7),
         zipf_exponent=case["skew"],
         device=torch.device("cpu"),
     )
@@ -275,7 +276,7 @@ def main(arguments: Sequence[str]) -> int:
     specification, output = arguments
     spec = json.loads(Path(specification).read_text())
     torch.set_num_threads(spec["threads"])
-    contestant = Contestant(spec["contestant"], spec["peer"])
+    contestant = Contestant(spec["contestant"], spec["peer"], spec.get("rows", ROWS))
     samples = Path(spec["samples"])
     times = {
         case["name"]: run_case(contestant, case, spec["iterations"], samples)
