@@ -665,6 +665,33 @@ def test_the_metadata_carry_the_best_auc_and_the_stream_is_the_data_set(tmp_path
     assert torch.equal(last.targets, read_batch(source, ROWS, 800, 900).targets)
 
 
+# ---------------------------------------------------------------- presets
+
+
+@pytest.mark.parametrize("name", ["nvidia_t15", "nvidia_t3", "nvidia_t0", "deepspark"])
+def test_the_presets_have_the_published_shapes_and_twins_that_need_no_files(name):
+    folder = Path(__file__).parent.parent / "parameters"
+    large = load_parameters(folder / f"{name}.yaml")
+    small = load_parameters(folder / f"{name}-small.yaml")
+    synthetic = "deepspark" if name == "deepspark" else f"criteo_{name[7:]}"
+    variant = VARIANTS[f"{synthetic}_synthetic"]
+    assert large.model.table_rows == variant.table_rows
+    width = large.model.embedding_dim
+    assert large.model.bottom_widths == (13, 512, 256, width)
+    # the interaction of 27 vectors: 27 * 26 / 2 products and the dense one
+    tops = (512, 512, 256, 1) if name == "deepspark" else (1024, 1024, 512, 256, 1)
+    assert large.model.top_widths == (351 + width, *tops)
+    assert width == (64 if name == "deepspark" else 128)
+    assert len(small.model.table_rows) == 26 and sum(small.model.table_rows) < 50_000
+    assert (small.data.generator, small.data.zipf_exponent) == ("teacher", variant.alpha)
+    assert (small.model.interaction, small.model.loss) == (
+        large.model.interaction,
+        large.model.loss,
+    )
+    batch = make_generator(small, CPU).next_batch()
+    assert batch.size == 2048 and 0.15 < float(batch.targets.mean()) < 0.35
+
+
 # ---------------------------------------------------------------- the command
 
 

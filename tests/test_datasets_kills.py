@@ -11,7 +11,7 @@ import pytest
 from killed_work import convert_text, make_set
 from same_files import assert_same_files
 
-KILLS, AT_ONCE = 8, 5
+KILLS, AT_ONCE = 6, 4
 
 
 def write_text(folder: Path) -> None:
