@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.data.loader import make_generator, staged
-from dlrm_core.embeddings.host_tables import PlacedTables, SplitTables, ranges
+from dlrm_core.embeddings.host_tables import (
+    GPU_SPAN,
+    HOST_SPAN,
+    PlacedTables,
+    SplitTables,
+    ranges,
+)
 from dlrm_core.embeddings.mapped_tables import PREFIX, MappedTables, file_system
 from dlrm_core.embeddings.split_batch import divide, divided
 from dlrm_core.errors import InputError
@@ -256,6 +262,24 @@ def test_the_crossing_is_a_transfer_in_both_directions():
         start, end = inner[f"dlrm::transfer::{phase}"]
         around = inner[f"dlrm::embedding::{phase}"]
         assert around[0] <= start <= end <= around[1]
+
+
+def test_a_profile_shows_each_side_of_the_tables(tmp_path):
+    from dlrm_core.analysis.attribution import attribute
+    from dlrm_core.profiling.torch_trace import read_recording
+    from dlrm_core.profiling.workload import record_workload
+
+    given = parameters(embeddings_on_gpu_bytes=2240, embedding_backend="fused")
+    given = replace(given, profiling=replace(given.profiling, iterations=5, probes=False))
+    profile = read_recording(record_workload(given, tmp_path / "recording", lambda *_: None))
+    sides = profile.contexts[profile.contexts["name"].isin([HOST_SPAN, GPU_SPAN])]
+    assert set(sides["name"]) == {HOST_SPAN, GPU_SPAN}
+    assert set(sides["component"]) == {"embedding"}
+    assert set(sides["phase"]) == {"forward", "backward"}
+    parts = attribute(profile, steady=False)
+    crossing = parts[parts["component"] == "transfer"]
+    assert set(crossing["phase"]) == {"forward", "backward"}
+    assert (crossing["time_ms"] > 0).all()
 
 
 @pytest.mark.parametrize("disk", [False, True])

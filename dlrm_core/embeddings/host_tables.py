@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import record_function
 
 from dlrm_core.capacity import format_bytes
 from dlrm_core.config import Parameters, TrainingConfig
@@ -26,6 +27,10 @@ from dlrm_core.embeddings.split_batch import SplitBatch, divide
 from dlrm_core.embeddings.tables import EmbeddingTables, empty_tables
 from dlrm_core.parts import part
 from dlrm_core.placement import Placement, plan_placement
+
+GPU_SPAN, HOST_SPAN = "tables on the GPU", "tables on the host"
+"""Ranges of the two sides inside the embedding's forward and backward pass: what a profile's
+tree shows each of them to take."""
 
 
 class PlacedTables(EmbeddingTables):
@@ -228,9 +233,16 @@ class SplitTables:
 
         The GPU's first: its kernels run while the CPU looks up.
         """
-        gpu = self._gpu(batch) if self._gpu is not None else []
         assert batch.host is not None
-        return gpu, self._host(batch.host) if self._host is not None else []
+        gpu: list[torch.Tensor] = []
+        host: list[torch.Tensor] = []
+        if self._gpu is not None:
+            with record_function(GPU_SPAN):
+                gpu = self._gpu(batch)
+        if self._host is not None:
+            with record_function(HOST_SPAN):
+                host = self._host(batch.host)
+        return gpu, host
 
     def in_order(self, gpu: Sequence[Any], host: Sequence[Any]) -> list[Any]:
         """One entry a table, by its number."""
@@ -258,9 +270,11 @@ class SplitTables:
         back = transfer_backward(self._crossing, of_host) if of_host else None
         with torch.autograd.set_multithreading_enabled(False):
             if gpu:
-                torch.autograd.backward(gpu, of_gpu)
+                with record_function(GPU_SPAN):
+                    torch.autograd.backward(gpu, of_gpu)
             if back is not None:
-                torch.autograd.backward(host, list(self._crossing.arrived(back)))
+                with record_function(HOST_SPAN):
+                    torch.autograd.backward(host, list(self._crossing.arrived(back)))
 
 
 class Crossing:
