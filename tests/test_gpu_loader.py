@@ -4,6 +4,7 @@ The streams here are lists of work done as late, or as early, as chance has it; 
 keep to is the order within a stream and the events that it waits for.
 """
 
+import math
 import random
 import threading
 
@@ -229,3 +230,23 @@ def test_room_suffices_for_many_batches():
     make = SyntheticBatches(1, (1000,), 256, 40, False, False, 3, None, torch.device("cpu"))
     most = max(make.next_batch().table_starts[-1] for _ in range(100))
     assert most < room_for(256, 40) < 256 * 40
+
+
+@pytest.mark.parametrize("exponent", [None, 0.7, 1.0, 1.45])
+def test_all_tables_drawn_at_once_follow_each_tables_law(exponent):
+    """What a GPU does where all tables have as many lookups, on the CPU's stream."""
+    rows, count = (5, 1, 3000), 40_000
+    make = SyntheticBatches(1, rows, count, 1, True, False, 2, exponent, torch.device("cpu"))
+    found = make._draw_all(count).view(3, count)
+    for table, size in enumerate(rows):
+        drawn = torch.bincount(found[table], minlength=size).double().cumsum(0) / count
+        edges = torch.arange(1, size + 1, dtype=torch.float64)
+        if exponent is None:
+            law = edges / size
+        elif exponent == 1.0:
+            law = torch.log(edges + 1) / math.log(size + 1)
+        else:
+            shrink = 1 - exponent
+            law = (1 - (edges + 1) ** shrink) / (1 - (size + 1.0) ** shrink)
+        assert len(drawn) == size  # none outside
+        assert float((drawn - law).abs().max()) < 0.01

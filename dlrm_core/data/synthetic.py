@@ -54,6 +54,9 @@ class SyntheticBatches:
         self.random: _Draws = _HostDraws(seed) if device.type == "cpu" else _Draws(seed, device)
         bounds = [min(rows, indices_per_lookup) for rows in table_rows]
         self._bounds = torch.tensor(bounds, dtype=torch.float32, device=device)[:, None]
+        self._last = torch.tensor(table_rows, device=device)[:, None] - 1
+        spans = [self._span(rows) for rows in table_rows]
+        self._spans = torch.tensor(spans, dtype=torch.float64, device=device)[:, None]
         self._rooms = [room_for(batch_size, bound) for bound in bounds]
         self._limits = torch.tensor(self._rooms, device=device)
 
@@ -99,27 +102,42 @@ class SyntheticBatches:
 
     def _draw_rows(self, totals: list[int], starts: list[int]) -> torch.Tensor:
         """Rows looked up (N,) int64: ``totals[t]`` of table t, from ``starts[t]`` on."""
+        if self.device.type != "cpu" and len(set(totals)) == 1:
+            return self._draw_all(totals[0])
         indices = torch.empty(starts[-1], dtype=torch.int64, device=self.device)
         for rows, count, start in zip(self.table_rows, totals, starts, strict=False):
             into = indices[start : start + count]
             if self.zipf_exponent is None:
                 self.random.below(rows, into)
             else:
-                into.copy_(self._power_law(rows, count))
+                # float64: with float32 a table of more than 2^24 rows has rows never drawn
+                draws = self.random.uniform(count, dtype=torch.float64)
+                into.copy_(self._power_law(draws, self._span(rows)).clamp_(0, rows - 1))
         return indices
 
-    def _power_law(self, rows: int, count: int) -> torch.Tensor:
-        """``count`` rows below ``rows``, int64, row 0 hottest."""
-        # float64: with float32 a table of more than 2^24 rows has rows that are never drawn
-        draws = self.random.uniform(count, dtype=torch.float64)
+    def _draw_all(self, count: int) -> torch.Tensor:
+        """``count`` rows of every table (T count,) int64, in a few launches for all of them."""
+        draws = self.random.uniform(len(self.table_rows), count, dtype=torch.float64)
+        if self.zipf_exponent is None:
+            found = draws.mul_(self._last + 1).long()
+        else:
+            found = self._power_law(draws, self._spans).clamp_(min=0)
+        return found.minimum(self._last).flatten()
+
+    def _span(self, rows: int) -> float:
+        """What a table's draws are multiplied by, or with exponent 1 are the exponents of."""
+        exponent = self.zipf_exponent
+        if exponent is None or exponent == 1.0:
+            return rows + 1.0
+        return 1.0 - (rows + 1.0) ** (1.0 - exponent)
+
+    def _power_law(self, draws: torch.Tensor, span: float | torch.Tensor) -> torch.Tensor:
+        """Rows int64 from draws in [0, 1), by a table's span; rounding may lead out of it."""
         exponent = self.zipf_exponent
         assert exponent is not None
         if exponent == 1.0:
-            places = torch.pow(rows + 1.0, draws)
-        else:
-            shrink = 1.0 - exponent
-            places = (1.0 - draws * (1.0 - (rows + 1.0) ** shrink)).pow_(1.0 / shrink)
-        return (places.long() - 1).clamp_(0, rows - 1)
+            return torch.pow(span, draws).long() - 1
+        return (1.0 - draws * span).pow_(1.0 / (1.0 - exponent)).long() - 1
 
 
 def room_for(bags: int, bound: int) -> int:

@@ -259,8 +259,10 @@ class FusedGpu:
 
     def raise_if_seen(self) -> None:
         """What :meth:`check` does, as far as the GPU has got; without waiting for it."""
-        kind, table, place, value = self._seen.tolist()
-        if kind:
+        if int(self._seen[0]):
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # the other words may still be on their way
+            kind, table, place, value = self._seen.tolist()
             self._fault.zero_()
             self._seen.zero_()
             rows = int(self._weights[table].shape[0])
