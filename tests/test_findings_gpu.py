@@ -144,7 +144,12 @@ def test_launches_that_cannot_keep_up(trace: Trace) -> None:
     first = listed(trace.read())[0]
     assert (first.id, first.limit) == ("launch_bound", "launches")
     assert "90 kernels an iteration of 2.0 us" in first.evidence
-    assert first.change == {"training.cuda_graphs": True}
+    assert first.change == {
+        "training.cuda_graphs": True,
+        "training.embedding_backend": "fused",
+    }
+    fused = {"training": {"embedding_backend": "fused"}}
+    assert listed(trace.read(parameters=fused))[0].change == {"training.cuda_graphs": True}
 
 
 def test_products_without_tensor_cores(trace: Trace) -> None:

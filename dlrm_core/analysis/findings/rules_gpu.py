@@ -22,13 +22,13 @@ from dlrm_core.analysis.findings.finding import (
     bounded,
     largest,
     milliseconds,
-    part_name,
     removed,
 )
 from dlrm_core.analysis.findings.gain import predicted
 from dlrm_core.analysis.findings.ledger import Ledger
 from dlrm_core.analysis.gpu import kernel_table, sampled_profile, stall_reasons, stall_table
 from dlrm_core.analysis.idleness import gpu_idleness, idle_blame
+from dlrm_core.parts import part_label
 from dlrm_core.profiling.metrics import STALLS
 
 IDLE_SHARE = 0.2
@@ -84,7 +84,7 @@ def synchronising(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
     names = ", ".join(sorted(calls["name"].unique()))
     text = (
         f"{names} is called {count:,.1f} times an iteration, most in "
-        f"{part_name(str(component), str(phase)) or 'the loop'}; the host waits "
+        f"{part_label(str(component), str(phase)) or 'the loop'}; the host waits "
         f"{milliseconds(waited)} in it, and the GPU idles {milliseconds(idle)} after it."
     )
     if not reads.empty:
@@ -179,7 +179,10 @@ def launch_bound(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
     cost = float(evidence.ceilings("launch_us") or SHORT_KERNEL_US)
     if mean_us > 5 * cost:
         return
-    graphs = {"training.cuda_graphs": True}
+    graphs: dict[str, Any] = {"training.cuda_graphs": True}
+    if evidence.parameter("training.embedding_backend", "torch") != "fused":
+        # with any other the host waits for the GPU in every update: nothing to capture
+        graphs["training.embedding_backend"] = "fused"
     gain = predicted(evidence, graphs)
     off = not evidence.parameter("training.cuda_graphs", False)
     yield Finding(
