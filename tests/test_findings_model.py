@@ -10,7 +10,7 @@ from finding_profiles import found, listed, made, ordered
 
 from dlrm_core.analysis.attribution import attribute
 from dlrm_core.analysis.findings import Evidence, findings, limit
-from dlrm_core.analysis.findings.rules_operators import extra_table
+from dlrm_core.analysis.findings.unneeded import extra_table
 from dlrm_core.analysis.work import operator_work
 from dlrm_core.config import parameters_from_sections
 from dlrm_core.profiling.profile import Profile
@@ -215,6 +215,14 @@ HEAVY: Operators = {("top_mlp", "forward", "aten::addmm"): (40.0, 2.0)}
         ({"training.fp32_matmul": "onednn"}, {"relative_error": 2e-3}, None),
         ({"training.fp32_matmul": "onednn"}, {}, None),
         ({"training.micro_batch": 64}, {}, "cache_overflow"),
+        ({"training.dense_backend": "fused"}, {}, "dense_kernels"),
+        (
+            {"training.dense_backend": "fused", "training.fp32_matmul": "bf16x2"},
+            {},
+            "dense_kernels",
+        ),
+        ({"training.dense_backend": "fused", "training.precision": "fp16"}, {}, None),
+        ({"training.micro_batch": 64, "training.precision": "bf16"}, {}, None),
         ({"training.learning_rate": 0.1}, {}, None),
         ({"training.precision": "bf16"}, {"refused": "no"}, None),
     ],
