@@ -157,11 +157,14 @@ class FusedCpu:
             job.run(_kernel_named("sgd_owned"), len(plan), threads)
             return
         of_thread = kernels_sorted.scratch_bytes(self._dim) // 8
-        needed = 2 * starts[-1] + threads * of_thread
+        region = key_region(starts, plan, threads)
+        keys = threads * region if region else 2 * starts[-1]
+        needed = threads * of_thread + keys
         if self._scratch.size < needed:
             self._scratch = np.empty(needed, np.int64)
         job.fields[k.SCRATCH] = self._scratch.ctypes.data
         job.fields[k.KEYS] = self._scratch.ctypes.data + 8 * threads * of_thread
+        job.fields[k.REGION] = 8 * region
         rowwise = self.optimizer == "rowwise_adagrad"
         job.fields[k.KIND] = kernels_sorted.ROWWISE if rowwise else kernels_sorted.ADAGRAD
         job.run(_kernel_named("adagrad_owned"), len(plan), threads)
@@ -319,3 +322,14 @@ def share_out(starts: tuple[int, ...], threads: int) -> np.ndarray:
     order = np.argsort(-lookups / slices, kind="stable")
     rows = [(t, s, slices[t]) for t in order for s in range(slices[t])]
     return np.array(rows, np.int64).reshape(-1, 3)
+
+
+def key_region(starts: tuple[int, ...], plan: np.ndarray, threads: int) -> int:
+    """Numbers in a thread's own region of sort keys, twice its longest table's lookups.
+
+    0, for regions by table, where a table is cut (its slices share one) or where threads'
+    regions would take more memory than the tables'.
+    """
+    longest = int(np.diff(np.array(starts, np.int64)).max())
+    cut = bool((plan[:, 2] > 1).any())
+    return 0 if cut or threads * longest > starts[-1] else 2 * longest

@@ -55,9 +55,10 @@ FAULTS = 17  # forward: UNITS x 2: kind of fault (0: none), position
 SCRATCH = 18  # per thread or per lookup, as the kernel says
 AHEAD = 19  # how many lookups ahead a row is prefetched
 STEP = 22  # bytes from one prefetch of a row to the next
-KEYS = 20  # sorted kernels: 2 x N int64
+KEYS = 20  # sorted kernels: 2 x N int64, or a region a thread
 KIND = 21  # sorted kernels: 0 Adagrad, 1 row-wise Adagrad
-FIELDS = 23
+REGION = 23  # sorted kernels: bytes of a thread's region of keys; 0: the tables have regions
+FIELDS = 24
 
 _HASH = 0x9E3779B1  # 2^32 / golden ratio: spreads neighbouring rows over the owners
 

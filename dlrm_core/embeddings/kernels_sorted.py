@@ -25,6 +25,7 @@ from dlrm_core.embeddings.kernels import (
     KIND,
     PLAN,
     RATES,
+    REGION,
     ROWS,
     SCRATCH,
     STARTS,
@@ -326,10 +327,15 @@ def adagrad_owned(job):
         mine, slices = item(plan, 3 * unit + 1), item(plan, 3 * unit + 2)
         w, s = item(field(job, WEIGHTS), table), item(field(job, STATES), table)
         g, stride = item(field(job, GRADIENTS), table), item(field(job, STRIDES), table)
-        first, n = collect(job, table, mine, slices, shift, field(job, KEYS))
-        keys = field(job, KEYS) + 8 * first
+        base, apart, region = field(job, KEYS), 8 * total, field(job, REGION)
+        if region > 0:
+            # the same memory for table after table: it stays in the cache
+            base += thread * region - 8 * item(field(job, STARTS), table)
+            apart = region // 2
+        first, n = collect(job, table, mine, slices, shift, base)
+        keys = base + 8 * first
         bits = bits_for(item(field(job, ROWS), table))
-        keys = sort_keys(keys, keys + 8 * total, n, shift, bits, counters)
+        keys = sort_keys(keys, keys + apart, n, shift, bits, counters)
         if kind == ROWWISE:
             rowwise_rows(w, s, keys, n, shift, g, stride, dim, rate, epsilon, out, ahead, step)
         else:
