@@ -8,6 +8,7 @@ from test_dense import LOSS_TOLERANCE, gradients_after_one_step, losses_of, trai
 
 from dlrm_core import dense_fused
 from dlrm_core.analysis.work import operator_work
+from dlrm_core.capacity_step import dense_peak
 from dlrm_core.config import TrainingConfig, parameters_from_sections
 from dlrm_core.dense_share import dense_share
 from dlrm_core.errors import InputError
@@ -169,6 +170,18 @@ def test_a_change_to_it_touches_the_dense_part_and_is_proposed(anywhere, monkeyp
     assert {f"training.{k}": v for k, v in BF16X3.items()} in strict
     for none in (changed, shape(compile=True), shape(precision="fp16")):
         assert not any("training.dense_backend" in change for change in default_changes(none))
+
+
+@pytest.mark.parametrize("options", [BF16, BF16X2, {**BF16X3, "micro_batch": 40}], ids=str)
+def test_the_forecast_of_its_memory_is_what_it_takes(anywhere, options):
+    trainer = trainer_of(**options)
+    trainer.iterate()
+    found = trainer.step.dense._fused
+    taken = sum(mlp.arena.taken_bytes for mlp in (found.bottom, found.top))
+    # gradients of weights are an item of their own in the forecast
+    taken -= sum(weight.grad.nbytes for weight in trainer.step.dense.weights)
+    peak = dense_peak(trainer.parameters)
+    assert peak.activations + peak.gradients == pytest.approx(taken, rel=0.05)
 
 
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16"}, BF16X2], ids=str)

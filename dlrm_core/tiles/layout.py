@@ -54,6 +54,7 @@ class Arena:
 
     def __init__(self, chunk_bytes: int = 64 << 20) -> None:
         self._chunk_bytes = chunk_bytes
+        self.taken_bytes = 0
         self._rest = torch.empty(0, dtype=torch.uint8)
 
     def take(self, size: int) -> torch.Tensor:
@@ -61,6 +62,7 @@ class Arena:
         if self._rest.numel() < size:
             floats = -(-max(size, self._chunk_bytes) // 4)
             self._rest = empty_table(1, floats, huge_pages=True).view(-1).view(torch.uint8)
+        self.taken_bytes += size
         found = self._rest[:size]
         self._rest = self._rest[-(-size // LINE_BYTES) * LINE_BYTES :]
         return found

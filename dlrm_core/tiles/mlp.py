@@ -43,7 +43,7 @@ class TiledMLP:
         self._blocks = [blocks_of(width) for width in self.widths]
         rows = blocks_of(capacity)
         outputs = self._blocks[1:]
-        arena = Arena()
+        self.arena = arena = Arena()
         # inputs of each layer, and behind them the last output, for its ReLU's mask
         self._x_rows = [Tiled.empty(rows, n, parts, arena) for n in self._blocks]
         self._x_columns = [Tiled.empty(n, rows, parts, arena) for n in self._blocks[:-1]]
