@@ -289,7 +289,7 @@ def _compare(
 ) -> None:
     """Run the contestants of a case in turns, keeping each run, and judge them."""
     threads = facts["threads"]
-    before = ledger.case(case, threads)
+    before = ledger.resumable(case, threads, facts)
     rows: list[Row] = list(before.get("runs") or [])
     failures = dict(absent)
 

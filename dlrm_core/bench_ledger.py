@@ -7,6 +7,7 @@ docs/benchmark.md describes the document.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ import torch
 from dlrm_core.bench_cases import Case
 from dlrm_core.doctor import machine_facts
 from dlrm_core.errors import InputError
-from dlrm_core.files import read_json, write_json
+from dlrm_core.files import plain, read_json, write_json
 
 SCHEMA = 2
 """Of the document."""
@@ -72,6 +73,24 @@ class Ledger:
         place = self._places.get((case.name, threads))
         found: dict[str, Any] = {} if place is None else self.document["cases"][place]
         return found
+
+    def resumable(self, case: Case, threads: int, facts: dict[str, Any]) -> dict[str, Any]:
+        """What the document says of a case that is to be measured (on).
+
+        Raises:
+            InputError: its runs are of another shape, another number of iterations, or of
+                other options.
+        """
+        before = self.case(case, threads)
+        now = json.loads(json.dumps(plain(facts)))
+        for name in ("change", "tuned_change", "iterations", "ablated"):
+            if before and before.get(name) != now.get(name):
+                raise InputError(
+                    f"{self.file}: {case.name} cannot be resumed: its {name} was "
+                    f"{before.get(name)}, now {now.get(name)}; leave --resume out or give "
+                    "another --json"
+                )
+        return before
 
     def put(self, case: Case, threads: int, found: dict[str, Any]) -> None:
         """Set what the document says of a case, and write the file."""

@@ -299,6 +299,11 @@ def test_a_benchmark_of_other_settings_is_not_gone_on_with(tmp_path):
     other = changed_parameters(both()["tuned"], {"training.fused_optimizer": True})[0]
     with pytest.raises(InputError, match="contestant tuned was"):
         run_plan(plan(tuned=other), file, resume=True, run=endless(0))
+    document = json.loads(before)
+    document["cases"][0]["change"] = {"training.batch_size": 2}
+    file.write_text(json.dumps(document))
+    with pytest.raises(InputError, match="given cannot be resumed: its change was"):
+        run_plan(plan(), file, resume=True, run=endless(0))
     file.write_text('{"kind": "something else"}')
     with pytest.raises(InputError, match="no benchmark of this version"):
         run_plan(plan(), file, resume=True, run=endless(0))
