@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dlrm_core.embeddings.native import kernel_cache
+from dlrm_core.kernel_cache import kernel_cache
 
 
 @functools.cache

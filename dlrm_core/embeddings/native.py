@@ -9,13 +9,12 @@ missing, Python threads run the kernel: it holds no interpreter lock.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 
 from dlrm_core.errors import MissingToolError
+from dlrm_core.kernel_cache import kernel_cache
 
 _EMBEDDING_SOURCES = ("checks", "vectors", "kernels", "kernels_sorted", "kernels_contended")
 _TILE_SOURCES = ("instructions", "kernels", "kernels_interaction")
@@ -117,20 +117,6 @@ def _cache_folder() -> tuple[Path | None, str]:
             "which takes seconds; set XDG_CACHE_HOME to a writable folder"
         )
     return folder, ""
-
-
-@contextlib.contextmanager
-def kernel_cache(folder: Path) -> Iterator[None]:
-    """Let numba keep what is compiled meanwhile in a folder."""
-    from numba.core import config as settings
-
-    config: Any = settings  # its fields are made at run time
-    before = config.CACHE_DIR
-    config.CACHE_DIR = str(folder)
-    try:
-        yield
-    finally:
-        config.CACHE_DIR = before
 
 
 @functools.cache
