@@ -37,7 +37,7 @@ from dlrm_core.errors import InputError
 from dlrm_core.files import write_json
 from dlrm_core.run_folder import versions
 
-STEPS = 300
+STEPS = 120
 KINDS: dict[str, dict[str, dict[str, Any]]] = {
     "facebook, sgd, torch": {"training": {"embedding_backend": "torch"}},
     "facebook ahead, adagrad, fused": {
@@ -96,9 +96,9 @@ def parameters_of(kind: str, every: int) -> Parameters:
                 "device": "cpu",
                 "checkpoint_every": every,
                 "learning_rate": 0.05,
-                "lr_warmup_steps": 40,
-                "lr_decay_start": 150,
-                "lr_decay_steps": 120,
+                "lr_warmup_steps": 20,
+                "lr_decay_start": 60,
+                "lr_decay_steps": 50,
             }
             | chosen["training"],
         }
@@ -138,13 +138,15 @@ def kill_until_finished(
         reader, writer = os.pipe()
         pid = child(resumed(parameters, place), output, writer)
         os.close(writer)
+        text = b""
         if tally.kills < most:
-            # anywhere from before the first checkpoint to a few checkpoints on
-            time.sleep(moments.uniform(0.0, 0.6))
+            text = wait_for_a_moment(reader, moments)
             os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
-        with os.fdopen(reader) as lines:
-            said = [int(line) for line in lines.read().split("\n")[:-1]]
+        while more := os.read(reader, 1 << 16):
+            text += more
+        os.close(reader)
+        said = [int(line) for line in text.split(b"\n")[:-1]]
         if os.WIFSIGNALED(status):
             tally.kills += 1
             tally.while_writing += bool(list(place.glob(".step-*")))
@@ -157,6 +159,26 @@ def kill_until_finished(
     if not same_files(place, whole):
         tally.faults.append(f"after {tally.kills} kills the weights differ from the whole run's")
     return tally
+
+
+def wait_for_a_moment(announced: int, moments: random.Random) -> bytes:
+    """Until a random time: of the start in one of four cases, else some checkpoints on.
+
+    Returns:
+        what was announced until then.
+    """
+    if moments.random() < 0.25:
+        time.sleep(moments.uniform(0.0, 1.0))
+        return b""
+    text = b""
+    for _ in range(moments.randrange(1, 9)):
+        more = os.read(announced, 1 << 16)
+        text += more
+        if not more:  # the run has ended
+            return text
+    # a step and the writing of a checkpoint take less than this together
+    time.sleep(moments.uniform(0.0, 0.06))
+    return text
 
 
 def verify(place: Path, announced: list[int], tally: Tally) -> None:
@@ -209,7 +231,7 @@ def main() -> int:
         while total.kills < given.kills and time.perf_counter() - started < given.seconds:
             kind = list(KINDS)[total.runs % len(KINDS)]
             output = top / "run"
-            parameters = parameters_of(kind, moments.choice((1, 3, 10)))
+            parameters = parameters_of(kind, moments.choice((1, 2, 5)))
             most = min(given.kills - total.kills, moments.randrange(4, 13))
             place = whole[kind] / "checkpoint"
             found = kill_until_finished(parameters, output, place, moments, most)

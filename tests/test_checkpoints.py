@@ -28,7 +28,7 @@ from dlrm_core.checkpoints import (
     steps_in,
 )
 from dlrm_core.config import parameters_from_sections
-from dlrm_core.errors import InputError
+from dlrm_core.errors import InputError, MissingToolError
 from dlrm_core.learner_state import optimizer_state, weights_of
 from dlrm_core.training import Trainer, train
 
@@ -263,6 +263,16 @@ def test_a_corrupted_checkpoint_is_not_resumed(written, tmp_path):
     copy = damaged(written, tmp_path, OPTIMIZER, flip_last)
     with pytest.raises(InputError, match=r"optimizer\.safetensors: .* has checksum"):
         train(parameters(optimizer="adagrad", resume=str(copy)), progress=False)
+
+
+def test_without_safetensors_checkpoints_are_written_and_reading_says_what_to_install(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    result, _, _ = trained(parameters(max_steps=2), tmp_path)
+    assert result.checkpoint.endswith("step-00000002")
+    with pytest.raises(MissingToolError, match="pip install safetensors"):
+        read_checkpoint(tmp_path / "step-00000002").verify()
 
 
 def test_a_newer_version_is_refused_with_both_numbers(written, tmp_path):
