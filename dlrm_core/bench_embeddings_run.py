@@ -131,7 +131,7 @@ def run_case(
     gradients = [
         (torch.rand(case["batch"], DIM, generator=random) + 0.5) * 1e-2 for _ in range(TABLES)
     ]
-    flush = flusher()
+    flush = flusher(sum(weight.nbytes for weight in contestant.tables.weights))
     times: dict[str, list[float]] = {"forward": [], "backward": [], "update": []}
     pooled: list[torch.Tensor] = []
     for number, batch in enumerate(made):
@@ -160,11 +160,11 @@ def batches_of(case: dict[str, Any], rows: int, count: int) -> list[Batch]:
     return [stream.next_batch() for _ in range(count)]
 
 
-def flusher() -> Callable[[], None]:
-    """What pushes everything out of the caches, as far as a program can."""
+def flusher(table_bytes: int) -> Callable[[], None]:
+    """What pushes the tables out of the caches, as far as a program can."""
     least, most = FLUSH_BYTES
     size = min(max(last_level_cache(torch.device("cpu")) or least, least), most)
-    buffer = torch.zeros(size // 4)
+    buffer = torch.zeros(min(size, table_bytes) // 4)
 
     def flush() -> None:
         buffer.add_(1.0)
