@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 import threading
@@ -35,7 +36,8 @@ def stop_requests(enabled: bool) -> Iterator[StopRequest]:
         if stop.requested:
             raise KeyboardInterrupt
         stop.requested = True
-        print("ending after this iteration, with a checkpoint", file=sys.stderr)
+        # not print: the signal may have come in the middle of one
+        os.write(2, b"ending after this iteration, with a checkpoint\n")
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
