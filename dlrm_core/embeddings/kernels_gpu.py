@@ -168,8 +168,9 @@ def _update(
 ):
     """Apply a row's whole gradient to it, once; rows in parallel."""
     rate = tl.load(rates)
-    table = tl.where(complete, key >> ROW_BITS, 0)
-    row = tl.where(complete, key - (table << ROW_BITS), 0).to(tl.int64)
+    key = tl.where(complete, key, 0)
+    table = key >> ROW_BITS
+    row = (key - (table << ROW_BITS)).to(tl.int64)
     wanted = complete[:, None] & (column < DIM)[None, :]
     at = (tl.load(places + table) + row * (DIM // VEC)) * VEC
     at = at[:, None] + column[None, :]
@@ -241,7 +242,9 @@ def settle_runs(
     before = tl.load(keys + i - 1, mask=(i > 0) & (i < count), other=-1)
     after = tl.load(keys + i + 1, mask=i + 1 < count, other=-1)
     came = tl.load(keys + tile * TILE - 1, mask=tile > 0, other=-1)
-    valid = (key < limit) & (i < count)
+    # once a fault is noted nothing is a lookup any more
+    below = tl.where(tl.load(fault) == 0, limit, 0)
+    valid = (key < below) & (i < count)
     if LOOKUPS:
         source = tl.load(sources + tl.load(order + i, mask=valid, other=0), mask=valid, other=0)
         at = (source // bags).to(tl.int64) * table_stride
@@ -258,7 +261,6 @@ def settle_runs(
     ends = key != after
     entered = key == came
     complete = valid & ends & (entered == 0)
-    sound = tl.load(fault + lane * 0) == 0
     _update(
         reference,
         places,
@@ -267,7 +269,7 @@ def settle_runs(
         rates,
         key,
         gradient,
-        complete & sound,
+        complete,
         column,
         EPSILON,
         ROW_BITS,
