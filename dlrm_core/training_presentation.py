@@ -134,9 +134,19 @@ def training_result(result: TrainingResult) -> Table:
                 if result.peak_memory_bytes
                 else "not measured",
             ),
+            ("power, mean", _power(result)),
             ("device", f"{result.device}, {result.threads} CPU threads"),
         ],
     )
+
+
+def _power(result: TrainingResult) -> str:
+    """Watts and samples a joule of what was measured, or why nothing was."""
+    missing = "; ".join(f"{name}: {why}" for name, why in result.power["not_measured"].items())
+    if result.power_w is None or result.samples_per_joule is None:
+        return f"not measured ({missing})"
+    devices = ", ".join(reading["device"] for reading in result.power["readings"])
+    return f"{result.power_w:,.1f} W, {result.samples_per_joule:,.1f} samples/J ({devices})"
 
 
 def _evaluated(result: TrainingResult) -> list[tuple[str, str]]:
