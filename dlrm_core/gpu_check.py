@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from dlrm_core.bench_runs import require_peer
+from dlrm_core.bench_text import describe as describe_case
 from dlrm_core.config import load_parameters
 from dlrm_core.doctor import machine_facts
 from dlrm_core.errors import InputError
@@ -175,11 +176,7 @@ def describe(row: dict[str, Any]) -> str:
             f"{row['samples_per_second']:,.0f} samples/s"
         )
     if "ratios" in row:
-        return "; ".join(
-            f"{who} {ratios['step_ms']['median']:.1f}x a step, "
-            f"{ratios['end_to_end_ms']['median']:.1f}x end to end"
-            for who, ratios in row["ratios"].items()
-        )
+        return describe_case(row).replace("\n", "\n  ")
     return name
 
 
@@ -189,7 +186,8 @@ def all_well(results: dict[str, Any]) -> bool:
     return (
         bool(results.get("checks"))
         and all(row.get("ok", True) and "failed" not in row for row in rows)
-        and all(row.get("losses_agree", True) for row in rows)
+        and all(row.get("losses_agree") is not False for row in rows)
+        and not any(row.get("failures") for row in rows)
         and not results["failed"]
     )
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from dlrm_core.bench import compare
+from dlrm_core.bench_rounds import compare
 from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
 from dlrm_core.data.batch import Batch
 from dlrm_core.gpu_check_paths import FUSED, GRAPHS

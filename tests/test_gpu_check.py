@@ -3,6 +3,8 @@
 import argparse
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,8 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed: the GPU's kernels cannot run")
 
 import dlrm_core.gpu_check_paths as paths
+from dlrm_core.bench_rounds import compare
+from dlrm_core.bench_runs import Run
 from dlrm_core.config import parameters_from_sections
 from dlrm_core.errors import InputError
 from dlrm_core.gpu_check import Stage, all_well, describe, gpu_check, run_stages, stages
@@ -135,7 +139,12 @@ def test_a_stage_that_fails_ends_alone_and_counts(tmp_path):
     assert len(results["bad"]) == 1 and len(results["checks"]) == 1
     assert not all_well(results)
     assert all_well(results | {"failed": {}})
-    for rows in ([check_of("a", 2.0, 1.0)], [{"failed": "no memory"}], []):
+    wrong = [
+        {"failed": "no memory"},
+        {"losses_agree": False},
+        {"failures": {"facebook": "no tqdm"}},
+    ]
+    for rows in ([check_of("a", 2.0, 1.0)], [], *([row] for row in wrong)):
         assert not all_well(results | {"failed": {}, "checks": rows})
 
 
@@ -168,6 +177,25 @@ def test_a_variant_that_fails_says_why_and_ends_alone():
     row = timed_or_reason(tiny(device="cuda"))
     assert row["failed"].startswith("InputError: training.device is 'cuda'")
     assert "FAILED" in describe({"variant": "x"} | row)
+
+
+def test_a_comparison_is_told_as_dlrm_bench_tells_it():
+    def run(parameters, iterations, threads):
+        return Run(2.0, 4.0, [0.5] * iterations)
+
+    fast = tiny(precision="bf16")
+    row = compare({"a": tiny(), "b": fast}, peer=None, rounds=1, iterations=2, threads=1, run=run)
+    assert "b is 1.00x" in describe(row) and all_well({"checks": [row], "failed": {}})
+
+
+def test_the_check_needs_only_what_a_gpu_node_has():
+    blocked = "plotly papermill hatchet nbformat nbconvert numba tqdm psutil pyarrow IPython"
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({blocked.split()}));"
+        "import dlrm_core.gpu_check, dlrm_core.cli"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_latency_is_measured_with_its_percentiles():
