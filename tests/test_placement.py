@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -385,3 +387,44 @@ def test_a_folder_in_memory_is_no_disk(tmp_path):
         with pytest.raises(InputError, match="is in memory"):
             MappedTables(Path("/dev/shm/dlrm-test"), [10], 4)
         assert not Path("/dev/shm/dlrm-test").exists()
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from dlrm_core.config import parameters_from_sections
+from dlrm_core.errors import InputError
+from dlrm_core.training import Trainer
+
+def run(**training):
+    trainer = Trainer(parameters_from_sections({
+        "model": {"bottom_mlp": [8, 64], "top_mlp": 1, "tables": 4, "table_rows": 200_000,
+                  "init": "torch"},
+        "data": {"generator": "uniform", "indices_per_lookup": 2},
+        "training": {"batch_size": 64, "batches": 2, "device": "cpu", "threads": 1} | training,
+    }))
+    losses = trainer.train().losses
+    trainer.close()
+    return losses
+
+free = run()
+used = next(int(line.split()[1]) * 1024 for line in
+            Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData:"))
+resource.setrlimit(resource.RLIMIT_DATA, (used + (160 << 20), resource.RLIM_INFINITY))
+try:
+    run()
+    raise SystemExit("not refused")
+except InputError as error:
+    print(str(error).splitlines()[0])
+assert run(tables_on_disk=sys.argv[1]) == free
+"""
+"""The system itself grants 160 MiB beyond what the process has; the tables take 195 MiB."""
+
+
+def test_under_a_small_limit_tables_are_refused_or_mapped(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "MiB are available" in done.stdout and "too few" in done.stdout
+    assert "training.tables_on_disk" in done.stdout
