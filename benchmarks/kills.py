@@ -216,6 +216,8 @@ def main() -> int:
     parser.add_argument("--json", metavar="FILE")
     given = parser.parse_args()
     moments, total, started = random.Random(given.seed), Tally(), time.perf_counter()
+    # torch's optimisers load this when they are made: two seconds of every process otherwise
+    importlib.import_module("torch._dynamo")
     top = Path(tempfile.mkdtemp(prefix="kills-"))
     try:
         whole = {}
