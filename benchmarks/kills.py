@@ -11,6 +11,7 @@ computed, so a kill costs a tenth of a second instead of the seconds of a start.
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import random
 import shutil
