@@ -15,7 +15,6 @@ import resource
 import statistics
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,6 +22,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from dlrm_core.counter_sources import (
+    INTEGERS,
+    TICK_MS,
+    gpu_allocated,
+    thread_clock,
+    unusable,
+    without_ours,
+)
 from dlrm_core.heap import heap_bytes
 
 PROC = Path("/proc")
@@ -33,13 +40,9 @@ SPARING = 1000
 FEW_THREADS_S = 60e-6
 """Clocks of all threads read faster than this are read at every iteration."""
 
-MAX_DEBT_TICKS = 4
-"""Per CPU: how far the system's count, in ticks, may lag behind our own exact one."""
 
 POOL_NAMES = ("pt_", "omp", "OMP")
 """How the names of native worker threads begin, besides the process's own name."""
-
-_TICK_MS = 1e3 / os.sysconf("SC_CLK_TCK")
 
 
 class IterationCounters:
@@ -165,7 +168,7 @@ class IterationCounters:
             "profiled": [profiled for _, profiled in self._labels],
         }
         columns |= {name: [row[name] for row in self._rows] for name in self._rows[0]}
-        for name in _INTEGERS & columns.keys():
+        for name in INTEGERS & columns.keys():
             columns[name] = [round(value) for value in columns[name]]
         if "run_queue_ms" in columns:
             times = (columns[name] for name in ("wall_ms", "thread_cpu_ms", "run_queue_ms"))
@@ -183,7 +186,7 @@ class IterationCounters:
         ).tolist()
         if len(self._system) > 1:
             moments, busy, stolen = np.array(self._system).T
-            columns["other_processes_cpu_ms"] = _without_ours(
+            columns["other_processes_cpu_ms"] = without_ours(
                 self._in_iterations(moments, busy), columns["process_cpu_ms"]
             )
             columns["stolen_ms"] = self._in_iterations(moments, stolen).tolist()
@@ -256,7 +259,7 @@ class IterationCounters:
             values["read_bytes"] = int(counted[counted.index(b"read_bytes:") + 1])
             values["written_bytes"] = int(counted[counted.index(b"write_bytes:") + 1])
         if self._device is not None:
-            values["gpu_allocated_bytes"] = _gpu_allocated(self._device)
+            values["gpu_allocated_bytes"] = gpu_allocated(self._device)
         return values
 
     def _read_sparingly(self, moment_ms: float) -> None:
@@ -279,7 +282,7 @@ class IterationCounters:
             ticks = [int(word) for word in self._pread("stat").split(b"\n", 1)[0].split()[1:9]]
             # user, nice, system, irq, softirq (guests are in user); idle, iowait are not busy
             busy = sum(ticks[i] for i in (0, 1, 2, 5, 6))
-            self._system.append((moment_ms, _TICK_MS * busy, _TICK_MS * ticks[7]))
+            self._system.append((moment_ms, TICK_MS * busy, TICK_MS * ticks[7]))
             self._put_off("system", began)
 
     def _put_off(self, what: str, began: float) -> None:
@@ -311,7 +314,7 @@ class IterationCounters:
         """Clocks of the threads that were not there before."""
         # iterdir would build a Path for every thread
         listed = (int(entry) for entry in os.listdir(self._proc / "self" / "task"))  # noqa: PTH208
-        new = {tid: _thread_clock(tid) for tid in listed if tid not in self._clocks}
+        new = {tid: thread_clock(tid) for tid in listed if tid not in self._clocks}
         self._names |= {tid: self._describe(tid) for tid in new}
         return new
 
@@ -380,7 +383,7 @@ class IterationCounters:
                 self._missing(column, f"{self._proc / path}: {error.strerror}")
             return
         self._files[name] = number
-        why = _unusable(name, self._pread(name))
+        why = unusable(name, self._pread(name))
         if why:
             os.close(self._files.pop(name))
             for column in columns:
@@ -395,52 +398,3 @@ class IterationCounters:
 
 _LEVELS = ("rss_bytes", "heap_bytes", "gpu_allocated_bytes")
 """Counters that say how much there is, not how much was added."""
-
-_INTEGERS = {
-    "minor_faults",
-    "major_faults",
-    "voluntary_switches",
-    "involuntary_switches",
-    "rss_bytes",
-    "heap_bytes",
-    "gpu_allocated_bytes",
-    "read_bytes",
-    "written_bytes",
-}
-
-
-def _unusable(name: str, text: bytes) -> str:
-    """Why a file does not hold what is read from it; empty when it does."""
-    checks: dict[str, Callable[[list[bytes]], bool]] = {
-        "schedstat": lambda words: len(words) >= 3 and words[2] != b"0",
-        "statm": lambda words: len(words) >= 2,
-        "io": lambda words: b"read_bytes:" in words and b"write_bytes:" in words,
-        "stat": lambda words: len(words) > 7 and words[0] == b"cpu",
-    }
-    return "" if checks[name](text.split()) else f"holds no such count here ({text[:40]!r})"
-
-
-def _thread_clock(tid: int) -> int:
-    """The kernel's clock of a thread's CPU time (clock_getcpuclockid(3): ~id, then 4 | 2)."""
-    return (~tid << 3) | 6
-
-
-def _gpu_allocated(device: torch.device) -> float:
-    """Bytes that torch's tensors hold on a GPU; without the flattening of memory_stats()."""
-    nested = torch.cuda.memory_stats_as_nested_dict(device)
-    return nested["allocated_bytes"]["all"]["current"] if nested else 0
-
-
-def _without_ours(machine_ms: np.ndarray, process_ms: list[float]) -> list[float]:
-    """CPU time of other processes (n,): the machine's less this process's, never below 0.
-
-    The machine's is counted in ticks, so one iteration may be a tick short and the next
-    one over; what is short is carried on, so that sums over iterations are right.
-    """
-    lag = MAX_DEBT_TICKS * _TICK_MS * (os.cpu_count() or 1)
-    rest, left = [], 0.0
-    for busy, own in zip(machine_ms.tolist(), process_ms, strict=True):
-        left = max(left + busy - own, -lag)
-        rest.append(max(0.0, left))
-        left -= rest[-1]
-    return rest

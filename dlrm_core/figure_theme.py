@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from dlrm_core.parts import COMPONENTS, PHASES, parse_span
+from dlrm_core.parts import COMPONENTS, PHASES, parse_span, part_label
 
 FIGURE_TYPE = "application/vnd.plotly.v1+json"
 DATA_RENDERER = "plotly_mimetype"
@@ -108,12 +108,6 @@ def figure(title: str, height: int, *, legend: bool = False) -> Figure:
             }
         )
     return result
-
-
-def part_label(component: str, phase: str = "") -> str:
-    """A part as a reader calls it: ``top MLP backward``."""
-    name = component.replace("_mlp", " MLP")
-    return f"{name} {phase}".strip()
 
 
 def marker(component: str, phase: str = "") -> dict[str, Any]:

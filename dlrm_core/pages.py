@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 import mimetypes
 import os
 import re
@@ -25,12 +24,8 @@ from typing import Any
 import jinja2
 import mistune
 import nbformat
-from markupsafe import Markup, escape
+from markupsafe import Markup
 from nbconvert.filters import ansi2html
-from pygments import highlight  # type: ignore[import-untyped]
-from pygments.formatters import HtmlFormatter  # type: ignore[import-untyped]
-from pygments.lexers import get_lexer_by_name  # type: ignore[import-untyped]
-from pygments.util import ClassNotFound  # type: ignore[import-untyped]
 
 from dlrm_core.files import write_text
 from dlrm_core.html_clean import clean_html
@@ -40,13 +35,22 @@ from dlrm_core.notebook_parameters import (
     parameter_tables,
     read_notebook,
 )
+from dlrm_core.page_text import (
+    NOTHING,
+    Output,
+    after_carriage_returns,
+    duration,
+    highlighted,
+    image_html,
+    script_json,
+    text_output,
+)
 
 FIGURE = "application/vnd.plotly.v1+json"
 WIDGET = "application/vnd.jupyter.widget-view+json"
 WIDGET_STATE = "application/vnd.jupyter.widget-state+json"
 IMAGES = ("image/svg+xml", "image/png", "image/jpeg", "image/gif", "image/webp")
 DEFAULT_HEIGHT = 450  # plotly.js's own, in pixels
-NOTHING = Markup("")
 ABSENT = "*Not measured"
 """How a sentence begins that stands in place of a figure or table."""
 NOTABLE_SECONDS = 0.1  # cells that took less do not say how long
@@ -119,16 +123,6 @@ def run_facts(run: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(name, value) for name, value in facts if value]
 
 
-def duration(seconds: float) -> str:
-    """A span of time as a person says it: 0.42 s, 12.3 s, 4 min 05 s."""
-    if seconds < 60:
-        return f"{seconds:.2f} s" if seconds < 1 else f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    return f"{minutes // 60} h {minutes % 60:02d} min"
-
-
 @dataclass
 class Heading:
     """An entry of the contents list."""
@@ -136,17 +130,6 @@ class Heading:
     level: int
     text: str
     anchor: str
-
-
-@dataclass
-class Output:
-    """One output of a cell: a figure's data, or HTML of some kind."""
-
-    kind: str
-    html: Markup = NOTHING
-    anchor: str = ""
-    label: str = ""
-    height: int = 0
 
 
 @dataclass
@@ -205,7 +188,7 @@ class _Page:
         return again
 
     def _code_cell(self, cell: Any) -> Cell:
-        rendered = Cell("code", code=_highlight(cell.source, "python"))
+        rendered = Cell("code", code=highlighted(cell.source, "python"))
         state = cell.metadata.get("papermill", {})
         seconds = state.get("duration") or 0.0
         rendered.took = duration(seconds) if seconds >= NOTABLE_SECONDS else ""
@@ -227,7 +210,7 @@ class _Page:
     def _output(self, output: Any) -> Output | None:
         if output.output_type == "stream":
             text = after_carriage_returns(output.text)
-            return _text(text, "stderr" if output.name == "stderr" else "text")
+            return text_output(text, "stderr" if output.name == "stderr" else "text")
         if output.output_type == "error":
             trace = Markup(ansi2html("\n".join(output.traceback)))
             summary = Markup("<strong>{}</strong>: {}").format(output.ename, output.evalue)
@@ -237,15 +220,15 @@ class _Page:
             return self._figure(data[FIGURE])
         if WIDGET in data:
             words = self._widget_text(data[WIDGET].get("model_id", ""))
-            return _text(words or data.get("text/plain", ""), "progress")
+            return text_output(words or data.get("text/plain", ""), "progress")
         if "text/html" in data:
             return Output("html", Markup(clean_html(data["text/html"], self._local_image)))
         if "text/markdown" in data:
             return Output("html", self._markdown(data["text/markdown"], {}))
         for kind in IMAGES:
             if kind in data:
-                return Output("image", _image(kind, data[kind]))
-        return _text(data.get("text/plain", ""), "text")
+                return Output("image", image_html(kind, data[kind]))
+        return text_output(data.get("text/plain", ""), "text")
 
     def _figure(self, figure: Mapping[str, Any]) -> Output:
         self.figures += 1
@@ -256,7 +239,7 @@ class _Page:
         kept = {key: figure[key] for key in ("data", "layout", "frames") if key in figure}
         return Output(
             "figure",
-            Markup(_script_json(kept)),
+            Markup(script_json(kept)),
             anchor=f"figure-{self.figures}",
             label=unescape(plain) or f"Figure {self.figures}",
             height=int(layout.get("height") or DEFAULT_HEIGHT),
@@ -328,19 +311,10 @@ class _MarkdownRenderer(mistune.HTMLRenderer):
 
     def block_code(self, code: str, info: str | None = None) -> str:
         language = (info or "").split(None, 1)[0] if info else "text"
-        return f"<pre><code>{_highlight(code, language)}</code></pre>\n"
+        return f"<pre><code>{highlighted(code, language)}</code></pre>\n"
 
     def table(self, text: str) -> str:
         return f'<div class="scroll"><table>{text}</table></div>\n'
-
-
-def after_carriage_returns(text: str) -> str:
-    """Text as a terminal would leave it: of what a line overwrote, only the last."""
-    lines = []
-    for line in text.replace("\r\n", "\n").split("\n"):
-        written = [piece for piece in line.split("\r") if piece.strip()]
-        lines.append(written[-1] if written else "")
-    return "\n".join(lines)
 
 
 def _merged(outputs: list[Any]) -> list[Any]:
@@ -359,46 +333,8 @@ def _merged(outputs: list[Any]) -> list[Any]:
     return merged
 
 
-def _text(text: str, kind: str) -> Output | None:
-    if not text.strip():
-        return None
-    return Output(kind, Markup("<pre>{}</pre>").format(Markup(ansi2html(text.strip("\n")))))
-
-
-def _image(kind: str, data: str) -> Markup:
-    if kind == "image/svg+xml":
-        data = base64.b64encode(data.encode()).decode()
-    address = f"data:{kind};base64,{''.join(data.split())}"
-    return Markup('<img src="{}" alt="Image made by the cell above">').format(address)
-
-
-def _highlight(source: str, language: str) -> Markup:
-    try:
-        lexer = get_lexer_by_name(language)
-    except ClassNotFound:
-        return escape(source)
-    return Markup(highlight(source, lexer, HtmlFormatter(nowrap=True)).rstrip("\n"))
-
-
 def _tagged(cell: Any, tag: str) -> bool:
     return tag in cell.metadata.get("tags", [])
-
-
-def _script_json(value: Any) -> str:
-    """JSON that may stand inside a script element."""
-    text = json.dumps(_finite(value), separators=(",", ":"), allow_nan=False)
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-
-
-def _finite(value: Any) -> Any:
-    """The value with NaN and infinities as null: JSON has no others, and plotly.js draws gaps."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
 
 
 def _plotly_js() -> str:

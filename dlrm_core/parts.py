@@ -126,6 +126,11 @@ def function_name(component: str, phase: str) -> str:
     return f"{component}_{phase}"
 
 
+def part_label(component: str, phase: str = "") -> str:
+    """A part as a reader calls it: ``top MLP backward``."""
+    return f"{component.replace('_mlp', ' MLP')} {phase}".strip()
+
+
 def parse_span(name: str) -> tuple[str, str] | None:
     """(component, phase) of a range or function name, or None if it names no part."""
     if name.startswith(SPAN_PREFIX):

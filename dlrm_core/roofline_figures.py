@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
@@ -29,22 +28,20 @@ from dlrm_core.figure_theme import (
     step_order,
 )
 from dlrm_core.presentation import NOT_MEASURED
+from dlrm_core.roofline_labels import (
+    HEIGHT,
+    LETTER,
+    Box,
+    Frame,
+    label_place,
+    marker_box,
+    marker_radius,
+    overlap,
+)
 from dlrm_core.roofline_presentation import product_peaks
 
 SYMBOLS = {"forward": "circle", "backward": "diamond", "update": "square"}
 """Phase to the shape of its marker."""
-
-LABELLED_SHARE = 0.02
-"""Parts that hold less of the step have no label in the chart, only hover text."""
-
-_HEIGHT, _WIDTH = 560, 900
-"""Pixels; the width is what a notebook gives a figure, for placing labels only."""
-
-_LETTER = 6.6
-"""Mean width of a letter of a label, in pixels."""
-
-Box = tuple[float, float, float, float]
-"""Left, bottom, right, top, in pixels from the plot's lower left corner."""
 
 
 # ---- the roofline ---------------------------------------------------------------
@@ -58,7 +55,7 @@ def roofline_chart(table: pd.DataFrame, ceilings: Mapping[str, Any] | None) -> g
         ceilings: ``meta["ceilings"]``; without it only the parts are drawn.
     """
     points = table[(table["flops"] > 0) & (table["gflops"] > 0)]
-    result = figure("Roofline: what the parts reach of what the machine allows", _HEIGHT)
+    result = figure("Roofline: what the parts reach of what the machine allows", HEIGHT)
     result.update_layout(
         showlegend=True,
         legend={
@@ -72,46 +69,14 @@ def roofline_chart(table: pd.DataFrame, ceilings: Mapping[str, Any] | None) -> g
         margin={"r": 150},
     )
     roofs, slopes = product_peaks(ceilings or {}), _slopes(ceilings or {})
-    frame = _Frame.around(points, roofs, slopes)
+    frame = Frame.around(points, roofs, slopes)
     total = float(table["time_ms"].sum())
-    taken = [_marker_box(row, total, frame) for row in rows_of(points)]
+    taken = [marker_box(row, total, frame) for row in rows_of(points)]
     _draw_roofs(result, roofs, slopes, frame, taken)
     _draw_slopes(result, roofs, slopes, frame, taken)
     _draw_points(result, points, total, frame, taken)
     _log_axes(result, frame, _unplotted(table))
     return result
-
-
-@dataclass(frozen=True)
-class _Frame:
-    """What the axes show, in log10, and where a point is in pixels."""
-
-    left: float
-    right: float
-    bottom: float
-    top: float
-
-    @classmethod
-    def around(
-        cls, points: pd.DataFrame, roofs: Mapping[str, float], slopes: Mapping[str, float]
-    ) -> _Frame:
-        x = list(points["intensity_flop_per_byte"]) or [1.0]
-        if roofs and slopes:
-            # where the slowest slope meets the highest roof
-            x.append(max(roofs.values()) / min(slopes.values()))
-        y = [*points["gflops"], *roofs.values()] or [1.0]
-        left, right = math.log10(min(x)) - 0.35, math.log10(max(x)) + 0.5
-        return cls(left, right, math.log10(min(y)) - 0.35, math.log10(max(y)) + 0.35)
-
-    @property
-    def width(self) -> float:
-        """Of the plot, in pixels."""
-        return _WIDTH - 230
-
-    def pixels(self, x: float, y: float) -> tuple[float, float]:
-        across = (x - self.left) / (self.right - self.left) * self.width
-        up = (y - self.bottom) / (self.top - self.bottom) * (_HEIGHT - 110)
-        return across, up
 
 
 def _slopes(ceilings: Mapping[str, Any]) -> dict[str, float]:
@@ -139,7 +104,7 @@ def _draw_roofs(
     result: go.Figure,
     roofs: Mapping[str, float],
     slopes: Mapping[str, float],
-    frame: _Frame,
+    frame: Frame,
     taken: list[Box],
 ) -> None:
     fastest = max(slopes.values(), default=math.inf)
@@ -158,8 +123,8 @@ def _draw_roofs(
         for step in range(20):
             at = frame.right - (frame.right - frame.left) * step / 40
             x, y = frame.pixels(at, height)
-            box = (x - _LETTER * max(map(len, texts)), y, x, y + 17 * len(texts))
-            if not any(_overlap(box, other) for other in taken):
+            box = (x - LETTER * max(map(len, texts)), y, x, y + 17 * len(texts))
+            if not any(overlap(box, other) for other in taken):
                 break
         # the roof itself is in the way of other labels
         taken += [box, (0, y - 2, frame.width, y + 2)]
@@ -170,7 +135,7 @@ def _draw_slopes(
     result: go.Figure,
     roofs: Mapping[str, float],
     slopes: Mapping[str, float],
-    frame: _Frame,
+    frame: Frame,
     taken: list[Box],
 ) -> None:
     highest = max(roofs.values(), default=10**frame.top)
@@ -181,7 +146,7 @@ def _draw_slopes(
         x = [max(10**frame.left, 10**frame.bottom / rate), highest / rate]
         result.add_trace(_line(x, [rate * value for value in x], text))
         low, high = math.log10(x[0]), math.log10(x[1])
-        length = _LETTER * len(text)
+        length = LETTER * len(text)
         # as far down the line as there is room for it
         for step in range(1, 30):
             at = low + (high - low) * step / 40
@@ -192,7 +157,7 @@ def _draw_slopes(
                 for cx in [left + math.cos(angle) * length * part / 7]
                 for cy in [bottom + math.sin(angle) * length * part / 7]
             ]
-            if not any(_overlap(box, other) for box in boxes for other in taken):
+            if not any(overlap(box, other) for box in boxes for other in taken):
                 break
         taken.extend(boxes)
         look = {"textangle": -math.degrees(angle), "xanchor": "left", "yanchor": "bottom"}
@@ -216,13 +181,13 @@ def _annotate(result: go.Figure, x: float, y: float, text: str, look: Mapping[st
 
 
 def _draw_points(
-    result: go.Figure, points: pd.DataFrame, total_ms: float, frame: _Frame, taken: list[Box]
+    result: go.Figure, points: pd.DataFrame, total_ms: float, frame: Frame, taken: list[Box]
 ) -> None:
     # small markers on top of large ones
     rows = sorted(rows_of(points), key=lambda row: -row.time_ms)
     for row in rows:
         share = row.time_ms / total_ms if total_ms > 0 else 0.0
-        place = _label_place(row, share, total_ms, frame, taken)
+        place = label_place(row, share, total_ms, frame, taken)
         label = part_label(row.component, row.phase)
         result.add_trace(
             go.Scatter(
@@ -238,7 +203,7 @@ def _draw_points(
                 marker={
                     "color": COLOURS.get(row.component, COLOURS["other"]),
                     "symbol": SYMBOLS.get(row.phase, "circle"),
-                    "size": 2 * _radius(row.time_ms, total_ms),
+                    "size": 2 * marker_radius(row.time_ms, total_ms),
                     "opacity": 0.88,
                     "line": {"width": 1, "color": "rgba(255, 255, 255, 0.7)"},
                 },
@@ -267,68 +232,6 @@ def _key(result: go.Figure, name: str, colour: str, symbol: str, group: str) -> 
     )
 
 
-_PLACES = {
-    "middle right": (1.0, 0.0),
-    "middle left": (-1.0, 0.0),
-    "bottom center": (0.0, -1.0),
-    "top center": (0.0, 1.0),
-    "bottom right": (1.0, -1.0),
-    "bottom left": (-1.0, -1.0),
-    "top right": (1.0, 1.0),
-    "top left": (-1.0, 1.0),
-}
-
-
-def _label_place(row: Any, share: float, total_ms: float, frame: _Frame, taken: list[Box]) -> str:
-    """Where a point's label is free of other labels and points; '' for none."""
-    if share < LABELLED_SHARE:
-        return ""
-    own = _marker_box(row, total_ms, frame)
-    centre = ((own[0] + own[2]) / 2, (own[1] + own[3]) / 2)
-    wide = _LETTER * len(part_label(row.component, row.phase))
-    for place, (across, up) in _PLACES.items():
-        box = _label_box(centre, own, wide, across, up)
-        # a marker on this one cannot be avoided
-        free = not any(_overlap(box, other) for other in taken if not _within(own, other))
-        if box[2] < frame.width and free:
-            taken.append(box)
-            return place
-    return ""
-
-
-def _within(a: Box, b: Box) -> bool:
-    """Whether the middle of either lies in the other."""
-    boxes = ((a, b), (b, a))
-    return any(
-        outer[0] <= (inner[0] + inner[2]) / 2 <= outer[2]
-        and outer[1] <= (inner[1] + inner[3]) / 2 <= outer[3]
-        for outer, inner in boxes
-    )
-
-
-def _radius(time_ms: float, total_ms: float) -> float:
-    """Of a marker, in pixels: its area is as its share of the step."""
-    share = max(time_ms / total_ms, 0.0) if total_ms > 0 else 0.0
-    return max(4.5, 31 * math.sqrt(share))
-
-
-def _marker_box(row: Any, total_ms: float, frame: _Frame) -> Box:
-    x, y = frame.pixels(math.log10(row.intensity_flop_per_byte), math.log10(row.gflops))
-    radius = _radius(row.time_ms, total_ms)
-    return x - radius, y - radius, x + radius, y + radius
-
-
-def _label_box(centre: tuple[float, float], own: Box, wide: float, across: float, up: float) -> Box:
-    x, y = centre
-    radius = (own[2] - own[0]) / 2
-    middle = x + across * (radius + 4 + wide / 2), y + up * (radius + 11)
-    return middle[0] - wide / 2, middle[1] - 8, middle[0] + wide / 2, middle[1] + 8
-
-
-def _overlap(a: Box, b: Box) -> bool:
-    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
-
-
 def _hover(label: str, row: Any, share: float) -> str:
     lines = [
         f"<b>{label}</b>",
@@ -354,7 +257,7 @@ def _unplotted(table: pd.DataFrame) -> str:
     return f"<br>without arithmetic, not shown: {', '.join(names)}" if names else ""
 
 
-def _log_axes(result: go.Figure, frame: _Frame, note: str) -> None:
+def _log_axes(result: go.Figure, frame: Frame, note: str) -> None:
     common = {"type": "log", "dtick": 1, "exponentformat": "none", "gridcolor": GRID}
     result.update_xaxes(
         title=f"intensity, operations a byte{note}", range=[frame.left, frame.right], **common

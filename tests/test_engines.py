@@ -86,7 +86,7 @@ def test_a_part_that_differs_is_named() -> None:
     apart = table[~table["agrees"]]
     assert ("top_mlp", "forward") in set(zip(apart["component"], apart["phase"], strict=True))
     assert table.set_index(["component", "phase"]).loc[("data", "forward"), "agrees"]
-    assert "top_mlp forward" in table.attrs["sentence"] and "do not" in table.attrs["sentence"]
+    assert "top MLP forward" in table.attrs["sentence"] and " not." in table.attrs["sentence"]
     row = table[table["phase"] == "forward"].iloc[-1]
     assert row["difference_ms"] == pytest.approx(0.3, rel=0.1)
 

@@ -7,12 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlrm_core.analysis.steady import (
-    LEAST,
-    critical_deviation,
-    critical_rank,
-    steady_state,
-)
+from dlrm_core.analysis.steady import LEAST, steady_state
+from dlrm_core.analysis.steady_chance import critical_deviation, critical_rank
 from dlrm_core.errors import InputError
 
 NOISES = {

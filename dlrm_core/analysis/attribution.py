@@ -216,6 +216,20 @@ def segments(profile: Profile) -> pd.DataFrame:
     )
 
 
+def host_segments(profile: Profile) -> pd.DataFrame:
+    """:func:`segments` of the iterating thread alone, whatever the GPU did meanwhile."""
+    host = profile.trace[profile.trace["profile"] == main_thread(profile)]
+    alone = Profile(
+        contexts=profile.contexts,
+        metrics=profile.metrics,
+        values=profile.values,
+        threads=profile.threads[profile.threads["kind"].eq("cpu_thread")],
+        trace=host,
+        iterations=profile.iterations,
+    )
+    return segments(alone)
+
+
 def parents(depth: np.ndarray) -> np.ndarray:
     """Row of the enclosing span (n,), −1 for the outermost, of spans of one thread.
 

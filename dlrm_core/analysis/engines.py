@@ -30,7 +30,7 @@ from dlrm_core.analysis.attribution import (
 )
 from dlrm_core.analysis.intervals import standard_error
 from dlrm_core.errors import InputError
-from dlrm_core.parts import COMPONENTS, PHASES
+from dlrm_core.parts import COMPONENTS, PHASES, part_label
 from dlrm_core.profiling.profile import Profile
 
 PART = ["component", "phase"]
@@ -246,18 +246,25 @@ def _in_step_order(table: pd.DataFrame) -> pd.DataFrame:
     return table.iloc[np.argsort(rank.to_numpy(), kind="stable")].reset_index(drop=True)
 
 
+SPOKEN = {"hpctoolkit": "HPCToolkit", "torch": "torch.profiler"}
+"""Engines as a reader calls them."""
+
+
 def _sentence(table: pd.DataFrame, names: list[str]) -> str:
     whole, parts = table.iloc[0], table.iloc[1:]
     first, second = names
-    apart = [f"{row.component} {row.phase}".strip() for row in parts[~parts["agrees"]].itertuples()]
+    one, other = (SPOKEN.get(name, name) for name in names)
+    differ = parts.loc[~parts["agrees"], PART].to_numpy()
+    apart = [part_label(str(component), str(phase)) for component, phase in differ]
     total = (
-        f"An iteration takes {whole[f'{first}_ms']:#.3g} ms by {first} and "
-        f"{whole[f'{second}_ms']:#.3g} ms by {second}, {whole['difference_ms']:+.2g} ms where "
+        f"An iteration takes {whole[f'{first}_ms']:#.3g} ms by {one} and "
+        f"{whole[f'{second}_ms']:#.3g} ms by {other}, "
+        f"{whole['difference_ms']:+.2g} ms where "
         f"{whole['error_ms']:.2g} ms are within the error"
     )
     if not apart:
         return f"{total}. All {len(parts)} parts agree within the error of both."
     return (
         f"{total}. {len(parts) - len(apart)} of {len(parts)} parts agree within the error of "
-        f"both; {', '.join(apart)} do not."
+        f"both; {', '.join(apart)} {'does' if len(apart) == 1 else 'do'} not."
     )

@@ -18,7 +18,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from dlrm_core.analysis.attribution import main_thread, parents, segments
+from dlrm_core.analysis.attribution import host_segments, main_thread, parents
 from dlrm_core.analysis.context_tree import (
     Bools,
     Ints,
@@ -175,16 +175,7 @@ def outside_operators(profile: Profile) -> pd.DataFrame:
     if not kinds.eq("operator").any() or profile.iterations.empty:
         reason = "operators are not traced (HPCToolkit samples functions)"
         return unmeasured(OUTSIDE, missing_reason(profile, ["operators"], reason))
-    host = profile.trace[profile.trace["profile"] == main_thread(profile)]
-    alone = Profile(
-        contexts=profile.contexts,
-        metrics=profile.metrics,
-        values=profile.values,
-        threads=profile.threads[profile.threads["kind"].eq("cpu_thread")],
-        trace=host,
-        iterations=profile.iterations,
-    )
-    pieces = segments(alone)
+    pieces = host_segments(profile)
     context = pieces["context"].to_numpy()
     inside = nearest(profile.contexts["parent"].to_numpy(), kinds.eq("operator").to_numpy())
     in_operator = (context >= 0) & (inside[np.maximum(context, 0)] >= 0)

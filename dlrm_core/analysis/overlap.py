@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dlrm_core.analysis.attribution import main_thread, per_iteration, segments
+from dlrm_core.analysis.attribution import host_segments, per_iteration
 from dlrm_core.analysis.context_tree import Ints, overlap, union, unmeasured
 from dlrm_core.analysis.launches import device_operations
 from dlrm_core.profiling.profile import Profile
@@ -128,16 +128,7 @@ def _window(profile: Profile) -> tuple[Ints, Ints]:
 
 def _host_in(profile: Profile, component: str) -> tuple[Ints, Ints]:
     """When the iterating thread was in a part, whatever the GPU did."""
-    host = profile.trace[profile.trace["profile"] == main_thread(profile)]
-    alone = Profile(
-        contexts=profile.contexts,
-        metrics=profile.metrics,
-        values=profile.values,
-        threads=profile.threads[profile.threads["kind"].eq("cpu_thread")],
-        trace=host,
-        iterations=profile.iterations,
-    )
-    pieces = segments(alone)
+    pieces = host_segments(profile)
     context = pieces["context"].to_numpy()
     part = profile.contexts["component"].to_numpy()[np.maximum(context, 0)]
     chosen = pieces[(context >= 0) & (part == component)]

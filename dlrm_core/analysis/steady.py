@@ -9,36 +9,39 @@ of iterations, so they hold for short runs as for long ones and for all iteratio
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from dlrm_core.analysis.steady_chance import (
+    LONGEST,
+    Floats,
+    beginnings,
+    critical_beginnings,
+    critical_deviation,
+    critical_rank,
+    critical_split,
+    rank_sums,
+    ranks_of,
+    tabulated,
+    upper_spreads,
+    variance_left,
+)
 from dlrm_core.errors import InputError
 
-Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
 LEAST = 8
 """Fewer iterations than this cannot tell a warm-up or a straggler from chance."""
 
-FALSE_ALARM = 0.01
-"""Chance of each judgement (warm-up, drift, two levels) on a run without any."""
-
-STRAGGLER_ALARM = 0.025
-"""The same of stragglers where scatter has exponential tails; far less where it is normal."""
 
 STRAGGLER_LEAST = 0.05
 """A straggler, a warm-up or another level differs by at least this share of the usual time."""
 
 LEVEL_LEAST = 0.02
 """Drift and two levels in one run are told only if they change the time by this share."""
-
-_DRAWS = 4000
-_LONGEST = 1000
-"""Critical values of longer runs are those of this length: they grow with log log n."""
 
 
 @dataclass(frozen=True)
@@ -136,24 +139,6 @@ def steady_state(times_ms: npt.ArrayLike) -> SteadyState:
     )
 
 
-def critical_rank(count: int) -> float:
-    """What the largest standardised rank sum of a beginning exceeds in 1 of 100 runs.
-
-    Of ``count`` independent times in any order; it depends on no distribution.
-    """
-    return _critical_rank(_tabulated(count))
-
-
-def critical_deviation(count: int) -> float:
-    """What the largest of ``count`` ordinary deviations exceeds in 1 of 40 runs.
-
-    In units of the upper spread (see :func:`_upper_spreads`), for double-exponential scatter.
-    """
-    # Beyond the simulated length the largest of n grows with log n, as exponential tails do.
-    known = _critical_deviation(_tabulated(count))
-    return known + (math.log(count / _LONGEST) / math.log(2) if count > _LONGEST else 0.0)
-
-
 # ---- warm-up and shifts ------------------------------------------------------------
 
 
@@ -174,7 +159,7 @@ def _changes(times: Floats) -> tuple[int, int | None]:
 def _change_point(times: Floats) -> int | None:
     """How many iterations at the beginning differ from the rest, if the difference is no chance."""
     count = len(times)
-    scores = _rank_sums(_ranks(times)[None, :])[0]
+    scores = rank_sums(ranks_of(times)[None, :])[0]
     cut = int(np.argmax(scores)) + 1
     if min(cut, count - cut) < 2:
         return None  # a single one is judged by its size
@@ -192,29 +177,6 @@ def _change_point(times: Floats) -> int | None:
     return int(np.argmin(gain)) + 2
 
 
-def _rank_sums(ranks: Floats) -> Floats:
-    """Standardised rank sum of every beginning (runs, n−1): |z| of Mann-Whitney's test.
-
-    Args:
-        ranks: (runs, n) ranks 1..n.
-    """
-    count = ranks.shape[1]
-    size = np.arange(1, count)
-    sums = np.cumsum(ranks, axis=1)[:, :-1]
-    deviation = np.sqrt(size * (count - size) * (count + 1) / 12)
-    return np.abs(sums - size * (count + 1) / 2) / deviation
-
-
-@functools.lru_cache(maxsize=64)
-def _critical_rank(count: int) -> float:
-    random = np.random.default_rng(count)
-    largest = [
-        _rank_sums(random.permuted(np.tile(np.arange(1.0, count + 1), (rows, 1)), axis=1)).max(1)
-        for rows in _portions(count)
-    ]
-    return float(np.quantile(np.concatenate(largest), 1 - FALSE_ALARM))
-
-
 def _past_slow_beginning(times: Floats, first: int) -> int:
     """Warm-up also takes a few leading iterations all of which are slow beyond chance.
 
@@ -222,9 +184,9 @@ def _past_slow_beginning(times: Floats, first: int) -> int:
     """
     while len(times) - first >= LEAST:
         rest = times[first:]
-        limits = _critical_beginnings(_tabulated(len(rest)))
+        limits = critical_beginnings(tabulated(len(rest)))
         usual = np.array([np.median(rest[size:]) for size in range(1, len(limits) + 1)])
-        heights = _beginnings(rest[None, :], len(limits))[0]
+        heights = beginnings(rest[None, :], len(limits))[0]
         slow = np.minimum.accumulate(rest[: len(limits)]) >= (1 + STRAGGLER_LEAST) * usual
         beyond = np.flatnonzero((heights > limits) & slow)
         if not len(beyond):
@@ -233,70 +195,14 @@ def _past_slow_beginning(times: Floats, first: int) -> int:
     return first
 
 
-def _beginnings(times: Floats, most: int) -> Floats:
-    """How far all of the first 1, 2, ... iterations are above the rest (runs, most).
-
-    In units of the rest's spread above its median (see :func:`_upper_spreads`).
-    """
-    heights = np.empty((len(times), most))
-    for size in range(1, most + 1):
-        rest = times[:, size:]
-        usual = np.median(rest, axis=1, keepdims=True)
-        spread = _upper_spreads(rest - usual)
-        heights[:, size - 1] = (times[:, :size].min(axis=1) - usual[:, 0]) / spread
-    return heights
-
-
-@functools.lru_cache(maxsize=64)
-def _critical_beginnings(count: int) -> Floats:
-    random = np.random.default_rng(count)
-    most = min(_FEW, count // 3)
-    heights = np.concatenate(
-        [_beginnings(random.laplace(size=(rows, count)), most) for rows in _portions(count)]
-    )
-    return np.quantile(heights, 1 - FALSE_ALARM / most, axis=0)
-
-
-_FEW = 6
-"""Beginnings of up to this many iterations are judged by their size, longer ones by ranks."""
-
-
 # ---- stragglers --------------------------------------------------------------------
 
 
 def _threshold(times: Floats) -> float:
     """From here an iteration is a straggler, ms."""
     usual = float(np.median(times))
-    reach = critical_deviation(len(times)) * float(_upper_spreads(times[None, :] - usual)[0])
+    reach = critical_deviation(len(times)) * float(upper_spreads(times[None, :] - usual)[0])
     return usual + max(reach, STRAGGLER_LEAST * usual)
-
-
-def _upper_spreads(away: Floats) -> Floats:
-    """Scale (runs,) of how far the slower half is above the median, from (runs, n) distances.
-
-    The mean excess of an exponential tail whose largest three tenths are known only to be
-    large (type II censoring; Epstein and Sobel 1953): stragglers among them do not widen it.
-    """
-    half = away.shape[1] // 2
-    above = np.sort(away, axis=1)[:, -half:]
-    unknown = math.ceil(_CENSORED * half)
-    known = half - unknown
-    scale = (above[:, :known].sum(axis=1) + unknown * above[:, known - 1]) / known
-    return np.maximum(scale, np.finfo(float).tiny)
-
-
-_CENSORED = 0.3
-
-
-@functools.lru_cache(maxsize=64)
-def _critical_deviation(count: int) -> float:
-    random = np.random.default_rng(count)
-    largest = []
-    for rows in _portions(count):
-        values = random.laplace(size=(rows, count))
-        away = values - np.median(values, axis=1, keepdims=True)
-        largest.append(away.max(axis=1) / _upper_spreads(away))
-    return float(np.quantile(np.concatenate(largest), 1 - STRAGGLER_ALARM))
 
 
 # ---- drift and levels --------------------------------------------------------------
@@ -307,8 +213,8 @@ def _drift(times: Floats) -> float | None:
     if len(times) < LEAST:
         return None
     place = np.arange(len(times))
-    if len(times) > _LONGEST:  # pairs grow with the square; evenly chosen ones keep the trend
-        place = np.linspace(0, len(times) - 1, _LONGEST).astype(int)
+    if len(times) > LONGEST:  # pairs grow with the square; evenly chosen ones keep the trend
+        place = np.linspace(0, len(times) - 1, LONGEST).astype(int)
         times = times[place]
     count = len(times)
     first, second = np.triu_indices(count, 1)
@@ -332,44 +238,14 @@ def _two_levels(times: Floats) -> tuple[float, float] | None:
     if len(times) < 2 * LEAST:
         return None
     ordered = np.sort(times)
-    left, cut = _variance_left(ordered[None, :])
-    if left[0] > _critical_split(_tabulated(len(times))):
+    left, cut = variance_left(ordered[None, :])
+    if left[0] > critical_split(tabulated(len(times))):
         return None
     low, high = np.median(ordered[: cut[0]]), np.median(ordered[cut[0] :])
     return (float(low), float(high)) if high - low >= LEVEL_LEAST * low else None
 
 
-def _variance_left(ordered: Floats) -> tuple[Floats, npt.NDArray[np.int64]]:
-    """(share of the variance that the best split in two leaves, its place) of each row."""
-    count = ordered.shape[1]
-    ordered = ordered - ordered.mean(axis=1, keepdims=True)
-    least = max(count // 5, 2)
-    size = np.arange(least, count - least + 1)
-    sums = np.cumsum(ordered, axis=1)[:, size - 1]
-    between = sums**2 / size + sums**2 / (count - size)
-    total = np.maximum((ordered**2).sum(axis=1), np.finfo(float).tiny)
-    best = between.argmax(axis=1)
-    return 1 - between.max(axis=1) / total, size[best]
-
-
-@functools.lru_cache(maxsize=64)
-def _critical_split(count: int) -> float:
-    random = np.random.default_rng(count)
-    left = [
-        _variance_left(np.sort(random.random((rows, count)), axis=1))[0]
-        for rows in _portions(count)
-    ]
-    return float(np.quantile(np.concatenate(left), FALSE_ALARM))
-
-
 # ---- shared ------------------------------------------------------------------------
-
-
-def _ranks(times: Floats) -> Floats:
-    """Ranks 1..n (n,); equal times share the mean of theirs."""
-    _, place, count = np.unique(times, return_inverse=True, return_counts=True)
-    last = np.cumsum(count)
-    return (last - (count - 1) / 2)[place].astype(np.float64)
 
 
 def _spread(times: Floats, usual: float) -> float:
@@ -381,7 +257,7 @@ def _correlation_factor(residual: Floats) -> float:
 
     Of ranks, so that a straggler does not hide it; uncorrelated within chance counts as 0.
     """
-    ranks = _ranks(residual)
+    ranks = ranks_of(residual)
     ranks = ranks - ranks.mean()
     power = float((ranks**2).sum())
     if power <= 0:
@@ -389,21 +265,6 @@ def _correlation_factor(residual: Floats) -> float:
     r = float((ranks[1:] * ranks[:-1]).sum()) / power
     r = min(r, 0.9) if r > 1.0 / math.sqrt(len(ranks)) else 0.0
     return math.sqrt((1 + r) / (1 - r))
-
-
-def _tabulated(count: int) -> int:
-    """The length whose critical values serve a run of ``count``: within 12 % of it.
-
-    They change with the logarithm of the length at most, and each takes a simulation.
-    """
-    coarse = max(1 << max(count.bit_length() - 4, 0), 1)
-    return min(count - count % coarse, _LONGEST)
-
-
-def _portions(count: int) -> list[int]:
-    """Rows of each simulated portion: 2 million values at most at once."""
-    rows = max(1, min(_DRAWS, 2_000_000 // count))
-    return [rows] * max(1, _DRAWS // rows)
 
 
 def _sentences(state: SteadyState) -> list[str]:

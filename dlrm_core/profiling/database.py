@@ -24,7 +24,8 @@ import numpy.typing as npt
 
 from dlrm_core.profiling import derived as dv
 from dlrm_core.profiling.format4 import REPROCESS, DatabaseError
-from dlrm_core.profiling.format4_meta import ENTRY, ROOT, Meta, read_meta
+from dlrm_core.profiling.format4_meta import Meta, read_meta
+from dlrm_core.profiling.format4_tree import ENTRY, ROOT
 from dlrm_core.profiling.format4_values import (
     ContextValues,
     ThreadProfile,

@@ -13,7 +13,8 @@ import numpy.typing as npt
 import pandas as pd
 
 from dlrm_core.errors import MissingToolError
-from dlrm_core.profiling.format4_meta import ENTRY, LEXICAL_TYPES, RELATIONS, ROOT, enumerated
+from dlrm_core.profiling.format4_meta import LEXICAL_TYPES, RELATIONS
+from dlrm_core.profiling.format4_tree import ENTRY, ROOT, enumerated
 from dlrm_core.profiling.metrics import (
     DERIVATIONS,
     canonical_name,

@@ -17,7 +17,7 @@ import pandas as pd
 from dlrm_core.parts import parse_span
 from dlrm_core.profiling.database import FUNCTION, Database, DatabaseError
 from dlrm_core.profiling.database_views import kernel_rows, not_measured
-from dlrm_core.profiling.format4_meta import ENTRY, ROOT
+from dlrm_core.profiling.format4_tree import ENTRY, ROOT
 from dlrm_core.profiling.metrics import additive, canonical_name, meaning_of, unit_of
 from dlrm_core.profiling.profile import STANDARD_METRICS, Profile
 

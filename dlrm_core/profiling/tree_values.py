@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from dlrm_core.profiling import derived as dv
 from dlrm_core.profiling.format4 import DatabaseError
-from dlrm_core.profiling.format4_meta import ContextTree, Meta, Metric
+from dlrm_core.profiling.format4_meta import Meta, Metric
+from dlrm_core.profiling.format4_tree import ContextTree
 from dlrm_core.profiling.format4_values import ThreadProfile
 from dlrm_core.profiling.metrics import canonical_name
 

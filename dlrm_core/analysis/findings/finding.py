@@ -105,11 +105,6 @@ def milliseconds(value: float) -> str:
     return f"{value:.2g} ms" if value < 1 else f"{value:.2f} ms"
 
 
-def part_name(component: str, phase: str = "") -> str:
-    """``top MLP backward`` of ``top_mlp``, ``backward``."""
-    return f"{component.replace('_mlp', ' MLP')} {phase}".strip()
-
-
 def largest(by_part: pd.Series) -> tuple[str, str]:
     """The (component, phase) with the largest value of a series indexed by both."""
     component, phase = by_part.index[int(np.argmax(by_part.to_numpy()))]

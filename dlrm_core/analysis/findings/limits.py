@@ -5,7 +5,8 @@ from __future__ import annotations
 import pandas as pd
 
 from dlrm_core.analysis.findings.evidence import Evidence
-from dlrm_core.analysis.findings.finding import milliseconds, part_name
+from dlrm_core.analysis.findings.finding import milliseconds
+from dlrm_core.parts import part_label
 
 PRODUCTS = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
 
@@ -22,7 +23,7 @@ def limit_sentence(evidence: Evidence) -> str:
         )
     parts = named.groupby(["component", "phase"], as_index=False)[["time_ms", "share"]].sum()
     top = parts.loc[parts["time_ms"].idxmax()]
-    name = part_name(str(top["component"]), str(top["phase"]))
+    name = part_label(str(top["component"]), str(top["phase"]))
     total = float(named["time_ms"].sum())
     said = (
         f"The largest part of the step is {name}: {milliseconds(float(top['time_ms']))} of "

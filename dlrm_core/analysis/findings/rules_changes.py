@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from dlrm_core.analysis.findings.evidence import Evidence
-from dlrm_core.analysis.findings.finding import Finding, milliseconds, part_name
+from dlrm_core.analysis.findings.finding import Finding, milliseconds
 from dlrm_core.analysis.findings.gain import is_worthwhile, predicted, probed
 from dlrm_core.analysis.findings.ledger import Ledger
+from dlrm_core.parts import part_label
 
 MAX_RELATIVE_ERROR = 1e-5
 """Of products that may replace fp32; true bf16 makes about 2e-3."""
@@ -213,7 +214,7 @@ def _timed(evidence: Evidence, probe: Mapping[str, Any], name: str, now: Any, th
                 lines.append((before_ms - after_ms, component, phase, before_ms, after_ms))
     lines.sort(reverse=True)
     listed = "; ".join(
-        f"{part_name(component, phase)} {milliseconds(before)} with {now}, "
+        f"{part_label(component, phase)} {milliseconds(before)} with {now}, "
         f"{milliseconds(after)} with {then}"
         for _, component, phase, before, after in lines[:4]
     )

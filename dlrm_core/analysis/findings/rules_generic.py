@@ -11,9 +11,10 @@ from collections.abc import Iterable
 import numpy as np
 
 from dlrm_core.analysis.findings.evidence import PROFILER_MS, Evidence
-from dlrm_core.analysis.findings.finding import Finding, largest, milliseconds, part_name, removed
+from dlrm_core.analysis.findings.finding import Finding, largest, milliseconds, removed
 from dlrm_core.analysis.findings.ledger import Ledger
 from dlrm_core.analysis.steady import steady_state
+from dlrm_core.parts import part_label
 
 SLOWER = 1.5
 """Times its probe. Parts take up to 1.5 times theirs in clean runs, since in the run others
@@ -59,7 +60,7 @@ def slower_than_alone(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
     component, phase = slow.index[0]
     everywhere = len(slow) >= 4 and slow.iloc[0] < 0.6 * lost
     listed = "; ".join(
-        f"{part_name(*part)} {milliseconds(float(parts['time_ms'][part]))}, alone "
+        f"{part_label(*part)} {milliseconds(float(parts['time_ms'][part]))}, alone "
         f"{milliseconds(float(alone[part]))}"
         for part in slow.index[:5]
     )
@@ -69,14 +70,14 @@ def slower_than_alone(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
     if not heavy.empty:
         top = heavy.groupby("name")["cpu_self_ms"].sum().nlargest(4)
         held = ", ".join(f"{name} {milliseconds(ms)}" for name, ms in top.items() if ms > 0)
-        text += f" In {part_name(component, phase)} the time is in {held}."
+        text += f" In {part_label(component, phase)} the time is in {held}."
     text += _counted(evidence)
     yield Finding(
         id="slower_than_alone",
         title=(
             "Every part is slower in the run than alone"
             if everywhere
-            else f"{part_name(component, phase).capitalize().replace('mlp', 'MLP')} takes "
+            else f"{part_label(component, phase).capitalize().replace('mlp', 'MLP')} takes "
             f"{float(ratio[(component, phase)]):.1f} times as long in the run as alone"
         ),
         component="other" if everywhere else str(component),
@@ -86,8 +87,8 @@ def slower_than_alone(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
             "Something in the run slows the machine or every part: a hook, a debugging mode, "
             "clocks, memory placement, contention for caches or memory."
             if everywhere
-            else f"Compare what {part_name(component, phase)} calls in the run with what it needs: "
-            "a hook, a debugging mode, extra work in its function, tensors that left the cache."
+            else f"Compare what {part_label(component, phase)} calls in the run with what it "
+            "needs: a hook, a debugging mode, extra work, tensors that left the cache."
         ),
         predicted_speedup=removed(share),
         limit="memory bandwidth" if not everywhere else "scheduling",
@@ -151,7 +152,7 @@ def irregular(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
         evidence=(
             f"They took {milliseconds(float(totals[slow].mean()))}, the usual one "
             f"{milliseconds(state.usual_ms)}; {share:.0%} of the run's time is lost in them. "
-            f"Most of it is in {part_name(str(component), str(phase)) or 'the loop'} "
+            f"Most of it is in {part_label(str(component), str(phase)) or 'the loop'} "
             f"({milliseconds(float(extra.max()))} more)." + _counted(evidence)
         ),
         advice=(
@@ -208,7 +209,7 @@ def far_from_ceiling(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
     share = float(worst["lost_ms"]) / evidence.total_ms - ledger.explained_ms / evidence.total_ms
     if share < FAR_SHARE:
         return
-    name = part_name(str(worst["component"]), str(worst["phase"]))
+    name = part_label(str(worst["component"]), str(worst["phase"]))
     yield Finding(
         id="far_from_ceiling",
         title=f"{name[:1].upper() + name[1:]} reaches {worst['share_of_ceiling']:.0%} of what "

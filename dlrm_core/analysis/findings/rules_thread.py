@@ -9,11 +9,11 @@ from dlrm_core.analysis.findings.finding import (
     Finding,
     largest,
     milliseconds,
-    part_name,
     removed,
 )
 from dlrm_core.analysis.findings.host_shares import LOST_SHARE, blocked_share, claimed_share
 from dlrm_core.analysis.findings.ledger import Ledger
+from dlrm_core.parts import part_label
 
 GC_SHARE = 0.02
 
@@ -66,7 +66,7 @@ def storage_in_loop(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
     share = place if part is not None and 0.3 * place < blocked < place else blocked
     ledger.explain(share * evidence.total_ms, part)
     verb = "writes to" if written >= read else "reads from"
-    where = f" in {part_name(*part)}" if part else ""
+    where = f" in {part_label(*part)}" if part else ""
     yield Finding(
         id="storage_in_loop",
         title=f"The loop {verb} storage and waits for it{where}",
@@ -96,7 +96,7 @@ def waiting(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
     if blocked < LOST_SHARE:
         return
     ledger.explain(blocked * evidence.total_ms, part)
-    where = f" in {part_name(*part)}" if part else ""
+    where = f" in {part_label(*part)}" if part else ""
     switches = evidence.counter("voluntary_switches")
     yield Finding(
         id="waiting",
@@ -176,7 +176,7 @@ def python_in_part(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
     if share < LOST_SHARE:
         return
     ledger.explain(share * evidence.total_ms, (component, phase))
-    name = part_name(component, phase)
+    name = part_label(component, phase)
     yield Finding(
         id="python_in_part",
         title=f"Code outside every operator takes {share:.0%} of the step, in {name}",
@@ -212,7 +212,7 @@ def _python_time(evidence: Evidence, part: Part | None) -> str:
     if part is None:
         return ""
     python = float(evidence.parts["python_ms"][part])
-    return f" {milliseconds(python)} of {part_name(*part)} pass outside every operator."
+    return f" {milliseconds(python)} of {part_label(*part)} pass outside every operator."
 
 
 RULES = (
