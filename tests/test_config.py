@@ -50,6 +50,7 @@ def test_the_tuned_preset_differs_from_the_seed_in_speed_only():
         "training.fused_optimizer",
         "training.fp32_matmul",
         "training.embedding_backend",
+        "training.dense_backend",
     }
 
 
