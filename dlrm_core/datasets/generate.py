@@ -22,6 +22,7 @@ from dlrm_core.datasets.draws import PowerLaw, half_of_bits, stream_key, words
 from dlrm_core.datasets.feature_spec import SPLITS, default_spec, index_dtype, write_spec
 from dlrm_core.datasets.resumable import (
     SYNC_BYTES,
+    BackgroundSync,
     OpenFiles,
     Progress,
     Workplace,
@@ -192,17 +193,13 @@ def _write_split(
                 write_at(handles[name], array, start * (array.nbytes // count))
             return count, sum(array.nbytes for array in arrays.values())
 
-        unsynced = 0
-        for count, size in in_order(make, range(done[split], samples, block), threads, 3 * threads):
-            done[split] += count
-            unsynced += size
-            progress.advance(count)
-            if unsynced >= SYNC_BYTES:
-                files.sync()
-                place.note(**done)
-                unsynced = 0
-        files.sync()
-        place.note(**done)
+        with BackgroundSync(files.sync, lambda state: place.note(**state), SYNC_BYTES) as disk:
+            starts = range(done[split], samples, block)
+            for count, size in in_order(make, starts, threads, 3 * threads):
+                done[split] += count
+                progress.advance(count)
+                disk.written(size, done)
+            disk.finish(done)
 
 
 def describe(law: Law, samples: dict[str, int]) -> dict[str, Any]:

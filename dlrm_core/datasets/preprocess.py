@@ -37,6 +37,7 @@ from dlrm_core.datasets.criteo_kernels import (
 from dlrm_core.datasets.feature_spec import SPLITS, default_spec, read_spec, write_spec
 from dlrm_core.datasets.resumable import (
     SYNC_BYTES,
+    BackgroundSync,
     Progress,
     Workplace,
     in_order,
@@ -213,19 +214,15 @@ def _parse(request: Request, place: Workplace, columns: RawColumns) -> None:
         columns.write(piece.row, labels, dense, categories, missing)
         return piece, int(labels.sum())
 
-    unsynced = 0
-    pieces = read_pieces(request, done)
-    for piece, clicks in in_order(parse, pieces, request.threads, 2 * request.threads):
-        done["file"], done["offset"] = piece.file, piece.end
-        done["line"], done["rows"] = piece.line + piece.rows, piece.row + piece.rows
-        done["clicks"] += clicks
-        unsynced += len(piece.text)
-        progress.advance(len(piece.text))
-        if unsynced >= SYNC_BYTES:
-            columns.sync()
-            place.note(**done)
-            unsynced = 0
-    columns.sync()
+    with BackgroundSync(columns.sync, lambda state: place.note(**state), SYNC_BYTES) as disk:
+        pieces = read_pieces(request, done)
+        for piece, clicks in in_order(parse, pieces, request.threads, 2 * request.threads):
+            done["file"], done["offset"] = piece.file, piece.end
+            done["line"], done["rows"] = piece.line + piece.rows, piece.row + piece.rows
+            done["clicks"] += clicks
+            progress.advance(len(piece.text))
+            disk.written(len(piece.text), done)
+        disk.finish(done)
     progress.close()
     if not done["rows"]:
         raise InputError(f"{request.inputs[0]}: has no lines")

@@ -26,7 +26,7 @@ from dlrm_core.files import read_json, write_json
 
 T = TypeVar("T")
 NOTE = "progress.json"
-SYNC_BYTES = 256 << 20
+SYNC_BYTES = 64 << 20
 """Bytes written between two notes of progress, each after the disk has taken them."""
 
 
@@ -160,7 +160,9 @@ class OpenFiles:
 
     def sync(self) -> None:
         """Return when the disk has all that was written."""
-        for handle in self._handles.values():
+        with self._lock:
+            handles = list(self._handles.values())
+        for handle in handles:
             os.fdatasync(handle)
 
     def close(self) -> None:
@@ -173,6 +175,52 @@ class OpenFiles:
 
     def __exit__(self, *failure: object) -> None:
         self.close()
+
+
+class BackgroundSync:
+    """Lets the disk take what was written while more is made, and notes what it has.
+
+    Args:
+        sync: returns when the disk has all that was written before the call.
+        note: called with a state, when all that it speaks of is on the disk.
+        every: bytes between two.
+    """
+
+    def __init__(
+        self, sync: Callable[[], None], note: Callable[[dict[str, Any]], None], every: int
+    ) -> None:
+        self._sync, self._note, self._every = sync, note, every
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="sync")
+        self._under_way: tuple[Future[None], dict[str, Any]] | None = None
+        self._unsynced = 0
+
+    def written(self, size: int, state: dict[str, Any]) -> None:
+        """So many bytes more are written, which ``state`` speaks of; never waits."""
+        self._unsynced += size
+        if self._under_way is not None and self._under_way[0].done():
+            self._settle()
+        if self._under_way is None and self._unsynced >= self._every:
+            self._under_way = self._pool.submit(self._sync), dict(state)
+            self._unsynced = 0
+
+    def finish(self, state: dict[str, Any]) -> None:
+        """Return when all is on the disk and noted."""
+        self._settle()
+        self._sync()
+        self._note(state)
+
+    def _settle(self) -> None:
+        if self._under_way is not None:
+            future, state = self._under_way
+            future.result()
+            self._note(state)
+            self._under_way = None
+
+    def __enter__(self) -> BackgroundSync:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._pool.shutdown()
 
 
 def write_at(handle: int, data: Any, place: int) -> None:
