@@ -26,7 +26,7 @@ from dlrm_core.files import read_json, write_json
 
 T = TypeVar("T")
 NOTE = "progress.json"
-SYNC_BYTES = 64 << 20
+SYNC_BYTES = 256 << 20
 """Bytes written between two notes of progress, each after the disk has taken them."""
 
 
@@ -162,6 +162,9 @@ class OpenFiles:
         """Return when the disk has all that was written."""
         with self._lock:
             handles = list(self._handles.values())
+        for handle in handles:
+            # begins to write, without waiting: the files then share one commit of the journal
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
         for handle in handles:
             os.fdatasync(handle)
 
