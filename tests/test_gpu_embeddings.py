@@ -76,7 +76,7 @@ def test_fused_trains_as_torch_does(optimizer, skew):
     assert_same_weights(*train_both([60, 1, 7], 16, optimizer, skew=skew))
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(
     st.lists(st.integers(1, 300), min_size=1, max_size=3),
     st.integers(1, 40),
@@ -97,7 +97,7 @@ def test_a_hot_row_is_added_up_level_by_level(small_tiles, optimizer):
     assert_same_weights(*train_both([1, 3, 50], 8, optimizer, steps=1, bags=16, skew=True))
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(0, 2**16))
 def test_runs_of_any_length_are_added_once(pattern, seed):
     """Runs that end, begin, or pass at any place of a tile, against one index_add."""
