@@ -5,7 +5,10 @@ import os
 # Two test processes that share two cores must not burn them in OpenMP's spin loops.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import subprocess
+import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -21,6 +24,36 @@ if not torch.cuda.is_available():
 # No deadlines: the machines that run this are shared. Same examples every time.
 settings.register_profile("project", deadline=None, derandomize=True)
 settings.load_profile("project")
+
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+class Chain(NamedTuple):
+    """Where ``dlrm run all`` left its runs: the last one's folder, and the output root."""
+
+    last: Path
+    root: Path
+
+
+@pytest.fixture(scope="session")
+def quick_chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
+    """``dlrm run all -f parameters/quick.yaml`` as one types it, once for all tests: a minute."""
+    root = tmp_path_factory.mktemp("all") / "outputs"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "dlrm_core", "run", "all"),
+            *("-f", str(REPOSITORY / "parameters" / "quick.yaml"), "--output-root", str(root)),
+        ],
+        cwd=root.parent,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return Chain(Path(done.stdout.splitlines()[-1]), root)
 
 
 @pytest.fixture

@@ -37,7 +37,12 @@ def parameters() -> Parameters:
             },
             "data": {"generator": "facebook_loop", "indices_per_lookup": 4},
             "training": {"batch_size": 16, "batches": 12, "device": "cpu", "log_every": 5},
-            "profiling": {"engine": "torch", "warmup": 1, "iterations": ITERATIONS},
+            "profiling": {
+                "engine": "torch",
+                "warmup": 1,
+                "iterations": ITERATIONS,
+                "probes": False,
+            },
         }
     )
 

@@ -15,6 +15,7 @@ import nbformat
 import pandas as pd
 import plotly.graph_objects as go
 import pytest
+from conftest import Chain
 
 from dlrm_core import notebook_run, presentation
 from dlrm_core.analysis.attribution import attribute, coverage
@@ -109,7 +110,9 @@ def test_parameters_are_typed_commented_and_the_quick_ones(name: str) -> None:
 def papermill(name: str, out: Path, *arguments: str) -> Any:
     """Plain papermill, as a user without ``dlrm run`` types it, with a smaller quick run."""
     parameters = out / "parameters.yaml"
-    parameters.write_text(QUICK.read_text().replace("batches: 60", "batches: 10"))
+    small = QUICK.read_text().replace("batches: 60", "batches: 10")
+    # probes take most of a profile's time; the chain of `dlrm run all` has them
+    parameters.write_text(small.replace("  warmup: 3\n", "  warmup: 3\n  probes: false\n"))
     done = subprocess.run(
         [
             *(sys.executable, "-m", "papermill", "--no-progress-bar"),
@@ -154,29 +157,9 @@ def test_plain_papermill_runs_one_after_the_other(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "b" / "bottlenecks.json").read_text())["coverage"] > 0.9
 
 
-@pytest.fixture(scope="module")
-def all_three(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """``dlrm run all`` as one types it: its last line, and the output root."""
-    root = tmp_path_factory.mktemp("all") / "outputs"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "dlrm_core", "run", "all", "-f", str(QUICK)),
-            *("--output-root", str(root)),
-        ],
-        cwd=root.parent,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return Path(done.stdout.splitlines()[-1]), root
-
-
 @pytest.mark.notebook
-def test_run_all_leaves_three_finished_runs(all_three: tuple[Path, Path]) -> None:
-    last, root = all_three
+def test_run_all_leaves_three_finished_runs(quick_chain: Chain) -> None:
+    last, root = quick_chain
     assert last == latest_run(root, "bottlenecks")
     runs = {path.parent: json.loads(path.read_text()) for path in root.glob("*/*/run.json")}
     assert sorted(run["notebook"] for run in runs.values()) == sorted(NAMES)
@@ -188,8 +171,8 @@ def test_run_all_leaves_three_finished_runs(all_three: tuple[Path, Path]) -> Non
 
 
 @pytest.mark.notebook
-def test_run_all_writes_the_documented_json(all_three: tuple[Path, Path]) -> None:
-    last, root = all_three
+def test_run_all_writes_the_documented_json(quick_chain: Chain) -> None:
+    last, root = quick_chain
     document = json.loads((last / "bottlenecks.json").read_text())
     keys = {"findings", "attribution", "coverage", "profiler", "passes", "not_measured"}
     assert keys <= set(document)
@@ -216,8 +199,8 @@ def test_run_all_writes_the_documented_json(all_three: tuple[Path, Path]) -> Non
 
 
 @pytest.mark.notebook
-def test_every_figure_has_its_table(all_three: tuple[Path, Path]) -> None:
-    _, root = all_three
+def test_every_figure_has_its_table(quick_chain: Chain) -> None:
+    _, root = quick_chain
     for name, figures in (("train", 3), ("profile", 1), ("bottlenecks", 9)):
         folder = latest_run(root, name)
         assert folder is not None
