@@ -168,6 +168,7 @@ def _work(request: Request, place: Workplace, size: int) -> None:
         rows = int(place.done["rows"])
         test = max(1, round(rows * request.fraction))
         if rows - test < 1:
+            place.done = {}  # nothing to go on with
             raise InputError(
                 f"the inputs have {rows} rows, of which {test} would be the test split: none is "
                 "left to train on"
@@ -225,6 +226,7 @@ def _parse(request: Request, place: Workplace, columns: RawColumns) -> None:
         disk.finish(done)
     progress.close()
     if not done["rows"]:
+        place.done = {}  # nothing to go on with
         raise InputError(f"{request.inputs[0]}: has no lines")
     place.note(**done, parsed=True)
 
