@@ -25,7 +25,8 @@ $(SET_UP): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
 	  { echo "Python's venv module is missing: apt-get install python3-venv (Debian, Ubuntu)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	@# bytecode is made where it is first imported: making all of it takes longer than the rest
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -r requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
