@@ -13,8 +13,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from dlrm_core.config import Parameters
 
 NUMBER_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -47,6 +45,8 @@ def dense_peak(parameters: Parameters, gpu: bool = False) -> DensePeak:
     rows = min(training.batch_size, training.micro_batch or training.batch_size)
     if training.dense_backend == "fused" and not gpu:
         # here, since what it imports imports this
+        import torch
+
         from dlrm_core.dense_fused import parts_of, why_not_fused
 
         if not why_not_fused(training, torch.device("cpu")):

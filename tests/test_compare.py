@@ -278,7 +278,8 @@ def test_runs_in_turns_are_on_disk_and_not_made_again(tmp_path: Path) -> None:
     assert all(len(run.iteration_ms) == 4 and len(run.losses) == 5 for run in runs)
     for run in runs:
         whole = np.sum(list(run.parts.values()), axis=0)
-        assert np.allclose(whole, run.iteration_ms, rtol=0.2)
+        # what lies between the parts is microseconds, or a process that was made to wait there
+        assert (whole > 0).all() and (whole <= np.multiply(run.iteration_ms, 1.01)).all()
     assert read_rounds(tmp_path) == runs
     # killed while a line was written: what was whole is kept, what was cut is run again
     lines = (tmp_path / "rounds.jsonl").read_text()

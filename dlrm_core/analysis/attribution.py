@@ -319,8 +319,12 @@ def _step_contexts(profile: Profile, other_threads: bool) -> np.ndarray:
     # Where spans placed the samples, those of every thread are in the iterations already.
     if not other_threads or profile.meta.get("spans"):
         return inside
-    root = profile.contexts["kind"].eq("root").to_numpy()
-    return inside | ~(np.isin(thread, np.unique(thread[inside])) | root)
+    kind = profile.contexts["kind"]
+    root = kind.eq("root").to_numpy()
+    # a torch trace has the Python frames of waiting threads too: they do nothing
+    at_work = np.unique(thread[~kind.isin(["thread", "python", "root"]).to_numpy()])
+    outside = np.isin(thread, np.unique(thread[inside])) | root | ~np.isin(thread, at_work)
+    return inside | ~outside
 
 
 def _left_out(state: SteadyState, numbers: np.ndarray) -> list[str]:
