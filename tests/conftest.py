@@ -5,6 +5,7 @@ import os
 # Two test processes that share two cores must not burn them in OpenMP's spin loops.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,10 @@ from dlrm_core.profiling import hpctoolkit_process
 # GPU kernels have CPU tests: Triton's interpreter must be chosen before triton is imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# A shell's background jobs ignore Ctrl-C, and so would the processes that tests send it to.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No deadlines: the machines that run this are shared. Same examples every time.
 settings.register_profile("project", deadline=None, derandomize=True)
