@@ -23,7 +23,7 @@ def describe(case: Mapping[str, Any]) -> str:
         step, whole = ratios["step_ms"], ratios["end_to_end_ms"]
         lines.append(
             f"{name} is {_times(step)} as fast as {case['against']} a step, {_times(whole)} "
-            f"end to end; {step['rounds']} rounds, {step['confidence']:.0%} confidence"
+            f"end to end; {_certainty(step)}"
         )
     lines.append(losses(case))
     lines += [f"{name} FAILED: {reason}" for name, reason in case.get("failures", {}).items()]
@@ -64,7 +64,16 @@ def missing_peer(failures: Mapping[str, str]) -> str:
 
 
 def _times(interval: Mapping[str, float]) -> str:
+    if interval["rounds"] == 1:
+        return f"{interval['mid']:.2f}x"
     return f"{interval['mid']:.2f}x ({interval['low']:.2f} to {interval['high']:.2f})"
+
+
+def _certainty(interval: Mapping[str, float]) -> str:
+    rounds = interval["rounds"]
+    if rounds == 1:
+        return "one round: no interval"
+    return f"{rounds} rounds, {interval['confidence']:.0%} confidence"
 
 
 def _threads(count: int | None) -> str:

@@ -58,10 +58,12 @@ def _case_verdict(document: Document, case: Mapping[str, Any]) -> str:
     against = contestant_label(case["against"])
     sure = found["step_ms"]["confidence"]
     step, whole = (_times(found[figure]) for figure in ("step_ms", "end_to_end_ms"))
+    rounds = found["step_ms"]["rounds"]
+    how = f"{rounds} rounds, {sure:.0%} confidence" if rounds > 1 else "one round: no interval"
     return (
         f"**{where}: {contestant_label(name)} is {whole} as fast as {against} end to end**, "
-        f"data included, and {step} a step ({found['step_ms']['rounds']} rounds, "
-        f"{sure:.0%} confidence{'' if sure >= 0.95 else '; six rounds or more give 95 %'})."
+        f"data included, and {step} a step ({how}"
+        f"{'' if sure >= 0.95 else '; six rounds or more give 95 %'})."
     )
 
 
@@ -312,4 +314,6 @@ def _threads(count: int) -> str:
 
 
 def _times(found: Mapping[str, float]) -> str:
+    if found["rounds"] == 1:
+        return f"{found['mid']:.2f}×"
     return f"{found['mid']:.2f}× ({found['low']:.2f} to {found['high']:.2f})"
