@@ -78,6 +78,24 @@ class TrainingConfig:
         "folder on a disk from which the tables on the host are mapped, for tables larger than "
         "the host's memory; scratch: removed when the run ends",
     )
+    sharding: str = setting(
+        "auto",
+        "under torchrun, how embedding tables are divided among the ranks by TorchRec: "
+        "'table_wise' (a rank has whole tables), 'row_wise', 'column_wise' (each table cut up), "
+        "'replicated' (every rank has all), 'auto' (its planner chooses)",
+        choices=("auto", "table_wise", "row_wise", "column_wise", "replicated"),
+    )
+    replicated_bytes: int = setting(
+        0,
+        "under torchrun: tables of at most so many bytes are replicated, whatever sharding says",
+        minimum=0,
+    )
+    rank_timeout_s: float = setting(
+        60.0,
+        "under torchrun: the run ends, naming the rank, when one gives no sign of life or keeps "
+        "the others waiting for so many seconds",
+        minimum=1.0,
+    )
     fused_optimizer: bool = setting(
         False, "one fused kernel for the dense weights' update instead of one call a tensor"
     )

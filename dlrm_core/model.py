@@ -7,7 +7,7 @@ F = T + 1 features that interact.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -243,12 +243,28 @@ _CHUNK = 1 << 22
 @torch.no_grad()
 def _fill_like_facebook(model: DLRM, random: np.random.RandomState) -> None:
     for table in model.embeddings.weights:
-        bound = np.sqrt(1 / table.shape[0])
         flat = table.view(-1)
-        for start in range(0, flat.numel(), _CHUNK):
-            part = flat[start : start + _CHUNK]
-            draws = random.uniform(-bound, bound, part.numel()).astype(np.float32)
-            part.copy_(torch.from_numpy(draws))
+        for start, values in facebook_table(random, *table.shape):
+            flat[start : start + values.numel()].copy_(values)
+    fill_dense_like_facebook(model, random)
+
+
+def facebook_table(
+    random: np.random.RandomState, rows: int, dim: int
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """A table's initial weights in portions: their first place in the flattened table, and they.
+
+    All tables come before the MLPs in facebook's stream.
+    """
+    bound = np.sqrt(1 / rows)
+    for start in range(0, rows * dim, _CHUNK):
+        draws = random.uniform(-bound, bound, min(_CHUNK, rows * dim - start))
+        yield start, torch.from_numpy(draws.astype(np.float32))
+
+
+@torch.no_grad()
+def fill_dense_like_facebook(model: DLRM, random: np.random.RandomState) -> None:
+    """Initial weights of both MLPs, from a stream that stands behind the tables."""
     for mlp in (model.bottom_mlp, model.top_mlp):
         for linear in mlp.linears:
             m, n = linear.weight.shape
@@ -269,6 +285,12 @@ def _fill_with_torch(model: DLRM, random: torch.Generator) -> None:
         # a table that stays on the host: a generator draws on its own device only
         beside = beside or torch.Generator(table.device).manual_seed(random.initial_seed())
         table.uniform_(-bound, bound, generator=beside)
+    fill_dense_with_torch(model, random)
+
+
+@torch.no_grad()
+def fill_dense_with_torch(model: DLRM, random: torch.Generator) -> None:
+    """Initial weights of both MLPs, from a generator that stands behind the tables."""
     for mlp in (model.bottom_mlp, model.top_mlp):
         for linear in mlp.linears:
             m, n = linear.weight.shape

@@ -46,6 +46,9 @@ _FREE_TRAINING = (
     "keep_checkpoints",
     "resume",
     "lowest_precision",
+    "sharding",
+    "replicated_bytes",
+    "rank_timeout_s",
 )
 """May differ without a word: they do not change what an iteration computes."""
 
