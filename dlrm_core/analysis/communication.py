@@ -39,3 +39,159 @@ everything in this room takes as pandas frames. A column in brackets may be abse
 send buffer of an all-to-all, what stays at home included; the input of a reduce-scatter; the
 output of an all-gather. What leaves a rank is (ranks − 1) / ranks of the last three.
 """
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+
+from dlrm_core.analysis.sharding import Plan, make_plan
+from dlrm_core.config import Parameters
+from dlrm_core.errors import InputError
+
+FLOAT_BYTES = 4
+"""Gradients and pooled vectors travel in fp32, whatever the products' precision."""
+
+INDEX_BYTES = 8
+"""Indices and bag lengths are int64."""
+
+MIB = 1 << 20
+
+COLLECTIVES = ("allreduce", "alltoall", "allgather", "reduce_scatter", "broadcast")
+
+VOLUME_COLUMNS = ["collective", "what", "phase", "bytes", "leaves_bytes", "total_bytes"]
+
+
+def dense_parameters(parameters: Parameters) -> int:
+    """Weights and biases of both MLPs: sum of f_in f_out + f_out over their layers."""
+    model = parameters.model
+    return sum(
+        n * m + m
+        for widths in (model.bottom_widths, model.top_widths)
+        for n, m in itertools.pairwise(widths)
+    )
+
+
+def allreduce_bytes(parameters: Parameters) -> int:
+    """Bytes of the dense part's gradients: the study's allreduce column (its equation 1)."""
+    return FLOAT_BYTES * dense_parameters(parameters)
+
+
+def alltoall_bytes(parameters: Parameters, batch_size: int) -> int:
+    """Bytes of all pooled vectors of a global batch: the study's all-to-all column.
+
+    4 S N E of equation 2 (S tables, N samples, E width), once forward and once backward.
+    """
+    model = parameters.model
+    return FLOAT_BYTES * len(model.table_rows) * batch_size * model.embedding_dim
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    collective: str
+    what: str
+    phase: str
+    payload: float
+    """Bytes on the rank with most (see the module's docstring)."""
+    total: float
+    """Bytes of all ranks' payloads; of an all-reduce and of what is alike on all, one's."""
+
+
+def volumes(parameters: Parameters, plan: Plan, batch_size: int) -> pd.DataFrame:
+    """What one iteration exchanges, collective by collective.
+
+    With B samples, R ranks, width d, a mean bag of k_t indices (T_w tables table-wise, T_c
+    column-wise in c slices, T_r row-wise, T_0 replicated of n_t rows):
+
+    * all-reduce, dense gradients: 4 sum(f_in f_out + f_out);
+    * all-reduce, table gradients: 4 d sum over T_0 of n_t (dense, as data parallelism has it);
+    * all-to-all, indices: 8 B sum(k_t + 1) over T_w, c times that over T_c; over T_r
+      8 B (k_t + R), since an index has one owner but every owner gets bags;
+    * all-to-all, pooled vectors and their gradients: 4 B d (T_w + T_c) each way;
+    * reduce-scatter, partial sums: input 4 B d T_r on each rank; all-gather of their
+      gradients: output as large.
+
+    Args:
+        batch_size: samples over all ranks.
+
+    Returns:
+        ``collective``, ``what``, ``phase``, ``bytes`` (payload on the rank with most),
+        ``leaves_bytes`` (what leaves that rank: (R−1)/R of it; of an all-reduce by a ring
+        twice that), ``total_bytes`` (over all ranks). Empty with one rank.
+
+    Raises:
+        InputError: ``batch_size`` cannot be divided among the ranks.
+    """
+    if batch_size < plan.ranks:
+        raise InputError(
+            f"batch_size is {batch_size}, but there are {plan.ranks} ranks: expected at least "
+            "a sample for each"
+        )
+    found = [each for each in _exchanges(parameters, plan, batch_size) if each.payload > 0]
+    away = (plan.ranks - 1) / plan.ranks
+    rows = [
+        (
+            each.collective,
+            each.what,
+            each.phase,
+            each.payload,
+            each.payload * away * (2 if each.collective == "allreduce" else 1),
+            each.total,
+        )
+        for each in found
+        if plan.ranks > 1
+    ]
+    return pd.DataFrame(rows, columns=VOLUME_COLUMNS)
+
+
+def _exchanges(parameters: Parameters, plan: Plan, batch: int) -> list[_Exchange]:
+    ranks, dim = plan.ranks, plan.dim
+    dense = float(allreduce_bytes(parameters))
+    copies = float(FLOAT_BYTES * dim * sum(table.rows for table in plan.of_kind("replicated")))
+    indices = INDEX_BYTES * batch * _index_numbers(plan)
+    columns = plan.columns_sent()
+    pooled = FLOAT_BYTES * batch * float(columns.sum())
+    # a rank sends what it holds for all samples, and receives every table for its own
+    most = FLOAT_BYTES * batch * max(float(columns.max()), float(columns.sum()) / ranks)
+    partial = float(FLOAT_BYTES * batch * dim * len(plan.of_kind("row_wise")))
+    return [
+        _Exchange("alltoall", "indices", "forward", indices / ranks, indices),
+        _Exchange("alltoall", "pooled vectors", "forward", most, pooled),
+        _Exchange("reduce_scatter", "pooled vectors", "forward", partial, partial * ranks),
+        _Exchange("alltoall", "pooled gradients", "backward", most, pooled),
+        _Exchange("allgather", "pooled gradients", "backward", partial, partial * ranks),
+        _Exchange("allreduce", "dense gradients", "backward", dense, dense),
+        _Exchange("allreduce", "table gradients", "backward", copies, copies),
+    ]
+
+
+def _index_numbers(plan: Plan) -> float:
+    """Indices and lengths that change hands for one sample."""
+    numbers = 0.0
+    for table in plan.of_kind("table_wise", "column_wise", "row_wise"):
+        count = plan.lookups[table.table]
+        numbers += count + table.shards if table.kind == "row_wise" else table.shards * (count + 1)
+    return numbers
+
+
+def volumes_by_sharding(
+    parameters: Parameters, ranks: int, batch_size: int, shardings: Sequence[str]
+) -> pd.DataFrame:
+    """:func:`volumes` of several shardings: with a column ``sharding`` in front.
+
+    A sharding that does not reach so many ranks is left out.
+    """
+    tables = []
+    for sharding in shardings:
+        try:
+            plan = make_plan(parameters, ranks, sharding)
+        except InputError:
+            continue
+        found = volumes(parameters, plan, batch_size)
+        found.insert(0, "sharding", sharding)
+        tables.append(found)
+    columns = ["sharding", *VOLUME_COLUMNS]
+    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=columns)
