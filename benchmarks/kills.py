@@ -1,11 +1,14 @@
-"""Kills training runs at random moments (SIGKILL) and resumes them, again and again.
+"""Kills training and the making of data sets at random moments (SIGKILL), and goes on.
 
-After every kill each checkpoint that had been announced must be there and whole, and at
-the end of a run its weights and optimiser state must be, bit for bit, those of the same
-run never killed. Each run is a process forked from one that has loaded torch but never
-computed, so a kill costs a tenth of a second instead of the seconds of a start.
+After every kill of a training run each checkpoint that had been announced must be there
+and whole, and at its end weights and optimiser state must be, bit for bit, those of the
+same run never killed; ``kills_datasets`` says what holds for data sets. Each run is a
+process forked from one that has loaded torch but never computed, so a kill costs a tenth
+of a second instead of the seconds of a start.
 
     python benchmarks/kills.py --kills 200 --json benchmarks/results/kills.json
+
+Given again with the same file it goes on, so it can be done in pieces (--seconds).
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from kills_datasets import WORK, kill_until_whole, make_whole, prepare
+
 from dlrm_core.checkpoints import (
     OPTIMIZER,
     WEIGHTS,
@@ -35,7 +40,7 @@ from dlrm_core.checkpoints import (
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.doctor import machine_facts
 from dlrm_core.errors import InputError
-from dlrm_core.files import write_json
+from dlrm_core.files import read_json, write_json
 from dlrm_core.run_folder import versions
 
 STEPS = 120
@@ -72,6 +77,7 @@ class Tally:
     while_writing: int = 0
     """Kills that left an unfinished checkpoint behind: they fell into its writing."""
     checkpoints_verified: int = 0
+    data_sets_compared: int = 0
     faults: list[str] = field(default_factory=list)
     by_kind: dict[str, int] = field(default_factory=dict)
 
@@ -136,6 +142,7 @@ def kill_until_finished(
     """One run, killed up to ``most`` times."""
     place, tally = output / "checkpoint", Tally(runs=1)
     while True:
+        left = set(place.glob(".step-*"))
         reader, writer = os.pipe()
         pid = child(resumed(parameters, place), output, writer)
         os.close(writer)
@@ -150,7 +157,7 @@ def kill_until_finished(
         said = [int(line) for line in text.split(b"\n")[:-1]]
         if os.WIFSIGNALED(status):
             tally.kills += 1
-            tally.while_writing += bool(list(place.glob(".step-*")))
+            tally.while_writing += bool(set(place.glob(".step-*")) - left)
         elif os.WEXITSTATUS(status):
             tally.faults.append("a run ended by itself with an error")
             return tally
@@ -208,60 +215,127 @@ def same_files(one: Path, other: Path) -> bool:
     )
 
 
+def training_kills(kind: str, top: Path, moments: random.Random, most: int) -> Tally:
+    """One training run, killed up to ``most`` times."""
+    output, parameters = top / "run", parameters_of(kind, moments.choice((1, 2, 5)))
+    found = kill_until_finished(parameters, output, _whole(kind, top) / "checkpoint", moments, most)
+    shutil.rmtree(output)
+    found.by_kind[kind] = found.kills
+    return found
+
+
+def data_kills(kind: str, top: Path, seconds: float, moments: random.Random, most: int) -> Tally:
+    """One data set, its making killed up to ``most`` times."""
+    target = top / "set"
+    killed = kill_until_whole(WORK[kind], target, _whole(kind, top), seconds, moments, most)
+    shutil.rmtree(target)
+    return Tally(
+        kills=killed.kills,
+        runs=1,
+        data_sets_compared=1,
+        faults=killed.faults,
+        by_kind={kind: killed.kills},
+    )
+
+
+def _whole(kind: str, top: Path) -> Path:
+    return top / f"whole-{[*KINDS, *WORK].index(kind)}"
+
+
+def make_wholes(top: Path) -> dict[str, float]:
+    """Every kind's work done once without kills; seconds that each data set took.
+
+    Raises:
+        InputError: one of them failed.
+    """
+    prepare(top)
+    for kind in KINDS:
+        reader, writer = os.pipe()
+        pid = child(parameters_of(kind, STEPS), _whole(kind, top), writer)
+        failed = os.waitpid(pid, 0)[1]
+        os.close(reader)
+        os.close(writer)
+        if failed:
+            raise InputError(f"{kind}: the run without kills failed")
+    return {kind: make_whole(work, _whole(kind, top)) for kind, work in WORK.items()}
+
+
+def begun(file: Path | None) -> dict[str, Any]:
+    """The record so far: that of the file, or an empty one.
+
+    Raises:
+        InputError: it was made with another processor or other versions.
+    """
+    here = {"machine": machine_facts(), "versions": versions()}
+    if file is None or not file.exists():
+        return asdict(Tally()) | {"pieces": []} | here
+    record = read_json(file)
+    for part, name in (("machine", "cpu"), ("versions", "torch"), ("versions", "numpy")):
+        was, now = record.get(part, {}).get(name), here[part].get(name)
+        if was != now:
+            raise InputError(f"{file}: has kills with {name} {was}, but it is {now} here")
+    return {**record, **here}
+
+
+def add(record: dict[str, Any], found: Tally) -> None:
+    """Count one more run in a record."""
+    for name, value in asdict(found).items():
+        if name == "by_kind":
+            for kind, kills in value.items():
+                record["by_kind"][kind] = record["by_kind"].get(kind, 0) + kills
+        else:
+            record[name] += value
+
+
 def main() -> int:
     """Exit code 0 if nothing was lost and nothing went wrong."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--kills", type=int, default=200, help="in all, those of the file included")
     parser.add_argument("--seconds", type=float, default=1e9, help="no new run after so many")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--json", metavar="FILE", help="goes on with it if it is there")
     given = parser.parse_args()
-    moments, total, started = random.Random(given.seed), Tally(), time.perf_counter()
+    file = Path(given.json) if given.json else None
+    record, started = begun(file), time.perf_counter()
+    before = record["kills"]
+    # a piece of its own goes on elsewhere in the sequence of random moments
+    moments = random.Random(f"{given.seed} {len(record['pieces'])}")
     # torch's optimisers load this when they are made: two seconds of every process otherwise
     importlib.import_module("torch._dynamo")
     top = Path(tempfile.mkdtemp(prefix="kills-"))
     try:
-        whole = {}
-        for number, kind in enumerate(KINDS):
-            whole[kind] = top / f"whole-{number}"
-            reader, writer = os.pipe()
-            pid = child(parameters_of(kind, STEPS), whole[kind], writer)
-            if os.waitpid(pid, 0)[1]:
-                print(f"{kind}: the run without kills failed", file=sys.stderr)
-                return 1
-            os.close(reader)
-            os.close(writer)
-        while total.kills < given.kills and time.perf_counter() - started < given.seconds:
-            kind = list(KINDS)[total.runs % len(KINDS)]
-            output = top / "run"
-            parameters = parameters_of(kind, moments.choice((1, 2, 5)))
-            most = min(given.kills - total.kills, moments.randrange(4, 13))
-            place = whole[kind] / "checkpoint"
-            found = kill_until_finished(parameters, output, place, moments, most)
-            for name in ("kills", "runs", "while_writing", "checkpoints_verified", "faults"):
-                setattr(total, name, getattr(total, name) + getattr(found, name))
-            total.by_kind[kind] = total.by_kind.get(kind, 0) + found.kills
-            shutil.rmtree(output)
+        seconds = make_wholes(top)
+        while record["kills"] < given.kills and time.perf_counter() - started < given.seconds:
+            kind = [*KINDS, *WORK][record["runs"] % (len(KINDS) + len(WORK))]
+            most = min(given.kills - record["kills"], moments.randrange(4, 13))
+            if kind in KINDS:
+                found = training_kills(kind, top, moments, most)
+            else:
+                found = data_kills(kind, top, seconds[kind], moments, most)
+            add(record, found)
             print(
-                f"{total.kills} kills, {total.while_writing} of them while a checkpoint was "
-                f"written, {len(total.faults)} faults ({kind})",
+                f"{record['kills']} kills, {record['while_writing']} of them while a checkpoint "
+                f"was written, {len(record['faults'])} faults ({kind})",
                 flush=True,
             )
     finally:
         shutil.rmtree(top, ignore_errors=True)
-    if given.json:
-        about = {
-            "command": " ".join(["python", *sys.argv]),
-            "seed": given.seed,
-            "seconds": time.perf_counter() - started,
-            "machine": machine_facts(),
-            "versions": versions(),
-        }
-        write_json(Path(given.json), asdict(total) | about)
-    for fault in total.faults:
+    piece = {
+        "command": " ".join(["python", *sys.argv]),
+        "kills": record["kills"] - before,
+        "seconds": time.perf_counter() - started,
+        "commit": record["versions"].get("commit"),
+    }
+    record["pieces"] = [*record["pieces"], piece]
+    if file is not None:
+        write_json(file, record)
+    for fault in record["faults"]:
         print(fault, file=sys.stderr)
-    return 1 if total.faults else 0
+    return 1 if record["faults"] else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except InputError as error:
+        sys.exit(str(error))
