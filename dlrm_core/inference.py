@@ -80,6 +80,20 @@ def measure_latency(
     Raises:
         InputError: no step is left after the warm-up.
     """
+    times_ms = time_predictions(model, batches, precision, device, steps, seconds)
+    mean_loss = _mean_loss(model, loss, batches, precision, device)
+    return latency_of(times_ms, batches[0].size, len(batches), mean_loss, protocol)
+
+
+def time_predictions(
+    model: DLRM,
+    batches: Sequence[Batch],
+    precision: DensePrecision,
+    device: torch.device,
+    steps: int,
+    seconds: float,
+) -> list[float]:
+    """Milliseconds of every step, warm-up included; see :func:`measure_latency`."""
     times_ms: list[float] = []
     started = time.perf_counter()
     while len(times_ms) < steps and (not times_ms or time.perf_counter() - started < seconds):
@@ -92,32 +106,53 @@ def measure_latency(
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
         times_ms.append(1e3 * (time.perf_counter() - begun))
+    return times_ms
+
+
+def latency_of(
+    times_ms: Sequence[float], size: int, batches: int, loss: float, protocol: str
+) -> Latency:
+    """What a protocol makes of the times of ``size`` samples each.
+
+    Raises:
+        InputError: no step is left after the warm-up.
+    """
     first = NVIDIA_WARM_UP if protocol == "nvidia" else warm_up_steps(times_ms)
     kept = times_ms[first:]
     if not kept:
         raise InputError(
-            f"{len(times_ms)} steps were made in {seconds:g} s, but the first {first} are left "
+            f"{len(times_ms)} steps were made in the time given, but the first {first} are left "
             "out: give more --steps or --seconds"
         )
     p50, p90, p95, p99 = (float(value) for value in np.percentile(kept, (50, 90, 95, 99)))
-    losses = []
-    for batch in batches:
-        batch = batch.to(device)
-        losses.append(float(loss(predict(model, batch, precision), batch.targets)))
     mean = statistics.fmean(kept)
     return Latency(
-        batch_size=batches[0].size,
+        batch_size=size,
         steps=len(kept),
         warm_up_steps=first,
-        batches=len(batches),
+        batches=batches,
         mean=mean,
         p50=p50,
         p90=p90,
         p95=p95,
         p99=p99,
-        samples_per_second=1e3 * batches[0].size / mean,
-        loss=statistics.fmean(losses),
+        samples_per_second=1e3 * size / mean,
+        loss=loss,
     )
+
+
+def _mean_loss(
+    model: DLRM,
+    loss: nn.Module,
+    batches: Sequence[Batch],
+    precision: DensePrecision,
+    device: torch.device,
+) -> float:
+    losses = []
+    for batch in batches:
+        batch = batch.to(device)
+        losses.append(float(loss(predict(model, batch, precision), batch.targets)))
+    return statistics.fmean(losses)
 
 
 def pool_of(stream: Iterable[Batch], steps: int, pin: bool) -> list[Batch]:

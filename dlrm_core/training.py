@@ -205,6 +205,11 @@ class Trainer:
         return self._folder is not None
 
     @property
+    def data_seconds(self) -> float:
+        """In which the last iteration made its batch or waited for it."""
+        return self._measured.data_s[-1]
+
+    @property
     def learning_rate(self) -> float:
         """Of the last iteration, from the optimiser that used it."""
         return float(self.step.top_optimizer.param_groups[0]["lr"])
@@ -247,7 +252,7 @@ def train(
         checkpoint = checkpoint_to_resume(parameters, place)
         lines = None
         if folder is not None:
-            lines = stack.enter_context(_metrics(folder / "metrics.jsonl", checkpoint))
+            lines = stack.enter_context(metrics_lines(folder / "metrics.jsonl", checkpoint))
         trainer = Trainer(parameters, checkpoint, place)
         stack.callback(trainer.close)
         bar = stack.enter_context(progress_bar(trainer.total, trainer.done, enabled=progress))
@@ -277,7 +282,7 @@ def train(
     return result
 
 
-def _metrics(path: Path, checkpoint: Checkpoint | None) -> JsonLines:
+def metrics_lines(path: Path, checkpoint: Checkpoint | None) -> JsonLines:
     """metrics.jsonl, with the lines up to the checkpoint that the run goes on from."""
     if checkpoint is None or not path.exists():
         return JsonLines(path)
@@ -303,6 +308,7 @@ __all__ = [
     "TrainingResult",
     "device_name",
     "json_line",
+    "metrics_lines",
     "resolve_device",
     "train",
 ]
