@@ -120,6 +120,28 @@ def _infer(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _protocols(parser: argparse.ArgumentParser) -> None:
+    _parameters(parser)
+    parser.add_argument(
+        "--iterations", type=int, default=500, help="of training, as NVIDIA's (default: 500)"
+    )
+    parser.add_argument(
+        "--batch-sizes",
+        default="1,64,2048",
+        metavar="N,...",
+        help="of inference; '' measures none (default: %(default)s)",
+    )
+    parser.add_argument("--steps", type=int, default=1000, help="of inference (default: 1000)")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="of inference at most, a batch size (default: %(default)g)",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the record there")
+
+
 def _checkpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint",
@@ -274,6 +296,12 @@ SUBCOMMANDS = (
         "latency of predictions, by batch size",
         _infer,
         "dlrm_core.evaluation_commands:infer",
+    ),
+    Subcommand(
+        "protocols",
+        "throughput and latency by NVIDIA's, facebook's and DeepSpark's protocols",
+        _protocols,
+        "dlrm_core.protocols_command:protocols",
     ),
     Subcommand(
         "record",

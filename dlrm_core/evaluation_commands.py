@@ -65,7 +65,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 def infer(arguments: argparse.Namespace) -> int:
     """``dlrm infer``: a JSON line for each batch size, and a last one with all of them."""
-    sizes = _sizes(arguments.batch_sizes)
+    sizes = batch_sizes(arguments.batch_sizes)
     if arguments.steps < 1:
         raise InputError(f"--steps is {arguments.steps}, expected at least 1")
     predictor = open_predictor(arguments)
@@ -173,7 +173,7 @@ def _about(predictor: Predictor, notices: list[str]) -> dict[str, Any]:
     }
 
 
-def _sizes(given: str | None) -> list[int]:
+def batch_sizes(given: str | None) -> list[int]:
     """Batch sizes of ``--batch-sizes``.
 
     Raises:
