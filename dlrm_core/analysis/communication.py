@@ -90,7 +90,9 @@ def alltoall_bytes(parameters: Parameters, batch_size: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Exchange:
+class Exchange:
+    """One collective of an iteration."""
+
     collective: str
     what: str
     phase: str
@@ -123,14 +125,8 @@ def volumes(parameters: Parameters, plan: Plan, batch_size: int) -> pd.DataFrame
         twice that), ``total_bytes`` (over all ranks). Empty with one rank.
 
     Raises:
-        InputError: ``batch_size`` cannot be divided among the ranks.
+        InputError: fewer samples than ranks.
     """
-    if batch_size < plan.ranks:
-        raise InputError(
-            f"batch_size is {batch_size}, but there are {plan.ranks} ranks: expected at least "
-            "a sample for each"
-        )
-    found = [each for each in _exchanges(parameters, plan, batch_size) if each.payload > 0]
     away = (plan.ranks - 1) / plan.ranks
     rows = [
         (
@@ -141,13 +137,24 @@ def volumes(parameters: Parameters, plan: Plan, batch_size: int) -> pd.DataFrame
             each.payload * away * (2 if each.collective == "allreduce" else 1),
             each.total,
         )
-        for each in found
-        if plan.ranks > 1
+        for each in exchanges(parameters, plan, batch_size)
     ]
     return pd.DataFrame(rows, columns=VOLUME_COLUMNS)
 
 
-def _exchanges(parameters: Parameters, plan: Plan, batch: int) -> list[_Exchange]:
+def exchanges(parameters: Parameters, plan: Plan, batch: int) -> list[Exchange]:
+    """The rows of :func:`volumes`, without what is empty.
+
+    Raises:
+        InputError: fewer samples than ranks.
+    """
+    if batch < plan.ranks:
+        raise InputError(
+            f"batch_size is {batch}, but there are {plan.ranks} ranks: expected at least a sample "
+            "for each"
+        )
+    if plan.ranks == 1:
+        return []
     ranks, dim = plan.ranks, plan.dim
     dense = float(allreduce_bytes(parameters))
     copies = float(FLOAT_BYTES * dim * sum(table.rows for table in plan.of_kind("replicated")))
@@ -157,15 +164,16 @@ def _exchanges(parameters: Parameters, plan: Plan, batch: int) -> list[_Exchange
     # a rank sends what it holds for all samples, and receives every table for its own
     most = FLOAT_BYTES * batch * max(float(columns.max()), float(columns.sum()) / ranks)
     partial = float(FLOAT_BYTES * batch * dim * len(plan.of_kind("row_wise")))
-    return [
-        _Exchange("alltoall", "indices", "forward", indices / ranks, indices),
-        _Exchange("alltoall", "pooled vectors", "forward", most, pooled),
-        _Exchange("reduce_scatter", "pooled vectors", "forward", partial, partial * ranks),
-        _Exchange("alltoall", "pooled gradients", "backward", most, pooled),
-        _Exchange("allgather", "pooled gradients", "backward", partial, partial * ranks),
-        _Exchange("allreduce", "dense gradients", "backward", dense, dense),
-        _Exchange("allreduce", "table gradients", "backward", copies, copies),
+    found = [
+        Exchange("alltoall", "indices", "forward", indices / ranks, indices),
+        Exchange("alltoall", "pooled vectors", "forward", most, pooled),
+        Exchange("reduce_scatter", "pooled vectors", "forward", partial, partial * ranks),
+        Exchange("alltoall", "pooled gradients", "backward", most, pooled),
+        Exchange("allgather", "pooled gradients", "backward", partial, partial * ranks),
+        Exchange("allreduce", "dense gradients", "backward", dense, dense),
+        Exchange("allreduce", "table gradients", "backward", copies, copies),
     ]
+    return [each for each in found if each.payload > 0]
 
 
 def _index_numbers(plan: Plan) -> float:

@@ -76,6 +76,11 @@ class Plan:
         kinds = {table.kind for table in self.tables}
         return kinds.pop() if len(kinds) == 1 else "mixed"
 
+    @property
+    def idle_ranks(self) -> int:
+        """Ranks that hold nothing of any table."""
+        return int((self.table_bytes() == 0).sum())
+
     def of_kind(self, *kinds: str) -> list[TablePlan]:
         """The tables of these kinds."""
         return [table for table in self.tables if table.kind in kinds]
@@ -85,12 +90,15 @@ class Plan:
         return self._sum({table.table: table.columns for table in self.of_kind(*_EXCHANGED)})
 
     def work(self, costs: Sequence[float] | None = None) -> np.ndarray:
-        """Share of all table work on each rank, shape (ranks,); the sum is 1.
+        """Table work on each rank over that of one rank that has all tables: shape (ranks,).
+
+        The sum is 1, and more where row-wise tables are: every owner of rows writes a partial
+        sum of every bag.
 
         Args:
-            costs: of each table for one sample; its lookups times its width if None. A
-                replicated table's work is shared by all (each rank does its own samples);
-                a row-wise table's by the rows a rank holds (lookups spread evenly).
+            costs: of each table for one sample; numbers read and written if None. A replicated
+                table's work is shared by all (each rank looks up its own samples); a row-wise
+                table's lookups by the rows a rank holds, as if they were spread evenly.
         """
         costs = self.default_costs() if costs is None else costs
         total = np.zeros(self.ranks)
@@ -99,10 +107,12 @@ class Plan:
             if table.kind == "replicated":
                 total += cost / self.ranks
             elif table.kind == "row_wise":
-                np.add.at(total, np.asarray(table.ranks), cost * table.shard_rows / table.rows)
+                looked_up = self.lookups[table.table] * table.shard_rows / table.rows
+                share = (looked_up + 1) / (self.lookups[table.table] + 1)
+                np.add.at(total, np.asarray(table.ranks), cost * share)
             else:
                 np.add.at(total, np.asarray(table.ranks), cost / table.shards)
-        whole = total.sum()
+        whole = float(sum(costs))
         return total / whole if whole > 0 else total
 
     def default_costs(self) -> list[float]:
@@ -153,6 +163,7 @@ def make_plan(
     sharding: str | Sequence[str] = "table_wise",
     costs: Sequence[float] | None = None,
     column_parts: int | None = None,
+    idle: bool = False,
 ) -> Plan:
     """Spread the tables of a model over ranks.
 
@@ -164,6 +175,7 @@ def make_plan(
         costs: work of each table for one sample; lookups times width if None.
         column_parts: slices of a column-wise table; left out, as many as keep every slice at
             ``NARROWEST_COLUMNS`` and as all ranks together can use.
+        idle: allow ranks that hold no table and have only their share of the dense part.
 
     Raises:
         InputError: too many ranks for this sharding, an unknown kind, or a width that cannot
@@ -178,7 +190,7 @@ def make_plan(
     if len(work) != len(kinds):
         raise InputError(f"costs has {len(work)} numbers, the model {len(kinds)} tables")
     most = maximum_ranks(parameters, kinds)
-    if ranks > most:
+    if ranks > most and not idle:
         raise InputError(
             f"ranks is {ranks}, but {sharding if isinstance(sharding, str) else 'this'} sharding "
             f"reaches {most} at most: further ranks would hold no table; row_wise reaches "

@@ -1,0 +1,247 @@
+"""What each part takes on one rank, for any number of samples: what scaling is predicted from.
+
+Either measured (a process that exchanges nothing, at several batch sizes, alone or beside
+others on the same cores), or the least times that a machine's ceilings allow, or one
+throughput that somebody published.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import numpy as np
+import pandas as pd
+
+from dlrm_core.analysis.link_calibration import COVER, robust_line
+from dlrm_core.analysis.links import NOTHING, Range
+from dlrm_core.analysis.roofline import least_times
+from dlrm_core.config import Parameters
+from dlrm_core.errors import InputError
+
+PROFILE_COLUMNS = ("concurrent", "batch_size", "component", "phase", "time_ms")
+
+LEAST_SCATTER = 0.03
+"""A part's time differs as much between two processes of one program."""
+
+CEILING_SCATTER = 0.5
+"""A step takes up to half as long again as its ceilings allow, at best (docs/roofline.md)."""
+
+PUBLISHED_SCATTER = 0.15
+"""A published throughput of one batch size, divided among parts by a data sheet."""
+
+Part = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class PartCost:
+    """A part's time: ``fixed_ms`` + samples x ``sample_ms``, or between measured points."""
+
+    fixed_ms: float
+    sample_ms: float
+    scatter: float
+    """Relative half width of nine cases of ten."""
+    points: tuple[tuple[float, float], ...] = ()
+    """Measured (samples, median ms), samples ascending."""
+
+    def time_ms(self, samples: float) -> Range:
+        """Time of so many samples."""
+        if samples <= 0:
+            return NOTHING
+        mid = self._mid(samples)
+        return Range(mid / (1 + self.scatter), mid, mid * (1 + self.scatter))
+
+    def _mid(self, samples: float) -> float:
+        line = self.fixed_ms + samples * self.sample_ms
+        if not self.points:
+            return line
+        (few, fast), (many, slow) = self.points[0], self.points[-1]
+        if samples <= few:
+            return fast - self.sample_ms * (few - samples) if fast > line else min(line, fast)
+        for (x0, y0), (x1, y1) in itertools.pairwise(self.points):
+            if samples <= x1:
+                return y0 + (y1 - y0) * (samples - x0) / (x1 - x0)
+        return slow + self.sample_ms * (samples - many)
+
+
+@dataclass(frozen=True)
+class ComputeProfile:
+    """Costs of all parts of one rank.
+
+    Attributes:
+        costs: by number of processes that compute on the node at once, then by part.
+        source: where the figures are from, for the reader.
+        jitter: relative standard deviation of an iteration's compute, by the same number;
+            absent where not measured.
+        shares_node: whether ranks of one node share what they compute with (a CPU's cores).
+        whole_batches: whether every rank makes the whole batch and takes its samples from it,
+            as ours do; else it makes its own samples only.
+    """
+
+    costs: Mapping[int, Mapping[Part, PartCost]]
+    source: str
+    jitter: Mapping[int, float] = field(default_factory=dict)
+    shares_node: bool = True
+    whole_batches: bool = True
+
+    def at(self, concurrent: int) -> tuple[int, Mapping[Part, PartCost]]:
+        """Costs beside so many processes, or the nearest number that is known (and which)."""
+        if not self.shares_node:
+            concurrent = min(self.costs)
+        known = min(self.costs, key=lambda each: (abs(math.log(each / concurrent)), -each))
+        return known, self.costs[known]
+
+    @property
+    def parts(self) -> pd.DataFrame:
+        """``concurrent``, ``component``, ``phase``, ``fixed_ms``, ``sample_ms``, ``scatter``."""
+        return pd.DataFrame(
+            [
+                (number, *part, cost.fixed_ms, cost.sample_ms, cost.scatter)
+                for number, costs in self.costs.items()
+                for part, cost in costs.items()
+            ],
+            columns=["concurrent", "component", "phase", "fixed_ms", "sample_ms", "scatter"],
+        )
+
+    def total_ms(self, samples: float, concurrent: int = 1) -> float:
+        """Time of an iteration of one rank alone."""
+        _, costs = self.at(concurrent)
+        return sum(cost.time_ms(samples).mid for cost in costs.values())
+
+
+def measured_profile(table: pd.DataFrame, source: str = "measured") -> ComputeProfile:
+    """Costs from a ``compute_profile`` table (see :mod:`.communication`).
+
+    Raises:
+        InputError: a column is missing, or a number of processes has one batch size only.
+    """
+    for column in PROFILE_COLUMNS:
+        if column not in table.columns:
+            raise InputError(
+                f"compute profile: column {column} is missing, expected "
+                f"{', '.join(PROFILE_COLUMNS)}"
+            )
+    if table.empty:
+        raise InputError("compute profile: no rows, expected at least two batch sizes")
+    table = table[table["component"] != "communication"]
+    costs: dict[int, dict[Part, PartCost]] = {}
+    jitter: dict[int, float] = {}
+    for number, rows in table.groupby("concurrent"):
+        concurrent = int(cast(int, number))
+        if rows["batch_size"].nunique() < 2:
+            raise InputError(
+                f"compute profile: {rows['batch_size'].nunique()} batch size with "
+                f"{concurrent} processes, expected at least 2: what an iteration costs without "
+                "samples cannot be told from what a sample costs"
+            )
+        costs[concurrent] = {
+            cast(Part, key): _cost(part) for key, part in rows.groupby(["component", "phase"])
+        }
+        found = _jitter(rows)
+        if found is not None:
+            jitter[concurrent] = found
+    return ComputeProfile(costs, source, jitter)
+
+
+def _cost(rows: pd.DataFrame) -> PartCost:
+    medians = rows.groupby("batch_size")["time_ms"].median().sort_index()
+    samples, times = medians.index.to_numpy(float), medians.to_numpy(float)
+    if not (times > 0).all():
+        return PartCost(float(times.mean()), 0.0, LEAST_SCATTER)
+    fixed, slope = robust_line(samples, times)
+    each = rows["time_ms"].to_numpy(float)
+    own = np.log(np.maximum(each, 1e-9) / rows["batch_size"].map(medians).to_numpy(float))
+    # medians of few repetitions: their own standard error
+    count = max(1, len(each) // len(medians))
+    error = 1.4826 * float(np.median(np.abs(own))) / math.sqrt(count)
+    points = tuple(zip(samples.tolist(), times.tolist(), strict=True))
+    return PartCost(fixed, slope, max(LEAST_SCATTER, COVER * error), points)
+
+
+def _jitter(rows: pd.DataFrame) -> float | None:
+    """Relative scatter of whole iterations around their median, if iterations were kept."""
+    if "iteration" not in rows.columns:
+        return None
+    keys = ["batch_size", "iteration", *([] if "process" not in rows else ["process"])]
+    whole = rows.groupby(keys)["time_ms"].sum()
+    if len(whole) < 5:
+        return None
+    medians = whole.groupby(level=[name for name in keys if name != "iteration"])
+    residuals = np.log((whole / medians.transform("median")).to_numpy(float))
+    return 1.4826 * float(np.median(np.abs(residuals)))
+
+
+def ceiling_profile(
+    parameters: Parameters,
+    ceilings: Mapping[str, Any],
+    batch_sizes: Sequence[int] = (64, 512, 4096),
+    device: str | None = None,
+) -> ComputeProfile:
+    """Least times by a machine's ceilings, measured or of a data sheet, at several batches.
+
+    Raises:
+        InputError: no part has a ceiling.
+    """
+    rows = []
+    for size in batch_sizes:
+        training = replace(parameters.training, batch_size=size)
+        times = least_times(replace(parameters, training=training), ceilings, device=device)
+        known = times.dropna(subset=["ceiling_ms"])
+        rows.append(
+            known.assign(concurrent=1, batch_size=size, time_ms=known["ceiling_ms"])[
+                list(PROFILE_COLUMNS)
+            ]
+        )
+    table = pd.concat(rows, ignore_index=True)
+    if table.empty:
+        raise InputError("ceilings: no part of the step has one that was measured or is listed")
+    made = measured_profile(table, f"ceilings of {ceilings.get('device', 'this machine')}")
+    on_gpu = (device or parameters.training.device).startswith("cuda")
+    return replace(
+        _widened(made, CEILING_SCATTER), shares_node=not on_gpu, whole_batches=not on_gpu
+    )
+
+
+def published_profile(
+    parameters: Parameters, ceilings: Mapping[str, Any], samples_per_second: float, source: str
+) -> ComputeProfile:
+    """One published throughput, divided among the parts as the ceilings divide a step.
+
+    How an iteration's time splits into samples and what it costs without any is not
+    published for one batch size: the ceilings' split stands in.
+
+    Args:
+        parameters: with the published batch size.
+
+    Raises:
+        InputError: no part has a ceiling.
+    """
+    batch = parameters.training.batch_size
+    made = ceiling_profile(parameters, ceilings, (batch // 16, batch // 4, batch), "cuda")
+    factor = 1e3 * batch / samples_per_second / made.total_ms(batch)
+    scaled = {
+        number: {
+            part: PartCost(
+                factor * cost.fixed_ms,
+                factor * cost.sample_ms,
+                cost.scatter,
+                tuple((size, factor * ms) for size, ms in cost.points),
+            )
+            for part, cost in costs.items()
+        }
+        for number, costs in made.costs.items()
+    }
+    return _widened(replace(made, costs=scaled, source=source), PUBLISHED_SCATTER)
+
+
+def _widened(profile: ComputeProfile, scatter: float) -> ComputeProfile:
+    return replace(
+        profile,
+        costs={
+            number: {part: replace(cost, scatter=scatter) for part, cost in costs.items()}
+            for number, costs in profile.costs.items()
+        },
+    )

@@ -1,0 +1,263 @@
+"""Which sharding is fastest on so many ranks, and the table of scaling that follows.
+
+Every sharding by its name is predicted; from the fastest that fits, tables are then changed
+one kind at a time (alike tables together, largest first) as long as the prediction gains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+
+from dlrm_core.analysis.compute_profile import ComputeProfile
+from dlrm_core.analysis.links import Network
+from dlrm_core.analysis.rank_memory import rank_memory
+from dlrm_core.analysis.rank_schedule import Overlap
+from dlrm_core.analysis.scaling_prediction import Prediction, predict, step_ms
+from dlrm_core.analysis.sharding import KINDS, SHARDINGS, Plan, make_plan
+from dlrm_core.config import Parameters
+from dlrm_core.errors import InputError
+
+LEAST_GAIN = 0.01
+"""A change that gains less is not worth a plan with another kind in it."""
+
+CANDIDATE_COLUMNS = [
+    "sharding",
+    "mid_ms",
+    "low_ms",
+    "high_ms",
+    "exposed_ms",
+    "memory_bytes",
+    "note",
+]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The fastest plan that fits.
+
+    Attributes:
+        prediction: of that plan; None if none fits.
+        candidates: ``sharding``, ``mid_ms``, ``low_ms``, ``high_ms``, ``exposed_ms``,
+            ``memory_bytes`` (the fullest rank's), ``note`` (why it is out, or what it moves).
+        reason: one sentence.
+    """
+
+    prediction: Prediction | None
+    candidates: pd.DataFrame
+    reason: str
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a prediction needs beside ranks and plan."""
+
+    parameters: Parameters
+    network: Network
+    profile: ComputeProfile
+    overlap: Overlap | None = None
+    memory_bytes: float | None = None
+    """Of one rank; None: no limit."""
+
+    def predict(self, plan: Plan, batch: int) -> Prediction:
+        return predict(
+            *(self.parameters, plan.ranks, plan, self.network, self.profile, batch),
+            overlap=self.overlap,
+        )
+
+    def step_ms(self, plan: Plan, batch: int) -> float:
+        """The middle of :meth:`predict`, sooner."""
+        overlap = self.overlap or Overlap()
+        return step_ms(self.parameters, plan, self.network, self.profile, batch, overlap)
+
+    def fits(self, plan: Plan, batch: int) -> bool:
+        """Whether the fullest rank has the memory."""
+        return self.memory_bytes is None or self.fullest(plan, batch) <= self.memory_bytes
+
+    def allows(self, kind: str, rows: int) -> bool:
+        """Whether a table of so many rows may be of this kind: no copies larger than memory."""
+        size = 4 * rows * self.parameters.model.embedding_dim
+        return kind != "replicated" or self.memory_bytes is None or size <= self.memory_bytes
+
+    def fullest(self, plan: Plan, batch: int) -> float:
+        """Bytes of the rank that needs most."""
+        return float(rank_memory(self.parameters, plan, batch)["total_bytes"].max())
+
+
+def best_sharding(setting: Setting, ranks: int, batch_size: int | None = None) -> Choice:
+    """The fastest sharding on so many ranks, and why.
+
+    Raises:
+        InputError: fewer samples than ranks.
+    """
+    batch = batch_size or setting.parameters.training.batch_size
+    found: dict[str, Prediction] = {}
+    rows = []
+    for name in SHARDINGS:
+        plan = make_plan(setting.parameters, ranks, name, idle=True)
+        if plan.name != name and name == "mixed":
+            continue  # it came out as one of the others
+        made, needed = setting.predict(plan, batch), setting.fullest(plan, batch)
+        fits = setting.fits(plan, batch)
+        if fits:
+            found[name] = made
+        note = _moved(made) if fits else _too_large(needed, setting.memory_bytes or 0.0)
+        rows.append(_row(name, made, needed, note))
+    if not found:
+        table = pd.DataFrame(rows, columns=CANDIDATE_COLUMNS)
+        return Choice(None, table, f"No sharding fits on {ranks} ranks.")
+    start = min(found, key=lambda name: found[name].mid_ms)
+    plan = _improved(setting, found[start], batch)
+    best = found[start]
+    if plan is not best.plan:
+        best = setting.predict(plan, batch)
+        rows.append(_row(_spelt(plan), best, setting.fullest(plan, batch), _moved(best)))
+    table = pd.DataFrame(rows, columns=CANDIDATE_COLUMNS)
+    return Choice(best, table, _reason(best, found))
+
+
+def _improved(setting: Setting, start: Prediction, batch: int) -> Plan:
+    """Greedy: the kind of alike tables changed, largest first, while it gains."""
+    best, ranks = start.plan, start.ranks
+    if ranks == 1:
+        return best
+    least = setting.step_ms(best, batch)
+    groups: dict[tuple[int, float], list[int]] = {}
+    for table in best.tables:
+        groups.setdefault((table.rows, best.lookups[table.table]), []).append(table.table)
+    kinds = [table.kind for table in best.tables]
+    for (rows, _), members in sorted(groups.items(), reverse=True):
+        for kind in KINDS:
+            changed = [kind if t in members else kinds[t] for t in range(len(kinds))]
+            if changed == kinds or not setting.allows(kind, rows):
+                continue
+            plan = make_plan(setting.parameters, ranks, changed, idle=True)
+            time = setting.step_ms(plan, batch)
+            if time < (1 - LEAST_GAIN) * least and setting.fits(plan, batch):
+                best, least, kinds = plan, time, changed
+    return best
+
+
+def _row(name: str, made: Prediction, needed: float, note: str) -> dict[str, object]:
+    return {
+        "sharding": name,
+        "mid_ms": made.mid_ms,
+        "low_ms": made.low_ms,
+        "high_ms": made.high_ms,
+        "exposed_ms": made.exposed_ms,
+        "memory_bytes": needed,
+        "note": note,
+    }
+
+
+def _spelt(plan: Plan) -> str:
+    counts = {kind: len(plan.of_kind(kind)) for kind in KINDS}
+    return ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+
+
+def _moved(made: Prediction) -> str:
+    if made.exchanges.empty:
+        return "nothing is exchanged"
+    most = made.exchanges.nlargest(1, "mid_ms").iloc[0]
+    idle = made.plan.idle_ranks
+    return (f"{idle} ranks hold no table; " if idle else "") + (
+        f"longest exchange: {most['collective']} of {most['what']}, "
+        f"{most['bytes'] / (1 << 20):.1f} MiB a rank, {most['mid_ms']:.3g} ms"
+    )
+
+
+def _too_large(needed: float, limit: float) -> str:
+    return f"needs {needed / 1e9:.1f} GB on one rank, {limit / 1e9:.1f} GB are there"
+
+
+def _reason(best: Prediction, found: dict[str, Prediction]) -> str:
+    if best.ranks == 1:
+        return "One rank has everything: nothing is exchanged."
+    others = {name: made for name, made in found.items() if made is not best}
+    text = f"{_spelt(best.plan)}: {best.mid_ms:.3g} ms, {best.exposed_ms:.3g} ms of it exposed"
+    if others:
+        near = min(others, key=lambda name: others[name].mid_ms)
+        text += (
+            f"; next best is {near} with {others[near].mid_ms:.3g} ms "
+            f"({others[near].exposed_ms:.3g} ms exposed)"
+        )
+    if best.plan.idle_ranks:
+        text += f"; {best.plan.idle_ranks} ranks hold no table"
+    return text + "."
+
+
+def scaling_table(
+    setting: Setting,
+    rank_counts: Sequence[int],
+    scaling: str = "strong",
+    sharding: str | None = None,
+    batch_size: int | None = None,
+) -> pd.DataFrame:
+    """Predicted iterations on several numbers of ranks.
+
+    Args:
+        scaling: ``strong`` (``batch_size`` over all ranks) or ``weak`` (of each rank).
+        sharding: a name; None: the best on each number.
+
+    Returns:
+        ``ranks``, ``scaling``, ``batch_size`` (over all ranks), ``sharding``, ``low_ms``,
+        ``mid_ms``, ``high_ms``, ``compute_ms``, ``exposed_ms``, ``samples_per_second``,
+        ``speedup`` (samples a second over those of one rank), ``efficiency`` (speed-up over
+        ranks), ``memory_bytes`` (fullest rank), ``note`` (why there is no prediction: the other
+        columns are NaN then).
+
+    Raises:
+        InputError: ``scaling`` is neither.
+    """
+    if scaling not in ("strong", "weak"):
+        raise InputError(f"scaling is {scaling!r}, expected strong or weak")
+    base = batch_size or setting.parameters.training.batch_size
+    one = setting.predict(make_plan(setting.parameters, 1, "table_wise"), base)
+    rows = []
+    for ranks in rank_counts:
+        batch = base * ranks if scaling == "weak" else base
+        row: dict[str, object] = {"ranks": ranks, "scaling": scaling, "batch_size": batch}
+        try:
+            made, note = _predicted(setting, ranks, batch, sharding)
+        except InputError as error:
+            rows.append(row | {"note": str(error)})
+            continue
+        speedup = made.samples_per_second / one.samples_per_second
+        rows.append(
+            row
+            | {
+                "sharding": made.plan.name,
+                "low_ms": made.low_ms,
+                "mid_ms": made.mid_ms,
+                "high_ms": made.high_ms,
+                "compute_ms": made.compute_ms,
+                "exposed_ms": made.exposed_ms,
+                "samples_per_second": made.samples_per_second,
+                "speedup": speedup,
+                "efficiency": speedup / ranks,
+                "memory_bytes": setting.fullest(made.plan, batch),
+                "note": note,
+            }
+        )
+    return pd.DataFrame(rows, columns=SCALING_COLUMNS)
+
+
+SCALING_COLUMNS = [
+    *("ranks", "scaling", "batch_size", "sharding", "low_ms", "mid_ms", "high_ms", "compute_ms"),
+    *("exposed_ms", "samples_per_second", "speedup", "efficiency", "memory_bytes", "note"),
+]
+
+
+def _predicted(
+    setting: Setting, ranks: int, batch: int, sharding: str | None
+) -> tuple[Prediction, str]:
+    if sharding is not None:
+        return setting.predict(make_plan(setting.parameters, ranks, sharding), batch), ""
+    if batch < ranks:
+        raise InputError(f"{batch} samples cannot be divided among {ranks} ranks")
+    choice = best_sharding(setting, ranks, batch)
+    if choice.prediction is None:
+        raise InputError(choice.reason)
+    return choice.prediction, choice.reason
