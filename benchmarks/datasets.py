@@ -6,7 +6,8 @@ one go to one file and synced, right before. Every figure is of a fresh process.
     python benchmarks/datasets.py --work /tmp/datasets --only generation
     python benchmarks/datasets.py --work /tmp/datasets          # everything
 
-Results are added to ``--json`` part by part, so the parts can be run one at a time.
+Results are added to ``--json`` part by part, and rounds of generation to those that are
+there, so the work can be done in pieces.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from dlrm_core.errors import InputError
 from dlrm_core.files import read_json, write_json
 from dlrm_core.run_folder import versions
 
+Record = dict[str, Any]
 T15 = "--variant criteo_t15_synthetic"
 SAMPLE_BYTES = 89
 SHARE, MB_PER_CORE, TEXT_MB_PER_CORE = 0.8, 200.0, 100.0
@@ -79,13 +81,13 @@ def rate(said: str) -> float:
     return float(found[1])
 
 
-def generation(work: Path, given: argparse.Namespace) -> dict[str, Any]:
-    """Disk, one thread, all threads, in turns."""
+def generation(work: Path, given: argparse.Namespace, before: Record) -> Record:
+    """Disk, one thread, all threads, in turns; rounds of the same size are added to."""
     samples, target = given.samples, work / "generated"
     size = SAMPLE_BYTES * (samples + samples // 8)
     threads = sorted({1, len(os.sched_getaffinity(0))})
     command = f"data generate {T15} --samples {samples}/{samples // 8} --output {target}"
-    rounds = []
+    rounds = list(before.get("rounds", [])) if before.get("bytes") == size else []
     for _ in range(given.rounds):
         found: dict[str, Any] = {}
         for count in threads:
@@ -110,13 +112,13 @@ def _medians(rounds: list[dict[str, Any]], threads: str) -> dict[str, float]:
     return {name: statistics.median(found[threads][name] for found in rounds) for name in names}
 
 
-def preprocessing(work: Path, given: argparse.Namespace) -> dict[str, Any]:
+def preprocessing(work: Path, given: argparse.Namespace, before: Record) -> Record:
     """Criteo's text to a data set, on one core."""
     text, target = work / "text.txt", work / "converted"
     rows = write_text(text, given.text_mb * 10**6)
     command = f"data preprocess --layout kaggle --frequency-threshold 3 --input {text}"
     command += f" --output {target} --threads 1"
-    rates = []
+    rates: list[float] = []
     for _ in range(given.rounds):
         rates.append(rate(dlrm(command)[0]))
         shutil.rmtree(target)
@@ -133,11 +135,11 @@ def preprocessing(work: Path, given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def memory(work: Path, given: argparse.Namespace) -> dict[str, Any]:
+def memory(work: Path, given: argparse.Namespace, before: Record) -> Record:
     """Peak resident memory of both at one size and at ten times that."""
     found: dict[str, Any] = {"generate": {}, "preprocess": {}}
     for factor in (1, 10):
-        samples, target = factor * given.samples // 20, work / "generated"
+        samples, target = factor * given.samples // 40, work / "generated"
         command = f"data generate {T15} --samples {samples}/{samples // 8} --output {target}"
         found["generate"][f"{factor}x"] = dlrm(command)[1]
         shutil.rmtree(target)
@@ -150,13 +152,13 @@ def memory(work: Path, given: argparse.Namespace) -> dict[str, Any]:
         print(found, flush=True)
     return found | {
         "unit": "bytes",
-        "samples_1x": given.samples // 20,
+        "samples_1x": given.samples // 40,
         "text_mb_1x": given.text_mb / 10,
         "preprocess_memory_mb": 64,
     }
 
 
-def reading(work: Path, given: argparse.Namespace) -> dict[str, Any]:
+def reading(work: Path, given: argparse.Namespace, before: Record) -> Record:
     """Shuffled batches of a data set in the page cache, every value checked."""
     target, found = work / "generated", {}
     dlrm(f"data generate {T15} --samples 2e6/1e4 --output {target}")
@@ -175,7 +177,7 @@ def reading(work: Path, given: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-PARTS: dict[str, Callable[[Path, argparse.Namespace], dict[str, Any]]] = {
+PARTS: dict[str, Callable[[Path, argparse.Namespace, Record], Record]] = {
     "generation": generation,
     "preprocessing": preprocessing,
     "memory": memory,
@@ -189,16 +191,16 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder on the disk to measure")
     parser.add_argument("--only", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--samples", type=int, default=8_000_000)
+    parser.add_argument("--samples", type=int, default=1 << 25, help="default: as NVIDIA's")
     parser.add_argument("--text-mb", type=int, default=780)
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/datasets.json"))
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
-    record: dict[str, Any] = read_json(given.json) if given.json.exists() else {}
+    record: Record = read_json(given.json) if given.json.exists() else {}
     for name in given.only.split(","):
         if name not in PARTS:
             raise InputError(f"--only {name}: expected one of {', '.join(PARTS)}")
-        part = PARTS[name](given.work.absolute(), given)
+        part = PARTS[name](given.work.absolute(), given, record.get(name, {}))
         part["measured_by"] = " ".join(["python", *sys.argv])
         record |= {name: part, "machine": machine_facts(), "versions": versions()}
         write_json(given.json, record)
