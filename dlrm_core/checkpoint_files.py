@@ -128,6 +128,37 @@ def read_tensors(
         raise InputError(f"{path}: is no safetensors file: {error}") from None
 
 
+def read_part(
+    path: Path,
+    record: Mapping[str, Any],
+    name: str,
+    target: torch.Tensor,
+    rows: range,
+    columns: range | None = None,
+) -> None:
+    """Copy some rows, and of them some columns, of a tensor; its checksum is not looked at.
+
+    Args:
+        record: what :func:`write_tensors` returned.
+        target: (rows, columns), or (rows,) where ``columns`` is None.
+
+    Raises:
+        InputError: the file is missing, cut short, or no safetensors file.
+        MissingToolError: safetensors is not installed.
+    """
+    check_file(path, record)
+    library = _library()
+    try:
+        with library.safe_open(path, framework="pt") as file, torch.no_grad():
+            source = file.get_slice(name)
+            if columns is None:
+                target.copy_(source[rows.start : rows.stop])
+            else:
+                target.copy_(source[rows.start : rows.stop, columns.start : columns.stop])
+    except library.SafetensorError as error:
+        raise InputError(f"{path}: is no safetensors file: {error}") from None
+
+
 def _read_one(
     path: Path, file: Any, name: str, about: Mapping[str, Any], target: torch.Tensor | None
 ) -> None:
@@ -135,7 +166,7 @@ def _read_one(
     shape = tuple(about["shape"])
     checksum = 0
     with torch.no_grad():
-        for rows in _row_ranges(shape, 8 if about["dtype"] in ("F64", "I64") else 4):
+        for rows in row_ranges(shape, 8 if about["dtype"] in ("F64", "I64") else 4):
             piece = source[rows.start : rows.stop] if shape else file.get_tensor(name)
             checksum = zlib.crc32(_bytes_of(piece), checksum)
             if target is not None:
@@ -162,7 +193,7 @@ def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _row_ranges(shape: tuple[int, ...], element_bytes: int) -> Iterator[range]:
+def row_ranges(shape: tuple[int, ...], element_bytes: int) -> Iterator[range]:
     """Rows of a tensor in portions of about :data:`PIECE_BYTES`."""
     count = shape[0] if shape else 1
     rows = max(1, PIECE_BYTES // max(1, math.prod(shape[1:]) * element_bytes))
@@ -173,7 +204,7 @@ def _row_ranges(shape: tuple[int, ...], element_bytes: int) -> Iterator[range]:
 def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
     """The bytes of a tensor in order, a few rows at a time."""
     tensor = tensor.detach()
-    for rows in _row_ranges(tuple(tensor.shape), tensor.element_size()):
+    for rows in row_ranges(tuple(tensor.shape), tensor.element_size()):
         part = tensor[rows.start : rows.stop] if tensor.dim() else tensor
         yield _bytes_of(part.contiguous().cpu())
 

@@ -23,7 +23,10 @@ from dlrm_core.files import plain
 if TYPE_CHECKING:
     from dlrm_core.counters import IterationCounters
 
-EXIT_CODES = {"finished": 0, "diverged": 1, "interrupted": 128 + signal.SIGINT}
+EXIT_CODES = {"finished": 0, "diverged": 1, "refused": 2, "interrupted": 128 + signal.SIGINT}
+
+TORCHRUN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+"""Variables of a process that torchrun started as one of several ranks."""
 
 
 def train(arguments: argparse.Namespace) -> int:
@@ -34,6 +37,11 @@ def train(arguments: argparse.Namespace) -> int:
 
     given = [f"training.resume={arguments.resume}"] if arguments.resume else []
     parameters = load_parameters(arguments.file, [*arguments.parameter, *given])
+    if os.environ.keys() >= TORCHRUN:
+        from dlrm_core.distributed.command import train as train_rank
+
+        with _terminate_like_interrupt():
+            return EXIT_CODES[train_rank(parameters, arguments)]
     with contextlib.ExitStack() as stack:
         stack.enter_context(_terminate_like_interrupt())
         spans = stack.enter_context(log_spans()) if arguments.spans else None

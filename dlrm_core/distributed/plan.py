@@ -1,0 +1,260 @@
+"""Which rank holds what of which table: TorchRec's planner, held to what the run can have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dlrm_core.capacity import available_memory, format_bytes, mean_bag_size
+from dlrm_core.config import Parameters
+from dlrm_core.distributed.packages import load_torchrec
+from dlrm_core.distributed.world import World, least
+from dlrm_core.embeddings.fbgemm_backend import LANES, ROWWISE_ELEMENTS
+from dlrm_core.embeddings.torch_backend import EPSILON
+from dlrm_core.errors import InputError
+
+FLOAT_BYTES = 4
+
+_THEIR_NAMES = {
+    "table_wise": "table_wise",
+    "row_wise": "row_wise",
+    "column_wise": "column_wise",
+    "replicated": "data_parallel",
+}
+OUR_NAMES = {theirs: ours for ours, theirs in _THEIR_NAMES.items()}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Part of a table that one rank holds: ``rows`` x ``columns`` from a first row and column."""
+
+    table: int
+    kind: str
+    """'table_wise', 'row_wise', 'column_wise' or 'replicated'."""
+    rank: int
+    first_row: int
+    rows: int
+    first_column: int
+    columns: int
+
+
+def require_possible(parameters: Parameters, ranks: int) -> None:
+    """Refuse what does not exist on several ranks, before anything is started.
+
+    Raises:
+        InputError: naming the parameter, its value, and what is possible.
+    """
+    model, training = parameters.model, parameters.training
+    if training.batch_size % ranks:
+        raise InputError(
+            f"training.batch_size is {training.batch_size}, but there are {ranks} ranks: the "
+            f"global batch is cut into equal slices, so choose a multiple of {ranks}"
+        )
+    if training.optimizer == "adam":
+        raise InputError(
+            "training.optimizer is 'adam', but FBGEMM, which updates the tables on several "
+            "ranks, has it on no CPU: choose sgd, adagrad or rowwise_adagrad"
+        )
+    for leaf, found, wanted, reason in (
+        ("precision", training.precision == "fp16", "fp32 or bf16", "its loss scale is not shared"),
+        ("dense_backend", training.dense_backend == "fused", "torch", "it is one piece of work"),
+        ("micro_batch", training.micro_batch is not None, "nothing", "a rank's batch is small"),
+        ("cuda_graphs", training.cuda_graphs, "false", "collectives are not captured"),
+        ("tables_on_disk", bool(training.tables_on_disk), "nothing", "FBGEMM's are in memory"),
+        (
+            "embeddings_on_gpu_bytes",
+            training.embeddings_on_gpu_bytes is not None,
+            "nothing",
+            "the planner decides",
+        ),
+    ):
+        if found:
+            raise InputError(
+                f"training.{leaf} is {getattr(training, leaf)!r}, but on several ranks it can be "
+                f"{wanted} only: {reason}"
+            )
+    if model.embedding_dim % LANES:
+        raise InputError(
+            f"model.embedding_dim is {model.embedding_dim}, but FBGEMM, which TorchRec uses, "
+            f"works on multiples of {LANES} only"
+        )
+    if training.sharding == "column_wise":
+        _require_columns(parameters)
+
+
+def _require_columns(parameters: Parameters) -> None:
+    model, training = parameters.model, parameters.training
+    if training.optimizer == "rowwise_adagrad":
+        raise InputError(
+            "training.sharding is 'column_wise', but training.optimizer is 'rowwise_adagrad': "
+            "its one sum a row needs the whole row's gradient on one rank; choose another of both"
+        )
+    if model.embedding_dim < 2 * LANES:
+        raise InputError(
+            f"training.sharding is 'column_wise', but model.embedding_dim is "
+            f"{model.embedding_dim}: a slice has at least {LANES} columns"
+        )
+
+
+def kinds_of(parameters: Parameters) -> list[tuple[str, ...]]:
+    """For each table the kinds that the planner may choose from."""
+    model, training = parameters.model, parameters.training
+    free: tuple[str, ...] = (training.sharding,)
+    if training.sharding == "auto":
+        free = ("table_wise", "row_wise", "replicated")
+        if training.optimizer != "rowwise_adagrad" and model.embedding_dim >= 2 * LANES:
+            free = (*free, "column_wise")
+    small = training.replicated_bytes
+    return [
+        ("replicated",) if FLOAT_BYTES * rows * model.embedding_dim <= small else free
+        for rows in model.table_rows
+    ]
+
+
+def column_parts(dim: int, ranks: int) -> int:
+    """Slices of a column-wise table: the most, up to one a rank, that are equal and whole lanes."""
+    return max(n for n in range(1, ranks + 1) if dim % (n * LANES) == 0)
+
+
+def make_collection(parameters: Parameters) -> Any:
+    """TorchRec's collection of all tables, without memory; table t's feature is ``ft``."""
+    api, model = load_torchrec(), parameters.model
+    return api.EmbeddingBagCollection(
+        tables=[
+            api.EmbeddingBagConfig(
+                name=f"t{t}",
+                embedding_dim=model.embedding_dim,
+                num_embeddings=rows,
+                feature_names=[f"f{t}"],
+            )
+            for t, rows in enumerate(model.table_rows)
+        ],
+        device=torch.device("meta"),
+    )
+
+
+def make_sharder(parameters: Parameters) -> Any:
+    """TorchRec's sharder with our optimiser inside its kernels."""
+    api, training = load_torchrec(), parameters.training
+
+    class Sharder(api.EmbeddingBagCollectionSharder):  # type: ignore[name-defined]
+        """Row-wise on CPUs too: gloo has had the collectives that it needs since torch 2.6."""
+
+        def sharding_types(self, compute_device_type: str) -> list[str]:
+            return list(_THEIR_NAMES.values())
+
+        def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+            return ["dense" if sharding_type == "data_parallel" else "fused"]
+
+    kinds = api.EmbOptimType
+    return Sharder(
+        fused_params={
+            "optimizer": {
+                "sgd": kinds.EXACT_SGD,
+                "adagrad": kinds.EXACT_ADAGRAD,
+                "rowwise_adagrad": kinds.EXACT_ROWWISE_ADAGRAD,
+            }[training.optimizer],
+            "learning_rate": training.learning_rate,
+            "eps": EPSILON,
+            # a wrong index is refused, never replaced by row 0
+            "bounds_check_mode": api.BoundsCheckMode.FATAL,
+        }
+    )
+
+
+def make_plan(parameters: Parameters, world: World, collection: Any, sharder: Any) -> Any:
+    """TorchRec's plan of the tables; every rank comes to the same one.
+
+    Raises:
+        InputError: the tables do not fit in the ranks' memory.
+    """
+    api, model = load_torchrec(), parameters.model
+    memory = available_memory(world.device)
+    # every rank must count with the same memory to come to the same plan
+    bytes_a_rank = least(world, memory // world.local_size if memory is not None else 1 << 62)
+    on_gpu = world.device.type == "cuda"
+    topology = api.Topology(
+        world_size=world.size,
+        local_world_size=world.local_size,
+        compute_device=world.device.type,
+        **{"hbm_cap" if on_gpu else "ddr_cap": bytes_a_rank},
+    )
+    parts = column_parts(model.embedding_dim, world.size)
+    constraints = {
+        f"t{t}": api.ParameterConstraints(
+            sharding_types=[_THEIR_NAMES[kind] for kind in kinds],
+            pooling_factors=[mean_bag_size(parameters, model.table_rows[t])],
+            min_partition=model.embedding_dim // parts,
+        )
+        for t, kinds in enumerate(kinds_of(parameters))
+    }
+    planner = api.EmbeddingShardingPlanner(
+        topology=topology,
+        batch_size=parameters.training.batch_size // world.size,
+        constraints=constraints,
+        storage_reservation=api.FixedPercentageStorageReservation(percentage=0.0),
+    )
+    try:
+        plan = planner.plan(collection, [sharder])
+    except api.PlannerError as error:
+        size = FLOAT_BYTES * sum(model.table_rows) * model.embedding_dim
+        raise InputError(
+            f"TorchRec's planner finds no place for {format_bytes(size)} of tables on "
+            f"{world.size} ranks of {format_bytes(bytes_a_rank)} each "
+            f"(training.sharding {parameters.training.sharding}): "
+            f"{str(error).strip().splitlines()[0]}"
+        ) from None
+    found = plan.get_plan_for_module("")
+    _require_right_sums(parameters, shards_of(found, model.table_rows, model.embedding_dim, world))
+    return found
+
+
+def shards_of(plan: Any, table_rows: Iterable[int], dim: int, world: World) -> list[Shard]:
+    """Every rank's shards, by table."""
+    found = []
+    for t, rows in enumerate(table_rows):
+        of_table = plan[f"t{t}"]
+        kind = OUR_NAMES[of_table.sharding_type]
+        if kind == "replicated":
+            found += [Shard(t, kind, rank, 0, rows, 0, dim) for rank in range(world.size)]
+            continue
+        for piece in of_table.sharding_spec.shards:
+            (first_row, first_column), (height, width) = piece.shard_offsets, piece.shard_sizes
+            rank = int(piece.placement.rank())
+            found.append(Shard(t, kind, rank, first_row, height, first_column, width))
+    return found
+
+
+def _require_right_sums(parameters: Parameters, shards: list[Shard]) -> None:
+    if parameters.training.optimizer != "rowwise_adagrad":
+        return
+    for shard in shards:
+        if shard.rows * shard.columns > ROWWISE_ELEMENTS:
+            raise InputError(
+                f"model.table_rows[{shard.table}] has {shard.rows:,} rows x {shard.columns} on "
+                f"rank {shard.rank}, but FBGEMM's row-wise Adagrad is right up to "
+                f"{ROWWISE_ELEMENTS:,} numbers only: choose training.sharding: row_wise"
+            )
+
+
+def describe(shards: list[Shard], world_size: int) -> list[str]:
+    """A line a rank: what it holds."""
+    lines = []
+    for rank in range(world_size):
+        own = [shard for shard in shards if shard.rank == rank]
+        size = sum(FLOAT_BYTES * shard.rows * shard.columns for shard in own)
+        tables = ", ".join(_name(shard) for shard in own) or "no table"
+        lines.append(f"rank {rank} holds {format_bytes(size)}: {tables}")
+    return lines
+
+
+def _name(shard: Shard) -> str:
+    name = f"table {shard.table}"
+    if shard.kind == "row_wise":
+        return f"{name} rows {shard.first_row:,}-{shard.first_row + shard.rows - 1:,}"
+    if shard.kind == "column_wise":
+        return f"{name} columns {shard.first_column}-{shard.first_column + shard.columns - 1}"
+    return f"{name} (replicated)" if shard.kind == "replicated" else name

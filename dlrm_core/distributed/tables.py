@@ -1,0 +1,269 @@
+"""Embedding tables divided among the ranks, with TorchRec's kernels and exchanges.
+
+A lookup is cut where the work changes hands: indices to the ranks that hold their rows
+(``send_indices``), the local sums (``look_up``), and those back to the ranks that have the
+samples (``send_pooled``, ``receive_pooled``). Backward passes through the same places.
+
+Shapes: B samples of the global batch, b of a rank, T tables of R rows, d embedding width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from dlrm_core.config import Parameters
+from dlrm_core.distributed.collectives import Collectives
+from dlrm_core.distributed.packages import load_torchrec
+from dlrm_core.distributed.plan import (
+    Shard,
+    make_collection,
+    make_plan,
+    make_sharder,
+    shards_of,
+)
+from dlrm_core.distributed.world import World
+from dlrm_core.embeddings.torch_backend import EPSILON
+from dlrm_core.model import facebook_table
+
+
+class ShardedTables:
+    """This rank's part of all tables.
+
+    Attributes:
+        shards: of all ranks.
+        local: this rank's shards and their memory (rows, columns).
+        sums: Adagrads' sums of this rank's shards: (rows, columns), row-wise (rows,); empty
+            with SGD.
+        replicated: tables that every rank has: their weights (R, d).
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        world: World,
+        collectives: Collectives,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        api = load_torchrec()
+        group = group or dist.group.WORLD
+        model, training = parameters.model, parameters.training
+        self._dim = model.embedding_dim
+        self._table_rows = model.table_rows
+        self._optimizer = training.optimizer
+        self._collectives = collectives
+        collection, sharder = make_collection(parameters), make_sharder(parameters)
+        plan = make_plan(parameters, world, collection, sharder)
+        self.shards = shards_of(plan, model.table_rows, self._dim, world)
+        self.module = sharder.shard(
+            collection, plan, api.ShardingEnv.from_process_group(group), world.device
+        )
+        self._share_gradients(group)
+        self._fused = [
+            m
+            for m in self.module.modules()
+            if isinstance(m, api.SplitTableBatchedEmbeddingBagsCodegen)
+        ]
+        self._dense = [
+            m
+            for m in self.module.modules()
+            if isinstance(m, api.DenseTableBatchedEmbeddingBagsCodegen)
+        ]
+        self.local, self.replicated = self._weights(world)
+        self.sums = self._optimizer_sums(world)
+        self.learning_rate = training.learning_rate
+        self._places: list[int] = []
+
+    # -- one step ---------------------------------------------------------------------------
+
+    def send_indices(self, lookups: Any) -> tuple[Any, Any]:
+        """Every index to the rank that holds its row; the exchange's context, and what came."""
+        context = self.module.create_context()
+        with self._collectives.about("indices"):
+            return context, self.module.input_dist(context, lookups).wait().wait()
+
+    def look_up(self, context: Any, received: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Local sums for all B samples, and the leaves that the exchange starts from."""
+        sums = self.module.compute(context, received)
+        return sums, [vector.detach().requires_grad_() for vector in sums]
+
+    def send_pooled(self, context: Any, leaves: list[torch.Tensor]) -> Any:
+        """Begin to send sums to the ranks that have the samples."""
+        with self._collectives.about("pooled vectors"):
+            return self.module.output_dist(context, leaves)
+
+    def receive_pooled(self, sent: Any) -> torch.Tensor:
+        """This rank's samples' vectors (b, T d), in an order of TorchRec's (:meth:`by_table`)."""
+        keyed = sent.wait()
+        if not self._places:
+            names = keyed.keys()
+            self._places = [names.index(f"f{t}") for t in range(len(self._table_rows))]
+        values: torch.Tensor = keyed.values()
+        return values
+
+    def by_table(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """T vectors (b, d) of :meth:`receive_pooled`'s result, in the order of the tables."""
+        columns = values.split(self._dim, dim=1)
+        return [columns[place] for place in self._places]
+
+    def update_replicated(self) -> None:
+        """Update the tables that every rank has; the others are updated inside backward."""
+        for name, weight in self.module.named_parameters():
+            table = _table_of(name)
+            if table not in self.replicated or weight.grad is None:
+                continue
+            target, gradient = self.replicated[table], weight.grad
+            with torch.no_grad():
+                self._apply(table, target, gradient.detach())
+        for kernel in self._dense:
+            for weight in kernel.parameters():
+                weight.grad = None
+
+    def _apply(self, table: int, weight: torch.Tensor, gradient: torch.Tensor) -> None:
+        # rows that were not looked up have gradients of 0 and stay as they are
+        if self._optimizer == "sgd":
+            weight.add_(gradient, alpha=-self._learning_rate)
+            return
+        total = self._own_sums[table]
+        if self._optimizer == "rowwise_adagrad":
+            total.add_(gradient.square().mean(dim=1))
+            scale = (self._learning_rate / (total.sqrt() + EPSILON))[:, None]
+            weight.sub_(gradient * scale)
+            return
+        total.addcmul_(gradient, gradient)
+        weight.addcdiv_(gradient, total.sqrt().add_(EPSILON), value=-self._learning_rate)
+
+    @property
+    def learning_rate(self) -> float:
+        """Step size of the updates to come."""
+        return self._learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, rate: float) -> None:
+        self._learning_rate = rate
+        for kernel in self._fused:
+            kernel.set_learning_rate(rate)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing is kept between steps."""
+
+    # -- initial weights --------------------------------------------------------------------
+
+    @torch.no_grad()
+    def fill_like_facebook(self, random: np.random.RandomState) -> None:
+        """The weights that one process would draw, bit for bit; all are drawn, ours are kept."""
+        for t, rows in enumerate(self._table_rows):
+            for start, values in facebook_table(random, rows, self._dim):
+                self._keep(t, start, values)
+
+    @torch.no_grad()
+    def fill_with_torch(self, random: torch.Generator) -> None:
+        """The same from a torch generator; needs memory for one whole table beside."""
+        for t, rows in enumerate(self._table_rows):
+            bound = (1 / rows) ** 0.5
+            drawn = torch.empty(rows, self._dim, device=random.device)
+            self._keep(t, 0, drawn.uniform_(-bound, bound, generator=random).view(-1))
+
+    def _keep(self, table: int, start: int, values: torch.Tensor) -> None:
+        """Copy what is ours of numbers that begin at a place of the flattened table."""
+        dim = self._dim
+        first = -(-start // dim)
+        behind = (start + values.numel()) // dim
+        for shard, memory in self.local:
+            if shard.table != table:
+                continue
+            columns = slice(shard.first_column, shard.first_column + shard.columns)
+            begin, end = (
+                max(first, shard.first_row),
+                min(behind, shard.first_row + shard.rows),
+            )
+            if begin < end:
+                whole = values[begin * dim - start : end * dim - start].view(-1, dim)
+                memory[begin - shard.first_row : end - shard.first_row] = whole[:, columns]
+            # rows that a portion cuts: what there is of them, number by number
+            for row, lo, hi in _cut_rows(start, values.numel(), dim):
+                if shard.first_row <= row < shard.first_row + shard.rows:
+                    lo, hi = max(lo, columns.start), min(hi, columns.stop)
+                    if lo < hi:
+                        at = row * dim - start
+                        memory[row - shard.first_row, lo - columns.start : hi - columns.start] = (
+                            values[at + lo : at + hi]
+                        )
+
+    # -- what TorchRec made -----------------------------------------------------------------
+
+    def _share_gradients(self, group: dist.ProcessGroup | None) -> None:
+        """Sum the gradients of replicated tables where they are noted (DDP's own are not)."""
+
+        def summed(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            buffer = bucket.buffer()
+            with self._collectives.about("table gradients"):
+                work = dist.all_reduce(buffer, group=group, async_op=True)
+                work.wait()
+            done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            done.set_result(buffer)
+            return done
+
+        for lookup in self.module.modules():
+            if isinstance(lookup, DistributedDataParallel):
+                lookup.register_comm_hook(None, summed)
+
+    def _weights(
+        self, world: World
+    ) -> tuple[list[tuple[Shard, torch.Tensor]], dict[int, torch.Tensor]]:
+        own = {
+            (shard.table, shard.first_row, shard.first_column): shard
+            for shard in self.shards
+            if shard.rank == world.rank
+        }
+        local, replicated = [], {}
+        for name, value in self.module.state_dict().items():
+            table = _table_of(name)
+            if hasattr(value, "local_shards"):
+                for piece in value.local_shards():
+                    row, column = piece.metadata.shard_offsets
+                    local.append((own[table, row, column], piece.tensor.detach()))
+            else:
+                replicated[table] = value.detach()
+                local.append((own[table, 0, 0], replicated[table]))
+        return local, replicated
+
+    def _optimizer_sums(self, world: World) -> list[tuple[Shard, torch.Tensor]]:
+        self._own_sums: dict[int, torch.Tensor] = {}
+        if self._optimizer == "sgd":
+            return []
+        found: list[tuple[Shard, torch.Tensor]] = []
+        by_place = {(s.table, s.first_row, s.first_column): s for s, _ in self.local}
+        state: Mapping[str, Any] = self.module.fused_optimizer.state_dict()["state"]
+        for name, tensors in state.items():
+            for value in tensors.values():
+                for piece in value.local_shards():
+                    place = piece.metadata.shard_offsets
+                    column = place[1] if len(place) > 1 else 0
+                    shard = by_place[_table_of(name), place[0], column]
+                    found.append((shard, piece.tensor.detach()))
+        for shard, weight in self.local:
+            if shard.kind == "replicated":
+                size = weight.shape[:1] if self._optimizer == "rowwise_adagrad" else weight.shape
+                self._own_sums[shard.table] = torch.zeros(size, device=weight.device)
+                found.append((shard, self._own_sums[shard.table]))
+        return found
+
+
+def _table_of(name: str) -> int:
+    """Table t of a name such as ``embedding_bags.t3.weight``."""
+    return int(name.split("embedding_bags.t")[1].split(".")[0])
+
+
+def _cut_rows(start: int, count: int, dim: int) -> Iterator[tuple[int, int, int]]:
+    """Rows of which a portion of the flattened table holds a part: row, first column, last."""
+    end = start + count
+    if start % dim:
+        yield start // dim, start % dim, min(dim, start % dim + count)
+    if end % dim and (end // dim != start // dim or not start % dim):
+        yield end // dim, 0, end % dim

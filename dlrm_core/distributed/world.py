@@ -1,0 +1,175 @@
+"""The ranks of a run: who they are, how they meet, and small things that they tell each other."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import datetime
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dlrm_core.config import TrainingConfig
+from dlrm_core.errors import InputError
+from dlrm_core.training_host import resolve_device
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class World:
+    """One rank's place among all.
+
+    Attributes:
+        local_rank: among the ranks of its node.
+        local_size: ranks on its node.
+        device: what it computes on; with several GPUs the one of its local rank.
+        backend: 'gloo' between CPUs, 'nccl' between GPUs.
+        threads: CPU threads of one operator.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    host: str
+    device: torch.device
+    backend: str
+    threads: int
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank writes and prints."""
+        return self.rank == 0
+
+
+def launched() -> bool:
+    """Whether torchrun (or our own launcher) started this process as one of several ranks."""
+    return all(name in os.environ for name in _VARIABLES)
+
+
+def threads_of_rank(config: TrainingConfig, local_size: int) -> int:
+    """``training.threads``, or a fair share of the CPUs that the node's ranks may use."""
+    return config.threads or max(1, len(os.sched_getaffinity(0)) // local_size)
+
+
+def read_world(config: TrainingConfig) -> World:
+    """This rank's place, from the variables that torchrun sets.
+
+    Raises:
+        InputError: a variable is missing or no number, or there is no such GPU.
+    """
+    values = {}
+    for name in _VARIABLES[:4]:
+        text = os.environ.get(name, "")
+        if not text.isdigit():
+            raise InputError(
+                f"the environment's {name} is {text!r}, expected a whole number: start with "
+                "torchrun --nproc-per-node RANKS -m dlrm_core train ..."
+            )
+        values[name] = int(text)
+    device = resolve_device(config)
+    local_rank = values["LOCAL_RANK"]
+    if device.type == "cuda":
+        if local_rank >= torch.cuda.device_count():
+            raise InputError(
+                f"this node has {torch.cuda.device_count()} GPUs, but torchrun started "
+                f"{values['LOCAL_WORLD_SIZE']} ranks on it: one rank a GPU is expected"
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    return World(
+        rank=values["RANK"],
+        size=values["WORLD_SIZE"],
+        local_rank=local_rank,
+        local_size=values["LOCAL_WORLD_SIZE"],
+        host=socket.gethostname(),
+        device=device,
+        backend="nccl" if device.type == "cuda" else "gloo",
+        threads=threads_of_rank(config, values["LOCAL_WORLD_SIZE"]),
+    )
+
+
+@contextlib.contextmanager
+def joined(config: TrainingConfig) -> Iterator[World]:
+    """Meet the other ranks; they part when the block ends without an error.
+
+    A rank does not outlive its launcher: the system ends it when that is gone.
+
+    Raises:
+        InputError: see :func:`read_world`.
+    """
+    world = read_world(config)
+    die_with_parent()
+    torch.set_num_threads(world.threads)
+    # who is missing is found sooner, and named, by the watch
+    timeout = datetime.timedelta(seconds=2 * config.rank_timeout_s + 30)
+    dist.init_process_group(
+        world.backend,
+        timeout=timeout,
+        device_id=world.device if world.backend == "nccl" else None,
+    )
+    yield world
+    dist.destroy_process_group()
+
+
+def die_with_parent() -> None:
+    """Have the kernel send SIGKILL when the parent ends (Linux; elsewhere nothing)."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1  # linux/prctl.h
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+
+
+def gathered(world: World, value: Any) -> list[Any]:
+    """What every rank has to say, on every rank, in their order; as JSON carries it.
+
+    torch's own way of exchanging objects is pickle, which executes what it reads.
+    """
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=world.device) for _ in range(world.size)]
+    dist.all_gather(sizes, torch.tensor([text.numel()], device=world.device))
+    room = max(int(size) for size in sizes)
+    padded = torch.zeros(room, dtype=torch.uint8, device=world.device)
+    padded[: text.numel()] = text
+    parts = [torch.empty_like(padded) for _ in range(world.size)]
+    dist.all_gather(parts, padded)
+    return [
+        json.loads(part[: int(size)].cpu().numpy().tobytes())
+        for part, size in zip(parts, sizes, strict=True)
+    ]
+
+
+def agreed(world: World, value: float) -> float:
+    """A number that rank 0 decides."""
+    told = torch.tensor([value], dtype=torch.float64, device=world.device)
+    dist.broadcast(told, 0)
+    return float(told)
+
+
+def least(world: World, value: int) -> int:
+    """The smallest of what the ranks say."""
+    told = torch.tensor([value], dtype=torch.int64, device=world.device)
+    dist.all_reduce(told, dist.ReduceOp.MIN)
+    return int(told)
+
+
+def environment(rank: int, ranks: int, port: int) -> Mapping[str, str]:
+    """The variables of a rank on this node, as torchrun would set them."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        # the launcher keeps the store, so that it outlives every rank
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
