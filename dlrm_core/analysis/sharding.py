@@ -298,3 +298,29 @@ def _packed(
             for load, rank in taken:
                 heapq.heappush(loads, (load + work[table] / parts[table], rank))
     return places
+
+
+def plan_of_placement(parameters: Parameters, placement: pd.DataFrame, ranks: int) -> Plan:
+    """The plan that a run really had.
+
+    Args:
+        placement: ``table``, ``kind``, ``rank`` (see :mod:`.communication`), a row a shard.
+
+    Raises:
+        InputError: a table is missing, or has an unknown kind.
+    """
+    model = parameters.model
+    tables = []
+    for table, rows in enumerate(model.table_rows):
+        shards = placement[placement["table"] == table]
+        if shards.empty:
+            raise InputError(f"placement: table {table} of {len(model.table_rows)} is missing")
+        kind = str(shards["kind"].iloc[0])
+        if kind not in KINDS:
+            raise InputError(
+                f"placement: kind of table {table} is {kind!r}, expected one of {', '.join(KINDS)}"
+            )
+        held = [int(rank) for rank in shards["rank"]]
+        tables.append(TablePlan(table, rows, model.embedding_dim, kind, held))
+    lookups = tuple(mean_bag_size(parameters, rows) for rows in model.table_rows)
+    return Plan(ranks, model.embedding_dim, tuple(tables), lookups)

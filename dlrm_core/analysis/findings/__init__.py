@@ -21,6 +21,7 @@ import pandas as pd
 from dlrm_core.analysis.attribution import coverage
 from dlrm_core.analysis.findings import (
     rules_changes,
+    rules_communication,
     rules_data,
     rules_embedding,
     rules_generic,
@@ -70,6 +71,7 @@ RULES: tuple[Rule, ...] = (
     *rules_embedding.RULES,
     *rules_interaction.RULES,
     *rules_changes.RULES,
+    *rules_communication.RULES,
     *rules_ranks.RULES,
     *rules_generic.RULES,
 )

@@ -22,6 +22,7 @@ LIMITS = (
     "scheduling",
     "load imbalance",
     "memory capacity",
+    "network",
 )
 """What can hold a step back. ``dispatch`` is the host's cost of calling operators,
 ``random rows`` the latency of reading rows of a table, ``scheduling`` other work that

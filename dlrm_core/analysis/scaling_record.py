@@ -1,0 +1,235 @@
+"""What ranks measured of themselves: ``scaling.json`` as tables, and what follows from them.
+
+The record's tables are defined in :mod:`.communication`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pandas as pd
+
+from dlrm_core.errors import InputError
+from dlrm_core.files import read_json
+
+TABLES: Mapping[str, tuple[str, ...]] = {
+    "runs": ("run", "ranks", "batch_size", "sharding"),
+    "placement": ("run", "table", "kind", "rank", "rows", "columns"),
+    "iterations": ("run", "rank", "iteration", "time_ms"),
+    "parts": ("run", "rank", "iteration", "component", "phase", "time_ms"),
+    "collectives": ("run", "rank", "iteration", "kind", "what", "bytes", "time_ms", "exposed_ms"),
+    "link_probe": ("collective", "ranks", "bytes", "time_ms"),
+    "compute_profile": ("concurrent", "batch_size", "component", "phase", "time_ms"),
+}
+"""Table to the columns that it must have where it has rows."""
+
+
+@dataclass(frozen=True)
+class ScalingRecord:
+    """The tables of one record; those not measured are empty.
+
+    ``not_measured`` has name to reason.
+    """
+
+    tables: Mapping[str, pd.DataFrame]
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    not_measured: Mapping[str, str] = field(default_factory=dict)
+
+    def __getattr__(self, name: str) -> pd.DataFrame:
+        if name in TABLES:
+            return self.tables[name]
+        raise AttributeError(name)
+
+    def of_run(self, name: str, run: int) -> pd.DataFrame:
+        """The rows of a table that belong to one run."""
+        table = self.tables[name]
+        return table[table["run"] == run]
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Every table without rows, with why."""
+        return {
+            name: self.not_measured.get(name, "the record has no rows of it")
+            for name in TABLES
+            if self.tables[name].empty
+        }
+
+
+def record_of(document: Mapping[str, Any], where: str = "scaling record") -> ScalingRecord:
+    """The tables of a document.
+
+    Raises:
+        InputError: a table has rows without a column that it must have.
+    """
+    tables = {}
+    for name, columns in TABLES.items():
+        rows = document.get(name) or []
+        table = pd.DataFrame(rows, columns=None if rows else list(columns))
+        for column in columns:
+            if column not in table.columns:
+                raise InputError(f"{where}: {name} has no {column}, expected {', '.join(columns)}")
+        tables[name] = table
+    return ScalingRecord(
+        tables, document.get("machine") or {}, dict(document.get("not_measured") or {})
+    )
+
+
+def read_record(path: Path) -> ScalingRecord:
+    """The record in a file.
+
+    Raises:
+        InputError: it cannot be read, or is none.
+    """
+    document = read_json(path)
+    if not isinstance(document, Mapping):
+        raise InputError(f"{path}: holds a {type(document).__name__}, expected a scaling record")
+    return record_of(document, str(path))
+
+
+def measured_iterations(record: ScalingRecord) -> pd.DataFrame:
+    """Every run's time of an iteration, its speed-up and efficiency.
+
+    An iteration takes as long as on its slowest rank; a run's time is the median of them, its
+    range the quartiles.
+
+    Returns:
+        The columns of ``runs`` and ``low_ms``, ``time_ms``, ``high_ms``, ``iterations``,
+        ``samples_per_second``, ``speedup`` and ``efficiency`` (over ranks) against the run of
+        one rank with the same batch (strong) or the same batch a rank (weak); NaN without one.
+    """
+    if record.iterations.empty or record.runs.empty:
+        columns = [*record.runs.columns, *_MEASURED]
+        return pd.DataFrame(columns=list(dict.fromkeys(columns)))
+    slowest = record.iterations.groupby(["run", "iteration"])["time_ms"].max()
+    groups = slowest.groupby(level="run")
+    times = pd.DataFrame(
+        {
+            "low_ms": groups.quantile(0.25),
+            "time_ms": groups.median(),
+            "high_ms": groups.quantile(0.75),
+            "iterations": groups.size(),
+        }
+    )
+    table = record.runs.merge(times, left_on="run", right_index=True, how="left")
+    table["samples_per_second"] = 1e3 * table["batch_size"] / table["time_ms"]
+    base = [_base(table, row) for _, row in table.iterrows()]
+    table["speedup"] = table["samples_per_second"] / np.array(base)
+    table["efficiency"] = table["speedup"] / table["ranks"]
+    return table.reset_index(drop=True)
+
+
+_MEASURED = [
+    *("low_ms", "time_ms", "high_ms", "iterations", "samples_per_second", "speedup", "efficiency")
+]
+
+
+def _base(table: pd.DataFrame, row: pd.Series) -> float:
+    """Samples a second of the one-rank run that a run is compared with."""
+    batch = row["batch_size"]
+    if row.get("scaling") == "weak":
+        batch = batch / row["ranks"]
+    one = table[(table["ranks"] == 1) & (table["batch_size"] == batch)]
+    return float(one["samples_per_second"].iloc[0]) if len(one) else math.nan
+
+
+def parts_by_rank(record: ScalingRecord, run: int) -> pd.DataFrame:
+    """Mean time of each part on each rank: ``rank``, ``component``, ``phase``, ``time_ms``."""
+    rows = record.of_run("parts", run)
+    keys = ["rank", "component", "phase"]
+    count = rows.groupby("rank")["iteration"].nunique().rename("count")
+    total = rows.groupby(keys)["time_ms"].sum().reset_index().join(count, on="rank")
+    total["time_ms"] = total["time_ms"] / total["count"]
+    return total[[*keys, "time_ms"]]
+
+
+def imbalance(record: ScalingRecord) -> pd.DataFrame:
+    """How uneven the ranks' own work is, communication left out.
+
+    Returns:
+        ``run``, ``ranks``, ``slowest_rank``, ``slowest_ms``, ``mean_ms``, ``share``
+        ((slowest − mean) / slowest: what the others wait for), ``component`` (the part in which
+        the slowest rank is furthest above the mean).
+    """
+    rows = []
+    for run in record.runs["run"]:
+        parts = parts_by_rank(record, int(run))
+        own = parts[~parts["component"].isin(["communication"])]
+        busy = own.groupby("rank")["time_ms"].sum()
+        if len(busy) < 2:
+            continue
+        slowest = int(cast(int, busy.idxmax()))
+        wide = own.pivot_table(
+            "time_ms", "component", "rank", aggfunc="sum", fill_value=0.0, observed=True
+        )
+        above = wide[slowest] - wide.mean(axis=1)
+        worst, mean = float(busy.max()), float(busy.mean())
+        rows.append(
+            {
+                "run": int(run),
+                "ranks": len(busy),
+                "slowest_rank": slowest,
+                "slowest_ms": worst,
+                "mean_ms": mean,
+                "share": (worst - mean) / worst if worst > 0 else 0.0,
+                "component": str(above.idxmax()),
+            }
+        )
+    columns = ["run", "ranks", "slowest_rank", "slowest_ms", "mean_ms", "share", "component"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def exchange_times(record: ScalingRecord) -> pd.DataFrame:
+    """What each exchange of an iteration took, and how much of it was waited for.
+
+    Returns:
+        ``run``, ``kind``, ``what``, ``bytes`` (an iteration, mean over ranks), ``time_ms``
+        (sum of an iteration's, mean over ranks), ``exposed_ms``, ``hidden_ms``, ``calls`` (an
+        iteration), ``gb_per_s`` (payload over time), ``share`` (exposed time over the run's
+        iteration).
+    """
+    columns = [
+        *("run", "kind", "what", "bytes", "time_ms", "exposed_ms", "hidden_ms", "calls"),
+        *("gb_per_s", "share"),
+    ]
+    if record.collectives.empty:
+        return pd.DataFrame(columns=columns)
+    keys = ["run", "kind", "what"]
+    rows = record.collectives
+    counted = rows.groupby("run")[["rank", "iteration"]].apply(lambda t: len(t.drop_duplicates()))
+    sums = rows.groupby(keys)[["bytes", "time_ms", "exposed_ms"]].sum()
+    sums["calls"] = rows.groupby(keys).size()
+    table = sums.reset_index()
+    per = table["run"].map(counted)
+    for name in ("bytes", "time_ms", "exposed_ms", "calls"):
+        table[name] = table[name] / per
+    table["exposed_ms"] = table[["exposed_ms", "time_ms"]].min(axis=1)
+    table["hidden_ms"] = table["time_ms"] - table["exposed_ms"]
+    table["gb_per_s"] = 1e-6 * table["bytes"] / table["time_ms"].where(table["time_ms"] > 0)
+    whole = measured_iterations(record).set_index("run")["time_ms"]
+    table["share"] = table["exposed_ms"] / table["run"].map(whole)
+    return table[columns]
+
+
+def exposed_shares(record: ScalingRecord) -> pd.DataFrame:
+    """Part of every run's iteration that is communication nobody hides.
+
+    Returns:
+        ``run``, ``compute_ms``, ``exposed_ms``, ``share``: means over ranks of the parts, and
+        of "communication" among them.
+    """
+    rows = []
+    for run in record.runs["run"]:
+        parts = parts_by_rank(record, int(run))
+        if parts.empty:
+            continue
+        talks = parts["component"].eq("communication")
+        ranks = parts["rank"].nunique()
+        exposed = float(parts.loc[talks, "time_ms"].sum()) / ranks
+        compute = float(parts.loc[~talks, "time_ms"].sum()) / ranks
+        rows.append((int(run), compute, exposed, exposed / (compute + exposed)))
+    return pd.DataFrame(rows, columns=["run", "compute_ms", "exposed_ms", "share"])
