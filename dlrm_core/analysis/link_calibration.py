@@ -74,7 +74,9 @@ def _fit(rows: pd.DataFrame) -> Fit | None:
         return None
     sizes, times = rows["bytes"].to_numpy(float), rows["time_ms"].to_numpy(float)
     fixed, slope = robust_line(sizes, times)
-    points = tuple(zip(medians.index.astype(float), medians.astype(float), strict=True))
+    # more bytes do not take less time: a size that was disturbed throughout is held to the next
+    bounded = medians[::-1].cummin()[::-1]
+    points = tuple(zip(bounded.index.astype(float), bounded.astype(float), strict=True))
     # what a range must hold are single measurements around the interpolated medians
     own = np.log(times / rows["bytes"].map(medians).to_numpy(float))
     scatter = max(LEAST_SCATTER, float(np.expm1(COVER * _deviation(own))))

@@ -28,8 +28,8 @@ class Overlap:
     Attributes:
         pooled: the bottom MLP beside the exchange of pooled vectors and of their gradients.
         dense: backward beside the all-reduce of gradients.
-        hides: share of the time behind which computing went on that was really saved: 1 where
-            a device of its own moves the bytes, 0 where the ranks' own cores do.
+        hides: rate of computing while the link is busy: 1 where a device of its own moves the
+            bytes, 0 where the ranks' own cores do, so that nothing is saved.
     """
 
     pooled: bool = True
@@ -61,40 +61,50 @@ class Schedule:
 
 
 class _Lanes:
-    """Two clocks."""
+    """Two clocks. While the link is busy, computing advances at the rate ``hides``: what runs
+    beside an exchange is then saved to that share."""
 
     def __init__(self, hides: float) -> None:
         self.now = self.link = 0.0
         self.hides = hides
         self.made = Schedule()
-        self._began: dict[str, float] = {}
+        self._sent: list[Event] = []
 
     def compute(self, part: Part, ms: float) -> None:
-        if ms > 0:
-            self.made.events.append(Event("compute", *part, self.now, self.now + ms))
-            self.now += ms
-
-    def send(self, name: str, phase: str, ms: float, ready: float | None = None) -> None:
-        """Put an exchange on its way; ``ready``: when its data began to be there."""
+        """Run a part; longer than ``ms`` where the link is busy beside it."""
         if ms <= 0:
             return
-        start = max(self.link, self.now if ready is None else ready)
+        busy = max(0.0, self.link - self.now)
+        if ms <= self.hides * busy:
+            end = self.now + ms / self.hides
+        else:
+            end = self.now + ms + (1 - self.hides) * busy
+        self.made.events.append(Event("compute", *part, self.now, end))
+        self._expose(end, 1 - self.hides)
+        self.now = end
+
+    def send(self, name: str, phase: str, ms: float) -> None:
+        """Put an exchange on its way, behind those that are under way."""
+        if ms <= 0:
+            return
+        start = max(self.link, self.now)
         self.link = start + ms
-        self._began[name] = ms
-        self.made.events.append(Event("communication", name, phase, start, self.link))
+        self._sent.append(Event("communication", name, phase, start, self.link))
+        self.made.events.append(self._sent[-1])
 
     def wait(self, *names: str) -> None:
-        """Until the exchanges are done; the part that was not really hidden is added."""
-        for name in names:
-            ms = self._began.pop(name, 0.0)
-            end = next((e.end_ms for e in self.made.events if e.name == name), self.now)
-            if ms <= 0:
-                continue
-            exposed = min(ms, max(0.0, end - self.now))
-            lost = (ms - exposed) * (1 - self.hides)
-            self.made.exposed[name] = self.made.exposed.get(name, 0.0) + exposed + lost
-            self.now = max(self.now, end) + lost
-            self.link = max(self.link, self.now if lost else 0.0)
+        """Until these exchanges are done."""
+        end = max((each.end_ms for each in self._sent if each.name in names), default=self.now)
+        self._expose(end, 1.0)
+        self.now = max(self.now, end)
+
+    def _expose(self, until: float, share: float) -> None:
+        """Charge ``share`` of the time from now on to the exchanges that are under way."""
+        for each in self._sent:
+            beside = min(until, each.end_ms) - max(self.now, each.start_ms)
+            if beside > 0 and share > 0:
+                exposed = self.made.exposed
+                exposed[each.name] = exposed.get(each.name, 0.0) + share * beside
 
 
 def schedule(
@@ -113,7 +123,7 @@ def schedule(
         bucket_share: share of the top MLP's gradients that must be there before the first
             bucket of them leaves.
     """
-    lanes = _Lanes(overlap.hides if overlap.pooled or overlap.dense else 0.0)
+    lanes = _Lanes(overlap.hides)
 
     def run(*parts: Part) -> None:
         for part in parts:
@@ -133,15 +143,16 @@ def schedule(
     lanes.wait("pooled vectors")
     run(("interaction", "forward"), ("top_mlp", "forward"), ("loss", "forward"))
     run(("loss", "backward"))
-    began = lanes.now
-    run(("top_mlp", "backward"))
-    dense = exchange("dense gradients", "backward")
-    top = dense * (1 - bottom_share)
+    dense, backward = exchange("dense gradients", "backward"), ("top_mlp", "backward")
+    top, bucket = dense * (1 - bottom_share), min(1.0, bucket_share)
     if overlap.dense:
-        first = began + (lanes.now - began) * min(1.0, bucket_share)
-        # the last bucket leaves when the last gradient is there
-        hidden = top * (1 - min(1.0, bucket_share))
-        lanes.send("top MLP gradients", "backward", top, max(first, lanes.now - hidden))
+        # the first bucket leaves when it is full, the last when the last gradient is there
+        lanes.compute(backward, compute_ms.get(backward, 0.0) * bucket)
+        lanes.send("top MLP gradients", "backward", top * (1 - bucket))
+        lanes.compute(backward, compute_ms.get(backward, 0.0) * (1 - bucket))
+        lanes.send("top MLP gradients", "backward", top * bucket)
+    else:
+        run(backward)
     run(("interaction", "backward"))
     lanes.send("pooled gradients", "backward", exchange("pooled gradients", "backward"))
     if not overlap.pooled:
