@@ -143,7 +143,10 @@ class FusedDense:
             loss_backward(loss, scale)
             dz = top_mlp_backward(self.top, p, p_leaf, logits)
         dx = self._bottom_gradient[: x.shape[0]]
-        interaction_backward(self.engine, self.interaction, dz, [x, *pooled], [dx, *gradients])
+        features = [x, *pooled]
+        interaction_backward(
+            self.engine, self.interaction, self.parts, dz, features, [dx, *gradients]
+        )
         bottom_mlp_backward(self.bottom, dx)
         return loss.detach()
 
@@ -218,13 +221,14 @@ def top_mlp_backward(
 def interaction_backward(
     engine: Engine,
     interaction: nn.Module,
+    parts: int,
     dz: torch.Tensor,
     features: list[torch.Tensor],
     gradients: list[torch.Tensor],
 ) -> None:
     """Write the gradients of all features, given that of the interaction's output."""
     if isinstance(interaction, DotInteraction):
-        engine.dot_backward(dz, features, interaction.itself, gradients)
+        engine.dot_backward(dz, features, interaction.itself, parts, gradients)
     else:
         dim = features[0].shape[1]
         for i, gradient in enumerate(gradients):

@@ -22,7 +22,7 @@ LANES = 16
 """float32 numbers in a vector."""
 
 _I8, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
-_VECTOR = ir.VectorType(_F32, LANES)
+_VECTOR, _INTS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
 
 
 compiled = njit(error_model="numpy")
@@ -91,6 +91,48 @@ def load_vector(context, address):
 def store_vector(context, address, value):
     """Sixteen float32 to an address that need not be aligned to more than a float."""
     return types.void(types.int64, vector), _store(_VECTOR, 4)
+
+
+def _first_lanes(builder: ir.IRBuilder, count: ir.Value) -> ir.Value:
+    """Lanes 0 to count - 1, as a mask."""
+    narrow = builder.trunc(count, _I32)
+    one = builder.insert_element(ir.Constant(_INTS, ir.Undefined), narrow, _I32(0))
+    same = ir.Constant(_INTS, [0] * LANES)
+    counts = builder.shuffle_vector(one, ir.Constant(_INTS, ir.Undefined), same)
+    return builder.icmp_signed("<", ir.Constant(_INTS, list(range(LANES))), counts)
+
+
+@intrinsic
+def load_first(context, address, count):
+    """The first ``count`` of sixteen float32, zeros behind them; nothing else is read."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = _address(builder, arguments[0], _VECTOR)
+        mask = _first_lanes(builder, arguments[1])
+        kinds = [pointer.type, _I32, mask.type, _VECTOR]
+        kind = ir.FunctionType(_VECTOR, kinds)
+        name = "llvm.masked.load.v16f32.p0"
+        function = get_or_insert_function(builder.module, kind, name)
+        nothing = ir.Constant(_VECTOR, [0.0] * LANES)
+        return builder.call(function, [pointer, _I32(4), mask, nothing])
+
+    return vector(types.int64, types.int64), generate
+
+
+@intrinsic
+def store_first(context, address, value, count):
+    """The first ``count`` lanes to an address; nothing else is written."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = _address(builder, arguments[0], _VECTOR)
+        mask = _first_lanes(builder, arguments[2])
+        kind = ir.FunctionType(ir.VoidType(), [_VECTOR, pointer.type, _I32, mask.type])
+        name = "llvm.masked.store.v16f32.p0"
+        function = get_or_insert_function(builder.module, kind, name)
+        builder.call(function, [arguments[1], pointer, _I32(4), mask])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, vector, types.int64), generate
 
 
 @intrinsic

@@ -1,4 +1,4 @@
-"""Kernels on tiled matrices: products, what follows them, packing, interaction.
+"""Kernels on tiled matrices: products, what follows them, packing.
 
 A kernel is a C function ``void kernel(int64 job)`` that any number of threads may enter
 (:mod:`dlrm_core.embeddings.kernels`): they take units, a few rows of blocks each, until none
@@ -92,7 +92,8 @@ DIM = 34  # d
 ITSELF = 35  # 0 or 1: products of a feature with itself too
 GRADIENTS = 36  # F addresses of float32 (B, d), written
 GRADIENT_STRIDES = 37
-FIELDS = 38
+DOT_PARTS = 38  # as PARTS, of the features
+FIELDS = 39
 
 BLOCK_BYTES = 32 * 32 * 4
 SCRATCH_LEAST = BLOCK_BYTES + 3 * 2 * 2 * 1024
@@ -228,9 +229,9 @@ def block_by_vectors(left, right, depth, parts, target):
 
 
 @compiled
-def emit_rows(source, stride, parts, target):
-    """A block of float32 in rows form."""
-    for row in range(32):
+def emit_rows(source, stride, height, parts, target):
+    """The first rows of a block of float32 in rows form."""
+    for row in range(height):
         a = load_vector(source + row * stride)
         b = load_vector(source + row * stride + 64)
         for part in range(parts):
@@ -268,7 +269,7 @@ def emit(job, source, stride, row, column, scratch):
     columns, columns_t = field(job, OUT_COLUMNS), field(job, OUT_COLUMNS_T)
     if rows != 0 or columns_t != 0:
         place = rows + here if rows != 0 else scratch + BLOCK_BYTES
-        emit_rows(source, stride, parts, place)
+        emit_rows(source, stride, 32, parts, place)
         if columns_t != 0:
             for tile in range(0, size, 1024):
                 transpose_tile(place + tile, columns_t + here + tile)

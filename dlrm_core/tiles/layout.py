@@ -190,7 +190,10 @@ class Engine:
         width = dim + count * (count + (1 if itself else -1)) // 2
         job = self._job((size, width), parts, result)
         kept = self._features(job, features, itself)
-        job[k.SCRATCH_BYTES] += 4 * BLOCK * BLOCK * blocks_of(width)
+        self._dot_parts(job, parts)
+        size_of_block = 4 * BLOCK * BLOCK
+        panels = 2 * blocks_of(count) * blocks_of(dim) * int(job[k.DOT_PARTS]) * size_of_block // 2
+        job[k.SCRATCH_BYTES] += size_of_block * (blocks_of(width) + 2) + panels
         self._run("dot_forward", job, most=4)
         del kept
 
@@ -199,19 +202,33 @@ class Engine:
         gradient: torch.Tensor,
         features: Sequence[torch.Tensor],
         itself: bool,
+        parts: int,
         gradients: Sequence[torch.Tensor],
     ) -> None:
         """Write the features' gradients (B, d), given that of the output (B, d + pairs)."""
         from dlrm_core.tiles import kernels as k
 
         _check_rows(gradient)
-        job = self._job((gradient.shape[0], gradient.shape[1]), 1, Result())
+        job = self._job((gradient.shape[0], gradient.shape[1]), parts, Result())
         kept = self._features(job, features, itself)
         job[k.SOURCE], job[k.SOURCE_STRIDE] = gradient.data_ptr(), 4 * gradient.stride(0)
         places = _addresses(gradients)
         job[k.GRADIENTS], job[k.GRADIENT_STRIDES] = (array.ctypes.data for array in places)
+        self._dot_parts(job, parts)
+        blocks, columns = blocks_of(len(features)), blocks_of(features[0].shape[1])
+        size_of_block = 4 * BLOCK * BLOCK
+        panels = blocks * (blocks + columns) * int(job[k.DOT_PARTS]) * size_of_block // 2
+        tiles = size_of_block // 2
+        job[k.SCRATCH_BYTES] += tiles + size_of_block * (2 + blocks * blocks) + panels
         self._run("dot_backward", job, most=4)
         del kept, places
+
+    def _dot_parts(self, job: np.ndarray, parts: int) -> None:
+        """Features of an interaction are of two parts at least: it is fp32 in bf16 too."""
+        from dlrm_core.tiles import kernels as k
+
+        job[k.DOT_PARTS] = max(2, parts)
+        job[k.CONFIG] = self._config.ctypes.data if self._config is not None else 0
 
     def _features(
         self, job: np.ndarray, features: Sequence[torch.Tensor], itself: bool
