@@ -116,7 +116,9 @@ class Collectives:
                 record.exposed = spent
                 return None
             if self.records is not None:
-                work.get_future().add_done_callback(functools.partial(_end, record))
+                # gloo's reduce-scatter has none: it is done when it has been waited for
+                with contextlib.suppress(RuntimeError):
+                    work.get_future().add_done_callback(functools.partial(_end, record))
             return _NotedWork(work, record, self)
 
         return call
@@ -138,9 +140,11 @@ class _NotedWork(dist.Work):
             return self._work.wait(*timeout)
         finally:
             owner.waiting = False
-            spent = time.perf_counter() - started
-            owner.driven_s += spent
-            self._record.exposed += spent
+            now = time.perf_counter()
+            owner.driven_s += now - started
+            self._record.exposed += now - started
+            if self._record.ended is None:
+                self._record.ended = now
 
     def is_completed(self) -> bool:
         return self._work.is_completed()
@@ -150,7 +154,8 @@ class _NotedWork(dist.Work):
 
 
 def _end(record: Collective, future: Any) -> None:
-    record.ended = time.perf_counter()
+    if record.ended is None:
+        record.ended = time.perf_counter()
 
 
 def _bytes(payload: Any) -> int:

@@ -131,7 +131,7 @@ def about_rank(trainer: DistributedTrainer, result: TrainingResult) -> dict[str,
 
 def _introduce(trainer: DistributedTrainer, say: Say) -> None:
     """Who takes part, and what each holds: on standard error, whose lines are for people."""
-    world = trainer.world
+    world, holdings = trainer.world, trainer.holdings()
     if not world.first:
         return
     training = trainer.parameters.training
@@ -142,7 +142,7 @@ def _introduce(trainer: DistributedTrainer, say: Say) -> None:
         f"each, sharding {training.sharding}",
         file=sys.stderr,
     )
-    for line in trainer.holdings():
+    for line in holdings:
         print(line, file=sys.stderr, flush=True)
 
 

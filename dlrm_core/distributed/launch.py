@@ -85,7 +85,7 @@ def run_ranks(
             processes.append(
                 subprocess.Popen(
                     [str(word) for word in command],
-                    env=os.environ | dict(variables or {}) | environment(rank, ranks, store.port),
+                    env={**os.environ, **(variables or {}), **environment(rank, ranks, store.port)},
                     stdin=subprocess.DEVNULL,
                     stdout=stack.enter_context((logs / f"{rank}.out").open("wb")),
                     stderr=stack.enter_context((logs / f"{rank}.err").open("wb")),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -240,14 +240,14 @@ def _require_right_sums(parameters: Parameters, shards: list[Shard]) -> None:
             )
 
 
-def describe(shards: list[Shard], world_size: int) -> list[str]:
-    """A line a rank: what it holds."""
+def describe(shards: list[Shard], processes: Sequence[str]) -> list[str]:
+    """A line a rank, whose process is named: what it holds."""
     lines = []
-    for rank in range(world_size):
+    for rank, process in enumerate(processes):
         own = [shard for shard in shards if shard.rank == rank]
         size = sum(FLOAT_BYTES * shard.rows * shard.columns for shard in own)
         tables = ", ".join(_name(shard) for shard in own) or "no table"
-        lines.append(f"rank {rank} holds {format_bytes(size)}: {tables}")
+        lines.append(f"rank {rank} ({process}) holds {format_bytes(size)}: {tables}")
     return lines
 
 

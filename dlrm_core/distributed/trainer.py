@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import signal
 import statistics
 import threading
@@ -29,7 +30,7 @@ from dlrm_core.distributed.plan import describe
 from dlrm_core.distributed.step import DistributedStep
 from dlrm_core.distributed.tables import ShardedTables
 from dlrm_core.distributed.watch import Watch
-from dlrm_core.distributed.world import World, agreed
+from dlrm_core.distributed.world import World, agreed, gathered
 from dlrm_core.embeddings import EmbeddingTables
 from dlrm_core.evaluation import Evaluation, HeldOut
 from dlrm_core.model import (
@@ -118,8 +119,9 @@ class DistributedTrainer(Trainer):
         self._stops = 0.0
 
     def holdings(self) -> list[str]:
-        """A line a rank: which tables it has."""
-        return describe(self.tables.shards, self.world.size)
+        """A line a rank: who it is, and which tables it has; every rank must ask."""
+        own = f"host {self.world.host}, process {os.getpid()}"
+        return describe(self.tables.shards, gathered(self.world, own))
 
     def iterate(self) -> torch.Tensor:
         """One iteration, data included; the loss of the global batch."""

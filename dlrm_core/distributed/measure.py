@@ -1,0 +1,229 @@
+"""One rank's measurements of a run, and of what it would do alone, as rows of tables.
+
+The rows are those that :mod:`dlrm_core.analysis.communication` defines. Batches are made
+beforehand: what is measured is the step, from a batch in memory to updated weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dlrm_core.config import Parameters
+from dlrm_core.data.loader import make_generator
+from dlrm_core.distributed.clock import PartClock
+from dlrm_core.distributed.collectives import Collectives
+from dlrm_core.distributed.local_batch import LocalBatch, local_batch
+from dlrm_core.distributed.plan import require_possible
+from dlrm_core.distributed.step import DistributedStep
+from dlrm_core.distributed.tables import ShardedTables
+from dlrm_core.distributed.trainer import make_model
+from dlrm_core.distributed.world import World
+from dlrm_core.model import ClickLoss
+from dlrm_core.parts import capturing
+
+BATCHES = 8
+"""Different ones that a measured run takes in turns."""
+
+SHOWN = 3
+"""Iterations whose spans are kept, for a timeline of all ranks."""
+
+Row = dict[str, Any]
+
+
+def measure_run(
+    parameters: Parameters,
+    world: World,
+    collectives: Collectives,
+    warmup: int,
+    iterations: int,
+    group: dist.ProcessGroup | None = None,
+    seconds: float = 60.0,
+) -> dict[str, list[Row]]:
+    """Train for some iterations and time them.
+
+    Args:
+        world: this rank among those of ``group``.
+        iterations: after ``warmup``; fewer if ``seconds`` are over, on all ranks alike.
+        group: ranks that train together; None: all.
+
+    Returns:
+        ``placement`` (of all ranks), and this rank's ``iterations``, ``parts``,
+        ``collectives``, ``spans``, ``losses``.
+
+    Raises:
+        InputError: the run does not exist on several ranks.
+    """
+    require_possible(parameters, world.size)
+    step, tables = _make_step(parameters, world, collectives, group)
+    stream = itertools.cycle(_batches(parameters, world, min(BATCHES, warmup + iterations)))
+    losses = []
+    begun = time.perf_counter()
+    for _ in range(warmup):
+        losses.append(step(next(stream))[0])
+    # the slowest rank's warm-up says how many iterations there is time for
+    took = torch.tensor((time.perf_counter() - begun) / max(1, warmup))
+    dist.all_reduce(took, dist.ReduceOp.MAX, group=group)
+    count = max(3, min(iterations, int(seconds / max(float(took), 1e-6)))) if warmup else iterations
+    clock = PartClock(collectives)
+    times: list[tuple[float, float]] = []
+    of_iteration: list[list[Any]] = []
+    gc.collect()
+    gc.disable()
+    dist.barrier(group=group)
+    try:
+        with capturing(clock.around):
+            for _ in range(count):
+                batch = next(stream)
+                clock.begin()
+                collectives.records = []
+                started = time.perf_counter()
+                loss, _ = step(batch)
+                times.append((started, time.perf_counter()))
+                of_iteration.append(collectives.records)
+                losses.append(loss)
+    finally:
+        collectives.records = None
+        gc.enable()
+    dist.barrier(group=group)
+    rows = _rows(world.rank, times, of_iteration, clock)
+    rows["losses"] = [{"loss": float(loss)} for loss in losses]
+    rows["placement"] = [
+        {
+            "table": shard.table,
+            "kind": shard.kind,
+            "rank": shard.rank,
+            "rows": shard.rows,
+            "columns": shard.columns,
+        }
+        for shard in tables.shards
+    ]
+    return rows
+
+
+def measure_alone(
+    parameters: Parameters,
+    world: World,
+    collectives: Collectives,
+    groups: Sequence[dist.ProcessGroup],
+    concurrent: Sequence[int],
+    warmup: int,
+    iterations: int,
+) -> list[Row]:
+    """Parts of processes that exchange nothing, so many at once on this node.
+
+    Args:
+        groups: one with each rank alone, in their order.
+        concurrent: numbers of processes; ranks beyond a number wait, idle.
+
+    Returns:
+        this rank's rows of ``compute_profile``.
+    """
+    rows: list[Row] = []
+    alone = dataclasses.replace(world, rank=0, size=1, local_rank=0, local_size=1)
+    for count in concurrent:
+        dist.barrier()
+        if world.rank < count:
+            found = measure_run(
+                parameters, alone, collectives, warmup, iterations, groups[world.rank]
+            )
+            rows += [
+                {
+                    "concurrent": count,
+                    "process": world.rank,
+                    "batch_size": parameters.training.batch_size,
+                    **{k: row[k] for k in ("iteration", "component", "phase", "time_ms")},
+                }
+                for row in found["parts"]
+            ]
+        dist.barrier()
+    return rows
+
+
+def _make_step(
+    parameters: Parameters,
+    world: World,
+    collectives: Collectives,
+    group: dist.ProcessGroup | None,
+) -> tuple[DistributedStep, ShardedTables]:
+    model = make_model(parameters, world.device)
+    tables = ShardedTables(parameters, world, collectives, group)
+    # of the right size is enough: what is measured does not depend on them
+    generator = torch.Generator(world.device).manual_seed(parameters.training.seed)
+    with torch.no_grad():
+        for shard, memory in tables.local:
+            bound = (1 / parameters.model.table_rows[shard.table]) ** 0.5
+            memory.uniform_(-bound, bound, generator=generator)
+    # the dense part's are alike on all ranks: training goes the same way everywhere
+    from dlrm_core.model import fill_dense_with_torch
+
+    dense = torch.Generator(world.device).manual_seed(parameters.training.seed)
+    fill_dense_with_torch(model, dense)
+    loss = ClickLoss(parameters.model.loss, parameters.model.loss_weights).to(world.device)
+    config = dataclasses.replace(parameters.training, embedding_backend="torch")
+    return DistributedStep(model, tables, loss, config, world.size, collectives, group), tables
+
+
+def _batches(parameters: Parameters, world: World, count: int) -> list[LocalBatch]:
+    data = parameters.data
+    if data.generator == "facebook_loop":
+        # the same stream bit for bit, made faster
+        parameters = dataclasses.replace(
+            parameters, data=dataclasses.replace(data, generator="facebook")
+        )
+    generator = make_generator(parameters, torch.device("cpu"))
+    rows = parameters.model.table_rows
+    return [local_batch(generator.next_batch(), world, rows) for _ in range(count)]
+
+
+def _rows(
+    rank: int,
+    times: list[tuple[float, float]],
+    of_iteration: list[list[Any]],
+    clock: PartClock,
+) -> dict[str, list[Row]]:
+    rows: dict[str, list[Row]] = {"iterations": [], "parts": [], "collectives": [], "spans": []}
+    for i, (started, ended) in enumerate(times):
+        rows["iterations"].append(
+            {"rank": rank, "iteration": i, "time_ms": 1e3 * (ended - started)}
+        )
+        for (component, phase), spent in clock.iterations[i].items():
+            about = {"component": component, "phase": phase, "time_ms": 1e3 * spent}
+            rows["parts"].append({"rank": rank, "iteration": i, **about})
+        for record in of_iteration[i]:
+            done = record.ended if record.ended is not None else record.started + record.exposed
+            rows["collectives"].append(
+                {
+                    "rank": rank,
+                    "iteration": i,
+                    "kind": record.kind,
+                    "what": record.what,
+                    "bytes": record.bytes,
+                    "time_ms": 1e3 * (done - record.started),
+                    "exposed_ms": 1e3 * record.exposed,
+                    "start_ms": 1e3 * (record.started - started),
+                }
+            )
+    for i in range(max(0, len(times) - SHOWN), len(times)):
+        zero = times[i][0]
+        for component, phase, begun, end in clock.spans[i]:
+            rows["spans"].append(
+                {
+                    "rank": rank,
+                    "iteration": i,
+                    "component": component,
+                    "phase": phase,
+                    "start_ms": 1e3 * (begun - zero),
+                    "end_ms": 1e3 * (end - zero),
+                    # the kernel's clock since boot, the same for all processes of a node
+                    "node_start_s": begun,
+                }
+            )
+    return rows

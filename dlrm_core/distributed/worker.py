@@ -1,0 +1,95 @@
+"""The ranks of a measurement: ``python -m dlrm_core.distributed.worker JOB RESULT``.
+
+JOB is a JSON file ``{"runs": [{"run", "sections", ...}], "alone": [{"case", "sections"}],
+"concurrent": [k, ...], "probe": bool, "warmup", "iterations", "seconds"}``; rank 0 writes
+RESULT with the tables of :mod:`dlrm_core.analysis.communication`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from dlrm_core.config import parameters_from_sections
+from dlrm_core.distributed.collectives import Collectives
+from dlrm_core.distributed.measure import measure_alone, measure_run
+from dlrm_core.distributed.probes import probe_link
+from dlrm_core.distributed.watch import Watch
+from dlrm_core.distributed.world import World, gathered, joined
+from dlrm_core.errors import InputError
+from dlrm_core.files import read_json, write_json
+
+TABLES = ("placement", "iterations", "parts", "collectives", "spans")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure what the job asks for."""
+    job, result = read_json(Path(arguments[0])), Path(arguments[1])
+    first = parameters_from_sections([*job["runs"], *job["alone"]][0]["sections"])
+    collectives = Collectives()
+    with joined(first.training) as world, collectives.installed():
+        with Watch(world, collectives, first.training.rank_timeout_s) as watch:
+            found = _measure(job, world, collectives, watch)
+        if world.first:
+            write_json(result, found)
+    return 0
+
+
+def _measure(
+    job: dict[str, Any], world: World, collectives: Collectives, watch: Watch
+) -> dict[str, Any]:
+    found: dict[str, Any] = {name: [] for name in TABLES} | {"compute_profile": [], "losses": []}
+    # the probe comes before, between and after the runs: the machine may be busier at one time
+    probed = []
+    for number, run in enumerate(job["runs"]):
+        if job["probe"] and number in (0, len(job["runs"]) // 2):
+            probed += probe_link(world)
+        watch.iteration = number
+        rows = measure_run(
+            parameters_from_sections(run["sections"]),
+            world,
+            collectives,
+            job["warmup"],
+            job["iterations"],
+            seconds=job["seconds"],
+        )
+        for name in TABLES:
+            own = [row | {"run": run["run"]} for row in rows[name]]
+            everyone = gathered(world, own)
+            # every rank knows the whole placement
+            found[name] += everyone[0] if name == "placement" else itertools.chain(*everyone)
+        found["losses"].append({"run": run["run"], "losses": [r["loss"] for r in rows["losses"]]})
+    if job["probe"]:
+        probed += probe_link(world)
+    groups = [dist.new_group([rank]) for rank in range(world.size)] if job["alone"] else []
+    for case in job["alone"]:
+        parameters = parameters_from_sections(case["sections"])
+        rows_alone = measure_alone(
+            parameters,
+            world,
+            collectives,
+            [group for group in groups if group is not None],
+            job["concurrent"],
+            job["warmup"],
+            job["iterations"],
+        )
+        named = [row | {"case": case["case"]} for row in rows_alone]
+        found["compute_profile"] += itertools.chain(*gathered(world, named))
+    found["link_probe"] = probed
+    found["threads"] = world.threads
+    found["backend"] = world.backend
+    found["host"] = world.host
+    return found
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except InputError as error:
+        print(f"dlrm scaling: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,94 @@
+"""Ranks for tests: one process imports torch and TorchRec, and forks into 1, 2, 4 ranks.
+
+``python distributed_ranks.py JOBS RESULTS``: JOBS is a JSON list of stages, one after the
+other, each ``{"ranks": R, "jobs": [...]}``; rank 0 of each writes ``RESULTS/STAGE.json``. A job
+is ``{"name", "sections", "place", "resume", "initial"}``: train, with checkpoints in ``place``;
+with ``initial`` one of the untrained weights comes first.
+"""
+
+import json
+import os
+import socket
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+
+from dlrm_core.checkpoints import read_checkpoint
+from dlrm_core.config import parameters_from_sections
+from dlrm_core.distributed.collectives import Collectives
+from dlrm_core.distributed.command import about_rank
+from dlrm_core.distributed.packages import load_torchrec
+from dlrm_core.distributed.trainer import DistributedTrainer
+from dlrm_core.distributed.watch import Watch
+from dlrm_core.distributed.world import environment, gathered, joined
+
+
+def main():
+    stages, results = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    load_torchrec()
+    for number, stage in enumerate(stages):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        children = []
+        for rank in range(stage["ranks"]):
+            child = os.fork()
+            if child == 0:
+                os.environ.update(environment(rank, stage["ranks"], port))
+                # no launcher here: rank 0 keeps the store
+                del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+                try:
+                    as_rank(stage["jobs"], results / f"{number}.json")
+                except BaseException:
+                    traceback.print_exc()
+                    os._exit(1)
+                sys.stdout.flush()
+                os._exit(0)
+            children.append(child)
+        statuses = [os.waitpid(child, 0)[1] for child in children]
+        if any(statuses):
+            sys.exit(f"stage {number}: ranks ended with {statuses}")
+
+
+def as_rank(jobs, output):
+    collectives, found = Collectives(), {}
+    first = parameters_from_sections(jobs[0]["sections"])
+    with joined(first.training) as world, collectives.installed():
+        with Watch(world, collectives, first.training.rank_timeout_s) as watch:
+            for job in jobs:
+                found[job["name"]] = train(job, world, collectives, watch)
+        if world.first:
+            output.write_text(json.dumps(found))
+
+
+def train(job, world, collectives, watch):
+    parameters = parameters_from_sections(job["sections"])
+    checkpoint = read_checkpoint(Path(job["resume"])) if job.get("resume") else None
+    place = Path(job["place"]) if job.get("place") else None
+    trainer = DistributedTrainer(parameters, world, collectives, checkpoint, place, watch)
+    try:
+        if job.get("initial"):
+            trainer.save()
+        collectives.records = []
+        result = trainer.train()
+        records = [
+            {"kind": r.kind, "what": r.what, "bytes": r.bytes, "done": r.ended is not None}
+            for r in collectives.records
+        ]
+        collectives.records = None
+        return {
+            "losses": result.losses,
+            "evaluations": result.evaluations,
+            "threads": torch.get_num_threads(),
+            "holdings": trainer.holdings(),
+            "collectives": gathered(world, records),
+            "ranks": gathered(world, about_rank(trainer, result)),
+        }
+    finally:
+        trainer.close()
+
+
+if __name__ == "__main__":
+    main()
