@@ -27,6 +27,9 @@ $(SET_UP): requirements.lock pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	@# bytecode is made where it is first imported: making all of it takes longer than the rest
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -r requirements.lock
+	@# TorchRec belongs to the lock's torch and FBGEMM, but declares FBGEMM's CUDA package
+	@[ "$$(uname)" != Linux ] || $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --no-compile --no-deps torchrec==1.8.0
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 

@@ -48,6 +48,19 @@ def test_what_is_installed_is_the_lock():
         assert version(name).partition("+")[0] == pin.version
 
 
+def test_torchrec_is_installed_as_its_message_says():
+    """It is in no range and no lock: its package declares FBGEMM's CUDA build."""
+    from dlrm_core.distributed.packages import INSTALL
+
+    command = "pip install --no-deps torchrec==1.8.0"
+    assert command in INSTALL
+    assert "--no-deps torchrec==1.8.0" in (ROOT / "Makefile").read_text()
+    assert command in (ROOT / "environment.yml").read_text()
+    extra = [Requirement(text) for text in PROJECT["optional-dependencies"]["distributed"]]
+    for wanted in extra:
+        assert wanted.specifier == LOCK[canonicalize_name(wanted.name)].specifier, wanted
+
+
 def test_conda_users_get_the_lock():
     environment = yaml.safe_load((ROOT / "environment.yml").read_text())
     (python,) = (d for d in environment["dependencies"] if str(d).startswith("python"))
