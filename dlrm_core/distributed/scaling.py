@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dlrm_core.config import Parameters, parameters_from_sections
+from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
 from dlrm_core.distributed.launch import launch_lines, python_command, run_ranks
 from dlrm_core.distributed.packages import require_torchrec
 from dlrm_core.distributed.plan import require_possible
+from dlrm_core.distributed.timeline import ranks_trace
 from dlrm_core.distributed.world import threads_of_rank
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json, write_json
@@ -28,6 +29,7 @@ from dlrm_core.files import read_json, write_json
 FORMAT = "dlrm-scaling"
 VERSION = 1
 RECORD = "scaling.json"
+TIMELINE = "ranks.trace.json"
 
 TABLES = (
     *("runs", "placement", "iterations", "parts", "collectives", "spans"),
@@ -62,12 +64,19 @@ class Effort:
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration: parameters, and how its batch grows with the ranks."""
+    """One configuration: parameters, and how its batch grows with the ranks.
+
+    Attributes:
+        change: leaves that differ from the record's parameters.
+        like: name of a case whose times alone are this one's too: the same model and batch,
+            divided otherwise.
+    """
 
     name: str
     parameters: Parameters
     scalings: tuple[str, ...] = SCALINGS
     change: Mapping[str, Any] = field(default_factory=dict)
+    like: str = ""
 
     def batch_size(self, ranks: int, scaling: str) -> int:
         """Samples of an iteration over all ranks."""
@@ -103,8 +112,9 @@ def measure_scaling(
     Args:
         parameters: ``training.batch_size`` is the global batch (strong scaling), and that of
             a rank in weak scaling.
-        folder: gets ``scaling.json``, and what each launch measured as soon as it is done;
-            with the same request, launches that are there are not run again.
+        folder: gets ``scaling.json``, a timeline of all ranks of the last run
+            (``ranks.trace.json``), and what each launch measured as soon as it is done; with
+            the same request, launches that are there are not run again.
         nodes: of the multi-node lines that are printed.
 
     Returns:
@@ -118,11 +128,27 @@ def measure_scaling(
     case = Case(parameters.preset, parameters, tuple(scalings))
     record = measure_cases([case], ranks, folder, effort or Effort(), on_progress)
     record["parameters"] = parameters.to_sections()
-    lines = launch_lines(parameters.source or "FILE", (), max(ranks), nodes)
-    record["launch"] = lines
+    changes = changed_leaves(parameters)
+    record["launch"] = launch_lines(parameters.source or "FILE", changes, max(ranks), nodes)
     if folder is not None:
         write_json(folder / RECORD, record)
+        last = max((run["run"] for run in record["runs"]), default=0)
+        write_json(folder / TIMELINE, ranks_trace(record, last))
     return record
+
+
+def changed_leaves(parameters: Parameters) -> list[str]:
+    """``section.leaf=value`` of everything that differs from the parameters' own file."""
+    if not parameters.source or not Path(parameters.source).exists():
+        return []
+    before = load_parameters(parameters.source).to_sections()
+    return [
+        f"{section}.{leaf}={json.dumps(value)}"
+        for section, leaves in parameters.to_sections().items()
+        if section != "title"
+        for leaf, value in leaves.items()
+        if value != before[section][leaf]
+    ]
 
 
 def measure_cases(
@@ -161,7 +187,7 @@ def measure_cases(
                 }
                 job["runs"].append(row | {"sections": case.sections(size, threads)})
                 number += 1
-            if effort.alone and count == max(ranks):
+            if effort.alone and count == max(ranks) and not case.like:
                 job["alone"] += [
                     {"case": case.name, "sections": case.sections(size, threads)}
                     for size in _sizes_alone(case, ranks)
@@ -169,6 +195,9 @@ def measure_cases(
                 job["concurrent"] = sorted({1, *ranks})
         found = _launched(job, count, folder, effort.timeout_s, on_progress)
         _add(record, job, found, threads)
+    for case in cases:
+        alike = [row for row in record["compute_profile"] if row["case"] == case.like]
+        record["compute_profile"] += [row | {"case": case.name} for row in alike]
     record["not_measured"] = _not_measured(record, ranks)
     if folder is not None:
         write_json(folder / RECORD, record)
