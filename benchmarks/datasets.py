@@ -1,7 +1,7 @@
 """How fast data sets are generated, converted and read, and what memory that takes.
 
 Generation and the disk's own rate are measured in turns: the same number of bytes, written in
-one go to one file and synced, right before. Every figure is of a fresh process.
+one go to one file (O_DIRECT) and synced, right before. Every figure is of a fresh process.
 
     python benchmarks/datasets.py --work /tmp/datasets --only generation
     python benchmarks/datasets.py --work /tmp/datasets          # everything
@@ -13,6 +13,7 @@ there, so the work can be done in pieces.
 from __future__ import annotations
 
 import argparse
+import mmap
 import os
 import re
 import shlex
@@ -40,18 +41,24 @@ T15 = "--variant criteo_t15_synthetic"
 SAMPLE_BYTES = 89
 SHARE, MB_PER_CORE, TEXT_MB_PER_CORE = 0.8, 200.0, 100.0
 """Goals: of the disk's rate or MB/s a core, whichever is lower; of text a core."""
-CHUNK = np.random.default_rng(0).integers(0, 256, 4 << 20, np.uint8).tobytes()
+CHUNK_BYTES = 4 << 20
 
 
 def disk_rate(folder: Path, size: int) -> float:
-    """MB/s of writing ``size`` bytes to one file, until the disk has them."""
+    """MB/s of writing ``size`` bytes to one file, past the page cache, until the disk has them."""
     path, written = folder / "disk.bin", 0
-    started = time.perf_counter()
-    with path.open("wb", buffering=0) as file:
+    size -= size % mmap.PAGESIZE
+    with mmap.mmap(-1, CHUNK_BYTES) as chunk:  # O_DIRECT wants whole, aligned pages
+        chunk.write(np.random.default_rng(0).integers(0, 256, CHUNK_BYTES, np.uint8).tobytes())
+        view = memoryview(chunk)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DIRECT)
+        started = time.perf_counter()
         while written < size:
-            written += file.write(CHUNK[: size - written])
-        os.fdatasync(file.fileno())
-    seconds = time.perf_counter() - started
+            written += os.write(file, view[: size - written])
+        os.fdatasync(file)
+        seconds = time.perf_counter() - started
+        os.close(file)
+        view.release()
     path.unlink()
     return size / 1e6 / seconds
 

@@ -13,7 +13,6 @@ from plotly.subplots import make_subplots
 from dlrm_core.bench_cases import GROWTH, PEER, PLAIN, TORCHREC, TUNED
 from dlrm_core.benchmark_presentation import (
     FIGURE_NAMES,
-    best_speeds,
     contestant_label,
     option_label,
 )
@@ -29,7 +28,6 @@ from dlrm_core.figure_theme import (
     rows_of,
 )
 from dlrm_core.notebook_parameters import value_text
-from dlrm_core.published import NOT_SAID, PUBLISHED
 from dlrm_core.sweep_figures import log_ticks
 
 CONTESTANTS = {
@@ -393,65 +391,6 @@ def share_bars(shares: pd.DataFrame) -> go.Figure:
     result.update_xaxes(title="share of the limit", tickformat=".0%", range=[0, 1.08 * top])
     _rows_axis(result, list(range(len(rows))), labels)
     return result
-
-
-def published_bars(times: pd.DataFrame) -> go.Figure:
-    """Our samples a second over published ones of other hardware; the axis is logarithmic."""
-    ours = [
-        (f"{row.case}, {contestant_label(row.contestant)}", row.samples_per_second, True)
-        for row in rows_of(best_speeds(times))
-    ]
-    theirs = [
-        (
-            f"{found.source.split()[0]}, {found.hardware}: {found.model}, {found.mode}"
-            + ("" if found.precision == NOT_SAID else f", {found.precision}"),
-            found.samples_per_second,
-            False,
-        )
-        for found in PUBLISHED
-    ]
-    rows = sorted([*ours, *theirs], key=lambda row: -row[1])
-    result = figure("Samples a second, beside other hardware's", 130, legend=True)
-    result.update_layout(height=170 + 38 * len(rows))
-    for mine, name, colour in (
-        (True, "this run, this machine", COLOURS["top_mlp"]),
-        (False, "published, other hardware and model", COLOURS["other"]),
-    ):
-        shown = [(place, row) for place, row in enumerate(rows) if row[2] is mine]
-        result.add_trace(
-            go.Bar(
-                x=[row[1] for _, row in shown],
-                y=[place for place, _ in shown],
-                orientation="h",
-                name=name,
-                marker={"color": colour},
-                text=[_thousands(row[1]) for _, row in shown],
-                textposition="outside",
-                cliponaxis=False,
-                hovertemplate="%{x:,.0f} samples/s<extra></extra>",
-            )
-        )
-    fastest = max((row[1] for row in rows), default=1.0)
-    slowest = min((row[1] for row in rows), default=1.0)
-    first, last = math.floor(math.log10(slowest)), math.log10(fastest) + 1.1
-    marks = [10.0**power for power in range(first, math.ceil(last))]
-    result.update_xaxes(
-        type="log",
-        range=[first, last],
-        title="samples a second",
-        tickvals=marks,
-        ticktext=[_thousands(mark) for mark in marks],
-    )
-    _rows_axis(result, list(range(len(rows))), [lines_of(row[0], 34) for row in rows])
-    return result
-
-
-def _thousands(count: float) -> str:
-    """``13.8 M``, ``27.2 k``: three digits that count."""
-    for unit, size in (("M", 1e6), ("k", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return digits(count)
 
 
 # ---- rows in groups ---------------------------------------------------------------

@@ -14,7 +14,6 @@ from dlrm_core.compare_presentation import NOTHING, aligned
 from dlrm_core.figure_theme import percent, rows_of
 from dlrm_core.notebook_parameters import value_text
 from dlrm_core.presentation import NOT_MEASURED, Table, Text
-from dlrm_core.published import PUBLISHED
 
 FIGURE_NAMES = {"step_ms": "step", "end_to_end_ms": "end to end"}
 
@@ -233,33 +232,6 @@ def shares_table(shares: pd.DataFrame) -> Table | None:
         )
     columns = ["shape", "threads", "contestant", "part", "time (ms)", "limit", "limit (ms)"]
     return Table([*columns, "share of the limit", "quartiles"], rows)
-
-
-def published_table(times: pd.DataFrame) -> Table:
-    """Our samples a second, then what others have published of other hardware."""
-    rows = [
-        (
-            "this run",
-            f"{contestant_label(row.contestant)}, {_threads(row.threads)}",
-            row.case,
-            "training",
-            NOTHING,
-            f"{row.samples_per_second:,.0f}",
-        )
-        for row in rows_of(best_speeds(times))
-    ]
-    rows += [
-        (
-            f"{found.source} (other hardware)",
-            found.hardware,
-            found.model + ("" if found.batch is None else f", batch {found.batch:,}"),
-            found.mode,
-            found.precision,
-            f"{found.samples_per_second:,.0f}",
-        )
-        for found in PUBLISHED
-    ]
-    return Table(["source", "on", "model", "mode", "precision", "samples/s"], rows)
 
 
 def best_speeds(times: pd.DataFrame) -> pd.DataFrame:

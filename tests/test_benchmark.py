@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from pathlib import Path
@@ -26,7 +25,6 @@ from dlrm_core.bench_runs import WARMUP, Run
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.errors import InputError
 from dlrm_core.presentation import Table, Text
-from dlrm_core.published import PUBLISHED
 from dlrm_core.workbook import run_notebook
 
 PEER = """
@@ -252,17 +250,6 @@ def test_figures_of_next_to_nothing_can_be_drawn() -> None:
     assert benchmark_presentation.options_table(*options) is None
     assert benchmark_presentation.growth_table(analysis.slopes(analysis.growth(found))) is None
     assert benchmark_presentation.shares_table(analysis.shares(found)) is None
-    assert len(benchmark_figures.published_bars(analysis.times(found)).data) == 2
-
-
-def test_published_figures_are_named_as_of_other_hardware() -> None:
-    plan = Plan(both()["plain"], both()["tuned"], rounds=1, iterations=1)
-    rows = benchmark_presentation.published_table(analysis.times(run_plan(plan, run=timed))).rows
-    others = rows[1:]
-    assert rows[0][0] == "this run" and len(others) == len(PUBLISHED)
-    assert all("other hardware" in row[0] for row in others)
-    for a, b in itertools.combinations(PUBLISHED, 2):
-        assert a != b
 
 
 def test_a_file_that_is_no_benchmark_is_refused(tmp_path: Path) -> None:
@@ -290,11 +277,14 @@ def test_a_benchmark_in_which_nothing_ran_is_no_benchmark(tmp_path: Path) -> Non
 def test_the_page_of_a_small_benchmark(tmp_path: Path) -> None:
     """As a user runs it, without a peer; the page draws every figure and asks for nothing."""
     require_browser()
-    own = ["rounds=1", "iterations=2"]
+    own = ["rounds=1", "iterations=2", "protocols=4", "batch_sizes=[1, 8]", "seeds=2"]
     run = run_notebook("benchmark", QUICK, own, tmp_path)
     written = json.loads((run.path / "benchmark.json").read_text())
     (case,) = written["cases"]
     assert set(case["contestants"]) == {"plain", "tuned"}
     assert case["losses_agree"] and len(written["shares"]) == 2
-    drawn = 6 if embedding_results.DEFAULT.is_file() else 4
+    timed = json.loads((run.path / "protocols.json").read_text())["measured"]
+    assert [one["batch_size"] for one in timed["inference"]] == [1, 1, 8, 8]
+    assert len(json.loads((run.path / "stability/stability.json").read_text())["runs"]) == 2
+    drawn = 8 if embedding_results.DEFAULT.is_file() else 6
     check_page(run.html, figures=drawn)

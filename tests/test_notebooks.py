@@ -44,13 +44,14 @@ OWN = {
     "benchmark": {
         *("results", "embeddings", "peer", "torchrec", "precisions", "shapes", "growth"),
         *("ablation", "roofline", "rounds", "iterations", "threads", "cores"),
+        *("protocols", "batch_sizes", "seeds", "stability"),
         *("output_folder", "output_root"),
     },
 }
 OTHER_TYPES = {
-    **dict.fromkeys(("rounds", "iterations", "cores"), "int"),
+    **dict.fromkeys(("rounds", "iterations", "cores", "protocols", "seeds"), "int"),
     **dict.fromkeys(("steps", "torchrec", "ablation", "roofline"), "bool"),
-    **dict.fromkeys(("runs", "precisions", "shapes", "growth", "threads"), "list"),
+    **dict.fromkeys(("runs", "precisions", "shapes", "growth", "threads", "batch_sizes"), "list"),
     "change": "dict",
 }
 FIGURE = "application/vnd.plotly.v1+json"
@@ -73,7 +74,7 @@ def test_notebook_is_stored_without_outputs_and_thin(name: str) -> None:
         if cell.cell_type != "code":
             continue
         assert not cell.outputs and cell.execution_count is None
-        most = 35 if "parameters" in cell.metadata.get("tags", []) else 25
+        most = 28 if "parameters" in cell.metadata.get("tags", []) else 25
         assert len(cell.source.splitlines()) <= most
         assert not any(line.startswith(("def ", "class ")) for line in cell.source.splitlines())
     assert nb.cells[0].source.startswith("# ")

@@ -1,0 +1,240 @@
+"""Tables of figures by named protocols, ours and, beside them, what others have published."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from dlrm_core.benchmark_presentation import best_speeds, contestant_label
+from dlrm_core.capacity import format_bytes
+from dlrm_core.figure_theme import rows_of
+from dlrm_core.presentation import NOT_MEASURED, Table, column
+from dlrm_core.published import PUBLISHED
+from dlrm_core.stability import Stability
+
+NOTHING = "–"
+COUNTED = {
+    "steady": "ours: whole iterations, warm-up found in the times",
+    "nvidia": "NVIDIA's: whole iterations, the first half left out",
+    "facebook": "facebookresearch/dlrm's ms/it: without the making of data",
+    "deepspark": "DeepSpark's FPS: without the loader's time",
+}
+"""Protocol to what it counts."""
+
+GROUPS = {
+    "ours": "This run's contestants, whole iterations",
+    "training nvidia": "Training, NVIDIA's protocol",
+    "training deepspark": "Training, DeepSpark's FPS",
+    "training facebook": "Training, ms/it without data",
+    "inference nvidia": "Inference, NVIDIA's protocol, batch 2,048",
+}
+"""What can be compared, by the key of :class:`Speed`."""
+
+PUBLISHED_BATCH = 2048
+"""Of the published inference."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """One speed, ours or published, in the group it can be compared within."""
+
+    group: str
+    ours: bool
+    source: str
+    on: str
+    model: str
+    precision: str
+    samples_per_second: float
+    latency_ms: float | None = None
+    power_w: float | None = None
+    memory: str = NOTHING
+    auc: float | None = None
+
+
+def speeds(
+    document: Mapping[str, Any] | None,
+    times: pd.DataFrame,
+    stability: Mapping[str, Stability] | None = None,
+) -> list[Speed]:
+    """Ours first, then the published ones, group by group.
+
+    Args:
+        document: of ``dlrm protocols``, if it was measured.
+        times: of the benchmark's contestants (:func:`dlrm_core.analysis.benchmark.times`).
+        stability: runs whose mean AUC is ours.
+    """
+    found = [
+        Speed("ours", True, "this run", contestant_label(r.contestant), r.case, "", speed)
+        for r in rows_of(best_speeds(times))
+        if math.isfinite(speed := float(r.samples_per_second))
+    ]
+    found += _of_protocols(document, stability or {}) if document else []
+    found += [
+        Speed(
+            f"{p.mode} {p.protocol}",
+            False,
+            f"{p.source} (other hardware)",
+            p.hardware,
+            p.model + ("" if p.batch is None else f", batch {p.batch:,}"),
+            p.precision,
+            p.samples_per_second,
+            p.latency_ms,
+            p.power_w,
+            NOTHING if p.memory_gb is None else f"{p.memory_gb:g} GB a device",
+            p.auc,
+        )
+        for p in PUBLISHED
+    ]
+    order = list(GROUPS)
+    return sorted(found, key=lambda s: (order.index(s.group), not s.ours, -s.samples_per_second))
+
+
+def _of_protocols(document: Mapping[str, Any], stability: Mapping[str, Stability]) -> list[Speed]:
+    measured = document["measured"]
+    batch = document["parameters"]["training"]["batch_size"]
+    aucs = [found.spreads["auc"].mean for found in stability.values() if "auc" in found.spreads]
+    common = {
+        "ours": True,
+        "source": "this run",
+        "on": f"{document['machine'].get('cpu') or measured['device']}, "
+        f"{measured['threads']} threads"
+        if measured["device"] == "cpu"
+        else measured["device"],
+        "precision": measured["precision"],
+    }
+    memory = ", ".join(
+        f"{format_bytes(size)} ({device})"
+        for device, size in measured["peak_memory_by_device"].items()
+    )
+    title = document["title"]
+    found = [
+        Speed(
+            group=f"training {one['protocol']}",
+            model=f"{title}, batch {batch:,}",
+            samples_per_second=one["samples_per_second"],
+            power_w=measured["power_w"],
+            memory=memory,
+            auc=aucs[0] if aucs else None,
+            **common,
+        )
+        for one in measured["training"]
+        if f"training {one['protocol']}" in GROUPS
+    ]
+    return found + [
+        Speed(
+            group="inference nvidia",
+            model=f"{title}, batch {one['batch_size']:,}",
+            samples_per_second=one["samples_per_second"],
+            latency_ms=one["mean"],
+            memory=memory,
+            **common,
+        )
+        for one in measured["inference"]
+        if one["protocol"] == "nvidia" and one["batch_size"] == PUBLISHED_BATCH
+    ]
+
+
+def published_table(found: list[Speed]) -> Table:
+    """Every speed with what else is known of it."""
+    return Table(
+        [
+            *("group", "source", "on", "model", "precision", "samples/s"),
+            *("mean latency (ms)", "power (W)", "memory", "AUC"),
+        ],
+        [
+            (
+                GROUPS[one.group],
+                one.source,
+                one.on,
+                one.model,
+                one.precision or NOTHING,
+                f"{one.samples_per_second:,.0f}",
+                NOTHING if one.latency_ms is None else f"{one.latency_ms:.3g}",
+                _watts(one),
+                one.memory,
+                NOTHING if one.auc is None else f"{one.auc:.4g}",
+            )
+            for one in found
+        ],
+    )
+
+
+def _watts(one: Speed) -> str:
+    if one.power_w is not None:
+        return f"{one.power_w:,.0f}"
+    return NOT_MEASURED if one.ours and one.group != "ours" else NOTHING
+
+
+def training_table(document: Mapping[str, Any]) -> Table:
+    """One training, counted in each protocol's way."""
+    measured = document["measured"]
+    found = measured["training"]
+    times = column([one["ms_per_iteration"] for one in found])
+    return Table(
+        ["protocol", "what it counts", "ms/it", "samples/s", "iterations", "left out"],
+        [
+            (
+                one["protocol"],
+                COUNTED[one["protocol"]],
+                ms,
+                f"{one['samples_per_second']:,.0f}",
+                f"{one['iterations']:,}",
+                f"{one['left_out']:,}",
+            )
+            for one, ms in zip(found, times, strict=True)
+        ],
+    )
+
+
+def latency_table(document: Mapping[str, Any]) -> Table:
+    """Latencies by batch size and protocol."""
+    found = document["measured"]["inference"]
+    names = ("mean", "p50", "p90", "p95", "p99")
+    cells = [[f"{one[name]:,.3f}" for name in names] for one in found]
+    return Table(
+        [
+            "batch",
+            "protocol",
+            *(f"{name} (ms)" for name in names),
+            "samples/s",
+            "steps",
+            "left out",
+        ],
+        [
+            (
+                f"{one['batch_size']:,}",
+                one["protocol"],
+                *figures,
+                f"{one['samples_per_second']:,.0f}",
+                f"{one['steps']:,}",
+                f"{one['warm_up_steps']:,}",
+            )
+            for one, figures in zip(found, cells, strict=True)
+        ],
+    )
+
+
+def device_table(document: Mapping[str, Any]) -> Table:
+    """Power, samples a joule, and the memory of each device."""
+    measured = document["measured"]
+    rows = []
+    for reading in measured["power"]["readings"]:
+        rows.append((f"power, {reading['device']}", f"{reading['power_w']:,.1f} W"))
+    for device, why in measured["power"]["not_measured"].items():
+        rows.append((f"power, {device}", f"{NOT_MEASURED}: {why}"))
+    per_watt = measured["samples_per_joule"]
+    shown = NOT_MEASURED if per_watt is None else f"{per_watt:,.1f}"
+    rows.append(("samples/s per watt", shown))
+    for device, size in measured["peak_memory_by_device"].items():
+        rows.append((f"peak memory, {device}", format_bytes(size)))
+    rows += [
+        ("device", f"{measured['device']}, {measured['threads']} CPU threads"),
+        ("precision", measured["precision"]),
+        ("embeddings' back end", measured["embedding_backend"]),
+        ("command", document["command"]),
+    ]
+    return Table(["", "value"], rows)
