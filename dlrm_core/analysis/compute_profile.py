@@ -115,6 +115,9 @@ class ComputeProfile:
 def measured_profile(table: pd.DataFrame, source: str = "measured") -> ComputeProfile:
     """Costs from a ``compute_profile`` table (see :mod:`.communication`).
 
+    Its rows of "communication" are what a process without others spends on it all the same:
+    packing, unpacking, a collective's own overhead.
+
     Raises:
         InputError: a column is missing, or a number of processes has one batch size only.
     """
@@ -126,7 +129,6 @@ def measured_profile(table: pd.DataFrame, source: str = "measured") -> ComputePr
             )
     if table.empty:
         raise InputError("compute profile: no rows, expected at least two batch sizes")
-    table = table[table["component"] != "communication"]
     costs: dict[int, dict[Part, PartCost]] = {}
     jitter: dict[int, float] = {}
     for number, rows in table.groupby("concurrent"):

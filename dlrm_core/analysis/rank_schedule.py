@@ -117,7 +117,8 @@ def schedule(
     """Lay one iteration out on the two lanes.
 
     Args:
-        compute_ms: time of each (component, phase) on this rank.
+        compute_ms: time of each (component, phase) on this rank; that of "communication" is
+            packing and unpacking.
         exchange_ms: time of each (what, phase), as :func:`.communication.volumes` names them.
         bottom_share: share of the dense gradients' all-reduce that is the bottom MLP's.
         bucket_share: share of the top MLP's gradients that must be there before the first
@@ -132,7 +133,7 @@ def schedule(
     def exchange(what: str, phase: str) -> float:
         return exchange_ms.get((what, phase), 0.0)
 
-    run(("data", "forward"), ("transfer", "forward"))
+    run(("data", "forward"), ("transfer", "forward"), ("communication", "forward"))
     lanes.send("indices", "forward", exchange("indices", "forward"))
     lanes.wait("indices")
     run(("embedding", "forward"))
@@ -157,7 +158,7 @@ def schedule(
     lanes.send("pooled gradients", "backward", exchange("pooled gradients", "backward"))
     if not overlap.pooled:
         lanes.wait("pooled gradients")
-    run(("bottom_mlp", "backward"))
+    run(("bottom_mlp", "backward"), ("communication", "backward"))
     if overlap.dense:
         lanes.send("bottom MLP gradients", "backward", dense * bottom_share)
         lanes.send("table gradients", "backward", exchange("table gradients", "backward"))

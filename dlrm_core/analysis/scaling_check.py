@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dlrm_core.analysis.compute_profile import measured_profile
+from dlrm_core.analysis.compute_profile import ComputeProfile, measured_profile
 from dlrm_core.analysis.link_calibration import calibrate
 from dlrm_core.analysis.links import Network
 from dlrm_core.analysis.rank_schedule import Overlap
@@ -80,14 +80,17 @@ def predictions_of(
         if record.tables[name].empty:
             raise InputError(f"{name} was not measured: {record.reasons[name]}")
     network = Network(calibrate(record.link_probe, "gloo, measured"))
-    profile = measured_profile(record.compute_profile, "measured here")
+    profiles = profiles_by_case(record)
     if overlap is None:
         overlap = SHARED_CORES
     made: dict[int, Prediction | str] = {}
     for _, run in record.runs.iterrows():
         if run["ranks"] < 2:
             continue
-        number = int(run["run"])
+        number, profile = int(run["run"]), profiles.get(str(run.get("case", "")))
+        if profile is None:
+            made[number] = f"no compute profile of case {run.get('case')}"
+            continue
         change = run.get("change")
         try:
             changed = apply_change(parameters, change) if isinstance(change, dict) else parameters
@@ -99,6 +102,18 @@ def predictions_of(
         except InputError as error:
             made[number] = str(error)
     return made
+
+
+def profiles_by_case(record: ScalingRecord) -> dict[str, ComputeProfile]:
+    """Costs on one rank, by the case of a run; of all runs under "" where there are none."""
+    table = record.compute_profile
+    if "case" not in table.columns or "case" not in record.runs.columns:
+        made = measured_profile(table, "measured here")
+        names = record.runs["case"].astype(str) if "case" in record.runs.columns else [""]
+        return dict.fromkeys(names, made)
+    return {
+        str(name): measured_profile(rows, "measured here") for name, rows in table.groupby("case")
+    }
 
 
 def _plan(record: ScalingRecord, parameters: Parameters, run: pd.Series) -> Plan:

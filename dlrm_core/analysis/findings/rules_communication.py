@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import pandas as pd
 
-from dlrm_core.analysis.compute_profile import measured_profile
 from dlrm_core.analysis.findings.evidence import Evidence
 from dlrm_core.analysis.findings.finding import Finding, milliseconds, rank, removed
 from dlrm_core.analysis.findings.ledger import Ledger
@@ -20,7 +19,7 @@ from dlrm_core.analysis.findings.rules_ranks import COMMUNICATION_SHARE, IMBALAN
 from dlrm_core.analysis.link_calibration import calibrate
 from dlrm_core.analysis.links import Link, Network
 from dlrm_core.analysis.rank_schedule import NO_OVERLAP
-from dlrm_core.analysis.scaling_check import SHARED_CORES
+from dlrm_core.analysis.scaling_check import SHARED_CORES, profiles_by_case
 from dlrm_core.analysis.scaling_record import (
     ScalingRecord,
     exchange_times,
@@ -221,7 +220,10 @@ def _better_sharding(
     changed = apply_change(parameters, change) if isinstance(change, dict) else parameters
     backend = run.get("backend")
     overlap = SHARED_CORES if backend == "gloo" else NO_OVERLAP
-    setting = Setting(changed, Network(link), measured_profile(record.compute_profile), overlap)
+    profile = profiles_by_case(record).get(str(run.get("case", "")))
+    if profile is None:
+        return {}, {}, ""
+    setting = Setting(changed, Network(link), profile, overlap)
     batch, used = int(run["batch_size"]), str(run["sharding"])
     choice = best_sharding(setting, int(run["ranks"]), batch)
     table = choice.candidates[choice.candidates["sharding"].isin(set(SHARDINGS) - {"mixed"})]
