@@ -324,7 +324,10 @@ def predicted_measured_dots(table: pd.DataFrame) -> go.Figure:
     """
     known = table[table["predicted_ms"].notna()]
     rows = rows_of(known)
-    labels = [f"{row.ranks} ranks, {row.batch_size:,}, {row.sharding}" for row in rows]
+    labels = [
+        f"{row.ranks} ranks, batch {row.batch_size:,}, {row.sharding.replace('_', '-')}"
+        for row in rows
+    ]
     result = figure("Predicted and measured iterations", 130 + ROW * max(len(rows), 3), legend=True)
     places = list(range(len(rows)))
     result.add_trace(

@@ -174,7 +174,8 @@ def published_dots(table: pd.DataFrame) -> go.Figure:
     known = table[table["published"].notna()]
     rows = rows_of(known)
     labels = [
-        f"{row.devices} × {row.hardware}, {row.precision}, {_short(row.source)}, from {row.basis}"
+        f"{row.hardware}, {row.devices} devices, {row.precision}, {_short(row.source)}, "
+        f"from {row.basis}"
         for row in rows
     ]
     result = figure("Published throughput, predicted", 150 + 30 * max(len(rows), 3), legend=True)
@@ -237,7 +238,5 @@ def published_dots(table: pd.DataFrame) -> go.Figure:
 
 
 def _short(source: str) -> str:
-    for name in ("TensorFlow2", "PyTorch", "DeepSpark", "Kalamkar"):
-        if name in source and not source.startswith("Deep" + "SparkHub"):
-            return name
-    return source.split(",")[0]
+    names = ("TensorFlow2", "PyTorch", "DeepSparkHub", "Kalamkar")
+    return next((name for name in names if name in source), source)

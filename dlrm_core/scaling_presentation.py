@@ -112,7 +112,7 @@ def scaling_table(table: pd.DataFrame) -> Table:
     for row in rows_of(table):
         head = (f"{row.ranks:,}", f"{row.batch_size:,}")
         if not math.isfinite(row.mid_ms):
-            rows.append((*head, *[NOTHING] * 8, str(row.note)))
+            rows.append((*head, *[NOTHING] * 8, _kind(str(row.note))))
             continue
         rows.append(
             (
@@ -125,7 +125,7 @@ def scaling_table(table: pd.DataFrame) -> Table:
                 f"{row.speedup:,.2f}×",
                 percent(row.efficiency),
                 format_bytes(row.memory_bytes),
-                str(row.note) or NOTHING,
+                _kind(str(row.note)) or NOTHING,
             )
         )
     return Table(
@@ -149,7 +149,7 @@ def candidates_table(table: pd.DataFrame) -> Table:
                 f"{digits(row.low_ms)}–{digits(row.high_ms)}" if known else NOTHING,
                 digits(row.exposed_ms) if known else NOTHING,
                 format_bytes(row.memory_bytes) if known else NOTHING,
-                str(row.note),
+                _kind(str(row.note)),
             )
         )
     return Table(["sharding", "ms", "range (ms)", "exposed (ms)", "fullest rank", "why"], rows)
@@ -236,7 +236,7 @@ def check_table(table: pd.DataFrame) -> Table:
                 if math.isfinite(row.measured_exposed_ms)
                 else NOTHING,
                 digits(row.predicted_exposed_ms) if known else NOTHING,
-                str(row.note) or NOTHING,
+                _kind(str(row.note)) or NOTHING,
             )
         )
     return Table(

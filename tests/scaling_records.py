@@ -110,7 +110,11 @@ def document(
             for phase in ("forward", "backward")
         }
         exchanged = [
-            (each, collective_ms(each.collective, ranks, each.payload, alpha_us, rate))
+            (
+                each,
+                collective_ms(each.collective, ranks, each.payload, alpha_us, rate)
+                + (each.calls - 1) * collective_ms(each.collective, ranks, 64, alpha_us, rate),
+            )
             for each in exchanges(base, plan, batch)
         ]
         waiting = sum(ms * (slow_rank - 1) for (part, _), ms in busy.items() if part == "embedding")

@@ -100,6 +100,9 @@ class Exchange:
     """Bytes on the rank with most (see the module's docstring)."""
     total: float
     """Bytes of all ranks' payloads; of an all-reduce and of what is alike on all, one's."""
+    calls: int = 1
+    """Collectives that carry it: of indices TorchRec sends sizes, lengths and values, of dense
+    gradients there is a bucket an MLP."""
 
 
 def volumes(parameters: Parameters, plan: Plan, batch_size: int) -> pd.DataFrame:
@@ -165,12 +168,12 @@ def exchanges(parameters: Parameters, plan: Plan, batch: int) -> list[Exchange]:
     most = FLOAT_BYTES * batch * max(float(columns.max()), float(columns.sum()) / ranks)
     partial = float(FLOAT_BYTES * batch * dim * len(plan.of_kind("row_wise")))
     found = [
-        Exchange("alltoall", "indices", "forward", indices / ranks, indices),
+        Exchange("alltoall", "indices", "forward", indices / ranks, indices, 3),
         Exchange("alltoall", "pooled vectors", "forward", most, pooled),
         Exchange("reduce_scatter", "pooled vectors", "forward", partial, partial * ranks),
         Exchange("alltoall", "pooled gradients", "backward", most, pooled),
         Exchange("allgather", "pooled gradients", "backward", partial, partial * ranks),
-        Exchange("allreduce", "dense gradients", "backward", dense, dense),
+        Exchange("allreduce", "dense gradients", "backward", dense, dense, 2),
         Exchange("allreduce", "table gradients", "backward", copies, copies),
     ]
     return [each for each in found if each.payload > 0]

@@ -62,6 +62,9 @@ class Range(NamedTuple):
         return Range(self.low * factor, self.mid * factor, self.high * factor)
 
 
+LEAST_BYTES = 64.0
+"""Payload of a collective that takes its latency only."""
+
 NOTHING = Range(0.0, 0.0, 0.0)
 
 
@@ -192,6 +195,8 @@ class Network:
     def name(self) -> str:
         if self.between is None:
             return self.inside.name
+        if self.ranks_per_node == 1:
+            return self.between.name
         return f"{self.ranks_per_node} × {self.inside.name}, {self.between.name}"
 
     @property
@@ -202,6 +207,11 @@ class Network:
         """Name of the link that a collective over so many ranks meets."""
         crosses = self.between is not None and ranks > self.ranks_per_node
         return self.between.name if crosses and self.between else self.inside.name
+
+    def calls_ms(self, collective: str, ranks: int, payload: float, calls: int) -> Range:
+        """Time of a payload in so many calls: what each costs without bytes comes on top."""
+        whole = self.time_ms(collective, ranks, payload)
+        return whole + self.time_ms(collective, ranks, LEAST_BYTES).times(calls - 1)
 
     def time_ms(self, collective: str, ranks: int, payload: float) -> Range:
         """Time of a collective over so many ranks, nodes filled one after the other.

@@ -42,8 +42,9 @@ def predicted_and_measured(
     Returns:
         ``run``, ``ranks``, ``batch_size``, ``sharding``, ``measured_ms``, ``low_ms``,
         ``predicted_ms``, ``high_ms``, ``error`` (predicted over measured, less 1),
-        ``in_range``, ``measured_exposed_ms``, ``predicted_exposed_ms``, ``note`` (why there is
-        no prediction).
+        ``in_range``, ``measured_exposed_ms`` and ``predicted_exposed_ms`` (the part
+        "communication": exposed exchanges, packing and unpacking), ``note`` (why there is no
+        prediction).
 
     Raises:
         InputError: link probe or compute profile are missing or cannot be used.
@@ -67,7 +68,7 @@ def predicted_and_measured(
         row["error"] = made.mid_ms / row["measured_ms"] - 1
         row["in_range"] = made.low_ms <= row["measured_ms"] <= made.high_ms
         rows.append(
-            row | {"predicted_exposed_ms": made.exposed_ms, "note": "; ".join(made.notices)}
+            row | {"predicted_exposed_ms": made.communication_ms, "note": "; ".join(made.notices)}
         )
     return pd.DataFrame(rows, columns=COLUMNS)
 

@@ -80,6 +80,11 @@ class Prediction:
         return float(self.parts.loc[self.parts["kind"].eq("exposed"), "mid_ms"].sum())
 
     @property
+    def communication_ms(self) -> float:
+        """Exposed exchanges, and packing and unpacking for them."""
+        return float(self.parts.loc[self.parts["component"].eq("communication"), "mid_ms"].sum())
+
+    @property
     def samples_per_second(self) -> float:
         return 1e3 * self.batch_size / self.mid_ms
 
@@ -148,7 +153,7 @@ def step_ms(
     compute = _compute(plan, batch, network, profile)
     times: dict[Part, float] = {}
     for each in exchanges(parameters, plan, batch):
-        time = network.time_ms(each.collective, plan.ranks, each.payload)
+        time = network.calls_ms(each.collective, plan.ranks, each.payload, each.calls)
         times[each.what, each.phase] = times.get((each.what, each.phase), 0.0) + time.mid
     return _laid_out(parameters, compute, times, overlap).end_ms
 
@@ -170,7 +175,7 @@ def _exchanged(parameters: Parameters, plan: Plan, batch: int, network: Network)
     rows = [
         (
             *(each.collective, each.what, each.phase, each.payload),
-            *network.time_ms(each.collective, plan.ranks, each.payload),
+            *network.calls_ms(each.collective, plan.ranks, each.payload, each.calls),
             network.limit(plan.ranks),
         )
         for each in exchanges(parameters, plan, batch)

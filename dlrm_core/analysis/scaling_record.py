@@ -74,9 +74,16 @@ def record_of(document: Mapping[str, Any], where: str = "scaling record") -> Sca
             if column not in table.columns:
                 raise InputError(f"{where}: {name} has no {column}, expected {', '.join(columns)}")
         tables[name] = table
+    _name_gradients(tables["collectives"])
     return ScalingRecord(
         tables, document.get("machine") or {}, dict(document.get("not_measured") or {})
     )
+
+
+def _name_gradients(collectives: pd.DataFrame) -> None:
+    """Name the exchange that autograd begins by itself, in the middle of a part's backward."""
+    kinds = collectives["kind"].isin(["alltoall", "allgather"])
+    collectives.loc[kinds & collectives["what"].eq("other"), "what"] = "pooled gradients"
 
 
 def read_record(path: Path) -> ScalingRecord:
