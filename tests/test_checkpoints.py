@@ -14,6 +14,7 @@ import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from optional_tools import needs_fbgemm
 
 from dlrm_core.checkpoint_files import read_tensors, write_tensors
 from dlrm_core.checkpoints import (
@@ -97,6 +98,17 @@ SCHEDULE = {
         ({"generator": "zipf"}, {"optimizer": "rowwise_adagrad", "embedding_backend": "fused"}),
         ({"generator": "teacher"}, {"optimizer": "adagrad", "embedding_backend": "fused"}),
         ({"loader": "prefetch"}, {"optimizer": "rowwise_adagrad", "precision": "bf16"}),
+        pytest.param({}, {"embedding_backend": "fbgemm"} | SCHEDULE, marks=needs_fbgemm),
+        pytest.param(
+            {"generator": "zipf"},
+            {"optimizer": "adagrad", "embedding_backend": "fbgemm"},
+            marks=needs_fbgemm,
+        ),
+        pytest.param(
+            {"loader": "prefetch"},
+            {"optimizer": "rowwise_adagrad", "embedding_backend": "fbgemm"},
+            marks=needs_fbgemm,
+        ),
         # a scale that skips some steps, so that their number is part of the state
         ({}, {"precision": "fp16", "loss_scale": 2.0**24, "optimizer": "adagrad"}),
     ],
@@ -119,8 +131,18 @@ def test_resuming_gives_the_same_bits(tmp_path, data, training):
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad"])
-@pytest.mark.parametrize("dim", [1, 4])
-@pytest.mark.parametrize(("saved", "loaded"), [("torch", "fused"), ("fused", "torch")])
+@pytest.mark.parametrize(
+    ("dim", "saved", "loaded"),
+    [
+        *((dim, *pair) for dim in (1, 4) for pair in (("torch", "fused"), ("fused", "torch"))),
+        *(
+            # FBGEMM takes rows of multiples of 4 alone
+            pytest.param(4, *pair, marks=needs_fbgemm)
+            for other in ("torch", "fused")
+            for pair in (("fbgemm", other), (other, "fbgemm"))
+        ),
+    ],
+)
 def test_back_ends_take_each_others_checkpoints(tmp_path, optimizer, dim, saved, loaded):
     model = {"embedding_dim": dim, "bottom_mlp": f"5-{dim}"}
     options = {"optimizer": optimizer, "learning_rate": 0.1}

@@ -12,6 +12,7 @@ import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from optional_tools import needs_fbgemm
 from test_embeddings import (
     OPTIMIZERS,
     assert_same_training,
@@ -33,16 +34,6 @@ CPU = torch.device("cpu")
 ROOT = Path(__file__).parent.parent
 
 
-def _fbgemm_absent():
-    try:
-        load_fbgemm(CPU)
-    except MissingToolError as error:
-        return str(error)
-    return ""
-
-
-ABSENT = _fbgemm_absent()
-needs_fbgemm = pytest.mark.skipif(bool(ABSENT), reason=ABSENT or "is installed")
 FAST = ["fused", pytest.param("fbgemm", marks=needs_fbgemm)]
 ALL = ["torch", *FAST]
 

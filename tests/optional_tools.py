@@ -1,0 +1,21 @@
+"""Marks of tests that need a package which is not everywhere."""
+
+import pytest
+import torch
+
+from dlrm_core.embeddings.fbgemm_backend import load_fbgemm
+from dlrm_core.errors import MissingToolError
+
+
+def _fbgemm_absent() -> str:
+    try:
+        load_fbgemm(torch.device("cpu"))
+    except MissingToolError as error:
+        return str(error)
+    return ""
+
+
+ABSENT = _fbgemm_absent()
+"""Why FBGEMM cannot be used; empty where it can."""
+
+needs_fbgemm = pytest.mark.skipif(bool(ABSENT), reason=ABSENT or "is installed")
