@@ -106,7 +106,10 @@ def learning_rate(planned: pd.DataFrame, intervals: pd.DataFrame) -> go.Figure:
 
 
 def learning_curve(
-    evaluations: pd.DataFrame, intervals: pd.DataFrame, target: float | None = None
+    evaluations: pd.DataFrame,
+    intervals: pd.DataFrame,
+    target: float | None = None,
+    best: float | None = None,
 ) -> go.Figure:
     """AUC of every evaluation; below it the loss on test data beside that on training data.
 
@@ -114,6 +117,7 @@ def learning_curve(
         evaluations: ``iteration``, ``auc``, ``loss``, ``samples``.
         intervals: ``iteration``, ``loss`` (mean of the training since the row before).
         target: AUC at which the run was to end.
+        best: AUC of the teacher that drew the labels, which no model can exceed but by luck.
     """
     result = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.09)
     result.update_layout(figure("Quality on test data", 520, legend=True).layout)
@@ -131,15 +135,19 @@ def learning_curve(
         row=1,
         col=1,
     )
-    if target is not None:
-        result.add_hline(
-            y=target,
-            line={"color": INK, "dash": "dash", "width": 1.3},
-            annotation={"text": f"target {target:g}", "font": {"color": INK}},
-            annotation_position="top right",
-            row=1,
-            col=1,
-        )
+    for value, text, side in (
+        (target, "target", "bottom right"),
+        (best, "best possible, the teacher's own:", "top right"),
+    ):
+        if value is not None:
+            result.add_hline(
+                y=value,
+                line={"color": INK, "dash": "dash", "width": 1.3},
+                annotation={"text": f"{text} {value:.5g}", "font": {"color": INK}},
+                annotation_position=side,
+                row=1,
+                col=1,
+            )
     for table, name, colour in (
         (intervals, "loss on training data, mean of an interval", COMPUTE),
         (evaluations, "loss on test data", COLOURS["loss"]),

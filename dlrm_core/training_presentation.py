@@ -24,6 +24,8 @@ from dlrm_core.presentation import Table, column, known_ms
 from dlrm_core.schedules import schedule_of
 from dlrm_core.training import TrainingResult
 
+NOTHING = "–"
+
 
 def facts(parameters: Parameters) -> Table:
     """What is going to run, in the words of the field."""
@@ -193,11 +195,18 @@ def iterations(result: TrainingResult) -> pd.DataFrame:
     return pd.DataFrame({"iteration": places, "loss": result.losses})
 
 
-def evaluation_table(table: pd.DataFrame) -> Table:
-    """Evaluations, a line each."""
+def evaluation_table(table: pd.DataFrame, best: float | None = None) -> Table:
+    """Evaluations, a line each.
+
+    Args:
+        best: the best AUC that any model can have there, if it is known.
+    """
+    aucs = list(table["auc"])
+    below = [NOTHING if pd.isna(auc) else f"{best - auc:.5f}" for auc in aucs] if best else []
     cells = {
         "iteration": [f"{count:,}" for count in table["iteration"]],
-        "AUC": ["none" if pd.isna(auc) else f"{auc:.5f}" for auc in table["auc"]],
+        "AUC": ["none" if pd.isna(auc) else f"{auc:.5f}" for auc in aucs],
+        **({f"below the best, {best:.5f}": below} if best else {}),
         "log loss": [f"{loss:.5f}" for loss in table["log_loss"]],
         "accuracy": [f"{share:.2%}" for share in table["accuracy"]],
         "samples": [f"{count:,}" for count in table["samples"]],

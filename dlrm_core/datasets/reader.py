@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -11,11 +12,14 @@ import torch
 from dlrm_core.config import Parameters
 from dlrm_core.data.batch import Batch
 from dlrm_core.datasets.draws import stream_key
-from dlrm_core.datasets.generate import Law, SampleMaker
+from dlrm_core.datasets.generate import Law, SampleMaker, law_of_metadata, test_scores
 from dlrm_core.datasets.sources import Source, open_source
 from dlrm_core.datasets.teacher import TeacherConfig
 from dlrm_core.datasets.variants import Variant
 from dlrm_core.errors import InputError
+
+TEACHER_SAMPLES = 131_072
+"""Of an evaluation on a teacher, who has no end."""
 
 
 class DatasetBatches:
@@ -191,6 +195,35 @@ def parameters_law(parameters: Parameters) -> Law:
     return Law(variant, parameters.training.seed, teacher)
 
 
+def teacher_auc(parameters: Parameters) -> float | None:
+    """The best AUC that a model can have on the samples of an evaluation: their teacher's own.
+
+    Returns:
+        None where no teacher drew the labels, or all of them are of one kind.
+
+    Raises:
+        InputError: the data set cannot be read.
+    """
+    data, training = parameters.data, parameters.training
+    samples = training.eval_batches and training.eval_batches * training.batch_size
+    if data.generator == "teacher":
+        law: Law | None = parameters_law(parameters)
+        count = samples or TEACHER_SAMPLES
+    elif data.generator == "dataset":
+        source = open_source(data.path, data.format, "test")
+        metadata = source.metadata if isinstance(source.metadata, dict) else {}
+        if metadata.get("labels") != "teacher":
+            return None
+        if not samples or samples >= source.samples:
+            return metadata.get("teacher_auc_on_test")
+        rows = tuple(column.rows or 0 for column in source.tables)
+        law, count = law_of_metadata(metadata, rows, len(source.dense_names)), samples
+    else:
+        return None
+    auc = test_scores(law, count).auc()[0] if law is not None else math.nan
+    return auc if math.isfinite(auc) else None
+
+
 def make_batches(parameters: Parameters, split: str = "train") -> DatasetBatches | TeacherBatches:
     """The stream that ``data.generator`` 'dataset' or 'teacher' names.
 
@@ -233,7 +266,7 @@ def evaluation_batches(
     size = batch_size or parameters.training.batch_size
     if data.generator == "teacher":
         teacher = TeacherBatches(parameters_law(parameters), split, size)
-        total = 131072 if samples is None else samples
+        total = TEACHER_SAMPLES if samples is None else samples
         for start in range(0, total, size):
             yield teacher.read(start, min(size, total - start))
         return
