@@ -43,8 +43,11 @@ def load_torchrec() -> Any:
         logging.getLogger(name).setLevel(logging.ERROR)
     # a note about tracing at the first lookup, from a library called by a library
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", message=".*ShardedTensor.*", category=FutureWarning)
-    warnings.filterwarnings("ignore", message=".*StorageReservation.*", category=FutureWarning)
+    for text in ("ShardedTensor", "StorageReservation", "broadcast_buffers"):
+        warnings.filterwarnings("ignore", message=f".*{text}.*", category=FutureWarning)
+    # FBGEMM's dense lookup has no autograd kernel of its own name; its gradient is tested here
+    warnings.filterwarnings("ignore", message=".*autograd kernel was not registered.*")
+    logging.getLogger().addFilter(_no_sharding_spec)
     found = SimpleNamespace()
     try:
         for module, names in _NAMES.items():
@@ -58,6 +61,11 @@ def load_torchrec() -> Any:
     # gradients are those of a loss already divided by the number of ranks
     found.set_gradient_division(False)
     return found
+
+
+def _no_sharding_spec(record: logging.LogRecord) -> bool:
+    """Not what TorchRec says on the root logger of every replicated table: it needs no spec."""
+    return not str(record.msg).startswith("Sharding spec not found")
 
 
 _NAMES = {

@@ -116,6 +116,7 @@ class DistributedStep:
         self.tables = self.embedding_optimizer = tables
         self.dense = DensePart(model, loss, config)
         self._ranks = ranks
+        self._collectives = collectives
         device = model.top_mlp.linears[0].weight.device
         kind, settings = optimizer_of(config, device, captured=False)
         self.bottom_optimizer = kind(model.bottom_mlp.parameters(), **settings())
@@ -165,7 +166,8 @@ class DistributedStep:
             top_mlp_backward(p, p_leaf)
             communication_backward(self._top.send)
             interaction_backward(z, z_leaf)
-            bottom_mlp_backward(x, x_leaf, pooled, pooled_leaf)
+            with self._collectives.about("pooled gradients"):
+                bottom_mlp_backward(x, x_leaf, pooled, pooled_leaf)
         return loss.detach().float() / self._ranks
 
     def predict(self, batch: LocalBatch) -> torch.Tensor:

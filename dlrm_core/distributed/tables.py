@@ -63,16 +63,14 @@ class ShardedTables:
         self.module = sharder.shard(
             collection, plan, api.ShardingEnv.from_process_group(group), world.device
         )
-        self._share_gradients(group)
+        # its kernels are no registered modules: nobody else's list of modules has them
+        kernels = [kernel for lookup in self.module._lookups for kernel in lookup.modules()]
+        self._share_gradients(kernels, group)
         self._fused = [
-            m
-            for m in self.module.modules()
-            if isinstance(m, api.SplitTableBatchedEmbeddingBagsCodegen)
+            k for k in kernels if isinstance(k, api.SplitTableBatchedEmbeddingBagsCodegen)
         ]
         self._dense = [
-            m
-            for m in self.module.modules()
-            if isinstance(m, api.DenseTableBatchedEmbeddingBagsCodegen)
+            k for k in kernels if isinstance(k, api.DenseTableBatchedEmbeddingBagsCodegen)
         ]
         self.local, self.replicated = self._weights(world)
         self.sums = self._optimizer_sums(world)
@@ -197,7 +195,9 @@ class ShardedTables:
 
     # -- what TorchRec made -----------------------------------------------------------------
 
-    def _share_gradients(self, group: dist.ProcessGroup | None) -> None:
+    def _share_gradients(
+        self, kernels: list[torch.nn.Module], group: dist.ProcessGroup | None
+    ) -> None:
         """Sum the gradients of replicated tables where they are noted (DDP's own are not)."""
 
         def summed(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -209,9 +209,12 @@ class ShardedTables:
             done.set_result(buffer)
             return done
 
-        for lookup in self.module.modules():
-            if isinstance(lookup, DistributedDataParallel):
-                lookup.register_comm_hook(None, summed)
+        # DDP looks at the types themselves, not at their names
+        returns = torch.futures.Future[torch.Tensor]
+        summed.__annotations__ = {"bucket": dist.GradBucket, "return": returns}
+        for kernel in kernels:
+            if isinstance(kernel, DistributedDataParallel):
+                kernel.register_comm_hook(None, summed)
 
     def _weights(
         self, world: World

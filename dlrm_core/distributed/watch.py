@@ -183,6 +183,10 @@ class Watch:
     def _explained(self, error: BaseException) -> None:
         """Leave the watch time to find out whether an exchange failed because of another rank."""
         if isinstance(error, RuntimeError):  # gloo's and NCCL's, and torch's wrappers of them
+            if threading.current_thread() is threading.main_thread():
+                # torchrun wants us to end because of the other: that takes a moment
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    signal.signal(number, signal.SIG_IGN)
             self._thread.join(timeout=min(self._limit_s, 3.0))
 
     def _run(self) -> None:
