@@ -110,7 +110,7 @@ class Scaling:
         """Parts of one ``dlrm train`` at several batch sizes, a process each."""
         most = self.parameters.training.batch_size
         rows: list[dict[str, Any]] = []
-        for size in sorted({max(1, most // 8), max(1, most // 4), max(1, most // 2), most}):
+        for size in sorted({max(1, most // 4), max(1, most // 2), most}):
             rows += _parts_of(self.parameters, size, self.file.parent)
             say(f"batch {size:,} alone")
         return rows

@@ -210,35 +210,61 @@ def exchange_lanes(events: Sequence[tuple[str, str, str, float, float]], title: 
     Args:
         events: lane ("compute" or "communication"), name, phase, start and end in ms.
     """
-    result = figure(title, 260, legend=True)
+    return _lanes(title, [(event[0], *event) for event in events])
+
+
+def rank_lanes(table: pd.DataFrame, title: str) -> go.Figure:
+    """One measured iteration of all ranks: two lanes a rank, as in :func:`exchange_lanes`.
+
+    Args:
+        table: what :func:`dlrm_core.analysis.scaling_record.shown_iteration` gives.
+    """
+    shown = {"compute": "step", "communication": "exchanges"}
+    return _lanes(
+        title,
+        [
+            (
+                *(f"rank {row.rank}, {shown[row.lane]}", row.lane, row.name, row.phase),
+                *(row.start_ms, row.end_ms),
+            )
+            for row in rows_of(table)
+        ],
+    )
+
+
+def _lanes(title: str, events: Sequence[tuple[str, str, str, str, float, float]]) -> go.Figure:
+    """Bars over time: label of a lane, its kind, name, phase, start and end in ms."""
+    lanes = list(dict.fromkeys(event[0] for event in events))
+    result = figure(title, 180 + 34 * max(len(lanes), 2), legend=True)
     shown: set[str] = set()
-    for lane, name, phase, start, end in sorted(events, key=lambda event: event[3]):
-        own = lane == "compute"
+    for label, kind, name, phase, start, end in sorted(events, key=lambda event: event[4]):
+        own = kind == "compute"
         look = markers([(name if own else "communication", phase if own else "")])
-        label = part_label(name) if own else "communication"
-        what = f"{part_label(name, phase)}" if own else f"{name}, {phase}"
+        part = part_label(name) if own else "communication"
+        what = part_label(name, phase) if own else f"{name}, {phase}".removesuffix(", ")
         result.add_trace(
             go.Bar(
                 x=[end - start],
                 base=[start],
-                y=[lane],
+                y=[label],
                 orientation="h",
-                name=label,
-                legendgroup=label,
+                name=part,
+                legendgroup=part,
                 legendrank=step_order(name)[0] if own else 900,
-                showlegend=label not in shown,
+                showlegend=part not in shown,
                 marker=look,
                 hovertext=f"{what}: {milliseconds(end - start)}<br>from {milliseconds(start)}",
                 hovertemplate="%{hovertext}<extra></extra>",
             )
         )
-        shown.add(label)
-    add_phase_key(result, [event[2] for event in events if event[0] == "compute"])
-    result.update_layout(barmode="overlay", bargap=0.35, margin={"b": 110})
+        shown.add(part)
+    add_phase_key(result, [event[3] for event in events if event[1] == "compute"])
+    result.update_layout(barmode="overlay", bargap=0.3, margin={"b": 110})
     result.update_xaxes(title="ms since the iteration's start")
     result.update_yaxes(
         categoryorder="array",
-        categoryarray=["communication", "compute"],
+        # step above exchanges, rank below rank
+        categoryarray=sorted(lanes, key=_lane_order, reverse=True),
         showgrid=False,
         ticklabelstandoff=5,
     )
@@ -383,6 +409,11 @@ def predicted_measured_dots(table: pd.DataFrame) -> go.Figure:
         zeroline=False,
     )
     return result
+
+
+def _lane_order(label: str) -> tuple[int, bool]:
+    number = label.removeprefix("rank ").partition(",")[0]
+    return int(number) if number.isdigit() else 0, label.endswith(("exchanges", "communication"))
 
 
 def _ranks_axis(result: go.Figure, counts: Sequence[int]) -> None:

@@ -29,7 +29,7 @@ from dlrm_core.run_folder import NOTEBOOKS, REPOSITORY, latest_run
 from dlrm_core.samples import SAMPLE, sample_profile
 
 NAMES = ("train", "profile", "bottlenecks")
-WRITTEN = (*NAMES, "compare", "sweep", "benchmark")
+WRITTEN = (*NAMES, "compare", "sweep", "benchmark", "scaling")
 QUICK = REPOSITORY / "parameters" / "quick.yaml"
 SECTIONS = ("title", "model", "data", "training", "profiling")
 OWN = {
@@ -47,12 +47,17 @@ OWN = {
         *("protocols", "batch_sizes", "seeds", "stability"),
         *("output_folder", "output_root"),
     },
+    "scaling": {
+        *("record", "ranks", "inside", "between", "ranks_per_node", "gpu", "memory_gb"),
+        *("jitter", "hiccups", "output_folder", "output_root"),
+    },
 }
 OTHER_TYPES = {
     **dict.fromkeys(("rounds", "iterations", "cores", "protocols", "seeds"), "int"),
     **dict.fromkeys(("steps", "torchrec", "ablation", "roofline"), "bool"),
     **dict.fromkeys(("runs", "precisions", "shapes", "growth", "threads", "batch_sizes"), "list"),
-    "change": "dict",
+    **{"change": "dict", "ranks": "list", "ranks_per_node": "int"},
+    **dict.fromkeys(("memory_gb", "jitter", "hiccups"), "float"),
 }
 FIGURE = "application/vnd.plotly.v1+json"
 

@@ -23,10 +23,12 @@ TABLES: Mapping[str, tuple[str, ...]] = {
     "iterations": ("run", "rank", "iteration", "time_ms"),
     "parts": ("run", "rank", "iteration", "component", "phase", "time_ms"),
     "collectives": ("run", "rank", "iteration", "kind", "what", "bytes", "time_ms", "exposed_ms"),
+    "spans": ("run", "rank", "iteration", "component", "phase", "start_ms", "end_ms"),
     "link_probe": ("collective", "ranks", "bytes", "time_ms"),
     "compute_profile": ("concurrent", "batch_size", "component", "phase", "time_ms"),
 }
-"""Table to the columns that it must have where it has rows."""
+"""Table to the columns that it must have where it has rows. ``spans``: when the step's thread
+was in which part, of a few iterations."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,29 @@ def _base(table: pd.DataFrame, row: pd.Series) -> float:
         batch = batch / row["ranks"]
     one = table[(table["ranks"] == 1) & (table["batch_size"] == batch)]
     return float(one["samples_per_second"].iloc[0]) if len(one) else math.nan
+
+
+def shown_iteration(record: ScalingRecord, run: int) -> pd.DataFrame:
+    """The last iteration of a run of which spans were kept, all ranks in one view.
+
+    Returns:
+        ``rank``, ``lane`` ("compute" or "communication"), ``name`` (component, or what is
+        exchanged), ``phase``, ``start_ms``, ``end_ms``: since that rank's iteration began.
+        Empty where no spans were kept.
+    """
+    columns = ["rank", "lane", "name", "phase", "start_ms", "end_ms"]
+    spans = record.of_run("spans", run)
+    if spans.empty:
+        return pd.DataFrame(columns=columns)
+    last = spans["iteration"].max()
+    own = spans[spans["iteration"] == last].rename(columns={"component": "name"})
+    exchanged = record.of_run("collectives", run)
+    tables = [own.assign(lane="compute")]
+    if "start_ms" in exchanged.columns:
+        sent = exchanged[exchanged["iteration"] == last].rename(columns={"what": "name"})
+        ends = sent["start_ms"] + sent["time_ms"]
+        tables.append(sent.assign(lane="communication", phase="", end_ms=ends))
+    return pd.concat([table[columns] for table in tables], ignore_index=True)
 
 
 def parts_by_rank(record: ScalingRecord, run: int) -> pd.DataFrame:

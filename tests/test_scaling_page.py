@@ -1,0 +1,220 @@
+"""The scaling page: what it asks for, measures without TorchRec, says and draws."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+import pytest
+from scaling_records import document, parameters
+
+from dlrm_core import scaling, scaling_figures, scaling_model_figures, scaling_presentation
+from dlrm_core.analysis.communication_study import study_table
+from dlrm_core.analysis.published_scaling import published_scaling
+from dlrm_core.analysis.scaling_check import predicted_and_measured
+from dlrm_core.analysis.scaling_record import (
+    exchange_times,
+    imbalance,
+    measured_iterations,
+    parts_by_rank,
+    shown_iteration,
+)
+from dlrm_core.analysis.stragglers import Slowness
+from dlrm_core.config import Parameters, load_parameters
+from dlrm_core.errors import InputError, MissingToolError
+from dlrm_core.run_folder import REPOSITORY
+from dlrm_core.workbook import run_notebook
+
+RUNS = [(1, 512, "table_wise"), (2, 512, "table_wise"), (4, 512, "row_wise")]
+COUNTS = (1, 2, 4, 64)
+
+
+def with_spans(made: dict[str, Any]) -> dict[str, Any]:
+    """The record with one iteration of its last run over time."""
+    last = made["runs"][-1]["run"]
+    spans = [
+        {"run": last, "rank": rank, "iteration": 5, "component": name, "phase": "forward"}
+        | {"start_ms": 2.0 * place, "end_ms": 2.0 * place + 1.5}
+        for rank in range(4)
+        for place, name in enumerate(("embedding", "bottom_mlp", "top_mlp"))
+    ]
+    for row in made["collectives"]:
+        row["start_ms"] = 1.0
+    return made | {"spans": spans}
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> Path:
+    file = tmp_path / "record.json"
+    file.write_text(json.dumps(with_spans(document(RUNS, slow_rank=1.5))))
+    return file
+
+
+def shown(record: Path, **asked: Any) -> scaling.Scaling:
+    found = scaling.start(parameters(), record.parent, record=str(record), **asked)
+    found.measure()
+    return found
+
+
+# ---- what is asked for ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"ranks": [0]}, r"ranks is \[0\], expected numbers of 1 or more"),
+        ({"ranks_per_node": 0}, "ranks_per_node is 0"),
+        ({"ranks_per_node": 8}, "inside is empty, but ranks_per_node is 8"),
+        ({"between": ""}, "inside and between are empty"),
+        ({"between": "InfiniBand NDX"}, "did you mean InfiniBand NDR"),
+        ({"gpu": "A1000"}, "A1000"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_refused(tmp_path: Path, asked: Any, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        scaling.start(parameters(), tmp_path, **asked)
+
+
+def test_a_page_predicts_at_the_study_s_full_size_on_paper(record: Path) -> None:
+    large = load_parameters(REPOSITORY / "parameters" / "kalamkar_large.yaml")
+    found = scaling.start(large, record.parent, record=str(record))
+    found.measure()
+    ranks = found.volume_ranks()
+    assert ranks == 64
+    volumes = found.volumes(ranks).query("sharding == 'table_wise' and what == 'pooled vectors'")
+    assert volumes["total_bytes"].item() == 1024 << 20
+    memory = found.memory(ranks)
+    table_wise = memory[memory["sharding"] == "table_wise"]
+    assert (table_wise["table_bytes"] == 6_000_000 * 256 * 4).all()
+
+
+# ---- measuring --------------------------------------------------------------------------
+
+
+def test_without_torchrec_one_process_is_timed_and_the_rest_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import dlrm_core.distributed.scaling as ranks
+
+    def absent(*given: Any, **named: Any) -> dict[str, Any]:
+        raise MissingToolError("training on several ranks needs torchrec, which is not installed")
+
+    monkeypatch.setattr(ranks, "measure_scaling", absent)
+    once = scaling._parts_of(parameters(64), 64, tmp_path)
+    components = {row["component"] for row in once}
+    assert {"bottom_mlp", "embedding", "interaction", "top_mlp"} <= components
+    assert {row["iteration"] for row in once} == set(range(scaling.PROFILE_ITERATIONS))
+    assert all(row["time_ms"] > 0 for row in once if row["component"] == "top_mlp")
+
+    def timed(given: Parameters, batch_size: int, folder: Path) -> list[dict[str, Any]]:
+        return [row | {"batch_size": batch_size} for row in once]
+
+    monkeypatch.setattr(scaling, "_parts_of", timed)
+    found = scaling.start(parameters(64), tmp_path)
+    found.measure()
+    assert "needs torchrec" in found.record.reasons["parts"]
+    assert found.link is None and found.link_check is None
+    assert found.predicted("strong", COUNTS)["mid_ms"].notna().all()
+    text = scaling_presentation.not_measured_text(found.record.reasons).markdown
+    assert "link_probe: not measured: training on several ranks needs torchrec" in text
+    assert "Nothing was measured on several ranks" in (
+        scaling_presentation.findings_text(found.findings(), found.record).markdown
+    )
+    # what was measured is there for another page
+    again = shown(found.file)
+    assert len(again.record.compute_profile) == len(found.record.compute_profile)
+
+
+# ---- said and drawn ---------------------------------------------------------------------
+
+
+def test_every_table_and_figure_of_a_record(record: Path) -> None:
+    found = shown(record)
+    strong, weak = found.predicted("strong", COUNTS), found.predicted("weak", COUNTS)
+    measured = measured_iterations(found.record)
+    checked = predicted_and_measured(found.record, found.parameters)
+    parts = parts_by_rank(found.record, 2)
+    choice = found.choice(4)
+    assert choice.prediction is not None and found.link is not None
+    slow = found.stragglers(strong, Slowness())
+    published = published_scaling()
+    figures = {
+        "iterations": scaling_figures.iteration_bars(strong, "strong"),
+        "efficiency": scaling_figures.efficiency_lines({"strong": strong, "weak": weak}, measured),
+        "shardings": scaling_figures.sharding_lines(found.by_sharding(COUNTS), strong),
+        "lanes": scaling_figures.exchange_lanes(choice.prediction.schedule.events, "lanes"),
+        "ranks over time": scaling_figures.rank_lanes(shown_iteration(found.record, 2), "ranks"),
+        "ranks": scaling_figures.rank_bars(parts, "ranks"),
+        "map": scaling_figures.imbalance_map(parts),
+        "check": scaling_figures.predicted_measured_dots(checked),
+        "volumes": scaling_model_figures.volume_bars(found.volumes(4), 4),
+        "link": scaling_model_figures.link_curves(found.link_check, found.link),
+        "stragglers": scaling_model_figures.straggler_lines(slow, "jitter"),
+        "published": scaling_model_figures.published_dots(published),
+    }
+    for name, drawn in figures.items():
+        assert isinstance(drawn, go.Figure) and len(drawn.data), name
+    stacked = [
+        sum(values) for values in zip(*(t.y for t in figures["iterations"].data), strict=True)
+    ]
+    assert stacked == pytest.approx(strong["mid_ms"].tolist())
+    assert {t.y[0] for t in figures["ranks over time"].data if t.y and t.y[0]} == {
+        f"rank {rank}, {lane}" for rank in range(4) for lane in ("step", "exchanges")
+    }
+    (heat,) = figures["map"].data
+    assert (
+        heat.z[list(heat.y).index("embedding")][3] > 0 > heat.z[list(heat.y).index("embedding")][0]
+    )
+
+    tables = [
+        scaling_presentation.study_table(study_table()),
+        scaling_presentation.volumes_table(found.volumes(4)),
+        scaling_presentation.memory_table(found.memory(4)),
+        scaling_presentation.links_table(found.links),
+        scaling_presentation.scaling_table(strong),
+        scaling_presentation.candidates_table(choice.candidates),
+        scaling_presentation.measured_table(measured),
+        scaling_presentation.check_table(checked),
+        scaling_presentation.imbalance_table(imbalance(found.record)),
+        scaling_presentation.exchanges_table(exchange_times(found.record), found.record.runs),
+        scaling_presentation.stragglers_table(slow),
+        scaling_presentation.published_table(published),
+        scaling_presentation.shares_table(found.shares(), found.study),
+    ]
+    for table in tables:
+        assert table.rows and all(len(row) == len(table.columns) for row in table.rows)
+        assert "nan" not in table._repr_html_().lower()
+    verdict = scaling_presentation.verdict(found, strong, weak).markdown
+    best = strong.loc[strong["mid_ms"].idxmin()]
+    assert f"on {best['ranks']} ranks" in verdict and "Strong scaling over OPA" in verdict
+    assert (
+        "rank 3"
+        in scaling_presentation.findings_text(found.findings(), found.record).markdown.lower()
+    )
+
+
+def test_what_cannot_be_predicted_is_a_row_with_its_reason(record: Path) -> None:
+    found = shown(record, memory_gb=0.001)
+    strong = found.predicted("strong", (1, 2))
+    assert strong["mid_ms"].isna().all()
+    rows = scaling_presentation.scaling_table(strong).rows
+    assert all("No sharding fits" in row[-1] for row in rows)
+    assert scaling_figures.iteration_bars(strong, "none").data is not None
+    assert "Nothing can be predicted" not in (
+        scaling_presentation.verdict(found, strong, strong).markdown
+    )
+
+
+@pytest.mark.notebook
+def test_the_notebook_shows_a_record(record: Path, tmp_path: Path) -> None:
+    quick = REPOSITORY / "parameters" / "quick.yaml"
+    given = [f"record={record}", "gpu=H100-SXM", "inside=NVLink 4 (H100)", "ranks_per_node=8"]
+    folder = run_notebook(
+        "scaling", quick, [*given, "between=InfiniBand NDR"], output_root=tmp_path / "out"
+    )
+    page = folder.html.read_text()
+    for title in ("Verdict", "Which sharding", "All ranks", "Published scaling"):
+        assert title in page
+    assert page.count("plotly-graph-div") + page.count('class="figure"') >= 1
