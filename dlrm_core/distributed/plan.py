@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from dlrm_core.capacity import available_memory, format_bytes, mean_bag_size
 from dlrm_core.config import Parameters
@@ -165,8 +166,14 @@ def make_sharder(parameters: Parameters) -> Any:
     )
 
 
-def make_plan(parameters: Parameters, world: World, collection: Any, sharder: Any) -> Any:
-    """TorchRec's plan of the tables; every rank comes to the same one.
+def make_plan(
+    parameters: Parameters,
+    world: World,
+    collection: Any,
+    sharder: Any,
+    group: dist.ProcessGroup | None = None,
+) -> Any:
+    """TorchRec's plan of the tables; every rank of the group comes to the same one.
 
     Raises:
         InputError: the tables do not fit in the ranks' memory.
@@ -174,7 +181,8 @@ def make_plan(parameters: Parameters, world: World, collection: Any, sharder: An
     api, model = load_torchrec(), parameters.model
     memory = available_memory(world.device)
     # every rank must count with the same memory to come to the same plan
-    bytes_a_rank = least(world, memory // world.local_size if memory is not None else 1 << 62)
+    share = memory // world.local_size if memory is not None else 1 << 62
+    bytes_a_rank = least(world, share, group)
     on_gpu = world.device.type == "cuda"
     topology = api.Topology(
         world_size=world.size,

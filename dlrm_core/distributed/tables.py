@@ -58,7 +58,7 @@ class ShardedTables:
         self._optimizer = training.optimizer
         self._collectives = collectives
         collection, sharder = make_collection(parameters), make_sharder(parameters)
-        plan = make_plan(parameters, world, collection, sharder)
+        plan = make_plan(parameters, world, collection, sharder, group)
         self.shards = shards_of(plan, model.table_rows, self._dim, world)
         self.module = sharder.shard(
             collection, plan, api.ShardingEnv.from_process_group(group), world.device

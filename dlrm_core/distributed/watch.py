@@ -148,6 +148,7 @@ class Watch:
         self._world = world
         self._collectives = collectives
         self._limit_s = limit_s
+        self._period_s = min(1.0, limit_s / 10)
         self._state, self._message = "running", ""
         self._begun = own_start()
         self._signs = {rank: Sign() for rank in range(world.size)}
@@ -190,8 +191,7 @@ class Watch:
             self._thread.join(timeout=min(self._limit_s, 3.0))
 
     def _run(self) -> None:
-        period = min(1.0, self._limit_s / 10)
-        while not self._over.wait(period):
+        while not self._over.wait(self._period_s):
             try:
                 self._tell()
                 lost = self._look()
@@ -249,6 +249,7 @@ class Watch:
                 with contextlib.suppress(OSError):
                     os.kill(lost.pid, signal.SIGKILL)
         else:
-            time.sleep(_PARTING_S)
+            # if it is this one, the others are to find it as it is
+            time.sleep(_PARTING_S if lost.rank != self._world.rank else 2 * self._period_s + 1.0)
         sys.stdout.flush()
         os._exit(EXIT_LOST)

@@ -34,15 +34,16 @@ def main(arguments: Sequence[str]) -> int:
     collectives = Collectives()
     with joined(first.training) as world, collectives.installed():
         with Watch(world, collectives, first.training.rank_timeout_s) as watch:
-            found = _measure(job, world, collectives, watch)
+            found = measure_job(job, world, collectives, watch)
         if world.first:
             write_json(result, found)
     return 0
 
 
-def _measure(
+def measure_job(
     job: dict[str, Any], world: World, collectives: Collectives, watch: Watch
 ) -> dict[str, Any]:
+    """The tables of one launch; every rank gathers them."""
     found: dict[str, Any] = {name: [] for name in TABLES} | {"compute_profile": [], "losses": []}
     # the probe comes before, between and after the runs: the machine may be busier at one time
     probed = []

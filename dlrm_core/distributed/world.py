@@ -154,10 +154,10 @@ def agreed(world: World, value: float) -> float:
     return float(told)
 
 
-def least(world: World, value: int) -> int:
-    """The smallest of what the ranks say."""
+def least(world: World, value: int, group: dist.ProcessGroup | None) -> int:
+    """The smallest of what the ranks of a group say."""
     told = torch.tensor([value], dtype=torch.int64, device=world.device)
-    dist.all_reduce(told, dist.ReduceOp.MIN)
+    dist.all_reduce(told, dist.ReduceOp.MIN, group=group)
     return int(told)
 
 
