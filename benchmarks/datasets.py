@@ -42,6 +42,13 @@ SAMPLE_BYTES = 89
 SHARE, MB_PER_CORE, TEXT_MB_PER_CORE = 0.8, 200.0, 100.0
 """Goals: of the disk's rate or MB/s a core, whichever is lower; of text a core."""
 CHUNK_BYTES = 4 << 20
+MEASURED = """
+import resource, subprocess, sys
+code = subprocess.run(sys.argv[1:]).returncode
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+sys.exit(code)
+"""
+"""A small process around the measured one: a child begins with the peak of who forked it."""
 
 
 def disk_rate(folder: Path, size: int) -> float:
@@ -69,15 +76,14 @@ def dlrm(command: str) -> tuple[str, int]:
     Raises:
         InputError: it failed.
     """
-    arguments = [sys.executable, "-m", "dlrm_core", *shlex.split(command)]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        said = process.stdout.read()
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise InputError(f"dlrm {command}: exit code {process.returncode}")
-    return said, usage.ru_maxrss * 1024
+    arguments = [sys.executable, "-c", MEASURED, sys.executable, "-m", "dlrm_core"]
+    done = subprocess.run(
+        [*arguments, *shlex.split(command)], stdout=subprocess.PIPE, text=True, check=False
+    )
+    if done.returncode:
+        raise InputError(f"dlrm {command}: exit code {done.returncode}")
+    said, _, kib = done.stdout.rstrip().rpartition("\n")
+    return said, int(kib) * 1024
 
 
 def rate(said: str) -> float:

@@ -18,9 +18,9 @@ from dlrm_core.data.loader import make_generator
 from dlrm_core.datasets import draw_kernels, draws
 from dlrm_core.datasets.compiled import compile_function
 from dlrm_core.datasets.feature_spec import default_spec, index_dtype, read_spec, write_spec
-from dlrm_core.datasets.generate import Law, SampleMaker, generate
+from dlrm_core.datasets.generate import Law, SampleMaker, generate, labels_and_logits
 from dlrm_core.datasets.inspection import inspect
-from dlrm_core.datasets.reader import DatasetBatches, evaluation_batches, read_batch
+from dlrm_core.datasets.reader import DatasetBatches, evaluation_batches, read_batch, teacher_auc
 from dlrm_core.datasets.sources import open_source
 from dlrm_core.datasets.teacher import ScoreHistogram, Teacher, TeacherConfig, best_figures, sigmoid
 from dlrm_core.datasets.variants import VARIANTS, Variant
@@ -690,6 +690,59 @@ def test_the_presets_have_the_published_shapes_and_twins_that_need_no_files(name
     )
     batch = make_generator(small, CPU).next_batch()
     assert batch.size == 2048 and 0.15 < float(batch.targets.mean()) < 0.35
+
+
+@pytest.mark.parametrize("name", ["nvidia_t15", "nvidia_t3", "nvidia_t0", "deepspark"])
+def test_the_small_twins_train_and_are_evaluated(name, tmp_path, capsys):
+    file = Path(__file__).parent.parent / "parameters" / f"{name}-small.yaml"
+    short = ["max_steps=3", "eval_every=3", "eval_batches=1", "threads=1"]
+    given = [word for setting in short for word in ("-p", f"training.{setting}")]
+    assert main(["train", "-f", str(file), "--output", str(tmp_path / "run"), *given]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (result["status"], result["iterations"]) == ("finished", 3)
+    assert 0.0 < result["auc"] < 1.0
+
+
+@pytest.mark.parametrize("loader", ["synchronous", "prefetch"])
+def test_a_bad_row_ends_a_training_in_one_sentence(loader, tmp_path, capsys):
+    target = tmp_path / "set"
+    command = ["data", "generate", "--variant", "custom", "--table-rows", "500,20", "--output"]
+    assert main([*command, str(target), "--dense-features", "4", "--samples", "400/50"]) == 0
+    with (target / "train/cat_1.bin").open("r+b") as file:
+        file.seek(123)
+        file.write(bytes([77]))
+    sections = {
+        "model": {"bottom_mlp": "4-8-4", "top_mlp": "8-1", "embedding_dim": 4, "loss": "bce"}
+        | {"table_rows": [500, 20]},
+        "data": {"generator": "dataset", "path": str(target), "loader": loader},
+        "training": {"batch_size": 50, "batches": 8, "device": "cpu", "threads": 1},
+    }
+    (tmp_path / "p.json").write_text(json.dumps(sections))
+    capsys.readouterr()
+    assert main(["train", "-f", str(tmp_path / "p.json")]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "train/cat_1.bin: sample 123, feature cat_1.bin: row 77" in said
+
+
+def test_a_models_auc_is_held_against_the_teachers_on_the_same_samples(tmp_path):
+    target = tmp_path / "set"
+    law = Law(Variant("custom", 3, ROWS, 1.45), 5, TeacherConfig())
+    generate(law, {"train": 10, "test": 3000}, target, threads=1)
+    model = {"mlp_sizes": "nvidia", "dense_features": 3, "bottom_mlp": [4], "top_mlp": [1]}
+    model |= {"embedding_dim": 4, "table_rows": list(ROWS), "loss": "bce"}
+
+    def best(**training):
+        data = {"generator": "dataset", "path": str(target)}
+        sections = {"model": model, "data": data, "training": {"batch_size": 100} | training}
+        return teacher_auc(parameters_from_sections(sections))
+
+    whole = open_source(target, "split_binary", "test").metadata["teacher_auc_on_test"]
+    assert best() == best(eval_batches=30) == whole
+    # of the first 500 samples alone, counted pair by pair
+    labels, logits = labels_and_logits(SampleMaker(law, "test"), 0, 500)
+    difference = logits[labels][:, None] - logits[~labels]
+    pairs = (difference > 0).mean() + (difference == 0).mean() / 2
+    assert best(eval_batches=5) == pytest.approx(pairs, abs=1e-4)
 
 
 # ---------------------------------------------------------------- the command

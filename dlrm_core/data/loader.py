@@ -15,6 +15,7 @@ from dlrm_core.data.batch import Batch
 from dlrm_core.data.facebook import FacebookLoop, FacebookReplay
 from dlrm_core.data.staging import Copies, CudaCopies, Slot, Staged, Staging
 from dlrm_core.data.synthetic import SyntheticBatches
+from dlrm_core.errors import InputError
 
 T = TypeVar("T")
 
@@ -137,6 +138,8 @@ def _prefetched(make: Callable[[], T], ahead: int) -> Generated[T, None, None]:
     try:
         while True:
             item = ready.get()
+            if isinstance(item, InputError):
+                raise item  # says by itself which value of which file is wrong
             if isinstance(item, BaseException):
                 raise PrefetchError(f"making a batch failed: {item}") from item
             yield item
