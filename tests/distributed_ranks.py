@@ -1,15 +1,16 @@
 """Ranks for tests: one process imports torch and TorchRec, and forks into 1, 2, 4 ranks.
 
 ``python distributed_ranks.py JOBS RESULTS``: JOBS is a JSON list of stages, one after the
-other, each ``{"ranks": R, "jobs": [...]}``; rank 0 of each writes ``RESULTS/STAGE.json``. A job
-is ``{"name", "sections", "place", "resume", "initial"}``: train, with checkpoints in ``place``;
-with ``initial`` one of the untrained weights comes first.
+other, each ``{"ranks": R, "port": of the launcher's store, "jobs": [...]}``; rank 0 of each
+writes ``RESULTS/STAGE.json``. A job is ``{"name", "sections", "place", "resume", "initial"}``:
+train, with checkpoints in ``place``; with ``initial`` one of the untrained weights comes first.
+A stage's ``measure`` is a worker's job; its result is ``RESULTS/measured-R.json``.
 """
 
 import json
 import os
-import socket
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -22,25 +23,22 @@ from dlrm_core.distributed.command import about_rank
 from dlrm_core.distributed.packages import load_torchrec
 from dlrm_core.distributed.trainer import DistributedTrainer
 from dlrm_core.distributed.watch import Watch
-from dlrm_core.distributed.world import environment, gathered, joined
+from dlrm_core.distributed.worker import measure_job, measure_job_alone
+from dlrm_core.distributed.world import environment, gathered, joined, read_world
+from dlrm_core.files import write_json
 
 
 def main():
     stages, results = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     load_torchrec()
     for number, stage in enumerate(stages):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
         children = []
         for rank in range(stage["ranks"]):
             child = os.fork()
             if child == 0:
-                os.environ.update(environment(rank, stage["ranks"], port))
-                # no launcher here: rank 0 keeps the store
-                del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+                os.environ.update(environment(rank, stage["ranks"], stage["port"]))
                 try:
-                    as_rank(stage["jobs"], results / f"{number}.json")
+                    as_rank(stage, results / f"{number}.json")
                 except BaseException:
                     traceback.print_exc()
                     os._exit(1)
@@ -52,18 +50,28 @@ def main():
             sys.exit(f"stage {number}: ranks ended with {statuses}")
 
 
-def as_rank(jobs, output):
-    collectives, found = Collectives(), {}
+def as_rank(stage, output):
+    jobs, collectives, found = stage["jobs"], Collectives(), {}
     first = parameters_from_sections(jobs[0]["sections"])
-    with joined(first.training) as world, collectives.installed():
-        with Watch(world, collectives, first.training.rank_timeout_s) as watch:
+    with collectives.installed():
+        if stage.get("measure"):
+            alone = measure_job_alone(stage["measure"], read_world(first.training), collectives)
+        with (
+            joined(first.training) as world,
+            Watch(world, collectives, first.training.rank_timeout_s) as watch,
+        ):
             for job in jobs:
                 found[job["name"]] = train(job, world, collectives, watch)
+            if stage.get("measure"):
+                measured = measure_job(stage["measure"], world, collectives, watch, alone)
+                if world.first:
+                    write_json(output.parent / f"measured-{world.size}.json", measured)
         if world.first:
             output.write_text(json.dumps(found))
 
 
 def train(job, world, collectives, watch):
+    started = time.perf_counter()
     parameters = parameters_from_sections(job["sections"])
     checkpoint = read_checkpoint(Path(job["resume"])) if job.get("resume") else None
     place = Path(job["place"]) if job.get("place") else None
@@ -80,6 +88,8 @@ def train(job, world, collectives, watch):
         collectives.records = None
         return {
             "losses": result.losses,
+            "seconds": time.perf_counter() - started,
+            "loop": result.elapsed_s,
             "evaluations": result.evaluations,
             "threads": torch.get_num_threads(),
             "holdings": trainer.holdings(),

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,13 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed as dist
 
+from dlrm_core.analysis.scaling_record import record_of
 from dlrm_core.checkpoints import OPTIMIZER, WEIGHTS, read_checkpoint
 from dlrm_core.config import parameters_from_sections
+from dlrm_core.distributed import scaling
+from dlrm_core.distributed.launch import Outcome
 from dlrm_core.distributed.plan import require_possible
 from dlrm_core.errors import InputError, MissingToolError
 from dlrm_core.model import build_model
@@ -108,6 +113,31 @@ def trained(given, place=None, resume=None):
         trainer.close()
 
 
+def measured_cases(monkeypatch, run, folder=None):
+    """A small measurement whose launches are ``run``."""
+    monkeypatch.setattr(scaling, "run_ranks", run)
+    given = parameters_from_sections(sections(sharding="table_wise"))
+    effort = scaling.Effort(warmup=1, iterations=4, seconds=5.0, probe=1)
+    return scaling.measure_scaling(given, (1, 2), folder, effort=effort)
+
+
+def measurement_jobs():
+    """What each launch of it is asked to measure, by its number of ranks."""
+    jobs = {}
+
+    def note(command, ranks, timeout_s, variables):
+        jobs[ranks] = json.loads(Path(command[-2]).read_text())
+        names = ("placement", "losses", *scaling.TABLES)
+        empty = {name: [] for name in names} | {"backend": "gloo", "host": "here"}
+        runs = [{"run": run["run"], "losses": [0.0]} for run in jobs[ranks]["runs"]]
+        Path(command[-1]).write_text(json.dumps(empty | {"losses": runs}))
+        return Outcome("", "", 1.0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        measured_cases(patch, note)
+    return jobs
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """Results of all stages: {ranks: {name: what rank 0 wrote}}, and the folder of checkpoints."""
@@ -137,6 +167,12 @@ def ranks(tmp_path_factory):
                 }
             )
         stages.append({"ranks": count, "jobs": own})
+        if count <= 2:
+            stages[-1]["measure"] = measurement_jobs()[count]
+    # as a launcher does
+    stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in stages]
+    for stage, store in zip(stages, stores, strict=True):
+        stage["port"] = store.port
     (folder / "jobs.json").write_text(json.dumps(stages))
     done = subprocess.run(
         [
@@ -278,6 +314,58 @@ def test_what_is_exchanged_is_what_the_formulas_say(ranks, count):
             # forward each rank sends its tables for all samples, backward all tables for its own
             total = sum(r["bytes"] for records in pooled for r in records)
             assert total == 2 * STEPS * 4 * 32 * 4 * 16
+
+
+@needs_torchrec
+def test_a_measurement_is_a_record_of_every_rank_and_goes_on(ranks, monkeypatch, tmp_path):
+    launches = []
+
+    def launch(command, count, timeout_s, variables):
+        launches.append(count)
+        shutil.copy(ranks[1] / f"measured-{count}.json", command[-1])
+        return Outcome("", "", 1.0)
+
+    record = measured_cases(monkeypatch, launch, tmp_path)
+    assert launches == [1, 2]
+    read = record_of(record)
+    assert {(r["ranks"], r["scaling"], r["batch_size"]) for r in record["runs"]} == {
+        (1, "", 32),
+        (2, "strong", 32),
+        (2, "weak", 64),
+    }
+    for run in record["runs"]:
+        rows = [row for row in record["iterations"] if row["run"] == run["run"]]
+        assert {row["rank"] for row in rows} == set(range(run["ranks"]))
+        whole = {(row["rank"], row["iteration"]): row["time_ms"] for row in rows}
+        parts = dict.fromkeys(whole, 0.0)
+        for row in record["parts"]:
+            if row["run"] == run["run"]:
+                parts[row["rank"], row["iteration"]] += row["time_ms"]
+        assert all(0.2 * whole[key] < parts[key] <= whole[key] for key in whole)
+        exchanged = [row for row in record["collectives"] if row["run"] == run["run"]]
+        assert all(0.0 <= row["exposed_ms"] <= row["time_ms"] + 1e-6 for row in exchanged)
+    assert read.compute_profile.groupby("concurrent")["process"].nunique().to_dict() == {1: 1, 2: 2}
+    assert set(read.compute_profile["batch_size"]) == {16, 32}
+    probe = read.link_probe.groupby(["collective", "bytes"]).size()
+    assert set(probe.index.levels[0]) == {
+        *("allreduce", "alltoall", "allgather", "reduce_scatter", "broadcast")
+    }
+    assert (read.link_probe["time_ms"] > 0).all() and record["not_measured"]["data"]
+    # both ranks on one clock, in one view
+    trace = json.loads((tmp_path / "ranks.trace.json").read_text())["traceEvents"]
+    steps = [e for e in trace if e["ph"] == "X" and e["tid"] == 0]
+    assert {e["pid"] for e in steps} == {0, 1} and min(e["ts"] for e in steps) >= 0
+    assert any(e["name"] == "alltoall: pooled gradients" for e in trace if e["ph"] == "X")
+    # what is there is not measured again; another request is
+    again = measured_cases(monkeypatch, launch, tmp_path)
+    assert launches == [1, 2] and again["iterations"] == record["iterations"]
+    (tmp_path / "ranks-2.json").unlink()
+    measured_cases(monkeypatch, launch, tmp_path)
+    assert launches == [1, 2, 2]
+    assert scaling.read_record(tmp_path / "scaling.json")["runs"] == record["runs"]
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(InputError, match="no record of dlrm-scaling"):
+        scaling.read_record(tmp_path / "other.json")
 
 
 def test_what_does_not_exist_on_several_ranks_is_refused():

@@ -142,8 +142,9 @@ class _NotedWork(dist.Work):
             owner.waiting = False
             now = time.perf_counter()
             owner.driven_s += now - started
-            self._record.exposed += now - started
-            if self._record.ended is None:
+            if self._record.ended is None or self._record.ended > started:
+                # it is done when the thread that waits for it knows
+                self._record.exposed += now - started
                 self._record.ended = now
 
     def is_completed(self) -> bool:

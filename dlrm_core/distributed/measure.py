@@ -10,7 +10,7 @@ import dataclasses
 import gc
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from dlrm_core.distributed.plan import require_possible
 from dlrm_core.distributed.step import DistributedStep
 from dlrm_core.distributed.tables import ShardedTables
 from dlrm_core.distributed.trainer import make_model
-from dlrm_core.distributed.world import World
+from dlrm_core.distributed.world import World, by_itself
 from dlrm_core.model import ClickLoss
 from dlrm_core.parts import capturing
 
@@ -44,15 +44,13 @@ def measure_run(
     collectives: Collectives,
     warmup: int,
     iterations: int,
-    group: dist.ProcessGroup | None = None,
     seconds: float = 60.0,
 ) -> dict[str, list[Row]]:
     """Train for some iterations and time them.
 
     Args:
-        world: this rank among those of ``group``.
+        world: this rank among all, or by itself.
         iterations: after ``warmup``; fewer if ``seconds`` are over, on all ranks alike.
-        group: ranks that train together; None: all.
 
     Returns:
         ``placement`` (of all ranks), and this rank's ``iterations``, ``parts``,
@@ -62,7 +60,7 @@ def measure_run(
         InputError: the run does not exist on several ranks.
     """
     require_possible(parameters, world.size)
-    step, tables = _make_step(parameters, world, collectives, group)
+    step, tables = _make_step(parameters, world, collectives)
     stream = itertools.cycle(_batches(parameters, world, min(BATCHES, warmup + iterations)))
     losses = []
     begun = time.perf_counter()
@@ -70,14 +68,14 @@ def measure_run(
         losses.append(step(next(stream))[0])
     # the slowest rank's warm-up says how many iterations there is time for
     took = torch.tensor((time.perf_counter() - begun) / max(1, warmup))
-    dist.all_reduce(took, dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(took, dist.ReduceOp.MAX)
     count = max(3, min(iterations, int(seconds / max(float(took), 1e-6)))) if warmup else iterations
     clock = PartClock(collectives)
     times: list[tuple[float, float]] = []
     of_iteration: list[list[Any]] = []
     gc.collect()
     gc.disable()
-    dist.barrier(group=group)
+    dist.barrier()
     try:
         with capturing(clock.around):
             for _ in range(count):
@@ -92,7 +90,7 @@ def measure_run(
     finally:
         collectives.records = None
         gc.enable()
-    dist.barrier(group=group)
+    dist.barrier()
     rows = _rows(world.rank, times, of_iteration, clock)
     rows["losses"] = [{"loss": float(loss)} for loss in losses]
     rows["placement"] = [
@@ -109,33 +107,37 @@ def measure_run(
 
 
 def measure_alone(
+    case: str,
     parameters: Parameters,
     world: World,
     collectives: Collectives,
-    groups: Sequence[dist.ProcessGroup],
+    effort: tuple[int, int, float],
     concurrent: Sequence[int],
-    warmup: int,
-    iterations: int,
+    meet: Callable[[], None],
 ) -> list[Row]:
     """Parts of processes that exchange nothing, so many at once on this node.
 
     Args:
-        groups: one with each rank alone, in their order.
+        world: of all ranks that take part; they have not joined yet.
+        effort: iterations to warm up, iterations, seconds at most.
         concurrent: numbers of processes; ranks beyond a number wait, idle.
+        meet: returns when all ranks have called it.
 
     Returns:
         this rank's rows of ``compute_profile``.
     """
+    warmup, iterations, seconds = effort
     rows: list[Row] = []
-    alone = dataclasses.replace(world, rank=0, size=1, local_rank=0, local_size=1)
     for count in concurrent:
-        dist.barrier()
+        meet()
         if world.rank < count:
-            found = measure_run(
-                parameters, alone, collectives, warmup, iterations, groups[world.rank]
-            )
+            with by_itself(world) as alone:
+                found = measure_run(
+                    parameters, alone, collectives, warmup, iterations, seconds=seconds
+                )
             rows += [
                 {
+                    "case": case,
                     "concurrent": count,
                     "process": world.rank,
                     "batch_size": parameters.training.batch_size,
@@ -143,7 +145,7 @@ def measure_alone(
                 }
                 for row in found["parts"]
             ]
-        dist.barrier()
+        meet()
     return rows
 
 
@@ -151,10 +153,9 @@ def _make_step(
     parameters: Parameters,
     world: World,
     collectives: Collectives,
-    group: dist.ProcessGroup | None,
 ) -> tuple[DistributedStep, ShardedTables]:
     model = make_model(parameters, world.device)
-    tables = ShardedTables(parameters, world, collectives, group)
+    tables = ShardedTables(parameters, world, collectives)
     # of the right size is enough: what is measured does not depend on them
     generator = torch.Generator(world.device).manual_seed(parameters.training.seed)
     with torch.no_grad():
@@ -168,7 +169,7 @@ def _make_step(
     fill_dense_with_torch(model, dense)
     loss = ClickLoss(parameters.model.loss, parameters.model.loss_weights).to(world.device)
     config = dataclasses.replace(parameters.training, embedding_backend="torch")
-    return DistributedStep(model, tables, loss, config, world.size, collectives, group), tables
+    return DistributedStep(model, tables, loss, config, world.size, collectives), tables
 
 
 def _batches(parameters: Parameters, world: World, count: int) -> list[LocalBatch]:

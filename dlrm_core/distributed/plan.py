@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from dlrm_core.capacity import available_memory, format_bytes, mean_bag_size
 from dlrm_core.config import Parameters
@@ -166,14 +165,8 @@ def make_sharder(parameters: Parameters) -> Any:
     )
 
 
-def make_plan(
-    parameters: Parameters,
-    world: World,
-    collection: Any,
-    sharder: Any,
-    group: dist.ProcessGroup | None = None,
-) -> Any:
-    """TorchRec's plan of the tables; every rank of the group comes to the same one.
+def make_plan(parameters: Parameters, world: World, collection: Any, sharder: Any) -> Any:
+    """TorchRec's plan of the tables; every rank comes to the same one.
 
     Raises:
         InputError: the tables do not fit in the ranks' memory.
@@ -182,7 +175,7 @@ def make_plan(
     memory = available_memory(world.device)
     # every rank must count with the same memory to come to the same plan
     share = memory // world.local_size if memory is not None else 1 << 62
-    bytes_a_rank = least(world, share, group)
+    bytes_a_rank = least(world, share)
     on_gpu = world.device.type == "cuda"
     topology = api.Topology(
         world_size=world.size,

@@ -14,17 +14,15 @@ from dlrm_core.distributed.world import World
 SIZES = tuple(1 << power for power in (10, 13, 16, 18, 20, 21, 22, 23, 24))
 """Payloads in bytes, 1 KiB to 16 MiB."""
 
-REPETITIONS = 9
-"""Of each collective and size; before them one that is not counted."""
-
 
 def probe_link(
-    world: World, sizes: Sequence[int] = SIZES, repetitions: int = REPETITIONS
+    world: World, repetitions: int, sizes: Sequence[int] = SIZES
 ) -> list[dict[str, Any]]:
     """Rows of ``link_probe``: the time of the slowest rank, from a barrier to its own end.
 
     Sizes and collectives take turns, so that what disturbs for a while disturbs all of them.
-    Buffers are float32, of a multiple of the ranks. Every rank returns the same rows.
+    Before the ``repetitions`` comes one that is not counted. Buffers are float32, of a multiple
+    of the ranks. Every rank returns the same rows.
     """
     cases: list[tuple[str, int, Callable[[], Any]]] = []
     for size in sizes:

@@ -50,7 +50,7 @@ class Effort:
         iterations: that are, in a run.
         seconds: of a run at most; it has fewer iterations then, at least 3.
         timeout_s: of a launch.
-        probe: measure the link.
+        probe: how often each exchange of the link probe is timed, three times over; 0: not.
         alone: measure the parts without other ranks.
     """
 
@@ -58,7 +58,7 @@ class Effort:
     iterations: int = 20
     seconds: float = 10.0
     timeout_s: float = 600.0
-    probe: bool = True
+    probe: int = 9
     alone: bool = True
 
 
@@ -172,7 +172,12 @@ def measure_cases(
     number = 0
     for count in ranks:
         job: dict[str, Any] = dataclasses.asdict(effort)
-        job |= {"runs": [], "alone": [], "concurrent": [], "probe": effort.probe and count > 1}
+        job |= {
+            "runs": [],
+            "alone": [],
+            "concurrent": [],
+            "probe": effort.probe if count > 1 else 0,
+        }
         for case in cases:
             for scaling in case.scalings if count > 1 else ("",):
                 size = case.batch_size(count, scaling)

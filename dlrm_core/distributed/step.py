@@ -62,12 +62,10 @@ class Bucket:
         self,
         weights: list[nn.Parameter],
         collectives: Collectives,
-        group: dist.ProcessGroup | None,
         numbers: int = 0,
     ) -> None:
         self._weights = weights
         self._collectives = collectives
-        self._group = group
         size = sum(weight.numel() for weight in weights)
         self._flat = torch.empty(size + numbers, device=weights[0].device)
         views = self._flat[:size].split([weight.numel() for weight in weights])
@@ -80,7 +78,7 @@ class Bucket:
         gradients = [weight.grad for weight in self._weights if weight.grad is not None]
         torch._foreach_copy_(self._views, gradients)
         with self._collectives.about("dense gradients"):
-            self._work = dist.all_reduce(self._flat, group=self._group, async_op=True)
+            self._work = dist.all_reduce(self._flat, async_op=True)
 
     def receive(self) -> None:
         """Wait for the sums; they are the weights' ``grad`` then."""
@@ -95,7 +93,7 @@ class DistributedStep:
 
     Args:
         model: the MLPs and the interaction; its own tables are empty.
-        ranks: in ``group``, all of the run if None.
+        ranks: of the run.
 
     Attributes:
         embedding_optimizer: what keeps the tables' learning rate, as in
@@ -110,7 +108,6 @@ class DistributedStep:
         config: TrainingConfig,
         ranks: int,
         collectives: Collectives,
-        group: dist.ProcessGroup | None = None,
     ) -> None:
         self.model = model
         self.tables = self.embedding_optimizer = tables
@@ -121,9 +118,9 @@ class DistributedStep:
         kind, settings = optimizer_of(config, device, captured=False)
         self.bottom_optimizer = kind(model.bottom_mlp.parameters(), **settings())
         self.top_optimizer = kind(model.top_mlp.parameters(), **settings())
-        self._top = Bucket(list(model.top_mlp.parameters()), collectives, group)
+        self._top = Bucket(list(model.top_mlp.parameters()), collectives)
         # the loss of all ranks, and how many of them were asked to stop
-        self._bottom = Bucket(list(model.bottom_mlp.parameters()), collectives, group, numbers=2)
+        self._bottom = Bucket(list(model.bottom_mlp.parameters()), collectives, numbers=2)
 
     def __call__(self, batch: LocalBatch, stop: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Train on a batch.

@@ -48,24 +48,22 @@ class ShardedTables:
         parameters: Parameters,
         world: World,
         collectives: Collectives,
-        group: dist.ProcessGroup | None = None,
     ) -> None:
         api = load_torchrec()
-        group = group or dist.group.WORLD
         model, training = parameters.model, parameters.training
         self._dim = model.embedding_dim
         self._table_rows = model.table_rows
         self._optimizer = training.optimizer
         self._collectives = collectives
         collection, sharder = make_collection(parameters), make_sharder(parameters)
-        plan = make_plan(parameters, world, collection, sharder, group)
+        plan = make_plan(parameters, world, collection, sharder)
         self.shards = shards_of(plan, model.table_rows, self._dim, world)
         self.module = sharder.shard(
-            collection, plan, api.ShardingEnv.from_process_group(group), world.device
+            collection, plan, api.ShardingEnv.from_process_group(dist.group.WORLD), world.device
         )
         # its kernels are no registered modules: nobody else's list of modules has them
         kernels = [kernel for lookup in self.module._lookups for kernel in lookup.modules()]
-        self._share_gradients(kernels, group)
+        self._share_gradients(kernels)
         self._fused = [
             k for k in kernels if isinstance(k, api.SplitTableBatchedEmbeddingBagsCodegen)
         ]
@@ -195,15 +193,13 @@ class ShardedTables:
 
     # -- what TorchRec made -----------------------------------------------------------------
 
-    def _share_gradients(
-        self, kernels: list[torch.nn.Module], group: dist.ProcessGroup | None
-    ) -> None:
+    def _share_gradients(self, kernels: list[torch.nn.Module]) -> None:
         """Sum the gradients of replicated tables where they are noted (DDP's own are not)."""
 
         def summed(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
             buffer = bucket.buffer()
             with self._collectives.about("table gradients"):
-                work = dist.all_reduce(buffer, group=group, async_op=True)
+                work = dist.all_reduce(buffer, async_op=True)
                 work.wait()
             done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
             done.set_result(buffer)

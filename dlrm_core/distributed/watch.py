@@ -29,7 +29,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dlrm_core.distributed.collectives import Collectives
-from dlrm_core.distributed.world import World
+from dlrm_core.distributed.world import World, launcher_store
 
 EXIT_LOST = 3
 """Exit status of a rank that ended because another one was lost."""
@@ -155,9 +155,7 @@ class Watch:
         self._last_store_s = time.monotonic()
         self._over = threading.Event()
         # a client of its own: the process group's may be busy with a collective
-        self._store = dist.TCPStore(
-            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
-        )
+        self._store = launcher_store()
         self._thread = threading.Thread(target=self._run, name="dlrm-watch", daemon=True)
 
     def __enter__(self) -> Watch:

@@ -1,7 +1,7 @@
 """The ranks of a measurement: ``python -m dlrm_core.distributed.worker JOB RESULT``.
 
 JOB is a JSON file ``{"runs": [{"run", "sections", ...}], "alone": [{"case", "sections"}],
-"concurrent": [k, ...], "probe": bool, "warmup", "iterations", "seconds"}``; rank 0 writes
+"concurrent": [k, ...], "probe": repetitions, "warmup", "iterations", "seconds"}``; rank 0 writes
 RESULT with the tables of :mod:`dlrm_core.analysis.communication`.
 """
 
@@ -9,18 +9,24 @@ from __future__ import annotations
 
 import itertools
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import torch.distributed as dist
 
 from dlrm_core.config import parameters_from_sections
 from dlrm_core.distributed.collectives import Collectives
 from dlrm_core.distributed.measure import measure_alone, measure_run
 from dlrm_core.distributed.probes import probe_link
 from dlrm_core.distributed.watch import Watch
-from dlrm_core.distributed.world import World, gathered, joined
+from dlrm_core.distributed.world import (
+    World,
+    die_with_parent,
+    gathered,
+    joined,
+    launcher_store,
+    read_world,
+)
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json, write_json
 
@@ -32,24 +38,59 @@ def main(arguments: Sequence[str]) -> int:
     job, result = read_json(Path(arguments[0])), Path(arguments[1])
     first = parameters_from_sections([*job["runs"], *job["alone"]][0]["sections"])
     collectives = Collectives()
-    with joined(first.training) as world, collectives.installed():
-        with Watch(world, collectives, first.training.rank_timeout_s) as watch:
-            found = measure_job(job, world, collectives, watch)
+    die_with_parent()
+    with collectives.installed():
+        alone = measure_job_alone(job, read_world(first.training), collectives)
+        with (
+            joined(first.training) as world,
+            Watch(world, collectives, first.training.rank_timeout_s) as watch,
+        ):
+            found = measure_job(job, world, collectives, watch, alone)
         if world.first:
             write_json(result, found)
     return 0
 
 
+def measure_job_alone(
+    job: dict[str, Any], world: World, collectives: Collectives
+) -> list[dict[str, Any]]:
+    """This rank's rows of what is measured before the ranks join."""
+    store, met = launcher_store(), itertools.count()
+
+    def meet() -> None:
+        key, arrived = f"dlrm/meet/{next(met)}", 0
+        store.add(key, 1)
+        while arrived < world.size:
+            time.sleep(0.002)  # asleep: it must not take time from those who compute
+            arrived = store.add(key, 0)
+
+    effort = job["warmup"], job["iterations"], job["seconds"]
+    rows: list[dict[str, Any]] = []
+    for case in job["alone"]:
+        parameters = parameters_from_sections(case["sections"])
+        name, numbers = case["case"], job["concurrent"]
+        rows += measure_alone(name, parameters, world, collectives, effort, numbers, meet)
+    return rows
+
+
 def measure_job(
-    job: dict[str, Any], world: World, collectives: Collectives, watch: Watch
+    job: dict[str, Any],
+    world: World,
+    collectives: Collectives,
+    watch: Watch,
+    alone: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """The tables of one launch; every rank gathers them."""
+    """The tables of one launch; every rank has all.
+
+    Args:
+        alone: what this rank measured before it joined (:func:`measure_job_alone`).
+    """
     found: dict[str, Any] = {name: [] for name in TABLES} | {"compute_profile": [], "losses": []}
     # the probe comes before, between and after the runs: the machine may be busier at one time
     probed = []
     for number, run in enumerate(job["runs"]):
         if job["probe"] and number in (0, len(job["runs"]) // 2):
-            probed += probe_link(world)
+            probed += probe_link(world, job["probe"])
         watch.iteration = number
         rows = measure_run(
             parameters_from_sections(run["sections"]),
@@ -66,21 +107,8 @@ def measure_job(
             found[name] += everyone[0] if name == "placement" else itertools.chain(*everyone)
         found["losses"].append({"run": run["run"], "losses": [r["loss"] for r in rows["losses"]]})
     if job["probe"]:
-        probed += probe_link(world)
-    groups = [dist.new_group([rank]) for rank in range(world.size)] if job["alone"] else []
-    for case in job["alone"]:
-        parameters = parameters_from_sections(case["sections"])
-        rows_alone = measure_alone(
-            parameters,
-            world,
-            collectives,
-            [group for group in groups if group is not None],
-            job["concurrent"],
-            job["warmup"],
-            job["iterations"],
-        )
-        named = [row | {"case": case["case"]} for row in rows_alone]
-        found["compute_profile"] += itertools.chain(*gathered(world, named))
+        probed += probe_link(world, job["probe"])
+    found["compute_profile"] = list(itertools.chain(*gathered(world, alone)))
     found["link_probe"] = probed
     found["threads"] = world.threads
     found["backend"] = world.backend

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import datetime
 import json
 import os
@@ -121,6 +122,22 @@ def joined(config: TrainingConfig) -> Iterator[World]:
     dist.destroy_process_group()
 
 
+@contextlib.contextmanager
+def by_itself(world: World) -> Iterator[World]:
+    """This process as the only rank of a world of its own, before it joins the others."""
+    torch.set_num_threads(world.threads)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield dataclasses.replace(world, rank=0, size=1, local_rank=0, local_size=1, backend="gloo")
+    finally:
+        dist.destroy_process_group()
+
+
+def launcher_store() -> dist.TCPStore:
+    """A connection of one's own to the store that the launcher keeps."""
+    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+
+
 def die_with_parent() -> None:
     """Have the kernel send SIGKILL when the parent ends (Linux; elsewhere nothing)."""
     if sys.platform == "linux":
@@ -154,10 +171,10 @@ def agreed(world: World, value: float) -> float:
     return float(told)
 
 
-def least(world: World, value: int, group: dist.ProcessGroup | None) -> int:
-    """The smallest of what the ranks of a group say."""
+def least(world: World, value: int) -> int:
+    """The smallest of what the ranks say."""
     told = torch.tensor([value], dtype=torch.int64, device=world.device)
-    dist.all_reduce(told, dist.ReduceOp.MIN, group=group)
+    dist.all_reduce(told, dist.ReduceOp.MIN)
     return int(told)
 
 
