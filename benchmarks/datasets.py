@@ -158,7 +158,7 @@ def memory(work: Path, given: argparse.Namespace, before: Record) -> Record:
         shutil.rmtree(target)
         text, target = work / "text.txt", work / "converted"
         write_text(text, factor * given.text_mb * 10**6 // 10)
-        command = "data preprocess --layout kaggle --frequency-threshold 3 --memory-mb 64"
+        command = "data preprocess --layout kaggle --frequency-threshold 3 --memory-mb 16"
         found["preprocess"][f"{factor}x"] = dlrm(f"{command} --input {text} --output {target}")[1]
         shutil.rmtree(target)
         text.unlink()
@@ -167,7 +167,7 @@ def memory(work: Path, given: argparse.Namespace, before: Record) -> Record:
         "unit": "bytes",
         "samples_1x": given.samples // 40,
         "text_mb_1x": given.text_mb / 10,
-        "preprocess_memory_mb": 64,
+        "preprocess_memory_mb": 16,
     }
 
 

@@ -65,8 +65,8 @@ def verdict_cells(verdict: Verdict) -> dict[str, str]:
     batch = "not even 1" if verdict.largest_batch is None else f"{verdict.largest_batch:,}"
     rows = (
         "none"
-        if verdict.largest_rows is None
-        else f"{verdict.largest_rows:,} ({verdict.rows_factor:.3g}×)"
+        if verdict.largest_rows is None or verdict.rows_factor is None
+        else f"{verdict.largest_rows:,} ({_times(verdict.rows_factor)})"
     )
     return {
         "target": verdict.target,
@@ -82,3 +82,10 @@ def verdict_cells(verdict: Verdict) -> dict[str, str]:
 
 def _row(verdict: Verdict) -> tuple[str, ...]:
     return tuple(verdict_cells(verdict).values())
+
+
+def _times(factor: float) -> str:
+    """``1.11×``, ``11,100×``: three digits that count, never an exponent."""
+    if factor < 1000:
+        return f"{factor:.3g}×"
+    return f"{float(f'{factor:.3g}'):,.0f}×"

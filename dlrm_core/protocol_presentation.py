@@ -12,8 +12,8 @@ import pandas as pd
 from dlrm_core.benchmark_presentation import best_speeds, contestant_label
 from dlrm_core.capacity import format_bytes
 from dlrm_core.figure_theme import rows_of
-from dlrm_core.presentation import NOT_MEASURED, Table, column
-from dlrm_core.published import PUBLISHED
+from dlrm_core.presentation import NOT_MEASURED, Table, Text, column
+from dlrm_core.published import NOT_SAID, NVIDIA_AUC, PUBLISHED
 from dlrm_core.stability import Stability
 
 NOTHING = "–"
@@ -26,7 +26,7 @@ COUNTED = {
 """Protocol to what it counts."""
 
 GROUPS = {
-    "ours": "This run's contestants, whole iterations",
+    "ours": "Contestants of this run, whole iterations",
     "training nvidia": "Training, NVIDIA's protocol",
     "training deepspark": "Training, DeepSpark's FPS",
     "training facebook": "Training, ms/it without data",
@@ -68,7 +68,7 @@ def speeds(
         stability: runs whose mean AUC is ours.
     """
     found = [
-        Speed("ours", True, "this run", contestant_label(r.contestant), r.case, "", speed)
+        Speed("ours", True, "this run", contestant_label(r.contestant), _case(r.case), "", speed)
         for r in rows_of(best_speeds(times))
         if math.isfinite(speed := float(r.samples_per_second))
     ]
@@ -77,7 +77,7 @@ def speeds(
         Speed(
             f"{p.mode} {p.protocol}",
             False,
-            f"{p.source} (other hardware)",
+            f"{p.source.split()[0]} (other hardware)",
             p.hardware,
             p.model + ("" if p.batch is None else f", batch {p.batch:,}"),
             p.precision,
@@ -95,15 +95,18 @@ def speeds(
 
 def _of_protocols(document: Mapping[str, Any], stability: Mapping[str, Stability]) -> list[Speed]:
     measured = document["measured"]
-    batch = document["parameters"]["training"]["batch_size"]
-    aucs = [found.spreads["auc"].mean for found in stability.values() if "auc" in found.spreads]
+    given = document["parameters"]
+    batch = given["training"]["batch_size"]
+    aucs = [
+        one.spreads["auc"].mean
+        for one in stability.values()
+        # of this very training, not of another model or other data
+        if "auc" in one.spreads and all(one.parameters[s] == given[s] for s in ("model", "data"))
+    ]
     common = {
         "ours": True,
         "source": "this run",
-        "on": f"{document['machine'].get('cpu') or measured['device']}, "
-        f"{measured['threads']} threads"
-        if measured["device"] == "cpu"
-        else measured["device"],
+        "on": device_of(document),
         "precision": measured["precision"],
     }
     memory = ", ".join(
@@ -138,20 +141,33 @@ def _of_protocols(document: Mapping[str, Any], stability: Mapping[str, Stability
     ]
 
 
+def _case(name: str) -> str:
+    return "the model as given" if name == "given" else name
+
+
+def device_of(document: Mapping[str, Any]) -> str:
+    """The GPU, or the processor and how many of its threads."""
+    measured = document["measured"]
+    if measured["device"] != "cpu":
+        return str(measured["device"])
+    threads = measured["threads"]
+    plural = "" if threads == 1 else "s"
+    return f"{document['machine'].get('cpu') or 'CPU'}, {threads} thread{plural}"
+
+
 def published_table(found: list[Speed]) -> Table:
     """Every speed with what else is known of it."""
     return Table(
         [
-            *("group", "source", "on", "model", "precision", "samples/s"),
-            *("mean latency (ms)", "power (W)", "memory", "AUC"),
+            *("counted as", "source", "on", "model", "samples/s"),
+            *("mean (ms)", "power (W)", "memory", "AUC"),
         ],
         [
             (
-                GROUPS[one.group],
+                GROUPS[one.group].removesuffix(", whole iterations"),
                 one.source,
-                one.on,
+                one.on + (f", {one.precision}" if one.precision not in ("", NOT_SAID) else ""),
                 one.model,
-                one.precision or NOTHING,
                 f"{one.samples_per_second:,.0f}",
                 NOTHING if one.latency_ms is None else f"{one.latency_ms:.3g}",
                 _watts(one),
@@ -160,6 +176,16 @@ def published_table(found: list[Speed]) -> Table:
             )
             for one in found
         ],
+    )
+
+
+def sources() -> Text:
+    """Where the published figures are from, in full."""
+    named = "; ".join(dict.fromkeys(one.source for one in PUBLISHED))
+    least, most = NVIDIA_AUC
+    return Text(
+        f"Published by: {named}. A dash is what a source does not say. NVIDIA's full trainings on "
+        f"Criteo Terabyte end with AUC {least:g} to {most:g}; power is of all devices together."
     )
 
 
@@ -232,7 +258,7 @@ def device_table(document: Mapping[str, Any]) -> Table:
     for device, size in measured["peak_memory_by_device"].items():
         rows.append((f"peak memory, {device}", format_bytes(size)))
     rows += [
-        ("device", f"{measured['device']}, {measured['threads']} CPU threads"),
+        ("device", device_of(document)),
         ("precision", measured["precision"]),
         ("embeddings' back end", measured["embedding_backend"]),
         ("command", document["command"]),

@@ -16,7 +16,7 @@ import plotly.graph_objects as go
 
 from dlrm_core.capacity import format_bytes
 from dlrm_core.figure_theme import COLOURS, INK, figure
-from dlrm_core.presentation import NOT_MEASURED, Table
+from dlrm_core.presentation import NOT_MEASURED, Table, Text
 from dlrm_core.stability import Spread, Stability
 
 SERIES = ("embedding", "bottom_mlp", "data", "interaction", "communication")
@@ -140,6 +140,20 @@ def stability_table(found: Mapping[str, Stability]) -> Table:
             ]
         )
     return Table(columns, rows)
+
+
+def sentence(found: Mapping[str, Stability]) -> Text:
+    """What was trained, and how far apart its seeds are."""
+    said = []
+    for label, stability in found.items():
+        values = stability.values
+        if len(values) > 1:
+            said.append(
+                f"{label}: the largest and the least {NAMES[stability.metric]} of "
+                f"{len(values)} seeds differ by {max(values) - min(values):.5f}"
+            )
+    titles = " and ".join(dict.fromkeys(f"*{one.title}*" for one in found.values()))
+    return Text(f"Trained: {titles}. " + "; ".join(said) + ("." if said else ""))
 
 
 def runs_table(stability: Stability) -> Table:
