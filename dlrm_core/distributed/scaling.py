@@ -17,6 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from dlrm_core.capacity import available_memory
 from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
 from dlrm_core.distributed.launch import launch_lines, python_command, run_ranks
 from dlrm_core.distributed.packages import require_torchrec
@@ -175,7 +178,6 @@ def measure_cases(
         job |= {
             "runs": [],
             "alone": [],
-            "concurrent": [],
             "probe": effort.probe if count > 1 else 0,
         }
         for case in cases:
@@ -194,10 +196,10 @@ def measure_cases(
                 number += 1
             if effort.alone and count == max(ranks) and not case.like:
                 job["alone"] += [
-                    {"case": case.name, "sections": case.sections(size, threads)}
+                    {"case": case.name, "sections": case.sections(size, threads), "concurrent": k}
                     for size in _sizes_alone(case, ranks)
+                    if (k := _fitting(case.parameters, sorted({1, *ranks})))
                 ]
-                job["concurrent"] = sorted({1, *ranks})
         found = _launched(job, count, folder, effort.timeout_s, on_progress)
         _add(record, job, found, threads)
     for case in cases:
@@ -227,6 +229,16 @@ def _sizes_alone(case: Case, ranks: Sequence[int]) -> list[int]:
     if len(sizes) == 1:
         sizes |= {max(1, size // 2) for size in sizes}
     return sorted(sizes)
+
+
+def _fitting(parameters: Parameters, counts: Sequence[int]) -> list[int]:
+    """Numbers of processes that all have all tables and fit in this machine's memory."""
+    model, available = parameters.model, available_memory(torch.device("cpu"))
+    size = 4 * sum(model.table_rows) * model.embedding_dim
+    if parameters.training.optimizer != "sgd":
+        size *= 2
+    # while a process makes its tables there is one beside them, and batches
+    return [k for k in counts if available is None or 1.3 * k * size < available]
 
 
 def _launched(
@@ -291,7 +303,9 @@ def _not_measured(record: Mapping[str, Any], ranks: Sequence[int]) -> dict[str, 
     if not record["link_probe"]:
         reasons["link_probe"] = "not asked for" if max(ranks) > 1 else "there is one rank"
     if not record["compute_profile"]:
-        reasons["compute_profile"] = "not asked for"
+        reasons["compute_profile"] = (
+            "not asked for, or a process that has all tables does not fit in memory"
+        )
     return reasons
 
 

@@ -1,8 +1,8 @@
 """The ranks of a measurement: ``python -m dlrm_core.distributed.worker JOB RESULT``.
 
-JOB is a JSON file ``{"runs": [{"run", "sections", ...}], "alone": [{"case", "sections"}],
-"concurrent": [k, ...], "probe": repetitions, "warmup", "iterations", "seconds"}``; rank 0 writes
-RESULT with the tables of :mod:`dlrm_core.analysis.communication`.
+JOB is a JSON file ``{"runs": [{"run", "sections", ...}], "alone": [{"case", "sections",
+"concurrent": [k, ...]}], "probe": repetitions, "warmup", "iterations", "seconds"}``; rank 0
+writes RESULT with the tables of :mod:`dlrm_core.analysis.communication`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def measure_job_alone(
     rows: list[dict[str, Any]] = []
     for case in job["alone"]:
         parameters = parameters_from_sections(case["sections"])
-        name, numbers = case["case"], job["concurrent"]
+        name, numbers = case["case"], case["concurrent"]
         rows += measure_alone(name, parameters, world, collectives, effort, numbers, meet)
     return rows
 
