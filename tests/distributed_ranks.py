@@ -10,7 +10,6 @@ A stage's ``measure`` is a worker's job; its result is ``RESULTS/measured-R.json
 import json
 import os
 import sys
-import time
 import traceback
 from pathlib import Path
 
@@ -71,7 +70,6 @@ def as_rank(stage, output):
 
 
 def train(job, world, collectives, watch):
-    started = time.perf_counter()
     parameters = parameters_from_sections(job["sections"])
     checkpoint = read_checkpoint(Path(job["resume"])) if job.get("resume") else None
     place = Path(job["place"]) if job.get("place") else None
@@ -88,8 +86,6 @@ def train(job, world, collectives, watch):
         collectives.records = None
         return {
             "losses": result.losses,
-            "seconds": time.perf_counter() - started,
-            "loop": result.elapsed_s,
             "evaluations": result.evaluations,
             "threads": torch.get_num_threads(),
             "holdings": trainer.holdings(),
