@@ -11,7 +11,7 @@ import gc
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,16 @@ SHOWN = 3
 Row = dict[str, Any]
 
 
+class Beside(Protocol):
+    """Processes of one node that compute at the same time, each by itself."""
+
+    def begin(self) -> None:
+        """Return when all of them are ready to be timed."""
+
+    def others_compute(self) -> bool:
+        """Say that this one is done, and whether another is not."""
+
+
 def measure_run(
     parameters: Parameters,
     world: World,
@@ -45,12 +55,14 @@ def measure_run(
     warmup: int,
     iterations: int,
     seconds: float = 60.0,
+    beside: Beside | None = None,
 ) -> dict[str, list[Row]]:
     """Train for some iterations and time them.
 
     Args:
         world: this rank among all, or by itself.
         iterations: after ``warmup``; fewer if ``seconds`` are over, on all ranks alike.
+        beside: who computes at the same time without exchanging anything; None: nobody.
 
     Returns:
         ``placement`` (of all ranks), and this rank's ``iterations``, ``parts``,
@@ -76,6 +88,8 @@ def measure_run(
     gc.collect()
     gc.disable()
     dist.barrier()
+    if beside is not None:
+        beside.begin()
     try:
         with capturing(clock.around):
             for _ in range(count):
@@ -90,6 +104,9 @@ def measure_run(
     finally:
         collectives.records = None
         gc.enable()
+    while beside is not None and beside.others_compute():
+        # what they measure must not become faster towards the end
+        step(next(stream))
     dist.barrier()
     rows = _rows(world.rank, times, of_iteration, clock)
     rows["losses"] = [{"loss": float(loss)} for loss in losses]
@@ -114,6 +131,7 @@ def measure_alone(
     effort: tuple[int, int, float],
     concurrent: Sequence[int],
     meet: Callable[[], None],
+    beside: Callable[[int], Beside],
 ) -> list[Row]:
     """Parts of processes that exchange nothing, so many at once on this node.
 
@@ -122,18 +140,20 @@ def measure_alone(
         effort: iterations to warm up, iterations, seconds at most.
         concurrent: numbers of processes; ranks beyond a number wait, idle.
         meet: returns when all ranks have called it.
+        beside: makes what so many processes begin and end together by.
 
     Returns:
-        this rank's rows of ``compute_profile``.
+        this rank's rows of ``compute_profile``; "other" is what of an iteration no part has.
     """
     warmup, iterations, seconds = effort
     rows: list[Row] = []
     for count in concurrent:
         meet()
+        company = beside(count)
         if world.rank < count:
             with by_itself(world) as alone:
                 found = measure_run(
-                    parameters, alone, collectives, warmup, iterations, seconds=seconds
+                    parameters, alone, collectives, warmup, iterations, seconds, company
                 )
             rows += [
                 {
@@ -143,10 +163,22 @@ def measure_alone(
                     "batch_size": parameters.training.batch_size,
                     **{k: row[k] for k in ("iteration", "component", "phase", "time_ms")},
                 }
-                for row in found["parts"]
+                for row in found["parts"] + _outside_parts(found)
             ]
         meet()
     return rows
+
+
+def _outside_parts(found: dict[str, list[Row]]) -> list[Row]:
+    """A row an iteration for what lies between the parts."""
+    left = {row["iteration"]: row["time_ms"] for row in found["iterations"]}
+    for row in found["parts"]:
+        left[row["iteration"]] -= row["time_ms"]
+    other = {"component": "other", "phase": "forward"}
+    return [
+        other | {"iteration": iteration, "time_ms": max(0.0, time_ms)}
+        for iteration, time_ms in left.items()
+    ]
 
 
 def _make_step(

@@ -58,19 +58,43 @@ def measure_job_alone(
     store, met = launcher_store(), itertools.count()
 
     def meet() -> None:
-        key, arrived = f"dlrm/meet/{next(met)}", 0
-        store.add(key, 1)
-        while arrived < world.size:
-            time.sleep(0.002)  # asleep: it must not take time from those who compute
-            arrived = store.add(key, 0)
+        _meet(store, f"dlrm/meet/{next(met)}", world.size)
+
+    def beside(count: int) -> Company:
+        return Company(store, f"dlrm/beside/{next(met)}", count)
 
     effort = job["warmup"], job["iterations"], job["seconds"]
     rows: list[dict[str, Any]] = []
     for case in job["alone"]:
         parameters = parameters_from_sections(case["sections"])
         name, numbers = case["case"], case["concurrent"]
-        rows += measure_alone(name, parameters, world, collectives, effort, numbers, meet)
+        rows += measure_alone(name, parameters, world, collectives, effort, numbers, meet, beside)
     return rows
+
+
+def _meet(store: Any, key: str, count: int) -> None:
+    """Return when so many processes have called it."""
+    store.add(key, 1)
+    while store.add(key, 0) < count:
+        time.sleep(0.002)  # asleep: it must not take time from those who compute
+
+
+class Company:
+    """So many processes that are timed together: they begin at once, and none ends early."""
+
+    def __init__(self, store: Any, key: str, count: int) -> None:
+        self._store, self._key, self._count = store, key, count
+        self._done = False
+
+    def begin(self) -> None:
+        """Return when all of them are ready to be timed."""
+        _meet(self._store, f"{self._key}/begin", self._count)
+
+    def others_compute(self) -> bool:
+        """Say that this one is done, and whether another is not."""
+        done = self._store.add(f"{self._key}/done", 0 if self._done else 1)
+        self._done = True
+        return bool(done < self._count)
 
 
 def measure_job(
