@@ -113,7 +113,12 @@ def test_ranks_wait_for_the_slowest_draw() -> None:
     shaky = replace(PROFILE, jitter={1: 0.1, 2: 0.1, 4: 0.1})
     made = predict(parameters(), 4, "table_wise", SLOW, shaky)
     waiting = made.parts.set_index("phase").loc[WAITING, "mid_ms"]
-    assert waiting == pytest.approx(made.compute_ms * 0.1 * expected_largest(4))
+    exchanges = made.exchanges["what"].nunique()
+    assert exchanges == 4
+    assert waiting == pytest.approx(made.compute_ms * 0.1 * expected_largest(4) * 2)
+    # four stretches of a quarter each, of a quarter of the variance, each as long as its slowest
+    stretch = rng.normal(0.25, 0.05, size=(4000, 4, 4)).max(axis=2).sum(axis=1)
+    assert stretch.mean() - 1 == pytest.approx(0.1 * expected_largest(4) * 2, rel=0.05)
 
 
 def test_fewer_samples_than_ranks_are_refused() -> None:

@@ -4,7 +4,8 @@ Computing: a part's cost on one rank (:mod:`.compute_profile`) for the samples i
 the dense part for its share of the batch, the tables for the work that the plan puts on the
 rank with most. Exchanging: bytes (:mod:`.communication`) on a network (:mod:`.links`). Both
 on two lanes (:mod:`.rank_schedule`); what is waited for is exposed. All ranks wait for the
-slowest: with R ranks of jitter sigma for the expected largest of R draws.
+slowest: with R ranks of jitter sigma for the expected largest of R draws, once before each of
+n exchanges; their jitters' squares add up to sigma's, so the sum is sqrt(n) times as much.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ def predict(
     jitter = profile.jitter.get(known, 0.0)
     if ranks > 1 and jitter > 0:
         alone = float(parts.loc[parts["kind"].eq("compute"), "mid_ms"].sum())
-        wait = alone * jitter * expected_largest(ranks)
+        wait = alone * jitter * expected_largest(ranks) * math.sqrt(max(1, table["what"].nunique()))
         row = ("communication", WAITING, "exposed", 0.5 * wait, wait, 2 * wait)
         parts = pd.concat([parts, pd.DataFrame([row], columns=PART_COLUMNS)], ignore_index=True)
     low, mid, high = _total(parts)
