@@ -384,11 +384,8 @@ def predicted_measured_dots(table: pd.DataFrame) -> go.Figure:
             x=known["measured_ms"],
             y=places,
             name="measured",
-            mode="markers+text",
+            mode="markers",
             marker={"symbol": "circle-open", "size": 11, "color": INK, "line": {"width": 2}},
-            text=[f"{row.error:+.1%}".replace("-", "−") for row in rows],
-            textposition="top right",
-            cliponaxis=False,
             hovertext=[
                 f"{label}<br>measured {milliseconds(row.measured_ms)}"
                 for label, row in zip(labels, rows, strict=True)
@@ -396,6 +393,15 @@ def predicted_measured_dots(table: pd.DataFrame) -> go.Figure:
             hovertemplate="%{hovertext}<extra></extra>",
         )
     )
+    for place, row in zip(places, rows, strict=True):
+        result.add_annotation(
+            x=max(row.high_ms, row.measured_ms),
+            y=place,
+            text=f"{row.error:+.1%}".replace("-", "−"),
+            showarrow=False,
+            xanchor="left",
+            xshift=10,
+        )
     ends = pd.concat([known["high_ms"], known["measured_ms"]])
     result.update_layout(margin={"b": 96})
     result.update_xaxes(title="ms an iteration", range=[0, 1.12 * float(ends.max() or 1)])

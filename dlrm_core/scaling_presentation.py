@@ -12,6 +12,7 @@ from dlrm_core.analysis.communication_study import Study
 from dlrm_core.analysis.findings import Finding
 from dlrm_core.analysis.scaling_check import predicted_and_measured, typical_error
 from dlrm_core.analysis.scaling_record import ScalingRecord
+from dlrm_core.analysis.sharding_choice import Choice
 from dlrm_core.capacity import format_bytes
 from dlrm_core.config import Parameters
 from dlrm_core.figure_theme import digits, part_label, percent, rows_of
@@ -153,6 +154,11 @@ def candidates_table(table: pd.DataFrame) -> Table:
             )
         )
     return Table(["sharding", "ms", "range (ms)", "exposed (ms)", "fullest rank", "why"], rows)
+
+
+def choice_text(choice: Choice, ranks: int) -> Text:
+    """The best sharding on so many ranks, and why."""
+    return Text(f"On {ranks:,} ranks: {_kind(choice.reason)}")
 
 
 def measured_table(table: pd.DataFrame) -> Table | Text:

@@ -164,7 +164,7 @@ def _moved(made: Prediction) -> str:
     idle = made.plan.idle_ranks
     return (f"{idle} ranks hold no table; " if idle else "") + (
         f"longest exchange: {most['collective']} of {most['what']}, "
-        f"{most['bytes'] / (1 << 20):.1f} MiB a rank, {most['mid_ms']:.3g} ms"
+        f"{most['bytes'] / (1 << 20):.1f} MiB a rank, {_ms(most['mid_ms'])}"
     )
 
 
@@ -172,16 +172,20 @@ def _too_large(needed: float, limit: float) -> str:
     return f"needs {needed / 1e9:.1f} GB on one rank, {limit / 1e9:.1f} GB are there"
 
 
+def _ms(time: float) -> str:
+    return f"{time:,.0f} ms" if time >= 100 else f"{time:.3g} ms"
+
+
 def _reason(best: Prediction, found: dict[str, Prediction]) -> str:
     if best.ranks == 1:
         return "One rank has everything: nothing is exchanged."
     others = {name: made for name, made in found.items() if made is not best}
-    text = f"{_spelt(best.plan)}: {best.mid_ms:.3g} ms, {best.exposed_ms:.3g} ms of it exposed"
+    text = f"{_spelt(best.plan)}: {_ms(best.mid_ms)}, {_ms(best.exposed_ms)} of it exposed"
     if others:
         near = min(others, key=lambda name: others[name].mid_ms)
         text += (
-            f"; next best is {near} with {others[near].mid_ms:.3g} ms "
-            f"({others[near].exposed_ms:.3g} ms exposed)"
+            f"; next best is {near} with {_ms(others[near].mid_ms)} "
+            f"({_ms(others[near].exposed_ms)} exposed)"
         )
     if best.plan.idle_ranks:
         text += f"; {best.plan.idle_ranks} ranks hold no table"
