@@ -77,7 +77,8 @@ def link_curves(check: pd.DataFrame, link: Link) -> go.Figure:
     result = figure(f"Collectives on {link.name}", 430, legend=True)
     distinct = check[["collective", "ranks"]].drop_duplicates()
     pairs = [(str(row.collective), int(row.ranks)) for row in rows_of(distinct)]
-    palette = [COLOURS[name] for name in ("top_mlp", "embedding", "optimizer", "interaction")]
+    names = ("top_mlp", "embedding", "optimizer", "interaction", "data")
+    palette = [COLOURS[name] for name in names]
     kinds = list(dict.fromkeys(kind for kind, _ in pairs))
     for kind, ranks in pairs:
         own = check[(check["collective"] == kind) & (check["ranks"] == ranks)]

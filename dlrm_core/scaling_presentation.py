@@ -68,12 +68,14 @@ def memory_table(table: pd.DataFrame) -> Table:
     """
     rows = []
     for sharding, ranks in table.groupby("sharding", sort=False):
-        for name, row in (
-            ("fullest", ranks.loc[ranks["total_bytes"].idxmax()]),
-            ("emptiest", ranks.loc[ranks["total_bytes"].idxmin()]),
-        ):
+        most = ranks.loc[ranks["total_bytes"].idxmax()]
+        least = ranks.loc[ranks["total_bytes"].idxmin()]
+        ends = {f"fullest: {int(most['rank'])}": most, f"emptiest: {int(least['rank'])}": least}
+        if most["total_bytes"] == least["total_bytes"]:
+            ends = {"every rank": most}
+        for name, row in ends.items():
             cells = [format_bytes(float(row[f"{part}_bytes"])) for part in _MEMORY]
-            rows.append((_kind(str(sharding)), f"{name}: {int(row['rank'])}", *cells))
+            rows.append((_kind(str(sharding)), name, *cells))
     return Table(["sharding", "rank", *_MEMORY.values()], rows)
 
 
@@ -188,9 +190,10 @@ def measured_table(table: pd.DataFrame) -> Table | Text:
 
 def exchanges_table(table: pd.DataFrame, runs: pd.DataFrame) -> Table | Text:
     """What each exchange took in each run, and how much of it was waited for."""
+    ranks = runs.set_index("run")["ranks"].to_dict()
+    table = table[table["run"].map(ranks) > 1]
     if table.empty:
         return Text("*No exchange was measured.*")
-    ranks = runs.set_index("run")["ranks"].to_dict()
     names = runs.set_index("run")["sharding"].to_dict()
     times, exposed = column(table["time_ms"]), column(table["exposed_ms"])
     rows = [

@@ -32,6 +32,7 @@ from dlrm_core.analysis.sharding_choice import Setting, best_sharding
 from dlrm_core.change_options import apply_change
 from dlrm_core.config import Parameters
 from dlrm_core.errors import InputError
+from dlrm_core.parts import part_label
 
 WAITING_FACTOR = 2.0
 """An exchange that takes so many times as long as alone waits for ranks, not for the link."""
@@ -39,7 +40,7 @@ WAITING_FACTOR = 2.0
 LATENCY_SHARE = 0.5
 """Share of an exchange's time that does not depend on its bytes: more is latency's."""
 
-LEAST_GAIN = 1.05
+LEAST_GAIN = 1.1
 """A sharding that gains less is not proposed."""
 
 Row = dict[str, Any]
@@ -152,7 +153,8 @@ def imbalance_findings(record: ScalingRecord) -> Iterable[Finding]:
         share_of_step=share,
         evidence=(
             f"Run {run}: rank {slowest} computes {milliseconds(worst['slowest_ms'])}, the mean is "
-            f"{milliseconds(worst['mean_ms'])}; most of the difference is in {worst['component']}"
+            f"{milliseconds(worst['mean_ms'])}; most of the difference is in "
+            f"{part_label(str(worst['component']))}"
             + (f"; it holds {tables} of {total} tables." if tables is not None else ".")
         ),
         advice=(
@@ -168,7 +170,7 @@ def imbalance_findings(record: ScalingRecord) -> Iterable[Finding]:
 
 
 def _named(row: Row) -> str:
-    names = {"allreduce": "all-reduce", "alltoall": "all-to-all"}
+    names = {"allreduce": "all-reduce", "alltoall": "all-to-all", "allgather": "all-gather"}
     kind = str(row["kind"])
     return f"{names.get(kind, kind.replace('_', '-'))} of {row['what']}"
 
