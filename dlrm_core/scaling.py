@@ -146,7 +146,7 @@ class Scaling:
             InputError: nothing was measured and no GPU is named.
         """
         if self.gpu:
-            return ceiling_profile(self.parameters, device(self.gpu).ceilings(), device="cuda")
+            return ceiling_profile(self.predicts, device(self.gpu).ceilings(), device="cuda")
         if self.record.compute_profile.empty:
             raise InputError(
                 "compute profile: not measured, and gpu is empty; name a GPU of a data sheet, or "
@@ -161,7 +161,19 @@ class Scaling:
         profile = replace(self.profile, jitter={}, shares_node=False)
         if self.network.ranks_per_node > 1 and not self.gpu:
             profile = self.profile
-        return Setting(self.parameters, self.network, profile, Overlap(), self.memory_bytes)
+        return Setting(self.predicts, self.network, profile, Overlap(), self.memory_bytes)
+
+    @property
+    def predicts(self) -> Parameters:
+        """What is predicted: a data sheet knows no limit of size, so there the study's own."""
+        return self.whole if self.gpu else self.parameters
+
+    def batch_size(self, scaling: str) -> int:
+        """Of all ranks (strong) or of each (weak): the study's where its full size is predicted."""
+        if not self.gpu or self.study is None:
+            return self.parameters.training.batch_size
+        weak = scaling == "weak"
+        return self.study.weak_batch_per_rank if weak else self.study.strong_batch
 
     # ---- tables ---------------------------------------------------------------------------
 
@@ -194,20 +206,21 @@ class Scaling:
 
     def predicted(self, scaling: str, counts: Sequence[int] = RANKS) -> pd.DataFrame:
         """Predicted iterations with the best sharding at each number of ranks."""
-        return scaling_table(self.setting, self._counts(counts, scaling), scaling)
+        counts, batch = self._counts(counts, scaling), self.batch_size(scaling)
+        return scaling_table(self.setting, counts, scaling, batch_size=batch)
 
     def by_sharding(self, counts: Sequence[int] = RANKS) -> dict[str, pd.DataFrame]:
         """The same for each sharding by its name, strong scaling."""
         strong = self._counts(counts, "strong")
         return {
-            name: scaling_table(self.setting, strong, "strong", sharding=name)
+            name: scaling_table(self.setting, strong, "strong", name, self.batch_size("strong"))
             for name in SHARDINGS
             if name != "mixed"
         }
 
     def choice(self, ranks: int) -> Choice:
         """All shardings on so many ranks, and the fastest."""
-        return best_sharding(self.setting, ranks)
+        return best_sharding(self.setting, ranks, self.batch_size("strong"))
 
     def stragglers(self, strong: pd.DataFrame, slowness: Slowness) -> pd.DataFrame:
         """What slow ranks cost at each predicted number of ranks."""
@@ -227,7 +240,7 @@ class Scaling:
         """Share of each component in one rank's iteration at the page's batch size."""
         profile = self.profile
         _, costs = profile.at(1)
-        batch = self.parameters.training.batch_size
+        batch = self.predicts.training.batch_size
         totals: dict[str, float] = {}
         for (component, _), cost in costs.items():
             totals[component] = totals.get(component, 0.0) + cost.time_ms(batch).mid
@@ -236,7 +249,7 @@ class Scaling:
         return [(name, time / whole) for name, time in ordered if time > 0]
 
     def _counts(self, counts: Sequence[int], scaling: str) -> list[int]:
-        batch = self.parameters.training.batch_size
+        batch = self.batch_size(scaling)
         return [count for count in counts if scaling == "weak" or count <= batch]
 
     @property

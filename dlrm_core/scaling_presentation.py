@@ -291,7 +291,8 @@ def stragglers_table(table: pd.DataFrame) -> Table:
 
 
 def published_table(table: pd.DataFrame) -> Table:
-    """Published scaling beside our predictions."""
+    """Published scaling beside our predictions; sources are those of :func:`published_sources`."""
+    numbers = _numbers(table["source"])
     rows = []
     for row in rows_of(table):
         known = math.isfinite(row.published)
@@ -300,19 +301,35 @@ def published_table(table: pd.DataFrame) -> Table:
                 *(row.hardware, f"{row.devices}", row.model, row.precision, f"{row.batch_size:,}"),
                 f"{row.published:,.0f}" if known else "no number printed",
                 f"{row.predicted:,.0f}",
-                f"{row.predicted_low:,.0f}–{row.predicted_high:,.0f}",
+                f"{row.predicted_low:,.0f} to {row.predicted_high:,.0f}",
                 _signed(row.error) if known else NOTHING,
-                *(row.basis, row.source, row.not_published),
+                *(row.basis, f"[{numbers[row.source]}]"),
             )
         )
     return Table(
         [
             *("machine", "devices", "model", "precision", "batch", "published (samples/s)"),
-            *("predicted (samples/s)", "range", "error", "predicted from", "source"),
-            "not published, so assumed",
+            *("predicted (samples/s)", "range", "error", "from devices", "source"),
         ],
         rows,
     )
+
+
+def published_sources(table: pd.DataFrame) -> Text:
+    """Where published figures are from, and what the predictions had to assume."""
+    numbers = _numbers(table["source"])
+    lines = [f"- [{number}] {source}" for source, number in numbers.items()]
+    assumed = table.drop_duplicates("not_published")
+    lines += [
+        f"- Not published for {row.hardware} [{numbers[row.source]}], so assumed: "
+        f"{row.not_published}."
+        for row in rows_of(assumed)
+    ]
+    return Text("\n".join(lines))
+
+
+def _numbers(sources: pd.Series) -> dict[str, int]:
+    return {str(source): number + 1 for number, source in enumerate(sources.unique())}
 
 
 def published_sentence(table: pd.DataFrame) -> Text:

@@ -90,6 +90,19 @@ def test_a_page_predicts_at_the_study_s_full_size_on_paper(record: Path) -> None
     assert (table_wise["table_bytes"] == 6_000_000 * 256 * 4).all()
 
 
+def test_a_data_sheet_predicts_the_study_s_own_size_and_batches(record: Path) -> None:
+    large = load_parameters(REPOSITORY / "parameters" / "kalamkar_large.yaml")
+    joined = {"inside": "NVLink 4 (H100)", "between": "InfiniBand NDR", "ranks_per_node": 8}
+    found = scaling.start(large, record.parent, record=str(record), gpu="H100-SXM", **joined)
+    found.measure()
+    strong, weak = found.predicted("strong", (1, 16)), found.predicted("weak", (1, 16))
+    assert strong["batch_size"].tolist() == [16384, 16384]
+    assert weak["batch_size"].tolist() == [512, 512 * 16]
+    # 366 GiB of tables are no matter for one GPU of 80 GB
+    assert strong["mid_ms"].isna().tolist() == [True, False]
+    assert strong["memory_bytes"].iloc[1] < 80e9
+
+
 # ---- measuring --------------------------------------------------------------------------
 
 
@@ -186,6 +199,9 @@ def test_every_table_and_figure_of_a_record(record: Path) -> None:
     for table in tables:
         assert table.rows and all(len(row) == len(table.columns) for row in table.rows)
         assert "nan" not in table._repr_html_().lower()
+    sources = scaling_presentation.published_sources(published).markdown
+    assert all(source in sources for source in published["source"])
+    assert all(assumed in sources for assumed in published["not_published"])
     verdict = scaling_presentation.verdict(found, strong, weak).markdown
     best = strong.loc[strong["mid_ms"].idxmin()]
     assert f"on {best['ranks']} ranks" in verdict and "Strong scaling over OPA" in verdict
