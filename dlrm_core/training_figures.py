@@ -143,7 +143,7 @@ def learning_curve(
             result.add_hline(
                 y=value,
                 line={"color": INK, "dash": "dash", "width": 1.3},
-                annotation={"text": f"{text} {value:.5g}", "font": {"color": INK}},
+                annotation={"text": f"{text} {value:.5f}", "font": {"color": INK}},
                 annotation_position=side,
                 row=1,
                 col=1,

@@ -12,6 +12,7 @@ from dlrm_core import training_figures, training_presentation
 from dlrm_core.cli import main
 from dlrm_core.config import parameters_from_sections
 from dlrm_core.data.loader import make_generator
+from dlrm_core.datasets.reader import teacher_auc
 from dlrm_core.errors import InputError
 from dlrm_core.evaluation import HeldOut, evaluate, held_out_batches, predict
 from dlrm_core.inference import pool_of, warm_up_steps
@@ -306,14 +307,18 @@ def test_the_page_shows_quality_and_schedule(tmp_path):
     evaluations = training_presentation.evaluations(tmp_path)
     assert list(intervals["iteration"]) == [40, 80, 120] and "kind" not in intervals
     assert list(evaluations["iteration"]) == [40, 80, 120]
-    shown = training_figures.learning_curve(evaluations, intervals, 0.95)
+    best = teacher_auc(chosen)
+    shown = training_figures.learning_curve(evaluations, intervals, 0.95, best)
     assert list(shown.data[0].y) == [line["auc"] for line in result.evaluations]
-    assert any("target 0.95" in str(note.text) for note in shown.layout.annotations)
+    for text in ("target 0.95", f"best possible, the teacher's own: {best:.5f}"):
+        assert any(text in str(note.text) for note in shown.layout.annotations)
     planned = training_presentation.schedule(chosen, result.iterations)
     rates = training_figures.learning_rate(planned, intervals)
     assert rates.data[0].y[0] == pytest.approx(0.5 / 30) and set(rates.data[1].y) == {0.5}
-    table = training_presentation.evaluation_table(evaluations)
-    assert len(table.rows) == 3 and f"{result.auc:.5f}" in str(table.rows[-1])
+    for known in (None, best):
+        table = training_presentation.evaluation_table(evaluations, known)
+        assert len(table.rows) == 3 and f"{result.auc:.5f}" in str(table.rows[-1])
+        assert (f"{best - result.auc:.5f}" in table.rows[-1]) is bool(known)
     facts = dict(training_presentation.training_result(result).rows)
     assert facts["last checkpoint"] == "step-00000120"
     assert f"{result.auc:.5f}" in facts["AUC of the last evaluation"]
