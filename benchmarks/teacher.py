@@ -117,11 +117,10 @@ def main() -> int:
     """Exit code 0 if all goals are reached."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--work", type=Path, required=True, help="folder of data and runs")
-    parser.add_argument("--seeds", type=int, default=10, help="of fp32")
-    parser.add_argument("--others", type=int, default=10, help="seeds of bf16 and fp16, the first")
+    parser.add_argument("--seeds", default="fp32=10,bf16=10,fp16=10", help="default: %(default)s")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/teacher.json"))
     given = parser.parse_args()
-    seeds = {"fp32": given.seeds, "bf16": given.others, "fp16": given.others}
+    seeds = {name: int(n) for name, n in (word.split("=") for word in given.seeds.split(","))}
     work = given.work.absolute()
     started = time.perf_counter()
     for command in commands(work, seeds):
