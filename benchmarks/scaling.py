@@ -69,7 +69,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, required=True, metavar="FILE")
     parser.add_argument("--folder", type=Path, default=Path("outputs/scaling"), metavar="DIR")
     parser.add_argument("--cases", default=",".join(CHANGES), metavar="NAME,...")
-    parser.add_argument("--iterations", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--iterations", type=int, default=5, help="of a round")
     parser.add_argument("--seconds", type=float, default=5.0, help="of a run, at most")
     given = parser.parse_args()
     names = given.cases.split(",")
@@ -77,7 +78,7 @@ def main() -> int:
     if unknown:
         parser.error(f"unknown configuration {unknown[0]!r}; known: {', '.join(CHANGES)}")
     result = read_json(given.json) if given.json.exists() else {"cases": {}}
-    effort = Effort(2, given.iterations, given.seconds, timeout_s=300.0)
+    effort = Effort(given.rounds, 1, given.iterations, given.seconds, timeout_s=300.0)
     # a configuration whose parts stand for another's comes along
     wanted = list(dict.fromkeys(LIKE[name] for name in names if name in LIKE)) + names
     wanted = list(dict.fromkeys(wanted))

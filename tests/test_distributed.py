@@ -121,7 +121,7 @@ def measured_cases(monkeypatch, run, folder=None):
     """A small measurement whose launches are ``run``."""
     monkeypatch.setattr(scaling, "run_ranks", run)
     given = parameters_from_sections(sections(sharding="table_wise"))
-    effort = scaling.Effort(warmup=1, iterations=4, seconds=5.0, probe=1)
+    effort = scaling.Effort(rounds=2, warmup=1, iterations=3, seconds=5.0, probe=1)
     return scaling.measure_scaling(given, (1, 2), folder, effort=effort)
 
 
@@ -338,6 +338,7 @@ def test_a_measurement_is_a_record_of_every_rank_and_goes_on(ranks, monkeypatch,
     for run in record["runs"]:
         rows = [row for row in record["iterations"] if row["run"] == run["run"]]
         assert {row["rank"] for row in rows} == set(range(run["ranks"]))
+        assert {row["iteration"] for row in rows} == set(range(6))
         whole = {(row["rank"], row["iteration"]): row["time_ms"] for row in rows}
         parts = dict.fromkeys(whole, 0.0)
         for row in record["parts"]:

@@ -49,16 +49,20 @@ class Effort:
     """How much is measured.
 
     Attributes:
-        warmup: iterations that are not counted.
-        iterations: that are, in a run.
-        seconds: of a run at most; it has fewer iterations then, at least 3.
+        rounds: how often all runs are measured, one after the other: what disturbs for a
+            while disturbs some iterations of each.
+        warmup: iterations that are not counted, of each round.
+        iterations: that are, in a run and round.
+        seconds: of these at most; there are fewer iterations then, at least 3.
         timeout_s: of a launch.
-        probe: how often each exchange of the link probe is timed, three times over; 0: not.
+        probe: how often each exchange of the link probe is timed, before each round and after
+            the last; 0: not.
         alone: measure the parts without other ranks.
     """
 
-    warmup: int = 3
-    iterations: int = 20
+    rounds: int = 2
+    warmup: int = 2
+    iterations: int = 10
     seconds: float = 10.0
     timeout_s: float = 600.0
     probe: int = 9
@@ -198,7 +202,7 @@ def measure_cases(
                 job["alone"] += [
                     {"case": case.name, "sections": case.sections(size, threads), "concurrent": k}
                     for size in _sizes_alone(case, ranks)
-                    if (k := _fitting(case.parameters, sorted({1, *ranks})))
+                    if (k := _concurrent(case, size, ranks))
                 ]
         found = _launched(job, count, folder, effort.timeout_s, on_progress)
         _add(record, job, found, threads)
@@ -231,14 +235,24 @@ def _sizes_alone(case: Case, ranks: Sequence[int]) -> list[int]:
     return sorted(sizes)
 
 
-def _fitting(parameters: Parameters, counts: Sequence[int]) -> list[int]:
-    """Numbers of processes that all have all tables and fit in this machine's memory."""
-    model, available = parameters.model, available_memory(torch.device("cpu"))
-    size = 4 * sum(model.table_rows) * model.embedding_dim
-    if parameters.training.optimizer != "sgd":
-        size *= 2
-    # while a process makes its tables there is one beside them, and batches
-    return [k for k in counts if available is None or 1.3 * k * size < available]
+def _concurrent(case: Case, size: int, ranks: Sequence[int]) -> list[int]:
+    """Numbers of processes to measure at a batch of each: those near what ranks do.
+
+    All must fit in this machine's memory, with all tables in each.
+    """
+    model, available = case.parameters.model, available_memory(torch.device("cpu"))
+    table_bytes = 4 * sum(model.table_rows) * model.embedding_dim
+    if case.parameters.training.optimizer != "sgd":
+        table_bytes *= 2
+    most = max(case.batch_size(count, scaling) for count in ranks for scaling in case.scalings)
+    return [
+        count
+        for count in sorted({1, *ranks})
+        # beside the tables there are batches
+        if (available is None or 1.3 * count * table_bytes < available)
+        # two batches of each number: a line needs two points
+        and (count * size <= 2 * most or size == min(_sizes_alone(case, ranks)))
+    ]
 
 
 def _launched(

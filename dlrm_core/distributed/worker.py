@@ -1,8 +1,8 @@
 """The ranks of a measurement: ``python -m dlrm_core.distributed.worker JOB RESULT``.
 
 JOB is a JSON file ``{"runs": [{"run", "sections", ...}], "alone": [{"case", "sections",
-"concurrent": [k, ...]}], "probe": repetitions, "warmup", "iterations", "seconds"}``; rank 0
-writes RESULT with the tables of :mod:`dlrm_core.analysis.communication`.
+"concurrent": [k, ...]}], "probe": repetitions, "rounds", "warmup", "iterations", "seconds"}``;
+rank 0 writes RESULT with the tables of :mod:`dlrm_core.analysis.communication`.
 """
 
 from __future__ import annotations
@@ -65,11 +65,21 @@ def measure_job_alone(
 
     effort = job["warmup"], job["iterations"], job["seconds"]
     rows: list[dict[str, Any]] = []
-    for case in job["alone"]:
+    for turn, case in itertools.product(range(job["rounds"]), job["alone"]):
         parameters = parameters_from_sections(case["sections"])
         name, numbers = case["case"], case["concurrent"]
-        rows += measure_alone(name, parameters, world, collectives, effort, numbers, meet, beside)
+        rows += _later(
+            measure_alone(name, parameters, world, collectives, effort, numbers, meet, beside),
+            turn * job["iterations"],
+        )
     return rows
+
+
+def _later(rows: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    """Rows of another round: iterations are counted on."""
+    return [
+        row | {"iteration": row["iteration"] + count} if "iteration" in row else row for row in rows
+    ]
 
 
 def _meet(store: Any, key: str, count: int) -> None:
@@ -110,12 +120,13 @@ def measure_job(
         alone: what this rank measured before it joined (:func:`measure_job_alone`).
     """
     found: dict[str, Any] = {name: [] for name in TABLES} | {"compute_profile": [], "losses": []}
-    # the probe comes before, between and after the runs: the machine may be busier at one time
+    # rounds, and the probe before each and after the last: the machine is busier at one time
     probed = []
-    for number, run in enumerate(job["runs"]):
-        if job["probe"] and number in (0, len(job["runs"]) // 2):
+    turns = list(itertools.product(range(job["rounds"]), enumerate(job["runs"])))
+    for turn, (number, run) in turns:
+        if job["probe"] and number == 0:
             probed += probe_link(world, job["probe"])
-        watch.iteration = number
+        watch.iteration += 1
         rows = measure_run(
             parameters_from_sections(run["sections"]),
             world,
@@ -124,12 +135,17 @@ def measure_job(
             job["iterations"],
             seconds=job["seconds"],
         )
+        last = turn == job["rounds"] - 1
         for name in TABLES:
+            if name in ("placement", "spans") and not last:
+                continue
             own = [row | {"run": run["run"]} for row in rows[name]]
-            everyone = gathered(world, own)
+            everyone = gathered(world, _later(own, turn * job["iterations"]))
             # every rank knows the whole placement
             found[name] += everyone[0] if name == "placement" else itertools.chain(*everyone)
-        found["losses"].append({"run": run["run"], "losses": [r["loss"] for r in rows["losses"]]})
+        if last:
+            losses = [row["loss"] for row in rows["losses"]]
+            found["losses"].append({"run": run["run"], "losses": losses})
     if job["probe"]:
         probed += probe_link(world, job["probe"])
     found["compute_profile"] = list(itertools.chain(*gathered(world, alone)))
