@@ -20,7 +20,7 @@ import pandas as pd
 
 from dlrm_core.analysis.communication import volumes_by_sharding
 from dlrm_core.analysis.communication_study import Study, full_size, study_of
-from dlrm_core.analysis.compute_profile import ComputeProfile, ceiling_profile
+from dlrm_core.analysis.compute_profile import ComputeProfile, ceiling_profile, steady
 from dlrm_core.analysis.findings import Finding
 from dlrm_core.analysis.findings.rules_communication import scaling_findings
 from dlrm_core.analysis.link_calibration import calibrate, check
@@ -158,7 +158,7 @@ class Scaling:
     def setting(self) -> Setting:
         """What predictions for the network named by the page are made from."""
         # whoever moves the bytes there, it is not the cores that compute
-        profile = replace(self.profile, jitter={}, shares_node=False)
+        profile = replace(steady(self.profile), shares_node=False)
         if self.network.ranks_per_node > 1 and not self.gpu:
             profile = self.profile
         return Setting(self.predicts, self.network, profile, Overlap(), self.memory_bytes)

@@ -110,15 +110,33 @@ def test_ranks_wait_for_the_slowest_draw() -> None:
     for count in (2, 4, 64, 4096):
         drawn = rng.normal(size=(400, count)).max(axis=1)
         assert expected_largest(count) == pytest.approx(drawn.mean(), abs=0.1)
-    shaky = replace(PROFILE, jitter={1: 0.1, 2: 0.1, 4: 0.1})
+    # five of ten iterations of every part take 1 ms more: (0.9 - 0.1 quantile) / 2.56 of it
+    rows = pd.concat(
+        [pd.DataFrame(compute_profile()).assign(iteration=number) for number in range(10)]
+    )
+    rows["time_ms"] += rows["iteration"] % 2
+    shaky = measured_profile(rows)
+    deviation = 1 / 2.56
+    assert shaky.costs[4]["top_mlp", "forward"].deviation_ms(300) == pytest.approx(deviation)
     made = predict(parameters(), 4, "table_wise", SLOW, shaky)
     waiting = made.parts.set_index("phase").loc[WAITING, "mid_ms"]
-    exchanges = made.exchanges["what"].nunique()
-    assert exchanges == 4
-    assert waiting == pytest.approx(made.compute_ms * 0.1 * expected_largest(4) * 2)
-    # four stretches of a quarter each, of a quarter of the variance, each as long as its slowest
-    stretch = rng.normal(0.25, 0.05, size=(4000, 4, 4)).max(axis=2).sum(axis=1)
-    assert stretch.mean() - 1 == pytest.approx(0.1 * expected_largest(4) * 2, rel=0.05)
+    # embedding and bottom MLP; interaction, top MLP, their backward, bottom MLP's; embedding's
+    stretches = math.sqrt(2) + math.sqrt(5) + math.sqrt(1)
+    # four share two cores there: alone, the last one is nearly twice as fast
+    faster = shaky.total_ms(128, 1) / shaky.total_ms(128, 4)
+    assert 0.5 < faster < 0.8
+    waiting /= faster
+    assert waiting == pytest.approx(deviation * stretches * expected_largest(4))
+    one = predict(parameters(), 4, "replicated", SLOW, shaky).parts.set_index("phase")
+    assert one.loc[WAITING, "mid_ms"] / faster == pytest.approx(
+        deviation * math.sqrt(8) * expected_largest(4)
+    )
+    # four ranks that meet after each stretch, drawn
+    drawn = sum(
+        rng.normal(0, deviation * math.sqrt(parts), size=(4000, 4)).max(axis=1)
+        for parts in (2, 5, 1)
+    )
+    assert waiting == pytest.approx(drawn.mean(), rel=0.05)
 
 
 def test_fewer_samples_than_ranks_are_refused() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -46,6 +46,15 @@ class PartCost:
     """Relative half width of nine cases of ten."""
     points: tuple[tuple[float, float], ...] = ()
     """Measured (samples, median ms), samples ascending."""
+    deviations: tuple[tuple[float, float], ...] = ()
+    """The same for the standard deviation from iteration to iteration, ms."""
+
+    def deviation_ms(self, samples: float) -> float:
+        """Standard deviation of one iteration's time; 0 where it was not measured."""
+        if not self.deviations or samples <= 0:
+            return 0.0
+        sizes, each = zip(*self.deviations, strict=True)
+        return float(np.interp(samples, sizes, each))
 
     def time_ms(self, samples: float) -> Range:
         """Time of so many samples."""
@@ -74,8 +83,6 @@ class ComputeProfile:
     Attributes:
         costs: by number of processes that compute on the node at once, then by part.
         source: where the figures are from, for the reader.
-        jitter: relative standard deviation of an iteration's compute, by the same number;
-            absent where not measured.
         shares_node: whether ranks of one node share what they compute with (a CPU's cores).
         whole_batches: whether every rank makes the whole batch and takes its samples from it,
             as ours do; else it makes its own samples only.
@@ -83,7 +90,6 @@ class ComputeProfile:
 
     costs: Mapping[int, Mapping[Part, PartCost]]
     source: str
-    jitter: Mapping[int, float] = field(default_factory=dict)
     shares_node: bool = True
     whole_batches: bool = True
 
@@ -130,7 +136,6 @@ def measured_profile(table: pd.DataFrame, source: str = "measured") -> ComputePr
     if table.empty:
         raise InputError("compute profile: no rows, expected at least two batch sizes")
     costs: dict[int, dict[Part, PartCost]] = {}
-    jitter: dict[int, float] = {}
     for number, rows in table.groupby("concurrent"):
         concurrent = int(cast(int, number))
         if rows["batch_size"].nunique() < 2:
@@ -142,10 +147,7 @@ def measured_profile(table: pd.DataFrame, source: str = "measured") -> ComputePr
         costs[concurrent] = {
             cast(Part, key): _cost(part) for key, part in rows.groupby(["component", "phase"])
         }
-        found = _jitter(rows)
-        if found is not None:
-            jitter[concurrent] = found
-    return ComputeProfile(costs, source, jitter)
+    return ComputeProfile(costs, source)
 
 
 def _cost(rows: pd.DataFrame) -> PartCost:
@@ -160,20 +162,29 @@ def _cost(rows: pd.DataFrame) -> PartCost:
     count = max(1, len(each) // len(medians))
     error = 1.4826 * float(np.median(np.abs(own))) / math.sqrt(count)
     points = tuple(zip(samples.tolist(), times.tolist(), strict=True))
-    return PartCost(fixed, slope, max(LEAST_SCATTER, COVER * error), points)
+    return PartCost(fixed, slope, max(LEAST_SCATTER, COVER * error), points, _deviations(rows))
 
 
-def _jitter(rows: pd.DataFrame) -> float | None:
-    """Relative scatter of whole iterations around their median, if iterations were kept."""
-    if "iteration" not in rows.columns:
-        return None
-    keys = ["batch_size", "iteration", *([] if "process" not in rows else ["process"])]
-    whole = rows.groupby(keys)["time_ms"].sum()
-    if len(whole) < 5:
-        return None
-    medians = whole.groupby(level=[name for name in keys if name != "iteration"])
-    residuals = np.log((whole / medians.transform("median")).to_numpy(float))
-    return 1.4826 * float(np.median(np.abs(residuals)))
+def _deviations(rows: pd.DataFrame) -> tuple[tuple[float, float], ...]:
+    """Standard deviation at each batch size: nine tenths less one tenth of a normal distribution
+    are 2.56 of them, and single disturbed iterations do not count."""
+    found = []
+    for size, times in rows.groupby("batch_size")["time_ms"]:
+        if len(times) >= 5:
+            spread = float(times.quantile(0.9) - times.quantile(0.1)) / 2.56
+            found.append((float(cast(float, size)), spread))
+    return tuple(found)
+
+
+def steady(profile: ComputeProfile) -> ComputeProfile:
+    """The same without deviations: ranks that nothing disturbs."""
+    return replace(
+        profile,
+        costs={
+            number: {part: replace(cost, deviations=()) for part, cost in costs.items()}
+            for number, costs in profile.costs.items()
+        },
+    )
 
 
 def ceiling_profile(

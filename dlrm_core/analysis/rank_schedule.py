@@ -9,7 +9,8 @@ waits is exposed; of what could be hidden ``Overlap.hides`` says how much really
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,6 +20,39 @@ BUCKET_BYTES = 25 << 20
 """Gradients that DistributedDataParallel gathers before it reduces them (its default)."""
 
 Part = tuple[str, str]
+
+
+STRETCHES: tuple[tuple[str, frozenset[Part]], ...] = (
+    ("indices", frozenset({("data", "forward"), ("communication", "forward")})),
+    ("pooled vectors", frozenset({("embedding", "forward"), ("bottom_mlp", "forward")})),
+    (
+        "pooled gradients",
+        frozenset(
+            {
+                *(("interaction", "forward"), ("top_mlp", "forward"), ("loss", "forward")),
+                *(("loss", "backward"), ("top_mlp", "backward"), ("interaction", "backward")),
+                ("bottom_mlp", "backward"),
+            }
+        ),
+    ),
+)
+"""What ranks compute by themselves until an exchange brings them together; all other parts come
+before the gradients' all-reduce."""
+
+
+def deviation_ms(deviations: Mapping[Part, float], exchanged: Collection[str]) -> float:
+    """Sum over the stretches of a step of each one's standard deviation.
+
+    Args:
+        deviations: of each part, ms; parts vary on their own, so variances add up.
+        exchanged: what changes hands; where it does not, two stretches are one.
+    """
+    left, total, open_variance = dict(deviations), 0.0, 0.0
+    for what, parts in STRETCHES:
+        open_variance += sum(left.pop(part, 0.0) ** 2 for part in parts)
+        if what in exchanged:
+            total, open_variance = total + math.sqrt(open_variance), 0.0
+    return total + math.sqrt(open_variance + sum(each**2 for each in left.values()))
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ Computing: a part's cost on one rank (:mod:`.compute_profile`) for the samples i
 the dense part for its share of the batch, the tables for the work that the plan puts on the
 rank with most. Exchanging: bytes (:mod:`.communication`) on a network (:mod:`.links`). Both
 on two lanes (:mod:`.rank_schedule`); what is waited for is exposed. All ranks wait for the
-slowest: with R ranks of jitter sigma for the expected largest of R draws, once before each of
-n exchanges; their jitters' squares add up to sigma's, so the sum is sqrt(n) times as much.
+slowest at the end of each stretch between exchanges: as long as the expected largest of R draws
+of that stretch's own deviation.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from dlrm_core.analysis.rank_schedule import (
     Overlap,
     Schedule,
     dense_exposed,
+    deviation_ms,
     schedule,
 )
 from dlrm_core.analysis.sharding import Plan, make_plan
@@ -125,10 +126,8 @@ def predict(
     table = _exchanged(parameters, plan, batch, network)
     made = _laid_out(parameters, compute, _times(table, "mid_ms"), overlap)
     parts = _parts(parameters, compute, table, overlap, made)
-    jitter = profile.jitter.get(known, 0.0)
-    if ranks > 1 and jitter > 0:
-        alone = float(parts.loc[parts["kind"].eq("compute"), "mid_ms"].sum())
-        wait = alone * jitter * expected_largest(ranks) * math.sqrt(max(1, table["what"].nunique()))
+    wait = _waiting(plan, batch, network, profile, set(table["what"]))
+    if wait > 0:
         row = ("communication", WAITING, "exposed", 0.5 * wait, wait, 2 * wait)
         parts = pd.concat([parts, pd.DataFrame([row], columns=PART_COLUMNS)], ignore_index=True)
     low, mid, high = _total(parts)
@@ -164,12 +163,34 @@ def _compute(
 ) -> dict[Part, Range]:
     """Each part on the rank that has most of the tables."""
     _, costs = profile.at(min(plan.ranks, network.ranks_per_node))
+    samples = _samples(plan, batch, profile)
     own = batch / plan.ranks
-    samples = {
-        "embedding": batch * float(plan.work().max()),
-        "data": batch if profile.whole_batches else own,
-    }
     return {part: cost.time_ms(samples.get(part[0], own)) for part, cost in costs.items()}
+
+
+def _samples(plan: Plan, batch: int, profile: ComputeProfile) -> dict[str, float]:
+    """Samples of the components that have others than a rank's share of the batch."""
+    whole = batch if profile.whole_batches else batch / plan.ranks
+    return {"embedding": batch * float(plan.work().max()), "data": whole}
+
+
+def _waiting(
+    plan: Plan, batch: int, network: Network, profile: ComputeProfile, exchanged: set[str]
+) -> float:
+    """What a rank waits for the slowest one at the end of each stretch of the step, ms.
+
+    Where the ranks of a node share its cores, the last one has them for itself: it goes on as
+    fast as a process alone.
+    """
+    if plan.ranks < 2:
+        return 0.0
+    known, costs = profile.at(min(plan.ranks, network.ranks_per_node))
+    samples, own = _samples(plan, batch, profile), batch / plan.ranks
+    each = {part: cost.deviation_ms(samples.get(part[0], own)) for part, cost in costs.items()}
+    wait = expected_largest(plan.ranks) * deviation_ms(each, exchanged)
+    if 1 in profile.costs and profile.shares_node:
+        wait *= min(1.0, profile.total_ms(own, 1) / profile.total_ms(own, known))
+    return wait
 
 
 def _exchanged(parameters: Parameters, plan: Plan, batch: int, network: Network) -> pd.DataFrame:

@@ -103,7 +103,8 @@ def read_record(path: Path) -> ScalingRecord:
 def measured_iterations(record: ScalingRecord) -> pd.DataFrame:
     """Every run's time of an iteration, its speed-up and efficiency.
 
-    An iteration takes as long as on its slowest rank; a run's time is the median of them, its
+    An iteration's time is the mean over the ranks: they wait for each other, so one that is
+    longer on a rank is made good by its next one there. A run's time is the median of them, its
     range the quartiles.
 
     Returns:
@@ -114,8 +115,8 @@ def measured_iterations(record: ScalingRecord) -> pd.DataFrame:
     if record.iterations.empty or record.runs.empty:
         columns = [*record.runs.columns, *_MEASURED]
         return pd.DataFrame(columns=list(dict.fromkeys(columns)))
-    slowest = record.iterations.groupby(["run", "iteration"])["time_ms"].max()
-    groups = slowest.groupby(level="run")
+    each = record.iterations.groupby(["run", "iteration"])["time_ms"].mean()
+    groups = each.groupby(level="run")
     times = pd.DataFrame(
         {
             "low_ms": groups.quantile(0.25),

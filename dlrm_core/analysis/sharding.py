@@ -28,8 +28,16 @@ SHARDINGS = (*KINDS, "mixed")
 NARROWEST_COLUMNS = 16
 """Least columns of a column-wise shard: a row of 64 bytes, one cache line."""
 
+LOOKUP_BYTES = 64
+"""What a random row costs beside its bytes, in bytes: about a cache line's time."""
+
 SMALL_TABLE_BYTES = 8 << 20
 """Up to this size a table may be replicated in a ``mixed`` plan."""
+
+
+def lookup_cost(lookups: float, columns: int) -> float:
+    """Bytes that a bag costs: its rows, what finding each costs beside them, and its sum."""
+    return lookups * (4 * columns + LOOKUP_BYTES) + 4 * columns
 
 
 @dataclass(frozen=True)
@@ -92,32 +100,34 @@ class Plan:
     def work(self, costs: Sequence[float] | None = None) -> np.ndarray:
         """Table work on each rank over that of one rank that has all tables: shape (ranks,).
 
-        The sum is 1, and more where row-wise tables are: every owner of rows writes a partial
-        sum of every bag.
+        The sum is 1, and more where tables are cut: a lookup of half a row is more than half a
+        lookup (``LOOKUP_BYTES``), and every owner of rows writes a partial sum of every bag.
 
         Args:
-            costs: of each table for one sample; numbers read and written if None. A replicated
+            costs: of each whole table for one sample; :func:`lookup_cost` if None. A replicated
                 table's work is shared by all (each rank looks up its own samples); a row-wise
                 table's lookups by the rows a rank holds, as if they were spread evenly.
         """
         costs = self.default_costs() if costs is None else costs
         total = np.zeros(self.ranks)
         for table in self.tables:
-            cost = costs[table.table]
+            cost, count = costs[table.table], self.lookups[table.table]
+            whole = lookup_cost(count, table.dim)
             if table.kind == "replicated":
                 total += cost / self.ranks
             elif table.kind == "row_wise":
-                looked_up = self.lookups[table.table] * table.shard_rows / table.rows
-                share = (looked_up + 1) / (self.lookups[table.table] + 1)
-                np.add.at(total, np.asarray(table.ranks), cost * share)
+                own = count * table.shard_rows / table.rows
+                own_cost = own * (4 * table.dim + LOOKUP_BYTES) + 4 * table.dim
+                np.add.at(total, np.asarray(table.ranks), cost * own_cost / whole)
             else:
-                np.add.at(total, np.asarray(table.ranks), cost / table.shards)
-        whole = float(sum(costs))
-        return total / whole if whole > 0 else total
+                share_of_slice = lookup_cost(count, table.columns) / whole
+                np.add.at(total, np.asarray(table.ranks), cost * share_of_slice)
+        every = float(sum(costs))
+        return total / every if every > 0 else total
 
     def default_costs(self) -> list[float]:
-        """Numbers read a sample: lookups times width, and the pooled vector written."""
-        return [(count + 1) * self.dim for count in self.lookups]
+        """:func:`lookup_cost` of each table."""
+        return [lookup_cost(count, self.dim) for count in self.lookups]
 
     def imbalance(self, costs: Sequence[float] | None = None) -> float:
         """(most − mean) / most of the ranks' table work: 0 is even."""
@@ -172,7 +182,7 @@ def make_plan(
 
     Args:
         sharding: one of ``SHARDINGS`` for all tables, or a kind for each.
-        costs: work of each table for one sample; lookups times width if None.
+        costs: work of each table for one sample; :func:`lookup_cost` if None.
         column_parts: slices of a column-wise table; left out, as many as keep every slice at
             ``NARROWEST_COLUMNS`` and as all ranks together can use.
         idle: allow ranks that hold no table and have only their share of the dense part.
@@ -186,7 +196,7 @@ def make_plan(
     kinds = _kinds(parameters, ranks, sharding)
     model = parameters.model
     lookups = tuple(mean_bag_size(parameters, rows) for rows in model.table_rows)
-    work = [(count + 1) * model.embedding_dim for count in lookups] if costs is None else costs
+    work = [lookup_cost(n, model.embedding_dim) for n in lookups] if costs is None else costs
     if len(work) != len(kinds):
         raise InputError(f"costs has {len(work)} numbers, the model {len(kinds)} tables")
     most = maximum_ranks(parameters, kinds)
