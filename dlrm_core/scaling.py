@@ -33,11 +33,13 @@ from dlrm_core.analysis.scaling_record import ScalingRecord, read_record, record
 from dlrm_core.analysis.sharding import SHARDINGS, make_plan, maximum_ranks
 from dlrm_core.analysis.sharding_choice import Choice, Setting, best_sharding, scaling_table
 from dlrm_core.analysis.stragglers import Slowness, straggler_table
+from dlrm_core.benchmark import read_benchmark
 from dlrm_core.config import Parameters
 from dlrm_core.data_sheets import device
 from dlrm_core.errors import InputError, MissingToolError
 from dlrm_core.files import write_json
 from dlrm_core.parts import parse_span
+from dlrm_core.run_folder import REPOSITORY
 
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
@@ -45,6 +47,9 @@ PROFILE_ITERATIONS = 6
 """Of each batch size where this machine's parts are timed without TorchRec."""
 
 WARMUP = 2
+
+WAY = REPOSITORY / "benchmarks" / "results" / "kalamkar_small.json"
+"""``dlrm bench -f parameters/kalamkar_small.yaml --ablation --json`` of this file."""
 
 
 @dataclass
@@ -314,6 +319,11 @@ def start(
     )
 
 
+def study_way() -> dict[str, Any] | None:
+    """The recorded way of the study's Small from plain to tuned here; None if there is none."""
+    return read_benchmark(WAY) if WAY.is_file() else None
+
+
 def _parts_of(parameters: Parameters, batch_size: int, folder: Path) -> list[dict[str, Any]]:
     """Rows of ``compute_profile`` from one process of ``dlrm train`` with its spans."""
     sections = parameters.to_sections()
@@ -401,4 +411,4 @@ class StageBar:
             self._bar.close()
 
 
-__all__ = ["RANKS", "Scaling", "StageBar", "start"]
+__all__ = ["RANKS", "Scaling", "StageBar", "start", "study_way"]
