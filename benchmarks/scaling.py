@@ -4,7 +4,9 @@
 
 Each configuration is predicted from the link probe and from its parts without other ranks,
 and measured on 1, 2 and 4 gloo ranks. ``--cases a,b`` measures some of them and keeps the
-others' results; what was measured lies in ``--folder`` and is not measured again.
+others' results; what was measured lies in ``--folder`` and is not measured again. Of what is
+repeated the faster half counts, in runs and in what they are predicted from alike
+(:mod:`dlrm_core.distributed.disturbance`).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any
 from dlrm_core.analysis.scaling_check import predicted_and_measured, typical_error
 from dlrm_core.analysis.scaling_record import exposed_shares, imbalance, record_of
 from dlrm_core.config import Parameters, parameters_from_sections
+from dlrm_core.distributed.disturbance import faster_half
 from dlrm_core.distributed.scaling import Case, Effort, measure_cases
 from dlrm_core.files import plain, read_json, write_json
 
@@ -91,7 +94,7 @@ def main() -> int:
         "base": base.to_sections(),
         "ranks": list(RANKS),
     }
-    for name, rows in _compared(record, base).items():
+    for name, rows in _compared(faster_half(record), base).items():
         if name in names or name not in result["cases"]:
             result["cases"][name] = {"change": CHANGES[name], "runs": rows}
     errors = [row["error"] for case in result["cases"].values() for row in case["runs"]]

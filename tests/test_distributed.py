@@ -12,11 +12,14 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dlrm_core.analysis.scaling_record import record_of
 from dlrm_core.checkpoints import OPTIMIZER, WEIGHTS, read_checkpoint
 from dlrm_core.config import parameters_from_sections
 from dlrm_core.distributed import scaling
+from dlrm_core.distributed.disturbance import faster_half
 from dlrm_core.distributed.launch import Outcome
 from dlrm_core.distributed.plan import require_possible
 from dlrm_core.errors import InputError, MissingToolError
@@ -389,6 +392,30 @@ def test_what_does_not_exist_on_several_ranks_is_refused():
         given = parameters_from_sections(sections(model, **changes))
         with pytest.raises(InputError, match=said):
             require_possible(given, ranks)
+
+
+@given(st.lists(st.floats(0.1, 9.0), min_size=1, max_size=9), st.integers(1, 3))
+def test_the_faster_half_is_kept_on_all_ranks_alike(times, ranks):
+    rows = [
+        {"run": 0, "rank": rank, "iteration": i, "time_ms": time_ms / (1 + rank)}
+        for i, time_ms in enumerate(times)
+        for rank in range(ranks)
+    ]
+    alone = [
+        {"case": "", "concurrent": 1, "batch_size": 8, "process": 0, "iteration": i, "time_ms": t}
+        for i, half in enumerate(times)
+        for t in (half, half)
+    ]
+    probe = [{"collective": "allreduce", "ranks": 2, "bytes": 4, "time_ms": t} for t in times]
+    tables = {name: rows for name in ("iterations", "parts", "collectives", "spans")}
+    kept = faster_half(tables | {"compute_profile": alone, "link_probe": probe})
+    half = -(-len(times) // 2)
+    chosen = {row["iteration"] for row in kept["iterations"]}
+    assert len(chosen) == half and len(kept["iterations"]) == half * ranks
+    others = [t for i, t in enumerate(times) if i not in chosen]
+    assert max(times[i] for i in chosen) <= min(others, default=10.0)
+    assert {row["iteration"] for row in kept["compute_profile"]} == chosen
+    assert sorted(row["time_ms"] for row in kept["link_probe"]) == sorted(times)[:half]
 
 
 def test_without_torchrec_one_sentence_says_what_to_install(monkeypatch):
