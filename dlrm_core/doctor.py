@@ -120,6 +120,7 @@ def examine() -> list[Part]:
         _ptrace(),
         _gpu_counters(),
         _power(),
+        _several_ranks(),
         _notebook_tools(),
         _browser(),
         _memory(),
@@ -299,6 +300,18 @@ def _notebook_tools() -> Part:
         "dlrm run and the pages need them; dlrm train and dlrm record work without."
         if missing
         else "",
+    )
+
+
+def _several_ranks() -> Part:
+    from dlrm_core.distributed.packages import INSTALL, missing_packages
+
+    missing = missing_packages()
+    return Part(
+        "several ranks (TorchRec)",
+        not missing,
+        f"missing: {', '.join(missing)}" if missing else "torchrec, fbgemm_gpu",
+        f"torchrun, and measuring in dlrm run scaling, need it: {INSTALL}" if missing else "",
     )
 
 

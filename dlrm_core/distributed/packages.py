@@ -23,11 +23,17 @@ def require_torchrec() -> None:
     Raises:
         MissingToolError: with the commands that install it.
     """
-    for name in ("torchrec", "fbgemm_gpu", "tensordict", "torchmetrics", "pyre_extensions"):
-        if importlib.util.find_spec(name) is None:
-            raise MissingToolError(
-                f"training on several ranks needs {name}, which is not installed: {INSTALL}"
-            )
+    missing = missing_packages()
+    if missing:
+        raise MissingToolError(
+            f"training on several ranks needs {missing[0]}, which is not installed: {INSTALL}"
+        )
+
+
+def missing_packages() -> list[str]:
+    """Of those that TorchRec needs."""
+    wanted = ("torchrec", "fbgemm_gpu", "tensordict", "torchmetrics", "pyre_extensions")
+    return [name for name in wanted if importlib.util.find_spec(name) is None]
 
 
 def load_torchrec() -> Any:
