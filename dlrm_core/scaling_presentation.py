@@ -185,7 +185,15 @@ def measured_table(table: pd.DataFrame) -> Table | Text:
         )
     return Table(
         [
-            *("ranks", "scaling", "batch", "sharding", "ms", "quartiles (ms)", "samples/s"),
+            *(
+                "ranks",
+                "scaling",
+                "batch",
+                "sharding",
+                "ms",
+                "fastest to upper quartile (ms)",
+                "samples/s",
+            ),
             *("times as fast as 1", "efficiency"),
         ],
         rows,

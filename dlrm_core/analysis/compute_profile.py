@@ -33,6 +33,10 @@ CEILING_SCATTER = 0.5
 PUBLISHED_SCATTER = 0.15
 """A published throughput of one batch size, divided among parts by a data sheet."""
 
+UNDISTURBED = 0.25
+"""Quantile that stands for a time: the median of the faster half. What else runs on a machine
+only ever adds, so the slower half says more of that than of the program."""
+
 Part = tuple[str, str]
 
 
@@ -45,7 +49,7 @@ class PartCost:
     scatter: float
     """Relative half width of nine cases of ten."""
     points: tuple[tuple[float, float], ...] = ()
-    """Measured (samples, median ms), samples ascending."""
+    """Measured (samples, undisturbed ms), samples ascending."""
     deviations: tuple[tuple[float, float], ...] = ()
     """The same for the standard deviation from iteration to iteration, ms."""
 
@@ -151,7 +155,7 @@ def measured_profile(table: pd.DataFrame, source: str = "measured") -> ComputePr
 
 
 def _cost(rows: pd.DataFrame) -> PartCost:
-    medians = rows.groupby("batch_size")["time_ms"].median().sort_index()
+    medians = rows.groupby("batch_size")["time_ms"].quantile(UNDISTURBED).sort_index()
     samples, times = medians.index.to_numpy(float), medians.to_numpy(float)
     if not (times > 0).all():
         return PartCost(float(times.mean()), 0.0, LEAST_SCATTER)
@@ -166,12 +170,12 @@ def _cost(rows: pd.DataFrame) -> PartCost:
 
 
 def _deviations(rows: pd.DataFrame) -> tuple[tuple[float, float], ...]:
-    """Standard deviation at each batch size: nine tenths less one tenth of a normal distribution
-    are 2.56 of them, and single disturbed iterations do not count."""
+    """Standard deviation at each batch size: half less one tenth of a normal distribution are
+    1.28 of them, and disturbed iterations do not count."""
     found = []
     for size, times in rows.groupby("batch_size")["time_ms"]:
         if len(times) >= 5:
-            spread = float(times.quantile(0.9) - times.quantile(0.1)) / 2.56
+            spread = float(times.quantile(0.5) - times.quantile(0.1)) / 1.28
             found.append((float(cast(float, size)), spread))
     return tuple(found)
 

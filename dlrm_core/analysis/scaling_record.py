@@ -14,6 +14,7 @@ from typing import Any, cast
 import numpy as np
 import pandas as pd
 
+from dlrm_core.analysis.compute_profile import UNDISTURBED
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json
 
@@ -104,8 +105,8 @@ def measured_iterations(record: ScalingRecord) -> pd.DataFrame:
     """Every run's time of an iteration, its speed-up and efficiency.
 
     An iteration's time is the mean over the ranks: they wait for each other, so one that is
-    longer on a rank is made good by its next one there. A run's time is the median of them, its
-    range the quartiles.
+    longer on a rank is made good by its next one there. A run's time is the median of the faster
+    half (``UNDISTURBED``), its range from the fastest to the upper quartile.
 
     Returns:
         The columns of ``runs`` and ``low_ms``, ``time_ms``, ``high_ms``, ``iterations``,
@@ -119,8 +120,8 @@ def measured_iterations(record: ScalingRecord) -> pd.DataFrame:
     groups = each.groupby(level="run")
     times = pd.DataFrame(
         {
-            "low_ms": groups.quantile(0.25),
-            "time_ms": groups.median(),
+            "low_ms": groups.min(),
+            "time_ms": groups.quantile(UNDISTURBED),
             "high_ms": groups.quantile(0.75),
             "iterations": groups.size(),
         }
