@@ -25,7 +25,7 @@ from dlrm_core.errors import MissingToolError
 from dlrm_core.kernel_cache import kernel_cache
 
 _EMBEDDING_SOURCES = ("checks", "vectors", "kernels", "kernels_sorted", "kernels_contended")
-_TILE_SOURCES = ("instructions", "kernels", "kernels_interaction")
+_TILE_SOURCES = ("instructions", "job", "kernels", "kernels_follow", "kernels_interaction")
 SOURCES = (
     *(f"embeddings/{name}.py" for name in _EMBEDDING_SOURCES),
     *(f"tiles/{name}.py" for name in _TILE_SOURCES),

@@ -25,10 +25,11 @@ TILE_BYTES = 1024
 ROW_BYTES = 64
 
 HAS_TILES = {"amx_tile", "amx_bf16"} <= cpu_flags()
+HAS_BF16 = {"avx512f", "avx512_bf16"} <= cpu_flags()
 
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _INTS, _FLOATS = ir.VectorType(_I32, LANES), ir.VectorType(ir.FloatType(), LANES)
-_SHORTS = ir.VectorType(_I16, LANES)
+_SHORTS, _ALL_SHORTS = ir.VectorType(_I16, LANES), ir.VectorType(_I16, 2 * LANES)
 
 
 class Integers(types.Type):
@@ -60,27 +61,84 @@ def _constant(value: int) -> ir.Constant:
 # ---- bf16 -----------------------------------------------------------------------------
 
 
+class _Bfloat(ir.Type):
+    """LLVM's bfloat, the one floating type that llvmlite does not know."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Bfloat)
+
+    def __hash__(self) -> int:
+        return hash(_Bfloat)
+
+
+def _to_nearest(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """Sixteen float32 to the nearest bf16 (ties to even), by integer arithmetic."""
+    bits = builder.bitcast(value, _INTS)
+    odd = builder.and_(builder.lshr(bits, _constant(16)), _constant(1))
+    near = builder.add(builder.add(bits, _constant(0x7FFF)), odd)
+    # a NaN must not be carried over into infinity or zero
+    is_nan = builder.fcmp_unordered("uno", value, value)
+    near = builder.select(is_nan, builder.or_(bits, _constant(1 << 22)), near)
+    return builder.trunc(builder.lshr(near, _constant(16)), _SHORTS)
+
+
 @intrinsic
-def rounded(context, value):
-    """Float32 to the nearest bf16 (ties to even), in the upper half of each lane."""
+def halves_of(context, a, b):
+    """32 float32 rounded to the nearest bf16, one behind the other."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        bits = builder.bitcast(arguments[0], _INTS)
-        odd = builder.and_(builder.lshr(bits, _constant(16)), _constant(1))
-        near = builder.add(builder.add(bits, _constant(0x7FFF)), odd)
-        return builder.and_(near, _constant(-0x10000))
+        low, high = arguments
+        if HAS_BF16:
+            kind = ir.FunctionType(ir.VectorType(_Bfloat(), 2 * LANES), [_FLOATS, _FLOATS])
+            name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+            function = get_or_insert_function(builder.module, kind, name)
+            return builder.bitcast(builder.call(function, [high, low]), _INTS)
+        halves = [_to_nearest(builder, value) for value in (low, high)]
+        order = ir.Constant(ir.VectorType(_I32, 2 * LANES), list(range(2 * LANES)))
+        return builder.bitcast(builder.shuffle_vector(*halves, order), _INTS)
 
-    return integers(vector), generate
+    return integers(vector, vector), generate
 
 
-@intrinsic
-def as_floats(context, value):
-    """The same bits as float32."""
+def _floats_of(first: int) -> Any:
+    @intrinsic
+    def floats(context, halves):
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            shorts = builder.bitcast(arguments[0], _ALL_SHORTS)
+            places = ir.Constant(_INTS, list(range(first, first + LANES)))
+            chosen = builder.shuffle_vector(shorts, shorts, places)
+            wide = builder.shl(builder.zext(chosen, _INTS), _constant(16))
+            return builder.bitcast(wide, _FLOATS)
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], _FLOATS)
+        return vector(integers), generate
 
-    return vector(integers), generate
+    return floats
+
+
+first_floats, last_floats = _floats_of(0), _floats_of(LANES)
+"""Instructions: the first, the last 16 of 32 bf16 as float32."""
+
+
+def _paired_from(first: int) -> Any:
+    @intrinsic
+    def pairs(context, even, odd):
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            rows = [builder.bitcast(row, _ALL_SHORTS) for row in arguments]
+            columns = range(first, first + LANES)
+            order = [place for c in columns for place in (c, 2 * LANES + c)]
+            places = ir.Constant(ir.VectorType(_I32, 2 * LANES), order)
+            return builder.bitcast(builder.shuffle_vector(*rows, places), _INTS)
+
+        return integers(integers, integers), generate
+
+    return pairs
+
+
+first_pairs, last_pairs = _paired_from(0), _paired_from(LANES)
+"""Instructions: of the first, the last 16 columns of two rows a pair in one lane."""
 
 
 @intrinsic
@@ -102,31 +160,6 @@ def upper_halves(context, value):
         return builder.bitcast(kept, _FLOATS)
 
     return vector(integers), generate
-
-
-@intrinsic
-def paired(context, even, odd):
-    """Two rows of rounded numbers, of each column a pair in one lane: even below, odd above."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.or_(builder.lshr(arguments[0], _constant(16)), arguments[1])
-
-    return integers(integers, integers), generate
-
-
-@intrinsic
-def store_halves(context, address, left, right):
-    """32 rounded numbers, one behind the other, as bf16."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        address, *halves = arguments
-        for i, half in enumerate(halves):
-            short = builder.trunc(builder.lshr(half, _constant(16)), _SHORTS)
-            place = builder.add(address, _I64(2 * LANES * i))
-            builder.store(short, _pointer(builder, place, _SHORTS), align=2)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, integers, integers), generate
 
 
 @intrinsic

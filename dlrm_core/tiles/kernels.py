@@ -1,10 +1,5 @@
 """Kernels on tiled matrices: products, what follows them, packing.
 
-A kernel is a C function ``void kernel(int64 job)`` that any number of threads may enter
-(:mod:`dlrm_core.embeddings.kernels`): they take units, a few rows of blocks each, until none
-is left. What a unit computes does not depend on which thread takes it, and no two units
-write the same place, so results are the same bits for every number of threads.
-
 Blocks are 32 x 32. A block of a tiled matrix is, for each of its 1 to 3 parts (the bf16
 numbers whose sum an entry is), two tiles side by side. Two forms (see
 :mod:`dlrm_core.tiles.layout`): *rows*, for the left operand of a product, and *columns*, for
@@ -17,115 +12,60 @@ from __future__ import annotations
 
 from dlrm_core.embeddings.vectors import (
     add,
-    atomic_add_int,
     compiled,
     load_float,
-    load_int,
     load_vector,
     multiply,
     prefetch,
     store_float,
     store_vector,
-    subtract,
     zeros,
 )
 from dlrm_core.tiles.instructions import (
-    as_floats,
     clear_tile,
     configure_tiles,
     load_integers,
     load_tile,
     lower_halves,
     multiply_tiles,
-    paired,
     release_tiles,
-    relu,
-    rounded,
     splat_integer,
-    store_halves,
-    store_integers,
     store_tile,
-    transpose_tile,
     upper_halves,
-    where_positive,
 )
-
-# Fields of a job. Addresses unless another unit is given; an address of 0: not wanted.
-NEXT_UNIT = 0
-UNITS = 1
-ENTERED = 2
-SCRATCH = 3  # SCRATCH_BYTES a thread
-SCRATCH_BYTES = 4
-GROUP = 5  # rows of blocks in a unit
-ROW_BLOCKS = 6
-COLUMN_BLOCKS = 7
-ROWS = 8  # of them real, the rest is padding
-COLUMNS = 9
-PARTS = 10  # 1, 2 or 3
-# the operands of a product
-CONFIG = 11  # shapes of the tiles; 0: no tiles, multiply by vector instructions
-LEFT = 12
-RIGHT = 13
-DEPTH = 14  # blocks along the sum
-LEFT_STRIDE = 15  # bytes from one row of blocks to the next
-RIGHT_STRIDE = 16
-# what happens to a block of the result, or of a matrix that is packed
-BIAS = 17  # float32 a column, padded
-RELU = 18  # 0 or 1
-MASK = 19  # rows form of the same shape: where it is not positive, the result is 0
-MASK_PARTS = 20
-SUMS = 21  # ROW_BLOCKS x (32 COLUMN_BLOCKS) float32: sums of each block's columns
-TARGET = 22  # float32, row by row
-TARGET_STRIDE = 23  # bytes
-ACCUMULATE = 24  # 0 or 1: add to the target
-OUT_ROWS = 25  # the result in rows form
-OUT_COLUMNS = 26
-OUT_ROWS_T = 27  # its transpose in rows form
-OUT_COLUMNS_T = 28
-SOURCE = 29  # packing: float32, row by row
-SOURCE_STRIDE = 30
-# the interaction
-FEATURES = 31  # F addresses of float32 (B, d)
-STRIDES = 32  # F distances between their rows, bytes
-COUNT = 33  # F
-DIM = 34  # d
-ITSELF = 35  # 0 or 1: products of a feature with itself too
-GRADIENTS = 36  # F addresses of float32 (B, d), written
-GRADIENT_STRIDES = 37
-DOT_PARTS = 38  # as PARTS, of the features
-FIELDS = 39
-
-BLOCK_BYTES = 32 * 32 * 4
-SCRATCH_LEAST = BLOCK_BYTES + 3 * 2 * 2 * 1024
-"""Bytes: a block in float32, and in both forms."""
+from dlrm_core.tiles.job import (
+    BLOCK_BYTES,
+    COLUMN_BLOCKS,
+    COLUMNS,
+    CONFIG,
+    DEPTH,
+    GROUP,
+    LEFT,
+    LEFT_STRIDE,
+    MASK,
+    MASK_PARTS,
+    OUT_COLUMNS,
+    OUT_ROWS,
+    OUT_ROWS_T,
+    PARTS,
+    RIGHT,
+    RIGHT_STRIDE,
+    ROW_BLOCKS,
+    ROWS,
+    SOURCE,
+    SOURCE_STRIDE,
+    UNITS,
+    field,
+    own_scratch,
+    take_unit,
+)
+from dlrm_core.tiles.kernels_follow import finish
 
 _clear0, _clear1, _clear2, _clear3 = (clear_tile(i) for i in range(4))
 _store0, _store1, _store2, _store3 = (store_tile(i) for i in range(4))
 _left0, _left1, _right0, _right1 = (load_tile(i) for i in (4, 5, 6, 7))
 _multiply00, _multiply01 = multiply_tiles(0, 4, 6), multiply_tiles(1, 4, 7)
 _multiply10, _multiply11 = multiply_tiles(2, 5, 6), multiply_tiles(3, 5, 7)
-
-
-@compiled
-def field(job, number):
-    """One field of a job."""
-    return load_int(job + 8 * number)
-
-
-@compiled
-def own_scratch(job):
-    """This thread's part of the scratch memory."""
-    number = atomic_add_int(job + 8 * ENTERED, 1)
-    return field(job, SCRATCH) + number * field(job, SCRATCH_BYTES)
-
-
-@compiled
-def take_unit(job):
-    """The next unit of work, or one past the last."""
-    return atomic_add_int(job + 8 * NEXT_UNIT, 1)
-
-
-# ---- a block of a product -------------------------------------------------------------
 
 
 @compiled
@@ -223,121 +163,6 @@ def block_by_vectors(left, right, depth, parts, target):
                         store_vector(here, acc)
         left += 2048 * parts
         right += 2048 * parts
-
-
-# ---- what follows ---------------------------------------------------------------------
-
-
-@compiled
-def emit_rows(source, stride, height, parts, target):
-    """The first rows of a block of float32 in rows form."""
-    for row in range(height):
-        a = load_vector(source + row * stride)
-        b = load_vector(source + row * stride + 64)
-        for part in range(parts):
-            near_a, near_b = rounded(a), rounded(b)
-            store_halves(target + 2048 * part + 64 * row, near_a, near_b)
-            if part + 1 < parts:
-                a = subtract(a, as_floats(near_a))
-                b = subtract(b, as_floats(near_b))
-
-
-@compiled
-def emit_columns(source, stride, parts, target):
-    """A block of float32 in columns form."""
-    for pair in range(16):
-        for half in range(2):
-            here = source + 2 * pair * stride + 64 * half
-            a, b = load_vector(here), load_vector(here + stride)
-            for part in range(parts):
-                near_a, near_b = rounded(a), rounded(b)
-                place = target + 2048 * part + 1024 * half + 64 * pair
-                store_integers(place, paired(near_a, near_b))
-                if part + 1 < parts:
-                    a = subtract(a, as_floats(near_a))
-                    b = subtract(b, as_floats(near_b))
-
-
-@compiled
-def emit(job, source, stride, row, column, scratch):
-    """A block of float32 in the forms that the job wants."""
-    parts = field(job, PARTS)
-    size = 2048 * parts
-    here = (row * field(job, COLUMN_BLOCKS) + column) * size
-    mirrored = (column * field(job, ROW_BLOCKS) + row) * size
-    rows, rows_t = field(job, OUT_ROWS), field(job, OUT_ROWS_T)
-    columns, columns_t = field(job, OUT_COLUMNS), field(job, OUT_COLUMNS_T)
-    if rows != 0 or columns_t != 0:
-        place = rows + here if rows != 0 else scratch + BLOCK_BYTES
-        emit_rows(source, stride, 32, parts, place)
-        if columns_t != 0:
-            for tile in range(0, size, 1024):
-                transpose_tile(place + tile, columns_t + here + tile)
-    if columns != 0 or rows_t != 0:
-        place = columns + mirrored if columns != 0 else scratch + BLOCK_BYTES
-        emit_columns(source, stride, parts, place)
-        if rows_t != 0:
-            for tile in range(0, size, 1024):
-                transpose_tile(place + tile, rows_t + mirrored + tile)
-
-
-@compiled
-def store_block(job, block, row, column):
-    """A block to the float32 target, without padding."""
-    stride = field(job, TARGET_STRIDE)
-    height = min(32, field(job, ROWS) - 32 * row)
-    width = min(32, field(job, COLUMNS) - 32 * column)
-    accumulate = field(job, ACCUMULATE) != 0
-    base = field(job, TARGET) + 32 * row * stride + 128 * column
-    for r in range(height):
-        source, target = block + 128 * r, base + r * stride
-        if width == 32:
-            a, b = load_vector(source), load_vector(source + 64)
-            if accumulate:
-                a, b = add(a, load_vector(target)), add(b, load_vector(target + 64))
-            store_vector(target, a)
-            store_vector(target + 64, b)
-        else:
-            for c in range(0, 4 * width, 4):
-                value = load_float(source + c)
-                if accumulate:
-                    value += load_float(target + c)
-                store_float(target + c, value)
-
-
-@compiled
-def finish(job, block, row, column, scratch):
-    """Bias, ReLU, mask and column sums of a block of float32; then all forms wanted."""
-    bias, mask, sums = field(job, BIAS), field(job, MASK), field(job, SUMS)
-    rectify = field(job, RELU) != 0
-    if bias != 0 or mask != 0 or sums != 0:
-        columns = field(job, COLUMN_BLOCKS)
-        low, high, sum_low, sum_high = zeros(), zeros(), zeros(), zeros()
-        if bias != 0:
-            low, high = load_vector(bias + 128 * column), load_vector(bias + 128 * column + 64)
-        if mask != 0:
-            mask += (row * columns + column) * 2048 * field(job, MASK_PARTS)
-        for r in range(32):
-            here = block + 128 * r
-            a, b = load_vector(here), load_vector(here + 64)
-            if bias != 0:
-                a, b = add(a, low), add(b, high)
-            if rectify:
-                a, b = relu(a), relu(b)
-            if mask != 0:
-                a = where_positive(a, mask + 64 * r)
-                b = where_positive(b, mask + 64 * r + 32)
-            if sums != 0:
-                sum_low, sum_high = add(sum_low, a), add(sum_high, b)
-            store_vector(here, a)
-            store_vector(here + 64, b)
-        if sums != 0:
-            place = sums + 128 * (row * columns + column)
-            store_vector(place, sum_low)
-            store_vector(place + 64, sum_high)
-    if field(job, TARGET) != 0:
-        store_block(job, block, row, column)
-    emit(job, block, 128, row, column, scratch)
 
 
 @compiled

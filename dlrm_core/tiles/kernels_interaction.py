@@ -24,7 +24,7 @@ from dlrm_core.embeddings.vectors import (
     zeros,
 )
 from dlrm_core.tiles.instructions import configure_tiles, release_tiles, transpose_tile
-from dlrm_core.tiles.kernels import (
+from dlrm_core.tiles.job import (
     BLOCK_BYTES,
     COLUMN_BLOCKS,
     CONFIG,
@@ -43,15 +43,12 @@ from dlrm_core.tiles.kernels import (
     SOURCE_STRIDE,
     STRIDES,
     UNITS,
-    block_by_tiles,
-    block_by_vectors,
-    emit,
-    emit_columns,
-    emit_rows,
     field,
     own_scratch,
     take_unit,
 )
+from dlrm_core.tiles.kernels import block_by_tiles, block_by_vectors
+from dlrm_core.tiles.kernels_follow import emit, emit_block
 
 AHEAD = 2
 """Samples between the fetching of a row and its use."""
@@ -122,7 +119,8 @@ def pack_features(job, sample, block, left, right):
         for column in range(depth):
             height = gather_block(job, sample, row, column, block)
             here = (row * depth + column) * size
-            emit_rows(block, 128, height, field(job, DOT_PARTS), left + here)
+            pairs = (height + 1) // 2
+            emit_block(block, 128, pairs, field(job, DOT_PARTS), left + here, 0)
             for tile in range(here, here + size, 1024):
                 # of a part the second tile holds features 16 to 31
                 if height > 16 or tile % 2048 == 0:
@@ -257,11 +255,13 @@ def dot_backward(job):
                 height = min(32, field(job, COUNT) - 32 * i)
                 for j in range(features):
                     place = left + i * panel + j * size
-                    emit_rows(both + 32 * i * stride + 128 * j, stride, height, parts, place)
+                    here = both + 32 * i * stride + 128 * j
+                    emit_block(here, stride, (height + 1) // 2, parts, place, 0)
             for column in range(columns):
                 for j in range(features):
                     gather_block(job, sample, j, column, block)
-                    emit_columns(block, 128, parts, right + column * panel + j * size)
+                    place = right + column * panel + j * size
+                    emit_block(block, 128, 16, parts, 0, place)
                 for i in range(features):
                     here = left + i * panel
                     multiply_block(job, here, right + column * panel, features, products)

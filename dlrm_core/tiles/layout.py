@@ -33,7 +33,7 @@ LINE_BYTES = 64
 DEPTH_BYTES = 128 << 10
 """Of a panel multiplied at once: several rows of the left operand are to fit in the cache."""
 
-CACHE_SHARE = 0.25
+CACHE_SHARE = 0.4
 """Of the second-level cache that the left operand of a unit may fill; it was fastest so."""
 
 
@@ -146,7 +146,7 @@ class Engine:
 
     def product(self, left: Tiled, right: Tiled, shape: tuple[int, int], result: Result) -> None:
         """``left`` (rows form) times ``right`` (columns form), a matrix of the given shape."""
-        from dlrm_core.tiles import kernels as k
+        from dlrm_core.tiles import job as k
 
         if left.depth != right.depth or left.parts != right.parts:
             raise ValueError(
@@ -172,7 +172,7 @@ class Engine:
 
     def pack(self, matrix: torch.Tensor, parts: int, result: Result) -> None:
         """Tile a float32 matrix (R, C) whose rows have no gaps."""
-        from dlrm_core.tiles import kernels as k
+        from dlrm_core.tiles import job as k
 
         _check_rows(matrix)
         job = self._job((matrix.shape[0], matrix.shape[1]), parts, result)
@@ -183,7 +183,7 @@ class Engine:
         self, features: Sequence[torch.Tensor], itself: bool, parts: int, result: Result
     ) -> None:
         """Dot interaction of F features (B, d) float32 into tiled (B, d + pairs)."""
-        from dlrm_core.tiles import kernels as k
+        from dlrm_core.tiles import job as k
 
         size, dim = features[0].shape
         count = len(features)
@@ -206,7 +206,7 @@ class Engine:
         gradients: Sequence[torch.Tensor],
     ) -> None:
         """Write the features' gradients (B, d), given that of the output (B, d + pairs)."""
-        from dlrm_core.tiles import kernels as k
+        from dlrm_core.tiles import job as k
 
         _check_rows(gradient)
         job = self._job((gradient.shape[0], gradient.shape[1]), parts, Result())
@@ -225,7 +225,7 @@ class Engine:
 
     def _dot_parts(self, job: np.ndarray, parts: int) -> None:
         """Features of an interaction are of two parts at least: it is fp32 in bf16 too."""
-        from dlrm_core.tiles import kernels as k
+        from dlrm_core.tiles import job as k
 
         job[k.DOT_PARTS] = max(2, parts)
         job[k.CONFIG] = self._config.ctypes.data if self._config is not None else 0
@@ -233,7 +233,7 @@ class Engine:
     def _features(
         self, job: np.ndarray, features: Sequence[torch.Tensor], itself: bool
     ) -> tuple[np.ndarray, np.ndarray]:
-        from dlrm_core.tiles import kernels as k
+        from dlrm_core.tiles import job as k
 
         places = _addresses(features)
         job[k.FEATURES], job[k.STRIDES] = (array.ctypes.data for array in places)
@@ -241,7 +241,7 @@ class Engine:
         return places
 
     def _job(self, shape: tuple[int, int], parts: int, result: Result) -> np.ndarray:
-        from dlrm_core.tiles import kernels as k
+        from dlrm_core.tiles import job as k
 
         job = np.zeros(k.FIELDS, np.int64)
         rows, columns = shape
@@ -290,7 +290,7 @@ class Engine:
 
     def _run(self, name: str, job: np.ndarray, most: int) -> None:
         """Run a job in units of at most ``most`` rows of blocks."""
-        from dlrm_core.tiles import kernels as k
+        from dlrm_core.tiles import job as k
 
         count = threads()
         blocks = int(job[k.ROW_BLOCKS])
