@@ -3,7 +3,8 @@
 The same parts in the same functions as :mod:`dlrm_core.dense`, without autograd between
 them: each part's backward is written out. Products run on tiles (:mod:`dlrm_core.tiles`), in
 bf16 or, for ``precision: fp32``, in fp32 made of two or three bf16 numbers. Sums, biases,
-the interaction, the gradients of weights and of the embeddings are fp32 in each of them.
+the gradients of weights and of the embeddings are fp32 in each of them, the interaction's
+products of two bf16 numbers an entry at least.
 
 Shapes: B samples, D dense features, T tables, d embedding width.
 """
