@@ -471,8 +471,12 @@ def way_text(document: Mapping[str, Any] | None) -> Text:
         return Text(f"{study} Here: {NOT_MEASURED}.")
     rows = rows_of(rungs[rungs["figure"] == "end_to_end_ms"].sort_values("rung"))
     first, last = rows[0], rows[-1]
+    assert document is not None
+    threads = document["cases"][0]["threads"]
     return Text(
-        f"{study} Here, today's plain PyTorch takes {digits(first.time_ms)} ms and the options of "
+        f"{study} Here, on {threads} {'core' if threads == 1 else 'cores'} of an "
+        f"{document['machine'].get('cpu', 'unknown processor')}, "
+        f"today's plain PyTorch takes {digits(first.time_ms)} ms and the options of "
         f"`kalamkar_small.yaml` {digits(last.time_ms)} ms, {last.mid:.2f} times as fast. Most of "
         "the study's factor is gone because PyTorch itself has mended it since: its EmbeddingBag "
         "sums bags in parallel, in compiled kernels (github.com/pytorch/pytorch/issues/31356)."
