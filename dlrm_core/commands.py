@@ -41,7 +41,7 @@ def train(arguments: argparse.Namespace) -> int:
         from dlrm_core.distributed.command import train as train_rank
 
         with _terminate_like_interrupt():
-            return EXIT_CODES[train_rank(parameters, arguments)]
+            train_rank(parameters, arguments, EXIT_CODES)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_terminate_like_interrupt())
         spans = stack.enter_context(log_spans()) if arguments.spans else None

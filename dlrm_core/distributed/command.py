@@ -7,10 +7,10 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from dlrm_core.config import Parameters
 from dlrm_core.distributed.collectives import Collectives
@@ -18,7 +18,7 @@ from dlrm_core.distributed.packages import require_torchrec
 from dlrm_core.distributed.plan import FLOAT_BYTES, require_possible
 from dlrm_core.distributed.trainer import DistributedTrainer
 from dlrm_core.distributed.watch import Watch
-from dlrm_core.distributed.world import World, gathered, joined
+from dlrm_core.distributed.world import World, gathered, joined, leave
 from dlrm_core.errors import InputError
 from dlrm_core.files import plain, write_json
 from dlrm_core.resuming import checkpoint_place, checkpoint_to_resume
@@ -30,11 +30,13 @@ from dlrm_core.training_run import Line
 Say = Callable[[str], None]
 
 
-def train(parameters: Parameters, arguments: argparse.Namespace) -> str:
-    """Train as one rank; prints what ``dlrm train`` prints, on rank 0.
+def train(
+    parameters: Parameters, arguments: argparse.Namespace, exit_codes: Mapping[str, int]
+) -> NoReturn:
+    """Train as one rank, and end the process; prints what ``dlrm train`` prints, on rank 0.
 
-    Returns:
-        the run's status.
+    Args:
+        exit_codes: of the process, by the run's status.
 
     Raises:
         InputError: as :func:`dlrm_core.training.train`, on the rank that finds it; what every
@@ -52,7 +54,7 @@ def train(parameters: Parameters, arguments: argparse.Namespace) -> str:
     except InputError:
         if first:
             raise
-        return "refused"
+        leave(exit_codes["refused"])
     collectives = Collectives()
     with contextlib.ExitStack() as stack:
         world = stack.enter_context(joined(parameters.training))
@@ -67,7 +69,7 @@ def train(parameters: Parameters, arguments: argparse.Namespace) -> str:
         for notice in result.notices if world.first else ():
             print(notice, file=sys.stderr)
         say(json.dumps(plain(result.summary() | {"ranks": ranks})))
-    return result.status
+    leave(exit_codes[result.status])
 
 
 def _run(

@@ -25,6 +25,7 @@ from dlrm_core.distributed.world import (
     gathered,
     joined,
     launcher_store,
+    leave,
     read_world,
 )
 from dlrm_core.errors import InputError
@@ -158,7 +159,7 @@ def measure_job(
 
 if __name__ == "__main__":
     try:
-        sys.exit(main(sys.argv[1:]))
+        leave(main(sys.argv[1:]))
     except InputError as error:
         print(f"dlrm scaling: {error}", file=sys.stderr)
         sys.exit(2)
