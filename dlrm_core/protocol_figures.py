@@ -33,8 +33,7 @@ def latency_lines(document: Mapping[str, Any]) -> go.Figure:
                 y=[one[name] for one in found],
                 name=name,
                 mode="lines+markers",
-                line={"color": COLOURS["top_mlp"], "width": width},
-                opacity=0.55 + 0.15 * width,
+                line={"color": COLOURS["bottom_mlp"], "width": width},
                 marker={"size": 6},
                 hovertemplate=f"batch %{{x:,}}: {name} %{{y:.3f}} ms<extra></extra>",
             )

@@ -77,7 +77,9 @@ def histogram(found: Mapping[str, Stability]) -> go.Figure:
         )
     result.update_layout(barmode="overlay", margin={"t": 60 + 24 * len(found)})
     result.update_xaxes(title=name, tickformat=".5f", nticks=7, separatethousands=False)
-    result.update_yaxes(title="seeds", rangemode="tozero", tickformat="d")
+    highest = max((max(trace.y) for trace in result.data), default=1)
+    every = max(1, math.ceil(highest / 5))  # whole seeds only
+    result.update_yaxes(title="seeds", rangemode="tozero", tickformat="d", dtick=every)
     return result
 
 
