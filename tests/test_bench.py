@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrm_core.bench import Plan, compare, describe, run_plan
+from dlrm_core.bench import Plan, compare, describe, exit_status, run_plan
 from dlrm_core.bench_cases import (
     BASE_POINT,
     GOALS,
@@ -320,6 +320,14 @@ def test_who_lacks_a_package_is_not_tried_in_every_case(tmp_path):
     done = run_plan(plan(peer=tmp_path, cases=cases), run=endless(0))
     assert (tmp_path / "log").read_text() == "x"
     assert all("pip install" in case["failures"]["facebook"] for case in done["cases"])
+
+
+def test_a_case_that_was_cut_short_does_not_fail_another_call():
+    cut = {"case": "given", "runs": []}
+    good = {**cut, "failures": {}, "losses_agree": True}
+    assert exit_status([cut, good]) == 0
+    assert exit_status([cut, {**good, "losses_agree": False}]) == 1
+    assert exit_status([good, {**good, "failures": {"tuned": "out of luck"}}]) == 1
 
 
 def test_options_are_measured_one_by_one():
