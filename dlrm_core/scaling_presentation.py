@@ -114,13 +114,16 @@ def links_table(table: pd.DataFrame) -> Table:
 
 
 def scaling_table(table: pd.DataFrame) -> Table:
-    """Predicted iterations on every number of ranks, with the reason for the sharding."""
+    """Predicted iterations on every number of ranks; why one cannot be, where one cannot."""
     rows = []
+    impossible = not table["mid_ms"].map(math.isfinite).all()
     for row in rows_of(table):
         head = (f"{row.ranks:,}", f"{row.batch_size:,}")
         if not math.isfinite(row.mid_ms):
             rows.append((*head, *[NOTHING] * 8, _kind(str(row.note))))
             continue
+        # with eleven columns there is no room for reasons; the chosen ones have their own table
+        why = (NOTHING,) if impossible else ()
         rows.append(
             (
                 *head,
@@ -132,13 +135,14 @@ def scaling_table(table: pd.DataFrame) -> Table:
                 f"{row.speedup:,.2f}×",
                 percent(row.efficiency),
                 format_bytes(row.memory_bytes),
-                _kind(str(row.note)) or NOTHING,
+                *why,
             )
         )
     return Table(
         [
             *("ranks", "batch", "sharding", "ms", "range (ms)", "exposed", "samples/s"),
-            *("times as fast", "efficiency", "fullest rank", "why"),
+            *("times as fast", "efficiency", "fullest rank"),
+            *(("why not",) if impossible else ()),
         ],
         rows,
     )
@@ -241,8 +245,9 @@ def check_sentence(table: pd.DataFrame) -> Text:
 
 
 def check_table(table: pd.DataFrame) -> Table:
-    """Predicted and measured, run by run."""
+    """Predicted and measured, run by run; notes where there are any."""
     rows = []
+    noted = bool((table["note"].astype(str) != "").any())
     for row in rows_of(table):
         known = math.isfinite(row.predicted_ms)
         rows.append(
@@ -257,13 +262,14 @@ def check_table(table: pd.DataFrame) -> Table:
                 if math.isfinite(row.measured_exposed_ms)
                 else NOTHING,
                 digits(row.predicted_exposed_ms) if known else NOTHING,
-                _kind(str(row.note)) or NOTHING,
+                *((_kind(str(row.note)) or NOTHING,) if noted else ()),
             )
         )
     return Table(
         [
             *("ranks", "batch", "sharding", "measured (ms)", "predicted (ms)", "range (ms)"),
-            *("error", "in range", "exposed, measured (ms)", "exposed, predicted (ms)", "note"),
+            *("error", "in range", "exposed, measured (ms)", "exposed, predicted (ms)"),
+            *(("note",) if noted else ()),
         ],
         rows,
     )
@@ -439,7 +445,7 @@ def _strong_verdict(table: pd.DataFrame, network: str) -> str:
     )
     if len(half):
         last = rows_of(half.nlargest(1, "ranks"))[0]
-        text += f" Half of what ranks cost is still gained at {last.ranks:,} ranks."
+        text += f" Efficiency stays at 50% or more up to {last.ranks:,} ranks."
     return text
 
 

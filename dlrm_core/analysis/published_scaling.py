@@ -109,7 +109,7 @@ def series() -> tuple[Series, ...]:
         {1: 2048 / 0.038, 2: None, 4: None, 8: None},
         opa,
         XEON,
-        "scaling is drawn, its numbers are not printed: volumes are compared in their own table",
+        "its scaling was not at hand as numbers: volumes are compared in their own table",
     )
     return (
         *_gpu_series(
