@@ -167,7 +167,9 @@ def test_operators_are_ranked_and_keep_their_shapes(profile: Profile) -> None:
     assert len(bars.x) == 10 == len(drawn.layout.yaxis.ticktext)
     assert list(bars.x) == sorted(bars.x, reverse=True)
     assert list(bars.marker.color) == expected_colours(table.head(10))
-    shown = " ".join(bars.hovertext)
+    # which operators take the most of a model this small differs from run to run
+    (every,) = figures.top_operators(table, count=len(table)).data
+    shown = " ".join(every.hovertext)
     assert "aten::" in shown and "shapes [" in shown
     assert "CPU" in drawn.layout.xaxis.title.text
 

@@ -1,0 +1,98 @@
+"""How many times as fast batches of facebook's law are made as by its own loop.
+
+    python benchmarks/generators.py --rounds 7 --json benchmarks/results/generators.json
+
+One thread, in turns in one process: the experiment's batch (2048 samples, 8 tables of
+1,000,000 rows, up to 100 indices) by ``facebook_loop`` (the loop over samples that
+facebookresearch/dlrm runs, bit for bit), by ``facebook`` (the same bits, vectorised) and by
+``uniform`` (the law without sorting and deduplication). Ratios are of each round; medians,
+lowest and highest are written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dlrm_core.allocator import settle_allocator
+from dlrm_core.config import load_parameters
+from dlrm_core.data.loader import make_generator
+from dlrm_core.doctor import machine_facts
+from dlrm_core.files import write_json
+
+LOOP = "facebook_loop"
+GENERATORS = (LOOP, "facebook", "uniform")
+PARAMETERS = Path(__file__).resolve().parents[1] / "parameters" / "seed.yaml"
+
+
+def measure(rounds: int, batches: int) -> dict[str, Any]:
+    """Time every generator in every round.
+
+    Returns:
+        ``ms`` (generator to a batch's time, median), ``times_as_fast`` (generator to
+        ``low``, ``mid``, ``high`` over the rounds, against the loop), ``rounds``.
+    """
+    sources = {
+        name: make_generator(
+            load_parameters(PARAMETERS, [f"data.generator={name}"]),
+            torch.device("cpu"),
+        )
+        for name in GENERATORS
+    }
+    for source in sources.values():
+        source.next_batch()
+    ms: dict[str, list[float]] = {name: [] for name in GENERATORS}
+    for number in range(rounds):
+        for name in GENERATORS[number % 3 :] + GENERATORS[: number % 3]:
+            count = 1 if name == LOOP else batches
+            started = time.perf_counter()
+            for _ in range(count):
+                sources[name].next_batch()
+            ms[name].append(1e3 * (time.perf_counter() - started) / count)
+    ratios = {
+        name: [loop / other for loop, other in zip(ms[LOOP], ms[name], strict=True)]
+        for name in GENERATORS
+        if name != LOOP
+    }
+    return {
+        "rounds": rounds,
+        "ms": {name: statistics.median(times) for name, times in ms.items()},
+        "times_as_fast": {
+            name: {"low": min(r), "mid": statistics.median(r), "high": max(r)}
+            for name, r in ratios.items()
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--batches", type=int, default=10, help="of the fast ones, a round")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    settle_allocator()
+    found = measure(arguments.rounds, arguments.batches)
+    for name, ratio in found["times_as_fast"].items():
+        print(
+            f"{name}: {found['ms'][name]:.1f} ms a batch, {ratio['mid']:.1f}x "
+            f"({ratio['low']:.1f} to {ratio['high']:.1f}) as fast as {LOOP}'s "
+            f"{found['ms'][LOOP]:.1f} ms"
+        )
+    if arguments.json:
+        about = {
+            "command": " ".join(["python", "benchmarks/generators.py", *sys.argv[1:]]),
+            "machine": machine_facts(),
+            "torch": torch.__version__,
+        }
+        write_json(arguments.json, about | found)
+
+
+if __name__ == "__main__":
+    main()
