@@ -11,11 +11,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
-import yaml
-
 from dlrm_core.config import SECTIONS, Parameters
 from dlrm_core.errors import InputError
 from dlrm_core.touched import changed_parameters
+from dlrm_core.yaml_text import read_yaml
 
 LEAVES = tuple(
     f"{section}.{leaf.name}" for section, kind in SECTIONS.items() for leaf in fields(kind)
@@ -59,9 +58,9 @@ def read_change(options: Iterable[str]) -> dict[str, Any]:
         if not leaf and not text.strip().startswith("{") and "=" in text:
             leaf, _, text = (piece.strip() for piece in text.partition("="))
         try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError:
-            raise InputError(f"-p {option}: the value is not valid YAML") from None
+            value = read_yaml(text)
+        except InputError as error:
+            raise InputError(f"-p {option}: the value {error}") from None
         if leaf:
             change |= flat_change({leaf: value}, f"-p {option}")
         elif isinstance(value, Mapping):

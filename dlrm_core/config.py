@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import difflib
 import os
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from dlrm_core.config_model import DataConfig, ModelConfig
 from dlrm_core.config_training import ProfilingConfig, TrainingConfig
 from dlrm_core.errors import InputError
+from dlrm_core.yaml_text import read_yaml
 
 __all__ = [
     "SECTIONS",
@@ -90,18 +90,21 @@ def load_parameters(path: str | os.PathLike[str], overrides: Sequence[str] = ())
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise InputError(f"{path}: no such parameters file") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
         raise InputError(f"{path}: cannot be read as text: {error}") from None
+    if not text:
+        raise InputError(f"{path}: is empty, 0 bytes; a file of defaults only holds {{}}")
     try:
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise InputError(f"{path}: is not valid YAML: {' '.join(str(error).split())}") from None
+        tree = read_yaml(text)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
     if tree is None:
         tree = {}
     if not isinstance(tree, dict):
         raise InputError(
-            f"{path}: holds a {type(tree).__name__}, expected the sections "
-            f"title, {', '.join(SECTIONS)}"
+            f"{path}: is {reprlib.repr(tree)}, expected the sections title, {', '.join(SECTIONS)}"
         )
     for override in overrides:
         _override(tree, override)
@@ -188,9 +191,9 @@ def _override(tree: dict[str, Any], override: str) -> None:
     if section not in SECTIONS and section != "sweep":
         raise InputError("-p " + _unknown(f"{name.strip()}", list(SECTIONS), "section"))
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise InputError(f"-p {override}: the value is not valid YAML") from None
+        value = read_yaml(text)
+    except InputError as error:
+        raise InputError(f"-p {override}: the value {error}") from None
     if section == "sweep":
         # the leaves are those of other sections; dlrm_core/sweep.py checks them
         tree["sweep"] = {**(tree.get("sweep") or {}), leaf: value} if dot else value

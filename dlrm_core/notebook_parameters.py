@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
-import yaml
 
 from dlrm_core.change_options import read_change
 from dlrm_core.config import SECTIONS
 from dlrm_core.errors import InputError
 from dlrm_core.run_folder import NOTEBOOKS
+from dlrm_core.yaml_text import read_yaml
 
 SET_BY_RUNNER = ("output_folder",)
 """Notebook parameters that only the runner gives a value."""
@@ -132,9 +132,9 @@ def _typed(key: str, text: str, declaration: Mapping[str, Any]) -> Any:
     if kind == "str":
         return text
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise InputError(f"-p {key}={text}: the value is not valid YAML") from None
+        value = read_yaml(text)
+    except InputError as error:
+        raise InputError(f"-p {key}={text}: the value {error}") from None
     if kind == "float" and type(value) is int:
         value = float(value)
     expected = {"int": int, "float": float, "bool": bool, "list": list, "dict": dict}

@@ -119,6 +119,49 @@ def test_what_cannot_work_is_refused_by_name(sections, words):
     assert "\n" not in message
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"", ["is empty, 0 bytes"]),
+        (
+            b"training: {batch_size: 4}\ntraining: {}\n",
+            ["training is given twice, in lines 1 and 2"],
+        ),
+        (b"training:\n  seed: 1\n  seed: 2\n", ["seed is given twice, in lines 2 and 3"]),
+        (b"training: {seed: 2020-13-45}\n", ["not valid YAML", "month must be in 1..12"]),
+        (b"training: " + b"[" * 5000, ["not valid YAML", "nested too deeply"]),
+        (b"training: {seed: " + b"9" * 5000 + b"}", ["not valid YAML", "5000 digits"]),
+        (b"training: !!python/object/apply:os.getcwd []\n", ["not valid YAML", "constructor"]),
+        (b"? [1, 2]\n: 3\n", ["not valid YAML", "unhashable key"]),
+        (b"title: caf\xe9\n", ["cannot be read as text"]),
+        (b"\0\1\2", ["not valid YAML"]),
+        (b"- 1\n- 2\n", ["is [1, 2], expected the sections"]),
+    ],
+)
+def test_files_that_are_no_parameters_are_refused_in_one_sentence(tmp_path, text, words):
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(text)
+    with pytest.raises(InputError) as error:
+        load_parameters(path)
+    message = str(error.value)
+    assert message.startswith(f"{path}: ")
+    for word in words:
+        assert word in message
+    assert "\n" not in message
+
+
+def test_a_merged_mapping_may_be_overridden(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("training: {<<: {seed: 1, batch_size: 8}, seed: 2}\nmodel: {tables: 3}\n")
+    parameters = load_parameters(path)
+    assert (parameters.training.seed, parameters.training.batch_size) == (2, 8)
+
+
+def test_a_folder_is_no_parameters_file(tmp_path):
+    with pytest.raises(InputError, match=r"cannot be read: Is a directory$"):
+        load_parameters(tmp_path)
+
+
 def test_overrides_replace_one_leaf(tmp_path):
     path = tmp_path / "p.yaml"
     path.write_text("training: {batch_size: 8, learning_rate: 1e-3}\nmodel:\n")
@@ -134,7 +177,15 @@ def test_overrides_replace_one_leaf(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "override", ["batch_size=3", "training.batch_size", "nothing.x=1", "training.x=1", "model.a=[1"]
+    "override",
+    [
+        "batch_size=3",
+        "training.batch_size",
+        "nothing.x=1",
+        "training.x=1",
+        "model.tables=[1",
+        "training.seed=2020-13-45",
+    ],
 )
 def test_an_override_that_names_nothing_is_refused(tmp_path, override):
     path = tmp_path / "p.yaml"

@@ -18,6 +18,7 @@ import yaml
 
 from dlrm_core.errors import InputError
 from dlrm_core.files import write_text
+from dlrm_core.yaml_text import read_yaml
 
 FILE_NAME = "feature_spec.yaml"
 SPLITS = ("train", "test")
@@ -125,14 +126,18 @@ def read_spec(path: Path) -> FeatureSpec:
     """
     file = path / FILE_NAME if path.is_dir() else path
     try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+        tree = read_yaml(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(
             f"{file}: no such file; a split_binary data set has one (make a data set with "
             "'dlrm data generate'; without feature_spec.yaml name the format)"
         ) from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InputError(f"{file}: cannot be read: {' '.join(str(error).split())}") from None
+    except OSError as error:
+        raise InputError(f"{file}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file}: cannot be read as text: {error}") from None
+    except InputError as error:
+        raise InputError(f"{file}: {error}") from None
     return _Reader(file, tree).spec()
 
 
