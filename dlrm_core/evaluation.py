@@ -148,11 +148,28 @@ def evaluate(
     iteration: int = 0,
     on_batch: Callable[[int], None] = lambda samples: None,
 ) -> Evaluation:
+    """Predict all batches by one process; see :func:`evaluate_by`."""
+    return evaluate_by(
+        lambda batch: predict(model, batch, precision), loss, batches, device, iteration, on_batch
+    )
+
+
+def evaluate_by(
+    make_predictions: Callable[[Batch], torch.Tensor],
+    loss: nn.Module,
+    batches: Iterable[Batch],
+    device: torch.device,
+    iteration: int,
+    on_batch: Callable[[int], None] = lambda samples: None,
+    agree: Callable[[float], float] = lambda seconds: seconds,
+) -> Evaluation:
     """Predict all batches; see :class:`Evaluation`.
 
     Args:
+        make_predictions: click probability (B, 1) of a batch on ``device``.
         batches: on the host or already on the device.
         on_batch: called with the samples of each batch.
+        agree: makes of this process's seconds those of all that predict together.
 
     Raises:
         InputError: no samples, or a prediction that is not a number.
@@ -172,14 +189,15 @@ def evaluate(
             data_s += made - begun
             if batch.dense.device != device:
                 batch = transfer_forward(batch, device)
-            predictions = predict(model, batch, precision)
-            weighted += float(loss(predictions, batch.targets)) * batch.size
+            predictions = make_predictions(batch)
+            targets = batch.targets.to(predictions.device)
+            weighted += float(loss(predictions, targets)) * batch.size
             scores = predictions.cpu().numpy()
             times_s.append(time.perf_counter() - made)
-            meter.add(scores, batch.targets.cpu().numpy())
+            meter.add(scores, targets.cpu().numpy())
             on_batch(batch.size)
         quality = meter.quality()
-        seconds = time.perf_counter() - started
+        seconds = agree(time.perf_counter() - started)
         return Evaluation(
             iteration=iteration,
             samples=quality.samples,

@@ -8,13 +8,40 @@ the fused kernels or FBGEMM updates the table, so that a checkpoint moves betwee
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from dlrm_core.dense import DensePart
 from dlrm_core.embeddings.host_tables import SplitTables
 from dlrm_core.model import DLRM
-from dlrm_core.step import TrainingStep
+
+
+class Learner(Protocol):
+    """A step, of one process or of a rank, as far as its state goes."""
+
+    @property
+    def model(self) -> DLRM:
+        """Trained in place."""
+
+    @property
+    def dense(self) -> DensePart:
+        """The dense part and its precision."""
+
+    @property
+    def bottom_optimizer(self) -> torch.optim.Optimizer:
+        """Of the bottom MLP."""
+
+    @property
+    def top_optimizer(self) -> torch.optim.Optimizer:
+        """Of the top MLP."""
+
+    @property
+    def embedding_optimizer(self) -> Any:
+        """What updates the tables."""
+
+    def set_learning_rate(self, rate: float) -> None:
+        """Learning rate of all updates from the next one on."""
 
 
 def weights_of(model: DLRM) -> dict[str, torch.Tensor]:
@@ -22,7 +49,7 @@ def weights_of(model: DLRM) -> dict[str, torch.Tensor]:
     return {name: weight.detach() for name, weight in model.named_parameters()}
 
 
-def optimizer_state(step: TrainingStep) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+def optimizer_state(step: Learner) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """State of all updates.
 
     Returns:
@@ -42,7 +69,7 @@ def optimizer_state(step: TrainingStep) -> tuple[dict[str, torch.Tensor], dict[s
 
 
 def make_room(
-    step: TrainingStep, names: Mapping[str, Any], counts: Mapping[str, float]
+    step: Learner, names: Mapping[str, Any], counts: Mapping[str, float]
 ) -> dict[str, torch.Tensor]:
     """The tensors of this step into which a saved state is to be copied, by name.
 
@@ -68,7 +95,7 @@ def _count(optimizer: torch.optim.Optimizer, weight: torch.Tensor, count: float)
 
 
 def _torch_weights(
-    step: TrainingStep,
+    step: Learner,
 ) -> Iterator[tuple[str, torch.nn.Parameter, torch.optim.Optimizer]]:
     """Name and weight of everything that an optimiser of torch updates."""
     names = {weight: name for name, weight in step.model.named_parameters()}
@@ -80,7 +107,7 @@ def _torch_weights(
                 yield names[weight], weight, optimizer
 
 
-def _backend_sums(step: TrainingStep) -> dict[str, torch.Tensor]:
+def _backend_sums(step: Learner) -> dict[str, torch.Tensor]:
     """Adagrads' sums of a back end that keeps them itself."""
     names = {weight: name for name, weight in step.model.named_parameters()}
     found: dict[str, torch.Tensor] = {}
@@ -99,7 +126,7 @@ def _backend_sums(step: TrainingStep) -> dict[str, torch.Tensor]:
     return found
 
 
-def _embedding_updates(step: TrainingStep) -> list[Any]:
+def _embedding_updates(step: Learner) -> list[Any]:
     """What updates the tables: one, or one a side where tables lie in two places."""
     update = step.embedding_optimizer
     return [own for _, _, own in update.sides] if isinstance(update, SplitTables) else [update]

@@ -12,9 +12,8 @@ from dlrm_core.config import DataConfig, ModelConfig, Parameters, TrainingConfig
 from dlrm_core.data.loader import Generator
 from dlrm_core.data.position import Followed, Resumable, plain_state, state_from_plain
 from dlrm_core.errors import InputError
-from dlrm_core.learner_state import make_room, optimizer_state, weights_of
+from dlrm_core.learner_state import Learner, make_room, optimizer_state, weights_of
 from dlrm_core.model import DLRM
-from dlrm_core.step import TrainingStep
 
 _SHAPE = (
     "table_rows",
@@ -178,7 +177,7 @@ def restore_weights(checkpoint: Checkpoint, model: DLRM) -> None:
     checkpoint.read_into(WEIGHTS, weights_of(model))
 
 
-def restore_step(checkpoint: Checkpoint, step: TrainingStep) -> None:
+def restore_step(checkpoint: Checkpoint, step: Learner) -> None:
     """Fill the optimisers' state in place, whichever back end has it.
 
     Raises:
@@ -210,7 +209,7 @@ def restore_position(checkpoint: Checkpoint, generator: Generator) -> None:
         ) from None
 
 
-def state_of(step: TrainingStep, followed: Followed | None, done: int) -> Mapping[str, Any]:
+def state_of(step: Learner, followed: Followed | None, done: int) -> Mapping[str, Any]:
     """All state of a run that is no tensor, as plain numbers."""
     precision = step.dense.precision
     position = plain_state(followed.position()) if followed else {"batches_used": done}

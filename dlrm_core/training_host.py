@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -25,19 +26,32 @@ class StopRequest:
 
 
 @contextlib.contextmanager
-def stop_requests(enabled: bool) -> Iterator[StopRequest]:
-    """Note the first SIGINT or SIGTERM instead of interrupting; a second one interrupts."""
+def stop_requests(enabled: bool, said: str, repeated_s: float = 0.0) -> Iterator[StopRequest]:
+    """Note the first SIGINT or SIGTERM instead of interrupting; a second one interrupts.
+
+    Args:
+        said: on standard error at the first; '' for nothing.
+        repeated_s: within this time another signal is the first once more.
+    """
     stop = StopRequest()
     if not enabled or threading.current_thread() is not threading.main_thread():
         yield stop
         return
+    asked_at = 0.0
 
     def note(number: int, frame: FrameType | None) -> None:
+        nonlocal asked_at
+        now = time.monotonic()
         if stop.requested:
-            raise KeyboardInterrupt
-        stop.requested = True
-        # not print: the signal may have come in the middle of one
-        os.write(2, b"ending after this iteration, with a checkpoint\n")
+            if now - asked_at >= repeated_s:
+                raise KeyboardInterrupt
+            return
+        stop.requested, asked_at = True, now
+        if said:
+            # a progress bar's line is not ended
+            begin = "\n" if os.isatty(2) else ""
+            # not print: the signal may have come in the middle of one
+            os.write(2, f"{begin}{said}\n".encode())
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

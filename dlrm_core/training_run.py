@@ -15,18 +15,18 @@ from dlrm_core.training_host import device_name, peak_memory, peak_memory_by_dev
 from dlrm_core.training_results import Interval, Measurements, TrainingResult, due, next_event
 
 if TYPE_CHECKING:
-    from dlrm_core.training import Trainer
+    from dlrm_core.training_loop import TrainingLoop
 
 Line = Mapping[str, Any]
 """A line of metrics.jsonl that is no interval: ``kind`` 'evaluation' or 'checkpoint'."""
 
 
 class Run:
-    """One call of :meth:`Trainer.train`: what happens between iterations, and its outcome."""
+    """One call of :meth:`TrainingLoop.train`: what happens between iterations, and its outcome."""
 
     def __init__(
         self,
-        trainer: Trainer,
+        trainer: TrainingLoop[Any],
         on_interval: Callable[[Interval], None],
         on_line: Callable[[Line], None],
     ) -> None:
@@ -82,6 +82,12 @@ class Run:
         self.measured.go_on()
         return stop or reached
 
+    def interrupt(self) -> None:
+        """The run ends here, in the middle of an iteration."""
+        self.status = "interrupted"
+        self.measured.settle()
+        self.report()
+
     def report(self) -> None:
         """Close the interval."""
         interval = self.measured.interval(
@@ -99,6 +105,8 @@ class Run:
         notices = trainer.notices + self.notices
         if self.evaluations:
             notices += self.evaluations[-1].notices()
+        if self.status == "interrupted":
+            notices.append(self._where_it_ended(self.first + count))
         return TrainingResult(
             status=self.status,
             iterations=count,
@@ -117,7 +125,7 @@ class Run:
             **self.power.stop().figures(count * self.config.batch_size),
             device=device_name(trainer.device),
             threads=torch.get_num_threads(),
-            embedding_backend=trainer.parameters.training.embedding_backend,
+            embedding_backend=trainer.embedding_backend,
             notices=notices + trainer.step.dense.precision.skipped_notice(self.first + count),
             iteration_ms=measured.done_ms,
             data_ms=[1e3 * seconds for seconds in measured.data_s],
@@ -141,6 +149,8 @@ class Run:
         folder = self.trainer.save()
         seconds = time.perf_counter() - started
         self.checkpoint_s += seconds
+        if folder is None:  # another rank wrote it
+            return
         self.on_line(
             {
                 "kind": "checkpoint",
@@ -150,6 +160,13 @@ class Run:
                 "bytes": sum(file.stat().st_size for file in folder.iterdir()),
             }
         )
+
+    def _where_it_ended(self, iteration: int) -> str:
+        kept = self.trainer.checkpoint
+        begin = f"interrupted after iteration {iteration:,} of {self.trainer.total:,}"
+        if kept is None:
+            return f"{begin}; there is no checkpoint (training.checkpoint_every)"
+        return f"{begin}; --resume {kept} goes on from iteration {int(kept.name[5:]):,}"
 
     def _weights_are_finite(self) -> bool:
         """Of the dense part: an update that overflows there shows before the next loss does."""

@@ -91,7 +91,7 @@ def save(
         # the writer of files reads a tensor by rows, as a Gathered can be read
         return cast(dict[str, torch.Tensor], found)
 
-    dense_state, _ = optimizer_state(step)  # type: ignore[arg-type]
+    dense_state, _ = optimizer_state(step)
     return folder.save(
         done,
         sections,
@@ -114,7 +114,7 @@ def restore(
     held = {WEIGHTS: ("", step.tables.local)}
     saved = checkpoint.shapes(OPTIMIZER)
     if OPTIMIZER in checkpoint.files:
-        own = make_room(step, saved, checkpoint.state["counts"])  # type: ignore[arg-type]
+        own = make_room(step, saved, checkpoint.state["counts"])
         targets[OPTIMIZER] = own
         held[OPTIMIZER] = (".sum", step.tables.sums)
     for file, tensors in targets.items():

@@ -1,28 +1,22 @@
-"""The training loop of one rank: the single process's, its decisions taken together."""
+"""One rank's training: the single process's loop, its decisions taken together."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
-import signal
-import statistics
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import FrameType
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from dlrm_core.auc import QualityMeter
-from dlrm_core.checkpoints import Checkpoint, CheckpointFolder
+from dlrm_core.checkpoints import Checkpoint
 from dlrm_core.config import Parameters
-from dlrm_core.data import Batch, batches
+from dlrm_core.data import Batch
 from dlrm_core.data.loader import make_generator
-from dlrm_core.data.position import Followed, Resumable
 from dlrm_core.distributed.checkpointing import restore, save
 from dlrm_core.distributed.collectives import Collectives
 from dlrm_core.distributed.local_batch import LocalBatch, local_batch
@@ -32,37 +26,37 @@ from dlrm_core.distributed.tables import ShardedTables
 from dlrm_core.distributed.watch import Watch
 from dlrm_core.distributed.world import World, agreed, gathered
 from dlrm_core.embeddings import EmbeddingTables
-from dlrm_core.evaluation import Evaluation, HeldOut
+from dlrm_core.evaluation import Evaluation, evaluate_by
 from dlrm_core.model import (
     DLRM,
     ClickLoss,
     fill_dense_like_facebook,
     fill_dense_with_torch,
 )
-from dlrm_core.parts import ITERATION_SPAN, part, span
-from dlrm_core.precision import set_fp32_matmul, set_tf32
-from dlrm_core.resuming import changed_settings, restore_position, state_of
-from dlrm_core.schedules import schedule_of, total_steps
-from dlrm_core.step import optimizer_update
-from dlrm_core.training import Trainer
-from dlrm_core.training_results import Interval, Measurements, TrainingResult
-from dlrm_core.training_run import Line, Run
+from dlrm_core.parts import part
+from dlrm_core.training_host import StopRequest, stop_requests
+from dlrm_core.training_loop import STOPPING, TrainingLoop, prepare
 
 REPEATED_S = 2.0
 """A second signal within this time is the first once more: Ctrl-C reaches a rank from the
 terminal and from torchrun."""
 
+_HOST = torch.device("cpu")
 
-class DistributedTrainer(Trainer):
+
+class DistributedTrainer(TrainingLoop[DistributedStep]):
     """One rank's part of the model, its slice of the data, and its step.
 
     Every rank makes the whole global batch and takes its slice, so data and weights are
-    those of one process with the same seed.
+    those of one process with the same seed. A signal to any rank ends all of them after the
+    same iteration.
 
     Args:
         place: folder for checkpoints; rank 0 writes them.
         watch: told which iteration is done; None: nobody watches.
     """
+
+    ends_alone = False
 
     def __init__(
         self,
@@ -73,49 +67,31 @@ class DistributedTrainer(Trainer):
         place: Path | None = None,
         watch: Watch | None = None,
     ) -> None:
-        config = parameters.training
         # TorchRec's tables, whatever one process would use
-        config = dataclasses.replace(config, embedding_backend="torch")
-        self.world, self.device, self._watch = world, world.device, watch
-        self._collectives = collectives
-        self.parameters = parameters
-        self.notices: list[str] = []
-        self.notices += set_fp32_matmul(config.fp32_matmul, parameters.model, self.device)
-        self.notices += set_tf32(config.tf32, self.device)
-        if checkpoint is not None:
-            self.notices += changed_settings(parameters, checkpoint)
-        self.model = make_model(parameters, world.device)
+        config = dataclasses.replace(parameters.training, embedding_backend="torch")
+        self.world, self._collectives, self._watch = world, collectives, watch
+        notices = prepare(parameters, world.device, checkpoint)
+        model = make_model(parameters, world.device)
         self.tables = ShardedTables(parameters, world, collectives)
-        self.loss = ClickLoss(parameters.model.loss, parameters.model.loss_weights).to(self.device)
-        self.dstep = DistributedStep(
-            self.model, self.tables, self.loss, config, world.size, collectives
-        )
-        self.step = self.dstep  # type: ignore[assignment]
-        self.notices += self.dstep.dense.notices
-        generator = make_generator(parameters, torch.device("cpu"))
+        loss = ClickLoss(parameters.model.loss, parameters.model.loss_weights).to(world.device)
+        step = DistributedStep(model, self.tables, loss, config, world.size, collectives)
         if checkpoint is None:
-            fill(self.model, self.tables, parameters)
+            fill(model, self.tables, parameters)
         else:
-            restore(checkpoint, self.dstep, world, collectives)
-            restore_position(checkpoint, generator)
-        self.done = self.first = checkpoint.step if checkpoint is not None else 0
-        self.total = total_steps(config, parameters.data.generator, generator)
-        self._schedule = schedule_of(config)
-        self._rate = config.learning_rate
-        self._folder: CheckpointFolder | None = None
-        self._writes = place is not None
-        self._followed: Followed | None = None
-        self.checkpoint = checkpoint.folder if checkpoint is not None else None
-        if place is not None:
-            if world.first:
-                self._folder = CheckpointFolder(place, config.keep_checkpoints, self.done)
-            if isinstance(generator, Resumable):
-                generator = self._followed = Followed(generator)
-        self.batches: Iterator[Batch] = batches(parameters, torch.device("cpu"), generator)
-        self.held_out = HeldOut(parameters, torch.device("cpu"))
-        self.transfers = False
-        self._measured = Measurements(self.device)
-        self._stop = False
+            restore(checkpoint, step, world, collectives)
+        super().__init__(
+            parameters,
+            step,
+            loss,
+            world.device,
+            notices + step.dense.notices,
+            make_generator(parameters, _HOST),
+            checkpoint,
+            place,
+            writes=world.first,
+            made_on=_HOST,
+        )
+        self.embedding_backend = "torchrec"
         self._stops = 0.0
 
     def holdings(self) -> list[str]:
@@ -123,117 +99,61 @@ class DistributedTrainer(Trainer):
         own = f"host {self.world.host}, process {os.getpid()}"
         return describe(self.tables.shards, gathered(self.world, own))
 
-    def iterate(self) -> torch.Tensor:
-        """One iteration, data included; the loss of the global batch."""
-        with span(ITERATION_SPAN):
-            started = time.perf_counter()
-            batch = self.next_batch()
-            self._measured.data_s.append(time.perf_counter() - started)
-            return self.train_on(batch)
-
     def next_batch(self) -> LocalBatch:
         """This rank's slice of the next global batch."""
-        batch = data_forward(self.batches, self.world, self.parameters.model.table_rows)
-        if self._followed is not None:
-            self._followed.used()
-        return batch
+        return data_forward(self.batches, self.world, self.parameters.model.table_rows)
 
-    def train_on(self, batch: LocalBatch) -> torch.Tensor:
+    def learn(self, batch: LocalBatch) -> torch.Tensor:
         """Train on a slice; the loss of the global batch."""
-        rate = self._schedule.rate(self.done + 1)
-        if rate != self._rate:
-            self._rate = rate
-            optimizer_update(lambda: self.dstep.set_learning_rate(rate))
-        loss, stops = self.dstep(batch, self._stop)
+        loss, stops = self.step(batch, self._stop.requested)
         self._stops = float(stops)
-        self.done += 1
+        return loss
+
+    def iterate(self) -> torch.Tensor:
+        """One iteration, data included; the loss of the global batch."""
+        loss = super().iterate()
         if self._watch is not None:
             self._watch.iteration = self.done
         return loss
 
-    def train(
-        self,
-        on_interval: Callable[[Interval], None] = lambda interval: None,
-        on_iteration: Callable[[int], None] = lambda iteration: None,
-        on_line: Callable[[Line], None] = lambda line: None,
-    ) -> TrainingResult:
-        """Run all iterations; a signal to any rank ends all of them after the same one."""
-        self.done = first = self.first
-        run = Run(self, on_interval, on_line)
-        self._measured = measured = run.measured
-        on_iteration(0)
-        measured.mark()
-        event = run.next_event()
-        with self._stop_requests():
-            while self.done < self.total:
-                measured.losses.append(self.iterate())
-                measured.mark()
-                on_iteration(self.done - first)
-                stopped = bool(self._stops)
-                if self.done == event or stopped:
-                    if run.after_iteration(stopped):
-                        break
-                    event = run.next_event()
-        return dataclasses.replace(run.result(), embedding_backend="torchrec")
+    def stop_requests(self) -> AbstractContextManager[StopRequest]:
+        """What notes signals while the loop runs, for the next exchange."""
+        said = f"{STOPPING}, with a checkpoint" if self.writes_checkpoints else STOPPING
+        return stop_requests(True, said if self.world.first else "", REPEATED_S)
+
+    def is_to_stop(self) -> bool:
+        """Whether any rank was asked to stop before the iteration just done."""
+        return bool(self._stops)
 
     def evaluate(self) -> Evaluation:
         """Predictions on the held-out data; every rank predicts its slice and has the result."""
-        return _evaluate(self)
-
-    def save(self) -> Path:
-        """Write a checkpoint of the run as it stands."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        state = state_of(self.step, self._followed, self.done)
-        written = save(
-            self._folder,
+        return evaluate_by(
+            self.predict,
+            self.loss,
+            self.held_out,
+            _HOST,
             self.done,
-            self.parameters.to_sections(),
-            self.dstep,
-            state,
-            self.world,
-            self._collectives,
+            # the clocks differ, and what follows must not
+            agree=lambda seconds: agreed(self.world, seconds),
+        )
+
+    def predict(self, batch: Batch) -> torch.Tensor:
+        """Click probability (B, 1) of a whole batch, on every rank; all must ask."""
+        size = self.world.size
+        own = local_batch(padded(batch, size), self.world, self.parameters.model.table_rows)
+        predictions = self.step.predict(own)
+        parts = [torch.empty_like(predictions) for _ in range(size)]
+        dist.all_gather(parts, predictions)
+        return torch.cat(parts)[: batch.size]
+
+    def write_checkpoint(self, state: Mapping[str, Any]) -> Path | None:
+        """Write what all ranks hold; its folder, on rank 0."""
+        sections = self.parameters.to_sections()
+        written = save(
+            self._folder, self.done, sections, self.step, state, self.world, self._collectives
         )
         dist.barrier()
-        if written is not None:
-            self.checkpoint = written
-        return written or Path()
-
-    @property
-    def writes_checkpoints(self) -> bool:
-        """Whether there is a folder for them, on rank 0."""
-        return self._writes
-
-    def close(self) -> None:
-        """End the prefetching thread, if there is one, and let go of the folder."""
-        close = getattr(self.batches, "close", None)
-        if close is not None:
-            close()
-        if self._folder is not None:
-            self._folder.close()
-
-    @contextlib.contextmanager
-    def _stop_requests(self) -> Iterator[None]:
-        """Note a signal for the next exchange; one that comes later again interrupts."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        asked_at = 0.0
-
-        def note(number: int, frame: FrameType | None) -> None:
-            nonlocal asked_at
-            now = time.monotonic()
-            if self._stop and now - asked_at > REPEATED_S:
-                raise KeyboardInterrupt
-            if not self._stop:
-                self._stop, asked_at = True, now
-
-        before = {n: signal.signal(n, note) for n in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        return written
 
 
 def make_model(parameters: Parameters, device: torch.device) -> DLRM:
@@ -262,47 +182,7 @@ def data_forward(stream: Iterator[Batch], world: World, table_rows: tuple[int, .
     return local_batch(next(stream), world, table_rows)
 
 
-def _evaluate(trainer: DistributedTrainer) -> Evaluation:
-    world, loss = trainer.world, trainer.loss
-    times_s: list[float] = []
-    data_s = weighted = 0.0
-    started = begun = time.perf_counter()
-    with QualityMeter() as meter:
-        for batch in trainer.held_out:
-            made = time.perf_counter()
-            data_s += made - begun
-            whole = _padded(batch, world.size)
-            own = local_batch(whole, world, trainer.parameters.model.table_rows)
-            predictions = trainer.dstep.predict(own)
-            parts = [torch.empty_like(predictions) for _ in range(world.size)]
-            dist.all_gather(parts, predictions)
-            scores = torch.cat(parts)[: batch.size].cpu()
-            weighted += float(loss(scores.to(world.device), batch.targets.to(world.device))) * (
-                batch.size
-            )
-            meter.add(scores.numpy(), batch.targets.numpy())
-            begun = time.perf_counter()
-            times_s.append(begun - made)
-        quality = meter.quality()
-        # the clocks differ, and what follows must not
-        seconds = agreed(world, time.perf_counter() - started)
-        return Evaluation(
-            iteration=trainer.done,
-            samples=quality.samples,
-            auc=quality.auc,
-            loss=weighted / quality.samples,
-            log_loss=quality.log_loss,
-            accuracy=quality.accuracy,
-            click_share=quality.click_share,
-            seconds=seconds,
-            data_seconds=data_s,
-            samples_per_second=quality.samples / seconds,
-            ms_per_iteration=1e3 * statistics.median(times_s),
-            graded_targets=meter.graded,
-        )
-
-
-def _padded(batch: Batch, ranks: int) -> Batch:
+def padded(batch: Batch, ranks: int) -> Batch:
     """The batch, its last sample repeated until the ranks can share it evenly."""
     missing = -batch.size % ranks
     if not missing:
