@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from dlrm_core.analysis.benchmark import losses
@@ -21,9 +20,10 @@ from dlrm_core.bench_cases import (
 )
 from dlrm_core.bench_ledger import SCHEMA
 from dlrm_core.config import Parameters
-from dlrm_core.embedding_results import read_embeddings
+from dlrm_core.embedding_results import DEFAULT, read_embeddings
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json
+from dlrm_core.progress import Bar
 
 
 @dataclass
@@ -57,6 +57,11 @@ class Benchmark:
             if not case["contestants"]:
                 why = next(iter(failures.values()), "no contestant ran")
                 raise InputError(f"{case['case']}: nothing was measured: {why}")
+
+    def bar(self) -> Bar:
+        """Live progress of :meth:`measure`, over all processes; a line of a step ends one."""
+        total, unit = self.runs, "run"
+        return Bar("in turns", unit, total, shown=total > 0, counts=lambda text: ": step " in text)
 
     @property
     def runs(self) -> int:
@@ -107,8 +112,8 @@ def start(
             the other is the same training without, or with, those of tuned.yaml.
         folder: gets ``benchmark.json``.
         results: a finished benchmark's JSON; nothing is measured then.
-        embeddings: JSON of ``dlrm bench --embeddings``; empty: that in benchmarks/results,
-            if there is one.
+        embeddings: JSON of ``dlrm bench --embeddings``; empty: ``embeddings.json`` beside
+            the results, else that in benchmarks/results, if there is one.
         peer: a facebookresearch/dlrm checkout.
         shapes: names of shapes; empty: the parameters as they are, unless ``growth`` is given.
         cores: cores that each contestant is confined to; 0: all.
@@ -116,9 +121,12 @@ def start(
     Raises:
         InputError: a name or count cannot be used, or a file is no benchmark.
     """
-    found = read_embeddings(embeddings)
     if results:
         file = Path(results).expanduser().absolute()
+        beside = file.with_name(DEFAULT.name)
+        embeddings = embeddings or (str(beside) if beside.is_file() else "")
+    found = read_embeddings(embeddings)
+    if results:
         document = read_benchmark(file)
         sentence = f"This page shows the benchmark in `{file}`, measured on {document['date']}."
         return Benchmark(sentence, file, None, document, found)
@@ -153,34 +161,4 @@ def read_benchmark(file: Path) -> dict[str, Any]:
     return document
 
 
-class RunBar:
-    """Live progress: a bar over all processes, with what ran last."""
-
-    def __init__(self, benchmark: Benchmark) -> None:
-        self._total = benchmark.runs
-        self._bar: Any = None
-
-    def __call__(self, text: str) -> None:
-        """Show that something ended."""
-        if self._bar is not None:
-            self._bar.set_postfix_str(text, refresh=False)
-            self._bar.update(1 if ": step " in text else 0)
-
-    def __enter__(self) -> RunBar:
-        if self._total:
-            from tqdm.auto import tqdm
-
-            self._bar = tqdm(total=self._total, desc="in turns", unit="run")
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-
-__all__ = ["ABLATION", "Benchmark", "RunBar", "read_benchmark", "start"]
+__all__ = ["ABLATION", "Benchmark", "read_benchmark", "start"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -16,16 +17,26 @@ from dlrm_core.benchmark_presentation import (
     contestant_label,
     option_label,
 )
-from dlrm_core.compare_figures import FASTER, SLOWER, SYMBOLS, lines_of
+from dlrm_core.compare_figures import SYMBOLS, WATERFALL, lines_of
+from dlrm_core.figure_axes import (
+    add_ends,
+    add_headings,
+    error_bars,
+    in_groups,
+    label_rows,
+    log_axis,
+    mark_one,
+)
 from dlrm_core.figure_theme import (
     COLOURS,
-    GRID,
     INK,
     TEMPLATE,
     digits,
     figure,
+    milliseconds,
     percent,
     rows_of,
+    signed_milliseconds,
 )
 from dlrm_core.notebook_parameters import value_text
 from dlrm_core.sweep_figures import log_ticks
@@ -44,6 +55,13 @@ OUTLOOK = {"dense": {TUNED: 0.80, f"{TUNED} bf16": 0.75}}
 """Share of its matrix products that the dense part is to reach, by contestant."""
 
 
+LOOKS = {
+    "step_ms": ("step", COLOURS["top_mlp"], "circle", -0.15),
+    "end_to_end_ms": ("end to end, with data", COLOURS["data"], "diamond", 0.15),
+}
+"""Of a ratio: its name, colour, marker, and how far from the middle of its row."""
+
+
 def colour_of(name: str) -> str:
     return CONTESTANTS.get(name, COLOURS["other"])
 
@@ -56,7 +74,7 @@ def times_bars(times: pd.DataFrame) -> go.Figure:
     """
     step = times[times["figure"] == "step_ms"].reset_index(drop=True)
     whole = times[times["figure"] == "end_to_end_ms"].reset_index(drop=True)
-    places, groups = _grouped(step)
+    places, groups = _in_cases(step)
     result = figure("Time of an iteration", 150 + 27 * (len(step) + 2 * len(groups)), legend=True)
     hover = [
         f"{contestant_label(a.contestant)}<br>step {digits(a.mid_ms)} ms "
@@ -83,102 +101,52 @@ def times_bars(times: pd.DataFrame) -> go.Figure:
             orientation="h",
             name="waiting for data; the rest of a bar is the step",
             marker={"color": COLOURS["data"]},
-            error_x={
-                "array": whole["high_ms"] - whole["mid_ms"],
-                "arrayminus": whole["mid_ms"] - whole["low_ms"],
-                "color": INK,
-                "thickness": 1.5,
-                "width": 4,
-            },
+            error_x=error_bars(whole["low_ms"], whole["mid_ms"], whole["high_ms"]),
             hovertext=hover,
             hovertemplate="%{hovertext}<extra></extra>",
         )
     )
-    for place, row in zip(places, rows_of(whole), strict=True):
-        result.add_annotation(
-            x=max(row.high_ms, row.mid_ms),
-            y=place,
-            text=f"{digits(row.mid_ms)} ms",
-            showarrow=False,
-            xanchor="left",
-            xshift=6,
-        )
+    ends = whole[["mid_ms", "high_ms"]].max(axis=1)
+    add_ends(result, ends, places, list(map(milliseconds, whole["mid_ms"])))
     longest = float(whole["high_ms"].max()) if len(whole) else 1.0
     result.update_layout(barmode="stack", bargap=0.25)
     result.update_xaxes(title="ms of an iteration, shorter is better", range=[0, 1.35 * longest])
-    _name_rows(result, places, [contestant_label(name) for name in step["contestant"]], groups)
+    label_rows(result, [contestant_label(name) for name in step["contestant"]], places)
+    add_headings(result, groups)
     return result
 
 
 def ratio_dots(ratios: pd.DataFrame) -> go.Figure:
     """Times as fast, with interval: a step, end to end, and the goals."""
     step = ratios[ratios["figure"] == "step_ms"].reset_index(drop=True)
-    places, groups = _grouped(step)
+    places, groups = _in_cases(step)
     names = list(dict.fromkeys(ratios["against"]))
     against = " or ".join(contestant_label(name) for name in names)
     title = f"Times as fast as {against}"
     result = figure(title, 170 + 40 * (len(step) + len(groups)), legend=True)
     top = float(ratios[["high", "goal"]].max().max()) if len(ratios) else 1.0
-    looks = (
-        ("step_ms", "step", COLOURS["top_mlp"], "circle", -0.16),
-        ("end_to_end_ms", "end to end, with data", COLOURS["data"], "diamond", 0.16),
-    )
-    for kind, name, colour, symbol, lift in looks:
+    for kind, (_, colour, _, lift) in LOOKS.items():
         rows = ratios[ratios["figure"] == kind].reset_index(drop=True)
-        result.add_trace(
-            go.Scatter(
-                x=rows["mid"],
-                y=[place + lift for place in places],
-                mode="markers",
-                name=name,
-                marker={"color": colour, "size": 11, "symbol": symbol},
-                error_x={
-                    "array": rows["high"] - rows["mid"],
-                    "arrayminus": rows["mid"] - rows["low"],
-                    "color": colour,
-                    "thickness": 2.5,
-                },
-                customdata=[
-                    (contestant_label(r.contestant), contestant_label(r.against), r.low, r.high)
-                    for r in rows_of(rows)
-                ],
-                hovertemplate=(
-                    f"{name}: %{{customdata[0]}} is %{{x:.2f}}× as fast as %{{customdata[1]}} "
-                    "(%{customdata[2]:.2f} to %{customdata[3]:.2f})<extra></extra>"
-                ),
-            )
-        )
-        for place, row in zip(places, rows_of(rows), strict=True):
+        result.add_trace(_dots(rows, kind, places, _faster))
+        ends = []
+        for row in rows_of(rows):
             # behind the goal where that would cross the figure
             crossed = math.isfinite(row.goal) and row.high <= row.goal < row.high + 0.14 * top
-            result.add_annotation(
-                x=row.goal if crossed else row.high,
-                y=place + lift,
-                text=f"{row.mid:.2f}×",
-                showarrow=False,
-                xanchor="left",
-                xshift=9,
-            )
-        goals = rows[rows["goal"].notna()]
-        if len(goals):
-            result.add_trace(
-                go.Scatter(
-                    x=goals["goal"],
-                    y=[places[i] + lift for i in goals.index],
-                    mode="markers",
-                    name=f"goal, {FIGURE_NAMES[kind]}",
-                    marker={
-                        "symbol": "line-ns-open",
-                        "color": colour,
-                        "size": 18,
-                        "line": {"width": 2.5, "color": colour},
-                    },
-                    hovertemplate="goal %{x:g}×<extra></extra>",
-                )
-            )
-    result.add_vline(x=1, line={"color": INK, "width": 1, "dash": "dot"})
+            ends.append(row.goal if crossed else row.high)
+        lifted = [place + lift for place in places]
+        add_ends(result, ends, lifted, [f"{mid:.2f}×" for mid in rows["mid"]])
+        goals = [
+            (goal, place)
+            for goal, place in zip(rows["goal"], lifted, strict=True)
+            if math.isfinite(goal)
+        ]
+        if goals:
+            marks = _goals(goals, colour, "%{x:g}×")
+            result.add_trace(marks.update(name=f"goal, {FIGURE_NAMES[kind]}"))
+    mark_one(result)
     result.update_xaxes(title="times as fast (1 is no difference)", range=[0, 1.15 * top])
-    _name_rows(result, places, [contestant_label(name) for name in step["contestant"]], groups)
+    label_rows(result, [contestant_label(name) for name in step["contestant"]], places)
+    add_headings(result, groups)
     return result
 
 
@@ -239,13 +207,8 @@ def growth_curves(growth: pd.DataFrame, kind: str = "end_to_end_ms") -> go.Figur
                 **at,
             )
         sizes = sorted({float(x) for x in curves["value"]})
-        result.update_xaxes(
-            type="log", tickvals=sizes, ticktext=[f"{size:,.0f}" for size in sizes], **at
-        )
-        marks = log_ticks(curves["time_ms"].tolist()) if len(curves) else []
-        result.update_yaxes(
-            type="log", tickvals=marks, ticktext=[f"{mark:,g}" for mark in marks], **at
-        )
+        result.update_xaxes(**log_axis(sizes, "{:,.0f}".format), **at)
+        result.update_yaxes(**log_axis(log_ticks(curves["time_ms"].tolist())), **at)
         if place % columns == 0:
             result.update_yaxes(title="ms", **at)
     return result
@@ -255,41 +218,15 @@ def options_dots(without: pd.DataFrame) -> go.Figure:
     """How many times as fast the run is with each option as without it."""
     leaves = list(dict.fromkeys(without["leaf"]))
     result = figure("What each option brings", 150 + 46 * max(len(leaves), 2), legend=True)
-    looks = (
-        ("step_ms", "step", COLOURS["top_mlp"], "circle", -0.14),
-        ("end_to_end_ms", "end to end, with data", COLOURS["data"], "diamond", 0.14),
-    )
-    for kind, name, colour, symbol, lift in looks:
+    for kind in LOOKS:
         rows = without[without["figure"] == kind]
-        result.add_trace(
-            go.Scatter(
-                x=rows["mid"],
-                y=[leaves.index(leaf) + lift for leaf in rows["leaf"]],
-                mode="markers",
-                name=name,
-                marker={"color": colour, "size": 11, "symbol": symbol},
-                error_x={
-                    "array": rows["high"] - rows["mid"],
-                    "arrayminus": rows["mid"] - rows["low"],
-                    "color": colour,
-                    "thickness": 2.5,
-                },
-                hovertemplate=f"{name}: %{{x:.2f}}× as fast with it<extra></extra>",
-            )
-        )
-    result.add_vline(x=1, line={"color": INK, "width": 1, "dash": "dot"})
+        places = [leaves.index(leaf) for leaf in rows["leaf"]]
+        result.add_trace(_dots(rows, kind, places, lambda row: f"{row.mid:.2f}× as fast with it"))
+    mark_one(result)
     names = {row.leaf: option_label(row) for row in rows_of(without)}
     labels = [lines_of(names[leaf], 34) for leaf in leaves]
     result.update_xaxes(title="times as fast with the option as without it (1: it brings nothing)")
-    result.update_yaxes(
-        tickmode="array",
-        tickvals=list(range(len(leaves))),
-        ticktext=labels,
-        range=[len(leaves) - 0.4, -0.6],
-        ticklabelstandoff=8,
-        showgrid=False,
-        zeroline=False,
-    )
+    label_rows(result, labels)
     return result
 
 
@@ -308,7 +245,6 @@ def ladder(rungs: pd.DataFrame, kind: str = "end_to_end_ms") -> go.Figure:
         lines_of(f"{row.leaf.partition('.')[2]}: {value_text(row.value)}", 26) for row in rows[1:]
     ]
     gain = f", {rows[-1].mid:.2f}× as fast" if len(rows) > 1 else ""
-    shown = [f"{'+' if step > 0 else '−'}{digits(abs(step))} ms" for step in steps]
     places = list(range(len(times) + 1))
     result.add_trace(
         go.Waterfall(
@@ -317,21 +253,15 @@ def ladder(rungs: pd.DataFrame, kind: str = "end_to_end_ms") -> go.Figure:
             x=[*times[:1], *steps, *times[-1:]],
             measure=["absolute", *("relative" for _ in steps), "total"][: len(places)],
             text=[
-                *(f"{digits(ms)} ms" for ms in times[:1]),
-                *shown,
-                *(f"{digits(ms)} ms{gain}" for ms in times[-1:]),
+                *map(milliseconds, times[:1]),
+                *map(signed_milliseconds, steps),
+                *(f"{milliseconds(ms)}{gain}" for ms in times[-1:]),
             ],
-            textposition="outside",
-            cliponaxis=False,
-            connector={"line": {"color": GRID, "width": 1}},
-            increasing={"marker": {"color": SLOWER}},
-            decreasing={"marker": {"color": FASTER}},
-            totals={"marker": {"color": INK}},
-            hovertemplate="%{text}<extra></extra>",
+            **WATERFALL,
         )
     )
     result.update_xaxes(title="ms of an iteration", range=[0, 1.25 * max(times, default=1.0)])
-    _rows_axis(result, places, [*labels, "all"])
+    label_rows(result, [*labels, "all"])
     return result
 
 
@@ -351,12 +281,11 @@ def share_bars(shares: pd.DataFrame) -> go.Figure:
             y=list(range(len(rows))),
             orientation="h",
             marker={"color": [colours[row.what] for row in rows]},
-            error_x={
-                "array": [row.high - row.share for row in rows],
-                "arrayminus": [row.share - row.low for row in rows],
-                "color": INK,
-                "thickness": 1.5,
-            },
+            error_x=error_bars(
+                [row.low for row in rows],
+                [row.share for row in rows],
+                [row.high for row in rows],
+            ),
             text=[percent(row.share) for row in rows],
             textposition="inside",
             insidetextanchor="start",
@@ -368,80 +297,71 @@ def share_bars(shares: pd.DataFrame) -> go.Figure:
         )
     )
     goals = [
-        (place, OUTLOOK.get(row.what, {}).get(row.contestant))
+        (goal, place)
         for place, row in enumerate(rows)
-        if row.threads == 1
+        if row.threads == 1 and (goal := OUTLOOK.get(row.what, {}).get(row.contestant))
     ]
-    result.add_trace(
-        go.Scatter(
-            x=[goal for _, goal in goals if goal],
-            y=[place for place, goal in goals if goal],
-            mode="markers",
-            marker={
-                "symbol": "line-ns-open",
-                "color": INK,
-                "size": 20,
-                "line": {"width": 3, "color": INK},
-            },
-            hovertemplate="goal %{x:.0%}<extra></extra>",
-        )
-    )
-    result.add_vline(x=1, line={"color": INK, "width": 1, "dash": "dot"})
+    if goals:
+        result.add_trace(_goals(goals, INK, "%{x:.0%}"))
+    mark_one(result)
     top = max([1.0, *(row.high for row in rows)])
     result.update_xaxes(title="share of the limit", tickformat=".0%", range=[0, 1.08 * top])
-    _rows_axis(result, list(range(len(rows))), labels)
+    label_rows(result, labels)
     return result
 
 
-# ---- rows in groups ---------------------------------------------------------------
+# ---- rows of contestants ----------------------------------------------------------
 
 
-def _grouped(table: pd.DataFrame) -> tuple[list[float], list[tuple[float, str]]]:
-    """A place for each row, with room for a heading above each case; and the headings."""
-    places: list[float] = []
-    groups: list[tuple[float, str]] = []
-    place = 0.0
-    last: tuple[str, int] | None = None
-    many = table["threads"].nunique() > 1 if len(table) else False
-    for row in rows_of(table):
-        if (row.case, row.threads) != last:
-            name = row.case if row.case != "given" else "as given"
-            groups.append((place, name + (f", {row.threads} threads" if many else "")))
-            last = (row.case, row.threads)
-            place += 1.0
-        places.append(place)
-        place += 1.0
-    return places, groups
+def _in_cases(table: pd.DataFrame) -> tuple[list[float], list[tuple[float, str]]]:
+    """Places of a table's rows, and the heading of each case with its own."""
+    many = table["threads"].nunique() > 1
+    return in_groups(
+        ("as given" if row.case == "given" else row.case)
+        + (f", {row.threads} threads" if many else "")
+        for row in rows_of(table)
+    )
 
 
-def _name_rows(
-    target: go.Figure,
-    places: Sequence[float],
-    labels: Sequence[str],
-    groups: Sequence[tuple[float, str]],
-) -> None:
-    """Labels of the rows, and each group's heading above its first."""
-    _rows_axis(target, places, labels)
-    for place, name in groups:
-        target.add_annotation(
-            x=0,
-            xref="paper",
-            y=place,
-            text=f"<b>{name}</b>",
-            showarrow=False,
-            xanchor="left",
-            yshift=-3,
-        )
+def _dots(
+    rows: pd.DataFrame, kind: str, places: Sequence[float], said: Callable[[Any], str]
+) -> go.Scatter:
+    """Ratios of one kind with their intervals, a little above or below the middle of a row.
+
+    Args:
+        said: a row's sentence, without the interval.
+    """
+    name, colour, symbol, lift = LOOKS[kind]
+    return go.Scatter(
+        x=rows["mid"],
+        y=[place + lift for place in places],
+        mode="markers",
+        name=name,
+        marker={"color": colour, "size": 11, "symbol": symbol},
+        error_x=error_bars(rows["low"], rows["mid"], rows["high"], colour, 2.5),
+        hovertext=[
+            f"{name}: {said(row)} ({row.low:.2f} to {row.high:.2f})" for row in rows_of(rows)
+        ],
+        hovertemplate="%{hovertext}<extra></extra>",
+    )
 
 
-def _rows_axis(target: go.Figure, places: Sequence[float], labels: Sequence[str]) -> None:
-    last = max(places, default=0.0)
-    target.update_yaxes(
-        tickmode="array",
-        tickvals=list(places),
-        ticktext=list(labels),
-        range=[last + 0.6, -0.6],
-        ticklabelstandoff=6,
-        showgrid=False,
-        zeroline=False,
+def _faster(row: Any) -> str:
+    names = contestant_label(row.contestant), contestant_label(row.against)
+    return f"{names[0]} is {row.mid:.2f}× as fast as {names[1]}"
+
+
+def _goals(goals: Sequence[tuple[float, float]], colour: str, text: str) -> go.Scatter:
+    """Goals as upright marks: each with its place."""
+    return go.Scatter(
+        x=[goal for goal, _ in goals],
+        y=[place for _, place in goals],
+        mode="markers",
+        marker={
+            "symbol": "line-ns-open",
+            "color": colour,
+            "size": 20,
+            "line": {"width": 3, "color": colour},
+        },
+        hovertemplate=f"goal {text}<extra></extra>",
     )

@@ -10,10 +10,9 @@ import pandas as pd
 
 from dlrm_core.analysis import benchmark as analysis
 from dlrm_core.bench_cases import PEER, PLAIN, TORCHREC, TUNED
-from dlrm_core.compare_presentation import NOTHING, aligned
 from dlrm_core.figure_theme import percent, rows_of
 from dlrm_core.notebook_parameters import value_text
-from dlrm_core.presentation import NOT_MEASURED, Table, Text
+from dlrm_core.page_tables import NOT_MEASURED, NOTHING, Table, Text, aligned
 
 FIGURE_NAMES = {"step_ms": "step", "end_to_end_ms": "end to end"}
 

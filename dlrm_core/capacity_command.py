@@ -10,7 +10,7 @@ from dlrm_core.capacity_presentation import capacity, fits_table, model_table
 from dlrm_core.capacity_report import CUDA_CONTEXT_BYTES, Capacity
 from dlrm_core.config import load_parameters
 from dlrm_core.files import plain
-from dlrm_core.presentation import Table
+from dlrm_core.page_tables import Table
 
 SHOWN = 30
 """Lines of the forecast that are printed; smaller items are summed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dlrm_core.capacity import format_bytes
 from dlrm_core.capacity_report import Capacity, Verdict, capacity_of
 from dlrm_core.config import Parameters
-from dlrm_core.presentation import Table
+from dlrm_core.page_tables import Table
 
 NONE = "–"
 

@@ -4,38 +4,50 @@ from __future__ import annotations
 
 import itertools
 import math
-import textwrap
 from collections.abc import Sequence
+from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
 
 from dlrm_core.change_options import change_text
 from dlrm_core.comparison import Outcome
+from dlrm_core.figure_axes import error_bars, label_rows, lines_of, mark_one
 from dlrm_core.figure_theme import (
     COLOURS,
+    FASTER,
     GRID,
     INK,
+    PREDICTED,
     ROW,
-    digits,
+    SAME,
+    SLOWER,
+    SYMBOLS,
     escaped,
     figure,
     markers,
+    milliseconds,
     part_label,
     rows_of,
     short_name,
+    signed_milliseconds,
     text_on,
     wrapped,
 )
 
-SLOWER, SAME, FASTER = "#C8402F", "#A9ADB3", "#2F74B5"
-"""Ends and middle of the scale of differences; apart for readers with colour deficiencies."""
+WATERFALL: dict[str, Any] = {
+    "textposition": "outside",
+    "cliponaxis": False,
+    "connector": {"line": {"color": GRID, "width": 1}},
+    "increasing": {"marker": {"color": SLOWER}},
+    "decreasing": {"marker": {"color": FASTER}},
+    "totals": {"marker": {"color": INK}},
+    "hovertemplate": "%{text}<extra></extra>",
+}
+"""The look of steps from one time to another."""
 
 TWICE = 1.0
 """A difference of this many doublings has the full colour."""
-
-PREDICTED = "#8D5FC0"
-SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x")
 
 
 def speedups(outcomes: Sequence[Outcome]) -> go.Figure:
@@ -47,7 +59,7 @@ def speedups(outcomes: Sequence[Outcome]) -> go.Figure:
         ("predicted", PREDICTED, "diamond", -0.13),
         ("measured", COLOURS["top_mlp"], "circle", 0.13),
     ):
-        places, mids, lows, highs = [], [], [], []
+        places, ranges = [], []
         for row, outcome in enumerate(shown):
             if name == "predicted":
                 if outcome.predicted is None:
@@ -58,11 +70,10 @@ def speedups(outcomes: Sequence[Outcome]) -> go.Figure:
                 assert outcome.speedup is not None
                 low, mid, high = outcome.speedup.low, outcome.speedup.mid, outcome.speedup.high
             places.append(row + lift)
-            mids.append(mid)
-            lows.append(mid - low if math.isfinite(low) else 0.0)
-            highs.append(high - mid if math.isfinite(high) else 0.0)
-        if not mids:
+            ranges.append((low, mid, high))
+        if not ranges:
             continue
+        lows, mids, highs = zip(*ranges, strict=True)
         result.add_trace(
             go.Scatter(
                 x=mids,
@@ -70,31 +81,17 @@ def speedups(outcomes: Sequence[Outcome]) -> go.Figure:
                 mode="markers+text",
                 name=name,
                 marker={"color": colour, "size": 11, "symbol": symbol},
-                error_x={"array": highs, "arrayminus": lows, "color": colour, "thickness": 2.5},
+                error_x=error_bars(lows, mids, highs, colour, 2.5),
                 text=[f"{mid:.2f}×" for mid in mids],
                 textposition="top center" if name == "predicted" else "bottom center",
                 cliponaxis=False,
                 hovertemplate=f"{name}: %{{x:.3f}}×<extra></extra>",
             )
         )
-    result.add_vline(x=1, line={"color": INK, "width": 1, "dash": "dot"})
+    mark_one(result)
     result.update_xaxes(title="times as fast as the first (1 is no difference)")
-    result.update_yaxes(
-        tickmode="array",
-        tickvals=list(range(len(shown))),
-        ticktext=labels,
-        range=[len(shown) - 0.4, -0.6],
-        ticklabelstandoff=8,
-        showgrid=False,
-        zeroline=False,
-    )
+    label_rows(result, labels)
     return result
-
-
-def lines_of(text: str, width: int) -> str:
-    """A label broken into lines between words; a longer word keeps a line of its own."""
-    pieces = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
-    return "<br>".join(escaped(piece) for piece in pieces)
 
 
 def rounds(times: pd.DataFrame) -> go.Figure:
@@ -156,11 +153,10 @@ def part_differences(parts: pd.DataFrame) -> go.Figure:
     longest = max(reach, default=0.0) or 1.0
     for place, row, far in zip(places, rows, reach, strict=True):
         right = row.difference_ms >= 0
-        sign = "+" if row.difference_ms > 0 else "−" if row.difference_ms < 0 else ""
         result.add_annotation(
             x=far if right else -far,
             y=place,
-            text=f"{sign}{digits(abs(row.difference_ms))} ms",
+            text=signed_milliseconds(row.difference_ms),
             showarrow=False,
             xanchor="left" if right else "right",
             xshift=6 if right else -6,
@@ -176,14 +172,7 @@ def part_differences(parts: pd.DataFrame) -> go.Figure:
         zeroline=True,
         zerolinecolor=INK,
     )
-    result.update_yaxes(
-        tickmode="array",
-        tickvals=places,
-        ticktext=[part_label(row.component, row.phase) for row in rows],
-        range=[len(rows) - 0.4, -0.6],
-        showgrid=False,
-        zeroline=False,
-    )
+    label_rows(result, [part_label(row.component, row.phase) for row in rows])
     return result
 
 
@@ -325,29 +314,24 @@ def waterfall(outcomes: Sequence[Outcome]) -> go.Figure:
             name="measured",
             showlegend=False,
             text=[
-                f"{digits(base)} ms",
-                *(_step_text(step) for step in steps),
-                f"{digits(levels[-1])} ms",
+                milliseconds(base),
+                *(signed_milliseconds(step) for step in steps),
+                milliseconds(levels[-1]),
             ],
-            textposition="outside",
-            cliponaxis=False,
-            connector={"line": {"color": GRID, "width": 1}},
-            increasing={"marker": {"color": SLOWER}},
-            decreasing={"marker": {"color": FASTER}},
-            totals={"marker": {"color": INK}},
-            hovertemplate="%{text}<extra></extra>",
+            **WATERFALL,
         )
     )
-    levels_foretold = [
+    foretold = [
         (place, *(base / o.predicted.speedup[end] for end in ("high", "mid", "low")))
         for place, o in enumerate(shown, 1)
         if o.predicted is not None
     ]
-    if levels_foretold:
+    if foretold:
+        at, lows, mids, highs = zip(*foretold, strict=True)
         result.add_trace(
             go.Scatter(
-                x=[place for place, *_ in levels_foretold],
-                y=[mid for _, _, mid, _ in levels_foretold],
+                x=at,
+                y=mids,
                 mode="markers",
                 name="predicted before it was measured",
                 marker={
@@ -356,12 +340,7 @@ def waterfall(outcomes: Sequence[Outcome]) -> go.Figure:
                     "symbol": "diamond",
                     "line": {"color": "white", "width": 1},
                 },
-                error_y={
-                    "array": [high - mid for _, _, mid, high in levels_foretold],
-                    "arrayminus": [mid - low for _, low, mid, _ in levels_foretold],
-                    "color": PREDICTED,
-                    "thickness": 2,
-                },
+                error_y=error_bars(lows, mids, highs, PREDICTED, 2),
                 hovertemplate="predicted %{y:,.2f} ms<extra></extra>",
             )
         )
@@ -370,7 +349,3 @@ def waterfall(outcomes: Sequence[Outcome]) -> go.Figure:
     )
     result.update_yaxes(title="ms of an iteration", rangemode="tozero")
     return result
-
-
-def _step_text(step: float) -> str:
-    return f"{'+' if step > 0 else '−'}{digits(abs(step))} ms"

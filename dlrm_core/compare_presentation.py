@@ -1,53 +1,31 @@
-"""Tables and sentences of comparisons and sweeps. Nothing is analysed here."""
+"""Tables and sentences of comparisons. Nothing is analysed here."""
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
-from dlrm_core.analysis.ensemble import short_leaf
 from dlrm_core.analysis.intervals import Interval
 from dlrm_core.change_options import change_text
 from dlrm_core.comparison import Comparison, Outcome
-from dlrm_core.figure_theme import digits, part_label, percent, rows_of, short_name
+from dlrm_core.figure_theme import digits, part_label, rows_of, short_name, signed_percent
 from dlrm_core.notebook_parameters import value_text
-from dlrm_core.presentation import NOT_MEASURED, Table, Text, column
-
-NOTHING = "–"
-
-
-def shown_if(there: object, draw: Callable[[Any], Any], data: Any, reason: str) -> Any:
-    """What ``draw`` makes of the data where it is there; else the reason in its place."""
-    return draw(data) if there and data is not None else Text(f"*{reason}*")
-
-
-def aligned(*columns: Sequence[float] | pd.Series) -> list[list[str]]:
-    """Several columns of one quantity with the same decimals."""
-    cells = column([value for values in columns for value in values])
-    starts = itertools.accumulate((len(values) for values in columns), initial=0)
-    return [cells[start : start + len(values)] for start, values in zip(starts, columns)]  # noqa: B905
-
-
-def signed(values: Sequence[float]) -> list[str]:
-    """Differences of one column: a sign, and as many decimals as the largest needs."""
-    return _signs(values, column([abs(value) for value in values]))
-
-
-def _signs(values: Iterable[float], cells: Sequence[str]) -> list[str]:
-    # "<0.01" with a sign would say two things
-    cells = [cell if not cell.startswith("<") else cell[1:-1] + "0" for cell in cells]
-    return [
-        cell if not math.isfinite(value) or _is_zero(cell) else ("+" if value > 0 else "−") + cell
-        for value, cell in zip(values, cells, strict=True)
-    ]
-
-
-def _is_zero(cell: str) -> bool:
-    return cell.strip("0.") == ""
+from dlrm_core.page_tables import (
+    NOT_MEASURED,
+    NOTHING,
+    Table,
+    Text,
+    aligned,
+    column,
+    from_to,
+    known_or,
+    signed,
+    with_signs,
+    yes_or_no,
+)
 
 
 def times_faster(interval: Interval | None) -> str:
@@ -132,13 +110,13 @@ def outcomes_table(comparison: Comparison) -> Table:
         rows.append(
             (
                 change_text(outcome.change) or outcome.after,
-                _ms(outcome.before_ms),
-                _ms(then, NOTHING),
-                _ms(outcome.after_ms),
+                known_or(outcome.before_ms, digits, NOT_MEASURED),
+                known_or(then, digits),
+                known_or(outcome.after_ms, digits, NOT_MEASURED),
                 foretold(outcome),
                 times_faster(outcome.speedup),
-                NOTHING if outcome.error is None else f"{outcome.error:+.1%}".replace("-", "−"),
-                {None: NOTHING, True: "yes", False: "no"}[outcome.in_range],
+                known_or(outcome.error, signed_percent),
+                yes_or_no(outcome.in_range),
             )
         )
     return Table(
@@ -160,9 +138,9 @@ def predictions_table(comparison: Comparison) -> Table | Text:
         rows.append(
             (
                 change_text(outcome.change),
-                _ms(made.now_ms if made else None, NOTHING),
-                _ms(made.mid_ms if made else None, NOTHING),
-                f"{digits(made.low_ms)} to {digits(made.high_ms)}" if made else NOTHING,
+                known_or(made.now_ms if made else None, digits),
+                known_or(made.mid_ms if made else None, digits),
+                from_to(made.low_ms, made.high_ms) if made else NOTHING,
                 foretold(outcome),
                 made.method if made else f"not predicted: {outcome.reason}",
             )
@@ -194,7 +172,7 @@ def rounds_table(comparison: Comparison) -> Table | Text:
     cells |= {f"{name} (ms)": column(wide[name]) for name in (first, *others)}
     for name in others:
         cells[f"{first} / {name}"] = [f"{ratio:.3f}" for ratio in wide[first] / wide[name]]
-    return Table(list(cells), zip(*cells.values(), strict=True))
+    return Table.of(cells)
 
 
 def parts_table(outcome: Outcome) -> Table | Text:
@@ -209,15 +187,15 @@ def parts_table(outcome: Outcome) -> Table | Text:
     low, gap, high = aligned(
         parts["low_ms"].abs(), parts["difference_ms"].abs(), parts["high_ms"].abs()
     )
-    low = _signs(parts["low_ms"], low)
-    high = _signs(parts["high_ms"], high)
+    low = with_signs(parts["low_ms"], low)
+    high = with_signs(parts["high_ms"], high)
     cells = {
         "part": [part_label(row.component) for row in rows],
         "phase": [row.phase or NOTHING for row in rows],
         "before (ms)": before,
         "after (ms)": after,
         "predicted (ms)": predicted,
-        "difference (ms)": _signs(parts["difference_ms"], gap),
+        "difference (ms)": with_signs(parts["difference_ms"], gap),
         "95 % interval": [
             f"{a} to {b}" if a != NOTHING else NOTHING for a, b in zip(low, high, strict=True)
         ],
@@ -225,7 +203,7 @@ def parts_table(outcome: Outcome) -> Table | Text:
     }
     if not then:
         del cells["predicted (ms)"]
-    return Table(list(cells), zip(*cells.values(), strict=True))
+    return Table.of(cells)
 
 
 def _predicted_parts(outcome: Outcome) -> dict[tuple[str, str], float]:
@@ -298,107 +276,4 @@ def changes_table(changes: pd.DataFrame) -> Table | Text:
         "difference (ms)": signed(changes["difference_ms"].tolist()),
         "": changes["state"].tolist(),
     }
-    return Table(list(cells), zip(*cells.values(), strict=True))
-
-
-def laws_table(laws: pd.DataFrame) -> Table | Text:
-    """Fitted laws in words and numbers."""
-    if laws.empty:
-        return Text("*No law can be fitted: three runs or more that differ in a size are needed.*")
-    cells = {
-        "along": [short_leaf(leaf) for leaf in laws["leaf"]],
-        "part": [part_label(c, p) for c, p in zip(laws["component"], laws["phase"], strict=True)],
-        "with": [held or NOTHING for held in laws["held"]],
-        "law": laws["sentence"].tolist(),
-        "a (ms)": [digits(value) for value in laws["a_ms"]],
-        "slope": [f"{value:.2f}" for value in laws["slope"]],
-        "r²": [f"{value:.4f}" if math.isfinite(value) else NOTHING for value in laws["r2"]],
-    }
-    if set(cells["with"]) == {NOTHING}:
-        del cells["with"]
-    return Table(list(cells), zip(*cells.values(), strict=True))
-
-
-# ---- sweeps ---------------------------------------------------------------------
-
-
-def sweep_verdict(summary: pd.DataFrame, failures: str) -> Text:
-    """How many points there are, and which is best."""
-    done = summary[summary["status"] == "finished"]
-    lines = [f"**{len(done)} of {len(summary)} points finished.**"]
-    speed = done["samples_per_second"].dropna() if len(done) else done
-    if len(speed):
-        best, worst = speed.idxmax(), speed.idxmin()
-        lines.append(
-            f"Most samples a second: **{done['label'][best]}**, {speed[best]:,.0f} samples/s, "
-            f"{speed[best] / speed[worst]:.2f} times those of {done['label'][worst]} "
-            f"({speed[worst]:,.0f})."
-        )
-    if failures:
-        lines.append("```\n" + failures + "\n```")
-    return Text("\n\n".join(lines))
-
-
-def points_table(summary: pd.DataFrame) -> Table:
-    """Every point of a sweep with its figures."""
-    best = summary["samples_per_second"].max()
-    cells: dict[str, list[str]] = {
-        "point": [str(number) for number in summary["number"]],
-        "setting": summary["label"].tolist(),
-        "status": summary["status"].tolist(),
-        "iteration (ms)": column(summary["ms_per_iteration"]),
-        "samples/s": [_count(value) for value in summary["samples_per_second"]],
-        "of the best": [
-            percent(value / best) if math.isfinite(value) else NOTHING
-            for value in summary["samples_per_second"]
-        ],
-        "largest part": [part_label(str(name)) if name else NOTHING for name in summary["top"]],
-        "its share": [
-            percent(value) if math.isfinite(value) else NOTHING for value in summary["top_share"]
-        ],
-        "measured speed-up": [
-            f"{value:.2f}×" if math.isfinite(value) else NOTHING for value in summary["speedup"]
-        ],
-    }
-    if summary["speedup"].isna().all():
-        del cells["measured speed-up"]
-    return Table(list(cells), zip(*cells.values(), strict=True))
-
-
-def findings_matrix(found: pd.DataFrame) -> Table | Text:
-    """Which finding is there at which point, with its share of the step.
-
-    Args:
-        found: index the rule, a column a point, NaN where it did not fire.
-    """
-    if found.empty:
-        return Text("No rule found a bottleneck at any point.")
-    rows = [
-        (
-            str(title),
-            *(percent(value) if math.isfinite(value) else NOTHING for value in values),
-            _appearance(values),
-        )
-        for title, values in zip(found.index, found.to_numpy().tolist(), strict=True)
-    ]
-    return Table(["finding", *(f"at {number}" for number in found.columns), "along the grid"], rows)
-
-
-def _appearance(values: Sequence[float]) -> str:
-    there = [math.isfinite(value) for value in values]
-    if all(there):
-        return "everywhere"
-    if not there[0] and there[-1]:
-        return "appears"
-    return "disappears" if there[0] and not there[-1] else "at some points"
-
-
-# ---- helpers --------------------------------------------------------------------
-
-
-def _ms(value: float | None, absent: str = NOT_MEASURED) -> str:
-    return absent if value is None or not math.isfinite(value) else digits(value)
-
-
-def _count(value: float) -> str:
-    return f"{value:,.0f}" if math.isfinite(value) else NOTHING
+    return Table.of(cells)

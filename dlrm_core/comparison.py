@@ -20,7 +20,7 @@ from dlrm_core.analysis.compare import (
 from dlrm_core.change_options import difference, flat_change
 from dlrm_core.compare_runs import ROUNDS
 from dlrm_core.comparison_base import Comparison, Outcome
-from dlrm_core.comparison_change import SAME_TRAINING, ChangeComparison, RoundBar
+from dlrm_core.comparison_change import SAME_TRAINING, ChangeComparison, round_bar
 from dlrm_core.config import Parameters, load_parameters
 from dlrm_core.errors import InputError
 from dlrm_core.profiling.measure import saved_profile
@@ -32,8 +32,8 @@ __all__ = [
     "ChangeComparison",
     "Comparison",
     "Outcome",
-    "RoundBar",
     "RunsComparison",
+    "round_bar",
     "start",
 ]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from dlrm_core.files import only_process
 from dlrm_core.profiling.hpctoolkit_process import Progress, ProgressCallback, fresh_path
 from dlrm_core.profiling.measure import measure, saved_profile
 from dlrm_core.profiling.profile import Profile
+from dlrm_core.progress import Bar
 from dlrm_core.run_folder import versions
 
 BASELINE = "baseline"
@@ -225,39 +227,22 @@ class ChangeComparison(Comparison):
         }
 
 
-class RoundBar:
-    """Live progress of the runs in turns: one bar over all of them.
+@contextlib.contextmanager
+def round_bar(comparison: Comparison) -> Iterator[Callable[[Progress], None]]:
+    """Live progress of the runs in turns: the ``progress`` of :meth:`Comparison.measure`."""
+    total = 0
+    if isinstance(comparison, ChangeComparison) and comparison.outcomes:
+        total = comparison.rounds * (1 + len(comparison.outcomes))
+    seen: list[str] = []
+    with Bar("rounds", "run", total, shown=total > 0) as bar:
 
-    Use as the ``progress`` of :meth:`Comparison.measure`, in a ``with``.
-    """
+        def show(progress: Progress) -> None:
+            if progress.stage not in seen:
+                seen.append(progress.stage)
+            bar.show(len(seen) - 1, f"{progress.elapsed_s:.0f} s", progress.stage)
 
-    def __init__(self, comparison: Comparison) -> None:
-        self._total = 0
-        if isinstance(comparison, ChangeComparison) and comparison.outcomes:
-            self._total = comparison.rounds * (1 + len(comparison.outcomes))
-        self._seen: list[str] = []
-        self._bar: Any = None
-
-    def __call__(self, progress: Progress) -> None:
-        """Show which run is going on, and how far it is."""
-        if progress.stage not in self._seen:
-            self._seen.append(progress.stage)
-            self._bar.n = len(self._seen) - 1
-            self._bar.set_description_str(progress.stage, refresh=False)
-        self._bar.set_postfix_str(f"{progress.elapsed_s:.0f} s", refresh=False)
-        self._bar.refresh()
-
-    def __enter__(self) -> RoundBar:
-        from tqdm.auto import tqdm
-
-        if self._total:
-            self._bar = tqdm(total=self._total, desc="rounds", unit="run")
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_rest: object) -> None:
-        if self._bar is not None:
-            self._bar.n = self._total if kind is None else self._bar.n
-            self._bar.close()
+        yield show
+        bar.fill()
 
 
 def _now() -> str:

@@ -9,11 +9,11 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from dlrm_core.compare_presentation import NOTHING, aligned
 from dlrm_core.errors import InputError
-from dlrm_core.figure_theme import COLOURS, INK, PATTERNS, digits, figure, percent, rows_of
+from dlrm_core.figure_axes import add_ends, add_headings, in_groups, label_rows, mark_one
+from dlrm_core.figure_theme import figure, marker, milliseconds, percent, rows_of
 from dlrm_core.files import read_json
-from dlrm_core.presentation import Table, Text
+from dlrm_core.page_tables import NOTHING, Table, Text, aligned
 from dlrm_core.run_folder import REPOSITORY
 
 DEFAULT = REPOSITORY / "benchmarks" / "results" / "embeddings.json"
@@ -87,7 +87,10 @@ def bars(document: Mapping[str, Any], study: bool = False) -> go.Figure:
     base = [of.get((row.case, row.threads), float("nan")) for row in rows_of(table)]
     name = "race-free updates" if study else "our fused back end"
     title = "Ways to share an update between threads" if study else "Embeddings by back end"
-    places, headings = _places(table)
+    places, headings = in_groups(
+        f"{row.case}, {row.threads} thread{'s' if row.threads != 1 else ''}"
+        for row in rows_of(table)
+    )
     result = figure(title, 150 + 27 * (len(table) + len(headings)), legend=True)
     for phase in PHASES:
         result.add_trace(
@@ -96,47 +99,19 @@ def bars(document: Mapping[str, Any], study: bool = False) -> go.Figure:
                 y=places,
                 orientation="h",
                 name=phase,
-                marker={
-                    "color": COLOURS["embedding"],
-                    "line": {"width": 0},
-                    "pattern": {
-                        "shape": PATTERNS[phase],
-                        "fillmode": "overlay",
-                        "fgcolor": "rgba(255, 255, 255, 0.75)",
-                        "size": 7,
-                        "solidity": 0.22,
-                    },
-                },
+                marker=marker("embedding", phase),
                 customdata=table[f"{phase}_ms"],
                 hovertemplate=f"{phase} %{{customdata:,.2f}} ms<extra></extra>",
             )
         )
-    for place, total, one in zip(places, table["total_ms"], base, strict=True):
-        result.add_annotation(
-            x=total / one,
-            y=place,
-            text=f"{digits(total)} ms",
-            showarrow=False,
-            xanchor="left",
-            xshift=6,
-        )
-    for place, text in headings:
-        result.add_annotation(
-            x=0, xref="paper", y=place, text=f"<b>{text}</b>", showarrow=False, xanchor="left"
-        )
-    longest = float((table["total_ms"] / base).max()) if len(table) else 1.0
-    result.add_vline(x=1, line={"color": INK, "width": 1, "dash": "dot"})
+    ends = table["total_ms"] / base
+    add_ends(result, ends, places, list(map(milliseconds, table["total_ms"])))
+    add_headings(result, headings)
+    longest = float(ends.max()) if len(table) else 1.0
+    mark_one(result)
     result.update_layout(barmode="stack", bargap=0.25)
     result.update_xaxes(title=f"time, {name} of the same case is 1", range=[0, 1.35 * longest])
-    result.update_yaxes(
-        tickmode="array",
-        tickvals=places,
-        ticktext=[label(name) for name in table["contestant"]],
-        range=[max(places, default=0.0) + 0.6, -0.6],
-        ticklabelstandoff=6,
-        showgrid=False,
-        zeroline=False,
-    )
+    label_rows(result, [label(name) for name in table["contestant"]], places)
     return result
 
 
@@ -199,19 +174,3 @@ def sentences(document: Mapping[str, Any]) -> Text:
         f"`{'`, `'.join(document['commands'])}`."
     )
     return Text("\n".join(dict.fromkeys(lines)))
-
-
-def _places(table: pd.DataFrame) -> tuple[list[float], list[tuple[float, str]]]:
-    """A place for each row, with room for a heading above each case; and the headings."""
-    places: list[float] = []
-    headings: list[tuple[float, str]] = []
-    place, last = 0.0, None
-    for row in rows_of(table):
-        if (row.case, row.threads) != last:
-            last = (row.case, row.threads)
-            threads = f"{row.threads} thread{'s' if row.threads != 1 else ''}"
-            headings.append((place, f"{row.case}, {threads}"))
-            place += 1.0
-        places.append(place)
-        place += 1.0
-    return places, headings

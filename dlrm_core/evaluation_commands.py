@@ -25,6 +25,7 @@ from dlrm_core.files import plain
 from dlrm_core.inference import POOL_BATCHES, measure_latency, pool_of
 from dlrm_core.model import DLRM, ClickLoss, build_model
 from dlrm_core.precision import DensePrecision, set_fp32_matmul, set_tf32
+from dlrm_core.progress import Bar
 from dlrm_core.resuming import require_same_model, restore_weights, with_backend_of
 from dlrm_core.training_host import device_name, resolve_device
 
@@ -47,17 +48,16 @@ def evaluate(arguments: argparse.Namespace) -> int:
     """``dlrm evaluate``: the last line is one JSON object."""
     predictor = open_predictor(arguments)
     device = predictor.device
-    bar = _bar("evaluating")
-    found = evaluate_batches(
-        predictor.model,
-        predictor.loss,
-        HeldOut(predictor.parameters, device),
-        predictor.precision,
-        device,
-        predictor.iteration,
-        bar.update,
-    )
-    bar.close()
+    with Bar("evaluating", "samples", shown=sys.stderr.isatty(), unit_scale=True) as bar:
+        found = evaluate_batches(
+            predictor.model,
+            predictor.loss,
+            HeldOut(predictor.parameters, device),
+            predictor.precision,
+            device,
+            predictor.iteration,
+            bar.add,
+        )
     line = dataclasses.asdict(found) | _about(predictor, found.notices())
     print(json.dumps(plain(line)), flush=True)
     return 0
@@ -190,22 +190,3 @@ def batch_sizes(given: str | None) -> list[int]:
             f"--batch-sizes is {given!r}, expected whole numbers above 0, as 1,64,2048"
         )
     return sizes
-
-
-class _NoBar:
-    def update(self, count: int) -> None:
-        """Nothing to show."""
-
-    def close(self) -> None:
-        """Nothing to show."""
-
-
-def _bar(what: str) -> Any:
-    """tqdm's bar of samples on a terminal."""
-    if not sys.stderr.isatty():
-        return _NoBar()
-    try:
-        from tqdm.auto import tqdm
-    except ImportError:
-        return _NoBar()
-    return tqdm(unit="samples", unit_scale=True, desc=what)

@@ -44,6 +44,16 @@ COMPUTE = "#6F8FAF"
 INK = "#767B82"
 """Contrast 4.2 or more to white and to JupyterLab's dark background."""
 
+SLOWER, SAME, FASTER = "#C8402F", "#A9ADB3", "#2F74B5"
+"""Ends and middle of the scale of differences; apart for readers with colour deficiencies."""
+
+PREDICTED = "#8D5FC0"
+"""What was foretold, beside what was measured."""
+
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x")
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
+"""Lines of one figure take them in turn, so that they are apart without colours."""
+
 ROW = 26
 """Height of a horizontal bar and its gap, in pixels."""
 
@@ -134,48 +144,6 @@ def markers(parts: Sequence[tuple[str, str]], pale: Sequence[bool] = ()) -> dict
     }
 
 
-def ranked_bars(
-    title: str,
-    unit: str,
-    labels: Sequence[str],
-    values: Sequence[float],
-    texts: Sequence[str],
-    hover: Sequence[str],
-    marker: dict[str, Any],
-    row: int = ROW,
-) -> go.Figure:
-    """Horizontal bars, the first on top, each with its label before and its value behind it."""
-    result = figure(title, 110 + row * max(len(labels), 3))
-    # two bars may have one label, so places are numbers
-    places = list(range(len(labels)))
-    result.add_trace(
-        go.Bar(
-            x=list(values),
-            y=places,
-            orientation="h",
-            marker=marker,
-            text=list(texts),
-            textposition="outside",
-            cliponaxis=False,
-            hovertext=list(hover),
-            hovertemplate="%{hovertext}<extra></extra>",
-        )
-    )
-    # room for the text behind the longest bar
-    longest = max(values, default=0.0)
-    result.update_xaxes(title=unit, range=[0, 1.42 * longest if longest > 0 else 1])
-    result.update_yaxes(
-        tickmode="array",
-        tickvals=places,
-        ticktext=list(labels),
-        range=[len(places) - 0.4, -0.6],
-        ticklabelstandoff=5,
-        showgrid=False,
-        zeroline=False,
-    )
-    return result
-
-
 def rows_of(table: pd.DataFrame) -> list[Any]:
     """The rows as named tuples."""
     return list(table.itertuples(index=False))
@@ -224,6 +192,12 @@ def milliseconds(time: float) -> str:
     return f"{digits(time)} ms"
 
 
+def signed_milliseconds(difference: float) -> str:
+    """``+1.20 ms``, ``−3.00 ms``; ``0 ms`` where nothing changed."""
+    sign = "+" if difference > 0 else "−" if difference < 0 else ""
+    return f"{sign}{milliseconds(abs(difference))}"
+
+
 def digits(value: float) -> str:
     """Three digits that count, whole numbers from 100: 1,234; 12.3; 0.0123."""
     if abs(value) >= 99.95 or value == 0:
@@ -234,6 +208,11 @@ def digits(value: float) -> str:
 def percent(share: float) -> str:
     """A share with one decimal; what is there but rounds to nothing is ``<0.1%``."""
     return "<0.1%" if 0 < share < 0.0005 else f"{share:.1%}"
+
+
+def signed_percent(share: float) -> str:
+    """A difference with its sign: ``+3.1%``, ``−0.4%``."""
+    return f"{share:+.1%}".replace("-", "−")
 
 
 def escaped(text: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
+from dlrm_core.figure_axes import ranked_bars
 from dlrm_core.figure_theme import (
     COLOURS,
     COMPUTE,
@@ -24,7 +25,6 @@ from dlrm_core.figure_theme import (
     milliseconds,
     part_label,
     percent,
-    ranked_bars,
     rows_of,
     short_name,
     step_order,

@@ -14,6 +14,7 @@ import plotly.graph_objects as go
 
 from dlrm_core.analysis.gpu import ISSUED
 from dlrm_core.analysis.idleness import NOBODY
+from dlrm_core.figure_axes import label_rows, ranked_bars
 from dlrm_core.figure_theme import (
     COLOURS,
     GRID,
@@ -28,7 +29,6 @@ from dlrm_core.figure_theme import (
     milliseconds,
     part_label,
     percent,
-    ranked_bars,
     rows_of,
     short_name,
     step_order,
@@ -169,15 +169,7 @@ def stall_bars(stalls: pd.DataFrame, count: int = 12) -> go.Figure:
         )
     result.update_layout(barmode="stack")
     result.update_xaxes(title="% of all warp-cycles sampled")
-    result.update_yaxes(
-        tickmode="array",
-        tickvals=places["row"].tolist(),
-        ticktext=labels,
-        range=[len(places) - 0.4, -0.6],
-        ticklabelstandoff=5,
-        showgrid=False,
-        zeroline=False,
-    )
+    label_rows(result, labels, places["row"].tolist())
     return result
 
 

@@ -15,7 +15,7 @@ from dlrm_core.analysis.context_tree import reason_of
 from dlrm_core.analysis.gpu import stall_reasons
 from dlrm_core.figure_theme import part_label, percent
 from dlrm_core.gpu_figures import REASON_NAMES, function_name
-from dlrm_core.presentation import Table, Text, column
+from dlrm_core.page_tables import Table, Text, column
 
 Drawn = TypeVar("Drawn")
 
@@ -69,7 +69,7 @@ def top_down_table(view: pd.DataFrame, count: int = 40) -> Table | Text:
         f"itself{unit}": column(table["exclusive"]),
         **{_titled(name): column(table[name]) for name in others},
     }
-    return Table(list(cells), zip(*cells.values(), strict=True))
+    return Table.of(cells)
 
 
 def bottom_up_table(view: pd.DataFrame, count: int = 40) -> Table | Text:
@@ -97,7 +97,7 @@ def bottom_up_table(view: pd.DataFrame, count: int = 40) -> Table | Text:
         "share": list(map(percent, table["share"])),
         f"with callees{unit}": column(table["inclusive"]),
     }
-    return Table(list(cells), zip(*cells.values(), strict=True))
+    return Table.of(cells)
 
 
 def flat_table(view: pd.DataFrame, count: int = 15) -> Table | Text:
@@ -127,7 +127,7 @@ def flat_table(view: pd.DataFrame, count: int = 15) -> Table | Text:
         f"with callees{unit}": column(table["inclusive"]),
         "share with callees": list(map(percent, table["inclusive_share"])),
     }
-    return Table(list(cells), zip(*cells.values(), strict=True))
+    return Table.of(cells)
 
 
 # ---- GPU --------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def kernels_table(kernels: pd.DataFrame, count: int = 20) -> Table | Text:
         for name, title in numbers.items()
         if not kernels[name].isna().all()
     }
-    return Table(list(cells), zip(*cells.values(), strict=True))
+    return Table.of(cells)
 
 
 def copies_table(copies: pd.DataFrame) -> Table | Text:
@@ -172,7 +172,7 @@ def copies_table(copies: pd.DataFrame) -> Table | Text:
         "time (ms)": column(copies["time_ms"]),
         "GB/s": column(copies["gb_per_s"]),
     }
-    return Table(list(cells), zip(*cells.values(), strict=True))
+    return Table.of(cells)
 
 
 def stalls_table(stalls: pd.DataFrame) -> Table | Text:
@@ -187,7 +187,7 @@ def stalls_table(stalls: pd.DataFrame) -> Table | Text:
         "meaning": list(table["meaning"]),
         "what usually helps": list(table["advice"]),
     }
-    return Table(list(cells), zip(*cells.values(), strict=True))
+    return Table.of(cells)
 
 
 def idleness_table(idleness: pd.DataFrame) -> Table | Text:
@@ -207,7 +207,7 @@ def idleness_table(idleness: pd.DataFrame) -> Table | Text:
         "gaps": _counted(idleness["gaps"]),
         "longest gap (ms)": column(idleness["longest_gap_ms"]),
     }
-    return Table(list(cells), zip(*cells.values(), strict=True))
+    return Table.of(cells)
 
 
 def blame_table(blame: pd.DataFrame, count: int = 15) -> Table | Text:
@@ -221,7 +221,7 @@ def blame_table(blame: pd.DataFrame, count: int = 15) -> Table | Text:
         "GPU idle (ms)": column(table["blamed_ms"]),
         "share of idle time": list(map(percent, table["share"])),
     }
-    return Table(list(cells), zip(*cells.values(), strict=True))
+    return Table.of(cells)
 
 
 def lanes_table(summary: pd.DataFrame) -> Table | Text:
@@ -236,7 +236,7 @@ def lanes_table(summary: pd.DataFrame) -> Table | Text:
         "most": [function_name(name, 48) for name in summary["largest"]],
         "its share": list(map(percent, summary["largest_share"])),
     }
-    return Table(list(cells), zip(*cells.values(), strict=True))
+    return Table.of(cells)
 
 
 # ---- helpers ----------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pandas as pd
 from dlrm_core.analysis.steady import SteadyState
 from dlrm_core.figure_theme import part_label, percent
 from dlrm_core.gpu_presentation import absent
-from dlrm_core.presentation import Table, Text, column
+from dlrm_core.page_tables import Table, Text, column
 
 
 def steady_text(state: SteadyState | None) -> Text:
@@ -165,4 +165,4 @@ def _share(value: float) -> str:
 
 
 def _table(cells: dict[str, list[str]]) -> Table:
-    return Table(list(cells), zip(*cells.values(), strict=True))
+    return Table.of(cells)

@@ -19,6 +19,7 @@ from dlrm_core.files import read_json
 from dlrm_core.profiling.hpctoolkit_process import Progress
 from dlrm_core.profiling.measure import saved_profile
 from dlrm_core.profiling.profile import Profile
+from dlrm_core.progress import Bar
 from dlrm_core.run_folder import DEFAULT_OUTPUT_ROOT, RunFolder, claim_run_folder, latest_run
 from dlrm_core.samples import sample_profile
 
@@ -143,33 +144,26 @@ class StageBars:
         self._recorded = config.warmup + 2 * config.iterations
         self._measured = config.warmup + config.iterations
         self._stage = ""
-        self._bar: Any = None
+        self._bar: Bar | None = None
 
     def __call__(self, progress: Progress) -> None:
         """Show where the measurement stands."""
-        if progress.stage != self._stage:
-            self._open(progress.stage)
-        bar = self._bar
-        if progress.iteration is not None:
-            bar.n = min(progress.iteration, bar.total or progress.iteration)
-        bar.set_postfix_str(progress.detail or f"{progress.elapsed_s:.0f} s", refresh=False)
-        bar.refresh()
+        if self._bar is None or progress.stage != self._stage:
+            self._bar = self._open(progress.stage)
+        self._bar.show(progress.iteration, progress.detail or f"{progress.elapsed_s:.0f} s")
 
-    def _open(self, stage: str) -> None:
-        from tqdm.auto import tqdm
-
+    def _open(self, stage: str) -> Bar:
         self._close()
         total = (
             self._recorded if "torch" in stage else self._measured if "hpcrun" in stage else None
         )
         self._stage = stage
-        self._bar = tqdm(total=total, desc=stage, unit="iteration")
+        return Bar(stage, "iteration", total)
 
     def _close(self) -> None:
         if self._bar is not None:
             # callbacks come a few times a second, so the last iterations may go unreported
-            if self._bar.total and self._bar.n >= self._bar.total - 2:
-                self._bar.n = self._bar.total
+            self._bar.fill(missing=2)
             self._bar.close()
             self._bar = None
 

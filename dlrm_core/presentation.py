@@ -8,80 +8,15 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from html import escape
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
 from dlrm_core.analysis.findings import Finding
 from dlrm_core.figure_theme import digits, part_label, percent, rows_of, short_name
+from dlrm_core.page_tables import NOT_MEASURED, NOTHING, Table, Text, column, known_ms
 from dlrm_core.profiling.profile import Profile
-
-NOT_MEASURED = "not measured"
-
-_NUMBER = re.compile(r"<?[-+−]?[\d,]*\.?\d+(e[-+]?\d+)?( ?(%|×|ms|s|B|[KMGT]iB))?( \(.*\))?")
-
-
-def column(values: Iterable[float]) -> list[str]:
-    """Numbers of one column with the same decimals, so that they can be compared at sight.
-
-    As many decimals as give the largest three digits or more; what is there but rounds
-    to nothing is ``<0.1``, what is not a number ``–``.
-    """
-    numbers = [float(value) for value in values]
-    largest = max((abs(n) for n in numbers if math.isfinite(n)), default=0.0)
-    decimals = 1 if largest >= 99.95 else 2 if largest >= 9.995 else 3
-    least = 10.0**-decimals
-
-    def cell(number: float) -> str:
-        if not math.isfinite(number):
-            return "–"
-        return f"<{least:g}" if 0 < number < least / 2 else f"{number:,.{decimals}f}"
-
-    return [cell(number) for number in numbers]
-
-
-class Table:
-    """Rows of text, shown by notebooks as a table; numbers to the right, words to the left."""
-
-    def __init__(self, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-        self.columns = list(columns)
-        self.rows = [list(row) for row in rows]
-
-    def _repr_html_(self) -> str:
-        if not self.rows:
-            return '<p class="absent">Nothing to list.</p>'
-        words = [not _are_numbers(cells) for cells in zip(*self.rows, strict=True)]
-
-        def line(cells: Sequence[str], tag: str) -> str:
-            shown = (
-                f'<{tag} style="text-align: {"left" if left else "right"}">{escape(cell)}</{tag}>'
-                for cell, left in zip(cells, words, strict=True)
-            )
-            return f"<tr>{''.join(shown)}</tr>"
-
-        body = "\n".join(line(row, "td") for row in self.rows)
-        return (
-            f'<table class="dataframe">\n<thead>{line(self.columns, "th")}</thead>\n'
-            f"<tbody>\n{body}\n</tbody>\n</table>"
-        )
-
-    def __repr__(self) -> str:
-        return pd.DataFrame(self.rows, columns=self.columns).to_string(index=False)
-
-
-class Text:
-    """Markdown, shown by notebooks as such."""
-
-    def __init__(self, markdown: str) -> None:
-        self.markdown = markdown
-
-    def _repr_markdown_(self) -> str:
-        return self.markdown
-
-    def __repr__(self) -> str:
-        return self.markdown
 
 
 def notices(texts: Sequence[str]) -> Text:
@@ -168,7 +103,7 @@ def attribution_table(attribution: pd.DataFrame) -> Table:
         [
             (
                 part_label(row.component),
-                row.phase or "–",
+                row.phase or NOTHING,
                 *([where[row.where]] if on_gpu else []),
                 time,
                 percent(row.share),
@@ -197,7 +132,7 @@ def operators_table(operators: pd.DataFrame) -> Table:
     for name, of in measured.items():
         if operators[of].isna().all():
             del cells[name]
-    return Table(list(cells), zip(*cells.values(), strict=True))
+    return Table.of(cells)
 
 
 def data_table(split: pd.DataFrame) -> Table:
@@ -252,18 +187,18 @@ def tree_table(tree: pd.DataFrame, count: int = 20) -> Table:
         "share": [percent(value / total) for value in table["value_ms"]],
         "itself (ms)": column(table["self_ms"]),
     }
-    return Table(list(cells), zip(*cells.values(), strict=True))
+    return Table.of(cells)
 
 
 def memory_table(memory: pd.DataFrame) -> Table:
     """What each part allocates in a mean iteration."""
     cells = {
         "part": [part_label(name) for name in memory["component"]],
-        "phase": [phase or "–" for phase in memory["phase"]],
+        "phase": [phase or NOTHING for phase in memory["phase"]],
         "device": [device.upper() for device in memory["device"]],
         "allocated (MB)": column(memory["allocated_mb"]),
     }
-    return Table(list(cells), zip(*cells.values(), strict=True))
+    return Table.of(cells)
 
 
 def verdict(found: Sequence[Finding], limit: str) -> Text:
@@ -295,8 +230,8 @@ def findings_table(found: Sequence[Finding]) -> Table:
                 finding.title,
                 part_label(finding.component),
                 percent(finding.share_of_step),
-                ", ".join(f"{name}: {value}" for name, value in finding.change.items()) or "–",
-                f"{gain['mid']:.2f}× ({gain['low']:.2f}–{gain['high']:.2f})" if gain else "–",
+                ", ".join(f"{name}: {value}" for name, value in finding.change.items()) or NOTHING,
+                f"{gain['mid']:.2f}× ({gain['low']:.2f}–{gain['high']:.2f})" if gain else NOTHING,
             )
         )
     return Table(["finding", "part", "share of step", "parameter", "predicted speed-up"], rows)
@@ -331,19 +266,8 @@ def _shapes(text: str) -> str:
     return ", ".join(shape if count == 1 else f"{count} of {shape}" for shape, count in groups)
 
 
-def known_ms(value: Any) -> str:
-    """Milliseconds, or that they were not measured."""
-    known = value is not None and math.isfinite(value)
-    return f"{digits(float(value))} ms" if known else NOT_MEASURED
-
-
 def _count(calls: float) -> str:
     """Calls in a mean iteration: whole, or with digits where iterations differ."""
     if not math.isfinite(calls):
-        return "–"
+        return NOTHING
     return digits(calls) if calls % 1 else f"{calls:,.0f}"
-
-
-def _are_numbers(cells: Sequence[str]) -> bool:
-    known = [cell for cell in cells if cell not in ("", "–", NOT_MEASURED)]
-    return bool(known) and all(_NUMBER.fullmatch(cell) for cell in known)

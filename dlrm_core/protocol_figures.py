@@ -8,8 +8,8 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from dlrm_core.compare_figures import lines_of
-from dlrm_core.figure_theme import COLOURS, INK, digits, figure
+from dlrm_core.figure_axes import add_headings, in_groups, label_rows, lines_of, log_axis
+from dlrm_core.figure_theme import COLOURS, digits, figure
 from dlrm_core.protocol_presentation import GROUPS, PUBLISHED_BATCH, Speed
 from dlrm_core.published import NOT_SAID, PUBLISHED
 
@@ -51,16 +51,14 @@ def latency_lines(document: Mapping[str, Any]) -> go.Figure:
         )
     )
     marks = sorted({*sizes, PUBLISHED_BATCH})
-    result.update_xaxes(
-        type="log", title="batch size", tickvals=marks, ticktext=[f"{m:,}" for m in marks]
-    )
+    result.update_xaxes(title="batch size", **log_axis(marks, "{:,}".format))
     result.update_yaxes(type="log", title="ms", dtick="D2", tickformat="~g")
     return result
 
 
 def published_bars(found: Sequence[Speed]) -> go.Figure:
     """Ours beside published speeds of other hardware, in groups counted the same way."""
-    places, headings = _places(found)
+    places, headings = in_groups(GROUPS[one.group] for one in found)
     result = figure("Samples a second, beside other hardware's", 130, legend=True)
     result.update_layout(height=190 + 30 * (len(found) + len(headings)))
     for ours, name, colour in (
@@ -84,53 +82,16 @@ def published_bars(found: Sequence[Speed]) -> go.Figure:
             )
         )
     _axes(result, found, places)
-    for place, heading in headings:
-        result.add_annotation(
-            x=0,
-            xref="paper",
-            y=place,
-            text=f"<b>{heading}</b>",
-            showarrow=False,
-            xanchor="left",
-            font={"color": INK},
-        )
+    add_headings(result, headings)
     return result
-
-
-def _places(found: Sequence[Speed]) -> tuple[list[float], list[tuple[float, str]]]:
-    """A place for each row, and one for the heading of each group."""
-    places: list[float] = []
-    headings: list[tuple[float, str]] = []
-    place, last = 0.0, ""
-    for one in found:
-        if one.group != last:
-            headings.append((place, GROUPS[one.group]))
-            place, last = place + 1.0, one.group
-        places.append(place)
-        place += 1.0
-    return places, headings
 
 
 def _axes(result: go.Figure, found: Sequence[Speed], places: Sequence[float]) -> None:
     values = [one.samples_per_second for one in found] or [1.0]
     first, last = math.floor(math.log10(min(values))), math.log10(max(values)) + 0.7
     marks = [10.0**power for power in range(first, math.ceil(last))]
-    result.update_xaxes(
-        type="log",
-        range=[first, last],
-        title="samples a second",
-        tickvals=marks,
-        ticktext=[thousands(mark) for mark in marks],
-    )
-    result.update_yaxes(
-        tickmode="array",
-        tickvals=list(places),
-        ticktext=[_label(one) for one in found],
-        range=[max(places, default=0.0) + 0.6, -0.6],
-        ticklabelstandoff=6,
-        showgrid=False,
-        zeroline=False,
-    )
+    result.update_xaxes(title="samples a second", range=[first, last], **log_axis(marks, thousands))
+    label_rows(result, [_label(one) for one in found], list(places))
 
 
 def _label(one: Speed) -> str:

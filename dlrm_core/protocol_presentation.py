@@ -12,11 +12,10 @@ import pandas as pd
 from dlrm_core.benchmark_presentation import best_speeds, contestant_label
 from dlrm_core.capacity import format_bytes
 from dlrm_core.figure_theme import rows_of
-from dlrm_core.presentation import NOT_MEASURED, Table, Text, column
+from dlrm_core.page_tables import NOT_MEASURED, NOTHING, Table, Text, column
 from dlrm_core.published import NOT_SAID, NVIDIA_AUC, PUBLISHED
 from dlrm_core.stability import Stability
 
-NOTHING = "–"
 COUNTED = {
     "steady": "ours: whole iterations, warm-up found in the times",
     "nvidia": "NVIDIA's: whole iterations, the first half left out",

@@ -13,6 +13,7 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
+from dlrm_core.figure_axes import label_rows
 from dlrm_core.figure_theme import (
     COLOURS,
     GRID,
@@ -27,7 +28,7 @@ from dlrm_core.figure_theme import (
     rows_of,
     step_order,
 )
-from dlrm_core.presentation import NOT_MEASURED
+from dlrm_core.page_tables import NOT_MEASURED
 from dlrm_core.roofline_labels import (
     HEIGHT,
     LETTER,
@@ -306,15 +307,7 @@ def least_time_bars(table: pd.DataFrame) -> go.Figure:
     longest = float(shown["time_ms"].max()) if len(shown) else 1.0
     result.update_layout(barmode="overlay")
     result.update_xaxes(title="ms in a mean iteration", range=[0, 1.75 * longest])
-    result.update_yaxes(
-        tickmode="array",
-        tickvals=places,
-        ticktext=labels,
-        range=[len(places) - 0.4, -0.6],
-        ticklabelstandoff=5,
-        showgrid=False,
-        zeroline=False,
-    )
+    label_rows(result, labels)
     return result
 
 

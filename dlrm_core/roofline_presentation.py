@@ -12,7 +12,7 @@ from dlrm_core.analysis.limits import Limits
 from dlrm_core.analysis.roofline import COPIES, LAUNCHES, least_step
 from dlrm_core.capacity import format_bytes
 from dlrm_core.figure_theme import digits, milliseconds, part_label, percent, rows_of
-from dlrm_core.presentation import Table, Text, column
+from dlrm_core.page_tables import Table, Text, column
 
 PRECISIONS = {
     "fp32": "fp32",

@@ -7,13 +7,9 @@ TorchRec, or the data sheet of a GPU that the notebook's parameters name.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import pandas as pd
@@ -28,7 +24,7 @@ from dlrm_core.analysis.links import Link, Network
 from dlrm_core.analysis.named_links import LINKS, link, links_table
 from dlrm_core.analysis.rank_memory import rank_memory
 from dlrm_core.analysis.rank_schedule import Overlap
-from dlrm_core.analysis.scaling_check import profiles_by_case
+from dlrm_core.analysis.scaling_check import own_profile
 from dlrm_core.analysis.scaling_record import ScalingRecord, read_record, record_of
 from dlrm_core.analysis.sharding import SHARDINGS, make_plan, maximum_ranks
 from dlrm_core.analysis.sharding_choice import Choice, Setting, best_sharding, scaling_table
@@ -38,15 +34,11 @@ from dlrm_core.config import Parameters
 from dlrm_core.data_sheets import device
 from dlrm_core.errors import InputError, MissingToolError
 from dlrm_core.files import write_json
-from dlrm_core.parts import parse_span
+from dlrm_core.progress import Bar
 from dlrm_core.run_folder import REPOSITORY
+from dlrm_core.scaling_alone import timed_alone
 
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-
-PROFILE_ITERATIONS = 6
-"""Of each batch size where this machine's parts are timed without TorchRec."""
-
-WARMUP = 2
 
 WAY = REPOSITORY / "benchmarks" / "results" / "kalamkar_small.json"
 """``dlrm bench -f parameters/kalamkar_small.yaml --ablation --json`` of this file."""
@@ -93,10 +85,14 @@ class Scaling:
             document = self._ranks(say)
         if not document.get("compute_profile") and not self.gpu:
             say("one process alone")
-            document |= {"compute_profile": self._alone(say)}
+            document |= {"compute_profile": timed_alone(self.parameters, self.file.parent, say)}
         document.setdefault("parameters", self.parameters.to_sections())
         write_json(self.file, document)
         self.record = record_of(document)
+
+    def bar(self) -> Bar:
+        """Live progress of :meth:`measure`: what is being measured."""
+        return Bar("measuring", "stage", shown=not self.finished)
 
     def _ranks(self, say: Callable[[str], None]) -> dict[str, Any]:
         from dlrm_core.distributed.scaling import measure_scaling
@@ -110,15 +106,6 @@ class Scaling:
             return {"not_measured": dict.fromkeys(names, reason)}
         self.launch = dict(made.get("launch") or {})
         return made
-
-    def _alone(self, say: Callable[[str], None]) -> list[dict[str, Any]]:
-        """Parts of one ``dlrm train`` at several batch sizes, a process each."""
-        most = self.parameters.training.batch_size
-        rows: list[dict[str, Any]] = []
-        for size in sorted({max(1, most // 4), max(1, most // 2), most}):
-            rows += _parts_of(self.parameters, size, self.file.parent)
-            say(f"batch {size:,} alone")
-        return rows
 
     # ---- what predictions rest on ---------------------------------------------------------
 
@@ -157,7 +144,7 @@ class Scaling:
                 "compute profile: not measured, and gpu is empty; name a GPU of a data sheet, or "
                 "measure one process"
             )
-        return next(iter(profiles_by_case(self.record).values()))
+        return own_profile(self.record)
 
     @property
     def setting(self) -> Setting:
@@ -324,91 +311,4 @@ def study_way() -> dict[str, Any] | None:
     return read_benchmark(WAY) if WAY.is_file() else None
 
 
-def _parts_of(parameters: Parameters, batch_size: int, folder: Path) -> list[dict[str, Any]]:
-    """Rows of ``compute_profile`` from one process of ``dlrm train`` with its spans."""
-    sections = parameters.to_sections()
-    sections["training"] |= {
-        "batch_size": batch_size,
-        "batches": WARMUP + PROFILE_ITERATIONS,
-        "epochs": None,
-        "max_steps": None,
-        "eval_every": None,
-        "auc_target": None,
-        "checkpoint_every": None,
-        "resume": "",
-        "log_every": WARMUP + PROFILE_ITERATIONS,
-    }
-    file = folder / f"alone-{batch_size}.yaml"
-    import yaml
-
-    file.write_text(yaml.safe_dump(sections), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-m", "dlrm_core", "train", "-f", str(file), "--spans"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=parameters.profiling.timeout_s,
-    )
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise InputError(f"one process with a batch of {batch_size} failed: {last}")
-    spans = json.loads(done.stdout.strip().splitlines()[-1])["spans"]
-    return _profile_rows(spans, batch_size)
-
-
-def _profile_rows(spans: Sequence[Any], batch_size: int) -> list[dict[str, Any]]:
-    """Parts by iteration; those of the warm-up are left out."""
-    ends = [end for name, _, end in spans if name.endswith("::iteration")]
-    rows: dict[tuple[int, str, str], float] = {}
-    for name, begun, end in spans:
-        part = parse_span(name)
-        if part is None:
-            continue
-        iteration = sum(done < begun for done in ends)
-        key = (iteration, *part)
-        rows[key] = rows.get(key, 0.0) + 1e-6 * (end - begun)
-    return [
-        {
-            "concurrent": 1,
-            "batch_size": batch_size,
-            "iteration": iteration - WARMUP,
-            "component": component,
-            "phase": phase,
-            "time_ms": time,
-        }
-        for (iteration, component, phase), time in rows.items()
-        if WARMUP <= iteration < len(ends)
-    ]
-
-
-class StageBar:
-    """Live progress: what is being measured."""
-
-    def __init__(self, scaling: Scaling) -> None:
-        self._scaling = scaling
-        self._bar: Any = None
-
-    def __call__(self, text: str) -> None:
-        """Show that something began or ended."""
-        if self._bar is not None:
-            self._bar.set_postfix_str(text, refresh=False)
-            self._bar.update(1)
-
-    def __enter__(self) -> StageBar:
-        if not self._scaling.finished:
-            from tqdm.auto import tqdm
-
-            self._bar = tqdm(desc="measuring", unit="stage")
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-
-__all__ = ["RANKS", "Scaling", "StageBar", "start", "study_way"]
+__all__ = ["RANKS", "Scaling", "start", "study_way"]

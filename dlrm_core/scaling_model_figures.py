@@ -1,4 +1,4 @@
-"""Figures of what the scaling model rests on: bytes, links, stragglers, published figures."""
+"""Figures of what the scaling model rests on: bytes, links, stragglers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from dlrm_core.analysis.links import Link
-from dlrm_core.compare_figures import SYMBOLS, lines_of
-from dlrm_core.figure_theme import COLOURS, INK, digits, figure, rows_of
-from dlrm_core.scaling_figures import TALK
-from dlrm_core.sweep_figures import DASHES, log_ticks
+from dlrm_core.figure_axes import add_ends, log_axis, log_ticks
+from dlrm_core.figure_theme import COLOURS, DASHES, SYMBOLS, digits, figure, rows_of
+from dlrm_core.scaling_figures import ranks_axis
 
 MIB = 1 << 20
 
@@ -37,13 +36,14 @@ def volume_bars(table: pd.DataFrame, ranks: int) -> go.Figure:
     sums = table.groupby(["sharding", "what"])["leaves_bytes"].sum().unstack().fillna(0.0)
     sums = sums.reindex(names) / MIB
     totals = sums.sum(axis=1)
+    labels = [name.replace("_", "-") for name in names]
     for what, colour in EXCHANGE_COLOURS.items():
         if what not in sums.columns:
             continue
         result.add_trace(
             go.Bar(
                 x=sums[what] / totals,
-                y=[name.replace("_", "-") for name in names],
+                y=labels,
                 orientation="h",
                 name=what,
                 marker={"color": colour, "line": {"width": 0}},
@@ -53,15 +53,8 @@ def volume_bars(table: pd.DataFrame, ranks: int) -> go.Figure:
                 ),
             )
         )
-    for name, total in totals.items():
-        result.add_annotation(
-            x=1,
-            y=str(name).replace("_", "-"),
-            text=f"<b>{digits(float(total))} MiB</b>",
-            showarrow=False,
-            xanchor="left",
-            xshift=6,
-        )
+    texts = [f"<b>{digits(total)} MiB</b>" for total in totals]
+    add_ends(result, [1.0] * len(names), labels, texts)
     result.update_layout(barmode="stack", bargap=0.25, margin={"b": 96, "r": 110})
     result.update_xaxes(title="share of the bytes", tickformat=".0%", range=[0, 1])
     result.update_yaxes(autorange="reversed", showgrid=False, ticklabelstandoff=5)
@@ -109,12 +102,8 @@ def link_curves(check: pd.DataFrame, link: Link) -> go.Figure:
                 )
             )
     result.update_layout(margin={"b": 130})
-    times = check["measured_ms"].tolist()
-    for axis, values, unit in (("x", check["bytes"].tolist(), "bytes"), ("y", times, "ms")):
-        marks = log_ticks(values) if values else [1.0]
-        update = result.update_xaxes if axis == "x" else result.update_yaxes
-        text = [_size(mark) if axis == "x" else f"{mark:,g}" for mark in marks]
-        update(title=unit, type="log", tickmode="array", tickvals=marks, ticktext=text)
+    result.update_xaxes(title="bytes", **log_axis(log_ticks(check["bytes"].tolist()), _size))
+    result.update_yaxes(title="ms", **log_axis(log_ticks(check["measured_ms"].tolist())))
     return result
 
 
@@ -155,89 +144,6 @@ def straggler_lines(table: pd.DataFrame, said: str) -> go.Figure:
             )
         )
     result.update_layout(margin={"b": 96})
-    result.update_xaxes(
-        title="ranks",
-        type="log",
-        tickmode="array",
-        tickvals=table["ranks"],
-        ticktext=[f"{count:,}" for count in table["ranks"]],
-    )
+    result.update_xaxes(**ranks_axis(table["ranks"]))
     result.update_yaxes(title="times as long as even ranks", rangemode="tozero")
     return result
-
-
-def published_dots(table: pd.DataFrame) -> go.Figure:
-    """Published throughputs and our predictions of them; other people's machines.
-
-    Args:
-        table: what :func:`dlrm_core.analysis.published_scaling.published_scaling` gives.
-    """
-    known = table[table["published"].notna()]
-    rows = rows_of(known)
-    labels = [
-        f"{row.hardware}, {row.devices} devices, {row.precision}, {_short(row.source)}, "
-        f"from {row.basis}"
-        for row in rows
-    ]
-    result = figure("Published throughput, predicted", 150 + 30 * max(len(rows), 3), legend=True)
-    places = list(range(len(rows)))
-    result.add_trace(
-        go.Scatter(
-            x=known["predicted"],
-            y=places,
-            name="predicted, with range",
-            mode="markers",
-            marker={"symbol": "diamond", "size": 9, "color": TALK},
-            error_x={
-                "type": "data",
-                "symmetric": False,
-                "array": known["predicted_high"] - known["predicted"],
-                "arrayminus": known["predicted"] - known["predicted_low"],
-                "thickness": 1.5,
-                "color": TALK,
-            },
-            hovertext=[
-                f"{label}<br>{row.predicted:,.0f} samples/s predicted"
-                for label, row in zip(labels, rows, strict=True)
-            ],
-            hovertemplate="%{hovertext}<extra></extra>",
-        )
-    )
-    result.add_trace(
-        go.Scatter(
-            x=known["published"],
-            y=places,
-            name="published",
-            mode="markers",
-            marker={"symbol": "circle-open", "size": 11, "color": INK, "line": {"width": 2}},
-            hovertext=[
-                f"{label}<br>{row.published:,.0f} samples/s published ({row.error:+.0%})"
-                for label, row in zip(labels, rows, strict=True)
-            ],
-            hovertemplate="%{hovertext}<extra></extra>",
-        )
-    )
-    marks = log_ticks([*known["published"], *known["predicted_low"], *known["predicted_high"]])
-    result.update_layout(margin={"b": 96})
-    result.update_xaxes(
-        title="samples a second",
-        type="log",
-        tickmode="array",
-        tickvals=marks,
-        ticktext=[f"{mark / 1e6:g} M" for mark in marks],
-    )
-    result.update_yaxes(
-        tickmode="array",
-        tickvals=places,
-        ticktext=[lines_of(label, 52) for label in labels],
-        range=[len(places) - 0.4, -0.8],
-        ticklabelstandoff=5,
-        showgrid=False,
-        zeroline=False,
-    )
-    return result
-
-
-def _short(source: str) -> str:
-    names = ("TensorFlow2", "PyTorch", "DeepSparkHub", "Kalamkar")
-    return next((name for name in names if name in source), source)

@@ -3,114 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
-from dlrm_core.analysis.benchmark import ladder
-from dlrm_core.analysis.communication_study import Study
 from dlrm_core.analysis.findings import Finding
 from dlrm_core.analysis.scaling_check import predicted_and_measured, typical_error
 from dlrm_core.analysis.scaling_record import ScalingRecord
 from dlrm_core.analysis.sharding_choice import Choice
 from dlrm_core.capacity import format_bytes
 from dlrm_core.config import Parameters
-from dlrm_core.figure_theme import digits, part_label, percent, rows_of
-from dlrm_core.presentation import NOT_MEASURED, Table, Text, column
+from dlrm_core.figure_theme import digits, part_label, percent, rows_of, signed_percent
+from dlrm_core.page_tables import (
+    NOT_MEASURED,
+    NOTHING,
+    Table,
+    Text,
+    column,
+    from_to,
+    known_or,
+    yes_or_no,
+)
 from dlrm_core.scaling import Scaling
-
-NOTHING = "–"
-
-PLAIN_MS, TUNED_MS = 4288, 38
-"""One iteration of Small on one socket, before and after (Kalamkar et al. 2020)."""
+from dlrm_core.scaling_model_presentation import kind_label
 
 GOAL = 0.10
 """Geometric mean of errors that predictions of runs on this machine should keep."""
-
-
-def study_table(table: pd.DataFrame) -> Table:
-    """Bytes of the study's three configurations, computed and quoted."""
-    return Table(
-        [
-            *("configuration", "most ranks", "quoted", "all-reduce (MiB)", "quoted ", "error"),
-            *("all-to-all (MiB)", "quoted  ", "error "),
-        ],
-        [
-            (
-                *(row.name, f"{row.ranks}", f"{row.quoted_ranks}"),
-                *(f"{row.allreduce_mib:,.2f}", f"{row.quoted_allreduce_mib:,.1f}"),
-                _signed(row.allreduce_error),
-                *(f"{row.alltoall_mib:,.2f}", f"{row.quoted_alltoall_mib:,.1f}"),
-                _signed(row.alltoall_error),
-            )
-            for row in rows_of(table)
-        ],
-    )
-
-
-def volumes_table(table: pd.DataFrame) -> Table:
-    """Every exchange of every sharding."""
-    return Table(
-        ["sharding", "collective", "what", "phase", "payload a rank", "leaves a rank", "all ranks"],
-        [
-            (
-                *(_kind(row.sharding), _kind(row.collective), row.what, row.phase),
-                *(format_bytes(row.bytes), format_bytes(row.leaves_bytes)),
-                format_bytes(row.total_bytes),
-            )
-            for row in rows_of(table)
-        ],
-    )
-
-
-def memory_table(table: pd.DataFrame) -> Table:
-    """Memory of the fullest and of the emptiest rank, by sharding.
-
-    Args:
-        table: ``sharding`` and the columns of :func:`dlrm_core.analysis.rank_memory.rank_memory`.
-    """
-    rows = []
-    for sharding, ranks in table.groupby("sharding", sort=False):
-        most = ranks.loc[ranks["total_bytes"].idxmax()]
-        least = ranks.loc[ranks["total_bytes"].idxmin()]
-        ends = {f"fullest: {int(most['rank'])}": most, f"emptiest: {int(least['rank'])}": least}
-        if most["total_bytes"] == least["total_bytes"]:
-            ends = {"every rank": most}
-        for name, row in ends.items():
-            cells = [format_bytes(float(row[f"{part}_bytes"])) for part in _MEMORY]
-            rows.append((_kind(str(sharding)), name, *cells))
-    return Table(["sharding", "rank", *_MEMORY.values()], rows)
-
-
-_MEMORY = {
-    "table": "tables",
-    "dense": "MLPs",
-    "state": "optimiser",
-    "gradient": "gradients",
-    "activation": "activations",
-    "exchange": "exchanged",
-    "total": "in all",
-}
-
-
-def links_table(table: pd.DataFrame) -> Table:
-    """Links by name, with ranges and sources."""
-    return Table(
-        ["link", "latency of a step (µs)", "range", "rate of a rank (GB/s)", "range ", "from"],
-        [
-            (
-                *(
-                    row.name,
-                    f"{row.alpha_us:.3g}",
-                    f"{row.alpha_us_low:.3g}–{row.alpha_us_high:.3g}",
-                ),
-                *(f"{row.gb_per_s:.3g}", f"{row.gb_per_s_low:.3g}–{row.gb_per_s_high:.3g}"),
-                row.source,
-            )
-            for row in rows_of(table)
-        ],
-    )
 
 
 def scaling_table(table: pd.DataFrame) -> Table:
@@ -120,16 +39,16 @@ def scaling_table(table: pd.DataFrame) -> Table:
     for row in rows_of(table):
         head = (f"{row.ranks:,}", f"{row.batch_size:,}")
         if not math.isfinite(row.mid_ms):
-            rows.append((*head, *[NOTHING] * 8, _kind(str(row.note))))
+            rows.append((*head, *[NOTHING] * 8, kind_label(str(row.note))))
             continue
         # with eleven columns there is no room for reasons; the chosen ones have their own table
         why = (NOTHING,) if impossible else ()
         rows.append(
             (
                 *head,
-                _kind(str(row.sharding)),
+                kind_label(str(row.sharding)),
                 digits(row.mid_ms),
-                f"{digits(row.low_ms)}–{digits(row.high_ms)}",
+                from_to(row.low_ms, row.high_ms),
                 percent(row.exposed_ms / row.mid_ms),
                 f"{row.samples_per_second:,.0f}",
                 f"{row.speedup:,.2f}×",
@@ -152,15 +71,14 @@ def candidates_table(table: pd.DataFrame) -> Table:
     """Every sharding that was looked at for one number of ranks."""
     rows = []
     for row in rows_of(table.sort_values("mid_ms")):
-        known = math.isfinite(row.mid_ms)
         rows.append(
             (
-                _kind(str(row.sharding)),
-                digits(row.mid_ms) if known else NOTHING,
-                f"{digits(row.low_ms)}–{digits(row.high_ms)}" if known else NOTHING,
-                digits(row.exposed_ms) if known else NOTHING,
-                format_bytes(row.memory_bytes) if known else NOTHING,
-                _kind(str(row.note)),
+                kind_label(str(row.sharding)),
+                known_or(row.mid_ms, digits),
+                from_to(row.low_ms, row.high_ms),
+                known_or(row.exposed_ms, digits),
+                known_or(row.memory_bytes, format_bytes),
+                kind_label(str(row.note)),
             )
         )
     return Table(["sharding", "ms", "range (ms)", "exposed (ms)", "fullest rank", "why"], rows)
@@ -168,7 +86,7 @@ def candidates_table(table: pd.DataFrame) -> Table:
 
 def choice_text(choice: Choice, ranks: int) -> Text:
     """The best sharding on so many ranks, and why."""
-    return Text(f"On {ranks:,} ranks: {_kind(choice.reason)}")
+    return Text(f"On {ranks:,} ranks: {kind_label(choice.reason)}")
 
 
 def measured_table(table: pd.DataFrame) -> Table | Text:
@@ -180,11 +98,11 @@ def measured_table(table: pd.DataFrame) -> Table | Text:
         rows.append(
             (
                 *(f"{row.ranks}", str(getattr(row, "scaling", "") or NOTHING)),
-                *(f"{row.batch_size:,}", _kind(str(row.sharding))),
-                *(digits(row.time_ms), f"{digits(row.low_ms)}–{digits(row.high_ms)}"),
+                *(f"{row.batch_size:,}", kind_label(str(row.sharding))),
+                *(digits(row.time_ms), from_to(row.low_ms, row.high_ms)),
                 f"{row.samples_per_second:,.0f}",
-                f"{row.speedup:.2f}×" if math.isfinite(row.speedup) else NOTHING,
-                percent(row.efficiency) if math.isfinite(row.efficiency) else NOTHING,
+                known_or(row.speedup, "{:.2f}×".format),
+                known_or(row.efficiency, percent),
             )
         )
     return Table(
@@ -214,8 +132,8 @@ def exchanges_table(table: pd.DataFrame, runs: pd.DataFrame) -> Table | Text:
     times, exposed = column(table["time_ms"]), column(table["exposed_ms"])
     rows = [
         (
-            *(f"{row.run}", f"{ranks[row.run]}", _kind(str(names[row.run]))),
-            *(_kind(str(row.kind)), row.what, format_bytes(row.bytes), f"{row.calls:.0f}"),
+            *(f"{row.run}", f"{ranks[row.run]}", kind_label(str(names[row.run]))),
+            *(kind_label(str(row.kind)), row.what, format_bytes(row.bytes), f"{row.calls:.0f}"),
             *(time, shown, f"{row.gb_per_s:.2f}", percent(row.share)),
         )
         for row, time, shown in zip(rows_of(table), times, exposed, strict=True)
@@ -240,7 +158,7 @@ def check_sentence(table: pd.DataFrame) -> Text:
     return Text(
         f"**{len(known)} runs are predicted within {error:.1%} (geometric mean), {reached} the "
         f"{GOAL:.0%} asked for; {inside} of {len(known)} measured times lie in their ranges.** "
-        f"Furthest off: {_signed(max(known['error'].tolist(), key=abs))}."
+        f"Furthest off: {signed_percent(max(known['error'].tolist(), key=abs))}."
     )
 
 
@@ -252,17 +170,15 @@ def check_table(table: pd.DataFrame) -> Table:
         known = math.isfinite(row.predicted_ms)
         rows.append(
             (
-                *(f"{row.ranks}", f"{row.batch_size:,}", _kind(str(row.sharding))),
+                *(f"{row.ranks}", f"{row.batch_size:,}", kind_label(str(row.sharding))),
                 digits(row.measured_ms),
-                digits(row.predicted_ms) if known else NOTHING,
-                f"{digits(row.low_ms)}–{digits(row.high_ms)}" if known else NOTHING,
-                _signed(row.error) if known else NOTHING,
-                ("yes" if row.in_range else "no") if known else NOTHING,
-                digits(row.measured_exposed_ms)
-                if math.isfinite(row.measured_exposed_ms)
-                else NOTHING,
-                digits(row.predicted_exposed_ms) if known else NOTHING,
-                *((_kind(str(row.note)) or NOTHING,) if noted else ()),
+                known_or(row.predicted_ms, digits),
+                from_to(row.low_ms, row.high_ms),
+                known_or(row.error, signed_percent),
+                yes_or_no(row.in_range if known else None),
+                known_or(row.measured_exposed_ms, digits),
+                known_or(row.predicted_exposed_ms, digits),
+                *((kind_label(str(row.note)) or NOTHING,) if noted else ()),
             )
         )
     return Table(
@@ -293,72 +209,6 @@ def imbalance_table(table: pd.DataFrame) -> Table | Text:
             *("the others wait", "most in"),
         ],
         rows,
-    )
-
-
-def stragglers_table(table: pd.DataFrame) -> Table:
-    """Mean and bad iterations with slow ranks."""
-    even, mean, worst = (column(table[name]) for name in ("even_ms", "mean_ms", "p95_ms"))
-    rows = [
-        (f"{row.ranks:,}", a, b, c, percent(row.waited_share), _signed(row.loss))
-        for row, a, b, c in zip(rows_of(table), even, mean, worst, strict=True)
-    ]
-    return Table(
-        ["ranks", "even (ms)", "mean (ms)", "one in twenty over (ms)", "a rank waits", "loss"], rows
-    )
-
-
-def published_table(table: pd.DataFrame) -> Table:
-    """Published scaling beside our predictions; sources are those of :func:`published_sources`."""
-    numbers = _numbers(table["source"])
-    rows = []
-    for row in rows_of(table):
-        known = math.isfinite(row.published)
-        rows.append(
-            (
-                *(row.hardware, f"{row.devices}", row.model, row.precision, f"{row.batch_size:,}"),
-                f"{row.published:,.0f}" if known else "no number printed",
-                f"{row.predicted:,.0f}",
-                f"{row.predicted_low:,.0f} to {row.predicted_high:,.0f}",
-                _signed(row.error) if known else NOTHING,
-                *(row.basis, f"[{numbers[row.source]}]"),
-            )
-        )
-    return Table(
-        [
-            *("machine", "devices", "model", "precision", "batch", "published (samples/s)"),
-            *("predicted (samples/s)", "range", "error", "from devices", "source"),
-        ],
-        rows,
-    )
-
-
-def published_sources(table: pd.DataFrame) -> Text:
-    """Where published figures are from, and what the predictions had to assume."""
-    numbers = _numbers(table["source"])
-    lines = [f"- [{number}] {source}" for source, number in numbers.items()]
-    assumed = table.drop_duplicates("not_published")
-    lines += [
-        f"- Not published for {row.hardware} [{numbers[row.source]}], so assumed: "
-        f"{row.not_published}."
-        for row in rows_of(assumed)
-    ]
-    return Text("\n".join(lines))
-
-
-def _numbers(sources: pd.Series) -> dict[str, int]:
-    return {str(source): number + 1 for number, source in enumerate(sources.unique())}
-
-
-def published_sentence(table: pd.DataFrame) -> Text:
-    """How near the predictions of other people's machines are."""
-    known = table.dropna(subset=["error"])
-    blind, held = known[known["basis"] == "1"], known[known["basis"] != "1"]
-    return Text(
-        f"From one device's published throughput and data sheets alone, {len(blind)} figures are "
-        f"predicted within {typical_error(blind):.0%} (geometric mean); the "
-        f"{len(held)} of sixteen devices from those of one and eight within "
-        f"{typical_error(held):.1%}. Nothing of it was measured here."
     )
 
 
@@ -403,15 +253,6 @@ def launch_text(lines: Mapping[str, Any]) -> Text:
         "\n\n".join(
             f"{titles[name]}:\n\n```\n{lines[name]}\n```" for name in titles if name in lines
         )
-    )
-
-
-def shares_table(shares: Iterable[tuple[str, float]], study: Study | None) -> Table:
-    """Shares of one rank's iteration, beside what the study says of them."""
-    claims = {"embedding": study.embedding_share} if study else {}
-    return Table(
-        ["part", "share of one rank's iteration here", "the study says"],
-        [(part_label(name), percent(share), claims.get(name, NOTHING)) for name, share in shares],
     )
 
 
@@ -464,39 +305,3 @@ def _checked_verdict(record: ScalingRecord, parameters: Parameters) -> str:
     if record.link_probe.empty or record.compute_profile.empty or record.runs.empty:
         return "Predictions were not checked here: no ranks were measured."
     return check_sentence(predicted_and_measured(record, parameters)).markdown
-
-
-def way_text(document: Mapping[str, Any] | None) -> Text:
-    """The study's way from 2020's plain program to its tuned one, and ours from today's."""
-    study = (
-        f"The study (published, one socket of 28 cores): {PLAIN_MS:,} ms to {TUNED_MS} ms, "
-        f"{PLAIN_MS / TUNED_MS:.0f} times as fast."
-    )
-    rungs = ladder(document) if document else pd.DataFrame()
-    if rungs.empty:
-        return Text(f"{study} Here: {NOT_MEASURED}.")
-    rows = rows_of(rungs[rungs["figure"] == "end_to_end_ms"].sort_values("rung"))
-    first, last = rows[0], rows[-1]
-    assert document is not None
-    threads = document["cases"][0]["threads"]
-    return Text(
-        f"{study} Here, on {threads} {'core' if threads == 1 else 'cores'} of an "
-        f"{document['machine'].get('cpu', 'unknown processor')}, "
-        f"today's plain PyTorch takes {digits(first.time_ms)} ms and the options of "
-        f"`kalamkar_small.yaml` {digits(last.time_ms)} ms, {last.mid:.2f} times as fast. Most of "
-        "the study's factor is gone because PyTorch itself has mended it since: its EmbeddingBag "
-        "sums bags in parallel, in compiled kernels (github.com/pytorch/pytorch/issues/31356)."
-    )
-
-
-def _signed(error: float) -> str:
-    return f"{error:+.1%}".replace("-", "−")
-
-
-def _digits(value: float) -> str:
-    return digits(value) if math.isfinite(value) else NOTHING
-
-
-def _kind(name: str) -> str:
-    names = {"allreduce": "all-reduce", "alltoall": "all-to-all", "allgather": "all-gather"}
-    return names.get(name, name.replace("_", "-"))

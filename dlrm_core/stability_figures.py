@@ -16,7 +16,7 @@ import plotly.graph_objects as go
 
 from dlrm_core.capacity import format_bytes
 from dlrm_core.figure_theme import COLOURS, INK, figure
-from dlrm_core.presentation import NOT_MEASURED, Table, Text
+from dlrm_core.page_tables import NOT_MEASURED, Table, Text
 from dlrm_core.stability import Spread, Stability
 
 SERIES = ("embedding", "bottom_mlp", "data", "interaction", "communication")

@@ -11,11 +11,20 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from dlrm_core.analysis.ensemble import WHOLE, Curve, short_leaf
-from dlrm_core.compare_figures import SYMBOLS, lines_of
-from dlrm_core.figure_theme import COLOURS, INK, ROW, TEMPLATE, figure, part_label, rows_of, wrapped
+from dlrm_core.figure_axes import label_rows, lines_of, log_axis, log_ticks
+from dlrm_core.figure_theme import (
+    COLOURS,
+    DASHES,
+    INK,
+    ROW,
+    SYMBOLS,
+    TEMPLATE,
+    figure,
+    part_label,
+    rows_of,
+    wrapped,
+)
 from dlrm_core.parts import COMPONENTS
-
-DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 
 
 def scaling_curves(curves: Sequence[Curve], leaf: str) -> go.Figure:
@@ -82,39 +91,17 @@ def scaling_curves(curves: Sequence[Curve], leaf: str) -> go.Figure:
         )
     sizes = sorted({float(x) for curve in curves for x in curve.x})
     result.update_xaxes(
-        type="log",
-        tickmode="array",
-        tickvals=sizes,
-        ticktext=[f"{size:,.0f}" if size >= 1 else f"{size:g}" for size in sizes],
+        **log_axis(sizes, lambda size: f"{size:,.0f}" if size >= 1 else f"{size:g}")
     )
-    result.update_yaxes(type="log")
     for place, name in enumerate(parts):
         marks = log_ticks([t for curve in curves if curve.component == name for t in curve.time_ms])
-        result.update_yaxes(
-            tickmode="array",
-            tickvals=marks,
-            ticktext=[f"{mark:,g}" for mark in marks],
-            row=place // columns + 1,
-            col=place % columns + 1,
-        )
+        at = {"row": place // columns + 1, "col": place % columns + 1}
+        result.update_yaxes(**log_axis(marks), **at)
     for number in range(1, columns + 1):
         result.update_xaxes(title=short_leaf(leaf), row=max(height, 1), col=number)
     for number in range(1, max(height, 1) + 1):
         result.update_yaxes(title="ms", row=number, col=1)
     return result
-
-
-def log_ticks(values: Sequence[float]) -> list[float]:
-    """Two to six round numbers over the range of positive values, for a logarithmic axis."""
-    low, high = min(values), max(values)
-    first, last = math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1
-    marks: list[float] = []
-    for steps in ((1, 10), (1, 3, 10), (1, 2, 5, 10), (1, 1.5, 2, 3, 4, 5, 7, 10)):
-        every = {round(step * 10.0**power, 12) for power in range(first, last) for step in steps}
-        marks = sorted(mark for mark in every if 0.8 * low <= mark <= 1.25 * high)
-        if len(marks) >= 3:
-            return marks
-    return marks if len(marks) >= 2 else sorted({float(f"{low:.2g}"), float(f"{high:.2g}")})
 
 
 def points_bars(summary: pd.DataFrame) -> go.Figure:
@@ -141,14 +128,7 @@ def points_bars(summary: pd.DataFrame) -> go.Figure:
         )
     )
     result.update_xaxes(title="samples a second", range=[0, 1.2 * best if len(rows) else 1])
-    result.update_yaxes(
-        tickmode="array",
-        tickvals=places,
-        ticktext=[lines_of(row.label, 40) for row in rows],
-        range=[len(rows) - 0.4, -0.6],
-        ticklabelstandoff=5,
-        showgrid=False,
-    )
+    label_rows(result, [lines_of(row.label, 40) for row in rows])
     return result
 
 
@@ -188,12 +168,5 @@ def parts_by_point(times: pd.DataFrame) -> go.Figure:
         )
     result.update_layout(barmode="stack", bargap=0.2)
     result.update_xaxes(title="share of the step", tickformat=".0%", range=[0, 1])
-    result.update_yaxes(
-        tickmode="array",
-        tickvals=places,
-        ticktext=[lines_of(str(run), 40) for run in runs],
-        range=[len(runs) - 0.4, -0.6],
-        ticklabelstandoff=5,
-        showgrid=False,
-    )
+    label_rows(result, [lines_of(str(run), 40) for run in runs])
     return result

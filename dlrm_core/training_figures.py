@@ -6,6 +6,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from dlrm_core.figure_axes import ranked_bars
 from dlrm_core.figure_theme import (
     COLOURS,
     COMPUTE,
@@ -13,7 +14,6 @@ from dlrm_core.figure_theme import (
     digits,
     figure,
     markers,
-    ranked_bars,
     rows_of,
 )
 

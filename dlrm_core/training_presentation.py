@@ -20,11 +20,9 @@ from dlrm_core.capacity import (
 )
 from dlrm_core.config import Parameters
 from dlrm_core.figure_theme import rows_of
-from dlrm_core.presentation import Table, column, known_ms
+from dlrm_core.page_tables import NOTHING, Table, column, known_ms
 from dlrm_core.schedules import schedule_of
 from dlrm_core.training import TrainingResult
-
-NOTHING = "–"
 
 
 def facts(parameters: Parameters) -> Table:
@@ -213,7 +211,7 @@ def evaluation_table(table: pd.DataFrame, best: float | None = None) -> Table:
         "seconds": [f"{seconds:,.2f}" for seconds in table["seconds"]],
         "samples/s": [f"{rate:,.0f}" for rate in table["samples_per_second"]],
     }
-    return Table(list(cells), zip(*cells.values(), strict=True))
+    return Table.of(cells)
 
 
 def interval_table(table: pd.DataFrame) -> Table:
@@ -226,7 +224,7 @@ def interval_table(table: pd.DataFrame) -> Table:
         "compute (ms)": column(table["compute_ms_per_iteration"]),
         "samples/s": [f"{rate:,.0f}" for rate in table["samples_per_second"]],
     }
-    return Table(list(cells), zip(*cells.values(), strict=True))
+    return Table.of(cells)
 
 
 def _component_of(name: str) -> str:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 
 import plotly.graph_objects as go
 
 from dlrm_core.analysis.verdict import Stage
-from dlrm_core.figure_theme import COLOURS, escaped, figure, milliseconds, part_label, rows_of
+from dlrm_core.figure_axes import add_ends, label_rows, lines_of
+from dlrm_core.figure_theme import COLOURS, figure, milliseconds, part_label, rows_of
+from dlrm_core.page_tables import Table, Text
 from dlrm_core.parts import COMPONENTS
-from dlrm_core.presentation import Table, Text
 
 ROW = 46
 """Height of a stage, in pixels."""
@@ -47,27 +47,11 @@ def way_bars(way: Sequence[Stage]) -> go.Figure | Text:
                 hovertemplate="%{hovertext}<extra></extra>",
             )
         )
-    longest = max(stage.mid_ms for stage in way)
-    for place, stage in zip(places, way, strict=True):
-        result.add_annotation(
-            x=stage.mid_ms,
-            y=place,
-            text=_total(stage, way[0]),
-            showarrow=False,
-            xanchor="left",
-            xshift=6,
-        )
+    ends = [stage.mid_ms for stage in way]
+    add_ends(result, ends, places, [_total(stage, way[0]) for stage in way])
     result.update_layout(barmode="stack", bargap=0.35)
-    result.update_xaxes(title="ms an iteration, without a profiler", range=[0, 1.4 * longest])
-    result.update_yaxes(
-        tickmode="array",
-        tickvals=places,
-        ticktext=["<br>".join(textwrap.wrap(escaped(name), 34)) for name in names],
-        range=[len(places) - 0.4, -0.6],
-        ticklabelstandoff=5,
-        showgrid=False,
-        zeroline=False,
-    )
+    result.update_xaxes(title="ms an iteration, without a profiler", range=[0, 1.4 * max(ends)])
+    label_rows(result, [lines_of(name, 34) for name in names])
     return result
 
 

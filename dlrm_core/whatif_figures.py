@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import textwrap
-
 import pandas as pd
 import plotly.graph_objects as go
 
+from dlrm_core.figure_axes import add_ends, error_bars, label_rows, lines_of, mark_one
 from dlrm_core.figure_theme import (
     COLOURS,
     INK,
@@ -16,8 +15,8 @@ from dlrm_core.figure_theme import (
     part_label,
     rows_of,
 )
+from dlrm_core.page_tables import Table, Text
 from dlrm_core.parts import COMPONENTS
-from dlrm_core.presentation import Table, Text
 
 ROW = 44
 """Height of a change, in pixels."""
@@ -72,15 +71,7 @@ def what_if_bars(table: pd.DataFrame, parts: pd.DataFrame) -> go.Figure | Text:
             y=[places[change] for change in known["change"]],
             mode="markers",
             marker={"color": INK, "size": 7, "symbol": "line-ns", "line": {"width": 2}},
-            error_x={
-                "type": "data",
-                "symmetric": False,
-                "array": (most - middle).tolist(),
-                "arrayminus": (middle - least).tolist(),
-                "color": INK,
-                "thickness": 2,
-                "width": 6,
-            },
+            error_x=error_bars(least, middle, most, thickness=2),
             name="predicted range",
             hoverinfo="skip",
         )
@@ -91,23 +82,14 @@ def what_if_bars(table: pd.DataFrame, parts: pd.DataFrame) -> go.Figure | Text:
         f"{milliseconds(time)}  ({ratio:.2f}×)"
         for time, ratio in zip(middle, known["speedup_mid"], strict=True)
     ]
-    for place, (end, text) in enumerate(zip(ends, texts, strict=True)):
-        result.add_annotation(x=end, y=place, text=text, showarrow=False, xanchor="left", xshift=8)
-    result.add_vline(x=now, line={"color": INK, "width": 1, "dash": "dot"})
+    add_ends(result, ends, list(places.values()), texts)
+    mark_one(result, now)
     result.update_layout(barmode="stack", bargap=0.35)
     result.update_xaxes(
         title="ms for the samples of one iteration now, without a profiler",
         range=[0, 1.35 * max(ends)],
     )
-    result.update_yaxes(
-        tickmode="array",
-        tickvals=list(places.values()),
-        ticktext=["<br>".join(textwrap.wrap(escaped(name), 36)) for name in names],
-        range=[len(names) - 0.4, -0.6],
-        ticklabelstandoff=5,
-        showgrid=False,
-        zeroline=False,
-    )
+    label_rows(result, [lines_of(name, 36) for name in names])
     return result
 
 

@@ -24,7 +24,7 @@ from dlrm_core.bench_rounds import ratio
 from dlrm_core.bench_runs import WARMUP, Run
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.errors import InputError
-from dlrm_core.presentation import Table, Text
+from dlrm_core.page_tables import Table, Text
 from dlrm_core.workbook import run_notebook
 
 PEER = """
@@ -250,6 +250,18 @@ def test_figures_of_next_to_nothing_can_be_drawn() -> None:
     assert benchmark_presentation.options_table(*options) is None
     assert benchmark_presentation.growth_table(analysis.slopes(analysis.growth(found))) is None
     assert benchmark_presentation.shares_table(analysis.shares(found)) is None
+
+
+def test_a_finished_benchmark_is_shown_with_the_embeddings_beside_it(tmp_path: Path) -> None:
+    plan = Plan(both()["plain"], both()["tuned"], rounds=1, iterations=1)
+    file = tmp_path / "step.json"
+    run_plan(plan, file, run=timed)
+    kind, schema = embedding_results.SCHEMA
+    beside = {"kind": kind, "schema": schema, "cases": [], "date": "now"}
+    (tmp_path / "embeddings.json").write_text(json.dumps(beside))
+    found = benchmark.start(both()["plain"], tmp_path, results=str(file))
+    assert found.embeddings == beside and found.runs == 0
+    assert found.document["cases"][0]["contestants"]
 
 
 def test_a_file_that_is_no_benchmark_is_refused(tmp_path: Path) -> None:

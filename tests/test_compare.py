@@ -13,7 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrm_core import compare_figures, compare_presentation, comparison, sweep_figures
+from dlrm_core import (
+    compare_figures,
+    compare_presentation,
+    comparison,
+    sweep_figures,
+    sweep_presentation,
+)
 from dlrm_core.analysis.compare import (
     circumstances,
     compare_parts,
@@ -30,7 +36,10 @@ from dlrm_core.change_options import apply_change, change_steps, change_text, di
 from dlrm_core.compare_runs import TimedRun, part_times, read_rounds, run_in_turns
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.errors import InputError
+from dlrm_core.figure_axes import log_ticks
+from dlrm_core.figure_theme import FASTER, SLOWER
 from dlrm_core.notebook_parameters import split_overrides
+from dlrm_core.page_tables import aligned, signed
 from dlrm_core.profiling.profile import Profile
 
 TINY: dict[str, Any] = {
@@ -499,9 +508,9 @@ def test_figures_and_tables_draw_what_there_is(tmp_path: Path) -> None:
             / float(tree.set_index("id").loc[slower, "before_ms"])
         )  # type: ignore[arg-type]
     )
-    assert compare_figures._difference_colour(1.0) == compare_figures.SLOWER
-    assert compare_figures._difference_colour(-3.0) == compare_figures.FASTER
-    laws = compare_presentation.laws_table(ensemble.laws)
+    assert compare_figures._difference_colour(1.0) == SLOWER
+    assert compare_figures._difference_colour(-3.0) == FASTER
+    laws = sweep_presentation.laws_table(ensemble.laws)
     assert any("linear in batch" in " ".join(row) for row in laws.rows)  # type: ignore[union-attr]
     shown = [
         compare_presentation.parts_table(compared.outcomes[0]),
@@ -520,12 +529,12 @@ def batch_meta(number: int) -> dict[str, Any]:
     ("low", "high", "least"), [(0.09, 0.12, 2), (1, 3.5, 3), (0.5, 5000, 3), (7, 7, 1)]
 )
 def test_logarithmic_axes_have_a_few_round_marks(low: float, high: float, least: int) -> None:
-    marks = sweep_figures.log_ticks([low, high])
+    marks = log_ticks([low, high])
     assert least <= len(marks) <= 8
     assert all(0.7 * low <= mark <= 1.3 * high for mark in marks)
 
 
 def test_signs_and_decimals() -> None:
-    assert compare_presentation.signed([1.5, -0.25, 0.0]) == ["+1.500", "−0.250", "0.000"]
-    assert compare_presentation.signed([100.0, -0.01]) == ["+100.0", "0.0"]
-    assert compare_presentation.aligned([12.3], [0.456]) == [["12.30"], ["0.46"]]
+    assert signed([1.5, -0.25, 0.0]) == ["+1.500", "−0.250", "0.000"]
+    assert signed([100.0, -0.01]) == ["+100.0", "0.0"]
+    assert aligned([12.3], [0.456]) == [["12.30"], ["0.46"]]

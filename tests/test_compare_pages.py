@@ -12,7 +12,7 @@ from test_compare import PARTS, TINY, noisy, saved
 from test_notebooks import run_cells
 
 from dlrm_core.config import Parameters, parameters_from_sections
-from dlrm_core.presentation import Table, Text
+from dlrm_core.page_tables import Table, Text
 from dlrm_core.sweep import PointFailed, Sweep
 
 SIZES = [16, 32, 64, 128, 256]

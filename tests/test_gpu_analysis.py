@@ -27,7 +27,7 @@ from dlrm_core.analysis.idleness import NOBODY, gpu_idleness, idle_blame
 from dlrm_core.analysis.lanes import LEAST_SPANS, thread_timeline, trace_summary
 from dlrm_core.analysis.views import bottom_up, flat, top_down
 from dlrm_core.errors import InputError
-from dlrm_core.presentation import Table, Text
+from dlrm_core.page_tables import Table, Text
 from dlrm_core.profiling.database import read_database
 from dlrm_core.profiling.hpctoolkit_profile import profile_from_database
 from dlrm_core.profiling.metrics import STALLS

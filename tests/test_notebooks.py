@@ -23,6 +23,7 @@ from dlrm_core.analysis.findings import Finding, findings, limit
 from dlrm_core.config import load_parameters, parameters_from_sections
 from dlrm_core.errors import InputError
 from dlrm_core.notebook_parameters import assigned_values, declared_parameters
+from dlrm_core.page_tables import Table, Text, column
 from dlrm_core.profiling.hpctoolkit_process import Progress
 from dlrm_core.profiling.profile import Profile
 from dlrm_core.run_folder import NOTEBOOKS, REPOSITORY, latest_run
@@ -42,7 +43,7 @@ OWN = {
     },
     "sweep": {"sweep_folder", "output_folder", "output_root"},
     "benchmark": {
-        *("results", "embeddings", "peer", "torchrec", "precisions", "shapes", "growth"),
+        *("results", "peer", "torchrec", "precisions", "shapes", "growth"),
         *("ablation", "roofline", "rounds", "iterations", "threads", "cores"),
         *("protocols", "batch_sizes", "seeds", "stability"),
         *("output_folder", "output_root"),
@@ -79,8 +80,7 @@ def test_notebook_is_stored_without_outputs_and_thin(name: str) -> None:
         if cell.cell_type != "code":
             continue
         assert not cell.outputs and cell.execution_count is None
-        most = 28 if "parameters" in cell.metadata.get("tags", []) else 25
-        assert len(cell.source.splitlines()) <= most
+        assert len(cell.source.splitlines()) <= 25
         assert not any(line.startswith(("def ", "class ")) for line in cell.source.splitlines())
     assert nb.cells[0].source.startswith("# ")
 
@@ -282,20 +282,20 @@ def test_stage_bars_show_every_stage(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_tables_align_numbers_and_escape_words() -> None:
-    table = presentation.Table(["name", "ms"], [("<b>", "1,234.5"), ("a", "<0.1"), ("c", "–")])
+    table = Table(["name", "ms"], [("<b>", "1,234.5"), ("a", "<0.1"), ("c", "–")])
     html = table._repr_html_()
     assert "&lt;b&gt;" in html and "<b>" not in html
     assert '<td style="text-align: right">1,234.5</td>' in html
     assert '<td style="text-align: left">a</td>' in html
-    assert presentation.Table(["a"], [])._repr_html_().count("Nothing") == 1
+    assert Table(["a"], [])._repr_html_().count("Nothing") == 1
     assert "1,234.5" in repr(table)
 
 
 def test_columns_share_their_decimals() -> None:
-    assert presentation.column([1234.56, 7.0, 0.001]) == ["1,234.6", "7.0", "<0.1"]
-    assert presentation.column([12.345, 0.0, float("nan")]) == ["12.35", "0.00", "–"]
-    assert presentation.column([0.1234]) == ["0.123"]
-    assert presentation.column([]) == []
+    assert column([1234.56, 7.0, 0.001]) == ["1,234.6", "7.0", "<0.1"]
+    assert column([12.345, 0.0, float("nan")]) == ["12.35", "0.00", "–"]
+    assert column([0.1234]) == ["0.123"]
+    assert column([]) == []
 
 
 def test_shapes_are_short() -> None:
@@ -372,10 +372,10 @@ def test_bottlenecks_of_a_profile_without_trace_and_memory(tmp_path: Path) -> No
     assert "Time of a step by part and phase" in drawn and "Operators by their own time" in drawn
     absent = {"Timeline of iterations", "Time of each iteration", "Memory over the recording"}
     assert not absent & drawn
-    texts = [value.markdown for value in shown if isinstance(value, presentation.Text)]
+    texts = [value.markdown for value in shown if isinstance(value, Text)]
     assert texts.count("*Not measured: no iterations marked.*") == 3
     assert texts.count("*Not measured: not by hpcrun.*") == 2
-    tables = [value._repr_html_() for value in shown if isinstance(value, presentation.Table)]
+    tables = [value._repr_html_() for value in shown if isinstance(value, Table)]
     assert len(tables) > 8
     for text in [*tables, *(figure.to_json() for figure in figures)]:
         assert "nan" not in text.lower()

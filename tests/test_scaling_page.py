@@ -11,7 +11,16 @@ import plotly.graph_objects as go
 import pytest
 from scaling_records import document, parameters
 
-from dlrm_core import scaling, scaling_figures, scaling_model_figures, scaling_presentation
+from dlrm_core import (
+    rank_figures,
+    scaling,
+    scaling_alone,
+    scaling_check_figures,
+    scaling_figures,
+    scaling_model_figures,
+    scaling_model_presentation,
+    scaling_presentation,
+)
 from dlrm_core.analysis.communication_study import study_table
 from dlrm_core.analysis.published_scaling import published_scaling
 from dlrm_core.analysis.scaling_check import predicted_and_measured
@@ -117,16 +126,16 @@ def test_without_torchrec_one_process_is_timed_and_the_rest_said(
         raise MissingToolError("training on several ranks needs torchrec, which is not installed")
 
     monkeypatch.setattr(ranks, "measure_scaling", absent)
-    once = scaling._parts_of(parameters(64), 64, tmp_path)
+    once = scaling_alone.parts_of(parameters(64), 64, tmp_path)
     components = {row["component"] for row in once}
     assert {"bottom_mlp", "embedding", "interaction", "top_mlp"} <= components
-    assert {row["iteration"] for row in once} == set(range(scaling.PROFILE_ITERATIONS))
+    assert {row["iteration"] for row in once} == set(range(scaling_alone.PROFILE_ITERATIONS))
     assert all(row["time_ms"] > 0 for row in once if row["component"] == "top_mlp")
 
     def timed(given: Parameters, batch_size: int, folder: Path) -> list[dict[str, Any]]:
         return [row | {"batch_size": batch_size} for row in once]
 
-    monkeypatch.setattr(scaling, "_parts_of", timed)
+    monkeypatch.setattr(scaling_alone, "parts_of", timed)
     found = scaling.start(parameters(64), tmp_path)
     found.measure()
     assert "needs torchrec" in found.record.reasons["parts"]
@@ -159,15 +168,15 @@ def test_every_table_and_figure_of_a_record(record: Path) -> None:
         "iterations": scaling_figures.iteration_bars(strong, "strong"),
         "efficiency": scaling_figures.efficiency_lines({"strong": strong, "weak": weak}, measured),
         "shardings": scaling_figures.sharding_lines(found.by_sharding(COUNTS), strong),
-        "lanes": scaling_figures.exchange_lanes(choice.prediction.schedule.events, "lanes"),
-        "ranks over time": scaling_figures.rank_lanes(shown_iteration(found.record, 2), "ranks"),
-        "ranks": scaling_figures.rank_bars(parts, "ranks"),
-        "map": scaling_figures.imbalance_map(parts),
-        "check": scaling_figures.predicted_measured_dots(checked),
+        "lanes": rank_figures.exchange_lanes(choice.prediction.schedule.events, "lanes"),
+        "ranks over time": rank_figures.rank_lanes(shown_iteration(found.record, 2), "ranks"),
+        "ranks": rank_figures.rank_bars(parts, "ranks"),
+        "map": rank_figures.imbalance_map(parts),
+        "check": scaling_check_figures.predicted_measured_dots(checked),
         "volumes": scaling_model_figures.volume_bars(found.volumes(4), 4),
         "link": scaling_model_figures.link_curves(found.link_check, found.link),
         "stragglers": scaling_model_figures.straggler_lines(slow, "jitter"),
-        "published": scaling_model_figures.published_dots(published),
+        "published": scaling_check_figures.published_dots(published),
     }
     for name, drawn in figures.items():
         assert isinstance(drawn, go.Figure) and len(drawn.data), name
@@ -184,24 +193,24 @@ def test_every_table_and_figure_of_a_record(record: Path) -> None:
     )
 
     tables = [
-        scaling_presentation.study_table(study_table()),
-        scaling_presentation.volumes_table(found.volumes(4)),
-        scaling_presentation.memory_table(found.memory(4)),
-        scaling_presentation.links_table(found.links),
+        scaling_model_presentation.study_table(study_table()),
+        scaling_model_presentation.volumes_table(found.volumes(4)),
+        scaling_model_presentation.memory_table(found.memory(4)),
+        scaling_model_presentation.links_table(found.links),
         scaling_presentation.scaling_table(strong),
         scaling_presentation.candidates_table(choice.candidates),
         scaling_presentation.measured_table(measured),
         scaling_presentation.check_table(checked),
         scaling_presentation.imbalance_table(imbalance(found.record)),
         scaling_presentation.exchanges_table(exchange_times(found.record), found.record.runs),
-        scaling_presentation.stragglers_table(slow),
-        scaling_presentation.published_table(published),
-        scaling_presentation.shares_table(found.shares(), found.study),
+        scaling_model_presentation.stragglers_table(slow),
+        scaling_model_presentation.published_table(published),
+        scaling_model_presentation.shares_table(found.shares(), found.study),
     ]
     for table in tables:
         assert table.rows and all(len(row) == len(table.columns) for row in table.rows)
         assert "nan" not in table._repr_html_().lower()
-    sources = scaling_presentation.published_sources(published).markdown
+    sources = scaling_model_presentation.published_sources(published).markdown
     assert all(source in sources for source in published["source"])
     assert all(assumed in sources for assumed in published["not_published"])
     verdict = scaling_presentation.verdict(found, strong, weak).markdown

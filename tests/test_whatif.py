@@ -19,8 +19,8 @@ from dlrm_core.analysis.whatif_parts import measured_parts
 from dlrm_core.analysis.whatif_roofline import host_ms
 from dlrm_core.config import Parameters
 from dlrm_core.errors import InputError
+from dlrm_core.page_tables import Text
 from dlrm_core.parts import ITERATION_SPAN, span_name
-from dlrm_core.presentation import Text
 from dlrm_core.profiling.profile import Profile
 from dlrm_core.whatif_figures import what_if_bars, what_if_rows
 
