@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 
@@ -101,29 +99,3 @@ def peak_memory_by_device(device: torch.device) -> dict[str, int]:
     if device.type == "cuda":
         found["gpu"] = peak_memory(device)
     return {name: size for name, size in found.items() if size is not None}
-
-
-class _NoBar:
-    """Stands in where tqdm is not installed (bare GPU nodes)."""
-
-    def set_postfix_str(self, text: str) -> None:
-        """Nothing to show."""
-
-    def update(self, count: int) -> None:
-        """Nothing to show."""
-
-
-@contextlib.contextmanager
-def progress_bar(total: int, done: int, enabled: bool) -> Iterator[Any]:
-    """tqdm's bar of ``total`` iterations, ``done`` of them before; nothing where not enabled."""
-    if not enabled:
-        yield _NoBar()
-        return
-    try:
-        from tqdm.auto import tqdm
-    except ImportError:
-        print("no progress bar: tqdm is not installed", file=sys.stderr)
-        yield _NoBar()
-        return
-    with tqdm(total=total, initial=done, unit="it", desc="training") as bar:
-        yield bar

@@ -26,10 +26,11 @@ from dlrm_core.learner_state import Learner
 from dlrm_core.model import DLRM
 from dlrm_core.parts import ITERATION_SPAN, span
 from dlrm_core.precision import set_fp32_matmul, set_tf32
+from dlrm_core.progress import Bar
 from dlrm_core.resuming import changed_settings, restore_position, state_of
 from dlrm_core.schedules import schedule_of, total_steps
 from dlrm_core.step import optimizer_update
-from dlrm_core.training_host import StopRequest, progress_bar, stop_requests
+from dlrm_core.training_host import StopRequest, stop_requests
 from dlrm_core.training_results import Interval, Measurements, TrainingResult
 from dlrm_core.training_run import Line, Run
 
@@ -243,12 +244,12 @@ def train_with_reports(
         lines: metrics.jsonl; None: nothing is written.
         progress: show the bar.
     """
-    with progress_bar(loop.total, loop.done, enabled=progress) as bar:
+    with Bar("training", "it", loop.total, shown=progress, done=loop.done) as bar:
 
         def report(interval: Interval) -> None:
             if lines is not None:
                 lines.write(asdict(interval))
-            bar.set_postfix_str(
+            bar.say(
                 f"{interval.samples_per_second:,.0f} samples/s, "
                 f"{interval.ms_per_iteration:.1f} ms/iteration "
                 f"(data {interval.data_ms_per_iteration:.1f}), loss {interval.loss:.6f}"
@@ -261,7 +262,7 @@ def train_with_reports(
             on_line(line)
 
         def count(done: int) -> None:
-            bar.update(1 if done else 0)
+            bar.add(1 if done else 0)
             on_iteration(done)
 
         return loop.train(report, count, write)

@@ -1,0 +1,53 @@
+"""The one progress bar: what it counts, what it says, and that nothing depends on it."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from dlrm_core.progress import Bar
+
+
+def test_texts_are_shown_and_those_that_end_something_are_counted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with Bar("in turns", "run", 3, counts=lambda text: text.startswith("step")) as bar:
+        for text in ("step 1", "a note", "step 2"):
+            bar(text)
+    said = capsys.readouterr().err
+    assert "in turns" in said and "2/3" in said and "step 2" in said
+
+
+def test_a_bar_goes_on_and_never_beyond_its_end(capsys: pytest.CaptureFixture[str]) -> None:
+    with Bar("training", "it", 10, done=4) as bar:
+        bar.show(99, "99 s", "loading")
+    said = capsys.readouterr().err
+    assert "4/10" in said and "loading" in said and "10/10" in said and "99/10" not in said
+
+
+@pytest.mark.parametrize(("missing", "shown"), [(None, "9/9"), (2, "9/9"), (1, "7/9")])
+def test_only_a_bar_that_is_nearly_full_is_filled(
+    missing: int | None, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Bar("profiling", "iteration", 9) as bar:
+        bar.show(7, "")
+        bar.fill(missing)
+    assert capsys.readouterr().err.rstrip().rpartition("\r")[2].count(shown) == 1
+
+
+def test_what_is_not_shown_says_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def use(bar: Bar) -> None:
+        with bar:
+            bar("text")
+            bar.add(3)
+            bar.show(1, "text", "what")
+            bar.fill()
+
+    use(Bar("hidden", "run", 3, shown=False))
+    assert capsys.readouterr().err == ""
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    use(Bar("hidden", "run", 3))
+    assert capsys.readouterr().err == "no progress bar: tqdm is not installed\n"
