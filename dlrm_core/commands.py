@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from dlrm_core.config import SECTIONS, load_parameters
+from dlrm_core.config import SECTIONS, Parameters, load_parameters
 from dlrm_core.files import plain
 
 if TYPE_CHECKING:
@@ -31,17 +31,27 @@ TORCHRUN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 
 def train(arguments: argparse.Namespace) -> int:
     """``dlrm train``: a JSON line per interval, and a last one with the result."""
+    if os.environ.keys() >= TORCHRUN:
+        from dlrm_core.distributed.refusal import said_once
+
+        with said_once(EXIT_CODES["refused"]), _terminate_like_interrupt():
+            parameters = _parameters_to_train(arguments)
+            from dlrm_core.distributed.command import train as train_rank
+
+            train_rank(parameters, arguments, EXIT_CODES)
+    return _train_alone(_parameters_to_train(arguments), arguments)
+
+
+def _parameters_to_train(arguments: argparse.Namespace) -> Parameters:
+    given = [f"training.resume={arguments.resume}"] if arguments.resume else []
+    return load_parameters(arguments.file, [*arguments.parameter, *given])
+
+
+def _train_alone(parameters: Parameters, arguments: argparse.Namespace) -> int:
     from dlrm_core import training
     from dlrm_core.counters import IterationCounters
     from dlrm_core.parts import log_spans
 
-    given = [f"training.resume={arguments.resume}"] if arguments.resume else []
-    parameters = load_parameters(arguments.file, [*arguments.parameter, *given])
-    if os.environ.keys() >= TORCHRUN:
-        from dlrm_core.distributed.command import train as train_rank
-
-        with _terminate_like_interrupt():
-            train_rank(parameters, arguments, EXIT_CODES)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_terminate_like_interrupt())
         spans = stack.enter_context(log_spans()) if arguments.spans else None

@@ -7,27 +7,26 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
+from dlrm_core.checkpoints import Checkpoint
 from dlrm_core.config import Parameters
 from dlrm_core.distributed.collectives import Collectives
 from dlrm_core.distributed.packages import require_torchrec
 from dlrm_core.distributed.plan import FLOAT_BYTES, require_possible
+from dlrm_core.distributed.refusal import tell_launcher
 from dlrm_core.distributed.trainer import DistributedTrainer
 from dlrm_core.distributed.watch import Watch
-from dlrm_core.distributed.world import World, gathered, joined, leave
+from dlrm_core.distributed.world import gathered, joined, leave
 from dlrm_core.errors import InputError
 from dlrm_core.files import plain, write_json
 from dlrm_core.resuming import checkpoint_place, checkpoint_to_resume
-from dlrm_core.training import json_line, metrics_lines
-from dlrm_core.training_host import peak_memory, progress_bar
-from dlrm_core.training_results import Interval, TrainingResult
-from dlrm_core.training_run import Line
-
-Say = Callable[[str], None]
+from dlrm_core.training_host import peak_memory
+from dlrm_core.training_loop import metrics_lines, train_with_reports
+from dlrm_core.training_results import TrainingResult
 
 
 def train(
@@ -39,22 +38,15 @@ def train(
         exit_codes: of the process, by the run's status.
 
     Raises:
-        InputError: as :func:`dlrm_core.training.train`, on the rank that finds it; what every
-            rank finds is said by rank 0 only.
+        InputError: as :func:`dlrm_core.training.train`, on every rank that finds it.
     """
-    first = os.environ.get("RANK") == "0"
-    try:
-        require_torchrec()
-        require_possible(parameters, int(os.environ["WORLD_SIZE"]))
-        if arguments.spans:
-            raise InputError("--spans is for a run of one process; see docs/scaling.md")
-        folder = Path(arguments.output) if arguments.output else None
-        place = checkpoint_place(parameters.training, folder)
-        checkpoint = checkpoint_to_resume(parameters, place)
-    except InputError:
-        if first:
-            raise
-        leave(exit_codes["refused"])
+    require_torchrec()
+    require_possible(parameters, int(os.environ["WORLD_SIZE"]))
+    if arguments.spans:
+        raise InputError("--spans is for a run of one process; see docs/scaling.md")
+    folder = Path(arguments.output) if arguments.output else None
+    place = checkpoint_place(parameters.training, folder)
+    checkpoint = checkpoint_to_resume(parameters, place)
     collectives = Collectives()
     with contextlib.ExitStack() as stack:
         world = stack.enter_context(joined(parameters.training))
@@ -63,41 +55,35 @@ def train(
         stack.enter_context(watch)
         trainer = DistributedTrainer(parameters, world, collectives, checkpoint, place, watch)
         stack.callback(trainer.close)
-        say: Say = _say if world.first else _nothing
-        _introduce(trainer, say)
-        result, ranks = _run(trainer, folder if world.first else None, checkpoint, say, stack)
+        _introduce(trainer)
+        result, ranks = _run(trainer, folder if world.first else None, checkpoint, stack)
         for notice in result.notices if world.first else ():
             print(notice, file=sys.stderr)
-        say(json.dumps(plain(result.summary() | {"ranks": ranks})))
+        if world.first:
+            _say(plain(result.summary() | {"ranks": ranks}))
+    if result.status != "finished":
+        tell_launcher("; ".join(result.notices))
     leave(exit_codes[result.status])
 
 
 def _run(
     trainer: DistributedTrainer,
     folder: Path | None,
-    checkpoint: Any,
-    say: Say,
+    checkpoint: Checkpoint | None,
     stack: contextlib.ExitStack,
 ) -> tuple[TrainingResult, list[dict[str, Any]]]:
     lines = None
     if folder is not None:
         lines = stack.enter_context(metrics_lines(folder / "metrics.jsonl", checkpoint))
-    shown = trainer.world.first and sys.stderr.isatty()
-    bar = stack.enter_context(progress_bar(trainer.total, trainer.done, enabled=shown))
-
-    def report(interval: Interval) -> None:
-        if lines is not None:
-            lines.write(asdict(interval))
-        speed = f"{interval.samples_per_second:,.0f} samples/s"
-        bar.set_postfix_str(f"{speed}, loss {interval.loss:.6f}")
-        say(json_line(interval))
-
-    def write(line: Line) -> None:
-        if lines is not None:
-            lines.write(line)
-        say(json.dumps(plain(line)))
-
-    result = trainer.train(report, lambda done: bar.update(1 if done else 0), write)
+    first = trainer.world.first
+    result = train_with_reports(
+        trainer,
+        lines,
+        on_interval=lambda interval: _say(asdict(interval)) if first else None,
+        on_iteration=lambda done: None,
+        on_line=lambda line: _say(plain(line)) if first else None,
+        progress=first and sys.stderr.isatty(),
+    )
     ranks = gathered(trainer.world, about_rank(trainer, result))
     if folder is not None:
         write_json(folder / "result.json", asdict(result) | {"ranks": ranks})
@@ -131,7 +117,7 @@ def about_rank(trainer: DistributedTrainer, result: TrainingResult) -> dict[str,
     }
 
 
-def _introduce(trainer: DistributedTrainer, say: Say) -> None:
+def _introduce(trainer: DistributedTrainer) -> None:
     """Who takes part, and what each holds: on standard error, whose lines are for people."""
     world, holdings = trainer.world, trainer.holdings()
     if not world.first:
@@ -148,12 +134,8 @@ def _introduce(trainer: DistributedTrainer, say: Say) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def _say(text: str) -> None:
-    print(text, flush=True)
+def _say(line: Any) -> None:
+    print(json.dumps(line), flush=True)
 
 
-def _nothing(text: str) -> None:
-    """The other ranks say nothing."""
-
-
-__all__ = ["World", "about_rank", "train"]
+__all__ = ["about_rank", "train"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -247,15 +248,29 @@ def describe(shards: list[Shard], processes: Sequence[str]) -> list[str]:
     for rank, process in enumerate(processes):
         own = [shard for shard in shards if shard.rank == rank]
         size = sum(FLOAT_BYTES * shard.rows * shard.columns for shard in own)
-        tables = ", ".join(_name(shard) for shard in own) or "no table"
+        tables = "; ".join(_named(own)) or "no table"
         lines.append(f"rank {rank} ({process}) holds {format_bytes(size)}: {tables}")
     return lines
 
 
-def _name(shard: Shard) -> str:
-    name = f"table {shard.table}"
+def _named(shards: list[Shard]) -> Iterator[str]:
+    """Tables of which the same part is held, together: 'tables 0-7, 9: rows 0-49,999'."""
+    alike: dict[str, list[int]] = {}
+    for shard in shards:
+        alike.setdefault(_part(shard), []).append(shard.table)
+    for held, tables in alike.items():
+        # consecutive numbers have the same distance from their places
+        runs = [
+            [t for _, t in run]
+            for _, run in itertools.groupby(enumerate(tables), lambda pair: pair[1] - pair[0])
+        ]
+        numbers = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+        yield f"{'table' if len(tables) == 1 else 'tables'} {numbers}{held}"
+
+
+def _part(shard: Shard) -> str:
     if shard.kind == "row_wise":
-        return f"{name} rows {shard.first_row:,}-{shard.first_row + shard.rows - 1:,}"
+        return f": rows {shard.first_row:,}-{shard.first_row + shard.rows - 1:,}"
     if shard.kind == "column_wise":
-        return f"{name} columns {shard.first_column}-{shard.first_column + shard.columns - 1}"
-    return f"{name} (replicated)" if shard.kind == "replicated" else name
+        return f": columns {shard.first_column}-{shard.first_column + shard.columns - 1}"
+    return " (replicated)" if shard.kind == "replicated" else ""

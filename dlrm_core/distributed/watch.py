@@ -29,6 +29,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dlrm_core.distributed.collectives import Collectives
+from dlrm_core.distributed.refusal import tell_launcher
 from dlrm_core.distributed.world import World, launcher_store
 
 EXIT_LOST = 3
@@ -239,6 +240,7 @@ class Watch:
 
     def _end(self, lost: Lost) -> None:
         """Say who is lost, end it if it is here and hangs, and end this rank."""
+        tell_launcher(lost.sentence())
         survivors = [rank for rank in self._signs if rank != lost.rank]
         here = lost.host == self._world.host
         if self._world.rank == min(survivors, default=0):

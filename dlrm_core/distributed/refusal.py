@@ -1,0 +1,79 @@
+"""What a rank says when it ends early: once for all ranks, and into the launcher's own report.
+
+torchrun ends the other ranks as soon as one has failed, and closes with a report of its own.
+So a sentence must be out before its rank ends, and belongs into that report too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from dlrm_core.errors import InputError
+from dlrm_core.files import write_json
+
+_STORE_S = 5.0
+"""For the launcher's store to answer."""
+
+_PARTING_S = 1.0
+"""For the rank that says it: the launcher ends it when this one is gone."""
+
+
+@contextlib.contextmanager
+def said_once(status: int) -> Iterator[None]:
+    """Let the first rank that comes to a refusal say it, and end the others that do silently.
+
+    Args:
+        status: exit status of those.
+
+    Raises:
+        InputError: on the rank that is to say it.
+    """
+    try:
+        yield
+    except InputError as error:
+        tell_launcher(str(error))
+        if first_to_say(str(error)):
+            raise
+        time.sleep(_PARTING_S)
+        from dlrm_core.distributed.world import leave
+
+        leave(status)
+
+
+def first_to_say(sentence: str) -> bool:
+    """Whether no other rank has asked this for the same sentence; True where none can be asked."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return True  # the store would be rank 0's, and is not there yet
+    import torch.distributed as dist
+
+    try:
+        store = dist.TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=False,
+            timeout=datetime.timedelta(seconds=_STORE_S),
+        )
+        digest = hashlib.sha256(sentence.encode()).hexdigest()[:16]
+        return bool(store.add(f"dlrm/said/{digest}", 1) == 1)
+    except RuntimeError:
+        return True
+
+
+def tell_launcher(sentence: str) -> None:
+    """Put a sentence where torchrun's report of a failed rank shows a traceback.
+
+    The format is that of ``torch.distributed.elastic.multiprocessing.errors.ErrorHandler``;
+    other launchers name no file for it, and nothing happens.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    extra = {"py_callstack": sentence, "timestamp": str(int(time.time()))}
+    with contextlib.suppress(OSError, InputError):
+        write_json(Path(path), {"message": {"message": sentence, "extraInfo": extra}})

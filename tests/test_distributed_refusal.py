@@ -1,0 +1,77 @@
+"""What ranks say when a run ends early: once, and where torchrun's report shows it."""
+
+import importlib.util
+import sys
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from dlrm_core.distributed import world
+from dlrm_core.distributed.refusal import said_once, tell_launcher
+from dlrm_core.errors import InputError
+
+
+@pytest.fixture
+def launched(monkeypatch, tmp_path):
+    """The environment of a rank, whose launcher keeps a store; its error file."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for name, value in world.environment(0, 2, store.port).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    yield tmp_path / "error.json"
+    del store
+
+
+def refused(sentence):
+    """How a rank with this refusal ends: 'says it', or its exit status."""
+    try:
+        with said_once(2):
+            raise InputError(sentence)
+    except InputError:
+        return "says it"
+    except SystemExit as left:
+        return left.code
+
+
+def test_ranks_say_a_refusal_once(launched, monkeypatch):
+    monkeypatch.setattr(world, "leave", sys.exit)
+    monkeypatch.setattr("dlrm_core.distributed.refusal._PARTING_S", 0.0)
+    assert [refused("a"), refused("a"), refused("b"), refused("a")] == ["says it", 2, "says it", 2]
+    # a launcher without a store of its own: better twice than not at all
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
+    assert [refused("c"), refused("c")] == ["says it", "says it"]
+    # the store is gone
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setattr("dlrm_core.distributed.refusal._STORE_S", 0.2)
+    assert refused("d") == "says it"
+
+
+def test_torchrun_reports_our_sentence(launched, monkeypatch):
+    tell_launcher("rank 1 is gone")
+    failure = ProcessFailure(local_rank=0, pid=7, exitcode=3, error_file=str(launched))
+    report = str(ChildFailedError("dlrm_core", {0: failure}))
+    assert "traceback : rank 1 is gone\n" in report and "N/A" not in report
+    # nowhere to put it: nothing happens
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(launched / "not" / "a folder"))
+    tell_launcher("unheard")
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
+    tell_launcher("unheard")
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("torchrec") is None,
+    reason="TorchRec is not installed (make setup does it)",
+)
+def test_tables_held_alike_are_named_together():
+    from dlrm_core.distributed.plan import Shard, describe
+
+    shards = [Shard(t, "table_wise", t in (2, 5), 0, 10, 0, 4) for t in range(7)]
+    shards += [Shard(t, "row_wise", rank, 5 * rank, 5, 0, 4) for t in (7, 8) for rank in (0, 1)]
+    shards += [Shard(9, "replicated", rank, 0, 10, 0, 4) for rank in (0, 1)]
+    assert [line.partition(" holds ")[2] for line in describe(shards, ["a", "b", "c"])] == [
+        "1.09 KiB: tables 0-1, 3-4, 6; tables 7-8: rows 0-4; table 9 (replicated)",
+        "640 B: tables 2, 5; tables 7-8: rows 5-9; table 9 (replicated)",
+        "0 B: no table",
+    ]
