@@ -4,11 +4,13 @@
 other, each ``{"ranks": R, "port": of the launcher's store, "jobs": [...]}``; rank 0 of each
 writes ``RESULTS/STAGE.json``. A job is ``{"name", "sections", "place", "resume", "initial"}``:
 train, with checkpoints in ``place``; with ``initial`` one of the untrained weights comes first.
-A stage's ``measure`` is a worker's job; its result is ``RESULTS/measured-R.json``.
+A stage that has ``measure``, a worker's job, adds to ``RESULTS/measured.json`` instead, and
+copies that to ``RESULTS/STAGE.json``.
 """
 
 import json
 import os
+import shutil
 import sys
 import traceback
 from pathlib import Path
@@ -22,9 +24,8 @@ from dlrm_core.distributed.command import about_rank
 from dlrm_core.distributed.packages import load_torchrec
 from dlrm_core.distributed.trainer import DistributedTrainer
 from dlrm_core.distributed.watch import Watch
-from dlrm_core.distributed.worker import measure_job, measure_job_alone
+from dlrm_core.distributed.worker import measure_job
 from dlrm_core.distributed.world import environment, gathered, joined, read_world
-from dlrm_core.files import write_json
 
 
 def main():
@@ -50,23 +51,31 @@ def main():
 
 
 def as_rank(stage, output):
-    jobs, collectives, found = stage["jobs"], Collectives(), {}
-    first = parameters_from_sections(jobs[0]["sections"])
+    collectives = Collectives()
     with collectives.installed():
         if stage.get("measure"):
-            alone = measure_job_alone(stage["measure"], read_world(first.training), collectives)
+            measure(stage["measure"], output, collectives)
+            return
+        jobs, found = stage["jobs"], {}
+        first = parameters_from_sections(jobs[0]["sections"])
         with (
             joined(first.training) as world,
             Watch(world, collectives, first.training.rank_timeout_s) as watch,
         ):
             for job in jobs:
                 found[job["name"]] = train(job, world, collectives, watch)
-            if stage.get("measure"):
-                measured = measure_job(stage["measure"], world, collectives, watch, alone)
-                if world.first:
-                    write_json(output.parent / f"measured-{world.size}.json", measured)
         if world.first:
             output.write_text(json.dumps(found))
+
+
+def measure(job, output, collectives):
+    result = output.parent / "measured.json"
+    run = parameters_from_sections(job["stretches"][0]["runs"][0]["sections"])
+    world = read_world(run.training)
+    with Watch(world, collectives, run.training.rank_timeout_s) as watch:
+        measure_job(job, result, world, collectives, watch)
+    if world.first:
+        shutil.copy(result, output)
 
 
 def train(job, world, collectives, watch):

@@ -45,13 +45,14 @@ def link_probe(
             "collective": kind,
             "ranks": ranks,
             "bytes": size,
+            "repetition": repetition,
             "time_ms": collective_ms(kind, ranks, size, alpha_us, rate)
             * float(np.exp(noise * rng.normal())),
         }
         for kind in ("allreduce", "alltoall", "allgather", "reduce_scatter")
         for ranks in (2, 4)
         for size in (4**n for n in range(5, 13))
-        for _ in range(5)
+        for repetition in range(5)
     ]
 
 

@@ -147,8 +147,8 @@ def test_ranges_hold_nine_measurements_of_ten() -> None:
         for kind, ranks, size in again[["collective", "ranks", "bytes"]].itertuples(index=False)
     ]
     inside = [e.low <= t <= e.high for e, t in zip(ends, again["time_ms"], strict=True)]
-    # 320 draws of probability 0.9, less what medians of five are off themselves
-    assert 0.75 < np.mean(inside) < 0.99
+    # 320 draws of probability 0.9, less what means of the faster three of five are off themselves
+    assert 0.7 < np.mean(inside) < 0.99
 
 
 def test_a_probe_that_says_too_little_is_refused() -> None:

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,15 +11,12 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dlrm_core.analysis.scaling_record import record_of
 from dlrm_core.checkpoints import OPTIMIZER, WEIGHTS, read_checkpoint
 from dlrm_core.config import parameters_from_sections
 from dlrm_core.distributed import scaling
-from dlrm_core.distributed.disturbance import faster_half
-from dlrm_core.distributed.launch import Outcome
+from dlrm_core.distributed.launch import RanksFailed
 from dlrm_core.distributed.plan import require_possible
 from dlrm_core.errors import InputError, MissingToolError
 from dlrm_core.model import build_model
@@ -120,29 +116,25 @@ def trained(given, place=None, resume=None):
         trainer.close()
 
 
-def measured_cases(monkeypatch, run, folder=None):
+def measured_cases(monkeypatch, run, folder=None, say=lambda text: None, probe=1):
     """A small measurement whose launches are ``run``."""
     monkeypatch.setattr(scaling, "run_ranks", run)
     given = parameters_from_sections(sections(sharding="table_wise"))
-    effort = scaling.Effort(rounds=2, warmup=1, iterations=3, seconds=5.0, probe=1)
-    return scaling.measure_scaling(given, (1, 2), folder, effort=effort)
+    effort = scaling.Effort(rounds=2, warmup=1, iterations=3, seconds=5.0, probe=probe)
+    return scaling.measure_scaling(given, (1, 2), folder, effort=effort, on_progress=say)
 
 
-def measurement_jobs():
-    """What each launch of it is asked to measure, by its number of ranks."""
-    jobs = {}
+def measurement_job():
+    """What its launch is asked to measure."""
+    jobs = []
 
-    def note(command, ranks, timeout_s, variables):
-        jobs[ranks] = json.loads(Path(command[-2]).read_text())
-        names = ("placement", "losses", *scaling.TABLES)
-        empty = {name: [] for name in names} | {"backend": "gloo", "host": "here"}
-        runs = [{"run": run["run"], "losses": [0.0]} for run in jobs[ranks]["runs"]]
-        Path(command[-1]).write_text(json.dumps(empty | {"losses": runs}))
-        return Outcome("", "", 1.0)
+    def note(command, *about):
+        jobs.append(json.loads(Path(command[-2]).read_text()))
+        raise RanksFailed("noted")
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RanksFailed, match="noted"):
         measured_cases(patch, note)
-    return jobs
+    return jobs[0]
 
 
 @pytest.fixture(scope="module")
@@ -174,8 +166,10 @@ def ranks(tmp_path_factory):
                 }
             )
         stages.append({"ranks": count, "jobs": own})
-        if count <= 2:
-            stages[-1]["measure"] = measurement_jobs()[count]
+    # a measurement that is interrupted after its first round, and goes on
+    measured = measurement_job()
+    stages.append({"ranks": 2, "measure": measured | {"rounds": 1}})
+    stages.append({"ranks": 2, "measure": measured | {"first_round": 1}})
     # as a launcher does
     stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in stages]
     for stage, store in zip(stages, stores, strict=True):
@@ -196,7 +190,9 @@ def ranks(tmp_path_factory):
     )
     assert done.returncode == 0, done.stderr[-4000:]
     found = {
-        stage["ranks"]: json.loads((folder / f"{i}.json").read_text())
+        stage["ranks"] if "jobs" in stage else f"round {stage['measure']['rounds']}": json.loads(
+            (folder / f"{i}.json").read_text()
+        )
         for i, stage in enumerate(stages)
     }
     return found, folder
@@ -326,13 +322,20 @@ def test_what_is_exchanged_is_what_the_formulas_say(ranks):
 def test_a_measurement_is_a_record_of_every_rank_and_goes_on(ranks, monkeypatch, tmp_path):
     launches = []
 
-    def launch(command, count, timeout_s, variables):
-        launches.append(count)
-        shutil.copy(ranks[1] / f"measured-{count}.json", command[-1])
-        return Outcome("", "", 1.0)
+    def launch(command, count, timeout_s, variables, on_iteration):
+        first = json.loads(Path(command[-2]).read_text())["first_round"]
+        launches.append((count, first))
+        Path(command[-1]).write_text(json.dumps(ranks[0][f"round {first + 1}"]))
+        on_iteration(1)
+        if not first:
+            raise RanksFailed("interrupted")
 
-    record = measured_cases(monkeypatch, launch, tmp_path)
-    assert launches == [1, 2]
+    with pytest.raises(RanksFailed, match="interrupted"):
+        measured_cases(monkeypatch, launch, tmp_path)
+    said = []
+    record = measured_cases(monkeypatch, launch, tmp_path, said.append)
+    assert launches == [(2, 0), (2, 1)]
+    assert said == ["1 of 2 rounds: measured before", "round 2 of 2, 1 rank"]
     read = record_of(record)
     assert {(r["ranks"], r["scaling"], r["batch_size"]) for r in record["runs"]} == {
         (1, "", 32),
@@ -365,10 +368,10 @@ def test_a_measurement_is_a_record_of_every_rank_and_goes_on(ranks, monkeypatch,
     assert any(e["name"] == "alltoall: pooled gradients" for e in trace if e["ph"] == "X")
     # what is there is not measured again; another request is
     again = measured_cases(monkeypatch, launch, tmp_path)
-    assert launches == [1, 2] and again["iterations"] == record["iterations"]
-    (tmp_path / "ranks-2.json").unlink()
-    measured_cases(monkeypatch, launch, tmp_path)
-    assert launches == [1, 2, 2]
+    assert len(launches) == 2 and again["iterations"] == record["iterations"]
+    with pytest.raises(RanksFailed, match="interrupted"):
+        measured_cases(monkeypatch, launch, tmp_path, probe=2)
+    assert launches[2:] == [(2, 0)]
     assert scaling.read_record(tmp_path / "scaling.json")["runs"] == record["runs"]
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(InputError, match="no record of dlrm-scaling"):
@@ -393,30 +396,6 @@ def test_what_does_not_exist_on_several_ranks_is_refused():
         given = parameters_from_sections(sections(model, **changes))
         with pytest.raises(InputError, match=said):
             require_possible(given, ranks)
-
-
-@given(st.lists(st.floats(0.1, 9.0), min_size=1, max_size=9), st.integers(1, 3))
-def test_the_faster_half_is_kept_on_all_ranks_alike(times, ranks):
-    rows = [
-        {"run": 0, "rank": rank, "iteration": i, "time_ms": time_ms / (1 + rank)}
-        for i, time_ms in enumerate(times)
-        for rank in range(ranks)
-    ]
-    alone = [
-        {"case": "", "concurrent": 1, "batch_size": 8, "process": 0, "iteration": i, "time_ms": t}
-        for i, half in enumerate(times)
-        for t in (half, half)
-    ]
-    probe = [{"collective": "allreduce", "ranks": 2, "bytes": 4, "time_ms": t} for t in times]
-    tables = {name: rows for name in ("iterations", "parts", "collectives", "spans")}
-    kept = faster_half(tables | {"compute_profile": alone, "link_probe": probe})
-    half = -(-len(times) // 2)
-    chosen = {row["iteration"] for row in kept["iterations"]}
-    assert len(chosen) == half and len(kept["iterations"]) == half * ranks
-    others = [t for i, t in enumerate(times) if i not in chosen]
-    assert max(times[i] for i in chosen) <= min(others, default=10.0)
-    assert {row["iteration"] for row in kept["compute_profile"]} == chosen
-    assert sorted(row["time_ms"] for row in kept["link_probe"]) == sorted(times)[:half]
 
 
 def test_without_torchrec_one_sentence_says_what_to_install(monkeypatch):

@@ -10,8 +10,7 @@ everything in this room takes as pandas frames. A column in brackets may be abse
 ``runs``: one row a measured configuration
     ``run`` (int), ``ranks``, ``batch_size`` (samples of an iteration over all ranks),
     ``scaling`` ("strong", "weak" or ""), ``sharding`` (name, see ``sharding.SHARDINGS``, or
-    "mixed"), ``threads`` (of one rank), ``nodes``, ``backend`` ("gloo", "nccl"), [``change``]
-    (leaves that differ from the file's parameters).
+    "mixed"), ``threads`` (of one rank), ``nodes``, ``backend`` ("gloo", "nccl").
 ``placement``: which rank holds what
     ``run``, ``table``, ``kind`` ("table_wise", "row_wise", "column_wise", "replicated"),
     ``rank``, ``rows``, ``columns`` (extent of that rank's shard).
@@ -29,7 +28,7 @@ everything in this room takes as pandas frames. A column in brackets may be abse
     step's thread had nothing else to do), [``start_ms``] (since the iteration's start).
 ``link_probe``: collectives alone, nothing computed beside them
     ``collective`` (as ``kind``), ``ranks``, ``bytes``, ``time_ms`` (slowest rank; one row a
-    repetition), [``backend``].
+    repetition), [``repetition``], [``backend``].
 ``compute_profile``: parts of a process that exchanges nothing, ``concurrent`` such processes
     at once on the same node
     ``concurrent`` (int), ``batch_size`` (samples of one process), ``component``, ``phase``,

@@ -19,8 +19,11 @@ import pandas as pd
 from dlrm_core.analysis.link_calibration import COVER, robust_line
 from dlrm_core.analysis.links import NOTHING, Range
 from dlrm_core.analysis.roofline import least_times
+from dlrm_core.analysis.undisturbed import undisturbed
 from dlrm_core.config import Parameters
 from dlrm_core.errors import InputError
+
+PART = ["component", "phase"]
 
 PROFILE_COLUMNS = ("concurrent", "batch_size", "component", "phase", "time_ms")
 
@@ -32,10 +35,6 @@ CEILING_SCATTER = 0.5
 
 PUBLISHED_SCATTER = 0.15
 """A published throughput of one batch size, divided among parts by a data sheet."""
-
-UNDISTURBED = 0.25
-"""Quantile that stands for a time: the median of the faster half. What else runs on a machine
-only ever adds, so the slower half says more of that than of the program."""
 
 Part = tuple[str, str]
 
@@ -49,7 +48,7 @@ class PartCost:
     scatter: float
     """Relative half width of nine cases of ten."""
     points: tuple[tuple[float, float], ...] = ()
-    """Measured (samples, undisturbed ms), samples ascending."""
+    """Measured (samples, ms), samples ascending."""
     deviations: tuple[tuple[float, float], ...] = ()
     """The same for the standard deviation from iteration to iteration, ms."""
 
@@ -126,7 +125,8 @@ def measured_profile(table: pd.DataFrame, source: str = "measured") -> ComputePr
     """Costs from a ``compute_profile`` table (see :mod:`.communication`).
 
     Its rows of "communication" are what a process without others spends on it all the same:
-    packing, unpacking, a collective's own overhead.
+    packing, unpacking, a collective's own overhead. A cost is the mean of the faster half of
+    the iterations (:mod:`.undisturbed`), the same iterations for all parts.
 
     Raises:
         InputError: a column is missing, or a number of processes has one batch size only.
@@ -148,22 +148,24 @@ def measured_profile(table: pd.DataFrame, source: str = "measured") -> ComputePr
                 f"{concurrent} processes, expected at least 2: what an iteration costs without "
                 "samples cannot be told from what a sample costs"
             )
+        kept = dict(list(undisturbed(rows, ["batch_size"], "iteration").groupby(PART)))
         costs[concurrent] = {
-            cast(Part, key): _cost(part) for key, part in rows.groupby(["component", "phase"])
+            cast(Part, key): _cost(part, kept[key]) for key, part in rows.groupby(PART)
         }
     return ComputeProfile(costs, source)
 
 
-def _cost(rows: pd.DataFrame) -> PartCost:
-    medians = rows.groupby("batch_size")["time_ms"].quantile(UNDISTURBED).sort_index()
-    samples, times = medians.index.to_numpy(float), medians.to_numpy(float)
+def _cost(rows: pd.DataFrame, kept: pd.DataFrame) -> PartCost:
+    """A part's cost from all its rows and those of undisturbed iterations."""
+    means = kept.groupby("batch_size")["time_ms"].mean().sort_index()
+    samples, times = means.index.to_numpy(float), means.to_numpy(float)
     if not (times > 0).all():
         return PartCost(float(times.mean()), 0.0, LEAST_SCATTER)
     fixed, slope = robust_line(samples, times)
-    each = rows["time_ms"].to_numpy(float)
-    own = np.log(np.maximum(each, 1e-9) / rows["batch_size"].map(medians).to_numpy(float))
-    # medians of few repetitions: their own standard error
-    count = max(1, len(each) // len(medians))
+    each = kept["time_ms"].to_numpy(float)
+    own = np.log(np.maximum(each, 1e-9) / kept["batch_size"].map(means).to_numpy(float))
+    # means of few repetitions: their own standard error
+    count = max(1, len(each) // len(means))
     error = 1.4826 * float(np.median(np.abs(own))) / math.sqrt(count)
     points = tuple(zip(samples.tolist(), times.tolist(), strict=True))
     return PartCost(fixed, slope, max(LEAST_SCATTER, COVER * error), points, _deviations(rows))

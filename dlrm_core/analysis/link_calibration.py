@@ -17,9 +17,12 @@ import numpy as np
 import pandas as pd
 
 from dlrm_core.analysis.links import ALGORITHMS, Fit, Link, Range, steps_and_bytes
+from dlrm_core.analysis.undisturbed import undisturbed
 from dlrm_core.errors import InputError
 
 PROBE_COLUMNS = ("collective", "ranks", "bytes", "time_ms")
+
+EXCHANGE = ["collective", "ranks", "bytes"]
 
 HUBER = 1.345
 """Residuals beyond so many standard deviations count less: 95 % efficient on a normal one."""
@@ -37,7 +40,8 @@ def calibrate(probe: pd.DataFrame, name: str = "measured") -> Link:
 
     Args:
         probe: ``collective``, ``ranks``, ``bytes``, ``time_ms`` (see :mod:`.communication`),
-            a row a repetition. Rows of one rank, of no bytes or no time are left out.
+            a row a repetition. Rows of one rank, of no bytes or no time are left out; of the
+            repetitions the faster half counts (:mod:`.undisturbed`).
         name: the link's name.
 
     Raises:
@@ -55,30 +59,30 @@ def calibrate(probe: pd.DataFrame, name: str = "measured") -> Link:
             f"link probe: {usable['bytes'].nunique()} sizes measured on two ranks or more, "
             "expected at least 2: latency and rate cannot be told apart"
         )
+    kept = undisturbed(usable, EXCHANGE, "repetition")
     fits = {}
     for key, rows in usable.groupby(["collective", "ranks"]):
         collective, ranks = cast(tuple[str, int], key)
-        fitted = _fit(rows)
+        fitted = _fit(rows, kept.loc[kept.index.intersection(rows.index)])
         if fitted is not None:
             fits[(str(collective), int(ranks))] = fitted
-    alpha, rate = _common(usable)
+    alpha, rate = _common(kept)
     most = int(usable["ranks"].max())
     source = f"measured: {len(usable)} collectives on up to {most} ranks"
     return Link(name, alpha, rate, source, True, fits)
 
 
-def _fit(rows: pd.DataFrame) -> Fit | None:
-    """Alpha and rate of one collective on one number of ranks."""
-    medians = rows.groupby("bytes")["time_ms"].median().sort_index()
-    if len(medians) < 2:
+def _fit(rows: pd.DataFrame, kept: pd.DataFrame) -> Fit | None:
+    """Alpha and rate of one collective on one number of ranks, by what is undisturbed of it."""
+    means = kept.groupby("bytes")["time_ms"].mean().sort_index()
+    if len(means) < 2:
         return None
-    sizes, times = rows["bytes"].to_numpy(float), rows["time_ms"].to_numpy(float)
-    fixed, slope = robust_line(sizes, times)
+    fixed, slope = robust_line(kept["bytes"].to_numpy(float), kept["time_ms"].to_numpy(float))
     # more bytes do not take less time: a size that was disturbed throughout is held to the next
-    bounded = medians[::-1].cummin()[::-1]
+    bounded = means[::-1].cummin()[::-1]
     points = tuple(zip(bounded.index.astype(float), bounded.astype(float), strict=True))
-    # what a range must hold are single measurements around the interpolated medians
-    own = np.log(times / rows["bytes"].map(medians).to_numpy(float))
+    # what a range must hold are single measurements, the disturbed ones too
+    own = np.log(rows["time_ms"].to_numpy(float) / rows["bytes"].map(means).to_numpy(float))
     scatter = max(LEAST_SCATTER, float(np.expm1(COVER * _deviation(own))))
     return Fit(1e3 * fixed, _rate(slope), scatter, points)
 
@@ -158,20 +162,19 @@ def _deviation(residuals: np.ndarray) -> float:
 
 
 def check(probe: pd.DataFrame, link: Link) -> pd.DataFrame:
-    """Medians of a probe beside what a link says: how good a calibration is.
+    """A probe's times beside what a link says: how good a calibration is.
 
     Returns:
-        ``collective``, ``ranks``, ``bytes``, ``measured_ms`` (median), ``low_ms``, ``mid_ms``,
-        ``high_ms``, ``error`` (predicted over measured, less 1).
+        ``collective``, ``ranks``, ``bytes``, ``measured_ms`` (mean of the faster half), ``low_ms``,
+        ``mid_ms``, ``high_ms``, ``error`` (predicted over measured, less 1).
     """
     rows = []
-    keys = ["collective", "ranks", "bytes"]
-    for key, times in probe.groupby(keys)["time_ms"]:
+    for key, times in undisturbed(probe, EXCHANGE, "repetition").groupby(EXCHANGE)["time_ms"]:
         kind, ranks, size = cast(tuple[str, int, float], key)
         expected = link.time_ms(str(kind), int(ranks), float(size))
-        measured = float(times.median())
+        measured = float(times.mean())
         row = (kind, ranks, size, measured, *expected, expected.mid / measured - 1)
         rows.append(row)
     return pd.DataFrame(
-        rows, columns=[*keys, "measured_ms", "low_ms", "mid_ms", "high_ms", "error"]
+        rows, columns=[*EXCHANGE, "measured_ms", "low_ms", "mid_ms", "high_ms", "error"]
     )

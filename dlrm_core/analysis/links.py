@@ -111,7 +111,7 @@ class Fit(NamedTuple):
     scatter: float
     """Relative half width of nine residuals of ten."""
     points: tuple[tuple[float, float], ...]
-    """Measured (bytes, median ms), bytes ascending."""
+    """Measured (bytes, ms), bytes ascending."""
 
 
 @dataclass(frozen=True)

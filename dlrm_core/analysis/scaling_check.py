@@ -14,7 +14,6 @@ from dlrm_core.analysis.rank_schedule import Overlap
 from dlrm_core.analysis.scaling_prediction import Prediction, predict
 from dlrm_core.analysis.scaling_record import ScalingRecord, exposed_shares, measured_iterations
 from dlrm_core.analysis.sharding import Plan, make_plan, plan_of_placement
-from dlrm_core.change_options import apply_change
 from dlrm_core.config import Parameters
 from dlrm_core.errors import InputError
 
@@ -36,7 +35,7 @@ def predicted_and_measured(
     and before the runs; nothing of the run itself but its settings.
 
     Args:
-        parameters: of the record; a run's ``change`` is applied to them.
+        parameters: of the record.
         overlap: ``SHARED_CORES`` if None and the ranks are joined by gloo.
 
     Returns:
@@ -81,23 +80,18 @@ def predictions_of(
         if record.tables[name].empty:
             raise InputError(f"{name} was not measured: {record.reasons[name]}")
     network = Network(calibrate(record.link_probe, "gloo, measured"))
-    profiles = profiles_by_case(record)
+    profile = own_profile(record)
     if overlap is None:
         overlap = SHARED_CORES
     made: dict[int, Prediction | str] = {}
     for _, run in record.runs.iterrows():
         if run["ranks"] < 2:
             continue
-        number, profile = int(run["run"]), profiles.get(str(run.get("case", "")))
-        if profile is None:
-            made[number] = f"no compute profile of case {run.get('case')}"
-            continue
-        change = run.get("change")
+        number = int(run["run"])
         try:
-            changed = apply_change(parameters, change) if isinstance(change, dict) else parameters
-            plan = _plan(record, changed, run)
+            plan = _plan(record, parameters, run)
             made[number] = predict(
-                *(changed, plan.ranks, plan, network, profile, int(run["batch_size"])),
+                *(parameters, plan.ranks, plan, network, profile, int(run["batch_size"])),
                 overlap=overlap,
             )
         except InputError as error:
@@ -105,16 +99,9 @@ def predictions_of(
     return made
 
 
-def profiles_by_case(record: ScalingRecord) -> dict[str, ComputeProfile]:
-    """Costs on one rank, by the case of a run; of all runs under "" where there are none."""
-    table = record.compute_profile
-    if "case" not in table.columns or "case" not in record.runs.columns:
-        made = measured_profile(table, "measured here")
-        names = record.runs["case"].astype(str) if "case" in record.runs.columns else [""]
-        return dict.fromkeys(names, made)
-    return {
-        str(name): measured_profile(rows, "measured here") for name, rows in table.groupby("case")
-    }
+def own_profile(record: ScalingRecord) -> ComputeProfile:
+    """Costs on one rank, as the record measured them."""
+    return measured_profile(record.compute_profile, "measured here")
 
 
 def _plan(record: ScalingRecord, parameters: Parameters, run: pd.Series) -> Plan:

@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 import pandas as pd
 
-from dlrm_core.analysis.compute_profile import UNDISTURBED
+from dlrm_core.analysis.undisturbed import undisturbed
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json
 
@@ -52,6 +52,14 @@ class ScalingRecord:
         """The rows of a table that belong to one run."""
         table = self.tables[name]
         return table[table["run"] == run]
+
+    def undisturbed(self, name: str) -> pd.DataFrame:
+        """Rows of the faster half of every run's iterations (:mod:`.undisturbed`)."""
+        keys = ["run", "iteration"]
+        kept = undisturbed(self.tables["iterations"], keys[:1], keys[1])
+        chosen = pd.MultiIndex.from_frame(kept[keys])
+        table = self.tables[name]
+        return table[pd.MultiIndex.from_frame(table[keys]).isin(chosen)]
 
     @property
     def reasons(self) -> dict[str, str]:
@@ -105,8 +113,8 @@ def measured_iterations(record: ScalingRecord) -> pd.DataFrame:
     """Every run's time of an iteration, its speed-up and efficiency.
 
     An iteration's time is the mean over the ranks: they wait for each other, so one that is
-    longer on a rank is made good by its next one there. A run's time is the median of the faster
-    half (``UNDISTURBED``), its range from the fastest to the upper quartile.
+    longer on a rank is made good by its next one there. A run's time is the mean of its faster
+    half (:mod:`.undisturbed`), its range from the fastest to the upper quartile of all.
 
     Returns:
         The columns of ``runs`` and ``low_ms``, ``time_ms``, ``high_ms``, ``iterations``,
@@ -121,7 +129,7 @@ def measured_iterations(record: ScalingRecord) -> pd.DataFrame:
     times = pd.DataFrame(
         {
             "low_ms": groups.min(),
-            "time_ms": groups.quantile(UNDISTURBED),
+            "time_ms": record.undisturbed("iterations").groupby("run")["time_ms"].mean(),
             "high_ms": groups.quantile(0.75),
             "iterations": groups.size(),
         }
@@ -172,8 +180,12 @@ def shown_iteration(record: ScalingRecord, run: int) -> pd.DataFrame:
 
 
 def parts_by_rank(record: ScalingRecord, run: int) -> pd.DataFrame:
-    """Mean time of each part on each rank: ``rank``, ``component``, ``phase``, ``time_ms``."""
-    rows = record.of_run("parts", run)
+    """Mean time of each part on each rank: ``rank``, ``component``, ``phase``, ``time_ms``.
+
+    Of the iterations whose mean is the run's time, so that parts add up to it.
+    """
+    rows = record.undisturbed("parts")
+    rows = rows[rows["run"] == run]
     keys = ["rank", "component", "phase"]
     count = rows.groupby("rank")["iteration"].nunique().rename("count")
     total = rows.groupby(keys)["time_ms"].sum().reset_index().join(count, on="rank")
@@ -233,7 +245,7 @@ def exchange_times(record: ScalingRecord) -> pd.DataFrame:
     if record.collectives.empty:
         return pd.DataFrame(columns=columns)
     keys = ["run", "kind", "what"]
-    rows = record.collectives
+    rows = record.undisturbed("collectives")
     counted = rows.groupby("run")[["rank", "iteration"]].apply(lambda t: len(t.drop_duplicates()))
     sums = rows.groupby(keys)[["bytes", "time_ms", "exposed_ms"]].sum()
     sums["calls"] = rows.groupby(keys).size()

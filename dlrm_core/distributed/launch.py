@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ def run_ranks(
     ranks: int,
     timeout_s: float,
     variables: Mapping[str, str] | None = None,
+    on_iteration: Callable[[int], None] = lambda done: None,
 ) -> Outcome:
     """Run a command as several ranks of this node and wait for all.
 
@@ -57,6 +58,7 @@ def run_ranks(
         command: program and arguments, the same for all; the environment tells them apart.
         timeout_s: after which all are ended.
         variables: of the environment, beside those of a rank.
+        on_iteration: gets what the watch of rank 0 counts, when it has changed.
 
     Raises:
         RanksFailed: a rank failed or the time was over; none is left running.
@@ -91,7 +93,8 @@ def run_ranks(
                     stderr=stack.enter_context((logs / f"{rank}.err").open("wb")),
                 )
             )
-        failed = _wait(processes, started + timeout_s)
+        look = _Changes(lambda: _iterations(store, 1)[0], on_iteration)
+        failed = _wait(processes, started + timeout_s, look)
         if failed is not None:
             lasts = _iterations(store, ranks)
             raise RanksFailed(_report(failed, processes, logs, lasts, timeout_s))
@@ -102,7 +105,26 @@ def run_ranks(
         )
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], until: float) -> int | None:
+class _Changes:
+    """Tells when something that is asked once a second has changed."""
+
+    def __init__(self, ask: Callable[[], int | None], tell: Callable[[int], None]) -> None:
+        self._ask, self._tell = ask, tell
+        self._last: int | None = None
+        self._at = time.monotonic()
+
+    def __call__(self) -> None:
+        if time.monotonic() - self._at < 1.0:
+            return
+        self._at, now = time.monotonic(), self._ask()
+        if now is not None and now != self._last:
+            self._last = now
+            self._tell(now)
+
+
+def _wait(
+    processes: list[subprocess.Popen[bytes]], until: float, look: Callable[[], None]
+) -> int | None:
     """Wait for all; the rank that failed first, -1 if the time was over, None if none did."""
     first: int | None = None
     grace_until = until
@@ -123,6 +145,7 @@ def _wait(processes: list[subprocess.Popen[bytes]], until: float) -> int | None:
             return first
         if time.monotonic() > grace_until:
             return -1 if first is None else first
+        look()
         time.sleep(_POLL_S)
 
 

@@ -38,6 +38,15 @@ SHOWN = 3
 Row = dict[str, Any]
 
 
+@dataclasses.dataclass(frozen=True)
+class Pace:
+    """Iterations of one run: to warm up, to count, and the seconds that these take at most."""
+
+    warmup: int
+    iterations: int
+    seconds: float = 60.0
+
+
 class Beside(Protocol):
     """Processes of one node that compute at the same time, each by itself."""
 
@@ -49,20 +58,9 @@ class Beside(Protocol):
 
 
 def measure_run(
-    parameters: Parameters,
-    world: World,
-    collectives: Collectives,
-    warmup: int,
-    iterations: int,
-    seconds: float = 60.0,
-    beside: Beside | None = None,
+    parameters: Parameters, world: World, collectives: Collectives, pace: Pace
 ) -> dict[str, list[Row]]:
     """Train for some iterations and time them.
-
-    Args:
-        world: this rank among all, or by itself.
-        iterations: after ``warmup``; fewer if ``seconds`` are over, on all ranks alike.
-        beside: who computes at the same time without exchanging anything; None: nobody.
 
     Returns:
         ``placement`` (of all ranks), and this rank's ``iterations``, ``parts``,
@@ -73,15 +71,82 @@ def measure_run(
     """
     require_possible(parameters, world.size)
     step, tables = _make_step(parameters, world, collectives)
-    stream = itertools.cycle(_batches(parameters, world, min(BATCHES, warmup + iterations)))
+    rows = _timed(step, parameters, world, collectives, pace)
+    rows["placement"] = [
+        {
+            "table": shard.table,
+            "kind": shard.kind,
+            "rank": shard.rank,
+            "rows": shard.rows,
+            "columns": shard.columns,
+        }
+        for shard in tables.shards
+    ]
+    return rows
+
+
+def measure_alone(
+    parameters: Parameters,
+    sizes: Sequence[int],
+    world: World,
+    collectives: Collectives,
+    pace: Pace,
+    beside: Callable[[], Beside],
+) -> list[Row]:
+    """Parts of one of several processes of this node that exchange nothing.
+
+    Args:
+        sizes: batches of this process.
+        world: of all of them; they have not joined.
+        beside: makes what the processes begin and end a batch size together by.
+
+    Returns:
+        this process's rows of ``compute_profile``, less ``case`` and ``concurrent``; "other"
+        is what of an iteration no part has.
+    """
+    rows: list[Row] = []
+    with by_itself(world) as alone:
+        step, _ = _make_step(parameters, alone, collectives)
+        for size in sizes:
+            training = dataclasses.replace(parameters.training, batch_size=size)
+            sized = dataclasses.replace(parameters, training=training)
+            found = _timed(step, sized, alone, collectives, pace, beside())
+            rows += [
+                {
+                    "process": world.rank,
+                    "batch_size": size,
+                    **{k: row[k] for k in ("iteration", "component", "phase", "time_ms")},
+                }
+                for row in found["parts"] + _outside_parts(found)
+            ]
+    return rows
+
+
+def _timed(
+    step: DistributedStep,
+    parameters: Parameters,
+    world: World,
+    collectives: Collectives,
+    pace: Pace,
+    beside: Beside | None = None,
+) -> dict[str, list[Row]]:
+    """Rows of so many steps; fewer if the seconds are over, on all ranks alike.
+
+    Args:
+        beside: who computes at the same time without exchanging anything; None: nobody.
+    """
+    different = min(BATCHES, pace.warmup + pace.iterations)
+    stream = itertools.cycle(_batches(parameters, world, different))
     losses = []
     begun = time.perf_counter()
-    for _ in range(warmup):
+    for _ in range(pace.warmup):
         losses.append(step(next(stream))[0])
-    # the slowest rank's warm-up says how many iterations there is time for
-    took = torch.tensor((time.perf_counter() - begun) / max(1, warmup))
-    dist.all_reduce(took, dist.ReduceOp.MAX)
-    count = max(3, min(iterations, int(seconds / max(float(took), 1e-6)))) if warmup else iterations
+    count = pace.iterations
+    if pace.warmup:
+        # the slowest rank's warm-up says how many iterations there is time for
+        took = torch.tensor((time.perf_counter() - begun) / pace.warmup, device=world.device)
+        dist.all_reduce(took, dist.ReduceOp.MAX)
+        count = max(3, min(count, int(pace.seconds / max(float(took), 1e-6))))
     clock = PartClock(collectives)
     times: list[tuple[float, float]] = []
     of_iteration: list[list[Any]] = []
@@ -110,62 +175,6 @@ def measure_run(
     dist.barrier()
     rows = _rows(world.rank, times, of_iteration, clock)
     rows["losses"] = [{"loss": float(loss)} for loss in losses]
-    rows["placement"] = [
-        {
-            "table": shard.table,
-            "kind": shard.kind,
-            "rank": shard.rank,
-            "rows": shard.rows,
-            "columns": shard.columns,
-        }
-        for shard in tables.shards
-    ]
-    return rows
-
-
-def measure_alone(
-    case: str,
-    parameters: Parameters,
-    world: World,
-    collectives: Collectives,
-    effort: tuple[int, int, float],
-    concurrent: Sequence[int],
-    meet: Callable[[], None],
-    beside: Callable[[int], Beside],
-) -> list[Row]:
-    """Parts of processes that exchange nothing, so many at once on this node.
-
-    Args:
-        world: of all ranks that take part; they have not joined yet.
-        effort: iterations to warm up, iterations, seconds at most.
-        concurrent: numbers of processes; ranks beyond a number wait, idle.
-        meet: returns when all ranks have called it.
-        beside: makes what so many processes begin and end together by.
-
-    Returns:
-        this rank's rows of ``compute_profile``; "other" is what of an iteration no part has.
-    """
-    warmup, iterations, seconds = effort
-    rows: list[Row] = []
-    for count in concurrent:
-        meet()
-        company = beside(count)
-        if world.rank < count:
-            with by_itself(world) as alone:
-                found = measure_run(
-                    parameters, alone, collectives, warmup, iterations, seconds, company
-                )
-            rows += [
-                {
-                    "case": case,
-                    "concurrent": count,
-                    "process": world.rank,
-                    "batch_size": parameters.training.batch_size,
-                    **{k: row[k] for k in ("iteration", "component", "phase", "time_ms")},
-                }
-                for row in found["parts"] + _outside_parts(found)
-            ]
-        meet()
     return rows
 
 

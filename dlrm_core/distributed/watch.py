@@ -15,6 +15,7 @@ rank of the same host that is still there (stopped, stuck) is killed: nothing st
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import os
 import signal
@@ -25,8 +26,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import torch.distributed as dist
 
 from dlrm_core.distributed.collectives import Collectives
 from dlrm_core.distributed.refusal import tell_launcher
@@ -161,7 +160,8 @@ class Watch:
 
     def __enter__(self) -> Watch:
         self._tell()
-        dist.barrier()  # everyone has told something
+        everyone = [KEY.format(rank=rank) for rank in self._signs]
+        self._store.wait(everyone, datetime.timedelta(seconds=2 * self._limit_s + 30))
         self._thread.start()
         return self
 

@@ -1,29 +1,36 @@
 """The ranks of a measurement: ``python -m dlrm_core.distributed.worker JOB RESULT``.
 
-JOB is a JSON file ``{"runs": [{"run", "sections", ...}], "alone": [{"case", "sections",
-"concurrent": [k, ...]}], "probe": repetitions, "rounds", "warmup", "iterations", "seconds"}``;
-rank 0 writes RESULT with the tables of :mod:`dlrm_core.analysis.communication`.
+JOB is a JSON file with ``rounds``, ``warmup``, ``iterations``, ``seconds`` and ``stretches``, one
+for each number of ranks: ``{"ranks": R, "alone": {"sections", "sizes": [B, ...]} or null,
+"probe": repetitions, "runs": [{"run", "sections"}]}``. As many processes as the largest of them
+are started; the first R take part in a stretch, the others sleep. A round goes through all
+stretches: what disturbs the machine for a while disturbs a round of everything, not all of one
+thing. After every round rank 0 writes RESULT: the tables of
+:mod:`dlrm_core.analysis.communication`, ``rounds`` (how many there are) and the job's ``digest``.
+A launch whose job has ``first_round`` adds to it.
 """
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from dlrm_core.config import parameters_from_sections
 from dlrm_core.distributed.collectives import Collectives
-from dlrm_core.distributed.measure import measure_alone, measure_run
+from dlrm_core.distributed.measure import Pace, measure_alone, measure_run
 from dlrm_core.distributed.probes import probe_link
 from dlrm_core.distributed.watch import Watch
 from dlrm_core.distributed.world import (
     World,
     die_with_parent,
+    first_ranks,
     gathered,
-    joined,
     launcher_store,
     leave,
     read_world,
@@ -31,130 +38,153 @@ from dlrm_core.distributed.world import (
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json, write_json
 
-TABLES = ("placement", "iterations", "parts", "collectives", "spans")
+OF_RUNS = ("placement", "iterations", "parts", "collectives", "spans", "losses")
+
+ROUND_BY_ROUND = ("link_probe", "compute_profile")
+
+LAST_ROUND = ("placement", "spans", "losses")
+
+SAME_EVERYWHERE = ("placement", "losses")
+
+Rows = list[dict[str, Any]]
 
 
 def main(arguments: Sequence[str]) -> int:
     """Measure what the job asks for."""
     job, result = read_json(Path(arguments[0])), Path(arguments[1])
-    first = parameters_from_sections([*job["runs"], *job["alone"]][0]["sections"])
-    collectives = Collectives()
+    first = parameters_from_sections(job["stretches"][0]["runs"][0]["sections"])
+    world, collectives = read_world(first.training), Collectives()
     die_with_parent()
-    with collectives.installed():
-        alone = measure_job_alone(job, read_world(first.training), collectives)
-        with (
-            joined(first.training) as world,
-            Watch(world, collectives, first.training.rank_timeout_s) as watch,
-        ):
-            found = measure_job(job, world, collectives, watch, alone)
-        if world.first:
-            write_json(result, found)
+    watch = Watch(world, collectives, first.training.rank_timeout_s)
+    with collectives.installed(), watch:
+        measure_job(job, result, world, collectives, watch)
     return 0
 
 
-def measure_job_alone(
-    job: dict[str, Any], world: World, collectives: Collectives
-) -> list[dict[str, Any]]:
-    """This rank's rows of what is measured before the ranks join."""
-    store, met = launcher_store(), itertools.count()
+def measure_job(
+    job: dict[str, Any], result: Path, world: World, collectives: Collectives, watch: Watch
+) -> None:
+    """Write the tables of one launch, round by round.
 
-    def meet() -> None:
-        _meet(store, f"dlrm/meet/{next(met)}", world.size)
-
-    def beside(count: int) -> Company:
-        return Company(store, f"dlrm/beside/{next(met)}", count)
-
-    effort = job["warmup"], job["iterations"], job["seconds"]
-    rows: list[dict[str, Any]] = []
-    for turn, case in itertools.product(range(job["rounds"]), job["alone"]):
-        parameters = parameters_from_sections(case["sections"])
-        name, numbers = case["case"], case["concurrent"]
-        rows += _later(
-            measure_alone(name, parameters, world, collectives, effort, numbers, meet, beside),
-            turn * job["iterations"],
-        )
-    return rows
-
-
-def _later(rows: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """Rows of another round: iterations are counted on."""
-    return [
-        row | {"iteration": row["iteration"] + count} if "iteration" in row else row for row in rows
-    ]
+    Args:
+        world: of all ranks; they have not joined yet.
+    """
+    meeting = _Meeting(launcher_store(), collectives)
+    pace = Pace(job["warmup"], job["iterations"], job["seconds"])
+    first = job.get("first_round", 0)
+    found: dict[str, Any] = read_json(result) if first and world.first else _nothing_yet(world)
+    for turn in range(first, job["rounds"]):
+        for stretch in job["stretches"]:
+            # who does not take part comes here at once
+            meeting.of("stretch", world.size)
+            watch.iteration += 1
+            if world.rank < stretch["ranks"]:
+                own = _measured(stretch, world, collectives, pace, meeting)
+                _add(found, own, turn * max(job["iterations"], stretch["probe"] + 1))
+        if world.first:
+            found |= {"rounds": turn + 1, "digest": job.get("digest")}
+            write_json(result, found)
+    meeting.of("end", world.size)
 
 
-def _meet(store: Any, key: str, count: int) -> None:
-    """Return when so many processes have called it."""
-    store.add(key, 1)
-    while store.add(key, 0) < count:
-        time.sleep(0.002)  # asleep: it must not take time from those who compute
+def _nothing_yet(world: World) -> dict[str, Any]:
+    return {name: [] for name in (*OF_RUNS, *ROUND_BY_ROUND)} | {
+        "backend": world.backend,
+        "host": world.host,
+    }
+
+
+def _measured(
+    stretch: dict[str, Any], world: World, collectives: Collectives, pace: Pace, meeting: _Meeting
+) -> dict[str, Rows]:
+    """Rows of one round of a stretch, those of all its ranks."""
+    count, alone = stretch["ranks"], stretch["alone"]
+    found: dict[str, Rows] = {name: [] for name in (*OF_RUNS, *ROUND_BY_ROUND)}
+    own: Rows = []
+    if alone:
+        parameters = parameters_from_sections(alone["sections"])
+
+        def beside() -> Company:
+            return Company(meeting, count)
+
+        own = measure_alone(parameters, alone["sizes"], world, collectives, pace, beside)
+    with first_ranks(world, count, meeting.store, meeting.name(f"group/{count}")) as some:
+        rows = itertools.chain(*gathered(some, own))
+        found["compute_profile"] = [{"concurrent": count} | row for row in rows]
+        if stretch["probe"]:
+            found["link_probe"] = probe_link(some, stretch["probe"])
+        for run in stretch["runs"]:
+            made = measure_run(parameters_from_sections(run["sections"]), some, collectives, pace)
+            for name in OF_RUNS:
+                # every rank knows the whole placement, and the loss of all
+                each = gathered(some, made[name])
+                whole = each[0] if name in SAME_EVERYWHERE else itertools.chain(*each)
+                found[name] += [row | {"run": run["run"]} for row in whole]
+    return found
+
+
+def _add(found: dict[str, Any], more: dict[str, Rows], later: int) -> None:
+    """Add another round; of some tables the last round's stay.
+
+    Args:
+        later: what its iterations and repetitions are counted on by.
+    """
+    runs = {row["run"] for row in more["iterations"]}
+    for name, rows in more.items():
+        if name in LAST_ROUND:
+            found[name] = [row for row in found[name] if row["run"] not in runs]
+        found[name] += [
+            row | {name: row[name] + later for name in ("iteration", "repetition") if name in row}
+            for row in rows
+        ]
+
+
+class _Meeting:
+    """Where processes wait for each other, asleep: they must not take time from who computes."""
+
+    def __init__(self, store: dist.TCPStore, collectives: Collectives) -> None:
+        self.store = store
+        self._collectives = collectives
+        self._met: dict[str, int] = {}
+
+    def name(self, key: str) -> str:
+        """A new one, the same in all processes that have asked for this key as often."""
+        self._met[key] = self._met.get(key, 0) + 1
+        return f"dlrm/{key}/{self._met[key]}"
+
+    def of(self, key: str, count: int) -> None:
+        """Return when so many processes have called it as often."""
+        place = self.name(key)
+        # as in a collective: who waits is not the one that the others wait for
+        self._collectives.waiting = True
+        try:
+            if self.store.add(place, 1) == count:
+                self.store.set(f"{place}/all", "1")
+            # the launcher and the watch end what takes too long
+            self.store.wait([f"{place}/all"], datetime.timedelta(days=1))
+        finally:
+            self._collectives.waiting = False
+            self._collectives.note_progress()
 
 
 class Company:
     """So many processes that are timed together: they begin at once, and none ends early."""
 
-    def __init__(self, store: Any, key: str, count: int) -> None:
-        self._store, self._key, self._count = store, key, count
+    def __init__(self, meeting: _Meeting, count: int) -> None:
+        self._meeting, self._count = meeting, count
+        self._key = f"beside/{count}"
+        self._place = meeting.name(self._key + "/done")
         self._done = False
 
     def begin(self) -> None:
         """Return when all of them are ready to be timed."""
-        _meet(self._store, f"{self._key}/begin", self._count)
+        self._meeting.of(self._key, self._count)
 
     def others_compute(self) -> bool:
         """Say that this one is done, and whether another is not."""
-        done = self._store.add(f"{self._key}/done", 0 if self._done else 1)
+        done = self._meeting.store.add(self._place, 0 if self._done else 1)
         self._done = True
         return bool(done < self._count)
-
-
-def measure_job(
-    job: dict[str, Any],
-    world: World,
-    collectives: Collectives,
-    watch: Watch,
-    alone: list[dict[str, Any]],
-) -> dict[str, Any]:
-    """The tables of one launch; every rank has all.
-
-    Args:
-        alone: what this rank measured before it joined (:func:`measure_job_alone`).
-    """
-    found: dict[str, Any] = {name: [] for name in TABLES} | {"compute_profile": [], "losses": []}
-    # rounds, and the probe before each and after the last: the machine is busier at one time
-    probed = []
-    turns = list(itertools.product(range(job["rounds"]), enumerate(job["runs"])))
-    for turn, (number, run) in turns:
-        if job["probe"] and number == 0:
-            probed += probe_link(world, job["probe"])
-        watch.iteration += 1
-        rows = measure_run(
-            parameters_from_sections(run["sections"]),
-            world,
-            collectives,
-            job["warmup"],
-            job["iterations"],
-            seconds=job["seconds"],
-        )
-        last = turn == job["rounds"] - 1
-        for name in TABLES:
-            if name in ("placement", "spans") and not last:
-                continue
-            own = [row | {"run": run["run"]} for row in rows[name]]
-            everyone = gathered(world, _later(own, turn * job["iterations"]))
-            # every rank knows the whole placement
-            found[name] += everyone[0] if name == "placement" else itertools.chain(*everyone)
-        if last:
-            losses = [row["loss"] for row in rows["losses"]]
-            found["losses"].append({"run": run["run"], "losses": losses})
-    if job["probe"]:
-        probed += probe_link(world, job["probe"])
-    found["compute_profile"] = list(itertools.chain(*gathered(world, alone)))
-    found["link_probe"] = probed
-    found["threads"] = world.threads
-    found["backend"] = world.backend
-    found["host"] = world.host
-    return found
 
 
 if __name__ == "__main__":

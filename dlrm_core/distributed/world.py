@@ -124,11 +124,40 @@ def joined(config: TrainingConfig) -> Iterator[World]:
 
 @contextlib.contextmanager
 def by_itself(world: World) -> Iterator[World]:
-    """This process as the only rank of a world of its own, before it joins the others."""
+    """This process as the only rank of a world of its own, while it has not joined others."""
+    with _grouped(dataclasses.replace(world, rank=0, backend="gloo"), 1, dist.HashStore()) as alone:
+        yield alone
+
+
+@contextlib.contextmanager
+def first_ranks(world: World, count: int, store: dist.Store, name: str) -> Iterator[World]:
+    """The first ranks as a world of their own, while they have joined no other.
+
+    Args:
+        store: that all of them reach.
+        name: of this meeting; no other may have it.
+    """
+    with _grouped(world, count, dist.PrefixStore(name, store)) as some:
+        yield some
+
+
+@contextlib.contextmanager
+def _grouped(world: World, count: int, store: dist.Store) -> Iterator[World]:
     torch.set_num_threads(world.threads)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(
+        world.backend,
+        store=store,
+        rank=world.rank,
+        world_size=count,
+        device_id=world.device if world.backend == "nccl" else None,
+    )
     try:
-        yield dataclasses.replace(world, rank=0, size=1, local_rank=0, local_size=1, backend="gloo")
+        yield dataclasses.replace(
+            world,
+            size=count,
+            local_rank=min(world.local_rank, count - 1),
+            local_size=min(count, world.local_size),
+        )
     finally:
         dist.destroy_process_group()
 

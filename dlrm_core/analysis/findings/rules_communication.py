@@ -19,7 +19,7 @@ from dlrm_core.analysis.findings.rules_ranks import COMMUNICATION_SHARE, IMBALAN
 from dlrm_core.analysis.link_calibration import calibrate
 from dlrm_core.analysis.links import Link, Network
 from dlrm_core.analysis.rank_schedule import NO_OVERLAP
-from dlrm_core.analysis.scaling_check import SHARED_CORES, profiles_by_case
+from dlrm_core.analysis.scaling_check import SHARED_CORES, own_profile
 from dlrm_core.analysis.scaling_record import (
     ScalingRecord,
     exchange_times,
@@ -29,7 +29,6 @@ from dlrm_core.analysis.scaling_record import (
 )
 from dlrm_core.analysis.sharding import SHARDINGS
 from dlrm_core.analysis.sharding_choice import Setting, best_sharding
-from dlrm_core.change_options import apply_change
 from dlrm_core.config import Parameters
 from dlrm_core.errors import InputError
 from dlrm_core.parts import part_label
@@ -218,14 +217,8 @@ def _better_sharding(
     link = _link(record)
     if link is None or parameters is None or record.compute_profile.empty:
         return {}, {}, ""
-    change = run.get("change")
-    changed = apply_change(parameters, change) if isinstance(change, dict) else parameters
-    backend = run.get("backend")
-    overlap = SHARED_CORES if backend == "gloo" else NO_OVERLAP
-    profile = profiles_by_case(record).get(str(run.get("case", "")))
-    if profile is None:
-        return {}, {}, ""
-    setting = Setting(changed, Network(link), profile, overlap)
+    overlap = SHARED_CORES if run.get("backend") == "gloo" else NO_OVERLAP
+    setting = Setting(parameters, Network(link), own_profile(record), overlap)
     batch, used = int(run["batch_size"]), str(run["sharding"])
     choice = best_sharding(setting, int(run["ranks"]), batch)
     table = choice.candidates[choice.candidates["sharding"].isin(set(SHARDINGS) - {"mixed"})]
