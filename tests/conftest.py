@@ -61,6 +61,18 @@ def quick_chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
     return Chain(Path(done.stdout.splitlines()[-1]), root)
 
 
+@pytest.fixture(scope="session")
+def small_data_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small data set, 3000 and 700 samples; who spoils it takes a copy."""
+    from small_data_set import SMALL
+
+    from dlrm_core.datasets.generate import generate
+
+    folder = tmp_path_factory.mktemp("data") / "set"
+    generate(SMALL, {"train": 3000, "test": 700}, folder, threads=2, block=1024)
+    return folder
+
+
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHPCToolkit:
     monkeypatch.delenv("HPCTOOLKIT_HOME", raising=False)

@@ -27,7 +27,8 @@ import numpy as np
 
 from dlrm_core.profiling.database import DatabaseError, read_database
 from dlrm_core.profiling.hpctoolkit_profile import profile_from_database
-from tests.hpctoolkit_writer import Measured, random_tree, write_database
+from tests.hpctoolkit_tree import random_tree
+from tests.hpctoolkit_writer import Measured, write_database
 
 SHARED = Path(__file__).parents[2] / "shared" / "hpctoolkit-databases"
 MOST_SECONDS = 2.0

@@ -16,11 +16,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from hpctoolkit_writer import FUNCTION, LINE, Measured, Tree, write_database
 
 from dlrm_core.profiling.database import read_database
 from dlrm_core.profiling.hpctoolkit_profile import profile_from_database
 from dlrm_core.profiling.profile import Profile
+from tests.hpctoolkit_tree import FUNCTION, LINE, Tree
+from tests.hpctoolkit_writer import Measured, write_database
 
 NODES: list[tuple[str, int, int, int]] = [
     # name, parent (−1 the main thread, −2 the other), kind, line

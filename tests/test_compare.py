@@ -1,4 +1,4 @@
-"""Comparisons: changes as people write them, runs in turns, parts, trees, verdicts."""
+"""Comparisons of finished runs and of a change: parts, trees, verdicts, what is drawn."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from compare_profiles import PARTS, made_runs, make_profile, noisy, saved, tiny
 
 from dlrm_core import (
     compare_figures,
@@ -31,281 +29,11 @@ from dlrm_core.analysis.compare import (
 )
 from dlrm_core.analysis.difference_tree import difference_tree, largest_changes
 from dlrm_core.analysis.ensemble import Ensemble, part_table
-from dlrm_core.analysis.rounds import compare_losses, compare_settings, round_table, speedup
-from dlrm_core.change_options import apply_change, change_steps, change_text, difference
-from dlrm_core.compare_runs import TimedRun, part_times, read_rounds, run_in_turns
-from dlrm_core.config import Parameters, parameters_from_sections
+from dlrm_core.change_options import apply_change
+from dlrm_core.compare_runs import TimedRun
 from dlrm_core.errors import InputError
-from dlrm_core.figure_axes import log_ticks
-from dlrm_core.figure_theme import FASTER, SLOWER
-from dlrm_core.notebook_parameters import split_overrides
-from dlrm_core.page_tables import aligned, signed
+from dlrm_core.figure_theme import FASTER, SLOWER, difference_colour
 from dlrm_core.profiling.profile import Profile
-
-TINY: dict[str, Any] = {
-    "model": {
-        "bottom_mlp": [8, 16, 8],
-        "top_mlp": [16, 1],
-        "embedding_dim": 8,
-        "tables": 2,
-        "table_rows": 50,
-    },
-    "data": {"generator": "uniform", "indices_per_lookup": 3},
-    "training": {"batch_size": 16, "batches": 4, "device": "cpu", "threads": 1},
-    "profiling": {"engine": "torch", "warmup": 1, "iterations": 4, "probes": False},
-}
-PARTS = (("data", "forward"), ("top_mlp", "forward"), ("top_mlp", "backward"))
-
-
-def tiny() -> Parameters:
-    return parameters_from_sections(TINY)
-
-
-def make_profile(times: dict[tuple[str, str], np.ndarray], meta: Any = None) -> Profile:
-    """A traced profile: iterations one after the other, parts in each, an operator in a part."""
-    count = len(next(iter(times.values())))
-    contexts = [
-        (0, -1, "thread", "main", "other", ""),
-        (1, 0, "annotation", "dlrm::iteration", "other", ""),
-    ]
-    trace, own = [], {}
-    for component, phase in times:
-        part = len(contexts)
-        contexts.append((part, 1, "annotation", f"dlrm::{component}::{phase}", component, phase))
-        contexts.append(
-            (part + 1, part, "operator", f"aten::{component}_{phase}", component, phase)
-        )
-    now, iterations = 0, []
-    for number in range(count):
-        start = now
-        for place, each in enumerate(times.values()):
-            part = 2 + 2 * place
-            end = now + round(each[number] * 1e6)
-            trace += [(0, now, end, part, 1), (0, now, end, part + 1, 2)]
-            own[part + 1] = own.get(part + 1, 0.0) + (end - now) / 1e6
-            now = end
-        trace.append((0, start, now, 1, 0))
-        iterations.append((number, start, now))
-    above = {row[0]: row[1] for row in contexts}
-    total = {row[0]: 0.0 for row in contexts}
-    for context, value in own.items():
-        at = context
-        while at >= 0:
-            total[at] += value
-            at = above[at]
-    values = [(0, c, "cpu_time_ms", "exclusive", v) for c, v in own.items()]
-    values += [(0, c, "cpu_time_ms", "inclusive", v) for c, v in total.items()]
-    return Profile.build(
-        contexts=[
-            {
-                "context": c,
-                "parent": p,
-                "kind": k,
-                "name": n,
-                "shapes": "",
-                "file": "",
-                "line": 0,
-                "module": "",
-                "component": comp,
-                "phase": ph,
-            }
-            for c, p, k, n, comp, ph in contexts
-        ],
-        metrics=[{"metric": "cpu_time_ms", "unit": "ms", "meaning": "", "source": ""}],
-        values=pd.DataFrame(values, columns=["profile", "context", "metric", "scope", "value"]),
-        threads=[{"profile": 0, "kind": "cpu_thread", "name": "main", "rank": 0, "thread": 0}],
-        trace=pd.DataFrame(trace, columns=["profile", "start_ns", "end_ns", "context", "depth"]),
-        iterations=pd.DataFrame(iterations, columns=["iteration", "start_ns", "end_ns"]),
-        meta={
-            "engine": "torch",
-            "device": "cpu",
-            "parameters": tiny().to_sections(),
-            "versions": {"torch": "2"},
-            "machine": {"cpu": "a"},
-        }
-        | (meta or {}),
-    )
-
-
-def noisy(
-    seed: int, scale: dict[tuple[str, str], float] | None = None, meta: Any = None
-) -> Profile:
-    rng = np.random.default_rng(seed)
-    means = {PARTS[0]: 4.0, PARTS[1]: 2.0, PARTS[2]: 3.0}
-    return make_profile(
-        {p: m * (scale or {}).get(p, 1.0) * rng.lognormal(0, 0.03, 20) for p, m in means.items()},
-        meta,
-    )
-
-
-def made_runs(rounds: int, ratio: float, seed: int = 0) -> list[TimedRun]:
-    """Rounds of a drifting machine in which only the data part is ``ratio`` times as long."""
-    rng = np.random.default_rng(seed)
-    runs = []
-    for number in range(rounds):
-        mood = 1.0 + 0.5 * number
-        for place, (name, factor) in enumerate((("baseline", 1.0), ("change", ratio))):
-            parts = {
-                ("data", "forward"): list(mood * factor * 4 * rng.lognormal(0, 0.02, 10)),
-                ("top_mlp", "forward"): list(mood * 6 * rng.lognormal(0, 0.02, 10)),
-            }
-            whole = [sum(each) for each in zip(*parts.values(), strict=True)]
-            runs.append(TimedRun(name, number, place, whole, parts, [0.5, 0.25], 100))
-    return runs
-
-
-# ---- changes --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["change={training.batch_size: 4096, data.generator: facebook}"],
-        ["change={training: {batch_size: 4096}, data: {generator: facebook}}"],
-        ["change.training.batch_size=4096", "change.data.generator=facebook"],
-        ["change=training.batch_size=4096", "change=data.generator=facebook"],
-    ],
-)
-def test_a_change_is_read_however_it_is_written(options: list[str]) -> None:
-    sections, own = split_overrides([*options, "training.seed=1"])
-    assert sections == ["training.seed=1"]
-    assert json.loads(own["change"]) == {"training.batch_size": 4096, "data.generator": "facebook"}
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ("change={training.batchsize: 3}", "did you mean training.batch_size"),
-        ("change.data.generater=facebook", "did you mean data.generator"),
-        ("change=facebook", "expected parameters with their new values"),
-        ("change={training: [", "not valid YAML"),
-    ],
-)
-def test_a_change_that_cannot_be_read_is_refused(option: str, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        split_overrides([option])
-
-
-def test_a_change_is_validated_and_can_be_found_again() -> None:
-    changed = apply_change(tiny(), {"training.batch_size": 32, "data.generator": "zipf"})
-    assert difference(tiny(), changed) == {"data.generator": "zipf", "training.batch_size": 32}
-    with pytest.raises(InputError, match=r"change: .*batch_size is 0, expected at least 1"):
-        apply_change(tiny(), {"training.batch_size": 0})
-    assert change_text({"model.table_rows": [7] * 3, "training.batch_size": 2}) == (
-        "model.table_rows = 3 × 7, training.batch_size = 2"
-    )
-
-
-def test_steps_are_cumulative_and_can_each_run() -> None:
-    change = {"model.bottom_mlp": [8, 4], "model.embedding_dim": 4, "training.batch_size": 32}
-    steps = change_steps(tiny(), change)
-    assert [len(step) for step in steps] == [2, 3], "the first leaf alone cannot work"
-    assert steps[-1] == change
-
-
-# ---- in turns -------------------------------------------------------------------
-
-
-@given(
-    st.lists(st.lists(st.integers(0, 1000), min_size=3, max_size=3), min_size=1, max_size=5),
-    st.integers(0, 2),
-)
-def test_parts_and_the_rest_add_up_to_the_iteration(lengths: list[list[int]], warmup: int) -> None:
-    spans: list[tuple[str, int, int]] = []
-    now = 0
-    for each in lengths:
-        start = now
-        for (component, phase), length in zip(PARTS, each, strict=True):
-            spans.append((f"dlrm::{component}::{phase}", now, now + 1000 * length))
-            now += 1000 * length
-        now += 500
-        spans.append(("dlrm::iteration", start, now))
-    times = part_times(spans[::-1], warmup)
-    left = lengths[warmup:]
-    assert bool(times) == bool(left)
-    for number, each in enumerate(left):
-        assert sum(part[number] for part in times.values()) == pytest.approx(sum(each) / 1e3 + 5e-4)
-        assert times["other", ""][number] == pytest.approx(5e-4)
-
-
-def test_a_part_inside_another_counts_to_itself() -> None:
-    spans = [
-        ("dlrm::iteration", 0, 10_000_000),
-        ("dlrm::top_mlp::forward", 0, 8_000_000),
-        ("dlrm::data::forward", 2_000_000, 5_000_000),
-    ]
-    times = part_times(spans, 0)
-    assert times == {
-        ("top_mlp", "forward"): [5.0],
-        ("data", "forward"): [3.0],
-        ("other", ""): [2.0],
-    }
-
-
-def test_rounds_take_the_drift_out() -> None:
-    table = round_table(made_runs(8, 2.0))
-    found = speedup(table, "baseline", "change")
-    assert found.contains(10 / 14) and found.high - found.low < 0.06
-    assert found.confidence >= 0.95
-    twice = speedup(table, "baseline", "change", samples=2.0)
-    assert twice.mid == pytest.approx(2 * found.mid)
-
-
-def test_only_the_changed_part_is_told() -> None:
-    parts = compare_settings(round_table(made_runs(8, 0.5)), "baseline", "change")
-    told = dict(zip(parts["component"], parts["verdict"], strict=True))
-    assert told == {"data": "faster", "top_mlp": "no difference shown"}
-    row = parts[parts["component"] == "data"].iloc[0]
-    assert row["low_ms"] < row["difference_ms"] < row["high_ms"] < 0
-    one = compare_settings(round_table(made_runs(1, 0.5)), "baseline", "change")
-    assert set(one["verdict"]) == {"not known"}, "one round has no scatter to judge by"
-
-
-def test_an_unfinished_round_does_not_count() -> None:
-    runs = made_runs(3, 2.0)[:-1]
-    table = round_table(runs)
-    assert speedup(table, "baseline", "change").confidence == pytest.approx(0.5)
-
-
-def test_losses_are_compared_bit_for_bit() -> None:
-    runs = made_runs(2, 1.0)
-    same = compare_losses(runs, "baseline", "change")
-    assert same["equal"] and same["repeatable"] == {"baseline": True, "change": True}
-    other = [TimedRun("change", 2, 1, [1.0], {}, [0.5, 0.2500001])]
-    baseline = [run for run in runs if run.setting == "baseline"]
-    found = compare_losses([*baseline, *other], "baseline", "change")
-    assert not found["equal"] and found["first_difference"] == 1
-    assert found["largest_difference"] == pytest.approx(1e-7)
-    assert found["repeatable"]["change"] is None
-
-
-def test_runs_in_turns_are_on_disk_and_not_made_again(tmp_path: Path) -> None:
-    settings = {"baseline": tiny(), "change": apply_change(tiny(), {"training.batch_size": 8})}
-    seen: list[int] = []
-    runs = run_in_turns(settings, tmp_path, rounds=1, after_round=lambda r: seen.append(len(r)))
-    assert [run.setting for run in runs] == ["baseline", "change"] and seen == [2]
-    assert all(len(run.iteration_ms) == 4 and len(run.losses) == 5 for run in runs)
-    for run in runs:
-        whole = np.sum(list(run.parts.values()), axis=0)
-        # what lies between the parts is microseconds, or a process that was made to wait there
-        assert (whole > 0).all() and (whole <= np.multiply(run.iteration_ms, 1.01)).all()
-    assert read_rounds(tmp_path) == runs
-    # killed while a line was written: what was whole is kept, what was cut is run again
-    lines = (tmp_path / "rounds.jsonl").read_text()
-    (tmp_path / "rounds.jsonl").write_text(lines[:-40])
-    assert read_rounds(tmp_path) == runs[:1]
-    again = run_in_turns(settings, tmp_path, rounds=1)
-    assert again[0] == runs[0] and again[1] != runs[1] and len(again) == 2
-    assert read_rounds(tmp_path) == again
-
-
-def test_a_setting_that_fails_is_named(tmp_path: Path) -> None:
-    huge = apply_change(tiny(), {"model.table_rows": 10**12})
-    with pytest.raises(InputError, match=r"round 1 of 1: baseline: .*memory"):
-        run_in_turns({"baseline": huge}, tmp_path, rounds=1)
-    with pytest.raises(InputError, match="rounds is 0"):
-        run_in_turns({"baseline": tiny()}, tmp_path, rounds=0)
-
 
 # ---- finished runs --------------------------------------------------------------
 
@@ -395,14 +123,6 @@ def test_trees_of_two_profilers_meet_in_the_parts() -> None:
     tree = difference_tree(noisy(0), other)
     assert tree["label"].tolist()[0] == "step"
     assert set(tree["label"][1:]) == {"data forward", "top_mlp forward", "top_mlp backward"}
-
-
-# ---- the notebook's object ------------------------------------------------------
-
-
-def saved(folder: Path, profile: Profile) -> str:
-    profile.save(folder / "profile")
-    return str(folder)
 
 
 def test_finished_runs_make_a_whole_document(tmp_path: Path) -> None:
@@ -502,14 +222,14 @@ def test_figures_and_tables_draw_what_there_is(tmp_path: Path) -> None:
     hottest = dict(zip(icicle.ids, icicle.marker.colors, strict=True))
     tree = difference_tree(before, after)
     slower = tree[tree["label"] == "aten::top_mlp_forward"]["id"].iloc[0]
-    assert hottest[slower] == compare_figures._difference_colour(
+    assert hottest[slower] == difference_colour(
         math.log2(
             float(tree.set_index("id").loc[slower, "after_ms"])  # type: ignore[arg-type]
             / float(tree.set_index("id").loc[slower, "before_ms"])
         )  # type: ignore[arg-type]
     )
-    assert compare_figures._difference_colour(1.0) == SLOWER
-    assert compare_figures._difference_colour(-3.0) == FASTER
+    assert difference_colour(1.0) == SLOWER
+    assert difference_colour(-3.0) == FASTER
     laws = sweep_presentation.laws_table(ensemble.laws)
     assert any("linear in batch" in " ".join(row) for row in laws.rows)  # type: ignore[union-attr]
     shown = [
@@ -523,18 +243,3 @@ def test_figures_and_tables_draw_what_there_is(tmp_path: Path) -> None:
 
 def batch_meta(number: int) -> dict[str, Any]:
     return {"parameters": apply_change(tiny(), {"training.batch_size": 16 * number}).to_sections()}
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "least"), [(0.09, 0.12, 2), (1, 3.5, 3), (0.5, 5000, 3), (7, 7, 1)]
-)
-def test_logarithmic_axes_have_a_few_round_marks(low: float, high: float, least: int) -> None:
-    marks = log_ticks([low, high])
-    assert least <= len(marks) <= 8
-    assert all(0.7 * low <= mark <= 1.3 * high for mark in marks)
-
-
-def test_signs_and_decimals() -> None:
-    assert signed([1.5, -0.25, 0.0]) == ["+1.500", "−0.250", "0.000"]
-    assert signed([100.0, -0.01]) == ["+100.0", "0.0"]
-    assert aligned([12.3], [0.456]) == [["12.30"], ["0.46"]]

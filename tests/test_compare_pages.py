@@ -8,7 +8,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 import pytest
-from test_compare import PARTS, TINY, noisy, saved
+from compare_profiles import PARTS, TINY, noisy, saved
 from test_notebooks import run_cells
 
 from dlrm_core.config import Parameters, parameters_from_sections

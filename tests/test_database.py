@@ -1,4 +1,4 @@
-"""The database reader against stored figures, against the writer, and against its errors."""
+"""The database reader against stored figures and against the writer."""
 
 from __future__ import annotations
 
@@ -11,59 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from databases import NAMES, assert_same, expected_of, folder_of, written
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dlrm_core.errors import InputError
 from dlrm_core.profiling.database import Database, DatabaseError, read_database
 from dlrm_core.profiling.database_views import functions_table
-from dlrm_core.profiling.derived import Input, evaluate, parse_formula
 from dlrm_core.profiling.hpctoolkit_profile import profile_from_database
-from dlrm_core.profiling.metrics import additive, canonical_name, derive, meaning_of, unit_of
-from tests.hpctoolkit_writer import FUNCTION, LINE, Measured, Tree, random_tree, write_database
-
-SHARED = Path(__file__).parents[2] / "shared" / "hpctoolkit-databases"
-OURS = Path(__file__).parent / "data" / "hpctoolkit"
-NAMES = [
-    "small",
-    "loops-cputime-t",
-    "loops-cuda-nvidia-t",
-    "loops-cuda-nvidiapc-t",
-    "dlrm-cpu-native",
-    "dlrm-cpu-python",
-]
-
-
-def folder_of(name: str) -> Path:
-    """A real database, or a skip that says what is missing."""
-    for place in (OURS / f"{name}.d", SHARED / f"{name}.d"):
-        if place.is_dir():
-            return place
-    pytest.skip(f"needs the database {name}.d in {SHARED}, which is not there")
-
-
-def expected_of(name: str) -> dict[str, Any]:
-    for place in (OURS / f"{name}.json", SHARED / "expected" / f"{name}.json"):
-        if place.is_file():
-            result: dict[str, Any] = json.loads(place.read_text())
-            return result
-    pytest.skip(f"needs expected/{name}.json in {SHARED}, which is not there")
-
-
-def assert_same(found: Any, expected: Any, where: str = "") -> None:
-    """Equal, but floats to 1e-9 relative."""
-    if isinstance(expected, dict):
-        assert set(found) == set(expected), where
-        for key, value in expected.items():
-            assert_same(found[key], value, f"{where}/{key}")
-    elif isinstance(expected, list):
-        assert len(found) == len(expected), where
-        for i, value in enumerate(expected):
-            assert_same(found[i], value, f"{where}/{i}")
-    elif isinstance(expected, float):
-        assert math.isclose(found, expected, rel_tol=1e-9), f"{where}: {found} {expected}"
-    else:
-        assert found == expected, where
+from dlrm_core.profiling.metrics import additive
+from tests.hpctoolkit_tree import FUNCTION, LINE, Tree, random_tree
+from tests.hpctoolkit_writer import Measured, write_database
 
 
 def assert_self_adds_up(database: Database) -> None:
@@ -265,16 +222,6 @@ def test_what_is_written_is_read(made: dict[str, Any]) -> None:
             profile_from_database(database).validate()
 
 
-def written(folder: Path, **more: Any) -> Path:
-    """A small database with CPU and GPU metrics; ``more`` goes to ``write_database``."""
-    rng = np.random.default_rng(3)
-    tree = random_tree(rng, 40)
-    names = ["CPUTIME (sec)", "GPUOP (sec)"]
-    threads = [Measured({name: rng.random(40) for name in names}) for _ in range(2)]
-    write_database(folder / "made.d", tree, threads, **more)
-    return folder / "made.d"
-
-
 def test_contexts_of_one_name_and_parent_stay_apart(tmp_path: Path) -> None:
     database = read_database(written(tmp_path))
     assert len(set(database.tree.context.tolist())) == len(database.tree)
@@ -340,186 +287,6 @@ def test_other_generations_names(tmp_path: Path) -> None:
     assert derived["stall_idep_percent"] == "not measured: there is no metric GINS:STL_IDEP"
     with pytest.raises(DatabaseError, match=r"no metric 'cycles'; it has GCYCLES"):
         database.column("cycles")
-
-
-@pytest.mark.parametrize(
-    ("name", "canonical"),
-    [
-        ("GINST:STL_ANY", "GINS:STL_ANY"),
-        ("GCYCLES:ISU", "GINS:STL_NONE"),
-        ("GKER:BLK", "GKER:BLKS"),
-        ("GKER:BLK_ACUMU", "GKER:BLKS_ACUMU"),
-        ("GKER:BLK_THR_ACUMU", "GKER:BLK_THR_ACUMU"),
-        ("CPUTIME (s)", "CPUTIME (sec)"),
-        ("PAPI_TOT_CYC", "PAPI_TOT_CYC"),
-        ("perf::cpu-clock", "perf::cpu-clock"),
-    ],
-)
-def test_canonical_names(name: str, canonical: str) -> None:
-    assert canonical_name(name) == canonical
-    assert canonical_name(canonical) == canonical
-    assert meaning_of(name) and isinstance(unit_of(name), str)
-
-
-def test_nothing_measured_is_never_a_number() -> None:
-    assert all(isinstance(result, str) for result in derive({}).values())
-
-
-def test_derived_formulas_of_a_taxonomy(tmp_path: Path) -> None:
-    taxonomy = """
-version: 0
-inputs:
-  - &a {metric: CPUTIME (sec), scope: execution, formula: $$, combine: sum}
-  - &b {metric: GPUOP (sec), scope: execution}
-roots:
-  - name: Both
-    variants:
-      Sum: {formula: {inclusive: {standard: [*a, +, *b]}, exclusive: {+: [*a, *b]}}}
-    children:
-      - name: Share
-        variants: {Sum: {formula: {inclusive: [100 *, [*a, /, [*a, +, *b]]]}}}
-  - name: Copied
-    variants: {Sum: {formula: first}}
-    children: [{name: Twice, variants: {Sum: {formula: {inclusive: ['2 *', *a]}}}}]
-  - name: Wanting
-    variants: {Sum: {formula: {inclusive: {/: [*a, {metric: L1, scope: execution}]}}}}
-"""
-    database = read_database(written(tmp_path, taxonomy=taxonomy))
-    a, b = database.column("CPUTIME (sec)"), database.column("GPUOP (sec)")
-    for profile in (0, 1):
-        a, b = (database.column(n, profile=profile) for n in ("CPUTIME (sec)", "GPUOP (sec)"))
-        both = database.derived_column("Both", "inclusive", profile)
-        np.testing.assert_allclose(both, a + b)
-        share = database.derived_column("Share", "inclusive", profile)
-        np.testing.assert_allclose(share, 100 * a / (a + b))
-        copied = database.derived_column("Copied", "inclusive", profile)
-        np.testing.assert_allclose(copied, 2 * a)
-    with pytest.raises(DatabaseError, match="no metric 'L1'"):
-        database.derived_column("Wanting", "inclusive")
-
-
-@pytest.mark.parametrize(
-    ("formula", "value"),
-    [
-        ("1 + 2 * 3", 7),
-        ("(1 + 2) * 3", 9),
-        ("2 - 3 - 4", -5),
-        ("2 ^ 3 ^ 2", 512),
-        ("-2 ^ 2", -4),
-        ("$$ * $$", 9),
-        ("min(3, 4, max(1, 2))", 2),
-        (["4*", [5, "- 2"]], 12),
-        ({"/": [{"*": [100, 2]}, 4]}, 50),
-        ({"sum": [1, 2, [3, "*", 4]]}, 15),
-        ({"prod": [2, 3]}, 6),
-        ({"pow": [2, 10]}, 1024),
-        ({"log": [8, 2]}, 3),
-        ({"sqrt": [16]}, 4),
-        ({"floor": [2.5]}, 2),
-        ({"strict floor": [3]}, 2),
-        ({"ceil": [2.5]}, 3),
-        ({"strict ceil": [3]}, 4),
-        ({"/": [1, 0]}, math.nan),
-    ],
-)
-def test_formulas(formula: Any, value: float) -> None:
-    found = float(evaluate(parse_formula(formula), lambda _: np.float64(3)))
-    assert found == pytest.approx(value, nan_ok=True)
-
-
-@pytest.mark.parametrize(
-    "formula",
-    ["1 +", "(1", "1)", "1 2", "foo(1)", "sqrt(1, 2)", "a.b", "1, 2", "", "min", None, True, [],
-     {"a": 1, "b": 2}, {"/": [1]}, "__import__('os')"],
-)  # fmt: skip
-def test_formulas_that_are_refused(formula: Any) -> None:
-    with pytest.raises(DatabaseError):
-        parse_formula(formula)
-
-
-def test_formula_bombs_are_refused() -> None:
-    node: Any = Input("m", "execution") and 1
-    for _ in range(40):
-        node = [node, "+", node]
-    with pytest.raises(DatabaseError, match="more than 20000 steps"):
-        parse_formula(node)
-    for _ in range(100):
-        node = [node]
-    with pytest.raises(DatabaseError, match="nested deeper"):
-        parse_formula(node)
-
-
-# ---- what is refused, and in which words ------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["meta.db", "profile.db", "cct.db", "trace.db"])
-def test_files_cut_short_are_refused_with_both_numbers(name: str, tmp_path: Path) -> None:
-    folder = written(tmp_path)
-    whole = (folder / name).read_bytes()
-    for size in (0, 10, len(whole) // 2, len(whole) - 8, len(whole) - 1):
-        (folder / name).write_bytes(whole[:size])
-        with pytest.raises(DatabaseError) as refused:
-            read_database(folder)
-        assert name in str(refused.value) and str(size) in str(refused.value)
-        assert "cut short" in str(refused.value)
-        assert isinstance(refused.value, InputError)
-
-
-@pytest.mark.parametrize("name", ["cct.db", "trace.db", "metrics/default.yaml"])
-def test_missing_files_are_reported(name: str, tmp_path: Path) -> None:
-    folder = written(tmp_path)
-    (folder / name).unlink()
-    database = read_database(folder)
-    assert name in database.absent
-    assert name in database.describe()
-    assert database.facts()["summary_values"] > 0
-    profile = profile_from_database(database)
-    if name == "trace.db":
-        assert "hpcrun -t" in profile.not_measured["trace"]
-
-
-def test_another_major_version_is_refused_with_advice(tmp_path: Path) -> None:
-    folder = written(tmp_path)
-    data = bytearray((folder / "meta.db").read_bytes())
-    data[14] = 5
-    (folder / "meta.db").write_bytes(data)
-    with pytest.raises(DatabaseError, match=r"format 5\.0.*4\.x.*hpcprof"):
-        read_database(folder)
-
-
-def test_other_folders_are_refused_with_advice(tmp_path: Path) -> None:
-    with pytest.raises(DatabaseError, match="does not exist"):
-        read_database(tmp_path / "nothing")
-    with pytest.raises(DatabaseError, match=r"no meta\.db"):
-        read_database(tmp_path)
-    file = tmp_path / "file"
-    file.write_text("")
-    with pytest.raises(DatabaseError, match="is a file"):
-        read_database(file)
-    (tmp_path / "a-000.hpcrun").write_text("")
-    with pytest.raises(DatabaseError, match="hpcprof -o"):
-        read_database(tmp_path)
-    (tmp_path / "experiment.xml").write_text("")
-    with pytest.raises(DatabaseError, match=r"experiment\.xml.*hpcprof -o"):
-        read_database(tmp_path)
-    folder = written(tmp_path)
-    (folder / "profile.db").unlink()
-    with pytest.raises(DatabaseError, match=r"no profile\.db"):
-        read_database(folder)
-
-
-def test_cycles_and_shared_children_are_refused(tmp_path: Path) -> None:
-    folder = written(tmp_path)
-    whole = (folder / "meta.db").read_bytes()
-    start = int.from_bytes(whole[16 + 48 + 8 : 16 + 56 + 8], "little")
-    entry = int.from_bytes(whole[start : start + 8], "little")
-    size, children = (whole[entry + i : entry + i + 8] for i in (0, 8))
-    first = int.from_bytes(children, "little")
-    data = bytearray(whole)
-    data[first : first + 8], data[first + 8 : first + 16] = size, children
-    (folder / "meta.db").write_bytes(data)
-    with pytest.raises(DatabaseError, match=r"overlap|twice"):
-        read_database(folder)
 
 
 def test_line_contexts_keep_file_and_line(tmp_path: Path) -> None:

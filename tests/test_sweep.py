@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
-from test_compare import TINY
+from compare_profiles import TINY
 
 from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
 from dlrm_core.errors import InputError

@@ -10,7 +10,6 @@ import gpu_trace
 import numpy as np
 import pandas as pd
 import pytest
-from hpctoolkit_writer import Measured, random_tree, write_database
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,6 +21,8 @@ from dlrm_core.profiling.database import read_database
 from dlrm_core.profiling.hpctoolkit_profile import profile_from_database
 from dlrm_core.profiling.profile import Profile, inclusive_from_exclusive
 from dlrm_core.profiling.torch_trace import read_trace
+from tests.hpctoolkit_tree import random_tree
+from tests.hpctoolkit_writer import Measured, write_database
 
 SHARED = Path(__file__).parents[2] / "shared" / "hpctoolkit-databases"
 NAMES = ("dlrm-cpu-native", "dlrm-cpu-python", "loops-cputime-t", "loops-cuda-nvidiapc-t", "small")

@@ -1,0 +1,94 @@
+"""Calling contexts for written HPCToolkit databases: a tree given, or a random one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+FUNCTION, LOOP, LINE, INSTRUCTION = range(4)
+
+
+@dataclass
+class Tree:
+    """Calling contexts below the entry points; every column has shape (nodes,).
+
+    Attributes:
+        parent: index of the parent, always smaller; −1 − e for entry point e.
+        kind: 0 function, 1 loop, 2 line, 3 instruction.
+        call: whether its parent calls it (else the parent encloses it).
+        function: index into ``functions`` for kind 0.
+        line: source line for kinds 1 and 2, offset for kind 3.
+        hidden: leaves that hold values and are left out of ``meta.db``.
+    """
+
+    parent: np.ndarray
+    kind: np.ndarray
+    call: np.ndarray
+    function: np.ndarray
+    line: np.ndarray
+    hidden: np.ndarray
+    functions: list[str]
+    files: list[str] = field(default_factory=lambda: ["src/main.c", "dlrm_core/step.py"])
+    modules: list[str] = field(default_factory=lambda: ["/bin/program", "<logical python>"])
+    entries: list[str] = field(default_factory=lambda: ["main thread"])
+    python: frozenset[int] = frozenset()
+
+    def __len__(self) -> int:
+        return len(self.parent)
+
+    @property
+    def first(self) -> int:
+        """Context id of node 0; ids below are the root (0) and the entry points."""
+        return 1 + len(self.entries)
+
+    def all_parents(self) -> np.ndarray:
+        """Parent of every context by id, entries and root (−1) included."""
+        below = np.where(self.parent < 0, -self.parent, self.parent + self.first)
+        return np.concatenate([[-1], np.zeros(len(self.entries), np.int64), below])
+
+    def levels(self) -> list[np.ndarray]:
+        """Context ids by depth, root first."""
+        depth = [0] * (len(self) + self.first)
+        for context, parent in enumerate(self.all_parents().tolist()):
+            if parent >= 0:
+                depth[context] = depth[parent] + 1
+        order = np.argsort(depth, kind="stable")
+        return np.split(order, np.cumsum(np.bincount(depth))[:-1])
+
+
+def random_tree(
+    rng: np.random.Generator,
+    nodes: int,
+    shape: str = "random",
+    entries: int = 1,
+    hidden: float = 0.2,
+    functions: Sequence[str] = ("main", "kernel<float, std::pair<int, 2>>(int*)", "größe"),
+) -> Tree:
+    """A tree of ``nodes`` contexts: ``random``, ``deep`` (one chain) or ``wide`` (one parent)."""
+    index = np.arange(nodes)
+    if shape == "deep":
+        parent = index - 1
+    elif shape == "wide":
+        parent = np.zeros(nodes, np.int64)
+        parent[:1] = -1
+    else:
+        parent = (rng.random(nodes) * index).astype(np.int64)
+        roots = min(nodes, entries)
+        parent[:roots] = -1 - np.arange(roots)
+    kind = rng.integers(0, 4, nodes)
+    leaf = np.ones(nodes, np.bool_)
+    leaf[parent[parent >= 0]] = False
+    is_hidden = leaf & (parent >= 0) & (rng.random(nodes) < hidden)
+    kind[is_hidden] = INSTRUCTION
+    return Tree(
+        parent=parent,
+        kind=kind,
+        call=kind == FUNCTION,
+        function=rng.integers(0, len(functions), nodes),
+        line=rng.integers(1, 5000, nodes),
+        hidden=is_hidden,
+        functions=list(functions),
+        entries=["main thread", "application thread", "unknown entry"][:entries],
+    )

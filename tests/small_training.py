@@ -1,0 +1,51 @@
+"""A training small enough to be repeated, and all that it has learned."""
+
+import torch
+
+from dlrm_core.config import parameters_from_sections
+from dlrm_core.learner_state import optimizer_state, weights_of
+from dlrm_core.training import Trainer
+
+SMALL = {
+    "model": {
+        "bottom_mlp": "5-8-4",
+        "top_mlp": "8-1",
+        "embedding_dim": 4,
+        "table_rows": [50, 3, 200],
+        "loss": "bce",
+    },
+    "data": {"indices_per_lookup": 4, "round_targets": True},
+    "training": {"batch_size": 16, "batches": 12, "log_every": 4, "threads": 1, "device": "cpu"},
+}
+
+
+def parameters(data=None, model=None, **training):
+    return parameters_from_sections(
+        {
+            "model": SMALL["model"] | (model or {}),
+            "data": SMALL["data"] | (data or {}),
+            "training": SMALL["training"] | training,
+        }
+    )
+
+
+def learned(trainer):
+    """Everything that training has made, copied."""
+    tensors, counts = optimizer_state(trainer.step)
+    named = weights_of(trainer.model) | tensors
+    return {name: tensor.clone() for name, tensor in named.items()}, counts
+
+
+def trained(chosen, place=None, checkpoint=None):
+    trainer = Trainer(chosen, checkpoint, place)
+    try:
+        result = trainer.train()
+        return result, *learned(trainer)
+    finally:
+        trainer.close()
+
+
+def same_bits(one, other):
+    return one.keys() == other.keys() and all(
+        torch.equal(one[name].view(torch.int32), other[name].view(torch.int32)) for name in one
+    )
