@@ -12,12 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrm_core import part_probes
+from dlrm_core import part_probes, probe_turns
 from dlrm_core.allocator import USER_SETTINGS
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.errors import InputError
-from dlrm_core.part_probes import default_changes, interleave, medians, probe_changes, ratio_errors
+from dlrm_core.part_probes import default_changes, probe_changes
 from dlrm_core.probe_loops import HALVES, StepLoop, part_times, reduced
+from dlrm_core.probe_turns import interleave, medians, ratio_errors
 from dlrm_core.touched import changed_parameters, touched_components, touched_phases
 
 TINY: dict[str, Any] = {
@@ -180,9 +181,9 @@ def test_loops_run_in_turns_until_they_are_known() -> None:
     before, after = interleave([steady, steady], seconds=60.0)
     assert len(before) == len(after) == 8
     before, after = interleave([steady, noisy], seconds=60.0)
-    assert len(before) == len(after) == part_probes.MAX_ROUNDS
+    assert len(before) == len(after) == probe_turns.MAX_ROUNDS
     before, after = interleave([steady, noisy], seconds=0.0)
-    assert len(before) == part_probes.MIN_ROUNDS
+    assert len(before) == probe_turns.MIN_ROUNDS
     errors = ratio_errors(before, after)["loss"]["forward"]
     assert errors > 0.1
     assert medians(before) == {"loss": {"forward": 1.0}}
@@ -198,7 +199,7 @@ def test_a_ratios_error_does_not_depend_on_the_unit(values: list[float], unit: f
 
 
 def test_probes_come_back_for_the_touched_parts_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(part_probes, "MAX_ROUNDS", 5)
+    monkeypatch.setattr(probe_turns, "MAX_ROUNDS", 5)
     monkeypatch.setattr(part_probes, "OVERLAP_SECONDS", 0.1)
     threads = torch.get_num_threads()
     changes: list[dict[str, Any]] = [

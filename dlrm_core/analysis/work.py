@@ -25,6 +25,7 @@ from dlrm_core.analysis.fused_work import (
     fused_weights,
     is_fused,
 )
+from dlrm_core.analysis.interaction_work import interaction_backward, interaction_forward
 from dlrm_core.analysis.work_rows import FLOAT_BYTES, INDEX_BYTES, Ledger
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.parts import COMPONENTS, PHASES
@@ -146,7 +147,7 @@ def _dense_forward(
     with ledger.part("bottom_mlp", "forward", count):
         _mlp_forward(ledger, model.bottom_widths, rows, element, sigmoid_output=False)
     with ledger.part("interaction", "forward", count):
-        _interaction_forward(ledger, parameters, rows, element)
+        interaction_forward(ledger, parameters, rows, element)
     with ledger.part("top_mlp", "forward", count):
         _mlp_forward(ledger, model.top_widths, rows, element, sigmoid_output=True)
         if 0.0 < model.loss_threshold < 1.0:
@@ -166,7 +167,7 @@ def _dense_backward(
             _clamp_backward(ledger, rows, FLOAT_BYTES)
         _mlp_backward(ledger, model.top_widths, rows, element, True, needs_input=True)
     with ledger.part("interaction", "backward", count):
-        _interaction_backward(ledger, parameters, rows, element)
+        interaction_backward(ledger, parameters, rows, element)
     with ledger.part("bottom_mlp", "backward", count):
         # nobody asks for the gradient of the dense features
         _mlp_backward(ledger, model.bottom_widths, rows, element, False, needs_input=False)
@@ -193,11 +194,6 @@ def _clamp_backward(ledger: Ledger, rows: int, element: int) -> None:
     ledger.add("where", rows * (1 + element) + element, rows * element, flops=rows)
 
 
-def _cast(ledger: Ledger, elements: float, before: int, after: int) -> None:
-    """A copy in another precision."""
-    ledger.add("_to_copy", elements * before, elements * after)
-
-
 def _mlp_forward(
     ledger: Ledger, widths: tuple[int, ...], rows: int, element: int, sigmoid_output: bool
 ) -> None:
@@ -207,14 +203,14 @@ def _mlp_forward(
     for layer, (n, m) in enumerate(itertools.pairwise(widths)):
         if narrow and layer == 0 and not sigmoid_output:
             # what reaches the top MLP is narrow already
-            _cast(ledger, rows * n, FLOAT_BYTES, element)
+            ledger.cast(rows * n, FLOAT_BYTES, element)
         ledger.product("addmm", "forward", rows, m, n, element, layer=layer, bias=True)
         if not (sigmoid_output and layer == last):
             _pointwise(ledger, "relu", rows * m, 1, element)
             continue
         # a probability needs more digits than a narrow format has
         if narrow:
-            _cast(ledger, rows * m, element, FLOAT_BYTES)
+            ledger.cast(rows * m, element, FLOAT_BYTES)
         _pointwise(ledger, "sigmoid", rows * m, 1, FLOAT_BYTES)
 
 
@@ -234,7 +230,7 @@ def _mlp_backward(
         if sigmoid_output and layer == last:
             _pointwise(ledger, "sigmoid_backward", rows * m, 2, FLOAT_BYTES)
             if narrow:
-                _cast(ledger, rows * m, FLOAT_BYTES, element)
+                ledger.cast(rows * m, FLOAT_BYTES, element)
         else:
             _pointwise(ledger, "threshold_backward", rows * m, 2, element)
         if layer > 0 or needs_input:
@@ -243,95 +239,8 @@ def _mlp_backward(
         # the bias's gradient
         ledger.add("sum", rows * m * element, m * element, flops=rows * m)
         if narrow:
-            _cast(ledger, n * m, element, FLOAT_BYTES)
-            _cast(ledger, m, element, FLOAT_BYTES)
-
-
-# ---- interaction ----------------------------------------------------------------
-
-
-def _interaction_forward(ledger: Ledger, parameters: Parameters, rows: int, element: int) -> None:
-    model = parameters.model
-    dim, features = model.embedding_dim, len(model.table_rows) + 1
-    whole = rows * features * dim
-    if element != FLOAT_BYTES:
-        for _ in range(features - 1):
-            _cast(ledger, rows * dim, FLOAT_BYTES, element)
-    ledger.add("cat", whole * element, whole * element)
-    if model.interaction == "cat":
-        return
-    pairs = model.interaction_width - dim
-    ledger.product(
-        "bmm",
-        "forward",
-        features,
-        features,
-        dim,
-        element,
-        batch=rows,
-        layer=0,
-        symmetric=True,
-    )
-    _gathered(ledger, parameters, rows, features * features, pairs, element)
-    out = rows * (dim + pairs) * element
-    ledger.add("cat", out, out)
-
-
-def _gathered(
-    ledger: Ledger, parameters: Parameters, rows: int, source: int, wanted: int, element: int
-) -> None:
-    """``wanted`` of ``source`` columns by an index; on a CPU 2-byte numbers are widened first."""
-    widened = element != FLOAT_BYTES and parameters.training.device != "cuda"
-    wide = FLOAT_BYTES if widened else element
-    if widened:
-        _cast(ledger, rows * source, element, wide)
-    least = rows * min(source, wanted) * wide
-    ledger.add("index_select", least + wanted * INDEX_BYTES, rows * wanted * wide)
-    if widened:
-        _cast(ledger, rows * wanted, wide, element)
-
-
-def _interaction_backward(ledger: Ledger, parameters: Parameters, rows: int, element: int) -> None:
-    model = parameters.model
-    dim, features = model.embedding_dim, len(model.table_rows) + 1
-    vector = rows * dim * element
-    narrow = element != FLOAT_BYTES
-    if model.interaction == "dot":
-        pairs = model.interaction_width - dim
-        # the gradients of the pairs at their place in (B, F, F), zeros elsewhere
-        picked = rows * pairs * element
-        ledger.add("constant_pad_nd", picked, picked + rows * element)
-        _gathered(ledger, parameters, rows, pairs + 1, features * features, element)
-        if narrow and model.interaction_itself:
-            diagonal = rows * features * element
-            ledger.add("mul_", diagonal, diagonal, flops=rows * features)
-        shape = (features, dim, features, element)
-        ledger.product("bmm", "backward_input", *shape, batch=rows, layer=0)
-        if not narrow:
-            ledger.product(
-                "baddbmm_", "backward_input", *shape, batch=rows, layer=0, accumulate=True
-            )
-        # x goes to the interaction's output as it is, too
-        ledger.add("add", 2 * vector, vector, flops=rows * dim)
-    elif rows > 1:
-        ledger.add("copy_", vector, vector)
-    for _ in range(features - 1):
-        _leaf_gradient(ledger, parameters, rows, dim, element)
-
-
-def _leaf_gradient(
-    ledger: Ledger, parameters: Parameters, rows: int, dim: int, element: int
-) -> None:
-    """The gradient of one table's vectors: a slice of the features', made contiguous."""
-    if element != FLOAT_BYTES:
-        _cast(ledger, rows * dim, element, FLOAT_BYTES)
-    vector = rows * dim * FLOAT_BYTES
-    if rows < parameters.training.batch_size:
-        # a piece is added to the place that the whole batch's gradient has for it
-        ledger.add("add_", 2 * vector, vector, flops=rows * dim)
-    elif element == FLOAT_BYTES and rows > 1:
-        # of a single sample the slice is in one piece already
-        ledger.add("copy_", vector, vector)
+            ledger.cast(n * m, element, FLOAT_BYTES)
+            ledger.cast(m, element, FLOAT_BYTES)
 
 
 # ---- loss -----------------------------------------------------------------------
@@ -381,7 +290,7 @@ def _whole_batch(ledger: Ledger, parameters: Parameters, element: int) -> None:
             with ledger.part(part, "forward"):
                 # autocast keeps a weight's copy until the step is done
                 for size in _weights(widths):
-                    _cast(ledger, size, FLOAT_BYTES, element)
+                    ledger.cast(size, FLOAT_BYTES, element)
         if pieces > 1:
             with ledger.part(part, "backward", pieces - 1):
                 # weight gradients are added to those of the first piece

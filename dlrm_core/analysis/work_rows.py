@@ -97,6 +97,10 @@ class Ledger:
             )
         )
 
+    def cast(self, elements: float, before: int, after: int) -> None:
+        """A copy in another precision: bytes of an element before and after."""
+        self.add("_to_copy", elements * before, elements * after)
+
     def product(
         self,
         operator: str,

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from dlrm_core.profiling import derived as dv
+from dlrm_core.profiling.derived import DerivedMetric, read_taxonomy
 from dlrm_core.profiling.format4 import REPROCESS, DatabaseError
 from dlrm_core.profiling.format4_meta import Meta, read_meta
 from dlrm_core.profiling.format4_tree import ENTRY, ROOT
@@ -33,6 +33,7 @@ from dlrm_core.profiling.format4_values import (
     read_profiles,
     read_traces,
 )
+from dlrm_core.profiling.formulas import Input, evaluate, parse_formula
 from dlrm_core.profiling.metrics import canonical_name, derive
 from dlrm_core.profiling.tree_values import Floats, Ints, TreeValues
 
@@ -177,14 +178,14 @@ class Database(TreeValues):
     # ---- derived ------------------------------------------------------------------
 
     @functools.cached_property
-    def taxonomy(self) -> list[dv.DerivedMetric]:
+    def taxonomy(self) -> list[DerivedMetric]:
         """The metrics of ``metrics/default.yaml``, with formulas; empty without the file.
 
         Raises:
             DatabaseError: the file is damaged.
         """
         file = self.path / "metrics" / "default.yaml"
-        return dv.read_taxonomy(file) if file.is_file() else []
+        return read_taxonomy(file) if file.is_file() else []
 
     def derived_column(self, name: str, cost: str = "exclusive", profile: int = 0) -> Floats:
         """A metric of the taxonomy over the tree, by its formula; NaN without a value.
@@ -205,27 +206,27 @@ class Database(TreeValues):
                 break
         else:
             raise DatabaseError(f"{self.path}: no {cost} formula for a metric '{name}'")
-        columns: dict[dv.Input, Floats] = {}
+        columns: dict[Input, Floats] = {}
 
-        def value_of(given: dv.Input) -> Floats:
+        def value_of(given: Input) -> Floats:
             if given not in columns:
                 columns[given] = self._statistic(given, profile)
             return columns[given]
 
         return np.broadcast_to(
-            np.asarray(dv.evaluate(program, value_of), np.float64), (len(self.tree),)
+            np.asarray(evaluate(program, value_of), np.float64), (len(self.tree),)
         ).copy()
 
-    def _statistic(self, given: dv.Input, profile: int) -> Floats:
+    def _statistic(self, given: Input, profile: int) -> Floats:
         metric = self.metric(given.metric)
-        unary = dv.parse_formula(given.formula)
+        unary = parse_formula(given.formula)
         if not self.profiles[profile].summary:
             column = self.column(given.metric, given.scope, profile)
-            result = dv.evaluate(unary, lambda _: column)
+            result = evaluate(unary, lambda _: column)
             return np.where(column != 0, result, 0.0)
         for statistic in metric.statistics:
             same = (statistic.scope, statistic.combine) == (given.scope, given.combine)
-            if same and dv.parse_formula(statistic.formula) == unary:
+            if same and parse_formula(statistic.formula) == unary:
                 return self._dense(profile, statistic.metric_id)
         raise DatabaseError(
             f"{self.path}: no {given.combine} of '{given.formula}' of metric "

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from dlrm_core.profiling import derived as dv
 from dlrm_core.profiling.format4 import DatabaseError
 from dlrm_core.profiling.format4_meta import Meta, Metric
 from dlrm_core.profiling.format4_tree import ContextTree
 from dlrm_core.profiling.format4_values import ThreadProfile
+from dlrm_core.profiling.formulas import VARIABLE
 from dlrm_core.profiling.metrics import canonical_name
 
 Ints = npt.NDArray[np.int64]
@@ -72,7 +72,7 @@ class TreeValues:
             (metric.name, statistic.scope): statistic.metric_id
             for metric in self.metrics
             for statistic in metric.statistics
-            if statistic.combine == "sum" and statistic.formula == dv.VARIABLE
+            if statistic.combine == "sum" and statistic.formula == VARIABLE
         }
 
     def column(self, metric: str, scope: str = "", profile: int = 0) -> Floats:
