@@ -17,19 +17,22 @@ from dlrm_core.benchmark_presentation import (
     contestant_label,
     option_label,
 )
-from dlrm_core.compare_figures import SYMBOLS, WATERFALL, lines_of
+from dlrm_core.compare_figures import WATERFALL
 from dlrm_core.figure_axes import (
     add_ends,
     add_headings,
     error_bars,
     in_groups,
     label_rows,
+    lines_of,
     log_axis,
+    log_ticks,
     mark_one,
 )
 from dlrm_core.figure_theme import (
     COLOURS,
     INK,
+    SYMBOLS,
     TEMPLATE,
     digits,
     figure,
@@ -39,7 +42,7 @@ from dlrm_core.figure_theme import (
     signed_milliseconds,
 )
 from dlrm_core.notebook_parameters import value_text
-from dlrm_core.sweep_figures import log_ticks
+from dlrm_core.page_tables import counted
 
 CONTESTANTS = {
     PEER: COLOURS["optimizer"],
@@ -56,8 +59,8 @@ OUTLOOK = {"dense": {TUNED: 0.80, f"{TUNED} bf16": 0.75}}
 
 
 LOOKS = {
-    "step_ms": ("step", COLOURS["top_mlp"], "circle", -0.15),
-    "end_to_end_ms": ("end to end, with data", COLOURS["data"], "diamond", 0.15),
+    "step_ms": ("step", COLOURS["top_mlp"], "circle", -0.22),
+    "end_to_end_ms": ("end to end, with data", COLOURS["data"], "diamond", 0.22),
 }
 """Of a ratio: its name, colour, marker, and how far from the middle of its row."""
 
@@ -143,7 +146,7 @@ def ratio_dots(ratios: pd.DataFrame) -> go.Figure:
         if goals:
             marks = _goals(goals, colour, "%{x:g}×")
             result.add_trace(marks.update(name=f"goal, {FIGURE_NAMES[kind]}"))
-    mark_one(result)
+    mark_one(result, 1.0, groups, max(places, default=0.0))
     result.update_xaxes(title="times as fast (1 is no difference)", range=[0, 1.15 * top])
     label_rows(result, [contestant_label(name) for name in step["contestant"]], places)
     add_headings(result, groups)
@@ -270,8 +273,8 @@ def share_bars(shares: pd.DataFrame) -> go.Figure:
     rows = rows_of(shares[shares["share"].notna()])
     result = figure("Share of this machine's measured limits", 150 + 30 * max(len(rows), 2))
     labels = [
-        f"{row.what}, {contestant_label(row.contestant)}<br>{row.case}, {row.threads} thread"
-        f"{'s' if row.threads != 1 else ''}"
+        f"{row.what}, {contestant_label(row.contestant)}<br>"
+        f"{row.case}, {counted(row.threads, 'thread')}"
         for row in rows
     ]
     colours = {"dense": COLOURS["top_mlp"], "embedding": COLOURS["embedding"]}
@@ -318,7 +321,7 @@ def _in_cases(table: pd.DataFrame) -> tuple[list[float], list[tuple[float, str]]
     many = table["threads"].nunique() > 1
     return in_groups(
         ("as given" if row.case == "given" else row.case)
-        + (f", {row.threads} threads" if many else "")
+        + (f", {counted(row.threads, 'thread')}" if many else "")
         for row in rows_of(table)
     )
 
@@ -360,7 +363,7 @@ def _goals(goals: Sequence[tuple[float, float]], colour: str, text: str) -> go.S
         marker={
             "symbol": "line-ns-open",
             "color": colour,
-            "size": 20,
+            "size": 16,
             "line": {"width": 3, "color": colour},
         },
         hovertemplate=f"goal {text}<extra></extra>",

@@ -12,7 +12,7 @@ from dlrm_core.analysis import benchmark as analysis
 from dlrm_core.bench_cases import PEER, PLAIN, TORCHREC, TUNED
 from dlrm_core.figure_theme import percent, rows_of
 from dlrm_core.notebook_parameters import value_text
-from dlrm_core.page_tables import NOT_MEASURED, NOTHING, Table, Text, aligned
+from dlrm_core.page_tables import NOT_MEASURED, NOTHING, Table, Text, aligned, counted
 
 FIGURE_NAMES = {"step_ms": "step", "end_to_end_ms": "end to end"}
 
@@ -49,7 +49,7 @@ def verdict(document: Document) -> Text:
 def _case_verdict(document: Document, case: Mapping[str, Any]) -> str:
     name = analysis.best(document, case)
     meaning = str(case["meaning"])
-    where = f"{meaning[:1].upper()}{meaning[1:]}, {_threads(case['threads'])}"
+    where = f"{meaning[:1].upper()}{meaning[1:]}, {counted(case['threads'], 'thread')}"
     if not name or name not in case["ratios"]:
         return f"**{where}**: nothing to compare."
     found = case["ratios"][name]
@@ -260,7 +260,7 @@ def settings_table(document: Document) -> Table:
     ]
     for threads, environment in settings.get("environment", {}).items():
         said = ", ".join(f"{name}={value}" for name, value in environment.items())
-        rows.append((f"environment, {_threads(int(threads))}", said))
+        rows.append((f"environment, {counted(int(threads), 'thread')}", said))
     rows += [(contestant_label(n), _options(c)) for n, c in settings["contestants"].items()]
     rows += [("command", command) for command in document.get("commands", [])]
     return Table(["", "value"], rows)
@@ -278,10 +278,6 @@ def notices(document: Document) -> Text:
 def _options(change: Mapping[str, Any]) -> str:
     said = ", ".join(f"{leaf}: {value_text(value)}" for leaf, value in change.items())
     return said or "no option for speed"
-
-
-def _threads(count: int) -> str:
-    return f"{count} thread{'s' if count != 1 else ''}"
 
 
 def _times(found: Mapping[str, float]) -> str:

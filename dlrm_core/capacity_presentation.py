@@ -5,9 +5,7 @@ from __future__ import annotations
 from dlrm_core.capacity import format_bytes
 from dlrm_core.capacity_report import Capacity, Verdict, capacity_of
 from dlrm_core.config import Parameters
-from dlrm_core.page_tables import Table
-
-NONE = "–"
+from dlrm_core.page_tables import NOTHING, Table
 
 
 def capacity(parameters: Parameters) -> Capacity:
@@ -73,9 +71,9 @@ def verdict_cells(verdict: Verdict) -> dict[str, str]:
         "limit": f"{format_bytes(limit)} ({verdict.memory})" if limit is not None else "unknown",
         "needed": format_bytes(verdict.needed_bytes),
         "fits": fits,
-        "batch": batch if known else NONE,
-        "rows": rows if known else NONE,
-        "on_gpu": NONE if on_gpu is None else format_bytes(on_gpu),
+        "batch": batch if known else NOTHING,
+        "rows": rows if known else NOTHING,
+        "on_gpu": NOTHING if on_gpu is None else format_bytes(on_gpu),
         "host": format_bytes(verdict.host_bytes),
     }
 

@@ -23,6 +23,7 @@ from dlrm_core.figure_theme import (
     SAME,
     SLOWER,
     SYMBOLS,
+    difference_colour,
     escaped,
     figure,
     markers,
@@ -192,7 +193,7 @@ def difference_icicle(tree: pd.DataFrame) -> go.Figure:
     rows = rows_of(drawn)
     total = max((max(row.before_ms, row.after_ms) for row in rows), default=0.0)
     doublings = [_doublings(row.before_ms, row.after_ms, total) for row in rows]
-    colours = [_difference_colour(value) for value in doublings]
+    colours = [difference_colour(value / TWICE) for value in doublings]
     labels = [short_name(row.label, 34) for row in rows]
     result = figure("Call tree of the run after, coloured by the difference", 540)
     result.add_trace(
@@ -245,17 +246,6 @@ def _doublings(before: float, after: float, total: float) -> float:
     if after <= 0:
         return -TWICE
     return max(-TWICE, min(TWICE, math.log2(after / before)))
-
-
-def _difference_colour(doublings: float) -> str:
-    """Between :data:`FASTER` (half the time), :data:`SAME` and :data:`SLOWER` (twice)."""
-    end = SLOWER if doublings > 0 else FASTER
-    share = min(abs(doublings) / TWICE, 1.0)
-    mixed = (
-        round(int(SAME[at : at + 2], 16) * (1 - share) + int(end[at : at + 2], 16) * share)
-        for at in (1, 3, 5)
-    )
-    return "#" + "".join(f"{value:02X}" for value in mixed)
 
 
 def _add_scale(result: go.Figure) -> None:

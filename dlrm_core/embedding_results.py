@@ -13,7 +13,7 @@ from dlrm_core.errors import InputError
 from dlrm_core.figure_axes import add_ends, add_headings, in_groups, label_rows, mark_one
 from dlrm_core.figure_theme import figure, marker, milliseconds, percent, rows_of
 from dlrm_core.files import read_json
-from dlrm_core.page_tables import NOTHING, Table, Text, aligned
+from dlrm_core.page_tables import NOTHING, Table, Text, aligned, counted
 from dlrm_core.run_folder import REPOSITORY
 
 DEFAULT = REPOSITORY / "benchmarks" / "results" / "embeddings.json"
@@ -88,8 +88,7 @@ def bars(document: Mapping[str, Any], study: bool = False) -> go.Figure:
     name = "race-free updates" if study else "our fused back end"
     title = "Ways to share an update between threads" if study else "Embeddings by back end"
     places, headings = in_groups(
-        f"{row.case}, {row.threads} thread{'s' if row.threads != 1 else ''}"
-        for row in rows_of(table)
+        f"{row.case}, {counted(row.threads, 'thread')}" for row in rows_of(table)
     )
     result = figure(title, 150 + 27 * (len(table) + len(headings)), legend=True)
     for phase in PHASES:
@@ -108,7 +107,7 @@ def bars(document: Mapping[str, Any], study: bool = False) -> go.Figure:
     add_ends(result, ends, places, list(map(milliseconds, table["total_ms"])))
     add_headings(result, headings)
     longest = float(ends.max()) if len(table) else 1.0
-    mark_one(result)
+    mark_one(result, 1.0, headings, max(places, default=0.0))
     result.update_layout(barmode="stack", bargap=0.25)
     result.update_xaxes(title=f"time, {name} of the same case is 1", range=[0, 1.35 * longest])
     label_rows(result, [label(name) for name in table["contestant"]], places)
@@ -152,7 +151,7 @@ def sentences(document: Mapping[str, Any]) -> Text:
     """Goals, the pace of bare accesses, whether all computed the same, who did not run."""
     lines = []
     for case in document["cases"]:
-        where = f"{case['meaning']}, {case['threads']} thread{'s' if case['threads'] != 1 else ''}"
+        where = f"{case['meaning']}, {counted(case['threads'], 'thread')}"
         for target in case.get("targets") or []:
             reached = target["reached"]
             said = "not measured" if reached is None else f"{reached:.2f}×"

@@ -121,12 +121,27 @@ def add_ends(
     """
     for end, place, text in zip(ends, places, texts, strict=True):
         at = math.log10(end) if log else end
-        target.add_annotation(x=at, y=place, text=text, showarrow=False, xanchor="left", xshift=8)
+        target.add_annotation(x=at, y=place, text=text, showarrow=False, xanchor="left", xshift=10)
 
 
-def mark_one(target: go.Figure, at: float = 1.0) -> None:
-    """A dotted line where nothing is gained or lost, or at another value that others meet."""
-    target.add_vline(x=at, line={"color": INK, "width": 1, "dash": "dot"})
+def mark_one(
+    target: go.Figure, at: float = 1.0, groups: Sequence[tuple[float, str]] = (), last: float = 0.0
+) -> None:
+    """A dotted line where nothing is gained or lost, or at another value that others meet.
+
+    Args:
+        groups: headings of :func:`in_groups`, which the line does not cross.
+        last: place of the last row, where there are groups.
+    """
+    look = {"color": INK, "width": 1, "dash": "dot"}
+    if not groups:
+        target.add_vline(x=at, line=look)
+        return
+    starts = [place for place, _ in groups]
+    for start, end in zip(starts, [*starts[1:], last + 1.0], strict=True):
+        target.add_shape(
+            type="line", x0=at, x1=at, y0=start + 0.45, y1=end - 0.45, line=look, layer="above"
+        )
 
 
 def error_bars(

@@ -149,6 +149,16 @@ def rows_of(table: pd.DataFrame) -> list[Any]:
     return list(table.itertuples(index=False))
 
 
+def difference_colour(share: float) -> str:
+    """Between :data:`FASTER` (−1), :data:`SAME` (0) and :data:`SLOWER` (1); beyond them, those."""
+    end, mixed = SLOWER if share > 0 else FASTER, min(abs(share), 1.0)
+    parts = (
+        round(int(SAME[at : at + 2], 16) * (1 - mixed) + int(end[at : at + 2], 16) * mixed)
+        for at in (1, 3, 5)
+    )
+    return "#" + "".join(f"{part:02X}" for part in parts)
+
+
 def text_on(colour: str) -> str:
     """Black or white, whichever reads better on ``#rrggbb`` (WCAG relative luminance)."""
     linear = []
@@ -203,6 +213,14 @@ def digits(value: float) -> str:
     if abs(value) >= 99.95 or value == 0:
         return f"{value:,.0f}"
     return f"{value:#.3g}" if abs(value) >= 0.001 else f"{value:.1e}"
+
+
+def thousands(count: float, unit: str = "") -> str:
+    """``13.8 M``, ``27.2 kB``: three digits that count."""
+    for prefix, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {prefix}{unit}"
+    return f"{count:.3g} {unit}".rstrip()
 
 
 def percent(share: float) -> str:

@@ -15,7 +15,7 @@ from dlrm_core.analysis.context_tree import reason_of
 from dlrm_core.analysis.gpu import stall_reasons
 from dlrm_core.figure_theme import part_label, percent
 from dlrm_core.gpu_figures import REASON_NAMES, function_name
-from dlrm_core.page_tables import Table, Text, column
+from dlrm_core.page_tables import NOTHING, Table, Text, column, known_or
 
 Drawn = TypeVar("Drawn")
 
@@ -117,7 +117,7 @@ def flat_table(view: pd.DataFrame, count: int = 15) -> Table | Text:
     if "file" in table and "name" not in table:
         cells["file"] = [_base(name) or "(not known)" for name in table["file"]]
     if "line" in table:
-        cells["line"] = [str(line) if line else "–" for line in table["line"]]
+        cells["line"] = [str(line) if line else NOTHING for line in table["line"]]
     # torch knows no modules: the column stays only where it says something, or is asked for
     if "module" in table and (table["module"].ne("").any() or "name" not in table):
         cells["module"] = [_base(name) or "(not known)" for name in table["module"]]
@@ -183,7 +183,7 @@ def stalls_table(stalls: pd.DataFrame) -> Table | Text:
     cells = {
         "reason": [REASON_NAMES.get(reason, reason) for reason in table["reason"]],
         "share of samples": list(map(percent, table["share_of_samples"])),
-        "share of stalls": ["–" if pd.isna(s) else percent(s) for s in table["share_of_stalls"]],
+        "share of stalls": [known_or(s, percent) for s in table["share_of_stalls"]],
         "meaning": list(table["meaning"]),
         "what usually helps": list(table["advice"]),
     }
@@ -316,5 +316,5 @@ def _base(path: object) -> str:
 def _counted(values: pd.Series) -> list[str]:
     """Whole numbers without decimals."""
     if values.dropna().mod(1).eq(0).all():
-        return ["–" if pd.isna(value) else f"{value:,.0f}" for value in values]
+        return [known_or(value, "{:,.0f}".format) for value in values]
     return column(values)

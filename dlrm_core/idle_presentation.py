@@ -7,7 +7,7 @@ import pandas as pd
 from dlrm_core.analysis.steady import SteadyState
 from dlrm_core.figure_theme import part_label, percent
 from dlrm_core.gpu_presentation import absent
-from dlrm_core.page_tables import Table, Text, column
+from dlrm_core.page_tables import Table, Text, column, known_or
 
 
 def steady_text(state: SteadyState | None) -> Text:
@@ -38,7 +38,7 @@ def differed_table(table: pd.DataFrame, most: int = 3) -> Table | Text:
         "part usually, ms": column(grown["usual_part_ms"]),
         "share of the growth": list(map(percent, grown["share"])),
     }
-    return _table(cells)
+    return Table.of(cells)
 
 
 def idle_table(summary: pd.DataFrame) -> Table | Text:
@@ -53,7 +53,7 @@ def idle_table(summary: pd.DataFrame) -> Table | Text:
         "of the iteration": list(map(percent, summary["share_of_iteration"])),
         "after a synchronising call, ms": column(summary["after_sync_ms"]),
     }
-    return _table(cells)
+    return Table.of(cells)
 
 
 def launches_table(table: pd.DataFrame) -> Table | Text:
@@ -68,7 +68,7 @@ def launches_table(table: pd.DataFrame) -> Table | Text:
         "median launch, us": column(table["launch_us"]),
         "shorter than a launch": list(map(percent, table["short_share"])),
     }
-    return _table(cells)
+    return Table.of(cells)
 
 
 def launch_text(summary: pd.DataFrame) -> Text:
@@ -100,9 +100,9 @@ def operators_table(table: pd.DataFrame) -> Table | Text:
         "median operator, us": column(table["operator_us"]),
         "operators, ms": column(table["part_ms"]),
         "dispatch, ms": column(table["dispatch_ms"]),
-        "dispatch share": [_share(value) for value in table["dispatch_share"]],
+        "dispatch share": [known_or(value, percent) for value in table["dispatch_share"]],
     }
-    return _table(cells)
+    return Table.of(cells)
 
 
 def outside_table(table: pd.DataFrame) -> Table | Text:
@@ -114,9 +114,9 @@ def outside_table(table: pd.DataFrame) -> Table | Text:
         "part, ms": column(table["part_ms"]),
         "in operators, ms": column(table["operators_ms"]),
         "Python and the like, ms": column(table["outside_ms"]),
-        "share outside": [_share(value) for value in table["outside_share"]],
+        "share outside": [known_or(value, percent) for value in table["outside_share"]],
     }
-    return _table(cells)
+    return Table.of(cells)
 
 
 def overlap_table(table: pd.DataFrame) -> Table | Text:
@@ -131,7 +131,7 @@ def overlap_table(table: pd.DataFrame) -> Table | Text:
         "exposed, ms": column(table["exposed_ms"]),
         "of the iteration": list(map(percent, table["of_iteration"])),
     }
-    return _table(cells)
+    return Table.of(cells)
 
 
 def engines_table(table: pd.DataFrame) -> Table:
@@ -150,7 +150,7 @@ def engines_table(table: pd.DataFrame) -> Table:
     cells["difference, ms"] = [f"{value:+.3f}" for value in table["difference_ms"]]
     cells["may differ by, ms"] = column(table["error_ms"])
     cells["agree"] = ["yes" if agrees else "no" for agrees in table["agrees"]]
-    return _table(cells)
+    return Table.of(cells)
 
 
 def _parts(table: pd.DataFrame) -> list[str]:
@@ -158,11 +158,3 @@ def _parts(table: pd.DataFrame) -> list[str]:
         part_label(component, phase)
         for component, phase in zip(table["component"], table["phase"], strict=True)
     ]
-
-
-def _share(value: float) -> str:
-    return "–" if pd.isna(value) else percent(value)
-
-
-def _table(cells: dict[str, list[str]]) -> Table:
-    return Table.of(cells)

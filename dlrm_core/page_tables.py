@@ -46,6 +46,11 @@ def known_or(value: float | None, text: Callable[[float], str], absent: str = NO
     return absent if value is None or not math.isfinite(value) else text(float(value))
 
 
+def counted(count: int, noun: str) -> str:
+    """``1 thread``, ``2 threads``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def from_to(low: float, high: float, text: Callable[[float], str] = digits) -> str:
     """``1.20 to 1.31``; a dash where an end is not known."""
     known = math.isfinite(low) and math.isfinite(high)

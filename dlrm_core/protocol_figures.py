@@ -9,7 +9,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from dlrm_core.figure_axes import add_headings, in_groups, label_rows, lines_of, log_axis
-from dlrm_core.figure_theme import COLOURS, digits, figure
+from dlrm_core.figure_theme import COLOURS, figure, thousands
 from dlrm_core.protocol_presentation import GROUPS, PUBLISHED_BATCH, Speed
 from dlrm_core.published import NOT_SAID, PUBLISHED
 
@@ -99,11 +99,3 @@ def _label(one: Speed) -> str:
         return lines_of(f"ours, {one.precision}" if one.precision else f"{one.on}, {one.model}", 40)
     precision = "" if one.precision == NOT_SAID else f", {one.precision}"
     return f"{one.on}, {one.model.split(', batch')[0]}{precision}"
-
-
-def thousands(count: float) -> str:
-    """``13.8 M``, ``27.2 k``: three digits that count."""
-    for unit, size in (("M", 1e6), ("k", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return digits(count)

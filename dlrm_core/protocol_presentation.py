@@ -12,7 +12,7 @@ import pandas as pd
 from dlrm_core.benchmark_presentation import best_speeds, contestant_label
 from dlrm_core.capacity import format_bytes
 from dlrm_core.figure_theme import rows_of
-from dlrm_core.page_tables import NOT_MEASURED, NOTHING, Table, Text, column
+from dlrm_core.page_tables import NOT_MEASURED, NOTHING, Table, Text, column, counted
 from dlrm_core.published import NOT_SAID, NVIDIA_AUC, PUBLISHED
 from dlrm_core.stability import Stability
 
@@ -149,9 +149,7 @@ def device_of(document: Mapping[str, Any]) -> str:
     measured = document["measured"]
     if measured["device"] != "cpu":
         return str(measured["device"])
-    threads = measured["threads"]
-    plural = "" if threads == 1 else "s"
-    return f"{document['machine'].get('cpu') or 'CPU'}, {threads} thread{plural}"
+    return f"{document['machine'].get('cpu') or 'CPU'}, {counted(measured['threads'], 'thread')}"
 
 
 def published_table(found: list[Speed]) -> Table:

@@ -10,9 +10,10 @@ import plotly.graph_objects as go
 from dlrm_core.figure_theme import (
     COLOURS,
     FASTER,
-    INK,
+    SAME,
     SLOWER,
     add_phase_key,
+    difference_colour,
     figure,
     markers,
     milliseconds,
@@ -140,7 +141,7 @@ def imbalance_map(parts: pd.DataFrame) -> go.Figure:
             zmin=-most,
             zmax=most,
             # red is more than the mean, blue less, as in the differences of a comparison
-            colorscale=[[0, FASTER], [0.5, "rgba(128, 134, 142, 0.18)"], [1, SLOWER]],
+            colorscale=[[0, FASTER], [0.5, SAME], [1, SLOWER]],
             colorbar={"title": {"text": "ms"}, "thickness": 12},
             customdata=wide.to_numpy(),
             hovertemplate="%{x}, %{y}: %{customdata:,.3g} ms, %{z:+,.3g} from the mean"
@@ -152,14 +153,12 @@ def imbalance_map(parts: pd.DataFrame) -> go.Figure:
         for row, part in enumerate(above.index):
             for column in range(len(above.columns)):
                 value = float(numbers[row, column])
-                strong = abs(value) > 0.55 * most
-                dark = FASTER if value < 0 else SLOWER
                 result.add_annotation(
                     x=column,
                     y=row,
-                    text=f"{value:+.2g}" if abs(value) >= 0.005 * most else "·",
+                    text=f"{value:+.2g}".replace("-", "−") if abs(value) >= 0.005 * most else "·",
                     showarrow=False,
-                    font={"size": 11, "color": text_on(dark) if strong else INK},
+                    font={"size": 11, "color": text_on(difference_colour(value / most))},
                     hovertext=part,
                 )
     result.update_xaxes(showgrid=False)

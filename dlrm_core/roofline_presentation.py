@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from dlrm_core.analysis.limits import Limits
 from dlrm_core.analysis.roofline import COPIES, LAUNCHES, least_step
 from dlrm_core.capacity import format_bytes
 from dlrm_core.figure_theme import digits, milliseconds, part_label, percent, rows_of
-from dlrm_core.page_tables import Table, Text, column
+from dlrm_core.page_tables import NOTHING, Table, Text, column, known_or
 
 PRECISIONS = {
     "fp32": "fp32",
@@ -46,8 +45,8 @@ def roofline_table(table: pd.DataFrame) -> Table:
             [part_label(row.component, row.phase) for row in rows_of(shown)],
             column(shown["time_ms"]),
             column(shown["ceiling_ms"]),
-            [percent(s) if math.isfinite(s) else "–" for s in shown["share_of_ceiling"]],
-            [row.limit or row.ceiling or "–" for row in rows_of(shown)],
+            [known_or(s, percent) for s in shown["share_of_ceiling"]],
+            [row.limit or row.ceiling or NOTHING for row in rows_of(shown)],
             column(shown["flops"] / 1e9),
             column(shown["bytes"] / 1e6),
             column(shown["intensity_flop_per_byte"]),

@@ -17,7 +17,9 @@ from dlrm_core.figure_theme import (
     milliseconds,
     rows_of,
     signed_percent,
+    thousands,
 )
+from dlrm_core.scaling_model_presentation import kind_label
 
 
 def predicted_measured_dots(table: pd.DataFrame) -> go.Figure:
@@ -28,7 +30,7 @@ def predicted_measured_dots(table: pd.DataFrame) -> go.Figure:
     """
     known = table[table["predicted_ms"].notna()]
     labels = [
-        f"{row.ranks} ranks, batch {row.batch_size:,}, {row.sharding.replace('_', '-')}"
+        f"{row.ranks} ranks, batch {row.batch_size:,}, {kind_label(row.sharding)}"
         for row in rows_of(known)
     ]
     furthest = max(known[["high_ms", "measured_ms"]].to_numpy(float).ravel(), default=1.0)
@@ -63,8 +65,7 @@ def published_dots(table: pd.DataFrame) -> go.Figure:
         ranges,
         ("published", known["published"], known["error"]),
         lambda speed: f"{speed:,.0f} samples/s",
-        {"title": "samples a second", "range": ends}
-        | log_axis(log_ticks(shown), lambda speed: f"{speed / 1e6:g} M"),
+        {"title": "samples a second", "range": ends} | log_axis(log_ticks(shown), thousands),
     )
 
 

@@ -21,6 +21,7 @@ from dlrm_core.figure_theme import (
     percent,
     rows_of,
 )
+from dlrm_core.scaling_model_presentation import kind_label
 
 SHARDING_COLOURS = {
     "best": INK,
@@ -43,7 +44,7 @@ def iteration_bars(table: pd.DataFrame, title: str) -> go.Figure:
     result = figure(title, 420, legend=True)
     places = list(range(len(rows)))
     hover = [
-        f"{row.ranks:,} ranks, batch {row.batch_size:,}, {row.sharding}<br>"
+        f"{row.ranks:,} ranks, batch {row.batch_size:,}, {kind_label(row.sharding)}<br>"
         f"{milliseconds(row.mid_ms)} ({milliseconds(row.low_ms)} to {milliseconds(row.high_ms)})"
         f"<br>{percent(row.exposed_ms / row.mid_ms)} exposed communication"
         f"<br>{row.samples_per_second:,.0f} samples/s"
@@ -107,7 +108,8 @@ def efficiency_lines(
                 mode="lines+markers",
                 line={"color": colours[name], "width": 2, "dash": DASHES[number]},
                 marker={"size": 7, "symbol": SYMBOLS[number]},
-                customdata=known[["speedup", "sharding", "mid_ms"]],
+                cliponaxis=False,
+                customdata=_named(known)[["speedup", "sharding", "mid_ms"]],
                 hovertemplate=(
                     "%{x:,} ranks: %{y:.1%}<br>%{customdata[0]:,.1f}× as fast as one, "
                     "%{customdata[1]}, %{customdata[2]:,.3g} ms<extra></extra>"
@@ -115,7 +117,7 @@ def efficiency_lines(
             )
         )
     if measured is not None:
-        known = measured[measured["efficiency"].notna() & (measured["ranks"] > 1)]
+        known = _named(measured[measured["efficiency"].notna() & (measured["ranks"] > 1)])
         counts |= set(known["ranks"].astype(int))
         for name in tables:
             own = known[known.get("scaling", "strong") == name]
@@ -160,7 +162,7 @@ def sharding_lines(tables: Mapping[str, pd.DataFrame], best: pd.DataFrame) -> go
             go.Scatter(
                 x=known["ranks"],
                 y=known["mid_ms"],
-                name="best, tables of different kinds" if is_best else name.replace("_", "-"),
+                name="best, tables of different kinds" if is_best else kind_label(name),
                 mode="lines+markers",
                 line={
                     "color": SHARDING_COLOURS[name],
@@ -168,7 +170,7 @@ def sharding_lines(tables: Mapping[str, pd.DataFrame], best: pd.DataFrame) -> go
                     "dash": "dot" if is_best else DASHES[number % len(DASHES)],
                 },
                 marker={"size": 6, "symbol": SYMBOLS[number % len(SYMBOLS)]},
-                customdata=known[["exposed_ms", "sharding"]],
+                customdata=_named(known)[["exposed_ms", "sharding"]],
                 hovertemplate=(
                     "%{x:,} ranks: %{y:,.3g} ms, %{customdata[0]:,.3g} ms exposed<br>"
                     "%{customdata[1]}<extra></extra>"
@@ -185,3 +187,8 @@ def sharding_lines(tables: Mapping[str, pd.DataFrame], best: pd.DataFrame) -> go
 def ranks_axis(counts: Iterable[int]) -> dict[str, Any]:
     """Ranks on a logarithmic axis, each with its number; for ``update_xaxes``."""
     return {"title": "ranks", **log_axis(list(counts), "{:,}".format)}
+
+
+def _named(table: pd.DataFrame) -> pd.DataFrame:
+    """The table with shardings as a reader calls them."""
+    return table.assign(sharding=table["sharding"].map(kind_label))

@@ -7,8 +7,9 @@ import plotly.graph_objects as go
 
 from dlrm_core.analysis.links import Link
 from dlrm_core.figure_axes import add_ends, log_axis, log_ticks
-from dlrm_core.figure_theme import COLOURS, DASHES, SYMBOLS, digits, figure, rows_of
+from dlrm_core.figure_theme import COLOURS, DASHES, SYMBOLS, digits, figure, rows_of, thousands
 from dlrm_core.scaling_figures import ranks_axis
+from dlrm_core.scaling_model_presentation import kind_label
 
 MIB = 1 << 20
 
@@ -36,7 +37,7 @@ def volume_bars(table: pd.DataFrame, ranks: int) -> go.Figure:
     sums = table.groupby(["sharding", "what"])["leaves_bytes"].sum().unstack().fillna(0.0)
     sums = sums.reindex(names) / MIB
     totals = sums.sum(axis=1)
-    labels = [name.replace("_", "-") for name in names]
+    labels = [kind_label(name) for name in names]
     for what, colour in EXCHANGE_COLOURS.items():
         if what not in sums.columns:
             continue
@@ -78,7 +79,7 @@ def link_curves(check: pd.DataFrame, link: Link) -> go.Figure:
         colour = palette[kinds.index(kind) % len(palette)]
         dash = DASHES[sorted({count for _, count in pairs}).index(ranks) % len(DASHES)]
         fit = link.fits.get((kind, ranks))
-        label = f"{kind.replace('_', '-')}, {ranks} ranks"
+        label = f"{kind_label(kind)}, {ranks} ranks"
         result.add_trace(
             go.Scatter(
                 x=own["bytes"],
@@ -102,16 +103,12 @@ def link_curves(check: pd.DataFrame, link: Link) -> go.Figure:
                 )
             )
     result.update_layout(margin={"b": 130})
-    result.update_xaxes(title="bytes", **log_axis(log_ticks(check["bytes"].tolist()), _size))
+    result.update_xaxes(
+        title="bytes",
+        **log_axis(log_ticks(check["bytes"].tolist()), lambda size: thousands(size, "B")),
+    )
     result.update_yaxes(title="ms", **log_axis(log_ticks(check["measured_ms"].tolist())))
     return result
-
-
-def _size(count: float) -> str:
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= factor:
-            return f"{count / factor:g} {unit}"
-    return f"{count:g} B"
 
 
 def straggler_lines(table: pd.DataFrame, said: str) -> go.Figure:

@@ -12,7 +12,16 @@ from dlrm_core.analysis.communication_study import Study
 from dlrm_core.analysis.scaling_check import typical_error
 from dlrm_core.capacity import format_bytes
 from dlrm_core.figure_theme import digits, part_label, percent, rows_of, signed_percent
-from dlrm_core.page_tables import NOT_MEASURED, NOTHING, Table, Text, column, from_to, known_or
+from dlrm_core.page_tables import (
+    NOT_MEASURED,
+    NOTHING,
+    Table,
+    Text,
+    column,
+    counted,
+    from_to,
+    known_or,
+)
 
 PLAIN_MS, TUNED_MS = 4288, 38
 """One iteration of Small on one socket, before and after (Kalamkar et al. 2020)."""
@@ -97,12 +106,12 @@ def links_table(table: pd.DataFrame) -> Table:
             (
                 *(
                     row.name,
-                    f"{row.alpha_us:.3g}",
-                    from_to(row.alpha_us_low, row.alpha_us_high, "{:.3g}".format),
+                    digits(row.alpha_us),
+                    from_to(row.alpha_us_low, row.alpha_us_high),
                 ),
                 *(
-                    f"{row.gb_per_s:.3g}",
-                    from_to(row.gb_per_s_low, row.gb_per_s_high, "{:.3g}".format),
+                    digits(row.gb_per_s),
+                    from_to(row.gb_per_s_low, row.gb_per_s_high),
                 ),
                 row.source,
             )
@@ -199,7 +208,7 @@ def way_text(document: Mapping[str, Any] | None) -> Text:
     assert document is not None
     threads = document["cases"][0]["threads"]
     return Text(
-        f"{study} Here, on {threads} {'core' if threads == 1 else 'cores'} of an "
+        f"{study} Here, on {counted(threads, 'core')} of an "
         f"{document['machine'].get('cpu', 'unknown processor')}, "
         f"today's plain PyTorch takes {digits(first.time_ms)} ms and the options of "
         f"`kalamkar_small.yaml` {digits(last.time_ms)} ms, {last.mid:.2f} times as fast. Most of "

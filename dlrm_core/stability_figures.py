@@ -16,7 +16,7 @@ import plotly.graph_objects as go
 
 from dlrm_core.capacity import format_bytes
 from dlrm_core.figure_theme import COLOURS, INK, figure
-from dlrm_core.page_tables import NOT_MEASURED, Table, Text
+from dlrm_core.page_tables import NOT_MEASURED, Table, Text, known_or
 from dlrm_core.stability import Spread, Stability
 
 SERIES = ("embedding", "bottom_mlp", "data", "interaction", "communication")
@@ -136,9 +136,9 @@ def stability_table(found: Mapping[str, Stability]) -> Table:
                 *(format_bytes(m.most) if m is not None else NOT_MEASURED for m in memory),
                 NAMES[stability.metric],
                 _mean(quality, ".6f"),
-                "–" if quality is None or quality.sd is None else f"{quality.sd:.6f}",
-                "–" if quality is None else f"{quality.least:.6f}",
-                "–" if quality is None else f"{quality.most:.6f}",
+                known_or(quality.sd if quality else None, "{:.6f}".format),
+                known_or(quality.least if quality else None, "{:.6f}".format),
+                known_or(quality.most if quality else None, "{:.6f}".format),
             ]
         )
     return Table(columns, rows)
@@ -166,10 +166,10 @@ def runs_table(stability: Stability) -> Table:
             [
                 str(run.seed),
                 run.status if not run.error else f"{run.status}: {run.error}",
-                "–" if run.auc is None else f"{run.auc:.6f}",
-                "–" if run.loss is None else f"{run.loss:.6f}",
-                "–" if run.samples_per_second is None else f"{run.samples_per_second:,.0f}",
-                NOT_MEASURED if run.power_w is None else f"{run.power_w:,.1f}",
+                known_or(run.auc, "{:.6f}".format),
+                known_or(run.loss, "{:.6f}".format),
+                known_or(run.samples_per_second, "{:,.0f}".format),
+                known_or(run.power_w, "{:,.1f}".format, NOT_MEASURED),
             ]
         )
     return Table(["seed", "status", "AUC", "loss", "samples/s", "power (W)"], rows)

@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 from dlrm_core.analysis.verdict import Stage
 from dlrm_core.figure_axes import add_ends, label_rows, lines_of
 from dlrm_core.figure_theme import COLOURS, figure, milliseconds, part_label, rows_of
-from dlrm_core.page_tables import Table, Text
+from dlrm_core.page_tables import NOTHING, Table, Text, from_to
 from dlrm_core.parts import COMPONENTS
 
 ROW = 46
@@ -60,9 +60,11 @@ def way_table(way: Sequence[Stage]) -> Table:
     rows = []
     for stage in way:
         is_range = stage.low_ms != stage.high_ms
-        spread = f"{stage.low_ms:,.1f}–{stage.high_ms:,.1f}" if is_range else "–"
+        spread = from_to(stage.low_ms, stage.high_ms, "{:,.1f}".format) if is_range else NOTHING
         parts = sorted(rows_of(stage.parts), key=lambda row: -row.time_ms)
-        largest = f"{part_label(parts[0].component)} {parts[0].time_ms:,.1f} ms" if parts else "–"
+        largest = (
+            f"{part_label(parts[0].component)} {parts[0].time_ms:,.1f} ms" if parts else NOTHING
+        )
         gain = way[0].mid_ms / stage.mid_ms
         rows.append((stage.name, f"{stage.mid_ms:,.1f}", spread, f"{gain:.2f}×", largest))
     return Table(["step", "ms", "range (ms)", "times as fast", "largest part"], rows)

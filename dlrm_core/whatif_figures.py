@@ -15,7 +15,7 @@ from dlrm_core.figure_theme import (
     part_label,
     rows_of,
 )
-from dlrm_core.page_tables import Table, Text
+from dlrm_core.page_tables import NOTHING, Table, Text
 from dlrm_core.parts import COMPONENTS
 
 ROW = 44
@@ -98,7 +98,7 @@ def what_if_rows(table: pd.DataFrame) -> Table:
     rows = []
     for row in rows_of(table):
         if row.mid_ms != row.mid_ms:
-            rows.append([row.change, "–", "–", "–", "–", "–", row.note])
+            rows.append([row.change, *[NOTHING] * 5, row.note])
             continue
         rows.append(
             [
