@@ -47,6 +47,9 @@ from dlrm_core.probe_loops import reduced
 
 __all__ = ["Plan", "bench", "compare", "describe", "run_plan"]
 
+MOST_THREADS = 1024
+"""Of training.threads too: with ever more, the OpenMP library ends the process."""
+
 ABLATION = Case("ablation", "each option switched off alone, and added one by one", {})
 
 
@@ -83,8 +86,10 @@ class Plan:
                 f"a benchmark needs rounds >= 1 and iterations >= 1, not {self.rounds} and "
                 f"{self.iterations}"
             )
-        if not self.threads or min(self.threads) < 1:
-            raise InputError(f"threads is {list(self.threads)}, expected counts of at least 1")
+        if not self.threads or min(self.threads) < 1 or max(self.threads) > MOST_THREADS:
+            raise InputError(
+                f"threads is {list(self.threads)}, expected counts from 1 to {MOST_THREADS}"
+            )
         if self.peer is not None:
             require_peer(self.peer)
         for case in self.cases:
@@ -115,6 +120,8 @@ def bench(arguments: argparse.Namespace) -> int:
     Returns:
         0; 1 if a contestant failed or does not train the same.
     """
+    if arguments.resume and not arguments.json:
+        raise InputError("--resume goes on with the benchmark in --json FILE, but none is given")
     if arguments.embeddings:
         from dlrm_core.bench_embeddings import bench_embeddings
 

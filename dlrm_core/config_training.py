@@ -106,7 +106,7 @@ class TrainingConfig:
         choices=("auto", "cpu", "cuda"),
     )
     threads: int | None = setting(
-        None, "CPU threads of one operator; left out, torch's own choice", minimum=1
+        None, "CPU threads of one operator; left out, torch's own choice", minimum=1, maximum=1024
     )
     fp32_matmul: str = setting(
         "default",

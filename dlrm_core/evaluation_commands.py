@@ -68,7 +68,8 @@ def infer(arguments: argparse.Namespace) -> int:
     sizes = batch_sizes(arguments.batch_sizes)
     if arguments.steps < 1:
         raise InputError(f"--steps is {arguments.steps}, expected at least 1")
-    predictor = open_predictor(arguments)
+    seconds = time_limit(arguments.seconds)
+    predictor = open_predictor(arguments, max(sizes, default=0))
     measured = []
     for size in sizes or [predictor.parameters.training.batch_size]:
         training = dataclasses.replace(predictor.parameters.training, batch_size=size)
@@ -82,7 +83,7 @@ def infer(arguments: argparse.Namespace) -> int:
             predictor.precision,
             predictor.device,
             arguments.steps,
-            arguments.seconds,
+            seconds,
             arguments.protocol,
         )
         measured.append(latency)
@@ -104,8 +105,22 @@ def infer(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def open_predictor(arguments: argparse.Namespace) -> Predictor:
+def time_limit(seconds: float) -> float:
+    """``--seconds``, checked.
+
+    Raises:
+        InputError: it is no positive number.
+    """
+    if not seconds > 0:
+        raise InputError(f"--seconds is {seconds:g}, expected a number above 0")
+    return seconds
+
+
+def open_predictor(arguments: argparse.Namespace, largest_batch: int = 0) -> Predictor:
     """The model of ``--file`` with the weights of ``--checkpoint``.
+
+    Args:
+        largest_batch: for which there must be room; 0: training.batch_size.
 
     Raises:
         InputError: the checkpoint is corrupted or of another model, or there is no room.
@@ -127,7 +142,8 @@ def open_predictor(arguments: argparse.Namespace) -> Predictor:
     )
     parameters = dataclasses.replace(parameters, training=training)
     device = resolve_device(training)
-    require_memory(parameters, device)
+    largest = dataclasses.replace(training, batch_size=largest_batch or training.batch_size)
+    require_memory(dataclasses.replace(parameters, training=largest), device)
     if training.threads is not None:
         torch.set_num_threads(training.threads)
     notices += set_fp32_matmul(training.fp32_matmul, parameters.model, device)

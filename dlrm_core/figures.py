@@ -154,6 +154,8 @@ def call_tree_icicle(tree: pd.DataFrame, unit: str = "ms in a mean iteration") -
             ),
         )
     )
+    # plotly's own root above several threads, which is no call
+    result.update_traces(root={"color": "rgba(128, 128, 128, 0.25)"})
     result.update_layout(uniformtext={"minsize": 10, "mode": "hide"})
     return result
 

@@ -154,11 +154,13 @@ class StageBars:
 
     def _open(self, stage: str) -> Bar:
         self._close()
-        total = (
-            self._recorded if "torch" in stage else self._measured if "hpcrun" in stage else None
-        )
         self._stage = stage
-        return Bar(stage, "iteration", total)
+        if "torch" in stage:
+            return Bar(stage, "iteration", self._recorded)
+        if "hpcrun" in stage or stage == "unprofiled":
+            return Bar(stage, "iteration", self._measured)
+        # reading binaries and databases: nothing that is counted
+        return Bar(stage, "iteration", bar_format="{desc}: {elapsed}{postfix}")
 
     def _close(self) -> None:
         if self._bar is not None:

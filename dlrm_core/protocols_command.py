@@ -11,7 +11,7 @@ from typing import Any
 from dlrm_core.config import load_parameters
 from dlrm_core.doctor import machine_facts
 from dlrm_core.errors import InputError
-from dlrm_core.evaluation_commands import batch_sizes
+from dlrm_core.evaluation_commands import batch_sizes, time_limit
 from dlrm_core.files import plain, write_json
 from dlrm_core.protocols import Measured, measure
 from dlrm_core.run_folder import versions
@@ -27,7 +27,7 @@ def protocols(arguments: argparse.Namespace) -> int:
         arguments.iterations,
         batch_sizes(arguments.batch_sizes),
         arguments.steps,
-        arguments.seconds,
+        time_limit(arguments.seconds),
     )
     for notice in found.notices:
         print(notice, file=sys.stderr)

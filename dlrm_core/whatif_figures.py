@@ -22,6 +22,8 @@ ROW = 44
 """Height of a change, in pixels."""
 
 AS_IT_IS = "as it is"
+FURTHEST = 2.0
+"""Ranges are drawn to this many times the longest bar; beyond it their end is written."""
 
 
 def what_if_bars(table: pd.DataFrame, parts: pd.DataFrame) -> go.Figure | Text:
@@ -64,7 +66,10 @@ def what_if_bars(table: pd.DataFrame, parts: pd.DataFrame) -> go.Figure | Text:
             )
         )
     middle = now / known["speedup_mid"]
-    least, most = now / known["speedup_high"], now / known["speedup_low"]
+    least, highest = now / known["speedup_high"], now / known["speedup_low"]
+    # one change of which little is known must not flatten all the others
+    furthest = FURTHEST * max(now, float(middle.max()))
+    most = highest.clip(upper=furthest)
     result.add_trace(
         go.Scatter(
             x=middle,
@@ -80,7 +85,8 @@ def what_if_bars(table: pd.DataFrame, parts: pd.DataFrame) -> go.Figure | Text:
     ends = [max(now, end) for end in (now, *most)]
     texts = [milliseconds(now)] + [
         f"{milliseconds(time)}  ({ratio:.2f}×)"
-        for time, ratio in zip(middle, known["speedup_mid"], strict=True)
+        + (f", up to {milliseconds(end)} →" if end > furthest else "")
+        for time, ratio, end in zip(middle, known["speedup_mid"], highest, strict=True)
     ]
     add_ends(result, ends, list(places.values()), texts)
     mark_one(result, now)

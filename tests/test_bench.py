@@ -28,6 +28,7 @@ from dlrm_core.bench_cases import (
     tuned_of,
 )
 from dlrm_core.bench_runs import WARMUP, Run, cores_of
+from dlrm_core.cli import main
 from dlrm_core.config import load_parameters, parameters_from_sections
 from dlrm_core.errors import InputError
 from dlrm_core.touched import NEUTRAL, changed_leaves, changed_parameters
@@ -344,8 +345,9 @@ def test_options_are_measured_one_by_one():
     "changes, said",
     [
         ({"rounds": 0}, "rounds >= 1"),
-        ({"threads": [0]}, "at least 1"),
-        ({"threads": []}, "at least 1"),
+        ({"threads": [0]}, "from 1 to 1024"),
+        ({"threads": []}, "from 1 to 1024"),
+        ({"threads": [1, 100_000]}, "from 1 to 1024"),
         ({"precisions": ["fp8"]}, "fp8"),
         ({"peer": Path("/nowhere")}, "no facebookresearch/dlrm checkout"),
         ({"cases": [Case("x", "", {"model.embedding_dim": 7, "model.top_mlp": [3]})]}, "ends in 3"),
@@ -383,3 +385,8 @@ def test_the_command_writes_json_with_shares_of_the_limits(tmp_path):
     for row in written["shares"]:
         assert row["share"] > 0 and row["low"] <= row["share"] <= row["high"]
     assert "end to end" in done.stdout
+
+
+def test_resume_without_a_file_is_refused(capsys):
+    assert main(["bench", "--resume"]) == 2
+    assert "--resume goes on with the benchmark in --json FILE" in capsys.readouterr().err

@@ -49,6 +49,14 @@ def test_page_draws_every_figure_and_asks_for_nothing(report: RunFolder) -> None
     check_page(report.html, figures=FIGURES)
 
 
+def test_on_a_phone_figures_keep_their_size_and_scroll(report: RunFolder) -> None:
+    with open_page(report.html.as_uri(), viewport={"width": 420, "height": 900}) as (page, _):
+        page.wait_for_selector(".xtick text")
+        assert page.evaluate("document.documentElement.scrollWidth") == 420
+        widths = page.evaluate("[...document.querySelectorAll('.plot')].map(p => p.offsetWidth)")
+        assert len(widths) == FIGURES and min(widths) >= 640
+
+
 def test_colours_follow_the_reader(report: RunFolder) -> None:
     url = report.html.as_uri()
     with open_page(url, color_scheme="light") as (page, _):

@@ -90,6 +90,7 @@ def test_interaction_width(interaction, itself, expected):
         ({"training": {"learning_rate": float("nan")}}, ["training.learning_rate", "finite"]),
         ({"training": []}, ["training"]),
         ({"training": 7}, ["training", "7", "section"]),
+        ({"training": {"threads": 100_000}}, ["training.threads", "100000", "at most 1024"]),
         ({"training": {"seed": 2**32}}, ["training.seed", str(2**32), str(2**32 - 1)]),
         ({"model": {"bottom_mlp": [512, 32]}}, ["ends in 32", "embedding_dim is 64"]),
         ({"model": {"bottom_mlp": [64]}}, ["model.bottom_mlp", "1 width", "at least 2"]),

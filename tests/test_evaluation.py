@@ -271,6 +271,8 @@ def test_the_infer_command(checkpointed, capsys):
         (["--batch-sizes", "1,x"], "--batch-sizes is '1,x'"),
         (["--batch-sizes", "0"], "--batch-sizes is '0'"),
         (["--steps", "0"], "--steps is 0"),
+        (["--seconds", "nan"], "--seconds is nan, expected a number above 0"),
+        (["--seconds", "-1"], "--seconds is -1, expected a number above 0"),
         (["--steps", "10", "--protocol", "nvidia"], "the first 10 are left out"),
         (["--checkpoint", "/nonexistent"], "holds no checkpoint"),
         (["-p", "model.top_mlp=17-1"], "model.top_mlp"),
@@ -282,6 +284,14 @@ def test_what_infer_cannot_do_is_one_sentence(checkpointed, capsys, more, words)
     assert main(given) == 2
     said = capsys.readouterr().err
     assert words in said and said.count("\n") == 1
+
+
+def test_a_batch_that_has_no_room_is_refused_before_it_is_made(checkpointed, capsys):
+    path, place, _ = checkpointed
+    given = ["infer", "-f", str(path), "--checkpoint", str(place), "--batch-sizes", "1,9999999999"]
+    assert main(given) == 2
+    said = capsys.readouterr().err
+    assert "9,999,999,999" in said and "Traceback" not in said
 
 
 def test_predictions_are_the_models_in_every_precision():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -124,6 +125,17 @@ def test_gpu_attribution_tells_what_the_gpu_waited_for(gpu_profile: Profile) -> 
     waiting = [label.endswith("GPU idle") for label in drawn.layout.yaxis.ticktext]
     assert any(waiting) and not all(waiting)
     assert [opacity < 1 for opacity in bars.marker.opacity] == waiting
+
+
+def test_a_recording_without_iterations_says_so(profile: Profile) -> None:
+    assert attribution.time_unit(profile) == "ms in a mean iteration"
+    program = replace(
+        profile, iterations=profile.iterations[:0], meta={"engine": "hpctoolkit"}, _known={}
+    )
+    unit = attribution.time_unit(program)
+    assert unit == "ms in the whole recording"
+    drawn = figures.call_tree_icicle(operators.call_tree(program), unit)
+    assert drawn.layout.title.text.endswith(unit)
 
 
 def test_icicle_draws_every_row_and_names_it_whole(profile: Profile) -> None:

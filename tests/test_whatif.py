@@ -389,6 +389,12 @@ def test_the_table_ranks_by_speed_and_keeps_what_cannot_be_told() -> None:
     assert list(ranges.x) == pytest.approx([125 / 1.923, 175.0], rel=1e-3)
     shown = what_if_rows(table)
     assert shown.rows[2][-1].endswith("it needs 9 GiB") and shown.rows[2][2] == "–"
+    # a range without end must not flatten the other bars; where it ends is written
+    table.loc[1, "speedup_low"] = 0.001
+    wide = what_if_bars(table, parts)
+    assert isinstance(wide, go.Figure)
+    assert wide.layout.xaxis.range[1] < 3 * 175
+    assert "up to 125,000 ms" in wide.to_json()
 
 
 def test_without_probes_the_figure_is_a_sentence() -> None:

@@ -275,6 +275,12 @@ def iteration_count(profile: Profile) -> int:
     return 1
 
 
+def time_unit(profile: Profile) -> str:
+    """Of which time the tables give values: a mean iteration's, or the whole recording's."""
+    known = iteration_count(profile) > 1 or bool(len(profile.iterations))
+    return "ms in a mean iteration" if known else "ms in the whole recording"
+
+
 def iteration_contexts(profile: Profile) -> np.ndarray:
     """Which contexts (n,) are an iteration: its range, or else its Python function."""
     return profile.once("iteration_contexts", lambda: _iteration_contexts(profile))
