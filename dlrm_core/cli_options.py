@@ -32,7 +32,8 @@ def run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume",
         metavar="FOLDER",
-        help="go on with an unfinished sweep or comparison: what finished is not run again",
+        help="go on with an unfinished sweep, comparison or scaling measurement: what finished is "
+        "not run again",
     )
     parser.add_argument(
         "--cell-timeout",

@@ -131,10 +131,11 @@ def command_run(arguments: Any) -> int:
     names = CHAIN if arguments.notebook == "all" else [arguments.notebook]
     sections, _ = split_overrides(arguments.parameter)
     swept = bool(load_parameters(arguments.file, sections).sweep) and arguments.notebook != "sweep"
-    if arguments.resume and not swept and arguments.notebook == "compare":
-        from dlrm_core.compare_resume import command_resume
+    if arguments.resume and not swept:
+        from dlrm_core.run_resume import RESUMABLE, command_resume
 
-        return command_resume(arguments)
+        if arguments.notebook in RESUMABLE:
+            return command_resume(arguments)
     if swept or arguments.resume:
         from dlrm_core.sweep_run import command_sweep
 

@@ -12,7 +12,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,13 +29,13 @@ from dlrm_core.distributed.plan import require_possible
 from dlrm_core.distributed.timeline import ranks_trace
 from dlrm_core.distributed.world import threads_of_rank
 from dlrm_core.errors import InputError
-from dlrm_core.files import read_json, write_json
+from dlrm_core.files import only_process, read_json, write_json
 
 FORMAT = "dlrm-scaling"
 VERSION = 1
 RECORD = "scaling.json"
 TIMELINE = "ranks.trace.json"
-MEASURED = "ranks.json"
+MEASURED = Path("rounds/ranks.json")
 
 FROM_RANKS = (
     *("placement", "iterations", "parts", "collectives", "spans"),
@@ -86,7 +88,7 @@ def measure_scaling(
         parameters: ``training.batch_size`` is the global batch (strong scaling), and that of
             a rank in weak scaling.
         folder: gets ``scaling.json``, a timeline of all ranks of the last run
-            (``ranks.trace.json``), and every round as soon as it is done (``ranks.json``);
+            (``ranks.trace.json``), and every round as soon as it is done (``rounds/``);
             with the same request, rounds that are there are not run again.
         nodes: of the multi-node lines that are printed.
 
@@ -210,11 +212,11 @@ def _launched(
     job: dict[str, Any], ranks: int, folder: Path | None, on_progress: Callable[[str], None]
 ) -> dict[str, Any]:
     """What the launch measures: rounds kept from before, and the others now."""
-    import tempfile
-
     digest = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()
-    with tempfile.TemporaryDirectory(prefix="dlrm-scaling-") as scratch:
+    with ExitStack() as stack:
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="dlrm-scaling-"))
         file, result = Path(scratch) / "job.json", (folder or Path(scratch)) / MEASURED
+        stack.enter_context(only_process(result.parent))
         kept: dict[str, Any] = read_json(result) if result.exists() else {}
         before = kept["rounds"] if kept.get("digest") == digest else 0
         if before:

@@ -1,4 +1,4 @@
-"""A comparison that was killed goes on where it was."""
+"""A comparison or a measurement that was killed goes on where it was."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import pytest
 import yaml
 
 from dlrm_core import comparison
-from dlrm_core.compare_resume import command_resume, unfinished_record
 from dlrm_core.comparison_earlier import Earlier, whole_profile
 from dlrm_core.config import parameters_from_sections
 from dlrm_core.errors import InputError
 from dlrm_core.files import only_process, write_json
 from dlrm_core.run_folder import claim_run_folder
+from dlrm_core.run_resume import command_resume, unfinished_record
 
 TINY = {
     "title": "tiny",
@@ -116,7 +116,7 @@ def test_only_the_same_unfinished_comparison_is_gone_on_with(tmp_path: Path) -> 
     sections = parameters_from_sections(TINY).to_sections()
     given = {**sections, "change": CHANGE, "rounds": 2}
     folder = claim_run_folder(tmp_path, "compare", "tiny", parameters=given, command="x")
-    record = unfinished_record(folder.path, given)
+    record = unfinished_record(folder.path, "compare", given)
     assert record["status"] == "running"
     for other, message in (
         ({**given, "rounds": 3}, "began with rounds 2, now it is 3"),
@@ -124,21 +124,26 @@ def test_only_the_same_unfinished_comparison_is_gone_on_with(tmp_path: Path) -> 
         ({**sections, "change": CHANGE}, "began with rounds, which is not given now"),
     ):
         with pytest.raises(InputError, match=message):
-            unfinished_record(folder.path, other)
+            unfinished_record(folder.path, "compare", other)
     typed = Namespace(
         file=str(file), parameter=["change.training.batch_size=4"], cell_timeout=60,
-        resume=str(folder.path), argv=["dlrm"],
+        resume=str(folder.path), argv=["dlrm"], notebook="compare",
     )  # fmt: skip
     with pytest.raises(InputError, match="began with change"):
         command_resume(typed)
     folder.close("finished")
     with pytest.raises(InputError, match="has finished"):
-        unfinished_record(folder.path, given)
+        unfinished_record(folder.path, "compare", given)
+    ranks = claim_run_folder(tmp_path, "scaling", "tiny", parameters=given, command="x")
+    assert unfinished_record(ranks.path, "scaling", given)["status"] == "running"
+    ranks.close("finished")
+    with pytest.raises(InputError, match="this measurement has finished"):
+        unfinished_record(ranks.path, "scaling", given)
     other = claim_run_folder(tmp_path, "train", "tiny", parameters={}, command="x")
     with pytest.raises(InputError, match="is no run of compare"):
-        unfinished_record(other.path, given)
+        unfinished_record(other.path, "compare", given)
     with pytest.raises(InputError, match=r"it has no run\.json"):
-        unfinished_record(tmp_path, given)
+        unfinished_record(tmp_path, "scaling", given)
 
 
 def test_one_process_at_a_time(tmp_path: Path) -> None:

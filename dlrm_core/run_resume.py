@@ -1,10 +1,11 @@
-"""Going on with a comparison that was stopped or killed.
+"""Going on with a comparison or a scaling measurement that was stopped or killed.
 
-A comparison is expensive because its rounds are. Each finished run of a round is on disk
-before the next starts, the prediction before the first, and profiles are whole or not
-there; so ``dlrm run compare --resume FOLDER``, with the command it began with, runs the
-notebook again in its folder, and :mod:`dlrm_core.comparison_earlier` finds there what
-needs no second time.
+Both are expensive because their rounds are, and leave what they have measured in the run
+folder: a comparison each finished run of a round before the next starts
+(:mod:`dlrm_core.comparison_earlier`), the ranks each round
+(:mod:`dlrm_core.distributed.scaling`). So ``dlrm run NOTEBOOK --resume FOLDER``, with the
+command it began with, runs the notebook again in its folder, and what is there needs no second
+time.
 """
 
 from __future__ import annotations
@@ -21,30 +22,32 @@ from dlrm_core.notebook_parameters import split_overrides
 from dlrm_core.run_folder import RunFolder
 from dlrm_core.workbook import Plan, RunError
 
-NOTEBOOK = "compare"
+RESUMABLE = {"compare": "comparison", "scaling": "measurement"}
+"""Notebook to what it makes, where it finds its own rounds in its folder."""
 
 
 def command_resume(arguments: Any) -> int:
-    """``dlrm run compare --resume FOLDER``: exit code 0 only if the comparison finished.
+    """``dlrm run NOTEBOOK --resume FOLDER``: exit code 0 only if the notebook finished.
 
     Raises:
-        InputError: the folder holds no unfinished comparison of these parameters; nothing
+        InputError: the folder holds no unfinished run of it with these parameters; nothing
             has been run then.
     """
+    name = arguments.notebook
     for_sections, own = split_overrides(arguments.parameter)
     parameters = load_parameters(arguments.file, for_sections)
-    plan = Plan.of([NOTEBOOK], own)
+    plan = Plan.of([name], own)
     plan.check(parameters)
-    given = plan.given(NOTEBOOK, parameters, {})
+    given = plan.given(name, parameters, {})
     place = Path(arguments.resume).expanduser().absolute()
-    record = unfinished_record(place, given)
+    record = unfinished_record(place, name, given)
     with only_process(place / "rounds"):
         pass  # nobody measures here: the process that began is gone, and its kernel too
     with only_process(place):
         folder = RunFolder(place, record)
         write_json(place / "run.json", record)
         try:
-            plan.execute(NOTEBOOK, folder, given, arguments.cell_timeout)
+            plan.execute(name, folder, given, arguments.cell_timeout)
         except RunError as error:
             print(f"dlrm run: {error}", file=sys.stderr)
             print(error.folder.path, flush=True)
@@ -53,29 +56,31 @@ def command_resume(arguments: Any) -> int:
     return 0
 
 
-def unfinished_record(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``run.json`` of a comparison that is to go on, as one that is running.
+def unfinished_record(folder: Path, notebook: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``run.json`` of a run that is to go on, as one that is running.
 
     Args:
+        notebook: one of ``RESUMABLE``.
         given: the notebook's parameters, as typed this time.
 
     Raises:
-        InputError: there is no comparison, it has finished, or it began otherwise.
+        InputError: there is no such run, it has finished, or it began otherwise.
     """
+    made = RESUMABLE[notebook]
     if not (folder / "run.json").is_file():
         raise InputError(f"{folder}: is no run folder (it has no run.json)")
     record = read_json(folder / "run.json")
-    if not isinstance(record, dict) or record.get("notebook") != NOTEBOOK:
-        raise InputError(f"{folder}: is no run of {NOTEBOOK}, which alone can be resumed so")
+    if not isinstance(record, dict) or record.get("notebook") != notebook:
+        raise InputError(f"{folder}: is no run of {notebook}")
     if record.get("status") == "finished":
-        raise InputError(f"{folder}: this comparison has finished; start another")
+        raise InputError(f"{folder}: this {made} has finished; start another")
     before = record.get("parameters") or {}
     # as run.json has it: tuples are lists there
     for name, value in _leaves(given).items():
         kept = _leaves(before).get(name)
         if kept != value:
             raise InputError(
-                f"{folder}: began with {name} {kept!r}, now it is {value!r}; a comparison is "
+                f"{folder}: began with {name} {kept!r}, now it is {value!r}; a {made} is "
                 "resumed with the parameters it began with"
             )
     dropped = sorted(set(_leaves(before)) - set(_leaves(given)))
