@@ -31,8 +31,8 @@ def predicted_and_measured(
 ) -> pd.DataFrame:
     """Every run of two ranks or more, predicted from what was measured apart from it.
 
-    The prediction knows the link probe and the compute profile, which ran without each other
-    and before the runs; nothing of the run itself but its settings.
+    The prediction knows the link probe and the compute profile, which took turns with the runs;
+    nothing of the run itself but its settings.
 
     Args:
         parameters: of the record.
