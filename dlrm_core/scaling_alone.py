@@ -57,7 +57,11 @@ def parts_of(parameters: Parameters, batch_size: int, folder: Path) -> list[dict
         "checkpoint_every": None,
         "resume": "",
         "log_every": WARMUP + PROFILE_ITERATIONS,
+        # ranks have torch's dense part, whatever one process would use
+        "dense_backend": "torch",
     }
+    if parameters.training.fp32_matmul.startswith("bf16"):
+        sections["training"]["fp32_matmul"] = "default"
     file = folder / f"alone-{batch_size}.yaml"
     file.write_text(yaml.safe_dump(sections), encoding="utf-8")
     done = subprocess.run(

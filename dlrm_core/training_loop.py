@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from dlrm_core.checkpoints import Checkpoint, CheckpointFolder
-from dlrm_core.config import Parameters
+from dlrm_core.config import Parameters, TrainingConfig
 from dlrm_core.data import Batch, batches
 from dlrm_core.data.loader import Generator
 from dlrm_core.data.position import Followed, Resumable
@@ -219,10 +219,17 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
 
 
 def prepare(
-    parameters: Parameters, device: torch.device, checkpoint: Checkpoint | None
+    parameters: Parameters,
+    device: torch.device,
+    checkpoint: Checkpoint | None,
+    config: TrainingConfig | None = None,
 ) -> list[str]:
-    """Set how this process multiplies; what a reader must know of that and of the checkpoint."""
-    config = parameters.training
+    """Set how this process multiplies; what a reader must know of that and of the checkpoint.
+
+    Args:
+        config: in place of the parameters' own, of a process that cannot do all of it.
+    """
+    config = config or parameters.training
     notices = set_fp32_matmul(config.fp32_matmul, parameters.model, device)
     notices += set_tf32(config.tf32, device)
     if checkpoint is not None:

@@ -7,6 +7,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from dlrm_core.config import TrainingConfig, load_parameters
 from dlrm_core.distributed import world
 from dlrm_core.distributed.refusal import said_once, tell_launcher
 from dlrm_core.errors import InputError
@@ -75,3 +76,22 @@ def test_tables_held_alike_are_named_together():
         "640 B: tables 2, 5; tables 7-8: rows 5-9; table 9 (replicated)",
         "0 B: no table",
     ]
+
+
+def test_options_of_one_process_do_nothing_on_ranks_and_that_is_said():
+    from dlrm_core.distributed.step import config_of_rank
+
+    tuned = load_parameters("parameters/kalamkar_small.yaml").training
+    config, notices = config_of_rank(tuned)
+    assert (config.dense_backend, config.fp32_matmul, config.embedding_backend) == (
+        *("torch", "default"),
+        "torch",
+    )
+    assert [notice.partition(" has no effect on several ranks")[0] for notice in notices] == [
+        "training.dense_backend: fused"
+    ]
+    contended = TrainingConfig(embedding_backend="fused", embedding_update="locked")
+    assert config_of_rank(contended)[1][0].startswith("training.embedding_update: locked has no")
+    graphs = TrainingConfig(embedding_backend="fused", cuda_graphs=True, fp32_matmul="onednn")
+    config, notices = config_of_rank(graphs)
+    assert not config.cuda_graphs and config.fp32_matmul == "onednn" and "captured" in notices[0]

@@ -61,9 +61,7 @@ def require_possible(parameters: Parameters, ranks: int) -> None:
         )
     for leaf, found, wanted, reason in (
         ("precision", training.precision == "fp16", "fp32 or bf16", "its loss scale is not shared"),
-        ("dense_backend", training.dense_backend == "fused", "torch", "it is one piece of work"),
         ("micro_batch", training.micro_batch is not None, "nothing", "a rank's batch is small"),
-        ("cuda_graphs", training.cuda_graphs, "false", "collectives are not captured"),
         ("tables_on_disk", bool(training.tables_on_disk), "nothing", "FBGEMM's are in memory"),
         (
             "embeddings_on_gpu_bytes",

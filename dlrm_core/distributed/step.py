@@ -24,6 +24,7 @@ divided by the number of ranks before backward, so gradients are summed everywhe
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -48,6 +49,35 @@ from dlrm_core.distributed.tables import ShardedTables
 from dlrm_core.model import DLRM
 from dlrm_core.parts import part
 from dlrm_core.step import bottom_mlp_update, optimizer_of, optimizer_update, top_mlp_update
+
+
+def config_of_rank(config: TrainingConfig) -> tuple[TrainingConfig, list[str]]:
+    """What a rank does of it: TorchRec has the tables, torch the rest; what that leaves out."""
+    notices = []
+    if config.dense_backend == "fused":
+        notices.append(
+            "training.dense_backend: fused has no effect on several ranks, torch does the dense "
+            "part: exchanges run between its parts"
+        )
+    if config.cuda_graphs:
+        notices.append(
+            "training.cuda_graphs: true has no effect on several ranks: exchanges are not captured"
+        )
+    if config.embedding_update != "race_free":
+        notices.append(
+            f"training.embedding_update: {config.embedding_update} has no effect on several "
+            "ranks: FBGEMM updates the tables, race-free"
+        )
+    # numbers made of bf16 ones are the fused dense part's
+    matmul = "default" if config.fp32_matmul.startswith("bf16") else config.fp32_matmul
+    return replace(
+        config,
+        embedding_backend="torch",
+        embedding_update="race_free",
+        dense_backend="torch",
+        fp32_matmul=matmul,
+        cuda_graphs=False,
+    ), notices
 
 
 class Bucket:
@@ -109,6 +139,7 @@ class DistributedStep:
         ranks: int,
         collectives: Collectives,
     ) -> None:
+        config, _ = config_of_rank(config)
         self.model = model
         self.tables = self.embedding_optimizer = tables
         self.dense = DensePart(model, loss, config)

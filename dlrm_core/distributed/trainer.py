@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -21,7 +20,7 @@ from dlrm_core.distributed.checkpointing import restore, save
 from dlrm_core.distributed.collectives import Collectives
 from dlrm_core.distributed.local_batch import LocalBatch, local_batch
 from dlrm_core.distributed.plan import describe
-from dlrm_core.distributed.step import DistributedStep
+from dlrm_core.distributed.step import DistributedStep, config_of_rank
 from dlrm_core.distributed.tables import ShardedTables
 from dlrm_core.distributed.watch import Watch
 from dlrm_core.distributed.world import World, agreed, gathered
@@ -67,10 +66,9 @@ class DistributedTrainer(TrainingLoop[DistributedStep]):
         place: Path | None = None,
         watch: Watch | None = None,
     ) -> None:
-        # TorchRec's tables, whatever one process would use
-        config = dataclasses.replace(parameters.training, embedding_backend="torch")
+        config, left_out = config_of_rank(parameters.training)
         self.world, self._collectives, self._watch = world, collectives, watch
-        notices = prepare(parameters, world.device, checkpoint)
+        notices = left_out + prepare(parameters, world.device, checkpoint, config)
         model = make_model(parameters, world.device)
         self.tables = ShardedTables(parameters, world, collectives)
         loss = ClickLoss(parameters.model.loss, parameters.model.loss_weights).to(world.device)
