@@ -29,11 +29,11 @@ from dlrm_core.bench_cases import (
     contestants,
     differences,
     growth_cases,
-    last_leaf,
     of_case,
     plain_of,
     precisions_of,
     shape_cases,
+    steps_of,
     tuned_of,
 )
 from dlrm_core.bench_ledger import Ledger
@@ -274,9 +274,9 @@ def _run_ablation(
     """The last contestant without each of its options, and the way to it from the plain one."""
     name, tuned = list(plan.contestants.items())[-1]
     variants = ablated(plan.plain, tuned)
-    leaf, value = last_leaf(plan.plain, tuned)
-    rungs = [_ablated_facts(variant) for variant in variants]
-    rungs.append({"name": name, "kind": "ladder", "leaf": leaf, "value": value, "also": []})
+    leaf, *also = steps_of(plan.plain, tuned)[-1]
+    last = Ablated(name, "ladder", leaf, differences(plan.plain, tuned)[leaf], tuned, tuple(also))
+    rungs = [_ablated_facts(variant) for variant in (*variants, last)]
     ours = {PLAIN: plan.plain, name: tuned} | {v.name: v.parameters for v in variants}
     facts = case_facts(ABLATION, plan.plain) | {
         "kind": "ablation",

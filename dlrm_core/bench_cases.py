@@ -227,6 +227,10 @@ def of_case(name: str, parameters: Parameters, case: Case) -> Parameters:
 # ---- one option at a time ---------------------------------------------------------
 
 
+TOGETHER = ("training.dense_backend", "training.fp32_matmul")
+"""The fused dense part has products of fp32 numbers made of bf16 ones, and only it has them."""
+
+
 @dataclass(frozen=True)
 class Ablated:
     """A contestant that lacks some of the tuned one's options.
@@ -236,7 +240,7 @@ class Ablated:
             and including this one).
         leaf: which was switched off, or added last.
         value: its value when it is on.
-        also: leaves that only work together with it, and are off too.
+        also: leaves that only work together with it, and are off, or added, too.
     """
 
     name: str
@@ -253,27 +257,30 @@ def ablated(plain: Parameters, tuned: Parameters) -> list[Ablated]:
     The ladder ends below the tuned contestant, which is its last rung; a rung that cannot
     work without a later one is left out.
     """
-    leaves = [leaf for leaf in changed_leaves(plain, tuned) if leaf not in NEUTRAL]
+    steps = steps_of(plain, tuned)
     found = []
-    for leaf in leaves:
+    for step in steps:
         # alone if that works, else with the one that depends on it
-        for also in ((), *((other,) for other in leaves if other != leaf)):
+        for other in ((), *(other for other in steps if other != step)):
+            leaf, *also = step + other
             off = _changed(tuned, {name: _value(plain, name) for name in (leaf, *also)})
             if off is not None:
-                name = f"without {_short(leaf)}"
-                found.append(Ablated(name, "without", leaf, _value(tuned, leaf), off, also))
+                name, value = f"without {_short(leaf)}", _value(tuned, leaf)
+                found.append(Ablated(name, "without", leaf, value, off, tuple(also)))
                 break
     so_far: dict[str, Any] = {}
-    for leaf in leaves[:-1]:
-        so_far[leaf] = value = _value(tuned, leaf)
+    for leaf, *also in steps[:-1]:
+        so_far |= {name: _value(tuned, name) for name in (leaf, *also)}
         rung = _changed(plain, so_far)
         if rung is not None:
-            found.append(Ablated(f"plain to {_short(leaf)}", "ladder", leaf, value, rung))
+            name, value = f"plain to {_short(leaf)}", so_far[leaf]
+            found.append(Ablated(name, "ladder", leaf, value, rung, tuple(also)))
     return found
 
 
-def last_leaf(plain: Parameters, tuned: Parameters) -> tuple[str, Any]:
-    """The leaf that leads from the ladder's last rung to the tuned contestant, and its value.
+def steps_of(plain: Parameters, tuned: Parameters) -> list[tuple[str, ...]]:
+    """The leaves in which they differ and that decide about time, those together of which one
+    does nothing without the other.
 
     Raises:
         InputError: nothing is tuned.
@@ -281,7 +288,10 @@ def last_leaf(plain: Parameters, tuned: Parameters) -> tuple[str, Any]:
     leaves = [leaf for leaf in changed_leaves(plain, tuned) if leaf not in NEUTRAL]
     if not leaves:
         raise InputError("--ablation: the tuned parameters differ from the plain ones in nothing")
-    return leaves[-1], _value(tuned, leaves[-1])
+    if tuned.training.fp32_matmul.startswith("bf16") and {*TOGETHER} <= {*leaves}:
+        leaves.remove(TOGETHER[1])
+        return [TOGETHER if leaf == TOGETHER[0] else (leaf,) for leaf in leaves]
+    return [(leaf,) for leaf in leaves]
 
 
 def differences(base: Parameters, other: Parameters) -> dict[str, Any]:

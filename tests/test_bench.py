@@ -16,15 +16,16 @@ from dlrm_core.bench_cases import (
     GOALS,
     GROWTH,
     SHAPES,
+    TOGETHER,
     Case,
     ablated,
     contestants,
     growth_cases,
-    last_leaf,
     of_case,
     plain_of,
     shape_cases,
     speed_leaves,
+    steps_of,
     tuned_of,
 )
 from dlrm_core.bench_runs import WARMUP, Run, cores_of
@@ -235,17 +236,22 @@ def test_every_option_is_switched_off_once_and_the_ladder_leads_to_tuned():
     tuned = contestants(seed, tuned_of(seed), ["bf16"])["tuned bf16"]
     leaves = [leaf for leaf in changed_leaves(seed, tuned) if leaf not in NEUTRAL]
     variants = ablated(seed, tuned)
+    # the fused dense part's products and itself are one step
+    steps = steps_of(seed, tuned)
+    assert steps.count(TOGETHER) == 1 and len(steps) == len(leaves) - 1
+    assert {leaf for step in steps for leaf in step} == {*leaves}
     off = [v for v in variants if v.kind == "without"]
-    assert [v.leaf for v in off] == leaves
+    assert [v.leaf for v in off] == [step[0] for step in steps]
     for variant in off:
         assert set(changed_leaves(variant.parameters, tuned)) == {variant.leaf, *variant.also}
-        assert len(variant.also) <= 1
-    rungs = [seed, *(v.parameters for v in variants if v.kind == "ladder"), tuned]
-    steps = [changed_leaves(a, b) for a, b in itertools.pairwise(rungs)]
-    assert steps == [[leaf] for leaf in leaves]
-    assert last_leaf(seed, tuned)[0] == leaves[-1]
+        assert len(variant.also) <= len(TOGETHER)
+    ladder = [v for v in variants if v.kind == "ladder"]
+    rungs = [seed, *(v.parameters for v in ladder), tuned]
+    added = [changed_leaves(a, b) for a, b in itertools.pairwise(rungs)]
+    assert added == [list(step) for step in steps]
+    assert [(v.leaf, *v.also) for v in ladder] == steps[:-1]
     with pytest.raises(InputError, match="differ from the plain ones in nothing"):
-        last_leaf(seed, seed)
+        steps_of(seed, seed)
 
 
 # ---- plans, and their file -------------------------------------------------------
