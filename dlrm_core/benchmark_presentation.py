@@ -12,7 +12,15 @@ from dlrm_core.analysis import benchmark as analysis
 from dlrm_core.bench_cases import PEER, PLAIN, TORCHREC, TUNED
 from dlrm_core.figure_theme import percent, rows_of
 from dlrm_core.notebook_parameters import value_text
-from dlrm_core.page_tables import NOT_MEASURED, NOTHING, Table, Text, aligned, counted
+from dlrm_core.page_tables import (
+    NOT_MEASURED,
+    NOTHING,
+    Table,
+    Text,
+    aligned,
+    counted,
+    times_as_fast,
+)
 
 FIGURE_NAMES = {"step_ms": "step", "end_to_end_ms": "end to end"}
 
@@ -187,7 +195,7 @@ def options_table(without: pd.DataFrame, ladder: pd.DataFrame) -> Table | None:
         for figure in FIGURE_NAMES:
             row, rung = of.get(figure), rungs.get((leaf, figure))
             cells += [
-                f"{row.mid:.2f}× ({row.low:.2f} to {row.high:.2f})" if row else NOTHING,
+                times_as_fast(row.mid, row.low, row.high) if row else NOTHING,
                 f"{rung.time_ms:,.1f}" if rung else NOTHING,
             ]
         rows.append(cells)
@@ -283,4 +291,4 @@ def _options(change: Mapping[str, Any]) -> str:
 def _times(found: Mapping[str, float]) -> str:
     if found["rounds"] == 1:
         return f"{found['mid']:.2f}×"
-    return f"{found['mid']:.2f}× ({found['low']:.2f} to {found['high']:.2f})"
+    return times_as_fast(found["mid"], found["low"], found["high"])

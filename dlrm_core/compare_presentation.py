@@ -23,26 +23,24 @@ from dlrm_core.page_tables import (
     from_to,
     known_or,
     signed,
+    times_as_fast,
     with_signs,
     yes_or_no,
 )
 
 
 def times_faster(interval: Interval | None) -> str:
-    """``1.25× (1.20 to 1.31)``."""
+    """The measured speed-up with its interval."""
     if interval is None:
         return NOT_MEASURED
-    if not math.isfinite(interval.low):
-        return f"{interval.mid:.2f}×"
-    return f"{interval.mid:.2f}× ({interval.low:.2f} to {interval.high:.2f})"
+    return times_as_fast(interval.mid, interval.low, interval.high)
 
 
 def foretold(outcome: Outcome) -> str:
     """The predicted speed-up with its range, or a dash."""
     if outcome.predicted is None:
         return NOTHING
-    gain = outcome.predicted.speedup
-    return f"{gain['mid']:.2f}× ({gain['low']:.2f} to {gain['high']:.2f})"
+    return times_as_fast(**outcome.predicted.speedup)
 
 
 def verdict(comparison: Comparison) -> Text:

@@ -13,7 +13,7 @@ from dlrm_core.errors import InputError
 from dlrm_core.figure_axes import add_ends, add_headings, in_groups, label_rows, mark_one
 from dlrm_core.figure_theme import figure, marker, milliseconds, percent, rows_of
 from dlrm_core.files import read_json
-from dlrm_core.page_tables import NOTHING, Table, Text, aligned, counted
+from dlrm_core.page_tables import NOTHING, Table, Text, aligned, counted, times_as_fast
 from dlrm_core.run_folder import REPOSITORY
 
 DEFAULT = REPOSITORY / "benchmarks" / "results" / "embeddings.json"
@@ -132,14 +132,14 @@ def table(document: Mapping[str, Any]) -> Table:
         goal = next(
             (t["wanted"] for t in case.get("targets") or [] if t["against"] == row.contestant), None
         )
-        shown = f"{gain['median']:.2f}× ({gain['low']:.2f} to {gain['high']:.2f})" if gain else ""
+        shown = times_as_fast(gain["median"], gain["low"], gain["high"]) if gain else NOTHING
         rows.append(
             (
                 row.meaning,
                 str(row.threads),
                 label(row.contestant),
                 *(column[number] for column in cells),
-                shown or NOTHING,
+                shown,
                 f"{goal:g}×" if goal else NOTHING,
             )
         )

@@ -57,6 +57,12 @@ def from_to(low: float, high: float, text: Callable[[float], str] = digits) -> s
     return f"{text(low)} to {text(high)}" if known else NOTHING
 
 
+def times_as_fast(mid: float, low: float, high: float) -> str:
+    """``1.25× (1.20 to 1.31)``; without the interval where there is none."""
+    known = math.isfinite(low) and math.isfinite(high)
+    return f"{mid:.2f}×" + (f" ({from_to(low, high, '{:.2f}'.format)})" if known else "")
+
+
 def yes_or_no(judged: bool | None) -> str:
     """``yes`` or ``no``; a dash for what was not judged."""
     return NOTHING if judged is None else "yes" if judged else "no"

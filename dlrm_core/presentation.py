@@ -15,7 +15,15 @@ import pandas as pd
 
 from dlrm_core.analysis.findings import Finding
 from dlrm_core.figure_theme import digits, part_label, percent, rows_of, short_name
-from dlrm_core.page_tables import NOT_MEASURED, NOTHING, Table, Text, column, known_ms
+from dlrm_core.page_tables import (
+    NOT_MEASURED,
+    NOTHING,
+    Table,
+    Text,
+    column,
+    known_ms,
+    times_as_fast,
+)
 from dlrm_core.profiling.profile import Profile
 
 
@@ -231,7 +239,7 @@ def findings_table(found: Sequence[Finding]) -> Table:
                 part_label(finding.component),
                 percent(finding.share_of_step),
                 ", ".join(f"{name}: {value}" for name, value in finding.change.items()) or NOTHING,
-                f"{gain['mid']:.2f}× ({gain['low']:.2f}–{gain['high']:.2f})" if gain else NOTHING,
+                times_as_fast(**gain) if gain else NOTHING,
             )
         )
     return Table(["finding", "part", "share of step", "parameter", "predicted speed-up"], rows)

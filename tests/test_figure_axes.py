@@ -26,6 +26,7 @@ from dlrm_core.page_tables import (
     from_to,
     known_or,
     signed,
+    times_as_fast,
     yes_or_no,
 )
 
@@ -91,6 +92,8 @@ def test_numbers_as_readers_want_them() -> None:
     ]
     assert thousands(13_800_000.0) == "13.8 M" and thousands(5.0) == "5"
     assert (counted(1, "thread"), counted(1200, "rank")) == ("1 thread", "1,200 ranks")
+    assert times_as_fast(1.25, 1.2, 1.31) == "1.25× (1.20 to 1.31)"
+    assert times_as_fast(1.25, math.nan, math.nan) == "1.25×"
     assert from_to(1.2, 1310.0) == "1.20 to 1,310" and from_to(1.0, math.nan) == NOTHING
     assert [yes_or_no(v) for v in (True, False, None)] == ["yes", "no", NOTHING]
     assert known_or(None, str) == known_or(math.nan, str) == NOTHING and known_or(2, str) == "2.0"
