@@ -146,6 +146,7 @@ def sign(rank, now, *, silent=0.0, kept=0.0, waiting=False, state="running", pro
         ([{}, {"silent": 11}], "T", 1, "no sign of life for 11 s and is stopped"),
         ([{}, {"silent": 11}], "", 1, "no sign of life for 11 s \\("),
         ([{}, {"state": "failed"}], "R", 1, "failed: no space"),
+        ([{}, {"state": "refused"}], "R", 1, "failed: no space"),
         ([{}, {"state": "done", "silent": 99}], "gone", None, ""),
         # all stand still: who waits is not to blame
         ([{"waiting": True, "kept": 12}, {"kept": 11}], "R", 1, "kept the others waiting for 11 s"),
@@ -177,6 +178,7 @@ def test_who_is_lost(signs, seen, lost, how):
     assert (found.rank if found else None) == lost
     if found:
         assert re.search(how, found.how)
+        assert found.speaks == (signs[lost].get("state") == "refused")
         assert "process 101" in found.sentence() and "last iteration was 7" in found.sentence()
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from dlrm_core.config import TrainingConfig, load_parameters
-from dlrm_core.distributed import world
+from dlrm_core.distributed import refusal, world
 from dlrm_core.distributed.refusal import said_once, tell_launcher
 from dlrm_core.errors import InputError
 
@@ -24,29 +24,27 @@ def launched(monkeypatch, tmp_path):
     del store
 
 
-def refused(sentence):
-    """How a rank with this refusal ends: 'says it', or its exit status."""
-    try:
-        with said_once(2):
-            raise InputError(sentence)
-    except InputError:
-        return "says it"
-    except SystemExit as left:
-        return left.code
+def refused(sentence, capsys):
+    """What a rank with this refusal says; its exit status is 2."""
+    with pytest.raises(SystemExit) as left, said_once(2):
+        raise InputError(sentence)
+    assert left.value.code == 2
+    return capsys.readouterr().err
 
 
-def test_ranks_say_a_refusal_once(launched, monkeypatch):
-    monkeypatch.setattr(world, "leave", sys.exit)
-    monkeypatch.setattr("dlrm_core.distributed.refusal._PARTING_S", 0.0)
-    assert [refused("a"), refused("a"), refused("b"), refused("a")] == ["says it", 2, "says it", 2]
+def test_ranks_say_a_refusal_once(launched, monkeypatch, capsys):
+    monkeypatch.setattr(refusal, "leave", sys.exit)
+    monkeypatch.setattr(refusal, "_PARTING_S", 0.0)
+    a, b, c, d = (f"dlrm train: {name}\n" for name in "abcd")
+    assert [refused(name, capsys) for name in "aaba"] == [a, "", b, ""]
     # a launcher without a store of its own: better twice than not at all
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
-    assert [refused("c"), refused("c")] == ["says it", "says it"]
+    assert [refused("c", capsys) for _ in range(2)] == [c, c]
     # the store is gone
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("MASTER_PORT", "1")
-    monkeypatch.setattr("dlrm_core.distributed.refusal._STORE_S", 0.2)
-    assert refused("d") == "says it"
+    monkeypatch.setattr(refusal, "_STORE_S", 0.2)
+    assert refused("d", capsys) == d
 
 
 def test_torchrun_reports_our_sentence(launched, monkeypatch):

@@ -17,10 +17,10 @@ from dlrm_core.config import Parameters
 from dlrm_core.distributed.collectives import Collectives
 from dlrm_core.distributed.packages import require_torchrec
 from dlrm_core.distributed.plan import FLOAT_BYTES, require_possible
-from dlrm_core.distributed.refusal import tell_launcher
+from dlrm_core.distributed.refusal import leave, tell_launcher
 from dlrm_core.distributed.trainer import DistributedTrainer
 from dlrm_core.distributed.watch import Watch
-from dlrm_core.distributed.world import gathered, joined, leave
+from dlrm_core.distributed.world import gathered, joined
 from dlrm_core.errors import InputError
 from dlrm_core.files import plain, write_json
 from dlrm_core.resuming import checkpoint_place, checkpoint_to_resume

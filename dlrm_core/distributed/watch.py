@@ -23,13 +23,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from dlrm_core.distributed.collectives import Collectives
 from dlrm_core.distributed.refusal import tell_launcher
 from dlrm_core.distributed.world import World, launcher_store
+from dlrm_core.errors import InputError
 
 EXIT_LOST = 3
 """Exit status of a rank that ended because another one was lost."""
@@ -59,6 +60,8 @@ class Lost:
     pid: int
     iteration: int
     how: str
+    speaks: bool = False
+    """Whether it has said itself what is wrong, and is about to end."""
 
     def sentence(self) -> str:
         """All of it, for a person."""
@@ -85,8 +88,9 @@ def judge(
         told = sign.told
         if told.get("state") == "done":
             continue
-        if told.get("state") == "failed":
-            return _lost(rank, told, f"failed: {told['message']}")
+        if told.get("state") in ("failed", "refused"):
+            lost = _lost(rank, told, f"failed: {told['message']}")
+            return replace(lost, speaks=told["state"] == "refused")
         seen = process_state(told)
         if seen == "gone":
             return _lost(rank, told, "is gone: it was killed or crashed")
@@ -174,7 +178,8 @@ class Watch:
             # if another rank is the cause, this does not return
             self._explained(error)
             first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            self._state, self._message = "failed", first_line
+            refused = isinstance(error, InputError)
+            self._state, self._message = "refused" if refused else "failed", first_line
         self._over.set()
         self._thread.join(timeout=2.0)
         with contextlib.suppress(RuntimeError):
@@ -243,7 +248,9 @@ class Watch:
         tell_launcher(lost.sentence())
         survivors = [rank for rank in self._signs if rank != lost.rank]
         here = lost.host == self._world.host
-        if self._world.rank == min(survivors, default=0):
+        if lost.speaks:
+            time.sleep(_PARTING_S)
+        elif self._world.rank == min(survivors, default=0):
             print(f"dlrm train: {lost.sentence()}", file=sys.stderr, flush=True)
             if here and lost.pid and self._seen_from_here(self._signs[lost.rank].told) != "gone":
                 with contextlib.suppress(OSError):

@@ -25,6 +25,7 @@ from dlrm_core.config import parameters_from_sections
 from dlrm_core.distributed.collectives import Collectives
 from dlrm_core.distributed.measure import Pace, measure_alone, measure_run
 from dlrm_core.distributed.probes import probe_link
+from dlrm_core.distributed.refusal import leave
 from dlrm_core.distributed.watch import Watch
 from dlrm_core.distributed.world import (
     World,
@@ -32,7 +33,6 @@ from dlrm_core.distributed.world import (
     first_ranks,
     gathered,
     launcher_store,
-    leave,
     read_world,
 )
 from dlrm_core.errors import InputError

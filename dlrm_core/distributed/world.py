@@ -13,7 +13,7 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -172,17 +172,6 @@ def die_with_parent() -> None:
     if sys.platform == "linux":
         set_parent_death_signal = 1  # linux/prctl.h
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-
-
-def leave(status: int) -> NoReturn:
-    """End this rank's process, all written, without taking the interpreter apart.
-
-    Threads of gloo and of the store may still be in C++ on their way back to Python; one that
-    gets there after the interpreter is gone aborts the process (seen once in 60 ranks).
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
 
 
 def gathered(world: World, value: Any) -> list[Any]:
