@@ -34,7 +34,8 @@ def train(arguments: argparse.Namespace) -> int:
     if os.environ.keys() >= TORCHRUN:
         from dlrm_core.distributed.refusal import said_once
 
-        with said_once(EXIT_CODES["refused"]), _terminate_like_interrupt():
+        ends = EXIT_CODES["refused"], EXIT_CODES["interrupted"]
+        with said_once(*ends), _terminate_like_interrupt():
             parameters = _parameters_to_train(arguments)
             from dlrm_core.distributed.command import train as train_rank
 

@@ -26,7 +26,7 @@ def launched(monkeypatch, tmp_path):
 
 def refused(sentence, capsys):
     """What a rank with this refusal says; its exit status is 2."""
-    with pytest.raises(SystemExit) as left, said_once(2):
+    with pytest.raises(SystemExit) as left, said_once(2, 130):
         raise InputError(sentence)
     assert left.value.code == 2
     return capsys.readouterr().err
@@ -45,6 +45,12 @@ def test_ranks_say_a_refusal_once(launched, monkeypatch, capsys):
     monkeypatch.setenv("MASTER_PORT", "1")
     monkeypatch.setattr(refusal, "_STORE_S", 0.2)
     assert refused("d", capsys) == d
+    # the launcher ends the others; Ctrl-C all of them
+    for rank, said in (("0", "dlrm train: interrupted\n"), ("1", "")):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as left, said_once(2, 130):
+            raise KeyboardInterrupt
+        assert (left.value.code, capsys.readouterr().err) == (130, said)
 
 
 def test_torchrun_reports_our_sentence(launched, monkeypatch):

@@ -27,11 +27,14 @@ _PARTING_S = 1.0
 
 
 @contextlib.contextmanager
-def said_once(status: int) -> Iterator[None]:
+def said_once(refused: int, interrupted: int) -> Iterator[None]:
     """End this rank if the block refuses; the first rank that comes to a refusal says it.
 
+    Interrupted, rank 0 says so: by Ctrl-C all are, or by the launcher after another's end.
+
     Args:
-        status: exit status of a rank that ends so.
+        refused: exit status of a rank that ends so.
+        interrupted: the same.
     """
     try:
         yield
@@ -41,7 +44,11 @@ def said_once(status: int) -> Iterator[None]:
             print(f"dlrm train: {error}", file=sys.stderr, flush=True)
         else:
             time.sleep(_PARTING_S)
-        leave(status)
+        leave(refused)
+    except KeyboardInterrupt:
+        if os.environ.get("RANK") == "0":
+            print("dlrm train: interrupted", file=sys.stderr, flush=True)
+        leave(interrupted)
 
 
 def leave(status: int) -> NoReturn:
