@@ -19,7 +19,8 @@ from dlrm_core.figure_theme import digits, milliseconds
 NOT_MEASURED = "not measured"
 NOTHING = "–"
 
-_NUMBER = re.compile(r"<?[-+−]?[\d,]*\.?\d+(e[-+]?\d+)?( ?(%|×|ms|s|B|[KMGT]iB))?( \(.*\))?")
+_PLAIN = r"<?[-+−]?[\d,]*\.?\d+(e[-+]?\d+)?"
+_NUMBER = re.compile(rf"{_PLAIN}( to {_PLAIN})?( ?(%|×|ms|s|B|[KMGT]iB))?( \(.*\))?")
 
 
 def column(values: Iterable[float]) -> list[str]:
@@ -118,7 +119,7 @@ class Table:
 
         def line(cells: Sequence[str], tag: str) -> str:
             shown = (
-                f'<{tag} style="text-align: {"left" if left else "right"}">{escape(cell)}</{tag}>'
+                f'<{tag} style="{_look(cell, left, tag)}">{escape(cell)}</{tag}>'
                 for cell, left in zip(cells, words, strict=True)
             )
             return f"<tr>{''.join(shown)}</tr>"
@@ -149,6 +150,14 @@ class Text:
 def shown_if(there: object, draw: Callable[[Any], Any], data: Any, reason: str) -> Any:
     """What ``draw`` makes of the data where it is there; else the reason in its place."""
     return draw(data) if there and data is not None else Text(f"*{reason}*")
+
+
+def _look(cell: str, is_words: bool, tag: str) -> str:
+    """Words to the left; numbers to the right and in one line, but for a long one's bracket."""
+    if is_words:
+        return "text-align: left"
+    whole = tag == "td" and "(" not in cell
+    return "text-align: right" + ("; white-space: nowrap" if whole else "")
 
 
 def _are_numbers(cells: Sequence[str]) -> bool:

@@ -106,3 +106,14 @@ def test_a_table_of_columns_needs_columns_of_one_length() -> None:
     assert made.columns == ["a", "b"] and made.rows == [["1", "x"], ["2", "y"]]
     with pytest.raises(ValueError):
         Table.of({"a": ["1"], "b": []})
+
+
+def test_ranges_are_numbers_and_no_number_is_broken_into_lines() -> None:
+    html = Table(
+        ["range", "gain", "what"],
+        [("8.51 to 15.1", "0.95× (0.87 to 1.02)", "a to b"), (NOTHING, "1.00×", "2 ranks")],
+    )._repr_html_()
+    assert '<td style="text-align: right; white-space: nowrap">8.51 to 15.1</td>' in html
+    assert '<td style="text-align: right">0.95× (0.87 to 1.02)</td>' in html
+    assert '<td style="text-align: left">a to b</td>' in html
+    assert '<th style="text-align: right">range</th>' in html

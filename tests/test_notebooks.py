@@ -287,7 +287,7 @@ def test_tables_align_numbers_and_escape_words() -> None:
     table = Table(["name", "ms"], [("<b>", "1,234.5"), ("a", "<0.1"), ("c", "–")])
     html = table._repr_html_()
     assert "&lt;b&gt;" in html and "<b>" not in html
-    assert '<td style="text-align: right">1,234.5</td>' in html
+    assert '<td style="text-align: right; white-space: nowrap">1,234.5</td>' in html
     assert '<td style="text-align: left">a</td>' in html
     assert Table(["a"], [])._repr_html_().count("Nothing") == 1
     assert "1,234.5" in repr(table)
