@@ -22,6 +22,7 @@ from dlrm_core.page_tables import (
     NOTHING,
     Table,
     aligned,
+    column,
     counted,
     from_to,
     known_or,
@@ -117,3 +118,20 @@ def test_ranges_are_numbers_and_no_number_is_broken_into_lines() -> None:
     assert '<td style="text-align: right">0.95× (0.87 to 1.02)</td>' in html
     assert '<td style="text-align: left">a to b</td>' in html
     assert '<th style="text-align: right">range</th>' in html
+
+
+def test_tables_align_numbers_and_escape_words() -> None:
+    table = Table(["name", "ms"], [("<b>", "1,234.5"), ("a", "<0.1"), ("c", "–")])
+    html = table._repr_html_()
+    assert "&lt;b&gt;" in html and "<b>" not in html
+    assert '<td style="text-align: right; white-space: nowrap">1,234.5</td>' in html
+    assert '<td style="text-align: left">a</td>' in html
+    assert Table(["a"], [])._repr_html_().count("Nothing") == 1
+    assert "1,234.5" in repr(table)
+
+
+def test_columns_share_their_decimals() -> None:
+    assert column([1234.56, 7.0, 0.001]) == ["1,234.6", "7.0", "<0.1"]
+    assert column([12.345, 0.0, float("nan")]) == ["12.35", "0.00", "–"]
+    assert column([0.1234]) == ["0.123"]
+    assert column([]) == []

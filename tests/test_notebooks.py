@@ -23,7 +23,7 @@ from dlrm_core.analysis.findings import Finding, findings, limit
 from dlrm_core.config import load_parameters, parameters_from_sections
 from dlrm_core.errors import InputError
 from dlrm_core.notebook_parameters import assigned_values, declared_parameters
-from dlrm_core.page_tables import Table, Text, column
+from dlrm_core.page_tables import Table, Text
 from dlrm_core.profiling.hpctoolkit_process import Progress
 from dlrm_core.profiling.profile import Profile
 from dlrm_core.run_folder import NOTEBOOKS, REPOSITORY, latest_run
@@ -281,23 +281,6 @@ def test_stage_bars_show_every_stage(capsys: pytest.CaptureFixture[str]) -> None
     assert "9/9" in said and "hpcprof" in said and "libtorch_cpu.so" in said
     # binaries and databases have no iterations to count
     assert "?" not in said.split("hpcprof", 1)[1]
-
-
-def test_tables_align_numbers_and_escape_words() -> None:
-    table = Table(["name", "ms"], [("<b>", "1,234.5"), ("a", "<0.1"), ("c", "–")])
-    html = table._repr_html_()
-    assert "&lt;b&gt;" in html and "<b>" not in html
-    assert '<td style="text-align: right; white-space: nowrap">1,234.5</td>' in html
-    assert '<td style="text-align: left">a</td>' in html
-    assert Table(["a"], [])._repr_html_().count("Nothing") == 1
-    assert "1,234.5" in repr(table)
-
-
-def test_columns_share_their_decimals() -> None:
-    assert column([1234.56, 7.0, 0.001]) == ["1,234.6", "7.0", "<0.1"]
-    assert column([12.345, 0.0, float("nan")]) == ["12.35", "0.00", "–"]
-    assert column([0.1234]) == ["0.123"]
-    assert column([]) == []
 
 
 def test_shapes_are_short() -> None:
