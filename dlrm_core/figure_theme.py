@@ -224,7 +224,9 @@ def thousands(count: float, unit: str = "") -> str:
 
 
 def percent(share: float) -> str:
-    """A share with one decimal; what is there but rounds to nothing is ``<0.1%``."""
+    """A share with one decimal; what is there but rounds to nothing is ``<0.1%``; NaN a dash."""
+    if share != share:
+        return "–"
     return "<0.1%" if 0 < share < 0.0005 else f"{share:.1%}"
 
 

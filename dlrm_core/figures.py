@@ -36,11 +36,12 @@ from dlrm_core.parts import COMPONENTS
 _DEVICE_COLOURS = {"cpu": COLOURS["bottom_mlp"], "gpu": COLOURS["embedding"]}
 
 
-def attribution_bars(attribution: pd.DataFrame) -> go.Figure:
+def attribution_bars(attribution: pd.DataFrame, unit: str = "ms in a mean iteration") -> go.Figure:
     """Time of each part and phase of a mean iteration, the largest on top.
 
     Args:
         attribution: ``component``, ``phase``, ``where``, ``time_ms``, ``share``.
+        unit: of ``time_ms``, for the axis.
     """
     table = attribution[attribution["time_ms"] > 0].sort_values("time_ms", ascending=False)
     on_gpu = bool(table["where"].eq("device").any())
@@ -53,7 +54,7 @@ def attribution_bars(attribution: pd.DataFrame) -> go.Figure:
     texts = [f"{milliseconds(row.time_ms)}  ({percent(row.share)})" for row in rows]
     return ranked_bars(
         "Time of a step by part and phase",
-        "ms in a mean iteration",
+        unit,
         labels,
         table["time_ms"].tolist(),
         texts,
@@ -231,12 +232,15 @@ def iteration_timeline(spans: pd.DataFrame) -> go.Figure:
     return result
 
 
-def top_operators(operators: pd.DataFrame, count: int = 15) -> go.Figure:
+def top_operators(
+    operators: pd.DataFrame, count: int = 15, unit: str = "ms in a mean iteration"
+) -> go.Figure:
     """The operators (or kernels) that take the most time themselves.
 
     Args:
         operators: what :func:`dlrm_core.analysis.operators.top_operators` gives.
         count: how many of them are drawn.
+        unit: of the times, for the axis.
     """
     on_gpu = bool(operators["gpu_ms"].notna().any())
     table = operators.assign(time_ms=operators["gpu_ms" if on_gpu else "cpu_self_ms"])
@@ -244,7 +248,7 @@ def top_operators(operators: pd.DataFrame, count: int = 15) -> go.Figure:
     rows = rows_of(table)
     return ranked_bars(
         "Operators by their own time",
-        f"ms of {'GPU' if on_gpu else 'CPU'} time in a mean iteration",
+        f"{'GPU' if on_gpu else 'CPU'} time, {unit}",
         [f"{_operator(row)}<br>{_small(part_label(row.component, row.phase))}" for row in rows],
         table["time_ms"].tolist(),
         [f"{milliseconds(row.time_ms)}  ({percent(row.share)})" for row in rows],

@@ -62,7 +62,7 @@ def launches_table(table: pd.DataFrame) -> Table | Text:
         return absent(table)
     cells = {
         "part": _parts(table),
-        "launches an iteration": column(table["launches"]),
+        f"launches {table.attrs.get('per', 'an iteration')}": column(table["launches"]),
         "median kernel, us": column(table["kernel_us"]),
         "kernels, ms": column(table["kernel_ms"]),
         "median launch, us": column(table["launch_us"]),
@@ -76,18 +76,28 @@ def launch_text(summary: pd.DataFrame) -> Text:
     if summary.empty:
         return absent(summary)
     row = summary.iloc[0]
-    verdict = (
-        "**Launch-bound**: the host cannot launch as fast as the GPU finishes."
-        if row["launch_bound"]
-        else "Not launch-bound."
+    timed = row["launch_us"] == row["launch_us"]
+    if row["launch_bound"]:
+        verdict = "**Launch-bound**: the host cannot launch as fast as the GPU finishes."
+    else:
+        verdict = "Not launch-bound." if timed else "Whether launching is the limit is not known."
+    kernels = (
+        f"{row['launches']:,.0f} kernels {summary.attrs.get('per', 'an iteration')}, "
+        f"{row['launches_per_s']:,.0f} a second; the median kernel runs {row['kernel_us']:.1f} us, "
     )
-    return Text(
-        f"{verdict} {row['launches']:,.0f} kernels an iteration, {row['launches_per_s']:,.0f} a "
-        f"second; the median kernel runs {row['kernel_us']:.1f} us, a launch costs "
-        f"{row['launch_us']:.1f} us, {percent(row['short_share'])} of the kernels are shorter "
-        f"than that. {row['queue_depth']:.1f} are queued on average; the queue is empty "
+    cost = (
+        f"a launch costs {row['launch_us']:.1f} us, {percent(row['short_share'])} of the kernels "
+        "are shorter than that."
+        if timed
+        else "what a launch costs was not measured."
+    )
+    queue = (
+        f" {row['queue_depth']:.1f} are queued on average; the queue is empty "
         f"{percent(row['empty_share'])} of the time."
+        if row["queue_depth"] == row["queue_depth"]
+        else " The trace does not say what was queued."
     )
+    return Text(f"{verdict} {kernels}{cost}{queue}")
 
 
 def operators_table(table: pd.DataFrame) -> Table | Text:

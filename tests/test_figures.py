@@ -352,6 +352,7 @@ def test_numbers_have_three_digits_that_count() -> None:
     shown = [digits(x) for x in (0, 1234.5, 513.3, 99.96, 48.0, 0.21, 0.0123, 2e-6)]
     assert shown == ["0", "1,234", "513", "100", "48.0", "0.210", "0.0123", "2.0e-06"]
     assert [percent(x) for x in (0, 0.0001, 0.25, 1)] == ["0.0%", "<0.1%", "25.0%", "100.0%"]
+    assert percent(float("nan")) == "–"
 
 
 def test_a_saved_profile_draws_the_same(profile: Profile, tmp_path: Path) -> None:

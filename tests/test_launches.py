@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import gpu_trace
@@ -19,6 +20,7 @@ from dlrm_core.analysis.launches import (
     outermost_operators,
     queue_depth,
 )
+from dlrm_core.idle_presentation import launch_text, launches_table
 from dlrm_core.profiling.profile import Profile
 from dlrm_core.profiling.torch_trace import read_trace
 
@@ -74,6 +76,23 @@ def test_kernels_shorter_than_a_launch_bind_the_gpu(tmp_path, kernel_us, bound) 
     profile.meta["ceilings"] = {"launch_us": 1.0}
     assert launch_cost_us(profile) == 1.0
     assert launch_summary(profile).iloc[0]["short_share"] == 0
+
+
+def test_without_launches_in_the_trace_their_cost_is_not_known(tmp_path: Path) -> None:
+    events = [event for event in repeated(2.0, 6.0) if event["cat"] != "cuda_runtime"]
+    profile = read(tmp_path, events)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # noise on the page
+        summary = launch_summary(profile)
+        table = launches_by_part(profile)
+    assert table["short_share"].isna().all()
+    assert launches_table(table).rows[0][-1] == "–"
+    row = summary.iloc[0]
+    assert row[["launch_us", "short_share", "queue_depth", "empty_share"]].isna().all()
+    assert not row["launch_bound"]
+    said = launch_text(summary).markdown
+    assert "40 kernels an iteration" in said and "was not measured" in said
+    assert "nan" not in said and "%" not in said
 
 
 def test_queue_depth_is_a_count_over_time(drawn: Profile) -> None:

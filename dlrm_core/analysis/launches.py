@@ -100,7 +100,7 @@ def launches_by_part(profile: Profile) -> pd.DataFrame:
         return unmeasured(LAUNCHES, str(kernels.attrs.get("not_measured", "no kernel ran")))
     cost = launch_cost_us(profile, kernels)
     count = max(len(profile.iterations), 1)
-    kernels = kernels.assign(short=kernels["us"] < cost)
+    kernels = kernels.assign(short=kernels["us"] < cost if cost == cost else np.nan)
     table = kernels.groupby(PART, as_index=False).agg(
         launches=("us", "size"),
         kernel_us=("us", "median"),
@@ -110,7 +110,13 @@ def launches_by_part(profile: Profile) -> pd.DataFrame:
     )
     table["launches"] /= count
     table["kernel_ms"] /= 1e3 * count
-    return table.sort_values("launches", ascending=False, ignore_index=True)[LAUNCHES]
+    table = table.sort_values("launches", ascending=False, ignore_index=True)[LAUNCHES]
+    table.attrs["per"] = _per(profile)
+    return table
+
+
+def _per(profile: Profile) -> str:
+    return "an iteration" if len(profile.iterations) else "in all"
 
 
 def launch_cost_us(profile: Profile, kernels: pd.DataFrame | None = None) -> float:
@@ -119,18 +125,20 @@ def launch_cost_us(profile: Profile, kernels: pd.DataFrame | None = None) -> flo
     if measured:
         return float(measured)
     kernels = _kernels(profile) if kernels is None else kernels
-    return float(kernels["call_us"].median()) if len(kernels) else float("nan")
+    timed = kernels["call_us"].dropna()
+    return float(timed.median()) if len(timed) else float("nan")
 
 
 def launch_summary(profile: Profile) -> pd.DataFrame:
     """One row: does launching set the pace of the GPU?
 
     Returns:
-        ``launches`` (an iteration), ``launches_per_s``, ``kernel_us`` (median), ``launch_us``,
-        ``short_share`` (kernels that end sooner than a launch takes), ``queue_depth`` (mean
-        number of kernels launched and not finished), ``empty_share`` (of the time of the
-        iterations with none), ``launch_bound`` (see ``BOUND``). Empty, with the reason,
-        without a GPU trace.
+        ``launches`` (an iteration; where none is marked, in all), ``launches_per_s``,
+        ``kernel_us`` (median), ``launch_us``, ``short_share`` (kernels that end sooner than a
+        launch takes), ``queue_depth`` (mean number of kernels launched and not finished),
+        ``empty_share`` (of the time of the iterations with none), ``launch_bound`` (see
+        ``BOUND``); NaN where the trace does not say. Empty, with the reason, without a GPU
+        trace.
     """
     kernels = _kernels(profile)
     if kernels.empty:
@@ -140,7 +148,7 @@ def launch_summary(profile: Profile) -> pd.DataFrame:
     first, last = _window(profile, kernels)
     depth = queue_depth(profile)
     seconds = (last - first) / 1e9
-    short = float((kernels["us"] < cost).mean())
+    short = float((kernels["us"] < cost).mean()) if cost == cost else np.nan
     if len(depth):
         edges = np.append(depth["time_ms"].to_numpy(), (last - first) / 1e6)
         length = np.diff(edges)
@@ -151,7 +159,9 @@ def launch_summary(profile: Profile) -> pd.DataFrame:
     row = [len(kernels) / count, len(kernels) / seconds, float(kernels["us"].median()), cost]
     row += [short, mean, empty]
     bound = bool(short > BOUND and mean < 1)
-    return pd.DataFrame([[*row, bound]], columns=SUMMARY)
+    summary = pd.DataFrame([[*row, bound]], columns=SUMMARY)
+    summary.attrs["per"] = _per(profile)
+    return summary
 
 
 def queue_depth(profile: Profile, most: int | None = None) -> pd.DataFrame:
