@@ -215,13 +215,13 @@ def evaluation_table(table: pd.DataFrame, best: float | None = None) -> Table:
 
 
 def interval_table(table: pd.DataFrame) -> Table:
-    """metrics.jsonl, a line an interval."""
+    """metrics.jsonl, a line an interval; a median and two means, which do not add up to it."""
     cells = {
         "iteration": [f"{count:,}" for count in table["iteration"]],
         "loss": [f"{loss:.6f}" for loss in table["loss"]],
-        "ms per iteration": column(table["ms_per_iteration"]),
-        "data (ms)": column(table["data_ms_per_iteration"]),
-        "compute (ms)": column(table["compute_ms_per_iteration"]),
+        "ms per iteration, median": column(table["ms_per_iteration"]),
+        "data (ms), mean": column(table["data_ms_per_iteration"]),
+        "compute (ms), mean": column(table["compute_ms_per_iteration"]),
         "samples/s": [f"{rate:,.0f}" for rate in table["samples_per_second"]],
     }
     return Table.of(cells)

@@ -361,3 +361,14 @@ def test_a_saved_profile_draws_the_same(profile: Profile, tmp_path: Path) -> Non
         all_figures(profile).items(), all_figures(again).values(), strict=True
     ):
         assert one.to_json() == other.to_json(), name
+
+
+def test_the_table_of_intervals_says_which_figures_add_up() -> None:
+    row = {"iteration": 5, "loss": 0.25, "samples_per_second": 15_040.0}
+    row |= {"ms_per_iteration": 24.5, "data_ms_per_iteration": 20.0}
+    shown = training_presentation.interval_table(
+        pd.DataFrame([row | {"compute_ms_per_iteration": 14.0}])
+    )
+    # the median leaves out the first, slow iteration that the means of its two shares hold
+    assert shown.rows[0][2:5] == ["24.50", "20.00", "14.00"]
+    assert [name.rpartition(", ")[2] for name in shown.columns[2:5]] == ["median", "mean", "mean"]
