@@ -22,7 +22,7 @@ ROW = 44
 """Height of a change, in pixels."""
 
 AS_IT_IS = "as it is"
-FURTHEST = 2.0
+FURTHEST = 1.5
 """Ranges are drawn to this many times the longest bar; beyond it their end is written."""
 
 
@@ -93,7 +93,8 @@ def what_if_bars(table: pd.DataFrame, parts: pd.DataFrame) -> go.Figure | Text:
     result.update_layout(barmode="stack", bargap=0.35)
     result.update_xaxes(
         title="ms for the samples of one iteration now, without a profiler",
-        range=[0, 1.35 * max(ends)],
+        # room for the texts, which are longer where they say how far a range reaches
+        range=[0, (1.65 if highest.max() > furthest else 1.35) * max(ends)],
     )
     label_rows(result, [lines_of(name, 36) for name in names])
     return result
