@@ -72,7 +72,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, required=True, metavar="FILE")
     parser.add_argument("--folder", type=Path, default=Path("outputs/scaling"), metavar="DIR")
     parser.add_argument("--cases", default=",".join(CHANGES), metavar="NAME,...")
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--iterations", type=int, default=4, help="of a round")
     parser.add_argument("--seconds", type=float, default=5.0, help="of a run, at most")
     given = parser.parse_args()
