@@ -219,6 +219,11 @@ def steps_in(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match in found if match)
 
 
+def holds_checkpoint(folder: Path) -> bool:
+    """Whether a folder is a checkpoint, or has one in it."""
+    return (folder / MANIFEST).exists() or bool(steps_in(folder))
+
+
 def find_checkpoint(given: str, folder: Path | None = None) -> Path:
     """The folder that ``training.resume`` or ``--checkpoint`` means.
 

@@ -54,7 +54,7 @@ def train(parser: argparse.ArgumentParser) -> None:
         "--resume",
         metavar="DIR",
         help="go on from a checkpoint, a folder of checkpoints, or 'latest' (of the run's own "
-        "folder); the same as -p training.resume=DIR",
+        "folder; none there yet: from the beginning); the same as -p training.resume=DIR",
     )
     parser.add_argument(
         "--spans",

@@ -52,7 +52,12 @@ def _train_alone(parameters: Parameters, arguments: argparse.Namespace) -> int:
     from dlrm_core import training
     from dlrm_core.counters import IterationCounters
     from dlrm_core.parts import log_spans
+    from dlrm_core.resuming import checkpoint_place, nothing_to_resume
 
+    folder = Path(arguments.output) if arguments.output else None
+    early = nothing_to_resume(parameters.training, checkpoint_place(parameters.training, folder))
+    for notice in early:  # at once: who waits for the end may never see it
+        print(notice, file=sys.stderr, flush=True)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_terminate_like_interrupt())
         spans = stack.enter_context(log_spans()) if arguments.spans else None
@@ -63,7 +68,7 @@ def _train_alone(parameters: Parameters, arguments: argparse.Namespace) -> int:
             counters = stack.enter_context(IterationCounters(device))
         result = training.train(
             parameters,
-            Path(arguments.output) if arguments.output else None,
+            folder,
             on_interval=lambda interval: print(training.json_line(interval), flush=True),
             progress=sys.stderr.isatty(),
             on_iteration=_counting(counters, parameters.profiling.warmup),
@@ -72,7 +77,8 @@ def _train_alone(parameters: Parameters, arguments: argparse.Namespace) -> int:
         if counters is not None:
             counted = counters.evidence()
     for notice in result.notices:
-        print(notice, file=sys.stderr)
+        if notice not in early:
+            print(notice, file=sys.stderr)
     summary = result.summary()
     if spans is not None:
         summary["spans"] = spans

@@ -181,7 +181,7 @@ class TrainingConfig:
     resume: str = setting(
         "",
         "go on from a checkpoint: its folder, a folder of checkpoints (its newest), or 'latest' "
-        "(the newest of checkpoint_folder)",
+        "(the newest of checkpoint_folder; none yet: from the beginning)",
     )
 
     def __post_init__(self) -> None:

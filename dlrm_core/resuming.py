@@ -7,7 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dlrm_core.checkpoints import OPTIMIZER, WEIGHTS, Checkpoint, find_checkpoint, read_checkpoint
+from dlrm_core.checkpoints import (
+    OPTIMIZER,
+    WEIGHTS,
+    Checkpoint,
+    find_checkpoint,
+    holds_checkpoint,
+    read_checkpoint,
+)
 from dlrm_core.config import DataConfig, ModelConfig, Parameters, TrainingConfig
 from dlrm_core.data.loader import Generator
 from dlrm_core.data.position import Followed, Resumable, plain_state, state_from_plain
@@ -73,16 +80,30 @@ def checkpoint_place(config: TrainingConfig, output: Path | None) -> Path | None
 def checkpoint_to_resume(parameters: Parameters, place: Path | None) -> Checkpoint | None:
     """The checkpoint that ``training.resume`` means, held against the parameters.
 
+    None: the run begins anew, since nothing is named or :func:`nothing_to_resume` is so.
+
     Raises:
-        InputError: there is none, it is corrupted, or a parameter differs that must not.
+        InputError: what is named is no checkpoint, it is corrupted, or a parameter differs
+            that must not.
     """
     given = parameters.training.resume
-    if not given:
+    if not given or nothing_to_resume(parameters.training, place):
         return None
     checkpoint = read_checkpoint(find_checkpoint(given, place))
     require_same_model(parameters.model, checkpoint)
     require_same_run(parameters, checkpoint)
     return checkpoint
+
+
+def nothing_to_resume(config: TrainingConfig, place: Path | None) -> list[str]:
+    """That 'latest' finds no checkpoint yet, as a notice; [] if there is one or another is named.
+
+    A script that always passes ``--resume latest`` must be able to start, and to start again
+    where it was killed before its first checkpoint. A checkpoint named by its folder must exist.
+    """
+    if config.resume != "latest" or place is None or holds_checkpoint(place):
+        return []
+    return [f"no checkpoint in {place} yet: starting from the beginning"]
 
 
 def require_same_model(model: ModelConfig, checkpoint: Checkpoint) -> None:

@@ -27,7 +27,12 @@ from dlrm_core.model import DLRM
 from dlrm_core.parts import ITERATION_SPAN, span
 from dlrm_core.precision import set_fp32_matmul, set_tf32
 from dlrm_core.progress import Bar
-from dlrm_core.resuming import changed_settings, restore_position, state_of
+from dlrm_core.resuming import (
+    changed_settings,
+    nothing_to_resume,
+    restore_position,
+    state_of,
+)
 from dlrm_core.schedules import schedule_of, total_steps
 from dlrm_core.step import optimizer_update
 from dlrm_core.training_host import StopRequest, stop_requests
@@ -87,6 +92,8 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
         self.embedding_backend = config.embedding_backend
         if checkpoint is not None:
             restore_position(checkpoint, generator)
+        else:
+            self.notices = [*nothing_to_resume(config, place), *notices]
         self.done = self.first = checkpoint.step if checkpoint is not None else 0
         self.total = total_steps(config, parameters.data.generator, generator)
         self._schedule = schedule_of(config)

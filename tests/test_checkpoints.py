@@ -22,6 +22,7 @@ from dlrm_core.checkpoints import (
     read_checkpoint,
     steps_in,
 )
+from dlrm_core.cli import main
 from dlrm_core.errors import InputError
 from dlrm_core.training import Trainer, train
 
@@ -161,6 +162,22 @@ def test_a_new_run_does_not_mix_with_an_old_one(tmp_path):
         progress=False,
     )
     assert again.iterations == 0 and any("nothing is left to do" in n for n in again.notices)
+
+
+def test_latest_before_the_first_checkpoint_starts_from_the_beginning(tmp_path, capsys):
+    place, output = tmp_path / "c", tmp_path / "o"
+    chosen = parameters(max_steps=2, resume="latest", checkpoint_folder=str(place))
+    (tmp_path / "p.yaml").write_text(json.dumps(chosen.to_sections()))
+    (place / ".step-00000001").mkdir(parents=True)  # killed before it was whole
+    assert main(["train", "-f", str(tmp_path / "p.yaml"), "--output", str(output)]) == 0
+    said = f"no checkpoint in {place} yet: starting from the beginning"
+    assert capsys.readouterr().err.count(said) == 1
+    result = json.loads((output / "result.json").read_text())
+    assert result["first_iteration"] == 0 and said in result["notices"]
+    again = train(chosen, progress=False)
+    assert again.first_iteration == 2 and said not in again.notices
+    with pytest.raises(InputError, match="nowhere: holds no checkpoint"):
+        train(parameters(max_steps=2, resume=str(tmp_path / "nowhere")), progress=False)
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,10 @@ import pytest
 import yaml
 
 from dlrm_core.checkpoints import read_checkpoint, steps_in
+from dlrm_core.distributed.command import require_same_start
 from dlrm_core.distributed.launch import RanksFailed, how_it_ended, launch_lines, run_ranks
 from dlrm_core.distributed.watch import Sign, judge, own_start, process_state
+from dlrm_core.errors import InputError
 
 needs_torchrec = pytest.mark.skipif(
     importlib.util.find_spec("torchrec") is None,
@@ -70,7 +72,7 @@ def test_a_killed_rank_is_named_and_checkpoints_stay(tmp_path):
             [
                 *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
                 *("--nproc-per-node", "2", "-m", "dlrm_core", "train"),
-                *("-f", str(file), "--output", str(output)),
+                *("-f", str(file), "--output", str(output), "--resume", "latest"),
             ],
             env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
             stdout=subprocess.DEVNULL,
@@ -91,11 +93,20 @@ def test_a_killed_rank_is_named_and_checkpoints_stay(tmp_path):
     named = re.search(r"dlrm train: rank 1 \(host (\S+), process (\d+)\) is gone", text)
     assert named and int(named[2]) == victim, text[-3000:]
     assert re.search(r"its last iteration was [\d,]+", text)
+    begins = f"no checkpoint in {output / 'checkpoint'} yet: starting from the beginning"
+    assert text.count(begins) == 1, "one rank says it, at once"
     assert "exitcode: -9" in text or "SIGKILL" in text
     # the newest that is there is whole
     last = steps_in(output / "checkpoint")[-1]
     read_checkpoint(output / "checkpoint" / f"step-{last:08d}").verify()
     wait_until(lambda: not any(p.is_running() and p.status() != "zombie" for p in ranks), 5.0)
+
+
+def test_ranks_that_see_other_checkpoints_are_refused():
+    require_same_start([0, 0, 0])
+    require_same_start([40, 40])
+    with pytest.raises(InputError, match=r"rank 0 finds no checkpoint, but rank 2 the .* step 40"):
+        require_same_start([0, 0, 40])
 
 
 @needs_torchrec

@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,7 +23,7 @@ from dlrm_core.distributed.watch import Watch
 from dlrm_core.distributed.world import gathered, joined
 from dlrm_core.errors import InputError
 from dlrm_core.files import plain, write_json
-from dlrm_core.resuming import checkpoint_place, checkpoint_to_resume
+from dlrm_core.resuming import checkpoint_place, checkpoint_to_resume, nothing_to_resume
 from dlrm_core.training_host import peak_memory
 from dlrm_core.training_loop import metrics_lines, train_with_reports
 from dlrm_core.training_results import TrainingResult
@@ -47,18 +47,21 @@ def train(
     folder = Path(arguments.output) if arguments.output else None
     place = checkpoint_place(parameters.training, folder)
     checkpoint = checkpoint_to_resume(parameters, place)
+    early = nothing_to_resume(parameters.training, place)
     collectives = Collectives()
     with contextlib.ExitStack() as stack:
         world = stack.enter_context(joined(parameters.training))
         stack.enter_context(collectives.installed())
         watch = Watch(world, collectives, parameters.training.rank_timeout_s)
         stack.enter_context(watch)
+        require_same_start(gathered(world, checkpoint.step if checkpoint else 0))
         trainer = DistributedTrainer(parameters, world, collectives, checkpoint, place, watch)
         stack.callback(trainer.close)
-        _introduce(trainer)
+        _introduce(trainer, early)
         result, ranks = _run(trainer, folder if world.first else None, checkpoint, stack)
         for notice in result.notices if world.first else ():
-            print(notice, file=sys.stderr)
+            if notice not in early:
+                print(notice, file=sys.stderr)
         if world.first:
             _say(plain(result.summary() | {"ranks": ranks}))
     if result.status != "finished":
@@ -117,7 +120,29 @@ def about_rank(trainer: DistributedTrainer, result: TrainingResult) -> dict[str,
     }
 
 
-def _introduce(trainer: DistributedTrainer) -> None:
+def require_same_start(steps: Sequence[int]) -> None:
+    """Every rank goes on from the same checkpoint, or all begin anew.
+
+    Args:
+        steps: of each rank's checkpoint, in their order; 0: it found none.
+
+    Raises:
+        InputError: they see different folders, as hosts without a shared file system do.
+    """
+    if len(set(steps)) == 1:
+        return
+    other = next(rank for rank, step in enumerate(steps) if step != steps[0])
+    raise InputError(
+        f"training.resume: rank 0 finds {_start(steps[0])}, but rank {other} {_start(steps[other])}"
+        "; the folder of checkpoints must be one that all hosts share"
+    )
+
+
+def _start(step: int) -> str:
+    return f"the checkpoint of step {step:,}" if step else "no checkpoint"
+
+
+def _introduce(trainer: DistributedTrainer, early: list[str]) -> None:
     """Who takes part, and what each holds: on standard error, whose lines are for people."""
     world, holdings = trainer.world, trainer.holdings()
     if not world.first:
@@ -130,7 +155,7 @@ def _introduce(trainer: DistributedTrainer) -> None:
         f"each, sharding {training.sharding}",
         file=sys.stderr,
     )
-    for line in holdings:
+    for line in [*early, *holdings]:
         print(line, file=sys.stderr, flush=True)
 
 
@@ -138,4 +163,4 @@ def _say(line: Any) -> None:
     print(json.dumps(line), flush=True)
 
 
-__all__ = ["about_rank", "train"]
+__all__ = ["about_rank", "require_same_start", "train"]
