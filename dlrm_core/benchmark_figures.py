@@ -15,6 +15,7 @@ from dlrm_core.bench_cases import GROWTH, PEER, PLAIN, TORCHREC, TUNED
 from dlrm_core.benchmark_presentation import (
     FIGURE_NAMES,
     contestant_label,
+    interval_text,
     option_label,
 )
 from dlrm_core.compare_figures import WATERFALL
@@ -80,9 +81,8 @@ def times_bars(times: pd.DataFrame) -> go.Figure:
     places, groups = _in_cases(step)
     result = figure("Time of an iteration", 150 + 27 * (len(step) + 2 * len(groups)), legend=True)
     hover = [
-        f"{contestant_label(a.contestant)}<br>step {digits(a.mid_ms)} ms "
-        f"({digits(a.low_ms)} to {digits(a.high_ms)})<br>end to end {digits(b.mid_ms)} ms "
-        f"({digits(b.low_ms)} to {digits(b.high_ms)})<br>{b.samples_per_second:,.0f} samples/s"
+        f"{contestant_label(a.contestant)}<br>step {_with_interval(a)}<br>"
+        f"end to end {_with_interval(b)}<br>{b.samples_per_second:,.0f} samples/s"
         for a, b in zip(rows_of(step), rows_of(whole), strict=True)
     ]
     result.add_trace(
@@ -117,6 +117,11 @@ def times_bars(times: pd.DataFrame) -> go.Figure:
     label_rows(result, [contestant_label(name) for name in step["contestant"]], places)
     add_headings(result, groups)
     return result
+
+
+def _with_interval(row: Any) -> str:
+    between = interval_text(row.confidence, digits(row.low_ms), digits(row.high_ms))
+    return f"{digits(row.mid_ms)} ms ({between})"
 
 
 def ratio_dots(ratios: pd.DataFrame) -> go.Figure:
@@ -343,7 +348,9 @@ def _dots(
         marker={"color": colour, "size": 11, "symbol": symbol},
         error_x=error_bars(rows["low"], rows["mid"], rows["high"], colour, 2.5),
         hovertext=[
-            f"{name}: {said(row)} ({row.low:.2f} to {row.high:.2f})" for row in rows_of(rows)
+            f"{name}: {said(row)} "
+            f"({interval_text(row.confidence, f'{row.low:.2f}', f'{row.high:.2f}')})"
+            for row in rows_of(rows)
         ],
         hovertemplate="%{hovertext}<extra></extra>",
     )

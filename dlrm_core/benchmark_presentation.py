@@ -22,6 +22,9 @@ from dlrm_core.page_tables import (
     times_as_fast,
 )
 
+ONE_ROUND = "one round"
+"""In the place of an interval where nothing was repeated."""
+
 FIGURE_NAMES = {"step_ms": "step", "end_to_end_ms": "end to end"}
 
 Document = Mapping[str, Any]
@@ -33,6 +36,11 @@ def contestant_label(name: str) -> str:
         return "ours, tuned fp32"
     names = {PEER: "facebookresearch/dlrm", PLAIN: "ours, plain", TORCHREC: "TorchRec"}
     return names.get(name, f"ours, {name}")
+
+
+def interval_text(confidence: float, low: str, high: str) -> str:
+    """``1.20 to 1.31``; one round has no interval: its ends would both be the number itself."""
+    return f"{low} to {high}" if confidence > 0 else ONE_ROUND
 
 
 def verdict(document: Document) -> Text:
@@ -111,9 +119,9 @@ def times_table(times: pd.DataFrame) -> Table:
             step["threads"].astype(str),
             map(contestant_label, step["contestant"]),
             step_mid,
-            [f"{a} to {b}" for a, b in zip(step_low, step_high, strict=True)],
+            map(interval_text, step["confidence"], step_low, step_high),
             mid,
-            [f"{a} to {b}" for a, b in zip(low, high, strict=True)],
+            map(interval_text, whole["confidence"], low, high),
             [f"{value:,.0f}" for value in whole["samples_per_second"]],
             strict=True,
         ),
@@ -133,8 +141,8 @@ def ratios_table(ratios: pd.DataFrame) -> Table:
                 contestant_label(row.against),
                 FIGURE_NAMES[row.figure],
                 f"{row.mid:.2f}×",
-                f"{row.low:.2f} to {row.high:.2f}",
-                f"{row.confidence:.0%}",
+                interval_text(row.confidence, f"{row.low:.2f}", f"{row.high:.2f}"),
+                f"{row.confidence:.0%}" if row.confidence > 0 else NOTHING,
                 f"{row.goal:g}×" if goal else NOTHING,
                 ("yes" if row.mid >= row.goal else "no") if goal else NOTHING,
             )
@@ -154,11 +162,17 @@ def losses_table(losses: pd.DataFrame) -> Table:
                 contestant_label(row.contestant),
                 contestant_label(row.reference),
                 str(row.iterations),
-                "not a number" if math.isnan(row.difference) else f"{row.difference:.1e}",
+                _difference_text(row.difference),
             )
             for row in rows_of(losses)
         ],
     )
+
+
+def _difference_text(difference: float) -> str:
+    if math.isnan(difference):
+        return "not a number"
+    return f"{difference:.1e}" if difference else "0"
 
 
 def growth_table(slopes: pd.DataFrame) -> Table | None:
@@ -195,7 +209,7 @@ def options_table(without: pd.DataFrame, ladder: pd.DataFrame) -> Table | None:
         for figure in FIGURE_NAMES:
             row, rung = of.get(figure), rungs.get((leaf, figure))
             cells += [
-                times_as_fast(row.mid, row.low, row.high) if row else NOTHING,
+                _gain(row) if row else NOTHING,
                 f"{rung.time_ms:,.1f}" if rung else NOTHING,
             ]
         rows.append(cells)
@@ -207,6 +221,13 @@ def options_table(without: pd.DataFrame, ladder: pd.DataFrame) -> Table | None:
         ],
         rows,
     )
+
+
+def _gain(row: Any) -> str:
+    """A ratio with its interval, or that one round gives none."""
+    if row.confidence > 0:
+        return times_as_fast(row.mid, row.low, row.high)
+    return f"{row.mid:.2f}× ({ONE_ROUND})"
 
 
 def option_label(row: Any) -> str:

@@ -162,6 +162,23 @@ def test_the_verdict_says_how_many_times_as_fast_as_whom(document: dict[str, Any
     assert "not all contestants train the same" in benchmark_presentation.verdict(document).markdown
 
 
+def test_one_round_has_no_interval_and_equal_losses_differ_by_0(document: dict[str, Any]) -> None:
+    times, ratios = analysis.times(document), analysis.ratios(document)
+    once = times.assign(low_ms=times["mid_ms"], high_ms=times["mid_ms"], confidence=0.0)
+    for row in benchmark_presentation.times_table(once).rows:
+        assert row[4] == row[6] == "one round" and float(row[3]) > 0
+    single = ratios.assign(low=ratios["mid"], high=ratios["mid"], confidence=0.0)
+    for row in benchmark_presentation.ratios_table(single).rows:
+        assert row[6:8] == ["one round", "–"] and row[5].endswith("×")
+    for drawn in (benchmark_figures.times_bars(once), benchmark_figures.ratio_dots(single)):
+        hover = [text for trace in drawn.data for text in trace.hovertext or ()]
+        assert hover and all("(one round)" in text and " to 0" not in text for text in hover)
+    assert " to " in benchmark_presentation.times_table(times).rows[0][4]
+    losses = analysis.losses(document)
+    rows = benchmark_presentation.losses_table(losses.assign(difference=0.0)).rows
+    assert rows and all(row[-1] == "0" for row in rows)
+
+
 def test_what_was_cut_short_or_failed_is_said(document: dict[str, Any]) -> None:
     cut = document["cases"][1]
     for name in ("contestants", "ratios", "loss_difference", "losses_agree", "failures"):
