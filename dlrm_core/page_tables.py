@@ -18,6 +18,8 @@ from dlrm_core.figure_theme import digits, milliseconds
 
 NOT_MEASURED = "not measured"
 NOTHING = "–"
+EMPTY = '<p class="absent">Nothing to list.</p>'
+"""A table without rows; pages leave it out where a sentence before says why."""
 
 _PLAIN = r"<?[-+−]?[\d,]*\.?\d+(e[-+]?\d+)?"
 _NUMBER = re.compile(rf"{_PLAIN}( to {_PLAIN})?( ?(%|×|ms|s|B|[KMGT]iB))?( \(.*\))?")
@@ -114,7 +116,7 @@ class Table:
 
     def _repr_html_(self) -> str:
         if not self.rows:
-            return '<p class="absent">Nothing to list.</p>'
+            return EMPTY
         words = [not _are_numbers(cells) for cells in zip(*self.rows, strict=True)]
 
         def line(cells: Sequence[str], tag: str) -> str:

@@ -35,6 +35,7 @@ from dlrm_core.notebook_parameters import (
     parameter_tables,
     read_notebook,
 )
+from dlrm_core.page_tables import EMPTY
 from dlrm_core.page_text import (
     NOTHING,
     Output,
@@ -157,6 +158,8 @@ class _Page:
         self._anchors: set[str] = set()
         self._absent: set[str] = set()
         """Reasons for missing figures that the section in hand has given."""
+        self._explained = False
+        """Whether the cell before is a sentence in a figure's place: of that figure's table too."""
         widgets = nb.metadata.get("widgets", {}).get(WIDGET_STATE, {})
         self._widgets: Mapping[str, Any] = widgets.get("state", {})
         self._defaults: dict[str, Any] = {}
@@ -169,22 +172,24 @@ class _Page:
             return None
         if cell.cell_type == "markdown":
             self._absent.clear()
+            self._explained = False
             return Cell("markdown", html=self._markdown(cell.source, cell.get("attachments", {})))
         if cell.cell_type == "raw":
             return Cell("markdown", html=Markup("<pre>{}</pre>").format(cell.source))
         if not cell.source.strip() and not cell.outputs:
             return None
-        if self._says_again(cell.outputs):
+        if self._says_again(cell.outputs) or (self._explained and _is_empty_table(cell.outputs)):
             return None
+        self._explained = _lone_text(cell.outputs) is not None
         return self._code_cell(cell)
 
     def _says_again(self, outputs: list[Any]) -> bool:
         """Whether a cell only repeats what its section said already: why there is no figure."""
-        texts = [output.get("data", {}).get("text/markdown") for output in outputs]
-        if len(texts) != 1 or not str(texts[0]).startswith(ABSENT):
+        text = _lone_text(outputs)
+        if text is None or not text.startswith(ABSENT):
             return False
-        again = texts[0] in self._absent
-        self._absent.add(texts[0])
+        again = text in self._absent
+        self._absent.add(text)
         return again
 
     def _code_cell(self, cell: Any) -> Cell:
@@ -331,6 +336,16 @@ def _merged(outputs: list[Any]) -> list[Any]:
         else:
             merged.append(output)
     return merged
+
+
+def _lone_text(outputs: list[Any]) -> str | None:
+    """The sentence that is all a cell shows; None if it shows anything else."""
+    texts = [output.get("data", {}).get("text/markdown") for output in outputs]
+    return str(texts[0]) if len(texts) == 1 and texts[0] is not None else None
+
+
+def _is_empty_table(outputs: list[Any]) -> bool:
+    return len(outputs) == 1 and outputs[0].get("data", {}).get("text/html") == EMPTY
 
 
 def _tagged(cell: Any, tag: str) -> bool:

@@ -17,6 +17,7 @@ from sample_notebooks import PARAMETERS
 from dlrm_core.errors import InputError
 from dlrm_core.html_clean import clean_html
 from dlrm_core.notebook_parameters import assigned_values, parameter_tables, value_text
+from dlrm_core.page_tables import Table
 from dlrm_core.pages import FIGURE, WIDGET, WIDGET_STATE, after_carriage_returns, render_html
 
 PIXEL = (
@@ -286,6 +287,23 @@ def test_parameter_cells_are_read_without_running_them() -> None:
     sections = parameter_tables({"model": {"tables": 8}, "x": 1}, {"model": {"tables": 4}})
     assert [name for name, _ in sections] == ["run", "model"]
     assert sections[1][1][0].changed and "tables" in sections[1][1][0].meaning
+
+
+def test_an_empty_table_adds_nothing_to_the_reason_before_it(tmp_path: Path) -> None:
+    empty = {"text/html": Table(["part"], [])._repr_html_()}
+    why = {"text/markdown": "*Not measured: no iterations.*"}
+    text = body(
+        page(
+            tmp_path,
+            new_markdown_cell("## Iterations"),
+            cell(shown(why)),
+            cell(shown(empty)),
+            new_markdown_cell("## Passes"),
+            cell(shown(empty)),
+        )
+    )
+    assert text.count("no iterations") == 1
+    assert text.count("Nothing to list") == 1, "only where nothing else says so"
 
 
 def test_after_carriage_returns() -> None:
