@@ -62,6 +62,15 @@ def test_a_bad_value_is_named_with_file_row_and_feature(copy, file, dtype, place
         raise InputError(problems[0])
 
 
+@pytest.mark.parametrize("text", ["", "\n", "# only a comment\n"])
+def test_an_empty_specification_is_called_empty(tmp_path, text):
+    (tmp_path / "feature_spec.yaml").write_text(text)
+    with pytest.raises(InputError) as refused:
+        read_spec(tmp_path)
+    assert "feature_spec.yaml: the file is empty;" in str(refused.value)
+    assert "None" not in str(refused.value)
+
+
 def test_a_file_cut_short_is_named_with_both_numbers(copy, capsys):
     file = copy / "test" / "cat_2.bin"
     whole = file.read_bytes()

@@ -138,6 +138,10 @@ def read_spec(path: Path) -> FeatureSpec:
         raise InputError(f"{file}: cannot be read as text: {error}") from None
     except InputError as error:
         raise InputError(f"{file}: {error}") from None
+    if tree is None:
+        raise InputError(
+            f"{file}: the file is empty; expected feature_spec, source_spec and channel_spec"
+        )
     return _Reader(file, tree).spec()
 
 
