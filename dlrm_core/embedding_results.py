@@ -147,10 +147,16 @@ def table(document: Mapping[str, Any]) -> Table:
     return Table([*columns, "all (ms)", "ours is as fast (rounds)", "goal"], rows)
 
 
-def sentences(document: Mapping[str, Any]) -> Text:
-    """Goals, the pace of bare accesses, whether all computed the same, who did not run."""
+def sentences(document: Mapping[str, Any], study: bool = False) -> Text:
+    """Goals, the pace of bare accesses, whether all computed the same, who did not run.
+
+    Args:
+        study: of the contention study's cases only.
+    """
     lines = []
     for case in document["cases"]:
+        if study and not set(case.get("contestants") or ()) & set(UPDATES):
+            continue
         where = f"{case['meaning']}, {counted(case['threads'], 'thread')}"
         for target in case.get("targets") or []:
             reached = target["reached"]
@@ -168,8 +174,9 @@ def sentences(document: Mapping[str, Any]) -> Text:
             lines.append(f"- **{where}: not all contestants computed the same.**")
         for name, why in (case.get("failures") or {}).items():
             lines.append(f"- {where}: {label(name)} did not run: {why}.")
+    commands = [line for line in document["commands"] if not study or "contention" in line]
     lines.append(
         f"- Measured on {document['date']}, {document['machine'].get('cpu', '')}, with "
-        f"`{'`, `'.join(document['commands'])}`."
+        f"`{'`, `'.join(commands)}`."
     )
     return Text("\n".join(dict.fromkeys(lines)))

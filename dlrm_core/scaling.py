@@ -33,7 +33,7 @@ from dlrm_core.benchmark import read_benchmark
 from dlrm_core.config import Parameters
 from dlrm_core.data_sheets import device
 from dlrm_core.errors import InputError, MissingToolError
-from dlrm_core.files import write_json
+from dlrm_core.files import read_json, write_json
 from dlrm_core.progress import Bar
 from dlrm_core.run_folder import REPOSITORY
 from dlrm_core.scaling_alone import timed_alone
@@ -79,6 +79,7 @@ class Scaling:
         """
         if self.finished:
             self.record = read_record(self.file)
+            self.launch = dict(read_json(self.file).get("launch") or {})
             return
         document: dict[str, Any] = {}
         if self.ranks:
@@ -92,7 +93,10 @@ class Scaling:
 
     def bar(self) -> Bar:
         """Live progress of :meth:`measure`: what is being measured."""
-        return Bar("measuring", "stage", shown=not self.finished)
+        from dlrm_core.distributed.scaling import Effort
+
+        total = Effort().rounds * len(self.ranks) or None
+        return Bar("measuring", "stage", total, shown=not self.finished)
 
     def _ranks(self, say: Callable[[str], None]) -> dict[str, Any]:
         from dlrm_core.distributed.scaling import measure_scaling

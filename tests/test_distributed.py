@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from dlrm_core.analysis.scaling_record import record_of
 from dlrm_core.checkpoints import OPTIMIZER, WEIGHTS, read_checkpoint
-from dlrm_core.config import parameters_from_sections
+from dlrm_core.config import load_parameters, parameters_from_sections
 from dlrm_core.distributed import scaling
 from dlrm_core.distributed.launch import RanksFailed
 from dlrm_core.distributed.plan import require_possible
@@ -369,6 +369,10 @@ def test_a_measurement_is_a_record_of_every_rank_and_goes_on(ranks, monkeypatch,
     steps = [e for e in trace if e["ph"] == "X" and e["tid"] == 0]
     assert {e["pid"] for e in steps} == {0, 1} and min(e["ts"] for e in steps) >= 0
     assert any(e["name"] == "alltoall: pooled gradients" for e in trace if e["ph"] == "X")
+    # of no file, so a file was made for who wants to train with them
+    file = tmp_path / "parameters.yaml"
+    assert f"train -f {file}" in record["launch"]["one_node"]
+    assert load_parameters(file).to_sections() == record["parameters"]
     # what is there is not measured again; another request is
     again = measured_cases(monkeypatch, launch, tmp_path)
     assert len(launches) == 2 and again["iterations"] == record["iterations"]

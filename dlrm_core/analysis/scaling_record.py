@@ -157,7 +157,7 @@ def _base(table: pd.DataFrame, row: pd.Series) -> float:
 
 
 def shown_iteration(record: ScalingRecord, run: int) -> pd.DataFrame:
-    """The last iteration of a run of which spans were kept, all ranks in one view.
+    """One iteration of a run, all ranks in one view: the fastest of those of which spans were kept.
 
     Returns:
         ``rank``, ``lane`` ("compute" or "communication"), ``name`` (component, or what is
@@ -168,12 +168,13 @@ def shown_iteration(record: ScalingRecord, run: int) -> pd.DataFrame:
     spans = record.of_run("spans", run)
     if spans.empty:
         return pd.DataFrame(columns=columns)
-    last = spans["iteration"].max()
-    own = spans[spans["iteration"] == last].rename(columns={"component": "name"})
+    times = record.of_run("iterations", run).groupby("iteration")["time_ms"].mean()
+    shown = times[times.index.isin(spans["iteration"])].idxmin()
+    own = spans[spans["iteration"] == shown].rename(columns={"component": "name"})
     exchanged = record.of_run("collectives", run)
     tables = [own.assign(lane="compute")]
     if "start_ms" in exchanged.columns:
-        sent = exchanged[exchanged["iteration"] == last].rename(columns={"what": "name"})
+        sent = exchanged[exchanged["iteration"] == shown].rename(columns={"what": "name"})
         ends = sent["start_ms"] + sent["time_ms"]
         tables.append(sent.assign(lane="communication", phase="", end_ms=ends))
     return pd.concat([table[columns] for table in tables], ignore_index=True)

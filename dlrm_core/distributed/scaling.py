@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from dlrm_core.capacity import available_memory
 from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
@@ -29,12 +30,13 @@ from dlrm_core.distributed.plan import require_possible
 from dlrm_core.distributed.timeline import ranks_trace
 from dlrm_core.distributed.world import threads_of_rank
 from dlrm_core.errors import InputError
-from dlrm_core.files import only_process, read_json, write_json
+from dlrm_core.files import only_process, plain, read_json, write_json, write_text
 
 FORMAT = "dlrm-scaling"
 VERSION = 1
 RECORD = "scaling.json"
 TIMELINE = "ranks.trace.json"
+PARAMETERS = "parameters.yaml"
 MEASURED = Path("rounds/ranks.json")
 
 FROM_RANKS = (
@@ -89,7 +91,8 @@ def measure_scaling(
             a rank in weak scaling.
         folder: gets ``scaling.json``, a timeline of all ranks of the last run
             (``ranks.trace.json``), and every round as soon as it is done (``rounds/``);
-            with the same request, rounds that are there are not run again.
+            with the same request, rounds that are there are not run again. Parameters that are
+            of no file are written there for the lines of ``launch`` (``parameters.yaml``).
         nodes: of the multi-node lines that are printed.
 
     Returns:
@@ -117,12 +120,21 @@ def measure_scaling(
     record |= {name: found[name] for name in FROM_RANKS}
     record["not_measured"] = _not_measured(record, ranks)
     record["parameters"] = parameters.to_sections()
-    changes = changed_leaves(parameters)
-    record["launch"] = launch_lines(parameters.source or "FILE", changes, max(ranks), nodes)
+    record["launch"] = _launch(parameters, folder, max(ranks), nodes)
     if folder is not None:
         write_json(folder / RECORD, record)
         write_json(folder / TIMELINE, ranks_trace(record, len(runs) - 1))
     return record
+
+
+def _launch(parameters: Parameters, folder: Path | None, ranks: int, nodes: int) -> dict[str, str]:
+    """Lines that train with these parameters; they are put into a file if they are of none."""
+    file = parameters.source
+    if not file and folder is not None:
+        file = str(folder / PARAMETERS)
+        text = yaml.safe_dump(plain(parameters.to_sections()), sort_keys=False)
+        write_text(folder / PARAMETERS, text)
+    return launch_lines(file or "FILE", changed_leaves(parameters), ranks, nodes)
 
 
 def changed_leaves(parameters: Parameters) -> list[str]:
