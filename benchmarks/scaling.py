@@ -12,6 +12,7 @@ predicted from alike (:mod:`dlrm_core.analysis.undisturbed`), as on the scaling 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import shlex
 import sys
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from dlrm_core.change_options import apply_change
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.distributed.scaling import Effort, measure_scaling
 from dlrm_core.files import plain, read_json, write_json
+from dlrm_core.run_folder import versions
 
 BASE: dict[str, Any] = {
     "title": "Kalamkar's Small with tables of 100,000 rows",
@@ -92,6 +94,7 @@ def main() -> int:
         result |= {
             "command": shlex.join(["python", "benchmarks/scaling.py", "--json", str(given.json)]),
             "machine": record["machine"],
+            "versions": versions() | {"torchrec": importlib.metadata.version("torchrec")},
             "base": base.to_sections(),
             "ranks": list(RANKS),
         }
