@@ -177,6 +177,13 @@ def part_differences(parts: pd.DataFrame) -> go.Figure:
     return result
 
 
+def _as_long(row: Any, sampled_before: bool) -> str:
+    """How many times as long a node takes after; without a time before: what that means."""
+    if row.before_ms == 0:
+        return "no samples before" if sampled_before else "new"
+    return f"{row.after_ms / row.before_ms:.2f} times as long"
+
+
 def difference_icicle(tree: pd.DataFrame) -> go.Figure:
     """Both call trees in one: as wide as the time after, coloured by the difference.
 
@@ -191,6 +198,7 @@ def difference_icicle(tree: pd.DataFrame) -> go.Figure:
         values[row.id] = max(values[row.id], children.get(row.id, 0.0))
         children[row.parent] = children.get(row.parent, 0.0) + values[row.id]
     rows = rows_of(drawn)
+    sampled = tree.attrs.get("sampled", (False, False))
     total = max((max(row.before_ms, row.after_ms) for row in rows), default=0.0)
     doublings = [_doublings(row.before_ms, row.after_ms, total) for row in rows]
     colours = [difference_colour(value / TWICE) for value in doublings]
@@ -210,7 +218,7 @@ def difference_icicle(tree: pd.DataFrame) -> go.Figure:
                     part_label(row.component, row.phase),
                     row.before_ms,
                     row.difference_ms,
-                    "new" if row.before_ms == 0 else f"{row.after_ms / row.before_ms:.2f} times",
+                    _as_long(row, sampled[0]),
                 )
                 for row in rows
             ],
@@ -226,7 +234,7 @@ def difference_icicle(tree: pd.DataFrame) -> go.Figure:
             pathbar={"visible": True, "side": "top"},
             hovertemplate=(
                 "%{customdata[0]}<br>part: %{customdata[1]}<br>before %{customdata[2]:,.3f} ms, "
-                "after %{value:,.3f} ms<br>%{customdata[3]:+,.3f} ms, %{customdata[4]} as long"
+                "after %{value:,.3f} ms<br>%{customdata[3]:+,.3f} ms, %{customdata[4]}"
                 "<extra></extra>"
             ),
             domain={"x": [0, 0.9]},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -118,8 +119,33 @@ def test_nodes_of_one_run_only_are_new_or_gone() -> None:
     assert state["aten::data_forward"] == "gone" and state["aten::top_mlp_backward"] == "new"
 
 
+def test_a_call_without_samples_is_not_gone() -> None:
+    sampled = {"engine": "hpctoolkit"}
+    before = make_profile({PARTS[0]: np.full(4, 5.0), PARTS[1]: np.full(4, 1.0)}, sampled)
+    after = make_profile({PARTS[1]: np.full(4, 1.0), PARTS[2]: np.full(4, 2.0)}, sampled)
+    changes = largest_changes(difference_tree(before, after))
+    lines = changes.set_index("label")
+    gone, new = lines.loc["aten::data_forward"], lines.loc["aten::top_mlp_backward"]
+    assert gone["state"] == "no samples after" and np.isnan(gone["after_ms"])
+    assert new["state"] == "no samples before" and np.isnan(new["before_ms"])
+    rows = compare_presentation.changes_table(changes).rows  # type: ignore[union-attr]
+    assert ["5.000", "–", "–", "no samples after"] in [row[3:] for row in rows]
+
+
+def test_a_call_that_moved_is_not_gone() -> None:
+    before, after = noisy(0), noisy(0)
+    names = after.contexts["name"].replace("dlrm::data::forward", "dlrm::loading")
+    after = dataclasses.replace(after, contexts=after.contexts.assign(name=names))
+    state = largest_changes(difference_tree(before, after))
+    told = state[state["label"] == "aten::data_forward"]["state"]
+    assert set(told) == {"other caller before", "other caller after"}
+
+
 def test_trees_of_two_profilers_meet_in_the_parts() -> None:
     other = noisy(1, meta={"engine": "hpctoolkit"})
+    parts = part_estimates(other).set_index(["component", "phase"])["time_ms"]
+    whole = difference_tree(noisy(0), other)[1:].set_index(["component", "phase"])["after_ms"]
+    assert whole.sort_index().to_numpy() == pytest.approx(parts.sort_index().to_numpy())
     tree = difference_tree(noisy(0), other)
     assert tree["label"].tolist()[0] == "step"
     assert set(tree["label"][1:]) == {"data forward", "top_mlp forward", "top_mlp backward"}

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import numpy as np
 import pandas as pd
 
 from dlrm_core.analysis.attribution import iteration_count, step_contexts
+from dlrm_core.analysis.compare import part_estimates
 from dlrm_core.analysis.operators import SMALL
 from dlrm_core.profiling.profile import Profile, depths, inclusive_from_exclusive
 
@@ -30,26 +34,34 @@ def difference_tree(
 
     Nodes are the same if their path of names is: input shapes, lines and addresses do not
     count, so that runs of other sizes lie over each other. Trees of different profilers have
-    little but the parts in common and are cut off below those. Nodes that hold less than
+    little but the parts in common: they are cut off below those, and the CPU time of a part is
+    the one that the table of parts has. Nodes that hold less than
     ``smallest_share`` of the longer step in both runs are joined, parent by parent.
 
     Returns:
         ``id`` and ``parent`` (str, "" above the root), ``label``, ``kind``, ``component``,
         ``phase``, ``before_ms``, ``after_ms``, ``difference_ms`` (inclusive, a mean
         iteration), ``self_before_ms``, ``self_after_ms``; parents first. Empty if either
-        lacks ``metric``.
+        lacks ``metric``. ``attrs["sampled"]``: whether times before, and after, are counted
+        samples, so that a node without any may have run all the same.
     """
     metric = metric or common_metric(before, after)
     if not (before.has(metric) and after.has(metric)):
         return pd.DataFrame(columns=COLUMNS)
     by_part = before.meta.get("engine") != after.meta.get("engine")
     sides = [_paths(profile, metric, by_part) for profile in (before, after)]
-    union = _union(sides)
-    return _pruned(union, smallest_share)
+    tree = _pruned(_union(sides), smallest_share)
+    tree.attrs["sampled"] = tuple(
+        profile.meta.get("engine") == "hpctoolkit" and metric == "cpu_time_ms"
+        for profile in (before, after)
+    )
+    return tree
 
 
 def _paths(profile: Profile, metric: str, by_part: bool) -> pd.DataFrame:
     """Contexts of the step with time: ``depth``, ``above`` (row), ``name`` and so on, ``self``."""
+    if by_part and metric == "cpu_time_ms":
+        return _by_part(part_estimates(profile).rename(columns={"time_ms": "self"}))
     contexts = profile.contexts
     own = profile.value_table(metric).to_numpy() / iteration_count(profile)
     within = step_contexts(profile, other_threads=False)
@@ -66,11 +78,7 @@ def _paths(profile: Profile, metric: str, by_part: bool) -> pd.DataFrame:
         }
     )
     if by_part:
-        kept = table[within & (table["self"] > 0)]
-        parts = kept.groupby(["component", "phase"], as_index=False)["self"].sum()
-        return parts.assign(
-            above=-1, kind="annotation", name=parts["component"] + " " + parts["phase"], depth=0
-        )
+        return _by_part(table[within])
     # iterations and threads are one node: which one it was does not matter here
     table["name"] = np.where(top, WHOLE, table["name"])
     table["kind"] = np.where(top, "root", table["kind"])
@@ -81,6 +89,14 @@ def _paths(profile: Profile, metric: str, by_part: bool) -> pd.DataFrame:
     row[rows] = np.arange(len(rows))
     table = table.iloc[rows].assign(above=row[table["above"].to_numpy()[rows]])
     return table.assign(depth=depths(table["above"].to_numpy())).reset_index(drop=True)
+
+
+def _by_part(table: pd.DataFrame) -> pd.DataFrame:
+    """The parts alone, each a tree of one node."""
+    kept = table[table["self"] > 0]
+    parts = kept.groupby(["component", "phase"], as_index=False)["self"].sum()
+    names = (parts["component"] + " " + parts["phase"]).str.strip()
+    return parts.assign(above=-1, kind="annotation", name=names, depth=0)
 
 
 def _union(sides: list[pd.DataFrame]) -> pd.DataFrame:
@@ -164,23 +180,52 @@ def largest_changes(tree: pd.DataFrame, count: int = 20) -> pd.DataFrame:
 
     Returns:
         ``path`` (list of labels from below the root), ``label``, ``component``, ``phase``,
-        ``before_ms``, ``after_ms``, ``difference_ms`` (own time), ``state`` (``new`` and
-        ``gone`` for nodes of one run only, else ""); largest change first.
+        ``before_ms``, ``after_ms``, ``difference_ms`` (own time), ``state`` (of nodes of one
+        run only ``new`` and ``gone``, or, where the other run has the call of that part under
+        another caller, ``other caller before``/``after``; else ""); largest change first. Where
+        the other run is sampled it is ``no samples before``/``after``, and what has none
+        is NaN: it may have run all the same.
     """
     label = dict(zip(tree["id"], tree["label"], strict=True))
     above = dict(zip(tree["id"], tree["parent"], strict=True))
     table = tree.assign(change=(tree["self_after_ms"] - tree["self_before_ms"]).abs())
     table = table[table["change"] > 0].sort_values("change", ascending=False).head(count)
+    sampled = tree.attrs.get("sampled", (False, False))
+    elsewhere = [
+        set(tree.loc[tree[side] > 0, _CALL].itertuples(index=False, name=None))
+        for side in ("before_ms", "after_ms")
+    ]
     rows = []
     for row in table.to_dict("records"):
         path, at = [], str(row["id"])
         while above[at]:
             path.append(label[at])
             at = above[at]
-        state = "new" if row["before_ms"] == 0 else "gone" if row["after_ms"] == 0 else ""
-        own = (row["self_before_ms"], row["self_after_ms"])
         names = (row["label"], row["component"], row["phase"])
+        state, lacks = _state(row, sampled, elsewhere)
+        own = [row["self_before_ms"], row["self_after_ms"]]
+        if lacks is not None:
+            own[lacks] = np.nan
         rows.append((path[::-1], *names, *own, own[1] - own[0], state))
     columns = ["path", "label", *("component", "phase")]
     columns += ["before_ms", "after_ms", "difference_ms", "state"]
     return pd.DataFrame(rows, columns=columns)
+
+
+_CALL = ["label", "component", "phase"]
+"""What a call is, whoever calls it."""
+
+
+def _state(
+    row: Mapping[Any, Any], sampled: Sequence[bool], elsewhere: Sequence[set[Any]]
+) -> tuple[str, int | None]:
+    """What is to be said of a node, and which run (0, 1) tells nothing of it; None: both do."""
+    for run, (side, word) in enumerate((("before", "new"), ("after", "gone"))):
+        if row[f"{side}_ms"] != 0:
+            continue
+        if sampled[run]:
+            return f"no samples {side}", run
+        if row["label"] != SMALL and tuple(row[name] for name in _CALL) in elsewhere[run]:
+            return f"other caller {side}", None
+        return word, None
+    return "", None
