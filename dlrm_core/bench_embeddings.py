@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -34,7 +33,7 @@ from dlrm_core.bench_embeddings_cases import (
     EmbeddingCase,
     groups_of,
 )
-from dlrm_core.bench_runs import require_peer, settings
+from dlrm_core.bench_runs import environment_of, require_peer, settings
 from dlrm_core.doctor import machine_facts
 from dlrm_core.errors import InputError
 from dlrm_core.files import write_json
@@ -150,7 +149,7 @@ def run_process(
     output = samples / "times.json"
     done = subprocess.run(
         [sys.executable, "-m", "dlrm_core.bench_embeddings_run", specification, output],
-        env=os.environ | settings(threads),
+        env=environment_of(threads),
         capture_output=True,
         text=True,
     )

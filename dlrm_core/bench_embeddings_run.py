@@ -32,6 +32,7 @@ from dlrm_core.data.synthetic import SyntheticBatches
 from dlrm_core.embeddings import EmbeddingTables, attach
 from dlrm_core.embeddings.torch_backend import EPSILON, torch_optimizer
 from dlrm_core.files import write_json
+from dlrm_core.parent_process import end_with_starter
 
 RATE = 0.1
 WARMUP = 2
@@ -273,6 +274,7 @@ def _row_kernels() -> tuple[Any, Any]:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the cases of a specification."""
+    end_with_starter()
     specification, output = arguments
     spec = json.loads(Path(specification).read_text())
     torch.set_num_threads(spec["threads"])

@@ -22,6 +22,7 @@ import yaml
 
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.errors import InputError, MissingToolError
+from dlrm_core.parent_process import ending_with_us
 
 WARMUP = 3
 """Iterations of each run that are not counted."""
@@ -105,6 +106,11 @@ def settings(threads: int) -> dict[str, str]:
     }
 
 
+def environment_of(threads: int) -> dict[str, str]:
+    """A contestant's whole environment: :func:`settings`, and that ours end with the benchmark."""
+    return {**os.environ, **settings(threads), **ending_with_us()}
+
+
 def run_ours(parameters: Parameters, iterations: int, threads: int) -> Run:
     """``dlrm train`` in its own process.
 
@@ -119,7 +125,7 @@ def run_ours(parameters: Parameters, iterations: int, threads: int) -> Run:
         file.write_text(yaml.safe_dump(checked.to_sections()))
         done = subprocess.run(
             [sys.executable, "-m", "dlrm_core", "train", "-f", str(file), "--output", folder],
-            env=os.environ | settings(threads),
+            env=environment_of(threads),
             capture_output=True,
             text=True,
         )
@@ -181,7 +187,7 @@ def run_facebook(peer: Path, parameters: Parameters, iterations: int, threads: i
         process = subprocess.Popen(
             command,
             cwd=folder,
-            env=os.environ | settings(threads),
+            env=environment_of(threads),
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,

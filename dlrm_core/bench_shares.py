@@ -9,7 +9,6 @@ process, since a ceiling of another minute is another machine's.
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -23,12 +22,13 @@ import torch
 import yaml
 
 from dlrm_core.analysis.embedding_work import lookups
-from dlrm_core.bench_runs import settings
+from dlrm_core.bench_runs import environment_of
 from dlrm_core.capacity import mean_bag_size
 from dlrm_core.ceilings import GATHER_LOOKUPS, TABLE_BYTES, gather_action
 from dlrm_core.config import Parameters, load_parameters
 from dlrm_core.errors import InputError
 from dlrm_core.files import plain
+from dlrm_core.parent_process import end_with_starter
 from dlrm_core.probe_loops import StepLoop
 from dlrm_core.timing import threads_of
 
@@ -58,7 +58,7 @@ def measure_share(
                 *(sys.executable, "-m", "dlrm_core.bench_shares"),
                 *(kind, str(file), str(threads), f"{seconds:g}"),
             ],
-            env=os.environ | settings(threads),
+            env=environment_of(threads),
             capture_output=True,
             text=True,
         )
@@ -139,6 +139,7 @@ def _shares(shares: Sequence[float]) -> dict[str, Any]:
 
 def main(arguments: Sequence[str]) -> int:
     """``python -m dlrm_core.bench_shares KIND FILE THREADS SECONDS``: one line of JSON."""
+    end_with_starter()
     kind, file, threads, seconds = arguments
     parameters = load_parameters(file)
     measure = {"dense": dense_part_share, "embedding": embedding_share}[kind]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -25,13 +24,14 @@ from typing import Any
 import torch
 import yaml
 
-from dlrm_core.bench_runs import WARMUP, Run, settings
+from dlrm_core.bench_runs import WARMUP, Run, environment_of
 from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
 from dlrm_core.data import Batch, batches
 from dlrm_core.embeddings.torch_backend import EPSILON
 from dlrm_core.errors import InputError, MissingToolError
 from dlrm_core.files import write_json
 from dlrm_core.model import DLRM, ClickLoss, Probability, build_model
+from dlrm_core.parent_process import end_with_starter
 
 INSTALL = (
     "pip install fbgemm-gpu-cpu==1.8.0 tensordict==0.15.3 torchmetrics==1.0.3 "
@@ -58,7 +58,7 @@ def run_torchrec(parameters: Parameters, iterations: int, threads: int) -> Run:
         file.write_text(yaml.safe_dump(checked.to_sections()))
         done = subprocess.run(
             [sys.executable, "-m", "dlrm_core.bench_torchrec", file, output, str(iterations)],
-            env=os.environ | settings(threads),
+            env=environment_of(threads),
             capture_output=True,
             text=True,
         )
@@ -195,6 +195,7 @@ def main(arguments: Sequence[str]) -> int:
     """Train and write ``step_ms``, ``end_to_end_ms`` and ``losses`` of every iteration."""
     from dlrm_core.training import resolve_device
 
+    end_with_starter()
     file, output, iterations = arguments
     parameters = load_parameters(file)
     training = parameters.training

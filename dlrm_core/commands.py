@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from dlrm_core.config import SECTIONS, Parameters, load_parameters
 from dlrm_core.files import plain
+from dlrm_core.parent_process import end_with_starter
 
 if TYPE_CHECKING:
     from dlrm_core.counters import IterationCounters
@@ -31,6 +32,7 @@ TORCHRUN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 
 def train(arguments: argparse.Namespace) -> int:
     """``dlrm train``: a JSON line per interval, and a last one with the result."""
+    end_with_starter()
     if os.environ.keys() >= TORCHRUN:
         from dlrm_core.distributed.refusal import said_once
 

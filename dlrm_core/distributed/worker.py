@@ -29,7 +29,6 @@ from dlrm_core.distributed.refusal import leave
 from dlrm_core.distributed.watch import Watch
 from dlrm_core.distributed.world import (
     World,
-    die_with_parent,
     first_ranks,
     gathered,
     launcher_store,
@@ -37,6 +36,7 @@ from dlrm_core.distributed.world import (
 )
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json, write_json
+from dlrm_core.parent_process import die_with_parent
 
 OF_RUNS = ("placement", "iterations", "parts", "collectives", "spans", "losses")
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import datetime
 import json
 import os
-import signal
 import socket
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +17,7 @@ import torch.distributed as dist
 
 from dlrm_core.config import TrainingConfig
 from dlrm_core.errors import InputError
+from dlrm_core.parent_process import die_with_parent
 from dlrm_core.training_host import resolve_device
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -165,13 +163,6 @@ def _grouped(world: World, count: int, store: dist.Store) -> Iterator[World]:
 def launcher_store() -> dist.TCPStore:
     """A connection of one's own to the store that the launcher keeps."""
     return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-
-
-def die_with_parent() -> None:
-    """Have the kernel send SIGKILL when the parent ends (Linux; elsewhere nothing)."""
-    if sys.platform == "linux":
-        set_parent_death_signal = 1  # linux/prctl.h
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
 def gathered(world: World, value: Any) -> list[Any]:
