@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from dlrm_core.bench_cases import Case
+from dlrm_core.config import parameters_from_sections
 from dlrm_core.doctor import machine_facts
 from dlrm_core.errors import InputError
 from dlrm_core.files import plain, read_json, write_json
@@ -114,8 +115,10 @@ def _require_same(before: Any, now: Mapping[str, Any], file: Path) -> None:
         raise InputError(f"{file}: is no benchmark of this version; leave --resume out")
     pairs: dict[str, tuple[Any, Any]] = {
         name: (before["settings"].get(name), now["settings"][name])
-        for name in ("iterations", "warmup", "cores", "reference")
+        for name in ("iterations", "warmup", "cores")
     }
+    was, wanted = before["settings"].get("reference"), now["settings"]["reference"]
+    pairs["reference"] = (_whole(was), _whole(wanted))
     for name, change in now["settings"]["contestants"].items():
         earlier = before["settings"]["contestants"].get(name, change)
         pairs[f"contestant {name}"] = (earlier, change)
@@ -128,6 +131,14 @@ def _require_same(before: Any, now: Mapping[str, Any], file: Path) -> None:
                 f"{file}: cannot be resumed: {name} was {shown}; leave --resume out or give "
                 "another --json"
             )
+
+
+def _whole(sections: Any) -> Any:
+    """Parameters as an earlier version wrote them, with the defaults of those it did not have."""
+    try:
+        return json.loads(json.dumps(plain(parameters_from_sections(sections).to_sections())))
+    except (InputError, AttributeError, TypeError):
+        return sections
 
 
 def _not_measured() -> dict[str, str]:

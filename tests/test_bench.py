@@ -307,6 +307,15 @@ def test_a_benchmark_of_other_settings_is_not_gone_on_with(tmp_path):
     with pytest.raises(InputError, match="contestant tuned was"):
         run_plan(plan(tuned=other), file, resume=True, run=endless(0))
     document = json.loads(before)
+    # a parameter that an earlier version did not have is at its default
+    del document["settings"]["reference"]["training"]["rank_timeout_s"]
+    file.write_text(json.dumps(document))
+    run_plan(plan(), file, resume=True, run=endless(0))
+    document["settings"]["reference"]["training"]["batch_size"] += 1
+    file.write_text(json.dumps(document))
+    with pytest.raises(InputError, match="cannot be resumed: reference was other ones"):
+        run_plan(plan(), file, resume=True, run=endless(0))
+    document = json.loads(before)
     document["cases"][0]["change"] = {"training.batch_size": 2}
     file.write_text(json.dumps(document))
     with pytest.raises(InputError, match="given cannot be resumed: its change was"):
