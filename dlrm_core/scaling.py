@@ -100,14 +100,14 @@ class Scaling:
 
     def _ranks(self, say: Callable[[str], None]) -> dict[str, Any]:
         from dlrm_core.distributed.scaling import measure_scaling
+        from dlrm_core.distributed.step import config_of_rank
 
         try:
             made = measure_scaling(self.parameters, self.ranks, self.file.parent, on_progress=say)
         except MissingToolError as error:
-            reason = str(error)
-            self.notices.append(reason)
             names = ("runs", "iterations", "parts", "collectives", "link_probe")
-            return {"not_measured": dict.fromkeys(names, reason)}
+            return {"not_measured": dict.fromkeys(names, str(error))}
+        _, self.notices = config_of_rank(self.parameters.training)
         self.launch = dict(made.get("launch") or {})
         return made
 
@@ -250,13 +250,14 @@ class Scaling:
 
     @property
     def sentence(self) -> str:
-        """What this page shows."""
+        """What this page shows, and what of the parameters ranks do without."""
         if self.finished:
             return f"This page shows the record in `{self.file}`."
         if not self.ranks:
             return "Nothing runs on several ranks here (`ranks` is empty): predictions only."
         listed = ", ".join(map(str, self.ranks))
-        return f"Measured now, on this machine: {listed} ranks, strong and weak."
+        shown = f"Measured now, on this machine: {listed} ranks, strong and weak."
+        return "\n\n".join([shown, *(f"{notice}." for notice in self.notices)])
 
 
 def start(

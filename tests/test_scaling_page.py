@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,22 @@ def test_without_torchrec_one_process_is_timed_and_the_rest_said(
     # what was measured is there for another page
     again = shown(found.file)
     assert len(again.record.compute_profile) == len(found.record.compute_profile)
+
+
+def test_what_ranks_do_without_is_said(
+    record: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import dlrm_core.distributed.scaling as ranks
+
+    made = json.loads(record.read_text())
+    monkeypatch.setattr(ranks, "measure_scaling", lambda *given, **named: made)
+    for backend in ("torch", "fused"):
+        given = parameters()
+        training = dataclasses.replace(given.training, dense_backend=backend)
+        found = scaling.start(dataclasses.replace(given, training=training), tmp_path)
+        found.measure()
+        said = "training.dense_backend: fused has no effect on several ranks" in found.sentence
+        assert said == (backend == "fused")
 
 
 # ---- said and drawn ---------------------------------------------------------------------
