@@ -132,19 +132,24 @@ def table(document: Mapping[str, Any]) -> Table:
         goal = next(
             (t["wanted"] for t in case.get("targets") or [] if t["against"] == row.contestant), None
         )
-        shown = times_as_fast(gain["median"], gain["low"], gain["high"]) if gain else NOTHING
         rows.append(
             (
                 row.meaning,
                 str(row.threads),
                 label(row.contestant),
                 *(column[number] for column in cells),
-                shown,
+                _gain(gain) if gain else NOTHING,
                 f"{goal:g}×" if goal else NOTHING,
             )
         )
     columns = ["case", "threads", "contestant", *(f"{phase} (ms)" for phase in PHASES)]
     return Table([*columns, "all (ms)", "ours is as fast (rounds)", "goal"], rows)
+
+
+def _gain(ratio: Mapping[str, float]) -> str:
+    """Times as fast, with the rounds' range; one round has none."""
+    low, mid, high = (ratio[name] for name in ("low", "median", "high"))
+    return times_as_fast(mid, low, high) if low < high else f"{mid:.2f}× (one round)"
 
 
 def sentences(document: Mapping[str, Any], study: bool = False) -> Text:

@@ -245,6 +245,11 @@ def test_embeddings_are_shown_as_multiples_of_ours(tmp_path: Path) -> None:
     rows = embedding_results.table(document).rows
     assert rows[0][2] == "facebookresearch/dlrm" and rows[0][-2].startswith("6.00×")
     assert rows[0][-1] == "5×"
+    gain = document["cases"][0]["ratios"]["fused"]["facebook"]
+    gain |= {"low": 6.0, "median": 6.0, "high": 6.0}
+    assert embedding_results.table(document).rows[0][-2] == "6.00× (one round)"
+    gain |= {"low": 5.5}
+    assert embedding_results.table(document).rows[0][-2] == "6.00× (5.50 to 6.00)"
     said = embedding_results.sentences(document).markdown
     assert "ours against facebookresearch/dlrm 6.00×, goal 5×" in said
     assert "ours against FBGEMM not measured, goal 2.7×" in said
