@@ -37,7 +37,7 @@ def losses(case: Mapping[str, Any]) -> str:
     found = case["loss_difference"]
     if not found:
         return "losses: nothing to compare with"
-    each = ", ".join(f"{name} {_small(value)}" for name, value in found.items())
+    each = ", ".join(f"{name} {difference_text(value)}" for name, value in found.items())
     verdict = "the same training" if case["losses_agree"] else "NOT the same training"
     return f"largest difference of a loss from {case['loss_reference']}'s: {each}: {verdict}"
 
@@ -80,5 +80,8 @@ def _threads(count: int | None) -> str:
     return "" if count is None else f", {count} thread{'s' if count != 1 else ''}"
 
 
-def _small(value: float | None) -> str:
-    return "not a number" if value is None or math.isnan(value) else f"{value:.1e}"
+def difference_text(value: float | None) -> str:
+    """A difference of losses: ``3.0e-06``, and 0 where they are equal."""
+    if value is None or math.isnan(value):
+        return "not a number"
+    return f"{value:.1e}" if value else "0"

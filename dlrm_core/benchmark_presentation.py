@@ -10,6 +10,7 @@ import pandas as pd
 
 from dlrm_core.analysis import benchmark as analysis
 from dlrm_core.bench_cases import PEER, PLAIN, TORCHREC, TUNED
+from dlrm_core.bench_text import difference_text
 from dlrm_core.figure_theme import percent, rows_of
 from dlrm_core.notebook_parameters import value_text
 from dlrm_core.page_tables import (
@@ -162,17 +163,11 @@ def losses_table(losses: pd.DataFrame) -> Table:
                 contestant_label(row.contestant),
                 contestant_label(row.reference),
                 str(row.iterations),
-                _difference_text(row.difference),
+                difference_text(row.difference),
             )
             for row in rows_of(losses)
         ],
     )
-
-
-def _difference_text(difference: float) -> str:
-    if math.isnan(difference):
-        return "not a number"
-    return f"{difference:.1e}" if difference else "0"
 
 
 def growth_table(slopes: pd.DataFrame) -> Table | None:
