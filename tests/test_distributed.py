@@ -358,7 +358,8 @@ def test_a_measurement_is_a_record_of_every_rank_and_goes_on(ranks, monkeypatch,
         exchanged = [row for row in record["collectives"] if row["run"] == run["run"]]
         assert all(0.0 <= row["exposed_ms"] <= row["time_ms"] + 1e-6 for row in exchanged)
     assert read.compute_profile.groupby("concurrent")["process"].nunique().to_dict() == {1: 1, 2: 2}
-    assert set(read.compute_profile["batch_size"]) == {16, 32}
+    sizes = read.compute_profile.groupby("concurrent")["batch_size"].unique()
+    assert {count: set(of) for count, of in sizes.items()} == {1: {1, 2, 16, 32}, 2: {16, 32}}
     probe = read.link_probe.groupby(["collective", "bytes"]).size()
     assert set(probe.index.levels[0]) == {
         *("allreduce", "alltoall", "allgather", "reduce_scatter", "broadcast")

@@ -217,6 +217,9 @@ def _sizes_alone(
     if len(sizes) == 1:
         sizes |= {max(1, size // 2) for size in sizes}
     least, most = min(sizes), max(batch for _, batch in batches)
+    if count == 1:
+        # predictions for many ranks rest on what few samples cost
+        sizes |= {max(1, least // 8), max(1, least // 64)}
     return sorted(size for size in sizes if count * size <= 2 * most or size == least)
 
 
