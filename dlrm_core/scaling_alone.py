@@ -38,7 +38,8 @@ def timed_alone(
     """
     most = parameters.training.batch_size
     rows: list[dict[str, Any]] = []
-    for size in sorted({max(1, most // 4), max(1, most // 2), most}):
+    # predictions for many ranks rest on what few samples cost
+    for size in sorted({max(1, most // 64), max(1, most // 4), most}):
         rows += parts_of(parameters, size, folder)
         say(f"batch {size:,} alone")
     return rows

@@ -217,6 +217,8 @@ def findings_text(found: Sequence[Finding], record: ScalingRecord) -> Text:
     if not found:
         if record.parts.empty:
             return Text(f"Nothing was measured on several ranks: {record.reasons.get('parts')}.")
+        if not (record.runs["ranks"] > 1).any():
+            return Text("Nothing was measured on several ranks: one was asked for.")
         return Text(
             "No run spends a tenth of an iteration on communication that nothing hides, and no "
             "rank has a tenth more to do than the mean."

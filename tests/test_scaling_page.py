@@ -140,6 +140,7 @@ def test_without_torchrec_one_process_is_timed_and_the_rest_said(
     found = scaling.start(parameters(64), tmp_path)
     found.measure()
     assert "needs torchrec" in found.record.reasons["parts"]
+    assert set(found.record.compute_profile["batch_size"]) == {1, 16, 64}
     assert found.link is None and found.link_check is None
     assert found.predicted("strong", COUNTS)["mid_ms"].notna().all()
     text = scaling_presentation.not_measured_text(found.record.reasons).markdown
@@ -166,6 +167,14 @@ def test_what_ranks_do_without_is_said(
         found.measure()
         said = "training.dense_backend: fused has no effect on several ranks" in found.sentence
         assert said == (backend == "fused")
+
+
+def test_one_rank_alone_has_no_findings(tmp_path: Path) -> None:
+    file = tmp_path / "one.json"
+    file.write_text(json.dumps(document(RUNS[:1])))
+    found = shown(file)
+    said = scaling_presentation.findings_text(found.findings(), found.record).markdown
+    assert said == "Nothing was measured on several ranks: one was asked for."
 
 
 # ---- said and drawn ---------------------------------------------------------------------
