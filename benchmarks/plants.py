@@ -27,7 +27,7 @@ import torch
 
 import dlrm_core.step as step_module
 from dlrm_core.data import loader
-from dlrm_core.parts import function_name, part
+from dlrm_core.parts import function_name, iteration, part
 
 MODEL_PARTS = (
     ("bottom_mlp", "forward"),
@@ -325,15 +325,13 @@ def log_every_iteration(setting: Setting) -> None:
     setting.planted["figures"] = figures
     original = training.Trainer.iterate
 
+    @iteration
     def logged(self: Any) -> torch.Tensor:
-        from dlrm_core.parts import ITERATION_SPAN, span
-
-        with span(ITERATION_SPAN):
-            batch = step_module.data_forward(self.batches)
-            loss = self.step(batch)
-            values = self.model.top_mlp.linears[0].weight.flatten()[:figures].tolist()
-            json.dumps({"loss": loss.item(), "weights": [f"{value:.6f}" for value in values]})
-            return loss
+        batch = step_module.data_forward(self.batches)
+        loss = self.step(batch)
+        values = self.model.top_mlp.linears[0].weight.flatten()[:figures].tolist()
+        json.dumps({"loss": loss.item(), "weights": [f"{value:.6f}" for value in values]})
+        return loss
 
     assert original is not logged
     training.Trainer.iterate = logged  # type: ignore[method-assign]

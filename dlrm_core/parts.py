@@ -5,7 +5,9 @@ the model or of the loop) and a phase (what is being done with it). The workload
 runs each pair inside one Python function called ``component_phase`` (what
 HPCToolkit's ``-a python`` shows) and one profiler range called
 ``dlrm::component::phase`` (what torch.profiler shows), so that both engines
-attribute time by the same names.
+attribute time by the same names. Likewise an iteration runs inside a function called
+``dlrm_iteration`` and a range called ``dlrm::iteration``. No name depends on the file
+that the code lies in, so files can move and recordings can still be read.
 """
 
 from __future__ import annotations
@@ -35,6 +37,14 @@ PHASES = ("forward", "backward", "update")
 SPAN_PREFIX = "dlrm::"
 ITERATION_SPAN = "dlrm::iteration"
 """Range around one whole iteration, data included. Its children are the parts."""
+
+ITERATION_FUNCTION = "dlrm_iteration"
+"""Python function around one whole iteration, for profilers that see only functions."""
+
+_EARLIER_ITERATION_FUNCTION = "iterate"
+_EARLIER_ITERATION_FILES = ("dlrm_core/training.py", "dlrm_core/training_loop.py")
+"""Files that held the iteration's function while it was called ``iterate``. Recordings with
+these names exist. The list is complete: newer recordings have ``ITERATION_FUNCTION``."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -140,6 +150,32 @@ def parse_span(name: str) -> tuple[str, str] | None:
     if component in COMPONENTS and phase in PHASES:
         return component, phase
     return None
+
+
+def is_iteration_function(name: str, file: str) -> bool:
+    """Whether a profiler's Python function is the one around an iteration.
+
+    Args:
+        name: with or without the names of the scopes around it.
+        file: path of its source on the machine of the recording. It counts only in recordings
+            from before ``dlrm_iteration``: other programs have functions called ``iterate`` too.
+    """
+    name = name.rpartition(".")[2]
+    if name != _EARLIER_ITERATION_FUNCTION:
+        return name == ITERATION_FUNCTION
+    return any(f"/{file}".endswith(f"/{earlier}") for earlier in _EARLIER_ITERATION_FILES)
+
+
+def iteration(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate the function that runs one whole iteration, whatever it is called."""
+
+    # profilers show this name; it is the one that is_iteration_function knows
+    @functools.wraps(function)
+    def dlrm_iteration(*args: P.args, **kwargs: P.kwargs) -> R:
+        with span(ITERATION_SPAN):
+            return function(*args, **kwargs)
+
+    return dlrm_iteration
 
 
 def part(component: str, phase: str) -> Callable[[Callable[P, R]], Callable[P, R]]:

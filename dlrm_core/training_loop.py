@@ -24,7 +24,7 @@ from dlrm_core.evaluation import Evaluation, HeldOut
 from dlrm_core.files import JsonLines, write_text
 from dlrm_core.learner_state import Learner
 from dlrm_core.model import DLRM
-from dlrm_core.parts import ITERATION_SPAN, span
+from dlrm_core.parts import iteration
 from dlrm_core.precision import set_fp32_matmul, set_tf32
 from dlrm_core.progress import Bar
 from dlrm_core.resuming import (
@@ -144,21 +144,21 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
         """Of the last iteration, from the optimiser that used it."""
         return float(self.step.top_optimizer.param_groups[0]["lr"])
 
+    @iteration
     def iterate(self) -> torch.Tensor:
         """One iteration, data included; its loss, not waited for."""
-        with span(ITERATION_SPAN):
-            started = time.perf_counter()
-            batch = self.next_batch()
-            self._measured.data_s.append(time.perf_counter() - started)
-            if self._followed is not None:
-                self._followed.used()
-            rate = self._schedule.rate(self.done + 1)
-            if rate != self._rate:
-                self._rate = rate
-                optimizer_update(lambda: self.step.set_learning_rate(rate))
-            loss = self.learn(batch)
-            self.done += 1
-            return loss
+        started = time.perf_counter()
+        batch = self.next_batch()
+        self._measured.data_s.append(time.perf_counter() - started)
+        if self._followed is not None:
+            self._followed.used()
+        rate = self._schedule.rate(self.done + 1)
+        if rate != self._rate:
+            self._rate = rate
+            optimizer_update(lambda: self.step.set_learning_rate(rate))
+        loss = self.learn(batch)
+        self.done += 1
+        return loss
 
     def train(
         self,

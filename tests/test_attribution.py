@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import FrameType
 
 import gpu_trace
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_program import SmallProgram
+from small_training import parameters
 from torch.profiler import ProfilerActivity, profile
 
 from dlrm_core.analysis.attribution import (
@@ -32,9 +35,11 @@ from dlrm_core.analysis.operators import (
     timeline,
     top_operators,
 )
+from dlrm_core.parts import is_iteration_function, parse_span
 from dlrm_core.profiling.profile import Profile, inclusive_from_exclusive
 from dlrm_core.profiling.spans import nest, self_times
 from dlrm_core.profiling.torch_trace import read_trace
+from dlrm_core.training import Trainer
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "with_stack"])
@@ -180,9 +185,59 @@ def test_a_sampled_profile_is_attributed_by_its_cpu_time() -> None:
     assert data_against_compute(sampled())["compute_ms"].tolist() == [8.5]
 
 
+def functions_of_an_iteration() -> list[tuple[str, str]]:
+    """Name and file of every Python function that one real iteration calls, outermost first."""
+    trainer = Trainer(parameters())
+    called: list[tuple[str, str]] = []
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call":
+            called.append((frame.f_code.co_qualname, frame.f_code.co_filename))
+
+    sys.setprofile(note)
+    try:
+        trainer.iterate()
+    finally:
+        sys.setprofile(None)
+        trainer.close()
+    return called
+
+
+def test_profilers_see_an_iteration_whatever_file_runs_it() -> None:
+    called = functions_of_an_iteration()
+    outermost, file = called[0]
+    assert is_iteration_function(outermost, file)
+    assert is_iteration_function(outermost, "/home/me/moved/elsewhere.py")
+    parts = {parse_span(name.rpartition(".")[2]) for name, _ in called}
+    assert {("data", "forward"), ("embedding", "backward"), ("embedding", "update")} <= parts
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "expected"),
+    [
+        ("iterate", "/home/me/dlrm_core/training.py", True),
+        ("iterate", "dlrm_core/training.py", True),
+        ("iterate", "/home/me/dlrm_core/training_loop.py", True),
+        ("TrainingLoop.iterate", "/home/me/dlrm_core/training_loop.py", True),
+        ("iterate", "/home/me/program/training.py", False),
+        ("iterate", "/home/me/my_dlrm_core/training.py", False),
+        ("iterate", "", False),
+        ("reiterate", "/home/me/dlrm_core/training.py", False),
+        ("train", "/home/me/dlrm_core/training_loop.py", False),
+    ],
+)
+def test_an_iteration_of_earlier_recordings_is_known_by_function_and_file(
+    name: str, file: str, expected: bool
+) -> None:
+    profile = sampled()
+    profile.contexts.loc[1, ["name", "file"]] = [name, file]
+    inside = [False, True, True, True, False] if expected else [True] * 5
+    assert step_contexts(profile, other_threads=False).tolist() == inside
+
+
 def test_a_sampled_step_is_what_runs_inside_the_iteration_function() -> None:
     profile = sampled()
-    profile.contexts.loc[1, ["name", "file"]] = ["iterate", "/home/me/dlrm_core/training.py"]
+    profile.contexts.loc[1, ["name", "file"]] = functions_of_an_iteration()[0]
     assert step_contexts(profile, other_threads=False).tolist() == [0, 1, 1, 1, 0]
     attribution = attribute(profile)
     assert times(attribution) == pytest.approx(

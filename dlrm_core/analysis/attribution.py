@@ -16,16 +16,12 @@ import numpy as np
 import pandas as pd
 
 from dlrm_core.analysis.steady import SteadyState, steady_state
-from dlrm_core.parts import COMPONENTS, ITERATION_SPAN, PHASES
+from dlrm_core.parts import COMPONENTS, ITERATION_SPAN, PHASES, is_iteration_function
 from dlrm_core.profiling.profile import Profile
 from dlrm_core.profiling.spans import innermost
 
 ITERATION_NAMES = (ITERATION_SPAN, "ProfilerStep*")
 """Contexts whose subtree is the training step, whichever the trace has."""
-
-ITERATION_FUNCTION = ("iterate", "dlrm_core/training.py")
-"""Name and file of the function that runs one iteration, where Python frames are all
-that a profiler sees (HPCToolkit's ``-a python``)."""
 
 KEYS = ["component", "phase", "where"]
 
@@ -290,9 +286,14 @@ def _iteration_contexts(profile: Profile) -> np.ndarray:
     ranges = profile.which("name", ITERATION_NAMES.__contains__)
     if ranges.any():
         return ranges
-    name, file = ITERATION_FUNCTION
-    named = profile.which("name", name.__eq__)
-    return named & profile.which("file", lambda path: path.endswith(file))
+    # HPCToolkit sees no ranges, only Python functions (``-a python``)
+    name, names = profile.numbered("name")
+    file, files = profile.numbered("file")
+    functions, function = np.unique(name * len(files) + file, return_inverse=True)
+    runs_it = [
+        is_iteration_function(names[i // len(files)], files[i % len(files)]) for i in functions
+    ]
+    return np.array(runs_it, dtype=bool)[function]
 
 
 def step_contexts(profile: Profile, other_threads: bool = True) -> np.ndarray:
