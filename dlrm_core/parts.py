@@ -42,9 +42,10 @@ ITERATION_FUNCTION = "dlrm_iteration"
 """Python function around one whole iteration, for profilers that see only functions."""
 
 _EARLIER_ITERATION_FUNCTION = "iterate"
-_EARLIER_ITERATION_FILES = ("dlrm_core/training.py", "dlrm_core/training_loop.py")
-"""Files that held the iteration's function while it was called ``iterate``. Recordings with
-these names exist. The list is complete: newer recordings have ``ITERATION_FUNCTION``."""
+_EARLIER_ITERATION_FILES = (("dlrm_core", "training.py"), ("dlrm_core", "training_loop.py"))
+"""Folder and name of the files that held the iteration while it was called ``iterate``.
+Recordings name them, so this list stays as it is, whatever the files are called today; it is
+complete, since newer recordings have ``ITERATION_FUNCTION``."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -163,7 +164,7 @@ def is_iteration_function(name: str, file: str) -> bool:
     name = name.rpartition(".")[2]
     if name != _EARLIER_ITERATION_FUNCTION:
         return name == ITERATION_FUNCTION
-    return any(f"/{file}".endswith(f"/{earlier}") for earlier in _EARLIER_ITERATION_FILES)
+    return tuple(file.split("/")[-2:]) in _EARLIER_ITERATION_FILES
 
 
 def iteration(function: Callable[P, R]) -> Callable[P, R]:

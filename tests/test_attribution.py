@@ -213,24 +213,24 @@ def test_profilers_see_an_iteration_whatever_file_runs_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "file", "expected"),
+    ("name", "folder", "file", "expected"),
     [
-        ("iterate", "/home/me/dlrm_core/training.py", True),
-        ("iterate", "dlrm_core/training.py", True),
-        ("iterate", "/home/me/dlrm_core/training_loop.py", True),
-        ("TrainingLoop.iterate", "/home/me/dlrm_core/training_loop.py", True),
-        ("iterate", "/home/me/program/training.py", False),
-        ("iterate", "/home/me/my_dlrm_core/training.py", False),
-        ("iterate", "", False),
-        ("reiterate", "/home/me/dlrm_core/training.py", False),
-        ("train", "/home/me/dlrm_core/training_loop.py", False),
+        ("iterate", "/home/me/dlrm_core", "training.py", True),
+        ("iterate", "dlrm_core", "training.py", True),
+        ("iterate", "/home/me/dlrm_core", "training_loop.py", True),
+        ("TrainingLoop.iterate", "/home/me/dlrm_core", "training_loop.py", True),
+        ("iterate", "/home/me/program", "training.py", False),
+        ("iterate", "/home/me/my_dlrm_core", "training.py", False),
+        ("iterate", "", "", False),
+        ("reiterate", "/home/me/dlrm_core", "training.py", False),
+        ("train", "/home/me/dlrm_core", "training_loop.py", False),
     ],
 )
 def test_an_iteration_of_earlier_recordings_is_known_by_function_and_file(
-    name: str, file: str, expected: bool
+    name: str, folder: str, file: str, expected: bool
 ) -> None:
     profile = sampled()
-    profile.contexts.loc[1, ["name", "file"]] = [name, file]
+    profile.contexts.loc[1, ["name", "file"]] = [name, f"{folder}/{file}"]
     inside = [False, True, True, True, False] if expected else [True] * 5
     assert step_contexts(profile, other_threads=False).tolist() == inside
 
