@@ -1,7 +1,8 @@
 """Renders an executed notebook as one self-contained HTML page.
 
 The page loads nothing: plotly.js is inside it (once), so are style sheet and
-images, and a content security policy makes the browser refuse anything else.
+images, and a content security policy makes the browser refuse anything else; of
+scripts it lets only those run whose hashes it names, which are the page's own.
 Figures are stored in the notebook as data (``application/vnd.plotly.v1+json``)
 and drawn by the page's own script, which fits them to the window and to the
 light or dark colours of the reader's system.
@@ -10,6 +11,7 @@ light or dark colours of the reader's system.
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import mimetypes
 import os
@@ -51,6 +53,9 @@ FIGURE = "application/vnd.plotly.v1+json"
 WIDGET = "application/vnd.jupyter.widget-view+json"
 WIDGET_STATE = "application/vnd.jupyter.widget-state+json"
 IMAGES = ("image/svg+xml", "image/png", "image/jpeg", "image/gif", "image/webp")
+COMPILED_TRACES = {"parcoords", "scattergl", "scatterpolargl", "splom"}
+"""Traces for which plotly.js compiles WebGL code from strings, so that the page must allow it."""
+TEMPLATES = Path(__file__).parent / "templates"
 DEFAULT_HEIGHT = 450  # plotly.js's own, in pixels
 ABSENT = "*Not measured"
 """How a sentence begins that stands in place of a figure or table."""
@@ -83,18 +88,23 @@ def render_html(
     page = _Page(nb, ipynb.parent)
     cells = [rendered for cell in nb.cells if (rendered := page.cell(cell)) is not None]
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
+    environment.filters["hash_source"] = _hash_source
+    scripts = [(TEMPLATES / "page.js").read_text(encoding="utf-8")]
+    if page.figures:
+        scripts.insert(0, _plotly_js())
     text = environment.get_template("page.html.j2").render(
         title=page.title or ipynb.stem,
         cells=cells,
         contents=page.contents,
         figures=page.figures,
-        plotly_js=Markup(_plotly_js()) if page.figures else "",
+        scripts=[Markup(script) for script in scripts],
+        webgl=page.webgl,
         status=run.get("status", ""),
         error=run.get("error", ""),
         facts=run_facts(run),
@@ -154,6 +164,8 @@ class _Page:
         self.title = ""
         self.contents: list[Heading] = []
         self.figures = 0
+        self.webgl = False
+        """Whether a figure has one of the compiled traces."""
         self._folder = folder
         self._anchors: set[str] = set()
         self._absent: set[str] = set()
@@ -237,6 +249,8 @@ class _Page:
 
     def _figure(self, figure: Mapping[str, Any]) -> Output:
         self.figures += 1
+        traces = {trace.get("type") for trace in figure.get("data", [])}
+        self.webgl = self.webgl or not traces.isdisjoint(COMPILED_TRACES)
         layout = figure.get("layout", {})
         title = layout.get("title", "")
         title = title.get("text", "") if isinstance(title, Mapping) else title
@@ -358,6 +372,12 @@ def _plotly_js() -> str:
     text = str(get_plotlyjs())
     # inside a script element only this could end it early
     return text.replace("</script", "<\\/script")
+
+
+def _hash_source(script: str) -> str:
+    """What a content security policy calls this script."""
+    digest = hashlib.sha256(script.encode()).digest()
+    return f"sha256-{base64.b64encode(digest).decode()}"
 
 
 def _run_beside(ipynb: Path) -> Mapping[str, Any]:

@@ -38,6 +38,32 @@ REPORT = [
     'print("count is", count)',
 ]
 
+PAYLOADS = [
+    "<svg><style><img src=x onerror=RUN></style></svg>",
+    "<math><mtext><table><mglyph><style><!--</style><img title='--&gt;<img src=x onerror=RUN>'>",
+    "<noscript><p title='</noscript><img src=x onerror=RUN>'></p>",
+    "<textarea><p title='</textarea><img src=x onerror=RUN>'></p></textarea>",
+    "<select><xmp><img src=x onerror=RUN></xmp></select>",
+    "<noembed><img title='</noembed><img src=x onerror=RUN>'></noembed>",
+    "<script>RUN</script>",
+    "<scr<script>ipt>RUN</scr</script>ipt>",
+    "<img src=x onerror=RUN//",
+    "<svg/onload=RUN>",
+    "<svg><animate onbegin=RUN attributeName=x dur=1s></svg>",
+    "<details open ontoggle=RUN>words</details>",
+    "<iframe srcdoc='<script>parent.RUN</script>'></iframe>",
+    "<iframe src='javascript:parent.RUN'></iframe>",
+    "<a href='jav&#x09;ascript:RUN' id=lure>words</a>",
+    "<a href='data:text/html,<script>RUN</script>'>words</a>",
+    "<object data='data:text/html,<script>RUN</script>'></object><embed src='javascript:RUN'>",
+    "<style>@import 'data:text/css,*{position:fixed}'; a{background:url(x)}</style>",
+    "<div style='position:fixed; inset:0; background:url(x)' onclick=RUN>words</div>",
+    "<form action='javascript:RUN'><button>words</button><input onfocus=RUN autofocus></form>",
+    "<plaintext><b onmouseover=RUN>",
+    "<meta http-equiv=refresh content='0;url=javascript:RUN'><base href='javascript:RUN//'>",
+]
+"""HTML that a name may hold and that, in a page that trusts it, runs the statement RUN."""
+
 
 def code(source: str) -> bool:
     """Whether a cell's source is code: markdown cells here begin with a heading."""

@@ -18,12 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+import pandas as pd
+import plotly.graph_objects as go
 import pytest
 from browser import COUNT_MARKS, check_page, open_page, require_browser, wait_for_marks
 from conftest import Chain
-from sample_notebooks import REPORT, write_notebook
+from sample_notebooks import PAYLOADS, REPORT, write_notebook
 
-from dlrm_core.pages import render_html
+from dlrm_core.analysis.findings import Finding
+from dlrm_core.page_tables import Table, Text
+from dlrm_core.pages import FIGURE, render_html
+from dlrm_core.presentation import verdict
 from dlrm_core.run_folder import NOTEBOOKS, REPOSITORY, RunFolder, latest_run
 from dlrm_core.workbook import CHAIN, run_notebook
 
@@ -109,6 +114,58 @@ def test_policy_of_the_page_stops_what_a_notebook_smuggles_in(tmp_path: Path) ->
         page.wait_for_timeout(300)
         assert seen.leaving(html.as_uri()) == []
         assert "kept" in page.inner_text("main")
+
+
+def test_no_name_of_a_recording_runs_as_a_script(tmp_path: Path) -> None:
+    statement = "document.body.dataset.ran=1"
+    name = " ".join(payload.replace("RUN", statement) for payload in PAYLOADS)
+    finding = Finding(
+        id="f",
+        title=f"A title {name}",
+        component="embedding",
+        share_of_step=0.5,
+        evidence=f"Evidence of {name}",
+        advice=f"In `libfoo {name}.so`: {name}",
+    )
+    nodes = Table(["function", "module"], [[name, f"lib{name}.so"]])
+    bars = go.Figure(go.Bar(x=[f"f {name}", "g"], y=[3, 9], name=name, hovertext=[name, name]))
+    bars.update_layout(title=name, xaxis_title=name, showlegend=True)
+    table = pd.DataFrame({"function": [name]}).to_html(escape=False)
+    outputs = [
+        {"text/markdown": Text(f"**{name}**")._repr_markdown_()},
+        {"text/markdown": verdict([finding], name)._repr_markdown_()},
+        {"text/html": nodes._repr_html_()},
+        {"text/html": table},
+        {FIGURE: json.loads(bars.to_json())},
+        {"text/plain": name},
+    ]
+    new_cell, new_output = nbformat.v4.new_code_cell, nbformat.v4.new_output
+    nb = nbformat.v4.new_notebook()
+    nb.cells = [
+        nbformat.v4.new_markdown_cell(f"# A page of {name}\n\n## A part {name}"),
+        new_cell(f"title = {name!r}", metadata={"tags": ["parameters"]}),
+        *(new_cell("x", outputs=[new_output("display_data", mime)]) for mime in outputs),
+        new_cell("x", outputs=[new_output("error", ename=name, evalue=name, traceback=[name])]),
+    ]
+    nbformat.write(nb, tmp_path / "n.ipynb")
+    run = {"status": "failed", "error": name, "preset": name, "command": name}
+    html = render_html(tmp_path / "n.ipynb", tmp_path / "n.html", run)
+    check_page(html, figures=1)
+    with open_page(html.as_uri()) as (page, seen):
+        wait_for_marks(page, 1)
+        page.locator(".nsewdrag").first.hover()
+        for link in page.locator("main a, .plot a").all():
+            assert "javascript" not in (link.get_attribute("href") or "")
+        page.wait_for_timeout(500)
+        assert page.evaluate("document.body.dataset.ran") is None
+        assert seen.console_errors == [], "nothing even tried, so the policy had nothing to stop"
+        # and the policy alone holds too
+        page.evaluate(
+            f"document.querySelector('main').innerHTML = '<img src=x onerror=' + '{statement}>'"
+        )
+        page.wait_for_timeout(500)
+        assert page.evaluate("document.body.dataset.ran") is None
+        assert "Content Security Policy" in " ".join(seen.console_errors)
 
 
 @pytest.fixture
