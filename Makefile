@@ -66,7 +66,7 @@ bench: $(SET_UP)
 
 # On a GPU node the lock's packages are not wanted: the node's own torch is used.
 gpu-check:
-	$(PYTHON) -m dlrm_core gpu-check --json benchmarks/results/gpu-check.json \
+	$(PYTHON) -m dlrm_workbook gpu-check --json benchmarks/results/gpu-check.json \
 	  $(if $(PEER),--peer $(PEER))
 
 clean:

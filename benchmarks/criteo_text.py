@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dlrm_core.datasets.draws import PowerLaw
-from dlrm_core.datasets.variants import find_variant
+from dlrm_core.data.files.draws import PowerLaw
+from dlrm_core.data.files.generate import find_variant
 
 BLOCK = 20_000
 MISSING_NUMBER, MISSING_CATEGORY = 0.2, 0.1

@@ -50,8 +50,8 @@ def read_everything(path: str) -> dict[str, Any]:
     """Read all of a database with this project's reader; seconds and what was read."""
     import numpy as np  # noqa: F401 (imports are not part of the figure)
 
-    import dlrm_core.profiling.database_views  # noqa: F401
-    from dlrm_core.profiling.database import read_database
+    import dlrm_workbook.recordings.hpctoolkit.database  # noqa: F401
+    from dlrm_workbook.recordings.hpctoolkit.database import read_database
 
     start = time.perf_counter()
     database = read_database(path)

@@ -29,12 +29,12 @@ from typing import Any
 import numpy as np
 from criteo_text import write_text
 
-from dlrm_core.datasets.reader import DatasetBatches
-from dlrm_core.datasets.sources import open_source
-from dlrm_core.doctor import machine_facts
+from dlrm_core.data.files.reader import DatasetBatches
+from dlrm_core.data.files.sources import open_source
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json, write_json
-from dlrm_core.run_folder import versions
+from dlrm_workbook.doctor import machine_facts
+from dlrm_workbook.runs import versions
 
 Record = dict[str, Any]
 T15 = "--variant criteo_t15_synthetic"

@@ -20,10 +20,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from dlrm_core.config import Parameters, parameters_from_sections
-from dlrm_core.doctor import machine_facts
 from dlrm_core.files import write_json
-from dlrm_core.run_folder import versions
-from dlrm_core.training import Trainer
+from dlrm_core.train import Trainer
+from dlrm_workbook.doctor import machine_facts
+from dlrm_workbook.runs import versions
 
 ITERATIONS, WARM_UP, FAR = 1500, 100, 10**6
 

@@ -30,7 +30,7 @@ from typing import Any
 
 from kills_datasets import WORK, kill_until_whole, make_whole, prepare
 
-from dlrm_core.checkpoints import (
+from dlrm_core.checkpoint import (
     OPTIMIZER,
     WEIGHTS,
     find_checkpoint,
@@ -38,10 +38,10 @@ from dlrm_core.checkpoints import (
     steps_in,
 )
 from dlrm_core.config import Parameters, parameters_from_sections
-from dlrm_core.doctor import machine_facts
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json, write_json
-from dlrm_core.run_folder import versions
+from dlrm_workbook.doctor import machine_facts
+from dlrm_workbook.runs import versions
 
 STEPS = 120
 KINDS: dict[str, dict[str, dict[str, Any]]] = {
@@ -114,7 +114,7 @@ def parameters_of(kind: str, every: int) -> Parameters:
 
 def child(parameters: Parameters, output: Path, announced: int) -> int:
     """Train in a forked process; every checkpoint's step is announced once it is written."""
-    from dlrm_core.training import train
+    from dlrm_core.train import train
 
     def announce(line: Mapping[str, Any]) -> None:
         os.write(announced, f"{line['iteration']}\n".encode())

@@ -17,16 +17,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dlrm_core.datasets import generate as generating
-from dlrm_core.datasets import preprocess as preprocessing
-from dlrm_core.datasets.criteo_kernels import SIGNATURES, kernel
-from dlrm_core.datasets.generate import Law, SampleMaker, generate
-from dlrm_core.datasets.preprocess import Request, preprocess
-from dlrm_core.datasets.resumable import NOTE
-from dlrm_core.datasets.teacher import TeacherConfig
-from dlrm_core.datasets.variants import Variant
+from dlrm_core.data.files import criteo as preprocessing
+from dlrm_core.data.files import generate as generating
+from dlrm_core.data.files.criteo import Request, preprocess
+from dlrm_core.data.files.generate import Law, SampleMaker, Variant, generate
+from dlrm_core.data.files.resumable import NOTE
+from dlrm_core.data.files.teacher import TeacherConfig
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json
+from dlrm_kernels.data_sets import SIGNATURES, kernel
 
 LAW = Law(Variant("custom", 5, (50_000, 400, 7), 1.45), 11, TeacherConfig())
 SAMPLES = {"train": 400_000, "test": 50_000}

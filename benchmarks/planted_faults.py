@@ -115,10 +115,10 @@ def trial(number: int, fault: str, profiles: Path, shape: str | None = None) -> 
     """Plant and measure, in a process of its own; the profile is kept to be judged."""
     import plants
 
-    import dlrm_core.part_probes as part_probes
+    import dlrm_workbook.evidence.probes as part_probes
     from dlrm_core.config import parameters_from_sections
-    from dlrm_core.profiling.torch_trace import read_recording
-    from dlrm_core.profiling.workload import record_workload
+    from dlrm_workbook.recordings.torch.recorder import record_workload
+    from dlrm_workbook.recordings.torch.trace import read_recording
 
     part_probes.PROBE_SECONDS = PROBE_SECONDS
     probed = part_probes.default_changes
@@ -154,9 +154,10 @@ def judged(row: dict[str, Any], profiles: Path) -> dict[str, Any]:
     """The trial with what the findings say of its profile."""
     from plants import FAULTS
 
-    from dlrm_core.analysis.attribution import attribute
-    from dlrm_core.analysis.findings import Evidence, findings, limit
-    from dlrm_core.profiling.profile import Profile
+    from dlrm_workbook.analysis.attribution import attribute
+    from dlrm_workbook.analysis.findings import findings, limit
+    from dlrm_workbook.analysis.findings.evidence import Evidence
+    from dlrm_workbook.recordings.profile import Profile
 
     profile = Profile.load(profiles / f"{row['trial']}-{row['fault']}")
     attribution = attribute(profile)
@@ -313,8 +314,8 @@ def write_summary(
     """The table with the machine and the versions it was made on."""
     import torch
 
-    from dlrm_core.doctor import machine_facts
     from dlrm_core.files import write_json
+    from dlrm_workbook.doctor import machine_facts
 
     faulty = [row for row in rows if row["fault"] != "clean"]
     clean = [row for row in rows if row["fault"] == "clean"]

@@ -194,7 +194,7 @@ def competing_process(setting: Setting) -> None:
 
 def leak(setting: Setting) -> None:
     """Keeps memory; the limit is simulated so that it is met soon."""
-    import dlrm_core.memory_limit as limits
+    import dlrm_core.machine as limits
 
     size = int(setting.draw.uniform(0.3, 8.0) * 1e6)
     left = size * setting.draw.randint(200, 2000)
@@ -319,7 +319,7 @@ def tiny_batch(setting: Setting) -> None:
 
 
 def log_every_iteration(setting: Setting) -> None:
-    import dlrm_core.training as training
+    import dlrm_core.train as training
 
     figures = setting.draw.randint(4_000, 12_000)
     setting.planted["figures"] = figures

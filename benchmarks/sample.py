@@ -15,10 +15,10 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from dlrm_core.analysis.attribution import attribute, coverage
-from dlrm_core.profiling.profile import Profile
-from dlrm_core.profiling.torch_trace import read_recording
-from dlrm_core.samples import SAMPLE
+from dlrm_workbook.analysis.attribution import attribute, coverage
+from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.recordings.torch.trace import read_recording
+from dlrm_workbook.samples import SAMPLE
 
 PRIVATE = ("hostname", "/home/", "/work/", "/tmp/", "/root/")
 

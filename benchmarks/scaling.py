@@ -6,7 +6,7 @@ Each configuration is predicted from the link probe and from its parts without o
 and measured on 1, 2 and 4 gloo ranks, all in turns, round by round. ``--cases a,b`` measures
 some of them and keeps the others' results; what was measured lies in ``--folder`` and is not
 measured again. Of what is repeated the faster half counts, in runs and in what they are
-predicted from alike (:mod:`dlrm_core.analysis.undisturbed`), as on the scaling page.
+predicted from alike (:mod:`dlrm_workbook.analysis.intervals`), as on the scaling page.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Any
 
 import pandas as pd
 
-from dlrm_core.analysis.scaling_check import predicted_and_measured, typical_error
-from dlrm_core.analysis.scaling_record import exposed_shares, imbalance, record_of
-from dlrm_core.change_options import apply_change
 from dlrm_core.config import Parameters, parameters_from_sections
-from dlrm_core.distributed.scaling import Effort, measure_scaling
 from dlrm_core.files import plain, read_json, write_json
-from dlrm_core.run_folder import versions
+from dlrm_workbook.analysis.ranks.check import predicted_and_measured, typical_error
+from dlrm_workbook.analysis.ranks.record import exposed_shares, imbalance, record_of
+from dlrm_workbook.changes import apply_change
+from dlrm_workbook.runs import versions
+from dlrm_workbook.studies.scaling.measure import Effort, measure_scaling
 
 BASE: dict[str, Any] = {
     "title": "Kalamkar's Small with tables of 100,000 rows",

@@ -18,12 +18,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dlrm_core.datasets.feature_spec import read_spec
-from dlrm_core.doctor import machine_facts
+from dlrm_core.data.files.feature_spec import read_spec
 from dlrm_core.errors import InputError
 from dlrm_core.files import write_json
-from dlrm_core.run_folder import versions
-from dlrm_core.stability import Stability, read_stability
+from dlrm_workbook.doctor import machine_facts
+from dlrm_workbook.runs import versions
+from dlrm_workbook.studies.stability.measure import Stability, read_stability
 
 PRESET = "parameters/teacher.yaml"
 TABLES = "20000,10000,5000,2000,1000,500,200,50"

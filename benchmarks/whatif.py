@@ -30,12 +30,11 @@ from typing import Any
 import yaml
 from whatif_cases import CHANGES, SHAPES
 
-from dlrm_core.change_options import change_text
 from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
-from dlrm_core.doctor import machine_facts
 from dlrm_core.errors import InputError
 from dlrm_core.files import write_json, write_text
-from dlrm_core.touched import changed_parameters
+from dlrm_workbook.changes import change_text, changed_parameters
+from dlrm_workbook.doctor import machine_facts
 
 GOAL_MEAN, GOAL_WORST, GOAL_COVER = 0.05, 0.15, 0.8
 WARMUP = 3
@@ -232,9 +231,9 @@ def child_case(file: str, change: str, rounds: str) -> dict[str, Any]:
 
 def child_predict(file: str, change: str) -> dict[str, Any]:
     """Record the baseline, probe the change, predict: all in this process."""
-    from dlrm_core.analysis.whatif import predict, predict_change
-    from dlrm_core.profiling.torch_trace import read_recording
-    from dlrm_core.profiling.workload import record_workload
+    from dlrm_workbook.analysis.whatif import predict, predict_change
+    from dlrm_workbook.recordings.torch.recorder import record_workload
+    from dlrm_workbook.recordings.torch.trace import read_recording
 
     parameters = load_parameters(file)
     with tempfile.TemporaryDirectory() as folder:
@@ -257,7 +256,7 @@ def child_predict(file: str, change: str) -> dict[str, Any]:
 def child_serve(file: str) -> None:
     """A plain run that does so many iterations as it is told, and says how long they took."""
     from dlrm_core.parts import log_spans
-    from dlrm_core.training import Trainer
+    from dlrm_core.train import Trainer
 
     trainer = Trainer(load_parameters(file))
     try:

@@ -20,21 +20,531 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from dlrm_core.config_model import DataConfig, ModelConfig
-from dlrm_core.config_training import ProfilingConfig, TrainingConfig
 from dlrm_core.errors import InputError
-from dlrm_core.yaml_text import read_yaml
+from dlrm_core.settings import coerce_section, read_yaml, setting
 
-__all__ = [
-    "SECTIONS",
-    "DataConfig",
-    "ModelConfig",
-    "Parameters",
-    "ProfilingConfig",
-    "TrainingConfig",
-    "load_parameters",
-    "parameters_from_sections",
-]
+# The sections ``model`` and ``data`` of a parameters file, see :mod:`dlrm_core.config`.
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of the DLRM: bottom MLP, embedding tables, interaction, top MLP."""
+
+    mlp_sizes: str = setting(
+        "facebook",
+        "how bottom_mlp is counted: 'facebook' includes the input width "
+        "(512-512-64 is 512 dense features and two layers); 'nvidia' excludes it",
+        choices=("facebook", "nvidia"),
+    )
+    dense_features: int | None = setting(
+        None,
+        "number of dense (numerical) features; required with mlp_sizes: nvidia, "
+        "with facebook it is bottom_mlp's first width",
+        minimum=1,
+    )
+    bottom_mlp: tuple[int, ...] = setting(
+        (512, 512, 64), "widths of the bottom MLP; the last equals embedding_dim", minimum=1
+    )
+    top_mlp: tuple[int, ...] = setting(
+        (1024, 1024, 1024, 1),
+        "widths of the top MLP without its input, which follows from the interaction",
+        minimum=1,
+    )
+    embedding_dim: int = setting(64, "width of an embedding row", minimum=1)
+    tables: int | None = setting(
+        8, "number of embedding tables; left out, the length of table_rows", minimum=1
+    )
+    table_rows: tuple[int, ...] = setting(
+        (1_000_000,), "rows of each table: one number for all, or a list", minimum=1
+    )
+    interaction: str = setting(
+        "dot", "'dot': pairwise dot products; 'cat': concatenation", choices=("dot", "cat")
+    )
+    interaction_itself: bool = setting(
+        False, "with dot: include each feature's product with itself"
+    )
+    loss: str = setting(
+        "mse",
+        "mean squared error (facebook's default), binary cross entropy, or weighted BCE",
+        choices=("mse", "bce", "wbce"),
+    )
+    loss_weights: tuple[float, ...] = setting(
+        (1.0, 1.0), "with wbce: weights of the targets 0 and 1", minimum=0.0
+    )
+    loss_threshold: float = setting(
+        0.0, "clamp predictions to [t, 1-t] when 0 < t < 1", minimum=0.0, maximum=1.0
+    )
+    init: str = setting(
+        "facebook",
+        "'facebook': facebookresearch/dlrm's own numpy stream, same weights bit for bit; "
+        "'torch': the same distributions drawn on the device, faster",
+        choices=("facebook", "torch"),
+    )
+
+    def __post_init__(self) -> None:
+        coerce_section(self, "model")
+        rows = self.table_rows
+        if self.tables is None:
+            object.__setattr__(self, "tables", len(rows))
+        elif len(rows) == 1:
+            object.__setattr__(self, "table_rows", rows * self.tables)
+        elif len(rows) != self.tables:
+            raise InputError(
+                f"model.tables is {self.tables}, but model.table_rows lists {len(rows)} tables"
+            )
+        if self.mlp_sizes == "nvidia":
+            if self.dense_features is None:
+                raise InputError(
+                    "model.dense_features is missing: with model.mlp_sizes: nvidia "
+                    "model.bottom_mlp leaves the input width out, so it must be given"
+                )
+        else:
+            if len(self.bottom_mlp) < 2:
+                raise InputError(
+                    f"model.bottom_mlp has {len(self.bottom_mlp)} width, expected at least 2 "
+                    "(input and output; model.mlp_sizes: facebook includes the input)"
+                )
+            if self.dense_features is None:
+                object.__setattr__(self, "dense_features", self.bottom_mlp[0])
+            elif self.dense_features != self.bottom_mlp[0]:
+                raise InputError(
+                    f"model.dense_features is {self.dense_features}, but model.bottom_mlp "
+                    f"starts with {self.bottom_mlp[0]} (model.mlp_sizes: facebook includes "
+                    "the input width)"
+                )
+        if self.bottom_mlp[-1] != self.embedding_dim:
+            raise InputError(
+                f"model.bottom_mlp ends in {self.bottom_mlp[-1]}, but model.embedding_dim is "
+                f"{self.embedding_dim}: the interaction needs them equal"
+            )
+        if self.top_mlp[-1] != 1:
+            raise InputError(
+                f"model.top_mlp ends in {self.top_mlp[-1]}, expected 1 (one click probability)"
+            )
+        if len(self.loss_weights) != 2:
+            raise InputError(
+                f"model.loss_weights has {len(self.loss_weights)} numbers, expected 2 "
+                "(for the targets 0 and 1)"
+            )
+
+    @property
+    def bottom_widths(self) -> tuple[int, ...]:
+        """Widths of the bottom MLP, input included, whichever way they were counted."""
+        assert self.dense_features is not None
+        if self.mlp_sizes == "facebook":
+            return self.bottom_mlp
+        return (self.dense_features, *self.bottom_mlp)
+
+    @property
+    def interaction_width(self) -> int:
+        """Width of the interaction's output, the input of the top MLP.
+
+        dot: F(F-1)/2 + d (or F(F+1)/2 + d with products with itself); cat: F d;
+        F = number of tables + 1, d = embedding_dim (Naumov et al., section 2).
+        """
+        features = len(self.table_rows) + 1
+        if self.interaction == "cat":
+            return features * self.embedding_dim
+        pairs = features * (features + (1 if self.interaction_itself else -1)) // 2
+        return pairs + self.embedding_dim
+
+    @property
+    def top_widths(self) -> tuple[int, ...]:
+        """Widths of the top MLP, input included."""
+        return (self.interaction_width, *self.top_mlp)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where batches come from."""
+
+    generator: str = setting(
+        "facebook",
+        "'facebook_loop': facebookresearch/dlrm's per-sample Python loop; 'facebook': the same "
+        "stream bit for bit, vectorised; 'uniform', 'zipf': the same bag law without "
+        "deduplication, indices uniform or by a power law, on CPU or GPU; 'dataset': the files in "
+        "path; 'teacher': rows by the power law and labels of a planted model (docs/datasets.md)",
+        choices=("facebook_loop", "facebook", "uniform", "zipf", "dataset", "teacher"),
+    )
+    path: str = setting(
+        "",
+        "with dataset: its folder, relative to where dlrm is called; model.table_rows and "
+        "dense_features may be left out where the data set says them",
+    )
+    format: str = setting(
+        "split_binary",
+        "with dataset: 'split_binary' (NVIDIA's, with feature_spec.yaml), 'deepspark_dist' (the "
+        "same file names, other types), 'terabyte' (terabyte_processed_*.bin, 40 x int32)",
+        choices=("split_binary", "deepspark_dist", "terabyte"),
+    )
+    order: str = setting(
+        "sequential",
+        "with dataset: batches in the order of the files, or 'shuffled' anew each epoch (whole "
+        "batches of neighbouring samples; the order follows from training.seed)",
+        choices=("sequential", "shuffled"),
+    )
+    teacher_seed: int = setting(
+        1, "with teacher: seed of the planted model (training.seed draws the samples)", minimum=0
+    )
+    teacher_strength: float = setting(
+        1.38,
+        "with teacher: standard deviation of its logit; 1.38 gives an AUC near 0.80",
+        minimum=0.0,
+        maximum=8.0,
+    )
+    teacher_rows: int = setting(
+        64, "with teacher: how many of each table's hottest rows have an effect", minimum=1
+    )
+    indices_per_lookup: int = setting(
+        100, "bag size, or its upper bound with random pooling", minimum=1
+    )
+    fixed_pooling: bool = setting(
+        False,
+        "true: every bag holds indices_per_lookup indices; false: max(1, round(r k)), r ~ U[0,1)",
+    )
+    zipf_exponent: float = setting(
+        1.05, "with zipf and teacher: exponent a of P(row i) ~ (i+1)^-a, row 0 hottest", minimum=0.0
+    )
+    round_targets: bool = setting(False, "targets 0 or 1 instead of uniform in [0,1)")
+    loader: str = setting(
+        "synchronous",
+        "'synchronous': made in the main thread between steps, as in the experiment; "
+        "'prefetch': made by a background thread while the step computes",
+        choices=("synchronous", "prefetch"),
+    )
+    prefetch_batches: int = setting(2, "batches kept ready by the prefetching loader", minimum=1)
+    place: str = setting(
+        "cpu",
+        "where uniform and zipf batches are made: 'cpu', or 'device' (straight on the GPU)",
+        choices=("cpu", "device"),
+    )
+
+    def __post_init__(self) -> None:
+        coerce_section(self, "data")
+        if self.one_hot:
+            # one row of each table a sample, whatever the other laws' settings are
+            object.__setattr__(self, "indices_per_lookup", 1)
+            object.__setattr__(self, "fixed_pooling", True)
+        if (self.generator == "dataset") != bool(self.path):
+            raise InputError(
+                f"data.generator is {self.generator!r}, but data.path is {self.path!r}: a path is "
+                "for generator 'dataset', and that needs one"
+            )
+        if self.place == "device" and self.one_hot:
+            raise InputError(
+                f"data.place is 'device', but data.generator is {self.generator!r}, whose batches "
+                "are made on the CPU; choose uniform or zipf, or place: cpu"
+            )
+        if self.place == "device" and self.generator.startswith("facebook"):
+            raise InputError(
+                f"data.place is 'device', but data.generator is {self.generator!r}: facebook's "
+                "stream is numpy's and exists on the CPU only; choose uniform or zipf"
+            )
+        if self.place == "device" and self.loader == "prefetch":
+            raise InputError(
+                "data.place is 'device', but data.loader is 'prefetch': batches made on the "
+                "device need no prefetching; choose data.loader: synchronous"
+            )
+
+    @property
+    def one_hot(self) -> bool:
+        """Every bag holds one row, as in Criteo's data."""
+        return self.generator in ("dataset", "teacher")
+
+
+# The sections ``training`` and ``profiling`` of a parameters file, see :mod:`dlrm_core.config`.
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """The training loop."""
+
+    batch_size: int = setting(2048, "samples per iteration", minimum=1)
+    batches: int = setting(100, "iterations", minimum=1)
+    epochs: float | None = setting(
+        None,
+        "passes over the training data instead of a number of batches; needs a data set, since "
+        "generated streams have no end",
+        minimum=0.0,
+    )
+    max_steps: int | None = setting(
+        None, "end after so many iterations, whatever batches or epochs say", minimum=1
+    )
+    learning_rate: float = setting(
+        0.01, "step size, of embeddings and dense part alike", minimum=0.0
+    )
+    lr_warmup_steps: int = setting(
+        0, "iterations W in which the learning rate rises in a line from 0", minimum=0
+    )
+    lr_decay_start: int = setting(0, "iteration D from which the learning rate decays", minimum=0)
+    lr_decay_steps: int = setting(
+        0,
+        "iterations N over which it decays: learning_rate ((D+N-s)/N)^power in iteration s, "
+        "lr_end after that; 0: no decay",
+        minimum=0,
+    )
+    lr_decay_power: float = setting(2.0, "power of the decay", minimum=0.0)
+    lr_end: float = setting(0.0, "learning rate below which the decay does not go", minimum=0.0)
+    optimizer: str = setting(
+        "sgd",
+        "of the embeddings: plain 'sgd', 'adagrad', 'rowwise_adagrad' (one accumulator a row), or "
+        "'adam' (of the rows looked up only, torch's SparseAdam); the dense part uses SGD with "
+        "sgd, Adam with adam, Adagrad with both others",
+        choices=("sgd", "adagrad", "rowwise_adagrad", "adam"),
+    )
+    dense_backend: str = setting(
+        "torch",
+        "code of MLPs and interaction: 'torch', or on a CPU with bf16 matrix tiles (Intel AMX) "
+        "'fused': kernels of our own, with precision: bf16, or fp32 and fp32_matmul: bf16x2 or "
+        "bf16x3; on a GPU 'fused' is the interaction as one Triton kernel, and matrix products "
+        "padded to what tensor cores want",
+        choices=("torch", "fused"),
+    )
+    embedding_backend: str = setting(
+        "torch",
+        "code of lookups and table updates: 'torch': EmbeddingBag and torch's optimisers, a call "
+        "a table; 'fused': one call for all tables, the update inside backward; 'fbgemm': FBGEMM's "
+        "(where installed); 'auto': whichever is fastest on the run's own tables and first batches",
+        choices=("torch", "fused", "fbgemm", "auto"),
+    )
+    embedding_update: str = setting(
+        "race_free",
+        "with fused on the CPU and SGD, how threads share the update: 'race_free' (each row has "
+        "one owner), 'naive' (a sparse gradient applied by one thread), 'atomic' (atomic adds), "
+        "'locked' (a lock a row); the last three are for studying contention",
+        choices=("race_free", "naive", "atomic", "locked"),
+    )
+    embeddings_on_gpu_bytes: int | None = setting(
+        None,
+        "bytes of embedding tables that may lie on the GPU, smallest tables first; the others "
+        "stay in host memory and are looked up by the CPU; left out, all lie on the GPU",
+        minimum=0,
+    )
+    tables_on_disk: str = setting(
+        "",
+        "folder on a disk from which the tables on the host are mapped, for tables larger than "
+        "the host's memory; scratch: removed when the run ends",
+    )
+    sharding: str = setting(
+        "auto",
+        "under torchrun, how embedding tables are divided among the ranks by TorchRec: "
+        "'table_wise' (a rank has whole tables), 'row_wise', 'column_wise' (each table cut up), "
+        "'replicated' (every rank has all), 'auto' (its planner chooses)",
+        choices=("auto", "table_wise", "row_wise", "column_wise", "replicated"),
+    )
+    replicated_bytes: int = setting(
+        0,
+        "under torchrun: tables of at most so many bytes are replicated, whatever sharding says",
+        minimum=0,
+    )
+    rank_timeout_s: float = setting(
+        60.0,
+        "under torchrun: the run ends, naming the rank, when one gives no sign of life or keeps "
+        "the others waiting for so many seconds",
+        minimum=1.0,
+    )
+    fused_optimizer: bool = setting(
+        False, "one fused kernel for the dense weights' update instead of one call a tensor"
+    )
+    seed: int = setting(123, "seed of weights and data", minimum=0, maximum=2**32 - 1)
+    device: str = setting(
+        "auto",
+        "'cpu', 'cuda', or 'auto': CUDA when there is a GPU",
+        choices=("auto", "cpu", "cuda"),
+    )
+    threads: int | None = setting(
+        None, "CPU threads of one operator; left out, torch's own choice", minimum=1, maximum=1024
+    )
+    fp32_matmul: str = setting(
+        "default",
+        "fp32 matrix products on the CPU: 'default' (MKL); 'onednn', faster on AMD, its error is "
+        "checked before training; with dense_backend: fused on a CPU with bf16 matrix tiles "
+        "(Intel AMX) 'bf16x2' or 'bf16x3', sums of two or three bf16 numbers: relative error "
+        "5e-6, or fp32's own; where they cannot run, onednn",
+        choices=("default", "onednn", "bf16x2", "bf16x3"),
+    )
+    tf32: bool = setting(
+        False, "on a GPU: round the inputs of fp32 products to TF32 (10 bits of mantissa)"
+    )
+    precision: str = setting(
+        "fp32",
+        "of the dense part's products and activations (autocast); embeddings, all weights and "
+        "their update stay fp32",
+        choices=("fp32", "bf16", "fp16"),
+    )
+    loss_scale: float = setting(
+        65536.0,
+        "with fp16: the loss is multiplied by it before backward, gradients are divided by it; "
+        "a step whose gradients overflow is skipped and counted",
+        minimum=1.0,
+    )
+    lowest_precision: str = setting(
+        "bf16",
+        "the lowest precision of matrix products that the model's accuracy allows; findings "
+        "propose none below it",
+        choices=("fp32", "bf16", "fp16"),
+    )
+    micro_batch: int | None = setting(
+        None,
+        "rows of the dense part computed at a time, their gradients added up (same loss): for "
+        "batches whose activations outgrow the cache; left out, the whole batch",
+        minimum=1,
+    )
+    compile: bool = setting(
+        False, "torch.compile of MLPs and interaction; needs a C++ compiler, on a GPU Triton"
+    )
+    cuda_graphs: bool = setting(
+        False,
+        "on a GPU: the whole step as CUDA graphs, one launch a part and phase; needs "
+        "embedding_backend: fused",
+    )
+    log_every: int = setting(10, "iterations per line of metrics.jsonl", minimum=1)
+    eval_every: int | None = setting(
+        None,
+        "iterations between evaluations on the test data; left out, none but the one at the end "
+        "that auc_target asks for",
+        minimum=1,
+    )
+    eval_batches: int | None = setting(
+        None,
+        "batches of an evaluation; left out, the whole test split of a data set, 131,072 samples "
+        "of a teacher, 20 batches of other streams",
+        minimum=1,
+    )
+    auc_target: float | None = setting(
+        None, "end the run when an evaluation reaches this AUC", minimum=0.0, maximum=1.0
+    )
+    checkpoint_every: int | None = setting(
+        None, "iterations between checkpoints; left out, none but one at the end", minimum=1
+    )
+    checkpoint_folder: str = setting(
+        "",
+        "where checkpoints go, one folder each; left out, with checkpoint_every: the folder "
+        "'checkpoint' of the run's own folder",
+    )
+    keep_checkpoints: int = setting(
+        2, "checkpoints kept; older ones are removed once a newer one is whole", minimum=1
+    )
+    resume: str = setting(
+        "",
+        "go on from a checkpoint: its folder, a folder of checkpoints (its newest), or 'latest' "
+        "(the newest of checkpoint_folder; none yet: from the beginning)",
+    )
+
+    def __post_init__(self) -> None:
+        coerce_section(self, "training")
+        self._check_schedule()
+        if self.optimizer == "adam" and self.embedding_backend not in ("torch", "auto"):
+            raise InputError(
+                f"training.optimizer is 'adam', but training.embedding_backend is "
+                f"{self.embedding_backend!r}: Adam of the rows looked up exists in 'torch' only"
+            )
+        if self.embedding_update != "race_free":
+            where = f"training.embedding_update is {self.embedding_update!r}, but "
+            if self.embedding_backend != "fused":
+                raise InputError(
+                    f"{where}training.embedding_backend is {self.embedding_backend!r}: only "
+                    "'fused' has more than one update"
+                )
+            if self.optimizer != "sgd":
+                raise InputError(
+                    f"{where}training.optimizer is {self.optimizer!r}: an Adagrad needs a row's "
+                    "whole gradient, so only 'race_free' can do it; the others are for 'sgd'"
+                )
+        if self.tables_on_disk and self.embedding_backend == "fbgemm":
+            raise InputError(
+                f"training.tables_on_disk is {self.tables_on_disk!r}, but "
+                "training.embedding_backend is 'fbgemm', which keeps tables in memory of its "
+                "own: choose torch or fused"
+            )
+        if self.fp32_matmul.startswith("bf16") and self.dense_backend != "fused":
+            raise InputError(
+                f"training.fp32_matmul is {self.fp32_matmul!r}, but training.dense_backend is "
+                f"{self.dense_backend!r}: only 'fused' has such products"
+            )
+        if self.dense_backend == "fused" and self.compile:
+            raise InputError(
+                "training.dense_backend is 'fused', but training.compile is true as well: both "
+                "replace the parts' kernels; choose one of them"
+            )
+        if self.cuda_graphs and self.micro_batch is not None:
+            raise InputError(
+                f"training.cuda_graphs is true, but training.micro_batch is {self.micro_batch}: "
+                "micro-batches keep activations in a CPU's cache, graphs are for a GPU, and what "
+                "adds up the former is not captured; choose one of them"
+            )
+        if self.cuda_graphs and self.precision == "fp16":
+            raise InputError(
+                "training.cuda_graphs is true, but training.precision is 'fp16': whether a step "
+                "whose gradients overflow is skipped is the host's to decide; choose bf16"
+            )
+        if self.cuda_graphs and self.compile:
+            raise InputError(
+                "training.cuda_graphs is true, but training.compile is true as well: both "
+                "replace the parts' kernels; choose one of them"
+            )
+
+    def _check_schedule(self) -> None:
+        decays = self.lr_decay_steps > 0
+        if self.lr_decay_start and not decays:
+            raise InputError(
+                f"training.lr_decay_start is {self.lr_decay_start}, but training.lr_decay_steps "
+                "is 0: a decay needs at least 1 iteration"
+            )
+        if decays and self.lr_decay_start < self.lr_warmup_steps:
+            raise InputError(
+                f"training.lr_decay_start is {self.lr_decay_start}, but training.lr_warmup_steps "
+                f"is {self.lr_warmup_steps}: the warm-up must end before the decay starts"
+            )
+        if decays and self.lr_end > self.learning_rate:
+            raise InputError(
+                f"training.lr_end is {self.lr_end:g}, but training.learning_rate is "
+                f"{self.learning_rate:g}: the decay must not end above its beginning"
+            )
+
+
+@dataclass(frozen=True)
+class ProfilingConfig:
+    """How the run is measured."""
+
+    engine: str = setting(
+        "auto",
+        "'torch': torch.profiler; 'hpctoolkit': hpcrun, hpcstruct, hpcprof; 'auto': HPCToolkit "
+        "when hpcrun is found, else torch (the page says which); 'both': HPCToolkit and then "
+        "torch, side by side",
+        choices=("auto", "torch", "hpctoolkit", "both"),
+    )
+    warmup: int = setting(3, "iterations before measuring", minimum=0)
+    iterations: int = setting(20, "iterations measured", minimum=1)
+    record_shapes: bool = setting(True, "torch: operator input shapes")
+    profile_memory: bool = setting(True, "torch: allocations per operator")
+    with_stack: bool = setting(False, "torch: Python call stacks (larger traces, more overhead)")
+    hpctoolkit_home: str = setting(
+        "", "folder of an HPCToolkit installation; empty: HPCTOOLKIT_HOME, then PATH"
+    )
+    python_frames: bool = setting(
+        True, "HPCToolkit: Python frames in call paths (-a python), where it offers them"
+    )
+    pc_sampling: bool = setting(
+        True, "HPCToolkit on a GPU: a second pass with PC sampling for stall reasons"
+    )
+    structure: bool = setting(
+        True, "HPCToolkit: recover loops and inlining with hpcstruct before hpcprof"
+    )
+    structure_limit_mb: int = setting(
+        64, "HPCToolkit: hpcstruct skips binaries larger than this (said in the page)", minimum=1
+    )
+    probes: bool = setting(
+        True,
+        "before measuring, time what this machine can do at best (products, bandwidth, random "
+        "rows, launches) and what alternatives to each part take; false leaves both out",
+    )
+    timeout_s: int = setting(3600, "seconds after which one measured run is ended", minimum=1)
+
+    def __post_init__(self) -> None:
+        coerce_section(self, "profiling")
+
+
 SECTIONS: dict[str, type] = {
     "model": ModelConfig,
     "data": DataConfig,
@@ -54,7 +564,9 @@ class Parameters:
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
     source: str = ""
     sweep: Mapping[str, Any] = field(default_factory=dict)
-    """Leaves and the values that ``dlrm run`` gives them in turn, see dlrm_core/sweep.py."""
+    """Leaves and the values that ``dlrm run`` gives them in turn, see
+    dlrm_workbook/studies/sweep/plan.py.
+    """
 
     def to_sections(self) -> dict[str, Any]:
         """Plain dicts, lists and scalars: what YAML, JSON and papermill carry."""
@@ -170,7 +682,7 @@ def _with_dataset_shape(tree: Mapping[str, Any]) -> Mapping[str, Any]:
         return tree
     if "table_rows" in model or not data["path"]:
         return tree
-    from dlrm_core.datasets.feature_spec import read_spec
+    from dlrm_core.data.files.feature_spec import read_spec
 
     spec = read_spec(Path(data["path"]))
     shape = {"table_rows": list(spec.table_rows), "tables": len(spec.table_rows)}
@@ -195,7 +707,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
     except InputError as error:
         raise InputError(f"-p {override}: the value {error}") from None
     if section == "sweep":
-        # the leaves are those of other sections; dlrm_core/sweep.py checks them
+        # the leaves are those of other sections; dlrm_workbook/studies/sweep/plan.py checks them
         tree["sweep"] = {**(tree.get("sweep") or {}), leaf: value} if dot else value
         return
     known = [f"{section}.{f.name}" for f in fields(SECTIONS[section])]

@@ -3,7 +3,7 @@
 The graph is cut where one part hands over to the next (see :mod:`dlrm_core.step`).
 The options of ``training`` that make it faster act here: ``precision``,
 ``micro_batch``, ``compile``; ``dense_backend: fused`` replaces all of it on a CPU by
-:mod:`dlrm_core.dense_fused`, the interaction on a GPU by :mod:`dlrm_core.interaction_gpu`.
+:mod:`dlrm_kernels.dense`, the interaction on a GPU by :mod:`dlrm_kernels.interaction_gpu`.
 What each brings: docs/precision.md.
 
 Shapes: B samples, D dense features, T tables, d embedding width.
@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from dlrm_core.config import TrainingConfig
-from dlrm_core.dense_fused import FusedDense, why_not_fused
-from dlrm_core.interaction_gpu import why_not
 from dlrm_core.model import DLRM, DotInteraction
-from dlrm_core.padded_linear import MULTIPLE, PaddedMLP
 from dlrm_core.parts import part
 from dlrm_core.precision import DensePrecision
+from dlrm_kernels.dense import FusedDense, why_not_fused
+from dlrm_kernels.interaction_gpu import why_not
+from dlrm_kernels.padded_linear import MULTIPLE, PaddedMLP
 
 Layer = Callable[..., torch.Tensor]
 """A part of the model, or what stands for it: compiled."""

@@ -1,5 +1,7 @@
 """Errors that are the user's to mend, told apart from defects of ours."""
 
+from __future__ import annotations
+
 
 class InputError(ValueError):
     """Something the user gave us cannot be used: a parameter, a file, a folder.

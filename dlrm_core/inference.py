@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from dlrm_core.data import Batch
+from dlrm_core.data.batch import Batch
 from dlrm_core.errors import InputError
-from dlrm_core.evaluation import predict
+from dlrm_core.evaluate import predict
 from dlrm_core.model import DLRM
 from dlrm_core.parts import iteration
 from dlrm_core.precision import DensePrecision

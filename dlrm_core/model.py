@@ -17,7 +17,7 @@ from torch import nn
 from dlrm_core.config import ModelConfig
 from dlrm_core.data.batch import Batch
 from dlrm_core.embeddings import EmbeddingTables
-from dlrm_core.interaction_gpu import dot_interaction
+from dlrm_kernels.interaction_gpu import dot_interaction
 
 
 class Probability(nn.Module):
@@ -68,7 +68,7 @@ class DotInteraction(nn.Module):
     triangle.
 
     Attributes:
-        fused: one kernel forward and one backward, on a GPU (:mod:`dlrm_core.interaction_gpu`).
+        fused: one kernel forward and one backward, on a GPU (:mod:`dlrm_kernels.interaction_gpu`).
     """
 
     pairs: torch.Tensor
@@ -222,7 +222,7 @@ def build_model(
     W ~ N(0, 2/(m+n)), b ~ N(0, 1/m), E ~ U(+-sqrt(1/rows)), by facebook's own
     numpy stream (embeddings, bottom MLP, top MLP) or by torch on the device.
     ``huge_pages`` asks for 2 MiB pages behind the tables (see EmbeddingTables);
-    ``make_tables`` makes others in their place (:mod:`dlrm_core.embeddings.host_tables`).
+    ``make_tables`` makes others in their place (:mod:`dlrm_kernels.embeddings.host_tables`).
     """
     on_host = config.init == "facebook"
     with torch.device("cpu" if on_host and seed is not None else device):

@@ -176,7 +176,7 @@ def set_fp32_matmul(choice: str, model: ModelConfig, device: torch.device) -> li
         return []
     notices = []
     if choice.startswith("bf16"):
-        from dlrm_core.tiles.machine import why_no_tiles
+        from dlrm_kernels.tiles.machine import why_no_tiles
 
         reason = why_no_tiles() if device.type == "cpu" else ""
         if not reason and device.type == "cpu":

@@ -21,11 +21,11 @@ from torch import nn
 from dlrm_core.config import TrainingConfig
 from dlrm_core.data.batch import Batch
 from dlrm_core.dense import DensePart, leaf_of
-from dlrm_core.embeddings import Update, attach
-from dlrm_core.embeddings.fused_gpu import FusedGpu
+from dlrm_core.engines import Update, attach
 from dlrm_core.model import DLRM
 from dlrm_core.parts import part
-from dlrm_core.step_graph import CudaRecorder, DeviceAdagrad, StepGraph, why_not_graphs
+from dlrm_kernels.cuda_graphs import CudaRecorder, DeviceAdagrad, StepGraph, why_not_graphs
+from dlrm_kernels.embeddings.fused_gpu import FusedGpu
 
 R = TypeVar("R")
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from dlrm_core.doctor import find_browser
+from dlrm_workbook.doctor import find_browser
 
 FLAGS = [
     "--no-sandbox",

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dlrm_core.compare_runs import TimedRun
 from dlrm_core.config import Parameters, parameters_from_sections
-from dlrm_core.profiling.profile import Profile
+from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.studies.compare.measure import TimedRun
 
 TINY: dict[str, Any] = {
     "model": {

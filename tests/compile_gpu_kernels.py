@@ -21,9 +21,9 @@ import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dlrm_core import interaction_kernels
-from dlrm_core.embeddings import kernels_gpu
-from dlrm_core.embeddings.fused_gpu import tiles_for
+from dlrm_kernels import interaction_kernels
+from dlrm_kernels.embeddings import kernels_gpu
+from dlrm_kernels.embeddings.fused_gpu import tiles_for
 
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {

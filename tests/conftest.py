@@ -16,7 +16,7 @@ import torch
 from fake_hpctoolkit import FakeHPCToolkit
 from hypothesis import settings
 
-from dlrm_core.profiling import hpctoolkit_process
+from dlrm_workbook import processes as hpctoolkit_process
 
 # GPU kernels have CPU tests: Triton's interpreter must be chosen before triton is imported.
 if not torch.cuda.is_available():
@@ -66,7 +66,7 @@ def small_data_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small data set, 3000 and 700 samples; who spoils it takes a copy."""
     from small_data_set import SMALL
 
-    from dlrm_core.datasets.generate import generate
+    from dlrm_core.data.files.generate import generate
 
     folder = tmp_path_factory.mktemp("data") / "set"
     generate(SMALL, {"train": 3000, "test": 700}, folder, threads=2, block=1024)

@@ -13,14 +13,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dlrm_core.profiling.hpctoolkit import (
-    Capabilities,
+from dlrm_workbook.recordings.hpctoolkit.driver import (
     HPCToolkitSettings,
     Measurement,
-    find_tools,
     measure,
-    probe,
 )
+from dlrm_workbook.recordings.hpctoolkit.tools import Capabilities, find_tools, probe
 
 COMMON = """
 import json, os, sys, time

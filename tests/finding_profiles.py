@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from dlrm_core.analysis.attribution import attribute
-from dlrm_core.analysis.findings import Finding, findings
 from dlrm_core.parts import span_name
-from dlrm_core.profiling.profile import Profile
+from dlrm_workbook.analysis.attribution import attribute
+from dlrm_workbook.analysis.findings import findings
+from dlrm_workbook.analysis.findings.finding import Finding
+from dlrm_workbook.recordings.profile import Profile
 
 Operators = dict[tuple[str, str, str], float | tuple[float, float]]
 """(component, phase, name) to self ms, or to (self ms, calls), of a mean iteration. An empty

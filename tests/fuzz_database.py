@@ -25,8 +25,9 @@ from pathlib import Path
 
 import numpy as np
 
-from dlrm_core.profiling.database import DatabaseError, read_database
-from dlrm_core.profiling.hpctoolkit_profile import profile_from_database
+from dlrm_workbook.recordings.hpctoolkit.database import read_database
+from dlrm_workbook.recordings.hpctoolkit.format import DatabaseError
+from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
 from tests.hpctoolkit_tree import random_tree
 from tests.hpctoolkit_writer import Measured, write_database
 

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from dlrm_core.profiling.database import read_database
-from dlrm_core.profiling.hpctoolkit_profile import profile_from_database
-from dlrm_core.profiling.profile import Profile
+from dlrm_workbook.recordings.hpctoolkit.database import read_database
+from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
+from dlrm_workbook.recordings.profile import Profile
 from tests.hpctoolkit_tree import FUNCTION, LINE, Tree
 from tests.hpctoolkit_writer import Measured, write_database
 

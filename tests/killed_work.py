@@ -2,13 +2,12 @@
 
 from pathlib import Path
 
-from dlrm_core.datasets import generate as generating
-from dlrm_core.datasets import preprocess as preprocessing
-from dlrm_core.datasets.criteo_kernels import SIGNATURES, kernel
-from dlrm_core.datasets.generate import Law, SampleMaker, generate
-from dlrm_core.datasets.preprocess import Request, preprocess
-from dlrm_core.datasets.teacher import TeacherConfig
-from dlrm_core.datasets.variants import Variant
+from dlrm_core.data.files import criteo as preprocessing
+from dlrm_core.data.files import generate as generating
+from dlrm_core.data.files.criteo import Request, preprocess
+from dlrm_core.data.files.generate import Law, SampleMaker, Variant, generate
+from dlrm_core.data.files.teacher import TeacherConfig
+from dlrm_kernels.data_sets import SIGNATURES, kernel
 
 LAW = Law(Variant("custom", 3, (5000, 40, 7), 1.45), 11, TeacherConfig())
 SAMPLES = {"train": 40_000, "test": 5_000}

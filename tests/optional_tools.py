@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from dlrm_core.embeddings.fbgemm_backend import load_fbgemm
 from dlrm_core.errors import MissingToolError
+from dlrm_kernels.embeddings.fbgemm import load_fbgemm
 
 
 def _fbgemm_absent() -> str:

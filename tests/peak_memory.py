@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-import dlrm_core.embeddings.fused_cpu
-from dlrm_core import training
+import dlrm_kernels.embeddings.fused_cpu
+from dlrm_core import train as training
 from dlrm_core.config import parameters_from_sections
 
 
@@ -44,5 +44,5 @@ def taken_bytes(sections: dict[str, Any]) -> int:
 
 if __name__ == "__main__":
     torch.optim.SGD([torch.zeros(1)], 0.1)  # loads what optimisers need
-    assert dlrm_core.embeddings.fused_cpu
+    assert dlrm_kernels.embeddings.fused_cpu
     print(json.dumps([taken_bytes(sections) for sections in json.load(sys.stdin)]))

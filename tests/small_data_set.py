@@ -1,7 +1,6 @@
 """The small data set that several test files read."""
 
-from dlrm_core.datasets.generate import Law
-from dlrm_core.datasets.variants import Variant
+from dlrm_core.data.files.generate import Law, Variant
 
 ROWS = (1000, 3, 40000, 126, 127, 1)
 SMALL = Law(Variant("custom", 5, ROWS, 1.45), 7)

@@ -3,8 +3,8 @@
 import torch
 
 from dlrm_core.config import parameters_from_sections
-from dlrm_core.learner_state import optimizer_state, weights_of
-from dlrm_core.training import Trainer
+from dlrm_core.resume import optimizer_state, weights_of
+from dlrm_core.train import Trainer
 
 SMALL = {
     "model": {

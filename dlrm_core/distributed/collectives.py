@@ -41,7 +41,7 @@ class Collective:
     kind: str
     what: str
     bytes: int
-    """Payload, see :mod:`dlrm_core.analysis.communication`."""
+    """Payload, see :mod:`dlrm_workbook.analysis.ranks.communication`."""
     started: float
     ended: float | None = None
     exposed: float = 0.0

@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
-from dlrm_core.capacity import available_memory, format_bytes, mean_bag_size
 from dlrm_core.config import Parameters
-from dlrm_core.distributed.packages import load_torchrec
-from dlrm_core.distributed.world import World, least
-from dlrm_core.embeddings.fbgemm_backend import LANES, ROWWISE_ELEMENTS
-from dlrm_core.embeddings.torch_backend import EPSILON
+from dlrm_core.distributed.world import World, least, load_torchrec
+from dlrm_core.embeddings import EPSILON
 from dlrm_core.errors import InputError
+from dlrm_core.memory import available_memory, format_bytes, mean_bag_size
+from dlrm_kernels.embeddings.fbgemm import LANES, ROWWISE_ELEMENTS
 
 FLOAT_BYTES = 4
 

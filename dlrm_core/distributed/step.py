@@ -44,8 +44,7 @@ from dlrm_core.dense import (
     top_mlp_forward,
 )
 from dlrm_core.distributed.collectives import Collectives
-from dlrm_core.distributed.local_batch import LocalBatch
-from dlrm_core.distributed.tables import ShardedTables
+from dlrm_core.distributed.tables import LocalBatch, ShardedTables
 from dlrm_core.model import DLRM
 from dlrm_core.parts import part
 from dlrm_core.step import bottom_mlp_update, optimizer_of, optimizer_update, top_mlp_update

@@ -10,6 +10,7 @@ Shapes: B samples of the global batch, b of a rank, T tables of R rows, d embedd
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from dlrm_core.config import Parameters
+from dlrm_core.data.batch import Batch
 from dlrm_core.distributed.collectives import Collectives
-from dlrm_core.distributed.packages import load_torchrec
 from dlrm_core.distributed.plan import (
     Shard,
     make_collection,
@@ -27,8 +28,9 @@ from dlrm_core.distributed.plan import (
     make_sharder,
     shards_of,
 )
-from dlrm_core.distributed.world import World
-from dlrm_core.embeddings.torch_backend import EPSILON
+from dlrm_core.distributed.world import World, load_torchrec
+from dlrm_core.embeddings import BAD_INDEX, EPSILON, describe_fault
+from dlrm_core.errors import InputError
 from dlrm_core.model import facebook_table
 
 
@@ -266,3 +268,67 @@ def _cut_rows(start: int, count: int, dim: int) -> Iterator[tuple[int, int, int]
         yield start // dim, start % dim, min(dim, start % dim + count)
     if end % dim and (end // dim != start // dim or not start % dim):
         yield end // dim, 0, end % dim
+
+
+# A rank's slice of a global batch, in the layout that TorchRec takes.
+
+
+@dataclass(frozen=True)
+class LocalBatch:
+    """b = B / ranks samples.
+
+    Attributes:
+        dense: (b, D) float32.
+        lookups: KeyedJaggedTensor, feature ``ft`` for table t.
+        targets: (b, 1) float32.
+    """
+
+    dense: torch.Tensor
+    lookups: Any
+    targets: torch.Tensor
+
+    @property
+    def size(self) -> int:
+        """Number of samples b."""
+        return self.dense.shape[0]
+
+
+def local_batch(batch: Batch, world: World, table_rows: tuple[int, ...]) -> LocalBatch:
+    """The samples rank·b to (rank + 1)·b of a batch whose size is a multiple of the ranks.
+
+    Raises:
+        InputError: an index outside its table.
+    """
+    size = batch.size // world.size
+    first, behind = world.rank * size, (world.rank + 1) * size
+    values, lengths = [], []
+    for t, rows in enumerate(table_rows):
+        indices, starts = batch.table_indices(t), batch.offsets[t]
+        ends = torch.cat([starts[1:], starts.new_tensor([indices.numel()])])
+        begin = int(starts[first])
+        own = indices[begin : int(ends[behind - 1])]
+        if own.numel() and (int(own.min()) < 0 or int(own.max()) >= rows):
+            _refuse(batch, t, begin, own, table_rows)
+        values.append(own)
+        lengths.append(ends[first:behind] - starts[first:behind])
+    lookups = load_torchrec().KeyedJaggedTensor(
+        keys=[f"f{t}" for t in range(len(table_rows))],
+        values=torch.cat(values),
+        lengths=torch.cat(lengths),
+    )
+    place = slice(first, behind)
+    return LocalBatch(
+        batch.dense[place].to(world.device),
+        lookups.to(world.device),
+        batch.targets[place].to(world.device),
+    )
+
+
+def _refuse(
+    batch: Batch, table: int, begin: int, own: torch.Tensor, table_rows: tuple[int, ...]
+) -> None:
+    import numpy as np
+
+    wrong = ((own < 0) | (own >= table_rows[table])).nonzero()[0]
+    place = batch.table_starts[table] + begin + int(wrong)
+    raise InputError(describe_fault(BAD_INDEX, place, batch, np.array(table_rows)))

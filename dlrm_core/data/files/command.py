@@ -1,0 +1,166 @@
+"""``dlrm data generate | preprocess | inspect``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from dlrm_core.data.files.generate import Variant, find_variant
+from dlrm_core.errors import InputError
+from dlrm_core.files import plain
+
+NVIDIA_SAMPLES = 32768 * 1024
+
+
+def data(arguments: argparse.Namespace) -> int:
+    """Run the action; the last line of generate and preprocess is the data set's folder."""
+    return {"generate": _generate, "preprocess": _preprocess, "inspect": _inspect}[
+        arguments.action
+    ](arguments)
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    from dlrm_core.data.files.generate import Law, generate
+    from dlrm_core.data.files.teacher import TeacherConfig
+
+    teacher = None
+    if arguments.labels == "teacher":
+        teacher = _teacher(arguments, TeacherConfig)
+    law = Law(_variant(arguments), _at_least("--seed", arguments.seed, 0), teacher)
+    samples = parse_samples(arguments.samples, arguments.scale)
+    result = generate(law, samples, Path(arguments.output), _threads(arguments))
+    counts = " and ".join(f"{n:,} {split}" for split, n in result.samples.items())
+    print(
+        f"{counts} samples, {result.bytes / 1e9:.3f} GB; {result.bytes_written_now / 1e9:.3f} GB "
+        f"written in {result.seconds:.2f} s ({result.mb_per_s:.0f} MB/s)"
+    )
+    print(result.folder, flush=True)
+    return 0
+
+
+def _teacher(arguments: argparse.Namespace, kind: Any) -> Any:
+    if not 0.0 <= arguments.teacher_strength <= 8.0:
+        raise InputError(f"--teacher-strength is {arguments.teacher_strength:g}, expected 0 to 8")
+    return kind(
+        seed=_at_least("--teacher-seed", arguments.teacher_seed, 0),
+        strength=arguments.teacher_strength,
+        rows=_at_least("--teacher-rows", arguments.teacher_rows, 1),
+    )
+
+
+def _variant(arguments: argparse.Namespace) -> Variant:
+    if arguments.variant != "custom":
+        if arguments.table_rows:
+            raise InputError(f"--table-rows is for --variant custom, not {arguments.variant}")
+        return find_variant(arguments.variant).scaled(arguments.scale)
+    try:
+        rows = tuple(int(word) for word in (arguments.table_rows or "").split(","))
+    except ValueError:
+        raise InputError(
+            f"--table-rows is {arguments.table_rows!r}, expected numbers such as 1000,50,3"
+        ) from None
+    dense = _at_least("--dense-features", arguments.dense_features, 0)
+    return Variant("custom", dense, rows, arguments.alpha).scaled(arguments.scale)
+
+
+def parse_samples(text: str | None, scale: float) -> dict[str, int]:
+    """``TRAIN[/TEST]`` as numbers; TEST left out is an eighth.
+
+    Raises:
+        InputError: it is something else.
+    """
+    if text is None:
+        train = max(1, round(NVIDIA_SAMPLES * scale))
+        return {"train": train, "test": max(1, train // 8)}
+    words = text.replace("_", "").split("/")
+    try:
+        numbers = [int(float(word)) for word in words]
+    except (ValueError, OverflowError):
+        numbers = []
+    if not 1 <= len(numbers) <= 2 or min(numbers) < 1:
+        raise InputError(f"--samples is {text!r}, expected TRAIN or TRAIN/TEST, such as 4e6/5e5")
+    return {"train": numbers[0], "test": numbers[1] if numbers[1:] else max(1, numbers[0] // 8)}
+
+
+def _preprocess(arguments: argparse.Namespace) -> int:
+    from dlrm_core.data.files.criteo import Request, preprocess
+
+    request = Request(
+        layout=arguments.layout,
+        inputs=[Path(name) for name in arguments.input],
+        threshold=arguments.frequency_threshold,
+        max_rows=arguments.max_rows,
+        test_fraction=arguments.test_fraction,
+        threads=_threads(arguments),
+        memory=_at_least("--memory-mb", arguments.memory_mb, 1) << 20,
+    )
+    result = preprocess(request, Path(arguments.output))
+    counts = " and ".join(f"{n:,} {split}" for split, n in result.rows.items())
+    rate = result.input_bytes / 1e6 / result.seconds
+    print(
+        f"{counts} samples, {sum(result.table_rows):,} embedding rows; "
+        f"{result.input_bytes / 1e6:.0f} MB of text in {result.seconds:.2f} s ({rate:.0f} MB/s)"
+    )
+    print(result.folder, flush=True)
+    return 0
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    from dlrm_core.data.files.inspection import inspect
+
+    report = inspect(Path(arguments.path), arguments.format, arguments.verify)
+    print(json.dumps(plain(report)) if arguments.json else as_text(report), flush=True)
+    return 1 if report["problems"] else 0
+
+
+def as_text(report: dict[str, Any]) -> str:
+    """A report for people."""
+    lines = [f"{report['path']}: {report['format']}"]
+    for name, split in report["splits"].items():
+        rate = "no" if split["click_rate"] is None else f"{split['click_rate']:.4f}"
+        lines.append(
+            f"\n{name}: {split['samples']:,} samples, {split['bytes'] / 1e6:,.1f} MB, "
+            f"click rate {rate}"
+        )
+        for key in ("dense", "tables", "fields"):
+            lines += _table(split.get(key, []))
+    shown = {key: value for key, value in report["metadata"].items() if key != "teacher"}
+    if shown:
+        lines += ["\nmetadata:", *(f"  {key}: {value}" for key, value in shown.items())]
+    lines += ["", *(f"PROBLEM  {problem}" for problem in report["problems"])]
+    if not report["problems"]:
+        lines.append("all values are in range, all files have the same number of samples")
+    return "\n".join(lines)
+
+
+def _table(rows: list[dict[str, Any]]) -> list[str]:
+    if not rows:
+        return []
+    columns = list(rows[0])
+    cells = [columns, *([_cell(row[column]) for column in columns] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    return [
+        "  " + "  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True))
+        for line in cells
+    ]
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+def _at_least(name: str, value: int, least: int) -> int:
+    if value < least:
+        raise InputError(f"{name} is {value}, expected at least {least}")
+    return value
+
+
+def _threads(arguments: argparse.Namespace) -> int:
+    if arguments.threads is None:
+        return len(os.sched_getaffinity(0))
+    return _at_least("--threads", arguments.threads, 1)

@@ -1,0 +1,505 @@
+"""Criteo's text (Kaggle and Terabyte) to NVIDIA's layout, on files larger than memory.
+
+Two stages, each at the speed of one core's parsing or hashing times the cores:
+
+1. the text, in pieces: labels, log(x+3) of the integers (0 where missing; what is below
+   −2 counts as −2) as float16, and the 26 hashed categories as 32-bit columns;
+2. each category column: counted, numbered (``vocabulary``), rewritten as row numbers.
+
+The last rows become the test split. Everything follows from the input: the same bytes
+come out for any number of threads, amount of memory and number of interruptions.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from dlrm_core.data.files.feature_spec import (
+    SPLITS,
+    default_spec,
+    index_dtype,
+    read_spec,
+    write_spec,
+)
+from dlrm_core.data.files.resumable import (
+    SYNC_BYTES,
+    BackgroundSync,
+    OpenFiles,
+    Progress,
+    Workplace,
+    in_order,
+    need_space,
+    write_at,
+)
+from dlrm_core.data.files.vocabulary import build_vocabulary, number_column
+from dlrm_core.errors import InputError
+from dlrm_kernels.data_sets import (
+    BAD_INTEGER,
+    BAD_LABEL,
+    DENSE,
+    FEW_FIELDS,
+    HEX_VALUES,
+    MANY_FIELDS,
+    NO_FAULT,
+    TABLES,
+    kernel,
+    parse_kernel,
+)
+
+# The files between Criteo's text and the finished data set.
+
+ROWS_AT_ONCE = 1 << 18
+LABEL, NUMERICAL, MISSING_BITS = "label.bin", "numerical.bin", "missing.bin"
+SIZES = {LABEL: 1, NUMERICAL: 2 * DENSE}
+
+
+class RawColumns:
+    """``raw/``: columns of all rows, written in pieces; then ``train/`` and ``test/``.
+
+    Every step can be done again after a kill, with the same outcome.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.raw = folder / "raw"
+        self._files = OpenFiles()
+
+    def write(
+        self,
+        row: int,
+        labels: np.ndarray,
+        dense: np.ndarray,
+        categories: np.ndarray,
+        missing: np.ndarray,
+    ) -> None:
+        """Write rows from ``row`` on; any thread, any order."""
+        write_at(self._open(LABEL), labels, row)
+        write_at(self._open(NUMERICAL), dense, row * SIZES[NUMERICAL])
+        write_at(self._open(MISSING_BITS), missing, row * 4)
+        for table in range(TABLES):
+            write_at(self._open(_raw_name(table)), categories[table], row * 4)
+
+    def _open(self, name: str) -> int:
+        return self._files.open(self.raw / name)
+
+    def sync(self) -> None:
+        """Return when the disk has all that was written."""
+        self._files.sync()
+
+    def split(self, rows: int, train: int) -> None:
+        """Labels and dense features to their splits: the first ``train`` rows and the others."""
+        self._files.close()
+        for name, size in SIZES.items():
+            source = self.raw / name
+            for split in ("train", "test"):
+                (self.folder / split).mkdir(exist_ok=True)
+            if source.exists():
+                _copy_part(source, train * size, rows * size, self.folder / "test" / name)
+                source.replace(self.folder / "train" / name)
+            os.truncate(self.folder / "train" / name, train * size)
+
+    def convert(
+        self, table: int, rows: int, train: int, threshold: int, memory: int
+    ) -> tuple[int, int]:
+        """Number one column's categories and write its row numbers.
+
+        Returns:
+            categories kept, and categories there were.
+        """
+        # of a kill in the middle of a column nothing is left
+        name = f"cat_{table}.bin"
+        folder = self.folder / "vocabulary"
+        with RawColumn(self.raw, table, rows) as column:
+            vocabulary = build_vocabulary(
+                column.blocks, table, threshold, memory, folder, f"cat_{table}"
+            )
+            dtype = index_dtype(vocabulary.size + 1)
+            with OpenFiles() as files:
+                paths = [self.folder / split / name for split in ("train", "test")]
+                handles = [files.open(path) for path in paths]
+                sizes = [train, rows - train]
+                for path, size in zip(paths, sizes, strict=True):
+                    files.cut(path, size * dtype.itemsize)
+
+                def write(place: int, values: np.ndarray) -> None:
+                    cut = min(max(train - place, 0), len(values))
+                    write_at(handles[0], values[:cut], place * dtype.itemsize)
+                    write_at(handles[1], values[cut:], (place + cut - train) * dtype.itemsize)
+
+                def read(place: int, count: int) -> np.ndarray:
+                    cut = min(max(train - place, 0), count)
+                    parts = [
+                        read_values(handles[0], dtype, place, cut),
+                        read_values(handles[1], dtype, place + cut - train, count - cut),
+                    ]
+                    return np.concatenate(parts)
+
+                number_column(column.blocks, table, vocabulary, memory, dtype, read, write)
+                files.sync()
+        for path in (vocabulary.keys, vocabulary.counts):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        return vocabulary.size, vocabulary.different
+
+    def drop(self, table: int) -> None:
+        """Free the disk of a column that is done."""
+        (self.raw / _raw_name(table)).unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Free the disk of all that is left."""
+        self._files.close()
+        shutil.rmtree(self.raw, ignore_errors=True)
+
+    def __enter__(self) -> RawColumns:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._files.close()
+
+
+class RawColumn:
+    """One column of hashed categories, read in blocks as often as needed."""
+
+    def __init__(self, raw: Path, table: int, rows: int) -> None:
+        self._paths = raw / _raw_name(table), raw / MISSING_BITS
+        self._rows = rows
+        self._handles: list[int] = []
+
+    def blocks(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Keys and missing bits, a quarter of a million rows at a time."""
+        for start in range(0, self._rows, ROWS_AT_ONCE):
+            count = min(ROWS_AT_ONCE, self._rows - start)
+            keys, missing = (
+                read_values(handle, np.dtype(np.uint32), start, count) for handle in self._handles
+            )
+            yield keys, missing
+
+    def __enter__(self) -> RawColumn:
+        self._handles = [os.open(path, os.O_RDONLY) for path in self._paths]
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        for handle in self._handles:
+            os.close(handle)
+
+
+def read_values(handle: int, dtype: np.dtype, first: int, count: int) -> np.ndarray:
+    """``count`` values from the ``first``-th on, in memory of their own."""
+    out = np.empty(count, dtype)
+    view = memoryview(out.view(np.uint8).data)
+    place = first * dtype.itemsize
+    while len(view):
+        got = os.preadv(handle, [view], place)
+        if not got:
+            raise OSError(f"a file ends {len(view)} bytes too early")
+        view, place = view[got:], place + got
+    return out
+
+
+def _raw_name(table: int) -> str:
+    return f"cat_{table}.u32"
+
+
+def _copy_part(source: Path, begin: int, end: int, target: Path) -> None:
+    """Bytes [begin, end) of a file as a file of their own."""
+    with source.open("rb") as read, target.open("wb") as write:
+        read.seek(begin)
+        left = end - begin
+        while left:
+            block = read.read(min(left, 8 << 20))
+            if not block:
+                raise OSError(f"{source} ends {left} bytes too early")
+            write.write(block)
+            left -= len(block)
+        write.flush()
+        os.fsync(write.fileno())
+
+
+LAYOUTS = {"kaggle": 1 / 7, "terabyte": 1 / 24}
+"""Share of the rows, from the end, that are the test split: the last day."""
+PIECE = 4 << 20
+"""Bytes of text parsed at a time."""
+FIELDS = ["label", *(f"I{i + 1}" for i in range(DENSE)), *(f"C{i + 1}" for i in range(TABLES))]
+NEWLINE = 10
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for.
+
+    Attributes:
+        layout: 'kaggle' or 'terabyte'; the text is the same, the days are not.
+        inputs: text files in order, gzipped if named so.
+        threshold: categories that came less often become row 0.
+        max_rows: stop after so many rows.
+        test_fraction: share of the rows, from the end, that are the test split.
+        threads: of this process.
+        memory: bytes of hash tables, all threads together.
+    """
+
+    layout: str
+    inputs: Sequence[Path]
+    threshold: int
+    max_rows: int | None = None
+    test_fraction: float | None = None
+    threads: int = 1
+    memory: int = 512 << 20
+    piece: int = PIECE
+
+    def note(self) -> dict[str, Any]:
+        """What the result follows from, to know the same request again."""
+        files = [(str(path.absolute()), path.stat()) for path in self.inputs]
+        return {
+            "layout": self.layout,
+            "inputs": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in files],
+            "frequency_threshold": self.threshold,
+            "max_rows": self.max_rows,
+            "test_fraction": self.fraction,
+        }
+
+    @property
+    def fraction(self) -> float:
+        """Share of the test split."""
+        return LAYOUTS[self.layout] if self.test_fraction is None else self.test_fraction
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Whole lines of one input.
+
+    Attributes:
+        file: its number among the inputs.
+        line: number of the first line, from 1.
+        row: number of the first row in the data set.
+        rows: lines to parse.
+        text: bytes, the last a newline.
+        end: place in the (unpacked) file where the next piece begins.
+    """
+
+    file: int
+    line: int
+    row: int
+    rows: int
+    text: bytes = field(repr=False)
+    end: int
+
+
+@dataclass(frozen=True)
+class Preprocessed:
+    """What ``preprocess`` did."""
+
+    folder: Path
+    rows: dict[str, int]
+    table_rows: tuple[int, ...]
+    input_bytes: int
+    seconds: float
+
+
+def preprocess(request: Request, target: Path) -> Preprocessed:
+    """Convert text, or go on with a conversion that was interrupted.
+
+    Raises:
+        InputError: a file or a line that cannot be read, no room, another request.
+    """
+    started = time.perf_counter()
+    _check(request)
+    size = sum(path.stat().st_size for path in request.inputs)
+    with Workplace(target, request.note(), "dlrm data preprocess") as place:
+        if not place.finished:
+            _work(request, place, size)
+            place.finish()
+    spec = read_spec(target)
+    rows = {split: int(spec.metadata["samples"][split]) for split in SPLITS}
+    return Preprocessed(target, rows, spec.table_rows, size, time.perf_counter() - started)
+
+
+def _check(request: Request) -> None:
+    if request.layout not in LAYOUTS:
+        raise InputError(f"--layout is {request.layout!r}, expected one of {', '.join(LAYOUTS)}")
+    for path in request.inputs:
+        if not path.is_file():
+            raise InputError(f"--input {path}: no such file")
+    if request.threshold < 1:
+        raise InputError(f"--frequency-threshold is {request.threshold}, expected at least 1")
+    if request.max_rows is not None and request.max_rows < 2:
+        raise InputError(f"--max-rows is {request.max_rows}, expected at least 2")
+    if not 0.0 < request.fraction < 1.0:
+        raise InputError(f"--test-fraction is {request.fraction:g}, expected between 0 and 1")
+
+
+def _work(request: Request, place: Workplace, size: int) -> None:
+    with RawColumns(place.folder) as columns:
+        if not place.done.get("parsed"):
+            if not request.max_rows:
+                # text is wider than its columns, except for what gzip makes of it
+                packed = any(path.suffix == ".gz" for path in request.inputs)
+                need_space(place.folder, 0 if place.done else size * (4 if packed else 1))
+            _parse(request, place, columns)
+        rows = int(place.done["rows"])
+        test = max(1, round(rows * request.fraction))
+        if rows - test < 1:
+            place.done = {}  # nothing to go on with
+            raise InputError(
+                f"the inputs have {rows} rows, of which {test} would be the test split: none is "
+                "left to train on"
+            )
+        columns.split(rows, rows - test)
+        done = dict(place.done)
+        features = {int(t): tuple(v) for t, v in done.pop("features", {}).items()}
+        left = [t for t in range(TABLES) if t not in features]
+        progress = Progress("numbering categories", TABLES, "features", len(features))
+        memory = request.memory // request.threads
+
+        def convert(table: int) -> tuple[int, int, int]:
+            return table, *columns.convert(table, rows, rows - test, request.threshold, memory)
+
+        for table, kept, different in in_order(convert, left, request.threads, request.threads):
+            features[table] = (kept, different)
+            place.note(**done, features={str(t): list(v) for t, v in features.items()})
+            columns.drop(table)
+            progress.advance(1)
+        progress.close()
+    table_rows = [features[t][0] + 1 for t in range(TABLES)]
+    sections = default_spec(DENSE, table_rows)
+    sections["metadata"] = {
+        "made_by": "dlrm data preprocess",
+        "layout": request.layout,
+        "inputs": [path.name for path in request.inputs],
+        "frequency_threshold": request.threshold,
+        "samples": {"train": rows - test, "test": test},
+        "clicks": int(done["clicks"]),
+        "different_categories": [features[t][1] for t in range(TABLES)],
+        "numerical": "log(x + 3) as float16, 0 where missing",
+        "row_0": "missing, or rarer than the threshold",
+    }
+    write_spec(place.folder, sections)
+    columns.remove()
+
+
+def _parse(request: Request, place: Workplace, columns: RawColumns) -> None:
+    done = {"file": 0, "offset": 0, "line": 1, "rows": 0, "clicks": 0} | place.done
+    progress = Progress("parsing", sum(p.stat().st_size for p in request.inputs), "bytes")
+
+    def parse(piece: Piece) -> tuple[Piece, int]:
+        labels, dense, categories, missing = parse_piece(piece, request.inputs[piece.file])
+        columns.write(piece.row, labels, dense, categories, missing)
+        return piece, int(labels.sum())
+
+    with BackgroundSync(columns.sync, lambda state: place.note(**state), SYNC_BYTES) as disk:
+        pieces = read_pieces(request, done)
+        for piece, clicks in in_order(parse, pieces, request.threads, 2 * request.threads):
+            done["file"], done["offset"] = piece.file, piece.end
+            done["line"], done["rows"] = piece.line + piece.rows, piece.row + piece.rows
+            done["clicks"] += clicks
+            progress.advance(len(piece.text))
+            disk.written(len(piece.text), done)
+        disk.finish(done)
+    progress.close()
+    if not done["rows"]:
+        place.done = {}  # nothing to go on with
+        raise InputError(f"{request.inputs[0]}: has no lines")
+    place.note(**done, parsed=True)
+
+
+def read_pieces(request: Request, done: dict[str, Any]) -> Iterator[Piece]:
+    """The inputs in pieces of whole lines, from where ``done`` says."""
+    row = int(done["rows"])
+    line, offset = int(done["line"]), int(done["offset"])
+    for number in range(int(done["file"]), len(request.inputs)):
+        path = request.inputs[number]
+        try:
+            with _open(path) as file:
+                file.seek(offset)
+                rest = b""
+                while True:
+                    block = file.read(request.piece)
+                    text = rest + block
+                    if block:
+                        cut = text.rfind(b"\n") + 1
+                        text, rest = text[:cut], text[cut:]
+                        if not text:
+                            _refuse_endless_line(path, line, rest, request.piece)
+                            continue
+                    elif text:
+                        # a last line without its newline
+                        text, rest = text + b"\n", b""
+                    else:
+                        break
+                    rows = int(np.count_nonzero(np.frombuffer(text, np.uint8) == NEWLINE))
+                    offset += len(text)
+                    if request.max_rows is not None:
+                        rows = min(rows, request.max_rows - row)
+                        if rows <= 0:
+                            return
+                    yield Piece(number, line, row, rows, text, offset)
+                    row, line = row + rows, line + rows
+        except (OSError, EOFError) as error:
+            raise InputError(f"{path}: cannot be read: {error}") from None
+        line, offset = 1, 0
+
+
+def _refuse_endless_line(path: Path, line: int, text: bytes, limit: int) -> None:
+    if len(text) > max(limit, 1 << 16):
+        raise InputError(f"{path}: line {line} has more than {len(text)} bytes: not Criteo's text")
+
+
+def _open(path: Path) -> IO[bytes]:
+    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb", buffering=0)  # type: ignore[return-value]
+
+
+def parse_piece(piece: Piece, path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Labels (B,) bool, dense (B, 13) float16, categories (26, B) uint32, missing bits (B,).
+
+    Raises:
+        InputError: naming file, line, field and what is there.
+    """
+    labels, numbers, categories, missing = parse_numbers(piece, path)
+    return labels, transform(numbers), categories, missing
+
+
+def parse_numbers(
+    piece: Piece, path: Path
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """As :func:`parse_piece`, the integers as they are: (B, 13) int32, MISSING where empty."""
+    rows = piece.rows
+    data = np.frombuffer(piece.text, np.uint8)
+    labels = np.empty(rows, np.uint8)
+    numbers = np.empty((rows, DENSE), np.int32)
+    categories = np.empty((TABLES, rows), np.uint32)
+    missing = np.empty(rows, np.uint32)
+    fault = np.zeros(4, np.int64)
+    kernel(parse_kernel)(data, rows, HEX_VALUES, labels, numbers, categories, missing, fault)
+    if fault[0] != NO_FAULT:
+        _refuse(piece, path, *(int(number) for number in fault))
+    return labels.view(bool), numbers, categories, missing
+
+
+def transform(numbers: np.ndarray) -> np.ndarray:
+    """log(x + 3) of Criteo's integers as float16; missing: 0; below −2: as −2, which is 0 too."""
+    # MISSING is the smallest integer, so it is caught by the same maximum
+    return np.log(np.maximum(numbers, -2).astype(np.float64) + 3.0).astype(np.float16)
+
+
+def _refuse(piece: Piece, path: Path, kind: int, row: int, number: int, place: int) -> None:
+    line = piece.text.split(b"\n", row + 1)[row]
+    found = line.split(b"\t")[number : number + 1]
+    shown = repr(found[0][:40] if found else b"")[1:]
+    where = f"{path}: line {piece.line + row}"
+    fields = line.count(b"\t") + 1
+    if kind in (FEW_FIELDS, MANY_FIELDS) or fields != len(FIELDS):
+        hint = " (a test file without labels?)" if fields == len(FIELDS) - 1 else ""
+        raise InputError(f"{where}: has {fields} fields, expected {len(FIELDS)}{hint}")
+    wanted = {
+        BAD_LABEL: "0 or 1",
+        BAD_INTEGER: "a whole number of 32 bits, or nothing",
+    }.get(kind, "at most 8 hexadecimal digits, or nothing")
+    raise InputError(f"{where}, field {number + 1} ({FIELDS[number]}): {shown}, expected {wanted}")

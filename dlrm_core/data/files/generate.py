@@ -1,0 +1,363 @@
+"""Synthetic data sets in NVIDIA's layout, at the speed of the disk.
+
+The law is that of NVIDIA's generator (DeepLearningExamples, DLRM_and_DCNv2,
+synthetic_dataset): dense features U[0,1) as float16, one row of each table by a power
+law with row 0 hottest, labels by a fair coin, or by a planted teacher. Every value is a
+function of its place (``draws``), so blocks are made by all threads in any order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dlrm_core.data.files.draws import PowerLaw, half_of_bits, stream_key, words
+from dlrm_core.data.files.feature_spec import SPLITS, default_spec, index_dtype, write_spec
+from dlrm_core.data.files.resumable import (
+    SYNC_BYTES,
+    BackgroundSync,
+    OpenFiles,
+    Progress,
+    Workplace,
+    in_order,
+    need_space,
+    write_at,
+)
+from dlrm_core.data.files.teacher import ScoreHistogram, Teacher, TeacherConfig, best_figures
+from dlrm_core.errors import InputError
+from dlrm_kernels.data_sets import fill_rows, fill_words
+
+# Shapes of NVIDIA's synthetic Criteo data sets, and smaller ones of the same form.
+
+SMALL_TABLE = 100
+"""Tables of at most so many rows keep them when a variant is scaled down."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Tables and dense features of a data set whose rows follow one power law.
+
+    Attributes:
+        name: as on the command line.
+        dense_features: numerical columns.
+        table_rows: cardinality of each categorical column.
+        alpha: exponent of P(row i) ~ (i+1)^-alpha, row 0 hottest.
+    """
+
+    name: str
+    dense_features: int
+    table_rows: tuple[int, ...]
+    alpha: float = 1.45
+
+    def scaled(self, scale: float) -> Variant:
+        """The same variant with ``scale`` times the rows in every table above 100 rows.
+
+        Raises:
+            InputError: the scale is not in (0, 1].
+        """
+        if not 0.0 < scale <= 1.0:
+            raise InputError(f"--scale is {scale:g}, expected a number above 0 and at most 1")
+        rows = tuple(
+            r if r <= SMALL_TABLE else max(SMALL_TABLE, round(r * scale)) for r in self.table_rows
+        )
+        return Variant(self.name, self.dense_features, rows, self.alpha)
+
+
+def _rows(text: str) -> tuple[int, ...]:
+    return tuple(int(word) for word in text.split())
+
+
+# Cardinalities as NVIDIA published them (DeepLearningExamples, DLRM_and_DCNv2,
+# generate_feature_spec): Criteo Terabyte with frequency thresholds of 15, 3 and none.
+VARIANTS = {
+    variant.name: variant
+    for variant in (
+        Variant(
+            "criteo_t15_synthetic",
+            13,
+            _rows(
+                "7912889 33823 17139 7339 20046 4 7105 1382 63 5554114 582469 245828 11 2209 "
+                "10667 104 4 968 15 8165896 2675940 7156453 302516 12022 97 35"
+            ),
+        ),
+        Variant(
+            "criteo_t3_synthetic",
+            13,
+            _rows(
+                "45833188 36747 1572176 345139 11 2209 11268 128 4 975 15 48937457 17246 11316796 "
+                "40094537 452104 12607 105 36 7414 20244 4 7115 1442 63 29275261"
+            ),
+        ),
+        Variant(
+            "criteo_t0_synthetic",
+            13,
+            _rows(
+                "227605432 39061 3067956 405283 11 2209 11939 155 4 977 15 292775614 17296 "
+                "40790948 187188510 590152 12974 109 37 7425 20266 4 7123 1544 64 130229467"
+            ),
+        ),
+        # DeepSpark's official_config.json: MLPerf's Terabyte of 2020 with its own limit
+        Variant(
+            "deepspark_synthetic",
+            13,
+            _rows(
+                "932209 18814 13624 6862 18488 3 6242 1229 49 654428 96850 69004 10 2134 7345 60 "
+                "4 918 14 984280 320932 838408 76380 8906 74 33"
+            ),
+        ),
+    )
+}
+
+
+def find_variant(name: str) -> Variant:
+    """The variant of that name.
+
+    Raises:
+        InputError: there is none.
+    """
+    if name not in VARIANTS:
+        raise InputError(f"--variant is {name!r}, expected one of {', '.join(VARIANTS)}")
+    return VARIANTS[name]
+
+
+BLOCK = 1 << 16
+"""Samples made at a time; a multiple of 64, so that a block's labels begin at a whole word."""
+LABELS = ("random", "teacher")
+
+
+@dataclass(frozen=True)
+class Law:
+    """What every value of a synthetic data set follows from.
+
+    Attributes:
+        variant: tables, dense features, power law.
+        seed: of the data.
+        teacher: the planted model; None: labels by a fair coin.
+    """
+
+    variant: Variant
+    seed: int
+    teacher: TeacherConfig | None = None
+
+
+class SampleMaker:
+    """Makes any samples of a split; one object for any number of threads."""
+
+    def __init__(self, law: Law, split: str) -> None:
+        variant = law.variant
+        self.dense_features = variant.dense_features
+        self.dtypes = [index_dtype(rows) for rows in variant.table_rows]
+        self._laws = [PowerLaw.of(rows, variant.alpha) for rows in variant.table_rows]
+        self._keys = {
+            name: stream_key(law.seed, split, name)
+            for name in ("dense", "label", *(f"table {t}" for t in range(len(self._laws))))
+        }
+        self.teacher = None
+        if law.teacher is not None:
+            self.teacher = Teacher(
+                law.teacher, variant.dense_features, variant.table_rows, variant.alpha
+            )
+
+    def rows(self, table: int, start: int, count: int) -> np.ndarray:
+        """Row numbers of a table (count,) in its column's type."""
+        out = np.empty(count, self.dtypes[table])
+        fill_rows(self._laws[table], self._keys[f"table {table}"], start, out)
+        return out
+
+    def dense(self, start: int, count: int) -> np.ndarray:
+        """Dense features (count, D) float16, U[0,1)."""
+        first, end = start * self.dense_features, (start + count) * self.dense_features
+        bits = np.empty((end + 3) // 4 - first // 4, np.uint64)
+        fill_words(self._keys["dense"], first // 4, bits)
+        # four values a word, the lowest 16 bits first
+        quarters = bits.astype("<u8", copy=False).view("<u2")[first % 4 :][: end - first]
+        return np.take(half_of_bits(), quarters).reshape(count, self.dense_features)
+
+    def logits(self, dense: np.ndarray, rows: list[np.ndarray]) -> np.ndarray:
+        """The teacher's scores (count,) float64."""
+        assert self.teacher is not None
+        return self.teacher.logits(dense, rows)
+
+    def labels(self, start: int, count: int, logits: np.ndarray | None) -> np.ndarray:
+        """Clicks (count,) bool: by the teacher's logits, or a fair coin."""
+        if self.teacher is not None:
+            assert logits is not None
+            return self.teacher.click(logits, words(self._keys["label"], start, count))
+        bits = words(self._keys["label"], start // 64, (start + count + 63) // 64 - start // 64)
+        flips = np.unpackbits(bits.astype("<u8", copy=False).view(np.uint8), bitorder="little")
+        return flips[start % 64 :][:count].view(bool)
+
+    def block(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+        """Labels, dense features and the rows of each table."""
+        dense = self.dense(start, count)
+        rows = [self.rows(table, start, count) for table in range(len(self.dtypes))]
+        logits = self.logits(dense, rows) if self.teacher is not None else None
+        return self.labels(start, count, logits), dense, rows
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What ``generate`` did: where, how much, in which time."""
+
+    folder: Path
+    samples: dict[str, int]
+    bytes: int
+    bytes_written_now: int
+    seconds: float
+
+    @property
+    def mb_per_s(self) -> float:
+        """Megabytes (1e6) a second, of what this call wrote."""
+        return self.bytes_written_now / 1e6 / self.seconds if self.seconds > 0 else 0.0
+
+
+def generate(
+    law: Law, samples: dict[str, int], target: Path, threads: int, block: int = BLOCK
+) -> Generated:
+    """Write a data set, or go on with one that was interrupted.
+
+    Args:
+        law: what the values follow from.
+        samples: number of them in ``train`` and ``test``.
+        target: folder of the data set; it appears when all is written.
+        threads: of this process; they do not change a byte.
+
+    Raises:
+        InputError: the target exists, was begun with something else, or does not fit.
+    """
+    for split in SPLITS:
+        if samples[split] < 1:
+            raise InputError(f"--samples has {samples[split]} for {split}, expected at least 1")
+    started = time.perf_counter()
+    variant = law.variant
+    sections = default_spec(variant.dense_features, variant.table_rows)
+    sample_bytes = 1 + 2 * variant.dense_features
+    sample_bytes += sum(index_dtype(rows).itemsize for rows in variant.table_rows)
+    total = sample_bytes * sum(samples.values())
+    request = {"law": dataclasses.asdict(law), "samples": samples}
+    with Workplace(target, request, "dlrm data generate") as place:
+        if place.finished:
+            return Generated(target, samples, total, 0, time.perf_counter() - started)
+        done = dict.fromkeys(SPLITS, 0) | place.done
+        written_before = sample_bytes * sum(done[split] for split in SPLITS)
+        need_space(place.folder, total - written_before)
+        progress = Progress("generating", sum(samples.values()), "samples", sum(done.values()))
+        for split in SPLITS:
+            _write_split(place, law, split, samples[split], done, threads, block, progress)
+        sections["metadata"] = describe(law, samples)
+        write_spec(place.folder, sections)
+        place.finish()
+        progress.close()
+    seconds = time.perf_counter() - started
+    return Generated(target, samples, total, total - written_before, seconds)
+
+
+def _write_split(
+    place: Workplace,
+    law: Law,
+    split: str,
+    samples: int,
+    done: dict[str, int],
+    threads: int,
+    block: int,
+    progress: Progress,
+) -> None:
+    maker = SampleMaker(law, split)
+    with OpenFiles() as files:
+        folder = place.folder / split
+        names = ["label.bin", *(f"cat_{t}.bin" for t in range(len(maker.dtypes)))]
+        names += ["numerical.bin"] if maker.dense_features else []
+        handles = {name: files.open(folder / name) for name in names}
+
+        def make(start: int) -> tuple[int, int]:
+            count = min(block, samples - start)
+            labels, dense, rows = maker.block(start, count)
+            arrays = {"label.bin": labels} | {f"cat_{t}.bin": r for t, r in enumerate(rows)}
+            if maker.dense_features:
+                arrays["numerical.bin"] = dense
+            for name, array in arrays.items():
+                write_at(handles[name], array, start * (array.nbytes // count))
+            return count, sum(array.nbytes for array in arrays.values())
+
+        with BackgroundSync(files.sync, lambda state: place.note(**state), SYNC_BYTES) as disk:
+            starts = range(done[split], samples, block)
+            for count, size in in_order(make, starts, threads, 3 * threads):
+                done[split] += count
+                progress.advance(count)
+                disk.written(size, done)
+            disk.finish(done)
+
+
+def describe(law: Law, samples: dict[str, int]) -> dict[str, Any]:
+    """What the data set's ``metadata`` say: how it was made and, with a teacher, the best AUC.
+
+    ``teacher_auc_on_test`` is the teacher's own AUC on the labels of this very test set, and
+    so what a model's AUC there is to be compared with: the luck of the draw is in both.
+    """
+    variant = law.variant
+    facts: dict[str, Any] = {
+        "made_by": "dlrm data generate",
+        "variant": variant.name,
+        "alpha": variant.alpha,
+        "seed": law.seed,
+        "samples": dict(samples),
+        "labels": "random" if law.teacher is None else "teacher",
+    }
+    if law.teacher is None:
+        return facts | {"bayes_auc": 0.5}
+    config = dataclasses.asdict(law.teacher) | {"shares": list(law.teacher.shares)}
+    facts["teacher"] = config
+    facts |= best_figures(law.teacher, variant.dense_features, variant.table_rows, variant.alpha)
+    histogram = test_scores(law, samples["test"])
+    auc, uncertainty = histogram.auc()
+    # one class alone has no AUC
+    if np.isfinite(auc):
+        facts |= {"teacher_auc_on_test": auc, "teacher_auc_on_test_uncertainty": uncertainty}
+    facts["teacher_log_loss_on_test"] = histogram.log_loss()
+    return facts
+
+
+def test_scores(law: Law, samples: int) -> ScoreHistogram:
+    """The teacher's scores against the labels of the test set, all of them."""
+    maker, histogram = SampleMaker(law, "test"), ScoreHistogram()
+    for start in range(0, samples, BLOCK):
+        count = min(BLOCK, samples - start)
+        labels, logits = labels_and_logits(maker, start, count)
+        histogram.add(logits, labels)
+    return histogram
+
+
+def labels_and_logits(maker: SampleMaker, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """A teacher's labels (bool) and scores (float64) of some samples."""
+    dense = maker.dense(start, count)
+    rows = [maker.rows(table, start, count) for table in range(len(maker.dtypes))]
+    logits = maker.logits(dense, rows)
+    return maker.labels(start, count, logits), logits
+
+
+def law_of_metadata(metadata: Any, table_rows: tuple[int, ...], dense_features: int) -> Law | None:
+    """The law of a data set that ``dlrm data generate`` made; None of any other."""
+    if not isinstance(metadata, dict) or metadata.get("made_by") != "dlrm data generate":
+        return None
+    try:
+        variant = Variant(
+            str(metadata["variant"]), dense_features, table_rows, float(metadata["alpha"])
+        )
+        teacher = metadata.get("teacher")
+        if teacher is not None:
+            teacher = TeacherConfig(**(teacher | {"shares": tuple(teacher["shares"])}))
+        return Law(variant, int(metadata["seed"]), teacher)
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def blocks(samples: int, block: int = BLOCK) -> Iterator[tuple[int, int]]:
+    """(start, count) of consecutive blocks."""
+    for start in range(0, samples, block):
+        yield start, min(block, samples - start)

@@ -1,0 +1,301 @@
+"""What a data set holds, and whether it is what it says: every value is looked at once."""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dlrm_core.data.files.criteo import FIELDS, Request, parse_numbers, read_pieces
+from dlrm_core.data.files.feature_spec import FILE_NAME, read_spec
+from dlrm_core.data.files.generate import BLOCK, SampleMaker, blocks, law_of_metadata
+from dlrm_core.data.files.resumable import NOTE
+from dlrm_core.data.files.sources import FORMATS, Column, Source, check_range, open_source
+from dlrm_core.errors import InputError
+from dlrm_core.files import read_json
+from dlrm_kernels.data_sets import DENSE, MISSING, TABLES
+
+AT_ONCE = 1 << 20
+MOST_DISTINCT = 1 << 29
+"""Tables of more rows have their different rows not counted: a byte a row is needed."""
+
+
+def inspect(path: Path, format: str | None = None, verify: bool = False) -> dict[str, Any]:
+    """Look at every value of a data set.
+
+    Args:
+        path: a data set's folder, a terabyte_processed_*.bin, or Criteo's text.
+        format: one of FORMATS; None: told from the files, where they tell.
+        verify: of a data set that ``dlrm data generate`` made, make every sample again and
+            compare the bytes.
+
+    Returns:
+        ``path``, ``format``, ``splits`` (name to samples, bytes, click_rate, tables, dense),
+        ``metadata``, ``problems`` (sentences; empty: all is well).
+
+    Raises:
+        InputError: this is not a data set, or its format must be told.
+    """
+    if format is not None and format not in FORMATS:
+        raise InputError(f"--format is {format!r}, expected one of {', '.join(FORMATS)}")
+    if not path.exists():
+        # says also whether it is unfinished
+        open_source(path, format or "split_binary", "train")
+    if path.is_dir() and (path / NOTE).exists():
+        return _unfinished(path)
+    format = format or detect(path)
+    if format == "text":
+        return _text(path)
+    report: dict[str, Any] = {
+        "path": str(path),
+        "format": format,
+        "splits": {},
+        "metadata": {},
+        "problems": [],
+    }
+    for split in _splits(path, format):
+        try:
+            source = open_source(path, format, split)
+            report["metadata"] = dict(source.metadata)
+            report["splits"][split] = _split(source, report["problems"])
+            if verify:
+                _verify(source, report["problems"])
+        except InputError as error:
+            report["problems"].append(str(error))
+    _compare_with_metadata(report)
+    return report
+
+
+def detect(path: Path) -> str:
+    """The format of a data set, or 'text', as far as its files tell.
+
+    Raises:
+        InputError: they do not.
+    """
+    if path.is_file():
+        if path.name == FILE_NAME:
+            return "split_binary"
+        return "terabyte" if path.suffix == ".bin" else "text"
+    if (path / FILE_NAME).exists():
+        return "split_binary"
+    if list(path.glob("terabyte_processed_*.bin")):
+        return "terabyte"
+    if (path / "train" / "label.bin").exists():
+        raise InputError(
+            f"{path}: has no {FILE_NAME}, and the same file names are used with other types: say "
+            "--format deepspark_dist (int32 and float32) if it is DeepSpark's"
+        )
+    raise InputError(f"{path}: holds no data set of the formats {', '.join(FORMATS)}")
+
+
+def _splits(path: Path, format: str) -> list[str]:
+    if format == "split_binary":
+        return sorted(read_spec(path).splits, reverse=True)
+    names = ("train", "test", "val")
+    if format == "terabyte":
+        if path.is_file():
+            return [path.stem.removeprefix("terabyte_processed_")]
+        return [name for name in names if (path / f"terabyte_processed_{name}.bin").exists()]
+    return [name for name in names if (path / name).is_dir()] or ["train"]
+
+
+def _unfinished(path: Path) -> dict[str, Any]:
+    note = read_json(path / NOTE)
+    return {
+        "path": str(path),
+        "format": "unfinished",
+        "splits": {},
+        "metadata": note,
+        "problems": [
+            f"{path}: not finished; give the command that began it again "
+            f"(done so far: {json.dumps(note.get('done'))})"
+        ],
+    }
+
+
+def _split(source: Source, problems: list[str]) -> dict[str, Any]:
+    files = {column.file for column in (source.label, *source.tables)}
+    files |= {source.dense_file}
+    clicks = 0.0
+    for _, labels in _checked(source, source.read_labels, problems, source.label.values):
+        clicks += float(labels.sum())
+    return {
+        "samples": source.samples,
+        "bytes": sum(file.stat().st_size for file in files),
+        "click_rate": clicks / source.samples if source.samples else None,
+        "dense": _dense(source, problems),
+        "tables": [_table(source, column, problems) for column in source.tables],
+    }
+
+
+def _checked(
+    source: Source,
+    read: Callable[[int, int], np.ndarray],
+    problems: list[str],
+    mapped: np.ndarray | None,
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Blocks that can be read; of those that cannot, the first is a problem."""
+    told = False
+    for start, count in blocks(source.samples, AT_ONCE):
+        try:
+            yield start, read(start, start + count)
+        except InputError as error:
+            if not told:
+                problems.append(str(error))
+            told = True
+        _forget(mapped)
+
+
+def _dense(source: Source, problems: list[str]) -> list[dict[str, Any]]:
+    low = np.full(len(source.dense_names), np.inf)
+    high, total, count = -low, np.zeros(len(low)), 0
+    if len(low):
+        for _, values in _checked(source, source.read_dense, problems, source.dense):
+            low, high = np.minimum(low, values.min(0)), np.maximum(high, values.max(0))
+            total, count = total + values.sum(0, dtype=np.float64), count + len(values)
+    return [
+        {
+            "feature": name,
+            "minimum": float(low[i]) if count else None,
+            "maximum": float(high[i]) if count else None,
+            "mean": float(total[i] / count) if count else None,
+        }
+        for i, name in enumerate(source.dense_names)
+    ]
+
+
+def _table(source: Source, column: Column, problems: list[str]) -> dict[str, Any]:
+    rows = column.rows
+    limit = np.iinfo(column.values.dtype).max if rows is None else rows
+    seen = np.zeros(rows, bool) if rows is not None and rows <= MOST_DISTINCT else None
+    low, high, hottest, wrong = None, None, 0, 0
+    for start, count in blocks(source.samples, AT_ONCE):
+        values = column.values[start : start + count]
+        smallest, largest = int(values.min()), int(values.max())
+        low = smallest if low is None else min(low, smallest)
+        high = largest if high is None else max(high, largest)
+        hottest += count - int(np.count_nonzero(values))
+        if smallest < 0 or largest >= limit:
+            good = (values >= 0) & (values < limit)
+            if not wrong:
+                problems.append(_range_problem(column, values, start, limit))
+            wrong += int(count - good.sum())
+            values = values[good]
+        if seen is not None:
+            seen[values] = True
+        _forget(column.values)
+    if wrong > 1:
+        problems[-1] += f"; {wrong} such values in this file"
+    return {
+        "feature": column.name,
+        "dtype": str(column.values.dtype),
+        "cardinality": rows,
+        "minimum": low,
+        "maximum": high,
+        "different_rows": None if seen is None else int(np.count_nonzero(seen)),
+        "row_0_share": hottest / source.samples if source.samples else None,
+    }
+
+
+def _range_problem(column: Column, values: np.ndarray, start: int, limit: int) -> str:
+    try:
+        check_range(column, values, start, limit)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def _forget(mapped: np.ndarray | None) -> None:
+    """Give mapped pages back, so that looking at a large file takes little memory."""
+    if isinstance(mapped, np.memmap):
+        mapped._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
+
+
+def _verify(source: Source, problems: list[str]) -> None:
+    """Make every sample of a generated data set again and compare."""
+    rows = tuple(column.rows or 0 for column in source.tables)
+    law = law_of_metadata(source.metadata, rows, len(source.dense_names))
+    if law is None:
+        raise InputError(
+            f"{source.path}: --verify is for data sets that 'dlrm data generate' made; this one's "
+            "metadata do not say how to make it again"
+        )
+    maker = SampleMaker(law, source.split)
+    told: set[str] = set()
+    for start, count in blocks(source.samples, BLOCK):
+        labels, dense, tables = maker.block(start, count)
+        columns = [(source.label, labels.view(np.uint8))]
+        columns += list(zip(source.tables, tables, strict=True))
+        if source.dense is not None:
+            for j, name in enumerate(source.dense_names):
+                column = Column(source.dense_file, name, source.dense[:, j])
+                columns.append((column, dense[:, j]))
+        for column, expected in columns:
+            found = column.values[start : start + count]
+            same = found == expected
+            if column.name not in told and not same.all():
+                told.add(column.name)
+                i = int((~same).argmax())
+                problems.append(
+                    f"{column.file}: sample {start + i}, feature {column.name}: {found[i]}, but "
+                    f"it was made as {expected[i]}"
+                )
+            _forget(column.values)
+
+
+def _compare_with_metadata(report: dict[str, Any]) -> None:
+    """What the maker noted against what is there."""
+    noted = report["metadata"].get("samples")
+    if not isinstance(noted, dict):
+        return
+    for split, facts in report["splits"].items():
+        if split in noted and noted[split] != facts["samples"]:
+            report["problems"].append(
+                f"{report['path']}: split {split} has {facts['samples']} samples, but its "
+                f"metadata say {noted[split]}: cut short"
+            )
+
+
+def _text(path: Path) -> dict[str, Any]:
+    """Criteo's text: lines, clicks, missing fields, ranges of the integers."""
+    problems: list[str] = []
+    rows, clicks, size = 0, 0, 0
+    missing = np.zeros(DENSE + TABLES, np.int64)
+    low, high = np.full(DENSE, np.iinfo(np.int64).max), np.full(DENSE, np.iinfo(np.int64).min)
+    start = {"file": 0, "offset": 0, "line": 1, "rows": 0}
+    for piece in read_pieces(Request("kaggle", [path], 1), start):
+        try:
+            labels, numbers, _, bits = parse_numbers(piece, path)
+        except InputError as error:
+            problems.append(str(error))
+            break
+        rows, clicks, size = rows + piece.rows, clicks + int(labels.sum()), size + len(piece.text)
+        empty = numbers == MISSING
+        missing[:DENSE] += empty.sum(0)
+        missing[DENSE:] += [int(np.count_nonzero(bits & np.uint32(1 << t))) for t in range(TABLES)]
+        wide = numbers.astype(np.int64)
+        low = np.minimum(low, np.where(empty, np.iinfo(np.int64).max, wide).min(0))
+        high = np.maximum(high, np.where(empty, np.iinfo(np.int64).min, wide).max(0))
+    if not rows and not problems:
+        problems.append(f"{path}: has no lines")
+    fields = [
+        {
+            "feature": name,
+            "missing_share": float(missing[i]) / rows if rows else None,
+            "minimum": int(low[i]) if i < DENSE and low[i] <= high[i] else None,
+            "maximum": int(high[i]) if i < DENSE and low[i] <= high[i] else None,
+        }
+        for i, name in enumerate(FIELDS[1:])
+    ]
+    split = {"samples": rows, "bytes": size, "click_rate": clicks / rows if rows else None}
+    return {
+        "path": str(path),
+        "format": "text",
+        "splits": {"all": split | {"fields": fields}},
+        "metadata": {},
+        "problems": problems,
+    }

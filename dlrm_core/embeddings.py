@@ -1,0 +1,238 @@
+"""Embedding tables behind one interface, and the back ends that work on them."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from dlrm_core.data.batch import Batch
+from dlrm_core.errors import InputError
+
+# The embedding tables of a DLRM, and what a back end for them must offer.
+
+_HUGE_PAGE = 1 << 21
+_PAIR_OF_LINES = 128
+_MADV_HUGEPAGE = 14  # linux/mman.h
+
+
+class Backend(Protocol):
+    """Lookups, their gradients and the update of the tables, all of them in one place.
+
+    ``forward`` gives tensors of a graph: their backward pass makes, or already
+    applies, the tables' gradients. ``step`` applies what backward has only made.
+    """
+
+    name: str
+
+    def forward(self, tables: EmbeddingTables, batch: Batch) -> list[torch.Tensor]:
+        """T pooled vectors, each (B, d) float32."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients that are kept between backward and step."""
+
+    def step(self) -> None:
+        """Update the tables with the gradients of the last backward pass."""
+
+
+class EmbeddingTables(nn.Module):
+    """T tables of rows x d; a bag of rows is summed into one vector a sample.
+
+    Without a back end the lookups are torch's own, one call a table. Whatever the
+    back end, the weights are the same parameters under the same names.
+
+    Args:
+        huge_pages: lay the tables one behind the other and ask the system for 2 MiB pages
+            (Linux, CPU): random rows then miss the address cache less, and a back end that
+            wants all tables in one piece can use them where they are. Before the weights
+            are filled it costs nothing.
+        memory: where the weights are to lie, (R, d) float32 each; left out, on the device
+            that torch allocates on.
+    """
+
+    def __init__(
+        self,
+        table_rows: Sequence[int],
+        dim: int,
+        huge_pages: bool = False,
+        memory: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        if memory is None:
+            memory = empty_tables(table_rows, dim, huge_pages)
+        self.tables = nn.ModuleList(
+            # the weights are filled by the caller; the default filling costs seconds a table
+            nn.EmbeddingBag(weight.shape[0], dim, mode="sum", sparse=True, _weight=weight)
+            for weight in memory
+        )
+        self.backend: Backend | None = None
+
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        """The tables' weights, each (R, d) float32."""
+        return list(self.parameters())
+
+    def forward(self, batch: Batch) -> list[torch.Tensor]:
+        """T pooled vectors, each (B, d) float32."""
+        if self.backend is not None:
+            return self.backend.forward(self, batch)
+        return [
+            table(batch.table_indices(t), batch.offsets[t]) for t, table in enumerate(self.tables)
+        ]
+
+
+def empty_tables(table_rows: Sequence[int], dim: int, huge_pages: bool) -> list[torch.Tensor]:
+    """Memory for tables (R, d) float32, in one piece where huge pages are asked for."""
+    if not huge_pages:
+        return [torch.empty(rows, dim) for rows in table_rows]
+    return list(empty_table(sum(table_rows), dim, huge_pages).split(list(table_rows)))
+
+
+def empty_table(rows: int, dim: int, huge_pages: bool) -> torch.Tensor:
+    """Memory for a table (rows, dim) float32, on huge pages where asked for and offered."""
+    if not huge_pages or torch.empty(0).device.type != "cpu" or sys.platform != "linux":
+        return torch.empty(rows, dim)
+    memory = torch.empty(rows * dim + _PAIR_OF_LINES // 4)
+    _advise_huge_pages(memory)
+    # a row of 64 floats is then two aligned pairs of cache lines, which CPUs fetch together
+    skipped = -memory.data_ptr() % _PAIR_OF_LINES // 4
+    return memory[skipped : skipped + rows * dim].view(rows, dim)
+
+
+def _advise_huge_pages(weight: torch.Tensor) -> None:
+    """Ask for huge pages behind a tensor's memory; where the kernel declines, nothing changes."""
+    begin = -(-weight.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
+    end = (weight.data_ptr() + weight.nbytes) // _HUGE_PAGE * _HUGE_PAGE
+    if begin < end:
+        advise = ctypes.CDLL(None).madvise
+        advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        advise(begin, end - begin, _MADV_HUGEPAGE)
+
+
+# What a batch must be before its addresses go to machine code.
+
+NO_FAULT, BAD_INDEX, BAD_OFFSET = 0, 1, 2
+"""What a forward kernel notes of a batch that it refuses."""
+
+
+def check_batch(batch: Batch, tables: int, device: str = "cpu") -> None:
+    """Refuse what the kernels of that kind of device would misread.
+
+    Raises:
+        InputError: naming the tensor, and what was found and expected.
+    """
+    for name, tensor in (("indices", batch.indices), ("offsets", batch.offsets)):
+        if tensor.dtype != torch.int64 or tensor.device.type != device:
+            raise InputError(
+                f"batch.{name} is {tensor.dtype} on {tensor.device}, expected torch.int64 on "
+                f"{device}"
+            )
+        if not tensor.is_contiguous():
+            raise InputError(
+                f"batch.{name} has strides {tuple(tensor.stride())}, expected a contiguous tensor"
+            )
+    if batch.offsets.dim() != 2 or batch.offsets.shape[0] != tables:
+        raise InputError(
+            f"batch.offsets has shape {tuple(batch.offsets.shape)}, expected {tables} tables "
+            "x samples"
+        )
+    starts = batch.table_starts
+    if (
+        len(starts) != tables + 1
+        or starts[0] != 0
+        or starts[-1] != batch.indices.numel()
+        or any(a > b for a, b in itertools.pairwise(starts))
+    ):
+        raise InputError(
+            f"batch.table_starts is {starts}, expected {tables + 1} rising numbers from 0 to "
+            f"{batch.indices.numel()} (batch.indices)"
+        )
+
+
+def describe_fault(kind: int, place: int, batch: Batch, rows: np.ndarray) -> str:
+    """What is wrong with a batch, from the kind and place that the forward kernel noted."""
+    if kind == BAD_INDEX:
+        table = int(np.searchsorted(batch.table_starts, place, side="right")) - 1
+        lookup, value = place - batch.table_starts[table], int(batch.indices[place])
+        return describe_values(kind, table, lookup, value, int(rows[table]))
+    table, bag = divmod(place, batch.offsets.shape[1])
+    size = batch.table_starts[table + 1] - batch.table_starts[table]
+    return describe_values(kind, table, bag, int(batch.offsets[table, bag]), 0, f"{size} ")
+
+
+def describe_values(
+    kind: int, table: int, place: int, value: int, rows: int, lookups: str = ""
+) -> str:
+    """What is wrong: an index ``value`` at a table's lookup ``place``, or a sample's offset."""
+    if kind == BAD_INDEX:
+        return (
+            f"embedding table {table} has {rows:,} rows, but lookup {place} of the batch asks for "
+            f"row {value}, expected 0 to {rows - 1}"
+        )
+    return (
+        f"batch.offsets of embedding table {table} is {value} at sample {place}, expected offsets "
+        f"that begin with 0, do not fall and stay below or at its {lookups}lookups"
+    )
+
+
+def rows_of(gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient (B, d) whose rows are float32, each without gaps."""
+    if gradient.dtype != torch.float32 or (gradient.shape[1] > 1 and gradient.stride(1) != 1):
+        return gradient.to(torch.float32).contiguous()
+    return gradient
+
+
+# torch's own embeddings and optimisers: the oracle that every other back end is held to.
+
+EPSILON = 1e-10
+"""Added to the root in both Adagrads: torch's default, and facebook's for row-wise Adagrad."""
+
+
+class RowwiseAdagrad(torch.optim.Optimizer):
+    """Adagrad with one accumulator a row instead of one a weight.
+
+    For a row with gradient g of width d (the sum over its lookups):
+    s += mean(g^2); w -= rate g / (sqrt(s) + eps), as facebookresearch/dlrm's
+    ``RWSAdagrad`` and FBGEMM's EXACT_ROWWISE_ADAGRAD define it. Gradients are sparse.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor], lr: float, eps: float = EPSILON) -> None:
+        super().__init__(parameters, {"lr": lr, "eps": eps})
+        for group in self.param_groups:
+            for weight in group["params"]:
+                self.state[weight]["sum"] = weight.new_zeros(weight.shape[0])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Update every row that has a gradient."""
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                gradient = weight.grad.coalesce()
+                rows, values = gradient.indices()[0], gradient.values()
+                total = self.state[weight]["sum"]
+                total.index_add_(0, rows, values.square().mean(dim=1))
+                scale = group["lr"] / (total[rows].sqrt() + group["eps"])
+                weight.index_add_(0, rows, values * scale[:, None], alpha=-1.0)
+
+
+def torch_optimizer(
+    tables: EmbeddingTables, optimizer: str, learning_rate: float
+) -> torch.optim.Optimizer:
+    """torch's optimiser of the tables, for their sparse gradients."""
+    weights = tables.weights
+    if optimizer == "rowwise_adagrad":
+        return RowwiseAdagrad(weights, learning_rate)
+    # foreach and fused variants refuse sparse gradients
+    if optimizer == "adagrad":
+        return torch.optim.Adagrad(weights, learning_rate, eps=EPSILON, foreach=False)
+    if optimizer == "adam":
+        return torch.optim.SparseAdam(weights, learning_rate)
+    return torch.optim.SGD(weights, learning_rate, foreach=False)

@@ -1,0 +1,561 @@
+"""Memory a run will need, item by item, before anything is allocated."""
+
+from __future__ import annotations
+
+import itertools
+import resource
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dlrm_core.config import Parameters
+from dlrm_core.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+
+# What is alive while the dense part of a step runs: activations and their gradients.
+
+NUMBER_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+"""``training.precision`` to the bytes of an activation."""
+
+
+@dataclass(frozen=True)
+class DensePeak:
+    """Bytes alive at the highest point of the dense part.
+
+    Attributes:
+        activations: what forward has left for backward.
+        gradients: gradients of activations, and an operator's temporaries.
+        where: the part and phase in which that is.
+    """
+
+    activations: int
+    gradients: int
+    where: str
+
+
+def dense_peak(parameters: Parameters, gpu: bool = False) -> DensePeak:
+    """The highest point of the dense part's forward and backward pass.
+
+    Not counted: pooled vectors and their gradients, weights' gradients and the batch,
+    which live longer than the dense part runs. With ``training.compile`` a part keeps no
+    more than this.
+    """
+    model, training = parameters.model, parameters.training
+    rows = min(training.batch_size, training.micro_batch or training.batch_size)
+    if training.dense_backend == "fused" and not gpu:
+        # here, since what it imports imports this
+        import torch
+
+        from dlrm_kernels.dense import parts_of, why_not_fused
+
+        if not why_not_fused(training, torch.device("cpu")):
+            return fused_peak(parameters, rows, parts_of(training))
+    n = NUMBER_BYTES[training.precision]
+    bottom, top = model.bottom_widths, model.top_widths
+    dim, features = model.embedding_dim, len(model.table_rows) + 1
+    # autocast saves the input that it has cast; in fp32 it is the batch's own tensor
+    bottom_kept = sum(bottom[1:]) + (bottom[0] if n < 4 else 0)
+    wide = features * dim
+    pairs = model.interaction_width - dim if model.interaction == "dot" else 0
+    square = features * features if model.interaction == "dot" else 0
+    z = model.interaction_width
+    # concatenation is its own result
+    kept = wide if model.interaction == "dot" else 0
+
+    # a CPU widens what it gathers from 2-byte numbers
+    half = (square + pairs) * (4 // n) if n < 4 and not gpu else 0
+    moments = [
+        DensePeak(bottom_kept + kept + z, square + pairs + half, "interaction forward"),
+        *(
+            DensePeak(bottom_kept + kept + z + acts, gradients, "top MLP backward")
+            for acts, gradients in _mlp_backward(top)
+        ),
+        DensePeak(
+            bottom_kept + kept + z,
+            z + (pairs + 1) + square + wide + half if square else z + wide,
+            "interaction backward",
+        ),
+        *(
+            DensePeak(acts + z, gradients + z, "bottom MLP backward")
+            for acts, gradients in _mlp_backward(bottom)
+        ),
+    ]
+    peak = max(moments, key=lambda moment: moment.activations + moment.gradients)
+    return DensePeak(rows * n * peak.activations, rows * n * peak.gradients, peak.where)
+
+
+def fused_peak(parameters: Parameters, rows: int, parts: int) -> DensePeak:
+    """The buffers of the fused dense part (:mod:`dlrm_kernels.tiles.mlp`), which it keeps.
+
+    Matrices are padded to 32, an entry is 2 bytes a part, and activations, gradients and
+    weights are there in two forms each; the weights' count as activations here.
+    """
+    model = parameters.model
+    activations = gradients = 0
+    for widths, inputs in ((model.bottom_widths, 0), (model.top_widths, model.top_widths[0])):
+        padded = [_padded(width) for width in widths]
+        entries = _padded(rows) * (sum(padded) + sum(padded[:-1]))
+        entries += 2 * sum(a * b for a, b in itertools.pairwise(padded))
+        activations += 2 * parts * entries + 4 * rows * widths[-1]
+        # those of two layers at a time, and in float32 that of the input
+        gradients += 2 * parts * 4 * _padded(rows) * max(padded[1:]) + 4 * rows * inputs
+    gradients += 4 * rows * model.embedding_dim
+    return DensePeak(activations, gradients, "fused kernels")
+
+
+def _padded(width: int) -> int:
+    return -(-width // 32) * 32
+
+
+def _mlp_backward(widths: Sequence[int]) -> list[tuple[int, int]]:
+    """(activations, gradients) in numbers a row while each layer's backward runs, last first.
+
+    A layer's output is saved once: ReLU works in place. Its gradient is made anew by ReLU's
+    backward, before the output is freed.
+    """
+    moments = []
+    for layer in range(len(widths) - 1, 0, -1):
+        moments.append((sum(widths[1 : layer + 1]), 2 * widths[layer]))
+        moments.append((sum(widths[1:layer]), widths[layer] + widths[layer - 1]))
+    return moments
+
+
+# Which embedding tables lie on the GPU, in host memory, or on a disk: a plan, no memory.
+
+FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Numbers of the tables on each side, both rising.
+
+    Attributes:
+        on_gpu: tables looked up where the dense part runs.
+        on_host: tables in host memory (or mapped from a disk), looked up by the CPU.
+        disk: folder that the tables on the host are mapped from; empty: host memory.
+        split: whether pooled vectors cross from the host's side to the GPU's.
+    """
+
+    on_gpu: tuple[int, ...]
+    on_host: tuple[int, ...]
+    disk: str
+    split: bool
+
+
+def plan_placement(parameters: Parameters, gpu: bool) -> Placement:
+    """Where each table lies when the dense part runs on a GPU, or on the CPU.
+
+    The smallest tables go to the GPU first, until the next would exceed
+    ``training.embeddings_on_gpu_bytes``: small tables are looked up as often as large ones
+    (NVIDIA's DLRM for TensorFlow places them so as well). On a CPU the same split is made
+    where the parameter is given, as a rehearsal: both sides are then the CPU.
+
+    Raises:
+        InputError: tables are to lie on a disk, but all of them go to the GPU.
+    """
+    model, training = parameters.model, parameters.training
+    every = tuple(range(len(model.table_rows)))
+    limit, disk = training.embeddings_on_gpu_bytes, training.tables_on_disk
+    if limit is None:
+        if gpu and disk:
+            raise InputError(
+                f"training.tables_on_disk is {disk!r}, but all tables go to the GPU: give "
+                "training.embeddings_on_gpu_bytes, beyond which tables stay on the host (0: all)"
+            )
+        return Placement(every, (), "", False) if gpu else Placement((), every, disk, False)
+    chosen = smallest_first(model.table_rows, model.embedding_dim, limit)
+    return Placement(chosen, tuple(t for t in every if t not in set(chosen)), disk, True)
+
+
+def smallest_first(rows: Sequence[int], dim: int, limit: int) -> tuple[int, ...]:
+    """Numbers of the tables (R, dim) float32 that fit into ``limit`` bytes, rising.
+
+    Smallest first, the lower number first of equal ones; the first that does not fit ends it.
+    """
+    chosen, left = [], limit
+    for table in sorted(range(len(rows)), key=lambda t: (rows[t], t)):
+        left -= rows[table] * dim * FLOAT_BYTES
+        if left < 0:
+            break
+        chosen.append(table)
+    return tuple(sorted(chosen))
+
+
+INDEX_BYTES = 8
+SORTED_LOOKUP_BYTES = 28
+"""Of a GPU's fused update: 4 + 8 for key and place, twice, and 4 for the bag."""
+
+ALWAYS, INITIAL, DATA = "always", "making the model", "making a batch"
+DENSE, EMBEDDINGS = "dense part", "embedding update"
+"""When an item is alive. All but the first follow each other, so only the largest counts."""
+
+PLACES = ("gpu", "host", "disk")
+
+LIBRARIES_BYTES = 48 << 20
+"""Resident once torch and its libraries have run a step, beyond what importing them takes;
+the median of ten shapes on a Xeon (docs/capacity.md)."""
+
+NUMBA_BYTES = 96 << 20
+"""As much again with compiled kernels: numba and LLVM."""
+
+ALLOCATOR_SHARE = 0.15
+"""Of what is allocated anew every step, glibc holds so much more: freed pieces of other sizes
+(median of the same shapes; 0.08 to 0.3)."""
+
+CUBLAS_BYTES = 32 << 20
+"""torch's workspace for cuBLAS on Hopper, 8 MiB on others
+(https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/cuda/CublasHandlePool.cpp)."""
+
+TABLE_COPIES = {"sgd": 0, "rowwise_adagrad": 2, "adagrad": 3, "adam": 6}
+"""Copies of a table's sparse gradient that torch's optimisers make: coalesced, squared..."""
+
+INITIAL_CHUNK = 1 << 22
+"""Weights drawn at a time (:mod:`dlrm_core.model`): 20 bytes each in facebook's stream."""
+
+
+@dataclass(frozen=True)
+class MemoryItem:
+    """One line of the forecast: what, how large, how many bytes, where and when."""
+
+    name: str
+    shape: str
+    bytes: int
+    place: str = "host"
+    """``gpu``, ``host`` memory or ``disk`` (mapped from there)."""
+    when: str = ALWAYS
+
+
+def total_bytes(items: Iterable[MemoryItem], place: str | None = None) -> int:
+    """Bytes at the highest point in one place; None: wherever the items are.
+
+    What is alive all the time, and of the stages of a step the one that needs most.
+    """
+    sums: dict[str, int] = {}
+    for item in items:
+        if place is None or item.place == place:
+            sums[item.when] = sums.get(item.when, 0) + item.bytes
+    return sums.pop(ALWAYS, 0) + max(sums.values(), default=0)
+
+
+def forecast_memory(parameters: Parameters, gpu: bool = False) -> list[MemoryItem]:
+    """What one training process allocates, on a CPU or with the dense part on a GPU.
+
+    Formulas (B batch, T tables of R rows, d embedding width, k mean bag size; b bytes of a
+    number of ``training.precision``):
+    table 4 R d; MLP 4 sum(n m + m), in bf16 and fp16 also b sum(n m + m) for their copy,
+    as much again in fp32 for gradients; activations and their gradients: see
+    :mod:`dlrm_core.memory`; pooled vectors and their gradients 2 * 4 B T d;
+    batch 4 B (D + 1) + 8 T B (k + 1); sparse gradients of an embedding T B k (4 d + 8),
+    less with the fused back ends; optimiser state 4 R (row-wise Adagrad), 4 R d (Adagrad) or
+    8 R d (Adam) a table. Tables on the host beside a GPU (``training.embeddings_on_gpu_bytes``)
+    take what is theirs there, and page-locked copies of their pooled vectors and gradients.
+    """
+    placement = plan_placement(parameters, gpu)
+    where = "gpu" if gpu else "host"
+    made_anew = [
+        *_dense(parameters, placement, where),
+        *_batches(parameters, placement, gpu),
+        *_embedding_update(parameters, placement.on_gpu, where, ""),
+        *_embedding_update(
+            parameters, placement.on_host, "host", " of the host" if placement.split else ""
+        ),
+    ]
+    return [
+        *_tables(parameters, placement, where),
+        *_mlps(parameters, where),
+        *_optimizer(parameters, placement, where),
+        *made_anew,
+        *_workspace(parameters, total_bytes(made_anew, "host"), gpu),
+    ]
+
+
+def _tables(parameters: Parameters, placement: Placement, where: str) -> Iterator[MemoryItem]:
+    dim, on_host = parameters.model.embedding_dim, set(placement.on_host)
+    for t, rows in enumerate(parameters.model.table_rows):
+        place = where if t not in on_host else "disk" if placement.disk else "host"
+        name, size = f"embedding table {t}", rows * dim * FLOAT_BYTES
+        yield MemoryItem(name, f"{rows:,} x {dim}", size, place)
+
+
+def _mlps(parameters: Parameters, where: str) -> Iterator[MemoryItem]:
+    model = parameters.model
+    number = NUMBER_BYTES[parameters.training.precision]
+    for name, widths in (("bottom MLP", model.bottom_widths), ("top MLP", model.top_widths)):
+        weights, shape = _weights(widths), "-".join(map(str, widths))
+        copied = number if number < FLOAT_BYTES else 0
+        yield MemoryItem(f"{name} weights", shape, weights * (FLOAT_BYTES + copied), where)
+        yield MemoryItem(f"{name} gradients", shape, weights * FLOAT_BYTES, where)
+
+
+def _weights(widths: Sequence[int]) -> int:
+    return sum(n * m + m for n, m in itertools.pairwise(widths))
+
+
+def _dense(parameters: Parameters, placement: Placement, where: str) -> Iterator[MemoryItem]:
+    model, training = parameters.model, parameters.training
+    peak, size = dense_peak(parameters, where == "gpu"), training.batch_size
+    rows = min(size, training.micro_batch or size)
+    shape = f"{rows:,} rows, {peak.where}"
+    yield MemoryItem("activations", shape, peak.activations, where, DENSE)
+    yield MemoryItem("gradients of activations", shape, peak.gradients, where, DENSE)
+
+    def vectors(name: str, tables: int, place: str) -> MemoryItem:
+        width = tables * model.embedding_dim
+        return MemoryItem(name, f"{size:,} x {width:,}", 2 * size * width * FLOAT_BYTES, place)
+
+    yield vectors("pooled vectors and gradients", len(model.table_rows), where)
+    if placement.split and placement.on_host:
+        yield vectors("copies of pooled vectors and gradients", len(placement.on_host), "host")
+        yield vectors("pooled vectors of the host", len(placement.on_host), "host")
+
+
+def _batches(parameters: Parameters, placement: Placement, gpu: bool) -> Iterator[MemoryItem]:
+    model, data, size = parameters.model, parameters.data, parameters.training.batch_size
+    assert model.dense_features is not None
+    dense = size * (model.dense_features + 1) * FLOAT_BYTES
+
+    def lookups(tables: Iterable[int]) -> int:
+        bags = [mean_bag_size(parameters, model.table_rows[t]) + 1 for t in tables]
+        return int(size * sum(bags) * INDEX_BYTES)
+
+    on_gpu, on_host = lookups(placement.on_gpu), lookups(placement.on_host)
+    # one in use, those that wait, and the one that the thread holds until there is room
+    kept = 1 + (data.prefetch_batches + 1 if data.loader == "prefetch" else 0)
+    if gpu:
+        size_there = kept * (dense + on_gpu)
+        yield MemoryItem("batches", f"{kept} x {size:,} samples", size_there, "gpu")
+    if gpu and data.place == "device":
+        return
+    whole = dense + on_gpu + on_host
+    yield MemoryItem("batches", f"{kept} x {size:,} samples", kept * whole, "host")
+    when = ALWAYS if data.loader == "prefetch" else DATA
+    yield MemoryItem("making a batch", data.generator, _making(parameters), "host", when)
+
+
+def _making(parameters: Parameters) -> int:
+    """Bytes of a generator's temporaries: numbers of 8 bytes for each lookup.
+
+    facebook's stream keeps all tables' indices until they are joined, and some six arrays of
+    one table's; its loop has Python lists, 40 bytes a number; a power law four arrays.
+    """
+    size = parameters.training.batch_size
+    counts = [size * mean_bag_size(parameters, rows) for rows in parameters.model.table_rows]
+    most, every = INDEX_BYTES * max(counts), INDEX_BYTES * sum(counts)
+    kind = parameters.data.generator
+    if kind == "facebook":
+        return int(every + 6 * most)
+    if kind == "facebook_loop":
+        return int(every + 6 * most + 5 * most)
+    return int(4 * most if kind == "zipf" else most)
+
+
+def _optimizer(parameters: Parameters, placement: Placement, where: str) -> Iterator[MemoryItem]:
+    """State kept beside the weights: SGD has none.
+
+    Adagrad keeps R d 4 of sums a table and as much as the MLPs' weights, Adam twice that;
+    row-wise Adagrad R 4 a table.
+    """
+    model, optimizer = parameters.model, parameters.training.optimizer
+    if optimizer == "sgd":
+        return
+    width = 1 if optimizer == "rowwise_adagrad" else model.embedding_dim
+    number = FLOAT_BYTES * (2 if optimizer == "adam" else 1)
+    dense = _weights(model.bottom_widths) + _weights(model.top_widths)
+    beside = range(len(model.table_rows)) if where == "host" else placement.on_gpu
+    rows = sum(model.table_rows[t] for t in beside)
+    yield MemoryItem(
+        "optimiser state", f"{rows:,} x {width}, {dense:,}", number * (rows * width + dense), where
+    )
+    if where != "host" and placement.on_host:
+        rows = sum(model.table_rows[t] for t in placement.on_host)
+        size = number * rows * width
+        yield MemoryItem("optimiser state of the host", f"{rows:,} x {width}", size, "host")
+
+
+def _embedding_update(
+    parameters: Parameters, tables: Sequence[int], place: str, whose: str
+) -> Iterator[MemoryItem]:
+    """What lies between the tables' backward and their update.
+
+    torch's back end keeps sparse gradients; its optimisers but SGD work on one table's at a
+    time, coalesced and with temporaries of the same size; the fused one keeps 16 bytes a
+    lookup to sort (Adagrads; FBGEMM always; on a GPU 28 and what tiles leave over, always), and
+    with 'naive' the rows of the gradient. 'auto' chooses among what fits, so the least of them
+    is what it needs.
+    """
+    model, training = parameters.model, parameters.training
+    if not tables:
+        return
+    size, dim = training.batch_size, model.embedding_dim
+    counts = [size * mean_bag_size(parameters, model.table_rows[t]) for t in tables]
+    looked_up = sum(counts)
+    backend, sorts = training.embedding_backend, training.optimizer != "sgd" or place == "gpu"
+
+    def item(name: str, shape: str, count: float) -> MemoryItem:
+        shape = f"{round(looked_up):,} x {shape}"
+        return MemoryItem(f"{name}{whose}", shape, int(count), place, EMBEDDINGS)
+
+    if backend == "torch":
+        row = dim * FLOAT_BYTES + INDEX_BYTES
+        yield item("sparse embedding gradients", str(dim), looked_up * row)
+        if (copies := TABLE_COPIES[training.optimizer]) > 0:
+            yield item("temporaries of one table's update", str(dim), copies * max(counts) * row)
+    elif training.embedding_update == "naive":
+        yield item("sparse embedding gradients", str(dim), looked_up * dim * FLOAT_BYTES)
+    elif place == "gpu" and backend != "fbgemm":
+        # docs/gpu.md; a tile of 4096 numbers leaves at most two rows over, an eighth above that
+        rows = 2.25 * looked_up / max(8, min(64, 4096 // dim))
+        needed = looked_up * SORTED_LOOKUP_BYTES + rows * dim * FLOAT_BYTES
+        yield item("sorted lookups", "keys, order, sums", needed)
+    elif sorts or backend == "fbgemm":
+        yield item("sorted lookups", "2", looked_up * 2 * INDEX_BYTES)
+
+
+def _workspace(parameters: Parameters, made_anew: int, gpu: bool) -> Iterator[MemoryItem]:
+    """What libraries and allocators take beside tensors, as far as it is known."""
+    if parameters.model.init == "facebook":
+        largest = max(parameters.model.table_rows) * parameters.model.embedding_dim
+        count = min(INITIAL_CHUNK, largest)
+        yield MemoryItem("drawing weights", f"{count:,}", 20 * count, "host", INITIAL)
+    if gpu:
+        yield MemoryItem("cuBLAS workspace", "", CUBLAS_BYTES, "gpu")
+    compiled = parameters.training.embedding_backend in ("fused", "auto")
+    libraries = LIBRARIES_BYTES + (NUMBA_BYTES if compiled else 0)
+    yield MemoryItem("libraries, once they have run", "", libraries, "host")
+    share = f"{ALLOCATOR_SHARE:.0%} of {format_bytes(made_anew)}"
+    size = int(ALLOCATOR_SHARE * made_anew)
+    yield MemoryItem("freed pieces in the C library's heap", share, size, "host")
+
+
+def mean_bag_size(parameters: Parameters, rows: int) -> float:
+    """Expected indices per bag of a table, before facebook's deduplication."""
+    data = parameters.data
+    if data.fixed_pooling:
+        return float(data.indices_per_lookup)
+    bound = min(rows, data.indices_per_lookup)
+    # max(1, round(r k)): sizes 1..k-1 have width 1/k, size k half of that, size 1 the rest
+    sizes = [(j, 1.0 / bound) for j in range(2, bound)]
+    sizes.append((bound, 0.5 / bound if bound > 1 else 1.0))
+    if bound > 1:
+        sizes.append((1, 1.5 / bound))
+    return sum(count * probability for count, probability in sizes)
+
+
+def require_memory(parameters: Parameters, device: torch.device) -> None:
+    """Refuse a run that cannot fit, with the forecast as the reason.
+
+    Raises:
+        InputError: naming the total, what is available, by how much it is exceeded, what
+            would fit, and every item.
+    """
+    gpu = device.type == "cuda"
+    items = forecast_memory(parameters, gpu)
+    import torch
+
+    for place, where in (("gpu", device), ("host", torch.device("cpu"))):
+        needed = total_bytes(items, place)
+        available = available_memory(where) if needed else None
+        if available is not None and needed > available:
+            raise InputError(_refusal(parameters, items, place, needed, available, gpu))
+
+
+def _refusal(
+    parameters: Parameters,
+    items: list[MemoryItem],
+    place: str,
+    needed: int,
+    available: int,
+    gpu: bool,
+) -> str:
+    from dlrm_workbook.analysis.capacity import advice
+
+    lines = _merged([item for item in items if item.place == place])
+    source = f"{parameters.source}: " if parameters.source else ""
+    return (
+        f"{source}model.table_rows and training.batch_size ask for {format_bytes(needed)} of "
+        f"{'GPU memory' if place == 'gpu' else 'memory'}, but {format_bytes(available)} are "
+        f"available, {format_bytes(needed - available)} too few; "
+        f"{advice(parameters, place, available, gpu)}:\n"
+        + "\n".join(
+            f"  {name:<34}{shape:>24}{format_bytes(size):>12}" for name, shape, size in lines
+        )
+    )
+
+
+def _merged(items: list[MemoryItem]) -> list[tuple[str, str, int]]:
+    """Largest first, at most twelve lines; what is left out is summed."""
+    ordered = sorted(items, key=lambda item: -item.bytes)
+    lines = [(item.name, item.shape, item.bytes) for item in ordered[:12]]
+    rest = ordered[12:]
+    if rest:
+        lines.append((f"{len(rest)} smaller items", "", sum(item.bytes for item in rest)))
+    return lines
+
+
+def available_memory(device: torch.device) -> int | None:
+    """Bytes that can be allocated on the device now; None where nobody says.
+
+    On the CPU the least of the kernel's estimate, what is left of the control group's limit
+    (in a container the former is the whole machine's) and of the process's own (ulimit).
+    """
+    if device.type == "cuda":
+        import torch  # here: pages say how large a model is without importing torch
+
+        return torch.cuda.mem_get_info(device)[0]
+    return available_host_memory()
+
+
+def available_host_memory() -> int | None:
+    """:func:`available_memory` of the CPU, without torch."""
+    found = []
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                found.append(int(line.split()[1]) * 1024)
+    except OSError:
+        pass
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        (
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        ),
+    ):
+        try:
+            left = int(Path(limit).read_text()) - int(Path(used).read_text())
+            # "used" counts the page cache, which the kernel gives back on demand
+            statistics = Path(used).with_name("memory.stat").read_text().splitlines()
+            counted = dict(line.split()[:2] for line in statistics)
+            found.append(left + int(counted.get("inactive_file", 0)))
+        except (OSError, ValueError):
+            continue
+    found += _left_of_process_limits()
+    return max(0, min(found)) if found else None
+
+
+def _left_of_process_limits() -> list[int]:
+    """What ``ulimit -v`` and ``ulimit -d`` leave this process; nothing where they are not set."""
+    found = []
+    for kind, name in ((resource.RLIMIT_AS, "VmSize:"), (resource.RLIMIT_DATA, "VmData:")):
+        limit = resource.getrlimit(kind)[0]
+        if limit == resource.RLIM_INFINITY:
+            continue
+        try:
+            for line in Path("/proc/self/status").read_text().splitlines():
+                if line.startswith(name):
+                    found.append(limit - int(line.split()[1]) * 1024)
+        except OSError:
+            continue
+    return found
+
+
+def format_bytes(count: float) -> str:
+    """Bytes with a binary unit: 1.50 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(count) < 1024 or unit == "TiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1024
+    raise AssertionError("unreachable")

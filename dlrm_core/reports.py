@@ -1,0 +1,383 @@
+"""One call of the training loop: what is reported, evaluated and kept between iterations."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dlrm_core.evaluate import Evaluation
+from dlrm_core.machine import device_name, peak_memory, peak_memory_by_device
+from dlrm_workbook.evidence.power import power_meter
+
+if TYPE_CHECKING:
+    from dlrm_core.train import TrainingLoop
+
+# What the training loop measures and hands back: intervals, evaluations, the result.
+
+
+@dataclass(frozen=True)
+class Interval:
+    """One line of metrics.jsonl: the iterations since the line before."""
+
+    iteration: int
+    """Iterations done so far, those before a resumed checkpoint included."""
+    loss: float
+    """Mean over the interval."""
+    ms_per_iteration: float
+    """Median, data included."""
+    data_ms_per_iteration: float
+    """Mean time in which the loop made, or waited for, its batch."""
+    compute_ms_per_iteration: float
+    """Mean of the rest: transfer, forward, backward, update."""
+    samples_per_second: float
+    elapsed_s: float
+    learning_rate: float
+    """Of the interval's last iteration."""
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """What a run amounted to; times are wall clock, without evaluations and checkpoints."""
+
+    status: str
+    """'finished', 'interrupted' (Ctrl-C, SIGTERM) or 'diverged' (the loss is not a number)."""
+    iterations: int
+    """Done by this process."""
+    first_iteration: int
+    """Done before, by those that wrote the checkpoint resumed from; 0 for a new run."""
+    loss: float
+    """Mean over the last interval, what facebookresearch/dlrm prints."""
+    ms_per_iteration: float
+    """Median over all iterations, data included."""
+    data_ms_per_iteration: float
+    """Mean."""
+    compute_ms_per_iteration: float
+    """Mean."""
+    samples_per_second: float
+    """All samples over the time of all iterations."""
+    elapsed_s: float
+    """Of everything, evaluations and checkpoints included."""
+    evaluation_s: float
+    checkpoint_s: float
+    auc: float | None
+    """Of the last evaluation; None if there was none."""
+    best_auc: float | None
+    reached_target: bool | None
+    """Whether an evaluation reached ``training.auc_target``; None without a target."""
+    checkpoint: str | None
+    """The last checkpoint that is whole."""
+    peak_memory_bytes: int | None
+    """Of the process (resident set) on the CPU, of torch's allocator on a GPU."""
+    peak_memory_by_device: dict[str, int]
+    """``host``: of the process; on a GPU also ``gpu``: of torch's allocator."""
+    power_w: float | None
+    """Mean over ``elapsed_s`` of all devices that could be measured; None: see ``power``."""
+    samples_per_joule: float | None
+    """Samples/s per watt."""
+    power: dict[str, Any]
+    """``energy_j``, a reading a device, and ``not_measured`` with reasons."""
+    device: str
+    threads: int
+    embedding_backend: str
+    """The one that was used; where ``auto`` was asked for, what it chose."""
+    notices: list[str]
+    iteration_ms: list[float]
+    data_ms: list[float]
+    losses: list[float]
+    evaluations: list[dict[str, Any]]
+
+    def summary(self) -> dict[str, Any]:
+        """Everything but the lists with one entry an iteration or evaluation."""
+        lists = ("iteration_ms", "data_ms", "losses", "evaluations")
+        return {name: value for name, value in asdict(self).items() if name not in lists}
+
+
+@dataclass
+class Measurements:
+    """Times and losses of the iterations done, on a GPU without waiting for it.
+
+    Attributes:
+        data_s: seconds in which each iteration made or waited for its batch.
+        losses: of each iteration, as tensors until :meth:`settle`.
+        done_ms: of each settled iteration.
+        done_losses: as many.
+    """
+
+    device: torch.device
+    data_s: list[float] = field(default_factory=list)
+    losses: list[torch.Tensor] = field(default_factory=list)
+    done_ms: list[float] = field(default_factory=list)
+    done_losses: list[float] = field(default_factory=list)
+    _marks: list[Any] = field(default_factory=list)
+    _reported: int = 0
+    _examined: int = 0
+    started: float = field(default_factory=time.perf_counter)
+
+    def mark(self) -> None:
+        """An iteration ends here, or the first begins."""
+        if self.device.type != "cuda":
+            self._marks.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append(event)
+
+    def settle(self) -> None:
+        """Wait for the device; time and loss of every iteration so far are then known."""
+        on_device = self.device.type == "cuda"
+        if on_device:
+            torch.cuda.synchronize(self.device)
+        fresh = self._marks[:-1], self._marks[1:]
+        for before, after in zip(*fresh, strict=True):
+            self.done_ms.append(before.elapsed_time(after) if on_device else (after - before) * 1e3)
+        if len(self._marks) > 1:
+            # an iteration that was cut short has a loss without a mark
+            whole = self.losses[: len(self._marks) - 1]
+            self.done_losses += torch.stack(whole).tolist()
+            del self._marks[:-1]
+        self.losses.clear()
+        del self.data_s[len(self.done_ms) :]
+
+    def go_on(self) -> None:
+        """The time since the last mark was for something else."""
+        if self._marks:
+            self._marks.pop()
+        self.mark()
+
+    def bad_iteration(self) -> int | None:
+        """Place of the first iteration, settled since the last call, whose loss is no number."""
+        begin, self._examined = self._examined, len(self.done_losses)
+        fresh = range(begin, len(self.done_losses))
+        return next((i for i in fresh if not math.isfinite(self.done_losses[i])), None)
+
+    def interval(self, batch_size: int, before: int, rate: float) -> Interval | None:
+        """What was settled since the interval before; None if nothing was.
+
+        Args:
+            before: iterations done before this process.
+            rate: learning rate of the last iteration.
+        """
+        times = self.done_ms[self._reported :]
+        if not times:
+            return None
+        losses = self.done_losses[self._reported :]
+        data = 1e3 * statistics.fmean(self.data_s[self._reported :])
+        self._reported = len(self.done_ms)
+        return Interval(
+            iteration=before + len(self.done_ms),
+            loss=statistics.fmean(losses),
+            ms_per_iteration=statistics.median(times),
+            data_ms_per_iteration=data,
+            compute_ms_per_iteration=max(0.0, statistics.fmean(times) - data),
+            samples_per_second=1e3 * batch_size * len(times) / sum(times),
+            elapsed_s=time.perf_counter() - self.started,
+            learning_rate=rate,
+        )
+
+    def overall(self, batch_size: int) -> dict[str, Any]:
+        """Speed of all iterations, by the names of :class:`TrainingResult`."""
+        done = self.done_ms
+        if not done:
+            names = ("ms", "data_ms", "compute_ms")
+            return {f"{name}_per_iteration": math.nan for name in names} | {
+                "samples_per_second": math.nan
+            }
+        data = 1e3 * statistics.fmean(self.data_s)
+        return {
+            "ms_per_iteration": statistics.median(done),
+            "data_ms_per_iteration": data,
+            "compute_ms_per_iteration": max(0.0, statistics.fmean(done) - data),
+            "samples_per_second": 1e3 * batch_size * len(done) / sum(done),
+        }
+
+
+def next_event(done: int, total: int, periods: tuple[int | None, ...]) -> int:
+    """The first iteration after ``done`` that is a multiple of a period, or the last one."""
+    after = [done - done % period + period for period in periods if period]
+    return min([total, *after])
+
+
+def due(iteration: int, total: int, period: int | None) -> bool:
+    """Whether something of this period is to be done after an iteration, or at the end."""
+    return iteration == total or (period is not None and iteration % period == 0)
+
+
+Line = Mapping[str, Any]
+"""A line of metrics.jsonl that is no interval: ``kind`` 'evaluation' or 'checkpoint'."""
+
+
+class Run:
+    """One call of :meth:`TrainingLoop.train`: what happens between iterations, and its outcome."""
+
+    def __init__(
+        self,
+        trainer: TrainingLoop[Any],
+        on_interval: Callable[[Interval], None],
+        on_line: Callable[[Line], None],
+    ) -> None:
+        self.trainer = trainer
+        self.config = trainer.parameters.training
+        self.on_interval = on_interval
+        self.on_line = on_line
+        self.first = trainer.done
+        self.measured = Measurements(trainer.device)
+        self.status = "finished"
+        self.last = math.nan
+        self.evaluations: list[Evaluation] = []
+        self.notices: list[str] = []
+        self.checkpoint_s = 0.0
+        self.power = power_meter(trainer.device).start()
+        if trainer.done >= trainer.total:
+            self.notices.append(
+                f"nothing is left to do: the checkpoint is of iteration {trainer.done:,}, and the "
+                f"run ends at {trainer.total:,} (training.batches, epochs, max_steps)"
+            )
+
+    def next_event(self) -> int:
+        """The next iteration after which something is to be done."""
+        config, writes = self.config, self.trainer.writes_checkpoints
+        periods = (config.log_every, config.eval_every, config.checkpoint_every if writes else None)
+        return next_event(self.trainer.done, self.trainer.total, periods)
+
+    def after_iteration(self, stop: bool) -> bool:
+        """Report, evaluate, write a checkpoint as is due; whether the run ends here."""
+        done, total, config = self.trainer.done, self.trainer.total, self.config
+        self.measured.settle()
+        check = getattr(self.trainer.model.embeddings.backend, "check", None)
+        if check is not None:
+            check()  # a GPU tells late that it was asked for a row that is not there
+        if stop or due(done, total, config.log_every):
+            self.report()
+        bad = self.measured.bad_iteration()
+        if bad is not None or not self._weights_are_finite():
+            self.report()
+            self._diverge(bad)
+            return True
+        reached = False
+        if not stop and self._evaluates() and due(done, total, config.eval_every):
+            reached = self._evaluate()
+        if reached:
+            self.report()
+        if self.trainer.writes_checkpoints and (
+            stop or reached or due(done, total, config.checkpoint_every)
+        ):
+            self._save()
+        if stop:
+            self.status = "interrupted"
+        self.measured.go_on()
+        return stop or reached
+
+    def interrupt(self) -> None:
+        """The run ends here, in the middle of an iteration."""
+        self.status = "interrupted"
+        self.measured.settle()
+        self.report()
+
+    def report(self) -> None:
+        """Close the interval."""
+        interval = self.measured.interval(
+            self.config.batch_size, self.first, self.trainer.learning_rate
+        )
+        if interval is not None:
+            self.last = interval.loss
+            self.on_interval(interval)
+
+    def result(self) -> TrainingResult:
+        """What the run amounted to."""
+        measured, trainer, target = self.measured, self.trainer, self.config.auc_target
+        known = [found.auc for found in self.evaluations if found.auc is not None]
+        count = len(measured.done_ms)
+        notices = trainer.notices + self.notices
+        if self.evaluations:
+            notices += self.evaluations[-1].notices()
+        if self.status == "interrupted":
+            notices.append(self._where_it_ended(self.first + count))
+        return TrainingResult(
+            status=self.status,
+            iterations=count,
+            first_iteration=self.first,
+            loss=self.last,
+            **measured.overall(self.config.batch_size),
+            elapsed_s=time.perf_counter() - measured.started,
+            evaluation_s=sum(found.seconds for found in self.evaluations),
+            checkpoint_s=self.checkpoint_s,
+            auc=self.evaluations[-1].auc if self.evaluations else None,
+            best_auc=max(known, default=None),
+            reached_target=None if target is None else max(known, default=-1.0) >= target,
+            checkpoint=str(trainer.checkpoint) if trainer.checkpoint else None,
+            peak_memory_bytes=peak_memory(trainer.device),
+            peak_memory_by_device=peak_memory_by_device(trainer.device),
+            **self.power.stop().figures(count * self.config.batch_size),
+            device=device_name(trainer.device),
+            threads=torch.get_num_threads(),
+            embedding_backend=trainer.embedding_backend,
+            notices=notices + trainer.step.dense.precision.skipped_notice(self.first + count),
+            iteration_ms=measured.done_ms,
+            data_ms=[1e3 * seconds for seconds in measured.data_s],
+            losses=measured.done_losses,
+            evaluations=[found.line() for found in self.evaluations],
+        )
+
+    def _evaluates(self) -> bool:
+        return self.config.eval_every is not None or self.config.auc_target is not None
+
+    def _evaluate(self) -> bool:
+        """Evaluate; whether the target is reached."""
+        found = self.trainer.evaluate()
+        self.evaluations.append(found)
+        self.on_line(found.line())
+        target = self.config.auc_target
+        return target is not None and found.auc is not None and found.auc >= target
+
+    def _save(self) -> None:
+        started = time.perf_counter()
+        folder = self.trainer.save()
+        seconds = time.perf_counter() - started
+        self.checkpoint_s += seconds
+        if folder is None:  # another rank wrote it
+            return
+        self.on_line(
+            {
+                "kind": "checkpoint",
+                "iteration": self.trainer.done,
+                "folder": str(folder),
+                "seconds": seconds,
+                "bytes": sum(file.stat().st_size for file in folder.iterdir()),
+            }
+        )
+
+    def _where_it_ended(self, iteration: int) -> str:
+        kept = self.trainer.checkpoint
+        begin = f"interrupted after iteration {iteration:,} of {self.trainer.total:,}"
+        if kept is None:
+            return f"{begin}; there is no checkpoint (training.checkpoint_every)"
+        return f"{begin}; --resume {kept} goes on from iteration {int(kept.name[5:]):,}"
+
+    def _weights_are_finite(self) -> bool:
+        """Of the dense part: an update that overflows there shows before the next loss does."""
+        if not (self.trainer.writes_checkpoints or self._evaluates()):
+            return True
+        totals = [weight.detach().sum() for weight in self.trainer.step.dense.weights]
+        return bool(torch.stack(totals).isfinite().all())
+
+    def _diverge(self, place: int | None) -> None:
+        """End the run with a sentence that says where and what remains."""
+        self.status = "diverged"
+        if place is None:
+            what = f"the weights are not finite after iteration {self.trainer.done}"
+        else:
+            loss = self.measured.done_losses[place]
+            what = f"the loss is {loss} at iteration {self.first + place + 1}"
+        kept = self.trainer.checkpoint
+        remains = f"the checkpoint {kept} is from before" if kept else "there is no checkpoint"
+        self.notices.append(
+            f"training diverged: {what} (training.learning_rate "
+            f"{self.config.learning_rate:g}, training.precision {self.config.precision}); "
+            f"choose a smaller learning rate; {remains}"
+        )

@@ -1,0 +1,432 @@
+"""Training by one process: its model, wherever its tables lie, and its data."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import nn
+
+from dlrm_core.checkpoint import Checkpoint, CheckpointFolder
+from dlrm_core.config import Parameters, TrainingConfig
+from dlrm_core.data.batch import Batch
+from dlrm_core.data.loader import Followed, Generator, Resumable, batches, make_generator
+from dlrm_core.evaluate import Evaluation, HeldOut, evaluate
+from dlrm_core.files import JsonLines, write_json, write_text
+from dlrm_core.machine import StopRequest, resolve_device, stop_requests
+from dlrm_core.memory import require_memory
+from dlrm_core.model import DLRM, ClickLoss, build_model
+from dlrm_core.parts import iteration
+from dlrm_core.precision import set_fp32_matmul, set_tf32
+from dlrm_core.progress import Bar
+from dlrm_core.reports import Interval, Line, Measurements, Run, TrainingResult
+from dlrm_core.resume import (
+    Learner,
+    changed_settings,
+    checkpoint_place,
+    checkpoint_to_resume,
+    nothing_to_resume,
+    optimizer_state,
+    restore_position,
+    restore_step,
+    restore_weights,
+    state_of,
+    weights_of,
+    with_backend_of,
+)
+from dlrm_core.schedules import schedule_of, total_steps
+from dlrm_core.step import TrainingStep, data_forward, optimizer_update, transfer_forward
+from dlrm_kernels.embeddings.choose import resolve
+from dlrm_kernels.embeddings.host_tables import Places, divided
+
+# Iterating: what one process and each of several ranks do alike around their steps.
+
+StepT = TypeVar("StepT", bound=Learner)
+
+STOPPING = "ending after this iteration"
+
+
+class TrainingLoop(abc.ABC, Generic[StepT]):
+    """A step and its batches, ready to iterate; what a batch and a step are, subclasses say.
+
+    Args:
+        parameters: with every choice made.
+        device: of the dense part.
+        notices: what a reader must know of the run so far.
+        generator: of batches, at its beginning; brought to where the checkpoint left it.
+        checkpoint: that the step was restored from.
+        place: folder for checkpoints; None: none are written.
+        writes: whether this process is the one that writes them.
+        made_on: where batches are made; ``device`` unless told.
+        divide: what becomes of each batch before it is copied anywhere.
+
+    Attributes:
+        first: iterations behind the weights at the beginning: the checkpoint's.
+        done: iterations done, ``first`` included.
+        total: iterations at which :meth:`train` ends.
+        embedding_backend: the one that is used.
+        writes_checkpoints: whether there is a folder for them.
+        checkpoint: folder of the newest, as far as this process knows.
+    """
+
+    ends_alone = True
+    """Whether a second signal may end this process in the middle of an iteration, and the
+    result still be had; where others wait for it, it is an error."""
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        step: StepT,
+        loss: nn.Module,
+        device: torch.device,
+        notices: list[str],
+        generator: Generator,
+        checkpoint: Checkpoint | None,
+        place: Path | None,
+        *,
+        writes: bool = True,
+        made_on: torch.device | None = None,
+        divide: Callable[[Any], Any] = lambda source: source,
+    ) -> None:
+        config = parameters.training
+        self.parameters, self.step, self.loss = parameters, step, loss
+        self.device, self.notices = device, notices
+        self.embedding_backend = config.embedding_backend
+        if checkpoint is not None:
+            restore_position(checkpoint, generator)
+        else:
+            self.notices = [*nothing_to_resume(config, place), *notices]
+        self.done = self.first = checkpoint.step if checkpoint is not None else 0
+        self.total = total_steps(config, parameters.data.generator, generator)
+        self._schedule = schedule_of(config)
+        self._rate = config.learning_rate
+        self._folder: CheckpointFolder | None = None
+        self._followed: Followed | None = None
+        self.checkpoint = checkpoint.folder if checkpoint is not None else None
+        self.writes_checkpoints = place is not None
+        if place is not None:
+            if writes:
+                self._folder = CheckpointFolder(place, config.keep_checkpoints, self.done)
+            if isinstance(generator, Resumable):
+                generator = self._followed = Followed(generator)
+        source = made_on or device
+        self.batches: Iterator[Batch] = batches(parameters, source, divide(generator))
+        self.held_out = HeldOut(parameters, source)
+        self._measured = Measurements(device)
+        self._stop = StopRequest()
+
+    @abc.abstractmethod
+    def next_batch(self) -> Any:
+        """What :meth:`learn` takes; the time of this is that of data."""
+
+    @abc.abstractmethod
+    def learn(self, batch: Any) -> torch.Tensor:
+        """Train on a batch; its loss, not waited for."""
+
+    @abc.abstractmethod
+    def evaluate(self) -> Evaluation:
+        """Predictions on the held-out data, with the weights as they are."""
+
+    @abc.abstractmethod
+    def write_checkpoint(self, state: Mapping[str, Any]) -> Path | None:
+        """Write weights, optimiser state and ``state``; where, if this process did."""
+
+    @property
+    def model(self) -> DLRM:
+        """That is trained."""
+        return self.step.model
+
+    @property
+    def data_seconds(self) -> float:
+        """In which the last iteration made its batch or waited for it."""
+        return self._measured.data_s[-1]
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the last iteration, from the optimiser that used it."""
+        return float(self.step.top_optimizer.param_groups[0]["lr"])
+
+    @iteration
+    def iterate(self) -> torch.Tensor:
+        """One iteration, data included; its loss, not waited for."""
+        started = time.perf_counter()
+        batch = self.next_batch()
+        self._measured.data_s.append(time.perf_counter() - started)
+        if self._followed is not None:
+            self._followed.used()
+        rate = self._schedule.rate(self.done + 1)
+        if rate != self._rate:
+            self._rate = rate
+            optimizer_update(lambda: self.step.set_learning_rate(rate))
+        loss = self.learn(batch)
+        self.done += 1
+        return loss
+
+    def train(
+        self,
+        on_interval: Callable[[Interval], None] = lambda interval: None,
+        on_iteration: Callable[[int], None] = lambda iteration: None,
+        on_line: Callable[[Line], None] = lambda line: None,
+    ) -> TrainingResult:
+        """Run all iterations; Ctrl-C or SIGTERM ends the run early and keeps what was computed.
+
+        Args:
+            on_iteration: called with the number of iterations done by this process: with 0
+                before the first, then after each.
+            on_line: called after each evaluation and checkpoint.
+        """
+        # what a caller iterated before, to warm up, is not counted
+        self.done = first = self.first
+        run = Run(self, on_interval, on_line)
+        self._measured = measured = run.measured
+        on_iteration(0)
+        measured.mark()
+        event = run.next_event()
+        with self.stop_requests() as self._stop:
+            try:
+                while self.done < self.total:
+                    measured.losses.append(self.iterate())
+                    measured.mark()
+                    on_iteration(self.done - first)
+                    stop = self.is_to_stop()
+                    if self.done == event or stop:
+                        if run.after_iteration(stop):
+                            break
+                        event = run.next_event()
+            except KeyboardInterrupt:
+                if not self.ends_alone:
+                    raise
+                run.interrupt()
+        return run.result()
+
+    def stop_requests(self) -> AbstractContextManager[StopRequest]:
+        """What notes signals while the loop runs.
+
+        With checkpoints, the first lets the iteration finish and writes one more.
+        """
+        return stop_requests(self.writes_checkpoints, f"{STOPPING}, with a checkpoint")
+
+    def is_to_stop(self) -> bool:
+        """Whether the run ends with the iteration just done."""
+        return self._stop.requested
+
+    def save(self) -> Path | None:
+        """Write a checkpoint of the run as it stands; its folder, if this process wrote it."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        written = self.write_checkpoint(state_of(self.step, self._followed, self.done))
+        self.checkpoint = written or self.checkpoint
+        return written
+
+    def close(self) -> None:
+        """End the prefetching thread, if there is one, and let go of the folder."""
+        close = getattr(self.batches, "close", None)
+        if close is not None:
+            close()
+        if self._folder is not None:
+            self._folder.close()
+
+
+def prepare(
+    parameters: Parameters,
+    device: torch.device,
+    checkpoint: Checkpoint | None,
+    config: TrainingConfig | None = None,
+) -> list[str]:
+    """Set how this process multiplies; what a reader must know of that and of the checkpoint.
+
+    Args:
+        config: in place of the parameters' own, of a process that cannot do all of it.
+    """
+    config = config or parameters.training
+    notices = set_fp32_matmul(config.fp32_matmul, parameters.model, device)
+    notices += set_tf32(config.tf32, device)
+    if checkpoint is not None:
+        notices += changed_settings(parameters, checkpoint)
+    return notices
+
+
+def train_with_reports(
+    loop: TrainingLoop[Any],
+    lines: JsonLines | None,
+    on_interval: Callable[[Interval], None],
+    on_iteration: Callable[[int], None],
+    on_line: Callable[[Line], None],
+    progress: bool,
+) -> TrainingResult:
+    """:meth:`TrainingLoop.train` under a progress bar, each line written as it happens.
+
+    Args:
+        lines: metrics.jsonl; None: nothing is written.
+        progress: show the bar.
+    """
+    with Bar("training", "it", loop.total, shown=progress, done=loop.done) as bar:
+
+        def report(interval: Interval) -> None:
+            if lines is not None:
+                lines.write(asdict(interval))
+            bar.say(
+                f"{interval.samples_per_second:,.0f} samples/s, "
+                f"{interval.ms_per_iteration:.1f} ms/iteration "
+                f"(data {interval.data_ms_per_iteration:.1f}), loss {interval.loss:.6f}"
+            )
+            on_interval(interval)
+
+        def write(line: Line) -> None:
+            if lines is not None:
+                lines.write(line)
+            on_line(line)
+
+        def count(done: int) -> None:
+            bar.add(1 if done else 0)
+            on_iteration(done)
+
+        return loop.train(report, count, write)
+
+
+def metrics_lines(path: Path, checkpoint: Checkpoint | None) -> JsonLines:
+    """metrics.jsonl, with the lines up to the checkpoint that the run goes on from."""
+    if checkpoint is None or not path.exists():
+        return JsonLines(path)
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # cut short by a kill
+            if json.loads(line)["iteration"] <= checkpoint.step:
+                kept.append(line + "\n")
+    write_text(path, "".join(kept))
+    return JsonLines(path, append=True)
+
+
+def json_line(interval: Interval) -> str:
+    """An interval as one line of JSON."""
+    return json.dumps(asdict(interval))
+
+
+class Trainer(TrainingLoop[TrainingStep]):
+    """A model, its data and its step, ready to iterate.
+
+    Args:
+        checkpoint: to go on from, in place of initial weights.
+        place: folder for checkpoints; None: none are written.
+
+    Raises:
+        InputError: the device is not there, the run does not fit in its memory, or a
+            checkpoint does not fit the run.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        checkpoint: Checkpoint | None = None,
+        place: Path | None = None,
+    ) -> None:
+        config = parameters.training
+        device = resolve_device(config)
+        require_memory(parameters, device)
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        if checkpoint is not None:
+            parameters = with_backend_of(checkpoint, parameters)
+        notices = prepare(parameters, device, checkpoint)
+        self.places = places = Places(parameters, device)
+        notices += places.notices
+        seed = config.seed if checkpoint is None else None
+        huge_pages = config.embedding_backend != "torch"
+        model = build_model(parameters.model, seed, device, huge_pages, places.make_tables)
+        if checkpoint is not None:
+            restore_weights(checkpoint, model)
+        places.settle()
+        loss = ClickLoss(parameters.model.loss, parameters.model.loss_weights).to(device)
+        parameters, more = resolve(parameters, device, model.embeddings)
+        step = TrainingStep(model, loss, parameters.training)
+        notices += more + step.dense.notices
+        notices += getattr(model.embeddings.backend, "notices", [])
+        if checkpoint is not None:
+            restore_step(checkpoint, step)
+        super().__init__(
+            parameters,
+            step,
+            loss,
+            device,
+            notices,
+            make_generator(parameters, device),
+            checkpoint,
+            place,
+            divide=lambda source: divided(source, places.placement),
+        )
+        # with data made on the device there is nothing to copy
+        self._transfers = device.type == "cuda" and parameters.data.place == "cpu"
+
+    def next_batch(self) -> Batch:
+        """The next batch, made or waited for."""
+        return data_forward(self.batches)
+
+    def learn(self, batch: Batch) -> torch.Tensor:
+        """Train on a batch; its loss, not waited for."""
+        return self.step(transfer_forward(batch, self.device) if self._transfers else batch)
+
+    def evaluate(self) -> Evaluation:
+        """Predictions on the held-out data, with the weights as they are."""
+        precision = self.step.dense.precision
+        return evaluate(self.model, self.loss, self.held_out, precision, self.device, self.done)
+
+    def write_checkpoint(self, state: Mapping[str, Any]) -> Path:
+        """Write the weights and all state; only with a folder for them."""
+        assert self._folder is not None
+        return self._folder.save(
+            self.done,
+            self.parameters.to_sections(),
+            weights_of(self.model),
+            optimizer_state(self.step)[0],
+            state,
+        )
+
+    def close(self) -> None:
+        """End the prefetching thread, if there is one, and let go of all files."""
+        super().close()
+        self.places.close()
+
+
+def train(
+    parameters: Parameters,
+    folder: Path | None = None,
+    on_interval: Callable[[Interval], None] = lambda interval: None,
+    progress: bool = True,
+    on_iteration: Callable[[int], None] = lambda iteration: None,
+    on_line: Callable[[Line], None] = lambda line: None,
+) -> TrainingResult:
+    """Train as the parameters say, from the beginning or from a checkpoint.
+
+    Args:
+        folder: gets ``metrics.jsonl`` (a line per interval, evaluation and checkpoint,
+            written as it happens), ``result.json`` (written whole, at the end) and
+            checkpoints where no other place is given for them.
+        on_interval: called with each interval.
+        progress: show a progress bar.
+        on_iteration: called with the number of iterations done, 0 before the first.
+        on_line: called with each evaluation and checkpoint, as metrics.jsonl has them.
+
+    Raises:
+        InputError: the device is not there, the run does not fit in memory, the folder
+            cannot be written, or the checkpoint cannot be resumed.
+    """
+    with contextlib.ExitStack() as stack:
+        place = checkpoint_place(parameters.training, folder)
+        checkpoint = checkpoint_to_resume(parameters, place)
+        lines = None
+        if folder is not None:
+            lines = stack.enter_context(metrics_lines(folder / "metrics.jsonl", checkpoint))
+        trainer = Trainer(parameters, checkpoint, place)
+        stack.callback(trainer.close)
+        result = train_with_reports(trainer, lines, on_interval, on_iteration, on_line, progress)
+    if folder is not None:
+        write_json(folder / "result.json", asdict(result))
+    return result

@@ -1,0 +1,333 @@
+"""``training.embedding_backend: auto``: the back end that is fastest on the run's own tables.
+
+Each candidate does forward, backward and update of the run's first batches, in turns,
+with a learning rate of 0 and positive gradients: w - 0 g is w to the last bit, so the
+weights stay what they were. The batches come from a generator of their own with the
+run's seed; the run's own streams are not touched.
+
+``python -m dlrm_kernels.embeddings.choose FILE OUTPUT`` chooses for a parameters file, for
+runs that other tools measure: all of them then get the same back end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dlrm_core.config import Parameters, TrainingConfig
+from dlrm_core.data.batch import Batch
+from dlrm_core.data.loader import batches
+from dlrm_core.embeddings import EmbeddingTables
+from dlrm_core.engines import Update, attach
+from dlrm_core.errors import InputError
+from dlrm_core.memory import available_memory, forecast_memory, format_bytes
+from dlrm_kernels.embeddings.host_tables import PlacedTables, Places, divide
+
+CANDIDATES = ("fused", "fbgemm", "torch")
+"""In the order in which equally fast ones are preferred: fused gives the same bits whatever
+the number of threads, fbgemm makes no sparse gradient."""
+
+EQUAL = 0.05
+"""Times that differ by no more than this share are equally fast."""
+
+BUDGET_S = 1.5
+"""Seconds for making batches and for rounds, beyond one warm-up and one round of each."""
+
+MAX_BATCHES, MAX_ROUNDS = 4, 7
+
+HOPELESS = 2.0
+"""A candidate this many times slower than the best is not timed again."""
+
+SCRUB_BYTES = 64 << 20
+"""Streamed over before each timing, so that nobody finds in the cache what another loaded."""
+
+LARGE_STATE = ("adagrad", "adam")
+"""Optimisers with state as large as the tables: one candidate's at a time."""
+
+LEAST_RATE = 1e-300
+"""Of torch's SparseAdam, which refuses 0: it is 0 in float32."""
+
+_RUN_OWN = ("optimiser state", "sparse embedding gradients", "sorted lookups")
+"""Items of the memory forecast that depend on the back end."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen, and from what.
+
+    Attributes:
+        backend: the resolved ``training.embedding_backend``.
+        times_ms: candidate to the median milliseconds of forward, backward and update.
+        refused: candidate that cannot work here to the reason.
+        notice: all of it as one sentence.
+    """
+
+    backend: str
+    times_ms: dict[str, float]
+    refused: dict[str, str]
+    notice: str
+
+
+def resolve(
+    parameters: Parameters, device: torch.device, tables: EmbeddingTables | None = None
+) -> tuple[Parameters, list[str]]:
+    """The parameters with a back end in place of ``auto``, and the notice that says why.
+
+    Args:
+        tables: on the device; left out, tables of the same shapes are made for a while.
+
+    Raises:
+        InputError: no back end works on the tables or on the run's first batches.
+    """
+    if parameters.training.embedding_backend != "auto":
+        return parameters, []
+    if tables is None:
+        make_tables = Places(parameters, device).make_tables
+        with torch.device(device):
+            tables = (
+                make_tables()
+                if make_tables is not None
+                else EmbeddingTables(
+                    parameters.model.table_rows, parameters.model.embedding_dim, huge_pages=True
+                )
+            )
+        with torch.no_grad():
+            for weight in tables.weights:
+                # written: pages that were never written are all one page
+                weight.fill_(0.01)
+    made = first_batches(parameters, device)
+    refused = _too_large(parameters, device)
+    if parameters.training.tables_on_disk:
+        refused["fbgemm"] = "it keeps tables in memory of its own, not in training.tables_on_disk"
+    if isinstance(tables, PlacedTables) and tables.placement.split:
+        return _resolve_sides(parameters, tables, made, refused)
+    choice = choose(tables, parameters.training, made, refused)
+    return with_backend(parameters, choice.backend), [choice.notice]
+
+
+def _resolve_sides(
+    parameters: Parameters, tables: PlacedTables, made: Sequence[Batch], refused: dict[str, str]
+) -> tuple[Parameters, list[str]]:
+    """A choice for each side of tables in two places; the host's is noted in the tables."""
+    parts = [divide(batch, tables.placement) for batch in made]
+    of_host = [part.host for part in parts if part.host is not None]
+    notices, backend = [], ""
+    if tables.placement.on_host:
+        side = tables.side(tables.placement.on_host)
+        choice = choose(side, parameters.training, of_host, refused)
+        tables.host_backend = backend = choice.backend
+        notices.append(f"on the host: {choice.notice}")
+    if tables.placement.on_gpu:
+        side = tables.side(tables.placement.on_gpu)
+        choice = choose(side, parameters.training, parts, refused)
+        backend = choice.backend
+        notices.append(f"beside the dense part: {choice.notice}")
+    return with_backend(parameters, backend), notices
+
+
+def with_backend(parameters: Parameters, backend: str) -> Parameters:
+    """The same parameters with another ``training.embedding_backend``."""
+    training = dataclasses.replace(parameters.training, embedding_backend=backend)
+    return dataclasses.replace(parameters, training=training)
+
+
+def choose(
+    tables: EmbeddingTables,
+    config: TrainingConfig,
+    made: Sequence[Batch],
+    refused: dict[str, str] | None = None,
+    budget_s: float = BUDGET_S,
+) -> Choice:
+    """Measure every back end on the tables and choose the fastest.
+
+    The tables end without a back end, with the weights they had; optimiser state is made
+    anew by the :func:`~dlrm_core.engines.attach` that follows.
+
+    Args:
+        made: batches on the tables' device, used in turns.
+        refused: candidates that are not to be tried, with the reason.
+
+    Raises:
+        InputError: no candidate works.
+    """
+    started = time.perf_counter()
+    refused = dict(refused or {})
+    failures: list[Exception] = []
+    timed: dict[str, list[float]] = {}
+    ready: dict[str, _Contestant] = {}
+    for place, name in enumerate(CANDIDATES):
+        if name in refused:
+            continue
+        try:
+            contestant = _Contestant(name, tables, config, made)
+            contestant.time_ms(place)  # compiles, loads libraries, touches memory
+            timed[name] = [contestant.time_ms(place + 1)]
+            if config.optimizer in LARGE_STATE:
+                timed[name] += [contestant.time_ms(place + number) for number in (2, 3)]
+            else:
+                ready[name] = contestant
+        except Exception as error:  # a library's own failure must not end a run that others can do
+            failures.append(error)
+            refused[name] = _reason(error)
+        finally:
+            tables.backend = None
+    if not timed:
+        first = next((e for e in failures if isinstance(e, InputError)), None)
+        raise first or InputError(
+            "training.embedding_backend is 'auto', but none works here: "
+            + "; ".join(f"{name}: {why}" for name, why in refused.items())
+        )
+    for number in range(2, MAX_ROUNDS + 1):
+        best = min(min(times) for times in timed.values())
+        near = [name for name in ready if min(timed[name]) <= HOPELESS * best]
+        if len(near) < 2 or time.perf_counter() - started > budget_s:
+            break
+        for place, name in enumerate(near):
+            # another batch than the one before: its rows are in the cache
+            timed[name].append(ready[name].time_ms(number + place))
+    tables.backend = None
+    times_ms = {name: statistics.median(times) for name, times in timed.items()}
+    limit = (1 + EQUAL) * min(times_ms.values())
+    chosen = next(name for name in CANDIDATES if times_ms.get(name, limit + 1) <= limit)
+    return Choice(chosen, times_ms, refused, describe(chosen, times_ms, refused, tables, made))
+
+
+class _Contestant:
+    """One back end on the tables, with state of its own and a learning rate of 0."""
+
+    def __init__(
+        self, name: str, tables: EmbeddingTables, config: TrainingConfig, made: Sequence[Batch]
+    ) -> None:
+        rate = LEAST_RATE if config.optimizer == "adam" else 0.0
+        still = dataclasses.replace(config, embedding_backend=name, learning_rate=rate, lr_end=0.0)
+        self.tables, self.made = tables, made
+        self.update: Update = attach(tables, still)
+        self.backend = tables.backend
+        self.device = made[0].indices.device
+        self.gradients: list[torch.Tensor] = []
+
+    def time_ms(self, number: int) -> float:
+        """Milliseconds of forward, backward and update of a batch."""
+        self.tables.backend = self.backend
+        batch = self.made[number % len(self.made)]
+        _scrub(self.device)
+        _wait(self.device)
+        started = time.perf_counter()
+        pooled = self.tables(batch)
+        if not self.gradients:  # the first time, which does not count
+            self.gradients = [torch.full_like(vector, 1e-3) for vector in pooled]
+        with torch.autograd.set_multithreading_enabled(False):
+            torch.autograd.backward(pooled, self.gradients)
+        self.update.step()
+        self.update.zero_grad(set_to_none=True)
+        _wait(self.device)
+        return 1e3 * (time.perf_counter() - started)
+
+
+def describe(
+    chosen: str,
+    times_ms: dict[str, float],
+    refused: dict[str, str],
+    tables: EmbeddingTables,
+    made: Sequence[Batch],
+) -> str:
+    """The sentence of a run's notices."""
+    others = ", ".join(
+        f"{name} {time_ms:.1f}"
+        for name, time_ms in sorted(times_ms.items(), key=lambda item: item[1])
+        if name != chosen
+    )
+    weight = tables.weights[0]
+    threads = torch.get_num_threads()
+    where = (
+        f"{threads} thread{'s' if threads != 1 else ''}"
+        if weight.device.type == "cpu"
+        else str(weight.device)
+    )
+    count = len(tables.weights)
+    text = (
+        f"training.embedding_backend auto: {chosen}, {times_ms[chosen]:.1f} ms "
+        f"forward+backward+update{'; ' if others else ''}{others} "
+        f"(batch {made[0].offsets.shape[1]}, {count} table{'s' if count != 1 else ''}, {where})"
+    )
+    left_out = "; ".join(f"{name}: {why}" for name, why in refused.items())
+    return f"{text}; left out: {left_out}" if left_out else text
+
+
+def first_batches(
+    parameters: Parameters, device: torch.device, budget_s: float = BUDGET_S / 3
+) -> list[Batch]:
+    """The run's first batches, at least one, from a stream of their own."""
+    data = dataclasses.replace(parameters.data, loader="synchronous")
+    stream = batches(dataclasses.replace(parameters, data=data), device)
+    started = time.perf_counter()
+    made: list[Batch] = []
+    while len(made) < MAX_BATCHES and (not made or time.perf_counter() - started < budget_s):
+        made.append(next(stream).to(device))
+    close = getattr(stream, "close", None)
+    if close is not None:
+        close()
+    return made
+
+
+def _too_large(parameters: Parameters, device: torch.device) -> dict[str, str]:
+    """Candidates whose own memory is not there any more, and what they need."""
+    available = available_memory(device)
+    if available is None:
+        return {}
+    refused = {}
+    for name in CANDIDATES:
+        try:
+            items = forecast_memory(with_backend(parameters, name), device.type == "cuda")
+        except InputError as error:
+            refused[name] = _reason(error)
+            continue
+        needed = sum(item.bytes for item in items if item.name in _RUN_OWN)
+        if needed > available:
+            refused[name] = f"needs {format_bytes(needed)}, {format_bytes(available)} are available"
+    return refused
+
+
+def _reason(error: Exception) -> str:
+    """An error in one line, without the name of the parameter that its reader did not set."""
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    for name in CANDIDATES:
+        text = text.removeprefix(f"training.embedding_backend is '{name}', but ")
+    return text if isinstance(error, InputError) else f"{type(error).__name__}: {text}"
+
+
+def _scrub(device: torch.device) -> None:
+    if device.type == "cpu":
+        torch.ones(SCRUB_BYTES // 4).add_(1.0)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Choose for a parameters file; the back end and the notices as a JSON object."""
+    from dlrm_core.config import load_parameters
+    from dlrm_core.files import write_json
+    from dlrm_core.machine import resolve_device
+
+    file, output = arguments
+    parameters = load_parameters(file)
+    if parameters.training.threads is not None:
+        torch.set_num_threads(parameters.training.threads)
+    resolved, notices = resolve(parameters, resolve_device(parameters.training))
+    backend = resolved.training.embedding_backend
+    write_json(Path(output), {"embedding_backend": backend, "notices": notices})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,340 @@
+"""The ``fused`` back end on the CPU: one call for all tables, the update inside backward.
+
+Every ``backward()`` is a step: the tables get no ``.grad``, their weights change while
+backward runs (``naive`` alone waits for ``step``). Nothing flows below the tables.
+Addresses go to machine code without bounds checks, so everything is checked here
+first, and every index by the forward kernel before it is used.
+
+Shapes: B samples, T tables of R rows, d embedding width, N lookups of a batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dlrm_core.data.batch import Batch
+from dlrm_core.embeddings import (
+    EPSILON,
+    EmbeddingTables,
+    check_batch,
+    describe_fault,
+    empty_table,
+    rows_of,
+)
+from dlrm_core.errors import InputError
+from dlrm_kernels.native import Kernel, compile_kernel, require_numba
+
+ROWS_AHEAD = 16
+"""Lookups between a row's prefetch and its use: 16 to 32 were equally fast, 64 floats a row."""
+
+
+class FusedCpu:
+    """Tables on the CPU by kernels of our own.
+
+    Args:
+        tables: float32 tables; Adagrad's state is laid out beside them.
+        optimizer: 'sgd', 'adagrad' or 'rowwise_adagrad'.
+        update: 'race_free', or with SGD 'naive', 'atomic', 'locked'.
+
+    Attributes:
+        states: for each table Adagrad's (R, d), or row-wise Adagrad's (R, 1), sums of squares.
+        notices: what had to be fallen back to, and why.
+
+    Raises:
+        InputError: a table that the kernels cannot work on.
+        MissingToolError: numba is not installed.
+    """
+
+    name = "fused"
+
+    def __init__(
+        self,
+        tables: EmbeddingTables,
+        optimizer: str,
+        learning_rate: float,
+        update: str = "race_free",
+    ) -> None:
+        self.optimizer = optimizer
+        self.learning_rate = learning_rate
+        self.update = update
+        self._known: tuple[int, ...] = ()
+        self._weights = np.empty(0, np.int64)
+        self._rows = np.empty(0, np.int64)
+        self._dim = 0
+        self._check_tables(tables)
+        width = {"sgd": 0, "adagrad": self._dim, "rowwise_adagrad": 1}[optimizer]
+        self.states = [
+            empty_table(weight.shape[0] if width else 0, width, huge_pages=True).zero_()
+            for weight in tables.weights
+        ]
+        self.notices: list[str] = []
+        require_numba()
+        for function in self._functions():
+            notice = compile_kernel(function)[1]
+            if notice and notice not in self.notices:
+                self.notices.append(notice)
+        # a graph needs a leaf: the tables are none, they have no gradient
+        self._anchor = torch.zeros(0, requires_grad=True)
+        self._scratch = np.empty(0, np.int64)
+        self._made: list[tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]] = []
+
+    def forward(self, tables: EmbeddingTables, batch: Batch) -> list[torch.Tensor]:
+        """T pooled vectors, each (B, d) float32.
+
+        Raises:
+            InputError: an index outside its table, or a batch laid out otherwise.
+        """
+        return list(_Lookup.apply(self._anchor, self, tables, batch))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients that ``naive`` has made and not applied."""
+        self._made.clear()
+
+    def step(self) -> None:
+        """Apply what ``naive`` has made; the other updates are done when backward is."""
+        from dlrm_kernels.embeddings import kernels as k
+
+        for rows, indices, starts in self._made:
+            job = self._job(indices, None, starts)
+            job.fields[k.SCRATCH] = rows.data_ptr()
+            job.run(_kernel_named("apply_serially"), units=1, threads=1)
+        self._made.clear()
+
+    def pool(self, tables: EmbeddingTables, batch: Batch) -> torch.Tensor:
+        """Pooled vectors (T, B, d) float32, outside of any graph."""
+        from dlrm_kernels.embeddings import kernels as k
+
+        self._check_tables(tables)
+        check_batch(batch, len(self._rows))
+        pooled = torch.empty(batch.tables, batch.offsets.shape[1], self._dim)
+        threads = torch.get_num_threads()
+        # several units a thread, so that a table with longer bags does not hold one thread up
+        units = 8 * threads if threads > 1 else 1
+        job = self._job(batch.indices, batch.offsets, batch.table_starts)
+        faults = job.array(np.zeros((units, 2), np.int64))
+        job.fields[k.POOLED] = pooled.data_ptr()
+        job.fields[k.FAULTS] = faults.ctypes.data
+        job.run(_kernel_named("forward"), units, threads)
+        if faults[:, 0].any():
+            kind, place = faults[faults[:, 0] != 0][0]
+            raise InputError(describe_fault(int(kind), int(place), batch, self._rows))
+        return pooled
+
+    def backpropagate(
+        self,
+        tables: EmbeddingTables,
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        starts: tuple[int, ...],
+        gradients: list[torch.Tensor],
+    ) -> None:
+        """Update the tables with the gradients (B, d) of their pooled vectors."""
+        from dlrm_kernels.embeddings import kernels as k
+        from dlrm_kernels.embeddings import kernels_contended, kernels_sorted
+
+        self._check_tables(tables)
+        gradients = [rows_of(gradient) for gradient in gradients]
+        job = self._job(indices, offsets, starts)
+        job.fields[k.GRADIENTS] = job.integers([g.data_ptr() for g in gradients])
+        job.fields[k.STRIDES] = job.integers([4 * g.stride(0) for g in gradients])
+        job.fields[k.STATES] = job.integers([state.data_ptr() for state in self.states])
+        threads = torch.get_num_threads()
+        if self.update != "race_free":
+            units = 8 * threads if threads > 1 else 1
+            if self.update == "naive":
+                made = torch.empty(indices.numel(), self._dim)
+                job.fields[k.SCRATCH] = made.data_ptr()
+                self._made.append((made, indices, starts))
+            elif self.update == "locked":
+                size = kernels_contended.LOCKS * kernels_contended.LOCK_BYTES
+                job.fields[k.SCRATCH] = job.array(np.zeros(size, np.int8)).ctypes.data
+            job.run(_kernel_named(_UPDATES[self.update]), units, threads)
+            return
+        plan = share_out(starts, threads)
+        job.fields[k.PLAN] = job.array(plan).ctypes.data
+        if self.optimizer == "sgd":
+            job.run(_kernel_named("sgd_owned"), len(plan), threads)
+            return
+        of_thread = kernels_sorted.scratch_bytes(self._dim) // 8
+        region = key_region(starts, plan, threads)
+        keys = threads * region if region else 2 * starts[-1]
+        needed = threads * of_thread + keys
+        if self._scratch.size < needed:
+            self._scratch = np.empty(needed, np.int64)
+        job.fields[k.SCRATCH] = self._scratch.ctypes.data
+        job.fields[k.KEYS] = self._scratch.ctypes.data + 8 * threads * of_thread
+        job.fields[k.REGION] = 8 * region
+        rowwise = self.optimizer == "rowwise_adagrad"
+        job.fields[k.KIND] = kernels_sorted.ROWWISE if rowwise else kernels_sorted.ADAGRAD
+        job.run(_kernel_named("adagrad_owned"), len(plan), threads)
+
+    def _functions(self) -> list[Callable[[int], None]]:
+        """The kernels that this optimiser and update need."""
+        names = ["forward"]
+        if self.update == "naive":
+            names += ["expand", "apply_serially"]
+        elif self.update != "race_free":
+            names.append(_UPDATES[self.update])
+        else:
+            names.append("sgd_owned" if self.optimizer == "sgd" else "adagrad_owned")
+        return [_function_named(name) for name in names]
+
+    def _check_tables(self, tables: EmbeddingTables) -> None:
+        """Note where the tables lie; check them again whenever one has moved."""
+        weights = tables.weights
+        addresses = tuple(weight.data_ptr() for weight in weights)
+        if addresses == self._known:
+            return
+        for t, weight in enumerate(weights):
+            if weight.device.type != "cpu" or weight.dtype != torch.float32:
+                raise InputError(
+                    f"embedding table {t} is {weight.dtype} on {weight.device}; "
+                    "the fused back end of the CPU works on torch.float32 on cpu"
+                )
+            if not weight.is_contiguous():
+                raise InputError(
+                    f"embedding table {t} has strides {tuple(weight.stride())}, expected "
+                    f"({weight.shape[1]}, 1): its rows one behind the other"
+                )
+        self._weights = np.array(addresses, np.int64)
+        self._rows = np.array([weight.shape[0] for weight in weights], np.int64)
+        self._dim = weights[0].shape[1]
+        self._known = addresses
+
+    def _job(
+        self, indices: torch.Tensor, offsets: torch.Tensor | None, starts: tuple[int, ...]
+    ) -> _Job:
+        from dlrm_kernels.embeddings import kernels as k
+
+        job = _Job()
+        fields = job.fields
+        fields[k.TABLES] = len(self._rows)
+        fields[k.DIM] = self._dim
+        fields[k.WEIGHTS] = self._weights.ctypes.data
+        fields[k.ROWS] = self._rows.ctypes.data
+        fields[k.INDICES] = indices.data_ptr()
+        if offsets is not None:
+            fields[k.BAGS] = offsets.shape[1]
+            fields[k.OFFSETS] = offsets.data_ptr()
+        fields[k.STARTS] = job.integers(starts)
+        rates = job.array(np.array([self.learning_rate, EPSILON], np.float32))
+        fields[k.RATES] = rates.ctypes.data
+        fields[k.AHEAD] = ROWS_AHEAD
+        fields[k.STEP] = prefetch_step()
+        return job
+
+
+class _Job:
+    """The block that a kernel reads, and the arrays whose addresses it holds."""
+
+    def __init__(self) -> None:
+        from dlrm_kernels.embeddings.kernels import FIELDS
+
+        self.fields = np.zeros(FIELDS, np.int64)
+        self._kept: list[np.ndarray] = []
+
+    def array(self, values: np.ndarray) -> np.ndarray:
+        """Keep an array alive as long as the job."""
+        self._kept.append(values)
+        return values
+
+    def integers(self, values: Any) -> int:
+        """Address of whole numbers laid out as int64."""
+        return self.array(np.array(values, np.int64)).ctypes.data
+
+    def run(self, kernel: Kernel, units: int, threads: int) -> None:
+        """Do all units on at most so many threads."""
+        from dlrm_kernels.embeddings.kernels import UNITS
+
+        self.fields[UNITS] = units
+        kernel(self.fields.ctypes.data, max(1, min(threads, units)))
+
+
+class _Lookup(torch.autograd.Function):
+    """Pooling as a node of torch's graph whose backward updates the tables."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, backend: FusedCpu, tables: EmbeddingTables, batch: Batch
+    ) -> tuple[torch.Tensor, ...]:
+        pooled = backend.pool(tables, batch)
+        # saved, so that torch notices indices changed in place before backward
+        ctx.save_for_backward(batch.indices, batch.offsets)
+        ctx.rest = (backend, tables, batch.table_starts)
+        return tuple(pooled[t] for t in range(pooled.shape[0]))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, ...]:
+        indices, offsets = ctx.saved_tensors
+        backend, tables, starts = ctx.rest
+        backend.backpropagate(tables, indices, offsets, starts, list(gradients))
+        return None, None, None, None
+
+
+_UPDATES = {"naive": "expand", "atomic": "sgd_atomic", "locked": "sgd_locked"}
+
+
+def _function_named(name: str) -> Callable[[int], None]:
+    from dlrm_kernels.embeddings import kernels, kernels_contended, kernels_sorted
+
+    for module in (kernels, kernels_sorted, kernels_contended):
+        if hasattr(module, name):
+            return getattr(module, name)
+    raise AttributeError(name)
+
+
+def _kernel_named(name: str) -> Kernel:
+    return compile_kernel(_function_named(name))[0]
+
+
+@functools.cache
+def prefetch_step() -> int:
+    """Bytes from one prefetch to the next: two cache lines where the CPU fetches pairs.
+
+    Intel's second-level cache completes the aligned pair of a line that it fetches
+    (Optimization Reference Manual, "spatial prefetcher"), and a core has few buffers
+    for lines on their way. Naming one line of each pair, rows aligned to pairs, pooled
+    8 x 102,400 rows of 64 floats in 26 ms instead of 33; unaligned it gained nothing.
+    """
+    try:
+        return 128 if "GenuineIntel" in Path("/proc/cpuinfo").read_text() else 64
+    except OSError:
+        return 64
+
+
+def share_out(starts: tuple[int, ...], threads: int) -> np.ndarray:
+    """Units of work of a race-free update: (U, 3) int64 of table, slice, number of slices.
+
+    A table is one unit while the tables keep the threads evenly busy. Else it is cut
+    into slices, each of which owns a hashed share of the rows; a slice still reads all
+    of its table's indices, so tables are cut no finer than needed. Largest units first.
+    """
+    lookups = np.diff(np.array(starts, np.int64))
+    tables, total = len(lookups), int(starts[-1])
+    slices = np.ones(tables, np.int64)
+    if threads > 1 and total > 0:
+        # T equal tables on P threads take ceil(T/P) rounds; 1.25 times the ideal is even enough
+        uneven = -(-tables // threads) * threads > 1.25 * tables
+        shares = lookups * threads / total * (2 if uneven else 1)
+        slices = np.clip(np.ceil(np.subtract(shares, 0.25)), 1, threads).astype(np.int64)
+    order = np.argsort(-lookups / slices, kind="stable")
+    rows = [(t, s, slices[t]) for t in order for s in range(slices[t])]
+    return np.array(rows, np.int64).reshape(-1, 3)
+
+
+def key_region(starts: tuple[int, ...], plan: np.ndarray, threads: int) -> int:
+    """Numbers in a thread's own region of sort keys, twice its longest table's lookups.
+
+    0, for regions by table, where a table is cut (its slices share one) or where threads'
+    regions would take more memory than the tables'.
+    """
+    longest = int(np.diff(np.array(starts, np.int64)).max())
+    cut = bool((plan[:, 2] > 1).any())
+    return 0 if cut or threads * longest > starts[-1] else 2 * longest

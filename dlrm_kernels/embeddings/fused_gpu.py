@@ -1,0 +1,398 @@
+"""The ``fused`` back end on a GPU: one launch looks all tables up, the update inside backward.
+
+As on the CPU every ``backward()`` is a step: the tables get no ``.grad``. Nothing here
+waits for the GPU, and nothing depends on what a batch holds: with the batch in buffers
+that stay where they are, all of it can be captured in a CUDA graph.
+
+Backward sorts the lookups by table and row (stably, torch's radix sort), adds up the
+gradients of each run of equal rows by a tree of fixed shape, and updates each row once.
+The same batch gives the same bits every time, however skewed.
+
+Shapes: B samples, T tables of R rows, d embedding width, N lookups of a batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dlrm_core.data.batch import Batch, extents_of
+from dlrm_core.embeddings import (
+    BAD_INDEX,
+    BAD_OFFSET,
+    EPSILON,
+    EmbeddingTables,
+    check_batch,
+    describe_values,
+)
+from dlrm_core.errors import InputError, MissingToolError
+
+MAX_DIM = 1024
+"""Widest row: a program holds whole rows in registers."""
+
+_KEY_BYTES, _SOURCE_BYTES, _ORDER_BYTES = 4, 4, 8
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How much of the work one program does; what it computes is the same for any.
+
+    Attributes:
+        bags: bags side by side in a lookup.
+        unroll: rows of each bag asked for before the first is added.
+        listed: bags side by side where lookups are listed.
+        run: elements of a tile of the sorted lookups.
+        run_warps: warps that share such a tile.
+    """
+
+    bags: int
+    unroll: int
+    listed: int
+    run: int
+    run_warps: int
+
+
+def tiles_for(width: int, bag_size: float) -> Tiles:
+    """Tiles for rows of ``width`` floats (a power of two) and bags of that mean size.
+
+    A warp has some 4 KiB of rows on their way, which hides the memory's latency on a
+    Hopper GPU when 25 or more warps share a multiprocessor. Not measured yet.
+    """
+    long = bag_size >= 4
+    bags = max(1, (256 if long else 1024) // width)
+    run = max(8, min(64, 4096 // width))
+    return Tiles(
+        bags=bags,
+        unroll=4 if long else 1,
+        listed=32 if long else 128,
+        run=run,
+        run_warps=max(1, min(8, run * width // 1024)),
+    )
+
+
+class FusedGpu:
+    """Tables on a GPU by Triton kernels (:mod:`dlrm_kernels.embeddings.kernels_gpu`).
+
+    Args:
+        tables: float32 tables; Adagrad's state is laid out beside them.
+        optimizer: 'sgd', 'adagrad' or 'rowwise_adagrad'.
+        learning_rate: read by the kernels from the device, so it may change between
+            replays of a captured graph.
+        pooled_dtype: type of the pooled vectors. They are summed in fp32; bf16 is what
+            the dense part would round them to at once, so nothing else changes.
+
+    Attributes:
+        states: for each table Adagrad's (R, d), or row-wise Adagrad's (R, 1), sums of squares.
+        notices: nothing, so far.
+
+    Raises:
+        InputError: a table that the kernels cannot work on.
+        MissingToolError: triton is not installed.
+    """
+
+    name = "fused"
+
+    def __init__(
+        self,
+        tables: EmbeddingTables,
+        optimizer: str,
+        learning_rate: float,
+        pooled_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        require_triton()
+        weights = tables.weights
+        self.device = weights[0].device
+        self.optimizer = optimizer
+        self.pooled_dtype = pooled_dtype
+        self.notices: list[str] = []
+        self._rates = torch.full((1,), learning_rate, device=self.device)
+        self._learning_rate = learning_rate
+        self._known: tuple[int, ...] = ()
+        width = {"sgd": 0, "adagrad": weights[0].shape[1], "rowwise_adagrad": 1}[optimizer]
+        self.states = [
+            torch.zeros(weight.shape[0] if width else 0, width, device=self.device)
+            for weight in weights
+        ]
+        self._check_tables(tables)
+        # a graph needs a leaf: the tables are none, they have no gradient
+        self._anchor = torch.zeros(0, device=self.device, requires_grad=True)
+        self._fault = torch.zeros(4, dtype=torch.int64, device=self.device)
+        self._seen = torch.zeros(4, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        self._extents: tuple[tuple[int, ...], torch.Tensor] | None = None
+
+    @property
+    def learning_rate(self) -> float:
+        """What gradients are multiplied by; setting it takes effect at the next step."""
+        return self._learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, rate: float) -> None:
+        self._learning_rate = rate
+        self._rates.fill_(rate)
+
+    def forward(self, tables: EmbeddingTables, batch: Batch) -> list[torch.Tensor]:
+        """T pooled vectors, each (B, d): views of one tensor (T, B, d).
+
+        An index outside its table counts as no lookup; it is reported by a later call
+        (see :meth:`check`), and until then no table is updated.
+
+        Raises:
+            InputError: a batch laid out otherwise; or what an earlier batch asked for.
+        """
+        return list(_Lookup.apply(self._anchor, self, tables, batch))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing is kept between backward and step."""
+
+    def step(self) -> None:
+        """Nothing is left to do after backward."""
+
+    def check(self) -> None:
+        """Wait for the GPU, and report what a batch so far asked for and must not.
+
+        Every forward does the same without waiting, so it may report a batch that is
+        one or a few steps old. From the wrong batch on no table has been updated.
+
+        Raises:
+            InputError: naming table, lookup and row.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.raise_if_seen()
+
+    def pool(self, tables: EmbeddingTables, batch: Batch) -> torch.Tensor:
+        """Pooled vectors (T, B, d) outside of any graph."""
+        from dlrm_kernels.embeddings import kernels_gpu as k
+
+        self._check_tables(tables)
+        check_batch(batch, self._tables, self.device.type)
+        # a copy of the past may still be under way while a graph is being captured
+        if not _capturing(self.device):
+            self.raise_if_seen()
+        size = batch.offsets.shape[1]
+        pooled = torch.empty(
+            self._tables, size, self._dim, dtype=self.pooled_dtype, device=self.device
+        )
+        if size == 0:
+            return pooled
+        _require_32_bits("lookups", batch.indices.numel())
+        _require_32_bits("bags (tables x samples)", self._tables * size)
+        tiles = self._tiles(batch.indices.numel(), size)
+        blocks = -(-size // tiles.bags)
+        k.pool[(self._tables * blocks,)](
+            *(self._weights[0], self._places, self._rows, batch.indices, batch.offsets),
+            *(self.extents(batch), self._fault, pooled, self._tables, size, blocks),
+            BAD_INDEX=BAD_INDEX,
+            BAD_OFFSET=BAD_OFFSET,
+            DIM=self._dim,
+            WIDTH=self._width,
+            VEC=self._vector,
+            BAGS=tiles.bags,
+            UNROLL=tiles.unroll,
+            num_warps=max(1, tiles.bags * self._width // 2048),
+        )
+        self._seen.copy_(self._fault, non_blocking=True)
+        return pooled
+
+    def backpropagate(
+        self,
+        tables: EmbeddingTables,
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        extents: torch.Tensor,
+        gradients: list[torch.Tensor],
+    ) -> None:
+        """Update the tables with the gradients (B, d) of their pooled vectors."""
+        from dlrm_kernels.embeddings import kernels_gpu as k
+
+        self._check_tables(tables)
+        count, size = indices.numel(), offsets.shape[1]
+        if count == 0 or size == 0:
+            return
+        tiles = self._tiles(count, size)
+        limit = self._tables << self._row_bits
+        keys = torch.full((count,), limit, dtype=self._key_dtype, device=self.device)
+        sources = torch.empty(count, dtype=torch.int32, device=self.device)
+        blocks = -(-size // tiles.listed)
+        k.list_lookups[(self._tables * blocks,)](
+            *(self._rows, indices, offsets, extents, keys, sources, self._tables, size, blocks),
+            ROW_BITS=self._row_bits,
+            BAGS=tiles.listed,
+            num_warps=max(1, tiles.listed // 32),
+        )
+        # stable: equal rows stay in the order of their lookups, so sums have one order
+        sorted_keys, order = torch.sort(keys, stable=True)
+        values, table_stride, bag_stride = in_one(gradients)
+        kind = {"sgd": k.SGD, "adagrad": k.ADAGRAD, "rowwise_adagrad": k.ROWWISE}
+        lookups = True
+        while True:
+            programs = -(-count // tiles.run)
+            next_keys = torch.empty(2 * programs, dtype=self._key_dtype, device=self.device)
+            next_sums = torch.empty(2 * programs, self._dim, device=self.device)
+            k.settle_runs[(programs,)](
+                *(sorted_keys, order, sources, values, table_stride, bag_stride, size, count),
+                *(limit, next_keys, next_sums, self._fault),
+                *(self._weights[0], self._places, self.states[0], self._state_places),
+                self._rates,
+                EPSILON=EPSILON,
+                ROW_BITS=self._row_bits,
+                DIM=self._dim,
+                WIDTH=self._width,
+                VEC=self._vector,
+                TILE=tiles.run,
+                KIND=kind[self.optimizer],
+                LOOKUPS=lookups,
+                num_warps=tiles.run_warps,
+            )
+            if programs == 1:
+                return
+            sorted_keys, values, lookups, count = next_keys, next_sums, False, 2 * programs
+
+    def extents(self, batch: Batch) -> torch.Tensor:
+        """(2, T) int64 on the device: where each table's indices begin, and how many there are."""
+        if batch.extents is not None:
+            return batch.extents
+        starts = batch.table_starts
+        if self._extents is None or self._extents[0] != starts:
+            self._extents = (starts, extents_of(starts).to(self.device))
+        return self._extents[1]
+
+    def _tiles(self, count: int, size: int) -> Tiles:
+        return tiles_for(self._width, count / (self._tables * size))
+
+    def raise_if_seen(self) -> None:
+        """What :meth:`check` does, as far as the GPU has got; without waiting for it."""
+        if int(self._seen[0]):
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # the other words may still be on their way
+            kind, table, place, value = self._seen.tolist()
+            self._fault.zero_()
+            self._seen.zero_()
+            rows = int(self._weights[table].shape[0])
+            raise InputError(describe_values(kind, table, place, value, rows))
+
+    def _check_tables(self, tables: EmbeddingTables) -> None:
+        """Note where the tables lie; check them again whenever one has moved."""
+        weights = tables.weights
+        addresses = tuple(weight.data_ptr() for weight in weights)
+        if addresses == self._known:
+            return
+        dim = weights[0].shape[1]
+        for t, weight in enumerate(weights):
+            if weight.device != self.device or weight.dtype != torch.float32:
+                raise InputError(
+                    f"embedding table {t} is {weight.dtype} on {weight.device}; the fused back "
+                    f"end works on torch.float32 tables that are all on one device ({self.device})"
+                )
+            if not weight.is_contiguous():
+                raise InputError(
+                    f"embedding table {t} has strides {tuple(weight.stride())}, expected "
+                    f"({weight.shape[1]}, 1): its rows one behind the other"
+                )
+        if dim > MAX_DIM:
+            raise InputError(
+                f"model.embedding_dim is {dim}, but the fused back end of the GPU holds rows of "
+                f"at most {MAX_DIM} numbers; choose training.embedding_backend: torch"
+            )
+        self._weights = [weight.detach() for weight in weights]
+        self._tables, self._dim = len(weights), dim
+        self._width = 1 << (dim - 1).bit_length()
+        rows = [weight.shape[0] for weight in weights]
+        self._row_bits = max(1, (max(rows) - 1).bit_length())
+        # half as many passes of the sort for keys of 32 bits
+        wide = self._tables << self._row_bits >= 1 << 31
+        self._key_dtype = torch.int64 if wide else torch.int32
+        self._rows = torch.tensor(rows, device=self.device)
+        states = [state.data_ptr() for state in self.states]
+        aligned = dim % 4 == 0 and all(a % 16 == 0 for a in (*addresses, *states))
+        self._vector = 4 if aligned else 1
+        self._places = self._distances(addresses, self._vector)
+        by_row = self.optimizer == "rowwise_adagrad"
+        self._state_places = self._distances(states, 1 if by_row else self._vector)
+        self._known = addresses
+
+    def _distances(self, addresses: tuple[int, ...] | list[int], unit: int) -> torch.Tensor:
+        """(T,) int64: how many times ``unit`` floats each address is from the first."""
+        away = [(address - addresses[0]) // (4 * unit) for address in addresses]
+        return torch.tensor(away, device=self.device)
+
+
+class _Lookup(torch.autograd.Function):
+    """Pooling as a node of torch's graph whose backward updates the tables."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, backend: FusedGpu, tables: EmbeddingTables, batch: Batch
+    ) -> tuple[torch.Tensor, ...]:
+        pooled = backend.pool(tables, batch)
+        # saved, so that torch notices indices changed in place before backward
+        ctx.save_for_backward(batch.indices, batch.offsets, backend.extents(batch))
+        ctx.rest = (backend, tables)
+        return tuple(pooled[t] for t in range(pooled.shape[0]))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, ...]:
+        backend, tables = ctx.rest
+        backend.backpropagate(tables, *ctx.saved_tensors, list(gradients))
+        return None, None, None, None
+
+
+def in_one(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, int, int]:
+    """T tensors (B, d) as a first one, and the strides from table to table and row to row.
+
+    Tensors that lie at equal distances, as the parts of one tensor do, stay where they
+    are; others are copied into one.
+    """
+    first = tensors[0]
+    size = first.element_size()
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    step = addresses[1] - addresses[0] if len(tensors) > 1 else 0
+    alike = all(
+        tensor.dtype == first.dtype
+        and tensor.stride() == first.stride()
+        and (tensor.shape[1] == 1 or tensor.stride(1) == 1)
+        and address == addresses[0] + t * step
+        for t, (tensor, address) in enumerate(zip(tensors, addresses, strict=True))
+    )
+    if alike and step % size == 0:
+        return first, step // size, first.stride(0)
+    one = torch.stack(tensors)
+    return one, one.stride(0), one.stride(1)
+
+
+def scratch_bytes(lookups: int, dim: int) -> int:
+    """What backward holds beside the tables at its peak, for so many lookups.
+
+    Keys and their order twice (torch's sort has a copy of each), sources, and the sums
+    that tiles leave over: two rows for every tile, and a little for the levels above.
+    """
+    width = 1 << (dim - 1).bit_length()
+    tiles = -(-lookups // tiles_for(width, 1.0).run)
+    rows = 2 * tiles + 2 * tiles // 8
+    return lookups * (2 * (_KEY_BYTES + _ORDER_BYTES) + _SOURCE_BYTES) + rows * dim * 4
+
+
+def _require_32_bits(what: str, count: int) -> None:
+    if count >= 1 << 31:
+        raise InputError(
+            f"the batch has {count:,} {what}, the fused back end of the GPU takes at most "
+            f"{(1 << 31) - 1:,}"
+        )
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def require_triton() -> None:
+    """Raise MissingToolError if triton is not installed."""
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        raise MissingToolError(
+            "training.embedding_backend is 'fused' on a GPU, which needs Triton: pip install "
+            "triton (torch's CUDA builds bring it), or choose torch"
+        ) from None

@@ -1,0 +1,444 @@
+"""Tables in two places: some beside the dense part on the GPU, the others with the CPU.
+
+Tables beyond ``training.embeddings_on_gpu_bytes`` stay in host memory
+(:mod:`dlrm_core.memory`) or are mapped from a disk. Their rows never move: the CPU looks
+them up while the GPU looks up its own, all their pooled vectors cross in one copy from
+page-locked memory, and all gradients come back in one. Both sides may be the CPU, which
+tests use and which rehearses a run.
+
+Shapes: B samples, T tables of R rows, d embedding width, H of the tables on the host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch.profiler import record_function
+
+from dlrm_core.config import Parameters, TrainingConfig
+from dlrm_core.data.batch import Batch
+from dlrm_core.embeddings import EmbeddingTables, empty_tables
+from dlrm_core.memory import Placement, format_bytes, plan_placement
+from dlrm_core.parts import part
+from dlrm_kernels.embeddings.mapped_tables import MappedTables
+
+# Batches whose lookups are sorted by where their table lies (:mod:`dlrm_core.memory`).
+
+
+@dataclass(frozen=True)
+class SplitBatch(Batch):
+    """A batch whose lookups are those of the GPU's tables.
+
+    The host's are in ``host``, and stay there when the batch moves to a device.
+    """
+
+    host: Batch | None = None
+
+
+def divide(batch: Batch, placement: Placement) -> SplitBatch:
+    """A batch of all tables, its lookups sorted by the side of their table."""
+    if isinstance(batch, SplitBatch):
+        return batch
+    gpu = _lookups(batch, placement.on_gpu)
+    host = _lookups(batch, placement.on_host)
+    if host.indices.device.type != "cpu":
+        host = host.to(torch.device("cpu"))
+    return SplitBatch(gpu.dense, gpu.indices, gpu.offsets, gpu.table_starts, gpu.targets, host=host)
+
+
+def _lookups(batch: Batch, ids: Sequence[int]) -> Batch:
+    """The same samples with the lookups of some tables only."""
+    pieces = [batch.table_indices(t) for t in ids]
+    starts = [0, *itertools.accumulate(len(piece) for piece in pieces)]
+    indices = torch.cat(pieces) if pieces else batch.indices[:0]
+    return Batch(batch.dense, indices, batch.offsets[list(ids)], tuple(starts), batch.targets)
+
+
+class BatchSource(Protocol):
+    """Anything that makes batches."""
+
+    def next_batch(self) -> Batch:
+        """The next batch of the stream."""
+
+
+class Divided:
+    """A stream of batches, each divided by where its tables lie, before any is copied."""
+
+    def __init__(self, source: BatchSource, placement: Placement) -> None:
+        self._source, self._placement = source, placement
+
+    def next_batch(self) -> Batch:
+        """The next batch of the stream."""
+        return divide(self._source.next_batch(), self._placement)
+
+
+def divided(source: BatchSource, placement: Placement) -> BatchSource:
+    """The stream as the tables' places want it: itself where all lie in one."""
+    return Divided(source, placement) if placement.split else source
+
+
+GPU_SPAN, HOST_SPAN = "tables on the GPU", "tables on the host"
+"""Ranges of the two sides inside the embedding's forward and backward pass: what a profile's
+tree shows each of them to take."""
+
+
+class PlacedTables(EmbeddingTables):
+    """Tables of which some stay on the host, whatever device the model is moved to.
+
+    Args:
+        disk: where the tables on the host are mapped from; None: in memory.
+
+    Attributes:
+        placement: which tables are where.
+        host_backend: back end of the host's side where it is not the parameters' own.
+    """
+
+    def __init__(
+        self, table_rows: Sequence[int], dim: int, placement: Placement, disk: MappedTables | None
+    ) -> None:
+        memory: list[torch.Tensor] = [torch.empty(0)] * len(table_rows)
+        for ids, on_host in ((placement.on_gpu, False), (placement.on_host, True)):
+            rows = [table_rows[t] for t in ids]
+            if on_host and disk is not None:
+                made = disk.tensors
+            elif on_host:
+                with torch.device("cpu"):
+                    made = empty_tables(rows, dim, True) if rows else []
+            else:
+                made = empty_tables(rows, dim, True) if rows else []
+            for t, tensor in zip(ids, made, strict=True):
+                memory[t] = tensor
+        super().__init__(table_rows, dim, memory=memory)
+        self.placement = placement
+        self.host_backend: str | None = None
+        # no submodule: it is already one, under its own name
+        self.__dict__["disk"] = disk
+
+    def _apply(self, fn: Any, recurse: bool = True) -> PlacedTables:
+        """Move or convert what lies beside the dense part, and nothing else."""
+        for t in self.placement.on_gpu:
+            self.tables[t]._apply(fn, recurse)
+        return self
+
+    def side(self, ids: Sequence[int]) -> EmbeddingTables:
+        """Some of the tables: the same parameters, with a back end of their own."""
+        tables = EmbeddingTables((), 0, memory=())
+        tables.tables.extend(self.tables[t] for t in ids)
+        return tables
+
+
+class Places:
+    """Where a run's tables are to lie, and what must be undone at its end.
+
+    Attributes:
+        placement: the plan.
+        notices: which tables are where, in words; none if all are in one place.
+
+    Raises:
+        InputError: the tables cannot lie there.
+    """
+
+    def __init__(self, parameters: Parameters, device: torch.device) -> None:
+        self.model = parameters.model
+        self.placement = plan_placement(parameters, device.type == "cuda")
+        self._disk: MappedTables | None = None
+        self._wanted = parameters.training.tables_on_disk
+        self.notices = _notices(parameters, self.placement, device)
+
+    @property
+    def make_tables(self) -> Any:
+        """What :func:`dlrm_core.model.build_model` is to make tables with; None: its own way."""
+        return self._make if self.placement.split or self.placement.disk else None
+
+    def settle(self) -> None:
+        """The tables have been filled."""
+        if self._disk is not None:
+            self._disk.settle()
+
+    def close(self) -> None:
+        """Remove files; the tables must not be used any more."""
+        if self._disk is not None:
+            self._disk.close()
+
+    def _make(self) -> PlacedTables:
+        model, placement = self.model, self.placement
+        if placement.disk and placement.on_host:
+            rows = [model.table_rows[t] for t in placement.on_host]
+            self._disk = MappedTables(Path(placement.disk), rows, model.embedding_dim)
+        return PlacedTables(model.table_rows, model.embedding_dim, placement, self._disk)
+
+
+def _notices(parameters: Parameters, placement: Placement, device: torch.device) -> list[str]:
+    rows, dim = parameters.model.table_rows, parameters.model.embedding_dim
+
+    def those(ids: Sequence[int]) -> str:
+        size = format_bytes(sum(rows[t] for t in ids) * dim * 4)
+        if not ids:
+            return "no tables"
+        named = f"table {ids[0]}" if len(ids) == 1 else f"tables {ranges(ids)}"
+        return f"{named} ({size})"
+
+    said = []
+    if placement.split:
+        where = "on the GPU" if device.type == "cuda" else "beside the dense part"
+        rehearsal = "" if device.type == "cuda" else "; without a GPU both sides are the CPU"
+        said.append(
+            f"training.embeddings_on_gpu_bytes: {those(placement.on_gpu)} lie {where}, "
+            f"{those(placement.on_host)} on the host{rehearsal}"
+        )
+    if placement.disk and placement.on_host:
+        said.append(
+            f"training.tables_on_disk: {those(placement.on_host)} are mapped from "
+            f"{placement.disk}: rows that are not in memory cost a read of the disk, and Adagrad's "
+            "and Adam's state stays in memory"
+        )
+    return said
+
+
+def ranges(ids: Sequence[int]) -> str:
+    """Rising numbers in few words: 0-3, 5, 7-8."""
+    runs: list[list[int]] = []
+    for number in ids:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+
+
+class SplitTables:
+    """The back end that hands each table to its side.
+
+    Args:
+        tables: whose sides are attached to back ends of their own.
+        config: of both sides; what does not exist on a side is its nearest there.
+
+    Attributes:
+        sides: (numbers of the tables, the tables, what updates them); a side without
+            tables is left out.
+        notices: of both sides.
+    """
+
+    name = "split"
+
+    def __init__(self, tables: PlacedTables, config: TrainingConfig) -> None:
+        from dlrm_core.engines import attach
+
+        self.placement = tables.placement
+        self._gpu: EmbeddingTables | None = None
+        self._host: EmbeddingTables | None = None
+        self.sides: list[tuple[tuple[int, ...], EmbeddingTables, Any]] = []
+        if self.placement.on_gpu:
+            self._gpu = tables.side(self.placement.on_gpu)
+            settings = _gpu_settings(config, self._gpu.weights[0].device)
+            self.sides.append((self.placement.on_gpu, self._gpu, attach(self._gpu, settings)))
+        if self.placement.on_host:
+            self._host = tables.side(self.placement.on_host)
+            settings = _host_settings(config, tables.host_backend)
+            self.sides.append((self.placement.on_host, self._host, attach(self._host, settings)))
+        self._anchor = torch.zeros(0, requires_grad=True)
+        self._crossing = Crossing()
+        self.notices = [
+            notice for _, side, _ in self.sides for notice in getattr(side.backend, "notices", [])
+        ]
+
+    @property
+    def learning_rate(self) -> float:
+        """Of all sides."""
+        update = self.sides[0][2]
+        if isinstance(update, torch.optim.Optimizer):
+            return float(update.param_groups[0]["lr"])
+        return float(update.learning_rate)
+
+    @learning_rate.setter
+    def learning_rate(self, rate: float) -> None:
+        for _, _, update in self.sides:
+            if isinstance(update, torch.optim.Optimizer):
+                for group in update.param_groups:
+                    group["lr"] = rate
+            else:
+                update.learning_rate = rate
+
+    def forward(self, tables: EmbeddingTables, batch: Batch) -> list[torch.Tensor]:
+        """T pooled vectors, each (B, d), on the device of the dense part."""
+        recorded = torch.is_grad_enabled()
+        return list(_Split.apply(self._anchor, self, divide(batch, self.placement), recorded))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients that a side keeps between backward and step."""
+        for _, _, update in self.sides:
+            update.zero_grad(set_to_none=set_to_none)
+
+    def step(self) -> None:
+        """Apply what backward has only made, on both sides."""
+        for _, _, update in self.sides:
+            update.step()
+
+    def look_up(self, batch: SplitBatch) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Pooled vectors of the GPU's tables and of the host's, each (B, d) where it was made.
+
+        The GPU's first: its kernels run while the CPU looks up.
+        """
+        assert batch.host is not None
+        gpu: list[torch.Tensor] = []
+        host: list[torch.Tensor] = []
+        if self._gpu is not None:
+            with record_function(GPU_SPAN):
+                gpu = self._gpu(batch)
+        if self._host is not None:
+            with record_function(HOST_SPAN):
+                host = self._host(batch.host)
+        return gpu, host
+
+    def in_order(self, gpu: Sequence[Any], host: Sequence[Any]) -> list[Any]:
+        """One entry a table, by its number."""
+        found = dict(zip(self.placement.on_gpu, gpu, strict=True))
+        found |= zip(self.placement.on_host, host, strict=True)
+        return [found[t] for t in sorted(found)]
+
+    def cross(self, host: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+        """H pooled vectors (B, d) of the host, on the device."""
+        return transfer_forward(self._crossing, host, device) if host else []
+
+    def backpropagate(
+        self,
+        gpu: list[torch.Tensor],
+        host: list[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+    ) -> None:
+        """Backward pass of both sides from the gradients of T pooled vectors.
+
+        The copy back is begun first, then the GPU's kernels, and only then does the CPU wait
+        for the copy.
+        """
+        of_gpu = [gradients[t] for t in self.placement.on_gpu]
+        of_host = [gradients[t] for t in self.placement.on_host]
+        back = transfer_backward(self._crossing, of_host) if of_host else None
+        with torch.autograd.set_multithreading_enabled(False):
+            if gpu:
+                with record_function(GPU_SPAN):
+                    torch.autograd.backward(gpu, of_gpu)
+            if back is not None:
+                with record_function(HOST_SPAN):
+                    torch.autograd.backward(host, list(self._crossing.arrived(back)))
+
+
+class Crossing:
+    """Page-locked memory through which vectors pass, one copy each way.
+
+    Both buffers are kept, since locking pages takes longer than copying them.
+    """
+
+    def __init__(self) -> None:
+        self._there: torch.Tensor | None = None
+        self._back: torch.Tensor | None = None
+        self._left: torch.cuda.Event | None = None
+        self._returned: torch.cuda.Event | None = None
+
+    def to_device(self, vectors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+        """H vectors (B, d) on the host as (H, B, d) on the device."""
+        if self._left is not None:
+            # without a backward pass in between, the copy before may still be reading
+            self._left.synchronize()
+        self._there = _buffer(self._there, vectors, device.type == "cuda")
+        torch.stack([vector.detach() for vector in vectors], out=self._there)
+        if device.type != "cuda":
+            # its own memory, as on a GPU: the next batch overwrites the buffer
+            return self._there.clone()
+        arrived = self._there.to(device, non_blocking=True)
+        self._left = torch.cuda.Event()
+        self._left.record()
+        return arrived
+
+    def begin_return(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        """Begin to copy H gradients (B, d) to the host; where they will be, (H, B, d)."""
+        cuda = gradients[0].device.type == "cuda"
+        self._back = _buffer(self._back, gradients, cuda)
+        if not cuda:
+            torch.stack([gradient.float() for gradient in gradients], out=self._back)
+            return self._back
+        together = torch.stack(gradients).float()
+        self._back.copy_(together, non_blocking=True)
+        self._returned = torch.cuda.Event()
+        self._returned.record()
+        return self._back
+
+    def arrived(self, back: torch.Tensor) -> torch.Tensor:
+        """The gradients on the host, waited for."""
+        if self._returned is not None:
+            self._returned.synchronize()
+        return back
+
+
+def _buffer(
+    kept: torch.Tensor | None, vectors: Sequence[torch.Tensor], pinned: bool
+) -> torch.Tensor:
+    """Memory on the host for H vectors (B, d) float32; what is kept, if it has that shape."""
+    shape = (len(vectors), *vectors[0].shape)
+    if kept is not None and tuple(kept.shape) == shape:
+        return kept
+    return torch.empty(shape, dtype=torch.float32, device="cpu", pin_memory=pinned)
+
+
+class _Split(torch.autograd.Function):
+    """Both sides' lookups as one node, so that the order of their work is ours to choose.
+
+    Each side keeps a graph of its own, of which backward is called in turn.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, backend: SplitTables, batch: SplitBatch, recorded: bool
+    ) -> tuple[torch.Tensor, ...]:
+        with torch.set_grad_enabled(recorded):
+            gpu, host = backend.look_up(batch)
+        crossed = backend.cross(host, batch.dense.device)
+        ctx.rest = (backend, gpu, host)
+        return tuple(backend.in_order([vector.detach() for vector in gpu], crossed))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, ...]:
+        backend, gpu, host = ctx.rest
+        ctx.rest = None
+        with torch.enable_grad():
+            backend.backpropagate(gpu, host, gradients)
+        return None, None, None, None
+
+
+@part("transfer", "forward")
+def transfer_forward(
+    crossing: Crossing, pooled: list[torch.Tensor], device: torch.device
+) -> list[torch.Tensor]:
+    """Copy the host's pooled vectors to the dense part's device, in one piece."""
+    return list(crossing.to_device(pooled, device))
+
+
+@part("transfer", "backward")
+def transfer_backward(crossing: Crossing, gradients: list[torch.Tensor]) -> torch.Tensor:
+    """Begin to copy the gradients of the host's vectors back, in one piece."""
+    return crossing.begin_return(gradients)
+
+
+def _gpu_settings(config: TrainingConfig, device: torch.device) -> TrainingConfig:
+    """Settings of the dense part's side: a GPU knows one update only."""
+    if device.type == "cpu" or config.embedding_update == "race_free":
+        return config
+    return dataclasses.replace(config, embedding_update="race_free")
+
+
+def _host_settings(config: TrainingConfig, backend: str | None) -> TrainingConfig:
+    """Settings of the host's side: the parameters' back end where it is fast on a CPU.
+
+    FBGEMM's package for GPUs may come without its CPU kernels; ``fused`` takes its place.
+    """
+    if backend is None:
+        backend = "fused" if config.embedding_backend == "fbgemm" else config.embedding_backend
+    update = config.embedding_update if backend == "fused" else "race_free"
+    return dataclasses.replace(config, embedding_backend=backend, embedding_update=update)

@@ -1,0 +1,341 @@
+"""Adagrad and row-wise Adagrad fused into the backward pass, on the CPU.
+
+Both need a row's whole gradient before its update (unlike SGD, which may subtract
+lookup by lookup), so a unit sorts its lookups by row: a stable radix sort of keys
+``row B' + bag`` (B' the least power of two not below B) by the bits of the row. Then
+each row's gradients are summed in the order of the bags and the row is updated once.
+A unit owns all rows of a table or a hashed share of them, so no two threads meet,
+and every row's sum has one order: the bits do not depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dlrm_kernels.embeddings.kernels import (
+    AHEAD,
+    BAGS,
+    DIM,
+    ENTERED,
+    GRADIENTS,
+    INDICES,
+    KEYS,
+    KIND,
+    PLAN,
+    RATES,
+    REGION,
+    ROWS,
+    SCRATCH,
+    STARTS,
+    STATES,
+    STEP,
+    STRIDES,
+    TABLES,
+    UNITS,
+    WEIGHTS,
+    bag_begin,
+    field,
+    item,
+    owner,
+    take_unit,
+    warm,
+)
+from dlrm_kernels.vectors import (
+    add,
+    atomic_add_int,
+    compiled,
+    divide,
+    lane_sum,
+    load_float,
+    load_vector,
+    multiply,
+    prefetch,
+    splat,
+    square_root,
+    store_float,
+    store_int,
+    store_vector,
+    subtract,
+    zeros,
+)
+
+DIGIT_BITS = 11
+"""Most bits sorted in one pass: 2048 counters fit the first-level cache."""
+
+ADAGRAD, ROWWISE = 0, 1
+
+
+@compiled
+def scratch_bytes(dim):
+    """Bytes of scratch of one thread: counters of the sort, and one row's gradient."""
+    return 8 * (1 << DIGIT_BITS) + 4 * ((dim + 15) // 16 * 16)
+
+
+@compiled
+def bits_for(count):
+    """Bits that tell 0 .. count - 1 apart."""
+    bits = 0
+    while (1 << bits) < count:
+        bits += 1
+    return bits
+
+
+@compiled
+def collect(job, table, mine, slices, shift, keys):
+    """Write the keys of a slice's lookups, bag after bag; where they begin and their number.
+
+    The slices of a table share its region of keys, one behind the other.
+    """
+    bags, indices = field(job, BAGS), field(job, INDICES)
+    starts = field(job, STARTS)
+    begin, end = item(starts, table), item(starts, table + 1)
+    place = begin
+    if slices > 1:
+        for i in range(begin, end):
+            if owner(item(indices, i), slices) < mine:
+                place += 1
+    first = place
+    for bag in range(bags):
+        for i in range(bag_begin(job, table, bag), bag_begin(job, table, bag + 1)):
+            row = item(indices, i)
+            if slices == 1 or owner(row, slices) == mine:
+                store_int(keys + 8 * place, (row << shift) | bag)
+                place += 1
+    return first, place - first
+
+
+@compiled
+def sort_keys(keys, other, count, shift, bits, counters):
+    """Radix sort of ``count`` keys by ``bits`` bits from ``shift`` up; where the result is."""
+    passes = (bits + DIGIT_BITS - 1) // DIGIT_BITS
+    if passes == 0:
+        return keys
+    width = (bits + passes - 1) // passes
+    mask = (1 << width) - 1
+    for number in range(passes):
+        low = shift + number * width
+        for digit in range(mask + 1):
+            store_int(counters + 8 * digit, 0)
+        for i in range(count):
+            slot = counters + 8 * ((item(keys, i) >> low) & mask)
+            store_int(slot, item(slot, 0) + 1)
+        total = 0
+        for digit in range(mask + 1):
+            here = item(counters, digit)
+            store_int(counters + 8 * digit, total)
+            total += here
+        for i in range(count):
+            key = item(keys, i)
+            slot = counters + 8 * ((key >> low) & mask)
+            place = item(slot, 0)
+            store_int(slot, place + 1)
+            store_int(other + 8 * place, key)
+        keys, other = other, keys
+    return keys
+
+
+@compiled
+def sum_64(keys, begin, end, mask, gradients, stride, out):
+    """64 columns of :func:`sum_gradients` (functions of their own: see kernels.sum_64)."""
+    a, b, c, d = zeros(), zeros(), zeros(), zeros()
+    for i in range(begin, end):
+        p = gradients + (item(keys, i) & mask) * stride
+        a = add(a, load_vector(p))
+        b = add(b, load_vector(p + 64))
+        c = add(c, load_vector(p + 128))
+        d = add(d, load_vector(p + 192))
+    store_vector(out, a)
+    store_vector(out + 64, b)
+    store_vector(out + 128, c)
+    store_vector(out + 192, d)
+    low = add(multiply(a, a), multiply(b, b))
+    return lane_sum(add(low, add(multiply(c, c), multiply(d, d))))
+
+
+@compiled
+def sum_16(keys, begin, end, mask, gradients, stride, out):
+    """16 columns of :func:`sum_gradients`."""
+    a = zeros()
+    for i in range(begin, end):
+        a = add(a, load_vector(gradients + (item(keys, i) & mask) * stride))
+    store_vector(out, a)
+    return lane_sum(multiply(a, a))
+
+
+@compiled
+def sum_few(keys, begin, end, mask, gradients, stride, out, count):
+    """Fewer than 16 columns of :func:`sum_gradients`."""
+    squares = np.float32(0)
+    for k in range(count):
+        one = np.float32(0)
+        for i in range(begin, end):
+            one += load_float(gradients + (item(keys, i) & mask) * stride + 4 * k)
+        store_float(out + 4 * k, one)
+        squares += one * one
+    return squares
+
+
+@compiled
+def sum_gradients(keys, begin, end, mask, gradients, stride, dim, out):
+    """Sum the gradients of the bags of ``keys[begin:end]`` into ``out``; its sum of squares."""
+    squares, column = np.float32(0), 0
+    while column + 64 <= dim:
+        at = 4 * column
+        squares += sum_64(keys, begin, end, mask, gradients + at, stride, out + at)
+        column += 64
+    while column + 16 <= dim:
+        at = 4 * column
+        squares += sum_16(keys, begin, end, mask, gradients + at, stride, out + at)
+        column += 16
+    if column < dim:
+        at = 4 * column
+        squares += sum_few(keys, begin, end, mask, gradients + at, stride, out + at, dim - column)
+    return squares
+
+
+@compiled
+def adagrad_row(row, state, gradient, dim, rate, epsilon):
+    """s += g^2; w -= rate g / (sqrt(s) + eps), weight by weight."""
+    rates, epsilons = splat(rate), splat(epsilon)
+    column = 0
+    while column + 16 <= dim:
+        at = 4 * column
+        g = load_vector(gradient + at)
+        s = add(load_vector(state + at), multiply(g, g))
+        store_vector(state + at, s)
+        change = divide(multiply(rates, g), add(square_root(s), epsilons))
+        store_vector(row + at, subtract(load_vector(row + at), change))
+        column += 16
+    while column < dim:
+        at = 4 * column
+        h = load_float(gradient + at)
+        t = load_float(state + at) + h * h
+        store_float(state + at, t)
+        store_float(row + at, load_float(row + at) - rate * h / (np.sqrt(t) + epsilon))
+        column += 1
+
+
+@compiled
+def subtract_scaled(row, gradient, scale, dim):
+    """w -= scale g."""
+    scales, column = splat(scale), 0
+    while column + 16 <= dim:
+        at = 4 * column
+        change = multiply(scales, load_vector(gradient + at))
+        store_vector(row + at, subtract(load_vector(row + at), change))
+        column += 16
+    while column < dim:
+        at = 4 * column
+        store_float(row + at, load_float(row + at) - scale * load_float(gradient + at))
+        column += 1
+
+
+@compiled
+def end_of_row(keys, begin, count, shift):
+    """Behind the last of the keys that have the row of ``keys[begin]``."""
+    row, end = item(keys, begin) >> shift, begin + 1
+    while end < count and item(keys, end) >> shift == row:
+        end += 1
+    return end
+
+
+@compiled
+def rowwise_64(row, state, keys, begin, end, mask, gradients, stride, rate, epsilon):
+    """Row-wise Adagrad of a row of 64 floats, its gradient in registers throughout.
+
+    The same operations in the same order as for other widths.
+    """
+    a, b, c, d = zeros(), zeros(), zeros(), zeros()
+    for i in range(begin, end):
+        p = gradients + (item(keys, i) & mask) * stride
+        a = add(a, load_vector(p))
+        b = add(b, load_vector(p + 64))
+        c = add(c, load_vector(p + 128))
+        d = add(d, load_vector(p + 192))
+    low = add(multiply(a, a), multiply(b, b))
+    squares = lane_sum(add(low, add(multiply(c, c), multiply(d, d))))
+    total = load_float(state) + squares / np.float32(64)
+    store_float(state, total)
+    scales = splat(rate / (np.sqrt(total) + epsilon))
+    store_vector(row, subtract(load_vector(row), multiply(scales, a)))
+    store_vector(row + 64, subtract(load_vector(row + 64), multiply(scales, b)))
+    store_vector(row + 128, subtract(load_vector(row + 128), multiply(scales, c)))
+    store_vector(row + 192, subtract(load_vector(row + 192), multiply(scales, d)))
+
+
+@compiled
+def rowwise_wide(row, state, keys, begin, end, mask, gradients, stride, dim, rate, epsilon, out):
+    """Row-wise Adagrad of a row of any width: s += mean(g^2); w -= rate g / (sqrt(s) + eps)."""
+    squares = sum_gradients(keys, begin, end, mask, gradients, stride, dim, out)
+    total = load_float(state) + squares / np.float32(dim)
+    store_float(state, total)
+    subtract_scaled(row, out, rate / (np.sqrt(total) + epsilon), dim)
+
+
+@compiled
+def rowwise_rows(
+    weights, states, keys, count, shift, gradients, stride, dim, rate, epsilon, out, ahead, step
+):
+    """Row-wise Adagrad of every row of the sorted keys."""
+    mask, size, begin = (1 << shift) - 1, 4 * dim, 0
+    while begin < count:
+        end = end_of_row(keys, begin, count, shift)
+        soon = item(keys, min(end + ahead, count - 1)) >> shift
+        warm(weights + soon * size, size, step)
+        prefetch(states + soon * 4)
+        row = item(keys, begin) >> shift
+        w, s = weights + row * size, states + row * 4
+        if dim == 64:
+            rowwise_64(w, s, keys, begin, end, mask, gradients, stride, rate, epsilon)
+        else:
+            rowwise_wide(w, s, keys, begin, end, mask, gradients, stride, dim, rate, epsilon, out)
+        begin = end
+
+
+@compiled
+def adagrad_rows(
+    weights, states, keys, count, shift, gradients, stride, dim, rate, epsilon, out, ahead, step
+):
+    """Adagrad of every row of the sorted keys."""
+    mask, size, begin = (1 << shift) - 1, 4 * dim, 0
+    while begin < count:
+        end = end_of_row(keys, begin, count, shift)
+        soon = item(keys, min(end + ahead, count - 1)) >> shift
+        warm(weights + soon * size, size, step)
+        warm(states + soon * size, size, step)
+        sum_gradients(keys, begin, end, mask, gradients, stride, dim, out)
+        row = item(keys, begin) >> shift
+        adagrad_row(weights + row * size, states + row * size, out, dim, rate, epsilon)
+        begin = end
+
+
+def adagrad_owned(job):
+    """Update every row that was looked up, once; a unit owns rows of a table."""
+    dim, units, plan = field(job, DIM), field(job, UNITS), field(job, PLAN)
+    ahead, kind, step = field(job, AHEAD), field(job, KIND), field(job, STEP)
+    rate, epsilon = load_float(field(job, RATES)), load_float(field(job, RATES) + 4)
+    thread = atomic_add_int(job + 8 * ENTERED, 1)
+    counters = field(job, SCRATCH) + thread * scratch_bytes(dim)
+    out = counters + 8 * (1 << DIGIT_BITS)
+    shift = bits_for(field(job, BAGS))
+    total = item(field(job, STARTS), field(job, TABLES))
+    unit = take_unit(job)
+    while unit < units:
+        table = item(plan, 3 * unit)
+        mine, slices = item(plan, 3 * unit + 1), item(plan, 3 * unit + 2)
+        w, s = item(field(job, WEIGHTS), table), item(field(job, STATES), table)
+        g, stride = item(field(job, GRADIENTS), table), item(field(job, STRIDES), table)
+        base, apart, region = field(job, KEYS), 8 * total, field(job, REGION)
+        if region > 0:
+            # the same memory for table after table: it stays in the cache
+            base += thread * region - 8 * item(field(job, STARTS), table)
+            apart = region // 2
+        first, n = collect(job, table, mine, slices, shift, base)
+        keys = base + 8 * first
+        bits = bits_for(item(field(job, ROWS), table))
+        keys = sort_keys(keys, keys + apart, n, shift, bits, counters)
+        if kind == ROWWISE:
+            rowwise_rows(w, s, keys, n, shift, g, stride, dim, rate, epsilon, out, ahead, step)
+        else:
+            adagrad_rows(w, s, keys, n, shift, g, stride, dim, rate, epsilon, out, ahead, step)
+        unit = take_unit(job)

@@ -1,0 +1,330 @@
+"""Matrices as tiles in memory, and the operations on them.
+
+A matrix (R, C) is padded to blocks of 32 x 32. An entry is the sum of ``parts`` bf16
+numbers: 1 (bf16 itself), 2 (16 bits of mantissa) or 3 (24 bits, float32's). A block is
+two tiles a part. In *rows* form, the left operand of a product, blocks of a row of
+blocks lie side by side, and a tile is 16 rows of 32 numbers. In *columns* form, the right
+operand, blocks of a column of blocks lie side by side, and a tile is 16 columns whose
+32-bit lanes hold two rows each. Padding is zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dlrm_core.embeddings import empty_table
+from dlrm_kernels.tiles.machine import (
+    kernel_named,
+    second_level_cache,
+    threads,
+    tile_config,
+    why_no_tiles,
+)
+
+BLOCK = 32
+
+LINE_BYTES = 64
+
+DEPTH_BYTES = 128 << 10
+"""Of a panel multiplied at once: several rows of the left operand are to fit in the cache."""
+
+CACHE_SHARE = 0.4
+"""Of the second-level cache that the left operand of a unit may fill; it was fastest so."""
+
+
+def blocks_of(count: int) -> int:
+    """Blocks that hold so many rows or columns."""
+    return -(-count // BLOCK)
+
+
+class Arena:
+    """Memory on huge pages, handed out piece by piece.
+
+    The forms of one block lie far apart, so small pages would cost a look-up in the page
+    tables for every 2 KiB written: huge ones made a step up to a tenth faster.
+
+    Args:
+        chunk_bytes: asked of the system at a time; what is never written takes none.
+    """
+
+    def __init__(self, chunk_bytes: int = 64 << 20) -> None:
+        self._chunk_bytes = chunk_bytes
+        self.taken_bytes = 0
+        self._rest = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, size: int) -> torch.Tensor:
+        """So many bytes, aligned to a cache line, never given back."""
+        if self._rest.numel() < size:
+            floats = -(-max(size, self._chunk_bytes) // 4)
+            self._rest = empty_table(1, floats, huge_pages=True).view(-1).view(torch.uint8)
+        self.taken_bytes += size
+        found = self._rest[:size]
+        self._rest = self._rest[-(-size // LINE_BYTES) * LINE_BYTES :]
+        return found
+
+    def floats(self, *shape: int) -> torch.Tensor:
+        """A float32 matrix."""
+        return self.take(4 * math.prod(shape)).view(torch.float32).view(shape)
+
+
+@dataclass
+class Tiled:
+    """A tiled matrix in one form.
+
+    Attributes:
+        memory: its tiles, bf16 as int16.
+        panels: rows of blocks (rows form) or columns of blocks (columns form).
+        depth: blocks of a panel.
+        parts: bf16 numbers an entry.
+    """
+
+    memory: torch.Tensor
+    panels: int
+    depth: int
+    parts: int
+
+    @classmethod
+    def empty(cls, panels: int, depth: int, parts: int, arena: Arena | None = None) -> Tiled:
+        """Memory for a matrix of so many blocks."""
+        size = panels * depth * parts * BLOCK * BLOCK
+        memory = (arena or Arena(2 * size)).take(2 * size).view(torch.int16)
+        return cls(memory, panels, depth, parts)
+
+    def first(self, panels: int, depth: int) -> Tiled:
+        """The same memory for a smaller matrix, whatever it held before."""
+        size = panels * depth * self.parts * BLOCK * BLOCK
+        return Tiled(self.memory[:size], panels, depth, self.parts)
+
+    @property
+    def panel_bytes(self) -> int:
+        return self.depth * self.parts * 2 * BLOCK * BLOCK
+
+
+@dataclass
+class Result:
+    """What becomes of a matrix that is computed or packed, in this order.
+
+    Attributes:
+        bias: (padded columns,) float32, added to each row.
+        relu: max(x, 0).
+        mask: rows form of the same shape; where it is not positive the result becomes 0.
+        sums: (rows of blocks, padded columns) float32, gets each block's column sums.
+        target: (R, C) float32, gets the result, or with ``accumulate`` it is added.
+        rows, columns: the result in either form. rows_t, columns_t: its transpose.
+    """
+
+    bias: torch.Tensor | None = None
+    relu: bool = False
+    mask: Tiled | None = None
+    sums: torch.Tensor | None = None
+    target: torch.Tensor | None = None
+    accumulate: bool = False
+    rows: Tiled | None = None
+    columns: Tiled | None = None
+    rows_t: Tiled | None = None
+    columns_t: Tiled | None = None
+
+
+class Engine:
+    """Runs the kernels on torch's threads.
+
+    Args:
+        tiles: use the processor's matrix tiles; without them products are slow.
+    """
+
+    def __init__(self, tiles: bool = True) -> None:
+        reason = why_no_tiles() if tiles else ""
+        if reason:
+            raise RuntimeError(reason)
+        self._config = tile_config() if tiles else None
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def product(self, left: Tiled, right: Tiled, shape: tuple[int, int], result: Result) -> None:
+        """``left`` (rows form) times ``right`` (columns form), a matrix of the given shape."""
+        from dlrm_kernels.tiles import instructions as k
+
+        if left.depth != right.depth or left.parts != right.parts:
+            raise ValueError(
+                f"left has {left.depth} blocks of {left.parts} parts along the sum, right "
+                f"{right.depth} of {right.parts}"
+            )
+        block_bytes = left.parts * 2 * BLOCK * BLOCK
+        pieces = range(0, left.depth, DEPTH_BYTES // block_bytes)
+        if len(pieces) > 1 and not _is_sum_only(result):
+            # what follows needs the whole sum
+            pieces = range(0, left.depth, left.depth)
+        for start in pieces:
+            depth = min(pieces.step, left.depth - start)
+            job = self._job(shape, left.parts, result)
+            job[k.CONFIG] = self._config.ctypes.data if self._config is not None else 0
+            job[k.LEFT] = left.memory.data_ptr() + start * block_bytes
+            job[k.RIGHT] = right.memory.data_ptr() + start * block_bytes
+            job[k.DEPTH] = depth
+            job[k.LEFT_STRIDE], job[k.RIGHT_STRIDE] = left.panel_bytes, right.panel_bytes
+            job[k.ACCUMULATE] = result.accumulate or start > 0
+            room = int(CACHE_SHARE * second_level_cache())
+            self._run("product", job, most=max(1, room // (depth * block_bytes)))
+
+    def pack(self, matrix: torch.Tensor, parts: int, result: Result) -> None:
+        """Tile a float32 matrix (R, C) whose rows have no gaps."""
+        from dlrm_kernels.tiles import instructions as k
+
+        _check_rows(matrix)
+        job = self._job((matrix.shape[0], matrix.shape[1]), parts, result)
+        job[k.SOURCE], job[k.SOURCE_STRIDE] = matrix.data_ptr(), 4 * matrix.stride(0)
+        self._run("pack", job, most=4)
+
+    def dot_forward(
+        self, features: Sequence[torch.Tensor], itself: bool, parts: int, result: Result
+    ) -> None:
+        """Dot interaction of F features (B, d) float32 into tiled (B, d + pairs)."""
+        from dlrm_kernels.tiles import instructions as k
+
+        size, dim = features[0].shape
+        count = len(features)
+        width = dim + count * (count + (1 if itself else -1)) // 2
+        job = self._job((size, width), parts, result)
+        kept = self._features(job, features, itself)
+        self._dot_parts(job, parts)
+        size_of_block = 4 * BLOCK * BLOCK
+        panels = 2 * blocks_of(count) * blocks_of(dim) * int(job[k.DOT_PARTS]) * size_of_block // 2
+        job[k.SCRATCH_BYTES] += size_of_block * (blocks_of(width) + 2) + panels
+        self._run("dot_forward", job, most=4)
+        del kept
+
+    def dot_backward(
+        self,
+        gradient: torch.Tensor,
+        features: Sequence[torch.Tensor],
+        itself: bool,
+        parts: int,
+        gradients: Sequence[torch.Tensor],
+    ) -> None:
+        """Write the features' gradients (B, d), given that of the output (B, d + pairs)."""
+        from dlrm_kernels.tiles import instructions as k
+
+        _check_rows(gradient)
+        job = self._job((gradient.shape[0], gradient.shape[1]), parts, Result())
+        kept = self._features(job, features, itself)
+        job[k.SOURCE], job[k.SOURCE_STRIDE] = gradient.data_ptr(), 4 * gradient.stride(0)
+        places = _addresses(gradients)
+        job[k.GRADIENTS], job[k.GRADIENT_STRIDES] = (array.ctypes.data for array in places)
+        self._dot_parts(job, parts)
+        blocks, columns = blocks_of(len(features)), blocks_of(features[0].shape[1])
+        size_of_block = 4 * BLOCK * BLOCK
+        panels = blocks * (blocks + columns) * int(job[k.DOT_PARTS]) * size_of_block // 2
+        tiles = size_of_block // 2
+        job[k.SCRATCH_BYTES] += tiles + size_of_block * (2 + blocks * blocks) + panels
+        self._run("dot_backward", job, most=4)
+        del kept, places
+
+    def _dot_parts(self, job: np.ndarray, parts: int) -> None:
+        """Features of an interaction are of two parts at least: it is fp32 in bf16 too."""
+        from dlrm_kernels.tiles import instructions as k
+
+        job[k.DOT_PARTS] = max(2, parts)
+        job[k.CONFIG] = self._config.ctypes.data if self._config is not None else 0
+
+    def _features(
+        self, job: np.ndarray, features: Sequence[torch.Tensor], itself: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        from dlrm_kernels.tiles import instructions as k
+
+        places = _addresses(features)
+        job[k.FEATURES], job[k.STRIDES] = (array.ctypes.data for array in places)
+        job[k.COUNT], job[k.DIM], job[k.ITSELF] = len(features), features[0].shape[1], itself
+        return places
+
+    def _job(self, shape: tuple[int, int], parts: int, result: Result) -> np.ndarray:
+        from dlrm_kernels.tiles import instructions as k
+
+        job = np.zeros(k.FIELDS, np.int64)
+        rows, columns = shape
+        row_blocks, column_blocks = blocks_of(rows), blocks_of(columns)
+        job[k.ROWS], job[k.COLUMNS], job[k.PARTS] = rows, columns, parts
+        job[k.ROW_BLOCKS], job[k.COLUMN_BLOCKS] = row_blocks, column_blocks
+        job[k.SCRATCH_BYTES] = k.SCRATCH_LEAST
+        job[k.RELU], job[k.ACCUMULATE] = result.relu, result.accumulate
+        floats = (
+            (k.BIAS, result.bias, BLOCK * column_blocks),
+            (k.SUMS, result.sums, BLOCK * column_blocks * row_blocks),
+        )
+        for field, tensor, size in floats:
+            if tensor is not None:
+                if tensor.numel() != size or not tensor.is_contiguous():
+                    raise ValueError(f"{tuple(tensor.shape)} floats given, expected {size}")
+                job[field] = tensor.data_ptr()
+        if result.target is not None:
+            _check_rows(result.target)
+            if tuple(result.target.shape) != shape:
+                raise ValueError(f"target is {tuple(result.target.shape)}, the result {shape}")
+            job[k.TARGET], job[k.TARGET_STRIDE] = (
+                result.target.data_ptr(),
+                4 * result.target.stride(0),
+            )
+        upright, mirrored = (row_blocks, column_blocks), (column_blocks, row_blocks)
+        forms = (
+            (k.MASK, result.mask, upright),
+            (k.OUT_ROWS, result.rows, upright),
+            (k.OUT_COLUMNS_T, result.columns_t, upright),
+            (k.OUT_COLUMNS, result.columns, mirrored),
+            (k.OUT_ROWS_T, result.rows_t, mirrored),
+        )
+        for field, form, blocks in forms:
+            if form is None:
+                continue
+            if (form.panels, form.depth) != blocks or (form.parts != parts and field != k.MASK):
+                raise ValueError(
+                    f"{form.panels} x {form.depth} blocks of {form.parts} parts given, expected "
+                    f"{blocks[0]} x {blocks[1]} of {parts}"
+                )
+            job[field] = form.memory.data_ptr()
+        if result.mask is not None:
+            job[k.MASK_PARTS] = result.mask.parts
+        return job
+
+    def _run(self, name: str, job: np.ndarray, most: int) -> None:
+        """Run a job in units of at most ``most`` rows of blocks."""
+        from dlrm_kernels.tiles import instructions as k
+
+        count = threads()
+        blocks = int(job[k.ROW_BLOCKS])
+        # several units a thread, so that a disturbed one does not hold up the others
+        group = min(most, max(1, blocks // (4 * count))) if count > 1 else most
+        units = -(-blocks // group)
+        job[k.GROUP], job[k.UNITS] = group, units
+        count = max(1, min(count, units))
+        needed = count * int(job[k.SCRATCH_BYTES])
+        if self._scratch.numel() < needed:
+            self._scratch = torch.empty(needed, dtype=torch.uint8)
+        job[k.SCRATCH] = self._scratch.data_ptr()
+        kernel_named(name)(job.ctypes.data, count)
+
+
+def _is_sum_only(result: Result) -> bool:
+    """Whether a result is nothing but its float32 target, so that it can be added up."""
+    others = (result.bias, result.mask, result.sums, result.rows, result.columns)
+    unwanted = (*others, result.rows_t, result.columns_t)
+    return result.target is not None and not result.relu and all(o is None for o in unwanted)
+
+
+def _check_rows(matrix: torch.Tensor) -> None:
+    if matrix.dtype != torch.float32 or matrix.device.type != "cpu" or matrix.dim() != 2:
+        raise ValueError(f"{matrix.dtype} {tuple(matrix.shape)} on {matrix.device}, not float32")
+    if matrix.shape[1] > 1 and matrix.stride(1) != 1:
+        raise ValueError(f"rows have gaps: strides {matrix.stride()}")
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> tuple[np.ndarray, np.ndarray]:
+    """Where tensors (B, d) lie, and the bytes between their rows."""
+    for tensor in tensors:
+        _check_rows(tensor)
+        if tensor.shape != tensors[0].shape:
+            raise ValueError(f"features of shapes {tensor.shape} and {tensors[0].shape}")
+    places = np.array([tensor.data_ptr() for tensor in tensors], np.int64)
+    return places, np.array([4 * tensor.stride(0) for tensor in tensors], np.int64)

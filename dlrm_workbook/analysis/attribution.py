@@ -1,0 +1,373 @@
+"""How much of an iteration each part of the model holds.
+
+Every instant of an iteration belongs to exactly one part and phase, so the times sum
+to the iteration time. On a CPU it is the part that the iteration's thread is in. On a
+GPU it is the part whose kernel runs (column ``where`` is ``device``) and, while the GPU
+idles, the part that the host is in (``host``): what the GPU waits for then.
+
+A mean over iterations is over the steady ones: warm-up and stragglers, told apart by
+:mod:`dlrm_workbook.analysis.steady`, are left out, named, and explained by
+:func:`what_differed`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from dlrm_core.parts import COMPONENTS, ITERATION_SPAN, PHASES, is_iteration_function
+from dlrm_workbook.analysis.steady import SteadyState, steady_state
+from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.recordings.spans import innermost
+
+ITERATION_NAMES = (ITERATION_SPAN, "ProfilerStep*")
+"""Contexts whose subtree is the training step, whichever the trace has."""
+
+KEYS = ["component", "phase", "where"]
+
+
+LEFT_OUT = "left_out"
+"""Key in a frame's ``attrs``: sentences on the iterations that its means leave out."""
+
+DIFFERED = ["iteration", "why", "time_ms", "usual_ms", *KEYS, "part_ms", "usual_part_ms"]
+DIFFERED += ["grew_ms", "share"]
+
+
+def attribute(profile: Profile, steady: bool = True) -> pd.DataFrame:
+    """Mean time of each part and phase in an iteration.
+
+    Args:
+        steady: over the steady iterations, without warm-up and stragglers; else over all.
+
+    Returns:
+        ``component``, ``phase``, ``where`` (``device`` or ``host``), ``time_ms`` (mean
+        over those iterations; sums to their mean time), ``share`` (sums to 1).
+        Rows in the order of a step. Empty if nothing was measured.
+        ``attrs["left_out"]`` says which iterations were left out and why (list of str).
+    """
+    each = per_iteration(profile)
+    left_out: list[str] = []
+    state = iteration_state(profile) if steady else None
+    if state is not None:
+        numbers = profile.iterations["iteration"].to_numpy()
+        each = each[each["iteration"].isin(numbers[state.steady])]
+        left_out = _left_out(state, numbers)
+    count = max(each["iteration"].nunique(), 1)
+    table = each.groupby(KEYS, as_index=False, sort=False)[["time_ms"]].sum()
+    table["time_ms"] /= count
+    total = table["time_ms"].sum()
+    table["share"] = table["time_ms"] / total if total > 0 else np.nan
+    table = _in_step_order(table)
+    table.attrs[LEFT_OUT] = left_out
+    return table
+
+
+def iteration_state(profile: Profile) -> SteadyState | None:
+    """Which of the profile's iterations (in their order) are steady; None without iterations.
+
+    On a GPU an iteration lasts until its last kernel ends or the next one begins.
+    """
+    table = profile.iterations
+    if table.empty:
+        return None
+    return steady_state((table["end_ns"] - table["start_ns"]).to_numpy() / 1e6)
+
+
+def what_differed(profile: Profile) -> pd.DataFrame:
+    """Which parts grew in the iterations that :func:`attribute` leaves out.
+
+    Returns:
+        A row for each part of each warm-up iteration and straggler, largest growth first:
+        ``iteration``, ``why`` (``warm-up`` or ``straggler``), ``time_ms`` and ``usual_ms`` of
+        the iteration, ``component``, ``phase``, ``where``, ``part_ms``, ``usual_part_ms``
+        (mean over the steady iterations), ``grew_ms`` (their difference) and ``share`` (of
+        the growth of all parts that grew). ``grew_ms`` adds up to ``time_ms`` minus the mean
+        steady time. Empty if none is left out.
+    """
+    state = iteration_state(profile)
+    if state is None or state.steady.all():
+        return pd.DataFrame({name: [] for name in DIFFERED})
+    numbers = profile.iterations["iteration"].to_numpy()
+    wide = per_iteration(profile).pivot_table(
+        index="iteration", columns=KEYS, values="time_ms", aggfunc="sum", fill_value=0.0
+    )
+    wide = wide.reindex(numbers, fill_value=0.0)
+    usual = wide[state.steady].mean()
+    growth = wide[~state.steady] - usual
+    frames = []
+    for place in np.flatnonzero(~state.steady):
+        grew = growth.loc[numbers[place]]
+        part = usual.index.to_frame(index=False)
+        part["iteration"] = numbers[place]
+        part["why"] = "warm-up" if place < state.first else "straggler"
+        part["time_ms"], part["usual_ms"] = state.times_ms[place], float(usual.sum())
+        part["part_ms"] = wide.loc[numbers[place]].to_numpy()
+        part["usual_part_ms"] = usual.to_numpy()
+        part["grew_ms"] = grew.to_numpy()
+        risen = grew.clip(lower=0)
+        part["share"] = (risen / risen.sum()).to_numpy() if risen.sum() > 0 else 0.0
+        frames.append(part.sort_values("grew_ms", ascending=False))
+    return pd.concat(frames, ignore_index=True)[DIFFERED]
+
+
+def per_iteration(profile: Profile) -> pd.DataFrame:
+    """Time of each part and phase in every iteration.
+
+    A profile without iterations (sampled, without a trace) counts as one of mean
+    length: its CPU time divided by how many iterations the measured pass ran.
+
+    Returns:
+        ``iteration``, ``component``, ``phase``, ``where``, ``time_ms``.
+    """
+    if profile.iterations.empty or profile.trace.empty:
+        return _sampled(profile)
+    return profile.once("per_iteration", lambda: _traced(profile))
+
+
+def _traced(profile: Profile) -> pd.DataFrame:
+    pieces = segments(profile)
+    if pieces.empty:
+        return pieces.assign(time_ms=[])[["iteration", *KEYS, "time_ms"]]
+    part = profile.contexts[["component", "phase"]].iloc[pieces["context"].clip(lower=0)]
+    outside = (pieces["context"] < 0).to_numpy()
+    pieces["component"] = np.where(outside, "other", part["component"].to_numpy())
+    pieces["phase"] = np.where(outside, "", part["phase"].to_numpy())
+    pieces["time_ms"] = (pieces["end_ns"] - pieces["start_ns"]) / 1e6
+    keys = ["iteration", *KEYS]
+    return pieces.groupby(keys, as_index=False, sort=True)[["time_ms"]].sum()
+
+
+def coverage(attribution: pd.DataFrame) -> float:
+    """Share of the iteration that is in named parts (1 − the share of ``other``)."""
+    if attribution.empty:
+        return float("nan")
+    return float(attribution.loc[attribution["component"] != "other", "share"].sum())
+
+
+def by_component(attribution: pd.DataFrame) -> pd.DataFrame:
+    """``component``, ``time_ms``, ``share``, summed over phases, largest first."""
+    table = attribution.groupby("component", as_index=False)[["time_ms", "share"]].sum()
+    return table.sort_values("time_ms", ascending=False, ignore_index=True)
+
+
+def data_against_compute(profile: Profile) -> pd.DataFrame:
+    """Making data, moving it, and everything else, an iteration a row.
+
+    Returns:
+        ``iteration``, ``data_ms``, ``transfer_ms``, ``compute_ms`` (all but those two).
+    """
+    each = per_iteration(profile)
+    kind = each["component"].where(each["component"].isin(["data", "transfer"]), "compute")
+    table = each.groupby(["iteration", kind])["time_ms"].sum().unstack().fillna(0.0)
+    table = table.reindex(columns=["data", "transfer", "compute"], fill_value=0.0)
+    return table.add_suffix("_ms").rename_axis(columns=None).reset_index()
+
+
+def segments(profile: Profile) -> pd.DataFrame:
+    """The iterations cut into stretches, each with the one context that owns it.
+
+    Returns:
+        ``iteration``, ``start_ns``, ``end_ns``, ``where``, ``context`` (−1 outside every
+        span). Without gaps or overlaps: they add up to the iterations.
+    """
+    trace = profile.trace[profile.trace["end_ns"] > profile.trace["start_ns"]]
+    host = trace[trace["profile"] == main_thread(profile)].sort_values(["start_ns", "depth"])
+    streams = profile.threads.loc[profile.threads["kind"] == "gpu_stream", "profile"]
+    device = trace[trace["profile"].isin(streams)].sort_values("start_ns")
+    # Of kernels that run at once, the one that started first has the time.
+    latest = np.maximum.accumulate(device["end_ns"].to_numpy())
+    busy_start = device["start_ns"].to_numpy().copy()
+    busy_start[1:] = np.maximum(busy_start[1:], latest[:-1])
+    busy_end = device["end_ns"].to_numpy()
+    counted = busy_end > busy_start
+    busy_start, busy_end = busy_start[counted], busy_end[counted]
+    busy_context = device["context"].to_numpy()[counted]
+
+    iterations = profile.iterations.sort_values("start_ns")
+    first, last = iterations["start_ns"].to_numpy(), iterations["end_ns"].to_numpy()
+    start, end = host["start_ns"].to_numpy(), host["end_ns"].to_numpy()
+    cuts = np.unique(np.concatenate([first, last, start, end, busy_start, busy_end]))
+    begin, finish = cuts[:-1], cuts[1:]
+    which = np.searchsorted(first, begin, side="right") - 1
+    inside = (which >= 0) & (begin < last[np.maximum(which, 0)])
+    begin, finish, which = begin[inside], finish[inside], which[inside]
+
+    open_span = innermost(start, end, parents(host["depth"].to_numpy()), begin)
+    context = host["context"].to_numpy()
+    owner = np.where(open_span >= 0, context[open_span] if len(context) else -1, -1)
+    where = np.full(len(begin), "host", dtype=object)
+    if len(busy_start):
+        kernel = np.searchsorted(busy_start, begin, side="right") - 1
+        running = (kernel >= 0) & (begin < busy_end[np.maximum(kernel, 0)])
+        owner = np.where(running, busy_context[np.maximum(kernel, 0)], owner)
+        where[running] = "device"
+    return pd.DataFrame(
+        {
+            "iteration": iterations["iteration"].to_numpy()[which],
+            "start_ns": begin,
+            "end_ns": finish,
+            "where": where,
+            "context": owner,
+        }
+    )
+
+
+def host_segments(profile: Profile) -> pd.DataFrame:
+    """:func:`segments` of the iterating thread alone, whatever the GPU did meanwhile."""
+    host = profile.trace[profile.trace["profile"] == main_thread(profile)]
+    alone = Profile(
+        contexts=profile.contexts,
+        metrics=profile.metrics,
+        values=profile.values,
+        threads=profile.threads[profile.threads["kind"].eq("cpu_thread")],
+        trace=host,
+        iterations=profile.iterations,
+    )
+    return segments(alone)
+
+
+def parents(depth: np.ndarray) -> np.ndarray:
+    """Row of the enclosing span (n,), −1 for the outermost, of spans of one thread.
+
+    Args:
+        depth: (n,) depths of spans that nest, sorted by start, outer before inner.
+    """
+    parent = np.full(len(depth), -1, dtype=np.int64)
+    above = np.flatnonzero(depth == 0)
+    for level in range(1, int(depth.max(initial=0)) + 1):
+        rows = np.flatnonzero(depth == level)
+        nearest = np.searchsorted(above, rows) - 1
+        parent[rows] = np.where(nearest >= 0, above[np.maximum(nearest, 0)], -1)
+        above = rows
+    return parent
+
+
+def main_thread(profile: Profile) -> int:
+    """The CPU thread (row of ``threads``) that runs the iterations.
+
+    The one with iteration spans; failing that the one with the most CPU time.
+    """
+    marked = np.flatnonzero(iteration_contexts(profile))
+    spans = profile.trace[profile.trace["context"].isin(marked)]
+    if len(spans):
+        return int(spans["profile"].value_counts().idxmax())
+    rows = profile.values[profile.rows("cpu_time_ms", "exclusive")]
+    if rows.empty:
+        return int(profile.threads["profile"].iloc[0]) if len(profile.threads) else 0
+    return int(rows.groupby("profile")["value"].sum().idxmax())
+
+
+def iteration_count(profile: Profile) -> int:
+    """How many iterations the values are summed over; 1 if that is unknown."""
+    if len(profile.iterations):
+        return len(profile.iterations)
+    for measured in profile.meta.get("passes", []):
+        if measured.get("iterations"):
+            return int(measured["iterations"])
+    config = (profile.meta.get("parameters") or {}).get("profiling") or {}
+    if profile.meta.get("engine") == "hpctoolkit" and config.get("iterations"):
+        # hpcrun measures a whole process, warm-up included (see profiling/measure.py)
+        return int(config.get("warmup", 0)) + int(config["iterations"])
+    return 1
+
+
+def time_unit(profile: Profile) -> str:
+    """Of which time the tables give values: a mean iteration's, or the whole recording's."""
+    known = iteration_count(profile) > 1 or bool(len(profile.iterations))
+    return "ms in a mean iteration" if known else "ms in the whole recording"
+
+
+def iteration_contexts(profile: Profile) -> np.ndarray:
+    """Which contexts (n,) are an iteration: its range, or else its Python function."""
+    return profile.once("iteration_contexts", lambda: _iteration_contexts(profile))
+
+
+def _iteration_contexts(profile: Profile) -> np.ndarray:
+    ranges = profile.which("name", ITERATION_NAMES.__contains__)
+    if ranges.any():
+        return ranges
+    # HPCToolkit sees no ranges, only Python functions (``-a python``)
+    name, names = profile.numbered("name")
+    file, files = profile.numbered("file")
+    functions, function = np.unique(name * len(files) + file, return_inverse=True)
+    runs_it = [
+        is_iteration_function(names[i // len(files)], files[i % len(files)]) for i in functions
+    ]
+    return np.array(runs_it, dtype=bool)[function]
+
+
+def step_contexts(profile: Profile, other_threads: bool = True) -> np.ndarray:
+    """Which contexts (n,) belong to the step.
+
+    On a thread with iterations, those inside them: start-up and what follows are not
+    the step. Where no iteration is marked, all.
+
+    Args:
+        other_threads: also take all contexts of threads without iterations.
+    """
+    name = f"step_contexts {other_threads}"
+    return profile.once(name, lambda: _step_contexts(profile, other_threads))
+
+
+def _step_contexts(profile: Profile, other_threads: bool) -> np.ndarray:
+    inside = iteration_contexts(profile)
+    if not inside.any():
+        return np.ones(len(inside), dtype=bool)
+    parent = profile.contexts["parent"].tolist()
+    is_thread = profile.contexts["kind"].eq("thread").tolist()
+    thread = np.arange(len(parent))
+    # Parents come first, so one walk down suffices. A database has one root over all
+    # threads, a trace a root for each.
+    for row, above in enumerate(parent):
+        if above >= 0:
+            inside[row] |= inside[above]
+            if not is_thread[row]:
+                thread[row] = thread[above]
+    # Where spans placed the samples, those of every thread are in the iterations already.
+    if not other_threads or profile.meta.get("spans"):
+        return inside
+    kind = profile.contexts["kind"]
+    root = kind.eq("root").to_numpy()
+    # a torch trace has the Python frames of waiting threads too: they do nothing
+    at_work = np.unique(thread[~kind.isin(["thread", "python", "root"]).to_numpy()])
+    outside = np.isin(thread, np.unique(thread[inside])) | root | ~np.isin(thread, at_work)
+    return inside | ~outside
+
+
+def _left_out(state: SteadyState, numbers: np.ndarray) -> list[str]:
+    """A sentence for warm-up and one for stragglers, where there are any."""
+    said = []
+    usual = f"{state.usual_ms:#.3g} ms usually"
+    for why, rows in (("warm-up", state.warm_up), ("stragglers", state.outliers)):
+        if rows.any():
+            listed = [str(number) for number in numbers[rows]]
+            shown = ", ".join(listed[:8]) + (", …" if len(listed) > 8 else "")
+            longest = f"{state.times_ms[rows].max():#.3g} ms"
+            said.append(
+                f"{len(listed)} of {len(numbers)} iterations are {why} and left out ({shown}; "
+                f"up to {longest} against {usual})"
+            )
+    return said
+
+
+def _sampled(profile: Profile) -> pd.DataFrame:
+    """One mean iteration from sampled CPU time, or from GPU time where that is all there is."""
+    table = profile.contexts[["component", "phase"]].copy()
+    on_host = profile.has("cpu_time_ms") or not profile.has("gpu_time_ms")
+    metric = "cpu_time_ms" if on_host else "gpu_time_ms"
+    table["time_ms"] = profile.value_table(metric) / iteration_count(profile)
+    # Worker threads run beside the thread of the step: their time is not the step's.
+    table = table[step_contexts(profile, other_threads=False) & table["time_ms"].gt(0)]
+    table = table.assign(iteration=0, where="host" if on_host else "device")
+    return table.groupby(["iteration", *KEYS], as_index=False)[["time_ms"]].sum()
+
+
+def _in_step_order(table: pd.DataFrame) -> pd.DataFrame:
+    component = {name: row for row, name in enumerate(COMPONENTS)}
+    phase = {name: row for row, name in enumerate(PHASES)}
+    rank = (
+        table["component"].map(component).fillna(len(component)) * 100
+        + table["phase"].map(phase).fillna(len(phase)) * 10
+        + table["where"].eq("host")
+    )
+    return table.iloc[np.argsort(rank, kind="stable")].reset_index(drop=True)

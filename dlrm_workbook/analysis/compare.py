@@ -1,0 +1,512 @@
+"""Two recordings of one run side by side: do HPCToolkit and torch say the same of each part?
+
+They cannot agree to the last digit, and the table says how far apart they may be. Each part's
+error has these sources, all of them measured:
+
+* scatter from iteration to iteration (standard error of the mean, neighbours' correlation
+  counted);
+* two runs of one program differ: by as much as their times without any profiler do;
+* what the profiler itself costs. It is subtracted: torch's falls on the parts in proportion to
+  the operators they run, HPCToolkit's in proportion to time; half of it counts as error;
+* sampled times: n samples of period p stand for ``n p``, give or take ``p sqrt(n)`` (Poisson),
+  and the profiler knows how many samples it dropped.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import pandas as pd
+
+from dlrm_core.errors import InputError
+from dlrm_core.parts import COMPONENTS, PHASES, part_label
+from dlrm_workbook.analysis.attribution import (
+    iteration_count,
+    iteration_state,
+    main_thread,
+    per_iteration,
+    step_contexts,
+)
+from dlrm_workbook.analysis.intervals import (
+    CONFIDENCE,
+    Interval,
+    Numbers,
+    holm,
+    p_value,
+    standard_error,
+    t_interval,
+    welch_degrees,
+)
+from dlrm_workbook.analysis.steady import LEAST, steady_state
+from dlrm_workbook.recordings.profile import Profile
+
+PART = ["component", "phase"]
+WHOLE = "iteration"
+"""``component`` of the row for the iteration as a whole."""
+
+FALSE_ALARM = 0.05
+"""Chance that any part of two equal recordings is said to differ."""
+
+
+@dataclass(frozen=True)
+class _Estimate:
+    """One recording's times, per iteration, by part; the whole iteration is a part."""
+
+    table: pd.DataFrame
+    """Index (component, phase): ``ms`` (profiler's cost subtracted), ``error_ms`` (one standard
+    error), ``cost_ms``, and where samples were taken ``sampled_ms``, ``clock_ms``,
+    ``sampling_error_ms``."""
+    plain_ms: float
+    """An iteration without the profiler; NaN if it was not timed."""
+
+
+def engines_side_by_side(
+    profiles: Mapping[str, Profile] | Sequence[Profile],
+) -> pd.DataFrame:
+    """Mean time of each part by two recordings of the same run, and whether they agree.
+
+    Args:
+        profiles: two; by name, or else named by their engines (``hpctoolkit``, ``torch``).
+
+    Returns:
+        First the row of the whole ``iteration``, then parts in the order of a step:
+        ``component``, ``phase``; for each recording NAME ``NAME_ms`` (its profiler's cost
+        subtracted), ``NAME_cost_ms`` and, where it sampled, ``NAME_sampled_ms`` and
+        ``NAME_sampling_error_ms``; ``difference_ms`` (second less first), ``error_ms`` (how
+        far apart chance and the profilers may put them, so that in 95 % of comparisons all
+        parts agree), ``agrees``. ``attrs["sentence"]`` sums it up. GPU and host time of a part
+        are added. Over the steady iterations of each.
+
+    Raises:
+        InputError: there are not two, or one has no iterations.
+    """
+    named = _named(profiles)
+    estimates = {name: _estimate(name, profile) for name, profile in named.items()}
+    first, second = estimates.values()
+    index = first.table.index.union(second.table.index)
+    table = pd.DataFrame(index=index)
+    for name, estimate in estimates.items():
+        own = estimate.table.reindex(index)
+        table[f"{name}_ms"], table[f"{name}_cost_ms"] = own["ms"], own["cost_ms"]
+        if "sampled_ms" in own:
+            table[f"{name}_sampled_ms"] = own["sampled_ms"]
+            table[f"{name}_sampling_error_ms"] = own["sampling_error_ms"]
+    a, b = (estimate.table.reindex(index).fillna(0.0) for estimate in estimates.values())
+    between = _between_runs(first.plain_ms, second.plain_ms) * (a["ms"] + b["ms"]) / 2
+    error = np.sqrt(a["error_ms"] ** 2 + b["error_ms"] ** 2 + between**2)
+    table["difference_ms"] = b["ms"] - a["ms"]
+    table["error_ms"] = error * _deviations(len(table))
+    table["agrees"] = table["difference_ms"].abs() <= table["error_ms"]
+    result = _in_step_order(table.reset_index())
+    result.attrs["sentence"] = _sentence(result, list(named))
+    return result
+
+
+def samples_against_clock(profile: Profile) -> pd.DataFrame:
+    """Sampled CPU time of each part beside the clock's own, of one HPCToolkit recording.
+
+    Returns:
+        ``component``, ``phase``, ``clock_ms``, ``sampled_ms``, ``difference_ms``, ``error_ms``
+        (so that in 95 % of recordings all parts agree), ``agrees``. A part that waits (for data,
+        for a core) has less sampled than clock time: that is no error of either. Empty where
+        samples and clock are not both there.
+    """
+    columns = [*PART, "clock_ms", "sampled_ms", "difference_ms", "error_ms", "agrees"]
+    if profile.iterations.empty:
+        return pd.DataFrame(columns=columns)
+    table = _sampled(profile)
+    if table is None:
+        return pd.DataFrame(columns=columns)
+    table["difference_ms"] = table["sampled_ms"] - table["clock_ms"]
+    table["error_ms"] = table["sampling_error_ms"] * _deviations(len(table))
+    table["error_ms"] += _lost(profile) * table["clock_ms"]
+    table["agrees"] = table["difference_ms"].abs() <= table["error_ms"]
+    return _in_step_order(table.reset_index())[columns]
+
+
+def _named(profiles: Mapping[str, Profile] | Sequence[Profile]) -> dict[str, Profile]:
+    if not isinstance(profiles, Mapping):
+        named: dict[str, Profile] = {}
+        for profile in profiles:
+            name = str(profile.meta.get("engine", "profile"))
+            named[name if name not in named else f"{name}_{len(named) + 1}"] = profile
+    else:
+        named = dict(profiles)
+    if len(named) != 2:
+        raise InputError(f"two recordings are laid side by side, not {len(named)}")
+    for name, profile in named.items():
+        if profile.iterations.empty:
+            raise InputError(f"the recording '{name}' has no iterations to compare")
+    return named
+
+
+def _estimate(name: str, profile: Profile) -> _Estimate:
+    state = iteration_state(profile)
+    assert state is not None  # _named refused profiles without iterations
+    numbers = profile.iterations["iteration"].to_numpy()
+    each = per_iteration(profile)
+    wide = each.pivot_table(index="iteration", columns=PART, values="time_ms", aggfunc="sum")
+    wide = wide.reindex(numbers).fillna(0.0)[state.steady]
+    wide[(WHOLE, "")] = wide.sum(axis=1)
+    count = len(wide)
+    # One iteration says nothing of its scatter: it may be anything up to its own time.
+    scatter = [
+        standard_error(wide[part].to_numpy())[0] if count > 1 else float(wide[part].iloc[0])
+        for part in wide
+    ]
+    table = pd.DataFrame({"ms": wide.mean(), "scatter": scatter})
+    table.index.names = PART
+    plain, dilated = _plain_and_profiled(profile)
+    cost = max(dilated - plain, 0.0) if math.isfinite(dilated - plain) else 0.0
+    table["cost_ms"] = np.minimum(cost * _cost_shares(profile, table), table["ms"])
+    table["ms"] -= table["cost_ms"]
+    table["error_ms"] = np.hypot(table["scatter"], table["cost_ms"] / 2)
+    sampled = _sampled(profile)
+    if sampled is not None:
+        table = table.join(sampled)
+    return _Estimate(table, plain)
+
+
+def _plain_and_profiled(profile: Profile) -> tuple[float, float]:
+    """Milliseconds of an iteration without and under the profiler; NaN if not timed."""
+    without = profile.meta.get("unprofiled_iteration_ms")
+    under = profile.meta.get("iteration_ms")
+    if without and under:
+        return statistics.median(without), statistics.median(under)
+    passes = {made.get("name"): made for made in profile.meta.get("passes", [])}
+    times = passes.get("times", {}).get("ms_per_iteration")
+    plain = passes.get("unprofiled", {}).get("ms_per_iteration")
+    return float(plain or "nan"), float(times or "nan")
+
+
+def _cost_shares(profile: Profile, table: pd.DataFrame) -> pd.Series:
+    """How the profiler's cost divides among the parts; 1 for the whole iteration."""
+    if profile.meta.get("engine") == "torch":
+        host = profile.trace[profile.trace["profile"] == main_thread(profile)]
+        inside = host[step_contexts(profile)[host["context"].to_numpy()]]
+        # A range's own cost is paid around it, by what it lies in; an operator's inside.
+        parent = profile.contexts["parent"].to_numpy()
+        is_range = profile.contexts["kind"].eq("annotation").to_numpy() & (parent >= 0)
+        payer = np.where(is_range, parent, np.arange(len(parent)))[inside["context"].to_numpy()]
+        parts = profile.contexts[PART].iloc[payer]
+        weight = parts.groupby(PART).size().reindex(table.index, fill_value=0).astype(float)
+    else:
+        weight = table["ms"].copy()
+    weight[(WHOLE, "")] = 0.0
+    share = weight / weight.sum() if weight.sum() else weight
+    share[(WHOLE, "")] = 1.0
+    return share
+
+
+def _sampled(profile: Profile) -> pd.DataFrame | None:
+    """Sampled and clock time of each part over all iterations, where spans placed samples."""
+    if profile.meta.get("engine") != "hpctoolkit" or not profile.meta.get("spans"):
+        return None
+    main = main_thread(profile)
+    rows = profile.values[profile.rows("cpu_time_ms", "exclusive")]
+    rows = rows[rows["profile"].eq(main)]
+    kinds = profile.contexts["kind"].to_numpy()
+    events = profile.trace[profile.trace["profile"] == main]
+    samples = int((kinds[events["context"].to_numpy()] != "annotation").sum())
+    if rows.empty or not samples:
+        return None
+    period_ms = float(rows["value"].sum()) / samples
+    inside = rows[step_contexts(profile)[rows["context"].to_numpy()]]
+    parts = profile.contexts[PART].iloc[inside["context"]].reset_index(drop=True)
+    count = len(profile.iterations)
+    sampled = inside["value"].reset_index(drop=True).groupby([parts[name] for name in PART]).sum()
+    clock = per_iteration(profile).groupby(PART)["time_ms"].sum()
+    table = pd.DataFrame({"clock_ms": clock / count, "sampled_ms": sampled / count}).fillna(0.0)
+    table.loc[(WHOLE, ""), :] = table.sum()
+    # Of samples that would be expected from the clock: a part without any has an error too.
+    expected = np.maximum(table["clock_ms"] * count / period_ms, 1.0)
+    table["sampling_error_ms"] = period_ms * np.sqrt(expected) / count
+    return table
+
+
+def _lost(profile: Profile) -> float:
+    """Share of its samples that the pass for times dropped."""
+    for made in profile.meta.get("passes", []):
+        if made.get("name") == "times":
+            return float(made.get("lost_samples") or 0.0)
+    return 0.0
+
+
+def _between_runs(first_ms: float, second_ms: float) -> float:
+    """Share by which two runs without profiler differed; 0 where they were not timed."""
+    if not (math.isfinite(first_ms) and math.isfinite(second_ms)) or first_ms + second_ms <= 0:
+        return 0.0
+    return 2 * abs(first_ms - second_ms) / (first_ms + second_ms)
+
+
+def _deviations(count: int) -> float:
+    """Standard errors that none of ``count`` normal deviations exceeds in 95 % (Bonferroni)."""
+    return statistics.NormalDist().inv_cdf(1 - FALSE_ALARM / (2 * max(count, 1)))
+
+
+def _in_step_order(table: pd.DataFrame) -> pd.DataFrame:
+    order = {name: row for row, name in enumerate([WHOLE, *COMPONENTS])}
+    phase = {name: row for row, name in enumerate(PHASES)}
+    rank = table["component"].map(order).fillna(len(order)) * 10 + table["phase"].map(phase).fillna(
+        0
+    )
+    return table.iloc[np.argsort(rank.to_numpy(), kind="stable")].reset_index(drop=True)
+
+
+SPOKEN = {"hpctoolkit": "HPCToolkit", "torch": "torch.profiler"}
+"""Engines as a reader calls them."""
+
+
+def _sentence(table: pd.DataFrame, names: list[str]) -> str:
+    whole, parts = table.iloc[0], table.iloc[1:]
+    first, second = names
+    one, other = (SPOKEN.get(name, name) for name in names)
+    differ = parts.loc[~parts["agrees"], PART].to_numpy()
+    apart = [part_label(str(component), str(phase)) for component, phase in differ]
+    total = (
+        f"An iteration takes {whole[f'{first}_ms']:#.3g} ms by {one} and "
+        f"{whole[f'{second}_ms']:#.3g} ms by {other}, "
+        f"{whole['difference_ms']:+.2g} ms where "
+        f"{whole['error_ms']:.2g} ms are within the error"
+    )
+    if not apart:
+        return f"{total}. All {len(parts)} parts agree within the error of both."
+    return (
+        f"{total}. {len(parts) - len(apart)} of {len(parts)} parts agree within the error of "
+        f"both; {', '.join(apart)} {'does' if len(apart) == 1 else 'do'} not."
+    )
+
+
+# Finished runs side by side: parts with intervals, the call trees' union, what else differs.
+ALARM = 1 - CONFIDENCE
+
+
+def steady_rows(times_ms: Numbers) -> np.ndarray:
+    """Which iterations (n,) stand for a run: neither warm-up nor stragglers; all of a short one."""
+    times = np.asarray(times_ms, dtype=float)
+    if len(times) < LEAST:
+        return np.ones(len(times), dtype=bool)
+    steady = np.asarray(steady_state(times).steady)
+    return steady if steady.sum() >= 2 else np.ones(len(times), dtype=bool)
+
+
+def iteration_parts(profile: Profile) -> pd.DataFrame:
+    """Milliseconds of each part (columns: component, phase) in each steady iteration (rows)."""
+    each = per_iteration(profile)
+    table = each.pivot_table(
+        index="iteration", columns=PART, values="time_ms", aggfunc="sum", fill_value=0.0
+    )
+    return table[steady_rows(table.sum(axis=1).to_numpy(dtype=float))]
+
+
+def part_estimates(profile: Profile) -> pd.DataFrame:
+    """Mean time of each part with its standard error.
+
+    Returns:
+        ``component``, ``phase``, ``time_ms`` (steady iterations), ``se_ms`` (NaN where one
+        observation is all there is), ``degrees`` (of freedom; infinite for counted samples),
+        ``observations`` (iterations, or samples), ``of`` (``iterations`` or ``samples``);
+        in the order of a step.
+    """
+    if profile.iterations.empty or profile.trace.empty:
+        return _in_order(_counted(profile))
+    table = iteration_parts(profile)
+    rows = []
+    for part, column in table.items():
+        component, phase = cast(tuple[str, str], part)
+        times = column.to_numpy(dtype=float)
+        se, degrees = standard_error(times)
+        rows.append((component, phase, times.mean(), se, degrees, len(times), "iterations"))
+    return _in_order(_estimates(rows))
+
+
+def step_estimate(profile: Profile) -> tuple[float, float, float]:
+    """(mean iteration in ms, its standard error, degrees of freedom)."""
+    if profile.iterations.empty or profile.trace.empty:
+        table = _counted(profile)
+        return float(table["time_ms"].sum()), float(np.hypot.reduce(table["se_ms"])), math.inf
+    times = iteration_parts(profile).sum(axis=1).to_numpy(dtype=float)
+    se, degrees = standard_error(times)
+    return float(times.mean()), se, degrees
+
+
+def _counted(profile: Profile) -> pd.DataFrame:
+    """Parts of a sampled profile; the error of n samples is sqrt(n) of them."""
+    parts = per_iteration(profile).groupby(PART, as_index=False)["time_ms"].sum()
+    period = sampling_period_ms(profile) / iteration_count(profile)
+    rows = []
+    for component, phase, time in parts.itertuples(index=False):
+        count = time / period if period > 0 else math.nan
+        se = time / math.sqrt(count) if count > 0 else math.nan
+        rows.append((component, phase, time, se, math.inf, count, "samples"))
+    return _estimates(rows)
+
+
+def sampling_period_ms(profile: Profile) -> float:
+    """Time that one sample stands for: what the contexts with one sample hold.
+
+    Most contexts of a sampled tree were met once, so the tenth of them with the least time
+    tells the period; 0 if nothing was sampled.
+    """
+    metric = "cpu_time_ms" if profile.has("cpu_time_ms") else "gpu_time_ms"
+    rows = profile.values[profile.rows(metric, "exclusive")]
+    rows = rows[rows["value"] > 0]
+    return float(rows["value"].quantile(0.1, interpolation="lower")) if len(rows) else 0.0
+
+
+def _estimates(rows: list[tuple[Any, ...]]) -> pd.DataFrame:
+    columns = [*PART, "time_ms", "se_ms", "degrees", "observations", "of"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def compare_parts(before: pd.DataFrame, after: pd.DataFrame) -> pd.DataFrame:
+    """Each part before and after, with the interval of the difference.
+
+    Args:
+        before, after: what :func:`part_estimates` gives.
+
+    Returns:
+        ``component``, ``phase``, ``before_ms``, ``after_ms``, ``difference_ms``, ``low_ms``,
+        ``high_ms`` (95 %; NaN where unknown), ``p`` (corrected for the number of parts),
+        ``verdict`` (see :func:`verdict`); a part that a run does not have counts as 0 ms.
+    """
+    table = before.merge(after, on=PART, how="outer", suffixes=("_a", "_b"))
+    rows = []
+    for row in table.to_dict("records"):
+        a, b = (_or_zero(row, side) for side in ("_a", "_b"))
+        se = math.hypot(a[1], b[1])
+        degrees = welch_degrees(a[1], a[2], b[1], b[2]) if math.isfinite(se) else 0.0
+        interval = t_interval(b[0] - a[0], se, degrees)
+        chance = p_value(b[0] - a[0], se, degrees)
+        rows.append((row["component"], row["phase"], a[0], b[0], interval, chance))
+    return difference_table(rows)
+
+
+def _or_zero(row: Mapping[Any, Any], side: str) -> tuple[float, float, float]:
+    time = float(row[f"time_ms{side}"])
+    if math.isnan(time):
+        return 0.0, 0.0, 0.0
+    return time, float(row[f"se_ms{side}"]), float(row[f"degrees{side}"])
+
+
+def difference_table(
+    rows: Sequence[tuple[str, str, float, float, Interval, float]],
+) -> pd.DataFrame:
+    """Columns of :func:`compare_parts` from (component, phase, before, after, interval, p)."""
+    corrected = holm([row[5] for row in rows])
+    table = pd.DataFrame(
+        {
+            "component": [row[0] for row in rows],
+            "phase": [row[1] for row in rows],
+            "before_ms": [row[2] for row in rows],
+            "after_ms": [row[3] for row in rows],
+            "difference_ms": [row[4].mid for row in rows],
+            "low_ms": [row[4].low for row in rows],
+            "high_ms": [row[4].high for row in rows],
+            "p": corrected,
+            "verdict": [verdict(row[4].mid, p) for row, p in zip(rows, corrected, strict=True)],
+        }
+    )
+    return _in_order(table)
+
+
+def verdict(difference: float, p: float) -> str:
+    """``slower``, ``faster``, ``no difference shown``, or ``not known`` without repetitions."""
+    if not math.isfinite(p):
+        return "not known"
+    if p > ALARM:
+        return "no difference shown"
+    return "slower" if difference > 0 else "faster"
+
+
+def ratio_interval(
+    before: tuple[float, float, float], after: tuple[float, float, float], samples: float = 1.0
+) -> Interval:
+    """Speed-up, before over after, with its interval (delta method on the logarithm).
+
+    Args:
+        before, after: (mean, standard error, degrees of freedom), as :func:`step_estimate`.
+        samples: samples of an iteration after over those before; 1 compares iterations.
+    """
+    relative = [se / mean if mean > 0 else math.nan for mean, se, _ in (before, after)]
+    se = math.hypot(*relative)
+    degrees = welch_degrees(relative[0], before[2], relative[1], after[2])
+    middle = math.log(samples * before[0] / after[0]) if min(before[0], after[0]) > 0 else math.nan
+    found = t_interval(middle, se, degrees)
+    low, mid, high = (math.exp(value) for value in (found.low, found.mid, found.high))
+    return Interval(low, mid, high, found.confidence)
+
+
+def circumstances(profile: Profile) -> dict[str, dict[str, Any]]:
+    """What a run was: ``parameters`` (dotted leaves), ``versions``, ``machine``, ``measuring``."""
+    meta = profile.meta
+    sections = meta.get("parameters") or {}
+    leaves = {
+        f"{section}.{leaf}": value
+        for section, content in sections.items()
+        if isinstance(content, Mapping)
+        for leaf, value in content.items()
+    }
+    machine = dict(meta.get("machine") or {})
+    machine |= {"device": meta.get("device_name") or meta.get("device")}
+    machine |= {"threads used": meta.get("threads")}
+    return {
+        "parameters": leaves,
+        "versions": dict(meta.get("versions") or {}),
+        "machine": machine,
+        "measuring": {"engine": meta.get("engine")},
+    }
+
+
+def differing(runs: Sequence[Mapping[str, Mapping[str, Any]]]) -> pd.DataFrame:
+    """What is not the same in all runs.
+
+    Args:
+        runs: what :func:`circumstances` gives, one a run.
+
+    Returns:
+        ``kind``, ``name``, and ``values`` (a list, one entry a run; None where it has none).
+    """
+    rows = []
+    kinds = list(dict.fromkeys(kind for run in runs for kind in run))
+    for kind in kinds:
+        for name in dict.fromkeys(name for run in runs for name in run.get(kind, {})):
+            values = [run.get(kind, {}).get(name) for run in runs]
+            if any(value != values[0] for value in values[1:]):
+                rows.append({"kind": kind, "name": name, "values": values})
+    return pd.DataFrame(rows, columns=["kind", "name", "values"])
+
+
+# what these say varies from minute to minute, or only describes the run
+INCIDENTAL = ("profiling.", "training.batches", "training.log_every", "available")
+
+
+def mixed_causes(differences: pd.DataFrame) -> str:
+    """A warning where more than the parameters differ, so that no one thing is the cause."""
+    others = differences[differences["kind"] != "parameters"]
+    if others.empty:
+        return ""
+    named = [
+        f"{kind}: {', '.join(rows['name'])}" for kind, rows in others.groupby("kind", sort=False)
+    ]
+    changed = differences[differences["kind"].eq("parameters")]
+    changed = changed[~changed["name"].str.startswith(INCIDENTAL)]
+    also = f" besides {len(changed)} parameter(s)" if len(changed) else ""
+    return (
+        f"This comparison mixes causes: the runs differ in {'; '.join(named)}{also}. What is "
+        "slower or faster cannot be put down to one of them."
+    )
+
+
+def _in_order(table: pd.DataFrame) -> pd.DataFrame:
+    """In the order of a step."""
+    component = {name: row for row, name in enumerate(COMPONENTS)}
+    phase = {name: row for row, name in enumerate(PHASES)}
+    rank = table["component"].map(component).fillna(len(component)) * 10
+    rank = rank + table["phase"].map(phase).fillna(len(phase))
+    return table.iloc[np.argsort(rank.to_numpy(dtype=float), kind="stable")].reset_index(drop=True)

@@ -1,0 +1,179 @@
+"""What several analyses ask of a calling-context tree: enclosing functions, nesting, spans.
+
+Everything is columns over contexts, linear in their number, and never recursive: call
+trees are hundreds of levels deep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.recordings.spans import innermost
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float64]
+
+INSIDE_FUNCTIONS = ("line", "loop", "instruction")
+"""Kinds of context that lie within a function; every other kind is a scope of its own."""
+
+NOT_MEASURED = "not_measured"
+"""Key in a frame's ``attrs``: why it is empty."""
+
+
+def unmeasured(columns: Sequence[str], reason: str) -> pd.DataFrame:
+    """An empty table that says in ``attrs["not_measured"]`` why it is empty."""
+    table = pd.DataFrame({name: [] for name in columns})
+    table.attrs[NOT_MEASURED] = reason
+    return table
+
+
+def reason_of(table: pd.DataFrame) -> str:
+    """Why a table holds nothing; "" if what it shows was measured."""
+    return str(table.attrs.get(NOT_MEASURED, ""))
+
+
+def missing_reason(profile: Profile, names: Sequence[str], otherwise: str) -> str:
+    """The profile's own reason for the first of ``names`` that has one."""
+    known = profile.not_measured
+    return next((known[name] for name in names if known.get(name)), otherwise)
+
+
+def nearest(parent: Ints, marked: Bools) -> Ints:
+    """The nearest marked context at or above each (n,); −1 where there is none.
+
+    Pointer doubling: log2(deepest) passes over whole columns.
+    """
+    # One more row than contexts stands for "above the root", so that −1 needs no care.
+    beyond = len(parent)
+    jump = np.append(np.where(marked, np.arange(beyond), parent), beyond)
+    jump[jump < 0] = beyond
+    while not np.array_equal(further := jump[jump], jump):
+        jump = further
+    found = jump[:-1]
+    return np.where(found == beyond, -1, found)
+
+
+def scopes_of(contexts: pd.DataFrame) -> Ints:
+    """The function (operator, kernel, range, thread, ...) that each context lies in (n,).
+
+    Itself for what is no line, loop or instruction, and for those outside every function.
+    """
+    own = ~contexts["kind"].isin(INSIDE_FUNCTIONS).to_numpy()
+    found = nearest(contexts["parent"].to_numpy(), own)
+    return np.where(found < 0, np.arange(len(found)), found)
+
+
+def places(parent: Ints) -> tuple[Ints, Ints]:
+    """(first, beyond) of each context in a walk down the tree, callers before callees.
+
+    A context and all below it are ``first <= place < beyond``.
+    """
+    above = parent.tolist()
+    size = [1] * len(above)
+    for row in range(len(above) - 1, -1, -1):
+        if above[row] >= 0:
+            size[above[row]] += size[row]
+    first = [0] * len(above)
+    free = [0] * len(above)
+    top = 0
+    for row, over in enumerate(above):
+        if over < 0:
+            place, top = top, top + size[row]
+        else:
+            place = free[over]
+            free[over] = place + size[row]
+        first[row], free[row] = place, place + 1
+    begin = np.array(first, dtype=np.int64)
+    return begin, begin + np.array(size, dtype=np.int64)
+
+
+def outermost(parent: Ints, key: Ints) -> Bools:
+    """Which contexts (n,) have no context of the same key above them.
+
+    Inclusive values of these alone may be summed by key: what a recursive call holds
+    is already in the call around it.
+
+    Args:
+        key: (n,) numbers from 0; −1 belongs to no key and is never outermost.
+    """
+    begin, beyond = places(parent)
+    order = np.lexsort((begin, key))
+    order = order[key[order] >= 0]
+    result = np.zeros(len(key), dtype=bool)
+    if not len(order):
+        return result
+    # Places of one key are shifted beyond those of the key before: one running maximum
+    # then serves all keys.
+    shift = key[order] * (len(key) + 1)
+    reached = np.maximum.accumulate(beyond[order] + shift)
+    result[order] = True
+    result[order[1:]] = (begin[order] + shift)[1:] >= reached[:-1]
+    return result
+
+
+def running(profile: Profile, thread: int) -> tuple[Ints, Ints, Ints]:
+    """(start_ns, end_ns, context) of what a thread or stream is in, without overlaps.
+
+    Of nested spans the innermost has the time; where nothing runs there is no row.
+    """
+    spans = profile.trace[
+        (profile.trace["profile"] == thread) & (profile.trace["end_ns"] > profile.trace["start_ns"])
+    ].sort_values(["start_ns", "depth"])
+    start, end = spans["start_ns"].to_numpy(), spans["end_ns"].to_numpy()
+    context = spans["context"].to_numpy()
+    if len(start) < 2 or (start[1:] >= end[:-1]).all():
+        return start, end, context
+    cuts = np.unique(np.concatenate([start, end]))
+    open_span = innermost(start, end, _enclosing(start, end), cuts[:-1])
+    found = open_span >= 0
+    return cuts[:-1][found], cuts[1:][found], context[open_span[found]]
+
+
+def _enclosing(start: Ints, end: Ints) -> Ints:
+    """Row of the span (n,) that was begun before and is still open at each span's start.
+
+    Spans are sorted by start, outer before inner. On a stream they may overlap without
+    nesting; then the one begun last has the time.
+    """
+    parent = np.full(len(start), -1, dtype=np.int64)
+    ends = end.tolist()
+    stack: list[int] = []
+    for row, begin in enumerate(start.tolist()):
+        while stack and ends[stack[-1]] <= begin:
+            stack.pop()
+        if stack:
+            parent[row] = stack[-1]
+        stack.append(row)
+    return parent
+
+
+def union(start: Ints, end: Ints) -> tuple[Ints, Ints]:
+    """(start, end) of the stretches that any of the intervals covers, in order."""
+    order = np.argsort(start, kind="stable")
+    start, end = start[order], end[order]
+    if not len(start):
+        return start, end
+    reached = np.maximum.accumulate(end)
+    new = np.concatenate([[True], start[1:] > reached[:-1]])
+    last = np.concatenate([new[1:], [True]])
+    return start[new], reached[last]
+
+
+def overlap(start: Ints, end: Ints, first: Ints, last: Ints) -> Floats:
+    """How much (n,) of each interval lies in disjoint, ordered stretches ``first..last``."""
+    if not len(first):
+        return np.zeros(len(start))
+    before = np.concatenate([[0], np.cumsum(last - first)])
+
+    def covered(until: Ints) -> Ints:
+        row = np.searchsorted(first, until, side="right") - 1
+        inside = np.clip(until - first[np.maximum(row, 0)], 0, (last - first)[np.maximum(row, 0)])
+        return np.where(row < 0, 0, before[np.maximum(row, 0)] + inside)
+
+    return (covered(end) - covered(start)).astype(float)

@@ -1,0 +1,438 @@
+"""Many runs as plain tables: what was set in each, how long each part took, by which law.
+
+Tables and not a package's objects, so that a thousand runs are a thousand rows. For Hatchet
+and Thicket there is ``Profile.to_hatchet()`` of each run (docs/compare.md shows how).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from dlrm_core.errors import InputError
+from dlrm_core.parts import COMPONENTS
+from dlrm_workbook.analysis.compare import part_estimates, step_estimate
+from dlrm_workbook.analysis.intervals import CONFIDENCE, Interval, t_quantile
+from dlrm_workbook.recordings.profile import Profile
+
+# How time grows with a parameter: time = a + b x^c, with an interval for the exponent.
+
+STEP = 0.02
+EXPONENTS = np.round(np.arange(-2.0, 4.0001, STEP), 2)
+FLOOR = 0.02
+"""Relative noise from run to run that is assumed at least, whatever one run says of itself."""
+
+KNOWN = 3
+"""How many residuals the known noise counts for."""
+
+FLAT = 0.1
+"""Mean slope below which a growth within the noise is told as none."""
+
+LEAST = 4
+"""Distinct sizes that three unknowns need before they can be tested."""
+
+OPEN = 2.0
+"""An exponent's interval wider than this leaves the law open."""
+
+DECISIVE = 0.5
+"""An exponent's interval wider than this decides nothing."""
+
+
+@dataclass(frozen=True)
+class Law:
+    """A fitted law ``a + b x^c`` in milliseconds."""
+
+    a: float
+    """Constant part, ms."""
+    b: float
+    c: float
+    exponent: Interval
+    """Of c in the full law; without bounds (NaN) where the sizes are too few."""
+    r2: float
+    """Share of the (relative) scatter that the law explains; NaN of a constant."""
+    kind: str
+    """``constant``, ``linear``, ``power``, ``unsettled`` (too few sizes or too much scatter)."""
+    slope: float
+    """Mean slope in the log-log picture, from the smallest size to the largest: doubling the
+    size takes 2^slope times as long."""
+    points: int
+    smallest: float
+    largest: float
+
+    def __call__(self, x: np.ndarray | float) -> np.ndarray:
+        """Milliseconds at size x."""
+        return np.asarray(self.a + self.b * np.asarray(x, dtype=float) ** self.c)
+
+    @property
+    def break_even(self) -> float:
+        """Size at which the growing part is as long as the constant one; NaN without either."""
+        if self.a <= 0 or self.b <= 0 or self.c <= 0:
+            return math.nan
+        return float((self.a / self.b) ** (1 / self.c))
+
+    def sentence(self, name: str = "x") -> str:
+        """The law in words."""
+        between = f"between {name} {_size(self.smallest)} and {_size(self.largest)}"
+        if self.kind == "constant":
+            return f"does not depend on {name} {between}"
+        if self.kind == "unsettled":
+            return (
+                f"{self.points} points with this scatter leave the law open; on average a "
+                f"doubling takes {2**self.slope:.2f} times as long {between}"
+            )
+        e = self.exponent
+        bounds = f"exponent {e.mid:.2f}, {e.low:.2f} to {e.high:.2f}"
+        if self.kind == "linear":
+            sure = e.high - e.low <= DECISIVE
+            text = f"linear in {name}" if sure else f"may be linear in {name}"
+        elif self.c < 0:
+            text = f"falls as {name}^{self.c:.2f}"
+        else:
+            how = "faster" if self.c > 1 else "slower"
+            text = f"grows as {name}^{self.c:.2f}, {how} than linear"
+        text += f" ({bounds})"
+        if self.break_even > self.smallest:
+            text += f"; constant overhead dominates below {name} = {_size(self.break_even)}"
+        return text
+
+
+def fit_law(
+    x: Sequence[float], time_ms: Sequence[float], relative_error: float | None = None
+) -> Law:
+    """Fit ``a + b x^c`` with a, b >= 0 (b may be negative only as a falling power).
+
+    Args:
+        x: (n,) sizes, positive; sizes may repeat.
+        time_ms: (n,) times, positive.
+        relative_error: known relative standard error of a time, if there is one.
+
+    Raises:
+        InputError: fewer than two distinct sizes, or values that are not positive.
+    """
+    sizes, times = np.asarray(x, dtype=float), np.asarray(time_ms, dtype=float)
+    distinct = len(np.unique(sizes))
+    if distinct < 2 or len(sizes) != len(times):
+        raise InputError(
+            f"a scaling law needs at least 2 sizes, not {distinct} ({len(times)} times)"
+        )
+    if not (np.all(np.isfinite(times)) and np.all(times > 0) and np.all(sizes > 0)):
+        raise InputError("a scaling law needs positive sizes and times")
+    noise = max(FLOOR, relative_error or 0.0)
+    scale = float(np.exp(np.log(sizes).mean()))
+    u = sizes / scale
+    slope = _mean_slope(sizes, times)
+    ends = (len(sizes), float(sizes.min()), float(sizes.max()))
+    squares = np.array([_solve(u, times, c)[0] for c in EXPONENTS])
+    none = Interval(math.nan, math.nan, math.nan, 0.0)
+    constant = _weighted_constant(times)
+    total = float((((times - constant) / times) ** 2).sum())
+    # few residuals say little of the noise, so what is known of it counts as some more
+    freedom = max(len(times) - 3, 0) + KNOWN
+    least = float(squares.min())
+    variance = (least + KNOWN * noise**2) / freedom
+    slack = variance * t_quantile(0.5 + CONFIDENCE / 2, freedom) ** 2
+    if total - least <= 2 * slack and abs(slope) < FLAT:
+        return Law(constant, 0.0, 0.0, none, math.nan, "constant", slope, *ends)
+    if distinct < LEAST:
+        _, a, b = _solve(u, times, 1.0)
+        return Law(a, b / scale, 1.0, none, math.nan, "unsettled", slope, *ends)
+    best = _refined(u, times, float(EXPONENTS[squares.argmin()]))
+    least = min(least, _solve(u, times, best)[0])
+    kept = EXPONENTS[squares <= least + slack]
+    low, high = (float(kept.min()), float(kept.max())) if len(kept) else (best, best)
+    low, high = min(low, best) - STEP / 2, max(high, best) + STEP / 2
+    kind, c = ("linear", 1.0) if low <= 1 <= high else ("power", best)
+    square, a, b = _solve(u, times, c)
+    # a constant part that the data do not ask for is left out
+    bare = _power(u, times, 1.0 if kind == "linear" else None)
+    if bare[0] <= least + slack:
+        square, a, b, c = bare[0], 0.0, bare[1], bare[2]
+    low, high = min(low, c), max(high, c)
+    exponent = Interval(low, best if kind == "linear" else c, high, CONFIDENCE)
+    if high - low > OPEN:
+        kind = "unsettled"
+    r2 = 1 - square / total if total > 0 else math.nan
+    return Law(a, b / scale**c, c, exponent, r2, kind, slope, *ends)
+
+
+def _solve(u: np.ndarray, times: np.ndarray, c: float) -> tuple[float, float, float]:
+    """(sum of relative squares, a, b) of the best a, b >= 0 for one exponent."""
+    if c == 0:
+        a = _weighted_constant(times)
+        return float((((times - a) / times) ** 2).sum()), a, 0.0
+    growing = u**c
+    design = np.stack([1 / times, growing / times], axis=1)
+    (a, b), *_ = np.linalg.lstsq(design, np.ones(len(u)), rcond=None)
+    if a < 0:
+        a, b = 0.0, _weighted(growing, times)
+    elif b < 0:
+        a, b = _weighted_constant(times), 0.0
+    residual = (times - a - b * growing) / times
+    return float((residual**2).sum()), float(a), float(b)
+
+
+def _weighted(growing: np.ndarray, times: np.ndarray) -> float:
+    """b of the least relative squares of b · growing."""
+    ratio = growing / times
+    return float(ratio.sum() / (ratio**2).sum())
+
+
+def _weighted_constant(times: np.ndarray) -> float:
+    return _weighted(np.ones(len(times)), times)
+
+
+def _power(u: np.ndarray, times: np.ndarray, c: float | None) -> tuple[float, float, float]:
+    """(sum of relative squares, b, c) of b u^c; the exponent is given or found."""
+
+    def cost(exponent: float) -> float:
+        growing = u**exponent
+        return float((((times - _weighted(growing, times) * growing) / times) ** 2).sum())
+
+    if c is None:
+        start = EXPONENTS[np.argmin([cost(float(e)) for e in EXPONENTS])]
+        c = _golden(cost, float(start) - STEP, float(start) + STEP)
+    return cost(c), _weighted(u**c, times), c
+
+
+def _refined(u: np.ndarray, times: np.ndarray, start: float) -> float:
+    return _golden(lambda c: _solve(u, times, c)[0], start - STEP, start + STEP)
+
+
+def _golden(cost: Callable[[float], float], low: float, high: float) -> float:
+    """The place of the least cost between two bounds."""
+    ratio = (math.sqrt(5) - 1) / 2
+    for _ in range(40):
+        left, right = high - ratio * (high - low), low + ratio * (high - low)
+        low, high = (low, right) if cost(left) <= cost(right) else (left, high)
+    return (low + high) / 2
+
+
+def _mean_slope(x: np.ndarray, times: np.ndarray) -> float:
+    smallest, largest = x == x.min(), x == x.max()
+    rise = np.log(times[largest]).mean() - np.log(times[smallest]).mean()
+    return float(rise / math.log(x.max() / x.min()))
+
+
+def _size(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.3g}"
+
+
+WHOLE = "step"
+"""Component of the row that holds the whole iteration."""
+
+SHORT = {
+    "training.batch_size": "batch",
+    "model.embedding_dim": "dim",
+    "data.indices_per_lookup": "pooling",
+    "model.tables": "tables",
+    "model.table_rows": "rows",
+    "training.threads": "threads",
+}
+"""What the field calls these leaves."""
+
+
+def short_leaf(leaf: str) -> str:
+    """A leaf as figures name it: ``batch``, or its last word."""
+    return SHORT.get(leaf, leaf.rpartition(".")[2].replace("_", " "))
+
+
+def part_table(profiles: Mapping[str, Profile]) -> pd.DataFrame:
+    """Mean time of each part in each run, and of the whole step.
+
+    Returns:
+        ``run``, ``component`` (``step`` for the whole), ``phase``, ``time_ms``, ``se_ms``.
+    """
+    pieces = []
+    for name, profile in profiles.items():
+        parts = part_estimates(profile)[["component", "phase", "time_ms", "se_ms"]]
+        time, se, _ = step_estimate(profile)
+        whole = pd.DataFrame(
+            {"component": [WHOLE], "phase": [""], "time_ms": [time], "se_ms": [se]}
+        )
+        pieces.append(pd.concat([whole, parts]).assign(run=name))
+    columns = ["run", "component", "phase", "time_ms", "se_ms"]
+    if not pieces:
+        return pd.DataFrame(columns=columns)
+    return pd.concat(pieces, ignore_index=True)[columns]
+
+
+def settings_table(parameters: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
+    """The leaves that differ between runs: a row a run (index), a column a leaf.
+
+    Args:
+        parameters: run to its sections.
+
+    A list of equal numbers becomes that number, any other list text (512-512-64). How a
+    run was measured (``profiling``) is left out.
+    """
+    rows = {
+        run: {
+            f"{section}.{leaf}": _scalar(value)
+            for section, content in sections.items()
+            if isinstance(content, Mapping) and section not in ("profiling", "sweep")
+            for leaf, value in content.items()
+        }
+        for run, sections in parameters.items()
+    }
+    table = pd.DataFrame.from_dict(rows, orient="index", dtype=object)
+    varying = [leaf for leaf in table.columns if table[leaf].map(repr).nunique() > 1]
+    return table[varying]
+
+
+def _scalar(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        if value and all(item == value[0] for item in value):
+            return value[0]
+        return "-".join(map(str, value))
+    return value
+
+
+def numeric_axes(settings: pd.DataFrame) -> list[str]:
+    """Leaves along which a law can be fitted: positive numbers, two values or more."""
+    axes = []
+    for leaf in settings.columns:
+        values = settings[leaf].tolist()
+        numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
+        if len(numbers) == len(values) and min(numbers) > 0 and len(set(numbers)) > 1:
+            axes.append(leaf)
+    return axes
+
+
+@dataclass(frozen=True)
+class Curve:
+    """How one part grows along one leaf, everything else held."""
+
+    component: str
+    phase: str
+    held: str
+    """The other leaves' values, such as ``dim 32``; empty where none varies."""
+    x: np.ndarray
+    time_ms: np.ndarray
+    law: Law
+
+
+def scaling(
+    times: pd.DataFrame, settings: pd.DataFrame, leaf: str, by_phase: bool = False
+) -> list[Curve]:
+    """Fit a law to every part along a leaf.
+
+    Leaves that change with it (``bottom_mlp`` with ``embedding_dim``) count as part of it;
+    the others are held: each of their combinations has its own curve.
+
+    Args:
+        times: what :func:`part_table` gives.
+        settings: what :func:`settings_table` gives.
+        by_phase: a curve a phase instead of one a component.
+
+    Returns:
+        Curves in the order of a step, the whole step first; a part without time, or with
+        fewer than two sizes, has none.
+    """
+    held = [
+        other
+        for other in settings.columns
+        if other != leaf
+        and settings.groupby(leaf)[other].agg(lambda v: v.map(repr).nunique()).max() > 1
+    ]
+    # one name for each combination, and only one of leaves that always change together
+    seen: list[tuple[str, ...]] = []
+    named = []
+    numeric = numeric_axes(settings)
+    for other in sorted(held, key=lambda name: name not in numeric):
+        pattern = tuple(map(str, pd.factorize(settings[other].map(repr))[0]))
+        if pattern not in seen:
+            seen.append(pattern)
+            named.append(other)
+    label = pd.Series(
+        [
+            ", ".join(f"{short_leaf(other)} {row[other]}" for other in named)
+            for _, row in settings.iterrows()
+        ],
+        index=settings.index,
+        dtype=object,
+    )
+    keys = ["run", "component", *(["phase"] if by_phase else [])]
+    squared = times.assign(variance=times["se_ms"] ** 2)
+    table = squared.groupby(keys, as_index=False)[["time_ms", "variance"]].sum()
+    table["x"] = table["run"].map(settings[leaf]).astype(float)
+    table["held"] = table["run"].map(label)
+    table["phase"] = table["phase"] if by_phase else ""
+    curves = []
+    for (component, phase, text), group in table.groupby(
+        ["component", "phase", "held"], sort=False
+    ):
+        group = group[group["time_ms"] > 0].sort_values("x")
+        if group["x"].nunique() < 2:
+            continue
+        relative = np.sqrt(group["variance"]) / group["time_ms"]
+        error = float(relative.median()) if relative.notna().any() else None
+        law = fit_law(group["x"].tolist(), group["time_ms"].tolist(), error)
+        points = group["x"].to_numpy(), group["time_ms"].to_numpy()
+        curves.append(Curve(str(component), str(phase), str(text), *points, law))
+    order = {name: number for number, name in enumerate((WHOLE, *COMPONENTS))}
+    return sorted(curves, key=lambda curve: order.get(curve.component, len(order)))
+
+
+@dataclass(frozen=True)
+class Ensemble:
+    """Many runs and their laws."""
+
+    times: pd.DataFrame
+    """As :func:`part_table` gives."""
+    settings: pd.DataFrame
+    """As :func:`settings_table` gives."""
+    curves: dict[str, list[Curve]]
+    """Leaf to the parts' laws along it."""
+
+    @classmethod
+    def of(cls, profiles: Mapping[str, Profile]) -> Ensemble:
+        """Of profiles by name; laws need three runs or more."""
+        sections = {name: p.meta.get("parameters") or {} for name, p in profiles.items()}
+        return cls.from_tables(part_table(profiles), settings_table(sections))
+
+    @classmethod
+    def from_tables(cls, times: pd.DataFrame, settings: pd.DataFrame) -> Ensemble:
+        """Of tables that are there already."""
+        axes = numeric_axes(settings) if len(settings) > 2 else []
+        curves = {leaf: scaling(times, settings, leaf) for leaf in axes}
+        return cls(times, settings, {leaf: found for leaf, found in curves.items() if found})
+
+    @property
+    def laws(self) -> pd.DataFrame:
+        """All laws, see :func:`law_table`; empty without any."""
+        tables = [law_table(curves, leaf) for leaf, curves in self.curves.items()]
+        return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
+
+
+def law_table(curves: list[Curve], leaf: str) -> pd.DataFrame:
+    """The laws in rows, for readers and ``sweep.json``.
+
+    Returns:
+        ``leaf``, ``component``, ``phase``, ``held``, ``points``, ``a_ms``, ``b_ms``, ``c``,
+        ``c_low``, ``c_high``, ``slope``, ``r2``, ``kind``, ``sentence``.
+    """
+    rows = [
+        {
+            "leaf": leaf,
+            "component": curve.component,
+            "phase": curve.phase,
+            "held": curve.held,
+            "points": curve.law.points,
+            "a_ms": curve.law.a,
+            "b_ms": curve.law.b,
+            "c": curve.law.c,
+            "c_low": curve.law.exponent.low,
+            "c_high": curve.law.exponent.high,
+            "slope": curve.law.slope,
+            "r2": curve.law.r2,
+            "kind": curve.law.kind,
+            "sentence": curve.law.sentence(short_leaf(leaf)),
+        }
+        for curve in curves
+    ]
+    return pd.DataFrame(rows)

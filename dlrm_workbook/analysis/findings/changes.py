@@ -1,0 +1,233 @@
+"""Settings of ours that were timed beside the run and found faster.
+
+A rule for each setting would say the same thing: it was probed, this is the gain. So there
+is one rule and a table of what each setting means. A gain counts only if the what-if model
+puts the whole of its range above 1 and its middle above 1.05.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dlrm_core.parts import part_label
+from dlrm_workbook.analysis.findings.evidence import Evidence
+from dlrm_workbook.analysis.findings.finding import (
+    Finding,
+    Ledger,
+    is_worthwhile,
+    milliseconds,
+    predicted,
+    probed,
+)
+
+MAX_RELATIVE_ERROR = 1e-5
+"""Of products that may replace fp32; true bf16 makes about 2e-3."""
+
+TILE_ERRORS = {"bf16x2": 5e-6, "bf16x3": 2e-7}
+"""Relative errors of fp32 products made of bf16 numbers; tests hold the kernels to them."""
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+"""Highest first. ``training.lowest_precision`` names the lowest that may be proposed."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a faster setting is a finding of."""
+
+    id: str
+    components: tuple[str, ...]
+    limit: str
+    title: str
+    """With ``{share}`` for the share of the step in its components."""
+    advice: str
+
+
+DENSE = ("bottom_mlp", "interaction", "top_mlp")
+
+SETTINGS: dict[str, Setting] = {
+    "training.fp32_matmul": Setting(
+        "dense_gemm",
+        ("bottom_mlp", "top_mlp"),
+        "arithmetic",
+        "Matrix products of the MLPs hold {share} of the step, in the slower library",
+        "Compute fp32 matrix products with oneDNN; the error is checked before training.",
+    ),
+    "training.precision": Setting(
+        "dense_precision",
+        DENSE,
+        "arithmetic",
+        "The dense part computes in {now}, where {then} is allowed and faster",
+        "Compute the dense part in {then} by autocast; training.lowest_precision says that the "
+        "model's accuracy allows it (set it to fp32 if it does not).",
+    ),
+    "training.dense_backend": Setting(
+        "dense_kernels",
+        DENSE,
+        "arithmetic",
+        "The dense part holds {share} of the step; fused kernels on matrix tiles are faster",
+        "Compute the dense part by fused kernels: operands stay in tiles between products, and "
+        "bias, ReLU, its mask and the bias' gradient are done while a result is in the cache.",
+    ),
+    "training.embedding_backend": Setting(
+        "embedding_update",
+        ("embedding",),
+        "random rows",
+        "Embeddings hold {share} of the step; the {then} backend is faster",
+        "torch builds a sparse gradient of every looked-up row and then applies it; a fused "
+        "update touches each row once, in the backward pass.",
+    ),
+    "training.embedding_update": Setting(
+        "contended_update",
+        ("embedding",),
+        "synchronisation",
+        "The '{now}' update of the embeddings is slower than '{then}'",
+        "Update rows so that each belongs to one thread.",
+    ),
+    "training.fused_optimizer": Setting(
+        "dense_update",
+        ("bottom_mlp", "top_mlp", "optimizer"),
+        "dispatch",
+        "The dense weights are updated tensor by tensor",
+        "Update all dense weights in one fused kernel.",
+    ),
+    "training.compile": Setting(
+        "uncompiled",
+        DENSE,
+        "dispatch",
+        "The dense part runs operator by operator",
+        "Compile the dense part: its pointwise operators merge and fewer are dispatched.",
+    ),
+    "training.micro_batch": Setting(
+        "cache_overflow",
+        DENSE,
+        "memory bandwidth",
+        "The dense part's activations overflow the cache",
+        "Compute the dense part {then} rows at a time: the same loss, activations that stay "
+        "in cache.",
+    ),
+    "training.tf32": Setting(
+        "tensor_cores_unused",
+        ("bottom_mlp", "top_mlp"),
+        "arithmetic",
+        "fp32 matrix products leave the tensor cores unused",
+        "Allow TF32: the same range, 10 bits of mantissa in products.",
+    ),
+    "training.cuda_graphs": Setting(
+        "launch_bound",
+        (*DENSE, "loss", "embedding"),
+        "launches",
+        "Launches hold the GPU up",
+        "Capture the step in a CUDA graph: one launch instead of one a kernel.",
+    ),
+    "training.threads": Setting(
+        "thread_count",
+        (*DENSE, "embedding"),
+        "scheduling",
+        "{now} threads an operator are fewer or more than pay here",
+        "Run operators on {then} threads.",
+    ),
+    "training.optimizer": Setting("optimizer_cost", ("embedding",), "memory bandwidth", "", ""),
+}
+"""Leaf to what it means; a setting that changes what is computed has no title."""
+
+
+def faster_settings(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
+    """Settings that were probed beside the run and are faster, one finding a kind."""
+    best: dict[str, tuple[float, Finding]] = {}
+    for probe in probed(evidence):
+        change = dict(probe.get("change") or {})
+        finding = _of(evidence, ledger, change, probe) if _is_one_setting(change) else None
+        if finding is None:
+            continue
+        gain = finding.predicted_speedup["mid"]
+        if finding.id not in best or gain > best[finding.id][0]:
+            best[finding.id] = (gain, finding)
+    yield from (finding for _, finding in best.values())
+
+
+def _is_one_setting(change: Mapping[str, Any]) -> bool:
+    """One leaf, or the fused dense part with the products that it needs."""
+    return len(change) == 1 or next(iter(change), "") == "training.dense_backend"
+
+
+def _of(
+    evidence: Evidence, ledger: Ledger, change: Mapping[str, Any], probe: Mapping[str, Any]
+) -> Finding | None:
+    (name, then), *_ = change.items()
+    setting = SETTINGS.get(name)
+    allowed = all(_is_allowed(evidence, leaf, value, probe) for leaf, value in change.items())
+    if setting is None or not setting.title or not allowed:
+        return None
+    if setting.id == "embedding_update" and ledger.is_explained(("embedding", "backward")):
+        return None  # what does not belong there was named, with this as its remedy
+    speedup = predicted(evidence, change)
+    if not is_worthwhile(speedup):
+        return None
+    assert speedup is not None
+    held = [component for component in setting.components if evidence.time(component) > 0]
+    share = sum(evidence.share(component) for component in held)
+    now = evidence.parameter(name, "default")
+    words = {"share": f"{share:.0%}", "now": now, "then": then}
+    return Finding(
+        id=setting.id,
+        title=setting.title.format(**words),
+        component=max(held, key=evidence.time) if held else "other",
+        share_of_step=share,
+        evidence=_timed(evidence, probe, name, now, then),
+        advice=setting.advice.format(**words),
+        change=dict(change),
+        predicted_speedup=speedup,
+        limit=setting.limit,
+    )
+
+
+def _is_allowed(evidence: Evidence, name: str, then: Any, probe: Mapping[str, Any]) -> bool:
+    """Whether the change keeps the accuracy that the run asks for."""
+    if name == "training.precision":
+        lowest = evidence.parameter("training.lowest_precision", "bf16")
+        # fp16 keeps less range than bf16: it is only proposed where it is allowed by name
+        return then in PRECISIONS[: PRECISIONS.index(lowest) + 1] if lowest in PRECISIONS else False
+    error = probe.get("relative_error")
+    if name == "training.fp32_matmul" and then in TILE_ERRORS:
+        return TILE_ERRORS[then] <= MAX_RELATIVE_ERROR
+    if name == "training.fp32_matmul":
+        error = error if error is not None else _library_error(evidence)
+        return error is not None and error <= MAX_RELATIVE_ERROR
+    return True
+
+
+def _library_error(evidence: Evidence) -> float | None:
+    """Relative error of oneDNN's fp32 products, as the ceilings measured it."""
+    errors = [
+        row["relative_error"]
+        for row in evidence.ceilings("gemm") or []
+        if row.get("precision") == "fp32_onednn" and row.get("relative_error") is not None
+    ]
+    return max(errors) if errors else None
+
+
+def _timed(evidence: Evidence, probe: Mapping[str, Any], name: str, now: Any, then: Any) -> str:
+    """What was timed, part by part, before and after."""
+    lines = []
+    for component, phases in (probe.get("parts") or {}).items():
+        before = (probe.get("base") or {}).get(component) or {}
+        for phase, after_ms in phases.items():
+            before_ms = before.get(phase, evidence.alone(component, phase))
+            if before_ms and after_ms and max(before_ms, after_ms) > 0.01 * evidence.total_ms:
+                lines.append((before_ms - after_ms, component, phase, before_ms, after_ms))
+    lines.sort(reverse=True)
+    listed = "; ".join(
+        f"{part_label(component, phase)} {milliseconds(before)} with {now}, "
+        f"{milliseconds(after)} with {then}"
+        for _, component, phase, before, after in lines[:4]
+    )
+    text = f"{name} is {now}. Timed beside this run, in turns: {listed or 'a small gain each'}."
+    if name == "training.fp32_matmul":
+        error = probe.get("relative_error") or _library_error(evidence)
+        text += f" Relative error {error:.1e}."
+    return text
+
+
+RULES = (faster_settings,)

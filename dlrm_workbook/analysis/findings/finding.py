@@ -1,0 +1,223 @@
+"""What a finding is, how findings are ranked, and what ``bottlenecks.json`` says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from dlrm_core.errors import InputError
+from dlrm_workbook.analysis.findings.evidence import Evidence, Part
+from dlrm_workbook.analysis.whatif import predict
+
+LIMITS = (
+    "launches",
+    "dispatch",
+    "memory bandwidth",
+    "random rows",
+    "arithmetic",
+    "copies",
+    "synchronisation",
+    "data generation",
+    "scheduling",
+    "load imbalance",
+    "memory capacity",
+    "network",
+)
+"""What can hold a step back. ``dispatch`` is the host's cost of calling operators,
+``random rows`` the latency of reading rows of a table, ``scheduling`` other work that
+takes the machine's cores."""
+
+SEVERITIES = ("fails", "slows")
+"""``fails``: the run will end, or its result is worth nothing; always before ``slows``."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One bottleneck. ``share_of_step`` is the share that it holds (0 to 1)."""
+
+    id: str
+    title: str
+    component: str
+    share_of_step: float
+    evidence: str
+    advice: str
+    change: dict[str, Any] = field(default_factory=dict)
+    """Parameter to the value to try, for ``compare``; empty if no parameter of ours helps."""
+    predicted_speedup: dict[str, float] = field(default_factory=dict)
+    """``low``, ``mid``, ``high``: step time now over step time after ``change``."""
+    severity: str = "slows"
+    limit: str = ""
+    """The limit that it meets, one of ``LIMITS``."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def rank(found: Iterable[Finding]) -> list[Finding]:
+    """Worst first: what fails, then by the predicted time saved, then by the share held."""
+    return sorted(
+        found,
+        key=lambda finding: (
+            SEVERITIES.index(finding.severity),
+            -finding.predicted_speedup.get("mid", 1.0),
+            -finding.share_of_step,
+        ),
+    )
+
+
+def amdahl(share: float, gain: float) -> float:
+    """Speed-up of a step of which ``share`` (0 to 1) becomes ``gain`` times as fast.
+
+    Amdahl, "Validity of the single processor approach", AFIPS 1967.
+    """
+    return 1.0 / max(1.0 - share + share / gain, 1e-9)
+
+
+def bounded(share: float) -> dict[str, float]:
+    """Speed-up when only the bound is known: the share's time gone entirely.
+
+    The middle is the geometric mean of doing nothing and that bound.
+    """
+    high = 1.0 / max(1.0 - share, 1e-9)
+    return {"low": 1.0, "mid": math.sqrt(high), "high": high}
+
+
+def removed(share: float) -> dict[str, float]:
+    """Speed-up when ``share`` of the step is known to be waste that can go entirely.
+
+    Half of it going is the least that is claimed, a tenth more than measured the most:
+    the two clocks (with and without the profiler) agree no better.
+    """
+    share = min(max(share, 0.0), 0.99)
+    return {
+        "low": 1.0 / (1.0 - 0.5 * share),
+        "mid": 1.0 / (1.0 - share),
+        "high": 1.0 / (1.0 - min(1.1 * share, 0.995)),
+    }
+
+
+def milliseconds(value: float) -> str:
+    """``0.031 ms``, ``4.2 ms``, ``512 ms``: three significant digits at most."""
+    if value >= 100:
+        return f"{value:,.0f} ms"
+    if value >= 10:
+        return f"{value:.1f} ms"
+    return f"{value:.2g} ms" if value < 1 else f"{value:.2f} ms"
+
+
+def largest(by_part: pd.Series) -> tuple[str, str]:
+    """The (component, phase) with the largest value of a series indexed by both."""
+    component, phase = by_part.index[int(np.argmax(by_part.to_numpy()))]
+    return str(component), str(phase)
+
+
+def sentence(text: str) -> str:
+    return text[:1].upper() + text[1:] + ("" if text.endswith(".") else ".")
+
+
+def plain(value: Any) -> Any:
+    """JSON values only: NaN (not measured) becomes None, numpy scalars Python's own."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+# Which of the lost time is explained already, so that no millisecond is blamed twice.
+
+
+class Ledger:
+    """Milliseconds of a mean iteration that rules have explained.
+
+    A cause without a place (another process on the cores) explains a little of every
+    part's excess; it is taken off all of them in proportion.
+    """
+
+    def __init__(self, evidence: Evidence) -> None:
+        self._excess = evidence.excess_ms
+        self._part: dict[Part, float] = {}
+        self._anywhere = 0.0
+
+    def explain(self, milliseconds: float, part: Part | None = None) -> None:
+        """Record that a rule explained time, in one part or anywhere in the step."""
+        if part is None:
+            self._anywhere += milliseconds
+        else:
+            self._part[part] = self._part.get(part, 0.0) + milliseconds
+
+    def explained_in(self, part: Part) -> float:
+        """Milliseconds explained in this very part."""
+        return self._part.get(part, 0.0)
+
+    @property
+    def anywhere_ms(self) -> float:
+        """Milliseconds explained without a place."""
+        return self._anywhere
+
+    def is_explained(self, part: Part) -> bool:
+        """Whether some rule explained time in this very part."""
+        return part in self._part
+
+    @property
+    def explained_ms(self) -> float:
+        """All time explained so far, in parts and anywhere."""
+        return self._anywhere + sum(self._part.values())
+
+    @property
+    def left_ms(self) -> pd.Series:
+        """Excess of each part over its probe that no rule has explained, ms."""
+        left = self._excess.copy()
+        for part, explained in self._part.items():
+            if part in left.index:
+                left[part] = max(0.0, left[part] - explained)
+        total = float(left.sum())
+        if total > 0:
+            left *= max(0.0, 1.0 - self._anywhere / total)
+        return left
+
+
+Rule = Callable[[Evidence, Ledger], Iterable[Finding]]
+"""Looks at the evidence, enters what it explains into the ledger, yields findings."""
+
+
+# What a change is predicted to bring: from the what-if model where it can tell.
+
+WORTHWHILE = 1.05
+"""Least predicted speed-up that makes a finding: a run's own scatter is a few percent."""
+
+
+def predicted(evidence: Evidence, change: Mapping[str, Any]) -> dict[str, float] | None:
+    """``low``, ``mid``, ``high`` speed-up (time a sample), or None where nothing can tell."""
+    try:
+        return predict(evidence.profile, change).speedup
+    except InputError:
+        return None
+
+
+def probed(evidence: Evidence) -> list[dict[str, Any]]:
+    """The changes whose parts were timed beside the run: see ``dlrm_workbook.evidence.probes``."""
+    results = (evidence.meta.get("part_probes") or {}).get("changes") or []
+    return [result for result in results if not result.get("refused")]
+
+
+def probe_of(evidence: Evidence, change: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The probe of exactly this change."""
+    for result in probed(evidence):
+        if result.get("change") == dict(change):
+            return result
+    return None
+
+
+def is_worthwhile(speedup: Mapping[str, float] | None) -> bool:
+    """Whether a prediction is a gain beyond doubt: by its middle, and not lost at its low."""
+    return speedup is not None and speedup["mid"] >= WORTHWHILE and speedup["low"] > 1.0

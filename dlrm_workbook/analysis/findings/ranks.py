@@ -1,0 +1,328 @@
+"""What ranks wait for each other: exposed collectives, the link's limit, uneven ranks.
+
+These rules read a scaling record (``meta["scaling"]``, defined in
+:mod:`dlrm_workbook.analysis.ranks.communication`); without one, :mod:`.rules_ranks` speaks of
+what the
+profiles of several ranks show by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, cast
+
+import pandas as pd
+
+from dlrm_core.config import Parameters
+from dlrm_core.errors import InputError
+from dlrm_core.parts import part_label
+from dlrm_workbook.analysis.attribution import iteration_count
+from dlrm_workbook.analysis.findings.evidence import Evidence
+from dlrm_workbook.analysis.findings.finding import Finding, Ledger, milliseconds, rank, removed
+from dlrm_workbook.analysis.ranks.check import SHARED_CORES, own_profile
+from dlrm_workbook.analysis.ranks.choice import Setting, best_sharding
+from dlrm_workbook.analysis.ranks.links import Link, Network, calibrate
+from dlrm_workbook.analysis.ranks.record import (
+    ScalingRecord,
+    exchange_times,
+    exposed_shares,
+    imbalance,
+    record_of,
+)
+from dlrm_workbook.analysis.ranks.schedule import NO_OVERLAP
+from dlrm_workbook.analysis.ranks.sharding import SHARDINGS
+
+# Runs of several ranks: uneven load, and small tables that are better replicated.
+
+IMBALANCE_SHARE = 0.1
+"""(slowest − mean) / slowest: what all other ranks wait for the slowest one."""
+
+COMMUNICATION_SHARE = 0.1
+"""TensorBoard's former profiler plugin warned at the same share of communication."""
+
+SMALL_TABLE_BYTES = 8 << 20
+
+
+def load_imbalance(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
+    """One rank has more to do than the others, who wait for it."""
+    busy = rank_times(evidence)
+    if len(busy) < 2:
+        return
+    worst, mean = float(busy.max()), float(busy.mean())
+    share = (worst - mean) / worst if worst > 0 else 0.0
+    if share < IMBALANCE_SHARE:
+        return
+    rank = int(busy.idxmax())
+    yield Finding(
+        id="load_imbalance",
+        title=f"Rank {rank} has {worst / mean:.2f} times the mean work; the others wait for it",
+        component="communication",
+        share_of_step=share,
+        evidence=(
+            "Busy time an iteration, communication left out: "
+            + ", ".join(f"rank {r} {milliseconds(float(ms))}" for r, ms in busy.items())
+            + "."
+        ),
+        advice=(
+            "Place tables by their measured time, not by their number or rows; split the largest "
+            "table by columns or rows."
+        ),
+        predicted_speedup=removed(share),
+        limit="load imbalance",
+    )
+
+
+def replicate_small_tables(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
+    """Small tables are exchanged though a copy on every rank would cost nothing."""
+    ranks = int(evidence.profile.threads["rank"].nunique())
+    rows = list(evidence.parameter("model.table_rows", []))
+    count, dim = evidence.parameter("model.tables"), evidence.parameter("model.embedding_dim", 0)
+    rows = rows * int(count) if len(rows) == 1 and count else rows
+    share = evidence.share("communication")
+    small = [number for number, n in enumerate(rows) if 4 * n * dim <= SMALL_TABLE_BYTES]
+    if ranks < 2 or not small or share < COMMUNICATION_SHARE:
+        return
+    part = len(small) / len(rows)
+    yield Finding(
+        id="replicate_small_tables",
+        title=f"{len(small)} of {len(rows)} tables are small enough to be on every rank",
+        component="communication",
+        share_of_step=share,
+        evidence=(
+            f"Communication holds {share:.0%} of the step; {len(small)} tables of at most "
+            f"{SMALL_TABLE_BYTES >> 20} MiB ({4e-6 * dim * sum(rows[t] for t in small):.1f} MB in "
+            f"all) are {part:.0%} of what is exchanged."
+        ),
+        advice=(
+            "Replicate them (data parallel): their gradients are smaller than their lookups, and "
+            "each rank then looks up its own samples."
+        ),
+        predicted_speedup=removed(share * part * 0.8),
+        limit="copies",
+    )
+
+
+def rank_times(evidence: Evidence) -> pd.Series:
+    """Busy milliseconds an iteration of each rank, communication left out; by rank."""
+    profile = evidence.profile
+    metric = "gpu_time_ms" if profile.has("gpu_time_ms") else "cpu_time_ms"
+    rows = profile.values[profile.rows(metric, "exclusive")]
+    talks = profile.contexts["component"].eq("communication").to_numpy()
+    rows = rows[~talks[rows["context"]]]
+    rank = profile.threads.set_index("profile")["rank"]
+    total = rows.groupby(rows["profile"].map(rank))["value"].sum()
+    return total / iteration_count(profile)
+
+
+RULES = (load_imbalance, replicate_small_tables)
+
+
+WAITING_FACTOR = 2.0
+"""An exchange that takes so many times as long as alone waits for ranks, not for the link."""
+
+LATENCY_SHARE = 0.5
+"""Share of an exchange's time that does not depend on its bytes: more is latency's."""
+
+LEAST_GAIN = 1.1
+"""A sharding that gains less is not proposed."""
+
+Row = dict[str, Any]
+
+ADVICE = {
+    "dense gradients": (
+        "An all-reduce is as long for any batch: more samples a rank make it a smaller share; "
+        "a smaller top MLP makes it shorter."
+    ),
+    "table gradients": (
+        "Replicated tables are all-reduced whole, looked up or not: replicate smaller ones only "
+        "(training.replicated_bytes)."
+    ),
+    "indices": (
+        "Indices travel before anything else can start: replicated tables need none, and a "
+        "column-wise table needs them once a slice."
+    ),
+    "pooled vectors": (
+        "Whole tables send each pooled vector once; row-wise ones send a partial sum from every "
+        "rank. Replicate small tables, keep large ones whole."
+    ),
+}
+"""What is exchanged to what shortens it."""
+
+
+def communication(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
+    """Ranks wait for a collective that nothing hides."""
+    document = evidence.meta.get("scaling")
+    if document:
+        yield from communication_findings(record_of(document), evidence.parameters)
+
+
+def rank_imbalance(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
+    """One rank of a measured run has more to do than the others."""
+    document = evidence.meta.get("scaling")
+    if document:
+        yield from imbalance_findings(record_of(document))
+
+
+def scaling_findings(record: ScalingRecord, parameters: Parameters | None) -> list[Finding]:
+    """All that a record alone shows, worst first."""
+    return rank([*communication_findings(record, parameters), *imbalance_findings(record)])
+
+
+def communication_findings(
+    record: ScalingRecord, parameters: Parameters | None
+) -> Iterable[Finding]:
+    """The run of most ranks whose exposed share is largest, if that is worth a word."""
+    runs: dict[int, Row] = {int(row["run"]): row for row in _rows(record.runs)}
+    shares: dict[int, float] = {
+        int(row["run"]): float(row["share"])
+        for row in _rows(exposed_shares(record))
+        if runs[int(row["run"])]["ranks"] > 1 and row["share"] >= COMMUNICATION_SHARE
+    }
+    if not shares or record.collectives.empty:
+        return
+    number = max(shares, key=lambda each: shares[each])
+    run, share = runs[number], shares[number]
+    exchanges = exchange_times(record)
+    own = _rows(exchanges[exchanges["run"] == number].sort_values("exposed_ms", ascending=False))
+    if not own:
+        return
+    top = own[0]
+    limit, why = _limit(record, top, int(run["ranks"]))
+    change, gain, better = _better_sharding(record, parameters, run)
+    what = str(top["what"])
+    key = "pooled vectors" if what.startswith("pooled") else what
+    yield Finding(
+        id="communication",
+        title=(
+            f"{share:.0%} of an iteration on {run['ranks']} ranks is communication that "
+            f"nothing hides, most of it {_named(top)}"
+        ),
+        component="communication",
+        share_of_step=share,
+        evidence=(
+            f"Run {number} ({run['sharding']}, batch {run['batch_size']}): "
+            + "; ".join(
+                f"{_named(row)} {milliseconds(row['exposed_ms'])} of "
+                f"{milliseconds(row['time_ms'])} exposed"
+                for row in own[:4]
+            )
+            + f". {why}"
+        ),
+        advice=(better + " " if better else "") + ADVICE.get(key, "Exchange less, or hide it."),
+        change=change,
+        predicted_speedup=gain or removed(share),
+        limit=limit,
+    )
+
+
+def imbalance_findings(record: ScalingRecord) -> Iterable[Finding]:
+    """The most uneven run, if its slowest rank makes the others wait."""
+    table = imbalance(record)
+    if table.empty or float(table["share"].max()) < IMBALANCE_SHARE:
+        return
+    worst = _rows(table.nlargest(1, "share"))[0]
+    run, share = int(worst["run"]), float(worst["share"])
+    slowest = int(worst["slowest_rank"])
+    held = record.of_run("placement", run)
+    tables = held[held["rank"] == slowest]["table"].nunique() if len(held) else None
+    total = held["table"].nunique() if len(held) else None
+    yield Finding(
+        id="rank_imbalance",
+        title=(
+            f"Rank {slowest} has {worst['slowest_ms'] / worst['mean_ms']:.2f} times the mean work "
+            f"of {worst['ranks']} ranks; the others wait for it"
+        ),
+        component=str(worst["component"]),
+        share_of_step=share,
+        evidence=(
+            f"Run {run}: rank {slowest} computes {milliseconds(worst['slowest_ms'])}, the mean is "
+            f"{milliseconds(worst['mean_ms'])}; most of the difference is in "
+            f"{part_label(str(worst['component']))}"
+            + (f"; it holds {tables} of {total} tables." if tables is not None else ".")
+        ),
+        advice=(
+            "Place tables by their lookups, not by their number or rows; cut the busiest one by "
+            "columns or rows (training.sharding)."
+            if worst["component"] == "embedding"
+            else "Ranks have equal samples, so the slow rank's machine or cores differ: look at "
+            "what else runs there."
+        ),
+        predicted_speedup=removed(share),
+        limit="load imbalance",
+    )
+
+
+def _named(row: Row) -> str:
+    names = {"allreduce": "all-reduce", "alltoall": "all-to-all", "allgather": "all-gather"}
+    kind = str(row["kind"])
+    return f"{names.get(kind, kind.replace('_', '-'))} of {row['what']}"
+
+
+def _limit(record: ScalingRecord, top: Row, ranks: int) -> tuple[str, str]:
+    """Which limit the exchange meets, and the sentence that says so."""
+    link = _link(record)
+    if link is None:
+        reason = record.reasons.get("link_probe", "its sizes are too few")
+        return "network", f"The link was not measured ({reason})."
+    size = float(top["bytes"]) / max(float(top["calls"]), 1.0)
+    alone = link.time_ms(str(top["kind"]), ranks, size).mid * float(top["calls"])
+    fit = link.fits.get((str(top["kind"]), ranks))
+    moved = (
+        f"alone it takes {milliseconds(alone)} for {top['bytes'] / (1 << 20):.2f} MiB a rank "
+        f"({link.name})"
+    )
+    if alone > 0 and float(top["time_ms"]) > WAITING_FACTOR * alone:
+        return "load imbalance", f"{_sentence(moved)}: the rest is waiting for slower ranks."
+    fixed = 1e-3 * (fit.fixed_us if fit else link.alpha_us.mid) * float(top["calls"])
+    if alone > 0 and fixed > LATENCY_SHARE * alone:
+        return "network", f"{_sentence(moved)}, mostly latency: fewer, larger exchanges."
+    return "network", f"{_sentence(moved)}, mostly bytes: the link's rate is the limit."
+
+
+def _rows(table: pd.DataFrame) -> list[Row]:
+    return cast(list[Row], table.to_dict("records"))
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _link(record: ScalingRecord) -> Link | None:
+    try:
+        return calibrate(record.link_probe, "measured link") if len(record.link_probe) else None
+    except InputError:
+        return None
+
+
+def _better_sharding(
+    record: ScalingRecord, parameters: Parameters | None, run: Row
+) -> tuple[dict[str, Any], dict[str, float], str]:
+    """A change to a sharding that is predicted to be faster; empty where there is none."""
+    link = _link(record)
+    if link is None or parameters is None or record.compute_profile.empty:
+        return {}, {}, ""
+    overlap = SHARED_CORES if run.get("backend") == "gloo" else NO_OVERLAP
+    setting = Setting(parameters, Network(link), own_profile(record), overlap)
+    batch, used = int(run["batch_size"]), str(run["sharding"])
+    choice = best_sharding(setting, int(run["ranks"]), batch)
+    table = choice.candidates[choice.candidates["sharding"].isin(set(SHARDINGS) - {"mixed"})]
+    table = table.dropna(subset=["mid_ms"])
+    now = table[table["sharding"] == used]
+    if now.empty:
+        return {}, {}, ""
+    best, before = _rows(table.nsmallest(1, "mid_ms"))[0], _rows(now)[0]
+    gain = {
+        "low": float(before["mid_ms"] / best["high_ms"]),
+        "mid": float(before["mid_ms"] / best["mid_ms"]),
+        "high": float(before["mid_ms"] / best["low_ms"]),
+    }
+    if gain["mid"] < LEAST_GAIN or best["sharding"] == used:
+        return {}, {}, ""
+    text = (
+        f"training.sharding={best['sharding']} is predicted to take "
+        f"{milliseconds(float(best['mid_ms']))} instead of {milliseconds(float(before['mid_ms']))}."
+    )
+    return {"training.sharding": str(best["sharding"])}, gain, text
+
+
+RULES_COMMUNICATION_RULES = (communication, rank_imbalance)

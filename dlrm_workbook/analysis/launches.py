@@ -1,0 +1,264 @@
+"""Is launching the limit: how often, how long, and how far the host runs ahead.
+
+A GPU is bound by launches when its kernels end sooner than the host can launch the next one:
+the queue of launched kernels then runs empty again and again. On a CPU the analogue is the
+cost of dispatching an operator against what the operator does.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from dlrm_workbook.analysis.attribution import main_thread
+from dlrm_workbook.analysis.context_tree import missing_reason, nearest, unmeasured
+from dlrm_workbook.recordings.profile import Profile
+
+PART = ["component", "phase"]
+DEVICE = ["start_ns", "end_ns", "context", "kind", *PART, "launch_start_ns", "launch_end_ns"]
+LAUNCHES = [*PART, "launches", "kernel_us", "kernel_ms", "launch_us", "short_share"]
+SUMMARY = ["launches", "launches_per_s", "kernel_us", "launch_us", "short_share", "queue_depth"]
+SUMMARY += ["empty_share", "launch_bound"]
+DEPTHS = ["time_ms", "depth"]
+OPERATORS = [*PART, "operators", "operator_us", "part_ms", "dispatch_us", "dispatch_ms"]
+OPERATORS += ["dispatch_share"]
+
+UNKNOWN = -1
+"""Launch time of device work whose launch is not in the trace."""
+
+BOUND = 0.5
+"""Launch-bound: more than this share of the kernels are shorter than a launch, and on average
+less than one is queued. Then the host's launching sets the pace, whatever the kernels do."""
+
+
+def device_operations(profile: Profile) -> pd.DataFrame:
+    """Kernels, copies and memory sets with the call that launched each, in order of start.
+
+    A call path that launches n times has n calls and n (or c n, for a graph of c kernels)
+    operations below it; first in is first out, so the k-th belongs to the k-th.
+
+    Returns:
+        ``start_ns``, ``end_ns``, ``context``, ``kind`` (``kernel`` or ``copy``), ``component``,
+        ``phase``, ``launch_start_ns``, ``launch_end_ns`` (−1 where the launch is not in the
+        trace). Empty, with the reason, without a trace of a GPU stream.
+    """
+    streams = profile.threads.loc[profile.threads["kind"].eq("gpu_stream"), "profile"]
+    trace = profile.trace
+    work = trace[trace["profile"].isin(streams) & (trace["end_ns"] > trace["start_ns"])]
+    if work.empty:
+        reason = "no GPU stream has a trace"
+        return unmeasured(DEVICE, missing_reason(profile, ["gpu_time_ms", "trace"], reason))
+    work = work.sort_values(["start_ns", "end_ns"])
+    context = work["context"].to_numpy()
+    over = profile.contexts["parent"].to_numpy()[context]
+    calls = trace[~trace["profile"].isin(streams) & trace["context"].isin(over)]
+    calls = calls.sort_values("start_ns")
+    begun = np.full(len(work), UNKNOWN, dtype=np.int64)
+    done = begun.copy()
+    rows = pd.Series(np.arange(len(work))).groupby(over).indices
+    for parent, launched in calls.groupby("context"):
+        mine = rows[parent]
+        each, rest = divmod(len(mine), len(launched))
+        if rest or not each:
+            continue
+        begun[mine] = np.repeat(launched["start_ns"].to_numpy(), each)
+        done[mine] = np.repeat(launched["end_ns"].to_numpy(), each)
+    # Merged call paths may be out of order by a stream's lag: nothing starts before its launch.
+    wrong = begun > work["start_ns"].to_numpy()
+    begun[wrong], done[wrong] = UNKNOWN, UNKNOWN
+    done = np.where(done >= 0, np.minimum(done, work["start_ns"].to_numpy()), done)
+    contexts = profile.contexts.iloc[context]
+    return pd.DataFrame(
+        {
+            "start_ns": work["start_ns"].to_numpy(),
+            "end_ns": work["end_ns"].to_numpy(),
+            "context": context,
+            "kind": contexts["kind"].to_numpy(),
+            "component": contexts["component"].to_numpy(),
+            "phase": contexts["phase"].to_numpy(),
+            "launch_start_ns": begun,
+            "launch_end_ns": done,
+        }
+    )
+
+
+def launches_by_part(profile: Profile) -> pd.DataFrame:
+    """Kernels launched by each part in a mean iteration.
+
+    Returns:
+        ``component``, ``phase``, ``launches``, ``kernel_us`` (median), ``kernel_ms`` (sum),
+        ``launch_us`` (median time in the launching call; NaN if not traced), ``short_share``
+        (of the kernels that end sooner than a launch takes, see :func:`launch_cost_us`); most
+        launches first. Empty, with the reason, without a GPU trace.
+    """
+    kernels = _kernels(profile)
+    if kernels.empty:
+        return unmeasured(LAUNCHES, str(kernels.attrs.get("not_measured", "no kernel ran")))
+    cost = launch_cost_us(profile, kernels)
+    count = max(len(profile.iterations), 1)
+    kernels = kernels.assign(short=kernels["us"] < cost if cost == cost else np.nan)
+    table = kernels.groupby(PART, as_index=False).agg(
+        launches=("us", "size"),
+        kernel_us=("us", "median"),
+        kernel_ms=("us", "sum"),
+        launch_us=("call_us", "median"),
+        short_share=("short", "mean"),
+    )
+    table["launches"] /= count
+    table["kernel_ms"] /= 1e3 * count
+    table = table.sort_values("launches", ascending=False, ignore_index=True)[LAUNCHES]
+    table.attrs["per"] = _per(profile)
+    return table
+
+
+def _per(profile: Profile) -> str:
+    return "an iteration" if len(profile.iterations) else "in all"
+
+
+def launch_cost_us(profile: Profile, kernels: pd.DataFrame | None = None) -> float:
+    """What a launch costs the host: measured alone before the run, or else in the trace; NaN."""
+    measured = (profile.meta.get("ceilings") or {}).get("launch_us")
+    if measured:
+        return float(measured)
+    kernels = _kernels(profile) if kernels is None else kernels
+    timed = kernels["call_us"].dropna()
+    return float(timed.median()) if len(timed) else float("nan")
+
+
+def launch_summary(profile: Profile) -> pd.DataFrame:
+    """One row: does launching set the pace of the GPU?
+
+    Returns:
+        ``launches`` (an iteration; where none is marked, in all), ``launches_per_s``,
+        ``kernel_us`` (median), ``launch_us``, ``short_share`` (kernels that end sooner than a
+        launch takes), ``queue_depth`` (mean number of kernels launched and not finished),
+        ``empty_share`` (of the time of the iterations with none), ``launch_bound`` (see
+        ``BOUND``); NaN where the trace does not say. Empty, with the reason, without a GPU
+        trace.
+    """
+    kernels = _kernels(profile)
+    if kernels.empty:
+        return unmeasured(SUMMARY, str(kernels.attrs.get("not_measured", "no kernel ran")))
+    count = max(len(profile.iterations), 1)
+    cost = launch_cost_us(profile, kernels)
+    first, last = _window(profile, kernels)
+    depth = queue_depth(profile)
+    seconds = (last - first) / 1e9
+    short = float((kernels["us"] < cost).mean()) if cost == cost else np.nan
+    if len(depth):
+        edges = np.append(depth["time_ms"].to_numpy(), (last - first) / 1e6)
+        length = np.diff(edges)
+        mean = float(np.average(depth["depth"], weights=length)) if length.sum() else np.nan
+        empty = float(length[depth["depth"].to_numpy() == 0].sum() / length.sum())
+    else:
+        mean = empty = np.nan
+    row = [len(kernels) / count, len(kernels) / seconds, float(kernels["us"].median()), cost]
+    row += [short, mean, empty]
+    bound = bool(short > BOUND and mean < 1)
+    summary = pd.DataFrame([[*row, bound]], columns=SUMMARY)
+    summary.attrs["per"] = _per(profile)
+    return summary
+
+
+def queue_depth(profile: Profile, most: int | None = None) -> pd.DataFrame:
+    """Operations launched and not finished, over time.
+
+    Args:
+        most: rows at most; where there are more changes, the mean depth of equal bins.
+
+    Returns:
+        ``time_ms`` (from the first iteration's start; each row holds until the next),
+        ``depth``. Empty, with the reason, without launches in the trace.
+    """
+    work = device_operations(profile)
+    if work.empty:
+        return unmeasured(DEPTHS, str(work.attrs.get("not_measured", "")))
+    known = work[work["launch_end_ns"] >= 0]
+    if known.empty:
+        return unmeasured(DEPTHS, "the trace does not say which call launched what")
+    first, last = _window(profile, work)
+    begin = np.clip(known["launch_end_ns"].to_numpy(), first, last)
+    end = np.clip(known["end_ns"].to_numpy(), first, last)
+    moment = np.concatenate([[first], begin, end])
+    change = np.concatenate([[0], np.ones(len(begin)), -np.ones(len(end))])
+    where, index = np.unique(moment, return_inverse=True)
+    depth = np.cumsum(np.bincount(index, change))
+    keep = np.append(True, depth[1:] != depth[:-1]) & (where < last)
+    where, depth = where[keep], depth[keep]
+    if most is not None and len(where) > most:
+        edges = np.linspace(first, last, most + 1)
+        area = np.concatenate([[0.0], np.cumsum(depth * np.diff(np.append(where, last)))])
+        reached = np.interp(edges, np.append(where, last), area)
+        where, depth = edges[:-1], np.diff(reached) / np.diff(edges)
+    return pd.DataFrame({"time_ms": (where - first) / 1e6, "depth": depth})
+
+
+def operator_load(profile: Profile) -> pd.DataFrame:
+    """Operators that each part calls on the host, and what dispatching them costs at least.
+
+    Outermost operators only: what they call is dispatched too, so ``dispatch_ms`` is a lower
+    bound. A part with a high share is limited by calling, not by computing.
+
+    Returns:
+        ``component``, ``phase``, ``operators`` (a mean iteration), ``operator_us`` (median),
+        ``part_ms`` (time of the part's operators), ``dispatch_us`` (of one operator, measured
+        alone before the run; NaN if not), ``dispatch_ms``, ``dispatch_share`` (of the operators'
+        time, at most 1); most operators first. Empty, with the reason, where operators are not
+        traced.
+    """
+    spans = outermost_operators(profile)
+    if spans.empty:
+        reason = "no operators are traced (HPCToolkit samples functions)"
+        return unmeasured(OPERATORS, missing_reason(profile, ["operators"], reason))
+    count = max(len(profile.iterations), 1)
+    dispatch = (profile.meta.get("ceilings") or {}).get("dispatch_us") or float("nan")
+    spans = spans.assign(us=(spans["end_ns"] - spans["start_ns"]) / 1e3)
+    table = spans.groupby(PART, as_index=False).agg(
+        operators=("us", "size"), operator_us=("us", "median"), part_ms=("us", "sum")
+    )
+    table["operators"] /= count
+    table["part_ms"] /= 1e3 * count
+    table["dispatch_us"] = float(dispatch)
+    table["dispatch_ms"] = table["operators"] * table["dispatch_us"] / 1e3
+    table["dispatch_share"] = (table["dispatch_ms"] / table["part_ms"]).clip(upper=1)
+    return table.sort_values("operators", ascending=False, ignore_index=True)[OPERATORS]
+
+
+def outermost_operators(profile: Profile) -> pd.DataFrame:
+    """Spans of operators that no operator calls, in iterations: ``start_ns``, ``end_ns``,
+    ``context``, ``component``, ``phase``; on the thread of the iterations."""
+    contexts = profile.contexts
+    parent = contexts["parent"].to_numpy()
+    operator = contexts["kind"].eq("operator").to_numpy()
+    above = nearest(parent, operator)[np.maximum(parent, 0)]
+    outer = operator & ((parent < 0) | (above < 0))
+    trace = profile.trace[profile.trace["profile"] == main_thread(profile)]
+    spans = trace[outer[trace["context"].to_numpy()]]
+    if len(profile.iterations):
+        first = np.sort(profile.iterations["start_ns"].to_numpy())
+        last = np.sort(profile.iterations["end_ns"].to_numpy())
+        which = np.searchsorted(first, spans["start_ns"].to_numpy(), side="right") - 1
+        inside = (which >= 0) & (spans["start_ns"].to_numpy() < last[np.maximum(which, 0)])
+        spans = spans[inside]
+    parts = contexts[PART].iloc[spans["context"]].reset_index(drop=True)
+    return spans[["start_ns", "end_ns", "context"]].reset_index(drop=True).join(parts)
+
+
+def _kernels(profile: Profile) -> pd.DataFrame:
+    """Kernels launched in the iterations, with ``us`` and ``call_us``."""
+    work = device_operations(profile)
+    if work.empty:
+        return work
+    work = work[work["kind"].eq("kernel")]
+    first, last = _window(profile, work)
+    known = work["launch_end_ns"] >= 0
+    at = work["launch_start_ns"].where(known, work["start_ns"])
+    work = work[(at >= first) & (at < last)]
+    known = work["launch_end_ns"] >= 0
+    call = (work["launch_end_ns"] - work["launch_start_ns"]).where(known) / 1e3
+    return work.assign(us=(work["end_ns"] - work["start_ns"]) / 1e3, call_us=call)
+
+
+def _window(profile: Profile, work: pd.DataFrame) -> tuple[int, int]:
+    table = profile.iterations if len(profile.iterations) else work
+    return int(table["start_ns"].min()), int(table["end_ns"].max())

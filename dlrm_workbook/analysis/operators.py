@@ -1,0 +1,236 @@
+"""Which operators and kernels the time goes to, where they are called, and when.
+
+All times are milliseconds a mean iteration unless a name says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+
+from dlrm_core.parts import parse_span
+from dlrm_workbook.analysis.attribution import iteration_count, main_thread, step_contexts
+from dlrm_workbook.recordings.profile import Profile
+
+SMALL = "(small)"
+"""Label of what a pruned call tree no longer shows apart."""
+
+MERGE_GAP_NS = 2_000
+"""Kernels of one part closer than this are drawn as one span."""
+
+
+def top_operators(profile: Profile, count: int = 20) -> pd.DataFrame:
+    """Where the time is spent itself, callees excluded.
+
+    A row of kind ``annotation`` is the part's own Python code, outside all operators.
+
+    Returns:
+        ``name``, ``kind``, ``shapes``, ``component``, ``phase``, ``calls``,
+        ``cpu_self_ms``, ``gpu_ms`` (NaN if not measured), ``share`` (of all GPU time
+        where there is any, else of all CPU time), ``gflops_per_second`` (callees
+        included; NaN where torch counts no operations); largest share first.
+    """
+    steps = iteration_count(profile)
+    table = profile.contexts[["name", "kind", "shapes", "component", "phase"]].copy()
+    columns = {
+        "calls": ("calls", "exclusive"),
+        "cpu_self_ms": ("cpu_time_ms", "exclusive"),
+        "gpu_ms": ("gpu_time_ms", "exclusive"),
+        "cpu_all_ms": ("cpu_time_ms", "inclusive"),
+        "gpu_all_ms": ("gpu_time_ms", "inclusive"),
+    }
+    for column, (metric, scope) in columns.items():
+        table[column] = profile.value_table(metric, scope).to_numpy() / steps
+    counted = profile.values[profile.rows("flops")]
+    flops = counted.groupby("context")["value"].sum()
+    table["flops"] = flops.reindex(table.index).to_numpy() / steps
+    table = table[step_contexts(profile) & table["kind"].ne("thread")]
+    keys = ["name", "kind", "shapes", "component", "phase"]
+    # min_count: a sum over nothing measured is not measured, not 0.
+    table = table.groupby(keys, as_index=False, sort=False).sum(min_count=1)
+    table = table[table["cpu_self_ms"].gt(0) | table["gpu_ms"].gt(0)]
+    on_gpu = profile.has("gpu_time_ms")
+    time = table["gpu_ms" if on_gpu else "cpu_self_ms"]
+    table["share"] = time / time.sum() if time.sum() > 0 else np.nan
+    busy = table["gpu_all_ms" if on_gpu else "cpu_all_ms"]
+    table["gflops_per_second"] = table["flops"] / busy.where(busy > 0) / 1e6
+    order = ["share", "cpu_self_ms"]
+    table = table.sort_values(order, ascending=False, ignore_index=True).head(count)
+    return table.drop(columns=["cpu_all_ms", "gpu_all_ms", "flops"])
+
+
+def call_tree(
+    profile: Profile, metric: str = "cpu_time_ms", smallest_share: float = 0.001
+) -> pd.DataFrame:
+    """The call tree of the step for an icicle or flame graph.
+
+    Contexts below ``smallest_share`` of the whole are joined, parent by parent, in one
+    row labelled ``(small)``, so what a row's children leave of it is still its own time.
+
+    Args:
+        metric: an additive time: ``cpu_time_ms`` or ``gpu_time_ms``.
+
+    Returns:
+        ``id`` and ``parent`` (str, "" above a root), ``label``, ``kind``, ``shapes``,
+        ``component``, ``phase``, ``value_ms`` (inclusive), ``self_ms``; parents first.
+        Empty if ``metric`` was not measured.
+    """
+    columns = ["id", "parent", "label", "kind", "shapes", "component", "phase"]
+    columns += ["value_ms", "self_ms"]
+    if not profile.has(metric):
+        return pd.DataFrame(columns=columns)
+    contexts = profile.contexts
+    steps = iteration_count(profile)
+    value = profile.value_table(metric, "inclusive").to_numpy() / steps
+    own = profile.value_table(metric).to_numpy() / steps
+    parent = contexts["parent"].to_numpy()
+    within = step_contexts(profile)
+    root = within & ((parent < 0) | ~within[parent])
+    total = value[root].sum()
+    shown = within & (value > 0) & (root | (value >= smallest_share * total))
+    # A child has at most its parent's value, so what is shown hangs together.
+    table = contexts.assign(label=contexts["name"], value_ms=value, self_ms=own)[shown]
+    table = table.assign(
+        id=table["context"].astype(str),
+        parent=np.where(root[shown], "", table["parent"].astype(str)),
+    )
+    hidden = within & (value > 0) & ~shown & ~root
+    rest = pd.DataFrame({"parent": parent[hidden], "value_ms": value[hidden]})
+    rest = rest[shown[rest["parent"]]].groupby("parent", as_index=False)["value_ms"].sum()
+    above = contexts.iloc[rest["parent"]]
+    small = pd.DataFrame(
+        {
+            "id": ["small-" + str(row) for row in rest["parent"]],
+            "parent": rest["parent"].astype(str),
+            "label": SMALL,
+            "kind": "",
+            "shapes": "",
+            "component": above["component"].to_numpy(),
+            "phase": above["phase"].to_numpy(),
+            "value_ms": rest["value_ms"],
+            "self_ms": rest["value_ms"],
+        }
+    )
+    return pd.concat([table[columns], small[columns]], ignore_index=True)
+
+
+def timeline(profile: Profile, iterations: int | Sequence[int] = 3) -> pd.DataFrame:
+    """What each lane does during some iterations, to be drawn.
+
+    Host lanes show the parts' ranges; GPU lanes the kernels and copies, neighbours of
+    one part joined.
+
+    Args:
+        iterations: how many (the first ones) or which.
+
+    Returns:
+        ``iteration``, ``lane``, ``component``, ``phase``, ``start_ms`` (from the
+        iteration's start), ``duration_ms``, ``events`` (spans joined in the row).
+    """
+    columns = ["iteration", "lane", "component", "phase", "start_ms", "duration_ms", "events"]
+    chosen = profile.iterations.sort_values("start_ns")
+    if isinstance(iterations, int):
+        chosen = chosen.head(iterations)
+    else:
+        chosen = chosen[chosen["iteration"].isin(list(iterations))]
+    contexts = profile.contexts
+    named = contexts["name"].map({n: parse_span(n) is not None for n in contexts["name"].unique()})
+    ranges = np.flatnonzero(contexts["kind"].eq("annotation") & named)
+    main = main_thread(profile)
+    steps = list(
+        zip(*(chosen[name].tolist() for name in ("iteration", "start_ns", "end_ns")), strict=True)
+    )
+    pieces = []
+    for thread in profile.threads.itertuples(index=False):
+        spans = profile.trace[profile.trace["profile"] == thread.profile]
+        on_gpu = thread.kind == "gpu_stream"
+        if not on_gpu:
+            spans = spans[spans["context"].isin(ranges)]
+        if spans.empty:
+            continue
+        lane = str(thread.name) if on_gpu or thread.profile != main else "main thread"
+        for iteration, first, last in steps:
+            begun = spans["start_ns"].between(first, last, inclusive="left")
+            drawn = spans[begun].sort_values("start_ns")
+            if drawn.empty:
+                continue
+            part = contexts[["component", "phase"]].iloc[drawn["context"]].reset_index(drop=True)
+            start = drawn["start_ns"].to_numpy()
+            end = drawn["end_ns"].to_numpy()
+            run = np.arange(len(drawn))
+            if on_gpu:
+                same = (part == part.shift()).all(axis=1).to_numpy()[1:]
+                near = start[1:] - end[:-1] < MERGE_GAP_NS
+                run = np.concatenate([[0], np.cumsum(~(same & near))])
+            joined = part.assign(start=start, end=end, run=run).groupby("run")
+            table = joined.agg(
+                component=("component", "first"),
+                phase=("phase", "first"),
+                start=("start", "first"),
+                end=("end", "max"),
+                events=("start", "size"),
+            )
+            begin, finish = table["start"].to_numpy(), table["end"].to_numpy()
+            table["start_ms"] = (begin - first) / 1e6
+            table["duration_ms"] = (finish - begin) / 1e6
+            pieces.append(table.assign(iteration=iteration, lane=lane)[columns])
+    if not pieces:
+        return pd.DataFrame(columns=columns)
+    return pd.concat(pieces, ignore_index=True)
+
+
+def memory(profile: Profile) -> pd.DataFrame:
+    """Megabytes (10^6 B) that each part allocates through torch in a mean iteration.
+
+    Returns:
+        ``component``, ``phase``, ``device`` (``cpu`` or ``gpu``), ``allocated_mb``,
+        largest first. Empty if memory was not recorded.
+    """
+    pieces = []
+    for device, metric in (("cpu", "allocated_bytes"), ("gpu", "gpu_allocated_bytes")):
+        if not profile.has(metric):
+            continue
+        table = profile.contexts[["component", "phase"]].copy()
+        table["allocated_mb"] = profile.value_table(metric) / iteration_count(profile) / 1e6
+        table = table[step_contexts(profile) & table["allocated_mb"].gt(0)]
+        table = table.groupby(["component", "phase"], as_index=False)[["allocated_mb"]].sum()
+        pieces.append(table.assign(device=device))
+    columns = ["component", "phase", "device", "allocated_mb"]
+    if not pieces:
+        return pd.DataFrame(columns=columns)
+    table = pd.concat(pieces, ignore_index=True)[columns]
+    return table.sort_values("allocated_mb", ascending=False, ignore_index=True)
+
+
+def memory_curve(profile: Profile) -> pd.DataFrame:
+    """Memory allocated through torch over time, counted from the recording's start.
+
+    Returns:
+        ``device``, ``time_ms``, ``allocated_mb`` (10^6 B); empty if not recorded.
+    """
+    pieces = [
+        pd.DataFrame(
+            {
+                "device": device,
+                "time_ms": curve["time_ms"],
+                "allocated_mb": np.array(curve["bytes"], dtype=float) / 1e6,
+            }
+        )
+        for device, curve in profile.meta.get("memory", {}).items()
+    ]
+    if not pieces:
+        return pd.DataFrame(columns=["device", "time_ms", "allocated_mb"])
+    return pd.concat(pieces, ignore_index=True)
+
+
+def iteration_times(profile: Profile) -> pd.DataFrame:
+    """``iteration``, ``time_ms`` of every iteration."""
+    table = profile.iterations
+    return pd.DataFrame(
+        {
+            "iteration": table["iteration"],
+            "time_ms": (table["end_ns"] - table["start_ns"]) / 1e6,
+        }
+    )

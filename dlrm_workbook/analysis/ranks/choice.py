@@ -1,0 +1,349 @@
+"""Which sharding is fastest on so many ranks, and the table of scaling that follows.
+
+Every sharding by its name is predicted; from the fastest that fits, tables are then changed
+one kind at a time (alike tables together, largest first) as long as the prediction gains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pandas as pd
+
+from dlrm_core.config import Parameters
+from dlrm_core.errors import InputError
+from dlrm_core.memory import dense_peak
+from dlrm_workbook.analysis.ranks.communication import (
+    FLOAT_BYTES,
+    INDEX_BYTES,
+    dense_parameters,
+)
+from dlrm_workbook.analysis.ranks.links import Network
+from dlrm_workbook.analysis.ranks.prediction import ComputeProfile, Prediction, predict, step_ms
+from dlrm_workbook.analysis.ranks.schedule import Overlap
+from dlrm_workbook.analysis.ranks.sharding import KINDS, SHARDINGS, Plan, make_plan
+
+# Memory of every rank: weights, optimiser state, gradients, activations, what is exchanged.
+
+STATE_NUMBERS = {"sgd": (0.0, 0), "adagrad": (1.0, 1), "adam": (2.0, 2)}
+"""Optimiser to the numbers it keeps for each of a table's and of the dense part's weights;
+``rowwise_adagrad`` keeps one a row."""
+
+
+def rank_memory(parameters: Parameters, plan: Plan, batch_size: int) -> pd.DataFrame:
+    """Bytes on each rank while an iteration of ``batch_size`` samples over all ranks runs.
+
+    With B samples, R ranks, P dense weights: dense part 4 P of weights, 4 P of gradients and
+    the optimiser's state; activations of B/R samples (:mod:`dlrm_core.memory`); pooled
+    vectors and their gradients, those a rank makes (4 B times its columns) and those it
+    receives (4 B/R T d), each twice; indices of its own samples and of its own tables, 8 bytes
+    each; with replicated tables a dense gradient of their size. What allocators and libraries
+    take is not in it.
+
+    Returns:
+        A row a rank: ``rank``, ``table_bytes``, ``dense_bytes``, ``state_bytes``,
+        ``gradient_bytes``, ``activation_bytes``, ``exchange_bytes``, ``total_bytes``.
+    """
+    ranks, dim = plan.ranks, plan.dim
+    tables = plan.table_bytes(FLOAT_BYTES)
+    dense = FLOAT_BYTES * dense_parameters(parameters)
+    own = -(-batch_size // ranks)
+    local = replace(parameters, training=replace(parameters.training, batch_size=own))
+    peak = dense_peak(local, gpu=True)
+    made = plan.columns_sent() + dim * len(plan.of_kind("row_wise"))
+    received = own * dim * len(plan.tables)
+    looked_up = sum(plan.lookups)
+    share = _lookups_of_ranks(plan)
+    indices = INDEX_BYTES * (own * (looked_up + len(plan.tables)) + batch_size * share)
+    copies = FLOAT_BYTES * dim * sum(table.rows for table in plan.of_kind("replicated"))
+    frame = pd.DataFrame(
+        {
+            "rank": np.arange(ranks),
+            "table_bytes": tables,
+            "dense_bytes": dense,
+            "state_bytes": _state(parameters, plan, tables, dense),
+            "gradient_bytes": dense + copies,
+            "activation_bytes": peak.activations + peak.gradients,
+            "exchange_bytes": 2 * FLOAT_BYTES * (batch_size * made + received) + indices,
+        }
+    ).astype(np.int64)
+    frame["total_bytes"] = frame.drop(columns="rank").sum(axis=1)
+    return frame
+
+
+def _state(parameters: Parameters, plan: Plan, tables: np.ndarray, dense: int) -> np.ndarray:
+    optimizer = parameters.training.optimizer
+    if optimizer == "rowwise_adagrad":
+        # a number a row; a column slice has as many rows as its table
+        rows = np.zeros(plan.ranks)
+        for table in plan.tables:
+            if table.kind == "replicated":
+                rows += table.rows
+            else:
+                np.add.at(rows, np.asarray(table.ranks), table.shard_rows)
+        return FLOAT_BYTES * rows + dense
+    of_tables, of_dense = STATE_NUMBERS[optimizer]
+    return of_tables * tables + of_dense * dense
+
+
+def _lookups_of_ranks(plan: Plan) -> np.ndarray:
+    """Indices and lengths that each rank gets for one sample of the global batch."""
+    total = np.zeros(plan.ranks)
+    for table in plan.of_kind("table_wise", "column_wise", "row_wise"):
+        count = plan.lookups[table.table]
+        each = (
+            count * table.shard_rows / table.rows + 1
+            if table.kind == "row_wise"
+            else np.full(table.shards, count + 1)
+        )
+        np.add.at(total, np.asarray(table.ranks), each)
+    return total
+
+
+LEAST_GAIN = 0.01
+"""A change that gains less is not worth a plan with another kind in it."""
+
+CANDIDATE_COLUMNS = [
+    "sharding",
+    "mid_ms",
+    "low_ms",
+    "high_ms",
+    "exposed_ms",
+    "memory_bytes",
+    "note",
+]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The fastest plan that fits.
+
+    Attributes:
+        prediction: of that plan; None if none fits.
+        candidates: ``sharding``, ``mid_ms``, ``low_ms``, ``high_ms``, ``exposed_ms``,
+            ``memory_bytes`` (the fullest rank's), ``note`` (why it is out, or what it moves).
+        reason: one sentence.
+    """
+
+    prediction: Prediction | None
+    candidates: pd.DataFrame
+    reason: str
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a prediction needs beside ranks and plan."""
+
+    parameters: Parameters
+    network: Network
+    profile: ComputeProfile
+    overlap: Overlap | None = None
+    memory_bytes: float | None = None
+    """Of one rank; None: no limit."""
+
+    def predict(self, plan: Plan, batch: int) -> Prediction:
+        return predict(
+            *(self.parameters, plan.ranks, plan, self.network, self.profile, batch),
+            overlap=self.overlap,
+        )
+
+    def step_ms(self, plan: Plan, batch: int) -> float:
+        """The middle of :meth:`predict`, sooner."""
+        overlap = self.overlap or Overlap()
+        return step_ms(self.parameters, plan, self.network, self.profile, batch, overlap)
+
+    def fits(self, plan: Plan, batch: int) -> bool:
+        """Whether the fullest rank has the memory."""
+        return self.memory_bytes is None or self.fullest(plan, batch) <= self.memory_bytes
+
+    def allows(self, kind: str, rows: int) -> bool:
+        """Whether a table of so many rows may be of this kind: no copies larger than memory."""
+        size = 4 * rows * self.parameters.model.embedding_dim
+        return kind != "replicated" or self.memory_bytes is None or size <= self.memory_bytes
+
+    def fullest(self, plan: Plan, batch: int) -> float:
+        """Bytes of the rank that needs most."""
+        return float(rank_memory(self.parameters, plan, batch)["total_bytes"].max())
+
+
+def best_sharding(setting: Setting, ranks: int, batch_size: int | None = None) -> Choice:
+    """The fastest sharding on so many ranks, and why.
+
+    Raises:
+        InputError: fewer samples than ranks.
+    """
+    batch = batch_size or setting.parameters.training.batch_size
+    found: dict[str, Prediction] = {}
+    rows = []
+    for name in SHARDINGS:
+        plan = make_plan(setting.parameters, ranks, name, idle=True)
+        if plan.name != name and name == "mixed":
+            continue  # it came out as one of the others
+        made, needed = setting.predict(plan, batch), setting.fullest(plan, batch)
+        fits = setting.fits(plan, batch)
+        if fits:
+            found[name] = made
+        note = _moved(made) if fits else _too_large(needed, setting.memory_bytes or 0.0)
+        rows.append(_row(name, made, needed, note))
+    if not found:
+        table = pd.DataFrame(rows, columns=CANDIDATE_COLUMNS)
+        return Choice(None, table, f"No sharding fits on {ranks} ranks.")
+    start = min(found, key=lambda name: found[name].mid_ms)
+    plan = _improved(setting, found[start], batch)
+    best = found[start]
+    if plan is not best.plan:
+        best = setting.predict(plan, batch)
+        rows.append(_row(_spelt(plan), best, setting.fullest(plan, batch), _moved(best)))
+    table = pd.DataFrame(rows, columns=CANDIDATE_COLUMNS)
+    return Choice(best, table, _reason(best, found))
+
+
+def _improved(setting: Setting, start: Prediction, batch: int) -> Plan:
+    """Greedy: the kind of alike tables changed, largest first, while it gains."""
+    best, ranks = start.plan, start.ranks
+    if ranks == 1:
+        return best
+    least = setting.step_ms(best, batch)
+    groups: dict[tuple[int, float], list[int]] = {}
+    for table in best.tables:
+        groups.setdefault((table.rows, best.lookups[table.table]), []).append(table.table)
+    kinds = [table.kind for table in best.tables]
+    for (rows, _), members in sorted(groups.items(), reverse=True):
+        for kind in KINDS:
+            changed = [kind if t in members else kinds[t] for t in range(len(kinds))]
+            if changed == kinds or not setting.allows(kind, rows):
+                continue
+            plan = make_plan(setting.parameters, ranks, changed, idle=True)
+            time = setting.step_ms(plan, batch)
+            if time < (1 - LEAST_GAIN) * least and setting.fits(plan, batch):
+                best, least, kinds = plan, time, changed
+    return best
+
+
+def _row(name: str, made: Prediction, needed: float, note: str) -> dict[str, object]:
+    return {
+        "sharding": name,
+        "mid_ms": made.mid_ms,
+        "low_ms": made.low_ms,
+        "high_ms": made.high_ms,
+        "exposed_ms": made.exposed_ms,
+        "memory_bytes": needed,
+        "note": note,
+    }
+
+
+def _spelt(plan: Plan) -> str:
+    counts = {kind: len(plan.of_kind(kind)) for kind in KINDS}
+    return ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+
+
+def _moved(made: Prediction) -> str:
+    if made.exchanges.empty:
+        return "nothing is exchanged"
+    most = made.exchanges.nlargest(1, "mid_ms").iloc[0]
+    idle = made.plan.idle_ranks
+    return (f"{idle} ranks hold no table; " if idle else "") + (
+        f"longest exchange: {most['collective']} of {most['what']}, "
+        f"{most['bytes'] / (1 << 20):.1f} MiB a rank, {_ms(most['mid_ms'])}"
+    )
+
+
+def _too_large(needed: float, limit: float) -> str:
+    return f"needs {needed / 1e9:.1f} GB on one rank, {limit / 1e9:.1f} GB are there"
+
+
+def _ms(time: float) -> str:
+    return f"{time:,.0f} ms" if time >= 100 else f"{time:.3g} ms"
+
+
+def _reason(best: Prediction, found: dict[str, Prediction]) -> str:
+    if best.ranks == 1:
+        return "One rank has everything: nothing is exchanged."
+    others = {name: made for name, made in found.items() if made is not best}
+    text = f"{_spelt(best.plan)}: {_ms(best.mid_ms)}, {_ms(best.exposed_ms)} of it exposed"
+    if others:
+        near = min(others, key=lambda name: others[name].mid_ms)
+        text += (
+            f"; next best is {near} with {_ms(others[near].mid_ms)} "
+            f"({_ms(others[near].exposed_ms)} exposed)"
+        )
+    if best.plan.idle_ranks:
+        text += f"; {best.plan.idle_ranks} ranks hold no table"
+    return text + "."
+
+
+def scaling_table(
+    setting: Setting,
+    rank_counts: Sequence[int],
+    scaling: str = "strong",
+    sharding: str | None = None,
+    batch_size: int | None = None,
+) -> pd.DataFrame:
+    """Predicted iterations on several numbers of ranks.
+
+    Args:
+        scaling: ``strong`` (``batch_size`` over all ranks) or ``weak`` (of each rank).
+        sharding: a name; None: the best on each number.
+
+    Returns:
+        ``ranks``, ``scaling``, ``batch_size`` (over all ranks), ``sharding``, ``low_ms``,
+        ``mid_ms``, ``high_ms``, ``compute_ms``, ``exposed_ms``, ``samples_per_second``,
+        ``speedup`` (samples a second over those of one rank), ``efficiency`` (speed-up over
+        ranks), ``memory_bytes`` (fullest rank), ``note`` (why there is no prediction: the other
+        columns are NaN then).
+
+    Raises:
+        InputError: ``scaling`` is neither.
+    """
+    if scaling not in ("strong", "weak"):
+        raise InputError(f"scaling is {scaling!r}, expected strong or weak")
+    base = batch_size or setting.parameters.training.batch_size
+    one = setting.predict(make_plan(setting.parameters, 1, "table_wise"), base)
+    rows = []
+    for ranks in rank_counts:
+        batch = base * ranks if scaling == "weak" else base
+        row: dict[str, object] = {"ranks": ranks, "scaling": scaling, "batch_size": batch}
+        try:
+            made, note = _predicted(setting, ranks, batch, sharding)
+        except InputError as error:
+            rows.append(row | {"note": str(error)})
+            continue
+        speedup = made.samples_per_second / one.samples_per_second
+        rows.append(
+            row
+            | {
+                "sharding": made.plan.name,
+                "low_ms": made.low_ms,
+                "mid_ms": made.mid_ms,
+                "high_ms": made.high_ms,
+                "compute_ms": made.compute_ms,
+                "exposed_ms": made.exposed_ms,
+                "samples_per_second": made.samples_per_second,
+                "speedup": speedup,
+                "efficiency": speedup / ranks,
+                "memory_bytes": setting.fullest(made.plan, batch),
+                "note": note,
+            }
+        )
+    return pd.DataFrame(rows, columns=SCALING_COLUMNS)
+
+
+SCALING_COLUMNS = [
+    *("ranks", "scaling", "batch_size", "sharding", "low_ms", "mid_ms", "high_ms", "compute_ms"),
+    *("exposed_ms", "samples_per_second", "speedup", "efficiency", "memory_bytes", "note"),
+]
+
+
+def _predicted(
+    setting: Setting, ranks: int, batch: int, sharding: str | None
+) -> tuple[Prediction, str]:
+    if sharding is not None:
+        return setting.predict(make_plan(setting.parameters, ranks, sharding), batch), ""
+    if batch < ranks:
+        raise InputError(f"{batch} samples cannot be divided among {ranks} ranks")
+    choice = best_sharding(setting, ranks, batch)
+    if choice.prediction is None:
+        raise InputError(choice.reason)
+    return choice.prediction, choice.reason

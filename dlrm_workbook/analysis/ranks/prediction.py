@@ -1,0 +1,515 @@
+"""What each part takes on one rank, for any number of samples: what scaling is predicted from.
+
+Either measured (a process that exchanges nothing, at several batch sizes, alone or beside
+others on the same cores), or the least times that a machine's ceilings allow, or one
+throughput that somebody published.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import numpy as np
+import pandas as pd
+
+from dlrm_core.config import Parameters
+from dlrm_core.errors import InputError
+from dlrm_workbook.analysis.intervals import undisturbed
+from dlrm_workbook.analysis.ranks.communication import dense_parameters, exchanges
+from dlrm_workbook.analysis.ranks.links import COVER as imported_COVER
+from dlrm_workbook.analysis.ranks.links import NOTHING, Network, Range, robust_line
+from dlrm_workbook.analysis.ranks.schedule import (
+    BUCKET_BYTES,
+    Overlap,
+    Schedule,
+    dense_exposed,
+    deviation_ms,
+    schedule,
+)
+from dlrm_workbook.analysis.ranks.sharding import Plan, make_plan
+from dlrm_workbook.analysis.roofline import least_times
+
+PART = ["component", "phase"]
+
+PROFILE_COLUMNS = ("concurrent", "batch_size", "component", "phase", "time_ms")
+
+LEAST_SCATTER = 0.03
+"""A part's time differs as much between two processes of one program."""
+
+CEILING_SCATTER = 0.5
+"""A step takes up to half as long again as its ceilings allow, at best (docs/roofline.md)."""
+
+PUBLISHED_SCATTER = 0.15
+"""A published throughput of one batch size, divided among parts by a data sheet."""
+
+Part = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class PartCost:
+    """A part's time: ``fixed_ms`` + samples x ``sample_ms``, or between measured points."""
+
+    fixed_ms: float
+    sample_ms: float
+    scatter: float
+    """Relative half width of nine cases of ten."""
+    points: tuple[tuple[float, float], ...] = ()
+    """Measured (samples, ms), samples ascending."""
+    deviations: tuple[tuple[float, float], ...] = ()
+    """The same for the standard deviation from iteration to iteration, ms."""
+
+    def deviation_ms(self, samples: float) -> float:
+        """Standard deviation of one iteration's time; 0 where it was not measured."""
+        if not self.deviations or samples <= 0:
+            return 0.0
+        sizes, each = zip(*self.deviations, strict=True)
+        return float(np.interp(samples, sizes, each))
+
+    def time_ms(self, samples: float) -> Range:
+        """Time of so many samples."""
+        if samples <= 0:
+            return NOTHING
+        mid = self._mid(samples)
+        return Range(mid / (1 + self.scatter), mid, mid * (1 + self.scatter))
+
+    def _mid(self, samples: float) -> float:
+        line = self.fixed_ms + samples * self.sample_ms
+        if not self.points:
+            return line
+        (few, fast), (many, slow) = self.points[0], self.points[-1]
+        if samples <= few:
+            return fast - self.sample_ms * (few - samples) if fast > line else min(line, fast)
+        for (x0, y0), (x1, y1) in itertools.pairwise(self.points):
+            if samples <= x1:
+                return y0 + (y1 - y0) * (samples - x0) / (x1 - x0)
+        return slow + self.sample_ms * (samples - many)
+
+
+@dataclass(frozen=True)
+class ComputeProfile:
+    """Costs of all parts of one rank.
+
+    Attributes:
+        costs: by number of processes that compute on the node at once, then by part.
+        source: where the figures are from, for the reader.
+        shares_node: whether ranks of one node share what they compute with (a CPU's cores).
+        whole_batches: whether every rank makes the whole batch and takes its samples from it,
+            as ours do; else it makes its own samples only.
+    """
+
+    costs: Mapping[int, Mapping[Part, PartCost]]
+    source: str
+    shares_node: bool = True
+    whole_batches: bool = True
+
+    def at(self, concurrent: int) -> tuple[int, Mapping[Part, PartCost]]:
+        """Costs beside so many processes, or the nearest number that is known (and which)."""
+        if not self.shares_node:
+            concurrent = min(self.costs)
+        known = min(self.costs, key=lambda each: (abs(math.log(each / concurrent)), -each))
+        return known, self.costs[known]
+
+    @property
+    def parts(self) -> pd.DataFrame:
+        """``concurrent``, ``component``, ``phase``, ``fixed_ms``, ``sample_ms``, ``scatter``."""
+        return pd.DataFrame(
+            [
+                (number, *part, cost.fixed_ms, cost.sample_ms, cost.scatter)
+                for number, costs in self.costs.items()
+                for part, cost in costs.items()
+            ],
+            columns=["concurrent", "component", "phase", "fixed_ms", "sample_ms", "scatter"],
+        )
+
+    def total_ms(self, samples: float, concurrent: int = 1) -> float:
+        """Time of an iteration of one rank alone."""
+        _, costs = self.at(concurrent)
+        return sum(cost.time_ms(samples).mid for cost in costs.values())
+
+
+def measured_profile(table: pd.DataFrame, source: str = "measured") -> ComputeProfile:
+    """Costs from a ``compute_profile`` table (see :mod:`.communication`).
+
+    Its rows of "communication" are what a process without others spends on it all the same:
+    packing, unpacking, a collective's own overhead. A cost is the mean of the faster half of
+    the iterations (:mod:`.undisturbed`), the same iterations for all parts.
+
+    Raises:
+        InputError: a column is missing, or a number of processes has one batch size only.
+    """
+    for column in PROFILE_COLUMNS:
+        if column not in table.columns:
+            raise InputError(
+                f"compute profile: column {column} is missing, expected "
+                f"{', '.join(PROFILE_COLUMNS)}"
+            )
+    if table.empty:
+        raise InputError("compute profile: no rows, expected at least two batch sizes")
+    costs: dict[int, dict[Part, PartCost]] = {}
+    for number, rows in table.groupby("concurrent"):
+        concurrent = int(cast(int, number))
+        if rows["batch_size"].nunique() < 2:
+            raise InputError(
+                f"compute profile: {rows['batch_size'].nunique()} batch size with "
+                f"{concurrent} processes, expected at least 2: what an iteration costs without "
+                "samples cannot be told from what a sample costs"
+            )
+        kept = dict(list(undisturbed(rows, ["batch_size"], "iteration").groupby(PART)))
+        costs[concurrent] = {
+            cast(Part, key): _cost(part, kept[key]) for key, part in rows.groupby(PART)
+        }
+    return ComputeProfile(costs, source)
+
+
+def _cost(rows: pd.DataFrame, kept: pd.DataFrame) -> PartCost:
+    """A part's cost from all its rows and those of undisturbed iterations."""
+    means = kept.groupby("batch_size")["time_ms"].mean().sort_index()
+    samples, times = means.index.to_numpy(float), means.to_numpy(float)
+    if not (times > 0).all():
+        return PartCost(float(times.mean()), 0.0, LEAST_SCATTER)
+    fixed, slope = robust_line(samples, times)
+    each = kept["time_ms"].to_numpy(float)
+    own = np.log(np.maximum(each, 1e-9) / kept["batch_size"].map(means).to_numpy(float))
+    # means of few repetitions: their own standard error
+    count = max(1, len(each) // len(means))
+    error = 1.4826 * float(np.median(np.abs(own))) / math.sqrt(count)
+    points = tuple(zip(samples.tolist(), times.tolist(), strict=True))
+    return PartCost(
+        fixed, slope, max(LEAST_SCATTER, imported_COVER * error), points, _deviations(rows)
+    )
+
+
+def _deviations(rows: pd.DataFrame) -> tuple[tuple[float, float], ...]:
+    """Standard deviation at each batch size: half less one tenth of a normal distribution are
+    1.28 of them, and disturbed iterations do not count."""
+    found = []
+    for size, times in rows.groupby("batch_size")["time_ms"]:
+        if len(times) >= 5:
+            spread = float(times.quantile(0.5) - times.quantile(0.1)) / 1.28
+            found.append((float(cast(float, size)), spread))
+    return tuple(found)
+
+
+def steady(profile: ComputeProfile) -> ComputeProfile:
+    """The same without deviations: ranks that nothing disturbs."""
+    return replace(
+        profile,
+        costs={
+            number: {part: replace(cost, deviations=()) for part, cost in costs.items()}
+            for number, costs in profile.costs.items()
+        },
+    )
+
+
+def ceiling_profile(
+    parameters: Parameters,
+    ceilings: Mapping[str, Any],
+    batch_sizes: Sequence[int] = (64, 512, 4096),
+    device: str | None = None,
+) -> ComputeProfile:
+    """Least times by a machine's ceilings, measured or of a data sheet, at several batches.
+
+    Raises:
+        InputError: no part has a ceiling.
+    """
+    rows = []
+    for size in batch_sizes:
+        training = replace(parameters.training, batch_size=size)
+        times = least_times(replace(parameters, training=training), ceilings, device=device)
+        known = times.dropna(subset=["ceiling_ms"])
+        rows.append(
+            known.assign(concurrent=1, batch_size=size, time_ms=known["ceiling_ms"])[
+                list(PROFILE_COLUMNS)
+            ]
+        )
+    table = pd.concat(rows, ignore_index=True)
+    if table.empty:
+        raise InputError("ceilings: no part of the step has one that was measured or is listed")
+    made = measured_profile(table, f"ceilings of {ceilings.get('device', 'this machine')}")
+    on_gpu = (device or parameters.training.device).startswith("cuda")
+    return replace(
+        _widened(made, CEILING_SCATTER), shares_node=not on_gpu, whole_batches=not on_gpu
+    )
+
+
+def published_profile(
+    parameters: Parameters, ceilings: Mapping[str, Any], samples_per_second: float, source: str
+) -> ComputeProfile:
+    """One published throughput, divided among the parts as the ceilings divide a step.
+
+    How an iteration's time splits into samples and what it costs without any is not
+    published for one batch size: the ceilings' split stands in.
+
+    Args:
+        parameters: with the published batch size.
+
+    Raises:
+        InputError: no part has a ceiling.
+    """
+    batch = parameters.training.batch_size
+    made = ceiling_profile(parameters, ceilings, (batch // 16, batch // 4, batch), "cuda")
+    factor = 1e3 * batch / samples_per_second / made.total_ms(batch)
+    scaled = {
+        number: {
+            part: PartCost(
+                factor * cost.fixed_ms,
+                factor * cost.sample_ms,
+                cost.scatter,
+                tuple((size, factor * ms) for size, ms in cost.points),
+            )
+            for part, cost in costs.items()
+        }
+        for number, costs in made.costs.items()
+    }
+    return _widened(replace(made, costs=scaled, source=source), PUBLISHED_SCATTER)
+
+
+def _widened(profile: ComputeProfile, scatter: float) -> ComputeProfile:
+    return replace(
+        profile,
+        costs={
+            number: {part: replace(cost, scatter=scatter) for part, cost in costs.items()}
+            for number, costs in profile.costs.items()
+        },
+    )
+
+
+# Time of an iteration on any number of ranks, before it has run on more than one.
+
+MODEL_ERROR = 0.05
+"""Relative error of the whole prediction beside those of its inputs: what is not modelled
+(caches, other ranks' timing, a library's choice of algorithm)."""
+
+COVER = 1.64
+
+PART_COLUMNS = ["component", "phase", "kind", "low_ms", "mid_ms", "high_ms"]
+
+EXCHANGE_COLUMNS = [
+    *("collective", "what", "phase", "bytes", "low_ms", "mid_ms", "high_ms", "link")
+]
+
+WAITING = "waiting for the slowest rank"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One iteration on ``ranks`` ranks, in ms.
+
+    Attributes:
+        parts: ``component``, ``phase``, ``kind`` ("compute" or "exposed"), ``low_ms``,
+            ``mid_ms``, ``high_ms``; rows of communication have what is exchanged as phase.
+        exchanges: ``collective``, ``what``, ``phase``, ``bytes``, ``low_ms``, ``mid_ms``,
+            ``high_ms`` (of the whole exchange, hidden or not), ``link``.
+        schedule: the slowest rank's two lanes.
+    """
+
+    ranks: int
+    batch_size: int
+    plan: Plan
+    low_ms: float
+    mid_ms: float
+    high_ms: float
+    parts: pd.DataFrame
+    exchanges: pd.DataFrame
+    schedule: Schedule
+    notices: tuple[str, ...] = field(default=())
+
+    @property
+    def compute_ms(self) -> float:
+        return float(self.parts.loc[self.parts["kind"].eq("compute"), "mid_ms"].sum())
+
+    @property
+    def exposed_ms(self) -> float:
+        return float(self.parts.loc[self.parts["kind"].eq("exposed"), "mid_ms"].sum())
+
+    @property
+    def communication_ms(self) -> float:
+        """Exposed exchanges, and packing and unpacking for them."""
+        return float(self.parts.loc[self.parts["component"].eq("communication"), "mid_ms"].sum())
+
+    @property
+    def samples_per_second(self) -> float:
+        return 1e3 * self.batch_size / self.mid_ms
+
+
+def predict(
+    parameters: Parameters,
+    ranks: int,
+    sharding: str | Sequence[str] | Plan,
+    network: Network,
+    profile: ComputeProfile,
+    batch_size: int | None = None,
+    overlap: Overlap | None = None,
+) -> Prediction:
+    """What an iteration takes on so many ranks.
+
+    Args:
+        parameters: the model; its batch size is that of all ranks unless ``batch_size`` is given.
+        sharding: a name, a kind for each table, or a plan.
+        network: what joins the ranks; also how many share a node.
+        profile: costs on one rank.
+        overlap: what runs beside collectives; all that can if None.
+
+    Raises:
+        InputError: fewer samples than ranks, or a sharding that does not reach so many.
+    """
+    batch = parameters.training.batch_size if batch_size is None else batch_size
+    plan = sharding if isinstance(sharding, Plan) else make_plan(parameters, ranks, sharding)
+    overlap = overlap or Overlap()
+    on_node = min(ranks, network.ranks_per_node)
+    known, _ = profile.at(on_node)
+    notices = []
+    if profile.shares_node and known != on_node:
+        notices.append(
+            f"{on_node} ranks share a node; computing was measured beside {known - 1} others only"
+        )
+    compute = _compute(plan, batch, network, profile)
+    table = _exchanged(parameters, plan, batch, network)
+    made = _laid_out(parameters, compute, _times(table, "mid_ms"), overlap)
+    parts = _parts(parameters, compute, table, overlap, made)
+    wait = _waiting(plan, batch, network, profile, set(table["what"]))
+    if wait > 0:
+        row = ("communication", WAITING, "exposed", 0.5 * wait, wait, 2 * wait)
+        parts = pd.concat([parts, pd.DataFrame([row], columns=PART_COLUMNS)], ignore_index=True)
+    low, mid, high = _total(parts)
+    return Prediction(*(ranks, batch, plan, low, mid, high, parts, table, made, tuple(notices)))
+
+
+def expected_largest(count: int) -> float:
+    """Expected largest of ``count`` standard normal draws (Blom 1958: within 0.02 from 2 on)."""
+    if count < 2:
+        return 0.0
+    return statistics.NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
+
+
+def step_ms(
+    parameters: Parameters,
+    plan: Plan,
+    network: Network,
+    profile: ComputeProfile,
+    batch: int,
+    overlap: Overlap,
+) -> float:
+    """As :func:`predict`'s middle without waiting: what a search among plans compares."""
+    compute = _compute(plan, batch, network, profile)
+    times: dict[Part, float] = {}
+    for each in exchanges(parameters, plan, batch):
+        time = network.calls_ms(each.collective, plan.ranks, each.payload, each.calls)
+        times[each.what, each.phase] = times.get((each.what, each.phase), 0.0) + time.mid
+    return _laid_out(parameters, compute, times, overlap).end_ms
+
+
+def _compute(
+    plan: Plan, batch: int, network: Network, profile: ComputeProfile
+) -> dict[Part, Range]:
+    """Each part on the rank that has most of the tables."""
+    _, costs = profile.at(min(plan.ranks, network.ranks_per_node))
+    samples = _samples(plan, batch, profile)
+    own = batch / plan.ranks
+    return {part: cost.time_ms(samples.get(part[0], own)) for part, cost in costs.items()}
+
+
+def _samples(plan: Plan, batch: int, profile: ComputeProfile) -> dict[str, float]:
+    """Samples of the components that have others than a rank's share of the batch."""
+    whole = batch if profile.whole_batches else batch / plan.ranks
+    return {"embedding": batch * float(plan.work().max()), "data": whole}
+
+
+def _waiting(
+    plan: Plan, batch: int, network: Network, profile: ComputeProfile, exchanged: set[str]
+) -> float:
+    """What a rank waits for the slowest one at the end of each stretch of the step, ms.
+
+    Where the ranks of a node share its cores, the last one has them for itself: it goes on as
+    fast as a process alone.
+    """
+    if plan.ranks < 2:
+        return 0.0
+    known, costs = profile.at(min(plan.ranks, network.ranks_per_node))
+    samples, own = _samples(plan, batch, profile), batch / plan.ranks
+    each = {part: cost.deviation_ms(samples.get(part[0], own)) for part, cost in costs.items()}
+    wait = expected_largest(plan.ranks) * deviation_ms(each, exchanged)
+    if 1 in profile.costs and profile.shares_node:
+        wait *= min(1.0, profile.total_ms(own, 1) / profile.total_ms(own, known))
+    return wait
+
+
+def _exchanged(parameters: Parameters, plan: Plan, batch: int, network: Network) -> pd.DataFrame:
+    rows = [
+        (
+            *(each.collective, each.what, each.phase, each.payload),
+            *network.calls_ms(each.collective, plan.ranks, each.payload, each.calls),
+            network.limit(plan.ranks),
+        )
+        for each in exchanges(parameters, plan, batch)
+    ]
+    return pd.DataFrame(rows, columns=EXCHANGE_COLUMNS)
+
+
+def _times(table: pd.DataFrame, column: str) -> dict[Part, float]:
+    sums = table.groupby(["what", "phase"])[column].sum()
+    return {cast(Part, key): float(ms) for key, ms in sums.items()}
+
+
+def _laid_out(
+    parameters: Parameters,
+    compute: Mapping[Part, Range],
+    exchange_ms: Mapping[Part, float],
+    overlap: Overlap,
+) -> Schedule:
+    bottom, top = _gradient_bytes(parameters)
+    return schedule(
+        {part: time.mid for part, time in compute.items()},
+        exchange_ms,
+        overlap,
+        bottom / (bottom + top),
+        BUCKET_BYTES / max(top, 1),
+    )
+
+
+def _gradient_bytes(parameters: Parameters) -> tuple[int, int]:
+    """Bytes of the bottom and of the top MLP's gradients."""
+    widths = itertools.pairwise(parameters.model.bottom_widths)
+    bottom = 4 * sum(n * m + m for n, m in widths)
+    return bottom, 4 * dense_parameters(parameters) - bottom
+
+
+def _parts(
+    parameters: Parameters,
+    compute: Mapping[Part, Range],
+    table: pd.DataFrame,
+    overlap: Overlap,
+    made: Schedule,
+) -> pd.DataFrame:
+    rows: list[tuple[str, str, str, float, float, float]] = [
+        (component, phase, "compute", *time) for (component, phase), time in compute.items()
+    ]
+    ends = [
+        dense_exposed(_laid_out(parameters, compute, _times(table, f"{name}_ms"), overlap))
+        for name in ("low", "high")
+    ]
+    for what, mid in dense_exposed(made).items():
+        low, high = (end.get(what, 0.0) for end in ends)
+        rows.append(("communication", what, "exposed", min(low, mid), mid, max(mid, high)))
+    return pd.DataFrame(rows, columns=PART_COLUMNS)
+
+
+def _total(parts: pd.DataFrame) -> Range:
+    """The parts' errors are partly the same, partly their own: halfway between their sum and
+    the root of their squares, as in :mod:`.whatif`; the model's own error on top."""
+    mid = float(parts["mid_ms"].sum())
+    if mid <= 0:
+        return NOTHING
+
+    def joined(reach: pd.Series) -> float:
+        return float(reach.sum() + math.sqrt((reach**2).sum())) / 2 / mid
+
+    own = COVER * MODEL_ERROR
+    down = math.hypot(joined(parts["mid_ms"] - parts["low_ms"]), own / (1 + own))
+    up = math.hypot(joined(parts["high_ms"] - parts["mid_ms"]), own)
+    return Range(mid * max(0.0, 1 - down), mid, mid * (1 + up))

@@ -1,0 +1,282 @@
+"""Scaling that others have published, beside what the model predicts for their machines.
+
+Nothing here was measured by us. A prediction starts from the same source's figure for one
+device, at its batch size: how that iteration divides among the parts is taken from a data
+sheet's ceilings, what the host adds from the number of operators; so it tests the model of
+communication as far as published inputs allow, and the table says what was not published.
+Where a source has three sizes, the second row of the largest starts from the other two: what
+the middle one takes beyond the prediction is carried over as a cost of every iteration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import pandas as pd
+
+from dlrm_core.config import DataConfig, ModelConfig, Parameters, TrainingConfig
+from dlrm_core.machine import DATA_SHEET, device
+from dlrm_workbook.analysis.ranks.communication import STUDY
+from dlrm_workbook.analysis.ranks.links import Link, Network, link
+from dlrm_workbook.analysis.ranks.prediction import (
+    ComputeProfile,
+    PartCost,
+    Prediction,
+    predict,
+    published_profile,
+)
+from dlrm_workbook.analysis.work import part_work
+
+OPERATOR_US = 10.0
+"""What the host of an eager framework takes to launch an operator; see ``dispatch_us`` and
+``launch_us`` of any profile made on a GPU (docs/gpu.md). 0 to three times as much is the range."""
+
+TORCH = "NVIDIA DeepLearningExamples, PyTorch/Recommendation/DLRM/README.md (729963d)"
+TF2 = "NVIDIA DeepLearningExamples, TensorFlow2/Recommendation/DLRM_and_DCNv2/doc/DLRM.md (729963d)"
+DEEPSPARK = "DeepSparkHub, recommendation/ctr/dlrm/pytorch/README.md (113dd2f)"
+KALAMKAR = "Kalamkar et al. 2020 (arXiv:2005.04680)"
+
+T3_ROWS = (
+    *(45833188, 36747, 1572176, 345139, 11, 2209, 11268, 128, 4, 975, 15, 48937457, 17246),
+    *(11316796, 40094537, 452104, 12607, 105, 36, 7414, 20244, 4, 7115, 1442, 63, 29275261),
+)
+DEEPSPARK_ROWS = (
+    *(932209, 18814, 13624, 6862, 18488, 3, 6242, 1229, 49, 654428, 96850, 69004, 10, 2134),
+    *(7345, 60, 4, 918, 14, 984280, 320932, 838408, 76380, 8906, 74, 33),
+)
+
+XEON = {
+    "device": "Xeon Platinum 8280",
+    "source": DATA_SHEET,
+    # Intel ARK: 28 cores, 2.7 GHz, two AVX-512 FMA units; six channels of DDR4-2933
+    "peak_gflops": {"fp32": 28 * 2.7 * 64},
+    "stream": [{"bytes": 1 << 34, "read_gb_per_s": 140.8, "copy_gb_per_s": 140.8}],
+    "last_level_cache_bytes": 38_500_000,
+}
+
+
+@dataclass(frozen=True)
+class Series:
+    """One machine and precision at several numbers of devices.
+
+    Attributes:
+        rates: devices to samples a second, as printed; None: drawn, but no number printed.
+        batch: samples of an iteration over all devices.
+        assumed: what the source leaves out and the prediction had to take from elsewhere.
+    """
+
+    source: str
+    hardware: str
+    model: str
+    precision: str
+    batch: int
+    rates: Mapping[int, float | None]
+    network: Network
+    ceilings: Mapping[str, Any]
+    assumed: str
+
+
+def _gpu_series(
+    source: str, hardware: str, kind: str, joined: Link, rates: Mapping[str, Mapping[int, float]]
+) -> list[Series]:
+    assumed = (
+        f"{joined.name}: collectives' share of the data sheet's rate; how an iteration of one GPU "
+        "divides among parts; one GPU ran the small model (26 smaller tables)"
+    )
+    network = Network(joined)
+    return [
+        Series(
+            *(source, hardware, "NVIDIA large", precision, 65536, counts, network),
+            *(device(kind).ceilings(), assumed),
+        )
+        for precision, counts in rates.items()
+    ]
+
+
+@cache
+def series() -> tuple[Series, ...]:
+    """Everything published that has a figure for one device and for more."""
+    a100, v100 = link("NVLink 3 (A100)"), link("NVLink 2 (V100)")
+    pcie = Network(link("PCIe 4 x16"))
+    deepspark = Series(
+        *(DEEPSPARK, "BI-V100", "DeepSpark", "FP32", 2048, {1: 196_958, 8: 346_555}, pcie),
+        device("V100-PCIe").ceilings(),
+        "the cards' links (PCIe 4 x16 taken) and ceilings (a V100's taken for the division among "
+        "parts); the table beside these figures prints a scalability of 0.97, they make 0.22",
+    )
+    opa = Network(link("OPA"))
+    study = Series(
+        *(KALAMKAR, "Xeon 8280 socket", "Small", "FP32", 2048),
+        {1: 2048 / 0.038, 2: None, 4: None, 8: None},
+        opa,
+        XEON,
+        "its scaling was not at hand as numbers: volumes are compared in their own table",
+    )
+    return (
+        *_gpu_series(
+            *(TORCH, "DGX A100", "A100-80GB", a100),
+            {"TF32": {1: 2.88e6, 8: 11.4e6}, "mixed": {1: 4.02e6, 8: 16.5e6}},
+        ),
+        *_gpu_series(
+            *(TF2, "DGX A100", "A100-80GB", a100),
+            {"TF32": {1: 2.84e6, 8: 10.9e6}, "mixed": {1: 4.55e6, 8: 13.8e6}},
+        ),
+        *_gpu_series(
+            *(TORCH, "DGX-1", "V100-32GB", v100),
+            {"FP32": {1: 0.672e6, 8: 2.88e6}, "mixed": {1: 2.09e6, 8: 6.92e6}},
+        ),
+        *_gpu_series(
+            *(TF2, "DGX-1", "V100-32GB", v100),
+            {"FP32": {1: 0.663e6, 8: 3.13e6}, "mixed": {1: 2.23e6, 8: 6.31e6}},
+        ),
+        *_gpu_series(
+            *(TORCH, "DGX-2", "V100-32GB", v100),
+            {
+                "FP32": {1: 0.717e6, 8: 3.33e6, 16: 4.74e6},
+                "mixed": {1: 2.25e6, 8: 7.93e6, 16: 10.8e6},
+            },
+        ),
+        *_gpu_series(
+            *(TF2, "DGX-2", "V100-32GB", v100),
+            {
+                "FP32": {1: 0.698e6, 8: 3.79e6, 16: 6.43e6},
+                "mixed": {1: 2.44e6, 8: 7.82e6, 16: 10.5e6},
+            },
+        ),
+        deepspark,
+        study,
+    )
+
+
+COLUMNS = [
+    *("source", "hardware", "model", "precision", "devices", "batch_size", "published"),
+    *("predicted_low", "predicted", "predicted_high", "error", "basis", "not_published"),
+]
+
+
+def published_scaling() -> pd.DataFrame:
+    """All published scaling with our prediction beside each.
+
+    Returns:
+        ``source``, ``hardware``, ``model``, ``precision``, ``devices``, ``batch_size`` (over
+        all), ``published`` and ``predicted`` (with ``_low`` and ``_high``; samples/s),
+        ``error`` (predicted over published, less 1; NaN where no number is printed),
+        ``basis`` ("1" or "1 and 8": devices whose published figures the prediction starts
+        from), ``not_published`` (what had to be assumed).
+    """
+    rows: list[dict[str, Any]] = []
+    for each in series():
+        parameters = parameters_of(each)
+        start = _profile(each, parameters)
+        counts = [count for count in each.rates if count > 1]
+        for count in counts:
+            made = _predicted(each, parameters, count, start)
+            rows.append(_row(each, count, made, "1"))
+        if len(counts) > 1 and each.rates[counts[0]] is not None:
+            carried = _carried(each, parameters, counts[0], start)
+            made = _predicted(each, parameters, counts[-1], carried)
+            rows.append(_row(each, counts[-1], made, f"1 and {counts[0]}"))
+    return pd.DataFrame(rows, columns=COLUMNS)
+
+
+def parameters_of(each: Series) -> Parameters:
+    """The model that was run, with the global batch."""
+    precision = {"mixed": "fp16"}.get(each.precision, "fp32")
+    training = TrainingConfig(
+        batch_size=each.batch,
+        precision=precision,
+        tf32=each.precision == "TF32",
+        device="cpu" if each.ceilings is XEON else "cuda",
+        embedding_backend="fused",
+    )
+    one_hot = DataConfig(generator="uniform", indices_per_lookup=1, fixed_pooling=True)
+    if each.model == "Small":
+        study = STUDY[0].parameters(each.batch)
+        return replace(study, training=training)
+    if each.model == "DeepSpark":
+        model = _criteo(DEEPSPARK_ROWS, (512, 256, 64), (512, 512, 256, 1))
+    else:
+        model = _criteo(T3_ROWS, (512, 256, 128), (1024, 1024, 512, 256, 1))
+    return Parameters(model=model, data=one_hot, training=training)
+
+
+def _criteo(rows: tuple[int, ...], bottom: tuple[int, ...], top: tuple[int, ...]) -> ModelConfig:
+    return ModelConfig(
+        mlp_sizes="nvidia",
+        dense_features=13,
+        bottom_mlp=bottom,
+        top_mlp=top,
+        embedding_dim=bottom[-1],
+        tables=None,
+        table_rows=rows,
+    )
+
+
+def _profile(each: Series, parameters: Parameters) -> ComputeProfile:
+    """Costs of one device: the published time, of which the host's launches do not shrink."""
+    rate = each.rates[1]
+    assert rate is not None
+    on_gpu = parameters.training.device == "cuda"
+    host_ms = 1e-3 * OPERATOR_US * _operators(parameters) if on_gpu else 0.0
+    made = published_profile(parameters, each.ceilings, rate, each.source)
+    # on one device kernels are long enough to hide the launches of the next
+    return _with_host(made, host_ms) if host_ms else made
+
+
+def _operators(parameters: Parameters) -> float:
+    return float(part_work(parameters, device="cuda")["operators"].sum())
+
+
+def _with_host(profile: ComputeProfile, host_ms: float) -> ComputeProfile:
+    """A cost of every iteration: from none to three times as much."""
+    cost = PartCost(host_ms, 0.0, 2.0)
+    return replace(
+        profile,
+        costs={number: {**costs, HOST: cost} for number, costs in profile.costs.items()},
+    )
+
+
+HOST = ("other", "forward")
+
+
+def _carried(
+    each: Series, parameters: Parameters, count: int, start: ComputeProfile
+) -> ComputeProfile:
+    """What ``count`` devices took beyond the prediction without a host, as a fixed cost."""
+    rate = each.rates[count]
+    assert rate is not None
+    bare = _with_host(start, 0.0)
+    beyond = 1e3 * each.batch / rate - _predicted(each, parameters, count, bare).mid_ms
+    carried = PartCost(max(0.0, beyond), 0.0, 0.3)
+    return replace(
+        start, costs={number: {**costs, HOST: carried} for number, costs in bare.costs.items()}
+    )
+
+
+def _predicted(
+    each: Series, parameters: Parameters, count: int, profile: ComputeProfile
+) -> Prediction:
+    return predict(parameters, count, "table_wise", each.network, profile)
+
+
+def _row(each: Series, count: int, made: Prediction, basis: str) -> dict[str, Any]:
+    published = each.rates[count]
+    mid, low, high = (1e3 * each.batch / ms for ms in (made.mid_ms, made.high_ms, made.low_ms))
+    return {
+        "source": each.source,
+        "hardware": each.hardware,
+        "model": each.model,
+        "precision": each.precision,
+        "devices": count,
+        "batch_size": each.batch,
+        "published": float("nan") if published is None else published,
+        "predicted_low": low,
+        "predicted": mid,
+        "predicted_high": high,
+        "error": float("nan") if published is None else mid / published - 1,
+        "basis": basis,
+        "not_published": each.assumed,
+    }

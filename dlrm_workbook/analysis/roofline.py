@@ -1,0 +1,564 @@
+"""How near each part comes to what the machine allows, and which limit it meets.
+
+The roofline model (Williams, Waterman, Patterson, CACM 52(4), 2009) on the operators of
+one iteration: an operator takes at least as long as its arithmetic, its bytes, its
+random rows, or the host's cost of issuing it, whichever is longest, by ceilings measured
+on the machine. A part takes at least the sum of its operators; what it takes beyond that
+can be gained without changing shapes or precision.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from dlrm_core.config import Parameters, parameters_from_sections
+from dlrm_core.errors import InputError
+from dlrm_core.machine import DATA_SHEET, DEVICES
+from dlrm_workbook.analysis.work import FLOAT_BYTES, lookups, operator_work, part_work, setting_of
+from dlrm_workbook.recordings.profile import Profile
+
+# GPUs by name with their data sheets' figures (:mod:`dlrm_core.machine`), as a table.
+
+
+def devices_table() -> pd.DataFrame:
+    """All listed GPUs: ``name``, ``PRECISION_tflops`` (NaN: no unit for it), ``memory_gb``,
+    ``memory_gb_per_s``, ``link_gb_per_s``, ``peer_gb_per_s``, ``source``."""
+    return pd.DataFrame(
+        [
+            {
+                "name": known.name,
+                **{
+                    f"{precision}_tflops": known.tflops.get(precision, float("nan"))
+                    for precision in ("fp32", "tf32", "bf16", "fp16")
+                },
+                "memory_gb": known.memory_gb,
+                "memory_gb_per_s": known.memory_gb_per_s,
+                "link_gb_per_s": known.link_gb_per_s,
+                "peer_gb_per_s": known.peer_gb_per_s,
+                "source": known.source,
+            }
+            for known in DEVICES
+        ]
+    )
+
+
+# What a machine allows: least times from ceilings measured on it, or from a data sheet.
+
+MAX_RELATIVE_ERROR = 1e-5
+"""Of a library that may multiply fp32 matrices in another one's place."""
+
+_ARRAYS = 3
+"""Of STREAM: a, b and c."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Ceilings of one machine, as a recording carries them in ``meta["ceilings"]``."""
+
+    ceilings: Mapping[str, Any]
+
+    @property
+    def measured(self) -> bool:
+        """Whether they were measured; else they are a data sheet's."""
+        return self.ceilings.get("source") != DATA_SHEET
+
+    # ---- arithmetic -------------------------------------------------------------
+
+    def gemm_ms(
+        self,
+        part: str,
+        product: str,
+        layer: int,
+        shape: tuple[int, int, int, int],
+        precisions: Iterable[str],
+    ) -> tuple[float, bool] | None:
+        """Least time of a matrix product, and whether it was timed at this very shape.
+
+        Args:
+            part, product, layer: which product of the model.
+            shape: batch, m, n, k.
+            precisions: names under which ceilings of this precision are recorded.
+
+        A product of the same layer timed at another size counts by its rate; without
+        one, the best rate of all.
+        """
+        batch, m, n, k = shape
+        flops = 2.0 * batch * m * n * k
+        wanted = set(precisions)
+        rows = [row for row in self._list("gemm") if self._usable(row, wanted)]
+        same = [
+            row
+            for row in rows
+            if row.get("part") == part
+            and row.get("phase") == product
+            and row.get("layer") in (layer, None, -1)
+        ]
+        own = [row for row in same if _flops(row) == flops]
+        if own:
+            return min(float(row["ms"]) for row in own), True
+        rates = [_flops(row) / float(row["ms"]) for row in same if _flops(row) > 0]
+        if not rates:
+            rates = [1e6 * float(row["gflops"]) for row in rows if _positive(row.get("gflops"))]
+        peaks = self.ceilings.get("peak_gflops") or {}
+        if not rates:
+            rates = [1e6 * float(peaks[name]) for name in wanted if _positive(peaks.get(name))]
+        return (flops / max(rates), False) if rates else None
+
+    def peak_gflops(self, precisions: Iterable[str]) -> float | None:
+        """The best rate of matrix products in this precision, 10^9 operations/s."""
+        wanted = set(precisions)
+        peaks = self.ceilings.get("peak_gflops") or {}
+        rates = [
+            float(row["gflops"])
+            for row in self._list("gemm")
+            if self._usable(row, wanted) and _positive(row.get("gflops"))
+        ] + [float(peaks[name]) for name in wanted if _positive(peaks.get(name))]
+        return max(rates, default=None)
+
+    def _usable(self, row: Mapping[str, Any], wanted: set[str]) -> bool:
+        if row.get("precision") not in wanted or not _positive(row.get("ms")):
+            return False
+        if not row["precision"].startswith("fp32_"):
+            return True
+        error = row.get("relative_error")
+        return error is not None and error <= MAX_RELATIVE_ERROR
+
+    # ---- memory -----------------------------------------------------------------
+
+    def memory_ms(self, read: float, written: float) -> float | None:
+        """Least time to stream so many bytes in and out.
+
+        Reading costs a = 1 / read rate a byte, writing b = 2 / copy rate − a: a copy moves
+        as many bytes in as out. Between two measured sizes (one in cache, one in memory)
+        the time is interpolated in logarithms of the size.
+        """
+        # three arrays of ``bytes`` each took turns, so that is what the level held
+        known = [
+            (_ARRAYS * float(row["bytes"]), read * cost[0] + written * cost[1])
+            for row in self._list("stream")
+            if _positive(row.get("bytes")) and (cost := _costs(row)) is not None
+        ]
+        seconds = _between(read + written, known)
+        return None if seconds is None else 1e3 * seconds
+
+    def gather_ms(self, gathered: float, row_bytes: float, table_bytes: float) -> float | None:
+        """Least time to read so many bytes in random rows of tables of ``table_bytes``.
+
+        By the measurements with the nearest size of a row, interpolated as streaming is.
+        """
+        rows = [row for row in self._list("gather") if _positive(row.get("gb_per_s"))]
+        if not rows:
+            return None
+
+        def apart(row: Mapping[str, Any]) -> float:
+            return abs(math.log(float(row["row_bytes"]) / row_bytes))
+
+        nearest = min(map(apart, rows))
+        known = [
+            (float(row["table_bytes"]), 1e-9 * gathered / float(row["gb_per_s"]))
+            for row in rows
+            if apart(row) == nearest
+        ]
+        seconds = _between(table_bytes, known)
+        return None if seconds is None else 1e3 * seconds
+
+    # ---- host and link ----------------------------------------------------------
+
+    def overhead_ms(self, on_gpu: bool) -> float | None:
+        """Least time of the host for one operator: a dispatch, and on a GPU a launch."""
+        costs = [self.ceilings.get("dispatch_us")]
+        if on_gpu:
+            costs.append(self.ceilings.get("launch_us"))
+        known = [float(cost) for cost in costs if cost is not None and _positive(cost)]
+        return max(known) / 1e3 if known else None
+
+    def kernel_ms(self) -> float | None:
+        """Least time of any kernel on the GPU, from one queued kernel to the next."""
+        cost = self.ceilings.get("kernel_us")
+        return float(cost) / 1e3 if cost is not None and _positive(cost) else None
+
+    def copy_ms(self, moved: float, direction: str = "h2d") -> float | None:
+        """Least time to copy so many bytes between host and device, from whichever memory."""
+        rates = [
+            float(row["gb_per_s"])
+            for row in self._list("copy")
+            if row.get("direction") == direction and _positive(row.get("gb_per_s"))
+        ]
+        return moved / max(rates) / 1e6 if rates else None
+
+    def _list(self, name: str) -> list[Mapping[str, Any]]:
+        return list(self.ceilings.get(name) or [])
+
+
+def _between(size: float, known: Iterable[tuple[float, float]]) -> float | None:
+    """The time at ``size``, from (size, time) pairs: log-linear between, constant beyond."""
+    points = sorted(known)
+    if not points or size <= 0:
+        return points[0][1] if points else None
+    if size <= points[0][0] or len(points) == 1:
+        return points[0][1]
+    for (small, fast), (large, slow) in itertools.pairwise(points):
+        if size <= large:
+            if small == large or fast <= 0 or slow <= 0:
+                return min(fast, slow)
+            share = math.log(size / small) / math.log(large / small)
+            return float(fast ** (1 - share) * slow**share)
+    return points[-1][1]
+
+
+def _positive(value: Any) -> bool:
+    return value is not None and math.isfinite(float(value)) and float(value) > 0
+
+
+def _flops(row: Mapping[str, Any]) -> float:
+    """Operations of a recorded product; ``batch`` is there for batched ones only."""
+    sizes = [row.get("batch") or 1, *(row.get(name) or 0 for name in "mnk")]
+    return 2.0 * math.prod(float(size) for size in sizes)
+
+
+def _costs(row: Mapping[str, Any]) -> tuple[float, float] | None:
+    """Seconds a byte read and a byte written by one measurement of streaming."""
+    read, copy = row.get("read_gb_per_s"), row.get("copy_gb_per_s")
+    if not _positive(read):
+        return None
+    a = 1e-9 / float(read)  # type: ignore[arg-type]
+    if not _positive(copy):
+        return a, a
+    both = 2e-9 / float(copy)  # type: ignore[arg-type]
+    # reading alone cannot take longer than reading and writing
+    a = min(a, both)
+    return a, both - a
+
+
+ARITHMETIC = "arithmetic"
+MEMORY = "memory bandwidth"
+ROWS = "random rows"
+DISPATCH = "dispatch"
+LAUNCHES = "launches"
+COPIES = "copies"
+
+COLUMNS = [
+    "component",
+    "phase",
+    "time_ms",
+    "flops",
+    "bytes",
+    "intensity_flop_per_byte",
+    "gflops",
+    "gb_per_s",
+    "ceiling",
+    "ceiling_ms",
+    "share_of_ceiling",
+    "limit",
+]
+
+KEYS = ["component", "phase"]
+
+BUSY_SHARE = 0.05
+"""Of measuring the ceilings, spent waiting for a core: above it they are not the machine's."""
+
+BEYOND = 1.1
+"""A share of a ceiling above this is more than the measurements' noise."""
+
+WORTH_MS = 0.2
+"""Shorter parts are not worth a doubt."""
+
+_TIMES = ("arithmetic", "memory", "rows", "copies", "overhead", "kernel")
+
+
+def roofline(profile: Profile, attribution: pd.DataFrame) -> pd.DataFrame:
+    """Each part and phase against the machine's ceilings.
+
+    Args:
+        attribution: of the profile; ``device`` and ``host`` time of a part are added, so
+            that the times sum to the step.
+
+    Returns:
+        ``component``, ``phase``, ``time_ms``, ``flops``, ``bytes`` (operands of its
+        operators), ``intensity_flop_per_byte``, ``gflops`` and ``gb_per_s`` (achieved,
+        over ``time_ms``), ``ceiling`` (what binds, in words), ``ceiling_ms`` (least time;
+        NaN where no ceiling is known, 0 where the machine has nothing to do),
+        ``share_of_ceiling`` (``ceiling_ms`` / ``time_ms``), ``limit``. Rows as in
+        ``attribution``. Empty if the model's shapes are not known (:func:`missing`).
+    """
+    parameters = parameters_of(profile)
+    if parameters is None or attribution.empty:
+        return pd.DataFrame({name: [] for name in COLUMNS})
+    statistics = profile.meta.get("data_statistics")
+    work = part_work(parameters, statistics, profile.device)
+    least = least_times(parameters, profile.meta.get("ceilings") or {}, statistics, profile.device)
+    table = attribution.groupby(KEYS, as_index=False, sort=False)[["time_ms"]].sum()
+    table = table.merge(work, on=KEYS, how="left").merge(least, on=KEYS, how="left")
+    idle = table["flops"].isna()
+    table["bytes"] = table["read_bytes"] + table["written_bytes"]
+    table[["flops", "bytes"]] = table[["flops", "bytes"]].fillna(0.0)
+    # where the model asks nothing of the machine, the machine needs no time
+    table.loc[idle, "ceiling_ms"] = 0.0 if profile.meta.get("ceilings") else np.nan
+    table[["limit", "ceiling"]] = table[["limit", "ceiling"]].fillna("")
+    time = table["time_ms"].where(table["time_ms"] > 0)
+    table["intensity_flop_per_byte"] = table["flops"] / table["bytes"].where(table["bytes"] > 0)
+    table["gflops"] = table["flops"] / time / 1e6
+    table["gb_per_s"] = table["bytes"] / time / 1e6
+    table["share_of_ceiling"] = table["ceiling_ms"] / time
+    return table[COLUMNS]
+
+
+def missing(profile: Profile) -> str | None:
+    """Why there is no roofline, or no ceilings on it; None if there are."""
+    if not profile.meta.get("parameters"):
+        return "the profile does not say which model ran, so its work is not known"
+    if parameters_of(profile) is None:
+        return "the recorded parameters are not those of a model that this version knows"
+    if not profile.meta.get("ceilings"):
+        return profile.not_measured.get(
+            "ceilings",
+            "the recording holds no ceilings of its machine (profiling.probes measures them)",
+        )
+    return None
+
+
+def doubts(profile: Profile, table: pd.DataFrame) -> list[str]:
+    """Reasons not to trust the ceilings, as sentences; none where all is well.
+
+    Args:
+        table: what :func:`roofline` gives of the profile.
+    """
+    found = []
+    waited = (profile.meta.get("ceilings") or {}).get("run_queue_share")
+    if waited is not None and waited > BUSY_SHARE:
+        found.append(
+            f"The machine was busy while its ceilings were measured: the measuring thread waited "
+            f"for a core {waited:.0%} of the time. They are too low, and shares of them too high."
+        )
+    above = table[(table["share_of_ceiling"] > BEYOND) & (table["time_ms"] > WORTH_MS)]
+    if len(above):
+        names = ", ".join(
+            f"{component.replace('_mlp', ' MLP')} {phase} ({share:.2f} times)".replace("  ", " ")
+            for component, phase, share in zip(
+                above["component"], above["phase"], above["share_of_ceiling"], strict=True
+            )
+        )
+        found.append(
+            f"Faster than the ceilings allow: {names}. Either the machine was slower while they "
+            "were measured, or the part found its data in a nearer cache than was measured."
+        )
+    return found
+
+
+def least_step(table: pd.DataFrame) -> dict[str, Any]:
+    """The step as a whole.
+
+    Args:
+        table: what :func:`roofline` gives.
+
+    Returns:
+        ``time_ms``, ``least_ms`` (sum of the parts' least times, none above the measured
+        one; None where one is not known), ``share`` (least over measured), ``limits`` (limit
+        to ms of the least time, largest first), ``unknown`` (parts without a ceiling).
+    """
+    unknown = table[table["ceiling_ms"].isna()]
+    time = float(table["time_ms"].sum())
+    lowest = table["ceiling_ms"].clip(upper=table["time_ms"])
+    least = None if len(unknown) or table.empty else float(lowest.sum())
+    limits = lowest[lowest > 0].groupby(table["limit"]).sum()
+    return {
+        "time_ms": time,
+        "least_ms": least,
+        "share": least / time if least is not None and time > 0 else None,
+        "limits": limits.sort_values(ascending=False).to_dict(),
+        "unknown": list(zip(unknown["component"], unknown["phase"], strict=True)),
+    }
+
+
+def least_times(
+    parameters: Parameters | Mapping[str, Any],
+    ceilings: Mapping[str, Any],
+    statistics: Mapping[str, Any] | None = None,
+    device: str | None = None,
+) -> pd.DataFrame:
+    """Least time of each part by a machine's ceilings, measured or of a data sheet.
+
+    Args:
+        ceilings: in the form of ``meta["ceilings"]``; also ``devices.Device.ceilings()``.
+
+    Returns:
+        ``component``, ``phase``, ``ceiling_ms``, ``limit``, ``ceiling``. A part has NaN
+        and a ``ceiling`` that says what is missing, where none applies to it.
+
+    Raises:
+        InputError: the parameters are not valid.
+    """
+    if not isinstance(parameters, Parameters):
+        parameters = parameters_from_sections(parameters)
+    device = device or parameters.training.device
+    operators = least_operator_times(parameters, ceilings, statistics, device)
+    rows = [
+        {"component": component, "phase": phase, **_part(group, Limits(ceilings), device)}
+        for (component, phase), group in operators.groupby(KEYS, sort=False)
+    ]
+    return pd.DataFrame(rows, columns=[*KEYS, "ceiling_ms", "limit", "ceiling"])
+
+
+def least_operator_times(
+    parameters: Parameters,
+    ceilings: Mapping[str, Any],
+    statistics: Mapping[str, Any] | None = None,
+    device: str | None = None,
+) -> pd.DataFrame:
+    """Every operator of ``work.operator_work`` with the least time by each ceiling.
+
+    Returns:
+        Its columns and, in ms for all its executions, NaN where not known: ``arithmetic``,
+        ``memory``, ``rows``, ``copies``, ``overhead`` (of the host), ``kernel`` (the
+        least of any on a GPU); ``timed`` (the product itself was timed, so that its memory
+        and its start are in it).
+    """
+    limits = Limits(ceilings)
+    device = device or parameters.training.device
+    work = operator_work(parameters, statistics, device)
+    precisions = precision_names(parameters)
+    on_gpu = device.startswith("cuda")
+    # a captured graph is launched as a whole
+    captured = on_gpu and setting_of(parameters, "cuda_graphs", False)
+    overhead = None if captured else limits.overhead_ms(on_gpu)
+    row_bytes = float(FLOAT_BYTES * parameters.model.embedding_dim)
+    prefetched = parameters.data.loader == "prefetch"
+    table_bytes = _table_bytes(parameters, ceilings, statistics)
+    works: list[Any] = list(work.itertuples(index=False))
+    rows = []
+    for row in works:
+        times: dict[str, float | None] = dict.fromkeys(_TIMES)
+        timed = False
+        if row.product:
+            shape = (row.batch, row.m, row.n, row.k)
+            found = limits.gemm_ms(row.component, row.product, row.layer, shape, precisions)
+            if found is not None:
+                times["arithmetic"], timed = found
+        if row.on_link:
+            times["copies"] = limits.copy_ms(row.read_bytes)
+        elif row.component == "data" and prefetched:
+            # another thread makes it; the step need not wait
+            times["memory"] = 0.0
+        else:
+            times["memory"] = limits.memory_ms(row.read_bytes, row.written_bytes)
+        if row.gather_bytes:
+            size = table_bytes(row.table, row.phase)
+            times["rows"] = limits.gather_ms(row.gather_bytes, row_bytes, size)
+        if row.component not in ("data", "transfer") and not row.merged:
+            times["overhead"], times["kernel"] = overhead, limits.kernel_ms() if on_gpu else None
+        known = {name: np.nan if time is None else time * row.count for name, time in times.items()}
+        rows.append({**known, "timed": timed})
+    return pd.concat([work, pd.DataFrame(rows, index=work.index)], axis=1)
+
+
+def _table_bytes(
+    parameters: Parameters, ceilings: Mapping[str, Any], statistics: Mapping[str, Any] | None
+) -> Callable[[int, str], float]:
+    """Bytes that the random rows of a table and phase lie in.
+
+    The whole table; after the forward pass only the rows that it touched, if the cache
+    holds those of all tables.
+    """
+    row_bytes = float(FLOAT_BYTES * parameters.model.embedding_dim)
+    looked_up = lookups(parameters, statistics)
+    touched = max(sum(table.unique for table in looked_up), 1.0) * row_bytes
+    cached = touched <= float(ceilings.get("last_level_cache_bytes") or 0)
+
+    def size(table: int, phase: str) -> float:
+        whole = looked_up[table].rows * row_bytes
+        return min(touched, whole) if cached and phase != "forward" else whole
+
+    return size
+
+
+def precision_names(parameters: Parameters) -> tuple[str, ...]:
+    """Names of the measured products that are of this run's precision."""
+    precision = setting_of(parameters, "precision", "fp32")
+    fused = setting_of(parameters, "dense_backend", "torch") == "fused"
+    if precision != "fp32":
+        return (precision, f"{precision}_tiles") if fused else (precision,)
+    # whichever library multiplies fp32 faster could be used without changing precision
+    names: tuple[str, ...] = ("fp32", "fp32_onednn")
+    if fused:
+        names = (*names, f"fp32_{setting_of(parameters, 'fp32_matmul', 'default')}")
+    return (*names, "tf32") if setting_of(parameters, "tf32", False) else names
+
+
+def parameters_of(profile: Profile) -> Parameters | None:
+    """The parameters that a profile was recorded with; None if it has none we know."""
+    sections = profile.meta.get("parameters")
+    if not isinstance(sections, Mapping) or not sections.get("model"):
+        return None
+    try:
+        return parameters_from_sections(sections)
+    except InputError:
+        return None
+
+
+_LIMITS = {"arithmetic": ARITHMETIC, "memory": MEMORY, "rows": ROWS, "copies": COPIES}
+
+
+def _part(operators: pd.DataFrame, limits: Limits, device: str) -> dict[str, Any]:
+    """Least time of a part: of its operators, one after the other."""
+    if (lacking := _lacking(operators)) is not None:
+        return {"ceiling_ms": np.nan, "limit": "", "ceiling": lacking}
+    on_gpu = device.startswith("cuda")
+    known = operators[list(_LIMITS)].copy()
+    known.loc[operators["timed"], ["memory", "rows"]] = np.nan
+    known["overhead"] = operators["kernel" if on_gpu else "overhead"].where(~operators["timed"])
+    binding = _binding(known, LAUNCHES if on_gpu else DISPATCH)
+    times = binding.groupby("limit")["ms"].sum()
+    # on a GPU the host runs ahead of the device: the longer of the two is the part's
+    host = float(operators["overhead"].sum()) if on_gpu else 0.0
+    if host > times.sum():
+        times = pd.Series({LAUNCHES: host})
+    return _answer(times, limits)
+
+
+def _lacking(operators: pd.DataFrame) -> str | None:
+    """What a part needs and nobody measured; None if everything is known."""
+    moved = operators["on_link"]
+    products = operators["product"] != ""
+    if operators.loc[products, "arithmetic"].isna().any():
+        return "matrix products of this precision were not measured"
+    if operators.loc[~moved, "memory"].isna().any():
+        return "streaming bandwidth was not measured"
+    if operators.loc[moved, "copies"].isna().any():
+        return "copies between host and device were not measured"
+    return None
+
+
+def _binding(known: pd.DataFrame, overhead: str) -> pd.DataFrame:
+    """Of each operator the longest least time (``ms``) and the limit that asks for it."""
+    some = known.dropna(how="all")
+    names = {**_LIMITS, "overhead": overhead}
+    longest = some.idxmax(axis=1) if len(some) else pd.Series(dtype=object)
+    return pd.DataFrame({"limit": longest.map(names), "ms": some.max(axis=1)})
+
+
+def _answer(times: pd.Series, limits: Limits) -> dict[str, Any]:
+    total, limit = float(times.sum()), str(times.idxmax())
+    if total == 0:
+        return {"ceiling_ms": 0.0, "limit": "", "ceiling": ""}
+    words = _words(limit)
+    if not limits.measured:
+        words += ", by data sheet, not measured"
+    return {"ceiling_ms": total, "limit": limit, "ceiling": words}
+
+
+def _words(limit: str) -> str:
+    return {
+        ARITHMETIC: "matrix products at the model's shapes",
+        MEMORY: "streaming through memory or cache",
+        ROWS: "reading random rows",
+        DISPATCH: "the host's cost of an operator",
+        LAUNCHES: "the host's cost of launching kernels",
+        COPIES: "copying between host and device",
+    }[limit]

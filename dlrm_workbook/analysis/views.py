@@ -1,0 +1,378 @@
+"""The three classic views of a calling-context tree: top-down, bottom-up and flat.
+
+They serve any profile and any additive metric: seconds, launches, bytes, warp-cycles.
+Top-down follows the calls, CPU and GPU in one tree; bottom-up starts from the functions
+that hold the metric themselves and asks who calls them; flat sums over all calls.
+
+A function that calls itself is counted once: inclusive values are those of its outermost
+calls, exclusive values of all its calls. So exclusive values of the flat and of the
+bottom-up view add up to the root, whatever recurses. The names are those of HPCToolkit's
+viewer (user's manual, chapter "hpcviewer"), and so is the hot path's threshold.
+
+Values are in the metric's unit (``attrs["unit"]``), summed over the threads asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import pandas as pd
+
+from dlrm_core.errors import InputError
+from dlrm_workbook.analysis.context_tree import (
+    Bools,
+    Floats,
+    Ints,
+    missing_reason,
+    nearest,
+    outermost,
+    scopes_of,
+    unmeasured,
+)
+from dlrm_workbook.recordings.profile import Profile, depths, inclusive_from_exclusive
+
+HOT = 0.5
+"""The hot path goes on to a callee that holds at least this share of its caller."""
+
+DETAILS: dict[str, tuple[str, ...]] = {
+    "function": ("line", "loop", "instruction"),
+    "loop": ("line", "instruction"),
+    "line": (),
+}
+"""What a top-down view shows apart: detail to the kinds it joins to what encloses them."""
+
+PLACE = ["kind", "name", "file", "line", "module", "component", "phase"]
+TOP_DOWN = ["context", "parent", "depth", *PLACE, "inclusive", "exclusive", "small", "share", "hot"]
+FUNCTION = ["name", "kind", "file", "module"]
+BOTTOM_UP = ["id", "parent", "depth", *FUNCTION, "exclusive", "inclusive", "share"]
+FLAT: dict[str, list[str]] = {
+    "function": FUNCTION,
+    "file": ["file"],
+    "module": ["module"],
+    "line": ["file", "line"],
+}
+VALUES = ["exclusive", "inclusive", "share", "inclusive_share"]
+
+
+def top_down(
+    profile: Profile,
+    metric: str = "cpu_time_ms",
+    *,
+    also: Sequence[str] = (),
+    detail: str = "function",
+    smallest_share: float = 0.01,
+    deepest: int | None = None,
+    profiles: Iterable[int] | None = None,
+    within: Bools | None = None,
+) -> pd.DataFrame:
+    """The call tree as rows, callers before callees, the largest callee first.
+
+    Args:
+        metric: additive, with inclusive values.
+        also: further metrics, whose inclusive values come as columns ``x (inc)``. A
+            context stays if any metric has ``smallest_share`` there: so GPU time is seen
+            below the CPU frames that launched it, even where those took no time.
+        detail: ``function``, ``loop`` or ``line``: what is shown apart.
+        smallest_share: of the whole; smaller contexts join their caller's ``small``.
+            Threads are always shown.
+        deepest: largest depth shown; None for all.
+        profiles: rows of ``threads`` to sum over; all if None.
+        within: (contexts,) bool, the contexts that count, for example
+            ``attribution.step_contexts(profile)``; all if None.
+
+    Returns:
+        ``context``, ``parent`` (as shown; −1 above the first), ``depth`` (as shown),
+        the context's columns, ``inclusive``, ``exclusive``, ``small`` (inclusive of
+        callees not shown), ``share`` (of all roots together), ``hot`` (on the path that
+        follows the largest callee while it holds half of its caller), ``x (inc)``.
+        ``exclusive + small`` add up to the whole. Empty, with the reason in
+        ``attrs["not_measured"]``, if ``metric`` was not measured.
+
+    Raises:
+        InputError: ``detail`` is unknown.
+    """
+    if detail not in DETAILS:
+        raise InputError(f"detail '{detail}' is unknown; one of {', '.join(DETAILS)}")
+    columns = [*TOP_DOWN, *(f"{name} (inc)" for name in also)]
+    own, inclusive = _values(profile, metric, profiles, within)
+    if own is None or inclusive is None:
+        return unmeasured(columns, _why(profile, metric, own is not None))
+    contexts = profile.contexts
+    joined = contexts["kind"].isin(DETAILS[detail]).to_numpy()
+    parent = contexts["parent"].to_numpy()
+    joined &= parent >= 0
+    owner = nearest(parent, ~joined)
+    above = np.where(parent >= 0, owner[parent], -1)
+    above[joined] = -1
+    own = _sums(owner, own, len(owner))
+    others = {}
+    for name in also:
+        whole = _values(profile, name, profiles, within)[1]
+        others[f"{name} (inc)"] = np.full(len(own), np.nan) if whole is None else whole
+    root = ~joined & (above < 0)
+    shown = np.zeros(len(own), dtype=bool)
+    for column in (inclusive, *others.values()):
+        least = smallest_share * np.nansum(np.abs(column[root]))
+        shown |= (np.abs(column) >= np.where(root, 0, least)) & (column != 0) & ~np.isnan(column)
+    shown &= ~joined
+    depth = depths(above)
+    if deepest is not None:
+        shown &= depth <= deepest
+    # A callee's share is at most its caller's, so what is shown hangs together.
+    hidden = ~joined & ~shown & (above >= 0)
+    hidden[hidden] = shown[above[hidden]]
+    small = np.bincount(above[hidden], inclusive[hidden], len(own))
+    rows = _walk(np.flatnonzero(shown), above, inclusive)
+    total = inclusive[root].sum()
+    table = contexts.loc[rows, ["context", *PLACE]].assign(
+        parent=above[rows],
+        depth=depth[rows],
+        inclusive=inclusive[rows],
+        exclusive=own[rows],
+        small=small[rows],
+        share=inclusive[rows] / total if total else np.nan,
+        hot=_hot_path(rows, above, inclusive)[rows],
+        **{name: column[rows] for name, column in others.items()},
+    )
+    return _described(table[columns].reset_index(drop=True), profile, metric, total)
+
+
+def bottom_up(
+    profile: Profile,
+    metric: str = "cpu_time_ms",
+    count: int = 20,
+    *,
+    callers: int = 4,
+    smallest_share: float = 0.05,
+    profiles: Iterable[int] | None = None,
+    within: Bools | None = None,
+) -> pd.DataFrame:
+    """Functions by their exclusive value, each with the callers it comes through.
+
+    Args:
+        count: how many functions, the largest first.
+        callers: how many levels of callers below each.
+        smallest_share: of the function's exclusive value; callers below it are left out.
+        profiles, within: as for :func:`top_down`.
+
+    Returns:
+        ``id``, ``parent`` (id of the callee's row, −1 for a function), ``depth`` (0 a
+        function, 1 its callers, ...), ``name``, ``kind``, ``file``, ``module``,
+        ``exclusive``, ``inclusive``, ``share`` (exclusive, of the whole). In a caller's
+        row the values are the function's, as far as it was called that way; callers of
+        one row add up to it at most (a function at the top of a thread has none).
+        ``inclusive`` is NaN for metrics without inclusive values. Empty, with the reason
+        in ``attrs["not_measured"]``, if ``metric`` was not measured.
+    """
+    own, inclusive = _values(profile, metric, profiles, within)
+    if own is None:
+        return unmeasured(BOTTOM_UP, _why(profile, metric))
+    contexts = profile.contexts
+    parent = contexts["parent"].to_numpy()
+    scope = scopes_of(contexts)
+    key, first = _numbered(contexts, FLAT["function"])
+    key = key[scope]
+    own = _sums(scope, own, len(scope))
+    is_scope = scope == np.arange(len(scope))
+    reached = np.zeros(len(own))
+    if inclusive is not None:
+        reached = np.where(outermost(parent, np.where(is_scope, key, -1)), inclusive, 0.0)
+    total = own.sum()
+    by_key = np.bincount(key, own, len(first))
+    largest = np.argsort(-by_key, kind="stable")[:count]
+    largest = largest[by_key[largest] != 0]
+    rank = np.full(len(first), -1)
+    rank[largest] = np.arange(len(largest))
+
+    at = np.flatnonzero(((own != 0) | (reached != 0)) & (rank[key] >= 0))
+    chain = rank[key[at]]  # the row of the table that a context belongs to, level by level
+    levels = [_level(0, -np.ones(len(largest), np.int64), largest, chain, own[at], reached[at])]
+    offset, caller = len(largest), at
+    top = contexts["kind"].eq("root").to_numpy()
+    for depth in range(1, callers + 1):
+        over = parent[caller]
+        # The root over all threads calls nobody.
+        called = (over >= 0) & ~top[np.maximum(over, 0)]
+        at, chain, caller = at[called], chain[called], scope[over[called]]
+        if not len(at):
+            break
+        pair = chain * len(first) + key[caller]
+        found, number = np.unique(pair, return_inverse=True)
+        level = _level(depth, found // len(first), found % len(first), number, own[at], reached[at])
+        whole = by_key[largest[_functions(levels, level["parent"].to_numpy())]]
+        keep = np.abs(level["exclusive"].to_numpy()) >= smallest_share * np.abs(whole)
+        renumbered = np.where(keep, offset + np.cumsum(keep) - 1, -1)
+        chain = renumbered[number]
+        going = chain >= 0
+        at, chain, caller = at[going], chain[going], caller[going]
+        levels.append(level[keep])
+        offset += int(keep.sum())
+    table = pd.concat(levels, ignore_index=True)
+    table.insert(0, "id", np.arange(len(table)))
+    names = contexts.loc[first[table.pop("key")], FUNCTION].reset_index(drop=True)
+    table = pd.concat([table, names], axis=1)
+    table["share"] = table["exclusive"] / total if total else np.nan
+    if inclusive is None:
+        table["inclusive"] = np.nan
+    order = _walk(table["id"].to_numpy(), table["parent"].to_numpy(), table["exclusive"].to_numpy())
+    table = table[BOTTOM_UP].iloc[order].reset_index(drop=True)
+    return _described(table, profile, metric, total)
+
+
+def flat(
+    profile: Profile,
+    metric: str = "cpu_time_ms",
+    by: str = "function",
+    *,
+    profiles: Iterable[int] | None = None,
+    within: Bools | None = None,
+) -> pd.DataFrame:
+    """Values summed over all call paths, by function, file, module or source line.
+
+    Args:
+        by: ``function``, ``file``, ``module`` or ``line``.
+        profiles, within: as for :func:`top_down`.
+
+    Returns:
+        ``name``, ``kind``, ``file``, ``module`` (a function), ``file``, ``module`` or
+        ``file``, ``line``; ``exclusive``, ``inclusive``, ``share`` and
+        ``inclusive_share`` of the whole; largest exclusive value first, then inclusive.
+        File and module are "" (line 0) where they are not known. ``inclusive`` is NaN
+        for metrics without inclusive values. Empty, with the reason in
+        ``attrs["not_measured"]``, if ``metric`` was not measured.
+
+    Raises:
+        InputError: ``by`` is unknown.
+    """
+    if by not in FLAT:
+        raise InputError(f"a flat view is by {', '.join(FLAT)}, not by '{by}'")
+    own, inclusive = _values(profile, metric, profiles, within)
+    if own is None:
+        return unmeasured([*FLAT[by], *VALUES], _why(profile, metric))
+    contexts = profile.contexts
+    scope = scopes_of(contexts)
+    where = scope if by in ("function", "module") else _source(contexts)
+    key, first = _numbered(contexts, FLAT[by])
+    key = key[where]
+    table = contexts.loc[first, FLAT[by]].reset_index(drop=True)
+    table["exclusive"] = np.bincount(key, own, len(first))
+    table["inclusive"] = np.nan
+    whole = own.sum()
+    if inclusive is not None:
+        # A thread is no function and lies in no file: it only holds what runs on it.
+        inside = ~contexts["kind"].isin(["root", "thread"]).to_numpy()
+        once = outermost(contexts["parent"].to_numpy(), np.where(inside, key, -1))
+        table["inclusive"] = np.bincount(key[once], inclusive[once], len(first))
+    table["share"] = table["exclusive"] / whole if whole else np.nan
+    table["inclusive_share"] = table["inclusive"] / whole if whole else np.nan
+    table = table[table["exclusive"].ne(0) | table["inclusive"].fillna(0).ne(0)]
+    table = table.sort_values(["exclusive", "inclusive"], ascending=False, ignore_index=True)
+    return _described(table, profile, metric, whole)
+
+
+def _values(
+    profile: Profile, metric: str, profiles: Iterable[int] | None, within: Bools | None
+) -> tuple[Floats | None, Floats | None]:
+    """(exclusive, inclusive) of every context (n,); None for what was not measured."""
+    if not profile.has(metric):
+        return None, None
+    has_inclusive = bool(profile.rows(metric, "inclusive").any())
+    own = profile.value_table(metric, "exclusive", profiles).to_numpy(copy=True)
+    if within is not None:
+        own[~within] = 0.0
+    if not has_inclusive:
+        return own, None
+    if within is not None:
+        return own, inclusive_from_exclusive(profile.contexts["parent"].to_numpy(), own)
+    return own, profile.value_table(metric, "inclusive", profiles).to_numpy()
+
+
+def _sums(group: Ints, value: Floats, count: int) -> Floats:
+    """Sum of the values of each of ``count`` groups."""
+    return np.bincount(group, value, count).astype(np.float64)
+
+
+def _why(profile: Profile, metric: str, measured: bool = False) -> str:
+    if measured:
+        return f"{metric} of a caller is not the sum over its callees"
+    return missing_reason(profile, [metric], f"this profile has no values of '{metric}'")
+
+
+def _described(table: pd.DataFrame, profile: Profile, metric: str, total: float) -> pd.DataFrame:
+    row = profile.metrics[profile.metrics["metric"] == metric].iloc[0]
+    table.attrs |= {"metric": metric, "unit": row["unit"], "meaning": row["meaning"]}
+    table.attrs["total"] = float(total)
+    return table
+
+
+def _source(contexts: pd.DataFrame) -> Ints:
+    """The context (n,) whose file and line say where each context is in the sources."""
+    has = contexts["kind"].ne("instruction").to_numpy() | contexts["file"].ne("").to_numpy()
+    found = nearest(contexts["parent"].to_numpy(), has)
+    return np.where(found < 0, np.arange(len(found)), found)
+
+
+def _numbered(contexts: pd.DataFrame, columns: list[str]) -> tuple[Ints, Ints]:
+    """(number of each context's group, first context of each group)."""
+    # kind is shown, but two kinds of one function are still one function
+    keys = [name for name in columns if name != "kind"]
+    number = np.zeros(len(contexts), dtype=np.int64)
+    for name in keys:
+        codes, found = pd.factorize(contexts[name])
+        number = pd.factorize(number * max(len(found), 1) + codes)[0].astype(np.int64)
+    return number, np.unique(number, return_index=True)[1].astype(np.int64)
+
+
+def _walk(rows: Ints, parent: Ints, value: Floats) -> Ints:
+    """``rows`` reordered: callers before callees, of callees the largest value first."""
+    ordered = rows[np.argsort(-value[rows], kind="stable")].tolist()
+    above = parent[ordered].tolist()
+    known = set(ordered)
+    children: dict[int, list[int]] = {}
+    for row, over in zip(ordered, above, strict=True):
+        children.setdefault(over if over in known else -1, []).append(row)
+    result: list[int] = []
+    stack = children.get(-1, [])[::-1]
+    while stack:
+        row = stack.pop()
+        result.append(row)
+        stack += children.get(row, [])[::-1]
+    return np.array(result, dtype=np.int64)
+
+
+def _hot_path(rows: Ints, above: Ints, inclusive: Floats) -> Bools:
+    """Which contexts (n,) are on the hot path; ``rows`` as :func:`_walk` orders them."""
+    hot = np.zeros(len(above), dtype=bool)
+    last = -1
+    for row in rows.tolist():
+        # The first callee after its caller is its largest.
+        if last < 0 or (above[row] == last and inclusive[row] >= HOT * inclusive[last]):
+            hot[row] = True
+            last = row
+        elif above[row] == last:
+            break
+    return hot
+
+
+def _level(
+    depth: int, parent: Ints, key: Ints, number: Ints, own: Floats, reached: Floats
+) -> pd.DataFrame:
+    """Rows of one depth of the bottom-up view."""
+    return pd.DataFrame(
+        {
+            "depth": depth,
+            "parent": parent,
+            "key": key,
+            "exclusive": np.bincount(number, own, len(key)),
+            "inclusive": np.bincount(number, reached, len(key)),
+        }
+    )
+
+
+def _functions(levels: list[pd.DataFrame], rows: Ints) -> Ints:
+    """The depth-0 row that each of ``rows`` belongs to."""
+    parent = np.concatenate([level["parent"].to_numpy() for level in levels])
+    while (below := parent[rows] >= 0).any():
+        rows = np.where(below, parent[rows], rows)
+    return rows

@@ -1,0 +1,759 @@
+"""Predicts the step time after a change of parameters, without running the changed step.
+
+``then = sum over parts of now x ratio``: every part and phase that a change touches is
+scaled by how its time alone changed in a probe (:mod:`dlrm_workbook.evidence.probes`); the others
+stay as measured. What the profile says is measured under a profiler, so it is first
+scaled to the median iteration that ran without one. Batches made by another thread are
+in the step only for as long as the step waits for them (:mod:`.whatif_overlap`). Where
+no probe exists, the ratio of the least times that work and ceilings allow stands in, with
+a wider range (:mod:`.whatif_roofline`).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from dlrm_core.config import Parameters, parameters_from_sections
+from dlrm_core.errors import InputError
+from dlrm_core.machine import Device, device, device_of_driver
+from dlrm_core.parts import ITERATION_SPAN, parse_span
+from dlrm_workbook.analysis.attribution import (
+    attribute,
+    iteration_count,
+    main_thread,
+    step_contexts,
+)
+from dlrm_workbook.analysis.roofline import least_times
+from dlrm_workbook.analysis.work import part_work
+from dlrm_workbook.changes import (
+    NEUTRAL,
+    changed_leaves,
+    changed_parameters,
+    signature,
+    touched_components,
+)
+from dlrm_workbook.recordings.profile import Profile
+
+# The measured step that a prediction starts from: its parts, without the profiler's cost.
+
+KEYS = ["component", "phase"]
+
+LEAST_ITERATIONS = 5
+"""Undisturbed ones, fewer than which say less than all together."""
+
+DISTURBED = 0.05
+"""Share of an iteration spent waiting for a core above which others disturbed it."""
+
+
+def profile_parameters(profile: Profile) -> Parameters:
+    """The parameters that the profiled run had.
+
+    Raises:
+        InputError: the profile does not say.
+    """
+    sections = profile.meta.get("parameters")
+    if not sections:
+        raise InputError("the profile does not say with which parameters it ran")
+    return parameters_from_sections(sections)
+
+
+def unprofiled_ms(profile: Profile) -> float | None:
+    """Median time of an iteration without the profiler, data included; None if unknown."""
+    calm = _undisturbed_ms(profile.meta.get("counters") or {})
+    if len(calm) >= LEAST_ITERATIONS:
+        return statistics.median(calm)
+    each = profile.meta.get("unprofiled_iteration_ms")
+    if each:
+        return statistics.median(each)
+    for made in profile.meta.get("passes", []):
+        if made.get("name") == "unprofiled" and made.get("ms_per_iteration"):
+            return float(made["ms_per_iteration"])
+        if made.get("unprofiled_ms_per_iteration"):
+            return float(made["unprofiled_ms_per_iteration"])
+    return None
+
+
+def _undisturbed_ms(counters: Mapping[str, list[Any]]) -> list[float]:
+    """Unprofiled iterations during which the thread hardly waited for a core, in ms."""
+    columns = [counters.get(name) for name in ("profiled", "wall_ms", "run_queue_ms")]
+    if not all(columns):
+        return []
+    return [
+        float(wall)
+        for profiled, wall, waited in zip(*columns, strict=False)
+        if not profiled and wall and waited is not None and waited < DISTURBED * wall
+    ]
+
+
+def _plain_parts(each: list[dict[str, float]]) -> dict[tuple[str, str], float]:
+    """Median of each part over the iterations without a profiler; ``other`` is what is left."""
+    known: dict[tuple[str, str], float] = {}
+    if not each or ITERATION_SPAN not in each[0]:
+        return known
+    for name in dict.fromkeys(name for times in each for name in times):
+        part = parse_span(name)
+        if part is not None:
+            known[part] = statistics.median(times.get(name, 0.0) for times in each)
+    whole = statistics.median(times[ITERATION_SPAN] for times in each)
+    known["other", ""] = max(0.0, whole - sum(known.values()))
+    return known
+
+
+def measured_parts(profile: Profile) -> pd.DataFrame:
+    """``component``, ``phase``, ``now_ms``, ``device_ms``: parts of the unprofiled iteration.
+
+    ``device_ms`` is the part of ``now_ms`` in which the GPU computed.
+
+    Raises:
+        InputError: the profile names no part of a model.
+    """
+    found = attribute(profile)
+    if found.empty or found["component"].eq("other").all():
+        raise InputError("the profile names no part of a model, so no change can be predicted")
+    found["device_ms"] = found["time_ms"].where(found["where"].eq("device"), 0.0)
+    parts = found.groupby(KEYS, as_index=False, sort=False)[["time_ms", "device_ms"]].sum()
+    parts = parts.rename(columns={"time_ms": "now_ms"})
+    plain = _plain_parts(profile.meta.get("unprofiled_parts_ms") or [])
+    if plain:
+        named = [plain.get((c, p)) for c, p in parts[KEYS].to_numpy().tolist()]
+        parts["now_ms"] = [0.0 if ms is None else ms for ms in named]
+    whole = unprofiled_ms(profile)
+    if whole is not None:
+        parts[["now_ms", "device_ms"]] *= whole / parts["now_ms"].sum()
+    return parts
+
+
+# Batches made by another thread: how long the step then takes.
+
+
+@dataclass(frozen=True)
+class Contention:
+    """How making a batch and the step slow each other down, and how long either takes alone."""
+
+    step: float
+    """s: the step's time while batches are made, over its time alone."""
+    data: float
+    """g: a batch's time while the step runs, over its time alone."""
+    data_alone_ms: float
+    step_alone_ms: float
+
+    @classmethod
+    def of(cls, found: Mapping[str, Any]) -> Contention:
+        """From the ``overlap`` of a probe."""
+        halves = found["halves"]
+        alone = sum(half["alone_ms"] for half in halves.values())
+        beside = sum(half["beside_ms"] for half in halves.values())
+        made = sum(found["data_beside_ms"][name] * halves[name]["beside_ms"] for name in halves)
+        return cls(
+            step=max(1.0, beside / alone),
+            data=max(1.0, made / beside / found["data_alone_ms"]),
+            data_alone_ms=found["data_alone_ms"],
+            step_alone_ms=alone,
+        )
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """How an iteration comes about from making its batch and from the rest of the step."""
+
+    beside: bool = False
+    """Whether batches are made in another thread after the change."""
+    step: float = 1.0
+    data: float = 1.0
+    """Slow-downs s and g."""
+    rest_scale: float = 1.0
+    """The rest alone over what was measured: less than 1 where that was slowed already."""
+    data_ms: float | None = None
+    """Making a batch alone after the change, where only the wait for it was measured."""
+
+    @classmethod
+    def of(
+        cls, profile: Profile, probe: Mapping[str, Any], base: Parameters, changed: Parameters
+    ) -> Overlap:
+        """What the probe of a change says; the plain sum where nothing overlaps or was probed."""
+        before, after = probe.get("overlap_base"), probe.get("overlap")
+        was, will = (p.data.loader == "prefetch" for p in (base, changed))
+        if not (was or will) or (was and not before) or (will and not after):
+            return cls()
+        new = Contention.of(after) if will and after else None
+        step, data = (new.step, new.data) if new else (1.0, 1.0)
+        if not was or not before:
+            return cls(will, step, data)
+        old = Contention.of(before)
+        parts = measured_parts(profile)
+        now = float(parts["now_ms"].sum())
+        rest = now - float(parts.loc[parts["component"].eq("data"), "now_ms"].sum())
+        # the model's own figure for the measured step: what it misses, it misses afterwards too
+        scale = now / together_ms(old.data_alone_ms, old.step_alone_ms, old.data, old.step)
+        made = probe.get("parts", {}).get("data", {}).get("forward")
+        alone = probe.get("base", {}).get("data", {}).get("forward")
+        ratio = made / alone if made and alone else 1.0
+        return cls(
+            will, step, data, old.step_alone_ms * scale / rest, old.data_alone_ms * ratio * scale
+        )
+
+    def step_ms(self, data_ms: float, rest_ms: float) -> float:
+        """An iteration, ms.
+
+        Args:
+            data_ms, rest_ms: either after the change, as parts of the measured step scaled.
+        """
+        data = data_ms if self.data_ms is None else self.data_ms
+        rest = rest_ms * self.rest_scale
+        return together_ms(data, rest, self.data, self.step) if self.beside else data + rest
+
+
+def together_ms(data_ms: float, rest_ms: float, data_slow: float, rest_slow: float) -> float:
+    """Time until a batch is made and the step is done, started together.
+
+    Args:
+        data_ms, rest_ms: either alone.
+        data_slow, rest_slow: how many times as long each takes while both run.
+    """
+    if data_ms * data_slow <= rest_ms * rest_slow:
+        both = data_ms * data_slow
+        return both + rest_ms - both / rest_slow
+    both = rest_ms * rest_slow
+    return both + data_ms - both / data_slow
+
+
+# The probes that a recording carries, found by change.
+
+MODEL_ERROR = 0.06
+"""Relative error of a part's ratio that probes make however often they are repeated."""
+
+
+def find_probe(profile: Profile, change: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The probe of exactly this change, one put together from its leaves' own, or None."""
+    probes = probes_of(profile)
+    exact = _among(probes, change)
+    if exact is not None or len(change) < 2:
+        return exact
+    single = [_among(probes, {name: value}) for name, value in change.items()]
+    found = [probe for probe in single if probe is not None and not probe.get("refused")]
+    if len(found) < len(change) or sum("overlap" in probe for probe in found) > 1:
+        return None
+    return _joined(dict(change), found)
+
+
+def _among(probes: Iterable[dict[str, Any]], change: Mapping[str, Any]) -> dict[str, Any] | None:
+    wanted = {name: _plain(value) for name, value in change.items()}
+    for probe in probes:
+        if {name: _plain(value) for name, value in probe["change"].items()} == wanted:
+            return probe
+    return None
+
+
+def _joined(change: dict[str, Any], probes: list[dict[str, Any]]) -> dict[str, Any]:
+    """Several changes at once: the ratios of a part that more than one touches multiply."""
+    parts: dict[str, dict[str, float]] = {}
+    spread: dict[str, dict[str, float]] = {}
+    result: dict[str, Any] = {"change": change, "notices": ["put together from single probes"]}
+    for probe in probes:
+        result |= {key: probe[key] for key in ("overlap", "overlap_base") if key in probe}
+        result["notices"] += probe.get("notices", [])
+        for component, phases in probe["parts"].items():
+            for phase, then in phases.items():
+                now = probe["base"].get(component, {}).get(phase)
+                if not now:
+                    continue
+                ratios, errors = parts.setdefault(component, {}), spread.setdefault(component, {})
+                error = probe.get("spread", {}).get(component, {}).get(phase, 0.0)
+                if phase in ratios:
+                    error = math.hypot(error, errors[phase], MODEL_ERROR)
+                ratios[phase] = ratios.get(phase, 1.0) * then / now
+                errors[phase] = error
+    base = {component: dict.fromkeys(phases, 1.0) for component, phases in parts.items()}
+    return result | {"parts": parts, "base": base, "spread": spread}
+
+
+def probes_of(profile: Profile) -> list[dict[str, Any]]:
+    """All of them; none where the recording was made without."""
+    return list((profile.meta.get("part_probes") or {}).get("changes") or [])
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+# What a change does to parts that nobody probed: ratios of least times.
+
+KNOWN_BY_WORK = frozenset(
+    {
+        "training.batch_size",
+        "training.precision",
+        "training.optimizer",
+        "data.indices_per_lookup",
+        "data.fixed_pooling",
+        "model.mlp_sizes",
+        "model.dense_features",
+        "model.bottom_mlp",
+        "model.top_mlp",
+        "model.embedding_dim",
+        "model.tables",
+        "model.table_rows",
+        "model.interaction",
+        "model.interaction_itself",
+    }
+)
+"""Leaves whose effect is in the operations and bytes of the parts."""
+
+WAITS = ("Synchronize", "cudaStreamWaitEvent", "cudaEventQuery", "_local_scalar_dense")
+"""In the names of calls in which the host waits for the GPU."""
+
+
+def unknown_by_work(base: Parameters, changed: Parameters) -> list[str]:
+    """Changed leaves of which work and ceilings say nothing."""
+    return [leaf for leaf in changed_leaves(base, changed) if leaf not in KNOWN_BY_WORK]
+
+
+def work_ratios(profile: Profile, base: Parameters, changed: Parameters) -> pd.DataFrame:
+    """``component``, ``phase``, ``ratio``: least time after over before, same machine.
+
+    Where a ceiling is missing, the ratio of the operands' bytes.
+    """
+    statistics = profile.meta.get("data_statistics")
+    if signature(base, "embedding") != signature(changed, "embedding"):
+        # measured bags are of the unchanged run: both sides by the law
+        statistics = None
+    ceilings = profile.meta.get("ceilings") or {}
+    where = profile.device
+    tables = []
+    for parameters in (base, changed):
+        work = part_work(parameters, statistics, where)
+        least = least_times(parameters, ceilings, statistics, where)
+        tables.append(work.merge(least, on=KEYS, how="left"))
+    both = tables[0].merge(tables[1], on=KEYS, suffixes=("_now", "_then"))
+    least_ratio = both["ceiling_ms_then"] / both["ceiling_ms_now"].where(both["ceiling_ms_now"] > 0)
+    now = both["read_bytes_now"] + both["written_bytes_now"]
+    then = both["read_bytes_then"] + both["written_bytes_then"]
+    ratio = least_ratio.fillna(then / now.where(now > 0)).fillna(1.0)
+    return both[KEYS].assign(ratio=ratio)
+
+
+def device_ratios(profile: Profile, base: Parameters, name: str) -> tuple[pd.DataFrame, str]:
+    """``component``, ``phase``, ``ratio`` of device time on another GPU; which GPU was measured.
+
+    Both sides by data sheets: a measured ceiling against a printed peak would compare
+    how they were found.
+
+    Raises:
+        InputError: the profile is not of a listed GPU, or the other one is not listed or
+            too small.
+    """
+    other = device(name)
+    if profile.device != "cuda":
+        raise InputError(
+            f"device={other.name} cannot be predicted from a profile of the CPU: how near the "
+            "model comes to a GPU's ceilings is known only from a GPU; profile it on any GPU"
+        )
+    measured = measured_gpu(profile)
+    least = []
+    for gpu in (measured, other):
+        precision = getattr(base.training, "precision", "fp32")
+        if precision not in gpu.tflops:
+            raise InputError(
+                f"training.precision is {precision!r}, which {gpu.name} has no units for"
+            )
+        least.append(least_times(base, gpu.ceilings(), profile.meta.get("data_statistics"), "cuda"))
+    both = least[0].merge(least[1], on=KEYS, suffixes=("_now", "_then"))
+    ratio = both["ceiling_ms_then"] / both["ceiling_ms_now"].where(both["ceiling_ms_now"] > 0)
+    by_memory = measured.memory_gb_per_s / other.memory_gb_per_s
+    return both[KEYS].assign(ratio=ratio.fillna(by_memory)), measured.name
+
+
+def measured_gpu(profile: Profile) -> Device:
+    """The listed GPU that a profile was measured on.
+
+    Raises:
+        InputError: its name is not known.
+    """
+    names = [str(profile.meta.get("device_name") or "")]
+    names += map(str, (profile.meta.get("machine") or {}).get("gpus") or [])
+    for name in names:
+        if (found := device_of_driver(name)) is not None:
+            return found
+    raise InputError(
+        f"the measured GPU ({', '.join(filter(None, names)) or 'unnamed'}) is not listed"
+    )
+
+
+def host_ms(profile: Profile) -> float:
+    """Host time of an iteration that is not waiting for the GPU, ms: no GPU makes it shorter."""
+    if not profile.has("cpu_time_ms"):
+        return 0.0
+    own = profile.value_table("cpu_time_ms", profiles=[main_thread(profile)]).to_numpy()
+    names = profile.contexts["name"].to_numpy(dtype=str)
+    waits = np.zeros(len(names), dtype=bool)
+    for word in WAITS:
+        waits |= np.char.find(names, word) >= 0
+    inside = step_contexts(profile, other_threads=False)
+    return float(own[inside & ~waits].sum()) / iteration_count(profile)
+
+
+def merged(parts: pd.DataFrame, ratios: pd.DataFrame) -> np.ndarray:
+    """The ratio of every row of ``parts``; NaN where there is none."""
+    table = parts[KEYS].merge(ratios, on=KEYS, how="left")
+    return table["ratio"].to_numpy(dtype=float)
+
+
+def plain_change(change: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
+    """A change without ``device``, and the GPU that it names, if any."""
+    rest = {name: value for name, value in change.items() if name != "device"}
+    named = change.get("device")
+    if named is not None and not isinstance(named, str):
+        raise InputError(f"device is {named!r}, expected the name of a GPU such as H100-SXM")
+    return rest, named
+
+
+ROOFLINE_ERROR = 0.25
+"""Relative error of a ratio of least times."""
+
+STEP_ERROR = 0.03
+"""Relative error of the whole changed step: its parts disturb each other in caches and heap."""
+
+OVERLAP_ERROR = 0.08
+"""Relative error of a step beside which batches are made."""
+
+COVER = 1.64
+"""Half width of a range in standard errors: 90 % of a normal distribution."""
+
+COLUMNS = ["component", "phase", "now_ms", "then_ms", "low_ms", "high_ms", "method"]
+
+
+_NUMBERS_AND_WORDS = ("change", "now_ms", "low_ms", "mid_ms", "high_ms", "method", "notices")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The step time that a change is expected to lead to, in ms an iteration."""
+
+    change: dict[str, Any]
+    now_ms: float
+    """Median iteration as it is, without a profiler."""
+    low_ms: float
+    mid_ms: float
+    high_ms: float
+    """The range holds the measured value in about nine cases of ten."""
+    parts: pd.DataFrame
+    """``component``, ``phase``, ``now_ms``, ``then_ms``, ``low_ms``, ``high_ms``, ``method``."""
+    method: str
+    """'probes', 'roofline', 'probes and roofline', or 'measured' where nothing changes."""
+    notices: list[str] = field(default_factory=list)
+    samples_now: int = 0
+    """Samples of an iteration as it is."""
+    samples_then: int = 0
+    probe: dict[str, Any] = field(default_factory=dict)
+    """What the prediction rests on, an entry of ``meta["part_probes"]["changes"]``."""
+
+    @property
+    def speedup(self) -> dict[str, float]:
+        """Time a sample now over then: ``low``, ``mid``, ``high``."""
+        more = self.samples_then / self.samples_now if self.samples_now else 1.0
+        ends = {"low": self.high_ms, "mid": self.mid_ms, "high": self.low_ms}
+        return {name: more * self.now_ms / then for name, then in ends.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "change": dict(self.change),
+            "now_ms": self.now_ms,
+            "low_ms": self.low_ms,
+            "mid_ms": self.mid_ms,
+            "high_ms": self.high_ms,
+            "speedup": self.speedup,
+            "method": self.method,
+            "notices": list(self.notices),
+            "parts": self.parts.to_dict("records"),
+            "samples": [self.samples_now, self.samples_then],
+        }
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> Prediction:
+        """What :meth:`to_dict` made, without the probe it rests on."""
+        values = {name: document[name] for name in _NUMBERS_AND_WORDS}
+        samples = dict(zip(("samples_now", "samples_then"), document["samples"], strict=True))
+        return cls(**values, parts=pd.DataFrame(document["parts"]), **samples)
+
+
+def predict(profile: Profile, change: Mapping[str, Any]) -> Prediction:
+    """What the step would take after a change of any parameters.
+
+    Args:
+        profile: a measured run; its probes are used where they hold this change.
+        change: dotted leaf to value, ``{"training.batch_size": 4096}``; ``device`` names
+            another GPU (:mod:`dlrm_workbook.analysis.roofline`).
+
+    Raises:
+        InputError: the change is no valid one, or there is nothing to predict it from;
+            the message says what is missing.
+    """
+    leaves, gpu = plain_change(change)
+    if gpu is None and not leaves:
+        raise InputError("the change is empty; expected leaves such as training.batch_size")
+    base = profile_parameters(profile)
+    changed, notices = changed_parameters(base, leaves) if leaves else (base, [])
+    parts = measured_parts(profile)
+    touched = touched_components(base, changed)
+    probe = find_probe(profile, leaves) if touched else None
+    if probe is not None and not probe.get("refused"):
+        notices += [text for text in probe.get("notices", []) if text not in notices]
+        ratio, error, method = _probed(parts, probe)
+    elif touched:
+        refuse_without_work(profile, base, changed, probe)
+        notices.append("not probed: predicted from work and ceilings")
+        ratio, error, method = _by_work(parts, profile, base, changed)
+    else:
+        ratio, error, method = np.ones(len(parts)), np.zeros(len(parts)), _same(parts)
+        if gpu is None:
+            notices.append("the change touches no part of the step: its time stays")
+    if gpu is not None:
+        ratio, error, method, measured = _on_other_gpu(parts, profile, changed, gpu, ratio, error)
+        notices.append(
+            f"the share of its ceilings that {measured} reaches is carried over to {gpu}"
+        )
+    table = _table(parts, ratio, error, method)
+    floor = host_ms(profile) if profile.device == "cuda" else 0.0
+    low, mid, high = total(table, Overlap.of(profile, probe or {}, base, changed), floor)
+    used = sorted(set(table["method"]) - {"measured"}) or ["measured"]
+    return Prediction(
+        change=dict(change),
+        now_ms=float(parts["now_ms"].sum()),
+        low_ms=low,
+        mid_ms=mid,
+        high_ms=high,
+        parts=table,
+        method=" and ".join(used),
+        notices=notices,
+        samples_now=base.training.batch_size,
+        samples_then=changed.training.batch_size,
+        probe=dict(probe or {}),
+    )
+
+
+def predict_change(
+    parameters: Parameters, profile: Profile, change: Mapping[str, Any], seconds: float = 12.0
+) -> Prediction:
+    """Probe a change on this machine now, then predict it from the profile.
+
+    Costs about ``seconds``, the time to make the tables, and their memory (twice where
+    the change is of the tables). The profile must be of this machine and device.
+
+    Raises:
+        InputError: as :func:`predict`.
+    """
+    from dlrm_workbook.evidence.probes import probe_changes
+
+    probes = probe_changes(parameters, [change], seconds)
+    meta = profile.meta | {"part_probes": probes}
+    probed = Profile(
+        profile.contexts,
+        profile.metrics,
+        profile.values,
+        profile.threads,
+        profile.trace,
+        profile.iterations,
+        meta,
+    )
+    return predict(probed, change)
+
+
+def what_if_table(
+    profile: Profile, changes: Iterable[Mapping[str, Any]] | None = None
+) -> pd.DataFrame:
+    """Predictions, the largest speedup first.
+
+    Args:
+        changes: those that the profile has probes for if None.
+
+    Returns:
+        ``change`` (text), ``now_ms``, ``low_ms``, ``mid_ms``, ``high_ms`` (an
+        iteration), ``speedup_low``, ``speedup_mid``, ``speedup_high`` (of a sample),
+        ``method``, ``note`` (why there is no prediction, or what else changes); NaN
+        where there is none.
+    """
+    if changes is None:
+        changes = [probe["change"] for probe in probes_of(profile)]
+    rows = []
+    for change in changes:
+        row: dict[str, Any] = {"change": _spelt(change)}
+        try:
+            made = predict(profile, change)
+        except InputError as error:
+            rows.append(row | {"note": str(error)})
+            continue
+        row |= {name: getattr(made, name) for name in ("now_ms", "low_ms", "mid_ms", "high_ms")}
+        row |= {f"speedup_{end}": ratio for end, ratio in made.speedup.items()}
+        rows.append(row | {"method": made.method, "note": "; ".join(made.notices)})
+    columns = ["change", "now_ms", "low_ms", "mid_ms", "high_ms", "speedup_low", "speedup_mid"]
+    table = pd.DataFrame(rows, columns=[*columns, "speedup_high", "method", "note"])
+    return table.sort_values("speedup_mid", ascending=False, ignore_index=True)
+
+
+def what_if_parts(
+    profile: Profile, changes: Iterable[Mapping[str, Any]] | None = None
+) -> pd.DataFrame:
+    """The parts of every predicted step, of the step as it is first.
+
+    Returns:
+        ``change``, ``component``, ``time_ms``: for as many samples as an iteration has
+        now, so they sum to ``now_ms`` over the speedup. Changes without a prediction
+        are left out. Empty if the profile names no parts.
+    """
+    if changes is None:
+        changes = [probe["change"] for probe in probes_of(profile)]
+    try:
+        now = measured_parts(profile).rename(columns={"now_ms": "time_ms"})
+    except InputError:
+        return pd.DataFrame({name: [] for name in ("change", "component", "time_ms")})
+    tables = [("as it is", now)]
+    for change in changes:
+        try:
+            made = predict(profile, change)
+        except InputError:
+            continue
+        parts = made.parts.rename(columns={"then_ms": "time_ms"})
+        samples = made.samples_now / made.samples_then
+        parts["time_ms"] *= made.mid_ms * samples / parts["time_ms"].sum()
+        tables.append((_spelt(change), parts))
+    return pd.concat(
+        [table[["component", "time_ms"]].assign(change=name) for name, table in tables],
+        ignore_index=True,
+    )[["change", "component", "time_ms"]]
+
+
+Scaling = tuple[np.ndarray, np.ndarray, list[str]]
+"""Ratio, its relative error and the method, of every row of the parts."""
+
+
+def _same(parts: pd.DataFrame) -> list[str]:
+    return ["measured"] * len(parts)
+
+
+def _probed(parts: pd.DataFrame, probe: Mapping[str, Any]) -> Scaling:
+    """By how each touched part's time alone changed."""
+    ratio, error, method = np.ones(len(parts)), np.zeros(len(parts)), _same(parts)
+    for row, (component, phase) in enumerate(parts[KEYS].to_numpy().tolist()):
+        then = probe.get("parts", {}).get(component, {}).get(phase)
+        now = probe.get("base", {}).get(component, {}).get(phase)
+        if then is None or not now:
+            continue
+        spread = probe.get("spread", {}).get(component, {}).get(phase, 0.0)
+        ratio[row], error[row] = then / now, math.hypot(spread, MODEL_ERROR)
+        method[row] = "probes"
+    return ratio, error, method
+
+
+def _by_work(
+    parts: pd.DataFrame, profile: Profile, base: Parameters, changed: Parameters
+) -> Scaling:
+    """By the ratio of least times; on a GPU the host's share of a part stays."""
+    found = merged(parts, work_ratios(profile, base, changed))
+    known = np.isfinite(found)
+    ratio = np.where(known, found, 1.0)
+    if profile.device == "cuda":
+        share = (parts["device_ms"] / parts["now_ms"].where(parts["now_ms"] > 0)).fillna(0.0)
+        ratio = 1 + (ratio - 1) * share.to_numpy()
+    differs = known & (np.abs(ratio - 1) > 1e-9)
+    error = np.where(differs, ROOFLINE_ERROR * np.minimum(1.0, np.abs(np.log2(ratio))), 0.0)
+    return ratio, error, ["roofline" if there else "measured" for there in differs]
+
+
+def _on_other_gpu(
+    parts: pd.DataFrame,
+    profile: Profile,
+    changed: Parameters,
+    gpu: str,
+    ratio: np.ndarray,
+    error: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray, list[str], str]:
+    """The device's time by the data sheets; the host's stays."""
+    ratios, measured = device_ratios(profile, changed, gpu)
+    there = np.nan_to_num(merged(parts, ratios), nan=1.0)
+    share = (parts["device_ms"] / parts["now_ms"].where(parts["now_ms"] > 0)).fillna(0.0).to_numpy()
+    moved = 1 + (there - 1) * share
+    error = np.hypot(error, ROOFLINE_ERROR * np.minimum(1.0, np.abs(np.log2(moved))))
+    return ratio * moved, error, ["roofline"] * len(parts), measured
+
+
+def _table(
+    parts: pd.DataFrame, ratio: np.ndarray, error: np.ndarray, method: list[str]
+) -> pd.DataFrame:
+    table = parts[[*KEYS, "now_ms"]].copy()
+    table["then_ms"] = table["now_ms"] * ratio
+    table["low_ms"] = table["then_ms"] / (1 + COVER * error)
+    table["high_ms"] = table["then_ms"] * (1 + COVER * error)
+    table["method"] = method
+    return table[COLUMNS]
+
+
+def total(
+    table: pd.DataFrame, overlap: Overlap, floor_ms: float = 0.0
+) -> tuple[float, float, float]:
+    """Low, mid and high of the whole step, ms.
+
+    The parts' errors are partly the same (a warm cache serves all), partly their own:
+    halfway between their sum and the root of their squares.
+
+    Args:
+        table: ``component``, ``now_ms``, ``then_ms``, ``low_ms``, ``high_ms``.
+        floor_ms: the host's own time, below which no GPU brings the step.
+    """
+    is_data = table["component"].eq("data")
+    data, rest = table.loc[is_data, "then_ms"].sum(), table.loc[~is_data, "then_ms"].sum()
+
+    def joined(reach: pd.Series) -> float:
+        return float((reach.sum() + math.sqrt((reach**2).sum())) / 2 / (data + rest))
+
+    mid = overlap.step_ms(float(data), float(rest))
+    errors = [OVERLAP_ERROR] if overlap.beside else []
+    if overlap.beside or not table["then_ms"].equals(table["now_ms"]):
+        errors.append(STEP_ERROR)
+    own = COVER * math.hypot(*errors)
+    down = math.hypot(joined(table["then_ms"] - table["low_ms"]), own / (1 + own))
+    up = math.hypot(joined(table["high_ms"] - table["then_ms"]), own)
+    low, mid, high = (max(end, floor_ms) for end in (mid * (1 - down), mid, mid * (1 + up)))
+    return low, mid, high
+
+
+def refuse_without_work(
+    profile: Profile,
+    base: Parameters,
+    changed: Parameters,
+    probe: Mapping[str, Any] | None,
+) -> None:
+    """Refuse what neither probes nor work can predict.
+
+    Raises:
+        InputError: naming the leaves, and how they can be predicted.
+    """
+    unknown = [leaf for leaf in unknown_by_work(base, changed) if leaf not in NEUTRAL]
+    if not unknown:
+        return
+    if probe is not None and probe.get("refused"):
+        raise InputError(f"{_spelt(probe['change'])} cannot be predicted: {probe['refused']}")
+    known = "; ".join(_spelt(each["change"]) for each in probes_of(profile))
+    raise InputError(
+        f"{', '.join(unknown)} cannot be predicted from this profile: its effect is not in the "
+        "operations and bytes of the model, and it was not probed in this run "
+        + (f"(probed were: {known})" if known else "(it holds no probes: profiling.probes)")
+        + "; dlrm run compare probes any change before it runs it"
+    )
+
+
+def _spelt(change: Mapping[str, Any]) -> str:
+    """A change as one writes it behind -p."""
+
+    def value(given: Any) -> str:
+        if isinstance(given, bool):
+            return str(given).lower()
+        return "-".join(map(str, given)) if isinstance(given, list | tuple) else str(given)
+
+    return ", ".join(f"{name}={value(given)}" for name, given in change.items())

@@ -1,0 +1,264 @@
+"""What each subcommand of ``dlrm`` takes. Only the standard library is imported here."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def parameters_file(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """``-f`` and ``-p``: the parameters of a run."""
+    parser.add_argument(
+        "-f", "--file", required=required, metavar="FILE", help="parameters file (YAML)"
+    )
+    parser.add_argument(
+        "-p",
+        "--parameter",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="override one parameter, such as training.batch_size=4096 (repeatable)",
+    )
+
+
+def run(parser: argparse.ArgumentParser) -> None:
+    """Of ``dlrm run``."""
+    parser.add_argument(
+        "notebook", metavar="NOTEBOOK|all", help="a notebook's name (train, profile, ...), or all"
+    )
+    parameters_file(parser)
+    parser.add_argument(
+        "--output-root", metavar="DIR", help="where dated run folders go (default: outputs/)"
+    )
+    parser.add_argument(
+        "--resume",
+        metavar="FOLDER",
+        help="go on with an unfinished sweep, comparison or scaling measurement: what finished is "
+        "not run again",
+    )
+    parser.add_argument(
+        "--cell-timeout",
+        type=float,
+        default=7200.0,
+        metavar="S",
+        help="end a cell that takes longer than S seconds (default: %(default)g; 0: never)",
+    )
+
+
+def train(parser: argparse.ArgumentParser) -> None:
+    """Of ``dlrm train``."""
+    parameters_file(parser)
+    parser.add_argument(
+        "--output", metavar="DIR", help="folder for metrics.jsonl (default: none is written)"
+    )
+    parser.add_argument(
+        "--resume",
+        metavar="DIR",
+        help="go on from a checkpoint, a folder of checkpoints, or 'latest' (of the run's own "
+        "folder; none there yet: from the beginning); the same as -p training.resume=DIR",
+    )
+    parser.add_argument(
+        "--spans",
+        action="store_true",
+        help="add to the last line when each part began and ended (ns since the epoch)",
+    )
+
+
+def evaluate(parser: argparse.ArgumentParser) -> None:
+    """Of ``dlrm evaluate``."""
+    parameters_file(parser)
+    from_checkpoint(parser)
+
+
+def infer(parser: argparse.ArgumentParser) -> None:
+    """Of ``dlrm infer``."""
+    parameters_file(parser)
+    from_checkpoint(parser)
+    parser.add_argument(
+        "--batch-sizes",
+        metavar="N,...",
+        help="measure each of these batch sizes (default: training.batch_size)",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=1000, help="of each batch size (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="end a batch size's steps after S seconds (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--protocol",
+        choices=("steady", "nvidia"),
+        default="steady",
+        help="'steady': warm-up is found in the latencies; 'nvidia': NVIDIA's benchmark, which "
+        "leaves out the first 10 of 1000 steps (default: %(default)s)",
+    )
+
+
+def protocols(parser: argparse.ArgumentParser) -> None:
+    """Of ``dlrm protocols``."""
+    parameters_file(parser)
+    parser.add_argument(
+        "--iterations", type=int, default=500, help="of training, as NVIDIA's (default: 500)"
+    )
+    parser.add_argument(
+        "--batch-sizes",
+        default="1,64,2048",
+        metavar="N,...",
+        help="of inference; '' measures none (default: %(default)s)",
+    )
+    parser.add_argument("--steps", type=int, default=1000, help="of inference (default: 1000)")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="of inference at most, a batch size (default: %(default)g)",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the record there")
+
+
+def from_checkpoint(parser: argparse.ArgumentParser) -> None:
+    """``--checkpoint``: where weights are from."""
+    parser.add_argument(
+        "--checkpoint",
+        metavar="DIR",
+        help="a checkpoint or a folder of them, its newest (default: initial weights)",
+    )
+
+
+def record(parser: argparse.ArgumentParser) -> None:
+    """Of ``dlrm record``."""
+    parameters_file(parser)
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder of the recording")
+
+
+def bench(parser: argparse.ArgumentParser) -> None:
+    """Of ``dlrm bench``."""
+    parameters_file(parser, required=False)
+    parser.add_argument(
+        "--reference",
+        metavar="FILE",
+        help="parameters to compare with (default: those of -f without options for speed; "
+        "without -f, seed.yaml)",
+    )
+    parser.add_argument(
+        "--peer", metavar="DIR", help="a facebookresearch/dlrm checkout, run as its own process"
+    )
+    parser.add_argument(
+        "--embeddings",
+        metavar="GROUP,...",
+        nargs="?",
+        const="all",
+        help="instead of steps: forward, backward and update of the embeddings by every back "
+        "end, and the contention study; groups: sgd, rowwise, adagrad, contention",
+    )
+    parser.add_argument(
+        "--torchrec", action="store_true", help="TorchRec's DLRM as well, where it is installed"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
+    parser.add_argument(
+        "--iterations", type=int, default=8, help="counted iterations a run (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--threads",
+        metavar="N,...",
+        default="1",
+        help="CPU threads; several are measured one after the other (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--cores",
+        type=int,
+        metavar="N",
+        help="confine every contestant to N cores (default: all; a prefetching loader uses a "
+        "second one)",
+    )
+    parser.add_argument(
+        "--precision",
+        metavar="P,...",
+        default="",
+        help="also run the tuned parameters in these precisions (bf16, fp16)",
+    )
+    parser.add_argument(
+        "--shape",
+        metavar="NAME,...",
+        help="shapes to compare: 8x1M-100, 8x1M-10, 26x100k-10, 8x1M-10-b16384, all",
+    )
+    parser.add_argument(
+        "--growth", metavar="WHAT,...", help="how figures grow with: batch, tables, dim, pooling"
+    )
+    parser.add_argument(
+        "--ablation",
+        action="store_true",
+        help="what each option of the tuned parameters brings: switched off alone, and added "
+        "one by one",
+    )
+    parser.add_argument(
+        "--roofline",
+        action="store_true",
+        help="the share of this machine's measured limits that the tuned parameters reach",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the results there")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the benchmark in --json: what it holds is not measured again",
+    )
+
+
+def gpu_check(parser: argparse.ArgumentParser) -> None:
+    """Of ``dlrm gpu-check``."""
+    parser.add_argument("--json", required=True, metavar="FILE", help="write the results there")
+    parser.add_argument(
+        "--peer", metavar="DIR", help="a facebookresearch/dlrm checkout, run with --use-gpu"
+    )
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=450.0,
+        metavar="SECONDS",
+        help="stages that it leaves no time for are skipped (default: %(default)s)",
+    )
+
+
+def capacity(parser: argparse.ArgumentParser) -> None:
+    """Of ``dlrm capacity``."""
+    parameters_file(parser)
+    print_json(parser)
+
+
+def stability(parser: argparse.ArgumentParser) -> None:
+    """Of ``dlrm stability``."""
+    parameters_file(parser)
+    parser.add_argument("--seeds", type=int, default=10, help="runs (default: %(default)s)")
+    parser.add_argument("--first-seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument(
+        "--output",
+        required=True,
+        metavar="DIR",
+        help="folder of the runs and of stability.json; runs that finished there are kept",
+    )
+
+
+def data(parser: argparse.ArgumentParser) -> None:
+    """Of ``dlrm data``."""
+    from dlrm_core.data.files.command_line import add_arguments
+
+    add_arguments(parser)
+
+
+def no_arguments(parser: argparse.ArgumentParser) -> None:
+    """For a subcommand that takes none."""
+
+
+def database(parser: argparse.ArgumentParser) -> None:
+    """Of ``dlrm database``."""
+    parser.add_argument("path", metavar="PATH", help="an HPCToolkit database (hpcprof's -o)")
+    print_json(parser)
+
+
+def print_json(parser: argparse.ArgumentParser) -> None:
+    """``--json``: for programs."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -1,0 +1,338 @@
+"""Energy and power while a run trains: NVML for GPUs, RAPL for processors, or the reason.
+
+Both count energy themselves, so reading them at the start and at the end is enough and
+nothing disturbs the run. Two exceptions have a thread that sleeps nearly always: a GPU
+without an energy counter is asked for its power ten times a second, and a RAPL counter
+that would come round unnoticed is read in between, minutes apart.
+
+Sources: NVML, ``nvmlDeviceGetTotalEnergyConsumption`` and ``nvmlDeviceGetPowerUsage``
+(https://docs.nvidia.com/deploy/nvml-api/); Linux, Documentation/power/powercap/powercap.rst
+and Documentation/ABI/testing/sysfs-class-powercap.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+POWERCAP = Path("/sys/class/powercap")
+
+SAMPLE_S = 0.1
+"""Between two samples of a GPU's power."""
+
+MOST_WATTS = 1000.0
+"""More than any processor package draws: how soon its counter could come round."""
+
+
+class Counter(Protocol):
+    """Something that counts its energy.
+
+    Attributes:
+        device: what it measures, as ``gpu 0 (NVIDIA H100)`` or ``package-0``.
+        method: how, for the record.
+        period_s: how often :meth:`energy_j` must be called at least; None: no need to.
+    """
+
+    device: str
+    method: str
+    period_s: float | None
+
+    def energy_j(self) -> float:
+        """Joules since some moment in the past; raises OSError where it cannot be read."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one device used while it was measured."""
+
+    device: str
+    method: str
+    energy_j: float
+    power_w: float
+    """The mean."""
+
+
+@dataclass(frozen=True)
+class Power:
+    """What all measured devices used together.
+
+    Attributes:
+        readings: one a device.
+        not_measured: what was looked for and is not there, with the reason.
+        seconds: that were measured.
+    """
+
+    readings: tuple[Reading, ...]
+    not_measured: dict[str, str]
+    seconds: float
+
+    @property
+    def energy_j(self) -> float | None:
+        """Joules of all readings; None without any."""
+        return sum(r.energy_j for r in self.readings) if self.readings else None
+
+    @property
+    def power_w(self) -> float | None:
+        """Mean watts of all readings; None without any."""
+        return sum(r.power_w for r in self.readings) if self.readings else None
+
+    def figures(self, samples: int) -> dict[str, Any]:
+        """As result.json has them: ``power_w``, ``samples_per_joule``, ``power``.
+
+        Samples a joule are samples a second and watt.
+        """
+        energy = self.energy_j
+        return {
+            "power_w": self.power_w,
+            "samples_per_joule": samples / energy if energy and samples else None,
+            "power": {
+                "energy_j": energy,
+                "seconds": self.seconds,
+                "readings": [asdict(reading) for reading in self.readings],
+                "not_measured": dict(self.not_measured),
+            },
+        }
+
+
+class PowerMeter:
+    """Measures from :meth:`start` to :meth:`stop`.
+
+    Args:
+        counters, not_measured: as :func:`find_counters` gives them.
+    """
+
+    def __init__(self, counters: Sequence[Counter], not_measured: dict[str, str]) -> None:
+        self._counters = list(counters)
+        self._not_measured = dict(not_measured)
+        self._begin: list[tuple[Counter, float]] = []
+        self._started = 0.0
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> PowerMeter:
+        """Read all counters, and begin to watch those that need it."""
+        self._begin = []
+        for counter in self._counters:
+            try:
+                self._begin.append((counter, counter.energy_j()))
+            except OSError as error:
+                self._not_measured[counter.device] = str(error)
+        self._started = time.perf_counter()
+        periods = [c.period_s for c, _ in self._begin if c.period_s is not None]
+        if periods:
+            self._stop.clear()
+            self._thread = threading.Thread(
+                target=self._watch, args=(min(periods),), name="dlrm-power", daemon=True
+            )
+            self._thread.start()
+        return self
+
+    def stop(self) -> Power:
+        """Read all counters again."""
+        seconds = time.perf_counter() - self._started
+        readings = []
+        for counter, before in self._begin:
+            try:
+                energy = counter.energy_j() - before
+            except OSError as error:
+                self._not_measured[counter.device] = str(error)
+                continue
+            power = energy / seconds if seconds > 0 else 0.0
+            readings.append(Reading(counter.device, counter.method, energy, power))
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        return Power(tuple(readings), dict(self._not_measured), seconds)
+
+    def _watch(self, period_s: float) -> None:
+        watched = [c for c, _ in self._begin if c.period_s is not None]
+        while not self._stop.wait(period_s):
+            for counter in watched:
+                with contextlib.suppress(OSError):  # stop() will say
+                    counter.energy_j()
+
+
+def power_meter(device: torch.device) -> PowerMeter:
+    """A meter of the processor, and of the GPU that the run uses."""
+    return PowerMeter(*find_counters(device))
+
+
+def find_counters(
+    device: torch.device, powercap: Path = POWERCAP
+) -> tuple[list[Counter], dict[str, str]]:
+    """What can be measured on this machine, and what cannot and why."""
+    counters: list[Counter] = []
+    missing: dict[str, str] = {}
+    if device.type == "cuda":
+        try:
+            counters.append(gpu_counter(device))
+        except OSError as error:
+            missing["gpu"] = str(error)
+    try:
+        counters += rapl_counters(powercap)
+    except OSError as error:
+        missing["processor"] = str(error)
+    return counters, missing
+
+
+class Rapl:
+    """Energy of a processor package, or of the memory beside it; of all its processes.
+
+    Args:
+        zone: a folder of powercap with ``energy_uj``.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+
+    def __init__(self, zone: Path, device: str) -> None:
+        self.device = device
+        self.method = "RAPL energy counter"
+        self._file = zone / "energy_uj"
+        self._range_uj = int((zone / "max_energy_range_uj").read_text())
+        # half the time in which the counter can come round
+        self.period_s: float | None = self._range_uj / 1e6 / MOST_WATTS / 2
+        self._lock = threading.Lock()
+        self._last_uj = int(self._file.read_text())
+        self._total_uj = 0
+
+    def energy_j(self) -> float:
+        """Joules since this object was made."""
+        with self._lock:
+            now = int(self._file.read_text())
+            self._total_uj += (now - self._last_uj) % (self._range_uj + 1)
+            self._last_uj = now
+            return self._total_uj / 1e6
+
+
+def rapl_counters(powercap: Path = POWERCAP) -> list[Counter]:
+    """Packages and their memory (cores and graphics are parts of a package).
+
+    Raises:
+        OSError: there are none, or they cannot be read; its text says why.
+    """
+    # AMD's counters have Intel's name as well; intel-rapl-mmio shows the same once more
+    zones = sorted(powercap.glob("intel-rapl:*"))
+    if not zones:
+        raise OSError(
+            f"{powercap} has no intel-rapl zone: the kernel has no RAPL driver for this "
+            "processor, or a virtual machine hides it"
+        )
+    found: list[Counter] = []
+    denied: list[str] = []
+    for zone in zones:
+        try:
+            name = (zone / "name").read_text().strip()
+        except OSError:
+            continue
+        if not name.startswith(("package", "dram")):
+            continue
+        package = zone.name.split(":")[1]
+        device = name if name.startswith("package") else f"{name} of package-{package}"
+        try:
+            found.append(Rapl(zone, device))
+        except PermissionError:
+            denied.append(str(zone / "energy_uj"))
+        except (OSError, ValueError):
+            continue
+    if not found:
+        raise OSError(
+            f"{denied[0]} is readable by root only (since Linux 5.10, against side channels): "
+            f"sudo chmod a+r {powercap}/intel-rapl:*/energy_uj"
+            if denied
+            else f"{powercap}: no zone of a processor package can be read"
+        )
+    return found
+
+
+class GpuEnergy:
+    """A GPU's own energy counter (Volta and later)."""
+
+    method = "NVML energy counter"
+    period_s: float | None = None
+
+    def __init__(self, device: str, read_mj: Callable[[], int]) -> None:
+        self.device = device
+        self._read_mj = read_mj
+        read_mj()
+
+    def energy_j(self) -> float:
+        """Joules since the driver was loaded."""
+        return self._read_mj() / 1e3
+
+
+class GpuPower:
+    """Samples of a GPU's power, added up by the trapezoidal rule."""
+
+    method = f"NVML power, sampled every {SAMPLE_S:g} s"
+    period_s: float | None = SAMPLE_S
+
+    def __init__(self, device: str, read_mw: Callable[[], int]) -> None:
+        self.device = device
+        self._read_mw = read_mw
+        self._lock = threading.Lock()
+        self._last = (time.perf_counter(), read_mw() / 1e3)
+        self._energy_j = 0.0
+
+    def energy_j(self) -> float:
+        """Joules since this object was made."""
+        with self._lock:
+            now, watts = time.perf_counter(), self._read_mw() / 1e3
+            before, last = self._last
+            self._energy_j += (now - before) * (watts + last) / 2
+            self._last = (now, watts)
+            return self._energy_j
+
+
+def gpu_counter(device: torch.device, nvml: Any = None, uuid: str | None = None) -> Counter:
+    """The best counter of the GPU that torch calls ``device``.
+
+    Args:
+        nvml: the module pynvml; left out, it is imported.
+        uuid: of the GPU; left out, torch is asked.
+
+    Raises:
+        OSError: it cannot be measured; its text says why.
+    """
+    if nvml is None:
+        try:
+            nvml = importlib.import_module("pynvml")
+        except ImportError:
+            raise OSError("pynvml is not installed: pip install nvidia-ml-py") from None
+    try:
+        nvml.nvmlInit()
+        if uuid is None:
+            import torch
+
+            # by its identity: CUDA_VISIBLE_DEVICES numbers GPUs anew, NVML does not
+            uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        name = nvml.nvmlDeviceGetName(handle)
+        name = name.decode() if isinstance(name, bytes) else str(name)
+    except nvml.NVMLError as error:
+        raise OSError(f"NVML: {error}") from None
+    label = f"gpu {device.index or 0} ({name})"
+
+    def reading(function: Callable[[Any], int]) -> Callable[[], int]:
+        def read() -> int:
+            try:
+                return int(function(handle))
+            except nvml.NVMLError as error:
+                raise OSError(f"NVML: {error}") from None
+
+        return read
+
+    try:
+        return GpuEnergy(label, reading(nvml.nvmlDeviceGetTotalEnergyConsumption))
+    except OSError:
+        return GpuPower(label, reading(nvml.nvmlDeviceGetPowerUsage))

@@ -1,0 +1,669 @@
+"""Probes in turns: run until their times are known well enough, and how well they are known."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import statistics
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dlrm_core.config import ModelConfig, Parameters
+from dlrm_core.data.loader import make_generator
+from dlrm_core.errors import InputError
+from dlrm_core.memory import available_memory, forecast_memory, format_bytes, mean_bag_size
+from dlrm_core.model import DLRM, ClickLoss
+from dlrm_core.parts import log_spans, parse_span
+from dlrm_core.precision import set_fp32_matmul, set_tf32
+from dlrm_core.step import TrainingStep
+from dlrm_kernels.embeddings.choose import resolve
+from dlrm_workbook.changes import (
+    Change,
+    changed_parameters,
+    signature,
+    touched_components,
+    touched_phases,
+)
+from dlrm_workbook.processes import settle_allocator
+
+# Loops that run some parts of a training step alone, in the state the step has them in.
+
+Times = dict[str, dict[str, float]]
+"""Component to phase to milliseconds."""
+
+HALVES = {
+    "dense": ("bottom_mlp", "interaction", "top_mlp", "loss"),
+    "sparse": ("embedding",),
+}
+"""Half of the step to the components that it runs as they are."""
+
+SHARED = ("optimizer", "other")
+"""Dropping gradients and freeing activations: some of it in either half."""
+
+SCRUB_BYTES = (16 << 20, 192 << 20)
+"""Least and most streamed over between two runs of a half."""
+
+
+def reduced(parameters: Parameters, half: str) -> Parameters:
+    """Parameters under which a step costs no more than one of its halves.
+
+    Equal reduced parameters mean an equal half.
+    """
+    model, data, training = parameters.model, parameters.data, parameters.training
+    tables = len(model.table_rows)
+    calm: dict[str, Any] = {"seed": 0, "learning_rate": 1e-4}
+    if half == "dense":
+        calm |= _present(training, embedding_backend="torch", embedding_update="race_free")
+        model = dataclasses.replace(model, table_rows=(1,) * tables)
+        data = dataclasses.replace(
+            data,
+            generator="uniform",
+            indices_per_lookup=1,
+            fixed_pooling=True,
+            loader="synchronous",
+            place="cpu",
+        )
+    else:
+        calm |= _present(
+            training,
+            precision="fp32",
+            micro_batch=None,
+            compile=False,
+            cuda_graphs=False,
+            fp32_matmul="default",
+            dense_backend="torch",
+            fused_optimizer=False,
+        )
+        model = dataclasses.replace(
+            model,
+            mlp_sizes="facebook",
+            dense_features=1,
+            bottom_mlp=(1, model.embedding_dim),
+            top_mlp=(1,),
+            interaction="cat",
+            loss="mse",
+        )
+        law = "facebook" if data.generator == "facebook_loop" else data.generator
+        data = dataclasses.replace(data, generator=law, loader="synchronous", place="cpu")
+    training = dataclasses.replace(training, **calm)
+    return dataclasses.replace(parameters, model=model, data=data, training=training)
+
+
+def _present(section: Any, **values: Any) -> dict[str, Any]:
+    """Of the values, those whose leaf this version has."""
+    known = {field.name for field in dataclasses.fields(section)}
+    return {name: value for name, value in values.items() if name in known}
+
+
+def half_bytes(parameters: Parameters, half: str) -> int:
+    """Bytes that one iteration of a half moves through the caches, about.
+
+    Sparse: lookups x d, read, written as gradients, and read and written by the
+    update. Dense: activations and their gradients, and the weights three times.
+    """
+    model, size = parameters.model, parameters.training.batch_size
+    if half == "sparse":
+        lookups = sum(size * mean_bag_size(parameters, rows) for rows in model.table_rows)
+        return int(lookups * model.embedding_dim * 4 * 4)
+    widths = (model.bottom_widths, model.top_widths)
+    weights = sum(n * m + m for pairs in map(itertools.pairwise, widths) for n, m in pairs)
+    features = len(model.table_rows) + 1
+    values = sum(map(sum, widths)) + features * (features + model.embedding_dim)
+    return 4 * (2 * size * values + 3 * weights)
+
+
+class Scrubber:
+    """Streams over a buffer, so that what was in the caches no longer is."""
+
+    def __init__(self, size_bytes: int) -> None:
+        least, most = SCRUB_BYTES
+        self.buffer = torch.zeros(min(max(size_bytes, least), most) // 4)
+        self.taken_ns = 0
+        """Time it took so far."""
+
+    def __call__(self) -> None:
+        started = time.time_ns()
+        self.buffer.add_(1.0)
+        self.taken_ns += time.time_ns() - started
+
+
+class _ScrubbedDense:
+    """The dense part of a step behind a scrub that stands for what it moved at full size."""
+
+    def __init__(self, dense: Any, scrub: Scrubber) -> None:
+        self._dense, self._scrub = dense, scrub
+
+    def __call__(self, *arguments: Any) -> Any:
+        self._scrub()
+        return self._dense(*arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._dense, name)
+
+
+class StepLoop:
+    """One half of the step, ready to run again and again.
+
+    Args:
+        parameters: of the whole run.
+        half: ``dense`` or ``sparse``.
+        tables_from: a loop whose tables are used instead of new ones where the
+            shapes are equal; tables can be gigabytes.
+    """
+
+    def __init__(
+        self, parameters: Parameters, half: str, tables_from: StepLoop | None = None
+    ) -> None:
+        self.half = half
+        self.parameters = reduced(parameters, half)
+        self.notices = apply_settings(self.parameters)
+        self.generator = make_generator(self.parameters, torch.device("cpu"))
+        self.huge_pages = self.parameters.training.embedding_backend != "torch"
+        can_lend = tables_from is not None and tables_from.huge_pages == self.huge_pages
+        lent = tables_from.model if tables_from is not None and can_lend else None
+        self.model: DLRM = _model(self.parameters.model, lent, self.huge_pages)
+        self.parameters, chosen = resolve(
+            self.parameters, torch.device("cpu"), self.model.embeddings
+        )
+        self.notices += chosen
+        loss = ClickLoss(self.parameters.model.loss, self.parameters.model.loss_weights)
+        self.step = TrainingStep(self.model, loss, self.parameters.training)
+        self.notices += self.step.dense.notices
+        other = "sparse" if half == "dense" else "dense"
+        self.scrub = Scrubber(half_bytes(parameters, other))
+        if half == "sparse":
+            # the dense half runs between the lookups and their gradients
+            self.step.dense = _ScrubbedDense(self.step.dense, self.scrub)  # type: ignore[assignment]
+
+    def run(self) -> Times:
+        """One iteration; the times of its parts, and of what is outside them (``other``)."""
+        if self.half == "dense":
+            self.scrub()
+        # a new one, as in a run: the rows of one seen before would be in the cache
+        batch = self.generator.next_batch()
+        before = self.scrub.taken_ns
+        with log_spans() as rows:
+            started = time.time_ns()
+            self.step(batch)
+            whole = time.time_ns() - started
+        return part_times(rows, whole - (self.scrub.taken_ns - before), HALVES[self.half])
+
+
+class DataLoop:
+    """The generator of a run, alone."""
+
+    def __init__(self, parameters: Parameters) -> None:
+        self.notices = apply_settings(parameters)
+        data = dataclasses.replace(parameters.data, loader="synchronous", place="cpu")
+        alone = dataclasses.replace(parameters, data=data)
+        self.parameters = parameters
+        self.generator = make_generator(alone, torch.device("cpu"))
+        self.scrub = Scrubber(SCRUB_BYTES[1])
+
+    def run(self) -> Times:
+        """Make one batch."""
+        self.scrub()
+        started = time.perf_counter()
+        self.generator.next_batch()
+        return {"data": {"forward": 1e3 * (time.perf_counter() - started)}}
+
+    @contextmanager
+    def beside(self) -> Iterator[list[float]]:
+        """Make batches in another thread for as long as the context is open.
+
+        Yields:
+            The milliseconds of each batch made meanwhile, growing.
+        """
+        made: list[float] = []
+        stop = threading.Event()
+
+        def produce() -> None:
+            while not stop.is_set():
+                started = time.perf_counter()
+                self.generator.next_batch()
+                made.append(1e3 * (time.perf_counter() - started))
+
+        thread = threading.Thread(target=produce, name="dlrm-probe", daemon=True)
+        thread.start()
+        try:
+            yield made
+        finally:
+            stop.set()
+            thread.join()
+
+
+def waited_ns() -> int:
+    """Nanoseconds that this thread was ready to run and had no core; 0 where nobody says."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def part_times(rows: list[tuple[str, int, int]], whole_ns: int, kept: tuple[str, ...]) -> Times:
+    """Logged ranges as times of the kept components, of ``optimizer`` and ``other``."""
+    times: Times = {}
+    inside = 0
+    for name, start, end in rows:
+        part = parse_span(name)
+        if part is None:
+            continue
+        inside += end - start
+        component, phase = part
+        if component in kept or component == "optimizer":
+            phases = times.setdefault(component, {})
+            phases[phase] = phases.get(phase, 0.0) + (end - start) / 1e6
+    times["other"] = {"": max(0.0, (whole_ns - inside) / 1e6)}
+    return times
+
+
+def apply_settings(parameters: Parameters) -> list[str]:
+    """Set what is global in torch, as :class:`~dlrm_core.train.Trainer` does; its notices."""
+    training = parameters.training
+    if training.threads is not None and training.threads != torch.get_num_threads():
+        torch.set_num_threads(training.threads)
+    device = torch.device("cpu")
+    return set_fp32_matmul(training.fp32_matmul, parameters.model, device) + set_tf32(
+        training.tf32, device
+    )
+
+
+def _model(config: ModelConfig, tables_from: DLRM | None, huge_pages: bool) -> DLRM:
+    """A model with any weights: drawing them would take longer than the probe."""
+    model = DLRM(config, huge_pages)
+    given = list(tables_from.embeddings.weights) if tables_from is not None else []
+    own = list(model.embeddings.weights)
+    with torch.no_grad():
+        for i, table in enumerate(own):
+            if i < len(given) and given[i].shape == table.shape:
+                table.data = given[i].data
+            else:
+                # written, not lazily zero: untouched pages are all one page
+                table.fill_(1.0 / math.sqrt(table.shape[0]) / 2)
+    return model
+
+
+MIN_ROUNDS, MAX_ROUNDS = 4, 40
+PRECISION = 0.008
+"""Relative standard error of a half's time at which probing it ends."""
+
+TRIES, DISTURBED = 3, 0.05
+"""A run that waited for a core more than this share of its time is repeated, so often."""
+
+
+def interleave(loops: Sequence[Any], seconds: float) -> list[list[Times]]:
+    """Run loops in turns until their times are known well enough or time is up.
+
+    The first run of each is not counted. Where the loops need different settings of
+    torch, a run after a switch is not counted either.
+    """
+    runs: list[list[Times]] = [[] for _ in loops]
+    settings = [_settings(loop.parameters) for loop in loops]
+    switching = any(s != settings[0] for s in settings)
+    for loop in loops:
+        apply_settings(loop.parameters)
+        loop.run()
+    started = time.perf_counter()
+    while len(runs[0]) < MAX_ROUNDS:
+        for loop, kept in zip(loops, runs, strict=True):
+            if switching:
+                apply_settings(loop.parameters)
+                loop.run()
+            kept.append(_undisturbed(loop, deadline=started + 2 * seconds))
+        if len(runs[0]) >= MIN_ROUNDS:
+            if time.perf_counter() - started > seconds:
+                break
+            if len(runs[0]) >= 8 and all(_error(kept) < PRECISION for kept in runs):
+                break
+    return runs
+
+
+def _undisturbed(loop: Any, deadline: float) -> Times:
+    """A run during which nobody else had the core, or the last of a few tries."""
+    for _ in range(TRIES):
+        waited, started = waited_ns(), time.perf_counter_ns()
+        times: Times = loop.run()
+        whole = time.perf_counter_ns() - started
+        if waited_ns() - waited < DISTURBED * whole or time.perf_counter() > deadline:
+            break
+    return times
+
+
+def medians(runs: list[Times]) -> Times:
+    """Median of each part's time over the runs, ms."""
+    return {
+        component: {
+            phase: statistics.median([run.get(component, {}).get(phase, 0.0) for run in runs])
+            for phase in phases
+        }
+        for component, phases in runs[-1].items()
+    }
+
+
+def ratio_errors(before: list[Times], after: list[Times]) -> dict[str, dict[str, float]]:
+    """Relative standard error of each part's ratio of medians."""
+    return {
+        component: {
+            phase: math.hypot(
+                _relative_error([run.get(component, {}).get(phase, 0.0) for run in before]),
+                _relative_error([run.get(component, {}).get(phase, 0.0) for run in after]),
+            )
+            for phase in phases
+        }
+        for component, phases in after[-1].items()
+    }
+
+
+def _error(runs: list[Times]) -> float:
+    return _relative_error([total(run) for run in runs])
+
+
+def _relative_error(values: list[float]) -> float:
+    """Standard error of the median over the median, from the quartiles."""
+    middle = statistics.median(values)
+    if len(values) < 2 or middle <= 0:
+        return 0.0
+    low, _, high = statistics.quantiles(values, n=4)
+    # of a normal distribution: sigma = IQR / 1.349; the median's error is 1.253 sigma / sqrt(n)
+    return 1.253 * (high - low) / 1.349 / math.sqrt(len(values)) / middle
+
+
+def total(times: Mapping[str, Mapping[str, float]]) -> float:
+    """All parts together, ms."""
+    return sum(ms for phases in times.values() for ms in phases.values())
+
+
+def _settings(parameters: Parameters) -> tuple[Any, ...]:
+    training = parameters.training
+    return (training.threads, training.fp32_matmul, getattr(training, "tf32", None))
+
+
+# Times parts of the step under changed parameters: what a what-if prediction rests on.
+
+MEMORY_SHARE = 0.6
+"""Of the available memory that probes may use."""
+
+OVERLAP_SECONDS = 5.0
+"""Time for probing how batches made in a thread and the step slow each other down."""
+
+PROBE_SECONDS = 20.0
+"""Time for all default candidates together; a change gets its share of it."""
+
+
+def default_changes(parameters: Parameters) -> list[dict[str, Any]]:
+    """The changes worth a prediction in every report: those that apply to the run."""
+    data, training = parameters.data, parameters.training
+    changes: list[dict[str, Any]] = []
+    # a Python loop beside the step only takes the interpreter's lock from it: make it fast first
+    faster = {"data.generator": "facebook"} if data.generator == "facebook_loop" else {}
+    if faster:
+        changes.append(faster)
+    if data.loader == "synchronous" and data.place == "cpu":
+        changes.append({**faster, "data.loader": "prefetch"})
+    if training.fp32_matmul == "default" and getattr(training, "precision", "fp32") == "fp32":
+        changes.append({"training.fp32_matmul": "onednn"})
+    if getattr(training, "precision", None) == "fp32" and _bf16_pays(training):
+        changes.append({"training.precision": "bf16"})
+    changes += _fused_changes(training)
+    if getattr(training, "embedding_backend", None) == "torch":
+        changes.append({"training.embedding_backend": "fused"})
+    if not training.fused_optimizer:
+        changes.append({"training.fused_optimizer": True})
+    rows = training.batch_size
+    spills = half_bytes(parameters, "dense") > _last_level_cache()
+    if getattr(training, "micro_batch", 0) is None and rows > 2048 and spills:
+        changes.append({"training.micro_batch": 2048})
+    changes.append({"training.batch_size": 2 * rows})
+    if rows > 1:
+        changes.append({"training.batch_size": rows // 2})
+    return changes
+
+
+def probe_changes(
+    parameters: Parameters,
+    changes: Iterable[Change] | None = None,
+    seconds: float | None = None,
+) -> dict[str, Any]:
+    """Time what each change touches, beside the same parts as they are.
+
+    Costs about ``seconds`` for all changes together, and memory for the tables twice at
+    most, never more than is available. Settings of torch are put back.
+
+    Args:
+        changes: :func:`default_changes` if None.
+        seconds: about so long for all of them; :data:`PROBE_SECONDS` if None.
+
+    Returns:
+        ``base``: component to phase to ms, each part alone; ``changes``: for each a dict of
+        ``change``, ``parts`` and ``base`` (the touched parts after and before the change,
+        timed in turns), ``spread`` (of each ratio, relative standard error), ``overlap``
+        where batches are made beside the step, ``notices`` and, where it could not
+        be timed, ``refused`` with the reason; ``seconds`` taken.
+    """
+    chosen = [
+        dict(change) for change in (default_changes(parameters) if changes is None else changes)
+    ]
+    started = time.perf_counter()
+    threads = torch.get_num_threads()
+    settle_allocator()
+    share = (PROBE_SECONDS if seconds is None else seconds) / (len(chosen) + 1)
+    try:
+        bench = _Bench(parameters)
+        base = bench.base(share)
+        results = [bench.change(change, share) for change in chosen]
+    finally:
+        torch.set_num_threads(threads)
+        apply_settings(parameters)
+    return {
+        "base": base,
+        "changes": results,
+        "threads": parameters.training.threads or threads,
+        "seconds": time.perf_counter() - started,
+    }
+
+
+class _Bench:
+    """Keeps the loops of the unchanged parameters, which every change is compared with."""
+
+    def __init__(self, parameters: Parameters) -> None:
+        self.parameters = parameters
+        self.loops: dict[str, StepLoop | DataLoop] = {}
+        self.alone: dict[str, Times] = {}
+        self.refused: dict[str, str] = {}
+        self.overlaps: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+    def base(self, seconds: float) -> Times:
+        """Every part alone, unchanged: medians in ms."""
+        times: Times = {}
+        for half in (*HALVES, "data"):
+            try:
+                loop = self._base_loop(half)
+            except InputError as error:
+                self.refused[half] = str(error)
+                continue
+            rounds = interleave([loop], seconds / 3)[0]
+            self.alone[half] = medians(rounds)
+            for component, phases in self.alone[half].items():
+                known = times.setdefault(component, {})
+                for phase, ms in phases.items():
+                    known[phase] = known.get(phase, 0.0) + ms
+        return times
+
+    def change(self, change: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """The touched parts before and after one change."""
+        result: dict[str, Any] = {"change": change, "parts": {}, "base": {}, "spread": {}}
+        result["notices"] = []
+        started = time.perf_counter()
+        try:
+            changed, result["notices"] = changed_parameters(self.parameters, change)
+            touched = touched_components(self.parameters, changed)
+            result["touched"] = sorted(touched)
+            halves = [h for h, parts in HALVES.items() if touched & set(parts)]
+            if _data_alone_differs(self.parameters, changed):
+                halves.append("data")
+            for half in halves:
+                self._compare(half, changed, touched, seconds / max(len(halves), 1), result)
+            if self.parameters.data.loader == "prefetch":
+                result["overlap_base"] = self._overlap(self.parameters)
+            if changed.data.loader == "prefetch":
+                result["overlap"] = self._overlap(changed)
+        except InputError as error:
+            result |= {"refused": str(error), "parts": {}, "base": {}, "spread": {}}
+        finally:
+            apply_settings(self.parameters)
+        result["seconds"] = time.perf_counter() - started
+        return result
+
+    def _base_loop(self, half: str) -> StepLoop | DataLoop:
+        if half in self.refused:
+            raise InputError(self.refused[half])
+        if half not in self.loops:
+            _require(self.parameters, half, self.loops)
+            self.loops[half] = (
+                DataLoop(self.parameters) if half == "data" else StepLoop(self.parameters, half)
+            )
+        return self.loops[half]
+
+    def _changed_loop(self, half: str, changed: Parameters) -> StepLoop | DataLoop:
+        base = self._base_loop(half)
+        if half == "data":
+            return DataLoop(changed)
+        assert isinstance(base, StepLoop)
+        same = [t.shape for t in base.model.embeddings.weights] == [
+            (rows, changed.model.embedding_dim) for rows in base.parameters.model.table_rows
+        ] and (half == "dense" or base.parameters.model.table_rows == changed.model.table_rows)
+        if not same:
+            _require(changed, half, self.loops)
+        return StepLoop(changed, half, tables_from=base)
+
+    def _compare(
+        self,
+        half: str,
+        changed: Parameters,
+        touched: set[str],
+        seconds: float,
+        result: dict[str, Any],
+    ) -> None:
+        loop = self._changed_loop(half, changed)
+        result["notices"] += [text for text in loop.notices if text not in result["notices"]]
+        before, after = interleave([self._base_loop(half), loop], seconds)
+        now, then, spread = medians(before), medians(after), ratio_errors(before, after)
+        for component, phases in then.items():
+            if component in SHARED:
+                # some of it is in the other half, which has not changed or comes later
+                for key, found in (("base", now), ("parts", then)):
+                    for phase in phases:
+                        known = result[key].setdefault(component, {})
+                        if phase not in known:
+                            known[phase] = sum(
+                                alone.get(component, {}).get(phase, 0.0)
+                                for alone in self.alone.values()
+                            )
+                        alone = self.alone.get(half, {}).get(component, {}).get(phase, 0.0)
+                        known[phase] += found.get(component, {}).get(phase, alone) - alone
+                    result["spread"].setdefault(component, {}).update(spread.get(component, {}))
+            elif component in touched:
+                only = touched_phases(self.parameters, changed, component)
+                kept = [p for p in phases if p in now[component] and (only is None or p in only)]
+                for key, found in (("parts", then), ("base", now), ("spread", spread)):
+                    result[key][component] = {phase: found[component][phase] for phase in kept}
+
+    def _overlap(self, parameters: Parameters) -> dict[str, Any]:
+        """How much making batches in a thread slows the halves, and they it."""
+        key = signature(parameters, "data"), *(str(reduced(parameters, half)) for half in HALVES)
+        if key in self.overlaps:
+            return self.overlaps[key]
+        data = DataLoop(parameters)
+        slow: dict[str, dict[str, float]] = {}
+        made_ms = {}
+        alone = medians(interleave([data], OVERLAP_SECONDS / 3)[0])["data"]["forward"]
+        for half in HALVES:
+            loop = self._changed_loop(half, parameters)
+            apply_settings(parameters)
+            quiet: list[Times] = []
+            beside: list[Times] = []
+            made: list[float] = []
+            deadline = time.perf_counter() + OVERLAP_SECONDS / 3
+            while len(quiet) < 3 or (len(quiet) < 12 and time.perf_counter() < deadline):
+                quiet.append(loop.run())
+                with data.beside() as times:
+                    # the first batch begins while the caches are scrubbed
+                    loop.run()
+                    beside.append(loop.run())
+                made += times
+            now, then = medians(quiet), medians(beside)
+            slow[half] = {"alone_ms": total(now), "beside_ms": total(then)}
+            made_ms[half] = statistics.median(made) if made else math.nan
+        found = {"data_alone_ms": alone, "data_beside_ms": made_ms, "halves": slow}
+        self.overlaps[key] = found
+        return found
+
+
+def _data_alone_differs(base: Parameters, changed: Parameters) -> bool:
+    """Whether making a batch takes another time, whichever thread makes it."""
+
+    def synchronous(parameters: Parameters) -> Parameters:
+        return replace(parameters, data=replace(parameters.data, loader="synchronous"))
+
+    return "data" in touched_components(synchronous(base), synchronous(changed))
+
+
+def _require(parameters: Parameters, half: str, loops: Mapping[str, Any]) -> None:
+    """Refuse to build a half that would not fit beside what is built already."""
+    if half == "data":
+        return
+    needed = sum(item.bytes for item in forecast_memory(reduced(parameters, half)))
+    available = available_memory(torch.device("cpu"))
+    if available is not None and needed > MEMORY_SHARE * available:
+        raise InputError(
+            f"probing the {half} half needs {format_bytes(needed)}, more than "
+            f"{MEMORY_SHARE:.0%} of the {format_bytes(available)} available"
+        )
+
+
+def _fused_changes(training: Any) -> list[dict[str, Any]]:
+    """The fused dense part, where the processor has the tiles for it."""
+    from dlrm_kernels.tiles.machine import why_no_tiles
+
+    if training.dense_backend != "torch" or training.compile or why_no_tiles():
+        return []
+    fused: dict[str, Any] = {"training.dense_backend": "fused"}
+    if training.precision == "bf16":
+        return [fused]
+    if training.precision != "fp32":
+        return []
+    exact = training.lowest_precision == "fp32"
+    changes = [{**fused, "training.fp32_matmul": "bf16x3" if exact else "bf16x2"}]
+    if not exact:
+        changes.append({**fused, "training.precision": "bf16"})
+    return changes
+
+
+def _bf16_pays(training: Any) -> bool:
+    """Whether bf16 is allowed and computed by the processor itself."""
+    if getattr(training, "lowest_precision", "bf16") == "fp32":
+        return False
+    from dlrm_workbook.doctor import machine_facts
+
+    flags = set(machine_facts().get("isa") or ())
+    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def _last_level_cache() -> int:
+    """Bytes of the largest cache that the system names; 32 MiB where it names none."""
+    import os
+
+    sizes = [
+        os.sysconf(name)
+        for name in ("SC_LEVEL3_CACHE_SIZE", "SC_LEVEL2_CACHE_SIZE")
+        if name in os.sysconf_names
+    ]
+    return max([size for size in sizes if size > 0], default=32 << 20)

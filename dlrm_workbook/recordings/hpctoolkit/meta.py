@@ -1,0 +1,438 @@
+"""``meta.db``: metrics, modules, files, functions and the calling-context tree.
+
+The tree is found by one iterative walk over the children arrays (they hold
+records of different lengths, so each tells where the next begins); all fields
+are then gathered at once with numpy. Trees of any depth and width cost the same
+per context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dlrm_workbook.recordings.hpctoolkit import format as f4
+
+# The calling-context tree of an HPCToolkit database (format 4, meta.db), in columns.
+
+ENTRY_TYPES = ("unknown_entry", "main_thread", "application_thread")
+
+
+ENTRY = -1
+"""``ContextTree.lexical_type`` of an entry point."""
+
+
+ROOT = -2
+"""``ContextTree.lexical_type`` of context 0, the root over all entry points."""
+
+
+Ints = npt.NDArray[np.int64]
+
+
+def enumerated(names: tuple[str, ...], value: int) -> str:
+    """Name of an enumeration value; later minor versions may have more of them."""
+    return names[value] if value < len(names) else f"unknown_{value}"
+
+
+@dataclass
+class ContextTree:
+    """The calling-context tree in columns; row 0 is context 0, parents precede children.
+
+    Every column has shape (rows,). ``function``, ``file`` and ``module`` are rows of
+    the tables in ``Meta`` or −1; ``line`` 0 and ``offset`` 0 where there is none.
+    ``relation`` is −1 for the root and the entry points. Rows go down level by level.
+    """
+
+    context: Ints
+    parent: Ints
+    depth: Ints
+    lexical_type: Ints
+    relation: Ints
+    function: Ints
+    file: Ints
+    line: Ints
+    module: Ints
+    offset: npt.NDArray[np.uint64]
+    entry_names: list[str] = field(default_factory=list)
+    entry_types: list[str] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.context)
+
+    def __post_init__(self) -> None:
+        self._order = np.argsort(self.context, kind="stable")
+        self._sorted = self.context[self._order]
+        # Ids are dense in practice: a direct table is several times faster than a search.
+        self._direct: Ints | None = None
+        if len(self) and self._sorted[-1] < 16 * len(self) + 65536:
+            self._direct = np.full(int(self._sorted[-1]) + 2, -1, np.int64)
+            self._direct[self.context] = np.arange(len(self))
+
+    def duplicate(self) -> int | None:
+        """A context id that occurs twice, if any."""
+        twice = np.flatnonzero(self._sorted[1:] == self._sorted[:-1])
+        return int(self._sorted[twice[0]]) if len(twice) else None
+
+    def rows(self, contexts: npt.NDArray[Any]) -> Ints:
+        """Row of each context id, −1 where it is not in the tree."""
+        contexts = contexts.astype(np.int64, copy=False)
+        if self._direct is not None:
+            return self._direct[np.minimum(contexts, len(self._direct) - 1)]
+        place = np.minimum(np.searchsorted(self._sorted, contexts), len(self) - 1)
+        return np.where(self._sorted[place] == contexts, self._order[place], -1)
+
+
+def read_tree(
+    file: f4.DatabaseFile,
+    function_row: Callable[[npt.NDArray[Any]], Ints],
+    file_row: Callable[[npt.NDArray[Any]], Ints],
+    module_row: Callable[[npt.NDArray[Any]], Ints],
+) -> ContextTree:
+    head = file.header("Context", f4.CONTEXT_TREE)
+    entries = file.table(
+        f4.ENTRY_POINT, head["entries"], head["count"], head["stride"], "entry points"
+    )
+    positions, parents, depths = _walk(file, entries)
+    count, first = len(positions), 1 + len(entries)
+    words = np.frombuffer(file.map, "<u8", file.size // 8)
+    word = positions
+    identity = words[word + 2]
+    context = (identity & np.uint64(0xFFFFFFFF)).astype(np.int64)
+    flags, relation, lexical, flex = (
+        ((identity >> np.uint64(shift)) & np.uint64(0xFF)).astype(np.int64)
+        for shift in (32, 40, 48, 56)
+    )
+    has_function, has_source, has_point = (flags & bit != 0 for bit in (1, 2, 4))
+    needed = has_function + 2 * has_source.astype(np.int64) + 2 * has_point
+    if (needed > flex).any():
+        row = int(np.argmax(needed > flex))
+        raise file.error(
+            f"context {context[row]} has {flex[row]} words of fields where its flags "
+            f"{flags[row]:#04x} need {needed[row]}"
+        )
+
+    # Optional fields come in this order, each in a word of its own (``line`` is a
+    # u32, and no other field is short enough to share its word).
+    def optional(present: npt.NDArray[np.bool_], offset: Ints | int) -> npt.NDArray[np.uint64]:
+        # An absent field reads word 0 of the file: in bounds, and masked out.
+        return np.where(present, words[np.where(present, word + offset, 0)], np.uint64(0))
+
+    after_function = 4 + has_function.astype(np.int64)
+    after_source = after_function + 2 * has_source
+    line = optional(has_source, after_function + 1) & np.uint64(0xFFFFFFFF)
+
+    def column(entry_value: int, values: npt.NDArray[Any]) -> Ints:
+        whole = np.full(first + count, entry_value, np.int64)
+        whole[first:] = values
+        return whole
+
+    everywhere = column(0, context)
+    everywhere[1:first] = entries["context"]
+    lexical_type = column(ENTRY, lexical)
+    lexical_type[0] = ROOT
+    parent = column(0, parents)
+    parent[0] = -1
+    offset = np.zeros(first + count, np.uint64)
+    offset[first:] = optional(has_point, after_source + 1)
+    tree = ContextTree(
+        context=everywhere,
+        parent=parent,
+        depth=column(0, depths),
+        lexical_type=lexical_type,
+        relation=column(-1, relation),
+        function=column(-1, function_row(optional(has_function, 4))),
+        file=column(-1, file_row(optional(has_source, after_function))),
+        line=column(0, line),
+        module=column(-1, module_row(optional(has_point, after_source))),
+        offset=offset,
+        entry_names=file.strings(entries["name"], "entry point name"),
+        entry_types=[enumerated(ENTRY_TYPES, kind) for kind in entries["type"].tolist()],
+    )
+    twice = tree.duplicate()
+    if twice is not None:
+        raise file.error(f"context {twice} occurs twice in the tree (0 is the root's)")
+    return tree
+
+
+def _walk(file: f4.DatabaseFile, entries: npt.NDArray[Any]) -> tuple[Ints, Ints, Ints]:
+    """Find every context below the entry points, level by level.
+
+    Returns:
+        For each context the 8-byte word at which it starts, the row of its parent
+        (entry points are rows 1 to n) and its depth (entry points 0).
+
+    Raises:
+        DatabaseError: a children array leads outside the file, is cut within a
+            record, or arrays overlap (a cycle), found by their number.
+    """
+    words = memoryview(file.map)[: file.size // 8 * 8].cast("Q")
+    limit = file.size - f4.FOOTER_BYTES
+    # Records of valid files do not overlap, so there are at most this many.
+    most = file.size // f4.CONTEXT.size
+    first = 1 + len(entries)
+    fixed = f4.CONTEXT.size // 8
+    positions: list[int] = []
+    blocks_of: list[int] = []  # for each children array: the row of its parent,
+    counts: list[int] = []  # its number of contexts,
+    depths: list[int] = []  # and their depth
+    has_children = np.flatnonzero(entries["children_size"])
+    starts = entries["children"][has_children].tolist()
+    sizes = entries["children_size"][has_children].tolist()
+    rows = (has_children + 1).tolist()
+    depth = 0
+    while starts:
+        depth += 1
+        blocks_of += rows
+        depths += [depth] * len(rows)
+        # Plain lists of ints, not tuples: those would wake the garbage collector.
+        next_starts: list[int] = []
+        next_sizes: list[int] = []
+        next_rows: list[int] = []
+        for start, size in zip(starts, sizes, strict=True):
+            if start % 8 or start + size > limit:
+                raise file.error(
+                    f"children at byte {start}, {size} bytes: not a multiple of 8, or outside "
+                    f"the file's {file.size} bytes"
+                )
+            at, end = start >> 3, (start + size) >> 3
+            before = len(positions)
+            while at < end:
+                after = at + fixed
+                if after <= end:  # the word that tells the rest of its size can be read
+                    after += words[at + 2] >> 56
+                if after > end:
+                    raise file.error(
+                        f"the context at byte {8 * at} reaches byte {8 * after}, and its "
+                        f"siblings end at byte {8 * end}"
+                    )
+                children_size = words[at]
+                if children_size:
+                    next_starts.append(words[at + 1])
+                    next_sizes.append(children_size)
+                    next_rows.append(first + len(positions))
+                positions.append(at)
+                at = after
+            counts.append(len(positions) - before)
+            if len(positions) > most:
+                raise file.error(
+                    f"more than {most} contexts in {file.size} bytes: children arrays overlap"
+                )
+        starts, sizes, rows = next_starts, next_sizes, next_rows
+    number = np.asarray(counts, np.int64)
+    return (
+        np.asarray(positions, np.int64),
+        np.repeat(np.asarray(blocks_of, np.int64), number),
+        np.repeat(np.asarray(depths, np.int64), number),
+    )
+
+
+META_SECTIONS = (
+    "General",
+    "IdNames",
+    "Metrics",
+    "Context",
+    "Strings",
+    "Modules",
+    "Files",
+    "Functions",
+)
+LEXICAL_TYPES = ("function", "loop", "line", "instruction")
+RELATIONS = ("lexical", "call", "inlined_call")
+SCOPE_TYPES = ("custom", "point", "execution", "transitive")
+COMBINE = ("sum", "min", "max")
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """A summary statistic of the summary profile: ``combine`` over threads of ``formula``."""
+
+    scope: str
+    formula: str
+    combine: str
+    metric_id: int
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric as the database names it.
+
+    Attributes:
+        name: for instance ``CPUTIME (sec)``.
+        scopes: propagation scope to the id of its values in thread profiles.
+        statistics: what the summary profile holds of it.
+    """
+
+    name: str
+    scopes: dict[str, int]
+    statistics: tuple[Statistic, ...]
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function or other named construct; ``module`` and ``file`` are rows or −1."""
+
+    name: str
+    module: int
+    offset: int
+    file: int
+    line: int
+
+
+@dataclass
+class Meta:
+    """What ``meta.db`` says.
+
+    Attributes:
+        identifier_kinds: names by number, for instance ``NODE``, ``RANK``, ``THREAD``.
+        scope_types: propagation scope to one of ``SCOPE_TYPES``; scopes are told
+            apart by these, since their names may change.
+        modules, files: paths.
+    """
+
+    minor_version: int
+    title: str
+    description: str
+    identifier_kinds: list[str]
+    scope_types: dict[str, str]
+    metrics: list[Metric]
+    modules: list[str]
+    files: list[str]
+    functions: list[Function]
+    tree: ContextTree
+
+    @property
+    def inclusive_scope(self) -> str:
+        """The scope that sums over all descendants; ``execution`` in all known writers."""
+        return next((n for n, kind in self.scope_types.items() if kind == "execution"), "execution")
+
+
+def read_meta(path: Path) -> Meta:
+    """Read ``meta.db``.
+
+    Raises:
+        DatabaseError: missing, cut short, damaged, or of another format.
+    """
+    file = f4.DatabaseFile(path, "meta", b"_meta.db", META_SECTIONS)
+    general = file.header("General", f4.GENERAL)
+    names = file.header("IdNames", f4.IDENTIFIER_NAMES)
+    kinds = file.table(f4.POINTER, names["names"], names["count"], what="identifier names")
+    module_head, module_table = file.items("Modules", f4.LIST, f4.MODULE)
+    file_head, file_table = file.items("Files", f4.LIST, f4.SOURCE_FILE)
+    function_head, function_table = file.items("Functions", f4.LIST, f4.FUNCTION)
+
+    def row_in(head: dict[str, int], what: str) -> Callable[[npt.NDArray[Any]], Ints]:
+        return lambda pointers: _rows_at(file, head, pointers, what)
+
+    module_row, file_row = row_in(module_head, "load module"), row_in(file_head, "source file")
+    functions = [
+        Function(*row)
+        for row in zip(
+            file.strings(function_table["name"], "function name"),
+            module_row(function_table["module"]).tolist(),
+            function_table["offset"].tolist(),
+            file_row(function_table["file"]).tolist(),
+            function_table["line"].tolist(),
+            strict=True,
+        )
+    ]
+    tree = read_tree(file, row_in(function_head, "function"), file_row, module_row)
+    metrics, scope_types = _read_metrics(file)
+    return Meta(
+        minor_version=file.minor_version,
+        title=file.string(general["title"], "title"),
+        description=file.string(general["description"], "description"),
+        identifier_kinds=file.strings(kinds["pointer"], "identifier name"),
+        scope_types=scope_types,
+        metrics=metrics,
+        modules=file.strings(module_table["path"], "module path"),
+        files=file.strings(file_table["path"], "source path"),
+        functions=functions,
+        tree=tree,
+    )
+
+
+def _rows_at(
+    file: f4.DatabaseFile, head: dict[str, int], pointers: npt.NDArray[Any], what: str
+) -> Ints:
+    """Rows of a list to which ``pointers`` point; −1 for a pointer 0."""
+    none = pointers == 0
+    start, count, stride = head["items"], head["count"], max(head["stride"], 1)
+    relative = np.where(none, np.uint64(0), pointers - np.uint64(start))  # wraps when below
+    rows, rest = np.divmod(relative, np.uint64(stride))
+    wrong = ~none & ((rest != 0) | (rows >= count))
+    if wrong.any():
+        raise file.error(
+            f"pointer {int(pointers[np.argmax(wrong)])} to a {what}, and there are {count} "
+            f"of them, {stride} bytes apart from byte {start}"
+        )
+    return np.where(none, -1, rows.astype(np.int64))
+
+
+def _read_metrics(file: f4.DatabaseFile) -> tuple[list[Metric], dict[str, str]]:
+    """(metrics, scope to its type)."""
+    head = file.header("Metrics", f4.METRICS)
+    table = file.table(f4.METRIC, head["metrics"], head["count"], head["metric_stride"], "metrics")
+    scope_table = file.table(
+        f4.SCOPE, head["scopes"], head["scope_count"], head["scope_stride"], "scopes"
+    )
+    scope_names = file.strings(scope_table["name"], "scope name")
+    listed = int(table["instance_count"].sum()) + int(table["summary_count"].sum())
+    # Ids are 16 bits wide, so there cannot be more; a bound before any list is built.
+    if listed > 2 * 65536:
+        raise file.error(f"{listed} metric scopes and statistics, at most {2 * 65536} have ids")
+    scope_head = {
+        "items": head["scopes"],
+        "count": head["scope_count"],
+        "stride": head["scope_stride"],
+    }
+
+    def scopes_of(rows: npt.NDArray[Any], what: str) -> list[str]:
+        at = _rows_at(file, scope_head, rows["scope"], "propagation scope")
+        if (at < 0).any():
+            raise file.error(f"{what} without a propagation scope (pointer 0)")
+        return [scope_names[i] for i in at.tolist()]
+
+    metrics: list[Metric] = []
+    ids: list[int] = []
+    statistic_ids: list[int] = []
+    for row in table:
+        name = file.string(int(row["name"]), "metric name")
+        what = f"metric '{name}'"
+        instances = file.table(
+            f4.SCOPE_INSTANCE,
+            int(row["instances"]),
+            int(row["instance_count"]),
+            head["instance_stride"],
+            f"{what}: scopes",
+        )
+        summaries = file.table(
+            f4.SUMMARY,
+            int(row["summaries"]),
+            int(row["summary_count"]),
+            head["summary_stride"],
+            f"{what}: statistics",
+        )
+        scopes = dict(zip(scopes_of(instances, what), instances["metric_id"].tolist(), strict=True))
+        statistics = tuple(
+            Statistic(scope, formula, enumerated(COMBINE, combine), metric_id)
+            for scope, formula, combine, metric_id in zip(
+                scopes_of(summaries, what),
+                file.strings(summaries["formula"], f"{what}: formula"),
+                summaries["combine"].tolist(),
+                summaries["metric_id"].tolist(),
+                strict=True,
+            )
+        )
+        ids.extend(instances["metric_id"].tolist())
+        statistic_ids.extend(statistic.metric_id for statistic in statistics)
+        metrics.append(Metric(name, scopes, statistics))
+    for kind, found in (("metric", ids), ("statistic", statistic_ids)):
+        if len(set(found)) != len(found):
+            raise file.error(f"{len(found)} {kind} ids, of which only {len(set(found))} differ")
+    types = [enumerated(SCOPE_TYPES, kind) for kind in scope_table["type"].tolist()]
+    return metrics, dict(zip(scope_names, types, strict=True))

@@ -1,0 +1,142 @@
+"""Which measurements are made, and the exact commands that make them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dlrm_core.errors import InputError
+from dlrm_workbook.recordings.hpctoolkit.tools import CPU_EVENT, Capabilities, Tools
+
+ALLOCATOR = {
+    "MALLOC_TRIM_THRESHOLD_": "4000000000",
+    "MALLOC_MMAP_THRESHOLD_": "1073741824",
+}
+"""glibc keeps freed memory (bytes). Under hpcrun its adaptive thresholds settle
+elsewhere and an unprofiled run looks 20 % slower than a profiled one; fixed on
+both sides, the comparison is of like with like."""
+
+MAKE_SAFE = re.compile(r"[A-Za-z0-9_./+@%,=-]+")
+"""Paths that hpcstruct can take: it writes them into a Makefile and a shell command."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One profiled run.
+
+    Attributes:
+        name: ``times`` (when and how long), ``frames`` (Python call paths) or
+            ``stalls`` (why kernels wait).
+        events: one ``-e`` each.
+        trace: record a timeline (``-t``).
+        python: put Python functions into call paths (``-a python``).
+    """
+
+    name: str
+    events: tuple[str, ...]
+    trace: bool
+    python: bool
+
+
+def plan_passes(
+    capabilities: Capabilities, device: str, *, python: bool = True, pc_sampling: bool = True
+) -> list[Pass]:
+    """The passes that a workload on ``device`` is measured with.
+
+    PC sampling serialises kernels (a program 4.9 % idle became 78 % idle), so
+    times and stall reasons never come from one run. Python frames cost a hook at
+    every Python call, and samples that fall into the hook are lost (parameters/quick.yaml:
+    4 to 12 times as long, its data loop gone from the profile), so on the CPU,
+    where the parts are told apart by the workload's own spans, they get a pass of
+    their own too. Kernels run long after their launch: on a GPU their part is known
+    from the call path alone, so there the pass for times has Python frames, also
+    where the GPU cannot be measured.
+
+    Args:
+        device: ``cpu`` or ``cuda``.
+        python: Python frames are wanted (given where the tools offer them).
+        pc_sampling: the pass for stall reasons is wanted (on a GPU that offers it).
+    """
+    if device not in ("cpu", "cuda"):
+        raise InputError(f"device is {device!r}, expected 'cpu' or 'cuda'")
+    python = python and capabilities.python_frames
+    if device == "cpu":
+        passes = [Pass("times", (CPU_EVENT,), trace=True, python=False)]
+        if python:
+            passes.append(Pass("frames", (CPU_EVENT,), trace=False, python=True))
+        return passes
+    if capabilities.gpu_event is None:
+        return [Pass("times", (CPU_EVENT,), trace=True, python=python)]
+    passes = [Pass("times", (CPU_EVENT, capabilities.gpu_event), trace=True, python=python)]
+    if pc_sampling and capabilities.pc_event is not None:
+        passes.append(Pass("stalls", (capabilities.pc_event,), trace=False, python=python))
+    return passes
+
+
+def workload_environment(base: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Environment of every run, profiled or not, and notices about what it lost.
+
+    Raises:
+        InputError: this process is itself measured by hpcrun.
+    """
+    if "HPCRUN_EVENT_LIST" in base:
+        raise InputError(
+            "this process runs under hpcrun already (HPCRUN_EVENT_LIST is set); "
+            "start the measurement from a process that is not measured"
+        )
+    environment = dict(base)
+    notices = []
+    for name in ("PYTHONMALLOC", "PYTHONDEVMODE"):
+        # hpcrun -a python aborts under Python's debugging allocator
+        if environment.pop(name, ""):
+            notices.append(f"{name} was removed from the environment of the measured runs")
+    environment.update(ALLOCATOR)
+    return environment, notices
+
+
+def hpcrun_command(
+    tools: Tools, measured: Pass, measurements: Path, command: Sequence[str]
+) -> list[str]:
+    """Arguments of the profiled run. Each event has its own ``-e``: lists are refused."""
+    arguments = [str(tools.hpcrun), "-o", str(measurements)]
+    for event in measured.events:
+        arguments += ["-e", event]
+    if measured.trace:
+        arguments.append("-t")
+    if measured.python:
+        arguments += ["-a", "python"]
+    return [*arguments, "--", *command]
+
+
+def hpcstruct_command(tools: Tools, measurements: Path, cache: Path | None, jobs: int) -> list[str]:
+    """Arguments that recover loops and inlined functions of the measured binaries.
+
+    GPU control flow (``--gpucfg yes``) stays off: it needs nvdisasm and is slow.
+    """
+    keep = ["-c", str(cache)] if cache is not None else ["--nocache"]
+    return [str(tools.hpcstruct), "-j", str(jobs), *keep, str(measurements)]
+
+
+def hpcprof_command(tools: Tools, measurements: Path, database: Path, jobs: int) -> list[str]:
+    """Arguments that turn measurements into a database, source files left out."""
+    options = [tools.no_source] if tools.no_source else []
+    return [
+        str(tools.hpcprof), "-j", str(jobs), *options, "-o", str(database), str(measurements)
+    ]  # fmt: skip
+
+
+def make_safe(path: Path) -> bool:
+    """Whether hpcstruct can work in this folder.
+
+    It pastes the path unquoted into a Makefile and into ``system()``: a space
+    breaks it, and a ``$(...)`` in a folder's name would run.
+    """
+    return MAKE_SAFE.fullmatch(str(path)) is not None
+
+
+def default_jobs() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0))

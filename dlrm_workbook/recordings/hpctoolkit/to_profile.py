@@ -1,0 +1,269 @@
+"""An HPCToolkit database as a ``Profile``: the same tables as every other engine.
+
+Parts of the DLRM are found by name: a Python frame called ``component_phase``
+(``bottom_mlp_forward``, see ``dlrm_core/parts.py``) stands for all that runs
+below it, C++ and GPU kernels included, up to the next such frame. GPU time sits
+under the CPU frames that launched it, so it is attributed by the same rule.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from dlrm_core.parts import parse_span
+from dlrm_workbook.recordings.hpctoolkit.database import (
+    FUNCTION,
+    Database,
+    kernel_rows,
+    not_measured,
+)
+from dlrm_workbook.recordings.hpctoolkit.format import DatabaseError
+from dlrm_workbook.recordings.hpctoolkit.meta import ENTRY, ROOT
+from dlrm_workbook.recordings.hpctoolkit.metrics import (
+    additive,
+    canonical_name,
+    meaning_of,
+    unit_of,
+)
+from dlrm_workbook.recordings.profile import STANDARD_METRICS, Profile
+
+CPU_TIMES = {
+    "CPUTIME (sec)": 1e3,
+    "REALTIME (sec)": 1e3,
+    "perf::task-clock": 1e-6,
+    "perf::cpu-clock": 1e-6,
+}
+"""Metrics that can be ``cpu_time_ms``, best first, and milliseconds per unit."""
+GPU_TIMES = ("GPUOP (sec)", "GKER (sec)", "GXCOPY (sec)", "GMSET (sec)")
+GPU_CALLS = ("GKER:COUNT", "GXCOPY:COUNT", "GMSET:COUNT")
+KINDS = {ROOT: "root", ENTRY: "thread", 0: "function", 1: "loop", 2: "line", 3: "instruction"}
+
+Ints = npt.NDArray[np.int64]
+
+
+def profile_from_database(database: Database) -> Profile:
+    """The Profile tables of a database; row numbers of contexts and profiles are kept.
+
+    ``cpu_time_ms`` and ``gpu_time_ms`` come from sampled CPU time and from the time of
+    GPU operations; ``calls`` counts GPU launches, copies and sets. Other metrics keep
+    their names (those of HPCToolkit 2025-05, whatever the database's generation).
+    Exclusive values are self times over the tree, inclusive ones ``execution`` values.
+    Metrics that do not add up (the sampling period) are left to the database.
+
+    Raises:
+        DatabaseError: the database is damaged.
+    """
+    metrics, values, sources = _values(database)
+    reasons = not_measured(database)
+    for name in STANDARD_METRICS:
+        if name not in sources:
+            reasons[name] = _why_absent(name)
+    if not database.traces:
+        reasons["trace"] = database.absent.get("trace.db", "trace.db has no trace lines")
+    reasons["iterations"] = "HPCToolkit does not mark iterations"
+    reasons["allocated_bytes"] = "HPCToolkit does not see torch's allocations; torch.profiler does"
+    return Profile.build(
+        contexts=_contexts(database),
+        metrics=metrics,
+        values=values,
+        threads=[
+            {
+                "profile": thread.profile,
+                "kind": thread.kind,
+                "name": thread.name,
+                "rank": thread.rank,
+                "thread": thread.thread,
+            }
+            for thread in database.threads
+        ]
+        or None,
+        trace=_trace(database),
+        meta={
+            "engine": "hpctoolkit",
+            "device": "cuda" if "gpu_time_ms" in sources else "cpu",
+            "database": str(database.path),
+            "title": database.meta.title,
+            "passes": [],
+            "not_measured": reasons,
+        },
+    )
+
+
+def _why_absent(name: str) -> str:
+    if name == "gpu_time_ms":
+        return "no GPU operation in this database; measure with hpcrun -e gpu=nvidia"
+    if name == "cpu_time_ms":
+        return "no CPU time in this database; measure with hpcrun -e CPUTIME"
+    return "HPCToolkit samples CPU functions and does not count their calls"
+
+
+def _contexts(database: Database) -> pd.DataFrame:
+    table = database.contexts
+    lexical = database.tree.lexical_type
+    kinds = np.full(len(table), "function", dtype=object)
+    for number, kind in KINDS.items():
+        kinds[lexical == number] = kind
+    functions = database.meta.functions
+    python = np.array([database.is_python(i) for i in range(len(functions))] + [False])
+    is_function = lexical == FUNCTION
+    kinds[is_function & python[database.tree.function]] = "python"
+    # the placeholders of GPU operations are functions, named in the table as they are there
+    copies = [function.name.startswith(("<gpu copy", "<gpu memset")) for function in functions]
+    others = [function.name.startswith("<gpu ") for function in functions]
+    kinds[is_function & np.array([*others, False])[database.tree.function]] = "runtime"
+    kinds[is_function & np.array([*copies, False])[database.tree.function]] = "copy"
+    kinds[kernel_rows(database)] = "kernel"
+    component, phase = _parts(database, python)
+    return pd.DataFrame(
+        {
+            "context": np.arange(len(table)),
+            "parent": table["parent"],
+            "kind": kinds,
+            "name": table["name"],
+            "shapes": "",
+            "file": table["file"],
+            "line": table["line"],
+            "module": table["module"],
+            "component": component,
+            "phase": phase,
+        }
+    )
+
+
+def _parts(
+    database: Database, python: npt.NDArray[np.bool_]
+) -> tuple[npt.NDArray[np.object_], npt.NDArray[np.object_]]:
+    """(component, phase) of every row, from the nearest enclosing part."""
+    tree = database.tree
+    # Only Python functions: a C++ function that happens to be called so is no part.
+    parts = [
+        parse_span(function.name.rpartition(".")[2]) if python[i] else None
+        for i, function in enumerate(database.meta.functions)
+    ]
+    named = np.array([part is not None for part in parts] + [False])
+    marked = named[tree.function] & (tree.lexical_type == FUNCTION)
+    owner = database.nearest(marked)
+    labels = [*(part or ("other", "") for part in parts), ("other", "")]
+    label = np.where(owner >= 0, tree.function[owner], -1)
+    return (
+        np.array([component for component, _ in labels], dtype=object)[label],
+        np.array([phase for _, phase in labels], dtype=object)[label],
+    )
+
+
+def _values(database: Database) -> tuple[pd.DataFrame, pd.DataFrame, dict[str, list[str]]]:
+    """(metrics, values, standard metric to what it was made of)."""
+    present = {canonical_name(name): name for name in database.root() if additive(name)}
+    standard, scale = _standard(present)
+    made_of = {name for names in standard.values() for name in names}
+    # GPU times and counts stay besides: kernel and copy tables need each of them.
+    replaced = {name for name in made_of if name in CPU_TIMES or name == "GPUOP (sec)"}
+    targets: dict[str, list[tuple[str, float]]] = {}
+    for target, names in standard.items():
+        for name in names:
+            targets.setdefault(name, []).append((target, scale.get(name, 1.0)))
+    for name in present:
+        if name not in replaced:
+            targets.setdefault(name, []).append((name, 1.0))
+    order = sorted({target for pairs in targets.values() for target, _ in pairs})
+    rows = [
+        {
+            "metric": name,
+            "unit": STANDARD_METRICS[name][0] if name in standard else unit_of(name),
+            "meaning": STANDARD_METRICS[name][1] if name in standard else meaning_of(name),
+            "source": "HPCToolkit " + ", ".join(present[n] for n in standard.get(name, [name])),
+        }
+        for name in order
+    ]
+    number_of = {name: number for number, name in enumerate(order)}
+    pairs_of = [targets.get(canonical_name(metric.name), []) for metric in database.metrics]
+    # columns of numbers, named at the end: names are slow to join by the million
+    pieces: list[tuple[int, Ints, int, int, npt.NDArray[np.float64]]] = []
+    for thread in database.threads:
+        inclusive = database.inclusive_values(thread.profile)
+        exclusive = database.self_of_sparse(*inclusive)
+        for side, (index, row, value) in enumerate((inclusive, exclusive)):
+            bounds = np.searchsorted(index, np.arange(len(pairs_of) + 1))
+            for number, pairs in enumerate(pairs_of):
+                part = slice(bounds[number], bounds[number + 1])
+                if part.start == part.stop:
+                    continue
+                for target, factor in pairs:
+                    pieces.append(
+                        (thread.profile, row[part], number_of[target], side, value[part] * factor)
+                    )
+    columns = ["profile", "context", "metric", "scope", "value"]
+    if not pieces:
+        return pd.DataFrame(rows), pd.DataFrame(columns=columns), standard
+    value = np.concatenate([piece[4] for piece in pieces])
+    sizes = [len(piece[4]) for piece in pieces]
+    metric = np.repeat(np.array([piece[2] for piece in pieces], np.int32), sizes)
+    scope = np.repeat(np.array([piece[3] for piece in pieces], np.int8), sizes)
+    if not np.isfinite(value).all():
+        bad_metric = order[metric[np.flatnonzero(~np.isfinite(value))[0]]]
+        raise DatabaseError(f"{database.path}: metric '{bad_metric}' has a value that is no number")
+    table = pd.DataFrame(
+        {
+            "profile": np.repeat([piece[0] for piece in pieces], sizes),
+            "context": np.concatenate([piece[1] for piece in pieces]),
+            "metric": _named(metric, order),
+            "scope": _named(scope, ["inclusive", "exclusive"]),
+            "value": value,
+        }
+    )
+    several = [name for name, names in standard.items() if len(names) > 1]
+    if several:  # several inputs of one standard metric meet in one row
+        mixed = table["metric"].isin(several)
+        groups = table[mixed].groupby(columns[:-1], sort=False, observed=True)
+        summed = groups["value"].sum().reset_index()
+        table = pd.concat([table[~mixed], summed], ignore_index=True)
+    return pd.DataFrame(rows), table, standard
+
+
+def _named(number: npt.NDArray[Any], names: list[str]) -> pd.Categorical:
+    return pd.Categorical.from_codes(number, pd.Index(names))  # type: ignore[arg-type]
+
+
+def _standard(present: dict[str, str]) -> tuple[dict[str, list[str]], dict[str, float]]:
+    """(standard metric to the canonical metrics that add up to it, their scale)."""
+    standard: dict[str, list[str]] = {}
+    cpu = next((name for name in CPU_TIMES if name in present), None)
+    if cpu:
+        standard["cpu_time_ms"] = [cpu]
+    gpu = [name for name in GPU_TIMES if name in present]
+    if gpu:
+        # GPUOP is the sum of the others; older databases only have the parts.
+        standard["gpu_time_ms"] = gpu[:1] if gpu[0] == "GPUOP (sec)" else gpu
+    calls = [name for name in GPU_CALLS if name in present]
+    if calls:
+        standard["calls"] = calls
+    scale = dict(CPU_TIMES)
+    scale.update({name: 1e3 for name in GPU_TIMES})
+    return standard, scale
+
+
+def _trace(database: Database) -> pd.DataFrame | None:
+    """What ran when: an interval a sample, to the next sample; gaps are context 0."""
+    frames = []
+    threads = {thread.profile for thread in database.threads}
+    for line in database.traces:
+        if line.profile not in threads or len(line.time_ns) < 2:
+            continue
+        rows = database.tree.rows(line.context[:-1])
+        running = (line.context[:-1] != 0) & (rows >= 0)
+        frames.append(
+            pd.DataFrame(
+                {
+                    "profile": line.profile,
+                    "start_ns": line.time_ns[:-1][running],
+                    "end_ns": line.time_ns[1:][running],
+                    "context": rows[running],
+                    "depth": database.tree.depth[rows[running]],
+                }
+            )
+        )
+    return pd.concat(frames, ignore_index=True) if frames else None

@@ -1,0 +1,475 @@
+"""The tables of a measured run, the same whichever profiler measured it.
+
+A profile is a call tree (``contexts``) with numbers on it (``values``, whose
+columns are named in ``metrics``), the threads and GPU streams it was measured
+on (``threads``), what each of them did over time (``trace``) and when each
+training iteration ran (``iterations``). See docs/architecture.md.
+
+What was not measured has no rows in ``values`` and a reason in
+``meta["not_measured"]``: it is never a zero.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import pandas as pd
+
+from dlrm_core.errors import InputError
+from dlrm_core.files import whole_folder
+
+if TYPE_CHECKING:
+    from hatchet import GraphFrame
+
+# The tables a profile is made of: their columns, and sums over the call tree.
+
+SCHEMA: dict[str, dict[str, str]] = {
+    "contexts": {
+        "context": "int64",
+        "parent": "int64",
+        "kind": "object",
+        "name": "object",
+        "shapes": "object",
+        "file": "object",
+        "line": "int64",
+        "module": "object",
+        "component": "object",
+        "phase": "object",
+    },
+    "metrics": {"metric": "object", "unit": "object", "meaning": "object", "source": "object"},
+    "values": {
+        "profile": "int64",
+        "context": "int64",
+        "metric": "category",
+        "scope": "category",
+        "value": "float64",
+    },
+    "threads": {
+        "profile": "int64",
+        "kind": "object",
+        "name": "object",
+        "rank": "int64",
+        "thread": "int64",
+    },
+    "trace": {
+        "profile": "int64",
+        "start_ns": "int64",
+        "end_ns": "int64",
+        "context": "int64",
+        "depth": "int64",
+    },
+    "iterations": {"iteration": "int64", "start_ns": "int64", "end_ns": "int64"},
+}
+"""Table to column to dtype; ``object`` and ``category`` columns hold str. Column order is kept.
+
+``values`` has up to ten million rows of a few names: categories are compared as numbers."""
+
+KINDS = (
+    "root",
+    "thread",
+    "function",
+    "annotation",
+    "operator",
+    "kernel",
+    "copy",
+    "runtime",
+    "python",
+    "line",
+    "loop",
+    "instruction",
+)
+SCOPES = ("exclusive", "inclusive")
+THREAD_KINDS = ("cpu_thread", "gpu_stream")
+
+STANDARD_METRICS: dict[str, tuple[str, str]] = {
+    "cpu_time_ms": ("ms", "time on a CPU thread"),
+    "gpu_time_ms": ("ms", "time of GPU kernels, copies and memory sets"),
+    "calls": ("", "how often the context was entered"),
+}
+"""Metrics with one name in every engine: name to (unit, meaning)."""
+
+
+def typed(table: str, rows: Any) -> pd.DataFrame:
+    """A frame with the columns and dtypes of ``table``; ``rows`` may be None for none.
+
+    Raises:
+        InputError: a column is missing or cannot be of its dtype.
+    """
+    schema = SCHEMA[table]
+    frame = pd.DataFrame(rows if rows is not None else {name: [] for name in schema})
+    if frame.empty and not len(frame.columns):
+        frame = pd.DataFrame({name: [] for name in schema})
+    missing = [name for name in schema if name not in frame.columns]
+    if missing:
+        raise InputError(f"profile table '{table}' lacks the column(s) {', '.join(missing)}")
+    try:
+        frame = frame[list(schema)].astype(schema, copy=False)
+        plain = isinstance(frame.index, pd.RangeIndex) and frame.index.equals(
+            pd.RangeIndex(len(frame))
+        )
+        return frame if plain else frame.reset_index(drop=True)
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"profile table '{table}' has a value of the wrong type: {error}"
+        ) from None
+
+
+def depths(parent: np.ndarray) -> np.ndarray:
+    """Depth of every context, roots 0.
+
+    Args:
+        parent: (n,) row of the parent, −1 for a root; in any order.
+
+    Pointer doubling: log2(deepest) passes over whole columns, no recursion.
+    """
+    ancestor = np.asarray(parent, dtype=np.int64).copy()
+    depth = (ancestor >= 0).astype(np.int64)
+    while (linked := ancestor >= 0).any():
+        here = ancestor[linked]
+        # The right-hand sides are complete copies before either is written.
+        steps, beyond = depth[here], ancestor[here]
+        depth[linked] += steps
+        ancestor[linked] = beyond
+    return depth
+
+
+def inclusive_from_exclusive(parent: np.ndarray, exclusive: np.ndarray) -> np.ndarray:
+    """Add every context's exclusive value to all its ancestors.
+
+    Args:
+        parent: (n,) row of the parent, −1 for a root.
+        exclusive: (n,) or (n, metrics) values that belong to the row alone.
+
+    Returns:
+        Inclusive values, shaped as ``exclusive``. One pass a tree level.
+    """
+    parent = np.asarray(parent, dtype=np.int64)
+    total = np.array(exclusive, dtype=np.float64, copy=True)
+    depth = depths(parent)
+    order = np.argsort(depth, kind="stable")
+    bounds = np.searchsorted(depth[order], np.arange(depth.max(initial=0) + 2))
+    for level in range(len(bounds) - 2, 0, -1):
+        rows = order[bounds[level] : bounds[level + 1]]
+        np.add.at(total, parent[rows], total[rows])
+    return total
+
+
+Table = TypeVar("Table", pd.DataFrame, np.ndarray)
+
+FORMAT_VERSION = 1
+"""Of the saved folder. Raised when a reader of the previous one would go wrong."""
+
+
+@dataclass
+class Profile:
+    """One measured run. Build it with the readers, or with :meth:`build`."""
+
+    contexts: pd.DataFrame
+    metrics: pd.DataFrame
+    values: pd.DataFrame
+    threads: pd.DataFrame
+    trace: pd.DataFrame
+    iterations: pd.DataFrame
+    meta: dict[str, Any] = field(default_factory=dict)
+    _known: dict[str, tuple[Any, ...]] = field(default_factory=dict, repr=False, compare=False)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "values":  # also a table that is put in the place of the first
+            plain = [n for n in ("metric", "scope") if n in value and value[n].dtype != "category"]
+            value = value.astype(dict.fromkeys(plain, "category")) if plain else value
+        super().__setattr__(name, value)
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        contexts: Any,
+        metrics: Any,
+        values: Any,
+        threads: Any,
+        trace: Any = None,
+        iterations: Any = None,
+        meta: dict[str, Any] | None = None,
+    ) -> Profile:
+        """A validated profile from anything ``pd.DataFrame`` accepts.
+
+        Raises:
+            InputError: the tables do not fit together, see :meth:`validate`.
+        """
+        profile = cls(
+            contexts=typed("contexts", contexts),
+            metrics=typed("metrics", metrics),
+            values=typed("values", values),
+            threads=typed("threads", threads),
+            trace=typed("trace", trace),
+            iterations=typed("iterations", iterations),
+            meta=dict(meta or {}),
+        )
+        profile.validate()
+        return profile
+
+    # ---- checks -----------------------------------------------------------------
+
+    def validate(self) -> None:
+        """Check that the tables fit together.
+
+        Raises:
+            InputError: naming the table, the row and what is wrong with it.
+        """
+        for table, schema in SCHEMA.items():
+            frame = getattr(self, table)
+            missing = [name for name in schema if name not in frame.columns]
+            if missing:
+                raise InputError(
+                    f"profile table '{table}' lacks the column(s) {', '.join(missing)}"
+                )
+        count = len(self.contexts)
+        context = self.contexts["context"].to_numpy()
+        parent = self.contexts["parent"].to_numpy()
+        _refuse(context != np.arange(count), "contexts", "'context' must count from 0, row by row")
+        _refuse(parent < -1, "contexts", "'parent' must be a context or −1")
+        _refuse(parent >= context, "contexts", "a parent must come before its children")
+        _refuse(~self.contexts["kind"].isin(KINDS), "contexts", "'kind' is unknown")
+        known = set(self.metrics["metric"])
+        _refuse(~self.values["metric"].isin(known), "values", "'metric' is not in table 'metrics'")
+        _refuse(~self.values["scope"].isin(SCOPES), "values", f"'scope' must be one of {SCOPES}")
+        _refuse(
+            self.values["value"].isna(), "values", "'value' must be a number; leave the row out"
+        )
+        profiles = set(self.threads["profile"])
+        for table in ("values", "trace"):
+            frame = getattr(self, table)
+            _refuse(
+                ~frame["context"].between(0, count - 1), table, "'context' is not in 'contexts'"
+            )
+            _refuse(~frame["profile"].isin(profiles), table, "'profile' is not in 'threads'")
+        _refuse(~self.threads["kind"].isin(THREAD_KINDS), "threads", "'kind' is unknown")
+        for table in ("trace", "iterations"):
+            frame = getattr(self, table)
+            _refuse(frame["end_ns"] < frame["start_ns"], table, "'end_ns' is before 'start_ns'")
+
+    # ---- reading ----------------------------------------------------------------
+
+    @property
+    def device(self) -> str:
+        """``cuda`` if the run used a GPU, else ``cpu``."""
+        return str(self.meta.get("device", "cpu")).partition(":")[0]
+
+    @property
+    def not_measured(self) -> dict[str, str]:
+        """What could not be measured, name to reason."""
+        return dict(self.meta.get("not_measured", {}))
+
+    def has(self, metric: str) -> bool:
+        """Whether ``metric`` was measured at all."""
+        names = self.values["metric"].cat
+        counted = self.once("rows of each metric", lambda: _counts(names))
+        code = _code(names, metric)
+        return code >= 0 and bool(counted[code])
+
+    def once(self, name: str, make: Callable[[], Table]) -> Table:
+        """A table or column made from this profile: made once, then copied.
+
+        Many tables of a page, and each prediction, begin with the same ones. A profile
+        that was given other tables makes them anew.
+        """
+        tables = (self.contexts, self.values, self.trace, self.iterations)
+        known = self._known.get(name)
+        if known is None or any(a is not b for a, b in zip(known[0], tables, strict=True)):
+            known = (tables, make())
+            self._known[name] = known
+        copied: Table = known[1].copy()
+        return copied
+
+    def rows(self, metric: str, scope: str | None = None) -> np.ndarray:
+        """Which rows (n,) of ``values`` are of a metric, in one scope or in any."""
+        metrics, scopes = self.values["metric"].cat, self.values["scope"].cat
+        chosen: np.ndarray = metrics.codes.to_numpy() == _code(metrics, metric)
+        if scope is not None:
+            chosen &= scopes.codes.to_numpy() == _code(scopes, scope)
+        return chosen
+
+    def values_of(self, metrics: Callable[[str], bool], scope: str) -> pd.DataFrame:
+        """Rows of ``values`` of the metrics whose names match, in one scope."""
+        names = self.values["metric"].cat
+        wanted = np.array([metrics(str(name)) for name in names.categories], dtype=bool)
+        code = _code(self.values["scope"].cat, scope)
+        rows = wanted[names.codes.to_numpy()] if wanted.any() else np.zeros(len(names.codes), bool)
+        rows &= self.values["scope"].cat.codes.to_numpy() == code
+        chosen = self.values.iloc[np.flatnonzero(rows)]
+        return chosen.astype({"metric": "object", "scope": "object"})
+
+    def numbered(self, column: str) -> tuple[np.ndarray, list[str]]:
+        """(number of each context's name (n,), the names) of a column of ``contexts``.
+
+        Comparing a million names takes a tenth of a second, and every table of a page
+        asks; so names are numbered once.
+        """
+        known = self._known.get(f"numbers of {column}")
+        if known is None or known[0] is not self.contexts:
+            codes, names = pd.factorize(self.contexts[column])
+            known = (self.contexts, codes.astype(np.int64), [str(name) for name in names])
+            self._known[f"numbers of {column}"] = known
+        return known[1], known[2]
+
+    def which(self, column: str, matches: Callable[[str], bool]) -> np.ndarray:
+        """Contexts (n,) whose ``column`` matches; every distinct name is asked for once."""
+        codes, names = self.numbered(column)
+        return np.array([matches(name) for name in names], dtype=bool)[codes]
+
+    def of_kind(self, *kinds: str) -> np.ndarray:
+        """Contexts (n,) of one of the kinds."""
+        return self.which("kind", lambda kind: kind in kinds)
+
+    def value_table(
+        self, metric: str, scope: str = "exclusive", profiles: Iterable[int] | None = None
+    ) -> pd.Series:
+        """One metric for every context, summed over threads.
+
+        Args:
+            metric: a name in table ``metrics``.
+            scope: ``exclusive`` or ``inclusive``.
+            profiles: rows of ``threads`` to sum over; all of them if None.
+
+        Returns:
+            Series indexed by context. NaN throughout when the metric was not
+            measured; 0 for a context on which a measured metric has no row.
+        """
+        index = pd.RangeIndex(len(self.contexts), name="context")
+        if not self.has(metric):
+            return pd.Series(np.nan, index=index, name=metric)
+        if profiles is None:
+            total = self.once(f"sum of {metric} {scope}", lambda: self._sum(metric, scope))
+        else:
+            total = self._sum(metric, scope, list(profiles))
+        return pd.Series(total, index=index, name=metric)
+
+    def _sum(self, metric: str, scope: str, profiles: list[int] | None = None) -> np.ndarray:
+        """Values of a metric added up by context (contexts,)."""
+        chosen = self.rows(metric, scope)
+        if profiles is not None:
+            chosen &= self.values["profile"].isin(profiles).to_numpy()
+        at = np.flatnonzero(chosen)
+        context = self.values["context"].to_numpy()[at]
+        value = self.values["value"].to_numpy()[at]
+        return np.bincount(context, weights=value, minlength=len(self.contexts))
+
+    def wide(self) -> pd.DataFrame:
+        """All metrics as columns, a row a context: ``x`` exclusive, ``x (inc)`` inclusive."""
+        columns = {}
+        for metric in self.metrics["metric"]:
+            for scope, suffix in (("exclusive", ""), ("inclusive", " (inc)")):
+                if self.rows(metric, scope).any():
+                    columns[metric + suffix] = self.value_table(metric, scope)
+        return pd.DataFrame(columns, index=pd.RangeIndex(len(self.contexts), name="context"))
+
+    # ---- hatchet ----------------------------------------------------------------
+
+    def to_hatchet(self) -> GraphFrame:
+        """The call tree as a Hatchet ``GraphFrame``, a row a context, summed over threads.
+
+        Metrics keep their names: ``cpu_time_ms`` is exclusive, ``cpu_time_ms (inc)``
+        inclusive. For ``tree()``, queries and Thicket; heavy work is quicker on the tables.
+
+        Hatchet walks trees recursively, so for a tree deeper than Python's
+        recursion limit allows, the limit of this process is raised.
+
+        Raises:
+            MissingToolError: Hatchet is not installed.
+        """
+        from dlrm_workbook.recordings.hatchet_frame import graph_frame
+
+        return graph_frame(self)
+
+    # ---- files ------------------------------------------------------------------
+
+    def save(self, folder: str | Path) -> Path:
+        """Write the tables (Parquet) and ``profile.json`` into a new folder.
+
+        The folder appears only when whole: it is written beside its place and renamed.
+
+        Raises:
+            InputError: the folder exists already, or cannot be written.
+        """
+        target = Path(folder)
+        with whole_folder(target, "profile") as part:
+            for table in SCHEMA:
+                getattr(self, table).to_parquet(part / f"{table}.parquet", index=False)
+            head = {"format_version": FORMAT_VERSION, "meta": self.meta}
+            text = json.dumps(head, indent=1, default=_plain)
+            (part / "profile.json").write_text(text + "\n", encoding="utf-8")
+        return target
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Profile:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            InputError: naming the file and what is wrong with it.
+        """
+        folder = Path(folder)
+        head_file = folder / "profile.json"
+        try:
+            head = json.loads(head_file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise InputError(f"{folder} is no profile: it has no profile.json") from None
+        except (OSError, ValueError) as error:
+            raise InputError(f"{head_file} cannot be read: {error}") from None
+        version = head.get("format_version") if isinstance(head, dict) else None
+        if version != FORMAT_VERSION:
+            raise InputError(
+                f"{head_file} has format version {version}; this version reads {FORMAT_VERSION}"
+            )
+        tables = {table: _read_table(folder / f"{table}.parquet", table) for table in SCHEMA}
+        try:
+            return cls.build(**tables, meta=head.get("meta", {}))
+        except InputError as error:
+            raise InputError(f"{folder}: {error}") from None
+
+
+def _read_table(file: Path, table: str) -> pd.DataFrame:
+    try:
+        frame = pd.read_parquet(file)
+    except FileNotFoundError:
+        raise InputError(f"{file.parent} is no whole profile: it has no {file.name}") from None
+    except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
+        reason = str(error).splitlines()[0]
+        raise InputError(f"{file} cannot be read, it may be cut short: {reason}") from None
+    missing = [name for name in SCHEMA[table] if name not in frame.columns]
+    if missing:
+        raise InputError(f"{file} lacks the column(s) {', '.join(missing)}")
+    return frame
+
+
+def _code(categories: Any, name: str) -> int:
+    """Number of a name in a categorical column; one that no row has if it is none of them."""
+    found = categories.categories.get_indexer([name])[0]
+    return int(found) if found >= 0 else -2
+
+
+def _counts(categories: Any) -> np.ndarray:
+    """How many rows of a categorical column have each name (names,)."""
+    codes = categories.codes.to_numpy()
+    return np.bincount(codes[codes >= 0], minlength=len(categories.categories))
+
+
+def _refuse(wrong: Any, table: str, message: str) -> None:
+    rows = np.flatnonzero(np.asarray(wrong))
+    if len(rows):
+        raise InputError(f"profile table '{table}', row {rows[0]}: {message}")
+
+
+def _plain(value: Any) -> Any:
+    """JSON for the numpy scalars and paths that end up in ``meta``."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"a profile's meta cannot hold a {type(value).__name__}")

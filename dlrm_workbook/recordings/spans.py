@@ -1,0 +1,129 @@
+"""Turning timed spans of one thread into a tree.
+
+Profilers write spans (start, end) without saying which lies in which. Where they
+nest, the tree is plain. They do not always: torch.profiler with Python stacks
+starts a ``record_function`` range inside the Python call that opens it and ends
+it inside the call that closes it, so those spans overlap (two overlaps a range).
+A tree that subtracts children from parents regardless then has negative times.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+
+from dlrm_workbook.recordings.profile import depths
+
+
+def nest(
+    start: np.ndarray, end: np.ndarray, soft: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Clip the spans of one thread so that they nest, and find their parents.
+
+    Where two spans overlap without nesting, the overlap is taken from one of them:
+
+    * a soft span (a Python frame) yields to a hard one (an operator or range), which
+      keeps its times; so operators have the self times that ``key_averages`` has;
+    * between two of a kind, the later one is cut: to the part inside the earlier one
+      if that is at least half of it, else to the part after it.
+
+    Args:
+        start: (n,) int ns.
+        end: (n,) int ns, not before ``start``.
+        soft: (n,) bool, whether a span yields.
+
+    Returns:
+        (start, end, parent, order): the clipped times (n,), the index of the span
+        that encloses each (n,), −1 for none, and the indices (n,) in an order in
+        which parents precede children. Children of one span never overlap, so
+        ``duration − sum of the children's durations`` is never negative.
+    """
+    starts, ends = start.tolist(), end.tolist()
+    yields = soft.tolist()
+    parent = [-1] * len(starts)
+    order: list[int] = []
+    queue = np.lexsort((soft, -end, start)).tolist()
+    queue.reverse()
+    # Spans that were cut to begin later wait here until their new start.
+    waiting: list[tuple[int, int, int, int]] = []
+    stack: list[int] = []
+    held_until = -1
+
+    def wait(span: int, begin: int) -> None:
+        starts[span] = begin
+        ends[span] = max(ends[span], begin)
+        heapq.heappush(waiting, (begin, -ends[span], len(order) + len(waiting), span))
+
+    while queue or waiting:
+        if waiting and (not queue or waiting[0][0] <= starts[queue[-1]]):
+            span = heapq.heappop(waiting)[-1]
+        else:
+            span = queue.pop()
+            if yields[span] and starts[span] < held_until:
+                # Python frames nest in each other: this one is called by the frame
+                # that is waiting, so it waits too.
+                wait(span, held_until)
+                continue
+        begin, finish = starts[span], ends[span]
+        cut = False
+        while stack:
+            top = stack[-1]
+            limit = ends[top]
+            if limit <= begin:
+                stack.pop()
+            elif finish <= limit:
+                break
+            elif yields[top] and not yields[span]:
+                ends[top] = begin
+                stack.pop()
+            elif yields[span] and not yields[top]:
+                held_until = max(held_until, limit)
+                cut = True
+                break
+            elif 2 * (limit - begin) >= finish - begin:
+                ends[span] = finish = limit
+                break
+            else:
+                cut = True
+                break
+        if cut:
+            wait(span, limit)
+            continue
+        parent[span] = stack[-1] if stack else -1
+        order.append(span)
+        stack.append(span)
+    return (
+        np.array(starts, dtype=np.int64),
+        np.array(ends, dtype=np.int64),
+        np.array(parent, dtype=np.int64),
+        np.array(order, dtype=np.int64),
+    )
+
+
+def self_times(start: np.ndarray, end: np.ndarray, parent: np.ndarray) -> np.ndarray:
+    """Time of each span outside its children, ns (n,), for spans that :func:`nest` made."""
+    own = end - start
+    inner = parent >= 0
+    np.subtract.at(own, parent[inner], (end - start)[inner])
+    return own
+
+
+def innermost(start: np.ndarray, end: np.ndarray, parent: np.ndarray, at: np.ndarray) -> np.ndarray:
+    """The innermost span open at each moment: index, −1 where none is open.
+
+    Args:
+        start, end, parent: nested spans of one thread, in any order.
+        at: (m,) moments, ns. A span is open from its start until before its end.
+    """
+    # Empty spans are never open, and sorted among others they would hide one that is.
+    order = np.flatnonzero(end > start)
+    if not len(order):
+        return np.full(len(at), -1, dtype=np.int64)
+    order = order[np.lexsort((depths(parent)[order], start[order]))]
+    # Started last before the moment; if it has ended, one of its ancestors is open.
+    found = np.searchsorted(start[order], at, side="right") - 1
+    span = np.where(found >= 0, order[np.maximum(found, 0)], -1)
+    while (over := (span >= 0) & (end[np.maximum(span, 0)] <= at)).any():
+        span[over] = parent[span[over]]
+    return span

@@ -1,0 +1,351 @@
+"""Execution of a notebook's cells: a papermill engine that can be stopped cleanly.
+
+papermill injects parameters and saves the notebook after every cell. Its own
+engine leaves a cell that times out, a kernel that dies and Ctrl-C as exceptions
+with the notebook half marked. Here one mechanism serves all three: the kernel is
+interrupted, so the cell ends with a traceback that shows where it was (or ends in
+its own way, keeping its results), and killed if it does not answer in time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from html import unescape
+from typing import Any
+
+from jupyter_client.kernelspec import KernelSpec
+from jupyter_client.manager import AsyncKernelManager
+from nbclient.exceptions import CellExecutionError, DeadKernelError
+from nbformat import NotebookNode
+from nbformat.v4 import new_output
+from papermill.clientwrap import PapermillNotebookClient
+from papermill.engines import Engine, papermill_engines
+from tqdm import tqdm
+
+from dlrm_workbook.runs import REPOSITORY
+
+ENGINE = "dlrm"
+GRACE_SECONDS = 20.0
+"""How long an interrupted cell may take to end before its kernel is killed."""
+
+SAVING_SHARE = 0.05
+LEAST_SAVING_SECONDS = 0.5
+"""At most this share of a run writes the notebook, and never two writes closer than this."""
+
+
+class ThisInterpreter(AsyncKernelManager):
+    """Starts kernels with the interpreter that runs us.
+
+    The kernel spec called python3 may be another one's: a spec in the user's home
+    directory wins over the one of the virtual environment.
+    """
+
+    @property
+    def kernel_spec(self) -> KernelSpec:
+        return KernelSpec(
+            argv=[
+                sys.executable,
+                *("-m", "ipykernel_launcher", "-f", "{connection_file}"),
+                # it would warn on every start that loopback traffic, though signed, is plain
+                "--log-level=ERROR",
+            ],
+            display_name="Python 3",
+            language="python",
+        )
+
+
+class Watch:
+    """Ends a cell that must not go on: too slow, or the user wants to stop.
+
+    Attributes:
+        signum: the signal that asked for the end of the run, or None.
+        timed_out: whether a cell ran longer than ``cell_timeout``.
+        failed: index of the cell that failed, in the executed notebook, or None.
+        dead_kernel: whether the kernel died under that cell.
+    """
+
+    def __init__(self, cell_timeout: float | None = None) -> None:
+        self.cell_timeout = cell_timeout
+        self.signum: int | None = None
+        self.timed_out = False
+        self.failed: int | None = None
+        self.dead_kernel = False
+        self._client: _Client | None = None
+        self._in_cell = False
+        self._timers: list[threading.Timer] = []
+
+    @property
+    def stopping(self) -> bool:
+        """Whether no further cell is to be started."""
+        return self.signum is not None or self.timed_out or self.failed is not None
+
+    @contextlib.contextmanager
+    def signals(self) -> Iterator[None]:
+        """While the block runs, Ctrl-C, SIGTERM and SIGHUP end the run in an orderly way."""
+        before: dict[signal.Signals, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                # what is ignored stays ignored: nohup sets SIGHUP so
+                if signal.getsignal(signum) is not signal.SIG_IGN:
+                    before[signum] = signal.signal(signum, self._on_signal)
+        try:
+            yield
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+
+    @contextlib.contextmanager
+    def client(self, client: _Client) -> Iterator[None]:
+        """While the block runs, signals are for this client's kernel."""
+        self._client = client
+        try:
+            yield
+        finally:
+            self._client = None
+
+    @contextlib.contextmanager
+    def cell(self) -> Iterator[None]:
+        """While the block runs, a cell is executing and its clock ticks."""
+        self._in_cell = True
+        if self.cell_timeout:
+            self._after(self.cell_timeout, self._expired)
+        try:
+            yield
+        finally:
+            self._in_cell = False
+            for timer in self._timers:
+                timer.cancel()
+            self._timers.clear()
+
+    def _on_signal(self, signum: int, _frame: Any) -> None:
+        again = self.signum is not None
+        self.signum = self.signum or signum
+        if self._client is None:
+            raise KeyboardInterrupt
+        if again:
+            self._signal_kernel(signal.SIGKILL)
+        elif self._in_cell:
+            self._stop_cell()
+
+    def _expired(self) -> None:
+        self.timed_out = True
+        self._stop_cell()
+
+    def _stop_cell(self) -> None:
+        self._signal_kernel(signal.SIGINT)
+        self._after(GRACE_SECONDS, lambda: self._signal_kernel(signal.SIGKILL))
+
+    def _after(self, seconds: float, action: Any) -> None:
+        timer = threading.Timer(seconds, action)
+        timer.daemon = True
+        self._timers.append(timer)
+        timer.start()
+
+    def _signal_kernel(self, signum: int) -> None:
+        # the kernel leads a process group of its own (so a terminal's Ctrl-C does not
+        # reach it); measured runs that a cell started are in that group too
+        provisioner = getattr(getattr(self._client, "km", None), "provisioner", None)
+        group = getattr(provisioner, "pgid", None)
+        if group:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signum)
+
+
+class _Client(PapermillNotebookClient):
+    """papermill's client with our kernel, our watch and our progress bar."""
+
+    kernel_manager_class = ThisInterpreter
+
+    def __init__(self, nb_man: Any, *, watch: Watch, label: str, **settings: Any) -> None:
+        super().__init__(nb_man, **settings)
+        self.watch = watch
+        self.label = label
+        self.bar: tqdm[Any] | None = None
+        self.saves: Saves | None = None
+
+    def execute(self, **settings: Any) -> NotebookNode:
+        """Run the cells until the last, or until one fails or the watch says stop."""
+        self.reset_execution_trackers()
+        with self.watch.client(self), self.setup_kernel(env=kernel_environment(), **settings):
+            try:
+                self.papermill_execute_cells()
+            finally:
+                # the last state of progress bars belongs to a partial notebook too
+                self.set_widgets_metadata()
+        return self.nb
+
+    def papermill_execute_cells(self) -> None:
+        """Execute cell by cell, saving after each."""
+        total = sum(cell.cell_type == "code" for cell in self.nb.cells)
+        with tqdm(total=total, desc=self.label, unit="cell", file=sys.stderr) as bar, ticking(bar):
+            self.bar = bar
+            for index, cell in enumerate(self.nb.cells):
+                if self.watch.stopping:
+                    break
+                if cell.cell_type == "markdown":
+                    bar.set_description(f"{self.label}: {heading(cell.source)}"[:60])
+                self._run_cell(index, cell)
+                bar.update(cell.cell_type == "code" and not self.watch.stopping)
+            bar.set_description(self.label, refresh=False)
+            bar.set_postfix_str("")
+
+    def _run_cell(self, index: int, cell: NotebookNode) -> None:
+        self.nb_man.cell_start(cell, index)
+        try:
+            with self.watch.cell():
+                self.execute_cell(cell, index)
+        except (CellExecutionError, DeadKernelError) as error:
+            self.watch.failed = index
+            if isinstance(error, DeadKernelError):
+                self.watch.dead_kernel = True
+                cell.outputs.append(
+                    new_output("error", ename="KernelDied", evalue=DIED, traceback=[DIED])
+                )
+            self.nb_man.cell_exception(cell, cell_index=index, exception=error)
+        finally:
+            self.nb_man.cell_complete(cell, cell_index=index)
+
+    def process_message(self, msg: Any, cell: NotebookNode, cell_index: int) -> Any:
+        """Handle a message of the kernel; progress inside a cell is shown behind our own bar."""
+        inner = _inner_progress(msg)
+        if inner and self.bar is not None:
+            self.bar.set_postfix_str(inner[-70:])
+        if self.saves is not None:
+            self.saves.catch_up(asyncio.get_running_loop())
+        return super().process_message(msg, cell, cell_index)
+
+
+DIED = "The kernel died: it was killed, ran out of memory, or crashed in native code."
+
+
+class Saves:
+    """Writes the notebook as cells begin and end, but not all the time.
+
+    papermill writes it whole, twice a cell: in a page of ninety quick cells that took
+    longer than the cells. Here at most ``SAVING_SHARE`` of the time goes into writing, so
+    what a killed run can lack is what its cells did in the last second or so.
+
+    Attributes:
+        whole: writes the notebook.
+    """
+
+    def __init__(self, whole: Callable[[], None]) -> None:
+        self.whole = whole
+        self._due = 0.0
+        self._owed = False
+        self._waiting = False
+
+    def __call__(self, **_unused: Any) -> None:
+        """Write, unless that was done a moment ago; then :meth:`catch_up` does it."""
+        begun = time.monotonic()
+        self._owed = begun < self._due
+        if self._owed:
+            return
+        self.whole()
+        took = time.monotonic() - begun
+        self._due = begun + max(took / SAVING_SHARE, LEAST_SAVING_SECONDS)
+
+    def catch_up(self, loop: asyncio.AbstractEventLoop) -> None:
+        """See to it that a write that was put off is made while a long cell runs."""
+        if self._owed and not self._waiting:
+            self._waiting = True
+            loop.call_later(max(self._due - time.monotonic(), 0.0), self._catch_up)
+
+    def _catch_up(self) -> None:
+        self._waiting = False
+        if self._owed:
+            self()
+
+
+class StoppableEngine(Engine):
+    """The papermill engine called ``dlrm``."""
+
+    @classmethod
+    def execute_managed_notebook(
+        cls,
+        nb_man: Any,
+        kernel_name: str,
+        *,
+        watch: Watch,
+        label: str = "cells",
+        start_timeout: int = 120,
+        **_unused: Any,
+    ) -> NotebookNode:
+        """Execute ``nb_man.nb``; what went wrong is left in ``watch``."""
+        client = _Client(
+            nb_man,
+            watch=watch,
+            label=label,
+            kernel_name=kernel_name,
+            startup_timeout=start_timeout,
+            timeout=None,
+        )
+        save = Saves(nb_man.save)
+        nb_man.save = client.saves = save
+        try:
+            return client.execute()
+        finally:
+            # papermill's last save, and any of ours that is still due, is a whole one
+            nb_man.save = save.whole
+
+
+papermill_engines.register(ENGINE, StoppableEngine)
+
+
+def kernel_environment() -> dict[str, str]:
+    """Environment of a kernel: ours, with this package importable and small figures.
+
+    ``plotly_mimetype`` stores a figure as data. Other renderers put 4.8 MB of
+    plotly.js into every notebook, or a reference to a CDN.
+    """
+    path = os.environ.get("PYTHONPATH")
+    return os.environ | {
+        "PYTHONPATH": str(REPOSITORY) + (os.pathsep + path if path else ""),
+        "PLOTLY_RENDERER": "plotly_mimetype",
+    }
+
+
+def heading(markdown: str) -> str:
+    """First heading of a markdown cell, or its first words."""
+    lines = [line.strip() for line in markdown.splitlines() if line.strip()]
+    headings = [line.lstrip("#").strip() for line in lines if line.startswith("#")]
+    return (headings or lines or [""])[0]
+
+
+@contextlib.contextmanager
+def ticking(bar: tqdm[Any]) -> Iterator[None]:
+    """Keep the bar's clock moving while one cell takes long, where someone watches."""
+    done = threading.Event()
+
+    def tick() -> None:
+        while not done.wait(1.0):
+            bar.refresh()
+
+    thread = threading.Thread(target=tick, daemon=True)
+    if sys.stderr.isatty():
+        thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        if thread.ident is not None:
+            thread.join()
+
+
+def _inner_progress(msg: Any) -> str:
+    """What a progress bar inside the running cell says, if this message is its update."""
+    content = msg.get("content", {})
+    if msg.get("msg_type") == "comm_msg":
+        value = content.get("data", {}).get("state", {}).get("value")
+        # of the widgets that tqdm's bar is made of, the right-hand text has "[elapsed<...]"
+        return unescape(value).strip() if isinstance(value, str) and "[" in value else ""
+    if msg.get("msg_type") == "stream" and "\r" in content.get("text", ""):
+        return str(content["text"].strip("\r\n").rsplit("\r", 1)[-1])
+    return ""

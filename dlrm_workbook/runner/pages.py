@@ -1,0 +1,456 @@
+"""Renders an executed notebook as one self-contained HTML page.
+
+The page loads nothing: plotly.js is inside it (once), so are style sheet and
+images, and a content security policy makes the browser refuse anything else; of
+scripts it lets only those run whose hashes it names, which are the page's own.
+Figures are stored in the notebook as data (``application/vnd.plotly.v1+json``)
+and drawn by the page's own script, which fits them to the window and to the
+light or dark colours of the reader's system.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import mimetypes
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import mistune
+import nbformat
+from markupsafe import Markup, escape
+from nbconvert.filters import ansi2html
+from pygments import highlight  # type: ignore[import-untyped]
+from pygments.formatters import HtmlFormatter  # type: ignore[import-untyped]
+from pygments.lexers import get_lexer_by_name  # type: ignore[import-untyped]
+from pygments.util import ClassNotFound  # type: ignore[import-untyped]
+
+from dlrm_core.files import write_text
+from dlrm_workbook.runner.html_clean import clean_html
+from dlrm_workbook.runner.parameters import (
+    Parameter,
+    assigned_values,
+    parameter_tables,
+    read_notebook,
+)
+from dlrm_workbook.show.tables import EMPTY
+
+# What a page is made of, piece by piece: texts, images, code and data as safe HTML.
+
+NOTHING = Markup("")
+
+
+def duration(seconds: float) -> str:
+    """A span of time as a person says it: 0.42 s, 12.3 s, 4 min 05 s."""
+    if seconds < 60:
+        return f"{seconds:.2f} s" if seconds < 1 else f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+@dataclass
+class Output:
+    """One output of a cell: a figure's data, or HTML of some kind."""
+
+    kind: str
+    html: Markup = NOTHING
+    anchor: str = ""
+    label: str = ""
+    height: int = 0
+
+
+def after_carriage_returns(text: str) -> str:
+    """Text as a terminal would leave it: of what a line overwrote, only the last."""
+    lines = []
+    for line in text.replace("\r\n", "\n").split("\n"):
+        written = [piece for piece in line.split("\r") if piece.strip()]
+        lines.append(written[-1] if written else "")
+    return "\n".join(lines)
+
+
+def text_output(text: str, kind: str) -> Output | None:
+    if not text.strip():
+        return None
+    return Output(kind, Markup("<pre>{}</pre>").format(Markup(ansi2html(text.strip("\n")))))
+
+
+def image_html(kind: str, data: str) -> Markup:
+    if kind == "image/svg+xml":
+        data = base64.b64encode(data.encode()).decode()
+    address = f"data:{kind};base64,{''.join(data.split())}"
+    return Markup('<img src="{}" alt="Image made by the cell above">').format(address)
+
+
+def highlighted(source: str, language: str) -> Markup:
+    try:
+        lexer = get_lexer_by_name(language)
+    except ClassNotFound:
+        return escape(source)
+    return Markup(highlight(source, lexer, HtmlFormatter(nowrap=True)).rstrip("\n"))
+
+
+def script_json(value: Any) -> str:
+    """JSON that may stand inside a script element."""
+    text = json.dumps(_finite(value), separators=(",", ":"), allow_nan=False)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _finite(value: Any) -> Any:
+    """The value with NaN and infinities as null: JSON has no others, and plotly.js draws gaps."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+FIGURE = "application/vnd.plotly.v1+json"
+WIDGET = "application/vnd.jupyter.widget-view+json"
+WIDGET_STATE = "application/vnd.jupyter.widget-state+json"
+IMAGES = ("image/svg+xml", "image/png", "image/jpeg", "image/gif", "image/webp")
+COMPILED_TRACES = {"parcoords", "scattergl", "scatterpolargl", "splom"}
+"""Traces for which plotly.js compiles WebGL code from strings, so that the page must allow it."""
+TEMPLATES = Path(__file__).parent / "templates"
+DEFAULT_HEIGHT = 450  # plotly.js's own, in pixels
+ABSENT = "*Not measured"
+"""How a sentence begins that stands in place of a figure or table."""
+NOTABLE_SECONDS = 0.1  # cells that took less do not say how long
+
+
+def render_html(
+    ipynb: str | os.PathLike[str],
+    html: str | os.PathLike[str],
+    run: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write the page of a notebook, whole or partial.
+
+    Args:
+        ipynb: an executed notebook.
+        html: where to write; replaced as a whole, never left half written.
+        run: what is known of the run (the content of run.json); None takes
+            ``run.json`` beside the notebook, if there is one.
+
+    Returns:
+        Path of the page.
+
+    Raises:
+        InputError: ``ipynb`` cannot be read as a notebook.
+    """
+    ipynb, html = Path(ipynb), Path(html)
+    nb = read_notebook(ipynb)
+    if run is None:
+        run = _run_beside(ipynb)
+    page = _Page(nb, ipynb.parent)
+    cells = [rendered for cell in nb.cells if (rendered := page.cell(cell)) is not None]
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters["hash_source"] = _hash_source
+    scripts = [(TEMPLATES / "page.js").read_text(encoding="utf-8")]
+    if page.figures:
+        scripts.insert(0, _plotly_js())
+    text = environment.get_template("page.html.j2").render(
+        title=page.title or ipynb.stem,
+        cells=cells,
+        contents=page.contents,
+        figures=page.figures,
+        scripts=[Markup(script) for script in scripts],
+        webgl=page.webgl,
+        status=run.get("status", ""),
+        error=run.get("error", ""),
+        facts=run_facts(run),
+    )
+    write_text(html, text)
+    return html
+
+
+def run_facts(run: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Name and value of what a reader wants to know of a run before its numbers."""
+    machine, versions = run.get("machine") or {}, run.get("versions") or {}
+    facts = [("parameters", str(run.get("preset", "")))]
+    if run.get("started"):
+        started = datetime.fromisoformat(run["started"])
+        facts.append(("started", f"{started:%Y-%m-%d %H:%M:%S %Z}".strip()))
+    if run.get("seconds"):
+        facts.append(("took", duration(run["seconds"])))
+    if machine.get("cpu"):
+        cores, memory = machine.get("usable_cores"), machine.get("memory_gib")
+        facts.append(("processor", f"{machine['cpu']}, {cores} cores, {memory} GiB"))
+    if machine.get("gpus"):
+        facts.append(("GPU", ", ".join(machine["gpus"])))
+    software = [f"{n} {versions[n]}" for n in ("torch", "numpy", "python") if n in versions]
+    facts.append(("software", ", ".join(software)))
+    facts.append(("commit", str(versions.get("commit", ""))))
+    facts.append(("command", str(run.get("command", ""))))
+    return [(name, value) for name, value in facts if value]
+
+
+@dataclass
+class Heading:
+    """An entry of the contents list."""
+
+    level: int
+    text: str
+    anchor: str
+
+
+@dataclass
+class Cell:
+    """A cell as the template wants it."""
+
+    kind: str
+    html: Markup = NOTHING
+    code: Markup = NOTHING
+    label: str = ""
+    took: str = ""
+    failed: bool = False
+    outputs: list[Output] = field(default_factory=list)
+    parameters: list[tuple[str, list[Parameter]]] = field(default_factory=list)
+
+
+class _Page:
+    """Turns cells into what the template shows; numbers figures and headings on the way."""
+
+    def __init__(self, nb: Any, folder: Path) -> None:
+        self.title = ""
+        self.contents: list[Heading] = []
+        self.figures = 0
+        self.webgl = False
+        """Whether a figure has one of the compiled traces."""
+        self._folder = folder
+        self._anchors: set[str] = set()
+        self._absent: set[str] = set()
+        """Reasons for missing figures that the section in hand has given."""
+        self._explained = False
+        """Whether the cell before is a sentence in a figure's place: of that figure's table too."""
+        widgets = nb.metadata.get("widgets", {}).get(WIDGET_STATE, {})
+        self._widgets: Mapping[str, Any] = widgets.get("state", {})
+        self._defaults: dict[str, Any] = {}
+        self._injected = any(_tagged(cell, "injected-parameters") for cell in nb.cells)
+
+    def cell(self, cell: Any) -> Cell | None:
+        """The cell for the template, or None where there is nothing to show."""
+        # papermill's banner points at a prompt number; the page has a banner of its own
+        if _tagged(cell, "papermill-error-cell-tag"):
+            return None
+        if cell.cell_type == "markdown":
+            self._absent.clear()
+            self._explained = False
+            return Cell("markdown", html=self._markdown(cell.source, cell.get("attachments", {})))
+        if cell.cell_type == "raw":
+            return Cell("markdown", html=Markup("<pre>{}</pre>").format(cell.source))
+        if not cell.source.strip() and not cell.outputs:
+            return None
+        if self._says_again(cell.outputs) or (self._explained and _is_empty_table(cell.outputs)):
+            return None
+        self._explained = _lone_text(cell.outputs) is not None
+        return self._code_cell(cell)
+
+    def _says_again(self, outputs: list[Any]) -> bool:
+        """Whether a cell only repeats what its section said already: why there is no figure."""
+        text = _lone_text(outputs)
+        if text is None or not text.startswith(ABSENT):
+            return False
+        again = text in self._absent
+        self._absent.add(text)
+        return again
+
+    def _code_cell(self, cell: Any) -> Cell:
+        rendered = Cell("code", code=highlighted(cell.source, "python"))
+        state = cell.metadata.get("papermill", {})
+        seconds = state.get("duration") or 0.0
+        rendered.took = duration(seconds) if seconds >= NOTABLE_SECONDS else ""
+        rendered.failed = any(output.output_type == "error" for output in cell.outputs)
+        if _tagged(cell, "parameters"):
+            self._defaults = assigned_values(cell.source)
+            rendered.label = "the notebook's own parameters"
+            if not self._injected:
+                rendered.label = "Parameters"
+                rendered.parameters = parameter_tables(self._defaults, {})
+        elif _tagged(cell, "injected-parameters"):
+            rendered.label = "Parameters of this run (click to see; injected by papermill)"
+            rendered.parameters = parameter_tables(assigned_values(cell.source), self._defaults)
+        elif state.get("status") == "pending":
+            rendered.label = "Not executed"
+        rendered.outputs = [shown for o in _merged(cell.outputs) if (shown := self._output(o))]
+        return rendered
+
+    def _output(self, output: Any) -> Output | None:
+        if output.output_type == "stream":
+            text = after_carriage_returns(output.text)
+            return text_output(text, "stderr" if output.name == "stderr" else "text")
+        if output.output_type == "error":
+            trace = Markup(ansi2html("\n".join(output.traceback)))
+            summary = Markup("<strong>{}</strong>: {}").format(output.ename, output.evalue)
+            return Output("error", Markup("<p>{}</p><pre>{}</pre>").format(summary, trace))
+        data = output.get("data", {})
+        if FIGURE in data:
+            return self._figure(data[FIGURE])
+        if WIDGET in data:
+            words = self._widget_text(data[WIDGET].get("model_id", ""))
+            return text_output(words or data.get("text/plain", ""), "progress")
+        if "text/html" in data:
+            return Output("html", Markup(clean_html(data["text/html"], self._local_image)))
+        if "text/markdown" in data:
+            return Output("html", self._markdown(data["text/markdown"], {}))
+        for kind in IMAGES:
+            if kind in data:
+                return Output("image", image_html(kind, data[kind]))
+        return text_output(data.get("text/plain", ""), "text")
+
+    def _figure(self, figure: Mapping[str, Any]) -> Output:
+        self.figures += 1
+        traces = {trace.get("type") for trace in figure.get("data", [])}
+        self.webgl = self.webgl or not traces.isdisjoint(COMPILED_TRACES)
+        layout = figure.get("layout", {})
+        title = layout.get("title", "")
+        title = title.get("text", "") if isinstance(title, Mapping) else title
+        plain = re.sub(r"<[^>]*>", " ", str(title or "")).strip()
+        kept = {key: figure[key] for key in ("data", "layout", "frames") if key in figure}
+        return Output(
+            "figure",
+            Markup(script_json(kept)),
+            anchor=f"figure-{self.figures}",
+            label=unescape(plain) or f"Figure {self.figures}",
+            height=int(layout.get("height") or DEFAULT_HEIGHT),
+        )
+
+    def _widget_text(self, model: str) -> str:
+        """What a widget says, as text: tqdm's bar is boxes around pieces of HTML."""
+        state = self._widgets.get(model.removeprefix("IPY_MODEL_"), {}).get("state", {})
+        pieces = [self._widget_text(child) for child in state.get("children", [])]
+        value = state.get("value")
+        if isinstance(value, str):
+            pieces.append(unescape(re.sub(r"<[^>]*>", "", value)).strip())
+        return " ".join(piece for piece in pieces if piece)
+
+    def _markdown(self, source: str, attachments: Mapping[str, Mapping[str, str]]) -> Markup:
+        def image(address: str) -> str | None:
+            if address.startswith("attachment:"):
+                for kind, data in attachments.get(address[len("attachment:") :], {}).items():
+                    return f"data:{kind};base64,{data}"
+            return self._local_image(address)
+
+        render = mistune.create_markdown(
+            renderer=_MarkdownRenderer(self._heading),
+            plugins=["table", "strikethrough", "task_lists", "footnotes", "def_list"],
+        )
+        return Markup(clean_html(str(render(source)), image))
+
+    def _heading(self, level: int, html: str) -> str:
+        """Anchor of a heading; the first of level 1 is the page's title and not repeated."""
+        plain = unescape(re.sub(r"<[^>]*>", "", html)).strip()
+        if level == 1 and not self.title:
+            self.title = plain
+            return ""
+        stem = re.sub(r"[^a-z0-9]+", "-", plain.lower()).strip("-") or "section"
+        anchor, number = stem, 2
+        while anchor in self._anchors:
+            anchor, number = f"{stem}-{number}", number + 1
+        self._anchors.add(anchor)
+        if level in (1, 2, 3):
+            self.contents.append(Heading(level, plain, anchor))
+        return anchor
+
+    def _local_image(self, address: str) -> str | None:
+        """A file beside the notebook as a data: address; None for anything else."""
+        if re.match(r"[a-z][a-z0-9+.-]*:|//", address, re.IGNORECASE):
+            return None
+        kind = mimetypes.guess_type(address)[0] or ""
+        try:
+            content = (self._folder / address).read_bytes() if kind.startswith("image/") else b""
+        except OSError:
+            return None
+        return f"data:{kind};base64,{base64.b64encode(content).decode()}" if content else None
+
+
+class _MarkdownRenderer(mistune.HTMLRenderer):
+    """Markdown to HTML with anchors, highlighted code, and tables that can scroll."""
+
+    def __init__(self, anchor_of: Callable[[int, str], str]) -> None:
+        super().__init__(escape=False)
+        self._anchor_of = anchor_of
+
+    def heading(self, text: str, level: int, **attrs: Any) -> str:
+        anchor = self._anchor_of(level, text)
+        if not anchor:
+            return ""
+        # the page's own title is the only h1
+        level = max(level, 2)
+        return f'<h{level} id="{anchor}">{text}</h{level}>\n'
+
+    def block_code(self, code: str, info: str | None = None) -> str:
+        language = (info or "").split(None, 1)[0] if info else "text"
+        return f"<pre><code>{highlighted(code, language)}</code></pre>\n"
+
+    def table(self, text: str) -> str:
+        return f'<div class="scroll"><table>{text}</table></div>\n'
+
+
+def _merged(outputs: list[Any]) -> list[Any]:
+    """Outputs with neighbouring pieces of one stream put together."""
+    merged: list[Any] = []
+    for output in outputs:
+        last = merged[-1] if merged else None
+        if (
+            last is not None
+            and output.output_type == last.output_type == "stream"
+            and output.name == last.name
+        ):
+            merged[-1] = nbformat.from_dict({**last, "text": last.text + output.text})
+        else:
+            merged.append(output)
+    return merged
+
+
+def _lone_text(outputs: list[Any]) -> str | None:
+    """The sentence that is all a cell shows; None if it shows anything else."""
+    texts = [output.get("data", {}).get("text/markdown") for output in outputs]
+    return str(texts[0]) if len(texts) == 1 and texts[0] is not None else None
+
+
+def _is_empty_table(outputs: list[Any]) -> bool:
+    return len(outputs) == 1 and outputs[0].get("data", {}).get("text/html") == EMPTY
+
+
+def _tagged(cell: Any, tag: str) -> bool:
+    return tag in cell.metadata.get("tags", [])
+
+
+def _plotly_js() -> str:
+    from plotly.offline import get_plotlyjs
+
+    text = str(get_plotlyjs())
+    # inside a script element only this could end it early
+    return text.replace("</script", "<\\/script")
+
+
+def _hash_source(script: str) -> str:
+    """What a content security policy calls this script."""
+    digest = hashlib.sha256(script.encode()).digest()
+    return f"sha256-{base64.b64encode(digest).decode()}"
+
+
+def _run_beside(ipynb: Path) -> Mapping[str, Any]:
+    try:
+        run = json.loads((ipynb.parent / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return run if isinstance(run, dict) and run.get("notebook") == ipynb.stem else {}

@@ -1,0 +1,239 @@
+"""Parameters of notebooks: what a notebook takes, what it is given, how a page shows them.
+
+The sections (model, data, training, profiling) are :mod:`dlrm_core.config`'s and
+validated there; this is about the cell tagged ``parameters`` and the values that
+belong to one notebook only, such as which run it is to explain.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import logging
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import nbformat
+
+from dlrm_core.config import SECTIONS
+from dlrm_core.errors import InputError
+from dlrm_core.settings import read_yaml
+from dlrm_workbook.changes import read_change
+from dlrm_workbook.runs import NOTEBOOKS
+
+SET_BY_RUNNER = ("output_folder",)
+"""Notebook parameters that only the runner gives a value."""
+
+
+def find_notebook(name: str, notebooks: Path = NOTEBOOKS) -> Path:
+    """Path of a notebook by name.
+
+    Raises:
+        InputError: there is none of that name; the message lists those there are.
+    """
+    path = notebooks / f"{name}.ipynb"
+    known = sorted(p.stem for p in notebooks.glob("*.ipynb"))
+    if name not in known:
+        raise InputError(f"no notebook {name!r} in {notebooks}; known: {', '.join(known)}, all")
+    return path
+
+
+def read_notebook(path: Path) -> Any:
+    """A notebook as nbformat's node, of format 4.
+
+    Raises:
+        InputError: the file cannot be read, or is no notebook.
+    """
+    try:
+        return nbformat.read(path, as_version=4)
+    except (OSError, ValueError, nbformat.ValidationError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InputError(f"{path}: is not a notebook: {reason}") from None
+
+
+def declared_parameters(notebook: Path) -> dict[str, dict[str, Any]]:
+    """Name, type and default of each parameter in the cell tagged ``parameters``.
+
+    Raises:
+        InputError: the notebook cannot be read, or has no such cell (papermill
+            would only warn, and the notebook's own values would win).
+    """
+    import papermill
+
+    node = read_notebook(notebook)
+    if not any("parameters" in cell.metadata.get("tags", []) for cell in node.cells):
+        raise InputError(f"{notebook}: has no cell tagged 'parameters', so it takes none")
+    with quiet_papermill():
+        found: dict[str, dict[str, Any]] = papermill.inspect_notebook(str(notebook))
+    return found
+
+
+def split_overrides(overrides: Iterable[str]) -> tuple[list[str], dict[str, str]]:
+    """Overrides of the sections (``a.b=c``, ``title=...``), and the notebooks' own (``name=c``).
+
+    Raises:
+        InputError: not NAME=VALUE, or a name that only the runner sets.
+    """
+    sections: list[str] = []
+    own: dict[str, str] = {}
+    changes: list[str] = []
+    for override in overrides:
+        name, equals, value = override.partition("=")
+        name = name.strip()
+        if not equals or not name:
+            raise InputError(f"-p {override}: expected NAME=VALUE")
+        if name == "change" or name.startswith("change."):
+            changes.append(override)
+        elif "." in name or name in ("title", "sweep"):
+            sections.append(override)
+        elif name in SECTIONS:
+            raise InputError(f"-p {override}: {name} is a section; set one of its values, {name}.…")
+        elif name in SET_BY_RUNNER:
+            raise InputError(f"-p {override}: {name} is set by dlrm run; see --output-root")
+        else:
+            own[name] = value
+    if changes:
+        own["change"] = json.dumps(read_change(changes))
+    return sections, own
+
+
+def own_parameters(
+    own: Mapping[str, str], declared: Mapping[str, Mapping[str, Mapping[str, Any]]]
+) -> dict[str, dict[str, Any]]:
+    """For each notebook the values of its own parameters, typed as it declares them."""
+    values: dict[str, dict[str, Any]] = {name: {} for name in declared}
+    for key, text in own.items():
+        takers = [name for name in declared if key in declared[name]]
+        if not takers:
+            known = sorted(
+                {p for d in declared.values() for p in d} - {"title", *SECTIONS, *SET_BY_RUNNER}
+            )
+            raise InputError(
+                f"-p {key}={text}: unknown parameter {key} of {', '.join(declared)}; known: "
+                f"{', '.join([*known, 'title', *(f'{s}.…' for s in SECTIONS)])}"
+            )
+        for name in takers:
+            values[name][key] = _typed(key, text, declared[name][key])
+    return values
+
+
+def _typed(key: str, text: str, declaration: Mapping[str, Any]) -> Any:
+    """The value of ``-p key=text``, of the type of the annotation (or else of the default)."""
+    kind = str(declaration.get("inferred_type_name") or "None")
+    if kind == "None":
+        try:
+            kind = type(ast.literal_eval(str(declaration.get("default")))).__name__
+        except (ValueError, SyntaxError):
+            kind = "str"
+    if kind == "str":
+        return text
+    try:
+        value = read_yaml(text)
+    except InputError as error:
+        raise InputError(f"-p {key}={text}: the value {error}") from None
+    if kind == "float" and type(value) is int:
+        value = float(value)
+    expected = {"int": int, "float": float, "bool": bool, "list": list, "dict": dict}
+    wanted = expected.get(kind.partition("[")[0])
+    # type() and not isinstance: true is an int in Python
+    if wanted is not None and type(value) is not wanted:
+        raise InputError(f"-p {key}={text}: expected {wanted.__name__}")
+    return value
+
+
+@dataclass
+class Parameter:
+    """One row of the parameters table."""
+
+    name: str
+    value: str
+    meaning: str
+    changed: bool
+
+
+def assigned_values(source: str) -> dict[str, Any]:
+    """Names that a parameters cell assigns literals to, in order; other lines are passed over."""
+    try:
+        body = ast.parse(source).body
+    except SyntaxError:
+        return {}
+    values: dict[str, Any] = {}
+    for statement in body:
+        target: ast.expr | None = None
+        if isinstance(statement, ast.AnnAssign):
+            target = statement.target
+        elif isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+            target = statement.targets[0]
+        value = getattr(statement, "value", None)
+        if isinstance(target, ast.Name) and value is not None:
+            try:
+                values[target.id] = ast.literal_eval(value)
+            except (ValueError, TypeError):
+                values[target.id] = ast.unparse(value)
+    return values
+
+
+def parameter_tables(
+    values: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> list[tuple[str, list[Parameter]]]:
+    """One table a section, and first one of the values that stand alone.
+
+    ``changed`` marks what differs from the notebook's own value, where it has one.
+    """
+    alone: list[Parameter] = []
+    tables: list[tuple[str, list[Parameter]]] = []
+    for name, value in values.items():
+        if not isinstance(value, Mapping):
+            changed = name in defaults and defaults[name] != value
+            alone.append(Parameter(name, value_text(value), "", changed))
+        elif value:
+            before = defaults.get(name)
+            before = before if isinstance(before, Mapping) else {}
+            fields = getattr(SECTIONS.get(name), "__dataclass_fields__", {})
+            rows = [
+                Parameter(
+                    str(leaf),
+                    value_text(content),
+                    str(fields[leaf].metadata.get("meaning", "")) if leaf in fields else "",
+                    leaf in before and before[leaf] != content,
+                )
+                for leaf, content in value.items()
+            ]
+            tables.append((name, rows))
+    return ([("run", alone)] if alone else []) + tables
+
+
+def value_text(value: Any) -> str:
+    """A parameter's value for a reader: thousands separated, equal list items counted."""
+    if value is None or value == "":
+        return "–"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, list | tuple):
+        if len(value) > 2 and all(item == value[0] for item in value):
+            return f"{len(value)} × {value_text(value[0])}"
+        # widths of layers are written as in parameters files
+        if value and all(type(item) is int and item < 100_000 for item in value):
+            return "-".join(map(str, value))
+        return ", ".join(value_text(item) for item in value)
+    return str(value)
+
+
+@contextmanager
+def quiet_papermill() -> Iterator[None]:
+    """Silence what papermill and its parts say about things we check ourselves."""
+    log = logging.getLogger("papermill")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)

@@ -1,0 +1,449 @@
+"""Runs notebooks: parameters in, a dated folder with notebook, page and run.json out.
+
+papermill executes; :mod:`dlrm_workbook.runner.engine` stops what must be stopped,
+:mod:`dlrm_workbook.runs` keeps the folder honest, :mod:`dlrm_workbook.runner.pages` draws the page.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import nbformat
+
+from dlrm_core.config import Parameters, load_parameters
+from dlrm_core.errors import InputError
+from dlrm_core.files import only_process, read_json, write_json, write_text
+from dlrm_workbook.changes import apply_change
+from dlrm_workbook.runner.parameters import (
+    declared_parameters,
+    find_notebook,
+    own_parameters,
+    quiet_papermill,
+    split_overrides,
+)
+from dlrm_workbook.runs import (
+    DEFAULT_OUTPUT_ROOT,
+    NOTEBOOKS,
+    RunFolder,
+    claim_run_folder,
+)
+
+CHAIN = ("train", "profile", "bottlenecks")
+"""What ``all`` runs, in this order."""
+
+INPUT_ERRORS = ("InputError", "MissingToolError")
+
+
+class RunError(RuntimeError):
+    """A notebook did not finish. The message names the cell and what it said.
+
+    Attributes:
+        folder: the run folder, with the partial notebook.
+        code: exit code for a command line: 1, 2 if a cell refused its input, or
+            128 + signal after an interruption.
+    """
+
+    def __init__(self, message: str, folder: RunFolder, code: int = 1) -> None:
+        super().__init__(message)
+        self.folder = folder
+        self.code = code
+
+
+def run_notebook(
+    name: str,
+    parameters_file: str | os.PathLike[str],
+    overrides: Sequence[str] = (),
+    output_root: str | os.PathLike[str] | None = None,
+    *,
+    cell_timeout: float | None = 7200.0,
+    command: Sequence[str] | None = None,
+    notebooks: Path = NOTEBOOKS,
+) -> RunFolder:
+    """Execute one notebook with a parameters file.
+
+    Args:
+        name: the notebook's name, without folder or suffix.
+        parameters_file: YAML with the sections of :mod:`dlrm_core.config`.
+        overrides: ``section.leaf=value`` for the sections, ``name=value`` for the
+            notebook's own parameters.
+        output_root: where dated folders go; None is ``outputs/`` of the repository.
+        cell_timeout: seconds after which a cell is ended; None or 0 is never.
+        command: what the user typed, for run.json.
+        notebooks: folder of the notebooks.
+
+    Returns:
+        The run folder, status ``finished``.
+
+    Raises:
+        InputError: bad parameters, no such notebook, unwritable output root;
+            nothing has been run then.
+        RunError: a cell failed or took too long, or the run was interrupted. The
+            partial notebook, its page and run.json are kept.
+    """
+    return _run([name], parameters_file, overrides, output_root, cell_timeout, command, notebooks)
+
+
+def run_all(
+    parameters_file: str | os.PathLike[str],
+    overrides: Sequence[str] = (),
+    output_root: str | os.PathLike[str] | None = None,
+    *,
+    cell_timeout: float | None = 7200.0,
+    command: Sequence[str] | None = None,
+    notebooks: Path = NOTEBOOKS,
+    chain: Sequence[str] = CHAIN,
+) -> RunFolder:
+    """Execute train, profile and bottlenecks one after the other.
+
+    A notebook that declares a parameter ``train_run`` or ``profile_run`` is given the
+    folder of that run of this chain, unless an override says otherwise.
+
+    Returns:
+        The last run folder.
+
+    Raises:
+        InputError, RunError: as :func:`run_notebook`; later notebooks are not started.
+    """
+    return _run(chain, parameters_file, overrides, output_root, cell_timeout, command, notebooks)
+
+
+def command_run(arguments: Any) -> int:
+    """``dlrm run``: exit code 0 only if every notebook finished."""
+    names = CHAIN if arguments.notebook == "all" else [arguments.notebook]
+    sections, _ = split_overrides(arguments.parameter)
+    swept = bool(load_parameters(arguments.file, sections).sweep) and arguments.notebook != "sweep"
+    if arguments.resume and not swept and arguments.notebook in RESUMABLE:
+        return command_resume(arguments)
+    if swept or arguments.resume:
+        from dlrm_workbook.studies.sweep.run import command_sweep
+
+        return command_sweep(arguments, names)
+    try:
+        folder = _run(
+            names,
+            arguments.file,
+            arguments.parameter,
+            arguments.output_root,
+            arguments.cell_timeout,
+            arguments.argv,
+            NOTEBOOKS,
+        )
+    except RunError as error:
+        print(f"dlrm run: {error}", file=sys.stderr)
+        print(error.folder.path, flush=True)
+        return error.code
+    print(folder.path, flush=True)
+    return 0
+
+
+def _run(
+    names: Sequence[str],
+    parameters_file: str | os.PathLike[str],
+    overrides: Sequence[str],
+    output_root: str | os.PathLike[str] | None,
+    cell_timeout: float | None,
+    command: Sequence[str] | None,
+    notebooks: Path,
+) -> RunFolder:
+    """Check everything for every notebook first, then run them in order."""
+    if cell_timeout is not None and not 0 <= cell_timeout < float("inf"):
+        raise InputError(f"--cell-timeout is {cell_timeout}, expected seconds, or 0 for never")
+    for_sections, own = split_overrides(overrides)
+    parameters = load_parameters(parameters_file, for_sections)
+    plan = Plan.of(names, own, notebooks)
+    plan.check(parameters)
+    root = Path(DEFAULT_OUTPUT_ROOT if output_root is None else output_root)
+    typed = shlex.join(command or sys.argv)
+    done: dict[str, Path] = {}
+    for name in names:
+        given = plan.given(name, parameters, done)
+        folder = claim_run_folder(root, name, parameters.preset, parameters=given, command=typed)
+        plan.execute(name, folder, given, cell_timeout)
+        done[name] = folder.path
+    return folder
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Notebooks to run in order, each with the parameters of its own that were given."""
+
+    paths: dict[str, Path]
+    declared: dict[str, dict[str, dict[str, Any]]]
+    own: dict[str, dict[str, Any]]
+
+    @classmethod
+    def of(cls, names: Sequence[str], own: Mapping[str, str], notebooks: Path = NOTEBOOKS) -> Plan:
+        """Find the notebooks and type their own parameters.
+
+        Raises:
+            InputError: no such notebook, or none of them takes a parameter.
+        """
+        paths = {name: find_notebook(name, notebooks) for name in names}
+        declared = {name: declared_parameters(path) for name, path in paths.items()}
+        return cls(paths, declared, own_parameters(own, declared))
+
+    def check(self, parameters: Parameters) -> None:
+        """Refuse a ``change`` that these parameters cannot take, before anything runs.
+
+        Raises:
+            InputError: naming the field that cannot have its value.
+        """
+        for own in self.own.values():
+            if own.get("change"):
+                apply_change(parameters, own["change"])
+
+    def given(self, name: str, parameters: Parameters, done: Mapping[str, Path]) -> dict[str, Any]:
+        """What a notebook is given: sections, its own parameters, folders of earlier runs."""
+        values = parameters.to_sections() | self.own[name]
+        for earlier, folder in done.items():
+            values.setdefault(f"{earlier}_run", str(folder))
+        return {key: value for key, value in values.items() if key in self.declared[name]}
+
+    def execute(
+        self, name: str, folder: RunFolder, given: dict[str, Any], cell_timeout: float | None
+    ) -> RunFolder:
+        """Run a notebook in a folder that was claimed for it.
+
+        Raises:
+            RunError: it did not finish.
+        """
+        wants_folder = "output_folder" in self.declared[name]
+        return _execute(self.paths[name], given, wants_folder, folder, cell_timeout)
+
+
+def _execute(
+    notebook: Path,
+    parameters: dict[str, Any],
+    wants_folder: bool,
+    folder: RunFolder,
+    cell_timeout: float | None,
+) -> RunFolder:
+    """Run the notebook in its folder, leave status and page whatever happens."""
+    import papermill
+
+    from dlrm_workbook.runner.engine import ENGINE, Watch
+
+    given = parameters | ({"output_folder": str(folder.path)} if wants_folder else {})
+    watch = Watch(cell_timeout)
+    problem = ""
+    with watch.signals():
+        try:
+            with redirect_stdout(sys.stderr), quiet_papermill():
+                papermill.execute_notebook(
+                    str(notebook),
+                    str(folder.ipynb),
+                    given,
+                    engine_name=ENGINE,
+                    kernel_name="python3",
+                    progress_bar=False,
+                    watch=watch,
+                    label=notebook.stem,
+                )
+        except papermill.PapermillExecutionError:
+            pass  # told below, from the notebook: the banner is papermill's, the words are ours
+        except KeyboardInterrupt:
+            watch.signum = watch.signum or signal.SIGINT
+        except Exception as error:
+            problem = f"the notebook could not be executed: {_last_line(error)}"
+        return _finish(folder, notebook, watch, problem)
+
+
+def _finish(folder: RunFolder, notebook: Path, watch: Any, problem: str) -> RunFolder:
+    """Status, page and message of a run that has ended in one way or another."""
+    status, code = "finished", 0
+    failing: dict[str, Any] | None = None
+    if watch.failed is not None or watch.timed_out:
+        failing = failing_cell(folder.ipynb, watch.failed)
+    if watch.signum is not None:
+        status, code = "interrupted", 128 + watch.signum
+        problem = f"interrupted by {signal.Signals(watch.signum).name}"
+    elif watch.timed_out:
+        status, code = "failed", 1
+        problem = f"a cell took longer than {watch.cell_timeout:g} s (--cell-timeout)"
+    elif failing:
+        status, code = "failed", 1
+        problem = failing["error"]
+        if failing["error"].split(":", 1)[0] in INPUT_ERRORS:
+            code = 2
+    elif problem:
+        status, code = "failed", 1
+    message = f"{notebook.name}: {problem}"
+    if failing:
+        message += f" [cell {failing['index']} of {failing['of']}: {failing['first_line']}]"
+    extra: dict[str, Any] = {"error": message} if status != "finished" else {}
+    if failing:
+        extra["failing_cell"] = failing
+    if status == "interrupted":
+        _mark_pending(folder.ipynb)
+    # the page shows the outcome; artifacts can be listed only once the page is there
+    outcome = folder.record | extra | {"status": status, "seconds": folder.elapsed()}
+    page_problem = _render(folder, outcome)
+    if page_problem and status == "finished":
+        status, code, message = "failed", 1, f"{notebook.name}: {page_problem}"
+        extra["error"] = message
+    folder.close(status, **extra)
+    if status != "finished":
+        raise RunError(f"{message}; kept: {folder.path}", folder, code)
+    return folder
+
+
+def _render(folder: RunFolder, outcome: Mapping[str, Any]) -> str:
+    """Render the page; the reason if that was not possible, else an empty string."""
+    from dlrm_workbook.runner.pages import render_html
+
+    if not folder.ipynb.exists():
+        return "no notebook was written"
+    try:
+        render_html(folder.ipynb, folder.html, run=outcome)
+    except Exception as error:
+        return f"the page could not be rendered: {_last_line(error)}"
+    return ""
+
+
+def failing_cell(ipynb: Path, executed_index: int | None) -> dict[str, Any] | None:
+    """Which cell of the notebook's source failed: index (from 1), count, first line, error.
+
+    The executed notebook holds cells of papermill's own (injected parameters, error
+    banners), which do not count.
+    """
+    nb = nbformat.read(ipynb, as_version=4)
+    cells = [cell for cell in nb.cells if not _papermills_own(cell)]
+    for index, cell in enumerate(cells):
+        errors = [o for o in cell.get("outputs", []) if o.output_type == "error"]
+        if errors:
+            lines = [line for line in str(errors[-1].evalue).splitlines() if line.strip()]
+            # what a user must mend is said first, with details below it
+            said = 0 if errors[-1].ename in INPUT_ERRORS else -1
+            error = f"{errors[-1].ename}: {lines[said].strip()}" if lines else errors[-1].ename
+            return _describe(cell, index, len(cells), error)
+    if executed_index is None:
+        return None
+    before = nb.cells[:executed_index]
+    index = min(sum(not _papermills_own(cell) for cell in before), len(cells) - 1)
+    return _describe(cells[index], index, len(cells), "the cell left no error message")
+
+
+def _describe(cell: Any, index: int, total: int, error: str) -> dict[str, Any]:
+    lines = [line.strip() for line in cell.source.splitlines() if line.strip()]
+    return {"index": index + 1, "of": total, "first_line": (lines or [""])[0], "error": error}
+
+
+def _papermills_own(cell: Any) -> bool:
+    return not {"injected-parameters", "papermill-error-cell-tag"}.isdisjoint(
+        cell.metadata.get("tags", [])
+    )
+
+
+def _mark_pending(ipynb: Path) -> None:
+    """Say ``pending`` of cells that were never started; papermill calls them completed."""
+    if not ipynb.exists():
+        return
+    nb = nbformat.read(ipynb, as_version=4)
+    for cell in nb.cells:
+        state = cell.metadata.get("papermill", {})
+        if state and not state.get("start_time"):
+            state["status"] = "pending"
+    write_text(ipynb, nbformat.writes(nb))
+
+
+def _last_line(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1].strip()}" if lines else type(error).__name__
+
+
+# Going on with a comparison or a scaling measurement that was stopped or killed.
+
+RESUMABLE = {"compare": "comparison", "scaling": "measurement"}
+"""Notebook to what it makes, where it finds its own rounds in its folder."""
+
+
+def command_resume(arguments: Any) -> int:
+    """``dlrm run NOTEBOOK --resume FOLDER``: exit code 0 only if the notebook finished.
+
+    Raises:
+        InputError: the folder holds no unfinished run of it with these parameters; nothing
+            has been run then.
+    """
+    name = arguments.notebook
+    for_sections, own = split_overrides(arguments.parameter)
+    parameters = load_parameters(arguments.file, for_sections)
+    plan = Plan.of([name], own)
+    plan.check(parameters)
+    given = plan.given(name, parameters, {})
+    place = Path(arguments.resume).expanduser().absolute()
+    record = unfinished_record(place, name, given)
+    with only_process(place / "rounds"):
+        pass  # nobody measures here: the process that began is gone, and its kernel too
+    with only_process(place):
+        folder = RunFolder(place, record)
+        write_json(place / "run.json", record)
+        try:
+            plan.execute(name, folder, given, arguments.cell_timeout)
+        except RunError as error:
+            print(f"dlrm run: {error}", file=sys.stderr)
+            print(error.folder.path, flush=True)
+            return error.code
+    print(place, flush=True)
+    return 0
+
+
+def unfinished_record(folder: Path, notebook: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``run.json`` of a run that is to go on, as one that is running.
+
+    Args:
+        notebook: one of ``RESUMABLE``.
+        given: the notebook's parameters, as typed this time.
+
+    Raises:
+        InputError: there is no such run, it has finished, or it began otherwise.
+    """
+    made = RESUMABLE[notebook]
+    if not (folder / "run.json").is_file():
+        raise InputError(f"{folder}: is no run folder (it has no run.json)")
+    record = read_json(folder / "run.json")
+    if not isinstance(record, dict) or record.get("notebook") != notebook:
+        raise InputError(f"{folder}: is no run of {notebook}")
+    if record.get("status") == "finished":
+        raise InputError(f"{folder}: this {made} has finished; start another")
+    before = record.get("parameters") or {}
+    # as run.json has it: tuples are lists there
+    for name, value in _leaves(given).items():
+        kept = _leaves(before).get(name)
+        if kept != value:
+            raise InputError(
+                f"{folder}: began with {name} {kept!r}, now it is {value!r}; a {made} is "
+                "resumed with the parameters it began with"
+            )
+    dropped = sorted(set(_leaves(before)) - set(_leaves(given)))
+    if dropped:
+        raise InputError(f"{folder}: began with {dropped[0]}, which is not given now")
+    record = {**record, "status": "running"}
+    record.pop("error", None)
+    record.pop("failing_cell", None)
+    return record
+
+
+def _leaves(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted name to value; a ``change`` is one value, since its keys have dots."""
+    leaves: dict[str, Any] = {}
+    for name, value in given.items():
+        if isinstance(value, Mapping) and name != "change":
+            leaves |= {f"{name}.{key}": _listed(inner) for key, inner in value.items()}
+        else:
+            leaves[name] = _listed(value)
+    return leaves
+
+
+def _listed(value: Any) -> Any:
+    """The value as JSON gives it back."""
+    if isinstance(value, Mapping):
+        return {str(key): _listed(item) for key, item in value.items()}
+    return [_listed(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,215 @@
+"""Dated run folders: one for each executed notebook, explaining itself by its run.json.
+
+``OUTPUT_ROOT/YYYY-MM-DD/HHMMSS-NOTEBOOK-PRESET/`` is claimed by ``mkdir``, so two
+runs of the same second get two folders and no earlier run is ever written into.
+``run.json`` is replaced whole (temporary file, then rename), so a reader sees
+either the old state or the new one. A run that was killed outright stays
+``running`` and is never taken for a finished one.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from dlrm_core.errors import InputError
+from dlrm_core.files import write_json
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+NOTEBOOKS = REPOSITORY / "notebooks"
+DEFAULT_OUTPUT_ROOT = REPOSITORY / "outputs"
+
+STATUSES = ("running", "finished", "failed", "interrupted")
+
+VERSIONS_OF = (
+    "dlrm-workbook",
+    "torch",
+    "numpy",
+    "pandas",
+    "plotly",
+    "papermill",
+    "nbclient",
+    "jupyterlab",
+    "llnl-hatchet",
+)
+
+
+@dataclass
+class RunFolder:
+    """A run folder and what its run.json says.
+
+    Attributes:
+        path: absolute path of the folder.
+        record: content of run.json: ``notebook``, ``status``, ``parameters``,
+            ``versions``, ``machine``, ``command``, ``started``, ``seconds``,
+            ``artifacts``, and ``error`` (and ``failing_cell``) of a run that failed.
+    """
+
+    path: Path
+    record: dict[str, Any]
+    _clock: float = field(default_factory=time.monotonic, repr=False)
+
+    @property
+    def notebook(self) -> str:
+        """Name of the notebook, without suffix."""
+        return str(self.record["notebook"])
+
+    @property
+    def status(self) -> str:
+        """One of ``running``, ``finished``, ``failed``, ``interrupted``."""
+        return str(self.record["status"])
+
+    @property
+    def ipynb(self) -> Path:
+        """The executed notebook, whole or partial."""
+        return self.path / f"{self.notebook}.ipynb"
+
+    @property
+    def html(self) -> Path:
+        """The rendered page."""
+        return self.path / f"{self.notebook}.html"
+
+    def elapsed(self) -> float:
+        """Seconds since the folder was claimed."""
+        return round(time.monotonic() - self._clock, 3)
+
+    def close(self, status: str, **fields: Any) -> None:
+        """Write the final state: status, seconds since the claim, and what lies in the folder."""
+        self.record.update(fields)
+        self.record["status"] = status
+        self.record["seconds"] = self.elapsed()
+        self.record["artifacts"] = sorted(
+            entry.name + ("/" if entry.is_dir() else "")
+            for entry in self.path.iterdir()
+            if not entry.name.startswith(".")
+        )
+        write_json(self.path / "run.json", self.record)
+
+
+def claim_run_folder(
+    output_root: str | os.PathLike[str],
+    notebook: str,
+    preset: str,
+    *,
+    parameters: Mapping[str, Any],
+    command: str,
+    now: datetime | None = None,
+    place: Path | None = None,
+) -> RunFolder:
+    """Create the folder of a new run, with a run.json that says ``running``.
+
+    Args:
+        place: the folder itself (numbered on if it is there); None: a dated one in
+            ``output_root``.
+
+    Raises:
+        InputError: nothing can be created or written under ``output_root``.
+    """
+    from dlrm_workbook.doctor import machine_facts
+
+    now = (now or datetime.now()).astimezone()
+    root = Path(output_root).expanduser().absolute()
+    stem = f"{now:%H%M%S}-{notebook}-{re.sub(r'[^A-Za-z0-9._+-]+', '_', preset)}"
+    try:
+        day = place.parent if place else root / f"{now:%Y-%m-%d}"
+        stem = place.name if place else stem
+        day.mkdir(parents=True, exist_ok=True)
+        path = _claim(day, stem)
+        record = {
+            "notebook": notebook,
+            "preset": preset,
+            "status": "running",
+            "parameters": dict(parameters),
+            "versions": versions(),
+            "machine": machine_facts(),
+            "command": command,
+            "started": now.isoformat(),
+            "seconds": None,
+            "artifacts": ["run.json"],
+        }
+        folder = RunFolder(path, record)
+        write_json(path / "run.json", record)
+    except OSError as error:
+        raise InputError(
+            f"{output_root}: no run folder can be made in this output root "
+            f"({error.strerror or error}: {error.filename or root}); "
+            "choose another with --output-root"
+        ) from None
+    return folder
+
+
+def _claim(day: Path, stem: str) -> Path:
+    """Make ``day/stem``, or ``day/stem-2`` and so on if that name is taken."""
+    number = 1
+    while True:
+        path = day / (stem if number == 1 else f"{stem}-{number}")
+        try:
+            # mkdir is atomic: of two processes that want a name, one gets it
+            path.mkdir()
+        except FileExistsError:
+            number += 1
+        else:
+            return path
+
+
+def latest_run(output_root: str | os.PathLike[str], notebook: str) -> Path | None:
+    """Folder of the newest finished run of a notebook, or None.
+
+    Only run.json counts: folders of runs that are going on, failed, were
+    interrupted or killed, and folders without a readable run.json, are passed over.
+    """
+    newest: tuple[datetime, Path] | None = None
+    for run_json in Path(output_root).expanduser().absolute().glob("*/*/run.json"):
+        try:
+            record = json.loads(run_json.read_text(encoding="utf-8"))
+            if record["status"] != "finished" or record["notebook"] != notebook:
+                continue
+            started = datetime.fromisoformat(record["started"]).astimezone()
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        # of two runs that started at the same instant, the later name (-2) is newer
+        if newest is None or (started, run_json.parent) > newest:
+            newest = (started, run_json.parent)
+    return newest[1] if newest else None
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, the packages that matter, and the commit of this repository."""
+    found = {"python": platform.python_version()}
+    for name in VERSIONS_OF:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    commit = _git("rev-parse", "--short=12", "HEAD")
+    if commit:
+        changed = _git("status", "--porcelain", "--untracked-files=no")
+        found["commit"] = commit + ("+changes" if changed else "")
+    return found
+
+
+def _git(*arguments: str) -> str:
+    """Output of a git command in the repository; empty where there is no git or no repository."""
+    if not (REPOSITORY / ".git").exists():
+        return ""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(REPOSITORY), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

@@ -1,0 +1,522 @@
+"""Plotly figures of a profile: DataFrames in, ``go.Figure`` out.
+
+Nothing is computed here that a reader could want as a number: the tables come from
+:mod:`dlrm_core.analysis`, and a figure of what was not measured is not asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from dlrm_core.parts import COMPONENTS, part_label
+from dlrm_workbook.analysis.verdict import Stage
+from dlrm_workbook.show.axes import (
+    add_ends,
+    error_bars,
+    label_rows,
+    lines_of,
+    mark_one,
+    ranked_bars,
+)
+from dlrm_workbook.show.tables import NOTHING, Table, Text, from_to
+from dlrm_workbook.show.theme import (
+    COLOURS,
+    COMPUTE,
+    INK,
+    add_phase_key,
+    digits,
+    escaped,
+    figure,
+    marker,
+    markers,
+    milliseconds,
+    percent,
+    rows_of,
+    short_name,
+    step_order,
+    text_on,
+    wrapped,
+)
+
+_DEVICE_COLOURS = {"cpu": COLOURS["bottom_mlp"], "gpu": COLOURS["embedding"]}
+
+
+def attribution_bars(attribution: pd.DataFrame, unit: str = "ms in a mean iteration") -> go.Figure:
+    """Time of each part and phase of a mean iteration, the largest on top.
+
+    Args:
+        attribution: ``component``, ``phase``, ``where``, ``time_ms``, ``share``.
+        unit: of ``time_ms``, for the axis.
+    """
+    table = attribution[attribution["time_ms"] > 0].sort_values("time_ms", ascending=False)
+    on_gpu = bool(table["where"].eq("device").any())
+    idle = [on_gpu and where == "host" for where in table["where"]]
+    rows = rows_of(table)
+    labels = [
+        part_label(row.component, row.phase) + (", GPU idle" if waits else "")
+        for row, waits in zip(rows, idle, strict=True)
+    ]
+    texts = [f"{milliseconds(row.time_ms)}  ({percent(row.share)})" for row in rows]
+    return ranked_bars(
+        "Time of a step by part and phase",
+        unit,
+        labels,
+        table["time_ms"].tolist(),
+        texts,
+        [f"{label}: {text}" for label, text in zip(labels, texts, strict=True)],
+        markers([(row.component, row.phase) for row in rows], idle),
+    )
+
+
+def data_against_compute(split: pd.DataFrame) -> go.Figure:
+    """One bar: making data, moving it, computing, in a mean iteration.
+
+    Args:
+        split: ``iteration``, ``data_ms``, ``transfer_ms``, ``compute_ms``.
+    """
+    means = split[["data_ms", "transfer_ms", "compute_ms"]].mean()
+    total = float(means.sum())
+    result = figure("Data against compute", 190, legend=True)
+    for column, name, colour in (
+        ("data_ms", "data", COLOURS["data"]),
+        ("transfer_ms", "transfer", COLOURS["transfer"]),
+        ("compute_ms", "compute", COMPUTE),
+    ):
+        time = float(means[column])
+        if time <= 0:
+            continue
+        share = time / total
+        result.add_trace(
+            go.Bar(
+                x=[time],
+                y=[""],
+                name=f"{name} {milliseconds(time)} ({percent(share)})",
+                orientation="h",
+                marker={"color": colour, "line": {"width": 0}},
+                text=[f"{name} {share:.0%}"] if share > 0.12 else None,
+                textposition="inside",
+                insidetextanchor="middle",
+                textangle=0,
+                hovertemplate=f"{name}: {milliseconds(time)}, {share:.2%}<extra></extra>",
+            )
+        )
+    result.update_layout(barmode="stack", bargap=0.1)
+    result.update_xaxes(title="ms in a mean iteration")
+    result.update_yaxes(showticklabels=False)
+    return result
+
+
+def call_tree_icicle(tree: pd.DataFrame, unit: str = "ms in a mean iteration") -> go.Figure:
+    """The call tree, callers above callees, as wide as their time; a click zooms.
+
+    Args:
+        tree: what :func:`dlrm_workbook.analysis.operators.call_tree` gives: parents first.
+        unit: of ``value_ms``, for the title.
+    """
+    values = dict(zip(tree["id"], tree["value_ms"], strict=True))
+    children: dict[str, float] = {}
+    # plotly draws nothing of a parent that is smaller, by a rounding error, than its children
+    for row in rows_of(tree)[::-1]:
+        values[row.id] = max(float(values[row.id]), children.get(row.id, 0.0))
+        children[row.parent] = children.get(row.parent, 0.0) + values[row.id]
+    full = tree["label"].str.replace("<", "&lt;")
+    shapes = tree["shapes"].map(lambda text: f"<br>shapes {wrapped(text)}" if text else "")
+    parts = list(map(part_label, tree["component"], tree["phase"]))
+    colours = [COLOURS.get(c, COLOURS["other"]) for c in tree["component"]]
+    labels = [short_name(name, 34) for name in tree["label"]]
+    result = figure(f"Call tree, {unit}", 520)
+    result.add_trace(
+        go.Icicle(
+            ids=tree["id"],
+            parents=tree["parent"],
+            labels=labels,
+            # the name of a part on two lines fits into narrower boxes
+            text=["<br>".join(label.rsplit(" ", 1)) for label in labels],
+            values=[values[name] for name in tree["id"]],
+            branchvalues="total",
+            customdata=list(
+                zip(
+                    full.map(wrapped),
+                    parts,
+                    tree["self_ms"],
+                    shapes,
+                    strict=True,
+                )
+            ),
+            marker={
+                "colors": colours,
+                "line": {"width": 0.7, "color": "rgba(128, 128, 128, 0.7)"},
+            },
+            leaf={"opacity": 1},
+            textfont={"color": [text_on(colour) for colour in colours]},
+            tiling={"orientation": "v"},
+            maxdepth=7,
+            texttemplate="%{text}<br>%{percentRoot:.0%}",
+            pathbar={"visible": True, "side": "top"},
+            hovertemplate=(
+                "%{customdata[0]}<br>part: %{customdata[1]}<br>%{value:,.3f} ms "
+                "(%{percentRoot:.1%}), of it itself %{customdata[2]:,.3f} ms"
+                "%{customdata[3]}<extra></extra>"
+            ),
+        )
+    )
+    # plotly's own root above several threads, which is no call
+    result.update_traces(root={"color": "rgba(128, 128, 128, 0.25)"})
+    result.update_layout(uniformtext={"minsize": 10, "mode": "hide"})
+    return result
+
+
+def iteration_times(each: pd.DataFrame) -> go.Figure:
+    """Time of every iteration, stacked by part in the order of a step.
+
+    Args:
+        each: ``iteration``, ``component``, ``time_ms``.
+    """
+    table = each.groupby(["component", "iteration"])["time_ms"].sum()
+    result = figure("Time of each iteration", 430, legend=True)
+    for component in COMPONENTS:
+        if component not in table.index.get_level_values(0):
+            continue
+        times = table.loc[component]
+        label = part_label(component)
+        result.add_trace(
+            go.Bar(
+                x=times.index,
+                y=times,
+                name=label,
+                marker=marker(component),
+                hovertemplate=f"iteration %{{x}}: {label} %{{y:,.2f}} ms<extra></extra>",
+            )
+        )
+    result.update_layout(barmode="stack", bargap=0.15)
+    result.update_xaxes(title="iteration")
+    result.update_yaxes(title="ms")
+    return result
+
+
+def iteration_timeline(spans: pd.DataFrame) -> go.Figure:
+    """What each thread and GPU stream does when, a row a lane and iteration; drag to zoom.
+
+    Args:
+        spans: what :func:`dlrm_workbook.analysis.operators.timeline` gives.
+    """
+    lane = "iteration " + spans["iteration"].astype(str)
+    if spans["lane"].nunique() > 1:
+        lane = lane + ", " + spans["lane"]
+    spans = spans.assign(row=lane)
+    rows = list(dict.fromkeys(spans.sort_values("iteration", kind="stable")["row"]))
+    result = figure("Timeline of iterations", 190 + 46 * len(rows), legend=True)
+    drawn: set[str] = set()
+    parts = {(str(c), str(p)): table for (c, p), table in spans.groupby(["component", "phase"])}
+    for component, phase in sorted(parts, key=lambda part: step_order(*part)):
+        part = parts[component, phase]
+        label = part_label(component, phase)
+        result.add_trace(
+            go.Bar(
+                base=part["start_ms"],
+                x=part["duration_ms"],
+                y=part["row"],
+                orientation="h",
+                name=part_label(component),
+                legendgroup=component,
+                showlegend=component not in drawn,
+                marker=marker(component, phase),
+                customdata=part["events"],
+                hovertemplate=(
+                    f"{label}<br>from %{{base:,.3f}} ms, %{{x:,.3f}} ms long"
+                    "<br>spans joined: %{customdata}<extra>%{y}</extra>"
+                ),
+            )
+        )
+        drawn.add(component)
+    add_phase_key(result, spans["phase"].tolist())
+    # overlay: a bar is where its base says, whatever else is in the row
+    result.update_layout(barmode="overlay", bargap=0.35)
+    result.update_xaxes(title="ms since the iteration began")
+    result.update_yaxes(categoryorder="array", categoryarray=rows[::-1])
+    return result
+
+
+def top_operators(
+    operators: pd.DataFrame, count: int = 15, unit: str = "ms in a mean iteration"
+) -> go.Figure:
+    """The operators (or kernels) that take the most time themselves.
+
+    Args:
+        operators: what :func:`dlrm_workbook.analysis.operators.top_operators` gives.
+        count: how many of them are drawn.
+        unit: of the times, for the axis.
+    """
+    on_gpu = bool(operators["gpu_ms"].notna().any())
+    table = operators.assign(time_ms=operators["gpu_ms" if on_gpu else "cpu_self_ms"])
+    table = table[table["time_ms"] > 0].head(count)
+    rows = rows_of(table)
+    return ranked_bars(
+        "Operators by their own time",
+        f"{'GPU' if on_gpu else 'CPU'} time, {unit}",
+        [f"{_operator(row)}<br>{_small(part_label(row.component, row.phase))}" for row in rows],
+        table["time_ms"].tolist(),
+        [f"{milliseconds(row.time_ms)}  ({percent(row.share)})" for row in rows],
+        [
+            f"{wrapped(escaped(row.name))}<br>part: {part_label(row.component, row.phase)}<br>"
+            f"{milliseconds(row.time_ms)} ({row.share:.2%})"
+            + (f", {row.calls:,.6g} calls" if row.calls == row.calls else "")
+            + (f"<br>shapes {wrapped(row.shapes)}" if row.shapes else "")
+            for row in rows
+        ],
+        markers([(row.component, row.phase) for row in rows]),
+        row=38,
+    )
+
+
+def _small(text: str) -> str:
+    return f'<span style="font-size: 11px">{text}</span>'
+
+
+def _operator(row: Any) -> str:
+    """Outside all operators it is the part's own Python code."""
+    return "Python" if row.kind == "annotation" else short_name(row.name, 26)
+
+
+def memory_by_part(memory: pd.DataFrame) -> go.Figure:
+    """What each part allocates in a mean iteration, largest on top.
+
+    Args:
+        memory: ``component``, ``phase``, ``device``, ``allocated_mb``.
+    """
+    table = memory.sort_values("allocated_mb", ascending=False)
+    several = table["device"].nunique() > 1
+    rows = rows_of(table)
+    labels = [
+        part_label(row.component, row.phase) + (f", {row.device.upper()}" if several else "")
+        for row in rows
+    ]
+    return ranked_bars(
+        "Memory allocated by part and phase",
+        "MB (10⁶ B) allocated in a mean iteration, freed or not",
+        labels,
+        table["allocated_mb"].tolist(),
+        [f"{digits(row.allocated_mb)} MB" for row in rows],
+        [f"{label}: {row.allocated_mb:,.3f} MB" for label, row in zip(labels, rows, strict=True)],
+        markers([(row.component, row.phase) for row in rows]),
+    )
+
+
+def memory_curve(curve: pd.DataFrame) -> go.Figure:
+    """Memory held through torch over the recording.
+
+    Args:
+        curve: ``device``, ``time_ms``, ``allocated_mb``.
+    """
+    result = figure("Memory over the recording", 340, legend=curve["device"].nunique() > 1)
+    for device, part in curve.groupby("device"):
+        result.add_trace(
+            go.Scatter(
+                x=part["time_ms"],
+                y=part["allocated_mb"],
+                name=str(device).upper(),
+                mode="lines",
+                line={"shape": "hv", "width": 1.5, "color": _DEVICE_COLOURS.get(str(device), INK)},
+                hovertemplate="%{x:,.1f} ms: %{y:,.2f} MB<extra></extra>",
+            )
+        )
+    result.update_xaxes(title="ms since the recording began", rangemode="tozero")
+    result.update_yaxes(title="MB above its start (10⁶ B)")
+    return result
+
+
+# The verdict as a picture: the measured step, after each advised change, at the limit.
+
+ROW = 46
+"""Height of a stage, in pixels."""
+
+
+def way_bars(way: Sequence[Stage]) -> go.Figure | Text:
+    """A bar a stage, each as long as its step and made of its parts, in the parts' colours."""
+    if len(way) < 2:
+        return Text(
+            "No change was probed and no ceiling measured in this run, so there is nothing to "
+            "set beside the measured step (`profiling.probes` measures both)."
+        )
+    result = figure(
+        "From the measured step to the machine's limit", 150 + ROW * len(way), legend=True
+    )
+    places = list(range(len(way)))
+    names = [stage.name for stage in way]
+    for component in COMPONENTS:
+        times = [_time(stage, component) for stage in way]
+        if not any(times):
+            continue
+        label = part_label(component)
+        result.add_trace(
+            go.Bar(
+                x=times,
+                y=places,
+                name=label,
+                orientation="h",
+                marker={"color": COLOURS.get(component, COLOURS["other"]), "line": {"width": 0}},
+                hovertext=[
+                    f"{name}<br>{label}: {milliseconds(time)}"
+                    for name, time in zip(names, times, strict=True)
+                ],
+                hovertemplate="%{hovertext}<extra></extra>",
+            )
+        )
+    ends = [stage.mid_ms for stage in way]
+    add_ends(result, ends, places, [_total(stage, way[0]) for stage in way])
+    result.update_layout(barmode="stack", bargap=0.35)
+    result.update_xaxes(title="ms an iteration, without a profiler", range=[0, 1.4 * max(ends)])
+    label_rows(result, [lines_of(name, 34) for name in names])
+    return result
+
+
+def way_table(way: Sequence[Stage]) -> Table:
+    """The stages in a line each: time, range, how many times as fast as measured."""
+    rows = []
+    for stage in way:
+        is_range = stage.low_ms != stage.high_ms
+        spread = from_to(stage.low_ms, stage.high_ms, "{:,.1f}".format) if is_range else NOTHING
+        parts = sorted(rows_of(stage.parts), key=lambda row: -row.time_ms)
+        largest = (
+            f"{part_label(parts[0].component)} {parts[0].time_ms:,.1f} ms" if parts else NOTHING
+        )
+        gain = way[0].mid_ms / stage.mid_ms
+        rows.append((stage.name, f"{stage.mid_ms:,.1f}", spread, f"{gain:.2f}×", largest))
+    return Table(["step", "ms", "range (ms)", "times as fast", "largest part"], rows)
+
+
+def _time(stage: Stage, component: str) -> float:
+    table = stage.parts
+    return float(table.loc[table["component"].eq(component), "time_ms"].sum())
+
+
+def _total(stage: Stage, first: Stage) -> str:
+    text = f"<b>{milliseconds(stage.mid_ms)}</b>"
+    if stage is first:
+        return text
+    text += f"  {first.mid_ms / stage.mid_ms:.2f}×"
+    if stage.low_ms != stage.high_ms:
+        text += f"  ({stage.low_ms:,.0f}–{stage.high_ms:,.0f})"
+    return text
+
+
+# What each change is predicted to bring, as a figure and as a table.
+
+WHATIF_FIGURES_ROW = 44
+"""Height of a change, in pixels."""
+
+AS_IT_IS = "as it is"
+FURTHEST = 1.5
+"""Ranges are drawn to this many times the longest bar; beyond it their end is written."""
+
+
+def what_if_bars(table: pd.DataFrame, parts: pd.DataFrame) -> go.Figure | Text:
+    """A bar a change, made of its parts, with the range it is predicted in.
+
+    Bars are times of as many samples as an iteration has now, so that another batch size
+    compares with the rest.
+
+    Args:
+        table: what :func:`dlrm_workbook.analysis.whatif.what_if_table` gives.
+        parts: what :func:`dlrm_workbook.analysis.whatif.what_if_parts` gives.
+    """
+    known = table[table["mid_ms"].notna()]
+    if known.empty:
+        return Text("No change was probed in this run (`profiling.probes` turns the probes on).")
+    names = [AS_IT_IS, *known["change"]]
+    places = dict(zip(names, range(len(names)), strict=True))
+    now = float(known["now_ms"].iloc[0])
+    result = figure(
+        "Predicted time of a step after each change",
+        160 + WHATIF_FIGURES_ROW * len(names),
+        legend=True,
+    )
+    for component in COMPONENTS:
+        drawn = parts[parts["component"].eq(component) & parts["change"].isin(names)]
+        some = drawn.groupby("change", sort=False)["time_ms"].sum()
+        if not some.any():
+            continue
+        label = part_label(component)
+        result.add_trace(
+            go.Bar(
+                x=some.tolist(),
+                y=[places[change] for change in some.index],
+                name=label,
+                orientation="h",
+                marker={"color": COLOURS.get(component, COLOURS["other"]), "line": {"width": 0}},
+                hovertext=[
+                    f"{escaped(str(change))}<br>{label}: {milliseconds(time)}"
+                    for change, time in some.items()
+                ],
+                hovertemplate="%{hovertext}<extra></extra>",
+            )
+        )
+    middle = now / known["speedup_mid"]
+    least, highest = now / known["speedup_high"], now / known["speedup_low"]
+    # one change of which little is known must not flatten all the others
+    furthest = FURTHEST * max(now, float(middle.max()))
+    most = highest.clip(upper=furthest)
+    result.add_trace(
+        go.Scatter(
+            x=middle,
+            y=[places[change] for change in known["change"]],
+            mode="markers",
+            marker={"color": INK, "size": 7, "symbol": "line-ns", "line": {"width": 2}},
+            error_x=error_bars(least, middle, most, thickness=2),
+            name="predicted range",
+            hoverinfo="skip",
+        )
+    )
+    # behind the dotted line, which would cross them
+    ends = [max(now, end) for end in (now, *most)]
+    texts = [milliseconds(now)] + [
+        f"{milliseconds(time)}  ({ratio:.2f}×)"
+        + (f", up to {milliseconds(end)} →" if end > furthest else "")
+        for time, ratio, end in zip(middle, known["speedup_mid"], highest, strict=True)
+    ]
+    add_ends(result, ends, list(places.values()), texts)
+    mark_one(result, now)
+    result.update_layout(barmode="stack", bargap=0.35)
+    result.update_xaxes(
+        title="ms for the samples of one iteration now, without a profiler",
+        # room for the texts, which are longer where they say how far a range reaches
+        range=[0, (1.65 if highest.max() > furthest else 1.35) * max(ends)],
+    )
+    label_rows(result, [lines_of(name, 36) for name in names])
+    return result
+
+
+def what_if_rows(table: pd.DataFrame) -> Table:
+    """The predictions in a line each; what cannot be predicted says why."""
+    rows = []
+    for row in rows_of(table):
+        if row.mid_ms != row.mid_ms:
+            rows.append([row.change, *[NOTHING] * 5, row.note])
+            continue
+        rows.append(
+            [
+                row.change,
+                f"{row.now_ms:,.1f}",
+                f"{row.mid_ms:,.1f}",
+                f"{row.low_ms:,.1f} to {row.high_ms:,.1f}",
+                f"{row.speedup_mid:.2f} ({row.speedup_low:.2f} to {row.speedup_high:.2f})",
+                row.method,
+                row.note,
+            ]
+        )
+    return Table(
+        [
+            "change",
+            "iteration now, ms",
+            "predicted, ms",
+            "range, ms",
+            "times as fast, a sample",
+            "from",
+            "note",
+        ],
+        rows,
+    )

@@ -1,0 +1,322 @@
+"""Plotly figures of what ran on the GPU and on every thread: DataFrames in, figures out.
+
+The tables come from :mod:`dlrm_workbook.analysis.gpu`, ``idleness`` and ``lanes``. A table that
+holds nothing says why (``attrs["not_measured"]``); its figure is not asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from dlrm_core.parts import parse_span, part_label
+from dlrm_workbook.analysis.gpu import ISSUED
+from dlrm_workbook.analysis.idleness import NOBODY
+from dlrm_workbook.recordings.hpctoolkit.metrics import STALLS
+from dlrm_workbook.show.axes import label_rows, ranked_bars
+from dlrm_workbook.show.theme import (
+    COLOURS,
+    GRID,
+    INK,
+    ROW,
+    add_phase_key,
+    digits,
+    escaped,
+    figure,
+    marker,
+    markers,
+    milliseconds,
+    percent,
+    rows_of,
+    short_name,
+    step_order,
+    wrapped,
+)
+
+REASON_COLOURS = {
+    "IDEP": COLOURS["top_mlp"],
+    "GMEM": COLOURS["optimizer"],
+    "MEM": COLOURS["optimizer"],
+    "PIPE": COLOURS["embedding"],
+    "SYNC": COLOURS["communication"],
+    "MTHR": COLOURS["data"],
+    "CMEM": COLOURS["bottom_mlp"],
+    "IFET": COLOURS["loss"],
+    "TMEM": COLOURS["transfer"],
+    "NSEL": COLOURS["interaction"],
+    "OTHR": COLOURS["other"],
+}
+"""Stall reason to colour; of the same set as the parts' colours, which stay apart for
+readers with any colour vision."""
+
+REASON_NAMES = {
+    "NONE": "issuing, no stall",
+    "IFET": "instruction fetch",
+    "IDEP": "earlier instruction",
+    "GMEM": "global memory",
+    "TMEM": "texture queue full",
+    "SYNC": "barrier",
+    "CMEM": "constant memory",
+    "PIPE": "arithmetic busy",
+    "MTHR": "memory queue full",
+    "NSEL": "other warp chosen",
+    "OTHR": "other reason",
+    "SLP": "sleeping",
+    "MEM": "memory",
+    "HID": "hidden",
+    "INV": "no valid reason",
+}
+"""Stall reason in a legend's few words; the whole meaning is in ``metrics.STALLS``."""
+
+FUNCTION_COLOURS = [COLOURS[name] for name in COLOURS if name != "other"]
+LANE_ROW = 34
+
+
+def kernel_bars(kernels: pd.DataFrame, count: int = 15) -> go.Figure:
+    """The kernels with the most time, the largest on top.
+
+    Args:
+        kernels: what :func:`dlrm_workbook.analysis.gpu.kernel_table` gives.
+        count: how many of them are drawn.
+    """
+    rows = rows_of(kernels.head(count))
+    several = kernels[["component", "phase"]].drop_duplicates().shape[0] > 1
+    labels = [
+        function_name(row.kernel, 34)
+        + (f" · {part_label(row.component, row.phase)}" if several else "")
+        for row in rows
+    ]
+    return ranked_bars(
+        "GPU kernels by time",
+        "ms over the run",
+        labels,
+        [0.0 if pd.isna(row.time_ms) else row.time_ms for row in rows],
+        [
+            f"{_known(row.time_ms, milliseconds)} ({_known(row.share, percent)}), "
+            f"{_known(row.launches, whole)} launches"
+            for row in rows
+        ],
+        [
+            f"{wrapped(escaped(row.kernel))}<br>part: {part_label(row.component, row.phase)}<br>"
+            f"launches: {_known(row.launches, whole)}, mean {_known(row.mean_us, digits)} us"
+            f"<br>registers of a thread: {_known(row.registers, digits)}"
+            f"<br>blocks: {_known(row.blocks, digits)}, "
+            f"threads of a block: {_known(row.threads_per_block, digits)}"
+            f"<br>shared memory of a block: {_known(row.shared_memory_bytes, digits)} bytes"
+            f"<br>theoretical occupancy: {_known(row.occupancy_percent, digits)} %"
+            for row in rows
+        ],
+        markers([(row.component, row.phase) for row in rows]),
+    )
+
+
+def stall_bars(stalls: pd.DataFrame, count: int = 12) -> go.Figure:
+    """Why warps waited, a bar a kernel or source line, the most sampled on top.
+
+    Args:
+        stalls: what :func:`dlrm_workbook.analysis.gpu.stall_table` gives, by kernel or line.
+        count: how many kernels or lines are drawn.
+    """
+    by_line = "place" in stalls
+    keys = ["kernel", "file", "line", "place"] if by_line else ["kernel"]
+    places = stalls[keys].drop_duplicates().head(count).reset_index(drop=True)
+    places["row"] = places.index
+    drawn = stalls.merge(places, on=keys)
+    one_kernel = stalls["kernel"].nunique() == 1
+    labels = [
+        function_name(row.kernel, 40)
+        if not by_line
+        else _line_label(row.place) + ("" if one_kernel else f" · {function_name(row.kernel, 20)}")
+        for row in rows_of(places)
+    ]
+    result = figure(
+        f"What warps waited for, by {'source line' if by_line else 'kernel'}",
+        196 + ROW * max(len(places), 3),
+        legend=True,
+    )
+    order = drawn.groupby("reason")["warp_cycles"].sum().sort_values(ascending=False).index
+    for reason in sorted(order, key=lambda name: name == ISSUED):
+        part = drawn[drawn["reason"] == reason]
+        issued = reason == ISSUED
+        result.add_trace(
+            go.Bar(
+                x=100 * part["share_of_samples"],
+                y=part["row"],
+                orientation="h",
+                name=REASON_NAMES.get(reason, reason),
+                marker={
+                    "color": GRID if issued else REASON_COLOURS.get(reason, COLOURS["other"]),
+                    "line": {"width": 1 if issued else 0, "color": INK},
+                },
+                customdata=list(
+                    zip(
+                        [labels[row] for row in part["row"]],
+                        part["warp_cycles"],
+                        [_known(share, percent) for share in part["share_of_stalls"]],
+                        strict=True,
+                    )
+                ),
+                hovertemplate=(
+                    f"%{{customdata[0]}}<br>{STALLS.get(reason, reason)}<br>"
+                    "%{x:.2f} % of all samples, %{customdata[2]} of all stalls<br>"
+                    "%{customdata[1]:,.3s} warp-cycles<extra></extra>"
+                ),
+            )
+        )
+    result.update_layout(barmode="stack")
+    result.update_xaxes(title="% of all warp-cycles sampled")
+    label_rows(result, labels, places["row"].tolist())
+    return result
+
+
+def lane_timeline(spans: pd.DataFrame, title: str = "Threads and GPU streams") -> go.Figure:
+    """What every thread and stream ran when, a row each; drag to zoom.
+
+    Args:
+        spans: what :func:`dlrm_workbook.analysis.lanes.thread_timeline` gives. By component
+            the colours are those of the parts; by function the largest ones have a
+            colour each.
+    """
+    lanes = list(dict.fromkeys(spans["lane"]))
+    result = figure(title, 220 + LANE_ROW * len(lanes), legend=True)
+    parts = zip(spans["component"], spans["phase"], strict=True)
+    if spans["label"].tolist() == [part_label(*part) for part in parts]:
+        groups = {
+            (str(c), str(p)): table for (c, p), table in spans.groupby(["component", "phase"])
+        }
+        known: set[str] = set()
+        for component, phase in sorted(groups, key=lambda part: step_order(*part)):
+            name = part_label(component) if component != "other" else "outside the model's parts"
+            _add_spans(result, groups[component, phase], name, marker(component, phase))
+            result.data[-1].update(legendgroup=component, showlegend=component not in known)
+            known.add(component)
+        add_phase_key(result, spans["phase"].tolist())
+    else:
+        held = spans.groupby("label")["duration_ms"].sum().sort_values(ascending=False)
+        named = [label for label in held.index if label != "(others)"][: len(FUNCTION_COLOURS)]
+        for label, colour in zip(named, FUNCTION_COLOURS, strict=False):
+            look: dict[str, Any] = {"color": colour, "line": {"width": 0}}
+            _add_spans(result, spans[spans["label"] == label], function_name(label, 28), look)
+        rest = spans[~spans["label"].isin(named)]
+        if len(rest):
+            look = {"color": COLOURS["other"], "line": {"width": 0}}
+            _add_spans(result, rest, "other functions", look)
+    result.update_layout(barmode="overlay", bargap=0.3)
+    last = float((spans["start_ms"] + spans["duration_ms"]).max())
+    result.update_xaxes(title="ms since the trace began", range=[0, last * 1.005])
+    result.update_yaxes(
+        categoryorder="array", categoryarray=lanes[::-1], ticklabelstandoff=5, showgrid=False
+    )
+    return result
+
+
+def _add_spans(target: go.Figure, spans: pd.DataFrame, name: str, look: dict[str, Any]) -> None:
+    target.add_trace(
+        go.Bar(
+            base=spans["start_ms"],
+            x=spans["duration_ms"],
+            y=spans["lane"],
+            orientation="h",
+            name=escaped(name),
+            marker=look,
+            customdata=list(
+                zip(spans["label"].map(escaped).map(wrapped), spans["spans"], strict=True)
+            ),
+            hovertemplate=(
+                "%{customdata[0]}<br>from %{base:,.3f} ms, %{x:,.3f} ms long"
+                "<br>spans joined: %{customdata[1]}<extra>%{y}</extra>"
+            ),
+        )
+    )
+
+
+def idleness_bars(idleness: pd.DataFrame) -> go.Figure:
+    """Busy against idle, a bar a GPU.
+
+    Args:
+        idleness: what :func:`dlrm_workbook.analysis.idleness.gpu_idleness` gives.
+    """
+    rows = rows_of(idleness)
+    several = idleness["rank"].nunique() > 1
+    labels = [(f"rank {row.rank}, " if several else "") + row.gpu for row in rows]
+    result = figure("GPU busy and idle", 170 + 34 * len(rows), legend=True)
+    for name, column, colour in (
+        ("busy", "busy_ms", COLOURS["embedding"]),
+        ("idle", "idle_ms", COLOURS["other"]),
+    ):
+        shares = (idleness[column] / idleness["span_ms"]).tolist()
+        result.add_trace(
+            go.Bar(
+                x=idleness[column],
+                y=labels,
+                orientation="h",
+                name=f"{name}: {milliseconds(idleness[column].sum())}",
+                marker={"color": colour, "line": {"width": 0}},
+                text=[f"{name} {percent(share)}" if share > 0.12 else "" for share in shares],
+                textposition="inside",
+                insidetextanchor="middle",
+                textangle=0,
+                textfont={"color": "#000000"},
+                hovertemplate=f"%{{y}} {name}: %{{x:,.3f}} ms<extra></extra>",
+            )
+        )
+    result.update_layout(barmode="stack", bargap=0.25)
+    result.update_xaxes(title="ms " + str(idleness.attrs.get("span", "")))
+    result.update_yaxes(autorange="reversed", ticklabelstandoff=5)
+    return result
+
+
+def blame_bars(blame: pd.DataFrame, count: int = 12) -> go.Figure:
+    """What the CPU ran while every stream was idle, the most on top.
+
+    Args:
+        blame: what :func:`dlrm_workbook.analysis.idleness.idle_blame` gives.
+        count: how many rows are drawn.
+    """
+    rows = rows_of(blame.head(count))
+    parts = [part_label(row.component, row.phase) for row in rows]
+    labels = [_blamed(row, part) for row, part in zip(rows, parts, strict=True)]
+    return ranked_bars(
+        "What the CPU ran while the GPU was idle",
+        "ms of GPU idle time",
+        labels,
+        [row.blamed_ms for row in rows],
+        [f"{milliseconds(row.blamed_ms)}  ({percent(row.share)})" for row in rows],
+        [
+            f"{wrapped(escaped(row.name))}<br>part: {part}<br>{milliseconds(row.blamed_ms)} "
+            f"({row.share:.2%})" + (f"<br>{row.file}" if row.file else "")
+            for row, part in zip(rows, parts, strict=True)
+        ],
+        markers([(row.component, row.phase) for row in rows]),
+    )
+
+
+def function_name(name: str, limit: int) -> str:
+    """A function in a few characters; C++'s unnamed namespaces say nothing."""
+    return short_name(name.replace("(anonymous namespace)::", ""), limit)
+
+
+def _blamed(row: Any, part: str) -> str:
+    """What ran, and its part; once where it is the part's own function or range."""
+    if row.kind == "part" or parse_span(row.name) == (row.component, row.phase):
+        return part
+    name = "no launching thread ran" if row.name == NOBODY else function_name(row.name, 30)
+    return f"{name} · {part}"
+
+
+def whole(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def _line_label(place: str) -> str:
+    """A source line as it is; a function (no line known) in a few characters."""
+    file, colon, line = place.rpartition(":")
+    return place if colon and line.isdigit() and file else function_name(place, 28)
+
+
+def _known(value: float, text: Callable[[float], str]) -> str:
+    """The number as ``text`` writes it; a dash if it was not measured."""
+    return "–" if pd.isna(value) else text(value)

@@ -1,0 +1,184 @@
+"""Plotly figures of time in which nothing computes: DataFrames in, figures out.
+
+The tables come from :mod:`dlrm_workbook.analysis.idle_causes` and ``launches``; an empty one says
+why, and its figure is not asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from dlrm_workbook.analysis.idle_causes import CAUSES, STATES
+from dlrm_workbook.show.theme import (
+    COLOURS,
+    INK,
+    figure,
+    milliseconds,
+    percent,
+    rows_of,
+    text_on,
+)
+
+CAUSE_COLOURS = {
+    "data": COLOURS["data"],
+    "python": COLOURS["interaction"],
+    "operators": COLOURS["bottom_mlp"],
+    "launching": COLOURS["top_mlp"],
+    "allocation": COLOURS["loss"],
+    "synchronisation": COLOURS["optimizer"],
+    "copies": COLOURS["transfer"],
+    "start-up": COLOURS["embedding"],
+    "dependency": COLOURS["communication"],
+    "kernel gap": COLOURS["other"],
+}
+"""Cause to colour, of the parts' set; data keeps the colour it has everywhere."""
+
+STATE_COLOURS = {
+    "computing": COLOURS["bottom_mlp"],
+    "waiting for a core": COLOURS["optimizer"],
+    "blocked": COLOURS["communication"],
+    "off core": COLOURS["other"],
+}
+
+
+def idle_each(causes: pd.DataFrame) -> go.Figure:
+    """Idle time of every iteration, stacked by cause.
+
+    Args:
+        causes: what :func:`dlrm_workbook.analysis.idle_causes.idle_causes` gives.
+    """
+    return _stacked("GPU idle time of each iteration", causes, "cause", "idle_ms", CAUSE_COLOURS)
+
+
+def thread_states(states: pd.DataFrame) -> go.Figure:
+    """What the iterating thread did in each iteration, stacked.
+
+    Args:
+        states: what :func:`dlrm_workbook.analysis.idle_causes.thread_states` gives.
+    """
+    title = "What the iterating thread did in each iteration"
+    result = _stacked(title, states, "state", "time_ms", STATE_COLOURS)
+    # recorded iterations lie between those counted before and after: no gap for them
+    result.update_xaxes(type="category", nticks=14, tickangle=0)
+    return result
+
+
+def idle_shares(summary: pd.DataFrame) -> go.Figure:
+    """One bar: idle time of a mean iteration, divided by cause.
+
+    Args:
+        summary: what :func:`dlrm_workbook.analysis.idle_causes.idle_by_cause` gives.
+    """
+    total = float(summary["idle_ms"].sum())
+    share = float(summary["share_of_iteration"].sum())
+    title = f"GPU idle {milliseconds(total)} of an iteration ({percent(share)}), by cause"
+    result = figure(title, 250, legend=True)
+    for row in rows_of(summary):
+        colour = CAUSE_COLOURS[row.cause]
+        wide = row.share_of_idle >= 0.07
+        result.add_trace(
+            go.Bar(
+                x=[row.idle_ms],
+                y=[""],
+                orientation="h",
+                name=row.cause,
+                marker={"color": colour, "line": {"width": 0}},
+                text=[percent(row.share_of_idle) if wide else ""],
+                textposition="inside",
+                insidetextanchor="middle",
+                textangle=0,
+                textfont={"color": text_on(colour)},
+                hovertemplate=(
+                    f"{row.cause}: {milliseconds(row.idle_ms)}, {percent(row.share_of_idle)} of "
+                    f"the idle time<br>{row.meaning}<br>after a synchronising call: "
+                    f"{milliseconds(row.after_sync_ms)}<extra></extra>"
+                ),
+            )
+        )
+    result.update_layout(barmode="stack", bargap=0.3)
+    result.update_xaxes(title="ms of a mean iteration")
+    result.update_yaxes(visible=False)
+    return result
+
+
+def queue_depth(depth: pd.DataFrame) -> go.Figure:
+    """Operations launched and not finished, over time; at 0 the GPU has nothing to do.
+
+    Args:
+        depth: what :func:`dlrm_workbook.analysis.launches.queue_depth` gives.
+    """
+    result = figure("Work queued for the GPU", 320)
+    result.add_trace(
+        go.Scatter(
+            x=depth["time_ms"],
+            y=depth["depth"],
+            mode="lines",
+            line={"shape": "hv", "width": 1.5, "color": COLOURS["bottom_mlp"]},
+            fill="tozeroy",
+            hovertemplate="%{x:,.3f} ms: %{y:,.1f} queued<extra></extra>",
+        )
+    )
+    result.update_xaxes(title="ms from the first iteration's start")
+    result.update_yaxes(title="launched, not finished", rangemode="tozero")
+    return result
+
+
+def engine_bars(table: pd.DataFrame) -> go.Figure:
+    """Time of each part by two engines, with how far apart they may be.
+
+    Args:
+        table: what :func:`dlrm_workbook.analysis.compare.engines_side_by_side` gives.
+    """
+    first, second = (
+        name.removesuffix("_cost_ms") for name in table.columns if name.endswith("_cost_ms")
+    )
+    parts = table[table["component"] != "iteration"].iloc[::-1]
+    label = (parts["component"].str.replace("_mlp", " MLP") + " " + parts["phase"]).str.strip()
+    result = figure("Each part by two recordings", 160 + 34 * len(parts), legend=True)
+    looks = [(second, INK, parts["error_ms"]), (first, COLOURS["bottom_mlp"], None)]
+    for name, colour, error in looks:
+        result.add_trace(
+            go.Bar(
+                x=parts[f"{name}_ms"],
+                y=label,
+                orientation="h",
+                name=name,
+                marker={"color": colour, "line": {"width": 0}},
+                error_x=None
+                if error is None
+                else {"type": "data", "array": error, "thickness": 1.5, "width": 3, "color": INK},
+                hovertemplate=f"{name}: %{{x:,.3f}} ms<extra>%{{y}}</extra>",
+            )
+        )
+    result.update_layout(barmode="group", legend_traceorder="reversed")
+    result.update_xaxes(title="ms of a steady iteration (log scale)", type="log", dtick=1)
+    return result
+
+
+def _stacked(
+    title: str, table: pd.DataFrame, key: str, value: str, colours: Mapping[str, str]
+) -> go.Figure:
+    result = figure(title, 400, legend=True)
+    meanings = CAUSES | STATES
+    for name, colour in colours.items():
+        rows = table[table[key] == name]
+        if rows.empty:
+            continue
+        result.add_trace(
+            go.Bar(
+                x=rows["iteration"],
+                y=rows[value],
+                name=name,
+                marker={"color": colour, "line": {"width": 0}},
+                hovertemplate=(
+                    f"iteration %{{x}}: {name} %{{y:,.3f}} ms<br>{meanings[name]}<extra></extra>"
+                ),
+            )
+        )
+    result.update_layout(barmode="stack", bargap=0.15)
+    result.update_xaxes(title="iteration")
+    result.update_yaxes(title="ms")
+    return result

@@ -1,0 +1,422 @@
+"""The roofline: the model's parts under the ceilings of their machine.
+
+DataFrames of :mod:`dlrm_workbook.analysis.roofline` in, figures out; the tables are in
+:mod:`dlrm_workbook.show.roofline_tables`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from dlrm_core.parts import part_label
+from dlrm_workbook.show.axes import label_rows
+from dlrm_workbook.show.roofline_tables import product_peaks
+from dlrm_workbook.show.tables import NOT_MEASURED
+from dlrm_workbook.show.theme import (
+    COLOURS,
+    GRID,
+    INK,
+    ROW,
+    digits,
+    figure,
+    markers,
+    milliseconds,
+    percent,
+    rows_of,
+    step_order,
+)
+
+# Where a part's name fits beside its marker in the roofline: boxes in pixels, no overlaps.
+
+LABELLED_SHARE = 0.02
+"""Parts that hold less of the step have no label in the chart, only hover text."""
+
+
+HEIGHT = 560
+"""Pixels."""
+
+
+WIDTH = 900
+"""What a notebook gives a figure, in pixels; for placing labels only."""
+
+
+LETTER = 6.6
+"""Mean width of a letter of a label, in pixels."""
+
+
+Box = tuple[float, float, float, float]
+"""Left, bottom, right, top, in pixels from the plot's lower left corner."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What the axes show, in log10, and where a point is in pixels."""
+
+    left: float
+    right: float
+    bottom: float
+    top: float
+
+    @classmethod
+    def around(
+        cls, points: pd.DataFrame, roofs: Mapping[str, float], slopes: Mapping[str, float]
+    ) -> Frame:
+        x = list(points["intensity_flop_per_byte"]) or [1.0]
+        if roofs and slopes:
+            # where the slowest slope meets the highest roof
+            x.append(max(roofs.values()) / min(slopes.values()))
+        y = [*points["gflops"], *roofs.values()] or [1.0]
+        left, right = math.log10(min(x)) - 0.35, math.log10(max(x)) + 0.5
+        return cls(left, right, math.log10(min(y)) - 0.35, math.log10(max(y)) + 0.35)
+
+    @property
+    def width(self) -> float:
+        """Of the plot, in pixels."""
+        return WIDTH - 230
+
+    def pixels(self, x: float, y: float) -> tuple[float, float]:
+        across = (x - self.left) / (self.right - self.left) * self.width
+        up = (y - self.bottom) / (self.top - self.bottom) * (HEIGHT - 110)
+        return across, up
+
+
+_PLACES = {
+    "middle right": (1.0, 0.0),
+    "middle left": (-1.0, 0.0),
+    "bottom center": (0.0, -1.0),
+    "top center": (0.0, 1.0),
+    "bottom right": (1.0, -1.0),
+    "bottom left": (-1.0, -1.0),
+    "top right": (1.0, 1.0),
+    "top left": (-1.0, 1.0),
+}
+
+
+def label_place(row: Any, share: float, total_ms: float, frame: Frame, taken: list[Box]) -> str:
+    """Where a point's label is free of other labels and points; '' for none."""
+    if share < LABELLED_SHARE:
+        return ""
+    own = marker_box(row, total_ms, frame)
+    centre = ((own[0] + own[2]) / 2, (own[1] + own[3]) / 2)
+    wide = LETTER * len(part_label(row.component, row.phase))
+    for place, (across, up) in _PLACES.items():
+        box = label_box(centre, own, wide, across, up)
+        # a marker on this one cannot be avoided
+        free = not any(overlap(box, other) for other in taken if not within(own, other))
+        if box[2] < frame.width and free:
+            taken.append(box)
+            return place
+    return ""
+
+
+def within(a: Box, b: Box) -> bool:
+    """Whether the middle of either lies in the other."""
+    boxes = ((a, b), (b, a))
+    return any(
+        outer[0] <= (inner[0] + inner[2]) / 2 <= outer[2]
+        and outer[1] <= (inner[1] + inner[3]) / 2 <= outer[3]
+        for outer, inner in boxes
+    )
+
+
+def marker_radius(time_ms: float, total_ms: float) -> float:
+    """Of a marker, in pixels: its area is as its share of the step."""
+    share = max(time_ms / total_ms, 0.0) if total_ms > 0 else 0.0
+    return max(4.5, 31 * math.sqrt(share))
+
+
+def marker_box(row: Any, total_ms: float, frame: Frame) -> Box:
+    x, y = frame.pixels(math.log10(row.intensity_flop_per_byte), math.log10(row.gflops))
+    radius = marker_radius(row.time_ms, total_ms)
+    return x - radius, y - radius, x + radius, y + radius
+
+
+def label_box(centre: tuple[float, float], own: Box, wide: float, across: float, up: float) -> Box:
+    x, y = centre
+    radius = (own[2] - own[0]) / 2
+    middle = x + across * (radius + 4 + wide / 2), y + up * (radius + 11)
+    return middle[0] - wide / 2, middle[1] - 8, middle[0] + wide / 2, middle[1] + 8
+
+
+def overlap(a: Box, b: Box) -> bool:
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
+
+
+SYMBOLS = {"forward": "circle", "backward": "diamond", "update": "square"}
+"""Phase to the shape of its marker."""
+
+
+def roofline_chart(table: pd.DataFrame, ceilings: Mapping[str, Any] | None) -> go.Figure:
+    """Rate against intensity of each part, under the measured ceilings, both axes in logs.
+
+    Args:
+        table: what :func:`dlrm_workbook.analysis.roofline.roofline` gives.
+        ceilings: ``meta["ceilings"]``; without it only the parts are drawn.
+    """
+    points = table[(table["flops"] > 0) & (table["gflops"] > 0)]
+    result = figure("Roofline: what the parts reach of what the machine allows", HEIGHT)
+    result.update_layout(
+        showlegend=True,
+        legend={
+            "x": 1.01,
+            "y": 1,
+            "xanchor": "left",
+            "yanchor": "top",
+            "tracegroupgap": 14,
+            "traceorder": "grouped",
+        },
+        margin={"r": 150},
+    )
+    roofs, slopes = product_peaks(ceilings or {}), _slopes(ceilings or {})
+    frame = Frame.around(points, roofs, slopes)
+    total = float(table["time_ms"].sum())
+    taken = [marker_box(row, total, frame) for row in rows_of(points)]
+    _draw_roofs(result, roofs, slopes, frame, taken)
+    _draw_slopes(result, roofs, slopes, frame, taken)
+    _draw_points(result, points, total, frame, taken)
+    _log_axes(result, frame, _unplotted(table))
+    return result
+
+
+def _slopes(ceilings: Mapping[str, Any]) -> dict[str, float]:
+    """Kind of access to its bandwidth, GB/s."""
+    streams = [row for row in ceilings.get("stream") or [] if row.get("read_gb_per_s")]
+    streams = sorted(streams, key=lambda row: row.get("bytes") or 0)
+    slopes = {}
+    if len(streams) > 1:
+        slopes["cache"] = _stream_rate(streams[0])
+    if streams:
+        slopes["memory"] = _stream_rate(streams[-1])
+    rows = [row for row in ceilings.get("gather") or [] if row.get("gb_per_s")]
+    if rows:
+        slowest = min(rows, key=lambda row: float(row["gb_per_s"]))
+        slopes["random rows"] = float(slowest["gb_per_s"])
+    return slopes
+
+
+def _stream_rate(row: Mapping[str, Any]) -> float:
+    names = ("read_gb_per_s", "copy_gb_per_s", "triad_gb_per_s")
+    return max(float(row[name]) for name in names if row.get(name))
+
+
+def _draw_roofs(
+    result: go.Figure,
+    roofs: Mapping[str, float],
+    slopes: Mapping[str, float],
+    frame: Frame,
+    taken: list[Box],
+) -> None:
+    fastest = max(slopes.values(), default=math.inf)
+    labels: list[tuple[float, list[str]]] = []
+    for name, rate in sorted(roofs.items(), key=lambda item: -item[1]):
+        start = max(10**frame.left, rate / fastest)
+        text = f"{name}, {digits(rate)} GFLOP/s"
+        result.add_trace(_line([start, 10**frame.right], [rate, rate], text))
+        # roofs of nearly the same height share a label
+        if labels and rate > 0.8 * labels[-1][0]:
+            labels[-1][1].append(text)
+        else:
+            labels.append((rate, [text]))
+    for rate, texts in labels:
+        text, height = "<br>".join(texts), math.log10(rate)
+        for step in range(20):
+            at = frame.right - (frame.right - frame.left) * step / 40
+            x, y = frame.pixels(at, height)
+            box = (x - LETTER * max(map(len, texts)), y, x, y + 17 * len(texts))
+            if not any(overlap(box, other) for other in taken):
+                break
+        # the roof itself is in the way of other labels
+        taken += [box, (0, y - 2, frame.width, y + 2)]
+        _annotate(result, at, height, text, {"xanchor": "right", "yanchor": "bottom"})
+
+
+def _draw_slopes(
+    result: go.Figure,
+    roofs: Mapping[str, float],
+    slopes: Mapping[str, float],
+    frame: Frame,
+    taken: list[Box],
+) -> None:
+    highest = max(roofs.values(), default=10**frame.top)
+    across, up = frame.pixels(frame.left + 1, frame.bottom + 1)
+    angle = math.atan2(up, across)
+    for name, rate in slopes.items():
+        text = f"{name}, {digits(rate)} GB/s"
+        x = [max(10**frame.left, 10**frame.bottom / rate), highest / rate]
+        result.add_trace(_line(x, [rate * value for value in x], text))
+        low, high = math.log10(x[0]), math.log10(x[1])
+        length = LETTER * len(text)
+        # as far down the line as there is room for it
+        for step in range(1, 30):
+            at = low + (high - low) * step / 40
+            left, bottom = frame.pixels(at, at + math.log10(rate))
+            boxes = [
+                (cx - 9, cy - 2, cx + 9, cy + 18)
+                for part in range(8)
+                for cx in [left + math.cos(angle) * length * part / 7]
+                for cy in [bottom + math.sin(angle) * length * part / 7]
+            ]
+            if not any(overlap(box, other) for box in boxes for other in taken):
+                break
+        taken.extend(boxes)
+        look = {"textangle": -math.degrees(angle), "xanchor": "left", "yanchor": "bottom"}
+        _annotate(result, at, at + math.log10(rate), text, look)
+
+
+def _line(x: Sequence[float], y: Sequence[float], name: str) -> go.Scatter:
+    return go.Scatter(
+        x=list(x),
+        y=list(y),
+        mode="lines",
+        line={"color": INK, "width": 1.5},
+        name=name,
+        hoverinfo="name",
+        showlegend=False,
+    )
+
+
+def _annotate(result: go.Figure, x: float, y: float, text: str, look: Mapping[str, Any]) -> None:
+    result.add_annotation(x=x, y=y, text=text, showarrow=False, font={"size": 12}, **look)
+
+
+def _draw_points(
+    result: go.Figure, points: pd.DataFrame, total_ms: float, frame: Frame, taken: list[Box]
+) -> None:
+    # small markers on top of large ones
+    rows = sorted(rows_of(points), key=lambda row: -row.time_ms)
+    for row in rows:
+        share = row.time_ms / total_ms if total_ms > 0 else 0.0
+        place = label_place(row, share, total_ms, frame, taken)
+        label = part_label(row.component, row.phase)
+        result.add_trace(
+            go.Scatter(
+                x=[row.intensity_flop_per_byte],
+                y=[row.gflops],
+                mode="markers+text" if place else "markers",
+                text=[label] if place else None,
+                textposition=place or None,
+                textfont={"size": 12},
+                cliponaxis=False,
+                showlegend=False,
+                name=label,
+                marker={
+                    "color": COLOURS.get(row.component, COLOURS["other"]),
+                    "symbol": SYMBOLS.get(row.phase, "circle"),
+                    "size": 2 * marker_radius(row.time_ms, total_ms),
+                    "opacity": 0.88,
+                    "line": {"width": 1, "color": "rgba(255, 255, 255, 0.7)"},
+                },
+                hovertext=[_hover(label, row, share)],
+                hovertemplate="%{hovertext}<extra></extra>",
+            )
+        )
+    for component in sorted(set(points["component"]), key=step_order):
+        _key(result, part_label(component), COLOURS.get(component, INK), "circle", "part")
+    for phase in sorted(set(points["phase"]) & set(SYMBOLS), key=list(SYMBOLS).index):
+        _key(result, phase, INK, SYMBOLS[phase], "phase")
+
+
+def _key(result: go.Figure, name: str, colour: str, symbol: str, group: str) -> None:
+    result.add_trace(
+        go.Scatter(
+            x=[None],
+            y=[None],
+            mode="markers",
+            name=name,
+            legendgroup=group,
+            legendgrouptitle={"text": group},
+            marker={"color": colour, "symbol": symbol, "size": 11},
+            hoverinfo="skip",
+        )
+    )
+
+
+def _hover(label: str, row: Any, share: float) -> str:
+    lines = [
+        f"<b>{label}</b>",
+        f"{milliseconds(row.time_ms)}, {percent(share)} of the step",
+        f"{digits(row.gflops)} GFLOP/s, {digits(row.gb_per_s)} GB/s",
+        f"{digits(row.intensity_flop_per_byte)} operations a byte",
+    ]
+    if math.isfinite(row.ceiling_ms):
+        lines += [
+            f"least time {milliseconds(row.ceiling_ms)}: {percent(row.share_of_ceiling)} "
+            "of the ceiling",
+            f"limit: {row.limit} ({row.ceiling})",
+        ]
+    else:
+        lines.append(f"ceiling: {row.ceiling or NOT_MEASURED}")
+    return "<br>".join(lines)
+
+
+def _unplotted(table: pd.DataFrame) -> str:
+    """Which parts are not in the chart, since they compute nothing."""
+    rest = table[(table["flops"] <= 0) & (table["bytes"] > 0) & (table["time_ms"] > 0)]
+    names = [part_label(row.component, row.phase) for row in rows_of(rest)]
+    return f"<br>without arithmetic, not shown: {', '.join(names)}" if names else ""
+
+
+def _log_axes(result: go.Figure, frame: Frame, note: str) -> None:
+    common = {"type": "log", "dtick": 1, "exponentformat": "none", "gridcolor": GRID}
+    result.update_xaxes(
+        title=f"intensity, operations a byte{note}", range=[frame.left, frame.right], **common
+    )
+    result.update_yaxes(
+        title="rate, GFLOP/s", range=[frame.bottom, frame.top], zeroline=False, **common
+    )
+
+
+def least_time_bars(table: pd.DataFrame) -> go.Figure:
+    """Of each part the time measured (pale) and the least time the machine allows (full).
+
+    Args:
+        table: what :func:`dlrm_workbook.analysis.roofline.roofline` gives.
+    """
+    shown = table[table["time_ms"] > 0].sort_values("time_ms", ascending=False)
+    rows = rows_of(shown)
+    title = "Time of each part, and the least time that the machine allows"
+    result = figure(title, 110 + ROW * max(len(rows), 3))
+    places = list(range(len(rows)))
+    looks = markers([(row.component, row.phase) for row in rows])
+    plain = {"color": looks["color"], "line": {"width": 0}, "opacity": 0.35}
+    labels = [part_label(row.component, row.phase) for row in rows]
+    texts = [_gap(row) for row in rows]
+    hover = [f"{label}: {text}" for label, text in zip(labels, texts, strict=True)]
+    for values, look, text in (
+        (shown["time_ms"], plain, texts),
+        (shown["ceiling_ms"].clip(upper=shown["time_ms"]), {**plain, "opacity": 1.0}, None),
+    ):
+        result.add_trace(
+            go.Bar(
+                x=values.tolist(),
+                y=places,
+                orientation="h",
+                marker=look,
+                text=text,
+                textposition="outside" if text else None,
+                cliponaxis=False,
+                hovertext=hover,
+                hovertemplate="%{hovertext}<extra></extra>",
+            )
+        )
+    longest = float(shown["time_ms"].max()) if len(shown) else 1.0
+    result.update_layout(barmode="overlay")
+    result.update_xaxes(title="ms in a mean iteration", range=[0, 1.75 * longest])
+    label_rows(result, labels)
+    return result
+
+
+def _gap(row: Any) -> str:
+    measured = milliseconds(row.time_ms)
+    if not math.isfinite(row.ceiling_ms):
+        return f"{measured}, least time {NOT_MEASURED}"
+    if row.ceiling_ms == 0:
+        return f"{measured}, nothing that the machine must do"
+    least = f"{measured}, least {milliseconds(row.ceiling_ms)}"
+    return f"{least} ({percent(row.share_of_ceiling)}): {row.limit}"

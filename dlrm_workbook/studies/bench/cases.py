@@ -1,0 +1,329 @@
+"""What ``dlrm bench`` compares: contestants, model shapes, growth, and one option at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dlrm_core.config import Parameters, TrainingConfig, load_parameters
+from dlrm_core.errors import InputError
+from dlrm_workbook.changes import (
+    DENSE_ENGINE,
+    EMBEDDING_ENGINE,
+    NEUTRAL,
+    Change,
+    changed_leaves,
+    changed_parameters,
+)
+
+PRESETS = Path(__file__).resolve().parents[3] / "parameters"
+
+PLAIN, TUNED, PEER, TORCHREC = "plain", "tuned", "facebook", "torchrec"
+"""Names of contestants; ``tuned bf16`` and the like come with ``--precision``."""
+
+FIGURES = ("step_ms", "end_to_end_ms")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A shape that every contestant runs.
+
+    Attributes:
+        change: set in the parameters of all contestants, beside what they differ in.
+        tuned_change: set in the tuned ones alone: an option that this shape calls for.
+        iterations: counted iterations of a run at most; None is as many as asked for.
+        kind: ``shape``, ``growth`` or ``ablation``.
+        points: in a growth, the quantities that this case is a point of, and its values.
+    """
+
+    name: str
+    meaning: str
+    change: Change
+    tuned_change: Change = field(default_factory=dict)
+    iterations: int | None = None
+    kind: str = "shape"
+    points: Mapping[str, float] = field(default_factory=dict)
+
+
+AS_GIVEN = Case("given", "as given", {})
+
+_TABLES = {"model.tables": 26, "model.table_rows": [100_000]}
+
+SHAPES = {
+    case.name: case
+    for case in (
+        Case("8x1M-100", "the experiment: 8 tables of 1,000,000 rows, up to 100 indices", {}),
+        Case("8x1M-10", "its tables, up to 10 indices", {"data.indices_per_lookup": 10}),
+        Case(
+            "26x100k-10",
+            "26 tables of 100,000 rows, up to 10 indices",
+            {**_TABLES, "data.indices_per_lookup": 10},
+        ),
+        Case(
+            "8x1M-10-b16384",
+            "8 tables of 1,000,000 rows, up to 10 indices, batch 16384",
+            {"training.batch_size": 16384, "data.indices_per_lookup": 10},
+            # the activations of so large a batch outgrow the caches
+            {"training.micro_batch": 4096},
+            iterations=4,
+        ),
+    )
+}
+"""Shapes of the comparison with facebookresearch/dlrm."""
+
+GOALS: dict[str, dict[str, dict[str, float]]] = {
+    "8x1M-10": {
+        TUNED: {"step_ms": 2.2, "end_to_end_ms": 3.1},
+        "tuned bf16": {"step_ms": 4.0, "end_to_end_ms": 5.7},
+    },
+    "8x1M-100": {
+        TUNED: {"step_ms": 3.0, "end_to_end_ms": 4.0},
+        "tuned bf16": {"step_ms": 4.5, "end_to_end_ms": 6.5},
+    },
+    "26x100k-10": {
+        TUNED: {"step_ms": 2.2, "end_to_end_ms": 5.6},
+        "tuned bf16": {"step_ms": 4.0, "end_to_end_ms": 9.0},
+    },
+    "8x1M-10-b16384": {TUNED: {"step_ms": 2.2}, "tuned bf16": {"step_ms": 4.0}},
+}
+"""Times as fast as facebookresearch/dlrm that we set out to be, on a CPU with one thread."""
+
+GROWTH_BASE: Change = {"model.table_rows": [250_000], "data.indices_per_lookup": 10}
+"""Rows are fewer than in the experiment so that 26 tables fit and are made fast."""
+
+BASE_POINT = {"batch": 2048, "tables": 8, "dim": 64, "pooling": 10}
+"""Where all growths meet; measured once."""
+
+GROWTH: dict[str, tuple[int, ...]] = {
+    "batch": (128, 512, 2048, 8192),
+    "tables": (2, 8, 26),
+    "dim": (16, 64, 256),
+    "pooling": (1, 10, 100),
+}
+"""What grows, and its values."""
+
+
+def growth_cases(names: str) -> list[Case]:
+    """The cases in which one quantity grows and everything else stays.
+
+    Args:
+        names: comma-separated; the point that they share is one case.
+
+    Raises:
+        InputError: nothing of a name grows.
+    """
+    chosen = _names(names)
+    for name in chosen:
+        if name not in GROWTH:
+            raise InputError(f"--growth is '{name}', expected some of {', '.join(GROWTH)}")
+    shared = {name: float(BASE_POINT[name]) for name in chosen}
+    meaning = ", ".join(f"{name} {value:,}" for name, value in BASE_POINT.items())
+    base = Case("base", meaning, _grown("batch", BASE_POINT["batch"]), kind="growth", points=shared)
+    cases = [base] if chosen else []
+    for name in chosen:
+        for value in GROWTH[name]:
+            if value != BASE_POINT[name]:
+                points = {name: float(value)}
+                case = Case(f"{name}={value}", f"{name} {value:,}", _grown(name, value))
+                cases.append(dataclasses.replace(case, kind="growth", points=points))
+    return cases
+
+
+def _grown(name: str, value: int) -> Change:
+    leaf: Change = {
+        "batch": {"training.batch_size": value},
+        "tables": {"model.tables": value},
+        "dim": {"model.embedding_dim": value},
+        "pooling": {"data.indices_per_lookup": value},
+    }[name]
+    return {**GROWTH_BASE, **leaf}
+
+
+def shape_cases(names: str) -> list[Case]:
+    """Cases by their names, comma-separated; ``all`` for every one.
+
+    Raises:
+        InputError: a name is unknown.
+    """
+    if names == "all":
+        return list(SHAPES.values())
+    chosen = _names(names)
+    for name in chosen:
+        if name not in SHAPES:
+            raise InputError(f"--shape is '{name}', expected all or some of {', '.join(SHAPES)}")
+    return [SHAPES[name] for name in chosen]
+
+
+def _names(text: str) -> list[str]:
+    return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+
+
+def speed_leaves() -> dict[str, Any]:
+    """Leaf to its plain value, of every parameter that is about speed and nothing else."""
+    kept = ("batch_size", "threads", "optimizer", "loss_scale")
+    names = [*DENSE_ENGINE, *EMBEDDING_ENGINE, "fused_optimizer"]
+    defaults = {f.name: f.default for f in dataclasses.fields(TrainingConfig)}
+    leaves = {
+        f"training.{name}": defaults[name]
+        for name in dict.fromkeys(names)
+        if name in defaults and name not in kept
+    }
+    return leaves | {
+        "training.embedding_backend": "torch",
+        "data.loader": "synchronous",
+        "data.place": "cpu",
+    }
+
+
+def plain_of(parameters: Parameters) -> Parameters:
+    """The same training without any option for speed: what the others are measured against."""
+    change = speed_leaves()
+    if parameters.data.generator == "facebook":
+        change["data.generator"] = "facebook_loop"
+    return changed_parameters(parameters, change)[0]
+
+
+def tuned_of(parameters: Parameters) -> Parameters:
+    """These parameters if they have an option for speed, else with those of tuned.yaml."""
+    if plain_of(parameters) != parameters:
+        return parameters
+    preset = load_parameters(PRESETS / "tuned.yaml")
+    change = {
+        leaf: _value(preset, leaf)
+        for leaf in changed_leaves(plain_of(preset), preset)
+        # another law of the data would be another training
+        if leaf != "data.generator" or parameters.data.generator == "facebook_loop"
+    }
+    return changed_parameters(parameters, change)[0]
+
+
+def contestants(
+    plain: Parameters, tuned: Parameters, precisions: Iterable[str] = ()
+) -> dict[str, Parameters]:
+    """Name to parameters of our own contestants; the plain one is the reference.
+
+    Raises:
+        InputError: a precision is unknown.
+    """
+    found = {PLAIN: plain, TUNED: tuned}
+    for precision in precisions:
+        change = {"training.precision": precision}
+        found[f"{TUNED} {precision}"] = changed_parameters(tuned, change)[0]
+    return found
+
+
+def of_case(name: str, parameters: Parameters, case: Case) -> Parameters:
+    """A contestant's parameters in a case."""
+    change = {**case.change, **(case.tuned_change if name.startswith(TUNED) else {})}
+    return changed_parameters(parameters, change)[0] if change else parameters
+
+
+TOGETHER = ("training.dense_backend", "training.fp32_matmul")
+"""The fused dense part has products of fp32 numbers made of bf16 ones, and only it has them."""
+
+
+@dataclass(frozen=True)
+class Ablated:
+    """A contestant that lacks some of the tuned one's options.
+
+    Attributes:
+        kind: ``without`` (tuned but for one leaf) or ``ladder`` (plain with all leaves up to
+            and including this one).
+        leaf: which was switched off, or added last.
+        value: its value when it is on.
+        also: leaves that only work together with it, and are off, or added, too.
+    """
+
+    name: str
+    kind: str
+    leaf: str
+    value: Any
+    parameters: Parameters
+    also: tuple[str, ...] = ()
+
+
+def ablated(plain: Parameters, tuned: Parameters) -> list[Ablated]:
+    """Tuned with each option switched off, and plain with the options added one by one.
+
+    The ladder ends below the tuned contestant, which is its last rung; a rung that cannot
+    work without a later one is left out.
+    """
+    steps = steps_of(plain, tuned)
+    found = []
+    for step in steps:
+        # alone if that works, else with the one that depends on it
+        for other in ((), *(other for other in steps if other != step)):
+            leaf, *also = step + other
+            off = _changed(tuned, {name: _value(plain, name) for name in (leaf, *also)})
+            if off is not None:
+                name, value = f"without {_short(leaf)}", _value(tuned, leaf)
+                found.append(Ablated(name, "without", leaf, value, off, tuple(also)))
+                break
+    so_far: dict[str, Any] = {}
+    for leaf, *also in steps[:-1]:
+        so_far |= {name: _value(tuned, name) for name in (leaf, *also)}
+        rung = _changed(plain, so_far)
+        if rung is not None:
+            name, value = f"plain to {_short(leaf)}", so_far[leaf]
+            found.append(Ablated(name, "ladder", leaf, value, rung, tuple(also)))
+    return found
+
+
+def steps_of(plain: Parameters, tuned: Parameters) -> list[tuple[str, ...]]:
+    """The leaves in which they differ and that decide about time, those together of which one
+    does nothing without the other.
+
+    Raises:
+        InputError: nothing is tuned.
+    """
+    leaves = [leaf for leaf in changed_leaves(plain, tuned) if leaf not in NEUTRAL]
+    if not leaves:
+        raise InputError("--ablation: the tuned parameters differ from the plain ones in nothing")
+    if tuned.training.fp32_matmul.startswith("bf16") and {*TOGETHER} <= {*leaves}:
+        leaves.remove(TOGETHER[1])
+        return [TOGETHER if leaf == TOGETHER[0] else (leaf,) for leaf in leaves]
+    return [(leaf,) for leaf in leaves]
+
+
+def differences(base: Parameters, other: Parameters) -> dict[str, Any]:
+    """Leaf to value of all that ``other`` sets otherwise."""
+    return {leaf: _value(other, leaf) for leaf in changed_leaves(base, other)}
+
+
+def _changed(parameters: Parameters, change: Change) -> Parameters | None:
+    try:
+        return changed_parameters(parameters, change)[0]
+    except InputError:
+        return None
+
+
+def _value(parameters: Parameters, leaf: str) -> Any:
+    section, _, name = leaf.partition(".")
+    value = getattr(getattr(parameters, section), name)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _short(leaf: str) -> str:
+    return leaf.partition(".")[2]
+
+
+def case_facts(case: Case, parameters: Parameters) -> dict[str, Any]:
+    """What a reader of the JSON must know of a case."""
+    return {
+        "case": case.name,
+        "kind": case.kind,
+        "meaning": case.meaning,
+        "change": dict(case.change),
+        "tuned_change": dict(case.tuned_change),
+        "points": dict(case.points),
+        "batch_size": parameters.training.batch_size,
+    }
+
+
+def precisions_of(text: str | Sequence[str]) -> list[str]:
+    """Names of ``--precision``, without fp32, which the tuned contestant has anyway."""
+    names = _names(text) if isinstance(text, str) else [str(name) for name in text]
+    return [name for name in names if name != "fp32"]

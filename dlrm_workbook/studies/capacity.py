@@ -1,0 +1,53 @@
+"""``dlrm capacity``: what a run would need, and where it would fit, without running it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from dlrm_core.config import load_parameters
+from dlrm_core.files import plain
+from dlrm_core.memory import format_bytes
+from dlrm_workbook.analysis.capacity import CUDA_CONTEXT_BYTES, Capacity
+from dlrm_workbook.show.capacity import capacity, fits_table, model_table
+from dlrm_workbook.show.tables import Table
+
+SHOWN = 30
+"""Lines of the forecast that are printed; smaller items are summed."""
+
+
+def command_capacity(arguments: argparse.Namespace) -> int:
+    """Print the forecast as tables or as one JSON object. Exit code 0, fits or not."""
+    found = capacity(load_parameters(arguments.file, arguments.parameter))
+    if arguments.json:
+        print(json.dumps(plain(found.to_json()), indent=2, ensure_ascii=False))
+        return 0
+    print(model_table(found), end="\n\n")
+    print(items_table(found), end="\n\n")
+    print(fits_table(found), end="\n\n")
+    print(sources(found))
+    return 0
+
+
+def items_table(found: Capacity) -> Table:
+    """The largest items, each with where it lies and when it is alive."""
+    ordered = sorted(found.items, key=lambda item: -item.bytes)
+    rows = [
+        (item.name, item.shape, format_bytes(item.bytes), item.place, item.when)
+        for item in ordered[:SHOWN]
+    ]
+    rest = ordered[SHOWN:]
+    if rest:
+        size = format_bytes(sum(item.bytes for item in rest))
+        rows.append((f"{len(rest)} smaller items", "", size, "", ""))
+    return Table(["what", "shape", "size", "where", "when"], rows)
+
+
+def sources(found: Capacity) -> str:
+    """What the figures of GPUs that are not here rest on."""
+    lines = [
+        "GPUs by their data sheets, less "
+        f"{format_bytes(CUDA_CONTEXT_BYTES)} assumed for the CUDA context:"
+    ]
+    lines += [f"  {v.target}: {v.source}" for v in found.verdicts if v.source]
+    return "\n".join(lines)

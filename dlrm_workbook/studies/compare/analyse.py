@@ -1,0 +1,122 @@
+"""What interleaved runs say: speed-up, parts and losses, compared within each round.
+
+The unit of repetition is the round: runs of one round share the machine's mood, so their
+ratio is free of it, and rounds are repeated processes, so their spread holds what differs
+from one start of the program to the next. Iterations of one process do not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from dlrm_workbook.analysis.compare import difference_table, steady_rows
+from dlrm_workbook.analysis.intervals import Interval, median_interval, p_value, t_interval
+from dlrm_workbook.studies.compare.measure import TimedRun
+
+
+def round_table(runs: Sequence[TimedRun]) -> pd.DataFrame:
+    """Mean steady iteration of each run.
+
+    Returns:
+        ``round``, ``setting``, ``component``, ``phase``, ``time_ms``; the row with both names
+        empty is the whole iteration, and without stragglers the parts add up to it.
+    """
+    rows: list[tuple[Any, ...]] = []
+    for run in runs:
+        steady = steady_rows(run.iteration_ms)
+        times = np.asarray(run.iteration_ms)[steady]
+        rows.append((run.round, run.setting, "", "", times.mean()))
+        for (component, phase), each in run.parts.items():
+            mean = np.asarray(each)[steady].mean()
+            rows.append((run.round, run.setting, component, phase, mean))
+    return pd.DataFrame(rows, columns=["round", "setting", "component", "phase", "time_ms"])
+
+
+def whole_rounds(table: pd.DataFrame, before: str, after: str) -> pd.DataFrame:
+    """Whole iterations: a row a round that has both, columns ``before`` and ``after``, ms."""
+    whole = table[(table["component"] == "") & table["setting"].isin([before, after])]
+    wide = whole.pivot(index="round", columns="setting", values="time_ms")
+    wide = wide.reindex(columns=[before, after]).dropna()
+    return wide.set_axis(["before", "after"], axis=1)
+
+
+def speedup(table: pd.DataFrame, before: str, after: str, samples: float = 1.0) -> Interval:
+    """Median over rounds of the rounds' own ratios, with its order-statistics interval.
+
+    Args:
+        table: what :func:`round_table` gives.
+        samples: samples of an iteration after over those before: time is compared a sample.
+
+    Raises:
+        ValueError: no round has both settings.
+    """
+    wide = whole_rounds(table, before, after)
+    return median_interval((samples * wide["before"] / wide["after"]).tolist())
+
+
+def compare_settings(table: pd.DataFrame, before: str, after: str) -> pd.DataFrame:
+    """Each part before and after, paired by round; columns as ``compare.compare_parts``.
+
+    A slow moment of the machine lengthens everything, so each round's times are first
+    scaled to the mean round by its whole iteration before the change.
+    """
+    whole = whole_rounds(table, before, after)["before"]
+    mood = whole.mean() / whole
+    parts = table[(table["component"] != "") & table["setting"].isin([before, after])]
+    rows = []
+    for (component, phase), group in parts.groupby(["component", "phase"], sort=False):
+        wide = group.pivot(index="round", columns="setting", values="time_ms")
+        wide = wide.reindex(index=mood.index, columns=[before, after]).fillna(0.0)
+        wide = wide.mul(mood, axis=0)
+        each = (wide[after] - wide[before]).to_numpy()
+        se = float(each.std(ddof=1) / math.sqrt(len(each))) if len(each) > 1 else math.nan
+        interval = t_interval(float(each.mean()), se, len(each) - 1)
+        chance = p_value(float(each.mean()), se, len(each) - 1)
+        rows.append(
+            (
+                str(component),
+                str(phase),
+                float(wide[before].mean()),
+                float(wide[after].mean()),
+                interval,
+                chance,
+            )
+        )
+    return difference_table(rows)
+
+
+def compare_losses(runs: Sequence[TimedRun], before: str, after: str) -> dict[str, Any]:
+    """Whether the change trains the same.
+
+    Returns:
+        ``iterations`` compared, ``equal`` (bit for bit, in every round), ``largest_difference``
+        and ``first_difference`` (iteration from 0, None where equal), ``relative`` (largest
+        difference over the mean loss), and ``repeatable``: setting to whether its own runs agree
+        (None of a single one).
+    """
+    of = {name: [run.losses for run in runs if run.setting == name] for name in (before, after)}
+    repeatable = {
+        name: all(losses == found[0] for losses in found[1:]) if len(found) > 1 else None
+        for name, found in of.items()
+    }
+    if not of[before] or not of[after]:
+        return {"iterations": 0, "equal": None, "repeatable": repeatable}
+    a, b = np.asarray(of[before][0]), np.asarray(of[after][0])
+    count = min(len(a), len(b))
+    gap = np.abs(a[:count] - b[:count])
+    differs = np.flatnonzero(~(gap == 0))
+    mean = float(np.abs(a[:count]).mean()) if count else math.nan
+    largest = float(gap.max()) if count else math.nan
+    return {
+        "iterations": count,
+        "equal": not len(differs),
+        "largest_difference": largest,
+        "relative": largest / mean if mean > 0 else math.nan,
+        "first_difference": int(differs[0]) if len(differs) else None,
+        "repeatable": repeatable,
+    }

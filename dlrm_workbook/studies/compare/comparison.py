@@ -1,0 +1,604 @@
+"""One comparison from beginning to end: what the ``compare`` notebook calls.
+
+A *change* is profiled, predicted, measured in turns with the baseline, profiled, and judged;
+*finished runs* are loaded and judged. Either way ``compare.json`` holds everything, and is
+written again after every stage, so that a comparison that is killed has lost no round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
+from dlrm_core.errors import InputError
+from dlrm_core.files import only_process, read_json, write_json
+from dlrm_core.progress import Bar
+from dlrm_workbook.analysis.attribution import attribute
+from dlrm_workbook.analysis.compare import (
+    circumstances,
+    compare_parts,
+    differing,
+    mixed_causes,
+    part_estimates,
+    ratio_interval,
+    step_estimate,
+)
+from dlrm_workbook.analysis.findings import findings
+from dlrm_workbook.analysis.intervals import Interval
+from dlrm_workbook.analysis.whatif import Prediction, predict, predict_change
+from dlrm_workbook.changes import (
+    apply_change,
+    change_steps,
+    change_text,
+    difference,
+    flat_change,
+)
+from dlrm_workbook.processes import Progress, ProgressCallback, fresh_path
+from dlrm_workbook.recordings.measure import measure, saved_profile
+from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.runs import versions
+from dlrm_workbook.studies.compare import analyse as in_rounds
+from dlrm_workbook.studies.compare.measure import ROUNDS, TimedRun, run_in_turns
+from dlrm_workbook.studies.sweep.plan import RECORD as SWEEP_RECORD
+from dlrm_workbook.studies.sweep.plan import Sweep
+
+# What every comparison has: outcomes, profiles by name, and ``compare.json``.
+
+
+@dataclass
+class Outcome:
+    """Two settings side by side: what was predicted, what was measured."""
+
+    before: str
+    after: str
+    change: dict[str, Any]
+    """What sets ``after`` apart from ``before``; empty for finished runs."""
+    predicted: Prediction | None
+    reason: str
+    """Why there is no prediction; empty where there is one."""
+    speedup: Interval | None
+    """Measured: time of a sample before over after; None until then."""
+    before_ms: float | None = None
+    after_ms: float | None = None
+    parts: pd.DataFrame | None = None
+    """As :func:`dlrm_workbook.analysis.compare.compare_parts` gives."""
+    losses: dict[str, Any] | None = None
+
+    @property
+    def error(self) -> float | None:
+        """Predicted over measured time of a step, both against the baseline, less 1."""
+        if self.predicted is None or self.speedup is None:
+            return None
+        return self.speedup.mid / self.predicted.speedup["mid"] - 1
+
+    @property
+    def in_range(self) -> bool | None:
+        """Whether the measured speed-up lies in the predicted range."""
+        if self.predicted is None or self.speedup is None:
+            return None
+        foretold = self.predicted.speedup
+        return bool(foretold["low"] <= self.speedup.mid <= foretold["high"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "before": self.before,
+            "after": self.after,
+            "change": self.change,
+            "predicted": self.predicted.to_dict() if self.predicted else None,
+            "not_predicted": self.reason,
+            "measured": None
+            if self.speedup is None
+            else {
+                "before_ms": self.before_ms,
+                "after_ms": self.after_ms,
+                "speedup": self.speedup.to_dict(),
+            },
+            "error": self.error,
+            "in_predicted_range": self.in_range,
+            "parts": [] if self.parts is None else self.parts.to_dict("records"),
+            "losses": self.losses,
+        }
+
+
+class Comparison:
+    """What both kinds share: profiles by name, outcomes, ``compare.json``."""
+
+    kind = ""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.profiles: dict[str, Profile] = {}
+        self.outcomes: list[Outcome] = []
+        self.runs: list[TimedRun] = []
+        self.times = in_rounds.round_table([])
+        self.notices: list[str] = []
+        self.status = "running"
+
+    @property
+    def sentence(self) -> str:
+        """What is compared, for the top of the page (Markdown)."""
+        raise NotImplementedError
+
+    def profile_baseline(self, progress: ProgressCallback | None = None) -> None:
+        """Measure or load what comes first."""
+
+    def predict(self) -> None:
+        """Foretell the outcomes, before anything of the change is run."""
+
+    def measure(self, progress: ProgressCallback | None = None) -> None:
+        """Run the settings in turns."""
+
+    def profile_changed(self, progress: ProgressCallback | None = None) -> None:
+        """Measure what comes last."""
+
+    @property
+    def differences(self) -> pd.DataFrame:
+        """What is not the same in all profiles, see :func:`~.analysis.compare.differing`."""
+        return differing([circumstances(profile) for profile in self.profiles.values()])
+
+    @property
+    def mixed(self) -> str:
+        """A warning where more than parameters differ; else empty."""
+        return mixed_causes(self.differences)
+
+    def finish(self) -> Path:
+        """Write the final ``compare.json``; its path."""
+        self.status = "finished"
+        return self.save()
+
+    def save(self) -> Path:
+        """Write ``compare.json`` as far as the comparison has come."""
+        document = {
+            "kind": self.kind,
+            "status": self.status,
+            "outcomes": [outcome.to_dict() for outcome in self.outcomes],
+            "differences": self.differences.to_dict("records"),
+            "mixed_causes": self.mixed,
+            "rounds": [run.to_dict() for run in self.runs],
+            "notices": self.notices,
+            "written": datetime.now().astimezone().isoformat(),
+            **self._extra(),
+        }
+        path = self.folder / "compare.json"
+        # default=str: numpy's scalars know how to print themselves
+        write_json(path, json.loads(json.dumps(document, default=_scalar)))
+        return path
+
+    def _extra(self) -> dict[str, Any]:
+        return {}
+
+
+def _scalar(value: Any) -> Any:
+    """JSON for numpy's scalars."""
+    return value.item() if hasattr(value, "item") else str(value)
+
+
+# What an earlier try of a comparison left in its folder, and need not be done again.
+
+RECORD = "compare.json"
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """What an earlier try left in ``compare.json``; empty for a new comparison."""
+
+    change: dict[str, Any] = field(default_factory=dict)
+    predicted_at: str = ""
+    measured_from: str = ""
+    outcomes: list[dict[str, Any]] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, folder: Path) -> Earlier:
+        """What the folder holds.
+
+        Raises:
+            InputError: its ``compare.json`` cannot be read.
+        """
+        if not (folder / RECORD).is_file():
+            return cls()
+        document = read_json(folder / RECORD)
+        done = len(document.get("rounds") or [])
+        said = [
+            "This comparison was stopped and gone on with; what had finished was not run again"
+            + (f" ({done} runs in turns)." if done else ".")
+        ]
+        now, before = versions(), document.get("versions") or {}
+        changed = [f"{name} {before[name]}, now {now.get(name)}" for name in before
+                   if now.get(name) != before[name]]  # fmt: skip
+        if changed and done:
+            said.append(f"Rounds of one comparison were made with other versions: {changed[0]}.")
+        kept = [text for text in document.get("notices") or [] if text not in said]
+        return cls(
+            dict(document.get("change") or {}),
+            document.get("predicted_at") or "",
+            document.get("measured_from") or "",
+            list(document.get("outcomes") or []),
+            [text for text in kept if not text.startswith("This comparison was stopped")] + said,
+        )
+
+    def restore(self, outcomes: Sequence[Outcome]) -> bool:
+        """Give the outcomes the predictions made before; whether there were any to give."""
+        known = {str(row["change"]): row for row in self.outcomes}
+        if not self.predicted_at or any(str(o.change) not in known for o in outcomes):
+            return False
+        for outcome in outcomes:
+            row = known[str(outcome.change)]
+            made = row["predicted"]
+            outcome.predicted = Prediction.from_dict(made) if made else None
+            outcome.reason = row["not_predicted"]
+        return True
+
+
+def whole_profile(folder: Path, name: str) -> Path | None:
+    """The folder of a profile that an earlier try finished: ``NAME``, ``NAME-2``, ...; or None."""
+    for place in sorted(folder.glob(f"{name}*")):
+        if (place / "profile" / "profile.json").is_file():
+            return place
+    return None
+
+
+# A change against its baseline: profiled, predicted, measured in turns, profiled, judged.
+
+BASELINE = "baseline"
+SAME_TRAINING = ("training.batches", "training.log_every")
+"""Leaves that may differ between a profile that is given and the run it stands for."""
+
+
+class ChangeComparison(Comparison):
+    """The parameters as they are against the same with a change."""
+
+    kind = "change"
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        folder: Path,
+        change: Mapping[str, Any],
+        *,
+        profile_run: str = "",
+        steps: bool = False,
+        rounds: int = ROUNDS,
+        iterations: int = 0,
+    ) -> None:
+        """
+        Args:
+            change: leaf to value; empty: what the first finding of the baseline's profile says.
+            profile_run: a finished profile of the baseline; empty: it is measured.
+            steps: measure the change leaf by leaf, each on top of the ones before.
+            iterations: counted in each run of a round; 0 is ``profiling.iterations``.
+
+        Raises:
+            InputError: the change cannot work, or the profile is of other parameters.
+        """
+        super().__init__(folder)
+        if rounds < 1 or iterations < 0 or iterations == 1:
+            raise InputError(
+                f"rounds is {rounds} and iterations {iterations}, expected at least 1 round and "
+                "2 iterations (or 0 for profiling.iterations)"
+            )
+        self.parameters = parameters
+        self.earlier = Earlier.of(folder)
+        self.change = flat_change(change or self.earlier.change)
+        self.profile_run = profile_run
+        self.stepwise = steps
+        self.predicted_at = self.measured_from = ""
+        self.rounds = rounds
+        self.iterations = iterations or max(parameters.profiling.iterations, 2)
+        if self.change:
+            self._plan()
+        if profile_run:
+            profile = saved_profile(Path(profile_run).expanduser().absolute())
+            _require_same(parameters, profile, profile_run)
+            self.profiles[BASELINE] = profile
+
+    def _plan(self) -> None:
+        changed = apply_change(self.parameters, self.change)
+        if not difference(self.parameters, changed):
+            raise InputError(
+                f"change: {change_text(self.change)} is what the parameters say already"
+            )
+        made = change_steps(self.parameters, self.change) if self.stepwise else [self.change]
+        self.outcomes = [
+            Outcome(BASELINE, _setting_name(made, number), dict(step), None, "not yet", None)
+            for number, step in enumerate(made)
+        ]
+
+    @property
+    def sentence(self) -> str:
+        if not self.change:
+            return (
+                "No change was given, so the first finding of the baseline's profile that names "
+                "one is tried."
+            )
+        how = "leaf by leaf, each on top of the ones before" if self.stepwise else "in one go"
+        return (
+            f"**{self.parameters.title}**\n\nCompared: the parameters as they are, and the same "
+            f"with `{change_text(self.change)}`, {how}."
+        )
+
+    def profile_baseline(self, progress: ProgressCallback | None = None) -> None:
+        self.notices += self.earlier.notices
+        if BASELINE not in self.profiles:
+            self.profiles[BASELINE] = self._profile("baseline", self.parameters, progress)
+        if not self.change:
+            self._take_finding()
+        self.save()
+
+    def _take_finding(self) -> None:
+        profile = self.profiles[BASELINE]
+        for finding in findings(profile, attribute(profile)):
+            if finding.change:
+                self.change = flat_change(finding.change)
+                self._plan()
+                self.notices.append(
+                    f"No change was given: tried is what the finding “{finding.title}” says, "
+                    f"{change_text(self.change)}."
+                )
+                return
+        self.notices.append("No change was given, and no finding of the baseline names one.")
+
+    def _profile(
+        self, name: str, parameters: Parameters, progress: ProgressCallback | None
+    ) -> Profile:
+        """Measure a profile in a folder of that name, or take the one an earlier try made."""
+        made = whole_profile(self.folder, name)
+        if made is not None:
+            return saved_profile(made)
+        return measure(parameters, fresh_path(self.folder / name), progress=progress)
+
+    def predict(self) -> None:
+        if self.earlier.restore(self.outcomes):
+            # foretold before the first round, and so it stays
+            self.predicted_at = self.earlier.predicted_at
+            self.save()
+            return
+        for outcome in self.outcomes:
+            try:
+                outcome.predicted, outcome.reason = self._predicted(outcome.change), ""
+            except InputError as error:
+                outcome.reason = str(error)
+        self.predicted_at = _now()
+        self.save()
+
+    def _predicted(self, change: Mapping[str, Any]) -> Prediction:
+        profile = self.profiles[BASELINE]
+        try:
+            return predict(profile, change)
+        except InputError:
+            if not getattr(self.parameters.profiling, "probes", True):
+                raise
+            return predict_change(self.parameters, profile, change)
+
+    def measure(self, progress: ProgressCallback | None = None) -> None:
+        if not self.outcomes:
+            return
+        settings = {BASELINE: self.parameters} | {
+            outcome.after: apply_change(self.parameters, outcome.change)
+            for outcome in self.outcomes
+        }
+        self.measured_from = self.earlier.measured_from or _now()
+        with only_process(self.folder / "rounds"):
+            self.save()
+            run_in_turns(
+                settings,
+                self.folder / "rounds",
+                rounds=self.rounds,
+                iterations=self.iterations,
+                progress=progress,
+                after_round=self._judge,
+            )
+
+    def _judge(self, runs: Sequence[TimedRun]) -> None:
+        """Take in the rounds so far."""
+        self.runs = list(runs)
+        self.times = in_rounds.round_table(runs)
+        for outcome in self.outcomes:
+            wide = in_rounds.whole_rounds(self.times, BASELINE, outcome.after)
+            samples = self.samples_ratio(outcome)
+            outcome.speedup = in_rounds.speedup(self.times, BASELINE, outcome.after, samples)
+            outcome.before_ms = float(wide["before"].median())
+            outcome.after_ms = float(wide["after"].median())
+            outcome.parts = in_rounds.compare_settings(self.times, BASELINE, outcome.after)
+            outcome.losses = in_rounds.compare_losses(runs, BASELINE, outcome.after)
+        self.save()
+
+    def samples_ratio(self, outcome: Outcome) -> float:
+        """Samples of an iteration after the change over those before."""
+        after = apply_change(self.parameters, outcome.change).training.batch_size
+        return after / self.parameters.training.batch_size
+
+    def profile_changed(self, progress: ProgressCallback | None = None) -> None:
+        if not self.outcomes:
+            return
+        last = self.outcomes[-1]
+        changed = apply_change(self.parameters, last.change)
+        self.profiles[last.after] = self._profile("changed", changed, progress)
+        if last.parts is not None and last.parts.empty:
+            # no parts by the clock (a GPU): those of the two profiles
+            first, other = self.profiles[BASELINE], self.profiles[last.after]
+            last.parts = compare_parts(part_estimates(first), part_estimates(other))
+            self.notices.append(
+                "Parts are compared by the two profiles, which were not taken in turns: a GPU's "
+                "work is not bound to the host's clock."
+            )
+        self.save()
+
+    def _extra(self) -> dict[str, Any]:
+        return {
+            "change": self.change,
+            "parameters": self.parameters.to_sections(),
+            "predicted_at": self.predicted_at or None,
+            "measured_from": self.measured_from or None,
+            "settings": {"rounds": self.rounds, "iterations": self.iterations},
+            "versions": versions(),
+        }
+
+
+@contextlib.contextmanager
+def round_bar(comparison: Comparison) -> Iterator[Callable[[Progress], None]]:
+    """Live progress of the runs in turns: the ``progress`` of :meth:`Comparison.measure`."""
+    total = 0
+    if isinstance(comparison, ChangeComparison) and comparison.outcomes:
+        total = comparison.rounds * (1 + len(comparison.outcomes))
+    seen: list[str] = []
+    with Bar("rounds", "run", total, shown=total > 0) as bar:
+
+        def show(progress: Progress) -> None:
+            if progress.stage not in seen:
+                seen.append(progress.stage)
+            bar.show(len(seen) - 1, f"{progress.elapsed_s:.0f} s", progress.stage)
+
+        yield show
+        bar.fill()
+
+
+def _now() -> str:
+    return datetime.now().astimezone().isoformat()
+
+
+def _setting_name(steps: Sequence[Mapping[str, Any]], number: int) -> str:
+    """Name of a setting: ``change``, or ``step 2``; names files, so no odd characters."""
+    return "change" if len(steps) == 1 else f"step-{number + 1}"
+
+
+def _require_same(parameters: Parameters, profile: Profile, profile_run: str) -> None:
+    sections = profile.meta.get("parameters")
+    if not sections:
+        raise InputError(f"profile_run {profile_run}: does not say with which parameters it ran")
+    measured = parameters_from_sections(sections)
+    for leaf, value in difference(parameters, measured).items():
+        if leaf in SAME_TRAINING:
+            continue
+        section, _, name = leaf.partition(".")
+        raise InputError(
+            f"profile_run {profile_run}: was measured with {leaf} {value!r}, but the parameters "
+            f"say {getattr(getattr(parameters, section), name)!r}"
+        )
+
+
+class RunsComparison(Comparison):
+    """Finished runs, the first of which the others are held against."""
+
+    kind = "runs"
+
+    def __init__(self, folder: Path, runs: Sequence[str]) -> None:
+        """
+        Args:
+            runs: run folders of profile (or recordings, or HPCToolkit databases); a sweep's
+                folder stands for all its points.
+
+        Raises:
+            InputError: a folder holds no profile, or there are fewer than two.
+        """
+        super().__init__(folder)
+        places = [place for text in runs for place in _places(text)]
+        if len(places) < 2:
+            raise InputError(f"runs names {len(places)} profile(s), expected at least two")
+        labels = run_labels(places)
+        self.places = dict(zip(labels, (place for _, place in places), strict=True))
+        self.profiles = {
+            label: saved_profile(place) for label, (_, place) in zip(labels, places, strict=True)
+        }
+        self._judge()
+
+    def _judge(self) -> None:
+        first = next(iter(self.profiles))
+        before = self.profiles[first]
+        parts = part_estimates(before)
+        whole = step_estimate(before)
+        for label, profile in list(self.profiles.items())[1:]:
+            other = step_estimate(profile)
+            outcome = Outcome(first, label, {}, None, "finished runs are compared", None)
+            outcome.speedup = ratio_interval(whole, other, _samples(profile) / _samples(before))
+            outcome.before_ms, outcome.after_ms = whole[0], other[0]
+            outcome.parts = compare_parts(parts, part_estimates(profile))
+            self.outcomes.append(outcome)
+
+    @property
+    def sentence(self) -> str:
+        lines = [f"- **{label}**: `{place}`" for label, place in self.places.items()]
+        return "\n".join(
+            ["Compared are finished runs; the others are held against the first.", "", *lines]
+        )
+
+    def _extra(self) -> dict[str, Any]:
+        return {"runs": {label: str(place) for label, place in self.places.items()}}
+
+
+def start(
+    parameters: Parameters,
+    folder: Path,
+    *,
+    change: Mapping[str, Any],
+    against: str = "",
+    runs: Sequence[str] = (),
+    profile_run: str = "",
+    steps: bool = False,
+    rounds: int = ROUNDS,
+    iterations: int = 0,
+) -> Comparison:
+    """The comparison that a notebook's parameters ask for.
+
+    Args:
+        against: a parameters file; what it sets otherwise is the change.
+
+    Raises:
+        InputError: the parameters contradict each other, or cannot work.
+    """
+    if runs and (change or against):
+        raise InputError(
+            "runs compares finished runs, change and against run new ones; give one of them"
+        )
+    if runs:
+        return RunsComparison(folder, [str(run) for run in runs])
+    wanted = dict(change)
+    if against:
+        wanted = difference(parameters, load_parameters(against)) | flat_change(change)
+        for leaf in SAME_TRAINING:
+            wanted.pop(leaf, None)
+        if not wanted:
+            raise InputError(f"against {against}: sets nothing otherwise than the parameters")
+    return ChangeComparison(
+        parameters,
+        folder,
+        wanted,
+        profile_run=profile_run,
+        steps=steps,
+        rounds=rounds,
+        iterations=iterations,
+    )
+
+
+def _places(text: str) -> list[tuple[str, Path]]:
+    """(label, folder) of each profile that a folder stands for."""
+    folder = Path(text).expanduser().absolute()
+    if (folder / SWEEP_RECORD).is_file():
+        return list(Sweep.open(folder).run_folders("profile").items())
+    return [("", folder)]
+
+
+def run_labels(places: Sequence[tuple[str, Path]]) -> list[str]:
+    """A short, distinct name for each run: its folder's, or as much of the path as it takes."""
+    names = [label or place.name for label, place in places]
+    for number, (label, place) in enumerate(places):
+        if names.count(names[number]) > 1 and not label:
+            names[number] = f"{place.parent.name}/{place.name}"
+    return [
+        name if names.count(name) == 1 else f"{name} ({number})"
+        for number, name in enumerate(names, 1)
+    ]
+
+
+def _samples(profile: Profile) -> float:
+    training = (profile.meta.get("parameters") or {}).get("training") or {}
+    return float(training.get("batch_size") or 1)

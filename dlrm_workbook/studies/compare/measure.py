@@ -1,0 +1,259 @@
+"""Runs settings against each other: in turns, each run in a fresh process.
+
+A machine's speed drifts by more than many changes bring, so figures of different minutes
+are not compared. Every round runs all settings one after the other, first to last and in
+the next round last to first (A B, B A, A B, ...), so that a steady drift cancels, and what
+is compared is always within a round. Each finished run is on disk before the next starts.
+
+On a CPU each run also logs when its parts began and ended (``dlrm train --spans``, which
+costs microseconds), so differences per part come from the same unprofiled iterations.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from dlrm_core.config import Parameters, parameters_from_sections
+from dlrm_core.errors import InputError
+from dlrm_core.files import plain, read_json, write_text
+from dlrm_core.parts import ITERATION_SPAN, SpanRow, parse_span
+from dlrm_workbook.processes import MeasurementError, ProgressCallback, run_stage
+
+ROUNDS = 6
+"""The least number whose extremes enclose the median with 95 % confidence (1 − 2/2^6)."""
+
+
+@dataclass(frozen=True)
+class TimedRun:
+    """One process: its iterations after warm-up, in milliseconds.
+
+    Attributes:
+        setting: name of what ran, such as ``baseline``.
+        round: number of the round, from 0.
+        place: which one of its round it was, from 0.
+        iteration_ms: wall clock of each counted iteration, data included.
+        parts: (component, phase) to its milliseconds in each counted iteration, times in
+            inner parts taken off the outer ones; ``other`` is the rest. Empty on a GPU,
+            whose work is not bound to the host's clock.
+        losses: of every iteration, warm-up included.
+        peak_memory_bytes: highest point of the process, or of torch's allocator on a GPU.
+    """
+
+    setting: str
+    round: int
+    place: int
+    iteration_ms: list[float]
+    parts: dict[tuple[str, str], list[float]]
+    losses: list[float]
+    peak_memory_bytes: int | None = None
+    threads: int | None = None
+    notices: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As a line of ``rounds.jsonl``."""
+        parts = [[*part, times] for part, times in self.parts.items()]
+        return {**asdict(self), "parts": parts}
+
+    @classmethod
+    def from_dict(cls, line: Mapping[str, Any]) -> TimedRun:
+        """From a line of ``rounds.jsonl``."""
+        parts = {(component, phase): times for component, phase, times in line["parts"]}
+        return cls(**{**line, "parts": parts})
+
+
+def run_in_turns(
+    settings: Mapping[str, Parameters],
+    folder: Path,
+    *,
+    rounds: int = ROUNDS,
+    iterations: int | None = None,
+    progress: ProgressCallback | None = None,
+    after_round: Callable[[list[TimedRun]], object] | None = None,
+) -> list[TimedRun]:
+    """Run every setting once a round.
+
+    Args:
+        settings: name to parameters, the baseline first.
+        folder: gets ``rounds.jsonl`` (a line a run, written as each ends), the
+            settings' parameter files and the runs' logs. Rounds that are in
+            ``rounds.jsonl`` already are not run again.
+        iterations: counted iterations of a run, after ``profiling.warmup`` ones; None
+            is ``profiling.iterations``.
+        after_round: called with all runs so far after each round.
+
+    Raises:
+        InputError: a number is impossible, or a run fails; what was measured is kept.
+    """
+    if rounds < 1 or (iterations is not None and iterations < 2):
+        raise InputError(
+            f"rounds is {rounds} and iterations {iterations}, expected at least 1 and 2"
+        )
+    files = {name: _write_setting(folder, name, p, iterations) for name, p in settings.items()}
+    done = read_rounds(folder)
+    names = list(settings)
+    for number in range(rounds):
+        order = names if number % 2 == 0 else names[::-1]
+        for place, name in enumerate(order):
+            if any(run.round == number and run.setting == name for run in done):
+                continue
+            label = f"round {number + 1} of {rounds}: {name}"
+            run = _run(settings[name], files[name], folder, name, label, (number, place), progress)
+            done.append(run)
+            _append(folder / "rounds.jsonl", run.to_dict())
+        if after_round is not None:
+            after_round(done)
+    return done
+
+
+def read_rounds(folder: Path) -> list[TimedRun]:
+    """The runs in ``rounds.jsonl``; a line that was cut short by a kill is left out.
+
+    Raises:
+        InputError: a whole line is not of this file's form.
+    """
+    path = folder / "rounds.jsonl"
+    if not path.is_file():
+        return []
+    runs = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            document = json.loads(line)
+        except ValueError:
+            continue
+        try:
+            runs.append(TimedRun.from_dict(document))
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{path}, line {number}: is no timed run: {error}") from None
+    return runs
+
+
+def part_times(spans: Sequence[SpanRow], warmup: int) -> dict[tuple[str, str], list[float]]:
+    """Milliseconds of each part in each iteration after warm-up, from a span log.
+
+    A part inside another (which does not happen in one thread of the step, but may in a
+    log) counts to itself alone. ``("other", "")`` is the iteration's rest.
+
+    Args:
+        spans: (name, start, end) in nanoseconds, in any order.
+        warmup: iterations at the beginning that are left out.
+    """
+    loops = sorted((row[1], row[2]) for row in spans if row[0] == ITERATION_SPAN)[warmup:]
+    if not loops:
+        return {}
+    starts, ends = np.array(loops).T
+    times: dict[tuple[str, str], np.ndarray] = {}
+    open_parts: list[tuple[tuple[str, str], int, int]] = []
+    inside = [(row[1], -row[2], part) for row in spans if (part := parse_span(row[0]))]
+    for start, negative_end, part in sorted(inside):
+        end = -negative_end
+        which = int(np.searchsorted(starts, start, side="right")) - 1
+        if which < 0 or start >= ends[which]:
+            continue
+        own = times.setdefault(part, np.zeros(len(loops)))
+        own[which] += (end - start) / 1e6
+        while open_parts and open_parts[-1][1] <= start:
+            open_parts.pop()
+        if open_parts:
+            outer, outer_end, outer_which = open_parts[-1]
+            times[outer][outer_which] -= (min(end, outer_end) - start) / 1e6
+        open_parts.append((part, end, which))
+    rest = (ends - starts) / 1e6 - sum(times.values(), np.zeros(len(loops)))
+    times["other", ""] = np.maximum(rest, 0.0)
+    return {part: values.tolist() for part, values in times.items()}
+
+
+def _write_setting(folder: Path, name: str, parameters: Parameters, iterations: int | None) -> Path:
+    """The parameters file of one setting, long enough for warm-up and counted iterations."""
+    sections = parameters.to_sections()
+    counted = iterations or max(parameters.profiling.iterations, 2)
+    sections["training"] |= {"batches": parameters.profiling.warmup + counted}
+    file = folder / f"{name}.yaml"
+    write_text(
+        file, yaml.safe_dump(parameters_from_sections(sections).to_sections(), sort_keys=False)
+    )
+    return file
+
+
+def _run(
+    parameters: Parameters,
+    file: Path,
+    folder: Path,
+    name: str,
+    label: str,
+    number: tuple[int, int],
+    progress: ProgressCallback | None,
+) -> TimedRun:
+    output = folder / "runs" / f"{number[0] + 1}-{name}"
+    done = run_stage(
+        [
+            *(sys.executable, "-m", "dlrm_core", "train", "-f", file, "--output", output),
+            *(["--spans"] if parameters.training.device != "cuda" else []),
+        ],
+        stage=label,
+        logs=folder / "logs",
+        environment=os.environ,
+        timeout_s=float(parameters.profiling.timeout_s),
+        progress=progress,
+    )
+    if done.timed_out:
+        raise MeasurementError(
+            f"{label}: still going after {parameters.profiling.timeout_s} s "
+            "(profiling.timeout_s); measure fewer iterations or raise it"
+        )
+    if done.exit_code != 0:
+        if done.exit_code == 2:
+            # the child's own sentences, without the name of its command
+            said = done.stderr_text().rpartition("dlrm train: ")[2].strip()
+            raise InputError(f"{label}: {said}")
+        raise MeasurementError(
+            f"{label}: failed with exit code {done.exit_code}: {done.last_words()}; "
+            f"see {done.stderr}"
+        )
+    result = read_json(output / "result.json")
+    warmup = parameters.profiling.warmup
+    on_gpu = str(result["device"]).startswith("cuda")
+    spans = [] if on_gpu else _last_json(done.stdout).get("spans") or []
+    return TimedRun(
+        setting=name,
+        round=number[0],
+        place=number[1],
+        iteration_ms=result["iteration_ms"][warmup:],
+        parts=part_times(spans, warmup),
+        losses=result["losses"],
+        peak_memory_bytes=result["peak_memory_bytes"],
+        threads=result["threads"],
+        notices=result["notices"],
+    )
+
+
+def _last_json(path: Path) -> dict[str, Any]:
+    """The last line of a log, which is one JSON object."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    try:
+        found = json.loads(lines[-1]) if lines else {}
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _append(path: Path, line: Mapping[str, Any]) -> None:
+    """Add a line and have it on disk before going on; a cut-off last line is ended first."""
+    text = json.dumps(plain(line)) + "\n"
+    with path.open("a+b") as file:
+        file.seek(0, os.SEEK_END)
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                text = "\n" + text
+        file.write(text.encode())
+        file.flush()
+        os.fsync(file.fileno())

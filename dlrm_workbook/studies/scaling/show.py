@@ -1,0 +1,598 @@
+"""Figures of the scaling page: predicted and measured iterations over numbers of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from dlrm_core.parts import COMPONENTS, part_label
+from dlrm_workbook.analysis.ranks.links import Link
+from dlrm_workbook.show.axes import (
+    add_ends,
+    error_bars,
+    label_rows,
+    lines_of,
+    log_axis,
+    log_ticks,
+)
+from dlrm_workbook.show.theme import (
+    COLOURS,
+    COMPUTE,
+    DASHES,
+    FASTER,
+    INK,
+    SAME,
+    SLOWER,
+    SYMBOLS,
+    add_phase_key,
+    difference_colour,
+    digits,
+    figure,
+    markers,
+    milliseconds,
+    percent,
+    rows_of,
+    signed_percent,
+    step_order,
+    text_on,
+    thousands,
+)
+from dlrm_workbook.studies.scaling.show_tables import kind_label
+
+SHARDING_COLOURS = {
+    "best": INK,
+    "table_wise": COLOURS["bottom_mlp"],
+    "row_wise": COLOURS["optimizer"],
+    "column_wise": COLOURS["embedding"],
+    "replicated": COLOURS["data"],
+    "mixed": COLOURS["interaction"],
+}
+
+
+def iteration_bars(table: pd.DataFrame, title: str) -> go.Figure:
+    """Predicted iterations: computing and exposed communication stacked, with the range.
+
+    Args:
+        table: what :func:`dlrm_workbook.analysis.ranks.choice.scaling_table` gives.
+    """
+    known = table[table["mid_ms"].notna()]
+    rows = rows_of(known)
+    result = figure(title, 420, legend=True)
+    places = list(range(len(rows)))
+    hover = [
+        f"{row.ranks:,} ranks, batch {row.batch_size:,}, {kind_label(row.sharding)}<br>"
+        f"{milliseconds(row.mid_ms)} ({milliseconds(row.low_ms)} to {milliseconds(row.high_ms)})"
+        f"<br>{percent(row.exposed_ms / row.mid_ms)} exposed communication"
+        f"<br>{row.samples_per_second:,.0f} samples/s"
+        for row in rows
+    ]
+    for name, colour, column in (
+        ("computing", COMPUTE, "compute_ms"),
+        ("exposed communication", COLOURS["communication"], "exposed_ms"),
+    ):
+        last = column == "exposed_ms"
+        result.add_trace(
+            go.Bar(
+                x=places,
+                y=known[column],
+                name=name,
+                marker={"color": colour, "line": {"width": 0}},
+                hovertext=hover,
+                hovertemplate="%{hovertext}<extra></extra>",
+                error_y=error_bars(known["low_ms"], known["mid_ms"], known["high_ms"])
+                if last
+                else None,
+            )
+        )
+    for place, row in zip(places, rows, strict=True):
+        result.add_annotation(
+            x=place, y=row.high_ms, text=digits(row.mid_ms), showarrow=False, yshift=12
+        )
+    top = float(known["high_ms"].max()) if len(known) else 1.0
+    result.update_layout(barmode="stack", margin={"b": 96})
+    result.update_xaxes(
+        title="ranks",
+        tickmode="array",
+        tickvals=places,
+        ticktext=[f"{row.ranks:,}" for row in rows],
+        showgrid=False,
+    )
+    result.update_yaxes(title="ms an iteration", range=[0, 1.14 * top])
+    return result
+
+
+def efficiency_lines(
+    tables: Mapping[str, pd.DataFrame], measured: pd.DataFrame | None = None
+) -> go.Figure:
+    """Efficiency over ranks: a line a kind of scaling, points where it was measured.
+
+    Args:
+        tables: "strong", "weak" to :func:`scaling_table`'s result.
+        measured: what :func:`dlrm_workbook.analysis.ranks.record.measured_iterations` gives.
+    """
+    result = figure("Efficiency: speed-up over ranks", 400, legend=True)
+    colours = {"strong": COLOURS["top_mlp"], "weak": COLOURS["optimizer"]}
+    counts: set[int] = set()
+    for number, (name, table) in enumerate(tables.items()):
+        known = table[table["efficiency"].notna()]
+        counts |= set(known["ranks"].astype(int))
+        result.add_trace(
+            go.Scatter(
+                x=known["ranks"],
+                y=known["efficiency"],
+                name=f"{name} scaling, predicted",
+                mode="lines+markers",
+                line={"color": colours[name], "width": 2, "dash": DASHES[number]},
+                marker={"size": 7, "symbol": SYMBOLS[number]},
+                cliponaxis=False,
+                customdata=_named(known)[["speedup", "sharding", "mid_ms"]],
+                hovertemplate=(
+                    "%{x:,} ranks: %{y:.1%}<br>%{customdata[0]:,.1f}× as fast as one, "
+                    "%{customdata[1]}, %{customdata[2]:,.3g} ms<extra></extra>"
+                ),
+            )
+        )
+    if measured is not None:
+        known = _named(measured[measured["efficiency"].notna() & (measured["ranks"] > 1)])
+        counts |= set(known["ranks"].astype(int))
+        for name in tables:
+            own = known[known.get("scaling", "strong") == name]
+            if own.empty:
+                continue
+            result.add_trace(
+                go.Scatter(
+                    x=own["ranks"],
+                    y=own["efficiency"],
+                    name=f"{name}, measured here",
+                    mode="markers",
+                    marker={"size": 11, "symbol": "x", "color": colours[name]},
+                    customdata=own[["sharding", "batch_size"]],
+                    hovertemplate=(
+                        "%{x} ranks on this machine: %{y:.1%}<br>%{customdata[0]}, batch "
+                        "%{customdata[1]:,}<extra></extra>"
+                    ),
+                )
+            )
+    result.update_layout(margin={"b": 96})
+    result.update_xaxes(**ranks_axis(sorted(counts)))
+    result.update_yaxes(title="efficiency", tickformat=".0%", range=[0, 1.08])
+    return result
+
+
+def sharding_lines(tables: Mapping[str, pd.DataFrame], best: pd.DataFrame) -> go.Figure:
+    """Predicted iterations of each sharding over ranks, the best of all on top.
+
+    Args:
+        tables: sharding to :func:`scaling_table`'s result for it.
+        best: the same with the best sharding at each number of ranks.
+    """
+    result = figure("Iteration by sharding", 440, legend=True)
+    times: list[float] = []
+    for number, (name, table) in enumerate([*tables.items(), ("best", best)]):
+        known = table[table["mid_ms"].notna()]
+        if known.empty:
+            continue
+        times += known["mid_ms"].tolist()
+        is_best = name == "best"
+        result.add_trace(
+            go.Scatter(
+                x=known["ranks"],
+                y=known["mid_ms"],
+                name="best, tables of different kinds" if is_best else kind_label(name),
+                mode="lines+markers",
+                line={
+                    "color": SHARDING_COLOURS[name],
+                    "width": 1.5 if is_best else 2.5,
+                    "dash": "dot" if is_best else DASHES[number % len(DASHES)],
+                },
+                marker={"size": 6, "symbol": SYMBOLS[number % len(SYMBOLS)]},
+                customdata=_named(known)[["exposed_ms", "sharding"]],
+                hovertemplate=(
+                    "%{x:,} ranks: %{y:,.3g} ms, %{customdata[0]:,.3g} ms exposed<br>"
+                    "%{customdata[1]}<extra></extra>"
+                ),
+            )
+        )
+    result.update_layout(margin={"b": 110})
+    counts = sorted({int(n) for table in [best, *tables.values()] for n in table["ranks"]})
+    result.update_xaxes(**ranks_axis(counts))
+    result.update_yaxes(title="ms an iteration", **log_axis(log_ticks(times)))
+    return result
+
+
+def ranks_axis(counts: Iterable[int]) -> dict[str, Any]:
+    """Ranks on a logarithmic axis, each with its number; for ``update_xaxes``."""
+    return {"title": "ranks", **log_axis(list(counts), "{:,}".format)}
+
+
+def _named(table: pd.DataFrame) -> pd.DataFrame:
+    """The table with shardings as a reader calls them."""
+    return table.assign(sharding=table["sharding"].map(kind_label))
+
+
+# Predictions held against what was measured here, and against published throughputs.
+
+
+def predicted_measured_dots(table: pd.DataFrame) -> go.Figure:
+    """Predicted iterations with their range over measured ones, a row a run.
+
+    Args:
+        table: what :func:`dlrm_workbook.analysis.ranks.check.predicted_and_measured` gives.
+    """
+    known = table[table["predicted_ms"].notna()]
+    labels = [
+        f"{row.ranks} ranks, batch {row.batch_size:,}, {kind_label(row.sharding)}"
+        for row in rows_of(known)
+    ]
+    furthest = max(known[["high_ms", "measured_ms"]].to_numpy(float).ravel(), default=1.0)
+    return _dots(
+        "Predicted and measured iterations",
+        labels,
+        known[["low_ms", "predicted_ms", "high_ms"]],
+        ("measured", known["measured_ms"], known["error"]),
+        milliseconds,
+        {"title": "ms an iteration", "range": [0, 1.15 * furthest]},
+    )
+
+
+def published_dots(table: pd.DataFrame) -> go.Figure:
+    """Published throughputs and our predictions of them; other people's machines.
+
+    Args:
+        table: what :func:`dlrm_workbook.analysis.ranks.published.published_scaling` gives.
+    """
+    known = table[table["published"].notna()]
+    labels = [
+        f"{row.hardware}, {row.devices} devices, {row.precision}, {_short(row.source)}, "
+        f"from {row.basis}"
+        for row in rows_of(known)
+    ]
+    ranges = known[["predicted_low", "predicted", "predicted_high"]]
+    shown = [*known["published"], *ranges.to_numpy().ravel()]
+    ends = [math.log10(0.85 * min(shown, default=1e6)), math.log10(1.45 * max(shown, default=1e7))]
+    return _dots(
+        "Published throughput, predicted",
+        labels,
+        ranges,
+        ("published", known["published"], known["error"]),
+        lambda speed: f"{speed:,.0f} samples/s",
+        {"title": "samples a second", "range": ends} | log_axis(log_ticks(shown), thousands),
+    )
+
+
+def _dots(
+    title: str,
+    labels: Sequence[str],
+    predicted: pd.DataFrame,
+    held: tuple[str, pd.Series, pd.Series],
+    text: Callable[[float], str],
+    axis: Mapping[str, Any],
+) -> go.Figure:
+    """A row a prediction: its range, what it is held against, and how far off it is.
+
+    Args:
+        predicted: least, middle and most of each row, in this order.
+        held: what the predictions are held against: its name, its values, their errors.
+        text: a value as a reader wants it.
+        axis: the values' own.
+    """
+    name, values, errors = held
+    low, mid, high = (predicted[column] for column in predicted.columns)
+    result = figure(title, 150 + 30 * max(len(labels), 3), legend=True)
+    places = list(range(len(labels)))
+    foretold = [
+        f"{label}<br>predicted {text(b)}, {text(a)} to {text(c)}"
+        for label, a, b, c in zip(labels, low, mid, high, strict=True)
+    ]
+    found = [f"{label}<br>{name} {text(v)}" for label, v in zip(labels, values, strict=True)]
+    talk = COLOURS["communication"]
+    diamond = {"symbol": "diamond", "size": 9, "color": talk}
+    ring = {"symbol": "circle-open", "size": 11, "color": INK, "line": {"width": 2}}
+    common = {"y": places, "mode": "markers", "hovertemplate": "%{hovertext}<extra></extra>"}
+    result.add_trace(
+        go.Scatter(
+            x=mid,
+            name="predicted, with range",
+            marker=diamond,
+            error_x=error_bars(low, mid, high, talk),
+            hovertext=foretold,
+            **common,
+        )
+    )
+    result.add_trace(go.Scatter(x=values, name=name, marker=ring, hovertext=found, **common))
+    ends = [max(pair) for pair in zip(high, values, strict=True)]
+    add_ends(result, ends, places, list(map(signed_percent, errors)), axis.get("type") == "log")
+    result.update_xaxes(**axis)
+    label_rows(result, [lines_of(label, 52) for label in labels], above=0.8)
+    result.update_layout(margin={"b": 96})
+    return result
+
+
+def _short(source: str) -> str:
+    names = ("TensorFlow2", "PyTorch", "DeepSparkHub", "Kalamkar")
+    return next((name for name in names if name in source), source)
+
+
+# Figures of what the scaling model rests on: bytes, links, stragglers.
+
+MIB = 1 << 20
+
+EXCHANGE_COLOURS = {
+    "indices": COLOURS["data"],
+    "pooled vectors": COLOURS["embedding"],
+    "pooled gradients": COLOURS["interaction"],
+    "dense gradients": COLOURS["top_mlp"],
+    "table gradients": COLOURS["optimizer"],
+}
+
+
+def volume_bars(table: pd.DataFrame, ranks: int) -> go.Figure:
+    """What leaves the rank with most, by sharding and by what it carries.
+
+    Args:
+        table: what :func:`dlrm_workbook.analysis.ranks.communication.volumes_by_sharding` gives.
+    """
+    names = list(dict.fromkeys(table["sharding"]))
+    result = figure(
+        f"Bytes that leave a rank in an iteration on {ranks} ranks",
+        170 + 38 * max(len(names), 3),
+        legend=True,
+    )
+    sums = table.groupby(["sharding", "what"])["leaves_bytes"].sum().unstack().fillna(0.0)
+    sums = sums.reindex(names) / MIB
+    totals = sums.sum(axis=1)
+    labels = [kind_label(name) for name in names]
+    for what, colour in EXCHANGE_COLOURS.items():
+        if what not in sums.columns:
+            continue
+        result.add_trace(
+            go.Bar(
+                x=sums[what] / totals,
+                y=labels,
+                orientation="h",
+                name=what,
+                marker={"color": colour, "line": {"width": 0}},
+                customdata=sums[what],
+                hovertemplate=(
+                    f"%{{y}}, {what}: %{{customdata:,.2f}} MiB, %{{x:.1%}}<extra></extra>"
+                ),
+            )
+        )
+    texts = [f"<b>{digits(total)} MiB</b>" for total in totals]
+    add_ends(result, [1.0] * len(names), labels, texts)
+    result.update_layout(barmode="stack", bargap=0.25, margin={"b": 96, "r": 110})
+    result.update_xaxes(title="share of the bytes", tickformat=".0%", range=[0, 1])
+    result.update_yaxes(autorange="reversed", showgrid=False, ticklabelstandoff=5)
+    return result
+
+
+def link_curves(check: pd.DataFrame, link: Link) -> go.Figure:
+    """Measured collectives over their size, and what alpha and beta make of them.
+
+    Args:
+        check: what :func:`dlrm_workbook.analysis.ranks.links.check` gives.
+    """
+    result = figure(f"Collectives on {link.name}", 430, legend=True)
+    distinct = check[["collective", "ranks"]].drop_duplicates()
+    pairs = [(str(row.collective), int(row.ranks)) for row in rows_of(distinct)]
+    names = ("top_mlp", "embedding", "optimizer", "interaction", "data")
+    palette = [COLOURS[name] for name in names]
+    kinds = list(dict.fromkeys(kind for kind, _ in pairs))
+    for kind, ranks in pairs:
+        own = check[(check["collective"] == kind) & (check["ranks"] == ranks)]
+        colour = palette[kinds.index(kind) % len(palette)]
+        dash = DASHES[sorted({count for _, count in pairs}).index(ranks) % len(DASHES)]
+        fit = link.fits.get((kind, ranks))
+        label = f"{kind_label(kind)}, {ranks} ranks"
+        result.add_trace(
+            go.Scatter(
+                x=own["bytes"],
+                y=own["measured_ms"],
+                name=label,
+                mode="markers+lines" if fit is None else "markers",
+                marker={"color": colour, "size": 7, "symbol": SYMBOLS[ranks % len(SYMBOLS)]},
+                hovertemplate=f"{label}: %{{x:,}} B in %{{y:,.3g}} ms<extra></extra>",
+            )
+        )
+        if fit is not None:
+            said = f"{fit.fixed_us:,.0f} µs + bytes / {fit.gb_per_s:.2f} GB/s"
+            result.add_trace(
+                go.Scatter(
+                    x=own["bytes"],
+                    y=1e-3 * fit.fixed_us + 1e-6 * own["bytes"] / fit.gb_per_s,
+                    mode="lines",
+                    line={"color": colour, "width": 1.5, "dash": dash},
+                    showlegend=False,
+                    hovertemplate=f"{label}: {said}<extra></extra>",
+                )
+            )
+    result.update_layout(margin={"b": 130})
+    result.update_xaxes(
+        title="bytes",
+        **log_axis(log_ticks(check["bytes"].tolist()), lambda size: thousands(size, "B")),
+    )
+    result.update_yaxes(title="ms", **log_axis(log_ticks(check["measured_ms"].tolist())))
+    return result
+
+
+def straggler_lines(table: pd.DataFrame, said: str) -> go.Figure:
+    """Iterations with slow ranks, their mean and one in twenty, over even ranks.
+
+    Args:
+        table: what :func:`dlrm_workbook.analysis.ranks.record.straggler_table` gives.
+        said: how ranks differ, for the title.
+    """
+    result = figure(f"What slow ranks cost: {said}", 400, legend=True)
+    for number, (column, name, colour) in enumerate(
+        (
+            ("mean_ms", "mean", COLOURS["optimizer"]),
+            ("p95_ms", "one in twenty is longer", COLOURS["interaction"]),
+        )
+    ):
+        result.add_trace(
+            go.Scatter(
+                x=table["ranks"],
+                y=table[column] / table["even_ms"],
+                name=name,
+                mode="lines+markers",
+                line={"color": colour, "width": 2, "dash": DASHES[number]},
+                marker={"size": 7, "symbol": SYMBOLS[number]},
+                customdata=table[[column, "even_ms"]],
+                hovertemplate=(
+                    "%{x:,} ranks: %{customdata[0]:,.3g} ms instead of %{customdata[1]:,.3g} ms"
+                    "<extra></extra>"
+                ),
+            )
+        )
+    result.update_layout(margin={"b": 96})
+    result.update_xaxes(**ranks_axis(table["ranks"]))
+    result.update_yaxes(title="times as long as even ranks", rangemode="tozero")
+    return result
+
+
+# Figures of ranks beside each other: an iteration over time, its parts, who has more to do.
+
+
+def exchange_lanes(events: Sequence[tuple[str, str, str, float, float]], title: str) -> go.Figure:
+    """One iteration of the slowest rank: what computes, and what is on its way meanwhile.
+
+    Args:
+        events: lane ("compute" or "communication"), name, phase, start and end in ms.
+    """
+    return _lanes(title, [(event[0], *event) for event in events])
+
+
+def rank_lanes(table: pd.DataFrame, title: str) -> go.Figure:
+    """One measured iteration of all ranks: two lanes a rank, as in :func:`exchange_lanes`.
+
+    Args:
+        table: what :func:`dlrm_workbook.analysis.ranks.record.shown_iteration` gives.
+    """
+    shown = {"compute": "step", "communication": "exchanges"}
+    return _lanes(
+        title,
+        [
+            (
+                *(f"rank {row.rank}, {shown[row.lane]}", row.lane, row.name, row.phase),
+                *(row.start_ms, row.end_ms),
+            )
+            for row in rows_of(table)
+        ],
+    )
+
+
+def _lanes(title: str, events: Sequence[tuple[str, str, str, str, float, float]]) -> go.Figure:
+    """Bars over time: label of a lane, its kind, name, phase, start and end in ms."""
+    lanes = list(dict.fromkeys(event[0] for event in events))
+    result = figure(title, 180 + 34 * max(len(lanes), 2), legend=True)
+    shown: set[str] = set()
+    for label, kind, name, phase, start, end in sorted(events, key=lambda event: event[4]):
+        own = kind == "compute"
+        look = markers([(name if own else "communication", phase if own else "")])
+        part = part_label(name) if own else "communication"
+        what = part_label(name, phase) if own else f"{name}, {phase}".removesuffix(", ")
+        result.add_trace(
+            go.Bar(
+                x=[end - start],
+                base=[start],
+                y=[label],
+                orientation="h",
+                name=part,
+                legendgroup=part,
+                legendrank=step_order(name)[0] if own else 900,
+                showlegend=part not in shown,
+                marker=look,
+                hovertext=f"{what}: {milliseconds(end - start)}<br>from {milliseconds(start)}",
+                hovertemplate="%{hovertext}<extra></extra>",
+            )
+        )
+        shown.add(part)
+    add_phase_key(result, [event[3] for event in events if event[1] == "compute"])
+    result.update_layout(barmode="overlay", bargap=0.3, margin={"b": 110})
+    result.update_xaxes(title="ms since the iteration's start")
+    result.update_yaxes(
+        categoryorder="array",
+        # step above exchanges, rank below rank
+        categoryarray=sorted(lanes, key=_lane_order, reverse=True),
+        showgrid=False,
+        ticklabelstandoff=5,
+    )
+    return result
+
+
+def _lane_order(label: str) -> tuple[int, bool]:
+    number = label.removeprefix("rank ").partition(",")[0]
+    return int(number) if number.isdigit() else 0, label.endswith(("exchanges", "communication"))
+
+
+def rank_bars(parts: pd.DataFrame, title: str) -> go.Figure:
+    """All ranks of a run in one view: the parts of each rank's mean iteration, stacked.
+
+    Args:
+        parts: what :func:`dlrm_workbook.analysis.ranks.record.parts_by_rank` gives.
+    """
+    ranks = sorted(parts["rank"].unique())
+    result = figure(title, 170 + 34 * max(len(ranks), 2), legend=True)
+    wide = parts.pivot_table("time_ms", "rank", "component", aggfunc="sum", fill_value=0.0)
+    for component in COMPONENTS:
+        if component not in wide.columns:
+            continue
+        times = wide[component].reindex(ranks)
+        result.add_trace(
+            go.Bar(
+                x=times,
+                y=[f"rank {rank}" for rank in ranks],
+                orientation="h",
+                name=part_label(component),
+                marker={"color": COLOURS[component], "line": {"width": 0}},
+                hovertemplate=f"%{{y}}, {part_label(component)}: %{{x:,.3g}} ms<extra></extra>",
+            )
+        )
+    result.update_layout(barmode="stack", bargap=0.25, margin={"b": 96})
+    result.update_xaxes(title="ms an iteration")
+    result.update_yaxes(autorange="reversed", showgrid=False, ticklabelstandoff=5)
+    return result
+
+
+def imbalance_map(parts: pd.DataFrame) -> go.Figure:
+    """How far each rank is from the mean in each part: a row a part, a column a rank."""
+    wide = parts.pivot_table("time_ms", "component", "rank", aggfunc="sum", fill_value=0.0)
+    wide = wide.reindex([name for name in COMPONENTS if name in wide.index])
+    above = wide.sub(wide.mean(axis=1), axis=0)
+    most = float(above.abs().to_numpy().max(initial=0.0)) or 1.0
+    result = figure("Above and below the mean of all ranks", 150 + 30 * max(len(wide), 3))
+    result.add_trace(
+        go.Heatmap(
+            z=above.to_numpy(float),
+            x=[f"rank {rank}" for rank in above.columns],
+            y=[part_label(name) for name in above.index],
+            zmin=-most,
+            zmax=most,
+            # red is more than the mean, blue less, as in the differences of a comparison
+            colorscale=[[0, FASTER], [0.5, SAME], [1, SLOWER]],
+            colorbar={"title": {"text": "ms"}, "thickness": 12},
+            customdata=wide.to_numpy(),
+            hovertemplate="%{x}, %{y}: %{customdata:,.3g} ms, %{z:+,.3g} from the mean"
+            "<extra></extra>",
+        )
+    )
+    numbers = above.to_numpy(float)
+    if above.size <= 160:
+        for row, part in enumerate(above.index):
+            for column in range(len(above.columns)):
+                value = float(numbers[row, column])
+                result.add_annotation(
+                    x=column,
+                    y=row,
+                    text=f"{value:+.2g}".replace("-", "−") if abs(value) >= 0.005 * most else "·",
+                    showarrow=False,
+                    font={"size": 11, "color": text_on(difference_colour(value / most))},
+                    hovertext=part,
+                )
+    result.update_xaxes(showgrid=False)
+    result.update_yaxes(autorange="reversed", showgrid=False)
+    return result

@@ -1,0 +1,560 @@
+"""The ranks of a measurement: ``python -m dlrm_workbook.studies.scaling.worker JOB RESULT``.
+
+JOB is a JSON file with ``rounds``, ``warmup``, ``iterations``, ``seconds`` and ``stretches``, one
+for each number of ranks: ``{"ranks": R, "alone": {"sections", "sizes": [B, ...]} or null,
+"probe": repetitions, "runs": [{"run", "sections"}]}``. As many processes as the largest of them
+are started; the first R take part in a stretch, the others sleep. A round goes through all
+stretches: what disturbs the machine for a while disturbs a round of everything, not all of one
+thing. After every round rank 0 writes RESULT: the tables of
+:mod:`dlrm_workbook.analysis.ranks.communication`, ``rounds`` (how many there are) and the job's
+``digest``.
+A launch whose job has ``first_round`` adds to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import gc
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from dlrm_core.config import Parameters, parameters_from_sections
+from dlrm_core.data.loader import make_generator
+from dlrm_core.distributed.collectives import Collectives
+from dlrm_core.distributed.plan import require_possible
+from dlrm_core.distributed.step import DistributedStep
+from dlrm_core.distributed.tables import LocalBatch, ShardedTables, local_batch
+from dlrm_core.distributed.trainer import make_model
+from dlrm_core.distributed.watch import Watch, leave
+from dlrm_core.distributed.world import (
+    World,
+    by_itself,
+    first_ranks,
+    gathered,
+    launcher_store,
+    read_world,
+)
+from dlrm_core.errors import InputError
+from dlrm_core.files import read_json, write_json
+from dlrm_core.model import ClickLoss
+from dlrm_core.parts import capturing
+from dlrm_workbook.processes import die_with_parent
+
+# How long the step's thread is in each part, exchanges taken out and given their own rows.
+
+
+@dataclass
+class PartClock:
+    """Times of parts, iteration by iteration.
+
+    Put around every part by :func:`dlrm_core.parts.capturing`. Time in which a part begins a
+    collective or waits for one is ``communication`` of the same phase; a part of that name
+    is so as a whole, packing and unpacking included.
+
+    Attributes:
+        iterations: of each iteration since :meth:`begin` its parts' seconds by
+            (component, phase).
+        spans: of each iteration (component, phase, start, end) in seconds, as they came.
+    """
+
+    collectives: Collectives
+    iterations: list[dict[tuple[str, str], float]] = field(default_factory=list)
+    spans: list[list[tuple[str, str, float, float]]] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """A new iteration begins here."""
+        self.iterations.append({})
+        self.spans.append([])
+
+    @contextlib.contextmanager
+    def around(self, component: str, phase: str) -> Iterator[None]:
+        """The context of one part."""
+        driven = self.collectives.driven_s
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            ended = time.perf_counter()
+            spent = ended - started
+            exchanged = self.collectives.driven_s - driven
+            if self.iterations:
+                row = self.iterations[-1]
+                self.spans[-1].append((component, phase, started, ended))
+                if component == "communication":
+                    exchanged = spent
+                else:
+                    key = (component, phase)
+                    row[key] = row.get(key, 0.0) + spent - exchanged
+                if exchanged:
+                    key = ("communication", phase)
+                    row[key] = row.get(key, 0.0) + exchanged
+
+
+# One rank's measurements of a run, and of what it would do alone, as rows of tables.
+
+BATCHES = 8
+"""Different ones that a measured run takes in turns."""
+
+SHOWN = 3
+"""Iterations whose spans are kept, for a timeline of all ranks."""
+
+Row = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pace:
+    """Iterations of one run: to warm up, to count, and the seconds that these take at most."""
+
+    warmup: int
+    iterations: int
+    seconds: float = 60.0
+
+
+class Beside(Protocol):
+    """Processes of one node that compute at the same time, each by itself."""
+
+    def begin(self) -> None:
+        """Return when all of them are ready to be timed."""
+
+    def others_compute(self) -> bool:
+        """Say that this one is done, and whether another is not."""
+
+
+def measure_run(
+    parameters: Parameters, world: World, collectives: Collectives, pace: Pace
+) -> dict[str, list[Row]]:
+    """Train for some iterations and time them.
+
+    Returns:
+        ``placement`` (of all ranks), and this rank's ``iterations``, ``parts``,
+        ``collectives``, ``spans``, ``losses``.
+
+    Raises:
+        InputError: the run does not exist on several ranks.
+    """
+    require_possible(parameters, world.size)
+    step, tables = _make_step(parameters, world, collectives)
+    rows = _timed(step, parameters, world, collectives, pace)
+    rows["placement"] = [
+        {
+            "table": shard.table,
+            "kind": shard.kind,
+            "rank": shard.rank,
+            "rows": shard.rows,
+            "columns": shard.columns,
+        }
+        for shard in tables.shards
+    ]
+    return rows
+
+
+def measure_alone(
+    parameters: Parameters,
+    sizes: Sequence[int],
+    world: World,
+    collectives: Collectives,
+    pace: Pace,
+    beside: Callable[[], Beside],
+) -> list[Row]:
+    """Parts of one of several processes of this node that exchange nothing.
+
+    Args:
+        sizes: batches of this process.
+        world: of all of them; they have not joined.
+        beside: makes what the processes begin and end a batch size together by.
+
+    Returns:
+        this process's rows of ``compute_profile``, less ``case`` and ``concurrent``; "other"
+        is what of an iteration no part has.
+    """
+    rows: list[Row] = []
+    with by_itself(world) as alone:
+        step, _ = _make_step(parameters, alone, collectives)
+        for size in sizes:
+            training = dataclasses.replace(parameters.training, batch_size=size)
+            sized = dataclasses.replace(parameters, training=training)
+            found = _timed(step, sized, alone, collectives, pace, beside())
+            rows += [
+                {
+                    "process": world.rank,
+                    "batch_size": size,
+                    **{k: row[k] for k in ("iteration", "component", "phase", "time_ms")},
+                }
+                for row in found["parts"] + _outside_parts(found)
+            ]
+    return rows
+
+
+def _timed(
+    step: DistributedStep,
+    parameters: Parameters,
+    world: World,
+    collectives: Collectives,
+    pace: Pace,
+    beside: Beside | None = None,
+) -> dict[str, list[Row]]:
+    """Rows of so many steps; fewer if the seconds are over, on all ranks alike.
+
+    Args:
+        beside: who computes at the same time without exchanging anything; None: nobody.
+    """
+    different = min(BATCHES, pace.warmup + pace.iterations)
+    stream = itertools.cycle(_batches(parameters, world, different))
+    losses = []
+    begun = time.perf_counter()
+    for _ in range(pace.warmup):
+        losses.append(step(next(stream))[0])
+    count = pace.iterations
+    if pace.warmup:
+        # the slowest rank's warm-up says how many iterations there is time for
+        took = torch.tensor((time.perf_counter() - begun) / pace.warmup, device=world.device)
+        dist.all_reduce(took, dist.ReduceOp.MAX)
+        count = max(3, min(count, int(pace.seconds / max(float(took), 1e-6))))
+    clock = PartClock(collectives)
+    times: list[tuple[float, float]] = []
+    of_iteration: list[list[Any]] = []
+    gc.collect()
+    gc.disable()
+    dist.barrier()
+    if beside is not None:
+        beside.begin()
+    try:
+        with capturing(clock.around):
+            for _ in range(count):
+                batch = next(stream)
+                clock.begin()
+                collectives.records = []
+                started = time.perf_counter()
+                loss, _ = step(batch)
+                times.append((started, time.perf_counter()))
+                of_iteration.append(collectives.records)
+                losses.append(loss)
+    finally:
+        collectives.records = None
+        gc.enable()
+    while beside is not None and beside.others_compute():
+        # what they measure must not become faster towards the end
+        step(next(stream))
+    dist.barrier()
+    rows = _rows(world.rank, times, of_iteration, clock)
+    rows["losses"] = [{"loss": float(loss)} for loss in losses]
+    return rows
+
+
+def _outside_parts(found: dict[str, list[Row]]) -> list[Row]:
+    """A row an iteration for what lies between the parts."""
+    left = {row["iteration"]: row["time_ms"] for row in found["iterations"]}
+    for row in found["parts"]:
+        left[row["iteration"]] -= row["time_ms"]
+    other = {"component": "other", "phase": "forward"}
+    return [
+        other | {"iteration": iteration, "time_ms": max(0.0, time_ms)}
+        for iteration, time_ms in left.items()
+    ]
+
+
+def _make_step(
+    parameters: Parameters,
+    world: World,
+    collectives: Collectives,
+) -> tuple[DistributedStep, ShardedTables]:
+    model = make_model(parameters, world.device)
+    tables = ShardedTables(parameters, world, collectives)
+    # of the right size is enough: what is measured does not depend on them
+    generator = torch.Generator(world.device).manual_seed(parameters.training.seed)
+    with torch.no_grad():
+        for shard, memory in tables.local:
+            bound = (1 / parameters.model.table_rows[shard.table]) ** 0.5
+            memory.uniform_(-bound, bound, generator=generator)
+    # the dense part's are alike on all ranks: training goes the same way everywhere
+    from dlrm_core.model import fill_dense_with_torch
+
+    dense = torch.Generator(world.device).manual_seed(parameters.training.seed)
+    fill_dense_with_torch(model, dense)
+    loss = ClickLoss(parameters.model.loss, parameters.model.loss_weights).to(world.device)
+    config = dataclasses.replace(parameters.training, embedding_backend="torch")
+    return DistributedStep(model, tables, loss, config, world.size, collectives), tables
+
+
+def _batches(parameters: Parameters, world: World, count: int) -> list[LocalBatch]:
+    data = parameters.data
+    if data.generator == "facebook_loop":
+        # the same stream bit for bit, made faster
+        parameters = dataclasses.replace(
+            parameters, data=dataclasses.replace(data, generator="facebook")
+        )
+    generator = make_generator(parameters, torch.device("cpu"))
+    rows = parameters.model.table_rows
+    return [local_batch(generator.next_batch(), world, rows) for _ in range(count)]
+
+
+def _rows(
+    rank: int,
+    times: list[tuple[float, float]],
+    of_iteration: list[list[Any]],
+    clock: PartClock,
+) -> dict[str, list[Row]]:
+    rows: dict[str, list[Row]] = {"iterations": [], "parts": [], "collectives": [], "spans": []}
+    for i, (started, ended) in enumerate(times):
+        rows["iterations"].append(
+            {"rank": rank, "iteration": i, "time_ms": 1e3 * (ended - started)}
+        )
+        for (component, phase), spent in clock.iterations[i].items():
+            about = {"component": component, "phase": phase, "time_ms": 1e3 * spent}
+            rows["parts"].append({"rank": rank, "iteration": i, **about})
+        for record in of_iteration[i]:
+            done = record.ended if record.ended is not None else record.started + record.exposed
+            rows["collectives"].append(
+                {
+                    "rank": rank,
+                    "iteration": i,
+                    "kind": record.kind,
+                    "what": record.what,
+                    "bytes": record.bytes,
+                    "time_ms": 1e3 * (done - record.started),
+                    "exposed_ms": 1e3 * record.exposed,
+                    "start_ms": 1e3 * (record.started - started),
+                }
+            )
+    for i in range(max(0, len(times) - SHOWN), len(times)):
+        zero = times[i][0]
+        for component, phase, begun, end in clock.spans[i]:
+            rows["spans"].append(
+                {
+                    "rank": rank,
+                    "iteration": i,
+                    "component": component,
+                    "phase": phase,
+                    "start_ms": 1e3 * (begun - zero),
+                    "end_ms": 1e3 * (end - zero),
+                    # the kernel's clock since boot, the same for all processes of a node
+                    "node_start_s": begun,
+                }
+            )
+    return rows
+
+
+# What the link can do: collectives of several sizes alone, in turns, each timed on all ranks.
+
+SIZES = tuple(1 << power for power in (10, 13, 16, 18, 20, 21, 22, 23, 24))
+"""Payloads in bytes, 1 KiB to 16 MiB."""
+
+
+def probe_link(
+    world: World, repetitions: int, sizes: Sequence[int] = SIZES
+) -> list[dict[str, Any]]:
+    """Rows of ``link_probe``: the time of the slowest rank, from a barrier to its own end.
+
+    Sizes and collectives take turns, so that what disturbs for a while disturbs all of them.
+    Before the ``repetitions`` comes one that is not counted. Buffers are float32, of a multiple
+    of the ranks. Every rank returns the same rows.
+    """
+    cases: list[tuple[str, int, Callable[[], Any]]] = []
+    for size in sizes:
+        numbers = max(world.size, size // 4 // world.size * world.size)
+        for name, call in _collectives(numbers, world):
+            cases.append((name, 4 * numbers, call))
+    rows: list[dict[str, Any]] = []
+    measured: list[float] = []
+    for repetition in range(repetitions + 1):
+        for name, size, call in cases:
+            dist.barrier()
+            started = time.perf_counter()
+            call()
+            if world.device.type == "cuda":
+                torch.cuda.synchronize()
+            spent = time.perf_counter() - started
+            if repetition:
+                measured.append(1e3 * spent)
+                rows.append(
+                    {
+                        "collective": name,
+                        "ranks": world.size,
+                        "bytes": size,
+                        "repetition": repetition,
+                        "backend": world.backend,
+                    }
+                )
+    slowest = torch.tensor(measured, dtype=torch.float64, device=world.device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return [row | {"time_ms": time_ms} for row, time_ms in zip(rows, slowest.tolist(), strict=True)]
+
+
+def _collectives(numbers: int, world: World) -> list[tuple[str, Callable[[], Any]]]:
+    whole = torch.ones(numbers, device=world.device)
+    other = torch.empty_like(whole)
+    share = torch.ones(numbers // world.size, device=world.device)
+    return [
+        ("allreduce", lambda: dist.all_reduce(other)),
+        ("alltoall", lambda: dist.all_to_all_single(other, whole)),
+        ("allgather", lambda: dist.all_gather_into_tensor(other, share)),
+        ("reduce_scatter", lambda: dist.reduce_scatter_tensor(share, whole)),
+        ("broadcast", lambda: dist.broadcast(other, 0)),
+    ]
+
+
+OF_RUNS = ("placement", "iterations", "parts", "collectives", "spans", "losses")
+
+ROUND_BY_ROUND = ("link_probe", "compute_profile")
+
+LAST_ROUND = ("placement", "spans", "losses")
+
+SAME_EVERYWHERE = ("placement", "losses")
+
+Rows = list[dict[str, Any]]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure what the job asks for."""
+    job, result = read_json(Path(arguments[0])), Path(arguments[1])
+    first = parameters_from_sections(job["stretches"][0]["runs"][0]["sections"])
+    world, collectives = read_world(first.training), Collectives()
+    die_with_parent()
+    watch = Watch(world, collectives, first.training.rank_timeout_s)
+    with collectives.installed(), watch:
+        measure_job(job, result, world, collectives, watch)
+    return 0
+
+
+def measure_job(
+    job: dict[str, Any], result: Path, world: World, collectives: Collectives, watch: Watch
+) -> None:
+    """Write the tables of one launch, round by round.
+
+    Args:
+        world: of all ranks; they have not joined yet.
+    """
+    meeting = _Meeting(launcher_store(), collectives)
+    pace = Pace(job["warmup"], job["iterations"], job["seconds"])
+    first = job.get("first_round", 0)
+    found: dict[str, Any] = read_json(result) if first and world.first else _nothing_yet(world)
+    for turn in range(first, job["rounds"]):
+        for stretch in job["stretches"]:
+            # who does not take part comes here at once
+            meeting.of("stretch", world.size)
+            watch.iteration += 1
+            if world.rank < stretch["ranks"]:
+                own = _measured(stretch, world, collectives, pace, meeting)
+                _add(found, own, turn * max(job["iterations"], stretch["probe"] + 1))
+        if world.first:
+            found |= {"rounds": turn + 1, "digest": job.get("digest")}
+            write_json(result, found)
+    meeting.of("end", world.size)
+
+
+def _nothing_yet(world: World) -> dict[str, Any]:
+    return {name: [] for name in (*OF_RUNS, *ROUND_BY_ROUND)} | {
+        "backend": world.backend,
+        "host": world.host,
+    }
+
+
+def _measured(
+    stretch: dict[str, Any], world: World, collectives: Collectives, pace: Pace, meeting: _Meeting
+) -> dict[str, Rows]:
+    """Rows of one round of a stretch, those of all its ranks."""
+    count, alone = stretch["ranks"], stretch["alone"]
+    found: dict[str, Rows] = {name: [] for name in (*OF_RUNS, *ROUND_BY_ROUND)}
+    own: Rows = []
+    if alone:
+        parameters = parameters_from_sections(alone["sections"])
+
+        def beside() -> Company:
+            return Company(meeting, count)
+
+        own = measure_alone(parameters, alone["sizes"], world, collectives, pace, beside)
+    with first_ranks(world, count, meeting.store, meeting.name(f"group/{count}")) as some:
+        rows = itertools.chain(*gathered(some, own))
+        found["compute_profile"] = [{"concurrent": count} | row for row in rows]
+        if stretch["probe"]:
+            found["link_probe"] = probe_link(some, stretch["probe"])
+        for run in stretch["runs"]:
+            made = measure_run(parameters_from_sections(run["sections"]), some, collectives, pace)
+            for name in OF_RUNS:
+                # every rank knows the whole placement, and the loss of all
+                each = gathered(some, made[name])
+                whole = each[0] if name in SAME_EVERYWHERE else itertools.chain(*each)
+                found[name] += [row | {"run": run["run"]} for row in whole]
+    return found
+
+
+def _add(found: dict[str, Any], more: dict[str, Rows], later: int) -> None:
+    """Add another round; of some tables the last round's stay.
+
+    Args:
+        later: what its iterations and repetitions are counted on by.
+    """
+    runs = {row["run"] for row in more["iterations"]}
+    for name, rows in more.items():
+        if name in LAST_ROUND:
+            found[name] = [row for row in found[name] if row["run"] not in runs]
+        found[name] += [
+            row | {name: row[name] + later for name in ("iteration", "repetition") if name in row}
+            for row in rows
+        ]
+
+
+class _Meeting:
+    """Where processes wait for each other, asleep: they must not take time from who computes."""
+
+    def __init__(self, store: dist.TCPStore, collectives: Collectives) -> None:
+        self.store = store
+        self._collectives = collectives
+        self._met: dict[str, int] = {}
+
+    def name(self, key: str) -> str:
+        """A new one, the same in all processes that have asked for this key as often."""
+        self._met[key] = self._met.get(key, 0) + 1
+        return f"dlrm/{key}/{self._met[key]}"
+
+    def of(self, key: str, count: int) -> None:
+        """Return when so many processes have called it as often."""
+        place = self.name(key)
+        # as in a collective: who waits is not the one that the others wait for
+        self._collectives.waiting = True
+        try:
+            if self.store.add(place, 1) == count:
+                self.store.set(f"{place}/all", "1")
+            # the launcher and the watch end what takes too long
+            self.store.wait([f"{place}/all"], datetime.timedelta(days=1))
+        finally:
+            self._collectives.waiting = False
+            self._collectives.note_progress()
+
+
+class Company:
+    """So many processes that are timed together: they begin at once, and none ends early."""
+
+    def __init__(self, meeting: _Meeting, count: int) -> None:
+        self._meeting, self._count = meeting, count
+        self._key = f"beside/{count}"
+        self._place = meeting.name(self._key + "/done")
+        self._done = False
+
+    def begin(self) -> None:
+        """Return when all of them are ready to be timed."""
+        self._meeting.of(self._key, self._count)
+
+    def others_compute(self) -> bool:
+        """Say that this one is done, and whether another is not."""
+        done = self._meeting.store.add(self._place, 0 if self._done else 1)
+        self._done = True
+        return bool(done < self._count)
+
+
+if __name__ == "__main__":
+    try:
+        leave(main(sys.argv[1:]))
+    except InputError as error:
+        print(f"dlrm scaling: {error}", file=sys.stderr)
+        sys.exit(2)

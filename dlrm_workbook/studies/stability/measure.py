@@ -1,0 +1,337 @@
+"""The same training with N seeds: how much AUC (or loss), speed, memory and power scatter.
+
+Each seed trains in a fresh process, so that nothing of one run (caches, compiled kernels,
+the allocator's state) is in the next. ``training.seed`` seeds weights and data alike. A
+folder keeps one run a seed; runs that finished are not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import signal
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dlrm_core.config import Parameters, load_parameters
+from dlrm_core.errors import InputError
+from dlrm_core.files import plain, read_json, write_json
+
+SUMMARY = "stability.json"
+VERSION = 1
+
+AT_THE_END = 2**31 - 1
+"""``training.eval_every`` of a run that evaluates only once, at its end."""
+
+FIGURES = ("auc", "best_auc", "loss", "samples_per_second", "power_w", "samples_per_joule")
+"""What is averaged of the runs' results, where it was measured."""
+
+
+@dataclass(frozen=True)
+class SeedRun:
+    """One training run, as its result.json tells it."""
+
+    seed: int
+    status: str
+    """'finished', 'diverged', 'interrupted', or 'failed' (no result)."""
+    error: str
+    """The last line of what a failed run said; empty for others."""
+    iterations: int
+    auc: float | None
+    best_auc: float | None
+    loss: float | None
+    """Mean over the last interval."""
+    samples_per_second: float | None
+    elapsed_s: float | None
+    peak_memory_by_device: dict[str, int]
+    power_w: float | None
+    samples_per_joule: float | None
+    not_measured: dict[str, str]
+    """Devices whose power was not measured, with the reason."""
+    device: str
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A figure over the runs that have it; ``sd`` is the sample's, None of a single run."""
+
+    count: int
+    mean: float
+    sd: float | None
+    least: float
+    most: float
+
+
+@dataclass(frozen=True)
+class Stability:
+    """All runs and what they amount to.
+
+    Attributes:
+        metric: 'auc' where every finished run has one, else 'loss'.
+        spreads: of :data:`FIGURES`, and of ``peak_memory_bytes_DEVICE``.
+    """
+
+    title: str
+    parameters: dict[str, Any]
+    metric: str
+    runs: tuple[SeedRun, ...]
+    spreads: dict[str, Spread]
+
+    @property
+    def finished(self) -> tuple[SeedRun, ...]:
+        """The runs that count."""
+        return tuple(run for run in self.runs if run.status == "finished")
+
+    @property
+    def values(self) -> list[float]:
+        """The metric of each finished run, in the order of the seeds."""
+        found = [getattr(run, self.metric) for run in self.finished]
+        return [value for value in found if value is not None]
+
+    def to_json(self) -> dict[str, Any]:
+        """As stability.json has it."""
+        return {"version": VERSION, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, tree: Mapping[str, Any]) -> Stability:
+        """The inverse of :meth:`to_json`.
+
+        Raises:
+            InputError: it is no such file.
+        """
+        try:
+            return cls(
+                tree["title"],
+                dict(tree["parameters"]),
+                tree["metric"],
+                tuple(SeedRun(**run) for run in tree["runs"]),
+                {name: Spread(**spread) for name, spread in tree["spreads"].items()},
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise InputError(f"is no result of dlrm stability: {error}") from None
+
+
+def read_stability(path: Path) -> Stability:
+    """The result in a folder, or in a file.
+
+    Raises:
+        InputError: it is not there, or is something else.
+    """
+    file = path / SUMMARY if path.is_dir() else path
+    try:
+        return Stability.from_json(read_json(file))
+    except InputError as error:
+        text = str(error)
+        raise InputError(text if str(file) in text else f"{file}: {text}") from None
+
+
+def measure_stability(
+    parameters: Parameters,
+    seeds: Sequence[int],
+    folder: Path,
+    on_run: Callable[[SeedRun, int, int], None] = lambda run, number, count: None,
+) -> Stability:
+    """Train once a seed, keep what is there already, and sum up.
+
+    Ctrl-C ends the run of the moment; the summary is then of the runs before it.
+
+    Args:
+        folder: gets ``seed-NNNNN/`` a seed and ``stability.json`` after each.
+        on_run: called with each run, its number from 1, and how many there will be.
+
+    Raises:
+        InputError: the folder holds runs of other parameters (the first that differs is
+            named), or cannot be written.
+    """
+    _claim(parameters, folder)
+    runs: list[SeedRun] = []
+    for number, seed in enumerate(seeds, 1):
+        place = folder / f"seed-{seed:05d}"
+        run = _run_of(seed, place) if (place / "result.json").exists() else None
+        if run is None or run.status not in ("finished", "diverged"):
+            run = _train(with_seed(parameters, seed), seed, place)
+        runs.append(run)
+        summary = summarise(parameters, runs)
+        write_json(folder / SUMMARY, summary.to_json())
+        on_run(run, number, len(seeds))
+    return summary
+
+
+def with_seed(parameters: Parameters, seed: int) -> Parameters:
+    """The parameters of one run: from the beginning, evaluated at least at the end."""
+    training = parameters.training
+    changed = dataclasses.replace(
+        training,
+        seed=seed,
+        resume="",
+        # of the run's own folder: seeds must not share one
+        checkpoint_folder="",
+        eval_every=training.eval_every or AT_THE_END,
+    )
+    return dataclasses.replace(parameters, training=changed, sweep={})
+
+
+def summarise(parameters: Parameters, runs: Sequence[SeedRun]) -> Stability:
+    """What the runs amount to; those that did not finish are listed and not counted."""
+    finished = [run for run in runs if run.status == "finished"]
+    columns: dict[str, list[float]] = {
+        name: [value for run in finished if (value := getattr(run, name)) is not None]
+        for name in FIGURES
+    }
+    for run in finished:
+        for device, size in run.peak_memory_by_device.items():
+            columns.setdefault(f"peak_memory_bytes_{device}", []).append(size)
+    sections = with_seed(parameters, 0).to_sections()
+    has_auc = bool(finished) and len(columns["auc"]) == len(finished)
+    return Stability(
+        parameters.title,
+        sections,
+        "auc" if has_auc else "loss",
+        tuple(runs),
+        {name: spread(values) for name, values in columns.items() if values},
+    )
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Mean, standard deviation of the sample, least and most of at least one number."""
+    sd = statistics.stdev(values) if len(values) > 1 else None
+    return Spread(len(values), statistics.fmean(values), sd, min(values), max(values))
+
+
+def _claim(parameters: Parameters, folder: Path) -> None:
+    """Make the folder, or see that its runs are of these parameters."""
+    mine = with_seed(parameters, 0).to_sections()
+    path = folder / "parameters.json"
+    if not path.exists():
+        write_json(path, mine)
+        return
+    theirs = read_json(path)
+    for section, values in mine.items():
+        old = theirs.get(section)
+        if old == values or section == "title":
+            continue
+        for leaf, value in values.items():
+            was = old.get(leaf) if isinstance(old, dict) else None
+            if was != value:
+                raise InputError(
+                    f"--output {folder} holds runs with {section}.{leaf}: {was!r}, but it is "
+                    f"{value!r} now: name another folder"
+                )
+
+
+def _train(parameters: Parameters, seed: int, place: Path) -> SeedRun:
+    """One run in a process of its own, its output in ``run.log``."""
+    file = place / "parameters.yaml"
+    # JSON is YAML, but for numbers such as 1e-05, which our reader takes as well
+    write_json(file, parameters.to_sections())
+    command = [sys.executable, "-m", "dlrm_core", "train", "-f", str(file), "--output", str(place)]
+    with (
+        (place / "run.log").open("w", encoding="utf-8") as log,
+        subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT) as process,
+        _ended_with_us(process),
+    ):
+        process.wait()
+    return _run_of(seed, place) or _failed(seed, place, process.returncode)
+
+
+@contextlib.contextmanager
+def _ended_with_us(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Let a run finish its iteration when we are interrupted, then go on being so."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        raise
+
+
+def _run_of(seed: int, place: Path) -> SeedRun | None:
+    """The run that a folder holds; None if it has no result."""
+    try:
+        result = read_json(place / "result.json")
+        return SeedRun(
+            seed=seed,
+            status=result["status"],
+            error="",
+            iterations=result["iterations"],
+            auc=result["auc"],
+            best_auc=result["best_auc"],
+            loss=result["loss"],
+            samples_per_second=result["samples_per_second"],
+            elapsed_s=result["elapsed_s"],
+            peak_memory_by_device=result["peak_memory_by_device"],
+            power_w=result["power_w"],
+            samples_per_joule=result["samples_per_joule"],
+            not_measured=result["power"]["not_measured"],
+            device=result["device"],
+        )
+    except (InputError, KeyError, TypeError):
+        return None
+
+
+def _failed(seed: int, place: Path, code: int) -> SeedRun:
+    """A run without a result: what it said last."""
+    lines = (place / "run.log").read_text(encoding="utf-8", errors="replace").splitlines()
+    said = next((line for line in reversed(lines) if line.strip()), f"exit code {code}")
+    nothing: dict[str, Any] = dict.fromkeys(
+        (*FIGURES, "elapsed_s"),
+    )
+    return SeedRun(
+        seed=seed,
+        status="failed",
+        error=said,
+        iterations=0,
+        peak_memory_by_device={},
+        not_measured={},
+        device="",
+        **nothing,
+    )
+
+
+# ``dlrm stability``: the same training with N seeds, as one line of JSON at the end.
+
+
+def command_stability(arguments: argparse.Namespace) -> int:
+    """Run what is missing; a line a run, then one JSON object with the spreads.
+
+    Returns:
+        0 if every run finished, else 1.
+
+    Raises:
+        InputError: too few seeds, or a folder of other parameters.
+    """
+    if arguments.seeds < 1:
+        raise InputError(f"--seeds is {arguments.seeds}, expected at least 1")
+    if arguments.first_seed < 0:
+        raise InputError(f"--first-seed is {arguments.first_seed}, expected at least 0")
+    parameters = load_parameters(arguments.file, arguments.parameter)
+    folder = Path(arguments.output)
+    seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
+    found = measure_stability(parameters, seeds, folder, print_run)
+    summary = found.to_json()
+    del summary["runs"], summary["parameters"]
+    summary |= {"finished": len(found.finished), "asked": len(seeds), "file": str(folder / SUMMARY)}
+    print(json.dumps(plain(summary)), flush=True)
+    return 0 if len(found.finished) == len(seeds) else 1
+
+
+def print_run(run: SeedRun, number: int, count: int) -> None:
+    """A line on standard error: what a run came to."""
+    if run.status == "failed":
+        said = f"failed: {run.error}"
+    else:
+        quality = f"AUC {run.auc:.6f}" if run.auc is not None else f"loss {run.loss}"
+        speed = f"{run.samples_per_second:,.0f} samples/s" if run.samples_per_second else ""
+        said = f"{run.status}, {quality}, {speed}"
+    print(f"seed {run.seed} ({number} of {count}): {said}", file=sys.stderr, flush=True)

@@ -1,0 +1,294 @@
+"""Sweeps: one command, many runs. Which points a grid has, and running them to the end.
+
+A parameters file may have a section ``sweep``: leaves, each with the values to try. Every
+combination is a point. A key may name several leaves that change together. All points are
+validated before the first runs; each has a folder of its own inside the sweep's; what is
+finished is in ``sweep.json`` and is not run again when the sweep is resumed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dlrm_core.config import Parameters, parameters_from_sections
+from dlrm_core.errors import InputError
+from dlrm_core.files import only_process, read_json, write_json
+from dlrm_workbook.changes import apply_change, change_text, flat_change
+from dlrm_workbook.runs import versions
+
+RECORD = "sweep.json"
+FORMAT_VERSION = 1
+
+RunPoint = Callable[[Parameters, Path], Mapping[str, Path]]
+"""Runs the notebooks of one point that are not done yet: its parameters and its folder;
+returns all of them, name to run folder. Raises PointFailed."""
+
+
+class PointFailed(RuntimeError):
+    """A point did not finish.
+
+    Attributes:
+        code: exit code; 128 or more after a signal: the sweep stops then.
+        done: the notebooks of the point that did finish, name to run folder.
+    """
+
+    def __init__(self, message: str, code: int, done: Mapping[str, Path]) -> None:
+        super().__init__(message)
+        self.code = code
+        self.done = dict(done)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One combination of the grid."""
+
+    number: int
+    change: dict[str, Any]
+    parameters: Parameters
+
+    @property
+    def name(self) -> str:
+        """Of its folder: the number and what is set, such as ``02-batch_size=1024``."""
+        words = [f"{leaf.rpartition('.')[2]}={_word(v)}" for leaf, v in self.change.items()]
+        text = re.sub(r"[^A-Za-z0-9._=+-]+", "_", ",".join(words).replace(",", "+"))
+        return f"{self.number:02d}-{text[:80]}".rstrip("-")
+
+    @property
+    def label(self) -> str:
+        """What is set, for people."""
+        return change_text(self.change)
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        same = len(value) > 2 and all(item == value[0] for item in value)
+        return f"{len(value)}x{value[0]}" if same else "-".join(map(str, value))
+    return str(value)
+
+
+def sweep_points(parameters: Parameters) -> list[Point]:
+    """Every combination of the ``sweep`` section, the last leaf changing fastest.
+
+    Raises:
+        InputError: the section cannot be read, or a point cannot work; the message
+            names the point and the field.
+    """
+    axes = [_axis(str(key), values) for key, values in parameters.sweep.items()]
+    leaves = [leaf for axis in axes for leaf in axis[0]]
+    twice = sorted({leaf for leaf in leaves if leaves.count(leaf) > 1})
+    if twice:
+        raise InputError(f"sweep names {', '.join(twice)} in two keys; expected one")
+    points = []
+    for number, choice in enumerate(itertools.product(*(values for _, values in axes)), 1):
+        change = {
+            leaf: value
+            for (names, _), values in zip(axes, choice, strict=True)
+            for leaf, value in zip(names, values, strict=True)
+        }
+        where = f"sweep point {number} ({change_text(change)})"
+        points.append(Point(number, change, apply_change(parameters, change, where)))
+    return points
+
+
+def _axis(key: str, values: Any) -> tuple[list[str], list[list[Any]]]:
+    """(leaves, their values in turn) of one key of the section."""
+    leaves = [name.strip() for name in key.split(",")]
+    flat_change(dict.fromkeys(leaves), f"sweep: {key}")
+    if not isinstance(values, list | tuple) or not values:
+        raise InputError(f"sweep: {key} is {values!r}, expected a list of values")
+    if len(leaves) == 1:
+        rows = [[value] for value in values]
+    else:
+        rows = []
+        for number, value in enumerate(values, 1):
+            if not isinstance(value, list | tuple) or len(value) != len(leaves):
+                raise InputError(
+                    f"sweep: value {number} of {key} is {value!r}, expected a list of "
+                    f"{len(leaves)} values, one for each of {', '.join(leaves)}"
+                )
+            rows.append(list(value))
+    for number, row in enumerate(rows):
+        if row in rows[:number]:
+            raise InputError(f"sweep: {key} has the value {row if len(row) > 1 else row[0]} twice")
+    return leaves, rows
+
+
+@dataclass
+class Sweep:
+    """A sweep's folder and its ``sweep.json``."""
+
+    folder: Path
+    record: dict[str, Any]
+    points: list[Point] = field(default_factory=list)
+
+    @classmethod
+    def begin(
+        cls,
+        folder: Path,
+        parameters: Parameters,
+        notebooks: Sequence[str],
+        own: Mapping[str, str],
+        command: str,
+    ) -> Sweep:
+        """Write the record of a new sweep: every point waiting.
+
+        Args:
+            own: the notebooks' own parameters as they were typed, name to text.
+        """
+        points = sweep_points(parameters)
+        record = {
+            "format_version": FORMAT_VERSION,
+            "status": "running",
+            "preset": parameters.preset,
+            "notebooks": list(notebooks),
+            "sweep": dict(parameters.sweep),
+            "parameters": parameters.to_sections(),
+            "own": dict(own),
+            "command": command,
+            "points": [
+                {
+                    "number": point.number,
+                    "name": point.name,
+                    "change": point.change,
+                    "status": "waiting",
+                    "folders": {},
+                }
+                for point in points
+            ],
+        }
+        sweep = cls(folder, record, points)
+        sweep.save()
+        return sweep
+
+    @classmethod
+    def open(cls, folder: Path) -> Sweep:
+        """A sweep that was begun before.
+
+        Raises:
+            InputError: the folder holds no sweep, or one of another version.
+        """
+        folder = Path(folder).expanduser().absolute()
+        if not (folder / RECORD).is_file():
+            raise InputError(f"{folder}: is no sweep's folder (it has no {RECORD})")
+        record = read_json(folder / RECORD)
+        version = record.get("format_version") if isinstance(record, dict) else None
+        if version != FORMAT_VERSION:
+            raise InputError(
+                f"{folder / RECORD} has format version {version}; this version reads "
+                f"{FORMAT_VERSION}"
+            )
+        base = parameters_from_sections(record["parameters"] | {"sweep": record["sweep"]})
+        return cls(folder, record, sweep_points(base))
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The points' rows of the record, in order."""
+        rows: list[dict[str, Any]] = self.record["points"]
+        return rows
+
+    def unfinished(self) -> list[str]:
+        """Names of the points that are not finished."""
+        return [row["name"] for row in self.rows if row["status"] != "finished"]
+
+    def run_folders(self, notebook: str) -> dict[str, Path]:
+        """Run folder of a notebook in each point that finished it: label to folder."""
+        return {
+            point.label: self.folder / row["folders"][notebook]
+            for point, row in zip(self.points, self.rows, strict=True)
+            if notebook in row["folders"]
+        }
+
+    def save(self) -> None:
+        """Write ``sweep.json``, whole."""
+        write_json(self.folder / RECORD, self.record)
+
+    def require_same(
+        self, parameters: Parameters, notebooks: Sequence[str], own: Mapping[str, str]
+    ) -> None:
+        """Refuse to go on with other parameters or notebooks than the sweep began with.
+
+        Raises:
+            InputError: naming what differs.
+        """
+        if list(notebooks) != self.record["notebooks"]:
+            raise InputError(
+                f"{self.folder}: this sweep runs {', '.join(self.record['notebooks'])}, not "
+                f"{', '.join(notebooks)}"
+            )
+        given = parameters.to_sections() | {"sweep": dict(parameters.sweep), "own": dict(own)}
+        kept = {name: self.record[name] for name in ("sweep", "own")} | self.record["parameters"]
+        for section, content in given.items():
+            before = kept.get(section)
+            if content == before:
+                continue
+            if not isinstance(content, Mapping) or not isinstance(before, Mapping):
+                raise InputError(f"{self.folder}: began with {section} {before!r}, not {content!r}")
+            leaf = next(k for k in [*content, *before] if content.get(k) != before.get(k))
+            raise InputError(
+                f"{self.folder}: began with {section}.{leaf} {before.get(leaf)!r}, now it is "
+                f"{content.get(leaf)!r}; a sweep is resumed with the parameters it began with"
+            )
+
+    def run(self, run_point: RunPoint) -> int:
+        """Run every point that is not finished; a failing one does not stop the others.
+
+        Returns:
+            0 if every point finished, 1 if not, 128 + signal after an interruption.
+        """
+        with only_process(self.folder):
+            code = self._run_all(run_point)
+        left = self.unfinished()
+        self.record["status"] = "interrupted" if code >= 128 else "failed" if left else "finished"
+        self.save()
+        return code if code >= 128 else 1 if left else 0
+
+    def _run_all(self, run_point: RunPoint) -> int:
+        self.record["status"] = "running"
+        total = len(self.points)
+        for point, row in zip(self.points, self.rows, strict=True):
+            place = f"sweep: point {point.number} of {total}, {point.label}"
+            if row["status"] == "finished":
+                print(f"{place}: finished before", file=sys.stderr, flush=True)
+                continue
+            print(place, file=sys.stderr, flush=True)
+            row |= {"status": "running", "versions": versions()}
+            row.pop("error", None)
+            self.save()
+            started = time.monotonic()
+            code = 0
+            try:
+                done = dict(run_point(point.parameters, self.folder / point.name))
+                row["status"] = "finished"
+            except PointFailed as failure:
+                done, code = failure.done, failure.code
+                row["status"] = "interrupted" if code >= 128 else "failed"
+                row["error"] = str(failure)
+                print(f"{place}: {failure}", file=sys.stderr, flush=True)
+            # relative, so that the folder can be moved
+            row["folders"] = {
+                name: str(path.relative_to(self.folder)) for name, path in done.items()
+            }
+            row["seconds"] = round(time.monotonic() - started, 3)
+            self.save()
+            if code >= 128:
+                return code
+        return 0
+
+
+def describe_failures(sweep: Sweep) -> str:
+    """Which points did not finish and why; empty if all did."""
+    lines = [
+        f"  point {row['number']} ({row['name']}): {row.get('error', row['status'])}"
+        for row in sweep.rows
+        if row["status"] != "finished"
+    ]
+    if not lines:
+        return ""
+    return "\n".join([f"{len(lines)} of {len(sweep.rows)} points did not finish:", *lines])

@@ -1,0 +1,259 @@
+"""Figures of sweeps and ensembles: points, parts, scaling laws."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from dlrm_core.parts import COMPONENTS, part_label
+from dlrm_workbook.analysis.ensemble import WHOLE, Curve, short_leaf
+from dlrm_workbook.show.axes import label_rows, lines_of, log_axis, log_ticks
+from dlrm_workbook.show.tables import NOTHING, Table, Text, column, known_or
+from dlrm_workbook.show.theme import (
+    COLOURS,
+    DASHES,
+    INK,
+    ROW,
+    SYMBOLS,
+    TEMPLATE,
+    digits,
+    figure,
+    percent,
+    rows_of,
+    wrapped,
+)
+
+
+def scaling_curves(curves: Sequence[Curve], leaf: str) -> go.Figure:
+    """Time of each part along a parameter: points, fitted law, mean slope; both axes log.
+
+    Args:
+        curves: what :func:`dlrm_workbook.analysis.ensemble.scaling` gives.
+    """
+    parts = list(dict.fromkeys(curve.component for curve in curves))
+    held = list(dict.fromkeys(curve.held for curve in curves))
+    columns = min(3, max(len(parts), 1))
+    height = math.ceil(len(parts) / columns)
+    result = make_subplots(
+        rows=max(height, 1),
+        cols=columns,
+        subplot_titles=[f"<b>{part_label(name)}</b>" for name in parts],
+        horizontal_spacing=0.09,
+        vertical_spacing=0.16 / max(height - 1, 1) if height > 1 else 0.1,
+    )
+    result.update_layout(
+        template=TEMPLATE,
+        title={"text": f"Time of each part along {short_leaf(leaf)}"},
+        height=140 + 250 * max(height, 1),
+        showlegend=len(held) > 1,
+        legend={"orientation": "h", "x": 0, "y": 0, "yref": "container", "yanchor": "bottom"},
+        margin={"t": 80, "b": 90 if len(held) > 1 else 60},
+    )
+    for curve in curves:
+        place = parts.index(curve.component)
+        at = {"row": place // columns + 1, "col": place % columns + 1}
+        number = held.index(curve.held)
+        colour = INK if curve.component == WHOLE else COLOURS.get(curve.component, INK)
+        said = curve.law.sentence(short_leaf(leaf))
+        grid = np.geomspace(curve.law.smallest, curve.law.largest, 41)
+        result.add_trace(
+            go.Scatter(
+                x=grid,
+                y=curve.law(grid),
+                mode="lines",
+                line={"color": colour, "width": 2, "dash": DASHES[number % len(DASHES)]},
+                showlegend=False,
+                hoverinfo="skip",
+            ),
+            **at,
+        )
+        result.add_trace(
+            go.Scatter(
+                x=curve.x,
+                y=curve.time_ms,
+                mode="markers+text",
+                name=curve.held or "measured",
+                legendgroup=curve.held,
+                showlegend=place == 0,
+                marker={"color": colour, "size": 8, "symbol": SYMBOLS[number % len(SYMBOLS)]},
+                text=["", *[""] * (len(curve.x) - 2), f"{curve.law.slope:+.2f}"],
+                textposition="top left",
+                cliponaxis=False,
+                hovertemplate=(
+                    f"{short_leaf(leaf)} %{{x:,}}: %{{y:,.3f}} ms<br>{wrapped(said, 60)}"
+                    "<extra></extra>"
+                ),
+            ),
+            **at,
+        )
+    sizes = sorted({float(x) for curve in curves for x in curve.x})
+    result.update_xaxes(
+        **log_axis(sizes, lambda size: f"{size:,.0f}" if size >= 1 else f"{size:g}")
+    )
+    for place, name in enumerate(parts):
+        marks = log_ticks([t for curve in curves if curve.component == name for t in curve.time_ms])
+        at = {"row": place // columns + 1, "col": place % columns + 1}
+        result.update_yaxes(**log_axis(marks), **at)
+    for number in range(1, columns + 1):
+        result.update_xaxes(title=short_leaf(leaf), row=max(height, 1), col=number)
+    for number in range(1, max(height, 1) + 1):
+        result.update_yaxes(title="ms", row=number, col=1)
+    return result
+
+
+def points_bars(summary: pd.DataFrame) -> go.Figure:
+    """Samples a second of every finished point, in the order of the grid; the best stands out."""
+    table = summary[summary["samples_per_second"].notna()]
+    rows = rows_of(table)
+    best = table["samples_per_second"].max()
+    result = figure("Samples a second at each point", 120 + ROW * max(len(rows), 3))
+    places = list(range(len(rows)))
+    result.add_trace(
+        go.Bar(
+            x=[row.samples_per_second for row in rows],
+            y=places,
+            orientation="h",
+            marker={
+                "color": [
+                    COLOURS["embedding"] if row.samples_per_second == best else INK for row in rows
+                ]
+            },
+            text=[f"{row.samples_per_second:,.0f}" for row in rows],
+            textposition="outside",
+            cliponaxis=False,
+            hovertemplate="%{y}: %{x:,.0f} samples/s<extra></extra>",
+        )
+    )
+    result.update_xaxes(title="samples a second", range=[0, 1.2 * best if len(rows) else 1])
+    label_rows(result, [lines_of(row.label, 40) for row in rows])
+    return result
+
+
+def parts_by_point(times: pd.DataFrame) -> go.Figure:
+    """Share of each part in the step at every point, stacked to the whole.
+
+    Args:
+        times: what :func:`dlrm_workbook.analysis.ensemble.part_table` gives.
+    """
+    table = times[times["component"] != WHOLE].groupby(["run", "component"], sort=False)
+    shares = table["time_ms"].sum().unstack(fill_value=0)
+    runs = list(dict.fromkeys(times["run"]))
+    shares = shares.reindex(runs)
+    whole = shares.sum(axis=1)
+    result = figure("Share of each part at each point", 150 + 34 * max(len(runs), 3), legend=True)
+    places = list(range(len(runs)))
+    for component in COMPONENTS:
+        if component not in shares.columns:
+            continue
+        part = shares[component] / whole
+        result.add_trace(
+            go.Bar(
+                x=part,
+                y=places,
+                orientation="h",
+                name=part_label(component),
+                marker={"color": COLOURS[component], "line": {"width": 0}},
+                customdata=shares[component],
+                text=[f"{value:.0%}" if value >= 0.06 else "" for value in part],
+                textposition="inside",
+                insidetextanchor="middle",
+                textangle=0,
+                hovertemplate=(
+                    f"{part_label(component)}: %{{customdata:,.3f}} ms, %{{x:.1%}}<extra></extra>"
+                ),
+            )
+        )
+    result.update_layout(barmode="stack", bargap=0.2)
+    result.update_xaxes(title="share of the step", tickformat=".0%", range=[0, 1])
+    label_rows(result, [lines_of(str(run), 40) for run in runs])
+    return result
+
+
+# Tables and sentences of sweeps and of the laws fitted to several runs.
+
+
+def laws_table(laws: pd.DataFrame) -> Table | Text:
+    """Fitted laws in words and numbers."""
+    if laws.empty:
+        return Text("*No law can be fitted: three runs or more that differ in a size are needed.*")
+    cells = {
+        "along": [short_leaf(leaf) for leaf in laws["leaf"]],
+        "part": [part_label(c, p) for c, p in zip(laws["component"], laws["phase"], strict=True)],
+        "with": [held or NOTHING for held in laws["held"]],
+        "law": laws["sentence"].tolist(),
+        "a (ms)": [digits(value) for value in laws["a_ms"]],
+        "slope": [f"{value:.2f}" for value in laws["slope"]],
+        "r²": [known_or(value, "{:.4f}".format) for value in laws["r2"]],
+    }
+    if set(cells["with"]) == {NOTHING}:
+        del cells["with"]
+    return Table.of(cells)
+
+
+def sweep_verdict(summary: pd.DataFrame, failures: str) -> Text:
+    """How many points there are, and which is best."""
+    done = summary[summary["status"] == "finished"]
+    lines = [f"**{len(done)} of {len(summary)} points finished.**"]
+    speed = done["samples_per_second"].dropna() if len(done) else done
+    if len(speed):
+        best, worst = speed.idxmax(), speed.idxmin()
+        lines.append(
+            f"Most samples a second: **{done['label'][best]}**, {speed[best]:,.0f} samples/s, "
+            f"{speed[best] / speed[worst]:.2f} times those of {done['label'][worst]} "
+            f"({speed[worst]:,.0f})."
+        )
+    if failures:
+        lines.append("```\n" + failures + "\n```")
+    return Text("\n\n".join(lines))
+
+
+def points_table(summary: pd.DataFrame) -> Table:
+    """Every point of a sweep with its figures."""
+    best = summary["samples_per_second"].max()
+    cells: dict[str, list[str]] = {
+        "point": [str(number) for number in summary["number"]],
+        "setting": summary["label"].tolist(),
+        "status": summary["status"].tolist(),
+        "iteration (ms)": column(summary["ms_per_iteration"]),
+        "samples/s": [known_or(value, "{:,.0f}".format) for value in summary["samples_per_second"]],
+        "of the best": [known_or(value / best, percent) for value in summary["samples_per_second"]],
+        "largest part": [part_label(str(name)) if name else NOTHING for name in summary["top"]],
+        "its share": [known_or(value, percent) for value in summary["top_share"]],
+        "measured speed-up": [known_or(value, "{:.2f}×".format) for value in summary["speedup"]],
+    }
+    if summary["speedup"].isna().all():
+        del cells["measured speed-up"]
+    return Table.of(cells)
+
+
+def findings_matrix(found: pd.DataFrame) -> Table | Text:
+    """Which finding is there at which point, with its share of the step.
+
+    Args:
+        found: index the rule, a column a point, NaN where it did not fire.
+    """
+    if found.empty:
+        return Text("No rule found a bottleneck at any point.")
+    rows = [
+        (
+            str(title),
+            *(known_or(value, percent) for value in values),
+            _appearance(values),
+        )
+        for title, values in zip(found.index, found.to_numpy().tolist(), strict=True)
+    ]
+    return Table(["finding", *(f"at {number}" for number in found.columns), "along the grid"], rows)
+
+
+def _appearance(values: Sequence[float]) -> str:
+    there = [math.isfinite(value) for value in values]
+    if all(there):
+        return "everywhere"
+    if not there[0] and there[-1]:
+        return "appears"
+    return "disappears" if there[0] and not there[-1] else "at some points"

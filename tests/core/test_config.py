@@ -1,0 +1,245 @@
+"""Parameters: what is accepted, and what is refused with which words."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
+from dlrm_core.errors import InputError
+
+PRESETS = sorted((Path(__file__).parents[2] / "parameters").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_presets_load_and_survive_a_round_trip(path):
+    parameters = load_parameters(path)
+    assert parameters.source == str(path)
+    # what a notebook is given is one point, so the grid is not among its sections
+    sections = parameters.to_sections() | {"sweep": parameters.sweep}
+    again = parameters_from_sections(sections, source=str(path))
+    assert again == parameters
+    assert yaml.safe_load(yaml.safe_dump(parameters.to_sections())) == parameters.to_sections()
+
+
+def test_the_seed_is_the_experiment():
+    seed = load_parameters(PRESETS[0].parent / "seed.yaml")
+    assert seed.model.bottom_widths == (512, 512, 64)
+    assert seed.model.top_widths == (100, 1024, 1024, 1024, 1)
+    assert seed.model.table_rows == (1_000_000,) * 8
+    assert (seed.training.batch_size, seed.training.batches) == (2048, 100)
+    assert (seed.data.generator, seed.data.indices_per_lookup) == ("facebook_loop", 100)
+
+
+def test_the_tuned_preset_differs_from_the_seed_in_speed_only():
+    folder = PRESETS[0].parent
+    seed, tuned = load_parameters(folder / "seed.yaml"), load_parameters(folder / "tuned.yaml")
+    assert tuned.model == seed.model
+    changed = {
+        f"{section}.{name}"
+        for section, values in tuned.to_sections().items()
+        if isinstance(values, dict)
+        for name, value in values.items()
+        if value != seed.to_sections()[section][name]
+    }
+    assert changed == {
+        "data.generator",
+        "data.loader",
+        "training.fused_optimizer",
+        "training.fp32_matmul",
+        "training.embedding_backend",
+        "training.dense_backend",
+    }
+
+
+def test_both_ways_of_counting_mlp_sizes_give_the_same_widths():
+    shape = {"embedding_dim": 64, "top_mlp": [16, 1]}
+    facebook = parameters_from_sections(
+        {"model": shape | {"mlp_sizes": "facebook", "bottom_mlp": "13-512-64"}}
+    )
+    nvidia = parameters_from_sections(
+        {"model": shape | {"mlp_sizes": "nvidia", "dense_features": 13, "bottom_mlp": [512, 64]}}
+    )
+    assert facebook.model.bottom_widths == nvidia.model.bottom_widths == (13, 512, 64)
+    assert facebook.model.top_widths == nvidia.model.top_widths
+
+
+@pytest.mark.parametrize(
+    ("interaction", "itself", "expected"),
+    [("dot", False, 36 + 64), ("dot", True, 45 + 64), ("cat", False, 9 * 64)],
+)
+def test_interaction_width(interaction, itself, expected):
+    parameters = parameters_from_sections(
+        {"model": {"interaction": interaction, "interaction_itself": itself}}
+    )
+    assert parameters.model.interaction_width == expected
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"model": {"botom_mlp": [4, 2]}}, ["model.botom_mlp", "model.bottom_mlp"]),
+        ({"modle": {}}, ["modle", "did you mean model"]),
+        ({"training": {"batch_size": 0}}, ["training.batch_size", "0", "at least 1"]),
+        ({"training": {"batch_size": -3}}, ["training.batch_size", "-3"]),
+        ({"training": {"batch_size": "many"}}, ["training.batch_size", "'many'", "whole number"]),
+        ({"training": {"batch_size": True}}, ["training.batch_size", "True"]),
+        ({"training": {"batch_size": 1.5}}, ["training.batch_size", "1.5"]),
+        ({"training": {"learning_rate": float("nan")}}, ["training.learning_rate", "finite"]),
+        ({"training": []}, ["training"]),
+        ({"training": 7}, ["training", "7", "section"]),
+        ({"training": {"threads": 100_000}}, ["training.threads", "100000", "at most 1024"]),
+        ({"training": {"seed": 2**32}}, ["training.seed", str(2**32), str(2**32 - 1)]),
+        ({"model": {"bottom_mlp": [512, 32]}}, ["ends in 32", "embedding_dim is 64"]),
+        ({"model": {"bottom_mlp": [64]}}, ["model.bottom_mlp", "1 width", "at least 2"]),
+        ({"model": {"top_mlp": [64, 2]}}, ["model.top_mlp", "ends in 2", "1"]),
+        ({"model": {"tables": 3, "table_rows": [5, 6]}}, ["model.tables is 3", "lists 2"]),
+        ({"model": {"table_rows": [5, 0]}}, ["model.table_rows[1]", "0", "at least 1"]),
+        ({"model": {"table_rows": []}}, ["model.table_rows", "empty"]),
+        ({"model": {"mlp_sizes": "nvidia"}}, ["model.dense_features", "missing"]),
+        ({"model": {"dense_features": 7}}, ["model.dense_features is 7", "512"]),
+        ({"model": {"interaction": "sum"}}, ["'sum'", "dot, cat"]),
+        ({"model": {"loss_weights": [1]}}, ["model.loss_weights", "1 numbers", "2"]),
+        ({"data": {"place": "device"}}, ["data.place", "facebook"]),
+        ({"title": 3}, ["title", "3"]),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(sections, words):
+    if sections == {"training": []}:
+        # an empty section is a section without changes
+        assert parameters_from_sections(sections) == Parameters()
+        return
+    with pytest.raises(InputError) as error:
+        parameters_from_sections(sections, source="mine.yaml")
+    message = str(error.value)
+    assert message.startswith("mine.yaml: ")
+    for word in words:
+        assert word in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"", ["is empty, 0 bytes"]),
+        (
+            b"training: {batch_size: 4}\ntraining: {}\n",
+            ["training is given twice, in lines 1 and 2"],
+        ),
+        (b"training:\n  seed: 1\n  seed: 2\n", ["seed is given twice, in lines 2 and 3"]),
+        (b"training: {seed: 2020-13-45}\n", ["not valid YAML", "month must be in 1..12"]),
+        (b"training: " + b"[" * 5000, ["not valid YAML", "nested too deeply"]),
+        (b"training: {seed: " + b"9" * 5000 + b"}", ["not valid YAML", "5000 digits"]),
+        (b"training: !!python/object/apply:os.getcwd []\n", ["not valid YAML", "constructor"]),
+        (b"? [1, 2]\n: 3\n", ["not valid YAML", "unhashable key"]),
+        (b"title: caf\xe9\n", ["cannot be read as text"]),
+        (b"\0\1\2", ["not valid YAML"]),
+        (b"- 1\n- 2\n", ["is [1, 2], expected the sections"]),
+    ],
+)
+def test_files_that_are_no_parameters_are_refused_in_one_sentence(tmp_path, text, words):
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(text)
+    with pytest.raises(InputError) as error:
+        load_parameters(path)
+    message = str(error.value)
+    assert message.startswith(f"{path}: ")
+    for word in words:
+        assert word in message
+    assert "\n" not in message
+
+
+def test_a_merged_mapping_may_be_overridden(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("training: {<<: {seed: 1, batch_size: 8}, seed: 2}\nmodel: {tables: 3}\n")
+    parameters = load_parameters(path)
+    assert (parameters.training.seed, parameters.training.batch_size) == (2, 8)
+
+
+def test_a_folder_is_no_parameters_file(tmp_path):
+    with pytest.raises(InputError, match=r"cannot be read: Is a directory$"):
+        load_parameters(tmp_path)
+
+
+def test_overrides_replace_one_leaf(tmp_path):
+    path = tmp_path / "p.yaml"
+    path.write_text("training: {batch_size: 8, learning_rate: 1e-3}\nmodel:\n")
+    parameters = load_parameters(
+        path,
+        ["training.batch_size=4096", "model.tables=2", "model.table_rows=[3, 4]", "title=a=b"],
+    )
+    assert parameters.training.batch_size == 4096
+    # YAML 1.1 reads 1e-3 as text; we do not
+    assert parameters.training.learning_rate == pytest.approx(1e-3)
+    assert parameters.model.table_rows == (3, 4)
+    assert parameters.title == "a=b"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "batch_size=3",
+        "training.batch_size",
+        "nothing.x=1",
+        "training.x=1",
+        "model.tables=[1",
+        "training.seed=2020-13-45",
+    ],
+)
+def test_an_override_that_names_nothing_is_refused(tmp_path, override):
+    path = tmp_path / "p.yaml"
+    path.write_text("title: x\n")
+    with pytest.raises(InputError):
+        load_parameters(path, [override])
+
+
+@pytest.mark.parametrize(
+    "text", ["a: [", "- 1\n- 2\n", "\x00", "!!python/object/apply:os.system ['true']"]
+)
+def test_a_file_that_is_not_parameters_is_refused_by_name(tmp_path, text):
+    path = tmp_path / "p.yaml"
+    path.write_text(text)
+    with pytest.raises(InputError, match=r"p\.yaml"):
+        load_parameters(path)
+    with pytest.raises(InputError, match="no such"):
+        load_parameters(tmp_path / "missing.yaml")
+    path.write_bytes(b"\xff\xfe\x00title")
+    with pytest.raises(InputError, match=r"p\.yaml"):
+        load_parameters(path)
+
+
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.lists(st.integers())
+)
+
+
+@given(
+    st.sampled_from(
+        [
+            f"{section}.{name}"
+            for section, values in Parameters().to_sections().items()
+            if isinstance(values, dict)
+            for name in values
+        ]
+    ),
+    VALUES,
+)
+def test_any_value_is_taken_or_refused_in_one_sentence(name, value):
+    section, _, leaf = name.partition(".")
+    try:
+        parameters = parameters_from_sections({section: {leaf: value}}, source="f.yaml")
+    except InputError as error:
+        assert section in str(error)
+    else:
+        assert parameters_from_sections(parameters.to_sections(), "f.yaml") == parameters
+
+
+def test_every_parameter_is_documented():
+    from dlrm_core.commands import parameters_table
+
+    document = Path(__file__).parents[2] / "docs" / "parameters.md"
+    assert parameters_table() in document.read_text(), (
+        "docs/parameters.md is out of date; see its first lines"
+    )

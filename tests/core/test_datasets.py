@@ -1,0 +1,389 @@
+"""Data sets: NVIDIA's layout written and read, other layouts, presets, the command."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from same_files import assert_same_files
+from small_data_set import ROWS, SMALL
+
+from dlrm_core.config import load_parameters, parameters_from_sections
+from dlrm_core.data.files.feature_spec import index_dtype
+from dlrm_core.data.files.generate import VARIANTS, Law, SampleMaker, generate
+from dlrm_core.data.files.inspection import inspect
+from dlrm_core.data.files.reader import DatasetBatches, evaluation_batches, read_batch
+from dlrm_core.data.files.sources import open_source
+from dlrm_core.data.loader import make_generator
+from dlrm_core.errors import InputError
+from dlrm_workbook.cli import main
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def made(small_data_set):
+    """A small data set, 3000 and 700 samples."""
+    return small_data_set
+
+
+# ---------------------------------------------------------------- NVIDIA's layout
+
+
+def test_the_variants_are_nvidias():
+    t15 = VARIANTS["criteo_t15_synthetic"]
+    assert sum(t15.table_rows) == 32_709_138 and len(t15.table_rows) == 26
+    assert sum(VARIANTS["criteo_t3_synthetic"].table_rows) == 177_944_291
+    assert sum(VARIANTS["criteo_t0_synthetic"].table_rows) == 882_774_575
+    small = t15.scaled(0.01)
+    assert small.table_rows[0] == 79129
+    # small tables keep their rows, no table is larger than it was
+    assert small.table_rows[5] == 4
+    assert all(a <= b for a, b in zip(small.table_rows, t15.table_rows, strict=True))
+    with pytest.raises(InputError, match=r"--scale is 1.5"):
+        t15.scaled(1.5)
+
+
+@given(st.integers(1, 2**31 - 2))
+def test_a_column_has_the_smallest_type_whose_maximum_exceeds_the_cardinality(rows):
+    kind = index_dtype(rows)
+    assert rows < np.iinfo(kind).max
+    smaller = {"int32": "int16", "int16": "int8"}.get(str(kind))
+    assert smaller is None or rows >= np.iinfo(smaller).max
+
+
+def test_the_files_are_those_of_the_published_layout(made):
+    tree = yaml.safe_load((made / "feature_spec.yaml").read_text())
+    assert set(tree) == {"feature_spec", "source_spec", "channel_spec", "metadata"}
+    assert tree["feature_spec"]["cat_0.bin"] == {"cardinality": 1000, "dtype": "int16"}
+    assert tree["feature_spec"]["cat_3.bin"]["dtype"] == "int8"
+    assert tree["feature_spec"]["cat_4.bin"]["dtype"] == "int16"
+    assert tree["feature_spec"]["num_0"] == {"dtype": "float16"}
+    assert tree["feature_spec"]["label"] == {"dtype": "bool"}
+    assert tree["channel_spec"]["label"] == ["label"]
+    for split, samples in (("train", 3000), ("test", 700)):
+        sizes = {file.name: file.stat().st_size for file in (made / split).iterdir()}
+        widths = {f"cat_{t}.bin": index_dtype(rows).itemsize for t, rows in enumerate(ROWS)}
+        widths |= {"label.bin": 1, "numerical.bin": 10}
+        assert sizes == {name: samples * width for name, width in widths.items()}
+    assert sorted(file.name for file in made.iterdir()) == ["feature_spec.yaml", "test", "train"]
+
+
+def test_threads_and_blocks_do_not_change_a_byte(made, tmp_path):
+    samples = {"train": 3000, "test": 700}
+    result = generate(SMALL, samples, tmp_path / "again", threads=1, block=640)
+    assert_same_files(made, result.folder)
+    assert result.bytes == sum(f.stat().st_size for f in made.rglob("*.bin"))
+    assert result.bytes_written_now == result.bytes
+
+
+def test_an_interrupted_data_set_is_gone_on_with_not_begun_anew(made, tmp_path):
+    samples = {"train": 3000, "test": 700}
+    partial = tmp_path / "set.partial"
+    shutil.copytree(made, partial)
+    (partial / "feature_spec.yaml").unlink()
+    note = {"request": as_request(SMALL, samples), "done": {"train": 2048, "test": 0}}
+    (partial / "progress.json").write_text(json.dumps(note))
+    labels = partial / "train" / "label.bin"
+    spoilt = bytearray(labels.read_bytes())
+    # what the note calls done is left alone; what lies beyond is written again
+    spoilt[100], spoilt[2500] = 1 - spoilt[100], 1 - spoilt[2500]
+    labels.write_bytes(spoilt)
+    result = generate(SMALL, samples, tmp_path / "set", threads=1, block=1024)
+    differing = np.flatnonzero(
+        np.frombuffer((result.folder / "train/label.bin").read_bytes(), np.uint8)
+        != np.frombuffer((made / "train/label.bin").read_bytes(), np.uint8)
+    )
+    assert differing.tolist() == [100]
+    assert result.bytes_written_now < result.bytes
+    problems = inspect(result.folder, verify=True)["problems"]
+    assert len(problems) == 1 and "train/label.bin: sample 100, feature label" in problems[0]
+
+
+def as_request(law: Law, samples: dict[str, int]) -> dict:
+    from dataclasses import asdict
+
+    return json.loads(json.dumps({"law": asdict(law), "samples": samples}))
+
+
+def test_a_request_other_than_the_one_begun_is_refused(tmp_path):
+    partial = tmp_path / "set.partial"
+    partial.mkdir()
+    samples = {"train": 10, "test": 10}
+    note = {"request": as_request(SMALL, samples), "done": {}}
+    (partial / "progress.json").write_text(json.dumps(note))
+    with pytest.raises(InputError, match=r"was begun with samples .*10.*, but now it is .*20"):
+        generate(SMALL, {"train": 20, "test": 10}, tmp_path / "set", 1)
+    generate(SMALL, samples, tmp_path / "set", 1)
+    with pytest.raises(InputError, match=r"exists already"):
+        generate(SMALL, samples, tmp_path / "set", 1)
+    (tmp_path / "other.partial").mkdir()
+    (tmp_path / "other.partial" / "mine").write_text("")
+    with pytest.raises(InputError, match=r"in the way"):
+        generate(SMALL, samples, tmp_path / "other", 1)
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(InputError, match=r"GB free, but .* GB are to be written"):
+        generate(SMALL, {"train": 10**15, "test": 1}, tmp_path / "set", 1)
+
+
+# ---------------------------------------------------------------- reading
+
+
+def test_batches_are_the_files_rows(made):
+    source = open_source(made, "split_binary", "train")
+    stream = DatasetBatches(source, ROWS, 5, 128)
+    labels, dense, rows = SampleMaker(SMALL, "train").block(0, 3000)
+    assert stream.batches_per_epoch == 23
+    for number in range(50):
+        batch = stream.next_batch()
+        at = slice((number % 23) * 128, (number % 23) * 128 + 128)
+        assert torch.equal(batch.dense, torch.from_numpy(dense[at].astype(np.float32)))
+        assert torch.equal(batch.targets[:, 0], torch.from_numpy(labels[at].astype(np.float32)))
+        for table, column in enumerate(rows):
+            found = batch.table_indices(table)
+            assert torch.equal(found, torch.from_numpy(column[at].astype(np.int64)))
+            assert torch.equal(batch.offsets[table], torch.arange(128))
+    assert stream.epoch == 2
+
+
+@settings(max_examples=20, deadline=None)
+@given(taken=st.integers(0, 100), size=st.integers(1, 900), seed=st.integers(0, 2**32 - 1))
+def test_a_restored_stream_goes_on_where_it_was(made, taken, size, seed):
+    source = open_source(made, "split_binary", "train")
+    one = DatasetBatches(source, ROWS, 5, size, shuffled=True, seed=seed)
+    for _ in range(taken):
+        one.next_batch()
+    state = json.loads(json.dumps(one.state()))
+    other = DatasetBatches(source, ROWS, 5, size, shuffled=True, seed=seed)
+    other.restore(state)
+    for _ in range(3):
+        expected, found = one.next_batch(), other.next_batch()
+        assert torch.equal(expected.indices, found.indices)
+        assert torch.equal(expected.dense, found.dense)
+
+
+def test_a_shuffled_epoch_has_every_batch_once_and_no_two_epochs_are_alike(made):
+    source = open_source(made, "split_binary", "train")
+
+    def epochs(seed: int) -> list[list[bytes]]:
+        stream = DatasetBatches(source, ROWS, 5, 100, shuffled=True, seed=seed)
+        return [[stream.next_batch().dense.numpy().tobytes() for _ in range(30)] for _ in range(2)]
+
+    first, second = epochs(1)
+    assert sorted(first) == sorted(second) and first != second
+    assert len(set(first)) == 30
+    assert epochs(1) == [first, second]
+    assert epochs(2)[0] != first
+
+
+def test_evaluation_takes_every_sample_once_the_last_batch_as_small_as_it_is(made):
+    parameters = dataset_parameters(made, batch=300)
+    sizes = [batch.size for batch in evaluation_batches(parameters)]
+    assert sizes == [300, 300, 100]
+    assert [batch.size for batch in evaluation_batches(parameters, samples=301)] == [300, 1]
+    columns = torch.cat([batch.table_indices(2) for batch in evaluation_batches(parameters)])
+    assert torch.equal(columns, torch.from_numpy(SampleMaker(SMALL, "test").rows(2, 0, 700)).long())
+
+
+def dataset_parameters(path, batch=64, **model):
+    shape = {"bottom_mlp": "5-8-4", "embedding_dim": 4, "top_mlp": [4, 1]}
+    return parameters_from_sections(
+        {
+            "model": shape | model,
+            "data": {"generator": "dataset", "path": str(path)},
+            "training": {"batch_size": batch},
+        }
+    )
+
+
+def test_the_models_shape_is_taken_from_the_data_set_or_held_against_it(made):
+    parameters = dataset_parameters(made)
+    assert parameters.model.table_rows == ROWS
+    assert parameters.model.dense_features == 5
+    assert (parameters.data.indices_per_lookup, parameters.data.fixed_pooling) == (1, True)
+    # what a notebook is given names every row, and needs no file to be read
+    assert parameters_from_sections(parameters.to_sections()) == parameters
+    larger = dataset_parameters(made, table_rows=[50000] * 6)
+    assert make_generator(larger, CPU).next_batch().size == 64
+    smaller = dataset_parameters(made, table_rows=[*ROWS[:2], 39999, *ROWS[3:]])
+    with pytest.raises(InputError, match=r"table_rows\[2\] is 39999, .*cat_2.bin.*40000"):
+        make_generator(smaller, CPU)
+    with pytest.raises(InputError, match=r"model.tables is 2, but .* has 6"):
+        make_generator(dataset_parameters(made, table_rows=[50000] * 2), CPU)
+    wide = dataset_parameters(made, table_rows=list(ROWS), bottom_mlp="6-8-4")
+    with pytest.raises(InputError, match=r"dense_features is 6, but .* has 5"):
+        make_generator(wide, CPU)
+    with pytest.raises(InputError, match=r"has 3000 samples, but training.batch_size is 3001"):
+        make_generator(dataset_parameters(made, batch=3001), CPU)
+
+
+def test_a_path_and_its_generator_belong_together(tmp_path, monkeypatch):
+    with pytest.raises(InputError, match=r"data.path is ''"):
+        parameters_from_sections({"data": {"generator": "dataset", "format": "terabyte"}})
+    with pytest.raises(InputError, match=r"data.generator is 'zipf', but data.path is 'here'"):
+        parameters_from_sections({"data": {"generator": "zipf", "path": "here"}})
+    with pytest.raises(InputError, match=r"place is 'device'"):
+        parameters_from_sections({"data": {"generator": "teacher", "place": "device"}})
+    with pytest.raises(InputError, match=r"no such file"):
+        dataset_parameters(tmp_path / "nothing")
+    # notebooks run elsewhere: a relative path is the caller's
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "p.yaml"
+    file.write_text(
+        "model: {table_rows: [4]}\ndata: {generator: dataset, path: sets/one, format: terabyte}\n"
+    )
+    assert load_parameters(file).data.path == str(tmp_path / "sets" / "one")
+
+
+def test_training_runs_from_a_data_set(made, tmp_path, capsys):
+    file = tmp_path / "p.yaml"
+    file.write_text(
+        yaml.safe_dump(
+            {
+                "model": {"bottom_mlp": [5, 8, 4], "embedding_dim": 4, "top_mlp": [4, 1]},
+                "data": {"generator": "dataset", "path": str(made), "loader": "prefetch"},
+                "training": {"batch_size": 256, "batches": 15, "device": "cpu"},
+            }
+        )
+    )
+    assert main(["train", "-f", str(file)]) == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert summary["iterations"] == 15 and np.isfinite(summary["loss"])
+
+
+# ---------------------------------------------------------------- other layouts
+
+
+@pytest.fixture
+def rows_of_ints():
+    random = np.random.default_rng(3)
+    table = random.integers(0, 50, (200, 40)).astype("<i4")
+    table[:, 0] = random.integers(0, 2, 200)
+    return table
+
+
+def test_terabyte_files_are_rows_of_forty_integers(rows_of_ints, tmp_path):
+    for split in ("train", "test", "val"):
+        rows_of_ints.tofile(tmp_path / f"terabyte_processed_{split}.bin")
+    for path in (tmp_path, tmp_path / "terabyte_processed_val.bin"):
+        source = open_source(path, "terabyte", "val")
+        assert_reads(read_batch(source, [50] * 26, 20, 150), rows_of_ints[20:150])
+    assert inspect(tmp_path)["splits"]["val"]["samples"] == 200
+    with pytest.raises(InputError, match=r"train.bin: sample \d+, feature cat_3: row \d+, but"):
+        read_batch(open_source(tmp_path, "terabyte", "train"), [50, 50, 50, 9, *[50] * 22], 0, 200)
+
+
+def assert_reads(batch, expected) -> None:
+    assert torch.equal(batch.targets[:, 0], torch.from_numpy(expected[:, 0]).float())
+    logs = torch.log(torch.from_numpy(expected[:, 1:14]).float() + 1.0)
+    assert torch.allclose(batch.dense, logs, rtol=1e-6)
+    for table in range(26):
+        assert torch.equal(
+            batch.table_indices(table), torch.from_numpy(expected[:, 14 + table]).long()
+        )
+
+
+def test_deepsparks_variant_needs_its_name(rows_of_ints, tmp_path, capsys):
+    (tmp_path / "train").mkdir()
+    rows_of_ints[:, 0].astype("<f4").tofile(tmp_path / "train" / "label.bin")
+    rows_of_ints[:, 1:14].astype("<f4").tofile(tmp_path / "train" / "numerical.bin")
+    for table in range(26):
+        rows_of_ints[:, 14 + table].tofile(tmp_path / "train" / f"cat_{table}.bin")
+    with pytest.raises(InputError, match=r"say --format deepspark_dist"):
+        inspect(tmp_path)
+    with pytest.raises(InputError, match=r"feature_spec.yaml: no such file"):
+        open_source(tmp_path, "split_binary", "train")
+    source = open_source(tmp_path, "deepspark_dist", "train")
+    assert_reads(read_batch(source, [50] * 26, 0, 200), rows_of_ints)
+    assert main(["data", "inspect", str(tmp_path), "--format", "deepspark_dist", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["splits"]["train"]["tables"][0]["cardinality"] is None
+    assert report["splits"]["train"]["click_rate"] == pytest.approx(rows_of_ints[:, 0].mean())
+    (tmp_path / "train" / "cat_7.bin").unlink()
+    with pytest.raises(InputError, match=r"without gaps"):
+        open_source(tmp_path, "deepspark_dist", "train")
+
+
+# ---------------------------------------------------------------- presets
+
+
+@pytest.mark.parametrize("name", ["nvidia_t15", "nvidia_t3", "nvidia_t0", "deepspark"])
+def test_the_presets_have_the_published_shapes_and_twins_that_need_no_files(name):
+    folder = Path(__file__).parents[2] / "parameters"
+    large = load_parameters(folder / f"{name}.yaml")
+    small = load_parameters(folder / f"{name}-small.yaml")
+    synthetic = "deepspark" if name == "deepspark" else f"criteo_{name[7:]}"
+    variant = VARIANTS[f"{synthetic}_synthetic"]
+    assert large.model.table_rows == variant.table_rows
+    width = large.model.embedding_dim
+    assert large.model.bottom_widths == (13, 512, 256, width)
+    # the interaction of 27 vectors: 27 * 26 / 2 products and the dense one
+    tops = (512, 512, 256, 1) if name == "deepspark" else (1024, 1024, 512, 256, 1)
+    assert large.model.top_widths == (351 + width, *tops)
+    assert width == (64 if name == "deepspark" else 128)
+    assert len(small.model.table_rows) == 26 and sum(small.model.table_rows) < 50_000
+    assert (small.data.generator, small.data.zipf_exponent) == ("teacher", variant.alpha)
+    assert (small.model.interaction, small.model.loss) == (
+        large.model.interaction,
+        large.model.loss,
+    )
+    batch = make_generator(small, CPU).next_batch()
+    assert batch.size == 2048 and 0.15 < float(batch.targets.mean()) < 0.35
+
+
+@pytest.mark.parametrize("name", ["nvidia_t15", "nvidia_t3", "nvidia_t0", "deepspark"])
+def test_the_small_twins_train_and_are_evaluated(name, tmp_path, capsys):
+    file = Path(__file__).parents[2] / "parameters" / f"{name}-small.yaml"
+    short = ["max_steps=3", "eval_every=3", "eval_batches=1", "threads=1"]
+    given = [word for setting in short for word in ("-p", f"training.{setting}")]
+    assert main(["train", "-f", str(file), "--output", str(tmp_path / "run"), *given]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (result["status"], result["iterations"]) == ("finished", 3)
+    assert 0.0 < result["auc"] < 1.0
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_the_command_generates_and_inspects(tmp_path, capsys):
+    target = tmp_path / "set"
+    command = ["data", "generate", "--variant", "custom", "--table-rows", "500,20", "--output"]
+    assert main([*command, str(target), "--dense-features", "2", "--samples", "1e3/200"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(target)
+    assert main(["data", "inspect", str(target), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["splits"]["train"]["samples"] == 1000
+    table = report["splits"]["train"]["tables"][0]
+    assert table["cardinality"] == 500 and 0 <= table["minimum"] <= table["maximum"] < 500
+    assert table["different_rows"] <= 500 and 0.2 < table["row_0_share"] < 0.4
+    assert report["metadata"]["bayes_auc"] == 0.5
+    assert main(["data", "inspect", str(target)]) == 0
+    assert "all values are in range" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        (["--samples", "many"], "--samples is 'many'"),
+        (["--samples", "5/0"], "--samples is '5/0'"),
+        (["--scale", "0"], "--scale is 0"),
+        (["--table-rows", "1,x"], "--table-rows is '1,x'"),
+        (["--table-rows", "5,0"], "a table has 0 rows"),
+        (["--alpha", "-1"], "alpha is -1"),
+        (["--threads", "0"], "--threads is 0"),
+        (["--seed", "-1"], "--seed is -1"),
+        (["--labels", "teacher", "--teacher-strength", "9"], "--teacher-strength is 9"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused(tmp_path, capsys, extra, words):
+    command = ["data", "generate", "--variant", "custom", "--table-rows", "500,20"]
+    assert main([*command, "--samples", "10", "--output", str(tmp_path / "s"), *extra]) == 2
+    assert words in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,95 @@
+"""kill -9 at any moment: the same command goes on and the same bytes come out."""
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from killed_work import convert_text, make_set
+from same_files import assert_same_files
+
+KILLS, AT_ONCE = 6, 4
+
+
+def write_text(folder: Path) -> None:
+    draw = random.Random(3)
+    lines = []
+    for _ in range(1500):
+        numbers = [str(draw.randrange(100)) if draw.random() < 0.9 else "" for _ in range(13)]
+        hashes = [f"{draw.randrange(1000) * 4_000_037:08x}" for _ in range(26)]
+        lines.append("\t".join([str(draw.randrange(2)), *numbers, *hashes]))
+    (folder / "text.txt").write_text("\n".join(lines) + "\n")
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """Fresh processes in milliseconds: forked from one that has imported and compiled."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["killed_work"])
+    with pytest.MonkeyPatch.context() as patch:
+        # the server that forks has no other way to find the tests' folder
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+        context.Process(target=print).start()
+    return context
+
+
+def start(processes, work, target):
+    process = processes.Process(target=work, args=(target,))
+    process.start()
+    return process
+
+
+@pytest.mark.parametrize("work", [make_set, convert_text], ids=["generate", "preprocess"])
+def test_a_killed_run_goes_on_to_the_same_bytes(processes, work, tmp_path):
+    write_text(tmp_path)
+    started = time.monotonic()
+    whole = start(processes, work, tmp_path / "whole")
+    whole.join()
+    seconds = time.monotonic() - started
+    assert whole.exitcode == 0
+    draw, kills, notes = random.Random(5), 0, set()
+    for trial in range(12):
+        target, killed = tmp_path / f"set {trial}", 0
+        note = tmp_path / f"set {trial}.partial" / "progress.json"
+        while not target.exists() or (target / "progress.json").exists():
+            started = time.monotonic()
+            process = start(processes, work, target)
+            # in the end it may finish, however slow the machine is to begin
+            process.join(draw.uniform(0.0, 0.4) * seconds if killed < AT_ONCE else None)
+            process.kill()
+            process.join()
+            assert process.exitcode in (0, -signal.SIGKILL), f"after {killed} kills"
+            if process.exitcode == 0:
+                seconds = min(seconds, time.monotonic() - started)
+            else:
+                killed += 1
+                notes.add(note.read_text() if note.exists() else "")
+        kills += killed
+        assert_same_files(tmp_path / "whole", target)
+        assert not note.parent.exists()
+        if kills >= KILLS:
+            break
+    # where nothing can be caught in the act this would be a test of nothing
+    assert kills >= KILLS and len(notes) > 1
+
+
+def test_two_processes_do_not_write_one_data_set(processes, tmp_path):
+    import fcntl
+
+    folder = tmp_path / "set.partial"
+    folder.mkdir()
+    (folder / "progress.json").write_text("{}")
+    from dlrm_core.data.files.resumable import Workplace
+    from dlrm_core.errors import InputError
+
+    other = os.open(folder, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    with pytest.raises(InputError, match="another process is writing it"):
+        Workplace(tmp_path / "set", {}, "dlrm data generate")
+    os.close(other)
+    with Workplace(tmp_path / "set", {}, "dlrm data generate") as place:
+        place.finish()
+    assert (tmp_path / "set").is_dir()

@@ -1,0 +1,135 @@
+"""The model and its step against plain formulas and against one loss.backward()."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from dlrm_core.config import parameters_from_sections
+from dlrm_core.data.loader import batches
+from dlrm_core.model import ClickLoss, DotInteraction, build_model
+from dlrm_core.train import Trainer
+
+SHAPE = {"bottom_mlp": "16-32-8", "top_mlp": "32-16-1", "embedding_dim": 8}
+
+
+def small(**model):
+    return parameters_from_sections(
+        {
+            "model": SHAPE | {"table_rows": [1000, 50, 3]} | model,
+            "data": {"indices_per_lookup": 10, "round_targets": True},
+            "training": {"batch_size": 64, "learning_rate": 0.5, "seed": 5, "threads": 1},
+        }
+    )
+
+
+@pytest.mark.parametrize("itself", [False, True])
+def test_dot_interaction_is_every_pair_once(itself):
+    size, features, dim = 5, 4, 3
+    vectors = torch.randn(features, size, dim, dtype=torch.float64)
+    result = DotInteraction(features, itself)(vectors[0], list(vectors[1:]))
+    expected = [vectors[0]]
+    for i in range(features):
+        for j in range(i + (1 if itself else 0)):
+            expected.append((vectors[i] * vectors[j]).sum(1, keepdim=True))
+    torch.testing.assert_close(result, torch.cat(expected, dim=1))
+
+
+def test_prediction_written_out_in_numpy():
+    parameters = small()
+    model = build_model(parameters.model, 5, torch.device("cpu"))
+    batch = next(batches(parameters, torch.device("cpu")))
+    x = batch.dense.double().numpy()
+    for linear in model.bottom_mlp.linears:
+        w, b = (p.detach().double().numpy() for p in linear.parameters())
+        x = np.maximum(x @ w.T + b, 0)
+    features = [x]
+    for t, weight in enumerate(model.embeddings.weights):
+        indices = batch.table_indices(t).numpy()
+        rows = weight.detach().double().numpy()[indices]
+        features.append(np.add.reduceat(rows, batch.offsets[t].numpy(), axis=0))
+    z = [x] + [
+        (features[i] * features[j]).sum(1, keepdims=True) for i in range(4) for j in range(i)
+    ]
+    z = np.concatenate(z, axis=1)
+    for i, linear in enumerate(model.top_mlp.linears):
+        w, b = (p.detach().double().numpy() for p in linear.parameters())
+        z = z @ w.T + b
+        z = np.maximum(z, 0) if i < 2 else 1 / (1 + np.exp(-z))
+    np.testing.assert_allclose(model(batch).detach().numpy(), z, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss", ["mse", "bce", "wbce"])
+@pytest.mark.parametrize("interaction", ["dot", "cat"])
+@pytest.mark.parametrize("itself", [False, True])
+def test_the_step_in_parts_equals_one_backward_bit_for_bit(loss, interaction, itself):
+    parameters = small(
+        loss=loss,
+        loss_weights=[0.5, 2.0],
+        interaction=interaction,
+        interaction_itself=itself,
+        loss_threshold=0.01,
+    )
+    trainer = Trainer(parameters)
+    whole = copy.deepcopy(trainer.model)
+    batch = next(batches(parameters, torch.device("cpu")))
+    criterion = ClickLoss(loss, [0.5, 2.0])
+    expected = criterion(whole(batch), batch.targets)
+    expected.backward()
+    torch.optim.SGD(whole.parameters(), lr=0.5, foreach=False).step()
+    assert torch.equal(trainer.step(batch), expected.detach())
+    for ours, theirs in zip(trainer.model.parameters(), whole.parameters(), strict=True):
+        mine, reference = (
+            w.grad.to_dense() if w.grad.is_sparse else w.grad for w in (ours, theirs)
+        )
+        assert torch.equal(mine, reference)
+        assert torch.equal(ours, theirs)
+
+
+def test_the_fused_update_is_the_plain_one():
+    steps = []
+    for fused in (False, True):
+        sections = small().to_sections()
+        sections["training"]["fused_optimizer"] = fused
+        trainer = Trainer(parameters_from_sections(sections))
+        losses = [float(trainer.iterate()) for _ in range(20)]
+        steps.append(losses)
+    assert steps[0] == pytest.approx(steps[1], rel=1e-6)
+
+
+def test_weighted_bce_weighs_by_target():
+    p = torch.tensor([[0.3], [0.8]])
+    t = torch.tensor([[0.0], [1.0]])
+    expected = (-0.5 * np.log(0.7) - 2.0 * np.log(0.8)) / 2
+    assert float(ClickLoss("wbce", [0.5, 2.0])(p, t)) == pytest.approx(expected, rel=1e-6)
+    assert float(ClickLoss("wbce", [1.0, 1.0])(p, t)) == pytest.approx(
+        float(ClickLoss("bce", [1.0, 1.0])(p, t)), rel=1e-6
+    )
+
+
+@pytest.mark.parametrize("init", ["facebook", "torch"])
+def test_initial_weights_have_the_documented_spread(init):
+    parameters = small(bottom_mlp="200-300-8", table_rows=[5000], tables=1, init=init)
+    model = build_model(parameters.model, 3, torch.device("cpu"))
+    table = model.embeddings.weights[0].detach()
+    bound = (1 / 5000) ** 0.5
+    assert table.abs().max() <= bound
+    assert float(table.std()) == pytest.approx(bound / 3**0.5, rel=0.02)
+    linear = model.bottom_mlp.linears[0]
+    assert float(linear.weight.detach().std()) == pytest.approx((2 / 500) ** 0.5, rel=0.02)
+    assert float(linear.bias.detach().std()) == pytest.approx((1 / 300) ** 0.5, rel=0.15)
+    again = build_model(parameters.model, 3, torch.device("cpu"))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True)
+    )
+
+
+def test_tables_drawn_in_chunks_are_the_stream_drawn_whole(monkeypatch):
+    parameters = small()
+    whole = build_model(parameters.model, 9, torch.device("cpu"))
+    monkeypatch.setattr("dlrm_core.model._CHUNK", 37)
+    chunked = build_model(parameters.model, 9, torch.device("cpu"))
+    assert all(
+        torch.equal(a, b) for a, b in zip(whole.parameters(), chunked.parameters(), strict=True)
+    )

@@ -1,0 +1,128 @@
+"""Streams of batches that are left and taken up again, whatever was made ahead."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlrm_core.config import parameters_from_sections
+from dlrm_core.data.loader import (
+    Followed,
+    Resumable,
+    batches,
+    make_generator,
+    plain_state,
+    state_from_plain,
+)
+from dlrm_core.errors import InputError
+
+CPU = torch.device("cpu")
+GENERATORS = ["facebook_loop", "facebook", "uniform", "zipf"]
+
+
+def parameters(generator, fixed=False, loader="synchronous", rows=(40, 3, 500), size=7):
+    return parameters_from_sections(
+        {
+            "model": {"bottom_mlp": "3-4", "embedding_dim": 4, "table_rows": list(rows)},
+            "data": {
+                "generator": generator,
+                "indices_per_lookup": 5,
+                "fixed_pooling": fixed,
+                "loader": loader,
+                "prefetch_batches": 3,
+            },
+            "training": {"batch_size": size, "device": "cpu"},
+        }
+    )
+
+
+def same(one, other):
+    return (
+        torch.equal(one.dense, other.dense)
+        and torch.equal(one.indices, other.indices)
+        and torch.equal(one.offsets, other.offsets)
+        and torch.equal(one.targets, other.targets)
+        and one.table_starts == other.table_starts
+    )
+
+
+def through_json(state):
+    return state_from_plain(json.loads(json.dumps(plain_state(state))))
+
+
+@given(
+    generator=st.sampled_from(GENERATORS),
+    fixed=st.booleans(),
+    asked=st.lists(st.booleans(), min_size=1, max_size=8),
+    size=st.integers(1, 9),
+)
+def test_a_restored_stream_goes_on_bit_for_bit(generator, fixed, asked, size):
+    """``asked``: after which batches the state is asked for; the last always."""
+    chosen = parameters(generator, fixed, size=size)
+    stream = make_generator(chosen, CPU)
+    assert isinstance(stream, Resumable)
+    for ask in asked:
+        stream.next_batch()
+        if ask:
+            stream.state()
+    state = through_json(stream.state())
+    again = make_generator(chosen, CPU)
+    again.next_batch()
+    again.restore(state)
+    for _ in range(3):
+        assert same(stream.next_batch(), again.next_batch())
+    later = through_json(again.state())
+    third = make_generator(chosen, CPU)
+    third.restore(later)
+    assert same(stream.next_batch(), third.next_batch())
+
+
+def test_loop_and_replay_take_each_others_states():
+    loop, replay = (make_generator(parameters(name), CPU) for name in GENERATORS[:2])
+    for _ in range(3):
+        loop.next_batch()
+    replay.restore(through_json(loop.state()))
+    replay.next_batch()
+    loop.restore(through_json(replay.state()))
+    assert same(loop.next_batch(), replay.next_batch())
+
+
+@pytest.mark.parametrize("generator", GENERATORS)
+@pytest.mark.parametrize("loader", ["synchronous", "prefetch"])
+def test_batches_made_ahead_are_not_lost(generator, loader):
+    chosen = parameters(generator, loader=loader)
+    followed = Followed(make_generator(chosen, CPU))
+    stream = batches(chosen, CPU, followed)
+    states = []
+    for _ in range(6):
+        next(stream)
+        followed.used()
+        states.append(through_json(followed.position()))
+    stream.close()
+    plain = make_generator(chosen, CPU)
+    for state in states:
+        plain.next_batch()
+        resumed = make_generator(chosen, CPU)
+        resumed.restore(state)
+        expected = make_generator(chosen, CPU)
+        expected.restore(plain.state())
+        assert same(resumed.next_batch(), expected.next_batch())
+
+
+def test_what_following_costs_does_not_grow():
+    """States do not pile up, nor does what has to be drawn again to come back."""
+    generator = make_generator(parameters("facebook", size=50), CPU)
+    followed = Followed(generator)
+    for _ in range(60):
+        followed.next_batch()
+        followed.used()
+    assert len(followed._states) == 1 and len(generator._marks) <= 3
+    draws_of_a_batch = generator._total / 60
+    assert followed.position()["skip"] <= 2 * draws_of_a_batch
+
+
+def test_a_state_with_impossible_numbers_is_refused():
+    with pytest.raises(InputError, match="position in the data"):
+        state_from_plain({"random": {"array": "uint32", "values": [-1, 1 << 40]}})

@@ -1,0 +1,162 @@
+"""The learning rate's schedule: the published formula, its clamp, and that updates obey it."""
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlrm_core.config import parameters_from_sections
+from dlrm_core.errors import InputError
+from dlrm_core.schedules import Schedule, schedule_of
+from dlrm_core.train import Trainer
+
+DEEPSPARK = Schedule(base=0.1, warmup=2750, decay_start=49315, decay_steps=27772, power=2.0)
+
+
+def test_published_figures():
+    """DeepSpark's command: lr 0.1, W 2750, D 49315, N 27772, end 0."""
+    assert DEEPSPARK.rate(1) == pytest.approx(0.1 / 2750)
+    assert DEEPSPARK.rate(1375) == pytest.approx(0.05)
+    assert DEEPSPARK.rate(2750) == DEEPSPARK.rate(30_000) == DEEPSPARK.rate(49_315) == 0.1
+    assert DEEPSPARK.rate(49_315 + 27_772 // 2) == pytest.approx(0.025)
+    assert DEEPSPARK.rate(49_315 + 27_772) == 0.0
+    # without the clamp the square would rise again: 0.1 at this step
+    assert DEEPSPARK.rate(49_315 + 2 * 27_772) == 0.0
+
+
+@given(
+    base=st.floats(1e-6, 100.0),
+    warmup=st.integers(0, 50),
+    plateau=st.integers(0, 50),
+    decay=st.integers(1, 50),
+    power=st.sampled_from([0.5, 1.0, 2.0, 3.0]),
+    end=st.floats(0.0, 1.0),
+)
+def test_shape_of_any_schedule(base, warmup, plateau, decay, power, end):
+    end = end * base
+    schedule = Schedule(base, warmup, warmup + plateau, decay, power, end)
+    rates = [schedule.rate(step) for step in range(1, warmup + plateau + decay + 30)]
+    rising, falling = rates[: max(warmup, 1)], rates[max(warmup - 1, 0) :]
+    assert all(a <= b for a, b in itertools.pairwise(rising))
+    assert all(a >= b for a, b in itertools.pairwise(falling))
+    assert max(rates) <= base and min(falling) >= end
+    assert rates[-30:] == [end] * 30
+    for step in range(1, warmup):
+        assert rates[step - 1] == pytest.approx(base * step / warmup, rel=1e-9, abs=1e-12 * base)
+
+
+def test_no_schedule_is_constant():
+    config = parameters_from_sections({}).training
+    assert schedule_of(config).constant
+    assert {schedule_of(config).rate(step) for step in range(1, 10_000)} == {config.learning_rate}
+    assert not DEEPSPARK.constant
+
+
+def test_curve_has_the_corners():
+    curve = DEEPSPARK.curve(100_000, most=50)
+    assert len(curve["iteration"]) < 60
+    assert {1, 2750, 49_315, 77_087, 100_000} <= set(curve["iteration"])
+    for step, rate in zip(curve["iteration"], curve["learning_rate"], strict=True):
+        assert rate == DEEPSPARK.rate(int(step)) and math.isfinite(rate)
+    assert Schedule(1.0).curve(3) == {
+        "iteration": [1.0, 2.0, 3.0],
+        "learning_rate": [1.0, 1.0, 1.0],
+    }
+
+
+@pytest.mark.parametrize(
+    ("training", "words"),
+    [
+        ({"lr_decay_start": 5}, ["lr_decay_start is 5", "lr_decay_steps"]),
+        (
+            {"lr_warmup_steps": 9, "lr_decay_start": 5, "lr_decay_steps": 3},
+            ["lr_decay_start is 5", "lr_warmup_steps is 9"],
+        ),
+        (
+            {"lr_decay_steps": 3, "lr_end": 2.0, "learning_rate": 1.0},
+            ["lr_end is 2", "learning_rate is 1"],
+        ),
+        (
+            {"optimizer": "adam", "embedding_backend": "fused"},
+            ["optimizer is 'adam'", "embedding_backend is 'fused'"],
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused(training, words):
+    with pytest.raises(InputError) as error:
+        parameters_from_sections({"training": training})
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize("backend", ["torch", "fused"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+def test_every_update_obeys_the_schedule(backend, optimizer):
+    chosen = parameters_from_sections(
+        {
+            "model": {
+                "bottom_mlp": "5-8-4",
+                "top_mlp": "8-1",
+                "embedding_dim": 4,
+                "table_rows": [30, 3],
+            },
+            "data": {"indices_per_lookup": 4},
+            "training": {
+                "batch_size": 32,
+                "batches": 14,
+                "log_every": 1,
+                "device": "cpu",
+                "optimizer": optimizer,
+                "embedding_backend": backend,
+                "learning_rate": 0.5,
+                "lr_warmup_steps": 4,
+                "lr_decay_start": 6,
+                "lr_decay_steps": 4,
+            },
+        }
+    )
+    trainer = Trainer(chosen)
+    weights = list(trainer.model.parameters())
+    seen, changes, said = [], [], []
+
+    def note(done):
+        seen.append([weight.detach().clone() for weight in weights])
+
+    trainer.train(said.append, note)
+    schedule = schedule_of(chosen.training)
+    assert [interval.learning_rate for interval in said] == [
+        schedule.rate(step) for step in range(1, 15)
+    ]
+    for before, after in itertools.pairwise(seen):
+        changes.append([not torch.equal(*pair) for pair in zip(before, after, strict=True)])
+    assert all(any(moved) for moved in changes[:9])
+    # from D + N on the rate is 0: nothing moves, neither tables nor dense weights
+    assert not any(any(moved) for moved in changes[9:])
+    # the first update, by base / W, of every weight, against a step of that rate
+    for place, rate in ((0, 0.5 / 4), (6, 0.5 * (3 / 4) ** 2)):
+        again = Trainer(
+            dataclasses.replace(
+                chosen,
+                training=dataclasses.replace(
+                    chosen.training,
+                    learning_rate=rate,
+                    lr_warmup_steps=0,
+                    lr_decay_start=0,
+                    lr_decay_steps=0,
+                ),
+            )
+        )
+        if place and optimizer != "sgd":
+            continue  # its state is that of other steps
+        with torch.no_grad():
+            for weight, value in zip(again.model.parameters(), seen[place], strict=True):
+                weight.copy_(value)
+        for _ in range(place):
+            next(again.batches)
+        again.iterate()
+        for weight, value in zip(again.model.parameters(), seen[place + 1], strict=True):
+            assert torch.equal(weight, value)

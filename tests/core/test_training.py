@@ -1,0 +1,272 @@
+"""The loop and its command line: results, interruption, devices, bare machines."""
+
+import itertools
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dlrm_core.config import Parameters, parameters_from_sections
+from dlrm_core.data.synthetic import FacebookReplay
+from dlrm_core.errors import InputError
+from dlrm_core.memory import available_memory, forecast_memory, mean_bag_size, require_memory
+from dlrm_core.precision import set_fp32_matmul
+from dlrm_core.train import Trainer, train
+
+ROOT = Path(__file__).parents[2]
+SMALL = {
+    "model": {
+        "bottom_mlp": "16-32-8",
+        "top_mlp": "32-16-1",
+        "embedding_dim": 8,
+        "table_rows": [1000, 50, 3],
+    },
+    "data": {"indices_per_lookup": 10},
+    "training": {"batch_size": 64, "batches": 25, "log_every": 10, "threads": 1, "device": "cpu"},
+}
+
+
+def small(**training):
+    return parameters_from_sections(SMALL | {"training": SMALL["training"] | training})
+
+
+def write(path: Path, sections=SMALL) -> Path:
+    path.write_text(json.dumps(sections))  # JSON is YAML
+    return path
+
+
+def run(*arguments, **options):
+    return subprocess.run(
+        [sys.executable, "-m", "dlrm_core", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        **options,
+    )
+
+
+def test_results_add_up(tmp_path):
+    seen = []
+    result = train(small(), tmp_path / "out", on_interval=seen.append, progress=False)
+    assert result.status == "finished" and result.iterations == 25
+    assert [interval.iteration for interval in seen] == [10, 20, 25]
+    assert len(result.losses) == len(result.iteration_ms) == len(result.data_ms) == 25
+    assert seen[-1].loss == pytest.approx(sum(result.losses[20:]) / 5)
+    assert result.loss == seen[-1].loss
+    assert result.samples_per_second == pytest.approx(64 * 25 / (sum(result.iteration_ms) / 1e3))
+    mean = sum(result.iteration_ms) / 25
+    assert result.data_ms_per_iteration + result.compute_ms_per_iteration == pytest.approx(mean)
+    assert result.peak_memory_bytes > 1e6
+    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["loss"] for line in lines] == [interval.loss for interval in seen]
+    saved = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert saved["losses"] == result.losses
+
+
+def test_training_learns_a_batch_by_heart():
+    trainer = Trainer(small(batches=400, learning_rate=0.5))
+    trainer.batches = itertools.repeat(next(trainer.batches))
+    result = trainer.train()
+    assert result.loss < 0.5 * result.losses[0]
+
+
+def test_ctrl_c_keeps_what_was_computed():
+    trainer = Trainer(small(batches=1000))
+
+    def stop(iteration):
+        if iteration == 13:
+            raise KeyboardInterrupt
+
+    result = trainer.train(on_iteration=stop)
+    assert result.status == "interrupted"
+    assert result.iterations == len(result.losses) == len(result.data_ms) == 13
+    assert math.isfinite(result.loss)
+
+
+def test_an_interruption_before_the_first_iteration_gives_no_figures():
+    trainer = Trainer(small())
+    trainer.batches = iter_raising(KeyboardInterrupt)
+    result = trainer.train()
+    assert result.status == "interrupted" and result.iterations == 0
+    assert math.isnan(result.ms_per_iteration) and math.isnan(result.samples_per_second)
+
+
+def iter_raising(error):
+    raise error
+    yield
+
+
+def test_divergence_ends_the_run():
+    result = train(small(learning_rate=1e30, batches=200), progress=False)
+    assert result.status == "diverged" and result.iterations < 200
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_command_ends_cleanly_when_told_to(tmp_path, number):
+    path = write(
+        tmp_path / "p.yaml",
+        SMALL | {"training": SMALL["training"] | {"batches": 10_000_000, "log_every": 5}},
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dlrm_core", "train", "-f", path, "--output", tmp_path / "out"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(number)
+    rest = process.stdout.read()
+    assert process.wait(30) == 130
+    last = json.loads(rest.splitlines()[-1])
+    assert last["status"] == "interrupted" and last["iterations"] >= 5
+    assert json.loads((tmp_path / "out" / "result.json").read_text())["status"] == "interrupted"
+
+
+def test_the_last_line_of_the_command_is_the_result(tmp_path):
+    done = run("train", "-f", write(tmp_path / "p.yaml"), "-p", "training.batches=11")
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["iteration"] for line in lines[:-1]] == [10, 11]
+    last = lines[-1]
+    assert last["iterations"] == 11
+    assert last["samples_per_second"] > 0 and last["ms_per_iteration"] > 0
+    assert last["loss"] == pytest.approx(lines[-2]["loss"])
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("training.batch_size=0", ["training.batch_size", "0"]),
+        ("training.batchsize=1", ["training.batchsize", "training.batch_size"]),
+        ("model.table_rows=[4000000000000,1,1]", ["embedding table 0", "TiB"]),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, override, words):
+    done = run("train", "-f", write(tmp_path / "p.yaml"), "-p", override)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr and not done.stdout
+    for word in words:
+        assert word in done.stderr
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_training(tmp_path):
+    (tmp_path / "file").write_text("")
+    done = run("train", "-f", write(tmp_path / "p.yaml"), "--output", tmp_path / "file" / "x")
+    assert done.returncode == 2 and "cannot be written" in done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_cuda_without_a_gpu_is_refused():
+    with pytest.raises(InputError, match=r"training\.device is 'cuda'"):
+        Trainer(small(device="cuda"))
+
+
+def test_the_workload_starts_without_notebook_packages(tmp_path):
+    """A bare GPU node: torch, numpy, yaml and nothing else of ours."""
+    absent = ["pandas", "pyarrow", "plotly", "papermill", "tqdm", "hatchet", "nbformat", "IPython"]
+    code = (
+        "import sys\n"
+        f"sys.modules.update(dict.fromkeys({absent}))\n"
+        "from dlrm_workbook.cli import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    path = write(tmp_path / "p.yaml", SMALL | {"profiling": {"warmup": 1, "iterations": 3}})
+    for arguments in (
+        ["train", "-f", path],
+        ["record", "-f", path, "--output", tmp_path / "recording"],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "recording" / "trace.json.gz").stat().st_size > 1000
+
+
+def test_the_forecast_is_near_what_a_run_takes(tmp_path):
+    """Resident memory of a process that trains, less that of one that only imports."""
+    sections = SMALL | {
+        "model": SMALL["model"]
+        | {"embedding_dim": 64, "bottom_mlp": "16-64", "table_rows": 900_000},
+        "training": SMALL["training"] | {"batches": 3},
+    }
+    parameters = parameters_from_sections(sections)
+    forecast = sum(item.bytes for item in forecast_memory(parameters))
+    base = run("train", "-f", write(tmp_path / "a.yaml"), "-p", "training.batches=1")
+    large = run("train", "-f", write(tmp_path / "b.yaml", sections))
+    taken = [
+        json.loads(done.stdout.splitlines()[-1])["peak_memory_bytes"] for done in (base, large)
+    ]
+    assert taken[1] - taken[0] == pytest.approx(forecast, rel=0.15)
+
+
+def test_a_model_larger_than_memory_is_refused_table_by_table(monkeypatch):
+    monkeypatch.setattr("dlrm_core.memory.available_memory", lambda device: 10**9)
+    parameters = parameters_from_sections({"model": {"table_rows": [5_000_000, 10, 3_000_000]}})
+    with pytest.raises(InputError) as error:
+        require_memory(parameters, torch.device("cpu"))
+    message = str(error.value)
+    first, *lines = message.splitlines()
+    assert "model.table_rows" in first and "953.67 MiB" in first and "GiB of memory" in first
+    assert lines[0].split()[:3] == ["embedding", "table", "0"] and "1.19 GiB" in lines[0]
+    assert len(lines) <= 13
+
+
+def test_available_memory_is_less_than_the_machine_has():
+    available = available_memory(torch.device("cpu"))
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert available is not None and 0 < available <= total
+
+
+@pytest.mark.parametrize(("rows", "lookups"), [(1000, 100), (3, 10), (1, 5), (50, 1), (1000, 2)])
+def test_mean_bag_size_is_that_of_the_law(rows, lookups):
+    parameters = parameters_from_sections(
+        {"model": {"table_rows": rows}, "data": {"indices_per_lookup": lookups}}
+    )
+    replay = FacebookReplay(1, (rows,), 20_000, lookups, False, False, 1)
+    replay._fill(20_000 * (lookups + 2))
+    _, counts = replay._chain(20_000, min(rows, lookups))
+    assert mean_bag_size(parameters, rows) == pytest.approx(counts.mean(), rel=0.02)
+
+
+def test_the_onednn_path_is_checked_and_taken_back(monkeypatch):
+    model, cpu = Parameters().model, torch.device("cpu")
+    assert set_fp32_matmul("default", model, cpu) == []
+    notices = set_fp32_matmul("onednn", model, cpu)
+    assert notices == [] or "relative error" in notices[0]
+    monkeypatch.setattr("dlrm_core.precision._relative_error", lambda n, m: 3e-3)
+    (notice,) = set_fp32_matmul("onednn", model, cpu)
+    assert "3.0e-03" in notice and "default library" in notice
+    assert torch.backends.mkldnn.matmul.fp32_precision == "none"
+    (notice,) = set_fp32_matmul("onednn", model, torch.device("cuda"))
+    assert "ignored" in notice
+
+
+def test_losses_do_not_depend_on_the_fast_options():
+    plain = train(small(), progress=False).losses
+    sections = small(fused_optimizer=True, fp32_matmul="onednn").to_sections()
+    sections["data"] |= {"loader": "prefetch"}
+    fast = train(parameters_from_sections(sections), progress=False).losses
+    set_fp32_matmul("default", Parameters().model, torch.device("cpu"))
+    assert fast == pytest.approx(plain, abs=1e-5)
+
+
+def test_the_workload_imports_nothing_that_explains_or_draws():
+    code = "import dlrm_core.train, sys; print(*sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    loaded = set(done.stdout.split())
+    assert not loaded & {
+        "pandas",
+        "plotly",
+        "papermill",
+        "dlrm_core.profiling",
+        "dlrm_core.analysis",
+    }

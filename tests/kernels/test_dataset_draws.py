@@ -1,0 +1,264 @@
+"""The laws that data sets are drawn from: numpy's bits, NVIDIA's formula, the planted teacher."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_data_set import ROWS, SMALL
+
+from dlrm_core.config import parameters_from_sections
+from dlrm_core.data.files import draws
+from dlrm_core.data.files.feature_spec import index_dtype, read_spec
+from dlrm_core.data.files.generate import Law, SampleMaker, Variant, generate, labels_and_logits
+from dlrm_core.data.files.inspection import inspect
+from dlrm_core.data.files.reader import evaluation_batches, read_batch, teacher_auc
+from dlrm_core.data.files.sources import open_source
+from dlrm_core.data.files.teacher import (
+    ScoreHistogram,
+    Teacher,
+    TeacherConfig,
+    best_figures,
+    sigmoid,
+)
+from dlrm_core.data.loader import make_generator
+from dlrm_kernels import data_sets as draw_kernels
+from dlrm_kernels.data_sets import compile_function
+
+CPU = torch.device("cpu")
+
+
+# ---------------------------------------------------------------- the laws
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.one_of(st.integers(1, 126), st.integers(127, 32766), st.integers(32767, 2**31 - 2)),
+    alpha=st.one_of(st.just(1.0), st.floats(0.0, 6.0)),
+    key=st.integers(0, 2**64 - 1),
+    start=st.integers(0, 2**40),
+    count=st.integers(0, 2500),
+)
+def test_machine_code_draws_the_bits_that_numpy_draws(rows, alpha, key, start, count):
+    law = draws.PowerLaw.of(rows, alpha)
+    found = np.empty(count, index_dtype(rows))
+    draw_kernels.fill_rows(law, key, start, found)
+    expected = law.draw(draws.words(key, start, count))
+    assert np.array_equal(found, expected)
+    assert count == 0 or (expected.min() >= 0 and expected.max() < rows)
+    bits = np.empty(count, np.uint64)
+    draw_kernels.fill_words(key, start, bits)
+    assert np.array_equal(bits, draws.words(key, start, count))
+
+
+@pytest.mark.parametrize("rows", [4, 1000, 8165896, 292775614])
+@pytest.mark.parametrize("alpha", [0.0, 0.9, 1.0, 1.45])
+def test_rows_are_those_of_nvidias_formula(rows, alpha):
+    bits = draws.words(11, 0, 50_000)
+    u, g = draws.uniform(bits), 1.0 - alpha
+    if alpha == 1.0:
+        exact = (rows + 1.0) ** u
+    else:
+        exact = (u * ((rows + 1.0) ** g - 1.0) + 1.0) ** (1.0 / g)
+    # both are rounded: a place this near a whole number may fall on either side. The factor
+    # 1/g stretches the error of the power's argument
+    tolerance = 1e-13 * exact * max(1.0, abs(1.0 / g) if g else 1.0)
+    clear = np.abs(exact - np.round(exact)) > tolerance
+    assert clear.mean() > 0.9
+    found = draws.PowerLaw.of(rows, alpha).draw(bits)
+    assert np.array_equal(found[clear], np.minimum(np.floor(exact[clear]) - 1, rows - 1))
+
+
+@pytest.mark.parametrize("rows", [10, 3000])
+def test_rows_come_as_often_as_the_law_says(rows):
+    law, count = draws.PowerLaw.of(rows, 1.45), 400_000
+    chances = law.chances()
+    assert chances.sum() == pytest.approx(1.0)
+    seen = np.bincount(law.draw(draws.words(5, 0, count)), minlength=rows)
+    # Kolmogorov-Smirnov: passed once in a thousand seeds; this one is fixed
+    assert np.abs(np.cumsum(seen) / count - np.cumsum(chances)).max() < 1.95 / np.sqrt(count)
+    assert seen.argmax() == 0
+
+
+@given(st.floats(1e-300, 1e300))
+def test_the_own_logarithm_and_power_are_right_to_the_stated_error(x):
+    array = np.array([x])
+    assert abs(draws.log2(array)[0] - np.log2(x)) < 1e-13 * max(1.0, abs(np.log2(x)))
+    exponent = np.array([abs(np.log2(x)) % 62.0])
+    assert draws.exp2(exponent)[0] == pytest.approx(2.0 ** exponent[0], rel=1e-13)
+
+
+def test_half_floats_are_the_uniform_law_rounded_down():
+    halves = draws.half_of_bits().astype(np.float64)
+    exact = np.arange(65536) / 65536
+    assert (halves <= exact).all() and (halves < 1.0).all()
+    # a half has 11 significant bits, and steps of 2^-24 near 0
+    assert (exact - halves <= np.maximum(exact * 2.0**-10, 2.0**-24)).all()
+    assert np.all(np.diff(halves) >= 0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(start=st.integers(0, 5000), count=st.integers(1, 300), teacher=st.booleans())
+def test_any_rows_are_made_alone_as_they_are_made_in_a_block(start, count, teacher):
+    law = Law(SMALL.variant, 3, TeacherConfig() if teacher else None)
+    maker = SampleMaker(law, "test")
+    whole = maker.block(0, start + count)
+    part = maker.block(start, count)
+    assert np.array_equal(part[0], whole[0][start:])
+    assert np.array_equal(part[1], whole[1][start:])
+    for one, other in zip(part[2], whole[2], strict=True):
+        assert np.array_equal(one, other[start:])
+
+
+def test_without_numba_the_bytes_are_the_same(monkeypatch):
+    expected = SampleMaker(SMALL, "train").block(100, 500)
+    monkeypatch.setattr(draw_kernels, "compile_function", lambda *_: None)
+    found = SampleMaker(SMALL, "train").block(100, 500)
+    assert np.array_equal(found[1], expected[1])
+    for one, other in zip(found[2], expected[2], strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_a_damaged_cache_of_machine_code_is_no_failure(tmp_path, monkeypatch):
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    signatures = ("void(uint64, uint64[::1])",)
+    source = Path(draw_kernels.__file__)
+    for _ in range(2):
+        from dlrm_kernels import data_sets as compiled
+
+        compiled._folder.cache_clear()
+        compile_function.cache_clear()
+        kernel = compile_function(draw_kernels.words_kernel, signatures, source)
+        out = np.empty(4, np.uint64)
+        kernel(np.uint64(draws.GAMMA), out)
+        assert np.array_equal(out, draws.words(0, 0, 4))
+        files = [file for file in tmp_path.rglob("*") if file.is_file()]
+        assert files
+        for file in files:
+            file.write_bytes(b"rubbish")
+    compiled._folder.cache_clear()
+    compile_function.cache_clear()
+
+
+# ---------------------------------------------------------------- the planted teacher
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(-60, 60), st.booleans()), min_size=2, max_size=60
+    ).filter(lambda pairs: 0 < sum(label for _, label in pairs) < len(pairs))
+)  # fmt: skip
+def test_the_auc_of_a_histogram_is_the_share_of_ordered_pairs(pairs):
+    # scores on whole quarters fall into bins of their own
+    scores = np.array([score / 4 for score, _ in pairs])
+    labels = np.array([label for _, label in pairs])
+    histogram = ScoreHistogram()
+    for part in (slice(0, 10), slice(10, None)):
+        histogram.add(scores[part], labels[part])
+    won = np.subtract.outer(scores[labels], scores[~labels])
+    auc, uncertainty = histogram.auc()
+    assert auc == pytest.approx((won > 0).mean() + (won == 0).mean() / 2)
+    assert uncertainty == pytest.approx((won == 0).mean() / 2)
+    p = 1 / (1 + np.exp(-scores))
+    loss = -np.log(np.where(labels, p, 1 - p)).mean()
+    assert histogram.log_loss() == pytest.approx(loss)
+
+
+def test_the_sigmoid_is_the_sigmoid():
+    x = np.linspace(-39, 39, 2001)
+    assert np.allclose(sigmoid(x), 1 / (1 + np.exp(-x)), rtol=1e-12, atol=0)
+
+
+def test_the_teachers_parts_have_the_shares_they_are_said_to_have():
+    config = TeacherConfig(strength=2.0, bias=-0.5)
+    teacher = Teacher(config, 5, ROWS, 1.45)
+    logits = teacher.sample(99, 0, 200_000)
+    # standard errors of a mean and a deviation of 200,000 draws, five times; the pairs share
+    # their tables with the single effects, which adds a few percent at most
+    assert logits.mean() == pytest.approx(-0.5, abs=0.05)
+    assert logits.std() == pytest.approx(2.0, rel=0.06)
+
+
+def test_the_best_auc_is_the_teachers_own_and_no_other_score_beats_it():
+    figures = best_figures(TeacherConfig(), 5, ROWS, 1.45, rounds=8, samples=1 << 15)
+    law = Law(SMALL.variant, 21, TeacherConfig())
+    labels, dense, rows = SampleMaker(law, "test").block(0, 200_000)
+    logits = Teacher(TeacherConfig(), 5, ROWS, 1.45).logits(dense, rows)
+
+    def auc(scores):
+        histogram = ScoreHistogram()
+        histogram.add(scores, labels)
+        return histogram.auc()[0]
+
+    # Hanley and McNeil's standard error of an AUC is below 1 / (2 sqrt(min(n+, n-)))
+    allowed = 5 * (0.5 / np.sqrt(labels.sum()) + figures["bayes_auc_standard_error"])
+    assert auc(logits) == pytest.approx(figures["bayes_auc"], abs=allowed)
+    assert auc(dense.astype(np.float64).sum(1)) < auc(logits) - 0.05
+    noisy = logits + np.random.default_rng(1).normal(size=logits.size)
+    assert 0.6 < auc(noisy) < auc(logits) - 0.01
+    assert labels.mean() == pytest.approx(figures["click_rate"], abs=5 * 0.5 / np.sqrt(200_000))
+    weak = best_figures(TeacherConfig(strength=0.0), 5, ROWS, 1.45, rounds=2, samples=1 << 12)
+    assert weak["bayes_auc"] == pytest.approx(0.5)
+
+
+def test_the_metadata_carry_the_best_auc_and_the_stream_is_the_data_set(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "dlrm_core.data.files.teacher.best_figures", lambda *_: {"bayes_auc": 0.8}
+    )  # fmt: skip
+    law = Law(Variant("custom", 5, ROWS, 1.2), 9, TeacherConfig(rows=20))
+    folder = generate(law, {"train": 1000, "test": 4000}, tmp_path / "set", 2).folder
+    metadata = read_spec(folder).metadata
+    assert metadata["bayes_auc"] == 0.8
+    source = open_source(folder, "split_binary", "test")
+    batch = read_batch(source, ROWS, 0, 4000)
+    teacher = Teacher(law.teacher, 5, ROWS, 1.2)
+    rows = [batch.table_indices(t).numpy() for t in range(6)]
+    scores = teacher.logits(batch.dense.numpy().astype(np.float16), rows)
+    histogram = ScoreHistogram()
+    histogram.add(scores, batch.targets[:, 0].numpy())
+    assert histogram.auc()[0] == pytest.approx(metadata["teacher_auc_on_test"], abs=1e-12)
+    assert inspect(folder, verify=True)["problems"] == []
+    # the same law without files
+    parameters = parameters_from_sections(
+        {
+            "model": {"bottom_mlp": "5-8-4", "embedding_dim": 4, "table_rows": list(ROWS),
+                      "top_mlp": [1], "tables": 6},
+            "data": {"generator": "teacher", "zipf_exponent": 1.2, "teacher_rows": 20},
+            "training": {"batch_size": 400, "seed": 9},
+        }
+    )  # fmt: skip
+    stream = make_generator(parameters, CPU)
+    on_disk = open_source(folder, "split_binary", "train")
+    stream.restore({"batches": 1})
+    found, expected = stream.next_batch(), read_batch(on_disk, ROWS, 400, 800)
+    assert torch.equal(found.indices, expected.indices)
+    assert torch.equal(found.dense, expected.dense)
+    assert torch.equal(found.targets, expected.targets)
+    assert stream.state() == {"batches": 2}
+    last = list(evaluation_batches(parameters, samples=900))[-1]
+    assert last.size == 100
+    assert torch.equal(last.targets, read_batch(source, ROWS, 800, 900).targets)
+
+
+def test_a_models_auc_is_held_against_the_teachers_on_the_same_samples(tmp_path):
+    target = tmp_path / "set"
+    law = Law(Variant("custom", 3, ROWS, 1.45), 5, TeacherConfig())
+    generate(law, {"train": 10, "test": 3000}, target, threads=1)
+    model = {"mlp_sizes": "nvidia", "dense_features": 3, "bottom_mlp": [4], "top_mlp": [1]}
+    model |= {"embedding_dim": 4, "table_rows": list(ROWS), "loss": "bce"}
+
+    def best(**training):
+        data = {"generator": "dataset", "path": str(target)}
+        sections = {"model": model, "data": data, "training": {"batch_size": 100} | training}
+        return teacher_auc(parameters_from_sections(sections))
+
+    whole = open_source(target, "split_binary", "test").metadata["teacher_auc_on_test"]
+    assert best() == best(eval_batches=30) == whole
+    # of the first 500 samples alone, counted pair by pair
+    labels, logits = labels_and_logits(SampleMaker(law, "test"), 0, 500)
+    difference = logits[labels][:, None] - logits[~labels]
+    pairs = (difference > 0).mean() + (difference == 0).mean() / 2
+    assert best(eval_batches=5) == pytest.approx(pairs, abs=1e-4)

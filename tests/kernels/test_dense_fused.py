@@ -1,0 +1,199 @@
+"""The fused dense part against the plain step: losses, gradients, ranges, fallbacks."""
+
+import functools
+
+import pytest
+import torch
+from test_dense import LOSS_TOLERANCE, gradients_after_one_step, losses_of, trainer_of
+
+from dlrm_core.config import TrainingConfig, parameters_from_sections
+from dlrm_core.errors import InputError
+from dlrm_core.memory import dense_peak
+from dlrm_core.parts import log_spans, parse_span
+from dlrm_core.precision import set_fp32_matmul
+from dlrm_kernels import dense as dense_fused
+from dlrm_kernels.tiles import layout
+from dlrm_kernels.tiles.machine import why_no_tiles
+from dlrm_workbook.analysis.work import operator_work
+from dlrm_workbook.changes import changed_parameters, touched_components
+from dlrm_workbook.evidence.probes import default_changes
+from dlrm_workbook.studies.bench.shares import dense_share
+
+BF16X2 = {"dense_backend": "fused", "fp32_matmul": "bf16x2"}
+BF16X3 = {"dense_backend": "fused", "fp32_matmul": "bf16x3"}
+BF16 = {"dense_backend": "fused", "precision": "bf16"}
+
+
+@pytest.fixture
+def anywhere(monkeypatch):
+    """The fused dense part on any CPU: without tiles its products are slow, but the same."""
+    if why_no_tiles():
+        monkeypatch.setattr(dense_fused, "why_no_tiles", lambda: "")
+        monkeypatch.setattr("dlrm_kernels.tiles.machine.why_no_tiles", lambda: "")
+        monkeypatch.setattr(layout, "Engine", functools.partial(layout.Engine, tiles=False))
+
+
+@pytest.fixture
+def nowhere(monkeypatch):
+    for place in ("dlrm_kernels.dense", "dlrm_kernels.tiles.machine"):
+        monkeypatch.setattr(f"{place}.why_no_tiles", lambda: "no such units")
+
+
+@pytest.mark.parametrize("interaction", ["dot", "cat"])
+@pytest.mark.parametrize("options", [BF16X2, BF16X3], ids=["bf16x2", "bf16x3"])
+def test_fp32_losses_are_within_1e_5_of_the_plain_ones(anywhere, interaction, options):
+    model = {"interaction": interaction}
+    plain, fused = losses_of(model), losses_of(model, **options)
+    assert torch.equal(plain, fused) is False  # other sums, so other roundings somewhere
+    assert float((fused - plain).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("interaction", ["dot", "cat"])
+def test_bf16_trains_as_fp32_does(anywhere, interaction):
+    model = {"interaction": interaction}
+    difference = float((losses_of(model, **BF16) - losses_of(model)).abs().max())
+    assert 0 < difference < LOSS_TOLERANCE["bf16"]
+
+
+@pytest.mark.parametrize("model", [{}, {"interaction_itself": True}, {"loss": "wbce"}])
+@pytest.mark.parametrize(("options", "most"), [(BF16X2, 2e-5), (BF16X3, 2e-6)])
+def test_gradients_are_the_plain_ones(anywhere, model, options, most):
+    if model.get("loss") == "wbce":
+        model = model | {"loss_threshold": 0.01}
+    plain = gradients_after_one_step(model)
+    for a, b in zip(plain, gradients_after_one_step(model, **options), strict=True):
+        assert float((a - b).norm()) <= most * float(a.norm())
+
+
+@pytest.mark.parametrize("rows", [1, 32, 40, 1000])
+def test_micro_batches_give_the_gradients_of_the_whole_batch(anywhere, rows):
+    """Also where the last one is smaller, and where a block of 32 rows is not full."""
+    whole = gradients_after_one_step(**BF16X3)
+    for a, b in zip(whole, gradients_after_one_step(**BF16X3, micro_batch=rows), strict=True):
+        assert float((a - b).norm()) <= 1e-5 * float(a.norm())
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad"])
+def test_it_works_with_every_optimiser_and_with_fused_embeddings(anywhere, optimizer):
+    common = {"optimizer": optimizer, "learning_rate": 0.05}
+    more = {"embedding_backend": "fused", "fused_optimizer": True}
+    plain = losses_of(**common)
+    assert float((losses_of(**common, **BF16X3, **more) - plain).abs().max()) < 1e-5
+
+
+def test_gradients_that_are_still_there_are_added_to(anywhere):
+    trainer = trainer_of(**BF16X3)
+    step, weights = trainer.step, trainer.step.dense.weights
+    batch = next(trainer.batches)
+    pooled = [vector.detach().requires_grad_() for vector in trainer.model.embeddings(batch)]
+    step.dense(batch.dense, pooled, batch.targets)
+    once = [weight.grad.clone() for weight in weights]
+    step.dense(batch.dense, pooled, batch.targets)
+    for weight, gradient in zip(weights, once, strict=True):
+        torch.testing.assert_close(weight.grad, 2 * gradient)
+
+
+def test_every_part_keeps_its_range(anywhere):
+    trainer = trainer_of(**BF16X2, micro_batch=32)
+    with log_spans() as rows:
+        trainer.iterate()
+    seen = [parse_span(name) for name, _, _ in rows]
+    for component in ("bottom_mlp", "interaction", "top_mlp", "loss"):
+        assert seen.count((component, "forward")) == seen.count((component, "backward")) == 3
+    for component in ("bottom_mlp", "top_mlp"):
+        assert seen.count((component, "update")) == 1
+
+
+def test_without_tiles_torch_does_it_and_the_run_says_so(nowhere):
+    trainer = trainer_of(**BF16X2, batches=3)
+    starts = [notice.split(":")[0] for notice in trainer.notices if "no such units" in notice]
+    assert set(starts) == {"training.dense_backend", "training.fp32_matmul"}
+    assert trainer.train().losses == pytest.approx(losses_of(batches=3).tolist(), abs=1e-6)
+    low = trainer_of(**BF16, batches=3)
+    assert any("torch does it" in notice for notice in low.notices)
+    assert low.train().losses == losses_of(batches=3, precision="bf16").tolist()
+
+
+def test_what_it_cannot_do_is_said():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    fused = TrainingConfig(dense_backend="fused")
+    assert "bf16x2 or bf16x3, not default" in dense_fused.why_not_fused(fused, cpu)
+    half = TrainingConfig(dense_backend="fused", precision="fp16")
+    assert "no fp16 products" in dense_fused.why_not_fused(half, cpu)
+    assert "cuda_graphs" in dense_fused.why_not_fused(TrainingConfig(**BF16), gpu)
+    (notice,) = set_fp32_matmul("bf16x2", parameters_from_sections({}).model, gpu)
+    assert "bf16x2 has no effect on a GPU" in notice
+
+
+def test_options_that_exclude_each_other_are_refused():
+    with pytest.raises(InputError, match="only 'fused' has such products"):
+        TrainingConfig(fp32_matmul="bf16x2")
+    with pytest.raises(InputError, match="compile is true as well"):
+        TrainingConfig(**BF16, compile=True)
+
+
+def shape(**training):
+    model = {"bottom_mlp": "33-40-16", "top_mlp": "50-1", "embedding_dim": 16, "tables": 3}
+    return parameters_from_sections(
+        {"model": model | {"table_rows": 100}, "training": {"batch_size": 64} | training}
+    )
+
+
+def test_its_work_is_the_plain_products_work():
+    """The same products, fewer operators: what torch does between them is in the kernels."""
+    plain, fused = (operator_work(shape(**options)) for options in ({}, BF16X2))
+    keys = ["component", "phase", "product", "layer", "m", "n", "k", "flops"]
+    of_mlps = [
+        table[table["product"].ne("") & table["component"].ne("interaction")][keys]
+        .sort_values(keys)
+        .reset_index(drop=True)
+        for table in (plain, fused)
+    ]
+    assert of_mlps[0].equals(of_mlps[1])
+    assert fused["count"].sum() < plain["count"].sum()
+    two, three = (operator_work(shape(**options)) for options in (BF16X2, BF16X3))
+    assert three["read_bytes"].sum() > two["read_bytes"].sum()
+    # on a GPU, and in fp32 without products to do, it is torch that works
+    assert operator_work(shape(dense_backend="fused")).equals(plain)
+
+
+def test_a_change_to_it_touches_the_dense_part_and_is_proposed(anywhere, monkeypatch):
+    base = shape()
+    changed, _ = changed_parameters(base, {f"training.{k}": v for k, v in BF16X2.items()})
+    dense_parts = {"bottom_mlp", "interaction", "top_mlp", "loss", "optimizer"}
+    assert touched_components(base, changed) == dense_parts
+    proposed = default_changes(base)
+    assert {f"training.{k}": v for k, v in BF16X2.items()} in proposed
+    assert {f"training.{k}": v for k, v in BF16.items()} in proposed
+    assert {"training.dense_backend": "fused"} in default_changes(shape(precision="bf16"))
+    strict = default_changes(shape(lowest_precision="fp32"))
+    assert {f"training.{k}": v for k, v in BF16X3.items()} in strict
+    for none in (changed, shape(compile=True), shape(precision="fp16")):
+        assert not any("training.dense_backend" in change for change in default_changes(none))
+
+
+@pytest.mark.parametrize("options", [BF16, BF16X2, {**BF16X3, "micro_batch": 40}], ids=str)
+def test_the_forecast_of_its_memory_is_what_it_takes(anywhere, options):
+    trainer = trainer_of(**options)
+    trainer.iterate()
+    found = trainer.step.dense._fused
+    taken = sum(mlp.arena.taken_bytes for mlp in (found.bottom, found.top))
+    # gradients of weights are an item of their own in the forecast
+    taken -= sum(weight.grad.nbytes for weight in trainer.step.dense.weights)
+    peak = dense_peak(trainer.parameters)
+    assert peak.activations + peak.gradients == pytest.approx(taken, rel=0.05)
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "bf16"}, BF16X2], ids=str)
+def test_the_share_of_the_products_adds_up(anywhere, options):
+    threads = torch.get_num_threads()
+    found = dense_share(shape(**options), threads=1, seconds=0.2)
+    assert torch.get_num_threads() == threads and found["threads"] == 1
+    products = {(row["part"], row["layer"], row["phase"]) for row in found["products"]}
+    # three products a layer, but for the gradient of the dense features
+    assert len(products) == len(found["products"]) == 3 * 4 - 1
+    assert "embedding" not in found["parts"] and found["parts"]["top_mlp"]["backward"] > 0
+    low, high = found["share_quartiles"]
+    assert 0 < low <= found["share"] <= high
+    assert found["gemm_best_ms"] <= sum(row["ms"] for row in found["products"])
+    assert found["precision"] == options.get("precision", "fp32")

@@ -1,0 +1,463 @@
+"""Every back end of the embeddings against torch's own: lookups, gradients, updated weights."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dlrm_core.config import TrainingConfig, parameters_from_sections
+from dlrm_core.data.batch import Batch
+from dlrm_core.embeddings import EmbeddingTables, RowwiseAdagrad
+from dlrm_core.engines import attach
+from dlrm_core.errors import InputError, MissingToolError
+from dlrm_core.memory import forecast_memory
+from dlrm_core.train import Trainer
+from dlrm_kernels.embeddings.fused_cpu import FusedCpu, share_out
+
+DENSE = (16 * 32 + 32) + (32 * 8 + 8) + (14 * 32 + 32) + (32 * 16 + 16) + (16 + 1)
+"""Weights of the MLPs of ``parameters()``: bottom 16-32-8, top 14-32-16-1."""
+
+OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
+
+
+@pytest.fixture(autouse=True)
+def _restore_threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def make_batch(rows, bags, largest, seed, skew=False):
+    """Bags of 0 to ``largest`` lookups; with skew nearly all of them ask for row 0."""
+    random = torch.Generator().manual_seed(seed)
+    indices, offsets, starts = [], [], [0]
+    for count in rows:
+        sizes = torch.randint(0, largest + 1, (bags,), generator=random)
+        ends = sizes.cumsum(0)
+        offsets.append(ends - sizes)
+        drawn = torch.rand(int(ends[-1]) if bags else 0, generator=random, dtype=torch.float64)
+        indices.append(((drawn**8 if skew else drawn) * count).long())
+        starts.append(starts[-1] + len(drawn))
+    return Batch(
+        torch.zeros(bags, 1),
+        torch.cat(indices),
+        torch.stack(offsets),
+        tuple(starts),
+        torch.zeros(bags, 1),
+    )
+
+
+def make_tables(rows, dim, seed=0, huge_pages=False):
+    tables = EmbeddingTables(rows, dim, huge_pages)
+    random = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in tables.weights:
+            weight.uniform_(-1, 1, generator=random)
+    return tables
+
+
+def train_tables(tables, config, rows, dim, *, steps=4, bags=37, largest=6, skew=False):
+    """Some steps on random gradients; the pooled vectors of each step."""
+    update = attach(tables, config)
+    seen = []
+    for step in range(steps):
+        pooled = tables(make_batch(rows, bags, largest, 100 + step, skew))
+        seen += [vector.detach().clone() for vector in pooled]
+        random = torch.Generator().manual_seed(step)
+        gradients = [torch.randn(bags, dim, generator=random) for _ in rows]
+        update.zero_grad()
+        torch.autograd.backward(pooled, gradients)
+        update.step()
+    return seen
+
+
+def config(**training):
+    return TrainingConfig(learning_rate=0.1, **training)
+
+
+def assert_same_training(fused, rows, dim, optimizer, atol=2e-5, **how):
+    plain = make_tables(rows, dim)
+    other = make_tables(rows, dim, huge_pages=True)
+    expected = train_tables(plain, config(optimizer=optimizer), rows, dim, **how)
+    got = train_tables(other, fused, rows, dim, **how)
+    torch.testing.assert_close(got, expected, rtol=2e-4, atol=atol)
+    torch.testing.assert_close(
+        [w.detach() for w in other.weights],
+        [w.detach() for w in plain.weights],
+        rtol=2e-4,
+        atol=atol,
+    )
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("skew", [False, True])
+def test_fused_trains_as_torch_does(optimizer, threads, skew):
+    torch.set_num_threads(threads)
+    fused = config(optimizer=optimizer, embedding_backend="fused")
+    assert_same_training(fused, [1000, 1, 7, 50], 64, optimizer, skew=skew)
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.integers(1, 3000), min_size=1, max_size=5),
+    st.integers(1, 150),
+    st.integers(1, 40),
+    st.integers(0, 9),
+    st.sampled_from(OPTIMIZERS),
+    st.booleans(),
+)
+def test_fused_holds_for_any_shape(rows, dim, bags, largest, optimizer, skew):
+    fused = config(optimizer=optimizer, embedding_backend="fused")
+    assert_same_training(
+        fused, rows, dim, optimizer, steps=2, bags=bags, largest=largest, skew=skew
+    )
+
+
+@pytest.mark.parametrize("update", ["race_free", "naive", "atomic", "locked"])
+@pytest.mark.parametrize("skew", [False, True])
+@pytest.mark.parametrize("dim", [64, 21])
+def test_every_update_of_the_paper_adds_up_the_same(update, skew, dim):
+    torch.set_num_threads(2)
+    fused = config(embedding_backend="fused", embedding_update=update)
+    # thousands of adds fall on one row in an order of the threads' own: the bound is theirs,
+    # sqrt(n) eps |w|; one lost add would be some 0.05
+    assert_same_training(fused, [400, 1, 7], dim, "sgd", atol=1e-3, bags=300, skew=skew)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("rows", [[5000], [300, 20, 1], [50] * 9])
+def test_the_bits_do_not_depend_on_the_number_of_threads(optimizer, rows):
+    results = []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        tables = make_tables(rows, 72)
+        fused = config(optimizer=optimizer, embedding_backend="fused")
+        seen = train_tables(tables, fused, rows, 72, bags=200, largest=20)
+        results.append([*seen, *(w.detach() for w in tables.weights)])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_naive_waits_for_step_and_the_others_do_not():
+    rows, batch = [30, 5], make_batch([30, 5], 9, 4, 0)
+    for update in ("race_free", "naive", "atomic", "locked"):
+        tables = make_tables(rows, 16)
+        start = [w.detach().clone() for w in tables.weights]
+        handle = attach(tables, config(embedding_backend="fused", embedding_update=update))
+        torch.autograd.backward(tables(batch), [torch.ones(9, 16)] * 2)
+        after_backward = [w.detach().clone() for w in tables.weights]
+        handle.step()
+        changed = [not torch.equal(a, b) for a, b in zip(start, after_backward, strict=True)]
+        assert changed == [update != "naive"] * 2
+        assert not any(torch.equal(a, b) for a, b in zip(start, tables.weights, strict=True))
+        assert all(w.grad is None for w in tables.weights)
+
+
+def test_a_gradient_that_naive_has_made_can_be_dropped():
+    tables = make_tables([30], 16)
+    start = tables.weights[0].detach().clone()
+    handle = attach(tables, config(embedding_backend="fused", embedding_update="naive"))
+    torch.autograd.backward(tables(make_batch([30], 9, 4, 0)), [torch.ones(9, 16)])
+    handle.zero_grad()
+    handle.step()
+    assert torch.equal(tables.weights[0], start)
+
+
+def test_gradients_may_lie_in_memory_as_they_like():
+    rows, batch = [40, 40], make_batch([40, 40], 8, 3, 1)
+    wide = torch.randn(8, 40)
+    forms = {
+        "contiguous": [wide[:, :20].clone(), wide[:, 20:].clone()],
+        "columns of a wider tensor": [wide[:, :20], wide[:, 20:]],
+        "transposed": [wide[:, :20].t().contiguous().t(), wide[:, 20:].t().contiguous().t()],
+        "one row for all": None,
+    }
+    results = {}
+    for name, gradients in forms.items():
+        tables = make_tables(rows, 20)
+        attach(tables, config(embedding_backend="fused"))
+        if gradients is None:
+            gradients = [torch.ones(1, 20).expand(8, 20)] * 2
+        torch.autograd.backward(tables(batch), gradients)
+        results[name] = [w.detach() for w in tables.weights]
+    for name in ("columns of a wider tensor", "transposed"):
+        torch.testing.assert_close(results[name], results["contiguous"], rtol=0, atol=0)
+    plain = make_tables(rows, 20)
+    update = attach(plain, config())
+    torch.autograd.backward(plain(batch), [torch.ones(8, 20)] * 2)
+    update.step()
+    torch.testing.assert_close(
+        results["one row for all"], [w.detach() for w in plain.weights], rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("wrong", [50, -1, 2**40])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_an_index_outside_its_table_is_named_and_nothing_is_touched(wrong, threads):
+    torch.set_num_threads(threads)
+    tables = make_tables([1000, 50], 16)
+    attach(tables, config(embedding_backend="fused"))
+    start = [w.detach().clone() for w in tables.weights]
+    batch = make_batch([1000, 50], 20, 5, 3)
+    batch.indices[batch.table_starts[1] + 7] = wrong
+    with pytest.raises(
+        InputError, match=rf"table 1 has 50 rows.*lookup 7 .*row {wrong}, .*0 to 49"
+    ):
+        tables(batch)
+    assert all(torch.equal(a, b) for a, b in zip(start, tables.weights, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda b: {"indices": b.indices.int()}, "batch.indices is torch.int32"),
+        (lambda b: {"offsets": b.offsets.int()}, "batch.offsets is torch.int32"),
+        (lambda b: {"indices": b.indices.repeat_interleave(2)[::2]}, "batch.indices has strides"),
+        (lambda b: {"offsets": b.offsets[:1]}, r"shape \(1, 6\), expected 2 tables"),
+        (lambda b: {"table_starts": (0, b.table_starts[1])}, "expected 3 rising numbers"),
+        (lambda b: {"table_starts": (0, 10**6, len(b.indices))}, "expected 3 rising numbers"),
+        (
+            lambda b: {"offsets": b.offsets.flip(1).contiguous()},
+            "offsets of embedding table 0",
+        ),
+        (lambda b: {"offsets": b.offsets + 10**6}, "offsets of embedding table 0"),
+        (lambda b: {"offsets": b.offsets - 1}, "offsets of embedding table 0"),
+    ],
+)
+def test_a_batch_laid_out_otherwise_is_refused(change, message):
+    tables = make_tables([100, 50], 16)
+    attach(tables, config(embedding_backend="fused"))
+    batch = make_batch([100, 50], 6, 5, 4)
+    with pytest.raises(InputError, match=message):
+        tables(Batch(**(vars(batch) | change(batch))))
+
+
+@pytest.mark.parametrize("place", ["half", "transposed"])
+def test_a_table_that_kernels_cannot_work_on_is_refused(place):
+    tables = make_tables([100, 50], 16)
+    weight = tables.weights[1]
+    weight.data = weight.data.half() if place == "half" else torch.zeros(16, 50).t()
+    with pytest.raises(InputError, match=r"embedding table 1 (is torch.float16|has strides)"):
+        attach(tables, config(embedding_backend="fused"))
+
+
+def test_weights_that_move_are_found_again():
+    rows, batch = [60], make_batch([60], 10, 4, 5)
+    tables = make_tables(rows, 16)
+    attach(tables, config(embedding_backend="fused"))
+    tables(batch)
+    old = tables.weights[0].data
+    tables.weights[0].data = old.clone() + 1
+    old.fill_(float("nan"))
+    pooled = tables(batch)[0]
+    expected = torch.nn.functional.embedding_bag(
+        batch.indices, tables.weights[0].detach(), batch.offsets[0], mode="sum"
+    )
+    torch.testing.assert_close(pooled.detach(), expected)
+
+
+def test_indices_changed_between_forward_and_backward_are_noticed():
+    tables = make_tables([60], 16)
+    attach(tables, config(embedding_backend="fused"))
+    batch = make_batch([60], 10, 4, 6)
+    pooled = tables(batch)
+    batch.indices.fill_(10**9)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.backward(pooled, [torch.ones(10, 16)])
+
+
+def test_no_bags_and_no_lookups_are_fine():
+    tables = make_tables([60, 3], 16)
+    attach(tables, config(embedding_backend="fused", optimizer="adagrad"))
+    for bags, largest in ((0, 0), (5, 0)):
+        pooled = tables(make_batch([60, 3], bags, largest, 0))
+        assert all(vector.shape == (bags, 16) and not vector.any() for vector in pooled)
+        torch.autograd.backward(pooled, [torch.ones(bags, 16)] * 2)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a sparse file that is mapped")
+@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])  # adagrad's state takes 8 GiB
+def test_a_table_of_more_than_2_to_the_31_elements(tmp_path, optimizer):
+    rows, dim = 2**31 // 64 + 1000, 64
+    file = tmp_path / "table"
+    with file.open("wb") as opened:
+        opened.truncate(rows * dim * 4)  # a hole: only rows that are used take memory
+    tables = EmbeddingTables([1], dim)
+    mapped = torch.from_file(str(file), shared=True, size=rows * dim).view(rows, dim)
+    tables.weights[0].data = mapped
+    wanted = torch.tensor([rows - 1, 3, rows - 1, 2**31 // 64])
+    mapped[wanted.unique()] = 1.0
+    tables.backend = FusedCpu(tables, optimizer, 0.5)
+    batch = Batch(torch.zeros(2, 1), wanted, torch.tensor([[0, 2]]), (0, 4), torch.zeros(2, 1))
+    (pooled,) = tables(batch)
+    assert torch.equal(pooled.detach(), torch.full((2, dim), 2.0))
+    pooled.backward(torch.full((2, dim), 0.25))
+    step = {"sgd": (0.25, 0.125), "rowwise_adagrad": (0.5, 0.5)}[optimizer]
+    assert torch.allclose(mapped[rows - 1], torch.tensor(1 - step[0]))
+    assert torch.allclose(mapped[[3, 2**31 // 64]], torch.tensor(1 - step[1]))
+    assert not mapped[[2, 4, rows - 2]].any()
+
+
+@given(
+    st.lists(st.integers(0, 10_000), min_size=1, max_size=40),
+    st.integers(1, 64),
+)
+def test_units_of_work_cover_every_table_once(lookups, threads):
+    plan = share_out(tuple(np.cumsum([0, *lookups]).tolist()), threads)
+    for table in range(len(lookups)):
+        mine = plan[plan[:, 0] == table]
+        slices = int(mine[0, 2])
+        assert 1 <= slices <= threads
+        assert sorted(mine[:, 1]) == list(range(slices))
+        assert (mine[:, 2] == slices).all()
+
+
+def test_a_giant_table_is_cut_and_equal_ones_are_not():
+    assert share_out((0, 1000, 1010, 1020), 4)[:4].tolist() == [[0, s, 4] for s in range(4)]
+    assert share_out(tuple(range(0, 900, 100)), 2)[:, 2].tolist() == [1] * 8
+    assert share_out(tuple(range(0, 900, 100)), 1)[:, 2].tolist() == [1] * 8
+
+
+def test_rowwise_adagrad_is_its_formula():
+    weight = torch.nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]))
+    update = RowwiseAdagrad([weight], lr=0.1)
+    sums = np.zeros(3)
+    expected = weight.detach().double().numpy().copy()
+    for scale in (1.0, 2.0):
+        entries = torch.tensor([[0, 2, 0]])
+        values = scale * torch.tensor([[1.0, 2.0], [3.0, -1.0], [0.5, 0.5]])
+        weight.grad = torch.sparse_coo_tensor(entries, values, (3, 2), check_invariants=True)
+        update.step()
+        for row, g in ((0, scale * np.array([1.5, 2.5])), (2, scale * np.array([3.0, -1.0]))):
+            sums[row] += (g**2).mean()
+            expected[row] -= 0.1 * g / (np.sqrt(sums[row]) + 1e-10)
+    np.testing.assert_allclose(weight.detach().numpy(), expected, rtol=1e-6)
+
+
+def parameters(**training):
+    return parameters_from_sections(
+        {
+            "model": {
+                "bottom_mlp": "16-32-8",
+                "top_mlp": "32-16-1",
+                "embedding_dim": 8,
+                "table_rows": [1000, 50, 3],
+            },
+            "data": {"indices_per_lookup": 10},
+            "training": {"batch_size": 64, "batches": 15, "seed": 5} | training,
+        }
+    )
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_run_on_fused_tables_loses_as_one_on_torchs(optimizer):
+    losses, weights = [], []
+    for backend in ("torch", "fused"):
+        trainer = Trainer(
+            parameters(embedding_backend=backend, optimizer=optimizer, learning_rate=0.05)
+        )
+        losses.append(trainer.train().losses)
+        weights.append(trainer.model.state_dict())
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert len(set(losses[0])) == 15
+    assert weights[0].keys() == weights[1].keys()
+    torch.testing.assert_close(weights[1], weights[0], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("training", "message"),
+    [
+        ({"embedding_update": "atomic"}, "embedding_backend is 'torch'"),
+        (
+            {"embedding_update": "locked", "embedding_backend": "fused", "optimizer": "adagrad"},
+            "optimizer is 'adagrad'",
+        ),
+        ({"embedding_backend": "fast"}, "expected one of torch, fused, fbgemm, auto"),
+        ({"optimizer": "adamw"}, "expected one of sgd, adagrad, rowwise_adagrad, adam"),
+    ],
+)
+def test_combinations_that_cannot_work_are_refused(training, message):
+    with pytest.raises(InputError, match=message):
+        TrainingConfig(**training)
+
+
+def test_tables_on_another_device_are_refused_in_one_sentence():
+    tables = EmbeddingTables([5], 4).to("meta")
+    with pytest.raises(
+        InputError, match=r"table 0 is torch.float32 on meta.*fused back end of the CPU"
+    ):
+        attach(tables, config(embedding_backend="fused"))
+
+
+def test_without_numba_the_message_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "numba", None)
+    with pytest.raises(MissingToolError, match="pip install numba"):
+        attach(make_tables([5], 4), config(embedding_backend="fused"))
+
+
+CHILD = """
+from dlrm_kernels.embeddings.kernels_contended import apply_serially
+from dlrm_kernels.native import compile_kernel
+notice = compile_kernel(apply_serially)[1]
+print([notice] if notice else [])
+"""
+"""One kernel, the quickest to compile."""
+
+
+def _child(**environment):
+    return subprocess.run(
+        [sys.executable, "-c", CHILD],
+        env=os.environ | environment,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+
+
+def test_compiled_kernels_are_kept_and_their_loss_is_survived(tmp_path):
+    cache = {"XDG_CACHE_HOME": str(tmp_path), "NUMBA_CACHE_DIR": ""}
+    assert _child(**cache) == "[]\n"
+    kept = [p for p in tmp_path.rglob("*") if p.is_file()]
+    assert {p.suffix for p in kept} == {".nbi", ".nbc"}
+    before = {p: p.stat().st_mtime_ns for p in kept}
+    assert _child(**cache) == "[]\n"
+    assert {p: p.stat().st_mtime_ns for p in kept} == before
+    for path in kept:
+        path.write_bytes(b"damaged")
+    assert "compiled anew" in _child(**cache)
+
+
+def test_a_cache_that_cannot_be_written_is_said(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("no folder")
+    printed = _child(XDG_CACHE_HOME=str(blocked), NUMBA_CACHE_DIR="")
+    assert "no writable folder for compiled kernels" in printed
+
+
+@pytest.mark.parametrize(
+    ("training", "name", "expected"),
+    [
+        ({"optimizer": "adagrad"}, "optimiser state", 4 * (1053 * 8 + DENSE)),
+        ({"optimizer": "rowwise_adagrad"}, "optimiser state", 4 * (1053 + DENSE)),
+        ({"embedding_backend": "fused"}, "sparse embedding gradients", None),
+        ({"embedding_backend": "fused"}, "optimiser state", None),
+    ],
+)
+def test_the_forecast_of_memory_counts_what_the_update_keeps(training, name, expected):
+    found = {item.name: item.bytes for item in forecast_memory(parameters(**training))}
+    assert found.get(name) == expected
+
+
+def test_what_the_back_end_fell_back_to_is_among_the_runs_notices(monkeypatch):
+    monkeypatch.setattr(
+        "dlrm_kernels.native.compile_kernel", lambda function: (None, "compiled anew")
+    )
+    assert Trainer(parameters(embedding_backend="fused")).notices == ["compiled anew"]

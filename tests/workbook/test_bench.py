@@ -1,0 +1,409 @@
+"""``dlrm bench``: its logic, on small models and the CPU."""
+
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dlrm_core.config import load_parameters, parameters_from_sections
+from dlrm_core.errors import InputError
+from dlrm_workbook.changes import NEUTRAL, changed_leaves, changed_parameters
+from dlrm_workbook.cli import main
+from dlrm_workbook.studies.bench.cases import (
+    BASE_POINT,
+    GOALS,
+    GROWTH,
+    SHAPES,
+    TOGETHER,
+    Case,
+    ablated,
+    contestants,
+    growth_cases,
+    of_case,
+    plain_of,
+    shape_cases,
+    speed_leaves,
+    steps_of,
+    tuned_of,
+)
+from dlrm_workbook.studies.bench.command import Plan, exit_status, run_plan
+from dlrm_workbook.studies.bench.rounds import compare
+from dlrm_workbook.studies.bench.runs import WARMUP, Run, cores_of
+from dlrm_workbook.studies.bench.text import describe
+
+SMALL = {
+    "model": {
+        "bottom_mlp": "16-32-8",
+        "top_mlp": "32-16-1",
+        "embedding_dim": 8,
+        "table_rows": [1000, 50, 3],
+    },
+    "data": {"indices_per_lookup": 10, "generator": "facebook_loop"},
+    "training": {"batch_size": 64, "device": "cpu"},
+}
+PEER = """
+import sys, time
+arguments = dict(a.lstrip("-").split("=") for a in sys.argv[1:] if "=" in a)
+assert arguments["arch-embedding-size"] == "1000-50-3" and arguments["arch-mlp-bot"] == "16-32-8"
+for i in range(int(arguments["num-batches"])):
+    time.sleep(0.02)
+    print(f"Finished training it {i + 1}/9 of epoch 0, 5.00 ms/it, loss 9.0")
+"""
+
+
+def both():
+    fast = SMALL | {"data": SMALL["data"] | {"generator": "facebook"}}
+    return {"plain": parameters_from_sections(SMALL), "tuned": parameters_from_sections(fast)}
+
+
+def test_our_contestants_run_in_processes_and_train_the_same():
+    results = compare(both(), peer=None, rounds=1, iterations=4, threads=1)
+    assert results["losses_agree"] and results["loss_difference"] == {"tuned": 0}
+    ratio = results["ratios"]["tuned"]["end_to_end_ms"]
+    assert 0 < ratio["low"] <= ratio["mid"] <= ratio["high"]
+    assert "tuned is" in describe(results)
+
+
+def made(times, losses=lambda name: [0.5]):
+    """Stands in for a process: contestant to its times, one a call, in ms."""
+    clocks = {name: iter(each) for name, each in times.items()}
+
+    def run(parameters, iterations, threads):
+        name = "tuned" if parameters.data.generator == "facebook" else "plain"
+        time = next(clocks[name])
+        return Run(time, time, losses(name) * (iterations + WARMUP))
+
+    return run
+
+
+def test_contestants_take_turns_at_being_first():
+    order = []
+    run = made({"plain": [1.0] * 3, "tuned": [1.0] * 3})
+    compare(
+        both(),
+        peer=None,
+        rounds=3,
+        iterations=1,
+        threads=1,
+        run=run,
+        on_run=lambda row: order.append((row["round"], row["contestant"])),
+    )
+    names = ["plain", "tuned", "tuned", "plain", "plain", "tuned"]
+    assert order == list(zip([0, 0, 1, 1, 2, 2], names, strict=True))
+
+
+def test_another_training_is_told_apart():
+    run = made({"plain": [1.0], "tuned": [1.0]}, lambda n: [0.5 + (n == "tuned") * 2e-5])
+    results = compare(both(), peer=None, rounds=1, iterations=3, threads=1, run=run)
+    assert results["losses_agree"] is False
+    assert "NOT the same training" in describe(results)
+
+
+def test_a_loss_that_is_no_number_is_another_training():
+    run = made({"plain": [1.0], "tuned": [1.0]}, lambda n: [math.nan if n == "tuned" else 0.5])
+    results = compare(both(), peer=None, rounds=1, iterations=3, threads=1, run=run)
+    assert results["losses_agree"] is False and "not a number" in describe(results)
+
+
+def test_a_ratio_is_the_median_of_the_rounds_own_ratios():
+    # a machine that drifts between rounds: their ratios are 2, 30 and 2
+    run = made({"plain": [10.0, 30.0, 8.0], "tuned": [5.0, 1.0, 4.0]})
+    ratio = compare(both(), peer=None, rounds=3, iterations=1, threads=1, run=run)["ratios"]
+    found = ratio["tuned"]["end_to_end_ms"]
+    assert (found["low"], found["mid"], found["high"]) == (2.0, 2.0, 30.0)
+    # three values enclose the median unless all lie on one side of it: 1 - 2 / 2^3
+    assert found["confidence"] == 0.75 and found["rounds"] == 3
+
+
+def test_one_that_fails_does_not_lose_the_others_results():
+    def run(parameters, iterations, threads):
+        if parameters.data.generator == "facebook":
+            raise InputError("out of luck")
+        return Run(1.0, 2.0, [0.5])
+
+    results = compare(both(), peer=None, rounds=3, iterations=1, threads=1, run=run)
+    assert results["failures"] == {"tuned": "out of luck"}
+    assert results["contestants"] == {"plain": {"step_ms": 1.0, "end_to_end_ms": 2.0}}
+    assert results["ratios"] == {} and results["losses_agree"] is None
+    assert "tuned FAILED: out of luck" in describe(results)
+
+
+def test_a_peer_runs_in_its_own_process_and_leaves_its_checkout_alone(tmp_path):
+    (tmp_path / "dlrm_s_pytorch.py").write_text(PEER)
+    run = made({"plain": [1.0], "tuned": [1.0]})
+    results = compare(both(), peer=tmp_path, rounds=1, iterations=3, threads=1, run=run)
+    peer = results["contestants"]["facebook"]
+    assert peer["step_ms"] == 5.0
+    assert peer["end_to_end_ms"] >= 20.0
+    assert results["against"] == "facebook" and results["losses_agree"] is False
+    assert [file.name for file in tmp_path.iterdir()] == ["dlrm_s_pytorch.py"]
+
+
+def test_a_peer_that_is_none_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"no dlrm_s_pytorch\.py"):
+        compare(both(), peer=tmp_path, rounds=1, iterations=3, threads=1)
+
+
+@pytest.mark.parametrize(
+    "program, said",
+    [
+        ("raise SystemExit('no such option')", "no such option"),
+        ("import sys; sys.exit(3)", "exit code 3"),
+        ("import no_such_package_of_anyone", "pip install no_such_package_of_anyone"),
+        ("print('Finished training it 1/9 of epoch 0, 5.00 ms/it, loss 9.0')", "failed"),
+    ],
+)
+def test_a_peer_that_fails_says_why(tmp_path, program, said):
+    (tmp_path / "dlrm_s_pytorch.py").write_text(program)
+    run = made({"plain": [1.0], "tuned": [1.0]})
+    results = compare(both(), peer=tmp_path, rounds=1, iterations=3, threads=1, run=run)
+    assert said in results["failures"]["facebook"]
+    assert results["against"] == "plain" and set(results["ratios"]) == {"tuned"}
+
+
+@pytest.mark.parametrize("rounds, iterations", [(0, 3), (2, 0)])
+def test_counts_that_measure_nothing_are_refused(rounds, iterations):
+    with pytest.raises(InputError, match=f"not {rounds} and {iterations}"):
+        compare(both(), peer=None, rounds=rounds, iterations=iterations, threads=1)
+
+
+# ---- cases ----------------------------------------------------------------------
+
+
+def test_cases_are_valid_parameters_and_grow_in_one_thing():
+    seed = load_parameters("parameters/seed.yaml")
+    for case in shape_cases("all")[1:]:
+        assert changed_parameters(seed, case.change)[0] != seed
+    shared, *_ = growth_cases(",".join(GROWTH))
+    assert shared.points == {name: float(value) for name, value in BASE_POINT.items()}
+    for name in GROWTH:
+        sizes = {}
+        for case in growth_cases(name):
+            given = changed_parameters(seed, case.change)[0]
+            sizes[case.points[name]] = (
+                given.training.batch_size
+                * len(given.model.table_rows)
+                * given.model.embedding_dim
+                * given.data.indices_per_lookup
+            )
+        assert set(sizes) == set(GROWTH[name]) and len(set(sizes.values())) == len(sizes)
+        base = sizes[BASE_POINT[name]]
+        assert all(base * value == sizes[value] * BASE_POINT[name] for value in sizes)
+    with pytest.raises(InputError, match="expected some of batch"):
+        growth_cases("width")
+    with pytest.raises(InputError, match="'9x9'"):
+        shape_cases("8x1M-10, 9x9")
+
+
+def test_goals_are_of_shapes_and_contestants_that_exist():
+    seed = load_parameters("parameters/seed.yaml")
+    names = set(contestants(seed, tuned_of(seed), ["bf16"]))
+    for shape, goals in GOALS.items():
+        assert shape in SHAPES and set(goals) <= names
+
+
+def test_the_presets_are_each_others_plain_and_tuned():
+    seed, tuned = (load_parameters(f"parameters/{name}.yaml") for name in ("seed", "tuned"))
+    assert changed_leaves(plain_of(tuned), seed) == []
+    assert changed_leaves(tuned_of(seed), tuned) == []
+    assert tuned_of(tuned) is tuned
+    # every option that tuned.yaml sets is known to be one for speed, or the data's
+    assert set(changed_leaves(seed, tuned)) <= {*speed_leaves(), "data.generator"}
+
+
+def test_tuning_keeps_the_law_of_the_data():
+    uniform = parameters_from_sections(SMALL | {"data": {"generator": "uniform"}})
+    assert tuned_of(uniform).data.generator == plain_of(uniform).data.generator == "uniform"
+
+
+def test_an_option_of_a_shape_is_for_the_tuned_ones_alone():
+    (case,) = shape_cases("8x1M-10-b16384")
+    seed = load_parameters("parameters/seed.yaml")
+    found = {n: of_case(n, p, case) for n, p in contestants(seed, seed, ["bf16"]).items()}
+    assert {n: p.training.micro_batch for n, p in found.items()} == {
+        "plain": None,
+        "tuned": 4096,
+        "tuned bf16": 4096,
+    }
+    assert {p.training.batch_size for p in found.values()} == {16384}
+
+
+def test_every_option_is_switched_off_once_and_the_ladder_leads_to_tuned():
+    seed = load_parameters("parameters/seed.yaml")
+    tuned = contestants(seed, tuned_of(seed), ["bf16"])["tuned bf16"]
+    leaves = [leaf for leaf in changed_leaves(seed, tuned) if leaf not in NEUTRAL]
+    variants = ablated(seed, tuned)
+    # the fused dense part's products and itself are one step
+    steps = steps_of(seed, tuned)
+    assert steps.count(TOGETHER) == 1 and len(steps) == len(leaves) - 1
+    assert {leaf for step in steps for leaf in step} == {*leaves}
+    off = [v for v in variants if v.kind == "without"]
+    assert [v.leaf for v in off] == [step[0] for step in steps]
+    for variant in off:
+        assert set(changed_leaves(variant.parameters, tuned)) == {variant.leaf, *variant.also}
+        assert len(variant.also) <= len(TOGETHER)
+    ladder = [v for v in variants if v.kind == "ladder"]
+    rungs = [seed, *(v.parameters for v in ladder), tuned]
+    added = [changed_leaves(a, b) for a, b in itertools.pairwise(rungs)]
+    assert added == [list(step) for step in steps]
+    assert [(v.leaf, *v.also) for v in ladder] == steps[:-1]
+    with pytest.raises(InputError, match="differ from the plain ones in nothing"):
+        steps_of(seed, seed)
+
+
+# ---- plans, and their file -------------------------------------------------------
+
+
+def plan(**changes):
+    given = {"rounds": 2, "iterations": 2, "plain": both()["plain"], "tuned": both()["tuned"]}
+    return Plan(**{**given, **changes})
+
+
+def endless(count):
+    """A stand-in that counts its calls and is interrupted at one of them."""
+    calls = []
+
+    def run(parameters, iterations, threads):
+        calls.append(threads)
+        if len(calls) == count:
+            raise KeyboardInterrupt
+        return Run(4.0, 8.0, [0.5] * (iterations + WARMUP))
+
+    run.calls = calls
+    return run
+
+
+def test_a_benchmark_that_was_killed_keeps_its_runs_and_goes_on(tmp_path):
+    file = tmp_path / "b.json"
+    with pytest.raises(KeyboardInterrupt):
+        run_plan(plan(threads=[1, 2]), file, run=endless(6))
+    kept = json.loads(file.read_text())
+    # four of one thread, judged; one of two threads
+    assert [(case["threads"], len(case["runs"])) for case in kept["cases"]] == [(1, 4), (2, 1)]
+    assert kept["cases"][0]["ratios"]["tuned"]["step_ms"]["mid"] == 1.0
+    rest = endless(0)
+    done = run_plan(plan(threads=[1, 2]), file, resume=True, run=rest)
+    assert rest.calls == [2, 2, 2], "what is there is not measured again"
+    assert [len(case["runs"]) for case in done["cases"]] == [4, 4]
+    assert json.loads(file.read_text()) == done
+    # further rounds, and another case, join it
+    more = endless(0)
+    grown = plan(rounds=3, cases=growth_cases("pooling")[:1])
+    done = run_plan(grown, file, resume=True, run=more)
+    assert [case["case"] for case in done["cases"]] == ["given", "given", "base"]
+    assert len(more.calls) == 6
+
+
+def test_a_benchmark_of_other_settings_is_not_gone_on_with(tmp_path):
+    file = tmp_path / "b.json"
+    run_plan(plan(), file, run=endless(0))
+    before = file.read_text()
+    with pytest.raises(InputError, match=r"b\.json: cannot be resumed: iterations was 2, now 3"):
+        run_plan(plan(iterations=3), file, resume=True, run=endless(0))
+    other = changed_parameters(both()["tuned"], {"training.fused_optimizer": True})[0]
+    with pytest.raises(InputError, match="contestant tuned was"):
+        run_plan(plan(tuned=other), file, resume=True, run=endless(0))
+    document = json.loads(before)
+    # a parameter that an earlier version did not have is at its default
+    del document["settings"]["reference"]["training"]["rank_timeout_s"]
+    file.write_text(json.dumps(document))
+    run_plan(plan(), file, resume=True, run=endless(0))
+    document["settings"]["reference"]["training"]["batch_size"] += 1
+    file.write_text(json.dumps(document))
+    with pytest.raises(InputError, match="cannot be resumed: reference was other ones"):
+        run_plan(plan(), file, resume=True, run=endless(0))
+    document = json.loads(before)
+    document["cases"][0]["change"] = {"training.batch_size": 2}
+    file.write_text(json.dumps(document))
+    with pytest.raises(InputError, match="given cannot be resumed: its change was"):
+        run_plan(plan(), file, resume=True, run=endless(0))
+    file.write_text('{"kind": "something else"}')
+    with pytest.raises(InputError, match="no benchmark of this version"):
+        run_plan(plan(), file, resume=True, run=endless(0))
+    file.write_text(before)
+    run_plan(plan(iterations=3), file, run=endless(0))
+    assert json.loads(file.read_text())["settings"]["iterations"] == 3, "begun anew"
+
+
+def test_who_lacks_a_package_is_not_tried_in_every_case(tmp_path):
+    (tmp_path / "dlrm_s_pytorch.py").write_text(
+        f"open({str(tmp_path / 'log')!r}, 'a').write('x')\nimport no_such_package_of_anyone"
+    )
+    cases = growth_cases("pooling")[:2]
+    done = run_plan(plan(peer=tmp_path, cases=cases), run=endless(0))
+    assert (tmp_path / "log").read_text() == "x"
+    assert all("pip install" in case["failures"]["facebook"] for case in done["cases"])
+
+
+def test_a_case_that_was_cut_short_does_not_fail_another_call():
+    cut = {"case": "given", "runs": []}
+    good = {**cut, "failures": {}, "losses_agree": True}
+    assert exit_status([cut, good]) == 0
+    assert exit_status([cut, {**good, "losses_agree": False}]) == 1
+    assert exit_status([good, {**good, "failures": {"tuned": "out of luck"}}]) == 1
+
+
+def test_options_are_measured_one_by_one():
+    done = run_plan(plan(ablation=True, cases=[]), run=endless(0))
+    (case,) = done["cases"]
+    assert case["kind"] == "ablation"
+    kinds = [(v["kind"], v["leaf"]) for v in case["ablated"]["variants"]]
+    assert kinds == [("without", "data.generator"), ("ladder", "data.generator")]
+    assert case["ablated"]["variants"][-1]["name"] == case["ablated"]["all"] == "tuned"
+    assert set(case["contestants"]) == {"plain", "tuned", "without generator"}
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"rounds": 0}, "rounds >= 1"),
+        ({"threads": [0]}, "from 1 to 1024"),
+        ({"threads": []}, "from 1 to 1024"),
+        ({"threads": [1, 100_000]}, "from 1 to 1024"),
+        ({"precisions": ["fp8"]}, "fp8"),
+        ({"peer": Path("/nowhere")}, "no facebookresearch/dlrm checkout"),
+        ({"cases": [Case("x", "", {"model.embedding_dim": 7, "model.top_mlp": [3]})]}, "ends in 3"),
+    ],
+)
+def test_a_plan_that_cannot_work_is_refused_before_anything_runs(changes, said):
+    with pytest.raises(InputError, match=said):
+        plan(**changes)
+
+
+def test_contestants_are_confined_to_the_cores_asked_for():
+    before = os.sched_getaffinity(0)
+    with cores_of(1) as count:
+        assert count == 1 and len(os.sched_getaffinity(0)) == 1
+        child = "import os; print(len(os.sched_getaffinity(0)))"
+        seen = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True)
+        assert seen.stdout.strip() == "1"
+    assert os.sched_getaffinity(0) == before
+    with pytest.raises(InputError, match=f"expected 1 to {len(before)}"), cores_of(10_000):
+        pass
+
+
+def test_the_command_writes_json_with_shares_of_the_limits(tmp_path):
+    (tmp_path / "p.yaml").write_text(json.dumps(SMALL))
+    command = [sys.executable, "-m", "dlrm_core", "bench", "--rounds=1", "--iterations=2"]
+    command += ["-f", "p.yaml", "--roofline", "--json", "out/bench.json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    written = json.loads((tmp_path / "out" / "bench.json").read_text())
+    assert written["settings"]["environment"]["1"]["OMP_NUM_THREADS"] == "1"
+    assert written["machine"] and written["settings"]["contestants"]["tuned"]
+    (case,) = written["cases"]
+    assert (case["case"], case["threads"], case["losses_agree"]) == ("given", 1, True)
+    assert {row["what"] for row in written["shares"]} == {"dense", "embedding"}
+    for row in written["shares"]:
+        assert row["share"] > 0 and row["low"] <= row["share"] <= row["high"]
+    assert "end to end" in done.stdout
+
+
+def test_resume_without_a_file_is_refused(capsys):
+    assert main(["bench", "--resume"]) == 2
+    assert "--resume goes on with the benchmark in --json FILE" in capsys.readouterr().err

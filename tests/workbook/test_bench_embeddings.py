@@ -1,0 +1,239 @@
+"""``dlrm bench --embeddings`` and the TorchRec contestant: turns, ratios, equality, refusals."""
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from dlrm_core.config import parameters_from_sections
+from dlrm_core.errors import InputError, MissingToolError
+from dlrm_workbook.studies.bench import embeddings as bench
+from dlrm_workbook.studies.bench import torchrec as bench_torchrec
+from dlrm_workbook.studies.bench.embeddings_run import (
+    GROUPS,
+    UPDATES,
+    EmbeddingCase,
+    groups_of,
+)
+from dlrm_workbook.studies.bench.runs import run_ours
+
+CASE = EmbeddingCase("small", "sgd", 3, 16, targets=(("facebook", 5.0),))
+
+
+def fake_run(totals, order=None, results=None):
+    """A contestant of given milliseconds that leaves results as a process does."""
+
+    def run(name, group, threads, iterations, peer, samples):
+        if order is not None:
+            order.append(name)
+        if isinstance(totals[name], Exception):
+            raise totals[name]
+        for case in group:
+            rows = (results or {}).get(name, np.ones((3, 2), np.float32))
+            if name != "memory":
+                np.savez(samples / f"{case.name}.npz", rows=rows, pooled=rows)
+        phases = {"forward": 0.25, "backward": 0.25, "update": 0.5}
+        return {
+            case.name: {phase: [totals[name] * part] * iterations for phase, part in phases.items()}
+            for case in group
+        }
+
+    return run
+
+
+TOTALS = {"facebook": 100.0, "torch": 90.0, "fbgemm": 50.0, "fused": 20.0, "memory": 15.0}
+
+
+def test_everyone_takes_a_turn_at_being_first_and_ratios_are_of_rounds():
+    document, order = bench.new_document(4, False), []
+    bench.run_group(document, [CASE], 1, 5, 4, None, None, fake_run(TOTALS, order))
+    assert [order[5 * n] for n in range(5)] == ["facebook", "torch", "fbgemm", "fused", "memory"]
+    (row,) = document["cases"]
+    assert len(row["rounds"]) == 5
+    ratio = row["ratios"]["fused"]["facebook"]
+    assert ratio == {"median": 5.0, "low": 5.0, "high": 5.0}
+    assert row["share_of_row_accesses"]["total_ms"]["median"] == pytest.approx(0.75)
+    assert row["targets"] == [{"against": "facebook", "wanted": 5.0, "reached": 5.0}]
+    assert row["agree"] and not row["failures"]
+    text = bench.describe(row)
+    assert "fused is 5.00x (5.00 to 5.00) as fast as facebook, wanted 5.0x" in text
+    assert "75% of the pace of bare accesses" in text
+
+
+def test_a_machine_that_slows_down_does_not_change_the_ratio():
+    document = bench.new_document(4, False)
+    for rounds, slower in ((1, 1.0), (2, 3.0), (3, 9.0)):
+        slow = {name: time_ms * slower for name, time_ms in TOTALS.items()}
+        bench.run_group(document, [CASE], 1, rounds, 4, None, None, fake_run(slow))
+    assert document["cases"][0]["ratios"]["fused"]["fbgemm"]["high"] == pytest.approx(2.5)
+
+
+def test_going_on_measures_only_the_rounds_that_lack(tmp_path):
+    file, order = tmp_path / "e.json", []
+    document = bench.new_document(4, False)
+    bench.run_group(document, [CASE], 1, 2, 4, None, file, fake_run(TOTALS, order))
+    again = bench.resumed(json.loads(file.read_text()), bench.new_document(4, False), file)
+    bench.run_group(again, [CASE], 1, 3, 4, None, file, fake_run(TOTALS, order))
+    assert len(order) == 15
+    bench.run_group(again, [CASE], 2, 1, 4, None, file, fake_run(TOTALS, order))
+    assert [(row["threads"], len(row["rounds"])) for row in again["cases"]] == [(1, 3), (2, 1)]
+    with pytest.raises(InputError, match="its iterations is 4, not 8"):
+        bench.resumed(json.loads(file.read_text()), bench.new_document(8, False), file)
+    other = bench.new_document(4, False) | {"versions": {"torch": "1.0"}}
+    with pytest.raises(InputError, match="its versions is"):
+        bench.resumed(json.loads(file.read_text()), other, file)
+
+
+@pytest.mark.parametrize(
+    ("found", "same"),
+    [
+        (np.full((3, 2), 1.0005, np.float32), True),
+        (np.full((3, 2), 1.002, np.float32), False),
+        (np.full((3, 2), np.nan, np.float32), False),
+        (np.ones((2, 2), np.float32), False),
+    ],
+)
+def test_who_computes_something_else_is_found(found, same):
+    document = bench.new_document(4, False)
+    run = fake_run(TOTALS, results={"fused": found})
+    bench.run_group(document, [CASE], 1, 1, 4, None, None, run)
+    (row,) = document["cases"]
+    assert row["agree"] is same
+    assert ("NOT the same results" in bench.describe(row)) is not same
+
+
+def test_one_lost_step_of_a_row_is_no_rounding():
+    # of the bench: rate 0.1, gradients from 0.005 on
+    before = np.zeros((1, 1), np.float32) + 1e-3
+    assert bench._share(before, before - np.float32(0.1 * 0.005)) > 1
+
+
+def test_who_fails_is_named_and_the_others_are_compared():
+    document = bench.new_document(4, False)
+    totals = TOTALS | {"fbgemm": InputError("pip install fbgemm-gpu-cpu")}
+    bench.run_group(document, [CASE], 1, 2, 4, None, None, fake_run(totals))
+    (row,) = document["cases"]
+    assert row["failures"] == {"fbgemm": "pip install fbgemm-gpu-cpu"}
+    assert "fbgemm" not in row["contestants"] and "fbgemm" not in row["ratios"]["fused"]
+    assert "fbgemm did not run: pip install" in bench.describe(row)
+
+
+def test_the_contention_study_compares_the_papers_updates():
+    study = GROUPS["contention"]
+    assert all(case.contestants == UPDATES == tuple(case.contestants) for case in study)
+    assert {case.skew is None for case in study} == {True, False}
+    document = bench.new_document(4, False)
+    totals = {"naive": 60.0, "atomic": 90.0, "locked": 30.0, "race_free": 10.0}
+    bench.run_group(document, study[:1], 2, 1, 4, None, None, fake_run(totals))
+    (row,) = document["cases"]
+    assert row["ratios"]["race_free"]["atomic"]["median"] == pytest.approx(9.0)
+    assert row["share_of_row_accesses"] is None
+    assert "race_free is 6.00x" in bench.describe(row)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"), [("sgd,fast", "--embeddings is 'fast'"), ("", "--embeddings is ''")]
+)
+def test_unknown_groups_are_refused(names, message):
+    with pytest.raises(InputError, match=message):
+        groups_of(names)
+
+
+def test_groups_share_their_contestants_and_names_are_one_cases_only():
+    names = [case.name for group in GROUPS.values() for case in group]
+    assert len(names) == len(set(names))
+    for group in groups_of("all").values():
+        assert len({case.contestants for case in group}) == 1
+
+
+@pytest.mark.parametrize("threads", ["0", "two", "1,-1"])
+def test_impossible_counts_are_refused(threads):
+    arguments = argparse.Namespace(
+        peer=None, json=None, iterations=2, resume=False, argv=["dlrm"], threads=threads,
+        embeddings="sgd", rounds=1,
+    )  # fmt: skip
+    with pytest.raises(InputError, match="--threads is"):
+        bench.bench_embeddings(arguments)
+
+
+def test_real_contestants_compute_the_same(monkeypatch):
+    monkeypatch.setattr(bench, "ROWS", 2000)
+    names = ["facebook", "fused", "memory"]  # fbgemm: tests/test_embedding_backends.py
+    group = [
+        dataclasses.replace(CASE, name=f"{optimizer}-{skew}", optimizer=optimizer, skew=skew)
+        for optimizer in ("sgd", "rowwise_adagrad")
+        for skew in (None, 1.45)
+    ]
+    group = [dataclasses.replace(case, contestants=tuple(names)) for case in group]
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    document = bench.new_document(2, False)
+    bench.run_group(document, group, 1, 1, 2, None, None)
+    for row in document["cases"]:
+        assert row["agree"] and not row["failures"]
+        assert set(row["contestants"]) == set(names)
+        assert all(figures["total_ms"] > 0 for figures in row["contestants"].values())
+        assert row["differences"][0].keys() == set(names) - {"facebook", "memory"}
+
+
+# ---- TorchRec ------------------------------------------------------------------------------------
+
+
+def small(**training):
+    return parameters_from_sections(
+        {
+            "model": {
+                "bottom_mlp": "16-32-8",
+                "top_mlp": "32-16-1",
+                "embedding_dim": 8,
+                "table_rows": [1000, 50, 3],
+            },
+            "data": {"indices_per_lookup": 10},
+            "training": {"batch_size": 64, "seed": 5, "learning_rate": 0.05} | training,
+        }
+    )
+
+
+@pytest.mark.parametrize("features", [2, 3, 9])
+def test_torchrecs_pairs_are_ours_in_another_order(features):
+    vectors = torch.randn(features, 5)
+    products = vectors @ vectors.T
+    ours = products[tuple(torch.tril_indices(features, features, offset=-1))]
+    theirs = products[tuple(torch.triu_indices(features, features, offset=1))]
+    assert torch.equal(ours[bench_torchrec.pair_order(features)], theirs)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("torchrec") is None,
+    reason="torchrec is not installed (its package declares FBGEMM's CUDA build)",
+)
+def test_torchrec_trains_as_our_model_does():
+    given = small(optimizer="rowwise_adagrad")
+    theirs = bench_torchrec.run_torchrec(given, 2, 1)
+    ours = run_ours(given, 2, 1)
+    assert theirs.losses == pytest.approx(ours.losses, abs=1e-5)
+    assert 0 < theirs.step_ms <= theirs.end_to_end_ms
+
+
+def test_without_torchrec_the_message_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingToolError, match=r"pip install --no-deps torchrec==1\.8\.0"):
+        bench_torchrec.run_torchrec(small(), 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("section", "leaf", "value", "message"),
+    [
+        ("model", "interaction", "cat", "model.interaction is 'cat'"),
+        ("training", "precision", "bf16", "training.precision is 'bf16'"),
+        ("training", "optimizer", "adam", "training.optimizer is 'adam'"),
+    ],
+)
+def test_what_torchrecs_model_cannot_be_is_refused(section, leaf, value, message):
+    sections = small().to_sections()
+    sections[section][leaf] = value
+    with pytest.raises(InputError, match=message):
+        bench_torchrec.require_same_model(parameters_from_sections(sections))

@@ -1,0 +1,311 @@
+"""Pages and notebooks as a reader meets them: in a browser, with the network off."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pandas as pd
+import plotly.graph_objects as go
+import pytest
+from browser import COUNT_MARKS, check_page, open_page, require_browser, wait_for_marks
+from conftest import Chain
+from sample_notebooks import PAYLOADS, REPORT, write_notebook
+
+from dlrm_workbook.analysis.findings.finding import Finding
+from dlrm_workbook.runner.pages import FIGURE, render_html
+from dlrm_workbook.runner.run import CHAIN, run_notebook
+from dlrm_workbook.runs import NOTEBOOKS, REPOSITORY, RunFolder, latest_run
+from dlrm_workbook.show.bottlenecks_tables import verdict
+from dlrm_workbook.show.tables import Table, Text
+
+pytestmark = [pytest.mark.browser, pytest.mark.notebook]
+
+FIGURES = 3  # in REPORT
+OURS = {path.stem for path in NOTEBOOKS.glob("*.ipynb")}
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A run of a notebook with three figures, of which one is drawn by WebGL."""
+    require_browser()
+    folder = tmp_path_factory.mktemp("report")
+    write_notebook(folder / "notebooks" / "report.ipynb", REPORT)
+    (folder / "p.yaml").write_text("title: A test\n")
+    return run_notebook(
+        "report", folder / "p.yaml", output_root=folder / "out", notebooks=folder / "notebooks"
+    )
+
+
+def test_page_draws_every_figure_and_asks_for_nothing(report: RunFolder) -> None:
+    check_page(report.html, figures=FIGURES)
+
+
+def test_on_a_phone_figures_keep_their_size_and_scroll(report: RunFolder) -> None:
+    with open_page(report.html.as_uri(), viewport={"width": 420, "height": 900}) as (page, _):
+        page.wait_for_selector(".xtick text")
+        assert page.evaluate("document.documentElement.scrollWidth") == 420
+        widths = page.evaluate("[...document.querySelectorAll('.plot')].map(p => p.offsetWidth)")
+        assert len(widths) == FIGURES and min(widths) >= 640
+
+
+def test_colours_follow_the_reader(report: RunFolder) -> None:
+    url = report.html.as_uri()
+    with open_page(url, color_scheme="light") as (page, _):
+        background = "() => getComputedStyle(document.body).backgroundColor"
+        text = "() => getComputedStyle(document.querySelector('.xtick text')).fill"
+        page.wait_for_selector(".xtick text")
+        light = page.evaluate(background), page.evaluate(text)
+        page.emulate_media(color_scheme="dark")
+        page.wait_for_timeout(800)
+        dark = page.evaluate(background), page.evaluate(text)
+        assert light[0] != dark[0]
+        assert light[1] != dark[1], "the axes' text must stay readable"
+        assert all(page.evaluate(COUNT_MARKS))
+
+
+def test_code_is_hidden_until_asked_for(report: RunFolder) -> None:
+    with open_page(report.html.as_uri()) as (page, _):
+        first = page.locator("details.code").first
+        assert not first.locator("pre").is_visible()
+        first.locator("summary").click()
+        assert first.locator("pre").is_visible()
+        page.get_by_role("button", name="Show all code").click()
+        assert page.locator("details.code pre >> visible=true").count() == (
+            page.locator("details.code").count()
+        )
+
+
+def test_policy_of_the_page_stops_what_a_notebook_smuggles_in(tmp_path: Path) -> None:
+    nb = nbformat.v4.new_notebook()
+    nb.cells = [
+        nbformat.v4.new_markdown_cell('<img src="https://example.org/a.png" alt="a"> words'),
+        nbformat.v4.new_code_cell(
+            "x",
+            outputs=[
+                nbformat.v4.new_output(
+                    "display_data",
+                    {
+                        "text/html": '<script src="https://example.org/x.js"></script>'
+                        '<p onclick="x()" style="background:url(//example.org/b.png)">kept</p>'
+                    },
+                )
+            ],
+        ),
+    ]
+    nbformat.write(nb, tmp_path / "n.ipynb")
+    html = render_html(tmp_path / "n.ipynb", tmp_path / "n.html")
+    check_page(html, figures=0)
+    with open_page(html.as_uri()) as (page, seen):
+        page.evaluate("fetch('https://example.org/').catch(() => 0)")
+        page.wait_for_timeout(300)
+        assert seen.leaving(html.as_uri()) == []
+        assert "kept" in page.inner_text("main")
+
+
+def test_no_name_of_a_recording_runs_as_a_script(tmp_path: Path) -> None:
+    statement = "document.body.dataset.ran=1"
+    name = " ".join(payload.replace("RUN", statement) for payload in PAYLOADS)
+    finding = Finding(
+        id="f",
+        title=f"A title {name}",
+        component="embedding",
+        share_of_step=0.5,
+        evidence=f"Evidence of {name}",
+        advice=f"In `libfoo {name}.so`: {name}",
+    )
+    nodes = Table(["function", "module"], [[name, f"lib{name}.so"]])
+    bars = go.Figure(go.Bar(x=[f"f {name}", "g"], y=[3, 9], name=name, hovertext=[name, name]))
+    bars.update_layout(title=name, xaxis_title=name, showlegend=True)
+    table = pd.DataFrame({"function": [name]}).to_html(escape=False)
+    outputs = [
+        {"text/markdown": Text(f"**{name}**")._repr_markdown_()},
+        {"text/markdown": verdict([finding], name)._repr_markdown_()},
+        {"text/html": nodes._repr_html_()},
+        {"text/html": table},
+        {FIGURE: json.loads(bars.to_json())},
+        {"text/plain": name},
+    ]
+    new_cell, new_output = nbformat.v4.new_code_cell, nbformat.v4.new_output
+    nb = nbformat.v4.new_notebook()
+    nb.cells = [
+        nbformat.v4.new_markdown_cell(f"# A page of {name}\n\n## A part {name}"),
+        new_cell(f"title = {name!r}", metadata={"tags": ["parameters"]}),
+        *(new_cell("x", outputs=[new_output("display_data", mime)]) for mime in outputs),
+        new_cell("x", outputs=[new_output("error", ename=name, evalue=name, traceback=[name])]),
+    ]
+    nbformat.write(nb, tmp_path / "n.ipynb")
+    run = {"status": "failed", "error": name, "preset": name, "command": name}
+    html = render_html(tmp_path / "n.ipynb", tmp_path / "n.html", run)
+    check_page(html, figures=1)
+    with open_page(html.as_uri()) as (page, seen):
+        wait_for_marks(page, 1)
+        page.locator(".nsewdrag").first.hover()
+        for link in page.locator("main a, .plot a").all():
+            assert "javascript" not in (link.get_attribute("href") or "")
+        page.wait_for_timeout(500)
+        assert page.evaluate("document.body.dataset.ran") is None
+        assert seen.console_errors == [], "nothing even tried, so the policy had nothing to stop"
+        # and the policy alone holds too
+        page.evaluate(
+            f"document.querySelector('main').innerHTML = '<img src=x onerror=' + '{statement}>'"
+        )
+        page.wait_for_timeout(500)
+        assert page.evaluate("document.body.dataset.ran") is None
+        assert "Content Security Policy" in " ".join(seen.console_errors)
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Iterator[tuple[str, str, Path]]:
+    """A JupyterLab of its own settings on a free port: address, token, and its root folder."""
+    require_browser()
+    root = tmp_path / "root"
+    root.mkdir()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    token = secrets.token_hex(16)
+    settings = {f"JUPYTER_{name}_DIR": str(tmp_path / name) for name in ("CONFIG", "RUNTIME")}
+    # no question about news in front of the notebook
+    news = tmp_path / "settings" / "@jupyterlab" / "apputils-extension"
+    news.mkdir(parents=True)
+    (news / "notification.jupyterlab-settings").write_text('{"fetchNews": "false"}')
+    log = (tmp_path / "lab.log").open("w+")
+    server = subprocess.Popen(
+        [
+            sys.executable,
+            *("-m", "jupyterlab", "--no-browser", "--allow-root"),
+            "--ServerApp.ip=127.0.0.1",
+            f"--ServerApp.port={port}",
+            "--ServerApp.port_retries=0",
+            f"--ServerApp.root_dir={root}",
+            f"--LabApp.workspaces_dir={tmp_path / 'workspaces'}",
+            f"--LabApp.user_settings_dir={tmp_path / 'settings'}",
+            "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
+            "--LabApp.news_url=",
+            "--LabApp.extension_manager=readonly",
+        ],
+        # the token goes by the environment: arguments can be read by every user
+        env=os.environ | settings | {"JUPYTER_TOKEN": token, "PYTHONPATH": str(REPOSITORY)},
+        stdout=log,
+        stderr=log,
+    )
+    address = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + 60
+        while not _answers(f"{address}/api"):
+            assert server.poll() is None and time.monotonic() < deadline, _read(log)
+            time.sleep(0.3)
+        yield address, token, root
+    finally:
+        server.terminate()
+        try:
+            server.wait(20)
+        except subprocess.TimeoutExpired:
+            server.kill()
+        log.close()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as reply:
+            return "version" in json.load(reply)
+    except (OSError, urllib.error.URLError):
+        return False
+
+
+def _read(log) -> str:
+    log.seek(0)
+    return log.read()
+
+
+@contextmanager
+def run_all_cells(lab: tuple[str, str, Path], name: str, timeout_s: float) -> Iterator[Any]:
+    """Open a notebook of the lab's root folder, Run All, and wait until every cell has run."""
+    address, token, _ = lab
+    url = f"{address}/lab/tree/{name}?token={token}"
+    # tall enough for all cells at once: JupyterLab draws outputs as they come into view
+    with open_page(url, address, viewport={"width": 1400, "height": 9000}) as (page, seen):
+        page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=60_000)
+        # what is sent to a kernel that is still starting may be lost
+        page.get_by_text("| Idle").wait_for(timeout=60_000)
+        page.get_by_role("menuitem", name="Run", exact=True).click()
+        page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+        # the prompt of a cell that has run is a number; [ ] is not begun, [*] is going on
+        page.wait_for_function(
+            "() => [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')]"
+            ".every((prompt) => /[0-9]/.test(prompt.textContent))",
+            timeout=timeout_s * 1000,
+        )
+        yield page
+        failures = page.locator(".jp-OutputArea-output[data-mime-type*='error']").all_inner_texts()
+        assert failures == []
+        assert seen.leaving(address, address.replace("http", "ws")) == []
+
+
+def test_notebook_runs_in_jupyterlab(lab: tuple[str, str, Path]) -> None:
+    write_notebook(lab[2] / "report.ipynb", REPORT)
+    with run_all_cells(lab, "report.ipynb", 60) as page:
+        wait_for_marks(page, FIGURES)
+        page.get_by_text("count is 3").wait_for()
+
+
+def test_executed_notebook_shows_charts_in_jupyterlab_without_trust(
+    lab: tuple[str, str, Path], report: RunFolder
+) -> None:
+    address, token, root = lab
+    (root / "done.ipynb").write_bytes(report.ipynb.read_bytes())
+    url = f"{address}/lab/tree/done.ipynb?token={token}"
+    with open_page(url, address, viewport={"width": 1400, "height": 5000}) as (page, _):
+        wait_for_marks(page, FIGURES, 60.0)
+
+
+@pytest.fixture(scope="module")
+def our_runs(quick_chain: Chain, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Output root of our own with a finished run of each of our notebooks, of quick.yaml."""
+    require_browser()
+    return Path(shutil.copytree(quick_chain.root, tmp_path_factory.mktemp("ours") / "outputs"))
+
+
+@pytest.mark.parametrize("name", [name for name in CHAIN if name in OURS])
+def test_our_pages_draw_every_figure_and_ask_for_nothing(our_runs: Path, name: str) -> None:
+    folder = latest_run(our_runs, name)
+    assert folder is not None
+    html = folder / f"{name}.html"
+    assert html.read_text(encoding="utf-8").count('class="plot"') > 0
+    assert (folder / f"{name}.ipynb").stat().st_size < 2_000_000
+    check_page(html)
+
+
+@pytest.mark.parametrize("name", [name for name in CHAIN if name in OURS])
+def test_our_notebooks_run_in_jupyterlab(
+    lab: tuple[str, str, Path], quick_chain: Chain, our_runs: Path, name: str
+) -> None:
+    done = latest_run(our_runs, name)
+    assert done is not None
+    # with the cell that papermill put in: the quick parameters instead of the experiment's
+    nb = nbformat.read(done / f"{name}.ipynb", as_version=4)
+    for cell in nb.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+            # how a profile is made is no matter of the browser
+            source = cell.source.replace('"probes": True', '"probes": False')
+            cell.source = source.replace(str(quick_chain.root), str(our_runs))
+    nb.metadata.pop("widgets", None)
+    nbformat.write(nb, lab[2] / f"{name}.ipynb")
+    figures = (done / f"{name}.html").read_text(encoding="utf-8").count('class="plot"')
+    with run_all_cells(lab, f"{name}.ipynb", 240) as page:
+        wait_for_marks(page, figures)

@@ -1,0 +1,275 @@
+"""Comparisons of finished runs and of a change: parts, trees, verdicts, what is drawn."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from compare_profiles import PARTS, made_runs, make_profile, noisy, saved, tiny
+
+from dlrm_core.errors import InputError
+from dlrm_workbook.analysis.compare import (
+    circumstances,
+    compare_parts,
+    differing,
+    mixed_causes,
+    part_estimates,
+    ratio_interval,
+    step_estimate,
+)
+from dlrm_workbook.analysis.difference_tree import difference_tree, largest_changes
+from dlrm_workbook.analysis.ensemble import Ensemble, part_table
+from dlrm_workbook.changes import apply_change
+from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.show.theme import FASTER, SLOWER, difference_colour
+from dlrm_workbook.studies.compare import (
+    comparison,
+)
+from dlrm_workbook.studies.compare import (
+    show as compare_figures,
+)
+from dlrm_workbook.studies.compare import (
+    show as compare_presentation,
+)
+from dlrm_workbook.studies.compare.measure import TimedRun
+from dlrm_workbook.studies.sweep import show as sweep_figures
+from dlrm_workbook.studies.sweep import show as sweep_presentation
+
+# ---- finished runs --------------------------------------------------------------
+
+
+def test_a_planted_difference_is_found_and_nothing_else() -> None:
+    wrong = missed = 0
+    for seed in range(20):
+        before, after = noisy(seed), noisy(seed + 100, {PARTS[1]: 1.2})
+        parts = compare_parts(part_estimates(before), part_estimates(after))
+        told = {(r.component, r.phase): r.verdict for r in parts.itertuples()}
+        missed += told["top_mlp", "forward"] != "slower"
+        wrong += any(told[part] != "no difference shown" for part in (PARTS[0], PARTS[2]))
+    assert missed <= 1 and wrong <= 2
+
+
+def test_interval_of_the_whole_step_holds_the_truth() -> None:
+    inside = 0
+    for seed in range(30):
+        before, after = noisy(seed), noisy(seed + 50, {PARTS[0]: 0.5})
+        inside += ratio_interval(step_estimate(before), step_estimate(after)).contains(9 / 7)
+    assert inside >= 26
+
+
+def test_sampled_parts_have_the_error_of_counting() -> None:
+    whole = noisy(0)
+    profile = Profile.build(
+        contexts=whole.contexts,
+        metrics=whole.metrics,
+        values=whole.values.assign(
+            value=whole.values["value"].where(whole.values["context"] != 3, 5.0)
+        ),
+        threads=whole.threads,
+        meta=whole.meta | {"passes": [{"iterations": 20}]},
+    )
+    table = part_estimates(profile)
+    assert set(table["of"]) == {"samples"} and np.isinf(table["degrees"]).all()
+    relative = table["se_ms"] / table["time_ms"]
+    assert relative.to_numpy() == pytest.approx(1 / np.sqrt(table["observations"].to_numpy()))
+    assert (table["observations"] >= 0.99).all()
+
+
+def test_only_what_differs_is_listed() -> None:
+    same = differing([circumstances(noisy(0)), circumstances(noisy(1))])
+    assert same.empty and mixed_causes(same) == ""
+    sections = tiny().to_sections()
+    sections["training"]["batch_size"] = 32
+    other = noisy(1, meta={"parameters": sections, "versions": {"torch": "3"}})
+    found = differing([circumstances(noisy(0)), circumstances(other)])
+    assert found["name"].tolist() == ["training.batch_size", "torch"]
+    assert found["values"].tolist() == [[16, 32], ["2", "3"]]
+    said = mixed_causes(found)
+    assert "mixes causes" in said and "torch" in said and "1 parameter" in said
+    assert mixed_causes(found[found["kind"] == "parameters"]) == ""
+
+
+def test_trees_lie_over_each_other() -> None:
+    before, after = noisy(0), noisy(1, {PARTS[1]: 2.0})
+    tree = difference_tree(before, after)
+    root = tree[tree["parent"] == ""]
+    assert len(root) == 1
+    assert root["before_ms"].iloc[0] == pytest.approx(step_all(before))
+    assert root["after_ms"].iloc[0] == pytest.approx(step_all(after))
+    assert tree["self_after_ms"].sum() == pytest.approx(step_all(after))
+    seen = {""}
+    for row in tree.itertuples():
+        assert row.parent in seen
+        seen.add(row.id)
+    changes = largest_changes(tree)
+    assert changes["label"].iloc[0] == "aten::top_mlp_forward"
+    assert changes["path"].iloc[0] == ["dlrm::top_mlp::forward", "aten::top_mlp_forward"]
+    assert largest_changes(difference_tree(before, before)).empty
+
+
+def step_all(profile: Profile) -> float:
+    return float((profile.iterations["end_ns"] - profile.iterations["start_ns"]).mean() / 1e6)
+
+
+def test_nodes_of_one_run_only_are_new_or_gone() -> None:
+    before = make_profile({PARTS[0]: np.full(4, 5.0), PARTS[1]: np.full(4, 1.0)})
+    after = make_profile({PARTS[1]: np.full(4, 1.0), PARTS[2]: np.full(4, 2.0)})
+    state = largest_changes(difference_tree(before, after)).set_index("label")["state"]
+    assert state["aten::data_forward"] == "gone" and state["aten::top_mlp_backward"] == "new"
+
+
+def test_a_call_without_samples_is_not_gone() -> None:
+    sampled = {"engine": "hpctoolkit"}
+    before = make_profile({PARTS[0]: np.full(4, 5.0), PARTS[1]: np.full(4, 1.0)}, sampled)
+    after = make_profile({PARTS[1]: np.full(4, 1.0), PARTS[2]: np.full(4, 2.0)}, sampled)
+    changes = largest_changes(difference_tree(before, after))
+    lines = changes.set_index("label")
+    gone, new = lines.loc["aten::data_forward"], lines.loc["aten::top_mlp_backward"]
+    assert gone["state"] == "no samples after" and np.isnan(gone["after_ms"])
+    assert new["state"] == "no samples before" and np.isnan(new["before_ms"])
+    rows = compare_presentation.changes_table(changes).rows  # type: ignore[union-attr]
+    assert ["5.000", "–", "–", "no samples after"] in [row[3:] for row in rows]
+
+
+def test_a_call_that_moved_is_not_gone() -> None:
+    before, after = noisy(0), noisy(0)
+    names = after.contexts["name"].replace("dlrm::data::forward", "dlrm::loading")
+    after = dataclasses.replace(after, contexts=after.contexts.assign(name=names))
+    state = largest_changes(difference_tree(before, after))
+    told = state[state["label"] == "aten::data_forward"]["state"]
+    assert set(told) == {"other caller before", "other caller after"}
+
+
+def test_trees_of_two_profilers_meet_in_the_parts() -> None:
+    other = noisy(1, meta={"engine": "hpctoolkit"})
+    parts = part_estimates(other).set_index(["component", "phase"])["time_ms"]
+    whole = difference_tree(noisy(0), other)[1:].set_index(["component", "phase"])["after_ms"]
+    assert whole.sort_index().to_numpy() == pytest.approx(parts.sort_index().to_numpy())
+    tree = difference_tree(noisy(0), other)
+    assert tree["label"].tolist()[0] == "step"
+    assert set(tree["label"][1:]) == {"data forward", "top_mlp forward", "top_mlp backward"}
+
+
+def test_finished_runs_make_a_whole_document(tmp_path: Path) -> None:
+    places = [saved(tmp_path / "a", noisy(0)), saved(tmp_path / "b", noisy(1, {PARTS[0]: 2.0}))]
+    places.append(saved(tmp_path / "c", noisy(2, meta={"versions": {"torch": "3"}})))
+    compared = comparison.start(tiny(), tmp_path, change={}, runs=places)
+    document = json.loads(compared.finish().read_text())
+    assert document["kind"] == "runs" and document["status"] == "finished"
+    first = document["outcomes"][0]
+    assert (first["before"], first["after"]) == ("a", "b")
+    assert first["measured"]["speedup"]["mid"] == pytest.approx(9 / 13, rel=0.05)
+    assert {"component": "data", "verdict": "slower"}.items() <= first["parts"][0].items()
+    assert "mixes causes" in document["mixed_causes"]
+    said = compare_presentation.verdict(compared).markdown
+    assert "0.6" in said and "mixes causes" in said
+    assert len(compare_presentation.outcomes_table(compared).rows) == 2
+    rows = compare_presentation.differences_table(compared.differences, ["a", "b", "c"]).rows  # type: ignore[union-attr]
+    assert rows == [["versions", "torch", "2", "2", "3"]]
+
+
+def test_what_contradicts_itself_is_refused(tmp_path: Path) -> None:
+    place = saved(tmp_path / "a", noisy(0))
+    with pytest.raises(InputError, match="give one of them"):
+        comparison.start(tiny(), tmp_path, change={"training.seed": 1}, runs=[place])
+    with pytest.raises(InputError, match="expected at least two"):
+        comparison.start(tiny(), tmp_path, change={}, runs=[place])
+    with pytest.raises(InputError, match="is what the parameters say already"):
+        comparison.start(tiny(), tmp_path, change={"training.batch_size": 16})
+    other = apply_change(tiny(), {"training.batch_size": 64})
+    with pytest.raises(InputError, match=r"measured with training.batch_size 16, but .* say 64"):
+        comparison.start(other, tmp_path, change={"data.generator": "zipf"}, profile_run=place)
+    with pytest.raises(InputError, match="rounds is 0"):
+        comparison.start(tiny(), tmp_path, change={"data.generator": "zipf"}, rounds=0)
+
+
+def change_comparison(tmp_path: Path) -> comparison.ChangeComparison:
+    """A change that was run in three rounds, without having run anything."""
+    place = saved(tmp_path / "a", noisy(0))
+    change = {"data.generator": "zipf", "training.batch_size": 32}
+    compared = comparison.start(
+        tiny(), tmp_path, change=change, profile_run=place, steps=True, rounds=3
+    )
+    assert isinstance(compared, comparison.ChangeComparison)
+    names = [outcome.after for outcome in compared.outcomes]
+    assert names == ["step-1", "step-2"]
+    runs = made_runs(3, 0.5)
+    runs = [run for run in runs if run.setting == "baseline"] + [
+        TimedRun(name, r.round, r.place, r.iteration_ms, r.parts, r.losses)
+        for name in names
+        for r in runs
+        if r.setting == "change"
+    ]
+    compared.predict()
+    compared._judge(runs)
+    return compared
+
+
+def test_a_change_is_judged_a_sample(tmp_path: Path) -> None:
+    compared = change_comparison(tmp_path)
+    document = json.loads((tmp_path / "compare.json").read_text())
+    assert document["status"] == "running", "written after every round, before the end"
+    assert len(document["rounds"]) == 9
+    first, second = document["outcomes"]
+    assert first["change"] == {"data.generator": "zipf"}
+    same_size, twice = (o["measured"]["speedup"]["mid"] for o in (first, second))
+    assert same_size == pytest.approx(10 / 8, rel=0.03)
+    assert twice == pytest.approx(2 * same_size), "the batch is twice as large"
+    for outcome in compared.outcomes:
+        assert (outcome.predicted is None) == bool(outcome.reason)
+        if outcome.predicted is not None:
+            assert outcome.error is not None
+    said = compare_presentation.verdict(compared).markdown
+    assert "75.0% confidence" in said and "six rounds" in said
+
+
+def test_figures_and_tables_draw_what_there_is(tmp_path: Path) -> None:
+    compared = change_comparison(tmp_path)
+    before, after = noisy(0), noisy(1, {PARTS[1]: 2.0})
+    profiles = {str(n): noisy(n, {PARTS[0]: float(n)}, batch_meta(n)) for n in (1, 2, 4, 8)}
+    times = part_table(profiles)
+    ensemble = Ensemble.of(profiles)
+    figures = [
+        compare_figures.speedups(compared.outcomes),
+        compare_figures.rounds(compared.times),
+        compare_figures.waterfall(compared.outcomes),
+        compare_figures.part_differences(compared.outcomes[0].parts),
+        compare_figures.difference_icicle(difference_tree(before, after)),
+        sweep_figures.scaling_curves(ensemble.curves["training.batch_size"], "training.batch_size"),
+        sweep_figures.parts_by_point(times),
+    ]
+    for figure in figures:
+        assert figure.data and figure.layout.title.text
+        assert "nan" not in figure.to_json().lower()
+    levels = figures[2].data[0]
+    assert sum(levels.y[:-1]) == pytest.approx(levels.y[-1]), "steps lead from first to last"
+    icicle = figures[4].data[0]
+    hottest = dict(zip(icicle.ids, icicle.marker.colors, strict=True))
+    tree = difference_tree(before, after)
+    slower = tree[tree["label"] == "aten::top_mlp_forward"]["id"].iloc[0]
+    assert hottest[slower] == difference_colour(
+        math.log2(
+            float(tree.set_index("id").loc[slower, "after_ms"])  # type: ignore[arg-type]
+            / float(tree.set_index("id").loc[slower, "before_ms"])
+        )  # type: ignore[arg-type]
+    )
+    assert difference_colour(1.0) == SLOWER
+    assert difference_colour(-3.0) == FASTER
+    laws = sweep_presentation.laws_table(ensemble.laws)
+    assert any("linear in batch" in " ".join(row) for row in laws.rows)  # type: ignore[union-attr]
+    shown = [
+        compare_presentation.parts_table(compared.outcomes[0]),
+        compare_presentation.rounds_table(compared),
+        compare_presentation.changes_table(largest_changes(tree)),
+        compare_presentation.predictions_table(compared),
+    ]
+    assert all(table.rows for table in shown)  # type: ignore[union-attr]
+
+
+def batch_meta(number: int) -> dict[str, Any]:
+    return {"parameters": apply_change(tiny(), {"training.batch_size": 16 * number}).to_sections()}

@@ -1,0 +1,83 @@
+"""What the compare and sweep notebooks show, run in this process on made profiles."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+import pytest
+from compare_profiles import PARTS, TINY, noisy, saved
+from test_notebooks import run_cells
+
+from dlrm_core.config import Parameters, parameters_from_sections
+from dlrm_workbook.show.tables import Table, Text
+from dlrm_workbook.studies.sweep.plan import PointFailed, Sweep
+
+SIZES = [16, 32, 64, 128, 256]
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[go.Figure]:
+    """Figures that cells show themselves, as in a loop."""
+    figures: list[go.Figure] = []
+    monkeypatch.setattr(go.Figure, "show", lambda self: figures.append(self))
+    return figures
+
+
+def titles(shown: list[Any]) -> list[str]:
+    return [v.layout.title.text for v in shown if isinstance(v, go.Figure)]
+
+
+def test_the_compare_notebook_of_finished_runs(tmp_path: Path, drawn: list[go.Figure]) -> None:
+    places = [saved(tmp_path / "a", noisy(0)), saved(tmp_path / "b", noisy(1, {PARTS[0]: 2.0}))]
+    out = tmp_path / "out"
+    shown = run_cells("compare", runs=places, output_folder=str(out))  # type: ignore[arg-type]
+    assert titles(shown) == [
+        "Speed-up, predicted and measured",
+        "Difference of each part, after less before",
+        "Call tree of the run after, coloured by the difference",
+    ]
+    texts = " ".join(v.markdown for v in shown if isinstance(v, Text))
+    assert "nothing was run in turns" in texts and "0.69× as fast" in texts
+    tables = [v for v in shown if isinstance(v, Table)]
+    assert len(tables) >= 3 and not drawn
+    assert any("slower" in row for table in tables for row in table.rows)
+    assert json.loads((out / "compare.json").read_text())["status"] == "finished"
+    for value in shown:
+        if isinstance(value, Table):
+            assert "nan" not in value._repr_html_().lower()
+
+
+class Measured:
+    """Stands in for the profile notebook: the top MLP grows with the batch, the data does not."""
+
+    def __call__(self, of: Parameters, place: Path) -> dict[str, Path]:
+        size = of.training.batch_size
+        if size == 32 and of.model.embedding_dim == 4:
+            raise PointFailed("the machine was switched off", 1, {})
+        scale = {PARTS[1]: size / 16, PARTS[2]: size / 16}
+        profile = noisy(size, scale, {"parameters": of.to_sections()})
+        return {"profile": Path(saved(place / "profile", profile))}
+
+
+def test_the_sweep_notebook_shows_every_point(tmp_path: Path, drawn: list[go.Figure]) -> None:
+    grid = {"training.batch_size": SIZES, "model.embedding_dim": [8, 4]}
+    parameters = parameters_from_sections(TINY | {"sweep": grid})
+    sweep = Sweep.begin(tmp_path, parameters, ["profile"], {}, "dlrm run profile")
+    assert sweep.run(Measured()) == 1
+    shown = run_cells("sweep", sweep_folder=str(tmp_path), output_folder=str(tmp_path / "page"))
+    assert titles(shown) == ["Share of each part at each point"], "made profiles have no wall time"
+    assert sorted(titles(drawn)) == ["Time of each part along batch", "Time of each part along dim"]
+    text = " ".join(v.markdown for v in shown if isinstance(v, Text))
+    assert "9 of 10 points finished" in text and "switched off" in text
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert [row["status"] for row in summary["points"]].count("finished") == 9
+    laws = {
+        (law["component"], law["held"]): law["sentence"]
+        for law in summary["laws"]
+        if law["leaf"] == "training.batch_size"
+    }
+    assert laws["top_mlp", "dim 8"].startswith("linear in batch")
+    assert laws["data", "dim 8"].startswith("does not depend on batch")

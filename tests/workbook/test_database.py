@@ -1,0 +1,303 @@
+"""The database reader against stored figures and against the writer."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from databases import NAMES, assert_same, expected_of, folder_of, written
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dlrm_workbook.recordings.hpctoolkit.database import Database, functions_table, read_database
+from dlrm_workbook.recordings.hpctoolkit.format import DatabaseError
+from dlrm_workbook.recordings.hpctoolkit.metrics import additive
+from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
+from tests.hpctoolkit_tree import FUNCTION, LINE, Tree, random_tree
+from tests.hpctoolkit_writer import Measured, write_database
+
+
+def assert_self_adds_up(database: Database) -> None:
+    """Self values over the tree are the root's value: per thread, in sum, never negative."""
+    for profile in database.profiles:
+        index, _, own = database.self_values(profile.number)
+        sums = np.bincount(index, own, minlength=len(database.metrics))
+        root = database.root(profile.number)
+        for total, metric in zip(sums, database.metrics, strict=True):
+            if additive(metric.name):
+                expected = root.get(metric.name, 0.0)
+                assert math.isclose(total, expected, rel_tol=1e-9, abs_tol=1e-9), metric.name
+                whole = database.self_column(metric.name, profile.number)
+                assert math.isclose(whole.sum(), expected, rel_tol=1e-9, abs_tol=1e-9)
+                assert whole.min() >= -1e-9 * max(abs(expected), 1)
+
+
+# ---- real databases ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_facts_equal_those_of_an_independent_reader(name: str) -> None:
+    assert_same(read_database(folder_of(name)).facts(), expected_of(name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_self_values_add_up_on_real_databases(name: str) -> None:
+    assert_self_adds_up(read_database(folder_of(name)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_by_context_holds_the_same_values_as_by_thread(name: str) -> None:
+    database = read_database(folder_of(name))
+    assert database.by_context is not None
+    by_thread = {
+        (profile.number, int(context), int(metric)): value
+        for profile in database.profiles[1:]
+        for context, metric, value in zip(*vars(profile.values()).values(), strict=True)
+    }
+    whole = {
+        (int(profile), int(context), int(metric)): value
+        for context, metric, profile, value in zip(*database.by_context.values(), strict=True)
+    }
+    assert whole == by_thread
+    by_context = {
+        (int(profile), context, int(metric)): value
+        for context in range(database.by_context.count)
+        for metric, profile, value in zip(*database.by_context.at(context), strict=True)
+    }
+    assert by_context == by_thread
+    assert database.by_context.value_count == len(by_thread)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_profile_of_a_real_database_adds_up(name: str) -> None:
+    database = read_database(folder_of(name))
+    profile = profile_from_database(database)
+    for metric in profile.metrics["metric"]:
+        own = profile.value_table(metric).sum()
+        assert math.isclose(own, profile.value_table(metric, "inclusive")[0], rel_tol=1e-9)
+    idle = sum(line.idle_ns for line in database.traces)
+    whole = sum(int(t.time_ns[-1] - t.time_ns[0]) for t in database.traces if len(t.time_ns))
+    assert (profile.trace["end_ns"] - profile.trace["start_ns"]).sum() == whole - idle
+
+
+def test_pc_sampling_figures() -> None:
+    database = read_database(folder_of("loops-cuda-nvidiapc-t"))
+    root = database.root()
+    assert root["GSAMP:TOT"] * root["GSAMP:PER (cyc)"] == root["GINS"] == 2_691_465_216
+    derived = database.derived()
+    assert derived["utilization_percent"] == pytest.approx(92.2, abs=0.05)
+    assert derived["stalled_percent"] == pytest.approx(76.4, abs=0.05)
+    assert derived["stall_idep_percent"] == pytest.approx(91.5, abs=0.05)
+    assert derived["occupancy_percent"] == 12.5
+    assert derived["copy_gb_per_s"] == "not measured: no values of GXCOPY (sec)"
+    kernel = database.kernels().iloc[0]
+    assert (kernel["kernel"], kernel["launches"], kernel["mean_registers"]) == (
+        "kernmain()",
+        100,
+        32,
+    )
+    assert kernel["time_ms"] == pytest.approx(19.386251)
+    occupancy = database.derived_column("GKER:OCC_THR")
+    assert np.nanmax(occupancy) == np.nanmin(occupancy) == 12.5
+    row = int(np.flatnonzero(~np.isnan(occupancy))[0])
+    assert database.names[row] == "kernmain()"
+    utilisation = database.derived_column("GSAMP:UTIL", "inclusive")
+    assert utilisation[0] == pytest.approx(derived["utilization_percent"])
+    text = database.describe()
+    assert "kernmain()" in text and "HPCToolkit lists it but does not collect it" in text
+
+
+def test_python_frames_and_traces() -> None:
+    database = read_database(folder_of("dlrm-cpu-python"))
+    profile = profile_from_database(database)
+    python = profile.contexts[profile.contexts["kind"] == "python"]
+    assert "dlrm_wrap" in set(python["name"])
+    assert python["file"].str.contains(r"\.py$|^$|^<").all()
+    assert profile.not_measured["gpu_time_ms"].startswith("no GPU operation")
+    assert profile.not_measured["occupancy_percent"].startswith("no GPU metrics")
+    assert set(profile.contexts["component"]) == {"other"}
+    top = functions_table(database, "CPUTIME (sec)")
+    assert top["value"].sum() == pytest.approx(database.root()["CPUTIME (sec)"])
+    assert top["share_percent"].sum() == pytest.approx(100)
+    frame = database.to_hatchet()
+    assert "CPUTIME (sec)" in frame.dataframe.columns
+    assert len(frame.dataframe) == len(database.tree)
+
+
+# ---- written databases ------------------------------------------------------------
+
+KINDS_OF_IDS = ("NODE", "RANK", "THREAD")
+
+
+def test_values_are_the_same_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    database = read_database(folder_of("dlrm-cpu-python"))
+    whole = database.facts(), database.matrix(["CPUTIME (sec)"]), database.column("CPUTIME (sec)")
+    monkeypatch.setattr("dlrm_workbook.recordings.hpctoolkit.values.CHUNK", 97)
+    assert_same(database.facts(), whole[0])
+    np.testing.assert_array_equal(database.matrix(["CPUTIME (sec)"]), whole[1])
+    np.testing.assert_array_equal(database.column("CPUTIME (sec)"), whole[1][0])
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> dict[str, Any]:
+    return {
+        "seed": draw(st.integers(0, 2**32)),
+        "nodes": draw(st.integers(1, 120)),
+        "shape": draw(st.sampled_from(["random", "deep", "wide"])),
+        "entries": draw(st.integers(1, 3)),
+        "metrics": draw(
+            st.lists(
+                st.sampled_from(["CPUTIME (sec)", "GPUOP (sec)", "GKER:COUNT", "perf::cycles"]),
+                min_size=1,
+                unique=True,
+            )
+        ),
+        "threads": draw(st.integers(0, 4)),
+        "density": draw(st.sampled_from([0.0, 0.2, 1.0])),
+        "padding": draw(st.sampled_from([0, 8, 24])),
+        "names": draw(
+            st.lists(
+                st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])),
+                min_size=1,
+                max_size=5,
+            )
+        ),
+    }
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(shapes())
+def test_what_is_written_is_read(made: dict[str, Any]) -> None:
+    rng = np.random.default_rng(made["seed"])
+    entries = made["entries"] if made["shape"] == "random" else 1
+    tree = random_tree(
+        rng, made["nodes"], made["shape"], entries, functions=[*made["names"], "f<(g)>@h [i]"]
+    )
+    threads = []
+    for i in range(made["threads"]):
+        values = {
+            name: rng.random(len(tree)) * (rng.random(len(tree)) < made["density"])
+            for name in made["metrics"]
+        }
+        trace = np.sort(rng.integers(0, 1000, 7)), rng.integers(0, len(tree) + 1, 7)
+        ids = [(kind, i // 2, 10 + i) for kind in KINDS_OF_IDS]
+        threads.append(Measured(values, ids, trace))
+    with tempfile.TemporaryDirectory() as scratch:
+        written = write_database(
+            Path(scratch) / "made.d",
+            tree,
+            threads,
+            metrics=made["metrics"],
+            padding=made["padding"],
+            minor=made["padding"],
+        )
+        database = read_database(Path(scratch) / "made.d")
+        assert [f.name for f in database.meta.functions] == tree.functions
+        assert len(database.tree) == tree.first + (~tree.hidden).sum()
+        parents = tree.all_parents()[database.tree.context]
+        assert (database.tree.context[database.tree.parent[1:]] == parents[1:]).all()
+        for number, block in enumerate(written.execution, 1):
+            for metric, expected in zip(made["metrics"], block, strict=True):
+                found = database.column(metric, profile=number)
+                np.testing.assert_array_equal(found, expected[database.tree.context])
+            together = database.matrix(made["metrics"], profile=number)
+            np.testing.assert_array_equal(together, block[:, database.tree.context])
+        for thread, measured, line in zip(database.threads, threads, database.traces, strict=True):
+            identity = database.profiles[thread.profile].identifiers
+            assert [(i.kind, i.logical, i.physical) for i in identity] == list(measured.ids)
+            assert measured.trace is not None
+            np.testing.assert_array_equal(line.time_ns, measured.trace[0])
+            np.testing.assert_array_equal(line.context, measured.trace[1])
+        assert len({thread.name for thread in database.threads}) == len(threads)
+        assert_self_adds_up(database)
+        json.dumps(database.facts())
+        assert database.describe()
+        if threads:
+            profile_from_database(database).validate()
+
+
+def test_contexts_of_one_name_and_parent_stay_apart(tmp_path: Path) -> None:
+    database = read_database(written(tmp_path))
+    assert len(set(database.tree.context.tolist())) == len(database.tree)
+    assert [t.name for t in database.threads] == ["thread 0", "thread 0 (profile 2)"]
+
+
+def test_deep_trees_work_everywhere(tmp_path: Path) -> None:
+    nodes = 1300
+    tree = random_tree(np.random.default_rng(0), nodes, "deep", hidden=0)
+    tree.kind[:] = FUNCTION
+    tree.call[:] = True
+    write_database(tmp_path / "d", tree, [Measured({"CPUTIME (sec)": np.ones(nodes)})], cct=False)
+    database = read_database(tmp_path / "d")
+    assert database.tree.depth.max() == nodes
+    frame = database.to_hatchet()
+    assert frame.tree(metric_column="CPUTIME (sec)").count("main") > 0
+    found = frame.filter(["*", {"name": "main"}], squash=False)
+    assert len(found.dataframe) > 0
+    assert profile_from_database(database).value_table("cpu_time_ms").sum() == 1e3 * nodes
+
+
+def test_parts_are_found_by_python_functions_only(tmp_path: Path) -> None:
+    functions = ["main", "top_mlp_forward", "gemm", "bottom_mlp_backward", "loss_forward"]
+    parent = np.array([-1, 0, 1, 2, 3, 0])
+    function = np.array([0, 1, 2, 3, 2, 4])
+    tree = Tree(
+        parent=parent,
+        kind=np.zeros(6, np.int64),
+        call=np.ones(6, np.bool_),
+        function=function,
+        line=np.ones(6, np.int64),
+        hidden=np.zeros(6, np.bool_),
+        functions=functions,
+        python=frozenset([0, 1, 3]),  # loss_forward is a C++ function here
+    )
+    write_database(tmp_path / "d", tree, [Measured({"CPUTIME (sec)": np.ones(6)})])
+    contexts = profile_from_database(read_database(tmp_path / "d")).contexts
+    found = {
+        (row.name, row.component, row.phase)
+        for row in contexts.drop(columns="context").rename_axis("row").itertuples(index=False)
+    }
+    assert ("top_mlp_forward", "top_mlp", "forward") in found
+    assert ("gemm", "top_mlp", "forward") in found
+    assert ("gemm", "bottom_mlp", "backward") in found
+    assert ("bottom_mlp_backward", "bottom_mlp", "backward") in found
+    assert ("loss_forward", "other", "") in found
+    assert ("main", "other", "") in found
+
+
+def test_other_generations_names(tmp_path: Path) -> None:
+    names = ["GCYCLES", "GCYCLES:STL", "GCYCLES:STL:GMEM", "GKER (s)", "GXCOPY:H2D (b)"]
+    tree = random_tree(np.random.default_rng(0), 5, hidden=0)
+    values = {name: np.full(5, 2.0 + i) for i, name in enumerate(names)}
+    values["GXCOPY (s)"] = np.full(5, 1e-9)
+    write_database(tmp_path / "d", tree, [Measured(values)])
+    database = read_database(tmp_path / "d")
+    assert database.metric("GINS:STL_GMEM").name == "GCYCLES:STL:GMEM"
+    assert (database.column("GKER (sec)") == database.column("GKER (s)")).all()
+    derived = database.derived()
+    assert derived["stalled_percent"] == pytest.approx(150)
+    assert derived["stall_gmem_percent"] == pytest.approx(100 * 4 / 3)
+    assert derived["copy_gb_per_s"] == pytest.approx(6)
+    assert derived["stall_idep_percent"] == "not measured: there is no metric GINS:STL_IDEP"
+    with pytest.raises(DatabaseError, match=r"no metric 'cycles'; it has GCYCLES"):
+        database.column("cycles")
+
+
+def test_line_contexts_keep_file_and_line(tmp_path: Path) -> None:
+    database = read_database(written(tmp_path))
+    lines = database.contexts[database.contexts["type"] == "line"]
+    assert len(lines) and (lines["file"] == "src/main.c").all()
+    assert (lines["name"] == "main.c:" + lines["line"].astype(str)).all()
+    assert (database.tree.lexical_type == LINE).sum() == len(lines)
+
+
+def test_a_copied_database_reads_the_same(tmp_path: Path) -> None:
+    source = folder_of("dlrm-cpu-python")
+    shutil.copytree(source, tmp_path / source.name)
+    assert read_database(tmp_path / source.name).facts() == read_database(source).facts()

@@ -1,0 +1,66 @@
+"""GPUs by name and by what their driver calls them."""
+
+from __future__ import annotations
+
+import pytest
+
+from dlrm_core.errors import InputError
+from dlrm_core.machine import DEVICES, device, device_of_driver
+from dlrm_workbook.analysis.roofline import Limits, devices_table
+
+
+@pytest.mark.parametrize(
+    ("driver", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100-SXM"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA A100-PCIE-40GB", "A100-40GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
+        ("NVIDIA A100 80GB PCIe", "A100-80GB-PCIe"),
+        ("Tesla V100-SXM2-16GB", "V100-16GB"),
+        ("Tesla V100-SXM2-32GB", "V100-32GB"),
+        ("Tesla V100-PCIE-16GB", "V100-PCIe"),
+    ],
+)
+def test_a_driver_name_has_one_device(driver, name):
+    found = device_of_driver(driver)
+    assert found is not None and found.name == name
+
+
+def test_unknown_names_are_refused_with_a_hint():
+    assert device_of_driver("NVIDIA GeForce GTX 1050") is None
+    assert device("a100-80gb").memory_gb == 80
+    with pytest.raises(InputError, match=r"'H10-SXM' is not listed; did you mean H100-SXM\?"):
+        device("H10-SXM")
+
+
+def test_rates_are_dense_and_sourced():
+    table = devices_table().set_index("name")
+    assert table["source"].str.startswith("https://").all()
+    assert table["source"].str.contains("nvidia.com").all()
+    # NVIDIA prints 989 (TF32) and 1979 (bf16) TFLOPS for H100 SXM, with sparsity
+    assert table.loc["H100-SXM", "tf32_tflops"] == 494.5
+    assert table.loc["H100-SXM", "bf16_tflops"] == 989.5
+    assert table.loc["A100-40GB", "memory_gb_per_s"] == 1555
+    assert table["bf16_tflops"].isna().to_list() == [
+        name.startswith("V100") for name in table.index
+    ]
+
+
+@pytest.mark.parametrize("known", DEVICES, ids=lambda known: known.name)
+def test_a_data_sheet_serves_as_ceilings_and_says_so(known):
+    limits = Limits(known.ceilings())
+    assert not limits.measured
+    assert limits.peak_gflops(["fp32"]) == 1e3 * known.tflops["fp32"]
+    assert limits.memory_ms(known.memory_gb_per_s * 1e9, 0) == pytest.approx(1e3)
+    assert limits.copy_ms(known.link_gb_per_s * 1e9) == pytest.approx(1e3)
+    assert limits.gather_ms(1.0, 256.0, 1e6) is None
+    assert limits.overhead_ms(on_gpu=True) is None
+    shape = (1, 1000, 1000, 500)
+    ms, timed = limits.gemm_ms("top_mlp", "forward", 0, shape, ["fp16"])
+    assert ms == pytest.approx(1e9 / (1e12 * known.tflops["fp16"]) * 1e3) and not timed
+    assert (limits.gemm_ms("top_mlp", "forward", 0, shape, ["bf16"]) is None) == (
+        "bf16" not in known.tflops
+    )

@@ -1,0 +1,414 @@
+"""Several ranks compute what one process does: losses, weights, checkpoints, evaluations."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+
+from dlrm_core.checkpoint import OPTIMIZER, WEIGHTS, read_checkpoint
+from dlrm_core.config import load_parameters, parameters_from_sections
+from dlrm_core.distributed.plan import require_possible
+from dlrm_core.errors import InputError, MissingToolError
+from dlrm_core.model import build_model
+from dlrm_core.train import Trainer
+from dlrm_workbook.analysis.ranks.record import record_of
+from dlrm_workbook.studies.scaling import measure as scaling
+from dlrm_workbook.studies.scaling.measure import RanksFailed
+
+STEPS = 50
+
+needs_torchrec = pytest.mark.skipif(
+    importlib.util.find_spec("torchrec") is None,
+    reason="TorchRec is not installed (make setup does it)",
+)
+
+
+def sections(model=None, data=None, **training):
+    return {
+        "model": {
+            "bottom_mlp": "5-12-16",
+            "top_mlp": "12-1",
+            "embedding_dim": 16,
+            "table_rows": [50, 3, 200, 65],
+            "loss": "bce",
+        }
+        | (model or {}),
+        "data": {"indices_per_lookup": 4, "round_targets": True} | (data or {}),
+        "training": {
+            "batch_size": 32,
+            "batches": STEPS,
+            "learning_rate": 0.1,
+            "threads": 1,
+            "device": "cpu",
+            "rank_timeout_s": 60.0,
+        }
+        | training,
+    }
+
+
+RUNS = {
+    # name: (changes, how every table is to be divided; None: the planner's choice)
+    "table_wise": (sections(sharding="table_wise"), {"table_wise"}),
+    "row_wise": (
+        sections(sharding="row_wise", optimizer="rowwise_adagrad", eval_every=25, eval_batches=2),
+        {"row_wise"},
+    ),
+    "column_wise": (
+        sections(
+            {"init": "torch", "loss": "wbce", "loss_weights": [1.0, 3.0]},
+            sharding="column_wise",
+            optimizer="adagrad",
+        ),
+        {"column_wise"},
+    ),
+    "mixed": (
+        sections(
+            {"interaction_itself": True},
+            {"generator": "zipf"},
+            sharding="table_wise",
+            replicated_bytes=64 * 50,
+            optimizer="adagrad",
+            lr_warmup_steps=5,
+        ),
+        {"table_wise", "replicated"},
+    ),
+    "auto": (sections({"interaction": "cat"}), None),
+}
+"""Each is trained by one process, and by so many ranks:"""
+
+CASES = [
+    *(("row_wise", 1), ("mixed", 1)),
+    *(("table_wise", 2), ("column_wise", 2), ("auto", 2)),
+    *(("table_wise", 4), ("row_wise", 4), ("mixed", 4)),
+]
+
+SEVERAL = [case for case in CASES if case[1] > 1]
+
+CHAIN = {"sgd": "replicated", "rowwise_adagrad": "row_wise", "adagrad": "column_wise"}
+"""Optimisers, each with a sharding, whose run goes from 1 process to 2 ranks to 4 to 1."""
+
+
+def chained(optimizer, until):
+    # in the middle the tables are divided otherwise than at first
+    sharding = CHAIN[optimizer] if until != 25 else "table_wise"
+    return sections(
+        batches=until,
+        checkpoint_every=1000,
+        sharding=sharding,
+        optimizer=optimizer,
+        keep_checkpoints=9,
+    )
+
+
+def trained(given, place=None, resume=None):
+    checkpoint = read_checkpoint(resume) if resume else None
+    trainer = Trainer(parameters_from_sections(given), checkpoint, place)
+    try:
+        return trainer.train()
+    finally:
+        trainer.close()
+
+
+def measured_cases(monkeypatch, run, folder=None, say=lambda text: None, probe=1):
+    """A small measurement whose launches are ``run``."""
+    monkeypatch.setattr(scaling, "run_ranks", run)
+    given = parameters_from_sections(sections(sharding="table_wise"))
+    effort = scaling.Effort(rounds=2, warmup=1, iterations=3, seconds=5.0, probe=probe)
+    return scaling.measure_scaling(given, (1, 2), folder, effort=effort, on_progress=say)
+
+
+def measurement_job():
+    """What its launch is asked to measure."""
+    jobs = []
+
+    def note(command, *about):
+        jobs.append(json.loads(Path(command[-2]).read_text()))
+        raise RanksFailed("noted")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RanksFailed, match="noted"):
+        measured_cases(patch, note)
+    return jobs[0]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """Results of all stages: {ranks: {name: what rank 0 wrote}}, and the folder of checkpoints."""
+    folder = tmp_path_factory.mktemp("ranks")
+    places = {o: folder / "chain" / o for o in CHAIN}
+    for optimizer, place in places.items():
+        trained(chained(optimizer, 10), place)
+    jobs = [
+        {"name": name, "sections": given, "initial": True, "place": str(folder / "{ranks}" / name)}
+        for name, (given, _) in RUNS.items()
+    ]
+    # a file tuned for one process runs on ranks too, with torch's dense part
+    tuned = sections({"interaction": "cat"}, dense_backend="fused", fp32_matmul="bf16x2")
+    next(job for job in jobs if job["name"] == "auto")["sections"] = tuned
+    stages = []
+    for count, until in ((1, None), (2, 25), (4, 40)):
+        own = [
+            job | {"place": job["place"].format(ranks=count)}
+            for job in jobs
+            if (job["name"], count) in CASES
+        ]
+        for optimizer, place in places.items() if until else ():
+            before = {25: 10, 40: 25}[until]
+            own.append(
+                {
+                    "name": f"chain {optimizer}",
+                    "sections": chained(optimizer, until),
+                    "place": str(place),
+                    "resume": str(place / f"step-{before:08d}"),
+                }
+            )
+        stages.append({"ranks": count, "jobs": own})
+    # a measurement that is interrupted after its first round, and goes on
+    measured = measurement_job()
+    stages.append({"ranks": 2, "measure": measured | {"rounds": 1}})
+    stages.append({"ranks": 2, "measure": measured | {"first_round": 1}})
+    # as a launcher does
+    stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in stages]
+    for stage, store in zip(stages, stores, strict=True):
+        stage["port"] = store.port
+    (folder / "jobs.json").write_text(json.dumps(stages))
+    done = subprocess.run(
+        [
+            sys.executable,
+            Path(__file__).parents[1] / "distributed_ranks.py",
+            folder / "jobs.json",
+            folder,
+        ],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = {
+        stage["ranks"] if "jobs" in stage else f"round {stage['measure']['rounds']}": json.loads(
+            (folder / f"{i}.json").read_text()
+        )
+        for i, stage in enumerate(stages)
+    }
+    return found, folder
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """The same runs by one process."""
+    return {name: trained(given) for name, (given, _) in RUNS.items()}
+
+
+@needs_torchrec
+@pytest.mark.parametrize(("name", "count"), CASES)
+def test_ranks_have_the_losses_of_one_process(ranks, alone, name, count):
+    found = ranks[0][count][name]["losses"]
+    assert len(found) == STEPS
+    assert found == pytest.approx(alone[name].losses, rel=0, abs=1e-5)
+
+
+@needs_torchrec
+@pytest.mark.parametrize(("name", "count"), SEVERAL)
+def test_ranks_begin_and_end_with_the_weights_of_one_process(ranks, name, count):
+    given = parameters_from_sections(RUNS[name][0])
+    place = ranks[1] / str(count) / name
+    initial = safetensors.torch.load_file(place / "step-00000000" / WEIGHTS)
+    model = build_model(given.model, given.training.seed, torch.device("cpu"))
+    expected = dict(model.named_parameters())
+    assert initial.keys() == expected.keys()
+    for key, weight in expected.items():
+        assert torch.equal(initial[key].view(torch.int32), weight.detach().view(torch.int32)), key
+    trainer = Trainer(given)
+    try:
+        trainer.train()
+        expected = dict(trainer.model.named_parameters())
+    finally:
+        trainer.close()
+    final = safetensors.torch.load_file(place / f"step-{STEPS:08d}" / WEIGHTS)
+    for key, weight in expected.items():
+        # sums in another order, 50 times: a few units in the last place of weights near 1
+        assert torch.allclose(final[key], weight.detach(), rtol=0, atol=2e-5), key
+
+
+@needs_torchrec
+@pytest.mark.parametrize(("name", "count"), SEVERAL)
+def test_every_row_and_column_is_on_one_rank_or_on_all(ranks, name, count):
+    kinds = RUNS[name][1]
+    rows = RUNS[name][0]["model"]["table_rows"]
+    held = [
+        shard | {"rank": rank["rank"]}
+        for rank in ranks[0][count][name]["ranks"]
+        for shard in rank["shards"]
+    ]
+    if kinds is not None:
+        assert {shard["kind"] for shard in held} == kinds
+    for t, size in enumerate(rows):
+        covered = torch.zeros(size, 16, dtype=torch.int64)
+        for shard in held:
+            if shard["table"] == t:
+                covered[
+                    shard["first_row"] : shard["first_row"] + shard["rows"],
+                    shard["first_column"] : shard["first_column"] + shard["columns"],
+                ] += 1
+        everywhere = any(s["table"] == t and s["kind"] == "replicated" for s in held)
+        assert (covered == (count if everywhere else 1)).all()
+    if name == "mixed":
+        small = {s["table"] for s in held if s["kind"] == "replicated"}
+        assert small == {t for t, size in enumerate(rows) if size <= 50}
+    lines = ranks[0][count][name]["holdings"]
+    assert [line.split(" (host ")[0] for line in lines] == [f"rank {r}" for r in range(count)]
+
+
+@needs_torchrec
+@pytest.mark.parametrize("optimizer", CHAIN)
+def test_a_checkpoint_goes_from_1_to_2_to_4_ranks_and_back(ranks, optimizer):
+    found, folder = ranks
+    whole = trained(sections(optimizer=optimizer)).losses
+    for count, (begin, end) in {2: (10, 25), 4: (25, 40)}.items():
+        losses = found[count][f"chain {optimizer}"]["losses"]
+        assert losses == pytest.approx(whole[begin:end], rel=0, abs=1e-5)
+    last = folder / "chain" / optimizer / "step-00000040"
+    read_checkpoint(last).verify()
+    shapes = read_checkpoint(last).shapes(OPTIMIZER)
+    rows = {"rowwise_adagrad": (200,), "adagrad": (200, 16), "sgd": None}[optimizer]
+    assert shapes.get("embeddings.tables.2.weight.sum") == rows
+    assert (OPTIMIZER in read_checkpoint(last).files) == (optimizer != "sgd")
+    back = trained(sections(optimizer=optimizer), resume=last)
+    assert back.first_iteration == 40 and len(back.losses) == STEPS - 40
+    assert back.losses == pytest.approx(whole[40:], rel=0, abs=1e-5)
+
+
+@needs_torchrec
+@pytest.mark.parametrize("count", (1, 4))
+def test_ranks_evaluate_as_one_process_does(ranks, alone, count):
+    found, expected = ranks[0][count]["row_wise"]["evaluations"], alone["row_wise"].evaluations
+    assert [e["iteration"] for e in found] == [25, 50]
+    for one, other in zip(found, expected, strict=True):
+        assert one["samples"] == other["samples"] == 64
+        assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)
+        assert one["auc"] == pytest.approx(other["auc"], abs=0.01)
+
+
+@needs_torchrec
+def test_what_is_exchanged_is_what_the_formulas_say(ranks):
+    """Payloads of one rank in one iteration, against the model's sizes."""
+    dense = 4 * (5 * 12 + 12 + 12 * 16 + 16 + (16 + 10) * 12 + 12 + 12 + 1 + 2)
+    for name, count, forward, backward in (
+        ("table_wise", 2, "alltoall", "alltoall"),
+        ("table_wise", 4, "alltoall", "alltoall"),
+        ("row_wise", 4, "reduce_scatter", "allgather"),
+    ):
+        per_rank = ranks[0][count][name]["collectives"]
+        assert all(record["done"] for record in per_rank[0])
+        for rank, records in enumerate(per_rank):
+            sent = [r["bytes"] for r in records if r["what"] == "dense gradients"]
+            # two buckets an iteration; two more numbers travel along: the loss, and who stops
+            assert sum(sent) == STEPS * dense, rank
+        pooled = [[r for r in records if r["what"].startswith("pooled")] for records in per_rank]
+        kinds = {(r["what"], r["kind"]) for r in pooled[0] if r["bytes"]}
+        assert kinds == {("pooled vectors", forward), ("pooled gradients", backward)}
+        if name == "table_wise":
+            # forward each rank sends its tables for all samples, backward all tables for its own
+            total = sum(r["bytes"] for records in pooled for r in records)
+            assert total == 2 * STEPS * 4 * 32 * 4 * 16
+
+
+@needs_torchrec
+def test_a_measurement_is_a_record_of_every_rank_and_goes_on(ranks, monkeypatch, tmp_path):
+    launches = []
+
+    def launch(command, count, timeout_s, variables, on_iteration):
+        first = json.loads(Path(command[-2]).read_text())["first_round"]
+        launches.append((count, first))
+        Path(command[-1]).write_text(json.dumps(ranks[0][f"round {first + 1}"]))
+        on_iteration(1)
+        if not first:
+            raise RanksFailed("interrupted")
+
+    with pytest.raises(RanksFailed, match="interrupted"):
+        measured_cases(monkeypatch, launch, tmp_path)
+    said = []
+    record = measured_cases(monkeypatch, launch, tmp_path, said.append)
+    assert launches == [(2, 0), (2, 1)]
+    assert said == ["1 of 2 rounds: measured before", "round 2 of 2, 1 rank"]
+    read = record_of(record)
+    assert {(r["ranks"], r["scaling"], r["batch_size"]) for r in record["runs"]} == {
+        (1, "", 32),
+        (2, "strong", 32),
+        (2, "weak", 64),
+    }
+    for run in record["runs"]:
+        rows = [row for row in record["iterations"] if row["run"] == run["run"]]
+        assert {row["rank"] for row in rows} == set(range(run["ranks"]))
+        assert {row["iteration"] for row in rows} == set(range(6))
+        whole = {(row["rank"], row["iteration"]): row["time_ms"] for row in rows}
+        parts = dict.fromkeys(whole, 0.0)
+        for row in record["parts"]:
+            if row["run"] == run["run"]:
+                parts[row["rank"], row["iteration"]] += row["time_ms"]
+        assert all(0.2 * whole[key] < parts[key] <= whole[key] for key in whole)
+        exchanged = [row for row in record["collectives"] if row["run"] == run["run"]]
+        assert all(0.0 <= row["exposed_ms"] <= row["time_ms"] + 1e-6 for row in exchanged)
+    assert read.compute_profile.groupby("concurrent")["process"].nunique().to_dict() == {1: 1, 2: 2}
+    sizes = read.compute_profile.groupby("concurrent")["batch_size"].unique()
+    assert {count: set(of) for count, of in sizes.items()} == {1: {1, 2, 16, 32}, 2: {16, 32}}
+    probe = read.link_probe.groupby(["collective", "bytes"]).size()
+    assert set(probe.index.levels[0]) == {
+        *("allreduce", "alltoall", "allgather", "reduce_scatter", "broadcast")
+    }
+    assert (read.link_probe["time_ms"] > 0).all() and record["not_measured"]["data"]
+    # both ranks on one clock, in one view
+    trace = json.loads((tmp_path / "ranks.trace.json").read_text())["traceEvents"]
+    steps = [e for e in trace if e["ph"] == "X" and e["tid"] == 0]
+    assert {e["pid"] for e in steps} == {0, 1} and min(e["ts"] for e in steps) >= 0
+    assert any(e["name"] == "alltoall: pooled gradients" for e in trace if e["ph"] == "X")
+    # of no file, so a file was made for who wants to train with them
+    file = tmp_path / "parameters.yaml"
+    assert f"train -f {file}" in record["launch"]["one_node"]
+    assert load_parameters(file).to_sections() == record["parameters"]
+    # what is there is not measured again; another request is
+    again = measured_cases(monkeypatch, launch, tmp_path)
+    assert len(launches) == 2 and again["iterations"] == record["iterations"]
+    with pytest.raises(RanksFailed, match="interrupted"):
+        measured_cases(monkeypatch, launch, tmp_path, probe=2)
+    assert launches[2:] == [(2, 0)]
+    assert scaling.read_record(tmp_path / "scaling.json")["runs"] == record["runs"]
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(InputError, match="no record of dlrm-scaling"):
+        scaling.read_record(tmp_path / "other.json")
+
+
+def test_what_does_not_exist_on_several_ranks_is_refused():
+    for changes, model, ranks, said in (
+        ({"batch_size": 30}, {}, 4, r"batch_size is 30, but there are 4 ranks"),
+        ({"optimizer": "adam"}, {}, 2, r"optimizer is 'adam'.*rowwise_adagrad"),
+        ({"precision": "fp16"}, {}, 2, r"precision is 'fp16'.*fp32 or bf16"),
+        ({"micro_batch": 8}, {}, 2, r"micro_batch is 8"),
+        ({"sharding": "column_wise", "optimizer": "rowwise_adagrad"}, {}, 2, "one sum a row"),
+        ({}, {"bottom_mlp": "5-12-6", "embedding_dim": 6}, 2, "multiples of 4"),
+        (
+            {"sharding": "column_wise"},
+            {"bottom_mlp": "5-12-4", "embedding_dim": 4},
+            2,
+            "at least 4 columns",
+        ),
+    ):
+        given = parameters_from_sections(sections(model, **changes))
+        with pytest.raises(InputError, match=said):
+            require_possible(given, ranks)
+
+
+def test_without_torchrec_one_sentence_says_what_to_install(monkeypatch):
+    from dlrm_core.distributed import world as packages
+
+    monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingToolError, match=r"--no-deps torchrec==1\.8\.0"):
+        packages.require_torchrec()

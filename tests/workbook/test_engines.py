@@ -1,0 +1,172 @@
+"""Two recordings of one run agree exactly as far as their errors allow."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from dlrm_core.config import ProfilingConfig
+from dlrm_core.errors import InputError, MissingToolError
+from dlrm_core.parts import ITERATION_SPAN, span_name
+from dlrm_workbook.analysis.compare import engines_side_by_side, samples_against_clock
+from dlrm_workbook.recordings.measure import TORCH_FOLDER, choose_engine, second_profile
+from dlrm_workbook.recordings.profile import Profile
+
+PARTS = [("data", "forward"), ("top_mlp", "forward"), ("top_mlp", "backward")]
+NS = 1e6
+
+
+def recording(
+    engine: str,
+    parts_ms: tuple[float, ...] = (10.0, 4.0, 6.0),
+    *,
+    operators: tuple[int, ...] = (0, 1, 1),
+    cost_ms: float = 0.0,
+    count: int = 40,
+    seed: int = 0,
+    plain_ms: float | None = None,
+) -> Profile:
+    """A recording whose profiler adds ``cost_ms`` an iteration, shared out by operators."""
+    random = np.random.default_rng(seed)
+    share = np.array(operators) / max(sum(operators), 1)
+    spans, iterations, now = [], [], 0
+    for number in range(count):
+        begin = now
+        for part, (length, extra) in enumerate(zip(parts_ms, share * cost_ms, strict=True)):
+            own = round((length * (1 + 0.01 * random.normal()) + extra) * NS)
+            spans.append((0, now, now + own, 1 + part, 1))
+            each = own // (operators[part] + 1)
+            for operator in range(operators[part]):
+                start = now + operator * each
+                spans.append((0, start, start + each, 1 + len(PARTS) + part, 2))
+            now += own
+        spans.append((0, begin, now, 0, 0))
+        iterations.append((number, begin, now))
+    names = [ITERATION_SPAN, *(span_name(*part) for part in PARTS), "op", "op", "op"]
+    plain = sum(parts_ms) if plain_ms is None else plain_ms
+    meta = {"engine": engine, "unprofiled_iteration_ms": [plain] * 5}
+    meta["iteration_ms"] = [sum(parts_ms) + cost_ms] * 5
+    return Profile.build(
+        contexts={
+            "context": range(7),
+            "parent": [-1, 0, 0, 0, 1, 2, 3],
+            "kind": ["annotation"] * 4 + ["operator"] * 3,
+            "name": names,
+            "shapes": "",
+            "file": "",
+            "line": 0,
+            "module": "",
+            "component": ["other", *[c for c, _ in PARTS] * 2],
+            "phase": ["", *[p for _, p in PARTS] * 2],
+        },
+        metrics=[],
+        values=None,
+        threads=[{"profile": 0, "kind": "cpu_thread", "name": "main", "rank": 0, "thread": 1}],
+        trace=pd.DataFrame(spans, columns=["profile", "start_ns", "end_ns", "context", "depth"]),
+        iterations=pd.DataFrame(iterations, columns=["iteration", "start_ns", "end_ns"]),
+        meta=meta,
+    )
+
+
+def test_equal_runs_agree_in_every_part_and_in_sum() -> None:
+    table = engines_side_by_side([recording("hpctoolkit", seed=1), recording("torch", seed=2)])
+    assert table["component"].tolist() == ["iteration", "data", "top_mlp", "top_mlp"]
+    assert table["agrees"].all()
+    for name in ("hpctoolkit_ms", "torch_ms"):
+        assert table[name].iloc[1:].sum() == pytest.approx(table[name].iloc[0])
+    assert table["torch_ms"].tolist() == pytest.approx([20, 10, 4, 6], rel=0.01)
+    assert "All 3 parts agree" in table.attrs["sentence"]
+
+
+def test_a_part_that_differs_is_named() -> None:
+    slower = recording("torch", (10.0, 4.3, 6.0), seed=2, plain_ms=20.0)
+    slower.meta["iteration_ms"] = [20.0] * 5
+    table = engines_side_by_side({"before": recording("hpctoolkit", seed=1), "after": slower})
+    apart = table[~table["agrees"]]
+    assert ("top_mlp", "forward") in set(zip(apart["component"], apart["phase"], strict=True))
+    assert table.set_index(["component", "phase"]).loc[("data", "forward"), "agrees"]
+    assert "top MLP forward" in table.attrs["sentence"] and " not." in table.attrs["sentence"]
+    row = table[table["phase"] == "forward"].iloc[-1]
+    assert row["difference_ms"] == pytest.approx(0.3, rel=0.1)
+
+
+def test_what_the_profiler_costs_is_taken_from_the_parts_with_the_operators() -> None:
+    torch = recording("torch", operators=(0, 2, 18), cost_ms=2.0, seed=2)
+    table = engines_side_by_side([recording("hpctoolkit", seed=1), torch])
+    table = table.set_index(["component", "phase"])
+    cost = table["torch_cost_ms"]
+    assert cost["iteration", ""] == pytest.approx(2.0)
+    assert cost["top_mlp", "backward"] > 6 * cost["top_mlp", "forward"] > 0
+    assert cost["data", "forward"] < 0.1
+    assert table["agrees"].all()
+    # unprofiled and equal times leave nothing to subtract, so the same part now stands out
+    torch.meta["unprofiled_iteration_ms"] = torch.meta["iteration_ms"]
+    raw = engines_side_by_side([recording("hpctoolkit", seed=1, plain_ms=22.0), torch])
+    assert (raw["torch_cost_ms"] == 0).all()
+    assert not raw.set_index(["component", "phase"]).loc[("top_mlp", "backward"), "agrees"]
+
+
+def test_runs_that_differ_without_profiler_may_differ_as_much_with_it() -> None:
+    slow = recording("torch", (11.0, 4.4, 6.6), seed=2, plain_ms=22.0)
+    table = engines_side_by_side([recording("hpctoolkit", seed=1), slow])
+    assert table["agrees"].all()
+    assert table["difference_ms"].iloc[0] == pytest.approx(2.0, rel=0.05)
+
+
+def sampled(value_ms: tuple[float, ...]) -> Profile:
+    """As HPCToolkit with spans: the clock's spans and samples of 8 ms placed in the parts."""
+    profile = recording("hpctoolkit", seed=3)
+    total = int(sum(value_ms) / 8)
+    rows = [
+        {"profile": 0, "context": 4 + part, "metric": "cpu_time_ms", "scope": "exclusive"}
+        | {"value": value}
+        for part, value in enumerate(value_ms)
+    ]
+    kinds = profile.contexts["kind"].iloc[profile.trace["context"]].to_numpy()
+    spans = profile.trace[kinds == "annotation"]
+    start = np.linspace(profile.trace["start_ns"].min(), profile.trace["end_ns"].max() - 2, total)
+    samples = pd.DataFrame({"profile": 0, "start_ns": start.astype(int), "context": 4, "depth": 2})
+    profile.trace = pd.concat([spans, samples.assign(end_ns=samples["start_ns"] + 1)])
+    profile.values = pd.DataFrame(rows)
+    profile.meta["spans"] = 120
+    return profile
+
+
+def test_samples_agree_with_the_clock_as_far_as_their_number_allows() -> None:
+    # 40 iterations of 10 + 4 + 6 ms, sampled every 8 ms: 50, 20 and 30 samples
+    table = samples_against_clock(sampled((400.0, 160.0, 240.0)))
+    assert table["sampled_ms"].tolist() == pytest.approx([20, 10, 4, 6])
+    assert table["agrees"].all()
+    whole = table.iloc[0]
+    assert whole["error_ms"] > 8 * np.sqrt(100) / 40
+    lost = samples_against_clock(sampled((400.0, 0.0, 240.0))).set_index(["component", "phase"])
+    assert not lost.loc[("top_mlp", "forward"), "agrees"]
+    side = engines_side_by_side([sampled((400.0, 160.0, 240.0)), recording("torch")])
+    assert side["hpctoolkit_sampling_error_ms"].iloc[1] == pytest.approx(
+        8 * np.sqrt(50) / 40, rel=0.05
+    )
+    assert samples_against_clock(recording("torch")).empty
+
+
+def test_only_two_recordings_with_iterations_can_be_compared() -> None:
+    one = recording("torch")
+    with pytest.raises(InputError, match="not 1"):
+        engines_side_by_side([one])
+    bare = recording("hpctoolkit")
+    bare.iterations = bare.iterations.iloc[:0]
+    with pytest.raises(InputError, match="'hpctoolkit' has no iterations"):
+        engines_side_by_side([one, bare])
+    twice = engines_side_by_side([one, recording("torch", seed=5)])
+    assert {"torch_ms", "torch_2_ms"} <= set(twice.columns)
+
+
+def test_both_engines_need_hpctoolkit_and_say_so(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("HPCTOOLKIT_HOME", raising=False)
+    with pytest.raises(MissingToolError, match="hpcrun"):
+        choose_engine(ProfilingConfig(engine="both"))
+    assert second_profile(tmp_path) is None
+    recording("torch").save(tmp_path / TORCH_FOLDER)
+    found = second_profile(tmp_path)
+    assert found is not None and found.meta["engine"] == "torch"

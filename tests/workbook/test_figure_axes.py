@@ -1,0 +1,137 @@
+"""What figures and tables share: rows, intervals, logarithmic scales, numbers as text."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlrm_workbook.show.axes import (
+    add_ends,
+    error_bars,
+    in_groups,
+    label_rows,
+    log_axis,
+    log_ticks,
+    mark_one,
+)
+from dlrm_workbook.show.tables import (
+    NOTHING,
+    Table,
+    aligned,
+    column,
+    counted,
+    from_to,
+    known_or,
+    signed,
+    times_as_fast,
+    yes_or_no,
+)
+from dlrm_workbook.show.theme import figure, signed_milliseconds, signed_percent, thousands
+
+
+@given(st.lists(st.sampled_from("abc"), max_size=12))
+def test_rows_of_a_group_follow_their_heading_without_a_gap(headings: list[str]) -> None:
+    places, groups = in_groups(headings)
+    runs = [h for i, h in enumerate(headings) if i == 0 or h != headings[i - 1]]
+    assert [text for _, text in groups] == runs
+    # all rows and headings together are 0, 1, 2, ...
+    assert sorted([*places, *(place for place, _ in groups)]) == list(
+        range(len(headings) + len(runs))
+    )
+    assert places == sorted(places)
+
+
+def test_a_line_at_one_crosses_no_heading() -> None:
+    drawn = figure("", 300)
+    places, groups = in_groups(["a", "a", "b"])
+    mark_one(drawn, 1.0, groups, places[-1])
+    lines = [(shape.y0, shape.y1) for shape in drawn.layout.shapes]
+    assert len(lines) == 2
+    assert not any(low < place < high for low, high in lines for place, _ in groups)
+    assert all(any(low < place < high for low, high in lines) for place in places)
+
+
+def test_intervals_reach_from_end_to_end_and_unknown_ends_are_not_drawn() -> None:
+    bars = error_bars([1.0, math.nan], [2.0, 3.0], [5.0, math.inf])
+    assert (bars["arrayminus"], bars["array"]) == ([1.0, 0.0], [3.0, 0.0])
+
+
+def test_rows_are_labelled_from_the_top_and_texts_lie_behind_ends() -> None:
+    drawn = figure("", 300)
+    label_rows(drawn, ["same", "same"])
+    assert drawn.layout.yaxis.tickvals == (0, 1) and drawn.layout.yaxis.range == (1.6, -0.6)
+    add_ends(drawn, [100.0, 1000.0], [0, 1], ["x", "y"], log=True)
+    assert [note.x for note in drawn.layout.annotations] == pytest.approx([2.0, 3.0])
+    assert {note.xanchor for note in drawn.layout.annotations} == {"left"}
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "least"), [(0.09, 0.12, 2), (1, 3.5, 3), (0.5, 5000, 3), (7, 7, 1)]
+)
+def test_logarithmic_axes_have_a_few_round_marks(low: float, high: float, least: int) -> None:
+    marks = log_ticks([low, high])
+    assert least <= len(marks) <= 8
+    assert all(0.7 * low <= mark <= 1.3 * high for mark in marks)
+    assert log_axis(marks)["ticktext"] == [f"{mark:,g}" for mark in marks]
+
+
+def test_signs_and_decimals() -> None:
+    assert signed([1.5, -0.25, 0.0]) == ["+1.500", "−0.250", "0.000"]
+    assert signed([100.0, -0.01]) == ["+100.0", "0.0"]
+    assert aligned([12.3], [0.456]) == [["12.30"], ["0.46"]]
+
+
+def test_numbers_as_readers_want_them() -> None:
+    assert [thousands(n, "B") for n in (64, 1024, 3e6, 2.5e9)] == [
+        "64 B",
+        "1.02 kB",
+        "3 MB",
+        "2.5 GB",
+    ]
+    assert thousands(13_800_000.0) == "13.8 M" and thousands(5.0) == "5"
+    assert (counted(1, "thread"), counted(1200, "rank")) == ("1 thread", "1,200 ranks")
+    assert times_as_fast(1.25, 1.2, 1.31) == "1.25× (1.20 to 1.31)"
+    assert times_as_fast(1.25, math.nan, math.nan) == "1.25×"
+    assert from_to(1.2, 1310.0) == "1.20 to 1,310" and from_to(1.0, math.nan) == NOTHING
+    assert [yes_or_no(v) for v in (True, False, None)] == ["yes", "no", NOTHING]
+    assert known_or(None, str) == known_or(math.nan, str) == NOTHING and known_or(2, str) == "2.0"
+    assert (signed_percent(-0.004), signed_percent(0.031)) == ("−0.4%", "+3.1%")
+    assert [signed_milliseconds(v) for v in (1.5, -3.0, 0.0)] == ["+1.50 ms", "−3.00 ms", "0 ms"]
+
+
+def test_a_table_of_columns_needs_columns_of_one_length() -> None:
+    made = Table.of({"a": ["1", "2"], "b": ["x", "y"]})
+    assert made.columns == ["a", "b"] and made.rows == [["1", "x"], ["2", "y"]]
+    with pytest.raises(ValueError):
+        Table.of({"a": ["1"], "b": []})
+
+
+def test_ranges_are_numbers_and_no_number_is_broken_into_lines() -> None:
+    html = Table(
+        ["range", "gain", "what"],
+        [("8.51 to 15.1", "0.95× (0.87 to 1.02)", "a to b"), (NOTHING, "1.00×", "2 ranks")],
+    )._repr_html_()
+    assert '<td style="text-align: right; white-space: nowrap">8.51 to 15.1</td>' in html
+    assert '<td style="text-align: right">0.95× (0.87 to 1.02)</td>' in html
+    assert '<td style="text-align: left">a to b</td>' in html
+    assert '<th style="text-align: right">range</th>' in html
+
+
+def test_tables_align_numbers_and_escape_words() -> None:
+    table = Table(["name", "ms"], [("<b>", "1,234.5"), ("a", "<0.1"), ("c", "–")])
+    html = table._repr_html_()
+    assert "&lt;b&gt;" in html and "<b>" not in html
+    assert '<td style="text-align: right; white-space: nowrap">1,234.5</td>' in html
+    assert '<td style="text-align: left">a</td>' in html
+    assert Table(["a"], [])._repr_html_().count("Nothing") == 1
+    assert "1,234.5" in repr(table)
+
+
+def test_columns_share_their_decimals() -> None:
+    assert column([1234.56, 7.0, 0.001]) == ["1,234.6", "7.0", "<0.1"]
+    assert column([12.345, 0.0, float("nan")]) == ["12.35", "0.00", "–"]
+    assert column([0.1234]) == ["0.123"]
+    assert column([]) == []

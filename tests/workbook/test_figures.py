@@ -1,0 +1,383 @@
+"""Figures of a profile recorded here: the marks, units, order and colours they must have."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import pytest
+from gpu_trace import events, write
+
+from dlrm_core.config import Parameters, parameters_from_sections
+from dlrm_core.parts import COMPONENTS, PHASES
+from dlrm_core.reports import TrainingResult
+from dlrm_core.train import train
+from dlrm_workbook.analysis import attribution, operators
+from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.recordings.torch.recorder import record_workload
+from dlrm_workbook.recordings.torch.trace import read_recording, read_trace
+from dlrm_workbook.show import (
+    bottlenecks as figures,
+)
+from dlrm_workbook.show import (
+    train as training_figures,
+)
+from dlrm_workbook.show import (
+    train_tables as training_presentation,
+)
+from dlrm_workbook.show.theme import COLOURS, PATTERNS, digits, percent, short_name, text_on
+
+ITERATIONS = 4
+
+
+@pytest.fixture(scope="module")
+def parameters() -> Parameters:
+    return parameters_from_sections(
+        {
+            "model": {
+                "bottom_mlp": [8, 16, 8],
+                "top_mlp": [16, 1],
+                "embedding_dim": 8,
+                "table_rows": [50, 50, 70],
+            },
+            "data": {"generator": "facebook_loop", "indices_per_lookup": 4},
+            "training": {"batch_size": 16, "batches": 12, "device": "cpu", "log_every": 5},
+            "profiling": {
+                "engine": "torch",
+                "warmup": 1,
+                "iterations": ITERATIONS,
+                "probes": False,
+            },
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def profile(parameters: Parameters, tmp_path_factory: pytest.TempPathFactory) -> Profile:
+    folder = tmp_path_factory.mktemp("recording") / "run"
+    return read_recording(record_workload(parameters, folder))
+
+
+@pytest.fixture(scope="module")
+def gpu_profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
+    return read_trace(write(tmp_path_factory.mktemp("gpu") / "trace.json", events()))
+
+
+@pytest.fixture(scope="module")
+def trained(
+    parameters: Parameters, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[TrainingResult, pd.DataFrame]:
+    folder = tmp_path_factory.mktemp("training")
+    result = train(parameters, folder, progress=False)
+    return result, training_presentation.intervals(folder)
+
+
+def all_figures(profile: Profile) -> dict[str, go.Figure]:
+    return {
+        "attribution": figures.attribution_bars(attribution.attribute(profile)),
+        "icicle": figures.call_tree_icicle(operators.call_tree(profile)),
+        "operators": figures.top_operators(operators.top_operators(profile)),
+        "timeline": figures.iteration_timeline(operators.timeline(profile)),
+        "data": figures.data_against_compute(attribution.data_against_compute(profile)),
+        "iterations": figures.iteration_times(attribution.per_iteration(profile)),
+    }
+
+
+def expected_colours(table: pd.DataFrame) -> list[str]:
+    return [COLOURS[component] for component in table["component"]]
+
+
+@pytest.mark.parametrize("source", ["profile", "gpu_profile"])
+def test_figures_fit_both_themes_and_say_their_units(source, request) -> None:
+    for name, drawn in all_figures(request.getfixturevalue(source)).items():
+        layout = drawn.layout
+        assert layout.title.text, name
+        assert layout.template.layout.paper_bgcolor == "rgba(0,0,0,0)"
+        assert layout.font.color is None and layout.paper_bgcolor is None, "the page decides"
+        assert layout.width is None, "the window decides"
+        if name == "icicle":
+            assert "ms" in layout.title.text
+        else:
+            titles = f"{layout.xaxis.title.text} {layout.yaxis.title.text}"
+            assert "ms" in titles.split(), name
+        # JSON is what a notebook stores and a browser gets
+        assert len(json.loads(drawn.to_json())["data"]) == len(drawn.data)
+
+
+def test_attribution_has_the_largest_part_on_top(profile: Profile) -> None:
+    table = attribution.attribute(profile).query("time_ms > 0")
+    table = table.sort_values("time_ms", ascending=False)
+    (bars,) = figures.attribution_bars(table).data
+    assert list(bars.x) == pytest.approx(table["time_ms"].tolist())
+    assert sum(bars.x) == pytest.approx(operators.iteration_times(profile)["time_ms"].mean())
+    assert list(bars.marker.color) == expected_colours(table)
+    assert list(bars.marker.pattern.shape) == [PATTERNS.get(p, "") for p in table["phase"]]
+    drawn = figures.attribution_bars(table)
+    assert drawn.layout.yaxis.ticktext[0].startswith(
+        table["component"].iloc[0].replace("_mlp", " MLP")
+    )
+    low, high = drawn.layout.yaxis.range
+    assert low > high, "the first row is on top"
+    assert drawn.layout.xaxis.range[1] > 1.2 * max(bars.x), "labels need room"
+    assert all("ms" in text and "%" in text for text in bars.text)
+
+
+def test_gpu_attribution_tells_what_the_gpu_waited_for(gpu_profile: Profile) -> None:
+    table = attribution.attribute(gpu_profile)
+    drawn = figures.attribution_bars(table)
+    (bars,) = drawn.data
+    waiting = [label.endswith("GPU idle") for label in drawn.layout.yaxis.ticktext]
+    assert any(waiting) and not all(waiting)
+    assert [opacity < 1 for opacity in bars.marker.opacity] == waiting
+
+
+def test_a_recording_without_iterations_says_so(profile: Profile) -> None:
+    assert attribution.time_unit(profile) == "ms in a mean iteration"
+    program = replace(
+        profile, iterations=profile.iterations[:0], meta={"engine": "hpctoolkit"}, _known={}
+    )
+    unit = attribution.time_unit(program)
+    assert unit == "ms in the whole recording"
+    drawn = figures.call_tree_icicle(operators.call_tree(program), unit)
+    assert drawn.layout.title.text.endswith(unit)
+
+
+def test_icicle_draws_every_row_and_names_it_whole(profile: Profile) -> None:
+    tree = operators.call_tree(profile)
+    (icicle,) = figures.call_tree_icicle(tree).data
+    assert list(icicle.ids) == tree["id"].tolist()
+    assert list(icicle.marker.colors) == expected_colours(tree)
+    assert icicle.branchvalues == "total"
+    value = dict(zip(icicle.ids, icicle.values, strict=True))
+    inside: dict[str, float] = {}
+    for row, parent in zip(icicle.ids, icicle.parents, strict=True):
+        inside[parent] = inside.get(parent, 0.0) + value[row]
+    # plotly.js leaves out, without a word, a parent smaller than its children
+    assert all(value[parent] >= total for parent, total in inside.items() if parent)
+    assert max(map(len, icicle.labels)) <= 34
+    full = [entry[0].replace("<br>", "").replace("&lt;", "<") for entry in icicle.customdata]
+    assert all(shown.startswith(name[:80]) for shown, name in zip(full, tree["label"], strict=True))
+
+
+def test_icicle_of_rounded_values_is_still_drawn() -> None:
+    tree = pd.DataFrame(
+        {
+            "id": ["0", "1", "2"],
+            "parent": ["", "0", "0"],
+            "label": ["dlrm::iteration", "a", "b"],
+            "shapes": ["", "", ""],
+            "component": ["other", "data", "loss"],
+            "phase": ["", "forward", "forward"],
+            "value_ms": [1.0, 0.5, 0.5 + 1e-12],
+            "self_ms": [0.0, 0.5, 0.5],
+        }
+    )
+    (icicle,) = figures.call_tree_icicle(tree).data
+    assert icicle.values[0] >= icicle.values[1] + icicle.values[2]
+
+
+def test_operators_are_ranked_and_keep_their_shapes(profile: Profile) -> None:
+    table = operators.top_operators(profile)
+    drawn = figures.top_operators(table, count=10)
+    (bars,) = drawn.data
+    assert len(bars.x) == 10 == len(drawn.layout.yaxis.ticktext)
+    assert list(bars.x) == sorted(bars.x, reverse=True)
+    assert list(bars.marker.color) == expected_colours(table.head(10))
+    # which operators take the most of a model this small differs from run to run
+    (every,) = figures.top_operators(table, count=len(table)).data
+    shown = " ".join(every.hovertext)
+    assert "aten::" in shown and "shapes [" in shown
+    assert "CPU" in drawn.layout.xaxis.title.text
+
+
+def test_gpu_operators_are_ranked_by_gpu_time(gpu_profile: Profile) -> None:
+    drawn = figures.top_operators(operators.top_operators(gpu_profile))
+    (bars,) = drawn.data
+    assert "GPU" in drawn.layout.xaxis.title.text
+    assert min(bars.x) > 0, "what took no GPU time is not drawn"
+
+
+def test_timeline_puts_spans_where_they_were(profile: Profile) -> None:
+    spans = operators.timeline(profile, 2)
+    drawn = figures.iteration_timeline(spans)
+    bars = [bar for bar in drawn.data if bar.x[0] is not None]
+    key = [bar.name for bar in drawn.data if bar.x[0] is None]
+    assert key == [phase for phase in PHASES if phase in set(spans["phase"])]
+    assert sum(len(bar.x) for bar in bars) == len(spans)
+    assert drawn.layout.barmode == "overlay"
+    assert list(drawn.layout.yaxis.categoryarray) == ["iteration 1", "iteration 0"]
+    begun = sorted(itertools.chain.from_iterable(bar.base for bar in bars))
+    assert begun == pytest.approx(sorted(spans["start_ms"]))
+    named = [bar.name for bar in bars if bar.showlegend is not False]
+    assert len(named) == len(set(named)) == spans["component"].nunique()
+
+
+def test_timeline_of_a_gpu_has_a_lane_a_stream(gpu_profile: Profile) -> None:
+    drawn = figures.iteration_timeline(operators.timeline(gpu_profile))
+    rows = list(drawn.layout.yaxis.categoryarray)
+    assert rows[-1] == "iteration 0, main thread"
+    assert len(rows) == 3
+
+
+def test_data_against_compute_adds_up(profile: Profile) -> None:
+    split = attribution.data_against_compute(profile)
+    drawn = figures.data_against_compute(split)
+    total = split[["data_ms", "transfer_ms", "compute_ms"]].sum(axis=1).mean()
+    assert sum(bar.x[0] for bar in drawn.data) == pytest.approx(total)
+    assert [bar.name.split()[0] for bar in drawn.data] == ["data", "compute"]
+    assert drawn.data[0].marker.color == COLOURS["data"]
+
+
+def test_iteration_times_stack_parts_in_the_order_of_a_step(profile: Profile) -> None:
+    drawn = figures.iteration_times(attribution.per_iteration(profile))
+    names = [bar.name.replace(" MLP", "_mlp") for bar in drawn.data]
+    assert names == [name for name in COMPONENTS if name in names]
+    assert [bar.marker.color for bar in drawn.data] == [COLOURS[name] for name in names]
+    stacked = np.zeros(ITERATIONS)
+    for bar in drawn.data:
+        stacked[list(bar.x)] += bar.y
+    assert stacked == pytest.approx(operators.iteration_times(profile)["time_ms"].to_numpy())
+
+
+def test_memory_figures(profile: Profile) -> None:
+    table = operators.memory(profile)
+    (bars,) = figures.memory_by_part(table).data
+    assert list(bars.x) == sorted(table["allocated_mb"], reverse=True)
+    drawn = figures.memory_curve(operators.memory_curve(profile))
+    assert len(drawn.data[0].x) > 10
+    assert "MB" in drawn.layout.yaxis.title.text and "ms" in drawn.layout.xaxis.title.text
+
+
+def test_training_figures(trained: tuple[TrainingResult, pd.DataFrame]) -> None:
+    result, intervals = trained
+    loss = training_figures.loss_curve(training_presentation.iterations(result), intervals)
+    assert list(loss.data[0].x) == list(range(1, 13))
+    assert list(loss.data[1].x) == [5, 10, 12]
+    assert loss.data[1].y[0] == pytest.approx(np.mean(result.losses[:5]))
+    speed = training_figures.training_speed(intervals)
+    compute, data, rate = speed.data
+    assert compute.name == "compute" and data.marker.color == COLOURS["data"]
+    assert speed.layout.yaxis.title.text == "ms per iteration"
+    assert speed.layout.yaxis2.title.text == "samples per second"
+    assert list(rate.y) == intervals["samples_per_second"].tolist()
+
+
+def test_memory_forecast_joins_tables_of_one_size(parameters: Parameters) -> None:
+    forecast = training_presentation.memory_forecast(parameters)
+    (bars,) = training_figures.memory_forecast(forecast).data
+    assert list(bars.x) == sorted(bars.x, reverse=True)
+    names = forecast["name"].tolist()
+    assert "embedding tables, 2 × 50 x 8" in names
+    assert "embedding table, 1 × 70 x 8" in names
+    from dlrm_core.memory import forecast_memory
+
+    assert forecast["bytes"].sum() == sum(item.bytes for item in forecast_memory(parameters))
+
+
+def test_forecast_of_many_tables_stays_readable() -> None:
+    many = parameters_from_sections({"model": {"table_rows": [10 * n for n in range(1, 41)]}})
+    forecast = training_presentation.memory_forecast(many)
+    assert len(forecast) < 20
+    from dlrm_core.memory import forecast_memory
+
+    assert forecast["bytes"].sum() == sum(item.bytes for item in forecast_memory(many))
+
+
+# Linear-light RGB as readers without one kind of cone see it (Machado et al. 2009, severity 1).
+VISION = {
+    "full": np.eye(3),
+    "protanopia": [
+        [0.152286, 1.052583, -0.204868],
+        [0.114503, 0.786281, 0.099216],
+        [-0.003882, -0.048116, 1.051998],
+    ],
+    "deuteranopia": [
+        [0.367322, 0.860646, -0.227968],
+        [0.280085, 0.672501, 0.047413],
+        [-0.011820, 0.042940, 0.968881],
+    ],
+    "tritanopia": [
+        [1.255528, -0.076749, -0.178779],
+        [-0.078411, 0.930809, 0.147602],
+        [0.004733, 0.691367, 0.303900],
+    ],
+}
+TO_XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+
+
+def linear(colour: str) -> np.ndarray:
+    value = np.array([int(colour[start : start + 2], 16) for start in (1, 3, 5)]) / 255
+    return np.where(value <= 0.04045, value / 12.92, ((value + 0.055) / 1.055) ** 2.4)
+
+
+def lab(light: np.ndarray) -> np.ndarray:
+    ratio = TO_XYZ @ np.clip(light, 0, 1) / np.array([0.9505, 1.0, 1.089])
+    x, y, z = np.where(ratio > 0.008856, np.cbrt(ratio), 7.787 * ratio + 16 / 116)
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+@pytest.mark.parametrize("vision", VISION)
+def test_colours_stay_apart_for_every_reader(vision: str) -> None:
+    assert tuple(COLOURS) == COMPONENTS and tuple(PATTERNS) == PHASES
+    seen = {name: lab(np.asarray(VISION[vision]) @ linear(c)) for name, c in COLOURS.items()}
+    for one, other in itertools.combinations(COLOURS, 2):
+        distance = np.linalg.norm(seen[one] - seen[other])
+        assert distance >= 19.5, f"{one} and {other} look alike"
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_colours_can_be_seen_on_white_and_on_dark(component: str) -> None:
+    luminance = TO_XYZ[1] @ linear(COLOURS[component])
+    assert 1.05 / (luminance + 0.05) > 1.8
+    assert (luminance + 0.05) / (TO_XYZ[1] @ linear("#15181c") + 0.05) > 2.2
+    on_it = TO_XYZ[1] @ linear(text_on(COLOURS[component]))
+    lighter, darker = max(luminance, on_it), min(luminance, on_it)
+    assert (lighter + 0.05) / (darker + 0.05) >= 4.5
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("dlrm::top_mlp::backward", "top MLP backward"),
+        ("dlrm::iteration", "iteration"),
+        ("aten::addmm", "addmm"),
+        ("autograd::engine::evaluate_function: AddmmBackward0", "AddmmBackward0"),
+        ("void at::native::elementwise_kernel<4, at::f<float>>(int, float)", "elementwise_kernel"),
+        ("Optimizer.step#SGD.step", "Optimizer.step#SGD.step"),
+        ("<gpu kernel>", "<gpu kernel>"),
+        ("x" * 50, "x" * 33 + "…"),
+    ],
+)
+def test_short_names(name: str, short: str) -> None:
+    assert short_name(name, 34) == short
+
+
+def test_numbers_have_three_digits_that_count() -> None:
+    shown = [digits(x) for x in (0, 1234.5, 513.3, 99.96, 48.0, 0.21, 0.0123, 2e-6)]
+    assert shown == ["0", "1,234", "513", "100", "48.0", "0.210", "0.0123", "2.0e-06"]
+    assert [percent(x) for x in (0, 0.0001, 0.25, 1)] == ["0.0%", "<0.1%", "25.0%", "100.0%"]
+    assert percent(float("nan")) == "–"
+
+
+def test_a_saved_profile_draws_the_same(profile: Profile, tmp_path: Path) -> None:
+    again = Profile.load(profile.save(tmp_path / "p"))
+    for (name, one), other in zip(
+        all_figures(profile).items(), all_figures(again).values(), strict=True
+    ):
+        assert one.to_json() == other.to_json(), name
+
+
+def test_the_table_of_intervals_says_which_figures_add_up() -> None:
+    row = {"iteration": 5, "loss": 0.25, "samples_per_second": 15_040.0}
+    row |= {"ms_per_iteration": 24.5, "data_ms_per_iteration": 20.0}
+    shown = training_presentation.interval_table(
+        pd.DataFrame([row | {"compute_ms_per_iteration": 14.0}])
+    )
+    # the median leaves out the first, slow iteration that the means of its two shares hold
+    assert shown.rows[0][2:5] == ["24.50", "20.00", "14.00"]
+    assert [name.rpartition(", ")[2] for name in shown.columns[2:5]] == ["median", "mean", "mean"]

@@ -1,0 +1,219 @@
+"""Rules of the GPU on traces made by hand: synchronisation, copies, launches, tensor cores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gpu_database
+import gpu_trace
+import pytest
+from finding_profiles import found, listed, made, ordered
+
+from dlrm_workbook.analysis.findings.finding import LIMITS, Finding
+from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.recordings.torch.trace import read_trace
+
+STEP_US = 1000
+STEPS = 4
+
+
+class Trace:
+    """Iterations of 1000 us on the host; work is put on one stream as it is launched."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.events: list[dict[str, Any]] = [
+            {"ph": "M", "name": "thread_name", "pid": 1, "tid": 10, "args": {"name": "python"}}
+        ]
+        self.correlation = 100
+
+    def host(self, category: str, name: str, start: float, end: float, **args: Any) -> None:
+        self.events.append(gpu_trace._span(category, name, start, end, **args))
+
+    def launch(self, at: float, name: str, start: float, end: float, **args: Any) -> None:
+        """A call of 2 us on the host and what it runs on the device."""
+        self.correlation += 1
+        copy = name.startswith("Memcpy")
+        call = "cudaMemcpyAsync" if copy else "cudaLaunchKernel"
+        self.host("cuda_runtime", call, at, at + 2, correlation=self.correlation)
+        category = "gpu_memcpy" if copy else "kernel"
+        stream = 9 if copy else 7
+        self.events.append(
+            gpu_trace._on_gpu(
+                category, name, start, end, stream, correlation=self.correlation, **args
+            )
+        )
+
+    def step(self, number: int) -> float:
+        """Begin an iteration whose host is in the top MLP nearly throughout."""
+        begin = number * STEP_US
+        self.host("user_annotation", "dlrm::iteration", begin, begin + STEP_US - 5)
+        return begin
+
+    def part(self, name: str, start: float, end: float) -> None:
+        self.host("user_annotation", f"dlrm::{name}", start, end)
+
+    def read(self, **meta: Any) -> Profile:
+        profile = read_trace(gpu_trace.write(self.path / "trace.json", self.events))
+        profile.meta |= {"device": "cuda"} | meta
+        return profile
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Trace:
+    return Trace(tmp_path)
+
+
+def busy(trace: Trace, kernel: str = "sm80_xmma_gemm_bf16_tensorop", gap_us: float = 5) -> None:
+    """A step that keeps the GPU at work with long kernels."""
+    for number in range(STEPS):
+        begin = trace.step(number)
+        trace.part("top_mlp::forward", begin + 1, begin + 900)
+        for i in range(4):
+            at = begin + 5 + 10 * i
+            trace.launch(at, kernel, begin + 10 + 245 * i, begin + 255 - gap_us + 245 * i)
+
+
+def test_a_busy_gpu_has_no_finding(trace: Trace) -> None:
+    busy(trace)
+    assert listed(trace.read()) == []
+
+
+def test_synchronising_calls_are_named_with_their_part(trace: Trace) -> None:
+    for number in range(STEPS):
+        begin = trace.step(number)
+        trace.part("loss::forward", begin + 1, begin + 900)
+        for i in range(3):
+            at = begin + 10 + 290 * i
+            trace.launch(at, "sm90_bf16_gemm", at + 5, at + 100)
+            trace.host("cpu_op", "aten::item", at + 9, at + 125)
+            trace.host("cpu_op", "aten::_local_scalar_dense", at + 10, at + 122)
+            trace.host("cuda_runtime", "cudaStreamSynchronize", at + 12, at + 120)
+    first = listed(trace.read())[0]
+    assert (first.id, first.component, first.limit) == (
+        "synchronisation",
+        "loss",
+        "synchronisation",
+    )
+    assert "cudaStreamSynchronize is called 3.0 times an iteration" in first.evidence
+    assert "aten::_local_scalar_dense" in first.evidence
+    assert first.predicted_speedup["mid"] > 1.5 and ordered(first.predicted_speedup)
+
+
+def copied(trace: Trace, name: str, overlapped: bool) -> None:
+    for number in range(STEPS):
+        begin = trace.step(number)
+        trace.part("transfer::forward", begin + 1, begin + 60)
+        trace.part("top_mlp::forward", begin + 61, begin + 900)
+        trace.launch(begin + 5, name, begin + 10, begin + 360, bytes=4_000_000)
+        start = begin + 15 if overlapped else begin + 365
+        trace.launch(begin + 70, "sm90_bf16_gemm", start, begin + 990)
+
+
+@pytest.mark.parametrize(
+    ("name", "overlapped", "id_"),
+    [
+        ("Memcpy HtoD (Pageable -> Device)", False, "pageable_copies"),
+        ("Memcpy HtoD (Pinned -> Device)", False, "copies_not_overlapped"),
+        ("Memcpy HtoD (Pinned -> Device)", True, None),
+        ("Memcpy DtoD (Device -> Device)", False, None),
+    ],
+)
+def test_copies(trace: Trace, name: str, overlapped: bool, id_: str | None) -> None:
+    copied(trace, name, overlapped)
+    parameters = {"data": {"loader": "synchronous", "place": "cpu"}}
+    ids = [finding.id for finding in listed(trace.read(parameters=parameters))]
+    copying = [name for name in ids if "copies" in name]
+    assert copying == ([id_] if id_ else [])
+    if id_:
+        first = listed(trace.read(parameters=parameters))[0]
+        assert first.id == id_ and first.component == "transfer"
+        assert first.change == {"data.loader": "prefetch"}
+        assert first.share_of_step == pytest.approx(0.35, abs=0.02)
+        assert "4.0 MB" in first.evidence
+
+
+def test_launches_that_cannot_keep_up(trace: Trace) -> None:
+    for number in range(STEPS):
+        begin = trace.step(number)
+        trace.part("top_mlp::forward", begin + 1, begin + 990)
+        for i in range(90):
+            at = begin + 5 + 10.5 * i
+            trace.launch(at, "elementwise_kernel", at + 3, at + 5)
+    first = listed(trace.read())[0]
+    assert (first.id, first.limit) == ("launch_bound", "launches")
+    assert "90 kernels an iteration of 2.0 us" in first.evidence
+    assert first.change == {
+        "training.cuda_graphs": True,
+        "training.embedding_backend": "fused",
+    }
+    fused = {"training": {"embedding_backend": "fused"}}
+    assert listed(trace.read(parameters=fused))[0].change == {"training.cuda_graphs": True}
+
+
+def test_products_without_tensor_cores(trace: Trace) -> None:
+    busy(trace, kernel="ampere_sgemm_128x64_tn")
+    first = found(trace.read())["tensor_cores_unused"]
+    assert first.change == {"training.precision": "bf16"}
+    only_fp32 = {"training": {"precision": "fp32", "lowest_precision": "fp32"}}
+    second = found(trace.read(parameters=only_fp32))["tensor_cores_unused"]
+    assert second.change == {"training.tf32": True}
+    allowed = {"training": {"precision": "fp32", "lowest_precision": "fp32", "tf32": True}}
+    assert "tensor_cores_unused" not in found(trace.read(parameters=allowed))
+
+
+def test_occupancy_and_stalls_of_a_sampled_database(tmp_path: Path) -> None:
+    profile = gpu_database.made(tmp_path / "d")
+    profile.meta["device"] = "cuda"
+    names = found(profile)
+    # gather: 64 of 64 warps, gemm: 64 of 256 (a product: judged by its units, not by warps)
+    assert "low_occupancy" not in names
+    stall = next(finding for name, finding in names.items() if name.startswith("stall_"))
+    assert "warp samples" in stall.evidence and stall.limit in LIMITS
+    (tmp_path / "e").mkdir()
+    without = gpu_database.made(tmp_path / "e" / "d", stalls=False)
+    without.meta["device"] = "cuda"
+    assert not any(name.startswith("stall_") for name in found(without))
+
+
+# ---- ranks ------------------------------------------------------------------------
+
+
+def ranks(*busy_ms: float, communication: float = 0.0, **meta: Any) -> dict[str, Finding]:
+    """A run of several ranks, each with some milliseconds of work."""
+    one = made({("top_mlp", "forward", "aten::mm"): 1.0, ("communication", "forward", "c"): 1.0})
+    values, threads = [], []
+    for rank, ms in enumerate(busy_ms):
+        threads.append(
+            {"profile": rank, "kind": "cpu_thread", "name": "main", "rank": rank, "thread": rank}
+        )
+        for context, value in ((0, ms), (1, communication)):
+            for scope in ("exclusive", "inclusive"):
+                row = {"profile": rank, "context": context, "metric": "cpu_time_ms"}
+                values.append(row | {"scope": scope, "value": value})
+    profile = Profile.build(
+        contexts=one.contexts,
+        metrics=one.metrics,
+        values=values,
+        threads=threads,
+        meta={"device": "cpu", **meta},
+    )
+    return found(profile)
+
+
+def test_load_imbalance_over_ranks() -> None:
+    uneven = ranks(100.0, 60.0, 60.0)["load_imbalance"]
+    assert "Rank 0" in uneven.title and uneven.limit == "load imbalance"
+    assert uneven.share_of_step == pytest.approx((100 - 220 / 3) / 100)
+    assert "load_imbalance" not in ranks(100.0, 97.0, 99.0)
+    assert "load_imbalance" not in ranks(100.0)
+
+
+def test_small_tables_are_replicated() -> None:
+    tables = {"model": {"table_rows": [1000, 5_000_000], "tables": 2, "embedding_dim": 64}}
+    small = ranks(50.0, 50.0, communication=30.0, parameters=tables)["replicate_small_tables"]
+    assert "1 of 2 tables" in small.title
+    assert "replicate_small_tables" not in ranks(50.0, 50.0, parameters=tables)
+    large = {"model": {"table_rows": [5_000_000], "tables": 2, "embedding_dim": 64}}
+    assert "replicate_small_tables" not in ranks(50.0, 50.0, communication=30.0, parameters=large)

@@ -1,0 +1,265 @@
+"""The HPCToolkit driver against recorded behaviour, and against the real one where it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from fake_hpctoolkit import processes_naming, run
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlrm_workbook import processes as hpctoolkit_process
+from dlrm_workbook.processes import MeasurementError, Progress, fresh_path, run_stage
+from dlrm_workbook.recordings.hpctoolkit.driver import HPCToolkitSettings, measure
+from dlrm_workbook.recordings.hpctoolkit.passes import ALLOCATOR
+from dlrm_workbook.recordings.hpctoolkit.tools import find_tools
+
+REAL = shutil.which("hpcrun") or os.environ.get("HPCTOOLKIT_HOME")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+# --- measuring ------------------------------------------------------------------------
+
+
+def test_measures_on_the_cpu(fake):
+    fake.behave(slower=1.1)
+    measured = run(fake)
+    times, frames = measured.passes
+    assert times.dilation == frames.dilation == pytest.approx(1.1)
+    assert times.part_dilation == {"data": pytest.approx(1.1)}
+    assert times.ms_per_iteration == pytest.approx(11.0)
+    assert measured.unprofiled["ms_per_iteration"] == 10.0
+    assert times.result["ms_per_iteration"] == times.ms_per_iteration
+    assert times.exit_code == 0 and not times.python_frames and frames.python_frames
+    assert times.database.is_absolute() and (times.database / "meta.db").is_file()
+    assert measured.database() == times.database and measured.database("stalls") is None
+    first, second = fake.calls("hpcrun")
+    assert first["events"] == ["CPUTIME"] and first["trace"] and not first["python"]
+    assert second["events"] == ["CPUTIME"] and not second["trace"] and second["python"]
+    assert measured.database("frames") == frames.database != times.database
+    assert "--no-source" in fake.calls("hpcprof")[0]["arguments"]
+    assert "computes on the CPU" in measured.not_measured["GPU times"]
+    assert "computes on the CPU" in measured.not_measured["stall reasons"]
+    assert "ms_per_iteration" in (measured.logs / "times-hpcrun.out").read_text()
+    assert json.loads(json.dumps(measured.to_dict()))["passes"][0]["database"] == str(
+        times.database
+    )
+
+
+def test_both_sides_of_the_dilation_have_one_allocator(fake, monkeypatch):
+    monkeypatch.setenv("PYTHONMALLOC", "debug")
+    measured = run(fake)
+    expected = {**ALLOCATOR, "PYTHONMALLOC": None}
+    assert measured.unprofiled["environment"] == expected
+    log = (measured.logs / "times-hpcrun.out").read_text().splitlines()[-1]
+    assert json.loads(log)["environment"] == expected
+    assert any("PYTHONMALLOC was removed" in notice for notice in measured.notices)
+
+
+def test_measures_twice_on_a_gpu(fake):
+    measured = run(fake, device="cuda")
+    assert [p.name for p in measured.passes] == ["times", "stalls"]
+    times, stalls = fake.calls("hpcrun")
+    assert (times["events"], times["trace"]) == (["CPUTIME", "gpu=nvidia"], True)
+    assert (stalls["events"], stalls["trace"]) == (["gpu=nvidia,pc"], False)
+    assert measured.not_measured == {}
+
+
+def test_existing_outputs_are_left_alone(fake):
+    first = run(fake)
+    second = run(fake)
+    assert first.passes[0].database.name == "times.database"
+    assert second.passes[0].database.name == "times-2.database"
+    assert second.passes[0].measurements.name == "times-2.measurements"
+    assert len(list(first.passes[0].measurements.glob("*.hpcrun"))) == 1
+
+
+def test_a_slowed_pass_is_pointed_out(fake):
+    fake.behave(slower=4.0)
+    times, frames = run(fake).passes
+    assert any("4.00x" in notice and "Python" not in notice for notice in times.notices)
+    assert any("4.00x" in notice and "Python frames" in notice for notice in frames.notices)
+    # advice for the pass whose times are read, not for the one that only names callers
+    advice = "profiling.python_frames: false"
+    assert not any(advice in notice for notice in times.notices + frames.notices)
+    (times,) = run(fake, device="cuda", pc_sampling=False).passes
+    assert any("4.00x" in notice and advice in notice for notice in times.notices)
+
+
+def test_dropped_samples_are_counted_and_pointed_out(fake):
+    assert run(fake).passes[0].lost_samples == 0
+    fake.behave(lost=61)
+    measured = run(fake)
+    assert measured.passes[0].lost_samples == pytest.approx(0.61)
+    assert "dropped 61% of its samples" in measured.passes[0].notices[-1]
+    assert "Python calls" in measured.passes[1].notices[-1]
+    # the times that are shown come from the pass without Python frames
+    assert "Python calls" not in measured.not_measured["all CPU time"]
+    measured = run(fake, device="cuda", pc_sampling=False)
+    assert "Python calls" in measured.not_measured["all CPU time"]
+
+
+def test_a_program_without_figures_has_no_dilation(fake):
+    measured = run(fake, "silent")
+    # the last interval line still counts as a figure
+    assert measured.passes[0].dilation == pytest.approx(1.0)
+    tools = find_tools(str(fake.home))
+    mute = measure(["/bin/true"], fake.home.parent / "mute", tools=tools)
+    assert mute.passes[0].dilation is None
+    assert any("dilation is unknown" in notice for notice in mute.notices)
+
+
+def test_progress_tells_stage_time_and_iteration(fake):
+    seen: list[Progress] = []
+    fake.behave(modules=["/lib/libone.so"], struct_sleep=0.3)
+    measure(
+        fake.workload(), fake.home.parent / "run", tools=find_tools(str(fake.home)),
+        progress=seen.append,
+    )  # fmt: skip
+    assert list(dict.fromkeys(p.stage for p in seen)) == [
+        "unprofiled", "times: hpcrun", "times: hpcstruct", "times: hpcprof",
+        "frames: hpcrun", "frames: hpcstruct", "frames: hpcprof",
+    ]  # fmt: skip
+    assert any(p.stage == "times: hpcrun" and p.iteration == 2 for p in seen)
+    assert any(p.detail == "libone.so" for p in seen)
+    assert all(p.elapsed_s >= 0 for p in seen)
+
+
+# --- ending ---------------------------------------------------------------------------
+
+
+def test_time_up_ends_a_stubborn_program_and_its_children(fake):
+    started = time.monotonic()
+    with pytest.raises(MeasurementError, match=r"still running after \d+ s, at iteration 7"):
+        run(fake, "stubborn", timeout_s=1.0)
+    assert time.monotonic() - started < 20
+    assert processes_naming(str(fake.bin)) == []
+
+
+def test_time_up_without_hpctoolkit(fake, tmp_path):
+    with pytest.raises(MeasurementError, match="without HPCToolkit was still running"):
+        measure(
+            ["/bin/sleep", "600"], tmp_path / "run", tools=find_tools(str(fake.home)),
+            settings=HPCToolkitSettings(timeout_s=0.2),
+        )  # fmt: skip
+
+
+def test_a_caller_that_fails_ends_the_program(fake):
+    def fail(progress: Progress) -> None:
+        if progress.iteration == 7:
+            raise RuntimeError("the caller's own")
+
+    with pytest.raises(RuntimeError, match="the caller's own"):
+        measure(
+            fake.workload("stubborn"), fake.home.parent / "run",
+            tools=find_tools(str(fake.home)), progress=fail,
+        )  # fmt: skip
+    assert processes_naming(str(fake.bin)) == []
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_measurement_leaves_no_process(fake, tmp_path, number, code):
+    script = (
+        "import sys\n"
+        "from dlrm_core.profiling import hpctoolkit_process\n"
+        "from dlrm_workbook.recordings.hpctoolkit.driver import find_tools, measure\n"
+        "hpctoolkit_process.GRACE_S = 0.5\n"
+        "def show(p):\n"
+        "    if p.iteration == 7: print('measuring', flush=True)\n"
+        "try:\n"
+        "    measure(sys.argv[3:], sys.argv[1], tools=find_tools(sys.argv[2]), progress=show)\n"
+        "except KeyboardInterrupt:\n"
+        "    sys.exit(130)\n"
+    )
+    driver = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path / "run"), str(fake.home),
+         *fake.workload("stubborn")],
+        stdout=subprocess.PIPE, cwd=ROOT,
+    )  # fmt: skip
+    watchdog = threading.Timer(60, driver.kill)
+    watchdog.start()
+    try:
+        assert driver.stdout is not None and b"measuring" in driver.stdout.readline()
+        driver.send_signal(number)
+        assert driver.wait(30) == code
+    finally:
+        watchdog.cancel()
+        driver.kill()
+        driver.stdout.close()
+    assert processes_naming(str(fake.bin)) == []
+
+
+def test_fresh_paths(tmp_path):
+    assert fresh_path(tmp_path / "a.database") == tmp_path / "a.database"
+    (tmp_path / "a.database").mkdir()
+    (tmp_path / "a-2.database").symlink_to("nowhere")
+    assert fresh_path(tmp_path / "a.database") == tmp_path / "a-3.database"
+    assert fresh_path(Path("relative")).is_absolute()
+
+
+@given(st.lists(st.binary(max_size=60), max_size=20))
+def test_a_program_may_print_anything(lines):
+    watch = hpctoolkit_process._Watch("stage", None)
+    for line in lines:
+        watch._note(line)
+        watch._note(b'{"iteration":' + line + b"}")
+    assert watch.result is None
+
+
+def test_a_stage_reports_signals_as_a_shell_does(tmp_path):
+    for command, code in (("kill -9 $$", 137), ("exit 7", 7), ("kill -TERM $$", 143)):
+        done = run_stage(
+            ["/bin/sh", "-c", command], stage="a: b", logs=tmp_path, environment={}, timeout_s=20
+        )
+        assert done.exit_code == code
+    assert (tmp_path / "a-b.out").exists() and (tmp_path / "a-b-3.out").exists()
+
+
+# --- the real one ---------------------------------------------------------------------
+
+
+@pytest.mark.skipif(REAL is None, reason="HPCToolkit is neither on PATH nor in HPCTOOLKIT_HOME")
+def test_a_real_hpctoolkit(tmp_path, monkeypatch):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import json, time\n"
+        "def bottom_mlp_forward():\n"
+        "    end = time.perf_counter() + 0.02\n"
+        "    while time.perf_counter() < end:\n"
+        "        sum(range(20000))\n"
+        "times = []\n"
+        "for i in range(50):\n"
+        "    start = time.perf_counter()\n"
+        "    bottom_mlp_forward()\n"
+        "    times.append(time.perf_counter() - start)\n"
+        "    print(json.dumps({'iteration': i + 1}), flush=True)\n"
+        "print(json.dumps({'ms_per_iteration': sorted(times)[25] * 1e3}))\n"
+    )
+    measured = measure(
+        [sys.executable, str(program)],
+        tmp_path / "run",
+        settings=HPCToolkitSettings(structure_limit_mb=1, structure_cache=tmp_path / "cache"),
+    )
+    times = measured.passes[0]
+    assert (times.database / "meta.db").read_bytes().startswith(b"HPCTOOLKIT")
+    assert (times.database / "trace.db").is_file()
+    assert times.dilation is not None and 0.5 < times.dilation < 5
+    # without the hook at Python calls, and hence without their names
+    assert not times.python_frames and times.lost_samples == pytest.approx(0, abs=0.05)
+    assert b"bottom_mlp_forward" not in (times.database / "meta.db").read_bytes()
+    if "Python frames" not in measured.not_measured:
+        frames = measured.passes[1]
+        assert frames.name == "frames" and frames.python_frames
+        assert b"bottom_mlp_forward" in (frames.database / "meta.db").read_bytes()
+        assert not (frames.database / "trace.db").exists()
+    assert re.match(r"\d{4}\.", measured.version)

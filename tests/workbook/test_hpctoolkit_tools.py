@@ -1,0 +1,197 @@
+"""Finding HPCToolkit, what it can do, and which passes follow from that."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from fake_hpctoolkit import capabilities, run
+
+from dlrm_core.config import ProfilingConfig
+from dlrm_core.errors import InputError, MissingToolError
+from dlrm_workbook.recordings.hpctoolkit.driver import HPCToolkitSettings
+from dlrm_workbook.recordings.hpctoolkit.passes import Pass, plan_passes
+from dlrm_workbook.recordings.hpctoolkit.tools import (
+    SPACK,
+    Capabilities,
+    find_tools,
+    parse_events,
+    torch_cuda_version,
+)
+
+REAL = shutil.which("hpcrun") or os.environ.get("HPCTOOLKIT_HOME")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+# --- finding and probing --------------------------------------------------------------
+
+
+def test_missing_tools_name_the_spack_command(tmp_path, monkeypatch):
+    monkeypatch.delenv("HPCTOOLKIT_HOME", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(MissingToolError, match="hpcrun was not found on PATH") as error:
+        find_tools()
+    assert SPACK in str(error.value)
+    assert SPACK == "spack install hpctoolkit +cuda +python"
+    assert "\n" not in str(error.value)
+
+
+def test_a_wrong_home_is_named_even_if_path_has_the_tools(fake, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", f"{fake.bin}:{os.environ['PATH']}")
+    with pytest.raises(MissingToolError, match="nowhere"):
+        find_tools(str(tmp_path / "nowhere"))
+    monkeypatch.setenv("HPCTOOLKIT_HOME", str(tmp_path / "elsewhere"))
+    with pytest.raises(MissingToolError, match="elsewhere"):
+        find_tools()
+
+
+@pytest.mark.parametrize("where", ["PATH", "HPCTOOLKIT_HOME", "home", "home/bin"])
+def test_finds_the_tools_and_reads_what_they_offer(fake, monkeypatch, where):
+    home = None
+    if where == "PATH":
+        monkeypatch.setenv("PATH", f"{fake.bin}:{os.environ['PATH']}")
+    elif where == "HPCTOOLKIT_HOME":
+        monkeypatch.setenv("HPCTOOLKIT_HOME", str(fake.home))
+    else:
+        home = str(fake.home if where == "home" else fake.bin)
+    tools = find_tools(home)
+    assert tools.hpcrun == fake.bin / "hpcrun"
+    assert tools.hpcstruct == fake.bin / "hpcstruct"
+    assert tools.version == "2024.01.99-next"
+    assert tools.cuda == "12.4"
+    assert {"CPUTIME", "gpu=nvidia", "gpu=nvidia,pc"} <= tools.events
+    assert tools.python_frames
+    assert tools.no_source == "--no-source"
+
+
+def test_tools_that_do_not_run(fake):
+    fake.behave(version_exit=1)
+    with pytest.raises(MissingToolError, match=r"hpcrun -V fails with exit code 1"):
+        find_tools(str(fake.home))
+    (fake.bin / "hpcrun").write_bytes(b"\x7fELF of another machine")
+    with pytest.raises(MissingToolError, match="does not run here"):
+        find_tools(str(fake.home))
+
+
+def test_without_hpcstruct_or_python_the_rest_still_works(fake):
+    (fake.bin / "hpcstruct").unlink()
+    fake.behave(python=False, prof_help="no such option")
+    found = capabilities(fake)
+    assert "-a python" in found.not_measured["Python frames"]
+    assert "hpcstruct" in found.not_measured["loops and inlined functions"]
+    measured = run(fake)
+    assert measured.passes[0].database.is_dir()
+    assert not measured.passes[0].python_frames
+    assert "--no-source" not in fake.calls("hpcprof")[0]["arguments"]
+
+
+def test_events_are_the_first_words_of_the_listing():
+    listing = (
+        "=====\nAvailable Timer events\n----\nCPUTIME  \ttext\n\t\tmore gpu=nvidia\n\ngpu=cuda,pc\n"
+    )
+    assert parse_events(listing) == {"Available", "CPUTIME", "gpu=cuda,pc"}
+    assert parse_events("") == frozenset()
+
+
+def test_probe_of_a_machine_with_everything(fake):
+    found = capabilities(fake)
+    assert (found.gpu, found.gpu_event, found.pc_event) == (
+        "NVIDIA H200", "gpu=nvidia", "gpu=nvidia,pc",
+    )  # fmt: skip
+    assert found.not_measured == {}
+
+
+def test_newer_spelling_of_the_gpu_events(fake):
+    fake.behave(events=["CPUTIME", "gpu=cuda", "gpu=cuda,pc"])
+    found = capabilities(fake, cuda_version="13.0")
+    # a release that says gpu=cuda may well sample with CUDA 13
+    assert (found.gpu_event, found.pc_event) == ("gpu=cuda", "gpu=cuda,pc")
+
+
+def test_probe_says_why_there_is_no_gpu(fake):
+    fake.behave(gpus=[])
+    assert "nvidia-smi finds none" in capabilities(fake).not_measured["GPU times"]
+    (fake.bin / "nvidia-smi").unlink()
+    found = capabilities(fake)
+    assert "nvidia-smi is not installed" in found.not_measured["GPU times"]
+    assert found.not_measured["stall reasons"] == found.not_measured["GPU times"]
+
+
+def test_probe_of_an_hpctoolkit_without_cuda(fake):
+    fake.behave(events=["CPUTIME"], cuda="")
+    found = capabilities(fake)
+    assert found.gpu == "NVIDIA H200" and found.gpu_event is None
+    assert "built without CUDA" in found.not_measured["GPU times"]
+
+
+@pytest.mark.parametrize("torch, built", [("13.0", "12.4"), ("12.8", "13.0")])
+def test_cuda_13_has_no_pc_sampling(fake, torch, built):
+    fake.behave(cuda=built)
+    found = capabilities(fake, cuda_version=torch)
+    assert found.gpu_event == "gpu=nvidia" and found.pc_event is None
+    assert "CUDA 13.0" in found.not_measured["stall reasons"]
+    assert "GPU times" not in found.not_measured
+
+
+def test_pc_sampling_needs_root_or_the_driver_option(fake, monkeypatch):
+    (fake.home / "params").write_text("RmLogonRC: 1\nRmProfilingAdminOnly: 1\n")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert "RestrictProfilingToAdminUsers=0" in capabilities(fake).not_measured["stall reasons"]
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert capabilities(fake).pc_event == "gpu=nvidia,pc"
+
+
+def test_old_release_with_a_new_c_library_gets_a_notice(fake, monkeypatch):
+    fake.behave(version="2022.10.01")
+    monkeypatch.setattr("platform.libc_ver", lambda: ("glibc", "2.36"))
+    assert "glibc 2.36" in capabilities(fake).notices[0]
+    fake.behave(version="2023.08.1")
+    assert capabilities(fake).notices == ()
+
+
+def test_cuda_version_of_torch_is_read_without_importing_it(tmp_path, monkeypatch):
+    package = tmp_path / "torch"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise SystemError('imported')")
+    (package / "version.py").write_text("debug = False\ncuda: Optional[str] = '13.0'\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    assert torch_cuda_version() == "13.0"
+    (package / "version.py").write_text("cuda: Optional[str] = None\n")
+    assert torch_cuda_version() == ""
+
+
+# --- planning -------------------------------------------------------------------------
+
+
+def test_passes_by_device():
+    gpu = Capabilities("H200", "gpu=nvidia", "gpu=nvidia,pc", python_frames=True)
+    assert plan_passes(gpu, "cpu") == [
+        Pass("times", ("CPUTIME",), True, False),
+        Pass("frames", ("CPUTIME",), False, True),
+    ]
+    assert plan_passes(gpu, "cuda") == [
+        Pass("times", ("CPUTIME", "gpu=nvidia"), True, True),
+        Pass("stalls", ("gpu=nvidia,pc",), False, True),
+    ]
+    assert [p.name for p in plan_passes(gpu, "cuda", pc_sampling=False)] == ["times"]
+    assert [p.name for p in plan_passes(gpu, "cpu", python=False)] == ["times"]
+    assert not plan_passes(gpu, "cuda", python=False)[0].python
+    blind = Capabilities("H200", None, None, python_frames=True)
+    assert plan_passes(blind, "cuda") == [Pass("times", ("CPUTIME",), True, True)]
+    none = Capabilities(None, None, None, python_frames=False)
+    assert plan_passes(none, "cpu") == [Pass("times", ("CPUTIME",), True, False)]
+    assert plan_passes(none, "cuda") == [Pass("times", ("CPUTIME",), True, False)]
+    with pytest.raises(InputError, match="'tpu'"):
+        plan_passes(gpu, "tpu")
+
+
+def test_settings_come_from_the_parameters_file():
+    config = ProfilingConfig(python_frames=False, structure_limit_mb=5, timeout_s=7)
+    settings = HPCToolkitSettings.from_config(config)
+    assert (settings.python_frames, settings.structure_limit_mb, settings.timeout_s) == (
+        False, 5, 7.0,
+    )  # fmt: skip

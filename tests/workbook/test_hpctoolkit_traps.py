@@ -1,0 +1,358 @@
+"""Every way in which HPCToolkit is known to go wrong, and what the driver makes of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+from fake_hpctoolkit import processes_naming, run
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlrm_core.errors import InputError
+from dlrm_workbook.processes import MeasurementError
+from dlrm_workbook.recordings.hpctoolkit.build import (
+    MAGIC,
+    STAND_IN,
+    _mend,
+    name_unnamed_modules,
+    oversized_binaries,
+)
+from dlrm_workbook.recordings.hpctoolkit.driver import measure
+from dlrm_workbook.recordings.hpctoolkit.passes import make_safe
+from dlrm_workbook.recordings.hpctoolkit.tools import find_tools
+
+REAL = shutil.which("hpcrun") or os.environ.get("HPCTOOLKIT_HOME")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+# --- traps ----------------------------------------------------------------------------
+
+
+def test_exit_0_without_data(fake):
+    fake.behave(unmeasured=True)
+    with pytest.raises(MeasurementError, match="nothing was measured"):
+        run(fake)
+
+
+def test_a_program_that_fails_by_itself(fake):
+    with pytest.raises(MeasurementError, match=r"exit code 3: ValueError: a fault of its own"):
+        run(fake, "fails")
+    assert fake.calls("hpcrun") == []
+
+
+def test_a_program_that_is_not_there(fake, tmp_path):
+    with pytest.raises(MeasurementError, match="cannot be started: No such file"):
+        measure([str(tmp_path / "none")], tmp_path / "run", tools=find_tools(str(fake.home)))
+    with pytest.raises(InputError, match="empty"):
+        measure([], tmp_path / "run", tools=find_tools(str(fake.home)))
+
+
+@pytest.mark.parametrize("code", [3, 134, 137, 139, 143])
+def test_a_program_that_only_fails_under_hpcrun(fake, code):
+    fake.behave(under_hpcrun_fails=code)
+    with pytest.raises(MeasurementError, match=f"exit code {code} under hpcrun"):
+        run(fake)
+    with pytest.raises(MeasurementError, match=f"exit code {code} under hpcrun"):
+        run(fake, device="cuda")
+    assert [call["python"] for call in fake.calls("hpcrun")] == [False, True, False]
+
+
+def test_a_program_that_fails_with_python_frames_is_measured_without(fake):
+    fake.behave(python_fails=134)
+    measured = run(fake)
+    assert [p.name for p in measured.passes] == ["times"]
+    assert measured.database("frames") is None
+    assert not any("Python" in notice for notice in measured.passes[0].notices)
+    assert "exit code 134" in measured.not_measured["Python frames"]
+    assert "pass frames" in measured.not_measured["Python frames"]
+    assert [call["python"] for call in fake.calls("hpcrun")] == [False, True]
+    measured = run(fake, device="cuda", pc_sampling=False)
+    assert not measured.passes[0].python_frames
+    assert "exit code 134" in measured.not_measured["Python frames"]
+    assert any("without Python frames" in notice for notice in measured.passes[0].notices)
+
+
+def test_a_program_that_fails_after_its_work_keeps_its_data(fake):
+    fake.behave(fails_at_the_end=139)
+    measured = run(fake)
+    assert [p.name for p in measured.passes] == ["times", "frames"]
+    for made in measured.passes:
+        assert made.exit_code == 139
+        assert any("exit code 139" in notice for notice in made.notices)
+
+
+def test_python_frames_that_were_not_recorded_are_not_claimed(fake):
+    fake.behave(logical=False)
+    measured = run(fake)
+    assert [p.name for p in measured.passes] == ["times"]
+    assert "another Python version" in measured.not_measured["Python frames"]
+    # nothing is made of a pass that would be the one for times once more
+    assert len(fake.calls("hpcrun")) == 2 and len(fake.calls("hpcprof")) == 1
+    measured = run(fake, device="cuda", pc_sampling=False)
+    assert not measured.passes[0].python_frames
+    assert "another Python version" in measured.not_measured["Python frames"]
+
+
+def test_no_usable_gpu(fake):
+    fake.behave(no_gpu=True)
+    measured = run(fake, device="cuda")
+    assert [p.name for p in measured.passes] == ["times"]
+    assert measured.passes[0].events == ("CPUTIME",)
+    assert "before the program ran" in measured.not_measured["GPU times"]
+    assert "CUPTI result error" in measured.not_measured["GPU times"]
+    assert "before the program ran" in measured.not_measured["stall reasons"]
+
+
+def test_pc_sampling_that_fails_costs_only_the_stalls(fake):
+    fake.behave(refuses=["gpu=nvidia,pc"])
+    measured = run(fake, device="cuda")
+    assert [p.name for p in measured.passes] == ["times"]
+    assert measured.passes[0].events == ("CPUTIME", "gpu=nvidia")
+    assert "exit code 1" in measured.not_measured["stall reasons"]
+
+
+def test_an_event_that_is_listed_but_refused_is_spelled_the_other_way(fake):
+    fake.behave(accepts=["CPUTIME", "gpu=cuda", "gpu=cuda,pc"])
+    measured = run(fake, device="cuda")
+    assert measured.passes[0].events == ("CPUTIME", "gpu=cuda")
+    assert measured.passes[1].events == ("gpu=cuda,pc",)
+    assert any("gpu=nvidia is unknown" in notice for notice in measured.passes[0].notices)
+
+
+def test_an_event_that_no_spelling_saves(fake):
+    fake.behave(accepts=["CPUTIME"])
+    measured = run(fake, device="cuda")
+    assert measured.passes[0].events == ("CPUTIME",)
+    assert "unknown or unsupported" in measured.not_measured["GPU times"]
+    fake.behave(accepts=[])
+    with pytest.raises(MeasurementError, match="CPUTIME is unknown or unsupported"):
+        run(fake)
+
+
+def test_a_folder_that_hpcrun_cannot_make(fake):
+    fake.behave(uncreatable=True)
+    with pytest.raises(MeasurementError, match="could not create"):
+        run(fake)
+
+
+def test_hpcprof_aborts_once_and_the_program_is_measured_again(fake):
+    fake.behave(bad_logical=1)
+    measured = run(fake, device="cuda", pc_sampling=False)
+    assert len(fake.calls("hpcrun")) == 2
+    assert measured.passes[0].python_frames
+    assert measured.passes[0].measurements.name == "times-2.measurements"
+    (notice,) = [n for n in measured.passes[0].notices if "once more" in n]
+    assert "Invalid logical stanza" in notice and "exit code 134" in notice
+
+
+def test_hpcprof_aborts_twice_and_python_frames_are_given_up(fake):
+    fake.behave(bad_logical=9)
+    measured = run(fake, device="cuda", pc_sampling=False)
+    assert [call["python"] for call in fake.calls("hpcrun")] == [True, True, False]
+    assert not measured.passes[0].python_frames
+    assert "aborts" in measured.not_measured["Python frames"]
+    assert measured.passes[0].database.is_dir()
+
+
+def test_on_the_cpu_only_the_pass_for_frames_is_measured_again(fake):
+    fake.behave(bad_logical=1)
+    measured = run(fake)
+    assert [call["python"] for call in fake.calls("hpcrun")] == [False, True, True]
+    times, frames = measured.passes
+    assert frames.python_frames and not any("once more" in n for n in times.notices)
+    assert frames.measurements.name == "frames-2.measurements"
+    (notice,) = [n for n in frames.notices if "once more" in n]
+    assert "Invalid logical stanza" in notice and "exit code 134" in notice
+    assert "Python frames" not in measured.not_measured
+
+
+def test_on_the_cpu_an_abort_costs_only_the_python_frames(fake):
+    fake.behave(bad_logical=9)
+    measured = run(fake)
+    assert [call["python"] for call in fake.calls("hpcrun")] == [False, True, True]
+    (times,) = measured.passes
+    assert times.database.is_dir() and not any("Python" in n for n in times.notices)
+    reason = measured.not_measured["Python frames"]
+    assert "given up after measuring twice" in reason and "Invalid logical stanza" in reason
+
+
+def test_a_second_abort_of_another_kind_says_so_too(fake):
+    fake.behave(bad_logical=1, python_prof_exit=2)
+    measured = run(fake)
+    assert [p.name for p in measured.passes] == ["times"]
+    reason = measured.not_measured["Python frames"]
+    assert "given up after measuring twice" in reason and "exit code 2" in reason
+
+
+def test_a_database_of_frames_that_cannot_be_made_costs_only_the_frames(fake):
+    fake.behave(python_prof_exit=2)
+    measured = run(fake)
+    assert [p.name for p in measured.passes] == ["times"]
+    assert "these frames are too much" in measured.not_measured["Python frames"]
+    assert len(fake.calls("hpcrun")) == 2
+    with pytest.raises(MeasurementError, match="these frames are too much"):
+        run(fake, device="cuda")
+
+
+def test_frames_that_take_too_long_cost_only_the_frames(fake):
+    fake.behave(python_hangs=True)
+    measured = run(fake, timeout_s=2.0)
+    assert [p.name for p in measured.passes] == ["times"]
+    assert "(pass frames) was still running" in measured.not_measured["Python frames"]
+    assert processes_naming(str(fake.bin)) == []
+
+
+def stanza(number: int, function: bytes, file: bytes, line: int = 1) -> bytes:
+    """One record of a Python function as hpcrun writes it."""
+    return (
+        struct.pack(">II", number, len(function)) + function + b"\0"
+        + struct.pack(">I", len(file)) + file + struct.pack(">I", line)
+    )  # fmt: skip
+
+
+def test_a_nameless_module_is_named_before_hpcprof_aborts_on_it(fake):
+    data = MAGIC + stanza(1, b"main", b"/a.py") + stanza(2, b"", b"") + stanza(3, b"", b"/b.py")
+    fake.behave(stanzas=data.hex())
+    measured = run(fake)
+    times, frames = measured.passes
+    assert len(fake.calls("hpcrun")) == 2 and frames.python_frames
+    assert any("1 Python module(s) without a name" in notice for notice in frames.notices)
+    assert not any("Python module" in notice for notice in times.notices)
+    mended = (frames.measurements / "logical" / "python.1").read_bytes()
+    assert mended == data.replace(stanza(2, b"", b""), stanza(2, STAND_IN, b""))
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1, 2**32 - 1), st.binary(max_size=9), st.binary(max_size=9),
+            st.integers(0, 2**32 - 1),
+        )
+    ),
+    st.integers(1, 12),
+)  # fmt: skip
+def test_only_nameless_modules_are_named(records, cut):
+    data = MAGIC + b"".join(stanza(*record) for record in records)
+    mended, count = _mend(data)
+    nameless = [not function and not file for _, function, file, _ in records]
+    assert count == sum(nameless)
+    assert mended == MAGIC + b"".join(
+        stanza(number, STAND_IN if unnamed else function, file, line)
+        for (number, function, file, line), unnamed in zip(records, nameless, strict=True)
+    )
+    if records:
+        with pytest.raises(struct.error):
+            _mend(data[:-cut])
+
+
+def test_records_that_are_not_understood_stay_as_they_are(tmp_path):
+    folder = tmp_path / "logical"
+    folder.mkdir()
+    for number, data in enumerate((b"", b"something else", MAGIC + stanza(1, b"", b"")[:-2])):
+        (folder / f"python.{number}").write_bytes(data)
+    assert name_unnamed_modules(tmp_path) == 0
+    assert (folder / "python.2").read_bytes() == MAGIC + stanza(1, b"", b"")[:-2]
+
+
+def test_hpcprof_aborts_without_python_frames(fake):
+    fake.behave(prof_aborts=True)
+    with pytest.raises(MeasurementError, match="hpcprof aborts"):
+        run(fake, python_frames=False)
+    assert len(fake.calls("hpcrun")) == 1
+
+
+def test_hpcprof_names_another_folder(fake):
+    fake.behave(prof_race=True)
+    measured = run(fake)
+    assert measured.passes[0].database.name == "times.database-0badcafe"
+    assert any("existed" in notice for notice in measured.passes[0].notices)
+
+
+@pytest.mark.parametrize(
+    "behaviour, message",
+    [({"prof_nothing": True}, "wrote no database"), ({"prof_exit": 2}, "exit code 2")],
+)
+def test_hpcprof_without_a_database(fake, behaviour, message):
+    fake.behave(**behaviour)
+    with pytest.raises(MeasurementError, match=message):
+        run(fake)
+
+
+def huge_library(folder: Path, name: str, size: int) -> str:
+    path = folder / name
+    with path.open("wb") as file:
+        file.write(b"\x7fELF")
+        file.truncate(size)
+    return str(path)
+
+
+def test_hpcstruct_skips_huge_libraries(fake, tmp_path):
+    huge = huge_library(tmp_path, "libtorch_cpu.so", 70_000_000)
+    small = huge_library(tmp_path, "libc10.so", 1000)
+    fake.behave(modules=[huge, small, "/no/such/lib.so"])
+    measured = run(fake)
+    # in both passes
+    assert fake.calls("struct-skipped") == [{"name": "libtorch_cpu.so.hpcstruct"}] * 2
+    # the empty stand-in is gone when hpcprof looks
+    structs = [call["structs"] for call in fake.calls("hpcprof")]
+    assert structs == [["lib.so.hpcstruct", "libc10.so.hpcstruct"]] * 2
+    for made in measured.passes:
+        (notice,) = made.notices
+        assert "libtorch_cpu.so (70 MB, limit 64 MB)" in notice
+    found = oversized_binaries(measured.passes[0].measurements, 10)
+    assert [path.name for path in found] == ["libc10.so", "libtorch_cpu.so"]
+
+
+@pytest.mark.parametrize(
+    "behaviour, message",
+    [({"struct_exit": 1}, "exit code 1"), ({"struct_nothing": True}, "wrote nothing")],
+)
+def test_hpcstruct_may_fail(fake, behaviour, message):
+    fake.behave(modules=["/lib/one.so"], **behaviour)
+    measured = run(fake)
+    assert any(message in notice for notice in measured.passes[0].notices)
+    assert measured.passes[0].database.is_dir()
+
+
+def test_hpcstruct_may_take_too_long(fake):
+    fake.behave(modules=["/lib/one.so", "/lib/two.so"], struct_sleep=60)
+    measured = run(fake, structure_timeout_s=0.5)
+    assert any("ended after" in notice for notice in measured.passes[0].notices)
+    # what it left half written is not given to hpcprof
+    assert fake.calls("hpcprof")[0]["structs"] == []
+
+
+def test_passes_share_what_hpcstruct_found(fake, tmp_path):
+    fake.behave(modules=["/lib/one.so"])
+    run(fake)
+    caches = [c["arguments"][c["arguments"].index("-c") + 1] for c in fake.calls("hpcstruct")]
+    assert caches == [str(tmp_path / "cache" / "dlrm-workbook" / "hpcstruct")] * 2
+
+
+def test_structure_can_be_left_out(fake):
+    measured = run(fake, structure=False)
+    assert fake.calls("hpcstruct") == []
+    assert "structure is false" in measured.not_measured["loops and inlined functions"]
+
+
+def test_hpcstruct_never_sees_an_unsafe_path(fake, tmp_path):
+    folder = tmp_path / "my $(run) folder"
+    fake.behave(modules=["/lib/one.so"])
+    measured = measure(fake.workload(), folder, tools=find_tools(str(fake.home)))
+    assert [p.name for p in measured.passes] == ["times", "frames"]
+    for made in measured.passes:
+        assert made.measurements == folder / f"{made.name}.measurements"
+        assert list(made.measurements.glob("*.hpcrun"))
+        assert (made.measurements / "structs" / "one.so.hpcstruct").is_file()
+        assert made.notices == ()
+    assert all(make_safe(Path(c["arguments"][-1])) for c in fake.calls("hpcstruct"))
+
+
+def test_measuring_inside_hpcrun_is_refused(fake, monkeypatch):
+    monkeypatch.setenv("HPCRUN_EVENT_LIST", "CPUTIME")
+    with pytest.raises(InputError, match="runs under hpcrun already"):
+        run(fake)

@@ -1,0 +1,122 @@
+"""The installation: ranges, lock and conda environment in step; rooms that stay apart."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+LOCK = {
+    canonicalize_name(requirement.name): requirement
+    for line in (ROOT / "requirements.lock").read_text().splitlines()
+    if line and not line.startswith("#")
+    for requirement in [Requirement(line)]
+}
+RANGES = [
+    Requirement(text) for text in PROJECT["dependencies"] + PROJECT["optional-dependencies"]["test"]
+]
+
+
+@pytest.mark.parametrize("wanted", RANGES, ids=lambda requirement: requirement.name)
+def test_the_lock_satisfies_every_range(wanted):
+    locked = LOCK[canonicalize_name(wanted.name)]
+    (pin,) = locked.specifier
+    assert pin.operator == "=="
+    assert wanted.specifier.contains(pin.version)
+
+
+def test_the_lock_is_exact_and_portable():
+    for requirement in LOCK.values():
+        (pin,) = requirement.specifier
+        assert pin.operator == "==" and "+" not in pin.version, requirement
+    assert str(LOCK["torch"]) == "torch==2.13.0"
+    assert str(LOCK["llnl-hatchet"]) == "llnl-hatchet==2026.2.0"
+    assert "hatchet" not in LOCK
+
+
+def test_what_is_installed_is_the_lock():
+    for name, requirement in LOCK.items():
+        (pin,) = requirement.specifier
+        assert version(name).partition("+")[0] == pin.version
+
+
+def test_torchrec_is_installed_as_its_message_says():
+    """It is in no range and no lock: its package declares FBGEMM's CUDA build."""
+    from dlrm_core.distributed.world import INSTALL
+
+    command = "pip install --no-deps torchrec==1.8.0"
+    assert command in INSTALL
+    assert "--no-deps torchrec==1.8.0" in (ROOT / "Makefile").read_text()
+    assert command in (ROOT / "environment.yml").read_text()
+    extra = [Requirement(text) for text in PROJECT["optional-dependencies"]["distributed"]]
+    for wanted in extra:
+        assert wanted.specifier == LOCK[canonicalize_name(wanted.name)].specifier, wanted
+
+
+def test_conda_users_get_the_lock():
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    (python,) = (d for d in environment["dependencies"] if str(d).startswith("python"))
+    (pip,) = (d["pip"] for d in environment["dependencies"] if isinstance(d, dict))
+    assert pip == ["-r requirements.lock", "-e ."]
+    assert python == "python=3.11" and PROJECT["requires-python"] == ">=3.11"
+
+
+def test_every_make_target_of_the_readme_exists():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert {"setup", "report", "test", "lab", "bench", "gpu-check", "clean"} <= targets
+    used = set(re.findall(r"make ([a-z-]+)", (ROOT / "README.md").read_text()))
+    assert used <= targets
+
+
+def test_readme_names_only_files_that_exist():
+    text = (ROOT / "README.md").read_text()
+    for name in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (ROOT / name).exists(), name
+    for name in re.findall(r"parameters/[a-z0-9_]+\.yaml", text):
+        assert (ROOT / name).exists() or name == "parameters/mine.yaml", name
+
+
+def test_setting_up_twice_does_nothing():
+    if not (ROOT / ".venv" / ".set-up").exists():
+        pytest.skip("not set up by make (another environment runs these tests)")
+    done = subprocess.run(
+        ["make", "--dry-run", "setup"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert "pip" not in done.stdout
+
+
+def test_the_command_line_starts_without_torch():
+    code = "import dlrm_workbook.cli, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_page_explains_a_profile_without_torch():
+    """Seconds of every page: of torch the analyses need only names, of nbformat nothing."""
+    code = """
+import os, sys
+os.environ["PLOTLY_RENDERER"] = "plotly_mimetype"
+import dlrm_workbook.runner.notebook
+from dlrm_core import figures, gpu_figures, idle_figures, roofline_presentation, whatif_figures
+from dlrm_core.analysis import findings, idle_causes, launches, roofline, verdict, whatif
+from dlrm_workbook.show.theme import figure
+figure("title", 100)._ipython_display_()
+print([name for name in ("torch", "nbformat", "jsonschema") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_command_line_leaves_the_modules_as_they_are():
+    from dlrm_workbook import cli
+
+    with cli._without_grammars():
+        pass
+    assert sys.modules.get("rfc3987_syntax", sys) is not None

@@ -1,0 +1,405 @@
+"""Pages: self-contained, complete, and made of nothing that a browser would load."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import nbformat
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from sample_notebooks import PARAMETERS, PAYLOADS
+
+from dlrm_core.errors import InputError
+from dlrm_workbook.runner.html_clean import ATTRIBUTES, CSS_PROPERTIES, TAGS, clean_html
+from dlrm_workbook.runner.pages import (
+    FIGURE,
+    WIDGET,
+    WIDGET_STATE,
+    after_carriage_returns,
+    render_html,
+)
+from dlrm_workbook.runner.parameters import assigned_values, parameter_tables, value_text
+from dlrm_workbook.show.tables import Table
+
+PIXEL = (
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR4nGP4"
+    "z8BQDwAEgAF/pooBPQAAAABJRU5ErkJggg=="
+)
+
+
+def figure(**data) -> dict:
+    return {FIGURE: {"data": [{"type": "bar", "y": [1, 2], **data}], "layout": {}}}
+
+
+def cell(*outputs, source: str = "x", **metadata):
+    return new_code_cell(source, outputs=list(outputs), metadata=metadata)
+
+
+def shown(mime: dict):
+    return new_output("display_data", mime)
+
+
+def page(tmp_path: Path, *cells, metadata: dict | None = None, run: dict | None = None) -> str:
+    nb = new_notebook(cells=list(cells), metadata=metadata or {})
+    nbformat.write(nb, tmp_path / "n.ipynb")
+    return render_html(tmp_path / "n.ipynb", tmp_path / "n.html", run=run).read_text()
+
+
+def body(text: str) -> str:
+    """A page without plotly.js, which would drown every search."""
+    return re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
+
+
+def test_plotly_is_inside_exactly_once_and_nothing_is_loaded(tmp_path: Path) -> None:
+    text = page(tmp_path, cell(shown(figure())), cell(shown(figure()), shown(figure())))
+    assert text.count("plotly.js v") == 1
+    assert text.count('class="plot"') == 3
+    tags = re.findall(r"<(?:script|link|img|iframe|source)\b[^>]*>", body(text) + "<script>")
+    assert {tag for tag in tags if "src=" in tag or "href=" in tag} == {
+        '<link rel="icon" href="data:,">'
+    }
+    for name in ("require.js", "MathJax", "jquery", "googleapis", "@import"):
+        assert name not in body(text)
+    assert "plotlyServerURL" not in body(text)
+
+
+def test_page_without_figures_has_no_plotly(tmp_path: Path) -> None:
+    assert len(page(tmp_path, new_markdown_cell("# Only words"))) < 40_000
+
+
+def test_figure_data_cannot_end_its_script_and_has_no_nan(tmp_path: Path) -> None:
+    mime = figure(name="</script><script>alert(1)</script>", x=[1.0, float("nan")])
+    text = body(page(tmp_path, cell(shown(mime))))
+    (stored,) = re.findall(r'<script type="application/json">(.*?)</script>', text, re.DOTALL)
+    data = json.loads(stored)["data"][0]
+    assert data["name"] == "</script><script>alert(1)</script>"
+    assert data["x"] == [1.0, None]
+
+
+def test_markdown_title_contents_and_tables(tmp_path: Path) -> None:
+    text = body(
+        page(
+            tmp_path,
+            new_markdown_cell("# The title\n\n**bold** and `code`"),
+            new_markdown_cell("## Part\n\n| a | b |\n|---|--:|\n| 1 | 2 |\n\n- item"),
+            new_markdown_cell("## Part\n\n```python\nx = 1\n```"),
+        )
+    )
+    assert "<title>The title</title>" in text
+    assert text.count("The title") == 2, "in the head and as the one h1"
+    for part in ("<strong>bold</strong>", "<code>code</code>", "<td>1</td>", "<li>item</li>"):
+        assert part in text
+    assert 'id="part"' in text and 'id="part-2"' in text
+    assert '<a href="#part-2">Part</a>' in text
+
+
+def test_tables_keep_their_content_and_lose_their_scripts(tmp_path: Path) -> None:
+    html = (
+        "<div><style scoped>.dataframe {}</style><table border='1' class='dataframe'>"
+        "<tr><td onclick='steal()'>4 &lt; 5</td></tr></table><script>bad()</script></div></div>"
+    )
+    text = body(page(tmp_path, cell(shown({"text/html": html, "text/plain": "t"}))))
+    row = "<tbody><tr><td>4 &lt; 5</td></tr></tbody>"
+    assert f'<table border="1" class="dataframe">{row}</table>' in text
+    assert "bad()" not in text and "steal" not in text and "scoped" not in text
+
+
+def test_progress_bars_become_text(tmp_path: Path) -> None:
+    def model(**state):
+        return {"model_name": "m", "state": state}
+
+    state = {
+        "top": model(children=["IPY_MODEL_a", "IPY_MODEL_b", "IPY_MODEL_c"]),
+        "a": model(value="steps: 100%"),
+        "b": model(value=5.0),
+        "c": model(value=" 5/5 [00:01&lt;00:00]"),
+    }
+    stream = new_output("stream", name="stderr", text="10%|█ |\r 50%|█ |\r100%|██| 2/2\n")
+    text = body(
+        page(
+            tmp_path,
+            cell(shown({WIDGET: {"model_id": "top"}, "text/plain": "0%"})),
+            cell(stream),
+            metadata={"widgets": {WIDGET_STATE: {"state": state}}},
+        )
+    )
+    assert "steps: 100% 5/5 [00:01&lt;00:00]" in text
+    assert "100%|██| 2/2" in text and "50%|" not in text
+
+
+def test_errors_colours_images_and_streams(tmp_path: Path) -> None:
+    error = new_output(
+        "error", ename="ValueError", evalue="a < b", traceback=["\x1b[31mred\x1b[0m"]
+    )
+    streams = [new_output("stream", name="stdout", text=t) for t in ("one ", "<two>\n")]
+    text = body(
+        page(tmp_path, cell(*streams), cell(error), cell(shown({"image/png": PIXEL})), cell())
+    )
+    assert "one &lt;two&gt;" in text
+    assert "<strong>ValueError</strong>: a &lt; b" in text
+    assert '<span class="ansi-red-fg">red</span>' in text
+    assert f"data:image/png;base64,{PIXEL}" in text
+    assert 'id="failed"' in text
+
+
+def test_parameters_are_a_table_that_marks_what_was_changed(tmp_path: Path) -> None:
+    injected = (
+        "# Parameters\ntitle = 'A <run>'\nmodel = {'tables': 8, 'table_rows': [1000000]}\ncount = 7"
+    )
+    text = body(
+        page(
+            tmp_path,
+            cell(source=PARAMETERS, tags=["parameters"]),
+            cell(source=injected, tags=["injected-parameters"]),
+        )
+    )
+    assert "injected by papermill" in text
+    row = r'<tr class="changed"[^>]*><th scope="row">count</th><td>7</td></tr>'
+    assert re.search(row, text)
+    assert "<td>A &lt;run&gt;</td>" in text
+    assert "<td>1,000,000</td>" in text
+    alone = body(page(tmp_path, cell(source=PARAMETERS, tags=["parameters"])))
+    assert '<th scope="row">count</th><td>3</td>' in alone
+
+
+def test_outcome_of_the_run_is_told(tmp_path: Path) -> None:
+    run = {
+        "status": "failed",
+        "error": "n.ipynb: it broke",
+        "preset": "quick",
+        "started": "2026-11-20T17:45:01+01:00",
+        "seconds": 245.2,
+        "machine": {"cpu": "A CPU", "usable_cores": 2, "memory_gib": 8.0, "gpus": ["H200"]},
+        "versions": {"torch": "2.13.0", "python": "3.11.7", "commit": "abc"},
+        "command": "dlrm run n",
+    }
+    text = body(page(tmp_path, new_markdown_cell("# T"), run=run))
+    for part in ("not complete", "it broke", "quick", "4 min 05 s", "A CPU, 2 cores", "H200"):
+        assert part in text
+    finished = body(page(tmp_path, new_markdown_cell("# T"), run=run | {"status": "finished"}))
+    assert "not complete" not in finished
+
+
+def test_not_a_notebook_is_bad_input(tmp_path: Path) -> None:
+    (tmp_path / "n.ipynb").write_text("{}")
+    with pytest.raises(InputError, match="is not a notebook"):
+        render_html(tmp_path / "n.ipynb", tmp_path / "n.html")
+    assert not (tmp_path / "n.html").exists()
+
+
+def test_images_beside_the_notebook_are_embedded_and_others_described(tmp_path: Path) -> None:
+    (tmp_path / "near.svg").write_text("<svg/>")
+    source = "![near](near.svg) ![far](https://example.org/far.png) ![gone](gone.png)"
+    text = body(page(tmp_path, new_markdown_cell(source)))
+    assert text.count("data:image/svg+xml;base64,") == 1
+    assert "[image: far]" in text and "[image: gone]" in text
+    assert "example.org" not in text
+
+
+class _Allowed(HTMLParser):
+    """Checks that a fragment closes what it opens and is made of what the cleaner lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        assert tag in TAGS
+        for name, value in attrs:
+            assert name in ATTRIBUTES["*"] + ATTRIBUTES.get(tag, [])
+            if name == "src":
+                assert value.startswith("data:image/")
+            elif name == "href":
+                assert re.match(r"https?://|mailto:|#|[^:]*$", value)
+            elif name == "style":
+                declared = {part.split(":")[0].strip() for part in value.split(";")}
+                assert declared <= CSS_PROPERTIES | {""}
+        if tag not in {"br", "img", "hr", "col", "wbr"}:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_decl(self, decl):
+        raise AssertionError(decl)
+
+    handle_comment = handle_pi = unknown_decl = handle_decl
+
+
+def check_cleaned(cleaned: str) -> None:
+    # once more too: HTML knows trees (a link in a link) that are read otherwise than written
+    for text in (cleaned, clean_html(cleaned)):
+        checker = _Allowed()
+        checker.feed(text)
+        checker.close()
+        assert checker.open == []
+
+
+@pytest.mark.parametrize("payload", PAYLOADS)
+def test_no_payload_passes(payload: str) -> None:
+    check_cleaned(clean_html(payload))
+    # what is left open does not take the page around it along
+    check_cleaned(clean_html(f"<table><tr><td>{payload}</td></tr></table>"))
+
+
+def test_no_listed_element_is_read_by_rules_of_its_own() -> None:
+    foreign = {"svg", "math", "select", "template", "form", "frameset", "object"}
+    raw = {"script", "style", "textarea", "title", "xmp", "iframe", "noembed", "noframes"}
+    assert not TAGS & (foreign | raw | {"noscript", "plaintext"})
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        '<h2 id="part">Part</h2>',
+        '<details class="more" open><summary>words</summary>text</details>',
+        '<table class="dataframe"><thead><tr><th style="text-align: left;">a</th></tr></thead>'
+        '<tbody><tr><td style="text-align: right; white-space: nowrap;" colspan="2">1</td></tr>'
+        "</tbody></table>",
+        '<div style="width: 40%; background-color: #0b5cad;"></div>',
+        f'<img src="data:image/png;base64,{PIXEL}" alt="a &amp; b">',
+        '<a href="https://example.org/?a=1&amp;b=2">far</a> <a href="#part">near</a>',
+        '<sup class="footnote-ref" id="fnref-1"><a href="#fn-1">1</a></sup>',
+        "a &lt; b &amp;&nbsp;&#8617;",
+    ],
+)
+def test_what_pages_are_made_of_stays(kept: str) -> None:
+    assert clean_html(kept) == kept
+
+
+def test_names_with_angle_brackets_stay_and_tasks_have_boxes() -> None:
+    assert clean_html("std::vector<int>") == "std::vector&lt;int&gt;"
+    assert clean_html("<li><input type=checkbox checked>done</li>") == "<li>☑ done</li>"
+    assert clean_html("<input name=password>") == ""
+
+
+def test_policy_names_the_scripts_of_the_page_and_no_others(tmp_path: Path) -> None:
+    def policy_and_scripts(*cells) -> tuple[str, list[str]]:
+        text = page(tmp_path, *cells)
+        policy = re.findall(r"script-src ([^;]*);", text)[0]
+        return policy, re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+
+    for cells, count in (([new_markdown_cell("# T")], 1), ([cell(shown(figure()))], 2)):
+        policy, scripts = policy_and_scripts(*cells)
+        digests = [hashlib.sha256(script.encode()).digest() for script in scripts]
+        hashes = [f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests]
+        assert len(scripts) == count and policy == " ".join(hashes)
+    compiled, _ = policy_and_scripts(cell(shown(figure(type="scattergl"))))
+    assert compiled.endswith(" 'unsafe-eval'") and "unsafe-inline" not in compiled
+
+
+PIECES = st.sampled_from(
+    [
+        *(
+            "<b>",
+            "</b>",
+            "<p>",
+            "</p>",
+            "<table>",
+            "</table>",
+            "<td x=1>",
+            "</td>",
+            "<br/>",
+            "&lt;",
+        ),
+        *("<script src=//x.org/a.js>", "</script>", "<img src=http://x.org/a.png>", "<svg/>"),
+        *(
+            "<iframe src=x>",
+            "</iframe>",
+            "<a href=javascript:x onclick=y>",
+            "</a>",
+            "text",
+            "<",
+            ">",
+        ),
+        *(
+            "<style>a{background:url(http://x)}",
+            "</style>",
+            "<!-- c -->",
+            "<link href=x>",
+            '"',
+            "&",
+        ),
+    ]
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(PIECES, max_size=12))
+def test_cleaned_html_is_balanced_and_harmless(pieces: list[str]) -> None:
+    cleaned = clean_html("".join(pieces))
+    check_cleaned(cleaned)
+    assert "x.org" not in cleaned and "javascript:" not in cleaned
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "–"),
+        ("", "–"),
+        (True, "true"),
+        (1_000_000, "1,000,000"),
+        ([512, 512, 64], "512-512-64"),
+        ([1_000_000] * 8, "8 × 1,000,000"),
+        ([1.0, 2.5], "1.0, 2.5"),
+        ([], ""),
+        ("sgd", "sgd"),
+    ],
+)
+def test_value_text(value: object, text: str) -> None:
+    assert value_text(value) == text
+
+
+def test_parameter_cells_are_read_without_running_them() -> None:
+    values = assigned_values("import os\na: int = 1\nb = {'c': [1]}\nd = os.sep\ne: str\n")
+    assert values == {"a": 1, "b": {"c": [1]}, "d": "os.sep"}
+    assert assigned_values("not python (") == {}
+    sections = parameter_tables({"model": {"tables": 8}, "x": 1}, {"model": {"tables": 4}})
+    assert [name for name, _ in sections] == ["run", "model"]
+    assert sections[1][1][0].changed and "tables" in sections[1][1][0].meaning
+
+
+def test_an_empty_table_adds_nothing_to_the_reason_before_it(tmp_path: Path) -> None:
+    empty = {"text/html": Table(["part"], [])._repr_html_()}
+    why = {"text/markdown": "*Not measured: no iterations.*"}
+    text = body(
+        page(
+            tmp_path,
+            new_markdown_cell("## Iterations"),
+            cell(shown(why)),
+            cell(shown(empty)),
+            new_markdown_cell("## Passes"),
+            cell(shown(empty)),
+        )
+    )
+    assert text.count("no iterations") == 1
+    assert text.count("Nothing to list") == 1, "only where nothing else says so"
+
+
+def test_after_carriage_returns() -> None:
+    assert after_carriage_returns("a\rb\r\nc\r\r\nd\r") == "b\nc\nd"
+
+
+def test_a_section_says_once_why_it_has_no_figures(tmp_path: Path) -> None:
+    absent = {"text/markdown": "*Not measured: the run used no GPU.*"}
+    other = {"text/markdown": "*Not measured: no samples.*"}
+    text = body(
+        page(
+            tmp_path,
+            new_markdown_cell("## Kernels"),
+            cell(shown(absent)),
+            cell(shown(absent)),
+            cell(shown(other)),
+            new_markdown_cell("## Copies"),
+            cell(shown(absent)),
+        )
+    )
+    assert text.count("the run used no GPU") == 2, "once a section"
+    assert text.count("no samples") == 1

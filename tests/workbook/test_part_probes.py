@@ -1,0 +1,298 @@
+"""Probes: what a change touches, which half is run, what comes back."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlrm_core.config import Parameters, parameters_from_sections
+from dlrm_core.errors import InputError
+from dlrm_workbook.changes import changed_parameters, touched_components, touched_phases
+from dlrm_workbook.evidence import probes as part_probes
+from dlrm_workbook.evidence import probes as probe_turns
+from dlrm_workbook.evidence.probes import (
+    HALVES,
+    StepLoop,
+    default_changes,
+    interleave,
+    medians,
+    part_times,
+    probe_changes,
+    ratio_errors,
+    reduced,
+)
+from dlrm_workbook.processes import USER_SETTINGS
+
+TINY: dict[str, Any] = {
+    "model": {
+        "bottom_mlp": [8, 16, 4],
+        "top_mlp": [8, 1],
+        "embedding_dim": 4,
+        "tables": 3,
+        "table_rows": 50,
+        "init": "torch",
+    },
+    "data": {"generator": "facebook", "indices_per_lookup": 5},
+    "training": {"batch_size": 32, "device": "cpu", "threads": 1},
+}
+
+
+def tiny(**sections: dict[str, Any]) -> Parameters:
+    tree = {name: {**section, **sections.get(name, {})} for name, section in TINY.items()}
+    return parameters_from_sections(tree)
+
+
+TRIM = "MALLOC_TRIM_THRESHOLD_"
+
+DENSE = {"bottom_mlp", "interaction", "top_mlp", "loss"}
+
+
+@pytest.mark.parametrize(
+    ("change", "touched"),
+    [
+        ({"training.batch_size": 64}, {*DENSE, "embedding", "data", "optimizer"}),
+        ({"training.seed": 5, "training.batches": 3}, set()),
+        ({"profiling.iterations": 3}, set()),
+        ({"model.top_mlp": [16, 1]}, {"top_mlp", "optimizer"}),
+        ({"model.bottom_mlp": [8, 32, 4]}, {"bottom_mlp", "optimizer"}),
+        ({"model.interaction": "cat"}, {"interaction", "top_mlp", "optimizer"}),
+        ({"model.loss": "bce"}, {"loss"}),
+        ({"model.tables": 4}, {"interaction", "top_mlp", "embedding", "data", "optimizer"}),
+        ({"model.table_rows": 60}, {"embedding", "data", "optimizer"}),
+        ({"data.indices_per_lookup": 9}, {"embedding", "data", "optimizer"}),
+        # the same batches, made otherwise: the model sees no difference
+        ({"data.generator": "facebook_loop"}, {"data"}),
+        ({"data.generator": "uniform"}, {"data", "embedding", "optimizer"}),
+        ({"data.zipf_exponent": 1.5}, set()),
+        ({"data.loader": "prefetch"}, {"data"}),
+        ({"training.fused_optimizer": True}, {"bottom_mlp", "top_mlp", "optimizer"}),
+        ({"training.fp32_matmul": "onednn"}, {*DENSE, "optimizer"}),
+        ({"training.embedding_backend": "fused"}, {"embedding", "optimizer"}),
+    ],
+)
+def test_what_a_change_touches(change: dict[str, Any], touched: set[str]) -> None:
+    base = tiny()
+    assert touched_components(base, changed_parameters(base, change)[0]) == touched
+
+
+def test_an_optimiser_touches_the_update_alone() -> None:
+    base = tiny()
+    fused = changed_parameters(base, {"training.fused_optimizer": True})[0]
+    assert touched_phases(base, fused, "top_mlp") == {"update"}
+    more = changed_parameters(base, {"training.optimizer": "adagrad", "training.batch_size": 8})[0]
+    assert touched_phases(base, more, "top_mlp") is None
+    adagrad = changed_parameters(base, {"training.optimizer": "adagrad"})[0]
+    assert touched_phases(base, adagrad, "embedding") == {"update"}
+    inside = tiny(training={"embedding_backend": "fused"})
+    adagrad = changed_parameters(inside, {"training.optimizer": "adagrad"})[0]
+    # the fused back end updates in the backward pass
+    assert touched_phases(inside, adagrad, "embedding") is None
+
+
+def test_the_dense_half_is_stood_for_between_lookup_and_update() -> None:
+    loop = StepLoop(tiny(), "sparse")
+    at = loop.scrub.taken_ns
+    times = loop.run()
+    assert loop.scrub.taken_ns > at
+    # streaming over the buffer is nobody's time
+    assert sum(ms for phases in times.values() for ms in phases.values()) < 1e3
+    assert loop.step.dense.precision is not None
+
+
+def test_dim_and_tables_take_along_what_must_change_with_them() -> None:
+    changed, notices = changed_parameters(tiny(), {"model.embedding_dim": 8})
+    assert changed.model.bottom_mlp == (8, 16, 8)
+    assert "model.bottom_mlp ends in 8" in notices[0]
+    assert changed_parameters(tiny(), {"model.tables": 5})[0].model.table_rows == (50,) * 5
+    several = tiny(model={"tables": None, "table_rows": [10, 20]})
+    with pytest.raises(InputError, match="2 different tables"):
+        changed_parameters(several, {"model.tables": 3})
+    grown = changed_parameters(several, {"model.table_rows": [1, 2, 3]})[0]
+    assert grown.model.tables == 3
+
+
+@pytest.mark.parametrize("change", [{}, {"batch_size": 3}, {"model.nothing": 3}, {"data": {}}])
+def test_impossible_changes_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(InputError):
+        changed_parameters(tiny(), change)
+
+
+def test_a_half_knows_what_it_does_not_run() -> None:
+    base = tiny()
+    pooling = changed_parameters(base, {"data.indices_per_lookup": 9})[0]
+    layers = changed_parameters(base, {"model.top_mlp": [16, 1]})[0]
+    assert reduced(base, "dense") == reduced(pooling, "dense")
+    assert reduced(base, "sparse") != reduced(pooling, "sparse")
+    assert reduced(base, "sparse") == reduced(layers, "sparse")
+    assert reduced(base, "dense") != reduced(layers, "dense")
+    assert reduced(base, "dense").model.top_widths == base.model.top_widths
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_a_half_times_its_own_parts(half: str) -> None:
+    loop = StepLoop(tiny(), half)
+    times = loop.run()
+    assert set(times) == {*HALVES[half], "optimizer", "other"}
+    assert all(ms > 0 for part in HALVES[half] for ms in times[part].values())
+    phases = {"forward", "backward", "update"}
+    assert set(times["top_mlp" if half == "dense" else "embedding"]) == phases
+
+
+def test_equal_tables_are_lent_and_others_made() -> None:
+    base = StepLoop(tiny(), "sparse")
+    same = StepLoop(tiny(training={"batch_size": 64}), "sparse", tables_from=base)
+    wider = StepLoop(tiny(model={"table_rows": 51}), "sparse", tables_from=base)
+    ours, lent, own = (
+        [table.data_ptr() for table in loop.model.embeddings.weights]
+        for loop in (base, same, wider)
+    )
+    assert lent == ours
+    assert not set(own) & set(ours)
+
+
+def test_ranges_of_a_part_add_up_and_the_rest_is_other() -> None:
+    rows = [
+        ("dlrm::top_mlp::forward", 0, 2_000_000),
+        ("dlrm::top_mlp::forward", 3_000_000, 4_000_000),
+        ("dlrm::embedding::forward", 5_000_000, 6_000_000),
+        ("dlrm::optimizer::update", 6_000_000, 6_500_000),
+        ("dlrm::iteration", 0, 9_000_000),
+    ]
+    times = part_times(rows, 9_000_000, HALVES["dense"])
+    assert times["top_mlp"] == {"forward": 3.0}
+    assert "embedding" not in times
+    assert times["optimizer"] == {"update": 0.5}
+    assert times["other"] == {"": 4.5}
+
+
+class Counted:
+    """A loop whose runs take made-up times."""
+
+    def __init__(self, times: list[float]) -> None:
+        self.parameters = tiny()
+        self.times = times
+        self.runs = 0
+
+    def run(self) -> dict[str, dict[str, float]]:
+        self.runs += 1
+        return {"loss": {"forward": self.times[self.runs % len(self.times)]}}
+
+
+def test_loops_run_in_turns_until_they_are_known() -> None:
+    steady, noisy = Counted([1.0]), Counted([1.0, 5.0, 2.0])
+    before, after = interleave([steady, steady], seconds=60.0)
+    assert len(before) == len(after) == 8
+    before, after = interleave([steady, noisy], seconds=60.0)
+    assert len(before) == len(after) == probe_turns.MAX_ROUNDS
+    before, after = interleave([steady, noisy], seconds=0.0)
+    assert len(before) == probe_turns.MIN_ROUNDS
+    errors = ratio_errors(before, after)["loss"]["forward"]
+    assert errors > 0.1
+    assert medians(before) == {"loss": {"forward": 1.0}}
+
+
+@given(st.lists(st.floats(0.1, 10.0), min_size=4, max_size=12), st.floats(0.1, 10.0))
+def test_a_ratios_error_does_not_depend_on_the_unit(values: list[float], unit: float) -> None:
+    runs = [{"loss": {"forward": value}} for value in values]
+    scaled = [{"loss": {"forward": value * unit}} for value in values]
+    assert ratio_errors(runs, scaled)["loss"]["forward"] == pytest.approx(
+        ratio_errors(runs, runs)["loss"]["forward"]
+    )
+
+
+def test_probes_come_back_for_the_touched_parts_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe_turns, "MAX_ROUNDS", 5)
+    monkeypatch.setattr(part_probes, "OVERLAP_SECONDS", 0.1)
+    threads = torch.get_num_threads()
+    changes: list[dict[str, Any]] = [
+        {"model.top_mlp": [16, 1]},
+        {"data.indices_per_lookup": 9},
+        {"data.generator": "facebook_loop", "data.loader": "prefetch"},
+        {"training.batch_size": 0},
+        {"model.table_rows": 10**12},
+    ]
+    found = probe_changes(tiny(), changes, seconds=1.0)
+    assert torch.get_num_threads() == threads
+    assert found["threads"] == 1
+    wanted = {*DENSE, "embedding", "data", "optimizer", "other"}
+    assert set(found["base"]) == wanted
+    layers, bags, loader, wrong, large = found["changes"]
+    assert [probe["change"] for probe in found["changes"]] == changes
+    assert set(layers["parts"]) == {"top_mlp", "optimizer", "other"}
+    assert set(bags["parts"]) == {"embedding", "data", "optimizer", "other"}
+    for probe in (layers, bags):
+        for component, phases in probe["parts"].items():
+            assert phases.keys() == probe["base"][component].keys()
+            assert phases.keys() == probe["spread"][component].keys()
+    assert set(loader["parts"]) == {"data"}
+    assert set(loader["overlap"]["halves"]) == set(HALVES)
+    assert loader["overlap"]["data_alone_ms"] > 0
+    assert "batch_size is 0" in wrong["refused"] and not wrong["parts"]
+    assert "available" in large["refused"] and not large["parts"]
+
+
+def test_the_default_changes_are_those_that_apply() -> None:
+    plain = default_changes(tiny(data={"generator": "facebook_loop"}))
+    leaves = {leaf for change in plain for leaf in change}
+    assert {"data.generator", "data.loader", "training.batch_size"} <= leaves
+    assert {"training.fused_optimizer": True} in plain
+    tuned = tiny(
+        data={"loader": "prefetch"},
+        training={"fused_optimizer": True, "fp32_matmul": "onednn", "embedding_backend": "fused"},
+    )
+    rest = default_changes(tuned)
+    assert {"training.batch_size": 64} in rest and {"training.batch_size": 16} in rest
+    assert not {"data.generator", "data.loader", "training.fused_optimizer"} & {
+        leaf for change in rest for leaf in change
+    }
+    kept = default_changes(tiny(training={"lowest_precision": "fp32"}))
+    assert not any("training.precision" in change for change in kept)
+    for change in plain:
+        changed_parameters(tiny(data={"generator": "facebook_loop"}), change)
+
+
+CHURN = """
+import ctypes, resource, sys
+from dlrm_workbook.processes import settle_allocator
+print(settle_allocator())
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.free.argtypes = [ctypes.c_void_p]
+size = 8 << 20
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [libc.malloc(size) for _ in range(12)]
+    for block in blocks:
+        ctypes.memset(block, 1, size)
+    for block in blocks:
+        libc.free(block)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+faults()
+print(faults())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
+@pytest.mark.parametrize(("setting", "settled"), [({}, True), ({TRIM: "65536"}, False)])
+def test_a_settled_allocator_keeps_what_was_freed(setting: dict[str, str], settled: bool) -> None:
+    environment = {k: v for k, v in os.environ.items() if k not in USER_SETTINGS} | setting
+    done = subprocess.run(
+        [sys.executable, "-c", CHURN], env=environment, capture_output=True, text=True, check=True
+    )
+    said, faults = done.stdout.split()
+    assert said == str(settled)
+    pages = 12 * (8 << 20) // os.sysconf("SC_PAGESIZE")
+    if settled:
+        assert int(faults) < 0.1 * pages
+    else:
+        # what the user set stays: the heap is given back, and faults again
+        assert int(faults) > 0.9 * pages

@@ -1,0 +1,182 @@
+"""Benchmark protocols: what each counts, and how they are shown beside published figures."""
+
+import json
+import math
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlrm_core.config import parameters_from_sections
+from dlrm_core.errors import InputError
+from dlrm_workbook.cli import main
+from dlrm_workbook.studies.bench.analyse import times
+from dlrm_workbook.studies.bench.notebook import protocols, stability
+from dlrm_workbook.studies.protocols import (
+    show as protocol_figures,
+)
+from dlrm_workbook.studies.protocols import (
+    show as protocol_presentation,
+)
+from dlrm_workbook.studies.protocols.measure import (
+    INFERENCE,
+    TRAINING,
+    Timings,
+    read_document,
+    throughput,
+)
+from dlrm_workbook.studies.protocols.published import PUBLISHED
+from dlrm_workbook.studies.stability.measure import measure_stability
+
+SECTIONS = {
+    "title": "small",
+    "model": {
+        "bottom_mlp": "8-16-8",
+        "top_mlp": "8-1",
+        "embedding_dim": 8,
+        "table_rows": [40, 9],
+        "loss": "bce",
+    },
+    "data": {"generator": "uniform", "indices_per_lookup": 3, "round_targets": True},
+    "training": {"batch_size": 64, "batches": 6, "device": "cpu", "threads": 1},
+}
+# nothing of a benchmark's contestants
+NO_TIMES = times({"cases": []})
+POSITIVE = st.floats(1e-3, 1e3)
+
+
+@given(st.lists(st.tuples(POSITIVE, POSITIVE), min_size=2, max_size=450), st.integers(1, 5000))
+def test_each_protocol_counts_what_its_publisher_counts(pairs, batch):
+    data, compute = zip(*pairs, strict=True)
+    timings = Timings(batch, data, compute)
+    found = {name: throughput(timings, name) for name in TRAINING}
+    half = len(pairs) // 2
+    whole = [sum(pair) for pair in pairs]
+    assert found["nvidia"].samples_per_second == pytest.approx(
+        1e3 * batch * (len(pairs) - half) / sum(whole[half:])
+    )
+    assert found["nvidia"].left_out == half and found["nvidia"].data_included
+    assert found["facebook"].ms_per_iteration == pytest.approx(statistics.fmean(compute))
+    assert not found["facebook"].data_included and found["facebook"].left_out == 0
+    # of a run shorter than one of its prints there is one figure, else one at each hundred
+    ends = range(100, len(pairs) + 1, 100) or [len(pairs)]
+    rates = [1e3 * batch * end / sum(compute[:end]) for end in ends]
+    assert found["deepspark"].samples_per_second == pytest.approx(statistics.fmean(rates))
+    for one in found.values():
+        assert one.iterations + one.left_out == len(pairs)
+        assert one.ms_per_iteration * one.samples_per_second == pytest.approx(1e3 * batch)
+
+
+def test_the_warm_up_is_found_in_the_times():
+    slow, steady = [50.0] * 20, [5.0 + 0.1 * (i % 3) for i in range(180)]
+    found = throughput(Timings(10, (0.0,) * 200, (*slow, *steady)), "steady")
+    assert found.left_out == 20
+    assert found.ms_per_iteration == pytest.approx(5.1, abs=0.01)
+
+
+def test_what_cannot_be_counted_is_refused():
+    with pytest.raises(InputError, match="1 iterations were timed, expected at least 2"):
+        throughput(Timings(1, (1.0,), (1.0,)), "nvidia")
+    with pytest.raises(InputError, match="expected one of steady, nvidia, facebook, deepspark"):
+        throughput(Timings(1, (1.0,) * 2, (1.0,) * 2), "mlperf")
+
+
+@pytest.fixture(scope="module")
+def document(tmp_path_factory):
+    """As ``dlrm protocols`` writes it, measured by its command in this process."""
+    folder = tmp_path_factory.mktemp("protocols")
+    (folder / "p.json").write_text(json.dumps(SECTIONS))
+    code = main(
+        [
+            *("protocols", "-f", str(folder / "p.json"), "--json", str(folder / "protocols.json")),
+            *("--iterations", "6", "--batch-sizes", "1,2048", "--steps", "30", "--seconds", "2"),
+        ]
+    )
+    assert code == 0
+    return read_document(folder / "protocols.json") | {"file": folder / "protocols.json"}
+
+
+def test_the_command_measures_every_protocol(document):
+    measured = document["measured"]
+    assert [one["protocol"] for one in measured["training"]] == list(TRAINING)
+    expected = [(size, name) for size in (1, 2048) for name in INFERENCE]
+    assert [(o["batch_size"], o["protocol"]) for o in measured["inference"]] == expected
+    for one in measured["inference"]:
+        assert one["p50"] <= one["p90"] <= one["p95"] <= one["p99"]
+        assert one["steps"] + one["warm_up_steps"] == 30
+        assert one["warm_up_steps"] == 10 or one["protocol"] == "steady"
+    assert len(measured["timings"]["data_ms"]) == 6
+    assert measured["peak_memory_by_device"]["host"] > 0
+    # a figure, or the reason that there is none
+    assert measured["power_w"] is not None or measured["power"]["not_measured"]
+
+
+def test_ours_stand_beside_published_figures_of_other_hardware(document, tmp_path):
+    parameters = parameters_from_sections(SECTIONS)
+    runs = measure_stability(parameters, [0], tmp_path)
+    found = protocol_presentation.speeds(document, NO_TIMES, {"fp32": runs})
+    ours = [one for one in found if one.ours]
+    assert {one.group for one in ours} == set(protocol_presentation.GROUPS) - {"ours"}
+    assert {one.auc for one in ours if one.group.startswith("training")} == {runs.values[0]}
+    others = [one for one in found if not one.ours]
+    assert len(others) == len(PUBLISHED) == len(set(PUBLISHED))
+    assert all("other hardware" in one.source for one in others)
+    rows = protocol_presentation.published_table(found).rows
+    assert len(rows) == len(found)
+    # each group's rows stand together, ours first
+    groups = [row[0] for row in rows]
+    assert groups == sorted(groups, key=groups.index)
+    for group in set(groups):
+        assert rows[groups.index(group)][1] == "this run"
+    figure = protocol_figures.published_bars(found)
+    assert sum(len(trace.x) for trace in figure.data) == len(found)
+    assert len(figure.layout.annotations) == len(set(groups))
+
+
+def test_nothing_measured_leaves_the_published_alone():
+    found = protocol_presentation.speeds(None, NO_TIMES)
+    assert len(found) == len(PUBLISHED) and not any(one.ours for one in found)
+
+
+def test_what_the_page_shows(document):
+    latency = protocol_figures.latency_lines(document)
+    assert list(latency.data[0].x) == [1, 2048]
+    rows = protocol_presentation.latency_table(document).rows
+    assert [row[:2] for row in rows[:2]] == [["1", "steady"], ["1", "nvidia"]]
+    assert [row[0] for row in protocol_presentation.training_table(document).rows] == list(TRAINING)
+    device = dict(protocol_presentation.device_table(document).rows)
+    assert device["command"].startswith("dlrm") and "peak memory, host" in device
+    measured = document["measured"]
+    if measured["samples_per_joule"] is None:
+        assert device["samples/s per watt"] == "not measured"
+        assert all(why in str(device) for why in measured["power"]["not_measured"].values())
+
+
+def test_a_finished_benchmark_is_shown_with_the_record_beside_it(document, tmp_path):
+    parameters = parameters_from_sections(SECTIONS)
+    beside = str(document["file"].with_name("bench.json"))
+    assert protocols(parameters, tmp_path, 60, [1], beside)["measured"] == document["measured"]
+    assert protocols(parameters, tmp_path, 60, [1], str(tmp_path / "bench.json")) is None
+    assert protocols(parameters, tmp_path, 0, [1]) is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_seeds_are_read_or_trained(tmp_path):
+    parameters = parameters_from_sections(SECTIONS)
+    assert stability(parameters, tmp_path, 0) == {}
+    made = stability(parameters, tmp_path, 1)
+    assert list(made) == ["fp32"] and math.isfinite(made["fp32"].values[0])
+    assert stability(parameters, tmp_path, 0, str(tmp_path / "stability")) == made
+    assert list(stability(parameters, tmp_path, 0, str(tmp_path))) == ["stability"]
+    (tmp_path / "none").mkdir()
+    with pytest.raises(InputError, match=r"none holds no stability\.json"):
+        stability(parameters, tmp_path, 0, str(tmp_path / "none"))
+
+
+def test_a_file_that_is_no_record_is_refused(tmp_path):
+    (tmp_path / "x.json").write_text('{"schema": 1}')
+    with pytest.raises(InputError, match=r"is no record of dlrm protocols"):
+        read_document(tmp_path / "x.json")
+    with pytest.raises(InputError, match="cannot be read"):
+        read_document(tmp_path / "none.json")

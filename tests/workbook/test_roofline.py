@@ -1,0 +1,356 @@
+"""Parts against the ceilings of their machine."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlrm_core.config import Parameters, parameters_from_sections
+from dlrm_core.machine import device
+from dlrm_core.parts import COMPONENTS, PHASES
+from dlrm_workbook.analysis.roofline import (
+    COLUMNS,
+    Limits,
+    doubts,
+    least_step,
+    least_times,
+    missing,
+    roofline,
+)
+from dlrm_workbook.analysis.work import part_work
+from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.show.roofline import SYMBOLS, least_time_bars, roofline_chart
+from dlrm_workbook.show.roofline_tables import (
+    ceilings_table,
+    roofline_table,
+    roofline_verdict,
+)
+
+MILLION = 1_000_000
+
+
+def model(**training: Any) -> Parameters:
+    return parameters_from_sections(
+        {
+            "model": {
+                "bottom_mlp": [64, 128, 32],
+                "top_mlp": [256, 1],
+                "embedding_dim": 32,
+                "table_rows": [MILLION, MILLION],
+            },
+            "data": {"generator": "uniform", "indices_per_lookup": 20, "fixed_pooling": True},
+            "training": {"batch_size": 1024, "device": "cpu", **training},
+        }
+    )
+
+
+def gemm_rows(parameters: Parameters, gflops: float, precision: str = "fp32") -> list[Any]:
+    """Every product of the model at one rate, as the recorder writes them."""
+    rows = []
+    size, sizes = parameters.training.batch_size, parameters.model
+    for part, widths in (("bottom_mlp", sizes.bottom_widths), ("top_mlp", sizes.top_widths)):
+        for layer, (n, m) in enumerate(itertools.pairwise(widths)):
+            shapes = {
+                "forward": (size, m, n),
+                "backward_input": (size, n, m),
+                "backward_weight": (m, n, size),
+            }
+            rows += [(part, layer, phase, *shape, 1) for phase, shape in shapes.items()]
+    count, dim = len(sizes.table_rows) + 1, sizes.embedding_dim
+    rows.append(("interaction", 0, "forward", count, count, dim, size))
+    rows.append(("interaction", 0, "backward_input", count, dim, count, size))
+    names = ("part", "layer", "phase", "m", "n", "k", "batch")
+    return [
+        {
+            **dict(zip(names, row, strict=True)),
+            "precision": precision,
+            "ms": 2e-6 * math.prod(row[3:]) / gflops,
+            "gflops": gflops,
+            "relative_error": 2e-7,
+        }
+        for row in rows
+    ]
+
+
+def machine(parameters: Parameters, **changes: Any) -> dict[str, Any]:
+    return {
+        "device": "cpu",
+        "threads": 2,
+        "seconds": 3.0,
+        "gemm": gemm_rows(parameters, 100.0),
+        "stream": [
+            {
+                "bytes": 1 << 19,
+                "read_gb_per_s": 100.0,
+                "copy_gb_per_s": 100.0,
+                "triad_gb_per_s": 100.0,
+            },
+            {
+                "bytes": 1 << 28,
+                "read_gb_per_s": 20.0,
+                "copy_gb_per_s": 16.0,
+                "triad_gb_per_s": 16.0,
+            },
+        ],
+        "gather": [{"row_bytes": 128, "table_bytes": 128 * MILLION, "gb_per_s": 5.0}],
+        "dispatch_us": 2.0,
+        "last_level_cache_bytes": 32 << 20,
+        **changes,
+    }
+
+
+def profile_of(parameters: Parameters, **meta: Any) -> Profile:
+    return Profile.build(
+        contexts=None,
+        metrics=None,
+        values=None,
+        threads=None,
+        meta={"device": "cpu", "parameters": parameters.to_sections(), **meta},
+    )
+
+
+def attribution(times: dict[tuple[str, str], float], where: str = "host") -> pd.DataFrame:
+    rows = [(*key, where, ms, ms / sum(times.values())) for key, ms in times.items()]
+    return pd.DataFrame(rows, columns=["component", "phase", "where", "time_ms", "share"])
+
+
+def all_parts(parameters: Parameters, ms: float = 10.0) -> pd.DataFrame:
+    work = part_work(parameters)
+    keys = list(zip(work["component"], work["phase"], strict=True))
+    return attribution({**dict.fromkeys(keys, ms), ("other", ""): 1.0})
+
+
+def by_part(table: pd.DataFrame) -> pd.DataFrame:
+    return table.set_index(["component", "phase"])
+
+
+def test_a_part_of_products_is_bound_by_their_measured_times():
+    parameters = model()
+    table = by_part(
+        roofline(profile_of(parameters, ceilings=machine(parameters)), all_parts(parameters))
+    )
+    top = table.loc[("top_mlp", "forward")]
+    width = parameters.model.interaction_width
+    products = 2 * 1024 * (width * 256 + 256)
+    assert top["limit"] == "arithmetic"
+    # activations and their dispatch come on top of the products
+    assert top["ceiling_ms"] == pytest.approx(products / 100e6, rel=0.35)
+    assert top["ceiling_ms"] > products / 100e6
+    assert top["share_of_ceiling"] == pytest.approx(top["ceiling_ms"] / 10.0)
+    assert top["gflops"] == pytest.approx(top["flops"] / 10e6)
+    assert top["intensity_flop_per_byte"] == pytest.approx(top["flops"] / top["bytes"])
+
+
+def test_lookups_are_bound_by_random_rows():
+    parameters = model()
+    table = by_part(
+        roofline(profile_of(parameters, ceilings=machine(parameters)), all_parts(parameters))
+    )
+    forward = table.loc[("embedding", "forward")]
+    assert forward["limit"] == "random rows"
+    assert forward["ceiling_ms"] == pytest.approx(2 * 1024 * 20 * 128 / 5e6)
+    assert table.loc[("embedding", "backward"), "limit"] == "memory bandwidth"
+
+
+def test_tiny_operators_are_bound_by_dispatch():
+    parameters = model(batch_size=1)
+    table = by_part(
+        roofline(profile_of(parameters, ceilings=machine(parameters)), all_parts(parameters))
+    )
+    loss = table.loc[("loss", "forward")]
+    assert (loss["limit"], loss["ceiling_ms"]) == ("dispatch", pytest.approx(2e-3))
+
+
+def test_hot_rows_do_not_count_as_random():
+    parameters = model()
+    rows = {"rows": MILLION, "lookups_per_batch": 20480}
+    skewed = [{"table": t, "unique_rows_per_batch": 100, **rows} for t in range(2)]
+    cold, hot = (
+        by_part(least_times(parameters, machine(parameters), statistics)).loc[
+            ("embedding", "forward")
+        ]
+        for statistics in (None, {"tables": skewed})
+    )
+    assert hot["ceiling_ms"] < 0.2 * cold["ceiling_ms"]
+
+
+def test_a_faster_library_of_the_same_precision_lowers_the_least_time():
+    parameters = model()
+    plain = machine(parameters)
+    both = {**plain, "gemm": plain["gemm"] + gemm_rows(parameters, 400.0, "fp32_onednn")}
+    rounding = {
+        **plain,
+        "gemm": plain["gemm"]
+        + [{**row, "relative_error": 2e-3} for row in gemm_rows(parameters, 400.0, "fp32_onednn")],
+    }
+    key = ("top_mlp", "backward")
+    times = [by_part(least_times(parameters, c)).loc[key, "ceiling_ms"] for c in (plain, both)]
+    assert times[1] < 0.6 * times[0]
+    assert by_part(least_times(parameters, rounding)).loc[key, "ceiling_ms"] == times[0]
+
+
+def test_what_was_not_measured_is_said_and_never_zero():
+    parameters = model()
+    bare = profile_of(parameters)
+    table = roofline(bare, all_parts(parameters))
+    assert table["ceiling_ms"].isna().all() and table["share_of_ceiling"].isna().all()
+    assert (table["flops"] > 0).any()
+    assert "no ceilings" in str(missing(bare))
+    reasoned = profile_of(parameters, not_measured={"ceilings": "profiling.probes is off"})
+    assert missing(reasoned) == "profiling.probes is off"
+    narrow = model(precision="bf16")
+    table = by_part(roofline(profile_of(narrow, ceilings=machine(narrow)), all_parts(narrow)))
+    assert math.isnan(table.loc[("top_mlp", "forward"), "ceiling_ms"])
+    assert "precision" in table.loc[("top_mlp", "forward"), "ceiling"]
+    assert table.loc[("embedding", "forward"), "ceiling_ms"] > 0
+    step = least_step(table.reset_index())
+    assert step["least_ms"] is None and ("top_mlp", "forward") in step["unknown"]
+    assert "not known" in repr(roofline_verdict(table.reset_index()))
+
+
+def test_without_a_model_there_is_no_roofline():
+    empty = Profile.build(contexts=None, metrics=None, values=None, threads=None, meta={})
+    table = roofline(empty, all_parts(model()))
+    assert table.empty and list(table.columns) == COLUMNS
+    assert "does not say which model" in str(missing(empty))
+    odd = Profile.build(
+        contexts=None,
+        metrics=None,
+        values=None,
+        threads=None,
+        meta={"parameters": {"model": {"colour": 3}}},
+    )
+    assert roofline(odd, all_parts(model())).empty
+    assert "not those of a model" in str(missing(odd))
+
+
+def test_the_step_is_the_sum_of_its_parts_and_never_slower_than_measured():
+    parameters = model()
+    profile = profile_of(parameters, ceilings=machine(parameters))
+    slow = roofline(profile, all_parts(parameters, 100.0))
+    step = least_step(slow)
+    assert step["time_ms"] == pytest.approx(slow["time_ms"].sum())
+    assert step["least_ms"] == pytest.approx(slow["ceiling_ms"].sum())
+    assert sum(step["limits"].values()) == pytest.approx(step["least_ms"])
+    assert "at least" in repr(roofline_verdict(slow))
+    fast = roofline(profile, all_parts(parameters, 1e-4))
+    assert least_step(fast)["share"] <= 1.0
+    assert slow.iloc[-1]["component"] == "other" and slow.iloc[-1]["ceiling_ms"] == 0
+
+
+def test_doubts_name_a_busy_machine_and_impossible_shares():
+    parameters = model()
+    quiet = profile_of(parameters, ceilings=machine(parameters, run_queue_share=0.01))
+    assert doubts(quiet, roofline(quiet, all_parts(parameters, 100.0))) == []
+    busy = profile_of(parameters, ceilings=machine(parameters, run_queue_share=0.49))
+    found = doubts(busy, roofline(busy, all_parts(parameters, 0.3)))
+    assert "49%" in found[0] and "embedding forward" in found[1]
+
+
+def test_a_gpu_is_bound_by_launches_or_by_its_kernels():
+    parameters = model(device="cuda")
+    gpu = device("A100-40GB").ceilings()
+    least = by_part(least_times(parameters, gpu, device="cuda"))
+    assert least.loc[("top_mlp", "forward"), "ceiling"].endswith("by data sheet, not measured")
+    assert least.loc[("transfer", "forward"), "limit"] == "copies"
+    batch = 1024 * (64 + 1) * 4 + 8 * (2 * 1024 * 20 + 2 * 1024)
+    assert least.loc[("transfer", "forward"), "ceiling_ms"] == pytest.approx(batch / 32e6)
+    launching = {**gpu, "dispatch_us": 2.0, "launch_us": 5.0, "kernel_us": 1.5}
+    bound = by_part(least_times(parameters, launching, device="cuda"))
+    top = bound.loc[("top_mlp", "backward")]
+    operators = by_part(part_work(parameters)).loc[("top_mlp", "backward"), "operators"]
+    assert (top["limit"], top["ceiling_ms"]) == ("launches", pytest.approx(5e-3 * operators))
+    graphs = model(device="cuda", cuda_graphs=True)
+    captured = by_part(least_times(graphs, launching, device="cuda"))
+    assert captured.loc[("top_mlp", "backward"), "ceiling_ms"] < top["ceiling_ms"]
+
+
+def test_prefetched_data_need_not_be_waited_for():
+    sections = model().to_sections()
+    sections["data"]["loader"] = "prefetch"
+    parameters = parameters_from_sections(sections)
+    data = by_part(least_times(parameters, machine(parameters))).loc[("data", "forward")]
+    assert data["ceiling_ms"] == 0
+
+
+def test_device_and_host_time_of_a_part_add_up():
+    parameters = model(device="cuda")
+    both = pd.concat(
+        [
+            attribution({("top_mlp", "forward"): 2.0}, "device"),
+            attribution({("top_mlp", "forward"): 1.0}, "host"),
+        ]
+    )
+    profile = profile_of(parameters, device="cuda")
+    assert roofline(profile, both)["time_ms"].to_list() == [3.0]
+
+
+sizes = st.floats(1e3, 1e9)
+
+
+@given(read=sizes, written=sizes, more=st.floats(1.0, 10.0))
+def test_more_bytes_never_take_less_time(read, written, more):
+    limits = Limits(machine(model()))
+    once, again = limits.memory_ms(read, written), limits.memory_ms(more * read, more * written)
+    assert 0 < once <= again * (1 + 1e-9)
+
+
+def test_streaming_a_copy_and_a_read_takes_what_was_measured():
+    limits = Limits(machine(model()))
+    large = float(3 << 28)
+    assert limits.memory_ms(large, 0) == pytest.approx(large / 20e6)
+    assert limits.memory_ms(large / 2, large / 2) == pytest.approx(large / 16e6)
+    small = float(1 << 19)
+    assert limits.memory_ms(small, 0) == pytest.approx(small / 100e6)
+    between = limits.memory_ms(3 << 24, 0)
+    assert (3 << 24) / 100e6 < between < (3 << 24) / 20e6
+
+
+@pytest.fixture
+def drawn() -> pd.DataFrame:
+    parameters = model()
+    table = all_parts(parameters)
+    table["time_ms"] *= np.linspace(0.2, 3.0, len(table))
+    return roofline(profile_of(parameters, ceilings=machine(parameters)), table)
+
+
+def test_the_chart_shows_every_part_that_computes_where_it_is(drawn):
+    chart = roofline_chart(drawn, machine(model()))
+    shown = {trace.name: trace for trace in chart.data if trace.hovertext}
+    computing = drawn[drawn["flops"] > 0]
+    assert len(shown) == len(computing) > 8
+    for row in computing.itertuples():
+        trace = shown[f"{row.component.replace('_mlp', ' MLP')} {row.phase}"]
+        assert trace.x[0] == row.intensity_flop_per_byte and trace.y[0] == row.gflops
+        assert trace.marker.symbol == SYMBOLS[row.phase]
+    lines = [trace.name for trace in chart.data if trace.mode == "lines"]
+    assert lines == [
+        "fp32, 100 GFLOP/s",
+        "cache, 100 GB/s",
+        "memory, 20.0 GB/s",
+        "random rows, 5.00 GB/s",
+    ]
+    assert "embedding backward" in chart.layout.xaxis.title.text
+    assert roofline_chart(drawn, None).data
+
+
+def test_bars_and_tables_give_the_figures(drawn):
+    bars = least_time_bars(drawn)
+    measured, least = bars.data
+    assert max(measured.x) == drawn["time_ms"].max()
+    assert all(low <= time for low, time in zip(least.x, measured.x, strict=True))
+    table = roofline_table(drawn)
+    assert len(table.rows) == len(drawn)
+    assert [row[0] for row in table.rows] == list(bars.layout.yaxis.ticktext)
+    ceilings = ceilings_table(machine(model()))
+    assert ["random rows of 128 B in 122.07 MiB", "5.00 GB/s"] in ceilings.rows
+    assert ceilings_table(None).rows == []
+    assert ceilings_table(device("H200").ceilings()).columns[1] == "data sheet"
+    assert set(drawn["component"]) <= set(COMPONENTS) and set(SYMBOLS) == set(PHASES)

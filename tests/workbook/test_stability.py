@@ -1,0 +1,184 @@
+"""N seeds: fresh processes, resumed, summed up, drawn."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlrm_core.config import Parameters, parameters_from_sections
+from dlrm_core.errors import InputError
+from dlrm_core.files import read_json, write_json
+from dlrm_workbook import cli
+from dlrm_workbook.studies.stability import show as stability_figures
+from dlrm_workbook.studies.stability.measure import (
+    SeedRun,
+    Stability,
+    measure_stability,
+    read_stability,
+    spread,
+    summarise,
+    with_seed,
+)
+
+SECTIONS = {
+    "title": "Tiny",
+    "model": {"bottom_mlp": "4-2", "top_mlp": 1, "embedding_dim": 2, "table_rows": [5, 7]},
+    "data": {"generator": "uniform", "indices_per_lookup": 2, "round_targets": True},
+    "training": {
+        "batch_size": 16,
+        "batches": 3,
+        "device": "cpu",
+        "threads": 1,
+        "eval_batches": 4,
+        "learning_rate": 1e-05,
+    },
+}
+
+
+def parameters(**training) -> Parameters:
+    return parameters_from_sections(SECTIONS | {"training": SECTIONS["training"] | training})
+
+
+def seed_run(seed: int, auc: float | None, status: str = "finished", **more) -> SeedRun:
+    fields = {
+        "seed": seed,
+        "status": status,
+        "error": "",
+        "iterations": 3,
+        "auc": auc,
+        "best_auc": auc,
+        "loss": 0.5 + seed / 100,
+        "samples_per_second": 1000.0 + seed,
+        "elapsed_s": 1.0,
+        "peak_memory_by_device": {"host": 1 << 30, "gpu": 2 << 30},
+        "power_w": 100.0,
+        "samples_per_joule": 10.0,
+        "not_measured": {},
+        "device": "cpu",
+    }
+    return SeedRun(**(fields | more))
+
+
+@pytest.fixture(scope="module")
+def two_runs(tmp_path_factory) -> tuple[Path, Stability]:
+    folder = tmp_path_factory.mktemp("stability") / "runs"
+    return folder, measure_stability(parameters(), [3, 4], folder)
+
+
+def test_every_seed_trains_in_its_own_process_and_is_evaluated(two_runs):
+    folder, found = two_runs
+    assert [run.status for run in found.runs] == ["finished", "finished"]
+    assert found.metric == "auc" and len(found.values) == 2
+    results = [read_json(folder / f"seed-0000{seed}" / "result.json") for seed in (3, 4)]
+    assert [result["auc"] for result in results] == found.values
+    assert results[0]["losses"] != results[1]["losses"]
+    assert found.spreads["loss"].mean == pytest.approx(
+        statistics.fmean(result["loss"] for result in results)
+    )
+    assert found.spreads["peak_memory_bytes_host"].most > 10e6
+
+
+def test_the_result_is_read_as_it_was_written(two_runs):
+    folder, found = two_runs
+    assert read_stability(folder) == found
+    (folder.parent / "other.json").write_text('{"title": 1}')
+    with pytest.raises(InputError, match=r"other\.json.*no result of dlrm stability"):
+        read_stability(folder.parent / "other.json")
+
+
+def test_runs_that_finished_are_kept_and_others_run_again(two_runs):
+    folder, found = two_runs
+    kept = folder / "seed-00003" / "result.json"
+    before = kept.stat().st_mtime_ns
+    # killed while it ran: no result
+    (folder / "seed-00004" / "result.json").unlink()
+    again = measure_stability(parameters(), [3, 4], folder)
+    assert kept.stat().st_mtime_ns == before and again.runs[0] == found.runs[0]
+    assert again.runs[1].auc == found.runs[1].auc and again.runs[1].status == "finished"
+
+
+def test_a_folder_of_other_parameters_is_refused(two_runs):
+    folder, _ = two_runs
+    with pytest.raises(InputError, match=r"training\.batches: 3, but it is 9 now"):
+        measure_stability(parameters(batches=9), [3], folder)
+
+
+def test_a_run_that_fails_is_listed_with_what_it_said(tmp_path):
+    found = measure_stability(parameters(resume="", tables_on_disk="/proc/no"), [1], tmp_path / "x")
+    assert [run.status for run in found.runs] == ["failed"]
+    assert "training.tables_on_disk" in found.runs[0].error
+    assert found.spreads == {} and found.values == []
+    assert stability_figures.stability_table({"x": found}).rows[0][1] == "0 of 1"
+
+
+def test_one_run_has_its_own_seed_and_folder():
+    given = parameters(checkpoint_folder="shared", checkpoint_every=2, seed=9)
+    one = with_seed(given, 77)
+    assert one.training.seed == 77 and one.training.checkpoint_folder == ""
+    assert one.training.eval_every is not None
+    assert with_seed(parameters(eval_every=2), 1).training.eval_every == 2
+
+
+def test_without_auc_everywhere_the_loss_is_the_metric():
+    assert summarise(parameters(), [seed_run(0, 0.7), seed_run(1, 0.8)]).metric == "auc"
+    mixed = summarise(parameters(), [seed_run(0, 0.7), seed_run(1, None)])
+    assert mixed.metric == "loss" and mixed.values == [0.5, 0.51]
+
+
+def test_runs_that_diverged_do_not_count():
+    found = summarise(parameters(), [seed_run(0, 0.7), seed_run(1, 0.1, "diverged")])
+    assert found.spreads["auc"].count == 1 and found.spreads["auc"].sd is None
+
+
+@given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=40))
+def test_a_spread_holds_its_values_and_every_value_has_a_bin(values):
+    found = spread(values)
+    assert found.least <= found.mean + 1e-9 and found.mean <= found.most + 1e-9
+    if len(values) > 1:
+        deviation = math.sqrt(sum((v - found.mean) ** 2 for v in values) / (len(values) - 1))
+        assert found.sd == pytest.approx(deviation, abs=1e-9)
+    edges = stability_figures.bins(values)
+    assert (edges[1:] > edges[:-1]).all()
+    assert edges[0] < min(values) and max(values) < edges[-1]
+
+
+def test_the_histogram_counts_every_seed():
+    runs = [seed_run(n, 0.8 + n / 1e4) for n in range(16)]
+    found = {name: summarise(parameters(), runs) for name in ("fp32", "bf16")}
+    figure = stability_figures.histogram(found)
+    assert [sum(trace.y) for trace in figure.data] == [16, 16]
+    assert [trace.name for trace in figure.data] == ["fp32 (16 seeds)", "bf16 (16 seeds)"]
+    assert sum("0.80075" in note.text for note in figure.layout.annotations) == 2
+    other = summarise(parameters(), [seed_run(0, None)])
+    with pytest.raises(ValueError, match="auc and loss"):
+        stability_figures.histogram({"a": found["fp32"], "b": other})
+
+
+def test_the_table_has_power_memory_and_stability():
+    runs = [seed_run(n, 0.8, power_w=None, samples_per_joule=None) for n in range(3)]
+    table = stability_figures.stability_table({"fp32": summarise(parameters(), runs)})
+    row = dict(zip(table.columns, table.rows[0], strict=True))
+    assert row["seeds"] == "3 of 3" and row["samples/s"] == "1,001"
+    assert row["power (W)"] == "not measured" and row["samples/J"] == "not measured"
+    assert row["peak memory, host"] == "1.00 GiB" and row["peak memory, gpu"] == "2.00 GiB"
+    assert row["mean"] == "0.800000" and row["standard deviation"] == "0.000000"
+
+
+def test_the_command_prints_spreads(two_runs, tmp_path, capsys):
+    folder, found = two_runs
+    file = tmp_path / "tiny.yaml"
+    write_json(file, SECTIONS)
+    given = ["stability", "-f", str(file), "--seeds", "2", "--first-seed", "3"]
+    assert cli.main([*given, "--output", str(folder)]) == 0
+    printed = capsys.readouterr()
+    last = json.loads(printed.out.splitlines()[-1])
+    assert last["metric"] == "auc" and last["finished"] == 2
+    assert last["spreads"]["auc"]["mean"] == pytest.approx(found.spreads["auc"].mean)
+    assert "seed 3 (1 of 2): finished, AUC" in printed.err
+    assert cli.main(["stability", "-f", str(file), "--seeds", "0", "--output", str(folder)]) == 2

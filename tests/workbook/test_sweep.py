@@ -1,0 +1,255 @@
+"""Sweeps: the grid, its errors, running to the end whatever happens, resuming."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from compare_profiles import TINY
+
+from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
+from dlrm_core.errors import InputError
+from dlrm_workbook.runs import REPOSITORY, latest_run
+from dlrm_workbook.studies.sweep.analyse import SweepSummary, newest_sweep
+from dlrm_workbook.studies.sweep.plan import (
+    PointFailed,
+    Sweep,
+    describe_failures,
+    sweep_points,
+)
+
+SWEEP = {
+    "training.batch_size": [8, 16],
+    "model.embedding_dim, model.bottom_mlp": [[8, [8, 16, 8]], [4, [8, 4]]],
+}
+
+
+def parameters(sweep: Any = None) -> Parameters:
+    return parameters_from_sections(TINY | {"sweep": SWEEP if sweep is None else sweep})
+
+
+def test_every_combination_is_a_point_the_last_leaf_fastest() -> None:
+    points = sweep_points(parameters())
+    assert [(p.change["training.batch_size"], p.change["model.embedding_dim"]) for p in points] == [
+        (8, 8),
+        (8, 4),
+        (16, 8),
+        (16, 4),
+    ]
+    assert points[1].parameters.model.bottom_mlp == (8, 4)
+    assert points[1].name == "02-batch_size=8+embedding_dim=4+bottom_mlp=8-4"
+    assert len({point.name for point in points}) == 4
+    assert points[0].label.startswith("training.batch_size = 8, model.embedding_dim = 8")
+
+
+@pytest.mark.parametrize(
+    ("sweep", "message"),
+    [
+        ({"training.batchsize": [1]}, "unknown parameter training.batchsize; did you mean"),
+        ({"training.batch_size": 512}, "is 512, expected a list of values"),
+        ({"training.batch_size": []}, "expected a list of values"),
+        ({"training.batch_size": [8, 8]}, "has the value 8 twice"),
+        (
+            {"training.batch_size": [8, 0]},
+            r"sweep point 2 \(training.batch_size = 0\): training.batch_size is 0, expected at",
+        ),
+        (
+            {"model.embedding_dim, model.bottom_mlp": [[8, [8, 16, 8]], [4, [8, 9]]]},
+            r"sweep point 2 .*model.bottom_mlp ends in 9, but model.embedding_dim is 4",
+        ),
+        ({"model.embedding_dim, model.bottom_mlp": [8]}, "expected a list of 2 values"),
+        (
+            {"training.seed": [1], "training.seed, data.generator": [[2, "zipf"]]},
+            "names training.seed in two keys",
+        ),
+    ],
+)
+def test_a_grid_that_cannot_work_is_refused(sweep: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        sweep_points(parameters(sweep))
+
+
+def test_sweeps_come_from_files_and_options(tmp_path: Path) -> None:
+    file = tmp_path / "small.yaml"
+    file.write_text(yaml.safe_dump(TINY | {"sweep": SWEEP}))
+    assert load_parameters(file).sweep == SWEEP
+    assert "sweep" not in load_parameters(file).to_sections()
+    more = load_parameters(file, ["sweep.data.generator=[uniform, zipf]"])
+    assert len(sweep_points(more)) == 8
+    other = load_parameters(file, ["sweep={training.seed: [1, 2, 3]}"])
+    assert len(sweep_points(other)) == 3
+    with pytest.raises(InputError, match="sweep is 3"):
+        load_parameters(file, ["sweep=3"])
+    example = load_parameters(REPOSITORY / "parameters" / "sweep-small.yaml")
+    assert len(sweep_points(example)) == 6
+
+
+# ---- running --------------------------------------------------------------------
+
+
+class Runner:
+    """Stands in for the notebooks of a point: fails, or is interrupted, where it is told."""
+
+    def __init__(self, failing: Mapping[int, int] | None = None) -> None:
+        self.failing = dict(failing or {})
+        self.ran: list[int] = []
+
+    def __call__(self, of: Parameters, place: Path) -> dict[str, Path]:
+        number = int(place.name[:2])
+        self.ran.append(number)
+        if code := self.failing.pop(number, 0):
+            raise PointFailed(f"point {number} went wrong", code, {})
+        folder = place / "profile"
+        folder.mkdir(parents=True)
+        return {"profile": folder}
+
+
+def begin(folder: Path) -> Sweep:
+    return Sweep.begin(folder, parameters(), ["profile"], {}, "dlrm run profile -f small.yaml")
+
+
+def test_a_failing_point_does_not_stop_the_others(tmp_path: Path) -> None:
+    sweep, runner = begin(tmp_path), Runner({2: 1})
+    assert sweep.run(runner) == 1
+    assert runner.ran == [1, 2, 3, 4]
+    record = json.loads((tmp_path / "sweep.json").read_text())
+    assert record["status"] == "failed"
+    assert [row["status"] for row in record["points"]] == [
+        "finished",
+        "failed",
+        "finished",
+        "finished",
+    ]
+    said = describe_failures(sweep)
+    assert said.startswith("1 of 4 points") and "point 2 went wrong" in said
+    # only what did not finish is run again, and the record heals
+    again = Sweep.open(tmp_path)
+    assert again.unfinished() == [sweep.points[1].name]
+    assert again.run(runner) == 0 and runner.ran == [1, 2, 3, 4, 2]
+    record = json.loads((tmp_path / "sweep.json").read_text())
+    assert record["status"] == "finished" and "error" not in record["points"][1]
+    assert describe_failures(again) == ""
+
+
+def test_an_interruption_stops_and_is_resumed(tmp_path: Path) -> None:
+    sweep, runner = begin(tmp_path), Runner({3: 130})
+    assert sweep.run(runner) == 130
+    assert runner.ran == [1, 2, 3]
+    assert json.loads((tmp_path / "sweep.json").read_text())["status"] == "interrupted"
+    moved = tmp_path.rename(tmp_path.parent / "moved")
+    again = Sweep.open(moved)
+    assert again.run(runner) == 0 and runner.ran == [1, 2, 3, 3, 4]
+    assert all(place.is_dir() for place in again.run_folders("profile").values())
+
+
+def test_a_sweep_is_resumed_with_what_it_began_with(tmp_path: Path) -> None:
+    sweep = begin(tmp_path)
+    sweep.require_same(parameters(), ["profile"], {})
+    with pytest.raises(InputError, match="runs profile, not train"):
+        sweep.require_same(parameters(), ["train"], {})
+    with pytest.raises(InputError, match=r"sweep.training.batch_size \[8, 16\], now it is \[8\]"):
+        sweep.require_same(parameters(SWEEP | {"training.batch_size": [8]}), ["profile"], {})
+    other = parameters_from_sections(
+        TINY | {"sweep": SWEEP, "data": TINY["data"] | {"generator": "zipf"}}
+    )
+    with pytest.raises(InputError, match=r"data.generator 'uniform', now it is 'zipf'"):
+        sweep.require_same(other, ["profile"], {})
+    with pytest.raises(InputError, match=r"own\.change"):
+        sweep.require_same(parameters(), ["profile"], {"change": "{}"})
+    with pytest.raises(InputError, match="is no sweep's folder"):
+        Sweep.open(tmp_path / "nothing")
+
+
+def test_two_processes_do_not_run_one_sweep(tmp_path: Path) -> None:
+    sweep = begin(tmp_path)
+    with (tmp_path / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(InputError, match="another process"):
+            sweep.run(Runner())
+    assert sweep.run(Runner()) == 0
+
+
+# ---- as one types it ------------------------------------------------------------
+
+
+def dlrm(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "dlrm_core", *arguments],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.notebook
+def test_a_sweep_that_is_killed_is_resumed_to_one_page(tmp_path: Path) -> None:
+    file = tmp_path / "small.yaml"
+    sweep = {"training.batch_size": [8, 16], "model.table_rows": [50, 10**12]}
+    file.write_text(yaml.safe_dump(TINY | {"sweep": sweep}, sort_keys=False))
+    typed = ("run", "train", "-f", str(file), "--output-root", str(tmp_path / "out"))
+    first = dlrm(*typed, cwd=tmp_path)
+    deadline = time.monotonic() + 120
+    records: list[Path] = []
+    while time.monotonic() < deadline:
+        records = list(tmp_path.glob("out/*/*/sweep.json"))
+        # the second point is refused for its memory, so it fails while the first is done
+        if records and json.loads(records[0].read_text())["points"][0]["status"] == "finished":
+            break
+        time.sleep(0.1)
+    first.send_signal(signal.SIGKILL)
+    first.communicate()
+    (record,) = records
+    folder = record.parent
+    assert json.loads(record.read_text())["status"] == "running"
+    done = folder / json.loads(record.read_text())["points"][0]["folders"]["train"]
+    before = (done / "run.json").stat().st_mtime_ns
+    assert latest_run(tmp_path / "out", "train") is None, "a point is not the newest run"
+
+    again = dlrm(*typed, "--resume", str(folder), cwd=tmp_path)
+    out, err = again.communicate(timeout=240)
+    assert again.returncode == 1, err[-2000:]
+    assert out.splitlines()[-1] == str(folder)
+    assert "2 of 4 points did not finish" in err and "memory" in err
+    assert "finished before" in err
+    assert (done / "run.json").stat().st_mtime_ns == before, "not run again"
+    assert [row["status"] for row in json.loads(record.read_text())["points"]] == [
+        "finished",
+        "failed",
+        "finished",
+        "failed",
+    ]
+    assert json.loads((folder / "run.json").read_text())["status"] == "failed"
+    page = (folder / "sweep.html").read_text()
+    assert "2 of 4 points finished" in page
+    assert newest_sweep(tmp_path / "out") == folder
+    found = SweepSummary(folder)
+    assert found.points["samples_per_second"].notna().tolist() == [True, False, True, False]
+    assert found.curves == {}, "two points make no law"
+
+
+def test_what_cannot_be_swept_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    file = tmp_path / "small.yaml"
+    file.write_text(yaml.safe_dump(TINY | {"sweep": {"training.batch_size": [8, 0]}}))
+    for more, message in (
+        ((), "sweep point 2"),
+        (("-p", "sweep.training.batch_size=[8]", "--resume", "nowhere"), "is no sweep's folder"),
+    ):
+        typed = ("run", "profile", "-f", str(file), "--output-root", str(tmp_path / "out"), *more)
+        process = dlrm(*typed, cwd=tmp_path)
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 2 and message in err
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(InputError, match="no sweep was found"):
+        newest_sweep(tmp_path)

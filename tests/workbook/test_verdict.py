@@ -1,0 +1,145 @@
+"""The way from the measured step to the machine's limit, and the sentence above it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pandas as pd
+import plotly.graph_objects as go
+import pytest
+
+from dlrm_core.config import parameters_from_sections
+from dlrm_workbook.analysis.attribution import attribute
+from dlrm_workbook.analysis.findings.finding import Finding
+from dlrm_workbook.analysis.verdict import Stage, document, headline, stages
+from dlrm_workbook.analysis.whatif import what_if_table
+from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.show.bottlenecks import way_bars, way_table
+from tests.finding_profiles import made
+
+STEP = {
+    ("data", "forward", ""): 40.0,
+    ("embedding", "update", "aten::add_"): 20.0,
+    ("top_mlp", "forward", "aten::addmm"): 30.0,
+    ("top_mlp", "backward", "aten::mm"): 60.0,
+}
+PARAMETERS = parameters_from_sections(
+    {"data": {"generator": "facebook_loop", "loader": "synchronous"}}
+).to_sections()
+
+
+def probe(change: dict[str, Any], **ratios: float) -> dict[str, Any]:
+    """A probe in which each part's phases take ``ratio`` ms after, and 1 ms before."""
+    phases = ("forward", "backward", "update")
+    return {
+        "change": change,
+        "parts": {part: dict.fromkeys(phases, ratio) for part, ratio in ratios.items()},
+        "base": {part: dict.fromkeys(phases, 1.0) for part in ratios},
+        "spread": {},
+        "touched": list(ratios),
+    }
+
+
+def advised(name: str, change: dict[str, Any], mid: float = 1.5) -> Finding:
+    speedup = {"low": mid - 0.1, "mid": mid, "high": mid + 0.1}
+    return Finding(name, f"Title of {name}", "data", 0.3, "Seen.", "Do.", change, speedup)
+
+
+BF16 = {"training.precision": "bf16"}
+LOOP = {"data.generator": "facebook"}
+
+
+@pytest.fixture
+def profile() -> Profile:
+    probes = [
+        probe(LOOP, data=0.1),
+        probe(BF16, top_mlp=0.5, bottom_mlp=0.5, interaction=0.5, loss=0.5, optimizer=0.5),
+    ]
+    return made(STEP, PARAMETERS, part_probes={"base": {}, "changes": probes})
+
+
+def times(stage: Stage) -> dict[str, float]:
+    return dict(zip(stage.parts["component"], stage.parts["time_ms"], strict=True))
+
+
+def test_changes_add_up_stage_by_stage(profile: Profile) -> None:
+    way = stages(profile, [advised("slow_data", LOOP), advised("precision", BF16)])
+    assert [stage.mid_ms for stage in way] == pytest.approx([150, 114, 69])
+    assert times(way[-1]) == pytest.approx({"data": 4, "embedding": 20, "top_mlp": 45})
+    assert way[0].change == {} and way[-1].change == LOOP | BF16
+    for stage in way[1:]:
+        assert stage.low_ms < stage.mid_ms < stage.high_ms
+        assert sum(times(stage).values()) == pytest.approx(stage.mid_ms)
+
+
+def test_what_cannot_be_predicted_or_does_not_help_has_no_stage(profile: Profile) -> None:
+    profile.meta["part_probes"]["changes"].append(
+        probe({"training.fused_optimizer": True}, top_mlp=1.2, bottom_mlp=1.0, optimizer=1.0)
+    )
+    found = [
+        advised("unknown", {"training.batch_size": "many"}),
+        advised("slower", {"training.fused_optimizer": True}),
+        advised("no parameter", {}),
+        advised("slow_data", LOOP),
+    ]
+    assert [stage.mid_ms for stage in stages(profile, found)] == pytest.approx([150, 114])
+
+
+def test_the_way_ends_at_what_the_machine_allows(profile: Profile) -> None:
+    roofline = pd.DataFrame(
+        {
+            "component": ["top_mlp", "data"],
+            "phase": ["forward", "forward"],
+            "time_ms": [90.0, 60.0],
+            "ceiling_ms": [25.0, 0.0],
+            "limit": ["arithmetic", ""],
+        }
+    )
+    last = stages(profile, [], roofline)[-1]
+    assert last.mid_ms == 25 and times(last) == {"top_mlp": 25}
+    unknown = roofline.assign(ceiling_ms=[25.0, float("nan")])
+    assert len(stages(profile, [], unknown)) == 1, "half a limit is none"
+
+
+def test_the_headline_names_limit_change_and_gain(profile: Profile) -> None:
+    found = [advised("slow_data", LOOP), advised("precision", BF16)]
+    text = headline(found, stages(profile, found), "The largest part is data.")
+    assert text.startswith("**Title of slow_data.** The largest part is data.")
+    assert "`-p data.generator=facebook`" in text and "1.50× as fast (1.40 to 1.60)" in text
+    assert "150.0 ms become 69.0 ms" in text and "2.17× as fast" in text
+
+
+def test_nothing_wrong_is_said(profile: Profile) -> None:
+    assert "Nothing is wrong" in headline([], stages(profile, []), "The limit is arithmetic.")
+
+
+def test_a_profile_of_another_program_has_no_way() -> None:
+    assert stages(made({("other", "", "work"): 5.0}, {}), []) == []
+    assert "nothing to set beside" in repr(way_bars([]))
+
+
+def test_the_figure_holds_every_stage_and_its_total(profile: Profile) -> None:
+    way = stages(profile, [advised("slow_data", LOOP), advised("precision", BF16)])
+    chart = way_bars(way)
+    assert isinstance(chart, go.Figure)
+    drawn = sum(sum(trace.x) for trace in chart.data)
+    assert drawn == pytest.approx(sum(stage.mid_ms for stage in way))
+    assert [note.text.startswith("<b>") for note in chart.layout.annotations] == [True] * 3
+    assert way_table(way).rows[-1][:2] == [
+        "+ precision: bf16",
+        "69.0",
+    ]
+
+
+def test_the_document_is_json_with_what_checks_rely_on(profile: Profile) -> None:
+    attribution = attribute(profile)
+    found = [advised("slow_data", LOOP)]
+    way = stages(profile, found)
+    changes = what_if_table(profile)
+    made_document = document(profile, attribution, found, way, pd.DataFrame(), changes)
+    again = json.loads(json.dumps(made_document, allow_nan=False))
+    assert again["findings"][0]["id"] == "slow_data"
+    assert again["stages"][-1]["ms"]["mid"] == pytest.approx(114)
+    assert len(again["what_if"]) == 2 and again["roofline"] == []
+    assert {"attribution", "coverage", "profiler", "passes", "not_measured"} <= set(again)

@@ -1,0 +1,389 @@
+"""Running notebooks: folders, run.json, parameters, failures, interruptions."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import nbformat
+import pytest
+from sample_notebooks import PARAMETERS, write_notebook
+
+from dlrm_core.errors import InputError
+from dlrm_core.files import write_json
+from dlrm_workbook import cli
+from dlrm_workbook.runner import engine as notebook_engine
+from dlrm_workbook.runner import run as workbook
+from dlrm_workbook.runner.parameters import declared_parameters
+from dlrm_workbook.runner.run import RunError, run_all, run_notebook
+from dlrm_workbook.runs import NOTEBOOKS, REPOSITORY, claim_run_folder, latest_run
+
+OURS = sorted(NOTEBOOKS.glob("*.ipynb"))
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder with a parameters file ``p.yaml``; notebooks go to ``nb``, runs to ``out``."""
+    (tmp_path / "p.yaml").write_text("title: A test\ntraining:\n  batches: 5\n")
+    (tmp_path / "nb").mkdir()
+    return tmp_path
+
+
+def run(place: Path, cells: list[str], *overrides: str, **settings):
+    write_notebook(place / "nb" / "n.ipynb", cells)
+    return run_notebook(
+        "n", place / "p.yaml", overrides, place / "out", notebooks=place / "nb", **settings
+    )
+
+
+def saved(folder: Path) -> dict:
+    return json.loads((folder / "run.json").read_text())
+
+
+@pytest.mark.notebook
+def test_finished_run_explains_itself(place: Path) -> None:
+    cells = [
+        "# Title",
+        "import sys\nassert (count, rate, word) == (7, 2.0, '5'), (count, rate, word)\n"
+        "assert training['batch_size'] == 64 and training['batches'] == 5",
+        f"assert sys.executable == {sys.executable!r}, sys.executable",
+        "from pathlib import Path\nPath(output_folder, 'made.txt').write_text('x')",
+    ]
+    folder = run(place, cells, "training.batch_size=64", "count=7", "rate=2", "word=5")
+    record = saved(folder.path)
+    assert record == folder.record
+    assert record["status"] == "finished"
+    assert record["artifacts"] == ["made.txt", "n.html", "n.ipynb", "run.json"]
+    assert record["parameters"]["training"]["batch_size"] == 64
+    assert record["parameters"]["count"] == 7
+    assert record["versions"]["torch"] and record["machine"]["cores"] >= 1
+    assert 0 < record["seconds"] < 60
+    started = datetime.fromisoformat(record["started"])
+    assert folder.path.parent.parent == place / "out"
+    assert folder.path.parent.name == f"{started:%Y-%m-%d}"
+    assert folder.path.name == f"{started:%H%M%S}-n-p"
+    assert latest_run(place / "out", "n") == folder.path
+    assert not list(folder.path.glob(".*")), "no temporary file is left"
+
+
+@pytest.mark.notebook
+def test_failing_cell_is_named_and_the_partial_notebook_kept(place: Path) -> None:
+    cells = ["# T", "kept = 1\nprint('kept')", "\nx = 1\nraise ValueError('one\\nthe last')", "1"]
+    with pytest.raises(RunError) as failure:
+        run(place, cells)
+    folder = failure.value.folder
+    assert failure.value.code == 1
+    assert "n.ipynb: ValueError: the last [cell 4 of 5: x = 1]" in str(failure.value)
+    record = saved(folder.path)
+    assert record["status"] == "failed"
+    assert record["failing_cell"] == {
+        "index": 4,
+        "of": 5,
+        "first_line": "x = 1",
+        "error": "ValueError: the last",
+    }
+    assert "kept" in folder.ipynb.read_text()
+    assert "This page is not complete" in folder.html.read_text()
+    assert latest_run(place / "out", "n") is None
+
+
+@pytest.mark.notebook
+def test_input_error_in_a_cell_is_bad_input(place: Path) -> None:
+    cells = ["# T", "from dlrm_core.errors import InputError\nraise InputError('too big: 9 of 8')"]
+    with pytest.raises(RunError, match="too big: 9 of 8") as failure:
+        run(place, cells)
+    assert failure.value.code == 2
+
+
+@pytest.mark.notebook
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("import time\ntime.sleep(60)", "took longer than 2 s"),
+        (
+            "import time\nwhile True:\n    try:\n        time.sleep(60)\n"
+            "    except KeyboardInterrupt:\n        pass",
+            "took longer than 2 s",
+        ),
+    ],
+    ids=["gives way", "does not give way"],
+)
+def test_cell_that_takes_too_long_is_ended(
+    place: Path, source: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dlrm_workbook.runner.engine.GRACE_SECONDS", 2.0)
+    with pytest.raises(RunError, match=said) as failure:
+        run(place, ["# T", source, "print('later')"], cell_timeout=2.0)
+    assert saved(failure.value.folder.path)["status"] == "failed"
+    assert failure.value.folder.record["failing_cell"]["index"] == 3
+    later = nbformat.read(failure.value.folder.ipynb, as_version=4).cells[-1]
+    assert later.execution_count is None
+
+
+@pytest.mark.notebook
+def test_kernel_that_dies_is_a_failed_run(place: Path) -> None:
+    with pytest.raises(RunError, match=r"The kernel died.*cell 3 of 3: import os") as failure:
+        run(place, ["# T", "import os\nos.kill(os.getpid(), 9)"])
+    assert saved(failure.value.folder.path)["status"] == "failed"
+    assert failure.value.folder.html.exists()
+
+
+@pytest.mark.notebook
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_interruption_keeps_results_and_ends_the_kernel(place: Path, signum: int) -> None:
+    pid = place / "pid"
+    write_notebook(
+        place / "nb" / "n.ipynb",
+        [
+            "# T",
+            "print('kept')",
+            "import os, time\nfrom pathlib import Path\n"
+            f"Path({str(pid)!r}).write_text(str(os.getpid()))\n"
+            "time.sleep(60)",
+            "print('later')",
+        ],
+    )
+    program = (
+        "import sys, pathlib\nfrom dlrm_core import cli, notebook_engine, workbook\n"
+        f"workbook.NOTEBOOKS = pathlib.Path({str(place / 'nb')!r})\n"
+        "sys.exit(cli.main(sys.argv[1:]))"
+    )
+    command = ["run", "n", "-f", str(place / "p.yaml"), "--output-root", str(place / "out")]
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+    )
+    deadline = time.monotonic() + 60
+    while not pid.exists() or not pid.read_text():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signum)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signum
+    assert "Traceback" not in err
+    folder = Path(out.splitlines()[-1])
+    record = saved(folder)
+    assert record["status"] == "interrupted"
+    assert record["command"].startswith("dlrm run n -f ")
+    assert "kept" in (folder / "n.ipynb").read_text()
+    last = nbformat.read(folder / "n.ipynb", as_version=4).cells[-1]
+    assert last.metadata.papermill.status == "pending"
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+
+
+@pytest.mark.notebook
+def test_a_long_cell_does_not_keep_what_came_before_from_the_disk(place: Path) -> None:
+    """The notebook is not written at each of many quick cells, yet soon while one takes long."""
+    seen = place / "seen.ipynb"
+    look = (
+        "import time, shutil, glob\n"
+        "time.sleep(1.5)\n"
+        f"shutil.copy(glob.glob({str(place / 'out')!r} + '/*/*/n.ipynb')[0], {str(seen)!r})"
+    )
+    folder = run(place, ["# T", "1 + 1", "2 + 2", "3 + 3", look])
+    on_disk = nbformat.read(seen, as_version=4)
+    outputs = [o["data"]["text/plain"] for cell in on_disk.cells for o in cell.get("outputs", [])]
+    assert outputs == ["2", "4", "6"]
+    assert nbformat.read(folder.ipynb, as_version=4).cells[-1].metadata.papermill.status == (
+        "completed"
+    )
+
+
+def test_writing_takes_a_small_share_of_the_time() -> None:
+    writes: list[float] = []
+
+    def write() -> None:
+        writes.append(time.monotonic())
+        time.sleep(0.02)
+
+    save = notebook_engine.Saves(write)
+    until = time.monotonic() + 1.1
+    while time.monotonic() < until:
+        save()
+    # never two in LEAST_SAVING_SECONDS, and the first at once; the clock is read outside of it
+    assert 2 <= len(writes) <= 3
+    least = 0.9 * notebook_engine.LEAST_SAVING_SECONDS
+    assert min(b - a for a, b in itertools.pairwise(writes)) >= least
+
+
+def test_all_chains_runs_and_stops_at_the_first_failure(place: Path) -> None:
+    own = PARAMETERS + 'profile_run: str = ""\n'
+    write_notebook(place / "nb" / "train.ipynb", ["# T", "1"])
+    write_notebook(place / "nb" / "profile.ipynb", ["# P", "1"])
+    write_notebook(
+        place / "nb" / "bottlenecks.ipynb",
+        ["# B", "from pathlib import Path\nassert Path(profile_run, 'run.json').exists()"],
+        own,
+    )
+    folder = run_all(place / "p.yaml", [], place / "out", notebooks=place / "nb")
+    assert folder.notebook == "bottlenecks"
+    assert folder.record["parameters"]["profile_run"] == str(latest_run(place / "out", "profile"))
+
+    write_notebook(place / "nb" / "profile.ipynb", ["# P", "1/0"])
+    with pytest.raises(RunError, match=r"profile.ipynb: ZeroDivisionError"):
+        run_all(place / "p.yaml", [], place / "two", notebooks=place / "nb")
+    names = sorted(path.name.split("-")[1] for path in (place / "two").glob("*/*"))
+    assert names == ["profile", "train"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["training.batch_sise=4"], "training.batch_size"),
+        (["training.batch_size=-4"], "training.batch_size is -4"),
+        (["model=3"], "model is a section"),
+        (["output_folder=/tmp"], "output_folder is set by dlrm run"),
+        (["cuont=3"], "unknown parameter cuont.*count, rate, word"),
+        (["count=three"], "count=three: expected int"),
+        (["count=true"], "count=true: expected int"),
+        (["count"], "expected NAME=VALUE"),
+    ],
+)
+def test_bad_parameters_are_refused_before_anything_runs(
+    place: Path, overrides: list[str], said: str
+) -> None:
+    with pytest.raises(InputError, match=said):
+        run(place, ["1"], *overrides)
+    assert not (place / "out").exists()
+
+
+def test_unknown_notebook_missing_tag_and_bad_root_are_refused(place: Path) -> None:
+    write_notebook(place / "nb" / "bare.ipynb", ["1"], parameters=None)
+    (place / "nb" / "broken.ipynb").write_text("{")
+    (place / "file").write_text("")
+    file = place / "p.yaml"
+    for name, said in (
+        ("nothere", "no notebook 'nothere'.*bare"),
+        ("bare", "no cell tagged 'parameters'"),
+        ("broken", "is not a notebook"),
+    ):
+        with pytest.raises(InputError, match=said):
+            run_notebook(name, file, output_root=place / "out", notebooks=place / "nb")
+    write_notebook(place / "nb" / "n.ipynb", ["1"])
+    with pytest.raises(InputError, match=r"no run folder can be made.*Not a directory"):
+        run_notebook("n", file, output_root=place / "file", notebooks=place / "nb")
+    with pytest.raises(InputError, match="no such parameters file"):
+        run_notebook("n", place / "q.yaml", output_root=place / "out", notebooks=place / "nb")
+    assert not (place / "out").exists()
+
+
+def test_runs_of_one_second_do_not_collide(tmp_path: Path) -> None:
+    now = datetime(2026, 11, 20, 17, 45, 1)
+    paths = [
+        claim_run_folder(tmp_path, "train", "a b/c", parameters={}, command="x", now=now).path
+        for _ in range(3)
+    ]
+    assert [p.name for p in paths] == [
+        "174501-train-a_b_c",
+        "174501-train-a_b_c-2",
+        "174501-train-a_b_c-3",
+    ]
+
+
+def test_latest_run_takes_only_whole_finished_runs(tmp_path: Path) -> None:
+    start = datetime(2026, 11, 20, 10, 0, 0)
+    statuses = ["finished", "finished", "failed", "interrupted", "running"]
+    folders = []
+    for hour, status in enumerate(statuses):
+        folder = claim_run_folder(
+            tmp_path, "train", "q", parameters={}, command="x", now=start + timedelta(hours=hour)
+        )
+        assert saved(folder.path)["status"] == "running"
+        if status != "running":
+            folder.close(status)
+        folders.append(folder.path)
+    half = tmp_path / "2026-11-20" / "235959-train-q"
+    half.mkdir()
+    (half / "run.json").write_text('{"status": "finished", "noteb')
+    write_json(tmp_path / "2026-11-20" / "run.json", {"status": "finished"})
+    assert latest_run(tmp_path, "train") == folders[1]
+    assert latest_run(tmp_path, "profile") is None
+    assert latest_run(tmp_path / "absent", "train") is None
+
+
+def test_command_line_speaks_in_sentences(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workbook, "NOTEBOOKS", place / "nb")
+    write_notebook(place / "nb" / "n.ipynb", ["1"])
+    given = ["run", "n", "-f", str(place / "p.yaml"), "--output-root", str(place / "out")]
+    assert cli.main([*given, "-p", "training.batches=0"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1 and "training.batches is 0" in err
+
+
+@pytest.mark.notebook
+def test_last_line_of_standard_output_is_the_run_folder(
+    place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workbook, "NOTEBOOKS", place / "nb")
+    monkeypatch.chdir(place)
+    write_notebook(place / "nb" / "n.ipynb", ["# T", "print('not on our output')"])
+    assert cli.main(["run", "n", "-f", "p.yaml", "--output-root", "out"]) == 0
+    out, err = capfd.readouterr()
+    assert out == f"{latest_run(place / 'out', 'n')}\n"
+    assert "n" in err and "cell" in err, "a progress bar is on standard error"
+    write_notebook(place / "nb" / "n.ipynb", ["# T", "1/0"])
+    assert cli.main(["run", "n", "-f", "p.yaml", "--output-root", "out"]) == 1
+    out, err = capfd.readouterr()
+    assert Path(out.strip()).is_dir()
+    assert "ZeroDivisionError" in err and "Traceback" not in err
+
+
+def test_headless_subcommands_need_no_notebook_tools() -> None:
+    heavy = ["papermill", "plotly", "nbformat", "nbconvert", "pandas", "IPython", "torch"]
+    program = (
+        "import sys\nfrom dlrm_core import cli\ncli.parser()\n"
+        f"print([m for m in {heavy} if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=REPOSITORY
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_doctor_reports_parts_and_costs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["machine"]["cores"] >= 1
+    parts = {part["name"]: part for part in report["parts"]}
+    assert parts["torch"]["present"]
+    for part in report["parts"]:
+        assert bool(part["cost"]) != part["present"], part
+    assert cli.main(["doctor"]) == 0
+    assert "torch" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", OURS, ids=lambda path: path.stem)
+def test_our_notebooks_are_thin_and_parametrised(path: Path) -> None:
+    nb = nbformat.read(path, as_version=4)
+    nbformat.validate(nb)
+    assert nb.metadata.kernelspec.name == "python3"
+    tagged = [cell for cell in nb.cells if "parameters" in cell.metadata.get("tags", [])]
+    assert len(tagged) == 1, "one cell tagged 'parameters'"
+    declared = declared_parameters(path)
+    assert {"title", "model", "data", "training", "profiling", "output_folder"} <= set(declared)
+    for cell in nb.cells:
+        if cell.cell_type == "code":
+            assert not cell.outputs and cell.execution_count is None, "outputs do not go into git"
+            most = 35 if cell in tagged else 25
+            assert len(cell.source.splitlines()) <= most, cell.source.splitlines()[0]
+    assert path.stat().st_size < 100_000
+
+
+def test_there_are_notebooks() -> None:
+    if not OURS:
+        pytest.skip("no notebook yet")
+    assert {"train", "profile", "bottlenecks"} <= {path.stem for path in OURS}
