@@ -1,5 +1,6 @@
 """Functions compiled by numba, kept on disk between runs; numpy does without them."""
 
+# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 import contextlib

@@ -6,6 +6,8 @@ four NEON registers). They work inside ``numba.njit`` code only, and nothing her
 checks an address: :mod:`dlrm_kernels.embeddings.fused_cpu` does, before any is used.
 """
 
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+# the type checker sees untyped decorators: numba has no stubs
 from __future__ import annotations
 
 from typing import Any

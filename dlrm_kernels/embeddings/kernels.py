@@ -11,6 +11,7 @@ gradient subtracted; the row some lookups ahead is prefetched meanwhile. Rows of
 other widths are done 64, 16 and then 1 column at a time.
 """
 
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
 
 from dlrm_core.embeddings import BAD_INDEX, BAD_OFFSET

@@ -8,6 +8,7 @@ paper used hardware transactions, which current CPUs no longer have. The order o
 adds, and so the last bits of a weight, differ from run to run in the last two.
 """
 
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
 
 from dlrm_kernels.embeddings.kernels import (

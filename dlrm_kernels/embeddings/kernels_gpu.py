@@ -10,6 +10,8 @@ A lookup is known by its key, ``table << ROW_BITS | row``. Keys of nothing (padd
 lookup that was refused) are ``limit``, T << ROW_BITS, or more.
 """
 
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+# the type checker sees untyped decorators: triton's parameters are told by the call
 from __future__ import annotations
 
 import triton

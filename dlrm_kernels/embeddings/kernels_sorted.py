@@ -8,6 +8,7 @@ A unit owns all rows of a table or a hashed share of them, so no two threads mee
 and every row's sum has one order: the bits do not depend on the number of threads.
 """
 
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
 
 import numpy as np

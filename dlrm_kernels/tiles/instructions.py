@@ -6,6 +6,8 @@ tiles the tile instructions are left out, so that kernels compile everywhere;
 :mod:`dlrm_kernels.tiles.machine` says where they may run.
 """
 
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+# the type checker sees untyped decorators: numba has no stubs
 from __future__ import annotations
 
 from typing import Any

@@ -6,6 +6,7 @@ numbers whose sum an entry is), two tiles side by side. Two forms (see
 the right one, whose 32-bit lanes are pairs of rows.
 """
 
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
 
 from dlrm_kernels.tiles.instructions import (

@@ -1,5 +1,6 @@
 """What follows a block of float32: bias, ReLU, mask, sums, and the forms wanted of it."""
 
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
 
 from dlrm_kernels.tiles.instructions import (

@@ -8,6 +8,7 @@ products of blocks as in :mod:`dlrm_kernels.tiles.kernels`, of at least two bf16
 entry in every precision, and nothing of them leaves the core's own caches.
 """
 
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
 
 from dlrm_kernels.tiles.instructions import (
