@@ -1,17 +1,208 @@
-"""Best times of short operations, measured in turns, on the CPU or on a GPU."""
+"""Measurements in turns: contestants or probes interleaved round by round, and what rounds say.
+
+A machine's speed drifts by more than many differences that are to be measured, so times of
+different minutes are not compared. Every round runs all contestants one after the other, a
+ratio is taken within the round, and the rounds' own ratios are summed up by their median and
+an interval. Protocols differ in the order within a round and in when the rounds suffice; what
+a turn is (a call, an iteration, a fresh process) is the caller's business:
+
+    for number, names in take_turns(["plain", "tuned"], rounds=6, order=rotated):
+        for name in names:
+            times[name][number] = run(name)
+    median_interval(round_ratios(times["plain"], times["tuned"]))
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
+import statistics
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 Key = TypeVar("Key", bound=Hashable)
+Contestant = TypeVar("Contestant")
+Order = Callable[[Sequence[Contestant], int], Sequence[Contestant]]
+"""Who runs after whom: (contestants, number of the round from 0) to their order."""
+
+Numbers = Sequence[float] | npt.NDArray[np.float64]
+
+CPU = torch.device("cpu")
+
+CONFIDENCE = 0.95
+
+
+def in_order(contestants: Sequence[Contestant], number: int) -> Sequence[Contestant]:
+    """The same order in every round: A B C, A B C."""
+    return contestants
+
+
+def rotated(contestants: Sequence[Contestant], number: int) -> Sequence[Contestant]:
+    """Whoever was first moves to the end in the next round: A B C, B C A, C A B."""
+    shift = number % len(contestants)
+    return [*contestants[shift:], *contestants[:shift]]
+
+
+def back_and_forth(contestants: Sequence[Contestant], number: int) -> Sequence[Contestant]:
+    """Every second round runs backwards, so that a steady drift cancels: A B C, C B A."""
+    return contestants if number % 2 == 0 else contestants[::-1]
+
+
+def take_turns(
+    contestants: Sequence[Contestant],
+    rounds: int,
+    order: Order[Contestant] = in_order,
+    enough: Callable[[int], bool] = lambda done: False,
+    first: int = 0,
+) -> Iterator[tuple[int, Sequence[Contestant]]]:
+    """Number of each round and its contestants in their order.
+
+    Args:
+        rounds: as many at most.
+        enough: called before each round with the number of rounds done; True ends them.
+        first: number of the first round, of a measurement that goes on after a stop.
+    """
+    for number in range(first, rounds):
+        if enough(number):
+            return
+        yield number, order(contestants, number)
+
+
+def least_and_seconds(least: int, seconds: float) -> Callable[[int], bool]:
+    """The usual end of rounds: so many at least, then until so many seconds from now."""
+    deadline = time.perf_counter() + seconds
+    return lambda done: done >= least and time.perf_counter() >= deadline
+
+
+# What rounds say.
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate with its confidence interval; ``confidence`` is what it really covers."""
+
+    low: float
+    mid: float
+    high: float
+    confidence: float
+
+    def contains(self, value: float) -> bool:
+        """Whether a value lies in the interval."""
+        return self.low <= value <= self.high
+
+    def to_dict(self) -> dict[str, float]:
+        """As results are written to JSON."""
+        return asdict(self)
+
+
+def median_interval(values: Numbers, confidence: float = CONFIDENCE) -> Interval:
+    """The median and two of the values that enclose the true one.
+
+    With n values the j-th smallest and j-th largest enclose the median with probability
+    1 − 2 P(Binomial(n, 1/2) < j), whatever the distribution. The largest j that reaches
+    ``confidence`` is taken; where not even the extremes do (n < 6 for 95 %), the extremes,
+    and ``confidence`` of the result is lower, 0 for one value (Conover, Practical
+    Nonparametric Statistics, 3rd ed., section 3.2).
+
+    Raises:
+        ValueError: there is no value.
+    """
+    ordered = sorted(float(value) for value in values)
+    n = len(ordered)
+    if n == 0:
+        raise ValueError("no values, so no median")
+    below = 0.5**n
+    rank, covered = 1, 1 - 2 * below
+    for j in range(1, n // 2 + 1):
+        reach = 1 - 2 * sum(math.comb(n, i) for i in range(j)) * 0.5**n
+        if reach < confidence:
+            break
+        rank, covered = j, reach
+    return Interval(
+        ordered[rank - 1], float(np.median(ordered)), ordered[n - rank], max(covered, 0)
+    )
+
+
+def round_ratios(base: Mapping[int, float], other: Mapping[int, float]) -> list[float]:
+    """Time of ``base`` over time of ``other``, both by round, in each round that has both."""
+    return [base[number] / ms for number, ms in other.items() if number in base]
+
+
+def median_error(values: Sequence[float]) -> float:
+    """Relative standard error of the median, from the quartiles; 0 of fewer than two values.
+
+    Of a normal distribution sigma is the quartiles' distance over 1.349, and the median's
+    standard error is 1.253 sigma / sqrt(n).
+    """
+    middle = statistics.median(values)
+    if len(values) < 2 or middle <= 0:
+        return 0.0
+    low, _, high = statistics.quantiles(values, n=4)
+    return 1.253 * (high - low) / 1.349 / math.sqrt(len(values)) / middle
+
+
+# What a turn needs.
+
+
+def elapsed_ms(call: Callable[[], object], count: int = 1, device: torch.device = CPU) -> float:
+    """Milliseconds per call, from the first call's begin to the last one's end on the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    started = time.perf_counter()
+    for _ in range(count):
+        call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return 1e3 * (time.perf_counter() - started) / count
+
+
+def waited_ns() -> int | None:
+    """Nanoseconds that this thread was ready to run and had no core; None where nobody says."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1])
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+class CacheFlush:
+    """Streams over a buffer, so that what was in the caches no longer is.
+
+    Args:
+        size_bytes: of the buffer.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        self.buffer = torch.zeros(size_bytes // 4)
+        self.taken_ns = 0
+        """Time that all calls took."""
+
+    def __call__(self) -> None:
+        started = time.time_ns()
+        self.buffer.add_(1.0)
+        self.taken_ns += time.time_ns() - started
+
+
+@contextlib.contextmanager
+def threads_of(count: int | None) -> Iterator[None]:
+    """Give torch so many CPU threads for a while; None leaves them."""
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# Best times of short operations.
 
 SAMPLE_MS = 0.3
 """Calls are timed together until they last this long: the clock and a GPU's events are coarse."""
@@ -64,8 +255,8 @@ def best_times_ms(
         best[key] = estimate
         calls[key] = max(1, min(MAX_CALLS, round(SAMPLE_MS / max(estimate, 1e-4))))
     spent = dict.fromkeys(best, 0.0)
-    for done in range(MAX_ROUNDS):
-        for key in best:
+    for done, keys in take_turns(list(best), MAX_ROUNDS):
+        for key in keys:
             used = time.perf_counter() - started
             if used > budget_s * (OVERRUN if done < LEAST_ROUNDS else 1.0):
                 return best, failed
@@ -77,31 +268,15 @@ def best_times_ms(
 
 
 def _sample(action: Action, device: torch.device, count: int) -> float:
-    """Milliseconds a call, over ``count`` calls."""
-    call = action.call
+    """Milliseconds per call, over ``count`` calls; on a GPU the device's own time."""
     with action.setting(), torch.no_grad():
         if device.type != "cuda":
-            started = time.perf_counter()
-            for _ in range(count):
-                call()
-            return 1e3 * (time.perf_counter() - started) / count
+            return elapsed_ms(action.call, count)
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize(device)
         first.record()
         for _ in range(count):
-            call()
+            action.call()
         last.record()
         last.synchronize()
         return first.elapsed_time(last) / count
-
-
-@contextlib.contextmanager
-def threads_of(count: int | None) -> Iterator[None]:
-    """torch's CPU threads for a while; None leaves them."""
-    before = torch.get_num_threads()
-    if count is not None:
-        torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -33,9 +33,6 @@ from dlrm_workbook.analysis.attribution import (
     step_contexts,
 )
 from dlrm_workbook.analysis.intervals import (
-    CONFIDENCE,
-    Interval,
-    Numbers,
     holm,
     p_value,
     standard_error,
@@ -44,6 +41,7 @@ from dlrm_workbook.analysis.intervals import (
 )
 from dlrm_workbook.analysis.steady import LEAST, steady_state
 from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.turns import CONFIDENCE, Interval, Numbers
 
 PART = ["component", "phase"]
 WHOLE = "iteration"

@@ -1,78 +1,21 @@
 """Confidence intervals from few repetitions, without assuming more than is known.
 
-Formulas: Student's t by numerical integration of its density; the interval of a median by
-order statistics (Conover, Practical Nonparametric Statistics, 3rd ed., section 3.2); batch
-means of correlated observations (Schmeiser 1982, Operations Research 30); Welch's degrees of
-freedom (Welch 1947); Holm's correction for several tests (Holm 1979).
+Formulas: Student's t by numerical integration of its density; batch means of
+correlated observations (Schmeiser 1982, Operations Research 30); Welch's degrees of freedom
+(Welch 1947); Holm's correction for several tests (Holm 1979).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
-CONFIDENCE = 0.95
+from dlrm_workbook.turns import CONFIDENCE, Interval, Numbers
 
 BLOCK = 3
-
-Numbers = Sequence[float] | npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Interval:
-    """An estimate with its confidence interval; ``confidence`` is what it really covers."""
-
-    low: float
-    mid: float
-    high: float
-    confidence: float
-
-    def contains(self, value: float) -> bool:
-        return self.low <= value <= self.high
-
-    def inverse(self) -> Interval:
-        """Of the reciprocal of a positive quantity."""
-        return Interval(1 / self.high, 1 / self.mid, 1 / self.low, self.confidence)
-
-    def to_dict(self) -> dict[str, float]:
-        return {
-            "low": self.low,
-            "mid": self.mid,
-            "high": self.high,
-            "confidence": self.confidence,
-        }
-
-
-def median_interval(values: Numbers, confidence: float = CONFIDENCE) -> Interval:
-    """The median and two of the values that enclose the true one.
-
-    With n values the j-th smallest and j-th largest enclose the median with probability
-    1 − 2 P(Binomial(n, 1/2) < j), whatever the distribution. The largest j that reaches
-    ``confidence`` is taken; where not even the extremes do (n < 6 for 95 %), the extremes,
-    and ``confidence`` of the result is lower, 0 for one value.
-
-    Raises:
-        ValueError: there is no value.
-    """
-    ordered = sorted(float(value) for value in values)
-    n = len(ordered)
-    if n == 0:
-        raise ValueError("no values, so no median")
-    below = 0.5**n
-    rank, covered = 1, 1 - 2 * below
-    for j in range(1, n // 2 + 1):
-        reach = 1 - 2 * sum(math.comb(n, i) for i in range(j)) * 0.5**n
-        if reach < confidence:
-            break
-        rank, covered = j, reach
-    return Interval(
-        ordered[rank - 1], float(np.median(ordered)), ordered[n - rank], max(covered, 0)
-    )
 
 
 def standard_error(values: Numbers) -> tuple[float, float]:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pandas as pd
 
-from dlrm_workbook.analysis.intervals import Interval, median_interval
 from dlrm_workbook.studies.bench.cases import FIGURES, GOALS, PEER
 from dlrm_workbook.studies.bench.rounds import ratio
+from dlrm_workbook.turns import Interval, median_interval
 
 Document = Mapping[str, Any]
 

@@ -3,7 +3,7 @@
 A machine's speed drifts, so figures of different minutes are not compared: every round
 runs all contestants one after the other, whoever was first moves to the end in the next,
 and a ratio is the median of the rounds' own ratios. Its interval is made of two of those
-ratios (order statistics, :func:`dlrm_workbook.analysis.intervals.median_interval`) and states
+ratios (order statistics, :func:`dlrm_workbook.turns.median_interval`) and states
 how sure it is: six rounds or more give 95 %.
 """
 
@@ -19,9 +19,9 @@ import numpy as np
 
 from dlrm_core.config import Parameters
 from dlrm_core.errors import InputError, MissingToolError
-from dlrm_workbook.analysis.intervals import Interval, median_interval
 from dlrm_workbook.studies.bench.cases import FIGURES, PEER
 from dlrm_workbook.studies.bench.runs import Run, require_peer, run_facebook, run_ours
+from dlrm_workbook.turns import Interval, median_interval
 
 LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3, "fp16": 5e-3}
 """Largest difference of a loss from the reference's that is still the same training."""

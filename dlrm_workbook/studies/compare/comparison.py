@@ -32,7 +32,6 @@ from dlrm_workbook.analysis.compare import (
     step_estimate,
 )
 from dlrm_workbook.analysis.findings import findings
-from dlrm_workbook.analysis.intervals import Interval
 from dlrm_workbook.analysis.whatif import Prediction, predict, predict_change
 from dlrm_workbook.changes import (
     apply_change,
@@ -49,6 +48,7 @@ from dlrm_workbook.studies.compare import analyse as in_rounds
 from dlrm_workbook.studies.compare.measure import ROUNDS, TimedRun, run_in_turns
 from dlrm_workbook.studies.sweep.plan import RECORD as SWEEP_RECORD
 from dlrm_workbook.studies.sweep.plan import Sweep
+from dlrm_workbook.turns import Interval
 
 # What every comparison has: outcomes, profiles by name, and ``compare.json``.
 

@@ -11,7 +11,6 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from dlrm_core.parts import part_label
-from dlrm_workbook.analysis.intervals import Interval
 from dlrm_workbook.changes import change_text
 from dlrm_workbook.runner.parameters import value_text
 from dlrm_workbook.show.axes import error_bars, label_rows, lines_of, mark_one
@@ -53,6 +52,7 @@ from dlrm_workbook.show.theme import (
     wrapped,
 )
 from dlrm_workbook.studies.compare.comparison import Comparison, Outcome
+from dlrm_workbook.turns import Interval
 
 WATERFALL: dict[str, Any] = {
     "textposition": "outside",
