@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import fcntl
 import hashlib
 import json
 import math
@@ -31,7 +30,7 @@ from typing import IO, Any
 import torch
 
 from dlrm_core.errors import InputError, MissingToolError
-from dlrm_core.files import read_json
+from dlrm_core.files import lock_or_refuse, read_json, sync_folder
 
 # Tensors in files: safetensors written as a stream, read back tensor by tensor.
 
@@ -336,14 +335,10 @@ class CheckpointFolder:
             raise
 
     def _claim(self, resumed_step: int) -> None:
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError(
-                f"training.checkpoint_folder: another run is writing checkpoints to {self.folder}"
-            ) from None
-        except OSError:
-            pass  # a file system without locks
+        lock_or_refuse(
+            self._lock.fileno(),
+            f"training.checkpoint_folder: another run is writing checkpoints to {self.folder}",
+        )
         later = [step for step in steps_in(self.folder) if step > resumed_step]
         if later:
             begins = f"from step {resumed_step}" if resumed_step else "from the beginning"
@@ -391,11 +386,11 @@ class CheckpointFolder:
                 manifest["sha256"] = _digest(manifest)
                 _write_synced(part / MANIFEST, json.dumps(manifest))
                 part.chmod(0o755)
-                _sync_folder(part)
+                sync_folder(part)
                 part.rename(target)
             finally:
                 shutil.rmtree(part, ignore_errors=True)
-            _sync_folder(self.folder)
+            sync_folder(self.folder)
         except OSError as error:
             raise InputError(
                 f"{target}: the checkpoint cannot be written: {error.strerror or error}"
@@ -500,15 +495,6 @@ def _write_synced(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    """Bring names to disk; a file's own fsync does not."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _by(shape: tuple[int, ...]) -> str:

@@ -49,6 +49,15 @@ def write_text(path: Path, text: str) -> None:
         raise
 
 
+def sync_folder(folder: Path) -> None:
+    """Return when the disk has the names in a folder; a file's own fsync does not bring them."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 @contextlib.contextmanager
 def whole_folder(target: Path, what: str) -> Iterator[Path]:
     """A new folder that appears only when whole: fill the one that is yielded.
@@ -101,19 +110,30 @@ def plain(value: Any) -> Any:
     return value
 
 
+def lock_or_refuse(handle: int, refusal: str) -> None:
+    """Lock an open file or folder; the lock ends with the process, however that ends.
+
+    Raises:
+        InputError: another process has the lock; ``refusal`` is the sentence.
+    """
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise InputError(refusal) from None
+    except OSError:
+        pass  # some network file systems have no locks
+
+
 @contextlib.contextmanager
 def only_process(folder: Path) -> Iterator[None]:
-    """No other process is in such a block for this folder; the lock goes with the process.
+    """No other process is in such a block for this folder.
 
     Raises:
         InputError: another process is.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise InputError(f"{folder}: is being run by another process") from None
+        lock_or_refuse(file.fileno(), f"{folder}: is being run by another process")
         yield
 
 

@@ -9,7 +9,6 @@ folder gets its final name in one step, so a data set that can be seen is whole.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import sys
@@ -22,7 +21,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dlrm_core.errors import InputError
-from dlrm_core.files import read_json, write_json
+from dlrm_core.files import lock_or_refuse, sync_folder
+from dlrm_core.ledger import Ledger
 
 T = TypeVar("T")
 NOTE = "progress.json"
@@ -33,6 +33,10 @@ SYNC_BYTES = 256 << 20
 class Workplace:
     """``TARGET.partial``, with a note of what is done.
 
+    Attributes:
+        done: what is on the disk for certain, as the last :meth:`note` said.
+        finished: whether the data set was whole already.
+
     Raises:
         InputError: the target exists already, or another request was begun there.
     """
@@ -40,67 +44,60 @@ class Workplace:
     def __init__(self, target: Path, request: dict[str, Any], command: str) -> None:
         self.target = target
         self.folder = target.with_name(target.name + ".partial")
-        self.request = json.loads(json.dumps(request))
+        self.finished = target.exists()
         self.done: dict[str, Any] = {}
-        self.finished = False
         self._lock = -1
-        if target.exists():
-            self._already_there(command)
+        self._request = request
+        self._advice = f"give the first {command} again to go on, or delete that folder"
+        if self.finished:
+            self._require_whole()
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f"{self.folder}: cannot be made: {error.strerror}") from None
         self._lock = os.open(self.folder, os.O_RDONLY)
-        _lock_or_refuse(self._lock, self.folder)
-        # a kill in the middle of write_text leaves its unnamed file
-        for leftover in self.folder.glob(".*"):
-            leftover.unlink()
-        note = self.folder / NOTE
         try:
-            if note.exists():
-                begun = read_json(note)
-                self._compare(begun.get("request", {}), command)
-                self.done = begun.get("done", {})
-            elif any(self.folder.iterdir()):
+            lock_or_refuse(self._lock, f"{self.folder}: another process is writing it")
+            # a kill in the middle of write_text leaves its unnamed file
+            for leftover in self.folder.glob(".*"):
+                leftover.unlink()
+            self._ledger = self._open(self.folder / NOTE)
+            if not self._ledger.resumed and any(self.folder.iterdir()):
                 raise InputError(f"{self.folder} is in the way: it holds files, but no {NOTE}")
         except InputError:
             self.close()
             raise
-        self.note(**self.done)
+        self.note(**self._ledger.document["done"])
 
-    def _already_there(self, command: str) -> None:
+    def _open(self, note: Path) -> Ledger:
+        return Ledger(
+            note,
+            {"request": self._request, "done": {}},
+            work=lambda document: document["request"],
+            advice=self._advice,
+        )
+
+    def _require_whole(self) -> None:
         """A kill between the last two steps leaves the note in a whole data set."""
         note = self.target / NOTE
         if not note.exists():
             raise InputError(
                 f"{self.target} exists already; a data set is never written over another"
             )
-        self._compare(read_json(note).get("request", {}), command)
+        self._open(note)
         note.unlink()
-        self.finished = True
-
-    def _compare(self, begun: dict[str, Any], command: str) -> None:
-        for name in sorted(set(begun) | set(self.request)):
-            if begun.get(name) != self.request.get(name):
-                raise InputError(
-                    f"{self.folder} was begun with {name} {_short(begun.get(name))}, but now it "
-                    f"is {_short(self.request.get(name))}: give the first {command} again to go "
-                    "on, or delete that folder"
-                )
 
     def note(self, **done: Any) -> None:
         """Note what is on disk for certain."""
-        self.done = done
-        write_json(self.folder / NOTE, {"request": self.request, "done": done})
+        self.done = self._ledger.document["done"] = done
+        self._ledger.save()
 
     def finish(self) -> None:
         """Give the folder its final name."""
         os.fsync(self._lock)
         self.folder.rename(self.target)
-        parent = os.open(self.target.parent, os.O_RDONLY)
-        os.fsync(parent)
-        os.close(parent)
+        sync_folder(self.target.parent)
         (self.target / NOTE).unlink()
         self.close()
 
@@ -118,25 +115,6 @@ class Workplace:
         # refused before anything was done: nothing to go on with, so nothing in the way
         if kind is not None and issubclass(kind, InputError) and not self.done:
             shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _lock_or_refuse(handle: int, folder: Path) -> None:
-    """Two processes must not write one data set; the lock goes with the process."""
-    import fcntl
-
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        raise InputError(f"{folder}: another process is writing it") from None
-    except OSError:
-        # some network file systems have no locks
-        return
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 class OpenFiles:
