@@ -16,7 +16,7 @@ import torch
 from fake_hpctoolkit import FakeHPCToolkit
 from hypothesis import settings
 
-from dlrm_workbook import processes as hpctoolkit_process
+from dlrm_workbook import processes
 
 # GPU kernels have CPU tests: Triton's interpreter must be chosen before triton is imported.
 if not torch.cuda.is_available():
@@ -77,6 +77,6 @@ def small_data_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHPCToolkit:
     monkeypatch.delenv("HPCTOOLKIT_HOME", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(hpctoolkit_process, "GRACE_S", 0.5)
-    monkeypatch.setattr(hpctoolkit_process, "POLL_S", 0.02)
+    monkeypatch.setattr(processes, "GRACE_S", 0.5)
+    monkeypatch.setattr(processes, "POLL_S", 0.02)
     return FakeHPCToolkit(tmp_path / "hpctoolkit")

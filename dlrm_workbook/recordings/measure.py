@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import yaml
 from dlrm_core.config import Parameters, ProfilingConfig
 from dlrm_core.errors import InputError, MissingToolError
 from dlrm_core.files import write_text
-from dlrm_workbook.processes import MeasurementError, ProgressCallback, run_stage
+from dlrm_workbook.processes import ProgressCallback, python_module, run_child
 from dlrm_workbook.recordings.hpctoolkit.passes import workload_environment
 from dlrm_workbook.recordings.hpctoolkit.tools import find_tools
 from dlrm_workbook.recordings.profile import Profile
@@ -114,19 +113,15 @@ def _resolve(
     file, output = folder / "logs" / "auto.yaml", folder / "logs" / "auto.json"
     write_text(file, yaml.safe_dump(parameters.to_sections(), sort_keys=False))
     environment, _ = workload_environment(os.environ)
-    done = run_stage(
-        [sys.executable, "-m", "dlrm_kernels.embeddings.choose", file, output],
+    done = run_child(
+        python_module("dlrm_kernels.embeddings.choose", file, output),
         stage="choosing the embedding back end",
         logs=folder / "logs",
         environment=environment,
         timeout_s=float(parameters.profiling.timeout_s),
         progress=progress,
     )
-    if done.timed_out or done.exit_code != 0:
-        raise MeasurementError(
-            f"choosing training.embedding_backend failed (exit code {done.exit_code}): "
-            f"{done.last_words()}; see {done.stderr}"
-        )
+    done.require_success("choosing training.embedding_backend")
     found = load_json(output)
     return with_backend(parameters, found["embedding_backend"]), found["notices"]
 
@@ -135,27 +130,14 @@ def _with_torch(
     parameters: Parameters, folder: Path, file: Path, progress: ProgressCallback | None
 ) -> Profile:
     recording = folder / "recording"
-    done = run_stage(
-        [sys.executable, "-m", "dlrm_core", "record", "-f", file, "--output", recording],
+    done = run_child(
+        python_module("dlrm_core", "record", "-f", file, "--output", recording),
         stage="torch.profiler",
         logs=folder / "logs",
-        environment=os.environ,
         timeout_s=float(parameters.profiling.timeout_s),
         progress=progress,
     )
-    if done.timed_out:
-        raise MeasurementError(
-            f"the recorded run was still going after {parameters.profiling.timeout_s} s "
-            "(profiling.timeout_s); measure fewer iterations or raise it"
-        )
-    if done.exit_code == 2:
-        # the child's own sentence, without the name of its command
-        raise InputError(done.stderr_text().strip().removeprefix("dlrm record: "))
-    if done.exit_code != 0:
-        raise MeasurementError(
-            f"the recorded run failed with exit code {done.exit_code}: {done.last_words()}; "
-            f"see {done.stderr}"
-        )
+    done.require_success("the recorded run")
     return read_recording(recording)
 
 
@@ -173,11 +155,11 @@ def _with_hpctoolkit(
     device = resolve_device(parameters.training)
     config = parameters.profiling
     measurement = measure_program(
-        [
-            *(sys.executable, "-m", "dlrm_core", "train", "-f", str(file)),
+        python_module(
+            *("dlrm_core", "train", "-f", file),
             *("-p", f"training.batches={config.warmup + config.iterations}"),
             *("-p", "training.log_every=1", "--spans"),
-        ],
+        ),
         folder / "hpctoolkit",
         device=device.type,
         settings=HPCToolkitSettings.from_config(config),
@@ -251,22 +233,18 @@ def _evidence(
     """
     output = folder / "evidence.json"
     environment, _ = workload_environment(os.environ)
-    done = run_stage(
-        [sys.executable, "-m", "dlrm_workbook.recordings.torch.recorder", file, output],
+    done = run_child(
+        python_module("dlrm_workbook.recordings.torch.recorder", file, output),
         stage="evidence",
         logs=folder / "logs",
         environment=environment,
         timeout_s=float(parameters.profiling.timeout_s),
         progress=progress,
     )
-    if done.timed_out or done.exit_code != 0:
-        why = (
-            f"not finished after {parameters.profiling.timeout_s} s (profiling.timeout_s)"
-            if done.timed_out
-            else f"exit code {done.exit_code}: {done.last_words()}; see {done.stderr}"
-        )
-        said = f"looking for evidence failed: {why}"
-        return {"not_measured": dict.fromkeys(EVIDENCE, said)}
+    try:
+        done.require_success("the search for evidence")
+    except InputError as error:
+        return {"not_measured": dict.fromkeys(EVIDENCE, str(error))}
     found: dict[str, Any] = load_json(output)
     return found
 

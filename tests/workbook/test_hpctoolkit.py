@@ -18,10 +18,9 @@ from fake_hpctoolkit import processes_naming, run
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrm_workbook import processes as hpctoolkit_process
-from dlrm_workbook.processes import MeasurementError, Progress, fresh_path, run_stage
+from dlrm_workbook import processes
+from dlrm_workbook.processes import ALLOCATOR, MeasurementError, Progress, fresh_path, run_child
 from dlrm_workbook.recordings.hpctoolkit.driver import HPCToolkitSettings, measure
-from dlrm_workbook.recordings.hpctoolkit.passes import ALLOCATOR
 from dlrm_workbook.recordings.hpctoolkit.tools import find_tools
 
 REAL = shutil.which("hpcrun") or os.environ.get("HPCTOOLKIT_HOME")
@@ -171,9 +170,10 @@ def test_a_caller_that_fails_ends_the_program(fake):
 def test_an_interrupted_measurement_leaves_no_process(fake, tmp_path, number, code):
     script = (
         "import sys\n"
-        "from dlrm_core.profiling import hpctoolkit_process\n"
-        "from dlrm_workbook.recordings.hpctoolkit.driver import find_tools, measure\n"
-        "hpctoolkit_process.GRACE_S = 0.5\n"
+        "from dlrm_workbook import processes\n"
+        "from dlrm_workbook.recordings.hpctoolkit.driver import measure\n"
+        "from dlrm_workbook.recordings.hpctoolkit.tools import find_tools\n"
+        "processes.GRACE_S = 0.5\n"
         "def show(p):\n"
         "    if p.iteration == 7: print('measuring', flush=True)\n"
         "try:\n"
@@ -209,16 +209,17 @@ def test_fresh_paths(tmp_path):
 
 @given(st.lists(st.binary(max_size=60), max_size=20))
 def test_a_program_may_print_anything(lines):
-    watch = hpctoolkit_process._Watch("stage", None)
+    watch = processes._Watch("stage")
     for line in lines:
-        watch._note(line)
-        watch._note(b'{"iteration":' + line + b"}")
-    assert watch.result is None
+        for printed in (line, b'{"iteration":' + line + b"}"):
+            watch.note(printed)
+            processes._json_object(printed)
+    assert watch.progress().elapsed_s >= 0
 
 
 def test_a_stage_reports_signals_as_a_shell_does(tmp_path):
     for command, code in (("kill -9 $$", 137), ("exit 7", 7), ("kill -TERM $$", 143)):
-        done = run_stage(
+        done = run_child(
             ["/bin/sh", "-c", command], stage="a: b", logs=tmp_path, environment={}, timeout_s=20
         )
         assert done.exit_code == code

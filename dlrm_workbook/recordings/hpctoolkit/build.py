@@ -27,7 +27,7 @@ from dlrm_workbook.processes import (
     MeasurementError,
     ProgressCallback,
     fresh_path,
-    run_stage,
+    run_child,
 )
 from dlrm_workbook.recordings.hpctoolkit.passes import (
     hpcprof_command,
@@ -106,6 +106,9 @@ DATABASE_FILES = ("meta.db", "profile.db", "cct.db")
 
 MB = 1_000_000
 
+# hpcstruct: " begin parallel analysis of CPU binary NAME (size = ...)"
+_BINARY = re.compile(rb"^\s*begin .* binary (\S+)")
+
 # paths of load modules stand in a .hpcrun file as plain strings behind a length
 _PATH = re.compile(rb"/[\x20-\x7e\x80-\xff]{1,4095}")
 
@@ -161,13 +164,14 @@ def recover_structure(
         # newer than the binary: hpcstruct's make takes it for done
         stand_in.touch()
     try:
-        completed = run_stage(
+        completed = run_child(
             hpcstruct_command(stage.tools, measurements, cache, stage.jobs),
             stage=f"{name}: hpcstruct",
             logs=stage.logs,
             environment=stage.environment,
             timeout_s=timeout_s,
             progress=stage.progress,
+            detail=_BINARY,
         )
     except MeasurementError as error:
         return [f"{error}: {lost}"]
@@ -209,7 +213,7 @@ def build_database(
         MeasurementError: it failed in another way or wrote no database.
     """
     wanted = fresh_path(wanted)
-    completed = run_stage(
+    completed = run_child(
         hpcprof_command(stage.tools, measurements, wanted, stage.jobs),
         stage=f"{name}: hpcprof",
         logs=stage.logs,
@@ -219,17 +223,17 @@ def build_database(
     )
     if completed.timed_out:
         raise MeasurementError(
-            f"hpcprof was ended after {timeout_s:.0f} s on {measurements}; see {completed.stderr}"
+            f"hpcprof was ended after {timeout_s:.0f} s on {measurements}; see {completed.log}"
         )
     if completed.exit_code >= 128 or _fatal(completed):
         raise DatabaseAborted(
             f"hpcprof aborts on {measurements} (exit code {completed.exit_code}: "
-            f"{_fatal(completed) or completed.last_words()}); see {completed.stderr}"
+            f"{_fatal(completed) or completed.last_words()}); see {completed.log}"
         )
     if completed.exit_code != 0:
         raise MeasurementError(
             f"hpcprof failed on {measurements} with exit code {completed.exit_code}: "
-            f"{completed.last_words()}; see {completed.stderr}"
+            f"{completed.last_words()}; see {completed.log}"
         )
     if _is_database(wanted):
         return wanted, []
@@ -238,7 +242,7 @@ def build_database(
         if re.fullmatch(r"-[0-9a-f]{8}", other.name[len(wanted.name) :]) and _is_database(other):
             return other, [f"hpcprof wrote {other.name} because {wanted.name} existed"]
     raise MeasurementError(
-        f"hpcprof ended with exit code 0 but wrote no database at {wanted}; see {completed.stderr}"
+        f"hpcprof ended with exit code 0 but wrote no database at {wanted}; see {completed.log}"
     )
 
 
@@ -292,5 +296,5 @@ def _remove_unfinished(structs: Path) -> None:
 
 
 def _fatal(completed: Completed) -> str:
-    match = re.search(r"^.*\bFATAL\b.*$", completed.output_text(), re.MULTILINE)
+    match = re.search(r"^.*\bFATAL\b.*$", completed.stdout + completed.stderr, re.MULTILINE)
     return match.group().strip()[:300] if match else ""

@@ -24,7 +24,7 @@ from dlrm_workbook.processes import (
     MeasurementError,
     ProgressCallback,
     fresh_path,
-    run_stage,
+    run_child,
 )
 from dlrm_workbook.recordings.hpctoolkit.build import (
     DatabaseAborted,
@@ -196,14 +196,14 @@ class Failure:
 
 def explain(measured: Pass, run: Completed, measurements: Path) -> Failure | None:
     """Why hpcrun's run cannot be used, or None if it can."""
-    see = f"see {run.stderr}"
+    see = f"see {run.log}"
     if run.timed_out:
         return Failure(
             "other",
             f"the program under hpcrun (pass {measured.name}) was still running after "
             f"{run.seconds:.0f} s, at iteration {run.iteration}; raise profiling.timeout_s",
         )
-    text = run.stderr_text()
+    text = run.stderr
     measured_any = any(path.stat().st_size for path in measurements.glob("*.hpcrun"))
     if not measured_any:
         if "is unknown or unsupported" in text or "was not compiled with" in text:
@@ -216,7 +216,7 @@ def explain(measured: Pass, run: Completed, measurements: Path) -> Failure | Non
             )
         if run.exit_code == 255:
             return Failure("other", f"hpcrun could not create {measurements}; {see}")
-        if run.result is None and any(event.startswith("gpu=") for event in measured.events):
+        if _result(run) is None and any(event.startswith("gpu=") for event in measured.events):
             return Failure(
                 "gpu",
                 f"hpcrun ended with exit code {run.exit_code} before the program ran, as it does "
@@ -227,7 +227,7 @@ def explain(measured: Pass, run: Completed, measurements: Path) -> Failure | Non
             f"hpcrun ended with exit code {run.exit_code} and measured nothing: "
             f"{run.last_words()}; {see}",
         )
-    if run.exit_code != 0 and run.result is None:
+    if run.exit_code != 0 and _result(run) is None:
         return Failure(
             "program",
             f"the program, which runs by itself, ended with exit code {run.exit_code} under hpcrun "
@@ -358,7 +358,7 @@ class _Session:
                 what = "stall reasons" if planned.name == "stalls" else "Python frames"
                 self.not_measured[what] = str(error)
         return Measurement(
-            unprofiled=unprofiled.result or {},
+            unprofiled=_result(unprofiled) or {},
             passes=tuple(results),
             not_measured=self.not_measured,
             notices=tuple(self.notices),
@@ -378,14 +378,14 @@ class _Session:
         if completed.exit_code != 0:
             raise MeasurementError(
                 f"the program fails without HPCToolkit already, with exit code "
-                f"{completed.exit_code}: {completed.last_words()}; see {completed.stderr}"
+                f"{completed.exit_code}: {completed.last_words()}; see {completed.log}"
             )
-        if completed.result is None:
+        if _result(completed) is None:
             self.notices.append("the program printed no ms_per_iteration: dilation is unknown")
         return completed
 
     def _run(self, command: Sequence[str], stage: str) -> Completed:
-        return run_stage(
+        return run_child(
             command,
             stage=stage,
             logs=self.logs,
@@ -511,7 +511,7 @@ class _Session:
                 exit_code=run.exit_code,
                 measurements=final,
                 database=database,
-                result=run.result or {},
+                result=_result(run) or {},
                 notices=tuple(notices + more),
             )
         finally:
@@ -538,8 +538,13 @@ def _relevant(
     return missing
 
 
+def _result(run: Completed) -> dict[str, Any] | None:
+    """The workload's last JSON object that has ``ms_per_iteration``."""
+    return run.last_object("ms_per_iteration")
+
+
 def _median_ms(run: Completed) -> float | None:
-    return _number((run.result or {}).get("ms_per_iteration"))
+    return _number((_result(run) or {}).get("ms_per_iteration"))
 
 
 def _ratio(profiled: float | None, unprofiled: float | None) -> float | None:
@@ -548,7 +553,7 @@ def _ratio(profiled: float | None, unprofiled: float | None) -> float | None:
 
 def _part_dilation(run: Completed, unprofiled: Completed) -> dict[str, float]:
     suffix = "_ms_per_iteration"
-    before, after = unprofiled.result or {}, run.result or {}
+    before, after = _result(unprofiled) or {}, _result(run) or {}
     ratios = {
         name.removesuffix(suffix): _ratio(_number(after[name]), _number(before.get(name)))
         for name in after

@@ -9,15 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dlrm_core.errors import InputError
+from dlrm_workbook.processes import ALLOCATOR
 from dlrm_workbook.recordings.hpctoolkit.tools import CPU_EVENT, Capabilities, Tools
-
-ALLOCATOR = {
-    "MALLOC_TRIM_THRESHOLD_": "4000000000",
-    "MALLOC_MMAP_THRESHOLD_": "1073741824",
-}
-"""glibc keeps freed memory (bytes). Under hpcrun its adaptive thresholds settle
-elsewhere and an unprofiled run looks 20 % slower than a profiled one; fixed on
-both sides, the comparison is of like with like."""
 
 MAKE_SAFE = re.compile(r"[A-Za-z0-9_./+@%,=-]+")
 """Paths that hpcstruct can take: it writes them into a Makefile and a shell command."""

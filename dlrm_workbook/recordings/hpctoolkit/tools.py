@@ -12,12 +12,11 @@ import os
 import platform
 import re
 import shutil
-import subprocess
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from dlrm_core.errors import MissingToolError
+from dlrm_workbook.processes import MeasurementError, output_of, run_child
 
 SPACK = "spack install hpctoolkit +cuda +python"
 
@@ -220,32 +219,23 @@ def _ask(tool: Path, option: str, *, required: bool = True) -> str:
     Raises:
         MissingToolError: it does not start, fails, or does not answer in time.
     """
+    plain = {name: text for name, text in os.environ.items() if not name.startswith("HPCRUN_")}
     try:
-        answer = subprocess.run(
-            [tool, option],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=PROBE_TIMEOUT_S,
-            env=_plain_environment(os.environ),
+        answer = run_child(
+            [tool, option], stage=tool.name, environment=plain, timeout_s=PROBE_TIMEOUT_S
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        reason = error.strerror if isinstance(error, OSError) else "no answer in time"
+    except MeasurementError as error:
+        raise MissingToolError(f"{error}; reinstall HPCToolkit with `{SPACK}`") from None
+    if answer.timed_out:
         raise MissingToolError(
-            f"{tool} does not run here ({reason}); reinstall HPCToolkit with `{SPACK}`"
-        ) from None
-    text = answer.stdout.decode("utf-8", "replace")
-    if required and answer.returncode != 0:
-        last = next((line for line in reversed(text.splitlines()) if line.strip()), "no message")
+            f"{tool} {option} does not answer in time; reinstall HPCToolkit with `{SPACK}`"
+        )
+    if required and answer.exit_code != 0:
         raise MissingToolError(
-            f"{tool} {option} fails with exit code {answer.returncode} ({last.strip()[:200]}); "
+            f"{tool} {option} fails with exit code {answer.exit_code} ({answer.last_words()}); "
             f"reinstall HPCToolkit with `{SPACK}`"
         )
-    return text
-
-
-def _plain_environment(base: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in base.items() if not name.startswith("HPCRUN_")}
+    return answer.stdout + answer.stderr
 
 
 def _first_gpu(nvidia_smi: str) -> tuple[str | None, str]:
@@ -253,20 +243,10 @@ def _first_gpu(nvidia_smi: str) -> tuple[str | None, str]:
     program = shutil.which(nvidia_smi)
     if program is None:
         return None, "no NVIDIA GPU: nvidia-smi is not installed"
-    try:
-        answer = subprocess.run(
-            [program, "--query-gpu=name", "--format=csv,noheader"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=PROBE_TIMEOUT_S,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None, "no NVIDIA GPU: nvidia-smi does not answer"
-    names = [line.strip() for line in answer.stdout.decode("utf-8", "replace").splitlines()]
-    names = [name for name in names if name]
-    if answer.returncode != 0 or not names:
-        return None, "no NVIDIA GPU: nvidia-smi finds none"
-    return names[0], ""
+    question = [program, "--query-gpu=name", "--format=csv,noheader"]
+    names = output_of(question, PROBE_TIMEOUT_S).split("\n")
+    name = next((line.strip() for line in names if line.strip()), None)
+    return name, "" if name else "no NVIDIA GPU: nvidia-smi finds none, or does not answer"
 
 
 def _pc_sampling_refused(tools: Tools, cuda_version: str | None, parameters: Path) -> str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,7 +25,7 @@ from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.errors import InputError
 from dlrm_core.files import plain, read_json, write_text
 from dlrm_core.parts import ITERATION_SPAN, SpanRow, parse_span
-from dlrm_workbook.processes import MeasurementError, ProgressCallback, run_stage
+from dlrm_workbook.processes import ProgressCallback, python_module, run_child
 
 ROUNDS = 6
 """The least number whose extremes enclose the median with 95 % confidence (1 − 2/2^6)."""
@@ -193,56 +192,30 @@ def _run(
     progress: ProgressCallback | None,
 ) -> TimedRun:
     output = folder / "runs" / f"{number[0] + 1}-{name}"
-    done = run_stage(
-        [
-            *(sys.executable, "-m", "dlrm_core", "train", "-f", file, "--output", output),
-            *(["--spans"] if parameters.training.device != "cuda" else []),
-        ],
+    spans = ["--spans"] if parameters.training.device != "cuda" else []
+    done = run_child(
+        python_module("dlrm_core", "train", "-f", file, "--output", output, *spans),
         stage=label,
         logs=folder / "logs",
-        environment=os.environ,
         timeout_s=float(parameters.profiling.timeout_s),
         progress=progress,
     )
-    if done.timed_out:
-        raise MeasurementError(
-            f"{label}: still going after {parameters.profiling.timeout_s} s "
-            "(profiling.timeout_s); measure fewer iterations or raise it"
-        )
-    if done.exit_code != 0:
-        if done.exit_code == 2:
-            # the child's own sentences, without the name of its command
-            said = done.stderr_text().rpartition("dlrm train: ")[2].strip()
-            raise InputError(f"{label}: {said}")
-        raise MeasurementError(
-            f"{label}: failed with exit code {done.exit_code}: {done.last_words()}; "
-            f"see {done.stderr}"
-        )
+    done.require_success(label)
     result = read_json(output / "result.json")
     warmup = parameters.profiling.warmup
     on_gpu = str(result["device"]).startswith("cuda")
-    spans = [] if on_gpu else _last_json(done.stdout).get("spans") or []
+    recorded = [] if on_gpu else (done.last_object("spans") or {}).get("spans") or []
     return TimedRun(
         setting=name,
         round=number[0],
         place=number[1],
         iteration_ms=result["iteration_ms"][warmup:],
-        parts=part_times(spans, warmup),
+        parts=part_times(recorded, warmup),
         losses=result["losses"],
         peak_memory_bytes=result["peak_memory_bytes"],
         threads=result["threads"],
         notices=result["notices"],
     )
-
-
-def _last_json(path: Path) -> dict[str, Any]:
-    """The last line of a log, which is one JSON object."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    try:
-        found = json.loads(lines[-1]) if lines else {}
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _append(path: Path, line: Mapping[str, Any]) -> None:

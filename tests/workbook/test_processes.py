@@ -1,0 +1,136 @@
+"""Children: run, watched, and ended with the process that started them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dlrm_core.errors import InputError
+from dlrm_workbook.processes import (
+    STARTER,
+    MeasurementError,
+    end_with_starter,
+    ending_with_us,
+    output_of,
+    run_child,
+    started,
+)
+from dlrm_workbook.studies.bench.runs import environment_of, settings
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's help is Linux's")
+
+CHILD = (
+    "import sys, time; from dlrm_workbook.processes import end_with_starter; "
+    "end_with_starter(); print('here', flush=True); time.sleep(60)"
+)
+PARENT = f"""
+import os, subprocess, sys
+from dlrm_workbook.processes import ending_with_us
+child = subprocess.Popen(
+    [sys.executable, "-c", {CHILD!r}], env=os.environ | ending_with_us(), stdout=subprocess.PIPE
+)
+child.stdout.readline()
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+def is_there(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def test_a_child_ends_with_its_killed_parent() -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert is_there(pid)
+        parent.kill()
+    ends = time.monotonic() + 10
+    while is_there(pid) and time.monotonic() < ends:
+        time.sleep(0.02)
+    assert not is_there(pid)
+
+
+def test_a_child_whose_parent_is_gone_already_ends_at_once() -> None:
+    other = os.environ | {STARTER: "1"} if os.getpid() != 1 else os.environ | {STARTER: "2"}
+    done = subprocess.run([sys.executable, "-c", CHILD], env=other, timeout=30, check=False)
+    assert done.returncode == -signal.SIGKILL
+
+
+def test_without_being_asked_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(STARTER, raising=False)
+    end_with_starter()
+    assert ending_with_us() == {STARTER: str(os.getpid())}
+    assert environment_of(1).items() >= (settings(1) | ending_with_us()).items()
+    assert STARTER not in settings(1), "what is recorded and compared on --resume"
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def test_what_a_child_printed_is_kept(tmp_path: Path) -> None:
+    lines: list[bytes] = []
+    code = """
+import json, os, sys
+print(json.dumps({"iteration": 4, "ms": 2}))
+print("{ no json")
+print(json.dumps({"spans": "x" * 3_000_000, "folder": os.getcwd()}))
+print("the end", file=sys.stderr)
+"""
+    done = run_child(python(code), stage="t", logs=tmp_path, folder=tmp_path, on_line=lines.append)
+    assert done.exit_code == 0 and not done.timed_out and done.iteration == 4
+    assert done.last_object() == done.last_object("spans") and done.last_object("none") is None
+    assert (done.last_object() or {})["folder"] == str(tmp_path)
+    assert done.last_object("ms") == {"iteration": 4, "ms": 2}
+    assert done.last_words() == "the end" and done.stderr == "the end\n"
+    assert b"".join(lines).decode() == done.stdout == (tmp_path / "t.out").read_text()
+    done.require_success("it")
+
+
+def test_the_sentence_about_a_failure(tmp_path: Path) -> None:
+    def sentence(code: str, **options: object) -> str:
+        with pytest.raises(InputError) as caught:
+            run_child(python(code), stage="t", **options).require_success("the run")  # type: ignore
+        assert isinstance(caught.value, MeasurementError) == ("sys.exit(2)" not in code)
+        return str(caught.value)
+
+    said = sentence("1 / 0", logs=tmp_path)
+    assert said.startswith("the run failed with exit code 1: ZeroDivisionError: division by zero")
+    assert said.endswith(f"; see {tmp_path / 't.err'}")
+    ours = "from dlrm_core.errors import InputError; raise InputError('no such row')"
+    assert sentence(ours) == "the run failed with exit code 1: no such row"
+    refused = "import sys; print('dlrm train: x is 3', file=sys.stderr); sys.exit(2)"
+    assert sentence(refused) == "the run: x is 3"
+    assert "still going after 0 s" in sentence("import time; time.sleep(60)", timeout_s=0.1)
+
+
+def test_a_child_that_is_not_waited_for_is_ended() -> None:
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with started(["/bin/sleep", "60"], stage="t", **streams) as process:
+        assert is_there(process.pid)
+    assert not is_there(process.pid)
+
+
+def test_the_output_of_a_program() -> None:
+    assert output_of(["/bin/echo", "here"]) == "here\n"
+    assert output_of(["/no/such/program"]) == ""
+    assert output_of(python("print(1); raise SystemExit(1)")) == ""
+    assert output_of(["/bin/sleep", "60"], timeout_s=0.1) == ""
+
+
+def test_only_our_interpreter_is_told_who_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(STARTER, "1")
+    assert STARTER not in output_of(["/usr/bin/env"])
+    told = output_of(python(f"import os; print(os.environ['{STARTER}'])"))
+    assert int(told) == os.getpid()
