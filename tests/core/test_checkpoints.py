@@ -242,7 +242,7 @@ def command(path, output, *more):
 
 
 def test_killed_at_random_it_goes_on_to_the_same_bits(tmp_path):
-    """Real SIGKILLs of the command; benchmarks/kills.py does 200 of them."""
+    """Real SIGKILLs of the command; tests/campaigns/kills.py does 200 of them."""
     chosen = parameters(
         {"loader": "prefetch"},
         optimizer="adagrad",

@@ -17,7 +17,7 @@ from dlrm_workbook.analysis.steady import steady_state
 
 SLOWER = 1.5
 """Times its probe. Parts take up to 1.5 times theirs in clean runs, since in the run others
-have emptied the caches (measured: benchmarks/planted_faults.py)."""
+have emptied the caches (measured: tests/campaigns/planted_faults.py)."""
 
 WORTH_SHARE = 0.08
 """Of the step, lost to the excess."""

@@ -29,7 +29,7 @@ SHARE = 0.2
 """Of the step; the interaction has about 1 % of a DLRM's arithmetic."""
 
 REACHED = 0.15
-"""Of its ceiling. Ours reaches 0.25 to 0.6 in clean runs (benchmarks/planted_faults.py): cat,
+"""Of its ceiling. Ours reaches 0.25 to 0.6 in clean runs (tests/campaigns/planted_faults.py): cat,
 product, selection and conversions each pass over the features once, the ceiling counts what
 they must."""
 

@@ -2,11 +2,14 @@
 
 After every kill of a training run each checkpoint that had been announced must be there
 and whole, and at its end weights and optimiser state must be, bit for bit, those of the
-same run never killed; ``kills_datasets`` says what holds for data sets. Each run is a
-process forked from one that has loaded torch but never computed, so a kill costs a tenth
-of a second instead of the seconds of a start.
+same run never killed. The making of a data set (generation with a teacher, conversion of
+Criteo's text) is started again after every kill: what was noted as done must never become
+less, the data set must not be seen before it is whole, and in the end its files must be,
+byte for byte, those of a run never killed. Each run is a process forked from one that has
+loaded torch but never computed, so a kill costs a tenth of a second instead of the seconds
+of a start.
 
-    python benchmarks/kills.py --kills 200 --json benchmarks/results/kills.json
+    python tests/campaigns/kills.py --kills 200 --json benchmarks/results/kills.json
 
 Given again with the same file it goes on, so it can be done in pieces (--seconds).
 """
@@ -14,6 +17,7 @@ Given again with the same file it goes on, so it can be done in pieces (--second
 from __future__ import annotations
 
 import argparse
+import filecmp
 import importlib
 import os
 import random
@@ -23,12 +27,10 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
-
-from kills_datasets import WORK, kill_until_whole, make_whole, prepare
 
 from dlrm_core.checkpoint import (
     OPTIMIZER,
@@ -38,32 +40,14 @@ from dlrm_core.checkpoint import (
     steps_in,
 )
 from dlrm_core.config import Parameters, parameters_from_sections
+from dlrm_core.data.files import criteo, generate
+from dlrm_core.data.files.resumable import NOTE
+from dlrm_core.data.files.teacher import TeacherConfig
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json, write_json
+from dlrm_kernels.data_sets import SIGNATURES, kernel
 from dlrm_workbook.doctor import machine_facts
 from dlrm_workbook.runs import versions
-
-STEPS = 120
-KINDS: dict[str, dict[str, dict[str, Any]]] = {
-    "facebook, sgd, torch": {"training": {"embedding_backend": "torch"}},
-    "facebook ahead, adagrad, fused": {
-        "data": {"loader": "prefetch"},
-        "training": {"embedding_backend": "fused", "optimizer": "adagrad"},
-    },
-    "uniform ahead, adam, torch": {
-        "data": {"generator": "uniform", "loader": "prefetch"},
-        "training": {"optimizer": "adam"},
-    },
-    "zipf, rowwise_adagrad, bf16": {
-        "data": {"generator": "zipf"},
-        "training": {
-            "optimizer": "rowwise_adagrad",
-            "embedding_backend": "fused",
-            "precision": "bf16",
-        },
-    },
-}
-"""What is run in turns: every stream, loader, kind of optimiser state."""
 
 
 @dataclass
@@ -82,9 +66,47 @@ class Tally:
     by_kind: dict[str, int] = field(default_factory=dict)
 
 
+def forked(work: Callable[[], object]) -> int:
+    """The number of a process that does the work and ends: with code 1 after an exception."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        work()
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+# Training runs.
+
+STEPS = 120
+TRAININGS: dict[str, dict[str, dict[str, Any]]] = {
+    "facebook, sgd, torch": {"training": {"embedding_backend": "torch"}},
+    "facebook ahead, adagrad, fused": {
+        "data": {"loader": "prefetch"},
+        "training": {"embedding_backend": "fused", "optimizer": "adagrad"},
+    },
+    "uniform ahead, adam, torch": {
+        "data": {"generator": "uniform", "loader": "prefetch"},
+        "training": {"optimizer": "adam"},
+    },
+    "zipf, rowwise_adagrad, bf16": {
+        "data": {"generator": "zipf"},
+        "training": {
+            "optimizer": "rowwise_adagrad",
+            "embedding_backend": "fused",
+            "precision": "bf16",
+        },
+    },
+}
+"""What is trained in turns: every stream, loader, kind of optimiser state."""
+
+
 def parameters_of(kind: str, every: int) -> Parameters:
     """A small model with tables large enough that writing them takes a while."""
-    chosen = KINDS[kind]
+    chosen = TRAININGS[kind]
     return parameters_from_sections(
         {
             "model": {
@@ -112,22 +134,14 @@ def parameters_of(kind: str, every: int) -> Parameters:
     )
 
 
-def child(parameters: Parameters, output: Path, announced: int) -> int:
+def start_training(parameters: Parameters, output: Path, announced: int) -> int:
     """Train in a forked process; every checkpoint's step is announced once it is written."""
     from dlrm_core.train import train
 
     def announce(line: Mapping[str, Any]) -> None:
         os.write(announced, f"{line['iteration']}\n".encode())
 
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        train(parameters, output, progress=False, on_line=announce)
-        os._exit(0)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
+    return forked(lambda: train(parameters, output, progress=False, on_line=announce))
 
 
 def resumed(parameters: Parameters, place: Path) -> Parameters:
@@ -136,15 +150,15 @@ def resumed(parameters: Parameters, place: Path) -> Parameters:
     return replace(parameters, training=replace(parameters.training, resume=resume))
 
 
-def kill_until_finished(
-    parameters: Parameters, output: Path, whole: Path, moments: random.Random, most: int
-) -> Tally:
-    """One run, killed up to ``most`` times."""
+def kill_training(kind: str, top: Path, moments: random.Random, most: int) -> Tally:
+    """One training run, killed up to ``most`` times until it finishes."""
+    output, parameters = top / "run", parameters_of(kind, moments.choice((1, 2, 5)))
     place, tally = output / "checkpoint", Tally(runs=1)
-    while True:
+    finished = False
+    while not finished:
         left = set(place.glob(".step-*"))
         reader, writer = os.pipe()
-        pid = child(resumed(parameters, place), output, writer)
+        pid = start_training(resumed(parameters, place), output, writer)
         os.close(writer)
         text = b""
         if tally.kills < most:
@@ -155,17 +169,21 @@ def kill_until_finished(
             text += more
         os.close(reader)
         said = [int(line) for line in text.split(b"\n")[:-1]]
-        if os.WIFSIGNALED(status):
+        finished = not os.WIFSIGNALED(status)
+        if not finished:
             tally.kills += 1
             tally.while_writing += bool(set(place.glob(".step-*")) - left)
         elif os.WEXITSTATUS(status):
             tally.faults.append("a run ended by itself with an error")
-            return tally
-        verify(place, said, tally)
-        if not os.WIFSIGNALED(status):
             break
-    if not same_files(place, whole):
-        tally.faults.append(f"after {tally.kills} kills the weights differ from the whole run's")
+        verify(place, said, tally)
+    else:
+        if not same_checkpoint(place, undisturbed(kind, top) / "checkpoint"):
+            tally.faults.append(
+                f"after {tally.kills} kills the weights differ from the whole run's"
+            )
+    shutil.rmtree(output)
+    tally.by_kind[kind] = tally.kills
     return tally
 
 
@@ -202,7 +220,7 @@ def verify(place: Path, announced: list[int], tally: Tally) -> None:
             tally.faults.append(str(error))
 
 
-def same_files(one: Path, other: Path) -> bool:
+def same_checkpoint(one: Path, other: Path) -> bool:
     """The newest checkpoints' tensors and positions are the same bytes."""
     folders = [find_checkpoint(str(place)) for place in (one, other)]
     first, second = (read_checkpoint(folder) for folder in folders)
@@ -215,49 +233,148 @@ def same_files(one: Path, other: Path) -> bool:
     )
 
 
-def training_kills(kind: str, top: Path, moments: random.Random, most: int) -> Tally:
-    """One training run, killed up to ``most`` times."""
-    output, parameters = top / "run", parameters_of(kind, moments.choice((1, 2, 5)))
-    found = kill_until_finished(parameters, output, _whole(kind, top) / "checkpoint", moments, most)
-    shutil.rmtree(output)
-    found.by_kind[kind] = found.kills
-    return found
+# Data sets.
+
+LAW = generate.Law(generate.Variant("custom", 5, (50_000, 400, 7), 1.45), 11, TeacherConfig())
+SAMPLES = {"train": 400_000, "test": 50_000}
+TEXT_ROWS = 12_000
 
 
-def data_kills(kind: str, top: Path, seconds: float, moments: random.Random, most: int) -> Tally:
-    """One data set, its making killed up to ``most`` times."""
-    target = top / "set"
-    killed = kill_until_whole(WORK[kind], target, _whole(kind, top), seconds, moments, most)
-    shutil.rmtree(target)
-    return Tally(
-        kills=killed.kills,
-        runs=1,
-        data_sets_compared=1,
-        faults=killed.faults,
-        by_kind={kind: killed.kills},
-    )
+def make_set(target: Path) -> None:
+    """Generate with labels of a teacher; a note after every few blocks."""
+    generate.SYNC_BYTES = 300_000
+    # seconds of Monte Carlo at the end would hide the short part where files are written
+    generate.best_figures = lambda *_: {"bayes_auc": 0.8}  # type: ignore[assignment]
+    generate.generate(LAW, SAMPLES, target, threads=2, block=2048)
 
 
-def _whole(kind: str, top: Path) -> Path:
-    return top / f"whole-{[*KINDS, *WORK].index(kind)}"
+def convert_text(target: Path) -> None:
+    """Preprocess; a note after every few pieces, and hash tables that overflow to disk."""
+    criteo.SYNC_BYTES = 60_000
+    text = target.parent / "text.txt"
+    request = criteo.Request("kaggle", [text], 2, threads=2, memory=1 << 13, piece=40_000)
+    criteo.preprocess(request, target)
 
 
-def make_wholes(top: Path) -> dict[str, float]:
-    """Every kind's work done once without kills; seconds that each data set took.
+DATA_SETS: dict[str, Callable[[Path], None]] = {
+    "generate, teacher": make_set,
+    "preprocess Criteo's text": convert_text,
+}
+
+
+def prepare_data(top: Path) -> None:
+    """The text that is converted; and machine code, so that forked processes have it."""
+    draw, lines = random.Random(3), []
+    for _ in range(TEXT_ROWS):
+        numbers = [str(draw.randrange(100)) if draw.random() < 0.9 else "" for _ in range(13)]
+        hashes = [f"{int(9000 * draw.random() ** 3) * 4_000_037 % 2**32:08x}" for _ in range(26)]
+        lines.append("\t".join([str(draw.randrange(2)), *numbers, *hashes]))
+    (top / "text.txt").write_text("\n".join(lines) + "\n", encoding="ascii")
+    generate.SampleMaker(LAW, "train").block(0, 1)
+    for function in SIGNATURES:
+        kernel(function)  # type: ignore[arg-type]
+
+
+def kill_making(kind: str, top: Path, seconds: float, moments: random.Random, most: int) -> Tally:
+    """One data set, its making killed up to ``most`` times within ``seconds`` of a beginning."""
+    target, tally, done = top / "set", Tally(runs=1, data_sets_compared=1), -1
+    finished = False
+    while not finished:
+        pid = forked(lambda: DATA_SETS[kind](target))
+        if tally.kills < most:
+            time.sleep(moments.uniform(0.0, 0.5) * seconds)
+            os.kill(pid, signal.SIGKILL)
+        status = os.waitpid(pid, 0)[1]
+        now = noted(target)
+        if now < done:
+            tally.faults.append(f"{target.name}: {done} were noted as done, after a kill {now}")
+        done = max(done, now)
+        finished = not os.WIFSIGNALED(status)
+        if not finished:
+            tally.kills += 1
+            finished = target.exists() and not (target / NOTE).exists()
+        elif os.WEXITSTATUS(status):
+            tally.faults.append(f"{target.name}: a run ended by itself with an error")
+            break
+    else:
+        if different := differing_files(undisturbed(kind, top), target):
+            tally.faults.append(
+                f"{target.name}: after {tally.kills} kills {', '.join(different)} differ from "
+                "the whole run's"
+            )
+    shutil.rmtree(target, ignore_errors=True)
+    tally.by_kind[kind] = tally.kills
+    return tally
+
+
+def noted(target: Path) -> int:
+    """How much is noted as done, all counts together; −1 where nothing was begun."""
+    note = target.with_name(target.name + ".partial") / NOTE
+    if target.exists():
+        return 1 << 62
+    if not note.exists():
+        return -1
+    return total(read_json(note).get("done", {}))
+
+
+def total(value: object) -> int:
+    """All whole numbers inside lists and dictionaries together."""
+    if isinstance(value, dict):
+        return sum(total(inner) for inner in value.values())
+    if isinstance(value, list):
+        return sum(total(inner) for inner in value)
+    return int(value) if isinstance(value, int) else 0
+
+
+def differing_files(one: Path, other: Path) -> list[str]:
+    """Files that only one of two folders has, or that differ."""
+    names = {
+        str(file.relative_to(folder))
+        for folder in (one, other)
+        for file in folder.rglob("*")
+        if file.is_file()
+    }
+    return [
+        name
+        for name in sorted(names)
+        if not ((one / name).is_file() and (other / name).is_file())
+        or not filecmp.cmp(one / name, other / name, shallow=False)
+    ]
+
+
+# The campaign.
+
+KINDS = (*TRAININGS, *DATA_SETS)
+
+
+def undisturbed(kind: str, top: Path) -> Path:
+    """The folder of a kind's work that was never killed."""
+    return top / f"whole-{KINDS.index(kind)}"
+
+
+def work_undisturbed(top: Path) -> dict[str, float]:
+    """Every kind's work done once without kills; seconds that each took.
 
     Raises:
         InputError: one of them failed.
     """
-    prepare(top)
+    prepare_data(top)
+    seconds = {}
     for kind in KINDS:
-        reader, writer = os.pipe()
-        pid = child(parameters_of(kind, STEPS), _whole(kind, top), writer)
-        failed = os.waitpid(pid, 0)[1]
-        os.close(reader)
-        os.close(writer)
-        if failed:
+        started, target = time.perf_counter(), undisturbed(kind, top)
+        if kind in TRAININGS:
+            reader, writer = os.pipe()
+            pid = start_training(parameters_of(kind, STEPS), target, writer)
+            os.close(writer)
+        else:
+            reader, work = -1, DATA_SETS[kind]
+            pid = forked(lambda work=work, target=target: work(target))  # type: ignore[misc]
+        if os.waitpid(pid, 0)[1]:
             raise InputError(f"{kind}: the run without kills failed")
-    return {kind: make_whole(work, _whole(kind, top)) for kind, work in WORK.items()}
+        if reader >= 0:
+            os.close(reader)
+        seconds[kind] = time.perf_counter() - started
+    return seconds
 
 
 def begun(file: Path | None) -> dict[str, Any]:
@@ -304,15 +421,14 @@ def main() -> int:
     importlib.import_module("torch._dynamo")
     top = Path(tempfile.mkdtemp(prefix="kills-"))
     try:
-        seconds = make_wholes(top)
+        seconds = work_undisturbed(top)
         while record["kills"] < given.kills and time.perf_counter() - started < given.seconds:
-            kind = [*KINDS, *WORK][record["runs"] % (len(KINDS) + len(WORK))]
+            kind = KINDS[record["runs"] % len(KINDS)]
             most = min(given.kills - record["kills"], moments.randrange(4, 13))
-            if kind in KINDS:
-                found = training_kills(kind, top, moments, most)
+            if kind in TRAININGS:
+                add(record, kill_training(kind, top, moments, most))
             else:
-                found = data_kills(kind, top, seconds[kind], moments, most)
-            add(record, found)
+                add(record, kill_making(kind, top, seconds[kind], moments, most))
             print(
                 f"{record['kills']} kills, {record['while_writing']} of them while a checkpoint "
                 f"was written, {len(record['faults'])} faults ({kind})",

@@ -1,6 +1,6 @@
 """Faults to plant in the real workload, each a patch of one function or parameter.
 
-Used by ``planted_faults.py``; nothing of it is known to ``dlrm_core``. A plant takes a
+Used by ``planted_faults.py``; the packages know nothing of it. A plant takes a
 :class:`Setting` (random magnitudes), changes sections of parameters and patches modules of
 the process that will measure.
 """
@@ -69,7 +69,7 @@ def insert(place: tuple[str, str], extra: Callable[[Any], Any]) -> None:
     holders = [
         module
         for path, module in list(sys.modules.items())
-        if path.startswith("dlrm_core") and hasattr(getattr(module, name, None), "__wrapped__")
+        if path.startswith("dlrm_") and hasattr(getattr(module, name, None), "__wrapped__")
     ]
     original = getattr(holders[0], name).__wrapped__
 
@@ -93,7 +93,7 @@ def wrap_generator(change: Callable[[Any], Any]) -> None:
             return change(self.generator.next_batch())
 
     for path, module in list(sys.modules.items()):
-        if path.startswith("dlrm_core") and getattr(module, "make_generator", None) is original:
+        if path.startswith("dlrm_") and getattr(module, "make_generator", None) is original:
             module.make_generator = lambda *args: Changed(original(*args))  # type: ignore
 
 

@@ -1,6 +1,6 @@
 """Whether findings name planted faults, and stay silent on clean runs.
 
-    python benchmarks/planted_faults.py --first 100 --trials 80 \\
+    python tests/campaigns/planted_faults.py --first 100 --trials 80 \\
         --json benchmarks/results/planted_faults.json
 
 Each trial is a fresh process: a clean configuration of a random shape, one fault of random
@@ -27,8 +27,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+ROOT = Path(__file__).parents[2]
 
 SHAPES: dict[str, dict[str, Any]] = {
     # about the experiment's proportions, an eighth of its size
@@ -322,7 +321,7 @@ def write_summary(
     write_json(
         path,
         {
-            "command": f"python benchmarks/planted_faults.py --first {first} --trials {count} "
+            "command": f"python tests/campaigns/planted_faults.py --first {first} --trials {count} "
             f"--json benchmarks/results/{path.name}",
             "cores": len(os.sched_getaffinity(0)),
             "machine": machine_facts(),

@@ -4,7 +4,7 @@ For each change one process records a profile of the baseline and probes the cha
 never runs the changed step. Then baseline and change run by turns, some iterations each,
 in fresh processes, two of each; the measured ratio is held against the predicted one.
 
-    python benchmarks/whatif.py --json benchmarks/results/whatif.json --markdown docs/whatif.md
+    python tests/campaigns/whatif.py --json benchmarks/results/whatif.json --markdown docs/whatif.md
 
 The second set of changes was written after the model of time was finished: it is the
 check on cases that the model has not been made with.
@@ -35,6 +35,7 @@ from dlrm_core.errors import InputError
 from dlrm_core.files import write_json, write_text
 from dlrm_workbook.changes import change_text, changed_parameters
 from dlrm_workbook.doctor import machine_facts
+from dlrm_workbook.turns import take_turns, waited_ns
 
 GOAL_MEAN, GOAL_WORST, GOAL_COVER = 0.05, 0.15, 0.8
 WARMUP = 3
@@ -266,7 +267,7 @@ def child_serve(file: str) -> None:
         for line in sys.stdin:
             each: list[float] = []
             parts: dict[str, list[float]] = {}
-            waited, wall = _waited_s(), time.perf_counter()
+            waited, wall = waited_ns() or 0, time.perf_counter()
             for number in range(int(line) + 1):
                 with log_spans() as rows:
                     started = time.perf_counter()
@@ -283,7 +284,7 @@ def child_serve(file: str) -> None:
             turn = {
                 "ms": statistics.median(each),
                 "parts": {name: statistics.median(times) for name, times in parts.items()},
-                "waited": (_waited_s() - waited) / (time.perf_counter() - wall),
+                "waited": ((waited_ns() or 0) - waited) / 1e9 / (time.perf_counter() - wall),
             }
             print(json.dumps(turn), flush=True)
     finally:
@@ -309,8 +310,8 @@ def _by_turns(files: list[str], rounds: int) -> list[list[dict[str, Any]]]:
         for process in processes:
             if _answer(process) != "ready":
                 sys.exit("a run did not start")
-        for _ in range(rounds):
-            for process, kept in zip(processes, turns, strict=True):
+        for _, both in take_turns(list(zip(processes, turns, strict=True)), rounds):
+            for process, kept in both:
                 assert process.stdin is not None
                 print(TURN, file=process.stdin, flush=True)
                 kept.append(json.loads(_answer(process)))
@@ -330,11 +331,6 @@ def _medians(turns: list[dict[str, Any]]) -> dict[str, float]:
     return {
         name: statistics.median(turn["parts"].get(name, 0.0) for turn in turns) for name in names
     }
-
-
-def _waited_s() -> float:
-    """Seconds that this thread was ready to run and had no core."""
-    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
 
 
 def _child(arguments: list[str], launcher: str = "") -> dict[str, Any]:
