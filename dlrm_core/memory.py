@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from dlrm_core.config import Parameters
 from dlrm_core.errors import InputError
+from dlrm_core.units import format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -550,12 +551,3 @@ def _left_of_process_limits() -> list[int]:
         except OSError:
             continue
     return found
-
-
-def format_bytes(count: float) -> str:
-    """Bytes with a binary unit: 1.50 GiB."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(count) < 1024 or unit == "TiB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1024
-    raise AssertionError("unreachable")

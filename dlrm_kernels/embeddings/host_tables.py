@@ -24,8 +24,9 @@ from torch.profiler import record_function
 from dlrm_core.config import Parameters, TrainingConfig
 from dlrm_core.data.batch import Batch
 from dlrm_core.embeddings import EmbeddingTables, empty_tables
-from dlrm_core.memory import Placement, format_bytes, plan_placement
+from dlrm_core.memory import Placement, plan_placement
 from dlrm_core.parts import part
+from dlrm_core.units import format_bytes
 from dlrm_kernels.embeddings.mapped_tables import MappedTables
 
 # Batches whose lookups are sorted by where their table lies (:mod:`dlrm_core.memory`).

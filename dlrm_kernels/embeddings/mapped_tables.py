@@ -23,7 +23,7 @@ from typing import IO
 import torch
 
 from dlrm_core.errors import InputError
-from dlrm_core.memory import format_bytes
+from dlrm_core.units import format_bytes
 
 PREFIX = "dlrm-tables-"
 _LOCK = "in-use"

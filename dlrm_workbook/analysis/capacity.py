@@ -19,9 +19,9 @@ from dlrm_core.memory import (
     MemoryItem,
     available_host_memory,
     forecast_memory,
-    format_bytes,
     total_bytes,
 )
+from dlrm_core.units import format_bytes
 
 SHEETS = ("A100-40GB", "A100-80GB", "H100-SXM", "H200")
 """GPUs that every report answers for; their memory is the data sheet's."""

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlrm_core.errors import InputError
+from dlrm_core.units import milliseconds
 
 # What chance alone does to the times of a run: critical values for each number of iterations.
 
@@ -415,8 +416,8 @@ def _sentences(state: SteadyState) -> list[str]:
         warm = float(np.median(state.times_ms[: state.first]))
         many = f"the first {state.first} iterations are" if state.first > 1 else "iteration 0 is"
         said.append(
-            f"Warm-up: {many} left out ({_ms(warm)} against {_ms(state.usual_ms)} "
-            f"afterwards, {warm / state.usual_ms - 1:+.0%})."
+            f"Warm-up: {many} left out ({milliseconds(warm)} against "
+            f"{milliseconds(state.usual_ms)} afterwards, {warm / state.usual_ms - 1:+.0%})."
         )
     else:
         said.append("No warm-up is left in the measured iterations.")
@@ -425,7 +426,8 @@ def _sentences(state: SteadyState) -> list[str]:
         listed = ", ".join(map(str, slow[:8])) + (", …" if len(slow) > 8 else "")
         said.append(
             f"Stragglers: {len(slow)} of {count - state.first} ({listed}) took over "
-            f"{_ms(state.threshold_ms)}; they cost {state.straggler_share:.1%} of the time."
+            f"{milliseconds(state.threshold_ms)}; they cost {state.straggler_share:.1%} of the "
+            "time."
         )
     else:
         said.append("No stragglers.")
@@ -438,8 +440,8 @@ def _sentences(state: SteadyState) -> list[str]:
             )
         )
         said.append(
-            f"From iteration {state.shift} on the level is another: {_ms(after)} instead of "
-            f"{_ms(before)}; something changed while it was measured."
+            f"From iteration {state.shift} on the level is another: {milliseconds(after)} instead "
+            f"of {milliseconds(before)}; something changed while it was measured."
         )
     if state.drift is not None:
         said.append(
@@ -448,16 +450,12 @@ def _sentences(state: SteadyState) -> list[str]:
     if state.levels_ms is not None:
         low, high = state.levels_ms
         said.append(
-            f"The iterations gather around two times, {_ms(low)} and {_ms(high)}: they do not all "
-            "do the same, or the machine has two speeds."
+            f"The iterations gather around two times, {milliseconds(low)} and "
+            f"{milliseconds(high)}: they do not all do the same, or the machine has two speeds."
         )
     share = state.spread_ms / state.usual_ms if state.usual_ms else 0.0
     said.append(
-        f"A steady iteration takes {_ms(state.usual_ms)}, with a spread of {share:.1%} "
+        f"A steady iteration takes {milliseconds(state.usual_ms)}, with a spread of {share:.1%} "
         f"over {int(state.steady.sum())} of them."
     )
     return said
-
-
-def _ms(value: float) -> str:
-    return f"{value:,.1f} ms" if value >= 100 else f"{value:#.3g} ms"

@@ -19,11 +19,12 @@ import torch
 from dlrm_core.config import ModelConfig, Parameters
 from dlrm_core.data.loader import make_generator
 from dlrm_core.errors import InputError
-from dlrm_core.memory import available_memory, forecast_memory, format_bytes, mean_bag_size
+from dlrm_core.memory import available_memory, forecast_memory, mean_bag_size
 from dlrm_core.model import DLRM, ClickLoss
 from dlrm_core.parts import log_spans, parse_span
 from dlrm_core.precision import set_fp32_matmul, set_tf32
 from dlrm_core.step import TrainingStep
+from dlrm_core.units import format_bytes
 from dlrm_kernels.embeddings.choose import resolve
 from dlrm_workbook.changes import (
     Change,

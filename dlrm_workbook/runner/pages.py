@@ -35,6 +35,7 @@ from pygments.lexers import get_lexer_by_name  # type: ignore[import-untyped]
 from pygments.util import ClassNotFound  # type: ignore[import-untyped]
 
 from dlrm_core.files import write_text
+from dlrm_core.units import duration
 from dlrm_workbook.runner.html_clean import clean_html
 from dlrm_workbook.runner.parameters import (
     Parameter,
@@ -47,16 +48,6 @@ from dlrm_workbook.show.tables import EMPTY
 # What a page is made of, piece by piece: texts, images, code and data as safe HTML.
 
 NOTHING = Markup("")
-
-
-def duration(seconds: float) -> str:
-    """A span of time as a person says it: 0.42 s, 12.3 s, 4 min 05 s."""
-    if seconds < 60:
-        return f"{seconds:.2f} s" if seconds < 1 else f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 @dataclass

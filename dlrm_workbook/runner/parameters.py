@@ -22,6 +22,7 @@ import nbformat
 from dlrm_core.config import SECTIONS
 from dlrm_core.errors import InputError
 from dlrm_core.settings import read_yaml
+from dlrm_core.units import value_text
 from dlrm_workbook.changes import read_change
 from dlrm_workbook.runs import NOTEBOOKS
 
@@ -205,24 +206,6 @@ def parameter_tables(
             ]
             tables.append((name, rows))
     return ([("run", alone)] if alone else []) + tables
-
-
-def value_text(value: Any) -> str:
-    """A parameter's value for a reader: thousands separated, equal list items counted."""
-    if value is None or value == "":
-        return "–"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, list | tuple):
-        if len(value) > 2 and all(item == value[0] for item in value):
-            return f"{len(value)} × {value_text(value[0])}"
-        # widths of layers are written as in parameters files
-        if value and all(type(item) is int and item < 100_000 for item in value):
-            return "-".join(map(str, value))
-        return ", ".join(value_text(item) for item in value)
-    return str(value)
 
 
 @contextmanager

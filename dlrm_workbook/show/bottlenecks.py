@@ -13,6 +13,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from dlrm_core.parts import COMPONENTS, part_label
+from dlrm_core.units import NOTHING, digits, from_to, milliseconds, percent
 from dlrm_workbook.analysis.verdict import Stage
 from dlrm_workbook.show.axes import (
     add_ends,
@@ -22,19 +23,16 @@ from dlrm_workbook.show.axes import (
     mark_one,
     ranked_bars,
 )
-from dlrm_workbook.show.tables import NOTHING, Table, Text, from_to
+from dlrm_workbook.show.tables import Table, Text
 from dlrm_workbook.show.theme import (
     COLOURS,
     COMPUTE,
     INK,
     add_phase_key,
-    digits,
     escaped,
     figure,
     marker,
     markers,
-    milliseconds,
-    percent,
     rows_of,
     short_name,
     step_order,

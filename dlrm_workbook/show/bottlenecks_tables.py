@@ -14,18 +14,11 @@ from typing import Any
 import pandas as pd
 
 from dlrm_core.parts import part_label
+from dlrm_core.units import NOT_MEASURED, NOTHING, digits, known_ms, percent, speedup
 from dlrm_workbook.analysis.findings.finding import Finding
 from dlrm_workbook.recordings.profile import Profile
-from dlrm_workbook.show.tables import (
-    NOT_MEASURED,
-    NOTHING,
-    Table,
-    Text,
-    column,
-    known_ms,
-    times_as_fast,
-)
-from dlrm_workbook.show.theme import digits, percent, rows_of, short_name
+from dlrm_workbook.show.tables import Table, Text, column
+from dlrm_workbook.show.theme import rows_of, short_name
 
 
 def notices(texts: Sequence[str]) -> Text:
@@ -237,7 +230,7 @@ def findings_table(found: Sequence[Finding]) -> Table:
                 part_label(finding.component),
                 percent(finding.share_of_step),
                 ", ".join(f"{name}: {value}" for name, value in finding.change.items()) or NOTHING,
-                times_as_fast(**gain) if gain else NOTHING,
+                speedup(**gain) if gain else NOTHING,
             )
         )
     return Table(["finding", "part", "share of step", "parameter", "predicted speed-up"], rows)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dlrm_core.config import Parameters
-from dlrm_core.memory import format_bytes
+from dlrm_core.units import NOTHING, format_bytes
 from dlrm_workbook.analysis.capacity import Capacity, Verdict, capacity_of
-from dlrm_workbook.show.tables import NOTHING, Table
+from dlrm_workbook.show.tables import Table
 
 
 def capacity(parameters: Parameters) -> Capacity:

@@ -13,6 +13,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from dlrm_core.parts import parse_span, part_label
+from dlrm_core.units import digits, milliseconds, percent
 from dlrm_workbook.analysis.gpu import ISSUED
 from dlrm_workbook.analysis.idleness import NOBODY
 from dlrm_workbook.recordings.hpctoolkit.metrics import STALLS
@@ -23,13 +24,10 @@ from dlrm_workbook.show.theme import (
     INK,
     ROW,
     add_phase_key,
-    digits,
     escaped,
     figure,
     marker,
     markers,
-    milliseconds,
-    percent,
     rows_of,
     short_name,
     step_order,

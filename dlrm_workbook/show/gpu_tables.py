@@ -12,11 +12,11 @@ import numpy as np
 import pandas as pd
 
 from dlrm_core.parts import part_label
+from dlrm_core.units import NOTHING, known_or, percent
 from dlrm_workbook.analysis.context_tree import reason_of
 from dlrm_workbook.analysis.gpu import stall_reasons
 from dlrm_workbook.show.gpu import REASON_NAMES, function_name
-from dlrm_workbook.show.tables import NOTHING, Table, Text, column, known_or
-from dlrm_workbook.show.theme import percent
+from dlrm_workbook.show.tables import Table, Text, column
 
 Drawn = TypeVar("Drawn")
 

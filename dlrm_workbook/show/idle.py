@@ -11,16 +11,9 @@ from collections.abc import Mapping
 import pandas as pd
 import plotly.graph_objects as go
 
+from dlrm_core.units import milliseconds, percent
 from dlrm_workbook.analysis.idle_causes import CAUSES, STATES
-from dlrm_workbook.show.theme import (
-    COLOURS,
-    INK,
-    figure,
-    milliseconds,
-    percent,
-    rows_of,
-    text_on,
-)
+from dlrm_workbook.show.theme import COLOURS, INK, figure, rows_of, text_on
 
 CAUSE_COLOURS = {
     "data": COLOURS["data"],

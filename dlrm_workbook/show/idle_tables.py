@@ -5,10 +5,10 @@ from __future__ import annotations
 import pandas as pd
 
 from dlrm_core.parts import part_label
+from dlrm_core.units import known_or, percent
 from dlrm_workbook.analysis.steady import SteadyState
 from dlrm_workbook.show.gpu_tables import absent
-from dlrm_workbook.show.tables import Table, Text, column, known_or
-from dlrm_workbook.show.theme import percent
+from dlrm_workbook.show.tables import Table, Text, column
 
 
 def steady_text(state: SteadyState | None) -> Text:

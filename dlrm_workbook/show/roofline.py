@@ -15,19 +15,16 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from dlrm_core.parts import part_label
+from dlrm_core.units import NOT_MEASURED, digits, milliseconds, percent
 from dlrm_workbook.show.axes import label_rows
 from dlrm_workbook.show.roofline_tables import product_peaks
-from dlrm_workbook.show.tables import NOT_MEASURED
 from dlrm_workbook.show.theme import (
     COLOURS,
     GRID,
     INK,
     ROW,
-    digits,
     figure,
     markers,
-    milliseconds,
-    percent,
     rows_of,
     step_order,
 )

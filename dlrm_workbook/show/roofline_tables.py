@@ -7,11 +7,11 @@ from typing import Any
 
 import pandas as pd
 
-from dlrm_core.memory import format_bytes
 from dlrm_core.parts import part_label
+from dlrm_core.units import NOTHING, digits, format_bytes, known_or, milliseconds, percent
 from dlrm_workbook.analysis.roofline import COPIES, LAUNCHES, Limits, least_step
-from dlrm_workbook.show.tables import NOTHING, Table, Text, column, known_or
-from dlrm_workbook.show.theme import digits, milliseconds, percent, rows_of
+from dlrm_workbook.show.tables import Table, Text, column
+from dlrm_workbook.show.theme import rows_of
 
 PRECISIONS = {
     "fp32": "fp32",

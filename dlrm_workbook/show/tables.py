@@ -14,15 +14,13 @@ from typing import Any
 
 import pandas as pd
 
-from dlrm_workbook.show.theme import digits, milliseconds
+from dlrm_core.units import NOT_MEASURED, NOTHING
 
-NOT_MEASURED = "not measured"
-NOTHING = "–"
 EMPTY = '<p class="absent">Nothing to list.</p>'
 """A table without rows; pages leave it out where a sentence before says why."""
 
 _PLAIN = r"<?[-+−]?[\d,]*\.?\d+(e[-+]?\d+)?"
-_NUMBER = re.compile(rf"{_PLAIN}( to {_PLAIN})?( ?(%|×|ms|s|B|[KMGT]iB))?( \(.*\))?")
+_NUMBER = re.compile(rf"{_PLAIN}( to {_PLAIN})?( ?(%|×|x|ms|s|B|[KMGT]iB))?( \(.*\))?")
 
 
 def column(values: Iterable[float]) -> list[str]:
@@ -42,38 +40,6 @@ def column(values: Iterable[float]) -> list[str]:
         return f"<{least:g}" if 0 < number < least / 2 else f"{number:,.{decimals}f}"
 
     return [cell(number) for number in numbers]
-
-
-def known_or(value: float | None, text: Callable[[float], str], absent: str = NOTHING) -> str:
-    """The number as ``text`` writes it; ``absent`` where there is none."""
-    return absent if value is None or not math.isfinite(value) else text(float(value))
-
-
-def counted(count: int, noun: str) -> str:
-    """``1 thread``, ``2 threads``."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def from_to(low: float, high: float, text: Callable[[float], str] = digits) -> str:
-    """``1.20 to 1.31``; a dash where an end is not known."""
-    known = math.isfinite(low) and math.isfinite(high)
-    return f"{text(low)} to {text(high)}" if known else NOTHING
-
-
-def times_as_fast(mid: float, low: float, high: float) -> str:
-    """``1.25× (1.20 to 1.31)``; without the interval where there is none."""
-    known = math.isfinite(low) and math.isfinite(high)
-    return f"{mid:.2f}×" + (f" ({from_to(low, high, '{:.2f}'.format)})" if known else "")
-
-
-def yes_or_no(judged: bool | None) -> str:
-    """``yes`` or ``no``; a dash for what was not judged."""
-    return NOTHING if judged is None else "yes" if judged else "no"
-
-
-def known_ms(value: float | None) -> str:
-    """Milliseconds, or that they were not measured."""
-    return known_or(value, milliseconds, NOT_MEASURED)
 
 
 def aligned(*columns: Sequence[float] | pd.Series) -> list[list[str]]:

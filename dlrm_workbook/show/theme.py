@@ -198,43 +198,6 @@ def short_name(name: str, limit: int) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-def milliseconds(time: float) -> str:
-    return f"{digits(time)} ms"
-
-
-def signed_milliseconds(difference: float) -> str:
-    """``+1.20 ms``, ``−3.00 ms``; ``0 ms`` where nothing changed."""
-    sign = "+" if difference > 0 else "−" if difference < 0 else ""
-    return f"{sign}{milliseconds(abs(difference))}"
-
-
-def digits(value: float) -> str:
-    """Three digits that count, whole numbers from 100: 1,234; 12.3; 0.0123."""
-    if abs(value) >= 99.95 or value == 0:
-        return f"{value:,.0f}"
-    return f"{value:#.3g}" if abs(value) >= 0.001 else f"{value:.1e}"
-
-
-def thousands(count: float, unit: str = "") -> str:
-    """``13.8 M``, ``27.2 kB``: three digits that count."""
-    for prefix, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {prefix}{unit}"
-    return f"{count:.3g} {unit}".rstrip()
-
-
-def percent(share: float) -> str:
-    """A share with one decimal; what is there but rounds to nothing is ``<0.1%``; NaN a dash."""
-    if share != share:
-        return "–"
-    return "<0.1%" if 0 < share < 0.0005 else f"{share:.1%}"
-
-
-def signed_percent(share: float) -> str:
-    """A difference with its sign: ``+3.1%``, ``−0.4%``."""
-    return f"{share:+.1%}".replace("-", "−")
-
-
 def escaped(text: str) -> str:
     return text.replace("<", "&lt;")
 

@@ -6,8 +6,9 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from dlrm_core.units import digits
 from dlrm_workbook.show.axes import ranked_bars
-from dlrm_workbook.show.theme import COLOURS, COMPUTE, INK, digits, figure, markers, rows_of
+from dlrm_workbook.show.theme import COLOURS, COMPUTE, INK, figure, markers, rows_of
 
 MIB = 1 << 20
 

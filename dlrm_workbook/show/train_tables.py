@@ -11,17 +11,11 @@ from typing import Any
 import pandas as pd
 
 from dlrm_core.config import Parameters
-from dlrm_core.memory import (
-    ALWAYS,
-    PLACES,
-    MemoryItem,
-    forecast_memory,
-    format_bytes,
-    total_bytes,
-)
+from dlrm_core.memory import ALWAYS, PLACES, MemoryItem, forecast_memory, total_bytes
 from dlrm_core.reports import TrainingResult
 from dlrm_core.schedules import schedule_of
-from dlrm_workbook.show.tables import NOTHING, Table, column, known_ms
+from dlrm_core.units import NOTHING, format_bytes, known_ms
+from dlrm_workbook.show.tables import Table, column
 from dlrm_workbook.show.theme import rows_of
 
 

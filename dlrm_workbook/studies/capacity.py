@@ -7,7 +7,7 @@ import json
 
 from dlrm_core.config import load_parameters
 from dlrm_core.files import plain
-from dlrm_core.memory import format_bytes
+from dlrm_core.units import format_bytes
 from dlrm_workbook.analysis.capacity import CUDA_CONTEXT_BYTES, Capacity
 from dlrm_workbook.show.capacity import capacity, fits_table, model_table
 from dlrm_workbook.show.tables import Table

@@ -26,6 +26,7 @@ from dlrm_core.memory import (
     require_memory,
     total_bytes,
 )
+from dlrm_core.units import format_bytes
 from dlrm_workbook import cli
 from dlrm_workbook.analysis.capacity import (
     CUDA_CONTEXT_BYTES,
@@ -313,7 +314,7 @@ def test_a_refusal_says_both_numbers_the_difference_and_what_would_fit(monkeypat
         require_memory(given, torch.device("cpu"))
     first = str(error.value).splitlines()[0]
     for number in (needed, 500 * 2**20, needed - 500 * 2**20):
-        assert capacity.format_bytes(number) in first
+        assert format_bytes(number) in first
     rows = largest_rows(given, "host", 500 * 2**20, False)
     assert f"tables of {rows:,} rows in all would fit" in first
     assert "no training.batch_size would fit" in first and "tables_on_disk" in first

@@ -8,6 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dlrm_core.units import (
+    NOTHING,
+    counted,
+    from_to,
+    known_or,
+    ratio,
+    signed_milliseconds,
+    signed_percent,
+    speedup,
+    thousands,
+    yes_or_no,
+)
 from dlrm_workbook.show.axes import (
     add_ends,
     error_bars,
@@ -17,19 +29,8 @@ from dlrm_workbook.show.axes import (
     log_ticks,
     mark_one,
 )
-from dlrm_workbook.show.tables import (
-    NOTHING,
-    Table,
-    aligned,
-    column,
-    counted,
-    from_to,
-    known_or,
-    signed,
-    times_as_fast,
-    yes_or_no,
-)
-from dlrm_workbook.show.theme import figure, signed_milliseconds, signed_percent, thousands
+from dlrm_workbook.show.tables import Table, aligned, column, signed
+from dlrm_workbook.show.theme import figure
 
 
 @given(st.lists(st.sampled_from("abc"), max_size=12))
@@ -93,8 +94,15 @@ def test_numbers_as_readers_want_them() -> None:
     ]
     assert thousands(13_800_000.0) == "13.8 M" and thousands(5.0) == "5"
     assert (counted(1, "thread"), counted(1200, "rank")) == ("1 thread", "1,200 ranks")
-    assert times_as_fast(1.25, 1.2, 1.31) == "1.25× (1.20 to 1.31)"
-    assert times_as_fast(1.25, math.nan, math.nan) == "1.25×"
+    assert speedup(1.25, 1.2, 1.31) == "1.25x (1.20x to 1.31x)"
+    assert speedup(2.14, 1.93, 2.38, figures=2) == "2.1x (1.9x to 2.4x)"
+    assert [ratio(n) for n in (0.0123, 0.951, 12.34, 11_123)] == [
+        "0.01x",
+        "0.95x",
+        "12.3x",
+        "11,100x",
+    ]
+    assert speedup(1.25, math.nan, math.nan) == "1.25x"
     assert from_to(1.2, 1310.0) == "1.20 to 1,310" and from_to(1.0, math.nan) == NOTHING
     assert [yes_or_no(v) for v in (True, False, None)] == ["yes", "no", NOTHING]
     assert known_or(None, str) == known_or(math.nan, str) == NOTHING and known_or(2, str) == "2.0"

@@ -17,20 +17,15 @@ from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.parts import COMPONENTS, PHASES
 from dlrm_core.reports import TrainingResult
 from dlrm_core.train import train
+from dlrm_core.units import digits, percent
 from dlrm_workbook.analysis import attribution, operators
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.recorder import record_workload
 from dlrm_workbook.recordings.torch.trace import read_recording, read_trace
-from dlrm_workbook.show import (
-    bottlenecks as figures,
-)
-from dlrm_workbook.show import (
-    train as training_figures,
-)
-from dlrm_workbook.show import (
-    train_tables as training_presentation,
-)
-from dlrm_workbook.show.theme import COLOURS, PATTERNS, digits, percent, short_name, text_on
+from dlrm_workbook.show import bottlenecks as figures
+from dlrm_workbook.show import train as training_figures
+from dlrm_workbook.show import train_tables as training_presentation
+from dlrm_workbook.show.theme import COLOURS, PATTERNS, short_name, text_on
 
 ITERATIONS = 4
 

@@ -17,6 +17,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from sample_notebooks import PARAMETERS, PAYLOADS
 
 from dlrm_core.errors import InputError
+from dlrm_core.units import value_text
 from dlrm_workbook.runner.html_clean import ATTRIBUTES, CSS_PROPERTIES, TAGS, clean_html
 from dlrm_workbook.runner.pages import (
     FIGURE,
@@ -25,7 +26,7 @@ from dlrm_workbook.runner.pages import (
     after_carriage_returns,
     render_html,
 )
-from dlrm_workbook.runner.parameters import assigned_values, parameter_tables, value_text
+from dlrm_workbook.runner.parameters import assigned_values, parameter_tables
 from dlrm_workbook.show.tables import Table
 
 PIXEL = (

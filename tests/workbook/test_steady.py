@@ -123,7 +123,7 @@ def test_the_summary_says_what_was_left_out_and_what_it_costs() -> None:
     assert found.first == 1 and np.flatnonzero(found.outliers).tolist() == [12]
     assert found.straggler_share == pytest.approx(20 / 210, rel=0.01)
     assert found.steady.sum() == 18
-    assert "iteration 0 is left out (100.0 ms against 10.1 ms" in found.summary
+    assert "iteration 0 is left out (100 ms against 10.1 ms" in found.summary
     assert "1 of 19 (12)" in found.summary and "cost 9.5% of the time" in found.summary
 
 

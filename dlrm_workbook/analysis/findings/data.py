@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from dlrm_core.units import milliseconds
 from dlrm_workbook.analysis.findings.evidence import Evidence
 from dlrm_workbook.analysis.findings.finding import (
     Finding,
     Ledger,
     bounded,
     is_worthwhile,
-    milliseconds,
     predicted,
     probe_of,
     sentence,

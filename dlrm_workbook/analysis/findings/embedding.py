@@ -8,15 +8,9 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from dlrm_core.units import milliseconds
 from dlrm_workbook.analysis.findings.evidence import Evidence
-from dlrm_workbook.analysis.findings.finding import (
-    Finding,
-    Ledger,
-    amdahl,
-    bounded,
-    milliseconds,
-    probed,
-)
+from dlrm_workbook.analysis.findings.finding import Finding, Ledger, amdahl, bounded, probed
 
 SKEW = 4.0
 """Times as often as the generator's law expects is the hottest row asked for."""

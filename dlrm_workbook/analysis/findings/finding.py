@@ -101,15 +101,6 @@ def removed(share: float) -> dict[str, float]:
     }
 
 
-def milliseconds(value: float) -> str:
-    """``0.031 ms``, ``4.2 ms``, ``512 ms``: three significant digits at most."""
-    if value >= 100:
-        return f"{value:,.0f} ms"
-    if value >= 10:
-        return f"{value:.1f} ms"
-    return f"{value:.2g} ms" if value < 1 else f"{value:.2f} ms"
-
-
 def largest(by_part: pd.Series) -> tuple[str, str]:
     """The (component, phase) with the largest value of a series indexed by both."""
     component, phase = by_part.index[int(np.argmax(by_part.to_numpy()))]

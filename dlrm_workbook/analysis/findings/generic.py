@@ -11,8 +11,9 @@ from collections.abc import Iterable
 import numpy as np
 
 from dlrm_core.parts import part_label
+from dlrm_core.units import milliseconds
 from dlrm_workbook.analysis.findings.evidence import PROFILER_MS, Evidence
-from dlrm_workbook.analysis.findings.finding import Finding, Ledger, largest, milliseconds, removed
+from dlrm_workbook.analysis.findings.finding import Finding, Ledger, largest, removed
 from dlrm_workbook.analysis.steady import steady_state
 
 SLOWER = 1.5

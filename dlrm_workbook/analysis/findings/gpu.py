@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 
 from dlrm_core.parts import part_label
+from dlrm_core.units import milliseconds
 from dlrm_workbook.analysis.attribution import iteration_count, step_contexts
 from dlrm_workbook.analysis.context_tree import overlap, union
 from dlrm_workbook.analysis.findings.evidence import Evidence
@@ -23,7 +24,6 @@ from dlrm_workbook.analysis.findings.finding import (
     amdahl,
     bounded,
     largest,
-    milliseconds,
     predicted,
     removed,
 )

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from dlrm_core.parts import part_label
+from dlrm_core.units import milliseconds
 from dlrm_workbook.analysis.findings.evidence import Evidence, Part
 from dlrm_workbook.analysis.findings.finding import (
     Finding,
     Ledger,
     bounded,
     largest,
-    milliseconds,
     removed,
 )
 

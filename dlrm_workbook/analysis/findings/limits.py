@@ -5,8 +5,8 @@ from __future__ import annotations
 import pandas as pd
 
 from dlrm_core.parts import part_label
+from dlrm_core.units import milliseconds, percent
 from dlrm_workbook.analysis.findings.evidence import Evidence
-from dlrm_workbook.analysis.findings.finding import milliseconds
 
 PRODUCTS = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}
 
@@ -41,7 +41,7 @@ def _met(evidence: Evidence, component: str, phase: str) -> str:
     if row.empty:
         return ""
     found = row.iloc[0]
-    return f", at {_percent(found['share_of_ceiling'])} of {_reached(evidence, found)}"
+    return f", at {percent(found['share_of_ceiling'])} of {_reached(evidence, found)}"
 
 
 def _reached(evidence: Evidence, row: pd.Series) -> str:
@@ -56,7 +56,3 @@ def _reached(evidence: Evidence, row: pd.Series) -> str:
     if limit in ("dispatch", "launches"):
         return f"what calling its operators allows: {limit}"
     return f"what this machine allows: {limit}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * float(share):.0f} %"

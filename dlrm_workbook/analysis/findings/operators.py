@@ -12,6 +12,7 @@ import pandas as pd
 
 from dlrm_core.errors import InputError
 from dlrm_core.parts import part_label
+from dlrm_core.units import milliseconds
 from dlrm_workbook.analysis.findings.evidence import Evidence
 from dlrm_workbook.analysis.findings.finding import (
     Finding,
@@ -19,7 +20,6 @@ from dlrm_workbook.analysis.findings.finding import (
     bounded,
     is_worthwhile,
     largest,
-    milliseconds,
     predicted,
     removed,
 )

@@ -16,9 +16,10 @@ import pandas as pd
 from dlrm_core.config import Parameters
 from dlrm_core.errors import InputError
 from dlrm_core.parts import part_label
+from dlrm_core.units import milliseconds
 from dlrm_workbook.analysis.attribution import iteration_count
 from dlrm_workbook.analysis.findings.evidence import Evidence
-from dlrm_workbook.analysis.findings.finding import Finding, Ledger, milliseconds, rank, removed
+from dlrm_workbook.analysis.findings.finding import Finding, Ledger, rank, removed
 from dlrm_workbook.analysis.ranks.check import SHARED_CORES, own_profile
 from dlrm_workbook.analysis.ranks.choice import Setting, best_sharding
 from dlrm_workbook.analysis.ranks.links import Link, Network, calibrate

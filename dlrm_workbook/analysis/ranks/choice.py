@@ -15,13 +15,19 @@ import pandas as pd
 from dlrm_core.config import Parameters
 from dlrm_core.errors import InputError
 from dlrm_core.memory import dense_peak
+from dlrm_core.units import milliseconds
 from dlrm_workbook.analysis.ranks.communication import (
     FLOAT_BYTES,
     INDEX_BYTES,
     dense_parameters,
 )
 from dlrm_workbook.analysis.ranks.links import Network
-from dlrm_workbook.analysis.ranks.prediction import ComputeProfile, Prediction, predict, step_ms
+from dlrm_workbook.analysis.ranks.prediction import (
+    ComputeProfile,
+    Prediction,
+    predict,
+    step_ms,
+)
 from dlrm_workbook.analysis.ranks.schedule import Overlap
 from dlrm_workbook.analysis.ranks.sharding import KINDS, SHARDINGS, Plan, make_plan
 
@@ -246,7 +252,7 @@ def _moved(made: Prediction) -> str:
     idle = made.plan.idle_ranks
     return (f"{idle} ranks hold no table; " if idle else "") + (
         f"longest exchange: {most['collective']} of {most['what']}, "
-        f"{most['bytes'] / (1 << 20):.1f} MiB a rank, {_ms(most['mid_ms'])}"
+        f"{most['bytes'] / (1 << 20):.1f} MiB a rank, {milliseconds(most['mid_ms'])}"
     )
 
 
@@ -254,20 +260,19 @@ def _too_large(needed: float, limit: float) -> str:
     return f"needs {needed / 1e9:.1f} GB on one rank, {limit / 1e9:.1f} GB are there"
 
 
-def _ms(time: float) -> str:
-    return f"{time:,.0f} ms" if time >= 100 else f"{time:.3g} ms"
-
-
 def _reason(best: Prediction, found: dict[str, Prediction]) -> str:
     if best.ranks == 1:
         return "One rank has everything: nothing is exchanged."
     others = {name: made for name, made in found.items() if made is not best}
-    text = f"{_spelt(best.plan)}: {_ms(best.mid_ms)}, {_ms(best.exposed_ms)} of it exposed"
+    text = (
+        f"{_spelt(best.plan)}: {milliseconds(best.mid_ms)}, "
+        f"{milliseconds(best.exposed_ms)} of it exposed"
+    )
     if others:
         near = min(others, key=lambda name: others[name].mid_ms)
         text += (
-            f"; next best is {near} with {_ms(others[near].mid_ms)} "
-            f"({_ms(others[near].exposed_ms)} exposed)"
+            f"; next best is {near} with {milliseconds(others[near].mid_ms)} "
+            f"({milliseconds(others[near].exposed_ms)} exposed)"
         )
     if best.plan.idle_ranks:
         text += f"; {best.plan.idle_ranks} ranks hold no table"

@@ -11,10 +11,11 @@ import plotly.graph_objects as go
 
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json
+from dlrm_core.units import NOTHING, counted, milliseconds, percent, speedup
 from dlrm_workbook.runs import REPOSITORY
 from dlrm_workbook.show.axes import add_ends, add_headings, in_groups, label_rows, mark_one
-from dlrm_workbook.show.tables import NOTHING, Table, Text, aligned, counted, times_as_fast
-from dlrm_workbook.show.theme import figure, marker, milliseconds, percent, rows_of
+from dlrm_workbook.show.tables import Table, Text, aligned
+from dlrm_workbook.show.theme import figure, marker, rows_of
 
 DEFAULT = REPOSITORY / "benchmarks" / "results" / "embeddings.json"
 
@@ -149,7 +150,7 @@ def table(document: Mapping[str, Any]) -> Table:
 def _gain(ratio: Mapping[str, float]) -> str:
     """Times as fast, with the rounds' range; one round has none."""
     low, mid, high = (ratio[name] for name in ("low", "median", "high"))
-    return times_as_fast(mid, low, high) if low < high else f"{mid:.2f}× (one round)"
+    return speedup(mid, low, high) if low < high else f"{mid:.2f}× (one round)"
 
 
 def sentences(document: Mapping[str, Any], study: bool = False) -> Text:

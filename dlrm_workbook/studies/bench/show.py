@@ -11,7 +11,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from dlrm_workbook.runner.parameters import value_text
+from dlrm_core.units import counted, digits, milliseconds, percent, signed_milliseconds, value_text
 from dlrm_workbook.show.axes import (
     add_ends,
     add_headings,
@@ -23,19 +23,7 @@ from dlrm_workbook.show.axes import (
     log_ticks,
     mark_one,
 )
-from dlrm_workbook.show.tables import counted
-from dlrm_workbook.show.theme import (
-    COLOURS,
-    INK,
-    SYMBOLS,
-    TEMPLATE,
-    digits,
-    figure,
-    milliseconds,
-    percent,
-    rows_of,
-    signed_milliseconds,
-)
+from dlrm_workbook.show.theme import COLOURS, INK, SYMBOLS, TEMPLATE, figure, rows_of
 from dlrm_workbook.studies.bench.cases import GROWTH, PEER, PLAIN, TORCHREC, TUNED
 from dlrm_workbook.studies.bench.show_tables import (
     FIGURE_NAMES,

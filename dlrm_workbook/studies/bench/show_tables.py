@@ -8,17 +8,9 @@ from typing import Any
 
 import pandas as pd
 
-from dlrm_workbook.runner.parameters import value_text
-from dlrm_workbook.show.tables import (
-    NOT_MEASURED,
-    NOTHING,
-    Table,
-    Text,
-    aligned,
-    counted,
-    times_as_fast,
-)
-from dlrm_workbook.show.theme import percent, rows_of
+from dlrm_core.units import NOT_MEASURED, NOTHING, counted, percent, speedup, value_text
+from dlrm_workbook.show.tables import Table, Text, aligned
+from dlrm_workbook.show.theme import rows_of
 from dlrm_workbook.studies.bench import analyse as analysis
 from dlrm_workbook.studies.bench.cases import PEER, PLAIN, TORCHREC, TUNED
 from dlrm_workbook.studies.bench.text import difference_text
@@ -221,7 +213,7 @@ def options_table(without: pd.DataFrame, ladder: pd.DataFrame) -> Table | None:
 def _gain(row: Any) -> str:
     """A ratio with its interval, or that one round gives none."""
     if row.confidence > 0:
-        return times_as_fast(row.mid, row.low, row.high)
+        return speedup(row.mid, row.low, row.high)
     return f"{row.mid:.2f}× ({ONE_ROUND})"
 
 
@@ -307,4 +299,4 @@ def _options(change: Mapping[str, Any]) -> str:
 def _times(found: Mapping[str, float]) -> str:
     if found["rounds"] == 1:
         return f"{found['mid']:.2f}×"
-    return times_as_fast(found["mid"], found["low"], found["high"])
+    return speedup(found["mid"], found["low"], found["high"])

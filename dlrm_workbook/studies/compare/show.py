@@ -11,23 +11,22 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from dlrm_core.parts import part_label
-from dlrm_workbook.changes import change_text
-from dlrm_workbook.runner.parameters import value_text
-from dlrm_workbook.show.axes import error_bars, label_rows, lines_of, mark_one
-from dlrm_workbook.show.tables import (
+from dlrm_core.units import (
     NOT_MEASURED,
     NOTHING,
-    Table,
-    Text,
-    aligned,
-    column,
+    digits,
     from_to,
     known_or,
-    signed,
-    times_as_fast,
-    with_signs,
+    milliseconds,
+    signed_milliseconds,
+    signed_percent,
+    speedup,
+    value_text,
     yes_or_no,
 )
+from dlrm_workbook.changes import change_text
+from dlrm_workbook.show.axes import error_bars, label_rows, lines_of, mark_one
+from dlrm_workbook.show.tables import Table, Text, aligned, column, signed, with_signs
 from dlrm_workbook.show.theme import (
     COLOURS,
     FASTER,
@@ -39,15 +38,11 @@ from dlrm_workbook.show.theme import (
     SLOWER,
     SYMBOLS,
     difference_colour,
-    digits,
     escaped,
     figure,
     markers,
-    milliseconds,
     rows_of,
     short_name,
-    signed_milliseconds,
-    signed_percent,
     text_on,
     wrapped,
 )
@@ -374,14 +369,14 @@ def times_faster(interval: Interval | None) -> str:
     """The measured speed-up with its interval."""
     if interval is None:
         return NOT_MEASURED
-    return times_as_fast(interval.mid, interval.low, interval.high)
+    return speedup(interval.mid, interval.low, interval.high)
 
 
 def foretold(outcome: Outcome) -> str:
     """The predicted speed-up with its range, or a dash."""
     if outcome.predicted is None:
         return NOTHING
-    return times_as_fast(**outcome.predicted.speedup)
+    return speedup(**outcome.predicted.speedup)
 
 
 def verdict(comparison: Comparison) -> Text:

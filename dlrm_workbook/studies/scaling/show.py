@@ -10,6 +10,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from dlrm_core.parts import COMPONENTS, part_label
+from dlrm_core.units import digits, milliseconds, percent, signed_percent, thousands
 from dlrm_workbook.analysis.ranks.links import Link
 from dlrm_workbook.show.axes import (
     add_ends,
@@ -30,16 +31,11 @@ from dlrm_workbook.show.theme import (
     SYMBOLS,
     add_phase_key,
     difference_colour,
-    digits,
     figure,
     markers,
-    milliseconds,
-    percent,
     rows_of,
-    signed_percent,
     step_order,
     text_on,
-    thousands,
 )
 from dlrm_workbook.studies.scaling.show_tables import kind_label
 

@@ -9,25 +9,26 @@ from typing import Any
 import pandas as pd
 
 from dlrm_core.config import Parameters
-from dlrm_core.memory import format_bytes
 from dlrm_core.parts import part_label
+from dlrm_core.units import (
+    NOT_MEASURED,
+    NOTHING,
+    counted,
+    digits,
+    format_bytes,
+    from_to,
+    known_or,
+    percent,
+    signed_percent,
+    yes_or_no,
+)
 from dlrm_workbook.analysis.findings.finding import Finding
 from dlrm_workbook.analysis.ranks.check import predicted_and_measured, typical_error
 from dlrm_workbook.analysis.ranks.choice import Choice
 from dlrm_workbook.analysis.ranks.communication import Study
 from dlrm_workbook.analysis.ranks.record import ScalingRecord
-from dlrm_workbook.show.tables import (
-    NOT_MEASURED,
-    NOTHING,
-    Table,
-    Text,
-    column,
-    counted,
-    from_to,
-    known_or,
-    yes_or_no,
-)
-from dlrm_workbook.show.theme import digits, percent, rows_of, signed_percent
+from dlrm_workbook.show.tables import Table, Text, column
+from dlrm_workbook.show.theme import rows_of
 from dlrm_workbook.studies.bench.analyse import ladder
 from dlrm_workbook.studies.scaling.notebook import Scaling
 

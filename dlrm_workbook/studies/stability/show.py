@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import plotly.graph_objects as go
 
-from dlrm_core.memory import format_bytes
-from dlrm_workbook.show.tables import NOT_MEASURED, Table, Text, known_or
+from dlrm_core.units import NOT_MEASURED, format_bytes, known_or
+from dlrm_workbook.show.tables import Table, Text
 from dlrm_workbook.show.theme import COLOURS, INK, figure
 from dlrm_workbook.studies.stability.measure import Spread, Stability
 

@@ -11,9 +11,10 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from dlrm_core.parts import COMPONENTS, part_label
+from dlrm_core.units import NOTHING, digits, known_or, percent
 from dlrm_workbook.analysis.ensemble import WHOLE, Curve, short_leaf
 from dlrm_workbook.show.axes import label_rows, lines_of, log_axis, log_ticks
-from dlrm_workbook.show.tables import NOTHING, Table, Text, column, known_or
+from dlrm_workbook.show.tables import Table, Text, column
 from dlrm_workbook.show.theme import (
     COLOURS,
     DASHES,
@@ -21,9 +22,7 @@ from dlrm_workbook.show.theme import (
     ROW,
     SYMBOLS,
     TEMPLATE,
-    digits,
     figure,
-    percent,
     rows_of,
     wrapped,
 )
