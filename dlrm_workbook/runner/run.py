@@ -123,7 +123,7 @@ def command_run(arguments: Any) -> int:
     if arguments.resume and not swept and arguments.notebook in RESUMABLE:
         return command_resume(arguments)
     if swept or arguments.resume:
-        from dlrm_workbook.studies.sweep.run import command_sweep
+        from dlrm_workbook.runner.sweep import command_sweep
 
         return command_sweep(arguments, names)
     try:
