@@ -166,11 +166,9 @@ def open_predictor(arguments: argparse.Namespace, largest_batch: int = 0) -> Pre
     seed = training.seed if checkpoint is None else None
     huge_pages = training.embedding_backend != "torch"
     places = Places(parameters, device)
-    make_tables = places.make_tables
-    model = build_model(parameters.model, seed, device, huge_pages, make_tables).eval()
+    model = build_model(parameters.model, seed, device, huge_pages, places.make_tables).eval()
     if checkpoint is not None:
         restore_weights(checkpoint, model)
-    places.settle()
     notices += places.notices
     parameters, said = resolve(parameters, device, model.embeddings)
     attach(model.embeddings, parameters.training)

@@ -320,11 +320,6 @@ class TrainingConfig:
         "stay in host memory and are looked up by the CPU; left out, all lie on the GPU",
         minimum=0,
     )
-    tables_on_disk: str = setting(
-        "",
-        "folder on a disk from which the tables on the host are mapped, for tables larger than "
-        "the host's memory; scratch: removed when the run ends",
-    )
     sharding: str = setting(
         "auto",
         "under torchrun, how embedding tables are divided among the ranks by TorchRec: "
@@ -451,12 +446,6 @@ class TrainingConfig:
                     f"{where}training.optimizer is {self.optimizer!r}: an Adagrad needs a row's "
                     "whole gradient, so only 'race_free' can do it; the others are for 'sgd'"
                 )
-        if self.tables_on_disk and self.embedding_backend == "fbgemm":
-            raise InputError(
-                f"training.tables_on_disk is {self.tables_on_disk!r}, but "
-                "training.embedding_backend is 'fbgemm', which keeps tables in memory of its "
-                "own: choose torch or fused"
-            )
         if self.fp32_matmul.startswith("bf16") and self.dense_backend != "fused":
             raise InputError(
                 f"training.fp32_matmul is {self.fp32_matmul!r}, but training.dense_backend is "
@@ -627,6 +616,10 @@ def load_parameters(path: str | os.PathLike[str], overrides: Sequence[str] = ())
     return parameters_from_sections(tree, source=str(path))
 
 
+RETIRED = {"training.tables_on_disk": ""}
+"""Parameters of earlier versions, which their records hold, and the value that does nothing."""
+
+
 def parameters_from_sections(tree: Mapping[str, Any], source: str = "") -> Parameters:
     """Validate sections given as dicts, as papermill injects them.
 
@@ -647,12 +640,11 @@ def parameters_from_sections(tree: Mapping[str, Any], source: str = "") -> Param
             if not isinstance(section, Mapping):
                 raise InputError(f"{name} is {section!r}, expected a section of parameters")
             known = [f.name for f in fields(kind)]
-            for leaf in section:
-                if leaf not in known:
-                    raise InputError(
-                        _unknown(f"{name}.{leaf}", [f"{name}.{k}" for k in known], "parameter")
-                    )
-            section = dict(section)
+            for leaf, value in section.items():
+                full = f"{name}.{leaf}"
+                if leaf not in known and (full not in RETIRED or value != RETIRED[full]):
+                    raise InputError(_unknown(full, [f"{name}.{k}" for k in known], "parameter"))
+            section = {leaf: value for leaf, value in section.items() if leaf in known}
             # a list of rows without a count: the list decides
             if (
                 name == "model"

@@ -124,7 +124,7 @@ def _mlp_backward(widths: Sequence[int]) -> list[tuple[int, int]]:
     return moments
 
 
-# Which embedding tables lie on the GPU, in host memory, or on a disk: a plan, no memory.
+# Which embedding tables lie on the GPU or in host memory: a plan, no memory.
 
 FLOAT_BYTES = 4
 
@@ -135,14 +135,12 @@ class Placement:
 
     Attributes:
         on_gpu: tables looked up where the dense part runs.
-        on_host: tables in host memory (or mapped from a disk), looked up by the CPU.
-        disk: folder that the tables on the host are mapped from; empty: host memory.
+        on_host: tables in host memory, looked up by the CPU.
         split: whether pooled vectors cross from the host's side to the GPU's.
     """
 
     on_gpu: tuple[int, ...]
     on_host: tuple[int, ...]
-    disk: str
     split: bool
 
 
@@ -153,22 +151,13 @@ def plan_placement(parameters: Parameters, gpu: bool) -> Placement:
     ``training.embeddings_on_gpu_bytes``: small tables are looked up as often as large ones
     (NVIDIA's DLRM for TensorFlow places them so as well). On a CPU the same split is made
     where the parameter is given, as a rehearsal: both sides are then the CPU.
-
-    Raises:
-        InputError: tables are to lie on a disk, but all of them go to the GPU.
     """
-    model, training = parameters.model, parameters.training
+    model, limit = parameters.model, parameters.training.embeddings_on_gpu_bytes
     every = tuple(range(len(model.table_rows)))
-    limit, disk = training.embeddings_on_gpu_bytes, training.tables_on_disk
     if limit is None:
-        if gpu and disk:
-            raise InputError(
-                f"training.tables_on_disk is {disk!r}, but all tables go to the GPU: give "
-                "training.embeddings_on_gpu_bytes, beyond which tables stay on the host (0: all)"
-            )
-        return Placement(every, (), "", False) if gpu else Placement((), every, disk, False)
+        return Placement(every, (), False) if gpu else Placement((), every, False)
     chosen = smallest_first(model.table_rows, model.embedding_dim, limit)
-    return Placement(chosen, tuple(t for t in every if t not in set(chosen)), disk, True)
+    return Placement(chosen, tuple(t for t in every if t not in set(chosen)), True)
 
 
 def smallest_first(rows: Sequence[int], dim: int, limit: int) -> tuple[int, ...]:
@@ -193,7 +182,7 @@ ALWAYS, INITIAL, DATA = "always", "making the model", "making a batch"
 DENSE, EMBEDDINGS = "dense part", "embedding update"
 """When an item is alive. All but the first follow each other, so only the largest counts."""
 
-PLACES = ("gpu", "host", "disk")
+PLACES = ("gpu", "host")
 
 LIBRARIES_BYTES = 48 << 20
 """Resident once torch and its libraries have run a step, beyond what importing them takes;
@@ -225,7 +214,7 @@ class MemoryItem:
     shape: str
     bytes: int
     place: str = "host"
-    """``gpu``, ``host`` memory or ``disk`` (mapped from there)."""
+    """``gpu`` or ``host`` memory."""
     when: str = ALWAYS
 
 
@@ -276,7 +265,7 @@ def forecast_memory(parameters: Parameters, gpu: bool = False) -> list[MemoryIte
 def _tables(parameters: Parameters, placement: Placement, where: str) -> Iterator[MemoryItem]:
     dim, on_host = parameters.model.embedding_dim, set(placement.on_host)
     for t, rows in enumerate(parameters.model.table_rows):
-        place = where if t not in on_host else "disk" if placement.disk else "host"
+        place = "host" if t in on_host else where
         name, size = f"embedding table {t}", rows * dim * FLOAT_BYTES
         yield MemoryItem(name, f"{rows:,} x {dim}", size, place)
 

@@ -336,14 +336,13 @@ class Trainer(TrainingLoop[TrainingStep]):
         if checkpoint is not None:
             parameters = with_backend_of(checkpoint, parameters)
         notices = prepare(parameters, device, checkpoint)
-        self.places = places = Places(parameters, device)
+        places = Places(parameters, device)
         notices += places.notices
         seed = config.seed if checkpoint is None else None
         huge_pages = config.embedding_backend != "torch"
         model = build_model(parameters.model, seed, device, huge_pages, places.make_tables)
         if checkpoint is not None:
             restore_weights(checkpoint, model)
-        places.settle()
         loss = ClickLoss(parameters.model.loss, parameters.model.loss_weights).to(device)
         parameters, more = resolve(parameters, device, model.embeddings)
         step = TrainingStep(model, loss, parameters.training)
@@ -388,11 +387,6 @@ class Trainer(TrainingLoop[TrainingStep]):
             optimizer_state(self.step)[0],
             state,
         )
-
-    def close(self) -> None:
-        """End the prefetching thread, if there is one, and let go of all files."""
-        super().close()
-        self.places.close()
 
 
 def train(

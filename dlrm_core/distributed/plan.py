@@ -62,7 +62,6 @@ def require_possible(parameters: Parameters, ranks: int) -> None:
     for leaf, found, wanted, reason in (
         ("precision", training.precision == "fp16", "fp32 or bf16", "its loss scale is not shared"),
         ("micro_batch", training.micro_batch is not None, "nothing", "a rank's batch is small"),
-        ("tables_on_disk", bool(training.tables_on_disk), "nothing", "FBGEMM's are in memory"),
         (
             "embeddings_on_gpu_bytes",
             training.embeddings_on_gpu_bytes is not None,

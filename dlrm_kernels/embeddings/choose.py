@@ -105,8 +105,6 @@ def resolve(
                 weight.fill_(0.01)
     made = first_batches(parameters, device)
     refused = _too_large(parameters, device)
-    if parameters.training.tables_on_disk:
-        refused["fbgemm"] = "it keeps tables in memory of its own, not in training.tables_on_disk"
     if isinstance(tables, PlacedTables) and tables.placement.split:
         return _resolve_sides(parameters, tables, made, refused)
     choice = choose(tables, parameters.training, made, refused)

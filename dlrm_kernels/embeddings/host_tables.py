@@ -1,10 +1,10 @@
 """Tables in two places: some beside the dense part on the GPU, the others with the CPU.
 
 Tables beyond ``training.embeddings_on_gpu_bytes`` stay in host memory
-(:mod:`dlrm_core.memory`) or are mapped from a disk. Their rows never move: the CPU looks
-them up while the GPU looks up its own, all their pooled vectors cross in one copy from
-page-locked memory, and all gradients come back in one. Both sides may be the CPU, which
-tests use and which rehearses a run.
+(:mod:`dlrm_core.memory`). Their rows never move: the CPU looks them up while the GPU looks
+up its own, all their pooled vectors cross in one copy from page-locked memory, and all
+gradients come back in one. Both sides may be the CPU, which tests use and which rehearses
+a run.
 
 Shapes: B samples, T tables of R rows, d embedding width, H of the tables on the host.
 """
@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -27,9 +26,6 @@ from dlrm_core.embeddings import EmbeddingTables, empty_tables
 from dlrm_core.memory import Placement, plan_placement
 from dlrm_core.parts import part
 from dlrm_core.units import format_bytes
-from dlrm_kernels.embeddings.mapped_tables import MappedTables
-
-# Batches whose lookups are sorted by where their table lies (:mod:`dlrm_core.memory`).
 
 
 @dataclass(frozen=True)
@@ -92,34 +88,26 @@ tree shows each of them to take."""
 class PlacedTables(EmbeddingTables):
     """Tables of which some stay on the host, whatever device the model is moved to.
 
-    Args:
-        disk: where the tables on the host are mapped from; None: in memory.
+    Those beside the dense part are made on torch's default device.
 
     Attributes:
         placement: which tables are where.
         host_backend: back end of the host's side where it is not the parameters' own.
     """
 
-    def __init__(
-        self, table_rows: Sequence[int], dim: int, placement: Placement, disk: MappedTables | None
-    ) -> None:
+    def __init__(self, table_rows: Sequence[int], dim: int, placement: Placement) -> None:
         memory: list[torch.Tensor] = [torch.empty(0)] * len(table_rows)
-        for ids, on_host in ((placement.on_gpu, False), (placement.on_host, True)):
-            rows = [table_rows[t] for t in ids]
-            if on_host and disk is not None:
-                made = disk.tensors
-            elif on_host:
-                with torch.device("cpu"):
-                    made = empty_tables(rows, dim, True) if rows else []
-            else:
-                made = empty_tables(rows, dim, True) if rows else []
+        for ids, device in (
+            (placement.on_gpu, torch.get_default_device()),
+            (placement.on_host, torch.device("cpu")),
+        ):
+            with device:
+                made = empty_tables([table_rows[t] for t in ids], dim, True) if ids else []
             for t, tensor in zip(ids, made, strict=True):
                 memory[t] = tensor
         super().__init__(table_rows, dim, memory=memory)
         self.placement = placement
         self.host_backend: str | None = None
-        # no submodule: it is already one, under its own name
-        self.__dict__["disk"] = disk
 
     def _apply(self, fn: Any, recurse: bool = True) -> PlacedTables:
         """Move or convert what lies beside the dense part, and nothing else."""
@@ -135,47 +123,29 @@ class PlacedTables(EmbeddingTables):
 
 
 class Places:
-    """Where a run's tables are to lie, and what must be undone at its end.
+    """Where a run's tables are to lie.
 
     Attributes:
         placement: the plan.
+        make_tables: what :func:`dlrm_core.model.build_model` is to make tables with; None: its
+            own way.
         notices: which tables are where, in words; none if all are in one place.
-
-    Raises:
-        InputError: the tables cannot lie there.
     """
 
     def __init__(self, parameters: Parameters, device: torch.device) -> None:
-        self.model = parameters.model
-        self.placement = plan_placement(parameters, device.type == "cuda")
-        self._disk: MappedTables | None = None
-        self._wanted = parameters.training.tables_on_disk
-        self.notices = _notices(parameters, self.placement, device)
-
-    @property
-    def make_tables(self) -> Any:
-        """What :func:`dlrm_core.model.build_model` is to make tables with; None: its own way."""
-        return self._make if self.placement.split or self.placement.disk else None
-
-    def settle(self) -> None:
-        """The tables have been filled."""
-        if self._disk is not None:
-            self._disk.settle()
-
-    def close(self) -> None:
-        """Remove files; the tables must not be used any more."""
-        if self._disk is not None:
-            self._disk.close()
-
-    def _make(self) -> PlacedTables:
-        model, placement = self.model, self.placement
-        if placement.disk and placement.on_host:
-            rows = [model.table_rows[t] for t in placement.on_host]
-            self._disk = MappedTables(Path(placement.disk), rows, model.embedding_dim)
-        return PlacedTables(model.table_rows, model.embedding_dim, placement, self._disk)
+        model = parameters.model
+        self.placement = placement = plan_placement(parameters, device.type == "cuda")
+        self.make_tables: Callable[[], PlacedTables] | None = None
+        self.notices: list[str] = []
+        if placement.split:
+            self.make_tables = lambda: PlacedTables(
+                model.table_rows, model.embedding_dim, placement
+            )
+            self.notices.append(_notice(parameters, placement, device))
 
 
-def _notices(parameters: Parameters, placement: Placement, device: torch.device) -> list[str]:
+def _notice(parameters: Parameters, placement: Placement, device: torch.device) -> str:
+    """The sentence that says which tables lie where."""
     rows, dim = parameters.model.table_rows, parameters.model.embedding_dim
 
     def those(ids: Sequence[int]) -> str:
@@ -185,21 +155,12 @@ def _notices(parameters: Parameters, placement: Placement, device: torch.device)
         named = f"table {ids[0]}" if len(ids) == 1 else f"tables {ranges(ids)}"
         return f"{named} ({size})"
 
-    said = []
-    if placement.split:
-        where = "on the GPU" if device.type == "cuda" else "beside the dense part"
-        rehearsal = "" if device.type == "cuda" else "; without a GPU both sides are the CPU"
-        said.append(
-            f"training.embeddings_on_gpu_bytes: {those(placement.on_gpu)} lie {where}, "
-            f"{those(placement.on_host)} on the host{rehearsal}"
-        )
-    if placement.disk and placement.on_host:
-        said.append(
-            f"training.tables_on_disk: {those(placement.on_host)} are mapped from "
-            f"{placement.disk}: rows that are not in memory cost a read of the disk, and Adagrad's "
-            "and Adam's state stays in memory"
-        )
-    return said
+    where = "on the GPU" if device.type == "cuda" else "beside the dense part"
+    rehearsal = "" if device.type == "cuda" else "; without a GPU both sides are the CPU"
+    return (
+        f"training.embeddings_on_gpu_bytes: {those(placement.on_gpu)} lie {where}, "
+        f"{those(placement.on_host)} on the host{rehearsal}"
+    )
 
 
 def ranges(ids: Sequence[int]) -> str:

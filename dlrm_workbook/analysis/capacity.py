@@ -75,7 +75,7 @@ class Capacity:
     items: tuple[MemoryItem, ...]
     """For a run on this machine: on its GPU if there is one and it is asked for."""
     needed_bytes: dict[str, int]
-    """At the highest point: ``gpu``, ``host``, ``disk``."""
+    """At the highest point: ``gpu``, ``host``."""
     verdicts: tuple[Verdict, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -125,9 +125,6 @@ def _verdict(
     gpu: bool,
     source: str = "",
 ) -> Verdict:
-    # tables_on_disk without tables on the host is refused for a run on a GPU; here all is asked
-    if gpu and parameters.training.embeddings_on_gpu_bytes is None:
-        parameters = _with_training(parameters, tables_on_disk="")
     items = forecast_memory(parameters, gpu)
     needed = total_bytes(items, place)
     rows = None if limit is None else largest_rows(parameters, place, limit, gpu)
@@ -181,9 +178,7 @@ def largest_on_gpu(parameters: Parameters, limit: int) -> int | None:
         sums.append(sums[-1] + rows * dim * FLOAT_BYTES)
 
     def needed(count: int) -> int:
-        changed = _with_training(
-            parameters, embeddings_on_gpu_bytes=sums[count - 1], tables_on_disk=""
-        )
+        changed = _with_training(parameters, embeddings_on_gpu_bytes=sums[count - 1])
         return total_bytes(forecast_memory(changed, True), "gpu")
 
     found = _largest(needed, limit, len(sums))
@@ -222,13 +217,11 @@ def advice(parameters: Parameters, place: str, limit: int, gpu: bool) -> str:
                 f"training.embeddings_on_gpu_bytes: {most} would fit, with "
                 f"{format_bytes(_host_beside(parameters, most))} in host memory"
             )
-    elif not parameters.training.tables_on_disk:
-        said.append("training.tables_on_disk: FOLDER maps tables from a disk, slower")
     return "; ".join(said)
 
 
 def _host_beside(parameters: Parameters, on_gpu_bytes: int) -> int:
-    changed = _with_training(parameters, embeddings_on_gpu_bytes=on_gpu_bytes, tables_on_disk="")
+    changed = _with_training(parameters, embeddings_on_gpu_bytes=on_gpu_bytes)
     return total_bytes(forecast_memory(changed, True), "host")
 
 

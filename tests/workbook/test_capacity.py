@@ -215,13 +215,6 @@ def test_tables_beyond_the_gpus_share_take_host_memory():
     assert total_bytes(items, "gpu") < whole
 
 
-def test_mapped_tables_take_room_on_the_disk_only():
-    mapped = parameters({"table_rows": 10**9, "tables": 8}, tables_on_disk="/data")
-    items = forecast_memory(mapped)
-    assert total_bytes(items, "disk") == 8 * 10**9 * 64 * 4
-    assert total_bytes(items, "host") < 2 << 30
-
-
 # ---- what fits -------------------------------------------------------------------
 
 
@@ -317,18 +310,7 @@ def test_a_refusal_says_both_numbers_the_difference_and_what_would_fit(monkeypat
         assert format_bytes(number) in first
     rows = largest_rows(given, "host", 500 * 2**20, False)
     assert f"tables of {rows:,} rows in all would fit" in first
-    assert "no training.batch_size would fit" in first and "tables_on_disk" in first
-
-
-def test_with_tables_on_a_disk_the_same_model_is_taken(monkeypatch, tmp_path):
-    monkeypatch.setattr("dlrm_core.memory.available_memory", lambda device: 500 * 2**20)
-    large = {"table_rows": 1_000_000}
-    require_memory(parameters(large, tables_on_disk=str(tmp_path)), torch.device("cpu"))
-    with pytest.raises(InputError, match="too few"):
-        require_memory(
-            parameters(large, tables_on_disk=str(tmp_path), optimizer="adagrad"),
-            torch.device("cpu"),
-        )
+    assert "no training.batch_size would fit" in first
 
 
 def test_advice_for_a_gpu_names_the_share_that_fits():

@@ -1,12 +1,10 @@
-"""Tables in two places, or on a disk: the same training as with all of them in one."""
+"""Tables in two places: the same training as with all of them in one."""
 
 from __future__ import annotations
 
-import gc
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,7 +26,6 @@ from dlrm_kernels.embeddings.host_tables import (
     divided,
     ranges,
 )
-from dlrm_kernels.embeddings.mapped_tables import PREFIX, MappedTables, file_system
 
 ROWS = [300, 50, 400, 20, 50]
 CPU = torch.device("cpu")
@@ -104,11 +101,10 @@ def test_without_a_limit_all_tables_lie_where_the_dense_part_is():
     assert not plan_placement(parameters(), gpu=True).split
 
 
-def test_tables_cannot_be_on_a_disk_and_on_the_gpu(tmp_path):
-    with pytest.raises(InputError, match="embeddings_on_gpu_bytes"):
-        plan_placement(parameters(tables_on_disk=str(tmp_path)), gpu=True)
-    with pytest.raises(InputError, match=r"tables_on_disk.*fbgemm"):
-        parameters(tables_on_disk=str(tmp_path), embedding_backend="fbgemm")
+def test_what_earlier_versions_recorded_of_tables_on_a_disk_is_read_unless_it_was_used():
+    assert parameters(tables_on_disk="") == parameters()
+    with pytest.raises(InputError, match=r"unknown parameter training\.tables_on_disk"):
+        parameters(tables_on_disk="/data")
 
 
 def test_ranges_are_named_in_few_words():
@@ -233,7 +229,7 @@ def test_a_wrong_index_of_the_host_is_named():
 
 def test_tables_on_the_host_stay_there_when_the_model_moves():
     placement = plan_placement(parameters(embeddings_on_gpu_bytes=2240), gpu=True)
-    tables = PlacedTables(ROWS, 8, placement, None)
+    tables = PlacedTables(ROWS, 8, placement)
     tables.to("meta")
     where = [weight.device.type for weight in tables.weights]
     assert where == ["cpu", "meta", "cpu", "meta", "cpu"]
@@ -285,113 +281,27 @@ def test_a_profile_shows_each_side_of_the_tables(tmp_path):
     assert (crossing["time_ms"] > 0).all()
 
 
-@pytest.mark.parametrize("disk", [False, True])
 @pytest.mark.parametrize("first", [None, 2240])
 @pytest.mark.parametrize("backend", ["torch", "fused"])
-def test_a_checkpoint_moves_between_one_place_and_two(tmp_path, first, disk, backend):
+def test_a_checkpoint_moves_between_one_place_and_two(tmp_path, first, backend):
     given = parameters(optimizer="rowwise_adagrad", embedding_backend=backend)
 
     def part(**changes) -> Parameters:
         return replace(given, training=replace(given.training, **changes))
 
     folder = str(tmp_path / "checkpoints")
-    tables = {"tables_on_disk": str(tmp_path / "tables")} if disk else {}
     before = part(max_steps=3, embeddings_on_gpu_bytes=first, checkpoint_folder=folder)
     train(replace(before, training=replace(before.training, checkpoint_every=3)), progress=False)
     second = 2240 if first is None else None
-    rest = part(resume="latest", checkpoint_folder=folder, embeddings_on_gpu_bytes=second, **tables)
+    rest = part(resume="latest", checkpoint_folder=folder, embeddings_on_gpu_bytes=second)
     assert train(rest, progress=False).losses == run(given)[0][3:]
 
 
-# ---- on a disk -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("init", ["facebook", "torch"])
-@pytest.mark.parametrize("backend", ["torch", "fused"])
-def test_tables_on_a_disk_train_as_in_memory(tmp_path, init, backend):
-    given = parameters(embedding_backend=backend, optimizer="rowwise_adagrad")
-    given = replace(given, model=replace(given.model, init=init))
-    mapped = replace(given, training=replace(given.training, tables_on_disk=str(tmp_path)))
-    assert_same(run(given), run(mapped))
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_some_tables_on_a_disk_and_some_beside_the_dense_part(tmp_path):
-    split = parameters(embeddings_on_gpu_bytes=2240)
-    mapped = parameters(embeddings_on_gpu_bytes=2240, tables_on_disk=str(tmp_path))
-    assert_same(run(split), run(mapped))
-
-
-def test_updates_go_to_the_files(tmp_path):
-    trainer = Trainer(parameters(tables_on_disk=str(tmp_path)))
-    trainer.train()
-    (folder,) = tmp_path.iterdir()
-    files = sorted(folder.glob("*.f32"))
-    assert [file.stat().st_size for file in files] == [rows * 32 for rows in ROWS]
-    for file, weight in zip(files, trainer.model.embeddings.weights, strict=True):
-        assert file.read_bytes() == weight.detach().numpy().tobytes()
-    assert any("mapped from" in notice for notice in trainer.notices)
-    trainer.close()
-
-
-def test_files_go_with_the_run_and_leftovers_with_the_next(tmp_path):
-    left = tmp_path / f"{PREFIX}killed"
-    left.mkdir()
-    (left / "in-use").touch()
-    (left / "00000.f32").write_bytes(b"x" * 100)
-    (tmp_path / "mine.txt").write_text("kept")
-    first = MappedTables(tmp_path, [10], 4)
-    assert not left.exists()
-    # one that is in use stays
-    second = MappedTables(tmp_path, [10], 4)
-    assert first.folder.exists()
-    second.close()
-    del first, second
-    gc.collect()
-    assert [entry.name for entry in tmp_path.iterdir()] == ["mine.txt"]
-
-
-def test_mapped_tables_are_no_anonymous_memory(tmp_path):
-    def anonymous() -> int:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("RssAnon:"):
-                return int(line.split()[1]) * 1024
-        raise AssertionError
-
-    before = anonymous()
-    mapped = MappedTables(tmp_path, [1 << 20], 16)
-    mapped.tensors[0].fill_(1.0)
-    assert anonymous() - before < (16 << 20) < mapped.bytes
-    mapped.close()
-
-
-def test_too_little_room_on_the_disk_is_refused_with_both_numbers(tmp_path, monkeypatch):
-    import shutil
-
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(InputError, match=r"25\.62 KiB, but 1000 B are free.*24\.65 KiB too few"):
-        Trainer(parameters(tables_on_disk=str(tmp_path)))
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_in_memory_is_no_disk(tmp_path):
-    mounts = tmp_path / "mounts"
-    mounts.write_text(
-        f"/dev/sda / ext4 rw 0 0\ntmpfs {tmp_path}/a\\040b tmpfs rw 0 0\n"
-        f"/dev/sdb {tmp_path}/a\\040b/c xfs rw 0 0\n"
-    )
-    assert file_system(tmp_path, mounts) == "ext4"
-    assert file_system(tmp_path / "a b" / "d", mounts) == "tmpfs"
-    assert file_system(tmp_path / "a b" / "c", mounts) == "xfs"
-    if Path("/dev/shm").is_dir() and file_system(Path("/dev/shm")) == "tmpfs":
-        with pytest.raises(InputError, match="is in memory"):
-            MappedTables(Path("/dev/shm/dlrm-test"), [10], 4)
-        assert not Path("/dev/shm/dlrm-test").exists()
+# ---- too large for the host ------------------------------------------------------
 
 
 LIMITED = """
-import resource, sys
+import resource
 from pathlib import Path
 from dlrm_core.config import parameters_from_sections
 from dlrm_core.errors import InputError
@@ -408,7 +318,7 @@ def run(**training):
     trainer.close()
     return losses
 
-free = run()
+run()
 used = next(int(line.split()[1]) * 1024 for line in
             Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData:"))
 resource.setrlimit(resource.RLIMIT_DATA, (used + (160 << 20), resource.RLIM_INFINITY))
@@ -417,15 +327,13 @@ try:
     raise SystemExit("not refused")
 except InputError as error:
     print(str(error).splitlines()[0])
-assert run(tables_on_disk=sys.argv[1]) == free
 """
 """The system itself grants 160 MiB beyond what the process has; the tables take 195 MiB."""
 
 
-def test_under_a_small_limit_tables_are_refused_or_mapped(tmp_path):
+def test_under_a_small_limit_tables_are_refused_with_both_numbers():
     done = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", LIMITED], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     assert "MiB are available" in done.stdout and "too few" in done.stdout
-    assert "training.tables_on_disk" in done.stdout
