@@ -33,8 +33,7 @@ from dlrm_core.data.files.reader import DatasetBatches
 from dlrm_core.data.files.sources import open_source
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json, write_json
-from dlrm_workbook.doctor import machine_facts
-from dlrm_workbook.runs import versions
+from dlrm_core.machine import machine_facts, versions
 
 Record = dict[str, Any]
 T15 = "--variant criteo_t15_synthetic"

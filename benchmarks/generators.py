@@ -23,7 +23,7 @@ import torch
 from dlrm_core.config import load_parameters
 from dlrm_core.data.loader import make_generator
 from dlrm_core.files import write_json
-from dlrm_workbook.doctor import machine_facts
+from dlrm_core.machine import machine_facts
 from dlrm_workbook.processes import settle_allocator
 
 LOOP = "facebook_loop"

@@ -21,9 +21,8 @@ from pathlib import Path
 
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.files import write_json
+from dlrm_core.machine import machine_facts, versions
 from dlrm_core.train import Trainer
-from dlrm_workbook.doctor import machine_facts
-from dlrm_workbook.runs import versions
 
 ITERATIONS, WARM_UP, FAR = 1500, 100, 10**6
 

@@ -29,7 +29,7 @@ from dlrm_core.evaluate import HeldOut, held_out_batches
 from dlrm_core.evaluate import evaluate as evaluate_batches
 from dlrm_core.files import plain
 from dlrm_core.inference import POOL_BATCHES, measure_latency, pool_of
-from dlrm_core.machine import device_name, resolve_device
+from dlrm_core.machine import device_name, end_with_starter, resolve_device
 from dlrm_core.memory import require_memory
 from dlrm_core.model import DLRM, ClickLoss, build_model
 from dlrm_core.precision import DensePrecision, set_fp32_matmul, set_tf32
@@ -37,7 +37,6 @@ from dlrm_core.progress import Bar
 from dlrm_core.resume import require_same_model, restore_weights, with_backend_of
 from dlrm_kernels.embeddings.choose import resolve
 from dlrm_kernels.embeddings.host_tables import Places
-from dlrm_workbook.processes import end_with_starter
 
 if TYPE_CHECKING:
     from dlrm_workbook.evidence.counters import IterationCounters

@@ -1,25 +1,82 @@
-"""How much memory the process may use before something ends it."""
+"""The machine that a run is on: device, processor, memory, signals, versions.
+
+Nothing heavy is imported before it is needed: pages ask what a machine is without torch.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import difflib
+import ctypes
+import importlib.metadata
 import os
-import re
+import platform
 import resource
+import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from dlrm_core.config import TrainingConfig
 from dlrm_core.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+def resolve_device(config: TrainingConfig) -> torch.device:
+    """The device that ``training.device`` means on this machine.
+
+    Raises:
+        InputError: CUDA is asked for and torch sees no GPU.
+    """
+    import torch
+
+    available = torch.cuda.is_available()
+    if config.device == "cuda" and not available:
+        built = torch.version.cuda or "none"
+        raise InputError(
+            f"training.device is 'cuda', but torch {torch.__version__} sees no GPU "
+            f"(its CUDA: {built}); use training.device: cpu or auto"
+        )
+    return torch.device("cuda" if available and config.device != "cpu" else "cpu")
+
+
+def device_name(device: torch.device) -> str:
+    """'cpu', or 'cuda (NVIDIA H100 80GB HBM3)'."""
+    if device.type == "cuda":
+        import torch
+
+        return f"cuda ({torch.cuda.get_device_name(device)})"
+    return "cpu"
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Bytes at the highest point so far; None where the system does not say."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated(device)
+    # not getrusage's ru_maxrss: that survives exec, so a child would start with its parent's peak
+    peak_kib = _own_status("VmHWM:")
+    return None if peak_kib is None else peak_kib * 1024
+
+
+def peak_memory_by_device(device: torch.device) -> dict[str, int]:
+    """:func:`peak_memory` of the host, and of the GPU that a run uses; what is known."""
+    import torch
+
+    found = {"host": peak_memory(torch.device("cpu"))}
+    if device.type == "cuda":
+        found["gpu"] = peak_memory(device)
+    return {name: size for name, size in found.items() if size is not None}
 
 
 def memory_limit(device: torch.device, root: Path = Path("/")) -> int | None:
@@ -29,12 +86,14 @@ def memory_limit(device: torch.device, root: Path = Path("/")) -> int | None:
     of those above it (a container's, a batch job's), and the limit on address space.
     """
     if device.type == "cuda":
+        import torch
+
         return torch.cuda.mem_get_info(device)[1]
     found = []
-    for line in _text(root / "proc/meminfo").splitlines():
+    for line in read_text(root / "proc/meminfo").splitlines():
         if line.startswith("MemTotal:"):
             found.append(1024 * int(line.split()[1]))
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers not in ("", "memory") and "memory" not in controllers.split(","):
             continue
@@ -45,7 +104,7 @@ def memory_limit(device: torch.device, root: Path = Path("/")) -> int | None:
         for group in (within, *within.parents):
             if not group.is_relative_to(place):
                 break
-            limit = _text(group / name).strip()
+            limit = read_text(group / name)
             found += [int(limit)] if limit.isdigit() else []  # "max" where there is none
     space = resource.getrlimit(resource.RLIMIT_AS)[0]
     if space != resource.RLIM_INFINITY:
@@ -53,14 +112,225 @@ def memory_limit(device: torch.device, root: Path = Path("/")) -> int | None:
     return min(found, default=None)
 
 
-def _text(path: Path) -> str:
+def available_memory(device: torch.device) -> int | None:
+    """Bytes that can be allocated on the device now; None where nobody says."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.mem_get_info(device)[0]
+    return available_host_memory()
+
+
+def available_host_memory() -> int | None:
+    """Bytes that can be allocated in host memory now; None where nobody says.
+
+    The least of the kernel's estimate, what is left of the control group's limit (in a
+    container the former is the whole machine's) and of the process's own limits (ulimit).
+    """
+    found = []
+    for line in read_text("/proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            found.append(int(line.split()[1]) * 1024)
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        (
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        ),
+    ):
+        try:
+            left = int(Path(limit).read_text()) - int(Path(used).read_text())
+            # "used" counts the page cache, which the kernel gives back on demand
+            statistics = Path(used).with_name("memory.stat").read_text().splitlines()
+            counted = dict(line.split()[:2] for line in statistics)
+            found.append(left + int(counted.get("inactive_file", 0)))
+        except (OSError, ValueError):
+            continue
+    for kind, name in ((resource.RLIMIT_AS, "VmSize:"), (resource.RLIMIT_DATA, "VmData:")):
+        most = resource.getrlimit(kind)[0]
+        used_kib = _own_status(name)
+        if most != resource.RLIM_INFINITY and used_kib is not None:
+            found.append(most - used_kib * 1024)
+    return max(0, min(found)) if found else None
+
+
+def _own_status(name: str) -> int | None:
+    """A number of /proc/self/status, such as ``VmHWM:`` in KiB."""
+    for line in read_text("/proc/self/status").splitlines():
+        if line.startswith(name):
+            return int(line.split()[1])
+    return None
+
+
+ISA_FLAGS = (
+    "avx2",
+    "fma",
+    "avx512f",
+    "avx512_vnni",
+    "avx512_bf16",
+    "avx512_fp16",
+    "avx_vnni",
+    "amx_tile",
+    "amx_bf16",
+    "amx_int8",
+    "asimd",
+    "bf16",
+    "sve",
+)
+"""CPU features that matrix products and embedding sums profit from (x86, then Arm)."""
+
+
+THREAD_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OMP_PROC_BIND",
+    "OMP_PLACES",
+    "KMP_AFFINITY",
+    "GOMP_CPU_AFFINITY",
+    "CUDA_VISIBLE_DEVICES",
+)
+
+
+def machine_facts() -> dict[str, Any]:
+    """What a measurement depends on: processor, cores, memory, GPU, system, thread settings.
+
+    Takes no longer than one call of nvidia-smi, and imports nothing heavy.
+    """
+    cpu, flags, gpus = cpu_info(), cpu_flags(), nvidia_gpus()
+    return {
+        "cpu": cpu.get("model name") or platform.processor() or platform.machine(),
+        "isa": [flag for flag in ISA_FLAGS if flag in flags],
+        "cores": os.cpu_count(),
+        "usable_cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(memory_bytes() / 2**30, 1),
+        "memory_limit_gib": memory_limit_gib(),
+        "gpus": [gpu["name"] for gpu in gpus],
+        "gpu_driver": gpus[0]["driver"] if gpus else None,
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+        "threads": {name: os.environ[name] for name in THREAD_VARIABLES if name in os.environ},
+    }
+
+
+def cpu_info() -> dict[str, str]:
+    """Fields of the first processor in /proc/cpuinfo; empty where there is no such file."""
+    first = read_text("/proc/cpuinfo").split("\n\n", 1)[0]
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def cpu_flags() -> set[str]:
+    """Features of the processor, as /proc/cpuinfo names them (x86 or Arm)."""
+    cpu = cpu_info()
+    return set((cpu.get("flags") or cpu.get("Features") or "").split())
+
+
+def nvidia_gpus() -> list[dict[str, str]]:
+    """``name`` and ``driver`` of each NVIDIA GPU, by nvidia-smi."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    query = output_of([tool, "--query-gpu=name,driver_version", "--format=csv,noheader"])
+    rows = [line.rsplit(",", 1) for line in query.splitlines() if line.count(",") >= 1]
+    return [{"name": name.strip(), "driver": driver.strip()} for name, driver in rows]
+
+
+def memory_bytes() -> int:
+    """Memory of the machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def memory_limit_gib() -> float | None:
+    """Limit of the control group we run in (a container's), or None."""
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        text = read_text(path)
+        # version 1 writes "no limit" as a number near 2**63
+        if text.isdigit() and int(text) < memory_bytes():
+            return round(int(text) / 2**30, 1)
+    return None
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a small file, stripped; empty where it cannot be read."""
     try:
-        return path.read_text()
-    except OSError:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
         return ""
 
 
-# What a run needs of its surroundings: a device, signals, a progress bar, its own memory.
+def output_of(command: Sequence[str]) -> str:
+    """Standard output of a command; empty if it fails or hangs."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+VERSIONS_OF = (
+    "dlrm-workbook",
+    "torch",
+    "numpy",
+    "pandas",
+    "plotly",
+    "papermill",
+    "nbclient",
+    "jupyterlab",
+    "llnl-hatchet",
+)
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, the packages that matter, and the commit of this repository."""
+    found = {"python": platform.python_version()}
+    for name in VERSIONS_OF:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    commit = _git("rev-parse", "--short=12", "HEAD")
+    if commit:
+        changed = _git("status", "--porcelain", "--untracked-files=no")
+        found["commit"] = commit + ("+changes" if changed else "")
+    return found
+
+
+def _git(*arguments: str) -> str:
+    """Output of a git command in the repository; empty where there is no git or no repository."""
+    if not (REPOSITORY / ".git").exists():
+        return ""
+    return output_of(["git", "-C", str(REPOSITORY), *arguments]).strip()
+
+
+STARTER = "DLRM_STARTED_BY"
+"""Environment variable: the process, by its number, with which a child is to end."""
+
+
+def die_with_parent() -> None:
+    """Have the kernel send SIGKILL when the parent ends (Linux; elsewhere nothing)."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1  # linux/prctl.h
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+
+
+def ending_with_us() -> Mapping[str, str]:
+    """What to add to the environment of a child that is to end with this process."""
+    return {STARTER: str(os.getpid())}
+
+
+def end_with_starter() -> None:
+    """End with the process that asked for it; without the variable nothing.
+
+    SIGKILL leaves a parent no time to end its children, so the child asks the kernel. A parent
+    that was killed before the child could ask is seen by its number: the child ends now. The
+    variable is not handed on: a child of this one has another parent.
+    """
+    starter = os.environ.pop(STARTER, "")
+    if not starter:
+        return
+    die_with_parent()
+    if sys.platform == "linux" and str(os.getppid()) != starter:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class StopRequest:
@@ -103,165 +373,3 @@ def stop_requests(enabled: bool, said: str, repeated_s: float = 0.0) -> Iterator
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def resolve_device(config: TrainingConfig) -> torch.device:
-    """The device that ``training.device`` means on this machine.
-
-    Raises:
-        InputError: CUDA is asked for and torch sees no GPU.
-    """
-    available = torch.cuda.is_available()
-    if config.device == "cuda" and not available:
-        built = torch.version.cuda or "none"
-        raise InputError(
-            f"training.device is 'cuda', but torch {torch.__version__} sees no GPU "
-            f"(its CUDA: {built}); use training.device: cpu or auto"
-        )
-    return torch.device("cuda" if available and config.device != "cpu" else "cpu")
-
-
-def device_name(device: torch.device) -> str:
-    """'cpu', or 'cuda (NVIDIA H100 80GB HBM3)'."""
-    if device.type == "cuda":
-        return f"cuda ({torch.cuda.get_device_name(device)})"
-    return "cpu"
-
-
-def peak_memory(device: torch.device) -> int | None:
-    """Bytes at the highest point so far; None where the system does not say."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    # not getrusage's ru_maxrss: that survives exec, so a child would start with its parent's peak
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return None
-
-
-def peak_memory_by_device(device: torch.device) -> dict[str, int]:
-    """:func:`peak_memory` of the host, and of the GPU that a run uses; what is known."""
-    found = {"host": peak_memory(torch.device("cpu"))}
-    if device.type == "cuda":
-        found["gpu"] = peak_memory(device)
-    return {name: size for name, size in found.items() if size is not None}
-
-
-# GPUs by name, with the figures of NVIDIA's data sheets.
-
-DATA_SHEET = "data sheet"
-"""``source`` of ceilings that nobody measured."""
-
-
-@dataclass(frozen=True)
-class Device:
-    """A GPU as its vendor describes it; rates are peaks."""
-
-    name: str
-    """Short: ``A100-80GB``. What :func:`device` takes."""
-    tflops: dict[str, float]
-    """Precision to 10^12 operations/s of dense products; absent what it has no unit for."""
-    memory_gb_per_s: float
-    memory_gb: float
-    """10^9 bytes."""
-    link_gb_per_s: float
-    """Host to device, one direction."""
-    peer_gb_per_s: float
-    """NVLink, both directions together."""
-    cache_mb: float
-    """Last-level cache, 10^6 bytes."""
-    pattern: str
-    """Regular expression of the names that its driver gives it."""
-    source: str
-    """NVIDIA's page or data sheet."""
-
-    def ceilings(self) -> dict[str, Any]:
-        """Its figures in the form of a recording's ``meta["ceilings"]``.
-
-        ``peak_gflops`` takes the place of products timed at the model's shapes; there are
-        no rates of random rows and no launch costs, since no data sheet has them.
-        """
-        rate = self.memory_gb_per_s
-        return {
-            "device": self.name,
-            "source": DATA_SHEET,
-            "peak_gflops": {name: 1e3 * value for name, value in self.tflops.items()},
-            "stream": [
-                {
-                    "bytes": int(1e9 * self.memory_gb),
-                    "read_gb_per_s": rate,
-                    "copy_gb_per_s": rate,
-                    "triad_gb_per_s": rate,
-                }
-            ],
-            "last_level_cache_bytes": int(1e6 * self.cache_mb),
-            "copy": [
-                {
-                    "kind": "pinned",
-                    "direction": direction,
-                    "bytes": None,
-                    "gb_per_s": self.link_gb_per_s,
-                }
-                for direction in ("h2d", "d2h")
-            ],
-        }
-
-
-_H100_SHEET = "https://resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet"
-_H100 = "https://www.nvidia.com/en-us/data-center/h100/"
-_H200 = "https://www.nvidia.com/en-us/data-center/h200/"
-_A100 = (
-    "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/"
-    "nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf"
-)
-_A100_40 = (
-    "https://images.nvidia.com/aem-dam/en-zz/Solutions/data-center/"
-    "nvidia-ampere-architecture-whitepaper.pdf"
-)
-_V100 = (
-    "https://images.nvidia.com/content/technologies/volta/pdf/"
-    "volta-v100-datasheet-update-us-1165301-r5.pdf"
-)
-
-_HOPPER_SXM = {"fp32": 67.0, "tf32": 494.5, "bf16": 989.5, "fp16": 989.5}
-_HOPPER_PCIE = {"fp32": 51.0, "tf32": 378.0, "bf16": 756.5, "fp16": 756.5}
-_AMPERE = {"fp32": 19.5, "tf32": 156.0, "bf16": 312.0, "fp16": 312.0}
-# Volta multiplies neither TF32 nor bf16 in its tensor cores
-_VOLTA_SXM = {"fp32": 15.7, "fp16": 125.0}
-_VOLTA_PCIE = {"fp32": 14.0, "fp16": 112.0}
-
-# PCIe: x16 of generation 3, 4, 5 moves 16, 32, 64 GB/s in one direction
-DEVICES = (
-    Device("H100-SXM", _HOPPER_SXM, 3350, 80, 64, 900, 50, r"H100 80GB HBM3|H100.*SXM", _H100),
-    Device("H100-PCIe", _HOPPER_PCIE, 2000, 80, 64, 600, 50, r"H100.*PCIE", _H100_SHEET),
-    Device("H200", _HOPPER_SXM, 4800, 141, 64, 900, 50, r"\bH200\b", _H200),
-    Device("A100-40GB", _AMPERE, 1555, 40, 32, 600, 40, r"A100-(SXM4|PCIE)-40GB", _A100_40),
-    Device("A100-80GB", _AMPERE, 2039, 80, 32, 600, 40, r"A100-SXM4-80GB", _A100),
-    Device("A100-80GB-PCIe", _AMPERE, 1935, 80, 32, 600, 40, r"A100 80GB PCIE", _A100),
-    Device("V100-16GB", _VOLTA_SXM, 900, 16, 16, 300, 6, r"V100-SXM2-16GB", _V100),
-    Device("V100-32GB", _VOLTA_SXM, 900, 32, 16, 300, 6, r"V100-SXM[23]-32GB", _V100),
-    Device("V100-PCIe", _VOLTA_PCIE, 900, 32, 16, 0, 6, r"V100-PCIE-(16|32)GB", _V100),
-)
-
-
-def device(name: str) -> Device:
-    """The GPU of a short name: ``H100-SXM``, ``a100-80gb``, ``H200``; upper or lower case.
-
-    Raises:
-        InputError: no such GPU is listed, with those that are.
-    """
-    for known in DEVICES:
-        if known.name.lower() == name.strip().lower():
-            return known
-    names = [known.name for known in DEVICES]
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]}? " if close else ""
-    raise InputError(f"device {name!r} is not listed; {hint}known: {', '.join(names)}")
-
-
-def device_of_driver(name: str) -> Device | None:
-    """The GPU whose driver calls it ``NVIDIA A100-SXM4-80GB``; None if it is not listed."""
-    for known in DEVICES:
-        if re.search(known.pattern, name, re.IGNORECASE):
-            return known
-    return None

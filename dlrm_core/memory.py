@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import resource
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dlrm_core.config import Parameters
 from dlrm_core.errors import InputError
+from dlrm_core.machine import available_memory
 from dlrm_core.units import format_bytes
 
 if TYPE_CHECKING:
@@ -483,60 +482,3 @@ def _merged(items: list[MemoryItem]) -> list[tuple[str, str, int]]:
     if rest:
         lines.append((f"{len(rest)} smaller items", "", sum(item.bytes for item in rest)))
     return lines
-
-
-def available_memory(device: torch.device) -> int | None:
-    """Bytes that can be allocated on the device now; None where nobody says.
-
-    On the CPU the least of the kernel's estimate, what is left of the control group's limit
-    (in a container the former is the whole machine's) and of the process's own (ulimit).
-    """
-    if device.type == "cuda":
-        import torch  # here: pages say how large a model is without importing torch
-
-        return torch.cuda.mem_get_info(device)[0]
-    return available_host_memory()
-
-
-def available_host_memory() -> int | None:
-    """:func:`available_memory` of the CPU, without torch."""
-    found = []
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                found.append(int(line.split()[1]) * 1024)
-    except OSError:
-        pass
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        (
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        ),
-    ):
-        try:
-            left = int(Path(limit).read_text()) - int(Path(used).read_text())
-            # "used" counts the page cache, which the kernel gives back on demand
-            statistics = Path(used).with_name("memory.stat").read_text().splitlines()
-            counted = dict(line.split()[:2] for line in statistics)
-            found.append(left + int(counted.get("inactive_file", 0)))
-        except (OSError, ValueError):
-            continue
-    found += _left_of_process_limits()
-    return max(0, min(found)) if found else None
-
-
-def _left_of_process_limits() -> list[int]:
-    """What ``ulimit -v`` and ``ulimit -d`` leave this process; nothing where they are not set."""
-    found = []
-    for kind, name in ((resource.RLIMIT_AS, "VmSize:"), (resource.RLIMIT_DATA, "VmData:")):
-        limit = resource.getrlimit(kind)[0]
-        if limit == resource.RLIM_INFINITY:
-            continue
-        try:
-            for line in Path("/proc/self/status").read_text().splitlines():
-                if line.startswith(name):
-                    found.append(limit - int(line.split()[1]) * 1024)
-        except OSError:
-            continue
-    return found

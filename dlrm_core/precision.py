@@ -10,12 +10,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from dlrm_core.config import ModelConfig, TrainingConfig
+from dlrm_core.machine import cpu_flags
 
 MAX_RELATIVE_ERROR = 1e-5
 """Largest ||C - C64|| / ||C64|| accepted of an fp32 product; MKL's is about 2.5e-7."""
@@ -126,19 +126,6 @@ def _precision_notices(config: TrainingConfig, device: torch.device) -> list[str
                 f"training.precision: {name} its products are not fp32"
             )
     return notices
-
-
-def cpu_flags() -> set[str]:
-    """Features of the first processor in /proc/cpuinfo; empty where there is no such file."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return set()
-    for line in lines:
-        name, _, value = line.partition(":")
-        if name.strip() in ("flags", "Features"):
-            return set(value.split())
-    return set()
 
 
 def set_tf32(allow: bool, device: torch.device) -> list[str]:

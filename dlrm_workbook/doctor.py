@@ -11,37 +11,19 @@ import json
 import os
 import platform
 import shutil
-import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-ISA_FLAGS = (
-    "avx2",
-    "fma",
-    "avx512f",
-    "avx512_vnni",
-    "avx512_bf16",
-    "avx512_fp16",
-    "avx_vnni",
-    "amx_tile",
-    "amx_bf16",
-    "amx_int8",
-    "asimd",
-    "bf16",
-    "sve",
-)
-"""CPU features that matrix products and embedding sums profit from (x86, then Arm)."""
-
-THREAD_VARIABLES = (
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "OMP_PROC_BIND",
-    "OMP_PLACES",
-    "KMP_AFFINITY",
-    "GOMP_CPU_AFFINITY",
-    "CUDA_VISIBLE_DEVICES",
+from dlrm_core.machine import (
+    cpu_flags,
+    machine_facts,
+    memory_bytes,
+    memory_limit_gib,
+    nvidia_gpus,
+    output_of,
+    read_text,
 )
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
@@ -83,27 +65,6 @@ def doctor(arguments: Any) -> int:
         if part.cost:
             print(f"     {'':{width}}  {part.cost}")
     return 0
-
-
-def machine_facts() -> dict[str, Any]:
-    """What a measurement depends on: processor, cores, memory, GPU, system, thread settings.
-
-    Takes no longer than one call of nvidia-smi, and imports nothing heavy.
-    """
-    cpu, gpus = _cpu_info(), _gpus()
-    return {
-        "cpu": cpu.get("model name") or platform.processor() or platform.machine(),
-        "isa": [flag for flag in ISA_FLAGS if flag in _flags(cpu)],
-        "cores": os.cpu_count(),
-        "usable_cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(_memory_bytes() / 2**30, 1),
-        "memory_limit_gib": _memory_limit_gib(),
-        "gpus": [gpu["name"] for gpu in gpus],
-        "gpu_driver": gpus[0]["driver"] if gpus else None,
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "python": platform.python_version(),
-        "threads": {name: os.environ[name] for name in THREAD_VARIABLES if name in os.environ},
-    }
 
 
 def examine() -> list[Part]:
@@ -176,13 +137,13 @@ def _cuda() -> list[Part]:
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         return [cuda, Part("GPU", True, ", ".join(names))]
-    seen = ", ".join(gpu["name"] for gpu in _gpus())
+    seen = ", ".join(gpu["name"] for gpu in nvidia_gpus())
     found = f"{seen}, but torch cannot use it" if seen else "none found"
     return [cuda, Part("GPU", False, found, lost)]
 
 
 def _fast_cpu() -> Part:
-    flags = _flags(_cpu_info())
+    flags = cpu_flags()
     fast = [flag for flag in ("amx_bf16", "avx512_bf16", "bf16") if flag in flags]
     return Part(
         "bfloat16 in hardware (CPU)",
@@ -201,7 +162,7 @@ def _hpcrun(path: str | None) -> Part:
             "Profiles come from torch.profiler: no native call paths, loops or GPU stall "
             "reasons (install: spack install hpctoolkit +cuda +python).",
         )
-    lines = _output([path, "--version"]).splitlines()
+    lines = output_of([path, "--version"]).splitlines()
     return Part("HPCToolkit (hpcrun)", True, f"{path} {lines[0] if lines else ''}".strip())
 
 
@@ -210,7 +171,7 @@ def _hpcrun_events(path: str | None) -> Part:
     lost = "HPCToolkit measures CPU time only; GPU kernels and stall reasons are not measured."
     if path is None:
         return Part(name, False, "there is no hpcrun", lost)
-    listed = _output([path, "-L"])
+    listed = output_of([path, "-L"])
     events = [word for word in ("gpu=nvidia,pc", "gpu=nvidia", "gpu=cuda") if word in listed]
     if not events:
         return Part(name, False, "hpcrun -L lists none", lost)
@@ -218,7 +179,7 @@ def _hpcrun_events(path: str | None) -> Part:
 
 
 def _perf_events() -> Part:
-    setting = _read("/proc/sys/kernel/perf_event_paranoid")
+    setting = read_text("/proc/sys/kernel/perf_event_paranoid")
     if not setting:
         return Part(
             "hardware counters",
@@ -239,7 +200,7 @@ def _perf_events() -> Part:
 
 
 def _ptrace() -> Part:
-    setting = _read("/proc/sys/kernel/yama/ptrace_scope") or "0"
+    setting = read_text("/proc/sys/kernel/yama/ptrace_scope") or "0"
     good = int(setting) <= 1 or os.geteuid() == 0
     return Part(
         "attaching to processes",
@@ -251,7 +212,7 @@ def _ptrace() -> Part:
 
 def _gpu_counters() -> Part:
     name = "GPU counters for users"
-    text = _read("/proc/driver/nvidia/params")
+    text = read_text("/proc/driver/nvidia/params")
     if not text:
         return Part(
             name,
@@ -327,7 +288,7 @@ def _browser() -> Part:
 
 def _memory() -> Part:
     """Whether the experiment's own model fits: 8 tables of a million rows of 64 floats, twice."""
-    total = min(_memory_bytes() / 2**30, _memory_limit_gib() or float("inf"))
+    total = min(memory_bytes() / 2**30, memory_limit_gib() or float("inf"))
     good = total >= 6
     return Part(
         "memory for the experiment",
@@ -335,54 +296,3 @@ def _memory() -> Part:
         f"{total:.1f} GiB",
         "" if good else "The experiment's tables take 2 GiB and a profiled run about twice that.",
     )
-
-
-def _cpu_info() -> dict[str, str]:
-    """Fields of the first processor in /proc/cpuinfo."""
-    first = _read("/proc/cpuinfo").split("\n\n", 1)[0]
-    pairs = (line.partition(":") for line in first.splitlines())
-    return {key.strip(): value.strip() for key, _, value in pairs}
-
-
-def _flags(cpu: dict[str, str]) -> set[str]:
-    return set((cpu.get("flags") or cpu.get("Features") or "").split())
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _memory_limit_gib() -> float | None:
-    """Limit of the control group we run in (a container's), or None."""
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        text = _read(path)
-        # version 1 writes "no limit" as a number near 2**63
-        if text.isdigit() and int(text) < _memory_bytes():
-            return round(int(text) / 2**30, 1)
-    return None
-
-
-def _gpus() -> list[dict[str, str]]:
-    """NVIDIA GPUs as nvidia-smi names them."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return []
-    query = _output([tool, "--query-gpu=name,driver_version", "--format=csv,noheader"])
-    rows = [line.rsplit(",", 1) for line in query.splitlines() if line.count(",") >= 1]
-    return [{"name": name.strip(), "driver": driver.strip()} for name, driver in rows]
-
-
-def _output(command: list[str]) -> str:
-    """Standard output of a command; empty if it fails or hangs."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        return ""

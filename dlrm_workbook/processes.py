@@ -31,37 +31,7 @@ from types import FrameType
 from typing import IO, Any
 
 from dlrm_core.errors import InputError
-
-STARTER = "DLRM_STARTED_BY"
-"""Environment variable: the process, by its number, with which a child is to end."""
-
-
-def die_with_parent() -> None:
-    """Have the kernel send SIGKILL when the parent ends (Linux; elsewhere nothing)."""
-    if sys.platform == "linux":
-        set_parent_death_signal = 1  # linux/prctl.h
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-
-
-def ending_with_us() -> Mapping[str, str]:
-    """What to add to the environment of a child that is to end with this process."""
-    return {STARTER: str(os.getpid())}
-
-
-def end_with_starter() -> None:
-    """End with the process that asked for it; without the variable nothing.
-
-    SIGKILL leaves a parent no time to end its children, so the child asks the kernel. A parent
-    that was killed before the child could ask is seen by its number: the child ends now. The
-    variable is not handed on: a child of this one has another parent.
-    """
-    starter = os.environ.pop(STARTER, "")
-    if not starter:
-        return
-    die_with_parent()
-    if sys.platform == "linux" and str(os.getppid()) != starter:
-        os.kill(os.getpid(), signal.SIGKILL)
-
+from dlrm_core.machine import STARTER, ending_with_us
 
 POLL_S = 0.25
 """Seconds between two looks at a running child."""
@@ -272,9 +242,9 @@ def started(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run a program in a process group of its own for as long as the block lasts.
 
-    A fresh interpreter is asked to end with this process (:func:`end_with_starter`), whatever
-    becomes of it. Other programs are not: between them and a module of ours may lie a
-    process that is not its starter, such as hpcrun's script.
+    A fresh interpreter is asked to end with this process, whatever becomes of it
+    (:func:`dlrm_core.machine.end_with_starter`). Other programs are not: between them and a
+    module of ours may lie a process that is not its starter, such as hpcrun's script.
 
     Args:
         stdout, stderr, stdin: as subprocess takes them.

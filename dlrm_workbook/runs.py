@@ -9,12 +9,9 @@ either the old state or the new one. A run that was killed outright stays
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
-import platform
 import re
-import subprocess
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,24 +21,12 @@ from typing import Any
 
 from dlrm_core.errors import InputError
 from dlrm_core.files import write_json
+from dlrm_core.machine import REPOSITORY, machine_facts, versions
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 NOTEBOOKS = REPOSITORY / "notebooks"
 DEFAULT_OUTPUT_ROOT = REPOSITORY / "outputs"
 
 STATUSES = ("running", "finished", "failed", "interrupted")
-
-VERSIONS_OF = (
-    "dlrm-workbook",
-    "torch",
-    "numpy",
-    "pandas",
-    "plotly",
-    "papermill",
-    "nbclient",
-    "jupyterlab",
-    "llnl-hatchet",
-)
 
 
 @dataclass
@@ -115,8 +100,6 @@ def claim_run_folder(
     Raises:
         InputError: nothing can be created or written under ``output_root``.
     """
-    from dlrm_workbook.doctor import machine_facts
-
     now = (now or datetime.now()).astimezone()
     root = Path(output_root).expanduser().absolute()
     stem = f"{now:%H%M%S}-{notebook}-{re.sub(r'[^A-Za-z0-9._+-]+', '_', preset)}"
@@ -181,35 +164,3 @@ def latest_run(output_root: str | os.PathLike[str], notebook: str) -> Path | Non
         if newest is None or (started, run_json.parent) > newest:
             newest = (started, run_json.parent)
     return newest[1] if newest else None
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python, the packages that matter, and the commit of this repository."""
-    found = {"python": platform.python_version()}
-    for name in VERSIONS_OF:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    commit = _git("rev-parse", "--short=12", "HEAD")
-    if commit:
-        changed = _git("status", "--porcelain", "--untracked-files=no")
-        found["commit"] = commit + ("+changes" if changed else "")
-    return found
-
-
-def _git(*arguments: str) -> str:
-    """Output of a git command in the repository; empty where there is no git or no repository."""
-    if not (REPOSITORY / ".git").exists():
-        return ""
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(REPOSITORY), *arguments],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""

@@ -13,7 +13,8 @@ from dlrm_core.config import Parameters
 from dlrm_core.distributed.world import World, least, load_torchrec
 from dlrm_core.embeddings import EPSILON
 from dlrm_core.errors import InputError
-from dlrm_core.memory import available_memory, mean_bag_size
+from dlrm_core.machine import available_memory
+from dlrm_core.memory import mean_bag_size
 from dlrm_core.units import format_bytes
 from dlrm_kernels.embeddings.fbgemm import LANES, ROWWISE_ELEMENTS
 

@@ -22,8 +22,7 @@ import torch.distributed as dist
 
 from dlrm_core.config import TrainingConfig
 from dlrm_core.errors import InputError, MissingToolError
-from dlrm_core.machine import resolve_device
-from dlrm_workbook.processes import die_with_parent
+from dlrm_core.machine import die_with_parent, resolve_device
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

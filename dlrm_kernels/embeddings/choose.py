@@ -27,7 +27,8 @@ from dlrm_core.data.loader import batches
 from dlrm_core.embeddings import EmbeddingTables
 from dlrm_core.engines import Update, attach
 from dlrm_core.errors import InputError
-from dlrm_core.memory import available_memory, forecast_memory
+from dlrm_core.machine import available_memory
+from dlrm_core.memory import forecast_memory
 from dlrm_core.units import format_bytes
 from dlrm_kernels.embeddings.host_tables import PlacedTables, Places, divide
 

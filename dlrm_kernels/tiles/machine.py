@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dlrm_core.precision import cpu_flags
+from dlrm_core.machine import cpu_flags
 from dlrm_kernels.native import Kernel, compile_kernel
 
 ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18

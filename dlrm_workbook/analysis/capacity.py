@@ -12,16 +12,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dlrm_core.config import Parameters
-from dlrm_core.machine import Device, device
+from dlrm_core.machine import available_host_memory
 from dlrm_core.memory import (
     FLOAT_BYTES,
     PLACES,
     MemoryItem,
-    available_host_memory,
     forecast_memory,
     total_bytes,
 )
 from dlrm_core.units import format_bytes
+from dlrm_workbook.analysis.devices import Device, device
 
 SHEETS = ("A100-40GB", "A100-80GB", "H100-SXM", "H200")
 """GPUs that every report answers for; their memory is the data sheet's."""

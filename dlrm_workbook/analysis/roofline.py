@@ -20,7 +20,7 @@ import pandas as pd
 
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.errors import InputError
-from dlrm_core.machine import DATA_SHEET, DEVICES
+from dlrm_workbook.analysis.devices import DATA_SHEET, DEVICES
 from dlrm_workbook.analysis.work import FLOAT_BYTES, lookups, operator_work, part_work, setting_of
 from dlrm_workbook.recordings.profile import Profile
 

@@ -22,7 +22,6 @@ import pandas as pd
 
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.errors import InputError
-from dlrm_core.machine import Device, device, device_of_driver
 from dlrm_core.parts import ITERATION_SPAN, parse_span
 from dlrm_workbook.analysis.attribution import (
     attribute,
@@ -30,6 +29,7 @@ from dlrm_workbook.analysis.attribution import (
     main_thread,
     step_contexts,
 )
+from dlrm_workbook.analysis.devices import Device, device, device_of_driver
 from dlrm_workbook.analysis.roofline import least_times
 from dlrm_workbook.analysis.work import part_work
 from dlrm_workbook.changes import (

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dlrm_core.config import Parameters
-from dlrm_core.memory import available_memory, mean_bag_size
-from dlrm_core.precision import cpu_flags
+from dlrm_core.machine import available_memory, cpu_flags
+from dlrm_core.memory import mean_bag_size
 from dlrm_core.units import format_bytes
 from dlrm_kernels.dense import parts_of, why_not_fused
 from dlrm_workbook.turns import Action, best_times_ms, threads_of

@@ -19,7 +19,8 @@ import torch
 from dlrm_core.config import ModelConfig, Parameters
 from dlrm_core.data.loader import make_generator
 from dlrm_core.errors import InputError
-from dlrm_core.memory import available_memory, forecast_memory, mean_bag_size
+from dlrm_core.machine import available_memory
+from dlrm_core.memory import forecast_memory, mean_bag_size
 from dlrm_core.model import DLRM, ClickLoss
 from dlrm_core.parts import log_spans, parse_span
 from dlrm_core.precision import set_fp32_matmul, set_tf32
@@ -652,7 +653,7 @@ def _bf16_pays(training: Any) -> bool:
     """Whether bf16 is allowed and computed by the processor itself."""
     if getattr(training, "lowest_precision", "bf16") == "fp32":
         return False
-    from dlrm_workbook.doctor import machine_facts
+    from dlrm_core.machine import machine_facts
 
     flags = set(machine_facts().get("isa") or ())
     return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})

@@ -45,9 +45,8 @@ from dlrm_core.data.files.resumable import NOTE
 from dlrm_core.data.files.teacher import TeacherConfig
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json, write_json
+from dlrm_core.machine import machine_facts, versions
 from dlrm_kernels.data_sets import SIGNATURES, kernel
-from dlrm_workbook.doctor import machine_facts
-from dlrm_workbook.runs import versions
 
 
 @dataclass

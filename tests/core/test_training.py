@@ -15,7 +15,8 @@ import torch
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.data.synthetic import FacebookReplay
 from dlrm_core.errors import InputError
-from dlrm_core.memory import available_memory, forecast_memory, mean_bag_size, require_memory
+from dlrm_core.machine import available_memory
+from dlrm_core.memory import forecast_memory, mean_bag_size, require_memory
 from dlrm_core.precision import set_fp32_matmul
 from dlrm_core.train import Trainer, train
 

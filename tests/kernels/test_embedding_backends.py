@@ -27,7 +27,7 @@ from dlrm_core.data.batch import Batch
 from dlrm_core.embeddings import EmbeddingTables
 from dlrm_core.engines import attach
 from dlrm_core.errors import InputError, MissingToolError
-from dlrm_core.memory import available_memory
+from dlrm_core.machine import available_memory
 from dlrm_core.train import Trainer, train
 from dlrm_kernels.embeddings import choose
 from dlrm_kernels.embeddings import fbgemm as fbgemm_backend

@@ -17,15 +17,8 @@ from hypothesis import strategies as st
 from dlrm_core import memory as capacity
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.errors import InputError
-from dlrm_core.machine import device
-from dlrm_core.memory import (
-    MemoryItem,
-    available_host_memory,
-    dense_peak,
-    forecast_memory,
-    require_memory,
-    total_bytes,
-)
+from dlrm_core.machine import available_host_memory
+from dlrm_core.memory import MemoryItem, dense_peak, forecast_memory, require_memory, total_bytes
 from dlrm_core.units import format_bytes
 from dlrm_workbook import cli
 from dlrm_workbook.analysis.capacity import (
@@ -38,6 +31,7 @@ from dlrm_workbook.analysis.capacity import (
     largest_rows,
     sheet_verdict,
 )
+from dlrm_workbook.analysis.devices import device
 from dlrm_workbook.show.capacity import fits_table, model_table
 
 T15_ROWS = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dlrm_core.errors import InputError
-from dlrm_core.machine import DEVICES, device, device_of_driver
+from dlrm_workbook.analysis.devices import DEVICES, device, device_of_driver
 from dlrm_workbook.analysis.roofline import Limits, devices_table
 
 

@@ -12,11 +12,9 @@ from pathlib import Path
 import pytest
 
 from dlrm_core.errors import InputError
+from dlrm_core.machine import STARTER, end_with_starter, ending_with_us
 from dlrm_workbook.processes import (
-    STARTER,
     MeasurementError,
-    end_with_starter,
-    ending_with_us,
     output_of,
     run_child,
     started,
@@ -26,12 +24,12 @@ from dlrm_workbook.studies.bench.runs import environment_of, settings
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's help is Linux's")
 
 CHILD = (
-    "import sys, time; from dlrm_workbook.processes import end_with_starter; "
+    "import sys, time; from dlrm_core.machine import end_with_starter; "
     "end_with_starter(); print('here', flush=True); time.sleep(60)"
 )
 PARENT = f"""
 import os, subprocess, sys
-from dlrm_workbook.processes import ending_with_us
+from dlrm_core.machine import ending_with_us
 child = subprocess.Popen(
     [sys.executable, "-c", {CHILD!r}], env=os.environ | ending_with_us(), stdout=subprocess.PIPE
 )

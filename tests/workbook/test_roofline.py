@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrm_core.config import Parameters, parameters_from_sections
-from dlrm_core.machine import device
 from dlrm_core.parts import COMPONENTS, PHASES
+from dlrm_workbook.analysis.devices import device
 from dlrm_workbook.analysis.roofline import (
     COLUMNS,
     Limits,
@@ -27,11 +27,7 @@ from dlrm_workbook.analysis.roofline import (
 from dlrm_workbook.analysis.work import part_work
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.show.roofline import SYMBOLS, least_time_bars, roofline_chart
-from dlrm_workbook.show.roofline_tables import (
-    ceilings_table,
-    roofline_table,
-    roofline_verdict,
-)
+from dlrm_workbook.show.roofline_tables import ceilings_table, roofline_table, roofline_verdict
 
 MILLION = 1_000_000
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from dlrm_core.config import Parameters
 from dlrm_core.errors import InputError
-from dlrm_core.machine import device
 from dlrm_core.parts import ITERATION_SPAN, span_name
+from dlrm_workbook.analysis.devices import device
 from dlrm_workbook.analysis.whatif import (
     Overlap,
     host_ms,

@@ -18,7 +18,7 @@ from typing import Any
 import pandas as pd
 
 from dlrm_core.config import DataConfig, ModelConfig, Parameters, TrainingConfig
-from dlrm_core.machine import DATA_SHEET, device
+from dlrm_workbook.analysis.devices import DATA_SHEET, device
 from dlrm_workbook.analysis.ranks.communication import STUDY
 from dlrm_workbook.analysis.ranks.links import Link, Network, link
 from dlrm_workbook.analysis.ranks.prediction import (

@@ -29,12 +29,16 @@ from torch.profiler import ProfilerActivity, profile
 from dlrm_core.config import Parameters, load_parameters
 from dlrm_core.errors import InputError
 from dlrm_core.files import whole_folder, write_json
-from dlrm_core.machine import device_name, memory_limit, resolve_device
-from dlrm_core.memory import available_memory
+from dlrm_core.machine import (
+    available_memory,
+    device_name,
+    machine_facts,
+    memory_limit,
+    resolve_device,
+)
 from dlrm_core.parts import SpanRow, log_spans
 from dlrm_core.train import Trainer
 from dlrm_kernels.embeddings.choose import resolve
-from dlrm_workbook.doctor import machine_facts
 from dlrm_workbook.evidence.ceilings import measure_ceilings
 from dlrm_workbook.evidence.counters import IterationCounters
 from dlrm_workbook.evidence.data_statistics import run_statistics

@@ -26,7 +26,7 @@ import torch
 
 from dlrm_core.errors import InputError
 from dlrm_core.files import write_json
-from dlrm_workbook.doctor import machine_facts
+from dlrm_core.machine import machine_facts
 from dlrm_workbook.studies.bench.embeddings_run import (
     DIM,
     FACEBOOK,

@@ -29,8 +29,8 @@ from dlrm_core.embeddings import EPSILON, EmbeddingTables, torch_optimizer
 from dlrm_core.engines import attach
 from dlrm_core.errors import InputError
 from dlrm_core.files import write_json
+from dlrm_core.machine import end_with_starter
 from dlrm_workbook.evidence.ceilings import last_level_cache
-from dlrm_workbook.processes import end_with_starter
 
 TABLES, ROWS, DIM = 8, 1_000_000, 64
 """Kalamkar's Small. The bench's row kernel is written for this width."""

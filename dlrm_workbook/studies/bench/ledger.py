@@ -20,7 +20,7 @@ import torch
 from dlrm_core.config import parameters_from_sections
 from dlrm_core.errors import InputError
 from dlrm_core.files import plain, read_json, write_json
-from dlrm_workbook.doctor import machine_facts
+from dlrm_core.machine import machine_facts
 from dlrm_workbook.studies.bench.cases import Case
 
 SCHEMA = 2

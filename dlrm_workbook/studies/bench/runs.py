@@ -22,7 +22,7 @@ import yaml
 
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.errors import InputError, MissingToolError
-from dlrm_workbook.processes import ending_with_us
+from dlrm_core.machine import ending_with_us
 
 WARMUP = 3
 """Iterations of each run that are not counted."""

@@ -25,6 +25,7 @@ import yaml
 from dlrm_core.config import Parameters, load_parameters
 from dlrm_core.errors import InputError
 from dlrm_core.files import plain
+from dlrm_core.machine import end_with_starter
 from dlrm_core.memory import mean_bag_size
 from dlrm_core.precision import MAX_RELATIVE_ERROR
 from dlrm_workbook.analysis.work import lookups
@@ -40,7 +41,7 @@ from dlrm_workbook.evidence.ceilings import (
     time_products,
 )
 from dlrm_workbook.evidence.probes import StepLoop, Times, apply_settings
-from dlrm_workbook.processes import end_with_starter, settle_allocator
+from dlrm_workbook.processes import settle_allocator
 from dlrm_workbook.studies.bench.runs import environment_of
 from dlrm_workbook.turns import threads_of
 

@@ -30,8 +30,8 @@ from dlrm_core.data.loader import batches
 from dlrm_core.embeddings import EPSILON
 from dlrm_core.errors import InputError, MissingToolError
 from dlrm_core.files import write_json
+from dlrm_core.machine import end_with_starter
 from dlrm_core.model import DLRM, ClickLoss, Probability, build_model
-from dlrm_workbook.processes import end_with_starter
 from dlrm_workbook.studies.bench.runs import WARMUP, Run, environment_of
 
 INSTALL = (

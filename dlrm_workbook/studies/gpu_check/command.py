@@ -22,8 +22,8 @@ import torch
 from dlrm_core.config import load_parameters
 from dlrm_core.errors import InputError
 from dlrm_core.files import write_json
+from dlrm_core.machine import machine_facts
 from dlrm_core.train import Trainer
-from dlrm_workbook.doctor import machine_facts
 from dlrm_workbook.recordings.torch.recorder import information, record
 from dlrm_workbook.studies.bench.runs import require_peer
 from dlrm_workbook.studies.bench.text import describe as describe_case

@@ -41,11 +41,9 @@ from dlrm_core.inference import (
     time_predictions,
     warm_up_steps,
 )
-from dlrm_core.machine import device_name, peak_memory_by_device
+from dlrm_core.machine import device_name, machine_facts, peak_memory_by_device, versions
 from dlrm_core.train import Trainer
-from dlrm_workbook.doctor import machine_facts
 from dlrm_workbook.evidence.power import power_meter
-from dlrm_workbook.runs import versions
 
 TRAINING = ("steady", "nvidia", "facebook", "deepspark")
 INFERENCE = ("steady", "nvidia")

@@ -34,7 +34,7 @@ from dlrm_core.distributed.watch import EXIT_LOST, KEY
 from dlrm_core.distributed.world import environment, require_torchrec, threads_of_rank
 from dlrm_core.errors import InputError
 from dlrm_core.files import only_process, plain, read_json, write_json, write_text
-from dlrm_core.memory import available_memory
+from dlrm_core.machine import available_memory
 
 GRACE_S = 5.0
 """For the other ranks to end by themselves once one has failed."""
@@ -581,7 +581,7 @@ def _not_measured(record: Mapping[str, Any], ranks: Sequence[int]) -> dict[str, 
 
 
 def _machine() -> dict[str, Any]:
-    from dlrm_workbook.doctor import machine_facts
+    from dlrm_core.machine import machine_facts
 
     return machine_facts()
 

@@ -21,9 +21,9 @@ import yaml
 from dlrm_core.config import Parameters
 from dlrm_core.errors import InputError, MissingToolError
 from dlrm_core.files import read_json, write_json
-from dlrm_core.machine import device
 from dlrm_core.parts import parse_span
 from dlrm_core.progress import Bar
+from dlrm_workbook.analysis.devices import device
 from dlrm_workbook.analysis.findings.finding import Finding
 from dlrm_workbook.analysis.findings.ranks import scaling_findings
 from dlrm_workbook.analysis.ranks.check import own_profile

@@ -46,9 +46,9 @@ from dlrm_core.distributed.world import (
 )
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json, write_json
+from dlrm_core.machine import die_with_parent
 from dlrm_core.model import ClickLoss
 from dlrm_core.parts import capturing
-from dlrm_workbook.processes import die_with_parent
 
 # How long the step's thread is in each part, exchanges taken out and given their own rows.
 
