@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrm_core.errors import InputError
-from dlrm_workbook.analysis.steady import LEAST, critical_deviation, critical_rank, steady_state
+from dlrm_workbook.analysis.steady import LEAST, steady_state
 
 NOISES = {
     "normal": lambda random, n: random.normal(size=n),
@@ -145,14 +145,12 @@ def test_impossible_times_are_refused(times) -> None:
 
 def test_thresholds_hold_for_all_iterations_together() -> None:
     random = np.random.default_rng(7)
-    assert critical_rank(50) > 2.576  # wider than the limit of a single comparison
     above = 0
     for _ in range(500):
         values = random.laplace(size=50)
         # as steady_state sees it: stragglers of heavy-tailed scatter in 1 of 40 runs
         above += bool(steady_state(100 + values).outliers.any())
     assert 1 <= above <= 25
-    assert critical_deviation(4000) > critical_deviation(1000)
 
 
 def test_correlated_neighbours_are_no_warm_up() -> None:
