@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from dlrm_core.config import ProfilingConfig
 from dlrm_workbook.recordings.hpctoolkit.driver import (
-    HPCToolkitSettings,
     Measurement,
     measure,
 )
@@ -265,7 +265,7 @@ def run(fake: FakeHPCToolkit, *workload: str, device: str = "cpu", **settings) -
         fake.workload(*workload),
         fake.home.parent / "run",
         device=device,
-        settings=HPCToolkitSettings(**settings),
+        config=ProfilingConfig(**settings),
         tools=tools,
         capabilities=capabilities(fake),
     )

@@ -146,7 +146,6 @@ def _with_hpctoolkit(
 ) -> Profile:
     from dlrm_core.machine import resolve_device
     from dlrm_workbook.recordings.hpctoolkit.database import read_database
-    from dlrm_workbook.recordings.hpctoolkit.driver import HPCToolkitSettings
     from dlrm_workbook.recordings.hpctoolkit.driver import measure as measure_program
     from dlrm_workbook.recordings.hpctoolkit.spans import with_spans
     from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
@@ -162,7 +161,7 @@ def _with_hpctoolkit(
         ),
         folder / "hpctoolkit",
         device=device.type,
-        settings=HPCToolkitSettings.from_config(config),
+        config=config,
         progress=progress,
     )
     times = measurement.database("times")

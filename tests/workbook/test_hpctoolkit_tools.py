@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 from fake_hpctoolkit import capabilities, run
 
-from dlrm_core.config import ProfilingConfig
 from dlrm_core.errors import InputError, MissingToolError
-from dlrm_workbook.recordings.hpctoolkit.driver import HPCToolkitSettings
 from dlrm_workbook.recordings.hpctoolkit.passes import Pass, plan_passes
 from dlrm_workbook.recordings.hpctoolkit.tools import (
     SPACK,
@@ -187,11 +185,3 @@ def test_passes_by_device():
     assert plan_passes(none, "cuda") == [Pass("times", ("CPUTIME",), True, False)]
     with pytest.raises(InputError, match="'tpu'"):
         plan_passes(gpu, "tpu")
-
-
-def test_settings_come_from_the_parameters_file():
-    config = ProfilingConfig(python_frames=False, structure_limit_mb=5, timeout_s=7)
-    settings = HPCToolkitSettings.from_config(config)
-    assert (settings.python_frames, settings.structure_limit_mb, settings.timeout_s) == (
-        False, 5, 7.0,
-    )  # fmt: skip

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from dlrm_core.errors import InputError
 from dlrm_workbook.processes import MeasurementError
+from dlrm_workbook.recordings.hpctoolkit import build
 from dlrm_workbook.recordings.hpctoolkit.build import (
     MAGIC,
     STAND_IN,
@@ -200,7 +201,7 @@ def test_a_database_of_frames_that_cannot_be_made_costs_only_the_frames(fake):
 
 def test_frames_that_take_too_long_cost_only_the_frames(fake):
     fake.behave(python_hangs=True)
-    measured = run(fake, timeout_s=2.0)
+    measured = run(fake, timeout_s=2)
     assert [p.name for p in measured.passes] == ["times"]
     assert "(pass frames) was still running" in measured.not_measured["Python frames"]
     assert processes_naming(str(fake.bin)) == []
@@ -318,9 +319,10 @@ def test_hpcstruct_may_fail(fake, behaviour, message):
     assert measured.passes[0].database.is_dir()
 
 
-def test_hpcstruct_may_take_too_long(fake):
+def test_hpcstruct_may_take_too_long(fake, monkeypatch):
+    monkeypatch.setattr(build, "STRUCTURE_TIMEOUT_S", 0.5)
     fake.behave(modules=["/lib/one.so", "/lib/two.so"], struct_sleep=60)
-    measured = run(fake, structure_timeout_s=0.5)
+    measured = run(fake)
     assert any("ended after" in notice for notice in measured.passes[0].notices)
     # what it left half written is not given to hpcprof
     assert fake.calls("hpcprof")[0]["structs"] == []

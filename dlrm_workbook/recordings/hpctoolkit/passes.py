@@ -10,7 +10,13 @@ from pathlib import Path
 
 from dlrm_core.errors import InputError
 from dlrm_workbook.processes import ALLOCATOR
-from dlrm_workbook.recordings.hpctoolkit.tools import CPU_EVENT, Capabilities, Tools
+from dlrm_workbook.recordings.hpctoolkit.tools import (
+    CPU_EVENT,
+    GPU_EVENTS,
+    PC_EVENTS,
+    Capabilities,
+    Tools,
+)
 
 MAKE_SAFE = re.compile(r"[A-Za-z0-9_./+@%,=-]+")
 """Paths that hpcstruct can take: it writes them into a Makefile and a shell command."""
@@ -67,6 +73,13 @@ def plan_passes(
     if pc_sampling and capabilities.pc_event is not None:
         passes.append(Pass("stalls", (capabilities.pc_event,), trace=False, python=python))
     return passes
+
+
+def respelled(events: tuple[str, ...]) -> tuple[str, ...]:
+    """The events in the other release's spelling."""
+    old, new = GPU_EVENTS
+    other = {old: new, new: old, PC_EVENTS[old]: PC_EVENTS[new], PC_EVENTS[new]: PC_EVENTS[old]}
+    return tuple(other.get(event, event) for event in events)
 
 
 def workload_environment(base: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:

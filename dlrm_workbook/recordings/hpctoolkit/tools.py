@@ -225,14 +225,13 @@ def _ask(tool: Path, option: str, *, required: bool = True) -> str:
             [tool, option], stage=tool.name, environment=plain, timeout_s=PROBE_TIMEOUT_S
         )
     except MeasurementError as error:
-        raise MissingToolError(f"{error}; reinstall HPCToolkit with `{SPACK}`") from None
-    if answer.timed_out:
         raise MissingToolError(
-            f"{tool} {option} does not answer in time; reinstall HPCToolkit with `{SPACK}`"
-        )
-    if required and answer.exit_code != 0:
+            f"{tool} does not run here ({error}); reinstall HPCToolkit with `{SPACK}`"
+        ) from None
+    if answer.timed_out or (required and answer.exit_code != 0):
+        fails = f"fails with exit code {answer.exit_code} ({answer.last_words()})"
         raise MissingToolError(
-            f"{tool} {option} fails with exit code {answer.exit_code} ({answer.last_words()}); "
+            f"{tool} {option} {'does not answer in time' if answer.timed_out else fails}; "
             f"reinstall HPCToolkit with `{SPACK}`"
         )
     return answer.stdout + answer.stderr

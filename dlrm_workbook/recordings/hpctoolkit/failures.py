@@ -1,0 +1,119 @@
+"""What a profiled run left behind says: why it cannot be used, or how far it can be trusted."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from dlrm_workbook.processes import Completed
+from dlrm_workbook.recordings.hpctoolkit.passes import Pass
+
+LOST_LIMIT = 0.05
+"""A larger share of dropped samples gets a notice and an entry under "not measured"."""
+
+DILATION_LIMIT = 1.2
+"""A pass slower than this, relative to the unprofiled run, gets a notice."""
+
+_SAMPLES = re.compile(r"SUMMARY: samples: (\d+) \(recorded: (\d+),")
+_REFUSED = re.compile(r"^.*(?:is unknown or unsupported|was not compiled with).*$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why an attempt gave no database.
+
+    Attributes:
+        kind: ``event`` (hpcrun refuses one), ``gpu`` (none can be measured),
+            ``program`` (it fails under hpcrun), ``aborted`` (hpcprof dies) or
+            ``other`` (trying again would not help).
+        reason: one sentence.
+    """
+
+    kind: str
+    reason: str
+
+
+def explain(measured: Pass, run: Completed, measurements: Path) -> Failure | None:
+    """Why hpcrun's run cannot be used, or None if it can.
+
+    hpcrun's exit code is the program's, so what counts are the profiles that it wrote.
+    """
+    if run.timed_out:
+        return Failure(
+            "other",
+            f"the program under hpcrun (pass {measured.name}) was still running after "
+            f"{run.seconds:.0f} s, at iteration {run.iteration}; raise profiling.timeout_s",
+        )
+    finished = run.last_object("ms_per_iteration") is not None
+    said = f"{run.last_words()}{run.see_log()}"
+    if any(path.stat().st_size for path in measurements.glob("*.hpcrun")):
+        if run.exit_code == 0 or finished:
+            return None
+        return Failure(
+            "program",
+            f"the program, which runs by itself, ended with exit code {run.exit_code} under hpcrun "
+            f"(pass {measured.name}): {said}",
+        )
+    if refused := _REFUSED.search(run.stderr):
+        return Failure("event", f"hpcrun refuses an event: {refused.group().strip()[:200]}")
+    if run.exit_code == 0:
+        return Failure(
+            "other",
+            "the program ran under hpcrun with exit code 0, but nothing was measured: "
+            f"hpcrun's libraries could not be preloaded{run.see_log()}",
+        )
+    if run.exit_code == 255:
+        return Failure("other", f"hpcrun could not create {measurements}{run.see_log()}")
+    if not finished and any(event.startswith("gpu=") for event in measured.events):
+        return Failure(
+            "gpu",
+            f"hpcrun ended with exit code {run.exit_code} before the program ran, as it does "
+            f"where the GPU cannot be measured: {said}",
+        )
+    return Failure(
+        "program", f"hpcrun ended with exit code {run.exit_code} and measured nothing: {said}"
+    )
+
+
+def lost_samples(measurements: Path) -> float | None:
+    """Share of the samples that hpcrun took and dropped, 0 to 1; None if its logs do not say.
+
+    A sample that finds hpcrun in its own code is dropped, and its time with it.
+    With Python frames a hook of hpcrun runs at every call in the main thread: a
+    loop of small Python calls then spends most of its time in that hook, takes
+    many times as long, and is nearly absent from the profile.
+    """
+    taken = recorded = 0
+    for log in measurements.glob("*.log"):
+        for match in _SAMPLES.finditer(log.read_text(encoding="utf-8", errors="replace")):
+            taken += int(match.group(1))
+            recorded += int(match.group(2))
+    return 1 - recorded / taken if taken else None
+
+
+def lost_notice(lost: float, measured: Pass) -> str:
+    """The sentence about dropped samples for the reader of the figures."""
+    text = f"HPCToolkit dropped {lost:.0%} of its samples, and their time with them"
+    if measured.python:
+        text += (
+            ": they fell into its own hook at Python calls (imports included), so parts of the "
+            "main thread that make many small Python calls are too small here or missing"
+        )
+    return text
+
+
+def dilation_notice(dilation: float, measured: Pass) -> str:
+    """The sentence about a pass that ran much slower than the program alone."""
+    text = f"the program ran {dilation:.2f}x as long under hpcrun as without it"
+    if measured.name == "frames":
+        text += (
+            ": Python frames cost time at every Python call, so this pass tells who called what; "
+            "how long it takes is told by the pass for times, made without Python frames"
+        )
+    elif measured.python:
+        text += (
+            ": Python frames cost time at every Python call, so parts that make many small calls "
+            "look larger than they are (profiling.python_frames: false measures without them)"
+        )
+    return text
