@@ -26,13 +26,14 @@ from typing import Any
 
 import jinja2
 import mistune
-import nbformat
 from markupsafe import Markup, escape
+from nbconvert.exporters import TemplateExporter
 from nbconvert.filters import ansi2html
 from pygments import highlight  # type: ignore[import-untyped]
 from pygments.formatters import HtmlFormatter  # type: ignore[import-untyped]
 from pygments.lexers import get_lexer_by_name  # type: ignore[import-untyped]
 from pygments.util import ClassNotFound  # type: ignore[import-untyped]
+from traitlets.config import Config
 
 from dlrm_core.files import write_text
 from dlrm_core.units import duration
@@ -44,8 +45,6 @@ from dlrm_workbook.runner.parameters import (
     read_notebook,
 )
 from dlrm_workbook.show.tables import EMPTY
-
-# What a page is made of, piece by piece: texts, images, code and data as safe HTML.
 
 NOTHING = Markup("")
 
@@ -59,15 +58,6 @@ class Output:
     anchor: str = ""
     label: str = ""
     height: int = 0
-
-
-def after_carriage_returns(text: str) -> str:
-    """Text as a terminal would leave it: of what a line overwrote, only the last."""
-    lines = []
-    for line in text.replace("\r\n", "\n").split("\n"):
-        written = [piece for piece in line.split("\r") if piece.strip()]
-        lines.append(written[-1] if written else "")
-    return "\n".join(lines)
 
 
 def text_output(text: str, kind: str) -> Output | None:
@@ -144,32 +134,60 @@ def render_html(
     nb = read_notebook(ipynb)
     if run is None:
         run = _run_beside(ipynb)
-    page = _Page(nb, ipynb.parent)
+    resources = {"run": run, "folder": ipynb.parent, "name": ipynb.stem}
+    text, _ = PageExporter().from_notebook_node(nb, resources)
+    write_text(html, text)
+    return html
+
+
+class PageExporter(TemplateExporter):
+    """nbconvert's exporter with our template, sanitiser, scripts and security policy.
+
+    Its resources are ``run``, ``folder`` (of images beside the notebook) and ``name``.
+    """
+
+    file_extension = ".html"
+
+    def __init__(self) -> None:
+        super().__init__(template_file="page.html.j2", template_paths=[str(TEMPLATES)])
+        self.register_preprocessor(_prepared, enabled=True)
+
+    @property
+    def default_config(self) -> Config:
+        """What of nbconvert's own preprocessors a page needs."""
+        # papermill's banner points at a prompt number; the page has a banner of its own
+        banner = {"enabled": True, "remove_cell_tags": {"papermill-error-cell-tag"}}
+        return Config(TagRemovePreprocessor=banner, CoalesceStreamsPreprocessor={"enabled": True})
+
+    def _create_environment(self) -> jinja2.Environment:
+        environment = super()._create_environment()
+        environment.autoescape = True
+        environment.trim_blocks = environment.lstrip_blocks = True
+        environment.undefined = jinja2.StrictUndefined
+        environment.filters["hash_source"] = _hash_source
+        return environment
+
+
+def _prepared(nb: Any, resources: Any) -> tuple[Any, Any]:
+    """The notebook as it is, and in the resources what the template shows of it."""
+    page = _Page(nb, resources["folder"])
     cells = [rendered for cell in nb.cells if (rendered := page.cell(cell)) is not None]
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    environment.filters["hash_source"] = _hash_source
     scripts = [(TEMPLATES / "page.js").read_text(encoding="utf-8")]
     if page.figures:
         scripts.insert(0, _plotly_js())
-    text = environment.get_template("page.html.j2").render(
-        title=page.title or ipynb.stem,
-        cells=cells,
-        contents=page.contents,
-        figures=page.figures,
-        scripts=[Markup(script) for script in scripts],
-        webgl=page.webgl,
-        status=run.get("status", ""),
-        error=run.get("error", ""),
-        facts=run_facts(run),
-    )
-    write_text(html, text)
-    return html
+    run = resources["run"]
+    resources["page"] = {
+        "title": page.title or resources["name"],
+        "cells": cells,
+        "contents": page.contents,
+        "figures": page.figures,
+        "scripts": [Markup(script) for script in scripts],
+        "webgl": page.webgl,
+        "status": run.get("status", ""),
+        "error": run.get("error", ""),
+        "facts": run_facts(run),
+    }
+    return nb, resources
 
 
 def run_facts(run: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -238,9 +256,6 @@ class _Page:
 
     def cell(self, cell: Any) -> Cell | None:
         """The cell for the template, or None where there is nothing to show."""
-        # papermill's banner points at a prompt number; the page has a banner of its own
-        if _tagged(cell, "papermill-error-cell-tag"):
-            return None
         if cell.cell_type == "markdown":
             self._absent.clear()
             self._explained = False
@@ -280,13 +295,12 @@ class _Page:
             rendered.parameters = parameter_tables(assigned_values(cell.source), self._defaults)
         elif state.get("status") == "pending":
             rendered.label = "Not executed"
-        rendered.outputs = [shown for o in _merged(cell.outputs) if (shown := self._output(o))]
+        rendered.outputs = [shown for o in cell.outputs if (shown := self._output(o))]
         return rendered
 
     def _output(self, output: Any) -> Output | None:
         if output.output_type == "stream":
-            text = after_carriage_returns(output.text)
-            return text_output(text, "stderr" if output.name == "stderr" else "text")
+            return text_output(output.text, "stderr" if output.name == "stderr" else "text")
         if output.output_type == "error":
             trace = Markup(ansi2html("\n".join(output.traceback)))
             summary = Markup("<strong>{}</strong>: {}").format(output.ename, output.evalue)
@@ -393,22 +407,6 @@ class _MarkdownRenderer(mistune.HTMLRenderer):
 
     def table(self, text: str) -> str:
         return f'<div class="scroll"><table>{text}</table></div>\n'
-
-
-def _merged(outputs: list[Any]) -> list[Any]:
-    """Outputs with neighbouring pieces of one stream put together."""
-    merged: list[Any] = []
-    for output in outputs:
-        last = merged[-1] if merged else None
-        if (
-            last is not None
-            and output.output_type == last.output_type == "stream"
-            and output.name == last.name
-        ):
-            merged[-1] = nbformat.from_dict({**last, "text": last.text + output.text})
-        else:
-            merged.append(output)
-    return merged
 
 
 def _lone_text(outputs: list[Any]) -> str | None:

@@ -23,7 +23,6 @@ from dlrm_workbook.runner.pages import (
     FIGURE,
     WIDGET,
     WIDGET_STATE,
-    after_carriage_returns,
     render_html,
 )
 from dlrm_workbook.runner.parameters import assigned_values, parameter_tables
@@ -384,8 +383,10 @@ def test_an_empty_table_adds_nothing_to_the_reason_before_it(tmp_path: Path) -> 
     assert text.count("Nothing to list") == 1, "only where nothing else says so"
 
 
-def test_after_carriage_returns() -> None:
-    assert after_carriage_returns("a\rb\r\nc\r\r\nd\r") == "b\nc\nd"
+def test_of_what_a_line_overwrote_only_the_last_is_shown(tmp_path: Path) -> None:
+    pieces = [new_output("stream", name="stdout", text=text) for text in ("a\rb", "\nc\rd\n")]
+    text = page(tmp_path, cell(*pieces))
+    assert re.findall("<pre>(.*?)</pre>", text, re.DOTALL)[-1] == "b\nd"
 
 
 def test_a_section_says_once_why_it_has_no_figures(tmp_path: Path) -> None:
