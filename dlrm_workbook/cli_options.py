@@ -21,7 +21,7 @@ def parameters_file(parser: argparse.ArgumentParser, *, required: bool = True) -
 
 
 def run(parser: argparse.ArgumentParser) -> None:
-    """Of ``dlrm run``."""
+    """Options of ``dlrm run``."""
     parser.add_argument(
         "notebook", metavar="NOTEBOOK|all", help="a notebook's name (train, profile, ...), or all"
     )
@@ -45,7 +45,7 @@ def run(parser: argparse.ArgumentParser) -> None:
 
 
 def train(parser: argparse.ArgumentParser) -> None:
-    """Of ``dlrm train``."""
+    """Options of ``dlrm train``."""
     parameters_file(parser)
     parser.add_argument(
         "--output", metavar="DIR", help="folder for metrics.jsonl (default: none is written)"
@@ -64,13 +64,13 @@ def train(parser: argparse.ArgumentParser) -> None:
 
 
 def evaluate(parser: argparse.ArgumentParser) -> None:
-    """Of ``dlrm evaluate``."""
+    """Options of ``dlrm evaluate``."""
     parameters_file(parser)
     from_checkpoint(parser)
 
 
 def infer(parser: argparse.ArgumentParser) -> None:
-    """Of ``dlrm infer``."""
+    """Options of ``dlrm infer``."""
     parameters_file(parser)
     from_checkpoint(parser)
     parser.add_argument(
@@ -98,7 +98,7 @@ def infer(parser: argparse.ArgumentParser) -> None:
 
 
 def protocols(parser: argparse.ArgumentParser) -> None:
-    """Of ``dlrm protocols``."""
+    """Options of ``dlrm protocols``."""
     parameters_file(parser)
     parser.add_argument(
         "--iterations", type=int, default=500, help="of training, as NVIDIA's (default: 500)"
@@ -130,13 +130,13 @@ def from_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 
 def record(parser: argparse.ArgumentParser) -> None:
-    """Of ``dlrm record``."""
+    """Options of ``dlrm record``."""
     parameters_file(parser)
     parser.add_argument("--output", required=True, metavar="DIR", help="folder of the recording")
 
 
 def bench(parser: argparse.ArgumentParser) -> None:
-    """Of ``dlrm bench``."""
+    """Options of ``dlrm bench``."""
     parameters_file(parser, required=False)
     parser.add_argument(
         "--reference",
@@ -209,7 +209,7 @@ def bench(parser: argparse.ArgumentParser) -> None:
 
 
 def gpu_check(parser: argparse.ArgumentParser) -> None:
-    """Of ``dlrm gpu-check``."""
+    """Options of ``dlrm gpu-check``."""
     parser.add_argument("--json", required=True, metavar="FILE", help="write the results there")
     parser.add_argument(
         "--peer", metavar="DIR", help="a facebookresearch/dlrm checkout, run with --use-gpu"
@@ -224,13 +224,13 @@ def gpu_check(parser: argparse.ArgumentParser) -> None:
 
 
 def capacity(parser: argparse.ArgumentParser) -> None:
-    """Of ``dlrm capacity``."""
+    """Options of ``dlrm capacity``."""
     parameters_file(parser)
     print_json(parser)
 
 
 def stability(parser: argparse.ArgumentParser) -> None:
-    """Of ``dlrm stability``."""
+    """Options of ``dlrm stability``."""
     parameters_file(parser)
     parser.add_argument("--seeds", type=int, default=10, help="runs (default: %(default)s)")
     parser.add_argument("--first-seed", type=int, default=0, help="default: %(default)s")
@@ -243,7 +243,7 @@ def stability(parser: argparse.ArgumentParser) -> None:
 
 
 def data(parser: argparse.ArgumentParser) -> None:
-    """Of ``dlrm data``."""
+    """Options of ``dlrm data``."""
     from dlrm_core.data.files.command_line import add_arguments
 
     add_arguments(parser)
@@ -254,7 +254,7 @@ def no_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def database(parser: argparse.ArgumentParser) -> None:
-    """Of ``dlrm database``."""
+    """Options of ``dlrm database``."""
     parser.add_argument("path", metavar="PATH", help="an HPCToolkit database (hpcprof's -o)")
     print_json(parser)
 
