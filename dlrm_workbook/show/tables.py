@@ -1,6 +1,10 @@
-"""What notebooks show as tables and sentences: cells with few digits, numbers to the right.
+"""The DataFrame that a notebook holds, formatted: few digits, numbers to the right, words left.
 
-What was not measured says so, what does not apply is a dash.
+``show(frame)`` picks a label and a format for each column by its name: the registry
+:data:`COLUMNS` knows names that need words of their own, and the last word of every other name is
+its unit (``idle_ms``, ``gap_us``, ``table_bytes``, ``idle_share``). What was measured in no row is
+left out; what was not in one is a dash. The HTML has no style sheet and no identifiers, as
+pandas' Styler makes them, since neither passes GitHub's or our own filter of pages.
 """
 
 from __future__ import annotations
@@ -9,18 +13,317 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 
 import pandas as pd
 
-from dlrm_core.units import NOT_MEASURED, NOTHING
+from dlrm_core.parts import part_label
+from dlrm_core.units import (
+    NOT_MEASURED,
+    NOTHING,
+    digits,
+    format_bytes,
+    from_to,
+    known_or,
+    milliseconds,
+    percent,
+    ratio,
+    speedup,
+    value_text,
+    whole,
+    yes_or_no,
+)
+from dlrm_workbook.show.theme import COLOURS, short_name
 
 EMPTY = '<p class="absent">Nothing to list.</p>'
 """A table without rows; pages leave it out where a sentence before says why."""
 
-_PLAIN = r"<?[-+−]?[\d,]*\.?\d+(e[-+]?\d+)?"
-_NUMBER = re.compile(rf"{_PLAIN}( to {_PLAIN})?( ?(%|×|x|ms|s|B|[KMGT]iB))?( \(.*\))?")
+INDENT = "\u2003"
+"""An em space: HTML would drop ordinary ones."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """How a column of a DataFrame is shown.
+
+    Attributes:
+        label: its title; left out, its name in words.
+        format: a key of :data:`FORMATS`; left out, by the name's last word or the values.
+        needs: columns it is made of, where it is made of others.
+        unit: behind the label, in brackets; left out, the format's.
+    """
+
+    label: str = ""
+    format: str = ""
+    needs: tuple[str, ...] = ()
+    unit: str = ""
+
+
+COLUMNS = {
+    # made of several columns
+    "part": Column("part", "part", ("component", "phase")),
+    "operator": Column("operator", "operator", ("name", "kind")),
+    "call": Column("call", "call", ("level", "folded", "name", "hot")),
+    "caller": Column("function, and below it its callers", "caller", ("depth", "name")),
+    "place": Column("in", "place", ("module", "file")),
+    "range": Column("range", "range", ("low_ms", "high_ms"), "ms"),
+    "predicted": Column("predicted", "speedup", ("speedup_mid", "speedup_low", "speedup_high")),
+    "measure": Column("value", "measure", ("value", "unit")),
+    # words
+    "component": Column("part", "component"),
+    "file": Column("file", "base"),
+    "kernel": Column("kernel", "function"),
+    "label": Column("call", "function"),
+    "largest": Column("most", "function"),
+    "largest_share": Column("its share"),
+    "line": Column("line", "line"),
+    "module": Column("module", "base"),
+    "name": Column("function", "function"),
+    "phase": Column("phase", "text"),
+    "shapes": Column("input shapes", "shapes"),
+    "where": Column("on", "where"),
+    # numbers whose names do not say it all
+    "accuracy": Column("accuracy", "share"),
+    "auc": Column("AUC", "loss"),
+    "calls": Column("calls", "count"),
+    "cpu_self_ms": Column("CPU itself"),
+    "dilation": Column("dilation", "ratio"),
+    "exclusive": Column("itself", "number"),
+    "gb_per_s": Column("GB/s", "number"),
+    "gflops": Column("GFLOP/s", "number"),
+    "gflops_per_second": Column("GFLOP/s", "number"),
+    "gpu_ms": Column("GPU"),
+    "inclusive": Column("with callees", "number"),
+    "inclusive_share": Column("share with callees"),
+    "intensity_flop_per_byte": Column("operations per byte", "number"),
+    "loss": Column("loss", "loss"),
+    "log_loss": Column("log loss", "loss"),
+    "occupancy_percent": Column("occupancy", "number", unit="%"),
+    "of_iteration": Column("share of the iteration", "share"),
+    "predicted_speedup": Column("predicted speed-up", "gain"),
+    "samples_per_second": Column("samples/s", "count"),
+    "self_ms": Column("itself"),
+    "shared_memory_bytes": Column("shared memory per block", "count", unit="B"),
+    "speedup": Column("times as fast", "ratio"),
+    "value_ms": Column("with callees"),
+}
+"""What a column's name does not say by itself."""
+
+SUFFIXES = {
+    "ms": ("number", "ms"),
+    "us": ("number", "µs"),
+    "s": ("number", "s"),
+    "mb": ("number", "MB"),
+    "bytes": ("bytes", ""),
+    "share": ("share", ""),
+}
+"""Last word of a column's name to its format and unit."""
+
+
+def show(
+    frame: pd.DataFrame,
+    columns: Sequence[str] | Mapping[str, str | Column] | None = None,
+    *,
+    most: int | None = None,
+) -> Table | Text:
+    """The frame as a table; the reason in its place if it has no rows.
+
+    Args:
+        frame: its ``attrs["not_measured"]`` says why it is empty, ``attrs["unit"]`` the unit of
+            numbers whose columns name none.
+        columns: names of those to show, in order; a mapping gives some another label or look.
+            Left out: all of them. ``component`` and ``phase`` are shown as one, ``part``.
+        most: rows shown, the first ones.
+    """
+    if frame.empty:
+        return absent(frame)
+    chosen = _default_columns(frame) if columns is None else columns
+    rows = frame if most is None else frame.head(most)
+    titles: list[str] = []
+    columns_of_text: list[list[str]] = []
+    words: list[bool] = []
+    marks: dict[int, list[str]] = {}
+    for name in chosen:
+        look = _look_of(name, frame, chosen[name] if isinstance(chosen, Mapping) else "")
+        sources = [rows[of] for of in look.needs or (name,)]
+        texts, is_words = FORMATS[look.format](*sources)
+        if all(text in ("", NOTHING) for text in texts):
+            continue
+        if name == "part" and titles and rows["component"].eq("other").all():
+            continue
+        unit = look.unit or (str(frame.attrs.get("unit", "")) if name in _UNIT_OF_FRAME else "")
+        if name == "part":
+            marks[len(titles)] = [COLOURS.get(part, COLOURS["other"]) for part in rows["component"]]
+        titles.append(f"{look.label} ({unit})" if unit else look.label)
+        columns_of_text.append(texts)
+        words.append(is_words)
+    return Table(titles, zip(*columns_of_text, strict=True), words, marks)
+
+
+_UNIT_OF_FRAME = {"inclusive", "exclusive"}
+
+
+def _default_columns(frame: pd.DataFrame) -> list[str]:
+    names = [str(name) for name in frame.columns]
+    if not {"component", "phase"} <= set(names):
+        return names
+    if frame["component"].eq("other").all():
+        return [name for name in names if name not in ("component", "phase")]
+    place = names.index("component")
+    rest = [name for name in names[place + 1 :] if name != "phase"]
+    return [*names[:place], "part", *rest]
+
+
+def _look_of(name: str, frame: pd.DataFrame, given: str | Column) -> Column:
+    """Label, format and unit of a column: what was given, else by its name, else by its values."""
+    look = given if isinstance(given, Column) else COLUMNS.get(name, Column())
+    if any(of not in frame for of in look.needs):
+        look = Column()
+    if isinstance(given, str) and given:
+        look = replace(look, label=given)
+    start, _, last = name.rpartition("_")
+    format, unit = SUFFIXES.get(last, ("", ""))
+    if unit or last == "bytes":
+        name = start or "time"
+    if name.startswith("share_"):
+        format = "share"
+    if not format and name in frame:
+        kind = frame[name].dtype.kind
+        format = "judged" if kind == "b" else "count" if kind in "iuf" else "text"
+    words = name.replace("_", " ").replace("cpu ", "CPU ").replace("gpu ", "GPU ")
+    return Column(look.label or words, look.format or format, look.needs, look.unit or unit)
+
+
+# The formats: one or several columns in; their texts out, and whether they are words.
+
+Texts = tuple[list[str], bool]
+
+
+def _each(text: Callable[[Any], str], words: bool = False) -> Callable[[pd.Series], Texts]:
+    def format(values: pd.Series) -> Texts:
+        return [NOTHING if _missing(value) else text(value) for value in values], words
+
+    return format
+
+
+def _missing(value: Any) -> bool:
+    return value in (None, "", {}) or (isinstance(value, float) and math.isnan(value))
+
+
+def _counts(values: pd.Series) -> Texts:
+    """Whole numbers without decimals."""
+    if values.dropna().mod(1).eq(0).all():
+        return [known_or(value, whole) for value in values], False
+    return column(values), False
+
+
+def _parts(components: pd.Series, phases: pd.Series) -> Texts:
+    return list(map(part_label, components, phases)), True
+
+
+def function_name(name: str, limit: int = 60) -> str:
+    """A function in a few characters; C++'s unnamed namespaces say nothing."""
+    return short_name(name.replace("(anonymous namespace)::", ""), limit)
+
+
+def _operators(names: pd.Series, kinds: pd.Series) -> Texts:
+    """Outside all operators it is the part's own Python code."""
+    pairs = zip(names, kinds, strict=True)
+    return ["Python" if kind == "annotation" else short_name(n, 60) for n, kind in pairs], True
+
+
+def _calls(levels: pd.Series, folded: pd.Series, names: pd.Series, hot: pd.Series) -> Texts:
+    """Indented; with how many links of a chain are left out before it, and the hot path marked."""
+    return [
+        INDENT * level
+        + ("▸ " if is_hot else "")
+        + (f"… {links} call{'s' * (links > 1)} … " if links else "")
+        + function_name(name)
+        for level, links, name, is_hot in zip(levels, folded, names, hot, strict=True)
+    ], True
+
+
+def _callers(depths: pd.Series, names: pd.Series) -> Texts:
+    return [
+        INDENT * depth + ("← " if depth else "") + function_name(name)
+        for depth, name in zip(depths, names, strict=True)
+    ], True
+
+
+def _base(path: object) -> str:
+    return str(path).rpartition("/")[2]
+
+
+def _places(modules: pd.Series, files: pd.Series) -> Texts:
+    pairs = zip(modules, files, strict=True)
+    return [str(module or file).rpartition("/")[2] for module, file in pairs], True
+
+
+def _shapes(text: str) -> str:
+    """Shapes without those of scalars: ``2048×64, 3 of 64×64``; ``*`` is any."""
+    shapes = (found.replace(", ", "×") for found in re.findall(r"\[([\d*, ]+)\]", text))
+    groups = ((shape, len(list(same))) for shape, same in itertools.groupby(shapes))
+    return ", ".join(shape if count == 1 else f"{count} of {shape}" for shape, count in groups)
+
+
+def _ranges(lows: pd.Series, highs: pd.Series) -> Texts:
+    pairs = zip(lows, highs, strict=True)
+    return [NOTHING if low == high else from_to(low, high) for low, high in pairs], False
+
+
+def _speedups(mids: pd.Series, lows: pd.Series, highs: pd.Series) -> Texts:
+    rows = zip(mids, lows, highs, strict=True)
+    return [NOTHING if mid != mid else speedup(mid, low, high) for mid, low, high in rows], False
+
+
+def _measures(values: pd.Series, units: pd.Series) -> Texts:
+    """Values of several quantities in one column, each with its unit; words as they are."""
+    return [measure(*pair) for pair in zip(values, units, strict=True)], True
+
+
+def measure(value: Any, unit: str = "") -> str:
+    """A value with its unit: ``measure(0.5, "share")`` is ``50.0%``; words as they are."""
+    if _missing(value):
+        return NOT_MEASURED
+    if isinstance(value, str):
+        return value
+    known = {"ms": milliseconds, "bytes": format_bytes, "share": percent, "": value_text}
+    return known[unit](value) if unit in known else f"{digits(value)} {unit}"
+
+
+FORMATS: dict[str, Callable[..., Texts]] = {
+    "base": _each(_base, words=True),
+    "bytes": _each(format_bytes),
+    "call": _calls,
+    "caller": _callers,
+    "component": _each(part_label, words=True),
+    "count": _counts,
+    "digits": _each(digits),
+    "function": _each(lambda name: name if name.startswith("(") else function_name(name), True),
+    "gain": _each(lambda gain: speedup(**gain) if gain else NOTHING),
+    "judged": _each(yes_or_no, words=True),
+    "line": _each(lambda line: str(line) if line else NOTHING),
+    "loss": _each("{:.5f}".format),
+    "measure": _measures,
+    "number": lambda values: (column(values), False),
+    "operator": _operators,
+    "part": _parts,
+    "place": _places,
+    "range": _ranges,
+    "ratio": _each(ratio),
+    "settings": _each(
+        lambda change: ", ".join(f"{name}: {value}" for name, value in change.items()), True
+    ),
+    "shapes": _each(_shapes, words=True),
+    "share": _each(percent),
+    "signed": lambda values: (signed(values), False),
+    "speedup": _speedups,
+    "text": _each(str, words=True),
+    "where": _each(lambda value: {"device": "GPU", "host": "CPU"}.get(value, value), True),
+}
+"""Name of a format to the function that writes a column."""
 
 
 def column(values: Iterable[float]) -> list[str]:
@@ -69,11 +372,25 @@ def _is_zero(cell: str) -> bool:
 
 
 class Table:
-    """Rows of text, shown by notebooks as a table; numbers to the right, words to the left."""
+    """Rows of text, shown by notebooks as a table; numbers to the right, words to the left.
 
-    def __init__(self, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    Args:
+        columns: titles.
+        words: of each column, whether it is words; left out, by what the cells look like.
+        marks: place of a column to a colour for each of its cells.
+    """
+
+    def __init__(
+        self,
+        columns: Sequence[str],
+        rows: Iterable[Sequence[str]],
+        words: Sequence[bool] | None = None,
+        marks: Mapping[int, Sequence[str]] | None = None,
+    ) -> None:
         self.columns = list(columns)
         self.rows = [list(row) for row in rows]
+        self._words = words
+        self._marks = marks or {}
 
     @classmethod
     def of(cls, columns: Mapping[str, Iterable[str]]) -> Table:
@@ -83,20 +400,30 @@ class Table:
     def _repr_html_(self) -> str:
         if not self.rows:
             return EMPTY
-        words = [not _are_numbers(cells) for cells in zip(*self.rows, strict=True)]
+        words = self._words
+        if words is None:
+            words = [not _are_numbers(cells) for cells in zip(*self.rows, strict=True)]
 
-        def line(cells: Sequence[str], tag: str) -> str:
+        def line(cells: Iterable[str], texts: Sequence[str], tag: str) -> str:
             shown = (
-                f'<{tag} style="{_look(cell, left, tag)}">{escape(cell)}</{tag}>'
-                for cell, left in zip(cells, words, strict=True)
+                f'<{tag} style="{_look(text, is_words, tag)}">{cell}</{tag}>'
+                for cell, text, is_words in zip(cells, texts, words, strict=True)
             )
             return f"<tr>{''.join(shown)}</tr>"
 
-        body = "\n".join(line(row, "td") for row in self.rows)
-        return (
-            f'<table class="dataframe">\n<thead>{line(self.columns, "th")}</thead>\n'
-            f"<tbody>\n{body}\n</tbody>\n</table>"
+        body = "\n".join(
+            line((self._cell(text, place, at) for at, text in enumerate(row)), row, "td")
+            for place, row in enumerate(self.rows)
         )
+        head = line(map(escape, self.columns), self.columns, "th")
+        return (
+            f'<table class="dataframe">\n<thead>{head}</thead>\n<tbody>\n{body}\n</tbody>\n</table>'
+        )
+
+    def _cell(self, text: str, row: int, at: int) -> str:
+        colours = self._marks.get(at)
+        mark = f'<span style="color: {colours[row]}">■</span> ' if colours else ""
+        return mark + escape(text)
 
     def __repr__(self) -> str:
         return pd.DataFrame(self.rows, columns=self.columns).to_string(index=False)
@@ -115,6 +442,17 @@ class Text:
         return self.markdown
 
 
+def absent(frame: pd.DataFrame) -> Text:
+    """The sentence in the place of a table or figure of a frame without rows."""
+    reason = frame.attrs.get("not_measured")
+    return Text(f"*Not measured: {reason}.*" if reason else "*There is nothing to show.*")
+
+
+def draw(figure: Callable[[Any], Any], frame: pd.DataFrame, instead: Text | None = None) -> Any:
+    """The figure of a frame; if it has no rows, ``instead``, or the reason."""
+    return figure(frame) if len(frame) else instead or absent(frame)
+
+
 def shown_if(there: object, draw: Callable[[Any], Any], data: Any, reason: str) -> Any:
     """What ``draw`` makes of the data where it is there; else the reason in its place."""
     return draw(data) if there and data is not None else Text(f"*{reason}*")
@@ -126,6 +464,10 @@ def _look(cell: str, is_words: bool, tag: str) -> str:
         return "text-align: left"
     whole = tag == "td" and "(" not in cell
     return "text-align: right" + ("; white-space: nowrap" if whole else "")
+
+
+_PLAIN = r"<?[-+−]?[\d,]*\.?\d+(e[-+]?\d+)?"
+_NUMBER = re.compile(rf"{_PLAIN}( to {_PLAIN})?( ?(%|×|x|ms|s|B|[KMGT]iB))?( \(.*\))?")
 
 
 def _are_numbers(cells: Sequence[str]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,8 +30,8 @@ from dlrm_workbook.show.axes import (
     log_ticks,
     mark_one,
 )
-from dlrm_workbook.show.tables import Table, aligned, column, signed
-from dlrm_workbook.show.theme import figure
+from dlrm_workbook.show.tables import Column, Table, Text, aligned, column, draw, show, signed
+from dlrm_workbook.show.theme import COLOURS, figure
 
 
 @given(st.lists(st.sampled_from("abc"), max_size=12))
@@ -136,6 +137,39 @@ def test_tables_align_numbers_and_escape_words() -> None:
     assert '<td style="text-align: left">a</td>' in html
     assert Table(["a"], [])._repr_html_().count("Nothing") == 1
     assert "1,234.5" in repr(table)
+
+
+def test_a_frame_is_shown_by_the_names_of_its_columns() -> None:
+    frame = pd.DataFrame(
+        {
+            "component": ["embedding", "data"],
+            "phase": ["forward", ""],
+            "time_ms": [1.5, 2000.25],
+            "share": [0.1, 0.00001],
+            "agrees": [True, False],
+            "calls": [3.0, 4000.0],
+            "table_bytes": [12, 1 << 30],
+            "gap_us": [1.0, math.nan],
+            "gflops": [math.nan, math.nan],
+        }
+    )
+    shown = show(frame)
+    assert isinstance(shown, Table)
+    titles = ["part", "time (ms)", "share", "agrees", "calls", "table", "gap (µs)"]
+    assert shown.columns == titles, "what was measured in no row is left out"
+    first = ["embedding forward", "1.5", "10.0%", "yes", "3", "12 B", "1.000"]
+    assert shown.rows == [first, ["data", "2,000.2", "<0.1%", "no", "4,000", "1.00 GiB", NOTHING]]
+    assert f'<span style="color: {COLOURS["data"]}">■</span> data' in shown._repr_html_()
+    chosen = show(frame, {"share": "of all", "time_ms": Column("took", "digits")}, most=1)
+    assert isinstance(chosen, Table)
+    assert (chosen.columns, chosen.rows) == (["of all", "took (ms)"], [["10.0%", "1.50"]])
+
+
+def test_a_frame_without_rows_says_why() -> None:
+    empty = pd.DataFrame({"time_ms": []})
+    empty.attrs["not_measured"] = "no clock"
+    assert repr(show(empty)) == repr(draw(len, empty)) == "*Not measured: no clock.*"
+    assert repr(draw(len, empty, Text("Nothing."))) == "Nothing."
 
 
 def test_columns_share_their_decimals() -> None:
