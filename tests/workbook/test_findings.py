@@ -46,7 +46,8 @@ def test_nothing_wrong_is_an_empty_list_and_a_sentence() -> None:
     profile = with_data(4, 96, parameters=LOOP)
     assert found(profile) == {}
     assert limit(profile, attribute(profile)) == (
-        "The largest part of the step is interaction forward: 96.0 ms of 100 ms an iteration (96%)."
+        "The largest part of the step is interaction forward: 96.0 ms of 100 ms per iteration "
+        "(96%)."
     )
 
 
@@ -130,7 +131,7 @@ def test_slow_data_with_a_probe_is_predicted_by_amdahl() -> None:
     assert slow.change == {"data.generator": "facebook"}
     assert slow.predicted_speedup["mid"] == pytest.approx(100 / 41.2)
     assert ordered(slow.predicted_speedup)
-    assert "50.0 ms a batch by facebook_loop, 1.00 ms by facebook" in slow.evidence
+    assert "50.0 ms per batch by facebook_loop, 1.00 ms by facebook" in slow.evidence
 
 
 def test_data_that_stays_slow_is_overlapped_as_well() -> None:

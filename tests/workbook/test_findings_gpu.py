@@ -96,7 +96,7 @@ def test_synchronising_calls_are_named_with_their_part(trace: Trace) -> None:
         "loss",
         "synchronisation",
     )
-    assert "cudaStreamSynchronize is called 3.0 times an iteration" in first.evidence
+    assert "cudaStreamSynchronize is called 3.0 times per iteration" in first.evidence
     assert "aten::_local_scalar_dense" in first.evidence
     assert first.predicted_speedup["mid"] > 1.5 and ordered(first.predicted_speedup)
 
@@ -143,7 +143,7 @@ def test_launches_that_cannot_keep_up(trace: Trace) -> None:
             trace.launch(at, "elementwise_kernel", at + 3, at + 5)
     first = listed(trace.read())[0]
     assert (first.id, first.limit) == ("launch_bound", "launches")
-    assert "90 kernels an iteration of 2.0 us" in first.evidence
+    assert "90 kernels per iteration of 2.0 µs" in first.evidence
     assert first.change == {
         "training.cuda_graphs": True,
         "training.embedding_backend": "fused",

@@ -169,7 +169,7 @@ def test_a_leak_fails_before_anything_slows() -> None:
     first = listed(step(counted, memory_limit_bytes=1.2e9))
     assert [finding.id for finding in first] == ["leak", "garbage_collection"]
     assert first[0].severity == "fails" and first[0].limit == "memory capacity"
-    assert "2.00 MB an iteration" in first[0].evidence
+    assert "2.00 MB per iteration" in first[0].evidence
     assert "after about 101 iterations" in first[0].evidence
 
 

@@ -18,85 +18,61 @@ from typing import Any
 
 import pandas as pd
 
+from dlrm_core.parts import part_label
+from dlrm_core.units import milliseconds, percent
 from dlrm_workbook.analysis.attribution import coverage
 from dlrm_workbook.analysis.findings import (
-    changes as rules_changes,
+    changes,
+    data,
+    embedding,
+    generic,
+    gpu,
+    host,
+    operators,
+    ranks,
 )
-from dlrm_workbook.analysis.findings import (
-    data as rules_data,
-)
-from dlrm_workbook.analysis.findings import (
-    embedding as rules_embedding,
-)
-from dlrm_workbook.analysis.findings import (
-    generic as rules_generic,
-)
-from dlrm_workbook.analysis.findings import (
-    gpu as rules_gpu,
-)
-from dlrm_workbook.analysis.findings import (
-    host as rules_memory,
-)
-from dlrm_workbook.analysis.findings import (
-    host as rules_scheduling,
-)
-from dlrm_workbook.analysis.findings import (
-    host as rules_thread,
-)
-from dlrm_workbook.analysis.findings import (
-    operators as rules_interaction,
-)
-from dlrm_workbook.analysis.findings import (
-    operators as rules_operators,
-)
-from dlrm_workbook.analysis.findings import (
-    ranks as rules_communication,
-)
-from dlrm_workbook.analysis.findings import (
-    ranks as rules_ranks,
-)
-from dlrm_workbook.analysis.findings.data import DATA_SHARE
 from dlrm_workbook.analysis.findings.evidence import Evidence
-from dlrm_workbook.analysis.findings.finding import (
-    LIMITS,
-    SEVERITIES,
-    Finding,
-    Ledger,
-    Rule,
-    plain,
-    rank,
-)
-from dlrm_workbook.analysis.findings.limits import limit_sentence
+from dlrm_workbook.analysis.findings.finding import Finding, Ledger, Rule, plain, rank
 from dlrm_workbook.recordings.profile import Profile
 
-__all__ = [
-    "DATA_SHARE",
-    "LIMITS",
-    "RULES",
-    "SEVERITIES",
-    "Evidence",
-    "Finding",
-    "Ledger",
-    "Rule",
-    "bottlenecks_json",
-    "findings",
-    "limit",
-]
-
 RULES: tuple[Rule, ...] = (
-    *rules_memory.RULES,
-    *rules_data.RULES,
-    *rules_gpu.RULES,
-    *rules_operators.RULES_RULES[:1],
-    *rules_scheduling.RULES_SCHEDULING_RULES,
-    *rules_thread.RULES_THREAD_RULES,
-    *rules_operators.RULES_RULES[1:],
-    *rules_embedding.RULES,
-    *rules_interaction.RULES,
-    *rules_changes.RULES,
-    *rules_communication.RULES_COMMUNICATION_RULES,
-    *rules_ranks.RULES,
-    *rules_generic.RULES,
+    host.leak,
+    host.nearly_full,
+    data.data_generation,
+    gpu.synchronising,
+    gpu.copies,
+    gpu.launch_bound,
+    gpu.tensor_cores,
+    gpu.occupancy,
+    gpu.stalls,
+    operators.extra_operators,
+    host.other_processes,
+    host.other_threads,
+    host.crowding_loader,
+    host.waiting_for_cores,
+    host.too_few_threads,
+    host.collecting_garbage,
+    host.storage_in_loop,
+    host.waiting,
+    host.page_faults,
+    host.python_in_part,
+    operators.dispatch_bound,
+    embedding.skewed_indices,
+    embedding.contended_update,
+    embedding.giant_table,
+    embedding.bound_by_rows,
+    embedding.embedding_update,
+    operators.interaction_overhead,
+    changes.faster_settings,
+    ranks.communication,
+    ranks.rank_imbalance,
+    ranks.load_imbalance,
+    ranks.replicate_small_tables,
+    generic.disturbed_profile,
+    generic.outside_parts,
+    generic.irregular,
+    generic.slower_than_alone,
+    generic.far_from_ceiling,
 )
 """In the order in which they run: what leaves no doubt about its cause comes first."""
 
@@ -112,13 +88,48 @@ def findings(profile: Profile, attribution: pd.DataFrame) -> list[Finding]:
 
 def limit(profile: Profile, attribution: pd.DataFrame) -> str:
     """One sentence: which part the step's time goes to most, and the limit it meets."""
-    return limit_sentence(Evidence(profile, attribution))
+    named = attribution[attribution["time_ms"] > 0]
+    if named.empty:
+        return "Nothing was measured, so nothing can be said about limits."
+    if named["component"].eq("other").all():
+        return (
+            "This profile names no part of a model: it is of another program, or was measured "
+            "without Python frames. The call tree and the operators say where its time goes."
+        )
+    parts = named.groupby(["component", "phase"], as_index=False)[["time_ms", "share"]].sum()
+    top = parts.loc[parts["time_ms"].idxmax()]
+    name = part_label(str(top["component"]), str(top["phase"]))
+    times = f"{milliseconds(float(top['time_ms']))} of {milliseconds(named['time_ms'].sum())}"
+    reached = _reached(Evidence(profile, attribution), str(top["component"]), str(top["phase"]))
+    share = f"{top['share']:.0%}"
+    return f"The largest part of the step is {name}: {times} per iteration ({share}){reached}."
+
+
+def _reached(evidence: Evidence, component: str, phase: str) -> str:
+    """``, at 83% of what bf16 matrix products reach here: arithmetic``."""
+    if component in ("data", "other"):
+        return ""  # made by Python or numpy: no ceiling of the machine is near
+    table = evidence.roofline
+    row = table[(table["component"] == component) & (table["phase"] == phase)]
+    if row.empty:
+        return ""
+    limit = str(row["limit"].iloc[0])
+    ceilings = {
+        "arithmetic": f"{evidence.parameter('training.precision', 'fp32')} matrix products reach "
+        "here",
+        "random rows": "random rows of its tables reach here",
+        "memory bandwidth": "this machine's memory gives",
+        "dispatch": "calling its operators allows",
+        "launches": "calling its operators allows",
+    }
+    what = ceilings.get(limit, "this machine allows")
+    return f", at {percent(row['share_of_ceiling'].iloc[0])} of what {what}: {limit}"
 
 
 def bottlenecks_json(
     profile: Profile, attribution: pd.DataFrame, found: list[Finding] | None = None
 ) -> dict[str, Any]:
-    """What ``bottlenecks.json`` says; plain JSON values, None for what was not measured."""
+    """The content of ``bottlenecks.json``; plain JSON values, None for what was not measured."""
     if found is None:
         found = findings(profile, attribution)
     keys = ["component", "phase"]

@@ -14,13 +14,7 @@ from typing import Any
 from dlrm_core.parts import part_label
 from dlrm_core.units import milliseconds
 from dlrm_workbook.analysis.findings.evidence import Evidence
-from dlrm_workbook.analysis.findings.finding import (
-    Finding,
-    Ledger,
-    is_worthwhile,
-    predicted,
-    probed,
-)
+from dlrm_workbook.analysis.findings.finding import Finding, Ledger, is_worthwhile, predicted
 
 MAX_RELATIVE_ERROR = 1e-5
 """Of products that may replace fp32; true bf16 makes about 2e-3."""
@@ -51,7 +45,7 @@ SETTINGS: dict[str, Setting] = {
         "dense_gemm",
         ("bottom_mlp", "top_mlp"),
         "arithmetic",
-        "Matrix products of the MLPs hold {share} of the step, in the slower library",
+        "Matrix products of the MLPs take {share} of the step, in the slower library",
         "Compute fp32 matrix products with oneDNN; the error is checked before training.",
     ),
     "training.precision": Setting(
@@ -66,7 +60,7 @@ SETTINGS: dict[str, Setting] = {
         "dense_kernels",
         DENSE,
         "arithmetic",
-        "The dense part holds {share} of the step; fused kernels on matrix tiles are faster",
+        "The dense part takes {share} of the step; fused kernels on matrix tiles are faster",
         "Compute the dense part by fused kernels: operands stay in tiles between products, and "
         "bias, ReLU, its mask and the bias' gradient are done while a result is in the cache.",
     ),
@@ -74,7 +68,7 @@ SETTINGS: dict[str, Setting] = {
         "embedding_update",
         ("embedding",),
         "random rows",
-        "Embeddings hold {share} of the step; the {then} backend is faster",
+        "Embeddings take {share} of the step; the {then} backend is faster",
         "torch builds a sparse gradient of every looked-up row and then applies it; a fused "
         "update touches each row once, in the backward pass.",
     ),
@@ -118,66 +112,60 @@ SETTINGS: dict[str, Setting] = {
         "launch_bound",
         (*DENSE, "loss", "embedding"),
         "launches",
-        "Launches hold the GPU up",
-        "Capture the step in a CUDA graph: one launch instead of one a kernel.",
+        "The GPU waits for launches",
+        "Capture the step in a CUDA graph: one launch instead of one per kernel.",
     ),
     "training.threads": Setting(
         "thread_count",
         (*DENSE, "embedding"),
         "scheduling",
-        "{now} threads an operator are fewer or more than pay here",
+        "{now} threads per operator are fewer or more than pay here",
         "Run operators on {then} threads.",
     ),
-    "training.optimizer": Setting("optimizer_cost", ("embedding",), "memory bandwidth", "", ""),
 }
-"""Leaf to what it means; a setting that changes what is computed has no title."""
+"""Leaf to what it means; a setting that changes what is computed is not listed."""
 
 
 def faster_settings(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
-    """Settings that were probed beside the run and are faster, one finding a kind."""
-    best: dict[str, tuple[float, Finding]] = {}
-    for probe in probed(evidence):
-        change = dict(probe.get("change") or {})
-        finding = _of(evidence, ledger, change, probe) if _is_one_setting(change) else None
+    """Settings that were probed beside the run and are faster: the best of each kind."""
+    best: dict[str, Finding] = {}
+    for probe in evidence.probed:
+        finding = _faster_setting(evidence, ledger, probe)
         if finding is None:
             continue
+        known = best.get(finding.id)
         gain = finding.predicted_speedup["mid"]
-        if finding.id not in best or gain > best[finding.id][0]:
-            best[finding.id] = (gain, finding)
-    yield from (finding for _, finding in best.values())
+        if known is None or gain > known.predicted_speedup["mid"]:
+            best[finding.id] = finding
+    yield from best.values()
 
 
-def _is_one_setting(change: Mapping[str, Any]) -> bool:
-    """One leaf, or the fused dense part with the products that it needs."""
-    return len(change) == 1 or next(iter(change), "") == "training.dense_backend"
-
-
-def _of(
-    evidence: Evidence, ledger: Ledger, change: Mapping[str, Any], probe: Mapping[str, Any]
-) -> Finding | None:
-    (name, then), *_ = change.items()
+def _faster_setting(evidence: Evidence, ledger: Ledger, probe: Mapping[str, Any]) -> Finding | None:
+    change = dict(probe.get("change") or {})
+    name, then = next(iter(change.items()), ("", None))
     setting = SETTINGS.get(name)
-    allowed = all(_is_allowed(evidence, leaf, value, probe) for leaf, value in change.items())
-    if setting is None or not setting.title or not allowed:
+    # one leaf, or the fused dense part with the products that it needs
+    if setting is None or (len(change) > 1 and name != "training.dense_backend"):
+        return None
+    if not all(_is_allowed(evidence, leaf, value, probe) for leaf, value in change.items()):
         return None
     if setting.id == "embedding_update" and ledger.is_explained(("embedding", "backward")):
         return None  # what does not belong there was named, with this as its remedy
     speedup = predicted(evidence, change)
-    if not is_worthwhile(speedup):
+    if speedup is None or not is_worthwhile(speedup):
         return None
-    assert speedup is not None
-    held = [component for component in setting.components if evidence.time(component) > 0]
-    share = sum(evidence.share(component) for component in held)
+    measured = [component for component in setting.components if evidence.time(component) > 0]
+    share = sum(evidence.share(component) for component in measured)
     now = evidence.parameter(name, "default")
     words = {"share": f"{share:.0%}", "now": now, "then": then}
     return Finding(
         id=setting.id,
         title=setting.title.format(**words),
-        component=max(held, key=evidence.time) if held else "other",
+        component=max(measured, key=evidence.time) if measured else "other",
         share_of_step=share,
         evidence=_timed(evidence, probe, name, now, then),
         advice=setting.advice.format(**words),
-        change=dict(change),
+        change=change,
         predicted_speedup=speedup,
         limit=setting.limit,
     )
@@ -202,7 +190,7 @@ def _library_error(evidence: Evidence) -> float | None:
     """Relative error of oneDNN's fp32 products, as the ceilings measured it."""
     errors = [
         row["relative_error"]
-        for row in evidence.ceilings("gemm") or []
+        for row in evidence.ceiling("gemm") or []
         if row.get("precision") == "fp32_onednn" and row.get("relative_error") is not None
     ]
     return max(errors) if errors else None
@@ -228,6 +216,3 @@ def _timed(evidence: Evidence, probe: Mapping[str, Any], name: str, now: Any, th
         error = probe.get("relative_error") or _library_error(evidence)
         text += f" Relative error {error:.1e}."
     return text
-
-
-RULES = (faster_settings,)

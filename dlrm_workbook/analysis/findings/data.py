@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 from dlrm_core.units import milliseconds
 from dlrm_workbook.analysis.findings.evidence import Evidence
 from dlrm_workbook.analysis.findings.finding import (
-    Finding,
     Ledger,
+    Measured,
     bounded,
+    capitalised,
     is_worthwhile,
     predicted,
-    probe_of,
-    sentence,
+    rule,
 )
 
 DATA_SHARE = 0.05
@@ -30,90 +29,79 @@ operators of two threads beside a prefetching one on two cores took 1.3 times as
 FASTER = {"facebook_loop": "facebook"}
 """Generator to one that makes the very same batches faster."""
 
+OVERLAP: dict[str, Any] = {"data.loader": "prefetch"}
 
-def data_generation(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
+SAID_FASTER = "make the same batches, bit for bit, with vectorised numpy"
+SAID_OVERLAP = "make the next batch on another thread while the step computes"
+
+Speedup = dict[str, float]
+
+
+@rule(
+    "data_generation",
+    title="Data generation takes {share:.0%} of each step",
+    evidence=(
+        "{makes} a batch takes {time:ms} of {total:ms} per iteration ({share:.0%}); the model "
+        "takes the other {rest:ms}.",
+        "Timed alone on this machine: {alone:ms} per batch{by_generators}.",
+        "{unprobed}",
+        "The thread computes nothing in {idle:ms} of it: it sleeps.",
+    ),
+    advice="{remedy}.",
+    limit="data generation",
+    component="data",
+)
+def data_generation(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """Making a batch, or waiting for it, holds up the step."""
     total, time = evidence.total_ms, evidence.time("data")
-    if total <= 0 or time / total <= DATA_SHARE:
-        return
     share = time / total
+    if share <= DATA_SHARE:
+        return None
     ledger.explain(time, ("data", "forward"))
-    change, speedup, advice = _remedy(evidence, time)
+    change, speedup, remedy = _remedy(evidence, time)
     if not change and share <= UNAVOIDABLE_SHARE and not _is_slow(evidence, time):
-        # overlap would not pay, and it takes what such batches take: nothing to do here
-        return
+        return None  # overlap would not pay, and it takes what such batches take
     waits = evidence.parameter("data.loader") == "prefetch"
-    text = (
-        f"{'Waiting for' if waits else 'Making'} a batch takes {milliseconds(time)} of "
-        f"{milliseconds(total)} an iteration ({share:.0%}); the model takes the other "
-        f"{milliseconds(total - time)}."
-    )
     generator = evidence.parameter("data.generator")
     then = _probed_ms(evidence, {"data.generator": FASTER.get(generator, "")})
-    alone = evidence.alone("data", "forward")
-    if alone is not None and then is not None:
-        text += (
-            f" Timed alone on this machine: {milliseconds(alone)} a batch by {generator}, "
-            f"{milliseconds(then)} by {FASTER[generator]}."
-        )
-    elif alone is not None:
-        text += f" Timed alone on this machine: {milliseconds(alone)} a batch."
-    if "data.generator" in change and then is None:
-        text += " How fast the other generator is here was not measured."
     idle = evidence.share_of_wall("blocked_ms") * total
-    if not waits and idle > 0.5 * time:
-        text += f" The thread computes nothing in {milliseconds(min(idle, time))} of it: it sleeps."
-    yield Finding(
-        id="data_generation",
-        title=(
-            f"The step waits for data in {share:.0%} of its time"
-            if waits
-            else f"Data generation holds {share:.0%} of the step"
-        ),
-        component="data",
-        share_of_step=share,
-        evidence=text,
-        advice=sentence(advice),
-        change=change,
-        predicted_speedup=speedup,
-        limit="data generation",
-    )
+    figures: Measured = {
+        "share": share,
+        "makes": "Waiting for" if waits else "Making",
+        "time": time,
+        "total": total,
+        "rest": total - time,
+        "alone": evidence.alone("data", "forward"),
+        "by_generators": "",
+        "unprobed": None,
+        "idle": min(idle, time) if not waits and idle > 0.5 * time else None,
+        "remedy": capitalised(remedy),
+        "change": change,
+        "speedup": speedup,
+    }
+    if then is not None:
+        figures["by_generators"] = f" by {generator}, {milliseconds(then)} by {FASTER[generator]}"
+    elif "data.generator" in change:
+        figures["unprobed"] = "How fast the other generator is here was not measured."
+    if waits:
+        figures["title"] = "The step waits for data in {share:.0%} of its time"
+    return figures
 
 
-def _remedy(evidence: Evidence, time: float) -> tuple[dict[str, Any], dict[str, float], str]:
+def _remedy(evidence: Evidence, time: float) -> tuple[dict[str, Any], Speedup, str]:
     """(change, speed-up, advice): the least change that takes most of the time away."""
+    faster = FASTER.get(evidence.parameter("data.generator"))
+    if faster:
+        return _faster_generator(evidence, time, {"data.generator": faster})
     total = evidence.total_ms
     share = time / total
-    faster = FASTER.get(evidence.parameter("data.generator"))
-    synchronous = evidence.parameter("data.loader") == "synchronous"
-    overlap: dict[str, Any] = {"data.loader": "prefetch"}
-    said_faster = "make the same batches, bit for bit, with vectorised numpy"
-    said_overlap = "make the next batch on another thread while the step computes"
-    if faster:
-        change: dict[str, Any] = {"data.generator": faster}
-        then = _probed_ms(evidence, change)
-        now = evidence.alone("data", "forward")
-        made = time * then / now if then is not None and now else None
-        alone_gain = predicted(evidence, change)
-        both = predicted(evidence, change | overlap) if synchronous else None
-        if made is None:
-            return change, alone_gain or bounded(share), said_faster
-        still = made / (total - time + made) > DATA_SHARE
-        if (
-            synchronous
-            and still
-            and (both is None or alone_gain is None or _more(both, alone_gain))
-        ):
-            gain = both or _overlapped(total, time, made)
-            return change | overlap, gain, f"{said_faster}; {said_overlap}"
-        return change, alone_gain or _known(total, time, made), said_faster
-    if synchronous:
-        ahead = predicted(evidence, overlap)
+    if evidence.parameter("data.loader") == "synchronous":
+        ahead = predicted(evidence, OVERLAP)
         pays = share > UNAVOIDABLE_SHARE or _has_spare_core(evidence)
         if ahead is None and pays:
-            return overlap, _overlapped(total, time, time, worst=1.0), said_overlap
+            return OVERLAP, _overlapped(total, time, time, worst=1.0), SAID_OVERLAP
         if ahead is not None and is_worthwhile(ahead) and pays:
-            return overlap, ahead, said_overlap
+            return OVERLAP, ahead, SAID_OVERLAP
     advice = "no parameter makes these batches faster without changing them"
     if _is_slow(evidence, time):
         advice = (
@@ -123,6 +111,27 @@ def _remedy(evidence: Evidence, time: float) -> tuple[dict[str, Any], dict[str, 
     elif evidence.parameter("data.place") == "cpu" and evidence.on_gpu:
         advice = "uniform and zipf batches can be made on the GPU (data.place: device)"
     return {}, bounded(share), advice
+
+
+def _faster_generator(
+    evidence: Evidence, time: float, change: dict[str, Any]
+) -> tuple[dict[str, Any], Speedup, str]:
+    """The same batches made faster, and overlapped too where they still take long."""
+    total = evidence.total_ms
+    then, now = _probed_ms(evidence, change), evidence.alone("data", "forward")
+    gain = predicted(evidence, change)
+    if then is None or not now:
+        return change, gain or bounded(time / total), SAID_FASTER
+    made = time * then / now
+    rest = total - time
+    if evidence.parameter("data.loader") == "synchronous" and made / (rest + made) > DATA_SHARE:
+        both = predicted(evidence, change | OVERLAP)
+        if both is None or gain is None or both["mid"] > 1.02 * gain["mid"]:
+            speedup = both or _overlapped(total, time, made)
+            return change | OVERLAP, speedup, f"{SAID_FASTER}; {SAID_OVERLAP}"
+    mid = total / (rest + made)
+    measured = {"low": 1 + 0.9 * (mid - 1), "mid": mid, "high": max(mid, total / rest)}
+    return change, gain or measured, SAID_FASTER
 
 
 def _has_spare_core(evidence: Evidence) -> bool:
@@ -137,20 +146,7 @@ def _is_slow(evidence: Evidence, time: float) -> bool:
     return alone is not None and time > 1.5 * alone
 
 
-def _more(better: dict[str, float], than: dict[str, float]) -> bool:
-    return better["mid"] > 1.02 * than["mid"]
-
-
-def _known(total: float, time: float, made: float) -> dict[str, float]:
-    """Batches that take ``made`` instead of ``time`` milliseconds, both measured."""
-    rest = total - time
-    mid = total / (rest + made)
-    return {"low": 1 + 0.9 * (mid - 1), "mid": mid, "high": max(mid, total / rest)}
-
-
-def _overlapped(
-    total: float, time: float, made: float, worst: float | None = None
-) -> dict[str, float]:
+def _overlapped(total: float, time: float, made: float, worst: float | None = None) -> Speedup:
     """Without overlap, and with all of it: what lies between depends on free cores."""
     rest = total - time
     low = total / (rest + made) if worst is None else worst
@@ -159,9 +155,9 @@ def _overlapped(
 
 
 def _probed_ms(evidence: Evidence, change: dict[str, Any]) -> float | None:
-    probe = probe_of(evidence, change)
-    value = ((probe or {}).get("parts") or {}).get("data", {}).get("forward")
-    return float(value) if value is not None and math.isfinite(value) else None
-
-
-RULES = (data_generation,)
+    """Milliseconds per batch after exactly this change, if it was probed."""
+    for probe in evidence.probed:
+        if probe.get("change") == change:
+            value = (probe.get("parts") or {}).get("data", {}).get("forward")
+            return float(value) if value is not None and math.isfinite(value) else None
+    return None

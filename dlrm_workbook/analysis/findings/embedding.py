@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from dlrm_core.units import milliseconds
-from dlrm_workbook.analysis.findings.evidence import Evidence
-from dlrm_workbook.analysis.findings.finding import Finding, Ledger, amdahl, bounded, probed
+from dlrm_workbook.analysis.findings.evidence import Evidence, heaviest
+from dlrm_workbook.analysis.findings.finding import Ledger, Measured, amdahl, bounded, rule
 
 SKEW = 4.0
 """Times as often as the generator's law expects is the hottest row asked for."""
@@ -33,197 +32,201 @@ BOUND_SHARE = 0.6
 UPDATE_SHARE = 0.05
 
 
-def skewed_indices(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
+@rule(
+    "skewed_indices",
+    title="{hottest:.0%} of a table's lookups go to a single row",
+    evidence=(
+        "In {hot_tables} of {tables} tables.",
+        "Worst, table {table}: {hottest:.0%} of its {lookups:,.0f} lookups per batch fall on one "
+        "of {rows:,} rows, where {law} expects {expected:.2%}; only {different:,.0f} different "
+        "rows are asked for.",
+        "Reading and updating tables takes {share:.0%} of the step.",
+    ),
+    advice="Check the indices (a constant column, a default value, a hash that collides). If they "
+    "are meant, sum the gradients of equal rows before the update; this run's update is "
+    "'{method}', and rows that several threads write are serialised. Times measured with them "
+    "say little of real data: hot rows stay in cache.",
+    limit="random rows",
+    component="embedding",
+)
+def skewed_indices(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """One row, or a few, get most of a table's lookups."""
-    tables = _tables(evidence)
     hot = []
-    for table in tables:
-        expected = _expected_hottest(evidence, table)
-        share = float(table["hottest_share"])
-        if table["rows"] < SMALL_TABLE or share < HOT_SHARE or share < SKEW * expected:
-            continue
-        hot.append((share, expected, table))
+    for table in evidence.tables:
+        expected, share = _expected_hottest(evidence, table), float(table["hottest_share"])
+        if table["rows"] >= SMALL_TABLE and share >= HOT_SHARE and share >= SKEW * expected:
+            hot.append((share, expected, table))
     if not hot:
-        return
+        return None
     share, expected, table = max(hot, key=lambda row: row[0])
-    held = evidence.share("embedding")
-    update = evidence.share("embedding", "update") + evidence.share("embedding", "backward")
     threads = evidence.threads or 1
-    method = evidence.parameter("training.embedding_update", "race_free")
-    lookups = float(table["lookups_per_batch"])
-    text = (
-        f"In {len(hot)} of {len(tables)} tables. Worst, table {table['table']}: {share:.0%} of its "
-        f"{lookups:,.0f} lookups a batch fall on one of {table['rows']:,} rows, where "
-        f"{_law(evidence)} expects {expected:.2%}; only {table['unique_rows_per_batch']:,.0f} "
-        f"different rows are asked for. Reading and updating tables holds {held:.0%} of the step."
-    )
+    generator = evidence.parameter("data.generator")
     # a hot row is one thread's work, or is fought for: at best the others take their part of it
-    gain = amdahl(update * share, float(threads)) if threads > 1 else 1.0
-    yield Finding(
-        id="skewed_indices",
-        title=f"{share:.0%} of a table's lookups go to a single row",
-        component="embedding",
-        share_of_step=held,
-        evidence=text,
-        advice=(
-            "Check the indices (a constant column, a default value, a hash that collides). If "
-            "they are meant, sum the gradients of equal rows before the update; "
-            f"this run's update is '{method}', and rows that several threads write are "
-            "serialised. Times measured with them say little of real data: hot rows stay in cache."
-        ),
-        predicted_speedup={"low": 1.0, "mid": gain**0.5, "high": gain},
-        limit="random rows" if threads == 1 else "load imbalance",
-    )
+    gain = amdahl(_update_share(evidence) * share, float(threads)) if threads > 1 else 1.0
+    return {
+        "share": evidence.share("embedding"),
+        "hottest": share,
+        "hot_tables": len(hot),
+        "tables": len(evidence.tables),
+        "table": table["table"],
+        "lookups": float(table["lookups_per_batch"]),
+        "rows": table["rows"],
+        "law": f"data.generator '{generator}'" if generator else "a uniform law",
+        "expected": expected,
+        "different": table["unique_rows_per_batch"],
+        "method": evidence.parameter("training.embedding_update", "race_free"),
+        "speedup": {"low": 1.0, "mid": gain**0.5, "high": gain},
+        "limit": "random rows" if threads == 1 else "load imbalance",
+    }
 
 
-def contended_update(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
+@rule(
+    "contended_update",
+    title="Threads fight for hot rows in the '{method}' update",
+    evidence=(
+        "{threads} threads write rows of which the hottest gets {hottest:.0%} of a table's "
+        "lookups; backward and update of the tables take {share:.0%} of the step.",
+    ),
+    advice="Let each row belong to one thread.",
+    limit="synchronisation",
+    component="embedding",
+    gpu=False,
+)
+def contended_update(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """Threads fight for hot rows in the update."""
-    method = evidence.parameter("training.embedding_update")
-    threads = evidence.threads or 1
-    if method not in ("atomic", "locked", "naive") or threads < 2 or evidence.on_gpu:
-        return
+    method, threads = evidence.parameter("training.embedding_update"), evidence.threads or 1
+    if method not in ("atomic", "locked", "naive") or threads < 2:
+        return None
     if evidence.parameter("training.embedding_backend") != "fused":
-        return
-    tables = [table for table in _tables(evidence) if table["rows"] >= SMALL_TABLE]
+        return None
+    tables = [table for table in evidence.tables if table["rows"] >= SMALL_TABLE]
     hottest = max((float(table["hottest_share"]) for table in tables), default=0.0)
-    share = evidence.share("embedding", "update") + evidence.share("embedding", "backward")
+    share = _update_share(evidence)
     if hottest < HOT_SHARE or share < CONTENDED_SHARE:
-        return
-    yield Finding(
-        id="contended_update",
-        title=f"Threads fight for hot rows in the '{method}' update",
-        component="embedding",
-        share_of_step=share,
-        evidence=(
-            f"{threads} threads write rows of which the hottest gets {hottest:.0%} of a table's "
-            f"lookups; backward and update of the tables hold {share:.0%} of the step."
-        ),
-        advice="Let each row belong to one thread.",
-        change={"training.embedding_update": "race_free"},
-        predicted_speedup=bounded(share),
-        limit="synchronisation",
-    )
+        return None
+    return {
+        "share": share,
+        "method": method,
+        "threads": threads,
+        "hottest": hottest,
+        "change": {"training.embedding_update": "race_free"},
+        "speedup": bounded(share),
+    }
 
 
-def giant_table(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
+@rule(
+    "giant_table",
+    title="Table {table} dwarfs the others: {of_rows:.0%} of all rows",
+    evidence=(
+        "Table {table} has {rows:,} rows ({gigabytes:.2f} GB), {of_rows:.0%} of all rows; the "
+        "median table has {median:,.0f}.",
+        "It gets {of_lookups:.0%} of the lookups.",
+        "Its own operators take {time:ms} per iteration, the median table's {usual:ms}.",
+    ),
+    advice="Hash it into fewer rows or split it by columns or rows: no placement of whole tables "
+    "can balance it, and its rows come from memory while the others' may stay in cache.",
+    limit="memory capacity",
+    component="embedding",
+)
+def giant_table(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """One table dwarfs the others, in bytes or in lookups."""
-    rows = [int(row) for row in evidence.parameter("model.table_rows", [])]
-    count = int(evidence.parameter("model.tables", 0) or 0)
-    rows = rows * count if len(rows) == 1 and count else rows
+    rows = evidence.table_rows
     if len(rows) < 3:
-        return
+        return None
     dim = int(evidence.parameter("model.embedding_dim", 0) or 0)
-    looked_up = {table["table"]: float(table["lookups_per_batch"]) for table in _tables(evidence)}
+    looked_up = {table["table"]: float(table["lookups_per_batch"]) for table in evidence.tables}
     lookups = [looked_up.get(number, 0.0) for number in range(len(rows))]
     by_bytes, by_lookups = _dominant(rows, GIANT_BYTES), _dominant(lookups, GIANT_LOOKUPS)
-    size = 4.0 * dim * max(rows)
-    cache = float(evidence.ceilings("last_level_cache_bytes") or 32 << 20)
-    if by_bytes is not None and size <= cache:
+    if 4.0 * dim * max(rows) <= float(evidence.ceiling("last_level_cache_bytes") or 32 << 20):
         by_bytes = None
     number = by_lookups if by_lookups is not None else by_bytes
     if number is None:
-        return
+        return None
     share = evidence.share("embedding")
     time, usual = _table_times(evidence, rows, dim, number)
-    text = (
-        f"Table {number} has {rows[number]:,} rows ({4e-9 * dim * rows[number]:.2f} GB), "
-        f"{rows[number] / sum(rows):.0%} of all rows; the median table has "
-        f"{statistics.median(rows):,.0f}."
-    )
-    if sum(lookups):
-        text += f" It gets {lookups[number] / sum(lookups):.0%} of the lookups."
-    if time is not None and usual:
-        text += (
-            f" Its own operators take {milliseconds(time)} an iteration, the median table's "
-            f"{milliseconds(usual)}."
-        )
-    held = (time - usual) / evidence.total_ms if time and usual else share * 0.5
-    held = min(max(held, 0.0), share)
-    yield Finding(
-        id="giant_table",
-        title=f"Table {number} dwarfs the others: {rows[number] / sum(rows):.0%} of all rows",
-        component="embedding",
-        share_of_step=held if time is not None else share,
-        evidence=text,
-        advice=(
-            "Hash it into fewer rows or split it by columns or rows: no placement of whole tables "
-            "can balance it, and its rows come from memory while the others' may stay in cache."
-        ),
-        predicted_speedup=bounded(held),
-        limit="load imbalance" if by_lookups is not None else "memory capacity",
-    )
+    lost = (time - usual) / evidence.total_ms if time and usual else share * 0.5
+    lost = min(max(lost, 0.0), share)
+    return {
+        "share": lost if time is not None else share,
+        "table": number,
+        "rows": rows[number],
+        "of_rows": rows[number] / sum(rows),
+        "gigabytes": 4e-9 * dim * rows[number],
+        "median": statistics.median(rows),
+        "of_lookups": lookups[number] / sum(lookups) if sum(lookups) else None,
+        "time": time,
+        "usual": usual or None,
+        "speedup": bounded(lost),
+        "limit": "load imbalance" if by_lookups is not None else "memory capacity",
+    }
 
 
-def bound_by_rows(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
+@rule(
+    "embeddings_memory_bound",
+    title="Embeddings take {share:.0%} of the step, near what memory gives",
+    evidence=(
+        "Embedding {phase} reaches {reached:.0%} of the ceiling for {limit} ({rate:.1f} GB/s) "
+        "measured on this machine.",
+    ),
+    advice="Only fewer bytes help: a smaller dimension or pooling factor, rows in lower "
+    "precision, a cache of hot rows, or more memory channels (sharded tables).",
+    limit="random rows",
+    component="embedding",
+)
+def bound_by_rows(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """Most of the step is spent near what memory gives for scattered rows."""
     share = evidence.share("embedding")
     if share < BOUND_SHARE:
-        return
-    met = evidence.roofline
-    met = met[
-        (met["component"] == "embedding") & met["limit"].isin(["random rows", "memory bandwidth"])
-    ]
-    near = met[met["share_of_ceiling"] >= 0.5]
-    near_ms = float(near["time_ms"].sum())
-    if near_ms < 0.5 * evidence.time("embedding"):
-        return
+        return None
+    parts = evidence.roofline
+    parts = parts[parts["limit"].isin(["random rows", "memory bandwidth"])]
+    near = parts[(parts["component"] == "embedding") & (parts["share_of_ceiling"] >= 0.5)]
+    if near.empty or near["time_ms"].sum() < 0.5 * evidence.time("embedding"):
+        return None
     top = near.loc[near["time_ms"].idxmax()]
-    yield Finding(
-        id="embeddings_memory_bound",
-        title=f"Embeddings hold {share:.0%} of the step, near what memory gives",
-        component="embedding",
-        share_of_step=share,
-        evidence=(
-            f"Embedding {top['phase']} reaches {top['share_of_ceiling']:.0%} of the ceiling for "
-            f"{top['limit']} ({top['gb_per_s']:.1f} GB/s) measured on this machine."
-        ),
-        advice=(
-            "Only fewer bytes help: a smaller dimension or pooling factor, rows in lower "
-            "precision, a cache of hot rows, or more memory channels (sharded tables)."
-        ),
-        predicted_speedup={"low": 1.0, "mid": 1.0, "high": amdahl(share, 2.0)},
-        limit=str(top["limit"]),
-    )
+    return {
+        "share": share,
+        "phase": top["phase"],
+        "reached": top["share_of_ceiling"],
+        "limit": str(top["limit"]),
+        "rate": top["gb_per_s"],
+        "speedup": {"low": 1.0, "mid": 1.0, "high": amdahl(share, 2.0)},
+    }
 
 
-def embedding_update(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
+@rule(
+    "embedding_update",
+    title="The sparse embedding update takes {share:.0%} of the step",
+    evidence=(
+        "Updating the embedding tables takes {time:ms} of {total:ms} ({share:.0%}).",
+        "Most of it: {heaviest}.",
+    ),
+    advice="torch first builds a sparse gradient of every looked-up row and then applies it; the "
+    "fused backend updates each row in the backward pass. What it takes here was not probed, so "
+    "the range is only bounded.",
+    limit="random rows",
+    component="embedding",
+)
+def embedding_update(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """The sparse update is a large part of the step, and no probe tells what would replace it."""
     share = evidence.share("embedding", "update")
     backend = evidence.parameter("training.embedding_backend", "torch")
-    told = any("training.embedding_backend" in probe["change"] for probe in probed(evidence))
+    told = any("training.embedding_backend" in probe["change"] for probe in evidence.probed)
     if share <= UPDATE_SHARE or backend != "torch" or told:
-        return
-    time, total = evidence.time("embedding", "update"), evidence.total_ms
-    text = (
-        f"Updating the embedding tables takes {milliseconds(time)} of {milliseconds(total)} "
-        f"({share:.0%})."
-    )
-    table = evidence.operators
-    table = table[(table["component"] == "embedding") & (table["phase"] == "update")]
+        return None
     column = "gpu_ms" if evidence.profile.has("gpu_time_ms") else "cpu_self_ms"
-    heaviest = table.groupby("name")[column].sum().nlargest(3)
-    if heaviest.gt(0).any():
-        listed = ", ".join(f"{name} {milliseconds(ms)}" for name, ms in heaviest.items() if ms)
-        text += f" Most of it: {listed}."
-    yield Finding(
-        id="embedding_update",
-        title=f"The sparse embedding update holds {share:.0%} of the step",
-        component="embedding",
-        share_of_step=share,
-        evidence=text,
-        advice=(
-            "torch first builds a sparse gradient of every looked-up row and then applies it; the "
-            "fused backend updates each row in the backward pass. What it takes here was not "
-            "probed, so the range is only bounded."
-        ),
-        change={"training.embedding_backend": "fused"},
-        predicted_speedup=bounded(share),
-        limit="random rows",
-    )
+    return {
+        "share": share,
+        "time": evidence.time("embedding", "update"),
+        "total": evidence.total_ms,
+        "heaviest": heaviest(evidence.of_part("embedding", "update"), 3, column),
+        "change": {"training.embedding_backend": "fused"},
+        "speedup": bounded(share),
+    }
 
 
-def _tables(evidence: Evidence) -> list[Mapping[str, Any]]:
-    return (evidence.meta.get("data_statistics") or {}).get("tables") or []
+def _update_share(evidence: Evidence) -> float:
+    return evidence.share("embedding", "update") + evidence.share("embedding", "backward")
 
 
 def _expected_hottest(evidence: Evidence, table: Mapping[str, Any]) -> float:
@@ -237,11 +240,6 @@ def _expected_hottest(evidence: Evidence, table: Mapping[str, Any]) -> float:
     if abs(a - 1.0) < 1e-9:
         return math.log(2.0) / math.log(rows + 1.0)
     return float((1.0 - 2.0 ** (1.0 - a)) / (1.0 - (rows + 1.0) ** (1.0 - a)))
-
-
-def _law(evidence: Evidence) -> str:
-    generator = evidence.parameter("data.generator", "a uniform law")
-    return f"data.generator '{generator}'" if generator != "a uniform law" else generator
 
 
 def _dominant(sizes: list[float] | list[int], least: float) -> int | None:
@@ -271,6 +269,3 @@ def _table_times(
     each = others.groupby(first[0][others.index])["cpu_self_ms"].sum()
     per = [float(ms) / max(rows.count(int(str(r))), 1) for r, ms in each.items()]
     return float(own["cpu_self_ms"].sum()), statistics.median(per) if per else None
-
-
-RULES = (skewed_indices, contended_update, giant_table, bound_by_rows, embedding_update)

@@ -19,6 +19,7 @@ import pandas as pd
 
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.errors import InputError
+from dlrm_core.units import milliseconds
 from dlrm_workbook.analysis.attribution import per_iteration
 from dlrm_workbook.analysis.operators import top_operators
 from dlrm_workbook.analysis.roofline import roofline
@@ -29,9 +30,15 @@ Part = tuple[str, str]
 ALL = 100_000
 """More operators than any trace has."""
 
-
 PROFILER_MS = 0.01
 """Most that torch.profiler adds to an operator, with shapes and memory recorded."""
+
+
+def heaviest(operators: pd.DataFrame, count: int = 4, column: str = "cpu_self_ms") -> str | None:
+    """The operators that take most of the time, with their milliseconds; None if none does."""
+    top = operators.groupby("name")[column].sum().nlargest(count)
+    listed = [f"{name} {milliseconds(ms)}" for name, ms in top.items() if ms > 0]
+    return ", ".join(listed) or None
 
 
 class Evidence:
@@ -88,6 +95,11 @@ class Evidence:
     def called(self) -> pd.DataFrame:
         """Operators alone (no ranges, no Python), as in :attr:`operators`."""
         return self.operators[self.operators["kind"] == "operator"]
+
+    def of_part(self, component: str, phase: str | None = None) -> pd.DataFrame:
+        """Rows of :attr:`operators` of a component, or of one phase of it."""
+        table = self.operators[self.operators["component"] == component]
+        return table if phase is None else table[table["phase"] == phase]
 
     @cached_property
     def parts(self) -> pd.DataFrame:
@@ -147,6 +159,14 @@ class Evidence:
         # the median: one disturbed iteration must not pass for the step
         return min(self.total_ms, statistics.median(plain)) if plain else self.total_ms
 
+    # ---- probes -------------------------------------------------------------------
+
+    @property
+    def probed(self) -> list[dict[str, Any]]:
+        """The changes whose parts were timed beside the run: ``dlrm_workbook.evidence.probes``."""
+        results = (self.meta.get("part_probes") or {}).get("changes") or []
+        return [result for result in results if not result.get("refused")]
+
     # ---- counters -----------------------------------------------------------------
 
     @cached_property
@@ -193,14 +213,14 @@ class Evidence:
         """Mean wall time of the counted iterations, else of the step."""
         return self.counter("wall_ms") or self.step_ms
 
-    def ceilings(self, name: str) -> Any:
+    def ceiling(self, name: str) -> Any:
         """An entry of the machine's measured ceilings, or None."""
         return (self.meta.get("ceilings") or {}).get(name)
 
     @property
     def dispatch_ms(self) -> float | None:
         """Host cost of one tiny operator."""
-        value = self.ceilings("dispatch_us")
+        value = self.ceiling("dispatch_us")
         return 1e-3 * float(value) if value else None
 
     @cached_property
@@ -215,6 +235,18 @@ class Evidence:
         except (InputError, KeyError):
             return nothing
         return table.dropna(subset=["share_of_ceiling", "ceiling_ms"])
+
+    @property
+    def tables(self) -> list[Mapping[str, Any]]:
+        """What was counted of each embedding table's indices; empty if nothing was."""
+        return (self.meta.get("data_statistics") or {}).get("tables") or []
+
+    @property
+    def table_rows(self) -> list[int]:
+        """Rows of each embedding table; empty if the parameters are not known."""
+        rows = [int(row) for row in self.parameter("model.table_rows", [])]
+        count = int(self.parameter("model.tables", 0) or 0)
+        return rows * count if len(rows) == 1 and count else rows
 
     @cached_property
     def excess_ms(self) -> pd.Series:

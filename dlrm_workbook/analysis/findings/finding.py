@@ -1,9 +1,10 @@
-"""What a finding is, how findings are ranked, and what ``bottlenecks.json`` says."""
+"""What a finding is, how a rule makes one, and what its change is predicted to gain."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+import string
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pandas as pd
 
 from dlrm_core.errors import InputError
+from dlrm_core.units import milliseconds
 from dlrm_workbook.analysis.findings.evidence import Evidence, Part
 from dlrm_workbook.analysis.whatif import predict
 
@@ -38,7 +40,7 @@ SEVERITIES = ("fails", "slows")
 
 @dataclass(frozen=True)
 class Finding:
-    """One bottleneck. ``share_of_step`` is the share that it holds (0 to 1)."""
+    """One bottleneck. ``share_of_step`` is the share of the step that it takes (0 to 1)."""
 
     id: str
     title: str
@@ -59,7 +61,7 @@ class Finding:
 
 
 def rank(found: Iterable[Finding]) -> list[Finding]:
-    """Worst first: what fails, then by the predicted time saved, then by the share held."""
+    """Worst first: what fails, then by the predicted time saved, then by share of the step."""
     return sorted(
         found,
         key=lambda finding: (
@@ -68,6 +70,132 @@ def rank(found: Iterable[Finding]) -> list[Finding]:
             -finding.share_of_step,
         ),
     )
+
+
+class Ledger:
+    """Milliseconds of a mean iteration that rules have explained, so that none is blamed twice.
+
+    A cause without a place (another process on the cores) explains a little of every
+    part's excess; it is taken off all of them in proportion.
+    """
+
+    def __init__(self, evidence: Evidence) -> None:
+        self._excess = evidence.excess_ms
+        self._part: dict[Part, float] = {}
+        self.anywhere_ms = 0.0
+        """Milliseconds explained without a place."""
+
+    def explain(self, milliseconds: float, part: Part | None = None) -> None:
+        """Record that a rule explained time, in one part or anywhere in the step."""
+        if part is None:
+            self.anywhere_ms += milliseconds
+        else:
+            self._part[part] = self._part.get(part, 0.0) + milliseconds
+
+    def explained_in(self, part: Part) -> float:
+        """Milliseconds explained in this very part."""
+        return self._part.get(part, 0.0)
+
+    def is_explained(self, part: Part) -> bool:
+        """Whether some rule explained time in this very part."""
+        return part in self._part
+
+    @property
+    def explained_ms(self) -> float:
+        """All time explained so far, in parts and anywhere."""
+        return self.anywhere_ms + sum(self._part.values())
+
+    @property
+    def left_ms(self) -> pd.Series:
+        """Excess of each part over its probe that no rule has explained, ms."""
+        left = self._excess.copy()
+        for part, explained in self._part.items():
+            if part in left.index:
+                left[part] = max(0.0, left[part] - explained)
+        total = float(left.sum())
+        if total > 0:
+            left *= max(0.0, 1.0 - self.anywhere_ms / total)
+        return left
+
+
+Rule = Callable[[Evidence, Ledger], Iterable[Finding]]
+"""Looks at the evidence, enters what it explains into the ledger, yields findings."""
+
+Measured = dict[str, Any]
+"""What a rule measured: ``share`` (of the step) and the figures that its sentences name."""
+
+
+def rule(
+    id: str,
+    *,
+    title: str,
+    evidence: tuple[str, ...],
+    advice: str,
+    limit: str,
+    component: str = "other",
+    gpu: bool | None = None,
+) -> Callable[[Callable[[Evidence, Ledger], Measured | None]], Rule]:
+    """Make a rule of a function that measures, and of sentences about what it measured.
+
+    The function returns None where it finds nothing. Its figures fill the templates;
+    ``{name:ms}`` writes milliseconds, and a sentence of the evidence is left out where one of
+    its figures is None. A figure named as an argument here (``title``, ``limit``, ...) replaces
+    it; ``change``, ``severity`` and ``speedup`` are the finding's. Without ``speedup`` the
+    share is waste that can go entirely (:func:`removed`).
+
+    Args:
+        gpu: only for runs on a GPU (True) or on a CPU (False).
+    """
+
+    def made(measure: Callable[[Evidence, Ledger], Measured | None]) -> Rule:
+        def run(seen: Evidence, ledger: Ledger) -> Iterator[Finding]:
+            if gpu is not None and gpu != seen.on_gpu:
+                return
+            figures = measure(seen, ledger)
+            if figures is None:
+                return
+            share = float(figures["share"])
+            sentences = figures.get("evidence", evidence)
+            told = [text for each in sentences if (text := _filled(each, figures)) is not None]
+            yield Finding(
+                id=figures.get("id", id),
+                title=_filled(figures.get("title", title), figures) or "",
+                component=str(figures.get("component", component)),
+                share_of_step=share,
+                evidence=" ".join(told),
+                advice=_filled(figures.get("advice", advice), figures) or "",
+                change=dict(figures.get("change") or {}),
+                predicted_speedup=figures.get("speedup") or removed(share),
+                severity=figures.get("severity", "slows"),
+                limit=str(figures.get("limit", limit)),
+            )
+
+        run.__doc__ = measure.__doc__
+        return run
+
+    return made
+
+
+class _Template(string.Formatter):
+    def format_field(self, value: Any, format_spec: str) -> str:
+        """As usual, and ``ms`` for milliseconds."""
+        if format_spec == "ms":
+            return milliseconds(float(value))
+        return str(super().format_field(value, format_spec))
+
+
+def _filled(template: str, figures: Measured) -> str | None:
+    """The sentence with its figures; None if one of them is None."""
+    names = [name for _, name, _, _ in string.Formatter().parse(template) if name]
+    if any(figures[name] is None for name in names):
+        return None
+    return _Template().vformat(template, (), figures)
+
+
+# Predicted gains: from the what-if model where it can tell, else from shares of the step.
+
+WORTHWHILE = 1.05
+"""Least predicted speed-up that makes a finding: a run's own scatter is a few percent."""
 
 
 def amdahl(share: float, gain: float) -> float:
@@ -101,14 +229,28 @@ def removed(share: float) -> dict[str, float]:
     }
 
 
-def largest(by_part: pd.Series) -> tuple[str, str]:
+def predicted(evidence: Evidence, change: Mapping[str, Any]) -> dict[str, float] | None:
+    """``low``, ``mid``, ``high`` speed-up (time a sample), or None where nothing can tell."""
+    try:
+        return predict(evidence.profile, change).speedup
+    except InputError:
+        return None
+
+
+def is_worthwhile(speedup: Mapping[str, float] | None) -> bool:
+    """Whether a prediction is a gain beyond doubt: by its middle, and not lost at its low."""
+    return speedup is not None and speedup["mid"] >= WORTHWHILE and speedup["low"] > 1.0
+
+
+def largest(by_part: pd.Series) -> Part:
     """The (component, phase) with the largest value of a series indexed by both."""
     component, phase = by_part.index[int(np.argmax(by_part.to_numpy()))]
     return str(component), str(phase)
 
 
-def sentence(text: str) -> str:
-    return text[:1].upper() + text[1:] + ("" if text.endswith(".") else ".")
+def capitalised(text: str) -> str:
+    """The text with its first letter large."""
+    return text[:1].upper() + text[1:]
 
 
 def plain(value: Any) -> Any:
@@ -122,93 +264,3 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
-
-
-# Which of the lost time is explained already, so that no millisecond is blamed twice.
-
-
-class Ledger:
-    """Milliseconds of a mean iteration that rules have explained.
-
-    A cause without a place (another process on the cores) explains a little of every
-    part's excess; it is taken off all of them in proportion.
-    """
-
-    def __init__(self, evidence: Evidence) -> None:
-        self._excess = evidence.excess_ms
-        self._part: dict[Part, float] = {}
-        self._anywhere = 0.0
-
-    def explain(self, milliseconds: float, part: Part | None = None) -> None:
-        """Record that a rule explained time, in one part or anywhere in the step."""
-        if part is None:
-            self._anywhere += milliseconds
-        else:
-            self._part[part] = self._part.get(part, 0.0) + milliseconds
-
-    def explained_in(self, part: Part) -> float:
-        """Milliseconds explained in this very part."""
-        return self._part.get(part, 0.0)
-
-    @property
-    def anywhere_ms(self) -> float:
-        """Milliseconds explained without a place."""
-        return self._anywhere
-
-    def is_explained(self, part: Part) -> bool:
-        """Whether some rule explained time in this very part."""
-        return part in self._part
-
-    @property
-    def explained_ms(self) -> float:
-        """All time explained so far, in parts and anywhere."""
-        return self._anywhere + sum(self._part.values())
-
-    @property
-    def left_ms(self) -> pd.Series:
-        """Excess of each part over its probe that no rule has explained, ms."""
-        left = self._excess.copy()
-        for part, explained in self._part.items():
-            if part in left.index:
-                left[part] = max(0.0, left[part] - explained)
-        total = float(left.sum())
-        if total > 0:
-            left *= max(0.0, 1.0 - self._anywhere / total)
-        return left
-
-
-Rule = Callable[[Evidence, Ledger], Iterable[Finding]]
-"""Looks at the evidence, enters what it explains into the ledger, yields findings."""
-
-
-# What a change is predicted to bring: from the what-if model where it can tell.
-
-WORTHWHILE = 1.05
-"""Least predicted speed-up that makes a finding: a run's own scatter is a few percent."""
-
-
-def predicted(evidence: Evidence, change: Mapping[str, Any]) -> dict[str, float] | None:
-    """``low``, ``mid``, ``high`` speed-up (time a sample), or None where nothing can tell."""
-    try:
-        return predict(evidence.profile, change).speedup
-    except InputError:
-        return None
-
-
-def probed(evidence: Evidence) -> list[dict[str, Any]]:
-    """The changes whose parts were timed beside the run: see ``dlrm_workbook.evidence.probes``."""
-    results = (evidence.meta.get("part_probes") or {}).get("changes") or []
-    return [result for result in results if not result.get("refused")]
-
-
-def probe_of(evidence: Evidence, change: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The probe of exactly this change."""
-    for result in probed(evidence):
-        if result.get("change") == dict(change):
-            return result
-    return None
-
-
-def is_worthwhile(speedup: Mapping[str, float] | None) -> bool:
-    """Whether a prediction is a gain beyond doubt: by its middle, and not lost at its low."""
-    return speedup is not None and speedup["mid"] >= WORTHWHILE and speedup["low"] > 1.0

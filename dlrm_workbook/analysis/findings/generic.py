@@ -6,14 +6,17 @@ longer in the run than alone is held back by something, whether or not a rule kn
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 
 from dlrm_core.parts import part_label
 from dlrm_core.units import milliseconds
-from dlrm_workbook.analysis.findings.evidence import PROFILER_MS, Evidence
-from dlrm_workbook.analysis.findings.finding import Finding, Ledger, largest, removed
+from dlrm_workbook.analysis.findings.evidence import (
+    PROFILER_MS,
+    Evidence,
+    Part,
+    heaviest,
+)
+from dlrm_workbook.analysis.findings.finding import Ledger, Measured, capitalised, largest, rule
 from dlrm_workbook.analysis.steady import steady_state
 
 SLOWER = 1.5
@@ -39,66 +42,78 @@ DISTURBED = 1.4
 CEILING_SHARE = 0.08
 FAR_SHARE = 0.3
 
+MEANWHILE = "Meanwhile the step's thread {meanwhile}."
 
-def slower_than_alone(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
+
+@rule(
+    "slower_than_alone",
+    title="{name} takes {ratio:.1f} times as long in the run as alone",
+    evidence=(
+        "In the run and alone: {times}.",
+        "In {worst} the time is in {heaviest}.",
+        MEANWHILE,
+    ),
+    advice="Compare what {worst} calls in the run with what it needs: a hook, a debugging mode, "
+    "extra work, tensors that left the cache.",
+    limit="memory bandwidth",
+)
+def slower_than_alone(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """Parts take much longer in the run than alone, and nothing explains it."""
-    left = ledger.left_ms
-    parts = evidence.parts
-    if left.empty or evidence.total_ms <= 0:
-        return
+    left, parts = ledger.left_ms, evidence.parts
+    if left.empty:
+        return None
     alone = parts["alone_ms"].reindex(left.index)
     ratio = (alone + left) / alone.where(alone > 0)
     slow = left[(ratio >= SLOWER) & (left >= 0.01 * evidence.total_ms)]
     slow = slow[[_is_significant(evidence, part) for part in slow.index]]
+    slow = slow.sort_values(ascending=False)
     lost = float(slow.sum())
     if lost < WORTH_SHARE * evidence.total_ms:
-        return
-    share = lost / evidence.total_ms
-    slow = slow.sort_values(ascending=False)
-    for part, milliseconds_lost in slow.items():
-        ledger.explain(float(milliseconds_lost), (str(part[0]), str(part[1])))  # type: ignore[index]
-    component, phase = slow.index[0]
-    everywhere = len(slow) >= 4 and slow.iloc[0] < 0.6 * lost
-    listed = "; ".join(
-        f"{part_label(*part)} {milliseconds(float(parts['time_ms'][part]))}, alone "
-        f"{milliseconds(float(alone[part]))}"
-        for part in slow.index[:5]
-    )
-    text = f"In the run and alone: {listed}."
-    heavy = evidence.operators
-    heavy = heavy[(heavy["component"] == component) & (heavy["phase"] == phase)]
-    if not heavy.empty:
-        top = heavy.groupby("name")["cpu_self_ms"].sum().nlargest(4)
-        held = ", ".join(f"{name} {milliseconds(ms)}" for name, ms in top.items() if ms > 0)
-        text += f" In {part_label(component, phase)} the time is in {held}."
-    text += _counted(evidence)
-    yield Finding(
-        id="slower_than_alone",
-        title=(
-            "Every part is slower in the run than alone"
-            if everywhere
-            else f"{part_label(component, phase).capitalize().replace('mlp', 'MLP')} takes "
-            f"{float(ratio[(component, phase)]):.1f} times as long in the run as alone"
+        return None
+    places = [(str(component), str(phase)) for component, phase in slow.index]
+    for part, time in zip(places, slow, strict=True):
+        ledger.explain(float(time), part)
+    worst = part_label(*places[0])
+    figures: Measured = {
+        "share": lost / evidence.total_ms,
+        "component": places[0][0],
+        "name": worst.capitalize().replace("mlp", "MLP"),
+        "worst": worst,
+        "ratio": float(ratio[places[0]]),
+        "times": "; ".join(
+            f"{part_label(*part)} {milliseconds(float(parts['time_ms'][part]))}, alone "
+            f"{milliseconds(float(alone[part]))}"
+            for part in places[:5]
         ),
-        component="other" if everywhere else str(component),
-        share_of_step=share,
-        evidence=text,
-        advice=(
-            "Something in the run slows the machine or every part: a hook, a debugging mode, "
-            "clocks, memory placement, contention for caches or memory."
-            if everywhere
-            else f"Compare what {part_label(component, phase)} calls in the run with what it "
-            "needs: a hook, a debugging mode, extra work, tensors that left the cache."
-        ),
-        predicted_speedup=removed(share),
-        limit="memory bandwidth" if not everywhere else "scheduling",
-    )
+        "heaviest": heaviest(evidence.of_part(*places[0])),
+        "meanwhile": _meanwhile(evidence),
+    }
+    if len(slow) >= 4 and slow.iloc[0] < 0.6 * lost:
+        figures |= {
+            "title": "Every part is slower in the run than alone",
+            "component": "other",
+            "advice": "Something in the run slows the machine or every part: a hook, a debugging "
+            "mode, clocks, memory placement, contention for caches or memory.",
+            "limit": "scheduling",
+        }
+    return figures
 
 
-def outside_parts(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
+@rule(
+    "outside_parts",
+    title="{share:.0%} of the step is outside the model: the loop's own code",
+    evidence=(
+        "{time:ms} of {total:ms} per iteration lie in no part.",
+        "Most of it: {heaviest}.",
+    ),
+    advice="Look at what the loop does between the parts: logging, metrics, progress, "
+    "checkpoints, callbacks. Do it every training.log_every iterations.",
+    limit="dispatch",
+)
+def outside_parts(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """Time of the iteration that is in no part of the model."""
     if evidence.share("other") > 0.98 or ledger.is_explained(("other", "")):
-        return
+        return None
     parts = evidence.parts["time_ms"]
     time = float(parts[parts.index.get_level_values("component") == "other"].sum())
     tables = int(evidence.parameter("model.tables", 0) or 0)
@@ -106,134 +121,122 @@ def outside_parts(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
     own = 1.5 * alone if alone is not None else OWN_LOOP_MS + OWN_TABLE_MS * tables
     share = (time - own) / evidence.step_ms if evidence.step_ms else 0.0
     if share < OTHER_SHARE:
-        return
+        return None
     ledger.explain(share * evidence.total_ms, ("other", ""))
-    heavy = evidence.operators
-    heavy = heavy[(heavy["component"] == "other") & (heavy["kind"] != "thread")]
-    top = heavy.groupby("name")["cpu_self_ms"].sum().nlargest(4)
-    held = ", ".join(f"{name} {milliseconds(ms)}" for name, ms in top.items() if ms > 0)
-    yield Finding(
-        id="outside_parts",
-        title=f"{share:.0%} of the step is outside the model: the loop's own code",
-        component="other",
-        share_of_step=share,
-        evidence=(
-            f"{milliseconds(evidence.time('other'))} of {milliseconds(evidence.total_ms)} an "
-            f"iteration lie in no part." + (f" Most of it: {held}." if held else "")
-        ),
-        advice=(
-            "Look at what the loop does between the parts: logging, metrics, progress, "
-            "checkpoints, callbacks. Do it every training.log_every iterations."
-        ),
-        predicted_speedup=removed(share),
-        limit="dispatch",
-    )
+    operators = evidence.of_part("other")
+    return {
+        "share": share,
+        "time": evidence.time("other"),
+        "total": evidence.total_ms,
+        "heaviest": heaviest(operators[operators["kind"] != "thread"]),
+    }
 
 
-def irregular(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
+@rule(
+    "irregular_iterations",
+    title="{slow} of {count} iterations take far longer than the others",
+    evidence=(
+        "They took {slow_ms:ms}, the usual one {usual_ms:ms}; {share:.0%} of the run's time is "
+        "lost in them.",
+        "Most of it is in {place} ({extra:ms} more).",
+        MEANWHILE,
+    ),
+    advice="Look for what happens every few iterations: checkpoints, evaluation, garbage "
+    "collection, refilled buffers, other work on the machine.",
+    limit="scheduling",
+)
+def irregular(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """Some iterations take far longer than the usual one."""
     steps = evidence.steps
     if len(steps) < 8:
-        return
+        return None
     totals = steps.sum(axis=1)
     state = steady_state(totals.to_numpy())
-    slow = state.outliers
-    share = state.straggler_share
+    slow, share = state.outliers, state.straggler_share
     if share < IRREGULAR_SHARE or int(slow.sum()) < 2:
-        return
-    usual = steps[state.steady].median()
-    extra = (steps[slow] - usual).mean().clip(lower=0.0)
-    component, phase = largest(extra)
-    yield Finding(
-        id="irregular_iterations",
-        title=f"{int(slow.sum())} of {len(steps)} iterations take far longer than the others",
-        component=str(component),
-        share_of_step=share,
-        evidence=(
-            f"They took {milliseconds(float(totals[slow].mean()))}, the usual one "
-            f"{milliseconds(state.usual_ms)}; {share:.0%} of the run's time is lost in them. "
-            f"Most of it is in {part_label(str(component), str(phase)) or 'the loop'} "
-            f"({milliseconds(float(extra.max()))} more)." + _counted(evidence)
-        ),
-        advice=(
-            "Look for what happens every few iterations: checkpoints, evaluation, garbage "
-            "collection, refilled buffers, other work on the machine."
-        ),
-        predicted_speedup=removed(share),
-        limit="scheduling",
-    )
+        return None
+    extra = (steps[slow] - steps[state.steady].median()).mean().clip(lower=0.0)
+    part = largest(extra)
+    return {
+        "share": share,
+        "component": part[0],
+        "slow": int(slow.sum()),
+        "count": len(steps),
+        "slow_ms": float(totals[slow].mean()),
+        "usual_ms": state.usual_ms,
+        "place": part_label(*part) or "the loop",
+        "extra": float(extra.max()),
+        "meanwhile": _meanwhile(evidence),
+    }
 
 
-def disturbed_profile(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
+@rule(
+    "disturbed_profile",
+    title="The profiled iterations took {times:.1f} times as long as the others",
+    evidence=(
+        "{total:ms} with the profiler, {plain:ms} without; recording {calls:,.0f} operators costs "
+        "{cost:ms} at most.",
+        "Something else used the machine while the profiler was on.",
+    ),
+    advice="Measure again on a quiet machine: shares of the step are those of the disturbed "
+    "iterations.",
+    limit="scheduling",
+    gpu=False,
+)
+def disturbed_profile(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """The profiled iterations took far longer than a profiler can make them."""
     plain, total = evidence.step_ms, evidence.total_ms
-    cost = PROFILER_MS * float(evidence.parts["calls"].sum())
-    if evidence.on_gpu or plain + cost <= 0 or total < DISTURBED * (plain + cost):
-        return
-    yield Finding(
-        id="disturbed_profile",
-        title=f"The profiled iterations took {total / plain:.1f} times as long as the others",
-        component="other",
-        share_of_step=0.0,
-        evidence=(
-            f"{milliseconds(total)} with the profiler, {milliseconds(plain)} without; recording "
-            f"{evidence.parts['calls'].sum():,.0f} operators costs {milliseconds(cost)} at most. "
-            "Something else used the machine while the profiler was on."
-        ),
-        advice=(
-            "Measure again on a quiet machine: shares of the step are those of the disturbed "
-            "iterations."
-        ),
-        predicted_speedup={"low": 1.0, "mid": 1.0, "high": 1.0},
-        limit="scheduling",
-    )
+    calls = float(evidence.parts["calls"].sum())
+    cost = PROFILER_MS * calls
+    if plain + cost <= 0 or total < DISTURBED * (plain + cost):
+        return None
+    figures = {"total": total, "plain": plain, "calls": calls, "cost": cost}
+    return {"share": 0.0, "times": total / plain, **figures}
 
 
-def far_from_ceiling(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
+@rule(
+    "far_from_ceiling",
+    title="{name} reaches {reached:.0%} of what this machine allows",
+    evidence=(
+        "It takes {time:ms}; by the ceilings measured here for {limit} {ceiling:ms} would do.",
+    ),
+    advice="Look at its operators for work that the model does not need, strided or tiny "
+    "accesses, and a library that misses the machine's instructions.",
+    limit="",
+)
+def far_from_ceiling(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """A large part reaches little of what the machine allows, alone as in the run."""
     table = evidence.roofline
     if table.empty:
-        return
+        return None
     table = table[~table["component"].isin(["data", "other", "transfer"])]
     table = table.assign(lost_ms=table["time_ms"] - table["ceiling_ms"])
     table = table[(table["share_of_ceiling"] < CEILING_SHARE) & table["lost_ms"].gt(0)]
-    table = table[
-        [
-            not ledger.is_explained((str(row.component), str(row.phase)))
-            for row in table.itertuples()
-        ]
-    ]
+    parts = zip(table["component"], table["phase"], strict=True)
+    table = table[[not ledger.is_explained((str(name), str(phase))) for name, phase in parts]]
     if table.empty:
-        return
+        return None
     worst = table.loc[table["lost_ms"].idxmax()]
-    share = float(worst["lost_ms"]) / evidence.total_ms - ledger.explained_ms / evidence.total_ms
-    if share < FAR_SHARE:
-        return
-    name = part_label(str(worst["component"]), str(worst["phase"]))
-    yield Finding(
-        id="far_from_ceiling",
-        title=f"{name[:1].upper() + name[1:]} reaches {worst['share_of_ceiling']:.0%} of what "
-        "this machine allows",
-        component=str(worst["component"]),
-        share_of_step=float(worst["time_ms"]) / evidence.total_ms,
-        evidence=(
-            f"It takes {milliseconds(float(worst['time_ms']))}; by the ceilings measured here for "
-            f"{worst['limit']} {milliseconds(float(worst['ceiling_ms']))} would do."
-        ),
-        advice=(
-            "Look at its operators for work that the model does not need, strided or tiny "
-            "accesses, and a library that misses the machine's instructions."
-        ),
-        predicted_speedup={
+    lost = (float(worst["lost_ms"]) - ledger.explained_ms) / evidence.total_ms
+    if lost < FAR_SHARE:
+        return None
+    return {
+        "share": float(worst["time_ms"]) / evidence.total_ms,
+        "component": str(worst["component"]),
+        "name": capitalised(part_label(str(worst["component"]), str(worst["phase"]))),
+        "reached": worst["share_of_ceiling"],
+        "time": worst["time_ms"],
+        "ceiling": worst["ceiling_ms"],
+        "limit": str(worst["limit"]),
+        "speedup": {
             "low": 1.0,
-            "mid": 1.0 / (1.0 - 0.4 * share),
-            "high": 1.0 / max(1.0 - share, 0.02),
+            "mid": 1.0 / (1.0 - 0.4 * lost),
+            "high": 1.0 / max(1.0 - lost, 0.02),
         },
-        limit=str(worst["limit"]),
-    )
+    }
 
 
-def _is_significant(evidence: Evidence, part: tuple[str, str]) -> bool:
+def _is_significant(evidence: Evidence, part: Part) -> bool:
     """Whether the part was slow in nearly all iterations, not in a few."""
     if part not in evidence.steps:
         return True
@@ -242,9 +245,9 @@ def _is_significant(evidence: Evidence, part: tuple[str, str]) -> bool:
     return bool(np.mean(times > 1.2 * alone) >= 0.75)
 
 
-def _counted(evidence: Evidence) -> str:
-    """What the system counted meanwhile, as far as it is unusual."""
-    said = []
+def _meanwhile(evidence: Evidence) -> str | None:
+    """What the system counted of the step's thread, as far as it is unusual."""
+    told = []
     for name, label in (
         ("run_queue_ms", "waited for a core"),
         ("blocked_ms", "waited for something else"),
@@ -252,11 +255,8 @@ def _counted(evidence: Evidence) -> str:
     ):
         share = evidence.share_of_wall(name)
         if share >= 0.01:
-            said.append(f"{label} in {share:.0%} of the time")
+            told.append(f"{label} in {share:.0%} of the time")
     faults = evidence.counted("minor_faults")
     if faults >= 1000:
-        said.append(f"met {faults:,.0f} page faults an iteration")
-    return f" Meanwhile the step's thread {', '.join(said)}." if said else ""
-
-
-RULES = (disturbed_profile, outside_parts, irregular, slower_than_alone, far_from_ceiling)
+        told.append(f"met {faults:,.0f} page faults per iteration")
+    return ", ".join(told) or None

@@ -1,9 +1,9 @@
-"""Shares of the wall time of the step's thread, as the host's rules count them."""
+"""The host: its memory, its cores, and what the step's own thread waits for and computes.
+
+Shares are of the wall time of the step's thread, as the system counted it.
+"""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 
@@ -11,26 +11,25 @@ from dlrm_core.parts import part_label
 from dlrm_core.units import milliseconds
 from dlrm_workbook.analysis.findings.evidence import Evidence, Part
 from dlrm_workbook.analysis.findings.finding import (
-    Finding,
     Ledger,
+    Measured,
     bounded,
     largest,
     removed,
+    rule,
 )
 
 LOST_SHARE = 0.05
 """Of the step; below it a remedy gains less than a run's own scatter."""
 
+NO_CORE = "The step's thread was ready but had no core in {queued:.0%} of the time."
+PREEMPTED = "It was preempted {switches:,.1f} times per iteration."
+OWN_CODE = "{own:ms} of {part} pass outside every operator."
+
 
 def excess_share(evidence: Evidence, ledger: Ledger) -> float:
     """Share of the step that parts take beyond what they take alone, still unexplained."""
-    left = float(ledger.left_ms.sum())
-    return left / evidence.total_ms if evidence.total_ms > 0 else 0.0
-
-
-def claimed_share(evidence: Evidence, ledger: Ledger) -> float:
-    """Share of the step that rules have explained so far."""
-    return ledger.explained_ms / evidence.total_ms if evidence.total_ms > 0 else 0.0
+    return float(ledger.left_ms.sum()) / evidence.total_ms
 
 
 def blocked_share(evidence: Evidence, ledger: Ledger) -> float:
@@ -42,18 +41,13 @@ def blocked_share(evidence: Evidence, ledger: Ledger) -> float:
     return max(0.0, blocked)
 
 
-def waiting_said(evidence: Evidence) -> str:
-    """A sentence on the time without a core; empty below 1 %."""
+def _without_core(evidence: Evidence) -> Measured:
+    """Figures of ``NO_CORE`` (from 1 % on) and of ``PREEMPTED`` (if ever)."""
     queued = evidence.share_of_wall("run_queue_ms")
-    if queued < 0.01:
-        return ""
-    return f" The step's thread was ready but had no core in {queued:.0%} of the time."
-
-
-def switches_said(evidence: Evidence) -> str:
-    """A sentence on how often the thread was taken off its core; empty if never."""
-    switches = evidence.counted("involuntary_switches")
-    return f" It was taken off its core {switches:,.1f} times an iteration." if switches else ""
+    return {
+        "queued": queued if queued >= 0.01 else None,
+        "switches": evidence.counted("involuntary_switches") or None,
+    }
 
 
 # Memory that grows, and memory that is nearly full.
@@ -72,86 +66,77 @@ FAR = 1_000_000
 """Iterations; memory that lasts longer is no failure of a run."""
 
 
-def leak(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
+@rule(
+    "leak",
+    title="Memory grows by {slope_mb:.2f} MB per iteration",
+    evidence=(
+        "In {grew} of {count} iterations without the profiler memory in use grew, by "
+        "{slope_mb:.2f} MB per iteration, to {used_gb:.3f} GB.",
+        "At this rate the {limit_gb:.1f} GB that the process may use are full after about "
+        "{full_after:,.0f} iterations{planned}.",
+    ),
+    advice="Look for what keeps tensors of past iterations: a list of losses that still hold "
+    "their graph (use .detach() or .item()), a cache without an end, a hook.",
+    limit="memory capacity",
+)
+def leak(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """Memory grows from iteration to iteration."""
-    name = "gpu_allocated_bytes" if evidence.on_gpu else "rss_bytes"
-    levels, changes = _levels(evidence, name)
+    levels, changes = _levels(evidence, _memory_counter(evidence))
     if not evidence.on_gpu and "heap_bytes" in (evidence.meta.get("counters") or {}):
         # exact, where resident memory grows in the allocator's own steps
         changes = _levels(evidence, "heap_bytes")[1]
     if len(changes) < LEAST_ITERATIONS:
-        return
-    slope, steady = growth(changes)
-    if not steady or slope < LEAST_GROWTH:
-        return
-    limit, used = _limit(evidence), float(levels[-1])
+        return None
+    slope, lasting = growth(changes)
+    if not lasting or slope < LEAST_GROWTH:
+        return None
+    limit, used = _memory_limit(evidence), float(levels[-1])
     planned = int(evidence.parameter("training.batches", 0) or 0)
-    text = (
-        f"In {(changes > 0).sum()} of {len(changes)} iterations without the profiler memory in "
-        f"use grew, by {slope / 1e6:.2f} MB an iteration, to {used / 1e9:.3f} GB."
-    )
     left = (limit - used) / slope if limit else None
-    if limit and left is not None:
-        at = len(levels) + max(left, 0.0)
-        text += (
-            f" At this rate the {limit / 1e9:.1f} GB that the process may use are full after "
-            f"about {at:,.0f} iterations"
-            + (f"; the run is to make {planned:,}." if planned else ".")
-        )
-    fails = left is None or left < max(FAR, planned)
-    yield Finding(
-        id="leak",
-        title=f"Memory grows by {slope / 1e6:.2f} MB an iteration",
-        component="other",
-        share_of_step=0.0,
-        evidence=text,
-        advice=(
-            "Look for what keeps tensors of past iterations: a list of losses that still hold "
-            "their graph (use .detach() or .item()), a cache without an end, a hook."
-        ),
-        predicted_speedup={"low": 1.0, "mid": 1.0, "high": 1.0},
-        severity="fails" if fails else "slows",
-        limit="memory capacity",
-    )
+    return {
+        "share": 0.0,
+        "slope_mb": slope / 1e6,
+        "grew": int((changes > 0).sum()),
+        "count": len(changes),
+        "used_gb": used / 1e9,
+        "limit_gb": limit / 1e9 if limit else None,
+        "full_after": len(levels) + max(left, 0.0) if left is not None else None,
+        "planned": f"; the run is to make {planned:,}" if planned else "",
+        "severity": "fails" if left is None or left < max(FAR, planned) else "slows",
+    }
 
 
-def nearly_full(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
+@rule(
+    "memory_nearly_full",
+    title="{used:.0%} of the memory is in use",
+    evidence=(
+        "At its peak the process held {peak_gb:.2f} GB of the {limit_gb:.2f} GB that it may use.",
+    ),
+    advice="A smaller batch, micro-batches (training.micro_batch), fewer rows or a smaller "
+    "embedding dimension; a larger bag or one more process and the run is ended.",
+    limit="memory capacity",
+)
+def nearly_full(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """The process uses nearly all memory that it may."""
-    name = "gpu_allocated_bytes" if evidence.on_gpu else "rss_bytes"
-    levels, limit = _levels(evidence, name)[0], _limit(evidence)
+    levels, limit = _levels(evidence, _memory_counter(evidence))[0], _memory_limit(evidence)
     peak = float(levels.max()) if len(levels) else 0.0
     peak = max(peak, float(evidence.meta.get("gpu_peak_allocated_bytes") or 0.0))
     if not limit or peak < FULL_SHARE * limit:
-        return
-    yield Finding(
-        id="memory_nearly_full",
-        title=f"{peak / limit:.0%} of the memory is in use",
-        component="other",
-        share_of_step=0.0,
-        evidence=(
-            f"At its peak the process held {peak / 1e9:.2f} GB of the {limit / 1e9:.2f} GB that "
-            "it may use."
-        ),
-        advice=(
-            "A smaller batch, micro-batches (training.micro_batch), fewer rows or a smaller "
-            "embedding dimension; a larger bag or one more process and the run is ended."
-        ),
-        predicted_speedup={"low": 1.0, "mid": 1.0, "high": 1.0},
-        severity="fails",
-        limit="memory capacity",
-    )
+        return None
+    sizes = {"peak_gb": peak / 1e9, "limit_gb": limit / 1e9}
+    return {"share": 0.0, "used": peak / limit, "severity": "fails", **sizes}
 
 
 def growth(changes: np.ndarray) -> tuple[float, bool]:
-    """Bytes an iteration by which memory grows, and whether it is a leak.
+    """Bytes per iteration by which memory grows, and whether it is a leak.
+
+    A leak grows in most iterations, and goes on to the last of them, though it may first use
+    up what was free; buffers that find their size grow in a few. Where an allocator takes
+    memory in larger steps than a small leak needs, only many iterations tell: the sum then
+    keeps to a line.
 
     Args:
         changes: (n,) bytes by which memory grew in each iteration.
-
-    A leak grows in most iterations, and goes on to the last of them, though it may first use
-    up what was free; buffers that find their size grow in a few. Where an
-    allocator takes memory in larger steps than a small leak needs, only many iterations tell:
-    the sum then keeps to a line.
     """
     slope = float(np.mean(changes))
     usual = float(np.median(changes))
@@ -165,6 +150,15 @@ def growth(changes: np.ndarray) -> tuple[float, bool]:
     return slope, bool(len(changes) >= 40 and slope > 0 and away < 0.1 * line[-1])
 
 
+def _memory_counter(evidence: Evidence) -> str:
+    return "gpu_allocated_bytes" if evidence.on_gpu else "rss_bytes"
+
+
+def _memory_limit(evidence: Evidence) -> float | None:
+    limit = evidence.meta.get("memory_limit_bytes")
+    return float(limit) if limit else None
+
+
 def _levels(evidence: Evidence, name: str) -> tuple[np.ndarray, np.ndarray]:
     """(bytes in use at the end of each iteration, changes in the iterations that count).
 
@@ -176,24 +170,15 @@ def _levels(evidence: Evidence, name: str) -> tuple[np.ndarray, np.ndarray]:
     profiled = np.asarray(counters.get("profiled") or [False] * len(levels), dtype=bool)
     if len(levels) < 2 or len(profiled) != len(levels):
         return levels, np.zeros(0)
-    changes = np.diff(levels)
     begins = np.flatnonzero(~profiled & np.concatenate([[True], profiled[:-1]]))
+    places = np.arange(len(levels))
     since = (
-        np.arange(len(levels))
-        - begins[np.searchsorted(begins, np.arange(len(levels)), "right") - 1]
+        places - begins[np.searchsorted(begins, places, "right") - 1]
         if len(begins)
         else np.zeros(len(levels))
     )
     counted = ~profiled[1:] & ~profiled[:-1] & (since[1:] > SETTLING)
-    return levels, changes[counted]
-
-
-def _limit(evidence: Evidence) -> float | None:
-    limit = evidence.meta.get("memory_limit_bytes")
-    return float(limit) if limit else None
-
-
-RULES = (leak, nearly_full)
+    return levels, np.diff(levels)[counted]
 
 
 # The cores: who takes them from the step, and whether the step uses them.
@@ -209,7 +194,20 @@ PREFETCHER = "prefetch"
 """In the name of the thread that makes batches ahead: expected to compute."""
 
 
-def other_processes(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
+@rule(
+    "other_processes",
+    title="Other processes keep {cores:.1f} of the machine's cores busy",
+    evidence=(
+        "Other processes used {used:ms} of CPU time in each iteration of {wall:ms} ({cores:.2f} "
+        "cores of {available}).",
+        NO_CORE,
+        PREEMPTED,
+    ),
+    advice="End or move what else runs on this machine (see `top`), then measure again: every "
+    "time in this profile was taken on a machine that was shared.",
+    limit="scheduling",
+)
+def other_processes(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """Processes beside ours use the cores."""
     cores = evidence.machine_share("other_processes_cpu_ms")
     queued = evidence.share_of_wall("run_queue_ms")
@@ -219,110 +217,114 @@ def other_processes(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
         # others were on ours
         ours = _busy_cores(evidence) >= BUSY_CORES or (evidence.threads or 1) > evidence.cores
         if ours or queued < LOST_SHARE:
-            return
+            return None
         lost = queued
     if cores < BUSY_CORES or (lost < LOST_SHARE and cores < GREEDY_CORES):
-        return
+        return None
     ledger.explain(lost * evidence.total_ms)
-    wall = evidence.wall_ms
-    evidence_text = (
-        f"Other processes used {milliseconds(cores * wall)} of CPU time in each iteration of "
-        f"{milliseconds(wall)} ({cores:.2f} cores of {evidence.cores or '?'})."
-        + waiting_said(evidence)
-        + switches_said(evidence)
-    )
-    yield Finding(
-        id="other_processes",
-        title=f"Other processes keep {cores:.1f} of the machine's cores busy",
-        component="other",
-        share_of_step=min(lost, 1.0),
-        evidence=evidence_text,
-        advice=(
-            "End or move what else runs on this machine (see `top`), then measure again: "
-            "every time in this profile was taken on a machine that was shared."
-        ),
-        predicted_speedup=removed(lost),
-        limit="scheduling",
-    )
+    return {
+        "share": min(lost, 1.0),
+        "cores": cores,
+        "used": cores * evidence.wall_ms,
+        "wall": evidence.wall_ms,
+        "available": evidence.cores or "?",
+        **_without_core(evidence),
+        "speedup": removed(lost),
+    }
 
 
-def other_threads(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
+@rule(
+    "other_threads",
+    title="Another thread of this process computes beside the step ({cores:.1f} cores)",
+    evidence=(
+        "Threads that are neither the step's nor its operators' used {used:ms} of CPU time in "
+        "each iteration of {wall:ms}: {names}.",
+        NO_CORE,
+        "It waited for other things, such as Python's lock, in {blocked:.0%} of it.",
+    ),
+    advice="Take that thread's work out of the training process, or let it sleep while the step "
+    "runs: it takes a core, and Python's lock if it runs Python.",
+    limit="scheduling",
+)
+def other_threads(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """Threads of our own process that are not the step's compute beside it."""
-    busy = _busy_threads(evidence)
-    used = sum(time for _, time in busy)
-    cores = _busy_cores(evidence)
-    queued = evidence.share_of_wall("run_queue_ms")
+    busy, cores = _busy_threads(evidence), _busy_cores(evidence)
     blocked = blocked_share(evidence, ledger)
-    lost = max(queued + blocked, min(excess_share(evidence, ledger), cores))
-    lost = max(lost, _taken(evidence, cores))
-    if cores < BUSY_CORES or (lost < LOST_SHARE and cores < GREEDY_CORES):
-        return
-    ledger.explain(lost * evidence.total_ms)
-    names = ", ".join(f"{name} {milliseconds(time)}" for name, time in busy[:3])
-    yield Finding(
-        id="other_threads",
-        title=f"Another thread of this process computes beside the step ({cores:.1f} cores)",
-        component="other",
-        share_of_step=min(lost, 1.0),
-        evidence=(
-            f"Threads that are neither the step's nor its operators' used "
-            f"{milliseconds(used)} of CPU time in each iteration of "
-            f"{milliseconds(evidence.wall_ms)}: {names}."
-            + waiting_said(evidence)
-            + (
-                f" It waited for other things, such as Python's lock, in {blocked:.0%} of it."
-                if blocked > 0.01
-                else ""
-            )
-        ),
-        advice=(
-            "Take that thread's work out of the training process, or let it sleep while the "
-            "step runs: it takes a core, and Python's lock if it runs Python."
-        ),
-        predicted_speedup=removed(lost),
-        limit="scheduling",
+    lost = max(
+        evidence.share_of_wall("run_queue_ms") + blocked,
+        min(excess_share(evidence, ledger), cores),
+        _taken(evidence, cores),
     )
+    if cores < BUSY_CORES or (lost < LOST_SHARE and cores < GREEDY_CORES):
+        return None
+    ledger.explain(lost * evidence.total_ms)
+    return {
+        "share": min(lost, 1.0),
+        "cores": cores,
+        "used": sum(time for _, time in busy),
+        "wall": evidence.wall_ms,
+        "names": ", ".join(f"{name} {milliseconds(time)}" for name, time in busy[:3]),
+        "blocked": blocked if blocked > 0.01 else None,
+        **_without_core(evidence),
+        "speedup": removed(lost),
+    }
 
 
-def crowding_loader(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
+@rule(
+    "crowding_loader",
+    title="Making batches ahead slows the step: {all_threads} threads share {cores} cores",
+    evidence=(
+        "Operators run on {threads} threads and a further one makes batches, on {cores} cores.",
+        "Parts take {longer:ms} longer than alone; making a batch takes {alone:ms} alone.",
+        "The step's thread waits for its helpers in {blocked:.0%} of the time.",
+    ),
+    advice="Make batches between the steps, or leave the loader a core of its own "
+    "(training.threads: {fewer}): an operator waits for the slowest of its threads.",
+    limit="scheduling",
+    component="data",
+    gpu=False,
+)
+def crowding_loader(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """The thread that makes batches ahead takes a core that operators need."""
     threads, cores = evidence.threads, evidence.cores
-    if evidence.parameter("data.loader") != "prefetch" or evidence.on_gpu:
-        return
+    if evidence.parameter("data.loader") != "prefetch":
+        return None
     if threads is None or cores is None or threads < cores:
-        return
+        return None
     alone = evidence.alone("data", "forward")
     lost = excess_share(evidence, ledger)
     saved = lost - (alone or 0.0) / evidence.step_ms + evidence.share("data")
     if alone is None or lost < LOST_SHARE or saved < LOST_SHARE:
-        return
+        return None
     ledger.explain(lost * evidence.total_ms)
-    evidence_text = (
-        f"Operators run on {threads} threads and a further one makes batches, on {cores} cores. "
-        f"Parts take {milliseconds(lost * evidence.step_ms)} longer than alone; making a batch "
-        f"takes {milliseconds(alone)} alone."
-    )
     blocked = evidence.share_of_wall("blocked_ms")
-    if blocked >= 0.01:
-        evidence_text += f" The step's thread waits for its helpers in {blocked:.0%} of the time."
-    yield Finding(
-        id="crowding_loader",
-        title=f"Making batches ahead slows the step: {threads + 1} threads share {cores} cores",
-        component="data",
-        share_of_step=min(lost, 1.0),
-        evidence=evidence_text,
-        advice=(
-            "Make batches between the steps, or leave the loader a core of its own "
-            f"(training.threads: {max(cores - 1, 1)}): an operator waits for the slowest of its "
-            "threads."
-        ),
-        change={"data.loader": "synchronous"},
-        predicted_speedup=removed(saved),
-        limit="scheduling",
-    )
+    return {
+        "share": min(lost, 1.0),
+        "threads": threads,
+        "all_threads": threads + 1,
+        "cores": cores,
+        "fewer": max(cores - 1, 1),
+        "longer": lost * evidence.step_ms,
+        "alone": alone,
+        "blocked": blocked if blocked >= 0.01 else None,
+        "change": {"data.loader": "synchronous"},
+        "speedup": removed(saved),
+    }
 
 
-def waiting_for_cores(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
+@rule(
+    "waiting_for_cores",
+    title="The step waits for a core in {all_queued:.0%} of its time",
+    evidence=(
+        "An operator runs on {threads} threads; the process may use {cores} cores.",
+        NO_CORE,
+        PREEMPTED,
+    ),
+    advice="Look at the affinity of the process (taskset, cpuset, the container's CPU limit): "
+    "its threads get less than the cores they believe to have.",
+    limit="scheduling",
+)
+def waiting_for_cores(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """The step's thread waits for a core, and nobody else is known to have it."""
     queued = evidence.share_of_wall("run_queue_ms")
     threads, cores = evidence.threads, evidence.cores
@@ -330,70 +332,67 @@ def waiting_for_cores(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
     if too_many:
         lost = max(queued, excess_share(evidence, ledger))
     else:
-        lost = queued - claimed_share(evidence, ledger)
+        lost = queued - ledger.explained_ms / evidence.total_ms
     if lost < LOST_SHARE and not too_many:
-        return
+        return None
     ledger.explain(lost * evidence.total_ms)
-    change: dict[str, Any] = {"training.threads": cores} if too_many else {}
-    title = (
-        f"{threads} threads share {cores} cores"
-        if too_many
-        else f"The step waits for a core in {queued:.0%} of its time"
-    )
-    yield Finding(
-        id="too_many_threads" if too_many else "waiting_for_cores",
-        title=title,
-        component="other",
-        share_of_step=max(0.0, min(lost, 1.0)),
-        evidence=(
-            f"An operator runs on {threads or '?'} threads; the process may use "
-            f"{cores or '?'} cores." + waiting_said(evidence) + switches_said(evidence)
-        ),
-        advice=(
-            "Use no more threads than cores: the slowest of an operator's threads sets its time."
-            if too_many
-            else "Look at the affinity of the process (taskset, cpuset, the container's CPU "
-            "limit): its threads get less than the cores they believe to have."
-        ),
-        change=change,
-        predicted_speedup=removed(lost) if lost >= LOST_SHARE else bounded(0.05),
-        limit="scheduling",
-    )
+    figures: Measured = {
+        "share": max(0.0, min(lost, 1.0)),
+        "threads": threads or "?",
+        "cores": cores or "?",
+        "all_queued": queued,
+        **_without_core(evidence),
+        "speedup": removed(lost) if lost >= LOST_SHARE else bounded(0.05),
+    }
+    if too_many:
+        figures |= {
+            "id": "too_many_threads",
+            "title": "{threads} threads share {cores} cores",
+            "advice": "Use no more threads than cores: the slowest of an operator's threads sets "
+            "its time.",
+            "change": {"training.threads": cores},
+        }
+    return figures
 
 
-def too_few_threads(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
+@rule(
+    "too_few_threads",
+    title="{threads} of {cores} cores compute",
+    evidence=(
+        "training.threads is {threads}, the process may use {cores} cores, and {busy}.",
+        "Operators take {share:.0%} of the step.",
+    ),
+    advice="Let operators run on {cores} threads. Matrix products and table look-ups split well; "
+    "small operators do not, so the whole of the idle cores is the bound.",
+    limit="arithmetic",
+    gpu=False,
+)
+def too_few_threads(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """Cores of the machine have nothing to do."""
     threads, cores = evidence.threads, evidence.cores
-    if evidence.on_gpu or threads is None or cores is None or threads >= cores:
-        return
+    if threads is None or cores is None or threads >= cores:
+        return None
     used = evidence.share_of_wall("process_cpu_ms") if evidence.counter("process_cpu_ms") else None
     others = evidence.share_of_wall("other_processes_cpu_ms")
     idle = cores - (used if used is not None else threads) - others
     if idle < 0.5:
-        return
+        return None
     share = 1.0 - evidence.share("data") - evidence.share("other")
     high = 1.0 / max(1.0 - share + share * threads / (threads + idle), 1e-9)
-    mid = 1.0 + 0.6 * (high - 1.0)
-    said = (
-        f"the process kept {used:.2f} of them busy" if used is not None else "the others were idle"
-    )
-    yield Finding(
-        id="too_few_threads",
-        title=f"{threads} of {cores} cores compute",
-        component="other",
-        share_of_step=share,
-        evidence=(
-            f"training.threads is {threads}, the process may use {cores} cores, and {said}. "
-            f"Operators hold {share:.0%} of the step."
-        ),
-        advice=(
-            f"Let operators run on {cores} threads. Matrix products and table look-ups split "
-            "well; small operators do not, so the whole of the idle cores is the bound."
-        ),
-        change={"training.threads": cores},
-        predicted_speedup={"low": 1.0 + 0.2 * (high - 1.0), "mid": mid, "high": high},
-        limit="arithmetic",
-    )
+    return {
+        "share": share,
+        "threads": threads,
+        "cores": cores,
+        "busy": "the others were idle"
+        if used is None
+        else f"the process kept {used:.2f} of them busy",
+        "change": {"training.threads": cores},
+        "speedup": {
+            "low": 1.0 + 0.2 * (high - 1.0),
+            "mid": 1.0 + 0.6 * (high - 1.0),
+            "high": high,
+        },
+    }
 
 
 def _taken(evidence: Evidence, others: float) -> float:
@@ -424,7 +423,7 @@ def _busy_cores(evidence: Evidence) -> float:
 
 
 def _busy_threads(evidence: Evidence) -> list[tuple[str, float]]:
-    """(name, CPU ms an iteration) of threads that are no part of the step, busiest first."""
+    """(name, CPU ms per iteration) of threads that are no part of the step, busiest first."""
     rows = evidence.meta.get("threads_cpu")
     if rows is None:
         total = evidence.counted("other_threads_cpu_ms")
@@ -436,15 +435,6 @@ def _busy_threads(evidence: Evidence) -> list[tuple[str, float]]:
         if row.get("kind") in ("python", "other") and PREFETCHER not in str(row.get("name") or "")
     ]
     return sorted(found, key=lambda row: -row[1])
-
-
-RULES_SCHEDULING_RULES = (
-    other_processes,
-    other_threads,
-    crowding_loader,
-    waiting_for_cores,
-    too_few_threads,
-)
 
 
 # The step's own thread: what it waits for, and what it computes that is no operator.
@@ -464,96 +454,102 @@ WRITTEN_BYTES = 4096
 """Written to storage in an iteration: one block. Training writes nothing in its loop."""
 
 
-def collecting_garbage(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
+@rule(
+    "garbage_collection",
+    title="Python's garbage collector takes {share:.0%} of the step",
+    evidence=("Collections took {collected:ms} of each iteration of {wall:ms}.",),
+    advice="Stop making objects in cycles every iteration, do not call gc.collect() in the loop, "
+    "or freeze and disable the collector while training (gc.freeze, gc.disable).",
+    limit="dispatch",
+)
+def collecting_garbage(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """Python's cyclic garbage collector runs in the loop."""
     share = evidence.share_of_wall("gc_ms")
     if share < GC_SHARE:
-        return
+        return None
     ledger.explain(share * evidence.total_ms)
-    yield Finding(
-        id="garbage_collection",
-        title=f"Python's garbage collector takes {share:.0%} of the step",
-        component="other",
-        share_of_step=share,
-        evidence=(
-            f"Collections took {milliseconds(evidence.counted('gc_ms'))} of each iteration of "
-            f"{milliseconds(evidence.wall_ms)}."
-        ),
-        advice=(
-            "Stop making objects in cycles every iteration, do not call gc.collect() in the "
-            "loop, or freeze and disable the collector while training (gc.freeze, gc.disable)."
-        ),
-        predicted_speedup=removed(share),
-        limit="dispatch",
-    )
+    return {"share": share, "collected": evidence.counted("gc_ms"), "wall": evidence.wall_ms}
 
 
-def storage_in_loop(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
+@rule(
+    "storage_in_loop",
+    title="The loop {verb} storage and waits for it{where}",
+    evidence=(
+        "Each iteration {does} {kilobytes:,.0f} kB and waits {waits:ms} of its {wall:ms} without a "
+        "core or a need of one.",
+        OWN_CODE,
+    ),
+    advice="Take files out of the step: write less often, without fsync, or from another thread.",
+    limit="synchronisation",
+)
+def storage_in_loop(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """The loop writes to or reads from storage and waits for it."""
     written, read = evidence.counted("written_bytes"), evidence.counted("read_bytes")
     blocked = blocked_share(evidence, ledger)
     if max(written, read) < WRITTEN_BYTES or blocked < GC_SHARE:
-        return
+        return None
     part, place_ms = _waiting_part(evidence)
-    place = place_ms / evidence.total_ms if evidence.total_ms else 0.0
+    place = place_ms / evidence.total_ms
     # the system's own work on a write or a sync is time on a core, in the same place
     share = place if part is not None and 0.3 * place < blocked < place else blocked
     ledger.explain(share * evidence.total_ms, part)
-    verb = "writes to" if written >= read else "reads from"
-    where = f" in {part_label(*part)}" if part else ""
-    yield Finding(
-        id="storage_in_loop",
-        title=f"The loop {verb} storage and waits for it{where}",
-        component=part[0] if part else "other",
-        share_of_step=share,
-        evidence=(
-            f"Each iteration {verb.split()[0]} {max(written, read) / 1e3:,.0f} kB and waits "
-            f"{milliseconds(blocked * evidence.wall_ms)} of its "
-            f"{milliseconds(evidence.wall_ms)} without a core or a need of one."
-            + _python_time(evidence, part)
-        ),
-        advice=(
-            "Take files out of the step: write less often, without fsync, or from another thread."
-        ),
-        predicted_speedup=removed(share),
-        limit="synchronisation",
-    )
+    return {
+        "share": share,
+        "verb": "writes to" if written >= read else "reads from",
+        "does": "writes" if written >= read else "reads",
+        "kilobytes": max(written, read) / 1e3,
+        "waits": blocked * evidence.wall_ms,
+        "wall": evidence.wall_ms,
+        **_place(evidence, part),
+    }
 
 
-def waiting(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
+@rule(
+    "waiting",
+    title="The step waits{where} for {share:.0%} of its time, and computes nothing then",
+    evidence=(
+        "In {waits:ms} of each iteration of {wall:ms} the step's thread neither ran nor asked for "
+        "a core{gave_up}.",
+        OWN_CODE,
+    ),
+    advice="Look for what sleeps, takes a lock, waits for a pipe, a socket or another thread"
+    "{where}, and take it out of the step.",
+    limit="synchronisation",
+)
+def waiting(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """The step's thread sleeps or waits for something that is no core."""
-    blocked = blocked_share(evidence, ledger) - claimed_share(evidence, ledger)
+    blocked = blocked_share(evidence, ledger) - ledger.explained_ms / evidence.total_ms
     part, place_ms = _waiting_part(evidence)
     if (evidence.threads or 1) > 1:
         # an operator's threads wait for one another in it: no fault of the loop's
-        blocked = min(blocked, place_ms / evidence.total_ms) if evidence.total_ms else 0.0
+        blocked = min(blocked, place_ms / evidence.total_ms)
     if blocked < LOST_SHARE:
-        return
+        return None
     ledger.explain(blocked * evidence.total_ms, part)
-    where = f" in {part_label(*part)}" if part else ""
     switches = evidence.counter("voluntary_switches")
-    yield Finding(
-        id="waiting",
-        title=f"The step waits{where} for {blocked:.0%} of its time, and computes nothing then",
-        component=part[0] if part else "other",
-        share_of_step=blocked,
-        evidence=(
-            f"In {milliseconds(blocked * evidence.wall_ms)} of each iteration of "
-            f"{milliseconds(evidence.wall_ms)} the step's thread neither ran nor asked for a core"
-            + (f", giving its core up {switches:,.0f} times" if switches else "")
-            + "."
-            + _python_time(evidence, part)
-        ),
-        advice=(
-            "Look for what sleeps, takes a lock, waits for a pipe, a socket or another thread"
-            f"{where}, and take it out of the step."
-        ),
-        predicted_speedup=removed(blocked),
-        limit="synchronisation",
-    )
+    return {
+        "share": blocked,
+        "waits": blocked * evidence.wall_ms,
+        "wall": evidence.wall_ms,
+        "gave_up": f", giving its core up {switches:,.0f} times" if switches else "",
+        **_place(evidence, part),
+    }
 
 
-def page_faults(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
+@rule(
+    "page_faults",
+    title="The process asks the system for {megabytes:,.0f} MB of new pages per step",
+    evidence=(
+        "{minor:,.0f} page faults per iteration{from_storage}; at about {each_us:.1f} µs each that "
+        "is {cost:ms} of {wall:ms}.",
+        OWN_CODE,
+    ),
+    advice="Keep buffers between iterations, or stop the allocator from returning memory: "
+    "MALLOC_TRIM_THRESHOLD_=4000000000 MALLOC_MMAP_THRESHOLD_=1073741824, or huge pages "
+    "(THP_MEM_ALLOC_ENABLE=1).",
+    limit="memory bandwidth",
+)
+def page_faults(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """Memory is given back to the system and asked for again, iteration by iteration."""
     minor, major = evidence.counted("minor_faults"), evidence.counted("major_faults")
     wall = evidence.wall_ms
@@ -561,95 +557,75 @@ def page_faults(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
     if major >= 1 and evidence.counted("blocked_ms") > LOST_SHARE * wall:
         share = max(share, blocked_share(evidence, ledger))
     elif share < FAULT_SHARE:
-        return
+        return None
     part, place_ms = _waiting_part(evidence)
-    place = place_ms / evidence.total_ms if evidence.total_ms else 0.0
+    place = place_ms / evidence.total_ms
     if part is not None and 0.3 * place < share < place:
-        # most of that part's own code is the touching of new memory
-        share = place
-        ledger.explain(share * evidence.total_ms, part)
+        share = place  # most of that part's own code is the touching of new memory
     else:
         part = None
-        ledger.explain(share * evidence.total_ms)
-    yield Finding(
-        id="page_faults",
-        title=f"The process asks the system for {minor * 4096 / 1e6:,.0f} MB of new pages a step",
-        component="other",
-        share_of_step=share,
-        evidence=(
-            f"{minor:,.0f} page faults an iteration"
-            + (f", {major:,.1f} of them from storage" if major >= 1 else "")
-            + f"; at about {1e3 * FAULT_MS:.1f} us each that is "
-            f"{milliseconds(minor * FAULT_MS)} of {milliseconds(wall)}."
-            + _python_time(evidence, part)
-        ),
-        advice=(
-            "Keep buffers between iterations, or stop the allocator from returning memory: "
-            "MALLOC_TRIM_THRESHOLD_=4000000000 MALLOC_MMAP_THRESHOLD_=1073741824, or "
-            "huge pages (THP_MEM_ALLOC_ENABLE=1)."
-        ),
-        predicted_speedup=removed(share),
-        limit="memory bandwidth",
-    )
+    ledger.explain(share * evidence.total_ms, part)
+    return {
+        "share": share,
+        "megabytes": minor * 4096 / 1e6,
+        "minor": minor,
+        "from_storage": f", {major:,.1f} of them from storage" if major >= 1 else "",
+        "each_us": 1e3 * FAULT_MS,
+        "cost": minor * FAULT_MS,
+        "wall": wall,
+        **_place(evidence, part),
+        "component": "other",
+    }
 
 
-def python_in_part(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
+@rule(
+    "python_in_part",
+    title="Code outside every operator takes {share:.0%} of the step, in {name}",
+    evidence=(
+        "{own:ms} of {name} ({whole:ms}) pass in its own code, not in operators that it calls, and "
+        "the thread is on a core meanwhile.",
+    ),
+    advice="Look at what the Python code of {name} does: loops, conversions to lists or numpy, "
+    "formatting, hooks. Express it in operators on whole tensors or take it out.",
+    limit="dispatch",
+    gpu=False,
+)
+def python_in_part(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """Code of a part's own computes, outside every operator, where parts only call operators."""
-    if evidence.on_gpu or evidence.total_ms <= 0:
-        return
     usual = 2.0 * PYTHON_MS * (5.0 + evidence.parts["calls"])
     own = (evidence.parts["python_ms"] - usual).dropna()
-    own = own[[part[0] not in ("data", "other", "transfer") for part in own.index]]
+    own = own.drop(["data", "other", "transfer"], level="component", errors="ignore")
     left = [
         (float(time) - ledger.explained_in(part), part)
         for part, time in zip(((str(c), str(p)) for c, p in own.index), own, strict=True)
     ]
-    time, (component, phase) = max(left, default=(0.0, ("other", "")))
+    time, part = max(left, default=(0.0, ("other", "")))
     # what has no place yet (a collector, waiting) may well have been here
     share = time / evidence.total_ms - ledger.anywhere_ms / evidence.total_ms
     if share < LOST_SHARE:
-        return
-    ledger.explain(share * evidence.total_ms, (component, phase))
-    name = part_label(component, phase)
-    yield Finding(
-        id="python_in_part",
-        title=f"Code outside every operator takes {share:.0%} of the step, in {name}",
-        component=component,
-        share_of_step=share,
-        evidence=(
-            f"{milliseconds(float(evidence.parts['python_ms'][(component, phase)]))} of {name} "
-            f"({milliseconds(float(evidence.parts['traced_ms'][(component, phase)]))}) pass in its "
-            "own code, not in operators that it calls, and the thread is on a core meanwhile."
-        ),
-        advice=(
-            f"Look at what the Python code of {name} does: loops, conversions to lists or numpy, "
-            "formatting, hooks. Express it in operators on whole tensors or take it out."
-        ),
-        predicted_speedup=removed(share),
-        limit="dispatch",
-    )
+        return None
+    ledger.explain(share * evidence.total_ms, part)
+    return {
+        "share": share,
+        "name": part_label(*part),
+        "own": float(evidence.parts["python_ms"][part]),
+        "whole": float(evidence.parts["traced_ms"][part]),
+        "component": part[0],
+    }
 
 
 def _waiting_part(evidence: Evidence) -> tuple[Part | None, float]:
-    """The part in which most time passes outside every operator, and that time."""
-    python = evidence.parts["python_ms"].dropna()
-    python = python[[part[0] != "data" for part in python.index]]
+    """The part in which most time passes outside every operator, and that time in ms."""
+    python = evidence.parts["python_ms"].dropna().drop("data", level="component", errors="ignore")
     if python.empty or python.max() < GC_SHARE * evidence.total_ms:
         return None, 0.0
     return largest(python), float(python.max())
 
 
-def _python_time(evidence: Evidence, part: Part | None) -> str:
+def _place(evidence: Evidence, part: Part | None) -> Measured:
+    """Where the step waits: component, " in PART" or nothing, and the figures of ``OWN_CODE``."""
     if part is None:
-        return ""
-    python = float(evidence.parts["python_ms"][part])
-    return f" {milliseconds(python)} of {part_label(*part)} pass outside every operator."
-
-
-RULES_THREAD_RULES = (
-    collecting_garbage,
-    storage_in_loop,
-    waiting,
-    page_faults,
-    python_in_part,
-)
+        return {"component": "other", "where": "", "own": None, "part": None}
+    label = part_label(*part)
+    own = float(evidence.parts["python_ms"][part])
+    return {"component": part[0], "where": f" in {label}", "own": own, "part": label}

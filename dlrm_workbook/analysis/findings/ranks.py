@@ -1,9 +1,8 @@
 """What ranks wait for each other: exposed collectives, the link's limit, uneven ranks.
 
-These rules read a scaling record (``meta["scaling"]``, defined in
-:mod:`dlrm_workbook.analysis.ranks.communication`); without one, :mod:`.rules_ranks` speaks of
-what the
-profiles of several ranks show by themselves.
+Two rules read a scaling record (``meta["scaling"]``, defined in
+:mod:`dlrm_workbook.analysis.ranks.communication`); two speak of what the profiles of several
+ranks show by themselves.
 """
 
 from __future__ import annotations
@@ -19,7 +18,15 @@ from dlrm_core.parts import part_label
 from dlrm_core.units import milliseconds
 from dlrm_workbook.analysis.attribution import iteration_count
 from dlrm_workbook.analysis.findings.evidence import Evidence
-from dlrm_workbook.analysis.findings.finding import Finding, Ledger, rank, removed
+from dlrm_workbook.analysis.findings.finding import (
+    Finding,
+    Ledger,
+    Measured,
+    capitalised,
+    rank,
+    removed,
+    rule,
+)
 from dlrm_workbook.analysis.ranks.check import SHARED_CORES, own_profile
 from dlrm_workbook.analysis.ranks.choice import Setting, best_sharding
 from dlrm_workbook.analysis.ranks.links import Link, Network, calibrate
@@ -33,8 +40,6 @@ from dlrm_workbook.analysis.ranks.record import (
 from dlrm_workbook.analysis.ranks.schedule import NO_OVERLAP
 from dlrm_workbook.analysis.ranks.sharding import SHARDINGS
 
-# Runs of several ranks: uneven load, and small tables that are better replicated.
-
 IMBALANCE_SHARE = 0.1
 """(slowest − mean) / slowest: what all other ranks wait for the slowest one."""
 
@@ -44,67 +49,67 @@ COMMUNICATION_SHARE = 0.1
 SMALL_TABLE_BYTES = 8 << 20
 
 
-def load_imbalance(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
+@rule(
+    "load_imbalance",
+    title="Rank {rank} has {times:.2f} times the mean work; the others wait for it",
+    evidence=("Busy time per iteration, communication left out: {listed}.",),
+    advice="Place tables by their measured time, not by their number or rows; split the largest "
+    "table by columns or rows.",
+    limit="load imbalance",
+    component="communication",
+)
+def load_imbalance(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """One rank has more to do than the others, who wait for it."""
-    busy = rank_times(evidence)
+    busy = _rank_times(evidence)
     if len(busy) < 2:
-        return
+        return None
     worst, mean = float(busy.max()), float(busy.mean())
     share = (worst - mean) / worst if worst > 0 else 0.0
     if share < IMBALANCE_SHARE:
-        return
-    rank = int(busy.idxmax())
-    yield Finding(
-        id="load_imbalance",
-        title=f"Rank {rank} has {worst / mean:.2f} times the mean work; the others wait for it",
-        component="communication",
-        share_of_step=share,
-        evidence=(
-            "Busy time an iteration, communication left out: "
-            + ", ".join(f"rank {r} {milliseconds(float(ms))}" for r, ms in busy.items())
-            + "."
-        ),
-        advice=(
-            "Place tables by their measured time, not by their number or rows; split the largest "
-            "table by columns or rows."
-        ),
-        predicted_speedup=removed(share),
-        limit="load imbalance",
-    )
+        return None
+    listed = ", ".join(f"rank {rank} {milliseconds(float(ms))}" for rank, ms in busy.items())
+    return {
+        "share": share,
+        "rank": int(busy.idxmax()),
+        "times": worst / mean,
+        "listed": listed,
+    }
 
 
-def replicate_small_tables(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
+@rule(
+    "replicate_small_tables",
+    title="{small} of {tables} tables are small enough to be on every rank",
+    evidence=(
+        "Communication takes {share:.0%} of the step; {small} tables of at most {most} MiB "
+        "({megabytes:.1f} MB in all) are {part:.0%} of what is exchanged.",
+    ),
+    advice="Replicate them (data parallel): their gradients are smaller than their lookups, and "
+    "each rank then looks up its own samples.",
+    limit="copies",
+    component="communication",
+)
+def replicate_small_tables(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """Small tables are exchanged though a copy on every rank would cost nothing."""
-    ranks = int(evidence.profile.threads["rank"].nunique())
-    rows = list(evidence.parameter("model.table_rows", []))
-    count, dim = evidence.parameter("model.tables"), evidence.parameter("model.embedding_dim", 0)
-    rows = rows * int(count) if len(rows) == 1 and count else rows
+    rows, dim = evidence.table_rows, evidence.parameter("model.embedding_dim", 0)
     share = evidence.share("communication")
-    small = [number for number, n in enumerate(rows) if 4 * n * dim <= SMALL_TABLE_BYTES]
+    small = [count for count in rows if 4 * count * dim <= SMALL_TABLE_BYTES]
+    ranks = evidence.profile.threads["rank"].nunique()
     if ranks < 2 or not small or share < COMMUNICATION_SHARE:
-        return
+        return None
     part = len(small) / len(rows)
-    yield Finding(
-        id="replicate_small_tables",
-        title=f"{len(small)} of {len(rows)} tables are small enough to be on every rank",
-        component="communication",
-        share_of_step=share,
-        evidence=(
-            f"Communication holds {share:.0%} of the step; {len(small)} tables of at most "
-            f"{SMALL_TABLE_BYTES >> 20} MiB ({4e-6 * dim * sum(rows[t] for t in small):.1f} MB in "
-            f"all) are {part:.0%} of what is exchanged."
-        ),
-        advice=(
-            "Replicate them (data parallel): their gradients are smaller than their lookups, and "
-            "each rank then looks up its own samples."
-        ),
-        predicted_speedup=removed(share * part * 0.8),
-        limit="copies",
-    )
+    return {
+        "share": share,
+        "small": len(small),
+        "tables": len(rows),
+        "most": SMALL_TABLE_BYTES >> 20,
+        "megabytes": 4e-6 * dim * sum(small),
+        "part": part,
+        "speedup": removed(share * part * 0.8),
+    }
 
 
-def rank_times(evidence: Evidence) -> pd.Series:
-    """Busy milliseconds an iteration of each rank, communication left out; by rank."""
+def _rank_times(evidence: Evidence) -> pd.Series:
+    """Busy milliseconds per iteration of each rank, communication left out; by rank."""
     profile = evidence.profile
     metric = "gpu_time_ms" if profile.has("gpu_time_ms") else "cpu_time_ms"
     rows = profile.values[profile.rows(metric, "exclusive")]
@@ -113,9 +118,6 @@ def rank_times(evidence: Evidence) -> pd.Series:
     rank = profile.threads.set_index("profile")["rank"]
     total = rows.groupby(rows["profile"].map(rank))["value"].sum()
     return total / iteration_count(profile)
-
-
-RULES = (load_imbalance, replicate_small_tables)
 
 
 WAITING_FACTOR = 2.0
@@ -273,19 +275,15 @@ def _limit(record: ScalingRecord, top: Row, ranks: int) -> tuple[str, str]:
         f"({link.name})"
     )
     if alone > 0 and float(top["time_ms"]) > WAITING_FACTOR * alone:
-        return "load imbalance", f"{_sentence(moved)}: the rest is waiting for slower ranks."
+        return "load imbalance", f"{capitalised(moved)}: the rest is waiting for slower ranks."
     fixed = 1e-3 * (fit.fixed_us if fit else link.alpha_us.mid) * float(top["calls"])
     if alone > 0 and fixed > LATENCY_SHARE * alone:
-        return "network", f"{_sentence(moved)}, mostly latency: fewer, larger exchanges."
-    return "network", f"{_sentence(moved)}, mostly bytes: the link's rate is the limit."
+        return "network", f"{capitalised(moved)}, mostly latency: fewer, larger exchanges."
+    return "network", f"{capitalised(moved)}, mostly bytes: the link's rate is the limit."
 
 
 def _rows(table: pd.DataFrame) -> list[Row]:
     return cast(list[Row], table.to_dict("records"))
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 def _link(record: ScalingRecord) -> Link | None:
@@ -324,6 +322,3 @@ def _better_sharding(
         f"{milliseconds(float(best['mid_ms']))} instead of {milliseconds(float(before['mid_ms']))}."
     )
     return {"training.sharding": str(best["sharding"])}, gain, text
-
-
-RULES_COMMUNICATION_RULES = (communication, rank_imbalance)
