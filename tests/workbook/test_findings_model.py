@@ -259,7 +259,7 @@ def with_roofline(monkeypatch: pytest.MonkeyPatch, **row: Any) -> None:
     whole |= {"share_of_ceiling": 0.83, "limit": "arithmetic", "gb_per_s": 1.0, "gflops": 1.0}
     table = pd.DataFrame([whole | row])
     monkeypatch.setattr(
-        "dlrm_workbook.analysis.roofline.roofline", lambda profile, attribution: table
+        "dlrm_workbook.analysis.findings.evidence.roofline", lambda profile, attribution: table
     )
 
 
