@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from dlrm_core.data.files.draws import PowerLaw
-from dlrm_core.data.files.generate import find_variant
+from dlrm_core.data.files.generate import VARIANTS
 
 BLOCK = 20_000
 MISSING_NUMBER, MISSING_CATEGORY = 0.2, 0.1
@@ -25,7 +25,7 @@ def write_text(path: Path, size: int, seed: int = 1) -> int:
     Returns:
         lines written.
     """
-    laws = [PowerLaw.of(r, 1.1) for r in find_variant("criteo_t15_synthetic").table_rows]
+    laws = [PowerLaw.of(r, 1.1) for r in VARIANTS["criteo_t15_synthetic"].table_rows]
     random, rows, written = np.random.default_rng(seed), 0, 0
     with path.open("wb") as file:
         while written < size:

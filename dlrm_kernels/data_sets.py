@@ -1,4 +1,8 @@
-"""Functions compiled by numba, kept on disk between runs; numpy does without them."""
+"""Machine code for data sets: the core's loops and the arithmetic of its draws.
+
+numba compiles them once and keeps them on disk between runs. The core does without
+(:func:`dlrm_core.data.files.loops.machine_code`), slowly.
+"""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
@@ -12,9 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
 
-from dlrm_core.data.files import draws
+from dlrm_core.data.files import draws, loops
 from dlrm_core.data.files.draws import (
     EXP2_TERMS,
     GAMMA,
@@ -24,53 +29,11 @@ from dlrm_core.data.files.draws import (
     MIX_2,
     TO_UNIT,
     PowerLaw,
-    words,
 )
 from dlrm_kernels.native import kernel_cache
 
-
-@functools.cache
-def compile_function(
-    function: Callable[..., Any], signatures: tuple[str, ...], source: Path
-) -> Callable[..., Any] | None:
-    """Machine code of a module-level function that frees Python's lock; None without numba.
-
-    Args:
-        signatures: numba's, one a combination of argument types.
-        source: the file that the function is in; what is kept belongs to its present text.
-    """
-    try:
-        from numba import njit
-    except ImportError:
-        return None
-    make = functools.partial(njit, list(signatures), nogil=True, error_model="numpy")
-    folder = _folder(source)
-    if folder is not None:
-        # whatever a damaged file makes pickle raise: compile anew
-        with contextlib.suppress(Exception), kernel_cache(folder):
-            return make(cache=True)(function)
-    return make()(function)
-
-
-@functools.cache
-def _folder(source: Path) -> Path | None:
-    """Where machine code is kept, or None where nothing can be."""
-    import numba
-
-    digest = hashlib.sha256(numba.__version__.encode() + source.read_bytes())
-    # constants that the functions use are compiled in
-    digest.update(Path(draws.__file__).read_bytes())
-    base = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME")
-    try:
-        folder = Path(base) if base else Path.home() / ".cache"
-        folder = folder.absolute() / "dlrm-workbook" / f"datasets-{digest.hexdigest()[:16]}"
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except (OSError, RuntimeError):
-        return None
-    return folder
-
+SOURCES = tuple(Path(str(file)) for file in (__file__, draws.__file__, loops.__file__))
+"""Files of the compiled functions and of the constants that are compiled in."""
 
 # The arithmetic of ``draws`` in machine code, several rows a vector instruction.
 
@@ -146,180 +109,22 @@ def rows_kernel(first, logarithmic, scale, slope, last, out):
             out[begin + i] = min(row, last)
 
 
-def _first(key: int, start: int) -> np.uint64:
-    return np.uint64((key + GAMMA * (start + 1)) & ((1 << 64) - 1))
-
-
-def fill_words(key: int, start: int, out: np.ndarray) -> None:
-    """As :func:`draws.words`, into ``out`` (uint64, contiguous)."""
-    kernel = compile_function(words_kernel, ("void(uint64, uint64[::1])",), Path(__file__))
-    if kernel is None:
-        out[:] = words(key, start, out.size)
-    else:
-        kernel(_first(key, start), out)
-
-
-def fill_rows(law: PowerLaw, key: int, start: int, out: np.ndarray) -> None:
-    """Rows of consecutive samples into ``out`` (int8, int16 or int32, contiguous)."""
-    types = ("int8", "int16", "int32")
-    signatures = tuple(
-        f"void(uint64, boolean, float64, float64, int64, {kind}[::1])" for kind in types
-    )
-    kernel = compile_function(rows_kernel, signatures, Path(__file__))
-    if kernel is None:
-        out[:] = law.draw(words(key, start, out.size))
-    else:
-        kernel(_first(key, start), law.alpha == 1.0, law.scale, law.slope, law.rows - 1, out)
-
-
-# Criteo's text and its vocabularies in machine code; plain loops, so Python can run them too.
-
-DENSE = 13
-TABLES = 26
-MISSING = -(2**31)
-"""Stands for an empty integer field; the files hold no such number."""
-NO_FAULT, BAD_LABEL, BAD_INTEGER, BAD_CATEGORY, FEW_FIELDS, MANY_FIELDS = range(6)
-TAB, NEWLINE, RETURN, MINUS, ZERO, NINE = 9, 10, 13, 45, 48, 57
-NOT_HEX = 255
-_HASH = np.uint64(0x9E3779B97F4A7C15)
-
-HEX_VALUES = np.full(256, NOT_HEX, np.uint8)
-for _digit in "0123456789abcdefABCDEF":
-    HEX_VALUES[ord(_digit)] = int(_digit, 16)
-
-
-def parse_kernel(data, rows, hex_values, labels, numbers, categories, missing, fault):
-    """Lines of Criteo's text into columns.
-
-    Args:
-        data: bytes, the last a newline.
-        rows: lines to parse.
-        hex_values: value of each byte as a hexadecimal digit, 255 of none.
-        labels: (rows,) uint8 out.
-        numbers: (rows, 13) int32 out, MISSING where the field is empty.
-        categories: (26, rows) uint32 out, 0 where the field is empty.
-        missing: (rows,) uint32 out, bit t set where categorical field t is empty.
-        fault: out, of the first faulty line: kind, line, field, place in data.
-    """
-    p = 0
-    for r in range(rows):
-        fault[1] = r
-        c = data[p]
-        if (c != ZERO and c != ZERO + 1) or data[p + 1] != TAB:
-            fault[0], fault[2], fault[3] = BAD_LABEL, 0, p
-            return
-        labels[r] = c - ZERO
-        p += 2
-        for j in range(DENSE):
-            c = data[p]
-            if c == TAB:
-                numbers[r, j] = MISSING
-                p += 1
-                continue
-            first = p
-            if c == MINUS:
-                p += 1
-            value = np.int64(0)
-            digits = p
-            while ZERO <= data[p] <= NINE and p - digits < 11:
-                value = value * 10 + (np.int64(data[p]) - ZERO)
-                p += 1
-            if p == digits or data[p] != TAB or value > 2147483647:
-                fault[0], fault[2], fault[3] = BAD_INTEGER, 1 + j, first
-                if data[p] in (NEWLINE, RETURN):
-                    fault[0] = FEW_FIELDS
-                return
-            numbers[r, j] = -value if c == MINUS else value
-            p += 1
-        mask = 0
-        for t in range(TABLES):
-            first = p
-            value = np.int64(0)
-            h = hex_values[data[p]]
-            while h != NOT_HEX and p - first < 9:
-                value = value * 16 + np.int64(h)
-                p += 1
-                h = hex_values[data[p]]
-            digits = p - first
-            if t == TABLES - 1 and data[p] == RETURN:
-                p += 1
-            c = data[p]
-            if digits > 8 or c != (TAB if t < TABLES - 1 else NEWLINE):
-                fault[0], fault[2], fault[3] = BAD_CATEGORY, 1 + DENSE + t, first
-                if c in (NEWLINE, RETURN):
-                    fault[0] = FEW_FIELDS
-                elif c == TAB and digits <= 8:
-                    fault[0] = MANY_FIELDS
-                return
-            if digits == 0:
-                mask |= 1 << t
-            categories[t, r] = value
-            p += 1
-        missing[r] = mask
-    fault[0] = NO_FAULT
-
-
-def count_kernel(keys, missing, bit, shift, limit, table_keys, table_counts, state):
-    """Count keys in an open hash table until it is full.
-
-    Args:
-        keys: (N,) uint32.
-        missing: (N,) uint32; keys with ``bit`` set are left out.
-        shift: 64 − log2(slots).
-        limit: entries at which to stop.
-        state: in and out, the next key to count and the entries so far.
-    """
-    last = np.int64(table_keys.size - 1)
-    i, used = state[0], state[1]
-    while i < keys.size and used < limit:
-        if (missing[i] >> bit) & 1 == 0:
-            key = keys[i]
-            slot = np.int64((np.uint64(key) * _HASH) >> shift)
-            while table_counts[slot] != 0 and table_keys[slot] != key:
-                slot = (slot + 1) & last
-            if table_counts[slot] == 0:
-                table_keys[slot] = key
-                used += 1
-            table_counts[slot] += 1
-        i += 1
-    state[0], state[1] = i, used
-
-
-def insert_kernel(keys, values, shift, table_keys, table_values):
-    """Put different keys with their values (never 0) into an open hash table with room."""
-    last = np.int64(table_keys.size - 1)
-    for i in range(keys.size):
-        slot = np.int64((np.uint64(keys[i]) * _HASH) >> shift)
-        while table_values[slot] != 0:
-            slot = (slot + 1) & last
-        table_keys[slot] = keys[i]
-        table_values[slot] = values[i]
-
-
-def look_up_kernel(keys, missing, bit, shift, table_keys, table_values, out):
-    """Values of keys, where the table has them; other places of ``out`` stay as they are."""
-    last = np.int64(table_keys.size - 1)
-    for i in range(keys.size):
-        if (missing[i] >> bit) & 1 == 0:
-            key = keys[i]
-            slot = np.int64((np.uint64(key) * _HASH) >> shift)
-            while table_values[slot] != 0 and table_keys[slot] != key:
-                slot = (slot + 1) & last
-            if table_values[slot] != 0:
-                out[i] = table_values[slot]
-
-
 SIGNATURES = {
-    parse_kernel: (
+    words_kernel: ("void(uint64, uint64[::1])",),
+    rows_kernel: tuple(
+        f"void(uint64, boolean, float64, float64, int64, {kind}[::1])"
+        for kind in ("int8", "int16", "int32")
+    ),
+    loops.parse_lines: (
         "void(Array(uint8, 1, 'C', readonly=True), int64, uint8[::1], uint8[::1], int32[:, ::1], "
         "uint32[:, ::1], uint32[::1], int64[::1])",
     ),
-    count_kernel: (
+    loops.count_keys: (
         "void(Array(uint32, 1, 'C', readonly=True), Array(uint32, 1, 'C', readonly=True), uint32, "
         "uint64, int64, uint32[::1], int64[::1], int64[::1])",
     ),
-    insert_kernel: ("void(uint32[::1], int64[::1], uint64, uint32[::1], int64[::1])",),
-    look_up_kernel: tuple(
+    loops.insert_keys: ("void(uint32[::1], int64[::1], uint64, uint32[::1], int64[::1])",),
+    loops.look_up_keys: tuple(
         "void(Array(uint32, 1, 'C', readonly=True), Array(uint32, 1, 'C', readonly=True), uint32, "
         f"uint64, uint32[::1], int64[::1], {kind}[::1])"
         for kind in ("int8", "int16", "int32")
@@ -327,8 +132,48 @@ SIGNATURES = {
 }
 
 
-def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel's machine code, or (slow) the function itself without numba."""
-    compiled = compile_function(function, SIGNATURES[function], Path(__file__))
-    # numpy's scalars warn of what a hash is made of
-    return compiled or np.errstate(over="ignore")(function)
+def fill_words(key: int, start: int, out: np.ndarray) -> None:
+    """As :func:`draws.words`, into ``out`` (uint64, contiguous)."""
+    compiled(words_kernel)(_first(key, start), out)
+
+
+def fill_rows(law: PowerLaw, key: int, start: int, out: np.ndarray) -> None:
+    """Rows of consecutive samples into ``out`` (int8, int16 or int32, contiguous)."""
+    draw = compiled(rows_kernel)
+    draw(_first(key, start), law.alpha == 1.0, law.scale, law.slope, law.rows - 1, out)
+
+
+def _first(key: int, start: int) -> np.uint64:
+    return np.uint64((key + GAMMA * (start + 1)) & ((1 << 64) - 1))
+
+
+@functools.cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Machine code of one of :data:`SIGNATURES`, which frees Python's lock."""
+    make = functools.partial(
+        numba.njit, list(SIGNATURES[function]), nogil=True, error_model="numpy"
+    )
+    folder = _cache_folder()
+    if folder is not None:
+        # whatever a damaged file makes pickle raise: compile anew
+        with contextlib.suppress(Exception), kernel_cache(folder):
+            return make(cache=True)(function)
+    return make()(function)
+
+
+@functools.cache
+def _cache_folder() -> Path | None:
+    """Where machine code of the present sources is kept, or None where nothing can be."""
+    digest = hashlib.sha256(numba.__version__.encode())
+    for source in SOURCES:
+        digest.update(source.read_bytes())
+    base = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME")
+    try:
+        folder = Path(base) if base else Path.home() / ".cache"
+        folder = folder.absolute() / "dlrm-workbook" / f"datasets-{digest.hexdigest()[:16]}"
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except (OSError, RuntimeError):
+        return None
+    return folder

@@ -244,7 +244,7 @@ def stability(parser: argparse.ArgumentParser) -> None:
 
 def data(parser: argparse.ArgumentParser) -> None:
     """Options of ``dlrm data``."""
-    from dlrm_core.data.files.command_line import add_arguments
+    from dlrm_core.data.files.command import add_arguments
 
     add_arguments(parser)
 

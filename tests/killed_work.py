@@ -7,7 +7,7 @@ from dlrm_core.data.files import generate as generating
 from dlrm_core.data.files.criteo import Request, preprocess
 from dlrm_core.data.files.generate import Law, SampleMaker, Variant, generate
 from dlrm_core.data.files.teacher import TeacherConfig
-from dlrm_kernels.data_sets import SIGNATURES, kernel
+from dlrm_kernels.data_sets import SIGNATURES, compiled
 
 LAW = Law(Variant("custom", 3, (5000, 40, 7), 1.45), 11, TeacherConfig())
 SAMPLES = {"train": 40_000, "test": 5_000}
@@ -32,4 +32,4 @@ def convert_text(target: Path) -> None:
 
 SampleMaker(LAW, "train").block(0, 1)
 for function in SIGNATURES:
-    kernel(function)
+    compiled(function)

@@ -46,7 +46,7 @@ from dlrm_core.data.files.teacher import TeacherConfig
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json, write_json
 from dlrm_core.machine import machine_facts, versions
-from dlrm_kernels.data_sets import SIGNATURES, kernel
+from dlrm_kernels.data_sets import SIGNATURES, compiled
 
 
 @dataclass
@@ -271,7 +271,7 @@ def prepare_data(top: Path) -> None:
     (top / "text.txt").write_text("\n".join(lines) + "\n", encoding="ascii")
     generate.SampleMaker(LAW, "train").block(0, 1)
     for function in SIGNATURES:
-        kernel(function)  # type: ignore[arg-type]
+        compiled(function)  # type: ignore[arg-type]
 
 
 def kill_making(kind: str, top: Path, seconds: float, moments: random.Random, most: int) -> Tally:

@@ -139,7 +139,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path):
 def test_batches_are_the_files_rows(made):
     source = open_source(made, "split_binary", "train")
     stream = DatasetBatches(source, ROWS, 5, 128)
-    labels, dense, rows = SampleMaker(SMALL, "train").block(0, 3000)
+    labels, dense, rows, _ = SampleMaker(SMALL, "train").block(0, 3000)
     assert stream.batches_per_epoch == 23
     for number in range(50):
         batch = stream.next_batch()

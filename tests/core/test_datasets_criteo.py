@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from same_files import assert_same_files
 
 from dlrm_core.data.files import criteo as preprocess
-from dlrm_core.data.files import vocabulary
+from dlrm_core.data.files import loops, vocabulary
 from dlrm_core.data.files.criteo import Request
 from dlrm_core.data.files.feature_spec import read_spec
 from dlrm_core.data.files.inspection import inspect
 from dlrm_core.data.files.sources import open_source
 from dlrm_core.errors import InputError
-from dlrm_kernels import data_sets as criteo_kernels
 from dlrm_workbook.cli import main
 
 Row = tuple[int, list[int | None], list[str | None]]
@@ -160,7 +159,7 @@ def test_common_categories_are_sorted_with_the_rare_ones(tmp_path, monkeypatch):
 def test_without_numba_the_bytes_are_the_same(tmp_path, monkeypatch):
     rows = random_rows(40, 2)
     one = run(tmp_path, rows, 2, name="one").folder
-    monkeypatch.setattr(criteo_kernels, "compile_function", lambda *_: None)
+    monkeypatch.setattr(loops, "machine_code", lambda: None)
     other = run(tmp_path, rows, 2, name="other").folder
     assert_same_files(one, other, but="inputs")
 

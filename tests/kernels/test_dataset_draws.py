@@ -1,7 +1,5 @@
 """The laws that data sets are drawn from: numpy's bits, NVIDIA's formula, the planted teacher."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -10,9 +8,9 @@ from hypothesis import strategies as st
 from small_data_set import ROWS, SMALL
 
 from dlrm_core.config import parameters_from_sections
-from dlrm_core.data.files import draws
+from dlrm_core.data.files import draws, loops
 from dlrm_core.data.files.feature_spec import index_dtype, read_spec
-from dlrm_core.data.files.generate import Law, SampleMaker, Variant, generate, labels_and_logits
+from dlrm_core.data.files.generate import Law, SampleMaker, Variant, generate
 from dlrm_core.data.files.inspection import inspect
 from dlrm_core.data.files.reader import evaluation_batches, read_batch, teacher_auc
 from dlrm_core.data.files.sources import open_source
@@ -25,7 +23,6 @@ from dlrm_core.data.files.teacher import (
 )
 from dlrm_core.data.loader import make_generator
 from dlrm_kernels import data_sets as draw_kernels
-from dlrm_kernels.data_sets import compile_function
 
 CPU = torch.device("cpu")
 
@@ -114,7 +111,7 @@ def test_any_rows_are_made_alone_as_they_are_made_in_a_block(start, count, teach
 
 def test_without_numba_the_bytes_are_the_same(monkeypatch):
     expected = SampleMaker(SMALL, "train").block(100, 500)
-    monkeypatch.setattr(draw_kernels, "compile_function", lambda *_: None)
+    monkeypatch.setattr(loops, "machine_code", lambda: None)
     found = SampleMaker(SMALL, "train").block(100, 500)
     assert np.array_equal(found[1], expected[1])
     for one, other in zip(found[2], expected[2], strict=True):
@@ -123,23 +120,18 @@ def test_without_numba_the_bytes_are_the_same(monkeypatch):
 
 def test_a_damaged_cache_of_machine_code_is_no_failure(tmp_path, monkeypatch):
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    signatures = ("void(uint64, uint64[::1])",)
-    source = Path(draw_kernels.__file__)
     for _ in range(2):
-        from dlrm_kernels import data_sets as compiled
-
-        compiled._folder.cache_clear()
-        compile_function.cache_clear()
-        kernel = compile_function(draw_kernels.words_kernel, signatures, source)
+        draw_kernels._cache_folder.cache_clear()
+        draw_kernels.compiled.cache_clear()
         out = np.empty(4, np.uint64)
-        kernel(np.uint64(draws.GAMMA), out)
+        draw_kernels.fill_words(0, 0, out)
         assert np.array_equal(out, draws.words(0, 0, 4))
         files = [file for file in tmp_path.rglob("*") if file.is_file()]
         assert files
         for file in files:
             file.write_bytes(b"rubbish")
-    compiled._folder.cache_clear()
-    compile_function.cache_clear()
+    draw_kernels._cache_folder.cache_clear()
+    draw_kernels.compiled.cache_clear()
 
 
 # ---------------------------------------------------------------- the planted teacher
@@ -185,8 +177,7 @@ def test_the_teachers_parts_have_the_shares_they_are_said_to_have():
 def test_the_best_auc_is_the_teachers_own_and_no_other_score_beats_it():
     figures = best_figures(TeacherConfig(), 5, ROWS, 1.45, rounds=8, samples=1 << 15)
     law = Law(SMALL.variant, 21, TeacherConfig())
-    labels, dense, rows = SampleMaker(law, "test").block(0, 200_000)
-    logits = Teacher(TeacherConfig(), 5, ROWS, 1.45).logits(dense, rows)
+    labels, dense, _, logits = SampleMaker(law, "test").block(0, 200_000)
 
     def auc(scores):
         histogram = ScoreHistogram()
@@ -206,7 +197,7 @@ def test_the_best_auc_is_the_teachers_own_and_no_other_score_beats_it():
 
 def test_the_metadata_carry_the_best_auc_and_the_stream_is_the_data_set(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "dlrm_core.data.files.teacher.best_figures", lambda *_: {"bayes_auc": 0.8}
+        "dlrm_core.data.files.generate.best_figures", lambda *_: {"bayes_auc": 0.8}
     )  # fmt: skip
     law = Law(Variant("custom", 5, ROWS, 1.2), 9, TeacherConfig(rows=20))
     folder = generate(law, {"train": 1000, "test": 4000}, tmp_path / "set", 2).folder
@@ -258,7 +249,7 @@ def test_a_models_auc_is_held_against_the_teachers_on_the_same_samples(tmp_path)
     whole = open_source(target, "split_binary", "test").metadata["teacher_auc_on_test"]
     assert best() == best(eval_batches=30) == whole
     # of the first 500 samples alone, counted pair by pair
-    labels, logits = labels_and_logits(SampleMaker(law, "test"), 0, 500)
+    labels, _, _, logits = SampleMaker(law, "test").block(0, 500)
     difference = logits[labels][:, None] - logits[~labels]
     pairs = (difference > 0).mean() + (difference == 0).mean() / 2
     assert best(eval_batches=5) == pytest.approx(pairs, abs=1e-4)

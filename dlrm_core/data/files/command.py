@@ -1,4 +1,4 @@
-"""``dlrm data generate | preprocess | inspect``."""
+"""``dlrm data generate | preprocess | inspect``: their arguments, and what they do."""
 
 from __future__ import annotations
 
@@ -8,11 +8,125 @@ import os
 from pathlib import Path
 from typing import Any
 
-from dlrm_core.data.files.generate import Variant, find_variant
+from dlrm_core.data.files.criteo import LAYOUTS, Request, preprocess
+from dlrm_core.data.files.generate import VARIANTS, Law, Variant, generate
+from dlrm_core.data.files.inspection import inspect
+from dlrm_core.data.files.sources import FORMATS
+from dlrm_core.data.files.teacher import TeacherConfig
 from dlrm_core.errors import InputError
 from dlrm_core.files import plain
 
 NVIDIA_SAMPLES = 32768 * 1024
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``generate``, ``preprocess`` and ``inspect``."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    _generate_arguments(
+        actions.add_parser("generate", help="write a synthetic data set (NVIDIA's layout)")
+    )
+    _preprocess_arguments(
+        actions.add_parser("preprocess", help="convert Criteo's text (Kaggle, Terabyte)")
+    )
+    _inspect_arguments(actions.add_parser("inspect", help="look at every value of a data set"))
+
+
+def _generate_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--variant", required=True, choices=[*VARIANTS, "custom"])
+    parser.add_argument("--output", required=True, metavar="DIR", help="the data set's folder")
+    parser.add_argument(
+        "--scale",
+        type=float,
+        default=1.0,
+        help="share of the rows of tables above 100 rows, and of the default samples (default: 1)",
+    )
+    parser.add_argument(
+        "--samples",
+        metavar="TRAIN[/TEST]",
+        help="samples to write (default: 33554432 x scale, as NVIDIA's script; TEST: an eighth)",
+    )
+    parser.add_argument("--seed", type=int, default=12345, help="default: %(default)s")
+    parser.add_argument(
+        "--labels",
+        choices=("random", "teacher"),
+        default="random",
+        help="a fair coin, as NVIDIA's, or a planted model whose best AUC is noted in the metadata",
+    )
+    parser.add_argument("--teacher-seed", type=int, default=1, metavar="N")
+    parser.add_argument(
+        "--teacher-strength",
+        type=float,
+        default=1.38,
+        metavar="S",
+        help="standard deviation of the teacher's logit (default: %(default)s, AUC near 0.80)",
+    )
+    parser.add_argument(
+        "--teacher-rows",
+        type=int,
+        default=64,
+        metavar="N",
+        help="hot rows of each table that have an effect (default: %(default)s)",
+    )
+    parser.add_argument("--table-rows", metavar="R,R,...", help="with custom: rows of each table")
+    parser.add_argument(
+        "--dense-features", type=int, default=13, metavar="D", help="with custom (default: 13)"
+    )
+    parser.add_argument(
+        "--alpha", type=float, default=1.45, help="with custom: the power law (default: 1.45)"
+    )
+    _threads_argument(parser)
+
+
+def _preprocess_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--layout", required=True, choices=LAYOUTS)
+    parser.add_argument(
+        "--input", required=True, nargs="+", metavar="FILE", help="text in order, or .gz"
+    )
+    parser.add_argument("--output", required=True, metavar="DIR", help="the data set's folder")
+    parser.add_argument(
+        "--frequency-threshold",
+        type=int,
+        default=1,
+        metavar="N",
+        help="categories that came less often become row 0 (default: 1, none; NVIDIA's: 15, 3, 0)",
+    )
+    parser.add_argument("--max-rows", type=int, metavar="N", help="stop after so many rows")
+    parser.add_argument(
+        "--test-fraction",
+        type=float,
+        metavar="F",
+        help="share of the rows, from the end, for the test split (default: the last day, "
+        "1/7 with kaggle, 1/24 with terabyte)",
+    )
+    parser.add_argument(
+        "--memory-mb",
+        type=int,
+        default=512,
+        metavar="MB",
+        help="of hash tables; more disk passes with less, the same result (default: 512)",
+    )
+    _threads_argument(parser)
+
+
+def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", help="a data set's folder, a .bin, or text")
+    parser.add_argument(
+        "--format",
+        choices=FORMATS,
+        help="needed where the files do not tell (deepspark_dist)",
+    )
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="of a generated data set: make every sample again and compare",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _threads_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help="default: the cores; they change no byte"
+    )
 
 
 def data(arguments: argparse.Namespace) -> int:
@@ -23,12 +137,7 @@ def data(arguments: argparse.Namespace) -> int:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    from dlrm_core.data.files.generate import Law, generate
-    from dlrm_core.data.files.teacher import TeacherConfig
-
-    teacher = None
-    if arguments.labels == "teacher":
-        teacher = _teacher(arguments, TeacherConfig)
+    teacher = _teacher(arguments) if arguments.labels == "teacher" else None
     law = Law(_variant(arguments), _at_least("--seed", arguments.seed, 0), teacher)
     samples = parse_samples(arguments.samples, arguments.scale)
     result = generate(law, samples, Path(arguments.output), _threads(arguments))
@@ -41,10 +150,10 @@ def _generate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _teacher(arguments: argparse.Namespace, kind: Any) -> Any:
+def _teacher(arguments: argparse.Namespace) -> TeacherConfig:
     if not 0.0 <= arguments.teacher_strength <= 8.0:
         raise InputError(f"--teacher-strength is {arguments.teacher_strength:g}, expected 0 to 8")
-    return kind(
+    return TeacherConfig(
         seed=_at_least("--teacher-seed", arguments.teacher_seed, 0),
         strength=arguments.teacher_strength,
         rows=_at_least("--teacher-rows", arguments.teacher_rows, 1),
@@ -55,7 +164,7 @@ def _variant(arguments: argparse.Namespace) -> Variant:
     if arguments.variant != "custom":
         if arguments.table_rows:
             raise InputError(f"--table-rows is for --variant custom, not {arguments.variant}")
-        return find_variant(arguments.variant).scaled(arguments.scale)
+        return VARIANTS[arguments.variant].scaled(arguments.scale)
     try:
         rows = tuple(int(word) for word in (arguments.table_rows or "").split(","))
     except ValueError:
@@ -86,8 +195,6 @@ def parse_samples(text: str | None, scale: float) -> dict[str, int]:
 
 
 def _preprocess(arguments: argparse.Namespace) -> int:
-    from dlrm_core.data.files.criteo import Request, preprocess
-
     request = Request(
         layout=arguments.layout,
         inputs=[Path(name) for name in arguments.input],
@@ -109,8 +216,6 @@ def _preprocess(arguments: argparse.Namespace) -> int:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    from dlrm_core.data.files.inspection import inspect
-
     report = inspect(Path(arguments.path), arguments.format, arguments.verify)
     print(json.dumps(plain(report)) if arguments.json else as_text(report), flush=True)
     return 1 if report["problems"] else 0

@@ -30,206 +30,42 @@ from dlrm_core.data.files.feature_spec import (
     read_spec,
     write_spec,
 )
-from dlrm_core.data.files.resumable import (
-    SYNC_BYTES,
-    BackgroundSync,
-    OpenFiles,
-    Progress,
-    Workplace,
-    in_order,
-    need_space,
-    write_at,
-)
-from dlrm_core.data.files.vocabulary import build_vocabulary, number_column
-from dlrm_core.errors import InputError
-from dlrm_kernels.data_sets import (
+from dlrm_core.data.files.loops import (
     BAD_INTEGER,
     BAD_LABEL,
     DENSE,
     FEW_FIELDS,
     HEX_VALUES,
     MANY_FIELDS,
+    NEWLINE,
     NO_FAULT,
     TABLES,
-    kernel,
-    parse_kernel,
+    compiled,
+    parse_lines,
 )
-
-# The files between Criteo's text and the finished data set.
-
-ROWS_AT_ONCE = 1 << 18
-LABEL, NUMERICAL, MISSING_BITS = "label.bin", "numerical.bin", "missing.bin"
-SIZES = {LABEL: 1, NUMERICAL: 2 * DENSE}
-
-
-class RawColumns:
-    """``raw/``: columns of all rows, written in pieces; then ``train/`` and ``test/``.
-
-    Every step can be done again after a kill, with the same outcome.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.raw = folder / "raw"
-        self._files = OpenFiles()
-
-    def write(
-        self,
-        row: int,
-        labels: np.ndarray,
-        dense: np.ndarray,
-        categories: np.ndarray,
-        missing: np.ndarray,
-    ) -> None:
-        """Write rows from ``row`` on; any thread, any order."""
-        write_at(self._open(LABEL), labels, row)
-        write_at(self._open(NUMERICAL), dense, row * SIZES[NUMERICAL])
-        write_at(self._open(MISSING_BITS), missing, row * 4)
-        for table in range(TABLES):
-            write_at(self._open(_raw_name(table)), categories[table], row * 4)
-
-    def _open(self, name: str) -> int:
-        return self._files.open(self.raw / name)
-
-    def sync(self) -> None:
-        """Return when the disk has all that was written."""
-        self._files.sync()
-
-    def split(self, rows: int, train: int) -> None:
-        """Labels and dense features to their splits: the first ``train`` rows and the others."""
-        self._files.close()
-        for name, size in SIZES.items():
-            source = self.raw / name
-            for split in ("train", "test"):
-                (self.folder / split).mkdir(exist_ok=True)
-            if source.exists():
-                _copy_part(source, train * size, rows * size, self.folder / "test" / name)
-                source.replace(self.folder / "train" / name)
-            os.truncate(self.folder / "train" / name, train * size)
-
-    def convert(
-        self, table: int, rows: int, train: int, threshold: int, memory: int
-    ) -> tuple[int, int]:
-        """Number one column's categories and write its row numbers.
-
-        Returns:
-            categories kept, and categories there were.
-        """
-        # of a kill in the middle of a column nothing is left
-        name = f"cat_{table}.bin"
-        folder = self.folder / "vocabulary"
-        with RawColumn(self.raw, table, rows) as column:
-            vocabulary = build_vocabulary(
-                column.blocks, table, threshold, memory, folder, f"cat_{table}"
-            )
-            dtype = index_dtype(vocabulary.size + 1)
-            with OpenFiles() as files:
-                paths = [self.folder / split / name for split in ("train", "test")]
-                handles = [files.open(path) for path in paths]
-                sizes = [train, rows - train]
-                for path, size in zip(paths, sizes, strict=True):
-                    files.cut(path, size * dtype.itemsize)
-
-                def write(place: int, values: np.ndarray) -> None:
-                    cut = min(max(train - place, 0), len(values))
-                    write_at(handles[0], values[:cut], place * dtype.itemsize)
-                    write_at(handles[1], values[cut:], (place + cut - train) * dtype.itemsize)
-
-                def read(place: int, count: int) -> np.ndarray:
-                    cut = min(max(train - place, 0), count)
-                    parts = [
-                        read_values(handles[0], dtype, place, cut),
-                        read_values(handles[1], dtype, place + cut - train, count - cut),
-                    ]
-                    return np.concatenate(parts)
-
-                number_column(column.blocks, table, vocabulary, memory, dtype, read, write)
-                files.sync()
-        for path in (vocabulary.keys, vocabulary.counts):
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        return vocabulary.size, vocabulary.different
-
-    def drop(self, table: int) -> None:
-        """Free the disk of a column that is done."""
-        (self.raw / _raw_name(table)).unlink(missing_ok=True)
-
-    def remove(self) -> None:
-        """Free the disk of all that is left."""
-        self._files.close()
-        shutil.rmtree(self.raw, ignore_errors=True)
-
-    def __enter__(self) -> RawColumns:
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        self._files.close()
-
-
-class RawColumn:
-    """One column of hashed categories, read in blocks as often as needed."""
-
-    def __init__(self, raw: Path, table: int, rows: int) -> None:
-        self._paths = raw / _raw_name(table), raw / MISSING_BITS
-        self._rows = rows
-        self._handles: list[int] = []
-
-    def blocks(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Keys and missing bits, a quarter of a million rows at a time."""
-        for start in range(0, self._rows, ROWS_AT_ONCE):
-            count = min(ROWS_AT_ONCE, self._rows - start)
-            keys, missing = (
-                read_values(handle, np.dtype(np.uint32), start, count) for handle in self._handles
-            )
-            yield keys, missing
-
-    def __enter__(self) -> RawColumn:
-        self._handles = [os.open(path, os.O_RDONLY) for path in self._paths]
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        for handle in self._handles:
-            os.close(handle)
-
-
-def read_values(handle: int, dtype: np.dtype, first: int, count: int) -> np.ndarray:
-    """``count`` values from the ``first``-th on, in memory of their own."""
-    out = np.empty(count, dtype)
-    view = memoryview(out.view(np.uint8).data)
-    place = first * dtype.itemsize
-    while len(view):
-        got = os.preadv(handle, [view], place)
-        if not got:
-            raise OSError(f"a file ends {len(view)} bytes too early")
-        view, place = view[got:], place + got
-    return out
-
-
-def _raw_name(table: int) -> str:
-    return f"cat_{table}.u32"
-
-
-def _copy_part(source: Path, begin: int, end: int, target: Path) -> None:
-    """Bytes [begin, end) of a file as a file of their own."""
-    with source.open("rb") as read, target.open("wb") as write:
-        read.seek(begin)
-        left = end - begin
-        while left:
-            block = read.read(min(left, 8 << 20))
-            if not block:
-                raise OSError(f"{source} ends {left} bytes too early")
-            write.write(block)
-            left -= len(block)
-        write.flush()
-        os.fsync(write.fileno())
-
+from dlrm_core.data.files.resumable import (
+    SYNC_BYTES,
+    BackgroundSync,
+    OpenFiles,
+    Workplace,
+    in_order,
+    need_space,
+    progress_bar,
+    read_values,
+    write_at,
+)
+from dlrm_core.data.files.vocabulary import build_vocabulary, number_column
+from dlrm_core.errors import InputError
+from dlrm_core.files import sync_folder
 
 LAYOUTS = {"kaggle": 1 / 7, "terabyte": 1 / 24}
 """Share of the rows, from the end, that are the test split: the last day."""
 PIECE = 4 << 20
 """Bytes of text parsed at a time."""
+ROWS_AT_ONCE = 1 << 18
+"""Rows of a category column read at a time."""
 FIELDS = ["label", *(f"I{i + 1}" for i in range(DENSE)), *(f"C{i + 1}" for i in range(TABLES))]
-NEWLINE = 10
+LABEL, NUMERICAL, MISSING_BITS = "label.bin", "numerical.bin", "missing.bin"
 
 
 @dataclass(frozen=True)
@@ -352,24 +188,25 @@ def _work(request: Request, place: Workplace, size: int) -> None:
                 f"the inputs have {rows} rows, of which {test} would be the test split: none is "
                 "left to train on"
             )
-        columns.split(rows, rows - test)
+        columns.split(LABEL, 1, rows, rows - test)
+        columns.split(NUMERICAL, 2 * DENSE, rows, rows - test)
         done = dict(place.done)
+        # table to (categories kept, categories there were)
         features = {int(t): tuple(v) for t, v in done.pop("features", {}).items()}
         left = [t for t in range(TABLES) if t not in features]
-        progress = Progress("numbering categories", TABLES, "features", len(features))
         memory = request.memory // request.threads
 
         def convert(table: int) -> tuple[int, int, int]:
             return table, *columns.convert(table, rows, rows - test, request.threshold, memory)
 
-        for table, kept, different in in_order(convert, left, request.threads, request.threads):
-            features[table] = (kept, different)
-            place.note(**done, features={str(t): list(v) for t, v in features.items()})
-            columns.drop(table)
-            progress.advance(1)
-        progress.close()
-    table_rows = [features[t][0] + 1 for t in range(TABLES)]
-    sections = default_spec(DENSE, table_rows)
+        with progress_bar("numbering categories", "features", TABLES, len(features)) as bar:
+            for table, kept, different in in_order(convert, left, request.threads, request.threads):
+                features[table] = (kept, different)
+                place.note(**done, features={str(t): list(v) for t, v in features.items()})
+                columns.drop(table)
+                bar.add()
+        columns.remove()
+    sections = default_spec(DENSE, [features[t][0] + 1 for t in range(TABLES)])
     sections["metadata"] = {
         "made_by": "dlrm data preprocess",
         "layout": request.layout,
@@ -382,32 +219,126 @@ def _work(request: Request, place: Workplace, size: int) -> None:
         "row_0": "missing, or rarer than the threshold",
     }
     write_spec(place.folder, sections)
-    columns.remove()
 
 
 def _parse(request: Request, place: Workplace, columns: RawColumns) -> None:
     done = {"file": 0, "offset": 0, "line": 1, "rows": 0, "clicks": 0} | place.done
-    progress = Progress("parsing", sum(p.stat().st_size for p in request.inputs), "bytes")
 
     def parse(piece: Piece) -> tuple[Piece, int]:
-        labels, dense, categories, missing = parse_piece(piece, request.inputs[piece.file])
-        columns.write(piece.row, labels, dense, categories, missing)
+        labels, numbers, categories, missing = parse_piece(piece, request.inputs[piece.file])
+        columns.write(piece.row, labels, transform(numbers), categories, missing)
         return piece, int(labels.sum())
 
-    with BackgroundSync(columns.sync, lambda state: place.note(**state), SYNC_BYTES) as disk:
+    size = sum(path.stat().st_size for path in request.inputs)
+    with (
+        progress_bar("parsing", "B", size) as bar,
+        BackgroundSync(columns.sync, lambda state: place.note(**state), SYNC_BYTES) as disk,
+    ):
         pieces = read_pieces(request, done)
         for piece, clicks in in_order(parse, pieces, request.threads, 2 * request.threads):
             done["file"], done["offset"] = piece.file, piece.end
             done["line"], done["rows"] = piece.line + piece.rows, piece.row + piece.rows
             done["clicks"] += clicks
-            progress.advance(len(piece.text))
+            bar.add(len(piece.text))
             disk.written(len(piece.text), done)
         disk.finish(done)
-    progress.close()
     if not done["rows"]:
         place.done = {}  # nothing to go on with
         raise InputError(f"{request.inputs[0]}: has no lines")
     place.note(**done, parsed=True)
+
+
+class RawColumns:
+    """Columns of all rows, in ``raw/``, written in pieces; then in ``train/`` and ``test/``.
+
+    Every step can be done again after a kill, with the same outcome.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.raw = folder / "raw"
+        self._files = OpenFiles()
+
+    def write(
+        self,
+        row: int,
+        labels: np.ndarray,
+        dense: np.ndarray,
+        categories: np.ndarray,
+        missing: np.ndarray,
+    ) -> None:
+        """Write rows from ``row`` on; any thread, any order."""
+        columns = {LABEL: labels, NUMERICAL: dense, MISSING_BITS: missing}
+        columns |= {f"cat_{table}.u32": categories[table] for table in range(TABLES)}
+        for name, values in columns.items():
+            handle = self._files.open(self.raw / name)
+            write_at(handle, values, row * (values.nbytes // len(values)))
+
+    def sync(self) -> None:
+        """Return when the disk has all that was written."""
+        self._files.sync()
+
+    def split(self, name: str, row_bytes: int, rows: int, train: int) -> None:
+        """Move a column to its splits: the first ``train`` rows, and the others."""
+        folders = {split: self.folder / split for split in SPLITS}
+        for folder in folders.values():
+            folder.mkdir(exist_ok=True)
+        source = self.raw / name
+        if source.exists():
+            with source.open("rb") as whole, (folders["test"] / name).open("wb") as part:
+                whole.seek(train * row_bytes)
+                shutil.copyfileobj(whole, part, 8 << 20)
+                part.truncate((rows - train) * row_bytes)
+                part.flush()
+                os.fsync(part.fileno())
+            source.replace(folders["train"] / name)
+        os.truncate(folders["train"] / name, train * row_bytes)
+        for folder in folders.values():
+            sync_folder(folder)
+
+    def convert(
+        self, table: int, rows: int, train: int, threshold: int, memory: int
+    ) -> tuple[int, int]:
+        """Number one column's categories and write its row numbers.
+
+        Returns:
+            categories kept, and categories there were.
+        """
+
+        def blocks() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+            for start in range(0, rows, ROWS_AT_ONCE):
+                count = min(ROWS_AT_ONCE, rows - start)
+                keys, missing = (
+                    read_values(self.raw / name, np.dtype(np.uint32), start, count)
+                    for name in (f"cat_{table}.u32", MISSING_BITS)
+                )
+                yield keys, missing
+
+        vocabulary = build_vocabulary(
+            blocks, table, threshold, memory, self.folder / "vocabulary", f"cat_{table}"
+        )
+        dtype = index_dtype(vocabulary.size + 1)
+        name = f"cat_{table}.bin"
+        number_column(blocks, table, vocabulary, memory, dtype, self.raw / name)
+        self.split(name, dtype.itemsize, rows, train)
+        for path in (vocabulary.keys, vocabulary.counts):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        return vocabulary.size, vocabulary.different
+
+    def drop(self, table: int) -> None:
+        """Free the disk of a column that is done."""
+        (self.raw / f"cat_{table}.u32").unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Free the disk of all that is left."""
+        shutil.rmtree(self.raw, ignore_errors=True)
+
+    def __enter__(self) -> RawColumns:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._files.close()
 
 
 def read_pieces(request: Request, done: dict[str, Any]) -> Iterator[Piece]:
@@ -457,29 +388,25 @@ def _open(path: Path) -> IO[bytes]:
 
 
 def parse_piece(piece: Piece, path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Labels (B,) bool, dense (B, 13) float16, categories (26, B) uint32, missing bits (B,).
+    """The columns of a piece of text.
+
+    Returns:
+        labels (B,) bool; integers (B, 13) int32, MISSING where empty; categories (26, B)
+        uint32, 0 where empty; missing (B,) uint32, bit t set where category t is empty.
 
     Raises:
         InputError: naming file, line, field and what is there.
     """
-    labels, numbers, categories, missing = parse_numbers(piece, path)
-    return labels, transform(numbers), categories, missing
-
-
-def parse_numbers(
-    piece: Piece, path: Path
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """As :func:`parse_piece`, the integers as they are: (B, 13) int32, MISSING where empty."""
     rows = piece.rows
-    data = np.frombuffer(piece.text, np.uint8)
     labels = np.empty(rows, np.uint8)
     numbers = np.empty((rows, DENSE), np.int32)
     categories = np.empty((TABLES, rows), np.uint32)
     missing = np.empty(rows, np.uint32)
     fault = np.zeros(4, np.int64)
-    kernel(parse_kernel)(data, rows, HEX_VALUES, labels, numbers, categories, missing, fault)
+    text = np.frombuffer(piece.text, np.uint8)
+    compiled(parse_lines)(text, rows, HEX_VALUES, labels, numbers, categories, missing, fault)
     if fault[0] != NO_FAULT:
-        _refuse(piece, path, *(int(number) for number in fault))
+        _refuse_line(piece, path, int(fault[0]), int(fault[1]), int(fault[2]))
     return labels.view(bool), numbers, categories, missing
 
 
@@ -489,7 +416,7 @@ def transform(numbers: np.ndarray) -> np.ndarray:
     return np.log(np.maximum(numbers, -2).astype(np.float64) + 3.0).astype(np.float16)
 
 
-def _refuse(piece: Piece, path: Path, kind: int, row: int, number: int, place: int) -> None:
+def _refuse_line(piece: Piece, path: Path, kind: int, row: int, number: int) -> None:
     line = piece.text.split(b"\n", row + 1)[row]
     found = line.split(b"\t")[number : number + 1]
     shown = repr(found[0][:40] if found else b"")[1:]

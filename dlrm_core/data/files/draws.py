@@ -3,7 +3,7 @@
 Every value is a hash of its place (Steele, Lea, Flood 2014: SplitMix64), so any rows
 can be made by any thread in any order, again after a kill, and are the same bytes
 everywhere: only +, −, ×, / and shifts are used, whose results IEEE 754 fixes, never a
-mathematical library's logarithm or power. numpy makes them here; ``draw_kernels``
+mathematical library's logarithm or power. numpy makes them here; dlrm_kernels.data_sets
 does the same arithmetic in machine code, and tests hold the two together.
 """
 
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dlrm_core.data.files import loops
 from dlrm_core.errors import InputError
 
 GAMMA = 0x9E3779B97F4A7C15
@@ -57,6 +58,15 @@ def words(key: int, start: int, count: int) -> np.ndarray:
     value = (value ^ (value >> np.uint64(30))) * np.uint64(MIX_1)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(MIX_2)
     return value ^ (value >> np.uint64(31))
+
+
+def fill_words(key: int, start: int, out: np.ndarray) -> None:
+    """As :func:`words`, into ``out`` (uint64, contiguous), in machine code where there is any."""
+    code = loops.machine_code()
+    if code is None:
+        out[:] = words(key, start, out.size)
+    else:
+        code.fill_words(key, start, out)
 
 
 def uniform(bits: np.ndarray) -> np.ndarray:
@@ -130,6 +140,14 @@ class PowerLaw:
         # what rounding may leave outside the ends
         places = exp2(np.maximum(t, 0.0)).astype(np.int64) - 1
         return np.minimum(places, self.rows - 1)
+
+    def fill(self, key: int, start: int, out: np.ndarray) -> None:
+        """Rows of consecutive samples into ``out`` (int8, int16 or int32, contiguous)."""
+        code = loops.machine_code()
+        if code is None:
+            out[:] = self.draw(words(key, start, out.size))
+        else:
+            code.fill_rows(self, key, start, out)
 
     def chances(self, first: int | None = None) -> np.ndarray:
         """P(row i) of the first rows (all, if not told): float64."""

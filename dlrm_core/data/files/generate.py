@@ -17,23 +17,21 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_core.data.files.draws import PowerLaw, half_of_bits, stream_key, words
+from dlrm_core.data.files.draws import PowerLaw, fill_words, half_of_bits, stream_key, words
 from dlrm_core.data.files.feature_spec import SPLITS, default_spec, index_dtype, write_spec
 from dlrm_core.data.files.resumable import (
     SYNC_BYTES,
     BackgroundSync,
     OpenFiles,
-    Progress,
     Workplace,
     in_order,
     need_space,
+    progress_bar,
     write_at,
 )
 from dlrm_core.data.files.teacher import ScoreHistogram, Teacher, TeacherConfig, best_figures
 from dlrm_core.errors import InputError
-from dlrm_kernels.data_sets import fill_rows, fill_words
-
-# Shapes of NVIDIA's synthetic Criteo data sets, and smaller ones of the same form.
+from dlrm_core.progress import Bar
 
 SMALL_TABLE = 100
 """Tables of at most so many rows keep them when a variant is scaled down."""
@@ -69,66 +67,35 @@ class Variant:
         return Variant(self.name, self.dense_features, rows, self.alpha)
 
 
-def _rows(text: str) -> tuple[int, ...]:
-    return tuple(int(word) for word in text.split())
-
-
 # Cardinalities as NVIDIA published them (DeepLearningExamples, DLRM_and_DCNv2,
-# generate_feature_spec): Criteo Terabyte with frequency thresholds of 15, 3 and none.
-VARIANTS = {
-    variant.name: variant
-    for variant in (
-        Variant(
-            "criteo_t15_synthetic",
-            13,
-            _rows(
-                "7912889 33823 17139 7339 20046 4 7105 1382 63 5554114 582469 245828 11 2209 "
-                "10667 104 4 968 15 8165896 2675940 7156453 302516 12022 97 35"
-            ),
-        ),
-        Variant(
-            "criteo_t3_synthetic",
-            13,
-            _rows(
-                "45833188 36747 1572176 345139 11 2209 11268 128 4 975 15 48937457 17246 11316796 "
-                "40094537 452104 12607 105 36 7414 20244 4 7115 1442 63 29275261"
-            ),
-        ),
-        Variant(
-            "criteo_t0_synthetic",
-            13,
-            _rows(
-                "227605432 39061 3067956 405283 11 2209 11939 155 4 977 15 292775614 17296 "
-                "40790948 187188510 590152 12974 109 37 7425 20266 4 7123 1544 64 130229467"
-            ),
-        ),
-        # DeepSpark's official_config.json: MLPerf's Terabyte of 2020 with its own limit
-        Variant(
-            "deepspark_synthetic",
-            13,
-            _rows(
-                "932209 18814 13624 6862 18488 3 6242 1229 49 654428 96850 69004 10 2134 7345 60 "
-                "4 918 14 984280 320932 838408 76380 8906 74 33"
-            ),
-        ),
-    )
+# generate_feature_spec): Criteo Terabyte with frequency thresholds of 15, 3 and none; and those
+# of DeepSpark's official_config.json: MLPerf's Terabyte of 2020 with a limit of its own.
+_CARDINALITIES = {
+    "criteo_t15_synthetic": (
+        "7912889 33823 17139 7339 20046 4 7105 1382 63 5554114 582469 245828 11 2209 "
+        "10667 104 4 968 15 8165896 2675940 7156453 302516 12022 97 35"
+    ),
+    "criteo_t3_synthetic": (
+        "45833188 36747 1572176 345139 11 2209 11268 128 4 975 15 48937457 17246 11316796 "
+        "40094537 452104 12607 105 36 7414 20244 4 7115 1442 63 29275261"
+    ),
+    "criteo_t0_synthetic": (
+        "227605432 39061 3067956 405283 11 2209 11939 155 4 977 15 292775614 17296 "
+        "40790948 187188510 590152 12974 109 37 7425 20266 4 7123 1544 64 130229467"
+    ),
+    "deepspark_synthetic": (
+        "932209 18814 13624 6862 18488 3 6242 1229 49 654428 96850 69004 10 2134 7345 60 "
+        "4 918 14 984280 320932 838408 76380 8906 74 33"
+    ),
 }
-
-
-def find_variant(name: str) -> Variant:
-    """The variant of that name.
-
-    Raises:
-        InputError: there is none.
-    """
-    if name not in VARIANTS:
-        raise InputError(f"--variant is {name!r}, expected one of {', '.join(VARIANTS)}")
-    return VARIANTS[name]
+VARIANTS = {
+    name: Variant(name, 13, tuple(int(word) for word in rows.split()))
+    for name, rows in _CARDINALITIES.items()
+}
 
 
 BLOCK = 1 << 16
 """Samples made at a time; a multiple of 64, so that a block's labels begin at a whole word."""
-LABELS = ("random", "teacher")
 
 
 @dataclass(frozen=True)
@@ -167,7 +134,7 @@ class SampleMaker:
     def rows(self, table: int, start: int, count: int) -> np.ndarray:
         """Row numbers of a table (count,) in its column's type."""
         out = np.empty(count, self.dtypes[table])
-        fill_rows(self._laws[table], self._keys[f"table {table}"], start, out)
+        self._laws[table].fill(self._keys[f"table {table}"], start, out)
         return out
 
     def dense(self, start: int, count: int) -> np.ndarray:
@@ -179,26 +146,22 @@ class SampleMaker:
         quarters = bits.astype("<u8", copy=False).view("<u2")[first % 4 :][: end - first]
         return np.take(half_of_bits(), quarters).reshape(count, self.dense_features)
 
-    def logits(self, dense: np.ndarray, rows: list[np.ndarray]) -> np.ndarray:
-        """The teacher's scores (count,) float64."""
-        assert self.teacher is not None
-        return self.teacher.logits(dense, rows)
-
     def labels(self, start: int, count: int, logits: np.ndarray | None) -> np.ndarray:
-        """Clicks (count,) bool: by the teacher's logits, or a fair coin."""
-        if self.teacher is not None:
-            assert logits is not None
+        """Clicks (count,) bool: by the teacher's logits, or by a fair coin."""
+        if self.teacher is not None and logits is not None:
             return self.teacher.click(logits, words(self._keys["label"], start, count))
         bits = words(self._keys["label"], start // 64, (start + count + 63) // 64 - start // 64)
         flips = np.unpackbits(bits.astype("<u8", copy=False).view(np.uint8), bitorder="little")
         return flips[start % 64 :][:count].view(bool)
 
-    def block(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-        """Labels, dense features and the rows of each table."""
+    def block(
+        self, start: int, count: int
+    ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray], np.ndarray | None]:
+        """Labels, dense features, the rows of each table, and the teacher's logits (float64)."""
         dense = self.dense(start, count)
         rows = [self.rows(table, start, count) for table in range(len(self.dtypes))]
-        logits = self.logits(dense, rows) if self.teacher is not None else None
-        return self.labels(start, count, logits), dense, rows
+        logits = None if self.teacher is None else self.teacher.logits(dense, rows)
+        return self.labels(start, count, logits), dense, rows, logits
 
 
 @dataclass(frozen=True)
@@ -247,13 +210,14 @@ def generate(
         done = dict.fromkeys(SPLITS, 0) | place.done
         written_before = sample_bytes * sum(done[split] for split in SPLITS)
         need_space(place.folder, total - written_before)
-        progress = Progress("generating", sum(samples.values()), "samples", sum(done.values()))
-        for split in SPLITS:
-            _write_split(place, law, split, samples[split], done, threads, block, progress)
+        with progress_bar(
+            "generating", "samples", sum(samples.values()), sum(done.values())
+        ) as bar:
+            for split in SPLITS:
+                _write_split(place, law, split, samples[split], done, threads, block, bar)
         sections["metadata"] = describe(law, samples)
         write_spec(place.folder, sections)
         place.finish()
-        progress.close()
     seconds = time.perf_counter() - started
     return Generated(target, samples, total, total - written_before, seconds)
 
@@ -266,7 +230,7 @@ def _write_split(
     done: dict[str, int],
     threads: int,
     block: int,
-    progress: Progress,
+    bar: Bar,
 ) -> None:
     maker = SampleMaker(law, split)
     with OpenFiles() as files:
@@ -277,7 +241,7 @@ def _write_split(
 
         def make(start: int) -> tuple[int, int]:
             count = min(block, samples - start)
-            labels, dense, rows = maker.block(start, count)
+            labels, dense, rows, _ = maker.block(start, count)
             arrays = {"label.bin": labels} | {f"cat_{t}.bin": r for t, r in enumerate(rows)}
             if maker.dense_features:
                 arrays["numerical.bin"] = dense
@@ -289,7 +253,7 @@ def _write_split(
             starts = range(done[split], samples, block)
             for count, size in in_order(make, starts, threads, 3 * threads):
                 done[split] += count
-                progress.advance(count)
+                bar.add(count)
                 disk.written(size, done)
             disk.finish(done)
 
@@ -326,19 +290,11 @@ def describe(law: Law, samples: dict[str, int]) -> dict[str, Any]:
 def test_scores(law: Law, samples: int) -> ScoreHistogram:
     """The teacher's scores against the labels of the test set, all of them."""
     maker, histogram = SampleMaker(law, "test"), ScoreHistogram()
-    for start in range(0, samples, BLOCK):
-        count = min(BLOCK, samples - start)
-        labels, logits = labels_and_logits(maker, start, count)
+    for start, count in blocks(samples):
+        labels, _, _, logits = maker.block(start, count)
+        assert logits is not None
         histogram.add(logits, labels)
     return histogram
-
-
-def labels_and_logits(maker: SampleMaker, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """A teacher's labels (bool) and scores (float64) of some samples."""
-    dense = maker.dense(start, count)
-    rows = [maker.rows(table, start, count) for table in range(len(maker.dtypes))]
-    logits = maker.logits(dense, rows)
-    return maker.labels(start, count, logits), logits
 
 
 def law_of_metadata(metadata: Any, table_rows: tuple[int, ...], dense_features: int) -> Law | None:

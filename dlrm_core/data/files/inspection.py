@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
-import mmap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dlrm_core.data.files.criteo import FIELDS, Request, parse_numbers, read_pieces
+from dlrm_core.data.files.criteo import FIELDS, Request, parse_piece, read_pieces
 from dlrm_core.data.files.feature_spec import FILE_NAME, read_spec
 from dlrm_core.data.files.generate import BLOCK, SampleMaker, blocks, law_of_metadata
+from dlrm_core.data.files.loops import DENSE, MISSING, TABLES
 from dlrm_core.data.files.resumable import NOTE
 from dlrm_core.data.files.sources import FORMATS, Column, Source, check_range, open_source
+from dlrm_core.data.files.vocabulary import forget
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json
-from dlrm_kernels.data_sets import DENSE, MISSING, TABLES
 
 AT_ONCE = 1 << 20
 MOST_DISTINCT = 1 << 29
@@ -147,7 +147,7 @@ def _checked(
             if not told:
                 problems.append(str(error))
             told = True
-        _forget(mapped)
+        forget(mapped)
 
 
 def _dense(source: Source, problems: list[str]) -> list[dict[str, Any]]:
@@ -187,7 +187,7 @@ def _table(source: Source, column: Column, problems: list[str]) -> dict[str, Any
             values = values[good]
         if seen is not None:
             seen[values] = True
-        _forget(column.values)
+        forget(column.values)
     if wrong > 1:
         problems[-1] += f"; {wrong} such values in this file"
     return {
@@ -209,12 +209,6 @@ def _range_problem(column: Column, values: np.ndarray, start: int, limit: int) -
     return ""
 
 
-def _forget(mapped: np.ndarray | None) -> None:
-    """Give mapped pages back, so that looking at a large file takes little memory."""
-    if isinstance(mapped, np.memmap):
-        mapped._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
-
-
 def _verify(source: Source, problems: list[str]) -> None:
     """Make every sample of a generated data set again and compare."""
     rows = tuple(column.rows or 0 for column in source.tables)
@@ -227,7 +221,7 @@ def _verify(source: Source, problems: list[str]) -> None:
     maker = SampleMaker(law, source.split)
     told: set[str] = set()
     for start, count in blocks(source.samples, BLOCK):
-        labels, dense, tables = maker.block(start, count)
+        labels, dense, tables, _ = maker.block(start, count)
         columns = [(source.label, labels.view(np.uint8))]
         columns += list(zip(source.tables, tables, strict=True))
         if source.dense is not None:
@@ -244,7 +238,7 @@ def _verify(source: Source, problems: list[str]) -> None:
                     f"{column.file}: sample {start + i}, feature {column.name}: {found[i]}, but "
                     f"it was made as {expected[i]}"
                 )
-            _forget(column.values)
+            forget(column.values)
 
 
 def _compare_with_metadata(report: dict[str, Any]) -> None:
@@ -269,7 +263,7 @@ def _text(path: Path) -> dict[str, Any]:
     start = {"file": 0, "offset": 0, "line": 1, "rows": 0}
     for piece in read_pieces(Request("kaggle", [path], 1), start):
         try:
-            labels, numbers, _, bits = parse_numbers(piece, path)
+            labels, numbers, _, bits = parse_piece(piece, path)
         except InputError as error:
             problems.append(str(error))
             break

@@ -111,7 +111,7 @@ class TeacherBatches:
 
     def read(self, start: int, count: int) -> Batch:
         """Samples ``start`` to ``start + count`` of the split."""
-        labels, dense, rows = self._maker.block(start, count)
+        labels, dense, rows, _ = self._maker.block(start, count)
         indices = np.empty((len(rows), count), np.int64)
         for table, values in enumerate(rows):
             indices[table] = values

@@ -8,21 +8,22 @@ folder gets its final name in one step, so a data set that can be seen is whole.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from dlrm_core.errors import InputError
 from dlrm_core.files import lock_or_refuse, sync_folder
 from dlrm_core.ledger import Ledger
+from dlrm_core.progress import Bar
 
 T = TypeVar("T")
 NOTE = "progress.json"
@@ -132,10 +133,6 @@ class OpenFiles:
                 self._handles[path] = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
             return self._handles[path]
 
-    def cut(self, path: Path, size: int) -> None:
-        """Set a file's size."""
-        os.ftruncate(self.open(path), size)
-
     def sync(self) -> None:
         """Return when the disk has all that was written."""
         with self._lock:
@@ -212,6 +209,18 @@ def write_at(handle: int, data: Any, place: int) -> None:
         view, place = view[written:], place + written
 
 
+def read_values(path: Path, dtype: np.dtype, first: int, count: int) -> np.ndarray:
+    """``count`` values of a file from the ``first``-th on, in memory of their own.
+
+    Raises:
+        OSError: the file ends before.
+    """
+    values = np.fromfile(path, dtype, count, offset=first * dtype.itemsize)
+    if len(values) != count:
+        raise OSError(f"{path} ends {count - len(values)} values too early")
+    return values
+
+
 def in_order(
     work: Callable[[Any], T], items: Iterable[Any], threads: int, ahead: int
 ) -> Iterator[T]:
@@ -249,36 +258,6 @@ def need_space(folder: Path, size: int) -> None:
         )
 
 
-class Progress:
-    """A line on standard error that is rewritten, or nothing where nobody looks."""
-
-    def __init__(self, what: str, total: int, unit: str, done: int = 0) -> None:
-        self.what, self.total, self.unit = what, total, unit
-        self.begun_with = self.done = done
-        self.started = time.perf_counter()
-        self._next = 0.0
-        self.shown = sys.stderr.isatty()
-
-    def advance(self, amount: int) -> None:
-        """Count, and rewrite the line a few times a second."""
-        self.done += amount
-        now = time.perf_counter()
-        if self.shown and now >= self._next:
-            self._next = now + 0.2
-            self._write(now)
-
-    def _write(self, now: float) -> None:
-        share = self.done / self.total if self.total else 1.0
-        seconds = max(now - self.started, 1e-9)
-        rate = (self.done - self.begun_with) / seconds
-        left = f", {(self.total - self.done) / rate:.0f} s left" if rate > 0 and self.total else ""
-        text = f"{self.what}: {share:.0%} of {self.total:,} {self.unit}, {rate:,.0f}/s{left}"
-        sys.stderr.write(f"\r{text:<79}")
-        sys.stderr.flush()
-
-    def close(self) -> None:
-        """End the line."""
-        if self.shown:
-            with contextlib.suppress(OSError):
-                self._write(time.perf_counter())
-                sys.stderr.write("\n")
+def progress_bar(what: str, unit: str, total: int, done: int = 0) -> Bar:
+    """A bar on standard error, or none where nobody looks."""
+    return Bar(what, unit, total, shown=sys.stderr.isatty(), done=done, unit_scale=True)

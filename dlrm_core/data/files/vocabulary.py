@@ -20,7 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dlrm_kernels.data_sets import count_kernel, insert_kernel, kernel, look_up_kernel
+from dlrm_core.data.files.loops import compiled, count_keys, insert_keys, look_up_keys
+from dlrm_core.data.files.resumable import OpenFiles, read_values, write_at
 
 Blocks = Callable[[], Iterator[tuple[np.ndarray, np.ndarray]]]
 """A column read from its beginning: blocks of keys (uint32) and of missing bits (uint32)."""
@@ -91,7 +92,7 @@ def build_vocabulary(
 
 def _count(blocks: Blocks, bit: int, memory: int, scratch: Path) -> list[tuple[Path, Path]]:
     """Sorted runs of (key, count) on disk."""
-    run_kernel, put = kernel(count_kernel), kernel(insert_kernel)
+    count, insert = compiled(count_keys), compiled(insert_keys)
     table = Table(1 << 10)
     runs: list[tuple[Path, Path]] = []
     most = max(1 << 10, 1 << ((memory // SLOT_BYTES).bit_length() - 1))
@@ -99,7 +100,7 @@ def _count(blocks: Blocks, bit: int, memory: int, scratch: Path) -> list[tuple[P
     for block, missing in blocks():
         state[0] = 0
         while True:
-            run_kernel(
+            count(
                 block, missing, np.uint32(bit), table.shift, table.limit,
                 table.keys, table.values, state,
             )  # fmt: skip
@@ -108,7 +109,7 @@ def _count(blocks: Blocks, bit: int, memory: int, scratch: Path) -> list[tuple[P
             keys, counts = table.entries()
             if table.slots < most:
                 table = Table(min(most, table.slots * 4))
-                put(keys, counts, table.shift, table.keys, table.values)
+                insert(keys, counts, table.shift, table.keys, table.values)
             else:
                 runs.append(_write_run(scratch, len(runs), keys, counts))
                 table = Table(most)
@@ -144,7 +145,7 @@ def _merge(
     with kept[0].open("wb") as keys_file, kept[1].open("wb") as counts_file:
         for low, high in itertools.pairwise(edges):
             keys, counts = _merge_range(mapped, low, high)
-            _forget(*(array for run in mapped for array in run))
+            forget(*(array for run in mapped for array in run))
             different += len(keys)
             chosen = counts >= threshold
             keys, counts = keys[chosen], counts[chosen]
@@ -200,7 +201,7 @@ def _number(
         places = np.repeat(begins[values], number) + ranks
         begins[values] += number
         out_keys[places], out_counts[places] = keys, counts
-        _forget(all_keys, all_counts, out_keys, out_counts)
+        forget(all_keys, all_counts, out_keys, out_counts)
     if common:
         keys = np.concatenate([piece[0] for piece in common])
         counts = np.concatenate([piece[1] for piece in common])
@@ -214,7 +215,7 @@ def _map(path: Path, kind: type) -> np.ndarray:
     return np.memmap(path, dtype=kind, mode="r")
 
 
-def _forget(*arrays: np.ndarray) -> None:
+def forget(*arrays: np.ndarray | None) -> None:
     """Give the mapped pages back: what is on disk need not count as memory of ours."""
     for array in arrays:
         if isinstance(array, np.memmap):
@@ -234,29 +235,32 @@ def number_column(
     vocabulary: Vocabulary,
     memory: int,
     dtype: np.dtype,
-    read: Callable[[int, int], np.ndarray],
-    write: Callable[[int, np.ndarray], None],
+    path: Path,
 ) -> None:
-    """Write the row number of every value of a column.
+    """Write the row number of every value of a column to a file.
 
     Args:
         memory: bytes that the hash table may take; a larger vocabulary takes several passes.
         dtype: of the row numbers.
-        read: what was written before: (first place, count).
-        write: (first place, row numbers).
     """
-    put, look_up = kernel(insert_kernel), kernel(look_up_kernel)
+    insert, look_up = compiled(insert_keys), compiled(look_up_keys)
     at_once = max(1 << 9, (1 << ((memory // SLOT_BYTES).bit_length() - 1)) // 2)
     categories = _map(vocabulary.keys, np.uint32)
-    for first in range(0, max(1, vocabulary.size), at_once):
-        keys = np.array(categories[first : first + at_once])
-        table = Table(2 * len(keys))
-        ids = np.arange(first + 1, first + 1 + len(keys), dtype=np.int64)
-        put(keys, ids, table.shift, table.keys, table.values)
-        place = 0
-        for block, missing in blocks():
-            out = read(place, len(block)) if first else np.zeros(len(block), dtype)
-            look_up(block, missing, np.uint32(bit), table.shift, table.keys, table.values, out)
-            write(place, out)
-            place += len(block)
-        _forget(categories)
+    with OpenFiles() as files:
+        handle = files.open(path)
+        for first in range(0, max(1, vocabulary.size), at_once):
+            keys = np.array(categories[first : first + at_once])
+            forget(categories)
+            table = Table(2 * len(keys))
+            rows = np.arange(first + 1, first + 1 + len(keys), dtype=np.int64)
+            insert(keys, rows, table.shift, table.keys, table.values)
+            place = 0
+            for block, missing in blocks():
+                if first:
+                    out = read_values(path, dtype, place, len(block))
+                else:
+                    out = np.zeros(len(block), dtype)
+                look_up(block, missing, np.uint32(bit), table.shift, table.keys, table.values, out)
+                write_at(handle, out, place * dtype.itemsize)
+                place += len(block)
+        files.sync()
