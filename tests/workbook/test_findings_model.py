@@ -315,4 +315,4 @@ def test_the_limit_that_is_met_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     attribution = attribute(profile)
     assert findings(profile, attribution) == []
     said = limit(profile, attribution)
-    assert said.endswith("at 83.3% of what bf16 matrix products reach here: arithmetic.")
+    assert said.endswith("at 83.0% of what bf16 matrix products reach here: arithmetic.")
