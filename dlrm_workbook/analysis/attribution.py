@@ -1,12 +1,12 @@
-"""How much of an iteration each part of the model holds.
+"""How much of an iteration each part of the model takes.
 
 Every instant of an iteration belongs to exactly one part and phase, so the times sum
 to the iteration time. On a CPU it is the part that the iteration's thread is in. On a
 GPU it is the part whose kernel runs (column ``where`` is ``device``) and, while the GPU
 idles, the part that the host is in (``host``): what the GPU waits for then.
 
-A mean over iterations is over the steady ones: warm-up and stragglers, told apart by
-:mod:`dlrm_workbook.analysis.steady`, are left out, named, and explained by
+Means are over the steady iterations: warm-up and stragglers, as
+:mod:`dlrm_workbook.analysis.steady` detects them, are left out, named, and explained by
 :func:`what_differed`.
 """
 
@@ -16,18 +16,15 @@ import numpy as np
 import pandas as pd
 
 from dlrm_core.parts import COMPONENTS, ITERATION_SPAN, PHASES, is_iteration_function
+from dlrm_workbook.analysis.context_tree import Bools, Ints, running, stretch_at
 from dlrm_workbook.analysis.steady import SteadyState, steady_state
 from dlrm_workbook.recordings.profile import Profile
-from dlrm_workbook.recordings.spans import innermost
 
 ITERATION_NAMES = (ITERATION_SPAN, "ProfilerStep*")
 """Contexts whose subtree is the training step, whichever the trace has."""
 
-KEYS = ["component", "phase", "where"]
-
-
-LEFT_OUT = "left_out"
-"""Key in a frame's ``attrs``: sentences on the iterations that its means leave out."""
+PART = ["component", "phase"]
+KEYS = [*PART, "where"]
 
 DIFFERED = ["iteration", "why", "time_ms", "usual_ms", *KEYS, "part_ms", "usual_part_ms"]
 DIFFERED += ["grew_ms", "share"]
@@ -57,8 +54,8 @@ def attribute(profile: Profile, steady: bool = True) -> pd.DataFrame:
     table["time_ms"] /= count
     total = table["time_ms"].sum()
     table["share"] = table["time_ms"] / total if total > 0 else np.nan
-    table = _in_step_order(table)
-    table.attrs[LEFT_OUT] = left_out
+    table = in_step_order(table)
+    table.attrs["left_out"] = left_out
     return table
 
 
@@ -128,13 +125,17 @@ def _traced(profile: Profile) -> pd.DataFrame:
     pieces = segments(profile)
     if pieces.empty:
         return pieces.assign(time_ms=[])[["iteration", *KEYS, "time_ms"]]
-    part = profile.contexts[["component", "phase"]].iloc[pieces["context"].clip(lower=0)]
-    outside = (pieces["context"] < 0).to_numpy()
-    pieces["component"] = np.where(outside, "other", part["component"].to_numpy())
-    pieces["phase"] = np.where(outside, "", part["phase"].to_numpy())
+    pieces[PART] = parts_at(profile, pieces["context"].to_numpy())
     pieces["time_ms"] = (pieces["end_ns"] - pieces["start_ns"]) / 1e6
     keys = ["iteration", *KEYS]
     return pieces.groupby(keys, as_index=False, sort=True)[["time_ms"]].sum()
+
+
+def parts_at(profile: Profile, context: Ints) -> pd.DataFrame:
+    """``component`` and ``phase`` of contexts (n,), row by row; ``other`` and "" for −1."""
+    part = profile.contexts[PART].iloc[np.maximum(context, 0)].reset_index(drop=True)
+    part.loc[context < 0, PART] = ["other", ""]
+    return part
 
 
 def coverage(attribution: pd.DataFrame) -> float:
@@ -163,83 +164,53 @@ def data_against_compute(profile: Profile) -> pd.DataFrame:
     return table.add_suffix("_ms").rename_axis(columns=None).reset_index()
 
 
-def segments(profile: Profile) -> pd.DataFrame:
+def segments(profile: Profile, device: bool = True) -> pd.DataFrame:
     """The iterations cut into stretches, each with the one context that owns it.
+
+    Args:
+        device: give the time in which the GPU runs to its kernels; else every stretch
+            belongs to what the iterating thread is in, whatever the GPU does meanwhile.
 
     Returns:
         ``iteration``, ``start_ns``, ``end_ns``, ``where``, ``context`` (−1 outside every
         span). Without gaps or overlaps: they add up to the iterations.
     """
-    trace = profile.trace[profile.trace["end_ns"] > profile.trace["start_ns"]]
-    host = trace[trace["profile"] == main_thread(profile)].sort_values(["start_ns", "depth"])
-    streams = profile.threads.loc[profile.threads["kind"] == "gpu_stream", "profile"]
-    device = trace[trace["profile"].isin(streams)].sort_values("start_ns")
-    # Of kernels that run at once, the one that started first has the time.
-    latest = np.maximum.accumulate(device["end_ns"].to_numpy())
-    busy_start = device["start_ns"].to_numpy().copy()
-    busy_start[1:] = np.maximum(busy_start[1:], latest[:-1])
-    busy_end = device["end_ns"].to_numpy()
-    counted = busy_end > busy_start
-    busy_start, busy_end = busy_start[counted], busy_end[counted]
-    busy_context = device["context"].to_numpy()[counted]
-
+    host_start, host_end, host_context = running(profile, main_thread(profile))
+    busy_start, busy_end, busy_context = _kernels_in_turn(profile, device)
     iterations = profile.iterations.sort_values("start_ns")
     first, last = iterations["start_ns"].to_numpy(), iterations["end_ns"].to_numpy()
-    start, end = host["start_ns"].to_numpy(), host["end_ns"].to_numpy()
-    cuts = np.unique(np.concatenate([first, last, start, end, busy_start, busy_end]))
+    edges = [first, last, host_start, host_end, busy_start, busy_end]
+    cuts = np.unique(np.concatenate(edges))
     begin, finish = cuts[:-1], cuts[1:]
-    which = np.searchsorted(first, begin, side="right") - 1
-    inside = (which >= 0) & (begin < last[np.maximum(which, 0)])
-    begin, finish, which = begin[inside], finish[inside], which[inside]
-
-    open_span = innermost(start, end, parents(host["depth"].to_numpy()), begin)
-    context = host["context"].to_numpy()
-    owner = np.where(open_span >= 0, context[open_span] if len(context) else -1, -1)
-    where = np.full(len(begin), "host", dtype=object)
-    if len(busy_start):
-        kernel = np.searchsorted(busy_start, begin, side="right") - 1
-        running = (kernel >= 0) & (begin < busy_end[np.maximum(kernel, 0)])
-        owner = np.where(running, busy_context[np.maximum(kernel, 0)], owner)
-        where[running] = "device"
+    which = stretch_at(first, last, begin)
+    begin, finish, which = begin[which >= 0], finish[which >= 0], which[which >= 0]
+    # the row −1 of what is appended stands for outside of every span
+    owner = np.append(host_context, -1)[stretch_at(host_start, host_end, begin)]
+    kernel = stretch_at(busy_start, busy_end, begin)
     return pd.DataFrame(
         {
             "iteration": iterations["iteration"].to_numpy()[which],
             "start_ns": begin,
             "end_ns": finish,
-            "where": where,
-            "context": owner,
+            "where": np.where(kernel >= 0, "device", "host").astype(object),
+            "context": np.where(kernel >= 0, np.append(busy_context, -1)[kernel], owner),
         }
     )
 
 
-def host_segments(profile: Profile) -> pd.DataFrame:
-    """:func:`segments` of the iterating thread alone, whatever the GPU did meanwhile."""
-    host = profile.trace[profile.trace["profile"] == main_thread(profile)]
-    alone = Profile(
-        contexts=profile.contexts,
-        metrics=profile.metrics,
-        values=profile.values,
-        threads=profile.threads[profile.threads["kind"].eq("cpu_thread")],
-        trace=host,
-        iterations=profile.iterations,
-    )
-    return segments(alone)
+def _kernels_in_turn(profile: Profile, device: bool) -> tuple[Ints, Ints, Ints]:
+    """(start, end, context) of the GPU's work without overlaps.
 
-
-def parents(depth: np.ndarray) -> np.ndarray:
-    """Row of the enclosing span (n,), −1 for the outermost, of spans of one thread.
-
-    Args:
-        depth: (n,) depths of spans that nest, sorted by start, outer before inner.
+    Of kernels that run at once, the one that started first has the time.
     """
-    parent = np.full(len(depth), -1, dtype=np.int64)
-    above = np.flatnonzero(depth == 0)
-    for level in range(1, int(depth.max(initial=0)) + 1):
-        rows = np.flatnonzero(depth == level)
-        nearest = np.searchsorted(above, rows) - 1
-        parent[rows] = np.where(nearest >= 0, above[np.maximum(nearest, 0)], -1)
-        above = rows
-    return parent
+    streams = profile.threads.loc[profile.threads["kind"] == "gpu_stream", "profile"]
+    trace = profile.trace
+    chosen = trace["profile"].isin(streams) & (trace["end_ns"] > trace["start_ns"]) & device
+    work = trace[chosen].sort_values("start_ns")
+    start, end = work["start_ns"].to_numpy().copy(), work["end_ns"].to_numpy()
+    start[1:] = np.maximum(start[1:], np.maximum.accumulate(end)[:-1])
+    counted = end > start
+    return start[counted], end[counted], work["context"].to_numpy()[counted]
 
 
 def main_thread(profile: Profile) -> int:
@@ -277,7 +248,7 @@ def time_unit(profile: Profile) -> str:
     return "ms in a mean iteration" if known else "ms in the whole recording"
 
 
-def iteration_contexts(profile: Profile) -> np.ndarray:
+def iteration_contexts(profile: Profile) -> Bools:
     """Which contexts (n,) are an iteration: its range, or else its Python function."""
     return profile.once("iteration_contexts", lambda: _iteration_contexts(profile))
 
@@ -362,12 +333,19 @@ def _sampled(profile: Profile) -> pd.DataFrame:
     return table.groupby(["iteration", *KEYS], as_index=False)[["time_ms"]].sum()
 
 
-def _in_step_order(table: pd.DataFrame) -> pd.DataFrame:
-    component = {name: row for row, name in enumerate(COMPONENTS)}
+def in_step_order(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows in the order in which a step meets its parts; a whole iteration comes first.
+
+    Args:
+        table: ``component``, ``phase`` and, if there is one, ``where``: device before host.
+    """
+    component = {name: row for row, name in enumerate(COMPONENTS)} | {"iteration": -1}
     phase = {name: row for row, name in enumerate(PHASES)}
     rank = (
         table["component"].map(component).fillna(len(component)) * 100
         + table["phase"].map(phase).fillna(len(phase)) * 10
-        + table["where"].eq("host")
     )
-    return table.iloc[np.argsort(rank, kind="stable")].reset_index(drop=True)
+    if "where" in table:
+        rank = rank + table["where"].eq("host")
+    order = np.argsort(rank.to_numpy(dtype=float), kind="stable")
+    return table.iloc[order].reset_index(drop=True)

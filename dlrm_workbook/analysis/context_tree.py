@@ -1,4 +1,5 @@
-"""What several analyses ask of a calling-context tree: enclosing functions, nesting, spans.
+"""What several analyses ask of a calling-context tree and its trace: enclosing functions,
+recursion, what runs when, and stretches of time.
 
 Everything is columns over contexts, linear in their number, and never recursive: call
 trees are hundreds of levels deep.
@@ -130,12 +131,12 @@ def running(profile: Profile, thread: int) -> tuple[Ints, Ints, Ints]:
     if len(start) < 2 or (start[1:] >= end[:-1]).all():
         return start, end, context
     cuts = np.unique(np.concatenate([start, end]))
-    open_span = innermost(start, end, _enclosing(start, end), cuts[:-1])
+    open_span = innermost(start, end, enclosing(start, end), cuts[:-1])
     found = open_span >= 0
     return cuts[:-1][found], cuts[1:][found], context[open_span[found]]
 
 
-def _enclosing(start: Ints, end: Ints) -> Ints:
+def enclosing(start: Ints, end: Ints) -> Ints:
     """Row of the span (n,) that was begun before and is still open at each span's start.
 
     Spans are sorted by start, outer before inner. On a stream they may overlap without
@@ -151,6 +152,14 @@ def _enclosing(start: Ints, end: Ints) -> Ints:
             parent[row] = stack[-1]
         stack.append(row)
     return parent
+
+
+def stretch_at(start: Ints, end: Ints, at: Ints) -> Ints:
+    """Row (n,) of the disjoint, ordered stretch that each moment lies in; −1 where none."""
+    row = np.searchsorted(start, at, side="right") - 1
+    if not len(start):
+        return row
+    return np.where(at < end[np.maximum(row, 0)], row, -1)
 
 
 def union(start: Ints, end: Ints) -> tuple[Ints, Ints]:

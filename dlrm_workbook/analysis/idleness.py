@@ -1,34 +1,392 @@
-"""When the GPU had nothing to do, and what the CPU was doing meanwhile.
+"""Where time goes when nothing computes, and what the CPU did meanwhile.
 
-Blame follows HPCToolkit's idleness analysis (Chabbi et al., "Effective sampling-driven
-performance tools for GPU-accelerated supercomputers", SC 2013): each moment in which
-every stream is idle is charged to the code that the CPU runs then, shared evenly among
-the threads that run. Only threads that launch GPU work are charged, where they are known:
-no other could have given the GPU something to do.
+**Causes.** On a GPU, nothing computes while no kernel runs. Each such instant has one cause: a
+copy runs; or work is launched and waits (for the GPU to begin it, or for something it depends
+on); or nothing is launched, and then it is what the host does at that instant. So the causes add
+up to the idle time to the nanosecond. Gaps below 30 ns between kernels are the hardware's own
+(HolisticTraceAnalysis draws the line there). What the host does after a synchronising call ran
+the queue dry would otherwise have been hidden behind kernels: that part of each cause is
+``after_sync_ms``. On a CPU the thread of the iterations computes, is ready but has no core, or
+sleeps; Linux counts the three, and they add up to the iteration.
 
-In a sampled trace (HPCToolkit) a thread is in the code of its last sample until the next
-one, so a thread that sleeps is charged as long as one that runs.
+**Blame** follows HPCToolkit's idleness analysis (Chabbi et al., "Effective sampling-driven
+performance tools for GPU-accelerated supercomputers", SC 2013): each moment in which every
+stream is idle, copies included, is charged to the code that the CPU runs then, shared evenly
+among the threads that run. Only threads that launch GPU work are charged, where they are known:
+no other could have given the GPU something to do. In a sampled trace (HPCToolkit) a thread is in
+the code of its last sample until the next one, so a thread that sleeps is charged as long as
+one that runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
 from dlrm_core.errors import InputError
+from dlrm_workbook.analysis.attribution import (
+    PART,
+    main_thread,
+    parts_at,
+    per_iteration,
+    segments,
+)
 from dlrm_workbook.analysis.context_tree import (
     Ints,
     missing_reason,
     nearest,
     overlap,
+    reason_of,
     running,
     scopes_of,
+    stretch_at,
     union,
     unmeasured,
 )
+from dlrm_workbook.analysis.launches import device_operations
 from dlrm_workbook.recordings.profile import Profile
+
+Stretches = tuple[Ints, Ints]
+"""Starts and ends, ns, of disjoint stretches of time in order."""
+
+# ---- idle time by cause --------------------------------------------------------------
+
+CAUSES: dict[str, str] = {
+    "data": "the host made the batch",
+    "python": "the host ran Python outside of operators",
+    "operators": "the host ran operators: shapes, allocation, dispatch",
+    "launching": "the host was in a CUDA call that launches work",
+    "allocation": "the host was in a CUDA call that takes or gives back memory",
+    "synchronisation": "the host waited for the GPU and had launched nothing for it",
+    "copies": "a copy ran or was made ready, and no kernel",
+    "start-up": "work was launched, and the GPU had not begun it yet",
+    "dependency": "work was launched and waited for other work or an event",
+    "kernel gap": "less than 30 ns between two kernels",
+}
+"""Cause to what it means; in this order in tables and figures."""
+
+KERNEL_GAP_NS = 30
+
+_PREFIX = r"^(?:cuda|cu|hip)"
+_CALLS = {
+    "synchronisation": _PREFIX + r"\w*Synchronize",
+    "copies": _PREFIX + r"\w*Memcpy",
+    "allocation": _PREFIX + r"(?:Malloc|Free|MemAlloc|MemFree|HostAlloc|Host(?:Un)?[rR]egister)",
+}
+"""Kinds of CUDA call that are told apart; all others are part of launching."""
+
+_LATENCY = 3.0
+"""Launched work that waits longer than so many usual start-ups waits for something else."""
+
+IDLE = ["iteration", "cause", "idle_ms", "after_sync_ms"]
+BY_CAUSE = ["cause", "meaning", "idle_ms", "share_of_idle", "share_of_iteration", "after_sync_ms"]
+
+
+def idle_causes(profile: Profile) -> pd.DataFrame:
+    """Time without a kernel in each iteration, by cause.
+
+    Returns:
+        ``iteration``, ``cause`` (of ``CAUSES``), ``idle_ms``, ``after_sync_ms`` (of it in gaps
+        that began while the host waited in a synchronising call). ``idle_ms`` adds up to the
+        iteration less the time in which a kernel ran. Empty, with the reason in
+        ``attrs["not_measured"]``, without a GPU trace and iterations.
+    """
+    work = device_operations(profile)
+    if work.empty:
+        return unmeasured(IDLE, reason_of(work))
+    if profile.iterations.empty:
+        reason = "the profile does not say when its iterations ran"
+        return unmeasured(IDLE, missing_reason(profile, ["iterations"], reason))
+    pieces = _pieces(profile, work)
+    pieces["idle_ms"] = (pieces["end_ns"] - pieces["start_ns"]) / 1e6
+    pieces["after_sync_ms"] = pieces["idle_ms"].where(pieces["after_sync"], 0.0)
+    pieces["cause"] = pd.Categorical(pieces["cause"], list(CAUSES))
+    times = pieces.groupby(["iteration", "cause"], observed=True)[["idle_ms", "after_sync_ms"]]
+    return times.sum().reset_index().astype({"cause": object})[IDLE]
+
+
+def idle_by_cause(profile: Profile, each: pd.DataFrame | None = None) -> pd.DataFrame:
+    """Idle time of a mean iteration by cause, most first.
+
+    Args:
+        each: what :func:`idle_causes` gave, if it was made already.
+
+    Returns:
+        ``cause``, ``meaning``, ``idle_ms``, ``share_of_idle`` (adds up to 1),
+        ``share_of_iteration``, ``after_sync_ms``. Empty, with the reason, like its source.
+    """
+    each = idle_causes(profile) if each is None else each
+    if each.empty:
+        return unmeasured(BY_CAUSE, reason_of(each) or "no GPU was idle")
+    count = len(profile.iterations)
+    wall_ms = float((profile.iterations["end_ns"] - profile.iterations["start_ns"]).sum()) / 1e6
+    table = each.groupby("cause", as_index=False)[["idle_ms", "after_sync_ms"]].sum()
+    total = table["idle_ms"].sum()
+    table["share_of_idle"] = table["idle_ms"] / total if total else np.nan
+    table["share_of_iteration"] = table["idle_ms"] / wall_ms
+    table[["idle_ms", "after_sync_ms"]] /= count
+    table["meaning"] = table["cause"].map(CAUSES)
+    return table.sort_values("idle_ms", ascending=False, ignore_index=True)[BY_CAUSE]
+
+
+def _pieces(profile: Profile, work: pd.DataFrame) -> pd.DataFrame:
+    """The idle stretches, cut so that each has one cause."""
+    iterations = profile.iterations.sort_values("start_ns")
+    first, last = iterations["start_ns"].to_numpy(), iterations["end_ns"].to_numpy()
+    is_kernel = work["kind"].eq("kernel")
+    kernels, copies = _stretches(work[is_kernel]), _stretches(work[~is_kernel])
+    busy = _stretches(work)
+    launched = work[(work["launch_end_ns"] >= 0) & (work["launch_end_ns"] < work["start_ns"])]
+    waiting = union(launched["launch_end_ns"].to_numpy(), launched["start_ns"].to_numpy())
+    host = running(profile, main_thread(profile))
+    cuts = np.unique(np.concatenate([first, last, *kernels, *copies, *waiting, *host[:2]]))
+    begin, finish = cuts[:-1], cuts[1:]
+    which = stretch_at(first, last, begin)
+    idle = (which >= 0) & (stretch_at(*kernels, begin) < 0)
+    begin, finish, which = begin[idle], finish[idle], which[idle]
+
+    activity = np.append(_activities(profile), "python")
+    in_copy = stretch_at(*copies, begin) >= 0
+    gap_start, gap_end = _gaps(busy, begin)
+    cause = activity[_context_at(host, begin)]
+    wait = stretch_at(*waiting, begin)
+    cause[wait >= 0] = "start-up"
+    if len(launched):
+        lasts = np.minimum(waiting[1][wait], gap_end) - np.maximum(waiting[0][wait], gap_start)
+        cause[(wait >= 0) & (lasts > max(_LATENCY * _usual_start_up(work), KERNEL_GAP_NS))] = (
+            "dependency"
+        )
+    cause[gap_end - gap_start < KERNEL_GAP_NS] = "kernel gap"
+    cause[in_copy] = "copies"
+    ran_dry = activity[_context_at(host, gap_start)] == "synchronisation"
+    return pd.DataFrame(
+        {
+            "iteration": iterations["iteration"].to_numpy()[which],
+            "start_ns": begin,
+            "end_ns": finish,
+            "cause": cause,
+            "after_sync": ran_dry & ~in_copy,
+        }
+    )
+
+
+def _stretches(spans: pd.DataFrame) -> Stretches:
+    return union(spans["start_ns"].to_numpy(), spans["end_ns"].to_numpy())
+
+
+def _context_at(lane: tuple[Ints, Ints, Ints], at: Ints) -> Ints:
+    """Context (n,) that a thread is in at each moment, from :func:`running`; −1 for none."""
+    start, end, context = lane
+    return np.append(context, -1)[stretch_at(start, end, at)]
+
+
+def _usual_start_up(work: pd.DataFrame) -> float:
+    """Median ns from a launch to its start when the GPU had nothing else to do; 0 if never."""
+    reached = np.maximum.accumulate(work["end_ns"].to_numpy())
+    before = np.append(np.iinfo(np.int64).min, reached[:-1])
+    launch = work["launch_end_ns"].to_numpy()
+    alone = (launch >= 0) & (launch >= before)
+    delay = (work["start_ns"].to_numpy() - launch)[alone]
+    return float(np.median(delay)) if len(delay) else 0.0
+
+
+def _gaps(busy: Stretches, at: Ints) -> Stretches:
+    """(end of the work before, start of the work after) each moment; far away where none is."""
+    start, end = busy
+    before = np.searchsorted(start, at, side="right") - 1
+    far = np.int64(1) << 60
+    gap_start = np.where(before >= 0, end[np.maximum(before, 0)], -far)
+    gap_end = np.append(start, far)[before + 1]
+    return np.minimum(gap_start, at), gap_end
+
+
+def _activities(profile: Profile) -> np.ndarray:
+    """Cause (n,) of idleness that each context stands for while the host is in it."""
+    contexts = profile.contexts
+    parent = contexts["parent"].to_numpy()
+    names = contexts["name"]
+    call = np.full(len(contexts), "", dtype=object)
+    call[contexts["kind"].eq("runtime").to_numpy()] = "launching"
+    # HPCToolkit knows CUDA calls as functions
+    call[names.str.contains(_PREFIX + r"\w*Launch").to_numpy()] = "launching"
+    for cause, pattern in _CALLS.items():
+        call[names.str.contains(pattern).to_numpy()] = cause
+    over = nearest(parent, call != "")
+    operator = nearest(parent, contexts["kind"].eq("operator").to_numpy()) >= 0
+    kind = np.where(operator, "operators", "python").astype(object)
+    kind[contexts["component"].eq("data").to_numpy()] = "data"
+    return np.where(over >= 0, call[np.maximum(over, 0)], kind)
+
+
+# ---- the iterating thread -------------------------------------------------------------
+
+STATES: dict[str, str] = {
+    "computing": "the iterating thread ran on a core",
+    "waiting for a core": "it was ready, and another thread or program had its core",
+    "blocked": "it slept: input, output, a lock, or other threads' part of the work",
+    "off core": "it did not run; the system does not tell whether it slept or waited for a core",
+}
+
+THREAD = ["iteration", "profiled", "state", "time_ms"]
+OUTSIDE = [*PART, "part_ms", "operators_ms", "outside_ms", "outside_share"]
+
+
+def thread_states(profile: Profile) -> pd.DataFrame:
+    """What the iterating thread did in each iteration: computing, waiting for a core, blocked.
+
+    Returns:
+        ``iteration`` (number in the run), ``profiled``, ``state`` (of ``STATES``), ``time_ms``;
+        the states of an iteration add up to its wall time. Where the system does not count the
+        run queue, ``off core`` stands for the last two. Empty, with the reason, without counters.
+    """
+    columns = profile.meta.get("counters") or {}
+    if not {"wall_ms", "thread_cpu_ms"} <= columns.keys():
+        reason = "the recording holds no counters of the iterating thread"
+        return unmeasured(
+            THREAD, missing_reason(profile, ["counters.thread_cpu_ms", "counters"], reason)
+        )
+    wall = np.asarray(columns["wall_ms"], dtype=float)
+    # The clocks tick apart by microseconds: what is over is taken from the last state.
+    computing = np.minimum(np.asarray(columns["thread_cpu_ms"], dtype=float), wall)
+    states = {"computing": computing}
+    if "run_queue_ms" in columns:
+        waiting = np.asarray(columns["run_queue_ms"], dtype=float)
+        states["waiting for a core"] = np.minimum(waiting, wall - computing)
+        states["blocked"] = wall - computing - states["waiting for a core"]
+    else:
+        states["off core"] = wall - computing
+    each = pd.DataFrame(
+        {
+            "iteration": columns.get("iteration", range(len(wall))),
+            "profiled": columns.get("profiled", True),
+            **states,
+        }
+    )
+    table = each.melt(["iteration", "profiled"], var_name="state", value_name="time_ms")
+    return table.sort_values("iteration", kind="stable", ignore_index=True)[THREAD]
+
+
+def outside_operators(profile: Profile) -> pd.DataFrame:
+    """Time of each part on the iterating thread inside and outside of torch's operators.
+
+    Outside is Python, NumPy and what surrounds each call; where it is most of a part, the
+    interpreter is the limit, not the arithmetic.
+
+    Returns:
+        ``component``, ``phase``, ``part_ms``, ``operators_ms``, ``outside_ms`` (of a mean
+        iteration; the two add up to ``part_ms``), ``outside_share``; most outside first.
+        Empty, with the reason, where operators are not traced.
+    """
+    kinds = profile.contexts["kind"]
+    if not kinds.eq("operator").any() or profile.iterations.empty:
+        reason = "operators are not traced (HPCToolkit samples functions)"
+        return unmeasured(OUTSIDE, missing_reason(profile, ["operators"], reason))
+    pieces = segments(profile, device=False)
+    context = pieces["context"].to_numpy()
+    inside = nearest(profile.contexts["parent"].to_numpy(), kinds.eq("operator").to_numpy())
+    in_operator = np.append(inside, -1)[context] >= 0
+    table = parts_at(profile, context)
+    table["part_ms"] = (pieces["end_ns"] - pieces["start_ns"]) / 1e6 / len(profile.iterations)
+    table["operators_ms"] = table["part_ms"].where(in_operator, 0.0)
+    table["outside_ms"] = table["part_ms"].where(~in_operator, 0.0)
+    table = table.groupby(PART, as_index=False).sum()
+    table["outside_share"] = table["outside_ms"] / table["part_ms"]
+    return table.sort_values("outside_ms", ascending=False, ignore_index=True)[OUTSIDE]
+
+
+# ---- copies, communication and data: hidden behind computing, or exposed ------------------
+
+OVERLAP = ["what", "where", "total_ms", "hidden_ms", "exposed_ms", "exposed_share", "of_iteration"]
+
+KINDS: dict[str, str] = {
+    "copies": "copies between host and GPU, and on it",
+    "communication": "exchange between ranks",
+    "data": "making batches",
+}
+
+_COLLECTIVE = r"nccl|rccl|c10d::|gloo|all_?(?:to_?all|reduce|gather)"
+
+
+def overlaps(profile: Profile) -> pd.DataFrame:
+    """Copies, communication and making data against computing, in a mean iteration.
+
+    Returns:
+        ``what`` (of ``KINDS``), ``where`` (``device``, ``host`` or ``other threads``),
+        ``total_ms``, ``hidden_ms`` (while something is computed), ``exposed_ms`` (the rest;
+        the two add up), ``exposed_share`` and ``of_iteration`` (exposed time as a share of the
+        iteration); most exposed first. What did not occur has no row. Empty, with the reason,
+        where nothing of the kind ran or the profile does not say when its iterations ran.
+    """
+    if profile.iterations.empty or profile.trace.empty:
+        return unmeasured(OVERLAP, "the profile does not say when its iterations ran")
+    work = device_operations(profile)
+    rows = _on_gpu(profile, work) if len(work) else _on_cpu(profile)
+    rows = [row for row in rows if row["total_ms"] > 0]
+    if not rows:
+        return unmeasured(OVERLAP, "nothing was copied, exchanged or made in the iterations")
+    table = pd.DataFrame(rows)
+    iterations = profile.iterations
+    wall_ms = float((iterations["end_ns"] - iterations["start_ns"]).mean()) / 1e6
+    table["hidden_ms"] = table["total_ms"] - table["exposed_ms"]
+    table["exposed_share"] = table["exposed_ms"] / table["total_ms"]
+    table["of_iteration"] = table["exposed_ms"] / wall_ms
+    return table.sort_values("exposed_ms", ascending=False, ignore_index=True)[OVERLAP]
+
+
+def _on_gpu(profile: Profile, work: pd.DataFrame) -> list[dict[str, Any]]:
+    names = profile.contexts["name"].iloc[work["context"]].str.lower()
+    exchange = names.str.contains(_COLLECTIVE).to_numpy()
+    exchange |= work["component"].eq("communication").to_numpy()
+    is_copy = work["kind"].eq("copy").to_numpy() & ~exchange
+    pieces = segments(profile, device=False)
+    making = pieces[parts_at(profile, pieces["context"].to_numpy())["component"].eq("data")]
+    window = _stretches(profile.iterations)
+    busy = _stretches(work[~exchange & ~is_copy])
+    rows = []
+    for what, where, spans in (
+        ("copies", "device", work[is_copy]),
+        ("communication", "device", work[exchange]),
+        ("data", "host", making),
+    ):
+        start, end = _intersection(_stretches(spans), window)
+        total = float((end - start).sum()) / 1e6 / len(profile.iterations)
+        hidden = float(overlap(start, end, *busy).sum()) / 1e6 / len(profile.iterations)
+        rows.append({"what": what, "where": where, "total_ms": total, "exposed_ms": total - hidden})
+    return rows
+
+
+def _on_cpu(profile: Profile) -> list[dict[str, Any]]:
+    """On a CPU the iterating thread hides nothing; other threads hide all of theirs."""
+    own = per_iteration(profile).groupby("component")["time_ms"].sum() / len(profile.iterations)
+    rows = []
+    for what in ("data", "communication"):
+        exposed = float(own.get(what, 0.0))
+        rows.append({"what": what, "where": "host", "total_ms": exposed, "exposed_ms": exposed})
+    loader = ((profile.meta.get("parameters") or {}).get("data") or {}).get("loader")
+    if loader not in (None, "synchronous"):
+        ahead = sum(
+            float(thread.get("cpu_ms_per_iteration") or 0.0)
+            for thread in profile.meta.get("threads_cpu") or []
+            if thread.get("kind") == "python"
+        )
+        beside = {"what": "data", "where": "other threads", "total_ms": ahead, "exposed_ms": 0.0}
+        rows.append(beside)
+    return rows
+
+
+def _intersection(one: Stretches, other: Stretches) -> Stretches:
+    """The stretches that lie in both, cut at the edges of either."""
+    cuts = np.unique(np.concatenate([*one, *other]))
+    begin, finish = cuts[:-1], cuts[1:]
+    inside = (stretch_at(*one, begin) >= 0) & (stretch_at(*other, begin) >= 0)
+    return begin[inside], finish[inside]
+
+
+# ---- idle GPUs and the code to blame ----------------------------------------------------
 
 SPANS = {
     "iterations": "from the first iteration's start to the last one's end",
@@ -61,7 +419,7 @@ def gpu_idleness(profile: Profile, span: str | None = None) -> pd.DataFrame:
     """
     streams = _streams(profile)
     if streams.empty:
-        return unmeasured(IDLENESS, _why(profile))
+        return unmeasured(IDLENESS, _no_streams(profile))
     first, last, kind = _span(profile, streams, span)
     rows = []
     for (gpu, rank), group in streams.groupby(["gpu", "rank"], sort=True):
@@ -114,7 +472,7 @@ def idle_blame(
         raise InputError(f"blame is by function, python or component, not by '{by}'")
     streams = _streams(profile)
     if streams.empty:
-        return unmeasured(BLAME, _why(profile))
+        return unmeasured(BLAME, _no_streams(profile))
     charged = _charged(profile) if threads is None else list(threads)
     lanes = [lane for lane in (running(profile, thread) for thread in charged) if len(lane[0])]
     if not lanes:
@@ -139,7 +497,7 @@ def _streams(profile: Profile) -> pd.DataFrame:
     return table.assign(gpu=table["name"].str.replace(r" stream.*", "", regex=True))
 
 
-def _why(profile: Profile) -> str:
+def _no_streams(profile: Profile) -> str:
     return missing_reason(
         profile, ["GPU times", "gpu_time_ms", "trace"], "no GPU stream has a trace; measure with -t"
     )
@@ -161,13 +519,10 @@ def _span(profile: Profile, streams: pd.DataFrame, span: str | None) -> tuple[in
     return int(table["start_ns"].min()), int(table["end_ns"].max()), span
 
 
-def _idle(profile: Profile, streams: list[int], first: int, last: int) -> tuple[Ints, Ints]:
+def _idle(profile: Profile, streams: list[int], first: int, last: int) -> Stretches:
     """(start, end) of the stretches of the span in which none of the streams runs."""
     trace = profile.trace[profile.trace["profile"].isin(streams)]
-    start = np.clip(trace["start_ns"].to_numpy(), first, last)
-    end = np.clip(trace["end_ns"].to_numpy(), first, last)
-    some = end > start
-    begin, finish = union(start[some], end[some])
+    begin, finish = (edge.clip(first, last) for edge in _stretches(trace))
     gap_start, gap_end = np.append(first, finish), np.append(begin, last)
     gap = gap_end > gap_start
     return gap_start[gap], gap_end[gap]
@@ -183,23 +538,19 @@ def _charged(profile: Profile) -> list[int]:
 
 def _share_out(
     lanes: list[tuple[Ints, Ints, Ints]], idle_start: Ints, idle_end: Ints, count: int
-) -> np.ndarray:
+) -> npt.NDArray[np.float64]:
     """Idle ns of each context (count,), and last those with no lane running."""
     edges = [idle_start, idle_end, *(edge for lane in lanes for edge in lane[:2])]
     cuts = np.unique(np.concatenate(edges))
     length = overlap(cuts[:-1], cuts[1:], idle_start, idle_end)
-    pieces = cuts[:-1][length > 0]
+    moments = cuts[:-1][length > 0]
     length = length[length > 0]
-    active = np.zeros(len(pieces), dtype=np.int64)
-    owners = []
-    for start, end, context in lanes:
-        row = np.maximum(np.searchsorted(start, pieces, side="right") - 1, 0)
-        runs = (start[row] <= pieces) & (pieces < end[row])
-        active += runs
-        owners.append((runs, context[row]))
+    contexts = [_context_at(lane, moments) for lane in lanes]
+    active = np.sum([context >= 0 for context in contexts], axis=0)
+    each = length / np.maximum(active, 1)
     blamed = np.zeros(count + 1)
-    for runs, context in owners:
-        blamed[:count] += np.bincount(context[runs], (length / np.maximum(active, 1))[runs], count)
+    for context in contexts:
+        blamed[:count] += np.bincount(context[context >= 0], each[context >= 0], count)
     blamed[count] = length[active == 0].sum()
     return blamed
 
@@ -208,7 +559,7 @@ def _named(profile: Profile, by: str, blamed: np.ndarray) -> pd.DataFrame:
     contexts = profile.contexts
     rows = np.flatnonzero(blamed[:-1])
     if by == "component":
-        table = contexts.loc[rows, ["component", "phase"]].assign(
+        table = contexts.loc[rows, PART].assign(
             name=contexts["component"], kind="part", file="", module=""
         )
     else:
@@ -220,7 +571,7 @@ def _named(profile: Profile, by: str, blamed: np.ndarray) -> pd.DataFrame:
             owner = np.where(python >= 0, python, owner)
         names = ["name", "kind", "file", "module"]
         # the part is the context's own: a helper function serves several
-        parts = contexts.loc[rows, ["component", "phase"]].reset_index(drop=True)
+        parts = contexts.loc[rows, PART].reset_index(drop=True)
         table = contexts.loc[owner[rows], names].reset_index(drop=True).join(parts)
     table["blamed_ms"] = blamed[rows] / 1e6
     keys = ["name", "kind", "file", "module", "component", "phase"]

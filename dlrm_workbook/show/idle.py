@@ -1,6 +1,6 @@
 """Plotly figures of time in which nothing computes: DataFrames in, figures out.
 
-The tables come from :mod:`dlrm_workbook.analysis.idle_causes` and ``launches``; an empty one says
+The tables come from :mod:`dlrm_workbook.analysis.idleness` and ``launches``; an empty one says
 why, and its figure is not asked for.
 """
 
@@ -12,7 +12,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from dlrm_core.units import milliseconds, percent
-from dlrm_workbook.analysis.idle_causes import CAUSES, STATES
+from dlrm_workbook.analysis.idleness import CAUSES, STATES
 from dlrm_workbook.show.theme import COLOURS, INK, figure, rows_of, text_on
 
 CAUSE_COLOURS = {
@@ -41,7 +41,7 @@ def idle_each(causes: pd.DataFrame) -> go.Figure:
     """Idle time of every iteration, stacked by cause.
 
     Args:
-        causes: what :func:`dlrm_workbook.analysis.idle_causes.idle_causes` gives.
+        causes: what :func:`dlrm_workbook.analysis.idleness.idle_causes` gives.
     """
     return _stacked("GPU idle time of each iteration", causes, "cause", "idle_ms", CAUSE_COLOURS)
 
@@ -50,7 +50,7 @@ def thread_states(states: pd.DataFrame) -> go.Figure:
     """What the iterating thread did in each iteration, stacked.
 
     Args:
-        states: what :func:`dlrm_workbook.analysis.idle_causes.thread_states` gives.
+        states: what :func:`dlrm_workbook.analysis.idleness.thread_states` gives.
     """
     title = "What the iterating thread did in each iteration"
     result = _stacked(title, states, "state", "time_ms", STATE_COLOURS)
@@ -63,7 +63,7 @@ def idle_shares(summary: pd.DataFrame) -> go.Figure:
     """One bar: idle time of a mean iteration, divided by cause.
 
     Args:
-        summary: what :func:`dlrm_workbook.analysis.idle_causes.idle_by_cause` gives.
+        summary: what :func:`dlrm_workbook.analysis.idleness.idle_by_cause` gives.
     """
     total = float(summary["idle_ms"].sum())
     share = float(summary["share_of_iteration"].sum())

@@ -43,7 +43,7 @@ def differed_table(table: pd.DataFrame, most: int = 3) -> Table | Text:
 
 
 def idle_table(summary: pd.DataFrame) -> Table | Text:
-    """Causes of idle time, from :func:`dlrm_workbook.analysis.idle_causes.idle_by_cause`."""
+    """Causes of idle time, from :func:`dlrm_workbook.analysis.idleness.idle_by_cause`."""
     if summary.empty:
         return absent(summary)
     cells = {
@@ -117,7 +117,7 @@ def operators_table(table: pd.DataFrame) -> Table | Text:
 
 
 def outside_table(table: pd.DataFrame) -> Table | Text:
-    """Time outside of operators, from ``idle_causes.outside_operators``."""
+    """Time outside of operators, from ``idleness.outside_operators``."""
     if table.empty:
         return absent(table)
     cells = {
@@ -131,7 +131,7 @@ def outside_table(table: pd.DataFrame) -> Table | Text:
 
 
 def overlap_table(table: pd.DataFrame) -> Table | Text:
-    """Hidden and exposed time, from :func:`dlrm_workbook.analysis.idle_causes.overlaps`."""
+    """Hidden and exposed time, from :func:`dlrm_workbook.analysis.idleness.overlaps`."""
     if table.empty:
         return absent(table)
     cells = {

@@ -22,12 +22,12 @@ from dlrm_workbook.analysis.attribution import (
     attribute,
     coverage,
     data_against_compute,
-    parents,
     per_iteration,
     segments,
     step_contexts,
     what_differed,
 )
+from dlrm_workbook.analysis.context_tree import enclosing
 from dlrm_workbook.analysis.operators import (
     SMALL,
     call_tree,
@@ -128,7 +128,7 @@ def test_segments_have_neither_gaps_nor_overlaps(gpu: Profile, measured: Profile
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 40)), min_size=1, max_size=30))
-def test_parents_from_depths_are_those_of_nesting(drawn) -> None:
+def test_enclosing_spans_are_those_of_nesting(drawn) -> None:
     start = np.array([begin for begin, _ in drawn])
     end = start + np.array([length for _, length in drawn])
     start, end, parent, order = nest(start, end, np.zeros(len(drawn), dtype=bool))
@@ -137,7 +137,7 @@ def test_parents_from_depths_are_those_of_nesting(drawn) -> None:
         depth[span] = depth[parent[span]] + 1 if parent[span] >= 0 else 0
     full = np.flatnonzero(end > start)
     rows = full[np.lexsort((depth[full], start[full]))]
-    found = parents(depth[rows])
+    found = enclosing(start[rows], end[rows])
     own = self_times(start[rows], end[rows], found)
     assert (own >= 0).all()
     assert own.sum() == self_times(start, end, parent).sum()

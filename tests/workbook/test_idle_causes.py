@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrm_workbook.analysis.context_tree import reason_of, union
-from dlrm_workbook.analysis.idle_causes import (
+from dlrm_workbook.analysis.idleness import (
     CAUSES,
     STATES,
     idle_by_cause,

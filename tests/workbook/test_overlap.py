@@ -10,7 +10,7 @@ from gpu_trace import _on_gpu, _span
 
 from dlrm_workbook.analysis.attribution import attribute
 from dlrm_workbook.analysis.context_tree import reason_of
-from dlrm_workbook.analysis.idle_causes import overlaps
+from dlrm_workbook.analysis.idleness import overlaps
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.trace import read_trace
 

@@ -104,8 +104,8 @@ def test_a_page_explains_a_profile_without_torch():
 import os, sys
 os.environ["PLOTLY_RENDERER"] = "plotly_mimetype"
 import dlrm_workbook.runner.notebook
-from dlrm_core import figures, gpu_figures, idle_figures, roofline_presentation, whatif_figures
-from dlrm_core.analysis import findings, idle_causes, launches, roofline, verdict, whatif
+from dlrm_workbook.show import bottlenecks, gpu, idle, roofline as roofline_figures
+from dlrm_workbook.analysis import findings, idleness, launches, roofline, verdict, whatif
 from dlrm_workbook.show.theme import figure
 figure("title", 100)._ipython_display_()
 print([name for name in ("torch", "nbformat", "jsonschema") if name in sys.modules])
