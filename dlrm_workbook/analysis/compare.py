@@ -1,15 +1,17 @@
-"""Two recordings of one run side by side: do HPCToolkit and torch say the same of each part?
+"""Recordings side by side: two profilers on one run, and two runs part by part.
 
-They cannot agree to the last digit, and the table says how far apart they may be. Each part's
-error has these sources, all of them measured:
+**Two profilers** cannot agree to the last digit, and the table says how far apart they may be.
+Each part's error has these sources, all of them measured:
 
 * scatter from iteration to iteration (standard error of the mean, neighbours' correlation
   counted);
 * two runs of one program differ: by as much as their times without any profiler do;
 * what the profiler itself costs. It is subtracted: torch's falls on the parts in proportion to
   the operators they run, HPCToolkit's in proportion to time; half of it counts as error;
-* sampled times: n samples of period p stand for ``n p``, give or take ``p sqrt(n)`` (Poisson),
-  and the profiler knows how many samples it dropped.
+* sampled times: n samples of period p stand for ``n p``, give or take ``p sqrt(n)`` (Poisson).
+
+**Two runs** differ in a part if Welch's t-test on the mean steady iteration, corrected for the
+number of parts, says so; and whatever else differs between the runs is listed.
 """
 
 from __future__ import annotations
@@ -17,15 +19,16 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 import pandas as pd
 
 from dlrm_core.errors import InputError
-from dlrm_core.parts import COMPONENTS, PHASES, part_label
+from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.attribution import (
+    PART,
+    in_step_order,
     iteration_count,
     iteration_state,
     main_thread,
@@ -43,7 +46,6 @@ from dlrm_workbook.analysis.steady import LEAST, steady_state
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.turns import CONFIDENCE, Interval, Numbers
 
-PART = ["component", "phase"]
 WHOLE = "iteration"
 """``component`` of the row for the iteration as a whole."""
 
@@ -51,16 +53,10 @@ FALSE_ALARM = 0.05
 """Chance that any part of two equal recordings is said to differ."""
 
 
-@dataclass(frozen=True)
-class _Estimate:
-    """One recording's times, per iteration, by part; the whole iteration is a part."""
+SPOKEN = {"hpctoolkit": "HPCToolkit", "torch": "torch.profiler"}
+"""Engines as a reader calls them."""
 
-    table: pd.DataFrame
-    """Index (component, phase): ``ms`` (profiler's cost subtracted), ``error_ms`` (one standard
-    error), ``cost_ms``, and where samples were taken ``sampled_ms``, ``clock_ms``,
-    ``sampling_error_ms``."""
-    plain_ms: float
-    """An iteration without the profiler; NaN if it was not timed."""
+# ---- two profilers on one run ----------------------------------------------------------
 
 
 def engines_side_by_side(
@@ -84,47 +80,28 @@ def engines_side_by_side(
         InputError: there are not two, or one has no iterations.
     """
     named = _named(profiles)
-    estimates = {name: _estimate(name, profile) for name, profile in named.items()}
+    estimates = {name: _estimate(profile) for name, profile in named.items()}
     first, second = estimates.values()
-    index = first.table.index.union(second.table.index)
+    index = first.index.union(second.index)
     table = pd.DataFrame(index=index)
     for name, estimate in estimates.items():
-        own = estimate.table.reindex(index)
+        own = estimate.reindex(index)
         table[f"{name}_ms"], table[f"{name}_cost_ms"] = own["ms"], own["cost_ms"]
         if "sampled_ms" in own:
             table[f"{name}_sampled_ms"] = own["sampled_ms"]
             table[f"{name}_sampling_error_ms"] = own["sampling_error_ms"]
-    a, b = (estimate.table.reindex(index).fillna(0.0) for estimate in estimates.values())
-    between = _between_runs(first.plain_ms, second.plain_ms) * (a["ms"] + b["ms"]) / 2
+    a, b = (estimate.reindex(index).fillna(0.0) for estimate in (first, second))
+    plain = (_plain_and_profiled(profile)[0] for profile in named.values())
+    between = _between_runs(*plain) * (a["ms"] + b["ms"]) / 2
     error = np.sqrt(a["error_ms"] ** 2 + b["error_ms"] ** 2 + between**2)
     table["difference_ms"] = b["ms"] - a["ms"]
-    table["error_ms"] = error * _deviations(len(table))
+    # standard errors that none of so many normal deviations exceeds in 95 % (Bonferroni)
+    deviations = statistics.NormalDist().inv_cdf(1 - FALSE_ALARM / (2 * max(len(table), 1)))
+    table["error_ms"] = error * deviations
     table["agrees"] = table["difference_ms"].abs() <= table["error_ms"]
-    result = _in_step_order(table.reset_index())
+    result = in_step_order(table.reset_index())
     result.attrs["sentence"] = _sentence(result, list(named))
     return result
-
-
-def samples_against_clock(profile: Profile) -> pd.DataFrame:
-    """Sampled CPU time of each part beside the clock's own, of one HPCToolkit recording.
-
-    Returns:
-        ``component``, ``phase``, ``clock_ms``, ``sampled_ms``, ``difference_ms``, ``error_ms``
-        (so that in 95 % of recordings all parts agree), ``agrees``. A part that waits (for data,
-        for a core) has less sampled than clock time: that is no error of either. Empty where
-        samples and clock are not both there.
-    """
-    columns = [*PART, "clock_ms", "sampled_ms", "difference_ms", "error_ms", "agrees"]
-    if profile.iterations.empty:
-        return pd.DataFrame(columns=columns)
-    table = _sampled(profile)
-    if table is None:
-        return pd.DataFrame(columns=columns)
-    table["difference_ms"] = table["sampled_ms"] - table["clock_ms"]
-    table["error_ms"] = table["sampling_error_ms"] * _deviations(len(table))
-    table["error_ms"] += _lost(profile) * table["clock_ms"]
-    table["agrees"] = table["difference_ms"].abs() <= table["error_ms"]
-    return _in_step_order(table.reset_index())[columns]
 
 
 def _named(profiles: Mapping[str, Profile] | Sequence[Profile]) -> dict[str, Profile]:
@@ -143,7 +120,13 @@ def _named(profiles: Mapping[str, Profile] | Sequence[Profile]) -> dict[str, Pro
     return named
 
 
-def _estimate(name: str, profile: Profile) -> _Estimate:
+def _estimate(profile: Profile) -> pd.DataFrame:
+    """One recording's times per iteration; the whole iteration is a part.
+
+    Returns:
+        Index (component, phase): ``ms`` (profiler's cost subtracted), ``error_ms`` (one standard
+        error), ``cost_ms``, and where samples were taken ``sampled_ms``, ``sampling_error_ms``.
+    """
     state = iteration_state(profile)
     assert state is not None  # _named refused profiles without iterations
     numbers = profile.iterations["iteration"].to_numpy()
@@ -167,7 +150,7 @@ def _estimate(name: str, profile: Profile) -> _Estimate:
     sampled = _sampled(profile)
     if sampled is not None:
         table = table.join(sampled)
-    return _Estimate(table, plain)
+    return table
 
 
 def _plain_and_profiled(profile: Profile) -> tuple[float, float]:
@@ -202,7 +185,7 @@ def _cost_shares(profile: Profile, table: pd.DataFrame) -> pd.Series:
 
 
 def _sampled(profile: Profile) -> pd.DataFrame | None:
-    """Sampled and clock time of each part over all iterations, where spans placed samples."""
+    """Sampled time of each part in a mean iteration, where spans placed the samples."""
     if profile.meta.get("engine") != "hpctoolkit" or not profile.meta.get("spans"):
         return None
     main = main_thread(profile)
@@ -224,15 +207,7 @@ def _sampled(profile: Profile) -> pd.DataFrame | None:
     # Of samples that would be expected from the clock: a part without any has an error too.
     expected = np.maximum(table["clock_ms"] * count / period_ms, 1.0)
     table["sampling_error_ms"] = period_ms * np.sqrt(expected) / count
-    return table
-
-
-def _lost(profile: Profile) -> float:
-    """Share of its samples that the pass for times dropped."""
-    for made in profile.meta.get("passes", []):
-        if made.get("name") == "times":
-            return float(made.get("lost_samples") or 0.0)
-    return 0.0
+    return table.drop(columns="clock_ms")
 
 
 def _between_runs(first_ms: float, second_ms: float) -> float:
@@ -240,24 +215,6 @@ def _between_runs(first_ms: float, second_ms: float) -> float:
     if not (math.isfinite(first_ms) and math.isfinite(second_ms)) or first_ms + second_ms <= 0:
         return 0.0
     return 2 * abs(first_ms - second_ms) / (first_ms + second_ms)
-
-
-def _deviations(count: int) -> float:
-    """Standard errors that none of ``count`` normal deviations exceeds in 95 % (Bonferroni)."""
-    return statistics.NormalDist().inv_cdf(1 - FALSE_ALARM / (2 * max(count, 1)))
-
-
-def _in_step_order(table: pd.DataFrame) -> pd.DataFrame:
-    order = {name: row for row, name in enumerate([WHOLE, *COMPONENTS])}
-    phase = {name: row for row, name in enumerate(PHASES)}
-    rank = table["component"].map(order).fillna(len(order)) * 10 + table["phase"].map(phase).fillna(
-        0
-    )
-    return table.iloc[np.argsort(rank.to_numpy(), kind="stable")].reset_index(drop=True)
-
-
-SPOKEN = {"hpctoolkit": "HPCToolkit", "torch": "torch.profiler"}
-"""Engines as a reader calls them."""
 
 
 def _sentence(table: pd.DataFrame, names: list[str]) -> str:
@@ -280,8 +237,7 @@ def _sentence(table: pd.DataFrame, names: list[str]) -> str:
     )
 
 
-# Finished runs side by side: parts with intervals, the call trees' union, what else differs.
-ALARM = 1 - CONFIDENCE
+# ---- two runs, part by part ---------------------------------------------------------------
 
 
 def steady_rows(times_ms: Numbers) -> np.ndarray:
@@ -312,7 +268,7 @@ def part_estimates(profile: Profile) -> pd.DataFrame:
         in the order of a step.
     """
     if profile.iterations.empty or profile.trace.empty:
-        return _in_order(_counted(profile))
+        return in_step_order(_counted(profile))
     table = iteration_parts(profile)
     rows = []
     for part, column in table.items():
@@ -320,7 +276,7 @@ def part_estimates(profile: Profile) -> pd.DataFrame:
         times = column.to_numpy(dtype=float)
         se, degrees = standard_error(times)
         rows.append((component, phase, times.mean(), se, degrees, len(times), "iterations"))
-    return _in_order(_estimates(rows))
+    return in_step_order(_estimates(rows))
 
 
 def step_estimate(profile: Profile) -> tuple[float, float, float]:
@@ -410,14 +366,14 @@ def difference_table(
             "verdict": [verdict(row[4].mid, p) for row, p in zip(rows, corrected, strict=True)],
         }
     )
-    return _in_order(table)
+    return in_step_order(table)
 
 
 def verdict(difference: float, p: float) -> str:
     """``slower``, ``faster``, ``no difference shown``, or ``not known`` without repetitions."""
     if not math.isfinite(p):
         return "not known"
-    if p > ALARM:
+    if p > 1 - CONFIDENCE:
         return "no difference shown"
     return "slower" if difference > 0 else "faster"
 
@@ -499,12 +455,3 @@ def mixed_causes(differences: pd.DataFrame) -> str:
         f"This comparison mixes causes: the runs differ in {'; '.join(named)}{also}. What is "
         "slower or faster cannot be put down to one of them."
     )
-
-
-def _in_order(table: pd.DataFrame) -> pd.DataFrame:
-    """In the order of a step."""
-    component = {name: row for row, name in enumerate(COMPONENTS)}
-    phase = {name: row for row, name in enumerate(PHASES)}
-    rank = table["component"].map(component).fillna(len(component)) * 10
-    rank = rank + table["phase"].map(phase).fillna(len(phase))
-    return table.iloc[np.argsort(rank.to_numpy(dtype=float), kind="stable")].reset_index(drop=True)
