@@ -68,11 +68,10 @@ class FusedDense:
     """
 
     def __init__(self, model: DLRM, loss: nn.Module, config: TrainingConfig) -> None:
-        from dlrm_kernels.tiles.layout import Engine
-        from dlrm_kernels.tiles.machine import compile_all
+        from dlrm_kernels.tiles import layout
 
-        self.engine = Engine()
-        self.notices = compile_all()
+        self.engine = layout.Engine()
+        self.notices = layout.compile_all()
         self.loss, self.output = loss, model.top_mlp[-1]
         self.micro_batch = config.micro_batch
         self.parts = parts_of(config)

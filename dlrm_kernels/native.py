@@ -24,8 +24,6 @@ import torch
 
 from dlrm_core.errors import MissingToolError
 
-# Where numba keeps what it compiles; imported by programs that do without torch.
-
 
 @contextlib.contextmanager
 def kernel_cache(folder: Path) -> Iterator[None]:
@@ -89,19 +87,27 @@ def compile_kernel(function: Callable[[int], None]) -> tuple[Kernel, str]:
     return Kernel(function, cfunc(signature, error_model="numpy")(function)), notice
 
 
+def why_no_numba() -> str:
+    """Why kernels cannot be compiled here; empty if they can."""
+    try:
+        import numba  # noqa: F401
+    except ImportError as error:
+        return (
+            "numba, which compiles the kernels of training.embedding_backend: fused and "
+            f"training.dense_backend: fused for the CPU, is not installed ({error}): "
+            "pip install numba"
+        )
+    return ""
+
+
 def require_numba() -> None:
     """Refuse clearly where numba is missing.
 
     Raises:
         MissingToolError: numba is not installed.
     """
-    try:
-        import numba  # noqa: F401
-    except ImportError as error:
-        raise MissingToolError(
-            "training.embedding_backend is 'fused', but numba, which compiles it for the CPU, "
-            f"is not installed ({error}): pip install numba"
-        ) from None
+    if reason := why_no_numba():
+        raise MissingToolError(reason)
 
 
 @functools.cache

@@ -28,10 +28,20 @@ from dlrm_core.embeddings import (
     rows_of,
 )
 from dlrm_core.errors import InputError
-from dlrm_kernels.native import Kernel, compile_kernel, require_numba
+from dlrm_kernels.embeddings import kernels as k
+from dlrm_kernels.embeddings import kernels_contended, kernels_sorted
+from dlrm_kernels.native import compile_kernel, require_numba
+from dlrm_kernels.vectors import UNITS
 
 ROWS_AHEAD = 16
 """Lookups between a row's prefetch and its use: 16 to 32 were equally fast, 64 floats a row."""
+
+CONTENDED = {
+    "naive": kernels_contended.expand,
+    "atomic": kernels_contended.sgd_atomic,
+    "locked": kernels_contended.sgd_locked,
+}
+"""Kernel of the backward pass for each update that is not race-free."""
 
 
 class FusedCpu:
@@ -75,8 +85,8 @@ class FusedCpu:
         ]
         self.notices: list[str] = []
         require_numba()
-        for function in self._functions():
-            notice = compile_kernel(function)[1]
+        for kernel in self._kernels():
+            notice = compile_kernel(kernel)[1]
             if notice and notice not in self.notices:
                 self.notices.append(notice)
         # a graph needs a leaf: the tables are none, they have no gradient
@@ -98,18 +108,14 @@ class FusedCpu:
 
     def step(self) -> None:
         """Apply what ``naive`` has made; the other updates are done when backward is."""
-        from dlrm_kernels.embeddings import kernels as k
-
         for rows, indices, starts in self._made:
             job = self._job(indices, None, starts)
             job.fields[k.SCRATCH] = rows.data_ptr()
-            job.run(_kernel_named("apply_serially"), units=1, threads=1)
+            job.run(kernels_contended.apply_serially, units=1, threads=1)
         self._made.clear()
 
     def pool(self, tables: EmbeddingTables, batch: Batch) -> torch.Tensor:
         """Pooled vectors (T, B, d) float32, outside of any graph."""
-        from dlrm_kernels.embeddings import kernels as k
-
         self._check_tables(tables)
         check_batch(batch, len(self._rows))
         pooled = torch.empty(batch.tables, batch.offsets.shape[1], self._dim)
@@ -120,7 +126,7 @@ class FusedCpu:
         faults = job.array(np.zeros((units, 2), np.int64))
         job.fields[k.POOLED] = pooled.data_ptr()
         job.fields[k.FAULTS] = faults.ctypes.data
-        job.run(_kernel_named("forward"), units, threads)
+        job.run(k.forward, units, threads)
         if faults[:, 0].any():
             kind, place = faults[faults[:, 0] != 0][0]
             raise InputError(describe_fault(int(kind), int(place), batch, self._rows))
@@ -135,9 +141,6 @@ class FusedCpu:
         gradients: list[torch.Tensor],
     ) -> None:
         """Update the tables with the gradients (B, d) of their pooled vectors."""
-        from dlrm_kernels.embeddings import kernels as k
-        from dlrm_kernels.embeddings import kernels_contended, kernels_sorted
-
         self._check_tables(tables)
         gradients = [rows_of(gradient) for gradient in gradients]
         job = self._job(indices, offsets, starts)
@@ -154,12 +157,12 @@ class FusedCpu:
             elif self.update == "locked":
                 size = kernels_contended.LOCKS * kernels_contended.LOCK_BYTES
                 job.fields[k.SCRATCH] = job.array(np.zeros(size, np.int8)).ctypes.data
-            job.run(_kernel_named(_UPDATES[self.update]), units, threads)
+            job.run(CONTENDED[self.update], units, threads)
             return
         plan = share_out(starts, threads)
         job.fields[k.PLAN] = job.array(plan).ctypes.data
         if self.optimizer == "sgd":
-            job.run(_kernel_named("sgd_owned"), len(plan), threads)
+            job.run(k.sgd_owned, len(plan), threads)
             return
         of_thread = kernels_sorted.scratch_bytes(self._dim) // 8
         region = key_region(starts, plan, threads)
@@ -172,18 +175,16 @@ class FusedCpu:
         job.fields[k.REGION] = 8 * region
         rowwise = self.optimizer == "rowwise_adagrad"
         job.fields[k.KIND] = kernels_sorted.ROWWISE if rowwise else kernels_sorted.ADAGRAD
-        job.run(_kernel_named("adagrad_owned"), len(plan), threads)
+        job.run(kernels_sorted.adagrad_owned, len(plan), threads)
 
-    def _functions(self) -> list[Callable[[int], None]]:
+    def _kernels(self) -> list[Callable[[int], None]]:
         """The kernels that this optimiser and update need."""
-        names = ["forward"]
         if self.update == "naive":
-            names += ["expand", "apply_serially"]
-        elif self.update != "race_free":
-            names.append(_UPDATES[self.update])
-        else:
-            names.append("sgd_owned" if self.optimizer == "sgd" else "adagrad_owned")
-        return [_function_named(name) for name in names]
+            return [k.forward, CONTENDED["naive"], kernels_contended.apply_serially]
+        if self.update != "race_free":
+            return [k.forward, CONTENDED[self.update]]
+        sgd = self.optimizer == "sgd"
+        return [k.forward, k.sgd_owned if sgd else kernels_sorted.adagrad_owned]
 
     def _check_tables(self, tables: EmbeddingTables) -> None:
         """Note where the tables lie; check them again whenever one has moved."""
@@ -210,8 +211,6 @@ class FusedCpu:
     def _job(
         self, indices: torch.Tensor, offsets: torch.Tensor | None, starts: tuple[int, ...]
     ) -> _Job:
-        from dlrm_kernels.embeddings import kernels as k
-
         job = _Job()
         fields = job.fields
         fields[k.TABLES] = len(self._rows)
@@ -234,9 +233,7 @@ class _Job:
     """The block that a kernel reads, and the arrays whose addresses it holds."""
 
     def __init__(self) -> None:
-        from dlrm_kernels.embeddings.kernels import FIELDS
-
-        self.fields = np.zeros(FIELDS, np.int64)
+        self.fields = np.zeros(k.FIELDS, np.int64)
         self._kept: list[np.ndarray] = []
 
     def array(self, values: np.ndarray) -> np.ndarray:
@@ -248,12 +245,10 @@ class _Job:
         """Address of whole numbers laid out as int64."""
         return self.array(np.array(values, np.int64)).ctypes.data
 
-    def run(self, kernel: Kernel, units: int, threads: int) -> None:
+    def run(self, kernel: Callable[[int], None], units: int, threads: int) -> None:
         """Do all units on at most so many threads."""
-        from dlrm_kernels.embeddings.kernels import UNITS
-
         self.fields[UNITS] = units
-        kernel(self.fields.ctypes.data, max(1, min(threads, units)))
+        compile_kernel(kernel)[0](self.fields.ctypes.data, max(1, min(threads, units)))
 
 
 class _Lookup(torch.autograd.Function):
@@ -276,22 +271,6 @@ class _Lookup(torch.autograd.Function):
         backend, tables, starts = ctx.rest
         backend.backpropagate(tables, indices, offsets, starts, list(gradients))
         return None, None, None, None
-
-
-_UPDATES = {"naive": "expand", "atomic": "sgd_atomic", "locked": "sgd_locked"}
-
-
-def _function_named(name: str) -> Callable[[int], None]:
-    from dlrm_kernels.embeddings import kernels, kernels_contended, kernels_sorted
-
-    for module in (kernels, kernels_sorted, kernels_contended):
-        if hasattr(module, name):
-            return getattr(module, name)
-    raise AttributeError(name)
-
-
-def _kernel_named(name: str) -> Kernel:
-    return compile_kernel(_function_named(name))[0]
 
 
 @functools.cache

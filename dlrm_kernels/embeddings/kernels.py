@@ -1,9 +1,7 @@
 """Kernels of the ``fused`` back end on the CPU: all tables in one call.
 
-Each kernel is one C function ``void kernel(int64 job)``: ``job`` is the address of a
-block of int64 (fields below), so that any thread pool can run it. Every thread that
-enters takes units of work by an atomic counter until none is left; what a unit
-computes does not depend on which thread takes it, nor (race-free kernels) on how
+A kernel reads a job (:mod:`dlrm_kernels.vectors`) whose fields are below. What a unit of
+work computes does not depend on which thread takes it, nor (race-free kernels) on how
 many units there are, so results are the same bits for every number of threads.
 
 A row of 64 floats lives in four vector registers while its bag is summed or its
@@ -16,11 +14,12 @@ from __future__ import annotations
 
 from dlrm_core.embeddings import BAD_INDEX, BAD_OFFSET
 from dlrm_kernels.vectors import (
+    UNITS,
     add,
-    atomic_add_int,
     compiled,
+    field,
+    item,
     load_float,
-    load_int,
     load_vector,
     multiply,
     prefetch,
@@ -29,13 +28,11 @@ from dlrm_kernels.vectors import (
     store_int,
     store_vector,
     subtract,
+    take_unit,
     zeros,
 )
 
-# Fields of a job. Addresses unless another unit is given.
-NEXT_UNIT = 0  # number of units taken so far
-UNITS = 1  # number of units
-ENTERED = 2  # number of threads that have entered
+# Fields of a job behind the first three. Addresses unless another unit is given.
 TABLES = 3  # T
 BAGS = 4  # B, bags of each table
 DIM = 5  # d, floats of a row
@@ -53,31 +50,13 @@ PLAN = 16  # UNITS x 3: table, slice, number of slices
 FAULTS = 17  # forward: UNITS x 2: kind of fault (0: none), position
 SCRATCH = 18  # per thread or per lookup, as the kernel says
 AHEAD = 19  # how many lookups ahead a row is prefetched
-STEP = 22  # bytes from one prefetch of a row to the next
 KEYS = 20  # sorted kernels: 2 x N int64, or a region a thread
 KIND = 21  # sorted kernels: 0 Adagrad, 1 row-wise Adagrad
+STEP = 22  # bytes from one prefetch of a row to the next
 REGION = 23  # sorted kernels: bytes of a thread's region of keys; 0: the tables have regions
 FIELDS = 24
 
 _HASH = 0x9E3779B1  # 2^32 / golden ratio: spreads neighbouring rows over the owners
-
-
-@compiled
-def field(job, number):
-    """One field of a job."""
-    return load_int(job + 8 * number)
-
-
-@compiled
-def item(array, place):
-    """One int64 of an array."""
-    return load_int(array + 8 * place)
-
-
-@compiled
-def take_unit(job):
-    """The next unit of work, or one past the last."""
-    return atomic_add_int(job + 8 * NEXT_UNIT, 1)
 
 
 @compiled

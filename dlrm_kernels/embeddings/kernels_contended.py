@@ -23,17 +23,16 @@ from dlrm_kernels.embeddings.kernels import (
     STEP,
     STRIDES,
     TABLES,
-    UNITS,
     WEIGHTS,
     bag_begin,
-    field,
-    item,
-    take_unit,
     warm,
 )
 from dlrm_kernels.vectors import (
+    UNITS,
     atomic_add_float,
     compiled,
+    field,
+    item,
     load_float,
     load_vector,
     multiply,
@@ -42,6 +41,7 @@ from dlrm_kernels.vectors import (
     store_float,
     store_vector,
     subtract,
+    take_unit,
     try_lock,
     unlock,
 )

@@ -17,7 +17,6 @@ from dlrm_kernels.embeddings.kernels import (
     AHEAD,
     BAGS,
     DIM,
-    ENTERED,
     GRADIENTS,
     INDICES,
     KEYS,
@@ -32,20 +31,19 @@ from dlrm_kernels.embeddings.kernels import (
     STEP,
     STRIDES,
     TABLES,
-    UNITS,
     WEIGHTS,
     bag_begin,
-    field,
-    item,
     owner,
-    take_unit,
     warm,
 )
 from dlrm_kernels.vectors import (
+    UNITS,
     add,
-    atomic_add_int,
     compiled,
     divide,
+    enter,
+    field,
+    item,
     lane_sum,
     load_float,
     load_vector,
@@ -57,6 +55,7 @@ from dlrm_kernels.vectors import (
     store_int,
     store_vector,
     subtract,
+    take_unit,
     zeros,
 )
 
@@ -315,7 +314,7 @@ def adagrad_owned(job):
     dim, units, plan = field(job, DIM), field(job, UNITS), field(job, PLAN)
     ahead, kind, step = field(job, AHEAD), field(job, KIND), field(job, STEP)
     rate, epsilon = load_float(field(job, RATES)), load_float(field(job, RATES) + 4)
-    thread = atomic_add_int(job + 8 * ENTERED, 1)
+    thread = enter(job)
     counters = field(job, SCRATCH) + thread * scratch_bytes(dim)
     out = counters + 8 * (1 << DIGIT_BITS)
     shift = bits_for(field(job, BAGS))

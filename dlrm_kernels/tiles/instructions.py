@@ -18,9 +18,8 @@ from numba.core.cgutils import get_or_insert_function
 from numba.extending import intrinsic, models, register_model
 
 from dlrm_core.machine import cpu_flags
-from dlrm_kernels.vectors import LANES, atomic_add_int, compiled, load_int, vector
+from dlrm_kernels.vectors import LANES, loading, pointer_to, storing, vector
 
-TILE_BYTES = 1024
 ROW_BYTES = 64
 
 HAS_TILES = {"amx_tile", "amx_bf16"} <= cpu_flags()
@@ -47,10 +46,6 @@ class IntegersModel(models.PrimitiveModel):
 
     def __init__(self, manager: Any, kind: Any) -> None:
         super().__init__(manager, kind, _INTS)
-
-
-def _pointer(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type) -> ir.Value:
-    return builder.inttoptr(address, kind.as_pointer())
 
 
 def _constant(value: int) -> ir.Constant:
@@ -161,22 +156,13 @@ def upper_halves(context, value):
 @intrinsic
 def load_integers(context, address):
     """Sixteen 32-bit integers."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.load(_pointer(builder, arguments[0], _INTS), align=4)
-
-    return integers(types.int64), generate
+    return integers(types.int64), loading(_INTS, 4)
 
 
 @intrinsic
 def store_integers(context, address, value):
     """Sixteen 32-bit integers."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        builder.store(arguments[1], _pointer(builder, arguments[0], _INTS), align=4)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, integers), generate
+    return types.void(types.int64, integers), storing(_INTS, 4)
 
 
 @intrinsic
@@ -184,7 +170,7 @@ def splat_integer(context, address):
     """The 32-bit integer at an address, sixteen times."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        one = builder.load(_pointer(builder, arguments[0], _I32), align=4)
+        one = builder.load(pointer_to(builder, arguments[0], _I32), align=4)
         first = builder.insert_element(ir.Constant(_INTS, ir.Undefined), one, _I32(0))
         return builder.shuffle_vector(first, ir.Constant(_INTS, ir.Undefined), _constant(0))
 
@@ -208,7 +194,7 @@ def where_positive(context, value, address):
     """The lanes for which the bf16 at an address is above zero; 0 elsewhere."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        shorts = builder.load(_pointer(builder, arguments[1], _SHORTS), align=2)
+        shorts = builder.load(pointer_to(builder, arguments[1], _SHORTS), align=2)
         positive = builder.icmp_signed(">", shorts, ir.Constant(_SHORTS, [0] * LANES))
         return builder.select(positive, arguments[0], ir.Constant(_FLOATS, [0.0] * LANES))
 
@@ -224,7 +210,7 @@ def transpose_tile(context, source, target):
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         def place(base: Any, row: int) -> Any:
-            return _pointer(builder, builder.add(base, _I64(ROW_BYTES * row)), _INTS)
+            return pointer_to(builder, builder.add(base, _I64(ROW_BYTES * row)), _INTS)
 
         rows = [builder.load(place(arguments[0], r), align=4) for r in range(LANES)]
         for step in (1, 2, 4, 8):
@@ -255,7 +241,7 @@ def configure_tiles(context, address):
     """Give this thread's tiles the shapes that the 64 bytes at an address describe."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _call(builder, "ldtilecfg", _pointer(builder, arguments[0], _I8))
+        _call(builder, "ldtilecfg", pointer_to(builder, arguments[0], _I8))
         return context.get_dummy_value()
 
     return types.void(types.int64), generate
@@ -290,7 +276,7 @@ def _move_tile(name: str, number: int) -> Any:
     @intrinsic
     def move(context, address, stride):
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            pointer = _pointer(builder, arguments[0], _I8)
+            pointer = pointer_to(builder, arguments[0], _I8)
             _call(builder, name, _I8(number), pointer, arguments[1])
             return context.get_dummy_value()
 
@@ -321,74 +307,3 @@ def multiply_tiles(target: int, left: int, right: int) -> Any:
         return types.void(), generate
 
     return multiply
-
-
-# What a kernel is told: the fields of a job, and how threads share its work.
-
-# Fields of a job. Addresses unless another unit is given; an address of 0: not wanted.
-NEXT_UNIT = 0
-UNITS = 1
-ENTERED = 2
-SCRATCH = 3  # SCRATCH_BYTES a thread
-SCRATCH_BYTES = 4
-GROUP = 5  # rows of blocks in a unit
-ROW_BLOCKS = 6
-COLUMN_BLOCKS = 7
-ROWS = 8  # of them real, the rest is padding
-COLUMNS = 9
-PARTS = 10  # 1, 2 or 3
-# the operands of a product
-CONFIG = 11  # shapes of the tiles; 0: no tiles, multiply by vector instructions
-LEFT = 12
-RIGHT = 13
-DEPTH = 14  # blocks along the sum
-LEFT_STRIDE = 15  # bytes from one row of blocks to the next
-RIGHT_STRIDE = 16
-# what happens to a block of the result, or of a matrix that is packed
-BIAS = 17  # float32 a column, padded
-RELU = 18  # 0 or 1
-MASK = 19  # rows form of the same shape: where it is not positive, the result is 0
-MASK_PARTS = 20
-SUMS = 21  # ROW_BLOCKS x (32 COLUMN_BLOCKS) float32: sums of each block's columns
-TARGET = 22  # float32, row by row
-TARGET_STRIDE = 23  # bytes
-ACCUMULATE = 24  # 0 or 1: add to the target
-OUT_ROWS = 25  # the result in rows form
-OUT_COLUMNS = 26
-OUT_ROWS_T = 27  # its transpose in rows form
-OUT_COLUMNS_T = 28
-SOURCE = 29  # packing: float32, row by row
-SOURCE_STRIDE = 30
-# the interaction
-FEATURES = 31  # F addresses of float32 (B, d)
-STRIDES = 32  # F distances between their rows, bytes
-COUNT = 33  # F
-DIM = 34  # d
-ITSELF = 35  # 0 or 1: products of a feature with itself too
-GRADIENTS = 36  # F addresses of float32 (B, d), written
-GRADIENT_STRIDES = 37
-DOT_PARTS = 38  # as PARTS, of the features
-FIELDS = 39
-
-BLOCK_BYTES = 32 * 32 * 4
-SCRATCH_LEAST = BLOCK_BYTES + 3 * 2 * 2 * 1024
-"""Bytes: a block in float32, and in both forms."""
-
-
-@compiled
-def field(job, number):
-    """One field of a job."""
-    return load_int(job + 8 * number)
-
-
-@compiled
-def own_scratch(job):
-    """This thread's part of the scratch memory."""
-    number = atomic_add_int(job + 8 * ENTERED, 1)
-    return field(job, SCRATCH) + number * field(job, SCRATCH_BYTES)
-
-
-@compiled
-def take_unit(job):
-    """The next unit of work, or one past the last."""
-    return atomic_add_int(job + 8 * NEXT_UNIT, 1)

@@ -3,66 +3,236 @@
 Blocks are 32 x 32. A block of a tiled matrix is, for each of its 1 to 3 parts (the bf16
 numbers whose sum an entry is), two tiles side by side. Two forms (see
 :mod:`dlrm_kernels.tiles.layout`): *rows*, for the left operand of a product, and *columns*, for
-the right one, whose 32-bit lanes are pairs of rows.
+the right one, whose 32-bit lanes are pairs of rows. What follows a block of float32: bias,
+ReLU, mask, sums, and the forms wanted of it.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
 
 from dlrm_kernels.tiles.instructions import (
-    BLOCK_BYTES,
-    COLUMN_BLOCKS,
-    COLUMNS,
-    CONFIG,
-    DEPTH,
-    GROUP,
-    LEFT,
-    LEFT_STRIDE,
-    MASK,
-    MASK_PARTS,
-    OUT_COLUMNS,
-    OUT_ROWS,
-    OUT_ROWS_T,
-    PARTS,
-    RIGHT,
-    RIGHT_STRIDE,
-    ROW_BLOCKS,
-    ROWS,
-    SOURCE,
-    SOURCE_STRIDE,
-    UNITS,
     clear_tile,
     configure_tiles,
-    field,
+    first_floats,
+    first_pairs,
+    halves_of,
+    last_floats,
+    last_pairs,
     load_integers,
     load_tile,
     lower_halves,
     multiply_tiles,
-    own_scratch,
     release_tiles,
+    relu,
     splat_integer,
+    store_integers,
     store_tile,
-    take_unit,
+    transpose_tile,
     upper_halves,
+    where_positive,
 )
-from dlrm_kernels.tiles.kernels_follow import finish
 from dlrm_kernels.vectors import (
+    UNITS,
     add,
     compiled,
+    enter,
+    field,
+    load_first,
     load_float,
     load_vector,
     multiply,
     prefetch,
+    store_first,
     store_float,
     store_vector,
+    subtract,
+    take_unit,
     zeros,
 )
+
+# Fields of a job behind the first three (:mod:`dlrm_kernels.vectors`). Addresses unless another
+# unit is given; an address of 0: not wanted.
+SCRATCH = 3  # SCRATCH_BYTES a thread
+SCRATCH_BYTES = 4
+GROUP = 5  # rows of blocks in a unit
+ROW_BLOCKS = 6
+COLUMN_BLOCKS = 7
+ROWS = 8  # of them real, the rest is padding
+COLUMNS = 9
+PARTS = 10  # 1, 2 or 3
+# the operands of a product
+CONFIG = 11  # shapes of the tiles; 0: no tiles, multiply by vector instructions
+LEFT = 12
+RIGHT = 13
+DEPTH = 14  # blocks along the sum
+LEFT_STRIDE = 15  # bytes from one row of blocks to the next
+RIGHT_STRIDE = 16
+# what happens to a block of the result, or of a matrix that is packed
+BIAS = 17  # float32 a column, padded
+RELU = 18  # 0 or 1
+MASK = 19  # rows form of the same shape: where it is not positive, the result is 0
+MASK_PARTS = 20
+SUMS = 21  # ROW_BLOCKS x (32 COLUMN_BLOCKS) float32: sums of each block's columns
+TARGET = 22  # float32, row by row
+TARGET_STRIDE = 23  # bytes
+ACCUMULATE = 24  # 0 or 1: add to the target
+OUT_ROWS = 25  # the result in rows form
+OUT_COLUMNS = 26
+OUT_ROWS_T = 27  # its transpose in rows form
+OUT_COLUMNS_T = 28
+SOURCE = 29  # packing: float32, row by row
+SOURCE_STRIDE = 30
+# the interaction
+FEATURES = 31  # F addresses of float32 (B, d)
+STRIDES = 32  # F distances between their rows, bytes
+COUNT = 33  # F
+DIM = 34  # d
+ITSELF = 35  # 0 or 1: products of a feature with itself too
+GRADIENTS = 36  # F addresses of float32 (B, d), written
+GRADIENT_STRIDES = 37
+DOT_PARTS = 38  # as PARTS, of the features
+FIELDS = 39
+
+BLOCK_BYTES = 32 * 32 * 4
+SCRATCH_LEAST = BLOCK_BYTES + 3 * 2 * 2 * 1024
+"""Bytes: a block in float32, and in both forms."""
 
 _clear0, _clear1, _clear2, _clear3 = (clear_tile(i) for i in range(4))
 _store0, _store1, _store2, _store3 = (store_tile(i) for i in range(4))
 _left0, _left1, _right0, _right1 = (load_tile(i) for i in (4, 5, 6, 7))
 _multiply00, _multiply01 = multiply_tiles(0, 4, 6), multiply_tiles(1, 4, 7)
 _multiply10, _multiply11 = multiply_tiles(2, 5, 6), multiply_tiles(3, 5, 7)
+
+
+@compiled
+def own_scratch(job):
+    """This thread's part of the scratch memory."""
+    return field(job, SCRATCH) + enter(job) * field(job, SCRATCH_BYTES)
+
+
+@compiled
+def emit_two(a, b, c, d, parts, pair, rows, columns):
+    """Two rows (a, b) and (c, d) of a block in rows form, in columns form; 0: not wanted."""
+    for part in range(parts):
+        even, odd = halves_of(a, b), halves_of(c, d)
+        if rows != 0:
+            place = rows + 2048 * part + 128 * pair
+            store_integers(place, even)
+            store_integers(place + 64, odd)
+        if columns != 0:
+            place = columns + 2048 * part + 64 * pair
+            store_integers(place, first_pairs(even, odd))
+            store_integers(place + 1024, last_pairs(even, odd))
+        if part + 1 < parts:
+            a, b = subtract(a, first_floats(even)), subtract(b, last_floats(even))
+            c, d = subtract(c, first_floats(odd)), subtract(d, last_floats(odd))
+
+
+@compiled
+def emit_block(source, stride, pairs, parts, rows, columns):
+    """The first pairs of rows of a block of float32, in the forms wanted (0: not)."""
+    for pair in range(pairs):
+        here = source + 2 * pair * stride
+        a, b = load_vector(here), load_vector(here + 64)
+        c, d = load_vector(here + stride), load_vector(here + stride + 64)
+        emit_two(a, b, c, d, parts, pair, rows, columns)
+
+
+@compiled
+def places_wanted(job, row, column, scratch):
+    """Where a block's forms go: rows, columns (0: not wanted), and their transposes."""
+    size = 2048 * field(job, PARTS)
+    here = (row * field(job, COLUMN_BLOCKS) + column) * size
+    mirrored = (column * field(job, ROW_BLOCKS) + row) * size
+    rows, rows_t = field(job, OUT_ROWS), field(job, OUT_ROWS_T)
+    columns, columns_t = field(job, OUT_COLUMNS), field(job, OUT_COLUMNS_T)
+    spare = scratch + BLOCK_BYTES
+    if rows != 0:
+        rows += here
+    elif columns_t != 0:
+        rows = spare
+    if columns != 0:
+        columns += mirrored
+    elif rows_t != 0:
+        columns = spare + size
+    return (
+        rows,
+        columns,
+        columns_t + here if columns_t != 0 else 0,
+        rows_t + mirrored if rows_t != 0 else 0,
+    )
+
+
+@compiled
+def transpose_forms(parts, places):
+    """The transposes wanted, from the forms just written."""
+    rows, columns, columns_t, rows_t = places
+    if columns_t != 0:
+        for tile in range(0, 2048 * parts, 1024):
+            transpose_tile(rows + tile, columns_t + tile)
+    if rows_t != 0:
+        for tile in range(0, 2048 * parts, 1024):
+            transpose_tile(columns + tile, rows_t + tile)
+
+
+@compiled
+def emit(job, source, stride, row, column, scratch):
+    """A block of float32 in the forms that the job wants."""
+    places = places_wanted(job, row, column, scratch)
+    emit_block(source, stride, 16, field(job, PARTS), places[0], places[1])
+    transpose_forms(field(job, PARTS), places)
+
+
+@compiled
+def store_row(job, a, b, row, column, r):
+    """A row of a block to the float32 target, without padding."""
+    place = 32 * row + r
+    if place < field(job, ROWS):
+        target = field(job, TARGET) + place * field(job, TARGET_STRIDE) + 128 * column
+        width = field(job, COLUMNS) - 32 * column
+        low, high = min(16, width), max(0, min(16, width - 16))
+        if field(job, ACCUMULATE) != 0:
+            a = add(a, load_first(target, low))
+            b = add(b, load_first(target + 64, high))
+        store_first(target, a, low)
+        store_first(target + 64, b, high)
+
+
+@compiled
+def finish(job, block, row, column, scratch):
+    """Bias, ReLU, mask and column sums of a block of float32; then target and forms."""
+    bias, mask, sums = field(job, BIAS), field(job, MASK), field(job, SUMS)
+    rectify, target = field(job, RELU) != 0, field(job, TARGET)
+    parts, columns = field(job, PARTS), field(job, COLUMN_BLOCKS)
+    places = places_wanted(job, row, column, scratch)
+    low, high, sum_low, sum_high = zeros(), zeros(), zeros(), zeros()
+    if bias != 0:
+        low, high = load_vector(bias + 128 * column), load_vector(bias + 128 * column + 64)
+    if mask != 0:
+        mask += (row * columns + column) * 2048 * field(job, MASK_PARTS)
+    for pair in range(16):
+        here = block + 256 * pair
+        a, b = load_vector(here), load_vector(here + 64)
+        c, d = load_vector(here + 128), load_vector(here + 192)
+        if bias != 0:
+            a, b, c, d = add(a, low), add(b, high), add(c, low), add(d, high)
+        if rectify:
+            a, b, c, d = relu(a), relu(b), relu(c), relu(d)
+        if mask != 0:
+            place = mask + 128 * pair
+            a, b = where_positive(a, place), where_positive(b, place + 32)
+            c, d = where_positive(c, place + 64), where_positive(d, place + 96)
+        if sums != 0:
+            sum_low, sum_high = add(add(sum_low, a), c), add(add(sum_high, b), d)
+        if target != 0:
+            store_row(job, a, b, row, column, 2 * pair)
+            store_row(job, c, d, row, column, 2 * pair + 1)
+        emit_two(a, b, c, d, parts, pair, places[0], places[1])
+    if sums != 0:
+        place = sums + 128 * (row * columns + column)
+        store_vector(place, sum_low)
+        store_vector(place + 64, sum_high)
+    transpose_forms(parts, places)
 
 
 @compiled

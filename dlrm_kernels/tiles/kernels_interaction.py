@@ -11,7 +11,8 @@ entry in every precision, and nothing of them leaves the core's own caches.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
 
-from dlrm_kernels.tiles.instructions import (
+from dlrm_kernels.tiles.instructions import configure_tiles, release_tiles, transpose_tile
+from dlrm_kernels.tiles.kernels import (
     BLOCK_BYTES,
     COLUMN_BLOCKS,
     CONFIG,
@@ -29,25 +30,24 @@ from dlrm_kernels.tiles.instructions import (
     SOURCE,
     SOURCE_STRIDE,
     STRIDES,
-    UNITS,
-    configure_tiles,
-    field,
+    block_by_tiles,
+    block_by_vectors,
+    emit,
+    emit_block,
     own_scratch,
-    release_tiles,
-    take_unit,
-    transpose_tile,
 )
-from dlrm_kernels.tiles.kernels import block_by_tiles, block_by_vectors
-from dlrm_kernels.tiles.kernels_follow import emit, emit_block
 from dlrm_kernels.vectors import (
+    UNITS,
     add,
     compiled,
+    field,
+    item,
     load_first,
-    load_int,
     load_vector,
     prefetch,
     store_first,
     store_vector,
+    take_unit,
     zeros,
 )
 
@@ -58,8 +58,7 @@ AHEAD = 2
 @compiled
 def row_of(job, addresses, strides, number, sample):
     """Where a sample's feature (or its gradient) lies."""
-    base = load_int(field(job, addresses) + 8 * number)
-    return base + sample * load_int(field(job, strides) + 8 * number)
+    return item(field(job, addresses), number) + sample * item(field(job, strides), number)
 
 
 @compiled
@@ -96,7 +95,7 @@ def gather_block(job, sample, row, column, block):
         clear(block, BLOCK_BYTES)
     ahead = AHEAD if sample + AHEAD < field(job, ROWS) else 0
     for r in range(height):
-        stride = load_int(field(job, STRIDES) + 8 * (32 * row + r))
+        stride = item(field(job, STRIDES), 32 * row + r)
         source = row_of(job, FEATURES, STRIDES, 32 * row + r, sample) + 128 * column
         prefetch(source + ahead * stride)
         prefetch(source + ahead * stride + 4 * (width - 1))

@@ -11,22 +11,23 @@ operand, blocks of a column of blocks lie side by side, and a tile is 16 columns
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from dlrm_core.embeddings import empty_table
-from dlrm_kernels.tiles.machine import (
-    kernel_named,
-    second_level_cache,
-    threads,
-    tile_config,
-    why_no_tiles,
-)
+from dlrm_core.machine import cpu_caches
+from dlrm_kernels.native import compile_kernel
+from dlrm_kernels.tiles import kernels as k
+from dlrm_kernels.tiles.kernels_interaction import dot_backward, dot_forward
+from dlrm_kernels.tiles.machine import tile_config, why_no_tiles
+from dlrm_kernels.vectors import UNITS
 
 BLOCK = 32
+BLOCK_BYTES = 4 * BLOCK * BLOCK
+"""A block in float32; in bf16 half of it for each part."""
 
 LINE_BYTES = 64
 
@@ -35,6 +36,9 @@ DEPTH_BYTES = 128 << 10
 
 CACHE_SHARE = 0.4
 """Of the second-level cache that the left operand of a unit may fill; it was fastest so."""
+
+L2_BYTES = 2 << 20
+"""Second-level cache, assumed where the system does not say."""
 
 
 def blocks_of(count: int) -> int:
@@ -91,8 +95,8 @@ class Tiled:
     @classmethod
     def empty(cls, panels: int, depth: int, parts: int, arena: Arena | None = None) -> Tiled:
         """Memory for a matrix of so many blocks."""
-        size = panels * depth * parts * BLOCK * BLOCK
-        memory = (arena or Arena(2 * size)).take(2 * size).view(torch.int16)
+        size = panels * depth * parts * BLOCK_BYTES // 2
+        memory = (arena or Arena(size)).take(size).view(torch.int16)
         return cls(memory, panels, depth, parts)
 
     def first(self, panels: int, depth: int) -> Tiled:
@@ -102,7 +106,8 @@ class Tiled:
 
     @property
     def panel_bytes(self) -> int:
-        return self.depth * self.parts * 2 * BLOCK * BLOCK
+        """Bytes of a row of blocks (rows form) or of a column of blocks."""
+        return self.depth * self.parts * BLOCK_BYTES // 2
 
 
 @dataclass
@@ -142,18 +147,17 @@ class Engine:
         if reason:
             raise RuntimeError(reason)
         self._config = tile_config() if tiles else None
+        self._left_bytes = int(CACHE_SHARE * cpu_caches().get(2, L2_BYTES))
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def product(self, left: Tiled, right: Tiled, shape: tuple[int, int], result: Result) -> None:
         """``left`` (rows form) times ``right`` (columns form), a matrix of the given shape."""
-        from dlrm_kernels.tiles import instructions as k
-
         if left.depth != right.depth or left.parts != right.parts:
             raise ValueError(
                 f"left has {left.depth} blocks of {left.parts} parts along the sum, right "
                 f"{right.depth} of {right.parts}"
             )
-        block_bytes = left.parts * 2 * BLOCK * BLOCK
+        block_bytes = left.parts * BLOCK_BYTES // 2
         pieces = range(0, left.depth, DEPTH_BYTES // block_bytes)
         if len(pieces) > 1 and not _is_sum_only(result):
             # what follows needs the whole sum
@@ -161,40 +165,32 @@ class Engine:
         for start in pieces:
             depth = min(pieces.step, left.depth - start)
             job = self._job(shape, left.parts, result)
-            job[k.CONFIG] = self._config.ctypes.data if self._config is not None else 0
             job[k.LEFT] = left.memory.data_ptr() + start * block_bytes
             job[k.RIGHT] = right.memory.data_ptr() + start * block_bytes
             job[k.DEPTH] = depth
             job[k.LEFT_STRIDE], job[k.RIGHT_STRIDE] = left.panel_bytes, right.panel_bytes
             job[k.ACCUMULATE] = result.accumulate or start > 0
-            room = int(CACHE_SHARE * second_level_cache())
-            self._run("product", job, most=max(1, room // (depth * block_bytes)))
+            self._run(k.product, job, most=max(1, self._left_bytes // (depth * block_bytes)))
 
     def pack(self, matrix: torch.Tensor, parts: int, result: Result) -> None:
         """Tile a float32 matrix (R, C) whose rows have no gaps."""
-        from dlrm_kernels.tiles import instructions as k
-
         _check_rows(matrix)
         job = self._job((matrix.shape[0], matrix.shape[1]), parts, result)
         job[k.SOURCE], job[k.SOURCE_STRIDE] = matrix.data_ptr(), 4 * matrix.stride(0)
-        self._run("pack", job, most=4)
+        self._run(k.pack, job, most=4)
 
     def dot_forward(
         self, features: Sequence[torch.Tensor], itself: bool, parts: int, result: Result
     ) -> None:
         """Dot interaction of F features (B, d) float32 into tiled (B, d + pairs)."""
-        from dlrm_kernels.tiles import instructions as k
-
         size, dim = features[0].shape
         count = len(features)
         width = dim + count * (count + (1 if itself else -1)) // 2
         job = self._job((size, width), parts, result)
-        kept = self._features(job, features, itself)
-        self._dot_parts(job, parts)
-        size_of_block = 4 * BLOCK * BLOCK
-        panels = 2 * blocks_of(count) * blocks_of(dim) * int(job[k.DOT_PARTS]) * size_of_block // 2
-        job[k.SCRATCH_BYTES] += size_of_block * (blocks_of(width) + 2) + panels
-        self._run("dot_forward", job, most=4)
+        kept = self._features(job, features, itself, parts)
+        panels = 2 * blocks_of(count) * blocks_of(dim) * int(job[k.DOT_PARTS]) * BLOCK_BYTES // 2
+        job[k.SCRATCH_BYTES] += BLOCK_BYTES * (blocks_of(width) + 2) + panels
+        self._run(dot_forward, job, most=4)
         del kept
 
     def dot_backward(
@@ -206,44 +202,35 @@ class Engine:
         gradients: Sequence[torch.Tensor],
     ) -> None:
         """Write the features' gradients (B, d), given that of the output (B, d + pairs)."""
-        from dlrm_kernels.tiles import instructions as k
-
         _check_rows(gradient)
         job = self._job((gradient.shape[0], gradient.shape[1]), parts, Result())
-        kept = self._features(job, features, itself)
+        kept = self._features(job, features, itself, parts)
         job[k.SOURCE], job[k.SOURCE_STRIDE] = gradient.data_ptr(), 4 * gradient.stride(0)
         places = _addresses(gradients)
         job[k.GRADIENTS], job[k.GRADIENT_STRIDES] = (array.ctypes.data for array in places)
-        self._dot_parts(job, parts)
         blocks, columns = blocks_of(len(features)), blocks_of(features[0].shape[1])
-        size_of_block = 4 * BLOCK * BLOCK
-        panels = blocks * (blocks + columns) * int(job[k.DOT_PARTS]) * size_of_block // 2
-        tiles = size_of_block // 2
-        job[k.SCRATCH_BYTES] += tiles + size_of_block * (2 + blocks * blocks) + panels
-        self._run("dot_backward", job, most=4)
+        panels = blocks * (blocks + columns) * int(job[k.DOT_PARTS]) * BLOCK_BYTES // 2
+        tiles = BLOCK_BYTES // 2
+        job[k.SCRATCH_BYTES] += tiles + BLOCK_BYTES * (2 + blocks * blocks) + panels
+        self._run(dot_backward, job, most=4)
         del kept, places
 
-    def _dot_parts(self, job: np.ndarray, parts: int) -> None:
-        """Features of an interaction are of two parts at least: it is fp32 in bf16 too."""
-        from dlrm_kernels.tiles import instructions as k
-
-        job[k.DOT_PARTS] = max(2, parts)
-        job[k.CONFIG] = self._config.ctypes.data if self._config is not None else 0
-
     def _features(
-        self, job: np.ndarray, features: Sequence[torch.Tensor], itself: bool
+        self, job: np.ndarray, features: Sequence[torch.Tensor], itself: bool, parts: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        from dlrm_kernels.tiles import instructions as k
+        """Fill in the interaction's fields; the arrays whose addresses they hold.
 
+        Features are of two parts at least: an interaction is fp32 in bf16 too.
+        """
+        job[k.DOT_PARTS] = max(2, parts)
         places = _addresses(features)
         job[k.FEATURES], job[k.STRIDES] = (array.ctypes.data for array in places)
         job[k.COUNT], job[k.DIM], job[k.ITSELF] = len(features), features[0].shape[1], itself
         return places
 
     def _job(self, shape: tuple[int, int], parts: int, result: Result) -> np.ndarray:
-        from dlrm_kernels.tiles import instructions as k
-
         job = np.zeros(k.FIELDS, np.int64)
+        job[k.CONFIG] = self._config.ctypes.data if self._config is not None else 0
         rows, columns = shape
         row_blocks, column_blocks = blocks_of(rows), blocks_of(columns)
         job[k.ROWS], job[k.COLUMNS], job[k.PARTS] = rows, columns, parts
@@ -288,22 +275,28 @@ class Engine:
             job[k.MASK_PARTS] = result.mask.parts
         return job
 
-    def _run(self, name: str, job: np.ndarray, most: int) -> None:
+    def _run(self, kernel: Callable[[int], None], job: np.ndarray, most: int) -> None:
         """Run a job in units of at most ``most`` rows of blocks."""
-        from dlrm_kernels.tiles import instructions as k
-
-        count = threads()
+        count = torch.get_num_threads()
         blocks = int(job[k.ROW_BLOCKS])
         # several units a thread, so that a disturbed one does not hold up the others
         group = min(most, max(1, blocks // (4 * count))) if count > 1 else most
         units = -(-blocks // group)
-        job[k.GROUP], job[k.UNITS] = group, units
+        job[k.GROUP], job[UNITS] = group, units
         count = max(1, min(count, units))
         needed = count * int(job[k.SCRATCH_BYTES])
         if self._scratch.numel() < needed:
             self._scratch = torch.empty(needed, dtype=torch.uint8)
         job[k.SCRATCH] = self._scratch.data_ptr()
-        kernel_named(name)(job.ctypes.data, count)
+        compile_kernel(kernel)[0](job.ctypes.data, count)
+
+
+def compile_all() -> list[str]:
+    """Compile every kernel now, not in the first step; notices (an unwritable cache)."""
+    notices = {
+        compile_kernel(kernel)[1] for kernel in (k.product, k.pack, dot_forward, dot_backward)
+    }
+    return sorted(notices - {""})
 
 
 def _is_sum_only(result: Result) -> bool:

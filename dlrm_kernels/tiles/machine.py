@@ -1,4 +1,4 @@
-"""Whether this process may use matrix tiles, and the machine code that does."""
+"""Whether this process may use matrix tiles, and their shapes."""
 
 from __future__ import annotations
 
@@ -6,20 +6,14 @@ import ctypes
 import functools
 import platform
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
-import torch
 
 from dlrm_core.machine import cpu_flags
-from dlrm_kernels.native import Kernel, compile_kernel
+from dlrm_kernels.native import why_no_numba
 
 ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18
 """System call by which a process asks for the tiles (Linux, Documentation/arch/x86/xstate.rst)."""
-
-L2_BYTES = 2 << 20
-"""Assumed where the system does not say."""
 
 
 @functools.cache
@@ -41,16 +35,6 @@ def why_no_tiles() -> str:
 
 
 @functools.cache
-def why_no_numba() -> str:
-    """Why kernels cannot be compiled here; empty if they can."""
-    try:
-        import numba  # noqa: F401
-    except ImportError as error:
-        return f"numba, which compiles the kernels, is not installed ({error}): pip install numba"
-    return ""
-
-
-@functools.cache
 def tile_config() -> np.ndarray:
     """The 64 bytes that give all eight tiles 16 rows of 64 bytes (Intel SDM, LDTILECFG)."""
     held = np.zeros(128, np.uint8)
@@ -60,41 +44,3 @@ def tile_config() -> np.ndarray:
     config[16:32].view(np.uint16)[:8] = 64
     config[48:56] = 16
     return config
-
-
-def kernel_named(name: str) -> Kernel:
-    """A kernel's machine code, compiled once and kept on disk."""
-    return compile_kernel(_function_named(name))[0]
-
-
-def compile_all() -> list[str]:
-    """Compile every kernel now, not in the first step; notices (an unwritable cache)."""
-    names = ("product", "pack", "dot_forward", "dot_backward")
-    notices = [compile_kernel(_function_named(name))[1] for name in names]
-    return sorted({notice for notice in notices if notice})
-
-
-def _function_named(name: str) -> Callable[[int], None]:
-    from dlrm_kernels.tiles import kernels, kernels_interaction
-
-    module = kernels_interaction if hasattr(kernels_interaction, name) else kernels
-    function: Callable[[int], None] = getattr(module, name)
-    return function
-
-
-@functools.cache
-def second_level_cache() -> int:
-    """Bytes of a core's second-level cache."""
-    for folder in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
-        try:
-            if (folder / "level").read_text().strip() == "2":
-                size = (folder / "size").read_text().strip()
-                return int(size[:-1]) << {"K": 10, "M": 20}[size[-1]]
-        except (OSError, KeyError, ValueError):
-            continue
-    return L2_BYTES
-
-
-def threads() -> int:
-    """Threads that a kernel runs on: torch's."""
-    return torch.get_num_threads()

@@ -458,6 +458,6 @@ def test_the_forecast_of_memory_counts_what_the_update_keeps(training, name, exp
 
 def test_what_the_back_end_fell_back_to_is_among_the_runs_notices(monkeypatch):
     monkeypatch.setattr(
-        "dlrm_kernels.native.compile_kernel", lambda function: (None, "compiled anew")
+        "dlrm_kernels.embeddings.fused_cpu.compile_kernel", lambda kernel: (None, "compiled anew")
     )
     assert Trainer(parameters(embedding_backend="fused")).notices == ["compiled anew"]
