@@ -52,15 +52,16 @@ def read_everything(path: str) -> dict[str, Any]:
 
     import dlrm_workbook.recordings.hpctoolkit.database  # noqa: F401
     from dlrm_workbook.recordings.hpctoolkit.database import read_database
+    from dlrm_workbook.recordings.hpctoolkit.views import facts
 
     start = time.perf_counter()
     database = read_database(path)
-    facts = database.facts()  # every value of every thread
+    known = facts(database)  # every value of every thread
     names = [metric.name for metric in database.metrics]
     whole = database.matrix(names)
     own = [database.self_of(column) for column in whole]
     formulas = len(database.taxonomy)
-    if facts["summary_values"] < 1_000_000:
+    if known["summary_values"] < 1_000_000:
         assert len(database.names) == len(database.tree)
         for profile in database.profiles:
             profile.values()
@@ -70,7 +71,7 @@ def read_everything(path: str) -> dict[str, Any]:
     return {
         "seconds": seconds,
         "contexts": len(database.tree),
-        "values": facts["summary_values"] + sum(t["values"] for t in facts["threads"]),
+        "values": known["summary_values"] + sum(t["values"] for t in known["threads"]),
         "metrics": len(own),
         "formulas": formulas,
         "peak_bytes": peak_bytes(),

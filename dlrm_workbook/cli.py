@@ -71,7 +71,7 @@ SUBCOMMANDS = (
         "database",
         "facts of an HPCToolkit database",
         options.database,
-        "dlrm_workbook.recordings.hpctoolkit.database:database",
+        "dlrm_workbook.recordings.hpctoolkit.views:database",
     ),
     Subcommand(
         "bench",

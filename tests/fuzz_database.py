@@ -28,6 +28,7 @@ import numpy as np
 from dlrm_workbook.recordings.hpctoolkit.database import read_database
 from dlrm_workbook.recordings.hpctoolkit.format import DatabaseError
 from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
+from dlrm_workbook.recordings.hpctoolkit.views import describe, facts, kernels_table
 from tests.hpctoolkit_tree import random_tree
 from tests.hpctoolkit_writer import Measured, write_database
 
@@ -137,9 +138,9 @@ def _mutate_file(rng: np.random.Generator, data: bytes, other: bytes) -> bytes |
 def exercise(folder: Path) -> None:
     """Read everything there is in a database."""
     database = read_database(folder)
-    json.dumps(database.facts())
-    database.describe()
-    database.kernels()
+    json.dumps(facts(database))
+    describe(database)
+    kernels_table(database)
     for metric in database.taxonomy[:10]:
         for cost in metric.formulas:
             try:

@@ -382,9 +382,13 @@ class Profile:
         Raises:
             MissingToolError: Hatchet is not installed.
         """
-        from dlrm_workbook.recordings.hatchet_frame import graph_frame
+        from dlrm_workbook.recordings.hatchet_frames import graph_frame
 
-        return graph_frame(self)
+        contexts = self.contexts.drop(columns="context").rename(columns={"kind": "type"})
+        metrics = self.wide()
+        default = "gpu_time_ms" if self.has("gpu_time_ms") else "cpu_time_ms"
+        default += " (inc)" if f"{default} (inc)" in metrics else ""
+        return graph_frame(contexts, metrics, default, dict(self.meta))
 
     # ---- files ------------------------------------------------------------------
 

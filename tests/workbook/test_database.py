@@ -15,10 +15,16 @@ from databases import NAMES, assert_same, expected_of, folder_of, written
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dlrm_workbook.recordings.hpctoolkit.database import Database, functions_table, read_database
+from dlrm_workbook.recordings.hpctoolkit.database import Database, read_database
 from dlrm_workbook.recordings.hpctoolkit.format import DatabaseError
 from dlrm_workbook.recordings.hpctoolkit.metrics import additive
 from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
+from dlrm_workbook.recordings.hpctoolkit.views import (
+    describe,
+    facts,
+    functions_table,
+    kernels_table,
+)
 from tests.hpctoolkit_tree import FUNCTION, LINE, Tree, random_tree
 from tests.hpctoolkit_writer import Measured, write_database
 
@@ -26,7 +32,7 @@ from tests.hpctoolkit_writer import Measured, write_database
 def assert_self_adds_up(database: Database) -> None:
     """Self values over the tree are the root's value: per thread, in sum, never negative."""
     for profile in database.profiles:
-        index, _, own = database.self_values(profile.number)
+        index, _, own = database.self_of_sparse(*database.inclusive_values(profile.number))
         sums = np.bincount(index, own, minlength=len(database.metrics))
         root = database.root(profile.number)
         for total, metric in zip(sums, database.metrics, strict=True):
@@ -43,7 +49,7 @@ def assert_self_adds_up(database: Database) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_facts_equal_those_of_an_independent_reader(name: str) -> None:
-    assert_same(read_database(folder_of(name)).facts(), expected_of(name))
+    assert_same(facts(read_database(folder_of(name))), expected_of(name))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -96,7 +102,7 @@ def test_pc_sampling_figures() -> None:
     assert derived["stall_idep_percent"] == pytest.approx(91.5, abs=0.05)
     assert derived["occupancy_percent"] == 12.5
     assert derived["copy_gb_per_s"] == "not measured: no values of GXCOPY (sec)"
-    kernel = database.kernels().iloc[0]
+    kernel = kernels_table(database).iloc[0]
     assert (kernel["kernel"], kernel["launches"], kernel["mean_registers"]) == (
         "kernmain()",
         100,
@@ -109,7 +115,7 @@ def test_pc_sampling_figures() -> None:
     assert database.names[row] == "kernmain()"
     utilisation = database.derived_column("GSAMP:UTIL", "inclusive")
     assert utilisation[0] == pytest.approx(derived["utilization_percent"])
-    text = database.describe()
+    text = describe(database)
     assert "kernmain()" in text and "HPCToolkit lists it but does not collect it" in text
 
 
@@ -137,9 +143,9 @@ KINDS_OF_IDS = ("NODE", "RANK", "THREAD")
 
 def test_values_are_the_same_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     database = read_database(folder_of("dlrm-cpu-python"))
-    whole = database.facts(), database.matrix(["CPUTIME (sec)"]), database.column("CPUTIME (sec)")
+    whole = facts(database), database.matrix(["CPUTIME (sec)"]), database.column("CPUTIME (sec)")
     monkeypatch.setattr("dlrm_workbook.recordings.hpctoolkit.values.CHUNK", 97)
-    assert_same(database.facts(), whole[0])
+    assert_same(facts(database), whole[0])
     np.testing.assert_array_equal(database.matrix(["CPUTIME (sec)"]), whole[1])
     np.testing.assert_array_equal(database.column("CPUTIME (sec)"), whole[1][0])
 
@@ -216,8 +222,8 @@ def test_what_is_written_is_read(made: dict[str, Any]) -> None:
             np.testing.assert_array_equal(line.context, measured.trace[1])
         assert len({thread.name for thread in database.threads}) == len(threads)
         assert_self_adds_up(database)
-        json.dumps(database.facts())
-        assert database.describe()
+        json.dumps(facts(database))
+        assert describe(database)
         if threads:
             profile_from_database(database).validate()
 
@@ -300,4 +306,4 @@ def test_line_contexts_keep_file_and_line(tmp_path: Path) -> None:
 def test_a_copied_database_reads_the_same(tmp_path: Path) -> None:
     source = folder_of("dlrm-cpu-python")
     shutil.copytree(source, tmp_path / source.name)
-    assert read_database(tmp_path / source.name).facts() == read_database(source).facts()
+    assert facts(read_database(tmp_path / source.name)) == facts(read_database(source))

@@ -14,20 +14,18 @@ root, for each thread and in sum.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from dlrm_core.errors import MissingToolError
 from dlrm_workbook.recordings.hpctoolkit.derived import (
+    VARIABLE,
     DerivedMetric,
     Input,
     evaluate,
@@ -40,37 +38,33 @@ from dlrm_workbook.recordings.hpctoolkit.meta import (
     LEXICAL_TYPES,
     RELATIONS,
     ROOT,
+    Ints,
     Meta,
+    Metric,
     enumerated,
     read_meta,
 )
-from dlrm_workbook.recordings.hpctoolkit.metrics import (
-    DERIVATIONS,
-    canonical_name,
-    derive,
-    meaning_of,
-    reason_without_value,
-    unit_of,
-)
+from dlrm_workbook.recordings.hpctoolkit.metrics import canonical_name, derive
 from dlrm_workbook.recordings.hpctoolkit.values import (
     ContextValues,
     Floats,
     ThreadProfile,
     TraceLine,
-    TreeValues,
     read_profiles,
     read_traces,
 )
-from dlrm_workbook.recordings.hpctoolkit.values import (
-    Ints as imported_Ints,
-)
 
 if TYPE_CHECKING:
-    import pandas as pd
     from hatchet import GraphFrame
 
 FUNCTION, LOOP, LINE, INSTRUCTION = range(4)
 PYTHON_MODULE = "<logical python>"
+
+SELF_ROUNDING = 1e-12
+"""Self values below this share of their inclusive value are rounding, and become 0."""
+
+CHIEF_METRICS = ("CPUTIME (sec)", "REALTIME (sec)", "GPUOP (sec)", "GKER (sec)", "perf::task-clock")
+"""Metrics by which a reader sorts a tree, best first."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +85,7 @@ class Thread:
     thread: int
 
 
-class Database(TreeValues):
+class Database:
     """One HPCToolkit database. Get it from ``read_database``.
 
     Rows of the tree number its contexts: row 0 is the root over all entry points
@@ -116,10 +110,17 @@ class Database(TreeValues):
         by_context: ContextValues | None,
         absent: dict[str, str],
     ) -> None:
-        super().__init__(path, meta, profiles)
+        self.path = path
+        self.meta = meta
+        self.tree = meta.tree
+        self.profiles = profiles
         self.traces = traces
         self.by_context = by_context
         self.absent = absent
+        self._metrics = {metric.name: metric for metric in meta.metrics}
+        self._canonical: dict[str, str] = {}
+        for name in self._metrics:
+            self._canonical.setdefault(canonical_name(name), name)
 
     # ---- names --------------------------------------------------------------------
 
@@ -170,8 +171,36 @@ class Database(TreeValues):
         ``line`` (of the context, else of its function's definition), ``module``,
         ``offset`` (in the module).
         """
-
-        return contexts_table(self)
+        tree, meta = self.tree, self.meta
+        # A function's own file, line and module stand in where the context has none.
+        of_function = np.array(
+            [(f.file, f.line, f.module, f.offset % (1 << 63)) for f in meta.functions]
+            or [(-1, 0, -1, 0)],
+            np.int64,
+        )
+        known = of_function[np.maximum(tree.function, 0)]
+        has = tree.function >= 0
+        file = np.where(tree.file >= 0, tree.file, np.where(has, known[:, 0], -1))
+        line = np.where(tree.file >= 0, tree.line, np.where(has, known[:, 1], 0))
+        module = np.where(tree.module >= 0, tree.module, np.where(has, known[:, 2], -1))
+        offset = np.where(tree.module >= 0, (tree.offset % (1 << 63)).astype(np.int64), known[:, 3])
+        # −1, not known, is the last of each
+        files = np.array([*meta.files, ""], dtype=object)
+        modules = np.array([*meta.modules, ""], dtype=object)
+        return pd.DataFrame(
+            {
+                "context": tree.context,
+                "parent": tree.parent,
+                "depth": tree.depth,
+                "type": type_names(tree.lexical_type),
+                "relation": relation_names(tree.relation),
+                "name": self.names,
+                "file": files[file],
+                "line": line,
+                "module": modules[module],
+                "offset": np.where(module >= 0, offset, 0),
+            }
+        )
 
     @functools.cached_property
     def threads(self) -> list[Thread]:
@@ -199,6 +228,165 @@ class Database(TreeValues):
             seen.add(name)
             threads.append(Thread(profile.number, kind, name, rank, number))
         return threads
+
+    # ---- nearest enclosing --------------------------------------------------------
+
+    def nearest(self, marked: npt.NDArray[np.bool_]) -> Ints:
+        """Row of the nearest marked context at or above each row, −1 where there is none."""
+        link = np.where(marked, np.arange(len(marked)), self.tree.parent)
+        link[0] = 0
+        while True:  # pointer doubling: log2(depth) passes
+            further = link[link]
+            if (further == link).all():
+                break
+            link = further
+        return np.where(marked[link], link, -1)
+
+    def is_python(self, function: int) -> bool:
+        """Whether a row of ``meta.functions`` is a Python frame (``hpcrun -a python``)."""
+        found = self.meta.functions[function]
+        module = self.meta.modules[found.module] if found.module >= 0 else ""
+        file = self.meta.files[found.file] if found.file >= 0 else ""
+        return module == PYTHON_MODULE or file.endswith(".py")
+
+    # ---- values over the tree ------------------------------------------------------
+
+    @property
+    def metrics(self) -> list[Metric]:
+        return self.meta.metrics
+
+    def metric(self, name: str) -> Metric:
+        """The metric called so here or in another generation of HPCToolkit.
+
+        Raises:
+            DatabaseError: there is none; the message lists those there are.
+        """
+        found = self._metrics.get(name) or self._metrics.get(
+            self._canonical.get(canonical_name(name), "")
+        )
+        if found is None:
+            listed = ", ".join(sorted(self._metrics)[:60]) or "none"
+            raise DatabaseError(f"{self.path}: no metric '{name}'; it has {listed}")
+        return found
+
+    def _ids(self, profile: int) -> dict[tuple[str, str], int]:
+        """(metric, scope) to the id of its plain values in a profile."""
+        if not self.profiles[profile].summary:
+            return {
+                (metric.name, scope): number
+                for metric in self.metrics
+                for scope, number in metric.scopes.items()
+            }
+        return {
+            (metric.name, statistic.scope): statistic.metric_id
+            for metric in self.metrics
+            for statistic in metric.statistics
+            if statistic.combine == "sum" and statistic.formula == VARIABLE
+        }
+
+    def column(self, metric: str, scope: str = "", profile: int = 0) -> Floats:
+        """Values of a metric over the tree, 0 where a context has none; shape (rows,).
+
+        Args:
+            metric: any generation's name.
+            scope: ``point``, ``function``, ``lex_aware``, ``execution`` (the default).
+            profile: row of ``profiles``; 0 sums over all threads.
+
+        Raises:
+            DatabaseError: no such metric, scope or profile, or its values are damaged.
+        """
+        return self.matrix([metric], scope, profile)[0]
+
+    def matrix(self, metrics: Sequence[str], scope: str = "", profile: int = 0) -> Floats:
+        """``column`` for several metrics, in one pass; shape (metrics, rows)."""
+        if not 0 <= profile < len(self.profiles):
+            raise DatabaseError(f"{self.path}: no profile {profile}, it has {len(self.profiles)}")
+        ids = self._ids(profile)
+        scope = scope or self.meta.inclusive_scope
+        numbers = []
+        for name in metrics:
+            metric = self.metric(name)
+            if (metric.name, scope) not in ids:
+                raise DatabaseError(
+                    f"{self.path}: metric '{metric.name}' has no scope '{scope}'; "
+                    f"it has {', '.join(metric.scopes)}"
+                )
+            numbers.append(ids[metric.name, scope])
+        return self._dense(profile, numbers)
+
+    def _dense(self, profile: int, ids: Sequence[int]) -> Floats:
+        """Values of metric (or statistic) ids over the tree; shape (ids, rows)."""
+        target = np.full(65536, -1, np.int64)
+        target[list(ids)] = np.arange(len(ids))
+        source = self.profiles[profile]
+        rows = self.tree.rows(source.contexts)
+        # One column more, for what is not asked for and what is outside the tree.
+        result = np.zeros((len(ids) + 1, len(self.tree)))
+        for start, metric, value in source.chunks():
+            row = rows[source.places(start, len(metric))]
+            result[np.where(row >= 0, target[metric], -1), row] = value
+        return result[:-1]
+
+    def self_column(self, metric: str, profile: int = 0) -> Floats:
+        """Self values of a metric over the tree; they add up to ``column(metric)[0]``.
+
+        Raises:
+            DatabaseError: as ``column``.
+        """
+        return self.self_of(self.column(metric, profile=profile))
+
+    def self_of(self, inclusive: Floats) -> Floats:
+        """Self values from inclusive ones, both of shape (rows,)."""
+        below = np.bincount(self.tree.parent[1:], inclusive[1:], minlength=len(inclusive))
+        own = inclusive - below
+        own[np.abs(own) <= SELF_ROUNDING * np.abs(inclusive)] = 0.0
+        return own
+
+    def inclusive_values(self, profile: int) -> tuple[Ints, Ints, Floats]:
+        """(metric index, row, inclusive value) of all metrics in a profile's tree, sparse.
+
+        Metric indices count ``metrics``. Sorted by metric, then row.
+
+        Raises:
+            DatabaseError: its values are damaged.
+        """
+        scope = self.meta.inclusive_scope
+        values = self.profiles[profile].values()
+        index_of = np.full(65536, -1, np.int64)
+        order = {metric.name: i for i, metric in enumerate(self.metrics)}
+        for (name, of_scope), number in self._ids(profile).items():
+            if of_scope == scope:
+                index_of[number] = order[name]
+        index, rows = index_of[values.metric], self.tree.rows(values.context)
+        keep = (index >= 0) & (rows >= 0)
+        index, rows, value = index[keep], rows[keep], values.value[keep]
+        sort = np.lexsort((rows, index))
+        return index[sort], rows[sort], value[sort]
+
+    def self_of_sparse(self, index: Ints, rows: Ints, value: Floats) -> tuple[Ints, Ints, Floats]:
+        """Self values from inclusive ones, as ``inclusive_values`` gives them."""
+        size = len(self.tree)
+        key = index * size + rows
+        above = self.tree.parent[rows]
+        has_parent = above >= 0
+        # Each value counts for its row and against its parent.
+        all_keys = np.concatenate([key, (index * size + above)[has_parent]])
+        keys, place = np.unique(all_keys, return_inverse=True)
+        parts = np.concatenate([value, -value[has_parent]])
+        own: Floats = np.bincount(place, parts, minlength=len(keys)).astype(np.float64)
+        scale = np.bincount(place[: len(key)], np.abs(value), minlength=len(keys))
+        keep = np.abs(own) > SELF_ROUNDING * scale
+        return keys[keep] // size, keys[keep] % size, own[keep]
+
+    def root(self, profile: int = 0) -> dict[str, float]:
+        """Metric to its inclusive value over the whole tree; only metrics with a value."""
+        at_root = self.profiles[profile].at(0)
+        scope = self.meta.inclusive_scope
+        return {
+            name: at_root[number]
+            for (name, of_scope), number in self._ids(profile).items()
+            if of_scope == scope and number in at_root
+        }
 
     # ---- derived ------------------------------------------------------------------
 
@@ -252,77 +440,64 @@ class Database(TreeValues):
         for statistic in metric.statistics:
             same = (statistic.scope, statistic.combine) == (given.scope, given.combine)
             if same and parse_formula(statistic.formula) == unary:
-                return self._dense(profile, statistic.metric_id)
+                return self._dense(profile, [statistic.metric_id])[0]
         raise DatabaseError(
             f"{self.path}: no {given.combine} of '{given.formula}' of metric "
             f"'{given.metric}' in scope '{given.scope}'"
         )
 
-    def derived(self, row: int = 0, profile: int = 0) -> dict[str, float | str]:
-        """Occupancy, utilisation, stall shares, ... of a row; a sentence where not measured."""
-        if row == 0:
-            values = self.root(profile)
-        else:
-            scope = self.meta.inclusive_scope
-            context = int(self.tree.context[row])
-            at = self.profiles[profile].at(context)
-            values = {
-                name: at[number]
-                for (name, of_scope), number in self._ids(profile).items()
-                if of_scope == scope and number in at
-            }
-        named = {canonical_name(name): value for name, value in values.items()}
-        return derive(named, self._canonical)
-
-    # ---- reports ------------------------------------------------------------------
-
-    def facts(self) -> dict[str, Any]:
-        """Counts, sums and traces of the database (``dlrm database PATH --json``)."""
-
-        return facts(self)
-
-    def describe(self) -> str:
-        """A summary to read: metrics, threads, totals, top functions, what is missing."""
-
-        return describe(self)
-
-    def kernels(self) -> pd.DataFrame:
-        """GPU kernels: time, launches, occupancy, ...; see ``database_views.kernels_table``."""
-
-        return kernels_table(self)
+    def derived(self, profile: int = 0) -> dict[str, float | str]:
+        """Occupancy, utilisation, stall shares, ... of a whole profile; a sentence where not
+        measured."""
+        values = {canonical_name(name): value for name, value in self.root(profile).items()}
+        return derive(values, self._canonical)
 
     def to_hatchet(self) -> GraphFrame:
         """The tree as a Hatchet GraphFrame with all metrics, summed over threads.
 
+        Metrics keep their names: ``CPUTIME (sec)`` holds self values, ``CPUTIME (sec) (inc)``
+        inclusive ones. Hatchet's own methods recurse; for a deep tree the recursion limit
+        of this process is raised so that they work.
+
         Raises:
             MissingToolError: Hatchet is not installed.
         """
+        from dlrm_workbook.recordings.hatchet_frames import graph_frame
 
-        return graph_frame(self)
-
-    # ---- nearest enclosing --------------------------------------------------------
-
-    def nearest(self, marked: npt.NDArray[np.bool_]) -> imported_Ints:
-        """Row of the nearest marked context at or above each row, −1 where there is none."""
-        link = np.where(marked, np.arange(len(marked)), self.tree.parent)
-        link[0] = 0
-        while True:  # pointer doubling: log2(depth) passes
-            further = link[link]
-            if (further == link).all():
-                break
-            link = further
-        return np.where(marked[link], link, -1)
-
-    def is_python(self, function: int) -> bool:
-        """Whether a row of ``meta.functions`` is a Python frame (``hpcrun -a python``)."""
-        found = self.meta.functions[function]
-        module = self.meta.modules[found.module] if found.module >= 0 else ""
-        file = self.meta.files[found.file] if found.file >= 0 else ""
-        return module == PYTHON_MODULE or file.endswith(".py")
+        measured = list(self.root())
+        inclusive = dict(zip(measured, self.matrix(measured), strict=True))
+        columns = {name: self.self_of(values) for name, values in inclusive.items()}
+        columns |= {f"{name} (inc)": values for name, values in inclusive.items()}
+        kept = ["name", "type", "parent", "file", "line", "module", "context"]
+        chief = next((name for name in CHIEF_METRICS if name in inclusive), [*measured, "time"][0])
+        return graph_frame(
+            self.contexts[kept],
+            pd.DataFrame(columns, index=self.contexts.index),
+            f"{chief} (inc)",
+            {"database": str(self.path), "title": self.meta.title},
+        )
 
 
 def _base(path: str) -> str:
     return path.rstrip("/").rsplit("/", 1)[-1]
+
+
+def type_names(lexical_types: Ints) -> list[str]:
+    """What each context is: ``root``, ``entry``, ``function``, ``loop``, ..."""
+    named = {ROOT: "root", ENTRY: "entry"}
+    return _each(lexical_types, lambda kind: named.get(kind) or enumerated(LEXICAL_TYPES, kind))
+
+
+def relation_names(relations: Ints) -> list[str]:
+    """How each context is reached from its parent; "" for the root and entry points."""
+    return _each(relations, lambda number: "" if number < 0 else enumerated(RELATIONS, number))
+
+
+def _each(numbers: Ints, name: Callable[[int], str]) -> list[str]:
+    """The name of every number, made once for each that occurs."""
+    found, which = np.unique(numbers, return_inverse=True)
+    names = np.array([name(number) for number in found.tolist()], dtype=object)
+    return names[which].tolist()
 
 
 def read_database(path: str | Path) -> Database:
@@ -381,372 +556,3 @@ def _no_database(folder: Path) -> str:
             f"run `hpcprof -o DATABASE {folder}` first"
         )
     return f"{folder}: no meta.db in it, so no HPCToolkit database of format 4.x"
-
-
-# A database as tables, as text, as facts and as a Hatchet GraphFrame.
-
-VIEWS_FUNCTION = 0
-GPU_KERNEL = "<gpu kernel>"
-TOP_FUNCTIONS = 12
-
-Ints = npt.NDArray[np.int64]
-
-
-def _type_names(kinds: Ints) -> list[str]:
-    named = {ROOT: "root", ENTRY: "entry"}
-    return _each(kinds, lambda kind: named.get(kind) or enumerated(LEXICAL_TYPES, kind))
-
-
-def _each(numbers: Ints, name: Callable[[int], str]) -> list[str]:
-    """The name of every number, made once for each that occurs."""
-    found, which = np.unique(numbers, return_inverse=True)
-    names = np.array([name(number) for number in found.tolist()], dtype=object)
-    return names[which].tolist()
-
-
-def _counts(values: Ints, names: Callable[[Ints], list[str]]) -> dict[str, int]:
-    """How often each value occurs, by its name, in alphabetical order."""
-    found, number = np.unique(values, return_counts=True)
-    return dict(sorted(zip(names(found), number.tolist(), strict=True)))
-
-
-def contexts_table(database: Database) -> pd.DataFrame:
-    """See ``Database.contexts``."""
-    tree, meta = database.tree, database.meta
-    functions = meta.functions
-    # A function's own file, line and module stand in where the context has none.
-    of_function = np.array(
-        [(f.file, f.line, f.module, f.offset % (1 << 63)) for f in functions] or [(-1, 0, -1, 0)],
-        np.int64,
-    )
-    known = of_function[np.maximum(tree.function, 0)]
-    has = tree.function >= 0
-    file = np.where(tree.file >= 0, tree.file, np.where(has, known[:, 0], -1))
-    line = np.where(tree.file >= 0, tree.line, np.where(has, known[:, 1], 0))
-    module = np.where(tree.module >= 0, tree.module, np.where(has, known[:, 2], -1))
-    offset = np.where(tree.module >= 0, (tree.offset % (1 << 63)).astype(np.int64), known[:, 3])
-    # −1, not known, is the last of each
-    files = np.array([*meta.files, ""], dtype=object)
-    modules = np.array([*meta.modules, ""], dtype=object)
-    return pd.DataFrame(
-        {
-            "context": tree.context,
-            "parent": tree.parent,
-            "depth": tree.depth,
-            "type": _type_names(tree.lexical_type),
-            "relation": _each(
-                tree.relation, lambda number: "" if number < 0 else enumerated(RELATIONS, number)
-            ),
-            "name": database.names,
-            "file": files[file],
-            "line": line,
-            "module": modules[module],
-            "offset": np.where(module >= 0, offset, 0),
-        }
-    )
-
-
-def facts(database: Database) -> dict[str, Any]:
-    """Counts, sums and traces; integers exact, sums as numpy adds them.
-
-    The keys are those of the stored expectations that this reader is tested
-    against: see ``Database.facts``.
-    """
-    tree, meta = database.tree, database.meta
-    summary = database.profiles[0]
-    statistics = {
-        statistic.metric_id: f"{metric.name}|{statistic.scope}|{statistic.combine}|"
-        f"{statistic.formula}"
-        for metric in meta.metrics
-        for statistic in metric.statistics
-    }
-    plain = {
-        number: f"{metric.name}|{scope}"
-        for metric in meta.metrics
-        for scope, number in metric.scopes.items()
-    }
-    entry_rows = np.flatnonzero(tree.lexical_type == ENTRY)
-    entries: dict[str, int] = {}
-    for row, kind in zip(entry_rows.tolist(), tree.entry_types, strict=True):
-        name = kind if kind not in entries else f"{kind} {tree.context[row]}"
-        entries[name] = int(tree.context[row])
-    below = tree.lexical_type >= 0
-    in_tree = tree.rows(summary.contexts) >= 0
-    names = [function.name for function in meta.functions]
-    return {
-        "database": database.path.resolve().name,
-        "title": meta.title,
-        "contexts_without_root": len(tree) - 1,
-        "context_types": _counts(tree.lexical_type[1:], _type_names),
-        "relations": _counts(
-            tree.relation[below],
-            lambda numbers: [enumerated(RELATIONS, number) for number in numbers.tolist()],
-        ),
-        "entry_points": entries,
-        "max_depth": int(tree.depth.max()),
-        "functions": len(names),
-        "files": len(meta.files),
-        "modules": len(meta.modules),
-        "longest_function_name": max(names, key=len, default=""),
-        "metrics": {metric.name: sorted(metric.scopes) for metric in meta.metrics},
-        "summary_values": summary.count,
-        "contexts_with_values": len(summary.contexts),
-        "contexts_with_values_outside_tree": int((~in_tree).sum()),
-        "summary_root": {
-            statistics[number]: value for number, value in sorted(summary.at(0).items())
-        },
-        "summary_sum_over_contexts": _named_sums(summary, statistics),
-        "threads": [
-            {
-                "profile": profile.number,
-                "ids": [[i.kind, i.logical, i.physical] for i in profile.identifiers],
-                "values": profile.count,
-                "sum_over_contexts": _named_sums(profile, statistics if profile.summary else plain),
-            }
-            for profile in database.profiles[1:]
-        ],
-        "traces": [
-            {
-                "profile": line.profile,
-                "samples": len(line.time_ns),
-                "first_ns": int(line.time_ns[0]) if len(line.time_ns) else None,
-                "last_ns": int(line.time_ns[-1]) if len(line.time_ns) else None,
-                "idle_ns": line.idle_ns,
-            }
-            for line in database.traces
-        ],
-    }
-
-
-def _named_sums(profile: Any, names: dict[int, str]) -> dict[str, float]:
-    total, number = profile.sums()
-    return {names[i]: float(total[i]) for i in np.flatnonzero(number).tolist()}
-
-
-def metrics_table(database: Database) -> pd.DataFrame:
-    """Metrics with ``metric``, ``canonical``, ``unit``, ``meaning``, ``source``, ``total``.
-
-    ``total`` is the inclusive value at the root over all threads, NaN where the
-    metric has no value anywhere.
-    """
-    root = database.root()
-    return pd.DataFrame(
-        [
-            {
-                "metric": metric.name,
-                "canonical": canonical_name(metric.name),
-                "unit": unit_of(metric.name),
-                "meaning": meaning_of(metric.name),
-                "source": "HPCToolkit",
-                "total": root.get(metric.name, np.nan),
-            }
-            for metric in database.metrics
-        ],
-        columns=["metric", "canonical", "unit", "meaning", "source", "total"],
-    )
-
-
-def not_measured(database: Database) -> dict[str, str]:
-    """Metric or derived quantity to the reason why there is no number for it."""
-    root = database.root()
-    measured = {canonical_name(name): value for name, value in root.items()}
-    reasons = {
-        metric.name: reason_without_value(metric.name, measured)
-        for metric in sorted(database.metrics, key=lambda metric: metric.name)
-        if metric.name not in root
-    }
-    listed = {canonical_name(metric.name).partition(":")[0] for metric in database.metrics}
-    families = {name.partition(" ")[0] for name in listed}
-    for name, result in database.derived().items():
-        if not isinstance(result, str):
-            continue
-        reasons[name] = result.removeprefix("not measured: ")
-        if not families & {"GPUOP", "GKER", "GINS"}:
-            reasons[name] = "no GPU metrics in this database; measure with hpcrun -e gpu=nvidia"
-        elif name.startswith(("stall", "utilization")) and "GINS" not in families:
-            reasons[name] = "no PC sampling in this database; measure with hpcrun -e gpu=nvidia,pc"
-    return reasons
-
-
-def kernel_rows(database: Database) -> npt.NDArray[np.bool_]:
-    """Which rows are GPU kernels: functions called by ``<gpu kernel>``.
-
-    Where nothing is known below ``<gpu kernel>`` (no PC samples, no GPU binary), the
-    placeholder itself stands for its kernels.
-    """
-    tree, meta = database.tree, database.meta
-    placeholder = np.array([f.name == GPU_KERNEL for f in meta.functions] + [False])[tree.function]
-    placeholder &= tree.lexical_type == VIEWS_FUNCTION
-    below = placeholder[np.maximum(tree.parent, 0)] & (tree.parent >= 0)
-    kernels = below & (tree.lexical_type >= VIEWS_FUNCTION)
-    childless = placeholder.copy()
-    childless[tree.parent[kernels]] = False
-    return kernels | childless
-
-
-def kernels_table(database: Database) -> pd.DataFrame:
-    """GPU kernels by name, longest first.
-
-    Columns: ``kernel``, ``module``, ``file``, ``line``, ``time_ms``, ``share_percent``
-    and the quantities of ``metrics.DERIVATIONS`` that a kernel has (NaN where not
-    measured).
-    """
-    rows = np.flatnonzero(kernel_rows(database))
-    gpu = [
-        name
-        for name in database.root()
-        if canonical_name(name).startswith(("GKER", "GINS", "GSAMP", "GPUOP"))
-    ]
-    columns = {
-        canonical_name(name): values[rows]
-        for name, values in zip(gpu, database.matrix(gpu), strict=True)
-    }
-    keys = ["name", "module", "file", "line"]
-    frame = database.contexts.loc[rows, keys].assign(**columns)
-    groups = frame.groupby(keys, sort=False)[list(columns)].sum().reset_index()
-    table: pd.DataFrame = groups[keys].rename(columns={"name": "kernel"})
-    time = groups["GKER (sec)"] if "GKER (sec)" in columns else pd.Series(np.nan, groups.index)
-    table["time_ms"] = 1e3 * time
-    table["share_percent"] = 100 * time / time.sum()
-    listed = {canonical_name(metric.name) for metric in database.metrics}
-    quantities = [
-        derive({str(name): row[name] for name in columns if row[name]}, listed)
-        for row in groups.to_dict("records")
-    ]
-    for name in (derivation.name for derivation in DERIVATIONS if derivation.of_kernels):
-        results = [row[name] for row in quantities]
-        table[name] = [np.nan if isinstance(result, str) else result for result in results]
-    return table.sort_values("time_ms", ascending=False, kind="stable").reset_index(drop=True)
-
-
-def functions_table(database: Database, metric: str, profile: int = 0) -> pd.DataFrame:
-    """Self values of a metric by enclosing function, largest first.
-
-    Columns: ``function``, ``module``, ``value`` (unit of the metric), ``share_percent``.
-    """
-    own = database.self_column(metric, profile)
-    owner = database.nearest(database.tree.lexical_type == VIEWS_FUNCTION)
-    by_row = pd.DataFrame({"owner": owner, "value": own})
-    by_row = by_row[by_row["value"] != 0].groupby("owner")[["value"]].sum().reset_index()
-    names, modules = database.names, [*database.meta.modules, ""]
-    functions = database.meta.functions
-    tree = database.tree
-    rows = by_row["owner"].tolist()
-    by_row["function"] = [names[r] if r >= 0 else "<outside every function>" for r in rows]
-    by_row["module"] = [
-        modules[functions[tree.function[r]].module] if r >= 0 and tree.function[r] >= 0 else ""
-        for r in rows
-    ]
-    table = by_row.groupby(["function", "module"])[["value"]].sum().reset_index()
-    total = own.sum()
-    table["share_percent"] = 100 * table["value"] / total if total else 0.0
-    return table.sort_values("value", ascending=False, kind="stable").reset_index(drop=True)
-
-
-def describe(database: Database) -> str:
-    """See ``Database.describe``."""
-    meta, tree = database.meta, database.tree
-    root = database.root()
-    lines = [
-        f"{database.path}: {meta.title}",
-        f"format 4.{meta.minor_version}, {len(tree) - 1} contexts to depth {tree.depth.max()}, "
-        f"{len(meta.functions)} functions, {len(meta.files)} files, {len(meta.modules)} modules",
-        "",
-        "measured, over all threads:",
-    ]
-    for name, value in sorted(root.items()):
-        lines.append(f"  {name:24} {value:>16.6g} {unit_of(name):12} {meaning_of(name)}")
-    if not root:
-        lines.append("  nothing: no metric has a value")
-    absent = not_measured(database)
-    if absent:
-        lines += ["", "not measured:"]
-        by_reason: dict[str, list[str]] = {}
-        for name, reason in absent.items():
-            by_reason.setdefault(reason, []).append(name)
-        lines += [f"  {', '.join(names)}: {reason}" for reason, names in by_reason.items()]
-    numbers = {n: r for n, r in database.derived().items() if not isinstance(r, str)}
-    if numbers:
-        lines += ["", "derived, over the whole run:"]
-        for derivation in DERIVATIONS:
-            if derivation.name in numbers:
-                lines.append(
-                    f"  {derivation.name:24} {numbers[derivation.name]:>16.6g} "
-                    f"{derivation.unit:12} {derivation.meaning}"
-                )
-    outside = int((tree.rows(database.profiles[0].contexts) < 0).sum())
-    if outside:
-        lines += [
-            "",
-            f"{outside} instruction points hold values and are not in the tree; what they "
-            "measured is self time of the source line above them",
-        ]
-    lines += ["", "threads and streams:"]
-    traced = {line.profile: len(line.time_ns) for line in database.traces}
-    for thread in database.threads:
-        profile = database.profiles[thread.profile]
-        of_thread = database.root(thread.profile)
-        own = ", ".join(f"{name} {of_thread[name]:.6g}" for name in _CHIEF if name in of_thread)
-        lines.append(
-            f"  {thread.name:28} {profile.count} values, {traced.get(thread.profile, 0)} trace "
-            f"samples{'; ' + own if own else ''}"
-        )
-    chief = next((name for name in _CHIEF if name in root), None) or next(iter(root), None)
-    if chief is not None:
-        lines += ["", f"top functions by self {chief}:"]
-        for row in functions_table(database, chief).head(TOP_FUNCTIONS).itertuples():
-            lines.append(f"  {row.share_percent:5.1f} %  {row.value:12.6g}  {row.function}")
-    if database.absent:
-        lines += ["", "missing files:"]
-        lines += [f"  {name}: {reason}" for name, reason in database.absent.items()]
-    return "\n".join(lines) + "\n"
-
-
-_CHIEF = ("CPUTIME (sec)", "REALTIME (sec)", "GPUOP (sec)", "GKER (sec)", "perf::task-clock")
-
-
-def graph_frame(database: Database) -> GraphFrame:
-    """See ``Database.to_hatchet``.
-
-    Metrics keep their names: ``CPUTIME (sec)`` holds self values, ``CPUTIME (sec) (inc)``
-    inclusive ones. Hatchet's own methods recurse; for a deep tree the recursion limit
-    of this process is raised so that they work (see ``deep_frames``).
-    """
-    try:
-        from dlrm_workbook.recordings import deep_frames
-    except ImportError as problem:
-        raise MissingToolError(
-            "Hatchet is not installed; run `pip install 'llnl-hatchet>=2026.2.0' 'pandas<3'`"
-        ) from problem
-    contexts = database.contexts
-    columns: dict[str, Any] = {}
-    exclusive = list(database.root())
-    for name, values in zip(exclusive, database.matrix(exclusive), strict=True):
-        columns[name], columns[f"{name} (inc)"] = database.self_of(values), values
-    labels = contexts[["name", "type", "file", "line", "module", "context"]]
-    chief = next((name for name in _CHIEF if name in columns), None)
-    return deep_frames.build(
-        [
-            {"name": name, "type": kind}
-            for name, kind in zip(contexts["name"], contexts["type"], strict=True)
-        ],
-        database.tree.parent.tolist(),
-        pd.concat([labels, pd.DataFrame(columns, index=labels.index)], axis=1),
-        exclusive,
-        [f"{name} (inc)" for name in exclusive],
-        f"{chief or (exclusive[0] if exclusive else 'time')} (inc)",
-        {"database": str(database.path), "title": database.meta.title},
-    )
-
-
-# ``dlrm database``: what an HPCToolkit database holds.
-
-
-def database(arguments: argparse.Namespace) -> int:
-    """Print the facts of a database as JSON, or a summary for people."""
-    found = read_database(arguments.path)
-    if arguments.json:
-        print(json.dumps(found.facts(), indent=1, sort_keys=True))
-    else:
-        print(found.describe())
-    return 0

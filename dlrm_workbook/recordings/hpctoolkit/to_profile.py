@@ -15,12 +15,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from dlrm_core.parts import parse_span
-from dlrm_workbook.recordings.hpctoolkit.database import (
-    FUNCTION,
-    Database,
-    kernel_rows,
-    not_measured,
-)
+from dlrm_workbook.recordings.hpctoolkit.database import FUNCTION, Database
 from dlrm_workbook.recordings.hpctoolkit.format import DatabaseError
 from dlrm_workbook.recordings.hpctoolkit.meta import ENTRY, ROOT
 from dlrm_workbook.recordings.hpctoolkit.metrics import (
@@ -29,6 +24,7 @@ from dlrm_workbook.recordings.hpctoolkit.metrics import (
     meaning_of,
     unit_of,
 )
+from dlrm_workbook.recordings.hpctoolkit.views import kernel_rows, not_measured
 from dlrm_workbook.recordings.profile import STANDARD_METRICS, Profile
 
 CPU_TIMES = {

@@ -8,7 +8,7 @@ costs its index, not its size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from dlrm_workbook.recordings.hpctoolkit import format as f4
-from dlrm_workbook.recordings.hpctoolkit.derived import VARIABLE
-from dlrm_workbook.recordings.hpctoolkit.format import DatabaseError
-from dlrm_workbook.recordings.hpctoolkit.meta import ContextTree, Meta, Metric
-from dlrm_workbook.recordings.hpctoolkit.metrics import canonical_name
 
 CHUNK = 1 << 20
 """Values decoded at a time where a whole block is only summed over."""
@@ -55,6 +51,8 @@ class ThreadProfile:
         summary: whether it holds summary statistics.
         identifiers: where it ran, from node to thread; empty for profile 0.
         count: number of values.
+        contexts: ids of the contexts with values (contexts,), increasing.
+        starts: number of the first value of each (contexts,).
     """
 
     def __init__(
@@ -72,6 +70,7 @@ class ThreadProfile:
         self.count = block["value_count"]
         self._file = file
         self._known = known
+        self._first_byte = block["values"]
         self._raw = file.table(
             f4.PROFILE_VALUE, block["values"], self.count, what=f"{what}: values"
         )
@@ -80,24 +79,25 @@ class ThreadProfile:
         )
         self.contexts: Ints = index["context"].astype(np.int64)
         starts = index["start"].astype(np.uint64)
-        self.starts = _checked_starts(file, what, self.contexts, starts, self.count)
-
-    @property
-    def first_byte(self) -> int:
-        """Where its values begin, for messages and for letting pages go."""
-        return int(self._raw.__array_interface__["data"][0]) if self.count else 0
+        if (np.diff(self.contexts) <= 0).any():
+            raise file.error(f"{what}: its index is not in increasing order")
+        if (len(starts) and int(starts[-1]) > self.count) or (starts[1:] < starts[:-1]).any():
+            raise file.error(
+                f"{what}: its index leads to value {int(starts.max())}, and there are {self.count}"
+            )
+        if self.count and (not len(starts) or starts[0] != 0):
+            raise file.error(f"{what}: {self.count} values, and no index entry for the first")
+        self.starts: Ints = starts.astype(np.int64)
 
     def check(self, metric: Ints) -> None:
         """Refuse metric ids that ``meta.db`` does not list."""
-        if len(metric) and int(metric.max()) >= len(self._known):
-            raise self._unknown(int(metric.max()))
-        if len(metric) and not self._known[metric].all():
-            raise self._unknown(int(metric[np.argmin(self._known[metric])]))
-
-    def _unknown(self, metric: int) -> f4.DatabaseError:
-        return self._file.error(
-            f"profile {self.number} holds values of metric id {metric}, which meta.db does not list"
-        )
+        listed = self._known[np.minimum(metric, len(self._known) - 1)] if len(self._known) else 0
+        wrong = (metric >= len(self._known)) | ~np.asarray(listed, np.bool_)
+        if wrong.any():
+            raise self._file.error(
+                f"profile {self.number} holds values of metric id {int(metric[np.argmax(wrong)])}, "
+                "which meta.db does not list"
+            )
 
     def values(self) -> Values:
         """All its values, decoded; 24 bytes each."""
@@ -108,17 +108,15 @@ class ThreadProfile:
             np.repeat(self.contexts, counts), metric, self._raw["value"].astype(np.float64)
         )
 
-    def select(self, metric_id: int) -> tuple[Ints, Floats]:
-        """(context ids, values) of one metric, both of shape (contexts with it,)."""
-        contexts, values = [], []
-        for start, metric, value in self.chunks():
-            at = np.flatnonzero(metric == metric_id)
-            place = np.searchsorted(self.starts, at + start, side="right") - 1
-            contexts.append(self.contexts[place])
-            values.append(value[at].astype(np.float64))
-        if not contexts:
-            return np.empty(0, np.int64), np.empty(0)
-        return np.concatenate(contexts), np.concatenate(values)
+    def chunks(self) -> Iterator[tuple[int, Ints, Any]]:
+        """(number of the first value, metric ids, values f64), ``CHUNK`` at a time."""
+        size = f4.PROFILE_VALUE.size
+        for start in range(0, self.count, CHUNK):
+            part = self._raw[start : start + CHUNK]
+            yield start, part["metric"].astype(np.int64), part["value"]
+            if self.count > CHUNK:
+                first = self._first_byte + start * size
+                self._file.forget(first, first + len(part) * size)
 
     def places(self, start: int, count: int) -> Ints:
         """Row of ``contexts`` of each of ``count`` values from value ``start``; shape (count,)."""
@@ -127,17 +125,6 @@ class ThreadProfile:
         if last + 1 == len(self.starts):
             edges = np.append(edges, start + count)
         return np.repeat(np.arange(first, last + 1), np.diff(edges))
-
-    def chunks(self) -> Iterator[tuple[int, Any, Any]]:
-        """(number of the first value, metric ids u16, values f64), ``CHUNK`` at a time."""
-        size = f4.PROFILE_VALUE.size
-        base = self._file.bytes.__array_interface__["data"][0]
-        for start in range(0, self.count, CHUNK):
-            part = self._raw[start : start + CHUNK]
-            yield start, part["metric"].astype(np.int64), part["value"]
-            if self.count > CHUNK:
-                first = self.first_byte - base + start * size
-                self._file.forget(first, first + len(part) * size)
 
     def sums(self) -> tuple[Floats, Ints]:
         """(sum over contexts, number of values) by metric id; shapes (largest id + 1,)."""
@@ -162,21 +149,6 @@ class ThreadProfile:
         return dict(zip(part["metric"].tolist(), part["value"].tolist(), strict=True))
 
 
-def _checked_starts(
-    file: f4.DatabaseFile, what: str, keys: Ints, starts: npt.NDArray[np.uint64], count: int
-) -> Ints:
-    """Starts as int64 if keys increase, starts do not decrease, and all values have a key."""
-    if len(keys) and (np.diff(keys) <= 0).any():
-        raise file.error(f"{what}: its index is not in increasing order")
-    if (len(keys) and int(starts[-1]) > count) or (starts[1:] < starts[:-1]).any():
-        raise file.error(
-            f"{what}: its index leads to value {int(starts.max())}, and there are {count}"
-        )
-    if count and (not len(keys) or starts[0] != 0):
-        raise file.error(f"{what}: {count} values, and no index entry for the first")
-    return starts.astype(np.int64)
-
-
 def read_profiles(
     path: Path, kinds: list[str], metric_ids: list[int], statistic_ids: list[int]
 ) -> list[ThreadProfile]:
@@ -194,13 +166,8 @@ def read_profiles(
     _, table = file.items("ProfileInfos", f4.SHORT_LIST, f4.PROFILE)
     if not len(table):
         raise file.error("it lists no profiles, and the summary profile is always there")
-    _refuse_overlap(
-        file,
-        _block_bytes(table, f4.PROFILE_VALUE.size, f4.PROFILE_INDEX.size),
-        "the profiles' values",
-    )
-    known = _membership(metric_ids)
-    known_statistics = _membership(statistic_ids)
+    _refuse_overlap(file, table, f4.PROFILE_VALUE, f4.PROFILE_INDEX)
+    known, known_statistics = _listed(metric_ids), _listed(statistic_ids)
     profiles = []
     identities: dict[int, tuple[Identifier, ...]] = {0: ()}
     most = file.sections["IdTuples"].size // f4.IDENTIFIER.size + 1
@@ -220,24 +187,25 @@ def read_profiles(
     return profiles
 
 
-def _membership(ids: list[int]) -> npt.NDArray[np.bool_]:
+def _listed(ids: list[int]) -> npt.NDArray[np.bool_]:
     """Whether each id is listed; shape (largest id + 1,)."""
     listed = np.zeros(max(ids, default=-1) + 1, np.bool_)
     listed[ids] = True
     return listed
 
 
-def _block_bytes(table: npt.NDArray[Any], value_size: int, index_size: int) -> int:
-    """Bytes that all value blocks of a table take together (no overflow: as float)."""
-    return int(
-        table["value_count"].astype(np.float64).sum() * value_size
-        + table["index_count"].astype(np.float64).sum() * index_size
-    )
-
-
-def _refuse_overlap(file: f4.DatabaseFile, stated: int, what: str) -> None:
+def _refuse_overlap(
+    file: f4.DatabaseFile, table: npt.NDArray[Any], value: f4.Record, index: f4.Record
+) -> None:
+    """Refuse a table whose value blocks take more room together than the file has."""
+    # as floats, which do not overflow
+    stated = table["value_count"].astype(np.float64).sum() * value.size
+    stated += table["index_count"].astype(np.float64).sum() * index.size
     if stated > file.size:
-        raise file.error(f"{what} take {stated} bytes together, and the file has {file.size}")
+        raise file.error(
+            f"its values take {int(stated)} bytes together, and the file has {file.size}: "
+            "they overlap"
+        )
 
 
 def _identifiers(
@@ -253,16 +221,17 @@ def _identifiers(
 
 
 class ContextValues:
-    """``cct.db``: the values of one context over all threads, without reading the others."""
+    """``cct.db``: the values of contexts over all threads; of one without reading the others.
+
+    Attributes:
+        count: number of contexts.
+        value_count: number of values of all of them.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = f4.DatabaseFile(path, "ctxt", b"__ctx.db", ("CtxInfos",))
         _, self._table = self._file.items("CtxInfos", f4.SHORT_LIST, f4.CONTEXT_VALUES)
-        _refuse_overlap(
-            self._file,
-            _block_bytes(self._table, f4.CONTEXT_VALUE.size, f4.CONTEXT_INDEX.size),
-            "the contexts' values",
-        )
+        _refuse_overlap(self._file, self._table, f4.CONTEXT_VALUE, f4.CONTEXT_INDEX)
         self.count = len(self._table)
         self.value_count = int(self._table["value_count"].sum())
 
@@ -272,22 +241,7 @@ class ContextValues:
         Raises:
             DatabaseError: a block leads outside the file or its index is damaged.
         """
-        table, file = self._table, self._file
-        context, at = _gather(file, table["values"], table["value_count"], f4.CONTEXT_VALUE)
-        of, index_at = _gather(file, table["index"], table["index_count"], f4.CONTEXT_INDEX)
-        index = _records(file, index_at, f4.CONTEXT_INDEX)
-        raw = _records(file, at, f4.CONTEXT_VALUE)
-        # Where each index entry's values begin, counted over all contexts.
-        first = np.concatenate([[0], np.cumsum(table["value_count"].astype(np.int64))])
-        within = index["start"]
-        if (within > table["value_count"][of]).any():
-            raise file.error("an index entry leads past the values of its context")
-        starts = first[of] + within.astype(np.int64)
-        ends = np.append(starts[1:], len(raw))
-        if (ends < starts).any() or (len(raw) and (not len(starts) or starts[0] != 0)):
-            raise file.error("the indices of its contexts do not cover their values in order")
-        metric = np.repeat(index["metric"].astype(np.int64), ends - starts)
-        return context, metric, raw["profile"].astype(np.int64), raw["value"].astype(np.float64)
+        return self._values(0, self.count)
 
     def at(self, context: int) -> tuple[Ints, Ints, Floats]:
         """(metric ids, profile numbers, values) of one context, each of shape (values,).
@@ -295,30 +249,33 @@ class ContextValues:
         Raises:
             DatabaseError: its block is damaged.
         """
-        empty = np.empty(0, np.int64)
-        if not 0 <= context < self.count:
-            return empty, empty, np.empty(0)
-        what = f"context {context}"
-        row = self._table[context]
-        count = int(row["value_count"])
-        raw = self._file.table(f4.CONTEXT_VALUE, int(row["values"]), count, what=f"{what}: values")
-        index = self._file.table(
-            f4.CONTEXT_INDEX, int(row["index"]), int(row["index_count"]), what=f"{what}: index"
-        )
-        metric = index["metric"].astype(np.int64)
-        starts = _checked_starts(self._file, what, metric, index["start"].astype(np.uint64), count)
-        counts = np.diff(starts, append=count)
-        return (
-            np.repeat(metric, counts),
-            raw["profile"].astype(np.int64),
-            raw["value"].astype(np.float64),
-        )
+        return self._values(context, context + 1 if 0 <= context < self.count else context)[1:]
+
+    def _values(self, begin: int, end: int) -> tuple[Ints, Ints, Ints, Floats]:
+        table, file = self._table[begin:end], self._file
+        context, raw = _gather(file, table["values"], table["value_count"], f4.CONTEXT_VALUE)
+        of_context, index = _gather(file, table["index"], table["index_count"], f4.CONTEXT_INDEX)
+        within = index["start"]
+        if (within > table["value_count"][of_context]).any():
+            raise file.error("an index entry leads past the values of its context")
+        same = of_context[1:] == of_context[:-1]
+        if (same & (np.diff(index["metric"].astype(np.int64)) <= 0)).any():
+            raise file.error("the index of a context is not in increasing order")
+        # Where each index entry's values begin, counted over all these contexts.
+        first = np.concatenate([[0], np.cumsum(table["value_count"].astype(np.int64))])
+        starts = first[of_context] + within.astype(np.int64)
+        counts = np.diff(starts, append=len(raw))
+        if (counts < 0).any() or not np.array_equal(np.repeat(of_context, counts), context):
+            raise file.error("the indices of its contexts do not cover their values in order")
+        metric = np.repeat(index["metric"].astype(np.int64), counts)
+        profile, value = raw["profile"].astype(np.int64), raw["value"].astype(np.float64)
+        return context + begin, metric, profile, value
 
 
 def _gather(
     file: f4.DatabaseFile, pointers: npt.NDArray[Any], counts: npt.NDArray[Any], kind: f4.Record
-) -> tuple[Ints, Ints]:
-    """(row of the table, byte) of every record that a table's arrays hold, in order."""
+) -> tuple[Ints, npt.NDArray[Any]]:
+    """(row of the table, copy) of every record that a table's arrays hold, in order."""
     sizes = counts.astype(np.int64)  # their sum is bounded: see _refuse_overlap
     start = np.where(sizes > 0, pointers, 0).astype(np.uint64)
     if (start > np.uint64(file.size)).any() or (
@@ -326,19 +283,14 @@ def _gather(
     ).any():
         raise file.error(f"an array of {kind.name} records reaches past byte {file.size}")
     owner = np.repeat(np.arange(len(sizes)), sizes)
-    before = np.concatenate([[0], np.cumsum(sizes)])[:-1]
-    rank = np.arange(len(owner)) - before[owner]
-    return owner, start.astype(np.int64)[owner] + rank * kind.size
-
-
-def _records(file: f4.DatabaseFile, at: Ints, kind: f4.Record) -> npt.NDArray[Any]:
-    """A copy of the records at bytes ``at``; shape (len(at),)."""
+    before = np.cumsum(sizes) - sizes
+    at = start.astype(np.int64)[owner] + (np.arange(len(owner)) - before[owner]) * kind.size
     copied = np.empty(len(at), kind.dtype)
     octets = copied.view(np.uint8).reshape(len(at), kind.size)
-    for start in range(0, len(at), CHUNK):  # the addresses take eight times the records
-        part = slice(start, start + CHUNK)
+    for first in range(0, len(at), CHUNK):  # the addresses take eight times the records
+        part = slice(first, first + CHUNK)
         octets[part] = file.bytes[at[part, None] + np.arange(kind.size)]
-    return copied
+    return owner, copied
 
 
 @dataclass
@@ -386,186 +338,3 @@ def read_traces(path: Path, profiles: int) -> list[TraceLine]:
             raise file.error(f"{what}: its times do not increase")
         lines.append(TraceLine(profile, times, samples["context"].astype(np.int64)))
     return lines
-
-
-# Values of a database over its calling-context tree: by thread, metric and scope.
-
-SELF_ROUNDING = 1e-12
-"""Self values below this share of their inclusive value are rounding, and become 0."""
-
-
-class TreeValues:
-    """The values of profiles over a tree, in columns of shape (rows,).
-
-    Attributes:
-        path: the database's folder, for messages.
-        meta: titles, metrics, modules, files, functions.
-        tree: the calling-context tree in columns.
-        profiles: the summary of the run (0), then every thread and stream.
-    """
-
-    def __init__(self, path: Path, meta: Meta, profiles: list[ThreadProfile]) -> None:
-        self.path = path
-        self.meta = meta
-        self.tree: ContextTree = meta.tree
-        self.profiles = profiles
-        self._metrics = {metric.name: metric for metric in meta.metrics}
-        self._canonical: dict[str, str] = {}
-        for name in self._metrics:
-            self._canonical.setdefault(canonical_name(name), name)
-
-    @property
-    def metrics(self) -> list[Metric]:
-        return self.meta.metrics
-
-    def metric(self, name: str) -> Metric:
-        """The metric called so here or in another generation of HPCToolkit.
-
-        Raises:
-            DatabaseError: there is none; the message lists those there are.
-        """
-        found = self._metrics.get(name) or self._metrics.get(
-            self._canonical.get(canonical_name(name), "")
-        )
-        if found is None:
-            listed = ", ".join(sorted(self._metrics)[:60]) or "none"
-            raise DatabaseError(f"{self.path}: no metric '{name}'; it has {listed}")
-        return found
-
-    def _ids(self, profile: int) -> dict[tuple[str, str], int]:
-        """(metric, scope) to the id of its plain values in a profile."""
-        if not self.profiles[profile].summary:
-            return {
-                (metric.name, scope): number
-                for metric in self.metrics
-                for scope, number in metric.scopes.items()
-            }
-        return {
-            (metric.name, statistic.scope): statistic.metric_id
-            for metric in self.metrics
-            for statistic in metric.statistics
-            if statistic.combine == "sum" and statistic.formula == VARIABLE
-        }
-
-    def column(self, metric: str, scope: str = "", profile: int = 0) -> Floats:
-        """Values of a metric over the tree, 0 where a context has none; shape (rows,).
-
-        Args:
-            metric: any generation's name.
-            scope: ``point``, ``function``, ``lex_aware``, ``execution`` (the default).
-            profile: row of ``profiles``; 0 sums over all threads.
-
-        Raises:
-            DatabaseError: no such metric, scope or profile, or its values are damaged.
-        """
-        if not 0 <= profile < len(self.profiles):
-            raise DatabaseError(f"{self.path}: no profile {profile}, it has {len(self.profiles)}")
-        found = self.metric(metric)
-        scope = scope or self.meta.inclusive_scope
-        number = self._ids(profile).get((found.name, scope))
-        if number is None:
-            raise DatabaseError(
-                f"{self.path}: metric '{found.name}' has no scope '{scope}'; "
-                f"it has {', '.join(found.scopes)}"
-            )
-        return self._dense(profile, number)
-
-    def matrix(self, metrics: Sequence[str], scope: str = "", profile: int = 0) -> Floats:
-        """``column`` for several metrics, in one pass; shape (metrics, rows).
-
-        Raises:
-            DatabaseError: as ``column``.
-        """
-        ids = self._ids(profile)
-        scope = scope or self.meta.inclusive_scope
-        target = np.full(65536, -1, np.int64)
-        for i, name in enumerate(metrics):
-            number = ids.get((self.metric(name).name, scope))
-            if number is None:
-                raise DatabaseError(f"{self.path}: metric '{name}' has no scope '{scope}'")
-            target[number] = i
-        source = self.profiles[profile]
-        rows = self.tree.rows(source.contexts)
-        # One column more, for what is not asked for and what is outside the tree.
-        result = np.zeros((len(metrics) + 1, len(self.tree)))
-        for start, metric, value in source.chunks():
-            row = rows[source.places(start, len(metric))]
-            result[np.where(row >= 0, target[metric], -1), row] = value
-        return result[:-1]
-
-    def _dense(self, profile: int, number: int) -> Floats:
-        contexts, values = self.profiles[profile].select(number)
-        rows = self.tree.rows(contexts)
-        inside = rows >= 0
-        column = np.zeros(len(self.tree))
-        column[rows[inside]] = values[inside]
-        return column
-
-    def self_column(self, metric: str, profile: int = 0) -> Floats:
-        """Self values of a metric over the tree; they add up to ``column(metric)[0]``.
-
-        Raises:
-            DatabaseError: as ``column``.
-        """
-        return self.self_of(self.column(metric, profile=profile))
-
-    def self_of(self, inclusive: Floats) -> Floats:
-        """Self values from inclusive ones, both of shape (rows,)."""
-        below = np.bincount(self.tree.parent[1:], inclusive[1:], minlength=len(inclusive))
-        own = inclusive - below
-        own[np.abs(own) <= SELF_ROUNDING * np.abs(inclusive)] = 0.0
-        return own
-
-    def inclusive_values(self, profile: int) -> tuple[Ints, Ints, Floats]:
-        """(metric index, row, inclusive value) of all metrics in a profile's tree, sparse.
-
-        Metric indices count ``metrics``. Sorted by metric, then row.
-
-        Raises:
-            DatabaseError: its values are damaged.
-        """
-        scope = self.meta.inclusive_scope
-        values = self.profiles[profile].values()
-        index_of = np.full(65536, -1, np.int64)
-        order = {metric.name: i for i, metric in enumerate(self.metrics)}
-        for (name, of_scope), number in self._ids(profile).items():
-            if of_scope == scope:
-                index_of[number] = order[name]
-        index, rows = index_of[values.metric], self.tree.rows(values.context)
-        keep = (index >= 0) & (rows >= 0)
-        index, rows, value = index[keep], rows[keep], values.value[keep]
-        sort = np.lexsort((rows, index))
-        return index[sort], rows[sort], value[sort]
-
-    def self_values(self, profile: int) -> tuple[Ints, Ints, Floats]:
-        """(metric index, row, self value) of all metrics in a profile's tree, sparse.
-
-        Raises:
-            DatabaseError: its values are damaged.
-        """
-        return self.self_of_sparse(*self.inclusive_values(profile))
-
-    def self_of_sparse(self, index: Ints, rows: Ints, value: Floats) -> tuple[Ints, Ints, Floats]:
-        """Self values from inclusive ones, as ``inclusive_values`` gives them."""
-        size = len(self.tree)
-        key = index * size + rows
-        above = self.tree.parent[rows]
-        has_parent = above >= 0
-        # Each value counts for its row and against its parent.
-        all_keys = np.concatenate([key, (index * size + above)[has_parent]])
-        keys, place = np.unique(all_keys, return_inverse=True)
-        parts = np.concatenate([value, -value[has_parent]])
-        own: Floats = np.bincount(place, parts, minlength=len(keys)).astype(np.float64)
-        scale = np.bincount(place[: len(key)], np.abs(value), minlength=len(keys))
-        keep = np.abs(own) > SELF_ROUNDING * scale
-        return keys[keep] // size, keys[keep] % size, own[keep]
-
-    def root(self, profile: int = 0) -> dict[str, float]:
-        """Metric to its inclusive value over the whole tree; only metrics with a value."""
-        at_root = self.profiles[profile].at(0)
-        scope = self.meta.inclusive_scope
-        return {
-            name: at_root[number]
-            for (name, of_scope), number in self._ids(profile).items()
-            if of_scope == scope and number in at_root
-        }

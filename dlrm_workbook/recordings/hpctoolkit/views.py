@@ -1,0 +1,276 @@
+"""What an HPCToolkit database holds: as tables, as text and as facts (``dlrm database``)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from dlrm_workbook.recordings.hpctoolkit.database import (
+    CHIEF_METRICS,
+    FUNCTION,
+    Database,
+    read_database,
+    relation_names,
+    type_names,
+)
+from dlrm_workbook.recordings.hpctoolkit.meta import ENTRY, Ints
+from dlrm_workbook.recordings.hpctoolkit.metrics import (
+    DERIVATIONS,
+    canonical_name,
+    derive,
+    meaning_of,
+    reason_without_value,
+    unit_of,
+)
+
+GPU_KERNEL = "<gpu kernel>"
+TOP_FUNCTIONS = 12
+
+
+def facts(database: Database) -> dict[str, Any]:
+    """Counts, sums and traces (``dlrm database PATH --json``); integers exact, sums as numpy
+    adds them. The keys are those of the stored expectations that this reader is tested against.
+    """
+    tree, meta = database.tree, database.meta
+    summary = database.profiles[0]
+    statistics = {
+        statistic.metric_id: f"{metric.name}|{statistic.scope}|{statistic.combine}|"
+        f"{statistic.formula}"
+        for metric in meta.metrics
+        for statistic in metric.statistics
+    }
+    plain = {
+        number: f"{metric.name}|{scope}"
+        for metric in meta.metrics
+        for scope, number in metric.scopes.items()
+    }
+    entry_rows = np.flatnonzero(tree.lexical_type == ENTRY)
+    entries: dict[str, int] = {}
+    for row, kind in zip(entry_rows.tolist(), tree.entry_types, strict=True):
+        name = kind if kind not in entries else f"{kind} {tree.context[row]}"
+        entries[name] = int(tree.context[row])
+    in_tree = tree.rows(summary.contexts) >= 0
+    names = [function.name for function in meta.functions]
+    return {
+        "database": database.path.resolve().name,
+        "title": meta.title,
+        "contexts_without_root": len(tree) - 1,
+        "context_types": _counts(tree.lexical_type[1:], type_names),
+        "relations": _counts(tree.relation[tree.lexical_type >= 0], relation_names),
+        "entry_points": entries,
+        "max_depth": int(tree.depth.max()),
+        "functions": len(names),
+        "files": len(meta.files),
+        "modules": len(meta.modules),
+        "longest_function_name": max(names, key=len, default=""),
+        "metrics": {metric.name: sorted(metric.scopes) for metric in meta.metrics},
+        "summary_values": summary.count,
+        "contexts_with_values": len(summary.contexts),
+        "contexts_with_values_outside_tree": int((~in_tree).sum()),
+        "summary_root": {
+            statistics[number]: value for number, value in sorted(summary.at(0).items())
+        },
+        "summary_sum_over_contexts": _named_sums(summary, statistics),
+        "threads": [
+            {
+                "profile": profile.number,
+                "ids": [[i.kind, i.logical, i.physical] for i in profile.identifiers],
+                "values": profile.count,
+                "sum_over_contexts": _named_sums(profile, statistics if profile.summary else plain),
+            }
+            for profile in database.profiles[1:]
+        ],
+        "traces": [
+            {
+                "profile": line.profile,
+                "samples": len(line.time_ns),
+                "first_ns": int(line.time_ns[0]) if len(line.time_ns) else None,
+                "last_ns": int(line.time_ns[-1]) if len(line.time_ns) else None,
+                "idle_ns": line.idle_ns,
+            }
+            for line in database.traces
+        ],
+    }
+
+
+def _counts(values: Ints, names: Callable[[Ints], list[str]]) -> dict[str, int]:
+    """How often each value occurs, by its name, in alphabetical order."""
+    found, number = np.unique(values, return_counts=True)
+    return dict(sorted(zip(names(found), number.tolist(), strict=True)))
+
+
+def _named_sums(profile: Any, names: dict[int, str]) -> dict[str, float]:
+    total, number = profile.sums()
+    return {names[i]: float(total[i]) for i in np.flatnonzero(number).tolist()}
+
+
+def not_measured(database: Database) -> dict[str, str]:
+    """Metric or derived quantity to the reason why there is no number for it."""
+    root = database.root()
+    measured = {canonical_name(name): value for name, value in root.items()}
+    reasons = {
+        metric.name: reason_without_value(metric.name, measured)
+        for metric in sorted(database.metrics, key=lambda metric: metric.name)
+        if metric.name not in root
+    }
+    listed = {canonical_name(metric.name).partition(":")[0] for metric in database.metrics}
+    families = {name.partition(" ")[0] for name in listed}
+    for name, result in database.derived().items():
+        if not isinstance(result, str):
+            continue
+        reasons[name] = result.removeprefix("not measured: ")
+        if not families & {"GPUOP", "GKER", "GINS"}:
+            reasons[name] = "no GPU metrics in this database; measure with hpcrun -e gpu=nvidia"
+        elif name.startswith(("stall", "utilization")) and "GINS" not in families:
+            reasons[name] = "no PC sampling in this database; measure with hpcrun -e gpu=nvidia,pc"
+    return reasons
+
+
+def kernel_rows(database: Database) -> npt.NDArray[np.bool_]:
+    """Which rows are GPU kernels: functions called by ``<gpu kernel>``.
+
+    Where nothing is known below ``<gpu kernel>`` (no PC samples, no GPU binary), the
+    placeholder itself stands for its kernels.
+    """
+    tree, meta = database.tree, database.meta
+    placeholder = np.array([f.name == GPU_KERNEL for f in meta.functions] + [False])[tree.function]
+    placeholder &= tree.lexical_type == FUNCTION
+    below = placeholder[np.maximum(tree.parent, 0)] & (tree.parent >= 0)
+    kernels = below & (tree.lexical_type >= FUNCTION)
+    childless = placeholder.copy()
+    childless[tree.parent[kernels]] = False
+    return kernels | childless
+
+
+def kernels_table(database: Database) -> pd.DataFrame:
+    """GPU kernels by name, longest first.
+
+    Columns: ``kernel``, ``module``, ``file``, ``line``, ``time_ms``, ``share_percent``
+    and the quantities of ``metrics.DERIVATIONS`` that a kernel has (NaN where not
+    measured).
+    """
+    rows = np.flatnonzero(kernel_rows(database))
+    gpu = [
+        name
+        for name in database.root()
+        if canonical_name(name).startswith(("GKER", "GINS", "GSAMP", "GPUOP"))
+    ]
+    columns = {
+        canonical_name(name): values[rows]
+        for name, values in zip(gpu, database.matrix(gpu), strict=True)
+    }
+    keys = ["name", "module", "file", "line"]
+    frame = database.contexts.loc[rows, keys].assign(**columns)
+    groups = frame.groupby(keys, sort=False)[list(columns)].sum().reset_index()
+    table: pd.DataFrame = groups[keys].rename(columns={"name": "kernel"})
+    time = groups["GKER (sec)"] if "GKER (sec)" in columns else pd.Series(np.nan, groups.index)
+    table["time_ms"] = 1e3 * time
+    table["share_percent"] = 100 * time / time.sum()
+    listed = {canonical_name(metric.name) for metric in database.metrics}
+    quantities = [
+        derive({str(name): row[name] for name in columns if row[name]}, listed)
+        for row in groups.to_dict("records")
+    ]
+    for name in (derivation.name for derivation in DERIVATIONS if derivation.of_kernels):
+        results = [row[name] for row in quantities]
+        table[name] = [np.nan if isinstance(result, str) else result for result in results]
+    return table.sort_values("time_ms", ascending=False, kind="stable").reset_index(drop=True)
+
+
+def functions_table(database: Database, metric: str, profile: int = 0) -> pd.DataFrame:
+    """Self values of a metric by enclosing function, largest first.
+
+    Columns: ``function``, ``module``, ``value`` (unit of the metric), ``share_percent``.
+    """
+    own = database.self_column(metric, profile)
+    owner = database.nearest(database.tree.lexical_type == FUNCTION)
+    by_row = pd.DataFrame({"owner": owner, "value": own})
+    by_row = by_row[by_row["value"] != 0].groupby("owner")[["value"]].sum().reset_index()
+    names, modules = database.names, [*database.meta.modules, ""]
+    functions = database.meta.functions
+    tree = database.tree
+    rows = by_row["owner"].tolist()
+    by_row["function"] = [names[r] if r >= 0 else "<outside every function>" for r in rows]
+    by_row["module"] = [
+        modules[functions[tree.function[r]].module] if r >= 0 and tree.function[r] >= 0 else ""
+        for r in rows
+    ]
+    table = by_row.groupby(["function", "module"])[["value"]].sum().reset_index()
+    total = own.sum()
+    table["share_percent"] = 100 * table["value"] / total if total else 0.0
+    return table.sort_values("value", ascending=False, kind="stable").reset_index(drop=True)
+
+
+def describe(database: Database) -> str:
+    """A summary to read: metrics, threads, totals, top functions, what is missing."""
+    meta, tree = database.meta, database.tree
+    root = database.root()
+    lines = [
+        f"{database.path}: {meta.title}",
+        f"format 4.{meta.minor_version}, {len(tree) - 1} contexts to depth {tree.depth.max()}, "
+        f"{len(meta.functions)} functions, {len(meta.files)} files, {len(meta.modules)} modules",
+        "",
+        "measured, over all threads:",
+    ]
+    for name, value in sorted(root.items()):
+        lines.append(f"  {name:24} {value:>16.6g} {unit_of(name):12} {meaning_of(name)}")
+    if not root:
+        lines.append("  nothing: no metric has a value")
+    absent = not_measured(database)
+    if absent:
+        lines += ["", "not measured:"]
+        by_reason: dict[str, list[str]] = {}
+        for name, reason in absent.items():
+            by_reason.setdefault(reason, []).append(name)
+        lines += [f"  {', '.join(names)}: {reason}" for reason, names in by_reason.items()]
+    numbers = {n: r for n, r in database.derived().items() if not isinstance(r, str)}
+    if numbers:
+        lines += ["", "derived, over the whole run:"]
+        for derivation in DERIVATIONS:
+            if derivation.name in numbers:
+                lines.append(
+                    f"  {derivation.name:24} {numbers[derivation.name]:>16.6g} "
+                    f"{derivation.unit:12} {derivation.meaning}"
+                )
+    outside = int((tree.rows(database.profiles[0].contexts) < 0).sum())
+    if outside:
+        lines += [
+            "",
+            f"{outside} instruction points hold values and are not in the tree; what they "
+            "measured is self time of the source line above them",
+        ]
+    lines += ["", "threads and streams:"]
+    traced = {line.profile: len(line.time_ns) for line in database.traces}
+    for thread in database.threads:
+        profile = database.profiles[thread.profile]
+        total = database.root(thread.profile)
+        own = ", ".join(f"{name} {total[name]:.6g}" for name in CHIEF_METRICS if name in total)
+        lines.append(
+            f"  {thread.name:28} {profile.count} values, {traced.get(thread.profile, 0)} trace "
+            f"samples{'; ' + own if own else ''}"
+        )
+    chief = next((name for name in CHIEF_METRICS if name in root), None) or next(iter(root), None)
+    if chief is not None:
+        lines += ["", f"top functions by self {chief}:"]
+        for row in functions_table(database, chief).head(TOP_FUNCTIONS).itertuples():
+            lines.append(f"  {row.share_percent:5.1f} %  {row.value:12.6g}  {row.function}")
+    if database.absent:
+        lines += ["", "missing files:"]
+        lines += [f"  {name}: {reason}" for name, reason in database.absent.items()]
+    return "\n".join(lines) + "\n"
+
+
+def database(arguments: argparse.Namespace) -> int:
+    """Print the facts of a database as JSON, or a summary for people."""
+    found = read_database(arguments.path)
+    if arguments.json:
+        print(json.dumps(facts(found), indent=1, sort_keys=True))
+    else:
+        print(describe(found))
+    return 0
