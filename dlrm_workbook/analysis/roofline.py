@@ -21,7 +21,7 @@ import pandas as pd
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.errors import InputError
 from dlrm_workbook.analysis.devices import DATA_SHEET, DEVICES
-from dlrm_workbook.analysis.work import FLOAT_BYTES, lookups, operator_work, part_work, setting_of
+from dlrm_workbook.analysis.work import FLOAT_BYTES, lookups, operator_work, part_work
 from dlrm_workbook.recordings.profile import Profile
 
 # GPUs by name with their data sheets' figures (:mod:`dlrm_core.machine`), as a table.
@@ -426,7 +426,7 @@ def least_operator_times(
     precisions = precision_names(parameters)
     on_gpu = device.startswith("cuda")
     # a captured graph is launched as a whole
-    captured = on_gpu and setting_of(parameters, "cuda_graphs", False)
+    captured = on_gpu and parameters.training.cuda_graphs
     overhead = None if captured else limits.overhead_ms(on_gpu)
     row_bytes = float(FLOAT_BYTES * parameters.model.embedding_dim)
     prefetched = parameters.data.loader == "prefetch"
@@ -480,15 +480,15 @@ def _table_bytes(
 
 def precision_names(parameters: Parameters) -> tuple[str, ...]:
     """Names of the measured products that are of this run's precision."""
-    precision = setting_of(parameters, "precision", "fp32")
-    fused = setting_of(parameters, "dense_backend", "torch") == "fused"
+    precision = parameters.training.precision
+    fused = parameters.training.dense_backend == "fused"
     if precision != "fp32":
         return (precision, f"{precision}_tiles") if fused else (precision,)
     # whichever library multiplies fp32 faster could be used without changing precision
     names: tuple[str, ...] = ("fp32", "fp32_onednn")
     if fused:
-        names = (*names, f"fp32_{setting_of(parameters, 'fp32_matmul', 'default')}")
-    return (*names, "tf32") if setting_of(parameters, "tf32", False) else names
+        names = (*names, f"fp32_{parameters.training.fp32_matmul}")
+    return (*names, "tf32") if parameters.training.tf32 else names
 
 
 def parameters_of(profile: Profile) -> Parameters | None:

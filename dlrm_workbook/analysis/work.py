@@ -13,7 +13,7 @@ N_t lookups a batch in table t.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -22,13 +22,89 @@ import numpy as np
 import pandas as pd
 
 from dlrm_core.config import Parameters, parameters_from_sections
-from dlrm_core.parts import COMPONENTS, PHASES
-
-# Rows of work: one operator, what it computes and what it moves.
+from dlrm_workbook.analysis.attribution import PART, in_step_order
 
 FLOAT_BYTES = 4
 INDEX_BYTES = 8
 """torch's indices are int64."""
+
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+TILE_PARTS = {"bf16x2": 2, "bf16x3": 3}
+"""bf16 numbers that stand for one fp32 number in the fused dense part."""
+
+AMOUNTS = ["flops", "read_bytes", "written_bytes", "gather_bytes"]
+
+
+def part_work(
+    parameters: Parameters | Mapping[str, Any],
+    statistics: Mapping[str, Any] | None = None,
+    device: str | None = None,
+) -> pd.DataFrame:
+    """Work of each part and phase in one iteration.
+
+    Args:
+        parameters: a run's, or its sections as dicts.
+        statistics: ``meta["data_statistics"]`` of a recording, measured bag sizes; without
+            it the mean of the generator's law.
+        device: ``cpu`` or ``cuda``, where ``training.device`` is ``auto``; on a GPU a batch
+            is copied to it.
+
+    Returns:
+        ``component``, ``phase``, ``flops``, ``read_bytes``, ``written_bytes`` (operands of
+        every operator), ``gather_bytes`` (of those read, in scattered rows), ``operators``
+        (how many run). Rows in the order of a step.
+
+    Raises:
+        InputError: the parameters are not valid.
+    """
+    rows = operator_work(parameters, statistics, device)
+    totals = rows[AMOUNTS].mul(rows["count"], axis=0)
+    totals["operators"] = rows["count"].where(~rows["merged"], 0)
+    return in_step_order(totals.groupby([rows[name] for name in PART]).sum().reset_index())
+
+
+def operator_work(
+    parameters: Parameters | Mapping[str, Any],
+    statistics: Mapping[str, Any] | None = None,
+    device: str | None = None,
+) -> pd.DataFrame:
+    """Every operator of an iteration, a row each: the attributes of :class:`Work`.
+
+    Args:
+        parameters, statistics, device: as for :func:`part_work`.
+
+    Raises:
+        InputError: the parameters are not valid.
+    """
+    if not isinstance(parameters, Parameters):
+        parameters = parameters_from_sections(parameters)
+    on_gpu = (device or parameters.training.device).startswith("cuda")
+    looked_up = lookups(parameters, statistics)
+    step = _Step(parameters)
+    step.data(sum(table.count for table in looked_up), on_gpu)
+    kind = _FusedDense if is_fused(parameters) and not on_gpu else _TorchDense
+    kind(step).iteration()
+    step.embeddings(looked_up)
+    step.mlp_updates()
+    return pd.DataFrame([asdict(row) for row in step.work], columns=list(Work.__dataclass_fields__))
+
+
+def micro_batches(parameters: Parameters) -> list[tuple[int, int]]:
+    """(rows, how often) of the pieces in which the dense part computes a batch."""
+    size = parameters.training.batch_size
+    piece = min(parameters.training.micro_batch or size, size)
+    whole, rest = divmod(size, piece)
+    return [(piece, whole)] + ([(rest, 1)] if rest else [])
+
+
+def is_fused(parameters: Parameters) -> bool:
+    """Whether the parameters ask for the fused dense part and it can do what they ask."""
+    training = parameters.training
+    possible = training.precision == "bf16" or (
+        training.precision == "fp32" and training.fp32_matmul in TILE_PARTS
+    )
+    return training.dense_backend == "fused" and possible and training.device != "cuda"
 
 
 @dataclass(frozen=True)
@@ -66,109 +142,7 @@ class Work:
     """Moves over the link between host and device, not through memory alone."""
 
 
-COLUMNS = list(Work.__dataclass_fields__)
-
-
-class Ledger:
-    """Collects rows of work, for one part and phase at a time."""
-
-    def __init__(self) -> None:
-        self.rows: list[Work] = []
-        self._part = ("other", "")
-        self._count = 1
-
-    @contextmanager
-    def part(self, component: str, phase: str, count: int = 1) -> Iterator[None]:
-        """What is added inside belongs to this part and runs ``count`` times."""
-        before = self._part, self._count
-        self._part, self._count = (component, phase), count
-        try:
-            yield
-        finally:
-            self._part, self._count = before
-
-    def add(
-        self,
-        operator: str,
-        read: float,
-        written: float,
-        *,
-        flops: float = 0.0,
-        gather: float = 0.0,
-        table: int = -1,
-        merged: bool = False,
-        on_link: bool = False,
-    ) -> None:
-        """An operator that reads and writes so many bytes."""
-        self.rows.append(
-            Work(
-                *self._part,
-                operator,
-                self._count,
-                float(flops),
-                float(read),
-                float(written),
-                float(gather),
-                table=table,
-                merged=merged,
-                on_link=on_link,
-            )
-        )
-
-    def cast(self, elements: float, before: int, after: int) -> None:
-        """A copy in another precision: bytes of an element before and after."""
-        self.add("_to_copy", elements * before, elements * after)
-
-    def product(
-        self,
-        operator: str,
-        product: str,
-        m: int,
-        n: int,
-        k: int,
-        element: int,
-        *,
-        batch: int = 1,
-        layer: int = -1,
-        bias: bool = False,
-        symmetric: bool = False,
-        accumulate: bool = False,
-    ) -> None:
-        """A matrix product, ``batch`` times (m, k) by (k, n): 2 m n k operations each.
-
-        Args:
-            element: bytes of an element.
-            bias: a vector (n,) is added.
-            symmetric: the second operand is the first one transposed, read once.
-            accumulate: the result is added to what is there.
-        """
-        operands = m * k if symmetric else m * k + k * n
-        if accumulate:
-            operands += m * n
-        self.rows.append(
-            Work(
-                *self._part,
-                operator,
-                self._count,
-                # as torch counts: adding the bias is free
-                2.0 * batch * m * n * k,
-                element * (batch * operands + (n if bias else 0)),
-                element * batch * m * n,
-                layer=layer,
-                product=product,
-                batch=batch,
-                m=m,
-                n=n,
-                k=k,
-            )
-        )
-
-    def table(self) -> pd.DataFrame:
-        """All rows, a column an attribute of :class:`Work`."""
-        return pd.DataFrame([asdict(row) for row in self.rows], columns=COLUMNS)
-
-
-# Lookups, gradients and updates of embedding tables: bytes by back end and optimiser.
+# ---- lookups -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -279,551 +253,253 @@ def _zipf_chances(rows: int, exponent: float) -> np.ndarray:
     return np.diff(law) / (law[-1] - law[0])
 
 
-def embedding_rows(ledger: Ledger, parameters: Parameters, looked_up: Sequence[Lookups]) -> None:
-    """Forward, backward and update of all tables, by the back end that runs them."""
-    fused = parameters.training.embedding_backend != "torch"
-    naive = fused and parameters.training.embedding_update == "naive"
-    optimizer = parameters.training.optimizer
-    size, dim = parameters.training.batch_size, parameters.model.embedding_dim
-    with ledger.part("embedding", "forward"):
-        for table in looked_up:
-            _forward(ledger, table, size, dim, fused)
-    if fused and not naive:
-        # the tables change while backward runs; nothing is left for the update
-        with ledger.part("embedding", "backward"):
+# ---- operators ------------------------------------------------------------------------
+
+
+class _Step:
+    """Collects the operators of an iteration, for one part and phase at a time."""
+
+    def __init__(self, parameters: Parameters) -> None:
+        self.parameters = parameters
+        self.model, self.training = parameters.model, parameters.training
+        self.dim, self.features = self.model.embedding_dim, len(self.model.table_rows) + 1
+        self.mlps = {"top_mlp": self.model.top_widths, "bottom_mlp": self.model.bottom_widths}
+        self.work: list[Work] = []
+        self._part = ("other", "", 1)
+
+    @contextmanager
+    def part(self, component: str, phase: str, count: int = 1) -> Iterator[None]:
+        """What is added inside belongs to this part and runs ``count`` times."""
+        before, self._part = self._part, (component, phase, count)
+        try:
+            yield
+        finally:
+            self._part = before
+
+    def add(self, operator: str, read: float, written: float, **more: Any) -> None:
+        """An operator that reads and writes so many bytes; ``more`` attributes of Work."""
+        component, phase, count = self._part
+        flops = float(more.pop("flops", 0.0))
+        row = Work(component, phase, operator, count, flops, float(read), float(written), **more)
+        self.work.append(row)
+
+    def cast(self, elements: float, before: int, after: int) -> None:
+        """A copy in another precision: bytes of an element before and after."""
+        self.add("_to_copy", elements * before, elements * after)
+
+    def pointwise(self, operator: str, elements: float, operands: int, element: int) -> None:
+        """One operation an element; ``operands`` tensors in, one out."""
+        self.add(operator, operands * elements * element, elements * element, flops=elements)
+
+    def product(
+        self,
+        operator: str,
+        product: str,
+        m: int,
+        n: int,
+        k: int,
+        element: int,
+        *,
+        batch: int = 1,
+        layer: int = 0,
+        bias: bool = False,
+        symmetric: bool = False,
+        accumulate: bool = False,
+    ) -> None:
+        """A matrix product, ``batch`` times (m, k) by (k, n): 2 m n k operations each.
+
+        Args:
+            element: bytes of an element.
+            bias: a vector (n,) is added.
+            symmetric: the second operand is the first one transposed, read once.
+            accumulate: the result is added to what is there.
+        """
+        operands = m * k + (0 if symmetric else k * n) + (m * n if accumulate else 0)
+        self.add(
+            operator,
+            element * (batch * operands + (n if bias else 0)),
+            element * batch * m * n,
+            flops=2.0 * batch * m * n * k,  # as torch counts: adding the bias is free
+            layer=layer,
+            product=product,
+            batch=batch,
+            m=m,
+            n=n,
+            k=k,
+        )
+
+    # ---- data, loss, updates of the MLPs ----------------------------------------------
+
+    def data(self, looked_up: float, on_gpu: bool) -> None:
+        """A batch must at least be written once, and copied where the model is on a GPU."""
+        size = self.training.batch_size
+        assert self.model.dense_features is not None
+        floats = size * (self.model.dense_features + 1)
+        integers = looked_up + size * len(self.model.table_rows)
+        total = FLOAT_BYTES * floats + INDEX_BYTES * integers
+        with self.part("data", "forward"):
+            self.add("make_batch", 0, total)
+        if self.parameters.data.place == "cpu" and on_gpu:
+            with self.part("transfer", "forward"):
+                self.add("copy_batch", total, total, on_link=True)
+
+    def loss_forward(self, rows: int, count: int) -> None:
+        kind, four = self.model.loss, FLOAT_BYTES
+        with self.part("loss", "forward", count):
+            if kind in ("mse", "bce"):
+                name = {"mse": "mse_loss", "bce": "binary_cross_entropy"}[kind]
+                self.add(name, 2 * rows * four, four, flops=3 * rows)
+                return
+            # the weights of the two targets are float64, and so is what follows from them
+            self.add("_to_copy", rows * four, rows * INDEX_BYTES)
+            self.add("index", rows * (8 + INDEX_BYTES), rows * 8)  # a weight a sample
+            self.add("binary_cross_entropy", 2 * rows * four, rows * four, flops=3 * rows)
+            self.add("mul", rows * (8 + four), rows * 8, flops=rows)
+            self.add("mean", rows * 8, 8, flops=rows)
+
+    def loss_backward(self, rows: int, count: int) -> None:
+        kind, four = self.model.loss, FLOAT_BYTES
+        with self.part("loss", "backward", count):
+            if kind in ("mse", "bce"):
+                name = {"mse": "mse_loss_backward", "bce": "binary_cross_entropy_backward"}[kind]
+                self.add("full_like", 0, four)
+                self.add(name, 2 * rows * four + four, rows * four, flops=3 * rows)
+                return
+            self.add("full_like", 0, 8)
+            self.add("div", 8, rows * 8, flops=rows)
+            self.add("mul", rows * 16, rows * 8, flops=rows)
+            self.add("_to_copy", rows * 8, rows * four)
+            self.add("binary_cross_entropy_backward", 3 * rows * four, rows * four, flops=3 * rows)
+
+    def mlp_updates(self) -> None:
+        """SGD: w −= η g. Adagrad: s += g², w −= η g / (√s + ε)."""
+        fused = self.training.fused_optimizer
+        for part, widths in self.mlps.items():
+            sizes = _weights(widths)
+            with self.part(part, "update"):
+                for size in [sum(sizes)] if fused else sizes:
+                    whole = size * FLOAT_BYTES
+                    if "adagrad" not in self.training.optimizer:
+                        self.add("add_", 2 * whole, whole, flops=2 * size)
+                    elif fused:
+                        self.add("_fused_adagrad_", 3 * whole, 2 * whole, flops=7 * size)
+                    else:
+                        self.add("addcmul_", 2 * whole, whole, flops=2 * size)
+                        self.add("sqrt", whole, whole, flops=size)
+                        self.add("add_", whole, whole, flops=size)
+                        self.add("addcdiv_", 3 * whole, whole, flops=3 * size)
+
+    # ---- embedding tables ---------------------------------------------------------------
+
+    def embeddings(self, looked_up: list[Lookups]) -> None:
+        """Forward, backward and update of all tables, by the back end that runs them."""
+        fused = self.training.embedding_backend != "torch"
+        with self.part("embedding", "forward"):
             for table in looked_up:
-                _fused_update(ledger, table, size, dim, optimizer)
-        return
-    with ledger.part("embedding", "backward"):
-        for table in looked_up:
-            _sparse_gradient(ledger, table, size, dim)
-    with ledger.part("embedding", "update"):
-        for table in looked_up:
-            _sparse_update(ledger, table, dim, optimizer)
+                self._pooled(table, fused)
+        with self.part("embedding", "backward"):
+            for table in looked_up:
+                if fused and self.training.embedding_update != "naive":
+                    # the tables change while backward runs; nothing is left for the update
+                    self._fused_update(table)
+                else:
+                    self._sparse_gradient(table)
+        if not fused or self.training.embedding_update == "naive":
+            with self.part("embedding", "update"):
+                for table in looked_up:
+                    self._sparse_update(table)
 
-
-def _forward(ledger: Ledger, table: Lookups, size: int, dim: int, fused: bool) -> None:
-    """A row a lookup, an index each, an offset a bag; one pooled vector a bag."""
-    rows = table.count * dim * FLOAT_BYTES
-    ledger.add(
-        "fused_lookup" if fused else "_embedding_bag",
-        rows + (table.count + size) * INDEX_BYTES,
-        size * dim * FLOAT_BYTES,
-        flops=table.count * dim,
-        gather=table.scattered * dim * FLOAT_BYTES,
-        table=table.table,
-        merged=fused and table.table > 0,
-    )
-
-
-def _sparse_gradient(ledger: Ledger, table: Lookups, size: int, dim: int) -> None:
-    """torch copies a bag's gradient once for every row that was looked up."""
-    vector = dim * FLOAT_BYTES
-    ledger.add(
-        "_embedding_bag_backward",
-        size * vector + (table.count + size) * INDEX_BYTES,
-        table.count * vector,
-        table=table.table,
-    )
-
-
-def _sparse_update(ledger: Ledger, table: Lookups, dim: int, optimizer: str) -> None:
-    """Adds the sparse gradient row by row; Adagrad first merges rows that occur twice."""
-    if optimizer == "sgd":
-        _add_sparse(ledger, "add_", table, table.count, table.scattered, dim)
-        return
-    vector = dim * FLOAT_BYTES
-    merged, values = table.unique * vector, table.unique * dim
-    ledger.add(
-        "_coalesce",
-        table.count * (vector + INDEX_BYTES),
-        table.unique * (vector + INDEX_BYTES),
-        flops=table.count * dim,
-        table=table.table,
-    )
-    ledger.add("pow", merged, merged, flops=values)
-    if optimizer == "rowwise_adagrad":
-        _rowwise_adagrad(ledger, table, dim)
-        return
-    # s += g²; w −= η g / (√s + ε), on the rows that have a gradient
-    _add_sparse(ledger, "add_", table, table.unique, table.unique, dim)
-    ledger.add(
-        "sparse_mask",
-        merged + table.unique * INDEX_BYTES,
-        merged,
-        gather=merged,
-        table=table.table,
-    )
-    ledger.add("sqrt_", merged, merged, flops=values)
-    ledger.add("add_", merged, merged, flops=values)
-    ledger.add("div", 2 * merged, merged, flops=values)
-    _add_sparse(ledger, "add_", table, table.unique, table.unique, dim)
-
-
-def _rowwise_adagrad(ledger: Ledger, table: Lookups, dim: int) -> None:
-    """s += mean(g²), one number a row; w −= η g / (√s + ε)."""
-    rows, values = table.unique, table.unique * dim
-    merged, scalars = values * FLOAT_BYTES, rows * FLOAT_BYTES
-    ledger.add("mean", merged, scalars, flops=values)
-    _add_sparse(ledger, "index_add_", table, rows, rows, 1)
-    ledger.add("index", scalars + rows * INDEX_BYTES, scalars, gather=scalars, table=table.table)
-    for operator in ("sqrt", "add", "reciprocal", "mul"):
-        ledger.add(operator, scalars, scalars, flops=rows)
-    ledger.add("mul", merged + scalars, merged, flops=values)
-    _add_sparse(ledger, "index_add_", table, rows, rows, dim)
-
-
-def _add_sparse(
-    ledger: Ledger, operator: str, table: Lookups, rows: float, scattered: float, dim: int
-) -> None:
-    """Reads an index, a gradient and a row of the table, and writes the row."""
-    values = rows * dim * FLOAT_BYTES
-    ledger.add(
-        operator,
-        2 * values + rows * INDEX_BYTES,
-        values,
-        flops=2 * rows * dim,
-        gather=scattered * dim * FLOAT_BYTES,
-        table=table.table,
-    )
-
-
-def _fused_update(ledger: Ledger, table: Lookups, size: int, dim: int, optimizer: str) -> None:
-    """Each row that was looked up is read and written once, with its optimiser's state.
-
-    The pooled gradients are read from where the interaction left them; nothing of the
-    size of the lookups is written.
-    """
-    vector = dim * FLOAT_BYTES
-    state = {"sgd": 0, "adagrad": vector, "rowwise_adagrad": FLOAT_BYTES}[optimizer]
-    rows = table.unique * (vector + state)
-    ledger.add(
-        "fused_update",
-        size * vector + (table.count + size) * INDEX_BYTES + rows,
-        rows,
-        flops=2 * table.count * dim,
-        gather=rows,
-        table=table.table,
-        merged=table.table > 0,
-    )
-
-
-# Operations and bytes of the fused dense part (``training.dense_backend: fused``).
-
-PARTS = {"bf16x2": 2, "bf16x3": 3}
-
-
-def is_fused(parameters: Parameters) -> bool:
-    """Whether the parameters ask for the fused dense part and it can do what they ask."""
-    training = parameters.training
-    possible = training.precision == "bf16" or (
-        training.precision == "fp32" and training.fp32_matmul in PARTS
-    )
-    return training.dense_backend == "fused" and possible and training.device != "cuda"
-
-
-def entry_bytes(parameters: Parameters) -> int:
-    """Bytes of an entry of an operand."""
-    return (
-        2 if parameters.training.precision == "bf16" else 2 * PARTS[parameters.training.fp32_matmul]
-    )
-
-
-def fused_weights(ledger: Ledger, parameters: Parameters) -> None:
-    """Each weight is tiled once a step, for the forward and for the backward product."""
-    element, model = entry_bytes(parameters), parameters.model
-    for part, widths in (("bottom_mlp", model.bottom_widths), ("top_mlp", model.top_widths)):
-        with ledger.part(part, "forward"):
-            for layer, (n, m) in enumerate(itertools.pairwise(widths)):
-                forms = 2 if layer > 0 or part == "top_mlp" else 1
-                ledger.add("fused_pack", n * m * FLOAT_BYTES, forms * n * m * element)
-
-
-def fused_forward(ledger: Ledger, parameters: Parameters, rows: int, count: int) -> None:
-    """Bottom MLP, interaction, top MLP; the loss is torch's."""
-    element, model = entry_bytes(parameters), parameters.model
-    with ledger.part("bottom_mlp", "forward", count):
-        inputs = rows * model.bottom_widths[0]
-        ledger.add("fused_pack", inputs * FLOAT_BYTES, 2 * inputs * element)
-        _products_forward(ledger, model.bottom_widths, rows, element)
-    with ledger.part("interaction", "forward", count):
-        features = rows * (len(model.table_rows) + 1) * model.embedding_dim
-        ledger.add(
-            "fused_interaction",
-            features * FLOAT_BYTES,
-            2 * rows * model.interaction_width * element,
-            flops=_interaction_flops(parameters, rows),
+    def _pooled(self, table: Lookups, fused: bool) -> None:
+        """A row a lookup, an index each, an offset a bag; one pooled vector a bag."""
+        size, vector = self.training.batch_size, self.dim * FLOAT_BYTES
+        self.add(
+            "fused_lookup" if fused else "_embedding_bag",
+            table.count * vector + (table.count + size) * INDEX_BYTES,
+            size * vector,
+            flops=table.count * self.dim,
+            gather_bytes=table.scattered * vector,
+            table=table.table,
+            merged=fused and table.table > 0,
         )
-    with ledger.part("top_mlp", "forward", count):
-        _products_forward(ledger, model.top_widths, rows, element)
-        ledger.add("sigmoid", rows * FLOAT_BYTES, rows * FLOAT_BYTES, flops=rows)
 
+    def _sparse_gradient(self, table: Lookups) -> None:
+        """torch copies a bag's gradient once for every row that was looked up."""
+        size, vector = self.training.batch_size, self.dim * FLOAT_BYTES
+        read = size * vector + (table.count + size) * INDEX_BYTES
+        self.add("_embedding_bag_backward", read, table.count * vector, table=table.table)
 
-def fused_backward(ledger: Ledger, parameters: Parameters, rows: int, count: int) -> None:
-    """The same backwards; masks and bias gradients are in the products' kernels."""
-    element, model = entry_bytes(parameters), parameters.model
-    with ledger.part("top_mlp", "backward", count):
-        ledger.add("sigmoid_backward", 2 * rows * FLOAT_BYTES, rows * FLOAT_BYTES, flops=rows)
-        _products_backward(ledger, model.top_widths, rows, element, needs_input=True)
-    with ledger.part("interaction", "backward", count):
-        features = rows * (len(model.table_rows) + 1) * model.embedding_dim
-        ledger.add(
-            "fused_interaction_backward",
-            (features + rows * model.interaction_width) * FLOAT_BYTES,
-            features * FLOAT_BYTES,
-            flops=2 * _interaction_flops(parameters, rows),
+    def _sparse_update(self, table: Lookups) -> None:
+        """Adds the sparse gradient row by row; Adagrad first merges rows that occur twice."""
+        if self.training.optimizer == "sgd":
+            self._add_rows("add_", table, table.count, table.scattered, self.dim)
+            return
+        rows, values, vector = table.unique, table.unique * self.dim, self.dim * FLOAT_BYTES
+        merged = rows * vector
+        self.add(
+            "_coalesce",
+            table.count * (vector + INDEX_BYTES),
+            rows * (vector + INDEX_BYTES),
+            flops=table.count * self.dim,
+            table=table.table,
         )
-    with ledger.part("bottom_mlp", "backward", count):
-        _products_backward(ledger, model.bottom_widths, rows, element, needs_input=False)
+        self.add("pow", merged, merged, flops=values)
+        if self.training.optimizer == "rowwise_adagrad":
+            self._rowwise_adagrad(table)
+            return
+        # s += g²; w −= η g / (√s + ε), on the rows that have a gradient
+        self._add_rows("add_", table, rows, rows, self.dim)
+        read = merged + rows * INDEX_BYTES
+        self.add("sparse_mask", read, merged, gather_bytes=merged, table=table.table)
+        self.add("sqrt_", merged, merged, flops=values)
+        self.add("add_", merged, merged, flops=values)
+        self.add("div", 2 * merged, merged, flops=values)
+        self._add_rows("add_", table, rows, rows, self.dim)
 
+    def _rowwise_adagrad(self, table: Lookups) -> None:
+        """s += mean(g²), one number a row; w −= η g / (√s + ε)."""
+        rows, values = table.unique, table.unique * self.dim
+        merged, scalars = values * FLOAT_BYTES, rows * FLOAT_BYTES
+        self.add("mean", merged, scalars, flops=values)
+        self._add_rows("index_add_", table, rows, rows, 1)
+        read = scalars + rows * INDEX_BYTES
+        self.add("index", read, scalars, gather_bytes=scalars, table=table.table)
+        for operator in ("sqrt", "add", "reciprocal", "mul"):
+            self.add(operator, scalars, scalars, flops=rows)
+        self.add("mul", merged + scalars, merged, flops=values)
+        self._add_rows("index_add_", table, rows, rows, self.dim)
 
-def _interaction_flops(parameters: Parameters, rows: int) -> float:
-    model = parameters.model
-    if model.interaction == "cat":
-        return 0.0
-    return 2.0 * rows * (model.interaction_width - model.embedding_dim) * model.embedding_dim
+    def _add_rows(
+        self, operator: str, table: Lookups, rows: float, scattered: float, width: int
+    ) -> None:
+        """Reads an index, a gradient and a row of the table, and writes the row."""
+        values = rows * width * FLOAT_BYTES
+        self.add(
+            operator,
+            2 * values + rows * INDEX_BYTES,
+            values,
+            flops=2 * rows * width,
+            gather_bytes=scattered * width * FLOAT_BYTES,
+            table=table.table,
+        )
 
+    def _fused_update(self, table: Lookups) -> None:
+        """Each row that was looked up is read and written once, with its optimiser's state.
 
-def _products_forward(ledger: Ledger, widths: tuple[int, ...], rows: int, element: int) -> None:
-    for layer, (n, m) in enumerate(itertools.pairwise(widths)):
-        ledger.product("fused_product", "forward", rows, m, n, element, layer=layer, bias=True)
-
-
-def _products_backward(
-    ledger: Ledger, widths: tuple[int, ...], rows: int, element: int, needs_input: bool
-) -> None:
-    last = widths[-1] * rows
-    ledger.add("fused_pack", last * FLOAT_BYTES, 2 * last * element)
-    for layer in range(len(widths) - 2, -1, -1):
-        n, m = widths[layer], widths[layer + 1]
-        if layer > 0 or needs_input:
-            ledger.product("fused_product", "backward_input", rows, n, m, element, layer=layer)
-        ledger.product("fused_product", "backward_weight", m, n, rows, element, layer=layer)
-
-
-# Operations and bytes of the interaction: rows of
-# :func:`dlrm_workbook.analysis.work.operator_work`.
-
-
-def interaction_forward(ledger: Ledger, parameters: Parameters, rows: int, element: int) -> None:
-    """B = ``rows`` samples of ``element`` bytes a number: products of pairs, then what is kept."""
-    model = parameters.model
-    dim, features = model.embedding_dim, len(model.table_rows) + 1
-    whole = rows * features * dim
-    if element != FLOAT_BYTES:
-        for _ in range(features - 1):
-            ledger.cast(rows * dim, FLOAT_BYTES, element)
-    ledger.add("cat", whole * element, whole * element)
-    if model.interaction == "cat":
-        return
-    pairs = model.interaction_width - dim
-    ledger.product(
-        "bmm",
-        "forward",
-        features,
-        features,
-        dim,
-        element,
-        batch=rows,
-        layer=0,
-        symmetric=True,
-    )
-    _gathered(ledger, parameters, rows, features * features, pairs, element)
-    out = rows * (dim + pairs) * element
-    ledger.add("cat", out, out)
-
-
-def _gathered(
-    ledger: Ledger, parameters: Parameters, rows: int, source: int, wanted: int, element: int
-) -> None:
-    """``wanted`` of ``source`` columns by an index; on a CPU 2-byte numbers are widened first."""
-    widened = element != FLOAT_BYTES and parameters.training.device != "cuda"
-    wide = FLOAT_BYTES if widened else element
-    if widened:
-        ledger.cast(rows * source, element, wide)
-    least = rows * min(source, wanted) * wide
-    ledger.add("index_select", least + wanted * INDEX_BYTES, rows * wanted * wide)
-    if widened:
-        ledger.cast(rows * wanted, wide, element)
-
-
-def interaction_backward(ledger: Ledger, parameters: Parameters, rows: int, element: int) -> None:
-    """The gradients of the features, and of each table's vectors in one piece."""
-    model = parameters.model
-    dim, features = model.embedding_dim, len(model.table_rows) + 1
-    vector = rows * dim * element
-    narrow = element != FLOAT_BYTES
-    if model.interaction == "dot":
-        pairs = model.interaction_width - dim
-        # the gradients of the pairs at their place in (B, F, F), zeros elsewhere
-        picked = rows * pairs * element
-        ledger.add("constant_pad_nd", picked, picked + rows * element)
-        _gathered(ledger, parameters, rows, pairs + 1, features * features, element)
-        if narrow and model.interaction_itself:
-            diagonal = rows * features * element
-            ledger.add("mul_", diagonal, diagonal, flops=rows * features)
-        shape = (features, dim, features, element)
-        ledger.product("bmm", "backward_input", *shape, batch=rows, layer=0)
-        if not narrow:
-            ledger.product(
-                "baddbmm_", "backward_input", *shape, batch=rows, layer=0, accumulate=True
-            )
-        # x goes to the interaction's output as it is, too
-        ledger.add("add", 2 * vector, vector, flops=rows * dim)
-    elif rows > 1:
-        ledger.add("copy_", vector, vector)
-    for _ in range(features - 1):
-        _leaf_gradient(ledger, parameters, rows, dim, element)
-
-
-def _leaf_gradient(
-    ledger: Ledger, parameters: Parameters, rows: int, dim: int, element: int
-) -> None:
-    """The gradient of one table's vectors: a slice of the features', made contiguous."""
-    if element != FLOAT_BYTES:
-        ledger.cast(rows * dim, element, FLOAT_BYTES)
-    vector = rows * dim * FLOAT_BYTES
-    if rows < parameters.training.batch_size:
-        # a piece is added to the place that the whole batch's gradient has for it
-        ledger.add("add_", 2 * vector, vector, flops=rows * dim)
-    elif element == FLOAT_BYTES and rows > 1:
-        # of a single sample the slice is in one piece already
-        ledger.add("copy_", vector, vector)
-
-
-ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-
-AMOUNTS = ["flops", "read_bytes", "written_bytes", "gather_bytes"]
-
-
-def part_work(
-    parameters: Parameters | Mapping[str, Any],
-    statistics: Mapping[str, Any] | None = None,
-    device: str | None = None,
-) -> pd.DataFrame:
-    """Work of each part and phase in one iteration.
-
-    Args:
-        parameters: a run's, or its sections as dicts.
-        statistics: ``meta["data_statistics"]`` of a recording, measured bag sizes; without
-            it the mean of the generator's law.
-        device: ``cpu`` or ``cuda``, where ``training.device`` is ``auto``; on a GPU a batch
-            is copied to it.
-
-    Returns:
-        ``component``, ``phase``, ``flops``, ``read_bytes``, ``written_bytes`` (operands of
-        every operator), ``gather_bytes`` (of those read, in scattered rows), ``operators``
-        (how many run). Rows in the order of a step.
-
-    Raises:
-        InputError: the parameters are not valid.
-    """
-    rows = operator_work(parameters, statistics, device)
-    totals = rows[AMOUNTS].mul(rows["count"], axis=0)
-    totals["operators"] = rows["count"].where(~rows["merged"], 0)
-    keys = [rows["component"], rows["phase"]]
-    table = totals.groupby(keys, sort=False).sum().reset_index()
-    order = table["component"].map(COMPONENTS.index) * 10 + table["phase"].map(PHASES.index)
-    return table.iloc[order.argsort(kind="stable")].reset_index(drop=True)
-
-
-def operator_work(
-    parameters: Parameters | Mapping[str, Any],
-    statistics: Mapping[str, Any] | None = None,
-    device: str | None = None,
-) -> pd.DataFrame:
-    """Every operator of an iteration, a row each: the attributes of ``work_rows.Work``.
-
-    Raises:
-        InputError: the parameters are not valid.
-    """
-    if not isinstance(parameters, Parameters):
-        parameters = parameters_from_sections(parameters)
-    ledger = Ledger()
-    looked_up = lookups(parameters, statistics)
-    on_gpu = (device or parameters.training.device).startswith("cuda")
-    _data(ledger, parameters, sum(table.count for table in looked_up), on_gpu)
-    element = ELEMENT_BYTES[setting_of(parameters, "precision", "fp32")]
-    fused = is_fused(parameters) and not on_gpu
-    for rows, count in micro_batches(parameters):
-        if fused:
-            fused_forward(ledger, parameters, rows, count)
-            _losses(ledger, parameters, rows, count)
-            fused_backward(ledger, parameters, rows, count)
-        else:
-            _dense_forward(ledger, parameters, rows, count, element)
-            _dense_backward(ledger, parameters, rows, count, element)
-    if fused:
-        fused_weights(ledger, parameters)
-    else:
-        _whole_batch(ledger, parameters, element)
-    embedding_rows(ledger, parameters, looked_up)
-    _updates(ledger, parameters)
-    return ledger.table()
-
-
-def setting_of(parameters: Parameters, name: str, default: Any) -> Any:
-    """``training.name``; the default where this version has no such parameter."""
-    value = getattr(parameters.training, name, default)
-    return default if value is None else value
-
-
-def micro_batches(parameters: Parameters) -> list[tuple[int, int]]:
-    """(rows, how often) of the pieces in which the dense part computes a batch."""
-    size = parameters.training.batch_size
-    piece = min(int(setting_of(parameters, "micro_batch", size)), size)
-    whole, rest = divmod(size, piece)
-    return [(piece, whole)] + ([(rest, 1)] if rest else [])
-
-
-def batch_bytes(parameters: Parameters, looked_up: float) -> float:
-    """Bytes of one batch: dense features, indices, offsets, targets."""
-    size, model = parameters.training.batch_size, parameters.model
-    assert model.dense_features is not None
-    floats = size * (model.dense_features + 1)
-    integers = looked_up + size * len(model.table_rows)
-    return FLOAT_BYTES * floats + INDEX_BYTES * integers
-
-
-def _data(ledger: Ledger, parameters: Parameters, looked_up: float, on_gpu: bool) -> None:
-    """A batch must at least be written once, and copied where the model is on a GPU."""
-    total = batch_bytes(parameters, looked_up)
-    with ledger.part("data", "forward"):
-        ledger.add("make_batch", 0, total)
-    if parameters.data.place == "cpu" and on_gpu:
-        with ledger.part("transfer", "forward"):
-            ledger.add("copy_batch", total, total, on_link=True)
-
-
-def _dense_forward(
-    ledger: Ledger, parameters: Parameters, rows: int, count: int, element: int
-) -> None:
-    model = parameters.model
-    with ledger.part("bottom_mlp", "forward", count):
-        _mlp_forward(ledger, model.bottom_widths, rows, element, sigmoid_output=False)
-    with ledger.part("interaction", "forward", count):
-        interaction_forward(ledger, parameters, rows, element)
-    with ledger.part("top_mlp", "forward", count):
-        _mlp_forward(ledger, model.top_widths, rows, element, sigmoid_output=True)
-        if 0.0 < model.loss_threshold < 1.0:
-            _pointwise(ledger, "clamp", rows, 1, FLOAT_BYTES)
-    with ledger.part("loss", "forward", count):
-        _loss_forward(ledger, parameters, rows)
-
-
-def _dense_backward(
-    ledger: Ledger, parameters: Parameters, rows: int, count: int, element: int
-) -> None:
-    model = parameters.model
-    with ledger.part("loss", "backward", count):
-        _loss_backward(ledger, parameters, rows)
-    with ledger.part("top_mlp", "backward", count):
-        if 0.0 < model.loss_threshold < 1.0:
-            _clamp_backward(ledger, rows, FLOAT_BYTES)
-        _mlp_backward(ledger, model.top_widths, rows, element, True, needs_input=True)
-    with ledger.part("interaction", "backward", count):
-        interaction_backward(ledger, parameters, rows, element)
-    with ledger.part("bottom_mlp", "backward", count):
-        # nobody asks for the gradient of the dense features
-        _mlp_backward(ledger, model.bottom_widths, rows, element, False, needs_input=False)
-
-
-def _losses(ledger: Ledger, parameters: Parameters, rows: int, count: int) -> None:
-    with ledger.part("loss", "forward", count):
-        _loss_forward(ledger, parameters, rows)
-    with ledger.part("loss", "backward", count):
-        _loss_backward(ledger, parameters, rows)
-
-
-def _pointwise(ledger: Ledger, operator: str, elements: float, operands: int, element: int) -> None:
-    """One operation an element; ``operands`` tensors in, one out."""
-    ledger.add(operator, operands * elements * element, elements * element, flops=elements)
-
-
-def _clamp_backward(ledger: Ledger, rows: int, element: int) -> None:
-    """A gradient passes where the prediction was within the bounds."""
-    for operator in ("ge", "le"):
-        ledger.add(operator, rows * element, rows, flops=rows)
-    ledger.add("logical_and", 2 * rows, rows, flops=rows)
-    ledger.add("scalar_tensor", 0, element)
-    ledger.add("where", rows * (1 + element) + element, rows * element, flops=rows)
-
-
-def _mlp_forward(
-    ledger: Ledger, widths: tuple[int, ...], rows: int, element: int, sigmoid_output: bool
-) -> None:
-    """(B, n) times (n, m) plus bias, and the activation, layer by layer."""
-    narrow = element != FLOAT_BYTES
-    last = len(widths) - 2
-    for layer, (n, m) in enumerate(itertools.pairwise(widths)):
-        if narrow and layer == 0 and not sigmoid_output:
-            # what reaches the top MLP is narrow already
-            ledger.cast(rows * n, FLOAT_BYTES, element)
-        ledger.product("addmm", "forward", rows, m, n, element, layer=layer, bias=True)
-        if not (sigmoid_output and layer == last):
-            _pointwise(ledger, "relu", rows * m, 1, element)
-            continue
-        # a probability needs more digits than a narrow format has
-        if narrow:
-            ledger.cast(rows * m, element, FLOAT_BYTES)
-        _pointwise(ledger, "sigmoid", rows * m, 1, FLOAT_BYTES)
-
-
-def _mlp_backward(
-    ledger: Ledger,
-    widths: tuple[int, ...],
-    rows: int,
-    element: int,
-    sigmoid_output: bool,
-    needs_input: bool,
-) -> None:
-    """Two products a layer, of the size of the forward one; one where no input gradient is due."""
-    narrow = element != FLOAT_BYTES
-    last = len(widths) - 2
-    for layer in range(last, -1, -1):
-        n, m = widths[layer], widths[layer + 1]
-        if sigmoid_output and layer == last:
-            _pointwise(ledger, "sigmoid_backward", rows * m, 2, FLOAT_BYTES)
-            if narrow:
-                ledger.cast(rows * m, FLOAT_BYTES, element)
-        else:
-            _pointwise(ledger, "threshold_backward", rows * m, 2, element)
-        if layer > 0 or needs_input:
-            ledger.product("mm", "backward_input", rows, n, m, element, layer=layer)
-        ledger.product("mm", "backward_weight", m, n, rows, element, layer=layer)
-        # the bias's gradient
-        ledger.add("sum", rows * m * element, m * element, flops=rows * m)
-        if narrow:
-            ledger.cast(n * m, element, FLOAT_BYTES)
-            ledger.cast(m, element, FLOAT_BYTES)
-
-
-def _loss_forward(ledger: Ledger, parameters: Parameters, rows: int) -> None:
-    kind, four = parameters.model.loss, FLOAT_BYTES
-    if kind in ("mse", "bce"):
-        name = {"mse": "mse_loss", "bce": "binary_cross_entropy"}[kind]
-        ledger.add(name, 2 * rows * four, four, flops=3 * rows)
-        return
-    # the weights of the two targets are float64, and so is what follows from them
-    ledger.add("_to_copy", rows * four, rows * INDEX_BYTES)
-    ledger.add("index", rows * (8 + INDEX_BYTES), rows * 8)  # a weight a sample
-    ledger.add("binary_cross_entropy", 2 * rows * four, rows * four, flops=3 * rows)
-    ledger.add("mul", rows * (8 + four), rows * 8, flops=rows)
-    ledger.add("mean", rows * 8, 8, flops=rows)
-
-
-def _loss_backward(ledger: Ledger, parameters: Parameters, rows: int) -> None:
-    kind, four = parameters.model.loss, FLOAT_BYTES
-    if kind in ("mse", "bce"):
-        name = {"mse": "mse_loss_backward", "bce": "binary_cross_entropy_backward"}[kind]
-        ledger.add("full_like", 0, four)
-        ledger.add(name, 2 * rows * four + four, rows * four, flops=3 * rows)
-        return
-    ledger.add("full_like", 0, 8)
-    ledger.add("div", 8, rows * 8, flops=rows)
-    ledger.add("mul", rows * 16, rows * 8, flops=rows)
-    ledger.add("_to_copy", rows * 8, rows * four)
-    ledger.add("binary_cross_entropy_backward", 3 * rows * four, rows * four, flops=3 * rows)
+        The pooled gradients are read from where the interaction left them; nothing of the
+        size of the lookups is written.
+        """
+        size, vector = self.training.batch_size, self.dim * FLOAT_BYTES
+        states = {"sgd": 0, "adagrad": vector, "rowwise_adagrad": FLOAT_BYTES}
+        rows = table.unique * (vector + states[self.training.optimizer])
+        self.add(
+            "fused_update",
+            size * vector + (table.count + size) * INDEX_BYTES + rows,
+            rows,
+            flops=2 * table.count * self.dim,
+            gather_bytes=rows,
+            table=table.table,
+            merged=table.table > 0,
+        )
 
 
 def _weights(widths: tuple[int, ...]) -> list[int]:
@@ -831,42 +507,240 @@ def _weights(widths: tuple[int, ...]) -> list[int]:
     return [size for n, m in itertools.pairwise(widths) for size in (n * m, m)]
 
 
-def _whole_batch(ledger: Ledger, parameters: Parameters, element: int) -> None:
-    """What is done once however many pieces a batch has, and what only pieces need."""
-    pieces = sum(count for _, count in micro_batches(parameters))
-    for part, widths in _mlps(parameters):
-        if element != FLOAT_BYTES:
-            with ledger.part(part, "forward"):
-                # autocast keeps a weight's copy until the step is done
-                for size in _weights(widths):
-                    ledger.cast(size, FLOAT_BYTES, element)
-        if pieces > 1:
-            with ledger.part(part, "backward", pieces - 1):
-                # weight gradients are added to those of the first piece
-                for size in _weights(widths):
-                    ledger.add("add_", 2 * size * FLOAT_BYTES, size * FLOAT_BYTES, flops=size)
+class _TorchDense:
+    """The MLPs and the interaction as torch's own operators run them."""
+
+    def __init__(self, step: _Step) -> None:
+        self.step, self.model = step, step.model
+        self.element = ELEMENT_BYTES[step.training.precision]
+        self.narrow = self.element != FLOAT_BYTES
+        self.clamped = 0.0 < self.model.loss_threshold < 1.0
+
+    def iteration(self) -> None:
+        """The dense part of a batch, piece by piece."""
+        pieces = micro_batches(self.step.parameters)
+        for rows, count in pieces:
+            self._forward(rows, count)
+            self._backward(rows, count)
+        self._whole_batch(sum(count for _, count in pieces))
+
+    def _forward(self, rows: int, count: int) -> None:
+        step = self.step
+        with step.part("bottom_mlp", "forward", count):
+            self._mlp_forward(rows, top=False)
+        with step.part("interaction", "forward", count):
+            self._interaction_forward(rows)
+        with step.part("top_mlp", "forward", count):
+            self._mlp_forward(rows, top=True)
+            if self.clamped:
+                step.pointwise("clamp", rows, 1, FLOAT_BYTES)
+        step.loss_forward(rows, count)
+
+    def _backward(self, rows: int, count: int) -> None:
+        step, four = self.step, FLOAT_BYTES
+        step.loss_backward(rows, count)
+        with step.part("top_mlp", "backward", count):
+            if self.clamped:
+                # a gradient passes where the prediction was within the bounds
+                for operator in ("ge", "le"):
+                    step.add(operator, rows * four, rows, flops=rows)
+                step.add("logical_and", 2 * rows, rows, flops=rows)
+                step.add("scalar_tensor", 0, four)
+                step.add("where", rows * (1 + four) + four, rows * four, flops=rows)
+            self._mlp_backward(rows, top=True)
+        with step.part("interaction", "backward", count):
+            self._interaction_backward(rows)
+        with step.part("bottom_mlp", "backward", count):
+            self._mlp_backward(rows, top=False)
+
+    def _whole_batch(self, pieces: int) -> None:
+        """What is done once however many pieces a batch has, and what only pieces need."""
+        for part, widths in self.step.mlps.items():
+            if self.narrow:
+                with self.step.part(part, "forward"):
+                    # autocast keeps a weight's copy until the step is done
+                    for size in _weights(widths):
+                        self.step.cast(size, FLOAT_BYTES, self.element)
+            if pieces > 1:
+                with self.step.part(part, "backward", pieces - 1):
+                    # weight gradients are added to those of the first piece
+                    for size in _weights(widths):
+                        self.step.pointwise("add_", size, 2, FLOAT_BYTES)
+
+    def _mlp_forward(self, rows: int, top: bool) -> None:
+        """(B, n) times (n, m) plus bias, and the activation, layer by layer."""
+        step, element = self.step, self.element
+        widths = step.mlps["top_mlp" if top else "bottom_mlp"]
+        for layer, (n, m) in enumerate(itertools.pairwise(widths)):
+            if self.narrow and layer == 0 and not top:
+                # what reaches the top MLP is narrow already
+                step.cast(rows * n, FLOAT_BYTES, element)
+            step.product("addmm", "forward", rows, m, n, element, layer=layer, bias=True)
+            if not (top and layer == len(widths) - 2):
+                step.pointwise("relu", rows * m, 1, element)
+                continue
+            # a probability needs more digits than a narrow format has
+            if self.narrow:
+                step.cast(rows * m, element, FLOAT_BYTES)
+            step.pointwise("sigmoid", rows * m, 1, FLOAT_BYTES)
+
+    def _mlp_backward(self, rows: int, top: bool) -> None:
+        """Two products a layer, of the size of the forward one.
+
+        The first layer of the bottom MLP has one: nobody asks for the gradient of the dense
+        features.
+        """
+        step, element = self.step, self.element
+        widths = step.mlps["top_mlp" if top else "bottom_mlp"]
+        for layer in reversed(range(len(widths) - 1)):
+            n, m = widths[layer], widths[layer + 1]
+            if top and layer == len(widths) - 2:
+                step.pointwise("sigmoid_backward", rows * m, 2, FLOAT_BYTES)
+                if self.narrow:
+                    step.cast(rows * m, FLOAT_BYTES, element)
+            else:
+                step.pointwise("threshold_backward", rows * m, 2, element)
+            if layer > 0 or top:
+                step.product("mm", "backward_input", rows, n, m, element, layer=layer)
+            step.product("mm", "backward_weight", m, n, rows, element, layer=layer)
+            # the bias's gradient
+            step.add("sum", rows * m * element, m * element, flops=rows * m)
+            if self.narrow:
+                step.cast(n * m, element, FLOAT_BYTES)
+                step.cast(m, element, FLOAT_BYTES)
+
+    def _interaction_forward(self, rows: int) -> None:
+        """Products of pairs of features, then what is kept of them."""
+        step, element, dim, features = self.step, self.element, self.step.dim, self.step.features
+        if self.narrow:
+            for _ in range(features - 1):
+                step.cast(rows * dim, FLOAT_BYTES, element)
+        whole = rows * features * dim * element
+        step.add("cat", whole, whole)
+        if self.model.interaction == "cat":
+            return
+        pairs = self.model.interaction_width - dim
+        shape = (features, features, dim, element)
+        step.product("bmm", "forward", *shape, batch=rows, symmetric=True)
+        self._gathered(rows, features * features, pairs)
+        out = rows * (dim + pairs) * element
+        step.add("cat", out, out)
+
+    def _gathered(self, rows: int, source: int, wanted: int) -> None:
+        """``wanted`` of ``source`` columns by an index; a CPU widens 2-byte numbers first."""
+        widened = self.narrow and self.step.training.device != "cuda"
+        wide = FLOAT_BYTES if widened else self.element
+        if widened:
+            self.step.cast(rows * source, self.element, wide)
+        least = rows * min(source, wanted) * wide
+        self.step.add("index_select", least + wanted * INDEX_BYTES, rows * wanted * wide)
+        if widened:
+            self.step.cast(rows * wanted, wide, self.element)
+
+    def _interaction_backward(self, rows: int) -> None:
+        """The gradients of the features, and of each table's vectors in one piece."""
+        step, element, dim, features = self.step, self.element, self.step.dim, self.step.features
+        vector = rows * dim * element
+        if self.model.interaction == "dot":
+            pairs = self.model.interaction_width - dim
+            # the gradients of the pairs at their place in (B, F, F), zeros elsewhere
+            picked = rows * pairs * element
+            step.add("constant_pad_nd", picked, picked + rows * element)
+            self._gathered(rows, pairs + 1, features * features)
+            if self.narrow and self.model.interaction_itself:
+                step.pointwise("mul_", rows * features, 1, element)
+            shape = (features, dim, features, element)
+            step.product("bmm", "backward_input", *shape, batch=rows)
+            if not self.narrow:
+                step.product("baddbmm_", "backward_input", *shape, batch=rows, accumulate=True)
+            # x goes to the interaction's output as it is, too
+            step.add("add", 2 * vector, vector, flops=rows * dim)
+        elif rows > 1:
+            step.add("copy_", vector, vector)
+        for _ in range(features - 1):
+            self._table_gradient(rows)
+
+    def _table_gradient(self, rows: int) -> None:
+        """The gradient of one table's vectors: a slice of the features', made contiguous."""
+        values = rows * self.step.dim
+        if self.narrow:
+            self.step.cast(values, self.element, FLOAT_BYTES)
+        if rows < self.step.training.batch_size:
+            # a piece is added to the place that the whole batch's gradient has for it
+            self.step.pointwise("add_", values, 2, FLOAT_BYTES)
+        elif not self.narrow and rows > 1:
+            # of a single sample the slice is in one piece already
+            self.step.add("copy_", values * FLOAT_BYTES, values * FLOAT_BYTES)
 
 
-def _updates(ledger: Ledger, parameters: Parameters) -> None:
-    """SGD: w −= η g. Adagrad: s += g², w −= η g / (√s + ε)."""
-    adagrad = "adagrad" in setting_of(parameters, "optimizer", "sgd")
-    fused = parameters.training.fused_optimizer
-    for part, widths in _mlps(parameters):
-        sizes = _weights(widths)
-        with ledger.part(part, "update"):
-            for size in [sum(sizes)] if fused else sizes:
-                whole = size * FLOAT_BYTES
-                if not adagrad:
-                    ledger.add("add_", 2 * whole, whole, flops=2 * size)
-                elif fused:
-                    ledger.add("_fused_adagrad_", 3 * whole, 2 * whole, flops=7 * size)
-                else:
-                    ledger.add("addcmul_", 2 * whole, whole, flops=2 * size)
-                    ledger.add("sqrt", whole, whole, flops=size)
-                    ledger.add("add_", whole, whole, flops=size)
-                    ledger.add("addcdiv_", 3 * whole, whole, flops=3 * size)
+class _FusedDense:
+    """The MLPs and the interaction by ``training.dense_backend: fused``; the loss is torch's."""
 
+    def __init__(self, step: _Step) -> None:
+        self.step, self.model = step, step.model
+        bf16 = step.training.precision == "bf16"
+        self.element = 2 if bf16 else 2 * TILE_PARTS[step.training.fp32_matmul]
+        """Bytes of an entry of an operand."""
 
-def _mlps(parameters: Parameters) -> list[tuple[str, tuple[int, ...]]]:
-    model = parameters.model
-    return [("top_mlp", model.top_widths), ("bottom_mlp", model.bottom_widths)]
+    def iteration(self) -> None:
+        """The dense part of a batch, piece by piece."""
+        for rows, count in micro_batches(self.step.parameters):
+            self._forward(rows, count)
+            self.step.loss_forward(rows, count)
+            self.step.loss_backward(rows, count)
+            self._backward(rows, count)
+        # each weight is tiled once a step, for the forward and for the backward product
+        for part in ("bottom_mlp", "top_mlp"):
+            with self.step.part(part, "forward"):
+                for layer, (n, m) in enumerate(itertools.pairwise(self.step.mlps[part])):
+                    forms = 2 if layer > 0 or part == "top_mlp" else 1
+                    size = n * m
+                    self.step.add("fused_pack", size * FLOAT_BYTES, forms * size * self.element)
+
+    def _forward(self, rows: int, count: int) -> None:
+        step, model = self.step, self.model
+        with step.part("bottom_mlp", "forward", count):
+            inputs = rows * model.bottom_widths[0]
+            step.add("fused_pack", inputs * FLOAT_BYTES, 2 * inputs * self.element)
+            self._mlp_forward(rows, model.bottom_widths)
+        with step.part("interaction", "forward", count):
+            read = rows * step.features * step.dim * FLOAT_BYTES
+            written = 2 * rows * model.interaction_width * self.element
+            step.add("fused_interaction", read, written, flops=self._interaction_flops(rows))
+        with step.part("top_mlp", "forward", count):
+            self._mlp_forward(rows, model.top_widths)
+            step.pointwise("sigmoid", rows, 1, FLOAT_BYTES)
+
+    def _backward(self, rows: int, count: int) -> None:
+        """Masks and bias gradients are in the products' kernels."""
+        step, model = self.step, self.model
+        with step.part("top_mlp", "backward", count):
+            step.pointwise("sigmoid_backward", rows, 2, FLOAT_BYTES)
+            self._mlp_backward(rows, model.top_widths, needs_input=True)
+        with step.part("interaction", "backward", count):
+            features = rows * step.features * step.dim
+            read = (features + rows * model.interaction_width) * FLOAT_BYTES
+            flops = 2 * self._interaction_flops(rows)
+            step.add("fused_interaction_backward", read, features * FLOAT_BYTES, flops=flops)
+        with step.part("bottom_mlp", "backward", count):
+            self._mlp_backward(rows, model.bottom_widths, needs_input=False)
+
+    def _interaction_flops(self, rows: int) -> float:
+        if self.model.interaction == "cat":
+            return 0.0
+        return 2.0 * rows * (self.model.interaction_width - self.step.dim) * self.step.dim
+
+    def _mlp_forward(self, rows: int, widths: tuple[int, ...]) -> None:
+        for layer, (n, m) in enumerate(itertools.pairwise(widths)):
+            shape = (rows, m, n, self.element)
+            self.step.product("fused_product", "forward", *shape, layer=layer, bias=True)
+
+    def _mlp_backward(self, rows: int, widths: tuple[int, ...], needs_input: bool) -> None:
+        step, element = self.step, self.element
+        last = widths[-1] * rows
+        step.add("fused_pack", last * FLOAT_BYTES, 2 * last * element)
+        for layer in reversed(range(len(widths) - 1)):
+            n, m = widths[layer], widths[layer + 1]
+            if layer > 0 or needs_input:
+                step.product("fused_product", "backward_input", rows, n, m, element, layer=layer)
+            step.product("fused_product", "backward_weight", m, n, rows, element, layer=layer)
