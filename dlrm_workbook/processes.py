@@ -219,15 +219,6 @@ def run_child(
         )
 
 
-def output_of(command: Command, timeout_s: float = 20.0) -> str:
-    """Standard output of a short program; empty if it is absent, fails or hangs."""
-    try:
-        done = run_child(command, stage=os.fspath(command[0]), timeout_s=timeout_s)
-    except MeasurementError:
-        return ""
-    return "" if done.timed_out or done.exit_code else done.stdout
-
-
 @contextlib.contextmanager
 def started(
     command: Command,

@@ -63,15 +63,11 @@ def measure(
     """
     folder = Path(folder).absolute()
     engine, why = choose_engine(parameters.profiling)
-    file = folder / "workload.yaml"
-    parameters, chosen = _resolve(parameters, folder, progress)
-    write_text(file, yaml.safe_dump(parameters.to_sections(), sort_keys=False))
-    if engine == "torch":
-        profile = _with_torch(parameters, folder, file, progress)
-    else:
-        profile = _with_hpctoolkit(parameters, folder, file, progress)
+    session = _Session(parameters, folder, progress)
+    chosen = session.choose_back_end()
+    profile = session.with_torch() if engine == "torch" else session.with_hpctoolkit()
     if engine == "both":
-        second = _second(parameters, folder, profile, progress)
+        second = session.second(profile)
         second.meta["engine_choice"] = why
         second.save(folder / TORCH_FOLDER)
         profile.meta["second_profile"] = TORCH_FOLDER
@@ -81,171 +77,172 @@ def measure(
     return profile
 
 
-def _second(
-    parameters: Parameters, folder: Path, first: Profile, progress: ProgressCallback | None
-) -> Profile:
-    """torch's profile of a workload whose machine has been looked at for the first one."""
-    file = folder / "workload-torch.yaml"
-    profiling = replace(parameters.profiling, probes=False)
-    unprobed = replace(parameters, profiling=profiling)
-    write_text(file, yaml.safe_dump(unprobed.to_sections(), sort_keys=False))
-    second = _with_torch(unprobed, folder, file, progress)
-    second.meta["parameters"] = parameters.to_sections()
-    reasons = second.not_measured
-    for name in EVIDENCE:
-        reasons.pop(name, None)
-        if name in first.meta:
-            second.meta[name] = first.meta[name]
-        elif name in first.not_measured:
-            reasons[name] = first.not_measured[name]
-    second.meta["not_measured"] = reasons
-    return second
+class _Session:
+    """One measurement: its parameters, where it goes, who watches."""
 
+    def __init__(
+        self, parameters: Parameters, folder: Path, progress: ProgressCallback | None
+    ) -> None:
+        self.parameters, self.folder, self.progress = parameters, folder, progress
 
-def _resolve(
-    parameters: Parameters, folder: Path, progress: ProgressCallback | None
-) -> tuple[Parameters, list[str]]:
-    """One back end for all processes of a measurement, where ``auto`` is to choose it."""
-    from dlrm_kernels.embeddings.choose import with_backend
+    def written(self, name: str, parameters: Parameters) -> Path:
+        """A parameters file for a child."""
+        file = self.folder / name
+        write_text(file, yaml.safe_dump(parameters.to_sections(), sort_keys=False))
+        return file
 
-    if parameters.training.embedding_backend != "auto":
-        return parameters, []
-    file, output = folder / "logs" / "auto.yaml", folder / "logs" / "auto.json"
-    write_text(file, yaml.safe_dump(parameters.to_sections(), sort_keys=False))
-    environment, _ = workload_environment(os.environ)
-    done = run_child(
-        python_module("dlrm_kernels.embeddings.choose", file, output),
-        stage="choosing the embedding back end",
-        logs=folder / "logs",
-        environment=environment,
-        timeout_s=float(parameters.profiling.timeout_s),
-        progress=progress,
-    )
-    done.require_success("choosing training.embedding_backend")
-    found = load_json(output)
-    return with_backend(parameters, found["embedding_backend"]), found["notices"]
+    def run(self, what: str, stage: str, command: list[str], like_measured: bool) -> None:
+        """Run a child to its end.
 
+        Args:
+            what: subject of the sentence if it fails.
+            like_measured: with the environment of a run that HPCToolkit measures.
 
-def _with_torch(
-    parameters: Parameters, folder: Path, file: Path, progress: ProgressCallback | None
-) -> Profile:
-    recording = folder / "recording"
-    done = run_child(
-        python_module("dlrm_core", "record", "-f", file, "--output", recording),
-        stage="torch.profiler",
-        logs=folder / "logs",
-        timeout_s=float(parameters.profiling.timeout_s),
-        progress=progress,
-    )
-    done.require_success("the recorded run")
-    return read_recording(recording)
+        Raises:
+            InputError: it fails or takes too long.
+        """
+        run_child(
+            command,
+            stage=stage,
+            logs=self.folder / "logs",
+            environment=workload_environment(os.environ)[0] if like_measured else None,
+            timeout_s=self.parameters.profiling.timeout_s,
+            progress=self.progress,
+        ).require_success(what)
 
+    def choose_back_end(self) -> list[str]:
+        """Settle on one back end for all processes, where ``auto`` is to choose it; says why."""
+        from dlrm_kernels.embeddings.choose import with_backend
 
-def _with_hpctoolkit(
-    parameters: Parameters, folder: Path, file: Path, progress: ProgressCallback | None
-) -> Profile:
-    from dlrm_core.machine import resolve_device
-    from dlrm_workbook.recordings.hpctoolkit.database import read_database
-    from dlrm_workbook.recordings.hpctoolkit.driver import measure as measure_program
-    from dlrm_workbook.recordings.hpctoolkit.spans import with_spans
-    from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
-    from dlrm_workbook.recordings.torch.recorder import information
-
-    device = resolve_device(parameters.training)
-    config = parameters.profiling
-    measurement = measure_program(
-        python_module(
-            *("dlrm_core", "train", "-f", file),
-            *("-p", f"training.batches={config.warmup + config.iterations}"),
-            *("-p", "training.log_every=1", "--spans"),
-        ),
-        folder / "hpctoolkit",
-        device=device.type,
-        config=config,
-        progress=progress,
-    )
-    times = measurement.database("times")
-    assert times is not None
-    profile = profile_from_database(read_database(times))
-    if device.type == "cpu":
-        spans = measurement.passes[0].result.get("spans") or []
-        profile = with_spans(profile, spans, config.warmup)
-    frames = measurement.database("frames")
-    if frames is not None:
-        try:
-            profile_from_database(read_database(frames)).save(folder / "profile_python")
-        except InputError as error:
-            # the times are there; a side view must not cost them
-            measurement.not_measured["Python frames"] = str(error)
-    passes: list[dict[str, Any]] = [
-        {
-            "name": "unprofiled",
-            "command": "",
-            "ms_per_iteration": measurement.unprofiled.get("ms_per_iteration"),
-            "dilation": 1.0,
-        }
-    ]
-    for made in measurement.passes:
-        passes.append(
-            {
-                "name": made.name,
-                "command": " ".join(made.command),
-                "iterations": config.warmup + config.iterations,
-                "events": list(made.events),
-                "python_frames": made.python_frames,
-                "ms_per_iteration": made.ms_per_iteration,
-                "dilation": made.dilation,
-                "part_dilation": made.part_dilation,
-                "lost_samples": made.lost_samples,
-                # relative, so that a run folder can be moved or mailed
-                "database": os.path.relpath(made.database, folder),
-                "notices": list(made.notices),
-            }
+        if self.parameters.training.embedding_backend != "auto":
+            return []
+        file, output = self.written("logs/auto.yaml", self.parameters), "logs/auto.json"
+        command = python_module("dlrm_kernels.embeddings.choose", file, self.folder / output)
+        self.run(
+            "choosing training.embedding_backend",
+            "choosing the embedding back end",
+            command,
+            like_measured=True,
         )
-    notices = list(measurement.notices)
-    for made in measurement.passes:
-        notices += [f"pass {made.name}: {notice}" for notice in made.notices]
-    found = _evidence(parameters, folder, file, progress)
-    counted = {
-        name: measurement.unprofiled[name]
-        for name in ("counters", "threads_cpu", "counters_cost_ms")
-        if name in measurement.unprofiled
-    }
-    missing = found.pop("not_measured", {}) | measurement.unprofiled.get("not_measured", {})
-    profile.meta |= information(parameters, device, notices) | found | counted
-    profile.meta |= {
-        "engine": "hpctoolkit",
-        "device": device.type,
-        "version": measurement.version,
-        "passes": passes,
-        "not_measured": missing | profile.not_measured | measurement.not_measured,
-    }
-    return profile
+        found = load_json(self.folder / output)
+        self.parameters = with_backend(self.parameters, found["embedding_backend"])
+        notices: list[str] = found["notices"]
+        return notices
 
+    def with_torch(self, name: str = "workload.yaml") -> Profile:
+        recording = self.folder / "recording"
+        file = self.written(name, self.parameters)
+        command = python_module("dlrm_core", "record", "-f", file, "--output", recording)
+        self.run("the recorded run", "torch.profiler", command, like_measured=False)
+        return read_recording(recording)
 
-def _evidence(
-    parameters: Parameters, folder: Path, file: Path, progress: ProgressCallback | None
-) -> dict[str, Any]:
-    """What a recording carries beside its times, found in a process like the measured one's.
+    def second(self, first: Profile) -> Profile:
+        """torch's profile of a workload whose machine has been looked at for the first one."""
+        whole = self.parameters
+        profiling = replace(whole.profiling, probes=False)
+        self.parameters = replace(whole, profiling=profiling)
+        second = self.with_torch("workload-torch.yaml")
+        second.meta["parameters"] = whole.to_sections()
+        reasons = second.not_measured
+        for name in EVIDENCE:
+            reasons.pop(name, None)
+            if name in first.meta:
+                second.meta[name] = first.meta[name]
+            elif name in first.not_measured:
+                reasons[name] = first.not_measured[name]
+        second.meta["not_measured"] = reasons
+        return second
 
-    The times are measured already, so a failure here costs only what it would have found.
-    """
-    output = folder / "evidence.json"
-    environment, _ = workload_environment(os.environ)
-    done = run_child(
-        python_module("dlrm_workbook.recordings.torch.recorder", file, output),
-        stage="evidence",
-        logs=folder / "logs",
-        environment=environment,
-        timeout_s=float(parameters.profiling.timeout_s),
-        progress=progress,
-    )
-    try:
-        done.require_success("the search for evidence")
-    except InputError as error:
-        return {"not_measured": dict.fromkeys(EVIDENCE, str(error))}
-    found: dict[str, Any] = load_json(output)
-    return found
+    def with_hpctoolkit(self) -> Profile:
+        from dlrm_core.machine import resolve_device
+        from dlrm_workbook.recordings.hpctoolkit.database import read_database
+        from dlrm_workbook.recordings.hpctoolkit.driver import measure as measure_program
+        from dlrm_workbook.recordings.hpctoolkit.spans import with_spans
+        from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
+        from dlrm_workbook.recordings.torch.recorder import information
+
+        parameters, config = self.parameters, self.parameters.profiling
+        device = resolve_device(parameters.training)
+        iterations = config.warmup + config.iterations
+        file = self.written("workload.yaml", parameters)
+        measurement = measure_program(
+            python_module(
+                *("dlrm_core", "train", "-f", file, "-p", f"training.batches={iterations}"),
+                *("-p", "training.log_every=1", "--spans"),
+            ),
+            self.folder / "hpctoolkit",
+            device=device.type,
+            config=config,
+            progress=self.progress,
+        )
+        times = measurement.database("times")
+        assert times is not None
+        profile = profile_from_database(read_database(times))
+        if device.type == "cpu":
+            spans = measurement.passes[0].result.get("spans") or []
+            profile = with_spans(profile, spans, config.warmup)
+        frames = measurement.database("frames")
+        if frames is not None:
+            try:
+                profile_from_database(read_database(frames)).save(self.folder / "profile_python")
+            except InputError as error:
+                # the times are there; a side view must not cost them
+                measurement.not_measured["Python frames"] = str(error)
+        unprofiled = measurement.unprofiled
+        passes: list[dict[str, Any]] = [
+            {
+                "name": "unprofiled",
+                "command": "",
+                "ms_per_iteration": unprofiled.get("ms_per_iteration"),
+                "dilation": 1.0,
+            }
+        ]
+        notices = list(measurement.notices)
+        for made in measurement.passes:
+            passes.append(
+                {
+                    "name": made.name,
+                    "command": " ".join(made.command),
+                    "iterations": iterations,
+                    "events": list(made.events),
+                    "python_frames": made.python_frames,
+                    "ms_per_iteration": made.ms_per_iteration,
+                    "dilation": made.dilation,
+                    "part_dilation": made.part_dilation,
+                    "lost_samples": made.lost_samples,
+                    # relative, so that a run folder can be moved or mailed
+                    "database": os.path.relpath(made.database, self.folder),
+                    "notices": list(made.notices),
+                }
+            )
+            notices += [f"pass {made.name}: {notice}" for notice in made.notices]
+        found = self.evidence(file)
+        counted = ("counters", "threads_cpu", "counters_cost_ms")
+        missing = found.pop("not_measured", {}) | unprofiled.get("not_measured", {})
+        profile.meta |= information(parameters, device, notices) | found
+        profile.meta |= {name: unprofiled[name] for name in counted if name in unprofiled}
+        profile.meta |= {
+            "engine": "hpctoolkit",
+            "device": device.type,
+            "version": measurement.version,
+            "passes": passes,
+            "not_measured": missing | profile.not_measured | measurement.not_measured,
+        }
+        return profile
+
+    def evidence(self, file: Path) -> dict[str, Any]:
+        """What a recording carries beside its times, found in a process like the measured one's.
+
+        The times are measured already, so a failure here costs only what it would have found.
+        """
+        output = self.folder / "evidence.json"
+        command = python_module("dlrm_workbook.recordings.torch.recorder", file, output)
+        try:
+            self.run("the search for evidence", "evidence", command, like_measured=True)
+        except InputError as error:
+            return {"not_measured": dict.fromkeys(EVIDENCE, str(error))}
+        found: dict[str, Any] = load_json(output)
+        return found
 
 
 def saved_profile(folder: Path | str) -> Profile:

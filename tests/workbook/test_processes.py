@@ -15,7 +15,6 @@ from dlrm_core.errors import InputError
 from dlrm_core.machine import STARTER, end_with_starter, ending_with_us
 from dlrm_workbook.processes import (
     MeasurementError,
-    output_of,
     run_child,
     started,
 )
@@ -120,15 +119,8 @@ def test_a_child_that_is_not_waited_for_is_ended() -> None:
     assert not is_there(process.pid)
 
 
-def test_the_output_of_a_program() -> None:
-    assert output_of(["/bin/echo", "here"]) == "here\n"
-    assert output_of(["/no/such/program"]) == ""
-    assert output_of(python("print(1); raise SystemExit(1)")) == ""
-    assert output_of(["/bin/sleep", "60"], timeout_s=0.1) == ""
-
-
 def test_only_our_interpreter_is_told_who_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(STARTER, "1")
-    assert STARTER not in output_of(["/usr/bin/env"])
-    told = output_of(python(f"import os; print(os.environ['{STARTER}'])"))
+    assert STARTER not in run_child(["/usr/bin/env"], stage="t").stdout
+    told = run_child(python(f"import os; print(os.environ['{STARTER}'])"), stage="t").stdout
     assert int(told) == os.getpid()

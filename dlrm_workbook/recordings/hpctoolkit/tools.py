@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dlrm_core.errors import MissingToolError
-from dlrm_workbook.processes import MeasurementError, output_of, run_child
+from dlrm_core.machine import output_of
+from dlrm_workbook.processes import MeasurementError, run_child
 
 SPACK = "spack install hpctoolkit +cuda +python"
 
@@ -243,7 +244,7 @@ def _first_gpu(nvidia_smi: str) -> tuple[str | None, str]:
     if program is None:
         return None, "no NVIDIA GPU: nvidia-smi is not installed"
     question = [program, "--query-gpu=name", "--format=csv,noheader"]
-    names = output_of(question, PROBE_TIMEOUT_S).split("\n")
+    names = output_of(question).split("\n")
     name = next((line.strip() for line in names if line.strip()), None)
     return name, "" if name else "no NVIDIA GPU: nvidia-smi finds none, or does not answer"
 
