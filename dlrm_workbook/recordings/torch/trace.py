@@ -21,8 +21,6 @@ from dlrm_workbook.recordings.profile import Profile, inclusive_from_exclusive
 from dlrm_workbook.recordings.spans import innermost, nest, self_times
 from dlrm_workbook.recordings.torch.chrome_trace import Events, load_json, read_events
 
-# Columns of contexts beside their times: allocations and floating point operations.
-
 FLOP_OPERATORS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"})
 """torch counts elementwise operators too, by the dense shape even of sparse tensors:
 an update of a few thousand rows would pass for one of a whole table."""
@@ -104,8 +102,6 @@ def matrix_flops(
     return np.where(called, np.bincount(host["context"], calls, count), np.nan)
 
 
-# Joining calls of an operator that differ only in sizes which change all the time.
-
 ANY = "*"
 """Stands for a size that differs from call to call."""
 
@@ -174,7 +170,7 @@ def read_trace(path: str | Path) -> Profile:
     Raises:
         InputError: the file is missing, cut short, not JSON or no such trace.
     """
-    return _profile(Path(path), {}, None)
+    return _Builder(read_events(Path(path))).build({}, None)
 
 
 def read_recording(folder: str | Path) -> Profile:
@@ -200,12 +196,7 @@ def read_recording(folder: str | Path) -> Profile:
             f"{folder / 'key_averages.json'} needs a list 'rows', each with {sorted(needed)}"
         )
     meta = {key: value for key, value in head.items() if key != "format_version"}
-    trace = folder / "trace.json.gz"
-    return _profile(trace, meta, rows)
-
-
-def _profile(path: Path, meta: dict[str, Any], averages: list[dict[str, Any]] | None) -> Profile:
-    return _Builder(read_events(path)).build(meta, averages)
+    return _Builder(read_events(folder / "trace.json.gz")).build(meta, rows)
 
 
 class _Builder:
@@ -220,6 +211,20 @@ class _Builder:
         """Thread (row of ``threads``) on which a context was entered."""
         self.threads: list[dict[str, Any]] = []
         self.iterations: list[tuple[int, int]] = []
+
+    def thread(self, kind: str, name: str, number: str) -> int:
+        """Add a row to ``threads``; ``number`` as the trace has it, which may be a word."""
+        profile = len(self.threads)
+        self.threads.append(
+            {
+                "profile": profile,
+                "kind": kind,
+                "name": name,
+                "rank": self.rank,
+                "thread": int(number) if number.lstrip("-").isdigit() else profile,
+            }
+        )
+        return profile
 
     def context(self, key: tuple[Any, ...], profile: int) -> int:
         row = self.contexts.setdefault(key, len(self.contexts))
@@ -241,14 +246,14 @@ class _Builder:
             "calls": np.bincount(where, minlength=count).astype(float),
         }
         if len(self.device):
-            where = self.device["context"].to_numpy()
-            length = (self.device["end"] - self.device["start"]).to_numpy() / 1e6
-            kernel = (self.device["kind"] == "kernel").to_numpy(dtype=float)
-            columns["gpu_time_ms"] = np.bincount(where, length, count)
-            columns["launches"] = np.bincount(where, kernel, count)
-            columns["copy_bytes"] = np.bincount(
-                where, self.device["bytes"].to_numpy(dtype=float), count
-            )
+            device = self.device
+            where = device["context"].to_numpy()
+            for name, each in (
+                ("gpu_time_ms", (device["end"] - device["start"]) / 1e6),
+                ("launches", device["kind"] == "kernel"),
+                ("copy_bytes", device["bytes"]),
+            ):
+                columns[name] = np.bincount(where, each.to_numpy(dtype=float), count)
             columns["calls"] += np.bincount(where, minlength=count)
         columns |= allocated(self.memory, self.host, count)
         values = [
@@ -259,23 +264,16 @@ class _Builder:
         operations = matrix_flops(self.host, count, averages)
         if operations is not None:
             values.append(self.rows("flops", "exclusive", operations, ~np.isnan(operations)))
-        metrics = [*columns, *(["flops"] if operations is not None else [])]
+        names = [*columns, *(["flops"] if operations is not None else [])]
+        metrics = pd.DataFrame([(name, *METRICS[name], "torch.profiler") for name in names])
         return Profile.build(
             contexts=contexts,
-            metrics=[
-                {
-                    "metric": name,
-                    "unit": METRICS[name][0],
-                    "meaning": METRICS[name][1],
-                    "source": "torch.profiler",
-                }
-                for name in metrics
-            ],
+            metrics=metrics.set_axis(["metric", "unit", "meaning", "source"], axis=1),
             values=pd.concat(values, ignore_index=True),
             threads=self.threads,
             trace=self.trace_table(),
             iterations=self.iteration_table(),
-            meta=self.describe(meta, metrics),
+            meta=self.describe(meta, names),
         )
 
     # ---- spans to contexts --------------------------------------------------------
@@ -288,7 +286,9 @@ class _Builder:
         marks = self.host["name"].eq(ITERATION_SPAN).groupby(self.host["line"]).sum()
         sizes = self.host["line"].value_counts()
         lines = sorted(sizes.index, key=lambda line: (-marks[line], -sizes[line], line))
-        for profile, line in enumerate(lines):
+        for line in lines:
+            number = line.rpartition("/")[2]
+            profile = self.thread("cpu_thread", self.names.get(line, f"thread {number}"), number)
             spans = self.host[self.host["line"] == line].copy()
             soft = spans["kind"].eq("python").to_numpy()
             start, end, parent, order = nest(
@@ -303,16 +303,6 @@ class _Builder:
             spans["profile"] = profile
             offset += len(spans)
             pieces.append(spans)
-            thread = line.rpartition("/")[2]
-            self.threads.append(
-                {
-                    "profile": profile,
-                    "kind": "cpu_thread",
-                    "name": self.names.get(line, f"thread {thread}"),
-                    "rank": self.rank,
-                    "thread": int(thread) if thread.lstrip("-").isdigit() else profile,
-                }
-            )
         if pieces:
             self.host = pd.concat(pieces, ignore_index=True)
         else:
@@ -388,21 +378,10 @@ class _Builder:
         operator: dict[int, int] = dict(zip(operators["external"], operators.index, strict=True))
         above = self.host["context"].tolist()
         keys = list(self.contexts)
-        first = len(self.threads)
-        streams = {
-            line: first + row for row, line in enumerate(sorted(self.device["line"].unique()))
-        }
-        for line, profile in streams.items():
+        streams = {}
+        for line in sorted(self.device["line"].unique()):
             gpu, _, stream = line.rpartition("/")
-            self.threads.append(
-                {
-                    "profile": profile,
-                    "kind": "gpu_stream",
-                    "name": f"GPU {gpu} stream {stream}",
-                    "rank": self.rank,
-                    "thread": int(stream) if stream.lstrip("-").isdigit() else profile,
-                }
-            )
+            streams[line] = self.thread("gpu_stream", f"GPU {gpu} stream {stream}", stream)
         contexts, launched = [], []
         columns = (
             self.device[name].tolist()
@@ -459,14 +438,11 @@ class _Builder:
         return frames
 
     def trace_table(self) -> pd.DataFrame:
-        host = self.host.assign(start_ns=self.host["start"], end_ns=self.host["end"])
-        tables = [host[["profile", "start_ns", "end_ns", "context", "depth"]]]
-        if len(self.device):
-            device = self.device.assign(
-                start_ns=self.device["start"], end_ns=self.device["end"], depth=0
-            )
-            tables.append(device[["profile", "start_ns", "end_ns", "context", "depth"]])
-        return pd.concat(tables).sort_values(["profile", "start_ns", "depth"])
+        spans = [self.host, *([self.device.assign(depth=0)] if len(self.device) else [])]
+        kept = ["profile", "start", "end", "context", "depth"]
+        table = pd.concat([frame[kept] for frame in spans])
+        table = table.rename(columns={"start": "start_ns", "end": "end_ns"})
+        return table.sort_values(["profile", "start_ns", "depth"])
 
     def iteration_table(self) -> pd.DataFrame:
         """Iterations; on a GPU each lasts until its last kernel ends or the next begins."""
