@@ -193,6 +193,14 @@ def rows_of(gradient: torch.Tensor) -> torch.Tensor:
 EPSILON = 1e-10
 """Added to the root in both Adagrads: torch's default, and facebook's for row-wise Adagrad."""
 
+FBGEMM_LANES = 4
+"""FBGEMM, which also updates the tables on several ranks, works on multiples of this width."""
+
+FBGEMM_ROWWISE_ELEMENTS = 2**30
+"""Floats of a table up to which FBGEMM's row-wise Adagrad on a CPU is right: beyond, its byte
+offsets wrap at 2^32 and the update lands in other rows (seen in 1.8.0; SGD and Adagrad are
+right beyond 2^31 floats)."""
+
 
 class RowwiseAdagrad(torch.optim.Optimizer):
     """Adagrad with one accumulator a row instead of one a weight.

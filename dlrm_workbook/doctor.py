@@ -265,7 +265,7 @@ def _notebook_tools() -> Part:
 
 
 def _several_ranks() -> Part:
-    from dlrm_core.distributed.world import INSTALL, missing_packages
+    from dlrm_core.distributed.plan import INSTALL, missing_packages
 
     missing = missing_packages()
     return Part(

@@ -20,9 +20,10 @@ import torch
 from dlrm_core.checkpoint import read_checkpoint
 from dlrm_core.config import parameters_from_sections
 from dlrm_core.distributed.collectives import Collectives
+from dlrm_core.distributed.plan import load_torchrec
 from dlrm_core.distributed.trainer import DistributedTrainer, about_rank
 from dlrm_core.distributed.watch import Watch
-from dlrm_core.distributed.world import environment, gathered, joined, load_torchrec, read_world
+from dlrm_core.distributed.world import environment, gathered, joined, read_world
 from dlrm_workbook.studies.scaling.worker import measure_job
 
 

@@ -1,22 +1,55 @@
-"""Which rank holds what of which table: TorchRec's planner, held to what the run can have."""
+"""Which rank holds what of which table: TorchRec's planner, held to what the run can have.
+
+TorchRec and FBGEMM, which only runs on several ranks need, are loaded here alone.
+"""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import itertools
+import logging
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from dlrm_core.config import Parameters
-from dlrm_core.distributed.world import World, least, load_torchrec
-from dlrm_core.embeddings import EPSILON
-from dlrm_core.errors import InputError
+from dlrm_core.distributed.world import World, least
+from dlrm_core.embeddings import EPSILON, FBGEMM_LANES, FBGEMM_ROWWISE_ELEMENTS
+from dlrm_core.errors import InputError, MissingToolError
 from dlrm_core.machine import available_memory
 from dlrm_core.memory import mean_bag_size
 from dlrm_core.units import format_bytes
-from dlrm_kernels.embeddings.fbgemm import LANES, ROWWISE_ELEMENTS
+
+INSTALL = (
+    "pip install 'dlrm-workbook[distributed]' (from a checkout: '.[distributed]') and then "
+    "pip install --no-deps torchrec==1.8.0 (its package declares FBGEMM's CUDA build)"
+)
+
+
+_NAMES = {
+    "torchrec": ("EmbeddingBagCollection", "EmbeddingBagConfig", "KeyedJaggedTensor"),
+    "torchrec.distributed.comm_ops": ("set_gradient_division",),
+    "torchrec.distributed.embeddingbag": ("EmbeddingBagCollectionSharder",),
+    "torchrec.distributed.planner": (
+        "EmbeddingShardingPlanner",
+        "ParameterConstraints",
+        "Topology",
+    ),
+    "torchrec.distributed.planner.storage_reservations": ("FixedPercentageStorageReservation",),
+    "torchrec.distributed.planner.types": ("PlannerError",),
+    "torchrec.distributed.types": ("ShardingEnv",),
+    "fbgemm_gpu.split_embedding_configs": ("EmbOptimType",),
+    "fbgemm_gpu.split_table_batched_embeddings_ops_common": ("BoundsCheckMode",),
+    "fbgemm_gpu.split_table_batched_embeddings_ops_training": (
+        "DenseTableBatchedEmbeddingBagsCodegen",
+        "SplitTableBatchedEmbeddingBagsCodegen",
+    ),
+}
 
 FLOAT_BYTES = 4
 
@@ -27,6 +60,63 @@ _THEIR_NAMES = {
     "replicated": "data_parallel",
 }
 OUR_NAMES = {theirs: ours for ours, theirs in _THEIR_NAMES.items()}
+
+
+def require_torchrec() -> None:
+    """See that what divides the tables is installed, without importing it.
+
+    Raises:
+        MissingToolError: with the commands that install it.
+    """
+    missing = missing_packages()
+    if missing:
+        raise MissingToolError(
+            f"training on several ranks needs {missing[0]}, which is not installed: {INSTALL}"
+        )
+
+
+def missing_packages() -> list[str]:
+    """Of those that TorchRec needs."""
+    wanted = ("torchrec", "fbgemm_gpu", "tensordict", "torchmetrics", "pyre_extensions")
+    return [name for name in wanted if importlib.util.find_spec(name) is None]
+
+
+def load_torchrec() -> Any:
+    """The names of TorchRec and FBGEMM that are used here, in one namespace.
+
+    Importing them takes 3 s and fills the log with notes to TorchRec's own developers.
+
+    Raises:
+        MissingToolError: one of them is not installed, or not for this torch.
+    """
+    require_torchrec()
+    for name in ("torchrec", "fbgemm_gpu"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    # a note about tracing at the first lookup, from a library called by a library
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+    for text in ("ShardedTensor", "StorageReservation", "broadcast_buffers"):
+        warnings.filterwarnings("ignore", message=f".*{text}.*", category=FutureWarning)
+    # FBGEMM's dense lookup has no autograd kernel of its own name; its gradient is tested here
+    warnings.filterwarnings("ignore", message=".*autograd kernel was not registered.*")
+    logging.getLogger().addFilter(_no_sharding_spec)
+    found = SimpleNamespace()
+    try:
+        for module, names in _NAMES.items():
+            loaded = importlib.import_module(module)
+            for name in names:
+                setattr(found, name, getattr(loaded, name))
+    except (ImportError, AttributeError, OSError) as error:
+        raise MissingToolError(
+            f"TorchRec cannot be loaded ({' '.join(str(error).split())}): {INSTALL}"
+        ) from error
+    # gradients are those of a loss already divided by the number of ranks
+    found.set_gradient_division(False)
+    return found
+
+
+def _no_sharding_spec(record: logging.LogRecord) -> bool:
+    """Not what TorchRec says on the root logger of every replicated table: it needs no spec."""
+    return not str(record.msg).startswith("Sharding spec not found")
 
 
 @dataclass(frozen=True)
@@ -75,10 +165,10 @@ def require_possible(parameters: Parameters, ranks: int) -> None:
                 f"training.{leaf} is {getattr(training, leaf)!r}, but on several ranks it can be "
                 f"{wanted} only: {reason}"
             )
-    if model.embedding_dim % LANES:
+    if model.embedding_dim % FBGEMM_LANES:
         raise InputError(
             f"model.embedding_dim is {model.embedding_dim}, but FBGEMM, which TorchRec uses, "
-            f"works on multiples of {LANES} only"
+            f"works on multiples of {FBGEMM_LANES} only"
         )
     if training.sharding == "column_wise":
         _require_columns(parameters)
@@ -91,10 +181,10 @@ def _require_columns(parameters: Parameters) -> None:
             "training.sharding is 'column_wise', but training.optimizer is 'rowwise_adagrad': "
             "its one sum a row needs the whole row's gradient on one rank; choose another of both"
         )
-    if model.embedding_dim < 2 * LANES:
+    if model.embedding_dim < 2 * FBGEMM_LANES:
         raise InputError(
             f"training.sharding is 'column_wise', but model.embedding_dim is "
-            f"{model.embedding_dim}: a slice has at least {LANES} columns"
+            f"{model.embedding_dim}: a slice has at least {FBGEMM_LANES} columns"
         )
 
 
@@ -104,7 +194,7 @@ def kinds_of(parameters: Parameters) -> list[tuple[str, ...]]:
     free: tuple[str, ...] = (training.sharding,)
     if training.sharding == "auto":
         free = ("table_wise", "row_wise", "replicated")
-        if training.optimizer != "rowwise_adagrad" and model.embedding_dim >= 2 * LANES:
+        if training.optimizer != "rowwise_adagrad" and model.embedding_dim >= 2 * FBGEMM_LANES:
             free = (*free, "column_wise")
     small = training.replicated_bytes
     return [
@@ -115,7 +205,7 @@ def kinds_of(parameters: Parameters) -> list[tuple[str, ...]]:
 
 def column_parts(dim: int, ranks: int) -> int:
     """Slices of a column-wise table: the most, up to one a rank, that are equal and whole lanes."""
-    return max(n for n in range(1, ranks + 1) if dim % (n * LANES) == 0)
+    return max(n for n in range(1, ranks + 1) if dim % (n * FBGEMM_LANES) == 0)
 
 
 def make_collection(parameters: Parameters) -> Any:
@@ -232,11 +322,11 @@ def _require_right_sums(parameters: Parameters, shards: list[Shard]) -> None:
     if parameters.training.optimizer != "rowwise_adagrad":
         return
     for shard in shards:
-        if shard.rows * shard.columns > ROWWISE_ELEMENTS:
+        if shard.rows * shard.columns > FBGEMM_ROWWISE_ELEMENTS:
             raise InputError(
                 f"model.table_rows[{shard.table}] has {shard.rows:,} rows x {shard.columns} on "
                 f"rank {shard.rank}, but FBGEMM's row-wise Adagrad is right up to "
-                f"{ROWWISE_ELEMENTS:,} numbers only: choose training.sharding: row_wise"
+                f"{FBGEMM_ROWWISE_ELEMENTS:,} numbers only: choose training.sharding: row_wise"
             )
 
 

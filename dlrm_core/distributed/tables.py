@@ -9,7 +9,7 @@ Shapes: B samples of the global batch, b of a rank, T tables of R rows, d embedd
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +23,13 @@ from dlrm_core.data.batch import Batch
 from dlrm_core.distributed.collectives import Collectives
 from dlrm_core.distributed.plan import (
     Shard,
+    load_torchrec,
     make_collection,
     make_plan,
     make_sharder,
     shards_of,
 )
-from dlrm_core.distributed.world import World, load_torchrec
+from dlrm_core.distributed.world import World
 from dlrm_core.embeddings import BAD_INDEX, EPSILON, describe_fault
 from dlrm_core.errors import InputError
 from dlrm_core.model import facebook_table
@@ -43,23 +44,20 @@ class ShardedTables:
         sums: Adagrads' sums of this rank's shards: (rows, columns), row-wise (rows,); empty
             with SGD.
         replicated: tables that every rank has: their weights (R, d).
+        table_rows, dim: R of each table, d.
+        optimizer: ``training.optimizer``.
     """
 
-    def __init__(
-        self,
-        parameters: Parameters,
-        world: World,
-        collectives: Collectives,
-    ) -> None:
+    def __init__(self, parameters: Parameters, world: World, collectives: Collectives) -> None:
         api = load_torchrec()
         model, training = parameters.model, parameters.training
-        self._dim = model.embedding_dim
-        self._table_rows = model.table_rows
-        self._optimizer = training.optimizer
+        self.dim = model.embedding_dim
+        self.table_rows = model.table_rows
+        self.optimizer = training.optimizer
         self._collectives = collectives
         collection, sharder = make_collection(parameters), make_sharder(parameters)
         plan = make_plan(parameters, world, collection, sharder)
-        self.shards = shards_of(plan, model.table_rows, self._dim, world)
+        self.shards = shards_of(plan, model.table_rows, self.dim, world)
         self.module = sharder.shard(
             collection, plan, api.ShardingEnv.from_process_group(dist.group.WORLD), world.device
         )
@@ -72,8 +70,8 @@ class ShardedTables:
         self._dense = [
             k for k in kernels if isinstance(k, api.DenseTableBatchedEmbeddingBagsCodegen)
         ]
-        self.local, self.replicated = self._weights(world)
-        self.sums = self._optimizer_sums(world)
+        self.local, self.replicated = self._weights(world.rank)
+        self.sums = self._optimizer_sums()
         self.learning_rate = training.learning_rate
         self._places: list[int] = []
 
@@ -100,13 +98,13 @@ class ShardedTables:
         keyed = sent.wait()
         if not self._places:
             names = keyed.keys()
-            self._places = [names.index(f"f{t}") for t in range(len(self._table_rows))]
+            self._places = [names.index(f"f{t}") for t in range(len(self.table_rows))]
         values: torch.Tensor = keyed.values()
         return values
 
     def by_table(self, values: torch.Tensor) -> list[torch.Tensor]:
         """T vectors (b, d) of :meth:`receive_pooled`'s result, in the order of the tables."""
-        columns = values.split(self._dim, dim=1)
+        columns = values.split(self.dim, dim=1)
         return [columns[place] for place in self._places]
 
     def update_replicated(self) -> None:
@@ -115,20 +113,19 @@ class ShardedTables:
             table = _table_of(name)
             if table not in self.replicated or weight.grad is None:
                 continue
-            target, gradient = self.replicated[table], weight.grad
             with torch.no_grad():
-                self._apply(table, target, gradient.detach())
+                self._apply(table, self.replicated[table], weight.grad.detach())
         for kernel in self._dense:
             for weight in kernel.parameters():
                 weight.grad = None
 
     def _apply(self, table: int, weight: torch.Tensor, gradient: torch.Tensor) -> None:
         # rows that were not looked up have gradients of 0 and stay as they are
-        if self._optimizer == "sgd":
+        if self.optimizer == "sgd":
             weight.add_(gradient, alpha=-self._learning_rate)
             return
         total = self._own_sums[table]
-        if self._optimizer == "rowwise_adagrad":
+        if self.optimizer == "rowwise_adagrad":
             total.add_(gradient.square().mean(dim=1))
             scale = (self._learning_rate / (total.sqrt() + EPSILON))[:, None]
             weight.sub_(gradient * scale)
@@ -155,43 +152,33 @@ class ShardedTables:
     @torch.no_grad()
     def fill_like_facebook(self, random: np.random.RandomState) -> None:
         """The weights that one process would draw, bit for bit; all are drawn, ours are kept."""
-        for t, rows in enumerate(self._table_rows):
-            for start, values in facebook_table(random, rows, self._dim):
-                self._keep(t, start, values)
+        for table, rows in enumerate(self.table_rows):
+            first, rest = 0, torch.empty(0)
+            for _, numbers in facebook_table(random, rows, self.dim):
+                # portions may end within a row
+                numbers = torch.cat([rest, numbers])
+                whole = numbers.numel() // self.dim
+                self._keep(table, first, numbers[: whole * self.dim].view(-1, self.dim))
+                first, rest = first + whole, numbers[whole * self.dim :]
 
     @torch.no_grad()
     def fill_with_torch(self, random: torch.Generator) -> None:
         """The same from a torch generator; needs memory for one whole table beside."""
-        for t, rows in enumerate(self._table_rows):
+        for table, rows in enumerate(self.table_rows):
             bound = (1 / rows) ** 0.5
-            drawn = torch.empty(rows, self._dim, device=random.device)
-            self._keep(t, 0, drawn.uniform_(-bound, bound, generator=random).view(-1))
+            drawn = torch.empty(rows, self.dim, device=random.device)
+            self._keep(table, 0, drawn.uniform_(-bound, bound, generator=random))
 
-    def _keep(self, table: int, start: int, values: torch.Tensor) -> None:
-        """Copy what is ours of numbers that begin at a place of the flattened table."""
-        dim = self._dim
-        first = -(-start // dim)
-        behind = (start + values.numel()) // dim
+    def _keep(self, table: int, first: int, values: torch.Tensor) -> None:
+        """Copy what is ours of a table's rows (n, d) from the ``first`` on."""
         for shard, memory in self.local:
-            if shard.table != table:
-                continue
-            columns = slice(shard.first_column, shard.first_column + shard.columns)
-            begin, end = (
-                max(first, shard.first_row),
-                min(behind, shard.first_row + shard.rows),
-            )
-            if begin < end:
-                whole = values[begin * dim - start : end * dim - start].view(-1, dim)
-                memory[begin - shard.first_row : end - shard.first_row] = whole[:, columns]
-            # rows that a portion cuts: what there is of them, number by number
-            for row, lo, hi in _cut_rows(start, values.numel(), dim):
-                if shard.first_row <= row < shard.first_row + shard.rows:
-                    lo, hi = max(lo, columns.start), min(hi, columns.stop)
-                    if lo < hi:
-                        at = row * dim - start
-                        memory[row - shard.first_row, lo - columns.start : hi - columns.start] = (
-                            values[at + lo : at + hi]
-                        )
+            begin = max(first, shard.first_row)
+            end = min(first + len(values), shard.first_row + shard.rows)
+            if shard.table == table and begin < end:
+                columns = slice(shard.first_column, shard.first_column + shard.columns)
+                memory[begin - shard.first_row : end - shard.first_row] = values[
+                    begin - first : end - first, columns
+                ]
 
     # -- what TorchRec made -----------------------------------------------------------------
 
@@ -215,12 +202,13 @@ class ShardedTables:
                 kernel.register_comm_hook(None, summed)
 
     def _weights(
-        self, world: World
+        self, rank: int
     ) -> tuple[list[tuple[Shard, torch.Tensor]], dict[int, torch.Tensor]]:
+        """This rank's shards with their memory, and the weights of the replicated tables."""
         own = {
             (shard.table, shard.first_row, shard.first_column): shard
             for shard in self.shards
-            if shard.rank == world.rank
+            if shard.rank == rank
         }
         local, replicated = [], {}
         for name, value in self.module.state_dict().items():
@@ -234,9 +222,9 @@ class ShardedTables:
                 local.append((own[table, 0, 0], replicated[table]))
         return local, replicated
 
-    def _optimizer_sums(self, world: World) -> list[tuple[Shard, torch.Tensor]]:
+    def _optimizer_sums(self) -> list[tuple[Shard, torch.Tensor]]:
         self._own_sums: dict[int, torch.Tensor] = {}
-        if self._optimizer == "sgd":
+        if self.optimizer == "sgd":
             return []
         found: list[tuple[Shard, torch.Tensor]] = []
         by_place = {(s.table, s.first_row, s.first_column): s for s, _ in self.local}
@@ -244,13 +232,12 @@ class ShardedTables:
         for name, tensors in state.items():
             for value in tensors.values():
                 for piece in value.local_shards():
-                    place = piece.metadata.shard_offsets
-                    column = place[1] if len(place) > 1 else 0
-                    shard = by_place[_table_of(name), place[0], column]
+                    row, *column = piece.metadata.shard_offsets
+                    shard = by_place[_table_of(name), row, column[0] if column else 0]
                     found.append((shard, piece.tensor.detach()))
         for shard, weight in self.local:
             if shard.kind == "replicated":
-                size = weight.shape[:1] if self._optimizer == "rowwise_adagrad" else weight.shape
+                size = weight.shape[:1] if self.optimizer == "rowwise_adagrad" else weight.shape
                 self._own_sums[shard.table] = torch.zeros(size, device=weight.device)
                 found.append((shard, self._own_sums[shard.table]))
         return found
@@ -261,21 +248,9 @@ def _table_of(name: str) -> int:
     return int(name.split("embedding_bags.t")[1].split(".")[0])
 
 
-def _cut_rows(start: int, count: int, dim: int) -> Iterator[tuple[int, int, int]]:
-    """Rows of which a portion of the flattened table holds a part: row, first column, last."""
-    end = start + count
-    if start % dim:
-        yield start // dim, start % dim, min(dim, start % dim + count)
-    if end % dim and (end // dim != start // dim or not start % dim):
-        yield end // dim, 0, end % dim
-
-
-# A rank's slice of a global batch, in the layout that TorchRec takes.
-
-
 @dataclass(frozen=True)
 class LocalBatch:
-    """b = B / ranks samples.
+    """A rank's slice of a global batch, b = B / ranks samples, as TorchRec takes it.
 
     Attributes:
         dense: (b, D) float32.
@@ -308,7 +283,9 @@ def local_batch(batch: Batch, world: World, table_rows: tuple[int, ...]) -> Loca
         begin = int(starts[first])
         own = indices[begin : int(ends[behind - 1])]
         if own.numel() and (int(own.min()) < 0 or int(own.max()) >= rows):
-            _refuse(batch, t, begin, own, table_rows)
+            wrong = int(((own < 0) | (own >= rows)).nonzero()[0])
+            at = batch.table_starts[t] + begin + wrong
+            raise InputError(describe_fault(BAD_INDEX, at, batch, np.array(table_rows)))
         values.append(own)
         lengths.append(ends[first:behind] - starts[first:behind])
     lookups = load_torchrec().KeyedJaggedTensor(
@@ -316,19 +293,9 @@ def local_batch(batch: Batch, world: World, table_rows: tuple[int, ...]) -> Loca
         values=torch.cat(values),
         lengths=torch.cat(lengths),
     )
-    place = slice(first, behind)
+    samples = slice(first, behind)
     return LocalBatch(
-        batch.dense[place].to(world.device),
+        batch.dense[samples].to(world.device),
         lookups.to(world.device),
-        batch.targets[place].to(world.device),
+        batch.targets[samples].to(world.device),
     )
-
-
-def _refuse(
-    batch: Batch, table: int, begin: int, own: torch.Tensor, table_rows: tuple[int, ...]
-) -> None:
-    import numpy as np
-
-    wrong = ((own < 0) | (own >= table_rows[table])).nonzero()[0]
-    place = batch.table_starts[table] + begin + int(wrong)
-    raise InputError(describe_fault(BAD_INDEX, place, batch, np.array(table_rows)))

@@ -1,4 +1,8 @@
-"""One rank's training: the single process's loop, its decisions taken together."""
+"""One rank's training: the single process's loop, its decisions taken together.
+
+:func:`train` is ``dlrm train`` as one of several ranks: rank 0 writes and prints, the others
+take part.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +27,16 @@ from dlrm_core.data.batch import Batch
 from dlrm_core.data.loader import make_generator
 from dlrm_core.distributed.checkpointing import restore, save
 from dlrm_core.distributed.collectives import Collectives
-from dlrm_core.distributed.plan import FLOAT_BYTES, describe, require_possible
+from dlrm_core.distributed.plan import (
+    FLOAT_BYTES,
+    describe,
+    require_possible,
+    require_torchrec,
+)
 from dlrm_core.distributed.step import DistributedStep, config_of_rank
 from dlrm_core.distributed.tables import LocalBatch, ShardedTables, local_batch
 from dlrm_core.distributed.watch import Watch, leave, tell_launcher
-from dlrm_core.distributed.world import World, agreed, gathered, joined, require_torchrec
+from dlrm_core.distributed.world import World, agreed, gathered, joined
 from dlrm_core.embeddings import EmbeddingTables
 from dlrm_core.errors import InputError
 from dlrm_core.evaluate import Evaluation, evaluate_by
@@ -205,9 +214,6 @@ def padded(batch: Batch, ranks: int) -> Batch:
     )
 
 
-# ``dlrm train`` as one of several ranks: rank 0 writes and prints, the others take part.
-
-
 def train(
     parameters: Parameters, arguments: argparse.Namespace, exit_codes: Mapping[str, int]
 ) -> NoReturn:
@@ -286,14 +292,7 @@ def about_rank(trainer: DistributedTrainer, result: TrainingResult) -> dict[str,
         "peak_memory_bytes": peak_memory(world.device),
         "table_bytes": sum(FLOAT_BYTES * shard.rows * shard.columns for shard in own),
         "shards": [
-            {
-                "table": shard.table,
-                "kind": shard.kind,
-                "first_row": shard.first_row,
-                "rows": shard.rows,
-                "first_column": shard.first_column,
-                "columns": shard.columns,
-            }
+            {name: value for name, value in asdict(shard).items() if name != "rank"}
             for shard in own
         ],
     }

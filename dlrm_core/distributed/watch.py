@@ -33,13 +33,20 @@ from dlrm_core.distributed.world import World, launcher_store
 from dlrm_core.errors import InputError
 from dlrm_core.files import write_json
 
-# What a rank says when it ends early: once for all ranks, and into the launcher's own report.
-
 _STORE_S = 5.0
 """For the launcher's store to answer."""
 
-_refusal_PARTING_S = 1.0
-"""For the rank that says it: the launcher ends it when this one is gone."""
+_REFUSAL_S = 1.0
+"""For the rank that says why the run is refused: the launcher ends it when this one is gone."""
+
+EXIT_LOST = 3
+"""Exit status of a rank that ended because another one was lost."""
+
+KEY = "dlrm/watch/{rank}"
+"""Of a rank's sign of life in the launcher's store."""
+
+_PARTING_S = 0.5
+"""Between the first survivor's sentence and the end of the others: it must be read."""
 
 
 @contextlib.contextmanager
@@ -59,7 +66,7 @@ def said_once(refused: int, interrupted: int) -> Iterator[None]:
         if first_to_say(str(error)):
             print(f"dlrm train: {error}", file=sys.stderr, flush=True)
         else:
-            time.sleep(_refusal_PARTING_S)
+            time.sleep(_REFUSAL_S)
         leave(refused)
     except KeyboardInterrupt:
         if os.environ.get("RANK") == "0":
@@ -82,17 +89,9 @@ def first_to_say(sentence: str) -> bool:
     """Whether no other rank has asked this for the same sentence; True where none can be asked."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return True  # the store would be rank 0's, and is not there yet
-    import torch.distributed as dist
-
+    digest = hashlib.sha256(sentence.encode()).hexdigest()[:16]
     try:
-        store = dist.TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            timeout=datetime.timedelta(seconds=_STORE_S),
-        )
-        digest = hashlib.sha256(sentence.encode()).hexdigest()[:16]
-        return bool(store.add(f"dlrm/said/{digest}", 1) == 1)
+        return bool(launcher_store(_STORE_S).add(f"dlrm/said/{digest}", 1) == 1)
     except RuntimeError:
         return True
 
@@ -109,15 +108,6 @@ def tell_launcher(sentence: str) -> None:
     extra = {"py_callstack": sentence, "timestamp": str(int(time.time()))}
     with contextlib.suppress(OSError, InputError):
         write_json(Path(path), {"message": {"message": sentence, "extraInfo": extra}})
-
-
-EXIT_LOST = 3
-"""Exit status of a rank that ended because another one was lost."""
-
-KEY = "dlrm/watch/{rank}"
-
-_PARTING_S = 0.5
-"""Between the first survivor's sentence and the end of the others: it must be read."""
 
 
 @dataclass

@@ -5,26 +5,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import importlib
-import importlib.util
 import json
-import logging
 import os
 import socket
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dlrm_core.config import TrainingConfig
-from dlrm_core.errors import InputError, MissingToolError
+from dlrm_core.errors import InputError
 from dlrm_core.machine import die_with_parent, resolve_device
 
-_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 @dataclass(frozen=True)
@@ -54,11 +49,6 @@ class World:
         return self.rank == 0
 
 
-def launched() -> bool:
-    """Whether torchrun (or our own launcher) started this process as one of several ranks."""
-    return all(name in os.environ for name in _VARIABLES)
-
-
 def threads_of_rank(config: TrainingConfig, local_size: int) -> int:
     """``training.threads``, or a fair share of the CPUs that the node's ranks may use."""
     return config.threads or max(1, len(os.sched_getaffinity(0)) // local_size)
@@ -71,7 +61,7 @@ def read_world(config: TrainingConfig) -> World:
         InputError: a variable is missing or no number, or there is no such GPU.
     """
     values = {}
-    for name in _VARIABLES[:4]:
+    for name in _VARIABLES:
         text = os.environ.get(name, "")
         if not text.isdigit():
             raise InputError(
@@ -164,9 +154,14 @@ def _grouped(world: World, count: int, store: dist.Store) -> Iterator[World]:
         dist.destroy_process_group()
 
 
-def launcher_store() -> dist.TCPStore:
+def launcher_store(timeout_s: float = 300.0) -> dist.TCPStore:
     """A connection of one's own to the store that the launcher keeps."""
-    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
 
 
 def gathered(world: World, value: Any) -> list[Any]:
@@ -214,89 +209,3 @@ def environment(rank: int, ranks: int, port: int) -> Mapping[str, str]:
         # the launcher keeps the store, so that it outlives every rank
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-
-
-# TorchRec and FBGEMM, which only runs on several ranks need, and what is said without them.
-
-INSTALL = (
-    "pip install 'dlrm-workbook[distributed]' (from a checkout: '.[distributed]') and then "
-    "pip install --no-deps torchrec==1.8.0 (its package declares FBGEMM's CUDA build)"
-)
-
-
-def require_torchrec() -> None:
-    """See that what divides the tables is installed, without importing it.
-
-    Raises:
-        MissingToolError: with the commands that install it.
-    """
-    missing = missing_packages()
-    if missing:
-        raise MissingToolError(
-            f"training on several ranks needs {missing[0]}, which is not installed: {INSTALL}"
-        )
-
-
-def missing_packages() -> list[str]:
-    """Of those that TorchRec needs."""
-    wanted = ("torchrec", "fbgemm_gpu", "tensordict", "torchmetrics", "pyre_extensions")
-    return [name for name in wanted if importlib.util.find_spec(name) is None]
-
-
-def load_torchrec() -> Any:
-    """The names of TorchRec and FBGEMM that are used here, in one namespace.
-
-    Importing them takes 3 s and fills the log with notes to TorchRec's own developers.
-
-    Raises:
-        MissingToolError: one of them is not installed, or not for this torch.
-    """
-    require_torchrec()
-    for name in ("torchrec", "fbgemm_gpu"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    # a note about tracing at the first lookup, from a library called by a library
-    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
-    for text in ("ShardedTensor", "StorageReservation", "broadcast_buffers"):
-        warnings.filterwarnings("ignore", message=f".*{text}.*", category=FutureWarning)
-    # FBGEMM's dense lookup has no autograd kernel of its own name; its gradient is tested here
-    warnings.filterwarnings("ignore", message=".*autograd kernel was not registered.*")
-    logging.getLogger().addFilter(_no_sharding_spec)
-    found = SimpleNamespace()
-    try:
-        for module, names in _NAMES.items():
-            loaded = importlib.import_module(module)
-            for name in names:
-                setattr(found, name, getattr(loaded, name))
-    except (ImportError, AttributeError, OSError) as error:
-        raise MissingToolError(
-            f"TorchRec cannot be loaded ({' '.join(str(error).split())}): {INSTALL}"
-        ) from error
-    # gradients are those of a loss already divided by the number of ranks
-    found.set_gradient_division(False)
-    return found
-
-
-def _no_sharding_spec(record: logging.LogRecord) -> bool:
-    """Not what TorchRec says on the root logger of every replicated table: it needs no spec."""
-    return not str(record.msg).startswith("Sharding spec not found")
-
-
-_NAMES = {
-    "torchrec": ("EmbeddingBagCollection", "EmbeddingBagConfig", "KeyedJaggedTensor"),
-    "torchrec.distributed.comm_ops": ("set_gradient_division",),
-    "torchrec.distributed.embeddingbag": ("EmbeddingBagCollectionSharder",),
-    "torchrec.distributed.planner": (
-        "EmbeddingShardingPlanner",
-        "ParameterConstraints",
-        "Topology",
-    ),
-    "torchrec.distributed.planner.storage_reservations": ("FixedPercentageStorageReservation",),
-    "torchrec.distributed.planner.types": ("PlannerError",),
-    "torchrec.distributed.types": ("ShardingEnv",),
-    "fbgemm_gpu.split_embedding_configs": ("EmbOptimType",),
-    "fbgemm_gpu.split_table_batched_embeddings_ops_common": ("BoundsCheckMode",),
-    "fbgemm_gpu.split_table_batched_embeddings_ops_training": (
-        "DenseTableBatchedEmbeddingBagsCodegen",
-        "SplitTableBatchedEmbeddingBagsCodegen",
-    ),
-}

@@ -26,6 +26,8 @@ from dlrm_core.embeddings import (
     BAD_INDEX,
     BAD_OFFSET,
     EPSILON,
+    FBGEMM_LANES,
+    FBGEMM_ROWWISE_ELEMENTS,
     EmbeddingTables,
     check_batch,
     describe_fault,
@@ -35,14 +37,6 @@ from dlrm_core.errors import InputError, MissingToolError
 
 DISTRIBUTIONS = ("fbgemm-gpu-cpu", "fbgemm-gpu")
 """The packages that provide ``fbgemm_gpu``: for the CPU, and for CUDA (which has both)."""
-
-ROWWISE_ELEMENTS = 2**30
-"""Floats of a table up to which the row-wise Adagrad of the CPU is right: beyond, its byte
-offsets wrap at 2^32 and the update lands in other rows (seen in 1.8.0; SGD and Adagrad are
-right beyond 2^31 floats)."""
-
-LANES = 4
-"""FBGEMM works on widths that are a multiple of this."""
 
 
 class Fbgemm:
@@ -178,20 +172,20 @@ def _check_tables(weights: list[torch.nn.Parameter]) -> None:
                 f"embedding table {t} is {weight.dtype} on {weight.device}; "
                 "the fbgemm back end works on torch.float32 on cpu or cuda"
             )
-    if weights[0].shape[1] % LANES:
+    if weights[0].shape[1] % FBGEMM_LANES:
         raise InputError(
             "training.embedding_backend is 'fbgemm', but model.embedding_dim is "
-            f"{weights[0].shape[1]}: FBGEMM works on multiples of {LANES} only"
+            f"{weights[0].shape[1]}: FBGEMM works on multiples of {FBGEMM_LANES} only"
         )
 
 
 def _check_rowwise(weights: list[torch.nn.Parameter]) -> None:
     for t, weight in enumerate(weights):
-        if weight.device.type == "cpu" and weight.numel() > ROWWISE_ELEMENTS:
+        if weight.device.type == "cpu" and weight.numel() > FBGEMM_ROWWISE_ELEMENTS:
             raise InputError(
                 f"training.embedding_backend is 'fbgemm', but embedding table {t} has "
                 f"{weight.numel():,} floats, and FBGEMM's row-wise Adagrad on the CPU updates "
-                f"wrong rows beyond {ROWWISE_ELEMENTS:,}: choose fused or torch"
+                f"wrong rows beyond {FBGEMM_ROWWISE_ELEMENTS:,}: choose fused or torch"
             )
 
 

@@ -35,7 +35,7 @@ def refused(sentence, capsys):
 
 def test_ranks_say_a_refusal_once(launched, monkeypatch, capsys):
     monkeypatch.setattr(refusal, "leave", sys.exit)
-    monkeypatch.setattr(refusal, "_PARTING_S", 0.0)
+    monkeypatch.setattr(refusal, "_REFUSAL_S", 0.0)
     a, b, c, d = (f"dlrm train: {name}\n" for name in "abcd")
     assert [refused(name, capsys) for name in "aaba"] == [a, "", b, ""]
     # a launcher without a store of its own: better twice than not at all

@@ -407,7 +407,7 @@ def test_what_does_not_exist_on_several_ranks_is_refused():
 
 
 def test_without_torchrec_one_sentence_says_what_to_install(monkeypatch):
-    from dlrm_core.distributed import world as packages
+    from dlrm_core.distributed import plan as packages
 
     monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingToolError, match=r"--no-deps torchrec==1\.8\.0"):

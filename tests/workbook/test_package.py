@@ -50,7 +50,7 @@ def test_what_is_installed_is_the_lock():
 
 def test_torchrec_is_installed_as_its_message_says():
     """It is in no range and no lock: its package declares FBGEMM's CUDA build."""
-    from dlrm_core.distributed.world import INSTALL
+    from dlrm_core.distributed.plan import INSTALL
 
     command = "pip install --no-deps torchrec==1.8.0"
     assert command in INSTALL

@@ -29,9 +29,9 @@ import torch
 import yaml
 
 from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
-from dlrm_core.distributed.plan import require_possible
+from dlrm_core.distributed.plan import require_possible, require_torchrec
 from dlrm_core.distributed.watch import EXIT_LOST, KEY
-from dlrm_core.distributed.world import environment, require_torchrec, threads_of_rank
+from dlrm_core.distributed.world import environment, threads_of_rank
 from dlrm_core.errors import InputError
 from dlrm_core.files import only_process, plain, read_json, write_json, write_text
 from dlrm_core.machine import available_memory
