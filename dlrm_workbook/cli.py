@@ -77,7 +77,7 @@ SUBCOMMANDS = (
         "bench",
         "interleaved step times: plain, tuned, and a facebookresearch/dlrm checkout",
         options.bench,
-        "dlrm_workbook.studies.bench.command:bench",
+        "dlrm_workbook.studies.bench.measure:bench",
     ),
     Subcommand(
         "gpu-check",

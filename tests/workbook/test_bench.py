@@ -14,6 +14,7 @@ from dlrm_core.config import load_parameters, parameters_from_sections
 from dlrm_core.errors import InputError
 from dlrm_workbook.changes import NEUTRAL, changed_leaves, changed_parameters
 from dlrm_workbook.cli import main
+from dlrm_workbook.evidence.contestants import WARMUP, Run, compare, cores_of, describe
 from dlrm_workbook.studies.bench.cases import (
     BASE_POINT,
     GOALS,
@@ -31,10 +32,7 @@ from dlrm_workbook.studies.bench.cases import (
     steps_of,
     tuned_of,
 )
-from dlrm_workbook.studies.bench.command import Plan, exit_status, run_plan
-from dlrm_workbook.studies.bench.rounds import compare
-from dlrm_workbook.studies.bench.runs import WARMUP, Run, cores_of
-from dlrm_workbook.studies.bench.text import describe
+from dlrm_workbook.studies.bench.measure import Plan, exit_status, run_plan
 
 SMALL = {
     "model": {
@@ -303,10 +301,13 @@ def test_a_benchmark_of_other_settings_is_not_gone_on_with(tmp_path):
     file = tmp_path / "b.json"
     run_plan(plan(), file, run=endless(0))
     before = file.read_text()
-    with pytest.raises(InputError, match=r"b\.json: cannot be resumed: iterations was 2, now 3"):
+    with pytest.raises(
+        InputError,
+        match=r"b\.json: was begun with iterations 2, but now it is 3; leave --resume out",
+    ):
         run_plan(plan(iterations=3), file, resume=True, run=endless(0))
     other = changed_parameters(both()["tuned"], {"training.fused_optimizer": True})[0]
-    with pytest.raises(InputError, match="contestant tuned was"):
+    with pytest.raises(InputError, match=r"was begun without contestant\.tuned\.training\.fused"):
         run_plan(plan(tuned=other), file, resume=True, run=endless(0))
     document = json.loads(before)
     # a parameter that an earlier version did not have is at its default
@@ -315,15 +316,15 @@ def test_a_benchmark_of_other_settings_is_not_gone_on_with(tmp_path):
     run_plan(plan(), file, resume=True, run=endless(0))
     document["settings"]["reference"]["training"]["batch_size"] += 1
     file.write_text(json.dumps(document))
-    with pytest.raises(InputError, match="cannot be resumed: reference was other ones"):
+    with pytest.raises(InputError, match=r"was begun with reference\.training\.batch_size 65"):
         run_plan(plan(), file, resume=True, run=endless(0))
     document = json.loads(before)
     document["cases"][0]["change"] = {"training.batch_size": 2}
     file.write_text(json.dumps(document))
-    with pytest.raises(InputError, match="given cannot be resumed: its change was"):
+    with pytest.raises(InputError, match=r"given: was begun with change\.training\.batch_size 2"):
         run_plan(plan(), file, resume=True, run=endless(0))
     file.write_text('{"kind": "something else"}')
-    with pytest.raises(InputError, match="no benchmark of this version"):
+    with pytest.raises(InputError, match="no document that can be gone on with"):
         run_plan(plan(), file, resume=True, run=endless(0))
     file.write_text(before)
     run_plan(plan(iterations=3), file, run=endless(0))

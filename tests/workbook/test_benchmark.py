@@ -16,6 +16,7 @@ from test_notebooks import QUICK, run_cells
 
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.errors import InputError
+from dlrm_workbook.evidence.contestants import WARMUP, Run, ratio
 from dlrm_workbook.runner.run import run_notebook
 from dlrm_workbook.show.tables import Table, Text
 from dlrm_workbook.studies.bench import analyse as analysis
@@ -32,11 +33,9 @@ from dlrm_workbook.studies.bench import (
     show_tables as benchmark_presentation,
 )
 from dlrm_workbook.studies.bench.cases import GROWTH, growth_cases, shape_cases
-from dlrm_workbook.studies.bench.command import Plan, run_plan
-from dlrm_workbook.studies.bench.embeddings import new_document, run_group
+from dlrm_workbook.studies.bench.embeddings import open_ledger, run_group
 from dlrm_workbook.studies.bench.embeddings_run import GROUPS
-from dlrm_workbook.studies.bench.rounds import ratio
-from dlrm_workbook.studies.bench.runs import WARMUP, Run
+from dlrm_workbook.studies.bench.measure import Plan, run_plan
 
 PEER = """
 import sys
@@ -240,10 +239,10 @@ def embeddings_of(scale: dict[str, float], threads: int = 1) -> dict[str, Any]:
         times = {key: [scale[name]] for key in ("forward", "backward", "update")}
         return {case.name: times for case in group}
 
-    document = new_document(1, False) | {"commands": ["dlrm bench"]}
+    ledger = open_ledger(None, 1, False, "dlrm bench")
     for name in ("sgd", "contention"):
-        run_group(document, GROUPS[name], threads, 2, 1, None, None, run)
-    return document
+        run_group(ledger, GROUPS[name], threads, 2, run=run)
+    return ledger.document
 
 
 def test_embeddings_are_shown_as_multiples_of_ours(tmp_path: Path) -> None:
@@ -293,7 +292,7 @@ def test_a_finished_benchmark_is_shown_with_the_embeddings_beside_it(tmp_path: P
     beside = {"kind": kind, "schema": schema, "cases": [], "date": "now"}
     (tmp_path / "embeddings.json").write_text(json.dumps(beside))
     found = benchmark.start(both()["plain"], tmp_path, results=str(file))
-    assert found.embeddings == beside and found.runs == 0
+    assert found.embeddings == beside and found.plan is None
     assert found.document["cases"][0]["contestants"]
 
 
@@ -312,8 +311,8 @@ def test_a_benchmark_in_which_nothing_ran_is_no_benchmark(tmp_path: Path) -> Non
     huge = {**SMALL["model"], "table_rows": [10**13]}
     broken = parameters_from_sections(SMALL | {"model": huge})
     found = benchmark.start(broken, tmp_path, rounds=1, iterations=1, roofline=False)
-    assert found.runs == 2
-    with pytest.raises(InputError, match=r"nothing was measured: dlrm train failed: .*memory"):
+    assert found.plan is not None and found.plan.runs == 2
+    with pytest.raises(InputError, match=r"nothing was measured: dlrm train: .*memory"):
         found.measure()
 
 

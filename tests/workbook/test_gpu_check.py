@@ -15,8 +15,7 @@ pytest.importorskip("triton", reason="triton is not installed: the GPU's kernels
 import dlrm_workbook.studies.gpu_check.paths as paths
 from dlrm_core.config import parameters_from_sections
 from dlrm_core.errors import InputError
-from dlrm_workbook.studies.bench.rounds import compare
-from dlrm_workbook.studies.bench.runs import Run
+from dlrm_workbook.evidence.contestants import Run, compare
 from dlrm_workbook.studies.gpu_check.command import (
     Stage,
     all_well,

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from dlrm_core.config import parameters_from_sections
 from dlrm_core.errors import InputError
 from dlrm_workbook.cli import main
+from dlrm_workbook.evidence.published import PUBLISHED
 from dlrm_workbook.studies.bench.analyse import times
-from dlrm_workbook.studies.bench.notebook import protocols, stability
 from dlrm_workbook.studies.protocols import (
     show as protocol_figures,
 )
@@ -23,11 +23,11 @@ from dlrm_workbook.studies.protocols.measure import (
     INFERENCE,
     TRAINING,
     Timings,
+    measured_or_read,
     read_document,
     throughput,
 )
-from dlrm_workbook.studies.protocols.published import PUBLISHED
-from dlrm_workbook.studies.stability.measure import measure_stability
+from dlrm_workbook.studies.stability.measure import measure_stability, trained_or_read
 
 SECTIONS = {
     "title": "small",
@@ -156,22 +156,24 @@ def test_what_the_page_shows(document):
 def test_a_finished_benchmark_is_shown_with_the_record_beside_it(document, tmp_path):
     parameters = parameters_from_sections(SECTIONS)
     beside = str(document["file"].with_name("bench.json"))
-    assert protocols(parameters, tmp_path, 60, [1], beside)["measured"] == document["measured"]
-    assert protocols(parameters, tmp_path, 60, [1], str(tmp_path / "bench.json")) is None
-    assert protocols(parameters, tmp_path, 0, [1]) is None
+    assert (
+        measured_or_read(parameters, tmp_path, 60, [1], beside)["measured"] == document["measured"]
+    )
+    assert measured_or_read(parameters, tmp_path, 60, [1], str(tmp_path / "bench.json")) is None
+    assert measured_or_read(parameters, tmp_path, 0, [1]) is None
     assert not list(tmp_path.iterdir())
 
 
 def test_seeds_are_read_or_trained(tmp_path):
     parameters = parameters_from_sections(SECTIONS)
-    assert stability(parameters, tmp_path, 0) == {}
-    made = stability(parameters, tmp_path, 1)
+    assert trained_or_read(parameters, tmp_path, 0) == {}
+    made = trained_or_read(parameters, tmp_path, 1)
     assert list(made) == ["fp32"] and math.isfinite(made["fp32"].values[0])
-    assert stability(parameters, tmp_path, 0, str(tmp_path / "stability")) == made
-    assert list(stability(parameters, tmp_path, 0, str(tmp_path))) == ["stability"]
+    assert trained_or_read(parameters, tmp_path, 0, str(tmp_path / "stability")) == made
+    assert list(trained_or_read(parameters, tmp_path, 0, str(tmp_path))) == ["stability"]
     (tmp_path / "none").mkdir()
     with pytest.raises(InputError, match=r"none holds no stability\.json"):
-        stability(parameters, tmp_path, 0, str(tmp_path / "none"))
+        trained_or_read(parameters, tmp_path, 0, str(tmp_path / "none"))
 
 
 def test_a_file_that_is_no_record_is_refused(tmp_path):

@@ -8,8 +8,8 @@ from typing import Any
 
 import pandas as pd
 
-from dlrm_workbook.studies.bench.cases import FIGURES, GOALS, PEER
-from dlrm_workbook.studies.bench.rounds import ratio
+from dlrm_workbook.evidence.contestants import FIGURES, PEER, ratio
+from dlrm_workbook.studies.bench.cases import GOALS
 from dlrm_workbook.turns import Interval, median_interval
 
 Document = Mapping[str, Any]

@@ -17,14 +17,14 @@ from dlrm_workbook.changes import (
     Change,
     changed_leaves,
     changed_parameters,
+    difference,
 )
 
 PRESETS = Path(__file__).resolve().parents[3] / "parameters"
 
-PLAIN, TUNED, PEER, TORCHREC = "plain", "tuned", "facebook", "torchrec"
-"""Names of contestants; ``tuned bf16`` and the like come with ``--precision``."""
-
-FIGURES = ("step_ms", "end_to_end_ms")
+PLAIN, TUNED, TORCHREC = "plain", "tuned", "torchrec"
+"""Names of contestants beside :data:`~dlrm_workbook.evidence.contestants.PEER`; ``tuned bf16`` and
+the like come with ``--precision``."""
 
 
 @dataclass(frozen=True)
@@ -191,12 +191,10 @@ def tuned_of(parameters: Parameters) -> Parameters:
     if plain_of(parameters) != parameters:
         return parameters
     preset = load_parameters(PRESETS / "tuned.yaml")
-    change = {
-        leaf: _value(preset, leaf)
-        for leaf in changed_leaves(plain_of(preset), preset)
+    change = difference(plain_of(preset), preset)
+    if parameters.data.generator != "facebook_loop":
         # another law of the data would be another training
-        if leaf != "data.generator" or parameters.data.generator == "facebook_loop"
-    }
+        change.pop("data.generator", None)
     return changed_parameters(parameters, change)[0]
 
 
@@ -244,6 +242,11 @@ class Ablated:
     parameters: Parameters
     also: tuple[str, ...] = ()
 
+    def facts(self) -> dict[str, Any]:
+        """What a reader of the JSON must know of it."""
+        facts = {name: getattr(self, name) for name in ("name", "kind", "leaf", "value")}
+        return facts | {"also": list(self.also)}
+
 
 def ablated(plain: Parameters, tuned: Parameters) -> list[Ablated]:
     """Tuned with each option switched off, and plain with the options added one by one.
@@ -252,29 +255,29 @@ def ablated(plain: Parameters, tuned: Parameters) -> list[Ablated]:
     work without a later one is left out.
     """
     steps = steps_of(plain, tuned)
+    on, off = difference(plain, tuned), difference(tuned, plain)
     found = []
     for step in steps:
         # alone if that works, else with the one that depends on it
         for other in ((), *(other for other in steps if other != step)):
             leaf, *also = step + other
-            off = _changed(tuned, {name: _value(plain, name) for name in (leaf, *also)})
-            if off is not None:
-                name, value = f"without {_short(leaf)}", _value(tuned, leaf)
-                found.append(Ablated(name, "without", leaf, value, off, tuple(also)))
+            without = _changed(tuned, {name: off[name] for name in (leaf, *also)})
+            if without is not None:
+                name = f"without {_short(leaf)}"
+                found.append(Ablated(name, "without", leaf, on[leaf], without, tuple(also)))
                 break
     so_far: dict[str, Any] = {}
     for leaf, *also in steps[:-1]:
-        so_far |= {name: _value(tuned, name) for name in (leaf, *also)}
+        so_far |= {name: on[name] for name in (leaf, *also)}
         rung = _changed(plain, so_far)
         if rung is not None:
-            name, value = f"plain to {_short(leaf)}", so_far[leaf]
-            found.append(Ablated(name, "ladder", leaf, value, rung, tuple(also)))
+            name = f"plain to {_short(leaf)}"
+            found.append(Ablated(name, "ladder", leaf, on[leaf], rung, tuple(also)))
     return found
 
 
 def steps_of(plain: Parameters, tuned: Parameters) -> list[tuple[str, ...]]:
-    """The leaves in which they differ and that decide about time, those together of which one
-    does nothing without the other.
+    """The leaves that differ and decide about time; one that needs another comes with it.
 
     Raises:
         InputError: nothing is tuned.
@@ -288,22 +291,11 @@ def steps_of(plain: Parameters, tuned: Parameters) -> list[tuple[str, ...]]:
     return [(leaf,) for leaf in leaves]
 
 
-def differences(base: Parameters, other: Parameters) -> dict[str, Any]:
-    """Leaf to value of all that ``other`` sets otherwise."""
-    return {leaf: _value(other, leaf) for leaf in changed_leaves(base, other)}
-
-
 def _changed(parameters: Parameters, change: Change) -> Parameters | None:
     try:
         return changed_parameters(parameters, change)[0]
     except InputError:
         return None
-
-
-def _value(parameters: Parameters, leaf: str) -> Any:
-    section, _, name = leaf.partition(".")
-    value = getattr(getattr(parameters, section), name)
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _short(leaf: str) -> str:
@@ -325,5 +317,5 @@ def case_facts(case: Case, parameters: Parameters) -> dict[str, Any]:
 
 def precisions_of(text: str | Sequence[str]) -> list[str]:
     """Names of ``--precision``, without fp32, which the tuned contestant has anyway."""
-    names = _names(text) if isinstance(text, str) else [str(name) for name in text]
+    names = _names(text) if isinstance(text, str) else text
     return [name for name in names if name != "fp32"]

@@ -1,43 +1,44 @@
 """``dlrm bench --embeddings``: back ends of the embeddings side by side, and the updates.
 
-As in :mod:`dlrm_workbook.studies.bench.command`: every round runs each contestant in a fresh
-process, in an
-order that changes from round to round, and a ratio is the median of the rounds' own. That
-all of them do the same work is checked in the same run: rows that were updated, and
-pooled vectors, are compared with the reference's.
+As in :mod:`dlrm_workbook.studies.bench.measure` every round runs each contestant in a fresh
+process, in an order that changes from round to round, and a ratio is the median of the
+rounds' own. That all of them do the same work is checked in the same run: rows that were
+updated, and pooled vectors, are compared with the reference's.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from dlrm_core.errors import InputError
-from dlrm_core.files import write_json
-from dlrm_core.machine import machine_facts
+from dlrm_core.files import read_json, write_json
+from dlrm_core.ledger import Ledger
+from dlrm_core.units import counted
+from dlrm_workbook.evidence.contestants import environment_of, require_peer, settings
+from dlrm_workbook.processes import python_module, run_child
+from dlrm_workbook.studies.bench import embeddings_run
 from dlrm_workbook.studies.bench.embeddings_run import (
     DIM,
     FACEBOOK,
     FUSED,
     MEMORY,
+    PHASES,
     ROWS,
     TABLES,
     EmbeddingCase,
     groups_of,
 )
-from dlrm_workbook.studies.bench.runs import environment_of, require_peer, settings
+from dlrm_workbook.studies.bench.measure import ADVICE, heading, thread_counts
+from dlrm_workbook.turns import rotated, take_turns
 
 KIND, SCHEMA = "dlrm bench --embeddings", 1
 
@@ -46,13 +47,15 @@ RELATIVE, ABSOLUTE = 1e-3, 1e-5
 of some 10^5 steps, each rounded at the size of the sum (2^-24), more or less in one
 direction; one step that is lost changes an ordinary row by 5e-4."""
 
-PHASES = ("forward", "backward", "update")
 Times = Mapping[str, Mapping[str, Sequence[float]]]
 Run = Callable[[str, Sequence[EmbeddingCase], int, int, "Path | None", Path], Times]
 
 
-def bench_embeddings(arguments: argparse.Namespace) -> int:
+def bench_embeddings(arguments: argparse.Namespace, command: str) -> int:
     """``dlrm bench --embeddings``: print each case; with ``--json`` keep every round.
+
+    Args:
+        command: as the document keeps it.
 
     Returns:
         0; 1 if a contestant failed or computed something else.
@@ -61,41 +64,81 @@ def bench_embeddings(arguments: argparse.Namespace) -> int:
     if peer is not None:
         require_peer(peer)
     file = Path(arguments.json) if arguments.json else None
-    document = new_document(arguments.iterations, peer is not None)
-    if file is not None and arguments.resume and file.exists():
-        document = resumed(json.loads(file.read_text()), document, file)
-    command = " ".join("DIR" if word == arguments.peer else word for word in arguments.argv)
-    document["commands"] = list(dict.fromkeys([*document["commands"], command]))
-    touched = []
-    for threads in _counts(arguments.threads):
-        document["settings"]["environment"][str(threads)] = settings(threads)
+    counts = thread_counts(arguments.threads)
+    if min(counts) < 1:
+        raise InputError(f"--threads is '{arguments.threads}', expected counts from 1 on")
+    ledger = open_ledger(file, arguments.iterations, peer is not None, command, arguments.resume)
+    measured: list[dict[str, Any]] = []
+    for threads in counts:
+        ledger.document["settings"]["environment"][str(threads)] = settings(threads)
         for group in groups_of(arguments.embeddings).values():
-            run_group(document, group, threads, arguments.rounds, arguments.iterations, peer, file)
-            touched += [case for case in document["cases"] if _is_of(case, group, threads)]
-    print("\n\n".join(describe(case) for case in touched), flush=True)
-    return 0 if all(case["agree"] and not case["failures"] for case in touched) else 1
+            measured += run_group(ledger, group, threads, arguments.rounds, peer)
+    print("\n\n".join(describe(case) for case in measured), flush=True)
+    return 0 if all(case["agree"] and not case["failures"] for case in measured) else 1
+
+
+def open_ledger(
+    file: Path | None, iterations: int, with_peer: bool, command: str = "", resume: bool = False
+) -> Ledger:
+    """A new document, or the one in the file to go on with.
+
+    Raises:
+        InputError: that is another benchmark's, or of other settings or another machine.
+    """
+    document = heading(KIND, SCHEMA, command) | {
+        "settings": {
+            "tables": TABLES,
+            "rows": ROWS,
+            "dim": DIM,
+            "iterations": iterations,
+            "rowwise_adagrad_of_facebook": (
+                "RWSAdagrad of the checkout" if with_peer else "our torch oracle, the same law"
+            ),
+            "environment": {},
+        },
+        "cases": [],
+    }
+
+    def work(begun: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What must be equal for rounds to be compared."""
+        settings = {n: value for n, value in begun["settings"].items() if n != "environment"}
+        return {n: begun[n] for n in ("kind", "schema", "machine", "versions")} | settings
+
+    ledger = Ledger(
+        file,
+        document,
+        work=work,
+        entries="cases",
+        key=("case", "threads"),
+        advice=ADVICE,
+        resume=resume,
+    )
+    begun = ledger.document
+    begun["commands"] = list(dict.fromkeys([*begun["commands"], *document["commands"]]))
+    return ledger
 
 
 def run_group(
-    document: dict[str, Any],
+    ledger: Ledger,
     group: Sequence[EmbeddingCase],
     threads: int,
     rounds: int,
-    iterations: int,
-    peer: Path | None,
-    file: Path | None,
+    peer: Path | None = None,
     run: Run | None = None,
-) -> None:
-    """Run the rounds that a group of cases lacks in the document, and judge it anew."""
+) -> list[dict[str, Any]]:
+    """Run the rounds that a group of cases lacks in the ledger, and judge it anew.
+
+    Returns:
+        the entries of the group's cases.
+    """
+    iterations = ledger.document["settings"]["iterations"]
     if rounds < 1 or iterations < 1:
         raise InputError(
             f"a benchmark needs rounds >= 1 and iterations >= 1, not {rounds} and {iterations}"
         )
-    rows = [_row_of(document, case, threads) for case in group]
-    for number in range(len(rows[0]["rounds"]), rounds):
-        # whoever runs second inherits a busy machine: take turns at that too
-        names = list(group[0].contestants)
-        names = names[number % len(names) :] + names[: number % len(names)]
+    entries = [ledger.find(case.name, threads) or new_entry(case, threads) for case in group]
+    done = len(entries[0]["rounds"])
+    for number, names in take_turns(group[0].contestants, rounds, rotated, first=done):
         measured: list[dict[str, Any]] = [{} for _ in group]
         with tempfile.TemporaryDirectory() as folder:
             for name in names:
@@ -104,21 +147,39 @@ def run_group(
                 try:
                     times = (run or run_process)(name, group, threads, iterations, peer, samples)
                 except InputError as error:
-                    for row in rows:
-                        row["failures"][name] = str(error)
+                    for entry in entries:
+                        entry["failures"][name] = str(error)
                     print(f"round {number + 1}, {name} FAILED: {error}", file=sys.stderr)
                     continue
-                for row, case, into in zip(rows, group, measured, strict=True):
-                    row["failures"].pop(name, None)
-                    into[name] = _medians(times[case.name])
+                for entry, case, figures in zip(entries, group, measured, strict=True):
+                    entry["failures"].pop(name, None)
+                    figures[name] = _medians(times[case.name])
                     said = f"{case.name}, {threads} threads, round {number + 1}/{rounds}, {name}"
-                    print(f"{said}: {into[name]['total_ms']:.1f} ms", file=sys.stderr, flush=True)
-            for row, case, into in zip(rows, group, measured, strict=True):
-                row["rounds"].append(into)
-                row["differences"].append(differences(Path(folder), case.name, names))
-                judge(row, case)
-        if file is not None:
-            write_json(file, document)
+                    total = figures[name]["total_ms"]
+                    print(f"{said}: {total:.1f} ms", file=sys.stderr, flush=True)
+            for entry, case, figures in zip(entries, group, measured, strict=True):
+                entry["rounds"].append(figures)
+                entry["differences"].append(differences(Path(folder), case.name, names))
+                judge(entry, case)
+        for entry in entries:
+            ledger.put(entry)
+    return entries
+
+
+def new_entry(case: EmbeddingCase, threads: int) -> dict[str, Any]:
+    """The entry of a case before its first round."""
+    return {
+        "case": case.name,
+        "meaning": case.meaning,
+        "threads": threads,
+        "optimizer": case.optimizer,
+        "pooling": case.pooling,
+        "batch": case.batch,
+        "skew": case.skew,
+        "rounds": [],
+        "differences": [],
+        "failures": {},
+    }
 
 
 def run_process(
@@ -148,16 +209,14 @@ def run_process(
         },
     )
     output = samples / "times.json"
-    done = subprocess.run(
-        [sys.executable, "-m", "dlrm_workbook.studies.bench.embeddings_run", specification, output],
-        env=environment_of(threads),
-        capture_output=True,
-        text=True,
+    done = run_child(
+        python_module(embeddings_run.__name__, specification, output),
+        stage=name,
+        environment=environment_of(threads),
     )
-    if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise InputError(last.removeprefix("dlrm_core.errors.MissingToolError: "))
-    found: Times = json.loads(output.read_text())["times"]
+    if done.exit_code != 0:
+        raise InputError(done.last_words())
+    found: Times = read_json(output)["times"]
     return found
 
 
@@ -168,8 +227,11 @@ def _medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def differences(folder: Path, case: str, names: Sequence[str]) -> dict[str, float]:
-    """Largest difference of each contestant's results from the reference's, as a share of
-    what may differ: above 1 it did not compute the same."""
+    """Largest difference of each contestant's results from the reference's.
+
+    Returns:
+        contestant to a share of what may differ: above 1 it did not compute the same.
+    """
     kept = {}
     for name in names:
         file = folder / name / f"{case}.npz"
@@ -240,8 +302,7 @@ def _ratio(ratios: Sequence[float]) -> dict[str, float]:
 
 def describe(row: Mapping[str, Any]) -> str:
     """A case as a table of text."""
-    threads = row["threads"]
-    lines = [f"{row['meaning']}, {threads} thread{'s' if threads > 1 else ''}"]
+    lines = [f"{row['meaning']}, {counted(row['threads'], 'thread')}"]
     lines.append(f"{'':<12}{'forward':>10}{'backward':>10}{'update':>10}{'all, ms':>10}")
     for name, figures in row["contestants"].items():
         cells = "".join(f"{figures[f'{phase}_ms']:>10.2f}" for phase in (*PHASES, "total"))
@@ -263,84 +324,3 @@ def describe(row: Mapping[str, Any]) -> str:
     lines.append("the same results" if row["agree"] else "NOT the same results")
     lines += [f"{name} did not run: {why}" for name, why in row["failures"].items()]
     return "\n".join(lines)
-
-
-def new_document(iterations: int, with_peer: bool) -> dict[str, Any]:
-    """A benchmark's document before its first case."""
-    versions = {"torch": torch.__version__, "numpy": np.__version__}
-    return {
-        "kind": KIND,
-        "schema": SCHEMA,
-        "commands": [],
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": machine_facts(),
-        "versions": versions,
-        "settings": {
-            "tables": TABLES,
-            "rows": ROWS,
-            "dim": DIM,
-            "iterations": iterations,
-            "rowwise_adagrad_of_facebook": (
-                "RWSAdagrad of the checkout" if with_peer else "our torch oracle, the same law"
-            ),
-            "environment": {},
-        },
-        "cases": [],
-    }
-
-
-def resumed(before: dict[str, Any], now: dict[str, Any], file: Path) -> dict[str, Any]:
-    """The document in a file, to go on with.
-
-    Raises:
-        InputError: it is another benchmark's, or of other settings or another machine.
-    """
-    for name in ("kind", "schema", "machine", "versions"):
-        if before.get(name) != now[name]:
-            raise InputError(
-                f"{file}: cannot be gone on with, its {name} is {before.get(name)!r}, "
-                f"now it would be {now[name]!r}"
-            )
-    changed = {
-        name: (before["settings"].get(name), value)
-        for name, value in now["settings"].items()
-        if name != "environment" and before["settings"].get(name) != value
-    }
-    if changed:
-        name, (old, new) = next(iter(changed.items()))
-        raise InputError(f"{file}: cannot be gone on with, its {name} is {old!r}, not {new!r}")
-    return before
-
-
-def _row_of(document: dict[str, Any], case: EmbeddingCase, threads: int) -> dict[str, Any]:
-    for row in document["cases"]:
-        if row["case"] == case.name and row["threads"] == threads:
-            return row
-    row = {
-        "case": case.name,
-        "meaning": case.meaning,
-        "threads": threads,
-        "optimizer": case.optimizer,
-        "pooling": case.pooling,
-        "batch": case.batch,
-        "skew": case.skew,
-        "rounds": [],
-        "differences": [],
-        "failures": {},
-    }
-    document["cases"].append(row)
-    return row
-
-
-def _is_of(row: Mapping[str, Any], group: Sequence[EmbeddingCase], threads: int) -> bool:
-    return row["threads"] == threads and row["case"] in [case.name for case in group]
-
-
-def _counts(text: str) -> list[int]:
-    try:
-        counts = [int(part) for part in str(text).split(",")]
-    except ValueError:
-        raise InputError(f"--threads is '{text}', expected counts: 1,2") from None
-    if min(counts) < 1:
-        raise InputError(f"--threads is '{text}', expected counts from 1 on")
-    return counts

@@ -1,5 +1,8 @@
 """What ``dlrm bench --embeddings`` measures: Kalamkar's Small tables, and the contention study.
 
+``python -m dlrm_workbook.studies.bench.embeddings_run SPECIFICATION OUTPUT`` is the process of one
+contestant.
+
 Kalamkar et al. 2020 (arXiv:2005.04680): Small has 8 tables of 1,000,000 rows of 64 floats,
 minibatch 2048, 50 lookups a bag; section III compares updates under the uniform indices of
 random data and under the skewed ones of Criteo's Terabyte set, where threads fight for rows.
@@ -11,7 +14,6 @@ import functools
 import importlib.util
 import json
 import sys
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ from dlrm_core.errors import InputError
 from dlrm_core.files import write_json
 from dlrm_core.machine import end_with_starter
 from dlrm_workbook.evidence.ceilings import last_level_cache
+from dlrm_workbook.turns import CPU, CacheFlush, elapsed_ms
 
 TABLES, ROWS, DIM = 8, 1_000_000, 64
 """Kalamkar's Small. The bench's row kernel is written for this width."""
@@ -41,6 +44,7 @@ SKEW = 1.45
 FACEBOOK, TORCH, FBGEMM, FUSED, MEMORY = "facebook", "torch", "fbgemm", "fused", "memory"
 BACK_ENDS = (FACEBOOK, TORCH, FBGEMM, FUSED, MEMORY)
 UPDATES = ("naive", "atomic", "locked", "race_free")
+PHASES = ("forward", "backward", "update")
 
 
 @dataclass(frozen=True)
@@ -103,15 +107,14 @@ def groups_of(names: str) -> dict[str, tuple[EmbeddingCase, ...]]:
     """
     if names == "all":
         return GROUPS
-    chosen = {}
-    for name in (part.strip() for part in names.split(",")):
+    chosen = [name.strip() for name in names.split(",")]
+    for name in chosen:
         if name not in GROUPS:
             raise InputError(f"--embeddings is '{name}', expected all or {', '.join(GROUPS)}")
-        chosen[name] = GROUPS[name]
-    return chosen
+    return {name: GROUPS[name] for name in chosen}
 
 
-# One contestant of ``dlrm bench --embeddings``, in a process of its own.
+# One contestant, in a process of its own.
 
 RATE = 0.1
 WARMUP = 2
@@ -211,8 +214,8 @@ def run_case(
     gradients = [
         (torch.rand(case["batch"], DIM, generator=random) + 0.5) * 1e-2 for _ in range(TABLES)
     ]
-    flush = flusher(sum(weight.nbytes for weight in contestant.tables.weights))
-    times: dict[str, list[float]] = {"forward": [], "backward": [], "update": []}
+    flush = cache_flush(sum(weight.nbytes for weight in contestant.tables.weights))
+    times: dict[str, list[float]] = {phase: [] for phase in PHASES}
     pooled: list[torch.Tensor] = []
     for number, batch in enumerate(made):
         if contestant.name == MEMORY:
@@ -220,7 +223,7 @@ def run_case(
         else:
             phases = contestant.phases(batch, gradients, pooled)
             flush()
-            taken = [_timed_ms(phase) for phase in phases]
+            taken = [elapsed_ms(phase) for phase in phases]
         if number >= WARMUP:
             for phase, time_ms in zip(times, taken, strict=True):
                 times[phase].append(time_ms)
@@ -235,27 +238,16 @@ def batches_of(case: dict[str, Any], rows: int, count: int) -> list[Batch]:
     stream = SyntheticBatches(
         *(1, (rows,) * TABLES, case["batch"], case["pooling"], True, False, 7),
         zipf_exponent=case["skew"],
-        device=torch.device("cpu"),
+        device=CPU,
     )
     return [stream.next_batch() for _ in range(count)]
 
 
-def flusher(table_bytes: int) -> Callable[[], None]:
+def cache_flush(table_bytes: int) -> CacheFlush:
     """What pushes the tables out of the caches, as far as a program can."""
     least, most = FLUSH_BYTES
-    size = min(max(last_level_cache(torch.device("cpu")) or least, least), most)
-    buffer = torch.zeros(min(size, table_bytes) // 4)
-
-    def flush() -> None:
-        buffer.add_(1.0)
-
-    return flush
-
-
-def _timed_ms(work: Callable[[], None]) -> float:
-    started = time.perf_counter()
-    work()
-    return 1e3 * (time.perf_counter() - started)
+    size = min(max(last_level_cache(CPU) or least, least), most)
+    return CacheFlush(min(size, table_bytes))
 
 
 def _samples(
@@ -270,9 +262,7 @@ def _samples(
     return torch.cat(rows).numpy(), torch.cat(vectors).numpy()
 
 
-def _row_access_ms(
-    tables: EmbeddingTables, batch: Batch, flush: Callable[[], None]
-) -> tuple[float, float]:
+def _row_access_ms(tables: EmbeddingTables, batch: Batch, flush: CacheFlush) -> tuple[float, float]:
     """Milliseconds of reading every looked-up row, and of reading and writing it.
 
     Nothing but the accesses, with prefetches and without, whichever is faster: what the
@@ -283,7 +273,7 @@ def _row_access_ms(
         times = []
         for ahead in (0, 16, 32):
             flush()
-            times.append(_timed_ms(functools.partial(_over_tables, kernel, tables, batch, ahead)))
+            times.append(elapsed_ms(functools.partial(_over_tables, kernel, tables, batch, ahead)))
         best.append(min(times))
     return best[0], best[1]
 

@@ -12,6 +12,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from dlrm_core.units import counted, digits, milliseconds, percent, signed_milliseconds, value_text
+from dlrm_workbook.evidence.contestants import PEER
 from dlrm_workbook.show.axes import (
     add_ends,
     add_headings,
@@ -24,7 +25,7 @@ from dlrm_workbook.show.axes import (
     mark_one,
 )
 from dlrm_workbook.show.theme import COLOURS, INK, SYMBOLS, TEMPLATE, figure, rows_of
-from dlrm_workbook.studies.bench.cases import GROWTH, PEER, PLAIN, TORCHREC, TUNED
+from dlrm_workbook.studies.bench.cases import GROWTH, PLAIN, TORCHREC, TUNED
 from dlrm_workbook.studies.bench.show_tables import (
     FIGURE_NAMES,
     contestant_label,

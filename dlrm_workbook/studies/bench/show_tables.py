@@ -9,11 +9,11 @@ from typing import Any
 import pandas as pd
 
 from dlrm_core.units import NOT_MEASURED, NOTHING, counted, percent, speedup, value_text
+from dlrm_workbook.evidence.contestants import PEER, difference_text
 from dlrm_workbook.show.tables import Table, Text, aligned
 from dlrm_workbook.show.theme import rows_of
 from dlrm_workbook.studies.bench import analyse as analysis
-from dlrm_workbook.studies.bench.cases import PEER, PLAIN, TORCHREC, TUNED
-from dlrm_workbook.studies.bench.text import difference_text
+from dlrm_workbook.studies.bench.cases import PLAIN, TORCHREC, TUNED
 
 ONE_ROUND = "one round"
 """In the place of an interval where nothing was repeated."""

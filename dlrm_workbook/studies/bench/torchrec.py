@@ -1,7 +1,7 @@
 """TorchRec's own DLRM as a contestant of ``dlrm bench --torchrec``, in its own process.
 
 torchrec.models.dlrm.DLRM with a FusedEmbeddingBagCollection (FBGEMM's tables, the update
-inside backward), the fastest that TorchRec offers in one process. It gets our batches and
+inside backward) is the fastest that TorchRec offers in one process. It gets our batches and
 our initial weights, so its losses can be compared with ours. Its interaction lists the
 same pairs in another order; the top MLP's first weights are permuted to fit.
 
@@ -11,9 +11,7 @@ same pairs in another order; the top MLP's first weights are permuted to fit.
 from __future__ import annotations
 
 import importlib.util
-import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,17 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
 from dlrm_core.data.batch import Batch
 from dlrm_core.data.loader import batches
 from dlrm_core.embeddings import EPSILON
 from dlrm_core.errors import InputError, MissingToolError
-from dlrm_core.files import write_json
-from dlrm_core.machine import end_with_starter
+from dlrm_core.files import read_json, write_json
+from dlrm_core.machine import end_with_starter, resolve_device
 from dlrm_core.model import DLRM, ClickLoss, Probability, build_model
-from dlrm_workbook.studies.bench.runs import WARMUP, Run, environment_of
+from dlrm_workbook.evidence.contestants import WARMUP, Run, environment_of
+from dlrm_workbook.processes import python_module, run_child
 
 INSTALL = (
     "pip install fbgemm-gpu-cpu==1.8.0 tensordict==0.15.3 torchmetrics==1.0.3 "
@@ -53,27 +51,16 @@ def run_torchrec(parameters: Parameters, iterations: int, threads: int) -> Run:
     require_same_model(parameters)
     sections = parameters.to_sections()
     sections["training"] |= {"batches": iterations + WARMUP, "threads": threads}
-    checked = parameters_from_sections(sections)
     with tempfile.TemporaryDirectory() as folder:
-        file, output = Path(folder) / "bench.yaml", Path(folder) / "result.json"
-        file.write_text(yaml.safe_dump(checked.to_sections()))
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "dlrm_workbook.studies.bench.torchrec",
-                file,
-                output,
-                str(iterations),
-            ],
-            env=environment_of(threads),
-            capture_output=True,
-            text=True,
+        file, output = Path(folder) / "bench.json", Path(folder) / "result.json"
+        write_json(file, parameters_from_sections(sections).to_sections())
+        done = run_child(
+            python_module(__name__, file, output, str(iterations)),
+            stage="TorchRec's DLRM",
+            environment=environment_of(threads),
         )
-        if done.returncode != 0:
-            last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-            raise InputError(f"TorchRec's DLRM failed: {last}")
-        result = json.loads(output.read_text())
+        done.require_success("TorchRec's DLRM")
+        result = read_json(output)
     steps, wholes = result["step_ms"][WARMUP:], result["end_to_end_ms"][WARMUP:]
     losses = [round(loss, 6) for loss in result["losses"]]
     return Run(statistics.median(steps), statistics.median(wholes), losses)
@@ -201,8 +188,6 @@ def _optimizer(name: str) -> tuple[Any, dict[str, Any]]:
 
 def main(arguments: Sequence[str]) -> int:
     """Train and write ``step_ms``, ``end_to_end_ms`` and ``losses`` of every iteration."""
-    from dlrm_core.machine import resolve_device
-
     end_with_starter()
     file, output, iterations = arguments
     parameters = load_parameters(file)

@@ -24,9 +24,9 @@ from dlrm_core.errors import InputError
 from dlrm_core.files import write_json
 from dlrm_core.machine import machine_facts
 from dlrm_core.train import Trainer
+from dlrm_workbook.evidence.contestants import describe as describe_case
+from dlrm_workbook.evidence.contestants import require_peer
 from dlrm_workbook.recordings.torch.recorder import information, record
-from dlrm_workbook.studies.bench.runs import require_peer
-from dlrm_workbook.studies.bench.text import describe as describe_case
 from dlrm_workbook.studies.gpu_check.paths import checks
 from dlrm_workbook.studies.gpu_check.timings import (
     FAST,

@@ -21,9 +21,9 @@ from dlrm_core.data.batch import Batch
 from dlrm_core.inference import measure_latency, pool_of
 from dlrm_core.train import Trainer
 from dlrm_workbook.changes import changed_parameters
-from dlrm_workbook.studies.bench.rounds import compare
+from dlrm_workbook.evidence.contestants import compare
+from dlrm_workbook.evidence.published import PUBLISHED
 from dlrm_workbook.studies.gpu_check.paths import FUSED, GRAPHS
-from dlrm_workbook.studies.protocols.published import PUBLISHED
 
 PRESETS = Path(__file__).resolve().parents[3] / "parameters"
 POOL = 8

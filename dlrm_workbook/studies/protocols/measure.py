@@ -44,6 +44,7 @@ from dlrm_core.inference import (
 from dlrm_core.machine import device_name, machine_facts, peak_memory_by_device, versions
 from dlrm_core.train import Trainer
 from dlrm_workbook.evidence.power import power_meter
+from dlrm_workbook.processes import python_module, run_child
 
 TRAINING = ("steady", "nvidia", "facebook", "deepspark")
 INFERENCE = ("steady", "nvidia")
@@ -239,6 +240,9 @@ def _latency(found: Latency) -> dict[str, Any]:
 
 SCHEMA = 1
 
+RECORD = "protocols.json"
+"""Of a benchmark's folder."""
+
 
 def protocols(arguments: argparse.Namespace) -> int:
     """A line a figure, and with ``--json`` the record."""
@@ -269,6 +273,45 @@ def document(found: Measured, sections: dict[str, Any], command: str = "") -> di
         "machine": machine_facts(),
         "versions": versions(),
     }
+
+
+def measured_or_read(
+    parameters: Parameters,
+    folder: Path,
+    iterations: int,
+    batch_sizes: Sequence[int],
+    results: str = "",
+) -> dict[str, Any] | None:
+    """The record that the ``benchmark`` notebook shows, measured now in a fresh process.
+
+    Args:
+        folder: gets ``protocols.json``.
+        iterations: of training; 0: nothing is measured.
+        batch_sizes: of inference.
+        results: a finished benchmark: nothing is measured, the record beside it is read.
+
+    Returns:
+        None where nothing was measured.
+
+    Raises:
+        InputError: the run cannot be made; the message is the process's own.
+    """
+    if results:
+        beside = Path(results).expanduser().absolute().with_name(RECORD)
+        return read_document(beside) if beside.exists() else None
+    if not iterations:
+        return None
+    # without what belongs to a run of its own
+    training = replace(parameters.training, resume="", checkpoint_every=None, checkpoint_folder="")
+    record, given = folder / RECORD, folder / "protocols-parameters.json"
+    write_json(given, replace(parameters, training=training, sweep={}).to_sections())
+    command = python_module(
+        *("dlrm_core", "protocols", "-f", given, "--json", record),
+        *("--iterations", str(iterations), "--seconds", "4"),
+        *("--batch-sizes", ",".join(map(str, batch_sizes))),
+    )
+    run_child(command, stage="protocols").require_success("dlrm protocols")
+    return read_document(record)
 
 
 def read_document(path: Path) -> dict[str, Any]:

@@ -11,11 +11,11 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from dlrm_core.units import NOT_MEASURED, NOTHING, counted, format_bytes, thousands
+from dlrm_workbook.evidence.published import NOT_SAID, NVIDIA_AUC, PUBLISHED
 from dlrm_workbook.show.axes import add_headings, in_groups, label_rows, lines_of, log_axis
 from dlrm_workbook.show.tables import Table, Text, column
 from dlrm_workbook.show.theme import COLOURS, figure, rows_of
 from dlrm_workbook.studies.bench.show_tables import best_speeds, contestant_label
-from dlrm_workbook.studies.protocols.published import NOT_SAID, NVIDIA_AUC, PUBLISHED
 from dlrm_workbook.studies.stability.measure import Stability
 
 # Tables of figures by named protocols, ours and, beside them, what others have published.

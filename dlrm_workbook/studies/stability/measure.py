@@ -90,6 +90,11 @@ class Stability:
         return tuple(run for run in self.runs if run.status == "finished")
 
     @property
+    def label(self) -> str:
+        """What sets it apart from others: its precision, else its title."""
+        return str(self.parameters.get("training", {}).get("precision", "")) or self.title
+
+    @property
     def values(self) -> list[float]:
         """The metric of each finished run, in the order of the seeds."""
         found = [getattr(run, self.metric) for run in self.finished]
@@ -297,6 +302,35 @@ def _failed(seed: int, place: Path, code: int) -> SeedRun:
         device="",
         **nothing,
     )
+
+
+def trained_or_read(
+    parameters: Parameters, folder: Path, seeds: int, finished: str = ""
+) -> dict[str, Stability]:
+    """Trainings with N seeds by label, as the ``benchmark`` notebook shows them.
+
+    Args:
+        folder: gets a folder ``stability``.
+        seeds: how many are trained now; 0: none.
+        finished: a folder of ``dlrm stability``, or one that holds several, each named by
+            what sets it apart (``fp32``, ``bf16``).
+
+    Raises:
+        InputError: no such folder, or it holds no result.
+    """
+    if finished:
+        place = Path(finished).expanduser().absolute()
+        if (place / SUMMARY).is_file():
+            found = read_stability(place)
+            return {found.label: found}
+        folders = sorted(file.parent for file in place.glob(f"*/{SUMMARY}"))
+        if not folders:
+            raise InputError(f"stability: {place} holds no {SUMMARY} of dlrm stability")
+        return {one.name: read_stability(one) for one in folders}
+    if not seeds:
+        return {}
+    made = measure_stability(parameters, range(seeds), folder / "stability")
+    return {made.label: made}
 
 
 # ``dlrm stability``: the same training with N seeds, as one line of JSON at the end.

@@ -1,6 +1,7 @@
 """Throughputs that others have published: other hardware, mostly other models.
 
-They say of which order a good figure is, never who is faster: nothing here was measured by us.
+They show the order of magnitude of a good figure, never who is faster: we measured none of
+them.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ class Published:
 
     @property
     def protocol(self) -> str:
-        """The way of counting, as :mod:`dlrm_workbook.studies.protocols.measure` calls it; of
-        papers facebook's.
+        """The way of counting, by its name in :mod:`dlrm_workbook.studies.protocols.measure`.
+
+        Papers count as facebook does.
         """
         return {NVIDIA: "nvidia", DEEPSPARK: "deepspark"}.get(self.source, "facebook")
 
