@@ -26,8 +26,6 @@ from dlrm_core.files import whole_folder
 if TYPE_CHECKING:
     from hatchet import GraphFrame
 
-# The tables a profile is made of: their columns, and sums over the call tree.
-
 SCHEMA: dict[str, dict[str, str]] = {
     "contexts": {
         "context": "int64",
@@ -70,18 +68,8 @@ SCHEMA: dict[str, dict[str, str]] = {
 ``values`` has up to ten million rows of a few names: categories are compared as numbers."""
 
 KINDS = (
-    "root",
-    "thread",
-    "function",
-    "annotation",
-    "operator",
-    "kernel",
-    "copy",
-    "runtime",
-    "python",
-    "line",
-    "loop",
-    "instruction",
+    *("root", "thread", "function", "annotation", "operator", "kernel", "copy", "runtime"),
+    *("python", "line", "loop", "instruction"),
 )
 SCOPES = ("exclusive", "inclusive")
 THREAD_KINDS = ("cpu_thread", "gpu_stream")
@@ -101,22 +89,24 @@ def typed(table: str, rows: Any) -> pd.DataFrame:
         InputError: a column is missing or cannot be of its dtype.
     """
     schema = SCHEMA[table]
-    frame = pd.DataFrame(rows if rows is not None else {name: [] for name in schema})
+    frame = pd.DataFrame({name: [] for name in schema} if rows is None else rows)
     if frame.empty and not len(frame.columns):
         frame = pd.DataFrame({name: [] for name in schema})
-    missing = [name for name in schema if name not in frame.columns]
-    if missing:
-        raise InputError(f"profile table '{table}' lacks the column(s) {', '.join(missing)}")
+    _require_columns(frame, table, f"profile table '{table}'")
     try:
         frame = frame[list(schema)].astype(schema, copy=False)
-        plain = isinstance(frame.index, pd.RangeIndex) and frame.index.equals(
-            pd.RangeIndex(len(frame))
-        )
-        return frame if plain else frame.reset_index(drop=True)
     except (TypeError, ValueError) as error:
         raise InputError(
             f"profile table '{table}' has a value of the wrong type: {error}"
         ) from None
+    plain = isinstance(frame.index, pd.RangeIndex) and frame.index.equals(pd.RangeIndex(len(frame)))
+    return frame if plain else frame.reset_index(drop=True)
+
+
+def _require_columns(frame: pd.DataFrame, table: str, what: str) -> None:
+    missing = [name for name in SCHEMA[table] if name not in frame.columns]
+    if missing:
+        raise InputError(f"{what} lacks the column(s) {', '.join(missing)}")
 
 
 def depths(parent: np.ndarray) -> np.ndarray:
@@ -162,7 +152,7 @@ def inclusive_from_exclusive(parent: np.ndarray, exclusive: np.ndarray) -> np.nd
 Table = TypeVar("Table", pd.DataFrame, np.ndarray)
 
 FORMAT_VERSION = 1
-"""Of the saved folder. Raised when a reader of the previous one would go wrong."""
+"""Version of the saved folder, raised when a reader of the previous one would go wrong."""
 
 
 @dataclass
@@ -221,13 +211,8 @@ class Profile:
         Raises:
             InputError: naming the table, the row and what is wrong with it.
         """
-        for table, schema in SCHEMA.items():
-            frame = getattr(self, table)
-            missing = [name for name in schema if name not in frame.columns]
-            if missing:
-                raise InputError(
-                    f"profile table '{table}' lacks the column(s) {', '.join(missing)}"
-                )
+        for table in SCHEMA:
+            _require_columns(getattr(self, table), table, f"profile table '{table}'")
         count = len(self.contexts)
         context = self.contexts["context"].to_numpy()
         parent = self.contexts["parent"].to_numpy()
@@ -444,9 +429,7 @@ def _read_table(file: Path, table: str) -> pd.DataFrame:
     except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
         reason = str(error).splitlines()[0]
         raise InputError(f"{file} cannot be read, it may be cut short: {reason}") from None
-    missing = [name for name in SCHEMA[table] if name not in frame.columns]
-    if missing:
-        raise InputError(f"{file} lacks the column(s) {', '.join(missing)}")
+    _require_columns(frame, table, str(file))
     return frame
 
 

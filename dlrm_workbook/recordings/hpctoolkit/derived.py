@@ -294,22 +294,12 @@ class DerivedMetric:
 
     Attributes:
         name: of the metric, for instance ``GKER:OCC_THR``.
-        description: in the database's words.
         formulas: ``inclusive`` and ``exclusive`` to their program, where given.
     """
 
     name: str
     variant: str
-    description: str
     formulas: dict[str, Program]
-
-    @property
-    def plain(self) -> bool:
-        """Whether it only presents one measured metric as it is."""
-        return all(
-            len(program) == 1 and isinstance(program[0], Input)
-            for program in self.formulas.values()
-        )
 
 
 def read_taxonomy(path: Path) -> list[DerivedMetric]:
@@ -353,7 +343,6 @@ def read_taxonomy(path: Path) -> list[DerivedMetric]:
 def _variants(node: dict[str, Any], path: str) -> Iterator[DerivedMetric]:
     name = str(node.get("name", ""))
     where = f"{path}: metric '{name[:80]}'"
-    description = str(node.get("description") or node.get("short description") or "")
     variants = node.get("variants")
     if not isinstance(variants, dict):
         return
@@ -364,7 +353,7 @@ def _variants(node: dict[str, Any], path: str) -> Iterator[DerivedMetric]:
             formula = _resolve(node, str(variant), given, cost, where, 0)
             if formula is not None:
                 formulas[cost] = formula
-        yield DerivedMetric(name, str(variant), description, formulas)
+        yield DerivedMetric(name, str(variant), formulas)
 
 
 def _resolve(

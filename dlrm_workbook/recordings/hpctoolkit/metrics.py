@@ -12,7 +12,7 @@ manual, of HPCToolkit 2025-05 and of later development versions.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 NOT_COLLECTED = ("GMEM (sec)", "GSYNC (sec)", "GICOPY (sec)")
@@ -88,6 +88,15 @@ KERNEL_PROPERTIES = {
     "FGP_ACT": "warps that can be resident on a multiprocessor",
     "FGP_MAX": "warps that a multiprocessor can hold",
 }
+
+_FAMILIES = {
+    "GXCOPY": ("explicit GPU copies", COPY_KINDS),
+    "GICOPY": ("implicit GPU copies", COPY_KINDS),
+    "GMEM": ("GPU allocation and release:", MEMORY_KINDS),
+    "GMSET": ("GPU memory sets:", MEMORY_KINDS),
+    "GSYNC": ("GPU synchronisation", SYNC_KINDS),
+}
+"""Family of a metric to what it counts and the meaning of what follows its colon."""
 
 _FIXED = {
     "CPUTIME (sec)": "sampled time on a CPU",
@@ -172,16 +181,9 @@ def meaning_of(name: str) -> str:
     family, _, part = base.partition(":")
     if family == "GINS" and part.startswith("STL_"):
         return f"warp-cycles by stall: {STALLS.get(part[4:], part[4:])}"
-    if family == "GXCOPY":
-        return f"explicit GPU copies {COPY_KINDS.get(part, part)}"
-    if family == "GICOPY":
-        return f"implicit GPU copies {COPY_KINDS.get(part, part)}"
-    if family == "GMEM":
-        return f"GPU allocation and release: {MEMORY_KINDS.get(part, part)}"
-    if family == "GMSET":
-        return f"GPU memory sets: {MEMORY_KINDS.get(part, part)}"
-    if family == "GSYNC":
-        return f"GPU synchronisation {SYNC_KINDS.get(part, part)}"
+    if family in _FAMILIES:
+        what, kinds = _FAMILIES[family]
+        return f"{what} {kinds.get(part, part)}"
     if family == "GKER":
         whole = part.removesuffix("_ACUMU")
         text = KERNEL_PROPERTIES.get(whole, whole)
@@ -216,119 +218,86 @@ def additive(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Derivation:
-    """A quantity computed from metrics.
+    """A quantity computed from metrics: ``scale * sum of above / below``.
 
     Attributes:
         name: with its unit, as column and key.
         unit, meaning: of the result.
-        inputs: canonical metrics without a value of which it is not measured.
-        counted: canonical metrics that must be listed; without a value they are 0.
-        formula: in words, for the tables.
-        compute: from canonical metric to value, with all ``inputs`` present.
+        above: canonical metrics. A single one must be listed by the database; without a
+            value it is 0.
+        below: canonical metric without a value of which the quantity is not measured; ""
+            where nothing is divided by.
+        most: the quantity lies between 0 and this, where that is known.
     """
 
     name: str
     unit: str
     meaning: str
-    inputs: tuple[str, ...]
-    formula: str
-    compute: Callable[[Mapping[str, float]], float | None]
-    counted: tuple[str, ...] = ()
+    scale: float
+    above: tuple[str, ...]
+    below: str
+    most: float | None = None
 
     @property
     def of_kernels(self) -> bool:
         """Whether a kernel can have it (copies are no part of one)."""
-        return not self.inputs[0].startswith("GXCOPY")
+        return not self.below.startswith("GXCOPY")
+
+    def compute(self, values: Mapping[str, float], listed: Collection[str]) -> float | str:
+        """The number, or a sentence why it was not measured; arguments as for ``derive``."""
+        above, below = self.above, self.below
+        if below and len(above) == 1 and above[0] not in listed:
+            return f"not measured: there is no metric {above[0]}"
+        needed = below or above[0]
+        if needed not in values:
+            return f"not measured: no values of {needed}"
+        if below and not values[below]:
+            return f"not measured: {below} is 0"
+        total = self.scale * sum(values.get(name, 0.0) for name in above)
+        number = total / values[below] if below else total
+        return float(number if self.most is None else max(0.0, min(self.most, number)))
 
 
-def _ratio(scale: float, above: str, below: str) -> Callable[[Mapping[str, float]], float | None]:
-    return lambda v: scale * v.get(above, 0.0) / v[below] if v.get(below) else None
+_OCCUPANCY = "theoretical occupancy: resident warps over those a multiprocessor can hold"
+_UTILISATION = "PC samples taken of those that a fully busy GPU would give"
 
-
-def _utilisation(v: Mapping[str, float]) -> float | None:
-    share = 100 * v.get("GSAMP:TOT", 0.0) / v["GSAMP:EXP"]
-    return max(0.0, min(100.0, share))
-
-
-def _derivation(
-    name: str, unit: str, meaning: str, scale: float, above: str, below: str, text: str = ""
-) -> Derivation:
-    factor = "" if scale == 1 else f"{scale:g} * "
-    return Derivation(
-        name,
-        unit,
-        meaning,
-        (below,),
-        text or f"{factor}{above} / {below}",
-        _ratio(scale, above, below),
-        (above,),
-    )
-
-
-COPY_BYTES = tuple(f"GXCOPY:{kind} (B)" for kind in COPY_KINDS)
-
-DERIVATIONS: tuple[Derivation, ...] = (
+DERIVATIONS = (
+    Derivation("launches", "", "kernel launches", 1, ("GKER:COUNT",), ""),
     Derivation(
-        "launches", "", "kernel launches", ("GKER:COUNT",), "GKER:COUNT", lambda v: v["GKER:COUNT"]
-    ),
-    _derivation("mean_kernel_us", "us", "mean time of a launch", 1e6, "GKER (sec)", "GKER:COUNT"),
-    _derivation(
-        "occupancy_percent",
-        "%",
-        "theoretical occupancy: resident warps over those a multiprocessor can hold",
-        100,
-        "GKER:FGP_ACT_ACUMU",
-        "GKER:FGP_MAX_ACUMU",
-    ),
-    _derivation(
-        "mean_registers", "", "registers of a thread", 1, "GKER:THR_REG_ACUMU", "GKER:COUNT"
-    ),
-    _derivation("mean_blocks", "", "thread blocks of a launch", 1, "GKER:BLKS_ACUMU", "GKER:COUNT"),
-    _derivation(
-        "mean_threads_per_block", "", "threads of a block", 1, "GKER:BLK_THR_ACUMU", "GKER:COUNT"
+        "mean_kernel_us", "us", "mean time of a launch", 1e6, ("GKER (sec)",), "GKER:COUNT"
     ),
     Derivation(
-        "utilization_percent",
-        "%",
-        "PC samples taken of those that a fully busy GPU would give",
-        ("GSAMP:EXP",),
-        "min(100, 100 * GSAMP:TOT / GSAMP:EXP)",
-        lambda v: _utilisation(v) if v.get("GSAMP:EXP") else None,
-        ("GSAMP:TOT",),
+        "occupancy_percent", "%", _OCCUPANCY, 100, ("GKER:FGP_ACT_ACUMU",), "GKER:FGP_MAX_ACUMU"
     ),
-    _derivation(
-        "stalled_percent",
-        "%",
-        "sampled warp-cycles that were stalled",
-        100,
-        "GINS:STL_ANY",
+    Derivation(
+        "mean_registers", "", "registers of a thread", 1, ("GKER:THR_REG_ACUMU",), "GKER:COUNT"
+    ),
+    Derivation(
+        "mean_blocks", "", "thread blocks of a launch", 1, ("GKER:BLKS_ACUMU",), "GKER:COUNT"
+    ),
+    Derivation(
+        "mean_threads_per_block", "", "threads of a block", 1, ("GKER:BLK_THR_ACUMU",), "GKER:COUNT"
+    ),
+    Derivation(
+        "utilization_percent", "%", _UTILISATION, 100, ("GSAMP:TOT",), "GSAMP:EXP", most=100
+    ),
+    Derivation(
+        "stalled_percent", "%", "sampled warp-cycles that were stalled", 100, ("GINS:STL_ANY",),
         "GINS",
     ),
     *(
-        _derivation(
-            f"stall_{reason.lower()}_percent",
-            "%",
-            f"share of the stalls: {STALLS[reason]}",
-            100,
-            f"GINS:STL_{reason}",
-            "GINS:STL_ANY",
+        Derivation(
+            f"stall_{reason.lower()}_percent", "%", f"share of the stalls: {meaning}", 100,
+            (f"GINS:STL_{reason}",), "GINS:STL_ANY",
         )
-        for reason in STALLS
+        for reason, meaning in STALLS.items()
         if reason not in ("NONE", "HID")
     ),
     Derivation(
-        "copy_gb_per_s",
-        "GB/s",
-        "bytes of explicit copies over their time",
-        ("GXCOPY (sec)",),
-        "sum of GXCOPY:* (B) / GXCOPY (sec) / 1e9",
-        lambda v: (
-            sum(v.get(name, 0.0) for name in COPY_BYTES) / v["GXCOPY (sec)"] / 1e9
-            if v.get("GXCOPY (sec)")
-            else None
-        ),
+        "copy_gb_per_s", "GB/s", "bytes of explicit copies over their time", 1e-9,
+        tuple(f"GXCOPY:{kind} (B)" for kind in COPY_KINDS), "GXCOPY (sec)",
     ),
-)
+)  # fmt: skip
 
 
 def derive(
@@ -344,19 +313,5 @@ def derive(
     Returns:
         Name to number, or to a sentence why it was not measured.
     """
-    results: dict[str, float | str] = {}
     listed = values if listed is None else listed
-    for derivation in DERIVATIONS:
-        unknown = [name for name in derivation.counted if name not in listed]
-        if unknown:
-            results[derivation.name] = f"not measured: there is no metric {', '.join(unknown)}"
-            continue
-        missing = [name for name in derivation.inputs if name not in values]
-        if missing:
-            results[derivation.name] = f"not measured: no values of {', '.join(missing)}"
-            continue
-        result = derivation.compute(values)
-        results[derivation.name] = (
-            f"not measured: {derivation.inputs[0]} is 0" if result is None else float(result)
-        )
-    return results
+    return {derivation.name: derivation.compute(values, listed) for derivation in DERIVATIONS}
