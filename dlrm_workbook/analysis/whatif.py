@@ -32,12 +32,12 @@ from dlrm_workbook.analysis.attribution import (
 from dlrm_workbook.analysis.devices import Device, device, device_of_driver
 from dlrm_workbook.analysis.roofline import least_times
 from dlrm_workbook.analysis.work import part_work
-from dlrm_workbook.changes import (
+from dlrm_workbook.evidence.dependence import (
     NEUTRAL,
+    affected_components,
     changed_leaves,
     changed_parameters,
     signature,
-    touched_components,
 )
 from dlrm_workbook.recordings.profile import Profile
 
@@ -501,7 +501,7 @@ def predict(profile: Profile, change: Mapping[str, Any]) -> Prediction:
     base = profile_parameters(profile)
     changed, notices = changed_parameters(base, leaves) if leaves else (base, [])
     parts = measured_parts(profile)
-    touched = touched_components(base, changed)
+    touched = affected_components(base, changed)
     probe = find_probe(profile, leaves) if touched else None
     if probe is not None and not probe.get("refused"):
         notices += [text for text in probe.get("notices", []) if text not in notices]

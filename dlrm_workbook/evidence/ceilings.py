@@ -10,26 +10,22 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dlrm_core.config import Parameters
-from dlrm_core.machine import available_memory, cpu_flags
+from dlrm_core.machine import available_memory, cpu_caches, cpu_flags
 from dlrm_core.memory import mean_bag_size
 from dlrm_core.units import format_bytes
 from dlrm_kernels.dense import parts_of, why_not_fused
-from dlrm_workbook.turns import Action, best_times_ms, threads_of
+from dlrm_workbook.turns import CPU, Action, best_times_ms, threads_of, waited_ns
 
 if TYPE_CHECKING:
     from dlrm_kernels.tiles.layout import Engine
-
-# The matrix products of a model, one by one, in every precision that the device has.
 
 PRECISIONS = ("fp32", "fp32_onednn", "tf32", "bf16", "fp16")
 """fp32_onednn and tf32 take and give fp32, and are free to round inside."""
@@ -49,10 +45,34 @@ BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
 FP16_FLAGS = ("amx_fp16", "avx512_fp16", "asimdhp")
 """Of /proc/cpuinfo: with one of them products of that precision are not emulated (x86, Arm)."""
 
+GEMM_BUDGET_S = 2.5
+MEMORY_BUDGET_S = 1.2
+"""Seconds of timing; making the arrays comes on top, about half a second."""
+
+STREAM_BYTES = (32 << 20, 256 << 20)
+"""Least and most of each of the three arrays that are to lie in memory."""
+
+STREAM_ARRAYS = {"read": 1, "copy": 2, "triad": 3}
+"""Arrays that cross the memory bus, by STREAM's count (no write-allocate)."""
+
+TABLE_BYTES = {"cpu": 1 << 30, "cuda": 64 << 30}
+"""Largest table that is gathered from: a larger one takes long to fill and is no slower."""
+
+GATHER_LOOKUPS = 1 << 16
+"""Least number of rows gathered in a call, so that its start does not count."""
+
+INDEX_SETS = 4
+"""Random rows are drawn anew for successive calls, or the last call's would be in cache."""
+
+COPY_BYTES = 64 << 20
+"""Copied in one call between host and device."""
+
+# The matrix products of a model, one by one, in every precision that the device has.
+
 
 @dataclass(frozen=True)
 class Product:
-    """``batch`` products (m, k) x (k, n), as a part of the model asks for them."""
+    """``batch`` products (m, k) x (k, n) of one layer of a part of the model."""
 
     part: str
     layer: int
@@ -210,9 +230,8 @@ def time_products(
             reasons[name] = (failed | late)[key]
             continue
         rows.append(
-            {
-                **{name: getattr(product, name) for name in ("part", "layer", "phase")},
-                **{name: getattr(product, name) for name in ("m", "n", "k", "batch")},
+            asdict(product)
+            | {
                 "precision": precision,
                 "ms": times[key],
                 "gflops": product.flops / times[key] / 1e6,
@@ -338,23 +357,7 @@ def _onednn_switch() -> Any:
     return matmul if hasattr(matmul, "fp32_precision") else None
 
 
-GEMM_BUDGET_S = 2.5
-MEMORY_BUDGET_S = 1.2
-"""Of timing; making the arrays comes on top, about half a second."""
-
-STREAM_BYTES = (32 << 20, 256 << 20)
-"""Least and most of each of the three arrays that are to lie in memory."""
-
-TABLE_BYTES = {"cpu": 1 << 30, "cuda": 64 << 30}
-"""Largest table that is gathered from: a larger one takes long to fill and is no slower."""
-
-GATHER_LOOKUPS = 1 << 16
-"""Least number of rows gathered in a call, so that its start does not count."""
-
-INDEX_SETS = 4
-"""Random rows are drawn anew for successive calls, or the last call's would be in cache."""
-
-COPY_BYTES = 64 << 20
+# All ceilings of a run's device.
 
 
 def measure_ceilings(
@@ -365,16 +368,14 @@ def measure_ceilings(
     Returns:
         ``device``, ``threads``, ``seconds`` (that measuring took), ``run_queue_share`` (of
         that time in which the measuring thread waited for a core: above a few percent the
-        machine was busy and the ceilings are low), ``gemm`` (rows of
-        :func:`dlrm_workbook.evidence.ceilings.time_products`), ``stream``, ``gather``,
-        ``dispatch_us``,
-        ``last_level_cache_bytes``; on a GPU ``launch_us``, ``kernel_us`` and ``copy``;
-        and what could not be measured, name to reason.
+        machine was busy and the ceilings are low), ``gemm`` (rows of :func:`time_products`),
+        ``stream``, ``gather``, ``dispatch_us``, ``last_level_cache_bytes``; on a GPU
+        ``launch_us``, ``kernel_us`` and ``copy``; and what could not be measured, name to reason.
     """
     missing: dict[str, str] = {}
     found: dict[str, Any] = {"device": str(device)}
     with threads_of(parameters.training.threads), torch.no_grad():
-        began, waited = time.perf_counter(), _run_queue_s()
+        began, waited = time.perf_counter(), waited_ns()
         found["threads"] = torch.get_num_threads()
         precisions, emulated = native_precisions(device)
         missing |= {f"ceilings.gemm.{name}": why for name, why in emulated.items()}
@@ -395,9 +396,9 @@ def measure_ceilings(
             found["copy"] = _copies(device)
             torch.cuda.empty_cache()
         found["seconds"] = time.perf_counter() - began
-        now = _run_queue_s()
+        now = waited_ns()
         if waited is not None and now is not None:
-            found["run_queue_share"] = (now - waited) / found["seconds"]
+            found["run_queue_share"] = (now - waited) / 1e9 / found["seconds"]
     return found, missing
 
 
@@ -405,15 +406,14 @@ def last_level_cache(device: torch.device) -> int | None:
     """Bytes of the largest cache that the system reports; virtual machines share theirs."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
-    levels = _cpu_caches()
+    levels = cpu_caches()
     return levels[max(levels)] if levels else None
 
 
 def dispatch_us() -> float:
     """Microseconds of the host for one tiny torch operator, called from Python."""
-    cpu = torch.device("cpu")
     one = torch.ones(1)
-    best, _ = best_times_ms({"add": Action(lambda: one.add_(1.0))}, cpu, 0.1)
+    best, _ = best_times_ms({"add": Action(lambda: one.add_(1.0))}, CPU, 0.1)
     return 1e3 * best["add"]
 
 
@@ -424,10 +424,6 @@ def stream_actions(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> dict[st
         "copy": Action(lambda: b.copy_(a)),
         "triad": Action(lambda: torch.add(b, c, alpha=3.0, out=a)),
     }
-
-
-STREAM_ARRAYS = {"read": 1, "copy": 2, "triad": 3}
-"""Arrays that cross the memory bus, by STREAM's count (no write-allocate)."""
 
 
 def gather_action(table: torch.Tensor, bags: int, bag: int) -> Action:
@@ -516,33 +512,8 @@ def _cached_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         near = (last_level_cache(device) or (4 << 20)) // 2
     else:
-        near = _cpu_caches().get(2, 1 << 20) * torch.get_num_threads() // 2
+        near = cpu_caches().get(2, 1 << 20) * torch.get_num_threads() // 2
     return near // 3 // 4096 * 4096
-
-
-def _cpu_caches() -> dict[int, int]:
-    """Bytes of the first core's caches by level, instructions' aside."""
-    levels: dict[int, int] = {}
-    for folder in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
-        try:
-            level, kind, size = (
-                (folder / name).read_text().strip() for name in ("level", "type", "size")
-            )
-        except OSError:
-            continue
-        units = {"K": 10, "M": 20, "G": 30}
-        if kind != "Instruction" and size[:-1].isdigit() and size[-1] in units:
-            levels[int(level)] = int(size[:-1]) << units[size[-1]]
-    return levels
-
-
-def _run_queue_s() -> float | None:
-    """Seconds that the calling thread has waited for a core so far."""
-    try:
-        path = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
-        return int(path.read_text().split()[1]) / 1e9
-    except (OSError, IndexError, ValueError):
-        return None
 
 
 def _launches(device: torch.device) -> dict[str, float]:
@@ -581,14 +552,10 @@ def _copies(device: torch.device) -> list[dict[str, Any]]:
         actions[kind, "h2d"] = _copy(there, here)
         actions[kind, "d2h"] = _copy(here, there)
     times, _ = best_times_ms(actions, device, 1.0)
+    columns = ("kind", "direction", "bytes", "gb_per_s")
     return [
-        {
-            "kind": kind,
-            "direction": direction,
-            "bytes": COPY_BYTES,
-            "gb_per_s": COPY_BYTES / ms / 1e6,
-        }
-        for (kind, direction), ms in times.items()
+        dict(zip(columns, (*way, COPY_BYTES, COPY_BYTES / ms / 1e6), strict=True))
+        for way, ms in times.items()
     ]
 
 

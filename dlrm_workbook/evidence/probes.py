@@ -1,8 +1,13 @@
-"""Probes in turns: run until their times are known well enough, and how well they are known."""
+"""Parts of the training step alone, before and after a change: what a prediction rests on.
+
+The step is run in two halves (docs/whatif.md): the *dense* half is the real step on tables
+of one row, the *sparse* half the real step with MLPs of one layer. Making batches is timed by
+itself, and beside the halves where a thread makes them. Loops take turns until their times
+are known well enough.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import statistics
@@ -11,7 +16,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +23,7 @@ import torch
 from dlrm_core.config import ModelConfig, Parameters
 from dlrm_core.data.loader import make_generator
 from dlrm_core.errors import InputError
-from dlrm_core.machine import available_memory
+from dlrm_core.machine import available_memory, cpu_flags
 from dlrm_core.memory import forecast_memory, mean_bag_size
 from dlrm_core.model import DLRM, ClickLoss
 from dlrm_core.parts import log_spans, parse_span
@@ -27,16 +31,17 @@ from dlrm_core.precision import set_fp32_matmul, set_tf32
 from dlrm_core.step import TrainingStep
 from dlrm_core.units import format_bytes
 from dlrm_kernels.embeddings.choose import resolve
-from dlrm_workbook.changes import (
+from dlrm_kernels.tiles import machine as tiles
+from dlrm_workbook.evidence.ceilings import BF16_FLAGS, last_level_cache
+from dlrm_workbook.evidence.dependence import (
     Change,
+    affected_components,
+    affected_phases,
     changed_parameters,
     signature,
-    touched_components,
-    touched_phases,
 )
 from dlrm_workbook.processes import settle_allocator
-
-# Loops that run some parts of a training step alone, in the state the step has them in.
+from dlrm_workbook.turns import CPU, CacheFlush, elapsed_ms, median_error, take_turns, waited_ns
 
 Times = dict[str, dict[str, float]]
 """Component to phase to milliseconds."""
@@ -50,8 +55,31 @@ HALVES = {
 SHARED = ("optimizer", "other")
 """Dropping gradients and freeing activations: some of it in either half."""
 
-SCRUB_BYTES = (16 << 20, 192 << 20)
+FLUSH_BYTES = (16 << 20, 192 << 20)
 """Least and most streamed over between two runs of a half."""
+
+MIN_ROUNDS, KNOWN_ROUNDS, MAX_ROUNDS = 4, 8, 40
+"""Rounds of a probe: at least, at least where it ends because the times are known, at most."""
+
+PRECISION = 0.008
+"""Relative standard error of a half's time at which probing it ends."""
+
+TRIES, DISTURBED = 3, 0.05
+"""A run that waited for a core more than this share of its time is repeated, so often."""
+
+CACHE_BYTES = 32 << 20
+"""Last-level cache, assumed where the system names none."""
+
+MEMORY_SHARE = 0.6
+"""Of the available memory that probes may use."""
+
+OVERLAP_SECONDS = 5.0
+"""Time for probing how batches made in a thread and the step slow each other down."""
+
+PROBE_SECONDS = 20.0
+"""Time for all default candidates together; a change gets its share of it."""
+
+# Loops that run some parts of a training step alone, in the state the step has them in.
 
 
 def reduced(parameters: Parameters, half: str) -> Parameters:
@@ -61,11 +89,11 @@ def reduced(parameters: Parameters, half: str) -> Parameters:
     """
     model, data, training = parameters.model, parameters.data, parameters.training
     tables = len(model.table_rows)
-    calm: dict[str, Any] = {"seed": 0, "learning_rate": 1e-4}
+    training = replace(training, seed=0, learning_rate=1e-4)
     if half == "dense":
-        calm |= _present(training, embedding_backend="torch", embedding_update="race_free")
-        model = dataclasses.replace(model, table_rows=(1,) * tables)
-        data = dataclasses.replace(
+        training = replace(training, embedding_backend="torch", embedding_update="race_free")
+        model = replace(model, table_rows=(1,) * tables)
+        data = replace(
             data,
             generator="uniform",
             indices_per_lookup=1,
@@ -74,7 +102,7 @@ def reduced(parameters: Parameters, half: str) -> Parameters:
             place="cpu",
         )
     else:
-        calm |= _present(
+        training = replace(
             training,
             precision="fp32",
             micro_batch=None,
@@ -84,7 +112,7 @@ def reduced(parameters: Parameters, half: str) -> Parameters:
             dense_backend="torch",
             fused_optimizer=False,
         )
-        model = dataclasses.replace(
+        model = replace(
             model,
             mlp_sizes="facebook",
             dense_features=1,
@@ -94,15 +122,8 @@ def reduced(parameters: Parameters, half: str) -> Parameters:
             loss="mse",
         )
         law = "facebook" if data.generator == "facebook_loop" else data.generator
-        data = dataclasses.replace(data, generator=law, loader="synchronous", place="cpu")
-    training = dataclasses.replace(training, **calm)
-    return dataclasses.replace(parameters, model=model, data=data, training=training)
-
-
-def _present(section: Any, **values: Any) -> dict[str, Any]:
-    """Of the values, those whose leaf this version has."""
-    known = {field.name for field in dataclasses.fields(section)}
-    return {name: value for name, value in values.items() if name in known}
+        data = replace(data, generator=law, loader="synchronous", place="cpu")
+    return replace(parameters, model=model, data=data, training=training)
 
 
 def half_bytes(parameters: Parameters, half: str) -> int:
@@ -122,29 +143,14 @@ def half_bytes(parameters: Parameters, half: str) -> int:
     return 4 * (2 * size * values + 3 * weights)
 
 
-class Scrubber:
-    """Streams over a buffer, so that what was in the caches no longer is."""
+class _FlushedDense:
+    """The dense part of a step behind a flush that stands for what it moved at full size."""
 
-    def __init__(self, size_bytes: int) -> None:
-        least, most = SCRUB_BYTES
-        self.buffer = torch.zeros(min(max(size_bytes, least), most) // 4)
-        self.taken_ns = 0
-        """Time it took so far."""
-
-    def __call__(self) -> None:
-        started = time.time_ns()
-        self.buffer.add_(1.0)
-        self.taken_ns += time.time_ns() - started
-
-
-class _ScrubbedDense:
-    """The dense part of a step behind a scrub that stands for what it moved at full size."""
-
-    def __init__(self, dense: Any, scrub: Scrubber) -> None:
-        self._dense, self._scrub = dense, scrub
+    def __init__(self, dense: Any, flush: CacheFlush) -> None:
+        self._dense, self._flush = dense, flush
 
     def __call__(self, *arguments: Any) -> Any:
-        self._scrub()
+        self._flush()
         return self._dense(*arguments)
 
     def __getattr__(self, name: str) -> Any:
@@ -167,36 +173,35 @@ class StepLoop:
         self.half = half
         self.parameters = reduced(parameters, half)
         self.notices = apply_settings(self.parameters)
-        self.generator = make_generator(self.parameters, torch.device("cpu"))
+        self.generator = make_generator(self.parameters, CPU)
         self.huge_pages = self.parameters.training.embedding_backend != "torch"
         can_lend = tables_from is not None and tables_from.huge_pages == self.huge_pages
         lent = tables_from.model if tables_from is not None and can_lend else None
         self.model: DLRM = _model(self.parameters.model, lent, self.huge_pages)
-        self.parameters, chosen = resolve(
-            self.parameters, torch.device("cpu"), self.model.embeddings
-        )
+        self.parameters, chosen = resolve(self.parameters, CPU, self.model.embeddings)
         self.notices += chosen
         loss = ClickLoss(self.parameters.model.loss, self.parameters.model.loss_weights)
         self.step = TrainingStep(self.model, loss, self.parameters.training)
         self.notices += self.step.dense.notices
         other = "sparse" if half == "dense" else "dense"
-        self.scrub = Scrubber(half_bytes(parameters, other))
+        least, most = FLUSH_BYTES
+        self.flush = CacheFlush(min(max(half_bytes(parameters, other), least), most))
         if half == "sparse":
             # the dense half runs between the lookups and their gradients
-            self.step.dense = _ScrubbedDense(self.step.dense, self.scrub)  # type: ignore[assignment]
+            self.step.dense = _FlushedDense(self.step.dense, self.flush)  # type: ignore[assignment]
 
     def run(self) -> Times:
         """One iteration; the times of its parts, and of what is outside them (``other``)."""
         if self.half == "dense":
-            self.scrub()
+            self.flush()
         # a new one, as in a run: the rows of one seen before would be in the cache
         batch = self.generator.next_batch()
-        before = self.scrub.taken_ns
+        before = self.flush.taken_ns
         with log_spans() as rows:
             started = time.time_ns()
             self.step(batch)
             whole = time.time_ns() - started
-        return part_times(rows, whole - (self.scrub.taken_ns - before), HALVES[self.half])
+        return part_times(rows, whole - (self.flush.taken_ns - before), HALVES[self.half])
 
 
 class DataLoop:
@@ -204,18 +209,16 @@ class DataLoop:
 
     def __init__(self, parameters: Parameters) -> None:
         self.notices = apply_settings(parameters)
-        data = dataclasses.replace(parameters.data, loader="synchronous", place="cpu")
-        alone = dataclasses.replace(parameters, data=data)
+        data = replace(parameters.data, loader="synchronous", place="cpu")
+        alone = replace(parameters, data=data)
         self.parameters = parameters
-        self.generator = make_generator(alone, torch.device("cpu"))
-        self.scrub = Scrubber(SCRUB_BYTES[1])
+        self.generator = make_generator(alone, CPU)
+        self.flush = CacheFlush(FLUSH_BYTES[1])
 
     def run(self) -> Times:
         """Make one batch."""
-        self.scrub()
-        started = time.perf_counter()
-        self.generator.next_batch()
-        return {"data": {"forward": 1e3 * (time.perf_counter() - started)}}
+        self.flush()
+        return {"data": {"forward": elapsed_ms(self.generator.next_batch)}}
 
     @contextmanager
     def beside(self) -> Iterator[list[float]]:
@@ -229,9 +232,7 @@ class DataLoop:
 
         def produce() -> None:
             while not stop.is_set():
-                started = time.perf_counter()
-                self.generator.next_batch()
-                made.append(1e3 * (time.perf_counter() - started))
+                made.append(elapsed_ms(self.generator.next_batch))
 
         thread = threading.Thread(target=produce, name="dlrm-probe", daemon=True)
         thread.start()
@@ -240,14 +241,6 @@ class DataLoop:
         finally:
             stop.set()
             thread.join()
-
-
-def waited_ns() -> int:
-    """Nanoseconds that this thread was ready to run and had no core; 0 where nobody says."""
-    try:
-        return int(Path("/proc/thread-self/schedstat").read_text().split()[1])
-    except (OSError, IndexError, ValueError):
-        return 0
 
 
 def part_times(rows: list[tuple[str, int, int]], whole_ns: int, kept: tuple[str, ...]) -> Times:
@@ -272,9 +265,8 @@ def apply_settings(parameters: Parameters) -> list[str]:
     training = parameters.training
     if training.threads is not None and training.threads != torch.get_num_threads():
         torch.set_num_threads(training.threads)
-    device = torch.device("cpu")
-    return set_fp32_matmul(training.fp32_matmul, parameters.model, device) + set_tf32(
-        training.tf32, device
+    return set_fp32_matmul(training.fp32_matmul, parameters.model, CPU) + set_tf32(
+        training.tf32, CPU
     )
 
 
@@ -293,12 +285,7 @@ def _model(config: ModelConfig, tables_from: DLRM | None, huge_pages: bool) -> D
     return model
 
 
-MIN_ROUNDS, MAX_ROUNDS = 4, 40
-PRECISION = 0.008
-"""Relative standard error of a half's time at which probing it ends."""
-
-TRIES, DISTURBED = 3, 0.05
-"""A run that waited for a core more than this share of its time is repeated, so often."""
+# Turns, and what they say.
 
 
 def interleave(loops: Sequence[Any], seconds: float) -> list[list[Times]]:
@@ -314,27 +301,30 @@ def interleave(loops: Sequence[Any], seconds: float) -> list[list[Times]]:
         apply_settings(loop.parameters)
         loop.run()
     started = time.perf_counter()
-    while len(runs[0]) < MAX_ROUNDS:
-        for loop, kept in zip(loops, runs, strict=True):
+
+    def enough(done: int) -> bool:
+        if done < MIN_ROUNDS or time.perf_counter() - started > seconds:
+            return done >= MIN_ROUNDS
+        errors = (median_error([total(run) for run in kept]) for kept in runs)
+        return done >= KNOWN_ROUNDS and all(error < PRECISION for error in errors)
+
+    for _, turns in take_turns(range(len(loops)), MAX_ROUNDS, enough=enough):
+        for place in turns:
             if switching:
-                apply_settings(loop.parameters)
-                loop.run()
-            kept.append(_undisturbed(loop, deadline=started + 2 * seconds))
-        if len(runs[0]) >= MIN_ROUNDS:
-            if time.perf_counter() - started > seconds:
-                break
-            if len(runs[0]) >= 8 and all(_error(kept) < PRECISION for kept in runs):
-                break
+                apply_settings(loops[place].parameters)
+                loops[place].run()
+            runs[place].append(_undisturbed(loops[place], deadline=started + 2 * seconds))
     return runs
 
 
 def _undisturbed(loop: Any, deadline: float) -> Times:
     """A run during which nobody else had the core, or the last of a few tries."""
     for _ in range(TRIES):
-        waited, started = waited_ns(), time.perf_counter_ns()
+        before, started = waited_ns(), time.perf_counter_ns()
         times: Times = loop.run()
-        whole = time.perf_counter_ns() - started
-        if waited_ns() - waited < DISTURBED * whole or time.perf_counter() > deadline:
+        whole, after = time.perf_counter_ns() - started, waited_ns()
+        waited = after - before if before is not None and after is not None else 0
+        if waited < DISTURBED * whole or time.perf_counter() > deadline:
             break
     return times
 
@@ -342,10 +332,7 @@ def _undisturbed(loop: Any, deadline: float) -> Times:
 def medians(runs: list[Times]) -> Times:
     """Median of each part's time over the runs, ms."""
     return {
-        component: {
-            phase: statistics.median([run.get(component, {}).get(phase, 0.0) for run in runs])
-            for phase in phases
-        }
+        component: {phase: statistics.median(_values(runs, component, phase)) for phase in phases}
         for component, phases in runs[-1].items()
     }
 
@@ -355,8 +342,8 @@ def ratio_errors(before: list[Times], after: list[Times]) -> dict[str, dict[str,
     return {
         component: {
             phase: math.hypot(
-                _relative_error([run.get(component, {}).get(phase, 0.0) for run in before]),
-                _relative_error([run.get(component, {}).get(phase, 0.0) for run in after]),
+                median_error(_values(before, component, phase)),
+                median_error(_values(after, component, phase)),
             )
             for phase in phases
         }
@@ -364,18 +351,9 @@ def ratio_errors(before: list[Times], after: list[Times]) -> dict[str, dict[str,
     }
 
 
-def _error(runs: list[Times]) -> float:
-    return _relative_error([total(run) for run in runs])
-
-
-def _relative_error(values: list[float]) -> float:
-    """Standard error of the median over the median, from the quartiles."""
-    middle = statistics.median(values)
-    if len(values) < 2 or middle <= 0:
-        return 0.0
-    low, _, high = statistics.quantiles(values, n=4)
-    # of a normal distribution: sigma = IQR / 1.349; the median's error is 1.253 sigma / sqrt(n)
-    return 1.253 * (high - low) / 1.349 / math.sqrt(len(values)) / middle
+def _values(runs: list[Times], component: str, phase: str) -> list[float]:
+    """A part's time in each run, ms."""
+    return [run.get(component, {}).get(phase, 0.0) for run in runs]
 
 
 def total(times: Mapping[str, Mapping[str, float]]) -> float:
@@ -384,20 +362,12 @@ def total(times: Mapping[str, Mapping[str, float]]) -> float:
 
 
 def _settings(parameters: Parameters) -> tuple[Any, ...]:
+    """What :func:`apply_settings` sets."""
     training = parameters.training
-    return (training.threads, training.fp32_matmul, getattr(training, "tf32", None))
+    return (training.threads, training.fp32_matmul, training.tf32)
 
 
-# Times parts of the step under changed parameters: what a what-if prediction rests on.
-
-MEMORY_SHARE = 0.6
-"""Of the available memory that probes may use."""
-
-OVERLAP_SECONDS = 5.0
-"""Time for probing how batches made in a thread and the step slow each other down."""
-
-PROBE_SECONDS = 20.0
-"""Time for all default candidates together; a change gets its share of it."""
+# Parts of the step under changed parameters.
 
 
 def default_changes(parameters: Parameters) -> list[dict[str, Any]]:
@@ -410,18 +380,19 @@ def default_changes(parameters: Parameters) -> list[dict[str, Any]]:
         changes.append(faster)
     if data.loader == "synchronous" and data.place == "cpu":
         changes.append({**faster, "data.loader": "prefetch"})
-    if training.fp32_matmul == "default" and getattr(training, "precision", "fp32") == "fp32":
+    if training.fp32_matmul == "default" and training.precision == "fp32":
         changes.append({"training.fp32_matmul": "onednn"})
-    if getattr(training, "precision", None) == "fp32" and _bf16_pays(training):
+    allowed = training.precision == "fp32" and training.lowest_precision != "fp32"
+    if allowed and cpu_flags() & set(BF16_FLAGS):
         changes.append({"training.precision": "bf16"})
     changes += _fused_changes(training)
-    if getattr(training, "embedding_backend", None) == "torch":
+    if training.embedding_backend == "torch":
         changes.append({"training.embedding_backend": "fused"})
     if not training.fused_optimizer:
         changes.append({"training.fused_optimizer": True})
     rows = training.batch_size
-    spills = half_bytes(parameters, "dense") > _last_level_cache()
-    if getattr(training, "micro_batch", 0) is None and rows > 2048 and spills:
+    spills = half_bytes(parameters, "dense") > (last_level_cache(CPU) or CACHE_BYTES)
+    if training.micro_batch is None and rows > 2048 and spills:
         changes.append({"training.micro_batch": 2048})
     changes.append({"training.batch_size": 2 * rows})
     if rows > 1:
@@ -434,7 +405,7 @@ def probe_changes(
     changes: Iterable[Change] | None = None,
     seconds: float | None = None,
 ) -> dict[str, Any]:
-    """Time what each change touches, beside the same parts as they are.
+    """Time the parts that each change affects, beside the same parts as they are.
 
     Costs about ``seconds`` for all changes together, and memory for the tables twice at
     most, never more than is available. Settings of torch are put back.
@@ -445,7 +416,7 @@ def probe_changes(
 
     Returns:
         ``base``: component to phase to ms, each part alone; ``changes``: for each a dict of
-        ``change``, ``parts`` and ``base`` (the touched parts after and before the change,
+        ``change``, ``parts`` and ``base`` (the affected parts after and before the change,
         timed in turns), ``spread`` (of each ratio, relative standard error), ``overlap``
         where batches are made beside the step, ``notices`` and, where it could not
         be timed, ``refused`` with the reason; ``seconds`` taken.
@@ -458,9 +429,9 @@ def probe_changes(
     settle_allocator()
     share = (PROBE_SECONDS if seconds is None else seconds) / (len(chosen) + 1)
     try:
-        bench = _Bench(parameters)
-        base = bench.base(share)
-        results = [bench.change(change, share) for change in chosen]
+        probes = _Probes(parameters)
+        base = probes.base(share)
+        results = [probes.change(change, share) for change in chosen]
     finally:
         torch.set_num_threads(threads)
         apply_settings(parameters)
@@ -472,7 +443,7 @@ def probe_changes(
     }
 
 
-class _Bench:
+class _Probes:
     """Keeps the loops of the unchanged parameters, which every change is compared with."""
 
     def __init__(self, parameters: Parameters) -> None:
@@ -500,19 +471,19 @@ class _Bench:
         return times
 
     def change(self, change: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """The touched parts before and after one change."""
+        """The affected parts before and after one change."""
         result: dict[str, Any] = {"change": change, "parts": {}, "base": {}, "spread": {}}
         result["notices"] = []
         started = time.perf_counter()
         try:
             changed, result["notices"] = changed_parameters(self.parameters, change)
-            touched = touched_components(self.parameters, changed)
-            result["touched"] = sorted(touched)
-            halves = [h for h, parts in HALVES.items() if touched & set(parts)]
+            affected = affected_components(self.parameters, changed)
+            result["touched"] = sorted(affected)
+            halves = [half for half, parts in HALVES.items() if affected & set(parts)]
             if _data_alone_differs(self.parameters, changed):
                 halves.append("data")
             for half in halves:
-                self._compare(half, changed, touched, seconds / max(len(halves), 1), result)
+                self._compare(half, changed, affected, seconds / len(halves), result)
             if self.parameters.data.loader == "prefetch":
                 result["overlap_base"] = self._overlap(self.parameters)
             if changed.data.loader == "prefetch":
@@ -550,7 +521,7 @@ class _Bench:
         self,
         half: str,
         changed: Parameters,
-        touched: set[str],
+        affected: set[str],
         seconds: float,
         result: dict[str, Any],
     ) -> None:
@@ -572,8 +543,8 @@ class _Bench:
                         alone = self.alone.get(half, {}).get(component, {}).get(phase, 0.0)
                         known[phase] += found.get(component, {}).get(phase, alone) - alone
                     result["spread"].setdefault(component, {}).update(spread.get(component, {}))
-            elif component in touched:
-                only = touched_phases(self.parameters, changed, component)
+            elif component in affected:
+                only = affected_phases(self.parameters, changed, component)
                 kept = [p for p in phases if p in now[component] and (only is None or p in only)]
                 for key, found in (("parts", then), ("base", now), ("spread", spread)):
                     result[key][component] = {phase: found[component][phase] for phase in kept}
@@ -597,7 +568,7 @@ class _Bench:
             while len(quiet) < 3 or (len(quiet) < 12 and time.perf_counter() < deadline):
                 quiet.append(loop.run())
                 with data.beside() as times:
-                    # the first batch begins while the caches are scrubbed
+                    # the first batch begins while the caches are flushed
                     loop.run()
                     beside.append(loop.run())
                 made += times
@@ -615,7 +586,7 @@ def _data_alone_differs(base: Parameters, changed: Parameters) -> bool:
     def synchronous(parameters: Parameters) -> Parameters:
         return replace(parameters, data=replace(parameters.data, loader="synchronous"))
 
-    return "data" in touched_components(synchronous(base), synchronous(changed))
+    return "data" in affected_components(synchronous(base), synchronous(changed))
 
 
 def _require(parameters: Parameters, half: str, loops: Mapping[str, Any]) -> None:
@@ -623,7 +594,7 @@ def _require(parameters: Parameters, half: str, loops: Mapping[str, Any]) -> Non
     if half == "data":
         return
     needed = sum(item.bytes for item in forecast_memory(reduced(parameters, half)))
-    available = available_memory(torch.device("cpu"))
+    available = available_memory(CPU)
     if available is not None and needed > MEMORY_SHARE * available:
         raise InputError(
             f"probing the {half} half needs {format_bytes(needed)}, more than "
@@ -633,9 +604,7 @@ def _require(parameters: Parameters, half: str, loops: Mapping[str, Any]) -> Non
 
 def _fused_changes(training: Any) -> list[dict[str, Any]]:
     """The fused dense part, where the processor has the tiles for it."""
-    from dlrm_kernels.tiles.machine import why_no_tiles
-
-    if training.dense_backend != "torch" or training.compile or why_no_tiles():
+    if training.dense_backend != "torch" or training.compile or tiles.why_no_tiles():
         return []
     fused: dict[str, Any] = {"training.dense_backend": "fused"}
     if training.precision == "bf16":
@@ -647,25 +616,3 @@ def _fused_changes(training: Any) -> list[dict[str, Any]]:
     if not exact:
         changes.append({**fused, "training.precision": "bf16"})
     return changes
-
-
-def _bf16_pays(training: Any) -> bool:
-    """Whether bf16 is allowed and computed by the processor itself."""
-    if getattr(training, "lowest_precision", "bf16") == "fp32":
-        return False
-    from dlrm_core.machine import machine_facts
-
-    flags = set(machine_facts().get("isa") or ())
-    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
-
-
-def _last_level_cache() -> int:
-    """Bytes of the largest cache that the system names; 32 MiB where it names none."""
-    import os
-
-    sizes = [
-        os.sysconf(name)
-        for name in ("SC_LEVEL3_CACHE_SIZE", "SC_LEVEL2_CACHE_SIZE")
-        if name in os.sysconf_names
-    ]
-    return max([size for size in sizes if size > 0], default=32 << 20)

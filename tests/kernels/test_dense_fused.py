@@ -15,7 +15,7 @@ from dlrm_kernels import dense as dense_fused
 from dlrm_kernels.tiles import layout
 from dlrm_kernels.tiles.machine import why_no_tiles
 from dlrm_workbook.analysis.work import operator_work
-from dlrm_workbook.changes import changed_parameters, touched_components
+from dlrm_workbook.evidence.dependence import affected_components, changed_parameters
 from dlrm_workbook.evidence.probes import default_changes
 from dlrm_workbook.studies.bench.shares import dense_share
 
@@ -161,7 +161,7 @@ def test_a_change_to_it_touches_the_dense_part_and_is_proposed(anywhere, monkeyp
     base = shape()
     changed, _ = changed_parameters(base, {f"training.{k}": v for k, v in BF16X2.items()})
     dense_parts = {"bottom_mlp", "interaction", "top_mlp", "loss", "optimizer"}
-    assert touched_components(base, changed) == dense_parts
+    assert affected_components(base, changed) == dense_parts
     proposed = default_changes(base)
     assert {f"training.{k}": v for k, v in BF16X2.items()} in proposed
     assert {f"training.{k}": v for k, v in BF16.items()} in proposed

@@ -12,9 +12,9 @@ import pytest
 
 from dlrm_core.config import load_parameters, parameters_from_sections
 from dlrm_core.errors import InputError
-from dlrm_workbook.changes import NEUTRAL, changed_leaves, changed_parameters
 from dlrm_workbook.cli import main
 from dlrm_workbook.evidence.contestants import WARMUP, Run, compare, cores_of, describe
+from dlrm_workbook.evidence.dependence import NEUTRAL, changed_leaves, changed_parameters
 from dlrm_workbook.studies.bench.cases import (
     BASE_POINT,
     GOALS,

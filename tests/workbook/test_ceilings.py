@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from dlrm_core.config import parameters_from_sections
 from dlrm_workbook.evidence import ceilings
-from dlrm_workbook.evidence import ceilings as products
 from dlrm_workbook.evidence.ceilings import (
     Product,
     gather_action,
@@ -66,7 +65,7 @@ def test_the_interaction_is_there_with_dot_only():
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 40))
 def test_each_call_multiplies_what_it_says(m, n, k):
-    made = products._Operands(CPU)
+    made = ceilings._Operands(CPU)
     for phase in ("forward", "backward_input", "backward_weight"):
         result = made.call(Product("top_mlp", 0, phase, m, n, k), torch.float32)()
         left, right = made.pair(Product("top_mlp", 0, phase, m, n, k), torch.float32)
@@ -89,8 +88,8 @@ def test_equal_shapes_are_timed_once_and_each_has_its_row():
 def test_precisions_round_as_they_should_and_settings_are_put_back():
     have, reasons = native_precisions(CPU)
     assert "fp32" in have and "tf32" in reasons
-    assert set(have) | set(reasons) == set(products.PRECISIONS)
-    switch = products._onednn_switch()
+    assert set(have) | set(reasons) == set(ceilings.PRECISIONS)
+    switch = ceilings._onednn_switch()
     before = switch and switch.fp32_precision
     # rounding to 8 and 11 bits; emulated where the CPU cannot, with the same result
     rows, _ = time_products(model_products(parameters()), ["bf16", "fp16"], CPU, 0.3)
@@ -101,8 +100,7 @@ def test_precisions_round_as_they_should_and_settings_are_put_back():
 
 
 def test_what_has_no_room_is_left_out_with_the_reason(monkeypatch, briefly):
-    for module in (ceilings, products):
-        monkeypatch.setattr(module, "available_memory", lambda device: 4096)
+    monkeypatch.setattr(ceilings, "available_memory", lambda device: 4096)
     found, missing = measure_ceilings(parameters(), CPU)
     assert found["stream"] == [] and found["gather"] == []
     assert "available" in missing["ceilings.stream"]

@@ -14,9 +14,12 @@ from hypothesis import strategies as st
 
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.errors import InputError
-from dlrm_workbook.changes import changed_parameters, touched_components, touched_phases
-from dlrm_workbook.evidence import probes as part_probes
-from dlrm_workbook.evidence import probes as probe_turns
+from dlrm_workbook.evidence import probes
+from dlrm_workbook.evidence.dependence import (
+    affected_components,
+    affected_phases,
+    changed_parameters,
+)
 from dlrm_workbook.evidence.probes import (
     HALVES,
     StepLoop,
@@ -79,28 +82,28 @@ DENSE = {"bottom_mlp", "interaction", "top_mlp", "loss"}
 )
 def test_what_a_change_touches(change: dict[str, Any], touched: set[str]) -> None:
     base = tiny()
-    assert touched_components(base, changed_parameters(base, change)[0]) == touched
+    assert affected_components(base, changed_parameters(base, change)[0]) == touched
 
 
 def test_an_optimiser_touches_the_update_alone() -> None:
     base = tiny()
     fused = changed_parameters(base, {"training.fused_optimizer": True})[0]
-    assert touched_phases(base, fused, "top_mlp") == {"update"}
+    assert affected_phases(base, fused, "top_mlp") == {"update"}
     more = changed_parameters(base, {"training.optimizer": "adagrad", "training.batch_size": 8})[0]
-    assert touched_phases(base, more, "top_mlp") is None
+    assert affected_phases(base, more, "top_mlp") is None
     adagrad = changed_parameters(base, {"training.optimizer": "adagrad"})[0]
-    assert touched_phases(base, adagrad, "embedding") == {"update"}
+    assert affected_phases(base, adagrad, "embedding") == {"update"}
     inside = tiny(training={"embedding_backend": "fused"})
     adagrad = changed_parameters(inside, {"training.optimizer": "adagrad"})[0]
     # the fused back end updates in the backward pass
-    assert touched_phases(inside, adagrad, "embedding") is None
+    assert affected_phases(inside, adagrad, "embedding") is None
 
 
 def test_the_dense_half_is_stood_for_between_lookup_and_update() -> None:
     loop = StepLoop(tiny(), "sparse")
-    at = loop.scrub.taken_ns
+    at = loop.flush.taken_ns
     times = loop.run()
-    assert loop.scrub.taken_ns > at
+    assert loop.flush.taken_ns > at
     # streaming over the buffer is nobody's time
     assert sum(ms for phases in times.values() for ms in phases.values()) < 1e3
     assert loop.step.dense.precision is not None
@@ -190,9 +193,9 @@ def test_loops_run_in_turns_until_they_are_known() -> None:
     before, after = interleave([steady, steady], seconds=60.0)
     assert len(before) == len(after) == 8
     before, after = interleave([steady, noisy], seconds=60.0)
-    assert len(before) == len(after) == probe_turns.MAX_ROUNDS
+    assert len(before) == len(after) == probes.MAX_ROUNDS
     before, after = interleave([steady, noisy], seconds=0.0)
-    assert len(before) == probe_turns.MIN_ROUNDS
+    assert len(before) == probes.MIN_ROUNDS
     errors = ratio_errors(before, after)["loss"]["forward"]
     assert errors > 0.1
     assert medians(before) == {"loss": {"forward": 1.0}}
@@ -208,8 +211,8 @@ def test_a_ratios_error_does_not_depend_on_the_unit(values: list[float], unit: f
 
 
 def test_probes_come_back_for_the_touched_parts_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe_turns, "MAX_ROUNDS", 5)
-    monkeypatch.setattr(part_probes, "OVERLAP_SECONDS", 0.1)
+    monkeypatch.setattr(probes, "MAX_ROUNDS", 5)
+    monkeypatch.setattr(probes, "OVERLAP_SECONDS", 0.1)
     threads = torch.get_num_threads()
     changes: list[dict[str, Any]] = [
         {"model.top_mlp": [16, 1]},

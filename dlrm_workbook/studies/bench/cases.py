@@ -10,7 +10,7 @@ from typing import Any
 
 from dlrm_core.config import Parameters, TrainingConfig, load_parameters
 from dlrm_core.errors import InputError
-from dlrm_workbook.changes import (
+from dlrm_workbook.evidence.dependence import (
     DENSE_ENGINE,
     EMBEDDING_ENGINE,
     NEUTRAL,

@@ -20,8 +20,8 @@ from dlrm_core.config import Parameters, load_parameters, parameters_from_sectio
 from dlrm_core.data.batch import Batch
 from dlrm_core.inference import measure_latency, pool_of
 from dlrm_core.train import Trainer
-from dlrm_workbook.changes import changed_parameters
 from dlrm_workbook.evidence.contestants import compare
+from dlrm_workbook.evidence.dependence import changed_parameters
 from dlrm_workbook.evidence.published import PUBLISHED
 from dlrm_workbook.studies.gpu_check.paths import FUSED, GRAPHS
 
