@@ -23,7 +23,6 @@ from dlrm_workbook.studies.compare.analyse import (
 from dlrm_workbook.studies.compare.measure import (
     TimedRun,
     part_times,
-    read_rounds,
     run_in_turns,
 )
 
@@ -162,14 +161,16 @@ def test_runs_in_turns_are_on_disk_and_not_made_again(tmp_path: Path) -> None:
         whole = np.sum(list(run.parts.values()), axis=0)
         # what lies between the parts is microseconds, or a process that was made to wait there
         assert (whole > 0).all() and (whole <= np.multiply(run.iteration_ms, 1.01)).all()
-    assert read_rounds(tmp_path) == runs
-    # killed while a line was written: what was whole is kept, what was cut is run again
-    lines = (tmp_path / "rounds.jsonl").read_text()
+    assert run_in_turns(settings, tmp_path, rounds=1) == runs
+    with pytest.raises(InputError, match=r"rounds.json: was begun with change.training.batch_size"):
+        run_in_turns(settings | {"change": tiny()}, tmp_path, rounds=1)
+    # killed by an earlier version while a line was written: what was whole is kept
+    (tmp_path / "rounds.json").unlink()
+    lines = "".join(json.dumps(run.to_dict()) + "\n" for run in runs)
     (tmp_path / "rounds.jsonl").write_text(lines[:-40])
-    assert read_rounds(tmp_path) == runs[:1]
     again = run_in_turns(settings, tmp_path, rounds=1)
     assert again[0] == runs[0] and again[1] != runs[1] and len(again) == 2
-    assert read_rounds(tmp_path) == again
+    assert run_in_turns(settings, tmp_path, rounds=1) == again
 
 
 def test_a_setting_that_fails_is_named(tmp_path: Path) -> None:

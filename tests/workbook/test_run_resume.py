@@ -39,7 +39,7 @@ CHANGE = {"training.batch_size": 8}
 PROGRAM = """
 import json, sys
 from pathlib import Path
-from dlrm_core import comparison
+from dlrm_workbook.studies.compare import comparison
 from dlrm_core.config import parameters_from_sections
 sections, change, folder = json.loads(sys.argv[1])
 compared = comparison.start(
@@ -55,9 +55,9 @@ def test_what_had_finished_is_not_done_again(tmp_path: Path) -> None:
     """Killed with -9 in its first round: profile, prediction and finished runs stay."""
     given = json.dumps([TINY, CHANGE, str(tmp_path)])
     first = subprocess.Popen([sys.executable, "-c", PROGRAM, given], start_new_session=True)
-    lines = tmp_path / "rounds" / "rounds.jsonl"
+    rounds = tmp_path / "rounds" / "rounds.json"
     deadline = time.monotonic() + 120
-    while not (lines.is_file() and lines.read_text().endswith("\n")):
+    while not rounds.is_file():
         assert first.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
     with pytest.raises(InputError, match="is being run by another process"):
@@ -65,7 +65,7 @@ def test_what_had_finished_is_not_done_again(tmp_path: Path) -> None:
     os.killpg(first.pid, signal.SIGKILL)
     first.wait()
     before = json.loads((tmp_path / "compare.json").read_text())
-    kept = lines.read_text().splitlines()
+    kept = json.loads(rounds.read_text())["runs"]
     assert before["status"] == "running" and before["predicted_at"] and len(kept) == 1
     profile = whole_profile(tmp_path, "baseline")
     assert profile is not None
@@ -81,7 +81,7 @@ def test_what_had_finished_is_not_done_again(tmp_path: Path) -> None:
     foretold = [outcome["predicted"] for outcome in before["outcomes"]]
     assert foretold[0] and [outcome["predicted"] for outcome in after["outcomes"]] == foretold
     assert (profile / "profile" / "profile.json").stat().st_mtime_ns == written
-    assert lines.read_text().splitlines()[0] == kept[0]
+    assert json.loads(rounds.read_text())["runs"][0] == kept[0]
     assert [run["setting"] for run in after["rounds"]] == ["baseline", "change"]
     assert after["outcomes"][0]["measured"]
     assert "stopped and gone on with" in after["notices"][0]

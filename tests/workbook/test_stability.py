@@ -105,7 +105,7 @@ def test_runs_that_finished_are_kept_and_others_run_again(two_runs):
 
 def test_a_folder_of_other_parameters_is_refused(two_runs):
     folder, _ = two_runs
-    with pytest.raises(InputError, match=r"training\.batches: 3, but it is 9 now"):
+    with pytest.raises(InputError, match=r"training\.batches 3, but now it is 9"):
         measure_stability(parameters(batches=9), [3], folder)
 
 

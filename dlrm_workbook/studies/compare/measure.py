@@ -1,9 +1,8 @@
 """Runs settings against each other: in turns, each run in a fresh process.
 
-A machine's speed drifts by more than many changes bring, so figures of different minutes
-are not compared. Every round runs all settings one after the other, first to last and in
-the next round last to first (A B, B A, A B, ...), so that a steady drift cancels, and what
-is compared is always within a round. Each finished run is on disk before the next starts.
+Every round runs all settings one after the other, first to last and in the next round last to
+first (A B, B A, A B, ...), so that a steady drift cancels, and what is compared is always
+within a round. Each finished run is on disk before the next starts.
 
 On a CPU each run also logs when its parts began and ended (``dlrm train --spans``, which
 costs microseconds), so differences per part come from the same unprofiled iterations.
@@ -11,8 +10,8 @@ costs microseconds), so differences per part come from the same unprofiled itera
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,9 +22,15 @@ import yaml
 
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.errors import InputError
-from dlrm_core.files import plain, read_json, write_text
+from dlrm_core.files import read_json, write_text
+from dlrm_core.ledger import Ledger
 from dlrm_core.parts import ITERATION_SPAN, SpanRow, parse_span
 from dlrm_workbook.processes import ProgressCallback, python_module, run_child
+from dlrm_workbook.turns import back_and_forth, take_turns
+
+RECORD = "rounds.json"
+EARLIER_RECORD = "rounds.jsonl"
+"""Where earlier versions kept the runs, one a line."""
 
 ROUNDS = 6
 """The least number whose extremes enclose the median with 95 % confidence (1 − 2/2^6)."""
@@ -58,13 +63,13 @@ class TimedRun:
     notices: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """As a line of ``rounds.jsonl``."""
+        """As an entry of ``rounds.json``."""
         parts = [[*part, times] for part, times in self.parts.items()]
         return {**asdict(self), "parts": parts}
 
     @classmethod
     def from_dict(cls, line: Mapping[str, Any]) -> TimedRun:
-        """From a line of ``rounds.jsonl``."""
+        """From an entry of ``rounds.json``."""
         parts = {(component, phase): times for component, phase, times in line["parts"]}
         return cls(**{**line, "parts": parts})
 
@@ -82,57 +87,59 @@ def run_in_turns(
 
     Args:
         settings: name to parameters, the baseline first.
-        folder: gets ``rounds.jsonl`` (a line a run, written as each ends), the
-            settings' parameter files and the runs' logs. Rounds that are in
-            ``rounds.jsonl`` already are not run again.
+        folder: gets ``rounds.json`` (every run as soon as it ends), the settings' parameter
+            files and the runs' logs. Runs that ``rounds.json`` has are not made again.
         iterations: counted iterations of a run, after ``profiling.warmup`` ones; None
             is ``profiling.iterations``.
         after_round: called with all runs so far after each round.
 
     Raises:
-        InputError: a number is impossible, or a run fails; what was measured is kept.
+        InputError: a number is impossible, the folder has runs of other settings, or a run
+            fails; what was measured is kept.
     """
     if rounds < 1 or (iterations is not None and iterations < 2):
         raise InputError(
             f"rounds is {rounds} and iterations {iterations}, expected at least 1 and 2"
         )
-    files = {name: _write_setting(folder, name, p, iterations) for name, p in settings.items()}
-    done = read_rounds(folder)
-    names = list(settings)
-    for number in range(rounds):
-        order = names if number % 2 == 0 else names[::-1]
-        for place, name in enumerate(order):
-            if any(run.round == number and run.setting == name for run in done):
-                continue
-            label = f"round {number + 1} of {rounds}: {name}"
-            run = _run(settings[name], files[name], folder, name, label, (number, place), progress)
-            done.append(run)
-            _append(folder / "rounds.jsonl", run.to_dict())
+    lengthened = {name: _lengthened(p, iterations) for name, p in settings.items()}
+    ledger = _ledger(folder, {name: p.to_sections() for name, p in lengthened.items()})
+    files = {name: _write_setting(folder, name, p) for name, p in lengthened.items()}
+    done = [TimedRun.from_dict(entry) for entry in ledger.entries]
+    for number, names in take_turns(list(settings), rounds, back_and_forth):
+        for place, name in enumerate(names):
+            if ledger.find(number, name) is None:
+                label = f"round {number + 1} of {rounds}: {name}"
+                run = _run(
+                    settings[name], files[name], folder, label, (name, number, place), progress
+                )
+                done.append(run)
+                ledger.put(run.to_dict())
         if after_round is not None:
             after_round(done)
     return done
 
 
-def read_rounds(folder: Path) -> list[TimedRun]:
-    """The runs in ``rounds.jsonl``; a line that was cut short by a kill is left out.
+def _ledger(folder: Path, settings: Mapping[str, Any]) -> Ledger:
+    """The runs of these settings that the folder has; those of an earlier version are taken over.
 
     Raises:
-        InputError: a whole line is not of this file's form.
+        InputError: they are of other settings, or no such runs.
     """
-    path = folder / "rounds.jsonl"
-    if not path.is_file():
-        return []
-    runs = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            document = json.loads(line)
-        except ValueError:
-            continue
-        try:
-            runs.append(TimedRun.from_dict(document))
-        except (ValueError, KeyError, TypeError) as error:
-            raise InputError(f"{path}, line {number}: is no timed run: {error}") from None
-    return runs
+    ledger = Ledger(
+        folder / RECORD,
+        {"settings": settings, "runs": []},
+        work=lambda document: document["settings"],
+        entries="runs",
+        key=("round", "setting"),
+        advice="compare in another folder",
+    )
+    earlier = folder / EARLIER_RECORD
+    if not ledger.resumed and earlier.is_file():
+        for line in earlier.read_text(encoding="utf-8").splitlines():
+            # the last line may have been cut short by a kill
+            with contextlib.suppress(ValueError):
+                ledger.put(json.loads(line))
+    return ledger
 
 
 def part_times(spans: Sequence[SpanRow], warmup: int) -> dict[tuple[str, str], list[float]]:
@@ -170,15 +177,17 @@ def part_times(spans: Sequence[SpanRow], warmup: int) -> dict[tuple[str, str], l
     return {part: values.tolist() for part, values in times.items()}
 
 
-def _write_setting(folder: Path, name: str, parameters: Parameters, iterations: int | None) -> Path:
-    """The parameters file of one setting, long enough for warm-up and counted iterations."""
+def _lengthened(parameters: Parameters, iterations: int | None) -> Parameters:
+    """The parameters of a run: long enough for warm-up and the counted iterations."""
     sections = parameters.to_sections()
     counted = iterations or max(parameters.profiling.iterations, 2)
     sections["training"] |= {"batches": parameters.profiling.warmup + counted}
+    return parameters_from_sections(sections)
+
+
+def _write_setting(folder: Path, name: str, parameters: Parameters) -> Path:
     file = folder / f"{name}.yaml"
-    write_text(
-        file, yaml.safe_dump(parameters_from_sections(sections).to_sections(), sort_keys=False)
-    )
+    write_text(file, yaml.safe_dump(parameters.to_sections(), sort_keys=False))
     return file
 
 
@@ -186,12 +195,13 @@ def _run(
     parameters: Parameters,
     file: Path,
     folder: Path,
-    name: str,
     label: str,
-    number: tuple[int, int],
+    turn: tuple[str, int, int],
     progress: ProgressCallback | None,
 ) -> TimedRun:
-    output = folder / "runs" / f"{number[0] + 1}-{name}"
+    """Run a setting once; ``turn`` is its name, the round and its place in the round."""
+    name, number, place = turn
+    output = folder / "runs" / f"{number + 1}-{name}"
     spans = ["--spans"] if parameters.training.device != "cuda" else []
     done = run_child(
         python_module("dlrm_core", "train", "-f", file, "--output", output, *spans),
@@ -207,8 +217,8 @@ def _run(
     recorded = [] if on_gpu else (done.last_object("spans") or {}).get("spans") or []
     return TimedRun(
         setting=name,
-        round=number[0],
-        place=number[1],
+        round=number,
+        place=place,
         iteration_ms=result["iteration_ms"][warmup:],
         parts=part_times(recorded, warmup),
         losses=result["losses"],
@@ -216,17 +226,3 @@ def _run(
         threads=result["threads"],
         notices=result["notices"],
     )
-
-
-def _append(path: Path, line: Mapping[str, Any]) -> None:
-    """Add a line and have it on disk before going on; a cut-off last line is ended first."""
-    text = json.dumps(plain(line)) + "\n"
-    with path.open("a+b") as file:
-        file.seek(0, os.SEEK_END)
-        if file.tell():
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                text = "\n" + text
-        file.write(text.encode())
-        file.flush()
-        os.fsync(file.fileno())

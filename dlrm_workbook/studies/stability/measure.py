@@ -8,14 +8,11 @@ folder keeps one run a seed; runs that finished are not run again.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
-import signal
 import statistics
-import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +20,8 @@ from typing import Any
 from dlrm_core.config import Parameters, load_parameters
 from dlrm_core.errors import InputError
 from dlrm_core.files import plain, read_json, write_json
+from dlrm_core.ledger import require_same
+from dlrm_workbook.processes import python_module, run_child
 
 SUMMARY = "stability.json"
 VERSION = 1
@@ -217,48 +216,21 @@ def _claim(parameters: Parameters, folder: Path) -> None:
     if not path.exists():
         write_json(path, mine)
         return
-    theirs = read_json(path)
-    for section, values in mine.items():
-        old = theirs.get(section)
-        if old == values or section == "title":
-            continue
-        for leaf, value in values.items():
-            was = old.get(leaf) if isinstance(old, dict) else None
-            if was != value:
-                raise InputError(
-                    f"--output {folder} holds runs with {section}.{leaf}: {was!r}, but it is "
-                    f"{value!r} now: name another folder"
-                )
+    work = [{k: v for k, v in one.items() if k != "title"} for one in (read_json(path), mine)]
+    require_same(f"--output {folder}", *work, "name another folder")
 
 
 def _train(parameters: Parameters, seed: int, place: Path) -> SeedRun:
-    """One run in a process of its own, its output in ``run.log``."""
+    """One run in a process of its own, which ends its iteration when we are interrupted."""
     file = place / "parameters.yaml"
     # JSON is YAML, but for numbers such as 1e-05, which our reader takes as well
     write_json(file, parameters.to_sections())
-    command = [sys.executable, "-m", "dlrm_core", "train", "-f", str(file), "--output", str(place)]
-    with (
-        (place / "run.log").open("w", encoding="utf-8") as log,
-        subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT) as process,
-        _ended_with_us(process),
-    ):
-        process.wait()
-    return _run_of(seed, place) or _failed(seed, place, process.returncode)
-
-
-@contextlib.contextmanager
-def _ended_with_us(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Let a run finish its iteration when we are interrupted, then go on being so."""
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-        raise
+    done = run_child(
+        python_module("dlrm_core", "train", "-f", file, "--output", place),
+        stage="run",
+        logs=place,
+    )
+    return _run_of(seed, place) or _failed(seed, done.last_words())
 
 
 def _run_of(seed: int, place: Path) -> SeedRun | None:
@@ -285,13 +257,9 @@ def _run_of(seed: int, place: Path) -> SeedRun | None:
         return None
 
 
-def _failed(seed: int, place: Path, code: int) -> SeedRun:
+def _failed(seed: int, said: str) -> SeedRun:
     """A run without a result: what it said last."""
-    lines = (place / "run.log").read_text(encoding="utf-8", errors="replace").splitlines()
-    said = next((line for line in reversed(lines) if line.strip()), f"exit code {code}")
-    nothing: dict[str, Any] = dict.fromkeys(
-        (*FIGURES, "elapsed_s"),
-    )
+    nothing: dict[str, Any] = dict.fromkeys((*FIGURES, "elapsed_s"))
     return SeedRun(
         seed=seed,
         status="failed",

@@ -20,6 +20,7 @@ from typing import Any
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.errors import InputError
 from dlrm_core.files import only_process, read_json, write_json
+from dlrm_core.ledger import require_same
 from dlrm_core.machine import versions
 from dlrm_workbook.changes import apply_change, change_text, flat_change
 
@@ -217,24 +218,16 @@ class Sweep:
         Raises:
             InputError: naming what differs.
         """
-        if list(notebooks) != self.record["notebooks"]:
-            raise InputError(
-                f"{self.folder}: this sweep runs {', '.join(self.record['notebooks'])}, not "
-                f"{', '.join(notebooks)}"
-            )
-        given = parameters.to_sections() | {"sweep": dict(parameters.sweep), "own": dict(own)}
-        kept = {name: self.record[name] for name in ("sweep", "own")} | self.record["parameters"]
-        for section, content in given.items():
-            before = kept.get(section)
-            if content == before:
-                continue
-            if not isinstance(content, Mapping) or not isinstance(before, Mapping):
-                raise InputError(f"{self.folder}: began with {section} {before!r}, not {content!r}")
-            leaf = next(k for k in [*content, *before] if content.get(k) != before.get(k))
-            raise InputError(
-                f"{self.folder}: began with {section}.{leaf} {before.get(leaf)!r}, now it is "
-                f"{content.get(leaf)!r}; a sweep is resumed with the parameters it began with"
-            )
+        now = {
+            "notebooks": list(notebooks),
+            "own": dict(own),
+            "sweep": dict(parameters.sweep),
+            **parameters.to_sections(),
+        }
+        begun = {name: self.record[name] for name in ("notebooks", "own", "sweep")}
+        begun |= self.record["parameters"]
+        advice = "a sweep is resumed with the parameters it began with"
+        require_same(str(self.folder), begun, now, advice)
 
     def run(self, run_point: RunPoint) -> int:
         """Run every point that is not finished; a failing one does not stop the others.
