@@ -157,7 +157,7 @@ def test_a_sweep_is_resumed_with_what_it_began_with(tmp_path: Path) -> None:
     sweep.require_same(parameters(), ["profile"], {})
     with pytest.raises(InputError, match=r"notebooks \[.profile.\], but now it is \[.train.\]"):
         sweep.require_same(parameters(), ["train"], {})
-    with pytest.raises(InputError, match=r"sweep.training.batch_size \[8, 16\], but now it is \[8\]"):
+    with pytest.raises(InputError, match=r"batch_size \[8, 16\], but now it is \[8\]"):
         sweep.require_same(parameters(SWEEP | {"training.batch_size": [8]}), ["profile"], {})
     other = parameters_from_sections(
         TINY | {"sweep": SWEEP, "data": TINY["data"] | {"generator": "zipf"}}

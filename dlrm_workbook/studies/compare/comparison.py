@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -44,7 +45,10 @@ from dlrm_workbook.studies.sweep.plan import RECORD as SWEEP_RECORD
 from dlrm_workbook.studies.sweep.plan import Sweep
 from dlrm_workbook.turns import Interval
 
-# What every comparison has: outcomes, profiles by name, and ``compare.json``.
+RECORD = "compare.json"
+
+PREDICTED = ["change", "now_ms", "then_ms", "low_ms", "high_ms"]
+PREDICTED += ["speedup_low", "speedup_mid", "speedup_high", "method"]
 
 
 @dataclass
@@ -80,6 +84,20 @@ class Outcome:
             return None
         foretold = self.predicted.speedup
         return bool(foretold["low"] <= self.speedup.mid <= foretold["high"])
+
+    def part_table(self) -> pd.DataFrame:
+        """The parts, with ``predicted_ms`` of each on the scale of the measured baseline."""
+        parts = self.parts
+        if parts is None or parts.empty:
+            empty = pd.DataFrame()
+            empty.attrs["not_measured"] = "the parts were not timed"
+            return empty
+        made = self.predicted
+        if made is None or not self.before_ms or not made.now_ms:
+            return parts
+        then = made.parts.set_index(["component", "phase"])["then_ms"] * self.before_ms / made.now_ms
+        keys = pd.MultiIndex.from_frame(parts[["component", "phase"]])
+        return parts.assign(predicted_ms=then.reindex(keys).to_numpy())
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -144,6 +162,74 @@ class Comparison:
         """A warning where more than parameters differ; else empty."""
         return mixed_causes(self.differences)
 
+    def outcome_table(self) -> pd.DataFrame:
+        """Predicted and measured, a row an outcome.
+
+        Returns:
+            ``change``, ``before_ms``, ``predicted_ms`` (on the scale of the baseline that ran in
+            turns: the profile had its own day), ``after_ms``, ``predicted_low``, ``predicted_mid``,
+            ``predicted_high``, ``measured_low``, ``measured_mid``, ``measured_high`` (speed-ups),
+            ``error`` (of the predicted time), ``in_range``.
+        """
+        rows = []
+        for outcome in self.outcomes:
+            made, measured = outcome.predicted, outcome.speedup
+            scale = outcome.before_ms / made.now_ms if made and outcome.before_ms else math.nan
+            row: dict[str, Any] = {
+                "change": change_text(outcome.change) or outcome.after,
+                "before_ms": outcome.before_ms,
+                "predicted_ms": scale * made.mid_ms if made else math.nan,
+                "after_ms": outcome.after_ms,
+            }
+            for end in ("low", "mid", "high"):
+                row[f"predicted_{end}"] = made.speedup[end] if made else math.nan
+                row[f"measured_{end}"] = getattr(measured, end) if measured else math.nan
+            rows.append(row | {"error": outcome.error, "in_range": outcome.in_range})
+        return pd.DataFrame(rows)
+
+    def prediction_table(self) -> pd.DataFrame:
+        """What is predicted before anything of the change has run, a row an outcome.
+
+        Returns:
+            ``change``, ``now_ms``, ``then_ms``, ``low_ms``, ``high_ms``, ``speedup_low``,
+            ``speedup_mid``, ``speedup_high``, ``method`` (or why there is none).
+        """
+        rows = []
+        for outcome in self.outcomes if self.kind == "change" else []:
+            made = outcome.predicted
+            row: dict[str, Any] = {"change": change_text(outcome.change)}
+            if made is None:
+                rows.append(row | {"method": f"not predicted: {outcome.reason}"})
+                continue
+            row |= {"now_ms": made.now_ms, "then_ms": made.mid_ms}
+            row |= {"low_ms": made.low_ms, "high_ms": made.high_ms}
+            row |= {f"speedup_{end}": made.speedup[end] for end in ("low", "mid", "high")}
+            rows.append(row | {"method": made.method})
+        table = pd.DataFrame(rows, columns=PREDICTED)
+        if self.kind == "runs":
+            table.attrs["not_measured"] = "finished runs are compared, so nothing was predicted"
+        return table
+
+    def ratio_table(self) -> pd.DataFrame:
+        """Mean steady iteration of each setting in each round, and the rounds' own ratios.
+
+        Returns:
+            ``round`` (from 1), ``SETTING_ms`` of each setting, ``BASELINE / SETTING`` of the
+            others.
+        """
+        if not self.runs:
+            empty = pd.DataFrame()
+            empty.attrs["not_measured"] = "finished runs are compared, so nothing ran in turns"
+            return empty
+        whole = self.times[self.times["component"] == ""]
+        wide = whole.pivot(index="round", columns="setting", values="time_ms")
+        first, others = self.outcomes[0].before, [outcome.after for outcome in self.outcomes]
+        table = wide[[first, *others]].add_suffix("_ms")
+        for name in others:
+            table[f"{first} / {name}"] = wide[first] / wide[name]
+        table.insert(0, "round", wide.index + 1)
+        return table.reset_index(drop=True)
+
     def finish(self) -> Path:
         """Write the final ``compare.json``; its path."""
         self.status = "finished"
@@ -162,7 +248,7 @@ class Comparison:
             "written": datetime.now().astimezone().isoformat(),
             **self._extra(),
         }
-        path = self.folder / "compare.json"
+        path = self.folder / RECORD
         # default=str: numpy's scalars know how to print themselves
         write_json(path, json.loads(json.dumps(document, default=_scalar)))
         return path
@@ -175,10 +261,6 @@ def _scalar(value: Any) -> Any:
     """JSON for numpy's scalars."""
     return value.item() if hasattr(value, "item") else str(value)
 
-
-# What an earlier try of a comparison left in its folder, and need not be done again.
-
-RECORD = "compare.json"
 
 
 @dataclass(frozen=True)
@@ -240,8 +322,6 @@ def whole_profile(folder: Path, name: str) -> Path | None:
             return place
     return None
 
-
-# A change against its baseline: profiled, predicted, measured in turns, profiled, judged.
 
 BASELINE = "baseline"
 SAME_TRAINING = ("training.batches", "training.log_every")

@@ -1,4 +1,4 @@
-"""Figures of comparisons."""
+"""Figures, sentences and column formats of comparisons. Nothing is analysed here."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dlrm_core.units import (
 )
 from dlrm_workbook.changes import change_text
 from dlrm_workbook.show.axes import error_bars, label_rows, lines_of, mark_one
-from dlrm_workbook.show.tables import Table, Text, aligned, column, signed, with_signs
+from dlrm_workbook.show.tables import Column, Text
 from dlrm_workbook.show.theme import (
     COLOURS,
     FASTER,
@@ -59,6 +59,8 @@ WATERFALL: dict[str, Any] = {
     "hovertemplate": "%{text}<extra></extra>",
 }
 """The look of steps from one time to another."""
+
+ENDS = ("mid", "low", "high")
 
 TWICE = 1.0
 """A difference of this many doublings has the full colour."""
@@ -362,9 +364,6 @@ def waterfall(outcomes: Sequence[Outcome]) -> go.Figure:
     return result
 
 
-# Tables and sentences of comparisons. Nothing is analysed here.
-
-
 def times_faster(interval: Interval | None) -> str:
     """The measured speed-up with its interval."""
     if interval is None:
@@ -433,56 +432,6 @@ def _basis(outcome: Outcome, comparison: Comparison) -> str:
     return "interval from the runs' repeated iterations, 95 %"
 
 
-def outcomes_table(comparison: Comparison) -> Table:
-    """Predicted, measured, error: a row an outcome."""
-    rows = []
-    for outcome in comparison.outcomes:
-        made, then = outcome.predicted, None
-        if made and outcome.before_ms:
-            # on the scale of the baseline that ran in turns: the profile had its own day
-            then = outcome.before_ms * made.mid_ms / made.now_ms
-        rows.append(
-            (
-                change_text(outcome.change) or outcome.after,
-                known_or(outcome.before_ms, digits, NOT_MEASURED),
-                known_or(then, digits),
-                known_or(outcome.after_ms, digits, NOT_MEASURED),
-                foretold(outcome),
-                times_faster(outcome.speedup),
-                known_or(outcome.error, signed_percent),
-                yes_or_no(outcome.in_range),
-            )
-        )
-    return Table(
-        [
-            *("change", "before (ms)", "predicted (ms)", "after (ms)"),
-            *("predicted speed-up", "measured speed-up", "error of predicted time", "in range"),
-        ],
-        rows,
-    )
-
-
-def predictions_table(comparison: Comparison) -> Table | Text:
-    """What is foretold, before anything of the change has run."""
-    if comparison.kind != "change":
-        return Text("*Finished runs are compared: nothing was predicted.*")
-    rows = []
-    for outcome in comparison.outcomes:
-        made = outcome.predicted
-        rows.append(
-            (
-                change_text(outcome.change),
-                known_or(made.now_ms if made else None, digits),
-                known_or(made.mid_ms if made else None, digits),
-                from_to(made.low_ms, made.high_ms) if made else NOTHING,
-                foretold(outcome),
-                made.method if made else f"not predicted: {outcome.reason}",
-            )
-        )
-    columns = ["change", "now (ms)", "then (ms)", "range (ms)", "speed-up", "from"]
-    return Table(columns, rows)
-
-
 def prediction_notices(comparison: Comparison) -> Text:
     """What predictions say of themselves."""
     texts = [
@@ -492,64 +441,6 @@ def prediction_notices(comparison: Comparison) -> Text:
         for text in outcome.predicted.notices
     ]
     return Text("\n".join(f"- {text}" for text in dict.fromkeys(texts)))
-
-
-def rounds_table(comparison: Comparison) -> Table | Text:
-    """Mean steady iteration of each setting in each round, and the rounds' own ratios."""
-    if not comparison.runs:
-        return Text("*Finished runs are compared: nothing was run in turns.*")
-    whole = comparison.times[comparison.times["component"] == ""]
-    wide = whole.pivot(index="round", columns="setting", values="time_ms")
-    first = comparison.outcomes[0].before
-    others = [outcome.after for outcome in comparison.outcomes]
-    cells = {"round": [str(number + 1) for number in wide.index]}
-    cells |= {f"{name} (ms)": column(wide[name]) for name in (first, *others)}
-    for name in others:
-        cells[f"{first} / {name}"] = [f"{ratio:.3f}" for ratio in wide[first] / wide[name]]
-    return Table.of(cells)
-
-
-def parts_table(outcome: Outcome) -> Table | Text:
-    """Each part before and after, with the interval of its difference and the prediction."""
-    parts = outcome.parts
-    if parts is None or parts.empty:
-        return Text("*The parts were not measured.*")
-    then = _predicted_parts(outcome)
-    rows = rows_of(parts)
-    foreseen = [then.get((row.component, row.phase), math.nan) for row in rows]
-    before, after, predicted = aligned(parts["before_ms"], parts["after_ms"], foreseen)
-    low, gap, high = aligned(
-        parts["low_ms"].abs(), parts["difference_ms"].abs(), parts["high_ms"].abs()
-    )
-    low = with_signs(parts["low_ms"], low)
-    high = with_signs(parts["high_ms"], high)
-    cells = {
-        "part": [part_label(row.component) for row in rows],
-        "phase": [row.phase or NOTHING for row in rows],
-        "before (ms)": before,
-        "after (ms)": after,
-        "predicted (ms)": predicted,
-        "difference (ms)": with_signs(parts["difference_ms"], gap),
-        "95 % interval": [
-            f"{a} to {b}" if a != NOTHING else NOTHING for a, b in zip(low, high, strict=True)
-        ],
-        "verdict": parts["verdict"].tolist(),
-    }
-    if not then:
-        del cells["predicted (ms)"]
-    return Table.of(cells)
-
-
-def _predicted_parts(outcome: Outcome) -> dict[tuple[str, str], float]:
-    """Predicted milliseconds of each part, on the scale of the measured baseline."""
-    made = outcome.predicted
-    if made is None or not outcome.before_ms or not made.now_ms:
-        return {}
-    scale = outcome.before_ms / made.now_ms
-    return {
-        (str(row["component"]), str(row["phase"])): scale * float(row["then_ms"])
-        for row in made.parts.to_dict("records")
-    }
 
 
 def losses_text(comparison: Comparison) -> Text:
@@ -576,38 +467,40 @@ def losses_text(comparison: Comparison) -> Text:
     return Text("\n".join(lines))
 
 
-def differences_table(differences: pd.DataFrame, names: Sequence[str]) -> Table | Text:
-    """Parameters, versions and machine, only where the runs differ."""
-    if differences.empty:
-        return Text("Parameters, versions and machine are the same.")
-    rows = [
-        (str(row["kind"]), str(row["name"]), *(_value(value) for value in row["values"]))
-        for row in differences.to_dict("records")
-    ]
-    return Table(["of", "name", *names], rows)
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} {content}" for name, content in value.items()) or NOTHING
-    return value_text(value)
-
-
-def changes_table(changes: pd.DataFrame) -> Table | Text:
-    """The nodes of the call tree whose own time changed most."""
-    if changes.empty:
-        return Text("No node of the call tree changed.")
-    itself = aligned(changes["before_ms"], changes["after_ms"])
-    cells = {
-        "call": [short_name(row.label, 50) for row in rows_of(changes)],
-        "called by": [
-            " › ".join(short_name(name, 26) for name in row.path[:-1][-2:]) or NOTHING
-            for row in rows_of(changes)
-        ],
-        "part": [part_label(row.component, row.phase) for row in rows_of(changes)],
-        "itself before (ms)": itself[0],
-        "itself after (ms)": itself[1],
-        "difference (ms)": signed(changes["difference_ms"].tolist()),
-        "": changes["state"].tolist(),
-    }
-    return Table.of(cells)
+OUTCOMES: dict[str, str | Column] = {
+    "change": "change",
+    "before_ms": "before",
+    "predicted_ms": "predicted",
+    "after_ms": "after",
+    "foretold": Column("predicted speed-up", "speedup", tuple(f"predicted_{e}" for e in ENDS)),
+    "measured": Column("measured speed-up", "speedup", tuple(f"measured_{e}" for e in ENDS)),
+    "error": Column("error of predicted time", "signed_share"),
+    "in_range": Column("in range", "judged"),
+}
+PREDICTIONS: dict[str, str | Column] = {
+    "change": "change",
+    "now_ms": "now",
+    "then_ms": "then",
+    "range": "range",
+    "gain": Column("speed-up", "speedup", tuple(f"speedup_{e}" for e in ENDS)),
+    "method": "from",
+}
+PARTS: dict[str, str | Column] = {
+    "part": "",
+    "before_ms": "before",
+    "after_ms": "after",
+    "predicted_ms": "predicted",
+    "difference_ms": Column("difference", "signed"),
+    "interval": Column("95 % interval", "range", ("low_ms", "high_ms")),
+    "verdict": "verdict",
+}
+CHANGES: dict[str, str | Column] = {
+    "label": "call",
+    "path": Column("called by", "callers"),
+    "part": "",
+    "before_ms": "itself before",
+    "after_ms": "itself after",
+    "difference_ms": Column("difference", "signed"),
+    "state": "",
+}
+"""Columns of the tables of outcomes, predictions, parts and largest changes."""

@@ -20,7 +20,7 @@ from dlrm_workbook.studies.sweep.plan import Sweep, describe_failures
 
 COLUMNS = [
     *("number", "label", "status", "ms_per_iteration", "samples_per_second"),
-    *("top", "top_share", "speedup"),
+    *("of_best", "top", "top_share", "speedup"),
 ]
 
 
