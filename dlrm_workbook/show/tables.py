@@ -30,6 +30,7 @@ from dlrm_core.units import (
     milliseconds,
     percent,
     ratio,
+    signed_percent,
     speedup,
     value_text,
     whole,
@@ -252,6 +253,18 @@ def _callers(depths: pd.Series, names: pd.Series) -> Texts:
     ], True
 
 
+def _callers_of(path: Sequence[str]) -> str:
+    """The last two callers of the last function of a path."""
+    return " › ".join(short_name(name, 26) for name in path[:-1][-2:]) or NOTHING
+
+
+def _setting(value: Any) -> str:
+    """A parameter's value, or several by their names."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {content}" for name, content in value.items())
+    return value_text(value)
+
+
 def _base(path: object) -> str:
     return str(path).rpartition("/")[2]
 
@@ -299,6 +312,7 @@ FORMATS: dict[str, Callable[..., Texts]] = {
     "call": _calls,
     "caller": _callers,
     "component": _each(part_label, words=True),
+    "callers": _each(_callers_of, words=True),
     "count": _counts,
     "digits": _each(digits),
     "function": _each(lambda name: name if name.startswith("(") else function_name(name), True),
@@ -319,8 +333,10 @@ FORMATS: dict[str, Callable[..., Texts]] = {
     "shapes": _each(_shapes, words=True),
     "share": _each(percent),
     "signed": lambda values: (signed(values), False),
+    "signed_share": _each(signed_percent),
     "speedup": _speedups,
     "text": _each(str, words=True),
+    "value": _each(_setting, words=True),
     "where": _each(lambda value: {"device": "GPU", "host": "CPU"}.get(value, value), True),
 }
 """Name of a format to the function that writes a column."""

@@ -26,19 +26,12 @@ from dlrm_workbook.analysis.difference_tree import difference_tree, largest_chan
 from dlrm_workbook.analysis.ensemble import Ensemble, part_table
 from dlrm_workbook.changes import apply_change
 from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.show.tables import show
 from dlrm_workbook.show.theme import FASTER, SLOWER, difference_colour
-from dlrm_workbook.studies.compare import (
-    comparison,
-)
-from dlrm_workbook.studies.compare import (
-    show as compare_figures,
-)
-from dlrm_workbook.studies.compare import (
-    show as compare_presentation,
-)
+from dlrm_workbook.studies.compare import comparison
+from dlrm_workbook.studies.compare import show as compare_figures
 from dlrm_workbook.studies.compare.measure import TimedRun
 from dlrm_workbook.studies.sweep import show as sweep_figures
-from dlrm_workbook.studies.sweep import show as sweep_presentation
 
 # ---- finished runs --------------------------------------------------------------
 
@@ -132,8 +125,8 @@ def test_a_call_without_samples_is_not_gone() -> None:
     gone, new = lines.loc["aten::data_forward"], lines.loc["aten::top_mlp_backward"]
     assert gone["state"] == "no samples after" and np.isnan(gone["after_ms"])
     assert new["state"] == "no samples before" and np.isnan(new["before_ms"])
-    rows = compare_presentation.changes_table(changes).rows  # type: ignore[union-attr]
-    assert ["5.000", "–", "–", "no samples after"] in [row[3:] for row in rows]
+    rows = show(changes, compare_figures.CHANGES).rows
+    assert ["5.000", "–", "no samples after"] in [row[3:] for row in rows]
 
 
 def test_a_call_that_moved_is_not_gone() -> None:
@@ -166,10 +159,11 @@ def test_finished_runs_make_a_whole_document(tmp_path: Path) -> None:
     assert first["measured"]["speedup"]["mid"] == pytest.approx(9 / 13, rel=0.05)
     assert {"component": "data", "verdict": "slower"}.items() <= first["parts"][0].items()
     assert "mixes causes" in document["mixed_causes"]
-    said = compare_presentation.verdict(compared).markdown
+    said = compare_figures.verdict(compared).markdown
     assert "0.6" in said and "mixes causes" in said
-    assert len(compare_presentation.outcomes_table(compared).rows) == 2
-    rows = compare_presentation.differences_table(compared.differences, ["a", "b", "c"]).rows  # type: ignore[union-attr]
+    assert len(compared.outcome_table()) == 2
+    differing = compared.difference_table()
+    rows = show(differing, compare_figures.difference_columns(differing)).rows
     assert rows == [["versions", "torch", "2", "2", "3"]]
 
 
@@ -224,7 +218,7 @@ def test_a_change_is_judged_a_sample(tmp_path: Path) -> None:
         assert (outcome.predicted is None) == bool(outcome.reason)
         if outcome.predicted is not None:
             assert outcome.error is not None
-    said = compare_presentation.verdict(compared).markdown
+    said = compare_figures.verdict(compared).markdown
     assert "75.0% confidence" in said and "six rounds" in said
 
 
@@ -260,15 +254,16 @@ def test_figures_and_tables_draw_what_there_is(tmp_path: Path) -> None:
     )
     assert difference_colour(1.0) == SLOWER
     assert difference_colour(-3.0) == FASTER
-    laws = sweep_presentation.laws_table(ensemble.laws)
+    laws = show(ensemble.laws, sweep_figures.LAWS)
     assert any("linear in batch" in " ".join(row) for row in laws.rows)  # type: ignore[union-attr]
     shown = [
-        compare_presentation.parts_table(compared.outcomes[0]),
-        compare_presentation.rounds_table(compared),
-        compare_presentation.changes_table(largest_changes(tree)),
-        compare_presentation.predictions_table(compared),
+        show(compared.outcomes[0].part_table(), compare_figures.PARTS),
+        show(compared.ratio_table()),
+        show(largest_changes(tree), compare_figures.CHANGES),
+        show(compared.prediction_table(), compare_figures.PREDICTIONS),
+        show(compared.outcome_table(), compare_figures.OUTCOMES),
     ]
-    assert all(table.rows for table in shown)  # type: ignore[union-attr]
+    assert all(table.rows for table in shown)
 
 
 def batch_meta(number: int) -> dict[str, Any]:

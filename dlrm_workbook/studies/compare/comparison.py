@@ -94,8 +94,9 @@ class Outcome:
             return empty
         made = self.predicted
         if made is None or not self.before_ms or not made.now_ms:
-            return parts
-        then = made.parts.set_index(["component", "phase"])["then_ms"] * self.before_ms / made.now_ms
+            return parts.assign(predicted_ms=math.nan)
+        scale = self.before_ms / made.now_ms
+        then = scale * made.parts.set_index(["component", "phase"])["then_ms"]
         keys = pd.MultiIndex.from_frame(parts[["component", "phase"]])
         return parts.assign(predicted_ms=then.reindex(keys).to_numpy())
 
@@ -230,6 +231,16 @@ class Comparison:
         table.insert(0, "round", wide.index + 1)
         return table.reset_index(drop=True)
 
+    def difference_table(self) -> pd.DataFrame:
+        """Parameters, versions and machine where they differ.
+
+        Returns:
+            ``kind``, ``name``, and the value in each profile by the profile's name.
+        """
+        differences = self.differences
+        values = pd.DataFrame(differences["values"].tolist(), columns=list(self.profiles))
+        return pd.concat([differences[["kind", "name"]].reset_index(drop=True), values], axis=1)
+
     def finish(self) -> Path:
         """Write the final ``compare.json``; its path."""
         self.status = "finished"
@@ -260,7 +271,6 @@ class Comparison:
 def _scalar(value: Any) -> Any:
     """JSON for numpy's scalars."""
     return value.item() if hasattr(value, "item") else str(value)
-
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
@@ -14,15 +14,9 @@ from dlrm_core.parts import part_label
 from dlrm_core.units import (
     NOT_MEASURED,
     NOTHING,
-    digits,
-    from_to,
-    known_or,
     milliseconds,
     signed_milliseconds,
-    signed_percent,
     speedup,
-    value_text,
-    yes_or_no,
 )
 from dlrm_workbook.changes import change_text
 from dlrm_workbook.show.axes import error_bars, label_rows, lines_of, mark_one
@@ -504,3 +498,10 @@ CHANGES: dict[str, str | Column] = {
     "state": "",
 }
 """Columns of the tables of outcomes, predictions, parts and largest changes."""
+
+
+def difference_columns(table: pd.DataFrame) -> dict[str, str | Column]:
+    """Columns of a table of what else differs: a value of each profile."""
+    profiles = [str(name) for name in table.columns[2:]]
+    named: dict[str, str | Column] = {"kind": "of", "name": Column("name", "text")}
+    return named | {name: Column(name, "value") for name in profiles}

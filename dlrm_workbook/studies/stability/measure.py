@@ -216,8 +216,8 @@ def _claim(parameters: Parameters, folder: Path) -> None:
     if not path.exists():
         write_json(path, mine)
         return
-    work = [{k: v for k, v in one.items() if k != "title"} for one in (read_json(path), mine)]
-    require_same(f"--output {folder}", *work, "name another folder")
+    begun = read_json(path) | {"title": mine["title"]}
+    require_same(f"--output {folder}", begun, mine, "name another folder")
 
 
 def _train(parameters: Parameters, seed: int, place: Path) -> SeedRun:

@@ -20,7 +20,7 @@ from dlrm_workbook.studies.sweep.plan import Sweep, describe_failures
 
 COLUMNS = [
     *("number", "label", "status", "ms_per_iteration", "samples_per_second"),
-    *("of_best", "top", "top_share", "speedup"),
+    *("top", "top_share", "speedup"),
 ]
 
 
@@ -29,7 +29,8 @@ class SweepSummary:
 
     Attributes:
         points: a row a point: ``number``, ``label``, ``status``, ``ms_per_iteration`` and
-            ``samples_per_second`` (without a profiler; NaN if not measured), ``top`` and
+            ``samples_per_second`` (without a profiler; NaN if not measured), ``of_best`` (its
+            share of the most samples a second), ``top`` and
             ``top_share`` (the component with the most time), ``speedup`` (measured by
             ``compare``).
         times: time of each part at each point, see :func:`~.analysis.ensemble.part_table`.
@@ -48,6 +49,8 @@ class SweepSummary:
         runs = self.sweep.run_folders("profile")
         self.profiles = {label: saved_profile(place) for label, place in runs.items()}
         self.points = pd.DataFrame(self._rows(), columns=COLUMNS)
+        speed = self.points["samples_per_second"]
+        self.points.insert(5, "of_best", speed / speed.max())
         trained = self.sweep.run_folders("train")
         self.times = part_table(self.profiles) if self.profiles else _whole_times(trained)
         sections = {point.label: point.parameters.to_sections() for point in self.sweep.points}
@@ -84,6 +87,19 @@ class SweepSummary:
         largest = table.max(axis=1).sort_values(ascending=False)
         return table.reindex(largest.index)
 
+    def finding_table(self) -> pd.DataFrame:
+        """Which finding is there at which point.
+
+        Returns:
+            ``finding``, ``at N`` of each point (share of the step; NaN where it did not fire),
+            ``along_the_grid`` (``everywhere``, ``appears``, ``disappears``, ``at some points``).
+        """
+        table = self.findings.add_prefix("at ").rename_axis("finding").reset_index()
+        there = self.findings.notna()
+        if len(table):
+            table["along_the_grid"] = [_appearance(row) for row in there.to_numpy().tolist()]
+        return table
+
     def save(self) -> Path:
         """Write ``summary.json`` beside ``sweep.json``; its path."""
         path = self.sweep.folder / "summary.json"
@@ -115,6 +131,14 @@ def newest_sweep(output_root: Path) -> Path:
             "one: dlrm run profile -f FILE with a sweep section"
         )
     return found[-1].parent
+
+
+def _appearance(there: list[bool]) -> str:
+    if all(there):
+        return "everywhere"
+    if not there[0] and there[-1]:
+        return "appears"
+    return "disappears" if there[0] and not there[-1] else "at some points"
 
 
 def _top(profile: Profile) -> tuple[str, float]:

@@ -11,7 +11,6 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from dlrm_core.parts import COMPONENTS, part_label
-from dlrm_core.units import NOTHING, digits, known_or, percent
 from dlrm_workbook.analysis.ensemble import WHOLE, Curve, short_leaf
 from dlrm_workbook.show.axes import label_rows, lines_of, log_axis, log_ticks
 from dlrm_workbook.show.tables import Column, Text
@@ -191,7 +190,7 @@ def sweep_verdict(summary: pd.DataFrame, failures: str) -> Text:
 
 
 LAWS: dict[str, str | Column] = {
-    "along": "along",
+    "leaf": Column("along", "text"),
     "part": "",
     "held": "with",
     "sentence": "law",
@@ -211,3 +210,13 @@ POINTS: dict[str, str | Column] = {
     "speedup": Column("measured speed-up", "ratio"),
 }
 """Columns of the tables of fitted laws and of a sweep's points."""
+
+
+def finding_columns(table: pd.DataFrame) -> dict[str, str | Column]:
+    """Columns of a table of findings along the grid: a share at each point."""
+    points = [str(name) for name in table.columns if str(name).startswith("at ")]
+    return (
+        {"finding": "finding"}
+        | {name: Column(name, "share") for name in points}
+        | {"along_the_grid": "along the grid"}
+    )
