@@ -1,4 +1,4 @@
-"""How near each part comes to what the machine allows, and which limit it meets.
+"""How near each part comes to what the machine allows, and which limit binds it.
 
 The roofline model (Williams, Waterman, Patterson, CACM 52(4), 2009) on the operators of
 one iteration: an operator takes at least as long as its arithmetic, its bytes, its
@@ -20,42 +20,45 @@ import pandas as pd
 
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.errors import InputError
-from dlrm_workbook.analysis.devices import DATA_SHEET, DEVICES
+from dlrm_core.parts import part_label
+from dlrm_workbook.analysis.attribution import PART
+from dlrm_workbook.analysis.devices import DATA_SHEET
 from dlrm_workbook.analysis.work import FLOAT_BYTES, lookups, operator_work, part_work
 from dlrm_workbook.recordings.profile import Profile
 
-# GPUs by name with their data sheets' figures (:mod:`dlrm_core.machine`), as a table.
+ARITHMETIC = "arithmetic"
+MEMORY = "memory bandwidth"
+ROWS = "random rows"
+DISPATCH = "dispatch"
+LAUNCHES = "launches"
+COPIES = "copies"
 
+LIMIT_WORDS = {
+    ARITHMETIC: "matrix products at the model's shapes",
+    MEMORY: "streaming through memory or cache",
+    ROWS: "reading random rows",
+    DISPATCH: "the host's cost of an operator",
+    LAUNCHES: "the host's cost of launching kernels",
+    COPIES: "copying between host and device",
+}
+"""Limit to what the machine spends its time on there."""
 
-def devices_table() -> pd.DataFrame:
-    """All listed GPUs: ``name``, ``PRECISION_tflops`` (NaN: no unit for it), ``memory_gb``,
-    ``memory_gb_per_s``, ``link_gb_per_s``, ``peer_gb_per_s``, ``source``."""
-    return pd.DataFrame(
-        [
-            {
-                "name": known.name,
-                **{
-                    f"{precision}_tflops": known.tflops.get(precision, float("nan"))
-                    for precision in ("fp32", "tf32", "bf16", "fp16")
-                },
-                "memory_gb": known.memory_gb,
-                "memory_gb_per_s": known.memory_gb_per_s,
-                "link_gb_per_s": known.link_gb_per_s,
-                "peer_gb_per_s": known.peer_gb_per_s,
-                "source": known.source,
-            }
-            for known in DEVICES
-        ]
-    )
+COLUMNS = [*PART, "time_ms", "flops", "bytes", "intensity_flop_per_byte", "gflops", "gb_per_s"]
+COLUMNS += ["ceiling", "ceiling_ms", "share_of_ceiling", "limit"]
 
+BUSY_SHARE = 0.05
+"""Of measuring the ceilings, spent waiting for a core: above it they are not the machine's."""
 
-# What a machine allows: least times from ceilings measured on it, or from a data sheet.
+BEYOND = 1.1
+"""A share of a ceiling above this is more than the measurements' noise."""
+
+WORTH_MS = 0.2
+"""Shorter parts are not worth a doubt."""
 
 MAX_RELATIVE_ERROR = 1e-5
 """Of a library that may multiply fp32 matrices in another one's place."""
 
-_ARRAYS = 3
-"""Of STREAM: a, b and c."""
+# ---- what a machine allows ---------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -104,23 +107,25 @@ class Limits:
         if own:
             return min(float(row["ms"]) for row in own), True
         rates = [_flops(row) / float(row["ms"]) for row in same if _flops(row) > 0]
-        if not rates:
-            rates = [1e6 * float(row["gflops"]) for row in rows if _positive(row.get("gflops"))]
-        peaks = self.ceilings.get("peak_gflops") or {}
-        if not rates:
-            rates = [1e6 * float(peaks[name]) for name in wanted if _positive(peaks.get(name))]
+        rates = rates or [1e6 * rate for rate in self._gemm_gflops(wanted)]
+        rates = rates or [1e6 * rate for rate in self._peaks_gflops(wanted)]
         return (flops / max(rates), False) if rates else None
 
     def peak_gflops(self, precisions: Iterable[str]) -> float | None:
         """The best rate of matrix products in this precision, 10^9 operations/s."""
         wanted = set(precisions)
-        peaks = self.ceilings.get("peak_gflops") or {}
-        rates = [
+        return max(self._gemm_gflops(wanted) + self._peaks_gflops(wanted), default=None)
+
+    def _gemm_gflops(self, wanted: set[str]) -> list[float]:
+        return [
             float(row["gflops"])
             for row in self._list("gemm")
             if self._usable(row, wanted) and _positive(row.get("gflops"))
-        ] + [float(peaks[name]) for name in wanted if _positive(peaks.get(name))]
-        return max(rates, default=None)
+        ]
+
+    def _peaks_gflops(self, wanted: set[str]) -> list[float]:
+        peaks = self.ceilings.get("peak_gflops") or {}
+        return [float(peaks[name]) for name in wanted if _positive(peaks.get(name))]
 
     def _usable(self, row: Mapping[str, Any], wanted: set[str]) -> bool:
         if row.get("precision") not in wanted or not _positive(row.get("ms")):
@@ -139,9 +144,9 @@ class Limits:
         as many bytes in as out. Between two measured sizes (one in cache, one in memory)
         the time is interpolated in logarithms of the size.
         """
-        # three arrays of ``bytes`` each took turns, so that is what the level held
+        # STREAM's three arrays of ``bytes`` each took turns, so that is what the level held
         known = [
-            (_ARRAYS * float(row["bytes"]), read * cost[0] + written * cost[1])
+            (3 * float(row["bytes"]), read * cost[0] + written * cost[1])
             for row in self._list("stream")
             if _positive(row.get("bytes")) and (cost := _costs(row)) is not None
         ]
@@ -173,9 +178,8 @@ class Limits:
 
     def overhead_ms(self, on_gpu: bool) -> float | None:
         """Least time of the host for one operator: a dispatch, and on a GPU a launch."""
-        costs = [self.ceilings.get("dispatch_us")]
-        if on_gpu:
-            costs.append(self.ceilings.get("launch_us"))
+        names = ("dispatch_us", "launch_us") if on_gpu else ("dispatch_us",)
+        costs = [self.ceilings.get(name) for name in names]
         known = [float(cost) for cost in costs if cost is not None and _positive(cost)]
         return max(known) / 1e3 if known else None
 
@@ -237,40 +241,7 @@ def _costs(row: Mapping[str, Any]) -> tuple[float, float] | None:
     return a, both - a
 
 
-ARITHMETIC = "arithmetic"
-MEMORY = "memory bandwidth"
-ROWS = "random rows"
-DISPATCH = "dispatch"
-LAUNCHES = "launches"
-COPIES = "copies"
-
-COLUMNS = [
-    "component",
-    "phase",
-    "time_ms",
-    "flops",
-    "bytes",
-    "intensity_flop_per_byte",
-    "gflops",
-    "gb_per_s",
-    "ceiling",
-    "ceiling_ms",
-    "share_of_ceiling",
-    "limit",
-]
-
-KEYS = ["component", "phase"]
-
-BUSY_SHARE = 0.05
-"""Of measuring the ceilings, spent waiting for a core: above it they are not the machine's."""
-
-BEYOND = 1.1
-"""A share of a ceiling above this is more than the measurements' noise."""
-
-WORTH_MS = 0.2
-"""Shorter parts are not worth a doubt."""
-
-_TIMES = ("arithmetic", "memory", "rows", "copies", "overhead", "kernel")
+# ---- parts against it ----------------------------------------------------------------------
 
 
 def roofline(profile: Profile, attribution: pd.DataFrame) -> pd.DataFrame:
@@ -294,8 +265,8 @@ def roofline(profile: Profile, attribution: pd.DataFrame) -> pd.DataFrame:
     statistics = profile.meta.get("data_statistics")
     work = part_work(parameters, statistics, profile.device)
     least = least_times(parameters, profile.meta.get("ceilings") or {}, statistics, profile.device)
-    table = attribution.groupby(KEYS, as_index=False, sort=False)[["time_ms"]].sum()
-    table = table.merge(work, on=KEYS, how="left").merge(least, on=KEYS, how="left")
+    table = attribution.groupby(PART, as_index=False, sort=False)[["time_ms"]].sum()
+    table = table.merge(work, on=PART, how="left").merge(least, on=PART, how="left")
     idle = table["flops"].isna()
     table["bytes"] = table["read_bytes"] + table["written_bytes"]
     table[["flops", "bytes"]] = table[["flops", "bytes"]].fillna(0.0)
@@ -330,26 +301,26 @@ def doubts(profile: Profile, table: pd.DataFrame) -> list[str]:
     Args:
         table: what :func:`roofline` gives of the profile.
     """
-    found = []
+    sentences = []
     waited = (profile.meta.get("ceilings") or {}).get("run_queue_share")
     if waited is not None and waited > BUSY_SHARE:
-        found.append(
+        sentences.append(
             f"The machine was busy while its ceilings were measured: the measuring thread waited "
             f"for a core {waited:.0%} of the time. They are too low, and shares of them too high."
         )
     above = table[(table["share_of_ceiling"] > BEYOND) & (table["time_ms"] > WORTH_MS)]
     if len(above):
         names = ", ".join(
-            f"{component.replace('_mlp', ' MLP')} {phase} ({share:.2f} times)".replace("  ", " ")
+            f"{part_label(component, phase)} ({share:.2f} times)"
             for component, phase, share in zip(
                 above["component"], above["phase"], above["share_of_ceiling"], strict=True
             )
         )
-        found.append(
+        sentences.append(
             f"Faster than the ceilings allow: {names}. Either the machine was slower while they "
             "were measured, or the part found its data in a nearer cache than was measured."
         )
-    return found
+    return sentences
 
 
 def least_step(table: pd.DataFrame) -> dict[str, Any]:
@@ -401,9 +372,9 @@ def least_times(
     operators = least_operator_times(parameters, ceilings, statistics, device)
     rows = [
         {"component": component, "phase": phase, **_part(group, Limits(ceilings), device)}
-        for (component, phase), group in operators.groupby(KEYS, sort=False)
+        for (component, phase), group in operators.groupby(PART, sort=False)
     ]
-    return pd.DataFrame(rows, columns=[*KEYS, "ceiling_ms", "limit", "ceiling"])
+    return pd.DataFrame(rows, columns=[*PART, "ceiling_ms", "limit", "ceiling"])
 
 
 def least_operator_times(
@@ -431,10 +402,10 @@ def least_operator_times(
     row_bytes = float(FLOAT_BYTES * parameters.model.embedding_dim)
     prefetched = parameters.data.loader == "prefetch"
     table_bytes = _table_bytes(parameters, ceilings, statistics)
-    works: list[Any] = list(work.itertuples(index=False))
     rows = []
-    for row in works:
-        times: dict[str, float | None] = dict.fromkeys(_TIMES)
+    row: Any
+    for row in work.itertuples(index=False):
+        times: dict[str, float | None] = dict.fromkeys([*_LIMITS, "overhead", "kernel"])
         timed = False
         if row.product:
             shape = (row.batch, row.m, row.n, row.k)
@@ -491,18 +462,31 @@ def precision_names(parameters: Parameters) -> tuple[str, ...]:
     return (*names, "tf32") if parameters.training.tf32 else names
 
 
+def profile_parameters(profile: Profile) -> Parameters:
+    """The parameters that the profiled run had.
+
+    Raises:
+        InputError: the profile does not say, or they are not those of a model we know.
+    """
+    sections = profile.meta.get("parameters")
+    if not sections:
+        raise InputError("the profile does not say with which parameters it ran")
+    return parameters_from_sections(sections)
+
+
 def parameters_of(profile: Profile) -> Parameters | None:
     """The parameters that a profile was recorded with; None if it has none we know."""
     sections = profile.meta.get("parameters")
     if not isinstance(sections, Mapping) or not sections.get("model"):
         return None
     try:
-        return parameters_from_sections(sections)
+        return profile_parameters(profile)
     except InputError:
         return None
 
 
 _LIMITS = {"arithmetic": ARITHMETIC, "memory": MEMORY, "rows": ROWS, "copies": COPIES}
+"""Column of :func:`least_operator_times` to the limit that it is the time of."""
 
 
 def _part(operators: pd.DataFrame, limits: Limits, device: str) -> dict[str, Any]:
@@ -513,13 +497,20 @@ def _part(operators: pd.DataFrame, limits: Limits, device: str) -> dict[str, Any
     known = operators[list(_LIMITS)].copy()
     known.loc[operators["timed"], ["memory", "rows"]] = np.nan
     known["overhead"] = operators["kernel" if on_gpu else "overhead"].where(~operators["timed"])
-    binding = _binding(known, LAUNCHES if on_gpu else DISPATCH)
-    times = binding.groupby("limit")["ms"].sum()
+    known = known.dropna(how="all").rename(
+        columns=_LIMITS | {"overhead": LAUNCHES if on_gpu else DISPATCH}
+    )
+    # of each operator the longest least time counts
+    times = known.max(axis=1).groupby(known.idxmax(axis=1)).sum() if len(known) else pd.Series()
     # on a GPU the host runs ahead of the device: the longer of the two is the part's
     host = float(operators["overhead"].sum()) if on_gpu else 0.0
     if host > times.sum():
         times = pd.Series({LAUNCHES: host})
-    return _answer(times, limits)
+    total, limit = float(times.sum()), str(times.idxmax())
+    if total == 0:
+        return {"ceiling_ms": 0.0, "limit": "", "ceiling": ""}
+    ceiling = LIMIT_WORDS[limit] + ("" if limits.measured else ", by data sheet, not measured")
+    return {"ceiling_ms": total, "limit": limit, "ceiling": ceiling}
 
 
 def _lacking(operators: pd.DataFrame) -> str | None:
@@ -533,32 +524,3 @@ def _lacking(operators: pd.DataFrame) -> str | None:
     if operators.loc[moved, "copies"].isna().any():
         return "copies between host and device were not measured"
     return None
-
-
-def _binding(known: pd.DataFrame, overhead: str) -> pd.DataFrame:
-    """Of each operator the longest least time (``ms``) and the limit that asks for it."""
-    some = known.dropna(how="all")
-    names = {**_LIMITS, "overhead": overhead}
-    longest = some.idxmax(axis=1) if len(some) else pd.Series(dtype=object)
-    return pd.DataFrame({"limit": longest.map(names), "ms": some.max(axis=1)})
-
-
-def _answer(times: pd.Series, limits: Limits) -> dict[str, Any]:
-    total, limit = float(times.sum()), str(times.idxmax())
-    if total == 0:
-        return {"ceiling_ms": 0.0, "limit": "", "ceiling": ""}
-    words = _words(limit)
-    if not limits.measured:
-        words += ", by data sheet, not measured"
-    return {"ceiling_ms": total, "limit": limit, "ceiling": words}
-
-
-def _words(limit: str) -> str:
-    return {
-        ARITHMETIC: "matrix products at the model's shapes",
-        MEMORY: "streaming through memory or cache",
-        ROWS: "reading random rows",
-        DISPATCH: "the host's cost of an operator",
-        LAUNCHES: "the host's cost of launching kernels",
-        COPIES: "copying between host and device",
-    }[limit]
