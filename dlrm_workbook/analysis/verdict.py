@@ -17,8 +17,8 @@ import pandas as pd
 from dlrm_core.errors import InputError
 from dlrm_workbook.analysis.findings import bottlenecks_json, limit
 from dlrm_workbook.analysis.findings.finding import Finding, plain
-from dlrm_workbook.analysis.roofline import least_step
-from dlrm_workbook.analysis.whatif import measured_parts, predict, profile_parameters
+from dlrm_workbook.analysis.roofline import least_step, profile_parameters
+from dlrm_workbook.analysis.whatif import measured_parts, predict
 from dlrm_workbook.recordings.profile import Profile
 
 LEAST = "least by this machine's ceilings, as configured"

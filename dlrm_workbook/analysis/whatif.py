@@ -4,33 +4,34 @@
 scaled by how its time alone changed in a probe (:mod:`dlrm_workbook.evidence.probes`); the others
 stay as measured. What the profile says is measured under a profiler, so it is first
 scaled to the median iteration that ran without one. Batches made by another thread are
-in the step only for as long as the step waits for them (:mod:`.whatif_overlap`). Where
+in the step only for as long as the step waits for them (:class:`Overlap`). Where
 no probe exists, the ratio of the least times that work and ceilings allow stands in, with
-a wider range (:mod:`.whatif_roofline`).
+a wider range (:func:`work_ratios`).
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from dlrm_core.config import Parameters, parameters_from_sections
+from dlrm_core.config import Parameters
 from dlrm_core.errors import InputError
 from dlrm_core.parts import ITERATION_SPAN, parse_span
 from dlrm_workbook.analysis.attribution import (
+    PART,
     attribute,
     iteration_count,
     main_thread,
     step_contexts,
 )
 from dlrm_workbook.analysis.devices import Device, device, device_of_driver
-from dlrm_workbook.analysis.roofline import least_times
+from dlrm_workbook.analysis.roofline import least_times, profile_parameters
 from dlrm_workbook.analysis.work import part_work
 from dlrm_workbook.evidence.dependence import (
     NEUTRAL,
@@ -41,27 +42,53 @@ from dlrm_workbook.evidence.dependence import (
 )
 from dlrm_workbook.recordings.profile import Profile
 
-# The measured step that a prediction starts from: its parts, without the profiler's cost.
-
-KEYS = ["component", "phase"]
-
 LEAST_ITERATIONS = 5
 """Undisturbed ones, fewer than which say less than all together."""
 
 DISTURBED = 0.05
 """Share of an iteration spent waiting for a core above which others disturbed it."""
 
+MODEL_ERROR = 0.06
+"""Relative error of a part's ratio that probes make however often they are repeated."""
 
-def profile_parameters(profile: Profile) -> Parameters:
-    """The parameters that the profiled run had.
+ROOFLINE_ERROR = 0.25
+"""Relative error of a ratio of least times."""
 
-    Raises:
-        InputError: the profile does not say.
-    """
-    sections = profile.meta.get("parameters")
-    if not sections:
-        raise InputError("the profile does not say with which parameters it ran")
-    return parameters_from_sections(sections)
+STEP_ERROR = 0.03
+"""Relative error of the whole changed step: its parts disturb each other in caches and heap."""
+
+OVERLAP_ERROR = 0.08
+"""Relative error of a step beside which batches are made."""
+
+COVER = 1.64
+"""Half width of a range in standard errors: 90 % of a normal distribution."""
+
+KNOWN_BY_WORK = frozenset(
+    {
+        "training.batch_size",
+        "training.precision",
+        "training.optimizer",
+        "data.indices_per_lookup",
+        "data.fixed_pooling",
+        "model.mlp_sizes",
+        "model.dense_features",
+        "model.bottom_mlp",
+        "model.top_mlp",
+        "model.embedding_dim",
+        "model.tables",
+        "model.table_rows",
+        "model.interaction",
+        "model.interaction_itself",
+    }
+)
+"""Leaves whose effect is in the operations and bytes of the parts."""
+
+WAITS = ("Synchronize", "cudaStreamWaitEvent", "cudaEventQuery", "_local_scalar_dense")
+"""In the names of calls in which the host waits for the GPU."""
+
+COLUMNS = [*PART, "now_ms", "then_ms", "low_ms", "high_ms", "method"]
+
+# ---- the measured step: its parts, without the profiler's cost -------------------------------
 
 
 def unprofiled_ms(profile: Profile) -> float | None:
@@ -94,15 +121,11 @@ def _undisturbed_ms(counters: Mapping[str, list[Any]]) -> list[float]:
 
 def _plain_parts(each: list[dict[str, float]]) -> dict[tuple[str, str], float]:
     """Median of each part over the iterations without a profiler; ``other`` is what is left."""
-    known: dict[tuple[str, str], float] = {}
     if not each or ITERATION_SPAN not in each[0]:
-        return known
-    for name in dict.fromkeys(name for times in each for name in times):
-        part = parse_span(name)
-        if part is not None:
-            known[part] = statistics.median(times.get(name, 0.0) for times in each)
-    whole = statistics.median(times[ITERATION_SPAN] for times in each)
-    known["other", ""] = max(0.0, whole - sum(known.values()))
+        return {}
+    median = pd.DataFrame(each).fillna(0.0).median()
+    known = {part: ms for name, ms in median.items() if (part := parse_span(str(name))) is not None}
+    known["other", ""] = max(0.0, median[ITERATION_SPAN] - sum(known.values()))
     return known
 
 
@@ -118,19 +141,18 @@ def measured_parts(profile: Profile) -> pd.DataFrame:
     if found.empty or found["component"].eq("other").all():
         raise InputError("the profile names no part of a model, so no change can be predicted")
     found["device_ms"] = found["time_ms"].where(found["where"].eq("device"), 0.0)
-    parts = found.groupby(KEYS, as_index=False, sort=False)[["time_ms", "device_ms"]].sum()
+    parts = found.groupby(PART, as_index=False, sort=False)[["time_ms", "device_ms"]].sum()
     parts = parts.rename(columns={"time_ms": "now_ms"})
     plain = _plain_parts(profile.meta.get("unprofiled_parts_ms") or [])
     if plain:
-        named = [plain.get((c, p)) for c, p in parts[KEYS].to_numpy().tolist()]
-        parts["now_ms"] = [0.0 if ms is None else ms for ms in named]
+        parts["now_ms"] = [plain.get((c, p), 0.0) for c, p in parts[PART].to_numpy().tolist()]
     whole = unprofiled_ms(profile)
     if whole is not None:
         parts[["now_ms", "device_ms"]] *= whole / parts["now_ms"].sum()
     return parts
 
 
-# Batches made by another thread: how long the step then takes.
+# ---- batches made by another thread -----------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -224,10 +246,7 @@ def together_ms(data_ms: float, rest_ms: float, data_slow: float, rest_slow: flo
     return both + data_ms - both / data_slow
 
 
-# The probes that a recording carries, found by change.
-
-MODEL_ERROR = 0.06
-"""Relative error of a part's ratio that probes make however often they are repeated."""
+# ---- the probes that a recording carries -----------------------------------------------------
 
 
 def find_probe(profile: Profile, change: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -283,35 +302,7 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-# What a change does to parts that nobody probed: ratios of least times.
-
-KNOWN_BY_WORK = frozenset(
-    {
-        "training.batch_size",
-        "training.precision",
-        "training.optimizer",
-        "data.indices_per_lookup",
-        "data.fixed_pooling",
-        "model.mlp_sizes",
-        "model.dense_features",
-        "model.bottom_mlp",
-        "model.top_mlp",
-        "model.embedding_dim",
-        "model.tables",
-        "model.table_rows",
-        "model.interaction",
-        "model.interaction_itself",
-    }
-)
-"""Leaves whose effect is in the operations and bytes of the parts."""
-
-WAITS = ("Synchronize", "cudaStreamWaitEvent", "cudaEventQuery", "_local_scalar_dense")
-"""In the names of calls in which the host waits for the GPU."""
-
-
-def unknown_by_work(base: Parameters, changed: Parameters) -> list[str]:
-    """Changed leaves of which work and ceilings say nothing."""
-    return [leaf for leaf in changed_leaves(base, changed) if leaf not in KNOWN_BY_WORK]
+# ---- parts that nobody probed: ratios of least times -------------------------------------------
 
 
 def work_ratios(profile: Profile, base: Parameters, changed: Parameters) -> pd.DataFrame:
@@ -324,18 +315,17 @@ def work_ratios(profile: Profile, base: Parameters, changed: Parameters) -> pd.D
         # measured bags are of the unchanged run: both sides by the law
         statistics = None
     ceilings = profile.meta.get("ceilings") or {}
-    where = profile.device
     tables = []
     for parameters in (base, changed):
-        work = part_work(parameters, statistics, where)
-        least = least_times(parameters, ceilings, statistics, where)
-        tables.append(work.merge(least, on=KEYS, how="left"))
-    both = tables[0].merge(tables[1], on=KEYS, suffixes=("_now", "_then"))
+        work = part_work(parameters, statistics, profile.device)
+        least = least_times(parameters, ceilings, statistics, profile.device)
+        tables.append(work.merge(least, on=PART, how="left"))
+    both = tables[0].merge(tables[1], on=PART, suffixes=("_now", "_then"))
     least_ratio = both["ceiling_ms_then"] / both["ceiling_ms_now"].where(both["ceiling_ms_now"] > 0)
     now = both["read_bytes_now"] + both["written_bytes_now"]
     then = both["read_bytes_then"] + both["written_bytes_then"]
     ratio = least_ratio.fillna(then / now.where(now > 0)).fillna(1.0)
-    return both[KEYS].assign(ratio=ratio)
+    return both[PART].assign(ratio=ratio)
 
 
 def device_ratios(profile: Profile, base: Parameters, name: str) -> tuple[pd.DataFrame, str]:
@@ -357,16 +347,16 @@ def device_ratios(profile: Profile, base: Parameters, name: str) -> tuple[pd.Dat
     measured = measured_gpu(profile)
     least = []
     for gpu in (measured, other):
-        precision = getattr(base.training, "precision", "fp32")
-        if precision not in gpu.tflops:
+        if base.training.precision not in gpu.tflops:
             raise InputError(
-                f"training.precision is {precision!r}, which {gpu.name} has no units for"
+                f"training.precision is {base.training.precision!r}, "
+                f"which {gpu.name} has no units for"
             )
         least.append(least_times(base, gpu.ceilings(), profile.meta.get("data_statistics"), "cuda"))
-    both = least[0].merge(least[1], on=KEYS, suffixes=("_now", "_then"))
+    both = least[0].merge(least[1], on=PART, suffixes=("_now", "_then"))
     ratio = both["ceiling_ms_then"] / both["ceiling_ms_now"].where(both["ceiling_ms_now"] > 0)
     by_memory = measured.memory_gb_per_s / other.memory_gb_per_s
-    return both[KEYS].assign(ratio=ratio.fillna(by_memory)), measured.name
+    return both[PART].assign(ratio=ratio.fillna(by_memory)), measured.name
 
 
 def measured_gpu(profile: Profile) -> Device:
@@ -390,45 +380,16 @@ def host_ms(profile: Profile) -> float:
     if not profile.has("cpu_time_ms"):
         return 0.0
     own = profile.value_table("cpu_time_ms", profiles=[main_thread(profile)]).to_numpy()
-    names = profile.contexts["name"].to_numpy(dtype=str)
-    waits = np.zeros(len(names), dtype=bool)
-    for word in WAITS:
-        waits |= np.char.find(names, word) >= 0
+    waits = profile.which("name", lambda name: any(word in name for word in WAITS))
     inside = step_contexts(profile, other_threads=False)
     return float(own[inside & ~waits].sum()) / iteration_count(profile)
 
 
-def merged(parts: pd.DataFrame, ratios: pd.DataFrame) -> np.ndarray:
-    """The ratio of every row of ``parts``; NaN where there is none."""
-    table = parts[KEYS].merge(ratios, on=KEYS, how="left")
-    return table["ratio"].to_numpy(dtype=float)
+# ---- predictions ------------------------------------------------------------------------------
 
 
-def plain_change(change: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
-    """A change without ``device``, and the GPU that it names, if any."""
-    rest = {name: value for name, value in change.items() if name != "device"}
-    named = change.get("device")
-    if named is not None and not isinstance(named, str):
-        raise InputError(f"device is {named!r}, expected the name of a GPU such as H100-SXM")
-    return rest, named
-
-
-ROOFLINE_ERROR = 0.25
-"""Relative error of a ratio of least times."""
-
-STEP_ERROR = 0.03
-"""Relative error of the whole changed step: its parts disturb each other in caches and heap."""
-
-OVERLAP_ERROR = 0.08
-"""Relative error of a step beside which batches are made."""
-
-COVER = 1.64
-"""Half width of a range in standard errors: 90 % of a normal distribution."""
-
-COLUMNS = ["component", "phase", "now_ms", "then_ms", "low_ms", "high_ms", "method"]
-
-
-_NUMBERS_AND_WORDS = ("change", "now_ms", "low_ms", "mid_ms", "high_ms", "method", "notices")
+_PLAIN = ("change", "now_ms", "low_ms", "mid_ms", "high_ms", "method", "notices")
+"""Fields of a prediction that are JSON values as they are."""
 
 
 @dataclass(frozen=True)
@@ -463,14 +424,8 @@ class Prediction:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {
-            "change": dict(self.change),
-            "now_ms": self.now_ms,
-            "low_ms": self.low_ms,
-            "mid_ms": self.mid_ms,
-            "high_ms": self.high_ms,
+            **{name: getattr(self, name) for name in _PLAIN},
             "speedup": self.speedup,
-            "method": self.method,
-            "notices": list(self.notices),
             "parts": self.parts.to_dict("records"),
             "samples": [self.samples_now, self.samples_then],
         }
@@ -478,7 +433,7 @@ class Prediction:
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Prediction:
         """What :meth:`to_dict` made, without the probe it rests on."""
-        values = {name: document[name] for name in _NUMBERS_AND_WORDS}
+        values = {name: document[name] for name in _PLAIN}
         samples = dict(zip(("samples_now", "samples_then"), document["samples"], strict=True))
         return cls(**values, parts=pd.DataFrame(document["parts"]), **samples)
 
@@ -495,7 +450,10 @@ def predict(profile: Profile, change: Mapping[str, Any]) -> Prediction:
         InputError: the change is no valid one, or there is nothing to predict it from;
             the message says what is missing.
     """
-    leaves, gpu = plain_change(change)
+    leaves = {name: value for name, value in change.items() if name != "device"}
+    gpu = change.get("device")
+    if gpu is not None and not isinstance(gpu, str):
+        raise InputError(f"device is {gpu!r}, expected the name of a GPU such as H100-SXM")
     if gpu is None and not leaves:
         raise InputError("the change is empty; expected leaves such as training.batch_size")
     base = profile_parameters(profile)
@@ -511,7 +469,7 @@ def predict(profile: Profile, change: Mapping[str, Any]) -> Prediction:
         notices.append("not probed: predicted from work and ceilings")
         ratio, error, method = _by_work(parts, profile, base, changed)
     else:
-        ratio, error, method = np.ones(len(parts)), np.zeros(len(parts)), _same(parts)
+        ratio, error, method = _unchanged(parts)
         if gpu is None:
             notices.append("the change touches no part of the step: its time stays")
     if gpu is not None:
@@ -552,17 +510,7 @@ def predict_change(
     from dlrm_workbook.evidence.probes import probe_changes
 
     probes = probe_changes(parameters, [change], seconds)
-    meta = profile.meta | {"part_probes": probes}
-    probed = Profile(
-        profile.contexts,
-        profile.metrics,
-        profile.values,
-        profile.threads,
-        profile.trace,
-        profile.iterations,
-        meta,
-    )
-    return predict(probed, change)
+    return predict(replace(profile, meta=profile.meta | {"part_probes": probes}), change)
 
 
 def what_if_table(
@@ -579,15 +527,11 @@ def what_if_table(
         ``method``, ``note`` (why there is no prediction, or what else changes); NaN
         where there is none.
     """
-    if changes is None:
-        changes = [probe["change"] for probe in probes_of(profile)]
     rows = []
-    for change in changes:
+    for change, made in _predictions(profile, changes):
         row: dict[str, Any] = {"change": _spelt(change)}
-        try:
-            made = predict(profile, change)
-        except InputError as error:
-            rows.append(row | {"note": str(error)})
+        if isinstance(made, InputError):
+            rows.append(row | {"note": str(made)})
             continue
         row |= {name: getattr(made, name) for name in ("now_ms", "low_ms", "mid_ms", "high_ms")}
         row |= {f"speedup_{end}": ratio for end, ratio in made.speedup.items()}
@@ -607,17 +551,13 @@ def what_if_parts(
         now, so they sum to ``now_ms`` over the speedup. Changes without a prediction
         are left out. Empty if the profile names no parts.
     """
-    if changes is None:
-        changes = [probe["change"] for probe in probes_of(profile)]
     try:
         now = measured_parts(profile).rename(columns={"now_ms": "time_ms"})
     except InputError:
         return pd.DataFrame({name: [] for name in ("change", "component", "time_ms")})
     tables = [("as it is", now)]
-    for change in changes:
-        try:
-            made = predict(profile, change)
-        except InputError:
+    for change, made in _predictions(profile, changes):
+        if isinstance(made, InputError):
             continue
         parts = made.parts.rename(columns={"then_ms": "time_ms"})
         samples = made.samples_now / made.samples_then
@@ -629,18 +569,31 @@ def what_if_parts(
     )[["change", "component", "time_ms"]]
 
 
+def _predictions(
+    profile: Profile, changes: Iterable[Mapping[str, Any]] | None
+) -> Iterator[tuple[Mapping[str, Any], Prediction | InputError]]:
+    """Each change, or each that was probed, with its prediction or why there is none."""
+    if changes is None:
+        changes = [probe["change"] for probe in probes_of(profile)]
+    for change in changes:
+        try:
+            yield change, predict(profile, change)
+        except InputError as error:
+            yield change, error
+
+
 Scaling = tuple[np.ndarray, np.ndarray, list[str]]
 """Ratio, its relative error and the method, of every row of the parts."""
 
 
-def _same(parts: pd.DataFrame) -> list[str]:
-    return ["measured"] * len(parts)
+def _unchanged(parts: pd.DataFrame) -> Scaling:
+    return np.ones(len(parts)), np.zeros(len(parts)), ["measured"] * len(parts)
 
 
 def _probed(parts: pd.DataFrame, probe: Mapping[str, Any]) -> Scaling:
     """By how each touched part's time alone changed."""
-    ratio, error, method = np.ones(len(parts)), np.zeros(len(parts)), _same(parts)
-    for row, (component, phase) in enumerate(parts[KEYS].to_numpy().tolist()):
+    ratio, error, method = _unchanged(parts)
+    for row, (component, phase) in enumerate(parts[PART].to_numpy().tolist()):
         then = probe.get("parts", {}).get(component, {}).get(phase)
         now = probe.get("base", {}).get(component, {}).get(phase)
         if then is None or not now:
@@ -655,14 +608,9 @@ def _by_work(
     parts: pd.DataFrame, profile: Profile, base: Parameters, changed: Parameters
 ) -> Scaling:
     """By the ratio of least times; on a GPU the host's share of a part stays."""
-    found = merged(parts, work_ratios(profile, base, changed))
-    known = np.isfinite(found)
-    ratio = np.where(known, found, 1.0)
-    if profile.device == "cuda":
-        share = (parts["device_ms"] / parts["now_ms"].where(parts["now_ms"] > 0)).fillna(0.0)
-        ratio = 1 + (ratio - 1) * share.to_numpy()
-    differs = known & (np.abs(ratio - 1) > 1e-9)
-    error = np.where(differs, ROOFLINE_ERROR * np.minimum(1.0, np.abs(np.log2(ratio))), 0.0)
+    ratio = _of_device(parts, work_ratios(profile, base, changed), profile.device == "cuda")
+    differs = np.abs(ratio - 1) > 1e-9
+    error = np.where(differs, _roofline_error(ratio), 0.0)
     return ratio, error, ["roofline" if there else "measured" for there in differs]
 
 
@@ -676,17 +624,28 @@ def _on_other_gpu(
 ) -> tuple[np.ndarray, np.ndarray, list[str], str]:
     """The device's time by the data sheets; the host's stays."""
     ratios, measured = device_ratios(profile, changed, gpu)
-    there = np.nan_to_num(merged(parts, ratios), nan=1.0)
-    share = (parts["device_ms"] / parts["now_ms"].where(parts["now_ms"] > 0)).fillna(0.0).to_numpy()
-    moved = 1 + (there - 1) * share
-    error = np.hypot(error, ROOFLINE_ERROR * np.minimum(1.0, np.abs(np.log2(moved))))
+    moved = _of_device(parts, ratios, True)
+    error = np.hypot(error, _roofline_error(moved))
     return ratio * moved, error, ["roofline"] * len(parts), measured
+
+
+def _of_device(parts: pd.DataFrame, ratios: pd.DataFrame, on_gpu: bool) -> np.ndarray:
+    """Ratio (n,) of each row of ``parts``, on a GPU of its device time alone; 1 where unknown."""
+    ratio = parts[PART].merge(ratios, on=PART, how="left")["ratio"].fillna(1.0).to_numpy()
+    if not on_gpu:
+        return ratio
+    share = (parts["device_ms"] / parts["now_ms"].where(parts["now_ms"] > 0)).fillna(0.0)
+    return 1 + (ratio - 1) * share.to_numpy()
+
+
+def _roofline_error(ratio: np.ndarray) -> np.ndarray:
+    return ROOFLINE_ERROR * np.minimum(1.0, np.abs(np.log2(ratio)))
 
 
 def _table(
     parts: pd.DataFrame, ratio: np.ndarray, error: np.ndarray, method: list[str]
 ) -> pd.DataFrame:
-    table = parts[[*KEYS, "now_ms"]].copy()
+    table = parts[[*PART, "now_ms"]].copy()
     table["then_ms"] = table["now_ms"] * ratio
     table["low_ms"] = table["then_ms"] / (1 + COVER * error)
     table["high_ms"] = table["then_ms"] * (1 + COVER * error)
@@ -734,16 +693,17 @@ def refuse_without_work(
     Raises:
         InputError: naming the leaves, and how they can be predicted.
     """
-    unknown = [leaf for leaf in unknown_by_work(base, changed) if leaf not in NEUTRAL]
+    known = KNOWN_BY_WORK | NEUTRAL
+    unknown = [leaf for leaf in changed_leaves(base, changed) if leaf not in known]
     if not unknown:
         return
     if probe is not None and probe.get("refused"):
         raise InputError(f"{_spelt(probe['change'])} cannot be predicted: {probe['refused']}")
-    known = "; ".join(_spelt(each["change"]) for each in probes_of(profile))
+    probed = "; ".join(_spelt(each["change"]) for each in probes_of(profile))
     raise InputError(
         f"{', '.join(unknown)} cannot be predicted from this profile: its effect is not in the "
         "operations and bytes of the model, and it was not probed in this run "
-        + (f"(probed were: {known})" if known else "(it holds no probes: profiling.probes)")
+        + (f"(probed were: {probed})" if probed else "(it holds no probes: profiling.probes)")
         + "; dlrm run compare probes any change before it runs it"
     )
 
