@@ -45,19 +45,27 @@ INDENT = "\u2003"
 """An em space: HTML would drop ordinary ones."""
 
 
+Texts = tuple[list[str], bool]
+"""Texts of a column, and whether they are words."""
+
+Formatter = Callable[..., Texts]
+"""Writes one column from one or several of the frame."""
+
+
 @dataclass(frozen=True)
 class Column:
     """How a column of a DataFrame is shown.
 
     Attributes:
         label: its title; left out, its name in words.
-        format: a key of :data:`FORMATS`; left out, by the name's last word or the values.
+        format: a key of :data:`FORMATS` or such a function; left out, by the name's last word
+            or the values.
         needs: columns it is made of, where it is made of others.
         unit: behind the label, in brackets; left out, the format's.
     """
 
     label: str = ""
-    format: str = ""
+    format: str | Formatter = ""
     needs: tuple[str, ...] = ()
     unit: str = ""
 
@@ -149,7 +157,8 @@ def show(
     for name in chosen:
         look = _look_of(name, frame, chosen[name] if isinstance(chosen, Mapping) else "")
         sources = [rows[of] for of in look.needs or (name,)]
-        texts, is_words = FORMATS[look.format](*sources)
+        formatter = FORMATS[look.format] if isinstance(look.format, str) else look.format
+        texts, is_words = formatter(*sources)
         if all(text in ("", NOTHING) for text in texts):
             continue
         if name == "part" and titles and rows["component"].eq("other").all():
@@ -197,9 +206,7 @@ def _look_of(name: str, frame: pd.DataFrame, given: str | Column) -> Column:
     return Column(look.label or words, look.format or format, look.needs, look.unit or unit)
 
 
-# The formats: one or several columns in; their texts out, and whether they are words.
-
-Texts = tuple[list[str], bool]
+# The formats.
 
 
 def _each(text: Callable[[Any], str], words: bool = False) -> Callable[[pd.Series], Texts]:
@@ -306,7 +313,7 @@ def measure(value: Any, unit: str = "") -> str:
     return known[unit](value) if unit in known else f"{digits(value)} {unit}"
 
 
-FORMATS: dict[str, Callable[..., Texts]] = {
+FORMATS: dict[str, Formatter] = {
     "base": _each(_base, words=True),
     "bytes": _each(format_bytes),
     "call": _calls,
