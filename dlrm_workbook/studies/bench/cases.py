@@ -10,6 +10,7 @@ from typing import Any
 
 from dlrm_core.config import Parameters, TrainingConfig, load_parameters
 from dlrm_core.errors import InputError
+from dlrm_workbook.changes import difference
 from dlrm_workbook.evidence.dependence import (
     DENSE_ENGINE,
     EMBEDDING_ENGINE,
@@ -17,7 +18,6 @@ from dlrm_workbook.evidence.dependence import (
     Change,
     changed_leaves,
     changed_parameters,
-    difference,
 )
 
 PRESETS = Path(__file__).resolve().parents[3] / "parameters"
