@@ -18,20 +18,20 @@ import numpy.typing as npt
 
 from dlrm_workbook.recordings.hpctoolkit import format as f4
 
-# The calling-context tree of an HPCToolkit database (format 4, meta.db), in columns.
-
-ENTRY_TYPES = ("unknown_entry", "main_thread", "application_thread")
-
-
-ENTRY = -1
-"""``ContextTree.lexical_type`` of an entry point."""
-
-
-ROOT = -2
-"""``ContextTree.lexical_type`` of context 0, the root over all entry points."""
-
-
 Ints = npt.NDArray[np.int64]
+
+META_SECTIONS = (
+    *("General", "IdNames", "Metrics", "Context"),
+    *("Strings", "Modules", "Files", "Functions"),
+)
+ENTRY_TYPES = ("unknown_entry", "main_thread", "application_thread")
+LEXICAL_TYPES = ("function", "loop", "line", "instruction")
+RELATIONS = ("lexical", "call", "inlined_call")
+SCOPE_TYPES = ("custom", "point", "execution", "transitive")
+COMBINE = ("sum", "min", "max")
+
+ENTRY, ROOT = -1, -2
+"""``ContextTree.lexical_type`` of an entry point, and of context 0, the root over all of them."""
 
 
 def enumerated(names: tuple[str, ...], value: int) -> str:
@@ -87,12 +87,139 @@ class ContextTree:
         return np.where(self._sorted[place] == contexts, self._order[place], -1)
 
 
-def read_tree(
+@dataclass(frozen=True)
+class Statistic:
+    """A summary statistic of the summary profile: ``combine`` over threads of ``formula``."""
+
+    scope: str
+    formula: str
+    combine: str
+    metric_id: int
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric as the database names it.
+
+    Attributes:
+        name: for instance ``CPUTIME (sec)``.
+        scopes: propagation scope to the id of its values in thread profiles.
+        statistics: what the summary profile holds of it.
+    """
+
+    name: str
+    scopes: dict[str, int]
+    statistics: tuple[Statistic, ...]
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function or other named construct; ``module`` and ``file`` are rows or −1."""
+
+    name: str
+    module: int
+    offset: int
+    file: int
+    line: int
+
+
+@dataclass
+class Meta:
+    """What ``meta.db`` says.
+
+    Attributes:
+        identifier_kinds: names by number, for instance ``NODE``, ``RANK``, ``THREAD``.
+        scope_types: propagation scope to one of ``SCOPE_TYPES``; scopes are told
+            apart by these, since their names may change.
+        modules, files: paths.
+    """
+
+    minor_version: int
+    title: str
+    description: str
+    identifier_kinds: list[str]
+    scope_types: dict[str, str]
+    metrics: list[Metric]
+    modules: list[str]
+    files: list[str]
+    functions: list[Function]
+    tree: ContextTree
+
+    @property
+    def inclusive_scope(self) -> str:
+        """The scope that sums over all descendants; ``execution`` in all known writers."""
+        return next((n for n, kind in self.scope_types.items() if kind == "execution"), "execution")
+
+
+def read_meta(path: Path) -> Meta:
+    """Read ``meta.db``.
+
+    Raises:
+        DatabaseError: missing, cut short, damaged, or of another format.
+    """
+    file = f4.DatabaseFile(path, "meta", b"_meta.db", META_SECTIONS)
+    general = file.header("General", f4.GENERAL)
+    names = file.header("IdNames", f4.IDENTIFIER_NAMES)
+    kinds = file.table(f4.POINTER, names["names"], names["count"], what="identifier names")
+    module_head, module_table = file.items("Modules", f4.LIST, f4.MODULE)
+    file_head, file_table = file.items("Files", f4.LIST, f4.SOURCE_FILE)
+    function_head, function_table = file.items("Functions", f4.LIST, f4.FUNCTION)
+
+    def row_in(head: dict[str, int], what: str) -> Callable[[npt.NDArray[Any]], Ints]:
+        return lambda pointers: _rows_at(file, head, pointers, what)
+
+    module_row, file_row = row_in(module_head, "load module"), row_in(file_head, "source file")
+    functions = [
+        Function(*row)
+        for row in zip(
+            file.strings(function_table["name"], "function name"),
+            module_row(function_table["module"]).tolist(),
+            function_table["offset"].tolist(),
+            file_row(function_table["file"]).tolist(),
+            function_table["line"].tolist(),
+            strict=True,
+        )
+    ]
+    tree = _read_tree(file, row_in(function_head, "function"), file_row, module_row)
+    metrics, scope_types = _read_metrics(file)
+    return Meta(
+        minor_version=file.minor_version,
+        title=file.string(general["title"], "title"),
+        description=file.string(general["description"], "description"),
+        identifier_kinds=file.strings(kinds["pointer"], "identifier name"),
+        scope_types=scope_types,
+        metrics=metrics,
+        modules=file.strings(module_table["path"], "module path"),
+        files=file.strings(file_table["path"], "source path"),
+        functions=functions,
+        tree=tree,
+    )
+
+
+def _rows_at(
+    file: f4.DatabaseFile, head: dict[str, int], pointers: npt.NDArray[Any], what: str
+) -> Ints:
+    """Rows of a list to which ``pointers`` point; −1 for a pointer 0."""
+    none = pointers == 0
+    start, count, stride = head["items"], head["count"], max(head["stride"], 1)
+    relative = np.where(none, np.uint64(0), pointers - np.uint64(start))  # wraps when below
+    rows, rest = np.divmod(relative, np.uint64(stride))
+    wrong = ~none & ((rest != 0) | (rows >= count))
+    if wrong.any():
+        raise file.error(
+            f"pointer {int(pointers[np.argmax(wrong)])} to a {what}, and there are {count} "
+            f"of them, {stride} bytes apart from byte {start}"
+        )
+    return np.where(none, -1, rows.astype(np.int64))
+
+
+def _read_tree(
     file: f4.DatabaseFile,
     function_row: Callable[[npt.NDArray[Any]], Ints],
     file_row: Callable[[npt.NDArray[Any]], Ints],
     module_row: Callable[[npt.NDArray[Any]], Ints],
 ) -> ContextTree:
+    """The tree, its fields gathered at once; the last three arguments turn pointers to rows."""
     head = file.header("Context", f4.CONTEXT_TREE)
     entries = file.table(
         f4.ENTRY_POINT, head["entries"], head["count"], head["stride"], "entry points"
@@ -229,148 +356,6 @@ def _walk(file: f4.DatabaseFile, entries: npt.NDArray[Any]) -> tuple[Ints, Ints,
         np.repeat(np.asarray(blocks_of, np.int64), number),
         np.repeat(np.asarray(depths, np.int64), number),
     )
-
-
-META_SECTIONS = (
-    "General",
-    "IdNames",
-    "Metrics",
-    "Context",
-    "Strings",
-    "Modules",
-    "Files",
-    "Functions",
-)
-LEXICAL_TYPES = ("function", "loop", "line", "instruction")
-RELATIONS = ("lexical", "call", "inlined_call")
-SCOPE_TYPES = ("custom", "point", "execution", "transitive")
-COMBINE = ("sum", "min", "max")
-
-
-@dataclass(frozen=True)
-class Statistic:
-    """A summary statistic of the summary profile: ``combine`` over threads of ``formula``."""
-
-    scope: str
-    formula: str
-    combine: str
-    metric_id: int
-
-
-@dataclass(frozen=True)
-class Metric:
-    """A metric as the database names it.
-
-    Attributes:
-        name: for instance ``CPUTIME (sec)``.
-        scopes: propagation scope to the id of its values in thread profiles.
-        statistics: what the summary profile holds of it.
-    """
-
-    name: str
-    scopes: dict[str, int]
-    statistics: tuple[Statistic, ...]
-
-
-@dataclass(frozen=True)
-class Function:
-    """A function or other named construct; ``module`` and ``file`` are rows or −1."""
-
-    name: str
-    module: int
-    offset: int
-    file: int
-    line: int
-
-
-@dataclass
-class Meta:
-    """What ``meta.db`` says.
-
-    Attributes:
-        identifier_kinds: names by number, for instance ``NODE``, ``RANK``, ``THREAD``.
-        scope_types: propagation scope to one of ``SCOPE_TYPES``; scopes are told
-            apart by these, since their names may change.
-        modules, files: paths.
-    """
-
-    minor_version: int
-    title: str
-    description: str
-    identifier_kinds: list[str]
-    scope_types: dict[str, str]
-    metrics: list[Metric]
-    modules: list[str]
-    files: list[str]
-    functions: list[Function]
-    tree: ContextTree
-
-    @property
-    def inclusive_scope(self) -> str:
-        """The scope that sums over all descendants; ``execution`` in all known writers."""
-        return next((n for n, kind in self.scope_types.items() if kind == "execution"), "execution")
-
-
-def read_meta(path: Path) -> Meta:
-    """Read ``meta.db``.
-
-    Raises:
-        DatabaseError: missing, cut short, damaged, or of another format.
-    """
-    file = f4.DatabaseFile(path, "meta", b"_meta.db", META_SECTIONS)
-    general = file.header("General", f4.GENERAL)
-    names = file.header("IdNames", f4.IDENTIFIER_NAMES)
-    kinds = file.table(f4.POINTER, names["names"], names["count"], what="identifier names")
-    module_head, module_table = file.items("Modules", f4.LIST, f4.MODULE)
-    file_head, file_table = file.items("Files", f4.LIST, f4.SOURCE_FILE)
-    function_head, function_table = file.items("Functions", f4.LIST, f4.FUNCTION)
-
-    def row_in(head: dict[str, int], what: str) -> Callable[[npt.NDArray[Any]], Ints]:
-        return lambda pointers: _rows_at(file, head, pointers, what)
-
-    module_row, file_row = row_in(module_head, "load module"), row_in(file_head, "source file")
-    functions = [
-        Function(*row)
-        for row in zip(
-            file.strings(function_table["name"], "function name"),
-            module_row(function_table["module"]).tolist(),
-            function_table["offset"].tolist(),
-            file_row(function_table["file"]).tolist(),
-            function_table["line"].tolist(),
-            strict=True,
-        )
-    ]
-    tree = read_tree(file, row_in(function_head, "function"), file_row, module_row)
-    metrics, scope_types = _read_metrics(file)
-    return Meta(
-        minor_version=file.minor_version,
-        title=file.string(general["title"], "title"),
-        description=file.string(general["description"], "description"),
-        identifier_kinds=file.strings(kinds["pointer"], "identifier name"),
-        scope_types=scope_types,
-        metrics=metrics,
-        modules=file.strings(module_table["path"], "module path"),
-        files=file.strings(file_table["path"], "source path"),
-        functions=functions,
-        tree=tree,
-    )
-
-
-def _rows_at(
-    file: f4.DatabaseFile, head: dict[str, int], pointers: npt.NDArray[Any], what: str
-) -> Ints:
-    """Rows of a list to which ``pointers`` point; −1 for a pointer 0."""
-    none = pointers == 0
-    start, count, stride = head["items"], head["count"], max(head["stride"], 1)
-    relative = np.where(none, np.uint64(0), pointers - np.uint64(start))  # wraps when below
-    rows, rest = np.divmod(relative, np.uint64(stride))
-    wrong = ~none & ((rest != 0) | (rows >= count))
-    if wrong.any():
-        raise file.error(
-            f"pointer {int(pointers[np.argmax(wrong)])} to a {what}, and there are {count} "
-            f"of them, {stride} bytes apart from byte {start}"
-        )
-    return np.where(none, -1, rows.astype(np.int64))
 
 
 def _read_metrics(file: f4.DatabaseFile) -> tuple[list[Metric], dict[str, str]]:
