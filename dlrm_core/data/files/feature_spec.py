@@ -47,20 +47,32 @@ class ColumnFile:
 
 
 @dataclass(frozen=True)
+class SplitFiles:
+    """The files of one split; ``numerical`` is None where there are no dense features."""
+
+    numerical: ColumnFile | None
+    label: ColumnFile
+    tables: tuple[ColumnFile, ...]
+
+    @property
+    def all(self) -> tuple[ColumnFile, ...]:
+        """Every file of the split."""
+        dense = () if self.numerical is None else (self.numerical,)
+        return (*dense, self.label, *self.tables)
+
+
+@dataclass(frozen=True)
 class FeatureSpec:
     """A data set in split_binary layout.
 
     Attributes:
-        folder: where feature_spec.yaml lies.
-        splits: for each split its files: numerical (if any), label, then the categorical
-            ones in the order of the channel.
+        splits: the files of each split, tables in the order of the channel.
         table_rows: cardinality of each categorical feature.
         dense_features: number of numerical features.
         metadata: whatever the maker noted.
     """
 
-    folder: Path
-    splits: Mapping[str, tuple[ColumnFile, ...]]
+    splits: Mapping[str, SplitFiles]
     table_rows: tuple[int, ...]
     dense_features: int
     metadata: Mapping[str, Any]
@@ -174,7 +186,6 @@ class _Reader:
             self._fail("source_spec has no 'train'")
         metadata = self.tree.get("metadata")
         return FeatureSpec(
-            self.file.parent,
             splits,
             tuple(rows.values()),
             len(names["numerical"]),
@@ -188,7 +199,7 @@ class _Reader:
         names: Mapping[str, list[str]],
         kinds: Mapping[str, np.dtype],
         rows: Mapping[str, int],
-    ) -> tuple[ColumnFile, ...]:
+    ) -> SplitFiles:
         if not isinstance(chunks, list):
             self._fail(f"{where} is {chunks!r}, expected a list of chunks")
         found: dict[str, ColumnFile] = {}
@@ -227,7 +238,11 @@ class _Reader:
                 f"{where}: the chunk of {first[0]!r} has {len(found[first[0]].features)} "
                 f"features, expected all {len(names['numerical'])} numerical ones"
             )
-        return tuple(found[name] for name in expected)
+        return SplitFiles(
+            found[first[0]] if first else None,
+            found[names["label"][0]],
+            tuple(found[name] for name in names["categorical"]),
+        )
 
     def _dtype(self, features: Mapping[str, Any], name: str) -> np.dtype:
         text = self._mapping(features.get(name), f"feature_spec.{name}").get("dtype")

@@ -21,13 +21,27 @@ TEACHER_SAMPLES = 131_072
 """Of an evaluation on a teacher, who has no end."""
 
 
-class DatasetBatches:
+class _Stream:
+    """A stream of batches whose whole state is how many were taken."""
+
+    taken = 0
+
+    def state(self) -> dict[str, int]:
+        """Where the stream is, for a checkpoint."""
+        return {"batches": self.taken}
+
+    def restore(self, state: dict[str, int]) -> None:
+        """Go on from a state: the next batches are those that followed it."""
+        self.taken = int(state["batches"])
+
+
+class DatasetBatches(_Stream):
     """An endless stream of batches of one split: one row of each table a sample.
 
     A batch is ``batch_size`` neighbours in the files; an epoch takes each once, in the
     order of the files or, shuffled, in an order that follows from the seed and the epoch's
     number. What is left over at the end of the files when all batches are full is left
-    out. So the whole state is one number, how many batches were taken.
+    out.
 
     Raises:
         InputError: the model does not fit the data, or the split has no full batch.
@@ -54,7 +68,6 @@ class DatasetBatches:
                 f"{source.label.file}: has {source.samples} samples, but training.batch_size is "
                 f"{batch_size}: the {source.split} split has not one full batch"
             )
-        self.taken = 0
 
     @property
     def epoch(self) -> int:
@@ -65,22 +78,11 @@ class DatasetBatches:
         """The next batch of the stream."""
         epoch, place = divmod(self.taken, self.batches_per_epoch)
         if self.shuffled:
-            place = int(self._order(epoch)[place])
+            place = int(_permutation(self.batches_per_epoch, self.seed, epoch)[place])
         start = place * self.batch_size
         batch = read_batch(self.source, self.table_rows, start, start + self.batch_size)
         self.taken += 1
         return batch
-
-    def state(self) -> dict[str, int]:
-        """Where the stream is, for a checkpoint."""
-        return {"batches": self.taken}
-
-    def restore(self, state: dict[str, int]) -> None:
-        """Go on from a state: the next batches are those that followed it."""
-        self.taken = int(state["batches"])
-
-    def _order(self, epoch: int) -> np.ndarray:
-        return _permutation(self.batches_per_epoch, self.seed, epoch)
 
 
 @functools.lru_cache(maxsize=2)
@@ -89,7 +91,7 @@ def _permutation(count: int, seed: int, epoch: int) -> np.ndarray:
     return random.permutation(count)
 
 
-class TeacherBatches:
+class TeacherBatches(_Stream):
     """Batches of a planted teacher's law, made as they are asked for.
 
     The samples of the split ``train`` (endless) and ``test`` that ``dlrm data generate
@@ -101,7 +103,6 @@ class TeacherBatches:
         self.split = split
         self.batch_size = batch_size
         self._maker = SampleMaker(law, split)
-        self.taken = 0
 
     def next_batch(self) -> Batch:
         """The next batch of the stream."""
@@ -118,14 +119,6 @@ class TeacherBatches:
         return one_hot_batch(
             dense.astype(np.float32), indices, labels.astype(np.float32).reshape(-1, 1)
         )
-
-    def state(self) -> dict[str, int]:
-        """Where the stream is, for a checkpoint."""
-        return {"batches": self.taken}
-
-    def restore(self, state: dict[str, int]) -> None:
-        """Go on from a state: the next batches are those that followed it."""
-        self.taken = int(state["batches"])
 
 
 def read_batch(source: Source, table_rows: Sequence[int], start: int, stop: int) -> Batch:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dlrm_core.data.files.feature_spec import ColumnFile, read_spec
+from dlrm_core.data.files.feature_spec import ColumnFile, SplitFiles, read_spec
 from dlrm_core.errors import InputError
 
 FORMATS = ("split_binary", "deepspark_dist", "terabyte")
@@ -53,27 +53,28 @@ class Source:
         path: of the data set, as given.
         format: one of FORMATS.
         split: 'train', 'test' or 'val'.
-        samples: N.
         label: one column.
         dense: (N, D) values, memory-mapped; None without dense features.
         dense_names: D names.
         dense_file: where they lie.
         tables: T columns.
-        counts: dense features are counts of which log(x+1) is taken.
         metadata: what the data set says of itself.
     """
 
     path: Path
     format: str
     split: str
-    samples: int
     label: Column
     dense: np.ndarray | None
     dense_names: tuple[str, ...]
     dense_file: Path
     tables: tuple[Column, ...]
-    counts: bool
     metadata: Any
+
+    @property
+    def samples(self) -> int:
+        """Number of samples N."""
+        return len(self.label.values)
 
     def read_labels(self, start: int, stop: int) -> np.ndarray:
         """Targets (B, 1) float32.
@@ -97,7 +98,8 @@ class Source:
         if self.dense is None:
             return np.empty((stop - start, 0), np.float32)
         values = self.dense[start:stop].astype(np.float32)
-        if self.counts:
+        if self.format != "split_binary":
+            # the other formats hold counts
             self._check_dense(values >= 0.0, values, start, "a count of 0 or more")
             # torch's logarithm, as DeepSpark's: the same bits, and on torch's threads
             torch.from_numpy(values).add_(1.0).log_()
@@ -171,54 +173,49 @@ def open_source(path: str | Path, format: str, split: str) -> Source:
     if format == "terabyte":
         return _terabyte(path, split)
     if format == "deepspark_dist":
-        return _columns(path, format, split, dist_files(path, split), {})
+        return _column_files(path, format, split, _deepspark_files(path, split), {})
     spec = read_spec(path)
     if split not in spec.splits:
         raise InputError(f"{path}: has no split {split!r}, but {', '.join(spec.splits)}")
-    return _columns(path, format, split, spec.splits[split], spec.metadata)
+    return _column_files(path, format, split, spec.splits[split], spec.metadata)
 
 
-def dist_files(path: Path, split: str) -> tuple[ColumnFile, ...]:
+def _deepspark_files(path: Path, split: str) -> SplitFiles:
     """The files of DeepSpark's variant, which has no list of them."""
     folder = path / split
     if not (folder / "label.bin").is_file():
         raise InputError(f"{folder / 'label.bin'}: no such file (format deepspark_dist)")
-    names = [file.name for file in folder.iterdir()]
-    numbers = sorted(int(m[1]) for name in names if (m := re.fullmatch(r"cat_(\d+)\.bin", name)))
+    found = (re.fullmatch(r"cat_(\d+)\.bin", file.name) for file in folder.iterdir())
+    numbers = sorted(int(match[1]) for match in found if match)
     if numbers != list(range(len(numbers))) or not numbers:
         raise InputError(
             f"{folder}: has the tables {numbers}, expected cat_0.bin, cat_1.bin, ... without gaps"
         )
     label = ColumnFile(folder / "label.bin", ("label",), np.dtype("<f4"))
-    tables = [
+    tables = tuple(
         ColumnFile(folder / f"cat_{t}.bin", (f"cat_{t}.bin",), np.dtype("<i4")) for t in numbers
-    ]
+    )
     dense = folder / "numerical.bin"
     if not dense.is_file():
-        return (label, *tables)
-    samples, size = file_size(label.path) // 4, file_size(dense)
+        return SplitFiles(None, label, tables)
+    samples, size = _file_size(label.path) // 4, _file_size(dense)
     if not samples or size % (4 * samples):
         raise InputError(
             f"{dense}: has {size} bytes, expected a multiple of {4 * samples} (float32, "
             f"{samples} samples in {label.path.name})"
         )
-    names = [f"num_{i}" for i in range(size // (4 * samples))]
-    return (ColumnFile(dense, tuple(names), np.dtype("<f4")), label, *tables)
+    names = tuple(f"num_{i}" for i in range(size // (4 * samples)))
+    return SplitFiles(ColumnFile(dense, names, np.dtype("<f4")), label, tables)
 
 
-def file_size(path: Path) -> int:
-    """Bytes of a file.
-
-    Raises:
-        InputError: there is no such file.
-    """
+def _file_size(path: Path) -> int:
     try:
         return path.stat().st_size
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def sample_count(files: Sequence[ColumnFile]) -> int:
+def _sample_count(files: Sequence[ColumnFile]) -> int:
     """Samples in a split's files, which must all have as many.
 
     Raises:
@@ -226,7 +223,7 @@ def sample_count(files: Sequence[ColumnFile]) -> int:
     """
     counts = []
     for file in files:
-        size = file_size(file.path)
+        size = _file_size(file.path)
         if size % file.row_bytes:
             raise InputError(
                 f"{file.path}: has {size} bytes, expected a multiple of {file.row_bytes} "
@@ -239,36 +236,29 @@ def sample_count(files: Sequence[ColumnFile]) -> int:
             usual = max(set(counts), key=counts.count)
             odd, found = (files[0], counts[0]) if count == usual else (file, count)
             raise InputError(
-                f"{odd.path}: has {found} samples ({file_size(odd.path)} bytes), but the other "
+                f"{odd.path}: has {found} samples ({_file_size(odd.path)} bytes), but the other "
                 f"files of the split have {usual} ({usual * odd.row_bytes} bytes)"
             )
     return counts[0]
 
 
-def _columns(
-    path: Path, format: str, split: str, files: Sequence[ColumnFile], metadata: Any
-) -> Source:
-    samples = sample_count(files)
-    mapped = [_map(file, samples) for file in files]
-    tables = [i for i, file in enumerate(files) if file.rows is not None]
-    if format == "deepspark_dist":
-        tables = [i for i, file in enumerate(files) if file.features[0].startswith("cat_")]
-    dense = 0 if tables and tables[0] == 2 else None
-    label = 0 if dense is None else 1
+def _column_files(path: Path, format: str, split: str, files: SplitFiles, metadata: Any) -> Source:
+    """A split whose features lie in files of their own."""
+    samples = _sample_count(files.all)
+    dense = files.numerical
+
+    def column(file: ColumnFile) -> Column:
+        return Column(file.path, file.features[0], _map(file, samples)[:, 0], file.rows)
+
     return Source(
         path=path,
         format=format,
         split=split,
-        samples=samples,
-        label=Column(files[label].path, files[label].features[0], mapped[label][:, 0]),
-        dense=None if dense is None else mapped[dense],
-        dense_names=() if dense is None else files[dense].features,
-        dense_file=files[0].path,
-        tables=tuple(
-            Column(files[i].path, files[i].features[0], mapped[i][:, 0], files[i].rows)
-            for i in tables
-        ),
-        counts=format != "split_binary",
+        label=column(files.label),
+        dense=None if dense is None else _map(dense, samples),
+        dense_names=() if dense is None else dense.features,
+        dense_file=files.label.path if dense is None else dense.path,
+        tables=tuple(column(file) for file in files.tables),
         metadata=metadata,
     )
 
@@ -282,29 +272,22 @@ def _map(file: ColumnFile, samples: int) -> np.ndarray:
     return np.memmap(file.path, dtype=kind, mode="r", shape=shape)
 
 
-def terabyte_file(path: Path, split: str) -> Path:
-    """The file of a split in facebook's layout."""
-    return path / f"terabyte_processed_{split}.bin" if path.is_dir() else path
-
-
 def _terabyte(path: Path, split: str) -> Source:
-    file = terabyte_file(path, split)
-    names = ["label", *(f"num_{i}" for i in range(TERABYTE_DENSE))]
-    names += [f"cat_{t}" for t in range(TERABYTE_COLUMNS - 1 - TERABYTE_DENSE)]
-    whole = ColumnFile(file, tuple(names), np.dtype("<i4"))
-    samples = sample_count([whole])
-    mapped = _map(whole, samples)
-    first = 1 + TERABYTE_DENSE
+    """A split in facebook's layout: one file with a row a sample."""
+    file = path / f"terabyte_processed_{split}.bin" if path.is_dir() else path
+    dense = tuple(f"num_{i}" for i in range(TERABYTE_DENSE))
+    tables = tuple(f"cat_{t}" for t in range(TERABYTE_COLUMNS - 1 - TERABYTE_DENSE))
+    whole = ColumnFile(file, ("label", *dense, *tables), np.dtype("<i4"))
+    values = _map(whole, _sample_count([whole]))
+    columns = [Column(file, name, values[:, i]) for i, name in enumerate(whole.features)]
     return Source(
         path=path,
         format="terabyte",
         split=split,
-        samples=samples,
-        label=Column(file, "label", mapped[:, 0]),
-        dense=mapped[:, 1:first],
-        dense_names=tuple(names[1:first]),
+        label=columns[0],
+        dense=values[:, 1 : 1 + TERABYTE_DENSE],
+        dense_names=dense,
         dense_file=file,
-        tables=tuple(Column(file, names[i], mapped[:, i]) for i in range(first, TERABYTE_COLUMNS)),
-        counts=True,
+        tables=tuple(columns[1 + TERABYTE_DENSE :]),
         metadata={},
     )
