@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from dlrm_workbook.recordings.nesting import innermost
 from dlrm_workbook.recordings.profile import Profile
-from dlrm_workbook.recordings.spans import innermost
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]

@@ -37,8 +37,8 @@ from dlrm_workbook.analysis.operators import (
     timeline,
     top_operators,
 )
+from dlrm_workbook.recordings.nesting import nest, self_times
 from dlrm_workbook.recordings.profile import Profile, inclusive_from_exclusive
-from dlrm_workbook.recordings.spans import nest, self_times
 from dlrm_workbook.recordings.torch.trace import read_trace
 
 

@@ -19,8 +19,8 @@ from small_program import SmallProgram
 from torch.profiler import ProfilerActivity, profile
 
 from dlrm_core.errors import InputError
+from dlrm_workbook.recordings.nesting import innermost, nest, self_times
 from dlrm_workbook.recordings.profile import Profile
-from dlrm_workbook.recordings.spans import innermost, nest, self_times
 from dlrm_workbook.recordings.torch.recorder import record
 from dlrm_workbook.recordings.torch.trace import join_unsteady, read_recording, read_trace
 

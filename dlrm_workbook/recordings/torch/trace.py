@@ -17,8 +17,8 @@ import pandas as pd
 
 from dlrm_core.errors import InputError
 from dlrm_core.parts import ITERATION_SPAN, parse_span
+from dlrm_workbook.recordings.nesting import innermost, nest, self_times
 from dlrm_workbook.recordings.profile import Profile, inclusive_from_exclusive
-from dlrm_workbook.recordings.spans import innermost, nest, self_times
 from dlrm_workbook.recordings.torch.chrome_trace import Events, load_json, read_events
 
 FLOP_OPERATORS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"})
