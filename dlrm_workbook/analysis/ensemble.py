@@ -9,15 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from dlrm_core.errors import InputError
+from dlrm_core.files import read_json
 from dlrm_core.parts import COMPONENTS
 from dlrm_workbook.analysis.compare import part_estimates, step_estimate
 from dlrm_workbook.analysis.intervals import t_quantile
+from dlrm_workbook.changes import change_text
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.turns import CONFIDENCE, Interval
 
@@ -291,6 +294,23 @@ def _scalar(value: Any) -> Any:
             return value[0]
         return "-".join(map(str, value))
     return value
+
+
+SWEEP = "sweep.json"
+"""The record of a sweep, in its folder."""
+
+
+def swept_runs(folder: Path, notebook: str) -> dict[str, Path]:
+    """Run folder of a notebook in each point of a sweep that finished it: label to folder.
+
+    Raises:
+        InputError: the folder holds no record of a sweep.
+    """
+    return {
+        change_text(row["change"]): folder / row["folders"][notebook]
+        for row in read_json(folder / SWEEP)["points"]
+        if notebook in row["folders"]
+    }
 
 
 def numeric_axes(settings: pd.DataFrame) -> list[str]:

@@ -207,3 +207,15 @@ def wrapped(text: str, width: int = 80) -> str:
     pieces = [text[start : start + width] for start in range(0, len(text), width)]
     shown = pieces[:4] + (["…"] if len(pieces) > 4 else [])
     return "<br>".join(shown)
+
+
+WATERFALL: dict[str, Any] = {
+    "textposition": "outside",
+    "cliponaxis": False,
+    "connector": {"line": {"color": GRID, "width": 1}},
+    "increasing": {"marker": {"color": SLOWER}},
+    "decreasing": {"marker": {"color": FASTER}},
+    "totals": {"marker": {"color": INK}},
+    "hovertemplate": "%{text}<extra></extra>",
+}
+"""The look of steps from one time to another."""

@@ -11,8 +11,8 @@ import plotly.graph_objects as go
 
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json
+from dlrm_core.machine import REPOSITORY
 from dlrm_core.units import NOTHING, counted, milliseconds, percent, speedup
-from dlrm_workbook.runs import REPOSITORY
 from dlrm_workbook.show.axes import add_ends, add_headings, in_groups, label_rows, mark_one
 from dlrm_workbook.show.tables import Table, Text, aligned
 from dlrm_workbook.show.theme import figure, marker, rows_of

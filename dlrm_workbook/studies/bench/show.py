@@ -24,7 +24,7 @@ from dlrm_workbook.show.axes import (
     log_ticks,
     mark_one,
 )
-from dlrm_workbook.show.theme import COLOURS, INK, SYMBOLS, TEMPLATE, figure, rows_of
+from dlrm_workbook.show.theme import COLOURS, INK, SYMBOLS, TEMPLATE, WATERFALL, figure, rows_of
 from dlrm_workbook.studies.bench.cases import GROWTH, PLAIN, TORCHREC, TUNED
 from dlrm_workbook.studies.bench.show_tables import (
     FIGURE_NAMES,
@@ -32,7 +32,6 @@ from dlrm_workbook.studies.bench.show_tables import (
     interval_text,
     option_label,
 )
-from dlrm_workbook.studies.compare.show import WATERFALL
 
 CONTESTANTS = {
     PEER: COLOURS["optimizer"],

@@ -33,6 +33,7 @@ from dlrm_workbook.analysis.compare import (
     ratio_interval,
     step_estimate,
 )
+from dlrm_workbook.analysis.ensemble import SWEEP, swept_runs
 from dlrm_workbook.analysis.findings import findings
 from dlrm_workbook.analysis.whatif import Prediction, predict, predict_change
 from dlrm_workbook.changes import apply_change, change_steps, change_text, difference, flat_change
@@ -41,8 +42,6 @@ from dlrm_workbook.recordings.measure import measure, saved_profile
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.studies.compare import analyse as in_rounds
 from dlrm_workbook.studies.compare.measure import ROUNDS, TimedRun, run_in_turns
-from dlrm_workbook.studies.sweep.plan import RECORD as SWEEP_RECORD
-from dlrm_workbook.studies.sweep.plan import Sweep
 from dlrm_workbook.turns import Interval
 
 RECORD = "compare.json"
@@ -666,8 +665,8 @@ def start(
 def _places(text: str) -> list[tuple[str, Path]]:
     """(label, folder) of each profile that a folder stands for."""
     folder = Path(text).expanduser().absolute()
-    if (folder / SWEEP_RECORD).is_file():
-        return list(Sweep.open(folder).run_folders("profile").items())
+    if (folder / SWEEP).is_file():
+        return list(swept_runs(folder, "profile").items())
     return [("", folder)]
 
 

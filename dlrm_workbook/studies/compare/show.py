@@ -24,13 +24,13 @@ from dlrm_workbook.show.tables import Column, Text
 from dlrm_workbook.show.theme import (
     COLOURS,
     FASTER,
-    GRID,
     INK,
     PREDICTED,
     ROW,
     SAME,
     SLOWER,
     SYMBOLS,
+    WATERFALL,
     difference_colour,
     escaped,
     figure,
@@ -42,17 +42,6 @@ from dlrm_workbook.show.theme import (
 )
 from dlrm_workbook.studies.compare.comparison import Comparison, Outcome
 from dlrm_workbook.turns import Interval
-
-WATERFALL: dict[str, Any] = {
-    "textposition": "outside",
-    "cliponaxis": False,
-    "connector": {"line": {"color": GRID, "width": 1}},
-    "increasing": {"marker": {"color": SLOWER}},
-    "decreasing": {"marker": {"color": FASTER}},
-    "totals": {"marker": {"color": INK}},
-    "hovertemplate": "%{text}<extra></extra>",
-}
-"""The look of steps from one time to another."""
 
 ENDS = ("mid", "low", "high")
 

@@ -21,6 +21,7 @@ import yaml
 from dlrm_core.config import Parameters
 from dlrm_core.errors import InputError, MissingToolError
 from dlrm_core.files import read_json, write_json
+from dlrm_core.machine import REPOSITORY
 from dlrm_core.parts import parse_span
 from dlrm_core.progress import Bar
 from dlrm_workbook.analysis.devices import device
@@ -59,7 +60,6 @@ from dlrm_workbook.analysis.ranks.record import (
 )
 from dlrm_workbook.analysis.ranks.schedule import Overlap
 from dlrm_workbook.analysis.ranks.sharding import SHARDINGS, make_plan, maximum_ranks
-from dlrm_workbook.runs import REPOSITORY
 from dlrm_workbook.studies.bench.notebook import read_benchmark
 
 # One process alone: this machine's times of each part, for predictions without TorchRec.

@@ -22,9 +22,9 @@ from dlrm_core.errors import InputError
 from dlrm_core.files import only_process, read_json, write_json
 from dlrm_core.ledger import require_same
 from dlrm_core.machine import versions
+from dlrm_workbook.analysis.ensemble import SWEEP, swept_runs
 from dlrm_workbook.changes import apply_change, change_text, flat_change
 
-RECORD = "sweep.json"
 FORMAT_VERSION = 1
 
 RunPoint = Callable[[Parameters, Path], Mapping[str, Path]]
@@ -176,13 +176,13 @@ class Sweep:
             InputError: the folder holds no sweep, or one of another version.
         """
         folder = Path(folder).expanduser().absolute()
-        if not (folder / RECORD).is_file():
-            raise InputError(f"{folder}: is no sweep's folder (it has no {RECORD})")
-        record = read_json(folder / RECORD)
+        if not (folder / SWEEP).is_file():
+            raise InputError(f"{folder}: is no sweep's folder (it has no {SWEEP})")
+        record = read_json(folder / SWEEP)
         version = record.get("format_version") if isinstance(record, dict) else None
         if version != FORMAT_VERSION:
             raise InputError(
-                f"{folder / RECORD} has format version {version}; this version reads "
+                f"{folder / SWEEP} has format version {version}; this version reads "
                 f"{FORMAT_VERSION}"
             )
         base = parameters_from_sections(record["parameters"] | {"sweep": record["sweep"]})
@@ -200,15 +200,11 @@ class Sweep:
 
     def run_folders(self, notebook: str) -> dict[str, Path]:
         """Run folder of a notebook in each point that finished it: label to folder."""
-        return {
-            point.label: self.folder / row["folders"][notebook]
-            for point, row in zip(self.points, self.rows, strict=True)
-            if notebook in row["folders"]
-        }
+        return swept_runs(self.folder, notebook)
 
     def save(self) -> None:
         """Write ``sweep.json``, whole."""
-        write_json(self.folder / RECORD, self.record)
+        write_json(self.folder / SWEEP, self.record)
 
     def require_same(
         self, parameters: Parameters, notebooks: Sequence[str], own: Mapping[str, str]
