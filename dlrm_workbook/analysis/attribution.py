@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from dlrm_core.parts import COMPONENTS, ITERATION_SPAN, PHASES, is_iteration_function
-from dlrm_workbook.analysis.context_tree import Bools, Ints, running, stretch_at
+from dlrm_workbook.analysis.context_tree import Bools, Floats, Ints, running, stretch_at
 from dlrm_workbook.analysis.steady import SteadyState, steady_state
 from dlrm_workbook.recordings.profile import Profile
 
@@ -59,15 +59,17 @@ def attribute(profile: Profile, steady: bool = True) -> pd.DataFrame:
     return table
 
 
-def iteration_state(profile: Profile) -> SteadyState | None:
-    """Which of the profile's iterations (in their order) are steady; None without iterations.
+def iteration_ms(profile: Profile) -> Floats:
+    """Wall time of every iteration (n,), ms.
 
     On a GPU an iteration lasts until its last kernel ends or the next one begins.
     """
-    table = profile.iterations
-    if table.empty:
-        return None
-    return steady_state((table["end_ns"] - table["start_ns"]).to_numpy() / 1e6)
+    return (profile.iterations["end_ns"] - profile.iterations["start_ns"]).to_numpy() / 1e6
+
+
+def iteration_state(profile: Profile) -> SteadyState | None:
+    """Which of the profile's iterations (in their order) are steady; None without iterations."""
+    return None if profile.iterations.empty else steady_state(iteration_ms(profile))
 
 
 def what_differed(profile: Profile) -> pd.DataFrame:

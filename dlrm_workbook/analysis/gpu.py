@@ -22,10 +22,8 @@ from dlrm_workbook.analysis.context_tree import missing_reason, nearest, unmeasu
 from dlrm_workbook.recordings.hpctoolkit.database import read_database
 from dlrm_workbook.recordings.hpctoolkit.metrics import (
     COPY_KINDS,
-    DERIVATIONS,
     MEMORY_KINDS,
     STALLS,
-    derive,
 )
 from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
 from dlrm_workbook.recordings.profile import Profile
@@ -200,33 +198,6 @@ def stall_reasons(stalls: pd.DataFrame) -> pd.DataFrame:
     table["meaning"] = table["reason"].map(STALLS)
     table["advice"] = table["reason"].map(STALL_ADVICE)
     return table.sort_values("warp_cycles", ascending=False, ignore_index=True)[columns]
-
-
-def sampling_table(profile: Profile) -> pd.DataFrame:
-    """What PC sampling and the kernels' properties say of the whole run.
-
-    Returns:
-        ``quantity``, ``value``, ``unit``, ``meaning``: samples and their period, and the
-        quantities of ``metrics.DERIVATIONS`` that were measured.
-    """
-    columns = ["quantity", "value", "unit", "meaning"]
-    rows = profile.values_of(_starting("G"), "exclusive")
-    root = rows.groupby("metric")["value"].sum().to_dict()
-    values = {str(name): float(value) for name, value in root.items()}
-    found = derive(values)
-    table = [
-        (item.name, found[item.name], item.unit, item.meaning)
-        for item in DERIVATIONS
-        if not isinstance(found[item.name], str)
-    ]
-    if values.get("GSAMP:TOT"):
-        table.insert(0, ("samples", values["GSAMP:TOT"], "", "PC samples taken"))
-        if "GINS" in values:
-            period = values["GINS"] / values["GSAMP:TOT"]
-            table.insert(1, ("period", period, "GPU cycles", "between two samples of a warp"))
-    if not table:
-        return unmeasured(columns, missing_reason(profile, ["stall reasons"], "no GPU metric"))
-    return pd.DataFrame(table, columns=columns)
 
 
 def sampled_profile(profile: Profile) -> Profile:

@@ -30,6 +30,7 @@ import pandas as pd
 from dlrm_core.errors import InputError
 from dlrm_workbook.analysis.attribution import (
     PART,
+    iteration_ms,
     main_thread,
     parts_at,
     per_iteration,
@@ -123,11 +124,10 @@ def idle_by_cause(profile: Profile, each: pd.DataFrame | None = None) -> pd.Data
     if each.empty:
         return unmeasured(BY_CAUSE, reason_of(each) or "no GPU was idle")
     count = len(profile.iterations)
-    wall_ms = float((profile.iterations["end_ns"] - profile.iterations["start_ns"]).sum()) / 1e6
     table = each.groupby("cause", as_index=False)[["idle_ms", "after_sync_ms"]].sum()
     total = table["idle_ms"].sum()
     table["share_of_idle"] = table["idle_ms"] / total if total else np.nan
-    table["share_of_iteration"] = table["idle_ms"] / wall_ms
+    table["share_of_iteration"] = table["idle_ms"] / iteration_ms(profile).sum()
     table[["idle_ms", "after_sync_ms"]] /= count
     table["meaning"] = table["cause"].map(CAUSES)
     return table.sort_values("idle_ms", ascending=False, ignore_index=True)[BY_CAUSE]
@@ -329,11 +329,9 @@ def overlaps(profile: Profile) -> pd.DataFrame:
     if not rows:
         return unmeasured(OVERLAP, "nothing was copied, exchanged or made in the iterations")
     table = pd.DataFrame(rows)
-    iterations = profile.iterations
-    wall_ms = float((iterations["end_ns"] - iterations["start_ns"]).mean()) / 1e6
     table["hidden_ms"] = table["total_ms"] - table["exposed_ms"]
     table["exposed_share"] = table["exposed_ms"] / table["total_ms"]
-    table["of_iteration"] = table["exposed_ms"] / wall_ms
+    table["of_iteration"] = table["exposed_ms"] / iteration_ms(profile).mean()
     return table.sort_values("exposed_ms", ascending=False, ignore_index=True)[OVERLAP]
 
 

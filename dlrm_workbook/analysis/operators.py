@@ -11,7 +11,13 @@ import numpy as np
 import pandas as pd
 
 from dlrm_core.parts import parse_span
-from dlrm_workbook.analysis.attribution import iteration_count, main_thread, step_contexts
+from dlrm_workbook.analysis.attribution import (
+    PART,
+    iteration_count,
+    main_thread,
+    step_contexts,
+)
+from dlrm_workbook.analysis.views import top_down
 from dlrm_workbook.recordings.profile import Profile
 
 SMALL = "(small)"
@@ -33,7 +39,7 @@ def top_operators(profile: Profile, count: int = 20) -> pd.DataFrame:
         included; NaN where torch counts no operations); largest share first.
     """
     steps = iteration_count(profile)
-    table = profile.contexts[["name", "kind", "shapes", "component", "phase"]].copy()
+    table = profile.contexts[["name", "kind", "shapes", *PART]].copy()
     columns = {
         "calls": ("calls", "exclusive"),
         "cpu_self_ms": ("cpu_time_ms", "exclusive"),
@@ -47,7 +53,7 @@ def top_operators(profile: Profile, count: int = 20) -> pd.DataFrame:
     flops = counted.groupby("context")["value"].sum()
     table["flops"] = flops.reindex(table.index).to_numpy() / steps
     table = table[step_contexts(profile) & table["kind"].ne("thread")]
-    keys = ["name", "kind", "shapes", "component", "phase"]
+    keys = ["name", "kind", "shapes", *PART]
     # min_count: a sum over nothing measured is not measured, not 0.
     table = table.groupby(keys, as_index=False, sort=False).sum(min_count=1)
     table = table[table["cpu_self_ms"].gt(0) | table["gpu_ms"].gt(0)]
@@ -77,43 +83,27 @@ def call_tree(
         ``component``, ``phase``, ``value_ms`` (inclusive), ``self_ms``; parents first.
         Empty if ``metric`` was not measured.
     """
-    columns = ["id", "parent", "label", "kind", "shapes", "component", "phase"]
-    columns += ["value_ms", "self_ms"]
+    columns = ["id", "parent", "label", "kind", "shapes", *PART, "value_ms", "self_ms"]
     if not profile.has(metric):
         return pd.DataFrame(columns=columns)
-    contexts = profile.contexts
-    steps = iteration_count(profile)
-    value = profile.value_table(metric, "inclusive").to_numpy() / steps
-    own = profile.value_table(metric).to_numpy() / steps
-    parent = contexts["parent"].to_numpy()
     within = step_contexts(profile)
-    root = within & ((parent < 0) | ~within[parent])
-    total = value[root].sum()
-    shown = within & (value > 0) & (root | (value >= smallest_share * total))
-    # A child has at most its parent's value, so what is shown hangs together.
-    table = contexts.assign(label=contexts["name"], value_ms=value, self_ms=own)[shown]
-    table = table.assign(
-        id=table["context"].astype(str),
-        parent=np.where(root[shown], "", table["parent"].astype(str)),
+    tree = top_down(profile, metric, detail="line", smallest_share=smallest_share, within=within)
+    tree = tree[within[tree["context"]]].sort_values("context")
+    tree.attrs.clear()  # they are of the whole recording
+    steps = iteration_count(profile)
+    context = tree["context"].astype(str)
+    rows = tree.assign(
+        id=context,
+        parent=tree["parent"].astype(str).where(tree["parent"].isin(tree["context"]), ""),
+        label=tree["name"],
+        shapes=profile.contexts["shapes"].to_numpy()[tree["context"]],
+        value_ms=tree["inclusive"] / steps,
+        self_ms=tree["exclusive"] / steps,
     )
-    hidden = within & (value > 0) & ~shown & ~root
-    rest = pd.DataFrame({"parent": parent[hidden], "value_ms": value[hidden]})
-    rest = rest[shown[rest["parent"]]].groupby("parent", as_index=False)["value_ms"].sum()
-    above = contexts.iloc[rest["parent"]]
-    small = pd.DataFrame(
-        {
-            "id": ["small-" + str(row) for row in rest["parent"]],
-            "parent": rest["parent"].astype(str),
-            "label": SMALL,
-            "kind": "",
-            "shapes": "",
-            "component": above["component"].to_numpy(),
-            "phase": above["phase"].to_numpy(),
-            "value_ms": rest["value_ms"],
-            "self_ms": rest["value_ms"],
-        }
-    )
-    return pd.concat([table[columns], small[columns]], ignore_index=True)
+    value_ms = tree["small"] / steps
+    small = rows.assign(id="small-" + context, parent=context, label=SMALL, kind="", shapes="")
+    small = small.assign(value_ms=value_ms, self_ms=value_ms)[value_ms > 0]
+    return pd.concat([rows, small], ignore_index=True)[columns]
 
 
 def timeline(profile: Profile, iterations: int | Sequence[int] = 3) -> pd.DataFrame:
@@ -129,19 +119,15 @@ def timeline(profile: Profile, iterations: int | Sequence[int] = 3) -> pd.DataFr
         ``iteration``, ``lane``, ``component``, ``phase``, ``start_ms`` (from the
         iteration's start), ``duration_ms``, ``events`` (spans joined in the row).
     """
-    columns = ["iteration", "lane", "component", "phase", "start_ms", "duration_ms", "events"]
+    columns = ["iteration", "lane", *PART, "start_ms", "duration_ms", "events"]
     chosen = profile.iterations.sort_values("start_ns")
     if isinstance(iterations, int):
         chosen = chosen.head(iterations)
     else:
         chosen = chosen[chosen["iteration"].isin(list(iterations))]
-    contexts = profile.contexts
-    named = contexts["name"].map({n: parse_span(n) is not None for n in contexts["name"].unique()})
-    ranges = np.flatnonzero(contexts["kind"].eq("annotation") & named)
+    named = profile.which("name", lambda name: parse_span(name) is not None)
+    ranges = np.flatnonzero(profile.of_kind("annotation") & named)
     main = main_thread(profile)
-    steps = list(
-        zip(*(chosen[name].tolist() for name in ("iteration", "start_ns", "end_ns")), strict=True)
-    )
     pieces = []
     for thread in profile.threads.itertuples(index=False):
         spans = profile.trace[profile.trace["profile"] == thread.profile]
@@ -151,14 +137,13 @@ def timeline(profile: Profile, iterations: int | Sequence[int] = 3) -> pd.DataFr
         if spans.empty:
             continue
         lane = str(thread.name) if on_gpu or thread.profile != main else "main thread"
-        for iteration, first, last in steps:
+        for iteration, first, last in chosen.itertuples(index=False):
             begun = spans["start_ns"].between(first, last, inclusive="left")
             drawn = spans[begun].sort_values("start_ns")
             if drawn.empty:
                 continue
-            part = contexts[["component", "phase"]].iloc[drawn["context"]].reset_index(drop=True)
-            start = drawn["start_ns"].to_numpy()
-            end = drawn["end_ns"].to_numpy()
+            part = profile.contexts[PART].iloc[drawn["context"]].reset_index(drop=True)
+            start, end = drawn["start_ns"].to_numpy(), drawn["end_ns"].to_numpy()
             run = np.arange(len(drawn))
             if on_gpu:
                 same = (part == part.shift()).all(axis=1).to_numpy()[1:]
@@ -172,9 +157,8 @@ def timeline(profile: Profile, iterations: int | Sequence[int] = 3) -> pd.DataFr
                 end=("end", "max"),
                 events=("start", "size"),
             )
-            begin, finish = table["start"].to_numpy(), table["end"].to_numpy()
-            table["start_ms"] = (begin - first) / 1e6
-            table["duration_ms"] = (finish - begin) / 1e6
+            table["start_ms"] = (table["start"] - first) / 1e6
+            table["duration_ms"] = (table["end"] - table["start"]) / 1e6
             pieces.append(table.assign(iteration=iteration, lane=lane)[columns])
     if not pieces:
         return pd.DataFrame(columns=columns)
@@ -192,12 +176,12 @@ def memory(profile: Profile) -> pd.DataFrame:
     for device, metric in (("cpu", "allocated_bytes"), ("gpu", "gpu_allocated_bytes")):
         if not profile.has(metric):
             continue
-        table = profile.contexts[["component", "phase"]].copy()
+        table = profile.contexts[PART].copy()
         table["allocated_mb"] = profile.value_table(metric) / iteration_count(profile) / 1e6
         table = table[step_contexts(profile) & table["allocated_mb"].gt(0)]
-        table = table.groupby(["component", "phase"], as_index=False)[["allocated_mb"]].sum()
+        table = table.groupby(PART, as_index=False)[["allocated_mb"]].sum()
         pieces.append(table.assign(device=device))
-    columns = ["component", "phase", "device", "allocated_mb"]
+    columns = [*PART, "device", "allocated_mb"]
     if not pieces:
         return pd.DataFrame(columns=columns)
     table = pd.concat(pieces, ignore_index=True)[columns]
@@ -223,14 +207,3 @@ def memory_curve(profile: Profile) -> pd.DataFrame:
     if not pieces:
         return pd.DataFrame(columns=["device", "time_ms", "allocated_mb"])
     return pd.concat(pieces, ignore_index=True)
-
-
-def iteration_times(profile: Profile) -> pd.DataFrame:
-    """``iteration``, ``time_ms`` of every iteration."""
-    table = profile.iterations
-    return pd.DataFrame(
-        {
-            "iteration": table["iteration"],
-            "time_ms": (table["end_ns"] - table["start_ns"]) / 1e6,
-        }
-    )

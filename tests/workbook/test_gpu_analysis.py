@@ -19,7 +19,6 @@ from dlrm_workbook.analysis.gpu import (
     copy_table,
     kernel_table,
     sampled_profile,
-    sampling_table,
     stall_reasons,
     stall_table,
 )
@@ -27,7 +26,7 @@ from dlrm_workbook.analysis.idleness import NOBODY, gpu_idleness, idle_blame
 from dlrm_workbook.analysis.lanes import LEAST_SPANS, thread_timeline, trace_summary
 from dlrm_workbook.analysis.views import bottom_up, flat, top_down
 from dlrm_workbook.recordings.hpctoolkit.database import read_database
-from dlrm_workbook.recordings.hpctoolkit.metrics import STALLS
+from dlrm_workbook.recordings.hpctoolkit.metrics import STALLS, derive
 from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.trace import read_trace
@@ -124,10 +123,11 @@ def test_stalls_by_kernel_and_by_line(made: Profile) -> None:
 
 def test_golden_figures_of_pc_sampling() -> None:
     profile = real("loops-cuda-nvidiapc-t")
-    facts = sampling_table(profile).set_index("quantity")["value"]
-    assert facts["samples"] == 657_096
-    assert facts["period"] == 4096
-    assert facts["samples"] * facts["period"] == 2_691_465_216
+    rows = profile.values_of(lambda name: name.startswith("G"), "exclusive")
+    measured = rows.groupby("metric")["value"].sum().to_dict()
+    assert measured["GSAMP:TOT"] == 657_096
+    assert measured["GINS"] == 4096 * 657_096 == 2_691_465_216
+    facts = derive(measured)
     assert round(facts["utilization_percent"], 1) == 92.2
     assert round(facts["stalled_percent"], 1) == 76.4
     assert facts["occupancy_percent"] == 12.5
@@ -168,7 +168,6 @@ def test_what_was_not_measured_is_empty_and_says_why(traced: Profile, tmp_path: 
         copy_table(cpu),
         stall_table(cpu),
         stall_reasons(stall_table(cpu)),
-        sampling_table(cpu),
         gpu_idleness(cpu),
         idle_blame(cpu),
         stall_table(traced),
@@ -184,7 +183,7 @@ def test_what_was_not_measured_is_empty_and_says_why(traced: Profile, tmp_path: 
         assert reason_of(table) in shown.markdown
     bare = Profile.build(contexts=None, metrics=None, values=None, threads=None)
     for table in (
-        *(kernel_table(bare), copy_table(bare), stall_table(bare), sampling_table(bare)),
+        *(kernel_table(bare), copy_table(bare), stall_table(bare)),
         *(gpu_idleness(bare), idle_blame(bare), thread_timeline(bare), trace_summary(bare)),
     ):
         assert table.empty
