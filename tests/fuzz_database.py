@@ -28,7 +28,7 @@ import numpy as np
 from dlrm_workbook.recordings.hpctoolkit.database import read_database
 from dlrm_workbook.recordings.hpctoolkit.format import DatabaseError
 from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
-from dlrm_workbook.recordings.hpctoolkit.views import describe, facts, kernels_table
+from dlrm_workbook.recordings.hpctoolkit.views import describe, facts
 from tests.hpctoolkit_tree import random_tree
 from tests.hpctoolkit_writer import Measured, write_database
 
@@ -140,7 +140,6 @@ def exercise(folder: Path) -> None:
     database = read_database(folder)
     json.dumps(facts(database))
     describe(database)
-    kernels_table(database)
     for metric in database.taxonomy[:10]:
         for cost in metric.formulas:
             try:

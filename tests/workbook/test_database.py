@@ -15,6 +15,7 @@ from databases import NAMES, assert_same, expected_of, folder_of, written
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dlrm_workbook.analysis.gpu import kernel_table
 from dlrm_workbook.recordings.hpctoolkit.database import Database, read_database
 from dlrm_workbook.recordings.hpctoolkit.format import DatabaseError
 from dlrm_workbook.recordings.hpctoolkit.metrics import additive
@@ -23,7 +24,6 @@ from dlrm_workbook.recordings.hpctoolkit.views import (
     describe,
     facts,
     functions_table,
-    kernels_table,
 )
 from tests.hpctoolkit_tree import FUNCTION, LINE, Tree, random_tree
 from tests.hpctoolkit_writer import Measured, write_database
@@ -102,8 +102,8 @@ def test_pc_sampling_figures() -> None:
     assert derived["stall_idep_percent"] == pytest.approx(91.5, abs=0.05)
     assert derived["occupancy_percent"] == 12.5
     assert derived["copy_gb_per_s"] == "not measured: no values of GXCOPY (sec)"
-    kernel = kernels_table(database).iloc[0]
-    assert (kernel["kernel"], kernel["launches"], kernel["mean_registers"]) == (
+    kernel = kernel_table(profile_from_database(database)).iloc[0]
+    assert (kernel["kernel"], kernel["launches"], kernel["registers"]) == (
         "kernmain()",
         100,
         32,

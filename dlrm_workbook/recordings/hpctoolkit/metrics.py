@@ -238,11 +238,6 @@ class Derivation:
     below: str
     most: float | None = None
 
-    @property
-    def of_kernels(self) -> bool:
-        """Whether a kernel can have it (copies are no part of one)."""
-        return not self.below.startswith("GXCOPY")
-
     def compute(self, values: Mapping[str, float], listed: Collection[str]) -> float | str:
         """The number, or a sentence why it was not measured; arguments as for ``derive``."""
         above, below = self.above, self.below

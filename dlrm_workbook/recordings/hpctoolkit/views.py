@@ -23,7 +23,6 @@ from dlrm_workbook.recordings.hpctoolkit.meta import ENTRY, Ints
 from dlrm_workbook.recordings.hpctoolkit.metrics import (
     DERIVATIONS,
     canonical_name,
-    derive,
     meaning_of,
     reason_without_value,
     unit_of,
@@ -146,41 +145,6 @@ def kernel_rows(database: Database) -> npt.NDArray[np.bool_]:
     childless = placeholder.copy()
     childless[tree.parent[kernels]] = False
     return kernels | childless
-
-
-def kernels_table(database: Database) -> pd.DataFrame:
-    """GPU kernels by name, longest first.
-
-    Columns: ``kernel``, ``module``, ``file``, ``line``, ``time_ms``, ``share_percent``
-    and the quantities of ``metrics.DERIVATIONS`` that a kernel has (NaN where not
-    measured).
-    """
-    rows = np.flatnonzero(kernel_rows(database))
-    gpu = [
-        name
-        for name in database.root()
-        if canonical_name(name).startswith(("GKER", "GINS", "GSAMP", "GPUOP"))
-    ]
-    columns = {
-        canonical_name(name): values[rows]
-        for name, values in zip(gpu, database.matrix(gpu), strict=True)
-    }
-    keys = ["name", "module", "file", "line"]
-    frame = database.contexts.loc[rows, keys].assign(**columns)
-    groups = frame.groupby(keys, sort=False)[list(columns)].sum().reset_index()
-    table: pd.DataFrame = groups[keys].rename(columns={"name": "kernel"})
-    time = groups["GKER (sec)"] if "GKER (sec)" in columns else pd.Series(np.nan, groups.index)
-    table["time_ms"] = 1e3 * time
-    table["share_percent"] = 100 * time / time.sum()
-    listed = {canonical_name(metric.name) for metric in database.metrics}
-    quantities = [
-        derive({str(name): row[name] for name in columns if row[name]}, listed)
-        for row in groups.to_dict("records")
-    ]
-    for name in (derivation.name for derivation in DERIVATIONS if derivation.of_kernels):
-        results = [row[name] for row in quantities]
-        table[name] = [np.nan if isinstance(result, str) else result for result in results]
-    return table.sort_values("time_ms", ascending=False, kind="stable").reset_index(drop=True)
 
 
 def functions_table(database: Database, metric: str, profile: int = 0) -> pd.DataFrame:
