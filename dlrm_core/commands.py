@@ -23,7 +23,8 @@ import torch
 
 from dlrm_core.checkpoint import find_checkpoint, read_checkpoint
 from dlrm_core.config import SECTIONS, Parameters, load_parameters
-from dlrm_core.engines import attach
+from dlrm_core.data.batch import Batch
+from dlrm_core.embeddings import attach, resolve_backend
 from dlrm_core.errors import InputError
 from dlrm_core.evaluate import HeldOut, held_out_batches
 from dlrm_core.evaluate import evaluate as evaluate_batches
@@ -32,11 +33,10 @@ from dlrm_core.inference import POOL_BATCHES, measure_latency, pool_of
 from dlrm_core.machine import device_name, end_with_starter, resolve_device
 from dlrm_core.memory import require_memory
 from dlrm_core.model import DLRM, ClickLoss, build_model
+from dlrm_core.placement import places_of
 from dlrm_core.precision import DensePrecision, set_fp32_matmul, set_tf32
 from dlrm_core.progress import Bar
 from dlrm_core.resume import require_same_model, restore_weights, with_backend_of
-from dlrm_kernels.embeddings.choose import resolve
-from dlrm_kernels.embeddings.host_tables import Places
 
 if TYPE_CHECKING:
     from dlrm_workbook.evidence.counters import IterationCounters
@@ -53,6 +53,7 @@ class Predictor:
     loss: ClickLoss
     precision: DensePrecision
     device: torch.device
+    divide: Callable[[Batch], Batch] | None
     iteration: int
     checkpoint: Path | None
     notices: list[str]
@@ -66,7 +67,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
         found = evaluate_batches(
             predictor.model,
             predictor.loss,
-            HeldOut(predictor.parameters, device),
+            HeldOut(predictor.parameters, device, predictor.divide),
             predictor.precision,
             device,
             predictor.iteration,
@@ -164,12 +165,12 @@ def open_predictor(arguments: argparse.Namespace, largest_batch: int = 0) -> Pre
     notices += set_tf32(training.tf32, device)
     seed = training.seed if checkpoint is None else None
     huge_pages = training.embedding_backend != "torch"
-    places = Places(parameters, device)
+    places = places_of(parameters, device)
     model = build_model(parameters.model, seed, device, huge_pages, places.make_tables).eval()
     if checkpoint is not None:
         restore_weights(checkpoint, model)
     notices += places.notices
-    parameters, said = resolve(parameters, device, model.embeddings)
+    parameters, said = resolve_backend(parameters, device, model.embeddings)
     attach(model.embeddings, parameters.training)
     precision = DensePrecision(parameters.training, device)
     notices += said + precision.notices + getattr(model.embeddings.backend, "notices", [])
@@ -180,6 +181,7 @@ def open_predictor(arguments: argparse.Namespace, largest_batch: int = 0) -> Pre
         loss,
         precision,
         device,
+        places.divide,
         checkpoint.step if checkpoint else 0,
         checkpoint.folder if checkpoint else None,
         notices,

@@ -2,9 +2,8 @@
 
 The graph is cut where one part hands over to the next (see :mod:`dlrm_core.step`).
 The options of ``training`` that make it faster act here: ``precision``,
-``micro_batch``, ``compile``; ``dense_backend: fused`` replaces all of it on a CPU by
-:mod:`dlrm_kernels.dense`, the interaction on a GPU by :mod:`dlrm_kernels.interaction_gpu`.
-What each brings: docs/precision.md.
+``micro_batch``, ``compile``; ``dense_backend: fused`` has the package ``dlrm_kernels``
+replace all of it on a CPU, the interaction on a GPU. What each brings: docs/precision.md.
 
 Shapes: B samples, D dense features, T tables, d embedding width.
 """
@@ -17,12 +16,10 @@ import torch
 from torch import nn
 
 from dlrm_core.config import TrainingConfig
-from dlrm_core.model import DLRM, DotInteraction
+from dlrm_core.engines import engine
+from dlrm_core.model import DLRM
 from dlrm_core.parts import part
 from dlrm_core.precision import DensePrecision
-from dlrm_kernels.dense import FusedDense, why_not_fused
-from dlrm_kernels.interaction_gpu import why_not
-from dlrm_kernels.padded_linear import MULTIPLE, PaddedMLP
 
 Layer = Callable[..., torch.Tensor]
 """A part of the model, or what stands for it: compiled."""
@@ -51,18 +48,14 @@ class DensePart:
         self.bottom_mlp: Layer = model.bottom_mlp
         self.interaction: Layer = model.interaction
         self.top_mlp: Layer = model.top_mlp
-        self._fused: FusedDense | None = None
+        self._fused: Callable[..., torch.Tensor] | None = None
         if config.dense_backend == "fused" and weight.device.type == "cuda":
-            self._fuse_on_gpu(model, config, weight.device)
+            kernels = engine("fused dense part on a GPU")
+            self.bottom_mlp, self.top_mlp, notices = kernels.fuse(model, config, weight.device)
+            self.notices += notices
         elif config.dense_backend == "fused":
-            reason = why_not_fused(config, weight.device)
-            if reason:
-                self.notices.append(
-                    f"training.dense_backend: fused has no effect here, torch does it: {reason}"
-                )
-            else:
-                self._fused = FusedDense(model, loss, config)
-                self.notices += self._fused.notices
+            self._fused, notices = engine("fused dense part").fuse(model, loss, config)
+            self.notices += notices
         if config.compile:
             self._compile(weight.device)
 
@@ -120,24 +113,6 @@ class DensePart:
             interaction_backward(z, z_leaf)
             bottom_mlp_backward(x, x_leaf)
         return loss.detach()
-
-    def _fuse_on_gpu(self, model: DLRM, config: TrainingConfig, device: torch.device) -> None:
-        """The interaction as one kernel; products on tensor cores with factors of even widths."""
-        fused = isinstance(model.interaction, DotInteraction)
-        if isinstance(model.interaction, DotInteraction):
-            tables, dim = len(model.embeddings.weights), model.bottom_mlp.linears[-1].out_features
-            reason = why_not(tables + 1, dim, device)
-            model.interaction.fused = fused = not reason
-            if reason:
-                self.notices.append(
-                    f"training.dense_backend: fused leaves the interaction to torch: {reason}"
-                )
-        if config.precision == "fp32" and not config.tf32:
-            return
-        if model.bottom_mlp.linears[0].in_features % MULTIPLE:
-            self.bottom_mlp = PaddedMLP(model.bottom_mlp, with_room=False)
-        if model.top_mlp.linears[0].in_features % MULTIPLE:
-            self.top_mlp = PaddedMLP(model.top_mlp, with_room=fused)
 
     def _compile(self, device: torch.device) -> None:
         reason = why_not_compile(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +13,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from dlrm_core.config import Parameters, TrainingConfig
 from dlrm_core.data.batch import Batch
+from dlrm_core.engines import PACKAGE, engine, find_engine
 from dlrm_core.errors import InputError
 
 # The embedding tables of a DLRM, and what a back end for them must offer.
@@ -77,6 +80,10 @@ class EmbeddingTables(nn.Module):
     def weights(self) -> list[nn.Parameter]:
         """The tables' weights, each (R, d) float32."""
         return list(self.parameters())
+
+    def own_backend(self, config: TrainingConfig) -> Backend | None:
+        """A back end that tables of this kind need, whatever the parameters say; None: none."""
+        return None
 
     def forward(self, batch: Batch) -> list[torch.Tensor]:
         """T pooled vectors, each (B, d) float32."""
@@ -244,3 +251,73 @@ def torch_optimizer(
     if optimizer == "adam":
         return torch.optim.SparseAdam(weights, learning_rate)
     return torch.optim.SGD(weights, learning_rate, foreach=False)
+
+
+# Which code looks rows up and updates them: ``training.embedding_backend``.
+
+
+class Update(Protocol):
+    """What the step calls after backward: torch's optimisers and every back end."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of the step before."""
+
+    def step(self) -> None:
+        """Apply what backward has only made."""
+
+
+def attach(tables: EmbeddingTables, config: TrainingConfig) -> Update:
+    """Make the tables use ``config.embedding_backend``; what updates them.
+
+    Optimiser state starts anew. The weights stay where they are.
+
+    Raises:
+        InputError: the back end cannot work on these tables or this device.
+        MissingToolError: a package that the back end needs is not installed.
+        ValueError: 'auto', which :func:`resolve_backend` resolves.
+    """
+    backend, rate = config.embedding_backend, config.learning_rate
+    tables.backend = tables.own_backend(config)
+    if tables.backend is not None:
+        return tables.backend
+    if backend == "torch":
+        return torch_optimizer(tables, config.optimizer, rate)
+    if backend == "fbgemm":
+        tables.backend = engine("FBGEMM").Fbgemm(tables, config.optimizer, rate)
+    elif backend != "fused":
+        raise ValueError(f"embedding_backend {backend!r} names no one back end")
+    elif tables.weights[0].device.type == "cpu":
+        kernels = engine("fused embeddings")
+        tables.backend = kernels.FusedCpu(tables, config.optimizer, rate, config.embedding_update)
+    elif config.embedding_update != "race_free":
+        raise InputError(
+            f"training.embedding_update is {config.embedding_update!r}, but the tables are on "
+            "a GPU, where 'race_free' is the only update: the others are for CPU threads"
+        )
+    else:
+        # the dense part rounds to bf16 at once; fp16 would lose gradients before they are unscaled
+        pooled = torch.bfloat16 if config.precision == "bf16" else torch.float32
+        kernels = engine("fused embeddings on a GPU")
+        tables.backend = kernels.FusedGpu(tables, config.optimizer, rate, pooled)
+    assert tables.backend is not None
+    return tables.backend
+
+
+def resolve_backend(
+    parameters: Parameters, device: torch.device, tables: EmbeddingTables
+) -> tuple[Parameters, list[str]]:
+    """The parameters with a back end in place of ``auto``, and the notice that says why.
+
+    Raises:
+        InputError: no back end works on the tables or on the run's first batches.
+    """
+    training = parameters.training
+    if training.embedding_backend != "auto":
+        return parameters, []
+    chooser = find_engine("choice of back end")
+    if chooser is not None:
+        parameters, notices = chooser.resolve(parameters, device, tables)
+        return parameters, notices
+    training = dataclasses.replace(training, embedding_backend="torch")
+    notice = f"training.embedding_backend auto: torch; {PACKAGE}, which has others, is not there"
+    return dataclasses.replace(parameters, training=training), [notice]

@@ -1,67 +1,55 @@
-"""Which code looks rows up and updates them: ``training.embedding_backend``."""
+"""How the core finds a faster engine: by its name, when a parameter asks for it.
+
+The core computes everything with torch and numpy. What is faster lies in the package
+``dlrm_kernels``, which imports the core and is never imported by it: a name in
+:data:`ENGINES` leads to its module, loaded at the first use.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+import importlib
+import importlib.util
+from typing import Any
 
-import torch
+from dlrm_core.errors import MissingToolError
 
-from dlrm_core.config import TrainingConfig
-from dlrm_core.embeddings import Backend, EmbeddingTables, torch_optimizer
-from dlrm_core.errors import InputError
-from dlrm_kernels.embeddings.host_tables import PlacedTables, SplitTables
+PACKAGE = "dlrm_kernels"
+
+ENGINES = {
+    "fused embeddings": ("embeddings.fused_cpu", "training.embedding_backend: fused"),
+    "fused embeddings on a GPU": ("embeddings.fused_gpu", "training.embedding_backend: fused"),
+    "FBGEMM": ("embeddings.fbgemm", "training.embedding_backend: fbgemm"),
+    "choice of back end": ("embeddings.choose", "training.embedding_backend: auto"),
+    "tables in two places": (
+        "embeddings.host_tables",
+        "training.embeddings_on_gpu_bytes",
+    ),
+    "fused dense part": ("dense", "training.dense_backend: fused"),
+    "fused dense part on a GPU": ("interaction_gpu", "training.dense_backend: fused"),
+    "matrix tiles": ("tiles.machine", "training.fp32_matmul: bf16x2 and bf16x3"),
+    "CUDA graphs": ("cuda_graphs", "training.cuda_graphs: true"),
+    "data kernels": ("data_sets", "dlrm data, data.generator: teacher"),
+}
+"""Name of an engine to its module in the package, and what in the parameters asks for it."""
 
 
-class Update(Protocol):
-    """What the step calls after backward: torch's optimisers and every back end."""
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the step before."""
-
-    def step(self) -> None:
-        """Apply what backward has only made."""
+def find_engine(name: str) -> Any:
+    """The module of an engine; None where its package is not installed."""
+    if importlib.util.find_spec(PACKAGE) is None:
+        return None
+    return importlib.import_module(f"{PACKAGE}.{ENGINES[name][0]}")
 
 
-def attach(tables: EmbeddingTables, config: TrainingConfig) -> Update:
-    """Make the tables use ``config.embedding_backend``; what updates them.
-
-    Optimiser state starts anew. The weights stay where they are.
+def engine(name: str) -> Any:
+    """The module of an engine.
 
     Raises:
-        InputError: the back end cannot work on these tables or this device.
-        MissingToolError: a package that the back end needs is not installed.
-        ValueError: 'auto', which :func:`dlrm_kernels.embeddings.choose.choose` resolves.
+        MissingToolError: its package is not installed; naming the parameter that needs it.
     """
-    tables.backend = None
-    if isinstance(tables, PlacedTables) and tables.placement.split:
-        tables.backend = SplitTables(tables, config)
-        return tables.backend
-    if config.embedding_backend == "torch":
-        return torch_optimizer(tables, config.optimizer, config.learning_rate)
-    if config.embedding_backend == "fused":
-        tables.backend = _fused(tables, config)
-        return tables.backend
-    if config.embedding_backend == "fbgemm":
-        from dlrm_kernels.embeddings.fbgemm import Fbgemm
-
-        tables.backend = Fbgemm(tables, config.optimizer, config.learning_rate)
-        return tables.backend
-    raise ValueError(f"embedding_backend {config.embedding_backend!r} names no one back end")
-
-
-def _fused(tables: EmbeddingTables, config: TrainingConfig) -> Backend:
-    if tables.weights[0].device.type == "cuda":
-        from dlrm_kernels.embeddings.fused_gpu import FusedGpu
-
-        if config.embedding_update != "race_free":
-            raise InputError(
-                f"training.embedding_update is {config.embedding_update!r}, but the tables are on "
-                "a GPU, where 'race_free' is the only update: the others are for CPU threads"
-            )
-        # the dense part rounds to bf16 at once; fp16 would lose gradients before they are unscaled
-        low = config.precision == "bf16"
-        pooled = torch.bfloat16 if low else torch.float32
-        return FusedGpu(tables, config.optimizer, config.learning_rate, pooled)
-    from dlrm_kernels.embeddings.fused_cpu import FusedCpu
-
-    return FusedCpu(tables, config.optimizer, config.learning_rate, config.embedding_update)
+    found = find_engine(name)
+    if found is None:
+        raise MissingToolError(
+            f"{ENGINES[name][1]}: needs the package {PACKAGE} (the engine {name!r}), which is not "
+            "installed beside dlrm_core; leave the parameter out, or install the whole project"
+        )
+    return found

@@ -16,11 +16,9 @@ from dlrm_core.config import Parameters
 from dlrm_core.data.batch import Batch
 from dlrm_core.data.loader import make_generator
 from dlrm_core.dense import bottom_mlp_forward, interaction_forward, top_mlp_forward
-from dlrm_core.memory import plan_placement
 from dlrm_core.model import DLRM
 from dlrm_core.precision import DensePrecision
 from dlrm_core.step import data_forward, embedding_forward, transfer_forward
-from dlrm_kernels.embeddings.host_tables import divide
 
 STREAM_BATCHES = 20
 """Batches of an evaluation on a stream without end, unless ``training.eval_batches`` is given."""
@@ -76,11 +74,22 @@ class Evaluation:
 
 
 class HeldOut:
-    """The batches of every evaluation, the same ones each time."""
+    """The batches of every evaluation, the same ones each time.
 
-    def __init__(self, parameters: Parameters, device: torch.device) -> None:
+    Args:
+        device: where they are made.
+        divide: what becomes of each, as of a training batch; None: nothing.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        device: torch.device,
+        divide: Callable[[Batch], Batch] | None = None,
+    ) -> None:
         self._parameters = parameters
         self._device = device
+        self._divide = divide
         self._kept: list[Batch] | None = None
 
     def __iter__(self) -> Iterator[Batch]:
@@ -89,7 +98,10 @@ class HeldOut:
             return
         kept: list[Batch] | None = []
         size = 0
-        for batch in self._made():
+        count = self._parameters.training.eval_batches
+        for batch in held_out_batches(self._parameters, self._device, count):
+            if self._divide is not None:
+                batch = self._divide(batch)
             yield batch
             size += sum(t.nbytes for t in (batch.dense, batch.indices, batch.offsets))
             if kept is not None and size <= KEPT_BYTES:
@@ -97,14 +109,6 @@ class HeldOut:
             else:
                 kept = None
         self._kept = kept
-
-    def _made(self) -> Iterator[Batch]:
-        made = held_out_batches(
-            self._parameters, self._device, self._parameters.training.eval_batches
-        )
-        placement = plan_placement(self._parameters, self._device.type == "cuda")
-        # the lookups of tables on the host need not cross to the GPU
-        return (divide(batch, placement) for batch in made) if placement.split else made
 
 
 def held_out_batches(

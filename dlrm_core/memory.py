@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dlrm_core.config import Parameters
+from dlrm_core.engines import engine
 from dlrm_core.errors import InputError
 from dlrm_core.machine import available_memory
+from dlrm_core.placement import FLOAT_BYTES, Placement, plan_placement
 from dlrm_core.units import format_bytes
 
 if TYPE_CHECKING:
@@ -46,13 +48,11 @@ def dense_peak(parameters: Parameters, gpu: bool = False) -> DensePeak:
     model, training = parameters.model, parameters.training
     rows = min(training.batch_size, training.micro_batch or training.batch_size)
     if training.dense_backend == "fused" and not gpu:
-        # here, since what it imports imports this
         import torch
 
-        from dlrm_kernels.dense import parts_of, why_not_fused
-
-        if not why_not_fused(training, torch.device("cpu")):
-            return fused_peak(parameters, rows, parts_of(training))
+        kernels = engine("fused dense part")
+        if not kernels.why_not_fused(training, torch.device("cpu")):
+            return fused_peak(parameters, rows, kernels.parts_of(training))
     n = NUMBER_BYTES[training.precision]
     bottom, top = model.bottom_widths, model.top_widths
     dim, features = model.embedding_dim, len(model.table_rows) + 1
@@ -121,56 +121,6 @@ def _mlp_backward(widths: Sequence[int]) -> list[tuple[int, int]]:
         moments.append((sum(widths[1 : layer + 1]), 2 * widths[layer]))
         moments.append((sum(widths[1:layer]), widths[layer] + widths[layer - 1]))
     return moments
-
-
-# Which embedding tables lie on the GPU or in host memory: a plan, no memory.
-
-FLOAT_BYTES = 4
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Numbers of the tables on each side, both rising.
-
-    Attributes:
-        on_gpu: tables looked up where the dense part runs.
-        on_host: tables in host memory, looked up by the CPU.
-        split: whether pooled vectors cross from the host's side to the GPU's.
-    """
-
-    on_gpu: tuple[int, ...]
-    on_host: tuple[int, ...]
-    split: bool
-
-
-def plan_placement(parameters: Parameters, gpu: bool) -> Placement:
-    """Where each table lies when the dense part runs on a GPU, or on the CPU.
-
-    The smallest tables go to the GPU first, until the next would exceed
-    ``training.embeddings_on_gpu_bytes``: small tables are looked up as often as large ones
-    (NVIDIA's DLRM for TensorFlow places them so as well). On a CPU the same split is made
-    where the parameter is given, as a rehearsal: both sides are then the CPU.
-    """
-    model, limit = parameters.model, parameters.training.embeddings_on_gpu_bytes
-    every = tuple(range(len(model.table_rows)))
-    if limit is None:
-        return Placement(every, (), False) if gpu else Placement((), every, False)
-    chosen = smallest_first(model.table_rows, model.embedding_dim, limit)
-    return Placement(chosen, tuple(t for t in every if t not in set(chosen)), True)
-
-
-def smallest_first(rows: Sequence[int], dim: int, limit: int) -> tuple[int, ...]:
-    """Numbers of the tables (R, dim) float32 that fit into ``limit`` bytes, rising.
-
-    Smallest first, the lower number first of equal ones; the first that does not fit ends it.
-    """
-    chosen, left = [], limit
-    for table in sorted(range(len(rows)), key=lambda t: (rows[t], t)):
-        left -= rows[table] * dim * FLOAT_BYTES
-        if left < 0:
-            break
-        chosen.append(table)
-    return tuple(sorted(chosen))
 
 
 INDEX_BYTES = 8

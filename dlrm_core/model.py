@@ -17,7 +17,6 @@ from torch import nn
 from dlrm_core.config import ModelConfig
 from dlrm_core.data.batch import Batch
 from dlrm_core.embeddings import EmbeddingTables
-from dlrm_kernels.interaction_gpu import dot_interaction
 
 
 class Probability(nn.Module):
@@ -68,7 +67,8 @@ class DotInteraction(nn.Module):
     triangle.
 
     Attributes:
-        fused: one kernel forward and one backward, on a GPU (:mod:`dlrm_kernels.interaction_gpu`).
+        kernel: takes the place of the operations below, given x, the pooled vectors and
+            ``itself`` (``training.dense_backend: fused`` on a GPU); None: nothing does.
     """
 
     pairs: torch.Tensor
@@ -85,14 +85,14 @@ class DotInteraction(nn.Module):
         mirror = lower.clone()
         mirror[columns, rows] = torch.arange(count)
         self.itself = itself
-        self.fused = False
+        self.kernel: Callable[..., torch.Tensor] | None = None
         self.register_buffer("pairs", rows * features + columns, persistent=False)
         self.register_buffer("lower", lower.flatten(), persistent=False)
         self.register_buffer("mirror", mirror.flatten(), persistent=False)
 
     def forward(self, x: torch.Tensor, pooled: Sequence[torch.Tensor]) -> torch.Tensor:
-        if self.fused:
-            return dot_interaction(x, pooled, self.itself)
+        if self.kernel is not None:
+            return self.kernel(x, pooled, self.itself)
         size, dim = x.shape
         features = _side_by_side(x, pooled).view(size, -1, dim)  # (B, F, d)
         products = _PairProducts.apply(features, self)
@@ -222,7 +222,7 @@ def build_model(
     W ~ N(0, 2/(m+n)), b ~ N(0, 1/m), E ~ U(+-sqrt(1/rows)), by facebook's own
     numpy stream (embeddings, bottom MLP, top MLP) or by torch on the device.
     ``huge_pages`` asks for 2 MiB pages behind the tables (see EmbeddingTables);
-    ``make_tables`` makes others in their place (:mod:`dlrm_kernels.embeddings.host_tables`).
+    ``make_tables`` makes others in their place.
     """
     on_host = config.init == "facebook"
     with torch.device("cpu" if on_host and seed is not None else device):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from dlrm_core.config import ModelConfig, TrainingConfig
+from dlrm_core.engines import engine
 from dlrm_core.machine import cpu_flags
 
 MAX_RELATIVE_ERROR = 1e-5
@@ -163,9 +164,7 @@ def set_fp32_matmul(choice: str, model: ModelConfig, device: torch.device) -> li
         return []
     notices = []
     if choice.startswith("bf16"):
-        from dlrm_kernels.tiles.machine import why_no_tiles
-
-        reason = why_no_tiles() if device.type == "cpu" else ""
+        reason = engine("matrix tiles").why_no_tiles() if device.type == "cpu" else ""
         if not reason and device.type == "cpu":
             return []
         if reason:

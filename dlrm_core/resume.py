@@ -22,7 +22,6 @@ from dlrm_core.data.loader import Followed, Generator, Resumable, plain_state, s
 from dlrm_core.dense import DensePart
 from dlrm_core.errors import InputError
 from dlrm_core.model import DLRM
-from dlrm_kernels.embeddings.host_tables import SplitTables
 
 # What training has made so far: weights and optimiser state, by names that no back end owns.
 
@@ -126,10 +125,9 @@ def _backend_sums(step: Learner) -> dict[str, torch.Tensor]:
         if states is None:
             continue
         tables = step.model.embeddings.weights
-        if isinstance(step.embedding_optimizer, SplitTables):
-            tables = next(
-                side.weights for _, side, own in step.embedding_optimizer.sides if own is update
-            )
+        for _, side, own in getattr(step.embedding_optimizer, "sides", ()):
+            if own is update:
+                tables = side.weights
         for weight, state in zip(tables, states, strict=True):
             if state.numel():
                 found[f"{names[weight]}.sum"] = _flat(state)
@@ -139,7 +137,7 @@ def _backend_sums(step: Learner) -> dict[str, torch.Tensor]:
 def _embedding_updates(step: Learner) -> list[Any]:
     """What updates the tables: one, or one a side where tables lie in two places."""
     update = step.embedding_optimizer
-    return [own for _, _, own in update.sides] if isinstance(update, SplitTables) else [update]
+    return [own for _, _, own in getattr(update, "sides", ())] or [update]
 
 
 def _flat(state: torch.Tensor) -> torch.Tensor:

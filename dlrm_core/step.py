@@ -12,7 +12,7 @@ dense part's are in :mod:`dlrm_core.dense`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -21,11 +21,10 @@ from torch import nn
 from dlrm_core.config import TrainingConfig
 from dlrm_core.data.batch import Batch
 from dlrm_core.dense import DensePart, leaf_of
-from dlrm_core.engines import Update, attach
+from dlrm_core.embeddings import Update, attach
+from dlrm_core.engines import engine
 from dlrm_core.model import DLRM
 from dlrm_core.parts import part
-from dlrm_kernels.cuda_graphs import CudaRecorder, DeviceAdagrad, StepGraph, why_not_graphs
-from dlrm_kernels.embeddings.fused_gpu import FusedGpu
 
 R = TypeVar("R")
 
@@ -49,18 +48,17 @@ class TrainingStep:
         # of the dense part: tables may lie elsewhere
         device = model.top_mlp.linears[0].weight.device
         backend = model.embeddings.backend
-        self._graph: StepGraph | None = None
+        self._graph: Callable[[Batch], torch.Tensor] | None = None
         if config.cuda_graphs:
-            reason = why_not_graphs(config, device, backend)
-            if isinstance(backend, FusedGpu) and not reason:
-                self._graph = StepGraph(self.run, backend, CudaRecorder(device))
-            else:
+            graphs = engine("CUDA graphs")
+            self._graph, reason = graphs.step_graph(self.run, config, device, backend)
+            if reason:
                 self.dense.notices.append(f"training.cuda_graphs: true was ignored: {reason}")
+        make = optimizer_of if self._graph is None else graphs.captured_optimizer
         # A part's weights are updated by its own optimiser, so that the time of
         # the update is that part's. No optimiser here has state that this would split.
-        kind, settings = optimizer_of(config, device, captured=self._graph is not None)
-        self.bottom_optimizer = kind(model.bottom_mlp.parameters(), **settings())
-        self.top_optimizer = kind(model.top_mlp.parameters(), **settings())
+        self.bottom_optimizer = make(config, model.bottom_mlp.parameters(), device)
+        self.top_optimizer = make(config, model.top_mlp.parameters(), device)
 
     def __call__(self, batch: Batch) -> torch.Tensor:
         """Train on a batch that is already on the model's device; its loss, detached."""
@@ -112,29 +110,18 @@ class TrainingStep:
 
 
 def optimizer_of(
-    config: TrainingConfig, device: torch.device, captured: bool
-) -> tuple[type[torch.optim.Optimizer], Callable[[], dict[str, Any]]]:
-    """Optimiser of the dense weights, and what makes its settings.
-
-    Those that are to be captured in a graph read their learning rate on the device.
-    """
-    fused = config.fused_optimizer or captured or None
-    kind: type[torch.optim.Optimizer] = torch.optim.SGD
+    config: TrainingConfig, weights: Iterable[nn.Parameter], device: torch.device
+) -> torch.optim.Optimizer:
+    """The optimiser of dense weights that belongs to ``training.optimizer``."""
+    fused = config.fused_optimizer or None
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(weights, lr=config.learning_rate, fused=fused)
     if config.optimizer == "adam":
-        kind = torch.optim.Adam
-    elif config.optimizer != "sgd":
-        # row-wise state makes sense for tables only: their dense companion is plain Adagrad
-        kind = DeviceAdagrad if captured else torch.optim.Adagrad
-        if device.type != "cpu":
-            fused = None  # torch fuses Adagrad on the CPU only
-
-    def settings() -> dict[str, Any]:
-        if not captured:
-            return {"lr": config.learning_rate, "fused": fused}
-        rate = {"lr": torch.tensor(config.learning_rate, device=device)}
-        return rate if kind is DeviceAdagrad else rate | {"fused": True}
-
-    return kind, settings
+        return torch.optim.Adam(weights, lr=config.learning_rate, fused=fused)
+    # row-wise state makes sense for tables only: their dense companion is plain Adagrad,
+    # which torch fuses on the CPU only
+    fused = fused if device.type == "cpu" else None
+    return torch.optim.Adagrad(weights, lr=config.learning_rate, fused=fused)
 
 
 @part("data", "forward")

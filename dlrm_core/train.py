@@ -19,12 +19,14 @@ from dlrm_core.checkpoint import Checkpoint, CheckpointFolder
 from dlrm_core.config import Parameters, TrainingConfig
 from dlrm_core.data.batch import Batch
 from dlrm_core.data.loader import Followed, Generator, Resumable, batches, make_generator
+from dlrm_core.embeddings import resolve_backend
 from dlrm_core.evaluate import Evaluation, HeldOut, evaluate
 from dlrm_core.files import JsonLines, write_json, write_text
 from dlrm_core.machine import StopRequest, resolve_device, stop_requests
 from dlrm_core.memory import require_memory
 from dlrm_core.model import DLRM, ClickLoss, build_model
 from dlrm_core.parts import iteration
+from dlrm_core.placement import places_of
 from dlrm_core.precision import set_fp32_matmul, set_tf32
 from dlrm_core.progress import Bar
 from dlrm_core.reports import Interval, Line, Measurements, Run, TrainingResult
@@ -44,8 +46,6 @@ from dlrm_core.resume import (
 )
 from dlrm_core.schedules import schedule_of, total_steps
 from dlrm_core.step import TrainingStep, data_forward, optimizer_update, transfer_forward
-from dlrm_kernels.embeddings.choose import resolve
-from dlrm_kernels.embeddings.host_tables import Places, divided
 
 # Iterating: what one process and each of several ranks do alike around their steps.
 
@@ -66,7 +66,7 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
         place: folder for checkpoints; None: none are written.
         writes: whether this process is the one that writes them.
         made_on: where batches are made; ``device`` unless told.
-        divide: what becomes of each batch before it is copied anywhere.
+        divide: what becomes of each batch before it is copied anywhere; None: nothing.
 
     Attributes:
         first: iterations behind the weights at the beginning: the checkpoint's.
@@ -94,7 +94,7 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
         *,
         writes: bool = True,
         made_on: torch.device | None = None,
-        divide: Callable[[Any], Any] = lambda source: source,
+        divide: Callable[[Batch], Batch] | None = None,
     ) -> None:
         config = parameters.training
         self.parameters, self.step, self.loss = parameters, step, loss
@@ -118,8 +118,8 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
             if isinstance(generator, Resumable):
                 generator = self._followed = Followed(generator)
         source = made_on or device
-        self.batches: Iterator[Batch] = batches(parameters, source, divide(generator))
-        self.held_out = HeldOut(parameters, source)
+        self.batches: Iterator[Batch] = batches(parameters, source, generator, divide)
+        self.held_out = HeldOut(parameters, source, divide)
         self._measured = Measurements(device)
         self._stop = StopRequest()
 
@@ -336,7 +336,7 @@ class Trainer(TrainingLoop[TrainingStep]):
         if checkpoint is not None:
             parameters = with_backend_of(checkpoint, parameters)
         notices = prepare(parameters, device, checkpoint)
-        places = Places(parameters, device)
+        places = places_of(parameters, device)
         notices += places.notices
         seed = config.seed if checkpoint is None else None
         huge_pages = config.embedding_backend != "torch"
@@ -344,7 +344,7 @@ class Trainer(TrainingLoop[TrainingStep]):
         if checkpoint is not None:
             restore_weights(checkpoint, model)
         loss = ClickLoss(parameters.model.loss, parameters.model.loss_weights).to(device)
-        parameters, more = resolve(parameters, device, model.embeddings)
+        parameters, more = resolve_backend(parameters, device, model.embeddings)
         step = TrainingStep(model, loss, parameters.training)
         notices += more + step.dense.notices
         notices += getattr(model.embeddings.backend, "notices", [])
@@ -359,7 +359,7 @@ class Trainer(TrainingLoop[TrainingStep]):
             make_generator(parameters, device),
             checkpoint,
             place,
-            divide=lambda source: divided(source, places.placement),
+            divide=places.divide,
         )
         # with data made on the device there is nothing to copy
         self._transfers = device.type == "cuda" and parameters.data.place == "cpu"

@@ -12,7 +12,7 @@ spare, how many of them are real (``Batch.extents``), learning rates.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -84,6 +84,20 @@ def why_not_graphs(config: TrainingConfig, device: torch.device, backend: Backen
             "the GPU in every update; choose fused"
         )
     return ""
+
+
+def step_graph(
+    run: Callable[[Batch], torch.Tensor],
+    config: TrainingConfig,
+    device: torch.device,
+    backend: Backend | None,
+) -> tuple[StepGraph | None, str]:
+    """A step that is replayed from captured graphs; or None, and why it cannot be captured."""
+    reason = why_not_graphs(config, device, backend)
+    if reason:
+        return None, reason
+    assert isinstance(backend, FusedGpu)
+    return StepGraph(run, backend, CudaRecorder(device)), ""
 
 
 class StepGraph:
@@ -200,6 +214,18 @@ def _replay_of(component: str, phase: str) -> Callable[[Captured], None]:
 
 
 REPLAYS = {(c, p): _replay_of(c, p) for c in COMPONENTS for p in PHASES}
+
+
+def captured_optimizer(
+    config: TrainingConfig, weights: Iterable[torch.nn.Parameter], device: torch.device
+) -> torch.optim.Optimizer:
+    """The dense weights' optimiser for a captured step: it reads its rate on the device."""
+    rate = torch.tensor(config.learning_rate, device=device)
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(weights, lr=rate, fused=True)
+    if config.optimizer == "adam":
+        return torch.optim.Adam(weights, lr=rate, fused=True)
+    return DeviceAdagrad(weights, rate)
 
 
 class DeviceAdagrad(torch.optim.Optimizer):

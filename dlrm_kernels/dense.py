@@ -51,6 +51,17 @@ def why_not_fused(config: TrainingConfig, device: torch.device) -> str:
     return why_no_tiles()
 
 
+def fuse(
+    model: DLRM, loss: nn.Module, config: TrainingConfig
+) -> tuple[FusedDense | None, list[str]]:
+    """The fused dense part, or None where it cannot run; what a reader must know of it."""
+    reason = why_not_fused(config, model.top_mlp.linears[0].weight.device)
+    if reason:
+        return None, [f"training.dense_backend: fused has no effect here, torch does it: {reason}"]
+    fused = FusedDense(model, loss, config)
+    return fused, fused.notices
+
+
 class FusedDense:
     """Forward and backward of everything but the embeddings, by fused kernels.
 

@@ -9,13 +9,15 @@ Shapes: B samples, T tables, d embedding width, F = T + 1 features.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from dlrm_core.config import TrainingConfig
+from dlrm_core.model import DLRM, DotInteraction
 from dlrm_kernels.embeddings.fused_gpu import in_one
-from dlrm_kernels.padded_linear import padded
+from dlrm_kernels.padded_linear import MULTIPLE, PaddedMLP, padded
 
 MAX_FEATURES, MAX_DIM = 128, 256
 """Larger ones do not fit a program's registers: all of a sample's features are in them."""
@@ -38,6 +40,34 @@ def why_not(features: int, dim: int, device: torch.device) -> str:
     except ImportError:
         return "triton is not installed"
     return ""
+
+
+def fuse(
+    model: DLRM, config: TrainingConfig, device: torch.device
+) -> tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor], list[str]]:
+    """Make the interaction one kernel, and products on tensor cores of factors of even widths.
+
+    Returns:
+        what takes the place of the bottom MLP and of the top MLP; notices.
+    """
+    notices, fused = [], isinstance(model.interaction, DotInteraction)
+    if isinstance(model.interaction, DotInteraction):
+        features, dim = len(model.embeddings.weights) + 1, model.bottom_mlp.linears[-1].out_features
+        reason = why_not(features, dim, device)
+        fused = not reason
+        model.interaction.kernel = dot_interaction if fused else None
+        if reason:
+            notices.append(
+                f"training.dense_backend: fused leaves the interaction to torch: {reason}"
+            )
+    bottom_mlp: Callable[..., torch.Tensor] = model.bottom_mlp
+    top_mlp: Callable[..., torch.Tensor] = model.top_mlp
+    if config.precision != "fp32" or config.tf32:
+        if model.bottom_mlp.linears[0].in_features % MULTIPLE:
+            bottom_mlp = PaddedMLP(model.bottom_mlp, with_room=False)
+        if model.top_mlp.linears[0].in_features % MULTIPLE:
+            top_mlp = PaddedMLP(model.top_mlp, with_room=fused)
+    return bottom_mlp, top_mlp, notices
 
 
 def dot_interaction(

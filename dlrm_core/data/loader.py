@@ -65,20 +65,37 @@ def make_generator(parameters: Parameters, device: torch.device) -> Generator:
 
 
 def batches(
-    parameters: Parameters, device: torch.device, generator: Generator | None = None
+    parameters: Parameters,
+    device: torch.device,
+    generator: Generator | None = None,
+    divide: Callable[[Batch], Batch] | None = None,
 ) -> Iterator[Batch]:
     """An endless stream of batches; close it to end the background thread.
 
     Args:
         generator: makes them; left out, the one that the parameters name, at its beginning.
+        divide: what becomes of each batch before it is copied anywhere; None: nothing.
     """
     generator = generator or make_generator(parameters, device)
+    if divide is not None:
+        generator = Divided(generator, divide)
     if parameters.data.loader == "prefetch":
         ahead = parameters.data.prefetch_batches
         if device.type == "cuda":
             return staged(generator, ahead, CudaCopies(device))
         return _prefetched(generator.next_batch, ahead)
     return _synchronous(generator)
+
+
+class Divided:
+    """A generator each of whose batches is changed before anybody sees it."""
+
+    def __init__(self, generator: Generator, divide: Callable[[Batch], Batch]) -> None:
+        self._generator, self._divide = generator, divide
+
+    def next_batch(self) -> Batch:
+        """The next batch of the stream."""
+        return self._divide(self._generator.next_batch())
 
 
 def _synchronous(generator: Generator) -> Iterator[Batch]:

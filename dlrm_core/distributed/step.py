@@ -145,9 +145,8 @@ class DistributedStep:
         self._ranks = ranks
         self._collectives = collectives
         device = model.top_mlp.linears[0].weight.device
-        kind, settings = optimizer_of(config, device, captured=False)
-        self.bottom_optimizer = kind(model.bottom_mlp.parameters(), **settings())
-        self.top_optimizer = kind(model.top_mlp.parameters(), **settings())
+        self.bottom_optimizer = optimizer_of(config, model.bottom_mlp.parameters(), device)
+        self.top_optimizer = optimizer_of(config, model.top_mlp.parameters(), device)
         self._top = Bucket(list(model.top_mlp.parameters()), collectives)
         # the loss of all ranks, and how many of them were asked to stop
         self._bottom = Bucket(list(model.bottom_mlp.parameters()), collectives, numbers=2)

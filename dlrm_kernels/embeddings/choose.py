@@ -24,13 +24,13 @@ import torch
 from dlrm_core.config import Parameters, TrainingConfig
 from dlrm_core.data.batch import Batch
 from dlrm_core.data.loader import batches
-from dlrm_core.embeddings import EmbeddingTables
-from dlrm_core.engines import Update, attach
+from dlrm_core.embeddings import EmbeddingTables, Update, attach
 from dlrm_core.errors import InputError
 from dlrm_core.machine import available_memory
 from dlrm_core.memory import forecast_memory
+from dlrm_core.placement import places_of
 from dlrm_core.units import format_bytes
-from dlrm_kernels.embeddings.host_tables import PlacedTables, Places, divide
+from dlrm_kernels.embeddings.host_tables import PlacedTables, divide
 
 CANDIDATES = ("fused", "fbgemm", "torch")
 """In the order in which equally fast ones are preferred: fused gives the same bits whatever
@@ -91,7 +91,7 @@ def resolve(
     if parameters.training.embedding_backend != "auto":
         return parameters, []
     if tables is None:
-        make_tables = Places(parameters, device).make_tables
+        make_tables = places_of(parameters, device).make_tables
         with torch.device(device):
             tables = (
                 make_tables()
@@ -148,7 +148,7 @@ def choose(
     """Measure every back end on the tables and choose the fastest.
 
     The tables end without a back end, with the weights they had; optimiser state is made
-    anew by the :func:`~dlrm_core.engines.attach` that follows.
+    anew by the :func:`~dlrm_core.embeddings.attach` that follows.
 
     Args:
         made: batches on the tables' device, used in turns.

@@ -13,18 +13,18 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.profiler import record_function
 
 from dlrm_core.config import Parameters, TrainingConfig
 from dlrm_core.data.batch import Batch
-from dlrm_core.embeddings import EmbeddingTables, empty_tables
-from dlrm_core.memory import Placement, plan_placement
+from dlrm_core.embeddings import EmbeddingTables, attach, empty_tables
 from dlrm_core.parts import part
+from dlrm_core.placement import Placement, Places
 from dlrm_core.units import format_bytes
 
 
@@ -55,29 +55,6 @@ def _lookups(batch: Batch, ids: Sequence[int]) -> Batch:
     starts = [0, *itertools.accumulate(len(piece) for piece in pieces)]
     indices = torch.cat(pieces) if pieces else batch.indices[:0]
     return Batch(batch.dense, indices, batch.offsets[list(ids)], tuple(starts), batch.targets)
-
-
-class BatchSource(Protocol):
-    """Anything that makes batches."""
-
-    def next_batch(self) -> Batch:
-        """The next batch of the stream."""
-
-
-class Divided:
-    """A stream of batches, each divided by where its tables lie, before any is copied."""
-
-    def __init__(self, source: BatchSource, placement: Placement) -> None:
-        self._source, self._placement = source, placement
-
-    def next_batch(self) -> Batch:
-        """The next batch of the stream."""
-        return divide(self._source.next_batch(), self._placement)
-
-
-def divided(source: BatchSource, placement: Placement) -> BatchSource:
-    """The stream as the tables' places want it: itself where all lie in one."""
-    return Divided(source, placement) if placement.split else source
 
 
 GPU_SPAN, HOST_SPAN = "tables on the GPU", "tables on the host"
@@ -115,6 +92,10 @@ class PlacedTables(EmbeddingTables):
             self.tables[t]._apply(fn, recurse)
         return self
 
+    def own_backend(self, config: TrainingConfig) -> SplitTables:
+        """The back end that hands each table to its side, whatever the parameters say."""
+        return SplitTables(self, config)
+
     def side(self, ids: Sequence[int]) -> EmbeddingTables:
         """Some of the tables: the same parameters, with a back end of their own."""
         tables = EmbeddingTables((), 0, memory=())
@@ -122,26 +103,14 @@ class PlacedTables(EmbeddingTables):
         return tables
 
 
-class Places:
-    """Where a run's tables are to lie.
-
-    Attributes:
-        placement: the plan.
-        make_tables: what :func:`dlrm_core.model.build_model` is to make tables with; None: its
-            own way.
-        notices: which tables are where, in words; none if all are in one place.
-    """
-
-    def __init__(self, parameters: Parameters, device: torch.device) -> None:
-        model = parameters.model
-        self.placement = placement = plan_placement(parameters, device.type == "cuda")
-        self.make_tables: Callable[[], PlacedTables] | None = None
-        self.notices: list[str] = []
-        if placement.split:
-            self.make_tables = lambda: PlacedTables(
-                model.table_rows, model.embedding_dim, placement
-            )
-            self.notices.append(_notice(parameters, placement, device))
+def places_of(parameters: Parameters, placement: Placement, device: torch.device) -> Places:
+    """Tables in two places, for :func:`dlrm_core.engines.places_of`."""
+    model = parameters.model
+    return Places(
+        notices=(_notice(parameters, placement, device),),
+        make_tables=lambda: PlacedTables(model.table_rows, model.embedding_dim, placement),
+        divide=lambda batch: divide(batch, placement),
+    )
 
 
 def _notice(parameters: Parameters, placement: Placement, device: torch.device) -> str:
@@ -190,8 +159,6 @@ class SplitTables:
     name = "split"
 
     def __init__(self, tables: PlacedTables, config: TrainingConfig) -> None:
-        from dlrm_core.engines import attach
-
         self.placement = tables.placement
         self._gpu: EmbeddingTables | None = None
         self._host: EmbeddingTables | None = None

@@ -24,8 +24,7 @@ from test_embeddings import (
 
 from dlrm_core.config import TrainingConfig
 from dlrm_core.data.batch import Batch
-from dlrm_core.embeddings import EmbeddingTables
-from dlrm_core.engines import attach
+from dlrm_core.embeddings import EmbeddingTables, attach
 from dlrm_core.errors import InputError, MissingToolError
 from dlrm_core.machine import available_memory
 from dlrm_core.train import Trainer, train
@@ -326,7 +325,7 @@ def test_loading_fbgemm_leaves_the_root_logger_alone():
     code = (
         "import logging, torch\n"
         "from dlrm_core.embeddings import EmbeddingTables\n"
-        "from dlrm_core.engines import attach\n"
+        "from dlrm_core.embeddings import attach\n"
         "from dlrm_core.config import TrainingConfig\n"
         "attach(EmbeddingTables([5], 4), TrainingConfig(embedding_backend='fbgemm'))\n"
         "print(logging.getLogger().handlers, logging.getLogger().level)\n"
@@ -481,7 +480,7 @@ def test_the_plain_updates_need_the_fused_back_end_by_name():
 def test_fbgemm_is_loaded_only_where_it_is_chosen():
     code = (
         "import sys\nfrom dlrm_core.embeddings import EmbeddingTables\n"
-        "from dlrm_core.engines import attach\n"
+        "from dlrm_core.embeddings import attach\n"
         "from dlrm_core.config import TrainingConfig\nimport dlrm_core.train\n"
         "attach(EmbeddingTables([5], 4), TrainingConfig(embedding_backend='fused'))\n"
         "print('fbgemm_gpu' in sys.modules)\n"

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from dlrm_core.config import TrainingConfig, parameters_from_sections
 from dlrm_core.data.batch import Batch
-from dlrm_core.embeddings import EmbeddingTables, RowwiseAdagrad
-from dlrm_core.engines import attach
+from dlrm_core.embeddings import EmbeddingTables, RowwiseAdagrad, attach
 from dlrm_core.errors import InputError, MissingToolError
 from dlrm_core.memory import forecast_memory
 from dlrm_core.train import Trainer

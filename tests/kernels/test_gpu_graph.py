@@ -24,6 +24,7 @@ from dlrm_kernels.cuda_graphs import (
     REPLAYS,
     DeviceAdagrad,
     StepGraph,
+    captured_optimizer,
     static_batch,
     why_not_graphs,
 )
@@ -227,8 +228,8 @@ def test_captured_optimisers_read_their_rate_where_graphs_can(optimizer):
     for captured in (False, True):
         torch.manual_seed(0)
         layer = torch.nn.Linear(4, 3)
-        kind, settings = optimizer_of(config, CPU, captured)
-        update = kind(layer.parameters(), **settings())
+        make = captured_optimizer if captured else optimizer_of
+        update = make(config, layer.parameters(), CPU)
         for number in range(3):
             layer(torch.ones(2, 4) + number).square().sum().backward()
             update.step()
@@ -238,7 +239,7 @@ def test_captured_optimisers_read_their_rate_where_graphs_can(optimizer):
         weights.append([w.detach().clone() for w in layer.parameters()])
     for plain, other in zip(*weights, strict=True):
         torch.testing.assert_close(other, plain, rtol=1e-5, atol=1e-6)
-    assert (kind is DeviceAdagrad) == (optimizer in ("adagrad", "rowwise_adagrad"))
+    assert isinstance(update, DeviceAdagrad) == (optimizer in ("adagrad", "rowwise_adagrad"))
 
 
 def test_a_new_rate_is_written_into_the_tensor():

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="triton is not installed: the GPU's kernels cannot run")
 
 from dlrm_core.config import ModelConfig, TrainingConfig
-from dlrm_core.dense import DensePart
-from dlrm_core.model import DLRM, MLP, ClickLoss, DotInteraction, Probability
+from dlrm_core.model import DLRM, MLP, DotInteraction, Probability
 from dlrm_kernels.embeddings.fused_gpu import in_one
-from dlrm_kernels.interaction_gpu import MAX_DIM, MAX_FEATURES, dot_interaction, why_not
+from dlrm_kernels.interaction_gpu import MAX_DIM, MAX_FEATURES, dot_interaction, fuse, why_not
 from dlrm_kernels.padded_linear import PaddedMLP
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -29,7 +28,7 @@ def assert_same(vectors, itself, dtype, pooled_dtype):
     results = []
     for fused in (True, False):
         interaction = DotInteraction(len(vectors), itself).to(DEVICE)
-        interaction.fused = fused
+        interaction.kernel = dot_interaction if fused else None
         x = vectors[0].to(dtype).requires_grad_()
         pooled = [vector.to(pooled_dtype).requires_grad_() for vector in vectors[1:]]
         z = interaction(x, pooled)
@@ -121,10 +120,9 @@ def test_the_fused_dense_part_pads_where_tensor_cores_multiply(precision, monkey
     config = dataclasses.replace(config, table_rows=(5, 3))
     model = DLRM(config).to(DEVICE)
     training = TrainingConfig(precision=precision)
-    dense = DensePart(model, ClickLoss("mse", (1.0, 1.0)), training)
-    dense._fuse_on_gpu(model, training, DEVICE)
-    assert model.interaction.fused
-    padded = [isinstance(mlp, PaddedMLP) for mlp in (dense.bottom_mlp, dense.top_mlp)]
+    bottom_mlp, top_mlp, _ = fuse(model, training, DEVICE)
+    assert model.interaction.kernel is dot_interaction
+    padded = [isinstance(mlp, PaddedMLP) for mlp in (bottom_mlp, top_mlp)]
     assert padded == [precision != "fp32"] * 2
 
 

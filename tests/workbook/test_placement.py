@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrm_core.config import Parameters, parameters_from_sections
-from dlrm_core.data.loader import make_generator, staged
+from dlrm_core.data.loader import Divided, make_generator, staged
 from dlrm_core.errors import InputError
-from dlrm_core.memory import plan_placement, smallest_first
+from dlrm_core.placement import plan_placement, smallest_first
 from dlrm_core.resume import optimizer_state, weights_of
 from dlrm_core.train import Trainer, train
 from dlrm_kernels.embeddings.host_tables import (
@@ -23,7 +23,6 @@ from dlrm_kernels.embeddings.host_tables import (
     PlacedTables,
     SplitTables,
     divide,
-    divided,
     ranges,
 )
 
@@ -154,7 +153,7 @@ class HostCopies:
 def test_a_loader_for_gpus_keeps_the_hosts_lookups():
     given = parameters(embeddings_on_gpu_bytes=2240)
     placement = plan_placement(given, gpu=True)
-    source = divided(make_generator(given, CPU), placement)
+    source = Divided(make_generator(given, CPU), lambda batch: divide(batch, placement))
     plain = make_generator(given, CPU)
     stream = staged(source, 2, HostCopies())
     for _ in range(6):

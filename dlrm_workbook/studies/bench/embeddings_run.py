@@ -27,8 +27,7 @@ from torch import nn
 from dlrm_core.config import TrainingConfig
 from dlrm_core.data.batch import Batch
 from dlrm_core.data.synthetic import SyntheticBatches
-from dlrm_core.embeddings import EPSILON, EmbeddingTables, torch_optimizer
-from dlrm_core.engines import attach
+from dlrm_core.embeddings import EPSILON, EmbeddingTables, attach, torch_optimizer
 from dlrm_core.errors import InputError
 from dlrm_core.files import write_json
 from dlrm_core.machine import end_with_starter

@@ -16,8 +16,7 @@ import torch
 from dlrm_core.config import Parameters, TrainingConfig, parameters_from_sections
 from dlrm_core.data.batch import Batch
 from dlrm_core.data.synthetic import SyntheticBatches
-from dlrm_core.embeddings import EmbeddingTables
-from dlrm_core.engines import attach
+from dlrm_core.embeddings import EmbeddingTables, attach
 from dlrm_core.errors import InputError
 from dlrm_core.model import DotInteraction
 from dlrm_core.train import Trainer
