@@ -75,7 +75,7 @@ def dlrm(command: str) -> tuple[str, int]:
     Raises:
         InputError: it failed.
     """
-    arguments = [sys.executable, "-c", MEASURED, sys.executable, "-m", "dlrm_core"]
+    arguments = [sys.executable, "-c", MEASURED, sys.executable, "-m", "dlrm_workbook"]
     done = subprocess.run(
         [*arguments, *shlex.split(command)], stdout=subprocess.PIPE, text=True, check=False
     )

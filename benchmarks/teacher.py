@@ -39,7 +39,7 @@ def run(command: str) -> None:
         InputError: it failed.
     """
     print("dlrm", command, flush=True)
-    code = subprocess.run([sys.executable, "-m", "dlrm_core", *shlex.split(command)]).returncode
+    code = subprocess.run([sys.executable, "-m", "dlrm_workbook", *shlex.split(command)]).returncode
     if code:
         raise InputError(f"dlrm {command}: exit code {code}")
 

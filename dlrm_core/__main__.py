@@ -1,8 +1,8 @@
-"""``python -m dlrm_core`` is ``dlrm``."""
+"""``python -m dlrm_core``: train, evaluate, infer, data, parameters."""
 
 import sys
 
-from dlrm_workbook.cli import main
+from dlrm_core.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

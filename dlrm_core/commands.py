@@ -13,14 +13,15 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
+from dlrm_core import train as training
 from dlrm_core.checkpoint import find_checkpoint, read_checkpoint
 from dlrm_core.config import SECTIONS, Parameters, load_parameters
 from dlrm_core.data.batch import Batch
@@ -30,16 +31,26 @@ from dlrm_core.evaluate import HeldOut, held_out_batches
 from dlrm_core.evaluate import evaluate as evaluate_batches
 from dlrm_core.files import plain
 from dlrm_core.inference import POOL_BATCHES, measure_latency, pool_of
-from dlrm_core.machine import device_name, end_with_starter, resolve_device
+from dlrm_core.machine import (
+    device_name,
+    end_with_starter,
+    resolve_device,
+    terminate_like_interrupt,
+)
 from dlrm_core.memory import require_memory
 from dlrm_core.model import DLRM, ClickLoss, build_model
+from dlrm_core.parts import log_spans
 from dlrm_core.placement import places_of
 from dlrm_core.precision import DensePrecision, set_fp32_matmul, set_tf32
 from dlrm_core.progress import Bar
-from dlrm_core.resume import require_same_model, restore_weights, with_backend_of
-
-if TYPE_CHECKING:
-    from dlrm_workbook.evidence.counters import IterationCounters
+from dlrm_core.reports import MeterOf
+from dlrm_core.resume import (
+    checkpoint_place,
+    nothing_to_resume,
+    require_same_model,
+    restore_weights,
+    with_backend_of,
+)
 
 # ``dlrm evaluate`` and ``dlrm infer``: a checkpoint's quality, and how fast it predicts.
 
@@ -228,19 +239,44 @@ TORCHRUN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 """Variables of a process that torchrun started as one of several ranks."""
 
 
-def train(arguments: argparse.Namespace) -> int:
-    """``dlrm train``: a JSON line per interval, and a last one with the result."""
+class IterationCounters(Protocol):
+    """What counts each iteration: a context, opened by the thread that iterates."""
+
+    def start(self) -> None:
+        """Called before the first counted iteration."""
+
+    def snapshot(self, number: int) -> None:
+        """Called after the iteration of this number, from 0."""
+
+    def evidence(self) -> dict[str, Any]:
+        """What was counted, for the last line of ``dlrm train``."""
+
+
+CountersOf = Callable[[torch.device], AbstractContextManager[IterationCounters]]
+
+
+def train(
+    arguments: argparse.Namespace,
+    meter: MeterOf | None = None,
+    counters: CountersOf | None = None,
+) -> int:
+    """``dlrm train``: a JSON line per interval, and a last one with the result.
+
+    Args:
+        meter: measures the run's energy; None: nobody does.
+        counters: with ``--spans``, count each iteration after the warm-up; None: nobody does.
+    """
     end_with_starter()
     if os.environ.keys() >= TORCHRUN:
         from dlrm_core.distributed.watch import said_once
 
         ends = EXIT_CODES["refused"], EXIT_CODES["interrupted"]
-        with said_once(*ends), _terminate_like_interrupt():
+        with said_once(*ends), terminate_like_interrupt():
             parameters = _parameters_to_train(arguments)
             from dlrm_core.distributed.trainer import train as train_rank
 
-            train_rank(parameters, arguments, EXIT_CODES)
-    return _train_alone(_parameters_to_train(arguments), arguments)
+            train_rank(parameters, arguments, EXIT_CODES, meter)
+    return _train_alone(_parameters_to_train(arguments), arguments, meter, counters)
 
 
 def _parameters_to_train(arguments: argparse.Namespace) -> Parameters:
@@ -248,43 +284,40 @@ def _parameters_to_train(arguments: argparse.Namespace) -> Parameters:
     return load_parameters(arguments.file, [*arguments.parameter, *given])
 
 
-def _train_alone(parameters: Parameters, arguments: argparse.Namespace) -> int:
-    from dlrm_core import train as training
-    from dlrm_core.parts import log_spans
-    from dlrm_core.resume import checkpoint_place, nothing_to_resume
-    from dlrm_workbook.evidence.counters import IterationCounters
-
+def _train_alone(
+    parameters: Parameters,
+    arguments: argparse.Namespace,
+    meter: MeterOf | None,
+    counters: CountersOf | None,
+) -> int:
     folder = Path(arguments.output) if arguments.output else None
     early = nothing_to_resume(parameters.training, checkpoint_place(parameters.training, folder))
     for notice in early:  # at once: who waits for the end may never see it
         print(notice, file=sys.stderr, flush=True)
+    evidence: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_terminate_like_interrupt())
-        spans = stack.enter_context(log_spans()) if arguments.spans else None
-        counters = None
-        # a profiler's own threads and signals would be counted as the run's
-        if arguments.spans and "HPCRUN_EVENT_LIST" not in os.environ:
-            device = resolve_device(parameters.training)
-            counters = stack.enter_context(IterationCounters(device))
+        stack.enter_context(terminate_like_interrupt())
+        counting = None
+        if arguments.spans:
+            evidence["spans"] = stack.enter_context(log_spans())
+            # a profiler's own threads and signals would be counted as the run's
+            if counters is not None and "HPCRUN_EVENT_LIST" not in os.environ:
+                counting = stack.enter_context(counters(resolve_device(parameters.training)))
         result = training.train(
             parameters,
             folder,
             on_interval=lambda interval: print(training.json_line(interval), flush=True),
             progress=sys.stderr.isatty(),
-            on_iteration=_counting(counters, parameters.profiling.warmup),
+            on_iteration=_counting(counting, parameters.profiling.warmup),
             on_line=lambda line: print(json.dumps(plain(line)), flush=True),
+            meter=meter,
         )
-        if counters is not None:
-            counted = counters.evidence()
+        if counting is not None:
+            evidence |= counting.evidence()
     for notice in result.notices:
         if notice not in early:
             print(notice, file=sys.stderr)
-    summary = result.summary()
-    if spans is not None:
-        summary["spans"] = spans
-    if counters is not None:
-        summary |= counted
-    print(json.dumps(plain(summary)), flush=True)
+    print(json.dumps(plain(result.summary() | evidence)), flush=True)
     return EXIT_CODES[result.status]
 
 
@@ -292,25 +325,14 @@ def _counting(counters: IterationCounters | None, warmup: int) -> Callable[[int]
     """Counts each iteration after ``warmup`` ones, as it ends."""
 
     def count(done: int) -> None:
-        if counters is None or done < warmup:
+        if counters is None:
             return
         if done == warmup:
             counters.start()
-        else:
+        elif done > warmup:
             counters.snapshot(done - 1)
 
     return count
-
-
-def record(arguments: argparse.Namespace) -> int:
-    """``dlrm record``: measure with torch.profiler; the last line is the folder."""
-    from dlrm_workbook.recordings.torch.recorder import print_progress, record_workload
-
-    parameters = load_parameters(arguments.file, arguments.parameter)
-    with _terminate_like_interrupt():
-        folder = record_workload(parameters, Path(arguments.output), print_progress)
-    print(folder, flush=True)
-    return 0
 
 
 def parameters(arguments: argparse.Namespace) -> int:
@@ -347,17 +369,3 @@ def _as_yaml(default: object) -> str:
     if isinstance(default, tuple):
         return f"`[{', '.join(map(str, default))}]`"
     return f"`{str(default).lower()}`" if isinstance(default, bool) else f"`{default}`"
-
-
-@contextlib.contextmanager
-def _terminate_like_interrupt() -> Iterator[None]:
-    """Let SIGTERM (schedulers, our own time limits) end a run as Ctrl-C does: results kept."""
-
-    def interrupt(signum: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -8,7 +8,6 @@ The core computes everything with torch and numpy. What is faster lies in the pa
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from typing import Any
 
 from dlrm_core.errors import MissingToolError
@@ -35,7 +34,9 @@ ENGINES = {
 
 def find_engine(name: str) -> Any:
     """The module of an engine; None where its package is not installed."""
-    if importlib.util.find_spec(PACKAGE) is None:
+    try:
+        importlib.import_module(PACKAGE)
+    except ModuleNotFoundError:
         return None
     return importlib.import_module(f"{PACKAGE}.{ENGINES[name][0]}")
 

@@ -389,3 +389,17 @@ def stop_requests(enabled: bool, said: str, repeated_s: float = 0.0) -> Iterator
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def terminate_like_interrupt() -> Iterator[None]:
+    """Let SIGTERM (schedulers, our own time limits) end a run as Ctrl-C does: results kept."""
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

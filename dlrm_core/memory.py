@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dlrm_core.config import Parameters
 from dlrm_core.engines import engine
@@ -409,8 +410,6 @@ def _refusal(
     available: int,
     gpu: bool,
 ) -> str:
-    from dlrm_workbook.analysis.capacity import advice
-
     lines = _merged([item for item in items if item.place == place])
     source = f"{parameters.source}: " if parameters.source else ""
     return (
@@ -432,3 +431,98 @@ def _merged(items: list[MemoryItem]) -> list[tuple[str, str, int]]:
     if rest:
         lines.append((f"{len(rest)} smaller items", "", sum(item.bytes for item in rest)))
     return lines
+
+
+# What would fit, for a run that does not.
+
+MOST_SAMPLES = 1 << 28
+"""A batch beyond which no search for the largest goes."""
+
+
+def largest_batch(parameters: Parameters, place: str, limit: int, gpu: bool) -> int | None:
+    """The largest ``training.batch_size`` that fits; None if not even one sample does."""
+
+    def needed(size: int) -> int:
+        changed = _with_training(parameters, batch_size=size)
+        return total_bytes(forecast_memory(changed, gpu), place)
+
+    return _largest(needed, limit, MOST_SAMPLES)
+
+
+def largest_rows(parameters: Parameters, place: str, limit: int, gpu: bool) -> int | None:
+    """Rows of all tables together that fit when all are scaled alike; None if none do."""
+    every = sum(parameters.model.table_rows)
+
+    def needed(total: int) -> int:
+        changed = _scaled(parameters, total / every)
+        return total_bytes(forecast_memory(changed, gpu), place)
+
+    dim = parameters.model.embedding_dim
+    most = max(every, limit // (dim * FLOAT_BYTES) + len(parameters.model.table_rows))
+    found = _largest(needed, limit, most)
+    return None if found is None else sum(_scaled(parameters, found / every).model.table_rows)
+
+
+def largest_on_gpu(parameters: Parameters, limit: int) -> int | None:
+    """The most of ``training.embeddings_on_gpu_bytes`` that fits on a GPU of ``limit`` bytes."""
+    dim, sums = parameters.model.embedding_dim, [0]
+    for rows in sorted(parameters.model.table_rows):
+        sums.append(sums[-1] + rows * dim * FLOAT_BYTES)
+
+    def needed(count: int) -> int:
+        changed = _with_training(parameters, embeddings_on_gpu_bytes=sums[count - 1])
+        return total_bytes(forecast_memory(changed, True), "gpu")
+
+    found = _largest(needed, limit, len(sums))
+    return None if found is None else sums[found - 1]
+
+
+def _largest(needed: Callable[[int], int], limit: int, most: int) -> int | None:
+    """The largest number from 1 to ``most`` whose need, which grows with it, is within limit."""
+    if needed(1) > limit:
+        return None
+    fits, too_large = 1, most + 1
+    while too_large - fits > 1:
+        middle = (fits + too_large) // 2
+        if needed(middle) <= limit:
+            fits = middle
+        else:
+            too_large = middle
+    return fits
+
+
+def advice(parameters: Parameters, place: str, limit: int, gpu: bool) -> str:
+    """What would fit, for a run that does not: a clause without a stop."""
+    batch = largest_batch(parameters, place, limit, gpu)
+    rows = largest_rows(parameters, place, limit, gpu)
+    every = sum(parameters.model.table_rows)
+    said = [
+        f"training.batch_size: {batch} would fit" if batch else "no training.batch_size would fit",
+        f"tables of {rows:,} rows in all would fit ({rows / every:.3g} of these {every:,})"
+        if rows
+        else "no table would fit beside this batch",
+    ]
+    if place == "gpu":
+        most = largest_on_gpu(parameters, limit)
+        if most is not None:
+            said.append(
+                f"training.embeddings_on_gpu_bytes: {most} would fit, with "
+                f"{format_bytes(_host_beside(parameters, most))} in host memory"
+            )
+    return "; ".join(said)
+
+
+def _host_beside(parameters: Parameters, on_gpu_bytes: int) -> int:
+    changed = _with_training(parameters, embeddings_on_gpu_bytes=on_gpu_bytes)
+    return total_bytes(forecast_memory(changed, True), "host")
+
+
+def _with_training(parameters: Parameters, **changes: Any) -> Parameters:
+    training = dataclasses.replace(parameters.training, **changes)
+    return dataclasses.replace(parameters, training=training)
+
+
+def _scaled(parameters: Parameters, factor: float) -> Parameters:
+    rows = tuple(max(1, int(count * factor)) for count in parameters.model.table_rows)
+    model = dataclasses.replace(parameters.model, table_rows=rows)
+    return dataclasses.replace(parameters, model=model)

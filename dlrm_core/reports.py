@@ -7,13 +7,12 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from dlrm_core.evaluate import Evaluation
 from dlrm_core.machine import device_name, peak_memory, peak_memory_by_device
-from dlrm_workbook.evidence.power import power_meter
 
 if TYPE_CHECKING:
     from dlrm_core.train import TrainingLoop
@@ -212,6 +211,26 @@ Line = Mapping[str, Any]
 """A line of metrics.jsonl that is no interval: ``kind`` 'evaluation' or 'checkpoint'."""
 
 
+class Energy(Protocol):
+    """The energy that a run used."""
+
+    def figures(self, samples: int) -> dict[str, Any]:
+        """``power_w``, ``samples_per_joule``, ``power`` of :class:`TrainingResult`."""
+
+
+class Meter(Protocol):
+    """Measures energy from ``start`` to ``stop``."""
+
+    def start(self) -> Any:
+        """The run begins."""
+
+    def stop(self) -> Energy:
+        """The run has ended."""
+
+
+MeterOf = Callable[[torch.device], Meter]
+
+
 class Run:
     """One call of :meth:`TrainingLoop.train`: what happens between iterations, and its outcome."""
 
@@ -220,6 +239,7 @@ class Run:
         trainer: TrainingLoop[Any],
         on_interval: Callable[[Interval], None],
         on_line: Callable[[Line], None],
+        meter: MeterOf | None,
     ) -> None:
         self.trainer = trainer
         self.config = trainer.parameters.training
@@ -232,7 +252,9 @@ class Run:
         self.evaluations: list[Evaluation] = []
         self.notices: list[str] = []
         self.checkpoint_s = 0.0
-        self.power = power_meter(trainer.device).start()
+        self.meter = None if meter is None else meter(trainer.device)
+        if self.meter is not None:
+            self.meter.start()
         if trainer.done >= trainer.total:
             self.notices.append(
                 f"nothing is left to do: the checkpoint is of iteration {trainer.done:,}, and the "
@@ -313,7 +335,7 @@ class Run:
             checkpoint=str(trainer.checkpoint) if trainer.checkpoint else None,
             peak_memory_bytes=peak_memory(trainer.device),
             peak_memory_by_device=peak_memory_by_device(trainer.device),
-            **self.power.stop().figures(count * self.config.batch_size),
+            **self._power(count * self.config.batch_size),
             device=device_name(trainer.device),
             threads=torch.get_num_threads(),
             embedding_backend=trainer.embedding_backend,
@@ -323,6 +345,21 @@ class Run:
             losses=measured.done_losses,
             evaluations=[found.line() for found in self.evaluations],
         )
+
+    def _power(self, samples: int) -> dict[str, Any]:
+        if self.meter is not None:
+            return self.meter.stop().figures(samples)
+        reason = "no meter was given; dlrm train of dlrm_workbook has one"
+        return {
+            "power_w": None,
+            "samples_per_joule": None,
+            "power": {
+                "energy_j": None,
+                "seconds": None,
+                "readings": [],
+                "not_measured": {"energy": reason},
+            },
+        }
 
     def _evaluates(self) -> bool:
         return self.config.eval_every is not None or self.config.auc_target is not None

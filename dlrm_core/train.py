@@ -29,7 +29,7 @@ from dlrm_core.parts import iteration
 from dlrm_core.placement import places_of
 from dlrm_core.precision import set_fp32_matmul, set_tf32
 from dlrm_core.progress import Bar
-from dlrm_core.reports import Interval, Line, Measurements, Run, TrainingResult
+from dlrm_core.reports import Interval, Line, Measurements, MeterOf, Run, TrainingResult
 from dlrm_core.resume import (
     Learner,
     changed_settings,
@@ -175,6 +175,7 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
         on_interval: Callable[[Interval], None] = lambda interval: None,
         on_iteration: Callable[[int], None] = lambda iteration: None,
         on_line: Callable[[Line], None] = lambda line: None,
+        meter: MeterOf | None = None,
     ) -> TrainingResult:
         """Run all iterations; Ctrl-C or SIGTERM ends the run early and keeps what was computed.
 
@@ -182,10 +183,11 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
             on_iteration: called with the number of iterations done by this process: with 0
                 before the first, then after each.
             on_line: called after each evaluation and checkpoint.
+            meter: measures the run's energy; None: nobody does.
         """
         # what a caller iterated before, to warm up, is not counted
         self.done = first = self.first
-        run = Run(self, on_interval, on_line)
+        run = Run(self, on_interval, on_line, meter)
         self._measured = measured = run.measured
         on_iteration(0)
         measured.mark()
@@ -261,6 +263,7 @@ def train_with_reports(
     on_iteration: Callable[[int], None],
     on_line: Callable[[Line], None],
     progress: bool,
+    meter: MeterOf | None,
 ) -> TrainingResult:
     """:meth:`TrainingLoop.train` under a progress bar, each line written as it happens.
 
@@ -289,7 +292,7 @@ def train_with_reports(
             bar.add(1 if done else 0)
             on_iteration(done)
 
-        return loop.train(report, count, write)
+        return loop.train(report, count, write, meter)
 
 
 def metrics_lines(path: Path, checkpoint: Checkpoint | None) -> JsonLines:
@@ -396,6 +399,7 @@ def train(
     progress: bool = True,
     on_iteration: Callable[[int], None] = lambda iteration: None,
     on_line: Callable[[Line], None] = lambda line: None,
+    meter: MeterOf | None = None,
 ) -> TrainingResult:
     """Train as the parameters say, from the beginning or from a checkpoint.
 
@@ -407,6 +411,7 @@ def train(
         progress: show a progress bar.
         on_iteration: called with the number of iterations done, 0 before the first.
         on_line: called with each evaluation and checkpoint, as metrics.jsonl has them.
+        meter: measures the run's energy; None: nobody does.
 
     Raises:
         InputError: the device is not there, the run does not fit in memory, the folder
@@ -420,7 +425,9 @@ def train(
             lines = stack.enter_context(metrics_lines(folder / "metrics.jsonl", checkpoint))
         trainer = Trainer(parameters, checkpoint, place)
         stack.callback(trainer.close)
-        result = train_with_reports(trainer, lines, on_interval, on_iteration, on_line, progress)
+        result = train_with_reports(
+            trainer, lines, on_interval, on_iteration, on_line, progress, meter
+        )
     if folder is not None:
         write_json(folder / "result.json", asdict(result))
     return result

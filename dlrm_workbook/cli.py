@@ -6,34 +6,14 @@ so nothing but the standard library is imported here.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import importlib
-import os
-import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from dlrm_core.errors import InputError
+from dlrm_core import cli as core
+from dlrm_core.cli import Subcommand
 from dlrm_workbook import cli_options as options
-
-Arguments = Callable[[argparse.ArgumentParser], None]
-
-
-@dataclass(frozen=True)
-class Subcommand:
-    """One row of the table.
-
-    ``handler`` is ``module:function``; the function takes the parsed arguments and
-    returns an exit code (None is 0). It raises InputError for what the user must mend.
-    """
-
-    name: str
-    help: str
-    add_arguments: Arguments
-    handler: str
-
 
 SUBCOMMANDS = (
     Subcommand(
@@ -42,19 +22,9 @@ SUBCOMMANDS = (
         options.run,
         "dlrm_workbook.runner.run:command_run",
     ),
-    Subcommand("train", "train without a notebook", options.train, "dlrm_core.commands:train"),
-    Subcommand(
-        "evaluate",
-        "AUC, log loss and accuracy of a checkpoint on test data",
-        options.evaluate,
-        "dlrm_core.commands:evaluate",
-    ),
-    Subcommand(
-        "infer",
-        "latency of predictions, by batch size",
-        options.infer,
-        "dlrm_core.commands:infer",
-    ),
+    replace(core.TRAIN, handler="dlrm_workbook.evidence.training:train"),
+    core.EVALUATE,
+    core.INFER,
     Subcommand(
         "protocols",
         "throughput and latency by NVIDIA's, facebook's and DeepSpark's protocols",
@@ -65,7 +35,7 @@ SUBCOMMANDS = (
         "record",
         "record a profile with torch.profiler, without a notebook",
         options.record,
-        "dlrm_core.commands:record",
+        "dlrm_workbook.recordings.torch.recorder:command_record",
     ),
     Subcommand(
         "database",
@@ -97,18 +67,8 @@ SUBCOMMANDS = (
         options.stability,
         "dlrm_workbook.studies.stability.measure:command_stability",
     ),
-    Subcommand(
-        "data",
-        "data sets: generate, preprocess, inspect",
-        options.data,
-        "dlrm_core.data.files.command:data",
-    ),
-    Subcommand(
-        "parameters",
-        "every parameter, its default and its meaning, as Markdown",
-        options.no_arguments,
-        "dlrm_core.commands:parameters",
-    ),
+    core.DATA,
+    core.PARAMETERS,
     Subcommand(
         "doctor",
         "what this machine has, and what each missing part costs",
@@ -118,19 +78,10 @@ SUBCOMMANDS = (
 )
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line, built from the table."""
-    main_parser = argparse.ArgumentParser(
-        prog="dlrm",
-        description="Runs a Deep Learning Recommendation Model, profiles it, and says with "
-        "evidence what holds it back.",
-    )
-    subparsers = main_parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
-    for row in SUBCOMMANDS:
-        sub = subparsers.add_parser(row.name, help=row.help, description=row.help)
-        row.add_arguments(sub)
-        sub.set_defaults(handler=row.handler)
-    return main_parser
+DESCRIPTION = (
+    "Runs a Deep Learning Recommendation Model, profiles it, and says with evidence what holds "
+    "it back."
+)
 
 
 @contextlib.contextmanager
@@ -152,28 +103,5 @@ def _without_grammars() -> Iterator[None]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand.
-
-    Returns:
-        0 when it did what was asked; 1 when it failed; 2 when what the user gave
-        cannot be used (one sentence on standard error); 130 after Ctrl-C.
-    """
-    given = list(sys.argv[1:] if argv is None else argv)
-    arguments = parser().parse_args(given)
-    arguments.argv = ["dlrm", *given]
-    module, _, function = arguments.handler.partition(":")
-    try:
-        with _without_grammars():
-            handler = getattr(importlib.import_module(module), function)
-        return int(handler(arguments) or 0)
-    except InputError as error:
-        print(f"dlrm {arguments.subcommand}: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"dlrm {arguments.subcommand}: interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
-    except BrokenPipeError:
-        # the reader of our output (head, less) has gone: not an error of ours.
-        # Python would flush again at exit and complain, so give it somewhere to flush to.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+    """Run one subcommand; its exit code, as :func:`dlrm_core.cli.main` gives it."""
+    return core.main(argv, SUBCOMMANDS, DESCRIPTION, _without_grammars)

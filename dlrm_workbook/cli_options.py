@@ -4,20 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-
-def parameters_file(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """``-f`` and ``-p``: the parameters of a run."""
-    parser.add_argument(
-        "-f", "--file", required=required, metavar="FILE", help="parameters file (YAML)"
-    )
-    parser.add_argument(
-        "-p",
-        "--parameter",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="override one parameter, such as training.batch_size=4096 (repeatable)",
-    )
+from dlrm_core.cli import parameters_file
 
 
 def run(parser: argparse.ArgumentParser) -> None:
@@ -44,59 +31,6 @@ def run(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def train(parser: argparse.ArgumentParser) -> None:
-    """Options of ``dlrm train``."""
-    parameters_file(parser)
-    parser.add_argument(
-        "--output", metavar="DIR", help="folder for metrics.jsonl (default: none is written)"
-    )
-    parser.add_argument(
-        "--resume",
-        metavar="DIR",
-        help="go on from a checkpoint, a folder of checkpoints, or 'latest' (of the run's own "
-        "folder; none there yet: from the beginning); the same as -p training.resume=DIR",
-    )
-    parser.add_argument(
-        "--spans",
-        action="store_true",
-        help="add to the last line when each part began and ended (ns since the epoch)",
-    )
-
-
-def evaluate(parser: argparse.ArgumentParser) -> None:
-    """Options of ``dlrm evaluate``."""
-    parameters_file(parser)
-    from_checkpoint(parser)
-
-
-def infer(parser: argparse.ArgumentParser) -> None:
-    """Options of ``dlrm infer``."""
-    parameters_file(parser)
-    from_checkpoint(parser)
-    parser.add_argument(
-        "--batch-sizes",
-        metavar="N,...",
-        help="measure each of these batch sizes (default: training.batch_size)",
-    )
-    parser.add_argument(
-        "--steps", type=int, default=1000, help="of each batch size (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=60.0,
-        metavar="S",
-        help="end a batch size's steps after S seconds (default: %(default)g)",
-    )
-    parser.add_argument(
-        "--protocol",
-        choices=("steady", "nvidia"),
-        default="steady",
-        help="'steady': warm-up is found in the latencies; 'nvidia': NVIDIA's benchmark, which "
-        "leaves out the first 10 of 1000 steps (default: %(default)s)",
-    )
-
-
 def protocols(parser: argparse.ArgumentParser) -> None:
     """Options of ``dlrm protocols``."""
     parameters_file(parser)
@@ -118,15 +52,6 @@ def protocols(parser: argparse.ArgumentParser) -> None:
         help="of inference at most, a batch size (default: %(default)g)",
     )
     parser.add_argument("--json", metavar="FILE", help="write the record there")
-
-
-def from_checkpoint(parser: argparse.ArgumentParser) -> None:
-    """``--checkpoint``: where weights are from."""
-    parser.add_argument(
-        "--checkpoint",
-        metavar="DIR",
-        help="a checkpoint or a folder of them, its newest (default: initial weights)",
-    )
 
 
 def record(parser: argparse.ArgumentParser) -> None:
@@ -240,17 +165,6 @@ def stability(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder of the runs and of stability.json; runs that finished there are kept",
     )
-
-
-def data(parser: argparse.ArgumentParser) -> None:
-    """Options of ``dlrm data``."""
-    from dlrm_core.data.files.command import add_arguments
-
-    add_arguments(parser)
-
-
-def no_arguments(parser: argparse.ArgumentParser) -> None:
-    """For a subcommand that takes none."""
 
 
 def database(parser: argparse.ArgumentParser) -> None:

@@ -4,7 +4,7 @@ Every measurement runs in a fresh process: a program or a module of ours, in a p
 its own, watched while it runs, within a time limit, its output kept. It ends with whoever
 started it: at an exception, at Ctrl-C and SIGTERM, and (modules of ours) even at SIGKILL.
 
-    done = run_child(python_module("dlrm_core", "train", "-f", file), stage="training")
+    done = run_child(python_module("dlrm_workbook", "train", "-f", file), stage="training")
     done.require_success("training")
     result = done.last_object("ms_per_iteration")
 

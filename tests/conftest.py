@@ -47,7 +47,7 @@ def quick_chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
     root = tmp_path_factory.mktemp("all") / "outputs"
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "dlrm_core", "run", "all"),
+            *(sys.executable, "-m", "dlrm_workbook", "run", "all"),
             *("-f", str(REPOSITORY / "parameters" / "quick.yaml"), "--output-root", str(root)),
         ],
         cwd=root.parent,

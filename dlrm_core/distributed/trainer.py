@@ -44,7 +44,7 @@ from dlrm_core.files import plain, write_json
 from dlrm_core.machine import StopRequest, peak_memory, stop_requests
 from dlrm_core.model import DLRM, ClickLoss, fill_dense_like_facebook, fill_dense_with_torch
 from dlrm_core.parts import part
-from dlrm_core.reports import TrainingResult
+from dlrm_core.reports import MeterOf, TrainingResult
 from dlrm_core.resume import checkpoint_place, checkpoint_to_resume, nothing_to_resume
 from dlrm_core.train import STOPPING, TrainingLoop, metrics_lines, prepare, train_with_reports
 
@@ -215,12 +215,16 @@ def padded(batch: Batch, ranks: int) -> Batch:
 
 
 def train(
-    parameters: Parameters, arguments: argparse.Namespace, exit_codes: Mapping[str, int]
+    parameters: Parameters,
+    arguments: argparse.Namespace,
+    exit_codes: Mapping[str, int],
+    meter: MeterOf | None,
 ) -> NoReturn:
     """Train as one rank, and end the process; prints what ``dlrm train`` prints, on rank 0.
 
     Args:
         exit_codes: of the process, by the run's status.
+        meter: measures the energy that this rank's machine uses; None: nobody does.
 
     Raises:
         InputError: as :func:`dlrm_core.train.train`, on every rank that finds it.
@@ -243,7 +247,7 @@ def train(
         trainer = DistributedTrainer(parameters, world, collectives, checkpoint, place, watch)
         stack.callback(trainer.close)
         _introduce(trainer, early)
-        result, ranks = _run(trainer, folder if world.first else None, checkpoint, stack)
+        result, ranks = _run(trainer, folder if world.first else None, checkpoint, stack, meter)
         for notice in result.notices if world.first else ():
             if notice not in early:
                 print(notice, file=sys.stderr)
@@ -259,6 +263,7 @@ def _run(
     folder: Path | None,
     checkpoint: Checkpoint | None,
     stack: contextlib.ExitStack,
+    meter: MeterOf | None,
 ) -> tuple[TrainingResult, list[dict[str, Any]]]:
     lines = None
     if folder is not None:
@@ -271,6 +276,7 @@ def _run(
         on_iteration=lambda done: None,
         on_line=lambda line: _say(plain(line)) if first else None,
         progress=first and sys.stderr.isatty(),
+        meter=meter,
     )
     ranks = gathered(trainer.world, about_rank(trainer, result))
     if folder is not None:

@@ -116,7 +116,7 @@ def run_ours(parameters: Parameters, iterations: int, threads: int) -> Run:
         file = Path(folder) / "bench.json"
         write_json(file, checked.to_sections())
         done = run_child(
-            python_module("dlrm_core", "train", "-f", file, "--output", folder),
+            python_module("dlrm_workbook", "train", "-f", file, "--output", folder),
             stage="dlrm train",
             environment=environment_of(threads),
         )

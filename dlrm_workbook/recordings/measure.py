@@ -132,7 +132,7 @@ class _Session:
     def with_torch(self, name: str = "workload.yaml") -> Profile:
         recording = self.folder / "recording"
         file = self.written(name, self.parameters)
-        command = python_module("dlrm_core", "record", "-f", file, "--output", recording)
+        command = python_module("dlrm_workbook", "record", "-f", file, "--output", recording)
         self.run("the recorded run", "torch.profiler", command, like_measured=False)
         return read_recording(recording)
 
@@ -167,7 +167,7 @@ class _Session:
         file = self.written("workload.yaml", parameters)
         measurement = measure_program(
             python_module(
-                *("dlrm_core", "train", "-f", file, "-p", f"training.batches={iterations}"),
+                *("dlrm_workbook", "train", "-f", file, "-p", f"training.batches={iterations}"),
                 *("-p", "training.log_every=1", "--spans"),
             ),
             self.folder / "hpctoolkit",

@@ -244,8 +244,8 @@ def test_captured_optimisers_read_their_rate_where_graphs_can(optimizer):
 
 def test_a_new_rate_is_written_into_the_tensor():
     step = step_of()
-    kind, settings = optimizer_of(TrainingConfig(), CPU, captured=True)
-    step.bottom_optimizer = kind(step.model.bottom_mlp.parameters(), **settings())
+    weights = step.model.bottom_mlp.parameters()
+    step.bottom_optimizer = captured_optimizer(TrainingConfig(), weights, CPU)
     rate = step.bottom_optimizer.param_groups[0]["lr"]
     step.set_learning_rate(0.25)
     assert step.bottom_optimizer.param_groups[0]["lr"] is rate and float(rate) == 0.25

@@ -390,7 +390,7 @@ def test_contestants_are_confined_to_the_cores_asked_for():
 
 def test_the_command_writes_json_with_shares_of_the_limits(tmp_path):
     (tmp_path / "p.yaml").write_text(json.dumps(SMALL))
-    command = [sys.executable, "-m", "dlrm_core", "bench", "--rounds=1", "--iterations=2"]
+    command = [sys.executable, "-m", "dlrm_workbook", "bench", "--rounds=1", "--iterations=2"]
     command += ["-f", "p.yaml", "--roofline", "--json", "out/bench.json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -17,6 +17,7 @@ from dlrm_workbook.evidence.power import (
     Rapl,
     find_counters,
     gpu_counter,
+    power_meter,
     rapl_counters,
 )
 
@@ -212,6 +213,7 @@ def test_a_run_says_its_power_or_why_not():
             }
         ),
         progress=False,
+        meter=power_meter,
     )
     if result.power_w is None:
         assert result.samples_per_joule is None

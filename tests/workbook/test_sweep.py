@@ -184,7 +184,7 @@ def test_two_processes_do_not_run_one_sweep(tmp_path: Path) -> None:
 
 def dlrm(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "dlrm_core", *arguments],
+        [sys.executable, "-m", "dlrm_workbook", *arguments],
         cwd=cwd,
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
         stdout=subprocess.PIPE,

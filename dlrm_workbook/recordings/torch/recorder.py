@@ -11,6 +11,7 @@ leaves is read by ``torch_trace.read_recording``, where pandas is. The folder ho
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -35,6 +36,7 @@ from dlrm_core.machine import (
     machine_facts,
     memory_limit,
     resolve_device,
+    terminate_like_interrupt,
 )
 from dlrm_core.parts import SpanRow, log_spans
 from dlrm_core.train import Trainer
@@ -345,6 +347,15 @@ def span_times(rows: list[SpanRow]) -> dict[str, float]:
     for name, start, end in rows:
         times[name] = times.get(name, 0.0) + (end - start) / 1e6
     return times
+
+
+def command_record(arguments: argparse.Namespace) -> int:
+    """``dlrm record``: measure with torch.profiler; the last line is the folder."""
+    parameters = load_parameters(arguments.file, arguments.parameter)
+    with terminate_like_interrupt():
+        folder = record_workload(parameters, Path(arguments.output), print_progress)
+    print(folder, flush=True)
+    return 0
 
 
 def print_progress(done: int, total: int) -> None:

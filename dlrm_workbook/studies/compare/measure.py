@@ -204,7 +204,7 @@ def _run(
     output = folder / "runs" / f"{number + 1}-{name}"
     spans = ["--spans"] if parameters.training.device != "cuda" else []
     done = run_child(
-        python_module("dlrm_core", "train", "-f", file, "--output", output, *spans),
+        python_module("dlrm_workbook", "train", "-f", file, "--output", output, *spans),
         stage=label,
         logs=folder / "logs",
         timeout_s=float(parameters.profiling.timeout_s),

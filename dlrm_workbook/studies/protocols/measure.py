@@ -306,7 +306,7 @@ def measured_or_read(
     record, given = folder / RECORD, folder / "protocols-parameters.json"
     write_json(given, replace(parameters, training=training, sweep={}).to_sections())
     command = python_module(
-        *("dlrm_core", "protocols", "-f", given, "--json", record),
+        *("dlrm_workbook", "protocols", "-f", given, "--json", record),
         *("--iterations", str(iterations), "--seconds", "4"),
         *("--batch-sizes", ",".join(map(str, batch_sizes))),
     )

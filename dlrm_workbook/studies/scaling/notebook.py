@@ -115,7 +115,7 @@ def parts_of(parameters: Parameters, batch_size: int, folder: Path) -> list[dict
     file = folder / f"alone-{batch_size}.yaml"
     file.write_text(yaml.safe_dump(sections), encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, "-m", "dlrm_core", "train", "-f", str(file), "--spans"],
+        [sys.executable, "-m", "dlrm_workbook", "train", "-f", str(file), "--spans"],
         capture_output=True,
         text=True,
         check=False,

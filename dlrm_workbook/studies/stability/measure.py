@@ -226,7 +226,7 @@ def _train(parameters: Parameters, seed: int, place: Path) -> SeedRun:
     # JSON is YAML, but for numbers such as 1e-05, which our reader takes as well
     write_json(file, parameters.to_sections())
     done = run_child(
-        python_module("dlrm_core", "train", "-f", file, "--output", place),
+        python_module("dlrm_workbook", "train", "-f", file, "--output", place),
         stage="run",
         logs=place,
     )

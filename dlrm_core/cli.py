@@ -1,0 +1,191 @@
+"""``python -m dlrm_core``: a table of subcommands, each loaded only when it is called.
+
+What torchrun, profilers and bare GPU nodes start. Only the standard library is imported
+here. The workbook's ``dlrm`` has the same subcommands and more, from a longer table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dlrm_core.errors import InputError
+
+
+@dataclass(frozen=True)
+class Subcommand:
+    """One row of the table.
+
+    ``handler`` is ``module:function``; the function takes the parsed arguments and
+    returns an exit code (None is 0). It raises InputError for what the user must mend.
+    """
+
+    name: str
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    handler: str
+
+
+def parameters_file(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """``-f`` and ``-p``: the parameters of a run."""
+    parser.add_argument(
+        "-f", "--file", required=required, metavar="FILE", help="parameters file (YAML)"
+    )
+    parser.add_argument(
+        "-p",
+        "--parameter",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="override one parameter, such as training.batch_size=4096 (repeatable)",
+    )
+
+
+def no_arguments(parser: argparse.ArgumentParser) -> None:
+    """For a subcommand that takes none."""
+
+
+def _train(parser: argparse.ArgumentParser) -> None:
+    parameters_file(parser)
+    parser.add_argument(
+        "--output", metavar="DIR", help="folder for metrics.jsonl (default: none is written)"
+    )
+    parser.add_argument(
+        "--resume",
+        metavar="DIR",
+        help="go on from a checkpoint, a folder of checkpoints, or 'latest' (of the run's own "
+        "folder; none there yet: from the beginning); the same as -p training.resume=DIR",
+    )
+    parser.add_argument(
+        "--spans",
+        action="store_true",
+        help="add to the last line when each part began and ended (ns since the epoch)",
+    )
+
+
+def _evaluate(parser: argparse.ArgumentParser) -> None:
+    parameters_file(parser)
+    parser.add_argument(
+        "--checkpoint",
+        metavar="DIR",
+        help="a checkpoint or a folder of them, its newest (default: initial weights)",
+    )
+
+
+def _infer(parser: argparse.ArgumentParser) -> None:
+    _evaluate(parser)
+    parser.add_argument(
+        "--batch-sizes",
+        metavar="N,...",
+        help="measure each of these batch sizes (default: training.batch_size)",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=1000, help="of each batch size (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="end a batch size's steps after S seconds (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--protocol",
+        choices=("steady", "nvidia"),
+        default="steady",
+        help="'steady': warm-up is found in the latencies; 'nvidia': NVIDIA's benchmark, which "
+        "leaves out the first 10 of 1000 steps (default: %(default)s)",
+    )
+
+
+def _data(parser: argparse.ArgumentParser) -> None:
+    from dlrm_core.data.files.command import add_arguments
+
+    add_arguments(parser)
+
+
+TRAIN = Subcommand("train", "train without a notebook", _train, "dlrm_core.commands:train")
+EVALUATE = Subcommand(
+    "evaluate",
+    "AUC, log loss and accuracy of a checkpoint on test data",
+    _evaluate,
+    "dlrm_core.commands:evaluate",
+)
+INFER = Subcommand(
+    "infer", "latency of predictions, by batch size", _infer, "dlrm_core.commands:infer"
+)
+DATA = Subcommand(
+    "data",
+    "data sets: generate, preprocess, inspect",
+    _data,
+    "dlrm_core.data.files.command:data",
+)
+PARAMETERS = Subcommand(
+    "parameters",
+    "every parameter, its default and its meaning, as Markdown",
+    no_arguments,
+    "dlrm_core.commands:parameters",
+)
+SUBCOMMANDS = (TRAIN, EVALUATE, INFER, DATA, PARAMETERS)
+DESCRIPTION = "Trains a Deep Learning Recommendation Model."
+
+
+def parser_of(
+    subcommands: Sequence[Subcommand], description: str, given: Sequence[str]
+) -> argparse.ArgumentParser:
+    """The command line, built from a table.
+
+    Args:
+        given: the command line's words; only a subcommand among them gets its arguments.
+    """
+    parser = argparse.ArgumentParser(prog="dlrm", description=description)
+    subparsers = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
+    for row in subcommands:
+        sub = subparsers.add_parser(row.name, help=row.help, description=row.help)
+        if row.name in given:
+            row.add_arguments(sub)
+        sub.set_defaults(handler=row.handler)
+    return parser
+
+
+def main(
+    argv: Sequence[str] | None = None,
+    subcommands: Sequence[Subcommand] = SUBCOMMANDS,
+    description: str = DESCRIPTION,
+    loading: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> int:
+    """Run one subcommand.
+
+    Args:
+        loading: a context in which the subcommand's module is imported.
+
+    Returns:
+        0 when it did what was asked; 1 when it failed; 2 when what the user gave
+        cannot be used (one sentence on standard error); 130 after Ctrl-C.
+    """
+    given = list(sys.argv[1:] if argv is None else argv)
+    arguments = parser_of(subcommands, description, given).parse_args(given)
+    arguments.argv = ["dlrm", *given]
+    module, _, function = arguments.handler.partition(":")
+    try:
+        with loading():
+            handler = getattr(importlib.import_module(module), function)
+        return int(handler(arguments) or 0)
+    except InputError as error:
+        print(f"dlrm {arguments.subcommand}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"dlrm {arguments.subcommand}: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        # the reader of our output (head, less) has gone: not an error of ours.
+        # Python would flush again at exit and complain, so give it somewhere to flush to.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
