@@ -18,19 +18,20 @@ from dlrm_core import memory as capacity
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.errors import InputError
 from dlrm_core.machine import available_host_memory
-from dlrm_core.memory import MemoryItem, dense_peak, forecast_memory, require_memory, total_bytes
-from dlrm_core.units import format_bytes
-from dlrm_workbook import cli
-from dlrm_workbook.analysis.capacity import (
-    CUDA_CONTEXT_BYTES,
-    SHEETS,
+from dlrm_core.memory import (
+    MemoryItem,
     advice,
-    capacity_of,
+    dense_peak,
+    forecast_memory,
     largest_batch,
     largest_on_gpu,
     largest_rows,
-    sheet_verdict,
+    require_memory,
+    total_bytes,
 )
+from dlrm_core.units import format_bytes
+from dlrm_workbook import cli
+from dlrm_workbook.analysis.capacity import CUDA_CONTEXT_BYTES, SHEETS, capacity_of, sheet_verdict
 from dlrm_workbook.analysis.devices import device
 from dlrm_workbook.show.capacity import fits_table, model_table
 
