@@ -53,12 +53,6 @@ _NAMES = {
 
 FLOAT_BYTES = 4
 
-LANES = 4
-"""Widths of a table or of a slice are multiples of this: FBGEMM takes no others."""
-
-ROWWISE_ELEMENTS = 2**30
-"""Numbers of a table beyond which FBGEMM's row-wise Adagrad updates wrong rows on a CPU."""
-
 _THEIR_NAMES = {
     "table_wise": "table_wise",
     "row_wise": "row_wise",

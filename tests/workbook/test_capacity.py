@@ -318,7 +318,7 @@ def test_advice_for_a_gpu_names_the_share_that_fits():
 def test_limits_of_the_process_count():
     code = (
         "import resource\n"
-        "from dlrm_core.memory import available_host_memory\n"
+        "from dlrm_core.machine import available_host_memory\n"
         "resource.setrlimit(resource.{}, (1 << 31, -1))\n"
         "print(available_host_memory())"
     )

@@ -345,7 +345,8 @@ def test_last_line_of_standard_output_is_the_run_folder(
 def test_headless_subcommands_need_no_notebook_tools() -> None:
     heavy = ["papermill", "plotly", "nbformat", "nbconvert", "pandas", "IPython", "torch"]
     program = (
-        "import sys\nfrom dlrm_core.cli import parser_of\nfrom dlrm_workbook.cli import SUBCOMMANDS\n"
+        "import sys\nfrom dlrm_core.cli import parser_of\n"
+        "from dlrm_workbook.cli import SUBCOMMANDS\n"
         "parser_of(SUBCOMMANDS, '', ['train', 'evaluate', 'infer', 'record'])\n"
         f"print([m for m in {heavy} if m in sys.modules])"
     )
