@@ -328,10 +328,12 @@ FORMATS: dict[str, Formatter] = {
     "line": _each(lambda line: str(line) if line else NOTHING),
     "loss": _each("{:.5f}".format),
     "measure": _measures,
+    "measured": lambda values: ([known_or(v, digits, NOT_MEASURED) for v in values], False),
     "number": lambda values: (column(values), False),
     "operator": _operators,
     "part": _parts,
     "place": _places,
+    "quality": _each("{:.6f}".format),
     "range": _ranges,
     "ratio": _each(ratio),
     "settings": _each(

@@ -15,6 +15,7 @@ from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json, write_json
 from dlrm_workbook import cli
+from dlrm_workbook.show.tables import show
 from dlrm_workbook.studies.stability import show as stability_figures
 from dlrm_workbook.studies.stability.measure import (
     SeedRun,
@@ -22,6 +23,7 @@ from dlrm_workbook.studies.stability.measure import (
     measure_stability,
     read_stability,
     spread,
+    stability_table,
     summarise,
     with_seed,
 )
@@ -114,7 +116,7 @@ def test_a_run_that_fails_is_listed_with_what_it_said(tmp_path):
     assert [run.status for run in found.runs] == ["failed"]
     assert "training.embedding_backend" in found.runs[0].error
     assert found.spreads == {} and found.values == []
-    assert stability_figures.stability_table({"x": found}).rows[0][1] == "0 of 1"
+    assert stability_table({"x": found})["seeds"][0] == "0 of 1"
 
 
 def test_one_run_has_its_own_seed_and_folder():
@@ -162,7 +164,8 @@ def test_the_histogram_counts_every_seed():
 
 def test_the_table_has_power_memory_and_stability():
     runs = [seed_run(n, 0.8, power_w=None, samples_per_joule=None) for n in range(3)]
-    table = stability_figures.stability_table({"fp32": summarise(parameters(), runs)})
+    frame = stability_table({"fp32": summarise(parameters(), runs)})
+    table = show(frame, stability_figures.stability_columns(frame))
     row = dict(zip(table.columns, table.rows[0], strict=True))
     assert row["seeds"] == "3 of 3" and row["samples/s"] == "1,001"
     assert row["power (W)"] == "not measured" and row["samples/J"] == "not measured"

@@ -10,12 +10,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import pandas as pd
 
 from dlrm_core.config import Parameters, load_parameters
 from dlrm_core.errors import InputError
@@ -28,6 +31,11 @@ VERSION = 1
 
 AT_THE_END = 2**31 - 1
 """``training.eval_every`` of a run that evaluates only once, at its end."""
+
+PEAK = "peak_memory_bytes_"
+"""How the name of a device's peak memory among the spreads begins."""
+
+NAMES = {"auc": "AUC", "loss": "loss"}
 
 FIGURES = ("auc", "best_auc", "loss", "samples_per_second", "power_w", "samples_per_joule")
 """What is averaged of the runs' results, where it was measured."""
@@ -191,7 +199,7 @@ def summarise(parameters: Parameters, runs: Sequence[SeedRun]) -> Stability:
     }
     for run in finished:
         for device, size in run.peak_memory_by_device.items():
-            columns.setdefault(f"peak_memory_bytes_{device}", []).append(size)
+            columns.setdefault(PEAK + device, []).append(size)
     sections = with_seed(parameters, 0).to_sections()
     has_auc = bool(finished) and len(columns["auc"]) == len(finished)
     return Stability(
@@ -201,6 +209,32 @@ def summarise(parameters: Parameters, runs: Sequence[SeedRun]) -> Stability:
         tuple(runs),
         {name: spread(values) for name, values in columns.items() if values},
     )
+
+
+def stability_table(found: Mapping[str, Stability]) -> pd.DataFrame:
+    """Throughput, power, memory and spread of AUC or loss, a row a series of seeds.
+
+    Returns:
+        ``run``, ``seeds`` (``9 of 10`` finished), ``samples_per_second``, ``power_w``,
+        ``samples_per_joule`` (means), ``peak_memory_DEVICE_bytes`` of each device (the most),
+        ``metric``, ``mean``, ``sd``, ``least``, ``most`` of the metric.
+    """
+    rows = []
+    for label, stability in found.items():
+        spreads = stability.spreads
+        row: dict[str, Any] = {"run": label}
+        row["seeds"] = f"{len(stability.finished)} of {len(stability.runs)}"
+        for name in ("samples_per_second", "power_w", "samples_per_joule"):
+            row[name] = spreads[name].mean if name in spreads else math.nan
+        for name in sorted(spreads, reverse=True):
+            if name.startswith(PEAK):
+                row[f"peak_memory_{name.removeprefix(PEAK)}_bytes"] = spreads[name].most
+        quality = spreads.get(stability.metric)
+        row["metric"] = NAMES[stability.metric]
+        for name in ("mean", "sd", "least", "most"):
+            row[name] = getattr(quality, name) if quality else math.nan
+        rows.append(row)
+    return pd.DataFrame(rows)
 
 
 def spread(values: Sequence[float]) -> Spread:

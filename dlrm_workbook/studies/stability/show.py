@@ -12,17 +12,15 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import pandas as pd
 import plotly.graph_objects as go
 
-from dlrm_core.units import NOT_MEASURED, format_bytes, known_or
-from dlrm_workbook.show.tables import Table, Text
+from dlrm_workbook.show.tables import Column, Text
 from dlrm_workbook.show.theme import COLOURS, INK, figure
-from dlrm_workbook.studies.stability.measure import Spread, Stability
+from dlrm_workbook.studies.stability.measure import NAMES, Stability
 
 SERIES = ("embedding", "bottom_mlp", "data", "interaction", "communication")
 """Components whose colours series take in turn: here they stand for no part."""
-
-NAMES = {"auc": "AUC", "loss": "loss"}
 
 
 def histogram(found: Mapping[str, Stability]) -> go.Figure:
@@ -97,51 +95,22 @@ def bins(values: Sequence[float]) -> np.ndarray:
     return np.linspace(low - room, high + room, count + 1)
 
 
-def stability_table(found: Mapping[str, Stability]) -> Table:
-    """A row a series: throughput, power, memory of each device, and spread of AUC or loss."""
-    devices = sorted(
-        {
-            name.removeprefix("peak_memory_bytes_")
-            for stability in found.values()
-            for name in stability.spreads
-            if name.startswith("peak_memory_bytes_")
-        },
-        reverse=True,
-    )
-    columns = [
-        "run",
-        "seeds",
-        "samples/s",
-        "power (W)",
-        "samples/J",
-        *(f"peak memory, {device}" for device in devices),
-        "metric",
-        "mean",
-        "standard deviation",
-        "least",
-        "most",
-    ]
-    rows = []
-    for label, stability in found.items():
-        spreads = stability.spreads
-        quality = spreads.get(stability.metric)
-        memory = [spreads.get(f"peak_memory_bytes_{device}") for device in devices]
-        rows.append(
-            [
-                label,
-                f"{len(stability.finished)} of {len(stability.runs)}",
-                _mean(spreads.get("samples_per_second"), ",.0f"),
-                _mean(spreads.get("power_w"), ",.1f"),
-                _mean(spreads.get("samples_per_joule"), ",.1f"),
-                *(format_bytes(m.most) if m is not None else NOT_MEASURED for m in memory),
-                NAMES[stability.metric],
-                _mean(quality, ".6f"),
-                known_or(quality.sd if quality else None, "{:.6f}".format),
-                known_or(quality.least if quality else None, "{:.6f}".format),
-                known_or(quality.most if quality else None, "{:.6f}".format),
-            ]
-        )
-    return Table(columns, rows)
+def stability_columns(table: pd.DataFrame) -> dict[str, str | Column]:
+    """Columns of :func:`stability_table`: memory as many as there are devices."""
+    memory = [name for name in table.columns if name.startswith("peak_memory_")]
+    return {
+        "run": Column("run", "text"),
+        "seeds": "seeds",
+        "samples_per_second": Column("samples/s", "count"),
+        "power_w": Column("power (W)", "measured"),
+        "samples_per_joule": Column("samples/J", "measured"),
+        **{name: Column(f"peak memory, {name.split('_')[2]}", "bytes") for name in memory},
+        "metric": "metric",
+        "mean": Column("mean", "quality"),
+        "sd": Column("standard deviation", "quality"),
+        "least": Column("least", "quality"),
+        "most": Column("most", "quality"),
+    }
 
 
 def sentence(found: Mapping[str, Stability]) -> Text:
@@ -156,24 +125,3 @@ def sentence(found: Mapping[str, Stability]) -> Text:
             )
     titles = " and ".join(dict.fromkeys(f"*{one.title}*" for one in found.values()))
     return Text(f"Trained: {titles}. " + "; ".join(said) + ("." if said else ""))
-
-
-def runs_table(stability: Stability) -> Table:
-    """A row a seed; of a run that failed, what it said."""
-    rows = []
-    for run in stability.runs:
-        rows.append(
-            [
-                str(run.seed),
-                run.status if not run.error else f"{run.status}: {run.error}",
-                known_or(run.auc, "{:.6f}".format),
-                known_or(run.loss, "{:.6f}".format),
-                known_or(run.samples_per_second, "{:,.0f}".format),
-                known_or(run.power_w, "{:,.1f}".format, NOT_MEASURED),
-            ]
-        )
-    return Table(["seed", "status", "AUC", "loss", "samples/s", "power (W)"], rows)
-
-
-def _mean(spread: Spread | None, kind: str) -> str:
-    return NOT_MEASURED if spread is None else format(spread.mean, kind)
