@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
-import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +27,7 @@ from dlrm_core.data.files.draws import (
     TO_UNIT,
     PowerLaw,
 )
-from dlrm_kernels.native import kernel_cache
+from dlrm_kernels.native import cache_folder, kernel_cache
 
 SOURCES = tuple(Path(str(file)) for file in (__file__, draws.__file__, loops.__file__))
 """Files of the compiled functions and of the constants that are compiled in."""
@@ -153,27 +150,9 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     make = functools.partial(
         numba.njit, list(SIGNATURES[function]), nogil=True, error_model="numpy"
     )
-    folder = _cache_folder()
+    folder, _ = cache_folder("datasets", SOURCES)
     if folder is not None:
         # whatever a damaged file makes pickle raise: compile anew
         with contextlib.suppress(Exception), kernel_cache(folder):
             return make(cache=True)(function)
     return make()(function)
-
-
-@functools.cache
-def _cache_folder() -> Path | None:
-    """Where machine code of the present sources is kept, or None where nothing can be."""
-    digest = hashlib.sha256(numba.__version__.encode())
-    for source in SOURCES:
-        digest.update(source.read_bytes())
-    base = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME")
-    try:
-        folder = Path(base) if base else Path.home() / ".cache"
-        folder = folder.absolute() / "dlrm-workbook" / f"datasets-{digest.hexdigest()[:16]}"
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except (OSError, RuntimeError):
-        return None
-    return folder

@@ -39,7 +39,7 @@ def kernel_cache(folder: Path) -> Iterator[None]:
         config.CACHE_DIR = before
 
 
-SOURCES = sorted(Path(__file__).parent.rglob("*.py"))
+SOURCES = tuple(sorted(Path(__file__).parent.rglob("*.py")))
 """Files of the package: any of them may hold functions that are compiled."""
 
 
@@ -72,7 +72,7 @@ def compile_kernel(function: Callable[[int], None]) -> tuple[Kernel, str]:
     from numba import cfunc, types
 
     signature = types.void(types.int64)
-    folder, notice = _cache_folder()
+    folder, notice = cache_folder("kernels", SOURCES)
     if folder is not None:
         try:
             with kernel_cache(folder):
@@ -111,21 +111,23 @@ def require_numba() -> None:
 
 
 @functools.cache
-def _cache_folder() -> tuple[Path | None, str]:
+def cache_folder(name: str, sources: tuple[Path, ...]) -> tuple[Path | None, str]:
     """Where compiled kernels are kept, or None and why not.
 
-    The name carries the kernels' sources: numba looks at one file's date only, and
-    the kernels call functions of other files.
+    Args:
+        name: begins the folder's name, which carries the kernels' sources as well: numba looks
+            at one file's date only, and kernels call functions of other files.
+        sources: files that the kernels and their constants are in.
     """
     import numba
 
     digest = hashlib.sha256(numba.__version__.encode())
-    for source in SOURCES:
+    for source in sources:
         digest.update(source.read_bytes())
     base = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME")
     try:
         folder = Path(base) if base else Path.home() / ".cache"
-        folder = folder.absolute() / "dlrm-workbook" / f"kernels-{digest.hexdigest()[:16]}"
+        folder = folder.absolute() / "dlrm-workbook" / f"{name}-{digest.hexdigest()[:16]}"
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass

@@ -23,6 +23,7 @@ from dlrm_core.data.files.teacher import (
 )
 from dlrm_core.data.loader import make_generator
 from dlrm_kernels import data_sets as draw_kernels
+from dlrm_kernels.native import cache_folder
 
 CPU = torch.device("cpu")
 
@@ -121,7 +122,7 @@ def test_without_numba_the_bytes_are_the_same(monkeypatch):
 def test_a_damaged_cache_of_machine_code_is_no_failure(tmp_path, monkeypatch):
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     for _ in range(2):
-        draw_kernels._cache_folder.cache_clear()
+        cache_folder.cache_clear()
         draw_kernels.compiled.cache_clear()
         out = np.empty(4, np.uint64)
         draw_kernels.fill_words(0, 0, out)
@@ -130,7 +131,7 @@ def test_a_damaged_cache_of_machine_code_is_no_failure(tmp_path, monkeypatch):
         assert files
         for file in files:
             file.write_bytes(b"rubbish")
-    draw_kernels._cache_folder.cache_clear()
+    cache_folder.cache_clear()
     draw_kernels.compiled.cache_clear()
 
 
