@@ -29,6 +29,7 @@ from dlrm_workbook.analysis.findings.finding import (
 )
 from dlrm_workbook.analysis.ranks.check import SHARED_CORES, own_profile
 from dlrm_workbook.analysis.ranks.choice import Setting, best_sharding
+from dlrm_workbook.analysis.ranks.communication import kind_label
 from dlrm_workbook.analysis.ranks.links import Link, Network, calibrate
 from dlrm_workbook.analysis.ranks.record import (
     ScalingRecord,
@@ -256,9 +257,7 @@ def imbalance_findings(record: ScalingRecord) -> Iterable[Finding]:
 
 
 def _named(row: Row) -> str:
-    names = {"allreduce": "all-reduce", "alltoall": "all-to-all", "allgather": "all-gather"}
-    kind = str(row["kind"])
-    return f"{names.get(kind, kind.replace('_', '-'))} of {row['what']}"
+    return f"{kind_label(str(row['kind']))} of {row['what']}"
 
 
 def _limit(record: ScalingRecord, top: Row, ranks: int) -> tuple[str, str]:

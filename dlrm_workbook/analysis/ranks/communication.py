@@ -59,9 +59,13 @@ INDEX_BYTES = 8
 
 MIB = 1 << 20
 
-COLLECTIVES = ("allreduce", "alltoall", "allgather", "reduce_scatter", "broadcast")
-
 VOLUME_COLUMNS = ["collective", "what", "phase", "bytes", "leaves_bytes", "total_bytes"]
+
+
+def kind_label(name: str) -> str:
+    """A collective or a sharding as a reader calls it: ``all-reduce``, ``table-wise``."""
+    names = {"allreduce": "all-reduce", "alltoall": "all-to-all", "allgather": "all-gather"}
+    return names.get(name, name.replace("_", "-"))
 
 
 def dense_parameters(parameters: Parameters) -> int:

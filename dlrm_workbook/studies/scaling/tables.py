@@ -1,0 +1,333 @@
+"""Tables of the scaling page (columns of its DataFrames) and its sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from dlrm_core.config import Parameters
+from dlrm_core.units import NOT_MEASURED, counted, digits, percent, signed_percent
+from dlrm_core.units import ratio as times
+from dlrm_workbook.analysis.findings.finding import Finding
+from dlrm_workbook.analysis.ranks.communication import Study, kind_label
+from dlrm_workbook.analysis.ranks.prediction import Choice
+from dlrm_workbook.analysis.ranks.record import (
+    ScalingRecord,
+    predicted_and_measured,
+    typical_error,
+)
+from dlrm_workbook.show.tables import Column, Text
+from dlrm_workbook.show.theme import rows_of
+
+Columns = dict[str, str | Column]
+
+PLAIN_MS, TUNED_MS = 4288, 38
+"""One iteration of Small on one socket, before and after (Kalamkar et al. 2020)."""
+
+GOAL = 0.10
+"""Geometric mean of errors that predictions of runs on this machine should keep."""
+
+SHARDING = Column("sharding", kind_label)
+COLLECTIVE = Column("collective", kind_label)
+RANGE = Column("range", "range", ("low_ms", "high_ms"), "ms")
+FULLEST_RANK = Column("fullest rank", "bytes")
+
+STUDY: Columns = {
+    "name": Column("configuration", "text"),
+    "ranks": "most ranks",
+    "quoted_ranks": "quoted",
+    "allreduce_mib": Column("all-reduce", "digits", unit="MiB"),
+    "quoted_allreduce_mib": Column("quoted", "digits", unit="MiB"),
+    "allreduce_error": Column("error", "difference"),
+    "alltoall_mib": Column("all-to-all", "digits", unit="MiB"),
+    "quoted_alltoall_mib": Column("quoted", "digits", unit="MiB"),
+    "alltoall_error": Column("error", "difference"),
+}
+"""Bytes of the study's three configurations, computed and quoted."""
+
+VOLUMES: Columns = {
+    "sharding": SHARDING,
+    "collective": COLLECTIVE,
+    "what": "what",
+    "phase": "phase",
+    "bytes": "payload per rank",
+    "leaves_bytes": "leaves a rank",
+    "total_bytes": "all ranks",
+}
+
+MEMORY: Columns = {
+    "sharding": SHARDING,
+    "place": Column("rank", "text"),
+    "table_bytes": "tables",
+    "dense_bytes": "MLPs",
+    "state_bytes": "optimiser",
+    "gradient_bytes": "gradients",
+    "activation_bytes": "activations",
+    "exchange_bytes": "exchanged",
+    "total_bytes": "in all",
+}
+
+LINKS: Columns = {
+    "name": Column("link", "text"),
+    "alpha_us": Column("latency per step", "digits", unit="µs"),
+    "alpha_range": Column("range", "range", ("alpha_us_low", "alpha_us_high"), "µs"),
+    "gb_per_s": Column("rate of a rank", "digits", unit="GB/s"),
+    "rate_range": Column("range", "range", ("gb_per_s_low", "gb_per_s_high"), "GB/s"),
+    "source": "source",
+}
+
+PREDICTED: Columns = {
+    "ranks": "ranks",
+    "batch_size": "batch",
+    "sharding": SHARDING,
+    "mid_ms": Column("time", "digits", unit="ms"),
+    "range": RANGE,
+    "exposed_share": "exposed",
+    "samples_per_second": "samples/s",
+    "speedup": "times as fast",
+    "efficiency": Column("efficiency", "share"),
+    "memory_bytes": FULLEST_RANK,
+    "why_not": Column("why not", kind_label),
+}
+
+CANDIDATES: Columns = {
+    "sharding": SHARDING,
+    "mid_ms": Column("time", "digits", unit="ms"),
+    "range": RANGE,
+    "exposed_ms": Column("exposed", "digits", unit="ms"),
+    "memory_bytes": FULLEST_RANK,
+    "note": Column("why", kind_label),
+}
+
+MEASURED: Columns = {
+    "ranks": "ranks",
+    "scaling": "scaling",
+    "batch_size": "batch",
+    "sharding": SHARDING,
+    "time_ms": Column("time", "digits", unit="ms"),
+    "range": Column("fastest to upper quartile", "range", ("low_ms", "high_ms"), "ms"),
+    "samples_per_second": "samples/s",
+    "speedup": "times as fast as 1",
+    "efficiency": Column("efficiency", "share"),
+}
+
+CHECK: Columns = {
+    "ranks": "ranks",
+    "batch_size": "batch",
+    "sharding": SHARDING,
+    "measured_ms": Column("measured", "digits", unit="ms"),
+    "predicted_ms": Column("predicted", "digits", unit="ms"),
+    "range": RANGE,
+    "error": Column("error", "difference"),
+    "in_range": Column("in range", "judged"),
+    "measured_exposed_ms": Column("exposed, measured", "digits", unit="ms"),
+    "predicted_exposed_ms": Column("exposed, predicted", "digits", unit="ms"),
+    "note": Column("note", kind_label),
+}
+
+IMBALANCE: Columns = {
+    "run": "run",
+    "ranks": "ranks",
+    "slowest_rank": "slowest rank",
+    "slowest_ms": "its own work",
+    "mean_ms": "mean",
+    "share": "the others wait",
+    "component": Column("most in", "component"),
+}
+
+EXCHANGES: Columns = {
+    "run": "run",
+    "ranks": "ranks",
+    "sharding": SHARDING,
+    "kind": COLLECTIVE,
+    "what": "what",
+    "bytes": Column("payload per rank", "bytes"),
+    "calls": "calls",
+    "time_ms": "time",
+    "exposed_ms": "exposed",
+    "gb_per_s": Column("GB/s", "digits"),
+    "share": "of the iteration",
+}
+
+STRAGGLERS: Columns = {
+    "ranks": "ranks",
+    "even_ms": "even",
+    "mean_ms": "mean",
+    "p95_ms": "one in twenty over",
+    "waited_share": "a rank waits",
+    "loss": Column("loss", "difference"),
+}
+
+PUBLISHED: Columns = {
+    "hardware": "machine",
+    "devices": "devices",
+    "model": "model",
+    "precision": "precision",
+    "batch_size": "batch",
+    "published": Column("published", "count", unit="samples/s"),
+    "predicted": Column("predicted", "count", unit="samples/s"),
+    "range": Column("range", "range", ("predicted_low", "predicted_high"), "samples/s"),
+    "error": Column("error", "difference"),
+    "basis": "from devices",
+    "number": Column("source", "[{}]".format),
+}
+"""A dash under "published": the source draws the figure and prints no number."""
+
+SHARES: Columns = {
+    "component": "part",
+    "share": "share of one rank's iteration here",
+    "study": "the study says",
+}
+
+
+def published_sources(table: pd.DataFrame) -> Text:
+    """Where published figures are from, and what the predictions had to assume."""
+    lines = [
+        f"- [{row.number}] {row.source}" for row in rows_of(table.drop_duplicates("source"))
+    ]
+    lines += [
+        f"- Not published for {row.hardware} [{row.number}], so assumed: {row.not_published}."
+        for row in rows_of(table.drop_duplicates("not_published"))
+    ]
+    return Text("\n".join(lines))
+
+
+def published_sentence(table: pd.DataFrame) -> Text:
+    """How near the predictions of other people's machines are."""
+    known = table.dropna(subset=["error"])
+    one, several = known[known["basis"] == "1"], known[known["basis"] != "1"]
+    return Text(
+        f"From one device's published throughput and data sheets alone, {len(one)} figures are "
+        f"predicted within {typical_error(one):.0%} (geometric mean); the {len(several)} of "
+        f"sixteen devices from those of one and eight within {typical_error(several):.1%}. Nothing "
+        "of it was measured here."
+    )
+
+
+def way_text(rungs: pd.DataFrame, document: Mapping[str, Any] | None) -> Text:
+    """The study's way from 2020's plain program to its tuned one, and ours from today's.
+
+    Args:
+        rungs: the ladder of the benchmark in ``document``, plain to tuned.
+    """
+    study = (
+        f"The study (published, one socket of 28 cores): {PLAIN_MS:,} ms to {TUNED_MS} ms, "
+        f"{times(PLAIN_MS / TUNED_MS)} faster."
+    )
+    if rungs.empty or document is None:
+        return Text(f"{study} Here: {NOT_MEASURED}.")
+    rows = rows_of(rungs[rungs["figure"] == "end_to_end_ms"].sort_values("rung"))
+    first, last = rows[0], rows[-1]
+    return Text(
+        f"{study} Here, on {counted(document['cases'][0]['threads'], 'core')} of an "
+        f"{document['machine'].get('cpu', 'unknown processor')}, today's plain PyTorch takes "
+        f"{digits(first.time_ms)} ms and the options of `kalamkar_small.yaml` "
+        f"{digits(last.time_ms)} ms, {times(last.mid)} faster. Most of the study's factor is gone "
+        "because PyTorch itself has mended it since: its EmbeddingBag sums bags in parallel, in "
+        "compiled kernels (github.com/pytorch/pytorch/issues/31356)."
+    )
+
+
+def choice_text(choice: Choice, ranks: int) -> Text:
+    """The best sharding on so many ranks, and why."""
+    return Text(f"On {ranks:,} ranks: {kind_label(choice.reason)}")
+
+
+def check_sentence(table: pd.DataFrame) -> Text:
+    """How good the predictions of this machine's runs are."""
+    known = table[table["error"].notna()]
+    if known.empty:
+        return Text("No run was predicted.")
+    error = typical_error(known)
+    inside = int(known["in_range"].sum())
+    reached = "within" if error <= GOAL else "outside"
+    return Text(
+        f"**{len(known)} runs are predicted within {error:.1%} (geometric mean), {reached} the "
+        f"{GOAL:.0%} asked for; {inside} of {len(known)} measured times lie in their ranges.** "
+        f"Furthest off: {signed_percent(max(known['error'].tolist(), key=abs))}."
+    )
+
+
+def findings_text(found: Sequence[Finding], record: ScalingRecord) -> Text:
+    """What the record shows; nothing wrong is a sentence, too."""
+    if not found:
+        if record.parts.empty:
+            return Text(f"Nothing was measured on several ranks: {record.reasons.get('parts')}.")
+        if not (record.runs["ranks"] > 1).any():
+            return Text("Nothing was measured on several ranks: one was asked for.")
+        return Text(
+            "No run spends a tenth of an iteration on communication that nothing hides, and no "
+            "rank has a tenth more to do than the mean."
+        )
+    paragraphs = []
+    for each in found:
+        text = f"**{each.title}.** {each.evidence} {each.advice}"
+        gain = each.predicted_speedup
+        for name, value in each.change.items():
+            text += f" (`-p {name}={value}`: {times(gain['low'])} to {times(gain['high'])} faster)"
+        paragraphs.append(text)
+    return Text("\n\n".join(paragraphs))
+
+
+def not_measured_text(reasons: Mapping[str, str]) -> Text:
+    """What this page lacks, and why."""
+    if not reasons:
+        return Text("Everything on this page that says *measured* was.")
+    return Text("\n".join(f"- {name}: {NOT_MEASURED}: {why}" for name, why in reasons.items()))
+
+
+def launch_text(lines: Mapping[str, Any]) -> Text:
+    """How the same training is started on one node, on several, under Slurm."""
+    titles = {
+        "one_node": "On this node",
+        "each_node": "On every node (FIRST_NODE is the first one's name)",
+        "slurm": "Under Slurm",
+    }
+    listed = [f"{titles[name]}:\n\n```\n{lines[name]}\n```" for name in titles if name in lines]
+    return Text("\n\n".join(listed))
+
+
+def verdict(
+    network: str,
+    strong: pd.DataFrame,
+    weak: pd.DataFrame,
+    record: ScalingRecord,
+    parameters: Parameters,
+) -> Text:
+    """Where scaling stops paying, what limits it there, and how sure that is."""
+    if record.link_probe.empty or record.compute_profile.empty or record.runs.empty:
+        checked = "Predictions were not checked here: no ranks were measured."
+    else:
+        checked = check_sentence(predicted_and_measured(record, parameters)).markdown
+    told = [_strong_verdict(strong, network), _weak_verdict(weak), checked]
+    return Text("\n\n".join(text for text in told if text))
+
+
+def _strong_verdict(table: pd.DataFrame, network: str) -> str:
+    known = table[table["mid_ms"].notna()]
+    if known.empty:
+        return ""
+    best = rows_of(known.nsmallest(1, "mid_ms"))[0]
+    text = (
+        f"**Strong scaling over {network}: {best.speedup:,.1f} times as fast as one rank at "
+        f"most, on {best.ranks:,} ranks** ({digits(best.mid_ms)} ms per iteration, "
+        f"{digits(best.low_ms)} to {digits(best.high_ms)}, of it {percent(best.exposed_share)} "
+        f"communication that nothing hides)."
+    )
+    half = known[known["efficiency"] >= 0.5]
+    if len(half):
+        text += f" Efficiency stays at 50% or more up to {half['ranks'].max():,} ranks."
+    return text
+
+
+def _weak_verdict(table: pd.DataFrame) -> str:
+    known = table[table["mid_ms"].notna()]
+    if len(known) < 2:
+        return ""
+    last = rows_of(known.nlargest(1, "ranks"))[0]
+    return (
+        f"Weak scaling keeps {percent(last.efficiency)} of its efficiency on {last.ranks:,} ranks "
+        f"({last.samples_per_second:,.0f} samples a second)."
+    )
