@@ -24,8 +24,13 @@ import pandas as pd
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.files import plain, read_json, write_json
 from dlrm_core.machine import versions
-from dlrm_workbook.analysis.ranks.check import predicted_and_measured, typical_error
-from dlrm_workbook.analysis.ranks.record import exposed_shares, imbalance, record_of
+from dlrm_workbook.analysis.ranks.record import (
+    exposed_shares,
+    imbalance,
+    predicted_and_measured,
+    record_of,
+    typical_error,
+)
 from dlrm_workbook.changes import apply_change
 from dlrm_workbook.studies.scaling.measure import Effort, measure_scaling
 

@@ -19,7 +19,7 @@ from dlrm_core.checkpoint import read_checkpoint, steps_in
 from dlrm_core.distributed.trainer import require_same_start
 from dlrm_core.distributed.watch import Sign, judge, own_start, process_state
 from dlrm_core.errors import InputError
-from dlrm_workbook.studies.scaling.measure import (
+from dlrm_workbook.studies.scaling.launch import (
     RanksFailed,
     how_it_ended,
     launch_lines,

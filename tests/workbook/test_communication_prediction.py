@@ -14,27 +14,34 @@ from scaling_records import FIXED_MS, compute_profile, document, parameters
 
 from dlrm_core.errors import InputError
 from dlrm_workbook.analysis.findings.ranks import scaling_findings
-from dlrm_workbook.analysis.ranks.check import predicted_and_measured, typical_error
-from dlrm_workbook.analysis.ranks.choice import Setting, best_sharding, scaling_table
+from dlrm_workbook.analysis.ranks.choice import (
+    Setting,
+    Slowness,
+    best_sharding,
+    scaling_table,
+    simulate,
+    straggler_table,
+)
 from dlrm_workbook.analysis.ranks.links import Link, Network, Range, link
 from dlrm_workbook.analysis.ranks.prediction import (
+    NO_OVERLAP,
     WAITING,
+    Overlap,
     expected_largest,
     measured_profile,
     predict,
     published_profile,
+    schedule,
 )
 from dlrm_workbook.analysis.ranks.published import parameters_of, published_scaling, series
 from dlrm_workbook.analysis.ranks.record import (
-    Slowness,
     exchange_times,
     imbalance,
     measured_iterations,
+    predicted_and_measured,
     record_of,
-    simulate,
-    straggler_table,
+    typical_error,
 )
-from dlrm_workbook.analysis.ranks.schedule import NO_OVERLAP, Overlap, schedule
 from dlrm_workbook.analysis.ranks.sharding import make_plan
 
 SLOW = Network(Link("slow", Range(40, 50, 60), Range(1.5, 2, 2.5), "made up"))

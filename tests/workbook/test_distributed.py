@@ -18,9 +18,9 @@ from dlrm_core.distributed.plan import require_possible
 from dlrm_core.errors import InputError, MissingToolError
 from dlrm_core.model import build_model
 from dlrm_core.train import Trainer
-from dlrm_workbook.analysis.ranks.record import record_of
+from dlrm_workbook.analysis.ranks.record import read_record, record_of
 from dlrm_workbook.studies.scaling import measure as scaling
-from dlrm_workbook.studies.scaling.measure import RanksFailed
+from dlrm_workbook.studies.scaling.launch import RanksFailed
 
 STEPS = 50
 
@@ -380,10 +380,10 @@ def test_a_measurement_is_a_record_of_every_rank_and_goes_on(ranks, monkeypatch,
     with pytest.raises(RanksFailed, match="interrupted"):
         measured_cases(monkeypatch, launch, tmp_path, probe=2)
     assert launches[2:] == [(2, 0)]
-    assert scaling.read_record(tmp_path / "scaling.json")["runs"] == record["runs"]
+    assert read_record(tmp_path / "scaling.json").runs.to_dict("records") == record["runs"]
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(InputError, match="no record of dlrm-scaling"):
-        scaling.read_record(tmp_path / "other.json")
+        read_record(tmp_path / "other.json")
 
 
 def test_what_does_not_exist_on_several_ranks_is_refused():

@@ -8,50 +8,31 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+import pandas as pd
 import plotly.graph_objects as go
 import pytest
 from scaling_records import document, parameters
 
 from dlrm_core.config import Parameters, load_parameters
 from dlrm_core.errors import InputError, MissingToolError
-from dlrm_workbook.analysis.ranks.check import predicted_and_measured
+from dlrm_core.machine import REPOSITORY
+from dlrm_workbook.analysis.ranks.choice import Slowness
 from dlrm_workbook.analysis.ranks.communication import study_table
 from dlrm_workbook.analysis.ranks.published import published_scaling
 from dlrm_workbook.analysis.ranks.record import (
-    Slowness,
     exchange_times,
     imbalance,
     measured_iterations,
     parts_by_rank,
+    predicted_and_measured,
     shown_iteration,
 )
 from dlrm_workbook.runner.run import run_notebook
-from dlrm_workbook.runs import REPOSITORY
+from dlrm_workbook.show.tables import show
 from dlrm_workbook.show.theme import FIGURE_TYPE
-from dlrm_workbook.studies.scaling import (
-    notebook as scaling,
-)
-from dlrm_workbook.studies.scaling import (
-    notebook as scaling_alone,
-)
-from dlrm_workbook.studies.scaling import (
-    show as rank_figures,
-)
-from dlrm_workbook.studies.scaling import (
-    show as scaling_check_figures,
-)
-from dlrm_workbook.studies.scaling import (
-    show as scaling_figures,
-)
-from dlrm_workbook.studies.scaling import (
-    show as scaling_model_figures,
-)
-from dlrm_workbook.studies.scaling import (
-    show_tables as scaling_model_presentation,
-)
-from dlrm_workbook.studies.scaling import (
-    show_tables as scaling_presentation,
-)
+from dlrm_workbook.studies.scaling import analyse as scaling
+from dlrm_workbook.studies.scaling import measure, tables
+from dlrm_workbook.studies.scaling import show as figures
 
 RUNS = [(1, 512, "table_wise"), (2, 512, "table_wise"), (4, 512, "row_wise")]
 COUNTS = (1, 2, 4, 64)
@@ -84,6 +65,11 @@ def shown(record: Path, **asked: Any) -> scaling.Scaling:
     return found
 
 
+def verdict(found: scaling.Scaling, strong: pd.DataFrame, weak: pd.DataFrame) -> str:
+    given = (found.network.name, strong, weak, found.record, found.parameters)
+    return tables.verdict(*given).markdown
+
+
 # ---- what is asked for ------------------------------------------------------------------
 
 
@@ -107,12 +93,13 @@ def test_a_page_predicts_at_the_study_s_full_size_on_paper(record: Path) -> None
     large = load_parameters(REPOSITORY / "parameters" / "kalamkar_large.yaml")
     found = scaling.start(large, record.parent, record=str(record))
     found.measure()
-    ranks = found.volume_ranks()
+    ranks = found.shown_ranks
     assert ranks == 64
     volumes = found.volumes(ranks).query("sharding == 'table_wise' and what == 'pooled vectors'")
     assert volumes["total_bytes"].item() == 1024 << 20
     memory = found.memory(ranks)
     table_wise = memory[memory["sharding"] == "table_wise"]
+    assert table_wise["place"].tolist() == ["every rank"]
     assert (table_wise["table_bytes"] == 6_000_000 * 256 * 4).all()
 
 
@@ -135,32 +122,30 @@ def test_a_data_sheet_predicts_the_study_s_own_size_and_batches(record: Path) ->
 def test_without_torchrec_one_process_is_timed_and_the_rest_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import dlrm_workbook.studies.scaling.measure as ranks
-
     def absent(*given: Any, **named: Any) -> dict[str, Any]:
         raise MissingToolError("training on several ranks needs torchrec, which is not installed")
 
-    monkeypatch.setattr(ranks, "measure_scaling", absent)
-    once = scaling_alone.parts_of(parameters(64), 64, tmp_path)
+    monkeypatch.setattr(measure, "measure_scaling", absent)
+    once = measure.parts_of(parameters(64), 64, tmp_path)
     components = {row["component"] for row in once}
     assert {"bottom_mlp", "embedding", "interaction", "top_mlp"} <= components
-    assert {row["iteration"] for row in once} == set(range(scaling_alone.PROFILE_ITERATIONS))
+    assert {row["iteration"] for row in once} == set(range(measure.PROFILE_ITERATIONS))
     assert all(row["time_ms"] > 0 for row in once if row["component"] == "top_mlp")
 
     def timed(given: Parameters, batch_size: int, folder: Path) -> list[dict[str, Any]]:
         return [row | {"batch_size": batch_size} for row in once]
 
-    monkeypatch.setattr(scaling_alone, "parts_of", timed)
+    monkeypatch.setattr(measure, "parts_of", timed)
     found = scaling.start(parameters(64), tmp_path)
     found.measure()
     assert "needs torchrec" in found.record.reasons["parts"]
     assert set(found.record.compute_profile["batch_size"]) == {1, 16, 64}
     assert found.link is None and found.link_check is None
     assert found.predicted("strong", COUNTS)["mid_ms"].notna().all()
-    text = scaling_presentation.not_measured_text(found.record.reasons).markdown
+    text = tables.not_measured_text(found.record.reasons).markdown
     assert "link_probe: not measured: training on several ranks needs torchrec" in text
     assert "Nothing was measured on several ranks" in (
-        scaling_presentation.findings_text(found.findings(), found.record).markdown
+        tables.findings_text(found.findings(), found.record).markdown
     )
     # what was measured is there for another page
     again = shown(found.file)
@@ -170,10 +155,8 @@ def test_without_torchrec_one_process_is_timed_and_the_rest_said(
 def test_what_ranks_do_without_is_said(
     record: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import dlrm_workbook.studies.scaling.measure as ranks
-
     made = json.loads(record.read_text())
-    monkeypatch.setattr(ranks, "measure_scaling", lambda *given, **named: made)
+    monkeypatch.setattr(measure, "measure_scaling", lambda *given, **named: made)
     for backend in ("torch", "fused"):
         given = parameters()
         training = dataclasses.replace(given.training, dense_backend=backend)
@@ -187,7 +170,7 @@ def test_one_rank_alone_has_no_findings(tmp_path: Path) -> None:
     file = tmp_path / "one.json"
     file.write_text(json.dumps(document(RUNS[:1])))
     found = shown(file)
-    said = scaling_presentation.findings_text(found.findings(), found.record).markdown
+    said = tables.findings_text(found.findings(), found.record).markdown
     assert said == "Nothing was measured on several ranks: one was asked for."
 
 
@@ -204,74 +187,67 @@ def test_every_table_and_figure_of_a_record(record: Path) -> None:
     assert choice.prediction is not None and found.link is not None
     slow = found.stragglers(strong, Slowness())
     published = published_scaling()
-    figures = {
-        "iterations": scaling_figures.iteration_bars(strong, "strong"),
-        "efficiency": scaling_figures.efficiency_lines({"strong": strong, "weak": weak}, measured),
-        "shardings": scaling_figures.sharding_lines(found.by_sharding(COUNTS), strong),
-        "lanes": rank_figures.exchange_lanes(choice.prediction.schedule.events, "lanes"),
-        "ranks over time": rank_figures.rank_lanes(shown_iteration(found.record, 2), "ranks"),
-        "ranks": rank_figures.rank_bars(parts, "ranks"),
-        "map": rank_figures.imbalance_map(parts),
-        "check": scaling_check_figures.predicted_measured_dots(checked),
-        "volumes": scaling_model_figures.volume_bars(found.volumes(4), 4),
-        "link": scaling_model_figures.link_curves(found.link_check, found.link),
-        "stragglers": scaling_model_figures.straggler_lines(slow, "jitter"),
-        "published": scaling_check_figures.published_dots(published),
+    drawn = {
+        "iterations": figures.iteration_bars(strong, "strong"),
+        "efficiency": figures.efficiency_lines({"strong": strong, "weak": weak}, measured),
+        "shardings": figures.sharding_lines(found.by_sharding(COUNTS), strong),
+        "lanes": figures.exchange_lanes(choice.prediction.schedule.events, "lanes"),
+        "ranks over time": figures.rank_lanes(shown_iteration(found.record, 2), "ranks"),
+        "ranks": figures.rank_bars(parts, "ranks"),
+        "map": figures.imbalance_map(parts),
+        "check": figures.predicted_measured_dots(checked),
+        "volumes": figures.volume_bars(found.volumes(4), 4),
+        "link": figures.link_curves(found.link_check, found.link),
+        "stragglers": figures.straggler_lines(slow, "jitter"),
+        "published": figures.published_dots(published),
     }
-    for name, drawn in figures.items():
-        assert isinstance(drawn, go.Figure) and len(drawn.data), name
-    stacked = [
-        sum(values) for values in zip(*(t.y for t in figures["iterations"].data), strict=True)
-    ]
+    for name, figure in drawn.items():
+        assert isinstance(figure, go.Figure) and len(figure.data), name
+    stacked = [sum(values) for values in zip(*(t.y for t in drawn["iterations"].data), strict=True)]
     assert stacked == pytest.approx(strong["mid_ms"].tolist())
-    assert {t.y[0] for t in figures["ranks over time"].data if t.y and t.y[0]} == {
+    assert {t.y[0] for t in drawn["ranks over time"].data if t.y and t.y[0]} == {
         f"rank {rank}, {lane}" for rank in range(4) for lane in ("step", "exchanges")
     }
-    (heat,) = figures["map"].data
+    (heat,) = drawn["map"].data
     assert (
         heat.z[list(heat.y).index("embedding")][3] > 0 > heat.z[list(heat.y).index("embedding")][0]
     )
 
-    tables = [
-        scaling_model_presentation.study_table(study_table()),
-        scaling_model_presentation.volumes_table(found.volumes(4)),
-        scaling_model_presentation.memory_table(found.memory(4)),
-        scaling_model_presentation.links_table(found.links),
-        scaling_presentation.scaling_table(strong),
-        scaling_presentation.candidates_table(choice.candidates),
-        scaling_presentation.measured_table(measured),
-        scaling_presentation.check_table(checked),
-        scaling_presentation.imbalance_table(imbalance(found.record)),
-        scaling_presentation.exchanges_table(exchange_times(found.record), found.record.runs),
-        scaling_model_presentation.stragglers_table(slow),
-        scaling_model_presentation.published_table(published),
-        scaling_model_presentation.shares_table(found.shares(), found.study),
+    shown_tables = [
+        show(study_table(), tables.STUDY),
+        show(found.volumes(4), tables.VOLUMES),
+        show(found.memory(4), tables.MEMORY),
+        show(found.links, tables.LINKS),
+        show(strong, tables.PREDICTED),
+        show(choice.candidates, tables.CANDIDATES),
+        show(measured, tables.MEASURED),
+        show(checked, tables.CHECK),
+        show(imbalance(found.record), tables.IMBALANCE),
+        show(exchange_times(found.record), tables.EXCHANGES),
+        show(slow, tables.STRAGGLERS),
+        show(published, tables.PUBLISHED),
+        show(found.shares(), tables.SHARES),
     ]
-    for table in tables:
+    for table in shown_tables:
         assert table.rows and all(len(row) == len(table.columns) for row in table.rows)
         assert "nan" not in table._repr_html_().lower()
-    sources = scaling_model_presentation.published_sources(published).markdown
+    sources = tables.published_sources(published).markdown
     assert all(source in sources for source in published["source"])
     assert all(assumed in sources for assumed in published["not_published"])
-    verdict = scaling_presentation.verdict(found, strong, weak).markdown
+    said = verdict(found, strong, weak)
     best = strong.loc[strong["mid_ms"].idxmin()]
-    assert f"on {best['ranks']} ranks" in verdict and "Strong scaling over OPA" in verdict
-    assert (
-        "rank 3"
-        in scaling_presentation.findings_text(found.findings(), found.record).markdown.lower()
-    )
+    assert f"on {best['ranks']} ranks" in said and "Strong scaling over OPA" in said
+    assert "rank 3" in tables.findings_text(found.findings(), found.record).markdown.lower()
 
 
 def test_what_cannot_be_predicted_is_a_row_with_its_reason(record: Path) -> None:
     found = shown(record, memory_gb=0.001)
     strong = found.predicted("strong", (1, 2))
     assert strong["mid_ms"].isna().all()
-    rows = scaling_presentation.scaling_table(strong).rows
+    rows = show(strong, tables.PREDICTED).rows
     assert all("No sharding fits" in row[-1] for row in rows)
-    assert scaling_figures.iteration_bars(strong, "none").data is not None
-    assert "Nothing can be predicted" not in (
-        scaling_presentation.verdict(found, strong, strong).markdown
-    )
+    assert figures.iteration_bars(strong, "none").data is not None
+    assert "Nothing can be predicted" not in (verdict(found, strong, strong))
 
 
 @pytest.mark.notebook

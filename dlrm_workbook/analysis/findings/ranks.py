@@ -27,18 +27,19 @@ from dlrm_workbook.analysis.findings.finding import (
     removed,
     rule,
 )
-from dlrm_workbook.analysis.ranks.check import SHARED_CORES, own_profile
 from dlrm_workbook.analysis.ranks.choice import Setting, best_sharding
 from dlrm_workbook.analysis.ranks.communication import kind_label
 from dlrm_workbook.analysis.ranks.links import Link, Network, calibrate
+from dlrm_workbook.analysis.ranks.prediction import NO_OVERLAP
 from dlrm_workbook.analysis.ranks.record import (
+    SHARED_CORES,
     ScalingRecord,
     exchange_times,
     exposed_shares,
     imbalance,
+    own_profile,
     record_of,
 )
-from dlrm_workbook.analysis.ranks.schedule import NO_OVERLAP
 from dlrm_workbook.analysis.ranks.sharding import SHARDINGS
 
 IMBALANCE_SHARE = 0.1

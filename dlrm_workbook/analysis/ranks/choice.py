@@ -1,4 +1,4 @@
-"""Which sharding is fastest on so many ranks, and the table of scaling that follows.
+"""Which sharding is fastest on so many ranks, and what follows: memory, scaling, slow ranks.
 
 Every sharding by its name is predicted; from the fastest that fits, tables are then changed
 one kind at a time (alike tables together, largest first) as long as the prediction gains.
@@ -6,7 +6,7 @@ one kind at a time (alike tables together, largest first) as long as the predict
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,11 +24,11 @@ from dlrm_workbook.analysis.ranks.communication import (
 from dlrm_workbook.analysis.ranks.links import Network
 from dlrm_workbook.analysis.ranks.prediction import (
     ComputeProfile,
+    Overlap,
     Prediction,
     predict,
     step_ms,
 )
-from dlrm_workbook.analysis.ranks.schedule import Overlap
 from dlrm_workbook.analysis.ranks.sharding import KINDS, SHARDINGS, Plan, make_plan
 
 # Memory of every rank: weights, optimiser state, gradients, activations, what is exchanged.
@@ -108,18 +108,31 @@ def _lookups_of_ranks(plan: Plan) -> np.ndarray:
     return total
 
 
+def memory_extremes(
+    parameters: Parameters, plans: Mapping[str, Plan], batch_size: int
+) -> pd.DataFrame:
+    """Memory of the fullest and of the emptiest rank of each plan.
+
+    Args:
+        plans: name to plan.
+
+    Returns:
+        ``sharding``, ``place`` ("fullest: 3", "emptiest: 0", "every rank"), and the columns of
+        :func:`rank_memory`.
+    """
+    tables = []
+    for name, plan in plans.items():
+        ranks = rank_memory(parameters, plan, batch_size)
+        most, least = ranks["total_bytes"].idxmax(), ranks["total_bytes"].idxmin()
+        ends = ranks.loc[[most, least]].assign(place=[f"fullest: {most}", f"emptiest: {least}"])
+        if ends["total_bytes"].nunique() == 1:
+            ends = ends.head(1).assign(place="every rank")
+        tables.append(ends.assign(sharding=name))
+    return pd.concat(tables, ignore_index=True)
+
+
 LEAST_GAIN = 0.01
 """A change that gains less is not worth a plan with another kind in it."""
-
-CANDIDATE_COLUMNS = [
-    "sharding",
-    "mid_ms",
-    "low_ms",
-    "high_ms",
-    "exposed_ms",
-    "memory_bytes",
-    "note",
-]
 
 
 @dataclass(frozen=True)
@@ -192,17 +205,17 @@ def best_sharding(setting: Setting, ranks: int, batch_size: int | None = None) -
         if fits:
             found[name] = made
         note = _moved(made) if fits else _too_large(needed, setting.memory_bytes or 0.0)
-        rows.append(_row(name, made, needed, note))
+        rows.append(_candidate(name, made, needed, note))
     if not found:
-        table = pd.DataFrame(rows, columns=CANDIDATE_COLUMNS)
+        table = pd.DataFrame(rows)
         return Choice(None, table, f"No sharding fits on {ranks} ranks.")
     start = min(found, key=lambda name: found[name].mid_ms)
     plan = _improved(setting, found[start], batch)
     best = found[start]
     if plan is not best.plan:
         best = setting.predict(plan, batch)
-        rows.append(_row(_spelt(plan), best, setting.fullest(plan, batch), _moved(best)))
-    table = pd.DataFrame(rows, columns=CANDIDATE_COLUMNS)
+        rows.append(_candidate(_spelt(plan), best, setting.fullest(plan, batch), _moved(best)))
+    table = pd.DataFrame(rows)
     return Choice(best, table, _reason(best, found))
 
 
@@ -228,16 +241,9 @@ def _improved(setting: Setting, start: Prediction, batch: int) -> Plan:
     return best
 
 
-def _row(name: str, made: Prediction, needed: float, note: str) -> dict[str, object]:
-    return {
-        "sharding": name,
-        "mid_ms": made.mid_ms,
-        "low_ms": made.low_ms,
-        "high_ms": made.high_ms,
-        "exposed_ms": made.exposed_ms,
-        "memory_bytes": needed,
-        "note": note,
-    }
+def _candidate(name: str, made: Prediction, needed: float, note: str) -> dict[str, object]:
+    times = {each: getattr(made, each) for each in ("mid_ms", "low_ms", "high_ms", "exposed_ms")}
+    return {"sharding": name, **times, "memory_bytes": needed, "note": note}
 
 
 def _spelt(plan: Plan) -> str:
@@ -295,9 +301,10 @@ def scaling_table(
     Returns:
         ``ranks``, ``scaling``, ``batch_size`` (over all ranks), ``sharding``, ``low_ms``,
         ``mid_ms``, ``high_ms``, ``compute_ms``, ``exposed_ms``, ``samples_per_second``,
-        ``speedup`` (samples a second over those of one rank), ``efficiency`` (speed-up over
-        ranks), ``memory_bytes`` (fullest rank), ``note`` (why there is no prediction: the other
-        columns are NaN then).
+        ``exposed_share`` (of the iteration), ``speedup`` (samples a second over those of one
+        rank), ``efficiency`` (speed-up over ranks), ``memory_bytes`` (fullest rank), ``note``
+        (why this sharding), ``why_not`` (why there is no prediction: the other columns are NaN
+        then).
 
     Raises:
         InputError: ``scaling`` is neither.
@@ -313,31 +320,30 @@ def scaling_table(
         try:
             made, note = _predicted(setting, ranks, batch, sharding)
         except InputError as error:
-            rows.append(row | {"note": str(error)})
+            rows.append(row | {"note": str(error), "why_not": str(error)})
             continue
         speedup = made.samples_per_second / one.samples_per_second
         rows.append(
             row
+            | {"sharding": made.plan.name}
+            | {name: getattr(made, name) for name in PREDICTED}
             | {
-                "sharding": made.plan.name,
-                "low_ms": made.low_ms,
-                "mid_ms": made.mid_ms,
-                "high_ms": made.high_ms,
-                "compute_ms": made.compute_ms,
-                "exposed_ms": made.exposed_ms,
-                "samples_per_second": made.samples_per_second,
+                "exposed_share": made.exposed_ms / made.mid_ms,
                 "speedup": speedup,
                 "efficiency": speedup / ranks,
                 "memory_bytes": setting.fullest(made.plan, batch),
                 "note": note,
+                "why_not": "",
             }
         )
     return pd.DataFrame(rows, columns=SCALING_COLUMNS)
 
 
+PREDICTED = ["low_ms", "mid_ms", "high_ms", "compute_ms", "exposed_ms", "samples_per_second"]
+
 SCALING_COLUMNS = [
-    *("ranks", "scaling", "batch_size", "sharding", "low_ms", "mid_ms", "high_ms", "compute_ms"),
-    *("exposed_ms", "samples_per_second", "speedup", "efficiency", "memory_bytes", "note"),
+    *("ranks", "scaling", "batch_size", "sharding", *PREDICTED, "exposed_share", "speedup"),
+    *("efficiency", "memory_bytes", "note", "why_not"),
 ]
 
 
@@ -352,3 +358,109 @@ def _predicted(
     if choice.prediction is None:
         raise InputError(choice.reason)
     return choice.prediction, choice.reason
+
+
+# What slow ranks cost: a synchronous step takes as long as its slowest rank.
+
+
+@dataclass(frozen=True)
+class Slowness:
+    """How ranks differ, by chance.
+
+    Attributes:
+        jitter: relative standard deviation of a rank's compute from iteration to iteration
+            (log-normal, of mean 1).
+        spread: the same from rank to rank, for a whole run: uneven machines.
+        hiccups: probability that a rank is held up in an iteration.
+        hiccup: how many times as long its compute takes then.
+    """
+
+    jitter: float = 0.05
+    spread: float = 0.0
+    hiccups: float = 0.0
+    hiccup: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name, low in (("jitter", 0.0), ("spread", 0.0), ("hiccups", 0.0), ("hiccup", 1.0)):
+            if getattr(self, name) < low:
+                raise InputError(f"{name} is {getattr(self, name)}, expected at least {low:g}")
+        if self.hiccups > 1:
+            raise InputError(f"hiccups is {self.hiccups}, expected a probability up to 1")
+
+
+def simulate(
+    compute_ms: float,
+    exchange_ms: float,
+    ranks: int,
+    slowness: Slowness,
+    iterations: int = 400,
+    seed: int = 0,
+) -> pd.DataFrame:
+    """Iterations of ``ranks`` ranks that all compute, then wait for each other and exchange.
+
+    Args:
+        compute_ms: of one rank that nothing slows.
+        exchange_ms: exposed time of the collectives once all ranks are there.
+
+    Returns:
+        ``iteration``, ``slowest_ms`` (compute of the slowest rank), ``mean_ms`` (of all),
+        ``waited_ms`` (mean time a rank waits for the slowest), ``time_ms``, ``slowest_rank``.
+    """
+    if ranks < 1 or iterations < 1:
+        raise InputError(f"ranks is {ranks}, iterations {iterations}; expected at least 1 each")
+    rng = np.random.default_rng(seed)
+    times = compute_ms * _log_normal(rng, slowness.jitter, (iterations, ranks))
+    times *= _log_normal(rng, slowness.spread, (ranks,))
+    if slowness.hiccups > 0:
+        times *= np.where(rng.random((iterations, ranks)) < slowness.hiccups, slowness.hiccup, 1.0)
+    slowest = times.max(axis=1)
+    return pd.DataFrame(
+        {
+            "iteration": np.arange(iterations),
+            "slowest_ms": slowest,
+            "mean_ms": times.mean(axis=1),
+            "waited_ms": slowest - times.mean(axis=1),
+            "time_ms": slowest + exchange_ms,
+            "slowest_rank": times.argmax(axis=1),
+        }
+    )
+
+
+def _log_normal(rng: np.random.Generator, deviation: float, shape: tuple[int, ...]) -> np.ndarray:
+    """Factors of mean 1 and this relative standard deviation."""
+    if deviation == 0:
+        return np.ones(shape)
+    sigma = np.sqrt(np.log1p(deviation**2))
+    return rng.lognormal(-(sigma**2) / 2, sigma, shape)
+
+
+def straggler_table(
+    compute_ms: Sequence[float],
+    exchange_ms: Sequence[float],
+    rank_counts: Sequence[int],
+    slowness: Slowness,
+    iterations: int = 400,
+    seed: int = 0,
+) -> pd.DataFrame:
+    """:func:`simulate` for several numbers of ranks, each with its own predicted times.
+
+    Returns:
+        ``ranks``, ``even_ms`` (no rank slower than another), ``mean_ms``, ``p95_ms``,
+        ``waited_share`` (of the mean iteration, for the slowest rank), ``loss`` (mean over
+        even, less 1).
+    """
+    rows = []
+    for compute, exchange, ranks in zip(compute_ms, exchange_ms, rank_counts, strict=True):
+        run = simulate(compute, exchange, ranks, slowness, iterations, seed)
+        mean, even = float(run["time_ms"].mean()), compute + exchange
+        rows.append(
+            {
+                "ranks": ranks,
+                "even_ms": even,
+                "mean_ms": mean,
+                "p95_ms": float(run["time_ms"].quantile(0.95)),
+                "waited_share": float(run["waited_ms"].mean()) / mean,
+                "loss": mean / even - 1,
+            }
+        )
+    return pd.DataFrame(rows)

@@ -353,7 +353,7 @@ def calibrate(probe: pd.DataFrame, name: str = "measured") -> Link:
     Args:
         probe: ``collective``, ``ranks``, ``bytes``, ``time_ms`` (see :mod:`.communication`),
             a row a repetition. Rows of one rank, of no bytes or no time are left out; of the
-            repetitions the faster half counts (:mod:`.undisturbed`).
+            repetitions the faster half counts (:mod:`dlrm_workbook.analysis.intervals`).
         name: the link's name.
 
     Raises:

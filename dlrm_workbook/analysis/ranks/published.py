@@ -151,12 +151,6 @@ def series() -> tuple[Series, ...]:
     )
 
 
-COLUMNS = [
-    *("source", "hardware", "model", "precision", "devices", "batch_size", "published"),
-    *("predicted_low", "predicted", "predicted_high", "error", "basis", "not_published"),
-]
-
-
 def published_scaling() -> pd.DataFrame:
     """All published scaling with our prediction beside each.
 
@@ -165,7 +159,7 @@ def published_scaling() -> pd.DataFrame:
         all), ``published`` and ``predicted`` (with ``_low`` and ``_high``; samples/s),
         ``error`` (predicted over published, less 1; NaN where no number is printed),
         ``basis`` ("1" or "1 and 8": devices whose published figures the prediction starts
-        from), ``not_published`` (what had to be assumed).
+        from), ``not_published`` (what had to be assumed), ``number`` (of the source, from 1).
     """
     rows: list[dict[str, Any]] = []
     for each in series():
@@ -179,7 +173,8 @@ def published_scaling() -> pd.DataFrame:
             carried = _carried(each, parameters, counts[0], start)
             made = _predicted(each, parameters, counts[-1], carried)
             rows.append(_row(each, counts[-1], made, f"1 and {counts[0]}"))
-    return pd.DataFrame(rows, columns=COLUMNS)
+    table = pd.DataFrame(rows)
+    return table.assign(number=pd.factorize(table["source"])[0] + 1)
 
 
 def parameters_of(each: Series) -> Parameters:

@@ -1,12 +1,13 @@
 """What ranks measured of themselves: ``scaling.json`` as tables, and what follows from them.
 
-The record's tables are defined in :mod:`.communication`.
+The record's tables are defined in :mod:`.communication`. At the end every run of a record is
+predicted from its one-rank profile and link probe, beside what it measured.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -14,9 +15,22 @@ from typing import Any, cast
 import numpy as np
 import pandas as pd
 
+from dlrm_core.config import Parameters
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json
 from dlrm_workbook.analysis.intervals import undisturbed
+from dlrm_workbook.analysis.ranks.links import Network, calibrate
+from dlrm_workbook.analysis.ranks.prediction import (
+    ComputeProfile,
+    Overlap,
+    Prediction,
+    measured_profile,
+    predict,
+)
+from dlrm_workbook.analysis.ranks.sharding import Plan, make_plan, plan_of_placement
+
+FORMAT = "dlrm-scaling"
+VERSION = 1
 
 TABLES: Mapping[str, tuple[str, ...]] = {
     "runs": ("run", "ranks", "batch_size", "sharding"),
@@ -54,7 +68,7 @@ class ScalingRecord:
         return table[table["run"] == run]
 
     def undisturbed(self, name: str) -> pd.DataFrame:
-        """Rows of the faster half of every run's iterations (:mod:`.undisturbed`)."""
+        """Rows of the faster half of every run's iterations."""
         keys = ["run", "iteration"]
         kept = undisturbed(self.tables["iterations"], keys[:1], keys[1])
         chosen = pd.MultiIndex.from_frame(kept[keys])
@@ -101,11 +115,14 @@ def read_record(path: Path) -> ScalingRecord:
     """The record in a file.
 
     Raises:
-        InputError: it cannot be read, or is none.
+        InputError: it cannot be read, is none, or of a newer version.
     """
     document = read_json(path)
-    if not isinstance(document, Mapping):
-        raise InputError(f"{path}: holds a {type(document).__name__}, expected a scaling record")
+    if not isinstance(document, Mapping) or not any(name in document for name in TABLES):
+        raise InputError(f"{path}: is no record of {FORMAT}")
+    version = document.get("version", VERSION)
+    if not isinstance(version, int) or version > VERSION:
+        raise InputError(f"{path}: has version {version}, this program reads up to {VERSION}")
     return record_of(document, str(path))
 
 
@@ -114,7 +131,8 @@ def measured_iterations(record: ScalingRecord) -> pd.DataFrame:
 
     An iteration's time is the mean over the ranks: they wait for each other, so one that is
     longer on a rank is made good by its next one there. A run's time is the mean of its faster
-    half (:mod:`.undisturbed`), its range from the fastest to the upper quartile of all.
+    half (:mod:`dlrm_workbook.analysis.intervals`), its range from the fastest to the upper
+    quartile of all.
 
     Returns:
         The columns of ``runs`` and ``low_ms``, ``time_ms``, ``high_ms``, ``iterations``,
@@ -122,8 +140,9 @@ def measured_iterations(record: ScalingRecord) -> pd.DataFrame:
         one rank with the same batch (strong) or the same batch a rank (weak); NaN without one.
     """
     if record.iterations.empty or record.runs.empty:
-        columns = [*record.runs.columns, *_MEASURED]
-        return pd.DataFrame(columns=list(dict.fromkeys(columns)))
+        measured = ("low_ms", "time_ms", "high_ms", "iterations")
+        follows = ("samples_per_second", "speedup", "efficiency")
+        return record.runs.reindex(columns=[*record.runs.columns, *measured, *follows]).head(0)
     each = record.iterations.groupby(["run", "iteration"])["time_ms"].mean()
     groups = each.groupby(level="run")
     times = pd.DataFrame(
@@ -140,11 +159,6 @@ def measured_iterations(record: ScalingRecord) -> pd.DataFrame:
     table["speedup"] = table["samples_per_second"] / np.array(base)
     table["efficiency"] = table["speedup"] / table["ranks"]
     return table.reset_index(drop=True)
-
-
-_MEASURED = [
-    *("low_ms", "time_ms", "high_ms", "iterations", "samples_per_second", "speedup", "efficiency")
-]
 
 
 def _base(table: pd.DataFrame, row: pd.Series) -> float:
@@ -234,14 +248,14 @@ def exchange_times(record: ScalingRecord) -> pd.DataFrame:
     """What each exchange of an iteration took, and how much of it was waited for.
 
     Returns:
-        ``run``, ``kind``, ``what``, ``bytes`` (an iteration, mean over ranks), ``time_ms``
-        (sum of an iteration's, mean over ranks), ``exposed_ms``, ``hidden_ms``, ``calls`` (an
-        iteration), ``gb_per_s`` (payload over time), ``share`` (exposed time over the run's
-        iteration).
+        ``run``, ``ranks``, ``sharding``, ``kind``, ``what``, ``bytes`` (of an iteration, mean
+        over ranks), ``time_ms`` (sum of an iteration's, mean over ranks), ``exposed_ms``,
+        ``hidden_ms``, ``calls`` (of an iteration), ``gb_per_s`` (payload over time), ``share``
+        (exposed time over the run's iteration).
     """
     columns = [
-        *("run", "kind", "what", "bytes", "time_ms", "exposed_ms", "hidden_ms", "calls"),
-        *("gb_per_s", "share"),
+        *("run", "ranks", "sharding", "kind", "what", "bytes", "time_ms", "exposed_ms"),
+        *("hidden_ms", "calls", "gb_per_s", "share"),
     ]
     if record.collectives.empty:
         return pd.DataFrame(columns=columns)
@@ -259,7 +273,7 @@ def exchange_times(record: ScalingRecord) -> pd.DataFrame:
     table["gb_per_s"] = 1e-6 * table["bytes"] / table["time_ms"].where(table["time_ms"] > 0)
     whole = measured_iterations(record).set_index("run")["time_ms"]
     table["share"] = table["exposed_ms"] / table["run"].map(whole)
-    return table[columns]
+    return table.merge(record.runs[["run", "ranks", "sharding"]], on="run", how="left")[columns]
 
 
 def exposed_shares(record: ScalingRecord) -> pd.DataFrame:
@@ -282,107 +296,103 @@ def exposed_shares(record: ScalingRecord) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["run", "compute_ms", "exposed_ms", "share"])
 
 
-# What slow ranks cost: a synchronous step takes as long as its slowest rank.
+# Predicted beside measured: every run of a record, from its one-rank profile and link probe.
+
+SHARED_CORES = Overlap(hides=0.0)
+"""Ranks on CPUs move bytes with the cores that compute: nothing that is hidden is saved."""
+
+CHECK_COLUMNS = [
+    *("run", "ranks", "batch_size", "sharding", "measured_ms", "low_ms", "predicted_ms", "high_ms"),
+    *("error", "in_range", "measured_exposed_ms", "predicted_exposed_ms", "note"),
+]
 
 
-@dataclass(frozen=True)
-class Slowness:
-    """How ranks differ, by chance.
-
-    Attributes:
-        jitter: relative standard deviation of a rank's compute from iteration to iteration
-            (log-normal, of mean 1).
-        spread: the same from rank to rank, for a whole run: uneven machines.
-        hiccups: probability that a rank is held up in an iteration.
-        hiccup: how many times as long its compute takes then.
-    """
-
-    jitter: float = 0.05
-    spread: float = 0.0
-    hiccups: float = 0.0
-    hiccup: float = 2.0
-
-    def __post_init__(self) -> None:
-        for name, low in (("jitter", 0.0), ("spread", 0.0), ("hiccups", 0.0), ("hiccup", 1.0)):
-            if getattr(self, name) < low:
-                raise InputError(f"{name} is {getattr(self, name)}, expected at least {low:g}")
-        if self.hiccups > 1:
-            raise InputError(f"hiccups is {self.hiccups}, expected a probability up to 1")
-
-
-def simulate(
-    compute_ms: float,
-    exchange_ms: float,
-    ranks: int,
-    slowness: Slowness,
-    iterations: int = 400,
-    seed: int = 0,
+def predicted_and_measured(
+    record: ScalingRecord, parameters: Parameters, overlap: Overlap | None = None
 ) -> pd.DataFrame:
-    """Iterations of ``ranks`` ranks that all compute, then wait for each other and exchange.
+    """Every run of two ranks or more, predicted from what was measured apart from it.
+
+    The prediction knows the link probe and the compute profile, which took turns with the runs;
+    nothing of the run itself but its settings.
 
     Args:
-        compute_ms: of one rank that nothing slows.
-        exchange_ms: exposed time of the collectives once all ranks are there.
+        parameters: of the record.
+        overlap: ``SHARED_CORES`` if None and the ranks are joined by gloo.
 
     Returns:
-        ``iteration``, ``slowest_ms`` (compute of the slowest rank), ``mean_ms`` (of all),
-        ``waited_ms`` (mean time a rank waits for the slowest), ``time_ms``, ``slowest_rank``.
+        ``run``, ``ranks``, ``batch_size``, ``sharding``, ``measured_ms``, ``low_ms``,
+        ``predicted_ms``, ``high_ms``, ``error`` (predicted over measured, less 1),
+        ``in_range``, ``measured_exposed_ms`` and ``predicted_exposed_ms`` (the part
+        "communication": exposed exchanges, packing and unpacking), ``note`` (why there is no
+        prediction).
+
+    Raises:
+        InputError: link probe or compute profile are missing or cannot be used.
     """
-    if ranks < 1 or iterations < 1:
-        raise InputError(f"ranks is {ranks}, iterations {iterations}; expected at least 1 each")
-    rng = np.random.default_rng(seed)
-    times = compute_ms * _log_normal(rng, slowness.jitter, (iterations, ranks))
-    times *= _log_normal(rng, slowness.spread, (ranks,))
-    if slowness.hiccups > 0:
-        times *= np.where(rng.random((iterations, ranks)) < slowness.hiccups, slowness.hiccup, 1.0)
-    slowest = times.max(axis=1)
-    return pd.DataFrame(
-        {
-            "iteration": np.arange(iterations),
-            "slowest_ms": slowest,
-            "mean_ms": times.mean(axis=1),
-            "waited_ms": slowest - times.mean(axis=1),
-            "time_ms": slowest + exchange_ms,
-            "slowest_rank": times.argmax(axis=1),
-        }
-    )
-
-
-def _log_normal(rng: np.random.Generator, deviation: float, shape: tuple[int, ...]) -> np.ndarray:
-    """Factors of mean 1 and this relative standard deviation."""
-    if deviation == 0:
-        return np.ones(shape)
-    sigma = np.sqrt(np.log1p(deviation**2))
-    return rng.lognormal(-(sigma**2) / 2, sigma, shape)
-
-
-def straggler_table(
-    compute_ms: Sequence[float],
-    exchange_ms: Sequence[float],
-    rank_counts: Sequence[int],
-    slowness: Slowness,
-    iterations: int = 400,
-    seed: int = 0,
-) -> pd.DataFrame:
-    """:func:`simulate` for several numbers of ranks, each with its own predicted times.
-
-    Returns:
-        ``ranks``, ``even_ms`` (no rank slower than another), ``mean_ms``, ``p95_ms``,
-        ``waited_share`` (of the mean iteration, for the slowest rank), ``loss`` (mean over
-        even, less 1).
-    """
+    predictions = predictions_of(record, parameters, overlap)
+    measured = measured_iterations(record).set_index("run")
+    exposed = exposed_shares(record).set_index("run")["exposed_ms"].to_dict()
+    times = measured["time_ms"].to_dict()
     rows = []
-    for compute, exchange, ranks in zip(compute_ms, exchange_ms, rank_counts, strict=True):
-        run = simulate(compute, exchange, ranks, slowness, iterations, seed)
-        mean, even = float(run["time_ms"].mean()), compute + exchange
+    for run, made in predictions.items():
+        row: dict[str, Any] = {
+            "run": run,
+            **{name: measured.at[run, name] for name in ("ranks", "batch_size", "sharding")},
+            "measured_ms": times[run],
+            "measured_exposed_ms": exposed.get(run, float("nan")),
+        }
+        if isinstance(made, str):
+            rows.append(row | {"note": made})
+            continue
+        row |= {"low_ms": made.low_ms, "predicted_ms": made.mid_ms, "high_ms": made.high_ms}
+        row["error"] = made.mid_ms / row["measured_ms"] - 1
+        row["in_range"] = made.low_ms <= row["measured_ms"] <= made.high_ms
         rows.append(
-            {
-                "ranks": ranks,
-                "even_ms": even,
-                "mean_ms": mean,
-                "p95_ms": float(run["time_ms"].quantile(0.95)),
-                "waited_share": float(run["waited_ms"].mean()) / mean,
-                "loss": mean / even - 1,
-            }
+            row | {"predicted_exposed_ms": made.communication_ms, "note": "; ".join(made.notices)}
         )
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows, columns=CHECK_COLUMNS)
+
+
+def predictions_of(
+    record: ScalingRecord, parameters: Parameters, overlap: Overlap | None = None
+) -> dict[int, Prediction | str]:
+    """Run to its prediction, or to why there is none."""
+    for name in ("link_probe", "compute_profile"):
+        if record.tables[name].empty:
+            raise InputError(f"{name} was not measured: {record.reasons[name]}")
+    network = Network(calibrate(record.link_probe, "gloo, measured"))
+    profile = own_profile(record)
+    made: dict[int, Prediction | str] = {}
+    for _, run in record.runs.iterrows():
+        if run["ranks"] < 2:
+            continue
+        number = int(run["run"])
+        try:
+            plan = _plan(record, parameters, run)
+            made[number] = predict(
+                *(parameters, plan.ranks, plan, network, profile, int(run["batch_size"])),
+                overlap=overlap or SHARED_CORES,
+            )
+        except InputError as error:
+            made[number] = str(error)
+    return made
+
+
+def own_profile(record: ScalingRecord) -> ComputeProfile:
+    """Costs on one rank, as the record measured them."""
+    return measured_profile(record.compute_profile, "measured here")
+
+
+def _plan(record: ScalingRecord, parameters: Parameters, run: pd.Series) -> Plan:
+    """As the run had it, else as its name says."""
+    placed = record.of_run("placement", int(run["run"]))
+    ranks = int(run["ranks"])
+    if not placed.empty:
+        return plan_of_placement(parameters, placed, ranks)
+    return make_plan(parameters, ranks, str(run["sharding"]), idle=True)
+
+
+def typical_error(table: pd.DataFrame) -> float:
+    """Geometric mean of predicted over measured or its reverse, less 1; NaN without runs."""
+    errors = table["error"].dropna()
+    return float(np.expm1(np.abs(np.log1p(errors)).mean())) if len(errors) else float("nan")

@@ -3,7 +3,7 @@
 Four ways, named as TorchRec names them: ``table_wise`` (a whole table on one rank),
 ``column_wise`` (slices of its columns, each like a table of its own), ``row_wise`` (blocks
 of its rows on all ranks, each summing what it holds of a bag), ``replicated`` (a copy on
-every rank, gradients all-reduced). Which one is best where: :mod:`.sharding_choice`.
+every rank, gradients all-reduced). Which one is best where: :mod:`.choice`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the ``scaling`` notebook needs: a record of ranks, a network, and predictions from both.
+"""The ``scaling`` page: a record of ranks, a network, and predictions from both.
 
 Three sources of what a rank computes, the first that there is: the record's profile of one
 process (measured on TorchRec, alone and beside others), this machine's parts timed without
@@ -7,33 +7,30 @@ TorchRec, or the data sheet of a GPU that the notebook's parameters name.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import yaml
 
 from dlrm_core.config import Parameters
+from dlrm_core.distributed.step import config_of_rank
 from dlrm_core.errors import InputError, MissingToolError
 from dlrm_core.files import read_json, write_json
 from dlrm_core.machine import REPOSITORY
-from dlrm_core.parts import parse_span
 from dlrm_core.progress import Bar
 from dlrm_workbook.analysis.devices import device
 from dlrm_workbook.analysis.findings.finding import Finding
 from dlrm_workbook.analysis.findings.ranks import scaling_findings
-from dlrm_workbook.analysis.ranks.check import own_profile
 from dlrm_workbook.analysis.ranks.choice import (
     Choice,
     Setting,
+    Slowness,
     best_sharding,
-    rank_memory,
+    memory_extremes,
     scaling_table,
+    straggler_table,
 )
 from dlrm_workbook.analysis.ranks.communication import (
     Study,
@@ -50,113 +47,17 @@ from dlrm_workbook.analysis.ranks.links import (
     link,
     links_table,
 )
-from dlrm_workbook.analysis.ranks.prediction import ComputeProfile, ceiling_profile, steady
-from dlrm_workbook.analysis.ranks.record import (
-    ScalingRecord,
-    Slowness,
-    read_record,
-    record_of,
-    straggler_table,
-)
-from dlrm_workbook.analysis.ranks.schedule import Overlap
+from dlrm_workbook.analysis.ranks.prediction import ComputeProfile, Overlap, ceiling_profile, steady
+from dlrm_workbook.analysis.ranks.record import ScalingRecord, own_profile, read_record, record_of
 from dlrm_workbook.analysis.ranks.sharding import SHARDINGS, make_plan, maximum_ranks
-from dlrm_workbook.studies.bench.notebook import read_benchmark
-
-# One process alone: this machine's times of each part, for predictions without TorchRec.
-
-PROFILE_ITERATIONS = 6
-"""Of each batch size where this machine's parts are timed without TorchRec."""
-
-WARMUP = 2
-
-
-def timed_alone(
-    parameters: Parameters, folder: Path, say: Callable[[str], None]
-) -> list[dict[str, Any]]:
-    """Parts of one ``dlrm train`` at several batch sizes, a process each.
-
-    Args:
-        folder: gets the parameters of each process.
-        say: is told of each batch size that is done.
-
-    Returns:
-        Rows of a record's ``compute_profile``.
-
-    Raises:
-        InputError: a process failed.
-    """
-    most = parameters.training.batch_size
-    rows: list[dict[str, Any]] = []
-    # predictions for many ranks rest on what few samples cost
-    for size in sorted({max(1, most // 64), max(1, most // 4), most}):
-        rows += parts_of(parameters, size, folder)
-        say(f"batch {size:,} alone")
-    return rows
-
-
-def parts_of(parameters: Parameters, batch_size: int, folder: Path) -> list[dict[str, Any]]:
-    """Rows of ``compute_profile`` from one process of ``dlrm train`` with its spans."""
-    sections = parameters.to_sections()
-    sections["training"] |= {
-        "batch_size": batch_size,
-        "batches": WARMUP + PROFILE_ITERATIONS,
-        "epochs": None,
-        "max_steps": None,
-        "eval_every": None,
-        "auc_target": None,
-        "checkpoint_every": None,
-        "resume": "",
-        "log_every": WARMUP + PROFILE_ITERATIONS,
-        # ranks have torch's dense part, whatever one process would use
-        "dense_backend": "torch",
-    }
-    if parameters.training.fp32_matmul.startswith("bf16"):
-        sections["training"]["fp32_matmul"] = "default"
-    file = folder / f"alone-{batch_size}.yaml"
-    file.write_text(yaml.safe_dump(sections), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-m", "dlrm_workbook", "train", "-f", str(file), "--spans"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=parameters.profiling.timeout_s,
-    )
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise InputError(f"one process with a batch of {batch_size} failed: {last}")
-    spans = json.loads(done.stdout.strip().splitlines()[-1])["spans"]
-    return _profile_rows(spans, batch_size)
-
-
-def _profile_rows(spans: Sequence[Any], batch_size: int) -> list[dict[str, Any]]:
-    """Parts by iteration; those of the warm-up are left out."""
-    ends = [end for name, _, end in spans if name.endswith("::iteration")]
-    rows: dict[tuple[int, str, str], float] = {}
-    for name, begun, end in spans:
-        part = parse_span(name)
-        if part is None:
-            continue
-        iteration = sum(done < begun for done in ends)
-        key = (iteration, *part)
-        rows[key] = rows.get(key, 0.0) + 1e-6 * (end - begun)
-    return [
-        {
-            "concurrent": 1,
-            "batch_size": batch_size,
-            "iteration": iteration - WARMUP,
-            "component": component,
-            "phase": phase,
-            "time_ms": time,
-        }
-        for (iteration, component, phase), time in rows.items()
-        if WARMUP <= iteration < len(ends)
-    ]
-
+from dlrm_workbook.studies.scaling import measure
+from dlrm_workbook.studies.scaling.measure import Effort
 
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 WAY = REPOSITORY / "benchmarks" / "results" / "kalamkar_small.json"
-"""``dlrm bench -f parameters/kalamkar_small.yaml --ablation --json`` of this file."""
+"""The study's Small from plain to tuned, as ``dlrm bench -f parameters/kalamkar_small.yaml
+--ablation --json`` of this file recorded it."""
 
 
 @dataclass
@@ -201,24 +102,23 @@ class Scaling:
             document = self._ranks(say)
         if not document.get("compute_profile") and not self.gpu:
             say("one process alone")
-            document |= {"compute_profile": timed_alone(self.parameters, self.file.parent, say)}
+            document |= {
+                "compute_profile": measure.timed_alone(self.parameters, self.file.parent, say)
+            }
         document.setdefault("parameters", self.parameters.to_sections())
         write_json(self.file, document)
         self.record = record_of(document)
 
     def bar(self) -> Bar:
         """Live progress of :meth:`measure`: what is being measured."""
-        from dlrm_workbook.studies.scaling.measure import Effort
-
         total = Effort().rounds * len(self.ranks) or None
         return Bar("measuring", "stage", total, shown=not self.finished)
 
     def _ranks(self, say: Callable[[str], None]) -> dict[str, Any]:
-        from dlrm_core.distributed.step import config_of_rank
-        from dlrm_workbook.studies.scaling.measure import measure_scaling
-
         try:
-            made = measure_scaling(self.parameters, self.ranks, self.file.parent, on_progress=say)
+            made = measure.measure_scaling(
+                self.parameters, self.ranks, self.file.parent, on_progress=say
+            )
         except MissingToolError as error:
             names = ("runs", "iterations", "parts", "collectives", "link_probe")
             return {"not_measured": dict.fromkeys(names, str(error))}
@@ -293,27 +193,26 @@ class Scaling:
         """The study's configuration that these parameters are of."""
         return study_of(self.parameters)
 
-    def volumes(self, ranks: int) -> pd.DataFrame:
-        """Bytes of the full size on so many ranks, by sharding."""
-        batch = self.study.strong_batch if self.study else self.whole.training.batch_size
-        return volumes_by_sharding(self.whole, ranks, max(batch, ranks), SHARDINGS)
-
-    def volume_ranks(self) -> int:
-        """Ranks of the tables of bytes and memory: the study's, else eight."""
+    @property
+    def shown_ranks(self) -> int:
+        """Ranks of the tables of bytes and memory: the study's, else eight at most."""
         most = maximum_ranks(self.whole, "table_wise")
         return min(8, most) if self.study is None else self.study.quoted_ranks
 
+    @property
+    def _whole_batch(self) -> int:
+        return self.study.strong_batch if self.study else self.whole.training.batch_size
+
+    def volumes(self, ranks: int) -> pd.DataFrame:
+        """Bytes of the full size on so many ranks, by sharding."""
+        return volumes_by_sharding(self.whole, ranks, max(self._whole_batch, ranks), SHARDINGS)
+
     def memory(self, ranks: int) -> pd.DataFrame:
-        """Memory of every rank at full size, by sharding."""
-        batch = self.study.strong_batch if self.study else self.whole.training.batch_size
-        tables = []
-        for name in SHARDINGS:
-            plan = make_plan(self.whole, ranks, name, idle=True)
-            if name == "mixed" and plan.name != "mixed":
-                continue
-            found = rank_memory(self.whole, plan, max(batch, ranks))
-            tables.append(found.assign(sharding=name))
-        return pd.concat(tables, ignore_index=True)
+        """Memory of the fullest and the emptiest rank at full size, by sharding."""
+        plans = {name: make_plan(self.whole, ranks, name, idle=True) for name in SHARDINGS}
+        if plans["mixed"].name != "mixed":
+            del plans["mixed"]  # it came out as one of the others
+        return memory_extremes(self.whole, plans, max(self._whole_batch, ranks))
 
     def predicted(self, scaling: str, counts: Sequence[int] = RANKS) -> pd.DataFrame:
         """Predicted iterations with the best sharding at each number of ranks."""
@@ -347,17 +246,20 @@ class Scaling:
         """What the measured runs wait for."""
         return scaling_findings(self.record, self.parameters)
 
-    def shares(self) -> list[tuple[str, float]]:
-        """Share of each component in one rank's iteration at the page's batch size."""
-        profile = self.profile
-        _, costs = profile.at(1)
+    def shares(self) -> pd.DataFrame:
+        """Parts of one rank's iteration at the page's batch size.
+
+        Returns:
+            ``component``, ``share``, ``study`` (what the study says of it), largest first.
+        """
+        _, costs = self.profile.at(1)
         batch = self.predicts.training.batch_size
-        totals: dict[str, float] = {}
-        for (component, _), cost in costs.items():
-            totals[component] = totals.get(component, 0.0) + cost.time_ms(batch).mid
-        whole = sum(totals.values())
-        ordered = sorted(totals.items(), key=lambda item: -item[1])
-        return [(name, time / whole) for name, time in ordered if time > 0]
+        rows = [(component, cost.time_ms(batch).mid) for (component, _), cost in costs.items()]
+        times = pd.DataFrame(rows, columns=["component", "ms"]).groupby("component")["ms"].sum()
+        shares = (times[times > 0] / times.sum()).sort_values(ascending=False)
+        table = shares.rename("share").reset_index()
+        said = {"embedding": self.study.embedding_share} if self.study else {}
+        return table.assign(study=[said.get(name, "") for name in table["component"]])
 
     def _counts(self, counts: Sequence[int], scaling: str) -> list[int]:
         batch = self.batch_size(scaling)
@@ -424,8 +326,3 @@ def start(
         finished=bool(record),
         memory_bytes=memory or None,
     )
-
-
-def study_way() -> dict[str, Any] | None:
-    """The recorded way of the study's Small from plain to tuned here; None if there is none."""
-    return read_benchmark(WAY) if WAY.is_file() else None

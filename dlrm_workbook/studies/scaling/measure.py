@@ -1,24 +1,16 @@
-"""Starts ranks on this node, watches over them, and says how others would start them.
+"""The measured side of scaling: ranks of this node, strong and weak, as one record.
 
-The launcher keeps the store in which the ranks meet, so a rank that dies takes nothing with
-it, and it is the ranks' parent, so it knows how each of them ended.
+``measure_scaling`` starts the ranks (:mod:`.worker`) and writes ``scaling.json``, whose tables
+:mod:`dlrm_workbook.analysis.ranks.communication` defines. Without TorchRec ``timed_alone``
+times the parts of one process, so that predictions have something to start from.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import datetime
 import hashlib
 import json
-import os
-import shlex
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,305 +22,24 @@ import yaml
 
 from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
 from dlrm_core.distributed.plan import require_possible, require_torchrec
-from dlrm_core.distributed.watch import EXIT_LOST, KEY
-from dlrm_core.distributed.world import environment, threads_of_rank
+from dlrm_core.distributed.world import threads_of_rank
 from dlrm_core.errors import InputError
 from dlrm_core.files import only_process, plain, read_json, write_json, write_text
-from dlrm_core.machine import available_memory
+from dlrm_core.machine import available_memory, machine_facts
+from dlrm_core.parts import parse_span
+from dlrm_workbook.analysis.ranks.record import FORMAT, VERSION
+from dlrm_workbook.processes import python_module, run_child
+from dlrm_workbook.studies.scaling.launch import launch_lines, run_ranks
 
-GRACE_S = 5.0
-"""For the other ranks to end by themselves once one has failed."""
-
-_POLL_S = 0.05
-
-
-class RanksFailed(RuntimeError):
-    """A rank failed, or the time was over; names the rank, how it ended, and what it said."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What rank 0 printed, and how long all took."""
-
-    output: str
-    errors: str
-    seconds: float
-
-
-def run_ranks(
-    command: Sequence[str | Path],
-    ranks: int,
-    timeout_s: float,
-    variables: Mapping[str, str] | None = None,
-    on_iteration: Callable[[int], None] = lambda done: None,
-) -> Outcome:
-    """Run a command as several ranks of this node and wait for all.
-
-    Args:
-        command: program and arguments, the same for all; the environment tells them apart.
-        timeout_s: after which all are ended.
-        variables: of the environment, beside those of a rank.
-        on_iteration: gets what the watch of rank 0 counts, when it has changed.
-
-    Raises:
-        RanksFailed: a rank failed or the time was over; none is left running.
-        MissingToolError: TorchRec is not installed.
-    """
-    require_torchrec()
-    import torch.distributed as dist
-
-    store = dist.TCPStore(
-        "127.0.0.1",
-        0,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=datetime.timedelta(seconds=5),
-    )
-    started = time.monotonic()
-    with (
-        tempfile.TemporaryDirectory(prefix="dlrm-ranks-") as folder,
-        contextlib.ExitStack() as stack,
-    ):
-        logs = Path(folder)
-        processes: list[subprocess.Popen[bytes]] = []
-        # whatever happens, also to us: no rank stays behind
-        stack.callback(_end_all, processes)
-        for rank in range(ranks):
-            processes.append(
-                subprocess.Popen(
-                    [str(word) for word in command],
-                    env={**os.environ, **(variables or {}), **environment(rank, ranks, store.port)},
-                    stdin=subprocess.DEVNULL,
-                    stdout=stack.enter_context((logs / f"{rank}.out").open("wb")),
-                    stderr=stack.enter_context((logs / f"{rank}.err").open("wb")),
-                )
-            )
-        look = _Changes(lambda: _iterations(store, 1)[0], on_iteration)
-        failed = _wait(processes, started + timeout_s, look)
-        if failed is not None:
-            lasts = _iterations(store, ranks)
-            raise RanksFailed(_report(failed, processes, logs, lasts, timeout_s))
-        return Outcome(
-            (logs / "0.out").read_text(errors="replace"),
-            (logs / "0.err").read_text(errors="replace"),
-            time.monotonic() - started,
-        )
-
-
-class _Changes:
-    """Tells when something that is asked once a second has changed."""
-
-    def __init__(self, ask: Callable[[], int | None], tell: Callable[[int], None]) -> None:
-        self._ask, self._tell = ask, tell
-        self._last: int | None = None
-        self._at = time.monotonic()
-
-    def __call__(self) -> None:
-        if time.monotonic() - self._at < 1.0:
-            return
-        self._at, now = time.monotonic(), self._ask()
-        if now is not None and now != self._last:
-            self._last = now
-            self._tell(now)
-
-
-def _wait(
-    processes: list[subprocess.Popen[bytes]], until: float, look: Callable[[], None]
-) -> int | None:
-    """Wait for all; the rank that failed first, -1 if the time was over, None if none did."""
-    first: int | None = None
-    grace_until = until
-    while True:
-        codes = [process.poll() for process in processes]
-        if first is None:
-            # who was ended by a signal is the cause; who gave up because of it has a status
-            bad = [rank for rank, code in enumerate(codes) if code]
-            killed = [rank for rank in bad if (codes[rank] or 0) < 0]
-            if bad:
-                first = (killed or bad)[0]
-                grace_until = min(until, time.monotonic() + GRACE_S)
-        elif codes[first] == EXIT_LOST:
-            # it only tells of another one; that may have ended since
-            others = [r for r, code in enumerate(codes) if code and code != EXIT_LOST]
-            first = others[0] if others else first
-        if all(code is not None for code in codes):
-            return first
-        if time.monotonic() > grace_until:
-            return -1 if first is None else first
-        look()
-        time.sleep(_POLL_S)
-
-
-def _end_all(processes: list[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        if process.poll() is None:
-            process.kill()
-    for process in processes:
-        process.wait()
-
-
-def _iterations(store: Any, ranks: int) -> list[int | None]:
-    """The last iteration that each rank told the store."""
-    found: list[int | None] = []
-    for rank in range(ranks):
-        key = KEY.format(rank=rank)
-        told = json.loads(store.get(key)) if store.check([key]) else {}
-        found.append(told.get("iteration"))
-    return found
-
-
-def _report(
-    failed: int,
-    processes: list[subprocess.Popen[bytes]],
-    logs: Path,
-    iterations: list[int | None],
-    timeout_s: float,
-) -> str:
-    said = []
-    for rank in range(len(processes)):
-        lines = (logs / f"{rank}.err").read_text(errors="replace").strip().splitlines()
-        if lines and (rank == failed or lines[-1].startswith("dlrm")):
-            said.append(f"rank {rank} said: {lines[-1]}")
-    behind = "; ".join(said) or "none said anything"
-    if failed < 0:
-        return f"the ranks were not done after {timeout_s:g} s and were ended; {behind}"
-    code = processes[failed].poll()
-    last = iterations[failed]
-    where = "before its first iteration" if not last else f"after iteration {last:,}"
-    return (
-        f"rank {failed} of {len(processes)} (host {socket.gethostname()}, process "
-        f"{processes[failed].pid}) {how_it_ended(code)} {where}; {behind}"
-    )
-
-
-def how_it_ended(code: int | None) -> str:
-    """An exit status in words: 'was ended by SIGKILL', 'exited with 1'."""
-    if code is None:
-        return "did not end and was killed"
-    if code < 0:
-        with contextlib.suppress(ValueError):
-            return f"was ended by {signal.Signals(-code).name}"
-        return f"was ended by signal {-code}"
-    return f"exited with {code}"
-
-
-def python_command(module: str, *arguments: str | Path) -> list[str | Path]:
-    """This Python, running a module."""
-    return [sys.executable, "-m", module, *arguments]
-
-
-def launch_lines(
-    file: str, parameters: Sequence[str], ranks: int, nodes: int, minutes: int = 60
-) -> dict[str, str]:
-    """What one types to train with the same parameters on one node, on several, under Slurm.
-
-    Args:
-        file: the parameters file.
-        parameters: ``section.leaf=value`` each.
-        ranks: on a node.
-
-    Returns:
-        ``one_node``, ``each_node`` (run on every node, FIRST_NODE is the first one's name)
-        and ``slurm`` (a batch script).
-    """
-    given = " ".join(f"-p {shlex.quote(value)}" for value in parameters)
-    what = f"-m dlrm_core train -f {shlex.quote(file)} {given}".strip()
-    meet = f"--nnodes {nodes} --nproc-per-node {ranks} --rdzv-backend c10d"
-    slurm = "\n".join(
-        [
-            "#!/bin/bash",
-            "#SBATCH --job-name=dlrm",
-            f"#SBATCH --nodes={nodes}",
-            "#SBATCH --ntasks-per-node=1",
-            "#SBATCH --exclusive",
-            f"#SBATCH --time={minutes}",
-            'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-            f'srun torchrun {meet} --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$first:29500" \\',
-            f"  {what}",
-        ]
-    )
-    return {
-        "one_node": f"torchrun --standalone --nproc-per-node {ranks} {what}",
-        "each_node": f"torchrun {meet} --rdzv-id dlrm --rdzv-endpoint FIRST_NODE:29500 {what}",
-        "slurm": slurm,
-    }
-
-
-# All ranks in one view: a Chrome trace (chrome://tracing, ui.perfetto.dev) of a measured run.
-
-STEP, EXCHANGES = 0, 1
-"""Rows of a rank: its step's thread, and what it exchanges meanwhile."""
-
-
-def ranks_trace(record: Mapping[str, Any], run: int) -> dict[str, Any]:
-    """The last iterations of a run, rank below rank, on the node's one clock.
-
-    Args:
-        record: see :mod:`dlrm_workbook.studies.scaling.measure`; its ``spans`` say when an
-            iteration
-            began on each rank.
-
-    Returns:
-        a trace with a process a rank; times in microseconds since the first one's start.
-    """
-    spans = [row for row in record["spans"] if row["run"] == run]
-    begins = {
-        (row["rank"], row["iteration"]): row["node_start_s"] - 1e-3 * row["start_ms"]
-        for row in spans
-    }
-    first = min(begins.values(), default=0.0)
-    events: list[dict[str, Any]] = []
-    for rank in sorted({rank for rank, _ in begins}):
-        names = {"name": f"rank {rank}"}
-        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": names})
-        for lane, name in ((STEP, "step"), (EXCHANGES, "exchanges")):
-            about = {"pid": rank, "tid": lane, "args": {"name": name}}
-            events.append({"ph": "M", "name": "thread_name", **about})
-    for row in spans:
-        zero = begins[row["rank"], row["iteration"]]
-        name = f"{row['component']} {row['phase']}"
-        events.append(_event(row, STEP, name, zero - first, row["start_ms"], row["end_ms"]))
-    for row in record["collectives"]:
-        begun = begins.get((row["rank"], row["iteration"])) if row["run"] == run else None
-        if begun is None:
-            continue
-        end_ms = row["start_ms"] + row["time_ms"]
-        event = _event(
-            row, EXCHANGES, f"{row['kind']}: {row['what']}", begun - first, row["start_ms"], end_ms
-        )
-        events.append(event | {"args": {"bytes": row["bytes"], "exposed_ms": row["exposed_ms"]}})
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _event(
-    row: Mapping[str, Any], lane: int, name: str, zero_s: float, start_ms: float, end_ms: float
-) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "name": name,
-        "pid": row["rank"],
-        "tid": lane,
-        "ts": 1e6 * zero_s + 1e3 * start_ms,
-        "dur": 1e3 * (end_ms - start_ms),
-        "args": {"iteration": row["iteration"]},
-    }
-
-
-# The measured side of scaling: ranks of this node, strong and weak, as one record.
-
-FORMAT = "dlrm-scaling"
-VERSION = 1
 RECORD = "scaling.json"
 TIMELINE = "ranks.trace.json"
 PARAMETERS = "parameters.yaml"
 MEASURED = Path("rounds/ranks.json")
 
-FROM_RANKS = (
+RANKS_TABLES = (
     *("placement", "iterations", "parts", "collectives", "spans"),
     *("link_probe", "compute_profile"),
 )
-
-TABLES = ("runs", *FROM_RANKS)
 
 SCALINGS = ("strong", "weak")
 
@@ -399,9 +110,9 @@ def measure_scaling(
         require_possible(parameters_from_sections(run["sections"]), run["ranks"])
     job = dataclasses.asdict(effort) | {"stretches": stretches}
     found = _launched(job, max(ranks), folder, on_progress)
-    record: dict[str, Any] = {"format": FORMAT, "version": VERSION, "machine": _machine()}
+    record: dict[str, Any] = {"format": FORMAT, "version": VERSION, "machine": machine_facts()}
     record |= {"runs": _runs(runs, found, threads)}
-    record |= {name: found[name] for name in FROM_RANKS}
+    record |= {name: found[name] for name in RANKS_TABLES}
     record["not_measured"] = _not_measured(record, ranks)
     record["parameters"] = parameters.to_sections()
     record["launch"] = _launch(parameters, folder, max(ranks), nodes)
@@ -528,7 +239,7 @@ def _launched(
                 for stretch in job["stretches"]
             ]
             run_ranks(
-                python_command("dlrm_workbook.studies.scaling.worker", file, result),
+                python_module("dlrm_workbook.studies.scaling.worker", file, result),
                 ranks,
                 job["timeout_s"],
                 # ranks that wait must not burn the cores of those that compute
@@ -580,26 +291,146 @@ def _not_measured(record: Mapping[str, Any], ranks: Sequence[int]) -> dict[str, 
     return reasons
 
 
-def _machine() -> dict[str, Any]:
-    from dlrm_core.machine import machine_facts
+# One process alone: this machine's times of each part, for predictions without TorchRec.
 
-    return machine_facts()
+PROFILE_ITERATIONS = 6
+"""Of each batch size where this machine's parts are timed without TorchRec."""
+
+WARMUP = 2
 
 
-def read_record(path: Path) -> dict[str, Any]:
-    """A record of :func:`measure_scaling`.
+def timed_alone(
+    parameters: Parameters, folder: Path, say: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """Parts of one ``dlrm train`` at several batch sizes, a process each.
+
+    Args:
+        folder: gets the parameters of each process.
+        say: is told of each batch size that is done.
+
+    Returns:
+        Rows of a record's ``compute_profile``.
 
     Raises:
-        InputError: the file is no such record, or of a newer version.
+        InputError: a process failed.
     """
-    record = read_json(path)
-    if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise InputError(f"{path}: is no record of {FORMAT}")
-    if not isinstance(record.get("version"), int) or record["version"] > VERSION:
-        raise InputError(
-            f"{path}: has version {record.get('version')}, this program reads up to {VERSION}"
+    most = parameters.training.batch_size
+    rows: list[dict[str, Any]] = []
+    # predictions for many ranks rest on what few samples cost
+    for size in sorted({max(1, most // 64), max(1, most // 4), most}):
+        rows += parts_of(parameters, size, folder)
+        say(f"batch {size:,} alone")
+    return rows
+
+
+def parts_of(parameters: Parameters, batch_size: int, folder: Path) -> list[dict[str, Any]]:
+    """Rows of ``compute_profile`` from one process of ``dlrm train`` with its spans."""
+    sections = parameters.to_sections()
+    sections["training"] |= {
+        "batch_size": batch_size,
+        "batches": WARMUP + PROFILE_ITERATIONS,
+        "epochs": None,
+        "max_steps": None,
+        "eval_every": None,
+        "auc_target": None,
+        "checkpoint_every": None,
+        "resume": "",
+        "log_every": WARMUP + PROFILE_ITERATIONS,
+        # ranks have torch's dense part, whatever one process would use
+        "dense_backend": "torch",
+    }
+    if parameters.training.fp32_matmul.startswith("bf16"):
+        sections["training"]["fp32_matmul"] = "default"
+    file = folder / f"alone-{batch_size}.yaml"
+    file.write_text(yaml.safe_dump(sections), encoding="utf-8")
+    done = run_child(
+        python_module("dlrm_core", "train", "-f", file, "--spans"),
+        stage=f"batch {batch_size:,} alone",
+        timeout_s=parameters.profiling.timeout_s,
+    )
+    done.require_success(f"one process with a batch of {batch_size}")
+    spans = (done.last_object("spans") or {})["spans"]
+    return _profile_rows(spans, batch_size)
+
+
+def _profile_rows(spans: Sequence[Any], batch_size: int) -> list[dict[str, Any]]:
+    """Parts by iteration; those of the warm-up are left out."""
+    ends = [end for name, _, end in spans if name.endswith("::iteration")]
+    rows: dict[tuple[int, str, str], float] = {}
+    for name, begun, end in spans:
+        part = parse_span(name)
+        if part is None:
+            continue
+        iteration = sum(done < begun for done in ends)
+        key = (iteration, *part)
+        rows[key] = rows.get(key, 0.0) + 1e-6 * (end - begun)
+    return [
+        {
+            "concurrent": 1,
+            "batch_size": batch_size,
+            "iteration": iteration - WARMUP,
+            "component": component,
+            "phase": phase,
+            "time_ms": time,
+        }
+        for (iteration, component, phase), time in rows.items()
+        if WARMUP <= iteration < len(ends)
+    ]
+
+
+# All ranks in one view: a Chrome trace (chrome://tracing, ui.perfetto.dev) of a measured run.
+
+STEP, EXCHANGES = 0, 1
+"""Rows of a rank: its step's thread, and what it exchanges meanwhile."""
+
+
+def ranks_trace(record: Mapping[str, Any], run: int) -> dict[str, Any]:
+    """The last iterations of a run, rank below rank, on the node's one clock.
+
+    Args:
+        record: its ``spans`` say when an iteration began on each rank.
+
+    Returns:
+        a trace with a process a rank; times in microseconds since the first one's start.
+    """
+    spans = [row for row in record["spans"] if row["run"] == run]
+    begins = {
+        (row["rank"], row["iteration"]): row["node_start_s"] - 1e-3 * row["start_ms"]
+        for row in spans
+    }
+    first = min(begins.values(), default=0.0)
+    events: list[dict[str, Any]] = []
+    for rank in sorted({rank for rank, _ in begins}):
+        names = {"name": f"rank {rank}"}
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": names})
+        for lane, name in ((STEP, "step"), (EXCHANGES, "exchanges")):
+            about = {"pid": rank, "tid": lane, "args": {"name": name}}
+            events.append({"ph": "M", "name": "thread_name", **about})
+    for row in spans:
+        zero = begins[row["rank"], row["iteration"]]
+        name = f"{row['component']} {row['phase']}"
+        events.append(_event(row, STEP, name, zero - first, row["start_ms"], row["end_ms"]))
+    for row in record["collectives"]:
+        begun = begins.get((row["rank"], row["iteration"])) if row["run"] == run else None
+        if begun is None:
+            continue
+        end_ms = row["start_ms"] + row["time_ms"]
+        event = _event(
+            row, EXCHANGES, f"{row['kind']}: {row['what']}", begun - first, row["start_ms"], end_ms
         )
-    missing = [name for name in TABLES if name not in record]
-    if missing:
-        raise InputError(f"{path}: lacks the tables {', '.join(missing)}")
-    return record
+        events.append(event | {"args": {"bytes": row["bytes"], "exposed_ms": row["exposed_ms"]}})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _event(
+    row: Mapping[str, Any], lane: int, name: str, zero_s: float, start_ms: float, end_ms: float
+) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": name,
+        "pid": row["rank"],
+        "tid": lane,
+        "ts": 1e6 * zero_s + 1e3 * start_ms,
+        "dur": 1e3 * (end_ms - start_ms),
+        "args": {"iteration": row["iteration"]},
+    }

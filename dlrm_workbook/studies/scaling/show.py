@@ -11,6 +11,7 @@ import plotly.graph_objects as go
 
 from dlrm_core.parts import COMPONENTS, part_label
 from dlrm_core.units import digits, milliseconds, percent, signed_percent, thousands
+from dlrm_workbook.analysis.ranks.communication import kind_label
 from dlrm_workbook.analysis.ranks.links import Link
 from dlrm_workbook.show.axes import (
     add_ends,
@@ -37,7 +38,6 @@ from dlrm_workbook.show.theme import (
     step_order,
     text_on,
 )
-from dlrm_workbook.studies.scaling.show_tables import kind_label
 
 SHARDING_COLOURS = {
     "best": INK,
@@ -62,7 +62,7 @@ def iteration_bars(table: pd.DataFrame, title: str) -> go.Figure:
     hover = [
         f"{row.ranks:,} ranks, batch {row.batch_size:,}, {kind_label(row.sharding)}<br>"
         f"{milliseconds(row.mid_ms)} ({milliseconds(row.low_ms)} to {milliseconds(row.high_ms)})"
-        f"<br>{percent(row.exposed_ms / row.mid_ms)} exposed communication"
+        f"<br>{percent(row.exposed_share)} exposed communication"
         f"<br>{row.samples_per_second:,.0f} samples/s"
         for row in rows
     ]
@@ -97,7 +97,7 @@ def iteration_bars(table: pd.DataFrame, title: str) -> go.Figure:
         ticktext=[f"{row.ranks:,}" for row in rows],
         showgrid=False,
     )
-    result.update_yaxes(title="ms an iteration", range=[0, 1.14 * top])
+    result.update_yaxes(title="ms per iteration", range=[0, 1.14 * top])
     return result
 
 
@@ -196,7 +196,7 @@ def sharding_lines(tables: Mapping[str, pd.DataFrame], best: pd.DataFrame) -> go
     result.update_layout(margin={"b": 110})
     counts = sorted({int(n) for table in [best, *tables.values()] for n in table["ranks"]})
     result.update_xaxes(**ranks_axis(counts))
-    result.update_yaxes(title="ms an iteration", **log_axis(log_ticks(times)))
+    result.update_yaxes(title="ms per iteration", **log_axis(log_ticks(times)))
     return result
 
 
@@ -217,7 +217,7 @@ def predicted_measured_dots(table: pd.DataFrame) -> go.Figure:
     """Predicted iterations with their range over measured ones, a row a run.
 
     Args:
-        table: what :func:`dlrm_workbook.analysis.ranks.check.predicted_and_measured` gives.
+        table: what :func:`dlrm_workbook.analysis.ranks.record.predicted_and_measured` gives.
     """
     known = table[table["predicted_ms"].notna()]
     labels = [
@@ -231,7 +231,7 @@ def predicted_measured_dots(table: pd.DataFrame) -> go.Figure:
         known[["low_ms", "predicted_ms", "high_ms"]],
         ("measured", known["measured_ms"], known["error"]),
         milliseconds,
-        {"title": "ms an iteration", "range": [0, 1.15 * furthest]},
+        {"title": "ms per iteration", "range": [0, 1.15 * furthest]},
     )
 
 
@@ -256,7 +256,7 @@ def published_dots(table: pd.DataFrame) -> go.Figure:
         ranges,
         ("published", known["published"], known["error"]),
         lambda speed: f"{speed:,.0f} samples/s",
-        {"title": "samples a second", "range": ends} | log_axis(log_ticks(shown), thousands),
+        {"title": "samples per second", "range": ends} | log_axis(log_ticks(shown), thousands),
     )
 
 
@@ -334,7 +334,7 @@ def volume_bars(table: pd.DataFrame, ranks: int) -> go.Figure:
     """
     names = list(dict.fromkeys(table["sharding"]))
     result = figure(
-        f"Bytes that leave a rank in an iteration on {ranks} ranks",
+        f"Bytes that leave a rank per iteration on {ranks} ranks",
         170 + 38 * max(len(names), 3),
         legend=True,
     )
@@ -419,7 +419,7 @@ def straggler_lines(table: pd.DataFrame, said: str) -> go.Figure:
     """Iterations with slow ranks, their mean and one in twenty, over even ranks.
 
     Args:
-        table: what :func:`dlrm_workbook.analysis.ranks.record.straggler_table` gives.
+        table: what :func:`dlrm_workbook.analysis.ranks.choice.straggler_table` gives.
         said: how ranks differ, for the title.
     """
     result = figure(f"What slow ranks cost: {said}", 400, legend=True)
@@ -549,7 +549,7 @@ def rank_bars(parts: pd.DataFrame, title: str) -> go.Figure:
             )
         )
     result.update_layout(barmode="stack", bargap=0.25, margin={"b": 96})
-    result.update_xaxes(title="ms an iteration")
+    result.update_xaxes(title="ms per iteration")
     result.update_yaxes(autorange="reversed", showgrid=False, ticklabelstandoff=5)
     return result
 

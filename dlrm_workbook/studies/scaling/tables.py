@@ -11,8 +11,8 @@ from dlrm_core.config import Parameters
 from dlrm_core.units import NOT_MEASURED, counted, digits, percent, signed_percent
 from dlrm_core.units import ratio as times
 from dlrm_workbook.analysis.findings.finding import Finding
-from dlrm_workbook.analysis.ranks.communication import Study, kind_label
-from dlrm_workbook.analysis.ranks.prediction import Choice
+from dlrm_workbook.analysis.ranks.choice import Choice
+from dlrm_workbook.analysis.ranks.communication import kind_label
 from dlrm_workbook.analysis.ranks.record import (
     ScalingRecord,
     predicted_and_measured,
@@ -184,9 +184,7 @@ SHARES: Columns = {
 
 def published_sources(table: pd.DataFrame) -> Text:
     """Where published figures are from, and what the predictions had to assume."""
-    lines = [
-        f"- [{row.number}] {row.source}" for row in rows_of(table.drop_duplicates("source"))
-    ]
+    lines = [f"- [{row.number}] {row.source}" for row in rows_of(table.drop_duplicates("source"))]
     lines += [
         f"- Not published for {row.hardware} [{row.number}], so assumed: {row.not_published}."
         for row in rows_of(table.drop_duplicates("not_published"))

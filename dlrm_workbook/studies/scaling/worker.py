@@ -46,7 +46,7 @@ from dlrm_core.distributed.world import (
 )
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json, write_json
-from dlrm_core.machine import die_with_parent
+from dlrm_core.machine import end_with_starter
 from dlrm_core.model import ClickLoss
 from dlrm_core.parts import capturing
 
@@ -419,7 +419,7 @@ def main(arguments: Sequence[str]) -> int:
     job, result = read_json(Path(arguments[0])), Path(arguments[1])
     first = parameters_from_sections(job["stretches"][0]["runs"][0]["sections"])
     world, collectives = read_world(first.training), Collectives()
-    die_with_parent()
+    end_with_starter()
     watch = Watch(world, collectives, first.training.rank_timeout_s)
     with collectives.installed(), watch:
         measure_job(job, result, world, collectives, watch)
