@@ -203,7 +203,8 @@ def _look_of(name: str, frame: pd.DataFrame, given: str | Column) -> Column:
         kind = frame[name].dtype.kind
         format = "judged" if kind == "b" else "count" if kind in "iuf" else "text"
     words = name.replace("_", " ").replace("cpu ", "CPU ").replace("gpu ", "GPU ")
-    return Column(look.label or words, look.format or format, look.needs, look.unit or unit)
+    unit = look.unit or ("" if look.format else unit)
+    return Column(look.label or words, look.format or format, look.needs, unit)
 
 
 # The formats.
