@@ -194,7 +194,7 @@ def _look_of(name: str, frame: pd.DataFrame, given: str | Column) -> Column:
     if isinstance(given, str) and given:
         look = replace(look, label=given)
     start, _, last = name.rpartition("_")
-    format, unit = SUFFIXES.get(last, ("", ""))
+    format, unit = ("", "") if name.endswith("_per_s") else SUFFIXES.get(last, ("", ""))
     if unit or last == "bytes":
         name = start or "time"
     if name.startswith("share_"):
@@ -203,8 +203,7 @@ def _look_of(name: str, frame: pd.DataFrame, given: str | Column) -> Column:
         kind = frame[name].dtype.kind
         format = "judged" if kind == "b" else "count" if kind in "iuf" else "text"
     words = name.replace("_", " ").replace("cpu ", "CPU ").replace("gpu ", "GPU ")
-    unit = look.unit or ("" if look.format else unit)
-    return Column(look.label or words, look.format or format, look.needs, unit)
+    return Column(look.label or words, look.format or format, look.needs, look.unit or unit)
 
 
 # The formats.

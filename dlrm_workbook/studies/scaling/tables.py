@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from dlrm_core.config import Parameters
-from dlrm_core.units import NOT_MEASURED, counted, digits, percent, signed_percent
+from dlrm_core.units import NOT_MEASURED, NOTHING, counted, digits, percent, signed_percent
 from dlrm_core.units import ratio as times
 from dlrm_workbook.analysis.findings.finding import Finding
 from dlrm_workbook.analysis.ranks.choice import Choice
@@ -29,8 +29,14 @@ PLAIN_MS, TUNED_MS = 4288, 38
 GOAL = 0.10
 """Geometric mean of errors that predictions of runs on this machine should keep."""
 
-SHARDING = Column("sharding", kind_label)
-COLLECTIVE = Column("collective", kind_label)
+
+def _kinds(values: pd.Series) -> tuple[list[str], bool]:
+    """Shardings, collectives and sentences about them as a reader calls them."""
+    return [kind_label(value) if isinstance(value, str) else NOTHING for value in values], True
+
+
+SHARDING = Column("sharding", _kinds)
+COLLECTIVE = Column("collective", _kinds)
 RANGE = Column("range", "range", ("low_ms", "high_ms"), "ms")
 FULLEST_RANK = Column("fullest rank", "bytes")
 
@@ -40,10 +46,10 @@ STUDY: Columns = {
     "quoted_ranks": "quoted",
     "allreduce_mib": Column("all-reduce", "digits", unit="MiB"),
     "quoted_allreduce_mib": Column("quoted", "digits", unit="MiB"),
-    "allreduce_error": Column("error", "difference"),
+    "allreduce_error": Column("error", "signed_share"),
     "alltoall_mib": Column("all-to-all", "digits", unit="MiB"),
     "quoted_alltoall_mib": Column("quoted", "digits", unit="MiB"),
-    "alltoall_error": Column("error", "difference"),
+    "alltoall_error": Column("error", "signed_share"),
 }
 """Bytes of the study's three configurations, computed and quoted."""
 
@@ -89,7 +95,7 @@ PREDICTED: Columns = {
     "speedup": "times as fast",
     "efficiency": Column("efficiency", "share"),
     "memory_bytes": FULLEST_RANK,
-    "why_not": Column("why not", kind_label),
+    "why_not": Column("why not", _kinds),
 }
 
 CANDIDATES: Columns = {
@@ -98,7 +104,7 @@ CANDIDATES: Columns = {
     "range": RANGE,
     "exposed_ms": Column("exposed", "digits", unit="ms"),
     "memory_bytes": FULLEST_RANK,
-    "note": Column("why", kind_label),
+    "note": Column("why", _kinds),
 }
 
 MEASURED: Columns = {
@@ -120,11 +126,11 @@ CHECK: Columns = {
     "measured_ms": Column("measured", "digits", unit="ms"),
     "predicted_ms": Column("predicted", "digits", unit="ms"),
     "range": RANGE,
-    "error": Column("error", "difference"),
+    "error": Column("error", "signed_share"),
     "in_range": Column("in range", "judged"),
     "measured_exposed_ms": Column("exposed, measured", "digits", unit="ms"),
     "predicted_exposed_ms": Column("exposed, predicted", "digits", unit="ms"),
-    "note": Column("note", kind_label),
+    "note": Column("note", _kinds),
 }
 
 IMBALANCE: Columns = {
@@ -157,7 +163,7 @@ STRAGGLERS: Columns = {
     "mean_ms": "mean",
     "p95_ms": "one in twenty over",
     "waited_share": "a rank waits",
-    "loss": Column("loss", "difference"),
+    "loss": Column("loss", "signed_share"),
 }
 
 PUBLISHED: Columns = {
@@ -169,9 +175,9 @@ PUBLISHED: Columns = {
     "published": Column("published", "digits", unit="samples/s"),
     "predicted": Column("predicted", "digits", unit="samples/s"),
     "range": Column("range", "range", ("predicted_low", "predicted_high"), "samples/s"),
-    "error": Column("error", "difference"),
+    "error": Column("error", "signed_share"),
     "basis": "from devices",
-    "number": Column("source", "[{}]".format),
+    "number": "source",
 }
 """A dash under "published": the source draws the figure and prints no number."""
 
