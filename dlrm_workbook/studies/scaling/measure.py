@@ -344,7 +344,7 @@ def parts_of(parameters: Parameters, batch_size: int, folder: Path) -> list[dict
     file = folder / f"alone-{batch_size}.yaml"
     file.write_text(yaml.safe_dump(sections), encoding="utf-8")
     done = run_child(
-        python_module("dlrm_core", "train", "-f", file, "--spans"),
+        python_module("dlrm_workbook", "train", "-f", file, "--spans"),
         stage=f"batch {batch_size:,} alone",
         timeout_s=parameters.profiling.timeout_s,
     )
