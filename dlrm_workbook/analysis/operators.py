@@ -17,7 +17,6 @@ from dlrm_workbook.analysis.attribution import (
     main_thread,
     step_contexts,
 )
-from dlrm_workbook.analysis.views import top_down
 from dlrm_workbook.recordings.profile import Profile
 
 SMALL = "(small)"
@@ -86,24 +85,26 @@ def call_tree(
     columns = ["id", "parent", "label", "kind", "shapes", *PART, "value_ms", "self_ms"]
     if not profile.has(metric):
         return pd.DataFrame(columns=columns)
-    within = step_contexts(profile)
-    tree = top_down(profile, metric, detail="line", smallest_share=smallest_share, within=within)
-    tree = tree[within[tree["context"]]].sort_values("context")
-    tree.attrs.clear()  # they are of the whole recording
-    steps = iteration_count(profile)
-    context = tree["context"].astype(str)
-    rows = tree.assign(
-        id=context,
-        parent=tree["parent"].astype(str).where(tree["parent"].isin(tree["context"]), ""),
-        label=tree["name"],
-        shapes=profile.contexts["shapes"].to_numpy()[tree["context"]],
-        value_ms=tree["inclusive"] / steps,
-        self_ms=tree["exclusive"] / steps,
+    contexts, steps = profile.contexts, iteration_count(profile)
+    parent, within = contexts["parent"].to_numpy(), step_contexts(profile)
+    root = within & ((parent < 0) | ~within[parent])
+    table = contexts.assign(
+        id=contexts["context"].astype(str),
+        parent=np.where(root, "", contexts["parent"].astype(str)),
+        label=contexts["name"],
+        value_ms=profile.value_table(metric, "inclusive") / steps,
+        self_ms=profile.value_table(metric) / steps,
     )
-    value_ms = tree["small"] / steps
-    small = rows.assign(id="small-" + context, parent=context, label=SMALL, kind="", shapes="")
-    small = small.assign(value_ms=value_ms, self_ms=value_ms)[value_ms > 0]
-    return pd.concat([rows, small], ignore_index=True)[columns]
+    value = table["value_ms"].to_numpy()
+    taken = within & (value > 0)
+    # A child has at most its parent's value, so what is shown hangs together.
+    shown = taken & (root | (value >= smallest_share * value[root].sum()))
+    hidden = table[taken & ~shown & shown[parent]]
+    rest = hidden["value_ms"].groupby(hidden["parent"].astype(int)).sum()
+    above = table.loc[rest.index]
+    small = above.assign(id="small-" + above["id"], parent=above["id"], label=SMALL)
+    small = small.assign(kind="", shapes="", value_ms=rest, self_ms=rest)
+    return pd.concat([table[shown], small], ignore_index=True)[columns]
 
 
 def timeline(profile: Profile, iterations: int | Sequence[int] = 3) -> pd.DataFrame:
