@@ -20,8 +20,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dlrm_core.errors import MissingToolError
 
 
@@ -142,6 +140,8 @@ def cache_folder(name: str, sources: tuple[Path, ...]) -> tuple[Path | None, str
 @functools.cache
 def _torch_threads() -> Callable[[int, int, int, int], None] | None:
     """``GOMP_parallel(function, argument, threads, flags)`` of torch's OpenMP, or None."""
+    import torch  # programs that make data sets do without it
+
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
         # a symbol is looked for in the library and in what it is linked with

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from dlrm_core.data.files.feature_spec import ColumnFile, SplitFiles, read_spec
 from dlrm_core.errors import InputError
@@ -102,6 +101,8 @@ class Source:
             # the other formats hold counts
             self._check_dense(values >= 0.0, values, start, "a count of 0 or more")
             # torch's logarithm, as DeepSpark's: the same bits, and on torch's threads
+            import torch
+
             torch.from_numpy(values).add_(1.0).log_()
         self._check_dense(np.isfinite(values), values, start, "a finite number")
         return values
