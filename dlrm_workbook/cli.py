@@ -20,7 +20,7 @@ SUBCOMMANDS = (
         "run",
         "execute notebooks into dated run folders with HTML pages",
         options.run,
-        "dlrm_workbook.runner.run:command_run",
+        "dlrm_workbook.runner.command:command_run",
     ),
     replace(core.TRAIN, handler="dlrm_workbook.evidence.training:train"),
     core.EVALUATE,

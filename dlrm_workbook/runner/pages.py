@@ -45,6 +45,7 @@ from dlrm_workbook.runner.parameters import (
     read_notebook,
 )
 from dlrm_workbook.show.tables import EMPTY
+from dlrm_workbook.show.theme import plotly_js
 
 NOTHING = Markup("")
 
@@ -174,7 +175,7 @@ def _prepared(nb: Any, resources: Any) -> tuple[Any, Any]:
     cells = [rendered for cell in nb.cells if (rendered := page.cell(cell)) is not None]
     scripts = [(TEMPLATES / "page.js").read_text(encoding="utf-8")]
     if page.figures:
-        scripts.insert(0, _plotly_js())
+        scripts.insert(0, plotly_js())
     run = resources["run"]
     resources["page"] = {
         "title": page.title or resources["name"],
@@ -421,14 +422,6 @@ def _is_empty_table(outputs: list[Any]) -> bool:
 
 def _tagged(cell: Any, tag: str) -> bool:
     return tag in cell.metadata.get("tags", [])
-
-
-def _plotly_js() -> str:
-    from plotly.offline import get_plotlyjs
-
-    text = str(get_plotlyjs())
-    # inside a script element only this could end it early
-    return text.replace("</script", "<\\/script")
 
 
 def _hash_source(script: str) -> str:

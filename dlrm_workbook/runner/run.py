@@ -20,7 +20,7 @@ import nbformat
 
 from dlrm_core.config import Parameters, load_parameters
 from dlrm_core.errors import InputError
-from dlrm_core.files import only_process, read_json, write_json, write_text
+from dlrm_core.files import write_text
 from dlrm_workbook.changes import apply_change
 from dlrm_workbook.runner.parameters import (
     declared_parameters,
@@ -57,8 +57,8 @@ class RunError(RuntimeError):
         self.code = code
 
 
-def run_notebook(
-    name: str,
+def run_notebooks(
+    names: Sequence[str],
     parameters_file: str | os.PathLike[str],
     overrides: Sequence[str] = (),
     output_root: str | os.PathLike[str] | None = None,
@@ -67,93 +67,30 @@ def run_notebook(
     command: Sequence[str] | None = None,
     notebooks: Path = NOTEBOOKS,
 ) -> RunFolder:
-    """Execute one notebook with a parameters file.
+    """Check everything for every notebook first, then execute them in order.
+
+    A notebook that declares a parameter ``train_run`` or ``profile_run`` is given the
+    folder of that run, if it is among the earlier ones, unless an override says otherwise.
 
     Args:
-        name: the notebook's name, without folder or suffix.
+        names: of notebooks, without folder or suffix; :data:`CHAIN` is what ``all`` runs.
         parameters_file: YAML with the sections of :mod:`dlrm_core.config`.
         overrides: ``section.leaf=value`` for the sections, ``name=value`` for the
-            notebook's own parameters.
+            notebooks' own parameters.
         output_root: where dated folders go; None is ``outputs/`` of the repository.
         cell_timeout: seconds after which a cell is ended; None or 0 is never.
         command: what the user typed, for run.json.
         notebooks: folder of the notebooks.
 
     Returns:
-        The run folder, status ``finished``.
+        The last run folder, status ``finished``.
 
     Raises:
         InputError: bad parameters, no such notebook, unwritable output root;
             nothing has been run then.
-        RunError: a cell failed or took too long, or the run was interrupted. The
-            partial notebook, its page and run.json are kept.
+        RunError: a cell failed or took too long, or the run was interrupted. The partial
+            notebook, its page and run.json are kept, and later notebooks are not started.
     """
-    return _run([name], parameters_file, overrides, output_root, cell_timeout, command, notebooks)
-
-
-def run_all(
-    parameters_file: str | os.PathLike[str],
-    overrides: Sequence[str] = (),
-    output_root: str | os.PathLike[str] | None = None,
-    *,
-    cell_timeout: float | None = 7200.0,
-    command: Sequence[str] | None = None,
-    notebooks: Path = NOTEBOOKS,
-    chain: Sequence[str] = CHAIN,
-) -> RunFolder:
-    """Execute train, profile and bottlenecks one after the other.
-
-    A notebook that declares a parameter ``train_run`` or ``profile_run`` is given the
-    folder of that run of this chain, unless an override says otherwise.
-
-    Returns:
-        The last run folder.
-
-    Raises:
-        InputError, RunError: as :func:`run_notebook`; later notebooks are not started.
-    """
-    return _run(chain, parameters_file, overrides, output_root, cell_timeout, command, notebooks)
-
-
-def command_run(arguments: Any) -> int:
-    """``dlrm run``: exit code 0 only if every notebook finished."""
-    names = CHAIN if arguments.notebook == "all" else [arguments.notebook]
-    sections, _ = split_overrides(arguments.parameter)
-    swept = bool(load_parameters(arguments.file, sections).sweep) and arguments.notebook != "sweep"
-    if arguments.resume and not swept and arguments.notebook in RESUMABLE:
-        return command_resume(arguments)
-    if swept or arguments.resume:
-        from dlrm_workbook.runner.sweep import command_sweep
-
-        return command_sweep(arguments, names)
-    try:
-        folder = _run(
-            names,
-            arguments.file,
-            arguments.parameter,
-            arguments.output_root,
-            arguments.cell_timeout,
-            arguments.argv,
-            NOTEBOOKS,
-        )
-    except RunError as error:
-        print(f"dlrm run: {error}", file=sys.stderr)
-        print(error.folder.path, flush=True)
-        return error.code
-    print(folder.path, flush=True)
-    return 0
-
-
-def _run(
-    names: Sequence[str],
-    parameters_file: str | os.PathLike[str],
-    overrides: Sequence[str],
-    output_root: str | os.PathLike[str] | None,
-    cell_timeout: float | None,
-    command: Sequence[str] | None,
-    notebooks: Path,
-) -> RunFolder:
-    """Check everything for every notebook first, then run them in order."""
     if cell_timeout is not None and not 0 <= cell_timeout < float("inf"):
         raise InputError(f"--cell-timeout is {cell_timeout}, expected seconds, or 0 for never")
     for_sections, own = split_overrides(overrides)
@@ -357,93 +294,3 @@ def _mark_pending(ipynb: Path) -> None:
 def _last_line(error: BaseException) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1].strip()}" if lines else type(error).__name__
-
-
-# Going on with a comparison or a scaling measurement that was stopped or killed.
-
-RESUMABLE = {"compare": "comparison", "scaling": "measurement"}
-"""Notebook to what it makes, where it finds its own rounds in its folder."""
-
-
-def command_resume(arguments: Any) -> int:
-    """``dlrm run NOTEBOOK --resume FOLDER``: exit code 0 only if the notebook finished.
-
-    Raises:
-        InputError: the folder holds no unfinished run of it with these parameters; nothing
-            has been run then.
-    """
-    name = arguments.notebook
-    for_sections, own = split_overrides(arguments.parameter)
-    parameters = load_parameters(arguments.file, for_sections)
-    plan = Plan.of([name], own)
-    plan.check(parameters)
-    given = plan.given(name, parameters, {})
-    place = Path(arguments.resume).expanduser().absolute()
-    record = unfinished_record(place, name, given)
-    with only_process(place / "rounds"):
-        pass  # nobody measures here: the process that began is gone, and its kernel too
-    with only_process(place):
-        folder = RunFolder(place, record)
-        write_json(place / "run.json", record)
-        try:
-            plan.execute(name, folder, given, arguments.cell_timeout)
-        except RunError as error:
-            print(f"dlrm run: {error}", file=sys.stderr)
-            print(error.folder.path, flush=True)
-            return error.code
-    print(place, flush=True)
-    return 0
-
-
-def unfinished_record(folder: Path, notebook: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``run.json`` of a run that is to go on, as one that is running.
-
-    Args:
-        notebook: one of ``RESUMABLE``.
-        given: the notebook's parameters, as typed this time.
-
-    Raises:
-        InputError: there is no such run, it has finished, or it began otherwise.
-    """
-    made = RESUMABLE[notebook]
-    if not (folder / "run.json").is_file():
-        raise InputError(f"{folder}: is no run folder (it has no run.json)")
-    record = read_json(folder / "run.json")
-    if not isinstance(record, dict) or record.get("notebook") != notebook:
-        raise InputError(f"{folder}: is no run of {notebook}")
-    if record.get("status") == "finished":
-        raise InputError(f"{folder}: this {made} has finished; start another")
-    before = record.get("parameters") or {}
-    # as run.json has it: tuples are lists there
-    for name, value in _leaves(given).items():
-        kept = _leaves(before).get(name)
-        if kept != value:
-            raise InputError(
-                f"{folder}: began with {name} {kept!r}, now it is {value!r}; a {made} is "
-                "resumed with the parameters it began with"
-            )
-    dropped = sorted(set(_leaves(before)) - set(_leaves(given)))
-    if dropped:
-        raise InputError(f"{folder}: began with {dropped[0]}, which is not given now")
-    record = {**record, "status": "running"}
-    record.pop("error", None)
-    record.pop("failing_cell", None)
-    return record
-
-
-def _leaves(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted name to value; a ``change`` is one value, since its keys have dots."""
-    leaves: dict[str, Any] = {}
-    for name, value in given.items():
-        if isinstance(value, Mapping) and name != "change":
-            leaves |= {f"{name}.{key}": _listed(inner) for key, inner in value.items()}
-        else:
-            leaves[name] = _listed(value)
-    return leaves
-
-
-def _listed(value: Any) -> Any:
-    """The value as JSON gives it back."""
-    if isinstance(value, Mapping):
-        return {str(key): _listed(item) for key, item in value.items()}
-    return [_listed(item) for item in value] if isinstance(value, list | tuple) else value

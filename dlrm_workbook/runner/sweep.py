@@ -53,10 +53,10 @@ def command_sweep(arguments: Any, names: Sequence[str]) -> int:
     typed = shlex.join(arguments.argv)
     folder, sweep = _folder(arguments, parameters, names, own, typed)
 
-    def run_point(of: Parameters, place: Path) -> Mapping[str, Path]:
-        return run_notebooks(plan, of, place, parameters.preset, arguments.cell_timeout, typed)
+    def run_one(of: Parameters, place: Path) -> Mapping[str, Path]:
+        return run_point(plan, of, place, parameters.preset, arguments.cell_timeout, typed)
 
-    code = sweep.run(run_point)
+    code = sweep.run(run_one)
     left = describe_failures(sweep)
     if code >= 128:
         folder.close("interrupted", error=left)
@@ -70,7 +70,7 @@ def command_sweep(arguments: Any, names: Sequence[str]) -> int:
     return code
 
 
-def run_notebooks(
+def run_point(
     plan: Plan,
     parameters: Parameters,
     place: Path,

@@ -13,6 +13,7 @@ from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
+from plotly.offline import get_plotlyjs
 
 from dlrm_core.parts import COMPONENTS, PHASES, parse_span, part_label
 
@@ -196,6 +197,12 @@ def short_name(name: str, limit: int) -> str:
     text = text.split("<", 1)[0] if not text.startswith("<") else text
     text = text.rsplit("::", 1)[-1] or name
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def plotly_js() -> str:
+    """plotly.js as the text of a script element."""
+    # inside a script element only this could end it early
+    return str(get_plotlyjs()).replace("</script", "<\\/script")
 
 
 def escaped(text: str) -> str:

@@ -17,7 +17,7 @@ from test_notebooks import QUICK, run_cells
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.errors import InputError
 from dlrm_workbook.evidence.contestants import WARMUP, Run, ratio
-from dlrm_workbook.runner.run import run_notebook
+from dlrm_workbook.runner.run import run_notebooks
 from dlrm_workbook.show.tables import Table, Text
 from dlrm_workbook.studies.bench import analyse as analysis
 from dlrm_workbook.studies.bench import (
@@ -322,7 +322,7 @@ def test_the_page_of_a_small_benchmark(tmp_path: Path) -> None:
     """As a user runs it, without a peer; the page draws every figure and asks for nothing."""
     require_browser()
     own = ["rounds=1", "iterations=2", "protocols=4", "batch_sizes=[1, 8]"]
-    run = run_notebook("benchmark", QUICK, own, tmp_path)
+    run = run_notebooks(["benchmark"], QUICK, own, tmp_path)
     written = json.loads((run.path / "benchmark.json").read_text())
     (case,) = written["cases"]
     assert set(case["contestants"]) == {"plain", "tuned"}

@@ -25,10 +25,11 @@ from browser import COUNT_MARKS, check_page, open_page, require_browser, wait_fo
 from conftest import Chain
 from sample_notebooks import PAYLOADS, REPORT, write_notebook
 
+from dlrm_core.machine import REPOSITORY
 from dlrm_workbook.analysis.findings.finding import Finding
 from dlrm_workbook.runner.pages import FIGURE, render_html
-from dlrm_workbook.runner.run import CHAIN, run_notebook
-from dlrm_workbook.runs import NOTEBOOKS, REPOSITORY, RunFolder, latest_run
+from dlrm_workbook.runner.run import CHAIN, run_notebooks
+from dlrm_workbook.runs import NOTEBOOKS, RunFolder, latest_run
 from dlrm_workbook.show.bottlenecks_tables import verdict
 from dlrm_workbook.show.tables import Table, Text
 
@@ -45,8 +46,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     folder = tmp_path_factory.mktemp("report")
     write_notebook(folder / "notebooks" / "report.ipynb", REPORT)
     (folder / "p.yaml").write_text("title: A test\n")
-    return run_notebook(
-        "report", folder / "p.yaml", output_root=folder / "out", notebooks=folder / "notebooks"
+    return run_notebooks(
+        ["report"], folder / "p.yaml", output_root=folder / "out", notebooks=folder / "notebooks"
     )
 
 

@@ -19,6 +19,7 @@ from conftest import Chain
 
 from dlrm_core.config import load_parameters, parameters_from_sections
 from dlrm_core.errors import InputError
+from dlrm_core.machine import REPOSITORY
 from dlrm_workbook.analysis.attribution import attribute, coverage
 from dlrm_workbook.analysis.findings import findings, limit
 from dlrm_workbook.analysis.findings.finding import Finding
@@ -26,7 +27,7 @@ from dlrm_workbook.processes import Progress
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.runner import notebook as notebook_run
 from dlrm_workbook.runner.parameters import assigned_values, declared_parameters
-from dlrm_workbook.runs import NOTEBOOKS, REPOSITORY, latest_run
+from dlrm_workbook.runs import NOTEBOOKS, latest_run
 from dlrm_workbook.samples import SAMPLE, sample_profile
 from dlrm_workbook.show import bottlenecks_tables as presentation
 from dlrm_workbook.show.tables import Table, Text

@@ -17,7 +17,7 @@ import yaml
 from dlrm_core.config import parameters_from_sections
 from dlrm_core.errors import InputError
 from dlrm_core.files import only_process, write_json
-from dlrm_workbook.runner.run import command_resume, unfinished_record
+from dlrm_workbook.runner.command import command_resume, unfinished_record
 from dlrm_workbook.runs import claim_run_folder
 from dlrm_workbook.studies.compare import comparison
 from dlrm_workbook.studies.compare.comparison import Earlier, whole_profile
@@ -119,9 +119,9 @@ def test_only_the_same_unfinished_comparison_is_gone_on_with(tmp_path: Path) -> 
     record = unfinished_record(folder.path, "compare", given)
     assert record["status"] == "running"
     for other, message in (
-        ({**given, "rounds": 3}, "began with rounds 2, now it is 3"),
-        ({**given, "change": {"training.batch_size": 4}}, "began with change"),
-        ({**sections, "change": CHANGE}, "began with rounds, which is not given now"),
+        ({**given, "rounds": 3}, "begun with rounds 2, but now it is 3"),
+        ({**given, "change": {"training.batch_size": 4}}, "begun with change.training.batch_size"),
+        ({**sections, "change": CHANGE}, "begun with rounds 2, which is not given now"),
     ):
         with pytest.raises(InputError, match=message):
             unfinished_record(folder.path, "compare", other)
@@ -129,7 +129,7 @@ def test_only_the_same_unfinished_comparison_is_gone_on_with(tmp_path: Path) -> 
         file=str(file), parameter=["change.training.batch_size=4"], cell_timeout=60,
         resume=str(folder.path), argv=["dlrm"], notebook="compare",
     )  # fmt: skip
-    with pytest.raises(InputError, match="began with change"):
+    with pytest.raises(InputError, match="begun with"):
         command_resume(typed)
     folder.close("finished")
     with pytest.raises(InputError, match="has finished"):

@@ -27,7 +27,7 @@ from dlrm_workbook.analysis.ranks.record import (
     predicted_and_measured,
     shown_iteration,
 )
-from dlrm_workbook.runner.run import run_notebook
+from dlrm_workbook.runner.run import run_notebooks
 from dlrm_workbook.show.tables import show
 from dlrm_workbook.show.theme import FIGURE_TYPE
 from dlrm_workbook.studies.scaling import analyse as scaling
@@ -254,8 +254,8 @@ def test_what_cannot_be_predicted_is_a_row_with_its_reason(record: Path) -> None
 def test_the_notebook_shows_a_record(record: Path, tmp_path: Path) -> None:
     quick = REPOSITORY / "parameters" / "quick.yaml"
     given = [f"record={record}", "gpu=H100-SXM", "inside=NVLink 4 (H100)", "ranks_per_node=8"]
-    folder = run_notebook(
-        "scaling", quick, [*given, "between=InfiniBand NDR"], output_root=tmp_path / "out"
+    folder = run_notebooks(
+        ["scaling"], quick, [*given, "between=InfiniBand NDR"], output_root=tmp_path / "out"
     )
     page = folder.html.read_text()
     for title in ("Verdict", "Which sharding", "All ranks", "Published scaling"):

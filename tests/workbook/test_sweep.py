@@ -19,7 +19,8 @@ from compare_profiles import TINY
 
 from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
 from dlrm_core.errors import InputError
-from dlrm_workbook.runs import REPOSITORY, latest_run
+from dlrm_core.machine import REPOSITORY
+from dlrm_workbook.runs import latest_run
 from dlrm_workbook.studies.sweep.analyse import SweepSummary, newest_sweep
 from dlrm_workbook.studies.sweep.plan import (
     PointFailed,

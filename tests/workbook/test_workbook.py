@@ -18,12 +18,13 @@ from sample_notebooks import PARAMETERS, write_notebook
 
 from dlrm_core.errors import InputError
 from dlrm_core.files import write_json
+from dlrm_core.machine import REPOSITORY
 from dlrm_workbook import cli
 from dlrm_workbook.runner import engine as notebook_engine
 from dlrm_workbook.runner import run as workbook
 from dlrm_workbook.runner.parameters import declared_parameters
-from dlrm_workbook.runner.run import RunError, run_all, run_notebook
-from dlrm_workbook.runs import NOTEBOOKS, REPOSITORY, claim_run_folder, latest_run
+from dlrm_workbook.runner.run import CHAIN, RunError, run_notebooks
+from dlrm_workbook.runs import NOTEBOOKS, claim_run_folder, latest_run
 
 OURS = sorted(NOTEBOOKS.glob("*.ipynb"))
 
@@ -38,8 +39,8 @@ def place(tmp_path: Path) -> Path:
 
 def run(place: Path, cells: list[str], *overrides: str, **settings):
     write_notebook(place / "nb" / "n.ipynb", cells)
-    return run_notebook(
-        "n", place / "p.yaml", overrides, place / "out", notebooks=place / "nb", **settings
+    return run_notebooks(
+        ["n"], place / "p.yaml", overrides, place / "out", notebooks=place / "nb", **settings
     )
 
 
@@ -226,13 +227,13 @@ def test_all_chains_runs_and_stops_at_the_first_failure(place: Path) -> None:
         ["# B", "from pathlib import Path\nassert Path(profile_run, 'run.json').exists()"],
         own,
     )
-    folder = run_all(place / "p.yaml", [], place / "out", notebooks=place / "nb")
+    folder = run_notebooks(CHAIN, place / "p.yaml", [], place / "out", notebooks=place / "nb")
     assert folder.notebook == "bottlenecks"
     assert folder.record["parameters"]["profile_run"] == str(latest_run(place / "out", "profile"))
 
     write_notebook(place / "nb" / "profile.ipynb", ["# P", "1/0"])
     with pytest.raises(RunError, match=r"profile.ipynb: ZeroDivisionError"):
-        run_all(place / "p.yaml", [], place / "two", notebooks=place / "nb")
+        run_notebooks(CHAIN, place / "p.yaml", [], place / "two", notebooks=place / "nb")
     names = sorted(path.name.split("-")[1] for path in (place / "two").glob("*/*"))
     assert names == ["profile", "train"]
 
@@ -269,12 +270,12 @@ def test_unknown_notebook_missing_tag_and_bad_root_are_refused(place: Path) -> N
         ("broken", "is not a notebook"),
     ):
         with pytest.raises(InputError, match=said):
-            run_notebook(name, file, output_root=place / "out", notebooks=place / "nb")
+            run_notebooks([name], file, output_root=place / "out", notebooks=place / "nb")
     write_notebook(place / "nb" / "n.ipynb", ["1"])
     with pytest.raises(InputError, match=r"no run folder can be made.*Not a directory"):
-        run_notebook("n", file, output_root=place / "file", notebooks=place / "nb")
+        run_notebooks(["n"], file, output_root=place / "file", notebooks=place / "nb")
     with pytest.raises(InputError, match="no such parameters file"):
-        run_notebook("n", place / "q.yaml", output_root=place / "out", notebooks=place / "nb")
+        run_notebooks(["n"], place / "q.yaml", output_root=place / "out", notebooks=place / "nb")
     assert not (place / "out").exists()
 
 
