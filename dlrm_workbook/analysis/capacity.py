@@ -9,8 +9,11 @@ import itertools
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import pandas as pd
+import torch
+
 from dlrm_core.config import Parameters
-from dlrm_core.machine import available_host_memory
+from dlrm_core.machine import available_host_memory, resolve_device
 from dlrm_core.memory import (
     PLACES,
     MemoryItem,
@@ -74,9 +77,40 @@ class Capacity:
     """At the highest point: ``gpu``, ``host``."""
     verdicts: tuple[Verdict, ...]
 
+    def table(self) -> pd.DataFrame:
+        """A row for each memory: what there is, whether the run fits, and what would fit."""
+        shown = ["target", "limit_bytes", "memory", "needed_bytes", "fits", "exceeded_by_bytes"]
+        shown += ["largest_batch", "largest_rows", "rows_factor", "largest_on_gpu_bytes"]
+        table = pd.DataFrame([vars(verdict) for verdict in self.verdicts])
+        table["exceeded_by_bytes"] = table["exceeded_by_bytes"].mask(
+            table["exceeded_by_bytes"].eq(0)
+        )
+        return table[[*shown, "host_bytes"]]
+
+    def weights(self) -> pd.DataFrame:
+        """``what``, ``value``, ``unit``: how many weights the model has, what a run needs."""
+        rows = [
+            ("weights in tables", self.parameters["tables"], ""),
+            ("weights in MLPs", self.parameters["mlps"], ""),
+        ]
+        places = {"gpu": "GPU memory", "host": "host memory"}
+        rows += [
+            (f"{places.get(place, place)} that a run needs at most", size, "bytes")
+            for place, size in self.needed_bytes.items()
+            if size
+        ]
+        return pd.DataFrame(rows, columns=["what", "value", "unit"])
+
     def to_json(self) -> dict[str, Any]:
         """Plain dicts, lists and numbers."""
         return asdict(self)
+
+
+def capacity_here(parameters: Parameters) -> Capacity:
+    """The forecast for this machine, with its GPU if the run would use it."""
+    chosen = resolve_device(parameters.training)
+    is_gpu = chosen.type == "cuda"
+    return capacity_of(parameters, torch.cuda.mem_get_info(chosen)[0] if is_gpu else None)
 
 
 def capacity_of(parameters: Parameters, gpu_bytes: int | None = None) -> Capacity:

@@ -79,10 +79,11 @@ def call_tree(
 
     Returns:
         ``id`` and ``parent`` (str, "" above a root), ``label``, ``kind``, ``shapes``,
-        ``component``, ``phase``, ``value_ms`` (inclusive), ``self_ms``; parents first.
+        ``component``, ``phase``, ``value_ms`` (inclusive), ``self_ms``, ``share`` (of the whole);
+        parents first.
         Empty if ``metric`` was not measured.
     """
-    columns = ["id", "parent", "label", "kind", "shapes", *PART, "value_ms", "self_ms"]
+    columns = ["id", "parent", "label", "kind", "shapes", *PART, "value_ms", "self_ms", "share"]
     if not profile.has(metric):
         return pd.DataFrame(columns=columns)
     contexts, steps = profile.contexts, iteration_count(profile)
@@ -104,7 +105,8 @@ def call_tree(
     above = table.loc[rest.index]
     small = above.assign(id="small-" + above["id"], parent=above["id"], label=SMALL)
     small = small.assign(kind="", shapes="", value_ms=rest, self_ms=rest)
-    return pd.concat([table[shown], small], ignore_index=True)[columns]
+    tree = pd.concat([table[shown], small], ignore_index=True)
+    return tree.assign(share=tree["value_ms"] / value[root].sum())[columns]
 
 
 def timeline(profile: Profile, iterations: int | Sequence[int] = 3) -> pd.DataFrame:

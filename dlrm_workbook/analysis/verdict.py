@@ -84,6 +84,26 @@ def stages(
     return result
 
 
+def table(way: Sequence[Stage]) -> pd.DataFrame:
+    """A row for each stage: ``step``, its times, ``speedup`` over the measured one, its largest
+    ``component`` and that one's ``largest_ms``."""
+    rows = []
+    for stage in way:
+        largest = stage.parts.nlargest(1, "time_ms")
+        rows.append(
+            {
+                "step": stage.name,
+                "mid_ms": stage.mid_ms,
+                "low_ms": stage.low_ms,
+                "high_ms": stage.high_ms,
+                "speedup": way[0].mid_ms / stage.mid_ms,
+                "component": largest["component"].iloc[0] if len(largest) else "",
+                "largest_ms": largest["time_ms"].iloc[0] if len(largest) else math.nan,
+            }
+        )
+    return pd.DataFrame(rows)
+
+
 def headline(found: Sequence[Finding], way: Sequence[Stage], met: str) -> str:
     """The verdict in a few sentences of Markdown: what limits, what to change, what it brings.
 

@@ -138,6 +138,50 @@ def top_down(
     return _described(table[columns].reset_index(drop=True), profile, metric, total)
 
 
+CHAIN = 0.999
+"""A callee with this share of its caller is the next link of a chain of calls."""
+
+
+def folded(view: pd.DataFrame, most: int = 40) -> pd.DataFrame:
+    """The largest rows of :func:`top_down`, chains of calls that only hand on in one row.
+
+    Args:
+        view: what :func:`top_down` gives.
+        most: rows that are kept, those with the most time, in their order.
+
+    Returns:
+        The rows with ``level`` (depth without the links left out) and ``folded`` (how many
+        links were left out before the row).
+    """
+    if view.empty:
+        return view
+    callees = view["parent"].value_counts()
+    value = dict(zip(view["context"], view["inclusive"], strict=True))
+    part = dict(zip(view["context"], view["component"] + "/" + view["phase"], strict=True))
+    rows = list(zip(view["context"].tolist(), view["parent"].tolist(), strict=True))
+    links = {
+        context
+        for context, parent in rows
+        if callees[parent] == 1
+        and value.get(parent, np.inf) * CHAIN <= value[context]
+        and part[parent] == part[context]
+    }
+    # the last link of a chain stays: it is where the calls part again, or end
+    inner = links & {parent for context, parent in rows if context in links}
+    level: dict[int, int] = {}
+    before: dict[int, int] = {}
+    for context, parent in rows:
+        is_inner = context in inner
+        level[context] = level.get(parent, -1) + (not is_inner)
+        before[context] = before.get(parent, 0) + 1 if is_inner else 0
+    passed = [0 if context in inner else before.get(parent, 0) for context, parent in rows]
+    table = view.assign(level=[level[context] for context, _ in rows], folded=passed)
+    table = table[[context not in inner for context, _ in rows]]
+    # a callee has at most its caller's time: no row stays without its caller
+    kept = table["inclusive"].sort_values(ascending=False, kind="stable").index[:most]
+    return table.loc[sorted(kept)]
+
+
 def bottom_up(
     profile: Profile,
     metric: str = "cpu_time_ms",

@@ -13,7 +13,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from dlrm_core.parts import COMPONENTS, part_label
-from dlrm_core.units import NOTHING, digits, from_to, milliseconds, percent
+from dlrm_core.units import digits, milliseconds, percent
 from dlrm_workbook.analysis.verdict import Stage
 from dlrm_workbook.show.axes import (
     add_ends,
@@ -23,7 +23,7 @@ from dlrm_workbook.show.axes import (
     mark_one,
     ranked_bars,
 )
-from dlrm_workbook.show.tables import Table, Text
+from dlrm_workbook.show.tables import Text
 from dlrm_workbook.show.theme import (
     COLOURS,
     COMPUTE,
@@ -372,21 +372,6 @@ def way_bars(way: Sequence[Stage]) -> go.Figure | Text:
     return result
 
 
-def way_table(way: Sequence[Stage]) -> Table:
-    """The stages in a line each: time, range, how many times as fast as measured."""
-    rows = []
-    for stage in way:
-        is_range = stage.low_ms != stage.high_ms
-        spread = from_to(stage.low_ms, stage.high_ms, "{:,.1f}".format) if is_range else NOTHING
-        parts = sorted(rows_of(stage.parts), key=lambda row: -row.time_ms)
-        largest = (
-            f"{part_label(parts[0].component)} {parts[0].time_ms:,.1f} ms" if parts else NOTHING
-        )
-        gain = way[0].mid_ms / stage.mid_ms
-        rows.append((stage.name, f"{stage.mid_ms:,.1f}", spread, f"{gain:.2f}×", largest))
-    return Table(["step", "ms", "range (ms)", "times as fast", "largest part"], rows)
-
-
 def _time(stage: Stage, component: str) -> float:
     table = stage.parts
     return float(table.loc[table["component"].eq(component), "time_ms"].sum())
@@ -488,33 +473,33 @@ def what_if_bars(table: pd.DataFrame, parts: pd.DataFrame) -> go.Figure | Text:
     return result
 
 
-def what_if_rows(table: pd.DataFrame) -> Table:
-    """The predictions in a line each; what cannot be predicted says why."""
-    rows = []
-    for row in rows_of(table):
-        if row.mid_ms != row.mid_ms:
-            rows.append([row.change, *[NOTHING] * 5, row.note])
-            continue
-        rows.append(
-            [
-                row.change,
-                f"{row.now_ms:,.1f}",
-                f"{row.mid_ms:,.1f}",
-                f"{row.low_ms:,.1f} to {row.high_ms:,.1f}",
-                f"{row.speedup_mid:.2f} ({row.speedup_low:.2f} to {row.speedup_high:.2f})",
-                row.method,
-                row.note,
-            ]
-        )
-    return Table(
-        [
-            "change",
-            "iteration now, ms",
-            "predicted, ms",
-            "range, ms",
-            "times as fast, a sample",
-            "from",
-            "note",
-        ],
-        rows,
+def engine_bars(table: pd.DataFrame) -> go.Figure:
+    """Time of each part by two engines, with how far apart they may be.
+
+    Args:
+        table: what :func:`dlrm_workbook.analysis.compare.engines_side_by_side` gives.
+    """
+    first, second = (
+        name.removesuffix("_cost_ms") for name in table.columns if name.endswith("_cost_ms")
     )
+    parts = table[table["component"] != "iteration"].iloc[::-1]
+    label = (parts["component"].str.replace("_mlp", " MLP") + " " + parts["phase"]).str.strip()
+    result = figure("Each part by two recordings", 160 + 34 * len(parts), legend=True)
+    looks = [(second, INK, parts["error_ms"]), (first, COLOURS["bottom_mlp"], None)]
+    for name, colour, error in looks:
+        result.add_trace(
+            go.Bar(
+                x=parts[f"{name}_ms"],
+                y=label,
+                orientation="h",
+                name=name,
+                marker={"color": colour, "line": {"width": 0}},
+                error_x=None
+                if error is None
+                else {"type": "data", "array": error, "thickness": 1.5, "width": 3, "color": INK},
+                hovertemplate=f"{name}: %{{x:,.3f}} ms<extra>%{{y}}</extra>",
+            )
+        )
+    result.update_layout(barmode="group", legend_traceorder="reversed")
+    result.update_xaxes(title="ms of a steady iteration (log scale)", type="log", dtick=1)
+    return result

@@ -6,18 +6,18 @@ holds nothing says why (``attrs["not_measured"]``); its figure is not asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
 
 from dlrm_core.parts import parse_span, part_label
-from dlrm_core.units import digits, milliseconds, percent
+from dlrm_core.units import digits, known_or, microseconds, milliseconds, percent, whole
 from dlrm_workbook.analysis.gpu import ISSUED
 from dlrm_workbook.analysis.idleness import NOBODY
 from dlrm_workbook.recordings.hpctoolkit.metrics import STALLS
 from dlrm_workbook.show.axes import label_rows, ranked_bars
+from dlrm_workbook.show.tables import function_name
 from dlrm_workbook.show.theme import (
     COLOURS,
     GRID,
@@ -29,7 +29,6 @@ from dlrm_workbook.show.theme import (
     marker,
     markers,
     rows_of,
-    short_name,
     step_order,
     wrapped,
 )
@@ -93,18 +92,18 @@ def kernel_bars(kernels: pd.DataFrame, count: int = 15) -> go.Figure:
         labels,
         [0.0 if pd.isna(row.time_ms) else row.time_ms for row in rows],
         [
-            f"{_known(row.time_ms, milliseconds)} ({_known(row.share, percent)}), "
-            f"{_known(row.launches, whole)} launches"
+            f"{known_or(row.time_ms, milliseconds)} ({known_or(row.share, percent)}), "
+            f"{known_or(row.launches, whole)} launches"
             for row in rows
         ],
         [
             f"{wrapped(escaped(row.kernel))}<br>part: {part_label(row.component, row.phase)}<br>"
-            f"launches: {_known(row.launches, whole)}, mean {_known(row.mean_us, digits)} us"
-            f"<br>registers of a thread: {_known(row.registers, digits)}"
-            f"<br>blocks: {_known(row.blocks, digits)}, "
-            f"threads of a block: {_known(row.threads_per_block, digits)}"
-            f"<br>shared memory of a block: {_known(row.shared_memory_bytes, digits)} bytes"
-            f"<br>theoretical occupancy: {_known(row.occupancy_percent, digits)} %"
+            f"launches: {known_or(row.launches, whole)}, mean {known_or(row.mean_us, microseconds)}"
+            f"<br>registers of a thread: {known_or(row.registers, digits)}"
+            f"<br>blocks: {known_or(row.blocks, digits)}, "
+            f"threads of a block: {known_or(row.threads_per_block, digits)}"
+            f"<br>shared memory of a block: {known_or(row.shared_memory_bytes, digits)} bytes"
+            f"<br>theoretical occupancy: {known_or(row.occupancy_percent, digits)} %"
             for row in rows
         ],
         markers([(row.component, row.phase) for row in rows]),
@@ -153,7 +152,7 @@ def stall_bars(stalls: pd.DataFrame, count: int = 12) -> go.Figure:
                     zip(
                         [labels[row] for row in part["row"]],
                         part["warp_cycles"],
-                        [_known(share, percent) for share in part["share_of_stalls"]],
+                        [known_or(share, percent) for share in part["share_of_stalls"]],
                         strict=True,
                     )
                 ),
@@ -292,11 +291,6 @@ def blame_bars(blame: pd.DataFrame, count: int = 12) -> go.Figure:
     )
 
 
-def function_name(name: str, limit: int) -> str:
-    """A function in a few characters; C++'s unnamed namespaces say nothing."""
-    return short_name(name.replace("(anonymous namespace)::", ""), limit)
-
-
 def _blamed(row: Any, part: str) -> str:
     """What ran, and its part; once where it is the part's own function or range."""
     if row.kind == "part" or parse_span(row.name) == (row.component, row.phase):
@@ -305,16 +299,7 @@ def _blamed(row: Any, part: str) -> str:
     return f"{name} · {part}"
 
 
-def whole(value: float) -> str:
-    return f"{value:,.0f}"
-
-
 def _line_label(place: str) -> str:
     """A source line as it is; a function (no line known) in a few characters."""
     file, colon, line = place.rpartition(":")
     return place if colon and line.isdigit() and file else function_name(place, 28)
-
-
-def _known(value: float, text: Callable[[float], str]) -> str:
-    """The number as ``text`` writes it; a dash if it was not measured."""
-    return "–" if pd.isna(value) else text(value)

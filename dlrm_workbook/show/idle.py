@@ -13,7 +13,7 @@ import plotly.graph_objects as go
 
 from dlrm_core.units import milliseconds, percent
 from dlrm_workbook.analysis.idleness import CAUSES, STATES
-from dlrm_workbook.show.theme import COLOURS, INK, figure, rows_of, text_on
+from dlrm_workbook.show.theme import COLOURS, figure, rows_of, text_on
 
 CAUSE_COLOURS = {
     "data": COLOURS["data"],
@@ -116,38 +116,6 @@ def queue_depth(depth: pd.DataFrame) -> go.Figure:
     )
     result.update_xaxes(title="ms from the first iteration's start")
     result.update_yaxes(title="launched, not finished", rangemode="tozero")
-    return result
-
-
-def engine_bars(table: pd.DataFrame) -> go.Figure:
-    """Time of each part by two engines, with how far apart they may be.
-
-    Args:
-        table: what :func:`dlrm_workbook.analysis.compare.engines_side_by_side` gives.
-    """
-    first, second = (
-        name.removesuffix("_cost_ms") for name in table.columns if name.endswith("_cost_ms")
-    )
-    parts = table[table["component"] != "iteration"].iloc[::-1]
-    label = (parts["component"].str.replace("_mlp", " MLP") + " " + parts["phase"]).str.strip()
-    result = figure("Each part by two recordings", 160 + 34 * len(parts), legend=True)
-    looks = [(second, INK, parts["error_ms"]), (first, COLOURS["bottom_mlp"], None)]
-    for name, colour, error in looks:
-        result.add_trace(
-            go.Bar(
-                x=parts[f"{name}_ms"],
-                y=label,
-                orientation="h",
-                name=name,
-                marker={"color": colour, "line": {"width": 0}},
-                error_x=None
-                if error is None
-                else {"type": "data", "array": error, "thickness": 1.5, "width": 3, "color": INK},
-                hovertemplate=f"{name}: %{{x:,.3f}} ms<extra>%{{y}}</extra>",
-            )
-        )
-    result.update_layout(barmode="group", legend_traceorder="reversed")
-    result.update_xaxes(title="ms of a steady iteration (log scale)", type="log", dtick=1)
     return result
 
 

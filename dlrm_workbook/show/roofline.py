@@ -1,7 +1,6 @@
 """The roofline: the model's parts under the ceilings of their machine.
 
-DataFrames of :mod:`dlrm_workbook.analysis.roofline` in, figures out; the tables are in
-:mod:`dlrm_workbook.show.roofline_tables`.
+DataFrames of :mod:`dlrm_workbook.analysis.roofline` in, figures out.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import plotly.graph_objects as go
 from dlrm_core.parts import part_label
 from dlrm_core.units import NOT_MEASURED, digits, milliseconds, percent
 from dlrm_workbook.show.axes import label_rows
-from dlrm_workbook.show.roofline_tables import product_peaks
+from dlrm_workbook.show.profile import product_peaks
 from dlrm_workbook.show.theme import (
     COLOURS,
     GRID,

@@ -24,6 +24,7 @@ from dlrm_core.units import (
     NOT_MEASURED,
     NOTHING,
     digits,
+    duration,
     format_bytes,
     from_to,
     known_or,
@@ -76,13 +77,20 @@ COLUMNS = {
     "operator": Column("operator", "operator", ("name", "kind")),
     "call": Column("call", "call", ("level", "folded", "name", "hot")),
     "caller": Column("function, and below it its callers", "caller", ("depth", "name")),
-    "place": Column("in", "place", ("module", "file")),
+    "library": Column("in", "library", ("module", "file")),
     "range": Column("range", "range", ("low_ms", "high_ms"), "ms"),
     "predicted": Column("predicted", "speedup", ("speedup_mid", "speedup_low", "speedup_high")),
     "measure": Column("value", "measure", ("value", "unit")),
+    "bound": Column("limit", "bound", ("limit", "ceiling")),
     # words
+    "change": Column("change", "settings"),
+    "direction": Column("copy"),
+    "lane": Column("thread or stream"),
+    "title": Column("finding"),
+    "why": Column("why left out"),
     "component": Column("part", "component"),
     "file": Column("file", "base"),
+    "fits": Column("fits", "judged"),
     "kernel": Column("kernel", "function"),
     "label": Column("call", "function"),
     "largest": Column("most", "function"),
@@ -91,27 +99,58 @@ COLUMNS = {
     "module": Column("module", "base"),
     "name": Column("function", "function"),
     "phase": Column("phase", "text"),
+    "target": Column("memory of"),
     "shapes": Column("input shapes", "shapes"),
     "where": Column("on", "where"),
     # numbers whose names do not say it all
     "accuracy": Column("accuracy", "share"),
-    "auc": Column("AUC", "loss"),
+    "auc": Column("AUC", "auc"),
+    "below_best": Column("below the best possible", "auc"),
+    "bytes": Column("bytes"),
     "calls": Column("calls", "count"),
+    "compute_ms_per_iteration": Column("compute (ms), mean", "number"),
     "cpu_self_ms": Column("CPU itself"),
-    "dilation": Column("dilation", "ratio"),
+    "data_ms_per_iteration": Column("data (ms), mean", "number"),
+    "ceiling_ms": Column("least time"),
+    "cpu_time_ms (inc)": Column("CPU time with callees", "number", unit="ms"),
+    "difference_ms": Column("difference", "signed"),
+    "dilation": Column("dilation", "known_ratio"),
+    "error_ms": Column("may differ by"),
+    "flops": Column("GFLOP", "giga"),
+    "gpu_time_ms (inc)": Column("GPU time with callees", "number", unit="ms"),
+    "iteration_ms": Column("iteration", "measured"),
+    "kernel_ms": Column("kernels"),
+    "kernel_us": Column("median kernel"),
+    "launch_us": Column("median launch"),
+    "launches": Column("launches", "count"),
+    "mid_ms": Column("expected"),
+    "operator_us": Column("median operator"),
+    "rank": Column("rank", "rank"),
+    "registers": Column("registers per thread"),
+    "short_share": Column("shorter than a launch"),
+    "share_of_ceiling": Column("least / measured"),
+    "threads_per_block": Column("threads per block"),
+    "exceeded_by_bytes": Column("too much"),
     "exclusive": Column("itself", "number"),
     "gb_per_s": Column("GB/s", "number"),
     "gflops": Column("GFLOP/s", "number"),
     "gflops_per_second": Column("GFLOP/s", "number"),
     "gpu_ms": Column("GPU"),
+    "host_bytes": Column("on the host then"),
     "inclusive": Column("with callees", "number"),
     "inclusive_share": Column("share with callees"),
     "intensity_flop_per_byte": Column("operations per byte", "number"),
+    "largest_on_gpu_bytes": Column("tables it can hold"),
+    "largest_rows": Column("largest tables", unit="rows"),
+    "limit_bytes": Column("there is"),
     "loss": Column("loss", "loss"),
-    "log_loss": Column("log loss", "loss"),
+    "log_loss": Column("log loss", "auc"),
+    "ms_per_iteration": Column("ms per iteration, median", "number"),
+    "needed_bytes": Column("needed"),
     "occupancy_percent": Column("occupancy", "number", unit="%"),
     "of_iteration": Column("share of the iteration", "share"),
     "predicted_speedup": Column("predicted speed-up", "gain"),
+    "rows_factor": Column("times as many rows", "ratio"),
     "samples_per_second": Column("samples/s", "count"),
     "self_ms": Column("itself"),
     "shared_memory_bytes": Column("shared memory per block", "count", unit="B"),
@@ -119,6 +158,12 @@ COLUMNS = {
     "value_ms": Column("with callees"),
 }
 """What a column's name does not say by itself."""
+
+UNITS_OF_FRAMES = {"exclusive": "unit", "inclusive": "unit", "launches": "per"}
+"""Columns whose unit is an attribute of their frame."""
+
+HIDDEN = {"context", "id", "kind", "parent", "profile"}
+"""Columns that tie frames together: shown only where they are asked for."""
 
 SUFFIXES = {
     "ms": ("number", "ms"),
@@ -136,18 +181,20 @@ def show(
     columns: Sequence[str] | Mapping[str, str | Column] | None = None,
     *,
     most: int | None = None,
+    instead: Text | None = None,
 ) -> Table | Text:
-    """The frame as a table; the reason in its place if it has no rows.
+    """The frame as a table; in its place ``instead`` or the reason, if it has no rows.
 
     Args:
         frame: its ``attrs["not_measured"]`` says why it is empty, ``attrs["unit"]`` the unit of
             numbers whose columns name none.
-        columns: names of those to show, in order; a mapping gives some another label or look.
-            Left out: all of them. ``component`` and ``phase`` are shown as one, ``part``.
+        columns: names of those to show, in order, as far as the frame has them; a mapping gives
+            some another label or look. Left out: all but :data:`HIDDEN`, those that belong
+            together (``component`` and ``phase``, ``low_ms`` and ``high_ms``) as one.
         most: rows shown, the first ones.
     """
     if frame.empty:
-        return absent(frame)
+        return instead or (absent(frame) if _reason(frame) else Table([], []))
     chosen = _default_columns(frame) if columns is None else columns
     rows = frame if most is None else frame.head(most)
     titles: list[str] = []
@@ -156,14 +203,17 @@ def show(
     marks: dict[int, list[str]] = {}
     for name in chosen:
         look = _look_of(name, frame, chosen[name] if isinstance(chosen, Mapping) else "")
-        sources = [rows[of] for of in look.needs or (name,)]
+        needed = look.needs or (name,)
+        if not set(needed) <= set(rows):
+            continue
+        sources = [rows[of] for of in needed]
         formatter = FORMATS[look.format] if isinstance(look.format, str) else look.format
         texts, is_words = formatter(*sources)
-        if all(text in ("", NOTHING) for text in texts):
+        says_nothing = all(text in ("", NOTHING) for text in texts)
+        says_nothing |= name == "part" and bool(rows["component"].eq("other").all())
+        if says_nothing and titles:
             continue
-        if name == "part" and titles and rows["component"].eq("other").all():
-            continue
-        unit = look.unit or (str(frame.attrs.get("unit", "")) if name in _UNIT_OF_FRAME else "")
+        unit = look.unit or str(frame.attrs.get(UNITS_OF_FRAMES.get(name, ""), ""))
         if name == "part":
             marks[len(titles)] = [COLOURS.get(part, COLOURS["other"]) for part in rows["component"]]
         titles.append(f"{look.label} ({unit})" if unit else look.label)
@@ -172,38 +222,34 @@ def show(
     return Table(titles, zip(*columns_of_text, strict=True), words, marks)
 
 
-_UNIT_OF_FRAME = {"inclusive", "exclusive"}
-
-
 def _default_columns(frame: pd.DataFrame) -> list[str]:
     names = [str(name) for name in frame.columns]
-    if not {"component", "phase"} <= set(names):
-        return names
-    if frame["component"].eq("other").all():
-        return [name for name in names if name not in ("component", "phase")]
-    place = names.index("component")
-    rest = [name for name in names[place + 1 :] if name != "phase"]
-    return [*names[:place], "part", *rest]
+    for joined in ("part", "measure", "operator", "range", "predicted", "bound"):
+        first, *others = COLUMNS[joined].needs
+        if {first, *others} <= set(names):
+            names[names.index(first)] = joined
+            names = [name for name in names if name not in others]
+    return [name for name in names if name not in HIDDEN]
 
 
 def _look_of(name: str, frame: pd.DataFrame, given: str | Column) -> Column:
     """Label, format and unit of a column: what was given, else by its name, else by its values."""
     look = given if isinstance(given, Column) else COLUMNS.get(name, Column())
-    if any(of not in frame for of in look.needs):
+    if name in frame and look.needs and look is not given:
         look = Column()
     if isinstance(given, str) and given:
         look = replace(look, label=given)
     start, _, last = name.rpartition("_")
     format, unit = ("", "") if name.endswith("_per_s") else SUFFIXES.get(last, ("", ""))
-    if unit or last == "bytes":
-        name = start or "time"
+    words = start if start and (unit or last == "bytes") else name
     if name.startswith("share_"):
         format = "share"
     if not format and name in frame:
         kind = frame[name].dtype.kind
         format = "judged" if kind == "b" else "count" if kind in "iuf" else "text"
-    words = name.replace("_", " ").replace("cpu ", "CPU ").replace("gpu ", "GPU ")
-    return Column(look.label or words, look.format or format, look.needs, look.unit or unit)
+    capitals = {"cpu": "CPU", "gpu": "GPU"}
+    label = " ".join(capitals.get(word, word) for word in words.split("_"))
+    return Column(look.label or label, look.format or format, look.needs, look.unit or unit)
 
 
 # The formats.
@@ -276,9 +322,9 @@ def _base(path: object) -> str:
     return str(path).rpartition("/")[2]
 
 
-def _places(modules: pd.Series, files: pd.Series) -> Texts:
+def _libraries(modules: pd.Series, files: pd.Series) -> Texts:
     pairs = zip(modules, files, strict=True)
-    return [str(module or file).rpartition("/")[2] for module, file in pairs], True
+    return [_base(module or file) or NOTHING for module, file in pairs], True
 
 
 def _shapes(text: str) -> str:
@@ -286,6 +332,12 @@ def _shapes(text: str) -> str:
     shapes = (found.replace(", ", "×") for found in re.findall(r"\[([\d*, ]+)\]", text))
     groups = ((shape, len(list(same))) for shape, same in itertools.groupby(shapes))
     return ", ".join(shape if count == 1 else f"{count} of {shape}" for shape, count in groups)
+
+
+def _settings(change: str | Mapping[str, Any]) -> str:
+    if isinstance(change, str):
+        return change
+    return ", ".join(f"{name}: {value}" for name, value in change.items())
 
 
 def _ranges(lows: pd.Series, highs: pd.Series) -> Texts:
@@ -309,13 +361,21 @@ def measure(value: Any, unit: str = "") -> str:
         return NOT_MEASURED
     if isinstance(value, str):
         return value
-    known = {"ms": milliseconds, "bytes": format_bytes, "share": percent, "": value_text}
+    known: dict[str, Callable[[Any], str]] = {
+        **{"ms": milliseconds, "s": duration, "bytes": format_bytes},
+        **{"share": percent, "": value_text},
+    }
     return known[unit](value) if unit in known else f"{digits(value)} {unit}"
 
 
 FORMATS: dict[str, Formatter] = {
+    "auc": _each("{:.5f}".format),
     "base": _each(_base, words=True),
     "bytes": _each(format_bytes),
+    "bound": lambda limits, ceilings: (
+        [limit or ceiling or NOTHING for limit, ceiling in zip(limits, ceilings, strict=True)],
+        True,
+    ),
     "call": _calls,
     "caller": _callers,
     "component": _each(part_label, words=True),
@@ -324,21 +384,22 @@ FORMATS: dict[str, Formatter] = {
     "digits": _each(digits),
     "function": _each(lambda name: name if name.startswith("(") else function_name(name), True),
     "gain": _each(lambda gain: speedup(**gain) if gain else NOTHING),
+    "giga": lambda values: (column(values / 1e9), False),
     "judged": _each(yes_or_no, words=True),
     "line": _each(lambda line: str(line) if line else NOTHING),
-    "loss": _each("{:.5f}".format),
+    "loss": _each("{:.6f}".format),
     "measure": _measures,
     "measured": lambda values: ([known_or(v, digits, NOT_MEASURED) for v in values], False),
     "number": lambda values: (column(values), False),
     "operator": _operators,
     "part": _parts,
-    "place": _places,
+    "known_ratio": lambda values: ([known_or(v, ratio, NOT_MEASURED) for v in values], False),
+    "library": _libraries,
     "quality": _each("{:.6f}".format),
     "range": _ranges,
+    "rank": _each(lambda rank: str(rank) if rank >= 0 else NOTHING),
     "ratio": _each(ratio),
-    "settings": _each(
-        lambda change: ", ".join(f"{name}: {value}" for name, value in change.items()), True
-    ),
+    "settings": _each(_settings, words=True),
     "shapes": _each(_shapes, words=True),
     "share": _each(percent),
     "signed": lambda values: (signed(values), False),
@@ -467,9 +528,13 @@ class Text:
         return self.markdown
 
 
+def _reason(frame: pd.DataFrame) -> str:
+    return str(frame.attrs.get("not_measured", ""))
+
+
 def absent(frame: pd.DataFrame) -> Text:
     """The sentence in the place of a table or figure of a frame without rows."""
-    reason = frame.attrs.get("not_measured")
+    reason = _reason(frame)
     return Text(f"*Not measured: {reason}.*" if reason else "*There is nothing to show.*")
 
 

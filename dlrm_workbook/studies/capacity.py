@@ -8,9 +8,8 @@ import json
 from dlrm_core.config import load_parameters
 from dlrm_core.files import plain
 from dlrm_core.units import format_bytes
-from dlrm_workbook.analysis.capacity import CUDA_CONTEXT_BYTES, Capacity
-from dlrm_workbook.show.capacity import capacity, fits_table, model_table
-from dlrm_workbook.show.tables import Table
+from dlrm_workbook.analysis.capacity import CUDA_CONTEXT_BYTES, Capacity, capacity_here
+from dlrm_workbook.show.tables import Table, show
 
 SHOWN = 30
 """Lines of the forecast that are printed; smaller items are summed."""
@@ -18,13 +17,13 @@ SHOWN = 30
 
 def command_capacity(arguments: argparse.Namespace) -> int:
     """Print the forecast as tables or as one JSON object. Exit code 0, fits or not."""
-    found = capacity(load_parameters(arguments.file, arguments.parameter))
+    found = capacity_here(load_parameters(arguments.file, arguments.parameter))
     if arguments.json:
         print(json.dumps(plain(found.to_json()), indent=2, ensure_ascii=False))
         return 0
-    print(model_table(found), end="\n\n")
+    print(show(found.weights()), end="\n\n")
     print(items_table(found), end="\n\n")
-    print(fits_table(found), end="\n\n")
+    print(show(found.table()), end="\n\n")
     print(sources(found))
     return 0
 

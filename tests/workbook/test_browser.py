@@ -30,7 +30,7 @@ from dlrm_workbook.analysis.findings.finding import Finding
 from dlrm_workbook.runner.pages import FIGURE, render_html
 from dlrm_workbook.runner.run import CHAIN, run_notebooks
 from dlrm_workbook.runs import NOTEBOOKS, RunFolder, latest_run
-from dlrm_workbook.show.bottlenecks_tables import verdict
+from dlrm_workbook.show.profile import findings_text
 from dlrm_workbook.show.tables import Table, Text
 
 pytestmark = [pytest.mark.browser, pytest.mark.notebook]
@@ -134,7 +134,7 @@ def test_no_name_of_a_recording_runs_as_a_script(tmp_path: Path) -> None:
     table = pd.DataFrame({"function": [name]}).to_html(escape=False)
     outputs = [
         {"text/markdown": Text(f"**{name}**")._repr_markdown_()},
-        {"text/markdown": verdict([finding], name)._repr_markdown_()},
+        {"text/markdown": findings_text([finding], name)._repr_markdown_()},
         {"text/html": nodes._repr_html_()},
         {"text/html": table},
         {FIGURE: json.loads(bars.to_json())},

@@ -33,7 +33,7 @@ from dlrm_core.units import format_bytes
 from dlrm_workbook import cli
 from dlrm_workbook.analysis.capacity import CUDA_CONTEXT_BYTES, SHEETS, capacity_of, sheet_verdict
 from dlrm_workbook.analysis.devices import device
-from dlrm_workbook.show.capacity import fits_table, model_table
+from dlrm_workbook.show.tables import Table, show
 
 T15_ROWS = [
     7912889, 33823, 17139, 7339, 20046, 4, 7105, 1382, 63, 5554114, 582469, 245828, 11, 2209,
@@ -342,9 +342,11 @@ def test_the_report_holds_together_and_is_json():
     assert found.verdicts[1].fits is False and found.verdicts[2].fits is True
     assert all(v.source.startswith("https://") for v in found.verdicts[2:])
     assert json.loads(json.dumps(found.to_json()))["verdicts"][1]["target"] == "this GPU"
-    rows = fits_table(found).rows
-    assert rows[1][3].startswith("no, ") and rows[2][3] == "yes"
-    assert "4,186,769,664" in str(model_table(found))
+    shown = show(found.table())
+    assert isinstance(shown, Table)
+    fits = shown.columns.index("fits")
+    assert [row[fits] for row in shown.rows[1:3]] == ["no", "yes"]
+    assert "4,186,769,664" in str(show(found.weights()))
 
 
 def test_the_command_prints_tables_and_json(tmp_path, capsys):

@@ -15,13 +15,12 @@ from dlrm_core.errors import InputError
 from dlrm_core.evaluate import HeldOut, evaluate, held_out_batches, predict
 from dlrm_core.inference import pool_of, warm_up_steps
 from dlrm_core.train import Trainer, train
+from dlrm_workbook.analysis import training as runs
 from dlrm_workbook.cli import main
 from dlrm_workbook.show import (
     train as training_figures,
 )
-from dlrm_workbook.show import (
-    train_tables as training_presentation,
-)
+from dlrm_workbook.show.tables import Table, show
 
 CPU = torch.device("cpu")
 TEACHER = {
@@ -318,8 +317,8 @@ def test_predictions_are_the_models_in_every_precision():
 def test_the_page_shows_quality_and_schedule(tmp_path):
     chosen = teacher(eval_every=40, auc_target=0.95, lr_warmup_steps=30, checkpoint_every=60)
     result = train(chosen, tmp_path, progress=False)
-    intervals = training_presentation.intervals(tmp_path)
-    evaluations = training_presentation.evaluations(tmp_path)
+    intervals = runs.intervals(tmp_path)
+    evaluations = runs.evaluations(tmp_path)
     assert list(intervals["iteration"]) == [40, 80, 120] and "kind" not in intervals
     assert list(evaluations["iteration"]) == [40, 80, 120]
     best = teacher_auc(chosen)
@@ -327,19 +326,22 @@ def test_the_page_shows_quality_and_schedule(tmp_path):
     assert list(shown.data[0].y) == [line["auc"] for line in result.evaluations]
     for text in ("target 0.95", f"best possible, the teacher's own: {best:.5f}"):
         assert any(text in str(note.text) for note in shown.layout.annotations)
-    planned = training_presentation.schedule(chosen, result.iterations)
+    planned = runs.schedule(chosen, result.iterations)
     rates = training_figures.learning_rate(planned, intervals)
     assert rates.data[0].y[0] == pytest.approx(0.5 / 30) and set(rates.data[1].y) == {0.5}
     for known in (None, best):
-        table = training_presentation.evaluation_table(evaluations, known)
-        assert len(table.rows) == 3 and f"{result.auc:.5f}" in str(table.rows[-1])
+        table = show(runs.evaluations(tmp_path, known), ["auc", "below_best", "log_loss"])
+        assert isinstance(table, Table)
+        assert len(table.rows) == 3 and table.rows[-1][0] == f"{result.auc:.5f}"
         assert (f"{best - result.auc:.5f}" in table.rows[-1]) is bool(known)
-    facts = dict(training_presentation.training_result(result).rows)
+    shown = show(runs.result_facts(result))
+    assert isinstance(shown, Table)
+    facts = dict(shown.rows)
     assert facts["last checkpoint"] == "step-00000120"
     assert f"{result.auc:.5f}" in facts["AUC of the last evaluation"]
 
 
 def test_a_page_without_evaluations_and_schedule(tmp_path):
     train(teacher(batches=20), tmp_path, progress=False)
-    assert not len(training_presentation.evaluations(tmp_path))
-    assert not len(training_presentation.schedule(teacher(), 20))
+    assert not len(runs.evaluations(tmp_path))
+    assert not len(runs.schedule(teacher(), 20))

@@ -19,12 +19,13 @@ from dlrm_core.reports import TrainingResult
 from dlrm_core.train import train
 from dlrm_core.units import digits, percent
 from dlrm_workbook.analysis import attribution, operators
+from dlrm_workbook.analysis import training as runs
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.recorder import record_workload
 from dlrm_workbook.recordings.torch.trace import read_recording, read_trace
 from dlrm_workbook.show import bottlenecks as figures
 from dlrm_workbook.show import train as training_figures
-from dlrm_workbook.show import train_tables as training_presentation
+from dlrm_workbook.show.tables import Table, show
 from dlrm_workbook.show.theme import COLOURS, PATTERNS, short_name, text_on
 
 ITERATIONS = 4
@@ -69,7 +70,7 @@ def trained(
 ) -> tuple[TrainingResult, pd.DataFrame]:
     folder = tmp_path_factory.mktemp("training")
     result = train(parameters, folder, progress=False)
-    return result, training_presentation.intervals(folder)
+    return result, runs.intervals(folder)
 
 
 def all_figures(profile: Profile) -> dict[str, go.Figure]:
@@ -250,7 +251,7 @@ def test_memory_figures(profile: Profile) -> None:
 
 def test_training_figures(trained: tuple[TrainingResult, pd.DataFrame]) -> None:
     result, intervals = trained
-    loss = training_figures.loss_curve(training_presentation.iterations(result), intervals)
+    loss = training_figures.loss_curve(runs.losses(result), intervals)
     assert list(loss.data[0].x) == list(range(1, 13))
     assert list(loss.data[1].x) == [5, 10, 12]
     assert loss.data[1].y[0] == pytest.approx(np.mean(result.losses[:5]))
@@ -263,7 +264,7 @@ def test_training_figures(trained: tuple[TrainingResult, pd.DataFrame]) -> None:
 
 
 def test_memory_forecast_joins_tables_of_one_size(parameters: Parameters) -> None:
-    forecast = training_presentation.memory_forecast(parameters)
+    forecast = runs.memory_forecast(parameters)
     (bars,) = training_figures.memory_forecast(forecast).data
     assert list(bars.x) == sorted(bars.x, reverse=True)
     names = forecast["name"].tolist()
@@ -276,7 +277,7 @@ def test_memory_forecast_joins_tables_of_one_size(parameters: Parameters) -> Non
 
 def test_forecast_of_many_tables_stays_readable() -> None:
     many = parameters_from_sections({"model": {"table_rows": [10 * n for n in range(1, 41)]}})
-    forecast = training_presentation.memory_forecast(many)
+    forecast = runs.memory_forecast(many)
     assert len(forecast) < 20
     from dlrm_core.memory import forecast_memory
 
@@ -370,9 +371,8 @@ def test_a_saved_profile_draws_the_same(profile: Profile, tmp_path: Path) -> Non
 def test_the_table_of_intervals_says_which_figures_add_up() -> None:
     row = {"iteration": 5, "loss": 0.25, "samples_per_second": 15_040.0}
     row |= {"ms_per_iteration": 24.5, "data_ms_per_iteration": 20.0}
-    shown = training_presentation.interval_table(
-        pd.DataFrame([row | {"compute_ms_per_iteration": 14.0}])
-    )
+    row |= {"compute_ms_per_iteration": 14.0}
+    shown = show(pd.DataFrame([row]), [name for name in row if "ms" in name])
     # the median leaves out the first, slow iteration that the means of its two shares hold
-    assert shown.rows[0][2:5] == ["24.50", "20.00", "14.00"]
-    assert [name.rpartition(", ")[2] for name in shown.columns[2:5]] == ["median", "mean", "mean"]
+    assert isinstance(shown, Table) and shown.rows[0] == ["24.50", "20.00", "14.00"]
+    assert [name.rpartition(", ")[2] for name in shown.columns] == ["median", "mean", "mean"]

@@ -24,15 +24,14 @@ from dlrm_workbook.analysis.gpu import (
 )
 from dlrm_workbook.analysis.idleness import NOBODY, gpu_idleness, idle_blame
 from dlrm_workbook.analysis.lanes import LEAST_SPANS, thread_timeline, trace_summary
-from dlrm_workbook.analysis.views import bottom_up, flat, top_down
+from dlrm_workbook.analysis.views import bottom_up, flat, folded, top_down
 from dlrm_workbook.recordings.hpctoolkit.database import read_database
 from dlrm_workbook.recordings.hpctoolkit.metrics import STALLS, derive
 from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.trace import read_trace
 from dlrm_workbook.show import gpu as gpu_figures
-from dlrm_workbook.show import gpu_tables as gpu_presentation
-from dlrm_workbook.show.tables import Table, Text
+from dlrm_workbook.show.tables import INDENT, Table, Text, show
 
 SHARED = Path(__file__).parents[3] / "shared" / "hpctoolkit-databases"
 
@@ -178,7 +177,7 @@ def test_what_was_not_measured_is_empty_and_says_why(traced: Profile, tmp_path: 
     for table in empty:
         assert table.empty
         assert len(reason_of(table)) > 10
-        shown = gpu_presentation.shown(gpu_presentation.kernels_table, table)
+        shown = show(table)
         assert isinstance(shown, Text)
         assert reason_of(table) in shown.markdown
     bare = Profile.build(contexts=None, metrics=None, values=None, threads=None)
@@ -334,21 +333,21 @@ def test_figures_and_tables_show_the_numbers(made: Profile, traced: Profile) -> 
             times = sum(sum(t.x) for t in figure.data if t.x[0] is not None)
             assert times == pytest.approx(drawn["duration_ms"].sum())
         for table in (
-            gpu_presentation.kernels_table(kernels),
-            gpu_presentation.copies_table(copy_table(profile)),
-            gpu_presentation.idleness_table(idle),
-            gpu_presentation.blame_table(blame),
-            gpu_presentation.lanes_table(trace_summary(profile)),
-            gpu_presentation.top_down_table(top_down(profile, also=["gpu_time_ms"])),
-            gpu_presentation.bottom_up_table(bottom_up(profile, "gpu_time_ms")),
-            *(gpu_presentation.flat_table(flat(profile, by=by)) for by in ("function", "line")),
-            *(gpu_presentation.flat_table(flat(profile, by=by)) for by in ("file", "module")),
+            show(kernels),
+            show(copy_table(profile)),
+            show(idle),
+            show(blame),
+            show(trace_summary(profile)),
+            show(folded(top_down(profile, also=["gpu_time_ms"]))),
+            show(bottom_up(profile, "gpu_time_ms")),
+            *(show(flat(profile, by=by)) for by in ("function", "line")),
+            *(show(flat(profile, by=by)) for by in ("file", "module")),
         ):
             assert isinstance(table, Table)
             assert table.rows
             assert "nan" not in repr(table)
-    assert "registers a thread" in gpu_presentation.kernels_table(kernel_table(made)).columns
-    assert "registers a thread" not in gpu_presentation.kernels_table(kernel_table(traced)).columns
+    assert "registers per thread" in show(kernel_table(made)).columns
+    assert "registers per thread" not in show(kernel_table(traced)).columns
 
 
 def test_stalls_are_drawn_as_shares_of_all_samples(made: Profile) -> None:
@@ -357,12 +356,12 @@ def test_stalls_are_drawn_as_shares_of_all_samples(made: Profile) -> None:
         assert sum(sum(trace.x) for trace in figure.data) == pytest.approx(100)
         assert figure.data[-1].name == "issuing, no stall"
         assert len(figure.layout.yaxis.ticktext) == rows
-    assert isinstance(gpu_presentation.stalls_table(stall_table(made)), Table)
+    assert isinstance(show(stall_table(made)), Table)
 
 
 def test_chains_of_calls_are_one_row() -> None:
     view = top_down(real("loops-cuda-nvidiapc-t"), "GINS")
-    table = gpu_presentation.top_down_table(view)
+    table = show(folded(view), ["call"])
     assert isinstance(table, Table)
-    calls = [row[0].strip(gpu_presentation.INDENT) for row in table.rows]
+    calls = [row[0].strip(INDENT) for row in table.rows]
     assert calls == ["▸ <root>", "▸ … 7 calls … kernmain", "▸ func2"]

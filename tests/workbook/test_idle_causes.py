@@ -24,7 +24,7 @@ from dlrm_workbook.analysis.launches import device_operations
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.trace import read_trace
 from dlrm_workbook.show import idle as idle_figures
-from dlrm_workbook.show import idle_tables as idle_presentation
+from dlrm_workbook.show.tables import show
 
 
 def read(tmp_path: Path, events: list) -> Profile:
@@ -175,7 +175,7 @@ def test_figures_draw_all_of_the_table_in_units(tmp_path: Path) -> None:
     assert "47.0%" in shares.layout.title.text
     assert set(idle_figures.CAUSE_COLOURS) == set(CAUSES)
     assert set(idle_figures.STATE_COLOURS) == set(STATES)
-    table = idle_presentation.idle_table(summary)
+    table = show(summary)
     assert table.rows[0][:2] == ["data", CAUSES["data"]] and "34.0%" in table.rows[0]
-    reason = idle_presentation.idle_table(idle_causes(read(tmp_path, gpu_trace.events()[:3])))
+    reason = show(idle_causes(read(tmp_path, gpu_trace.events()[:3])))
     assert "Not measured" in repr(reason)

@@ -29,8 +29,8 @@ from dlrm_workbook.runner import notebook as notebook_run
 from dlrm_workbook.runner.parameters import assigned_values, declared_parameters
 from dlrm_workbook.runs import NOTEBOOKS, latest_run
 from dlrm_workbook.samples import SAMPLE, sample_profile
-from dlrm_workbook.show import bottlenecks_tables as presentation
-from dlrm_workbook.show.tables import Table, Text
+from dlrm_workbook.show import profile as about
+from dlrm_workbook.show.tables import FORMATS, Table, Text, show
 
 NAMES = ("train", "profile", "bottlenecks")
 WRITTEN = (*NAMES, "compare", "sweep", "benchmark", "scaling")
@@ -103,10 +103,10 @@ def test_every_figure_is_introduced(name: str) -> None:
 def test_parameters_are_typed_commented_and_the_quick_ones(name: str) -> None:
     declared = declared_parameters(NOTEBOOKS / f"{name}.ipynb")
     assert set(declared) == {*SECTIONS, *OWN[name]}
-    for key, about in declared.items():
+    for key, declaration in declared.items():
         wanted = "dict" if key in SECTIONS[1:] else OTHER_TYPES.get(key, "str")
-        assert about["inferred_type_name"] == wanted, key
-        assert key == "title" or about["help"], f"{key} has no comment"
+        assert declaration["inferred_type_name"] == wanted, key
+        assert key == "title" or declaration["help"], f"{key} has no comment"
     (cell,) = (c for c in notebook(name).cells if "parameters" in c.metadata.get("tags", []))
     values = assigned_values(cell.source)
     sections = {key: values[key] for key in SECTIONS}
@@ -287,53 +287,48 @@ def test_stage_bars_show_every_stage(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_shapes_are_short() -> None:
-    text = "[[2048, 64], [64, 64], [64, 64], [], [*]]"
-    assert presentation._shapes(text) == "2048×64, 2 of 64×64, *"
-    assert presentation._shapes("[[[3, 4], [3, 4]], []]") == "2 of 3×4"
-    assert presentation._shapes("") == ""
+    recorded = ["[[2048, 64], [64, 64], [64, 64], [], [*]]", "[[[3, 4], [3, 4]], []]", ""]
+    short, are_words = FORMATS["shapes"](pd.Series(recorded))
+    assert short == ["2048×64, 2 of 64×64, *", "2 of 3×4", "–"] and are_words
 
 
 def test_verdict_says_what_to_change_or_the_limit() -> None:
     profile = sample_profile()
     attribution = attribute(profile)
     sentence = limit(profile, attribution)
-    assert sentence in presentation.verdict([], sentence).markdown
+    assert sentence in about.findings_text([], sentence).markdown
     found = findings(profile, attribution)
     assert found, "the experiment has bottlenecks"
-    text = presentation.verdict(found, sentence).markdown
+    text = about.findings_text(found, sentence).markdown
     for number, finding in enumerate(found, 1):
         assert f"### {number}. {finding.title}" in text
         assert finding.evidence in text
         for name, value in finding.change.items():
             assert f"-p {name}={value}" in text
-    assert len(presentation.findings_table(found).rows) == len(found)
 
 
 def test_a_finding_without_remedy_is_shown_too() -> None:
     bare = Finding("x", "X holds it", "loss", 0.5, "measured", "nothing yet")
-    assert "To change" not in presentation.verdict([bare], "").markdown
-    assert presentation.findings_table([bare]).rows[0][-1] == "–"
+    assert "To change" not in about.findings_text([bare], "").markdown
+    table = show(pd.DataFrame([vars(bare)]), ["title", "component", "change", "predicted_speedup"])
+    assert isinstance(table, Table) and table.rows == [["X holds it", "loss"]]
 
 
 def test_what_was_not_measured_has_its_reason() -> None:
     profile = sample_profile()
-    assert "the run used no GPU" in repr(presentation.not_measured_table(profile))
-    assert "the run used no GPU" in presentation.missing(profile, "gpu_time_ms").markdown
+    assert "the run used no GPU" in repr(show(about.not_measured(profile)))
+    assert "the run used no GPU" in about.missing(profile, "gpu_time_ms").markdown
     profile.meta["not_measured"] = {}
-    assert "Everything" in repr(presentation.not_measured_table(profile))
+    everything = Text("Everything was measured.")
+    assert show(about.not_measured(profile), instead=everything) is everything
     profile.meta["passes"] = [{"name": "p", "ms_per_iteration": None, "dilation": None}]
-    assert presentation.passes_table(profile).rows == [["p", "not measured", "not measured"]]
+    passes = show(about.passes(profile))
+    assert isinstance(passes, Table) and passes.rows == [["p", "not measured", "not measured"]]
 
 
 def test_notices_are_listed() -> None:
-    assert presentation.notices(["one", "two"]).markdown == "- one\n- two"
-    assert presentation.notices([]).markdown.startswith("No notices")
-
-
-def test_iteration_table_names_the_slowest() -> None:
-    each = pd.DataFrame({"iteration": [0, 1, 2], "time_ms": [1.0, 5.0, 2.0]})
-    rows = dict(presentation.iteration_table(each).rows)
-    assert rows["median"] == "2.000" and rows["number of the slowest"] == "1"
+    assert about.notices(["one", "two"]).markdown == "- one\n- two"
+    assert about.notices([]).markdown.startswith("No notices")
 
 
 def test_bottlenecks_of_a_profile_without_trace_and_memory(tmp_path: Path) -> None:

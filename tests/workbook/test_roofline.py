@@ -26,8 +26,9 @@ from dlrm_workbook.analysis.roofline import (
 )
 from dlrm_workbook.analysis.work import part_work
 from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.show.profile import ceilings_frame, roofline_text
 from dlrm_workbook.show.roofline import SYMBOLS, least_time_bars, roofline_chart
-from dlrm_workbook.show.roofline_tables import ceilings_table, roofline_table, roofline_verdict
+from dlrm_workbook.show.tables import Table, show
 
 MILLION = 1_000_000
 
@@ -208,7 +209,7 @@ def test_what_was_not_measured_is_said_and_never_zero():
     assert table.loc[("embedding", "forward"), "ceiling_ms"] > 0
     step = least_step(table.reset_index())
     assert step["least_ms"] is None and ("top_mlp", "forward") in step["unknown"]
-    assert "not known" in repr(roofline_verdict(table.reset_index()))
+    assert "not known" in repr(roofline_text(table.reset_index()))
 
 
 def test_without_a_model_there_is_no_roofline():
@@ -235,7 +236,7 @@ def test_the_step_is_the_sum_of_its_parts_and_never_slower_than_measured():
     assert step["time_ms"] == pytest.approx(slow["time_ms"].sum())
     assert step["least_ms"] == pytest.approx(slow["ceiling_ms"].sum())
     assert sum(step["limits"].values()) == pytest.approx(step["least_ms"])
-    assert "at least" in repr(roofline_verdict(slow))
+    assert "at least" in repr(roofline_text(slow))
     fast = roofline(profile, all_parts(parameters, 1e-4))
     assert least_step(fast)["share"] <= 1.0
     assert slow.iloc[-1]["component"] == "other" and slow.iloc[-1]["ceiling_ms"] == 0
@@ -342,11 +343,12 @@ def test_bars_and_tables_give_the_figures(drawn):
     measured, least = bars.data
     assert max(measured.x) == drawn["time_ms"].max()
     assert all(low <= time for low, time in zip(least.x, measured.x, strict=True))
-    table = roofline_table(drawn)
-    assert len(table.rows) == len(drawn)
+    table = show(drawn.sort_values("time_ms", ascending=False))
+    assert isinstance(table, Table) and len(table.rows) == len(drawn)
     assert [row[0] for row in table.rows] == list(bars.layout.yaxis.ticktext)
-    ceilings = ceilings_table(machine(model()))
+    ceilings = show(ceilings_frame(machine(model())))
+    assert isinstance(ceilings, Table)
     assert ["random rows of 128 B in 122.07 MiB", "5.00 GB/s"] in ceilings.rows
-    assert ceilings_table(None).rows == []
-    assert ceilings_table(device("H200").ceilings()).columns[1] == "data sheet"
+    assert ceilings_frame(None).empty
+    assert ceilings_frame(device("H200").ceilings()).attrs["source"] == "data sheet"
     assert set(drawn["component"]) <= set(COMPONENTS) and set(SYMBOLS) == set(PHASES)

@@ -26,8 +26,8 @@ from dlrm_workbook.analysis.whatif import (
     what_if_table,
 )
 from dlrm_workbook.recordings.profile import Profile
-from dlrm_workbook.show.bottlenecks import what_if_bars, what_if_rows
-from dlrm_workbook.show.tables import Text
+from dlrm_workbook.show.bottlenecks import what_if_bars
+from dlrm_workbook.show.tables import Table, Text, show
 
 PARTS = {
     ("data", "forward"): 10.0,
@@ -392,8 +392,9 @@ def test_the_table_ranks_by_speed_and_keeps_what_cannot_be_told() -> None:
     assert isinstance(figure, go.Figure)
     ranges = figure.data[-1]
     assert list(ranges.x) == pytest.approx([125 / 1.923, 175.0], rel=1e-3)
-    shown = what_if_rows(table)
-    assert shown.rows[2][-1].endswith("it needs 9 GiB") and shown.rows[2][2] == "–"
+    shown = show(table, ["change", "mid_ms", "range", "predicted", "note"])
+    assert isinstance(shown, Table)
+    assert shown.rows[2][-1].endswith("it needs 9 GiB") and shown.rows[2][1:4] == ["–"] * 3
     # a range without end must not flatten the other bars; where it ends is written
     table.loc[1, "speedup_low"] = 0.001
     wide = what_if_bars(table, parts)

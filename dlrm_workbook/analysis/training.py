@@ -1,0 +1,177 @@
+"""A training run as DataFrames: what will run, what it allocates, how it went."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from dlrm_core.config import Parameters
+from dlrm_core.memory import ALWAYS, PLACES, MemoryItem, forecast_memory, total_bytes
+from dlrm_core.reports import TrainingResult
+from dlrm_core.schedules import schedule_of
+
+KINDS = {
+    "embedding": "embedding",
+    "sparse embedding": "embedding",
+    "bottom MLP": "bottom_mlp",
+    "top MLP": "top_mlp",
+    "batches": "data",
+    "making a batch": "data",
+    "pooled vectors": "embedding",
+    "sorted lookups": "embedding",
+    "copies of pooled": "transfer",
+    "optimiser": "optimizer",
+}
+"""How the name of an allocation begins, to the component that it belongs to."""
+
+SHOWN_TABLES = 6
+"""Kinds of embedding tables that a forecast lists; smaller ones are summed."""
+
+
+def facts(parameters: Parameters) -> pd.DataFrame:
+    """What is going to run: ``what``, ``value`` (words)."""
+    model, data, training = parameters.model, parameters.data, parameters.training
+    rows = model.table_rows
+    bag = f"{data.indices_per_lookup:,}"
+    weights = sum(
+        a * b + b for w in (model.bottom_widths, model.top_widths) for a, b in itertools.pairwise(w)
+    )
+    known = {
+        "bottom MLP": " → ".join(map(str, model.bottom_widths)),
+        "top MLP": " → ".join(map(str, model.top_widths)),
+        "embedding tables": f"{len(rows)} tables, {sum(rows):,} rows in all, "
+        f"{model.embedding_dim} wide",
+        "interaction": model.interaction,
+        "parameters of the model": f"{sum(rows) * model.embedding_dim:,} in tables, "
+        f"{weights:,} in MLPs",
+        "data": f"{data.generator}, loaded by the {data.loader} loader",
+        "indices per lookup": f"{bag} each" if data.fixed_pooling else f"up to {bag}",
+        "batch": f"{training.batch_size:,} samples, {training.batches:,} batches",
+        "optimizer": f"{training.optimizer}, learning rate {training.learning_rate:g}",
+        "device": training.device,
+    }
+    return pd.DataFrame(known.items(), columns=["what", "value"])
+
+
+def memory_forecast(
+    parameters: Parameters, items: Sequence[MemoryItem] | None = None
+) -> pd.DataFrame:
+    """What the run will allocate: ``name``, ``shape``, ``component``, ``bytes``, ``place``,
+    ``when``.
+
+    Tables of one size are one row, and so are the smallest of many.
+
+    Args:
+        items: of the forecast; left out, those of a run on the CPU.
+    """
+    table = pd.DataFrame([vars(item) for item in items or forecast_memory(parameters)])
+    is_table = table["name"].str.startswith("embedding table")
+    kinds = (
+        table[is_table]
+        .groupby(["shape", "place", "when"], sort=False, as_index=False)
+        .agg(count=("bytes", "size"), bytes=("bytes", "sum"))
+        .sort_values("bytes", ascending=False)
+    )
+    plural = kinds["count"].gt(1).map({True: "s", False: ""})
+    count = kinds.pop("count").astype(str)
+    kinds["name"] = "embedding table" + plural + ", " + count + " × " + kinds["shape"]
+    if len(kinds) > SHOWN_TABLES:
+        rest = kinds[SHOWN_TABLES - 1 :]
+        small = {
+            "name": f"{len(rest)} smaller kinds of embedding tables",
+            "shape": "",
+            "bytes": rest["bytes"].sum(),
+            "place": " and ".join(place for place in PLACES if place in set(rest["place"])),
+            "when": ALWAYS,
+        }
+        kinds = pd.concat([kinds[: SHOWN_TABLES - 1], pd.DataFrame([small])])
+    result = pd.concat([kinds, table[~is_table]], ignore_index=True)
+    result["component"] = [
+        next((part for start, part in KINDS.items() if name.startswith(start)), "other")
+        for name in result["name"]
+    ]
+    result = result.sort_values("bytes", ascending=False, kind="stable", ignore_index=True)
+    return result[["name", "shape", "component", "bytes", "place", "when"]]
+
+
+def peak_memory(items: Sequence[MemoryItem]) -> pd.DataFrame:
+    """``place`` and the ``bytes`` that are there at once at most."""
+    used = [place for place in PLACES if any(place in item.place for item in items)]
+    peaks = [total_bytes([item for item in items if place in item.place]) for place in used]
+    return pd.DataFrame({"place": used, "bytes": peaks})
+
+
+def result_facts(result: TrainingResult) -> pd.DataFrame:
+    """What a run amounted to: ``what``, ``value``, ``unit`` (None: not measured)."""
+    rows: list[tuple[str, Any, str]] = [
+        ("iterations", f"{result.iterations:,} ({result.status})", ""),
+        ("loss, mean over the last interval", f"{result.loss:.6f}", ""),
+        ("time per iteration, median, data included", result.ms_per_iteration, "ms"),
+        ("of it making data, mean", result.data_ms_per_iteration, "ms"),
+        ("of it computing, mean", result.compute_ms_per_iteration, "ms"),
+        ("throughput, data included", result.samples_per_second, "samples/s"),
+        ("time of everything", result.elapsed_s, "s"),
+    ]
+    if result.evaluations:
+        rows.append(("of it evaluating", result.evaluation_s, "s"))
+    if result.checkpoint_s:
+        rows.append(("of it writing checkpoints", result.checkpoint_s, "s"))
+    if result.auc is not None:
+        best = "" if result.best_auc == result.auc else f" (best {result.best_auc:.5f})"
+        rows.append(("AUC of the last evaluation", f"{result.auc:.5f}{best}", ""))
+    if result.checkpoint is not None:
+        rows.append(("last checkpoint", Path(result.checkpoint).name, ""))
+    rows += [
+        ("peak memory of the process", result.peak_memory_bytes or None, "bytes"),
+        ("power, mean", _power(result), ""),
+        ("device", f"{result.device}, {result.threads} CPU threads", ""),
+    ]
+    return pd.DataFrame(rows, columns=["what", "value", "unit"])
+
+
+def _power(result: TrainingResult) -> str:
+    """Watts and samples per joule of what was measured, or why nothing was."""
+    if result.power_w is None or result.samples_per_joule is None:
+        reasons = result.power["not_measured"].items()
+        return f"not measured ({'; '.join(f'{name}: {why}' for name, why in reasons)})"
+    devices = ", ".join(reading["device"] for reading in result.power["readings"])
+    return f"{result.power_w:,.1f} W, {result.samples_per_joule:,.1f} samples/J ({devices})"
+
+
+def intervals(folder: Path) -> pd.DataFrame:
+    """Intervals in metrics.jsonl of a run folder: a row each, the columns of ``Interval``."""
+    return pd.DataFrame([line for line in _lines(folder) if "kind" not in line])
+
+
+def evaluations(folder: Path, best: float | None = None) -> pd.DataFrame:
+    """Evaluations in metrics.jsonl: a row each, the columns of ``Evaluation``; maybe none.
+
+    Args:
+        best: the best AUC that any model can have there; it gives the column ``below_best``.
+    """
+    found = [line for line in _lines(folder) if line.get("kind") == "evaluation"]
+    table = pd.DataFrame(found).drop(columns="kind", errors="ignore")
+    return table.assign(below_best=best - table["auc"]) if best and len(table) else table
+
+
+def _lines(folder: Path) -> list[dict[str, Any]]:
+    text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def schedule(parameters: Parameters, iterations: int) -> pd.DataFrame:
+    """``iteration``, ``learning_rate`` as the parameters plan them; empty if it is constant."""
+    planned = schedule_of(parameters.training)
+    return pd.DataFrame({} if planned.constant else planned.curve(iterations))
+
+
+def losses(result: TrainingResult) -> pd.DataFrame:
+    """``iteration`` (from 1, or after the checkpoint resumed from) and its ``loss``."""
+    first = result.first_iteration
+    places = range(first + 1, first + result.iterations + 1)
+    return pd.DataFrame({"iteration": places, "loss": result.losses})

@@ -1,0 +1,233 @@
+"""What a page says of a profile: sentences, and small frames of facts.
+
+Nothing is analysed here; what was not measured says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from dlrm_core.parts import part_label
+from dlrm_core.units import (
+    digits,
+    format_bytes,
+    microseconds,
+    milliseconds,
+    percent,
+    ratio,
+)
+from dlrm_workbook.analysis.findings.finding import Finding
+from dlrm_workbook.analysis.roofline import COPIES, LAUNCHES, Limits, least_step
+from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.show.tables import Text, absent
+from dlrm_workbook.show.theme import rows_of
+
+
+def notices(texts: Sequence[str]) -> Text:
+    """What the run had to say about itself; a sentence if there was nothing."""
+    if not texts:
+        return Text("No notices: the run went as the parameters say.")
+    return Text("\n".join(f"- {text}" for text in texts))
+
+
+def missing(profile: Profile, name: str) -> Text:
+    """The sentence in the place of a figure that cannot be drawn."""
+    reason = profile.not_measured.get(name, "the profile holds no such measurement")
+    return Text(f"*Not measured: {reason}.*")
+
+
+def facts(profile: Profile) -> pd.DataFrame:
+    """What was measured, with what, on which machine: ``what``, ``value`` (words)."""
+    meta = profile.meta
+    machine, versions = meta.get("machine") or {}, meta.get("versions") or {}
+    parameters = meta.get("parameters") or {}
+    model, data = parameters.get("model") or {}, parameters.get("data") or {}
+    training = parameters.get("training") or {}
+    rows = model.get("table_rows") or [0]
+    count = len(profile.iterations)
+    known = {
+        "run": meta.get("title"),
+        "batch": training and f"{training.get('batch_size', 0):,} samples",
+        "tables": model and f"{len(rows)}, {sum(rows):,} rows in all",
+        "data": data and f"{data.get('generator')}, {data.get('loader')} loader",
+        "profiler": meta.get("engine_choice") or meta.get("engine"),
+        "iterations measured": f"{count:,}" if count else None,
+        "device": meta.get("device_name") or meta.get("device"),
+        "processor": machine.get("cpu")
+        and f"{machine['cpu']}, {meta.get('threads', machine.get('usable_cores'))} threads used",
+        "software": ", ".join(f"{name} {version}" for name, version in versions.items()),
+    }
+    return pd.DataFrame(
+        [(name, str(value)) for name, value in known.items() if value], columns=["what", "value"]
+    )
+
+
+def passes(profile: Profile) -> pd.DataFrame:
+    """How the run was measured: ``pass``, ``iteration_ms``, ``dilation`` (NaN: not measured)."""
+    made = pd.DataFrame(
+        profile.meta.get("passes", []), columns=["name", "ms_per_iteration", "dilation"]
+    )
+    return made.rename(columns={"name": "pass", "ms_per_iteration": "iteration_ms"})
+
+
+def not_measured(profile: Profile) -> pd.DataFrame:
+    """``quantity`` that could not be measured, and the ``reason``."""
+    known = sorted(profile.not_measured.items())
+    table = pd.DataFrame(known, columns=["quantity", "reason"])
+    return table.assign(quantity=table["quantity"].str.replace("_", " "))
+
+
+def findings_text(found: Sequence[Finding], limit: str) -> Text:
+    """The findings, worst first; the limit alone where no rule fires."""
+    if not found:
+        return Text(f"**No known bottleneck found.** {limit}")
+    blocks = [limit]
+    for number, finding in enumerate(found, 1):
+        lines = [
+            f"### {number}. {finding.title}",
+            f"**Evidence.** {finding.evidence}",
+            f"**Advice.** {finding.advice}",
+        ]
+        if finding.change:
+            set_to = ", ".join(f"`{name}: {value}`" for name, value in finding.change.items())
+            options = " ".join(f"-p {name}={value}" for name, value in finding.change.items())
+            lines.append(f"**To change.** {set_to} (on the command line: `{options}`)")
+        if finding.predicted_speedup:
+            lines.append(f"**Predicted.** {_gain(finding.predicted_speedup)}")
+        blocks.append("\n\n".join(lines))
+    return Text("\n\n".join(blocks))
+
+
+def _gain(gain: Mapping[str, float]) -> str:
+    low, mid, high = (gain[name] for name in ("low", "mid", "high"))
+    return (
+        f"{ratio(mid)} faster ({ratio(low)} to {ratio(high)}): a step takes {1 - 1 / mid:.0%} "
+        f"less time ({1 - 1 / low:.0%} to {1 - 1 / high:.0%})."
+    )
+
+
+def launch_text(summary: pd.DataFrame) -> Text:
+    """Whether launching sets the pace, from ``launch_summary``."""
+    if summary.empty:
+        return absent(summary)
+    row = summary.iloc[0]
+    timed = row["launch_us"] == row["launch_us"]
+    if row["launch_bound"]:
+        verdict = "**Launch-bound**: the host cannot launch as fast as the GPU finishes."
+    else:
+        verdict = "Not launch-bound." if timed else "Whether launching is the limit is not known."
+    kernels = (
+        f"{row['launches']:,.0f} kernels {summary.attrs.get('per', 'per iteration')}, "
+        f"{row['launches_per_s']:,.0f} per second; the median kernel runs "
+        f"{microseconds(row['kernel_us'])}, "
+    )
+    cost = (
+        f"a launch costs {microseconds(row['launch_us'])}, {percent(row['short_share'])} of the "
+        "kernels are shorter than that."
+        if timed
+        else "what a launch costs was not measured."
+    )
+    queue = (
+        f" {digits(row['queue_depth'])} are queued on average; the queue is empty "
+        f"{percent(row['empty_share'])} of the time."
+        if row["queue_depth"] == row["queue_depth"]
+        else " The trace does not say what was queued."
+    )
+    return Text(f"{verdict} {kernels}{cost}{queue}")
+
+
+# The roofline: the ceilings of a machine, and how near to them the step is.
+
+PRECISIONS = {
+    "fp32": "fp32",
+    "fp32_onednn": "fp32 by oneDNN",
+    "fp32_bf16x2": "fp32 as bf16x2 on tiles",
+    "fp32_bf16x3": "fp32 as bf16x3 on tiles",
+    "tf32": "TF32",
+    "bf16": "bf16",
+    "bf16_tiles": "bf16 on tiles",
+    "fp16": "fp16",
+}
+"""Precision of matrix products to what a reader calls it."""
+
+_WHILE = {LAUNCHES: "launching kernels", COPIES: "copying"}
+"""Limits that do not read as what time is spent on."""
+
+
+def product_peaks(ceilings: Mapping[str, Any]) -> dict[str, float]:
+    """Precision, as a reader calls it, to the best rate of its matrix products, GFLOP/s."""
+    limits = Limits(ceilings)
+    peaks = {name: rate for name in PRECISIONS if (rate := limits.peak_gflops([name]))}
+    # another library for the same precision is worth a line only where it is the faster one
+    for name in PRECISIONS:
+        if peaks.get(name, 0.0) <= peaks.get(name.partition("_")[0], 0.0) and "_" in name:
+            peaks.pop(name, None)
+    return {PRECISIONS[name]: rate for name, rate in peaks.items()}
+
+
+def ceilings_frame(ceilings: Mapping[str, Any] | None) -> pd.DataFrame:
+    """The machine's ceilings: ``ceiling``, ``value``, ``unit``; ``attrs["source"]`` says whence."""
+    known = ceilings or {}
+    rows: list[tuple[str, float, str]] = [
+        (f"matrix products, {label}, at best", rate, "GFLOP/s")
+        for label, rate in product_peaks(known).items()
+    ]
+    for row in sorted(known.get("stream") or [], key=lambda row: row.get("bytes") or 0):
+        rows += [
+            (f"streaming {format_bytes(row['bytes'])}, {kind}", row[f"{kind}_gb_per_s"], "GB/s")
+            for kind in ("read", "copy", "triad")
+            if row.get(f"{kind}_gb_per_s")
+        ]
+    for row in known.get("gather") or []:
+        what = f"random rows of {row['row_bytes']:,} B in {format_bytes(row['table_bytes'])}"
+        rows.append((what, row["gb_per_s"], "GB/s"))
+    for name, label in (("dispatch_us", "one torch operator"), ("launch_us", "one launch")):
+        if known.get(name):
+            rows.append((label, known[name], "µs"))
+    for row in known.get("copy") or []:
+        way = {"h2d": "to the GPU", "d2h": "from the GPU"}.get(row["direction"], row["direction"])
+        rows.append((f"copy {way}, {row['kind']}", row["gb_per_s"], "GB/s"))
+    if cache := known.get("last_level_cache_bytes"):
+        rows.append(("last-level cache", cache, "bytes"))
+    table = pd.DataFrame(rows, columns=["ceiling", "value", "unit"])
+    table.attrs["source"] = "measured" if Limits(known).measured else str(known["source"])
+    return table
+
+
+def roofline_text(table: pd.DataFrame, doubts: Sequence[str] = ()) -> Text:
+    """How fast this step could be on its machine, and where the most can be gained.
+
+    Args:
+        table: what :func:`dlrm_workbook.analysis.roofline.roofline` gives.
+        doubts: what :func:`dlrm_workbook.analysis.roofline.doubts` says.
+    """
+    step = least_step(table)
+    if step["least_ms"] is None or not step["share"]:
+        names = [part_label(component, phase) for component, phase in step["unknown"]]
+        of = f" of {', '.join(names)}" if names else ""
+        return Text(f"*The ceilings{of} were not measured, so the least time is not known.*")
+    limits = ", ".join(
+        f"{milliseconds(time)} {_WHILE.get(limit, limit)}"
+        for limit, time in step["limits"].items()
+        if time > 0.005 * step["least_ms"]
+    )
+    text = (
+        f"**The step takes {milliseconds(step['time_ms'])}. At this shape and precision, and "
+        f"with these back ends, the machine needs at least {milliseconds(step['least_ms'])} "
+        f"({step['share']:.0%})**: {limits}. "
+    )
+    gaps = (table["time_ms"] - table["ceiling_ms"]).clip(lower=0.0)
+    most = table.assign(gap_ms=gaps).nlargest(3, "gap_ms")
+    gains = [
+        f"{part_label(row.component, row.phase)} ({milliseconds(row.gap_ms)})"
+        for row in rows_of(most)
+        if row.gap_ms > 0.01 * step["time_ms"]
+    ]
+    if gains:
+        text += f"The most time above its least: {', '.join(gains)}."
+    else:
+        text += "No part has more than 1% of the step to gain: its limits are met."
+    return Text("\n\n".join([text, *doubts]))
