@@ -34,6 +34,14 @@ settings.load_profile("project")
 REPOSITORY = Path(__file__).parents[1]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give each file to one test process, and all files that share ``quick_chain`` to the same."""
+    sharing = {item.path for item in items if "quick_chain" in getattr(item, "fixturenames", ())}
+    for item in items:
+        group = "quick_chain" if item.path in sharing else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 class Chain(NamedTuple):
     """Where ``dlrm run all`` left its runs: the last one's folder, and the output root."""
 
