@@ -6,7 +6,7 @@ Each configuration is predicted from the link probe and from its parts without o
 and measured on 1, 2 and 4 gloo ranks, all in turns, round by round. ``--cases a,b`` measures
 some of them and keeps the others' results; what was measured lies in ``--folder`` and is not
 measured again. Of what is repeated the faster half counts, in runs and in what they are
-predicted from alike (:mod:`dlrm_workbook.analysis.intervals`), as on the scaling page.
+predicted from alike (:mod:`dlrm_workbook.intervals`), as on the scaling page.
 """
 
 from __future__ import annotations

@@ -20,12 +20,10 @@ import statistics
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 Key = TypeVar("Key", bound=Hashable)
@@ -33,11 +31,7 @@ Contestant = TypeVar("Contestant")
 Order = Callable[[Sequence[Contestant], int], Sequence[Contestant]]
 """Who runs after whom: (contestants, number of the round from 0) to their order."""
 
-Numbers = Sequence[float] | npt.NDArray[np.float64]
-
 CPU = torch.device("cpu")
-
-CONFIDENCE = 0.95
 
 
 def in_order(contestants: Sequence[Contestant], number: int) -> Sequence[Contestant]:
@@ -80,55 +74,6 @@ def least_and_seconds(least: int, seconds: float) -> Callable[[int], bool]:
     """The usual end of rounds: so many at least, then until so many seconds from now."""
     deadline = time.perf_counter() + seconds
     return lambda done: done >= least and time.perf_counter() >= deadline
-
-
-# What rounds say.
-
-
-@dataclass(frozen=True)
-class Interval:
-    """An estimate with its confidence interval; ``confidence`` is what it really covers."""
-
-    low: float
-    mid: float
-    high: float
-    confidence: float
-
-    def contains(self, value: float) -> bool:
-        """Whether a value lies in the interval."""
-        return self.low <= value <= self.high
-
-    def to_dict(self) -> dict[str, float]:
-        """As results are written to JSON."""
-        return asdict(self)
-
-
-def median_interval(values: Numbers, confidence: float = CONFIDENCE) -> Interval:
-    """The median and two of the values that enclose the true one.
-
-    With n values the j-th smallest and j-th largest enclose the median with probability
-    1 − 2 P(Binomial(n, 1/2) < j), whatever the distribution. The largest j that reaches
-    ``confidence`` is taken; where not even the extremes do (n < 6 for 95 %), the extremes,
-    and ``confidence`` of the result is lower, 0 for one value (Conover, Practical
-    Nonparametric Statistics, 3rd ed., section 3.2).
-
-    Raises:
-        ValueError: there is no value.
-    """
-    ordered = sorted(float(value) for value in values)
-    n = len(ordered)
-    if n == 0:
-        raise ValueError("no values, so no median")
-    below = 0.5**n
-    rank, covered = 1, 1 - 2 * below
-    for j in range(1, n // 2 + 1):
-        reach = 1 - 2 * sum(math.comb(n, i) for i in range(j)) * 0.5**n
-        if reach < confidence:
-            break
-        rank, covered = j, reach
-    return Interval(
-        ordered[rank - 1], float(np.median(ordered)), ordered[n - rank], max(covered, 0)
-    )
 
 
 def round_ratios(base: Mapping[int, float], other: Mapping[int, float]) -> list[float]:

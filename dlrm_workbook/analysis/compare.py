@@ -35,16 +35,18 @@ from dlrm_workbook.analysis.attribution import (
     per_iteration,
     step_contexts,
 )
-from dlrm_workbook.analysis.intervals import (
+from dlrm_workbook.analysis.steady import LEAST, steady_state
+from dlrm_workbook.intervals import (
+    CONFIDENCE,
+    Interval,
+    Numbers,
     holm,
     p_value,
     standard_error,
     t_interval,
     welch_degrees,
 )
-from dlrm_workbook.analysis.steady import LEAST, steady_state
 from dlrm_workbook.recordings.profile import Profile
-from dlrm_workbook.turns import CONFIDENCE, Interval, Numbers
 
 WHOLE = "iteration"
 """``component`` of the row for the iteration as a whole."""

@@ -19,10 +19,9 @@ from dlrm_core.errors import InputError
 from dlrm_core.files import read_json
 from dlrm_core.parts import COMPONENTS
 from dlrm_workbook.analysis.compare import part_estimates, step_estimate
-from dlrm_workbook.analysis.intervals import t_quantile
 from dlrm_workbook.changes import change_text
+from dlrm_workbook.intervals import CONFIDENCE, Interval, t_quantile
 from dlrm_workbook.recordings.profile import Profile
-from dlrm_workbook.turns import CONFIDENCE, Interval
 
 # How time grows with a parameter: time = a + b x^c, with an interval for the exponent.
 

@@ -27,8 +27,9 @@ import numpy as np
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.errors import InputError, MissingToolError
 from dlrm_core.files import read_json, write_json
+from dlrm_workbook.intervals import Interval, median_interval
 from dlrm_workbook.processes import ALLOCATOR, python_module, run_child
-from dlrm_workbook.turns import Interval, median_interval, rotated, round_ratios, take_turns
+from dlrm_workbook.turns import rotated, round_ratios, take_turns
 
 PEER = "facebook"
 """Name of facebookresearch/dlrm as a contestant."""

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from dlrm_core.errors import InputError
 from dlrm_workbook.analysis.ensemble import Ensemble, fit_law, numeric_axes, scaling, settings_table
-from dlrm_workbook.analysis.intervals import (
+from dlrm_workbook.intervals import (
     holm,
+    median_interval,
     p_value,
     standard_error,
     t_cdf,
@@ -21,7 +22,6 @@ from dlrm_workbook.analysis.intervals import (
     t_quantile,
     welch_degrees,
 )
-from dlrm_workbook.turns import median_interval
 
 SIZES = 64 * 2.0 ** np.arange(7)
 

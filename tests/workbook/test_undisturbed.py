@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrm_workbook.analysis.intervals import undisturbed
+from dlrm_workbook.analysis.steady import undisturbed
 
 TIMES = st.lists(st.floats(0.1, 9.0), min_size=1, max_size=9)
 

@@ -35,7 +35,7 @@ import numpy as np
 import pandas as pd
 
 from dlrm_core.errors import InputError
-from dlrm_workbook.analysis.intervals import undisturbed
+from dlrm_workbook.analysis.steady import undisturbed
 
 ALGORITHMS: Mapping[str, tuple[str, ...]] = {
     "allreduce": ("ring", "halving_doubling", "tree"),
@@ -353,7 +353,7 @@ def calibrate(probe: pd.DataFrame, name: str = "measured") -> Link:
     Args:
         probe: ``collective``, ``ranks``, ``bytes``, ``time_ms`` (see :mod:`.communication`),
             a row a repetition. Rows of one rank, of no bytes or no time are left out; of the
-            repetitions the faster half counts (:mod:`dlrm_workbook.analysis.intervals`).
+            repetitions the faster half counts (:mod:`dlrm_workbook.intervals`).
         name: the link's name.
 
     Raises:

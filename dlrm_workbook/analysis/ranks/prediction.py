@@ -29,11 +29,11 @@ import pandas as pd
 from dlrm_core.config import Parameters
 from dlrm_core.errors import InputError
 from dlrm_core.parts import COMPONENTS
-from dlrm_workbook.analysis.intervals import undisturbed
 from dlrm_workbook.analysis.ranks.communication import dense_parameters, exchanges
 from dlrm_workbook.analysis.ranks.links import COVER, NOTHING, Network, Range, robust_line
 from dlrm_workbook.analysis.ranks.sharding import Plan, make_plan
 from dlrm_workbook.analysis.roofline import least_times
+from dlrm_workbook.analysis.steady import undisturbed
 
 Part = tuple[str, str]
 """Component and phase."""
@@ -345,7 +345,7 @@ def measured_profile(table: pd.DataFrame, source: str = "measured") -> ComputePr
 
     Its rows of "communication" are what a process without others spends on it all the same:
     packing, unpacking, a collective's own overhead. A cost is the mean of the faster half of
-    the iterations (:mod:`dlrm_workbook.analysis.intervals`), the same iterations for all parts.
+    the iterations (:mod:`dlrm_workbook.intervals`), the same iterations for all parts.
 
     Raises:
         InputError: a column is missing, or a number of processes has one batch size only.

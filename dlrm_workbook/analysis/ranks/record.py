@@ -18,7 +18,6 @@ import pandas as pd
 from dlrm_core.config import Parameters
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json
-from dlrm_workbook.analysis.intervals import undisturbed
 from dlrm_workbook.analysis.ranks.links import Network, calibrate
 from dlrm_workbook.analysis.ranks.prediction import (
     ComputeProfile,
@@ -28,6 +27,7 @@ from dlrm_workbook.analysis.ranks.prediction import (
     predict,
 )
 from dlrm_workbook.analysis.ranks.sharding import Plan, make_plan, plan_of_placement
+from dlrm_workbook.analysis.steady import undisturbed
 
 FORMAT = "dlrm-scaling"
 VERSION = 1
@@ -131,7 +131,7 @@ def measured_iterations(record: ScalingRecord) -> pd.DataFrame:
 
     An iteration's time is the mean over the ranks: they wait for each other, so one that is
     longer on a rank is made good by its next one there. A run's time is the mean of its faster
-    half (:mod:`dlrm_workbook.analysis.intervals`), its range from the fastest to the upper
+    half (:mod:`dlrm_workbook.intervals`), its range from the fastest to the upper
     quartile of all.
 
     Returns:

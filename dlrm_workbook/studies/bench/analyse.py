@@ -9,8 +9,8 @@ from typing import Any
 import pandas as pd
 
 from dlrm_workbook.evidence.contestants import FIGURES, PEER, ratio
+from dlrm_workbook.intervals import Interval, median_interval
 from dlrm_workbook.studies.bench.cases import GOALS
-from dlrm_workbook.turns import Interval, median_interval
 
 Document = Mapping[str, Any]
 

@@ -15,9 +15,8 @@ import numpy as np
 import pandas as pd
 
 from dlrm_workbook.analysis.compare import difference_table, steady_rows
-from dlrm_workbook.analysis.intervals import p_value, t_interval
+from dlrm_workbook.intervals import Interval, median_interval, p_value, t_interval
 from dlrm_workbook.studies.compare.measure import TimedRun
-from dlrm_workbook.turns import Interval, median_interval
 
 
 def round_table(runs: Sequence[TimedRun]) -> pd.DataFrame:

@@ -37,12 +37,12 @@ from dlrm_workbook.analysis.ensemble import SWEEP, swept_runs
 from dlrm_workbook.analysis.findings import findings
 from dlrm_workbook.analysis.whatif import Prediction, predict, predict_change
 from dlrm_workbook.changes import apply_change, change_steps, change_text, difference, flat_change
+from dlrm_workbook.intervals import Interval
 from dlrm_workbook.processes import Progress, ProgressCallback, fresh_path
 from dlrm_workbook.recordings.measure import measure, saved_profile
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.studies.compare import analyse as in_rounds
 from dlrm_workbook.studies.compare.measure import ROUNDS, TimedRun, run_in_turns
-from dlrm_workbook.turns import Interval
 
 RECORD = "compare.json"
 

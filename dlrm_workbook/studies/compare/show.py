@@ -19,6 +19,7 @@ from dlrm_core.units import (
     speedup,
 )
 from dlrm_workbook.changes import change_text
+from dlrm_workbook.intervals import Interval
 from dlrm_workbook.show.axes import error_bars, label_rows, lines_of, mark_one
 from dlrm_workbook.show.tables import Column, Text
 from dlrm_workbook.show.theme import (
@@ -41,7 +42,6 @@ from dlrm_workbook.show.theme import (
     wrapped,
 )
 from dlrm_workbook.studies.compare.comparison import Comparison, Outcome
-from dlrm_workbook.turns import Interval
 
 ENDS = ("mid", "low", "high")
 

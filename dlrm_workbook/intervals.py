@@ -1,21 +1,72 @@
 """Confidence intervals from few repetitions, without assuming more than is known.
 
-Formulas: Student's t by numerical integration of its density; batch means of
-correlated observations (Schmeiser 1982, Operations Research 30); Welch's degrees of freedom
-(Welch 1947); Holm's correction for several tests (Holm 1979).
+Formulas: the interval of a median by order statistics (Conover, Practical Nonparametric
+Statistics, 3rd ed., section 3.2); Student's t by numerical integration of its density; batch
+means of correlated observations (Schmeiser 1982, Operations Research 30); Welch's degrees of
+freedom (Welch 1947); Holm's correction for several tests (Holm 1979).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
 import numpy as np
-import pandas as pd
+import numpy.typing as npt
 
-from dlrm_workbook.turns import CONFIDENCE, Interval, Numbers
+CONFIDENCE = 0.95
+
+Numbers = Sequence[float] | npt.NDArray[np.float64]
 
 BLOCK = 3
+"""Neighbouring iterations that count as one observation."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate with its confidence interval; ``confidence`` is what it really covers."""
+
+    low: float
+    mid: float
+    high: float
+    confidence: float
+
+    def contains(self, value: float) -> bool:
+        """Whether a value lies in the interval."""
+        return self.low <= value <= self.high
+
+    def to_dict(self) -> dict[str, float]:
+        """As results are written to JSON."""
+        return asdict(self)
+
+
+def median_interval(values: Numbers, confidence: float = CONFIDENCE) -> Interval:
+    """The median and two of the values that enclose the true one.
+
+    With n values the j-th smallest and j-th largest enclose the median with probability
+    1 − 2 P(Binomial(n, 1/2) < j), whatever the distribution. The largest j that reaches
+    ``confidence`` is taken; where not even the extremes do (n < 6 for 95 %), the extremes,
+    and ``confidence`` of the result is lower, 0 for one value (Conover, Practical
+    Nonparametric Statistics, 3rd ed., section 3.2).
+
+    Raises:
+        ValueError: there is no value.
+    """
+    ordered = sorted(float(value) for value in values)
+    n = len(ordered)
+    if n == 0:
+        raise ValueError("no values, so no median")
+    below = 0.5**n
+    rank, covered = 1, 1 - 2 * below
+    for j in range(1, n // 2 + 1):
+        reach = 1 - 2 * sum(math.comb(n, i) for i in range(j)) * 0.5**n
+        if reach < confidence:
+            break
+        rank, covered = j, reach
+    return Interval(
+        ordered[rank - 1], float(np.median(ordered)), ordered[n - rank], max(covered, 0)
+    )
 
 
 def standard_error(values: Numbers) -> tuple[float, float]:
@@ -110,27 +161,4 @@ def t_quantile(probability: float, degrees: float) -> float:
 _GAUSS = np.polynomial.legendre.leggauss(96)
 
 
-# A shared machine's slow periods, left out of what is repeated by one rule.
-
-
-def undisturbed(table: pd.DataFrame, settings: Sequence[str], repetition: str) -> pd.DataFrame:
-    """The rows of the faster half of the repetitions of each setting.
-
-    Where other guests of a machine come and go, the same work takes up to twice as long for
-    seconds (seen in a virtual machine that tells nothing of it: no stolen time, no process). A
-    mean or a median then says which period a run fell into. What else runs only ever adds, so
-    the slower half says more of that than of the program. The mean of the faster half is what
-    we call a time: means of parts then add up to the mean of the whole.
-
-    Args:
-        settings: columns; what has the same values there is a repetition of the same thing.
-        repetition: column that counts the repetitions. A repetition is as long as its rows'
-            ``time_ms`` together. Where there is no such column, all rows are kept.
-    """
-    if table.empty or repetition not in table.columns:
-        return table
-    keys = [*settings, repetition]
-    times = table.groupby(keys, sort=False)["time_ms"].sum()
-    groups = times.groupby(level=list(range(len(settings))), sort=False)
-    chosen = times.index[groups.rank(method="first") <= np.ceil(groups.transform("size") / 2)]
-    return table[pd.MultiIndex.from_frame(table[keys]).isin(chosen)]
+# What rounds say.
