@@ -286,7 +286,7 @@ def attach(tables: EmbeddingTables, config: TrainingConfig) -> Update:
         tables.backend = engine("FBGEMM").Fbgemm(tables, config.optimizer, rate)
     elif backend != "fused":
         raise ValueError(f"embedding_backend {backend!r} names no one back end")
-    elif tables.weights[0].device.type == "cpu":
+    elif tables.weights[0].device.type != "cuda":
         kernels = engine("fused embeddings")
         tables.backend = kernels.FusedCpu(tables, config.optimizer, rate, config.embedding_update)
     elif config.embedding_update != "race_free":

@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from dlrm_core import errors
 from dlrm_core.errors import MissingToolError
 
 
@@ -37,8 +38,11 @@ def kernel_cache(folder: Path) -> Iterator[None]:
         config.CACHE_DIR = before
 
 
-SOURCES = tuple(sorted(Path(__file__).parent.rglob("*.py")))
-"""Files of the package: any of them may hold functions that are compiled."""
+SOURCES = (
+    *sorted(Path(__file__).parent.rglob("*.py")),
+    Path(errors.__file__).with_name("embeddings.py"),  # numbers of faults
+)
+"""Files that the kernels and their constants are in."""
 
 
 class Kernel:

@@ -20,13 +20,13 @@ import triton.language as tl
 SGD, ADAGRAD, ROWWISE = 0, 1, 2
 """KIND of an update."""
 
-FAULT_WORDS = 4
-"""Of a fault, int64 each: its kind (0: none), table, place in the table, value found."""
-
 
 @triton.jit
 def _note(fault, kind, table, place, value, wrong):
-    """Keep the first of the wrong places, unless a fault is noted already."""
+    """Keep the first of the wrong places, unless a fault is noted already.
+
+    ``fault`` is four int64: its kind (0: none), table, place in the table, value found.
+    """
     if tl.max(wrong.to(tl.int32), 0) > 0:
         first = tl.min(tl.where(wrong, place, 1 << 62), 0)
         found = tl.sum(tl.where(wrong & (place == first), value, 0), 0)

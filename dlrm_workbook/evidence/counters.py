@@ -19,29 +19,37 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 import torch
 
-# What the system's counters hold: whether a file can be used, clocks, whose time it was.
+PROC = Path("/proc")
+
+TICK_MS = 1e3 / os.sysconf("SC_CLK_TCK")
+"""In which the system counts the time of its CPUs."""
 
 MAX_DEBT_TICKS = 4
 """Per CPU: how far the system's count, in ticks, may lag behind our own exact one."""
 
+SPARING = 1000
+"""What may be interpolated is read once in so many times its own cost: 0.1 % of the time."""
 
-TICK_MS = 1e3 / os.sysconf("SC_CLK_TCK")
+FEW_THREADS_S = 60e-6
+"""Clocks of all threads read faster than this are read at every iteration."""
 
+POOL_NAMES = ("pt_", "omp", "OMP")
+"""How the names of native worker threads begin, besides the process's own name."""
+
+LEVELS = ("rss_bytes", "heap_bytes", "gpu_allocated_bytes")
+"""Counters that say how much there is, not how much was added."""
 
 INTEGERS = {
     "minor_faults",
     "major_faults",
     "voluntary_switches",
     "involuntary_switches",
-    "rss_bytes",
-    "heap_bytes",
-    "gpu_allocated_bytes",
+    *LEVELS,
     "read_bytes",
     "written_bytes",
 }
@@ -85,10 +93,7 @@ def without_ours(machine_ms: np.ndarray, process_ms: list[float]) -> list[float]
     return rest
 
 
-# Bytes that the process has asked of its allocator and not given back.
-
-
-class _Info(ctypes.Structure):
+class _Mallinfo2(ctypes.Structure):
     """glibc's ``struct mallinfo2`` (malloc.h, since glibc 2.33)."""
 
     _fields_ = tuple(
@@ -101,9 +106,9 @@ class _Info(ctypes.Structure):
 
 
 def heap_bytes() -> int | None:
-    """Bytes in use of all arenas and of blocks mapped one by one; None without glibc's count.
+    """Bytes asked of the allocator and not given back; None without glibc's count.
 
-    Takes about a microsecond.
+    In use of all arenas, and of blocks mapped one by one. Takes about a microsecond.
     """
     read = _mallinfo2()
     if read is None:
@@ -118,21 +123,8 @@ def _mallinfo2() -> Callable[[], Any] | None:
         read: Any = ctypes.CDLL(None).mallinfo2
     except (OSError, AttributeError, TypeError):
         return None  # another C library, or an older one
-    read.restype = _Info
+    read.restype = _Mallinfo2
     return read
-
-
-PROC = Path("/proc")
-
-SPARING = 1000
-"""What may be interpolated is read once in so many times its own cost: 0.1 % of the time."""
-
-FEW_THREADS_S = 60e-6
-"""Clocks of all threads read faster than this are read at every iteration."""
-
-
-POOL_NAMES = ("pt_", "omp", "OMP")
-"""How the names of native worker threads begin, besides the process's own name."""
 
 
 class IterationCounters:
@@ -148,10 +140,10 @@ class IterationCounters:
     libraries), ``other_threads_cpu_ms`` (the process less those two), ``minor_faults``,
     ``major_faults`` (process), ``voluntary_switches``, ``involuntary_switches``
     (iterating thread), ``rss_bytes``, ``heap_bytes`` (asked of the allocator and not given
-    back), ``gpu_allocated_bytes``, ``gc_ms`` (Python's
-    collector), ``read_bytes``, ``written_bytes`` (storage), ``other_processes_cpu_ms``
-    (of the whole machine less ours; the kernel counts it in ticks of 10 ms) and
-    ``stolen_ms`` (a hypervisor gave our cores to others).
+    back), ``gpu_allocated_bytes``, ``gc_ms`` (Python's collector), ``read_bytes``,
+    ``written_bytes`` (storage), ``other_processes_cpu_ms`` (of the whole machine less ours;
+    the kernel counts it in ticks of 10 ms) and ``stolen_ms`` (a hypervisor gave our cores to
+    others).
 
     Args:
         device: whose memory is counted.
@@ -201,12 +193,7 @@ class IterationCounters:
     def __enter__(self) -> IterationCounters:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -234,10 +221,7 @@ class IterationCounters:
         now = self._read()
         before = self._before or now
         self._rows.append(
-            {
-                name: value if name in _LEVELS else value - before[name]
-                for name, value in now.items()
-            }
+            {name: value - (0 if name in LEVELS else before[name]) for name, value in now.items()}
         )
         self._labels.append((iteration, profiled))
         self._ends_ms.append(now["wall_ms"])
@@ -484,7 +468,3 @@ class IterationCounters:
 
     def _missing(self, column: str, why: str) -> None:
         self.not_measured[column] = why
-
-
-_LEVELS = ("rss_bytes", "heap_bytes", "gpu_allocated_bytes")
-"""Counters that say how much there is, not how much was added."""
