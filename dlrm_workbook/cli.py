@@ -6,20 +6,183 @@ so nothing but the standard library is imported here.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from dlrm_core import cli as core
-from dlrm_core.cli import Subcommand
-from dlrm_workbook import cli_options as options
+from dlrm_core.cli import Subcommand, parameters_file
+
+
+def _run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "notebook", metavar="NOTEBOOK|all", help="a notebook's name (train, profile, ...), or all"
+    )
+    parameters_file(parser)
+    parser.add_argument(
+        "--output-root", metavar="DIR", help="where dated run folders go (default: outputs/)"
+    )
+    parser.add_argument(
+        "--resume",
+        metavar="FOLDER",
+        help="go on with an unfinished sweep, comparison or scaling measurement: what finished is "
+        "not run again",
+    )
+    parser.add_argument(
+        "--cell-timeout",
+        type=float,
+        default=7200.0,
+        metavar="S",
+        help="end a cell that takes longer than S seconds (default: %(default)g; 0: never)",
+    )
+
+
+def _protocols(parser: argparse.ArgumentParser) -> None:
+    parameters_file(parser)
+    parser.add_argument(
+        "--iterations", type=int, default=500, help="of training, as NVIDIA's (default: 500)"
+    )
+    parser.add_argument(
+        "--batch-sizes",
+        default="1,64,2048",
+        metavar="N,...",
+        help="of inference; '' measures none (default: %(default)s)",
+    )
+    parser.add_argument("--steps", type=int, default=1000, help="of inference (default: 1000)")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="of inference at most, a batch size (default: %(default)g)",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the record there")
+
+
+def _record(parser: argparse.ArgumentParser) -> None:
+    parameters_file(parser)
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder of the recording")
+
+
+def _bench(parser: argparse.ArgumentParser) -> None:
+    parameters_file(parser, required=False)
+    parser.add_argument(
+        "--reference",
+        metavar="FILE",
+        help="parameters to compare with (default: those of -f without options for speed; "
+        "without -f, seed.yaml)",
+    )
+    parser.add_argument(
+        "--peer", metavar="DIR", help="a facebookresearch/dlrm checkout, run as its own process"
+    )
+    parser.add_argument(
+        "--embeddings",
+        metavar="GROUP,...",
+        nargs="?",
+        const="all",
+        help="instead of steps: forward, backward and update of the embeddings by every back "
+        "end, and the contention study; groups: sgd, rowwise, adagrad, contention",
+    )
+    parser.add_argument(
+        "--torchrec", action="store_true", help="TorchRec's DLRM as well, where it is installed"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
+    parser.add_argument(
+        "--iterations", type=int, default=8, help="counted iterations a run (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--threads",
+        metavar="N,...",
+        default="1",
+        help="CPU threads; several are measured one after the other (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--cores",
+        type=int,
+        metavar="N",
+        help="confine every contestant to N cores (default: all; a prefetching loader uses a "
+        "second one)",
+    )
+    parser.add_argument(
+        "--precision",
+        metavar="P,...",
+        default="",
+        help="also run the tuned parameters in these precisions (bf16, fp16)",
+    )
+    parser.add_argument(
+        "--shape",
+        metavar="NAME,...",
+        help="shapes to compare: 8x1M-100, 8x1M-10, 26x100k-10, 8x1M-10-b16384, all",
+    )
+    parser.add_argument(
+        "--growth", metavar="WHAT,...", help="how figures grow with: batch, tables, dim, pooling"
+    )
+    parser.add_argument(
+        "--ablation",
+        action="store_true",
+        help="what each option of the tuned parameters brings: switched off alone, and added "
+        "one by one",
+    )
+    parser.add_argument(
+        "--roofline",
+        action="store_true",
+        help="the share of this machine's measured limits that the tuned parameters reach",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the results there")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the benchmark in --json: what it holds is not measured again",
+    )
+
+
+def _gpu_check(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", required=True, metavar="FILE", help="write the results there")
+    parser.add_argument(
+        "--peer", metavar="DIR", help="a facebookresearch/dlrm checkout, run with --use-gpu"
+    )
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=450.0,
+        metavar="SECONDS",
+        help="stages that it leaves no time for are skipped (default: %(default)s)",
+    )
+
+
+def _capacity(parser: argparse.ArgumentParser) -> None:
+    parameters_file(parser)
+    _print_json(parser)
+
+
+def _stability(parser: argparse.ArgumentParser) -> None:
+    parameters_file(parser)
+    parser.add_argument("--seeds", type=int, default=10, help="runs (default: %(default)s)")
+    parser.add_argument("--first-seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument(
+        "--output",
+        required=True,
+        metavar="DIR",
+        help="folder of the runs and of stability.json; runs that finished there are kept",
+    )
+
+
+def _database(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", help="an HPCToolkit database (hpcprof's -o)")
+    _print_json(parser)
+
+
+def _print_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
 
 SUBCOMMANDS = (
     Subcommand(
         "run",
         "execute notebooks into dated run folders with HTML pages",
-        options.run,
+        _run,
         "dlrm_workbook.runner.command:command_run",
     ),
     replace(core.TRAIN, handler="dlrm_workbook.evidence.training:train"),
@@ -28,43 +191,43 @@ SUBCOMMANDS = (
     Subcommand(
         "protocols",
         "throughput and latency by NVIDIA's, facebook's and DeepSpark's protocols",
-        options.protocols,
+        _protocols,
         "dlrm_workbook.studies.protocols.measure:protocols",
     ),
     Subcommand(
         "record",
         "record a profile with torch.profiler, without a notebook",
-        options.record,
+        _record,
         "dlrm_workbook.recordings.torch.recorder:command_record",
     ),
     Subcommand(
         "database",
         "facts of an HPCToolkit database",
-        options.database,
+        _database,
         "dlrm_workbook.recordings.hpctoolkit.views:database",
     ),
     Subcommand(
         "bench",
         "interleaved step times: plain, tuned, and a facebookresearch/dlrm checkout",
-        options.bench,
+        _bench,
         "dlrm_workbook.studies.bench.measure:bench",
     ),
     Subcommand(
         "gpu-check",
         "on a GPU node: the GPU's results against the CPU's, then a profile",
-        options.gpu_check,
+        _gpu_check,
         "dlrm_workbook.studies.gpu_check.command:gpu_check",
     ),
     Subcommand(
         "capacity",
         "memory that a run would need, item by item, and where it fits; nothing is run",
-        options.capacity,
+        _capacity,
         "dlrm_workbook.studies.capacity:command_capacity",
     ),
     Subcommand(
         "stability",
         "the same training with N seeds: spread of AUC or loss, power, memory",
-        options.stability,
+        _stability,
         "dlrm_workbook.studies.stability.measure:command_stability",
     ),
     core.DATA,
@@ -72,7 +235,7 @@ SUBCOMMANDS = (
     Subcommand(
         "doctor",
         "what this machine has, and what each missing part costs",
-        options.print_json,
+        _print_json,
         "dlrm_workbook.doctor:doctor",
     ),
 )
