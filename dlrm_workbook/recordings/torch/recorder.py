@@ -1,7 +1,7 @@
 """Recording some training iterations with torch.profiler.
 
-Imports torch and the standard library only, so it runs on a bare GPU node; what it
-leaves is read by ``torch_trace.read_recording``, where pandas is. The folder holds
+Needs torch, numpy and yaml only, so it runs on a bare GPU node; what it leaves is read by
+:func:`dlrm_workbook.recordings.torch.trace.read_recording`, where pandas is. The folder holds
 
 * ``trace.json.gz``: torch's chrome trace,
 * ``key_averages.json``: per operator and shapes, with the FLOPs that no trace has,
@@ -38,7 +38,7 @@ from dlrm_core.machine import (
     resolve_device,
     terminate_like_interrupt,
 )
-from dlrm_core.parts import SpanRow, log_spans
+from dlrm_core.parts import log_spans
 from dlrm_core.train import Trainer
 from dlrm_kernels.embeddings.choose import resolve
 from dlrm_workbook.evidence.ceilings import measure_ceilings
@@ -146,7 +146,9 @@ def record(
         if on_gpu:
             activities.append(ProfilerActivity.CUDA)
         threads = threading.active_count()
-        count_profiled = _cheap_enough(counters, plain)
+        cost_ms = counters.cost_ms()
+        # whether reading the counters would not show in iterations of such length
+        cheap = cost_ms is None or cost_ms <= MAX_COUNTING_SHARE * statistics.median(plain)
         with profile(
             activities=activities,
             record_shapes=record_shapes,
@@ -154,19 +156,11 @@ def record(
             with_stack=with_stack,
             with_flops=True,
         ) as profiler:
-            measured, measured_all = run(iterations, count_as=True if count_profiled else None)
+            measured, measured_all = run(iterations, count_as=True if cheap else None)
         after, after_all = run(unprofiled // 2, count_as=False)
         plain, plain_all = plain + after, plain_all + after_all
         profiler.export_chrome_trace(str(part / "trace.json.gz"))
         averages = key_averages(profiler)
-        pass_: dict[str, Any] = {
-            "name": "torch.profiler",
-            "iterations": iterations,
-            "ms_per_iteration": measured_all / iterations,
-            "unprofiled_ms_per_iteration": plain_all / unprofiled if unprofiled else None,
-            # Medians: one disturbed iteration must not pass for the profiler's cost.
-            "dilation": statistics.median(measured) / statistics.median(plain) if plain else None,
-        }
         missing = _not_measured(
             on_gpu, record_shapes, profile_memory, averages, plain_timed=bool(plain)
         )
@@ -177,13 +171,12 @@ def record(
             )
         counted = counters.evidence()
         missing |= counted.pop("not_measured")
-        if not count_profiled:
+        if not cheap:
             missing["counters.profiled"] = (
-                f"reading the counters takes {counters.cost_ms():.3f} ms, more than "
+                f"reading the counters takes {cost_ms:.3f} ms, more than "
                 f"{MAX_COUNTING_SHARE:.1%} of an iteration, so it was left out under the profiler"
             )
         information = dict(information or {})
-        pass_["command"] = information.get("command", "")
         head = {
             **information,
             **counted,
@@ -197,7 +190,20 @@ def record(
                 "profile_memory": profile_memory,
                 "warmup": warmup,
             },
-            "passes": [*information.get("passes", []), pass_],
+            "passes": [
+                *information.get("passes", []),
+                {
+                    "name": "torch.profiler",
+                    "iterations": iterations,
+                    "ms_per_iteration": measured_all / iterations,
+                    "unprofiled_ms_per_iteration": plain_all / unprofiled if unprofiled else None,
+                    # Medians: one disturbed iteration must not pass for the profiler's cost.
+                    "dilation": (
+                        statistics.median(measured) / statistics.median(plain) if plain else None
+                    ),
+                    "command": information.get("command", ""),
+                },
+            ],
             "iteration_ms": measured,
             "unprofiled_iteration_ms": plain,
             "not_measured": {**missing, **information.get("not_measured", {})},
@@ -207,12 +213,6 @@ def record(
         _write(part / "key_averages.json", {"format_version": FORMAT_VERSION, "rows": averages})
         _write(part / "recording.json", head)
     return target
-
-
-def _cheap_enough(counters: IterationCounters, plain_ms: list[float]) -> bool:
-    """Whether reading the counters would not show in iterations of such length."""
-    cost_ms = counters.cost_ms()
-    return cost_ms is None or cost_ms <= MAX_COUNTING_SHARE * statistics.median(plain_ms)
 
 
 def key_averages(profiler: profile) -> list[dict[str, Any]]:
@@ -278,9 +278,6 @@ def _write(path: Path, document: Any) -> None:
         os.fsync(file.fileno())
 
 
-# Puts torch.profiler around the workload: what ``dlrm record`` runs.
-
-
 def record_workload(
     parameters: Parameters,
     folder: Path,
@@ -313,7 +310,10 @@ def record_workload(
             losses.append(trainer.iterate())
         # a profiler's cost is not the same for every part, so they are timed without it too
         if on_cpu and iteration >= config.warmup and iteration not in profiled:
-            plain.append(span_times(rows))
+            times: dict[str, float] = {}
+            for name, start, end in rows:
+                times[name] = times.get(name, 0.0) + (end - start) / 1e6
+            plain.append(times)
 
     try:
         return record(
@@ -339,14 +339,6 @@ def resolved(parameters: Parameters) -> tuple[Parameters, list[str]]:
     """With a back end in place of ``training.embedding_backend: auto``, and why that one."""
     with threads_of(parameters.training.threads):
         return resolve(parameters, resolve_device(parameters.training))
-
-
-def span_times(rows: list[SpanRow]) -> dict[str, float]:
-    """Milliseconds of every range of one iteration, by its name."""
-    times: dict[str, float] = {}
-    for name, start, end in rows:
-        times[name] = times.get(name, 0.0) + (end - start) / 1e6
-    return times
 
 
 def command_record(arguments: argparse.Namespace) -> int:
