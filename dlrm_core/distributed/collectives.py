@@ -45,7 +45,7 @@ class Collective:
     started: float
     ended: float | None = None
     exposed: float = 0.0
-    """In which the step's thread did nothing but wait for it."""
+    """Seconds of it in which the step's thread did nothing but wait."""
 
 
 class Collectives:
@@ -90,7 +90,7 @@ class Collectives:
             self.what = before
 
     def note_progress(self) -> None:
-        """Something went on that is no collective."""
+        """Count something that went on and is no collective."""
         self.calls += 1
 
     def _noted(

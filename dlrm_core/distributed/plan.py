@@ -76,7 +76,7 @@ def require_torchrec() -> None:
 
 
 def missing_packages() -> list[str]:
-    """Of those that TorchRec needs."""
+    """Packages that TorchRec needs and this machine lacks."""
     wanted = ("torchrec", "fbgemm_gpu", "tensordict", "torchmetrics", "pyre_extensions")
     return [name for name in wanted if importlib.util.find_spec(name) is None]
 
@@ -109,7 +109,7 @@ def load_torchrec() -> Any:
         raise MissingToolError(
             f"TorchRec cannot be loaded ({' '.join(str(error).split())}): {INSTALL}"
         ) from error
-    # gradients are those of a loss already divided by the number of ranks
+    # the loss is divided by the number of ranks before backward, so gradients must not be
     found.set_gradient_division(False)
     return found
 
@@ -189,7 +189,7 @@ def _require_columns(parameters: Parameters) -> None:
 
 
 def kinds_of(parameters: Parameters) -> list[tuple[str, ...]]:
-    """For each table the kinds that the planner may choose from."""
+    """The kinds that the planner may choose from, for each table."""
     model, training = parameters.model, parameters.training
     free: tuple[str, ...] = (training.sharding,)
     if training.sharding == "auto":

@@ -51,7 +51,7 @@ from dlrm_core.step import bottom_mlp_update, optimizer_of, optimizer_update, to
 
 
 def config_of_rank(config: TrainingConfig) -> tuple[TrainingConfig, list[str]]:
-    """What a rank does of it: TorchRec has the tables, torch the rest; what that leaves out."""
+    """The settings of a rank, and a notice for each that has no effect on several ranks."""
     notices = []
     if config.dense_backend == "fused":
         notices.append(
@@ -231,7 +231,7 @@ def communication_forward(work: Any) -> Any:
 
 @part("communication", "backward")
 def communication_backward(work: Any) -> Any:
-    """The same for gradients."""
+    """Drive an exchange of gradients, or wait for it."""
     return work()
 
 
@@ -259,5 +259,5 @@ def embedding_backward(sums: list[torch.Tensor], leaves: list[torch.Tensor]) -> 
 
 @part("embedding", "update")
 def embedding_update(tables: ShardedTables) -> None:
-    """Of the tables that every rank has."""
+    """Update the tables that every rank has."""
     tables.update_replicated()

@@ -75,8 +75,6 @@ class ShardedTables:
         self.learning_rate = training.learning_rate
         self._places: list[int] = []
 
-    # -- one step ---------------------------------------------------------------------------
-
     def send_indices(self, lookups: Any) -> tuple[Any, Any]:
         """Every index to the rank that holds its row; the exchange's context, and what came."""
         context = self.module.create_context()
@@ -147,11 +145,9 @@ class ShardedTables:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing is kept between steps."""
 
-    # -- initial weights --------------------------------------------------------------------
-
     @torch.no_grad()
     def fill_like_facebook(self, random: np.random.RandomState) -> None:
-        """The weights that one process would draw, bit for bit; all are drawn, ours are kept."""
+        """Draw the weights of one process, bit for bit, and keep those of this rank's shards."""
         for table, rows in enumerate(self.table_rows):
             first, rest = 0, torch.empty(0)
             for _, numbers in facebook_table(random, rows, self.dim):
@@ -163,7 +159,7 @@ class ShardedTables:
 
     @torch.no_grad()
     def fill_with_torch(self, random: torch.Generator) -> None:
-        """The same from a torch generator; needs memory for one whole table beside."""
+        """As :meth:`fill_like_facebook` by torch's law; needs memory for one whole table beside."""
         for table, rows in enumerate(self.table_rows):
             bound = (1 / rows) ** 0.5
             drawn = torch.empty(rows, self.dim, device=random.device)
@@ -179,8 +175,6 @@ class ShardedTables:
                 memory[begin - shard.first_row : end - shard.first_row] = values[
                     begin - first : end - first, columns
                 ]
-
-    # -- what TorchRec made -----------------------------------------------------------------
 
     def _share_gradients(self, kernels: list[torch.nn.Module]) -> None:
         """Sum the gradients of replicated tables where they are noted (DDP's own are not)."""

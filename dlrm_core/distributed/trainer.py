@@ -285,7 +285,7 @@ def _run(
 
 
 def about_rank(trainer: DistributedTrainer, result: TrainingResult) -> dict[str, Any]:
-    """What a rank says of itself in the last line."""
+    """What the last line and ``result.json`` say of a rank."""
     world = trainer.world
     own = [shard for shard, _ in trainer.tables.local]
     return {
@@ -327,7 +327,7 @@ def _start(step: int) -> str:
 
 
 def _introduce(trainer: DistributedTrainer, early: list[str]) -> None:
-    """Who takes part, and what each holds: on standard error, whose lines are for people."""
+    """Print who takes part and what each rank holds, on standard error."""
     world, holdings = trainer.world, trainer.holdings()
     if not world.first:
         return

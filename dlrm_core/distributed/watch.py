@@ -1,4 +1,4 @@
-"""Who of the ranks is dead, stopped or stuck: signs of life, and the end of the run.
+"""Finds dead, stopped and stuck ranks by their signs of life, and ends the run.
 
 Every rank's watch thread tells the launcher's store once in a while which iteration it is in,
 how many collectives it has begun and whether it waits in one, and reads what the others tell.
@@ -34,19 +34,20 @@ from dlrm_core.errors import InputError
 from dlrm_core.files import write_json
 
 _STORE_S = 5.0
-"""For the launcher's store to answer."""
+"""Seconds that the launcher's store has to answer."""
 
 _REFUSAL_S = 1.0
-"""For the rank that says why the run is refused: the launcher ends it when this one is gone."""
+"""Seconds that a rank which says why the run is refused has for it: the launcher ends that
+rank when another one is gone."""
 
 EXIT_LOST = 3
 """Exit status of a rank that ended because another one was lost."""
 
 KEY = "dlrm/watch/{rank}"
-"""Of a rank's sign of life in the launcher's store."""
+"""Key of a rank's sign of life in the launcher's store."""
 
 _PARTING_S = 0.5
-"""Between the first survivor's sentence and the end of the others: it must be read."""
+"""Seconds between the first survivor's sentence and the end of the others."""
 
 
 @contextlib.contextmanager

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -387,3 +389,12 @@ def test_what_cannot_be_generated_is_refused(tmp_path, capsys, extra, words):
     assert main([*command, "--samples", "10", "--output", str(tmp_path / "s"), *extra]) == 2
     assert words in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_making_data_sets_needs_no_torch():
+    """torch takes seconds to import, and memory."""
+    code = (
+        "import sys; import dlrm_core.data.files.command; from dlrm_kernels import data_sets; "
+        "data_sets.fill_words(1, 0, data_sets.np.empty(4, 'u8')); sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

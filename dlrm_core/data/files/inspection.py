@@ -50,13 +50,7 @@ def inspect(path: Path, format: str | None = None, verify: bool = False) -> dict
     format = format or detect(path)
     if format == "text":
         return _text(path)
-    report: dict[str, Any] = {
-        "path": str(path),
-        "format": format,
-        "splits": {},
-        "metadata": {},
-        "problems": [],
-    }
+    report = _report(path, format)
     for split in _splits(path, format):
         try:
             source = open_source(path, format, split)
@@ -68,6 +62,10 @@ def inspect(path: Path, format: str | None = None, verify: bool = False) -> dict
             report["problems"].append(str(error))
     _compare_with_metadata(report)
     return report
+
+
+def _report(path: Path, format: str) -> dict[str, Any]:
+    return {"path": str(path), "format": format, "splits": {}, "metadata": {}, "problems": []}
 
 
 def detect(path: Path) -> str:
@@ -105,16 +103,11 @@ def _splits(path: Path, format: str) -> list[str]:
 
 def _unfinished(path: Path) -> dict[str, Any]:
     note = read_json(path / NOTE)
-    return {
-        "path": str(path),
-        "format": "unfinished",
-        "splits": {},
-        "metadata": note,
-        "problems": [
-            f"{path}: not finished; give the command that began it again "
-            f"(done so far: {json.dumps(note.get('done'))})"
-        ],
-    }
+    problem = (
+        f"{path}: not finished; give the command that began it again "
+        f"(done so far: {json.dumps(note.get('done'))})"
+    )
+    return _report(path, "unfinished") | {"metadata": note, "problems": [problem]}
 
 
 def _split(source: Source, problems: list[str]) -> dict[str, Any]:
@@ -286,10 +279,5 @@ def _text(path: Path) -> dict[str, Any]:
         for i, name in enumerate(FIELDS[1:])
     ]
     split = {"samples": rows, "bytes": size, "click_rate": clicks / rows if rows else None}
-    return {
-        "path": str(path),
-        "format": "text",
-        "splits": {"all": split | {"fields": fields}},
-        "metadata": {},
-        "problems": problems,
-    }
+    splits = {"all": split | {"fields": fields}}
+    return _report(path, "text") | {"splits": splits, "problems": problems}

@@ -18,7 +18,7 @@ from dlrm_core.data.files.teacher import TeacherConfig
 from dlrm_core.errors import InputError
 
 TEACHER_SAMPLES = 131_072
-"""Of an evaluation on a teacher, who has no end."""
+"""Samples of an evaluation on a teacher, whose stream has no end."""
 
 
 class _Stream:

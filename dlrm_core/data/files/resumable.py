@@ -144,7 +144,7 @@ class OpenFiles:
             os.fdatasync(handle)
 
     def close(self) -> None:
-        """Close all."""
+        """Close all files."""
         while self._handles:
             os.close(self._handles.popitem()[1])
 
@@ -161,7 +161,7 @@ class BackgroundSync:
     Args:
         sync: returns when the disk has all that was written before the call.
         note: called with a state, when all that it speaks of is on the disk.
-        every: bytes between two.
+        every: bytes between two notes.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class BackgroundSync:
         self._unsynced = 0
 
     def written(self, size: int, state: dict[str, Any]) -> None:
-        """So many bytes more are written, which ``state`` speaks of; never waits."""
+        """Count bytes that were written and that ``state`` speaks of; never waits."""
         self._unsynced += size
         if self._under_way is not None and self._under_way[0].done():
             self._settle()

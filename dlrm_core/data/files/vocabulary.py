@@ -42,11 +42,11 @@ class Table:
 
     @property
     def limit(self) -> int:
-        """Entries that it takes."""
+        """Most entries that it takes."""
         return self.slots // 2
 
     def entries(self) -> tuple[np.ndarray, np.ndarray]:
-        """Its keys, rising, and their values."""
+        """Keys in rising order, and their values."""
         full = np.flatnonzero(self.values)
         order = np.argsort(self.keys[full], kind="stable")
         return self.keys[full][order], self.values[full][order]
