@@ -13,7 +13,6 @@ from typing import Any, cast
 import pandas as pd
 
 from dlrm_core.config import Parameters
-from dlrm_core.errors import InputError
 from dlrm_core.parts import part_label
 from dlrm_core.units import milliseconds
 from dlrm_workbook.analysis.attribution import iteration_count
@@ -29,7 +28,7 @@ from dlrm_workbook.analysis.findings.finding import (
 )
 from dlrm_workbook.analysis.ranks.choice import Setting, best_sharding
 from dlrm_workbook.analysis.ranks.communication import kind_label
-from dlrm_workbook.analysis.ranks.links import Link, Network, calibrate
+from dlrm_workbook.analysis.ranks.links import Network
 from dlrm_workbook.analysis.ranks.prediction import NO_OVERLAP
 from dlrm_workbook.analysis.ranks.record import (
     SHARED_CORES,
@@ -37,6 +36,7 @@ from dlrm_workbook.analysis.ranks.record import (
     exchange_times,
     exposed_shares,
     imbalance,
+    own_link,
     own_profile,
     record_of,
 )
@@ -263,7 +263,7 @@ def _named(row: Row) -> str:
 
 def _limit(record: ScalingRecord, top: Row, ranks: int) -> tuple[str, str]:
     """Which limit the exchange meets, and the sentence that says so."""
-    link = _link(record)
+    link = own_link(record, "measured link")
     if link is None:
         reason = record.reasons.get("link_probe", "its sizes are too few")
         return "network", f"The link was not measured ({reason})."
@@ -286,18 +286,11 @@ def _rows(table: pd.DataFrame) -> list[Row]:
     return cast(list[Row], table.to_dict("records"))
 
 
-def _link(record: ScalingRecord) -> Link | None:
-    try:
-        return calibrate(record.link_probe, "measured link") if len(record.link_probe) else None
-    except InputError:
-        return None
-
-
 def _better_sharding(
     record: ScalingRecord, parameters: Parameters | None, run: Row
 ) -> tuple[dict[str, Any], dict[str, float], str]:
     """A change to a sharding that is predicted to be faster; empty where there is none."""
-    link = _link(record)
+    link = own_link(record, "measured link")
     if link is None or parameters is None or record.compute_profile.empty:
         return {}, {}, ""
     overlap = SHARED_CORES if run.get("backend") == "gloo" else NO_OVERLAP

@@ -211,9 +211,8 @@ def volumes_by_sharding(
     return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=columns)
 
 
-# The configurations of Kalamkar et al. 2020 at full size, and the table that they quote.
-
-SOURCE = "Kalamkar et al. 2020 (arXiv:2005.04680), tables I and II"
+# The configurations of Kalamkar et al. 2020 (arXiv:2005.04680, tables I and II) at full size,
+# and the table that they quote.
 
 MLPERF_ROWS = (
     *(39884406, 39043, 17289, 7420, 20263, 3, 7120, 1543, 63, 38532951, 2953546, 403346, 10),

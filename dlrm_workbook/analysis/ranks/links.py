@@ -152,11 +152,11 @@ class Link:
         names = ALGORITHMS.get(collective, ()) if algorithm == BEST else (algorithm,)
         if not names:
             steps_and_bytes(collective, algorithm, ranks, payload)
-        known = [self._modelled(collective, name, ranks, payload) for name in names]
+        known = [self.steps_ms(*steps_and_bytes(collective, n, ranks, payload)) for n in names]
         return min(known, key=lambda time: time.mid)
 
-    def _modelled(self, collective: str, algorithm: str, ranks: int, payload: float) -> Range:
-        steps, moved = steps_and_bytes(collective, algorithm, ranks, payload)
+    def steps_ms(self, steps: float, moved: float) -> Range:
+        """Time of so many steps and of so many bytes that leave a rank."""
         alpha, rate = self.alpha_us, self.gb_per_s
 
         def ms(each_us: float, gb_per_s: float) -> float:
@@ -204,10 +204,6 @@ class Network:
             return self.between.name
         return f"{self.ranks_per_node} × {self.inside.name}, {self.between.name}"
 
-    @property
-    def measured(self) -> bool:
-        return self.inside.measured and (self.between is None or self.between.measured)
-
     def limit(self, ranks: int) -> str:
         """Name of the link that a collective over so many ranks meets."""
         crosses = self.between is not None and ranks > self.ranks_per_node
@@ -238,7 +234,8 @@ class Network:
         if collective == "alltoall":
             at_home = payload * local / ranks
             inside = self.inside.time_ms("alltoall", local, at_home)
-            direct = self._straight(ranks, payload)
+            others = ranks - local
+            direct = self.between.steps_ms(others, payload * others / ranks)
             staged = self.inside.time_ms("alltoall", local, payload) + self.between.time_ms(
                 "alltoall", nodes, payload
             )
@@ -247,18 +244,6 @@ class Network:
         part = payload / local
         return self.inside.time_ms(collective, local, payload) + self.between.time_ms(
             collective, nodes, part
-        )
-
-    def _straight(self, ranks: int, payload: float) -> Range:
-        """A message to every rank of every other node."""
-        assert self.between is not None
-        alpha, rate = self.between.alpha_us, self.between.gb_per_s
-        others = ranks - self.ranks_per_node
-        moved = payload * others / ranks
-        return Range(
-            1e-3 * others * alpha.low + 1e-6 * moved / rate.high,
-            1e-3 * others * alpha.mid + 1e-6 * moved / rate.mid,
-            1e-3 * others * alpha.high + 1e-6 * moved / rate.low,
         )
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
@@ -339,6 +339,16 @@ class ComputeProfile:
         _, costs = self.at(concurrent)
         return sum(cost.time_ms(samples).mid for cost in costs.values())
 
+    def with_costs(self, change: Callable[[PartCost], PartCost]) -> ComputeProfile:
+        """The same with every cost changed."""
+        return replace(
+            self,
+            costs={
+                number: {part: change(cost) for part, cost in costs.items()}
+                for number, costs in self.costs.items()
+            },
+        )
+
 
 def measured_profile(table: pd.DataFrame, source: str = "measured") -> ComputeProfile:
     """Costs from a ``compute_profile`` table (see :mod:`.communication`).
@@ -403,13 +413,7 @@ def _deviations(rows: pd.DataFrame) -> tuple[tuple[float, float], ...]:
 
 def steady(profile: ComputeProfile) -> ComputeProfile:
     """The same without deviations: ranks that nothing disturbs."""
-    return replace(
-        profile,
-        costs={
-            number: {part: replace(cost, deviations=()) for part, cost in costs.items()}
-            for number, costs in profile.costs.items()
-        },
-    )
+    return profile.with_costs(lambda cost: replace(cost, deviations=()))
 
 
 def ceiling_profile(
@@ -438,9 +442,8 @@ def ceiling_profile(
         raise InputError("ceilings: no part of the step has one that was measured or is listed")
     made = measured_profile(table, f"ceilings of {ceilings.get('device', 'this machine')}")
     on_gpu = (device or parameters.training.device).startswith("cuda")
-    return replace(
-        _widened(made, CEILING_SCATTER), shares_node=not on_gpu, whole_batches=not on_gpu
-    )
+    wide = made.with_costs(lambda cost: replace(cost, scatter=CEILING_SCATTER))
+    return replace(wide, shares_node=not on_gpu, whole_batches=not on_gpu)
 
 
 def published_profile(
@@ -460,29 +463,12 @@ def published_profile(
     batch = parameters.training.batch_size
     made = ceiling_profile(parameters, ceilings, (batch // 16, batch // 4, batch), "cuda")
     factor = 1e3 * batch / samples_per_second / made.total_ms(batch)
-    scaled = {
-        number: {
-            part: PartCost(
-                factor * cost.fixed_ms,
-                factor * cost.sample_ms,
-                cost.scatter,
-                tuple((size, factor * ms) for size, ms in cost.points),
-            )
-            for part, cost in costs.items()
-        }
-        for number, costs in made.costs.items()
-    }
-    return _widened(replace(made, costs=scaled, source=source), PUBLISHED_SCATTER)
 
+    def scaled(cost: PartCost) -> PartCost:
+        points = tuple((size, factor * ms) for size, ms in cost.points)
+        return PartCost(factor * cost.fixed_ms, factor * cost.sample_ms, PUBLISHED_SCATTER, points)
 
-def _widened(profile: ComputeProfile, scatter: float) -> ComputeProfile:
-    return replace(
-        profile,
-        costs={
-            number: {part: replace(cost, scatter=scatter) for part, cost in costs.items()}
-            for number, costs in profile.costs.items()
-        },
-    )
+    return replace(made.with_costs(scaled), source=source)
 
 
 # Time of an iteration on several ranks.

@@ -18,7 +18,7 @@ import pandas as pd
 from dlrm_core.config import Parameters
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json
-from dlrm_workbook.analysis.ranks.links import Network, calibrate
+from dlrm_workbook.analysis.ranks.links import Link, Network, calibrate
 from dlrm_workbook.analysis.ranks.prediction import (
     ComputeProfile,
     Overlap,
@@ -376,6 +376,14 @@ def predictions_of(
         except InputError as error:
             made[number] = str(error)
     return made
+
+
+def own_link(record: ScalingRecord, name: str) -> Link | None:
+    """The link between the record's ranks; None if too little of it was measured."""
+    try:
+        return calibrate(record.link_probe, name) if len(record.link_probe) else None
+    except InputError:
+        return None
 
 
 def own_profile(record: ScalingRecord) -> ComputeProfile:

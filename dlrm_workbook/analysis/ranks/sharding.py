@@ -12,6 +12,7 @@ import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import pandas as pd
@@ -35,7 +36,10 @@ SMALL_TABLE_BYTES = 8 << 20
 """Up to this size a table may be replicated in a ``mixed`` plan."""
 
 
-def lookup_cost(lookups: float, columns: int) -> float:
+Number = TypeVar("Number", float, np.ndarray)
+
+
+def lookup_cost(lookups: Number, columns: int) -> Number:
     """Bytes that a bag costs: its rows, what finding each costs beside them, and its sum."""
     return lookups * (4 * columns + LOOKUP_BYTES) + 4 * columns
 
@@ -95,44 +99,35 @@ class Plan:
 
     def columns_sent(self) -> np.ndarray:
         """Columns of pooled vectors that each rank makes for all samples: shape (ranks,)."""
-        return self._sum({table.table: table.columns for table in self.of_kind(*_EXCHANGED)})
+        total = np.zeros(self.ranks)
+        for table in self.of_kind(*_EXCHANGED):
+            np.add.at(total, np.asarray(table.ranks), table.columns)
+        return total
 
-    def work(self, costs: Sequence[float] | None = None) -> np.ndarray:
+    def work(self) -> np.ndarray:
         """Table work on each rank over that of one rank that has all tables: shape (ranks,).
 
         The sum is 1, and more where tables are cut: a lookup of half a row is more than half a
-        lookup (``LOOKUP_BYTES``), and every owner of rows writes a partial sum of every bag.
-
-        Args:
-            costs: of each whole table for one sample; :func:`lookup_cost` if None. A replicated
-                table's work is shared by all (each rank looks up its own samples); a row-wise
-                table's lookups by the rows a rank holds, as if they were spread evenly.
+        lookup (``LOOKUP_BYTES``), and every owner of rows writes a partial sum of every bag. A
+        replicated table's work is shared by all (each rank looks up its own samples); a
+        row-wise table's lookups by the rows a rank holds, as if they were spread evenly.
         """
-        costs = self.default_costs() if costs is None else costs
         total = np.zeros(self.ranks)
         for table in self.tables:
-            cost, count = costs[table.table], self.lookups[table.table]
-            whole = lookup_cost(count, table.dim)
+            count = self.lookups[table.table]
             if table.kind == "replicated":
-                total += cost / self.ranks
+                total += lookup_cost(count, table.dim) / self.ranks
             elif table.kind == "row_wise":
                 own = count * table.shard_rows / table.rows
-                own_cost = own * (4 * table.dim + LOOKUP_BYTES) + 4 * table.dim
-                np.add.at(total, np.asarray(table.ranks), cost * own_cost / whole)
+                np.add.at(total, np.asarray(table.ranks), lookup_cost(own, table.dim))
             else:
-                share_of_slice = lookup_cost(count, table.columns) / whole
-                np.add.at(total, np.asarray(table.ranks), cost * share_of_slice)
-        every = float(sum(costs))
+                np.add.at(total, np.asarray(table.ranks), lookup_cost(count, table.columns))
+        every = sum(self.costs())
         return total / every if every > 0 else total
 
-    def default_costs(self) -> list[float]:
-        """:func:`lookup_cost` of each table."""
+    def costs(self) -> list[float]:
+        """:func:`lookup_cost` of each whole table."""
         return [lookup_cost(count, self.dim) for count in self.lookups]
-
-    def imbalance(self, costs: Sequence[float] | None = None) -> float:
-        """(most − mean) / most of the ranks' table work: 0 is even."""
-        work = self.work(costs)
-        return float(1 - work.mean() / work.max()) if work.max() > 0 else 0.0
 
     def table_bytes(self, number_bytes: int = 4) -> np.ndarray:
         """Bytes of weights on each rank, shape (ranks,)."""
@@ -156,13 +151,6 @@ class Plan:
             columns=["table", "kind", "rank", "rows", "columns"],
         )
 
-    def _sum(self, columns: Mapping[int, float]) -> np.ndarray:
-        total = np.zeros(self.ranks)
-        for table in self.tables:
-            if table.table in columns:
-                np.add.at(total, np.asarray(table.ranks), columns[table.table])
-        return total
-
 
 _EXCHANGED = ("table_wise", "column_wise")
 
@@ -171,34 +159,28 @@ def make_plan(
     parameters: Parameters,
     ranks: int,
     sharding: str | Sequence[str] = "table_wise",
-    costs: Sequence[float] | None = None,
-    column_parts: int | None = None,
     idle: bool = False,
 ) -> Plan:
     """Spread the tables of a model over ranks.
 
     Whole tables and column slices go, most work first, to the rank with least work so far
-    (longest processing time first, Graham 1969: at most 4/3 of the best makespan).
+    (longest processing time first, Graham 1969: at most 4/3 of the best makespan). A
+    column-wise table is cut into as many slices as keep ``NARROWEST_COLUMNS`` each and as all
+    ranks together can use.
 
     Args:
         sharding: one of ``SHARDINGS`` for all tables, or a kind for each.
-        costs: work of each table for one sample; :func:`lookup_cost` if None.
-        column_parts: slices of a column-wise table; left out, as many as keep every slice at
-            ``NARROWEST_COLUMNS`` and as all ranks together can use.
         idle: allow ranks that hold no table and have only their share of the dense part.
 
     Raises:
-        InputError: too many ranks for this sharding, an unknown kind, or a width that cannot
-            be cut so.
+        InputError: too many ranks for this sharding, or an unknown kind.
     """
     if ranks < 1:
         raise InputError(f"ranks is {ranks}, expected at least 1")
     kinds = _kinds(parameters, ranks, sharding)
     model = parameters.model
     lookups = tuple(mean_bag_size(parameters, rows) for rows in model.table_rows)
-    work = [lookup_cost(n, model.embedding_dim) for n in lookups] if costs is None else costs
-    if len(work) != len(kinds):
-        raise InputError(f"costs has {len(work)} numbers, the model {len(kinds)} tables")
+    work = [lookup_cost(n, model.embedding_dim) for n in lookups]
     most = maximum_ranks(parameters, kinds)
     if ranks > most and not idle:
         raise InputError(
@@ -207,7 +189,7 @@ def make_plan(
             f"{maximum_ranks(parameters, 'row_wise')}, replicated any number"
         )
     parts = {
-        table: _parts(model.embedding_dim, ranks, kinds.count("column_wise"), column_parts)
+        table: _parts(model.embedding_dim, ranks, kinds.count("column_wise"))
         if kind == "column_wise"
         else 1
         for table, kind in enumerate(kinds)
@@ -274,19 +256,10 @@ def _mixed(parameters: Parameters, ranks: int) -> list[str]:
     ]
 
 
-def _parts(dim: int, ranks: int, sliced: int, asked: int | None) -> int:
+def _parts(dim: int, ranks: int, sliced: int) -> int:
     """Slices of a column-wise table: a divisor of its width."""
-    most = max(1, dim // NARROWEST_COLUMNS)
-    wanted = asked if asked is not None else min(most, max(1, -(-ranks // max(sliced, 1))))
-    divisors = [n for n in range(1, dim + 1) if dim % n == 0]
-    if asked is not None:
-        if asked not in divisors:
-            raise InputError(
-                f"column_parts is {asked}, but model.embedding_dim is {dim}, which {asked} does "
-                "not divide"
-            )
-        return asked
-    return min(n for n in divisors if n >= wanted)
+    wanted = min(max(1, dim // NARROWEST_COLUMNS), max(1, -(-ranks // max(sliced, 1))))
+    return min(n for n in range(wanted, dim + 1) if dim % n == 0)
 
 
 def _packed(

@@ -42,13 +42,18 @@ from dlrm_workbook.analysis.ranks.links import (
     LINKS,
     Link,
     Network,
-    calibrate,
     check,
     link,
     links_table,
 )
 from dlrm_workbook.analysis.ranks.prediction import ComputeProfile, Overlap, ceiling_profile, steady
-from dlrm_workbook.analysis.ranks.record import ScalingRecord, own_profile, read_record, record_of
+from dlrm_workbook.analysis.ranks.record import (
+    ScalingRecord,
+    own_link,
+    own_profile,
+    read_record,
+    record_of,
+)
 from dlrm_workbook.analysis.ranks.sharding import SHARDINGS, make_plan, maximum_ranks
 from dlrm_workbook.studies.scaling import measure
 from dlrm_workbook.studies.scaling.measure import Effort
@@ -131,11 +136,7 @@ class Scaling:
     @property
     def link(self) -> Link | None:
         """This machine's own link, if it was measured."""
-        probe = self.record.link_probe
-        try:
-            return calibrate(probe, "this machine, measured") if len(probe) else None
-        except InputError:
-            return None
+        return own_link(self.record, "this machine, measured")
 
     @property
     def links(self) -> pd.DataFrame:

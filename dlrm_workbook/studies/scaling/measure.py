@@ -28,6 +28,7 @@ from dlrm_core.files import only_process, plain, read_json, write_json, write_te
 from dlrm_core.machine import available_memory, machine_facts
 from dlrm_core.parts import parse_span
 from dlrm_workbook.analysis.ranks.record import FORMAT, VERSION
+from dlrm_workbook.changes import difference
 from dlrm_workbook.processes import python_module, run_child
 from dlrm_workbook.studies.scaling.launch import launch_lines, run_ranks
 
@@ -129,21 +130,15 @@ def _launch(parameters: Parameters, folder: Path | None, ranks: int, nodes: int)
         file = str(folder / PARAMETERS)
         text = yaml.safe_dump(plain(parameters.to_sections()), sort_keys=False)
         write_text(folder / PARAMETERS, text)
-    return launch_lines(file or "FILE", changed_leaves(parameters), ranks, nodes)
+    return launch_lines(file or "FILE", _changed(parameters), ranks, nodes)
 
 
-def changed_leaves(parameters: Parameters) -> list[str]:
+def _changed(parameters: Parameters) -> list[str]:
     """``section.leaf=value`` of everything that differs from the parameters' own file."""
     if not parameters.source or not Path(parameters.source).exists():
         return []
-    before = load_parameters(parameters.source).to_sections()
-    return [
-        f"{section}.{leaf}={json.dumps(value)}"
-        for section, leaves in parameters.to_sections().items()
-        if section != "title"
-        for leaf, value in leaves.items()
-        if value != before[section][leaf]
-    ]
+    changed = difference(load_parameters(parameters.source), parameters)
+    return [f"{name}={json.dumps(value)}" for name, value in changed.items()]
 
 
 def _stretch(

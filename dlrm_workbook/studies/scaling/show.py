@@ -117,13 +117,8 @@ def efficiency_lines(
         known = table[table["efficiency"].notna()]
         counts |= set(known["ranks"].astype(int))
         result.add_trace(
-            go.Scatter(
-                x=known["ranks"],
-                y=known["efficiency"],
-                name=f"{name} scaling, predicted",
-                mode="lines+markers",
-                line={"color": colours[name], "width": 2, "dash": DASHES[number]},
-                marker={"size": 7, "symbol": SYMBOLS[number]},
+            _line(
+                *(known, known["efficiency"], f"{name} scaling, predicted", colours[name], number),
                 cliponaxis=False,
                 customdata=_named(known)[["speedup", "sharding", "mid_ms"]],
                 hovertemplate=(
@@ -175,17 +170,11 @@ def sharding_lines(tables: Mapping[str, pd.DataFrame], best: pd.DataFrame) -> go
         times += known["mid_ms"].tolist()
         is_best = name == "best"
         result.add_trace(
-            go.Scatter(
-                x=known["ranks"],
-                y=known["mid_ms"],
-                name="best, tables of different kinds" if is_best else kind_label(name),
-                mode="lines+markers",
-                line={
-                    "color": SHARDING_COLOURS[name],
-                    "width": 1.5 if is_best else 2.5,
-                    "dash": "dot" if is_best else DASHES[number % len(DASHES)],
-                },
-                marker={"size": 6, "symbol": SYMBOLS[number % len(SYMBOLS)]},
+            _line(
+                *(known, known["mid_ms"]),
+                "best, tables of different kinds" if is_best else kind_label(name),
+                *(SHARDING_COLOURS[name], number),
+                line={"width": 1.5, "dash": "dot"} if is_best else {"width": 2.5},
                 customdata=_named(known)[["exposed_ms", "sharding"]],
                 hovertemplate=(
                     "%{x:,} ranks: %{y:,.3g} ms, %{customdata[0]:,.3g} ms exposed<br>"
@@ -198,6 +187,23 @@ def sharding_lines(tables: Mapping[str, pd.DataFrame], best: pd.DataFrame) -> go
     result.update_xaxes(**ranks_axis(counts))
     result.update_yaxes(title="ms per iteration", **log_axis(log_ticks(times)))
     return result
+
+
+def _line(
+    table: pd.DataFrame, y: pd.Series, name: str, colour: str, number: int, **given: Any
+) -> go.Scatter:
+    """A line over ranks, apart from its neighbours by colour, dash and symbol."""
+    look = {"color": colour, "width": 2, "dash": DASHES[number % len(DASHES)]}
+    symbol = {"size": 7, "symbol": SYMBOLS[number % len(SYMBOLS)]}
+    return go.Scatter(
+        x=table["ranks"],
+        y=y,
+        name=name,
+        mode="lines+markers",
+        line=look | given.pop("line", {}),
+        marker=symbol,
+        **given,
+    )
 
 
 def ranks_axis(counts: Iterable[int]) -> dict[str, Any]:
@@ -430,13 +436,8 @@ def straggler_lines(table: pd.DataFrame, said: str) -> go.Figure:
         )
     ):
         result.add_trace(
-            go.Scatter(
-                x=table["ranks"],
-                y=table[column] / table["even_ms"],
-                name=name,
-                mode="lines+markers",
-                line={"color": colour, "width": 2, "dash": DASHES[number]},
-                marker={"size": 7, "symbol": SYMBOLS[number]},
+            _line(
+                *(table, table[column] / table["even_ms"], name, colour, number),
                 customdata=table[[column, "even_ms"]],
                 hovertemplate=(
                     "%{x:,} ranks: %{customdata[0]:,.3g} ms instead of %{customdata[1]:,.3g} ms"

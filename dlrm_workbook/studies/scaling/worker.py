@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,8 +47,59 @@ from dlrm_core.distributed.world import (
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json, write_json
 from dlrm_core.machine import end_with_starter
-from dlrm_core.model import ClickLoss
+from dlrm_core.model import ClickLoss, fill_dense_with_torch
 from dlrm_core.parts import capturing
+
+# Where processes of one node wait for each other.
+
+
+class Meeting:
+    """Where processes wait for each other, asleep: they must not take time from who computes."""
+
+    def __init__(self, store: dist.TCPStore, collectives: Collectives) -> None:
+        self.store = store
+        self._collectives = collectives
+        self._met: dict[str, int] = {}
+
+    def name(self, key: str) -> str:
+        """A new one, the same in all processes that have asked for this key as often."""
+        self._met[key] = self._met.get(key, 0) + 1
+        return f"dlrm/{key}/{self._met[key]}"
+
+    def of(self, key: str, count: int) -> None:
+        """Return when so many processes have called it as often."""
+        place = self.name(key)
+        # as in a collective: who waits is not the one that the others wait for
+        self._collectives.waiting = True
+        try:
+            if self.store.add(place, 1) == count:
+                self.store.set(f"{place}/all", "1")
+            # the launcher and the watch end what takes too long
+            self.store.wait([f"{place}/all"], datetime.timedelta(days=1))
+        finally:
+            self._collectives.waiting = False
+            self._collectives.note_progress()
+
+
+class Company:
+    """So many processes that are timed together: they begin at once, and none ends early."""
+
+    def __init__(self, meeting: Meeting, count: int) -> None:
+        self._meeting, self._count = meeting, count
+        self._key = f"beside/{count}"
+        self._place = meeting.name(self._key + "/done")
+        self._done = False
+
+    def begin(self) -> None:
+        """Return when all of them are ready to be timed."""
+        self._meeting.of(self._key, self._count)
+
+    def others_compute(self) -> bool:
+        """Say that this one is done, and whether another is not."""
+        done = self._meeting.store.add(self._place, 0 if self._done else 1)
+        self._done = True
+        return bool(done < self._count)
+
 
 # How long the step's thread is in each part, exchanges taken out and given their own rows.
 
@@ -111,23 +162,13 @@ SHOWN = 3
 Row = dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Pace:
     """Iterations of one run: to warm up, to count, and the seconds that these take at most."""
 
     warmup: int
     iterations: int
     seconds: float = 60.0
-
-
-class Beside(Protocol):
-    """Processes of one node that compute at the same time, each by itself."""
-
-    def begin(self) -> None:
-        """Return when all of them are ready to be timed."""
-
-    def others_compute(self) -> bool:
-        """Say that this one is done, and whether another is not."""
 
 
 def measure_run(
@@ -164,14 +205,16 @@ def measure_alone(
     world: World,
     collectives: Collectives,
     pace: Pace,
-    beside: Callable[[], Beside],
+    meeting: Meeting,
+    count: int,
 ) -> list[Row]:
     """Parts of one of several processes of this node that exchange nothing.
 
     Args:
         sizes: batches of this process.
         world: of all of them; they have not joined.
-        beside: makes what the processes begin and end a batch size together by.
+        meeting: where they begin and end each batch size together.
+        count: of the processes that do.
 
     Returns:
         this process's rows of ``compute_profile``, less ``case`` and ``concurrent``; "other"
@@ -183,7 +226,8 @@ def measure_alone(
         for size in sizes:
             training = dataclasses.replace(parameters.training, batch_size=size)
             sized = dataclasses.replace(parameters, training=training)
-            found = _timed(step, sized, alone, collectives, pace, beside())
+            company = Company(meeting, count)
+            found = _timed(step, sized, alone, collectives, pace, company)
             rows += [
                 {
                     "process": world.rank,
@@ -201,7 +245,7 @@ def _timed(
     world: World,
     collectives: Collectives,
     pace: Pace,
-    beside: Beside | None = None,
+    beside: Company | None = None,
 ) -> dict[str, list[Row]]:
     """Rows of so many steps; fewer if the seconds are over, on all ranks alike.
 
@@ -277,8 +321,6 @@ def _make_step(
             bound = (1 / parameters.model.table_rows[shard.table]) ** 0.5
             memory.uniform_(-bound, bound, generator=generator)
     # the dense part's are alike on all ranks: training goes the same way everywhere
-    from dlrm_core.model import fill_dense_with_torch
-
     dense = torch.Generator(world.device).manual_seed(parameters.training.seed)
     fill_dense_with_torch(model, dense)
     loss = ClickLoss(parameters.model.loss, parameters.model.loss_weights).to(world.device)
@@ -411,8 +453,6 @@ LAST_ROUND = ("placement", "spans", "losses")
 
 SAME_EVERYWHERE = ("placement", "losses")
 
-Rows = list[dict[str, Any]]
-
 
 def main(arguments: Sequence[str]) -> int:
     """Measure what the job asks for."""
@@ -434,7 +474,7 @@ def measure_job(
     Args:
         world: of all ranks; they have not joined yet.
     """
-    meeting = _Meeting(launcher_store(), collectives)
+    meeting = Meeting(launcher_store(), collectives)
     pace = Pace(job["warmup"], job["iterations"], job["seconds"])
     first = job.get("first_round", 0)
     found: dict[str, Any] = read_json(result) if first and world.first else _nothing_yet(world)
@@ -460,19 +500,16 @@ def _nothing_yet(world: World) -> dict[str, Any]:
 
 
 def _measured(
-    stretch: dict[str, Any], world: World, collectives: Collectives, pace: Pace, meeting: _Meeting
-) -> dict[str, Rows]:
+    stretch: dict[str, Any], world: World, collectives: Collectives, pace: Pace, meeting: Meeting
+) -> dict[str, list[Row]]:
     """Rows of one round of a stretch, those of all its ranks."""
     count, alone = stretch["ranks"], stretch["alone"]
-    found: dict[str, Rows] = {name: [] for name in (*OF_RUNS, *ROUND_BY_ROUND)}
-    own: Rows = []
+    found: dict[str, list[Row]] = {name: [] for name in (*OF_RUNS, *ROUND_BY_ROUND)}
+    own: list[Row] = []
     if alone:
         parameters = parameters_from_sections(alone["sections"])
-
-        def beside() -> Company:
-            return Company(meeting, count)
-
-        own = measure_alone(parameters, alone["sizes"], world, collectives, pace, beside)
+        sizes = alone["sizes"]
+        own = measure_alone(parameters, sizes, world, collectives, pace, meeting, count)
     with first_ranks(world, count, meeting.store, meeting.name(f"group/{count}")) as some:
         rows = itertools.chain(*gathered(some, own))
         found["compute_profile"] = [{"concurrent": count} | row for row in rows]
@@ -488,7 +525,7 @@ def _measured(
     return found
 
 
-def _add(found: dict[str, Any], more: dict[str, Rows], later: int) -> None:
+def _add(found: dict[str, Any], more: dict[str, list[Row]], later: int) -> None:
     """Add another round; of some tables the last round's stay.
 
     Args:
@@ -502,54 +539,6 @@ def _add(found: dict[str, Any], more: dict[str, Rows], later: int) -> None:
             row | {name: row[name] + later for name in ("iteration", "repetition") if name in row}
             for row in rows
         ]
-
-
-class _Meeting:
-    """Where processes wait for each other, asleep: they must not take time from who computes."""
-
-    def __init__(self, store: dist.TCPStore, collectives: Collectives) -> None:
-        self.store = store
-        self._collectives = collectives
-        self._met: dict[str, int] = {}
-
-    def name(self, key: str) -> str:
-        """A new one, the same in all processes that have asked for this key as often."""
-        self._met[key] = self._met.get(key, 0) + 1
-        return f"dlrm/{key}/{self._met[key]}"
-
-    def of(self, key: str, count: int) -> None:
-        """Return when so many processes have called it as often."""
-        place = self.name(key)
-        # as in a collective: who waits is not the one that the others wait for
-        self._collectives.waiting = True
-        try:
-            if self.store.add(place, 1) == count:
-                self.store.set(f"{place}/all", "1")
-            # the launcher and the watch end what takes too long
-            self.store.wait([f"{place}/all"], datetime.timedelta(days=1))
-        finally:
-            self._collectives.waiting = False
-            self._collectives.note_progress()
-
-
-class Company:
-    """So many processes that are timed together: they begin at once, and none ends early."""
-
-    def __init__(self, meeting: _Meeting, count: int) -> None:
-        self._meeting, self._count = meeting, count
-        self._key = f"beside/{count}"
-        self._place = meeting.name(self._key + "/done")
-        self._done = False
-
-    def begin(self) -> None:
-        """Return when all of them are ready to be timed."""
-        self._meeting.of(self._key, self._count)
-
-    def others_compute(self) -> bool:
-        """Say that this one is done, and whether another is not."""
-        done = self._meeting.store.add(self._place, 0 if self._done else 1)
-        self._done = True
-        return bool(done < self._count)
 
 
 if __name__ == "__main__":
