@@ -674,7 +674,7 @@ def _with_dataset_shape(tree: Mapping[str, Any]) -> Mapping[str, Any]:
         return tree
     if "table_rows" in model or not data["path"]:
         return tree
-    from dlrm_core.data.files.feature_spec import read_spec
+    from dlrm_core.feature_spec import read_spec
 
     spec = read_spec(Path(data["path"]))
     shape = {"table_rows": list(spec.table_rows), "tables": len(spec.table_rows)}

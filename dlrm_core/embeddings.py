@@ -1,15 +1,13 @@
-"""Embedding tables behind one interface, and the back ends that work on them."""
+"""Embedding tables, torch's own lookups and updates, and how a faster back end is attached."""
 
 from __future__ import annotations
 
 import ctypes
 import dataclasses
-import itertools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -17,8 +15,6 @@ from dlrm_core.config import Parameters, TrainingConfig
 from dlrm_core.data.batch import Batch
 from dlrm_core.engines import PACKAGE, engine, find_engine
 from dlrm_core.errors import InputError
-
-# The embedding tables of a DLRM, and what a back end for them must offer.
 
 _HUGE_PAGE = 1 << 21
 _PAIR_OF_LINES = 128
@@ -120,79 +116,6 @@ def _advise_huge_pages(weight: torch.Tensor) -> None:
         advise = ctypes.CDLL(None).madvise
         advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         advise(begin, end - begin, _MADV_HUGEPAGE)
-
-
-# What a batch must be before its addresses go to machine code.
-
-NO_FAULT, BAD_INDEX, BAD_OFFSET = 0, 1, 2
-"""What a forward kernel notes of a batch that it refuses."""
-
-
-def check_batch(batch: Batch, tables: int, device: str = "cpu") -> None:
-    """Refuse what the kernels of that kind of device would misread.
-
-    Raises:
-        InputError: naming the tensor, and what was found and expected.
-    """
-    for name, tensor in (("indices", batch.indices), ("offsets", batch.offsets)):
-        if tensor.dtype != torch.int64 or tensor.device.type != device:
-            raise InputError(
-                f"batch.{name} is {tensor.dtype} on {tensor.device}, expected torch.int64 on "
-                f"{device}"
-            )
-        if not tensor.is_contiguous():
-            raise InputError(
-                f"batch.{name} has strides {tuple(tensor.stride())}, expected a contiguous tensor"
-            )
-    if batch.offsets.dim() != 2 or batch.offsets.shape[0] != tables:
-        raise InputError(
-            f"batch.offsets has shape {tuple(batch.offsets.shape)}, expected {tables} tables "
-            "x samples"
-        )
-    starts = batch.table_starts
-    if (
-        len(starts) != tables + 1
-        or starts[0] != 0
-        or starts[-1] != batch.indices.numel()
-        or any(a > b for a, b in itertools.pairwise(starts))
-    ):
-        raise InputError(
-            f"batch.table_starts is {starts}, expected {tables + 1} rising numbers from 0 to "
-            f"{batch.indices.numel()} (batch.indices)"
-        )
-
-
-def describe_fault(kind: int, place: int, batch: Batch, rows: np.ndarray) -> str:
-    """What is wrong with a batch, from the kind and place that the forward kernel noted."""
-    if kind == BAD_INDEX:
-        table = int(np.searchsorted(batch.table_starts, place, side="right")) - 1
-        lookup, value = place - batch.table_starts[table], int(batch.indices[place])
-        return describe_values(kind, table, lookup, value, int(rows[table]))
-    table, bag = divmod(place, batch.offsets.shape[1])
-    size = batch.table_starts[table + 1] - batch.table_starts[table]
-    return describe_values(kind, table, bag, int(batch.offsets[table, bag]), 0, f"{size} ")
-
-
-def describe_values(
-    kind: int, table: int, place: int, value: int, rows: int, lookups: str = ""
-) -> str:
-    """What is wrong: an index ``value`` at a table's lookup ``place``, or a sample's offset."""
-    if kind == BAD_INDEX:
-        return (
-            f"embedding table {table} has {rows:,} rows, but lookup {place} of the batch asks for "
-            f"row {value}, expected 0 to {rows - 1}"
-        )
-    return (
-        f"batch.offsets of embedding table {table} is {value} at sample {place}, expected offsets "
-        f"that begin with 0, do not fall and stay below or at its {lookups}lookups"
-    )
-
-
-def rows_of(gradient: torch.Tensor) -> torch.Tensor:
-    """A gradient (B, d) whose rows are float32, each without gaps."""
-    if gradient.dtype != torch.float32 or (gradient.shape[1] > 1 and gradient.stride(1) != 1):
-        return gradient.to(torch.float32).contiguous()
-    return gradient
 
 
 # torch's own embeddings and optimisers: the oracle that every other back end is held to.

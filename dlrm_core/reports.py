@@ -7,17 +7,14 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
+from dlrm_core.config import Parameters
 from dlrm_core.evaluate import Evaluation
 from dlrm_core.machine import device_name, peak_memory, peak_memory_by_device
-
-if TYPE_CHECKING:
-    from dlrm_core.train import TrainingLoop
-
-# What the training loop measures and hands back: intervals, evaluations, the result.
 
 
 @dataclass(frozen=True)
@@ -231,12 +228,36 @@ class Meter(Protocol):
 MeterOf = Callable[[torch.device], Meter]
 
 
+class Loop(Protocol):
+    """What a run asks of :class:`dlrm_core.train.TrainingLoop`; its attributes are said there."""
+
+    parameters: Parameters
+    device: torch.device
+    step: Any
+    done: int
+    total: int
+    notices: list[str]
+    embedding_backend: str
+    writes_checkpoints: bool
+    checkpoint: Path | None
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the last iteration."""
+
+    def evaluate(self) -> Evaluation:
+        """Predict the held-out data."""
+
+    def save(self) -> Path | None:
+        """Write a checkpoint; where, if this process did."""
+
+
 class Run:
-    """One call of :meth:`TrainingLoop.train`: what happens between iterations, and its outcome."""
+    """One call of :meth:`dlrm_core.train.TrainingLoop.train`: its events and its outcome."""
 
     def __init__(
         self,
-        trainer: TrainingLoop[Any],
+        trainer: Loop,
         on_interval: Callable[[Interval], None],
         on_line: Callable[[Line], None],
         meter: MeterOf | None,
@@ -271,7 +292,7 @@ class Run:
         """Report, evaluate, write a checkpoint as is due; whether the run ends here."""
         done, total, config = self.trainer.done, self.trainer.total, self.config
         self.measured.settle()
-        check = getattr(self.trainer.model.embeddings.backend, "check", None)
+        check = getattr(self.trainer.step.model.embeddings.backend, "check", None)
         if check is not None:
             check()  # a GPU tells late that it was asked for a row that is not there
         if stop or due(done, total, config.log_every):

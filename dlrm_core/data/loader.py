@@ -14,8 +14,9 @@ import torch
 
 from dlrm_core.config import Parameters
 from dlrm_core.data.batch import Batch
+from dlrm_core.data.facebook_replay import FacebookReplay
 from dlrm_core.data.staging import Copies, CudaCopies, Slot, Staged, Staging
-from dlrm_core.data.synthetic import FacebookLoop, FacebookReplay, SyntheticBatches
+from dlrm_core.data.synthetic import FacebookLoop, SyntheticBatches
 from dlrm_core.errors import InputError
 
 T = TypeVar("T")

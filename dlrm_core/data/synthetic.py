@@ -1,8 +1,7 @@
-"""Vectorised random batches: uniform or power-law indices, on the CPU or the GPU."""
+"""Random batches: facebookresearch/dlrm's own loop, and vectorised uniform or power-law ones."""
 
 from __future__ import annotations
 
-import collections
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -196,16 +195,14 @@ class _HostDraws(_Draws):
         into.numpy()[:] = self.draws.integers(0, bound, into.numel(), dtype=kind)
 
 
-# facebookresearch/dlrm's random data, twice: as it is, and the same stream fast.
-
 _SKIPPED_AT_ONCE = 1 << 20
 
 
 class FacebookLoop:
     """The law as the experiment ran it: a Python loop over samples.
 
-    Slow on purpose: it is the oracle for :class:`FacebookReplay` and the honest
-    baseline, since the experiment's CPU time goes here.
+    Slow on purpose: it is the oracle for :mod:`dlrm_core.data.facebook_replay` and the
+    honest baseline, since the experiment's CPU time goes here.
     """
 
     def __init__(
@@ -269,121 +266,3 @@ class FacebookLoop:
             tuple(table_starts),
             torch.tensor(targets),
         )
-
-
-class FacebookReplay(FacebookLoop):
-    """The same stream bit for bit, without the loop over samples.
-
-    Only the chain of bag sizes is sequential: where a bag's size is drawn
-    depends on all sizes before it. So the stream is drawn in blocks, every
-    position is read as if it were a size, and the chain is followed through the
-    resulting list; everything else is whole-array arithmetic.
-    """
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
-        self._drawn = np.empty(0)
-        """Draws of the stream not used yet."""
-        self._total = 0
-        """Draws made so far, used or not."""
-        self._marks = collections.deque([(0, self.random.get_state(legacy=False))])
-        """(draws made so far, the generator's state) at some points of the stream, in order."""
-
-    def state(self) -> dict[str, Any]:
-        """Where the stream stands: the generator's state at a mark, and how far beyond it.
-
-        The generator itself is ahead by what is drawn and not used, and cannot go back.
-        """
-        place = self._total - self._drawn.size
-        while len(self._marks) > 1 and self._marks[1][0] <= place:
-            self._marks.popleft()
-        total, random = self._marks[0]
-        if self._marks[-1][0] < self._total:
-            self._marks.append((self._total, self.random.get_state(legacy=False)))
-        return {"random": random, "skip": place - total}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
-        super().restore(state)
-        self._drawn, self._total = np.empty(0), 0
-        self._marks = collections.deque([(0, self.random.get_state(legacy=False))])
-
-    def next_batch(self) -> Batch:
-        """The next batch of the stream, equal to the loop's in every bit."""
-        size = self.batch_size
-        dense = self._take(size * self.dense_features).astype(np.float32)
-        bags = [self._table(rows) for rows in self.table_rows]
-        targets = self._take(size).astype(np.float32)
-        if self.round_targets:
-            targets = np.round(targets)
-        table_starts = np.concatenate([[0], np.cumsum([indices.size for indices, _ in bags])])
-        return Batch(
-            torch.from_numpy(dense.reshape(size, self.dense_features)),
-            torch.from_numpy(np.concatenate([indices for indices, _ in bags])),
-            torch.from_numpy(np.stack([offsets for _, offsets in bags])),
-            tuple(int(start) for start in table_starts),
-            torch.from_numpy(targets.reshape(size, 1)),
-        )
-
-    def _take(self, count: int) -> np.ndarray:
-        """The next ``count`` draws of the stream."""
-        self._fill(count)
-        taken, self._drawn = self._drawn[:count], self._drawn[count:]
-        return taken
-
-    def _fill(self, count: int) -> None:
-        missing = count - self._drawn.size
-        if missing > 0:
-            self._total += missing
-            self._drawn = np.concatenate([self._drawn, self.random.random_sample(missing)])
-
-    def _table(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """One table's indices (N_t,) and offsets (B,), both int64."""
-        size, bound = self.batch_size, min(rows, self.indices_per_lookup)
-        if self.fixed_pooling:
-            counts = np.full(size, self.indices_per_lookup)
-            draws = self._take(int(counts.sum()))
-        else:
-            draws, counts = self._chain(size, bound)
-        # one sortable key per draw: sample first, row second
-        samples = np.repeat(np.arange(size, dtype=np.int64), counts)
-        keys = np.round(draws * (rows - 1)).astype(np.int64)
-        keys += samples * rows
-        keys.sort()
-        first = np.empty(keys.size, dtype=bool)
-        first[:1] = True
-        np.not_equal(keys[1:], keys[:-1], out=first[1:])
-        keys = keys[first]
-        offsets = np.searchsorted(keys, np.arange(size, dtype=np.int64) * rows)
-        kept = np.diff(offsets, append=keys.size)
-        keys -= np.repeat(np.arange(size, dtype=np.int64) * rows, kept)
-        return keys, offsets
-
-    def _chain(self, size: int, bound: int) -> tuple[np.ndarray, np.ndarray]:
-        """Follow the bag sizes through the stream.
-
-        Returns the draws that become indices, and the size of each bag (B,).
-        """
-        self._fill(size * (bound // 2 + 2))
-        # Only the draws that are sizes are looked at, one after the other; a
-        # memoryview hands out Python floats without making a list of the whole block.
-        drawn = self._drawn.data
-        places: list[int] = []
-        place = 0
-        while len(places) < size:
-            try:
-                draw = drawn[place]
-            except IndexError:
-                self._fill(place + (size - len(places)) * (bound // 2 + 2))
-                drawn = self._drawn.data
-                continue
-            places.append(place)
-            # Python's round is numpy's: halves go to the even neighbour
-            place += 1 + (round(draw * bound) or 1)
-        self._fill(place)
-        chain = np.array(places)
-        draws = self._take(place)
-        counts = np.diff(chain, append=place) - 1
-        is_index = np.ones(place, dtype=bool)
-        is_index[chain] = False
-        return draws[is_index], counts

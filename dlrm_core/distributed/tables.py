@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dlrm_core.config import Parameters
 from dlrm_core.data.batch import Batch
+from dlrm_core.data.checks import BAD_INDEX, describe_fault
 from dlrm_core.distributed.collectives import Collectives
 from dlrm_core.distributed.plan import (
     Shard,
@@ -30,7 +31,7 @@ from dlrm_core.distributed.plan import (
     shards_of,
 )
 from dlrm_core.distributed.world import World
-from dlrm_core.embeddings import BAD_INDEX, EPSILON, describe_fault
+from dlrm_core.embeddings import EPSILON
 from dlrm_core.errors import InputError
 from dlrm_core.model import facebook_table
 

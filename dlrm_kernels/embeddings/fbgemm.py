@@ -22,15 +22,12 @@ from typing import Any
 import torch
 
 from dlrm_core.data.batch import Batch
+from dlrm_core.data.checks import BAD_INDEX, BAD_OFFSET, check_batch, describe_fault
 from dlrm_core.embeddings import (
-    BAD_INDEX,
-    BAD_OFFSET,
     EPSILON,
     FBGEMM_LANES,
     FBGEMM_ROWWISE_ELEMENTS,
     EmbeddingTables,
-    check_batch,
-    describe_fault,
     empty_table,
 )
 from dlrm_core.errors import InputError, MissingToolError

@@ -19,14 +19,8 @@ import numpy as np
 import torch
 
 from dlrm_core.data.batch import Batch
-from dlrm_core.embeddings import (
-    EPSILON,
-    EmbeddingTables,
-    check_batch,
-    describe_fault,
-    empty_table,
-    rows_of,
-)
+from dlrm_core.data.checks import check_batch, describe_fault, rows_of
+from dlrm_core.embeddings import EPSILON, EmbeddingTables, empty_table
 from dlrm_core.errors import InputError
 from dlrm_kernels.embeddings import kernels as k
 from dlrm_kernels.embeddings import kernels_contended, kernels_sorted

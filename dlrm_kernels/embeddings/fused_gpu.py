@@ -19,14 +19,8 @@ from typing import Any
 import torch
 
 from dlrm_core.data.batch import Batch, extents_of
-from dlrm_core.embeddings import (
-    BAD_INDEX,
-    BAD_OFFSET,
-    EPSILON,
-    EmbeddingTables,
-    check_batch,
-    describe_values,
-)
+from dlrm_core.data.checks import BAD_INDEX, BAD_OFFSET, check_batch, describe_values
+from dlrm_core.embeddings import EPSILON, EmbeddingTables
 from dlrm_core.errors import InputError, MissingToolError
 
 MAX_DIM = 1024

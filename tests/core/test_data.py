@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from dlrm_core.config import parameters_from_sections
 from dlrm_core.data.batch import Batch
+from dlrm_core.data.facebook_replay import FacebookReplay
 from dlrm_core.data.loader import PrefetchError, _prefetched, batches, make_generator
-from dlrm_core.data.synthetic import FacebookLoop, FacebookReplay, SyntheticBatches
+from dlrm_core.data.synthetic import FacebookLoop, SyntheticBatches
 
 CPU = torch.device("cpu")
 

@@ -16,13 +16,13 @@ from same_files import assert_same_files
 from small_data_set import ROWS, SMALL
 
 from dlrm_core.config import load_parameters, parameters_from_sections
-from dlrm_core.data.files.feature_spec import index_dtype
 from dlrm_core.data.files.generate import VARIANTS, Law, SampleMaker, generate
 from dlrm_core.data.files.inspection import inspect
 from dlrm_core.data.files.reader import DatasetBatches, evaluation_batches, read_batch
 from dlrm_core.data.files.sources import open_source
 from dlrm_core.data.loader import make_generator
 from dlrm_core.errors import InputError
+from dlrm_core.feature_spec import index_dtype
 from dlrm_workbook.cli import main
 
 CPU = torch.device("cpu")

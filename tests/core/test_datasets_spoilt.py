@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_data_set import ROWS
 
-from dlrm_core.data.files.feature_spec import default_spec, read_spec, write_spec
 from dlrm_core.data.files.inspection import inspect
 from dlrm_core.data.files.reader import read_batch
 from dlrm_core.data.files.sources import open_source
 from dlrm_core.errors import InputError
+from dlrm_core.feature_spec import default_spec, read_spec, write_spec
 from dlrm_workbook.cli import main
 
 

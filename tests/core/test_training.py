@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dlrm_core.config import Parameters, parameters_from_sections
-from dlrm_core.data.synthetic import FacebookReplay
+from dlrm_core.data.facebook_replay import FacebookReplay
 from dlrm_core.errors import InputError
 from dlrm_core.machine import available_memory
 from dlrm_core.memory import forecast_memory, mean_bag_size, require_memory

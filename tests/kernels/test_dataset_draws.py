@@ -9,7 +9,6 @@ from small_data_set import ROWS, SMALL
 
 from dlrm_core.config import parameters_from_sections
 from dlrm_core.data.files import draws, loops
-from dlrm_core.data.files.feature_spec import index_dtype, read_spec
 from dlrm_core.data.files.generate import Law, SampleMaker, Variant, generate
 from dlrm_core.data.files.inspection import inspect
 from dlrm_core.data.files.reader import evaluation_batches, read_batch, teacher_auc
@@ -22,6 +21,7 @@ from dlrm_core.data.files.teacher import (
     sigmoid,
 )
 from dlrm_core.data.loader import make_generator
+from dlrm_core.feature_spec import index_dtype, read_spec
 from dlrm_kernels import data_sets as draw_kernels
 from dlrm_kernels.native import cache_folder
 

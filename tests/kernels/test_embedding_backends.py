@@ -24,7 +24,7 @@ from test_embeddings import (
 
 from dlrm_core.config import TrainingConfig
 from dlrm_core.data.batch import Batch
-from dlrm_core.embeddings import EmbeddingTables, attach
+from dlrm_core.embeddings import FBGEMM_ROWWISE_ELEMENTS, EmbeddingTables, attach
 from dlrm_core.errors import InputError, MissingToolError
 from dlrm_core.machine import available_memory
 from dlrm_core.train import Trainer, train
@@ -197,7 +197,7 @@ def test_two_tables_of_which_one_passes_2_to_the_31_elements(tmp_path, backend, 
 @needs_fbgemm
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a sparse file that is mapped")
 def test_fbgemms_rowwise_adagrad_is_right_up_to_its_limit_and_refused_beyond(tmp_path):
-    limit, dim = fbgemm_backend.FBGEMM_ROWWISE_ELEMENTS, 64
+    limit, dim = FBGEMM_ROWWISE_ELEMENTS, 64
     rows = [limit // dim, limit // dim]
     tables, memory = sparse_tables(tmp_path, rows, dim)
     attach(tables, config(embedding_backend="fbgemm", optimizer="rowwise_adagrad"))

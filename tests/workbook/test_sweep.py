@@ -22,12 +22,7 @@ from dlrm_core.errors import InputError
 from dlrm_core.machine import REPOSITORY
 from dlrm_workbook.runs import latest_run
 from dlrm_workbook.studies.sweep.analyse import SweepSummary, newest_sweep
-from dlrm_workbook.studies.sweep.plan import (
-    PointFailed,
-    Sweep,
-    describe_failures,
-    sweep_points,
-)
+from dlrm_workbook.studies.sweep.plan import PointFailed, Sweep, describe_failures, sweep_points
 
 SWEEP = {
     "training.batch_size": [8, 16],

@@ -23,13 +23,6 @@ from typing import IO, Any
 
 import numpy as np
 
-from dlrm_core.data.files.feature_spec import (
-    SPLITS,
-    default_spec,
-    index_dtype,
-    read_spec,
-    write_spec,
-)
 from dlrm_core.data.files.loops import (
     BAD_INTEGER,
     BAD_LABEL,
@@ -56,6 +49,7 @@ from dlrm_core.data.files.resumable import (
 )
 from dlrm_core.data.files.vocabulary import build_vocabulary, number_column
 from dlrm_core.errors import InputError
+from dlrm_core.feature_spec import SPLITS, default_spec, index_dtype, read_spec, write_spec
 from dlrm_core.files import sync_folder
 
 LAYOUTS = {"kaggle": 1 / 7, "terabyte": 1 / 24}

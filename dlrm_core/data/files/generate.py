@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from dlrm_core.data.files.draws import PowerLaw, fill_words, half_of_bits, stream_key, words
-from dlrm_core.data.files.feature_spec import SPLITS, default_spec, index_dtype, write_spec
 from dlrm_core.data.files.resumable import (
     SYNC_BYTES,
     BackgroundSync,
@@ -31,6 +30,7 @@ from dlrm_core.data.files.resumable import (
 )
 from dlrm_core.data.files.teacher import ScoreHistogram, Teacher, TeacherConfig, best_figures
 from dlrm_core.errors import InputError
+from dlrm_core.feature_spec import SPLITS, default_spec, index_dtype, write_spec
 from dlrm_core.progress import Bar
 
 SMALL_TABLE = 100

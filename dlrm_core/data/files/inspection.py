@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from dlrm_core.data.files.criteo import FIELDS, Request, parse_piece, read_pieces
-from dlrm_core.data.files.feature_spec import FILE_NAME, read_spec
 from dlrm_core.data.files.generate import BLOCK, SampleMaker, blocks, law_of_metadata
 from dlrm_core.data.files.loops import DENSE, MISSING, TABLES
 from dlrm_core.data.files.resumable import NOTE
 from dlrm_core.data.files.sources import FORMATS, Column, Source, check_range, open_source
 from dlrm_core.data.files.vocabulary import forget
 from dlrm_core.errors import InputError
+from dlrm_core.feature_spec import FILE_NAME, read_spec
 from dlrm_core.files import read_json
 
 AT_ONCE = 1 << 20

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_core.data.files.feature_spec import ColumnFile, SplitFiles, read_spec
 from dlrm_core.errors import InputError
+from dlrm_core.feature_spec import ColumnFile, SplitFiles, read_spec
 
 FORMATS = ("split_binary", "deepspark_dist", "terabyte")
 TERABYTE_COLUMNS = 40

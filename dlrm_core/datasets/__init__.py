@@ -1,1 +1,0 @@
-"""Data sets on disk: made, converted from Criteo's text, read memory-mapped, inspected."""
