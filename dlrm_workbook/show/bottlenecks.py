@@ -15,24 +15,22 @@ import plotly.graph_objects as go
 from dlrm_core.parts import COMPONENTS, part_label
 from dlrm_core.units import digits, milliseconds, percent
 from dlrm_workbook.analysis.verdict import Stage
-from dlrm_workbook.show.axes import (
-    add_ends,
-    error_bars,
-    label_rows,
-    lines_of,
-    mark_one,
-    ranked_bars,
-)
 from dlrm_workbook.show.tables import Text
 from dlrm_workbook.show.theme import (
     COLOURS,
     COMPUTE,
     INK,
+    add_ends,
     add_phase_key,
+    error_bars,
     escaped,
     figure,
+    label_rows,
+    lines_of,
+    mark_one,
     marker,
     markers,
+    ranked_bars,
     rows_of,
     short_name,
     step_order,

@@ -16,7 +16,6 @@ from dlrm_core.units import digits, known_or, microseconds, milliseconds, percen
 from dlrm_workbook.analysis.gpu import ISSUED
 from dlrm_workbook.analysis.idleness import NOBODY
 from dlrm_workbook.recordings.hpctoolkit.metrics import STALLS
-from dlrm_workbook.show.axes import label_rows, ranked_bars
 from dlrm_workbook.show.tables import function_name
 from dlrm_workbook.show.theme import (
     COLOURS,
@@ -26,8 +25,10 @@ from dlrm_workbook.show.theme import (
     add_phase_key,
     escaped,
     figure,
+    label_rows,
     marker,
     markers,
+    ranked_bars,
     rows_of,
     step_order,
     wrapped,

@@ -15,7 +15,6 @@ import plotly.graph_objects as go
 
 from dlrm_core.parts import part_label
 from dlrm_core.units import NOT_MEASURED, digits, milliseconds, percent
-from dlrm_workbook.show.axes import label_rows
 from dlrm_workbook.show.profile import product_peaks
 from dlrm_workbook.show.theme import (
     COLOURS,
@@ -23,6 +22,7 @@ from dlrm_workbook.show.theme import (
     INK,
     ROW,
     figure,
+    label_rows,
     markers,
     rows_of,
     step_order,

@@ -7,8 +7,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from dlrm_core.units import digits
-from dlrm_workbook.show.axes import ranked_bars
-from dlrm_workbook.show.theme import COLOURS, COMPUTE, INK, figure, markers, rows_of
+from dlrm_workbook.show.theme import COLOURS, COMPUTE, INK, figure, markers, ranked_bars, rows_of
 
 MIB = 1 << 20
 

@@ -21,17 +21,18 @@ from dlrm_core.units import (
     thousands,
     yes_or_no,
 )
-from dlrm_workbook.show.axes import (
+from dlrm_workbook.show.tables import Column, Table, Text, aligned, column, draw, show, signed
+from dlrm_workbook.show.theme import (
+    COLOURS,
     add_ends,
     error_bars,
+    figure,
     in_groups,
     label_rows,
     log_axis,
     log_ticks,
     mark_one,
 )
-from dlrm_workbook.show.tables import Column, Table, Text, aligned, column, draw, show, signed
-from dlrm_workbook.show.theme import COLOURS, figure
 
 
 @given(st.lists(st.sampled_from("abc"), max_size=12))

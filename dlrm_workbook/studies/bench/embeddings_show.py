@@ -13,9 +13,17 @@ from dlrm_core.errors import InputError
 from dlrm_core.files import read_json
 from dlrm_core.machine import REPOSITORY
 from dlrm_core.units import NOTHING, counted, milliseconds, percent, speedup
-from dlrm_workbook.show.axes import add_ends, add_headings, in_groups, label_rows, mark_one
 from dlrm_workbook.show.tables import Table, Text, aligned
-from dlrm_workbook.show.theme import figure, marker, rows_of
+from dlrm_workbook.show.theme import (
+    add_ends,
+    add_headings,
+    figure,
+    in_groups,
+    label_rows,
+    mark_one,
+    marker,
+    rows_of,
+)
 
 DEFAULT = REPOSITORY / "benchmarks" / "results" / "embeddings.json"
 

@@ -13,18 +13,24 @@ from plotly.subplots import make_subplots
 
 from dlrm_core.units import counted, digits, milliseconds, percent, signed_milliseconds, value_text
 from dlrm_workbook.evidence.contestants import PEER
-from dlrm_workbook.show.axes import (
+from dlrm_workbook.show.theme import (
+    COLOURS,
+    INK,
+    SYMBOLS,
+    TEMPLATE,
+    WATERFALL,
     add_ends,
     add_headings,
     error_bars,
+    figure,
     in_groups,
     label_rows,
     lines_of,
     log_axis,
     log_ticks,
     mark_one,
+    rows_of,
 )
-from dlrm_workbook.show.theme import COLOURS, INK, SYMBOLS, TEMPLATE, WATERFALL, figure, rows_of
 from dlrm_workbook.studies.bench.cases import GROWTH, PLAIN, TORCHREC, TUNED
 from dlrm_workbook.studies.bench.show_tables import (
     FIGURE_NAMES,

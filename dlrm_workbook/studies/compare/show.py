@@ -20,7 +20,6 @@ from dlrm_core.units import (
 )
 from dlrm_workbook.changes import change_text
 from dlrm_workbook.intervals import Interval
-from dlrm_workbook.show.axes import error_bars, label_rows, lines_of, mark_one
 from dlrm_workbook.show.tables import Column, Text
 from dlrm_workbook.show.theme import (
     COLOURS,
@@ -33,8 +32,12 @@ from dlrm_workbook.show.theme import (
     SYMBOLS,
     WATERFALL,
     difference_colour,
+    error_bars,
     escaped,
     figure,
+    label_rows,
+    lines_of,
+    mark_one,
     markers,
     rows_of,
     short_name,

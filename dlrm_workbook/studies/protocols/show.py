@@ -12,9 +12,17 @@ import plotly.graph_objects as go
 
 from dlrm_core.units import NOT_MEASURED, NOTHING, counted, format_bytes, thousands
 from dlrm_workbook.evidence.published import NOT_SAID, NVIDIA_AUC, PUBLISHED
-from dlrm_workbook.show.axes import add_headings, in_groups, label_rows, lines_of, log_axis
 from dlrm_workbook.show.tables import Table, Text, column
-from dlrm_workbook.show.theme import COLOURS, figure, rows_of
+from dlrm_workbook.show.theme import (
+    COLOURS,
+    add_headings,
+    figure,
+    in_groups,
+    label_rows,
+    lines_of,
+    log_axis,
+    rows_of,
+)
 from dlrm_workbook.studies.bench.show_tables import best_speeds, contestant_label
 from dlrm_workbook.studies.stability.measure import Stability
 

@@ -13,14 +13,6 @@ from dlrm_core.parts import COMPONENTS, part_label
 from dlrm_core.units import digits, milliseconds, percent, signed_percent, thousands
 from dlrm_workbook.analysis.ranks.communication import kind_label
 from dlrm_workbook.analysis.ranks.links import Link
-from dlrm_workbook.show.axes import (
-    add_ends,
-    error_bars,
-    label_rows,
-    lines_of,
-    log_axis,
-    log_ticks,
-)
 from dlrm_workbook.show.theme import (
     COLOURS,
     COMPUTE,
@@ -30,9 +22,15 @@ from dlrm_workbook.show.theme import (
     SAME,
     SLOWER,
     SYMBOLS,
+    add_ends,
     add_phase_key,
     difference_colour,
+    error_bars,
     figure,
+    label_rows,
+    lines_of,
+    log_axis,
+    log_ticks,
     markers,
     rows_of,
     step_order,

@@ -12,7 +12,6 @@ from plotly.subplots import make_subplots
 
 from dlrm_core.parts import COMPONENTS, part_label
 from dlrm_workbook.analysis.ensemble import WHOLE, Curve, short_leaf
-from dlrm_workbook.show.axes import label_rows, lines_of, log_axis, log_ticks
 from dlrm_workbook.show.tables import Column, Text
 from dlrm_workbook.show.theme import (
     COLOURS,
@@ -22,6 +21,10 @@ from dlrm_workbook.show.theme import (
     SYMBOLS,
     TEMPLATE,
     figure,
+    label_rows,
+    lines_of,
+    log_axis,
+    log_ticks,
     rows_of,
     wrapped,
 )
