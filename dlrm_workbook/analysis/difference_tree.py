@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dlrm_workbook.analysis.attribution import iteration_count, step_contexts
+from dlrm_workbook.analysis.attribution import PART, iteration_count, step_contexts
 from dlrm_workbook.analysis.compare import part_estimates
 from dlrm_workbook.analysis.operators import SMALL
 from dlrm_workbook.recordings.profile import Profile, depths, inclusive_from_exclusive
@@ -19,12 +19,6 @@ COLUMNS = [
 ]
 WHOLE = "step"
 """Label of the root over both trees."""
-
-
-def common_metric(before: Profile, after: Profile) -> str:
-    """The time that both have: of the GPU where both used one, else of the CPU."""
-    both = before.has("gpu_time_ms") and after.has("gpu_time_ms")
-    return "gpu_time_ms" if both else "cpu_time_ms"
 
 
 def difference_tree(
@@ -38,6 +32,9 @@ def difference_tree(
     the one that the table of parts has. Nodes that hold less than
     ``smallest_share`` of the longer step in both runs are joined, parent by parent.
 
+    Args:
+        metric: that of the GPU where both used one, else of the CPU, if left out.
+
     Returns:
         ``id`` and ``parent`` (str, "" above the root), ``label``, ``kind``, ``component``,
         ``phase``, ``before_ms``, ``after_ms``, ``difference_ms`` (inclusive, a mean
@@ -45,7 +42,8 @@ def difference_tree(
         lacks ``metric``. ``attrs["sampled"]``: whether times before, and after, are counted
         samples, so that a node without any may have run all the same.
     """
-    metric = metric or common_metric(before, after)
+    on_gpu = before.has("gpu_time_ms") and after.has("gpu_time_ms")
+    metric = metric or ("gpu_time_ms" if on_gpu else "cpu_time_ms")
     if not (before.has(metric) and after.has(metric)):
         return pd.DataFrame(columns=COLUMNS)
     by_part = before.meta.get("engine") != after.meta.get("engine")
@@ -62,21 +60,13 @@ def _paths(profile: Profile, metric: str, by_part: bool) -> pd.DataFrame:
     """Contexts of the step with time: ``depth``, ``above`` (row), ``name`` and so on, ``self``."""
     if by_part and metric == "cpu_time_ms":
         return _by_part(part_estimates(profile).rename(columns={"time_ms": "self"}))
-    contexts = profile.contexts
     own = profile.value_table(metric).to_numpy() / iteration_count(profile)
     within = step_contexts(profile, other_threads=False)
-    parent = contexts["parent"].to_numpy()
+    parent = profile.contexts["parent"].to_numpy()
     top = within & ((parent < 0) | ~within[np.maximum(parent, 0)])
-    table = pd.DataFrame(
-        {
-            "above": np.where(within & ~top, parent, -1),
-            "name": contexts["name"].to_numpy(),
-            "kind": contexts["kind"].to_numpy(),
-            "component": contexts["component"].to_numpy(),
-            "phase": contexts["phase"].to_numpy(),
-            "self": np.where(within, own, 0.0),
-        }
-    )
+    table = profile.contexts[["name", "kind", *PART]].copy()
+    table["above"] = np.where(within & ~top, parent, -1)
+    table["self"] = np.where(within, own, 0.0)
     if by_part:
         return _by_part(table[within])
     # iterations and threads are one node: which one it was does not matter here
@@ -94,7 +84,7 @@ def _paths(profile: Profile, metric: str, by_part: bool) -> pd.DataFrame:
 def _by_part(table: pd.DataFrame) -> pd.DataFrame:
     """The parts alone, each a tree of one node."""
     kept = table[table["self"] > 0]
-    parts = kept.groupby(["component", "phase"], as_index=False)["self"].sum()
+    parts = kept.groupby(PART, as_index=False)["self"].sum()
     names = (parts["component"] + " " + parts["phase"]).str.strip()
     return parts.assign(above=-1, kind="annotation", name=names, depth=0)
 
@@ -207,12 +197,11 @@ def largest_changes(tree: pd.DataFrame, count: int = 20) -> pd.DataFrame:
         if lacks is not None:
             own[lacks] = np.nan
         rows.append((path[::-1], *names, *own, own[1] - own[0], state))
-    columns = ["path", "label", *("component", "phase")]
-    columns += ["before_ms", "after_ms", "difference_ms", "state"]
+    columns = ["path", *_CALL, "before_ms", "after_ms", "difference_ms", "state"]
     return pd.DataFrame(rows, columns=columns)
 
 
-_CALL = ["label", "component", "phase"]
+_CALL = ["label", *PART]
 """What a call is, whoever calls it."""
 
 

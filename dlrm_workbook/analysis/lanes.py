@@ -16,6 +16,8 @@ import numpy as np
 import pandas as pd
 
 from dlrm_core.errors import InputError
+from dlrm_core.parts import part_label
+from dlrm_workbook.analysis.attribution import PART
 from dlrm_workbook.analysis.context_tree import (
     Ints,
     missing_reason,
@@ -27,7 +29,7 @@ from dlrm_workbook.analysis.context_tree import (
 from dlrm_workbook.recordings.profile import Profile, depths
 
 LANE = ["lane", "kind", "profile"]
-SPANS = [*LANE, "label", "component", "phase", "start_ms", "duration_ms", "spans"]
+SPANS = [*LANE, "label", *PART, "start_ms", "duration_ms", "spans"]
 SUMMARY = [*LANE, "rank", "spans", "start_ms", "end_ms", "running_ms", "running_share"]
 SUMMARY += ["largest", "largest_share"]
 
@@ -85,11 +87,9 @@ def thread_timeline(
         some = end > start
         if not some.any():
             continue
-        start, end, code = start[some], end[some], label[context[some]]
+        start, end, code, shown = start[some], end[some], label[context[some]], names
         if by == "function":
             code, shown = _largest(code, end - start, names)
-        else:
-            shown = names
         spans = _coarsened(start - first, end - first, code, most_spans, last - first)
         rows = shown.iloc[spans["code"]].reset_index(drop=True)
         rows = rows.assign(
@@ -164,20 +164,18 @@ def _labels(profile: Profile, by: str, depth: int | None) -> tuple[Ints, pd.Data
     """(label of each context (n,), the labels with ``component`` and ``phase``)."""
     contexts = profile.contexts
     if by == "component":
-        keys = contexts[["component", "phase"]]
-        groups = keys.groupby(["component", "phase"], sort=False)
-        number = groups.ngroup().to_numpy().astype(np.int64)
-        names = keys.drop_duplicates().reset_index(drop=True)
-        label = names["component"].str.replace("_mlp", " MLP") + " " + names["phase"]
-        return number, names.assign(label=label.str.strip())
+        number = contexts.groupby(PART, sort=False).ngroup().to_numpy().astype(np.int64)
+        names = contexts[PART].drop_duplicates().reset_index(drop=True)
+        label = [part_label(component, phase) for component, phase in names.to_numpy()]
+        return number, names.assign(label=label)
     scope = scopes_of(contexts)
     if depth is not None:
         scope = _at_depth(contexts, scope, depth)
     number, found = pd.factorize(contexts["name"].to_numpy()[scope])
     # a function's colour is that of the part that it is most often seen in
-    part = contexts[["component", "phase"]].assign(number=number)
+    part = contexts[PART].assign(number=number)
     part = part.value_counts().reset_index().drop_duplicates("number").sort_values("number")
-    part = part[["component", "phase"]].reset_index(drop=True)
+    part = part[PART].reset_index(drop=True)
     return number.astype(np.int64), part.assign(label=found)
 
 

@@ -10,11 +10,16 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from dlrm_workbook.analysis.attribution import main_thread
-from dlrm_workbook.analysis.context_tree import missing_reason, nearest, unmeasured
+from dlrm_workbook.analysis.attribution import PART, main_thread
+from dlrm_workbook.analysis.context_tree import (
+    missing_reason,
+    nearest,
+    reason_of,
+    stretch_at,
+    unmeasured,
+)
 from dlrm_workbook.recordings.profile import Profile
 
-PART = ["component", "phase"]
 DEVICE = ["start_ns", "end_ns", "context", "kind", *PART, "launch_start_ns", "launch_end_ns"]
 LAUNCHES = [*PART, "launches", "kernel_us", "kernel_ms", "launch_us", "short_share"]
 SUMMARY = ["launches", "launches_per_s", "kernel_us", "launch_us", "short_share", "queue_depth"]
@@ -67,19 +72,10 @@ def device_operations(profile: Profile) -> pd.DataFrame:
     wrong = begun > work["start_ns"].to_numpy()
     begun[wrong], done[wrong] = UNKNOWN, UNKNOWN
     done = np.where(done >= 0, np.minimum(done, work["start_ns"].to_numpy()), done)
-    contexts = profile.contexts.iloc[context]
-    return pd.DataFrame(
-        {
-            "start_ns": work["start_ns"].to_numpy(),
-            "end_ns": work["end_ns"].to_numpy(),
-            "context": context,
-            "kind": contexts["kind"].to_numpy(),
-            "component": contexts["component"].to_numpy(),
-            "phase": contexts["phase"].to_numpy(),
-            "launch_start_ns": begun,
-            "launch_end_ns": done,
-        }
-    )
+    found = work[["start_ns", "end_ns", "context"]].reset_index(drop=True)
+    found[["kind", *PART]] = profile.contexts[["kind", *PART]].to_numpy()[context]
+    found["launch_start_ns"], found["launch_end_ns"] = begun, done
+    return found
 
 
 def launches_by_part(profile: Profile) -> pd.DataFrame:
@@ -93,7 +89,7 @@ def launches_by_part(profile: Profile) -> pd.DataFrame:
     """
     kernels = _kernels(profile)
     if kernels.empty:
-        return unmeasured(LAUNCHES, str(kernels.attrs.get("not_measured", "no kernel ran")))
+        return unmeasured(LAUNCHES, reason_of(kernels) or "no kernel ran")
     cost = launch_cost_us(profile, kernels)
     count = max(len(profile.iterations), 1)
     kernels = kernels.assign(short=kernels["us"] < cost if cost == cost else np.nan)
@@ -138,24 +134,29 @@ def launch_summary(profile: Profile) -> pd.DataFrame:
     """
     kernels = _kernels(profile)
     if kernels.empty:
-        return unmeasured(SUMMARY, str(kernels.attrs.get("not_measured", "no kernel ran")))
+        return unmeasured(SUMMARY, reason_of(kernels) or "no kernel ran")
     count = max(len(profile.iterations), 1)
     cost = launch_cost_us(profile, kernels)
     first, last = _window(profile, kernels)
     depth = queue_depth(profile)
     seconds = (last - first) / 1e9
     short = float((kernels["us"] < cost).mean()) if cost == cost else np.nan
+    mean = empty = np.nan
     if len(depth):
-        edges = np.append(depth["time_ms"].to_numpy(), (last - first) / 1e6)
-        length = np.diff(edges)
+        length = np.diff(np.append(depth["time_ms"].to_numpy(), (last - first) / 1e6))
         mean = float(np.average(depth["depth"], weights=length)) if length.sum() else np.nan
         empty = float(length[depth["depth"].to_numpy() == 0].sum() / length.sum())
-    else:
-        mean = empty = np.nan
-    row = [len(kernels) / count, len(kernels) / seconds, float(kernels["us"].median()), cost]
-    row += [short, mean, empty]
-    bound = bool(short > BOUND and mean < 1)
-    summary = pd.DataFrame([[*row, bound]], columns=SUMMARY)
+    row = {
+        "launches": len(kernels) / count,
+        "launches_per_s": len(kernels) / seconds,
+        "kernel_us": float(kernels["us"].median()),
+        "launch_us": cost,
+        "short_share": short,
+        "queue_depth": mean,
+        "empty_share": empty,
+        "launch_bound": bool(short > BOUND and mean < 1),
+    }
+    summary = pd.DataFrame([row], columns=SUMMARY)
     summary.attrs["per"] = _per(profile)
     return summary
 
@@ -172,7 +173,7 @@ def queue_depth(profile: Profile, most: int | None = None) -> pd.DataFrame:
     """
     work = device_operations(profile)
     if work.empty:
-        return unmeasured(DEPTHS, str(work.attrs.get("not_measured", "")))
+        return unmeasured(DEPTHS, reason_of(work))
     known = work[work["launch_end_ns"] >= 0]
     if known.empty:
         return unmeasured(DEPTHS, "the trace does not say which call launched what")
@@ -237,9 +238,7 @@ def outermost_operators(profile: Profile) -> pd.DataFrame:
     if len(profile.iterations):
         first = np.sort(profile.iterations["start_ns"].to_numpy())
         last = np.sort(profile.iterations["end_ns"].to_numpy())
-        which = np.searchsorted(first, spans["start_ns"].to_numpy(), side="right") - 1
-        inside = (which >= 0) & (spans["start_ns"].to_numpy() < last[np.maximum(which, 0)])
-        spans = spans[inside]
+        spans = spans[stretch_at(first, last, spans["start_ns"].to_numpy()) >= 0]
     parts = contexts[PART].iloc[spans["context"]].reset_index(drop=True)
     return spans[["start_ns", "end_ns", "context"]].reset_index(drop=True).join(parts)
 
@@ -252,11 +251,10 @@ def _kernels(profile: Profile) -> pd.DataFrame:
     work = work[work["kind"].eq("kernel")]
     first, last = _window(profile, work)
     known = work["launch_end_ns"] >= 0
+    call_us = (work["launch_end_ns"] - work["launch_start_ns"]).where(known) / 1e3
+    kernels = work.assign(us=(work["end_ns"] - work["start_ns"]) / 1e3, call_us=call_us)
     at = work["launch_start_ns"].where(known, work["start_ns"])
-    work = work[(at >= first) & (at < last)]
-    known = work["launch_end_ns"] >= 0
-    call = (work["launch_end_ns"] - work["launch_start_ns"]).where(known) / 1e3
-    return work.assign(us=(work["end_ns"] - work["start_ns"]) / 1e3, call_us=call)
+    return kernels[(at >= first) & (at < last)]
 
 
 def _window(profile: Profile, work: pd.DataFrame) -> tuple[int, int]:
