@@ -163,6 +163,7 @@ def run_child(
     environment: Mapping[str, str] | None = None,
     folder: Path | str | None = None,
     timeout_s: float | None = None,
+    grace_s: float | None = None,
     progress: ProgressCallback | None = None,
     on_line: Callable[[bytes], None] | None = None,
     detail: re.Pattern[bytes] | None = None,
@@ -176,6 +177,7 @@ def run_child(
         environment: the program's whole environment; None: this process's.
         folder: where it runs; None: here.
         timeout_s: seconds after which its process group is ended; None: no limit.
+        grace_s: seconds it has to end by itself after SIGTERM; None: ``GRACE_S``.
         progress: called a few times a second.
         on_line: gets each line of its standard output as it comes, in a thread of its own.
         detail: its first group in a line of output is what the program is busy with.
@@ -194,9 +196,14 @@ def run_child(
         out, err = (stack.enter_context(path.open("wb")) for path in (stdout, stderr))
         watch = _Watch(stage, on_line, detail)
         with started(
-            command, stage=stage, stdout=subprocess.PIPE, stderr=err, environment=environment,
+            command,
+            stage=stage,
+            stdout=subprocess.PIPE,
+            stderr=err,
+            environment=environment,
             folder=folder,
-        ) as process:  # fmt: skip
+            grace_s=grace_s,
+        ) as process:
             watch.follow(process.stdout, out)
             while process.poll() is None:
                 watch.wait(POLL_S)

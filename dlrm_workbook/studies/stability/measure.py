@@ -263,6 +263,7 @@ def _train(parameters: Parameters, seed: int, place: Path) -> SeedRun:
         python_module("dlrm_workbook", "train", "-f", file, "--output", place),
         stage="run",
         logs=place,
+        grace_s=30.0,
     )
     return _run_of(seed, place) or _failed(seed, done.last_words())
 
