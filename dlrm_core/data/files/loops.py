@@ -10,11 +10,12 @@ the hexadecimal digits turned into numbers (135 to 187 for the bare reading), co
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+
+from dlrm_core.engines import find_engine
 
 DENSE = 13
 TABLES = 26
@@ -32,9 +33,9 @@ for _digit in "0123456789abcdefABCDEF":
 
 @functools.cache
 def machine_code() -> Any | None:
-    """:mod:`dlrm_kernels.data_sets`; None where it or numba is not installed."""
+    """The engine of data sets; None where dlrm_kernels or numba is not installed."""
     try:
-        return importlib.import_module("dlrm_kernels.data_sets")
+        return find_engine("data kernels")
     except ImportError:
         return None
 
