@@ -47,16 +47,16 @@ MAX_BATCHES, MAX_ROUNDS = 4, 7
 HOPELESS = 2.0
 """A candidate this many times slower than the best is not timed again."""
 
-SCRUB_BYTES = 64 << 20
+FLUSH_BYTES = 64 << 20
 """Streamed over before each timing, so that nobody finds in the cache what another loaded."""
 
 LARGE_STATE = ("adagrad", "adam")
 """Optimisers with state as large as the tables: one candidate's at a time."""
 
 LEAST_RATE = 1e-300
-"""Of torch's SparseAdam, which refuses 0: it is 0 in float32."""
+"""Learning rate for torch's SparseAdam, which refuses 0: it is 0 in float32."""
 
-_RUN_OWN = ("optimiser state", "sparse embedding gradients", "sorted lookups")
+BACKEND_ITEMS = ("optimiser state", "sparse embedding gradients", "sorted lookups")
 """Items of the memory forecast that depend on the back end."""
 
 
@@ -117,11 +117,11 @@ def _resolve_sides(
 ) -> tuple[Parameters, list[str]]:
     """A choice for each side of tables in two places; the host's is noted in the tables."""
     parts = [divide(batch, tables.placement) for batch in made]
-    of_host = [part.host for part in parts if part.host is not None]
+    host_parts = [part.host for part in parts if part.host is not None]
     notices, backend = [], ""
     if tables.placement.on_host:
         side = tables.side(tables.placement.on_host)
-        choice = choose(side, parameters.training, of_host, refused)
+        choice = choose(side, parameters.training, host_parts, refused)
         tables.host_backend = backend = choice.backend
         notices.append(f"on the host: {choice.notice}")
     if tables.placement.on_gpu:
@@ -217,7 +217,7 @@ class _Contestant:
         """Milliseconds of forward, backward and update of a batch."""
         self.tables.backend = self.backend
         batch = self.made[number % len(self.made)]
-        _scrub(self.device)
+        _flush_caches(self.device)
         _wait(self.device)
         started = time.perf_counter()
         pooled = self.tables(batch)
@@ -289,7 +289,7 @@ def _too_large(parameters: Parameters, device: torch.device) -> dict[str, str]:
         except InputError as error:
             refused[name] = _reason(error)
             continue
-        needed = sum(item.bytes for item in items if item.name in _RUN_OWN)
+        needed = sum(item.bytes for item in items if item.name in BACKEND_ITEMS)
         if needed > available:
             refused[name] = f"needs {format_bytes(needed)}, {format_bytes(available)} are available"
     return refused
@@ -303,9 +303,10 @@ def _reason(error: Exception) -> str:
     return text if isinstance(error, InputError) else f"{type(error).__name__}: {text}"
 
 
-def _scrub(device: torch.device) -> None:
+def _flush_caches(device: torch.device) -> None:
+    """Stream over a buffer, so that what another contestant looked up is no longer cached."""
     if device.type == "cpu":
-        torch.ones(SCRUB_BYTES // 4).add_(1.0)
+        torch.ones(FLUSH_BYTES // 4).add_(1.0)
 
 
 def _wait(device: torch.device) -> None:

@@ -58,8 +58,8 @@ def _lookups(batch: Batch, ids: Sequence[int]) -> Batch:
 
 
 GPU_SPAN, HOST_SPAN = "tables on the GPU", "tables on the host"
-"""Ranges of the two sides inside the embedding's forward and backward pass: what a profile's
-tree shows each of them to take."""
+"""Ranges of the two sides inside the embedding's forward and backward pass, by which a profile's
+tree shows how long each takes."""
 
 
 class PlacedTables(EmbeddingTables):
@@ -179,7 +179,7 @@ class SplitTables:
 
     @property
     def learning_rate(self) -> float:
-        """Of all sides."""
+        """Step size of both sides' updates."""
         update = self.sides[0][2]
         if isinstance(update, torch.optim.Optimizer):
             return float(update.param_groups[0]["lr"])
@@ -226,10 +226,10 @@ class SplitTables:
         return gpu, host
 
     def in_order(self, gpu: Sequence[Any], host: Sequence[Any]) -> list[Any]:
-        """One entry a table, by its number."""
-        found = dict(zip(self.placement.on_gpu, gpu, strict=True))
-        found |= zip(self.placement.on_host, host, strict=True)
-        return [found[t] for t in sorted(found)]
+        """The entries of both sides as one list, by number of table."""
+        by_table = dict(zip(self.placement.on_gpu, gpu, strict=True))
+        by_table |= zip(self.placement.on_host, host, strict=True)
+        return [by_table[t] for t in sorted(by_table)]
 
     def cross(self, host: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
         """H pooled vectors (B, d) of the host, on the device."""
@@ -246,13 +246,13 @@ class SplitTables:
         The copy back is begun first, then the GPU's kernels, and only then does the CPU wait
         for the copy.
         """
-        of_gpu = [gradients[t] for t in self.placement.on_gpu]
-        of_host = [gradients[t] for t in self.placement.on_host]
-        back = transfer_backward(self._crossing, of_host) if of_host else None
+        gpu_gradients = [gradients[t] for t in self.placement.on_gpu]
+        host_gradients = [gradients[t] for t in self.placement.on_host]
+        back = transfer_backward(self._crossing, host_gradients) if host_gradients else None
         with torch.autograd.set_multithreading_enabled(False):
             if gpu:
                 with record_function(GPU_SPAN):
-                    torch.autograd.backward(gpu, of_gpu)
+                    torch.autograd.backward(gpu, gpu_gradients)
             if back is not None:
                 with record_function(HOST_SPAN):
                     torch.autograd.backward(host, list(self._crossing.arrived(back)))

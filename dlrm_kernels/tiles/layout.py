@@ -32,10 +32,10 @@ BLOCK_BYTES = 4 * BLOCK * BLOCK
 LINE_BYTES = 64
 
 DEPTH_BYTES = 128 << 10
-"""Of a panel multiplied at once: several rows of the left operand are to fit in the cache."""
+"""Bytes of a panel multiplied at once: several rows of the left operand are to fit in the cache."""
 
 CACHE_SHARE = 0.4
-"""Of the second-level cache that the left operand of a unit may fill; it was fastest so."""
+"""Share of the second-level cache that a unit's left operand may fill; it was fastest so."""
 
 L2_BYTES = 2 << 20
 """Second-level cache, assumed where the system does not say."""

@@ -36,7 +36,7 @@ TILE_PARTS = {"bf16_tiles": 1, "fp32_bf16x2": 2, "fp32_bf16x3": 3}
 """Products of :mod:`dlrm_kernels.tiles` to the bf16 numbers an operand's entry is made of."""
 
 MEMORY_SHARE = 0.8
-"""Of what is available, no measurement allocates more."""
+"""No measurement allocates more than this share of what is available."""
 
 CHECKED_ROWS = 64
 """Rows (or products of a batch) of a result that are compared with float64."""

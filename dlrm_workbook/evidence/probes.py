@@ -71,7 +71,7 @@ CACHE_BYTES = 32 << 20
 """Last-level cache, assumed where the system names none."""
 
 MEMORY_SHARE = 0.6
-"""Of the available memory that probes may use."""
+"""Share of the available memory that probes may use."""
 
 OVERLAP_SECONDS = 5.0
 """Time for probing how batches made in a thread and the step slow each other down."""
