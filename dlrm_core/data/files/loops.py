@@ -1,9 +1,7 @@
 """Loops over every value of a data set, which dlrm_kernels compiles where numba is installed.
 
-They are plain Python, so that they can be read, tested and run (slowly) without it. Parsing
-Criteo's text with pyarrow.csv instead was measured: 107 to 156 MB of text per CPU second with
-the hexadecimal digits turned into numbers (135 to 187 for the bare reading), compiled
-:func:`parse_lines` 526 to 677 (AMD Zen 5, pyarrow with one thread, four rounds in turns).
+They are plain Python, so that they can be read, tested and run (slowly) without it.
+:func:`parse_lines` is four times as fast as pyarrow.csv (docs/datasets.md has the figures).
 """
 
 # mypy: disable-error-code="no-untyped-def"
