@@ -1,59 +1,76 @@
-"""A benchmark's JSON (docs/benchmark.md) as tables: times, ratios, growth, options, shares."""
+"""A benchmark's JSON (docs/benchmark.md) as tables: times, ratios, growth, options, shares.
+
+A table that is empty says in ``attrs["not_measured"]`` how to measure what it would hold.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
+from dlrm_core.errors import InputError
+from dlrm_core.files import read_json
+from dlrm_core.units import NOT_MEASURED, counted, value_text
 from dlrm_workbook.evidence.contestants import FIGURES, PEER, ratio
 from dlrm_workbook.intervals import Interval, median_interval
 from dlrm_workbook.studies.bench.cases import GOALS
+from dlrm_workbook.studies.bench.measure import SCHEMA
 
 Document = Mapping[str, Any]
 
-BLANK = math.nan
+
+def read_benchmark(file: Path) -> dict[str, Any]:
+    """The document of a benchmark.
+
+    Raises:
+        InputError: the file is none of this version's.
+    """
+    document = read_json(file)
+    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+        raise InputError(f"{file}: is no benchmark of this version (schema {SCHEMA}); run it again")
+    return document
 
 
-def shapes(document: Document) -> list[dict[str, Any]]:
-    """The cases that are shapes and in which something ran, in the order measured."""
-    return _cases(document, "shape")
+def judged(document: Document, kind: str) -> list[dict[str, Any]]:
+    """Cases of a kind in which something ran, in the order measured.
+
+    One that was cut short has its runs, but nothing was judged.
+    """
+    return [
+        case for case in document["cases"] if case.get("kind") == kind and case.get("contestants")
+    ]
 
 
 def times(document: Document) -> pd.DataFrame:
     """Medians of every contestant in every shape.
 
     Returns:
-        ``case``, ``meaning``, ``threads``, ``contestant``, ``figure`` (``step_ms`` or
-        ``end_to_end_ms``), ``low_ms``, ``mid_ms``, ``high_ms`` (over the rounds, intervals of
-        the median), ``confidence``, ``rounds``, ``samples_per_second``.
+        ``case``, ``meaning``, ``threads``, ``contestant``, ``step_ms``, ``step_low_ms``,
+        ``step_high_ms``, ``end_to_end_ms``, ``end_to_end_low_ms``, ``end_to_end_high_ms``
+        (over the rounds, intervals of the median), ``confidence``, ``rounds``,
+        ``samples_per_second`` (end to end).
     """
     rows = []
-    for case in shapes(document):
+    for case in judged(document, "shape"):
         for name in case["contestants"]:
             runs = [row for row in case["runs"] if row["contestant"] == name]
-            for figure in FIGURES:
-                found = median_interval([row[figure] for row in runs])
-                rows.append(
-                    {
-                        "case": case["case"],
-                        "meaning": case["meaning"],
-                        "threads": case["threads"],
-                        "contestant": name,
-                        "figure": figure,
-                        "low_ms": found.low,
-                        "mid_ms": found.mid,
-                        "high_ms": found.high,
-                        "confidence": found.confidence,
-                        "rounds": len(runs),
-                        "samples_per_second": 1e3 * case["batch_size"] / found.mid,
-                    }
+            step, whole = (median_interval([row[figure] for row in runs]) for figure in FIGURES)
+            rows.append(
+                (
+                    *(case["case"], case["meaning"], case["threads"], name),
+                    *(step.mid, step.low, step.high, whole.mid, whole.low, whole.high),
+                    *(whole.confidence, len(runs), 1e3 * case["batch_size"] / whole.mid),
                 )
+            )
     columns = [
-        *("case", "meaning", "threads", "contestant", "figure", "low_ms", "mid_ms", "high_ms"),
-        *("confidence", "rounds", "samples_per_second"),
+        *("case", "meaning", "threads", "contestant", "step_ms", "step_low_ms", "step_high_ms"),
+        *("end_to_end_ms", "end_to_end_low_ms", "end_to_end_high_ms", "confidence", "rounds"),
+        "samples_per_second",
     ]
     return pd.DataFrame(rows, columns=columns)
 
@@ -62,35 +79,29 @@ def ratios(document: Document) -> pd.DataFrame:
     """How many times as fast as ``against`` every contestant is, from the rounds' own ratios.
 
     Returns:
-        ``case``, ``threads``, ``contestant``, ``against``, ``figure``, ``low``, ``mid``,
-        ``high``, ``confidence``, ``rounds``, ``goal`` (NaN where there is none: goals are
-        against facebookresearch/dlrm, on a CPU with one thread), ``loss_difference``.
+        ``case``, ``threads``, ``contestant``, ``against``, ``figure`` (``step_ms`` or
+        ``end_to_end_ms``), ``mid``, ``low``, ``high``, ``confidence``, ``rounds``, ``goal``
+        (NaN where there is none: goals are against facebookresearch/dlrm, on a CPU with one
+        thread), ``reached`` (None without a goal).
     """
     rows = []
-    for case in shapes(document):
+    for case in judged(document, "shape"):
+        has_goals = case["against"] == PEER and case["threads"] == 1
+        goals = GOALS.get(case["case"], {}) if has_goals else {}
         for name, found in case["ratios"].items():
             for figure in FIGURES:
-                goal = BLANK
-                if case["against"] == PEER and case["threads"] == 1:
-                    goal = GOALS.get(case["case"], {}).get(name, {}).get(figure, BLANK)
-                difference = case["loss_difference"].get(name, 0.0)
+                goal = goals.get(name, {}).get(figure, math.nan)
+                mid = found[figure]["mid"]
                 rows.append(
-                    {
-                        "case": case["case"],
-                        "threads": case["threads"],
-                        "contestant": name,
-                        "against": case["against"],
-                        "figure": figure,
-                        **{key: found[figure][key] for key in ("low", "mid", "high")},
-                        "confidence": found[figure]["confidence"],
-                        "rounds": found[figure]["rounds"],
-                        "goal": goal,
-                        "loss_difference": BLANK if difference is None else difference,
-                    }
+                    (
+                        *(case["case"], case["threads"], name, case["against"], figure, mid),
+                        *(found[figure][key] for key in ("low", "high", "confidence", "rounds")),
+                        *(goal, None if math.isnan(goal) else mid >= goal),
+                    )
                 )
     columns = [
-        *("case", "threads", "contestant", "against", "figure", "low", "mid", "high"),
-        *("confidence", "rounds", "goal", "loss_difference"),
+        *("case", "threads", "contestant", "against", "figure", "mid", "low", "high"),
+        *("confidence", "rounds", "goal", "reached"),
     ]
     return pd.DataFrame(rows, columns=columns)
 
@@ -102,24 +113,16 @@ def growth(document: Document) -> pd.DataFrame:
         ``quantity``, ``value``, ``threads``, ``contestant``, ``figure``, ``time_ms``,
         ``samples_per_second``; sorted by value.
     """
-    rows = []
-    for case in _cases(document, "growth"):
-        for quantity, value in case["points"].items():
-            for name, found in case["contestants"].items():
-                for figure in FIGURES:
-                    rows.append(
-                        {
-                            "quantity": quantity,
-                            "value": value,
-                            "threads": case["threads"],
-                            "contestant": name,
-                            "figure": figure,
-                            "time_ms": found[figure],
-                            "samples_per_second": 1e3 * case["batch_size"] / found[figure],
-                        }
-                    )
+    rows = [
+        (quantity, value, case["threads"], name, figure, found[figure])
+        for case in judged(document, "growth")
+        for quantity, value in case["points"].items()
+        for name, found in case["contestants"].items()
+        for figure in FIGURES
+    ]
     columns = ["quantity", "value", "threads", "contestant", "figure", "time_ms"]
-    table = pd.DataFrame(rows, columns=[*columns, "samples_per_second"])
+    table = pd.DataFrame(rows, columns=columns)
+    table.attrs["not_measured"] = "-p 'growth=[batch, pooling]', or dlrm bench --growth"
     return table.sort_values("value", kind="stable").reset_index(drop=True)
 
 
@@ -146,6 +149,9 @@ def slopes(table: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=[*keys, "smallest", "largest", "slope"])
 
 
+NO_ABLATION = "-p ablation=true, or dlrm bench --ablation"
+
+
 def without(document: Document, threads: int | None = None) -> pd.DataFrame:
     """What each option brings: time without it over time with all.
 
@@ -155,24 +161,20 @@ def without(document: Document, threads: int | None = None) -> pd.DataFrame:
         times as fast with the option as without it.
     """
     rows = []
-    for case in _ablations(document, threads):
+    for case in _ablation(document, threads):
         for variant in case["ablated"]["variants"]:
             if variant["kind"] != "without":
                 continue
             for figure in FIGURES:
                 found = ratio(case["runs"], variant["name"], case["ablated"]["all"], figure)
                 if found is not None:
-                    rows.append(
-                        {
-                            "leaf": variant["leaf"],
-                            "value": variant["value"],
-                            "also": ", ".join(variant.get("also") or []),
-                            "figure": figure,
-                            **found.to_dict(),
-                        }
-                    )
+                    option = {name: variant[name] for name in ("leaf", "value")}
+                    also = ", ".join(variant.get("also") or [])
+                    rows.append(option | {"also": also, "figure": figure} | found.to_dict())
     columns = ["leaf", "value", "also", "figure", "low", "mid", "high", "confidence"]
-    return pd.DataFrame(rows, columns=columns)
+    table = pd.DataFrame(rows, columns=columns)
+    table.attrs["not_measured"] = NO_ABLATION
+    return table
 
 
 def ladder(document: Document, threads: int | None = None) -> pd.DataFrame:
@@ -186,7 +188,7 @@ def ladder(document: Document, threads: int | None = None) -> pd.DataFrame:
         ``low``, ``mid``, ``high`` (times as fast as plain).
     """
     rows = []
-    for case in _ablations(document, threads):
+    for case in _ablation(document, threads):
         base = case["ablated"]["base"]
         steps = [v for v in case["ablated"]["variants"] if v["kind"] == "ladder"]
         if base not in case["contestants"]:
@@ -204,7 +206,15 @@ def ladder(document: Document, threads: int | None = None) -> pd.DataFrame:
                 for rung, (leaf, value, gain) in enumerate(found)
             ]
     columns = ["rung", "leaf", "value", "figure", "time_ms", "low", "mid", "high"]
-    return pd.DataFrame(rows, columns=columns)
+    table = pd.DataFrame(rows, columns=columns)
+    table.attrs["not_measured"] = NO_ABLATION
+    return table
+
+
+def _ablation(document: Document, threads: int | None) -> list[dict[str, Any]]:
+    """The ablation of so many threads, or the first that there is; as a list of at most one."""
+    found = judged(document, "ablation")
+    return [case for case in found if threads is None or case["threads"] == threads][:1]
 
 
 def shares(document: Document) -> pd.DataFrame:
@@ -214,13 +224,16 @@ def shares(document: Document) -> pd.DataFrame:
         ``case``, ``contestant``, ``threads``, ``what``, ``ms``, ``ceiling_ms``, ``share``,
         ``low``, ``high``, ``reason`` (why it was not measured, else "").
     """
-    columns = ["case", "contestant", "threads", "what", "ms", "ceiling_ms", "share", "low", "high"]
+    words = ("case", "contestant", "threads", "what")
+    numbers = ("ms", "ceiling_ms", "share", "low", "high")
     rows = [
-        {name: row.get(name, BLANK) for name in columns} | {"reason": row.get("reason") or ""}
+        {name: row[name] for name in words}
+        | {name: row.get(name, np.nan) for name in numbers}
+        | {"reason": row.get("reason") or ""}
         for row in document.get("shares", [])
     ]
-    table = pd.DataFrame(rows, columns=[*columns, "reason"])
-    numbers = ["ms", "ceiling_ms", "share", "low", "high"]
+    table = pd.DataFrame(rows, columns=[*words, *numbers, "reason"])
+    table.attrs["not_measured"] = "-p roofline=true, or dlrm bench --roofline"
     return table.astype(dict.fromkeys(numbers, float))
 
 
@@ -245,11 +258,36 @@ def losses(document: Document) -> pd.DataFrame:
     for case in document["cases"]:
         count = len(case["runs"][0]["losses"]) if case.get("runs") else 0
         for name, difference in (case.get("loss_difference") or {}).items():
-            value = BLANK if difference is None else float(difference)
+            value = math.nan if difference is None else float(difference)
             reference = case["loss_reference"]
             rows.append((case["case"], case["threads"], name, reference, count, value))
     columns = ["case", "threads", "contestant", "reference", "iterations", "difference"]
     return pd.DataFrame(rows, columns=columns)
+
+
+def conditions(document: Document) -> pd.DataFrame:
+    """How it was measured, equal for all contestants: ``name`` and ``value``, texts."""
+    settings, machine = document["settings"], document["machine"]
+    cores = settings.get("cores")
+    usable = settings.get("usable_cores", "?")
+    found = {
+        "processor": machine.get("cpu", ""),
+        "cores": f"{cores} of them, each contestant" if cores else f"all {usable}",
+        "memory": f"{machine.get('memory_gib', '?')} GiB",
+        "GPU": ", ".join(machine.get("gpus") or []) or NOT_MEASURED,
+        "software": ", ".join(f"{name} {v}" for name, v in document["versions"].items()),
+        "date": document["date"],
+        "warm-up iterations": str(settings["warmup"]),
+        "counted iterations per run": str(settings["iterations"]),
+    }
+    for threads, environment in settings.get("environment", {}).items():
+        said = ", ".join(f"{name}={value}" for name, value in environment.items())
+        found[f"environment, {counted(int(threads), 'thread')}"] = said
+    for name, change in settings["contestants"].items():
+        said = ", ".join(f"{leaf}: {value_text(value)}" for leaf, value in change.items())
+        found[f"contestant {name}"] = said or "no option for speed"
+    rows = [*found.items(), *(("command", said) for said in document.get("commands", []))]
+    return pd.DataFrame(rows, columns=["name", "value"])
 
 
 def unfinished(document: Document) -> list[str]:
@@ -263,20 +301,3 @@ def unfinished(document: Document) -> list[str]:
     for name, reason in (document.get("not_measured") or {}).items():
         said.append(f"{name.upper() if len(name) < 4 else name}: not measured: {reason}")
     return list(dict.fromkeys(said))
-
-
-def _cases(document: Document, kind: str) -> list[dict[str, Any]]:
-    # one that was cut short has its runs, but nothing was judged
-    return [
-        case for case in document["cases"] if case.get("kind") == kind and case.get("contestants")
-    ]
-
-
-def _ablations(document: Document, threads: int | None) -> Sequence[dict[str, Any]]:
-    """The ablation of so many threads, or the first that there is; as a list of at most one."""
-    found = [
-        case
-        for case in _cases(document, "ablation")
-        if threads is None or case["threads"] == threads
-    ]
-    return found[:1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ import plotly.graph_objects as go
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json
 from dlrm_core.machine import REPOSITORY
-from dlrm_core.units import NOTHING, counted, milliseconds, percent, speedup
-from dlrm_workbook.show.tables import Table, Text, aligned
+from dlrm_core.units import NOT_MEASURED, NOTHING, counted, milliseconds, percent, ratio, speedup
+from dlrm_workbook.show.tables import Column, Text, Texts
 from dlrm_workbook.show.theme import (
     add_ends,
     add_headings,
@@ -24,15 +25,11 @@ from dlrm_workbook.show.theme import (
     marker,
     rows_of,
 )
+from dlrm_workbook.studies.bench.embeddings import KIND, SCHEMA
+from dlrm_workbook.studies.bench.embeddings_run import MEMORY, PHASES, UPDATES
 
 DEFAULT = REPOSITORY / "benchmarks" / "results" / "embeddings.json"
 
-SCHEMA = "dlrm bench --embeddings", 1
-"""``kind`` and ``schema`` of the documents that are read here."""
-
-PHASES = ("forward", "backward", "update")
-UPDATES = ("naive", "atomic", "locked", "race_free")
-MEMORY = "memory"
 
 LABELS = {
     "facebook": "facebookresearch/dlrm",
@@ -54,8 +51,8 @@ def read_embeddings(text: str = "") -> dict[str, Any] | None:
         return None
     file = Path(text).expanduser() if text else DEFAULT
     found = read_json(file)
-    if not isinstance(found, dict) or (found.get("kind"), found.get("schema")) != SCHEMA:
-        raise InputError(f"{file}: is no embedding benchmark of this version (schema {SCHEMA[1]})")
+    if not isinstance(found, dict) or (found.get("kind"), found.get("schema")) != (KIND, SCHEMA):
+        raise InputError(f"{file}: is no embedding benchmark of this version (schema {SCHEMA})")
     return found
 
 
@@ -64,20 +61,53 @@ def times(document: Mapping[str, Any]) -> pd.DataFrame:
 
     Returns:
         ``case``, ``meaning``, ``threads``, ``contestant``, ``study`` (whether it is one of
-        contention), ``forward_ms``, ``backward_ms``, ``update_ms``, ``total_ms``.
+        contention), ``forward_ms``, ``backward_ms``, ``update_ms``, ``total_ms``, and how many
+        times as fast ours is in the same case: ``mid``, ``low``, ``high`` (over the rounds)
+        and ``goal``; NaN where there is none.
     """
-    rows = [
-        {
-            **{name: case[name] for name in ("case", "meaning", "threads")},
-            "contestant": name,
-            "study": name in UPDATES,
-            **{f"{phase}_ms": found[f"{phase}_ms"] for phase in (*PHASES, "total")},
-        }
-        for case in document["cases"]
-        for name, found in (case.get("contestants") or {}).items()
-    ]
+    rows = []
+    for case in document["cases"]:
+        goals = {target["against"]: target["wanted"] for target in case.get("targets") or []}
+        for name, found in (case.get("contestants") or {}).items():
+            study = name in UPDATES
+            ours = (case.get("ratios") or {}).get("race_free" if study else "fused", {})
+            gain = ours.get(name) or dict.fromkeys(("median", "low", "high"), math.nan)
+            rows.append(
+                (
+                    *(case["case"], case["meaning"], case["threads"], name, study),
+                    *(found[f"{phase}_ms"] for phase in (*PHASES, "total")),
+                    *(gain["median"], gain["low"], gain["high"], goals.get(name, math.nan)),
+                )
+            )
     columns = ["case", "meaning", "threads", "contestant", "study"]
-    return pd.DataFrame(rows, columns=[*columns, *(f"{p}_ms" for p in (*PHASES, "total"))])
+    columns += [f"{phase}_ms" for phase in (*PHASES, "total")]
+    return pd.DataFrame(rows, columns=[*columns, "mid", "low", "high", "goal"])
+
+
+def _gains(mids: pd.Series, lows: pd.Series, highs: pd.Series) -> Texts:
+    """Times as fast, with the rounds' range; one round has none."""
+    return [
+        NOTHING
+        if math.isnan(mid)
+        else speedup(mid, low, high)
+        if low < high
+        else f"{ratio(mid)} (one round)"
+        for mid, low, high in zip(mids, lows, highs, strict=True)
+    ], False
+
+
+TIMES: dict[str, str | Column] = {
+    "meaning": "case",
+    "threads": "threads",
+    "contestant": Column("contestant", lambda names: ([label(name) for name in names], True)),
+    "forward_ms": "forward",
+    "backward_ms": "backward",
+    "update_ms": "update",
+    "total_ms": "all",
+    "gain": Column("ours is as fast (rounds)", _gains, ("mid", "low", "high")),
+    "goal": Column("goal", "ratio"),
+}
+"""How the table of :func:`times` is shown."""
 
 
 def bars(document: Mapping[str, Any], study: bool = False) -> go.Figure:
@@ -128,39 +158,6 @@ def label(name: str) -> str:
     return LABELS.get(name, name)
 
 
-def table(document: Mapping[str, Any]) -> Table:
-    """Times, how many times as fast ours is, and the goals."""
-    found = times(document)
-    cells = aligned(*(found[f"{phase}_ms"] for phase in (*PHASES, "total")))
-    cases = {(case["case"], case["threads"]): case for case in document["cases"]}
-    rows = []
-    for number, row in enumerate(rows_of(found)):
-        case = cases[row.case, row.threads]
-        best = "race_free" if row.study else "fused"
-        gain = (case.get("ratios") or {}).get(best, {}).get(row.contestant)
-        goal = next(
-            (t["wanted"] for t in case.get("targets") or [] if t["against"] == row.contestant), None
-        )
-        rows.append(
-            (
-                row.meaning,
-                str(row.threads),
-                label(row.contestant),
-                *(column[number] for column in cells),
-                _gain(gain) if gain else NOTHING,
-                f"{goal:g}×" if goal else NOTHING,
-            )
-        )
-    columns = ["case", "threads", "contestant", *(f"{phase} (ms)" for phase in PHASES)]
-    return Table([*columns, "all (ms)", "ours is as fast (rounds)", "goal"], rows)
-
-
-def _gain(ratio: Mapping[str, float]) -> str:
-    """Times as fast, with the rounds' range; one round has none."""
-    low, mid, high = (ratio[name] for name in ("low", "median", "high"))
-    return speedup(mid, low, high) if low < high else f"{mid:.2f}× (one round)"
-
-
 def sentences(document: Mapping[str, Any], study: bool = False) -> Text:
     """Goals, the pace of bare accesses, whether all computed the same, who did not run.
 
@@ -174,10 +171,10 @@ def sentences(document: Mapping[str, Any], study: bool = False) -> Text:
         where = f"{case['meaning']}, {counted(case['threads'], 'thread')}"
         for target in case.get("targets") or []:
             reached = target["reached"]
-            said = "not measured" if reached is None else f"{reached:.2f}×"
+            said = NOT_MEASURED if reached is None else ratio(reached)
             lines.append(
                 f"- {where}: ours against {label(target['against'])} {said}, "
-                f"goal {target['wanted']:g}×."
+                f"goal {ratio(target['wanted'])}."
             )
         if share := case.get("share_of_row_accesses"):
             lines.append(

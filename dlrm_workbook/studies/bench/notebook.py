@@ -9,9 +9,9 @@ from typing import Any
 
 from dlrm_core.config import Parameters
 from dlrm_core.errors import InputError
-from dlrm_core.files import read_json
 from dlrm_core.progress import Bar
 from dlrm_workbook.evidence.contestants import PEER
+from dlrm_workbook.studies.bench.analyse import read_benchmark
 from dlrm_workbook.studies.bench.cases import (
     AS_GIVEN,
     growth_cases,
@@ -20,7 +20,7 @@ from dlrm_workbook.studies.bench.cases import (
     tuned_of,
 )
 from dlrm_workbook.studies.bench.embeddings_show import DEFAULT, read_embeddings
-from dlrm_workbook.studies.bench.measure import SCHEMA, Plan, run_plan
+from dlrm_workbook.studies.bench.measure import Plan, run_plan
 
 
 @dataclass
@@ -121,15 +121,3 @@ def start(
     )
     sentence = "Measured now, on this machine: every contestant in turns, in fresh processes."
     return Benchmark(sentence, folder / "benchmark.json", plan, {}, found)
-
-
-def read_benchmark(file: Path) -> dict[str, Any]:
-    """The document of a benchmark.
-
-    Raises:
-        InputError: the file is none of this version's.
-    """
-    document = read_json(file)
-    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
-        raise InputError(f"{file}: is no benchmark of this version (schema {SCHEMA}); run it again")
-    return document

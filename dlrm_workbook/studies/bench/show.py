@@ -11,7 +11,15 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from dlrm_core.units import counted, digits, milliseconds, percent, signed_milliseconds, value_text
+from dlrm_core.units import (
+    counted,
+    digits,
+    milliseconds,
+    percent,
+    ratio,
+    signed_milliseconds,
+    value_text,
+)
 from dlrm_workbook.evidence.contestants import PEER
 from dlrm_workbook.show.theme import (
     COLOURS,
@@ -52,7 +60,6 @@ CONTESTANTS = {
 OUTLOOK = {"dense": {TUNED: 0.80, f"{TUNED} bf16": 0.75}}
 """Share of its matrix products that the dense part is to reach, by contestant."""
 
-
 LOOKS = {
     "step_ms": ("step", COLOURS["top_mlp"], "circle", -0.22),
     "end_to_end_ms": ("end to end, with data", COLOURS["data"], "diamond", 0.22),
@@ -61,6 +68,7 @@ LOOKS = {
 
 
 def colour_of(name: str) -> str:
+    """A contestant's colour."""
     return CONTESTANTS.get(name, COLOURS["other"])
 
 
@@ -70,52 +78,51 @@ def times_bars(times: pd.DataFrame) -> go.Figure:
     Args:
         times: what :func:`dlrm_workbook.studies.bench.analyse.times` gives.
     """
-    step = times[times["figure"] == "step_ms"].reset_index(drop=True)
-    whole = times[times["figure"] == "end_to_end_ms"].reset_index(drop=True)
-    places, groups = _in_cases(step)
-    result = figure("Time of an iteration", 150 + 27 * (len(step) + 2 * len(groups)), legend=True)
+    places, groups = _in_cases(times)
+    height = 150 + 27 * (len(times) + 2 * len(groups))
+    result = figure("Time of an iteration", height, legend=True)
     hover = [
-        f"{contestant_label(a.contestant)}<br>step {_with_interval(a)}<br>"
-        f"end to end {_with_interval(b)}<br>{b.samples_per_second:,.0f} samples/s"
-        for a, b in zip(rows_of(step), rows_of(whole), strict=True)
+        f"{contestant_label(row.contestant)}<br>step {_with_interval(row, 'step')}<br>"
+        f"end to end {_with_interval(row, 'end_to_end')}<br>{row.samples_per_second:,.0f} samples/s"
+        for row in rows_of(times)
     ]
     result.add_trace(
         go.Bar(
-            x=step["mid_ms"],
+            x=times["step_ms"],
             y=places,
             orientation="h",
-            marker={"color": [colour_of(name) for name in step["contestant"]]},
+            marker={"color": [colour_of(name) for name in times["contestant"]]},
             showlegend=False,
             hovertext=hover,
             hovertemplate="%{hovertext}<extra></extra>",
         )
     )
-    data = (whole["mid_ms"] - step["mid_ms"]).clip(lower=0)
+    low, mid, high = (times[f"end_to_end_{end}"] for end in ("low_ms", "ms", "high_ms"))
     result.add_trace(
         go.Bar(
-            x=data,
+            x=(times["end_to_end_ms"] - times["step_ms"]).clip(lower=0),
             y=places,
             orientation="h",
             name="waiting for data; the rest of a bar is the step",
             marker={"color": COLOURS["data"]},
-            error_x=error_bars(whole["low_ms"], whole["mid_ms"], whole["high_ms"]),
+            error_x=error_bars(low, mid, high),
             hovertext=hover,
             hovertemplate="%{hovertext}<extra></extra>",
         )
     )
-    ends = whole[["mid_ms", "high_ms"]].max(axis=1)
-    add_ends(result, ends, places, list(map(milliseconds, whole["mid_ms"])))
-    longest = float(whole["high_ms"].max()) if len(whole) else 1.0
+    texts = list(map(milliseconds, times["end_to_end_ms"]))
+    add_ends(result, times["end_to_end_high_ms"], places, texts)
+    longest = float(times["end_to_end_high_ms"].max()) if len(times) else 1.0
     result.update_layout(barmode="stack", bargap=0.25)
-    result.update_xaxes(title="ms of an iteration, shorter is better", range=[0, 1.35 * longest])
-    label_rows(result, [contestant_label(name) for name in step["contestant"]], places)
+    result.update_xaxes(title="ms per iteration, shorter is better", range=[0, 1.35 * longest])
+    label_rows(result, [contestant_label(name) for name in times["contestant"]], places)
     add_headings(result, groups)
     return result
 
 
-def _with_interval(row: Any) -> str:
-    between = interval_text(row.confidence, digits(row.low_ms), digits(row.high_ms))
-    return f"{digits(row.mid_ms)} ms ({between})"
+def _with_interval(row: Any, figure: str) -> str:
+    mid, low, high = (getattr(row, f"{figure}_{end}") for end in ("ms", "low_ms", "high_ms"))
+    return f"{digits(mid)} ms ({interval_text(row.confidence, digits(low), digits(high))})"
 
 
 def ratio_dots(ratios: pd.DataFrame) -> go.Figure:
@@ -136,14 +143,14 @@ def ratio_dots(ratios: pd.DataFrame) -> go.Figure:
             crossed = math.isfinite(row.goal) and row.high <= row.goal < row.high + 0.14 * top
             ends.append(row.goal if crossed else row.high)
         lifted = [place + lift for place in places]
-        add_ends(result, ends, lifted, [f"{mid:.2f}×" for mid in rows["mid"]])
+        add_ends(result, ends, lifted, list(map(ratio, rows["mid"])))
         goals = [
             (goal, place)
             for goal, place in zip(rows["goal"], lifted, strict=True)
             if math.isfinite(goal)
         ]
         if goals:
-            marks = _goals(goals, colour, "%{x:g}×")
+            marks = _goals(goals, colour, "%{x:g}x")
             result.add_trace(marks.update(name=f"goal, {FIGURE_NAMES[kind]}"))
     mark_one(result, 1.0, groups, max(places, default=0.0))
     result.update_xaxes(title="times as fast (1 is no difference)", range=[0, 1.15 * top])
@@ -223,7 +230,7 @@ def options_dots(without: pd.DataFrame) -> go.Figure:
     for kind in LOOKS:
         rows = without[without["figure"] == kind]
         places = [leaves.index(leaf) for leaf in rows["leaf"]]
-        result.add_trace(_dots(rows, kind, places, lambda row: f"{row.mid:.2f}× as fast with it"))
+        result.add_trace(_dots(rows, kind, places, lambda row: f"{ratio(row.mid)} as fast with it"))
     mark_one(result)
     names = {row.leaf: option_label(row) for row in rows_of(without)}
     labels = [lines_of(names[leaf], 34) for leaf in leaves]
@@ -246,7 +253,7 @@ def ladder(rungs: pd.DataFrame, kind: str = "end_to_end_ms") -> go.Figure:
     labels = ["plain"] + [
         lines_of(f"{row.leaf.partition('.')[2]}: {value_text(row.value)}", 26) for row in rows[1:]
     ]
-    gain = f", {rows[-1].mid:.2f}× as fast" if len(rows) > 1 else ""
+    gain = f", {ratio(rows[-1].mid)} as fast" if len(rows) > 1 else ""
     places = list(range(len(times) + 1))
     result.add_trace(
         go.Waterfall(
@@ -262,7 +269,7 @@ def ladder(rungs: pd.DataFrame, kind: str = "end_to_end_ms") -> go.Figure:
             **WATERFALL,
         )
     )
-    result.update_xaxes(title="ms of an iteration", range=[0, 1.25 * max(times, default=1.0)])
+    result.update_xaxes(title="ms per iteration", range=[0, 1.25 * max(times, default=1.0)])
     label_rows(result, [*labels, "all"])
     return result
 
@@ -340,7 +347,7 @@ def _dots(
         error_x=error_bars(rows["low"], rows["mid"], rows["high"], colour, 2.5),
         hovertext=[
             f"{name}: {said(row)} "
-            f"({interval_text(row.confidence, f'{row.low:.2f}', f'{row.high:.2f}')})"
+            f"({interval_text(row.confidence, ratio(row.low), ratio(row.high))})"
             for row in rows_of(rows)
         ],
         hovertemplate="%{hovertext}<extra></extra>",
@@ -349,7 +356,7 @@ def _dots(
 
 def _faster(row: Any) -> str:
     names = contestant_label(row.contestant), contestant_label(row.against)
-    return f"{names[0]} is {row.mid:.2f}× as fast as {names[1]}"
+    return f"{names[0]} is {ratio(row.mid)} as fast as {names[1]}"
 
 
 def _goals(goals: Sequence[tuple[float, float]], colour: str, text: str) -> go.Scatter:

@@ -1,10 +1,9 @@
-"""Figures of speeds by named protocols: latencies, and ours beside published ones."""
+"""Speeds by named protocols, ours beside published ones: tables, their columns, and figures."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
@@ -12,7 +11,7 @@ import plotly.graph_objects as go
 
 from dlrm_core.units import NOT_MEASURED, NOTHING, counted, format_bytes, thousands
 from dlrm_workbook.evidence.published import NOT_SAID, NVIDIA_AUC, PUBLISHED
-from dlrm_workbook.show.tables import Table, Text, column
+from dlrm_workbook.show.tables import Column, Text, Texts
 from dlrm_workbook.show.theme import (
     COLOURS,
     add_headings,
@@ -23,10 +22,6 @@ from dlrm_workbook.show.theme import (
     log_axis,
     rows_of,
 )
-from dlrm_workbook.studies.bench.show_tables import best_speeds, contestant_label
-from dlrm_workbook.studies.stability.measure import Stability
-
-# Tables of figures by named protocols, ours and, beside them, what others have published.
 
 COUNTED = {
     "steady": "ours: whole iterations, warm-up found in the times",
@@ -43,117 +38,62 @@ GROUPS = {
     "training facebook": "Training, ms/it without data",
     "inference nvidia": "Inference, NVIDIA's protocol, batch 2,048",
 }
-"""What can be compared, by the key of :class:`Speed`."""
+"""What can be compared, by the ``group`` of :func:`speeds`."""
 
 PUBLISHED_BATCH = 2048
 """Of the published inference."""
 
-
-@dataclass(frozen=True)
-class Speed:
-    """One speed, ours or published, in the group it can be compared within."""
-
-    group: str
-    ours: bool
-    source: str
-    on: str
-    model: str
-    precision: str
-    samples_per_second: float
-    latency_ms: float | None = None
-    power_w: float | None = None
-    memory: str = NOTHING
-    auc: float | None = None
+# Tables of a record of ``dlrm protocols``, and how they are shown.
 
 
-def speeds(
-    document: Mapping[str, Any] | None,
-    times: pd.DataFrame,
-    stability: Mapping[str, Stability] | None = None,
-) -> list[Speed]:
-    """Ours first, then the published ones, group by group.
+def training(document: Mapping[str, Any] | None) -> pd.DataFrame:
+    """One training, counted in each protocol's way; without a record no rows.
 
-    Args:
-        document: of ``dlrm protocols``, if it was measured.
-        times: of the benchmark's contestants (:func:`dlrm_workbook.studies.bench.analyse.times`).
-        stability: runs whose mean AUC is ours.
+    Returns:
+        ``protocol``, ``samples_per_second``, ``ms_per_iteration``, ``iterations``,
+        ``left_out``, ``data_included``, ``counts`` (what the protocol counts).
     """
-    found = [
-        Speed("ours", True, "this run", contestant_label(r.contestant), _case(r.case), "", speed)
-        for r in rows_of(best_speeds(times))
-        if math.isfinite(speed := float(r.samples_per_second))
-    ]
-    found += _of_protocols(document, stability or {}) if document else []
-    found += [
-        Speed(
-            f"{p.mode} {p.protocol}",
-            False,
-            f"{p.source.split()[0]} (other hardware)",
-            p.hardware,
-            p.model + ("" if p.batch is None else f", batch {p.batch:,}"),
-            p.precision,
-            p.samples_per_second,
-            p.latency_ms,
-            p.power_w,
-            NOTHING if p.memory_gb is None else f"{p.memory_gb:g} GB a device",
-            p.auc,
-        )
-        for p in PUBLISHED
-    ]
-    order = list(GROUPS)
-    return sorted(found, key=lambda s: (order.index(s.group), not s.ours, -s.samples_per_second))
+    table = pd.DataFrame(document["measured"]["training"] if document else [])
+    table["counts"] = [COUNTED[name] for name in table.get("protocol", [])]
+    table.attrs["not_measured"] = "-p protocols=60, or dlrm protocols"
+    return table
 
 
-def _of_protocols(document: Mapping[str, Any], stability: Mapping[str, Stability]) -> list[Speed]:
-    measured = document["measured"]
-    given = document["parameters"]
-    batch = given["training"]["batch_size"]
-    aucs = [
-        one.spreads["auc"].mean
-        for one in stability.values()
-        # of this very training, not of another model or other data
-        if "auc" in one.spreads and all(one.parameters[s] == given[s] for s in ("model", "data"))
-    ]
-    common = {
-        "ours": True,
-        "source": "this run",
-        "on": device_of(document),
-        "precision": measured["precision"],
-    }
-    memory = ", ".join(
-        f"{format_bytes(size)} ({device})"
-        for device, size in measured["peak_memory_by_device"].items()
-    )
-    title = document["title"]
-    found = [
-        Speed(
-            group=f"training {one['protocol']}",
-            model=f"{title}, batch {batch:,}",
-            samples_per_second=one["samples_per_second"],
-            power_w=measured["power_w"],
-            memory=memory,
-            auc=aucs[0] if aucs else None,
-            **common,
-        )
-        for one in measured["training"]
-        if f"training {one['protocol']}" in GROUPS
-    ]
-    return found + [
-        Speed(
-            group="inference nvidia",
-            model=f"{title}, batch {one['batch_size']:,}",
-            samples_per_second=one["samples_per_second"],
-            latency_ms=one["mean"],
-            memory=memory,
-            **common,
-        )
-        for one in measured["inference"]
-        if one["protocol"] == "nvidia" and one["batch_size"] == PUBLISHED_BATCH
-    ]
+def latencies(document: Mapping[str, Any] | None) -> pd.DataFrame:
+    """Latencies by batch size and protocol, ms; without a record no rows.
+
+    Returns:
+        ``protocol``, ``batch_size``, ``mean``, ``p50``, ``p90``, ``p95``, ``p99``,
+        ``samples_per_second``, ``steps``, ``warm_up_steps``.
+    """
+    table = pd.DataFrame(document["measured"]["inference"] if document else [])
+    table.attrs["not_measured"] = "-p batch_sizes=[1,64,2048]"
+    return table
 
 
-def _case(name: str) -> str:
-    return "the model as given" if name == "given" else name
+def power_and_memory(document: Mapping[str, Any] | None) -> pd.DataFrame:
+    """Power, samples per joule, and the memory of each device: ``name`` and ``value``, texts."""
+    rows: list[tuple[str, str]] = []
+    if document:
+        measured = document["measured"]
+        for reading in measured["power"]["readings"]:
+            rows.append((f"power, {reading['device']}", f"{reading['power_w']:,.1f} W"))
+        for device, why in measured["power"]["not_measured"].items():
+            rows.append((f"power, {device}", f"{NOT_MEASURED}: {why}"))
+        per_watt = measured["samples_per_joule"]
+        shown = NOT_MEASURED if per_watt is None else f"{per_watt:,.1f}"
+        rows.append(("samples/s per watt", shown))
+        for device, size in measured["peak_memory_by_device"].items():
+            rows.append((f"peak memory, {device}", format_bytes(size)))
+        rows += [
+            ("device", device_of(document)),
+            ("precision", measured["precision"]),
+            ("embeddings' back end", measured["embedding_backend"]),
+            ("command", document["command"]),
+        ]
+    table = pd.DataFrame(rows, columns=["name", "value"])
+    table.attrs["not_measured"] = "-p protocols=60"
+    return table
 
 
 def device_of(document: Mapping[str, Any]) -> str:
@@ -164,28 +104,154 @@ def device_of(document: Mapping[str, Any]) -> str:
     return f"{document['machine'].get('cpu') or 'CPU'}, {counted(measured['threads'], 'thread')}"
 
 
-def published_table(found: list[Speed]) -> Table:
-    """Every speed with what else is known of it."""
-    return Table(
-        [
-            *("counted as", "source", "on", "model", "samples/s"),
-            *("mean (ms)", "power (W)", "memory", "AUC"),
-        ],
-        [
-            (
-                GROUPS[one.group].removesuffix(", whole iterations"),
-                one.source,
-                one.on + (f", {one.precision}" if one.precision not in ("", NOT_SAID) else ""),
-                one.model,
-                f"{one.samples_per_second:,.0f}",
-                NOTHING if one.latency_ms is None else f"{one.latency_ms:.3g}",
-                _watts(one),
-                one.memory,
-                NOTHING if one.auc is None else f"{one.auc:.4g}",
-            )
-            for one in found
-        ],
+def speeds(
+    document: Mapping[str, Any] | None,
+    contestants: pd.DataFrame,
+    stability: Mapping[str, Any] | None = None,
+) -> pd.DataFrame:
+    """Our speeds and the published ones, group by group, ours first.
+
+    Args:
+        document: of ``dlrm protocols``, if it was measured.
+        contestants: of a benchmark: ``on``, ``model``, ``samples_per_second``.
+        stability: runs with several seeds, whose mean AUC is ours.
+
+    Returns:
+        ``group`` (a key of :data:`GROUPS`), ``ours``, ``source``, ``on``, ``model``,
+        ``precision``, ``samples_per_second``, ``latency_ms``, ``power_w``, ``memory``,
+        ``auc``; what is not known is NaN or empty.
+    """
+    common = {"ours": True, "source": "this run", "precision": ""}
+    rows: list[dict[str, Any]] = [
+        common | {"group": "ours", "on": on, "model": model, "samples_per_second": speed}
+        for on, model, speed in contestants.itertuples(index=False)
+    ]
+    if document:
+        rows += _measured_speeds(document, stability or {}, common)
+    rows += [
+        {
+            "group": f"{p.mode} {p.protocol}",
+            "ours": False,
+            "source": f"{p.source.split()[0]} (other hardware)",
+            "on": p.hardware,
+            "model": p.model + ("" if p.batch is None else f", batch {p.batch:,}"),
+            "precision": "" if p.precision == NOT_SAID else p.precision,
+            "samples_per_second": p.samples_per_second,
+            "latency_ms": p.latency_ms,
+            "power_w": p.power_w,
+            "memory": "" if p.memory_gb is None else f"{p.memory_gb:g} GB per device",
+            "auc": p.auc,
+        }
+        for p in PUBLISHED
+    ]
+    order = list(GROUPS)
+    rows.sort(key=lambda r: (order.index(r["group"]), not r["ours"], -r["samples_per_second"]))
+    columns = [
+        *("group", "ours", "source", "on", "model", "precision", "samples_per_second"),
+        *("latency_ms", "power_w", "memory", "auc"),
+    ]
+    table = pd.DataFrame(rows, columns=columns)
+    table["memory"] = table["memory"].fillna("")
+    return table.astype(dict.fromkeys(("latency_ms", "power_w", "auc"), float))
+
+
+def _measured_speeds(
+    document: Mapping[str, Any], stability: Mapping[str, Any], common: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    measured, given = document["measured"], document["parameters"]
+    aucs = [
+        one.spreads["auc"].mean
+        for one in stability.values()
+        # of this very training, not of another model or other data
+        if "auc" in one.spreads and all(one.parameters[s] == given[s] for s in ("model", "data"))
+    ]
+    memory = ", ".join(
+        f"{format_bytes(size)} ({device})"
+        for device, size in measured["peak_memory_by_device"].items()
     )
+    common = {
+        **common,
+        "on": device_of(document),
+        "precision": measured["precision"],
+        "memory": memory,
+    }
+    title = document["title"]
+    rows = [
+        common
+        | {
+            "group": f"training {one['protocol']}",
+            "model": f"{title}, batch {given['training']['batch_size']:,}",
+            "samples_per_second": one["samples_per_second"],
+            "power_w": measured["power_w"],
+            "auc": aucs[0] if aucs else None,
+        }
+        for one in measured["training"]
+    ] + [
+        common
+        | {
+            "group": f"inference {one['protocol']}",
+            "model": f"{title}, batch {one['batch_size']:,}",
+            "samples_per_second": one["samples_per_second"],
+            "latency_ms": one["mean"],
+        }
+        for one in measured["inference"]
+        if one["batch_size"] == PUBLISHED_BATCH
+    ]
+    return [row for row in rows if row["group"] in GROUPS]
+
+
+def _groups(names: pd.Series) -> Texts:
+    return [GROUPS[name].removesuffix(", whole iterations") for name in names], True
+
+
+def _hardware(on: pd.Series, precisions: pd.Series) -> Texts:
+    pairs = zip(on, precisions, strict=True)
+    return [f"{name}, {precision}" if precision else name for name, precision in pairs], True
+
+
+def _watts(powers: pd.Series, ours: pd.Series, groups: pd.Series) -> Texts:
+    rows = zip(powers, ours, groups, strict=True)
+    return [
+        f"{power:,.0f}"
+        if not math.isnan(power)
+        else NOT_MEASURED
+        if own and group != "ours"
+        else NOTHING
+        for power, own, group in rows
+    ], False
+
+
+SPEEDS: dict[str, str | Column] = {
+    "group": Column("counted as", _groups),
+    "source": "source",
+    "hardware": Column("on", _hardware, ("on", "precision")),
+    "model": "model",
+    "samples_per_second": "samples/s",
+    "latency_ms": Column("mean", "digits", unit="ms"),
+    "power": Column("power", _watts, ("power_w", "ours", "group"), "W"),
+    "memory": "memory",
+    "auc": Column("AUC", lambda aucs: ([_auc(auc) for auc in aucs], False)),
+}
+TRAINING: dict[str, str | Column] = {
+    "protocol": "protocol",
+    "counts": "what it counts",
+    "ms_per_iteration": Column("ms/it", "number"),
+    "samples_per_second": "samples/s",
+    "iterations": "iterations",
+    "left_out": "left out",
+}
+LATENCIES: dict[str, str | Column] = {
+    "batch_size": "batch",
+    "protocol": "protocol",
+    **{name: Column(name, "number", unit="ms") for name in ("mean", "p50", "p90", "p95", "p99")},
+    "samples_per_second": "samples/s",
+    "steps": "steps",
+    "warm_up_steps": "left out",
+}
+
+
+def _auc(value: float) -> str:
+    return NOTHING if math.isnan(value) else f"{value:.4g}"
 
 
 def sources() -> Text:
@@ -198,101 +264,26 @@ def sources() -> Text:
     )
 
 
-def _watts(one: Speed) -> str:
-    if one.power_w is not None:
-        return f"{one.power_w:,.0f}"
-    return NOT_MEASURED if one.ours and one.group != "ours" else NOTHING
-
-
-def training_table(document: Mapping[str, Any]) -> Table:
-    """One training, counted in each protocol's way."""
-    measured = document["measured"]
-    found = measured["training"]
-    times = column([one["ms_per_iteration"] for one in found])
-    return Table(
-        ["protocol", "what it counts", "ms/it", "samples/s", "iterations", "left out"],
-        [
-            (
-                one["protocol"],
-                COUNTED[one["protocol"]],
-                ms,
-                f"{one['samples_per_second']:,.0f}",
-                f"{one['iterations']:,}",
-                f"{one['left_out']:,}",
-            )
-            for one, ms in zip(found, times, strict=True)
-        ],
-    )
-
-
-def latency_table(document: Mapping[str, Any]) -> Table:
-    """Latencies by batch size and protocol."""
-    found = document["measured"]["inference"]
-    names = ("mean", "p50", "p90", "p95", "p99")
-    cells = [[f"{one[name]:,.3f}" for name in names] for one in found]
-    return Table(
-        [
-            "batch",
-            "protocol",
-            *(f"{name} (ms)" for name in names),
-            "samples/s",
-            "steps",
-            "left out",
-        ],
-        [
-            (
-                f"{one['batch_size']:,}",
-                one["protocol"],
-                *figures,
-                f"{one['samples_per_second']:,.0f}",
-                f"{one['steps']:,}",
-                f"{one['warm_up_steps']:,}",
-            )
-            for one, figures in zip(found, cells, strict=True)
-        ],
-    )
-
-
-def device_table(document: Mapping[str, Any]) -> Table:
-    """Power, samples a joule, and the memory of each device."""
-    measured = document["measured"]
-    rows = []
-    for reading in measured["power"]["readings"]:
-        rows.append((f"power, {reading['device']}", f"{reading['power_w']:,.1f} W"))
-    for device, why in measured["power"]["not_measured"].items():
-        rows.append((f"power, {device}", f"{NOT_MEASURED}: {why}"))
-    per_watt = measured["samples_per_joule"]
-    shown = NOT_MEASURED if per_watt is None else f"{per_watt:,.1f}"
-    rows.append(("samples/s per watt", shown))
-    for device, size in measured["peak_memory_by_device"].items():
-        rows.append((f"peak memory, {device}", format_bytes(size)))
-    rows += [
-        ("device", device_of(document)),
-        ("precision", measured["precision"]),
-        ("embeddings' back end", measured["embedding_backend"]),
-        ("command", document["command"]),
-    ]
-    return Table(["", "value"], rows)
-
+# Figures.
 
 QUANTILES = {"p99": 1.2, "p95": 1.6, "p90": 2.0, "p50": 3.0}
 """Percentile to the width of its line."""
 
 
-def latency_lines(document: Mapping[str, Any]) -> go.Figure:
+def latency_lines(found: pd.DataFrame) -> go.Figure:
     """Percentiles of an inference step over its batch size; both axes are logarithmic.
 
     Args:
-        document: of ``dlrm protocols``.
+        found: what :func:`latencies` gives.
     """
-    found = [one for one in document["measured"]["inference"] if one["protocol"] == "nvidia"]
+    found = found[found["protocol"] == "nvidia"]
     result = figure("Latency of a prediction, by batch size", 400, legend=True)
-    sizes = [one["batch_size"] for one in found]
+    sizes = found["batch_size"].tolist()
     for name, width in QUANTILES.items():
         result.add_trace(
             go.Scatter(
                 x=sizes,
-                y=[one[name] for one in found],
+                y=found[name],
                 name=name,
                 mode="lines+markers",
                 line={"color": COLOURS["bottom_mlp"], "width": width},
@@ -318,46 +309,49 @@ def latency_lines(document: Mapping[str, Any]) -> go.Figure:
     return result
 
 
-def published_bars(found: Sequence[Speed]) -> go.Figure:
-    """Ours beside published speeds of other hardware, in groups counted the same way."""
-    places, headings = in_groups(GROUPS[one.group] for one in found)
-    result = figure("Samples a second, beside other hardware's", 130, legend=True)
-    result.update_layout(height=190 + 30 * (len(found) + len(headings)))
+def published_bars(found: pd.DataFrame) -> go.Figure:
+    """Ours beside published speeds of other hardware, in groups counted the same way.
+
+    Args:
+        found: what :func:`speeds` gives.
+    """
+    places, headings = in_groups(GROUPS[group] for group in found["group"])
+    placed = found.assign(place=places)
+    height = 190 + 30 * (len(found) + len(headings))
+    result = figure("Samples per second, beside other hardware's", height, legend=True)
     for ours, name, colour in (
         (True, "this run, this machine", COLOURS["top_mlp"]),
         (False, "published: other hardware, mostly other models", COLOURS["other"]),
     ):
-        rows = [(place, one) for place, one in zip(places, found, strict=True) if one.ours is ours]
+        rows = placed[placed["ours"] == ours]
         result.add_trace(
             go.Bar(
-                x=[one.samples_per_second for _, one in rows],
-                y=[place for place, _ in rows],
+                x=rows["samples_per_second"],
+                y=rows["place"],
                 orientation="h",
                 width=0.72,
                 name=name,
                 marker={"color": colour},
-                text=[thousands(one.samples_per_second) for _, one in rows],
+                text=list(map(thousands, rows["samples_per_second"])),
                 textposition="outside",
                 cliponaxis=False,
-                customdata=[f"{one.on}: {one.model}" for _, one in rows],
+                customdata=rows["on"] + ": " + rows["model"],
                 hovertemplate="%{customdata}: %{x:,.0f} samples/s<extra></extra>",
             )
         )
-    _axes(result, found, places)
+    values = found["samples_per_second"]
+    first, last = math.floor(math.log10(values.min())), math.log10(values.max()) + 0.7
+    marks = [10.0**power for power in range(first, math.ceil(last))]
+    result.update_xaxes(
+        title="samples per second", range=[first, last], **log_axis(marks, thousands)
+    )
+    label_rows(result, [_label(row) for row in rows_of(found)], places)
     add_headings(result, headings)
     return result
 
 
-def _axes(result: go.Figure, found: Sequence[Speed], places: Sequence[float]) -> None:
-    values = [one.samples_per_second for one in found] or [1.0]
-    first, last = math.floor(math.log10(min(values))), math.log10(max(values)) + 0.7
-    marks = [10.0**power for power in range(first, math.ceil(last))]
-    result.update_xaxes(title="samples a second", range=[first, last], **log_axis(marks, thousands))
-    label_rows(result, [_label(one) for one in found], list(places))
-
-
-def _label(one: Speed) -> str:
-    if one.ours:
-        return lines_of(f"ours, {one.precision}" if one.precision else f"{one.on}, {one.model}", 40)
-    precision = "" if one.precision == NOT_SAID else f", {one.precision}"
-    return f"{one.on}, {one.model.split(', batch')[0]}{precision}"
+def _label(row: Any) -> str:
+    if row.ours:
+        return lines_of(f"ours, {row.precision}" if row.precision else f"{row.on}, {row.model}", 40)
+    precision = f", {row.precision}" if row.precision else ""
+    return f"{row.on}, {row.model.split(', batch')[0]}{precision}"
