@@ -88,17 +88,6 @@ TEMPLATE = go.layout.Template(
     }
 )
 
-WATERFALL: dict[str, Any] = {
-    "textposition": "outside",
-    "cliponaxis": False,
-    "connector": {"line": {"color": GRID, "width": 1}},
-    "increasing": {"marker": {"color": SLOWER}},
-    "decreasing": {"marker": {"color": FASTER}},
-    "totals": {"marker": {"color": INK}},
-    "hovertemplate": "%{text}<extra></extra>",
-}
-"""The look of steps from one time to another."""
-
 
 class Figure(go.Figure):
     """A figure that a notebook stores as data, without what other renderers need.

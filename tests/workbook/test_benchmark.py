@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 from browser import check_page, require_browser
 from hypothesis import given
@@ -17,8 +18,8 @@ from test_notebooks import QUICK, run_cells
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.errors import InputError
 from dlrm_workbook.evidence.contestants import WARMUP, Run, ratio
-from dlrm_workbook.runner.run import run_notebooks
-from dlrm_workbook.show.tables import Table, Text
+from dlrm_workbook.runner.run import run_notebook
+from dlrm_workbook.show.tables import Table, Text, show
 from dlrm_workbook.studies.bench import analyse as analysis
 from dlrm_workbook.studies.bench import (
     embeddings_show as embedding_results,
@@ -30,10 +31,10 @@ from dlrm_workbook.studies.bench import (
     show as benchmark_figures,
 )
 from dlrm_workbook.studies.bench import (
-    show_tables as benchmark_presentation,
+    show_tables as benchmark_tables,
 )
 from dlrm_workbook.studies.bench.cases import GROWTH, growth_cases, shape_cases
-from dlrm_workbook.studies.bench.embeddings import open_ledger, run_group
+from dlrm_workbook.studies.bench.embeddings import KIND, SCHEMA, open_ledger, run_group
 from dlrm_workbook.studies.bench.embeddings_run import GROUPS
 from dlrm_workbook.studies.bench.measure import Plan, run_plan
 
@@ -162,31 +163,43 @@ def test_a_machine_that_drifts_between_rounds_does_not_change_a_ratio(
 
 
 def test_the_verdict_says_how_many_times_as_fast_as_whom(document: dict[str, Any]) -> None:
-    text = benchmark_presentation.verdict(document).markdown
+    text = benchmark_tables.verdict(document).markdown
     first = text.split("\n\n")[0]
     assert "Its tables, up to 10 indices, 1 thread: ours, tuned bf16 is" in first
     assert "as fast as facebookresearch/dlrm end to end" in first and "7.50x" in first
     assert "goals against facebookresearch/dlrm reached" in text
     assert "to the same losses" in text
     document["cases"][0]["losses_agree"] = False
-    assert "not all contestants train the same" in benchmark_presentation.verdict(document).markdown
+    assert "not all contestants train the same" in benchmark_tables.verdict(document).markdown
 
 
 def test_one_round_has_no_interval_and_equal_losses_differ_by_0(document: dict[str, Any]) -> None:
     times, ratios = analysis.times(document), analysis.ratios(document)
-    once = times.assign(low_ms=times["mid_ms"], high_ms=times["mid_ms"], confidence=0.0)
-    for row in benchmark_presentation.times_table(once).rows:
-        assert row[4] == row[6] == "one round" and float(row[3]) > 0
+    step, whole = times["step_ms"], times["end_to_end_ms"]
+    once = times.assign(
+        **{"step_low_ms": step, "step_high_ms": step, "confidence": 0.0},
+        **{"end_to_end_low_ms": whole, "end_to_end_high_ms": whole},
+    )
+    for row in cells(once, benchmark_tables.TIMES):
+        assert row["from to"] == row["from to "] == "one round" and float(row["step (ms)"]) > 0
     single = ratios.assign(low=ratios["mid"], high=ratios["mid"], confidence=0.0)
-    for row in benchmark_presentation.ratios_table(single).rows:
-        assert row[6:8] == ["one round", "–"] and row[5].endswith("×")
+    for row in cells(single, benchmark_tables.RATIOS):
+        assert row["interval"] == "one round" and row["times as fast"].endswith("x")
+        assert "confidence" not in row
     for drawn in (benchmark_figures.times_bars(once), benchmark_figures.ratio_dots(single)):
         hover = [text for trace in drawn.data for text in trace.hovertext or ()]
         assert hover and all("(one round)" in text and " to 0" not in text for text in hover)
-    assert " to " in benchmark_presentation.times_table(times).rows[0][4]
-    losses = analysis.losses(document)
-    rows = benchmark_presentation.losses_table(losses.assign(difference=0.0)).rows
-    assert rows and all(row[-1] == "0" for row in rows)
+    assert " to " in cells(times, benchmark_tables.TIMES)[0]["from to"]
+    losses = analysis.losses(document).assign(difference=0.0)
+    rows = cells(losses, benchmark_tables.LOSSES)
+    assert rows and all(row["largest difference"] == "0" for row in rows)
+
+
+def cells(frame: pd.DataFrame, columns: Any) -> list[dict[str, str]]:
+    """Texts of a table's rows by its titles."""
+    table = show(frame, columns)
+    assert isinstance(table, Table)
+    return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
 
 
 def test_what_was_cut_short_or_failed_is_said(document: dict[str, Any]) -> None:
@@ -194,12 +207,12 @@ def test_what_was_cut_short_or_failed_is_said(document: dict[str, Any]) -> None:
     for name in ("contestants", "ratios", "loss_difference", "losses_agree", "failures"):
         del cut[name]
     document["cases"][0]["failures"] = {"torchrec": "pip install torchrec"}
-    said = benchmark_presentation.notices(document).markdown
+    said = benchmark_tables.notices(document).markdown
     assert "26x100k-10: cut short after 8 runs" in said
     assert "torchrec did not run (8x1M-10): pip install torchrec" in said
     cases = analysis.times(document)[["case", "threads"]].itertuples(index=False)
     assert set(map(tuple, cases)) == {("8x1M-10", 1), ("8x1M-10", 2), ("26x100k-10", 2)}
-    benchmark_presentation.verdict(document)
+    benchmark_tables.verdict(document)
 
 
 def shown_titles(values: list[Any]) -> list[str]:
@@ -245,6 +258,12 @@ def embeddings_of(scale: dict[str, float], threads: int = 1) -> dict[str, Any]:
     return ledger.document
 
 
+def gain_of(document: dict[str, Any]) -> str:
+    """How many times as fast ours is as the first contestant of the first case."""
+    rows = cells(embedding_results.times(document), embedding_results.TIMES)
+    return rows[0]["ours is as fast (rounds)"]
+
+
 def test_embeddings_are_shown_as_multiples_of_ours(tmp_path: Path) -> None:
     scale = {"facebook": 6.0, "torch": 9.0, "fused": 1.0, "memory": 0.5, "race_free": 1.0}
     document = embeddings_of(scale | {"naive": 7.0})
@@ -252,17 +271,17 @@ def test_embeddings_are_shown_as_multiples_of_ours(tmp_path: Path) -> None:
     assert sum(trace.x[0] for trace in backs.data) == pytest.approx(6.0)
     assert backs.layout.yaxis.ticktext[:2] == ("facebookresearch/dlrm", "torch")
     assert sum(trace.x[0] for trace in study.data) == pytest.approx(7.0)
-    rows = embedding_results.table(document).rows
-    assert rows[0][2] == "facebookresearch/dlrm" and rows[0][-2].startswith("6.00×")
-    assert rows[0][-1] == "5×"
+    first = cells(embedding_results.times(document), embedding_results.TIMES)[0]
+    assert first["contestant"] == "facebookresearch/dlrm" and first["goal"] == "5.00x"
+    assert gain_of(document).startswith("6.00x")
     gain = document["cases"][0]["ratios"]["fused"]["facebook"]
     gain |= {"low": 6.0, "median": 6.0, "high": 6.0}
-    assert embedding_results.table(document).rows[0][-2] == "6.00× (one round)"
+    assert gain_of(document) == "6.00x (one round)"
     gain |= {"low": 5.5}
-    assert embedding_results.table(document).rows[0][-2] == "6.00x (5.50x to 6.00x)"
+    assert gain_of(document) == "6.00x (5.50x to 6.00x)"
     said = embedding_results.sentences(document).markdown
-    assert "ours against facebookresearch/dlrm 6.00×, goal 5×" in said
-    assert "ours against FBGEMM not measured, goal 2.7×" in said
+    assert "ours against facebookresearch/dlrm 6.00x, goal 5.00x" in said
+    assert "ours against FBGEMM not measured, goal 2.70x" in said
     assert "FBGEMM did not run: not installed" in said and "50.0% of the pace" in said
     file = tmp_path / "e.json"
     file.write_text(json.dumps(document))
@@ -278,18 +297,16 @@ def test_figures_of_next_to_nothing_can_be_drawn() -> None:
     assert len(benchmark_figures.times_bars(analysis.times(found)).data) == 2
     assert benchmark_figures.ratio_dots(analysis.ratios(found)).data[0].x[0] == 1.0
     assert analysis.without(found).empty and analysis.ladder(found).empty
-    options = analysis.without(found), analysis.ladder(found)
-    assert benchmark_presentation.options_table(*options) is None
-    assert benchmark_presentation.growth_table(analysis.slopes(analysis.growth(found))) is None
-    assert benchmark_presentation.shares_table(analysis.shares(found)) is None
+    for empty in (analysis.without(found), analysis.growth(found), analysis.shares(found)):
+        assert "dlrm bench --" in repr(show(empty))
+    assert analysis.slopes(analysis.growth(found)).empty
 
 
 def test_a_finished_benchmark_is_shown_with_the_embeddings_beside_it(tmp_path: Path) -> None:
     plan = Plan(both()["plain"], both()["tuned"], rounds=1, iterations=1)
     file = tmp_path / "step.json"
     run_plan(plan, file, run=timed)
-    kind, schema = embedding_results.SCHEMA
-    beside = {"kind": kind, "schema": schema, "cases": [], "date": "now"}
+    beside = {"kind": KIND, "schema": SCHEMA, "cases": [], "date": "now"}
     (tmp_path / "embeddings.json").write_text(json.dumps(beside))
     found = benchmark.start(both()["plain"], tmp_path, results=str(file))
     assert found.embeddings == beside and found.plan is None

@@ -12,13 +12,10 @@ from dlrm_core.config import parameters_from_sections
 from dlrm_core.errors import InputError
 from dlrm_workbook.cli import main
 from dlrm_workbook.evidence.published import PUBLISHED
+from dlrm_workbook.show.tables import show
 from dlrm_workbook.studies.bench.analyse import times
-from dlrm_workbook.studies.protocols import (
-    show as protocol_figures,
-)
-from dlrm_workbook.studies.protocols import (
-    show as protocol_presentation,
-)
+from dlrm_workbook.studies.bench.show_tables import best_speeds
+from dlrm_workbook.studies.protocols import show as protocols
 from dlrm_workbook.studies.protocols.measure import (
     INFERENCE,
     TRAINING,
@@ -42,7 +39,7 @@ SECTIONS = {
     "training": {"batch_size": 64, "batches": 6, "device": "cpu", "threads": 1},
 }
 # nothing of a benchmark's contestants
-NO_TIMES = times({"cases": []})
+NO_SPEEDS = best_speeds(times({"cases": []}))
 POSITIVE = st.floats(1e-3, 1e3)
 
 
@@ -115,37 +112,41 @@ def test_the_command_measures_every_protocol(document):
 def test_ours_stand_beside_published_figures_of_other_hardware(document, tmp_path):
     parameters = parameters_from_sections(SECTIONS)
     runs = measure_stability(parameters, [0], tmp_path)
-    found = protocol_presentation.speeds(document, NO_TIMES, {"fp32": runs})
-    ours = [one for one in found if one.ours]
-    assert {one.group for one in ours} == set(protocol_presentation.GROUPS) - {"ours"}
-    assert {one.auc for one in ours if one.group.startswith("training")} == {runs.values[0]}
-    others = [one for one in found if not one.ours]
+    found = protocols.speeds(document, NO_SPEEDS, {"fp32": runs})
+    ours, others = found[found["ours"]], found[~found["ours"]]
+    assert set(ours["group"]) == set(protocols.GROUPS) - {"ours"}
+    assert set(ours["auc"][ours["group"].str.startswith("training")]) == {runs.values[0]}
     assert len(others) == len(PUBLISHED) == len(set(PUBLISHED))
-    assert all("other hardware" in one.source for one in others)
-    rows = protocol_presentation.published_table(found).rows
+    assert others["source"].str.contains("other hardware").all()
+    rows = show(found, protocols.SPEEDS).rows
     assert len(rows) == len(found)
     # each group's rows stand together, ours first
     groups = [row[0] for row in rows]
     assert groups == sorted(groups, key=groups.index)
     for group in set(groups):
         assert rows[groups.index(group)][1] == "this run"
-    figure = protocol_figures.published_bars(found)
+    figure = protocols.published_bars(found)
     assert sum(len(trace.x) for trace in figure.data) == len(found)
     assert len(figure.layout.annotations) == len(set(groups))
 
 
 def test_nothing_measured_leaves_the_published_alone():
-    found = protocol_presentation.speeds(None, NO_TIMES)
-    assert len(found) == len(PUBLISHED) and not any(one.ours for one in found)
+    found = protocols.speeds(None, NO_SPEEDS)
+    assert len(found) == len(PUBLISHED) and not found["ours"].any()
+    for nothing in (protocols.training(None), protocols.latencies(None)):
+        assert "Not measured: -p" in repr(show(nothing))
+    assert protocols.power_and_memory(None).empty
 
 
 def test_what_the_page_shows(document):
-    latency = protocol_figures.latency_lines(document)
+    found = protocols.latencies(document)
+    latency = protocols.latency_lines(found)
     assert list(latency.data[0].x) == [1, 2048]
-    rows = protocol_presentation.latency_table(document).rows
+    rows = show(found, protocols.LATENCIES).rows
     assert [row[:2] for row in rows[:2]] == [["1", "steady"], ["1", "nvidia"]]
-    assert [row[0] for row in protocol_presentation.training_table(document).rows] == list(TRAINING)
-    device = dict(protocol_presentation.device_table(document).rows)
+    training = show(protocols.training(document), protocols.TRAINING)
+    assert [row[0] for row in training.rows] == list(TRAINING)
+    device = dict(protocols.power_and_memory(document).itertuples(index=False))
     assert device["command"].startswith("dlrm") and "peak memory, host" in device
     measured = document["measured"]
     if measured["samples_per_joule"] is None:

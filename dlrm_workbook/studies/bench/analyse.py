@@ -266,7 +266,7 @@ def losses(document: Document) -> pd.DataFrame:
 
 
 def conditions(document: Document) -> pd.DataFrame:
-    """How it was measured, equal for all contestants: ``name`` and ``value``, texts."""
+    """How it was measured, equal for all contestants: ``setting`` and ``value``, texts."""
     settings, machine = document["settings"], document["machine"]
     cores = settings.get("cores")
     usable = settings.get("usable_cores", "?")
@@ -287,7 +287,7 @@ def conditions(document: Document) -> pd.DataFrame:
         said = ", ".join(f"{leaf}: {value_text(value)}" for leaf, value in change.items())
         found[f"contestant {name}"] = said or "no option for speed"
     rows = [*found.items(), *(("command", said) for said in document.get("commands", []))]
-    return pd.DataFrame(rows, columns=["name", "value"])
+    return pd.DataFrame(rows, columns=["setting", "value"])
 
 
 def unfinished(document: Document) -> list[str]:

@@ -88,7 +88,7 @@ TIMES: dict[str, str | Column] = {
     "end_to_end_range": Column(
         "from to ", _time_ranges, ("confidence", "end_to_end_low_ms", "end_to_end_high_ms")
     ),
-    "samples_per_second": "samples/s",
+    "samples_per_second": Column("samples/s", "digits"),
 }
 RATIOS: dict[str, str | Column] = {
     "case": "shape",
@@ -127,8 +127,8 @@ SHARES: dict[str, str | Column] = {
 }
 SLOPES: dict[str, str | Column] = {
     "quantity": "growing",
-    "smallest": "from",
-    "largest": "to",
+    "smallest": Column("from", "count"),
+    "largest": Column("to", "count"),
     "threads": "threads",
     "contestant": _CONTESTANT,
     "figure": _FIGURE,

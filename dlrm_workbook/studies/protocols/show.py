@@ -72,7 +72,7 @@ def latencies(document: Mapping[str, Any] | None) -> pd.DataFrame:
 
 
 def power_and_memory(document: Mapping[str, Any] | None) -> pd.DataFrame:
-    """Power, samples per joule, and the memory of each device: ``name`` and ``value``, texts."""
+    """Power, samples per joule, and memory of each device: ``quantity`` and ``value``, texts."""
     rows: list[tuple[str, str]] = []
     if document:
         measured = document["measured"]
@@ -91,7 +91,7 @@ def power_and_memory(document: Mapping[str, Any] | None) -> pd.DataFrame:
             ("embeddings' back end", measured["embedding_backend"]),
             ("command", document["command"]),
         ]
-    table = pd.DataFrame(rows, columns=["name", "value"])
+    table = pd.DataFrame(rows, columns=["quantity", "value"])
     table.attrs["not_measured"] = "-p protocols=60"
     return table
 
@@ -226,7 +226,7 @@ SPEEDS: dict[str, str | Column] = {
     "source": "source",
     "hardware": Column("on", _hardware, ("on", "precision")),
     "model": "model",
-    "samples_per_second": "samples/s",
+    "samples_per_second": Column("samples/s", "digits"),
     "latency_ms": Column("mean", "digits", unit="ms"),
     "power": Column("power", _watts, ("power_w", "ours", "group"), "W"),
     "memory": "memory",
@@ -236,7 +236,7 @@ TRAINING: dict[str, str | Column] = {
     "protocol": "protocol",
     "counts": "what it counts",
     "ms_per_iteration": Column("ms/it", "number"),
-    "samples_per_second": "samples/s",
+    "samples_per_second": Column("samples/s", "digits"),
     "iterations": "iterations",
     "left_out": "left out",
 }
@@ -244,7 +244,7 @@ LATENCIES: dict[str, str | Column] = {
     "batch_size": "batch",
     "protocol": "protocol",
     **{name: Column(name, "number", unit="ms") for name in ("mean", "p50", "p90", "p95", "p99")},
-    "samples_per_second": "samples/s",
+    "samples_per_second": Column("samples/s", "digits"),
     "steps": "steps",
     "warm_up_steps": "left out",
 }
