@@ -18,7 +18,7 @@ from test_notebooks import QUICK, run_cells
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.errors import InputError
 from dlrm_workbook.evidence.contestants import WARMUP, Run, ratio
-from dlrm_workbook.runner.run import run_notebook
+from dlrm_workbook.runner.run import run_notebooks
 from dlrm_workbook.show.tables import Table, Text, show
 from dlrm_workbook.studies.bench import analyse as analysis
 from dlrm_workbook.studies.bench import (
