@@ -69,7 +69,6 @@ def data_generation(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "share": share,
         "makes": "Waiting for" if waits else "Making",
         "time": time,
-        "total": total,
         "rest": total - time,
         "alone": evidence.alone("data", "forward"),
         "by_generators": "",

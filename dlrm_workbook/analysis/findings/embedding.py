@@ -107,7 +107,6 @@ def contended_update(evidence: Evidence, ledger: Ledger) -> Measured | None:
     return {
         "share": share,
         "method": method,
-        "threads": threads,
         "hottest": hottest,
         "change": {"training.embedding_update": "race_free"},
         "speedup": bounded(share),
@@ -218,7 +217,6 @@ def embedding_update(evidence: Evidence, ledger: Ledger) -> Measured | None:
     return {
         "share": share,
         "time": evidence.time("embedding", "update"),
-        "total": evidence.total_ms,
         "heaviest": heaviest(evidence.of_part("embedding", "update"), 3, column),
         "change": {"training.embedding_backend": "fused"},
         "speedup": bounded(share),

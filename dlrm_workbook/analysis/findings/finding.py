@@ -137,7 +137,8 @@ def rule(
 ) -> Callable[[Callable[[Evidence, Ledger], Measured | None]], Rule]:
     """Make a rule of a function that measures, and of sentences about what it measured.
 
-    The function returns None where it finds nothing. Its figures fill the templates;
+    The function returns None where it finds nothing. Its figures fill the templates, with
+    ``total``, ``step`` and ``wall`` (ms), ``threads`` and ``cores`` of the run;
     ``{name:ms}`` writes milliseconds, and a sentence of the evidence is left out where one of
     its figures is None. A figure named as an argument here (``title``, ``limit``, ...) replaces
     it; ``change``, ``severity`` and ``speedup`` are the finding's. Without ``speedup`` the
@@ -151,9 +152,10 @@ def rule(
         def run(seen: Evidence, ledger: Ledger) -> Iterator[Finding]:
             if gpu is not None and gpu != seen.on_gpu:
                 return
-            figures = measure(seen, ledger)
-            if figures is None:
+            measured = measure(seen, ledger)
+            if measured is None:
                 return
+            figures = _common_figures(seen) | measured
             share = float(figures["share"])
             sentences = figures.get("evidence", evidence)
             told = [text for each in sentences if (text := _filled(each, figures)) is not None]
@@ -174,6 +176,17 @@ def rule(
         return run
 
     return made
+
+
+def _common_figures(evidence: Evidence) -> Measured:
+    """Figures that any sentence may name."""
+    return {
+        "total": evidence.total_ms,
+        "step": evidence.step_ms,
+        "wall": evidence.wall_ms,
+        "threads": evidence.threads or "?",
+        "cores": evidence.cores or "?",
+    }
 
 
 class _Template(string.Formatter):

@@ -127,7 +127,6 @@ def outside_parts(evidence: Evidence, ledger: Ledger) -> Measured | None:
     return {
         "share": share,
         "time": evidence.time("other"),
-        "total": evidence.total_ms,
         "heaviest": heaviest(operators[operators["kind"] != "thread"]),
     }
 
@@ -174,7 +173,7 @@ def irregular(evidence: Evidence, ledger: Ledger) -> Measured | None:
     "disturbed_profile",
     title="The profiled iterations took {times:.1f} times as long as the others",
     evidence=(
-        "{total:ms} with the profiler, {plain:ms} without; recording {calls:,.0f} operators costs "
+        "{total:ms} with the profiler, {step:ms} without; recording {calls:,.0f} operators costs "
         "{cost:ms} at most.",
         "Something else used the machine while the profiler was on.",
     ),
@@ -190,8 +189,7 @@ def disturbed_profile(evidence: Evidence, ledger: Ledger) -> Measured | None:
     cost = PROFILER_MS * calls
     if plain + cost <= 0 or total < DISTURBED * (plain + cost):
         return None
-    figures = {"total": total, "plain": plain, "calls": calls, "cost": cost}
-    return {"share": 0.0, "times": total / plain, **figures}
+    return {"share": 0.0, "times": total / plain, "calls": calls, "cost": cost}
 
 
 @rule(

@@ -196,10 +196,10 @@ PREFETCHER = "prefetch"
 
 @rule(
     "other_processes",
-    title="Other processes keep {cores:.1f} of the machine's cores busy",
+    title="Other processes keep {busy:.1f} of the machine's cores busy",
     evidence=(
-        "Other processes used {used:ms} of CPU time in each iteration of {wall:ms} ({cores:.2f} "
-        "cores of {available}).",
+        "Other processes used {used:ms} of CPU time in each iteration of {wall:ms} ({busy:.2f} "
+        "cores of {cores}).",
         NO_CORE,
         PREEMPTED,
     ),
@@ -224,18 +224,15 @@ def other_processes(evidence: Evidence, ledger: Ledger) -> Measured | None:
     ledger.explain(lost * evidence.total_ms)
     return {
         "share": min(lost, 1.0),
-        "cores": cores,
+        "busy": cores,
         "used": cores * evidence.wall_ms,
-        "wall": evidence.wall_ms,
-        "available": evidence.cores or "?",
         **_without_core(evidence),
-        "speedup": removed(lost),
     }
 
 
 @rule(
     "other_threads",
-    title="Another thread of this process computes beside the step ({cores:.1f} cores)",
+    title="Another thread of this process computes beside the step ({busy:.1f} cores)",
     evidence=(
         "Threads that are neither the step's nor its operators' used {used:ms} of CPU time in "
         "each iteration of {wall:ms}: {names}.",
@@ -260,13 +257,11 @@ def other_threads(evidence: Evidence, ledger: Ledger) -> Measured | None:
     ledger.explain(lost * evidence.total_ms)
     return {
         "share": min(lost, 1.0),
-        "cores": cores,
+        "busy": cores,
         "used": sum(time for _, time in busy),
-        "wall": evidence.wall_ms,
         "names": ", ".join(f"{name} {milliseconds(time)}" for name, time in busy[:3]),
         "blocked": blocked if blocked > 0.01 else None,
         **_without_core(evidence),
-        "speedup": removed(lost),
     }
 
 
@@ -300,9 +295,7 @@ def crowding_loader(evidence: Evidence, ledger: Ledger) -> Measured | None:
     blocked = evidence.share_of_wall("blocked_ms")
     return {
         "share": min(lost, 1.0),
-        "threads": threads,
         "all_threads": threads + 1,
-        "cores": cores,
         "fewer": max(cores - 1, 1),
         "longer": lost * evidence.step_ms,
         "alone": alone,
@@ -338,8 +331,6 @@ def waiting_for_cores(evidence: Evidence, ledger: Ledger) -> Measured | None:
     ledger.explain(lost * evidence.total_ms)
     figures: Measured = {
         "share": max(0.0, min(lost, 1.0)),
-        "threads": threads or "?",
-        "cores": cores or "?",
         "all_queued": queued,
         **_without_core(evidence),
         "speedup": removed(lost) if lost >= LOST_SHARE else bounded(0.05),
@@ -381,8 +372,6 @@ def too_few_threads(evidence: Evidence, ledger: Ledger) -> Measured | None:
     high = 1.0 / max(1.0 - share + share * threads / (threads + idle), 1e-9)
     return {
         "share": share,
-        "threads": threads,
-        "cores": cores,
         "busy": "the others were idle"
         if used is None
         else f"the process kept {used:.2f} of them busy",
@@ -468,7 +457,7 @@ def collecting_garbage(evidence: Evidence, ledger: Ledger) -> Measured | None:
     if share < GC_SHARE:
         return None
     ledger.explain(share * evidence.total_ms)
-    return {"share": share, "collected": evidence.counted("gc_ms"), "wall": evidence.wall_ms}
+    return {"share": share, "collected": evidence.counted("gc_ms")}
 
 
 @rule(
@@ -499,7 +488,6 @@ def storage_in_loop(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "does": "writes" if written >= read else "reads",
         "kilobytes": max(written, read) / 1e3,
         "waits": blocked * evidence.wall_ms,
-        "wall": evidence.wall_ms,
         **_place(evidence, part),
     }
 
@@ -530,7 +518,6 @@ def waiting(evidence: Evidence, ledger: Ledger) -> Measured | None:
     return {
         "share": blocked,
         "waits": blocked * evidence.wall_ms,
-        "wall": evidence.wall_ms,
         "gave_up": f", giving its core up {switches:,.0f} times" if switches else "",
         **_place(evidence, part),
     }
@@ -572,7 +559,6 @@ def page_faults(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "from_storage": f", {major:,.1f} of them from storage" if major >= 1 else "",
         "each_us": 1e3 * FAULT_MS,
         "cost": minor * FAULT_MS,
-        "wall": wall,
         **_place(evidence, part),
         "component": "other",
     }

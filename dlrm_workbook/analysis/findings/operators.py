@@ -395,7 +395,6 @@ def dispatch_bound(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "tiny_us": TINY * 1e3 * dispatch,
         "times": TINY,
         "small": small,
-        "step": evidence.step_ms,
         "size": size,
         "change": {"training.compile": True} if is_worthwhile(compiled) else {},
         "speedup": gain if gain and gain["mid"] > 1.0 else bound,
