@@ -1,7 +1,8 @@
-"""Plotly figures of a profile: DataFrames in, ``go.Figure`` out.
+"""Figures of a profile: attribution, verdict, what-if, call tree, operators, timeline, memory.
 
-Nothing is computed here that a reader could want as a number: the tables come from
-:mod:`dlrm_core.analysis`, and a figure of what was not measured is not asked for.
+DataFrames in, ``go.Figure`` out. Nothing is computed here that a reader could want as a number:
+the frames come from :mod:`dlrm_workbook.analysis`, and a figure of what was not measured is not
+asked for.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from dlrm_core.parts import COMPONENTS, part_label
-from dlrm_core.units import digits, milliseconds, percent
+from dlrm_core.units import digits, from_to, milliseconds, percent, ratio
 from dlrm_workbook.analysis.verdict import Stage
 from dlrm_workbook.show.tables import Text
 from dlrm_workbook.show.theme import (
     COLOURS,
     COMPUTE,
     INK,
+    INSIDE,
+    add_bars,
     add_ends,
     add_phase_key,
     error_bars,
@@ -86,19 +89,15 @@ def data_against_compute(split: pd.DataFrame) -> go.Figure:
         if time <= 0:
             continue
         share = time / total
-        result.add_trace(
-            go.Bar(
-                x=[time],
-                y=[""],
-                name=f"{name} {milliseconds(time)} ({percent(share)})",
-                orientation="h",
-                marker={"color": colour, "line": {"width": 0}},
-                text=[f"{name} {share:.0%}"] if share > 0.12 else None,
-                textposition="inside",
-                insidetextanchor="middle",
-                textangle=0,
-                hovertemplate=f"{name}: {milliseconds(time)}, {share:.2%}<extra></extra>",
-            )
+        add_bars(
+            result,
+            [time],
+            [""],
+            f"{name} {milliseconds(time)} ({percent(share)})",
+            colour,
+            f"{name}: {milliseconds(time)}, {share:.2%}",
+            text=[f"{name} {share:.0%}"] if share > 0.12 else None,
+            **INSIDE,
         )
     result.update_layout(barmode="stack", bargap=0.1)
     result.update_xaxes(title="ms in a mean iteration")
@@ -179,15 +178,8 @@ def iteration_times(each: pd.DataFrame) -> go.Figure:
             continue
         times = table.loc[component]
         label = part_label(component)
-        result.add_trace(
-            go.Bar(
-                x=times.index,
-                y=times,
-                name=label,
-                marker=marker(component),
-                hovertemplate=f"iteration %{{x}}: {label} %{{y:,.2f}} ms<extra></extra>",
-            )
-        )
+        hover = f"iteration %{{x}}: {label} %{{y:,.2f}} ms"
+        add_bars(result, times.index, times, label, marker(component), hover, flat=False)
     result.update_layout(barmode="stack", bargap=0.15)
     result.update_xaxes(title="iteration")
     result.update_yaxes(title="ms")
@@ -325,70 +317,52 @@ def memory_curve(curve: pd.DataFrame) -> go.Figure:
     return result
 
 
-# The verdict as a picture: the measured step, after each advised change, at the limit.
+# What changes would bring: whole steps, each made of its parts in the parts' colours.
 
-ROW = 46
-"""Height of a stage, in pixels."""
+STEP_ROW = 46
+"""Height of a step, in pixels."""
 
 
-def way_bars(way: Sequence[Stage]) -> go.Figure | Text:
-    """A bar a stage, each as long as its step and made of its parts, in the parts' colours."""
-    if len(way) < 2:
+def _add_steps(target: go.Figure, steps: Sequence[str], parts: pd.DataFrame) -> None:
+    """A bar for each step, in the order of ``steps``, stacked of its parts.
+
+    Args:
+        parts: ``step``, ``component``, ``time_ms``.
+    """
+    times = parts.groupby(["component", "step"])["time_ms"].sum()
+    for component in COMPONENTS:
+        if not times.get(component, pd.Series(dtype=float)).any():
+            continue
+        lengths, label = times[component].reindex(steps, fill_value=0.0), part_label(component)
+        hover = [
+            f"{escaped(step)}<br>{label}: {milliseconds(time)}" for step, time in lengths.items()
+        ]
+        add_bars(target, lengths, list(range(len(steps))), label, COLOURS[component], hover)
+    target.update_layout(barmode="stack", bargap=0.35)
+
+
+def verdict_bars(stages: Sequence[Stage]) -> go.Figure | Text:
+    """The measured step, the step after each advised change, and the machine's limit."""
+    if len(stages) < 2:
         return Text(
             "No change was probed and no ceiling measured in this run, so there is nothing to "
             "set beside the measured step (`profiling.probes` measures both)."
         )
-    result = figure(
-        "From the measured step to the machine's limit", 150 + ROW * len(way), legend=True
-    )
-    places = list(range(len(way)))
-    names = [stage.name for stage in way]
-    for component in COMPONENTS:
-        times = [_time(stage, component) for stage in way]
-        if not any(times):
-            continue
-        label = part_label(component)
-        result.add_trace(
-            go.Bar(
-                x=times,
-                y=places,
-                name=label,
-                orientation="h",
-                marker={"color": COLOURS.get(component, COLOURS["other"]), "line": {"width": 0}},
-                hovertext=[
-                    f"{name}<br>{label}: {milliseconds(time)}"
-                    for name, time in zip(names, times, strict=True)
-                ],
-                hovertemplate="%{hovertext}<extra></extra>",
-            )
-        )
-    ends = [stage.mid_ms for stage in way]
-    add_ends(result, ends, places, [_total(stage, way[0]) for stage in way])
-    result.update_layout(barmode="stack", bargap=0.35)
-    result.update_xaxes(title="ms an iteration, without a profiler", range=[0, 1.4 * max(ends)])
+    names, first = [stage.name for stage in stages], stages[0].mid_ms
+    title = "From the measured step to the machine's limit"
+    result = figure(title, 150 + STEP_ROW * len(stages), legend=True)
+    _add_steps(result, names, pd.concat([s.parts.assign(step=s.name) for s in stages]))
+    ends = [stage.mid_ms for stage in stages]
+    texts = [f"<b>{milliseconds(first)}</b>"] + [
+        f"<b>{milliseconds(stage.mid_ms)}</b>  {ratio(first / stage.mid_ms)}"
+        + (f"  ({from_to(stage.low_ms, stage.high_ms)})" if stage.low_ms != stage.high_ms else "")
+        for stage in stages[1:]
+    ]
+    add_ends(result, ends, list(range(len(stages))), texts)
+    result.update_xaxes(title="ms per iteration, without a profiler", range=[0, 1.4 * max(ends)])
     label_rows(result, [lines_of(name, 34) for name in names])
     return result
 
-
-def _time(stage: Stage, component: str) -> float:
-    table = stage.parts
-    return float(table.loc[table["component"].eq(component), "time_ms"].sum())
-
-
-def _total(stage: Stage, first: Stage) -> str:
-    text = f"<b>{milliseconds(stage.mid_ms)}</b>"
-    if stage is first:
-        return text
-    text += f"  {first.mid_ms / stage.mid_ms:.2f}×"
-    if stage.low_ms != stage.high_ms:
-        text += f"  ({stage.low_ms:,.0f}–{stage.high_ms:,.0f})"
-    return text
-
-
-# What each change is predicted to bring, as a figure and as a table.
-
-WHATIF_FIGURES_ROW = 44
-"""Height of a change, in pixels."""
 
 AS_IT_IS = "as it is"
 FURTHEST = 1.5
@@ -396,7 +370,7 @@ FURTHEST = 1.5
 
 
 def what_if_bars(table: pd.DataFrame, parts: pd.DataFrame) -> go.Figure | Text:
-    """A bar a change, made of its parts, with the range it is predicted in.
+    """A step after each change, with the range it is predicted in.
 
     Bars are times of as many samples as an iteration has now, so that another batch size
     compares with the rest.
@@ -408,34 +382,10 @@ def what_if_bars(table: pd.DataFrame, parts: pd.DataFrame) -> go.Figure | Text:
     known = table[table["mid_ms"].notna()]
     if known.empty:
         return Text("No change was probed in this run (`profiling.probes` turns the probes on).")
-    names = [AS_IT_IS, *known["change"]]
-    places = dict(zip(names, range(len(names)), strict=True))
-    now = float(known["now_ms"].iloc[0])
-    result = figure(
-        "Predicted time of a step after each change",
-        160 + WHATIF_FIGURES_ROW * len(names),
-        legend=True,
-    )
-    for component in COMPONENTS:
-        drawn = parts[parts["component"].eq(component) & parts["change"].isin(names)]
-        some = drawn.groupby("change", sort=False)["time_ms"].sum()
-        if not some.any():
-            continue
-        label = part_label(component)
-        result.add_trace(
-            go.Bar(
-                x=some.tolist(),
-                y=[places[change] for change in some.index],
-                name=label,
-                orientation="h",
-                marker={"color": COLOURS.get(component, COLOURS["other"]), "line": {"width": 0}},
-                hovertext=[
-                    f"{escaped(str(change))}<br>{label}: {milliseconds(time)}"
-                    for change, time in some.items()
-                ],
-                hovertemplate="%{hovertext}<extra></extra>",
-            )
-        )
+    names, now = [AS_IT_IS, *known["change"]], float(known["now_ms"].iloc[0])
+    title = "Predicted time of a step after each change"
+    result = figure(title, 160 + STEP_ROW * len(names), legend=True)
+    _add_steps(result, names, parts.rename(columns={"change": "step"}))
     middle = now / known["speedup_mid"]
     least, highest = now / known["speedup_high"], now / known["speedup_low"]
     # one change of which little is known must not flatten all the others
@@ -444,7 +394,7 @@ def what_if_bars(table: pd.DataFrame, parts: pd.DataFrame) -> go.Figure | Text:
     result.add_trace(
         go.Scatter(
             x=middle,
-            y=[places[change] for change in known["change"]],
+            y=list(range(1, len(names))),
             mode="markers",
             marker={"color": INK, "size": 7, "symbol": "line-ns", "line": {"width": 2}},
             error_x=error_bars(least, middle, most, thickness=2),
@@ -455,13 +405,12 @@ def what_if_bars(table: pd.DataFrame, parts: pd.DataFrame) -> go.Figure | Text:
     # behind the dotted line, which would cross them
     ends = [max(now, end) for end in (now, *most)]
     texts = [milliseconds(now)] + [
-        f"{milliseconds(time)}  ({ratio:.2f}×)"
+        f"{milliseconds(time)}  ({ratio(gain)})"
         + (f", up to {milliseconds(end)} →" if end > furthest else "")
-        for time, ratio, end in zip(middle, known["speedup_mid"], highest, strict=True)
+        for time, gain, end in zip(middle, known["speedup_mid"], highest, strict=True)
     ]
-    add_ends(result, ends, list(places.values()), texts)
+    add_ends(result, ends, list(range(len(names))), texts)
     mark_one(result, now)
-    result.update_layout(barmode="stack", bargap=0.35)
     result.update_xaxes(
         title="ms for the samples of one iteration now, without a profiler",
         # room for the texts, which are longer where they say how far a range reaches
@@ -481,23 +430,12 @@ def engine_bars(table: pd.DataFrame) -> go.Figure:
         name.removesuffix("_cost_ms") for name in table.columns if name.endswith("_cost_ms")
     )
     parts = table[table["component"] != "iteration"].iloc[::-1]
-    label = (parts["component"].str.replace("_mlp", " MLP") + " " + parts["phase"]).str.strip()
+    label = list(map(part_label, parts["component"], parts["phase"]))
     result = figure("Each part by two recordings", 160 + 34 * len(parts), legend=True)
-    looks = [(second, INK, parts["error_ms"]), (first, COLOURS["bottom_mlp"], None)]
-    for name, colour, error in looks:
-        result.add_trace(
-            go.Bar(
-                x=parts[f"{name}_ms"],
-                y=label,
-                orientation="h",
-                name=name,
-                marker={"color": colour, "line": {"width": 0}},
-                error_x=None
-                if error is None
-                else {"type": "data", "array": error, "thickness": 1.5, "width": 3, "color": INK},
-                hovertemplate=f"{name}: %{{x:,.3f}} ms<extra>%{{y}}</extra>",
-            )
-        )
+    error = {"type": "data", "array": parts["error_ms"], "thickness": 1.5, "width": 3, "color": INK}
+    for name, colour, bar in ((second, INK, error), (first, COLOURS["bottom_mlp"], None)):
+        hover = f"%{{y}}, {name}: %{{x:,.3f}} ms"
+        add_bars(result, parts[f"{name}_ms"], label, name, colour, hover, error_x=bar)
     result.update_layout(barmode="group", legend_traceorder="reversed")
     result.update_xaxes(title="ms of a steady iteration (log scale)", type="log", dtick=1)
     return result

@@ -21,7 +21,9 @@ from dlrm_workbook.show.theme import (
     COLOURS,
     GRID,
     INK,
+    INSIDE,
     ROW,
+    add_bars,
     add_phase_key,
     escaped,
     figure,
@@ -246,20 +248,16 @@ def idleness_bars(idleness: pd.DataFrame) -> go.Figure:
         ("idle", "idle_ms", COLOURS["other"]),
     ):
         shares = (idleness[column] / idleness["span_ms"]).tolist()
-        result.add_trace(
-            go.Bar(
-                x=idleness[column],
-                y=labels,
-                orientation="h",
-                name=f"{name}: {milliseconds(idleness[column].sum())}",
-                marker={"color": colour, "line": {"width": 0}},
-                text=[f"{name} {percent(share)}" if share > 0.12 else "" for share in shares],
-                textposition="inside",
-                insidetextanchor="middle",
-                textangle=0,
-                textfont={"color": "#000000"},
-                hovertemplate=f"%{{y}} {name}: %{{x:,.3f}} ms<extra></extra>",
-            )
+        add_bars(
+            result,
+            idleness[column],
+            labels,
+            f"{name}: {milliseconds(idleness[column].sum())}",
+            colour,
+            f"%{{y}} {name}: %{{x:,.3f}} ms",
+            text=[f"{name} {percent(share)}" if share > 0.12 else "" for share in shares],
+            textfont={"color": "#000000"},
+            **INSIDE,
         )
     result.update_layout(barmode="stack", bargap=0.25)
     result.update_xaxes(title="ms " + str(idleness.attrs.get("span", "")))

@@ -13,7 +13,7 @@ import plotly.graph_objects as go
 
 from dlrm_core.units import milliseconds, percent
 from dlrm_workbook.analysis.idleness import CAUSES, STATES
-from dlrm_workbook.show.theme import COLOURS, figure, rows_of, text_on
+from dlrm_workbook.show.theme import COLOURS, INSIDE, add_bars, figure, rows_of, text_on
 
 CAUSE_COLOURS = {
     "data": COLOURS["data"],
@@ -72,25 +72,14 @@ def idle_shares(summary: pd.DataFrame) -> go.Figure:
     for row in rows_of(summary):
         colour = CAUSE_COLOURS[row.cause]
         wide = row.share_of_idle >= 0.07
-        result.add_trace(
-            go.Bar(
-                x=[row.idle_ms],
-                y=[""],
-                orientation="h",
-                name=row.cause,
-                marker={"color": colour, "line": {"width": 0}},
-                text=[percent(row.share_of_idle) if wide else ""],
-                textposition="inside",
-                insidetextanchor="middle",
-                textangle=0,
-                textfont={"color": text_on(colour)},
-                hovertemplate=(
-                    f"{row.cause}: {milliseconds(row.idle_ms)}, {percent(row.share_of_idle)} of "
-                    f"the idle time<br>{row.meaning}<br>after a synchronising call: "
-                    f"{milliseconds(row.after_sync_ms)}<extra></extra>"
-                ),
-            )
+        hover = (
+            f"{row.cause}: {milliseconds(row.idle_ms)}, {percent(row.share_of_idle)} of the idle "
+            f"time<br>{row.meaning}<br>after a synchronising call: "
+            f"{milliseconds(row.after_sync_ms)}"
         )
+        text = [percent(row.share_of_idle) if wide else ""]
+        inside = INSIDE | {"textfont": {"color": text_on(colour)}}
+        add_bars(result, [row.idle_ms], [""], row.cause, colour, hover, text=text, **inside)
     result.update_layout(barmode="stack", bargap=0.3)
     result.update_xaxes(title="ms of a mean iteration")
     result.update_yaxes(visible=False)
@@ -128,17 +117,8 @@ def _stacked(
         rows = table[table[key] == name]
         if rows.empty:
             continue
-        result.add_trace(
-            go.Bar(
-                x=rows["iteration"],
-                y=rows[value],
-                name=name,
-                marker={"color": colour, "line": {"width": 0}},
-                hovertemplate=(
-                    f"iteration %{{x}}: {name} %{{y:,.3f}} ms<br>{meanings[name]}<extra></extra>"
-                ),
-            )
-        )
+        hover = f"iteration %{{x}}: {name} %{{y:,.3f}} ms<br>{meanings[name]}"
+        add_bars(result, rows["iteration"], rows[value], name, colour, hover, flat=False)
     result.update_layout(barmode="stack", bargap=0.15)
     result.update_xaxes(title="iteration")
     result.update_yaxes(title="ms")

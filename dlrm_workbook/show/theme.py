@@ -266,6 +266,37 @@ def label_rows(
     )
 
 
+INSIDE = {"textposition": "inside", "insidetextanchor": "middle", "textangle": 0}
+"""Where the text of a stacked bar stands."""
+
+
+def add_bars(
+    target: go.Figure,
+    x: Numbers,
+    y: Sequence[Any] | pd.Series,
+    name: str,
+    look: str | dict[str, Any],
+    hover: str | Sequence[str],
+    *,
+    flat: bool = True,
+    **more: Any,
+) -> None:
+    """Bars of one name and look, to be stacked or grouped with others.
+
+    Args:
+        look: a colour, or a whole marker of plotly's.
+        hover: plotly's template, or a text for each bar.
+        flat: horizontal bars, whose length is ``x``; else upright ones.
+        more: properties of plotly's trace.
+    """
+    marker = {"color": look, "line": {"width": 0}} if isinstance(look, str) else look
+    texts = None if isinstance(hover, str) else list(hover)
+    template = hover if isinstance(hover, str) else "%{hovertext}"
+    more |= {"hovertext": texts, "hovertemplate": f"{template}<extra></extra>"}
+    orientation = "h" if flat else "v"
+    target.add_trace(go.Bar(x=x, y=y, name=name, orientation=orientation, marker=marker, **more))
+
+
 def ranked_bars(
     title: str,
     unit: str,

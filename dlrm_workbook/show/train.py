@@ -7,7 +7,16 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from dlrm_core.units import digits
-from dlrm_workbook.show.theme import COLOURS, COMPUTE, INK, figure, markers, ranked_bars, rows_of
+from dlrm_workbook.show.theme import (
+    COLOURS,
+    COMPUTE,
+    INK,
+    add_bars,
+    figure,
+    markers,
+    ranked_bars,
+    rows_of,
+)
 
 MIB = 1 << 20
 
@@ -176,17 +185,8 @@ def training_speed(intervals: pd.DataFrame) -> go.Figure:
         ("compute_ms_per_iteration", "compute", COMPUTE),
         ("data_ms_per_iteration", "data", COLOURS["data"]),
     ):
-        result.add_trace(
-            go.Bar(
-                x=intervals["iteration"],
-                y=intervals[column],
-                name=name,
-                marker={"color": colour, "line": {"width": 0}},
-                hovertemplate=f"up to iteration %{{x}}: {name} %{{y:,.2f}} ms<extra></extra>",
-            ),
-            row=1,
-            col=1,
-        )
+        hover = f"up to iteration %{{x}}: {name} %{{y:,.2f}} ms"
+        add_bars(result, intervals["iteration"], intervals[column], name, colour, hover, flat=False)
     result.add_trace(
         go.Scatter(
             x=intervals["iteration"],

@@ -15,7 +15,7 @@ from dlrm_workbook.analysis.findings.finding import Finding
 from dlrm_workbook.analysis.verdict import Stage, document, headline, stages, table
 from dlrm_workbook.analysis.whatif import what_if_table
 from dlrm_workbook.recordings.profile import Profile
-from dlrm_workbook.show.bottlenecks import way_bars
+from dlrm_workbook.show.bottlenecks import verdict_bars
 from tests.finding_profiles import made
 
 STEP = {
@@ -116,12 +116,12 @@ def test_nothing_wrong_is_said(profile: Profile) -> None:
 
 def test_a_profile_of_another_program_has_no_way() -> None:
     assert stages(made({("other", "", "work"): 5.0}, {}), []) == []
-    assert "nothing to set beside" in repr(way_bars([]))
+    assert "nothing to set beside" in repr(verdict_bars([]))
 
 
 def test_the_figure_holds_every_stage_and_its_total(profile: Profile) -> None:
     way = stages(profile, [advised("slow_data", LOOP), advised("precision", BF16)])
-    chart = way_bars(way)
+    chart = verdict_bars(way)
     assert isinstance(chart, go.Figure)
     drawn = sum(sum(trace.x) for trace in chart.data)
     assert drawn == pytest.approx(sum(stage.mid_ms for stage in way))
