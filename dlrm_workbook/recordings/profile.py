@@ -128,6 +128,21 @@ def depths(parent: np.ndarray) -> np.ndarray:
     return depth
 
 
+def nearest(parent: np.ndarray, marked: np.ndarray) -> np.ndarray:
+    """Row (n,) of the nearest marked context at or above each, −1 where there is none.
+
+    Args:
+        parent: (n,) row of the parent, −1 for a root; in any order.
+        marked: (n,) bool.
+    """
+    link = np.where(marked | (parent < 0), np.arange(len(parent)), parent)
+    while True:  # pointer doubling, as in depths
+        further = link[link]
+        if (further == link).all():
+            return np.where(marked[link], link, -1)
+        link = further
+
+
 def inclusive_from_exclusive(parent: np.ndarray, exclusive: np.ndarray) -> np.ndarray:
     """Add every context's exclusive value to all its ancestors.
 

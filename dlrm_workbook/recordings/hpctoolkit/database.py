@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
 from dlrm_workbook.recordings.hpctoolkit.derived import (
@@ -228,19 +227,6 @@ class Database:
             seen.add(name)
             threads.append(Thread(profile.number, kind, name, rank, number))
         return threads
-
-    # ---- nearest enclosing --------------------------------------------------------
-
-    def nearest(self, marked: npt.NDArray[np.bool_]) -> Ints:
-        """Row of the nearest marked context at or above each row, −1 where there is none."""
-        link = np.where(marked, np.arange(len(marked)), self.tree.parent)
-        link[0] = 0
-        while True:  # pointer doubling: log2(depth) passes
-            further = link[link]
-            if (further == link).all():
-                break
-            link = further
-        return np.where(marked[link], link, -1)
 
     def is_python(self, function: int) -> bool:
         """Whether a row of ``meta.functions`` is a Python frame (``hpcrun -a python``)."""

@@ -1,4 +1,4 @@
-"""Formulas of derived metrics: parsed by hand, computed on columns.
+"""Derived metrics of ``metrics/default.yaml``: formulas parsed by hand, computed on columns.
 
 Source: ``doc/METRICS.yaml`` of HPCToolkit. A formula is written in YAML: a
 sequence is a parenthesised infix expression whose elements may hold several
@@ -282,8 +282,6 @@ _FOLDS: dict[str, Callable[[Any, Any], Any]] = {
     "max": np.maximum,
 }
 
-
-# Derived metrics of ``metrics/default.yaml``: a taxonomy's names, variants and formulas.
 
 MOST_METRICS = 20_000
 

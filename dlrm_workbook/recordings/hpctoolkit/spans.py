@@ -20,7 +20,13 @@ import numpy as np
 import pandas as pd
 
 from dlrm_core.parts import ITERATION_SPAN, SpanRow, parse_span
-from dlrm_workbook.recordings.profile import SCHEMA, Profile, inclusive_from_exclusive, typed
+from dlrm_workbook.recordings.profile import (
+    SCHEMA,
+    Profile,
+    inclusive_from_exclusive,
+    nearest,
+    typed,
+)
 
 INTERPRETER = ("libpython", "python")
 """How the file names of the interpreter's binaries begin."""
@@ -115,7 +121,9 @@ def _divided(profile: Profile, samples: pd.DataFrame) -> pd.DataFrame:
     sample of its own function goes as those of the nearest function around it that
     has any; where none has (the last sample of a thread has no interval) it is outside.
     """
-    function = _functions(profile)
+    parent = profile.contexts["parent"].to_numpy()
+    detail = profile.contexts["kind"].isin(DETAIL).to_numpy()
+    function = nearest(parent, ~detail | (parent < 0))
     samples = samples.assign(function=function[samples["context"].to_numpy()])
     keys = ["profile", "function", "part"]
     counted = samples.groupby(keys).size().rename("count").reset_index()
@@ -147,17 +155,6 @@ def _sampled_functions(
     return found
 
 
-def _functions(profile: Profile) -> np.ndarray:
-    """Row (n,) of the function at or above each context."""
-    parent = profile.contexts["parent"].tolist()
-    detail = profile.contexts["kind"].isin(DETAIL).tolist()
-    function = list(range(len(parent)))
-    for row, above in enumerate(parent):
-        if detail[row] and above >= 0:
-            function[row] = function[above]
-    return np.array(function)
-
-
 class _Layout:
     """The new tree: what was outside as before, then iteration, parts, and their paths."""
 
@@ -166,15 +163,13 @@ class _Layout:
     ) -> None:
         self.old = profile.contexts
         parent = self.old["parent"].to_numpy()
-        module = self.old["module"].map(lambda path: PurePath(path).name).to_numpy(dtype=str)
-        is_interpreter = np.zeros(len(module), dtype=bool)
-        for begin in INTERPRETER:
-            is_interpreter |= np.char.startswith(module, begin)
+        module = self.old["module"].map(lambda path: PurePath(path).name)
         # Entry points and the root are no frames of a part; what is below them is.
-        skipped = is_interpreter | self.old["kind"].isin(["root", "thread"]).to_numpy()
+        outer = self.old["kind"].isin(["root", "thread"])
+        skipped = (module.str.startswith(INTERPRETER) | outer).to_numpy()
         # Lines and instructions of a skipped function go with it.
-        detail = self.old["kind"].isin(DETAIL).to_numpy()
-        for row in np.flatnonzero(detail & (module == "")).tolist():
+        detail = (self.old["kind"].isin(DETAIL) & (module == "")).to_numpy()
+        for row in np.flatnonzero(detail).tolist():
             skipped[row] = parent[row] >= 0 and skipped[parent[row]]
         used = pd.concat([exclusive[["context", "part"]], samples[["context", "part"]]])
         used = used.drop_duplicates()
@@ -212,12 +207,8 @@ class _Layout:
         interpreter's node. Rows that thereby become siblings of one name and place are one.
         """
         parent = self.old["parent"].tolist()
-        what = list(
-            zip(
-                *(self.old[name].tolist() for name in ("kind", "name", "file", "line", "module")),
-                strict=True,
-            )
-        )
+        columns = ["kind", "name", "file", "line", "module"]
+        what = list(self.old[columns].itertuples(index=False, name=None))
         place = [interpreter] * len(parent)
         known: dict[tuple[int, tuple[str, ...]], int] = {}
         first: list[int] = []
@@ -246,14 +237,14 @@ class _Layout:
             column = np.zeros(len(parent))
             column[rows["context"].to_numpy()] = rows["value"].to_numpy()
             inclusive = inclusive_from_exclusive(parent, column)
-            touched = np.flatnonzero(_with_ancestors(rows["context"].to_numpy(), parent))
+            reached = np.flatnonzero(_with_ancestors(rows["context"].to_numpy(), parent))
             frames.append(
                 pd.DataFrame(
                     {
                         "profile": thread,
                         "metric": metric,
-                        "context": touched,
-                        "value": inclusive[touched],
+                        "context": reached,
+                        "value": inclusive[reached],
                         "scope": "inclusive",
                     }
                 )
@@ -269,15 +260,12 @@ class _Layout:
         span = samples["span"].to_numpy()
         inside = on_main & (span >= 0)
         end[inside] = np.minimum(end[inside], log.end[span[inside]])
-        # A sample before an iteration lasts until the iteration begins at most.
-        before = on_main & (span < 0)
-        following = np.searchsorted(log.loop_start, start[before], side="right")
-        bounds = np.append(log.loop_start, np.iinfo(np.int64).max)[following]
-        end[before] = np.minimum(end[before], bounds)
-        # and one between two parts until the next part does
-        following = np.searchsorted(log.start, start[before], side="right")
-        bounds = np.append(log.start, np.iinfo(np.int64).max)[following]
-        end[before] = np.minimum(end[before], bounds)
+        # A sample outside the parts lasts until the next iteration or part begins at most.
+        outside = on_main & (span < 0)
+        for begun in (log.loop_start, log.start):
+            following = np.searchsorted(begun, start[outside], side="right")
+            bounds = np.append(begun, np.iinfo(np.int64).max)[following]
+            end[outside] = np.minimum(end[outside], bounds)
         nodes = np.array(self.part_node)
         rows: dict[str, Any] = {
             "profile": np.concatenate(

@@ -25,7 +25,7 @@ from dlrm_workbook.recordings.hpctoolkit.metrics import (
     unit_of,
 )
 from dlrm_workbook.recordings.hpctoolkit.views import kernel_rows, not_measured
-from dlrm_workbook.recordings.profile import STANDARD_METRICS, Profile
+from dlrm_workbook.recordings.profile import STANDARD_METRICS, Profile, nearest
 
 CPU_TIMES = {
     "CPUTIME (sec)": 1e3,
@@ -142,7 +142,7 @@ def _parts(
     ]
     named = np.array([part is not None for part in parts] + [False])
     marked = named[tree.function] & (tree.lexical_type == FUNCTION)
-    owner = database.nearest(marked)
+    owner = nearest(tree.parent, marked)
     labels = [*(part or ("other", "") for part in parts), ("other", "")]
     label = np.where(owner >= 0, tree.function[owner], -1)
     return (

@@ -27,6 +27,7 @@ from dlrm_workbook.recordings.hpctoolkit.metrics import (
     reason_without_value,
     unit_of,
 )
+from dlrm_workbook.recordings.profile import nearest
 
 GPU_KERNEL = "<gpu kernel>"
 TOP_FUNCTIONS = 12
@@ -153,7 +154,7 @@ def functions_table(database: Database, metric: str, profile: int = 0) -> pd.Dat
     Columns: ``function``, ``module``, ``value`` (unit of the metric), ``share_percent``.
     """
     own = database.self_column(metric, profile)
-    owner = database.nearest(database.tree.lexical_type == FUNCTION)
+    owner = nearest(database.tree.parent, database.tree.lexical_type == FUNCTION)
     by_row = pd.DataFrame({"owner": owner, "value": own})
     by_row = by_row[by_row["value"] != 0].groupby("owner")[["value"]].sum().reset_index()
     names, modules = database.names, [*database.meta.modules, ""]
