@@ -132,7 +132,7 @@ def test_a_stopped_rank_is_named_and_ended_in_time(tmp_path):
     command = (sys.executable, "-m", "dlrm_core", "train", "-f", file, "--output", output)
     try:
         with pytest.raises(RanksFailed) as failed:
-            run_ranks(command, 2, 60.0, {"PYTHONPATH": str(Path(__file__).parents[2])})
+            run_ranks(command, 2, 120.0, {"PYTHONPATH": str(Path(__file__).parents[2])})
     finally:
         thread.join()
     said = str(failed.value)
