@@ -88,7 +88,7 @@ class Evidence:
 
     @cached_property
     def operators(self) -> pd.DataFrame:
-        """All rows of :func:`top_operators`; ``cpu_self_ms`` a mean iteration."""
+        """All rows of :func:`top_operators`; ``cpu_self_ms`` of a mean iteration."""
         return top_operators(self.profile, count=ALL)
 
     @cached_property
@@ -103,8 +103,8 @@ class Evidence:
 
     @cached_property
     def parts(self) -> pd.DataFrame:
-        """A row a (component, phase): ``time_ms`` without the profiler's cost,
-        ``traced_ms`` as attributed, ``calls`` (operators an iteration), ``python_ms``
+        """One row per (component, phase): ``time_ms`` without the profiler's cost,
+        ``traced_ms`` as attributed, ``calls`` (operators per iteration), ``python_ms``
         (the range's own time, outside every operator), ``alone_ms`` (its probe; NaN)."""
         keys = ["component", "phase"]
         table = self.attribution.groupby(keys, sort=False)[["time_ms"]].sum()
@@ -126,7 +126,7 @@ class Evidence:
         return table
 
     def time(self, component: str, phase: str | None = None) -> float:
-        """Time of a component, or of one phase of it, ms an iteration."""
+        """Time of a component, or of one phase of it, ms per iteration."""
         chosen = self.attribution["component"] == component
         if phase is not None:
             chosen &= self.attribution["phase"] == phase
@@ -171,7 +171,7 @@ class Evidence:
 
     @cached_property
     def counters(self) -> pd.DataFrame:
-        """The system's counters, a row an iteration: without the profiler where there are
+        """The system's counters, one row per iteration: without the profiler where there are
         at least three such, else all. Empty if nothing was counted."""
         columns: Mapping[str, Any] = self.meta.get("counters") or {}
         length = len(columns.get("wall_ms") or [])
@@ -185,14 +185,14 @@ class Evidence:
         return table.reset_index(drop=True)
 
     def counter(self, name: str) -> float | None:
-        """Mean of a counter an iteration."""
+        """Mean of a counter per iteration."""
         if name not in self.counters or self.counters.empty:
             return None
         value = float(pd.to_numeric(self.counters[name], errors="coerce").mean())
         return value if math.isfinite(value) else None
 
     def counted(self, name: str) -> float:
-        """Mean of a counter an iteration; 0 where it was not measured."""
+        """Mean of a counter per iteration; 0 where it was not measured."""
         return self.counter(name) or 0.0
 
     def share_of_wall(self, name: str) -> float:

@@ -34,7 +34,7 @@ IDLE_SHARE = 0.2
 """Of the iterations in which no stream runs; below it launches keep ahead of kernels."""
 
 SHORT_KERNEL_US = 10.0
-"""A launch costs 3 to 10 us of host time (NVIDIA, "Getting started with CUDA graphs",
+"""A launch costs 3 to 10 µs of host time (NVIDIA, "Getting started with CUDA graphs",
 2019): kernels shorter than this cannot hide it. The measured launch cost is used where
 there is one."""
 
@@ -314,7 +314,7 @@ def stalls(evidence: Evidence, ledger: Ledger) -> Measured | None:
 
 def _synchronising_calls(evidence: Evidence) -> pd.DataFrame:
     """Calls of the step that wait for the GPU: ``context``, ``name``, ``component``, ``phase``,
-    ``calls``, ``time_ms`` (inclusive), a mean iteration."""
+    ``calls``, ``time_ms`` (inclusive), of a mean iteration."""
     contexts = evidence.profile.contexts
     chosen = contexts["name"].str.fullmatch(SYNC.pattern).to_numpy()
     chosen &= step_contexts(evidence.profile, other_threads=False)
@@ -330,7 +330,7 @@ def _synchronising_calls(evidence: Evidence) -> pd.DataFrame:
 
 
 def _idle_after(evidence: Evidence, contexts: list[int]) -> float:
-    """Milliseconds an iteration from the end of a synchronising call to the next GPU work."""
+    """Milliseconds per iteration from the end of a synchronising call to the next GPU work."""
     profile = evidence.profile
     spans = profile.trace[profile.trace["context"].isin(contexts)]
     streams = profile.threads.loc[profile.threads["kind"] == "gpu_stream", "profile"]
@@ -355,7 +355,7 @@ def _idle_after(evidence: Evidence, contexts: list[int]) -> float:
 
 def _copies(evidence: Evidence) -> pd.DataFrame:
     """Copies over the link: ``name``, ``component``, ``bytes``, ``time_ms``, ``alone_ms`` (no
-    kernel runs meanwhile), a mean iteration."""
+    kernel runs meanwhile), of a mean iteration."""
     profile = evidence.profile
     contexts = profile.contexts
     is_copy = contexts["kind"].eq("copy") & contexts["name"].str.contains(

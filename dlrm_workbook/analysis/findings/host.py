@@ -60,7 +60,7 @@ SETTLING = 2
 """Iterations after start or profiler in which buffers may still grow."""
 
 LEAST_GROWTH = 64 << 10
-"""Bytes an iteration: below, what the counters themselves keep passes for a leak."""
+"""Bytes per iteration: below, what the counters themselves keep passes for a leak."""
 
 FAR = 1_000_000
 """Iterations; memory that lasts longer is no failure of a run."""
@@ -431,13 +431,13 @@ def _busy_threads(evidence: Evidence) -> list[tuple[str, float]]:
 GC_SHARE = 0.02
 
 FAULT_MS = 1e-3
-"""A first touch of a 4 KiB page: trap, clearing, page tables. About 0.25 us on a server
-itself; 2 us were measured in a virtual machine with nested page tables."""
+"""A first touch of a 4 KiB page: trap, clearing, page tables. About 0.25 µs on a server
+itself; 2 µs were measured in a virtual machine with nested page tables."""
 
 FAULT_SHARE = 0.08
 
 PYTHON_MS = 0.01
-"""Of a part's own Python for each operator that it calls: 3 to 8 us were measured."""
+"""Of a part's own Python for each operator that it calls: 3 to 8 µs were measured."""
 
 WRITTEN_BYTES = 4096
 """Written to storage in an iteration: one block. Training writes nothing in its loop."""

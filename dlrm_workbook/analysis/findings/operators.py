@@ -38,7 +38,7 @@ TINY_SHARE = 0.35
 """Of the step in operators so small, and in Python between them: bound by dispatch."""
 
 LARGER_PAYS = 1.25
-"""Samples a second gained by twice the batch from which the batch is too small: two fifths of
+"""Samples per second gained by twice the batch from which the batch is too small: two fifths of
 the step or more are then the same for any batch."""
 
 INTERACTION_SHARE = 0.2
@@ -50,14 +50,14 @@ REACHED = 0.15
 features once, the ceiling counts what they must."""
 
 MANY = 100
-"""Extra calls an iteration from which smallness, not any one operator, is the matter."""
+"""Extra calls per iteration from which smallness, not any one operator, is the matter."""
 
 TINY = 6.0
 """An operator below this many times the cost of calling one is mostly that cost."""
 
 
 DISPATCH_MS = 2e-3
-"""Of one operator, where it was not measured: 1 to 3 us on servers of the last years."""
+"""Of one operator, where it was not measured: 1 to 3 µs on servers of the last years."""
 
 FREE = re.compile(
     r"aten::(as_strided|t|transpose|view|_unsafe_view|reshape|expand|select|slice|narrow|permute|"
@@ -179,7 +179,7 @@ def extra_table(evidence: Evidence) -> pd.DataFrame:
 
     Returns:
         ``name``, ``component``, ``phase``, ``calls``, ``time_ms`` (self, with the Python
-        between many of them; undilated), a mean iteration. Empty without parameters or calls.
+        between many of them; undilated), of a mean iteration. Empty without parameters or calls.
     """
     columns = ["name", "component", "phase", "calls", "time_ms"]
     nothing = pd.DataFrame({name: [] for name in columns})
@@ -336,8 +336,8 @@ def _extra(evidence: Evidence, ledger: Ledger, group: pd.DataFrame, kind: Kind) 
         component=str(by_part.groupby("component").sum().idxmax()),
         share_of_step=share,
         evidence=(
-            f"Beyond what the model's shapes ask for, {', '.join(part_label(*p) for p in worst)} "
-            f"call per iteration: {listed}; {milliseconds(total)} of "
+            f"Calls per iteration beyond what the model's shapes ask for, in "
+            f"{', '.join(part_label(*part) for part in worst)}: {listed}; {milliseconds(total)} of "
             f"{milliseconds(evidence.total_ms)} in all."
         ),
         advice=kind.advice,

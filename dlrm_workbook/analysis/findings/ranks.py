@@ -135,7 +135,7 @@ Row = dict[str, Any]
 
 ADVICE = {
     "dense gradients": (
-        "An all-reduce is as long for any batch: more samples a rank make it a smaller share; "
+        "An all-reduce is as long for any batch: more samples per rank make it a smaller share; "
         "a smaller top MLP makes it shorter."
     ),
     "table gradients": (
@@ -199,7 +199,7 @@ def communication_findings(
     yield Finding(
         id="communication",
         title=(
-            f"{share:.0%} of an iteration on {run['ranks']} ranks is communication that "
+            f"{share:.0%} of each iteration on {run['ranks']} ranks is communication that "
             f"nothing hides, most of it {_named(top)}"
         ),
         component="communication",
@@ -271,7 +271,7 @@ def _limit(record: ScalingRecord, top: Row, ranks: int) -> tuple[str, str]:
     alone = link.time_ms(str(top["kind"]), ranks, size).mid * float(top["calls"])
     fit = link.fits.get((str(top["kind"]), ranks))
     moved = (
-        f"alone it takes {milliseconds(alone)} for {top['bytes'] / (1 << 20):.2f} MiB a rank "
+        f"alone it takes {milliseconds(alone)} for {top['bytes'] / (1 << 20):.2f} MiB per rank "
         f"({link.name})"
     )
     if alone > 0 and float(top["time_ms"]) > WAITING_FACTOR * alone:

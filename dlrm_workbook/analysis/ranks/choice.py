@@ -49,7 +49,7 @@ def rank_memory(parameters: Parameters, plan: Plan, batch_size: int) -> pd.DataF
     take is not in it.
 
     Returns:
-        A row a rank: ``rank``, ``table_bytes``, ``dense_bytes``, ``state_bytes``,
+        One row per rank: ``rank``, ``table_bytes``, ``dense_bytes``, ``state_bytes``,
         ``gradient_bytes``, ``activation_bytes``, ``exchange_bytes``, ``total_bytes``.
     """
     ranks, dim = plan.ranks, plan.dim
@@ -258,7 +258,7 @@ def _moved(made: Prediction) -> str:
     idle = made.plan.idle_ranks
     return (f"{idle} ranks hold no table; " if idle else "") + (
         f"longest exchange: {most['collective']} of {most['what']}, "
-        f"{most['bytes'] / (1 << 20):.1f} MiB a rank, {milliseconds(most['mid_ms'])}"
+        f"{most['bytes'] / (1 << 20):.1f} MiB per rank, {milliseconds(most['mid_ms'])}"
     )
 
 
@@ -301,7 +301,7 @@ def scaling_table(
     Returns:
         ``ranks``, ``scaling``, ``batch_size`` (over all ranks), ``sharding``, ``low_ms``,
         ``mid_ms``, ``high_ms``, ``compute_ms``, ``exposed_ms``, ``samples_per_second``,
-        ``exposed_share`` (of the iteration), ``speedup`` (samples a second over those of one
+        ``exposed_share`` (of the iteration), ``speedup`` (samples per second over those of one
         rank), ``efficiency`` (speed-up over ranks), ``memory_bytes`` (fullest rank), ``note``
         (why this sharding), ``why_not`` (why there is no prediction: the other columns are NaN
         then).

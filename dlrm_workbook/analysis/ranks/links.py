@@ -1,4 +1,4 @@
-"""What a collective takes on a link: a latency a step and a rate for what leaves a rank.
+"""What a collective takes on a link: a latency per step and a rate for what leaves a rank.
 
 The alpha-beta model (Hockney 1994): a message of n bytes takes alpha + n / beta. A collective
 is a number of such steps and of bytes that leave a rank (:func:`steps_and_bytes`), after
@@ -337,7 +337,7 @@ def calibrate(probe: pd.DataFrame, name: str = "measured") -> Link:
 
     Args:
         probe: ``collective``, ``ranks``, ``bytes``, ``time_ms`` (see :mod:`.communication`),
-            a row a repetition. Rows of one rank, of no bytes or no time are left out; of the
+            one row per repetition. Rows of one rank, of no bytes or no time are left out; of the
             repetitions the faster half counts (:mod:`dlrm_workbook.intervals`).
         name: the link's name.
 

@@ -63,7 +63,7 @@ class Series:
     """One machine and precision at several numbers of devices.
 
     Attributes:
-        rates: devices to samples a second, as printed; None: drawn, but no number printed.
+        rates: devices to samples per second, as printed; None: drawn, but no number printed.
         batch: samples of an iteration over all devices.
         assumed: what the source leaves out and the prediction had to take from elsewhere.
     """

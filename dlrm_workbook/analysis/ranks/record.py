@@ -137,7 +137,8 @@ def measured_iterations(record: ScalingRecord) -> pd.DataFrame:
     Returns:
         The columns of ``runs`` and ``low_ms``, ``time_ms``, ``high_ms``, ``iterations``,
         ``samples_per_second``, ``speedup`` and ``efficiency`` (over ranks) against the run of
-        one rank with the same batch (strong) or the same batch a rank (weak); NaN without one.
+        one rank with the same batch (strong) or the same batch on each rank (weak); NaN without
+        one.
     """
     if record.iterations.empty or record.runs.empty:
         measured = ("low_ms", "time_ms", "high_ms", "iterations")
@@ -162,7 +163,7 @@ def measured_iterations(record: ScalingRecord) -> pd.DataFrame:
 
 
 def _base(table: pd.DataFrame, row: pd.Series) -> float:
-    """Samples a second of the one-rank run that a run is compared with."""
+    """Samples per second of the one-rank run that a run is compared with."""
     batch = row["batch_size"]
     if row.get("scaling") == "weak":
         batch = batch / row["ranks"]

@@ -205,8 +205,8 @@ def make_plan(
 def maximum_ranks(parameters: Parameters, sharding: str | Sequence[str]) -> int:
     """Most ranks that each hold something: the study's "maximum ranks" for ``table_wise``.
 
-    table-wise a rank a table; column-wise a rank a slice of ``NARROWEST_COLUMNS``; row-wise
-    a rank a row of the largest table; replicated and mixed without bound (2^31 here: the
+    table-wise one rank per table; column-wise one per slice of ``NARROWEST_COLUMNS``; row-wise
+    one per row of the largest table; replicated and mixed without bound (2^31 here: the
     data-parallel part has no end).
     """
     model = parameters.model
@@ -287,7 +287,7 @@ def plan_of_placement(parameters: Parameters, placement: pd.DataFrame, ranks: in
     """The plan that a run really had.
 
     Args:
-        placement: ``table``, ``kind``, ``rank`` (see :mod:`.communication`), a row a shard.
+        placement: ``table``, ``kind``, ``rank`` (see :mod:`.communication`), one row per shard.
 
     Raises:
         InputError: a table is missing, or has an unknown kind.

@@ -386,7 +386,7 @@ def ranks_trace(record: Mapping[str, Any], run: int) -> dict[str, Any]:
         record: its ``spans`` say when an iteration began on each rank.
 
     Returns:
-        a trace with a process a rank; times in microseconds since the first one's start.
+        a trace with one process per rank; times in microseconds since the first one's start.
     """
     spans = [row for row in record["spans"] if row["run"] == run]
     begins = {

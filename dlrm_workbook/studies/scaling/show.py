@@ -218,7 +218,7 @@ def _named(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def predicted_measured_dots(table: pd.DataFrame) -> go.Figure:
-    """Predicted iterations with their range over measured ones, a row a run.
+    """Predicted iterations with their range over measured ones, one row per run.
 
     Args:
         table: what :func:`dlrm_workbook.analysis.ranks.record.predicted_and_measured` gives.
@@ -462,7 +462,7 @@ def exchange_lanes(events: Sequence[tuple[str, str, str, float, float]], title: 
 
 
 def rank_lanes(table: pd.DataFrame, title: str) -> go.Figure:
-    """One measured iteration of all ranks: two lanes a rank, as in :func:`exchange_lanes`.
+    """One measured iteration of all ranks: two lanes per rank, as in :func:`exchange_lanes`.
 
     Args:
         table: what :func:`dlrm_workbook.analysis.ranks.record.shown_iteration` gives.
@@ -554,7 +554,7 @@ def rank_bars(parts: pd.DataFrame, title: str) -> go.Figure:
 
 
 def imbalance_map(parts: pd.DataFrame) -> go.Figure:
-    """How far each rank is from the mean in each part: a row a part, a column a rank."""
+    """How far each rank is from the mean in each part: one row per part, one column per rank."""
     wide = parts.pivot_table("time_ms", "component", "rank", aggfunc="sum", fill_value=0.0)
     wide = wide.reindex([name for name in COMPONENTS if name in wide.index])
     above = wide.sub(wide.mean(axis=1), axis=0)

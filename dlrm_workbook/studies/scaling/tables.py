@@ -333,5 +333,5 @@ def _weak_verdict(table: pd.DataFrame) -> str:
     last = rows_of(known.nlargest(1, "ranks"))[0]
     return (
         f"Weak scaling keeps {percent(last.efficiency)} of its efficiency on {last.ranks:,} ranks "
-        f"({last.samples_per_second:,.0f} samples a second)."
+        f"({last.samples_per_second:,.0f} samples per second)."
     )

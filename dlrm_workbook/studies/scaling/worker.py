@@ -218,7 +218,7 @@ def measure_alone(
 
     Returns:
         this process's rows of ``compute_profile``, less ``case`` and ``concurrent``; "other"
-        is what of an iteration no part has.
+        is the part of an iteration that lies in no part.
     """
     rows: list[Row] = []
     with by_itself(world) as alone:
@@ -296,7 +296,7 @@ def _timed(
 
 
 def _outside_parts(found: dict[str, list[Row]]) -> list[Row]:
-    """A row an iteration for what lies between the parts."""
+    """One row per iteration for what lies between the parts."""
     left = {row["iteration"]: row["time_ms"] for row in found["iterations"]}
     for row in found["parts"]:
         left[row["iteration"]] -= row["time_ms"]
