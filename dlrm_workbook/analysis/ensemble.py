@@ -23,9 +23,11 @@ from dlrm_workbook.changes import change_text
 from dlrm_workbook.intervals import CONFIDENCE, Interval, t_quantile
 from dlrm_workbook.recordings.profile import Profile
 
-# How time grows with a parameter: time = a + b x^c, with an interval for the exponent.
+# ---- how time grows with a parameter: time = a + b x^c, with an interval for the exponent -----
 
 STEP = 0.02
+"""Between the exponents that are tried."""
+
 EXPONENTS = np.round(np.arange(-2.0, 4.0001, STEP), 2)
 FLOOR = 0.02
 """Relative noise from run to run that is assumed at least, whatever one run says of itself."""
@@ -144,7 +146,8 @@ def fit_law(
     if distinct < LEAST:
         _, a, b = _solve(u, times, 1.0)
         return Law(a, b / scale, 1.0, none, math.nan, "unsettled", slope, *ends)
-    best = _refined(u, times, float(EXPONENTS[squares.argmin()]))
+    start = float(EXPONENTS[squares.argmin()])
+    best = _golden(lambda c: _solve(u, times, c)[0], start - STEP, start + STEP)
     least = min(least, _solve(u, times, best)[0])
     kept = EXPONENTS[squares <= least + slack]
     low, high = (float(kept.min()), float(kept.max())) if len(kept) else (best, best)
@@ -186,6 +189,7 @@ def _weighted(growing: np.ndarray, times: np.ndarray) -> float:
 
 
 def _weighted_constant(times: np.ndarray) -> float:
+    """The constant of the least relative squares."""
     return _weighted(np.ones(len(times)), times)
 
 
@@ -200,10 +204,6 @@ def _power(u: np.ndarray, times: np.ndarray, c: float | None) -> tuple[float, fl
         start = EXPONENTS[np.argmin([cost(float(e)) for e in EXPONENTS])]
         c = _golden(cost, float(start) - STEP, float(start) + STEP)
     return cost(c), _weighted(u**c, times), c
-
-
-def _refined(u: np.ndarray, times: np.ndarray, start: float) -> float:
-    return _golden(lambda c: _solve(u, times, c)[0], start - STEP, start + STEP)
 
 
 def _golden(cost: Callable[[float], float], low: float, high: float) -> float:
@@ -224,6 +224,8 @@ def _mean_slope(x: np.ndarray, times: np.ndarray) -> float:
 def _size(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.3g}"
 
+
+# ---- tables of many runs ------------------------------------------------------------------------
 
 WHOLE = "step"
 """Component of the row that holds the whole iteration."""
@@ -424,35 +426,30 @@ class Ensemble:
 
     @property
     def laws(self) -> pd.DataFrame:
-        """All laws, see :func:`law_table`; empty without any."""
-        tables = [law_table(curves, leaf) for leaf, curves in self.curves.items()]
-        return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
+        """All laws in rows, for readers and ``sweep.json``; empty without any.
 
-
-def law_table(curves: list[Curve], leaf: str) -> pd.DataFrame:
-    """The laws in rows, for readers and ``sweep.json``.
-
-    Returns:
-        ``leaf``, ``component``, ``phase``, ``held``, ``points``, ``a_ms``, ``b_ms``, ``c``,
-        ``c_low``, ``c_high``, ``slope``, ``r2``, ``kind``, ``sentence``.
-    """
-    rows = [
-        {
-            "leaf": leaf,
-            "component": curve.component,
-            "phase": curve.phase,
-            "held": curve.held,
-            "points": curve.law.points,
-            "a_ms": curve.law.a,
-            "b_ms": curve.law.b,
-            "c": curve.law.c,
-            "c_low": curve.law.exponent.low,
-            "c_high": curve.law.exponent.high,
-            "slope": curve.law.slope,
-            "r2": curve.law.r2,
-            "kind": curve.law.kind,
-            "sentence": curve.law.sentence(short_leaf(leaf)),
-        }
-        for curve in curves
-    ]
-    return pd.DataFrame(rows)
+        Returns:
+            ``leaf``, ``component``, ``phase``, ``held``, ``points``, ``a_ms``, ``b_ms``, ``c``,
+            ``c_low``, ``c_high``, ``slope``, ``r2``, ``kind``, ``sentence``.
+        """
+        rows = [
+            {
+                "leaf": leaf,
+                "component": curve.component,
+                "phase": curve.phase,
+                "held": curve.held,
+                "points": curve.law.points,
+                "a_ms": curve.law.a,
+                "b_ms": curve.law.b,
+                "c": curve.law.c,
+                "c_low": curve.law.exponent.low,
+                "c_high": curve.law.exponent.high,
+                "slope": curve.law.slope,
+                "r2": curve.law.r2,
+                "kind": curve.law.kind,
+                "sentence": curve.law.sentence(short_leaf(leaf)),
+            }
+            for leaf, curves in self.curves.items()
+            for curve in curves
+        ]
+        return pd.DataFrame(rows)

@@ -11,7 +11,6 @@ sampling"; NVIDIA's CUPTI documentation, ``CUpti_ActivityPCSamplingStallReason``
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -219,9 +218,8 @@ def _at_kernels(profile: Profile) -> pd.DataFrame:
     is_kernel = profile.of_kind("kernel")
     rows = profile.values.iloc[np.flatnonzero(is_kernel[profile.values["context"].to_numpy()])]
     rows = rows[rows["scope"] == "inclusive"]
-    keys = contexts[["name", "module", "component", "phase"]].iloc[rows["context"]]
-    table = pd.DataFrame(dict(zip(KERNEL_KEYS, keys.to_numpy().T, strict=True)))
-    table["metric"], table["value"] = rows["metric"].to_numpy(), rows["value"].to_numpy()
+    table = contexts.rename(columns={"name": "kernel"})[KERNEL_KEYS].iloc[rows["context"]]
+    table = table.assign(metric=rows["metric"].to_numpy(), value=rows["value"].to_numpy())
     # 0 where a metric has a value at other kernels: then it was measured
     wide = table.pivot_table("value", KERNEL_KEYS, "metric", aggfunc="sum", fill_value=0.0)
     return wide.rename_axis(columns=None).reset_index()
@@ -270,10 +268,6 @@ def _torch_copies(profile: Profile) -> pd.DataFrame:
     )
 
 
-def _starting(prefix: str) -> Callable[[str], bool]:
-    return lambda name: name.startswith(prefix)
-
-
 def _hpctoolkit_copies(profile: Profile) -> pd.DataFrame:
     """``direction``, ``count``, ``bytes``, ``time_ms`` of each copying context.
 
@@ -282,7 +276,8 @@ def _hpctoolkit_copies(profile: Profile) -> pd.DataFrame:
     """
     frames = []
     for family, prefix in _COPY_FAMILIES:
-        part = profile.values_of(_starting(family), "exclusive")
+        names = {metric for metric in profile.metrics["metric"] if metric.startswith(family)}
+        part = profile.values_of(names.__contains__, "exclusive")
         part = part[part["value"].ne(0)]
         if part.empty:
             continue
