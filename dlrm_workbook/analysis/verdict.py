@@ -15,6 +15,7 @@ from typing import Any
 import pandas as pd
 
 from dlrm_core.errors import InputError
+from dlrm_core.units import from_to, milliseconds, ratio
 from dlrm_workbook.analysis.findings import bottlenecks_json, limit
 from dlrm_workbook.analysis.findings.finding import Finding, plain
 from dlrm_workbook.analysis.roofline import least_step, profile_parameters
@@ -104,35 +105,35 @@ def table(way: Sequence[Stage]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def headline(found: Sequence[Finding], way: Sequence[Stage], met: str) -> str:
+def headline(findings: Sequence[Finding], way: Sequence[Stage], limit_sentence: str) -> str:
     """The verdict in a few sentences of Markdown: what limits, what to change, what it brings.
 
     Args:
-        met: the sentence of :func:`dlrm_workbook.analysis.findings.limit`.
+        findings: worst first.
+        way: what :func:`stages` gives.
+        limit_sentence: what :func:`dlrm_workbook.analysis.findings.limit` gives.
     """
-    if not found:
-        return f"**Nothing is wrong that a rule knows.** {met}"
-    worst = found[0]
-    text = f"**{worst.title}.** {met}"
+    if not findings:
+        return f"**No known bottleneck found.** {limit_sentence}"
+    worst = findings[0]
+    text = f"**{worst.title}.** {limit_sentence}"
     gain = worst.predicted_speedup
     if worst.change and gain:
         options = " ".join(f"-p {name}={value}" for name, value in worst.change.items())
-        text += (
-            f"\n\nFirst change `{options}`: predicted {gain['mid']:.2f}× as fast "
-            f"({gain['low']:.2f} to {gain['high']:.2f})."
-        )
+        low, mid, high = (ratio(gain[end], figures=2) for end in ("low", "mid", "high"))
+        text += f"\n\nStart with `{options}`: predicted {mid} faster ({low} to {high})."
     changed = [stage for stage in way if stage.change]
     if len(changed) > 1:
         last, now = changed[-1], way[0].mid_ms
         text += (
-            f" All {len(changed)} changes that were probed, together: {now:,.1f} ms become "
-            f"{last.mid_ms:,.1f} ms ({last.low_ms:,.1f} to {last.high_ms:,.1f}), "
-            f"{now / last.mid_ms:.2f}× as fast."
+            f" All {len(changed)} probed changes together: {milliseconds(now)} become "
+            f"{milliseconds(last.mid_ms)} ({from_to(last.low_ms, last.high_ms)}), "
+            f"{ratio(now / last.mid_ms, figures=2)} faster."
         )
     if way and way[-1].name == LEAST:
         text += (
-            f" By its measured ceilings this machine needs at least {way[-1].mid_ms:,.1f} ms for "
-            "this step as it is configured."
+            " Hardware limit for this configuration, from ceilings measured on this machine: "
+            f"{milliseconds(way[-1].mid_ms)}."
         )
     return text
 
