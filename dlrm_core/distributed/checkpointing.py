@@ -18,9 +18,6 @@ from dlrm_core.checkpoint import (
     WEIGHTS,
     Checkpoint,
     CheckpointFolder,
-    read_part,
-    read_tensors,
-    row_ranges,
 )
 from dlrm_core.distributed.collectives import Collectives
 from dlrm_core.distributed.plan import Shard
@@ -29,6 +26,7 @@ from dlrm_core.distributed.tables import ShardedTables
 from dlrm_core.distributed.world import World, agreed
 from dlrm_core.errors import InputError
 from dlrm_core.resume import make_room, optimizer_state, weights_of
+from dlrm_core.tensor_files import read_part, read_tensors, row_ranges
 
 Held = Sequence[tuple[Shard, torch.Tensor]]
 """This rank's shards and their memory."""

@@ -1,0 +1,222 @@
+"""Tensors in files: the documented safetensors layout, written and read a few rows at a time.
+
+A file is the length of its header (8 bytes, little endian), the header (JSON: name to type,
+shape and place) and the tensors' bytes. What was written is recorded beside it with
+checksums, and every byte read is held to them. No tensor is ever copied as a whole.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dlrm_core.errors import InputError
+
+PIECE_BYTES = 8 << 20
+"""Read, written, copied and checked at a time."""
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Write a new file, which is on disk when this returns.
+
+    Args:
+        tensors: on any device.
+
+    Returns:
+        what :func:`read_tensors` holds the file to: ``bytes``, ``header_bytes``,
+        ``header_crc32`` and for each of ``tensors`` its ``dtype``, ``shape`` and ``crc32``.
+    """
+    header = _header(tensors)
+    about: dict[str, Any] = {}
+    with path.open("xb", buffering=0) as file, ThreadPoolExecutor(1) as beside:
+        _write_all(file, header)
+        for name, tensor in tensors.items():
+            checksum = 0
+            for rows in row_ranges(tuple(tensor.shape), tensor.element_size()):
+                part = tensor.detach()[rows.start : rows.stop] if tensor.dim() else tensor.detach()
+                piece = _bytes_of(part.contiguous().cpu())
+                # the checksum of a piece is taken while the piece is written
+                taken = beside.submit(zlib.crc32, piece, checksum)
+                _write_all(file, piece)
+                checksum = taken.result()
+            shape = list(tensor.shape)
+            about[name] = {"dtype": _NAMES[tensor.dtype], "shape": shape, "crc32": checksum}
+        size = file.tell()
+        os.fsync(file.fileno())
+    return {
+        "bytes": size,
+        "header_bytes": len(header),
+        "header_crc32": zlib.crc32(header),
+        "tensors": about,
+    }
+
+
+def check_file(path: Path, record: Mapping[str, Any]) -> bytes:
+    """The header of a file whose size and header are what was written.
+
+    Raises:
+        InputError: they are not; naming the file and both numbers.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            header = file.read(int(record["header_bytes"]))
+    except FileNotFoundError:
+        raise InputError(f"{path}: is missing; the checkpoint is not whole") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+    if size != record["bytes"]:
+        raise InputError(
+            f"{path}: holds {size:,} bytes, but {record['bytes']:,} were written: it is "
+            f"{'cut short' if size < record['bytes'] else 'not the same file'}"
+        )
+    found = zlib.crc32(header)
+    if found != record["header_crc32"]:
+        raise InputError(
+            f"{path}: its header has checksum {found:08x}, but {record['header_crc32']:08x} was "
+            "written: the file is corrupted"
+        )
+    return header
+
+
+def read_tensors(
+    path: Path, record: Mapping[str, Any], targets: Mapping[str, torch.Tensor | None]
+) -> None:
+    """Copy tensors of a file into others of their shape, in place, and check every byte.
+
+    Args:
+        record: what :func:`write_tensors` returned.
+        targets: by name; None: the tensor is checked only.
+
+    Raises:
+        InputError: the file is corrupted; what has been copied until then stays.
+    """
+    stored = _stored(path, record)
+    with ThreadPoolExecutor(2) as workers:
+        jobs = [
+            workers.submit(stored[name].check, record["tensors"][name]["crc32"], target)
+            for name, target in targets.items()
+        ]
+        for job in jobs:
+            job.result()
+
+
+def read_part(
+    path: Path,
+    record: Mapping[str, Any],
+    name: str,
+    target: torch.Tensor,
+    rows: range,
+    columns: range | None = None,
+) -> None:
+    """Copy some rows, and of them some columns, of a tensor; its checksum is not looked at.
+
+    Args:
+        record: what :func:`write_tensors` returned.
+        target: (rows, columns), or (rows,) where ``columns`` is None.
+
+    Raises:
+        InputError: the file is missing or cut short.
+    """
+    source = _stored(path, record)[name]
+    with torch.no_grad():
+        piece = source.read(rows)
+        target.copy_(piece if columns is None else piece[:, columns.start : columns.stop])
+
+
+class _Stored:
+    """A tensor in a file: ``entry`` is what the header says of it, ``data`` where data begins."""
+
+    def __init__(self, path: Path, name: str, entry: Mapping[str, Any], data: int) -> None:
+        self._path, self._name = path, name
+        self._dtype = _DTYPES[entry["dtype"]]
+        self._shape = tuple(entry["shape"])
+        self._begin = data + int(entry["data_offsets"][0])
+
+    def read(self, rows: range) -> torch.Tensor:
+        """Some rows; of a tensor without dimensions, itself."""
+        shape = (len(rows), *self._shape[1:]) if self._shape else ()
+        piece = torch.empty(shape, dtype=self._dtype)
+        into = memoryview(_bytes_of(piece))
+        row_bytes = math.prod(self._shape[1:]) * piece.element_size()
+        with self._path.open("rb", buffering=0) as file:
+            file.seek(self._begin + rows.start * row_bytes)
+            while into:
+                count = file.readinto(into)
+                if not count:
+                    raise InputError(f"{self._path}: ends within {self._name}: it is cut short")
+                into = into[count:]
+        return piece
+
+    @torch.no_grad()
+    def check(self, expected: int, target: torch.Tensor | None) -> None:
+        """Hold all bytes to their checksum, and copy them into ``target`` meanwhile."""
+        checksum = 0
+        for rows in row_ranges(self._shape, self._dtype.itemsize):
+            piece = self.read(rows)
+            checksum = zlib.crc32(_bytes_of(piece), checksum)
+            if target is not None:
+                (target[rows.start : rows.stop] if self._shape else target).copy_(piece)
+        if checksum != expected:
+            raise InputError(
+                f"{self._path}: {self._name} has checksum {checksum:08x}, but {expected:08x} was "
+                "written: the file is corrupted"
+            )
+
+
+def _stored(path: Path, record: Mapping[str, Any]) -> dict[str, _Stored]:
+    header = check_file(path, record)
+    entries = json.loads(header[8:])
+    return {name: _Stored(path, name, entry, len(header)) for name, entry in entries.items()}
+
+
+def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
+    entries, place = {}, 0
+    for name, tensor in tensors.items():
+        end = place + tensor.numel() * tensor.element_size()
+        entries[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [place, end],
+        }
+        place = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def row_ranges(shape: tuple[int, ...], element_bytes: int) -> Iterator[range]:
+    """Rows of a tensor in portions of about :data:`PIECE_BYTES`."""
+    count = shape[0] if shape else 1
+    rows = max(1, PIECE_BYTES // max(1, math.prod(shape[1:]) * element_bytes))
+    for start in range(0, count, rows):
+        yield range(start, min(start + rows, count))
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _write_all(file: Any, data: bytes | memoryview) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[file.write(view) :]
