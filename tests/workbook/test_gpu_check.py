@@ -180,7 +180,7 @@ def test_steps_and_iterations_are_timed(loader):
     row = timed(dataclasses.replace(parameters, data=data))
     assert 0 < row["step_ms_low"] <= row["step_ms"] <= row["step_ms_high"]
     assert row["samples_per_second"] == pytest.approx(16e3 / row["end_to_end_ms"])
-    assert "ms a step" in describe({"variant": "x"} | row)
+    assert "ms per step" in describe({"variant": "x"} | row)
 
 
 def test_a_variant_that_fails_says_why_and_ends_alone():
@@ -199,7 +199,7 @@ def test_a_comparison_is_told_as_dlrm_bench_tells_it():
 
 
 def test_the_check_needs_only_what_a_gpu_node_has():
-    blocked = "plotly papermill hatchet nbformat nbconvert numba tqdm psutil pyarrow IPython"
+    blocked = "pandas plotly papermill hatchet nbformat nbconvert numba tqdm psutil pyarrow IPython"
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({blocked.split()}));"
         "import dlrm_workbook.studies.gpu_check.command, dlrm_workbook.cli"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from dlrm_core.config import Parameters, TrainingConfig, load_parameters
 from dlrm_core.errors import InputError
+from dlrm_core.machine import REPOSITORY
 from dlrm_workbook.changes import difference
 from dlrm_workbook.evidence.dependence import (
     DENSE_ENGINE,
@@ -20,7 +20,7 @@ from dlrm_workbook.evidence.dependence import (
     changed_parameters,
 )
 
-PRESETS = Path(__file__).resolve().parents[3] / "parameters"
+PRESETS = REPOSITORY / "parameters"
 
 PLAIN, TUNED, TORCHREC = "plain", "tuned", "torchrec"
 """Names of contestants beside :data:`~dlrm_workbook.evidence.contestants.PEER`; ``tuned bf16`` and

@@ -171,7 +171,7 @@ def describe(row: dict[str, Any]) -> str:
         return f"{name}: {mean:.3f} ms mean, {p99:.3f} ms p99"
     if "step_ms" in row:
         return (
-            f"{name}: {row['step_ms']:.3f} ms a step, {row['end_to_end_ms']:.3f} ms with data, "
+            f"{name}: {row['step_ms']:.3f} ms per step, {row['end_to_end_ms']:.3f} ms with data, "
             f"{row['samples_per_second']:,.0f} samples/s"
         )
     if "ratios" in row:
@@ -241,6 +241,3 @@ def recordings(folder: Path) -> Iterator[dict[str, Any]]:
         finally:
             trainer.close()
         yield {"name": name, "folder": place.name}
-
-
-__all__ = ["gpu_check", "run_stages"]
