@@ -361,7 +361,8 @@ def foretold(outcome: Outcome) -> str:
     """The predicted speed-up with its range, or a dash."""
     if outcome.predicted is None:
         return NOTHING
-    return speedup(**outcome.predicted.speedup)
+    gain = outcome.predicted.speedup
+    return speedup(gain["mid"], gain["low"], gain["high"])
 
 
 def verdict(comparison: Comparison) -> Text:
