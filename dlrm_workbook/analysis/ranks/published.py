@@ -18,6 +18,7 @@ from typing import Any
 import pandas as pd
 
 from dlrm_core.config import DataConfig, ModelConfig, Parameters, TrainingConfig
+from dlrm_core.data.files.generate import VARIANTS
 from dlrm_workbook.analysis.devices import DATA_SHEET, device
 from dlrm_workbook.analysis.ranks.communication import STUDY
 from dlrm_workbook.analysis.ranks.links import Link, Network, link
@@ -38,15 +39,6 @@ TORCH = "NVIDIA DeepLearningExamples, PyTorch/Recommendation/DLRM/README.md (729
 TF2 = "NVIDIA DeepLearningExamples, TensorFlow2/Recommendation/DLRM_and_DCNv2/doc/DLRM.md (729963d)"
 DEEPSPARK = "DeepSparkHub, recommendation/ctr/dlrm/pytorch/README.md (113dd2f)"
 KALAMKAR = "Kalamkar et al. 2020 (arXiv:2005.04680)"
-
-T3_ROWS = (
-    *(45833188, 36747, 1572176, 345139, 11, 2209, 11268, 128, 4, 975, 15, 48937457, 17246),
-    *(11316796, 40094537, 452104, 12607, 105, 36, 7414, 20244, 4, 7115, 1442, 63, 29275261),
-)
-DEEPSPARK_ROWS = (
-    *(932209, 18814, 13624, 6862, 18488, 3, 6242, 1229, 49, 654428, 96850, 69004, 10, 2134),
-    *(7345, 60, 4, 918, 14, 984280, 320932, 838408, 76380, 8906, 74, 33),
-)
 
 XEON = {
     "device": "Xeon Platinum 8280",
@@ -192,13 +184,13 @@ def parameters_of(each: Series) -> Parameters:
         study = STUDY[0].parameters(each.batch)
         return replace(study, training=training)
     if each.model == "DeepSpark":
-        model = _criteo(DEEPSPARK_ROWS, (512, 256, 64), (512, 512, 256, 1))
+        model = _criteo("deepspark_synthetic", (512, 256, 64), (512, 512, 256, 1))
     else:
-        model = _criteo(T3_ROWS, (512, 256, 128), (1024, 1024, 512, 256, 1))
+        model = _criteo("criteo_t3_synthetic", (512, 256, 128), (1024, 1024, 512, 256, 1))
     return Parameters(model=model, data=one_hot, training=training)
 
 
-def _criteo(rows: tuple[int, ...], bottom: tuple[int, ...], top: tuple[int, ...]) -> ModelConfig:
+def _criteo(variant: str, bottom: tuple[int, ...], top: tuple[int, ...]) -> ModelConfig:
     return ModelConfig(
         mlp_sizes="nvidia",
         dense_features=13,
@@ -206,7 +198,7 @@ def _criteo(rows: tuple[int, ...], bottom: tuple[int, ...], top: tuple[int, ...]
         top_mlp=top,
         embedding_dim=bottom[-1],
         tables=None,
-        table_rows=rows,
+        table_rows=VARIANTS[variant].table_rows,
     )
 
 
@@ -214,27 +206,13 @@ def _profile(each: Series, parameters: Parameters) -> ComputeProfile:
     """Costs of one device: the published time, of which the host's launches do not shrink."""
     rate = each.rates[1]
     assert rate is not None
-    on_gpu = parameters.training.device == "cuda"
-    host_ms = 1e-3 * OPERATOR_US * _operators(parameters) if on_gpu else 0.0
     made = published_profile(parameters, each.ceilings, rate, each.source)
+    if parameters.training.device != "cuda":
+        return made
     # on one device kernels are long enough to hide the launches of the next
-    return _with_host(made, host_ms) if host_ms else made
-
-
-def _operators(parameters: Parameters) -> float:
-    return float(part_work(parameters, device="cuda")["operators"].sum())
-
-
-def _with_host(profile: ComputeProfile, host_ms: float) -> ComputeProfile:
-    """A cost of every iteration: from none to three times as much."""
-    cost = PartCost(host_ms, 0.0, 2.0)
-    return replace(
-        profile,
-        costs={number: {**costs, HOST: cost} for number, costs in profile.costs.items()},
-    )
-
-
-HOST = ("other", "forward")
+    operators = float(part_work(parameters, device="cuda")["operators"].sum())
+    # from none to three times as much
+    return _with_host(made, PartCost(1e-3 * OPERATOR_US * operators, 0.0, 2.0))
 
 
 def _carried(
@@ -243,11 +221,16 @@ def _carried(
     """What ``count`` devices took beyond the prediction without a host, as a fixed cost."""
     rate = each.rates[count]
     assert rate is not None
-    bare = _with_host(start, 0.0)
+    bare = _with_host(start, PartCost(0.0, 0.0, 2.0))
     beyond = 1e3 * each.batch / rate - _predicted(each, parameters, count, bare).mid_ms
-    carried = PartCost(max(0.0, beyond), 0.0, 0.3)
+    return _with_host(start, PartCost(max(0.0, beyond), 0.0, 0.3))
+
+
+def _with_host(profile: ComputeProfile, cost: PartCost) -> ComputeProfile:
+    """The same with a cost of the host in every iteration."""
+    host = ("other", "forward")
     return replace(
-        start, costs={number: {**costs, HOST: carried} for number, costs in bare.costs.items()}
+        profile, costs={number: {**costs, host: cost} for number, costs in profile.costs.items()}
     )
 
 
