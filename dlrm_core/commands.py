@@ -1,4 +1,4 @@
-"""The headless subcommands that run the workload: ``dlrm train`` and ``dlrm record``.
+"""The headless subcommands that run the workload: train, evaluate, infer, parameters.
 
 They import no notebook or plotting package, so they start fast, run on a bare
 GPU node, and are what profilers are put around.
@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import sys
+import typing
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -51,8 +52,7 @@ from dlrm_core.resume import (
     restore_weights,
     with_backend_of,
 )
-
-# ``dlrm evaluate`` and ``dlrm infer``: a checkpoint's quality, and how fast it predicts.
+from dlrm_core.settings import describe_type
 
 
 @dataclass(frozen=True)
@@ -306,7 +306,9 @@ def _train_alone(
         result = training.train(
             parameters,
             folder,
-            on_interval=lambda interval: print(training.json_line(interval), flush=True),
+            on_interval=lambda interval: print(
+                json.dumps(dataclasses.asdict(interval)), flush=True
+            ),
             progress=sys.stderr.isatty(),
             on_iteration=_counting(counting, parameters.profiling.warmup),
             on_line=lambda line: print(json.dumps(plain(line)), flush=True),
@@ -343,11 +345,6 @@ def parameters(arguments: argparse.Namespace) -> int:
 
 def parameters_table() -> str:
     """A Markdown table a section, from the fields' own metadata."""
-    import dataclasses
-    import typing
-
-    from dlrm_core.settings import describe_type
-
     lines = []
     for section, kind in SECTIONS.items():
         hints = typing.get_type_hints(kind)

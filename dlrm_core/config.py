@@ -1,9 +1,8 @@
 """Parameters: four validated sections that say everything about a run.
 
 A parameters file (YAML) has the sections ``model``, ``data``, ``training``,
-``profiling`` and a ``title``. Each section is a frozen dataclass (in ``config_model``
-and ``config_training``); a value that cannot work is refused when the dataclass is
-built, before anything runs.
+``profiling`` and a ``title``. Each section is a frozen dataclass; a value that cannot
+work is refused when the dataclass is built, before anything runs.
 
 Sources: the model's shape and its names follow Naumov et al. 2019
 (arXiv:1906.00091); defaults are those of the experiment, the shape of
@@ -22,8 +21,6 @@ from typing import Any
 
 from dlrm_core.errors import InputError
 from dlrm_core.settings import coerce_section, read_yaml, setting
-
-# The sections ``model`` and ``data`` of a parameters file, see :mod:`dlrm_core.config`.
 
 
 @dataclass(frozen=True)
@@ -250,9 +247,6 @@ class DataConfig:
     def one_hot(self) -> bool:
         """Every bag holds one row, as in Criteo's data."""
         return self.generator in ("dataset", "teacher")
-
-
-# The sections ``training`` and ``profiling`` of a parameters file, see :mod:`dlrm_core.config`.
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ _SEED_STEP = 1 << 31
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a model is worth on test data."""
+    """Quality of a model's predictions on test data, and how fast they were made."""
 
     iteration: int
     """Iterations of training behind the model."""

@@ -1,4 +1,4 @@
-"""Memory a run will need, item by item, before anything is allocated."""
+"""Memory a run will need, item by item, before anything is allocated; what would fit."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from dlrm_core.units import format_bytes
 
 if TYPE_CHECKING:
     import torch
-
-# What is alive while the dense part of a step runs: activations and their gradients.
 
 NUMBER_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """``training.precision`` to the bytes of an activation."""

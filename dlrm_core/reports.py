@@ -34,7 +34,7 @@ class Interval:
     samples_per_second: float
     elapsed_s: float
     learning_rate: float
-    """Of the interval's last iteration."""
+    """Learning rate of the interval's last iteration."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ class TrainingResult:
     samples_per_second: float
     """All samples over the time of all iterations."""
     elapsed_s: float
-    """Of everything, evaluations and checkpoints included."""
+    """Seconds of everything, evaluations and checkpoints included."""
     evaluation_s: float
     checkpoint_s: float
     auc: float | None
-    """Of the last evaluation; None if there was none."""
+    """AUC of the last evaluation; None if there was none."""
     best_auc: float | None
     reached_target: bool | None
     """Whether an evaluation reached ``training.auc_target``; None without a target."""

@@ -23,8 +23,6 @@ from dlrm_core.dense import DensePart
 from dlrm_core.errors import InputError
 from dlrm_core.model import DLRM
 
-# What training has made so far: weights and optimiser state, by names that no back end owns.
-
 
 class Learner(Protocol):
     """A step, of one process or of a rank, as far as its state goes."""

@@ -1,4 +1,8 @@
-"""Training by one process: its model, wherever its tables lie, and its data."""
+"""The training loop, and training by one process.
+
+:class:`TrainingLoop` is what one process and each of several ranks do alike around their
+steps; :class:`Trainer` is one process with its model, wherever its tables lie, and its data.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +50,6 @@ from dlrm_core.resume import (
 )
 from dlrm_core.schedules import schedule_of, total_steps
 from dlrm_core.step import TrainingStep, data_forward, optimizer_update, transfer_forward
-
-# Iterating: what one process and each of several ranks do alike around their steps.
 
 StepT = TypeVar("StepT", bound=Learner)
 
@@ -141,17 +143,17 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
 
     @property
     def model(self) -> DLRM:
-        """That is trained."""
+        """The model being trained."""
         return self.step.model
 
     @property
     def data_seconds(self) -> float:
-        """In which the last iteration made its batch or waited for it."""
+        """Seconds the last iteration spent making its batch or waiting for it."""
         return self._measured.data_s[-1]
 
     @property
     def learning_rate(self) -> float:
-        """Of the last iteration, from the optimiser that used it."""
+        """Learning rate of the last iteration, from the optimiser that used it."""
         return float(self.step.top_optimizer.param_groups[0]["lr"])
 
     @iteration
@@ -306,11 +308,6 @@ def metrics_lines(path: Path, checkpoint: Checkpoint | None) -> JsonLines:
                 kept.append(line + "\n")
     write_text(path, "".join(kept))
     return JsonLines(path, append=True)
-
-
-def json_line(interval: Interval) -> str:
-    """An interval as one line of JSON."""
-    return json.dumps(asdict(interval))
 
 
 class Trainer(TrainingLoop[TrainingStep]):

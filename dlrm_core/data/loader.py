@@ -167,9 +167,6 @@ def _prefetched(make: Callable[[], T], ahead: int) -> Generated[T, None, None]:
         thread.join()
 
 
-# Where a stream of batches stands, so that a later process goes on with the next batch.
-
-
 @runtime_checkable
 class Resumable(Protocol):
     """A stream of batches that can be left and taken up again."""
