@@ -118,11 +118,6 @@ def known_or(value: float | None, text: Callable[[float], str], absent: str = NO
     return absent if value is None or not math.isfinite(value) else text(float(value))
 
 
-def known_ms(value: float | None) -> str:
-    """Milliseconds, or that they were not measured."""
-    return known_or(value, milliseconds, NOT_MEASURED)
-
-
 def yes_or_no(judged: bool | None) -> str:
     """``yes`` or ``no``; a dash for what was not judged."""
     return NOTHING if judged is None else "yes" if judged else "no"

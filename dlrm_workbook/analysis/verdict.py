@@ -15,6 +15,7 @@ from typing import Any
 import pandas as pd
 
 from dlrm_core.errors import InputError
+from dlrm_core.parts import part_label
 from dlrm_core.units import from_to, milliseconds, ratio
 from dlrm_workbook.analysis.findings import bottlenecks_json, limit
 from dlrm_workbook.analysis.findings.finding import Finding, plain
@@ -86,22 +87,21 @@ def stages(
 
 
 def table(way: Sequence[Stage]) -> pd.DataFrame:
-    """A row for each stage: ``step``, its times, ``speedup`` over the measured one, its largest
-    ``component`` and that one's ``largest_ms``."""
+    """A row for each stage.
+
+    Returns:
+        ``step``, ``mid_ms``, ``low_ms``, ``high_ms``, ``speedup`` over the measured step,
+        ``largest_part`` and ``largest_part_ms``.
+    """
     rows = []
     for stage in way:
-        largest = stage.parts.nlargest(1, "time_ms")
-        rows.append(
-            {
-                "step": stage.name,
-                "mid_ms": stage.mid_ms,
-                "low_ms": stage.low_ms,
-                "high_ms": stage.high_ms,
-                "speedup": way[0].mid_ms / stage.mid_ms,
-                "component": largest["component"].iloc[0] if len(largest) else "",
-                "largest_ms": largest["time_ms"].iloc[0] if len(largest) else math.nan,
-            }
-        )
+        row: dict[str, Any] = {"step": stage.name, "mid_ms": stage.mid_ms}
+        row |= {"low_ms": stage.low_ms, "high_ms": stage.high_ms}
+        row["speedup"] = way[0].mid_ms / stage.mid_ms
+        for _, part in stage.parts.nlargest(1, "time_ms").iterrows():
+            row["largest_part"] = part_label(str(part["component"]))
+            row["largest_part_ms"] = float(part["time_ms"])
+        rows.append(row)
     return pd.DataFrame(rows)
 
 

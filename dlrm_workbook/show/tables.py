@@ -431,30 +431,16 @@ def column(values: Iterable[float]) -> list[str]:
     return [cell(number) for number in numbers]
 
 
-def aligned(*columns: Sequence[float] | pd.Series) -> list[list[str]]:
-    """Several columns of one quantity with the same decimals."""
-    cells = column([value for values in columns for value in values])
-    starts = itertools.accumulate((len(values) for values in columns), initial=0)
-    return [cells[start : start + len(values)] for start, values in zip(starts, columns)]  # noqa: B905
-
-
-def signed(values: Sequence[float]) -> list[str]:
+def signed(values: Sequence[float] | pd.Series) -> list[str]:
     """Differences of one column: a sign, and as many decimals as the largest needs."""
-    return with_signs(values, column([abs(value) for value in values]))
-
-
-def with_signs(values: Iterable[float], cells: Sequence[str]) -> list[str]:
-    """The cells of differences with their signs; what rounds to nothing has none."""
-    # "<0.01" with a sign would say two things
-    cells = [cell if not cell.startswith("<") else cell[1:-1] + "0" for cell in cells]
-    return [
-        cell if not math.isfinite(value) or _is_zero(cell) else ("+" if value > 0 else "−") + cell
-        for value, cell in zip(values, cells, strict=True)
-    ]
-
-
-def _is_zero(cell: str) -> bool:
-    return cell.strip("0.") == ""
+    cells = []
+    for value, cell in zip(values, column(abs(value) for value in values), strict=True):
+        # "<0.01" with a sign would say two things
+        text = cell[1:-1] + "0" if cell.startswith("<") else cell
+        is_zero = text.strip("0.") == ""
+        sign = "" if is_zero or not math.isfinite(value) else "+" if value > 0 else "−"
+        cells.append(sign + text)
+    return cells
 
 
 class Table:
@@ -462,7 +448,7 @@ class Table:
 
     Args:
         columns: titles.
-        words: of each column, whether it is words; left out, by what the cells look like.
+        words: of each column, whether it is words; left out, all are.
         marks: place of a column to a colour for each of its cells.
     """
 
@@ -475,25 +461,17 @@ class Table:
     ) -> None:
         self.columns = list(columns)
         self.rows = [list(row) for row in rows]
-        self._words = words
+        self._words = words or [True] * len(self.columns)
         self._marks = marks or {}
-
-    @classmethod
-    def of(cls, columns: Mapping[str, Iterable[str]]) -> Table:
-        """A table from its columns, all of one length, by their titles."""
-        return cls(list(columns), zip(*columns.values(), strict=True))
 
     def _repr_html_(self) -> str:
         if not self.rows:
             return EMPTY
-        words = self._words
-        if words is None:
-            words = [not _are_numbers(cells) for cells in zip(*self.rows, strict=True)]
 
         def line(cells: Iterable[str], texts: Sequence[str], tag: str) -> str:
             shown = (
                 f'<{tag} style="{_look(text, is_words, tag)}">{cell}</{tag}>'
-                for cell, text, is_words in zip(cells, texts, words, strict=True)
+                for cell, text, is_words in zip(cells, texts, self._words, strict=True)
             )
             return f"<tr>{''.join(shown)}</tr>"
 
@@ -554,12 +532,3 @@ def _look(cell: str, is_words: bool, tag: str) -> str:
         return "text-align: left"
     whole = tag == "td" and "(" not in cell
     return "text-align: right" + ("; white-space: nowrap" if whole else "")
-
-
-_PLAIN = r"<?[-+−]?[\d,]*\.?\d+(e[-+]?\d+)?"
-_NUMBER = re.compile(rf"{_PLAIN}( to {_PLAIN})?( ?(%|×|x|ms|s|B|[KMGT]iB))?( \(.*\))?")
-
-
-def _are_numbers(cells: Sequence[str]) -> bool:
-    known = [cell for cell in cells if cell not in ("", NOTHING, NOT_MEASURED)]
-    return bool(known) and all(_NUMBER.fullmatch(cell) for cell in known)

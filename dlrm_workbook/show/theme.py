@@ -266,7 +266,7 @@ def label_rows(
     )
 
 
-INSIDE = {"textposition": "inside", "insidetextanchor": "middle", "textangle": 0}
+INSIDE: dict[str, Any] = {"textposition": "inside", "insidetextanchor": "middle", "textangle": 0}
 """Where the text of a stacked bar stands."""
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 
+import pandas as pd
+
 from dlrm_core.config import load_parameters
 from dlrm_core.files import plain
 from dlrm_core.units import format_bytes
 from dlrm_workbook.analysis.capacity import CUDA_CONTEXT_BYTES, Capacity, capacity_here
-from dlrm_workbook.show.tables import Table, show
+from dlrm_workbook.show.tables import Table, Text, show
 
 SHOWN = 30
 """Lines of the forecast that are printed; smaller items are summed."""
@@ -28,18 +30,16 @@ def command_capacity(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def items_table(found: Capacity) -> Table:
+def items_table(found: Capacity) -> Table | Text:
     """The largest items, each with where it lies and when it is alive."""
-    ordered = sorted(found.items, key=lambda item: -item.bytes)
-    rows = [
-        (item.name, item.shape, format_bytes(item.bytes), item.place, item.when)
-        for item in ordered[:SHOWN]
-    ]
-    rest = ordered[SHOWN:]
-    if rest:
-        size = format_bytes(sum(item.bytes for item in rest))
-        rows.append((f"{len(rest)} smaller items", "", size, "", ""))
-    return Table(["what", "shape", "size", "where", "when"], rows)
+    items = pd.DataFrame([vars(item) for item in found.items])
+    items = items.sort_values("bytes", ascending=False, kind="stable")
+    rest = items[SHOWN:]
+    if len(rest):
+        smaller = {"name": f"{len(rest)} smaller items", "bytes": rest["bytes"].sum()}
+        items = pd.concat([items[:SHOWN], pd.DataFrame([smaller])])
+    items = items.rename(columns={"name": "what"})
+    return show(items, {"what": "", "shape": "", "bytes": "size", "place": "where", "when": ""})
 
 
 def sources(found: Capacity) -> str:
