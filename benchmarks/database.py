@@ -20,7 +20,6 @@ import os
 import platform
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -92,25 +91,23 @@ READERS = {"ours": read_everything, "hatchet": read_with_hatchet}
 
 def fresh(reader: str, path: Path) -> dict[str, Any]:
     """The result of a reader in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, __file__, "--run", reader, str(path)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=True,
-    )
-    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return result
+    from dlrm_workbook.processes import run_child  # not above: a reader's memory is measured
+
+    done = run_child([sys.executable, __file__, "--run", reader, path], stage=reader, folder=ROOT)
+    done.require_success(f"reading with {reader}")
+    return done.last_object("seconds") or {}
 
 
 def against_hatchet(rounds: int) -> dict[str, Any]:
     """Interleaved reads of the real database."""
+    from dlrm_workbook.turns import take_turns
+
     database = NATIVE if NATIVE.is_dir() else SHIPPED
     times: dict[str, list[float]] = {"ours": [], "hatchet": []}
     for reader in READERS:  # files into the page cache, bytecode compiled
         fresh(reader, database)
-    for _ in range(rounds):
-        for reader in ("hatchet", "ours"):
+    for _, readers in take_turns(("hatchet", "ours"), rounds):
+        for reader in readers:
             times[reader].append(fresh(reader, database)["seconds"])
     ratios = [h / o for h, o in zip(times["hatchet"], times["ours"], strict=True)]
     return {

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,13 @@ import torch
 from dlrm_core.config import load_parameters
 from dlrm_core.data.loader import make_generator
 from dlrm_core.files import write_json
-from dlrm_core.machine import machine_facts
+from dlrm_core.machine import REPOSITORY, machine_facts
 from dlrm_workbook.processes import settle_allocator
+from dlrm_workbook.turns import CPU, elapsed_ms, rotated, take_turns
 
 LOOP = "facebook_loop"
 GENERATORS = (LOOP, "facebook", "uniform")
-PARAMETERS = Path(__file__).resolve().parents[1] / "parameters" / "seed.yaml"
+PARAMETERS = REPOSITORY / "parameters" / "seed.yaml"
 
 
 def measure(rounds: int, batches: int) -> dict[str, Any]:
@@ -39,22 +39,16 @@ def measure(rounds: int, batches: int) -> dict[str, Any]:
         ``low``, ``mid``, ``high`` over the rounds, against the loop), ``rounds``.
     """
     sources = {
-        name: make_generator(
-            load_parameters(PARAMETERS, [f"data.generator={name}"]),
-            torch.device("cpu"),
-        )
+        name: make_generator(load_parameters(PARAMETERS, [f"data.generator={name}"]), CPU)
         for name in GENERATORS
     }
     for source in sources.values():
         source.next_batch()
     ms: dict[str, list[float]] = {name: [] for name in GENERATORS}
-    for number in range(rounds):
-        for name in GENERATORS[number % 3 :] + GENERATORS[: number % 3]:
+    for _, names in take_turns(GENERATORS, rounds, rotated):
+        for name in names:
             count = 1 if name == LOOP else batches
-            started = time.perf_counter()
-            for _ in range(count):
-                sources[name].next_batch()
-            ms[name].append(1e3 * (time.perf_counter() - started) / count)
+            ms[name].append(elapsed_ms(sources[name].next_batch, count))
     ratios = {
         name: [loop / other for loop, other in zip(ms[LOOP], ms[name], strict=True)]
         for name in GENERATORS

@@ -14,7 +14,6 @@ import argparse
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.files import write_json
 from dlrm_core.machine import machine_facts, versions
 from dlrm_core.train import Trainer
+from dlrm_workbook.turns import elapsed_ms, rotated, take_turns
 
 ITERATIONS, WARM_UP, FAR = 1500, 100, 10**6
 
@@ -54,11 +54,8 @@ def small() -> Parameters:
 
 def bare() -> float:
     """Median milliseconds of an iteration that nothing else is done for."""
-    trainer, times = Trainer(small()), []
-    for _ in range(ITERATIONS):
-        started = time.perf_counter()
-        trainer.iterate()
-        times.append(1e3 * (time.perf_counter() - started))
+    trainer = Trainer(small())
+    times = [elapsed_ms(trainer.iterate) for _ in range(ITERATIONS)]
     trainer.close()
     return statistics.median(times[WARM_UP:])
 
@@ -91,11 +88,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/hooks.json"))
     given = parser.parse_args()
-    rounds = []
-    for number in range(given.rounds):
-        names = list(LOOPS)
-        turn = names[number % 3 :] + names[: number % 3]  # who is first changes
-        rounds.append({name: LOOPS[name]() for name in turn})
+    turns = take_turns(list(LOOPS), given.rounds, rotated)
+    rounds = [{name: LOOPS[name]() for name in names} for _, names in turns]
     ratios = {
         f"{one} over {other}": sorted(found[one] / found[other] for found in rounds)
         for one, other in (("plain", "bare"), ("hooked", "plain"), ("hooked", "bare"))
