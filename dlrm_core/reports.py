@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 import statistics
 import time
@@ -12,9 +14,12 @@ from typing import Any, Protocol
 
 import torch
 
+from dlrm_core.checkpoint import Checkpoint
 from dlrm_core.config import Parameters
 from dlrm_core.evaluate import Evaluation
+from dlrm_core.files import JsonLines, write_text
 from dlrm_core.machine import device_name, peak_memory, peak_memory_by_device
+from dlrm_core.progress import Bar
 
 
 @dataclass(frozen=True)
@@ -439,3 +444,55 @@ class Run:
             f"{self.config.learning_rate:g}, training.precision {self.config.precision}); "
             f"choose a smaller learning rate; {remains}"
         )
+
+
+def train_with_reports(
+    loop: Any,
+    lines: JsonLines | None,
+    on_interval: Callable[[Interval], None],
+    on_iteration: Callable[[int], None],
+    on_line: Callable[[Line], None],
+    progress: bool,
+    meter: MeterOf | None,
+) -> TrainingResult:
+    """Run a :class:`dlrm_core.train.TrainingLoop` under a progress bar, lines written as they come.
+
+    Args:
+        lines: metrics.jsonl; None: nothing is written.
+        progress: show the bar.
+    """
+    with Bar("training", "it", loop.total, shown=progress, done=loop.done) as bar:
+
+        def report(interval: Interval) -> None:
+            if lines is not None:
+                lines.write(asdict(interval))
+            bar.say(
+                f"{interval.samples_per_second:,.0f} samples/s, "
+                f"{interval.ms_per_iteration:.1f} ms/iteration "
+                f"(data {interval.data_ms_per_iteration:.1f}), loss {interval.loss:.6f}"
+            )
+            on_interval(interval)
+
+        def write(line: Line) -> None:
+            if lines is not None:
+                lines.write(line)
+            on_line(line)
+
+        def count(done: int) -> None:
+            bar.add(1 if done else 0)
+            on_iteration(done)
+
+        return loop.train(report, count, write, meter)
+
+
+def metrics_lines(path: Path, checkpoint: Checkpoint | None) -> JsonLines:
+    """metrics.jsonl, with the lines up to the checkpoint that the run goes on from."""
+    if checkpoint is None or not path.exists():
+        return JsonLines(path)
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # cut short by a kill
+            if json.loads(line)["iteration"] <= checkpoint.step:
+                kept.append(line + "\n")
+    write_text(path, "".join(kept))
+    return JsonLines(path, append=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -25,15 +24,23 @@ from dlrm_core.data.batch import Batch
 from dlrm_core.data.loader import Followed, Generator, Resumable, batches, make_generator
 from dlrm_core.embeddings import resolve_backend
 from dlrm_core.evaluate import Evaluation, HeldOut, evaluate
-from dlrm_core.files import JsonLines, write_json, write_text
+from dlrm_core.files import write_json
 from dlrm_core.machine import StopRequest, resolve_device, stop_requests
 from dlrm_core.memory import require_memory
 from dlrm_core.model import DLRM, ClickLoss, build_model
 from dlrm_core.parts import iteration
 from dlrm_core.placement import places_of
 from dlrm_core.precision import set_fp32_matmul, set_tf32
-from dlrm_core.progress import Bar
-from dlrm_core.reports import Interval, Line, Measurements, MeterOf, Run, TrainingResult
+from dlrm_core.reports import (
+    Interval,
+    Line,
+    Measurements,
+    MeterOf,
+    Run,
+    TrainingResult,
+    metrics_lines,
+    train_with_reports,
+)
 from dlrm_core.resume import (
     Learner,
     changed_settings,
@@ -256,58 +263,6 @@ def prepare(
     if checkpoint is not None:
         notices += changed_settings(parameters, checkpoint)
     return notices
-
-
-def train_with_reports(
-    loop: TrainingLoop[Any],
-    lines: JsonLines | None,
-    on_interval: Callable[[Interval], None],
-    on_iteration: Callable[[int], None],
-    on_line: Callable[[Line], None],
-    progress: bool,
-    meter: MeterOf | None,
-) -> TrainingResult:
-    """:meth:`TrainingLoop.train` under a progress bar, each line written as it happens.
-
-    Args:
-        lines: metrics.jsonl; None: nothing is written.
-        progress: show the bar.
-    """
-    with Bar("training", "it", loop.total, shown=progress, done=loop.done) as bar:
-
-        def report(interval: Interval) -> None:
-            if lines is not None:
-                lines.write(asdict(interval))
-            bar.say(
-                f"{interval.samples_per_second:,.0f} samples/s, "
-                f"{interval.ms_per_iteration:.1f} ms/iteration "
-                f"(data {interval.data_ms_per_iteration:.1f}), loss {interval.loss:.6f}"
-            )
-            on_interval(interval)
-
-        def write(line: Line) -> None:
-            if lines is not None:
-                lines.write(line)
-            on_line(line)
-
-        def count(done: int) -> None:
-            bar.add(1 if done else 0)
-            on_iteration(done)
-
-        return loop.train(report, count, write, meter)
-
-
-def metrics_lines(path: Path, checkpoint: Checkpoint | None) -> JsonLines:
-    """metrics.jsonl, with the lines up to the checkpoint that the run goes on from."""
-    if checkpoint is None or not path.exists():
-        return JsonLines(path)
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # cut short by a kill
-            if json.loads(line)["iteration"] <= checkpoint.step:
-                kept.append(line + "\n")
-    write_text(path, "".join(kept))
-    return JsonLines(path, append=True)
 
 
 class Trainer(TrainingLoop[TrainingStep]):

@@ -44,9 +44,9 @@ from dlrm_core.files import plain, write_json
 from dlrm_core.machine import StopRequest, peak_memory, stop_requests
 from dlrm_core.model import DLRM, ClickLoss, fill_dense_like_facebook, fill_dense_with_torch
 from dlrm_core.parts import part
-from dlrm_core.reports import MeterOf, TrainingResult
+from dlrm_core.reports import MeterOf, TrainingResult, metrics_lines, train_with_reports
 from dlrm_core.resume import checkpoint_place, checkpoint_to_resume, nothing_to_resume
-from dlrm_core.train import STOPPING, TrainingLoop, metrics_lines, prepare, train_with_reports
+from dlrm_core.train import STOPPING, TrainingLoop, prepare
 
 REPEATED_S = 2.0
 """A second signal within this time is the first once more: Ctrl-C reaches a rank from the
