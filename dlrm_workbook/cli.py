@@ -210,7 +210,7 @@ SUBCOMMANDS = (
         "bench",
         "interleaved step times: plain, tuned, and a facebookresearch/dlrm checkout",
         _bench,
-        "dlrm_workbook.studies.bench.measure:bench",
+        "dlrm_workbook.studies.bench.command:bench",
     ),
     Subcommand(
         "gpu-check",

@@ -32,7 +32,8 @@ from dlrm_workbook.studies.bench.cases import (
     steps_of,
     tuned_of,
 )
-from dlrm_workbook.studies.bench.measure import Plan, exit_status, run_plan
+from dlrm_workbook.studies.bench.command import exit_status
+from dlrm_workbook.studies.bench.measure import Plan, run_plan
 
 SMALL = {
     "model": {

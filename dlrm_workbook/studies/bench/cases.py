@@ -319,3 +319,15 @@ def precisions_of(text: str | Sequence[str]) -> list[str]:
     """Names of ``--precision``, without fp32, which the tuned contestant has anyway."""
     names = _names(text) if isinstance(text, str) else text
     return [name for name in names if name != "fp32"]
+
+
+def thread_counts(text: str) -> list[int]:
+    """The counts of ``--threads``.
+
+    Raises:
+        InputError: they are no counts.
+    """
+    try:
+        return [int(count) for count in str(text).split(",")]
+    except ValueError:
+        raise InputError(f"--threads is '{text}', expected counts: 1,2") from None

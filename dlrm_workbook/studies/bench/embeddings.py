@@ -26,6 +26,7 @@ from dlrm_core.units import counted
 from dlrm_workbook.evidence.contestants import environment_of, require_peer, settings
 from dlrm_workbook.processes import python_module, run_child
 from dlrm_workbook.studies.bench import embeddings_run
+from dlrm_workbook.studies.bench.cases import thread_counts
 from dlrm_workbook.studies.bench.embeddings_run import (
     DIM,
     FACEBOOK,
@@ -37,7 +38,7 @@ from dlrm_workbook.studies.bench.embeddings_run import (
     EmbeddingCase,
     groups_of,
 )
-from dlrm_workbook.studies.bench.measure import ADVICE, heading, thread_counts
+from dlrm_workbook.studies.bench.measure import ADVICE, heading
 from dlrm_workbook.turns import rotated, take_turns
 
 KIND, SCHEMA = "dlrm bench --embeddings", 1

@@ -1,4 +1,4 @@
-"""``dlrm bench``: step times side by side, interleaved, each run in a fresh process.
+"""A benchmark: step times side by side, interleaved, each run in a fresh process.
 
 A plan says who runs what; :func:`run_plan` measures case after case and keeps every run in
 the JSON file as soon as it ends, so that a benchmark that is killed has lost one run, and
@@ -7,10 +7,8 @@ goes on with ``--resume``. docs/benchmark.md describes the file.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,14 +18,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
+from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.errors import InputError, MissingToolError
 from dlrm_core.ledger import Ledger, require_same
 from dlrm_core.machine import machine_facts
 from dlrm_core.units import counted, percent
 from dlrm_workbook.changes import difference
 from dlrm_workbook.evidence.contestants import (
-    PEER,
     WARMUP,
     Row,
     Run,
@@ -42,7 +39,6 @@ from dlrm_workbook.evidence.probes import reduced
 from dlrm_workbook.studies.bench.cases import (
     AS_GIVEN,
     PLAIN,
-    PRESETS,
     TORCHREC,
     TUNED,
     Ablated,
@@ -50,13 +46,8 @@ from dlrm_workbook.studies.bench.cases import (
     ablated,
     case_facts,
     contestants,
-    growth_cases,
     of_case,
-    plain_of,
-    precisions_of,
-    shape_cases,
     steps_of,
-    tuned_of,
 )
 from dlrm_workbook.studies.bench.shares import CEILINGS, measure_share
 from dlrm_workbook.studies.bench.torchrec import run_torchrec
@@ -129,98 +120,6 @@ class Plan:
             last = list(self.contestants.values())[-1]
             count += 2 + len(ablated(self.plain, last))
         return count * self.rounds * len(self.threads)
-
-
-# The command.
-
-
-def bench(arguments: argparse.Namespace) -> int:
-    """``dlrm bench``: print the ratios; with ``--json`` keep every run as it ends.
-
-    Returns:
-        0; 1 if a contestant failed or does not train the same.
-    """
-    if arguments.resume and not arguments.json:
-        raise InputError("--resume goes on with the benchmark in --json FILE, but none is given")
-    # to be repeated anywhere: where the checkout lies here is nobody's business
-    command = " ".join("DIR" if word == arguments.peer else word for word in arguments.argv)
-    if arguments.embeddings:
-        from dlrm_workbook.studies.bench.embeddings import bench_embeddings
-
-        return bench_embeddings(arguments, command)
-    results = run_plan(
-        plan_of(arguments),
-        Path(arguments.json) if arguments.json else None,
-        command=command,
-        resume=arguments.resume,
-        say=lambda text: print(text, file=sys.stderr, flush=True),
-        show=lambda text: print(text + "\n", flush=True),
-    )
-    return exit_status(results["cases"])
-
-
-def exit_status(cases: Sequence[Mapping[str, Any]]) -> int:
-    """1 if a contestant failed or trained something else, said once of a missing peer.
-
-    A case that an earlier call was cut short in has its runs alone: nothing is wrong with it.
-    """
-    finished = [case for case in cases if "failures" in case]
-    for case in finished:
-        if PEER in case["failures"]:
-            reason = case["failures"][PEER]
-            print(
-                f"dlrm bench: no comparison with facebookresearch/dlrm: {reason}", file=sys.stderr
-            )
-            break
-    fine = all(case["losses_agree"] is not False and not case["failures"] for case in finished)
-    return 0 if fine else 1
-
-
-def plan_of(arguments: argparse.Namespace) -> Plan:
-    """The plan that the command line asks for.
-
-    Raises:
-        InputError: a name or count cannot be used.
-    """
-    if arguments.file:
-        given = load_parameters(arguments.file, arguments.parameter)
-        plain = (
-            load_parameters(arguments.reference, arguments.parameter)
-            if arguments.reference
-            else plain_of(given)
-        )
-        tuned = tuned_of(given)
-    else:
-        reference = arguments.reference or PRESETS / "seed.yaml"
-        plain = load_parameters(reference, arguments.parameter)
-        tuned = load_parameters(PRESETS / "tuned.yaml", arguments.parameter)
-    cases = [*shape_cases(arguments.shape or ""), *growth_cases(arguments.growth or "")]
-    return Plan(
-        plain,
-        tuned,
-        precisions_of(arguments.precision),
-        cases or ([] if arguments.ablation else [AS_GIVEN]),
-        Path(arguments.peer) if arguments.peer else None,
-        arguments.torchrec,
-        arguments.rounds,
-        arguments.iterations,
-        thread_counts(arguments.threads),
-        arguments.cores,
-        arguments.ablation,
-        arguments.roofline,
-    )
-
-
-def thread_counts(text: str) -> list[int]:
-    """The counts of ``--threads``.
-
-    Raises:
-        InputError: they are no counts.
-    """
-    try:
-        return [int(count) for count in str(text).split(",")]
-    except ValueError:
-        raise InputError(f"--threads is '{text}', expected counts: 1,2") from None
 
 
 # The document: every run is in it as soon as it ends.
