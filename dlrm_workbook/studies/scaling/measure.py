@@ -226,6 +226,8 @@ def _launched(
         before = kept["rounds"] if kept.get("digest") == digest else 0
         if before:
             on_progress(f"{before} of {job['rounds']} rounds: measured before")
+        elif kept:
+            on_progress(f"{result} is of another request or version: measured again")
         if before < job["rounds"]:
             write_json(file, job | {"digest": digest, "first_round": before})
             turns = [
