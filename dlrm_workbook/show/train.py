@@ -1,4 +1,4 @@
-"""Plotly figures of a training run: DataFrames in, ``go.Figure`` out."""
+"""Figures of a training run: DataFrames in, ``go.Figure`` out."""
 
 from __future__ import annotations
 
@@ -39,6 +39,44 @@ def memory_forecast(forecast: pd.DataFrame) -> go.Figure:
     )
 
 
+def _add_line(
+    target: go.Figure,
+    table: pd.DataFrame,
+    column: str,
+    name: str,
+    colour: str,
+    hover: str,
+    *,
+    mode: str = "lines+markers",
+    row: int = 1,
+    width: float = 2.5,
+) -> None:
+    """A column of the table over its iterations; ``hover`` is plotly's template."""
+    target.add_trace(
+        go.Scatter(
+            x=table["iteration"],
+            y=table[column],
+            name=name,
+            mode=mode,
+            line={"color": colour, "width": width},
+            marker={"color": colour, "size": 7},
+            hovertemplate=f"{hover}<extra></extra>",
+            yaxis="y" if row == 1 else f"y{row}",
+            xaxis="x" if row == 1 else f"x{row}",
+        )
+    )
+
+
+def _two_rows(title: str, above: str, below: str) -> go.Figure:
+    """Two plots over the same iterations, with the titles of their axes."""
+    result = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.09)
+    result.update_layout(figure(title, 520, legend=True).layout)
+    result.update_yaxes(title=above, row=1, col=1)
+    result.update_yaxes(title=below, row=2, col=1)
+    result.update_xaxes(title="iteration", row=2, col=1)
+    return result
+
+
 def loss_curve(iterations: pd.DataFrame, intervals: pd.DataFrame) -> go.Figure:
     """Loss of every iteration and the mean over each interval.
 
@@ -47,27 +85,10 @@ def loss_curve(iterations: pd.DataFrame, intervals: pd.DataFrame) -> go.Figure:
         intervals: ``iteration`` (the last one of the interval), ``loss``.
     """
     result = figure("Loss over the run", 380, legend=True)
-    result.add_trace(
-        go.Scatter(
-            x=iterations["iteration"],
-            y=iterations["loss"],
-            name="each iteration",
-            mode="lines",
-            line={"color": COMPUTE, "width": 1.3},
-            opacity=0.85,
-            hovertemplate="iteration %{x}: %{y:.6f}<extra></extra>",
-        )
-    )
-    result.add_trace(
-        go.Scatter(
-            x=intervals["iteration"],
-            y=intervals["loss"],
-            name="mean since the mark before",
-            mode="lines+markers",
-            line={"color": COLOURS["optimizer"], "width": 2.5},
-            hovertemplate="up to iteration %{x}: mean %{y:.6f}<extra></extra>",
-        )
-    )
+    hover = "iteration %{x}: %{y:.6f}"
+    _add_line(result, iterations, "loss", "each iteration", COMPUTE, hover, mode="lines", width=1.3)
+    name, hover = "mean since the mark before", "up to iteration %{x}: mean %{y:.6f}"
+    _add_line(result, intervals, "loss", name, COLOURS["optimizer"], hover)
     result.update_xaxes(title="iteration")
     result.update_yaxes(title="loss")
     return result
@@ -81,26 +102,10 @@ def learning_rate(planned: pd.DataFrame, intervals: pd.DataFrame) -> go.Figure:
         intervals: ``iteration``, ``learning_rate`` of each interval's last update.
     """
     result = figure("Learning rate", 320, legend=True)
-    result.add_trace(
-        go.Scatter(
-            x=planned["iteration"],
-            y=planned["learning_rate"],
-            name="planned",
-            mode="lines",
-            line={"color": COMPUTE, "width": 2.5},
-            hovertemplate="iteration %{x:,}: %{y:.4g}<extra></extra>",
-        )
-    )
-    result.add_trace(
-        go.Scatter(
-            x=intervals["iteration"],
-            y=intervals["learning_rate"],
-            name="used by the last update of an interval",
-            mode="markers",
-            marker={"color": COLOURS["optimizer"], "size": 7},
-            hovertemplate="iteration %{x:,}: %{y:.4g}<extra></extra>",
-        )
-    )
+    hover, used = "iteration %{x:,}: %{y:.4g}", "used by the last update of an interval"
+    _add_line(result, planned, "learning_rate", "planned", COMPUTE, hover, mode="lines")
+    colour = COLOURS["optimizer"]
+    _add_line(result, intervals, "learning_rate", used, colour, hover, mode="markers")
     result.update_xaxes(title="iteration")
     result.update_yaxes(title="learning rate", rangemode="tozero")
     return result
@@ -120,22 +125,10 @@ def learning_curve(
         target: AUC at which the run was to end.
         best: AUC of the teacher that drew the labels, which no model can exceed but by luck.
     """
-    result = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.09)
-    result.update_layout(figure("Quality on test data", 520, legend=True).layout)
-    result.add_trace(
-        go.Scatter(
-            x=evaluations["iteration"],
-            y=evaluations["auc"],
-            name="AUC",
-            mode="lines+markers",
-            line={"color": COLOURS["embedding"], "width": 2.5},
-            customdata=evaluations["samples"],
-            hovertemplate="iteration %{x:,}: AUC %{y:.5f} of %{customdata:,} samples"
-            "<extra></extra>",
-        ),
-        row=1,
-        col=1,
-    )
+    result = _two_rows("Quality on test data", "AUC", "loss")
+    hover = "iteration %{x:,}: AUC %{y:.5f} of %{customdata:,} samples"
+    _add_line(result, evaluations, "auc", "AUC", COLOURS["embedding"], hover)
+    result.data[0].customdata = evaluations["samples"]
     for value, text, side in (
         (target, "target", "bottom right"),
         (best, "best possible, the teacher's own:", "top right"),
@@ -153,54 +146,27 @@ def learning_curve(
         (intervals, "loss on training data, mean of an interval", COMPUTE),
         (evaluations, "loss on test data", COLOURS["loss"]),
     ):
-        result.add_trace(
-            go.Scatter(
-                x=table["iteration"],
-                y=table["loss"],
-                name=name,
-                mode="lines+markers",
-                line={"color": colour, "width": 2},
-                hovertemplate=f"iteration %{{x:,}}: {name} %{{y:.5f}}<extra></extra>",
-            ),
-            row=2,
-            col=1,
-        )
-    result.update_yaxes(title="AUC", row=1, col=1)
-    result.update_yaxes(title="loss", row=2, col=1)
-    result.update_xaxes(title="iteration", row=2, col=1)
+        hover = f"iteration %{{x:,}}: {name} %{{y:.5f}}"
+        _add_line(result, table, "loss", name, colour, hover, row=2)
     return result
 
 
 def training_speed(intervals: pd.DataFrame) -> go.Figure:
-    """Milliseconds an iteration, data and compute stacked, and samples a second, over the run.
+    """Milliseconds per iteration, data and compute stacked, and samples per second.
 
     Args:
         intervals: ``iteration``, ``data_ms_per_iteration``, ``compute_ms_per_iteration``,
             ``samples_per_second``.
     """
-    result = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.09)
-    base = figure("Speed over the run", 520, legend=True)
-    result.update_layout(base.layout)
+    result = _two_rows("Speed over the run", "ms per iteration", "samples per second")
     for column, name, colour in (
         ("compute_ms_per_iteration", "compute", COMPUTE),
         ("data_ms_per_iteration", "data", COLOURS["data"]),
     ):
         hover = f"up to iteration %{{x}}: {name} %{{y:,.2f}} ms"
         add_bars(result, intervals["iteration"], intervals[column], name, colour, hover, flat=False)
-    result.add_trace(
-        go.Scatter(
-            x=intervals["iteration"],
-            y=intervals["samples_per_second"],
-            name="samples per second",
-            mode="lines+markers",
-            line={"color": COLOURS["embedding"], "width": 2.5},
-            hovertemplate="up to iteration %{x}: %{y:,.0f} samples/s<extra></extra>",
-        ),
-        row=2,
-        col=1,
-    )
+    rate, hover = "samples_per_second", "up to iteration %{x}: %{y:,.0f} samples/s"
+    _add_line(result, intervals, rate, "samples per second", COLOURS["embedding"], hover, row=2)
     result.update_layout(barmode="stack")
-    result.update_yaxes(title="ms per iteration", rangemode="tozero", row=1, col=1)
-    result.update_yaxes(title="samples per second", rangemode="tozero", row=2, col=1)
-    result.update_xaxes(title="iteration", row=2, col=1)
+    result.update_yaxes(rangemode="tozero")
     return result
