@@ -1,4 +1,4 @@
-"""What tests/test_datasets_kills.py kills; importing it warms everything up."""
+"""What tests/core/test_datasets_kills.py kills; importing it warms everything up."""
 
 from pathlib import Path
 

@@ -104,7 +104,7 @@ class PlacedTables(EmbeddingTables):
 
 
 def places_of(parameters: Parameters, placement: Placement, device: torch.device) -> Places:
-    """Tables in two places, for :func:`dlrm_core.engines.places_of`."""
+    """Tables in two places, for :func:`dlrm_core.placement.places_of`."""
     model = parameters.model
     return Places(
         notices=(_notice(parameters, placement, device),),

@@ -239,7 +239,7 @@ def iteration_count(profile: Profile) -> int:
             return int(measured["iterations"])
     config = (profile.meta.get("parameters") or {}).get("profiling") or {}
     if profile.meta.get("engine") == "hpctoolkit" and config.get("iterations"):
-        # hpcrun measures a whole process, warm-up included (see profiling/measure.py)
+        # hpcrun measures a whole process, warm-up included (see recordings/measure.py)
         return int(config.get("warmup", 0)) + int(config["iterations"])
     return 1
 

@@ -163,7 +163,7 @@ def test_impossible_counts_are_refused(threads):
 
 def test_real_contestants_compute_the_same(monkeypatch):
     monkeypatch.setattr(bench, "ROWS", 2000)
-    names = ["facebook", "fused", "memory"]  # fbgemm: tests/test_embedding_backends.py
+    names = ["facebook", "fused", "memory"]  # fbgemm: tests/kernels/test_embedding_backends.py
     group = [
         dataclasses.replace(CASE, name=f"{optimizer}-{skew}", optimizer=optimizer, skew=skew)
         for optimizer in ("sgd", "rowwise_adagrad")
