@@ -9,6 +9,7 @@ tries in turns with the others, since what disturbs a measurement only ever slow
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -131,33 +132,27 @@ def native_precisions(device: torch.device) -> tuple[list[str], dict[str, str]]:
     """The precisions that the device computes without emulation; and why not the others."""
     if device.type == "cuda":
         return _gpu_precisions(device)
-    have, reasons = ["fp32"], {"tf32": "only NVIDIA GPUs have it"}
-    if _onednn_switch() is not None:
-        have.append("fp32_onednn")
-    else:
+    reasons = {"tf32": "only NVIDIA GPUs have it"}
+    if _onednn_switch() is None:
         reasons["fp32_onednn"] = f"torch {torch.__version__} cannot choose the library"
     flags = cpu_flags()
     for precision, names in (("bf16", BF16_FLAGS), ("fp16", FP16_FLAGS)):
-        if flags & set(names):
-            have.append(precision)
-        else:
+        if not flags & set(names):
             reasons[precision] = f"this CPU would emulate it (none of {', '.join(names)})"
-    return have, reasons
+    return [name for name in PRECISIONS if name not in reasons], reasons
 
 
 def _gpu_precisions(device: torch.device) -> tuple[list[str], dict[str, str]]:
     capability = torch.cuda.get_device_capability(device)
-    have, reasons = ["fp32"], {"fp32_onednn": "only CPUs have it"}
+    reasons = {"fp32_onednn": "only CPUs have it"}
     # NVIDIA's CUDA C++ Programming Guide, tensor cores by compute capability
     for precision, least in (("tf32", (8, 0)), ("bf16", (8, 0)), ("fp16", (7, 0))):
-        if capability >= least:
-            have.append(precision)
-        else:
+        if capability < least:
             reasons[precision] = (
                 f"compute capability {capability[0]}.{capability[1]} has no tensor cores for it, "
                 f"{least[0]}.{least[1]} has"
             )
-    return have, reasons
+    return [name for name in PRECISIONS if name not in reasons], reasons
 
 
 @contextlib.contextmanager
@@ -213,8 +208,8 @@ def time_products(
                 continue
             if _is_left_out(product, precision):
                 continue
-            call = operands.call(product, precision)
-            actions[shape, precision] = Action(call, _setting(precision, device))
+            setting = functools.partial(precision_setting, precision, device)
+            actions[shape, precision] = Action(operands.call(product, precision), setting)
     times, late = best_times_ms(actions, device, budget_s)
     errors = {
         (shape, precision): _relative_error(chosen[shape], actions[shape, precision], operands)
@@ -251,11 +246,10 @@ def product_calls(
 ) -> dict[tuple[str, int, int, int, int], Callable[[], object]]:
     """One call for each shape of product in a precision, its operands made beforehand."""
     operands = _Operands(device)
-    setting = _setting(precision, device)
 
     def inside(call: Callable[[], torch.Tensor]) -> Callable[[], object]:
         def run() -> object:
-            with setting(), torch.no_grad():
+            with precision_setting(precision, device), torch.no_grad():
                 return call()
 
         return run
@@ -343,12 +337,6 @@ def _relative_error(product: Product, action: Action, operands: _Operands) -> fl
         result = action.call()
     assert isinstance(result, torch.Tensor)
     return float((result[:CHECKED_ROWS].double() - exact).norm() / exact.norm())
-
-
-def _setting(
-    precision: str, device: torch.device
-) -> Callable[[], contextlib.AbstractContextManager[object]]:
-    return lambda: precision_setting(precision, device)
 
 
 def _onednn_switch() -> Any:
@@ -549,15 +537,16 @@ def _copies(device: torch.device) -> list[dict[str, Any]]:
         here = torch.ones(COPY_BYTES // 4)
         if kind == "pinned":
             here = here.pin_memory()
-        actions[kind, "h2d"] = _copy(there, here)
-        actions[kind, "d2h"] = _copy(here, there)
+        for direction, target, source in (("h2d", there, here), ("d2h", here, there)):
+            copy = functools.partial(target.copy_, source, non_blocking=True)
+            actions[kind, direction] = Action(copy)
     times, _ = best_times_ms(actions, device, 1.0)
-    columns = ("kind", "direction", "bytes", "gb_per_s")
     return [
-        dict(zip(columns, (*way, COPY_BYTES, COPY_BYTES / ms / 1e6), strict=True))
-        for way, ms in times.items()
+        {
+            "kind": kind,
+            "direction": direction,
+            "bytes": COPY_BYTES,
+            "gb_per_s": COPY_BYTES / ms / 1e6,
+        }
+        for (kind, direction), ms in times.items()
     ]
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor) -> Action:
-    return Action(lambda: target.copy_(source, non_blocking=True))

@@ -13,9 +13,12 @@ from dlrm_core.config import Parameters
 from dlrm_core.data.batch import Batch
 from dlrm_core.data.loader import make_generator
 
+BATCHES = 3
+"""How many of a run's first batches are looked at."""
 
-def run_statistics(parameters: Parameters, count: int = 3) -> dict[str, Any]:
-    """Index statistics of the run's first ``count`` batches, made beside the run.
+
+def run_statistics(parameters: Parameters) -> dict[str, Any]:
+    """Index statistics of the run's first batches, made beside the run.
 
     A generator of its own draws them from the run's seed on the CPU, so the run's
     stream is not touched. facebook's loop is read through its replay, which makes
@@ -29,7 +32,7 @@ def run_statistics(parameters: Parameters, count: int = 3) -> dict[str, Any]:
     generator = "facebook" if data.generator == "facebook_loop" else data.generator
     data = dataclasses.replace(data, generator=generator, place="cpu")
     batches = make_generator(dataclasses.replace(parameters, data=data), torch.device("cpu"))
-    return batch_statistics((batches.next_batch() for _ in range(count)), parameters)
+    return batch_statistics((batches.next_batch() for _ in range(BATCHES)), parameters)
 
 
 def batch_statistics(batches: Iterable[Batch], parameters: Parameters) -> dict[str, Any]:
@@ -45,24 +48,20 @@ def batch_statistics(batches: Iterable[Batch], parameters: Parameters) -> dict[s
     for batch in batches:
         for table, figures in enumerate(seen):
             figures.append((batch.size, *_count(batch.table_indices(table).cpu().numpy())))
-    return {
-        "batches": len(seen[0]),
-        "tables": [
-            {
-                "table": table,
-                "rows": rows,
-                "lookups_per_batch": float(np.mean([lookups for _, lookups, _, _ in figures])),
-                "mean_bag": float(np.mean([lookups / size for size, lookups, _, _ in figures])),
-                "unique_rows_per_batch": float(np.mean([unique for _, _, unique, _ in figures])),
-                "hottest_share": float(
-                    np.mean([most / max(lookups, 1) for _, lookups, _, most in figures])
-                ),
-            }
-            for table, (rows, figures) in enumerate(
-                zip(parameters.model.table_rows, seen, strict=True)
-            )
-        ],
-    }
+    tables = []
+    for table, (rows, figures) in enumerate(zip(parameters.model.table_rows, seen, strict=True)):
+        size, lookups, unique, most = np.array(figures).T
+        means = {
+            "lookups_per_batch": lookups,
+            "mean_bag": lookups / size,
+            "unique_rows_per_batch": unique,
+            "hottest_share": most / np.maximum(lookups, 1),
+        }
+        tables.append(
+            {"table": table, "rows": rows}
+            | {name: float(values.mean()) for name, values in means.items()}
+        )
+    return {"batches": len(seen[0]), "tables": tables}
 
 
 def _count(indices: np.ndarray) -> tuple[int, int, int]:

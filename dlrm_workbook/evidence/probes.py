@@ -295,8 +295,9 @@ def interleave(loops: Sequence[Any], seconds: float) -> list[list[Times]]:
     torch, a run after a switch is not counted either.
     """
     runs: list[list[Times]] = [[] for _ in loops]
-    settings = [_settings(loop.parameters) for loop in loops]
-    switching = any(s != settings[0] for s in settings)
+    trainings = [loop.parameters.training for loop in loops]
+    # what apply_settings sets
+    switching = len({(each.threads, each.fp32_matmul, each.tf32) for each in trainings}) > 1
     for loop in loops:
         apply_settings(loop.parameters)
         loop.run()
@@ -361,12 +362,6 @@ def total(times: Mapping[str, Mapping[str, float]]) -> float:
     return sum(ms for phases in times.values() for ms in phases.values())
 
 
-def _settings(parameters: Parameters) -> tuple[Any, ...]:
-    """What :func:`apply_settings` sets."""
-    training = parameters.training
-    return (training.threads, training.fp32_matmul, training.tf32)
-
-
 # Parts of the step under changed parameters.
 
 
@@ -403,7 +398,7 @@ def default_changes(parameters: Parameters) -> list[dict[str, Any]]:
 def probe_changes(
     parameters: Parameters,
     changes: Iterable[Change] | None = None,
-    seconds: float | None = None,
+    seconds: float = PROBE_SECONDS,
 ) -> dict[str, Any]:
     """Time the parts that each change affects, beside the same parts as they are.
 
@@ -412,7 +407,7 @@ def probe_changes(
 
     Args:
         changes: :func:`default_changes` if None.
-        seconds: about so long for all of them; :data:`PROBE_SECONDS` if None.
+        seconds: about so long for all of them.
 
     Returns:
         ``base``: component to phase to ms, each part alone; ``changes``: for each a dict of
@@ -421,13 +416,11 @@ def probe_changes(
         where batches are made beside the step, ``notices`` and, where it could not
         be timed, ``refused`` with the reason; ``seconds`` taken.
     """
-    chosen = [
-        dict(change) for change in (default_changes(parameters) if changes is None else changes)
-    ]
+    chosen = default_changes(parameters) if changes is None else [dict(each) for each in changes]
     started = time.perf_counter()
     threads = torch.get_num_threads()
     settle_allocator()
-    share = (PROBE_SECONDS if seconds is None else seconds) / (len(chosen) + 1)
+    share = seconds / (len(chosen) + 1)
     try:
         probes = _Probes(parameters)
         base = probes.base(share)
@@ -462,8 +455,7 @@ class _Probes:
             except InputError as error:
                 self.refused[half] = str(error)
                 continue
-            rounds = interleave([loop], seconds / 3)[0]
-            self.alone[half] = medians(rounds)
+            self.alone[half] = medians(interleave([loop], seconds / 3)[0])
             for component, phases in self.alone[half].items():
                 known = times.setdefault(component, {})
                 for phase, ms in phases.items():

@@ -267,10 +267,9 @@ class Profile:
 
     def has(self, metric: str) -> bool:
         """Whether ``metric`` was measured at all."""
-        names = self.values["metric"].cat
-        counted = self.once("rows of each metric", lambda: _counts(names))
-        code = _code(names, metric)
-        return code >= 0 and bool(counted[code])
+        return metric in self._remembered(
+            "metrics with values", lambda: set(self.values["metric"].unique())
+        )
 
     def once(self, name: str, make: Callable[[], Table]) -> Table:
         """A table or column made from this profile: made once, then copied.
@@ -278,31 +277,28 @@ class Profile:
         Many tables of a page, and each prediction, begin with the same ones. A profile
         that was given other tables makes them anew.
         """
+        return self._remembered(name, make).copy()
+
+    def _remembered(self, name: str, make: Callable[[], Any]) -> Any:
+        """What ``make`` gave when these tables were first asked for it."""
         tables = (self.contexts, self.values, self.trace, self.iterations)
         known = self._known.get(name)
         if known is None or any(a is not b for a, b in zip(known[0], tables, strict=True)):
-            known = (tables, make())
-            self._known[name] = known
-        copied: Table = known[1].copy()
-        return copied
+            known = self._known[name] = (tables, make())
+        return known[1]
 
     def rows(self, metric: str, scope: str | None = None) -> np.ndarray:
         """Which rows (n,) of ``values`` are of a metric, in one scope or in any."""
-        metrics, scopes = self.values["metric"].cat, self.values["scope"].cat
-        chosen: np.ndarray = metrics.codes.to_numpy() == _code(metrics, metric)
+        chosen = self.values["metric"] == metric
         if scope is not None:
-            chosen &= scopes.codes.to_numpy() == _code(scopes, scope)
-        return chosen
+            chosen &= self.values["scope"] == scope
+        return chosen.to_numpy()
 
     def values_of(self, metrics: Callable[[str], bool], scope: str) -> pd.DataFrame:
         """Rows of ``values`` of the metrics whose names match, in one scope."""
-        names = self.values["metric"].cat
-        wanted = np.array([metrics(str(name)) for name in names.categories], dtype=bool)
-        code = _code(self.values["scope"].cat, scope)
-        rows = wanted[names.codes.to_numpy()] if wanted.any() else np.zeros(len(names.codes), bool)
-        rows &= self.values["scope"].cat.codes.to_numpy() == code
-        chosen = self.values.iloc[np.flatnonzero(rows)]
-        return chosen.astype({"metric": "object", "scope": "object"})
+        wanted = [name for name in self.values["metric"].cat.categories if metrics(str(name))]
+        rows = self.values["metric"].isin(wanted) & (self.values["scope"] == scope)
+        return self.values[rows].astype({"metric": "object", "scope": "object"})
 
     def numbered(self, column: str) -> tuple[np.ndarray, list[str]]:
         """(number of each context's name (n,), the names) of a column of ``contexts``.
@@ -310,12 +306,12 @@ class Profile:
         Comparing a million names takes a tenth of a second, and every table of a page
         asks; so names are numbered once.
         """
-        known = self._known.get(f"numbers of {column}")
-        if known is None or known[0] is not self.contexts:
+
+        def number() -> tuple[np.ndarray, list[str]]:
             codes, names = pd.factorize(self.contexts[column])
-            known = (self.contexts, codes.astype(np.int64), [str(name) for name in names])
-            self._known[f"numbers of {column}"] = known
-        return known[1], known[2]
+            return codes.astype(np.int64), [str(name) for name in names]
+
+        return self._remembered(f"numbers of {column}", number)
 
     def which(self, column: str, matches: Callable[[str], bool]) -> np.ndarray:
         """Contexts (n,) whose ``column`` matches; every distinct name is asked for once."""
@@ -353,11 +349,9 @@ class Profile:
         """Values of a metric added up by context (contexts,)."""
         chosen = self.rows(metric, scope)
         if profiles is not None:
-            chosen &= self.values["profile"].isin(profiles).to_numpy()
-        at = np.flatnonzero(chosen)
-        context = self.values["context"].to_numpy()[at]
-        value = self.values["value"].to_numpy()[at]
-        return np.bincount(context, weights=value, minlength=len(self.contexts))
+            chosen = chosen & self.values["profile"].isin(profiles).to_numpy()
+        context, value = (self.values[name].to_numpy()[chosen] for name in ("context", "value"))
+        return np.bincount(context, value, minlength=len(self.contexts))
 
     def wide(self) -> pd.DataFrame:
         """All metrics as columns, a row a context: ``x`` exclusive, ``x (inc)`` inclusive."""
@@ -446,18 +440,6 @@ def _read_table(file: Path, table: str) -> pd.DataFrame:
         raise InputError(f"{file} cannot be read, it may be cut short: {reason}") from None
     _require_columns(frame, table, str(file))
     return frame
-
-
-def _code(categories: Any, name: str) -> int:
-    """Number of a name in a categorical column; one that no row has if it is none of them."""
-    found = categories.categories.get_indexer([name])[0]
-    return int(found) if found >= 0 else -2
-
-
-def _counts(categories: Any) -> np.ndarray:
-    """How many rows of a categorical column have each name (names,)."""
-    codes = categories.codes.to_numpy()
-    return np.bincount(codes[codes >= 0], minlength=len(categories.categories))
 
 
 def _refuse(wrong: Any, table: str, message: str) -> None:

@@ -12,6 +12,8 @@ Where an input has no value, or a divisor is 0, the result is NaN: no value.
 
 from __future__ import annotations
 
+import functools
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -37,6 +39,11 @@ TOKEN = re.compile(
 )
 PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2, "negate": 3, "^": 4}
 FUNCTIONS = {
+    "+": (1, 10_000),
+    "*": (1, 10_000),
+    "-": (2, 2),
+    "/": (2, 2),
+    "^": (2, 2),
     "sum": (1, 10_000),
     "prod": (1, 10_000),
     "pow": (2, 2),
@@ -89,10 +96,8 @@ class _Parser:
             raise self.fail(f"a formula nested deeper than {MOST_NESTING}")
         if isinstance(node, dict):
             self._map(node, depth)
-        elif isinstance(node, list):
-            self._infix(list(self._tokens(node)), depth)
         else:
-            self._infix(list(self._tokens([node])), depth)
+            self._infix(self._tokens(node if isinstance(node, list) else [node]), depth)
 
     def _map(self, node: dict[Any, Any], depth: int) -> None:
         if "metric" in node:
@@ -111,14 +116,9 @@ class _Parser:
         if name == "-" and count == 1:
             self.emit(("negate", 1))
             return
-        if name in ("+", "*"):
-            least, most = 1, 10_000
-        elif name in PRECEDENCE and name != "negate":
-            least, most = 2, 2
-        elif name in FUNCTIONS:
-            least, most = FUNCTIONS[name]
-        else:
+        if name not in FUNCTIONS:
             raise self.fail(f"unknown function '{name[:40]}' in a formula")
+        least, most = FUNCTIONS[name]
         if not least <= count <= most:
             raise self.fail(f"function '{name}' with {count} arguments")
         self.emit((name, count))
@@ -146,7 +146,7 @@ class _Parser:
             else:
                 raise self.fail(f"a {type(element).__name__} in a formula")
 
-    def _infix(self, tokens: list[Any], depth: int) -> None:
+    def _infix(self, tokens: Iterator[Any], depth: int) -> None:
         """Operators and parentheses by their precedence (shunting yard)."""
         pending: list[Any] = []  # operators, "(" and ("name", arguments so far)
         operand_next = True
@@ -238,48 +238,45 @@ def evaluate(program: Program, value_of: Callable[[Input], Any]) -> Any:
         for step in program:
             if isinstance(step, tuple):
                 name, count = step
-                arguments = stack[len(stack) - count :]
-                del stack[len(stack) - count :]
-                stack.append(_apply(name, arguments))
+                stack[-count:] = [OPERATIONS[name](*stack[-count:])]
             else:
                 stack.append(value_of(step) if isinstance(step, Input) else np.float64(step))
     return stack[0]
 
 
-def _apply(name: str, values: list[Any]) -> Any:
-    first = values[0]
-    if name in _FOLDS:
-        result = first
-        for value in values[1:]:
-            result = _FOLDS[name](result, value)
-        return result
-    if name == "negate":
-        return np.negative(first)
-    if name == "/":
-        # No value rather than infinity: a share of nothing does not exist.
-        return np.where(np.equal(values[1], 0), np.nan, np.divide(first, values[1]))
-    if name == "sqrt":
-        return np.sqrt(first)
-    if name == "log":
-        return np.log(first) if len(values) == 1 else np.log(first) / np.log(values[1])
-    floor, ceil = np.floor(first), np.ceil(first)
-    if name == "strict floor":
-        return np.where(np.equal(floor, first), floor - 1, floor)
-    if name == "strict ceil":
-        return np.where(np.equal(ceil, first), ceil + 1, ceil)
-    return floor if name == "floor" else ceil
+def _folded(operation: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    """An operation of two values as one of any number."""
+    return lambda *values: functools.reduce(operation, values)
 
 
-_FOLDS: dict[str, Callable[[Any, Any], Any]] = {
-    "sum": np.add,
-    "+": np.add,
+def _quotient(above: Any, below: Any) -> Any:
+    """No value rather than infinity: a share of nothing does not exist."""
+    return np.where(np.equal(below, 0), np.nan, np.divide(above, below))
+
+
+def _logarithm(value: Any, base: Any = math.e) -> Any:
+    return np.log(value) / np.log(base)
+
+
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "sum": _folded(np.add),
+    "+": _folded(np.add),
     "-": np.subtract,
-    "prod": np.multiply,
-    "*": np.multiply,
+    "prod": _folded(np.multiply),
+    "*": _folded(np.multiply),
+    "/": _quotient,
     "^": np.power,
     "pow": np.power,
-    "min": np.minimum,
-    "max": np.maximum,
+    "negate": np.negative,
+    "sqrt": np.sqrt,
+    "log": _logarithm,
+    "min": _folded(np.minimum),
+    "max": _folded(np.maximum),
+    "floor": np.floor,
+    "ceil": np.ceil,
+    # the nearest integer that is not the value itself
+    "strict floor": lambda value: np.ceil(value) - 1,
+    "strict ceil": lambda value: np.floor(value) + 1,
 }
 
 

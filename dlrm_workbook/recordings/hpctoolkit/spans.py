@@ -14,7 +14,6 @@ the part did.
 from __future__ import annotations
 
 from pathlib import PurePath
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -266,29 +265,18 @@ class _Layout:
             following = np.searchsorted(begun, start[outside], side="right")
             bounds = np.append(begun, np.iinfo(np.int64).max)[following]
             end[outside] = np.minimum(end[outside], bounds)
-        nodes = np.array(self.part_node)
-        rows: dict[str, Any] = {
-            "profile": np.concatenate(
-                [samples["profile"], np.full(len(log.start) + len(log.loop_start), main)]
-            ),
-            "start_ns": np.concatenate([start, log.start, log.loop_start]),
-            "end_ns": np.concatenate([end, log.end, log.loop_end]),
-            "context": np.concatenate(
-                [context, nodes[log.part], np.full(len(log.loop_start), self.iteration)]
-            ),
-        }
         # How deep an interval lies in others of its thread: samples in parts in iterations.
         loop = np.searchsorted(log.loop_start, start, side="right") - 1
         in_loop = on_main & (loop >= 0) & (start < log.loop_end[np.maximum(loop, 0)])
-        rows["depth"] = np.concatenate(
-            [
-                in_loop.astype(int) + inside,
-                np.ones(len(log.start), dtype=int),
-                np.zeros(len(log.loop_start), dtype=int),
-            ]
+        part_nodes = np.array(self.part_node)[log.part]
+        columns = ["profile", "start_ns", "end_ns", "context", "depth"]
+        intervals = (
+            (samples["profile"], start, end, context, in_loop.astype(int) + inside),
+            (main, log.start, log.end, part_nodes, 1),
+            (main, log.loop_start, log.loop_end, self.iteration, 0),
         )
-        frame = pd.DataFrame(rows)
-        return frame.sort_values(["profile", "start_ns", "depth"], ignore_index=True)
+        frames = [pd.DataFrame(dict(zip(columns, each, strict=True))) for each in intervals]
+        return pd.concat(frames).sort_values(["profile", "start_ns", "depth"], ignore_index=True)
 
 
 def _nodes(kind: str, names: list[str], parent: int, component: str, phase: str) -> pd.DataFrame:

@@ -8,6 +8,7 @@ under the CPU frames that launched it, so it is attributed by the same rule.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,8 @@ CPU_TIMES = {
 """Metrics that can be ``cpu_time_ms``, best first, and milliseconds per unit."""
 GPU_TIMES = ("GPUOP (sec)", "GKER (sec)", "GXCOPY (sec)", "GMSET (sec)")
 GPU_CALLS = ("GKER:COUNT", "GXCOPY:COUNT", "GMSET:COUNT")
+SCALE = CPU_TIMES | dict.fromkeys(GPU_TIMES, 1e3)
+"""Milliseconds per unit of the metrics that standard times are made of."""
 KINDS = {ROOT: "root", ENTRY: "thread", 0: "function", 1: "loop", 2: "line", 3: "instruction"}
 
 Ints = npt.NDArray[np.int64]
@@ -66,17 +69,7 @@ def profile_from_database(database: Database) -> Profile:
         contexts=_contexts(database),
         metrics=metrics,
         values=values,
-        threads=[
-            {
-                "profile": thread.profile,
-                "kind": thread.kind,
-                "name": thread.name,
-                "rank": thread.rank,
-                "thread": thread.thread,
-            }
-            for thread in database.threads
-        ]
-        or None,
+        threads=[asdict(thread) for thread in database.threads] or None,
         trace=_trace(database),
         meta={
             "engine": "hpctoolkit",
@@ -100,9 +93,7 @@ def _why_absent(name: str) -> str:
 def _contexts(database: Database) -> pd.DataFrame:
     table = database.contexts
     lexical = database.tree.lexical_type
-    kinds = np.full(len(table), "function", dtype=object)
-    for number, kind in KINDS.items():
-        kinds[lexical == number] = kind
+    kinds = pd.Series(lexical).map(KINDS).fillna("function").to_numpy(dtype=object, copy=True)
     functions = database.meta.functions
     python = np.array([database.is_python(i) for i in range(len(functions))] + [False])
     is_function = lexical == FUNCTION
@@ -154,44 +145,39 @@ def _parts(
 def _values(database: Database) -> tuple[pd.DataFrame, pd.DataFrame, dict[str, list[str]]]:
     """(metrics, values, standard metric to what it was made of)."""
     present = {canonical_name(name): name for name in database.root() if additive(name)}
-    standard, scale = _standard(present)
+    standard = _standard(present)
     made_of = {name for names in standard.values() for name in names}
     # GPU times and counts stay besides: kernel and copy tables need each of them.
     replaced = {name for name in made_of if name in CPU_TIMES or name == "GPUOP (sec)"}
-    targets: dict[str, list[tuple[str, float]]] = {}
-    for target, names in standard.items():
-        for name in names:
-            targets.setdefault(name, []).append((target, scale.get(name, 1.0)))
-    for name in present:
-        if name not in replaced:
-            targets.setdefault(name, []).append((name, 1.0))
-    order = sorted({target for pairs in targets.values() for target, _ in pairs})
+    sources = standard | {name: [name] for name in present if name not in replaced}
+    order = sorted(sources)
     rows = [
         {
             "metric": name,
             "unit": STANDARD_METRICS[name][0] if name in standard else unit_of(name),
             "meaning": STANDARD_METRICS[name][1] if name in standard else meaning_of(name),
-            "source": "HPCToolkit " + ", ".join(present[n] for n in standard.get(name, [name])),
+            "source": "HPCToolkit " + ", ".join(present[source] for source in sources[name]),
         }
         for name in order
     ]
-    number_of = {name: number for number, name in enumerate(order)}
-    pairs_of = [targets.get(canonical_name(metric.name), []) for metric in database.metrics]
+    # (metric of the database, metric of the profile, factor), all by number
+    pairs = [
+        (place, number, SCALE.get(canonical_name(metric.name), 1.0) if name in standard else 1.0)
+        for place, metric in enumerate(database.metrics)
+        for number, name in enumerate(order)
+        if canonical_name(metric.name) in sources[name]
+    ]
     # columns of numbers, named at the end: names are slow to join by the million
     pieces: list[tuple[int, Ints, int, int, npt.NDArray[np.float64]]] = []
     for thread in database.threads:
         inclusive = database.inclusive_values(thread.profile)
         exclusive = database.self_of_sparse(*inclusive)
         for side, (index, row, value) in enumerate((inclusive, exclusive)):
-            bounds = np.searchsorted(index, np.arange(len(pairs_of) + 1))
-            for number, pairs in enumerate(pairs_of):
-                part = slice(bounds[number], bounds[number + 1])
-                if part.start == part.stop:
-                    continue
-                for target, factor in pairs:
-                    pieces.append(
-                        (thread.profile, row[part], number_of[target], side, value[part] * factor)
-                    )
+            bounds = np.searchsorted(index, np.arange(len(database.metrics) + 1))
+            for place, number, factor in pairs:
+                part = slice(bounds[place], bounds[place + 1])
+                if part.start < part.stop:
+                    pieces.append((thread.profile, row[part], number, side, value[part] * factor))
     columns = ["profile", "context", "metric", "scope", "value"]
     if not pieces:
         return pd.DataFrame(rows), pd.DataFrame(columns=columns), standard
@@ -224,8 +210,8 @@ def _named(number: npt.NDArray[Any], names: list[str]) -> pd.Categorical:
     return pd.Categorical.from_codes(number, pd.Index(names))  # type: ignore[arg-type]
 
 
-def _standard(present: dict[str, str]) -> tuple[dict[str, list[str]], dict[str, float]]:
-    """(standard metric to the canonical metrics that add up to it, their scale)."""
+def _standard(present: dict[str, str]) -> dict[str, list[str]]:
+    """Standard metric to the canonical metrics that add up to it."""
     standard: dict[str, list[str]] = {}
     cpu = next((name for name in CPU_TIMES if name in present), None)
     if cpu:
@@ -237,9 +223,7 @@ def _standard(present: dict[str, str]) -> tuple[dict[str, list[str]], dict[str, 
     calls = [name for name in GPU_CALLS if name in present]
     if calls:
         standard["calls"] = calls
-    scale = dict(CPU_TIMES)
-    scale.update({name: 1e3 for name in GPU_TIMES})
-    return standard, scale
+    return standard
 
 
 def _trace(database: Database) -> pd.DataFrame | None:

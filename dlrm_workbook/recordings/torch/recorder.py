@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import statistics
 import sys
@@ -29,7 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from dlrm_core.config import Parameters, load_parameters
 from dlrm_core.errors import InputError
-from dlrm_core.files import whole_folder, write_json
+from dlrm_core.files import whole_folder, write_json, write_text
 from dlrm_core.machine import (
     available_memory,
     device_name,
@@ -161,9 +160,7 @@ def record(
         plain, plain_all = plain + after, plain_all + after_all
         profiler.export_chrome_trace(str(part / "trace.json.gz"))
         averages = key_averages(profiler)
-        missing = _not_measured(
-            on_gpu, record_shapes, profile_memory, averages, plain_timed=bool(plain)
-        )
+        missing = _not_measured(on_gpu, record_shapes, profile_memory, averages, bool(plain))
         if threads > 1:
             missing["other_threads"] = (
                 "torch.profiler sees the thread that starts it and autograd's; what other "
@@ -210,8 +207,9 @@ def record(
         }
         if on_gpu:
             head["gpu_peak_allocated_bytes"] = torch.cuda.max_memory_allocated(device)
-        _write(part / "key_averages.json", {"format_version": FORMAT_VERSION, "rows": averages})
-        _write(part / "recording.json", head)
+        averages_document = {"format_version": FORMAT_VERSION, "rows": averages}
+        for name, document in (("key_averages", averages_document), ("recording", head)):
+            write_text(part / f"{name}.json", json.dumps(document, indent=1, default=str) + "\n")
     return target
 
 
@@ -221,24 +219,22 @@ def key_averages(profiler: profile) -> list[dict[str, Any]]:
     ``self_cpu_ns`` and ``cpu_ns`` are totals over ``count`` calls. ``flops`` is 0
     where torch has no formula for the operator. ``shapes`` is spelt as in the trace.
     """
-    rows = []
-    for average in profiler.key_averages(group_by_input_shape=True):
-        rows.append(
-            {
-                "name": average.key,
-                "shapes": str(average.input_shapes) if average.input_shapes else "",
-                "count": average.count,
-                "device": str(average.device_type).rpartition(".")[2],
-                "self_cpu_ns": round(average.self_cpu_time_total * 1e3),
-                "cpu_ns": round(average.cpu_time_total * 1e3),
-                "self_device_ns": round(average.self_device_time_total * 1e3),
-                "device_ns": round(average.device_time_total * 1e3),
-                "flops": average.flops or 0,
-                "self_cpu_memory_bytes": average.self_cpu_memory_usage,
-                "self_device_memory_bytes": average.self_device_memory_usage,
-            }
-        )
-    return rows
+    return [
+        {
+            "name": average.key,
+            "shapes": str(average.input_shapes) if average.input_shapes else "",
+            "count": average.count,
+            "device": str(average.device_type).rpartition(".")[2],
+            "self_cpu_ns": round(average.self_cpu_time_total * 1e3),
+            "cpu_ns": round(average.cpu_time_total * 1e3),
+            "self_device_ns": round(average.self_device_time_total * 1e3),
+            "device_ns": round(average.device_time_total * 1e3),
+            "flops": average.flops or 0,
+            "self_cpu_memory_bytes": average.self_cpu_memory_usage,
+            "self_device_memory_bytes": average.self_device_memory_usage,
+        }
+        for average in profiler.key_averages(group_by_input_shape=True)
+    ]
 
 
 def _not_measured(
@@ -246,19 +242,17 @@ def _not_measured(
     record_shapes: bool,
     profile_memory: bool,
     averages: list[dict[str, Any]],
-    *,
     plain_timed: bool,
 ) -> dict[str, str]:
     """What this recording cannot tell, name to reason."""
-    missing = {}
-    if not on_gpu:
-        for name in ("gpu_time_ms", "launches", "copy_bytes"):
-            missing[name] = "the run used no GPU"
-    missing["gpu_stall_reasons"] = (
-        "torch.profiler does not sample GPU instructions; HPCToolkit's gpu=nvidia,pc does"
-        if on_gpu
-        else "the run used no GPU"
-    )
+    if on_gpu:
+        missing = {
+            "gpu_stall_reasons": "torch.profiler does not sample GPU instructions; "
+            "HPCToolkit's gpu=nvidia,pc does"
+        }
+    else:
+        absent = ("gpu_time_ms", "launches", "copy_bytes", "gpu_stall_reasons")
+        missing = dict.fromkeys(absent, "the run used no GPU")
     if not record_shapes:
         missing["shapes"] = "input shapes were not recorded (record_shapes)"
     if not profile_memory:
@@ -268,14 +262,6 @@ def _not_measured(
     if not plain_timed:
         missing["dilation"] = "no iterations were timed without the profiler"
     return missing
-
-
-def _write(path: Path, document: Any) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(document, file, indent=1, default=str)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def record_workload(

@@ -373,22 +373,21 @@ class _Builder:
         if self.device.empty:
             return
         runtime = self.host[self.host["kind"].eq("runtime") & self.host["correlation"].ge(0)]
-        launcher: dict[int, int] = dict(zip(runtime["correlation"], runtime.index, strict=True))
+        launcher = dict(zip(runtime["correlation"], runtime.index, strict=True))
         operators = self.host[self.host["kind"].eq("operator") & self.host["external"].ge(0)]
-        operator: dict[int, int] = dict(zip(operators["external"], operators.index, strict=True))
+        operator = dict(zip(operators["external"], operators.index, strict=True))
+        launched = self.device["correlation"].map(launcher)
+        launched = launched.fillna(self.device["external"].map(operator)).fillna(-1)
+        self.device["launcher"] = launched.astype("int64")
         above = self.host["context"].tolist()
         keys = list(self.contexts)
         streams = {}
         for line in sorted(self.device["line"].unique()):
             gpu, _, stream = line.rpartition("/")
             streams[line] = self.thread("gpu_stream", f"GPU {gpu} stream {stream}", stream)
-        contexts, launched = [], []
-        columns = (
-            self.device[name].tolist()
-            for name in ("name", "kind", "correlation", "external", "line")
-        )
-        for name, kind, correlation, external, line in zip(*columns, strict=True):
-            span = int(launcher.get(correlation, operator.get(external, -1)))
+        contexts = []
+        columns = (self.device[name].tolist() for name in ("name", "kind", "launcher", "line"))
+        for name, kind, span, line in zip(*columns, strict=True):
             if span >= 0:
                 over = above[span]
                 part, profile = keys[over][4:6], self.owner[over]
@@ -399,16 +398,14 @@ class _Builder:
                 )
                 part = ("other", "")
             contexts.append(self.context((over, kind, name, "", *part, profile), profile))
-            launched.append(span)
         self.device["context"] = np.array(contexts, dtype=np.int64)
-        self.device["launcher"] = np.array(launched, dtype=np.int64)
         self.device["profile"] = self.device["line"].map(streams)
 
     # ---- tables -------------------------------------------------------------------
 
     def context_table(self) -> pd.DataFrame:
-        names = ("parent", "kind", "name", "shapes", "component", "phase", "profile")
-        table = pd.DataFrame(list(self.contexts), columns=list(names))
+        names = ["parent", "kind", "name", "shapes", "component", "phase", "profile"]
+        table = pd.DataFrame(list(self.contexts), columns=names)
         table.insert(0, "context", np.arange(len(table)))
         table["file"], table["line"], table["module"] = "", 0, ""
         python = table["kind"].eq("python")
