@@ -14,11 +14,9 @@ import contextlib
 import datetime
 import hashlib
 import json
-import os
 import platform
 import re
 import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +25,7 @@ from typing import IO, Any
 import torch
 
 from dlrm_core.errors import InputError
-from dlrm_core.files import lock_or_refuse, read_json, sync_folder
+from dlrm_core.files import lock_or_refuse, read_json, whole_folder, write_text
 from dlrm_core.tensor_files import check_file, read_tensors, write_tensors
 
 FORMAT = "dlrm-checkpoint"
@@ -155,34 +153,22 @@ class CheckpointFolder:
         target = self.folder / f"step-{step:08d}"
         if target.exists():
             return target
-        try:
-            part = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=self.folder))
-            try:
-                files = {WEIGHTS: write_tensors(part / WEIGHTS, weights)}
-                if optimizer:
-                    files[OPTIMIZER] = write_tensors(part / OPTIMIZER, optimizer)
-                manifest = {
-                    "format": FORMAT,
-                    "version": VERSION,
-                    "step": step,
-                    "written": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-                    "versions": {"torch": torch.__version__, "python": platform.python_version()},
-                    "parameters": dict(parameters),
-                    "state": dict(state),
-                    "files": files,
-                }
-                manifest["sha256"] = _digest(manifest)
-                _write_synced(part / MANIFEST, json.dumps(manifest))
-                part.chmod(0o755)
-                sync_folder(part)
-                part.rename(target)
-            finally:
-                shutil.rmtree(part, ignore_errors=True)
-            sync_folder(self.folder)
-        except OSError as error:
-            raise InputError(
-                f"{target}: the checkpoint cannot be written: {error.strerror or error}"
-            ) from None
+        with whole_folder(target, "checkpoint") as part:
+            files = {WEIGHTS: write_tensors(part / WEIGHTS, weights)}
+            if optimizer:
+                files[OPTIMIZER] = write_tensors(part / OPTIMIZER, optimizer)
+            manifest = {
+                "format": FORMAT,
+                "version": VERSION,
+                "step": step,
+                "written": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                "versions": {"torch": torch.__version__, "python": platform.python_version()},
+                "parameters": dict(parameters),
+                "state": dict(state),
+                "files": files,
+            }
+            manifest["sha256"] = _digest(manifest)
+            write_text(part / MANIFEST, json.dumps(manifest))
         self._drop_old()
         return target
 
@@ -276,13 +262,6 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 def _digest(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _by(shape: tuple[int, ...]) -> str:

@@ -28,7 +28,7 @@ from dlrm_core.config import SECTIONS, Parameters, load_parameters
 from dlrm_core.data.batch import Batch
 from dlrm_core.embeddings import attach, resolve_backend
 from dlrm_core.errors import InputError
-from dlrm_core.evaluate import HeldOut, held_out_batches
+from dlrm_core.evaluate import HeldOut, held_out_batches, predict
 from dlrm_core.evaluate import evaluate as evaluate_batches
 from dlrm_core.files import plain
 from dlrm_core.inference import POOL_BATCHES, measure_latency, pool_of
@@ -69,6 +69,10 @@ class Predictor:
     checkpoint: Path | None
     notices: list[str]
 
+    def predict(self, batch: Batch) -> torch.Tensor:
+        """Click probability (B, 1) of a batch on the device."""
+        return predict(self.model, batch, self.precision)
+
 
 def evaluate(arguments: argparse.Namespace) -> int:
     """``dlrm evaluate``: the last line is one JSON object."""
@@ -76,10 +80,9 @@ def evaluate(arguments: argparse.Namespace) -> int:
     device = predictor.device
     with Bar("evaluating", "samples", shown=sys.stderr.isatty(), unit_scale=True) as bar:
         found = evaluate_batches(
-            predictor.model,
+            predictor.predict,
             predictor.loss,
             HeldOut(predictor.parameters, device, predictor.divide),
-            predictor.precision,
             device,
             predictor.iteration,
             bar.add,
@@ -103,10 +106,9 @@ def infer(arguments: argparse.Namespace) -> int:
         stream = held_out_batches(parameters, predictor.device, POOL_BATCHES)
         pool = pool_of(stream, arguments.steps, pin=predictor.device.type == "cuda")
         latency = measure_latency(
-            predictor.model,
+            predictor.predict,
             predictor.loss,
             pool,
-            predictor.precision,
             predictor.device,
             arguments.steps,
             seconds,

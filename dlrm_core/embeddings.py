@@ -21,23 +21,24 @@ _PAIR_OF_LINES = 128
 _MADV_HUGEPAGE = 14  # linux/mman.h
 
 
-class Backend(Protocol):
-    """Lookups, their gradients and the update of the tables, all of them in one place.
-
-    ``forward`` gives tensors of a graph: their backward pass makes, or already
-    applies, the tables' gradients. ``step`` applies what backward has only made.
-    """
-
-    name: str
-
-    def forward(self, tables: EmbeddingTables, batch: Batch) -> list[torch.Tensor]:
-        """T pooled vectors, each (B, d) float32."""
+class Update(Protocol):
+    """What the step calls after backward: torch's optimisers and every back end."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that are kept between backward and step."""
 
     def step(self) -> None:
-        """Update the tables with the gradients of the last backward pass."""
+        """Update the tables with those gradients of the last backward pass not applied yet."""
+
+
+class Backend(Update, Protocol):
+    """Lookups, their gradients and the update of the tables, all of them in one place."""
+
+    name: str
+
+    def forward(self, tables: EmbeddingTables, batch: Batch) -> list[torch.Tensor]:
+        """T pooled vectors, each (B, d) float32; their backward pass makes, or already applies,
+        the tables' gradients."""
 
 
 class EmbeddingTables(nn.Module):
@@ -177,16 +178,6 @@ def torch_optimizer(
 
 
 # Which code looks rows up and updates them: ``training.embedding_backend``.
-
-
-class Update(Protocol):
-    """What the step calls after backward: torch's optimisers and every back end."""
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the step before."""
-
-    def step(self) -> None:
-        """Apply what backward has only made."""
 
 
 def attach(tables: EmbeddingTables, config: TrainingConfig) -> Update:

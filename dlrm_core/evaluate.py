@@ -144,26 +144,11 @@ def predict(model: DLRM, batch: Batch, precision: DensePrecision) -> torch.Tenso
 
 
 def evaluate(
-    model: DLRM,
-    loss: nn.Module,
-    batches: Iterable[Batch],
-    precision: DensePrecision,
-    device: torch.device,
-    iteration: int = 0,
-    on_batch: Callable[[int], None] = lambda samples: None,
-) -> Evaluation:
-    """Predict all batches by one process; see :func:`evaluate_by`."""
-    return evaluate_by(
-        lambda batch: predict(model, batch, precision), loss, batches, device, iteration, on_batch
-    )
-
-
-def evaluate_by(
     make_predictions: Callable[[Batch], torch.Tensor],
     loss: nn.Module,
     batches: Iterable[Batch],
     device: torch.device,
-    iteration: int,
+    iteration: int = 0,
     on_batch: Callable[[int], None] = lambda samples: None,
     agree: Callable[[float], float] = lambda seconds: seconds,
 ) -> Evaluation:

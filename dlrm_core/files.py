@@ -11,7 +11,6 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 from dlrm_core.errors import InputError
@@ -62,8 +61,8 @@ def sync_folder(folder: Path) -> None:
 def whole_folder(target: Path, what: str) -> Iterator[Path]:
     """A new folder that appears only when whole: fill the one that is yielded.
 
-    It lies hidden beside ``target`` and is renamed at the end; after an error, or
-    an interruption, it is gone.
+    It lies hidden beside ``target``, is brought to disk and renamed at the end; after an
+    error, or an interruption, it is gone.
 
     Raises:
         InputError: ``target`` exists, or cannot be written.
@@ -78,7 +77,9 @@ def whole_folder(target: Path, what: str) -> Iterator[Path]:
     try:
         yield part
         part.chmod(0o755)
+        sync_folder(part)
         part.rename(target)
+        sync_folder(target.parent)
     except OSError as error:
         raise InputError(f"cannot write the {what} to {target}: {error}") from None
     finally:
@@ -159,10 +160,5 @@ class JsonLines:
     def __enter__(self) -> JsonLines:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()

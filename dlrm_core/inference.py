@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,11 +20,10 @@ from torch import nn
 
 from dlrm_core.data.batch import Batch
 from dlrm_core.errors import InputError
-from dlrm_core.evaluate import predict
-from dlrm_core.model import DLRM
 from dlrm_core.parts import iteration
-from dlrm_core.precision import DensePrecision
 from dlrm_core.step import transfer_forward
+
+Predict = Callable[[Batch], torch.Tensor]
 
 NVIDIA_WARM_UP = 10
 POOL_BATCHES, POOL_BYTES = 64, 256 << 20
@@ -60,10 +59,9 @@ class Latency:
 
 
 def measure_latency(
-    model: DLRM,
+    predict: Predict,
     loss: nn.Module,
     batches: Sequence[Batch],
-    precision: DensePrecision,
     device: torch.device,
     steps: int,
     seconds: float,
@@ -72,6 +70,7 @@ def measure_latency(
     """Predict ``batches`` in turns.
 
     Args:
+        predict: click probability (B, 1) of a batch on ``device``.
         batches: on the host, as requests arrive, of one size.
         steps: how many, warm-up included.
         seconds: no step begins after this many.
@@ -80,18 +79,15 @@ def measure_latency(
     Raises:
         InputError: no step is left after the warm-up.
     """
-    times_ms = time_predictions(model, batches, precision, device, steps, seconds)
-    mean_loss = _mean_loss(model, loss, batches, precision, device)
+    times_ms = time_predictions(predict, batches, device, steps, seconds)
+    on_device = (batch.to(device) for batch in batches)
+    losses = [float(loss(predict(batch), batch.targets)) for batch in on_device]
+    mean_loss = statistics.fmean(losses)
     return latency_of(times_ms, batches[0].size, len(batches), mean_loss, protocol)
 
 
 def time_predictions(
-    model: DLRM,
-    batches: Sequence[Batch],
-    precision: DensePrecision,
-    device: torch.device,
-    steps: int,
-    seconds: float,
+    predict: Predict, batches: Sequence[Batch], device: torch.device, steps: int, seconds: float
 ) -> list[float]:
     """Milliseconds of every step, warm-up included; see :func:`measure_latency`."""
     times_ms: list[float] = []
@@ -99,17 +95,17 @@ def time_predictions(
     while len(times_ms) < steps and (not times_ms or time.perf_counter() - started < seconds):
         batch = batches[len(times_ms) % len(batches)]
         begun = time.perf_counter()
-        _answer(model, batch, precision, device)
+        _answer(predict, batch, device)
         times_ms.append(1e3 * (time.perf_counter() - begun))
     return times_ms
 
 
 @iteration
-def _answer(model: DLRM, batch: Batch, precision: DensePrecision, device: torch.device) -> None:
+def _answer(predict: Predict, batch: Batch, device: torch.device) -> None:
     """Predict a batch as it arrives, and wait until that is done."""
     if batch.dense.device != device:
         batch = transfer_forward(batch, device)
-    predict(model, batch, precision)
+    predict(batch)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -144,20 +140,6 @@ def latency_of(
         samples_per_second=1e3 * size / mean,
         loss=loss,
     )
-
-
-def _mean_loss(
-    model: DLRM,
-    loss: nn.Module,
-    batches: Sequence[Batch],
-    precision: DensePrecision,
-    device: torch.device,
-) -> float:
-    losses = []
-    for batch in batches:
-        batch = batch.to(device)
-        losses.append(float(loss(predict(model, batch, precision), batch.targets)))
-    return statistics.fmean(losses)
 
 
 def pool_of(stream: Iterable[Batch], steps: int, pin: bool) -> list[Batch]:

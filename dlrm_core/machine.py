@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
+_STATUS = "/proc/self/status"
+
 
 def resolve_device(config: TrainingConfig) -> torch.device:
     """The device that ``training.device`` means on this machine.
@@ -65,7 +67,7 @@ def peak_memory(device: torch.device) -> int | None:
 
         return torch.cuda.max_memory_allocated(device)
     # not getrusage's ru_maxrss: that survives exec, so a child would start with its parent's peak
-    peak_kib = _own_status("VmHWM:")
+    peak_kib = _number_in(_STATUS, "VmHWM:")
     return None if peak_kib is None else peak_kib * 1024
 
 
@@ -89,10 +91,8 @@ def memory_limit(device: torch.device, root: Path = Path("/")) -> int | None:
         import torch
 
         return torch.cuda.mem_get_info(device)[1]
-    found = []
-    for line in read_text(root / "proc/meminfo").splitlines():
-        if line.startswith("MemTotal:"):
-            found.append(1024 * int(line.split()[1]))
+    total_kib = _number_in(root / "proc/meminfo", "MemTotal:")
+    found = [] if total_kib is None else [1024 * total_kib]
     for line in read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers not in ("", "memory") and "memory" not in controllers.split(","):
@@ -127,10 +127,8 @@ def available_host_memory() -> int | None:
     The least of the kernel's estimate, what is left of the control group's limit (in a
     container the former is the whole machine's) and of the process's own limits (ulimit).
     """
-    found = []
-    for line in read_text("/proc/meminfo").splitlines():
-        if line.startswith("MemAvailable:"):
-            found.append(int(line.split()[1]) * 1024)
+    free_kib = _number_in("/proc/meminfo", "MemAvailable:")
+    found = [] if free_kib is None else [1024 * free_kib]
     for limit, used in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
         (
@@ -148,15 +146,15 @@ def available_host_memory() -> int | None:
             continue
     for kind, name in ((resource.RLIMIT_AS, "VmSize:"), (resource.RLIMIT_DATA, "VmData:")):
         most = resource.getrlimit(kind)[0]
-        used_kib = _own_status(name)
+        used_kib = _number_in(_STATUS, name)
         if most != resource.RLIM_INFINITY and used_kib is not None:
             found.append(most - used_kib * 1024)
     return max(0, min(found)) if found else None
 
 
-def _own_status(name: str) -> int | None:
-    """A number of /proc/self/status, such as ``VmHWM:`` in KiB."""
-    for line in read_text("/proc/self/status").splitlines():
+def _number_in(file: str | Path, name: str) -> int | None:
+    """The number behind a name in a file of the kernel's, such as ``VmHWM:`` in KiB."""
+    for line in read_text(file).splitlines():
         if line.startswith(name):
             return int(line.split()[1])
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -476,17 +477,9 @@ def largest_on_gpu(parameters: Parameters, limit: int) -> int | None:
 
 
 def _largest(needed: Callable[[int], int], limit: int, most: int) -> int | None:
-    """The largest number from 1 to ``most`` whose need, which grows with it, is within limit."""
-    if needed(1) > limit:
-        return None
-    fits, too_large = 1, most + 1
-    while too_large - fits > 1:
-        middle = (fits + too_large) // 2
-        if needed(middle) <= limit:
-            fits = middle
-        else:
-            too_large = middle
-    return fits
+    """The largest number from 1 to ``most`` whose need, which grows with it, is within limit;
+    None if that of 1 is not."""
+    return bisect.bisect_right(range(1, most + 1), limit, key=needed) or None
 
 
 def advice(parameters: Parameters, place: str, limit: int, gpu: bool) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -19,36 +19,9 @@ from dlrm_core.checkpoint import (
 )
 from dlrm_core.config import DataConfig, ModelConfig, Parameters, TrainingConfig
 from dlrm_core.data.loader import Followed, Generator, Resumable, plain_state, state_from_plain
-from dlrm_core.dense import DensePart
 from dlrm_core.errors import InputError
 from dlrm_core.model import DLRM
-
-
-class Learner(Protocol):
-    """A step, of one process or of a rank, as far as its state goes."""
-
-    @property
-    def model(self) -> DLRM:
-        """Trained in place."""
-
-    @property
-    def dense(self) -> DensePart:
-        """The dense part and its precision."""
-
-    @property
-    def bottom_optimizer(self) -> torch.optim.Optimizer:
-        """Of the bottom MLP."""
-
-    @property
-    def top_optimizer(self) -> torch.optim.Optimizer:
-        """Of the top MLP."""
-
-    @property
-    def embedding_optimizer(self) -> Any:
-        """What updates the tables."""
-
-    def set_learning_rate(self, rate: float) -> None:
-        """Learning rate of all updates from the next one on."""
+from dlrm_core.step import Step
 
 
 def weights_of(model: DLRM) -> dict[str, torch.Tensor]:
@@ -56,7 +29,7 @@ def weights_of(model: DLRM) -> dict[str, torch.Tensor]:
     return {name: weight.detach() for name, weight in model.named_parameters()}
 
 
-def optimizer_state(step: Learner) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+def optimizer_state(step: Step) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """State of all updates.
 
     Returns:
@@ -76,7 +49,7 @@ def optimizer_state(step: Learner) -> tuple[dict[str, torch.Tensor], dict[str, f
 
 
 def make_room(
-    step: Learner, names: Mapping[str, Any], counts: Mapping[str, float]
+    step: Step, names: Mapping[str, Any], counts: Mapping[str, float]
 ) -> dict[str, torch.Tensor]:
     """The tensors of this step into which a saved state is to be copied, by name.
 
@@ -102,7 +75,7 @@ def _count(optimizer: torch.optim.Optimizer, weight: torch.Tensor, count: float)
 
 
 def _torch_weights(
-    step: Learner,
+    step: Step,
 ) -> Iterator[tuple[str, torch.nn.Parameter, torch.optim.Optimizer]]:
     """Name and weight of everything that an optimiser of torch updates."""
     names = {weight: name for name, weight in step.model.named_parameters()}
@@ -114,7 +87,7 @@ def _torch_weights(
                 yield names[weight], weight, optimizer
 
 
-def _backend_sums(step: Learner) -> dict[str, torch.Tensor]:
+def _backend_sums(step: Step) -> dict[str, torch.Tensor]:
     """Adagrads' sums of a back end that keeps them itself."""
     names = {weight: name for name, weight in step.model.named_parameters()}
     found: dict[str, torch.Tensor] = {}
@@ -132,7 +105,7 @@ def _backend_sums(step: Learner) -> dict[str, torch.Tensor]:
     return found
 
 
-def _embedding_updates(step: Learner) -> list[Any]:
+def _embedding_updates(step: Step) -> list[Any]:
     """What updates the tables: one, or one a side where tables lie in two places."""
     update = step.embedding_optimizer
     return [own for _, _, own in getattr(update, "sides", ())] or [update]
@@ -319,7 +292,7 @@ def restore_weights(checkpoint: Checkpoint, model: DLRM) -> None:
     checkpoint.read_into(WEIGHTS, weights_of(model))
 
 
-def restore_step(checkpoint: Checkpoint, step: Learner) -> None:
+def restore_step(checkpoint: Checkpoint, step: Step) -> None:
     """Fill the optimisers' state in place, whichever back end has it.
 
     Raises:
@@ -351,7 +324,7 @@ def restore_position(checkpoint: Checkpoint, generator: Generator) -> None:
         ) from None
 
 
-def state_of(step: Learner, followed: Followed | None, done: int) -> Mapping[str, Any]:
+def state_of(step: Step, followed: Followed | None, done: int) -> Mapping[str, Any]:
     """All state of a run that is no tensor, as plain numbers."""
     precision = step.dense.precision
     position = plain_state(followed.position()) if followed else {"batches_used": done}

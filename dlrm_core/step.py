@@ -29,16 +29,49 @@ from dlrm_core.parts import part
 R = TypeVar("R")
 
 
-class TrainingStep:
+class Step:
+    """The model and its optimisers, as every training step has them.
+
+    Attributes:
+        model: trained in place.
+        dense: the dense part; its ``notices`` and ``precision`` tell what it could not do.
+        embedding_optimizer: updates the tables: an optimiser of torch, or what has a
+            ``learning_rate``.
+    """
+
+    model: DLRM
+    dense: DensePart
+    bottom_optimizer: torch.optim.Optimizer
+    top_optimizer: torch.optim.Optimizer
+    embedding_optimizer: Any
+
+    @property
+    def _optimizers(self) -> tuple[Any, ...]:
+        return self.top_optimizer, self.embedding_optimizer, self.bottom_optimizer
+
+    def set_learning_rate(self, rate: float) -> None:
+        """Learning rate of all updates from the next one on (schedules)."""
+        for optimizer in self._optimizers:
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                optimizer.learning_rate = rate
+                continue
+            for group in optimizer.param_groups:
+                if isinstance(group["lr"], torch.Tensor):
+                    group["lr"].fill_(rate)  # where captured graphs read it
+                else:
+                    group["lr"] = rate
+
+    def _drop_gradients(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+
+class TrainingStep(Step):
     """Forward, backward and update of one batch.
 
     Args:
-        model: trained in place.
         loss: predictions (B, 1), targets (B, 1) to a scalar.
         config: optimiser settings, back end of the embeddings, options of the dense part.
-
-    Attributes:
-        dense: the dense part; its ``notices`` and ``precision`` tell what it could not do.
     """
 
     def __init__(self, model: DLRM, loss: nn.Module, config: TrainingConfig) -> None:
@@ -78,27 +111,6 @@ class TrainingStep:
         embedding_update(self.embedding_optimizer)
         bottom_mlp_update(self.bottom_optimizer)
         return loss
-
-    def set_learning_rate(self, rate: float) -> None:
-        """Learning rate of all updates from the next one on (schedules)."""
-        every: tuple[Any, ...] = (
-            self.bottom_optimizer,
-            self.top_optimizer,
-            self.embedding_optimizer,
-        )
-        for optimizer in every:
-            if isinstance(optimizer, torch.optim.Optimizer):
-                for group in optimizer.param_groups:
-                    if isinstance(group["lr"], torch.Tensor):
-                        group["lr"].fill_(rate)  # where captured graphs read it
-                    else:
-                        group["lr"] = rate
-            else:
-                optimizer.learning_rate = rate
-
-    def _drop_gradients(self) -> None:
-        for optimizer in (self.top_optimizer, self.embedding_optimizer, self.bottom_optimizer):
-            optimizer.zero_grad(set_to_none=True)
 
     def _unscale(self, leaves: list[torch.Tensor]) -> bool:
         """Undo fp16's loss scale; False if a gradient overflowed and the step is to be skipped."""

@@ -23,7 +23,7 @@ from dlrm_core.config import Parameters, TrainingConfig
 from dlrm_core.data.batch import Batch
 from dlrm_core.data.loader import Followed, Generator, Resumable, batches, make_generator
 from dlrm_core.embeddings import resolve_backend
-from dlrm_core.evaluate import Evaluation, HeldOut, evaluate
+from dlrm_core.evaluate import Evaluation, HeldOut, evaluate, predict
 from dlrm_core.files import write_json
 from dlrm_core.machine import StopRequest, resolve_device, stop_requests
 from dlrm_core.memory import require_memory
@@ -42,7 +42,6 @@ from dlrm_core.reports import (
     train_with_reports,
 )
 from dlrm_core.resume import (
-    Learner,
     changed_settings,
     checkpoint_place,
     checkpoint_to_resume,
@@ -56,9 +55,9 @@ from dlrm_core.resume import (
     with_backend_of,
 )
 from dlrm_core.schedules import schedule_of, total_steps
-from dlrm_core.step import TrainingStep, data_forward, optimizer_update, transfer_forward
+from dlrm_core.step import Step, TrainingStep, data_forward, optimizer_update, transfer_forward
 
-StepT = TypeVar("StepT", bound=Learner)
+StepT = TypeVar("StepT", bound=Step)
 
 STOPPING = "ending after this iteration"
 
@@ -329,8 +328,11 @@ class Trainer(TrainingLoop[TrainingStep]):
 
     def evaluate(self) -> Evaluation:
         """Predictions on the held-out data, with the weights as they are."""
-        precision = self.step.dense.precision
-        return evaluate(self.model, self.loss, self.held_out, precision, self.device, self.done)
+        return evaluate(self.predict, self.loss, self.held_out, self.device, self.done)
+
+    def predict(self, batch: Batch) -> torch.Tensor:
+        """Click probability (B, 1) of a batch on the model's device."""
+        return predict(self.model, batch, self.step.dense.precision)
 
     def write_checkpoint(self, state: Mapping[str, Any]) -> Path:
         """Write the weights and all state; only with a folder for them."""

@@ -22,8 +22,8 @@ class FacebookReplay(FacebookLoop):
     resulting list; everything else is whole-array arithmetic.
     """
 
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._drawn = np.empty(0)
         """Draws of the stream not used yet."""
         self._total = 0

@@ -15,7 +15,7 @@ import torch
 from dlrm_core.config import Parameters
 from dlrm_core.data.batch import Batch
 from dlrm_core.data.facebook_replay import FacebookReplay
-from dlrm_core.data.staging import Copies, CudaCopies, Slot, Staged, Staging
+from dlrm_core.data.staging import CudaCopies, Slot, Staged, Staging
 from dlrm_core.data.synthetic import FacebookLoop, SyntheticBatches
 from dlrm_core.errors import InputError
 
@@ -104,7 +104,7 @@ def _synchronous(generator: Generator) -> Iterator[Batch]:
         yield generator.next_batch()
 
 
-def staged(generator: Generator, ahead: int, copies: Copies) -> Iterator[Batch]:
+def staged(generator: Generator, ahead: int, copies: CudaCopies) -> Iterator[Batch]:
     """Batches on the device, made and copied there by a thread while the step computes.
 
     A batch that was handed over stays as it is until the next one is asked for.

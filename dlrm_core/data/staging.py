@@ -16,7 +16,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -29,62 +29,42 @@ ROOM = 8
 """A buffer that has grown is 1/ROOM larger than the batch that it grew for."""
 
 
-class Copies(Protocol):
-    """Two streams of a device: one copies, the other (the caller's) computes."""
-
-    def host_buffer(self, size: int) -> torch.Tensor:
-        """(size,) uint8 of page-locked host memory."""
-
-    def device_buffer(self, size: int) -> torch.Tensor:
-        """(size,) uint8 on the device."""
-
-    def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy on the copying stream; returns before it is done."""
-
-    def mark(self, copying: bool) -> Any:
-        """An event: all work so far of the copying stream, or of the computing one."""
-
-    def wait(self, event: Any, copying: bool) -> None:
-        """Let the copying, or the computing, stream wait for an event; not the host."""
-
-    def join(self, event: Any) -> None:
-        """Let the host wait for an event."""
-
-
 class CudaCopies:
-    """CUDA's streams and events."""
+    """Two streams of a GPU: one of its own copies, the other (the caller's) computes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
     def host_buffer(self, size: int) -> torch.Tensor:
-        """See :class:`Copies`."""
+        """(size,) uint8 of page-locked host memory."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def device_buffer(self, size: int) -> torch.Tensor:
-        """See :class:`Copies`."""
+        """(size,) uint8 on the device."""
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
-        """See :class:`Copies`."""
+        """Copy on the copying stream; returns before it is done."""
         with torch.cuda.stream(self._stream):
             into.copy_(source, non_blocking=True)
 
     def mark(self, copying: bool) -> torch.cuda.Event:
-        """See :class:`Copies`."""
+        """An event: all work so far of the copying stream, or of the computing one."""
         event = torch.cuda.Event()
-        event.record(self._stream if copying else torch.cuda.current_stream(self._device))
+        event.record(self._stream_of(copying))
         return event
 
     def wait(self, event: torch.cuda.Event, copying: bool) -> None:
-        """See :class:`Copies`."""
-        stream = self._stream if copying else torch.cuda.current_stream(self._device)
-        stream.wait_event(event)
+        """Let the copying, or the computing, stream wait for an event; not the host."""
+        self._stream_of(copying).wait_event(event)
 
     def join(self, event: torch.cuda.Event) -> None:
-        """See :class:`Copies`."""
+        """Let the host wait for an event."""
         event.synchronize()
+
+    def _stream_of(self, copying: bool) -> torch.cuda.Stream:
+        return self._stream if copying else torch.cuda.current_stream(self._device)
 
 
 @dataclass
@@ -114,7 +94,7 @@ class Staging:
     that computes; a slot is with one of them at a time.
     """
 
-    def __init__(self, copies: Copies) -> None:
+    def __init__(self, copies: CudaCopies) -> None:
         self._copies = copies
 
     def load(self, batch: Batch, slot: Slot) -> Staged:
@@ -142,12 +122,7 @@ class Staging:
         slot.copied = self._copies.mark(copying=True)
         extents, offsets, dense, targets, indices = _views(slot.device, tensors, places)
         moved = dataclasses.replace(
-            batch,
-            dense=dense,
-            indices=indices,
-            offsets=offsets,
-            targets=targets,
-            extents=extents,
+            batch, dense=dense, indices=indices, offsets=offsets, targets=targets, extents=extents
         )
         return Staged(moved, slot)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,21 @@ import torch
 from dlrm_core.data.batch import Batch
 
 
-class SyntheticBatches:
+@dataclass(eq=False)
+class _BagLaw:
+    """What facebook's law and those like it are given; the stream follows from the seed."""
+
+    dense_features: int
+    table_rows: tuple[int, ...]
+    batch_size: int
+    indices_per_lookup: int
+    fixed_pooling: bool
+    round_targets: bool
+    seed: int
+
+
+@dataclass(eq=False)
+class SyntheticBatches(_BagLaw):
     """facebook's bag law without sorting and deduplication.
 
     Drawn on the CPU by numpy's SFC64 (several times as fast as the Mersenne Twister,
@@ -29,35 +44,20 @@ class SyntheticBatches:
     alone how many lookups are real, so that the host need not wait to know.
     """
 
-    def __init__(
-        self,
-        dense_features: int,
-        table_rows: tuple[int, ...],
-        batch_size: int,
-        indices_per_lookup: int,
-        fixed_pooling: bool,
-        round_targets: bool,
-        seed: int,
-        zipf_exponent: float | None,
-        device: torch.device,
-        padded: bool = False,
-    ) -> None:
-        self.padded = padded and not fixed_pooling
-        self.dense_features = dense_features
-        self.table_rows = table_rows
-        self.batch_size = batch_size
-        self.indices_per_lookup = indices_per_lookup
-        self.fixed_pooling = fixed_pooling
-        self.round_targets = round_targets
-        self.zipf_exponent = zipf_exponent
-        self.device = device
+    zipf_exponent: float | None
+    device: torch.device
+    padded: bool = False
+
+    def __post_init__(self) -> None:
+        seed, device, table_rows = self.seed, self.device, self.table_rows
+        self.padded = self.padded and not self.fixed_pooling
         self.random: _Draws = _HostDraws(seed) if device.type == "cpu" else _Draws(seed, device)
-        bounds = [min(rows, indices_per_lookup) for rows in table_rows]
+        bounds = [min(rows, self.indices_per_lookup) for rows in table_rows]
         self._bounds = torch.tensor(bounds, dtype=torch.float32, device=device)[:, None]
         self._last = torch.tensor(table_rows, device=device)[:, None] - 1
         spans = [self._span(rows) for rows in table_rows]
         self._spans = torch.tensor(spans, dtype=torch.float64, device=device)[:, None]
-        self._rooms = [room_for(batch_size, bound) for bound in bounds]
+        self._rooms = [room_for(self.batch_size, bound) for bound in bounds]
         self._limits = torch.tensor(self._rooms, device=device)
 
     def state(self) -> dict[str, Any]:
@@ -198,30 +198,16 @@ class _HostDraws(_Draws):
 _SKIPPED_AT_ONCE = 1 << 20
 
 
-class FacebookLoop:
+@dataclass(eq=False)
+class FacebookLoop(_BagLaw):
     """The law as the experiment ran it: a Python loop over samples.
 
     Slow on purpose: it is the oracle for :mod:`dlrm_core.data.facebook_replay` and the
     honest baseline, since the experiment's CPU time goes here.
     """
 
-    def __init__(
-        self,
-        dense_features: int,
-        table_rows: tuple[int, ...],
-        batch_size: int,
-        indices_per_lookup: int,
-        fixed_pooling: bool,
-        round_targets: bool,
-        seed: int,
-    ) -> None:
-        self.dense_features = dense_features
-        self.table_rows = table_rows
-        self.batch_size = batch_size
-        self.indices_per_lookup = indices_per_lookup
-        self.fixed_pooling = fixed_pooling
-        self.round_targets = round_targets
-        self.random = np.random.RandomState(seed)
+    def __post_init__(self) -> None:
+        self.random = np.random.RandomState(self.seed)
 
     def state(self) -> dict[str, Any]:
         """Where the stream stands (see :class:`dlrm_core.data.loader.Resumable`)."""

@@ -47,7 +47,7 @@ from dlrm_core.distributed.collectives import Collectives
 from dlrm_core.distributed.tables import LocalBatch, ShardedTables
 from dlrm_core.model import DLRM
 from dlrm_core.parts import part
-from dlrm_core.step import bottom_mlp_update, optimizer_of, optimizer_update, top_mlp_update
+from dlrm_core.step import Step, bottom_mlp_update, optimizer_of, optimizer_update, top_mlp_update
 
 
 def config_of_rank(config: TrainingConfig) -> tuple[TrainingConfig, list[str]]:
@@ -117,16 +117,12 @@ class Bucket:
             weight.grad = view
 
 
-class DistributedStep:
+class DistributedStep(Step):
     """Forward, backward and update of a rank's slice of a batch.
 
     Args:
         model: the MLPs and the interaction; its own tables are empty.
-        ranks: of the run.
-
-    Attributes:
-        embedding_optimizer: what keeps the tables' learning rate, as in
-            :class:`dlrm_core.step.TrainingStep`.
+        ranks: how many the run has.
     """
 
     def __init__(
@@ -210,17 +206,6 @@ class DistributedStep:
                 vectors = self.tables.by_table(pooled)
                 z, _ = interaction_forward(self.model.interaction, x, vectors)
                 return top_mlp_forward(self.model.top_mlp, z)[0]
-
-    def set_learning_rate(self, rate: float) -> None:
-        """Learning rate of all updates from the next one on."""
-        for optimizer in (self.bottom_optimizer, self.top_optimizer):
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-        self.tables.learning_rate = rate
-
-    def _drop_gradients(self) -> None:
-        for optimizer in (self.top_optimizer, self.bottom_optimizer):
-            optimizer.zero_grad(set_to_none=True)
 
 
 @part("communication", "forward")

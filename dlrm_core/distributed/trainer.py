@@ -39,7 +39,7 @@ from dlrm_core.distributed.watch import Watch, leave, tell_launcher
 from dlrm_core.distributed.world import World, agreed, gathered, joined
 from dlrm_core.embeddings import EmbeddingTables
 from dlrm_core.errors import InputError
-from dlrm_core.evaluate import Evaluation, evaluate_by
+from dlrm_core.evaluate import Evaluation, evaluate
 from dlrm_core.files import plain, write_json
 from dlrm_core.machine import StopRequest, peak_memory, stop_requests
 from dlrm_core.model import DLRM, ClickLoss, fill_dense_like_facebook, fill_dense_with_torch
@@ -137,7 +137,7 @@ class DistributedTrainer(TrainingLoop[DistributedStep]):
 
     def evaluate(self) -> Evaluation:
         """Predictions on the held-out data; every rank predicts its slice and has the result."""
-        return evaluate_by(
+        return evaluate(
             self.predict,
             self.loss,
             self.held_out,

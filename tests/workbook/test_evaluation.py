@@ -113,11 +113,10 @@ def test_targets_of_one_kind_and_graded_ones_are_said():
     assert 0.4 < graded.auc < 0.6 and "above 0.5" in graded.notices()[0]
     batch = next(iter(trainer.held_out))
     batch.targets.fill_(1.0)
-    precision = trainer.step.dense.precision
-    alike = evaluate(trainer.model, trainer.loss, [batch], precision, CPU)
+    alike = evaluate(trainer.predict, trainer.loss, [batch], CPU)
     assert alike.auc is None and "all 256 test targets are clicks" in alike.notices()[0]
     with pytest.raises(InputError, match="no samples"):
-        evaluate(trainer.model, trainer.loss, [], precision, CPU)
+        evaluate(trainer.predict, trainer.loss, [], CPU)
 
 
 def test_evaluations_come_when_due_and_a_target_ends_the_run(tmp_path):

@@ -152,14 +152,7 @@ def latency(parameters: Parameters, steps: int = 300, seconds: float = 5.0) -> d
     try:
         pool = pool_of(trainer.batches, steps, pin=trainer.device.type == "cuda")
         found = measure_latency(
-            trainer.model,
-            trainer.loss,
-            pool,
-            trainer.step.dense.precision,
-            trainer.device,
-            steps,
-            seconds,
-            "nvidia",
+            trainer.predict, trainer.loss, pool, trainer.device, steps, seconds, "nvidia"
         )
     finally:
         trainer.close()

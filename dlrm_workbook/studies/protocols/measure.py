@@ -223,8 +223,7 @@ def _inference(trainer: Trainer, size: int, steps: int, seconds: float) -> list[
     given, device = trainer.parameters, trainer.device
     parameters = replace(given, training=replace(given.training, batch_size=size))
     pool = pool_of(held_out_batches(parameters, device, POOL_BATCHES), steps, device.type == "cuda")
-    precision = trainer.step.dense.precision
-    times = time_predictions(trainer.model, pool, precision, device, steps, seconds)
+    times = time_predictions(trainer.predict, pool, device, steps, seconds)
     return [
         {"protocol": name} | _latency(latency_of(times, size, len(pool), math.nan, name))
         for name in INFERENCE
