@@ -322,14 +322,13 @@ def judge(
     }
     ratios: dict[str, dict[str, Any]] = {}
     for name in names:
-        found = {kind: ratio(rows, against, name, kind) for kind in FIGURES}
-        if name != against and all(found.values()):
-            shared = {row["round"] for row in runs[name]} & {row["round"] for row in runs[against]}
-            ratios[name] = {
-                kind: interval.to_dict() | {"rounds": len(shared)}
-                for kind, interval in found.items()
-                if interval is not None
-            }
+        shared = {row["round"] for row in runs[name]} & {row["round"] for row in runs[against]}
+        if name == against or not shared:
+            continue
+        for kind in FIGURES:
+            interval = ratio(rows, against, name, kind)
+            assert interval is not None
+            ratios.setdefault(name, {})[kind] = interval.to_dict() | {"rounds": len(shared)}
     return {
         "against": against,
         "loss_reference": oracle,
@@ -370,19 +369,9 @@ def largest_difference(mine: Sequence[Row], others: Sequence[Row]) -> float:
 
     Every run begins from the same seed, so each is held against the reference's first.
     """
-    wanted = _losses(others[0])
-    worst = 0.0
-    for losses in map(_losses, mine):
-        count = min(len(losses), len(wanted))
-        gap = float(np.abs(losses[:count] - wanted[:count]).max()) if count else math.nan
-        if math.isnan(gap):
-            return gap
-        worst = max(worst, gap)
-    return worst
-
-
-def _losses(row: Row) -> np.ndarray:
-    return np.array([math.nan if loss is None else loss for loss in row["losses"]])
+    wanted, *runs = (np.array(row["losses"], dtype=float) for row in (others[0], *mine))
+    gaps = [np.abs(losses[: len(wanted)] - wanted[: len(losses)]) for losses in runs]
+    return float(np.concatenate(gaps).max()) if all(map(len, gaps)) else math.nan
 
 
 # In words.
@@ -395,7 +384,9 @@ def describe(case: Mapping[str, Any]) -> str:
         case: may also have its ``meaning`` and ``threads``, for a title.
     """
     width = max((len(name) for name in case["contestants"]), default=0) + 2
-    title = f"{case.get('meaning', '')}{with_threads(case.get('threads'))}"
+    title, threads = case.get("meaning", ""), case.get("threads")
+    if threads is not None:
+        title += f", {threads} thread{'s' if threads != 1 else ''}"
     lines = [title] if title else []
     if case["contestants"]:
         lines.append(f"{'':<{width}}{'step ms':>10}{'end to end ms':>16}")
@@ -425,15 +416,9 @@ def _same_training(case: Mapping[str, Any]) -> str:
 
 def certainty(ratio: Mapping[str, float]) -> str:
     """How sure a ratio is: its rounds and confidence."""
-    rounds = ratio["rounds"]
-    if rounds == 1:
+    if ratio["rounds"] == 1:
         return "one round: no interval"
-    return f"{rounds} rounds, {ratio['confidence']:.0%} confidence"
-
-
-def with_threads(count: int | None) -> str:
-    """``, 2 threads``, to end a title; nothing where they are not known."""
-    return "" if count is None else f", {count} thread{'s' if count != 1 else ''}"
+    return f"{ratio['rounds']} rounds, {ratio['confidence']:.0%} confidence"
 
 
 def difference_text(value: float | None) -> str:

@@ -21,7 +21,7 @@ import numpy as np
 import pandas as pd
 
 from dlrm_core.errors import InputError
-from dlrm_core.files import whole_folder
+from dlrm_core.files import read_json, whole_folder
 
 if TYPE_CHECKING:
     from hatchet import GraphFrame
@@ -412,12 +412,9 @@ class Profile:
         """
         folder = Path(folder)
         head_file = folder / "profile.json"
-        try:
-            head = json.loads(head_file.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise InputError(f"{folder} is no profile: it has no profile.json") from None
-        except (OSError, ValueError) as error:
-            raise InputError(f"{head_file} cannot be read: {error}") from None
+        if not head_file.exists():
+            raise InputError(f"{folder} is no profile: it has no profile.json")
+        head = read_json(head_file)
         version = head.get("format_version") if isinstance(head, dict) else None
         if version != FORMAT_VERSION:
             raise InputError(

@@ -64,7 +64,7 @@ def test_by_context_holds_the_same_values_as_by_thread(name: str) -> None:
     by_thread = {
         (profile.number, int(context), int(metric)): value
         for profile in database.profiles[1:]
-        for context, metric, value in zip(*vars(profile.values()).values(), strict=True)
+        for context, metric, value in zip(*profile.values(), strict=True)
     }
     whole = {
         (int(profile), int(context), int(metric)): value

@@ -57,7 +57,6 @@ if TYPE_CHECKING:
     from hatchet import GraphFrame
 
 FUNCTION, LOOP, LINE, INSTRUCTION = range(4)
-PYTHON_MODULE = "<logical python>"
 
 SELF_ROUNDING = 1e-12
 """Self values below this share of their inclusive value are rounding, and become 0."""
@@ -173,16 +172,19 @@ class Database:
         tree, meta = self.tree, self.meta
         # A function's own file, line and module stand in where the context has none.
         of_function = np.array(
-            [(f.file, f.line, f.module, f.offset % (1 << 63)) for f in meta.functions]
-            or [(-1, 0, -1, 0)],
+            [
+                *((f.file, f.line, f.module, f.offset % (1 << 63)) for f in meta.functions),
+                (-1, 0, -1, 0),
+            ],
             np.int64,
         )
-        known = of_function[np.maximum(tree.function, 0)]
-        has = tree.function >= 0
-        file = np.where(tree.file >= 0, tree.file, np.where(has, known[:, 0], -1))
-        line = np.where(tree.file >= 0, tree.line, np.where(has, known[:, 1], 0))
-        module = np.where(tree.module >= 0, tree.module, np.where(has, known[:, 2], -1))
-        offset = np.where(tree.module >= 0, (tree.offset % (1 << 63)).astype(np.int64), known[:, 3])
+        # its last row is of no function
+        known = of_function[tree.function].T
+        own_source, own_point = tree.file >= 0, tree.module >= 0
+        file = np.where(own_source, tree.file, known[0])
+        line = np.where(own_source, tree.line, known[1])
+        module = np.where(own_point, tree.module, known[2])
+        offset = np.where(own_point, (tree.offset % (1 << 63)).astype(np.int64), known[3])
         # −1, not known, is the last of each
         files = np.array([*meta.files, ""], dtype=object)
         modules = np.array([*meta.modules, ""], dtype=object)
@@ -227,13 +229,6 @@ class Database:
             seen.add(name)
             threads.append(Thread(profile.number, kind, name, rank, number))
         return threads
-
-    def is_python(self, function: int) -> bool:
-        """Whether a row of ``meta.functions`` is a Python frame (``hpcrun -a python``)."""
-        found = self.meta.functions[function]
-        module = self.meta.modules[found.module] if found.module >= 0 else ""
-        file = self.meta.files[found.file] if found.file >= 0 else ""
-        return module == PYTHON_MODULE or file.endswith(".py")
 
     # ---- values over the tree ------------------------------------------------------
 
@@ -337,15 +332,15 @@ class Database:
             DatabaseError: its values are damaged.
         """
         scope = self.meta.inclusive_scope
-        values = self.profiles[profile].values()
+        context, metric_id, value = self.profiles[profile].values()
         index_of = np.full(65536, -1, np.int64)
         order = {metric.name: i for i, metric in enumerate(self.metrics)}
         for (name, of_scope), number in self._ids(profile).items():
             if of_scope == scope:
                 index_of[number] = order[name]
-        index, rows = index_of[values.metric], self.tree.rows(values.context)
+        index, rows = index_of[metric_id], self.tree.rows(context)
         keep = (index >= 0) & (rows >= 0)
-        index, rows, value = index[keep], rows[keep], values.value[keep]
+        index, rows, value = index[keep], rows[keep], value[keep]
         sort = np.lexsort((rows, index))
         return index[sort], rows[sort], value[sort]
 
@@ -432,10 +427,9 @@ class Database:
             f"'{given.metric}' in scope '{given.scope}'"
         )
 
-    def derived(self, profile: int = 0) -> dict[str, float | str]:
-        """Occupancy, utilisation, stall shares, ... of a whole profile; a sentence where not
-        measured."""
-        values = {canonical_name(name): value for name, value in self.root(profile).items()}
+    def derived(self) -> dict[str, float | str]:
+        """Occupancy, utilisation, stall shares, ... of the run; a sentence where not measured."""
+        values = {canonical_name(name): value for name, value in self.root().items()}
         return derive(values, self._canonical)
 
     def to_hatchet(self) -> GraphFrame:

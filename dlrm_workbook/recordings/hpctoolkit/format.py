@@ -188,18 +188,6 @@ TRACE = record("trace", profile=(0x00, "u4"), start=(0x08, "u8"), end=(0x10, "u8
 TRACE_SAMPLE = record("trace sample", time_ns=(0x0, "u8"), context=(0x8, "u4"))
 
 
-@dataclass(frozen=True)
-class Section:
-    """A contiguous region of a file: bytes ``start`` to ``end``."""
-
-    start: int
-    end: int
-
-    @property
-    def size(self) -> int:
-        return self.end - self.start
-
-
 class DatabaseFile:
     """One memory-mapped ``*.db`` file whose header and footer have been checked.
 
@@ -231,11 +219,12 @@ class DatabaseFile:
             raise self.error(f"cannot be read: {problem.strerror or problem}") from problem
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self.map, np.uint8)
         self.minor_version = self._check_identity(code)
-        pairs = np.frombuffer(self.map, "<u8", 2 * len(sections), offset=16).tolist()
+        pairs = np.frombuffer(self.map, "<u8", 2 * len(sections), offset=16).reshape(-1, 2).tolist()
         self.sections = {
-            name: Section(pairs[2 * i + 1], pairs[2 * i] + pairs[2 * i + 1])
-            for i, name in enumerate(sections)
+            name: range(start, start + size)
+            for name, (size, start) in zip(sections, pairs, strict=True)
         }
+        """The bytes of each section."""
         self._check_whole(footer)
         self._strings: dict[int, str] = {}
         self._string_bytes = 0
@@ -260,7 +249,7 @@ class DatabaseFile:
         return head[15]
 
     def _check_whole(self, footer: bytes) -> None:
-        reach = max((section.end for section in self.sections.values()), default=0)
+        reach = max((section.stop for section in self.sections.values()), default=0)
         end = bytes(self.map[-FOOTER_BYTES:])
         if reach + FOOTER_BYTES > self.size:
             raise self.error(

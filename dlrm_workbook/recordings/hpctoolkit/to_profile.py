@@ -39,6 +39,9 @@ GPU_TIMES = ("GPUOP (sec)", "GKER (sec)", "GXCOPY (sec)", "GMSET (sec)")
 GPU_CALLS = ("GKER:COUNT", "GXCOPY:COUNT", "GMSET:COUNT")
 SCALE = CPU_TIMES | dict.fromkeys(GPU_TIMES, 1e3)
 """Milliseconds per unit of the metrics that standard times are made of."""
+PYTHON_MODULE = "<logical python>"
+"""Load module of the Python frames of ``hpcrun -a python``."""
+
 KINDS = {ROOT: "root", ENTRY: "thread", 0: "function", 1: "loop", 2: "line", 3: "instruction"}
 
 Ints = npt.NDArray[np.int64]
@@ -95,7 +98,14 @@ def _contexts(database: Database) -> pd.DataFrame:
     lexical = database.tree.lexical_type
     kinds = pd.Series(lexical).map(KINDS).fillna("function").to_numpy(dtype=object, copy=True)
     functions = database.meta.functions
-    python = np.array([database.is_python(i) for i in range(len(functions))] + [False])
+    modules, files = [*database.meta.modules, ""], [*database.meta.files, ""]
+    python = np.array(
+        [
+            modules[function.module] == PYTHON_MODULE or files[function.file].endswith(".py")
+            for function in functions
+        ]
+        + [False]
+    )
     is_function = lexical == FUNCTION
     kinds[is_function & python[database.tree.function]] = "python"
     # the placeholders of GPU operations are functions, named in the table as they are there

@@ -34,15 +34,6 @@ class Identifier:
     physical: int
 
 
-@dataclass(frozen=True)
-class Values:
-    """The values of one profile, sorted by context, then metric. All of shape (values,)."""
-
-    context: Ints
-    metric: Ints
-    value: Floats
-
-
 class ThreadProfile:
     """What was measured on one thread (or, for a summary, over all of them).
 
@@ -99,14 +90,12 @@ class ThreadProfile:
                 "which meta.db does not list"
             )
 
-    def values(self) -> Values:
-        """All its values, decoded; 24 bytes each."""
+    def values(self) -> tuple[Ints, Ints, Floats]:
+        """(context ids, metric ids, values), sorted by context, then metric; shape (values,)."""
         counts = np.diff(self.starts, append=self.count)
         metric = self._raw["metric"].astype(np.int64)
         self.check(metric)
-        return Values(
-            np.repeat(self.contexts, counts), metric, self._raw["value"].astype(np.float64)
-        )
+        return np.repeat(self.contexts, counts), metric, self._raw["value"].astype(np.float64)
 
     def chunks(self) -> Iterator[tuple[int, Ints, Any]]:
         """(number of the first value, metric ids, values f64), ``CHUNK`` at a time."""
@@ -155,7 +144,6 @@ def read_profiles(
     """The profiles of ``profile.db``; the first is the summary of the whole run.
 
     Args:
-        path: the file.
         kinds: names of identifier kinds, from ``meta.db``.
         metric_ids, statistic_ids: ids that thread profiles and summaries may hold.
 
@@ -170,7 +158,7 @@ def read_profiles(
     known, known_statistics = _listed(metric_ids), _listed(statistic_ids)
     profiles = []
     identities: dict[int, tuple[Identifier, ...]] = {0: ()}
-    most = file.sections["IdTuples"].size // f4.IDENTIFIER.size + 1
+    most = len(file.sections["IdTuples"]) // f4.IDENTIFIER.size + 1
     names = f4.PROFILE.dtype.names or ()
     for number, row in enumerate(table.tolist()):
         block = dict(zip(names, row, strict=True))

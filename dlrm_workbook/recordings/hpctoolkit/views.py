@@ -148,24 +148,22 @@ def kernel_rows(database: Database) -> npt.NDArray[np.bool_]:
     return kernels | childless
 
 
-def functions_table(database: Database, metric: str, profile: int = 0) -> pd.DataFrame:
+def functions_table(database: Database, metric: str) -> pd.DataFrame:
     """Self values of a metric by enclosing function, largest first.
 
     Columns: ``function``, ``module``, ``value`` (unit of the metric), ``share_percent``.
     """
-    own = database.self_column(metric, profile)
+    own = database.self_column(metric)
     owner = nearest(database.tree.parent, database.tree.lexical_type == FUNCTION)
     by_row = pd.DataFrame({"owner": owner, "value": own})
     by_row = by_row[by_row["value"] != 0].groupby("owner")[["value"]].sum().reset_index()
-    names, modules = database.names, [*database.meta.modules, ""]
-    functions = database.meta.functions
-    tree = database.tree
+    names, modules = [*database.names, "<outside every function>"], [*database.meta.modules, ""]
+    # of row -1 and function -1, which are none, the last
+    module_of = [*(function.module for function in database.meta.functions), -1]
+    function_of = [*database.tree.function.tolist(), -1]
     rows = by_row["owner"].tolist()
-    by_row["function"] = [names[r] if r >= 0 else "<outside every function>" for r in rows]
-    by_row["module"] = [
-        modules[functions[tree.function[r]].module] if r >= 0 and tree.function[r] >= 0 else ""
-        for r in rows
-    ]
+    by_row["function"] = [names[row] for row in rows]
+    by_row["module"] = [modules[module_of[function_of[row]]] for row in rows]
     table = by_row.groupby(["function", "module"])[["value"]].sum().reset_index()
     total = own.sum()
     table["share_percent"] = 100 * table["value"] / total if total else 0.0
