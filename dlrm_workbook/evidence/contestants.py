@@ -240,15 +240,12 @@ def compare(
     Args:
         contestants: name to parameters; the first is the reference for losses.
         peer: a facebookresearch/dlrm checkout, run with the reference's parameters.
-        rounds: how often each runs.
         iterations: counted in each run.
         threads: CPU threads of each.
         run: runs one of our own contestants.
         extra: further contestants, name to what runs each once.
         rows: the runs so far, to which each new one is added; what is there is not run again.
         failures: contestant to reason; whoever fails is added, and does not run any more.
-        on_run: called with each new row.
-        on_failure: called with each new failure.
 
     Returns:
         what :func:`judge` does, and the ``runs``. A contestant that fails is in

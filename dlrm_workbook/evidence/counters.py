@@ -211,12 +211,7 @@ class IterationCounters:
         self._before = self._read()
 
     def snapshot(self, iteration: int, profiled: bool = False) -> None:
-        """An iteration ended now, and the next one begins.
-
-        Args:
-            iteration: its number in the run.
-            profiled: whether a profiler was on.
-        """
+        """The iteration of this number in the run ended now, and the next one begins."""
         began = time.perf_counter()
         now = self._read()
         before = self._before or now

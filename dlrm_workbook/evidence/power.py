@@ -104,11 +104,7 @@ class Power:
 
 
 class PowerMeter:
-    """Measures from :meth:`start` to :meth:`stop`.
-
-    Args:
-        counters, not_measured: as :func:`find_counters` gives them.
-    """
+    """Measures from :meth:`start` to :meth:`stop` what :func:`find_counters` found."""
 
     def __init__(self, counters: Sequence[Counter], not_measured: dict[str, str]) -> None:
         self._counters = list(counters)
@@ -127,11 +123,11 @@ class PowerMeter:
             except OSError as error:
                 self._not_measured[counter.device] = str(error)
         self._started = time.perf_counter()
-        periods = [c.period_s for c, _ in self._begin if c.period_s is not None]
-        if periods:
+        watched = {c: c.period_s for c, _ in self._begin if c.period_s is not None}
+        if watched:
             self._stop.clear()
             self._thread = threading.Thread(
-                target=self._watch, args=(min(periods),), name="dlrm-power", daemon=True
+                target=self._watch, args=(watched,), name="dlrm-power", daemon=True
             )
             self._thread.start()
         return self
@@ -154,9 +150,8 @@ class PowerMeter:
             self._thread = None
         return Power(tuple(readings), dict(self._not_measured), seconds)
 
-    def _watch(self, period_s: float) -> None:
-        watched = [c for c, _ in self._begin if c.period_s is not None]
-        while not self._stop.wait(period_s):
+    def _watch(self, watched: dict[Counter, float]) -> None:
+        while not self._stop.wait(min(watched.values())):
             for counter in watched:
                 with contextlib.suppress(OSError):  # stop() will say
                     counter.energy_j()

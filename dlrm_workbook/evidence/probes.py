@@ -161,8 +161,6 @@ class StepLoop:
     """One half of the step, ready to run again and again.
 
     Args:
-        parameters: of the whole run.
-        half: ``dense`` or ``sparse``.
         tables_from: a loop whose tables are used instead of new ones where the
             shapes are equal; tables can be gigabytes.
     """

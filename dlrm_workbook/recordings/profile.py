@@ -325,12 +325,7 @@ class Profile:
     def value_table(
         self, metric: str, scope: str = "exclusive", profiles: Iterable[int] | None = None
     ) -> pd.Series:
-        """One metric for every context, summed over threads.
-
-        Args:
-            metric: a name in table ``metrics``.
-            scope: ``exclusive`` or ``inclusive``.
-            profiles: rows of ``threads`` to sum over; all of them if None.
+        """One metric for every context, summed over threads (``profiles``, or all of them).
 
         Returns:
             Series indexed by context. NaN throughout when the metric was not

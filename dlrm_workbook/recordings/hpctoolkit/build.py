@@ -52,10 +52,6 @@ def recover_structure(
     ``libtorch_cpu.so`` hpcstruct took over 19 GB of memory and minutes without end.
     What it finds is kept for later measurements in the user's cache folder.
 
-    Args:
-        name: the pass, for progress and log names.
-        measurements: hpcrun's output directory.
-
     Returns:
         Notices for the reader of the figures.
     """

@@ -269,7 +269,6 @@ class Database:
         """Values of a metric over the tree, 0 where a context has none; shape (rows,).
 
         Args:
-            metric: any generation's name.
             scope: ``point``, ``function``, ``lex_aware``, ``execution`` (the default).
             profile: row of ``profiles``; 0 sums over all threads.
 
@@ -484,9 +483,6 @@ def read_database(path: str | Path) -> Database:
     """Open an HPCToolkit database of format 4.x.
 
     Values stay on disk (memory-mapped) until they are asked for.
-
-    Args:
-        path: the database folder that ``hpcprof -o`` wrote.
 
     Raises:
         DatabaseError: not a database, of another format, incomplete or damaged; the

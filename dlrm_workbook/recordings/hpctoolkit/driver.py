@@ -19,12 +19,7 @@ from typing import Any
 
 from dlrm_core.config import ProfilingConfig
 from dlrm_core.errors import InputError
-from dlrm_workbook.processes import (
-    MeasurementError,
-    ProgressCallback,
-    fresh_path,
-    run_child,
-)
+from dlrm_workbook.processes import MeasurementError, ProgressCallback, fresh_path, run_child
 from dlrm_workbook.recordings.hpctoolkit.build import (
     DatabaseAborted,
     build_database,
@@ -65,7 +60,6 @@ class PassResult:
     Attributes:
         name: ``times``, ``frames`` or ``stalls``.
         command: hpcrun's argument list.
-        events: the events that were measured.
         python_frames: call paths hold Python functions.
         ms_per_iteration: median that the workload reported while profiled.
         dilation: that divided by the unprofiled median; None if either is unknown.

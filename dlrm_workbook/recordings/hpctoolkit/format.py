@@ -83,7 +83,7 @@ METRICS = record(
     metric_stride=(0x0C, "u1"),
     instance_stride=(0x0D, "u1"),
     summary_stride=(0x0E, "u1"),
-    scopes=(0x10, "u8"),
+    scope_items=(0x10, "u8"),
     scope_count=(0x18, "u2"),
     scope_stride=(0x1A, "u1"),
 )

@@ -227,8 +227,7 @@ def _read_tree(
     positions, parents, depths = _walk(file, entries)
     count, first = len(positions), 1 + len(entries)
     words = np.frombuffer(file.map, "<u8", file.size // 8)
-    word = positions
-    identity = words[word + 2]
+    identity = words[positions + 2]
     context = (identity & np.uint64(0xFFFFFFFF)).astype(np.int64)
     flags, relation, lexical, flex = (
         ((identity >> np.uint64(shift)) & np.uint64(0xFF)).astype(np.int64)
@@ -247,7 +246,7 @@ def _read_tree(
     # u32, and no other field is short enough to share its word).
     def optional(present: npt.NDArray[np.bool_], offset: Ints | int) -> npt.NDArray[np.uint64]:
         # An absent field reads word 0 of the file: in bounds, and masked out.
-        return np.where(present, words[np.where(present, word + offset, 0)], np.uint64(0))
+        return np.where(present, words[np.where(present, positions + offset, 0)], np.uint64(0))
 
     after_function = 4 + has_function.astype(np.int64)
     after_source = after_function + 2 * has_source
@@ -363,18 +362,14 @@ def _read_metrics(file: f4.DatabaseFile) -> tuple[list[Metric], dict[str, str]]:
     head = file.header("Metrics", f4.METRICS)
     table = file.table(f4.METRIC, head["metrics"], head["count"], head["metric_stride"], "metrics")
     scope_table = file.table(
-        f4.SCOPE, head["scopes"], head["scope_count"], head["scope_stride"], "scopes"
+        f4.SCOPE, head["scope_items"], head["scope_count"], head["scope_stride"], "scopes"
     )
     scope_names = file.strings(scope_table["name"], "scope name")
     listed = int(table["instance_count"].sum()) + int(table["summary_count"].sum())
     # Ids are 16 bits wide, so there cannot be more; a bound before any list is built.
     if listed > 2 * 65536:
         raise file.error(f"{listed} metric scopes and statistics, at most {2 * 65536} have ids")
-    scope_head = {
-        "items": head["scopes"],
-        "count": head["scope_count"],
-        "stride": head["scope_stride"],
-    }
+    scope_head = {name: head[f"scope_{name}"] for name in ("items", "count", "stride")}
 
     def scopes_of(rows: npt.NDArray[Any], what: str) -> list[str]:
         at = _rows_at(file, scope_head, rows["scope"], "propagation scope")
@@ -383,24 +378,17 @@ def _read_metrics(file: f4.DatabaseFile) -> tuple[list[Metric], dict[str, str]]:
         return [scope_names[i] for i in at.tolist()]
 
     metrics: list[Metric] = []
-    ids: list[int] = []
-    statistic_ids: list[int] = []
-    for row in table:
-        name = file.string(int(row["name"]), "metric name")
+    ids: dict[str, list[int]] = {"metric": [], "statistic": []}
+    for name_at, instances_at, summaries_at, instance_count, summary_count in table.tolist():
+        name = file.string(name_at, "metric name")
         what = f"metric '{name}'"
+        stride = head["instance_stride"]
         instances = file.table(
-            f4.SCOPE_INSTANCE,
-            int(row["instances"]),
-            int(row["instance_count"]),
-            head["instance_stride"],
-            f"{what}: scopes",
+            f4.SCOPE_INSTANCE, instances_at, instance_count, stride, f"{what}: scopes"
         )
+        stride = head["summary_stride"]
         summaries = file.table(
-            f4.SUMMARY,
-            int(row["summaries"]),
-            int(row["summary_count"]),
-            head["summary_stride"],
-            f"{what}: statistics",
+            f4.SUMMARY, summaries_at, summary_count, stride, f"{what}: statistics"
         )
         scopes = dict(zip(scopes_of(instances, what), instances["metric_id"].tolist(), strict=True))
         statistics = tuple(
@@ -413,10 +401,10 @@ def _read_metrics(file: f4.DatabaseFile) -> tuple[list[Metric], dict[str, str]]:
                 strict=True,
             )
         )
-        ids.extend(instances["metric_id"].tolist())
-        statistic_ids.extend(statistic.metric_id for statistic in statistics)
+        ids["metric"] += instances["metric_id"].tolist()
+        ids["statistic"] += summaries["metric_id"].tolist()
         metrics.append(Metric(name, scopes, statistics))
-    for kind, found in (("metric", ids), ("statistic", statistic_ids)):
+    for kind, found in ids.items():
         if len(set(found)) != len(found):
             raise file.error(f"{len(found)} {kind} ids, of which only {len(set(found))} differ")
     types = [enumerated(SCOPE_TYPES, kind) for kind in scope_table["type"].tolist()]

@@ -39,6 +39,13 @@ GPU_TIMES = ("GPUOP (sec)", "GKER (sec)", "GXCOPY (sec)", "GMSET (sec)")
 GPU_CALLS = ("GKER:COUNT", "GXCOPY:COUNT", "GMSET:COUNT")
 SCALE = CPU_TIMES | dict.fromkeys(GPU_TIMES, 1e3)
 """Milliseconds per unit of the metrics that standard times are made of."""
+WHY_ABSENT = {
+    "cpu_time_ms": "no CPU time in this database; measure with hpcrun -e CPUTIME",
+    "gpu_time_ms": "no GPU operation in this database; measure with hpcrun -e gpu=nvidia",
+    "calls": "HPCToolkit samples CPU functions and does not count their calls",
+}
+"""Standard metric to the reason why a database has none."""
+
 PYTHON_MODULE = "<logical python>"
 """Load module of the Python frames of ``hpcrun -a python``."""
 
@@ -61,9 +68,7 @@ def profile_from_database(database: Database) -> Profile:
     """
     metrics, values, sources = _values(database)
     reasons = not_measured(database)
-    for name in STANDARD_METRICS:
-        if name not in sources:
-            reasons[name] = _why_absent(name)
+    reasons |= {name: why for name, why in WHY_ABSENT.items() if name not in sources}
     if not database.traces:
         reasons["trace"] = database.absent.get("trace.db", "trace.db has no trace lines")
     reasons["iterations"] = "HPCToolkit does not mark iterations"
@@ -83,14 +88,6 @@ def profile_from_database(database: Database) -> Profile:
             "not_measured": reasons,
         },
     )
-
-
-def _why_absent(name: str) -> str:
-    if name == "gpu_time_ms":
-        return "no GPU operation in this database; measure with hpcrun -e gpu=nvidia"
-    if name == "cpu_time_ms":
-        return "no CPU time in this database; measure with hpcrun -e CPUTIME"
-    return "HPCToolkit samples CPU functions and does not count their calls"
 
 
 def _contexts(database: Database) -> pd.DataFrame:
@@ -222,18 +219,14 @@ def _named(number: npt.NDArray[Any], names: list[str]) -> pd.Categorical:
 
 def _standard(present: dict[str, str]) -> dict[str, list[str]]:
     """Standard metric to the canonical metrics that add up to it."""
-    standard: dict[str, list[str]] = {}
-    cpu = next((name for name in CPU_TIMES if name in present), None)
-    if cpu:
-        standard["cpu_time_ms"] = [cpu]
     gpu = [name for name in GPU_TIMES if name in present]
-    if gpu:
+    standard = {
+        "cpu_time_ms": [name for name in CPU_TIMES if name in present][:1],
         # GPUOP is the sum of the others; older databases only have the parts.
-        standard["gpu_time_ms"] = gpu[:1] if gpu[0] == "GPUOP (sec)" else gpu
-    calls = [name for name in GPU_CALLS if name in present]
-    if calls:
-        standard["calls"] = calls
-    return standard
+        "gpu_time_ms": gpu[:1] if "GPUOP (sec)" in gpu else gpu,
+        "calls": [name for name in GPU_CALLS if name in present],
+    }
+    return {name: sources for name, sources in standard.items() if sources}
 
 
 def _trace(database: Database) -> pd.DataFrame | None:

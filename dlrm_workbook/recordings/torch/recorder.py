@@ -83,9 +83,6 @@ def record(
             ``machine``, ``versions``, ``probes``, ``command``, ...
         progress: Called with (iterations done, iterations in all) after each.
 
-    Returns:
-        ``folder`` as a path.
-
     Raises:
         InputError: a count is impossible, ``folder`` exists or cannot be written, or
             ``device`` is a GPU that is not there.
