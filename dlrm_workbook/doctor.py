@@ -69,18 +69,16 @@ def doctor(arguments: Any) -> int:
 
 def examine() -> list[Part]:
     """Look for every part that something in the workbook needs."""
-    hpcrun = find_hpcrun()
+    *torch_and_gpu, power = _with_torch()
     return [
         _python(),
-        _torch(),
-        *_cuda(),
+        *torch_and_gpu,
         _fast_cpu(),
-        _hpcrun(hpcrun),
-        _hpcrun_events(hpcrun),
+        *_hpctoolkit(),
         _perf_events(),
         _ptrace(),
         _gpu_counters(),
-        _power(),
+        power,
         _several_ranks(),
         _notebook_tools(),
         _browser(),
@@ -104,195 +102,137 @@ def find_browser() -> str | None:
     return next((path for name in BROWSERS if (path := shutil.which(name))), None)
 
 
+def _part(name: str, present: bool, found: str, cost: str = "") -> Part:
+    """A part that costs something only where it is missing."""
+    return Part(name, present, found, "" if present else cost)
+
+
 def _python() -> Part:
-    good = sys.version_info >= (3, 11)
-    return Part(
-        "Python",
-        good,
-        f"{platform.python_version()} ({sys.executable})",
-        "" if good else "Nothing runs: Python 3.11 or newer is needed.",
-    )
+    found = f"{platform.python_version()} ({sys.executable})"
+    cost = "Nothing runs: Python 3.11 or newer is needed."
+    return _part("Python", sys.version_info >= (3, 11), found, cost)
 
 
-def _torch() -> Part:
+def _with_torch() -> list[Part]:
+    """torch, and what is looked up through it: CUDA, the GPU, and energy counters at the end."""
+    lost = "No model can be run."
     try:
         import torch
     except (ImportError, OSError) as error:
-        return Part("torch", False, str(error), "No model can be run.")
+        return [Part(name, False, str(error), lost) for name in ("torch", "Energy counters")]
     threads = f"{torch.get_num_threads()} threads in an operator"
-    return Part("torch", True, f"{torch.__version__}, {threads}")
-
-
-def _cuda() -> list[Part]:
-    try:
-        import torch
-    except (ImportError, OSError):
-        return []
+    parts = [Part("torch", True, f"{torch.__version__}, {threads}")]
     lost = "Runs use the CPU; GPU times, idleness and kernels are not measured."
     built = torch.version.cuda
-    if not built:
-        cuda = Part("CUDA in torch", False, "this torch is built for CPU only", lost)
+    found = built or "this torch is built for CPU only"
+    parts.append(_part("CUDA in torch", bool(built), found, lost))
+    there = torch.cuda.is_available()
+    if there:
+        found = ", ".join(map(torch.cuda.get_device_name, range(torch.cuda.device_count())))
     else:
-        cuda = Part("CUDA in torch", True, built)
-    if torch.cuda.is_available():
-        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        return [cuda, Part("GPU", True, ", ".join(names))]
-    seen = ", ".join(gpu["name"] for gpu in nvidia_gpus())
-    found = f"{seen}, but torch cannot use it" if seen else "none found"
-    return [cuda, Part("GPU", False, found, lost)]
+        seen = ", ".join(gpu["name"] for gpu in nvidia_gpus())
+        found = f"{seen}, but torch cannot use it" if seen else "none found"
+    parts.append(_part("GPU", there, found, lost))
+
+    from dlrm_workbook.evidence.power import find_counters
+
+    counters, missing = find_counters(torch.device("cuda" if there else "cpu"))
+    lines = [f"{counter.device} ({counter.method})" for counter in counters]
+    lines += [f"{name}: {why}" for name, why in missing.items()]
+    lost = "Power and samples per joule of these are not measured."
+    return [*parts, _part("Energy counters", not missing, "; ".join(lines), lost)]
 
 
 def _fast_cpu() -> Part:
     flags = cpu_flags()
-    fast = [flag for flag in ("amx_bf16", "avx512_bf16", "bf16") if flag in flags]
-    return Part(
-        "bfloat16 in hardware (CPU)",
-        bool(fast),
-        ", ".join(fast) or "no such instructions",
-        "" if fast else "bfloat16 on this CPU is emulated and slower than fp32.",
-    )
+    found = ", ".join(flag for flag in ("amx_bf16", "avx512_bf16", "bf16") if flag in flags)
+    cost = "bfloat16 on this CPU is emulated and slower than fp32."
+    return _part("bfloat16 in hardware (CPU)", bool(found), found or "no such instructions", cost)
 
 
-def _hpcrun(path: str | None) -> Part:
+def _hpctoolkit() -> list[Part]:
+    names = ("HPCToolkit (hpcrun)", "HPCToolkit's GPU events")
+    cost = "HPCToolkit measures CPU time only; GPU kernels and stall reasons are not measured."
+    path = find_hpcrun()
     if path is None:
-        return Part(
-            "HPCToolkit (hpcrun)",
+        absent = Part(
+            names[0],
             False,
             "not on the PATH, HPCTOOLKIT_HOME is not set",
             "Profiles come from torch.profiler: no native call paths, loops or GPU stall "
             "reasons (install: spack install hpctoolkit +cuda +python).",
         )
+        return [absent, Part(names[1], False, "there is no hpcrun", cost)]
     lines = output_of([path, "--version"]).splitlines()
-    return Part("HPCToolkit (hpcrun)", True, f"{path} {lines[0] if lines else ''}".strip())
-
-
-def _hpcrun_events(path: str | None) -> Part:
-    name = "HPCToolkit's GPU events"
-    lost = "HPCToolkit measures CPU time only; GPU kernels and stall reasons are not measured."
-    if path is None:
-        return Part(name, False, "there is no hpcrun", lost)
+    version = f"{path} {lines[0] if lines else ''}".strip()
     listed = output_of([path, "-L"])
     events = [word for word in ("gpu=nvidia,pc", "gpu=nvidia", "gpu=cuda") if word in listed]
-    if not events:
-        return Part(name, False, "hpcrun -L lists none", lost)
-    return Part(name, True, ", ".join(events))
+    found = ", ".join(events) or "hpcrun -L lists none"
+    return [Part(names[0], True, version), _part(names[1], bool(events), found, cost)]
 
 
 def _perf_events() -> Part:
+    name = "hardware counters"
     setting = read_text("/proc/sys/kernel/perf_event_paranoid")
     if not setting:
-        return Part(
-            "hardware counters",
-            False,
-            "this kernel has no perf events",
-            "Events such as cycles cannot be sampled; CPU time still can.",
-        )
-    good = int(setting) <= 2 or os.geteuid() == 0
-    return Part(
-        "hardware counters",
-        good,
-        f"perf_event_paranoid is {setting}",
-        ""
-        if good
-        else "Events such as cycles cannot be sampled, only CPU time; "
-        "sysctl kernel.perf_event_paranoid=2 permits them.",
+        cost = "Events such as cycles cannot be sampled; CPU time still can."
+        return Part(name, False, "this kernel has no perf events", cost)
+    cost = (
+        "Events such as cycles cannot be sampled, only CPU time; "
+        "sysctl kernel.perf_event_paranoid=2 permits them."
     )
+    good = int(setting) <= 2 or os.geteuid() == 0
+    return _part(name, good, f"perf_event_paranoid is {setting}", cost)
 
 
 def _ptrace() -> Part:
     setting = read_text("/proc/sys/kernel/yama/ptrace_scope") or "0"
     good = int(setting) <= 1 or os.geteuid() == 0
-    return Part(
-        "attaching to processes",
-        good,
-        f"ptrace_scope is {setting}",
-        "" if good else "Debuggers and py-spy cannot look into a run that hangs.",
-    )
+    cost = "Debuggers and py-spy cannot look into a run that hangs."
+    return _part("attaching to processes", good, f"ptrace_scope is {setting}", cost)
 
 
 def _gpu_counters() -> Part:
     name = "GPU counters for users"
     text = read_text("/proc/driver/nvidia/params")
     if not text:
-        return Part(
-            name,
-            False,
-            "there is no NVIDIA driver",
-            "PC sampling, and so GPU stall reasons, cannot be had.",
-        )
+        cost = "PC sampling, and so GPU stall reasons, cannot be had."
+        return Part(name, False, "there is no NVIDIA driver", cost)
+    cost = (
+        "PC sampling is refused: stall reasons need the driver option "
+        "NVreg_RestrictProfilingToAdminUsers=0."
+    )
     open_to_all = "RmProfilingAdminOnly: 0" in text
-    good = open_to_all or os.geteuid() == 0
-    return Part(
-        name,
-        good,
-        "for all users" if open_to_all else "for administrators only",
-        ""
-        if good
-        else "PC sampling is refused: stall reasons need the driver option "
-        "NVreg_RestrictProfilingToAdminUsers=0.",
-    )
-
-
-def _power() -> Part:
-    try:
-        import torch
-    except (ImportError, OSError) as error:
-        return Part("Energy counters", False, str(error), "No model can be run.")
-    from dlrm_workbook.evidence.power import find_counters
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    counters, missing = find_counters(device)
-    found = [f"{counter.device} ({counter.method})" for counter in counters]
-    return Part(
-        "Energy counters",
-        not missing,
-        "; ".join(found + [f"{name}: {why}" for name, why in missing.items()]),
-        "" if not missing else "Power and samples per joule of these are not measured.",
-    )
-
-
-def _notebook_tools() -> Part:
-    wanted = ("papermill", "plotly", "nbclient", "jupyterlab", "pandas", "pyarrow", "hatchet")
-    missing = [name for name in wanted if importlib.util.find_spec(name) is None]
-    return Part(
-        "notebook packages",
-        not missing,
-        f"missing: {', '.join(missing)}" if missing else ", ".join(wanted),
-        "dlrm run and the pages need them; dlrm train and dlrm record work without."
-        if missing
-        else "",
-    )
+    found = "for all users" if open_to_all else "for administrators only"
+    return _part(name, open_to_all or os.geteuid() == 0, found, cost)
 
 
 def _several_ranks() -> Part:
     from dlrm_core.distributed.plan import INSTALL, missing_packages
 
     missing = missing_packages()
-    return Part(
-        "several ranks (TorchRec)",
-        not missing,
-        f"missing: {', '.join(missing)}" if missing else "torchrec, fbgemm_gpu",
-        f"torchrun, and measuring in dlrm run scaling, need it: {INSTALL}" if missing else "",
-    )
+    found = f"missing: {', '.join(missing)}" if missing else "torchrec, fbgemm_gpu"
+    cost = f"torchrun, and measuring in dlrm run scaling, need it: {INSTALL}"
+    return _part("several ranks (TorchRec)", not missing, found, cost)
+
+
+def _notebook_tools() -> Part:
+    wanted = ("papermill", "plotly", "nbclient", "jupyterlab", "pandas", "pyarrow", "hatchet")
+    missing = [name for name in wanted if importlib.util.find_spec(name) is None]
+    found = f"missing: {', '.join(missing)}" if missing else ", ".join(wanted)
+    cost = "dlrm run and the pages need them; dlrm train and dlrm record work without."
+    return _part("notebook packages", not missing, found, cost)
 
 
 def _browser() -> Part:
     path = find_browser()
-    return Part(
-        "browser (Chromium)",
-        path is not None,
-        path or "none on the PATH, DLRM_BROWSER is not set",
-        "" if path else "Pages are still made and open in any browser; browser tests are skipped.",
-    )
+    found = path or "none on the PATH, DLRM_BROWSER is not set"
+    cost = "Pages are still made and open in any browser; browser tests are skipped."
+    return _part("browser (Chromium)", path is not None, found, cost)
 
 
 def _memory() -> Part:
     """Whether the experiment's own model fits: 8 tables of a million rows of 64 floats, twice."""
     total = min(memory_bytes() / 2**30, memory_limit_gib() or float("inf"))
-    good = total >= 6
-    return Part(
-        "memory for the experiment",
-        good,
-        f"{total:.1f} GiB",
-        "" if good else "The experiment's tables take 2 GiB and a profiled run about twice that.",
-    )
+    cost = "The experiment's tables take 2 GiB and a profiled run about twice that."
+    return _part("memory for the experiment", total >= 6, f"{total:.1f} GiB", cost)
