@@ -26,8 +26,6 @@ from dlrm_core.machine import REPOSITORY, machine_facts, versions
 NOTEBOOKS = REPOSITORY / "notebooks"
 DEFAULT_OUTPUT_ROOT = REPOSITORY / "outputs"
 
-STATUSES = ("running", "finished", "failed", "interrupted")
-
 
 @dataclass
 class RunFolder:
@@ -37,7 +35,8 @@ class RunFolder:
         path: absolute path of the folder.
         record: content of run.json: ``notebook``, ``status``, ``parameters``,
             ``versions``, ``machine``, ``command``, ``started``, ``seconds``,
-            ``artifacts``, and ``error`` (and ``failing_cell``) of a run that failed.
+            ``artifacts``, and ``error`` (and ``failing_cell``) of a run that failed. A status
+            is ``running``, ``finished``, ``failed`` or ``interrupted``.
     """
 
     path: Path
@@ -50,11 +49,6 @@ class RunFolder:
         return str(self.record["notebook"])
 
     @property
-    def status(self) -> str:
-        """One of ``running``, ``finished``, ``failed``, ``interrupted``."""
-        return str(self.record["status"])
-
-    @property
     def ipynb(self) -> Path:
         """The executed notebook, whole or partial."""
         return self.path / f"{self.notebook}.ipynb"
@@ -63,6 +57,14 @@ class RunFolder:
     def html(self) -> Path:
         """The rendered page."""
         return self.path / f"{self.notebook}.html"
+
+    @classmethod
+    def reopen(cls, path: Path, record: Mapping[str, Any]) -> RunFolder:
+        """A folder whose run goes on: its run.json says ``running`` again, and no error."""
+        kept = {k: v for k, v in record.items() if k not in ("error", "failing_cell")}
+        folder = cls(path, kept | {"status": "running"})
+        write_json(path / "run.json", folder.record)
+        return folder
 
     def elapsed(self) -> float:
         """Seconds since the folder was claimed."""

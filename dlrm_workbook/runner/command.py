@@ -1,40 +1,56 @@
-"""``dlrm run``: notebooks, a sweep of them, or one that was stopped and goes on."""
+"""``dlrm run``: notebooks, a sweep of them, or a run that was stopped and goes on.
+
+A sweep runs every point's notebooks and then makes one page over all of them.
+"""
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dlrm_core.config import load_parameters
+from dlrm_core.config import Parameters, load_parameters
 from dlrm_core.errors import InputError
-from dlrm_core.files import only_process, read_json, write_json
+from dlrm_core.files import only_process, read_json
 from dlrm_core.ledger import require_same
 from dlrm_workbook.runner.parameters import split_overrides
 from dlrm_workbook.runner.run import CHAIN, Plan, RunError, run_notebooks
-from dlrm_workbook.runner.sweep import command_sweep
-from dlrm_workbook.runs import RunFolder
+from dlrm_workbook.runs import DEFAULT_OUTPUT_ROOT, RunFolder, claim_run_folder
+from dlrm_workbook.studies.sweep.plan import PointFailed, Sweep, describe_failures, sweep_points
+
+RESUMABLE = {"compare": "comparison", "scaling": "measurement"}
+"""Notebook to what it makes, where it finds its own rounds in its folder."""
+
+SUMMARY = "sweep"
+"""Name of the notebook of a sweep's summary page."""
 
 
 def command_run(arguments: Any) -> int:
-    """``dlrm run``: exit code 0 only if every notebook finished."""
-    names = CHAIN if arguments.notebook == "all" else [arguments.notebook]
-    sections, _ = split_overrides(arguments.parameter)
-    swept = bool(load_parameters(arguments.file, sections).sweep) and arguments.notebook != "sweep"
-    if arguments.resume and not swept and arguments.notebook in RESUMABLE:
-        return command_resume(arguments)
-    if swept or arguments.resume:
-        return command_sweep(arguments, names)
+    """``dlrm run``: exit code 0 only if every notebook finished.
+
+    The run folder is the last line on standard output; exit codes of failures are
+    those of :class:`RunError`.
+    """
+    names = CHAIN if arguments.notebook == "all" else (arguments.notebook,)
+    for_sections, own = split_overrides(arguments.parameter)
+    parameters = load_parameters(arguments.file, for_sections)
+    swept = bool(parameters.sweep) and names != (SUMMARY,)
     try:
-        folder = run_notebooks(
-            names,
-            arguments.file,
-            arguments.parameter,
-            arguments.output_root,
-            cell_timeout=arguments.cell_timeout,
-            command=arguments.argv,
-        )
+        if arguments.resume and not swept and arguments.notebook in RESUMABLE:
+            folder = resume_notebook(arguments, parameters, own)
+        elif swept or arguments.resume:
+            return run_sweep(arguments, names, parameters, own)
+        else:
+            folder = run_notebooks(
+                names,
+                arguments.file,
+                arguments.parameter,
+                arguments.output_root,
+                cell_timeout=arguments.cell_timeout,
+                command=arguments.argv,
+            )
     except RunError as error:
         print(f"dlrm run: {error}", file=sys.stderr)
         print(error.folder.path, flush=True)
@@ -43,20 +59,15 @@ def command_run(arguments: Any) -> int:
     return 0
 
 
-RESUMABLE = {"compare": "comparison", "scaling": "measurement"}
-"""Notebook to what it makes, where it finds its own rounds in its folder."""
-
-
-def command_resume(arguments: Any) -> int:
-    """``dlrm run NOTEBOOK --resume FOLDER``: exit code 0 only if the notebook finished.
+def resume_notebook(arguments: Any, parameters: Parameters, own: Mapping[str, str]) -> RunFolder:
+    """``dlrm run NOTEBOOK --resume FOLDER``: go on in that folder.
 
     Raises:
         InputError: the folder holds no unfinished run of it with these parameters; nothing
             has been run then.
+        RunError: the notebook did not finish.
     """
     name = arguments.notebook
-    for_sections, own = split_overrides(arguments.parameter)
-    parameters = load_parameters(arguments.file, for_sections)
     plan = Plan.of([name], own)
     plan.check(parameters)
     given = plan.given(name, parameters, {})
@@ -65,20 +76,13 @@ def command_resume(arguments: Any) -> int:
     with only_process(place / "rounds"):
         pass  # nobody measures here: the process that began is gone, and its kernel too
     with only_process(place):
-        folder = RunFolder(place, record)
-        write_json(place / "run.json", record)
-        try:
-            plan.execute(name, folder, given, arguments.cell_timeout)
-        except RunError as error:
-            print(f"dlrm run: {error}", file=sys.stderr)
-            print(error.folder.path, flush=True)
-            return error.code
-    print(place, flush=True)
-    return 0
+        folder = RunFolder.reopen(place, record)
+        plan.execute(name, folder, given, arguments.cell_timeout)
+    return folder
 
 
 def unfinished_record(folder: Path, notebook: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``run.json`` of a run that is to go on, as one that is running.
+    """The ``run.json`` of a run that is to go on.
 
     Args:
         notebook: one of ``RESUMABLE``.
@@ -97,7 +101,96 @@ def unfinished_record(folder: Path, notebook: str, given: Mapping[str, Any]) -> 
         raise InputError(f"{folder}: this {made} has finished; start another")
     advice = f"a {made} is resumed with the parameters it began with"
     require_same(str(folder), record.get("parameters") or {}, given, advice)
-    record = {**record, "status": "running"}
-    record.pop("error", None)
-    record.pop("failing_cell", None)
     return record
+
+
+def run_sweep(
+    arguments: Any, names: tuple[str, ...], parameters: Parameters, own: Mapping[str, str]
+) -> int:
+    """``dlrm run`` of a parameters file with a sweep.
+
+    Returns:
+        0 only if every point and the summary page finished; 128 + signal after an
+        interruption. The sweep's folder is the last line on standard output.
+
+    Raises:
+        InputError: a point cannot work, or ``--resume`` names another sweep; nothing has
+            been run then.
+    """
+    if not parameters.sweep:
+        raise InputError(f"--resume: {arguments.file} has no sweep section")
+    if names == ("bottlenecks",):
+        raise InputError("a sweep of bottlenecks has nothing to explain; sweep all, or profile")
+    points = sweep_points(parameters)
+    plan = Plan.of(names, own)
+    for point in points:
+        try:
+            plan.check(point.parameters)
+        except InputError as error:
+            raise InputError(f"sweep point {point.number} ({point.label}): {error}") from None
+    summary = Plan.of([SUMMARY], {})
+    typed = shlex.join(arguments.argv)
+    if arguments.resume:
+        sweep = Sweep.open(Path(arguments.resume))
+        sweep.require_same(parameters, names, own)
+        folder = RunFolder.reopen(sweep.folder, read_json(sweep.folder / "run.json"))
+    else:
+        root = DEFAULT_OUTPUT_ROOT if arguments.output_root is None else arguments.output_root
+        given = parameters.to_sections() | {"sweep": dict(parameters.sweep)}
+        folder = claim_run_folder(root, SUMMARY, parameters.preset, parameters=given, command=typed)
+        sweep = Sweep.begin(folder.path, parameters, names, own, typed)
+
+    def run_point(point: Parameters, place: Path) -> Mapping[str, Path]:
+        """Run a point's notebooks that have not finished there, each in a folder of its name."""
+        done: dict[str, Path] = {}
+        for name in names:
+            finished = finished_run(place, name)
+            if finished is None:
+                given = plan.given(name, point, done)
+                run = claim_run_folder(
+                    place,
+                    name,
+                    parameters.preset,
+                    parameters=given,
+                    command=typed,
+                    place=place / name,
+                )
+                try:
+                    plan.execute(name, run, given, arguments.cell_timeout)
+                except RunError as error:
+                    raise PointFailed(str(error), error.code, done) from None
+                finished = run.path
+            done[name] = finished
+        return done
+
+    code = sweep.run(run_point)
+    left = describe_failures(sweep)
+    if code >= 128:
+        folder.close("interrupted", error=left)
+        resume = [] if "--resume" in arguments.argv else ["--resume", str(folder.path)]
+        again = shlex.join([*arguments.argv, *resume])
+        print(f"dlrm run: the sweep was interrupted; go on with: {again}", file=sys.stderr)
+    else:
+        given = summary.given(SUMMARY, parameters, {}) | {"sweep_folder": str(folder.path)}
+        try:
+            summary.execute(SUMMARY, folder, given, None)
+            if left:
+                # the page is there, but the folder must not pass for that of a whole sweep
+                folder.close("failed", error=left)
+        except RunError as error:
+            print(f"dlrm run: {error}", file=sys.stderr)
+            code = error.code
+    if left:
+        print(f"dlrm run: {left}", file=sys.stderr)
+    print(folder.path, flush=True)
+    return code
+
+
+def finished_run(place: Path, notebook: str) -> Path | None:
+    """The run of a notebook that finished in a point's folder; None if there is none."""
+    for folder in sorted(place.glob(f"{notebook}*")):
+        run_json = folder / "run.json"
+        # a run that was killed stays 'running', and has a folder of the same name
+        if run_json.is_file() and read_json(run_json).get("status") == "finished":
+            return folder
+    return None

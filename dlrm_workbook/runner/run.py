@@ -146,90 +146,73 @@ class Plan:
 
     def execute(
         self, name: str, folder: RunFolder, given: dict[str, Any], cell_timeout: float | None
-    ) -> RunFolder:
-        """Run a notebook in a folder that was claimed for it.
+    ) -> None:
+        """Run a notebook in a folder claimed for it; status and page are left whatever happens.
 
         Raises:
             RunError: it did not finish.
         """
-        wants_folder = "output_folder" in self.declared[name]
-        return _execute(self.paths[name], given, wants_folder, folder, cell_timeout)
+        import papermill
+
+        from dlrm_workbook.runner.engine import ENGINE, Watch
+
+        notebook = self.paths[name]
+        if "output_folder" in self.declared[name]:
+            given = given | {"output_folder": str(folder.path)}
+        watch = Watch(cell_timeout)
+        problem = ""
+        with watch.signals():
+            try:
+                with redirect_stdout(sys.stderr), quiet_papermill():
+                    papermill.execute_notebook(
+                        str(notebook),
+                        str(folder.ipynb),
+                        given,
+                        engine_name=ENGINE,
+                        kernel_name="python3",
+                        progress_bar=False,
+                        watch=watch,
+                        label=notebook.stem,
+                    )
+            except papermill.PapermillExecutionError:
+                pass  # told below, from the notebook: the banner is papermill's, the words are ours
+            except KeyboardInterrupt:
+                watch.signum = watch.signum or signal.SIGINT
+            except Exception as error:
+                problem = f"the notebook could not be executed: {_last_line(error)}"
+            _finish(folder, notebook, watch, problem)
 
 
-def _execute(
-    notebook: Path,
-    parameters: dict[str, Any],
-    wants_folder: bool,
-    folder: RunFolder,
-    cell_timeout: float | None,
-) -> RunFolder:
-    """Run the notebook in its folder, leave status and page whatever happens."""
-    import papermill
-
-    from dlrm_workbook.runner.engine import ENGINE, Watch
-
-    given = parameters | ({"output_folder": str(folder.path)} if wants_folder else {})
-    watch = Watch(cell_timeout)
-    problem = ""
-    with watch.signals():
-        try:
-            with redirect_stdout(sys.stderr), quiet_papermill():
-                papermill.execute_notebook(
-                    str(notebook),
-                    str(folder.ipynb),
-                    given,
-                    engine_name=ENGINE,
-                    kernel_name="python3",
-                    progress_bar=False,
-                    watch=watch,
-                    label=notebook.stem,
-                )
-        except papermill.PapermillExecutionError:
-            pass  # told below, from the notebook: the banner is papermill's, the words are ours
-        except KeyboardInterrupt:
-            watch.signum = watch.signum or signal.SIGINT
-        except Exception as error:
-            problem = f"the notebook could not be executed: {_last_line(error)}"
-        return _finish(folder, notebook, watch, problem)
-
-
-def _finish(folder: RunFolder, notebook: Path, watch: Any, problem: str) -> RunFolder:
+def _finish(folder: RunFolder, notebook: Path, watch: Any, problem: str) -> None:
     """Status, page and message of a run that has ended in one way or another."""
-    status, code = "finished", 0
+    code = 1
     failing: dict[str, Any] | None = None
     if watch.failed is not None or watch.timed_out:
         failing = failing_cell(folder.ipynb, watch.failed)
     if watch.signum is not None:
-        status, code = "interrupted", 128 + watch.signum
+        code = 128 + watch.signum
         problem = f"interrupted by {signal.Signals(watch.signum).name}"
+        _mark_pending(folder.ipynb)
     elif watch.timed_out:
-        status, code = "failed", 1
         problem = f"a cell took longer than {watch.cell_timeout:g} s (--cell-timeout)"
     elif failing:
-        status, code = "failed", 1
         problem = failing["error"]
-        if failing["error"].split(":", 1)[0] in INPUT_ERRORS:
-            code = 2
-    elif problem:
-        status, code = "failed", 1
-    message = f"{notebook.name}: {problem}"
-    if failing:
-        message += f" [cell {failing['index']} of {failing['of']}: {failing['first_line']}]"
-    extra: dict[str, Any] = {"error": message} if status != "finished" else {}
-    if failing:
-        extra["failing_cell"] = failing
-    if status == "interrupted":
-        _mark_pending(folder.ipynb)
+        code = 2 if problem.split(":", 1)[0] in INPUT_ERRORS else 1
+    status = "interrupted" if watch.signum is not None else "failed" if problem else "finished"
+    fields: dict[str, Any] = {"failing_cell": failing} if failing else {}
+    if problem:
+        fields["error"] = f"{notebook.name}: {problem}"
+        if failing:
+            cell = f"cell {failing['index']} of {failing['of']}: {failing['first_line']}"
+            fields["error"] += f" [{cell}]"
     # the page shows the outcome; artifacts can be listed only once the page is there
-    outcome = folder.record | extra | {"status": status, "seconds": folder.elapsed()}
+    outcome = folder.record | fields | {"status": status, "seconds": folder.elapsed()}
     page_problem = _render(folder, outcome)
-    if page_problem and status == "finished":
-        status, code, message = "failed", 1, f"{notebook.name}: {page_problem}"
-        extra["error"] = message
-    folder.close(status, **extra)
+    if page_problem and not problem:
+        status, fields["error"] = "failed", f"{notebook.name}: {page_problem}"
+    folder.close(status, **fields)
     if status != "finished":
-        raise RunError(f"{message}; kept: {folder.path}", folder, code)
-    return folder
+        raise RunError(f"{fields['error']}; kept: {folder.path}", folder, code)
 
 
 def _render(folder: RunFolder, outcome: Mapping[str, Any]) -> str:

@@ -17,7 +17,7 @@ import yaml
 from dlrm_core.config import parameters_from_sections
 from dlrm_core.errors import InputError
 from dlrm_core.files import only_process, write_json
-from dlrm_workbook.runner.command import command_resume, unfinished_record
+from dlrm_workbook.runner.command import command_run, unfinished_record
 from dlrm_workbook.runs import claim_run_folder
 from dlrm_workbook.studies.compare import comparison
 from dlrm_workbook.studies.compare.comparison import Earlier, whole_profile
@@ -117,7 +117,7 @@ def test_only_the_same_unfinished_comparison_is_gone_on_with(tmp_path: Path) -> 
     given = {**sections, "change": CHANGE, "rounds": 2}
     folder = claim_run_folder(tmp_path, "compare", "tiny", parameters=given, command="x")
     record = unfinished_record(folder.path, "compare", given)
-    assert record["status"] == "running"
+    assert record == folder.record
     for other, message in (
         ({**given, "rounds": 3}, "begun with rounds 2, but now it is 3"),
         ({**given, "change": {"training.batch_size": 4}}, "begun with change.training.batch_size"),
@@ -130,12 +130,12 @@ def test_only_the_same_unfinished_comparison_is_gone_on_with(tmp_path: Path) -> 
         resume=str(folder.path), argv=["dlrm"], notebook="compare",
     )  # fmt: skip
     with pytest.raises(InputError, match="begun with"):
-        command_resume(typed)
+        command_run(typed)
     folder.close("finished")
     with pytest.raises(InputError, match="has finished"):
         unfinished_record(folder.path, "compare", given)
     ranks = claim_run_folder(tmp_path, "scaling", "tiny", parameters=given, command="x")
-    assert unfinished_record(ranks.path, "scaling", given)["status"] == "running"
+    assert unfinished_record(ranks.path, "scaling", given)["notebook"] == "scaling"
     ranks.close("finished")
     with pytest.raises(InputError, match="this measurement has finished"):
         unfinished_record(ranks.path, "scaling", given)
