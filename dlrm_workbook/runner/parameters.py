@@ -24,13 +24,12 @@ from dlrm_core.errors import InputError
 from dlrm_core.settings import read_yaml
 from dlrm_core.units import value_text
 from dlrm_workbook.changes import read_change
-from dlrm_workbook.runs import NOTEBOOKS
 
 SET_BY_RUNNER = ("output_folder",)
 """Notebook parameters that only the runner gives a value."""
 
 
-def find_notebook(name: str, notebooks: Path = NOTEBOOKS) -> Path:
+def find_notebook(name: str, notebooks: Path) -> Path:
     """Path of a notebook by name.
 
     Raises:

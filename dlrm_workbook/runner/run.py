@@ -65,7 +65,7 @@ def run_notebooks(
     *,
     cell_timeout: float | None = 7200.0,
     command: Sequence[str] | None = None,
-    notebooks: Path = NOTEBOOKS,
+    notebooks: Path | None = None,
 ) -> RunFolder:
     """Check everything for every notebook first, then execute them in order.
 
@@ -80,7 +80,7 @@ def run_notebooks(
         output_root: where dated folders go; None is ``outputs/`` of the repository.
         cell_timeout: seconds after which a cell is ended; None or 0 is never.
         command: what the user typed, for run.json.
-        notebooks: folder of the notebooks.
+        notebooks: folder of the notebooks; None is ``notebooks/`` of the repository.
 
     Returns:
         The last run folder, status ``finished``.
@@ -117,13 +117,15 @@ class Plan:
     own: dict[str, dict[str, Any]]
 
     @classmethod
-    def of(cls, names: Sequence[str], own: Mapping[str, str], notebooks: Path = NOTEBOOKS) -> Plan:
+    def of(
+        cls, names: Sequence[str], own: Mapping[str, str], notebooks: Path | None = None
+    ) -> Plan:
         """Find the notebooks and type their own parameters.
 
         Raises:
             InputError: no such notebook, or none of them takes a parameter.
         """
-        paths = {name: find_notebook(name, notebooks) for name in names}
+        paths = {name: find_notebook(name, notebooks or NOTEBOOKS) for name in names}
         declared = {name: declared_parameters(path) for name, path in paths.items()}
         return cls(paths, declared, own_parameters(own, declared))
 

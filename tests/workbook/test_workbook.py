@@ -152,7 +152,8 @@ def test_interruption_keeps_results_and_ends_the_kernel(place: Path, signum: int
         ],
     )
     program = (
-        "import sys, pathlib\nfrom dlrm_core import cli, notebook_engine, workbook\n"
+        "import sys, pathlib\nfrom dlrm_workbook import cli\n"
+        "from dlrm_workbook.runner import run as workbook\n"
         f"workbook.NOTEBOOKS = pathlib.Path({str(place / 'nb')!r})\n"
         "sys.exit(cli.main(sys.argv[1:]))"
     )

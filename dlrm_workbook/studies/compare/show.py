@@ -12,8 +12,6 @@ import plotly.graph_objects as go
 
 from dlrm_core.parts import part_label
 from dlrm_core.units import (
-    NOT_MEASURED,
-    NOTHING,
     milliseconds,
     signed_milliseconds,
     speedup,
@@ -31,6 +29,7 @@ from dlrm_workbook.show.theme import (
     SLOWER,
     SYMBOLS,
     WATERFALL,
+    add_bars,
     difference_colour,
     error_bars,
     escaped,
@@ -57,35 +56,25 @@ def speedups(outcomes: Sequence[Outcome]) -> go.Figure:
     shown = [outcome for outcome in outcomes if outcome.speedup is not None]
     result = figure("Speed-up, predicted and measured", 150 + 62 * len(shown), legend=True)
     labels = [lines_of(change_text(o.change) or o.after, 34) for o in shown]
-    for name, colour, symbol, lift in (
-        ("predicted", PREDICTED, "diamond", -0.13),
-        ("measured", COLOURS["top_mlp"], "circle", 0.13),
+    predicted = [(row - 0.13, o.predicted.speedup) for row, o in enumerate(shown) if o.predicted]
+    measured = [(row + 0.13, o.speedup.to_dict()) for row, o in enumerate(shown) if o.speedup]
+    for name, gains, colour, symbol, side in (
+        ("predicted", predicted, PREDICTED, "diamond", "top"),
+        ("measured", measured, COLOURS["top_mlp"], "circle", "bottom"),
     ):
-        places, ranges = [], []
-        for row, outcome in enumerate(shown):
-            if name == "predicted":
-                if outcome.predicted is None:
-                    continue
-                gain = outcome.predicted.speedup
-                low, mid, high = gain["low"], gain["mid"], gain["high"]
-            else:
-                assert outcome.speedup is not None
-                low, mid, high = outcome.speedup.low, outcome.speedup.mid, outcome.speedup.high
-            places.append(row + lift)
-            ranges.append((low, mid, high))
-        if not ranges:
+        if not gains:
             continue
-        lows, mids, highs = zip(*ranges, strict=True)
+        mids, lows, highs = ([gain[end] for _, gain in gains] for end in ENDS)
         result.add_trace(
             go.Scatter(
                 x=mids,
-                y=places,
+                y=[place for place, _ in gains],
                 mode="markers+text",
                 name=name,
                 marker={"color": colour, "size": 11, "symbol": symbol},
                 error_x=error_bars(lows, mids, highs, colour, 2.5),
                 text=[f"{mid:.2f}×" for mid in mids],
-                textposition="top center" if name == "predicted" else "bottom center",
+                textposition=f"{side} center",
                 cliponaxis=False,
                 hovertemplate=f"{name}: %{{x:.3f}}×<extra></extra>",
             )
@@ -133,27 +122,24 @@ def part_differences(parts: pd.DataFrame) -> go.Figure:
     rows = rows_of(table)
     pale = [row.verdict not in ("slower", "faster") for row in rows]
     result = figure("Difference of each part, after less before", 130 + ROW * max(len(rows), 3))
-    places = list(range(len(rows)))
     half = [row.high_ms - row.difference_ms if row.high_ms == row.high_ms else 0.0 for row in rows]
-    result.add_trace(
-        go.Bar(
-            x=[row.difference_ms for row in rows],
-            y=places,
-            orientation="h",
-            marker=markers([(row.component, row.phase) for row in rows], pale),
-            error_x={"array": half, "color": INK, "thickness": 1.4, "width": 4},
-            hovertext=[
-                f"{part_label(row.component, row.phase)}: {row.before_ms:,.3f} ms before, "
-                f"{row.after_ms:,.3f} ms after<br>{row.verdict}"
-                for row in rows
-            ],
-            hovertemplate="%{hovertext}<extra></extra>",
-        )
+    add_bars(
+        result,
+        table["difference_ms"].tolist(),
+        list(range(len(rows))),
+        "",
+        markers([(row.component, row.phase) for row in rows], pale),
+        [
+            f"{part_label(row.component, row.phase)}: {row.before_ms:,.3f} ms before, "
+            f"{row.after_ms:,.3f} ms after<br>{row.verdict}"
+            for row in rows
+        ],
+        error_x={"array": half, "color": INK, "thickness": 1.4, "width": 4},
     )
     # beyond both the bar and its interval, so that the text covers neither
     reach = [abs(row.difference_ms) + side for row, side in zip(rows, half, strict=True)]
     longest = max(reach, default=0.0) or 1.0
-    for place, row, far in zip(places, rows, reach, strict=True):
+    for place, (row, far) in enumerate(zip(rows, reach, strict=True)):
         right = row.difference_ms >= 0
         result.add_annotation(
             x=far if right else -far,
@@ -163,14 +149,11 @@ def part_differences(parts: pd.DataFrame) -> go.Figure:
             xanchor="left" if right else "right",
             xshift=6 if right else -6,
         )
-    left = any(row.difference_ms < 0 for row in rows)
-    right = any(row.difference_ms > 0 for row in rows)
+    left = 1.35 if (table["difference_ms"] < 0).any() else 0.2
+    right = 1.35 if (table["difference_ms"] > 0).any() else 0.2
     result.update_xaxes(
         title="ms in a mean iteration: left is faster, right is slower",
-        range=[
-            -1.35 * longest if left else -0.2 * longest,
-            1.35 * longest if right else 0.2 * longest,
-        ],
+        range=[-left * longest, right * longest],
         zeroline=True,
         zerolinecolor=INK,
     )
@@ -200,7 +183,7 @@ def difference_icicle(tree: pd.DataFrame) -> go.Figure:
         children[row.parent] = children.get(row.parent, 0.0) + values[row.id]
     rows = rows_of(drawn)
     sampled = tree.attrs.get("sampled", (False, False))
-    total = max((max(row.before_ms, row.after_ms) for row in rows), default=0.0)
+    total = drawn[["before_ms", "after_ms"]].to_numpy().max(initial=0.0)
     doublings = [_doublings(row.before_ms, row.after_ms, total) for row in rows]
     colours = [difference_colour(value / TWICE) for value in doublings]
     labels = [short_name(row.label, 34) for row in rows]
@@ -320,16 +303,12 @@ def waterfall(outcomes: Sequence[Outcome]) -> go.Figure:
             **WATERFALL,
         )
     )
-    foretold = [
-        (place, *(base / o.predicted.speedup[end] for end in ("high", "mid", "low")))
-        for place, o in enumerate(shown, 1)
-        if o.predicted is not None
-    ]
-    if foretold:
-        at, lows, mids, highs = zip(*foretold, strict=True)
+    predicted = [(at, o.predicted.speedup) for at, o in enumerate(shown, 1) if o.predicted]
+    if predicted:
+        mids, highs, lows = ([base / gain[end] for _, gain in predicted] for end in ENDS)
         result.add_trace(
             go.Scatter(
-                x=at,
+                x=[at for at, _ in predicted],
                 y=mids,
                 mode="markers",
                 name="predicted before it was measured",
@@ -350,21 +329,6 @@ def waterfall(outcomes: Sequence[Outcome]) -> go.Figure:
     return result
 
 
-def times_faster(interval: Interval | None) -> str:
-    """The measured speed-up with its interval."""
-    if interval is None:
-        return NOT_MEASURED
-    return speedup(interval.mid, interval.low, interval.high)
-
-
-def foretold(outcome: Outcome) -> str:
-    """The predicted speed-up with its range, or a dash."""
-    if outcome.predicted is None:
-        return NOTHING
-    gain = outcome.predicted.speedup
-    return speedup(gain["mid"], gain["low"], gain["high"])
-
-
 def verdict(comparison: Comparison) -> Text:
     """What came out, in a sentence or two an outcome."""
     blocks = [_judgement(outcome, comparison) for outcome in comparison.outcomes]
@@ -379,26 +343,23 @@ def _judgement(outcome: Outcome, comparison: Comparison) -> str:
     measured = outcome.speedup
     if measured is None:
         return f"**{what}**: not measured yet."
-    sure = math.isfinite(measured.low) and not measured.contains(1.0)
+    gain = f"{measured.mid:.2f}× as fast"
+    bounds = f"({measured.low:.2f} to {measured.high:.2f})"
     if not math.isfinite(measured.low):
-        text = f"**{what}: {measured.mid:.2f}× as fast**, without repetitions to say how sure"
-    elif sure:
-        word = "faster" if measured.mid > 1 else "slower"
-        change = abs(1 - 1 / measured.mid)
-        text = (
-            f"**{what}: {measured.mid:.2f}× as fast** ({measured.low:.2f} to "
-            f"{measured.high:.2f}), {change:.1%} {'less' if word == 'faster' else 'more'} time"
-        )
+        text = f"**{what}: {gain}**, without repetitions to say how sure"
+    elif measured.contains(1.0):
+        text = f"**{what}: no difference shown**, {gain} {bounds}"
     else:
+        saved = 1 - 1 / measured.mid
         text = (
-            f"**{what}: no difference shown**, {measured.mid:.2f}× as fast "
-            f"({measured.low:.2f} to {measured.high:.2f})"
+            f"**{what}: {gain}** {bounds}, {abs(saved):.1%} {'less' if saved > 0 else 'more'} time"
         )
-    text += f"; {_basis(outcome, comparison)}."
+    text += f"; {_basis(measured, comparison)}."
     if outcome.predicted is not None and outcome.error is not None:
+        foretold = speedup(*(outcome.predicted.speedup[end] for end in ENDS))
         side = "inside" if outcome.in_range else "outside"
         text += (
-            f" Predicted was {foretold(outcome)}: the predicted time is off by "
+            f" Predicted was {foretold}: the predicted time is off by "
             f"{outcome.error:+.1%}, the measured speed-up {side} the range."
         )
     elif outcome.reason and comparison.kind == "change":
@@ -406,28 +367,22 @@ def _judgement(outcome: Outcome, comparison: Comparison) -> str:
     return text
 
 
-def _basis(outcome: Outcome, comparison: Comparison) -> str:
-    assert outcome.speedup is not None
-    if comparison.kind == "change":
-        count = len({run.round for run in comparison.runs})
-        sure = outcome.speedup.confidence
-        return (
-            f"median of {count} rounds, "
-            + (f"with {sure:.1%} confidence" if sure > 0 else "one round gives no confidence")
-            + ("" if sure >= 0.95 else " (six rounds or more give 95 %)")
-        )
-    return "interval from the runs' repeated iterations, 95 %"
+def _basis(measured: Interval, comparison: Comparison) -> str:
+    """What the interval of a speed-up rests on."""
+    if comparison.kind != "change":
+        return "interval from the runs' repeated iterations, 95 %"
+    count = len({run.round for run in comparison.runs})
+    sure = measured.confidence
+    text = f"with {sure:.1%} confidence" if sure > 0 else "one round gives no confidence"
+    more = "" if sure >= 0.95 else " (six rounds or more give 95 %)"
+    return f"median of {count} rounds, {text}{more}"
 
 
 def prediction_notices(comparison: Comparison) -> Text:
     """What predictions say of themselves."""
-    texts = [
-        text
-        for outcome in comparison.outcomes
-        if outcome.predicted
-        for text in outcome.predicted.notices
-    ]
-    return Text("\n".join(f"- {text}" for text in dict.fromkeys(texts)))
+    made = [outcome.predicted for outcome in comparison.outcomes if outcome.predicted]
+    texts = dict.fromkeys(text for prediction in made for text in prediction.notices)
+    return Text("\n".join(f"- {text}" for text in texts))
 
 
 def losses_text(comparison: Comparison) -> Text:
@@ -449,9 +404,7 @@ def losses_text(comparison: Comparison) -> Text:
         if shaky:
             text += f"; runs of {' and '.join(shaky)} do not even repeat themselves exactly"
         lines.append(f"- {name}: {text}.")
-    if not lines:
-        return Text("*Losses are compared where runs are made in turns.*")
-    return Text("\n".join(lines))
+    return Text("\n".join(lines) or "*Losses are compared where runs are made in turns.*")
 
 
 OUTCOMES: dict[str, str | Column] = {

@@ -17,15 +17,16 @@ from dlrm_workbook.show.theme import (
     COLOURS,
     DASHES,
     INK,
+    INSIDE,
     ROW,
     SYMBOLS,
     TEMPLATE,
+    add_bars,
     figure,
     label_rows,
     lines_of,
     log_axis,
     log_ticks,
-    rows_of,
     wrapped,
 )
 
@@ -39,25 +40,28 @@ def scaling_curves(curves: Sequence[Curve], leaf: str) -> go.Figure:
     parts = list(dict.fromkeys(curve.component for curve in curves))
     held = list(dict.fromkeys(curve.held for curve in curves))
     columns = min(3, max(len(parts), 1))
-    height = math.ceil(len(parts) / columns)
+    height = max(math.ceil(len(parts) / columns), 1)
+    cells = {
+        name: {"row": place // columns + 1, "col": place % columns + 1}
+        for place, name in enumerate(parts)
+    }
     result = make_subplots(
-        rows=max(height, 1),
+        rows=height,
         cols=columns,
         subplot_titles=[f"<b>{part_label(name)}</b>" for name in parts],
         horizontal_spacing=0.09,
-        vertical_spacing=0.16 / max(height - 1, 1) if height > 1 else 0.1,
+        vertical_spacing=0.16 / (height - 1) if height > 1 else 0.1,
     )
     result.update_layout(
         template=TEMPLATE,
         title={"text": f"Time of each part along {short_leaf(leaf)}"},
-        height=140 + 250 * max(height, 1),
+        height=140 + 250 * height,
         showlegend=len(held) > 1,
         legend={"orientation": "h", "x": 0, "y": 0, "yref": "container", "yanchor": "bottom"},
         margin={"t": 80, "b": 90 if len(held) > 1 else 60},
     )
     for curve in curves:
-        place = parts.index(curve.component)
-        at = {"row": place // columns + 1, "col": place % columns + 1}
+        at = cells[curve.component]
         number = held.index(curve.held)
         colour = INK if curve.component == WHOLE else COLOURS.get(curve.component, INK)
         said = curve.law.sentence(short_leaf(leaf))
@@ -80,9 +84,9 @@ def scaling_curves(curves: Sequence[Curve], leaf: str) -> go.Figure:
                 mode="markers+text",
                 name=curve.held or "measured",
                 legendgroup=curve.held,
-                showlegend=place == 0,
+                showlegend=curve.component == parts[0],
                 marker={"color": colour, "size": 8, "symbol": SYMBOLS[number % len(SYMBOLS)]},
-                text=["", *[""] * (len(curve.x) - 2), f"{curve.law.slope:+.2f}"],
+                text=[*[""] * (len(curve.x) - 1), f"{curve.law.slope:+.2f}"],
                 textposition="top left",
                 cliponaxis=False,
                 hovertemplate=(
@@ -96,42 +100,33 @@ def scaling_curves(curves: Sequence[Curve], leaf: str) -> go.Figure:
     result.update_xaxes(
         **log_axis(sizes, lambda size: f"{size:,.0f}" if size >= 1 else f"{size:g}")
     )
-    for place, name in enumerate(parts):
+    for name, at in cells.items():
         marks = log_ticks([t for curve in curves if curve.component == name for t in curve.time_ms])
-        at = {"row": place // columns + 1, "col": place % columns + 1}
         result.update_yaxes(**log_axis(marks), **at)
-    for number in range(1, columns + 1):
-        result.update_xaxes(title=short_leaf(leaf), row=max(height, 1), col=number)
-    for number in range(1, max(height, 1) + 1):
-        result.update_yaxes(title="ms", row=number, col=1)
+    result.update_xaxes(title=short_leaf(leaf), row=height)
+    result.update_yaxes(title="ms", col=1)
     return result
 
 
 def points_bars(summary: pd.DataFrame) -> go.Figure:
     """Samples a second of every finished point, in the order of the grid; the best stands out."""
     table = summary[summary["samples_per_second"].notna()]
-    rows = rows_of(table)
-    best = table["samples_per_second"].max()
-    result = figure("Samples a second at each point", 120 + ROW * max(len(rows), 3))
-    places = list(range(len(rows)))
-    result.add_trace(
-        go.Bar(
-            x=[row.samples_per_second for row in rows],
-            y=places,
-            orientation="h",
-            marker={
-                "color": [
-                    COLOURS["embedding"] if row.samples_per_second == best else INK for row in rows
-                ]
-            },
-            text=[f"{row.samples_per_second:,.0f}" for row in rows],
-            textposition="outside",
-            cliponaxis=False,
-            hovertemplate="%{y}: %{x:,.0f} samples/s<extra></extra>",
-        )
+    speeds = table["samples_per_second"]
+    best = speeds.max()
+    result = figure("Samples a second at each point", 120 + ROW * max(len(table), 3))
+    add_bars(
+        result,
+        speeds.tolist(),
+        list(range(len(table))),
+        "",
+        {"color": [COLOURS["embedding"] if speed == best else INK for speed in speeds]},
+        "%{y}: %{x:,.0f} samples/s",
+        text=[f"{speed:,.0f}" for speed in speeds],
+        textposition="outside",
+        cliponaxis=False,
     )
-    result.update_xaxes(title="samples a second", range=[0, 1.2 * best if len(rows) else 1])
-    label_rows(result, [lines_of(row.label, 40) for row in rows])
+    result.update_xaxes(title="samples a second", range=[0, 1.2 * best if len(table) else 1])
+    label_rows(result, [lines_of(label, 40) for label in table["label"]])
     return result
 
 
@@ -142,32 +137,24 @@ def parts_by_point(times: pd.DataFrame) -> go.Figure:
         times: what :func:`dlrm_workbook.analysis.ensemble.part_table` gives.
     """
     table = times[times["component"] != WHOLE].groupby(["run", "component"], sort=False)
-    shares = table["time_ms"].sum().unstack(fill_value=0)
     runs = list(dict.fromkeys(times["run"]))
-    shares = shares.reindex(runs)
+    shares = table["time_ms"].sum().unstack(fill_value=0).reindex(runs)
     whole = shares.sum(axis=1)
     result = figure("Share of each part at each point", 150 + 34 * max(len(runs), 3), legend=True)
-    places = list(range(len(runs)))
     for component in COMPONENTS:
         if component not in shares.columns:
             continue
         part = shares[component] / whole
-        result.add_trace(
-            go.Bar(
-                x=part,
-                y=places,
-                orientation="h",
-                name=part_label(component),
-                marker={"color": COLOURS[component], "line": {"width": 0}},
-                customdata=shares[component],
-                text=[f"{value:.0%}" if value >= 0.06 else "" for value in part],
-                textposition="inside",
-                insidetextanchor="middle",
-                textangle=0,
-                hovertemplate=(
-                    f"{part_label(component)}: %{{customdata:,.3f}} ms, %{{x:.1%}}<extra></extra>"
-                ),
-            )
+        add_bars(
+            result,
+            part,
+            list(range(len(runs))),
+            part_label(component),
+            COLOURS[component],
+            f"{part_label(component)}: %{{customdata:,.3f}} ms, %{{x:.1%}}",
+            customdata=shares[component],
+            text=[f"{value:.0%}" if value >= 0.06 else "" for value in part],
+            **INSIDE,
         )
     result.update_layout(barmode="stack", bargap=0.2)
     result.update_xaxes(title="share of the step", tickformat=".0%", range=[0, 1])
