@@ -75,18 +75,10 @@ def compare_settings(table: pd.DataFrame, before: str, after: str) -> pd.DataFra
         wide = wide.mul(mood, axis=0)
         each = (wide[after] - wide[before]).to_numpy()
         se = float(each.std(ddof=1) / math.sqrt(len(each))) if len(each) > 1 else math.nan
-        interval = t_interval(float(each.mean()), se, len(each) - 1)
-        chance = p_value(float(each.mean()), se, len(each) - 1)
-        rows.append(
-            (
-                str(component),
-                str(phase),
-                float(wide[before].mean()),
-                float(wide[after].mean()),
-                interval,
-                chance,
-            )
-        )
+        estimate = (float(each.mean()), se, len(each) - 1)
+        means = (float(wide[before].mean()), float(wide[after].mean()))
+        part = (str(component), str(phase))
+        rows.append((*part, *means, t_interval(*estimate), p_value(*estimate)))
     return difference_table(rows)
 
 
@@ -99,14 +91,14 @@ def compare_losses(runs: Sequence[TimedRun], before: str, after: str) -> dict[st
         difference over the mean loss), and ``repeatable``: setting to whether its own runs agree
         (None of a single one).
     """
-    of = {name: [run.losses for run in runs if run.setting == name] for name in (before, after)}
+    first, second = ([r.losses for r in runs if r.setting == name] for name in (before, after))
     repeatable = {
-        name: all(losses == found[0] for losses in found[1:]) if len(found) > 1 else None
-        for name, found in of.items()
+        name: all(losses == series[0] for losses in series[1:]) if len(series) > 1 else None
+        for name, series in ((before, first), (after, second))
     }
-    if not of[before] or not of[after]:
+    if not first or not second:
         return {"iterations": 0, "equal": None, "repeatable": repeatable}
-    a, b = np.asarray(of[before][0]), np.asarray(of[after][0])
+    a, b = np.asarray(first[0]), np.asarray(second[0])
     count = min(len(a), len(b))
     gap = np.abs(a[:count] - b[:count])
     differs = np.flatnonzero(~(gap == 0))

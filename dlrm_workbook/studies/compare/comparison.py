@@ -81,16 +81,14 @@ class Outcome:
         """Whether the measured speed-up lies in the predicted range."""
         if self.predicted is None or self.speedup is None:
             return None
-        foretold = self.predicted.speedup
-        return bool(foretold["low"] <= self.speedup.mid <= foretold["high"])
+        gain = self.predicted.speedup
+        return bool(gain["low"] <= self.speedup.mid <= gain["high"])
 
     def part_table(self) -> pd.DataFrame:
         """The parts, with ``predicted_ms`` of each on the scale of the measured baseline."""
         parts = self.parts
         if parts is None or parts.empty:
-            empty = pd.DataFrame()
-            empty.attrs["not_measured"] = "the parts were not timed"
-            return empty
+            return _absent("the parts were not timed")
         made = self.predicted
         if made is None or not self.before_ms or not made.now_ms:
             return parts.assign(predicted_ms=math.nan)
@@ -101,24 +99,30 @@ class Outcome:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
+        measured = self.speedup and {
+            "before_ms": self.before_ms,
+            "after_ms": self.after_ms,
+            "speedup": self.speedup.to_dict(),
+        }
         return {
             "before": self.before,
             "after": self.after,
             "change": self.change,
             "predicted": self.predicted.to_dict() if self.predicted else None,
             "not_predicted": self.reason,
-            "measured": None
-            if self.speedup is None
-            else {
-                "before_ms": self.before_ms,
-                "after_ms": self.after_ms,
-                "speedup": self.speedup.to_dict(),
-            },
+            "measured": measured,
             "error": self.error,
             "in_predicted_range": self.in_range,
             "parts": [] if self.parts is None else self.parts.to_dict("records"),
             "losses": self.losses,
         }
+
+
+def _absent(reason: str) -> pd.DataFrame:
+    """No table, and why."""
+    empty = pd.DataFrame()
+    empty.attrs["not_measured"] = reason
+    return empty
 
 
 class Comparison:
@@ -128,17 +132,14 @@ class Comparison:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.sentence = ""
+        """What is compared, for the top of the page (Markdown)."""
         self.profiles: dict[str, Profile] = {}
         self.outcomes: list[Outcome] = []
         self.runs: list[TimedRun] = []
         self.times = in_rounds.round_table([])
         self.notices: list[str] = []
         self.status = "running"
-
-    @property
-    def sentence(self) -> str:
-        """What is compared, for the top of the page (Markdown)."""
-        raise NotImplementedError
 
     def profile_baseline(self, progress: ProgressCallback | None = None) -> None:
         """Measure or load what comes first."""
@@ -194,21 +195,20 @@ class Comparison:
             ``change``, ``now_ms``, ``then_ms``, ``low_ms``, ``high_ms``, ``speedup_low``,
             ``speedup_mid``, ``speedup_high``, ``method`` (or why there is none).
         """
+        if self.kind == "runs":
+            return _absent("finished runs are compared, so nothing was predicted")
         rows = []
-        for outcome in self.outcomes if self.kind == "change" else []:
+        for outcome in self.outcomes:
             made = outcome.predicted
             row: dict[str, Any] = {"change": change_text(outcome.change)}
             if made is None:
-                rows.append(row | {"method": f"not predicted: {outcome.reason}"})
-                continue
-            row |= {"now_ms": made.now_ms, "then_ms": made.mid_ms}
-            row |= {"low_ms": made.low_ms, "high_ms": made.high_ms}
-            row |= {f"speedup_{end}": made.speedup[end] for end in ("low", "mid", "high")}
-            rows.append(row | {"method": made.method})
-        table = pd.DataFrame(rows, columns=PREDICTED)
-        if self.kind == "runs":
-            table.attrs["not_measured"] = "finished runs are compared, so nothing was predicted"
-        return table
+                row["method"] = f"not predicted: {outcome.reason}"
+            else:
+                row |= {"now_ms": made.now_ms, "then_ms": made.mid_ms, "method": made.method}
+                row |= {"low_ms": made.low_ms, "high_ms": made.high_ms}
+                row |= {f"speedup_{end}": made.speedup[end] for end in ("low", "mid", "high")}
+            rows.append(row)
+        return pd.DataFrame(rows, columns=PREDICTED)
 
     def ratio_table(self) -> pd.DataFrame:
         """Mean steady iteration of each setting in each round, and the rounds' own ratios.
@@ -218,9 +218,7 @@ class Comparison:
             others.
         """
         if not self.runs:
-            empty = pd.DataFrame()
-            empty.attrs["not_measured"] = "finished runs are compared, so nothing ran in turns"
-            return empty
+            return _absent("finished runs are compared, so nothing ran in turns")
         whole = self.times[self.times["component"] == ""]
         wide = whole.pivot(index="round", columns="setting", values="time_ms")
         first, others = self.outcomes[0].before, [outcome.after for outcome in self.outcomes]
@@ -259,7 +257,6 @@ class Comparison:
             **self._extra(),
         }
         path = self.folder / RECORD
-        # default=str: numpy's scalars know how to print themselves
         write_json(path, json.loads(json.dumps(document, default=_scalar)))
         return path
 
@@ -293,22 +290,22 @@ class Earlier:
             return cls()
         document = read_json(folder / RECORD)
         done = len(document.get("rounds") or [])
-        said = [
-            "This comparison was stopped and gone on with; what had finished was not run again"
-            + (f" ({done} runs in turns)." if done else ".")
-        ]
+        stopped = "This comparison was stopped"
+        runs = f" ({done} runs in turns)" if done else ""
+        said = [f"{stopped} and gone on with; what had finished was not run again{runs}."]
         now, before = versions(), document.get("versions") or {}
-        changed = [f"{name} {before[name]}, now {now.get(name)}" for name in before
-                   if now.get(name) != before[name]]  # fmt: skip
+        changed = [name for name in before if now.get(name) != before[name]]
         if changed and done:
-            said.append(f"Rounds of one comparison were made with other versions: {changed[0]}.")
-        kept = [text for text in document.get("notices") or [] if text not in said]
+            other = f"{changed[0]} {before[changed[0]]}, now {now.get(changed[0])}"
+            said.append(f"Rounds of one comparison were made with other versions: {other}.")
+        notices = document.get("notices") or []
+        kept = [text for text in notices if text not in said and not text.startswith(stopped)]
         return cls(
             dict(document.get("change") or {}),
             document.get("predicted_at") or "",
             document.get("measured_from") or "",
             list(document.get("outcomes") or []),
-            [text for text in kept if not text.startswith("This comparison was stopped")] + said,
+            kept + said,
         )
 
     def restore(self, outcomes: Sequence[Outcome]) -> bool:
@@ -372,13 +369,22 @@ class ChangeComparison(Comparison):
         self.parameters = parameters
         self.earlier = Earlier.of(folder)
         self.change = flat_change(change or self.earlier.change)
-        self.profile_run = profile_run
         self.stepwise = steps
         self.predicted_at = self.measured_from = ""
         self.rounds = rounds
         self.iterations = iterations or max(parameters.profiling.iterations, 2)
         if self.change:
             self._plan()
+            how = "leaf by leaf, each on top of the ones before" if steps else "in one go"
+            self.sentence = (
+                f"**{parameters.title}**\n\nCompared: the parameters as they are, and the same "
+                f"with `{change_text(self.change)}`, {how}."
+            )
+        else:
+            self.sentence = (
+                "No change was given, so the first finding of the baseline's profile that names "
+                "one is tried."
+            )
         if profile_run:
             profile = saved_profile(Path(profile_run).expanduser().absolute())
             _require_same(parameters, profile, profile_run)
@@ -391,44 +397,33 @@ class ChangeComparison(Comparison):
                 f"change: {change_text(self.change)} is what the parameters say already"
             )
         made = change_steps(self.parameters, self.change) if self.stepwise else [self.change]
+        # a setting's name names files, so no odd characters
+        names = ["change"] if len(made) == 1 else [f"step-{n}" for n in range(1, len(made) + 1)]
         self.outcomes = [
-            Outcome(BASELINE, _setting_name(made, number), dict(step), None, "not yet", None)
-            for number, step in enumerate(made)
+            Outcome(BASELINE, name, dict(step), None, "not yet", None)
+            for name, step in zip(names, made, strict=True)
         ]
-
-    @property
-    def sentence(self) -> str:
-        if not self.change:
-            return (
-                "No change was given, so the first finding of the baseline's profile that names "
-                "one is tried."
-            )
-        how = "leaf by leaf, each on top of the ones before" if self.stepwise else "in one go"
-        return (
-            f"**{self.parameters.title}**\n\nCompared: the parameters as they are, and the same "
-            f"with `{change_text(self.change)}`, {how}."
-        )
 
     def profile_baseline(self, progress: ProgressCallback | None = None) -> None:
         self.notices += self.earlier.notices
         if BASELINE not in self.profiles:
             self.profiles[BASELINE] = self._profile("baseline", self.parameters, progress)
         if not self.change:
-            self._take_finding()
+            self._take_finding(self.profiles[BASELINE])
         self.save()
 
-    def _take_finding(self) -> None:
-        profile = self.profiles[BASELINE]
-        for finding in findings(profile, attribute(profile)):
-            if finding.change:
-                self.change = flat_change(finding.change)
-                self._plan()
-                self.notices.append(
-                    f"No change was given: tried is what the finding “{finding.title}” says, "
-                    f"{change_text(self.change)}."
-                )
-                return
-        self.notices.append("No change was given, and no finding of the baseline names one.")
+    def _take_finding(self, profile: Profile) -> None:
+        """Plan the change that the first finding with one advises."""
+        finding = next((f for f in findings(profile, attribute(profile)) if f.change), None)
+        if finding is None:
+            self.notices.append("No change was given, and no finding of the baseline names one.")
+            return
+        self.change = flat_change(finding.change)
+        self._plan()
+        self.notices.append(
+            f"No change was given: tried is what the finding “{finding.title}” says, "
+            f"{change_text(self.change)}."
+        )
 
     def _profile(
         self, name: str, parameters: Parameters, progress: ProgressCallback | None
@@ -487,18 +482,15 @@ class ChangeComparison(Comparison):
         self.times = in_rounds.round_table(runs)
         for outcome in self.outcomes:
             wide = in_rounds.whole_rounds(self.times, BASELINE, outcome.after)
-            samples = self.samples_ratio(outcome)
+            changed = apply_change(self.parameters, outcome.change)
+            # time is compared per sample
+            samples = changed.training.batch_size / self.parameters.training.batch_size
             outcome.speedup = in_rounds.speedup(self.times, BASELINE, outcome.after, samples)
             outcome.before_ms = float(wide["before"].median())
             outcome.after_ms = float(wide["after"].median())
             outcome.parts = in_rounds.compare_settings(self.times, BASELINE, outcome.after)
             outcome.losses = in_rounds.compare_losses(runs, BASELINE, outcome.after)
         self.save()
-
-    def samples_ratio(self, outcome: Outcome) -> float:
-        """Samples of an iteration after the change over those before."""
-        after = apply_change(self.parameters, outcome.change).training.batch_size
-        return after / self.parameters.training.batch_size
 
     def profile_changed(self, progress: ProgressCallback | None = None) -> None:
         if not self.outcomes:
@@ -549,11 +541,6 @@ def _now() -> str:
     return datetime.now().astimezone().isoformat()
 
 
-def _setting_name(steps: Sequence[Mapping[str, Any]], number: int) -> str:
-    """Name of a setting: ``change``, or ``step 2``; names files, so no odd characters."""
-    return "change" if len(steps) == 1 else f"step-{number + 1}"
-
-
 def _require_same(parameters: Parameters, profile: Profile, profile_run: str) -> None:
     sections = profile.meta.get("parameters")
     if not sections:
@@ -589,30 +576,29 @@ class RunsComparison(Comparison):
             raise InputError(f"runs names {len(places)} profile(s), expected at least two")
         labels = run_labels(places)
         self.places = dict(zip(labels, (place for _, place in places), strict=True))
-        self.profiles = {
-            label: saved_profile(place) for label, (_, place) in zip(labels, places, strict=True)
-        }
-        self._judge()
-
-    def _judge(self) -> None:
-        first = next(iter(self.profiles))
-        before = self.profiles[first]
-        parts = part_estimates(before)
-        whole = step_estimate(before)
-        for label, profile in list(self.profiles.items())[1:]:
-            other = step_estimate(profile)
-            outcome = Outcome(first, label, {}, None, "finished runs are compared", None)
-            outcome.speedup = ratio_interval(whole, other, _samples(profile) / _samples(before))
-            outcome.before_ms, outcome.after_ms = whole[0], other[0]
-            outcome.parts = compare_parts(parts, part_estimates(profile))
-            self.outcomes.append(outcome)
-
-    @property
-    def sentence(self) -> str:
+        self.profiles = {label: saved_profile(place) for label, place in self.places.items()}
         lines = [f"- **{label}**: `{place}`" for label, place in self.places.items()]
-        return "\n".join(
+        self.sentence = "\n".join(
             ["Compared are finished runs; the others are held against the first.", "", *lines]
         )
+        before = self.profiles[labels[0]]
+        parts, whole = part_estimates(before), step_estimate(before)
+        for label in labels[1:]:
+            profile = self.profiles[label]
+            other = step_estimate(profile)
+            self.outcomes.append(
+                Outcome(
+                    labels[0],
+                    label,
+                    change={},
+                    predicted=None,
+                    reason="finished runs are compared",
+                    speedup=ratio_interval(whole, other, _samples(profile) / _samples(before)),
+                    before_ms=whole[0],
+                    after_ms=other[0],
+                    parts=compare_parts(parts, part_estimates(profile)),
+                )
+            )
 
     def _extra(self) -> dict[str, Any]:
         return {"runs": {label: str(place) for label, place in self.places.items()}}
@@ -683,5 +669,6 @@ def run_labels(places: Sequence[tuple[str, Path]]) -> list[str]:
 
 
 def _samples(profile: Profile) -> float:
+    """Samples of an iteration; 1 where the profile does not say."""
     training = (profile.meta.get("parameters") or {}).get("training") or {}
     return float(training.get("batch_size") or 1)

@@ -103,7 +103,9 @@ def run_in_turns(
         )
     lengthened = {name: _lengthened(p, iterations) for name, p in settings.items()}
     ledger = _ledger(folder, {name: p.to_sections() for name, p in lengthened.items()})
-    files = {name: _write_setting(folder, name, p) for name, p in lengthened.items()}
+    files = {name: folder / f"{name}.yaml" for name in settings}
+    for name, file in files.items():
+        write_text(file, yaml.safe_dump(lengthened[name].to_sections(), sort_keys=False))
     done = [TimedRun.from_dict(entry) for entry in ledger.entries]
     for number, names in take_turns(list(settings), rounds, back_and_forth):
         for place, name in enumerate(names):
@@ -183,12 +185,6 @@ def _lengthened(parameters: Parameters, iterations: int | None) -> Parameters:
     counted = iterations or max(parameters.profiling.iterations, 2)
     sections["training"] |= {"batches": parameters.profiling.warmup + counted}
     return parameters_from_sections(sections)
-
-
-def _write_setting(folder: Path, name: str, parameters: Parameters) -> Path:
-    file = folder / f"{name}.yaml"
-    write_text(file, yaml.safe_dump(parameters.to_sections(), sort_keys=False))
-    return file
 
 
 def _run(

@@ -14,7 +14,7 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,9 @@ NAMES = {"auc": "AUC", "loss": "loss"}
 FIGURES = ("auc", "best_auc", "loss", "samples_per_second", "power_w", "samples_per_joule")
 """What is averaged of the runs' results, where it was measured."""
 
+COPIED = ("status", "iterations", *FIGURES, "elapsed_s", "peak_memory_by_device", "device")
+"""What is taken from a run's ``result.json`` as it is."""
+
 
 @dataclass(frozen=True)
 class SeedRun:
@@ -48,21 +51,21 @@ class SeedRun:
     seed: int
     status: str
     """'finished', 'diverged', 'interrupted', or 'failed' (no result)."""
-    error: str
+    error: str = ""
     """The last line of what a failed run said; empty for others."""
-    iterations: int
-    auc: float | None
-    best_auc: float | None
-    loss: float | None
+    iterations: int = 0
+    auc: float | None = None
+    best_auc: float | None = None
+    loss: float | None = None
     """Mean over the last interval."""
-    samples_per_second: float | None
-    elapsed_s: float | None
-    peak_memory_by_device: dict[str, int]
-    power_w: float | None
-    samples_per_joule: float | None
-    not_measured: dict[str, str]
+    samples_per_second: float | None = None
+    elapsed_s: float | None = None
+    peak_memory_by_device: dict[str, int] = field(default_factory=dict)
+    power_w: float | None = None
+    samples_per_joule: float | None = None
+    not_measured: dict[str, str] = field(default_factory=dict)
     """Devices whose power was not measured, with the reason."""
-    device: str
+    device: str = ""
 
 
 @dataclass(frozen=True)
@@ -104,30 +107,12 @@ class Stability:
     @property
     def values(self) -> list[float]:
         """The metric of each finished run, in the order of the seeds."""
-        found = [getattr(run, self.metric) for run in self.finished]
+        found = (getattr(run, self.metric) for run in self.finished)
         return [value for value in found if value is not None]
 
     def to_json(self) -> dict[str, Any]:
         """As stability.json has it."""
         return {"version": VERSION, **asdict(self)}
-
-    @classmethod
-    def from_json(cls, tree: Mapping[str, Any]) -> Stability:
-        """The inverse of :meth:`to_json`.
-
-        Raises:
-            InputError: it is no such file.
-        """
-        try:
-            return cls(
-                tree["title"],
-                dict(tree["parameters"]),
-                tree["metric"],
-                tuple(SeedRun(**run) for run in tree["runs"]),
-                {name: Spread(**spread) for name, spread in tree["spreads"].items()},
-            )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise InputError(f"is no result of dlrm stability: {error}") from None
 
 
 def read_stability(path: Path) -> Stability:
@@ -137,11 +122,17 @@ def read_stability(path: Path) -> Stability:
         InputError: it is not there, or is something else.
     """
     file = path / SUMMARY if path.is_dir() else path
+    tree = read_json(file)
     try:
-        return Stability.from_json(read_json(file))
-    except InputError as error:
-        text = str(error)
-        raise InputError(text if str(file) in text else f"{file}: {text}") from None
+        return Stability(
+            tree["title"],
+            dict(tree["parameters"]),
+            tree["metric"],
+            tuple(SeedRun(**run) for run in tree["runs"]),
+            {name: Spread(**spread) for name, spread in tree["spreads"].items()},
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{file}: is no result of dlrm stability: {error}") from None
 
 
 def measure_stability(
@@ -162,11 +153,17 @@ def measure_stability(
         InputError: the folder holds runs of other parameters (the first that differs is
             named), or cannot be written.
     """
-    _claim(parameters, folder)
+    sections = with_seed(parameters, 0).to_sections()
+    path = folder / "parameters.json"
+    if path.exists():
+        begun = read_json(path) | {"title": sections["title"]}
+        require_same(f"--output {folder}", begun, sections, "name another folder")
+    else:
+        write_json(path, sections)
     runs: list[SeedRun] = []
     for number, seed in enumerate(seeds, 1):
         place = folder / f"seed-{seed:05d}"
-        run = _run_of(seed, place) if (place / "result.json").exists() else None
+        run = _result(seed, place)
         if run is None or run.status not in ("finished", "diverged"):
             run = _train(with_seed(parameters, seed), seed, place)
         runs.append(run)
@@ -200,11 +197,10 @@ def summarise(parameters: Parameters, runs: Sequence[SeedRun]) -> Stability:
     for run in finished:
         for device, size in run.peak_memory_by_device.items():
             columns.setdefault(PEAK + device, []).append(size)
-    sections = with_seed(parameters, 0).to_sections()
     has_auc = bool(finished) and len(columns["auc"]) == len(finished)
     return Stability(
         parameters.title,
-        sections,
+        with_seed(parameters, 0).to_sections(),
         "auc" if has_auc else "loss",
         tuple(runs),
         {name: spread(values) for name, values in columns.items() if values},
@@ -222,8 +218,8 @@ def stability_table(found: Mapping[str, Stability]) -> pd.DataFrame:
     rows = []
     for label, stability in found.items():
         spreads = stability.spreads
-        row: dict[str, Any] = {"run": label}
-        row["seeds"] = f"{len(stability.finished)} of {len(stability.runs)}"
+        seeds = f"{len(stability.finished)} of {len(stability.runs)}"
+        row: dict[str, Any] = {"run": label, "seeds": seeds}
         for name in ("samples_per_second", "power_w", "samples_per_joule"):
             row[name] = spreads[name].mean if name in spreads else math.nan
         for name in sorted(spreads, reverse=True):
@@ -243,17 +239,6 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(len(values), statistics.fmean(values), sd, min(values), max(values))
 
 
-def _claim(parameters: Parameters, folder: Path) -> None:
-    """Make the folder, or see that its runs are of these parameters."""
-    mine = with_seed(parameters, 0).to_sections()
-    path = folder / "parameters.json"
-    if not path.exists():
-        write_json(path, mine)
-        return
-    begun = read_json(path) | {"title": mine["title"]}
-    require_same(f"--output {folder}", begun, mine, "name another folder")
-
-
 def _train(parameters: Parameters, seed: int, place: Path) -> SeedRun:
     """One run in a process of its own, which ends its iteration when we are interrupted."""
     file = place / "parameters.yaml"
@@ -265,46 +250,17 @@ def _train(parameters: Parameters, seed: int, place: Path) -> SeedRun:
         logs=place,
         grace_s=30.0,
     )
-    return _run_of(seed, place) or _failed(seed, done.last_words())
+    return _result(seed, place) or SeedRun(seed, "failed", done.last_words())
 
 
-def _run_of(seed: int, place: Path) -> SeedRun | None:
+def _result(seed: int, place: Path) -> SeedRun | None:
     """The run that a folder holds; None if it has no result."""
     try:
         result = read_json(place / "result.json")
-        return SeedRun(
-            seed=seed,
-            status=result["status"],
-            error="",
-            iterations=result["iterations"],
-            auc=result["auc"],
-            best_auc=result["best_auc"],
-            loss=result["loss"],
-            samples_per_second=result["samples_per_second"],
-            elapsed_s=result["elapsed_s"],
-            peak_memory_by_device=result["peak_memory_by_device"],
-            power_w=result["power_w"],
-            samples_per_joule=result["samples_per_joule"],
-            not_measured=result["power"]["not_measured"],
-            device=result["device"],
-        )
+        copied = {name: result[name] for name in COPIED}
+        return SeedRun(seed, not_measured=result["power"]["not_measured"], **copied)
     except (InputError, KeyError, TypeError):
         return None
-
-
-def _failed(seed: int, said: str) -> SeedRun:
-    """A run without a result: what it said last."""
-    nothing: dict[str, Any] = dict.fromkeys((*FIGURES, "elapsed_s"))
-    return SeedRun(
-        seed=seed,
-        status="failed",
-        error=said,
-        iterations=0,
-        peak_memory_by_device={},
-        not_measured={},
-        device="",
-        **nothing,
-    )
 
 
 def trained_or_read(
@@ -336,11 +292,8 @@ def trained_or_read(
     return {made.label: made}
 
 
-# ``dlrm stability``: the same training with N seeds, as one line of JSON at the end.
-
-
 def command_stability(arguments: argparse.Namespace) -> int:
-    """Run what is missing; a line a run, then one JSON object with the spreads.
+    """``dlrm stability``: run what is missing; a line a run, then a JSON object of the spreads.
 
     Returns:
         0 if every run finished, else 1.

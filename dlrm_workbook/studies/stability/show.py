@@ -16,7 +16,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from dlrm_workbook.show.tables import Column, Text
-from dlrm_workbook.show.theme import COLOURS, INK, figure
+from dlrm_workbook.show.theme import COLOURS, INK, add_bars, figure
 from dlrm_workbook.studies.stability.measure import NAMES, Stability
 
 SERIES = ("embedding", "bottom_mlp", "data", "interaction", "communication")
@@ -45,24 +45,22 @@ def histogram(found: Mapping[str, Stability]) -> go.Figure:
             continue
         colour = COLOURS[SERIES[number % len(SERIES)]]
         counts = np.histogram(values, edges)[0]
-        result.add_trace(
-            go.Bar(
-                x=middles,
-                y=counts,
-                width=width / len(found) * 0.92,
-                offset=width * (number / len(found) - 0.5),
-                name=f"{label} ({len(values)} seeds)",
-                marker={"color": colour, "line": {"width": 0}},
-                customdata=np.stack([edges[:-1], edges[1:]], axis=1),
-                hovertemplate=f"{label}: %{{y}} seeds with {name} from %{{customdata[0]:.6f}} to "
-                "%{customdata[1]:.6f}<extra></extra>",
-            )
+        add_bars(
+            result,
+            middles,
+            counts.tolist(),
+            f"{label} ({len(values)} seeds)",
+            colour,
+            f"{label}: %{{y}} seeds with {name} from %{{customdata[0]:.6f}} to "
+            "%{customdata[1]:.6f}",
+            flat=False,
+            width=width / len(found) * 0.92,
+            offset=width * (number / len(found) - 0.5),
+            customdata=np.stack([edges[:-1], edges[1:]], axis=1),
         )
         mean = statistics.fmean(values)
-        result.add_vline(
-            x=mean,
-            line={"color": colour if len(found) > 1 else INK, "dash": "dash", "width": 1.5},
-        )
+        line_colour = colour if len(found) > 1 else INK
+        result.add_vline(x=mean, line={"color": line_colour, "dash": "dash", "width": 1.5})
         result.add_annotation(
             x=mean,
             y=1.0 + 0.07 * number,
