@@ -7,17 +7,17 @@ it in its last cell, so that the next notebook finds its results in the same way
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json
 from dlrm_core.progress import Bar
-from dlrm_workbook.processes import Progress
+from dlrm_workbook.processes import Progress, ProgressCallback
 from dlrm_workbook.recordings.measure import saved_profile
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.runs import DEFAULT_OUTPUT_ROOT, RunFolder, claim_run_folder, latest_run
@@ -62,7 +62,11 @@ def start(
     """
     parameters = parameters_from_sections(sections)
     given = Path(output_folder).expanduser().absolute() if output_folder else None
-    status = _status(given)
+    # empty where the folder is none of a run
+    status = ""
+    if given is not None and (given / "run.json").is_file():
+        run = read_json(given / "run.json")
+        status = str(run.get("status", "")) if isinstance(run, dict) else ""
     if output_root:
         root = Path(output_root).expanduser().absolute()
     else:
@@ -84,22 +88,13 @@ def start(
     return NotebookRun(parameters, given, root)
 
 
-def _status(folder: Path | None) -> str:
-    """What run.json says of a run folder; empty where there is none."""
-    if folder is None or not (folder / "run.json").is_file():
-        return ""
-    run = read_json(folder / "run.json")
-    return str(run.get("status", "")) if isinstance(run, dict) else ""
-
-
 @dataclass(frozen=True)
 class Source:
-    """A profile to explain and where it came from."""
+    """A profile to explain and where it came from; the recorded sample has no folder."""
 
     profile: Profile
     sentence: str
     folder: Path | None = None
-    is_sample: bool = False
 
     def python_profile(self) -> Profile | None:
         """The pass with Python frames, if HPCToolkit made one for this run."""
@@ -114,68 +109,55 @@ def find_profile(profile_run: str, output_root: Path) -> Source:
     Raises:
         InputError: the folder asked for holds no profile.
     """
-    if profile_run:
-        folder = Path(profile_run).expanduser().absolute()
-        sentence = f"This page explains the profile in `{folder}`."
+    folder = Path(profile_run).expanduser().absolute() if profile_run else None
+    sentence = f"This page explains the profile in `{folder}`."
+    if folder is None:
+        folder = latest_run(output_root, "profile")
+        sentence = f"This page explains the newest finished profile run, `{folder}`."
+    if folder is not None:
         return Source(saved_profile(folder), sentence, folder)
-    newest = latest_run(output_root, "profile")
-    if newest is not None:
-        sentence = f"This page explains the newest finished profile run, `{newest}`."
-        return Source(saved_profile(newest), sentence, newest)
     profile = sample_profile()
     return Source(
         profile,
         "**This page explains a recorded sample, not a run of this machine:** no finished "
         f"profile run was found in `{output_root}`. {profile.meta['sample']} Run the "
         "`profile` notebook to see your own machine.",
-        is_sample=True,
     )
 
 
-class StageBars:
+@contextlib.contextmanager
+def stage_bars(parameters: Parameters) -> Iterator[ProgressCallback]:
     """Live progress of a measurement: a bar a stage, with elapsed time and iterations.
 
-    Use as the ``progress`` of :func:`dlrm_workbook.recordings.measure.measure`, in a ``with``.
+    The block is given the ``progress`` of :func:`dlrm_workbook.recordings.measure.measure`.
     """
+    config = parameters.profiling
+    counted = config.warmup + config.iterations
+    stage = ""
+    bar: Bar | None = None
 
-    def __init__(self, parameters: Parameters) -> None:
-        config = parameters.profiling
-        # the torch recorder runs as many iterations again before, without the profiler
-        self._recorded = config.warmup + 2 * config.iterations
-        self._measured = config.warmup + config.iterations
-        self._stage = ""
-        self._bar: Bar | None = None
-
-    def __call__(self, progress: Progress) -> None:
-        """Show where the measurement stands."""
-        if self._bar is None or progress.stage != self._stage:
-            self._bar = self._open(progress.stage)
-        self._bar.show(progress.iteration, progress.detail or f"{progress.elapsed_s:.0f} s")
-
-    def _open(self, stage: str) -> Bar:
-        self._close()
-        self._stage = stage
-        if "torch" in stage:
-            return Bar(stage, "iteration", self._recorded)
-        if "hpcrun" in stage or stage == "unprofiled":
-            return Bar(stage, "iteration", self._measured)
-        # reading binaries and databases: nothing that is counted
-        return Bar(stage, "iteration", bar_format="{desc}: {elapsed}{postfix}")
-
-    def _close(self) -> None:
-        if self._bar is not None:
+    def close() -> None:
+        if bar is not None:
             # callbacks come a few times a second, so the last iterations may go unreported
-            self._bar.fill(missing=2)
-            self._bar.close()
-            self._bar = None
+            bar.fill(missing=2)
+            bar.close()
 
-    def __enter__(self) -> StageBars:
-        return self
+    def show(progress: Progress) -> None:
+        nonlocal stage, bar
+        if bar is None or progress.stage != stage:
+            close()
+            stage = progress.stage
+            if "torch" in stage:
+                # the recorder runs as many iterations again before, without the profiler
+                bar = Bar(stage, "iteration", counted + config.iterations)
+            elif "hpcrun" in stage or stage == "unprofiled":
+                bar = Bar(stage, "iteration", counted)
+            else:
+                # reading binaries and databases: nothing that is counted
+                bar = Bar(stage, "iteration", bar_format="{desc}: {elapsed}{postfix}")
+        bar.show(progress.iteration, progress.detail or f"{progress.elapsed_s:.0f} s")
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._close()
+    try:
+        yield show
+    finally:
+        close()

@@ -235,9 +235,9 @@ def test_sample_says_what_it_is_and_is_small() -> None:
 
 def test_find_profile_falls_back_to_the_sample(tmp_path: Path) -> None:
     source = notebook_run.find_profile("", tmp_path)
-    assert source.is_sample and "sample" in source.sentence
+    assert source.folder is None and "sample" in source.sentence
     given = notebook_run.find_profile(str(SAMPLE), tmp_path)
-    assert not given.is_sample and str(SAMPLE) in given.sentence
+    assert given.folder == SAMPLE and str(SAMPLE) in given.sentence
     with pytest.raises(InputError, match="holds no profile"):
         notebook_run.find_profile(str(tmp_path), tmp_path)
 
@@ -276,7 +276,7 @@ def test_a_folder_that_is_given_is_left_to_who_gave_it(tmp_path: Path) -> None:
 
 def test_stage_bars_show_every_stage(capsys: pytest.CaptureFixture[str]) -> None:
     parameters = parameters_from_sections({"profiling": {"warmup": 1, "iterations": 4}})
-    with notebook_run.StageBars(parameters) as bars:
+    with notebook_run.stage_bars(parameters) as bars:
         bars(Progress("torch.profiler", 0.1))
         bars(Progress("torch.profiler", 2.0, iteration=8))
         bars(Progress("times: hpcprof", 0.5, detail="libtorch_cpu.so"))

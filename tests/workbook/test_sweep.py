@@ -20,6 +20,7 @@ from compare_profiles import TINY
 from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
 from dlrm_core.errors import InputError
 from dlrm_core.machine import REPOSITORY
+from dlrm_workbook.analysis.ensemble import swept_runs
 from dlrm_workbook.runs import latest_run
 from dlrm_workbook.studies.sweep.analyse import SweepSummary, newest_sweep
 from dlrm_workbook.studies.sweep.plan import PointFailed, Sweep, describe_failures, sweep_points
@@ -145,7 +146,7 @@ def test_an_interruption_stops_and_is_resumed(tmp_path: Path) -> None:
     moved = tmp_path.rename(tmp_path.parent / "moved")
     again = Sweep.open(moved)
     assert again.run(runner) == 0 and runner.ran == [1, 2, 3, 3, 4]
-    assert all(place.is_dir() for place in again.run_folders("profile").values())
+    assert all(place.is_dir() for place in swept_runs(again.folder, "profile").values())
 
 
 def test_a_sweep_is_resumed_with_what_it_began_with(tmp_path: Path) -> None:

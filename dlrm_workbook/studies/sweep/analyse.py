@@ -11,7 +11,7 @@ import pandas as pd
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json, write_json
 from dlrm_workbook.analysis.attribution import attribute, by_component
-from dlrm_workbook.analysis.ensemble import WHOLE, Ensemble, part_table, settings_table
+from dlrm_workbook.analysis.ensemble import WHOLE, Ensemble, part_table, settings_table, swept_runs
 from dlrm_workbook.analysis.findings import findings
 from dlrm_workbook.analysis.whatif import unprofiled_ms
 from dlrm_workbook.recordings.measure import saved_profile
@@ -46,12 +46,12 @@ class SweepSummary:
         """
         self.sweep = Sweep.open(Path(folder))
         self.failures = describe_failures(self.sweep)
-        runs = self.sweep.run_folders("profile")
+        runs = swept_runs(self.sweep.folder, "profile")
         self.profiles = {label: saved_profile(place) for label, place in runs.items()}
         self.points = pd.DataFrame(self._rows(), columns=COLUMNS)
         speed = self.points["samples_per_second"]
         self.points.insert(5, "of_best", speed / speed.max())
-        trained = self.sweep.run_folders("train")
+        trained = swept_runs(self.sweep.folder, "train")
         self.times = part_table(self.profiles) if self.profiles else _whole_times(trained)
         sections = {point.label: point.parameters.to_sections() for point in self.sweep.points}
         measured = list(dict.fromkeys(self.times["run"]))

@@ -22,7 +22,7 @@ from dlrm_core.errors import InputError
 from dlrm_core.files import only_process, read_json, write_json
 from dlrm_core.ledger import require_same
 from dlrm_core.machine import versions
-from dlrm_workbook.analysis.ensemble import SWEEP, swept_runs
+from dlrm_workbook.analysis.ensemble import SWEEP
 from dlrm_workbook.changes import apply_change, change_text, flat_change
 
 FORMAT_VERSION = 1
@@ -154,14 +154,9 @@ class Sweep:
             "own": dict(own),
             "command": command,
             "points": [
-                {
-                    "number": point.number,
-                    "name": point.name,
-                    "change": point.change,
-                    "status": "waiting",
-                    "folders": {},
-                }
-                for point in points
+                {"number": p.number, "name": p.name, "change": p.change}
+                | {"status": "waiting", "folders": {}}
+                for p in points
             ],
         }
         sweep = cls(folder, record, points)
@@ -198,10 +193,6 @@ class Sweep:
         """Names of the points that are not finished."""
         return [row["name"] for row in self.rows if row["status"] != "finished"]
 
-    def run_folders(self, notebook: str) -> dict[str, Path]:
-        """Run folder of a notebook in each point that finished it: label to folder."""
-        return swept_runs(self.folder, notebook)
-
     def save(self) -> None:
         """Write ``sweep.json``, whole."""
         write_json(self.folder / SWEEP, self.record)
@@ -231,44 +222,44 @@ class Sweep:
         Returns:
             0 if every point finished, 1 if not, 128 + signal after an interruption.
         """
+        code = 0
         with only_process(self.folder):
-            code = self._run_all(run_point)
+            self.record["status"] = "running"
+            for point, row in zip(self.points, self.rows, strict=True):
+                place = f"sweep: point {point.number} of {len(self.points)}, {point.label}"
+                if row["status"] == "finished":
+                    print(f"{place}: finished before", file=sys.stderr, flush=True)
+                    continue
+                print(place, file=sys.stderr, flush=True)
+                code = self._run_point(run_point, point, row)
+                if "error" in row:
+                    print(f"{place}: {row['error']}", file=sys.stderr, flush=True)
+                if code >= 128:
+                    break
         left = self.unfinished()
         self.record["status"] = "interrupted" if code >= 128 else "failed" if left else "finished"
         self.save()
         return code if code >= 128 else 1 if left else 0
 
-    def _run_all(self, run_point: RunPoint) -> int:
-        self.record["status"] = "running"
-        total = len(self.points)
-        for point, row in zip(self.points, self.rows, strict=True):
-            place = f"sweep: point {point.number} of {total}, {point.label}"
-            if row["status"] == "finished":
-                print(f"{place}: finished before", file=sys.stderr, flush=True)
-                continue
-            print(place, file=sys.stderr, flush=True)
-            row |= {"status": "running", "versions": versions()}
-            row.pop("error", None)
-            self.save()
-            started = time.monotonic()
-            code = 0
-            try:
-                done = dict(run_point(point.parameters, self.folder / point.name))
-                row["status"] = "finished"
-            except PointFailed as failure:
-                done, code = failure.done, failure.code
-                row["status"] = "interrupted" if code >= 128 else "failed"
-                row["error"] = str(failure)
-                print(f"{place}: {failure}", file=sys.stderr, flush=True)
-            # relative, so that the folder can be moved
-            row["folders"] = {
-                name: str(path.relative_to(self.folder)) for name, path in done.items()
-            }
-            row["seconds"] = round(time.monotonic() - started, 3)
-            self.save()
-            if code >= 128:
-                return code
-        return 0
+    def _run_point(self, run_point: RunPoint, point: Point, row: dict[str, Any]) -> int:
+        """Run a point and keep in its row what came of it; the exit code of its failure, or 0."""
+        row |= {"status": "running", "versions": versions()}
+        row.pop("error", None)
+        self.save()
+        started = time.monotonic()
+        code = 0
+        try:
+            done = dict(run_point(point.parameters, self.folder / point.name))
+            row["status"] = "finished"
+        except PointFailed as failure:
+            done, code = failure.done, failure.code
+            row["status"] = "interrupted" if code >= 128 else "failed"
+            row["error"] = str(failure)
+        # relative, so that the folder can be moved
+        row["folders"] = {name: str(path.relative_to(self.folder)) for name, path in done.items()}
+        row["seconds"] = round(time.monotonic() - started, 3)
+        self.save()
+        return code
 
 
 def describe_failures(sweep: Sweep) -> str:
@@ -278,6 +269,5 @@ def describe_failures(sweep: Sweep) -> str:
         for row in sweep.rows
         if row["status"] != "finished"
     ]
-    if not lines:
-        return ""
-    return "\n".join([f"{len(lines)} of {len(sweep.rows)} points did not finish:", *lines])
+    heading = f"{len(lines)} of {len(sweep.rows)} points did not finish:"
+    return "\n".join([heading, *lines]) if lines else ""
