@@ -122,8 +122,7 @@ def render_html(
     Args:
         ipynb: an executed notebook.
         html: where to write; replaced as a whole, never left half written.
-        run: what is known of the run (the content of run.json); None takes
-            ``run.json`` beside the notebook, if there is one.
+        run: what is known of the run (the content of run.json).
 
     Returns:
         Path of the page.
@@ -133,9 +132,7 @@ def render_html(
     """
     ipynb, html = Path(ipynb), Path(html)
     nb = read_notebook(ipynb)
-    if run is None:
-        run = _run_beside(ipynb)
-    resources = {"run": run, "folder": ipynb.parent, "name": ipynb.stem}
+    resources = {"run": run or {}, "folder": ipynb.parent, "name": ipynb.stem}
     text, _ = PageExporter().from_notebook_node(nb, resources)
     write_text(html, text)
     return html
@@ -428,11 +425,3 @@ def _hash_source(script: str) -> str:
     """What a content security policy calls this script."""
     digest = hashlib.sha256(script.encode()).digest()
     return f"sha256-{base64.b64encode(digest).decode()}"
-
-
-def _run_beside(ipynb: Path) -> Mapping[str, Any]:
-    try:
-        run = json.loads((ipynb.parent / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return run if isinstance(run, dict) and run.get("notebook") == ipynb.stem else {}

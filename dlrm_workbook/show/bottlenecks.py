@@ -28,6 +28,7 @@ from dlrm_workbook.show.theme import (
     error_bars,
     escaped,
     figure,
+    icicle,
     label_rows,
     lines_of,
     mark_one,
@@ -37,7 +38,6 @@ from dlrm_workbook.show.theme import (
     rows_of,
     short_name,
     step_order,
-    text_on,
     wrapped,
 )
 
@@ -112,57 +112,21 @@ def call_tree_icicle(tree: pd.DataFrame, unit: str = "ms in a mean iteration") -
         tree: what :func:`dlrm_workbook.analysis.operators.call_tree` gives: parents first.
         unit: of ``value_ms``, for the title.
     """
-    values = dict(zip(tree["id"], tree["value_ms"], strict=True))
-    children: dict[str, float] = {}
-    # plotly draws nothing of a parent that is smaller, by a rounding error, than its children
-    for row in rows_of(tree)[::-1]:
-        values[row.id] = max(float(values[row.id]), children.get(row.id, 0.0))
-        children[row.parent] = children.get(row.parent, 0.0) + values[row.id]
     full = tree["label"].str.replace("<", "&lt;")
     shapes = tree["shapes"].map(lambda text: f"<br>shapes {wrapped(text)}" if text else "")
     parts = list(map(part_label, tree["component"], tree["phase"]))
-    colours = [COLOURS.get(c, COLOURS["other"]) for c in tree["component"]]
-    labels = [short_name(name, 34) for name in tree["label"]]
-    result = figure(f"Call tree, {unit}", 520)
-    result.add_trace(
-        go.Icicle(
-            ids=tree["id"],
-            parents=tree["parent"],
-            labels=labels,
-            # the name of a part on two lines fits into narrower boxes
-            text=["<br>".join(label.rsplit(" ", 1)) for label in labels],
-            values=[values[name] for name in tree["id"]],
-            branchvalues="total",
-            customdata=list(
-                zip(
-                    full.map(wrapped),
-                    parts,
-                    tree["self_ms"],
-                    shapes,
-                    strict=True,
-                )
-            ),
-            marker={
-                "colors": colours,
-                "line": {"width": 0.7, "color": "rgba(128, 128, 128, 0.7)"},
-            },
-            leaf={"opacity": 1},
-            textfont={"color": [text_on(colour) for colour in colours]},
-            tiling={"orientation": "v"},
-            maxdepth=7,
-            texttemplate="%{text}<br>%{percentRoot:.0%}",
-            pathbar={"visible": True, "side": "top"},
-            hovertemplate=(
-                "%{customdata[0]}<br>part: %{customdata[1]}<br>%{value:,.3f} ms "
-                "(%{percentRoot:.1%}), of it itself %{customdata[2]:,.3f} ms"
-                "%{customdata[3]}<extra></extra>"
-            ),
-        )
+    return icicle(
+        f"Call tree, {unit}",
+        520,
+        tree,
+        "value_ms",
+        [COLOURS.get(component, COLOURS["other"]) for component in tree["component"]],
+        list(zip(full.map(wrapped), parts, tree["self_ms"], shapes, strict=True)),
+        "%{customdata[0]}<br>part: %{customdata[1]}<br>%{value:,.3f} ms (%{percentRoot:.1%}), "
+        "of it itself %{customdata[2]:,.3f} ms%{customdata[3]}",
+        # plotly's own root above several threads, which is no call
+        root={"color": "rgba(128, 128, 128, 0.25)"},
     )
-    # plotly's own root above several threads, which is no call
-    result.update_traces(root={"color": "rgba(128, 128, 128, 0.25)"})
-    result.update_layout(uniformtext={"minsize": 10, "mode": "hide"})
-    return result
 
 
 def iteration_times(each: pd.DataFrame) -> go.Figure:

@@ -329,6 +329,60 @@ def ranked_bars(
     return result
 
 
+def icicle(
+    title: str,
+    height: int,
+    tree: pd.DataFrame,
+    value: str,
+    colours: Sequence[str],
+    notes: Sequence[Sequence[Any]],
+    hover: str,
+    **more: Any,
+) -> go.Figure:
+    """A call tree, callers above callees, as wide as their time; a click zooms.
+
+    Args:
+        tree: ``id``, ``parent``, ``label`` and the column ``value``; parents come first.
+        colours: one for each row.
+        notes: plotly's ``customdata``, which ``hover``, its template, shows.
+        more: properties of plotly's trace.
+    """
+    widths = dict(zip(tree["id"], tree[value].astype(float), strict=True))
+    children: dict[str, float] = {}
+    # plotly draws nothing of a parent that is smaller, by a rounding error, than its children
+    for row in rows_of(tree)[::-1]:
+        widths[row.id] = max(widths[row.id], children.get(row.id, 0.0))
+        children[row.parent] = children.get(row.parent, 0.0) + widths[row.id]
+    labels = [short_name(label, 34) for label in tree["label"]]
+    result = figure(title, height)
+    result.add_trace(
+        go.Icicle(
+            ids=tree["id"],
+            parents=tree["parent"],
+            labels=labels,
+            # the name of a part on two lines fits into narrower boxes
+            text=["<br>".join(label.rsplit(" ", 1)) for label in labels],
+            values=[widths[name] for name in tree["id"]],
+            branchvalues="total",
+            customdata=notes,
+            marker={
+                "colors": colours,
+                "line": {"width": 0.7, "color": "rgba(128, 128, 128, 0.7)"},
+            },
+            leaf={"opacity": 1},
+            textfont={"color": [text_on(colour) for colour in colours]},
+            tiling={"orientation": "v"},
+            maxdepth=7,
+            texttemplate="%{text}<br>%{percentRoot:.0%}",
+            pathbar={"visible": True, "side": "top"},
+            hovertemplate=f"{hover}<extra></extra>",
+            **more,
+        )
+    )
+    result.update_layout(uniformtext={"minsize": 10, "mode": "hide"})
+    return result
+
+
 def in_groups(headings: Iterable[str]) -> tuple[list[float], list[tuple[float, str]]]:
     """Places of rows with room for a heading above each group.
 

@@ -34,13 +34,12 @@ from dlrm_workbook.show.theme import (
     error_bars,
     escaped,
     figure,
+    icicle,
     label_rows,
     lines_of,
     mark_one,
     markers,
     rows_of,
-    short_name,
-    text_on,
     wrapped,
 )
 from dlrm_workbook.studies.compare.comparison import Comparison, Outcome
@@ -175,57 +174,30 @@ def difference_icicle(tree: pd.DataFrame) -> go.Figure:
         tree: what :func:`dlrm_workbook.analysis.difference_tree.difference_tree` gives.
     """
     drawn = tree[tree["after_ms"] > 0]
-    values = dict(zip(drawn["id"], drawn["after_ms"].astype(float), strict=True))
-    children: dict[str, float] = {}
-    # plotly draws nothing of a parent that is smaller, by a rounding error, than its children
-    for row in rows_of(drawn)[::-1]:
-        values[row.id] = max(values[row.id], children.get(row.id, 0.0))
-        children[row.parent] = children.get(row.parent, 0.0) + values[row.id]
     rows = rows_of(drawn)
     sampled = tree.attrs.get("sampled", (False, False))
     total = drawn[["before_ms", "after_ms"]].to_numpy().max(initial=0.0)
-    doublings = [_doublings(row.before_ms, row.after_ms, total) for row in rows]
-    colours = [difference_colour(value / TWICE) for value in doublings]
-    labels = [short_name(row.label, 34) for row in rows]
-    result = figure("Call tree of the run after, coloured by the difference", 540)
-    result.add_trace(
-        go.Icicle(
-            ids=drawn["id"],
-            parents=drawn["parent"],
-            labels=labels,
-            text=["<br>".join(label.rsplit(" ", 1)) for label in labels],
-            values=[values[name] for name in drawn["id"]],
-            branchvalues="total",
-            customdata=[
-                (
-                    wrapped(escaped(row.label)),
-                    part_label(row.component, row.phase),
-                    row.before_ms,
-                    row.difference_ms,
-                    _as_long(row, sampled[0]),
-                )
-                for row in rows
-            ],
-            marker={
-                "colors": colours,
-                "line": {"width": 0.7, "color": "rgba(128, 128, 128, 0.7)"},
-            },
-            leaf={"opacity": 1},
-            textfont={"color": [text_on(colour) for colour in colours]},
-            tiling={"orientation": "v"},
-            maxdepth=7,
-            texttemplate="%{text}<br>%{percentRoot:.0%}",
-            pathbar={"visible": True, "side": "top"},
-            hovertemplate=(
-                "%{customdata[0]}<br>part: %{customdata[1]}<br>before %{customdata[2]:,.3f} ms, "
-                "after %{value:,.3f} ms<br>%{customdata[3]:+,.3f} ms, %{customdata[4]}"
-                "<extra></extra>"
-            ),
-            domain={"x": [0, 0.9]},
-        )
+    result = icicle(
+        "Call tree of the run after, coloured by the difference",
+        540,
+        drawn,
+        "after_ms",
+        [difference_colour(_doublings(r.before_ms, r.after_ms, total) / TWICE) for r in rows],
+        [
+            (
+                wrapped(escaped(row.label)),
+                part_label(row.component, row.phase),
+                row.before_ms,
+                row.difference_ms,
+                _as_long(row, sampled[0]),
+            )
+            for row in rows
+        ],
+        "%{customdata[0]}<br>part: %{customdata[1]}<br>before %{customdata[2]:,.3f} ms, "
+        "after %{value:,.3f} ms<br>%{customdata[3]:+,.3f} ms, %{customdata[4]}",
+        domain={"x": [0, 0.9]},
     )
     _add_scale(result)
-    result.update_layout(uniformtext={"minsize": 10, "mode": "hide"})
     return result
 
 
