@@ -126,42 +126,29 @@ class AucCounter:
 
     def _blocks(self) -> Iterator[np.ndarray]:
         """All counts by rising score, each score in one block."""
-        if not self._runs:
-            yield self._counts
-            return
-        least = max(1, self._limit // 2 // (len(self._runs) + 1))
-        next_record = [first for first, _ in self._runs]
-        ends = [first + size for first, size in self._runs]
-        heads = [np.empty(0, _RECORD) for _ in self._runs]
-        heads.append(self._counts)
-        next_record.append(0)
-        ends.append(0)
+        sources = [*(self._portions(*run) for run in self._runs), iter([self._counts])]
+        heads = [np.empty(0, _RECORD) for _ in sources]
         while True:
-            for place, head in enumerate(heads):
-                if not head.size and next_record[place] < ends[place]:
-                    count = min(least, ends[place] - next_record[place])
-                    heads[place] = self._read(next_record[place], count)
-                    next_record[place] += count
+            heads = [
+                head if head.size else next(source, head)
+                for head, source in zip(heads, sources, strict=True)
+            ]
             if not any(head.size for head in heads):
                 return
-            # up to here every run that has more has been read
-            open_ended = [
-                int(head["score"][-1])
-                for head, place, end in zip(heads, next_record, ends, strict=True)
-                if head.size and place < end
-            ]
-            last = min(open_ended, default=(1 << 32) - 1)
-            taken = []
-            for place, head in enumerate(heads):
-                cut = int(np.searchsorted(head["score"], np.uint32(last), side="right"))
-                taken.append(head[:cut])
-                heads[place] = head[cut:]
-            yield _merged(taken)
+            # up to here every run has been read
+            last = min(head["score"][-1] for head in heads if head.size)
+            cuts = [int(np.searchsorted(head["score"], last, side="right")) for head in heads]
+            yield _merged([head[:cut] for head, cut in zip(heads, cuts, strict=True)])
+            heads = [head[cut:] for head, cut in zip(heads, cuts, strict=True)]
 
-    def _read(self, first: int, count: int) -> np.ndarray:
+    def _portions(self, first: int, size: int) -> Iterator[np.ndarray]:
+        """A run in the file, so much at a time that all runs together keep to the limit."""
         assert self._spill is not None
-        self._spill.seek(first * _RECORD.itemsize)
-        return np.frombuffer(self._spill.read(count * _RECORD.itemsize), _RECORD)
+        most = max(1, self._limit // 2 // (len(self._runs) + 1))
+        for start in range(first, first + size, most):
+            self._spill.seek(start * _RECORD.itemsize)
+            count = min(most, first + size - start)
+            yield np.frombuffer(self._spill.read(count * _RECORD.itemsize), _RECORD)
 
 
 class QualityMeter:

@@ -164,44 +164,31 @@ class Measurements:
             before: iterations done before this process.
             rate: learning rate of the last iteration.
         """
-        times = self.done_ms[self._reported :]
-        if not times:
+        if len(self.done_ms) == self._reported:
             return None
         losses = self.done_losses[self._reported :]
-        data = 1e3 * statistics.fmean(self.data_s[self._reported :])
+        speed = self.speed(batch_size, self._reported)
         self._reported = len(self.done_ms)
         return Interval(
             iteration=before + len(self.done_ms),
             loss=statistics.fmean(losses),
-            ms_per_iteration=statistics.median(times),
-            data_ms_per_iteration=data,
-            compute_ms_per_iteration=max(0.0, statistics.fmean(times) - data),
-            samples_per_second=1e3 * batch_size * len(times) / sum(times),
+            **speed,
             elapsed_s=time.perf_counter() - self.started,
             learning_rate=rate,
         )
 
-    def overall(self, batch_size: int) -> dict[str, Any]:
-        """Speed of all iterations, by the names of :class:`TrainingResult`."""
-        done = self.done_ms
-        if not done:
-            names = ("ms", "data_ms", "compute_ms")
-            return {f"{name}_per_iteration": math.nan for name in names} | {
-                "samples_per_second": math.nan
-            }
-        data = 1e3 * statistics.fmean(self.data_s)
+    def speed(self, batch_size: int, first: int = 0) -> dict[str, Any]:
+        """Speed of the iterations from the ``first`` on, by the names of
+        :class:`TrainingResult`; NaN where there are none."""
+        times = self.done_ms[first:] or [math.nan]
+        data = 1e3 * statistics.fmean(self.data_s[first:] or [math.nan])
         return {
-            "ms_per_iteration": statistics.median(done),
+            "ms_per_iteration": statistics.median(times),
             "data_ms_per_iteration": data,
-            "compute_ms_per_iteration": max(0.0, statistics.fmean(done) - data),
-            "samples_per_second": 1e3 * batch_size * len(done) / sum(done),
+            # NaN first: max keeps it
+            "compute_ms_per_iteration": max(statistics.fmean(times) - data, 0.0),
+            "samples_per_second": 1e3 * batch_size * len(times) / sum(times),
         }
-
-
-def next_event(done: int, total: int, periods: tuple[int | None, ...]) -> int:
-    """The first iteration after ``done`` that is a multiple of a period, or the last one."""
-    after = [done - done % period + period for period in periods if period]
-    return min([total, *after])
 
 
 def due(iteration: int, total: int, period: int | None) -> bool:
@@ -288,10 +275,14 @@ class Run:
             )
 
     def next_event(self) -> int:
-        """The next iteration after which something is to be done."""
-        config, writes = self.config, self.trainer.writes_checkpoints
-        periods = (config.log_every, config.eval_every, config.checkpoint_every if writes else None)
-        return next_event(self.trainer.done, self.trainer.total, periods)
+        """The next iteration after which something is to be done: a multiple of a period,
+        or the last one."""
+        config, done = self.config, self.trainer.done
+        periods = [config.log_every, config.eval_every]
+        if self.trainer.writes_checkpoints:
+            periods.append(config.checkpoint_every)
+        after = [done - done % period + period for period in periods if period]
+        return min([self.trainer.total, *after])
 
     def after_iteration(self, stop: bool) -> bool:
         """Report, evaluate, write a checkpoint as is due; whether the run ends here."""
@@ -351,7 +342,7 @@ class Run:
             iterations=count,
             first_iteration=self.first,
             loss=self.last,
-            **measured.overall(self.config.batch_size),
+            **measured.speed(self.config.batch_size),
             elapsed_s=time.perf_counter() - measured.started,
             evaluation_s=sum(found.seconds for found in self.evaluations),
             checkpoint_s=self.checkpoint_s,

@@ -168,11 +168,8 @@ def _prefetched(make: Callable[[], T], ahead: int) -> Generated[T, None, None]:
 
 
 @runtime_checkable
-class Resumable(Protocol):
+class Resumable(Generator, Protocol):
     """A stream of batches that can be left and taken up again."""
-
-    def next_batch(self) -> Batch:
-        """The next batch of the stream."""
 
     def state(self) -> dict[str, Any]:
         """Where the stream stands: the next batch is the one after this."""

@@ -69,11 +69,6 @@ class DatasetBatches(_Stream):
                 f"{batch_size}: the {source.split} split has not one full batch"
             )
 
-    @property
-    def epoch(self) -> int:
-        """Whole epochs taken."""
-        return self.taken // self.batches_per_epoch
-
     def next_batch(self) -> Batch:
         """The next batch of the stream."""
         epoch, place = divmod(self.taken, self.batches_per_epoch)
