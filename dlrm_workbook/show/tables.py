@@ -255,6 +255,15 @@ def _look_of(name: str, frame: pd.DataFrame, given: str | Column) -> Column:
 # The formats.
 
 
+def each_row(text: Callable[..., str], words: bool = False) -> Formatter:
+    """The format that writes each row's cell from its values, one or several."""
+
+    def format(*columns: pd.Series) -> Texts:
+        return [text(*values) for values in zip(*columns, strict=True)], words
+
+    return format
+
+
 def _each(text: Callable[[Any], str], words: bool = False) -> Callable[[pd.Series], Texts]:
     def format(values: pd.Series) -> Texts:
         return [NOTHING if _missing(value) else text(value) for value in values], words

@@ -14,12 +14,7 @@ from dlrm_core.errors import InputError, MissingToolError
 from dlrm_workbook.evidence.contestants import run_ours
 from dlrm_workbook.studies.bench import embeddings as bench
 from dlrm_workbook.studies.bench import torchrec as bench_torchrec
-from dlrm_workbook.studies.bench.embeddings_run import (
-    GROUPS,
-    UPDATES,
-    EmbeddingCase,
-    groups_of,
-)
+from dlrm_workbook.studies.bench.embeddings import GROUPS, UPDATES, EmbeddingCase, groups_of
 
 CASE = EmbeddingCase("small", "sgd", 3, 16, targets=(("facebook", 5.0),))
 

@@ -21,21 +21,11 @@ from dlrm_workbook.evidence.contestants import WARMUP, Run, ratio
 from dlrm_workbook.runner.run import run_notebooks
 from dlrm_workbook.show.tables import Table, Text, show
 from dlrm_workbook.studies.bench import analyse as analysis
-from dlrm_workbook.studies.bench import (
-    embeddings_show as embedding_results,
-)
-from dlrm_workbook.studies.bench import (
-    notebook as benchmark,
-)
-from dlrm_workbook.studies.bench import (
-    show as benchmark_figures,
-)
-from dlrm_workbook.studies.bench import (
-    show_tables as benchmark_tables,
-)
+from dlrm_workbook.studies.bench import embeddings_show as embedding_results
+from dlrm_workbook.studies.bench import notebook as benchmark
+from dlrm_workbook.studies.bench import show as benchmark_figures
 from dlrm_workbook.studies.bench.cases import GROWTH, growth_cases, shape_cases
-from dlrm_workbook.studies.bench.embeddings import KIND, SCHEMA, open_ledger, run_group
-from dlrm_workbook.studies.bench.embeddings_run import GROUPS
+from dlrm_workbook.studies.bench.embeddings import GROUPS, KIND, SCHEMA, open_ledger, run_group
 from dlrm_workbook.studies.bench.measure import Plan, run_plan
 
 PEER = """
@@ -163,14 +153,14 @@ def test_a_machine_that_drifts_between_rounds_does_not_change_a_ratio(
 
 
 def test_the_verdict_says_how_many_times_as_fast_as_whom(document: dict[str, Any]) -> None:
-    text = benchmark_tables.verdict(document).markdown
+    text = benchmark_figures.verdict(document).markdown
     first = text.split("\n\n")[0]
     assert "Its tables, up to 10 indices, 1 thread: ours, tuned bf16 is" in first
     assert "as fast as facebookresearch/dlrm end to end" in first and "7.50x" in first
     assert "goals against facebookresearch/dlrm reached" in text
     assert "to the same losses" in text
     document["cases"][0]["losses_agree"] = False
-    assert "not all contestants train the same" in benchmark_tables.verdict(document).markdown
+    assert "not all contestants train the same" in benchmark_figures.verdict(document).markdown
 
 
 def test_one_round_has_no_interval_and_equal_losses_differ_by_0(document: dict[str, Any]) -> None:
@@ -180,18 +170,18 @@ def test_one_round_has_no_interval_and_equal_losses_differ_by_0(document: dict[s
         **{"step_low_ms": step, "step_high_ms": step, "confidence": 0.0},
         **{"end_to_end_low_ms": whole, "end_to_end_high_ms": whole},
     )
-    for row in cells(once, benchmark_tables.TIMES):
+    for row in cells(once, benchmark_figures.TIMES):
         assert row["from to"] == row["from to "] == "one round" and float(row["step (ms)"]) > 0
     single = ratios.assign(low=ratios["mid"], high=ratios["mid"], confidence=0.0)
-    for row in cells(single, benchmark_tables.RATIOS):
+    for row in cells(single, benchmark_figures.RATIOS):
         assert row["interval"] == "one round" and row["times as fast"].endswith("x")
         assert "confidence" not in row
     for drawn in (benchmark_figures.times_bars(once), benchmark_figures.ratio_dots(single)):
         hover = [text for trace in drawn.data for text in trace.hovertext or ()]
         assert hover and all("(one round)" in text and " to 0" not in text for text in hover)
-    assert " to " in cells(times, benchmark_tables.TIMES)[0]["from to"]
+    assert " to " in cells(times, benchmark_figures.TIMES)[0]["from to"]
     losses = analysis.losses(document).assign(difference=0.0)
-    rows = cells(losses, benchmark_tables.LOSSES)
+    rows = cells(losses, benchmark_figures.LOSSES)
     assert rows and all(row["largest difference"] == "0" for row in rows)
 
 
@@ -207,12 +197,12 @@ def test_what_was_cut_short_or_failed_is_said(document: dict[str, Any]) -> None:
     for name in ("contestants", "ratios", "loss_difference", "losses_agree", "failures"):
         del cut[name]
     document["cases"][0]["failures"] = {"torchrec": "pip install torchrec"}
-    said = benchmark_tables.notices(document).markdown
+    said = benchmark_figures.notices(document).markdown
     assert "26x100k-10: cut short after 8 runs" in said
     assert "torchrec did not run (8x1M-10): pip install torchrec" in said
     cases = analysis.times(document)[["case", "threads"]].itertuples(index=False)
     assert set(map(tuple, cases)) == {("8x1M-10", 1), ("8x1M-10", 2), ("26x100k-10", 2)}
-    benchmark_tables.verdict(document)
+    benchmark_figures.verdict(document)
 
 
 def shown_titles(values: list[Any]) -> list[str]:

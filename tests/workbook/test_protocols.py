@@ -14,7 +14,7 @@ from dlrm_workbook.cli import main
 from dlrm_workbook.evidence.published import PUBLISHED
 from dlrm_workbook.show.tables import show
 from dlrm_workbook.studies.bench.analyse import times
-from dlrm_workbook.studies.bench.show_tables import best_speeds
+from dlrm_workbook.studies.bench.show import best_speeds
 from dlrm_workbook.studies.protocols import show as protocols
 from dlrm_workbook.studies.protocols.measure import (
     INFERENCE,

@@ -25,8 +25,7 @@ from dlrm_workbook.show.theme import (
     marker,
     rows_of,
 )
-from dlrm_workbook.studies.bench.embeddings import KIND, SCHEMA
-from dlrm_workbook.studies.bench.embeddings_run import MEMORY, PHASES, UPDATES
+from dlrm_workbook.studies.bench.embeddings import KIND, MEMORY, PHASES, SCHEMA, UPDATES
 
 DEFAULT = REPOSITORY / "benchmarks" / "results" / "embeddings.json"
 

@@ -1,10 +1,11 @@
-"""Figures of a benchmark: contestants keep their colour, intervals are lines."""
+"""How a benchmark is shown: columns of its tables, sentences, and figures."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -12,21 +13,25 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from dlrm_core.units import (
+    NOTHING,
     counted,
     digits,
     milliseconds,
     percent,
     ratio,
     signed_milliseconds,
+    speedup,
     value_text,
 )
-from dlrm_workbook.evidence.contestants import PEER
+from dlrm_workbook.evidence.contestants import PEER, certainty, difference_text
+from dlrm_workbook.show.tables import Column, Text, each_row
 from dlrm_workbook.show.theme import (
     COLOURS,
     INK,
     SYMBOLS,
     TEMPLATE,
     WATERFALL,
+    add_bars,
     add_ends,
     add_headings,
     error_bars,
@@ -39,13 +44,202 @@ from dlrm_workbook.show.theme import (
     mark_one,
     rows_of,
 )
+from dlrm_workbook.studies.bench import analyse
 from dlrm_workbook.studies.bench.cases import GROWTH, PLAIN, TORCHREC, TUNED
-from dlrm_workbook.studies.bench.show_tables import (
-    FIGURE_NAMES,
-    contestant_label,
-    interval_text,
-    option_label,
-)
+from dlrm_workbook.studies.bench.shares import CEILINGS
+
+FIGURE_NAMES = {"step_ms": "step", "end_to_end_ms": "end to end"}
+
+Document = Mapping[str, Any]
+
+
+def contestant_label(name: str) -> str:
+    """A contestant as a reader calls it."""
+    if name == TUNED:
+        return "ours, tuned fp32"
+    names = {PEER: "facebookresearch/dlrm", PLAIN: "ours, plain", TORCHREC: "TorchRec"}
+    return names.get(name, f"ours, {name}")
+
+
+def interval_text(
+    confidence: float, low: float, high: float, text: Callable[[float], str] = ratio
+) -> str:
+    """``1.20x to 1.31x``; one round has no interval: its ends would both be the number itself."""
+    return f"{text(low)} to {text(high)}" if confidence > 0 else "one round"
+
+
+def option_label(leaf: str, value: Any, also: str) -> str:
+    """An option with its value, and what goes with it."""
+    return f"{leaf}: {value_text(value)}{f', with {also}' if also else ''}"
+
+
+# Columns of the tables of :mod:`.analyse`.
+
+_CONTESTANTS = each_row(contestant_label, words=True)
+_TIME_RANGES = each_row(functools.partial(interval_text, text=digits))
+_CONTESTANT = Column("contestant", _CONTESTANTS)
+_FIGURE = Column("of", each_row(lambda name: FIGURE_NAMES[name], words=True))
+_RATIOS = Column("interval", each_row(interval_text), ("confidence", "low", "high"))
+
+TIMES: dict[str, str | Column] = {
+    "case": "shape",
+    "threads": "threads",
+    "contestant": _CONTESTANT,
+    "step_ms": "step",
+    "step_range": Column("from to", _TIME_RANGES, ("confidence", "step_low_ms", "step_high_ms")),
+    "end_to_end_ms": "end to end",
+    "end_to_end_range": Column(
+        "from to ", _TIME_RANGES, ("confidence", "end_to_end_low_ms", "end_to_end_high_ms")
+    ),
+    "samples_per_second": Column("samples/s", "digits"),
+}
+RATIOS: dict[str, str | Column] = {
+    "case": "shape",
+    "threads": "threads",
+    "contestant": _CONTESTANT,
+    "against": Column("against", _CONTESTANTS),
+    "figure": _FIGURE,
+    "mid": Column("times as fast", "ratio"),
+    "interval": _RATIOS,
+    "confidence": Column(
+        "confidence", each_row(lambda value: f"{value:.0%}" if value > 0 else NOTHING)
+    ),
+    "goal": Column("goal", "ratio"),
+    "reached": Column("reached", "judged"),
+}
+LOSSES: dict[str, str | Column] = {
+    "case": "case",
+    "threads": "threads",
+    "contestant": _CONTESTANT,
+    "reference": Column("against", _CONTESTANTS),
+    "iterations": "iterations",
+    "difference": Column("largest difference", each_row(difference_text)),
+}
+SHARES: dict[str, str | Column] = {
+    "case": "shape",
+    "threads": "threads",
+    "contestant": _CONTESTANT,
+    "what": "part",
+    "ms": "time",
+    "limit": Column("limit", each_row(lambda what: CEILINGS[what], words=True), ("what",)),
+    "ceiling_ms": "limit alone",
+    "share": "share of the limit",
+    "low": Column("lower quartile", "share"),
+    "high": Column("upper quartile", "share"),
+    "reason": "not measured because",
+}
+SLOPES: dict[str, str | Column] = {
+    "quantity": "growing",
+    "smallest": Column("from", "count"),
+    "largest": Column("to", "count"),
+    "threads": "threads",
+    "contestant": _CONTESTANT,
+    "figure": _FIGURE,
+    "slope": Column("slope", "number"),
+}
+OPTIONS: dict[str, str | Column] = {
+    "option": Column("option", each_row(option_label, words=True), ("leaf", "value", "also")),
+    "figure": _FIGURE,
+    "mid": Column("with it over without it", "ratio"),
+    "interval": _RATIOS,
+    "time_ms": "after adding it",
+}
+
+
+# Sentences.
+
+
+def verdict(document: Document) -> Text:
+    """How many times as fast as whom, whether goals are met, whether the training is the same."""
+    cases = analyse.judged(document, "shape")
+    if not cases:
+        return Text("No shape was measured.")
+    lines = [_case_verdict(document, case) for case in cases]
+    table = analyse.ratios(document)
+    goals = table[table["goal"].notna()]
+    if len(goals):
+        missed = goals[goals["mid"] < goals["goal"]]
+        reached = len(goals) - len(missed)
+        text = f"**{reached} of {len(goals)} goals against facebookresearch/dlrm reached**"
+        if len(missed):
+            text += "; furthest from its goal: " + _furthest(missed)
+        lines.append(text + ".")
+    lines.append(_same_training(document))
+    return Text("\n\n".join(lines))
+
+
+def _case_verdict(document: Document, case: Mapping[str, Any]) -> str:
+    name = analyse.best(document, case)
+    meaning = str(case["meaning"])
+    where = f"{meaning[:1].upper()}{meaning[1:]}, {counted(case['threads'], 'thread')}"
+    if not name or name not in case["ratios"]:
+        return f"**{where}**: nothing to compare."
+    found = case["ratios"][name]
+    sure = found["step_ms"]["confidence"]
+    step, whole = (_times(found[figure]) for figure in FIGURE_NAMES)
+    return (
+        f"**{where}: {contestant_label(name)} is {whole} as fast as "
+        f"{contestant_label(case['against'])} end to end**, data included, and {step} per step "
+        f"({certainty(found['step_ms'])}"
+        f"{'' if sure >= 0.95 else '; six rounds or more give 95 %'})."
+    )
+
+
+def _times(found: Mapping[str, float]) -> str:
+    if found["rounds"] == 1:
+        return ratio(found["mid"])
+    return speedup(found["mid"], found["low"], found["high"])
+
+
+def _furthest(missed: pd.DataFrame) -> str:
+    row = rows_of(missed.assign(short=missed["mid"] / missed["goal"]).nsmallest(1, "short"))[0]
+    return (
+        f"{contestant_label(row.contestant)} on {row.case}, {FIGURE_NAMES[row.figure]}, "
+        f"{ratio(row.mid)} of {ratio(row.goal)}"
+    )
+
+
+def _same_training(document: Document) -> str:
+    judged = [case["losses_agree"] for case in document["cases"] if "losses_agree" in case]
+    if not any(value is not None for value in judged):
+        return "Losses: nothing to compare."
+    if all(value is not False for value in judged):
+        return (
+            "All contestants train the same model on the same data to the same losses: within "
+            "1e-05 in fp32, 5e-03 in bf16 and fp16, in the very runs that were timed."
+        )
+    return "**Careful: not all contestants train the same**, see the losses below."
+
+
+def best_speeds(times: pd.DataFrame) -> pd.DataFrame:
+    """The fastest contestant of each shape, end to end.
+
+    Returns:
+        ``on`` (who), ``model``, ``samples_per_second``.
+    """
+    if times.empty:
+        return pd.DataFrame(columns=["on", "model", "samples_per_second"])
+    fastest = times.groupby(["case", "threads"], sort=False)["samples_per_second"].idxmax()
+    chosen = times.loc[fastest]
+    return pd.DataFrame(
+        {
+            "on": chosen["contestant"].map(contestant_label),
+            "model": chosen["case"].replace("given", "the model as given"),
+            "samples_per_second": chosen["samples_per_second"].where(
+                chosen["samples_per_second"].map(math.isfinite)
+            ),
+        }
+    ).dropna()
+
+
+def notices(document: Document) -> Text:
+    """What contestants said, what failed, what was not measured."""
+    lines = [f"- {text}." for text in analyse.unfinished(document)]
+    for case in document["cases"]:
+        for name, said in (case.get("notices") or {}).items():
+            lines += [f"- {contestant_label(name)}: {text}." for text in said]
+    return Text("\n".join(dict.fromkeys(lines)) or "Everything ran as the parameters say.")
+
 
 CONTESTANTS = {
     PEER: COLOURS["optimizer"],
@@ -86,29 +280,17 @@ def times_bars(times: pd.DataFrame) -> go.Figure:
         f"end to end {_with_interval(row, 'end_to_end')}<br>{row.samples_per_second:,.0f} samples/s"
         for row in rows_of(times)
     ]
-    result.add_trace(
-        go.Bar(
-            x=times["step_ms"],
-            y=places,
-            orientation="h",
-            marker={"color": [colour_of(name) for name in times["contestant"]]},
-            showlegend=False,
-            hovertext=hover,
-            hovertemplate="%{hovertext}<extra></extra>",
-        )
-    )
+    colours = {"color": [colour_of(name) for name in times["contestant"]]}
+    add_bars(result, times["step_ms"], places, "", colours, hover, showlegend=False)
     low, mid, high = (times[f"end_to_end_{end}"] for end in ("low_ms", "ms", "high_ms"))
-    result.add_trace(
-        go.Bar(
-            x=(times["end_to_end_ms"] - times["step_ms"]).clip(lower=0),
-            y=places,
-            orientation="h",
-            name="waiting for data; the rest of a bar is the step",
-            marker={"color": COLOURS["data"]},
-            error_x=error_bars(low, mid, high),
-            hovertext=hover,
-            hovertemplate="%{hovertext}<extra></extra>",
-        )
+    add_bars(
+        result,
+        (times["end_to_end_ms"] - times["step_ms"]).clip(lower=0),
+        places,
+        "waiting for data; the rest of a bar is the step",
+        {"color": COLOURS["data"]},
+        hover,
+        error_x=error_bars(low, mid, high),
     )
     texts = list(map(milliseconds, times["end_to_end_ms"]))
     add_ends(result, times["end_to_end_high_ms"], places, texts)
@@ -122,7 +304,7 @@ def times_bars(times: pd.DataFrame) -> go.Figure:
 
 def _with_interval(row: Any, figure: str) -> str:
     mid, low, high = (getattr(row, f"{figure}_{end}") for end in ("ms", "low_ms", "high_ms"))
-    return f"{digits(mid)} ms ({interval_text(row.confidence, digits(low), digits(high))})"
+    return f"{digits(mid)} ms ({interval_text(row.confidence, low, high, digits)})"
 
 
 def ratio_dots(ratios: pd.DataFrame) -> go.Figure:
@@ -232,8 +414,8 @@ def options_dots(without: pd.DataFrame) -> go.Figure:
         places = [leaves.index(leaf) for leaf in rows["leaf"]]
         result.add_trace(_dots(rows, kind, places, lambda row: f"{ratio(row.mid)} as fast with it"))
     mark_one(result)
-    names = {row.leaf: option_label(row) for row in rows_of(without)}
-    labels = [lines_of(names[leaf], 34) for leaf in leaves]
+    options = without.drop_duplicates("leaf")[["leaf", "value", "also"]]
+    labels = [lines_of(option_label(*option), 34) for option in rows_of(options)]
     result.update_xaxes(title="times as fast with the option as without it (1: it brings nothing)")
     label_rows(result, labels)
     return result
@@ -276,34 +458,29 @@ def ladder(rungs: pd.DataFrame, kind: str = "end_to_end_ms") -> go.Figure:
 
 def share_bars(shares: pd.DataFrame) -> go.Figure:
     """How near each part comes to this machine's limit; the light mark is the goal."""
-    rows = rows_of(shares[shares["share"].notna()])
+    shares = shares[shares["share"].notna()]
+    rows = rows_of(shares)
     result = figure("Share of this machine's measured limits", 150 + 30 * max(len(rows), 2))
     labels = [
         f"{row.what}, {contestant_label(row.contestant)}<br>"
         f"{row.case}, {counted(row.threads, 'thread')}"
         for row in rows
     ]
+    hover = [
+        f"{digits(row.ms)} ms; the limit alone takes {digits(row.ceiling_ms)} ms" for row in rows
+    ]
     colours = {"dense": COLOURS["top_mlp"], "embedding": COLOURS["embedding"]}
-    result.add_trace(
-        go.Bar(
-            x=[row.share for row in rows],
-            y=list(range(len(rows))),
-            orientation="h",
-            marker={"color": [colours[row.what] for row in rows]},
-            error_x=error_bars(
-                [row.low for row in rows],
-                [row.share for row in rows],
-                [row.high for row in rows],
-            ),
-            text=[percent(row.share) for row in rows],
-            textposition="inside",
-            insidetextanchor="start",
-            hovertext=[
-                f"{digits(row.ms)} ms; the limit alone takes {digits(row.ceiling_ms)} ms"
-                for row in rows
-            ],
-            hovertemplate="%{hovertext}<extra></extra>",
-        )
+    add_bars(
+        result,
+        shares["share"],
+        list(range(len(rows))),
+        "",
+        {"color": list(shares["what"].map(colours))},
+        hover,
+        error_x=error_bars(shares["low"], shares["share"], shares["high"]),
+        text=list(map(percent, shares["share"])),
+        textposition="inside",
+        insidetextanchor="start",
     )
     goals = [
         (goal, place)
@@ -346,8 +523,7 @@ def _dots(
         marker={"color": colour, "size": 11, "symbol": symbol},
         error_x=error_bars(rows["low"], rows["mid"], rows["high"], colour, 2.5),
         hovertext=[
-            f"{name}: {said(row)} "
-            f"({interval_text(row.confidence, ratio(row.low), ratio(row.high))})"
+            f"{name}: {said(row)} ({interval_text(row.confidence, row.low, row.high)})"
             for row in rows_of(rows)
         ],
         hovertemplate="%{hovertext}<extra></extra>",
