@@ -375,8 +375,8 @@ def default_changes(parameters: Parameters) -> list[dict[str, Any]]:
         changes.append({**faster, "data.loader": "prefetch"})
     if training.fp32_matmul == "default" and training.precision == "fp32":
         changes.append({"training.fp32_matmul": "onednn"})
-    allowed = training.precision == "fp32" and training.lowest_precision != "fp32"
-    if allowed and cpu_flags() & set(BF16_FLAGS):
+    may_round = training.precision == "fp32" and training.lowest_precision != "fp32"
+    if may_round and cpu_flags() & set(BF16_FLAGS):
         changes.append({"training.precision": "bf16"})
     changes += _fused_changes(training)
     if training.embedding_backend == "torch":
@@ -489,10 +489,11 @@ class _Probes:
         if half in self.refused:
             raise InputError(self.refused[half])
         if half not in self.loops:
-            _require(self.parameters, half, self.loops)
-            self.loops[half] = (
-                DataLoop(self.parameters) if half == "data" else StepLoop(self.parameters, half)
-            )
+            if half == "data":
+                self.loops[half] = DataLoop(self.parameters)
+            else:
+                _require(self.parameters, half)
+                self.loops[half] = StepLoop(self.parameters, half)
         return self.loops[half]
 
     def _changed_loop(self, half: str, changed: Parameters) -> StepLoop | DataLoop:
@@ -504,7 +505,7 @@ class _Probes:
             (rows, changed.model.embedding_dim) for rows in base.parameters.model.table_rows
         ] and (half == "dense" or base.parameters.model.table_rows == changed.model.table_rows)
         if not same:
-            _require(changed, half, self.loops)
+            _require(changed, half)
         return StepLoop(changed, half, tables_from=base)
 
     def _compare(
@@ -579,10 +580,8 @@ def _data_alone_differs(base: Parameters, changed: Parameters) -> bool:
     return "data" in affected_components(synchronous(base), synchronous(changed))
 
 
-def _require(parameters: Parameters, half: str, loops: Mapping[str, Any]) -> None:
+def _require(parameters: Parameters, half: str) -> None:
     """Refuse to build a half that would not fit beside what is built already."""
-    if half == "data":
-        return
     needed = sum(item.bytes for item in forecast_memory(reduced(parameters, half)))
     available = available_memory(CPU)
     if available is not None and needed > MEMORY_SHARE * available:

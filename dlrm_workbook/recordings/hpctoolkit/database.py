@@ -45,6 +45,7 @@ from dlrm_workbook.recordings.hpctoolkit.meta import (
 )
 from dlrm_workbook.recordings.hpctoolkit.metrics import canonical_name, derive
 from dlrm_workbook.recordings.hpctoolkit.values import (
+    METRIC_IDS,
     ContextValues,
     Floats,
     ThreadProfile,
@@ -296,7 +297,7 @@ class Database:
 
     def _dense(self, profile: int, ids: Sequence[int]) -> Floats:
         """Values of metric (or statistic) ids over the tree; shape (ids, rows)."""
-        target = np.full(65536, -1, np.int64)
+        target = np.full(METRIC_IDS, -1, np.int64)
         target[list(ids)] = np.arange(len(ids))
         source = self.profiles[profile]
         rows = self.tree.rows(source.contexts)
@@ -332,7 +333,7 @@ class Database:
         """
         scope = self.meta.inclusive_scope
         context, metric_id, value = self.profiles[profile].values()
-        index_of = np.full(65536, -1, np.int64)
+        index_of = np.full(METRIC_IDS, -1, np.int64)
         order = {metric.name: i for i, metric in enumerate(self.metrics)}
         for (name, of_scope), number in self._ids(profile).items():
             if of_scope == scope:

@@ -177,7 +177,7 @@ class _Layout:
         self.row = np.full((len(names) + 1, len(self.old)), -1)
         self.row[OUTSIDE] = np.arange(len(self.old))
         iteration = len(self.old)
-        frames.append(_nodes("annotation", [ITERATION_SPAN], 0, "other", ""))
+        frames.append(_node("annotation", ITERATION_SPAN, 0, "other", ""))
         self.iteration = iteration
         self.part_node = []
         count = iteration + 1
@@ -188,8 +188,8 @@ class _Layout:
             kept = _with_ancestors(rows, parent) & ~skipped
             own = count + 1  # the interpreter's frames, one node
             nearest, first = self._merged(kept, own)
-            frames.append(_nodes("annotation", [name], iteration, component, phase))
-            frames.append(_nodes("python", ["Python interpreter"], count, component, phase))
+            frames.append(_node("annotation", name, iteration, component, phase))
+            frames.append(_node("python", "Python interpreter", count, component, phase))
             copied = self.old.iloc[first].assign(component=component, phase=phase)
             copied["parent"] = nearest[parent[first]]
             frames.append(copied)
@@ -237,17 +237,9 @@ class _Layout:
             column[rows["context"].to_numpy()] = rows["value"].to_numpy()
             inclusive = inclusive_from_exclusive(parent, column)
             reached = np.flatnonzero(_with_ancestors(rows["context"].to_numpy(), parent))
-            frames.append(
-                pd.DataFrame(
-                    {
-                        "profile": thread,
-                        "metric": metric,
-                        "context": reached,
-                        "value": inclusive[reached],
-                        "scope": "inclusive",
-                    }
-                )
-            )
+            added = {"profile": thread, "metric": metric, "scope": "inclusive"}
+            added |= {"context": reached, "value": inclusive[reached]}
+            frames.append(pd.DataFrame(added))
         return pd.concat(frames, ignore_index=True)[list(SCHEMA["values"])]
 
     def trace(self, samples: pd.DataFrame, log: _Log, main: int) -> pd.DataFrame:
@@ -279,21 +271,10 @@ class _Layout:
         return pd.concat(frames).sort_values(["profile", "start_ns", "depth"], ignore_index=True)
 
 
-def _nodes(kind: str, names: list[str], parent: int, component: str, phase: str) -> pd.DataFrame:
-    return pd.DataFrame(
-        {
-            "context": 0,
-            "parent": parent,
-            "kind": kind,
-            "name": names,
-            "shapes": "",
-            "file": "",
-            "line": 0,
-            "module": "",
-            "component": component,
-            "phase": phase,
-        }
-    )
+def _node(kind: str, name: str, parent: int, component: str, phase: str) -> pd.DataFrame:
+    """A row of ``contexts`` without a place in the source."""
+    row = (0, parent, kind, name, "", "", 0, "", component, phase)
+    return pd.DataFrame([row], columns=list(SCHEMA["contexts"]))
 
 
 def _with_ancestors(rows: np.ndarray, parent: np.ndarray) -> np.ndarray:

@@ -100,16 +100,15 @@ def find_tools(home: str | None = None) -> Tools:
     Raises:
         MissingToolError: hpcrun or hpcprof is absent or does not start.
     """
-    hpcrun, source = _find("hpcrun", home)
-    hpcprof, _ = _find("hpcprof", home)
-    hpcstruct = _find("hpcstruct", home)[0]
-    for name, path in (("hpcrun", hpcrun), ("hpcprof", hpcprof)):
-        if path is None:
-            raise MissingToolError(
-                f"HPCToolkit's {name} was not found {source}; install it with `{SPACK}`, or set "
-                "HPCTOOLKIT_HOME (or profiling.hpctoolkit_home) to its folder"
-            )
-    assert hpcrun is not None and hpcprof is not None
+    home = home or os.environ.get("HPCTOOLKIT_HOME")
+    folder = Path(home).expanduser().absolute() if home else None
+    hpcrun, hpcprof = _find("hpcrun", folder), _find("hpcprof", folder)
+    if hpcrun is None or hpcprof is None:
+        raise MissingToolError(
+            f"HPCToolkit's {'hpcprof' if hpcrun else 'hpcrun'} was not found "
+            f"{f'in {folder}' if folder else 'on PATH'}; install it with `{SPACK}`, or set "
+            "HPCTOOLKIT_HOME (or profiling.hpctoolkit_home) to its folder"
+        )
     about = _ask(hpcrun, "-V")
     version = re.search(r"version\s+([^\s,]+)", about)
     cuda = re.search(r"^- CUDA:\s*([\d.]+)", about, re.MULTILINE)
@@ -117,7 +116,7 @@ def find_tools(home: str | None = None) -> Tools:
     return Tools(
         hpcrun=hpcrun,
         hpcprof=hpcprof,
-        hpcstruct=hpcstruct,
+        hpcstruct=_find("hpcstruct", folder),
         version=version.group(1) if version else "unknown",
         events=parse_events(_ask(hpcrun, "-L")),
         python_frames=bool(re.search(r"-a\s+python\b", _ask(hpcrun, "-h", required=False))),
@@ -200,18 +199,14 @@ def torch_cuda_version() -> str:
     return ""
 
 
-def _find(name: str, home: str | None) -> tuple[Path | None, str]:
-    """(path or None, where it was looked for)."""
-    home = home or os.environ.get("HPCTOOLKIT_HOME")
-    if not home:
+def _find(name: str, folder: Path | None) -> Path | None:
+    """A program in an installation's folder, or on PATH where none is given."""
+    if folder is None:
         found = shutil.which(name)
-        return (Path(found).absolute() if found else None), "on PATH"
+        return Path(found).absolute() if found else None
     # an explicit folder that holds nothing is a mistake to name, not one to paper over
-    folder = Path(home).expanduser().absolute()
-    for candidate in (folder / "bin" / name, folder / name):
-        if candidate.is_file() and os.access(candidate, os.X_OK):
-            return candidate, f"in {folder}"
-    return None, f"in {folder}"
+    places = (folder / "bin" / name, folder / name)
+    return next((path for path in places if path.is_file() and os.access(path, os.X_OK)), None)
 
 
 def _ask(tool: Path, option: str, *, required: bool = True) -> str:

@@ -21,6 +21,9 @@ from dlrm_workbook.recordings.hpctoolkit import format as f4
 CHUNK = 1 << 20
 """Values decoded at a time where a whole block is only summed over."""
 
+METRIC_IDS = 1 << 16
+"""Ids of metrics and statistics are 16 bits wide."""
+
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
@@ -82,8 +85,7 @@ class ThreadProfile:
 
     def check(self, metric: Ints) -> None:
         """Refuse metric ids that ``meta.db`` does not list."""
-        listed = self._known[np.minimum(metric, len(self._known) - 1)] if len(self._known) else 0
-        wrong = (metric >= len(self._known)) | ~np.asarray(listed, np.bool_)
+        wrong = ~self._known[metric]
         if wrong.any():
             raise self._file.error(
                 f"profile {self.number} holds values of metric id {int(metric[np.argmax(wrong)])}, "
@@ -116,15 +118,12 @@ class ThreadProfile:
         return np.repeat(np.arange(first, last + 1), np.diff(edges))
 
     def sums(self) -> tuple[Floats, Ints]:
-        """(sum over contexts, number of values) by metric id; shapes (largest id + 1,)."""
-        size = len(self._known)
-        total, number = np.zeros(size), np.zeros(size, np.int64)
+        """(sum over contexts, number of values) by metric id; shapes (``METRIC_IDS``,)."""
+        total, number = np.zeros(METRIC_IDS), np.zeros(METRIC_IDS, np.int64)
         for _, metric, value in self.chunks():
-            counted = np.bincount(metric, minlength=size)
-            if len(counted) > size or counted[~self._known].any():
-                self.check(metric)
-            number += counted
-            total += np.bincount(metric, weights=value, minlength=size)
+            self.check(metric)
+            number += np.bincount(metric, minlength=METRIC_IDS)
+            total += np.bincount(metric, weights=value, minlength=METRIC_IDS)
         return total, number
 
     def at(self, context: int) -> dict[int, float]:
@@ -176,8 +175,8 @@ def read_profiles(
 
 
 def _listed(ids: list[int]) -> npt.NDArray[np.bool_]:
-    """Whether each id is listed; shape (largest id + 1,)."""
-    listed = np.zeros(max(ids, default=-1) + 1, np.bool_)
+    """Whether each metric id is listed; shape (``METRIC_IDS``,)."""
+    listed = np.zeros(METRIC_IDS, np.bool_)
     listed[ids] = True
     return listed
 
