@@ -14,6 +14,7 @@ the part did.
 from __future__ import annotations
 
 from pathlib import PurePath
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -237,9 +238,8 @@ class _Layout:
             column[rows["context"].to_numpy()] = rows["value"].to_numpy()
             inclusive = inclusive_from_exclusive(parent, column)
             reached = np.flatnonzero(_with_ancestors(rows["context"].to_numpy(), parent))
-            added = {"profile": thread, "metric": metric, "scope": "inclusive"}
-            added |= {"context": reached, "value": inclusive[reached]}
-            frames.append(pd.DataFrame(added))
+            added: dict[str, Any] = {"profile": thread, "metric": metric, "scope": "inclusive"}
+            frames.append(pd.DataFrame(added | {"context": reached, "value": inclusive[reached]}))
         return pd.concat(frames, ignore_index=True)[list(SCHEMA["values"])]
 
     def trace(self, samples: pd.DataFrame, log: _Log, main: int) -> pd.DataFrame:
