@@ -68,7 +68,6 @@ class Watch:
         signum: the signal that asked for the end of the run, or None.
         timed_out: whether a cell ran longer than ``cell_timeout``.
         failed: index of the cell that failed, in the executed notebook, or None.
-        dead_kernel: whether the kernel died under that cell.
     """
 
     def __init__(self, cell_timeout: float | None = None) -> None:
@@ -76,7 +75,6 @@ class Watch:
         self.signum: int | None = None
         self.timed_out = False
         self.failed: int | None = None
-        self.dead_kernel = False
         self._client: _Client | None = None
         self._in_cell = False
         self._timers: list[threading.Timer] = []
@@ -204,10 +202,8 @@ class _Client(PapermillNotebookClient):
         except (CellExecutionError, DeadKernelError) as error:
             self.watch.failed = index
             if isinstance(error, DeadKernelError):
-                self.watch.dead_kernel = True
-                cell.outputs.append(
-                    new_output("error", ename="KernelDied", evalue=DIED, traceback=[DIED])
-                )
+                died = new_output("error", ename="KernelDied", evalue=DIED, traceback=[DIED])
+                cell.outputs.append(died)
             self.nb_man.cell_exception(cell, cell_index=index, exception=error)
         finally:
             self.nb_man.cell_complete(cell, cell_index=index)

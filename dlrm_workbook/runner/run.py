@@ -238,24 +238,23 @@ def failing_cell(ipynb: Path, executed_index: int | None) -> dict[str, Any] | No
     """
     nb = nbformat.read(ipynb, as_version=4)
     cells = [cell for cell in nb.cells if not _papermills_own(cell)]
-    for index, cell in enumerate(cells):
-        errors = [o for o in cell.get("outputs", []) if o.output_type == "error"]
-        if errors:
-            lines = [line for line in str(errors[-1].evalue).splitlines() if line.strip()]
-            # what a user must mend is said first, with details below it
-            said = 0 if errors[-1].ename in INPUT_ERRORS else -1
-            error = f"{errors[-1].ename}: {lines[said].strip()}" if lines else errors[-1].ename
-            return _describe(cell, index, len(cells), error)
-    if executed_index is None:
+    errors = [
+        [output for output in cell.get("outputs", []) if output.output_type == "error"]
+        for cell in cells
+    ]
+    index = next((index for index, raised in enumerate(errors) if raised), None)
+    if index is not None:
+        name, lines = errors[index][-1].ename, _lines(errors[index][-1].evalue)
+        # what a user must mend is said first, with details below it
+        said = 0 if name in INPUT_ERRORS else -1
+        error = f"{name}: {lines[said]}" if lines else name
+    elif executed_index is not None:
+        before = sum(not _papermills_own(cell) for cell in nb.cells[:executed_index])
+        index, error = min(before, len(cells) - 1), "the cell left no error message"
+    else:
         return None
-    before = nb.cells[:executed_index]
-    index = min(sum(not _papermills_own(cell) for cell in before), len(cells) - 1)
-    return _describe(cells[index], index, len(cells), "the cell left no error message")
-
-
-def _describe(cell: Any, index: int, total: int, error: str) -> dict[str, Any]:
-    lines = [line.strip() for line in cell.source.splitlines() if line.strip()]
-    return {"index": index + 1, "of": total, "first_line": (lines or [""])[0], "error": error}
+    first_line = next(iter(_lines(cells[index].source)), "")
+    return {"index": index + 1, "of": len(cells), "first_line": first_line, "error": error}
 
 
 def _papermills_own(cell: Any) -> bool:
@@ -277,5 +276,10 @@ def _mark_pending(ipynb: Path) -> None:
 
 
 def _last_line(error: BaseException) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[-1].strip()}" if lines else type(error).__name__
+    lines = _lines(error)
+    return f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
+
+
+def _lines(text: object) -> list[str]:
+    """The lines of a text that are not blank, stripped."""
+    return [line.strip() for line in str(text).splitlines() if line.strip()]

@@ -145,7 +145,7 @@ class Comparison:
         """Measure or load what comes first."""
 
     def predict(self) -> None:
-        """Foretell the outcomes, before anything of the change is run."""
+        """Predict the outcomes, before anything of the change is run."""
 
     def measure(self, progress: ProgressCallback | None = None) -> None:
         """Run the settings in turns."""
@@ -436,7 +436,7 @@ class ChangeComparison(Comparison):
 
     def predict(self) -> None:
         if self.earlier.restore(self.outcomes):
-            # foretold before the first round, and so it stays
+            # predicted before the first round, and so it stays
             self.predicted_at = self.earlier.predicted_at
             self.save()
             return

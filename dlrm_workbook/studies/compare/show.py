@@ -243,7 +243,7 @@ def _add_scale(result: go.Figure) -> None:
 
 
 def waterfall(outcomes: Sequence[Outcome]) -> go.Figure:
-    """From the first setting to the last, step by step, with what was foretold of each.
+    """From the first setting to the last, step by step, with what was predicted of each.
 
     Args:
         outcomes: cumulative steps, each against the same baseline.
@@ -263,7 +263,7 @@ def waterfall(outcomes: Sequence[Outcome]) -> go.Figure:
     result.add_trace(
         go.Waterfall(
             x=list(range(len(labels))),
-            y=[base, *steps, levels[-1] if levels else 0.0],
+            y=[base, *steps, levels[-1]],
             measure=["absolute", *("relative" for _ in steps), "total"],
             name="measured",
             showlegend=False,
@@ -328,10 +328,10 @@ def _judgement(outcome: Outcome, comparison: Comparison) -> str:
         )
     text += f"; {_basis(measured, comparison)}."
     if outcome.predicted is not None and outcome.error is not None:
-        foretold = speedup(*(outcome.predicted.speedup[end] for end in ENDS))
+        gain_range = speedup(*(outcome.predicted.speedup[end] for end in ENDS))
         side = "inside" if outcome.in_range else "outside"
         text += (
-            f" Predicted was {foretold}: the predicted time is off by "
+            f" Predicted was {gain_range}: the predicted time is off by "
             f"{outcome.error:+.1%}, the measured speed-up {side} the range."
         )
     elif outcome.reason and comparison.kind == "change":
@@ -384,7 +384,7 @@ OUTCOMES: dict[str, str | Column] = {
     "before_ms": "before",
     "predicted_ms": "predicted",
     "after_ms": "after",
-    "foretold": Column("predicted speed-up", "speedup", tuple(f"predicted_{e}" for e in ENDS)),
+    "predicted": Column("predicted speed-up", "speedup", tuple(f"predicted_{e}" for e in ENDS)),
     "measured": Column("measured speed-up", "speedup", tuple(f"measured_{e}" for e in ENDS)),
     "error": Column("error of predicted time", "signed_share"),
     "in_range": Column("in range", "judged"),
