@@ -95,7 +95,7 @@ def run_notebooks(
         raise InputError(f"--cell-timeout is {cell_timeout}, expected seconds, or 0 for never")
     for_sections, own = split_overrides(overrides)
     parameters = load_parameters(parameters_file, for_sections)
-    plan = Plan.of(names, own, notebooks)
+    plan = Plan.of(names, own, notebooks or NOTEBOOKS)
     plan.check(parameters)
     root = Path(DEFAULT_OUTPUT_ROOT if output_root is None else output_root)
     typed = shlex.join(command or sys.argv)

@@ -118,6 +118,7 @@ def test_ranks_that_see_other_checkpoints_are_refused():
 def test_a_stopped_rank_is_named_and_ended_in_time(tmp_path):
     """With our own launcher, which knows how each rank ended."""
     file, output = endless(tmp_path, 4.0)
+    others = set(psutil.Process().children())  # such as torch's compiling processes
     stopped = []
 
     def stop():
@@ -139,7 +140,7 @@ def test_a_stopped_rank_is_named_and_ended_in_time(tmp_path):
     assert re.search(rf"rank 1 of 2 \(host \S+, process {stopped[0]}\) was ended by SIGKILL", said)
     assert re.search(r"after iteration [\d,]+", said)
     assert "has given no sign of life for" in said and "is stopped (SIGSTOP)" in said
-    assert not psutil.Process().children()
+    assert set(psutil.Process().children()) <= others
     last = steps_in(output / "checkpoint")[-1]
     read_checkpoint(output / "checkpoint" / f"step-{last:08d}").verify()
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
