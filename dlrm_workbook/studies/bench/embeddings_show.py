@@ -14,8 +14,9 @@ from dlrm_core.errors import InputError
 from dlrm_core.files import read_json
 from dlrm_core.machine import REPOSITORY
 from dlrm_core.units import NOT_MEASURED, NOTHING, counted, milliseconds, percent, ratio, speedup
-from dlrm_workbook.show.tables import Column, Text, Texts
+from dlrm_workbook.show.tables import Column, Text, each_row
 from dlrm_workbook.show.theme import (
+    add_bars,
     add_ends,
     add_headings,
     figure,
@@ -28,7 +29,6 @@ from dlrm_workbook.show.theme import (
 from dlrm_workbook.studies.bench.embeddings import KIND, MEMORY, PHASES, SCHEMA, UPDATES
 
 DEFAULT = REPOSITORY / "benchmarks" / "results" / "embeddings.json"
-
 
 LABELS = {
     "facebook": "facebookresearch/dlrm",
@@ -83,27 +83,27 @@ def times(document: Mapping[str, Any]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=[*columns, "mid", "low", "high", "goal"])
 
 
-def _gains(mids: pd.Series, lows: pd.Series, highs: pd.Series) -> Texts:
+def label(name: str) -> str:
+    """A contestant as a reader calls it."""
+    return LABELS.get(name, name)
+
+
+def _gain(mid: float, low: float, high: float) -> str:
     """Times as fast, with the rounds' range; one round has none."""
-    return [
-        NOTHING
-        if math.isnan(mid)
-        else speedup(mid, low, high)
-        if low < high
-        else f"{ratio(mid)} (one round)"
-        for mid, low, high in zip(mids, lows, highs, strict=True)
-    ], False
+    if math.isnan(mid):
+        return NOTHING
+    return speedup(mid, low, high) if low < high else f"{ratio(mid)} (one round)"
 
 
 TIMES: dict[str, str | Column] = {
     "meaning": "case",
     "threads": "threads",
-    "contestant": Column("contestant", lambda names: ([label(name) for name in names], True)),
+    "contestant": Column("contestant", each_row(label, words=True)),
     "forward_ms": "forward",
     "backward_ms": "backward",
     "update_ms": "update",
     "total_ms": "all",
-    "gain": Column("ours is as fast (rounds)", _gains, ("mid", "low", "high")),
+    "gain": Column("ours is as fast (rounds)", each_row(_gain), ("mid", "low", "high")),
     "goal": Column("goal", "ratio"),
 }
 """How the table of :func:`times` is shown."""
@@ -121,8 +121,8 @@ def bars(document: Mapping[str, Any], study: bool = False) -> go.Figure:
     threads = table["threads"].max() if study else table["threads"].min()
     table = table[table["threads"] == threads].reset_index(drop=True)
     ours = table[table["contestant"].isin(["fused", "race_free"])]
-    of = {(row.case, row.threads): row.total_ms for row in rows_of(ours)}
-    base = [of.get((row.case, row.threads), float("nan")) for row in rows_of(table)]
+    # one count of threads is left
+    base = table["case"].map(ours.set_index("case")["total_ms"])
     name = "race-free updates" if study else "our fused back end"
     title = "Ways to share an update between threads" if study else "Embeddings by back end"
     places, headings = in_groups(
@@ -130,16 +130,14 @@ def bars(document: Mapping[str, Any], study: bool = False) -> go.Figure:
     )
     result = figure(title, 150 + 27 * (len(table) + len(headings)), legend=True)
     for phase in PHASES:
-        result.add_trace(
-            go.Bar(
-                x=table[f"{phase}_ms"] / base,
-                y=places,
-                orientation="h",
-                name=phase,
-                marker=marker("embedding", phase),
-                customdata=table[f"{phase}_ms"],
-                hovertemplate=f"{phase} %{{customdata:,.2f}} ms<extra></extra>",
-            )
+        add_bars(
+            result,
+            table[f"{phase}_ms"] / base,
+            places,
+            phase,
+            marker("embedding", phase),
+            f"{phase} %{{customdata:,.2f}} ms",
+            customdata=table[f"{phase}_ms"],
         )
     ends = table["total_ms"] / base
     add_ends(result, ends, places, list(map(milliseconds, table["total_ms"])))
@@ -150,11 +148,6 @@ def bars(document: Mapping[str, Any], study: bool = False) -> go.Figure:
     result.update_xaxes(title=f"time, {name} of the same case is 1", range=[0, 1.35 * longest])
     label_rows(result, [label(name) for name in table["contestant"]], places)
     return result
-
-
-def label(name: str) -> str:
-    """A contestant as a reader calls it."""
-    return LABELS.get(name, name)
 
 
 def sentences(document: Mapping[str, Any], study: bool = False) -> Text:

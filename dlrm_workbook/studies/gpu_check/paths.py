@@ -7,6 +7,7 @@ stay below; the bound follows from the precision that the path computes in.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -65,36 +66,32 @@ def checks(device: torch.device, seed: int) -> Iterator[Check]:
 
     Works on any device, so that its logic is tested where there is no GPU.
     """
-    for interaction in ("dot", "cat"):
-        for loss in ("mse", "bce", "wbce"):
-            model = {"interaction": interaction, "loss": loss}
-            name = f"20 steps, {interaction}, {loss}"
-            yield check_of(name, training_error(device, seed, model), TOLERANCE)
-    for name, (options, bound) in OPTIONS.items():
-        yield check_of(f"20 steps, {name}", training_error(device, seed, {}, options), bound)
-    for optimizer in ("adagrad", "rowwise_adagrad"):
-        law = {"optimizer": optimizer}
-        error = training_error(device, seed, {}, GRAPHS, law)
-        # a gradient of almost nothing moves a weight by a whole step, up or down
-        yield check_of(f"20 steps, CUDA graphs, {optimizer}", error, 2e-2)
+    for interaction, loss in itertools.product(("dot", "cat"), ("mse", "bce", "wbce")):
+        model = {"interaction": interaction, "loss": loss}
+        error = training_error(device, seed, model)
+        yield check_of(f"20 steps, {interaction}, {loss}", error, TOLERANCE)
     prefetched = {"loader": "prefetch", "generator": "facebook"}
-    yield check_of(
-        "20 steps, batches staged by a thread",
-        training_error(device, seed, {}, GRAPHS, data=prefetched),
-        TOLERANCE,
-    )
-    for exponent in (None, 1.05):
-        name = "uniform" if exponent is None else "zipf"
+    runs: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], float]] = [
+        *((name, options, {}, {}, bound) for name, (options, bound) in OPTIONS.items()),
+        # a gradient of almost nothing moves a weight by a whole step, up or down
+        ("CUDA graphs, adagrad", GRAPHS, {"optimizer": "adagrad"}, {}, 2e-2),
+        ("CUDA graphs, rowwise_adagrad", GRAPHS, {"optimizer": "rowwise_adagrad"}, {}, 2e-2),
+        ("batches staged by a thread", GRAPHS, {}, prefetched, TOLERANCE),
+    ]
+    for name, options, law, data, bound in runs:
+        error = training_error(device, seed, {}, options, law, data)
+        yield check_of(f"20 steps, {name}", error, bound)
+    for name, exponent in (("uniform", None), ("zipf", 1.05)):
         yield check_of(f"{name} batches", generator_error(device, exponent, seed), 0.01)
     yield from kernel_checks(device, seed)
 
 
 def kernel_checks(device: torch.device, seed: int) -> Iterator[Check]:
     """The Triton kernels alone; on a CPU Triton's interpreter runs them, on little input."""
-    for optimizer in ("sgd", "adagrad", "rowwise_adagrad"):
-        for skew in (False, True):
-            name = f"embedding kernels, {optimizer}, {'skewed' if skew else 'uniform'}"
-            yield check_of(name, embedding_error(device, optimizer, skew, seed), 1e-4)
+    laws = {"uniform": False, "skewed": True}
+    for optimizer, law in itertools.product(("sgd", "adagrad", "rowwise_adagrad"), laws):
+        error = embedding_error(device, optimizer, laws[law], seed)
+        yield check_of(f"embedding kernels, {optimizer}, {law}", error, 1e-4)
     yield check_of("embedding kernels, the same bits twice", repeated_error(device, seed), 0.0)
     yield check_of("embedding kernels, a wrong index is named", fault_error(device, seed), 0.0)
     for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)):
@@ -178,13 +175,9 @@ def outcome(parameters: Parameters) -> list[torch.Tensor]:
 
 def difference(given: list[torch.Tensor], oracle: list[torch.Tensor]) -> float:
     """Largest ||a - b|| / ||b|| of any pair; NaN if any of it is no number."""
-    errors = torch.tensor(
-        [
-            float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30))
-            for a, b in zip(given, oracle, strict=True)
-        ]
-    )
-    return float(errors.max())
+    pairs = ((a.double(), b.double()) for a, b in zip(given, oracle, strict=True))
+    errors = [float((a - b).norm() / b.norm().clamp(min=1e-30)) for a, b in pairs]
+    return float(torch.tensor(errors).max())
 
 
 def generator_error(device: torch.device, exponent: float | None, seed: int) -> float:
@@ -211,12 +204,8 @@ def _embedding_case(
         3, tuple(rows), size, bag, False, False, seed, exponent, torch.device("cpu")
     )
     random = torch.Generator().manual_seed(seed)
-    return (
-        rows,
-        dim,
-        make.next_batch(),
-        [torch.randn(size, dim, generator=random) for _ in rows],
-    )
+    gradients = [torch.randn(size, dim, generator=random) for _ in rows]
+    return rows, dim, make.next_batch(), gradients
 
 
 def _tables(rows: list[int], dim: int, seed: int, device: torch.device) -> EmbeddingTables:

@@ -11,9 +11,10 @@ import plotly.graph_objects as go
 
 from dlrm_core.units import NOT_MEASURED, NOTHING, counted, format_bytes, thousands
 from dlrm_workbook.evidence.published import NOT_SAID, NVIDIA_AUC, PUBLISHED
-from dlrm_workbook.show.tables import Column, Text, Texts
+from dlrm_workbook.show.tables import Column, Text, each_row
 from dlrm_workbook.show.theme import (
     COLOURS,
+    add_bars,
     add_headings,
     figure,
     in_groups,
@@ -200,37 +201,33 @@ def _measured_speeds(
     return [row for row in rows if row["group"] in GROUPS]
 
 
-def _groups(names: pd.Series) -> Texts:
-    return [GROUPS[name].removesuffix(", whole iterations") for name in names], True
+def _hardware(on: str, precision: str) -> str:
+    return f"{on}, {precision}" if precision else on
 
 
-def _hardware(on: pd.Series, precisions: pd.Series) -> Texts:
-    pairs = zip(on, precisions, strict=True)
-    return [f"{name}, {precision}" if precision else name for name, precision in pairs], True
+def _watts(power: float, ours: bool, group: str) -> str:
+    if math.isnan(power):
+        return NOT_MEASURED if ours and group != "ours" else NOTHING
+    return f"{power:,.0f}"
 
 
-def _watts(powers: pd.Series, ours: pd.Series, groups: pd.Series) -> Texts:
-    rows = zip(powers, ours, groups, strict=True)
-    return [
-        f"{power:,.0f}"
-        if not math.isnan(power)
-        else NOT_MEASURED
-        if own and group != "ours"
-        else NOTHING
-        for power, own, group in rows
-    ], False
+def _auc(value: float) -> str:
+    return NOTHING if math.isnan(value) else f"{value:.4g}"
 
 
 SPEEDS: dict[str, str | Column] = {
-    "group": Column("counted as", _groups),
+    "group": Column(
+        "counted as",
+        each_row(lambda name: GROUPS[name].removesuffix(", whole iterations"), words=True),
+    ),
     "source": "source",
-    "hardware": Column("on", _hardware, ("on", "precision")),
+    "hardware": Column("on", each_row(_hardware, words=True), ("on", "precision")),
     "model": "model",
     "samples_per_second": Column("samples/s", "digits"),
     "latency_ms": Column("mean", "digits", unit="ms"),
-    "power": Column("power", _watts, ("power_w", "ours", "group"), "W"),
+    "power": Column("power", each_row(_watts), ("power_w", "ours", "group"), "W"),
     "memory": "memory",
-    "auc": Column("AUC", lambda aucs: ([_auc(auc) for auc in aucs], False)),
+    "auc": Column("AUC", each_row(_auc)),
 }
 TRAINING: dict[str, str | Column] = {
     "protocol": "protocol",
@@ -248,10 +245,6 @@ LATENCIES: dict[str, str | Column] = {
     "steps": "steps",
     "warm_up_steps": "left out",
 }
-
-
-def _auc(value: float) -> str:
-    return NOTHING if math.isnan(value) else f"{value:.4g}"
 
 
 def sources() -> Text:
@@ -324,20 +317,18 @@ def published_bars(found: pd.DataFrame) -> go.Figure:
         (False, "published: other hardware, mostly other models", COLOURS["other"]),
     ):
         rows = placed[placed["ours"] == ours]
-        result.add_trace(
-            go.Bar(
-                x=rows["samples_per_second"],
-                y=rows["place"],
-                orientation="h",
-                width=0.72,
-                name=name,
-                marker={"color": colour},
-                text=list(map(thousands, rows["samples_per_second"])),
-                textposition="outside",
-                cliponaxis=False,
-                customdata=rows["on"] + ": " + rows["model"],
-                hovertemplate="%{customdata}: %{x:,.0f} samples/s<extra></extra>",
-            )
+        add_bars(
+            result,
+            rows["samples_per_second"],
+            rows["place"],
+            name,
+            {"color": colour},
+            "%{customdata}: %{x:,.0f} samples/s",
+            width=0.72,
+            text=list(map(thousands, rows["samples_per_second"])),
+            textposition="outside",
+            cliponaxis=False,
+            customdata=rows["on"] + ": " + rows["model"],
         )
     values = found["samples_per_second"]
     first, last = math.floor(math.log10(values.min())), math.log10(values.max()) + 0.7
