@@ -147,12 +147,6 @@ def coverage(attribution: pd.DataFrame) -> float:
     return float(attribution.loc[attribution["component"] != "other", "share"].sum())
 
 
-def by_component(attribution: pd.DataFrame) -> pd.DataFrame:
-    """``component``, ``time_ms``, ``share``, summed over phases, largest first."""
-    table = attribution.groupby("component", as_index=False)[["time_ms", "share"]].sum()
-    return table.sort_values("time_ms", ascending=False, ignore_index=True)
-
-
 def data_against_compute(profile: Profile) -> pd.DataFrame:
     """Making data, moving it, and everything else, an iteration a row.
 

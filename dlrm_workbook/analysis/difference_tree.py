@@ -21,34 +21,34 @@ WHOLE = "step"
 """Label of the root over both trees."""
 
 
-def difference_tree(
-    before: Profile, after: Profile, metric: str = "", smallest_share: float = 0.002
-) -> pd.DataFrame:
+SMALLEST_SHARE = 0.002
+"""Of the longer step: nodes that hold less in both runs are joined."""
+
+
+def difference_tree(before: Profile, after: Profile) -> pd.DataFrame:
     """The union of two call trees with the time of each node in both.
 
     Nodes are the same if their path of names is: input shapes, lines and addresses do not
     count, so that runs of other sizes lie over each other. Trees of different profilers have
     little but the parts in common: they are cut off below those, and the CPU time of a part is
     the one that the table of parts has. Nodes that hold less than
-    ``smallest_share`` of the longer step in both runs are joined, parent by parent.
-
-    Args:
-        metric: that of the GPU where both used one, else of the CPU, if left out.
+    :data:`SMALLEST_SHARE` are joined, parent by parent. Times are the GPU's where both runs
+    used one, else the CPU's.
 
     Returns:
         ``id`` and ``parent`` (str, "" above the root), ``label``, ``kind``, ``component``,
         ``phase``, ``before_ms``, ``after_ms``, ``difference_ms`` (inclusive, a mean
         iteration), ``self_before_ms``, ``self_after_ms``; parents first. Empty if either
-        lacks ``metric``. ``attrs["sampled"]``: whether times before, and after, are counted
+        lacks them. ``attrs["sampled"]``: whether times before, and after, are counted
         samples, so that a node without any may have run all the same.
     """
     on_gpu = before.has("gpu_time_ms") and after.has("gpu_time_ms")
-    metric = metric or ("gpu_time_ms" if on_gpu else "cpu_time_ms")
+    metric = "gpu_time_ms" if on_gpu else "cpu_time_ms"
     if not (before.has(metric) and after.has(metric)):
         return pd.DataFrame(columns=COLUMNS)
     by_part = before.meta.get("engine") != after.meta.get("engine")
     sides = [_paths(profile, metric, by_part) for profile in (before, after)]
-    tree = _pruned(_union(sides), smallest_share)
+    tree = _pruned(_union(sides))
     tree.attrs["sampled"] = tuple(
         profile.meta.get("engine") == "hpctoolkit" and metric == "cpu_time_ms"
         for profile in (before, after)
@@ -137,12 +137,12 @@ def _one_root(table: pd.DataFrame) -> pd.DataFrame:
     return pd.concat([pd.DataFrame([root]), below], ignore_index=True)
 
 
-def _pruned(table: pd.DataFrame, smallest_share: float) -> pd.DataFrame:
+def _pruned(table: pd.DataFrame) -> pd.DataFrame:
     if table.empty:
         return pd.DataFrame(columns=COLUMNS)
     largest = table[["before_ms", "after_ms"]].max(axis=1).to_numpy()
     above = table["above"].to_numpy()
-    shown = (above < 0) | (largest >= smallest_share * largest[above < 0].max())
+    shown = (above < 0) | (largest >= SMALLEST_SHARE * largest[above < 0].max())
     table["id"] = np.arange(len(table)).astype(str)
     table["parent"] = np.where(above < 0, "", above.astype(str))
     table = table.rename(columns={"name": "label"})
@@ -163,8 +163,8 @@ def _pruned(table: pd.DataFrame, smallest_share: float) -> pd.DataFrame:
     return table[COLUMNS]
 
 
-def largest_changes(tree: pd.DataFrame, count: int = 20) -> pd.DataFrame:
-    """The nodes whose own time changed most, with the path that leads to them.
+def largest_changes(tree: pd.DataFrame) -> pd.DataFrame:
+    """The 20 nodes whose own time changed most, with the path that leads to them.
 
     Own time, without callees: so that one cause is one row and not its callers as well.
 
@@ -179,7 +179,7 @@ def largest_changes(tree: pd.DataFrame, count: int = 20) -> pd.DataFrame:
     label = dict(zip(tree["id"], tree["label"], strict=True))
     above = dict(zip(tree["id"], tree["parent"], strict=True))
     table = tree.assign(change=(tree["self_after_ms"] - tree["self_before_ms"]).abs())
-    table = table[table["change"] > 0].sort_values("change", ascending=False).head(count)
+    table = table[table["change"] > 0].sort_values("change", ascending=False).head(20)
     sampled = tree.attrs.get("sampled", (False, False))
     elsewhere = [
         set(tree.loc[tree[side] > 0, _CALL].itertuples(index=False, name=None))

@@ -330,7 +330,6 @@ class Curve:
     """How one part grows along one leaf, everything else held."""
 
     component: str
-    phase: str
     held: str
     """The other leaves' values, such as ``dim 32``; empty where none varies."""
     x: np.ndarray
@@ -338,9 +337,7 @@ class Curve:
     law: Law
 
 
-def scaling(
-    times: pd.DataFrame, settings: pd.DataFrame, leaf: str, by_phase: bool = False
-) -> list[Curve]:
+def scaling(times: pd.DataFrame, settings: pd.DataFrame, leaf: str) -> list[Curve]:
     """Fit a law to every part along a leaf.
 
     Leaves that change with it (``bottom_mlp`` with ``embedding_dim``) count as part of it;
@@ -349,7 +346,6 @@ def scaling(
     Args:
         times: what :func:`part_table` gives.
         settings: what :func:`settings_table` gives.
-        by_phase: a curve a phase instead of one a component.
 
     Returns:
         Curves in the order of a step, the whole step first; a part without time, or with
@@ -378,16 +374,12 @@ def scaling(
         index=settings.index,
         dtype=object,
     )
-    keys = ["run", "component", *(["phase"] if by_phase else [])]
     squared = times.assign(variance=times["se_ms"] ** 2)
-    table = squared.groupby(keys, as_index=False)[["time_ms", "variance"]].sum()
+    table = squared.groupby(["run", "component"], as_index=False)[["time_ms", "variance"]].sum()
     table["x"] = table["run"].map(settings[leaf]).astype(float)
     table["held"] = table["run"].map(label)
-    table["phase"] = table["phase"] if by_phase else ""
     curves = []
-    for (component, phase, text), group in table.groupby(
-        ["component", "phase", "held"], sort=False
-    ):
+    for (component, text), group in table.groupby(["component", "held"], sort=False):
         group = group[group["time_ms"] > 0].sort_values("x")
         if group["x"].nunique() < 2:
             continue
@@ -395,7 +387,7 @@ def scaling(
         error = float(relative.median()) if relative.notna().any() else None
         law = fit_law(group["x"].tolist(), group["time_ms"].tolist(), error)
         points = group["x"].to_numpy(), group["time_ms"].to_numpy()
-        curves.append(Curve(str(component), str(phase), str(text), *points, law))
+        curves.append(Curve(str(component), str(text), *points, law))
     order = {name: number for number, name in enumerate((WHOLE, *COMPONENTS))}
     return sorted(curves, key=lambda curve: order.get(curve.component, len(order)))
 
@@ -436,7 +428,7 @@ class Ensemble:
             {
                 "leaf": leaf,
                 "component": curve.component,
-                "phase": curve.phase,
+                "phase": "",
                 "held": curve.held,
                 "points": curve.law.points,
                 "a_ms": curve.law.a,

@@ -10,13 +10,15 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from dlrm_core.parts import parse_span
+from dlrm_core.parts import parse_span, part_label
 from dlrm_workbook.analysis.attribution import (
     PART,
     iteration_count,
     main_thread,
+    parts_at,
     step_contexts,
 )
+from dlrm_workbook.analysis.context_tree import stretch_at
 from dlrm_workbook.recordings.profile import Profile
 
 SMALL = "(small)"
@@ -119,53 +121,46 @@ def timeline(profile: Profile, iterations: int | Sequence[int] = 3) -> pd.DataFr
         iterations: how many (the first ones) or which.
 
     Returns:
-        ``iteration``, ``lane``, ``component``, ``phase``, ``start_ms`` (from the
-        iteration's start), ``duration_ms``, ``events`` (spans joined in the row).
+        ``iteration``, ``lane``, ``label``, ``component``, ``phase``, ``start_ms`` (from the
+        iteration's start), ``duration_ms``, ``spans`` (of the trace, joined in the row).
     """
-    columns = ["iteration", "lane", *PART, "start_ms", "duration_ms", "events"]
+    columns = ["iteration", "lane", "label", *PART, "start_ms", "duration_ms", "spans"]
     chosen = profile.iterations.sort_values("start_ns")
     if isinstance(iterations, int):
         chosen = chosen.head(iterations)
     else:
         chosen = chosen[chosen["iteration"].isin(list(iterations))]
+    first, last = chosen["start_ns"].to_numpy(), chosen["end_ns"].to_numpy()
     named = profile.which("name", lambda name: parse_span(name) is not None)
-    ranges = np.flatnonzero(profile.of_kind("annotation") & named)
-    main = main_thread(profile)
-    pieces = []
-    for thread in profile.threads.itertuples(index=False):
-        spans = profile.trace[profile.trace["profile"] == thread.profile]
-        on_gpu = thread.kind == "gpu_stream"
-        if not on_gpu:
-            spans = spans[spans["context"].isin(ranges)]
-        if spans.empty:
-            continue
-        lane = str(thread.name) if on_gpu or thread.profile != main else "main thread"
-        for iteration, first, last in chosen.itertuples(index=False):
-            begun = spans["start_ns"].between(first, last, inclusive="left")
-            drawn = spans[begun].sort_values("start_ns")
-            if drawn.empty:
-                continue
-            part = profile.contexts[PART].iloc[drawn["context"]].reset_index(drop=True)
-            start, end = drawn["start_ns"].to_numpy(), drawn["end_ns"].to_numpy()
-            run = np.arange(len(drawn))
-            if on_gpu:
-                same = (part == part.shift()).all(axis=1).to_numpy()[1:]
-                near = start[1:] - end[:-1] < MERGE_GAP_NS
-                run = np.concatenate([[0], np.cumsum(~(same & near))])
-            joined = part.assign(start=start, end=end, run=run).groupby("run")
-            table = joined.agg(
-                component=("component", "first"),
-                phase=("phase", "first"),
-                start=("start", "first"),
-                end=("end", "max"),
-                events=("start", "size"),
-            )
-            table["start_ms"] = (table["start"] - first) / 1e6
-            table["duration_ms"] = (table["end"] - table["start"]) / 1e6
-            pieces.append(table.assign(iteration=iteration, lane=lane)[columns])
-    if not pieces:
+    is_range = profile.of_kind("annotation") & named
+    trace = profile.trace[["profile", "context", "start_ns", "end_ns"]]
+    spans = trace.merge(profile.threads[["profile", "kind", "name"]], on="profile")
+    on_gpu = spans["kind"].eq("gpu_stream")
+    place = stretch_at(first, last, spans["start_ns"].to_numpy())
+    spans = spans.assign(place=place, on_gpu=on_gpu)
+    spans = spans[(place >= 0) & (on_gpu | is_range[spans["context"].to_numpy()])]
+    if spans.empty:
         return pd.DataFrame(columns=columns)
-    return pd.concat(pieces, ignore_index=True)
+    order = dict(zip(profile.threads["profile"], range(len(profile.threads)), strict=True))
+    spans = spans.assign(thread=spans["profile"].map(order))
+    spans = spans.sort_values(["thread", "place", "start_ns"], kind="stable", ignore_index=True)
+    spans[PART] = parts_at(profile, spans["context"].to_numpy())
+    is_main = ~spans["on_gpu"] & spans["profile"].eq(main_thread(profile))
+    spans["lane"] = spans["name"].astype(str).mask(is_main, "main thread")
+    keys = ["thread", "place", *PART]
+    same = (spans[keys] == spans[keys].shift()).all(axis=1)
+    near = spans["start_ns"] - spans["end_ns"].shift() < MERGE_GAP_NS
+    table = spans.groupby((~(spans["on_gpu"] & same & near)).cumsum()).agg(
+        **{name: (name, "first") for name in ("place", "lane", *PART, "start_ns")},
+        end_ns=("end_ns", "max"),
+        spans=("start_ns", "size"),
+    )
+    place = table["place"].to_numpy()
+    table["iteration"] = chosen["iteration"].to_numpy()[place]
+    table["label"] = list(map(part_label, table["component"], table["phase"]))
+    table["start_ms"] = (table["start_ns"] - first[place]) / 1e6
+    table["duration_ms"] = (table["end_ns"] - table["start_ns"]) / 1e6
+    return table[columns].reset_index(drop=True)
 
 
 def memory(profile: Profile) -> pd.DataFrame:

@@ -188,12 +188,12 @@ class Limits:
         cost = self.ceilings.get("kernel_us")
         return float(cost) / 1e3 if cost is not None and _positive(cost) else None
 
-    def copy_ms(self, moved: float, direction: str = "h2d") -> float | None:
-        """Least time to copy so many bytes between host and device, from whichever memory."""
+    def copy_ms(self, moved: float) -> float | None:
+        """Least time to copy so many bytes from the host to the device, from whichever memory."""
         rates = [
             float(row["gb_per_s"])
             for row in self._list("copy")
-            if row.get("direction") == direction and _positive(row.get("gb_per_s"))
+            if row.get("direction") == "h2d" and _positive(row.get("gb_per_s"))
         ]
         return moved / max(rates) / 1e6 if rates else None
 

@@ -9,12 +9,12 @@ calls, exclusive values of all its calls. So exclusive values of the flat and of
 bottom-up view add up to the root, whatever recurses. The names are those of HPCToolkit's
 viewer (user's manual, chapter "hpcviewer"), and so is the hot path's threshold.
 
-Values are in the metric's unit (``attrs["unit"]``), summed over the threads asked for.
+Values are in the metric's unit (``attrs["unit"]``), summed over all threads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
@@ -63,7 +63,6 @@ def top_down(
     detail: str = "function",
     smallest_share: float = 0.01,
     deepest: int | None = None,
-    profiles: Iterable[int] | None = None,
     within: Bools | None = None,
 ) -> pd.DataFrame:
     """The call tree as rows, callers before callees, the largest callee first.
@@ -77,7 +76,6 @@ def top_down(
         smallest_share: of the whole; smaller contexts join their caller's ``small``.
             Threads are always shown.
         deepest: largest depth shown; None for all.
-        profiles: rows of ``threads`` to sum over; all if None.
         within: (contexts,) bool, the contexts that count, for example
             ``attribution.step_contexts(profile)``; all if None.
 
@@ -95,7 +93,7 @@ def top_down(
     if detail not in DETAILS:
         raise InputError(f"detail '{detail}' is unknown; one of {', '.join(DETAILS)}")
     columns = [*TOP_DOWN, *(f"{name} (inc)" for name in also)]
-    own, inclusive = _values(profile, metric, profiles, within)
+    own, inclusive = _values(profile, metric, within)
     if own is None or inclusive is None:
         return unmeasured(columns, _why(profile, metric, own is not None))
     contexts = profile.contexts
@@ -108,7 +106,7 @@ def top_down(
     own = _sums(owner, own, len(owner))
     others = {}
     for name in also:
-        whole = _values(profile, name, profiles, within)[1]
+        whole = _values(profile, name, within)[1]
         others[f"{name} (inc)"] = np.full(len(own), np.nan) if whole is None else whole
     root = ~joined & (above < 0)
     shown = np.zeros(len(own), dtype=bool)
@@ -189,7 +187,6 @@ def bottom_up(
     *,
     callers: int = 4,
     smallest_share: float = 0.05,
-    profiles: Iterable[int] | None = None,
     within: Bools | None = None,
 ) -> pd.DataFrame:
     """Functions by their exclusive value, each with the callers it comes through.
@@ -198,7 +195,7 @@ def bottom_up(
         count: how many functions, the largest first.
         callers: how many levels of callers below each.
         smallest_share: of the function's exclusive value; callers below it are left out.
-        profiles, within: as for :func:`top_down`.
+        within: as for :func:`top_down`.
 
     Returns:
         ``id``, ``parent`` (id of the callee's row, −1 for a function), ``depth`` (0 a
@@ -209,7 +206,7 @@ def bottom_up(
         ``inclusive`` is NaN for metrics without inclusive values. Empty, with the reason
         in ``attrs["not_measured"]``, if ``metric`` was not measured.
     """
-    own, inclusive = _values(profile, metric, profiles, within)
+    own, inclusive = _values(profile, metric, within)
     if own is None:
         return unmeasured(BOTTOM_UP, _why(profile, metric))
     contexts = profile.contexts
@@ -269,14 +266,13 @@ def flat(
     metric: str = "cpu_time_ms",
     by: str = "function",
     *,
-    profiles: Iterable[int] | None = None,
     within: Bools | None = None,
 ) -> pd.DataFrame:
     """Values summed over all call paths, by function, file, module or source line.
 
     Args:
         by: ``function``, ``file``, ``module`` or ``line``.
-        profiles, within: as for :func:`top_down`.
+        within: as for :func:`top_down`.
 
     Returns:
         ``name``, ``kind``, ``file``, ``module`` (a function), ``file``, ``module`` or
@@ -291,7 +287,7 @@ def flat(
     """
     if by not in FLAT:
         raise InputError(f"a flat view is by {', '.join(FLAT)}, not by '{by}'")
-    own, inclusive = _values(profile, metric, profiles, within)
+    own, inclusive = _values(profile, metric, within)
     if own is None:
         return unmeasured([*FLAT[by], *VALUES], _why(profile, metric))
     contexts = profile.contexts
@@ -316,20 +312,20 @@ def flat(
 
 
 def _values(
-    profile: Profile, metric: str, profiles: Iterable[int] | None, within: Bools | None
+    profile: Profile, metric: str, within: Bools | None
 ) -> tuple[Floats | None, Floats | None]:
     """(exclusive, inclusive) of every context (n,); None for what was not measured."""
     if not profile.has(metric):
         return None, None
     has_inclusive = bool(profile.rows(metric, "inclusive").any())
-    own = profile.value_table(metric, "exclusive", profiles).to_numpy(copy=True)
+    own = profile.value_table(metric, "exclusive").to_numpy(copy=True)
     if within is not None:
         own[~within] = 0.0
     if not has_inclusive:
         return own, None
     if within is not None:
         return own, inclusive_from_exclusive(profile.contexts["parent"].to_numpy(), own)
-    return own, profile.value_table(metric, "inclusive", profiles).to_numpy()
+    return own, profile.value_table(metric, "inclusive").to_numpy()
 
 
 def _sums(group: Ints, value: Floats, count: int) -> Floats:

@@ -513,13 +513,8 @@ def predict_change(
     return predict(replace(profile, meta=profile.meta | {"part_probes": probes}), change)
 
 
-def what_if_table(
-    profile: Profile, changes: Iterable[Mapping[str, Any]] | None = None
-) -> pd.DataFrame:
-    """Predictions, the largest speedup first.
-
-    Args:
-        changes: those that the profile has probes for if None.
+def what_if_table(profile: Profile) -> pd.DataFrame:
+    """Predictions of the changes that the profile has probes for, the largest speedup first.
 
     Returns:
         ``change`` (text), ``now_ms``, ``low_ms``, ``mid_ms``, ``high_ms`` (an
@@ -528,7 +523,7 @@ def what_if_table(
         where there is none.
     """
     rows = []
-    for change, made in _predictions(profile, changes):
+    for change, made in _predictions(profile):
         row: dict[str, Any] = {"change": _spelt(change)}
         if isinstance(made, InputError):
             rows.append(row | {"note": str(made)})
@@ -541,9 +536,7 @@ def what_if_table(
     return table.sort_values("speedup_mid", ascending=False, ignore_index=True)
 
 
-def what_if_parts(
-    profile: Profile, changes: Iterable[Mapping[str, Any]] | None = None
-) -> pd.DataFrame:
+def what_if_parts(profile: Profile) -> pd.DataFrame:
     """The parts of every predicted step, of the step as it is first.
 
     Returns:
@@ -556,7 +549,7 @@ def what_if_parts(
     except InputError:
         return pd.DataFrame({name: [] for name in ("change", "component", "time_ms")})
     tables = [("as it is", now)]
-    for change, made in _predictions(profile, changes):
+    for change, made in _predictions(profile):
         if isinstance(made, InputError):
             continue
         parts = made.parts.rename(columns={"then_ms": "time_ms"})
@@ -570,16 +563,14 @@ def what_if_parts(
 
 
 def _predictions(
-    profile: Profile, changes: Iterable[Mapping[str, Any]] | None
+    profile: Profile,
 ) -> Iterator[tuple[Mapping[str, Any], Prediction | InputError]]:
-    """Each change, or each that was probed, with its prediction or why there is none."""
-    if changes is None:
-        changes = [probe["change"] for probe in probes_of(profile)]
-    for change in changes:
+    """Each change that was probed, with its prediction or why there is none."""
+    for probe in probes_of(profile):
         try:
-            yield change, predict(profile, change)
+            yield probe["change"], predict(profile, probe["change"])
         except InputError as error:
-            yield change, error
+            yield probe["change"], error
 
 
 Scaling = tuple[np.ndarray, np.ndarray, list[str]]

@@ -24,7 +24,7 @@ from dlrm_workbook.show.theme import (
     INSIDE,
     add_bars,
     add_ends,
-    add_phase_key,
+    add_part_spans,
     error_bars,
     escaped,
     figure,
@@ -37,7 +37,6 @@ from dlrm_workbook.show.theme import (
     ranked_bars,
     rows_of,
     short_name,
-    step_order,
     wrapped,
 )
 
@@ -159,33 +158,10 @@ def iteration_timeline(spans: pd.DataFrame) -> go.Figure:
     lane = "iteration " + spans["iteration"].astype(str)
     if spans["lane"].nunique() > 1:
         lane = lane + ", " + spans["lane"]
-    spans = spans.assign(row=lane)
-    rows = list(dict.fromkeys(spans.sort_values("iteration", kind="stable")["row"]))
+    spans = spans.assign(lane=lane)
+    rows = list(dict.fromkeys(spans.sort_values("iteration", kind="stable")["lane"]))
     result = figure("Timeline of iterations", 190 + 46 * len(rows), legend=True)
-    drawn: set[str] = set()
-    parts = {(str(c), str(p)): table for (c, p), table in spans.groupby(["component", "phase"])}
-    for component, phase in sorted(parts, key=lambda part: step_order(*part)):
-        part = parts[component, phase]
-        label = part_label(component, phase)
-        result.add_trace(
-            go.Bar(
-                base=part["start_ms"],
-                x=part["duration_ms"],
-                y=part["row"],
-                orientation="h",
-                name=part_label(component),
-                legendgroup=component,
-                showlegend=component not in drawn,
-                marker=marker(component, phase),
-                customdata=part["events"],
-                hovertemplate=(
-                    f"{label}<br>from %{{base:,.3f}} ms, %{{x:,.3f}} ms long"
-                    "<br>spans joined: %{customdata}<extra>%{y}</extra>"
-                ),
-            )
-        )
-        drawn.add(component)
-    add_phase_key(result, spans["phase"].tolist())
+    add_part_spans(result, spans)
     # overlay: a bar is where its base says, whatever else is in the row
     result.update_layout(barmode="overlay", bargap=0.35)
     result.update_xaxes(title="ms since the iteration began")

@@ -24,15 +24,14 @@ from dlrm_workbook.show.theme import (
     INSIDE,
     ROW,
     add_bars,
-    add_phase_key,
+    add_part_spans,
+    add_spans,
     escaped,
     figure,
     label_rows,
-    marker,
     markers,
     ranked_bars,
     rows_of,
-    step_order,
     wrapped,
 )
 
@@ -141,30 +140,24 @@ def stall_bars(stalls: pd.DataFrame, count: int = 12) -> go.Figure:
     for reason in sorted(order, key=lambda name: name == ISSUED):
         part = drawn[drawn["reason"] == reason]
         issued = reason == ISSUED
-        result.add_trace(
-            go.Bar(
-                x=100 * part["share_of_samples"],
-                y=part["row"],
-                orientation="h",
-                name=REASON_NAMES.get(reason, reason),
-                marker={
-                    "color": GRID if issued else REASON_COLOURS.get(reason, COLOURS["other"]),
-                    "line": {"width": 1 if issued else 0, "color": INK},
-                },
-                customdata=list(
-                    zip(
-                        [labels[row] for row in part["row"]],
-                        part["warp_cycles"],
-                        [known_or(share, percent) for share in part["share_of_stalls"]],
-                        strict=True,
-                    )
-                ),
-                hovertemplate=(
-                    f"%{{customdata[0]}}<br>{STALLS.get(reason, reason)}<br>"
-                    "%{x:.2f} % of all samples, %{customdata[2]} of all stalls<br>"
-                    "%{customdata[1]:,.3s} warp-cycles<extra></extra>"
-                ),
-            )
+        data = [
+            [labels[row] for row in part["row"]],
+            part["warp_cycles"],
+            [known_or(share, percent) for share in part["share_of_stalls"]],
+        ]
+        add_bars(
+            result,
+            100 * part["share_of_samples"],
+            part["row"],
+            REASON_NAMES.get(reason, reason),
+            {
+                "color": GRID if issued else REASON_COLOURS.get(reason, COLOURS["other"]),
+                "line": {"width": 1 if issued else 0, "color": INK},
+            },
+            f"%{{customdata[0]}}<br>{STALLS.get(reason, reason)}<br>"
+            "%{x:.2f} % of all samples, %{customdata[2]} of all stalls<br>"
+            "%{customdata[1]:,.3s} warp-cycles",
+            customdata=list(zip(*data, strict=True)),
         )
     result.update_layout(barmode="stack")
     result.update_xaxes(title="% of all warp-cycles sampled")
@@ -184,26 +177,17 @@ def lane_timeline(spans: pd.DataFrame, title: str = "Threads and GPU streams") -
     result = figure(title, 220 + LANE_ROW * len(lanes), legend=True)
     parts = zip(spans["component"], spans["phase"], strict=True)
     if spans["label"].tolist() == [part_label(*part) for part in parts]:
-        groups = {
-            (str(c), str(p)): table for (c, p), table in spans.groupby(["component", "phase"])
-        }
-        known: set[str] = set()
-        for component, phase in sorted(groups, key=lambda part: step_order(*part)):
-            name = part_label(component) if component != "other" else "outside the model's parts"
-            _add_spans(result, groups[component, phase], name, marker(component, phase))
-            result.data[-1].update(legendgroup=component, showlegend=component not in known)
-            known.add(component)
-        add_phase_key(result, spans["phase"].tolist())
+        add_part_spans(result, spans, "outside the model's parts")
     else:
         held = spans.groupby("label")["duration_ms"].sum().sort_values(ascending=False)
         named = [label for label in held.index if label != "(others)"][: len(FUNCTION_COLOURS)]
         for label, colour in zip(named, FUNCTION_COLOURS, strict=False):
             look: dict[str, Any] = {"color": colour, "line": {"width": 0}}
-            _add_spans(result, spans[spans["label"] == label], function_name(label, 28), look)
+            add_spans(result, spans[spans["label"] == label], function_name(label, 28), look)
         rest = spans[~spans["label"].isin(named)]
         if len(rest):
             look = {"color": COLOURS["other"], "line": {"width": 0}}
-            _add_spans(result, rest, "other functions", look)
+            add_spans(result, rest, "other functions", look)
     result.update_layout(barmode="overlay", bargap=0.3)
     last = float((spans["start_ms"] + spans["duration_ms"]).max())
     result.update_xaxes(title="ms since the trace began", range=[0, last * 1.005])
@@ -211,26 +195,6 @@ def lane_timeline(spans: pd.DataFrame, title: str = "Threads and GPU streams") -
         categoryorder="array", categoryarray=lanes[::-1], ticklabelstandoff=5, showgrid=False
     )
     return result
-
-
-def _add_spans(target: go.Figure, spans: pd.DataFrame, name: str, look: dict[str, Any]) -> None:
-    target.add_trace(
-        go.Bar(
-            base=spans["start_ms"],
-            x=spans["duration_ms"],
-            y=spans["lane"],
-            orientation="h",
-            name=escaped(name),
-            marker=look,
-            customdata=list(
-                zip(spans["label"].map(escaped).map(wrapped), spans["spans"], strict=True)
-            ),
-            hovertemplate=(
-                "%{customdata[0]}<br>from %{base:,.3f} ms, %{x:,.3f} ms long"
-                "<br>spans joined: %{customdata[1]}<extra>%{y}</extra>"
-            ),
-        )
-    )
 
 
 def idleness_bars(idleness: pd.DataFrame) -> go.Figure:

@@ -21,6 +21,7 @@ from dlrm_workbook.show.theme import (
     GRID,
     INK,
     ROW,
+    add_bars,
     figure,
     label_rows,
     markers,
@@ -388,18 +389,17 @@ def least_time_bars(table: pd.DataFrame) -> go.Figure:
         (shown["time_ms"], plain, texts),
         (shown["ceiling_ms"].clip(upper=shown["time_ms"]), {**plain, "opacity": 1.0}, None),
     ):
-        result.add_trace(
-            go.Bar(
-                x=values.tolist(),
-                y=places,
-                orientation="h",
-                marker=look,
-                text=text,
-                textposition="outside" if text else None,
-                cliponaxis=False,
-                hovertext=hover,
-                hovertemplate="%{hovertext}<extra></extra>",
-            )
+        beyond = "outside" if text else None
+        add_bars(
+            result,
+            values,
+            places,
+            "",
+            look,
+            hover,
+            text=text,
+            textposition=beyond,
+            cliponaxis=False,
         )
     longest = float(shown["time_ms"].max()) if len(shown) else 1.0
     result.update_layout(barmode="overlay")

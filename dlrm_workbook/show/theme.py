@@ -297,6 +297,51 @@ def add_bars(
     target.add_trace(go.Bar(x=x, y=y, name=name, orientation=orientation, marker=marker, **more))
 
 
+def add_spans(
+    target: go.Figure, spans: pd.DataFrame, name: str, look: dict[str, Any], **more: Any
+) -> None:
+    """Stretches of time as bars in the row of their lane.
+
+    Args:
+        spans: ``lane``, ``label``, ``start_ms``, ``duration_ms``, ``spans`` (how many were joined).
+        more: properties of plotly's trace.
+    """
+    labels = spans["label"].map(escaped).map(wrapped)
+    target.add_trace(
+        go.Bar(
+            base=spans["start_ms"],
+            x=spans["duration_ms"],
+            y=spans["lane"],
+            orientation="h",
+            name=escaped(name),
+            marker=look,
+            customdata=list(zip(labels, spans["spans"], strict=True)),
+            hovertemplate=(
+                "%{customdata[0]}<br>from %{base:,.3f} ms, %{x:,.3f} ms long"
+                "<br>spans joined: %{customdata[1]}<extra>%{y}</extra>"
+            ),
+            **more,
+        )
+    )
+
+
+def add_part_spans(target: go.Figure, spans: pd.DataFrame, rest: str = part_label("other")) -> None:
+    """Spans of the model's parts in the parts' colours and patterns, with the key of the phases.
+
+    Args:
+        spans: as for :func:`add_spans`, with ``component`` and ``phase``.
+        rest: what lies in no part, in the legend.
+    """
+    parts = {(str(c), str(p)): table for (c, p), table in spans.groupby(["component", "phase"])}
+    drawn: set[str] = set()
+    for component, phase in sorted(parts, key=lambda part: step_order(*part)):
+        name = rest if component == "other" else part_label(component)
+        once = {"legendgroup": component, "showlegend": component not in drawn}
+        add_spans(target, parts[component, phase], name, marker(component, phase), **once)
+        drawn.add(component)
+    add_phase_key(target, spans["phase"].tolist())
+
+
 def ranked_bars(
     title: str,
     unit: str,

@@ -10,7 +10,7 @@ import pandas as pd
 
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json, write_json
-from dlrm_workbook.analysis.attribution import attribute, by_component
+from dlrm_workbook.analysis.attribution import attribute
 from dlrm_workbook.analysis.ensemble import WHOLE, Ensemble, part_table, settings_table, swept_runs
 from dlrm_workbook.analysis.findings import findings
 from dlrm_workbook.analysis.whatif import unprofiled_ms
@@ -142,10 +142,9 @@ def _appearance(there: list[bool]) -> str:
 
 
 def _top(profile: Profile) -> tuple[str, float]:
-    table = by_component(attribute(profile))
-    if table.empty:
-        return "", math.nan
-    return str(table["component"][0]), float(table["share"][0])
+    """The component with the most time, and its share of the step."""
+    shares = attribute(profile).groupby("component")["share"].sum()
+    return (str(shares.idxmax()), float(shares.max())) if len(shares) else ("", math.nan)
 
 
 def _trained_ms(folder: Path | None) -> float | None:
