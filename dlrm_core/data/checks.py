@@ -72,10 +72,3 @@ def describe_values(
         f"batch.offsets of embedding table {table} is {value} at sample {place}, expected offsets "
         f"that begin with 0, do not fall and stay below or at its {lookups}lookups"
     )
-
-
-def rows_of(gradient: torch.Tensor) -> torch.Tensor:
-    """A gradient (B, d) whose rows are float32, each without gaps."""
-    if gradient.dtype != torch.float32 or (gradient.shape[1] > 1 and gradient.stride(1) != 1):
-        return gradient.to(torch.float32).contiguous()
-    return gradient

@@ -114,27 +114,18 @@ def joined(config: TrainingConfig) -> Iterator[World]:
     dist.destroy_process_group()
 
 
-@contextlib.contextmanager
-def by_itself(world: World) -> Iterator[World]:
+def by_itself(world: World) -> contextlib.AbstractContextManager[World]:
     """This process as the only rank of a world of its own, while it has not joined others."""
-    with _grouped(dataclasses.replace(world, rank=0, backend="gloo"), 1, dist.HashStore()) as alone:
-        yield alone
+    return first_ranks(dataclasses.replace(world, rank=0, backend="gloo"), 1, dist.HashStore())
 
 
 @contextlib.contextmanager
-def first_ranks(world: World, count: int, store: dist.Store, name: str) -> Iterator[World]:
+def first_ranks(world: World, count: int, store: dist.Store) -> Iterator[World]:
     """The first ranks as a world of their own, while they have joined no other.
 
     Args:
-        store: that all of them reach.
-        name: of this meeting; no other may have it.
+        store: one that all of them reach and that no other meeting uses.
     """
-    with _grouped(world, count, dist.PrefixStore(name, store)) as some:
-        yield some
-
-
-@contextlib.contextmanager
-def _grouped(world: World, count: int, store: dist.Store) -> Iterator[World]:
     torch.set_num_threads(world.threads)
     dist.init_process_group(
         world.backend,

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from dlrm_core.data.batch import Batch
-from dlrm_core.data.checks import check_batch, describe_fault, rows_of
+from dlrm_core.data.checks import check_batch, describe_fault
 from dlrm_core.embeddings import EPSILON, EmbeddingTables, empty_table
 from dlrm_core.errors import InputError
 from dlrm_kernels.embeddings import kernels as k
@@ -136,7 +136,7 @@ class FusedCpu:
     ) -> None:
         """Update the tables with the gradients (B, d) of their pooled vectors."""
         self._check_tables(tables)
-        gradients = [rows_of(gradient) for gradient in gradients]
+        gradients = [_rows_of(gradient) for gradient in gradients]
         job = self._job(indices, offsets, starts)
         job.fields[k.GRADIENTS] = job.integers([g.data_ptr() for g in gradients])
         job.fields[k.STRIDES] = job.integers([4 * g.stride(0) for g in gradients])
@@ -311,3 +311,10 @@ def key_region(starts: tuple[int, ...], plan: np.ndarray, threads: int) -> int:
     longest = int(np.diff(np.array(starts, np.int64)).max())
     cut = bool((plan[:, 2] > 1).any())
     return 0 if cut or threads * longest > starts[-1] else 2 * longest
+
+
+def _rows_of(gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient (B, d) whose rows are float32, each without gaps."""
+    if gradient.dtype != torch.float32 or (gradient.shape[1] > 1 and gradient.stride(1) != 1):
+        return gradient.to(torch.float32).contiguous()
+    return gradient

@@ -510,7 +510,8 @@ def _measured(
         parameters = parameters_from_sections(alone["sections"])
         sizes = alone["sizes"]
         own = measure_alone(parameters, sizes, world, collectives, pace, meeting, count)
-    with first_ranks(world, count, meeting.store, meeting.name(f"group/{count}")) as some:
+    store = dist.PrefixStore(meeting.name(f"group/{count}"), meeting.store)
+    with first_ranks(world, count, store) as some:
         rows = itertools.chain(*gathered(some, own))
         found["compute_profile"] = [{"concurrent": count} | row for row in rows]
         if stretch["probe"]:
