@@ -117,8 +117,7 @@ def launch_cost_us(profile: Profile, kernels: pd.DataFrame | None = None) -> flo
     if measured:
         return float(measured)
     kernels = _kernels(profile) if kernels is None else kernels
-    timed = kernels["call_us"].dropna()
-    return float(timed.median()) if len(timed) else float("nan")
+    return float("nan") if kernels.empty else float(kernels["call_us"].median())
 
 
 def launch_summary(profile: Profile) -> pd.DataFrame:

@@ -155,30 +155,19 @@ def measured_parts(profile: Profile) -> pd.DataFrame:
 # ---- batches made by another thread -----------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Contention:
-    """How making a batch and the step slow each other down, and how long either takes alone."""
+def contention(overlap: Mapping[str, Any]) -> tuple[float, float, float]:
+    """How making a batch and the step slow each other down, by the ``overlap`` of a probe.
 
-    step: float
-    """s: the step's time while batches are made, over its time alone."""
-    data: float
-    """g: a batch's time while the step runs, over its time alone."""
-    data_alone_ms: float
-    step_alone_ms: float
-
-    @classmethod
-    def of(cls, found: Mapping[str, Any]) -> Contention:
-        """From the ``overlap`` of a probe."""
-        halves = found["halves"]
-        alone = sum(half["alone_ms"] for half in halves.values())
-        beside = sum(half["beside_ms"] for half in halves.values())
-        made = sum(found["data_beside_ms"][name] * halves[name]["beside_ms"] for name in halves)
-        return cls(
-            step=max(1.0, beside / alone),
-            data=max(1.0, made / beside / found["data_alone_ms"]),
-            data_alone_ms=found["data_alone_ms"],
-            step_alone_ms=alone,
-        )
+    Returns:
+        s, the step's time while batches are made over its time alone; g, a batch's time while
+        the step runs over its time alone; the step's time alone, ms.
+    """
+    halves = overlap["halves"]
+    alone = sum(half["alone_ms"] for half in halves.values())
+    beside = sum(half["beside_ms"] for half in halves.values())
+    made = sum(overlap["data_beside_ms"][name] * halves[name]["beside_ms"] for name in halves)
+    slowed = made / beside / overlap["data_alone_ms"]
+    return max(1.0, beside / alone), max(1.0, slowed), alone
 
 
 @dataclass(frozen=True)
@@ -204,22 +193,20 @@ class Overlap:
         was, will = (p.data.loader == "prefetch" for p in (base, changed))
         if not (was or will) or (was and not before) or (will and not after):
             return cls()
-        new = Contention.of(after) if will and after else None
-        step, data = (new.step, new.data) if new else (1.0, 1.0)
+        step, data = contention(after)[:2] if will and after else (1.0, 1.0)
         if not was or not before:
             return cls(will, step, data)
-        old = Contention.of(before)
+        step_before, data_before, step_alone = contention(before)
+        data_alone = before["data_alone_ms"]
         parts = measured_parts(profile)
         now = float(parts["now_ms"].sum())
         rest = now - float(parts.loc[parts["component"].eq("data"), "now_ms"].sum())
         # the model's own figure for the measured step: what it misses, it misses afterwards too
-        scale = now / together_ms(old.data_alone_ms, old.step_alone_ms, old.data, old.step)
+        scale = now / together_ms(data_alone, step_alone, data_before, step_before)
         made = probe.get("parts", {}).get("data", {}).get("forward")
         alone = probe.get("base", {}).get("data", {}).get("forward")
         ratio = made / alone if made and alone else 1.0
-        return cls(
-            will, step, data, old.step_alone_ms * scale / rest, old.data_alone_ms * ratio * scale
-        )
+        return cls(will, step, data, step_alone * scale / rest, data_alone * ratio * scale)
 
     def step_ms(self, data_ms: float, rest_ms: float) -> float:
         """An iteration, ms.
