@@ -117,7 +117,8 @@ def launch_cost_us(profile: Profile, kernels: pd.DataFrame | None = None) -> flo
     if measured:
         return float(measured)
     kernels = _kernels(profile) if kernels is None else kernels
-    return float("nan") if kernels.empty else float(kernels["call_us"].median())
+    known = pd.Series(dtype=float) if kernels.empty else kernels["call_us"].dropna()
+    return float(known.median()) if len(known) else float("nan")
 
 
 def launch_summary(profile: Profile) -> pd.DataFrame:
