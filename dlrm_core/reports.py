@@ -74,7 +74,7 @@ class TrainingResult:
     checkpoint: str | None
     """The last checkpoint that is whole."""
     peak_memory_bytes: int | None
-    """Of the process (resident set) on the CPU, of torch's allocator on a GPU."""
+    """Peak memory: the process's resident set on the CPU, torch's allocator on a GPU."""
     peak_memory_by_device: dict[str, int]
     """``host``: of the process; on a GPU also ``gpu``: of torch's allocator."""
     power_w: float | None
@@ -414,7 +414,7 @@ class Run:
         return f"{begin}; --resume {kept} goes on from iteration {int(kept.name[5:]):,}"
 
     def _weights_are_finite(self) -> bool:
-        """Of the dense part: an update that overflows there shows before the next loss does."""
+        """Whether the dense weights are finite: an overflow there shows before the next loss."""
         if not (self.trainer.writes_checkpoints or self._evaluates()):
             return True
         totals = [weight.detach().sum() for weight in self.trainer.step.dense.weights]

@@ -22,7 +22,7 @@ WHOLE = "step"
 
 
 SMALLEST_SHARE = 0.002
-"""Of the longer step: nodes that hold less in both runs are joined."""
+"""Share of the longer step below which nodes are joined, if it is so in both runs."""
 
 
 def difference_tree(before: Profile, after: Profile) -> pd.DataFrame:

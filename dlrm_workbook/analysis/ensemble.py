@@ -36,7 +36,7 @@ KNOWN = 3
 """How many residuals the known noise counts for."""
 
 FLAT = 0.1
-"""Mean slope below which a growth within the noise is told as none."""
+"""Mean slope below which growth within the noise counts as none."""
 
 LEAST = 4
 """Distinct sizes that three unknowns need before they can be tested."""

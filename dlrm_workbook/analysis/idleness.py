@@ -384,7 +384,7 @@ def _intersection(one: Stretches, other: Stretches) -> Stretches:
     return begin[inside], finish[inside]
 
 
-# ---- idle GPUs and the code to blame ----------------------------------------------------
+# ---- what the CPU did while the GPU was idle ---------------------------------------------
 
 SPANS = {
     "iterations": "from the first iteration's start to the last one's end",

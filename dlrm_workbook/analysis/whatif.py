@@ -381,7 +381,7 @@ _PLAIN = ("change", "now_ms", "low_ms", "mid_ms", "high_ms", "method", "notices"
 
 @dataclass(frozen=True)
 class Prediction:
-    """The step time that a change is expected to lead to, in ms an iteration."""
+    """The step time that a change is expected to lead to, in ms per iteration."""
 
     change: dict[str, Any]
     now_ms: float

@@ -303,7 +303,7 @@ def timed_alone(
 
     Args:
         folder: gets the parameters of each process.
-        say: is told of each batch size that is done.
+        say: gets a line for each batch size that is done.
 
     Returns:
         Rows of a record's ``compute_profile``.
