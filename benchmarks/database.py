@@ -3,8 +3,8 @@
     python benchmarks/database.py --json benchmarks/results/database.json
 
 *Against Hatchet*: everything of ``dlrm-cpu-native.d`` (tree, names, all values by
-thread and by context, self values, traces, formulas) with this reader, against the one
-metric that llnl-hatchet reads. Each read is timed in a fresh process after imports,
+thread, self values, traces) with this reader, against the one metric that llnl-hatchet
+reads. Each read is timed in a fresh process after imports,
 A B A B ...; the figure is the median of the rounds' ratios.
 
 *At scale*: written databases of up to a million contexts x 20 metrics x 8 threads,
@@ -59,20 +59,16 @@ def read_everything(path: str) -> dict[str, Any]:
     names = [metric.name for metric in database.metrics]
     whole = database.matrix(names)
     own = [database.self_of(column) for column in whole]
-    formulas = len(database.taxonomy)
     if known["summary_values"] < 1_000_000:
         assert len(database.names) == len(database.tree)
         for profile in database.profiles:
             profile.values()
-        if database.by_context is not None:
-            database.by_context.values()
     seconds = time.perf_counter() - start
     return {
         "seconds": seconds,
         "contexts": len(database.tree),
         "values": known["summary_values"] + sum(t["values"] for t in known["threads"]),
         "metrics": len(own),
-        "formulas": formulas,
         "peak_bytes": peak_bytes(),
     }
 

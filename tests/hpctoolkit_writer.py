@@ -58,7 +58,6 @@ def write_database(
     padding: int = 0,
     cct: bool = True,
     traces: bool = True,
-    taxonomy: str | None = None,
     keep: bool = True,
 ) -> Written:
     """Write a database; the summary is the sum over threads.
@@ -69,7 +68,6 @@ def write_database(
         minor, padding: minor version, and bytes added to every expandable structure
             (a multiple of 8), as a later version of the format would.
         cct, traces: whether to write ``cct.db`` and ``trace.db``.
-        taxonomy: text of ``metrics/default.yaml``; plain sums if None.
         keep: whether to return the values (threads x metrics x contexts of memory).
     """
     folder.mkdir(parents=True)
@@ -86,25 +84,9 @@ def write_database(
         _write_cct(folder / "cct.db", head, blocks, len(tree) + tree.first, padding)
     if traces:
         _write_traces(folder / "trace.db", head, threads, padding)
-    (folder / "metrics").mkdir()
-    (folder / "metrics" / "default.yaml").write_text(taxonomy or _taxonomy(metrics))
     at = scopes.index("execution")
     step = len(scopes)
     return Written(list(metrics), [block[at::step] for block in blocks] if keep else [])
-
-
-def _taxonomy(metrics: Sequence[str]) -> str:
-    lines = ["version: 0", "inputs:"]
-    for i, name in enumerate(metrics):
-        for scope in ("execution", "function"):
-            lines += [f"  - &m{i}-{scope}", f"    metric: {name!r}", f"    scope: {scope}"]
-            lines += ["    formula: $$", "    combine: sum"]
-    lines.append("roots:")
-    for i, name in enumerate(metrics):
-        lines += [f"  - name: {name!r}", "    variants:", "      Sum:", "        formula:"]
-        lines += [f"          inclusive: {{standard: *m{i}-execution}}"]
-        lines += [f"          exclusive: {{standard: *m{i}-function}}"]
-    return "\n".join(lines) + "\n"
 
 
 def _propagate(tree: Tree, levels: list[np.ndarray], points: np.ndarray, scopes: Any) -> np.ndarray:

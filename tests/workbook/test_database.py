@@ -58,29 +58,6 @@ def test_self_values_add_up_on_real_databases(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_by_context_holds_the_same_values_as_by_thread(name: str) -> None:
-    database = read_database(folder_of(name))
-    assert database.by_context is not None
-    by_thread = {
-        (profile.number, int(context), int(metric)): value
-        for profile in database.profiles[1:]
-        for context, metric, value in zip(*profile.values(), strict=True)
-    }
-    whole = {
-        (int(profile), int(context), int(metric)): value
-        for context, metric, profile, value in zip(*database.by_context.values(), strict=True)
-    }
-    assert whole == by_thread
-    by_context = {
-        (int(profile), context, int(metric)): value
-        for context in range(database.by_context.count)
-        for metric, profile, value in zip(*database.by_context.at(context), strict=True)
-    }
-    assert by_context == by_thread
-    assert database.by_context.value_count == len(by_thread)
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_profile_of_a_real_database_adds_up(name: str) -> None:
     database = read_database(folder_of(name))
     profile = profile_from_database(database)
@@ -109,12 +86,6 @@ def test_pc_sampling_figures() -> None:
         32,
     )
     assert kernel["time_ms"] == pytest.approx(19.386251)
-    occupancy = database.derived_column("GKER:OCC_THR")
-    assert np.nanmax(occupancy) == np.nanmin(occupancy) == 12.5
-    row = int(np.flatnonzero(~np.isnan(occupancy))[0])
-    assert database.names[row] == "kernmain()"
-    utilisation = database.derived_column("GSAMP:UTIL", "inclusive")
-    assert utilisation[0] == pytest.approx(derived["utilization_percent"])
     text = describe(database)
     assert "kernmain()" in text and "HPCToolkit lists it but does not collect it" in text
 

@@ -29,7 +29,7 @@ def test_files_cut_short_are_refused_with_both_numbers(name: str, tmp_path: Path
         assert isinstance(refused.value, InputError)
 
 
-@pytest.mark.parametrize("name", ["cct.db", "trace.db", "metrics/default.yaml"])
+@pytest.mark.parametrize("name", ["cct.db", "trace.db"])
 def test_missing_files_are_reported(name: str, tmp_path: Path) -> None:
     folder = written(tmp_path)
     (folder / name).unlink()

@@ -2,7 +2,7 @@
 
 ``read_database(path)`` gives a ``Database``: the calling-context tree with full
 names, every thread, GPU context and stream, all metrics in all scopes, summary
-statistics, derived metrics, and traces.
+statistics, and traces.
 
 **Two rules decide whether figures are right.** Instruction points under a known
 source line hold values but have no node in ``meta.db``, so summing ``point``
@@ -23,15 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from dlrm_workbook.recordings.hpctoolkit.derived import (
-    VARIABLE,
-    DerivedMetric,
-    Input,
-    evaluate,
-    parse_formula,
-    read_taxonomy,
-)
-from dlrm_workbook.recordings.hpctoolkit.format import REPROCESS, DatabaseError
+from dlrm_workbook.recordings.hpctoolkit.format import REPROCESS, DatabaseError, DatabaseFile
 from dlrm_workbook.recordings.hpctoolkit.meta import (
     ENTRY,
     LEXICAL_TYPES,
@@ -46,7 +38,6 @@ from dlrm_workbook.recordings.hpctoolkit.meta import (
 from dlrm_workbook.recordings.hpctoolkit.metrics import canonical_name, derive
 from dlrm_workbook.recordings.hpctoolkit.values import (
     METRIC_IDS,
-    ContextValues,
     Floats,
     ThreadProfile,
     TraceLine,
@@ -96,7 +87,6 @@ class Database:
         tree: the calling-context tree in columns.
         profiles: the summary of the run (0), then every thread and stream.
         traces: trace lines; empty where nothing was traced.
-        by_context: ``cct.db``, or None where it is missing.
         absent: file to what is missing with it.
     """
 
@@ -106,7 +96,6 @@ class Database:
         meta: Meta,
         profiles: list[ThreadProfile],
         traces: list[TraceLine],
-        by_context: ContextValues | None,
         absent: dict[str, str],
     ) -> None:
         self.path = path
@@ -114,7 +103,6 @@ class Database:
         self.tree = meta.tree
         self.profiles = profiles
         self.traces = traces
-        self.by_context = by_context
         self.absent = absent
         self._metrics = {metric.name: metric for metric in meta.metrics}
         self._canonical: dict[str, str] = {}
@@ -263,7 +251,7 @@ class Database:
             (metric.name, statistic.scope): statistic.metric_id
             for metric in self.metrics
             for statistic in metric.statistics
-            if statistic.combine == "sum" and statistic.formula == VARIABLE
+            if statistic.combine == "sum" and statistic.formula == "$$"
         }
 
     def column(self, metric: str, scope: str = "", profile: int = 0) -> Floats:
@@ -293,19 +281,15 @@ class Database:
                     f"it has {', '.join(metric.scopes)}"
                 )
             numbers.append(ids[metric.name, scope])
-        return self._dense(profile, numbers)
-
-    def _dense(self, profile: int, ids: Sequence[int]) -> Floats:
-        """Values of metric (or statistic) ids over the tree; shape (ids, rows)."""
         target = np.full(METRIC_IDS, -1, np.int64)
-        target[list(ids)] = np.arange(len(ids))
+        target[numbers] = np.arange(len(numbers))
         source = self.profiles[profile]
         rows = self.tree.rows(source.contexts)
         # One column more, for what is not asked for and what is outside the tree.
-        result = np.zeros((len(ids) + 1, len(self.tree)))
-        for start, metric, value in source.chunks():
-            row = rows[source.places(start, len(metric))]
-            result[np.where(row >= 0, target[metric], -1), row] = value
+        result = np.zeros((len(numbers) + 1, len(self.tree)))
+        for start, ids_read, value in source.chunks():
+            row = rows[source.places(start, len(ids_read))]
+            result[np.where(row >= 0, target[ids_read], -1), row] = value
         return result[:-1]
 
     def self_column(self, metric: str, profile: int = 0) -> Floats:
@@ -368,64 +352,6 @@ class Database:
             for (name, of_scope), number in self._ids(profile).items()
             if of_scope == scope and number in at_root
         }
-
-    # ---- derived ------------------------------------------------------------------
-
-    @functools.cached_property
-    def taxonomy(self) -> list[DerivedMetric]:
-        """The metrics of ``metrics/default.yaml``, with formulas; empty without the file.
-
-        Raises:
-            DatabaseError: the file is damaged.
-        """
-        file = self.path / "metrics" / "default.yaml"
-        return read_taxonomy(file) if file.is_file() else []
-
-    def derived_column(self, name: str, cost: str = "exclusive", profile: int = 0) -> Floats:
-        """A metric of the taxonomy over the tree, by its formula; NaN without a value.
-
-        Args:
-            name: as in ``metrics/default.yaml``, for instance ``GKER:OCC_THR``.
-            cost: ``inclusive`` or ``exclusive``.
-            profile: row of ``profiles``; 0 for all threads.
-
-        Raises:
-            DatabaseError: no such metric, no formula for that cost, an input that the
-                database does not hold, or damaged values.
-        """
-        wanted = canonical_name(name)
-        for metric in self.taxonomy:
-            if canonical_name(metric.name) == wanted and cost in metric.formulas:
-                program = metric.formulas[cost]
-                break
-        else:
-            raise DatabaseError(f"{self.path}: no {cost} formula for a metric '{name}'")
-        columns: dict[Input, Floats] = {}
-
-        def value_of(given: Input) -> Floats:
-            if given not in columns:
-                columns[given] = self._statistic(given, profile)
-            return columns[given]
-
-        return np.broadcast_to(
-            np.asarray(evaluate(program, value_of), np.float64), (len(self.tree),)
-        ).copy()
-
-    def _statistic(self, given: Input, profile: int) -> Floats:
-        metric = self.metric(given.metric)
-        unary = parse_formula(given.formula)
-        if not self.profiles[profile].summary:
-            column = self.column(given.metric, given.scope, profile)
-            result = evaluate(unary, lambda _: column)
-            return np.where(column != 0, result, 0.0)
-        for statistic in metric.statistics:
-            same = (statistic.scope, statistic.combine) == (given.scope, given.combine)
-            if same and parse_formula(statistic.formula) == unary:
-                return self._dense(profile, [statistic.metric_id])[0]
-        raise DatabaseError(
-            f"{self.path}: no {given.combine} of '{given.formula}' of metric "
-            f"'{given.metric}' in scope '{given.scope}'"
-        )
 
     def derived(self) -> dict[str, float | str]:
         """Occupancy, utilisation, stall shares, ... of the run; a sentence where not measured."""
@@ -510,14 +436,12 @@ def read_database(path: str | Path) -> Database:
         traces = read_traces(folder / "trace.db", len(profiles))
     else:
         absent["trace.db"] = "no traces; measure with hpcrun -t"
-    by_context = None
     if (folder / "cct.db").is_file():
-        by_context = ContextValues(folder / "cct.db")
+        # The same values by context: not read, but a copy cut short is a damaged database.
+        DatabaseFile(folder / "cct.db", "ctxt", b"__ctx.db", ("CtxInfos",))
     else:
         absent["cct.db"] = "no index by context; profile.db holds the same values"
-    if not (folder / "metrics" / "default.yaml").is_file():
-        absent["metrics/default.yaml"] = "no derived metrics by formula"
-    return Database(folder, meta, profiles, traces, by_context, absent)
+    return Database(folder, meta, profiles, traces, absent)
 
 
 def _no_database(folder: Path) -> str:

@@ -141,7 +141,7 @@ CONTEXT = record(
 """The fixed 32 bytes; ``flex_words`` 8-byte words of optional fields follow."""
 
 # --- profile.db --------------------------------------------------------------
-# Lists of profiles, contexts (cct.db) and traces state their stride in one byte.
+# Lists of profiles and traces state their stride in one byte.
 SHORT_LIST = record("list", items=(0x00, "u8"), count=(0x08, "u4"), stride=(0x0C, "u1"))
 PROFILE = record(
     "profile",
@@ -163,17 +163,6 @@ IDENTIFIER = record(
     logical=(0x4, "u4"),
     physical=(0x8, "u8"),
 )
-
-# --- cct.db ------------------------------------------------------------------
-CONTEXT_VALUES = record(
-    "context values",
-    value_count=(0x00, "u8"),
-    values=(0x08, "u8"),
-    index_count=(0x10, "u2"),
-    index=(0x18, "u8"),
-)
-CONTEXT_VALUE = record("context value", profile=(0x0, "u4"), value=(0x4, "f8"))
-CONTEXT_INDEX = record("context index", metric=(0x0, "u2"), start=(0x2, "u8"))
 
 # --- trace.db ----------------------------------------------------------------
 TRACES = record(

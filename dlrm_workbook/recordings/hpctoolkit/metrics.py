@@ -295,18 +295,15 @@ DERIVATIONS = (
 )  # fmt: skip
 
 
-def derive(
-    values: Mapping[str, float], listed: Collection[str] | None = None
-) -> dict[str, float | str]:
+def derive(values: Mapping[str, float], listed: Collection[str]) -> dict[str, float | str]:
     """Every derived quantity that these values allow.
 
     Args:
         values: canonical metric to its value in one context; only metrics that
             have a value there.
-        listed: canonical metrics that the database knows; those of ``values`` if None.
+        listed: canonical metrics that the database knows.
 
     Returns:
         Name to number, or to a sentence why it was not measured.
     """
-    listed = values if listed is None else listed
     return {derivation.name: derivation.compute(values, listed) for derivation in DERIVATIONS}

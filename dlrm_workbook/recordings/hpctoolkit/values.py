@@ -1,4 +1,4 @@
-"""``profile.db``, ``cct.db`` and ``trace.db``: numbers by thread, by context, over time.
+"""``profile.db`` and ``trace.db``: numbers by thread and over time.
 
 The files are sparse and unaligned: a value is 10 bytes (u16 metric, f64), an
 index entry 12 (u32 context, u64 first value). Values are not decoded until
@@ -205,79 +205,6 @@ def _identifiers(
         Identifier(kinds[kind] if kind < len(kinds) else f"KIND{kind}", logical, physical)
         for kind, _, logical, physical in table.tolist()
     )
-
-
-class ContextValues:
-    """``cct.db``: the values of contexts over all threads; of one without reading the others.
-
-    Attributes:
-        count: number of contexts.
-        value_count: number of values of all of them.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._file = f4.DatabaseFile(path, "ctxt", b"__ctx.db", ("CtxInfos",))
-        _, self._table = self._file.items("CtxInfos", f4.SHORT_LIST, f4.CONTEXT_VALUES)
-        _refuse_overlap(self._file, self._table, f4.CONTEXT_VALUE, f4.CONTEXT_INDEX)
-        self.count = len(self._table)
-        self.value_count = int(self._table["value_count"].sum())
-
-    def values(self) -> tuple[Ints, Ints, Ints, Floats]:
-        """(context ids, metric ids, profile numbers, values) of all contexts; shape (values,).
-
-        Raises:
-            DatabaseError: a block leads outside the file or its index is damaged.
-        """
-        return self._values(0, self.count)
-
-    def at(self, context: int) -> tuple[Ints, Ints, Floats]:
-        """(metric ids, profile numbers, values) of one context, each of shape (values,).
-
-        Raises:
-            DatabaseError: its block is damaged.
-        """
-        return self._values(context, context + 1 if 0 <= context < self.count else context)[1:]
-
-    def _values(self, begin: int, end: int) -> tuple[Ints, Ints, Ints, Floats]:
-        table, file = self._table[begin:end], self._file
-        context, raw = _gather(file, table["values"], table["value_count"], f4.CONTEXT_VALUE)
-        of_context, index = _gather(file, table["index"], table["index_count"], f4.CONTEXT_INDEX)
-        within = index["start"]
-        if (within > table["value_count"][of_context]).any():
-            raise file.error("an index entry leads past the values of its context")
-        same = of_context[1:] == of_context[:-1]
-        if (same & (np.diff(index["metric"].astype(np.int64)) <= 0)).any():
-            raise file.error("the index of a context is not in increasing order")
-        # Where each index entry's values begin, counted over all these contexts.
-        first = np.concatenate([[0], np.cumsum(table["value_count"].astype(np.int64))])
-        starts = first[of_context] + within.astype(np.int64)
-        counts = np.diff(starts, append=len(raw))
-        if (counts < 0).any() or not np.array_equal(np.repeat(of_context, counts), context):
-            raise file.error("the indices of its contexts do not cover their values in order")
-        metric = np.repeat(index["metric"].astype(np.int64), counts)
-        profile, value = raw["profile"].astype(np.int64), raw["value"].astype(np.float64)
-        return context + begin, metric, profile, value
-
-
-def _gather(
-    file: f4.DatabaseFile, pointers: npt.NDArray[Any], counts: npt.NDArray[Any], kind: f4.Record
-) -> tuple[Ints, npt.NDArray[Any]]:
-    """(row of the table, copy) of every record that a table's arrays hold, in order."""
-    sizes = counts.astype(np.int64)  # their sum is bounded: see _refuse_overlap
-    start = np.where(sizes > 0, pointers, 0).astype(np.uint64)
-    if (start > np.uint64(file.size)).any() or (
-        start.astype(np.int64) + sizes * kind.size > file.size
-    ).any():
-        raise file.error(f"an array of {kind.name} records reaches past byte {file.size}")
-    owner = np.repeat(np.arange(len(sizes)), sizes)
-    before = np.cumsum(sizes) - sizes
-    at = start.astype(np.int64)[owner] + (np.arange(len(owner)) - before[owner]) * kind.size
-    copied = np.empty(len(at), kind.dtype)
-    octets = copied.view(np.uint8).reshape(len(at), kind.size)
-    for first in range(0, len(at), CHUNK):  # the addresses take eight times the records
-        part = slice(first, first + CHUNK)
-        octets[part] = file.bytes[at[part, None] + np.arange(kind.size)]
-    return owner, copied
 
 
 @dataclass
