@@ -20,7 +20,6 @@ one that runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -110,17 +109,16 @@ def idle_causes(profile: Profile) -> pd.DataFrame:
     return times.sum().reset_index().astype({"cause": object})[IDLE]
 
 
-def idle_by_cause(profile: Profile, each: pd.DataFrame | None = None) -> pd.DataFrame:
+def idle_by_cause(profile: Profile, each: pd.DataFrame) -> pd.DataFrame:
     """Idle time of a mean iteration by cause, most first.
 
     Args:
-        each: what :func:`idle_causes` gave, if it was made already.
+        each: what :func:`idle_causes` gave of the profile.
 
     Returns:
         ``cause``, ``meaning``, ``idle_ms``, ``share_of_idle`` (adds up to 1),
         ``share_of_iteration``, ``after_sync_ms``. Empty, with the reason, like its source.
     """
-    each = idle_causes(profile) if each is None else each
     if each.empty:
         return unmeasured(BY_CAUSE, reason_of(each) or "no GPU was idle")
     count = len(profile.iterations)
@@ -386,11 +384,6 @@ def _intersection(one: Stretches, other: Stretches) -> Stretches:
 
 # ---- what the CPU did while the GPU was idle ---------------------------------------------
 
-SPANS = {
-    "iterations": "from the first iteration's start to the last one's end",
-    "gpu": "from the first GPU operation's start to the last one's end",
-    "run": "from the first to the last event of the trace",
-}
 NOBODY = "(no thread that launches GPU work was running)"
 
 IDLENESS = ["gpu", "rank", "streams", "span_ms", "busy_ms", "idle_ms", "idle_share"]
@@ -399,26 +392,22 @@ BLAME = ["name", "kind", "file", "module", "component", "phase", "blamed_ms", "s
 _GPU_METRICS = ("gpu_time_ms", "launches", "GKER:COUNT", "GXCOPY:COUNT")
 
 
-def gpu_idleness(profile: Profile, span: str | None = None) -> pd.DataFrame:
+def gpu_idleness(profile: Profile) -> pd.DataFrame:
     """How long each GPU ran something, on any of its streams, and how long nothing.
 
-    Args:
-        span: ``iterations``, ``gpu`` or ``run`` (see ``SPANS``); iterations if the profile
-            has them, else ``gpu``, so that start-up is not counted as idle.
+    Over the iterations if the profile has them, else from the first GPU operation to the last,
+    so that start-up is not counted as idle.
 
     Returns:
         ``gpu`` (name), ``rank``, ``streams``, ``span_ms``, ``busy_ms`` (union over the
         streams), ``idle_ms``, ``idle_share`` (0 to 1), ``gaps`` (idle stretches),
-        ``longest_gap_ms``; ``attrs["span"]`` says in words which span. Empty, with the
+        ``longest_gap_ms``; ``attrs["span"]`` says in words over which span. Empty, with the
         reason in ``attrs["not_measured"]``, without a trace of a GPU stream.
-
-    Raises:
-        InputError: ``span`` is unknown, or the profile has no iterations.
     """
     streams = _streams(profile)
     if streams.empty:
         return unmeasured(IDLENESS, _no_streams(profile))
-    first, last, kind = _span(profile, streams, span)
+    first, last, span = _span(profile, streams)
     rows = []
     for (gpu, rank), group in streams.groupby(["gpu", "rank"], sort=True):
         start, end = _idle(profile, group["profile"].tolist(), first, last)
@@ -437,25 +426,19 @@ def gpu_idleness(profile: Profile, span: str | None = None) -> pd.DataFrame:
             }
         )
     table = pd.DataFrame(rows, columns=IDLENESS)
-    table.attrs["span"] = SPANS[kind]
+    table.attrs["span"] = span
     return table
 
 
-def idle_blame(
-    profile: Profile,
-    by: str = "function",
-    *,
-    span: str | None = None,
-    threads: Sequence[int] | None = None,
-) -> pd.DataFrame:
-    """What the CPU ran while every stream of every GPU was idle.
+def idle_blame(profile: Profile, by: str = "function") -> pd.DataFrame:
+    """What the CPU ran while every stream of every GPU was idle, in the span of
+    :func:`gpu_idleness`.
+
+    Threads that launch GPU work are charged, or all CPU threads where none is known to.
 
     Args:
-        by: ``function`` (the innermost function, operator or range), ``python`` (the
-            innermost Python function) or ``component`` (parts of the model).
-        span: as for :func:`gpu_idleness`.
-        threads: rows of ``threads`` to charge; if None those that launch GPU work, or
-            all CPU threads where none is known to.
+        by: ``function`` (the innermost function, operator or range) or ``component`` (parts of
+            the model).
 
     Returns:
         ``name``, ``kind``, ``file``, ``module``, ``component``, ``phase``, ``blamed_ms``,
@@ -464,26 +447,26 @@ def idle_blame(
         reason in ``attrs["not_measured"]``, without traces of a GPU and of CPU threads.
 
     Raises:
-        InputError: ``by`` or ``span`` is unknown.
+        InputError: ``by`` is unknown.
     """
-    if by not in ("function", "python", "component"):
-        raise InputError(f"blame is by function, python or component, not by '{by}'")
+    if by not in ("function", "component"):
+        raise InputError(f"blame is by function or component, not by '{by}'")
     streams = _streams(profile)
     if streams.empty:
         return unmeasured(BLAME, _no_streams(profile))
-    charged = _charged(profile) if threads is None else list(threads)
-    lanes = [lane for lane in (running(profile, thread) for thread in charged) if len(lane[0])]
+    lanes = [running(profile, thread) for thread in _charged(profile)]
+    lanes = [lane for lane in lanes if len(lane[0])]
     if not lanes:
         reason = "no CPU thread that launches GPU work has a trace; measure CPUTIME with -t"
         return unmeasured(BLAME, missing_reason(profile, ["cpu trace"], reason))
-    first, last, kind = _span(profile, streams, span)
+    first, last, span = _span(profile, streams)
     idle_start, idle_end = _idle(profile, streams["profile"].tolist(), first, last)
     blamed = _share_out(lanes, idle_start, idle_end, len(profile.contexts))
     table = _named(profile, by, blamed)
     total = float(table["blamed_ms"].sum())
     table["share"] = table["blamed_ms"] / total if total else np.nan
     table = table.sort_values("blamed_ms", ascending=False, ignore_index=True)[BLAME]
-    table.attrs["span"] = SPANS[kind]
+    table.attrs["span"] = span
     return table
 
 
@@ -501,20 +484,14 @@ def _no_streams(profile: Profile) -> str:
     )
 
 
-def _span(profile: Profile, streams: pd.DataFrame, span: str | None) -> tuple[int, int, str]:
-    if span is None:
-        span = "gpu" if profile.iterations.empty else "iterations"
-    if span not in SPANS:
-        raise InputError(f"span '{span}' is unknown; one of {', '.join(SPANS)}")
-    if span == "iterations":
-        table = profile.iterations
-        if table.empty:
-            raise InputError("this profile does not say when its iterations ran")
+def _span(profile: Profile, streams: pd.DataFrame) -> tuple[int, int, str]:
+    """(start, end, in words) of the time in which a GPU's idleness counts, ns."""
+    if len(profile.iterations):
+        table, words = profile.iterations, "from the first iteration's start to the last one's end"
     else:
-        table = profile.trace
-        if span == "gpu":
-            table = table[table["profile"].isin(streams["profile"])]
-    return int(table["start_ns"].min()), int(table["end_ns"].max()), span
+        table = profile.trace[profile.trace["profile"].isin(streams["profile"])]
+        words = "from the first GPU operation's start to the last one's end"
+    return int(table["start_ns"].min()), int(table["end_ns"].max()), words
 
 
 def _idle(profile: Profile, streams: list[int], first: int, last: int) -> Stretches:
@@ -562,11 +539,6 @@ def _named(profile: Profile, by: str, blamed: np.ndarray) -> pd.DataFrame:
         )
     else:
         owner = scopes_of(contexts)
-        if by == "python":
-            python = nearest(
-                contexts["parent"].to_numpy(), contexts["kind"].eq("python").to_numpy()
-            )
-            owner = np.where(python >= 0, python, owner)
         names = ["name", "kind", "file", "module"]
         # the part is the context's own: a helper function serves several
         parts = contexts.loc[rows, PART].reset_index(drop=True)

@@ -21,76 +21,58 @@ from dlrm_workbook.analysis.attribution import PART
 from dlrm_workbook.analysis.context_tree import (
     Ints,
     missing_reason,
-    nearest,
     running,
     scopes_of,
     unmeasured,
 )
-from dlrm_workbook.recordings.profile import Profile, depths
+from dlrm_workbook.recordings.profile import Profile
 
 LANE = ["lane", "kind", "profile"]
 SPANS = [*LANE, "label", *PART, "start_ms", "duration_ms", "spans"]
 SUMMARY = [*LANE, "rank", "spans", "start_ms", "end_ms", "running_ms", "running_share"]
 SUMMARY += ["largest", "largest_share"]
 
-LEAST_SPANS = 40
-"""More than a lane has labels, so that one bin is always few enough."""
+MOST_SPANS = 400
+"""Rows of a lane; where its trace has more spans, time is cut into bins."""
 
 MOST_LABELS = 12
 """Functions a lane tells apart; the others share one label."""
 OTHERS = "(others)"
 
 
-def thread_timeline(
-    profile: Profile,
-    by: str = "component",
-    *,
-    depth: int | None = None,
-    most_spans: int = 400,
-    start_ns: int | None = None,
-    end_ns: int | None = None,
-) -> pd.DataFrame:
+def thread_timeline(profile: Profile, by: str = "component") -> pd.DataFrame:
     """Spans of each CPU thread and each GPU stream, ready to draw.
 
     Args:
-        by: ``component`` (part and phase) or ``function``.
-        depth: for ``function``: which function of the call path, 0 the outermost; the
-            innermost one if None or if the path is shorter.
-        most_spans: of a lane. Where there are more, time is cut into bins.
-        start_ns, end_ns: the stretch of time that is shown; the whole trace if None.
+        by: ``component`` (part and phase) or ``function`` (the innermost one).
 
     Returns:
         ``lane``, ``kind`` (``cpu_thread`` or ``gpu_stream``), ``profile``, ``label``,
-        ``component``, ``phase``, ``start_ms`` (from the start of what is shown),
+        ``component``, ``phase``, ``start_ms`` (from the start of the trace),
         ``duration_ms``, ``spans`` (of the trace, that are joined in the row). Without
         overlaps in a lane; nothing runs between rows. The durations of a label in a lane
-        add up to what the trace has, whatever ``most_spans``. CPU threads first. Empty,
-        with the reason in ``attrs["not_measured"]``, without a trace.
+        add up to what the trace has. CPU threads first. Empty, with the reason in
+        ``attrs["not_measured"]``, without a trace.
 
     Raises:
-        InputError: ``by`` is unknown, or ``most_spans`` below ``LEAST_SPANS``.
+        InputError: ``by`` is unknown.
     """
     if by not in ("component", "function"):
         raise InputError(f"a timeline is by component or function, not by '{by}'")
-    if most_spans < LEAST_SPANS:
-        raise InputError(f"most_spans must be at least {LEAST_SPANS}, not {most_spans}")
     trace = profile.trace
     if trace.empty:
         return unmeasured(SPANS, _why(profile))
-    first = int(trace["start_ns"].min()) if start_ns is None else start_ns
-    last = int(trace["end_ns"].max()) if end_ns is None else end_ns
-    label, names = _labels(profile, by, depth)
+    first, last = int(trace["start_ns"].min()), int(trace["end_ns"].max())
+    label, names = _labels(profile, by)
     frames = []
     for lane in _lanes(profile):
         start, end, context = running(profile, lane["profile"])
-        start, end = np.clip(start, first, last), np.clip(end, first, last)
-        some = end > start
-        if not some.any():
+        if not len(start):
             continue
-        start, end, code, shown = start[some], end[some], label[context[some]], names
+        code, shown = label[context], names
         if by == "function":
             code, shown = _largest(code, end - start, names)
-        spans = _coarsened(start - first, end - first, code, most_spans, last - first)
+        spans = _coarsened(start - first, end - first, code, last - first)
         rows = shown.iloc[spans["code"]].reset_index(drop=True)
         rows = rows.assign(
             **{name: lane[name] for name in LANE},
@@ -100,7 +82,7 @@ def thread_timeline(
         )
         frames.append(rows[SPANS])
     if not frames:
-        return unmeasured(SPANS, "nothing ran in the stretch of time that was asked for")
+        return unmeasured(SPANS, "nothing ran on any thread of the trace")
     return pd.concat(frames, ignore_index=True)
 
 
@@ -121,7 +103,7 @@ def trace_summary(profile: Profile, by: str = "component") -> pd.DataFrame:
     if trace.empty:
         return unmeasured(SUMMARY, _why(profile))
     first, last = int(trace["start_ns"].min()), int(trace["end_ns"].max())
-    label, names = _labels(profile, by, None)
+    label, names = _labels(profile, by)
     rows = []
     for lane in _lanes(profile):
         start, end, context = running(profile, lane["profile"])
@@ -160,7 +142,7 @@ def _lanes(profile: Profile) -> list[dict[str, Any]]:
     return [{str(name): value for name, value in row.items()} for row in table.to_dict("records")]
 
 
-def _labels(profile: Profile, by: str, depth: int | None) -> tuple[Ints, pd.DataFrame]:
+def _labels(profile: Profile, by: str) -> tuple[Ints, pd.DataFrame]:
     """(label of each context (n,), the labels with ``component`` and ``phase``)."""
     contexts = profile.contexts
     if by == "component":
@@ -168,30 +150,12 @@ def _labels(profile: Profile, by: str, depth: int | None) -> tuple[Ints, pd.Data
         names = contexts[PART].drop_duplicates().reset_index(drop=True)
         label = [part_label(component, phase) for component, phase in names.to_numpy()]
         return number, names.assign(label=label)
-    scope = scopes_of(contexts)
-    if depth is not None:
-        scope = _at_depth(contexts, scope, depth)
-    number, found = pd.factorize(contexts["name"].to_numpy()[scope])
+    number, found = pd.factorize(contexts["name"].to_numpy()[scopes_of(contexts)])
     # a function's colour is that of the part that it is most often seen in
     part = contexts[PART].assign(number=number)
     part = part.value_counts().reset_index().drop_duplicates("number").sort_values("number")
     part = part[PART].reset_index(drop=True)
     return number.astype(np.int64), part.assign(label=found)
-
-
-def _at_depth(contexts: pd.DataFrame, scope: Ints, depth: int) -> Ints:
-    """The function at ``depth`` of each context's call path, threads not counted."""
-    parent = contexts["parent"].to_numpy()
-    marked = (scope == np.arange(len(scope))) & ~contexts["kind"].isin(["root", "thread"])
-    above = np.where(parent >= 0, parent, -1)
-    function = nearest(parent, marked.to_numpy())
-    caller = np.where(above >= 0, function[np.maximum(above, 0)], -1)
-    caller[function != np.arange(len(function))] = -1
-    level = depths(caller)
-    found = np.where(function >= 0, function, scope)
-    while (deep := (function >= 0) & (level[found] > depth)).any():
-        found[deep] = caller[found[deep]]
-    return found
 
 
 def _largest(code: Ints, length: Ints, names: pd.DataFrame) -> tuple[Ints, pd.DataFrame]:
@@ -216,19 +180,19 @@ def _joined(start: Ints, end: Ints, code: Ints) -> pd.DataFrame:
     )
 
 
-def _coarsened(start: Ints, end: Ints, code: Ints, most: int, length: int) -> pd.DataFrame:
-    """At most ``most`` spans ``code``, ``start``, ``length``, ``spans``, in order.
+def _coarsened(start: Ints, end: Ints, code: Ints, length: int) -> pd.DataFrame:
+    """At most ``MOST_SPANS`` spans ``code``, ``start``, ``length``, ``spans``, in order.
 
     Args:
-        start, end: ns since what is shown begins (small numbers: floats keep them).
-        length: of what is shown, ns.
+        start, end: ns since the trace begins (small numbers: floats keep them).
+        length: of the trace, ns.
     """
     spans = _joined(start, end, code)
-    bins = most
-    while len(spans) > most:
+    bins = MOST_SPANS
+    while len(spans) > MOST_SPANS:
         edges = np.linspace(0, length, bins + 1).astype(np.int64)
         spans = _binned(start, end, code, np.unique(edges))
-        bins = max(1, min(bins - 1, bins * most // (len(spans) + 1)))
+        bins = max(1, min(bins - 1, bins * MOST_SPANS // (len(spans) + 1)))
     return spans
 
 

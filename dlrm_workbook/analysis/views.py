@@ -35,13 +35,6 @@ from dlrm_workbook.recordings.profile import Profile, depths, inclusive_from_exc
 HOT = 0.5
 """The hot path goes on to a callee that holds at least this share of its caller."""
 
-DETAILS: dict[str, tuple[str, ...]] = {
-    "function": ("line", "loop", "instruction"),
-    "loop": ("line", "instruction"),
-    "line": (),
-}
-"""What a top-down view shows apart: detail to the kinds it joins to what encloses them."""
-
 PLACE = ["kind", "name", "file", "line", "module", "component", "phase"]
 TOP_DOWN = ["context", "parent", "depth", *PLACE, "inclusive", "exclusive", "small", "share", "hot"]
 FUNCTION = ["name", "kind", "file", "module"]
@@ -60,22 +53,20 @@ def top_down(
     metric: str = "cpu_time_ms",
     *,
     also: Sequence[str] = (),
-    detail: str = "function",
     smallest_share: float = 0.01,
-    deepest: int | None = None,
     within: Bools | None = None,
 ) -> pd.DataFrame:
     """The call tree as rows, callers before callees, the largest callee first.
+
+    Lines, loops and instructions are joined to the function that they lie in.
 
     Args:
         metric: additive, with inclusive values.
         also: further metrics, whose inclusive values come as columns ``x (inc)``. A
             context stays if any metric has ``smallest_share`` there: so GPU time is seen
             below the CPU frames that launched it, even where those took no time.
-        detail: ``function``, ``loop`` or ``line``: what is shown apart.
         smallest_share: of the whole; smaller contexts join their caller's ``small``.
             Threads are always shown.
-        deepest: largest depth shown; None for all.
         within: (contexts,) bool, the contexts that count, for example
             ``attribution.step_contexts(profile)``; all if None.
 
@@ -86,21 +77,15 @@ def top_down(
         follows the largest callee while it holds half of its caller), ``x (inc)``.
         ``exclusive + small`` add up to the whole. Empty, with the reason in
         ``attrs["not_measured"]``, if ``metric`` was not measured.
-
-    Raises:
-        InputError: ``detail`` is unknown.
     """
-    if detail not in DETAILS:
-        raise InputError(f"detail '{detail}' is unknown; one of {', '.join(DETAILS)}")
     columns = [*TOP_DOWN, *(f"{name} (inc)" for name in also)]
     own, inclusive = _values(profile, metric, within)
     if own is None or inclusive is None:
         return unmeasured(columns, _why(profile, metric, own is not None))
     contexts = profile.contexts
-    joined = contexts["kind"].isin(DETAILS[detail]).to_numpy()
     parent = contexts["parent"].to_numpy()
-    joined &= parent >= 0
-    owner = nearest(parent, ~joined)
+    owner = scopes_of(contexts)
+    joined = owner != np.arange(len(owner))
     above = np.where(parent >= 0, owner[parent], -1)
     above[joined] = -1
     own = _sums(owner, own, len(owner))
@@ -114,9 +99,6 @@ def top_down(
         least = smallest_share * np.nansum(np.abs(column[root]))
         shown |= (np.abs(column) >= np.where(root, 0, least)) & (column != 0) & ~np.isnan(column)
     shown &= ~joined
-    depth = depths(above)
-    if deepest is not None:
-        shown &= depth <= deepest
     # A callee's share is at most its caller's, so what is shown hangs together.
     hidden = ~joined & ~shown & (above >= 0)
     hidden[hidden] = shown[above[hidden]]
@@ -125,7 +107,7 @@ def top_down(
     total = inclusive[root].sum()
     table = contexts.loc[rows, ["context", *PLACE]].assign(
         parent=above[rows],
-        depth=depth[rows],
+        depth=depths(above)[rows],
         inclusive=inclusive[rows],
         exclusive=own[rows],
         small=small[rows],

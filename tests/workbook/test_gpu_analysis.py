@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import gpu_database
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrm_core.errors import InputError
+from dlrm_workbook.analysis import lanes
 from dlrm_workbook.analysis.context_tree import overlap, reason_of, running, union
 from dlrm_workbook.analysis.gpu import (
     STALL_ADVICE,
@@ -23,7 +25,7 @@ from dlrm_workbook.analysis.gpu import (
     stall_table,
 )
 from dlrm_workbook.analysis.idleness import NOBODY, gpu_idleness, idle_blame
-from dlrm_workbook.analysis.lanes import LEAST_SPANS, thread_timeline, trace_summary
+from dlrm_workbook.analysis.lanes import thread_timeline, trace_summary
 from dlrm_workbook.analysis.views import bottom_up, flat, folded, top_down
 from dlrm_workbook.recordings.hpctoolkit.database import read_database
 from dlrm_workbook.recordings.hpctoolkit.metrics import STALLS, derive
@@ -126,7 +128,7 @@ def test_golden_figures_of_pc_sampling() -> None:
     measured = rows.groupby("metric")["value"].sum().to_dict()
     assert measured["GSAMP:TOT"] == 657_096
     assert measured["GINS"] == 4096 * 657_096 == 2_691_465_216
-    facts = derive(measured)
+    facts = derive(measured, measured)
     assert round(facts["utilization_percent"], 1) == 92.2
     assert round(facts["stalled_percent"], 1) == 76.4
     assert facts["occupancy_percent"] == 12.5
@@ -198,22 +200,23 @@ def test_idleness_and_blame_of_a_database(made: Profile) -> None:
     assert [row["span_ms"], row["busy_ms"], row["idle_ms"]] == pytest.approx([0.04, 0.035, 0.005])
     assert idle_blame(made)["name"].tolist() == ["embedding_forward"]
 
-    run = gpu_idleness(made, "run").iloc[0]
+    trace = made.trace
+    edges = {"start_ns": [trace["start_ns"].min()], "end_ns": [trace["end_ns"].max()]}
+    whole = replace(made, iterations=pd.DataFrame({"iteration": [0], **edges}))
+    run = gpu_idleness(whole).iloc[0]
     assert (run["idle_share"], run["gaps"]) == (pytest.approx(0.65), 3)
     # the thread that launches nothing is not charged
-    blame = idle_blame(made, span="run").set_index("name")["blamed_ms"].to_dict()
+    blame = idle_blame(whole).set_index("name")["blamed_ms"].to_dict()
     expected = {"data_forward": 40, "bottom_mlp_forward": 10, "wait": 10, "embedding_forward": 5}
     assert blame == pytest.approx({name: time / 1e3 for name, time in expected.items()})
-    # unless it is asked for; then both share what they both ran
-    both = idle_blame(made, span="run", threads=[1, 2]).set_index("name")["blamed_ms"].to_dict()
+    # where nobody is known to launch, both share what they both ran
+    times = made.values[made.values["metric"].eq("cpu_time_ms")]
+    both = idle_blame(replace(whole, values=times)).set_index("name")["blamed_ms"].to_dict()
     assert both["prefetch"] == pytest.approx((10 + 10 + 5 + 10) / 2 / 1e3 - 0.005)
     assert sum(both.values()) == pytest.approx(0.065)
-    other = idle_blame(made, span="run", threads=[2]).set_index("name")["blamed_ms"]
+    launches = times.assign(metric="launches")[times["profile"].eq(2)]
+    other = idle_blame(replace(whole, values=launches)).set_index("name")["blamed_ms"]
     assert other[NOBODY] == pytest.approx(0.065 - other["prefetch"])
-    with pytest.raises(InputError, match="span 'week'"):
-        gpu_idleness(made, "week")
-    with pytest.raises(InputError, match="does not say when its iterations ran"):
-        gpu_idleness(made, "iterations")
     with pytest.raises(InputError, match="by 'colour'"):
         idle_blame(made, "colour")
 
@@ -221,7 +224,7 @@ def test_idleness_and_blame_of_a_database(made: Profile) -> None:
 def test_idleness_and_blame_of_a_torch_trace(traced: Profile) -> None:
     row = gpu_idleness(traced).iloc[0]
     assert [row["span_ms"], row["busy_ms"], row["idle_ms"]] == pytest.approx([0.1, 0.059, 0.041])
-    for by in ("function", "python", "component"):
+    for by in ("function", "component"):
         blame = idle_blame(traced, by)
         assert blame["blamed_ms"].sum() == pytest.approx(0.041)
         assert blame["share"].sum() == pytest.approx(1)
@@ -263,15 +266,16 @@ def test_union_and_overlap_equal_counting(
 
 
 @pytest.mark.parametrize("name", ["dlrm-cpu-python", "loops-cuda-nvidia-t", "made", "traced"])
-@pytest.mark.parametrize("kind", [("component", None), ("function", None), ("function", 1)])
+@pytest.mark.parametrize("by", ["component", "function"])
 def test_a_coarse_timeline_keeps_every_share(
-    name: str, kind: tuple[str, int | None], request: pytest.FixtureRequest
+    name: str, by: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     profile = request.getfixturevalue(name) if name in ("made", "traced") else real(name)
-    by, depth = kind
-    fine = thread_timeline(profile, by, depth=depth, most_spans=10**6)
-    coarse = thread_timeline(profile, by, depth=depth, most_spans=LEAST_SPANS)
-    assert coarse.groupby("lane").size().max() <= LEAST_SPANS
+    monkeypatch.setattr(lanes, "MOST_SPANS", 10**6)
+    fine = thread_timeline(profile, by)
+    monkeypatch.setattr(lanes, "MOST_SPANS", 40)
+    coarse = thread_timeline(profile, by)
+    assert coarse.groupby("lane").size().max() <= 40
     for table in (fine, coarse):
         for lane, spans in table.groupby("lane", sort=False):
             end = (spans["start_ms"] + spans["duration_ms"]).to_numpy()
@@ -291,15 +295,8 @@ def test_lanes_of_a_database(made: Profile) -> None:
     assert table["lane"].tolist() == ["thread 0", "thread 1", "GPU 0 stream 7", "GPU 0 stream 9"]
     assert table["running_share"].tolist() == pytest.approx([1, 0.6, 0.3, 0.15])
     assert table["largest"].iloc[2] == "bottom MLP forward"
-    window = thread_timeline(made, start_ns=10**18 + 50_000, end_ns=10**18 + 60_000)
-    assert window.groupby("lane")["duration_ms"].sum().to_dict() == pytest.approx(
-        {"thread 0": 0.01, "thread 1": 0.01, "GPU 0 stream 7": 0.01}
-    )
-    functions = thread_timeline(made, "function", depth=0)
-    assert functions["label"].tolist()[-1] == "embedding_forward"  # the copy's outermost frame
-    assert "nothing ran" in reason_of(thread_timeline(made, start_ns=0, end_ns=1))
-    with pytest.raises(InputError, match="most_spans"):
-        thread_timeline(made, most_spans=3)
+    nothing = replace(made, trace=made.trace.assign(end_ns=made.trace["start_ns"]))
+    assert "nothing ran" in reason_of(thread_timeline(nothing))
     with pytest.raises(InputError, match="by 'colour'"):
         thread_timeline(made, "colour")
 

@@ -32,7 +32,7 @@ def read(tmp_path: Path, events: list) -> Profile:
 
 
 def causes(profile: Profile) -> dict[str, float]:
-    table = idle_by_cause(profile)
+    table = idle_by_cause(profile, idle_causes(profile))
     return dict(zip(table["cause"], (1e3 * table["idle_ms"]).round(3), strict=True))
 
 
@@ -48,7 +48,7 @@ def test_idle_time_of_the_drawn_trace_by_cause(tmp_path: Path) -> None:
         "copies": 6.0,  # 60..66
         "synchronisation": 1.0,  # 95..96
     }
-    table = idle_by_cause(profile)
+    table = idle_by_cause(profile, idle_causes(profile))
     assert table["share_of_idle"].sum() == pytest.approx(1)
     assert table["share_of_iteration"].sum() == pytest.approx(0.47)
     # the queue ran dry while the host waited: all after 66 is the synchronisation's doing
@@ -127,8 +127,9 @@ def test_causes_add_up_to_the_time_without_a_kernel(tmp_path_factory, kernels, c
 def test_without_a_gpu_or_counters_the_reason_is_given(tmp_path: Path) -> None:
     host_only = [e for e in gpu_trace.events() if e.get("cat") not in ("kernel", "gpu_memcpy")]
     profile = read(tmp_path, host_only)
-    assert idle_causes(profile).empty and reason_of(idle_causes(profile))
-    assert idle_by_cause(profile).empty and reason_of(idle_by_cause(profile))
+    each = idle_causes(profile)
+    assert each.empty and reason_of(each)
+    assert idle_by_cause(profile, each).empty and reason_of(idle_by_cause(profile, each))
     assert "counters" in reason_of(thread_states(profile))
 
 
@@ -165,7 +166,8 @@ def test_time_outside_operators_is_the_rest_of_each_part(tmp_path: Path) -> None
 
 def test_figures_draw_all_of_the_table_in_units(tmp_path: Path) -> None:
     profile = read(tmp_path, gpu_trace.events())
-    each, summary = idle_causes(profile), idle_by_cause(profile)
+    each = idle_causes(profile)
+    summary = idle_by_cause(profile, each)
     stacked = idle_figures.idle_each(each)
     assert sum(sum(bar.y) for bar in stacked.data) == pytest.approx(0.047)
     assert [bar.name for bar in stacked.data] == [c for c in CAUSES if c in set(each["cause"])]
