@@ -81,15 +81,6 @@ class Checkpoint:
         if saved:
             read_tensors(self.folder / file, self.files[file], targets)
 
-    def verify(self) -> None:
-        """Read every byte and hold it against its checksum.
-
-        Raises:
-            InputError: naming the file and tensor that is corrupted.
-        """
-        for file, record in self.files.items():
-            read_tensors(self.folder / file, record, dict.fromkeys(record["tensors"]))
-
 
 class CheckpointFolder:
     """The checkpoints of one run; close it, or use it as a context.

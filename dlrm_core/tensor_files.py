@@ -39,7 +39,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
     """Write a new file, which is on disk when this returns.
 
     Args:
-        tensors: on any device.
+        tensors: on any device; only their shape, their type and rows of them are asked for.
 
     Returns:
         what :func:`read_tensors` holds the file to: ``bytes``, ``header_bytes``,
@@ -51,9 +51,9 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
         _write_all(file, header)
         for name, tensor in tensors.items():
             checksum = 0
-            for rows in row_ranges(tuple(tensor.shape), tensor.element_size()):
-                part = tensor.detach()[rows.start : rows.stop] if tensor.dim() else tensor.detach()
-                piece = _bytes_of(part.contiguous().cpu())
+            for rows in row_ranges(tuple(tensor.shape), tensor.dtype.itemsize):
+                part = tensor[rows.start : rows.stop] if tensor.shape else tensor
+                piece = _bytes_of(part.detach().contiguous().cpu())
                 # the checksum of a piece is taken while the piece is written
                 taken = beside.submit(zlib.crc32, piece, checksum)
                 _write_all(file, piece)
@@ -192,7 +192,7 @@ def _stored(path: Path, record: Mapping[str, Any]) -> dict[str, _Stored]:
 def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
     entries, place = {}, 0
     for name, tensor in tensors.items():
-        end = place + tensor.numel() * tensor.element_size()
+        end = place + math.prod(tensor.shape) * tensor.dtype.itemsize
         entries[name] = {
             "dtype": _NAMES[tensor.dtype],
             "shape": list(tensor.shape),

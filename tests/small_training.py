@@ -1,9 +1,13 @@
 """A training small enough to be repeated, and all that it has learned."""
 
+from pathlib import Path
+
 import torch
 
+from dlrm_core.checkpoint import Checkpoint, read_checkpoint
 from dlrm_core.config import parameters_from_sections
 from dlrm_core.resume import optimizer_state, weights_of
+from dlrm_core.tensor_files import read_tensors
 from dlrm_core.train import Trainer
 
 SMALL = {
@@ -49,3 +53,15 @@ def same_bits(one, other):
     return one.keys() == other.keys() and all(
         torch.equal(one[name].view(torch.int32), other[name].view(torch.int32)) for name in one
     )
+
+
+def whole_checkpoint(folder: Path) -> Checkpoint:
+    """A checkpoint, every byte of which is what was written.
+
+    Raises:
+        InputError: naming the file and tensor that is corrupted.
+    """
+    checkpoint = read_checkpoint(folder)
+    for file, record in checkpoint.files.items():
+        read_tensors(folder / file, record, dict.fromkeys(record["tensors"]))
+    return checkpoint

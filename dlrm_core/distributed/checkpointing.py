@@ -6,19 +6,13 @@ Tables go between ranks and files a few rows at a time, in the single process's 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from dlrm_core.checkpoint import (
-    OPTIMIZER,
-    WEIGHTS,
-    Checkpoint,
-    CheckpointFolder,
-)
+from dlrm_core.checkpoint import OPTIMIZER, WEIGHTS, Checkpoint, CheckpointFolder
 from dlrm_core.distributed.collectives import Collectives
 from dlrm_core.distributed.plan import Shard
 from dlrm_core.distributed.step import DistributedStep
@@ -32,118 +26,88 @@ Held = Sequence[tuple[Shard, torch.Tensor]]
 """This rank's shards and their memory."""
 
 
-@dataclass(frozen=True)
-class StoredTable:
-    """A tensor of the files that lies on many ranks: a table's weight, or its Adagrad sums.
-
-    Attributes:
-        name: in a model of one process.
-        shape: (R, d), or (R,) for a number a row.
-        sources: the shards that it is read from, on all ranks; of a replicated table rank 0's.
-        held: this rank's shards and their memory.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    sources: Sequence[Shard]
-    held: Mapping[Shard, torch.Tensor]
-
-
 def table_name(table: int) -> str:
     """The name of a table's weight in a model of one process."""
     return f"embeddings.tables.{table}.weight"
 
 
-def stored_tables(tables: ShardedTables) -> tuple[list[StoredTable], list[StoredTable]]:
-    """All tables' weights and all their Adagrad sums (none with SGD), in the files' order."""
+class SharedTensor:
+    """A tensor of the files that lies on many ranks: a table's weight, or its Adagrad sums.
 
-    def all_tables(suffix: str, row_shape: tuple[int, ...], held: Held) -> list[StoredTable]:
-        return [
-            StoredTable(
-                table_name(table) + suffix,
-                (rows, *row_shape),
-                [
-                    shard
-                    for shard in tables.shards
-                    if shard.table == table and (shard.kind != "replicated" or shard.rank == 0)
-                ],
-                {shard: memory for shard, memory in held if shard.table == table},
-            )
-            for table, rows in enumerate(tables.table_rows)
-        ]
+    All ranks read it at the same time, the same rows one after the other: rank 0, which writes
+    the files, has the rows then, and the other ranks have sent what they hold of them.
 
-    weights = all_tables("", (tables.dim,), tables.local)
-    if tables.optimizer == "sgd":
-        return weights, []
-    a_row = () if tables.optimizer == "rowwise_adagrad" else (tables.dim,)
-    return weights, all_tables(".sum", a_row, tables.sums)
-
-
-class Gathered:
-    """A table that lies on many ranks, as the writer of files sees it.
-
-    Only rank 0 has one, and reads it once from the first row to the last; meanwhile every
-    other rank is in :func:`send_pieces` for the same table.
+    Args:
+        shape: (R, d), or (R,) for a number a row.
+        sources: the shards that it is read from, on all ranks; of a replicated table rank 0's.
+        held: this rank's shards and their memory.
     """
 
     dtype = torch.float32
 
-    def __init__(self, stored: StoredTable, world: World, collectives: Collectives) -> None:
-        self.shape = stored.shape
-        self._stored = stored
-        self._world = world
-        self._collectives = collectives
-
-    def numel(self) -> int:
-        """Numbers in all."""
-        return torch.Size(self.shape).numel()
-
-    def element_size(self) -> int:
-        """Bytes of one."""
-        return 4
-
-    def dim(self) -> int:
-        """Dimensions."""
-        return len(self.shape)
-
-    def detach(self) -> Gathered:
-        """Itself: it is in no graph."""
-        return self
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        sources: Sequence[Shard],
+        held: Mapping[Shard, torch.Tensor],
+        world: World,
+        collectives: Collectives,
+    ) -> None:
+        self.shape = shape
+        self._sources, self._held = sources, held
+        self._world, self._collectives = world, collectives
 
     def __getitem__(self, rows: slice) -> torch.Tensor:
         piece = torch.empty((rows.stop - rows.start, *self.shape[1:]))
-        for shard in self._stored.sources:
-            begin, end = _overlap(shard, rows)
-            if begin >= end:
+        for shard in self._sources:
+            begin = max(shard.first_row, rows.start)
+            end = min(shard.first_row + shard.rows, rows.stop)
+            own = shard.rank == self._world.rank
+            if begin >= end or not (own or self._world.first):
                 continue
             place = piece[begin - rows.start : end - rows.start]
             if len(self.shape) > 1:
                 place = place[:, shard.first_column : shard.first_column + shard.columns]
-            if shard.rank == self._world.rank:
-                own = self._stored.held[shard]
-                place.copy_(own[begin - shard.first_row : end - shard.first_row])
+            if own:
+                held = self._held[shard][begin - shard.first_row : end - shard.first_row]
             else:
-                arrived = torch.empty(place.shape, device=self._world.device)
-                dist.recv(arrived, shard.rank)
-                place.copy_(arrived)
+                held = torch.empty(place.shape, device=self._world.device)
+                dist.recv(held, shard.rank)
+            if self._world.first:
+                place.copy_(held)
+            else:
+                dist.send(held.contiguous(), 0)
             self._collectives.note_progress()
         return piece
 
 
-def send_pieces(stored: StoredTable, world: World, collectives: Collectives) -> None:
-    """Send rank 0 what this rank holds of a table, as its :class:`Gathered` asks for it."""
-    for rows in row_ranges(stored.shape, 4):
-        for shard in stored.sources:
-            begin, end = _overlap(shard, rows)
-            if shard.rank != world.rank or begin >= end:
-                continue
-            own = stored.held[shard][begin - shard.first_row : end - shard.first_row]
-            dist.send(own.contiguous(), 0)
-            collectives.note_progress()
+def shared_tensors(
+    tables: ShardedTables, world: World, collectives: Collectives
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """All tables' weights and all their Adagrad sums (none with SGD) by name, in the files' order.
 
+    The writer of files takes each in place of a tensor.
+    """
 
-def _overlap(shard: Shard, rows: slice | range) -> tuple[int, int]:
-    return max(shard.first_row, rows.start), min(shard.first_row + shard.rows, rows.stop)
+    def all_tables(suffix: str, row_shape: tuple[int, ...], held: Held) -> dict[str, Any]:
+        found = {}
+        for table, rows in enumerate(tables.table_rows):
+            sources = [
+                shard
+                for shard in tables.shards
+                if shard.table == table and (shard.kind != "replicated" or shard.rank == 0)
+            ]
+            own = {shard: memory for shard, memory in held if shard.table == table}
+            found[table_name(table) + suffix] = SharedTensor(
+                (rows, *row_shape), sources, own, world, collectives
+            )
+        return found
+
+    weights = all_tables("", (tables.dim,), tables.local)
+    if tables.optimizer == "sgd":
+        return weights, {}
+    row_shape = () if tables.optimizer == "rowwise_adagrad" else (tables.dim,)
+    return weights, all_tables(".sum", row_shape, tables.sums)
 
 
 def save(
@@ -167,28 +131,17 @@ def save(
     Raises:
         InputError: on rank 0, if it cannot be written; the ones before it stay.
     """
-    weights, sums = stored_tables(step.tables)
+    weights, sums = shared_tensors(step.tables, world, collectives)
     there = folder.folder / f"step-{done:08d}" if folder is not None else None
     if agreed(world, float(there is not None and there.exists())):
         return there
     if folder is None:
-        for stored in [*weights, *sums]:
-            send_pieces(stored, world, collectives)
+        for tensor in [*weights.values(), *sums.values()]:
+            for rows in row_ranges(tensor.shape, tensor.dtype.itemsize):
+                tensor[rows.start : rows.stop]
         return None
-
-    def gathered(tables: list[StoredTable]) -> dict[str, torch.Tensor]:
-        found = {stored.name: Gathered(stored, world, collectives) for stored in tables}
-        # the writer of files reads a tensor by rows, as a Gathered can be read
-        return cast(dict[str, torch.Tensor], found)
-
     dense_state, _ = optimizer_state(step)
-    return folder.save(
-        done,
-        sections,
-        gathered(weights) | weights_of(step.model),
-        gathered(sums) | dense_state,
-        state,
-    )
+    return folder.save(done, sections, weights | weights_of(step.model), sums | dense_state, state)
 
 
 def restore(
@@ -213,31 +166,15 @@ def restore(
         others = sorted(shapes.keys() - dense.keys())
         checked = dict.fromkeys(others[world.rank :: world.size])
         read_tensors(path, record, {**dense, **checked})
-        read_shards(path, record, suffix, held, collectives)
-
-
-def read_shards(
-    path: Path, record: Mapping[str, Any], suffix: str, held: Held, collectives: Collectives
-) -> None:
-    """Fill this rank's shards from a checkpoint's file.
-
-    Args:
-        record: of the file, in the manifest.
-        suffix: of the tensors' names behind the weight's: '' or '.sum'.
-
-    Raises:
-        InputError: the file is not what was written.
-    """
-    for shard, memory in held:
-        name = table_name(shard.table) + suffix
-        columns = range(shard.first_column, shard.first_column + shard.columns)
-        for rows in row_ranges((shard.rows, *memory.shape[1:]), 4):
-            read_part(
-                path,
-                record,
-                name,
-                memory[rows.start : rows.stop],
-                range(shard.first_row + rows.start, shard.first_row + rows.stop),
-                columns if memory.dim() > 1 else None,
-            )
-            collectives.note_progress()
+        for shard, memory in held:
+            columns = range(shard.first_column, shard.first_column + shard.columns)
+            for rows in row_ranges(tuple(memory.shape), memory.itemsize):
+                read_part(
+                    path,
+                    record,
+                    table_name(shard.table) + suffix,
+                    memory[rows.start : rows.stop],
+                    range(shard.first_row + rows.start, shard.first_row + rows.stop),
+                    columns if memory.dim() > 1 else None,
+                )
+                collectives.note_progress()

@@ -46,6 +46,7 @@ from dlrm_core.data.files.teacher import TeacherConfig
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json, write_json
 from dlrm_core.machine import machine_facts, versions
+from dlrm_core.tensor_files import read_tensors
 from dlrm_kernels.data_sets import SIGNATURES, compiled
 
 
@@ -213,7 +214,9 @@ def verify(place: Path, announced: list[int], tally: Tally) -> None:
         tally.faults.append(f"checkpoint {announced[-1]} was announced, but there are {steps}")
     for step in steps:
         try:
-            read_checkpoint(place / f"step-{step:08d}").verify()
+            checkpoint = read_checkpoint(place / f"step-{step:08d}")
+            for file, record in checkpoint.files.items():
+                read_tensors(checkpoint.folder / file, record, dict.fromkeys(record["tensors"]))
             tally.checkpoints_verified += 1
         except InputError as error:
             tally.faults.append(str(error))

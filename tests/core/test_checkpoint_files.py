@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from small_training import parameters, trained
+from small_training import parameters, trained, whole_checkpoint
 
 from dlrm_core.checkpoint import (
     MANIFEST,
@@ -112,7 +112,7 @@ def test_any_flipped_bit_is_found(written, tmp_path, file):
 
         copy = damaged(written, tmp_path, file, flip)
         with pytest.raises(InputError) as error:
-            read_checkpoint(copy).verify()
+            whole_checkpoint(copy)
         assert file in str(error.value)
 
 
@@ -121,7 +121,7 @@ def test_any_flipped_bit_is_found(written, tmp_path, file):
 def test_any_truncation_is_found(written, tmp_path, file, left):
     copy = damaged(written, tmp_path, file, lambda data: data[:left])
     with pytest.raises(InputError) as error:
-        read_checkpoint(copy).verify()
+        whole_checkpoint(copy)
     assert file in str(error.value)
     if file != MANIFEST:
         size = (written / file).stat().st_size
@@ -149,7 +149,7 @@ def test_checkpoints_are_written_and_read_without_the_library(tmp_path, monkeypa
     monkeypatch.setitem(sys.modules, "safetensors", None)
     result, _, _ = trained(parameters(max_steps=2), tmp_path)
     assert result.checkpoint.endswith("step-00000002")
-    read_checkpoint(tmp_path / "step-00000002").verify()
+    whole_checkpoint(tmp_path / "step-00000002")
     again, _, _ = trained(
         parameters(max_steps=3), checkpoint=read_checkpoint(tmp_path / "step-00000002")
     )

@@ -14,8 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
+from small_training import whole_checkpoint
 
-from dlrm_core.checkpoint import read_checkpoint, steps_in
+from dlrm_core.checkpoint import steps_in
 from dlrm_core.distributed.trainer import require_same_start
 from dlrm_core.distributed.watch import Sign, judge, own_start, process_state
 from dlrm_core.errors import InputError
@@ -103,7 +104,7 @@ def test_a_killed_rank_is_named_and_checkpoints_stay(tmp_path):
     assert "exitcode: -9" in text or "SIGKILL" in text
     # the newest that is there is whole
     last = steps_in(output / "checkpoint")[-1]
-    read_checkpoint(output / "checkpoint" / f"step-{last:08d}").verify()
+    whole_checkpoint(output / "checkpoint" / f"step-{last:08d}")
     wait_until(lambda: not any(p.is_running() and p.status() != "zombie" for p in ranks), 5.0)
 
 
@@ -142,7 +143,7 @@ def test_a_stopped_rank_is_named_and_ended_in_time(tmp_path):
     assert "has given no sign of life for" in said and "is stopped (SIGSTOP)" in said
     assert set(psutil.Process().children()) <= others
     last = steps_in(output / "checkpoint")[-1]
-    read_checkpoint(output / "checkpoint" / f"step-{last:08d}").verify()
+    whole_checkpoint(output / "checkpoint" / f"step-{last:08d}")
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     assert {line["kind"] for line in lines if "kind" in line} == {"checkpoint"}
 
