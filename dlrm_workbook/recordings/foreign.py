@@ -1,0 +1,434 @@
+"""Parts of programs that are not ours, by the names that their recordings hold.
+
+Our own step names its parts (:mod:`dlrm_core.parts`). Other programs have the names that
+their authors, their framework and their libraries gave: user annotations (TorchRec's
+``## forward:over_arch ##``), modules (``nn.Module: EmbeddingBagCollection_0``), Python
+functions (``apply_emb`` and ``interact_features`` of facebookresearch/dlrm), operators,
+autograd nodes (``AddmmBackward0``), kernels (FBGEMM, NCCL), and what a user says in a map of
+patterns. This module reads names only. Whoever has a tree of calls resolves it with
+:func:`resolve`; what is left (a matrix product belongs to the bottom or the top MLP, a
+backward node to the part of its forward operator) is told by order: :func:`mlp_by_order`
+and :func:`match_backward`.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dlrm_core.errors import InputError
+from dlrm_core.parts import COMPONENTS, PHASES, parse_span
+from dlrm_workbook.recordings.profile import nearest
+
+Ints = npt.NDArray[np.int64]
+Names = npt.NDArray[np.object_]
+
+MLP = "mlp"
+"""Of a name that says MLP, but not whether bottom or top; :func:`mlp_by_order` says which."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """What a name says about the calls below it.
+
+    Attributes:
+        component: one of ``parts.COMPONENTS``, :data:`MLP`, or "" where the name says a phase
+            only.
+        phase: one of ``parts.PHASES``, or "" where the name says none.
+        hint: the name only hints at the part (an operator such as ``aten::bmm``): whatever
+            encloses it and names a part knows better.
+    """
+
+    component: str
+    phase: str = ""
+    hint: bool = False
+
+
+def _any(*words: str) -> re.Pattern[str]:
+    return re.compile("|".join(words), re.IGNORECASE)
+
+
+_SPOKEN: tuple[tuple[re.Pattern[str], Named], ...] = (
+    (
+        _any(
+            r"all_?to_?all|all_?2_?all|a2a\b|all_?reduce|all_?gather|reduce_?scatter|nccl|rccl|gloo",
+            r"\bbroadcast|barrier|data_dist\b|dist_init|dist_data|\bc10d|record_param_comms",
+            r"awaitable|request wait|nowait wait|distributed_?wait|send_recv",
+        ),
+        Named("communication"),
+    ),
+    (_any(r"zero_grad|optimi[sz]er|clip_grad|\boptim\b|lr_schedul"), Named("optimizer", "update")),
+    (
+        _any(
+            r"copy_batch_to|wait_for_batch|to_device|host_to_device|\bh2d\b|batch_to_gpu",
+            r"pin_memory|prefetch_to",
+        ),
+        Named("transfer", "forward"),
+    ),
+    (
+        _any(
+            r"data_?load|load_batch|next_batch|get_batch|make_batch|input_batch|fetch_batch",
+            r"collate|generate_\w*(batch|input|data)|read_batch|\bdata_wait",
+        ),
+        Named("data", "forward"),
+    ),
+    (_any(r"interact|dot_?product_?arch|cross_?net|\bdcn"), Named("interaction")),
+    (
+        _any(r"bot(tom)?_?(mlp|l|model|arch)\b|dense_?(arch|mlp|proj)|bottom_?mlp"),
+        Named("bottom_mlp"),
+    ),
+    (_any(r"top_?(mlp|l|model|arch)\b|over_?(arch|mlp)|prediction_?(arch|head)"), Named("top_mlp")),
+    (
+        _any(r"(?<!get_)loss(?!less)|criterion|cross_?entropy|\bbce|metric|\bauc\b|calibration"),
+        Named("loss"),
+    ),
+    (
+        _any(
+            r"emb(_|\b|edding|s\b)|sparse_?(arch|feature|lookup)|\bebc\b|pooled|lookup",
+            r"permute_id|id_(score_)?list|split_?table|jagged|\bkjt",
+        ),
+        Named("embedding"),
+    ),
+)
+"""Words of annotations, modules and Python functions that people wrote, first match first.
+
+``metric``: what is computed from the predictions beside the loss (AUC, normalised entropy)
+counts as the loss."""
+
+_PHASES: tuple[tuple[re.Pattern[str], str], ...] = (
+    (_any(r"\bbackward\b|_bwd\b|_bwd_|_bw\b|\bbwd\b|autograd::engine"), "backward"),
+    (_any(r"\bforward\b|_fwd\b|_fwd_|\bfwd\b"), "forward"),
+)
+
+_FRAMES: dict[str, Named] = {
+    "apply_emb": Named("embedding", "forward"),
+    "interact_features": Named("interaction", "forward"),
+    "apply_mlp": Named(MLP, "forward"),
+    "loss_fn_wrap": Named("loss", "forward"),
+    "dlrm_wrap": Named("", "forward"),
+    "unpack_batch": Named("data", "forward"),
+    "dot_interact": Named("interaction", "forward"),
+    "backward": Named("", "backward"),
+    "zero_grad": Named("optimizer", "update"),
+    "clip_grad_norm_": Named("optimizer", "update"),
+    "to_device": Named("transfer", "forward"),
+}
+"""Python functions of facebookresearch/dlrm, NVIDIA's DLRM and torch, by their whole name."""
+
+_FRAME_FILES: tuple[tuple[re.Pattern[str], Named], ...] = (
+    (re.compile(r"(^|/)torch/(optim/|nn/utils/clip_grad)"), Named("optimizer", "update")),
+    (re.compile(r"(^|/)torch/utils/data/"), Named("data", "forward")),
+    (re.compile(r"(^|/)torch/nn/modules/loss\.py"), Named("loss", "forward")),
+    (re.compile(r"(^|/)torch/nn/modules/sparse\.py"), Named("embedding", "forward")),
+    (re.compile(r"(^|/)torch/distributed/(distributed_c10d|nn/)"), Named("communication")),
+    (re.compile(r"(^|/)(dlrm_data_pytorch|data_loader_terabyte|data_utils)\.py"), Named("data")),
+)
+"""Files of Python functions whose names are too common to tell anything."""
+
+_OPERATORS: tuple[tuple[re.Pattern[str], Named], ...] = (
+    (
+        re.compile(r"^(c10d::|nccl:|rccl:|gloo:|mpi:|record_param_comms)"),
+        Named("communication"),
+    ),
+    (re.compile(r"^Optimizer\.", re.IGNORECASE), Named("optimizer", "update")),
+    (re.compile(r"^aten::_(fused|foreach)_(adam|sgd|adagrad)", re.I), Named("optimizer", "update")),
+    (re.compile(r"^enumerate\(DataLoader\)"), Named("data", "forward")),
+    (
+        re.compile(r"split_embedding|int_nbit_split|embedding_bounds_check|permute_pooled", re.I),
+        Named("embedding"),
+    ),
+    (re.compile(r"^(aten|torchrec)::_?embedding", re.I), Named("embedding", hint=True)),
+    (
+        re.compile(r"^fbgemm::|asynchronous_complete_cumsum|jagged|permute_\d?d?_?sparse", re.I),
+        Named("embedding", hint=True),
+    ),
+    (
+        re.compile(r"^aten::\w*(cross_entropy|_loss|loss_)", re.I),
+        Named("loss", "forward", hint=True),
+    ),
+    (
+        re.compile(r"^aten::(bmm|baddbmm|tril_indices|triu_indices)$"),
+        Named("interaction", "", True),
+    ),
+    (re.compile(r"^aten::(linear|addmm|mm|relu_?|sigmoid_?)$"), Named(MLP, "", True)),
+)
+"""Operators. What only hints (``aten::bmm`` in a DLRM) holds where nothing around it knows."""
+
+_NODES: tuple[tuple[re.Pattern[str], str], ...] = (
+    (re.compile(r"embedding|lookup|jagged|pooled|sparsefeature", re.I), "embedding"),
+    (
+        re.compile(r"all_?to_?all|all_?gather|reduce_?scatter|all_?reduce|a2a", re.I),
+        "communication",
+    ),
+    (re.compile(r"loss|crossentropy|binarycross", re.I), "loss"),
+    (re.compile(r"^(bmm|baddbmm|dot\w*interact\w*|interaction\w*|cross\w*)", re.I), "interaction"),
+    (re.compile(r"^(addmm|mm|linear|relu|sigmoid|threshold)$", re.I), MLP),
+)
+"""Autograd nodes (their key, see :func:`node_key`) whose own name hints at a part."""
+
+_KERNELS: tuple[tuple[re.Pattern[str], Named], ...] = (
+    (re.compile(r"nccl(Dev)?Kernel|ncclKernel|rcclKernel|oneccl", re.I), Named("communication")),
+    (
+        re.compile(r"split_embedding\w*|_?embedding_\w*(forward|backward)|rowwise_adagrad", re.I),
+        Named("embedding"),
+    ),
+    (re.compile(r"EmbeddingBag|embedding_bag", re.I), Named("embedding", hint=True)),
+    (
+        re.compile(r"multi_tensor_apply|FusedAdam|FusedSgd", re.I),
+        Named("optimizer", "update", True),
+    ),
+)
+"""Kernels whose name says their part, wherever they were launched from."""
+
+_NODE = re.compile(
+    r"(?:^|::|[ <])(?:PyNode|CppNode)?<?(?:[\w]+::)*(?P<name>\w+?)(?:Backward\d*)\b|"
+    r"torch::autograd::CppNode<(?:[\w()]+ ?[\w()]*::)*(?P<custom>\w+)>"
+)
+_ENGINE = "autograd::engine::evaluate_function: "
+ACCUMULATE = "AccumulateGrad"
+"""The node that adds a gradient to a parameter's: it belongs to the node before it."""
+
+
+class PartNames:
+    """What names say, the user's map first.
+
+    Args:
+        parts: pattern to part: ``{"*my_tower*": "bottom_mlp", "Pool": "embedding backward"}``.
+            A pattern without ``*``, ``?`` or ``[`` may stand anywhere in a name; upper and
+            lower case are alike. The part is a component, and a phase where wanted.
+
+    Raises:
+        InputError: a part is unknown.
+    """
+
+    def __init__(self, parts: Mapping[str, str] | None = None) -> None:
+        self._user = [(_pattern(name), _part(name, said)) for name, said in (parts or {}).items()]
+        self.of = functools.cache(self._of)
+
+    def _of(self, kind: str, name: str, file: str = "") -> Named | None:
+        """What a context says by its kind (of ``profile.KINDS``), its name and its file."""
+        for matches, named in self._user:
+            if matches(name):
+                return named
+        rule = _BY_KIND.get(kind)
+        return rule(name, file) if rule else None
+
+
+def _pattern(text: str) -> Callable[[str], re.Match[str] | None]:
+    whole = text if any(mark in text for mark in "*?[") else f"*{text}*"
+    return re.compile(fnmatch.translate(whole), re.IGNORECASE).match
+
+
+def _part(pattern: str, said: str) -> Named:
+    component, _, phase = str(said).partition(" ")
+    if component not in COMPONENTS or phase not in ("", *PHASES):
+        raise InputError(
+            f"profiling.parts: {pattern} is {said!r}; expected one of {', '.join(COMPONENTS)}, "
+            f"with one of {', '.join(PHASES)} after it where wanted"
+        )
+    return Named(component, phase)
+
+
+def _first(rules: Iterable[tuple[re.Pattern[str], Named]], text: str) -> Named | None:
+    return next((named for pattern, named in rules if pattern.search(text)), None)
+
+
+def _phase(text: str) -> str:
+    return next((phase for pattern, phase in _PHASES if pattern.search(text)), "")
+
+
+def _annotation(name: str, file: str) -> Named | None:
+    ours = parse_span(name)
+    if ours:
+        return Named(*ours)
+    words = name.strip("# ")
+    named, phase = _operator(words, "") or _first(_SPOKEN, words), _phase(words)
+    if named is None:
+        return Named("", phase) if phase else None
+    return Named(named.component, named.phase or phase)
+
+
+def _operator(name: str, file: str) -> Named | None:
+    node = node_key(name)
+    if node is not None:
+        return _node(node)
+    return _first(_OPERATORS, name)
+
+
+def _node(key: str) -> Named:
+    component = next((part for pattern, part in _NODES if pattern.search(key)), "")
+    return Named(component, "backward", hint=bool(component))
+
+
+def _python(name: str, file: str) -> Named | None:
+    """A Python function; ``name`` may be as torch writes it, ``file.py(12): function``."""
+    function = name.rpartition(": ")[2].rpartition(".")[2]
+    if name.startswith("nn.Module: "):
+        words = re.sub(r"_\d+$", "", name.removeprefix("nn.Module: "))
+        return _first(_MODULES, words) or _first(_SPOKEN, words)
+    ours = parse_span(function)
+    if ours:
+        return Named(*ours)
+    if function in _FRAMES:
+        return _FRAMES[function]
+    place = file or name.partition("(")[0]
+    named = _first(((pattern, n) for pattern, n in _FRAME_FILES), place)
+    if named or re.search(r"(^|/)(site-packages|torch|python3\.\d+)/", place):
+        return named
+    return _first(_SPOKEN, function)
+
+
+def _kernel(name: str, file: str) -> Named | None:
+    return _first(_KERNELS, name)
+
+
+def _copy(name: str, file: str) -> Named | None:
+    """A copy between host and device is a transfer, where nothing around it says more."""
+    if re.search(r"HtoD|DtoH|copyin|copyout|H2D|D2H", name):
+        return Named("transfer", "forward", hint=True)
+    return None
+
+
+def _function(name: str, file: str) -> Named | None:
+    """A C++ function, of which only autograd's nodes and some kernels' launchers speak."""
+    node = node_key(name)
+    return _node(node) if node is not None else None
+
+
+_MODULES: tuple[tuple[re.Pattern[str], Named], ...] = (
+    (re.compile(r"^(Linear|MLP|ReLU|Sigmoid|Perceptron)$"), Named(MLP, "", hint=True)),
+    (re.compile(r"^DistributedDataParallel$|^DLRM"), Named("")),
+)
+_BY_KIND: dict[str, Callable[[str, str], Named | None]] = {
+    "annotation": _annotation,
+    "operator": _operator,
+    "python": _python,
+    "kernel": _kernel,
+    "copy": _copy,
+    "function": _function,
+}
+
+
+def node_key(name: str) -> str | None:
+    """What an autograd node is the backward of, or None if the name is of no node.
+
+    ``autograd::engine::evaluate_function: AddmmBackward0`` and
+    ``torch::autograd::generated::AddmmBackward0::apply(...)`` are ``addmm``;
+    ``AccumulateGrad`` is itself.
+    """
+    text = name.removeprefix(_ENGINE)
+    if ACCUMULATE in text[:80]:
+        return ACCUMULATE
+    if text is name and "autograd" not in name and not re.match(r"\w+Backward\d*$", name):
+        return None
+    found = _NODE.search(text)
+    if found is None:
+        # a function of the user's own: named as a class is
+        return _key(text) if text is not name else None
+    return _key(found["name"] or found["custom"])
+
+
+def forward_key(name: str) -> str:
+    """Of an operator, to be compared with :func:`node_key`: ``aten::_embedding_bag`` is
+    ``embeddingbag``."""
+    return _key(name.rpartition("::")[2])
+
+
+def _key(name: str) -> str:
+    return name.replace("_", "").lower()
+
+
+def match_backward(forward: Sequence[str], backward: Sequence[str]) -> Ints:
+    """Which forward operator each backward node belongs to, by order alone.
+
+    Autograd runs nodes in the reverse order of their operators. So of each key, the last
+    operator belongs to the first node; operators without gradients are left over at the
+    front.
+
+    Args:
+        forward: keys of one iteration's forward operators, in the order of their begin.
+        backward: keys of its backward nodes, in the order of their begin.
+
+    Returns:
+        Place (m,) in ``forward`` of each node, −1 where there is none.
+    """
+    places: dict[str, list[int]] = {}
+    for place, key in enumerate(forward):
+        places.setdefault(key, []).append(place)
+    return np.array([places[k].pop() if places.get(k) else -1 for k in backward], dtype=np.int64)
+
+
+def mlp_by_order(components: Sequence[str], backward: bool) -> list[str]:
+    """Bottom and top MLP told apart by their place around the interaction.
+
+    Args:
+        components: what is known of one iteration's calls of one phase, in the order of
+            their begin.
+        backward: they run from the loss back; else from the input on.
+
+    Returns:
+        The same, with :data:`MLP` replaced; ``other`` where no interaction is met.
+    """
+    where = [place for place, name in enumerate(components) if name == "interaction"]
+    if not where:
+        return ["other" if name == MLP else name for name in components]
+    before, after = ("top_mlp", "bottom_mlp") if backward else ("bottom_mlp", "top_mlp")
+    middle = where[0]
+    return [
+        (before if place < middle else after) if name == MLP else name
+        for place, name in enumerate(components)
+    ]
+
+
+def resolve(
+    parent: Ints, named: Sequence[Named | None], code: Ints
+) -> tuple[Names, Names, npt.NDArray[np.bool_]]:
+    """Part and phase of every row of a tree, from the names on the way to its root.
+
+    The innermost name that names a component decides. Where none does, the outermost hint
+    decides: the operator that was called knows better than those that it is made of. The
+    phase is that of the innermost name that has one.
+
+    Args:
+        parent: (n,) row of the parent, −1 for a root; in any order.
+        named: what each distinct name says.
+        code: (n,) which of ``named`` a row has.
+
+    Returns:
+        Components (n,) (``other`` where nothing is known; maybe :data:`MLP`), phases (n,)
+        ("" where unknown), and which rows (n,) have their component from a hint.
+    """
+    has = np.array([n is not None and bool(n.component) for n in named] + [False])
+    hints = np.array([n is not None and n.hint for n in named] + [False])
+    phased = np.array([n is not None and bool(n.phase) for n in named] + [False])
+    component = np.array([n.component if n else "" for n in named] + ["other"], dtype=object)
+    phase = np.array([n.phase if n else "" for n in named] + [""], dtype=object)
+    code = np.append(code, len(named))  # the last stands for outside of every name
+
+    def name_of(row: Ints) -> Ints:
+        picked: Ints = code[row]  # row −1 is the one appended
+        return picked
+
+    strong = nearest(parent, (has & ~hints)[code[:-1]])
+    hint = _outermost(parent, (has & hints)[code[:-1]])
+    decided = np.where(strong >= 0, strong, hint)
+    spoken = nearest(parent, phased[code[:-1]])
+    return component[name_of(decided)], phase[name_of(spoken)], (strong < 0) & (hint >= 0)
+
+
+def _outermost(parent: Ints, marked: npt.NDArray[np.bool_]) -> Ints:
+    """Row (n,) of the marked row nearest to the root at or above each, −1 where there is none."""
+    inner = nearest(parent, marked)
+    above = np.where(parent >= 0, np.append(inner, -1)[parent], -1)
+    link = np.where(marked & (above >= 0), above, np.arange(len(parent)))
+    while True:  # pointer doubling over the marked rows
+        further = link[link]
+        if (further == link).all():
+            return np.where(inner >= 0, link[inner], -1)
+        link = further
