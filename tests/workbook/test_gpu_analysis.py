@@ -214,7 +214,7 @@ def test_idleness_and_blame_of_a_database(made: Profile) -> None:
     both = idle_blame(replace(whole, values=times)).set_index("name")["blamed_ms"].to_dict()
     assert both["prefetch"] == pytest.approx((10 + 10 + 5 + 10) / 2 / 1e3 - 0.005)
     assert sum(both.values()) == pytest.approx(0.065)
-    launches = times.assign(metric="launches")[times["profile"].eq(2)]
+    launches = made.values.head(1).assign(metric="launches", profile=2)
     other = idle_blame(replace(whole, values=launches)).set_index("name")["blamed_ms"]
     assert other[NOBODY] == pytest.approx(0.065 - other["prefetch"])
     with pytest.raises(InputError, match="by 'colour'"):
