@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from dlrm_core.data.files.draws import PowerLaw
-from dlrm_core.data.files.generate import VARIANTS
+from dlrm_workbook.datasets.generate import VARIANTS
 
 BLOCK = 20_000
 MISSING_NUMBER, MISSING_CATEGORY = 0.2, 0.1

@@ -1,4 +1,4 @@
-"""``python -m dlrm_core``: train, evaluate, infer, data, parameters."""
+"""``python -m dlrm_core``: train, evaluate, infer, parameters."""
 
 import sys
 

@@ -105,12 +105,6 @@ def _infer(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _data(parser: argparse.ArgumentParser) -> None:
-    from dlrm_core.data.files.command import add_arguments
-
-    add_arguments(parser)
-
-
 TRAIN = Subcommand("train", "train without a notebook", _train, "dlrm_core.commands:train")
 EVALUATE = Subcommand(
     "evaluate",
@@ -121,19 +115,13 @@ EVALUATE = Subcommand(
 INFER = Subcommand(
     "infer", "latency of predictions, by batch size", _infer, "dlrm_core.commands:infer"
 )
-DATA = Subcommand(
-    "data",
-    "data sets: generate, preprocess, inspect",
-    _data,
-    "dlrm_core.data.files.command:data",
-)
 PARAMETERS = Subcommand(
     "parameters",
     "every parameter, its default and its meaning, as Markdown",
     no_arguments,
     "dlrm_core.commands:parameters",
 )
-SUBCOMMANDS = (TRAIN, EVALUATE, INFER, DATA, PARAMETERS)
+SUBCOMMANDS = (TRAIN, EVALUATE, INFER, PARAMETERS)
 DESCRIPTION = "Trains a Deep Learning Recommendation Model."
 
 

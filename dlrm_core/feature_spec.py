@@ -8,16 +8,14 @@ Layout (DeepLearningExamples, PyTorch/Recommendation/DLRM): sections ``feature_s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from dlrm_core.errors import InputError
-from dlrm_core.files import write_text
 from dlrm_core.settings import read_yaml
 
 FILE_NAME = "feature_spec.yaml"
@@ -88,46 +86,6 @@ def index_dtype(rows: int) -> np.dtype:
         if rows < np.iinfo(kind).max:
             return np.dtype(kind)
     raise InputError(f"a table has {rows} rows, more than int32's {np.iinfo(np.int32).max - 1}")
-
-
-def default_spec(dense_features: int, table_rows: Sequence[int]) -> dict[str, Any]:
-    """The sections as NVIDIA's writer makes them, without metadata.
-
-    Categorical features are literally named ``cat_0.bin``, so that their files are.
-    """
-    numerical = [f"num_{i}" for i in range(dense_features)]
-    categorical = [f"cat_{i}.bin" for i in range(len(table_rows))]
-    features: dict[str, Any] = {
-        name: {"dtype": str(index_dtype(rows)), "cardinality": rows}
-        for name, rows in zip(categorical, table_rows, strict=True)
-    }
-    features |= {name: {"dtype": "float16"} for name in numerical}
-    features["label"] = {"dtype": "bool"}
-    chunks = [("numerical.bin", numerical), ("label.bin", ["label"])]
-    chunks += [(name, [name]) for name in categorical]
-    return {
-        "feature_spec": features,
-        "source_spec": {
-            split: [
-                {
-                    "type": "split_binary",
-                    # one list object appears in YAML as an anchor, and theirs is one only here
-                    "features": names if names is numerical else list(names),
-                    "files": [f"{split}/{file}"],
-                }
-                for file, names in chunks
-                if names
-            ]
-            for split in SPLITS
-        },
-        "channel_spec": {"categorical": categorical, "numerical": numerical, "label": ["label"]},
-        "metadata": {},
-    }
-
-
-def write_spec(folder: Path, sections: Mapping[str, Any]) -> None:
-    """Write feature_spec.yaml, whole or not at all; NVIDIA's writer makes the same bytes."""
-    write_text(folder / FILE_NAME, yaml.safe_dump(dict(sections)) + "\n")
 
 
 def read_spec(path: Path) -> FeatureSpec:

@@ -1,7 +1,7 @@
-"""Machine code for data sets: the core's loops and the arithmetic of its draws.
+"""Machine code for data sets: the arithmetic of the core's draws, and loops it is given.
 
-numba compiles them once and keeps them on disk between runs. The core does without
-(:func:`dlrm_core.data.files.loops.machine_code`), slowly.
+numba compiles them once and keeps them on disk between runs. Data sets do without
+(:func:`dlrm_core.data.files.draws.machine_code`), slowly.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -16,7 +16,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from dlrm_core.data.files import draws, loops
+from dlrm_core.data.files import draws
 from dlrm_core.data.files.draws import (
     EXP2_TERMS,
     GAMMA,
@@ -29,8 +29,8 @@ from dlrm_core.data.files.draws import (
 )
 from dlrm_kernels.native import cache_folder, kernel_cache
 
-SOURCES = tuple(Path(str(file)) for file in (__file__, draws.__file__, loops.__file__))
-"""Files of the compiled functions and of the constants that are compiled in."""
+SOURCES = tuple(Path(str(file)) for file in (__file__, draws.__file__))
+"""Files of the constants that are compiled in."""
 
 # The arithmetic of ``draws`` in machine code, several rows a vector instruction.
 
@@ -106,37 +106,21 @@ def rows_kernel(first, logarithmic, scale, slope, last, out):
             out[begin + i] = min(row, last)
 
 
-SIGNATURES = {
-    words_kernel: ("void(uint64, uint64[::1])",),
-    rows_kernel: tuple(
-        f"void(uint64, boolean, float64, float64, int64, {kind}[::1])"
-        for kind in ("int8", "int16", "int32")
-    ),
-    loops.parse_lines: (
-        "void(Array(uint8, 1, 'C', readonly=True), int64, uint8[::1], uint8[::1], int32[:, ::1], "
-        "uint32[:, ::1], uint32[::1], int64[::1])",
-    ),
-    loops.count_keys: (
-        "void(Array(uint32, 1, 'C', readonly=True), Array(uint32, 1, 'C', readonly=True), uint32, "
-        "uint64, int64, uint32[::1], int64[::1], int64[::1])",
-    ),
-    loops.insert_keys: ("void(uint32[::1], int64[::1], uint64, uint32[::1], int64[::1])",),
-    loops.look_up_keys: tuple(
-        "void(Array(uint32, 1, 'C', readonly=True), Array(uint32, 1, 'C', readonly=True), uint32, "
-        f"uint64, uint32[::1], int64[::1], {kind}[::1])"
-        for kind in ("int8", "int16", "int32")
-    ),
-}
+WORDS_TYPES = ("void(uint64, uint64[::1])",)
+ROWS_TYPES = tuple(
+    f"void(uint64, boolean, float64, float64, int64, {kind}[::1])"
+    for kind in ("int8", "int16", "int32")
+)
 
 
 def fill_words(key: int, start: int, out: np.ndarray) -> None:
     """As :func:`draws.words`, into ``out`` (uint64, contiguous)."""
-    compiled(words_kernel)(_first(key, start), out)
+    compiled(words_kernel, WORDS_TYPES)(_first(key, start), out)
 
 
 def fill_rows(law: PowerLaw, key: int, start: int, out: np.ndarray) -> None:
     """Rows of consecutive samples into ``out`` (int8, int16 or int32, contiguous)."""
-    draw = compiled(rows_kernel)
+    draw = compiled(rows_kernel, ROWS_TYPES)
     draw(_first(key, start), law.alpha == 1.0, law.scale, law.slope, law.rows - 1, out)
 
 
@@ -145,12 +129,16 @@ def _first(key: int, start: int) -> np.uint64:
 
 
 @functools.cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Machine code of one of :data:`SIGNATURES`, which frees Python's lock."""
-    make = functools.partial(
-        numba.njit, list(SIGNATURES[function]), nogil=True, error_model="numpy"
-    )
-    folder, _ = cache_folder("datasets", SOURCES)
+def compiled(function: Callable[..., Any], types: tuple[str, ...]) -> Callable[..., Any]:
+    """Machine code of a loop for some types of its arguments, which frees Python's lock.
+
+    Args:
+        function: calls no other function and takes its constants from its own module,
+            or from this one's sources.
+        types: numba's signatures.
+    """
+    make = functools.partial(numba.njit, list(types), nogil=True, error_model="numpy")
+    folder, _ = cache_folder("datasets", (*SOURCES, Path(function.__code__.co_filename)))
     if folder is not None:
         # whatever a damaged file makes pickle raise: compile anew
         with contextlib.suppress(Exception), kernel_cache(folder):

@@ -174,6 +174,12 @@ def _database(parser: argparse.ArgumentParser) -> None:
     _print_json(parser)
 
 
+def _data(parser: argparse.ArgumentParser) -> None:
+    from dlrm_workbook.datasets.command import add_arguments
+
+    add_arguments(parser)
+
+
 def _print_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -230,7 +236,12 @@ SUBCOMMANDS = (
         _stability,
         "dlrm_workbook.studies.stability.measure:command_stability",
     ),
-    core.DATA,
+    Subcommand(
+        "data",
+        "data sets: generate, preprocess, inspect",
+        _data,
+        "dlrm_workbook.datasets.command:data",
+    ),
     core.PARAMETERS,
     Subcommand(
         "doctor",

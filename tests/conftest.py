@@ -74,7 +74,7 @@ def small_data_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small data set, 3000 and 700 samples; who spoils it takes a copy."""
     from small_data_set import SMALL
 
-    from dlrm_core.data.files.generate import generate
+    from dlrm_workbook.datasets.generate import generate
 
     folder = tmp_path_factory.mktemp("data") / "set"
     generate(SMALL, {"train": 3000, "test": 700}, folder, threads=2, block=1024)

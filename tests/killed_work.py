@@ -1,13 +1,13 @@
-"""What tests/core/test_datasets_kills.py kills; importing it warms everything up."""
+"""What tests/workbook/test_datasets_kills.py kills; importing it warms everything up."""
 
 from pathlib import Path
 
-from dlrm_core.data.files import criteo as preprocessing
-from dlrm_core.data.files import generate as generating
-from dlrm_core.data.files.criteo import Request, preprocess
-from dlrm_core.data.files.generate import Law, SampleMaker, Variant, generate
-from dlrm_core.data.files.teacher import TeacherConfig
-from dlrm_kernels.data_sets import SIGNATURES, compiled
+from dlrm_core.data.files.teacher import Law, SampleMaker, TeacherConfig, Variant
+from dlrm_workbook.datasets import criteo as preprocessing
+from dlrm_workbook.datasets import generate as generating
+from dlrm_workbook.datasets.criteo import Request, preprocess
+from dlrm_workbook.datasets.generate import generate
+from dlrm_workbook.datasets.loops import SIGNATURES, compiled
 
 LAW = Law(Variant("custom", 3, (5000, 40, 7), 1.45), 11, TeacherConfig())
 SAMPLES = {"train": 40_000, "test": 5_000}
@@ -31,5 +31,5 @@ def convert_text(target: Path) -> None:
 
 
 SampleMaker(LAW, "train").block(0, 1)
-for function in SIGNATURES:
-    compiled(function)
+for loop in SIGNATURES:
+    compiled(loop)

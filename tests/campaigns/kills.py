@@ -40,14 +40,14 @@ from dlrm_core.checkpoint import (
     steps_in,
 )
 from dlrm_core.config import Parameters, parameters_from_sections
-from dlrm_core.data.files import criteo, generate
-from dlrm_core.data.files.resumable import NOTE
-from dlrm_core.data.files.teacher import TeacherConfig
+from dlrm_core.data.files.teacher import Law, SampleMaker, TeacherConfig, Variant
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json, write_json
 from dlrm_core.machine import machine_facts, versions
 from dlrm_core.tensor_files import read_tensors
-from dlrm_kernels.data_sets import SIGNATURES, compiled
+from dlrm_workbook.datasets import criteo, generate
+from dlrm_workbook.datasets.loops import SIGNATURES, compiled
+from dlrm_workbook.datasets.resumable import NOTE
 
 
 @dataclass
@@ -237,7 +237,7 @@ def same_checkpoint(one: Path, other: Path) -> bool:
 
 # Data sets.
 
-LAW = generate.Law(generate.Variant("custom", 5, (50_000, 400, 7), 1.45), 11, TeacherConfig())
+LAW = Law(Variant("custom", 5, (50_000, 400, 7), 1.45), 11, TeacherConfig())
 SAMPLES = {"train": 400_000, "test": 50_000}
 TEXT_ROWS = 12_000
 
@@ -272,9 +272,9 @@ def prepare_data(top: Path) -> None:
         hashes = [f"{int(9000 * draw.random() ** 3) * 4_000_037 % 2**32:08x}" for _ in range(26)]
         lines.append("\t".join([str(draw.randrange(2)), *numbers, *hashes]))
     (top / "text.txt").write_text("\n".join(lines) + "\n", encoding="ascii")
-    generate.SampleMaker(LAW, "train").block(0, 1)
-    for function in SIGNATURES:
-        compiled(function)  # type: ignore[arg-type]
+    SampleMaker(LAW, "train").block(0, 1)
+    for loop in SIGNATURES:
+        compiled(loop)
 
 
 def kill_making(kind: str, top: Path, seconds: float, moments: random.Random, most: int) -> Tally:

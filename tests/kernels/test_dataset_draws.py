@@ -8,22 +8,18 @@ from hypothesis import strategies as st
 from small_data_set import ROWS, SMALL
 
 from dlrm_core.config import parameters_from_sections
-from dlrm_core.data.files import draws, loops
-from dlrm_core.data.files.generate import Law, SampleMaker, Variant, generate
-from dlrm_core.data.files.inspection import inspect
-from dlrm_core.data.files.reader import evaluation_batches, read_batch, teacher_auc
+from dlrm_core.data.files import draws
+from dlrm_core.data.files.reader import evaluation_batches, read_batch
 from dlrm_core.data.files.sources import open_source
-from dlrm_core.data.files.teacher import (
-    ScoreHistogram,
-    Teacher,
-    TeacherConfig,
-    best_figures,
-    sigmoid,
-)
+from dlrm_core.data.files.teacher import Law, SampleMaker, TeacherConfig, Variant, sigmoid
 from dlrm_core.data.loader import make_generator
 from dlrm_core.feature_spec import index_dtype, read_spec
 from dlrm_kernels import data_sets as draw_kernels
 from dlrm_kernels.native import cache_folder
+from dlrm_workbook.datasets import best_auc
+from dlrm_workbook.datasets.best_auc import ScoreHistogram, sampled_logits, teacher_auc
+from dlrm_workbook.datasets.generate import generate
+from dlrm_workbook.datasets.inspection import inspect
 
 CPU = torch.device("cpu")
 
@@ -112,7 +108,7 @@ def test_any_rows_are_made_alone_as_they_are_made_in_a_block(start, count, teach
 
 def test_without_numba_the_bytes_are_the_same(monkeypatch):
     expected = SampleMaker(SMALL, "train").block(100, 500)
-    monkeypatch.setattr(loops, "machine_code", lambda: None)
+    monkeypatch.setattr(draws, "machine_code", lambda: None)
     found = SampleMaker(SMALL, "train").block(100, 500)
     assert np.array_equal(found[1], expected[1])
     for one, other in zip(found[2], expected[2], strict=True):
@@ -167,17 +163,19 @@ def test_the_sigmoid_is_the_sigmoid():
 
 def test_the_teachers_parts_have_the_shares_they_are_said_to_have():
     config = TeacherConfig(strength=2.0, bias=-0.5)
-    teacher = Teacher(config, 5, ROWS, 1.45)
-    logits = teacher.sample(99, 0, 200_000)
+    maker = SampleMaker(Law(SMALL.variant, 0, config), "train")
+    logits = sampled_logits(maker, 99, 0, 200_000)
     # standard errors of a mean and a deviation of 200,000 draws, five times; the pairs share
     # their tables with the single effects, which adds a few percent at most
     assert logits.mean() == pytest.approx(-0.5, abs=0.05)
     assert logits.std() == pytest.approx(2.0, rel=0.06)
 
 
-def test_the_best_auc_is_the_teachers_own_and_no_other_score_beats_it():
-    figures = best_figures(TeacherConfig(), 5, ROWS, 1.45, rounds=8, samples=1 << 15)
+def test_the_best_auc_is_the_teachers_own_and_no_other_score_beats_it(monkeypatch):
+    monkeypatch.setattr(best_auc, "ROUNDS", 8)
+    monkeypatch.setattr(best_auc, "SAMPLES", 1 << 15)
     law = Law(SMALL.variant, 21, TeacherConfig())
+    figures = best_auc.best_figures(law)
     labels, dense, _, logits = SampleMaker(law, "test").block(0, 200_000)
 
     def auc(scores):
@@ -192,13 +190,13 @@ def test_the_best_auc_is_the_teachers_own_and_no_other_score_beats_it():
     noisy = logits + np.random.default_rng(1).normal(size=logits.size)
     assert 0.6 < auc(noisy) < auc(logits) - 0.01
     assert labels.mean() == pytest.approx(figures["click_rate"], abs=5 * 0.5 / np.sqrt(200_000))
-    weak = best_figures(TeacherConfig(strength=0.0), 5, ROWS, 1.45, rounds=2, samples=1 << 12)
+    weak = best_auc.best_figures(Law(SMALL.variant, 21, TeacherConfig(strength=0.0)))
     assert weak["bayes_auc"] == pytest.approx(0.5)
 
 
 def test_the_metadata_carry_the_best_auc_and_the_stream_is_the_data_set(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "dlrm_core.data.files.generate.best_figures", lambda *_: {"bayes_auc": 0.8}
+        "dlrm_workbook.datasets.generate.best_figures", lambda *_: {"bayes_auc": 0.8}
     )  # fmt: skip
     law = Law(Variant("custom", 5, ROWS, 1.2), 9, TeacherConfig(rows=20))
     folder = generate(law, {"train": 1000, "test": 4000}, tmp_path / "set", 2).folder
@@ -206,7 +204,7 @@ def test_the_metadata_carry_the_best_auc_and_the_stream_is_the_data_set(tmp_path
     assert metadata["bayes_auc"] == 0.8
     source = open_source(folder, "split_binary", "test")
     batch = read_batch(source, ROWS, 0, 4000)
-    teacher = Teacher(law.teacher, 5, ROWS, 1.2)
+    teacher = SampleMaker(law, "test").teacher
     rows = [batch.table_indices(t).numpy() for t in range(6)]
     scores = teacher.logits(batch.dense.numpy().astype(np.float16), rows)
     histogram = ScoreHistogram()

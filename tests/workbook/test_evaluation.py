@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrm_core.config import parameters_from_sections
-from dlrm_core.data.files.reader import teacher_auc
 from dlrm_core.data.loader import make_generator
 from dlrm_core.errors import InputError
 from dlrm_core.evaluate import HeldOut, evaluate, held_out_batches, predict
@@ -17,6 +16,7 @@ from dlrm_core.inference import pool_of, warm_up_steps
 from dlrm_core.train import Trainer, train
 from dlrm_workbook.analysis import training as runs
 from dlrm_workbook.cli import main
+from dlrm_workbook.datasets.best_auc import teacher_auc
 from dlrm_workbook.show import (
     train as training_figures,
 )

@@ -13,10 +13,11 @@ import decimal
 import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from dlrm_core.data.files import loops
+from dlrm_core.engines import find_engine
 from dlrm_core.errors import InputError
 
 GAMMA = 0x9E3779B97F4A7C15
@@ -60,9 +61,18 @@ def words(key: int, start: int, count: int) -> np.ndarray:
     return value ^ (value >> np.uint64(31))
 
 
+@functools.cache
+def machine_code() -> Any | None:
+    """The engine of data sets; None where dlrm_kernels or numba is not installed."""
+    try:
+        return find_engine("data kernels")
+    except ImportError:
+        return None
+
+
 def fill_words(key: int, start: int, out: np.ndarray) -> None:
     """As :func:`words`, into ``out`` (uint64, contiguous), in machine code where there is any."""
-    code = loops.machine_code()
+    code = machine_code()
     if code is None:
         out[:] = words(key, start, out.size)
     else:
@@ -143,7 +153,7 @@ class PowerLaw:
 
     def fill(self, key: int, start: int, out: np.ndarray) -> None:
         """Rows of consecutive samples into ``out`` (int8, int16 or int32, contiguous)."""
-        code = loops.machine_code()
+        code = machine_code()
         if code is None:
             out[:] = self.draw(words(key, start, out.size))
         else:

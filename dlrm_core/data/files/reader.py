@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -12,9 +11,8 @@ import torch
 from dlrm_core.config import Parameters
 from dlrm_core.data.batch import Batch
 from dlrm_core.data.files.draws import stream_key
-from dlrm_core.data.files.generate import Law, SampleMaker, Variant, law_of_metadata, test_scores
 from dlrm_core.data.files.sources import Source, open_source
-from dlrm_core.data.files.teacher import TeacherConfig
+from dlrm_core.data.files.teacher import Law, SampleMaker, TeacherConfig, Variant
 from dlrm_core.errors import InputError
 
 TEACHER_SAMPLES = 131_072
@@ -180,35 +178,6 @@ def parameters_law(parameters: Parameters) -> Law:
         seed=data.teacher_seed, strength=data.teacher_strength, rows=data.teacher_rows
     )
     return Law(variant, parameters.training.seed, teacher)
-
-
-def teacher_auc(parameters: Parameters) -> float | None:
-    """The best AUC that a model can have on the samples of an evaluation: their teacher's own.
-
-    Returns:
-        None where no teacher drew the labels, or all of them are of one kind.
-
-    Raises:
-        InputError: the data set cannot be read.
-    """
-    data, training = parameters.data, parameters.training
-    samples = training.eval_batches and training.eval_batches * training.batch_size
-    if data.generator == "teacher":
-        law: Law | None = parameters_law(parameters)
-        count = samples or TEACHER_SAMPLES
-    elif data.generator == "dataset":
-        source = open_source(data.path, data.format, "test")
-        metadata = source.metadata if isinstance(source.metadata, dict) else {}
-        if metadata.get("labels") != "teacher":
-            return None
-        if not samples or samples >= source.samples:
-            return metadata.get("teacher_auc_on_test")
-        rows = tuple(column.rows or 0 for column in source.tables)
-        law, count = law_of_metadata(metadata, rows, len(source.dense_names)), samples
-    else:
-        return None
-    auc = test_scores(law, count).auc()[0] if law is not None else math.nan
-    return auc if math.isfinite(auc) else None
 
 
 def make_batches(parameters: Parameters, split: str = "train") -> DatasetBatches | TeacherBatches:

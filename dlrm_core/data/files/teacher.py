@@ -1,6 +1,9 @@
-"""Labels from a planted model: what the best possible AUC is, is known.
+"""Synthetic samples, each a function of its place, with labels by a coin or a planted teacher.
 
-The teacher's logit is ``bias + strength · (a·N + b·A + c·I)``, each part of unit
+The law is that of NVIDIA's generator (DeepLearningExamples, DLRM_and_DCNv2,
+synthetic_dataset): dense features U[0,1) as float16, one row of each table by a power
+law with row 0 hottest, labels by a fair coin. With a planted model the best possible AUC
+is known. The teacher's logit is ``bias + strength · (a·N + b·A + c·I)``, each part of unit
 variance under the data's own law:
 
 * N: a signed sum over the dense features, x_j ~ U[0,1) centred and scaled;
@@ -14,27 +17,24 @@ Effects are for hot rows alone since rows seen once teach nobody anything.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from dlrm_core.data.files.draws import (
     PowerLaw,
     exp2,
+    fill_words,
     half_of_bits,
     stream_key,
     uniform,
     words,
 )
+from dlrm_core.feature_spec import index_dtype
 
 LOG2_E = 1.0 / math.log(2.0)
-BINS = 1 << 20
-LIMIT = 16.0
-"""Logits are counted in BINS equal bins of [-LIMIT, LIMIT]."""
 
 
 @dataclass(frozen=True)
@@ -58,19 +58,48 @@ class TeacherConfig:
     shares: tuple[float, float, float] = (0.3, 0.55, 0.15)
 
 
+@dataclass(frozen=True)
+class Variant:
+    """Tables and dense features of a data set whose rows follow one power law.
+
+    Attributes:
+        name: as on the command line.
+        dense_features: numerical columns.
+        table_rows: cardinality of each categorical column.
+        alpha: exponent of P(row i) ~ (i+1)^-alpha, row 0 hottest.
+    """
+
+    name: str
+    dense_features: int
+    table_rows: tuple[int, ...]
+    alpha: float = 1.45
+
+
+@dataclass(frozen=True)
+class Law:
+    """What every value of a synthetic data set follows from.
+
+    Attributes:
+        variant: tables, dense features, power law.
+        seed: of the data.
+        teacher: the planted model; None: labels by a fair coin.
+    """
+
+    variant: Variant
+    seed: int
+    teacher: TeacherConfig | None = None
+
+
 class Teacher:
     """The planted model for tables of given sizes."""
 
     def __init__(
-        self, config: TeacherConfig, dense_features: int, table_rows: Sequence[int], alpha: float
+        self, config: TeacherConfig, dense_features: int, laws: Sequence[PowerLaw]
     ) -> None:
         self.config = config
-        self.dense_features = dense_features
-        laws = [PowerLaw.of(rows, alpha) for rows in table_rows]
-        self.laws = laws
         # tables of one row have no effect at all
-        live = [t for t, rows in enumerate(table_rows) if rows > 1]
-        sizes = sorted(live, key=lambda t: (-table_rows[t], t))[: 2 * config.pairs]
+        live = [t for t, law in enumerate(laws) if law.rows > 1]
+        sizes = sorted(live, key=lambda t: (-laws[t].rows, t))[: 2 * config.pairs]
         self.pairs = list(zip(sizes[::2], sizes[1::2], strict=False))
         dense, single, pair = config.shares
         weights = [
@@ -127,22 +156,6 @@ class Teacher:
         """Labels of samples from their logits and 64 random bits each: bool."""
         return uniform(bits) < sigmoid(logits)
 
-    def sample(self, key: int, start: int, count: int) -> np.ndarray:
-        """Logits of samples of the data's law, drawn from streams of their own."""
-        lut = half_of_bits()
-        columns = [
-            lut[(words(stream_key(key, "dense", j), start, count) >> np.uint64(48)).astype(np.intp)]
-            for j in range(self.dense_features)
-        ]
-        dense = np.stack(columns, axis=1) if columns else np.empty((count, 0), np.float16)
-        rows = [
-            law.draw(words(stream_key(key, "rows", t), start, count))
-            if t in self.effects
-            else np.zeros(count, np.int64)
-            for t, law in enumerate(self.laws)
-        ]
-        return self.logits(dense, rows)
-
 
 def sigmoid(logits: np.ndarray) -> np.ndarray:
     """1 / (1 + exp(−x)), the same bits everywhere; |x| above 40 is taken as 40."""
@@ -150,82 +163,50 @@ def sigmoid(logits: np.ndarray) -> np.ndarray:
     return np.where(logits >= 0.0, power, 1.0) / (1.0 + power)
 
 
-class ScoreHistogram:
-    """AUC and log loss of scores whose chances of a click are known, in flat memory.
+class SampleMaker:
+    """Makes any samples of a split; one object for any number of threads."""
 
-    ``add(logits, clicks)`` takes labels, or chances of them: with chances the labels are
-    integrated out, which leaves the randomness of the inputs alone.
-    """
+    def __init__(self, law: Law, split: str) -> None:
+        variant = law.variant
+        self.dense_features = variant.dense_features
+        self.dtypes = [index_dtype(rows) for rows in variant.table_rows]
+        self.laws = [PowerLaw.of(rows, variant.alpha) for rows in variant.table_rows]
+        self._keys = {
+            name: stream_key(law.seed, split, name)
+            for name in ("dense", "label", *(f"table {t}" for t in range(len(self.laws))))
+        }
+        self.teacher = None
+        if law.teacher is not None:
+            self.teacher = Teacher(law.teacher, self.dense_features, self.laws)
 
-    def __init__(self) -> None:
-        self.clicks = np.zeros(BINS)
-        self.others = np.zeros(BINS)
-        self.loss = 0.0
-        self.count = 0
+    def rows(self, table: int, start: int, count: int) -> np.ndarray:
+        """Row numbers of a table (count,) in its column's type."""
+        out = np.empty(count, self.dtypes[table])
+        self.laws[table].fill(self._keys[f"table {table}"], start, out)
+        return out
 
-    def add(self, logits: np.ndarray, clicks: np.ndarray) -> None:
-        """Count scores with their labels (bool), or chances of a click (float)."""
-        places = ((logits + LIMIT) * (BINS / (2 * LIMIT))).astype(np.int64)
-        places = np.clip(places, 0, BINS - 1)
-        weights = clicks.astype(np.float64)
-        # bincount over the bins that occur: a whole histogram a block would be slow
-        bins, where = np.unique(places, return_inverse=True)
-        self.clicks[bins] += np.bincount(where, weights, len(bins))
-        self.others[bins] += np.bincount(where, 1.0 - weights, len(bins))
-        # −log p of a click is softplus(−logit), of none softplus(logit)
-        self.loss += float((np.logaddexp(0.0, logits) - weights * logits).sum())
-        self.count += len(logits)
+    def dense(self, start: int, count: int) -> np.ndarray:
+        """Dense features (count, D) float16, U[0,1)."""
+        first, end = start * self.dense_features, (start + count) * self.dense_features
+        bits = np.empty((end + 3) // 4 - first // 4, np.uint64)
+        fill_words(self._keys["dense"], first // 4, bits)
+        # four values a word, the lowest 16 bits first
+        quarters = bits.astype("<u8", copy=False).view("<u2")[first % 4 :][: end - first]
+        return np.take(half_of_bits(), quarters).reshape(count, self.dense_features)
 
-    def auc(self) -> tuple[float, float]:
-        """The AUC and how far the bins' width may put it off (both ways); NaN of one class."""
-        clicks, others = float(self.clicks.sum()), float(self.others.sum())
-        if clicks <= 0.0 or others <= 0.0:
-            return math.nan, math.nan
-        below = np.cumsum(self.others) - self.others
-        pairs = clicks * others
-        tied = float((self.clicks * self.others).sum()) / pairs
-        return float((self.clicks * below).sum()) / pairs + tied / 2, tied / 2
+    def labels(self, start: int, count: int, logits: np.ndarray | None) -> np.ndarray:
+        """Clicks (count,) bool: by the teacher's logits, or by a fair coin."""
+        if self.teacher is not None and logits is not None:
+            return self.teacher.click(logits, words(self._keys["label"], start, count))
+        bits = words(self._keys["label"], start // 64, (start + count + 63) // 64 - start // 64)
+        flips = np.unpackbits(bits.astype("<u8", copy=False).view(np.uint8), bitorder="little")
+        return flips[start % 64 :][:count].view(bool)
 
-    def log_loss(self) -> float:
-        """Mean of −log(chance given to what happened), nats."""
-        return self.loss / self.count if self.count else math.nan
-
-    def rate(self) -> float:
-        """Share of clicks."""
-        return float(self.clicks.sum()) / self.count if self.count else math.nan
-
-
-@functools.lru_cache(maxsize=8)
-def best_figures(
-    config: TeacherConfig,
-    dense_features: int,
-    table_rows: tuple[int, ...],
-    alpha: float,
-    rounds: int = 16,
-    samples: int = 1 << 17,
-) -> dict[str, Any]:
-    """The best AUC and log loss that any model can have on the teacher's law.
-
-    By Monte Carlo over inputs with the labels integrated out: ``rounds`` independent
-    estimates, their mean, and the standard error of that mean.
-    """
-    teacher = Teacher(config, dense_features, table_rows, alpha)
-    aucs, losses, rates = [], [], []
-    for number in range(rounds):
-        histogram = ScoreHistogram()
-        for start in range(0, samples, 1 << 16):
-            logits = teacher.sample(
-                stream_key(config.seed, "best", number), start, min(1 << 16, samples - start)
-            )
-            histogram.add(logits, sigmoid(logits))
-        aucs.append(histogram.auc()[0])
-        losses.append(histogram.log_loss())
-        rates.append(histogram.rate())
-    return {
-        "bayes_auc": float(np.mean(aucs)),
-        "bayes_auc_standard_error": float(np.std(aucs, ddof=1) / math.sqrt(rounds)),
-        "bayes_log_loss": float(np.mean(losses)),
-        "bayes_log_loss_standard_error": float(np.std(losses, ddof=1) / math.sqrt(rounds)),
-        "click_rate": float(np.mean(rates)),
-        "monte_carlo_samples": rounds * samples,
-    }
+    def block(
+        self, start: int, count: int
+    ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray], np.ndarray | None]:
+        """Labels, dense features, the rows of each table, and the teacher's logits (float64)."""
+        dense = self.dense(start, count)
+        rows = [self.rows(table, start, count) for table in range(len(self.dtypes))]
+        logits = None if self.teacher is None else self.teacher.logits(dense, rows)
+        return self.labels(start, count, logits), dense, rows, logits

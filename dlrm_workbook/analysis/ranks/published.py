@@ -18,7 +18,6 @@ from typing import Any
 import pandas as pd
 
 from dlrm_core.config import DataConfig, ModelConfig, Parameters, TrainingConfig
-from dlrm_core.data.files.generate import VARIANTS
 from dlrm_workbook.analysis.devices import DATA_SHEET, device
 from dlrm_workbook.analysis.ranks.communication import STUDY
 from dlrm_workbook.analysis.ranks.links import Link, Network, link
@@ -30,6 +29,7 @@ from dlrm_workbook.analysis.ranks.prediction import (
     published_profile,
 )
 from dlrm_workbook.analysis.work import part_work
+from dlrm_workbook.datasets.generate import VARIANTS
 
 OPERATOR_US = 10.0
 """What the host of an eager framework takes to launch an operator; see ``dispatch_us`` and

@@ -35,11 +35,11 @@ from dlrm_core.data.synthetic import SyntheticBatches
 from dlrm_core.embeddings import EPSILON, EmbeddingTables, attach, torch_optimizer
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json, write_json
-from dlrm_core.ledger import Ledger
 from dlrm_core.machine import end_with_starter
 from dlrm_core.units import counted
 from dlrm_workbook.evidence.ceilings import last_level_cache
 from dlrm_workbook.evidence.contestants import environment_of, require_peer, settings
+from dlrm_workbook.ledger import Ledger
 from dlrm_workbook.processes import python_module, run_child
 from dlrm_workbook.studies.bench.cases import thread_counts
 from dlrm_workbook.studies.bench.measure import ADVICE, heading

@@ -23,8 +23,8 @@ import yaml
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json, write_text
-from dlrm_core.ledger import Ledger
 from dlrm_core.parts import ITERATION_SPAN, SpanRow, parse_span
+from dlrm_workbook.ledger import Ledger
 from dlrm_workbook.processes import ProgressCallback, python_module, run_child
 from dlrm_workbook.turns import back_and_forth, take_turns
 

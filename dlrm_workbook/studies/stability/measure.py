@@ -23,7 +23,7 @@ import pandas as pd
 from dlrm_core.config import Parameters, load_parameters
 from dlrm_core.errors import InputError
 from dlrm_core.files import plain, read_json, write_json
-from dlrm_core.ledger import require_same
+from dlrm_workbook.ledger import require_same
 from dlrm_workbook.processes import python_module, run_child
 
 SUMMARY = "stability.json"

@@ -23,7 +23,10 @@ from typing import IO, Any
 
 import numpy as np
 
-from dlrm_core.data.files.loops import (
+from dlrm_core.errors import InputError
+from dlrm_core.feature_spec import SPLITS, index_dtype, read_spec
+from dlrm_core.files import sync_folder
+from dlrm_workbook.datasets.loops import (
     BAD_INTEGER,
     BAD_LABEL,
     DENSE,
@@ -36,7 +39,7 @@ from dlrm_core.data.files.loops import (
     compiled,
     parse_lines,
 )
-from dlrm_core.data.files.resumable import (
+from dlrm_workbook.datasets.resumable import (
     SYNC_BYTES,
     BackgroundSync,
     OpenFiles,
@@ -47,10 +50,8 @@ from dlrm_core.data.files.resumable import (
     read_values,
     write_at,
 )
-from dlrm_core.data.files.vocabulary import build_vocabulary, number_column
-from dlrm_core.errors import InputError
-from dlrm_core.feature_spec import SPLITS, default_spec, index_dtype, read_spec, write_spec
-from dlrm_core.files import sync_folder
+from dlrm_workbook.datasets.vocabulary import build_vocabulary, number_column
+from dlrm_workbook.datasets.write_spec import write_spec
 
 LAYOUTS = {"kaggle": 1 / 7, "terabyte": 1 / 24}
 """Share of the rows, from the end, that are the test split: the last day."""
@@ -200,8 +201,7 @@ def _work(request: Request, place: Workplace, size: int) -> None:
                 columns.drop(table)
                 bar.add()
         columns.remove()
-    sections = default_spec(DENSE, [features[t][0] + 1 for t in range(TABLES)])
-    sections["metadata"] = {
+    metadata = {
         "made_by": "dlrm data preprocess",
         "layout": request.layout,
         "inputs": [path.name for path in request.inputs],
@@ -212,7 +212,8 @@ def _work(request: Request, place: Workplace, size: int) -> None:
         "numerical": "log(x + 3) as float16, 0 where missing",
         "row_0": "missing, or rarer than the threshold",
     }
-    write_spec(place.folder, sections)
+    table_rows = [features[t][0] + 1 for t in range(TABLES)]
+    write_spec(place.folder, DENSE, table_rows, metadata)
 
 
 def _parse(request: Request, place: Workplace, columns: RawColumns) -> None:

@@ -8,13 +8,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-from dlrm_core.data.files.criteo import LAYOUTS, Request, preprocess
-from dlrm_core.data.files.generate import VARIANTS, Law, Variant, generate
-from dlrm_core.data.files.inspection import inspect
 from dlrm_core.data.files.sources import FORMATS
-from dlrm_core.data.files.teacher import TeacherConfig
+from dlrm_core.data.files.teacher import Law, TeacherConfig, Variant
 from dlrm_core.errors import InputError
 from dlrm_core.files import plain
+from dlrm_workbook.datasets.criteo import LAYOUTS, Request, preprocess
+from dlrm_workbook.datasets.generate import VARIANTS, generate, scaled
+from dlrm_workbook.datasets.inspection import inspect
 
 NVIDIA_SAMPLES = 32768 * 1024
 
@@ -164,7 +164,7 @@ def _variant(arguments: argparse.Namespace) -> Variant:
     if arguments.variant != "custom":
         if arguments.table_rows:
             raise InputError(f"--table-rows is for --variant custom, not {arguments.variant}")
-        return VARIANTS[arguments.variant].scaled(arguments.scale)
+        return scaled(VARIANTS[arguments.variant], arguments.scale)
     try:
         rows = tuple(int(word) for word in (arguments.table_rows or "").split(","))
     except ValueError:
@@ -172,7 +172,7 @@ def _variant(arguments: argparse.Namespace) -> Variant:
             f"--table-rows is {arguments.table_rows!r}, expected numbers such as 1000,50,3"
         ) from None
     dense = _at_least("--dense-features", arguments.dense_features, 0)
-    return Variant("custom", dense, rows, arguments.alpha).scaled(arguments.scale)
+    return scaled(Variant("custom", dense, rows, arguments.alpha), arguments.scale)
 
 
 def parse_samples(text: str | None, scale: float) -> dict[str, int]:

@@ -11,12 +11,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_data_set import ROWS
 
-from dlrm_core.data.files.inspection import inspect
 from dlrm_core.data.files.reader import read_batch
 from dlrm_core.data.files.sources import open_source
 from dlrm_core.errors import InputError
-from dlrm_core.feature_spec import default_spec, read_spec, write_spec
+from dlrm_core.feature_spec import read_spec
 from dlrm_workbook.cli import main
+from dlrm_workbook.datasets.inspection import inspect
+from dlrm_workbook.datasets.write_spec import write_spec
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +139,7 @@ def test_a_wrong_feature_spec_is_refused_with_its_field(copy, change, words):
 @given(data=st.data())
 def test_rubbish_is_refused_in_one_sentence(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("rubbish", numbered=True)
-    write_spec(folder, default_spec(2, [5, 300]))
+    write_spec(folder, 2, [5, 300], {})
     file = folder / "feature_spec.yaml"
     text = bytearray(file.read_bytes())
     for _ in range(data.draw(st.integers(1, 4))):

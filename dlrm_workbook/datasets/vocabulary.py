@@ -20,8 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dlrm_core.data.files.loops import compiled, count_keys, insert_keys, look_up_keys
-from dlrm_core.data.files.resumable import OpenFiles, read_values, write_at
+from dlrm_workbook.datasets.loops import compiled, count_keys, insert_keys, look_up_keys
+from dlrm_workbook.datasets.resumable import OpenFiles, read_values, write_at
 
 Blocks = Callable[[], Iterator[tuple[np.ndarray, np.ndarray]]]
 """A column read from its beginning: blocks of keys (uint32) and of missing bits (uint32)."""

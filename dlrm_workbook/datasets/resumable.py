@@ -22,8 +22,8 @@ import numpy as np
 
 from dlrm_core.errors import InputError
 from dlrm_core.files import lock_or_refuse, sync_folder
-from dlrm_core.ledger import Ledger
 from dlrm_core.progress import Bar
+from dlrm_workbook.ledger import Ledger
 
 T = TypeVar("T")
 NOTE = "progress.json"

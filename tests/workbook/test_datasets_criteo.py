@@ -11,14 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from same_files import assert_same_files
 
-from dlrm_core.data.files import criteo as preprocess
-from dlrm_core.data.files import loops, vocabulary
-from dlrm_core.data.files.criteo import Request
-from dlrm_core.data.files.inspection import inspect
 from dlrm_core.data.files.sources import open_source
 from dlrm_core.errors import InputError
 from dlrm_core.feature_spec import read_spec
 from dlrm_workbook.cli import main
+from dlrm_workbook.datasets import criteo as preprocess
+from dlrm_workbook.datasets import loops, vocabulary
+from dlrm_workbook.datasets.criteo import Request
+from dlrm_workbook.datasets.inspection import inspect
 
 Row = tuple[int, list[int | None], list[str | None]]
 

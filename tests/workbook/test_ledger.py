@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrm_core.errors import InputError
-from dlrm_core.ledger import Ledger, require_same
+from dlrm_workbook.ledger import Ledger, require_same
 
 ADVICE = "give another --json"
 SETTINGS = {"iterations": 20, "model": {"rows": (10, 20)}}

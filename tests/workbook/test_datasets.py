@@ -16,14 +16,15 @@ from same_files import assert_same_files
 from small_data_set import ROWS, SMALL
 
 from dlrm_core.config import load_parameters, parameters_from_sections
-from dlrm_core.data.files.generate import VARIANTS, Law, SampleMaker, generate
-from dlrm_core.data.files.inspection import inspect
 from dlrm_core.data.files.reader import DatasetBatches, evaluation_batches, read_batch
 from dlrm_core.data.files.sources import open_source
+from dlrm_core.data.files.teacher import Law, SampleMaker
 from dlrm_core.data.loader import make_generator
 from dlrm_core.errors import InputError
 from dlrm_core.feature_spec import index_dtype
 from dlrm_workbook.cli import main
+from dlrm_workbook.datasets.generate import VARIANTS, generate, scaled
+from dlrm_workbook.datasets.inspection import inspect
 
 CPU = torch.device("cpu")
 
@@ -42,13 +43,13 @@ def test_the_variants_are_nvidias():
     assert sum(t15.table_rows) == 32_709_138 and len(t15.table_rows) == 26
     assert sum(VARIANTS["criteo_t3_synthetic"].table_rows) == 177_944_291
     assert sum(VARIANTS["criteo_t0_synthetic"].table_rows) == 882_774_575
-    small = t15.scaled(0.01)
+    small = scaled(t15, 0.01)
     assert small.table_rows[0] == 79129
     # small tables keep their rows, no table is larger than it was
     assert small.table_rows[5] == 4
     assert all(a <= b for a, b in zip(small.table_rows, t15.table_rows, strict=True))
     with pytest.raises(InputError, match=r"--scale is 1.5"):
-        t15.scaled(1.5)
+        scaled(t15, 1.5)
 
 
 @given(st.integers(1, 2**31 - 2))
@@ -394,7 +395,7 @@ def test_what_cannot_be_generated_is_refused(tmp_path, capsys, extra, words):
 def test_making_data_sets_needs_no_torch():
     """torch takes seconds to import, and memory."""
     code = (
-        "import sys; import dlrm_core.data.files.command; from dlrm_kernels import data_sets; "
+        "import sys; import dlrm_workbook.datasets.command; from dlrm_kernels import data_sets; "
         "data_sets.fill_words(1, 0, data_sets.np.empty(4, 'u8')); sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -9,15 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_core.data.files.criteo import FIELDS, Request, parse_piece, read_pieces
-from dlrm_core.data.files.generate import BLOCK, SampleMaker, blocks, law_of_metadata
-from dlrm_core.data.files.loops import DENSE, MISSING, TABLES
-from dlrm_core.data.files.resumable import NOTE
 from dlrm_core.data.files.sources import FORMATS, Column, Source, check_range, open_source
-from dlrm_core.data.files.vocabulary import forget
+from dlrm_core.data.files.teacher import SampleMaker
 from dlrm_core.errors import InputError
 from dlrm_core.feature_spec import FILE_NAME, read_spec
 from dlrm_core.files import read_json
+from dlrm_workbook.datasets.best_auc import law_of_metadata
+from dlrm_workbook.datasets.criteo import FIELDS, Request, parse_piece, read_pieces
+from dlrm_workbook.datasets.generate import BLOCK
+from dlrm_workbook.datasets.loops import DENSE, MISSING, TABLES
+from dlrm_workbook.datasets.resumable import NOTE
+from dlrm_workbook.datasets.vocabulary import forget
 
 AT_ONCE = 1 << 20
 MOST_DISTINCT = 1 << 29
@@ -281,3 +283,9 @@ def _text(path: Path) -> dict[str, Any]:
     split = {"samples": rows, "bytes": size, "click_rate": clicks / rows if rows else None}
     splits = {"all": split | {"fields": fields}}
     return _report(path, "text") | {"splits": splits, "problems": problems}
+
+
+def blocks(samples: int, block: int) -> Iterator[tuple[int, int]]:
+    """(start, count) of consecutive blocks."""
+    for start in range(0, samples, block):
+        yield start, min(block, samples - start)

@@ -7,13 +7,12 @@ They are plain Python, so that they can be read, tested and run (slowly) without
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from dlrm_core.engines import find_engine
+from dlrm_core.data.files.draws import machine_code
 
 DENSE = 13
 TABLES = 26
@@ -27,24 +26,6 @@ _HASH = np.uint64(0x9E3779B97F4A7C15)
 HEX_VALUES = np.full(256, NOT_HEX, np.uint8)
 for _digit in "0123456789abcdefABCDEF":
     HEX_VALUES[ord(_digit)] = int(_digit, 16)
-
-
-@functools.cache
-def machine_code() -> Any | None:
-    """The engine of data sets; None where dlrm_kernels or numba is not installed."""
-    try:
-        return find_engine("data kernels")
-    except ImportError:
-        return None
-
-
-def compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
-    """The machine code of one of this module's loops, or the loop itself where there is none."""
-    compiler = machine_code()
-    if compiler is not None:
-        return compiler.compiled(loop)
-    # numpy's scalars warn of the overflow that hashing rests on
-    return np.errstate(over="ignore")(loop)
 
 
 def parse_lines(data, rows, hex_values, labels, numbers, categories, missing, fault):
@@ -166,3 +147,31 @@ def look_up_keys(keys, missing, bit, shift, table_keys, table_values, out):
                 slot = (slot + 1) & last
             if table_values[slot] != 0:
                 out[i] = table_values[slot]
+
+
+SIGNATURES: dict[Callable[..., Any], tuple[str, ...]] = {
+    parse_lines: (
+        "void(Array(uint8, 1, 'C', readonly=True), int64, uint8[::1], uint8[::1], int32[:, ::1], "
+        "uint32[:, ::1], uint32[::1], int64[::1])",
+    ),
+    count_keys: (
+        "void(Array(uint32, 1, 'C', readonly=True), Array(uint32, 1, 'C', readonly=True), uint32, "
+        "uint64, int64, uint32[::1], int64[::1], int64[::1])",
+    ),
+    insert_keys: ("void(uint32[::1], int64[::1], uint64, uint32[::1], int64[::1])",),
+    look_up_keys: tuple(
+        "void(Array(uint32, 1, 'C', readonly=True), Array(uint32, 1, 'C', readonly=True), uint32, "
+        f"uint64, uint32[::1], int64[::1], {kind}[::1])"
+        for kind in ("int8", "int16", "int32")
+    ),
+}
+"""The types that each loop is compiled for."""
+
+
+def compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
+    """The machine code of one of this module's loops, or the loop itself where there is none."""
+    engine = machine_code()
+    if engine is not None:
+        return engine.compiled(loop, SIGNATURES[loop])
+    # numpy's scalars warn of the overflow that hashing rests on
+    return np.errstate(over="ignore")(loop)

@@ -82,8 +82,8 @@ def test_two_processes_do_not_write_one_data_set(processes, tmp_path):
     folder = tmp_path / "set.partial"
     folder.mkdir()
     (folder / "progress.json").write_text('{"request": {}, "done": {}}')
-    from dlrm_core.data.files.resumable import Workplace
     from dlrm_core.errors import InputError
+    from dlrm_workbook.datasets.resumable import Workplace
 
     other = os.open(folder, os.O_RDONLY)
     fcntl.flock(other, fcntl.LOCK_EX)

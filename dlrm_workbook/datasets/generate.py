@@ -1,0 +1,201 @@
+"""Synthetic data sets in NVIDIA's layout, at the speed of the disk.
+
+Every value is a function of its place (:mod:`dlrm_core.data.files.teacher`), so blocks are
+made by all threads in any order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dlrm_core.data.files.teacher import Law, SampleMaker, Variant
+from dlrm_core.errors import InputError
+from dlrm_core.feature_spec import SPLITS, index_dtype
+from dlrm_core.progress import Bar
+from dlrm_workbook.datasets.best_auc import best_figures, score_test_set
+from dlrm_workbook.datasets.resumable import (
+    SYNC_BYTES,
+    BackgroundSync,
+    OpenFiles,
+    Workplace,
+    in_order,
+    need_space,
+    progress_bar,
+    write_at,
+)
+from dlrm_workbook.datasets.write_spec import write_spec
+
+SMALL_TABLE = 100
+"""Tables of at most so many rows keep them when a variant is scaled down."""
+
+
+# Cardinalities as NVIDIA published them (DeepLearningExamples, DLRM_and_DCNv2,
+# generate_feature_spec): Criteo Terabyte with frequency thresholds of 15, 3 and none; and those
+# of DeepSpark's official_config.json: MLPerf's Terabyte of 2020 with a limit of its own.
+_CARDINALITIES = {
+    "criteo_t15_synthetic": (
+        "7912889 33823 17139 7339 20046 4 7105 1382 63 5554114 582469 245828 11 2209 "
+        "10667 104 4 968 15 8165896 2675940 7156453 302516 12022 97 35"
+    ),
+    "criteo_t3_synthetic": (
+        "45833188 36747 1572176 345139 11 2209 11268 128 4 975 15 48937457 17246 11316796 "
+        "40094537 452104 12607 105 36 7414 20244 4 7115 1442 63 29275261"
+    ),
+    "criteo_t0_synthetic": (
+        "227605432 39061 3067956 405283 11 2209 11939 155 4 977 15 292775614 17296 "
+        "40790948 187188510 590152 12974 109 37 7425 20266 4 7123 1544 64 130229467"
+    ),
+    "deepspark_synthetic": (
+        "932209 18814 13624 6862 18488 3 6242 1229 49 654428 96850 69004 10 2134 7345 60 "
+        "4 918 14 984280 320932 838408 76380 8906 74 33"
+    ),
+}
+VARIANTS = {
+    name: Variant(name, 13, tuple(int(word) for word in rows.split()))
+    for name, rows in _CARDINALITIES.items()
+}
+
+
+def scaled(variant: Variant, scale: float) -> Variant:
+    """The same variant with ``scale`` times the rows in every table above 100 rows.
+
+    Raises:
+        InputError: the scale is not in (0, 1].
+    """
+    if not 0.0 < scale <= 1.0:
+        raise InputError(f"--scale is {scale:g}, expected a number above 0 and at most 1")
+    rows = tuple(
+        r if r <= SMALL_TABLE else max(SMALL_TABLE, round(r * scale)) for r in variant.table_rows
+    )
+    return dataclasses.replace(variant, table_rows=rows)
+
+
+BLOCK = 1 << 16
+"""Samples made at a time; a multiple of 64, so that a block's labels begin at a whole word."""
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What ``generate`` did: where, how much, in which time."""
+
+    folder: Path
+    samples: dict[str, int]
+    bytes: int
+    bytes_written_now: int
+    seconds: float
+
+    @property
+    def mb_per_s(self) -> float:
+        """Megabytes (1e6) a second, of what this call wrote."""
+        return self.bytes_written_now / 1e6 / self.seconds if self.seconds > 0 else 0.0
+
+
+def generate(
+    law: Law, samples: dict[str, int], target: Path, threads: int, block: int = BLOCK
+) -> Generated:
+    """Write a data set, or go on with one that was interrupted.
+
+    Args:
+        law: what the values follow from.
+        samples: number of them in ``train`` and ``test``.
+        target: folder of the data set; it appears when all is written.
+        threads: of this process; they do not change a byte.
+
+    Raises:
+        InputError: the target exists, was begun with something else, or does not fit.
+    """
+    for split in SPLITS:
+        if samples[split] < 1:
+            raise InputError(f"--samples has {samples[split]} for {split}, expected at least 1")
+    started = time.perf_counter()
+    variant = law.variant
+    sample_bytes = 1 + 2 * variant.dense_features
+    sample_bytes += sum(index_dtype(rows).itemsize for rows in variant.table_rows)
+    total = sample_bytes * sum(samples.values())
+    request = {"law": dataclasses.asdict(law), "samples": samples}
+    with Workplace(target, request, "dlrm data generate") as place:
+        if place.finished:
+            return Generated(target, samples, total, 0, time.perf_counter() - started)
+        done = dict.fromkeys(SPLITS, 0) | place.done
+        written_before = sample_bytes * sum(done[split] for split in SPLITS)
+        need_space(place.folder, total - written_before)
+        with progress_bar(
+            "generating", "samples", sum(samples.values()), sum(done.values())
+        ) as bar:
+            for split in SPLITS:
+                _write_split(place, law, split, samples[split], done, threads, block, bar)
+        write_spec(place.folder, variant.dense_features, variant.table_rows, describe(law, samples))
+        place.finish()
+    seconds = time.perf_counter() - started
+    return Generated(target, samples, total, total - written_before, seconds)
+
+
+def _write_split(
+    place: Workplace,
+    law: Law,
+    split: str,
+    samples: int,
+    done: dict[str, int],
+    threads: int,
+    block: int,
+    bar: Bar,
+) -> None:
+    maker = SampleMaker(law, split)
+    with OpenFiles() as files:
+        folder = place.folder / split
+        names = ["label.bin", *(f"cat_{t}.bin" for t in range(len(maker.dtypes)))]
+        names += ["numerical.bin"] if maker.dense_features else []
+        handles = {name: files.open(folder / name) for name in names}
+
+        def make(start: int) -> tuple[int, int]:
+            count = min(block, samples - start)
+            labels, dense, rows, _ = maker.block(start, count)
+            arrays = {"label.bin": labels} | {f"cat_{t}.bin": r for t, r in enumerate(rows)}
+            if maker.dense_features:
+                arrays["numerical.bin"] = dense
+            for name, array in arrays.items():
+                write_at(handles[name], array, start * (array.nbytes // count))
+            return count, sum(array.nbytes for array in arrays.values())
+
+        with BackgroundSync(files.sync, lambda state: place.note(**state), SYNC_BYTES) as disk:
+            starts = range(done[split], samples, block)
+            for count, size in in_order(make, starts, threads, 3 * threads):
+                done[split] += count
+                bar.add(count)
+                disk.written(size, done)
+            disk.finish(done)
+
+
+def describe(law: Law, samples: dict[str, int]) -> dict[str, Any]:
+    """What the data set's ``metadata`` say: how it was made and, with a teacher, the best AUC.
+
+    ``teacher_auc_on_test`` is the teacher's own AUC on the labels of this very test set, and
+    so what a model's AUC there is to be compared with: the luck of the draw is in both.
+    """
+    variant = law.variant
+    facts: dict[str, Any] = {
+        "made_by": "dlrm data generate",
+        "variant": variant.name,
+        "alpha": variant.alpha,
+        "seed": law.seed,
+        "samples": dict(samples),
+        "labels": "random" if law.teacher is None else "teacher",
+    }
+    if law.teacher is None:
+        return facts | {"bayes_auc": 0.5}
+    config = dataclasses.asdict(law.teacher) | {"shares": list(law.teacher.shares)}
+    facts["teacher"] = config
+    facts |= best_figures(law)
+    histogram = score_test_set(law, samples["test"])
+    auc, uncertainty = histogram.auc()
+    # one class alone has no AUC
+    if np.isfinite(auc):
+        facts |= {"teacher_auc_on_test": auc, "teacher_auc_on_test_uncertainty": uncertainty}
+    facts["teacher_log_loss_on_test"] = histogram.log_loss()
+    return facts
