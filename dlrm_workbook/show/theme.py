@@ -10,7 +10,8 @@ import json
 import math
 import os
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import pandas as pd
@@ -295,6 +296,110 @@ def add_bars(
     more |= {"hovertext": texts, "hovertemplate": f"{template}<extra></extra>"}
     orientation = "h" if flat else "v"
     target.add_trace(go.Bar(x=x, y=y, name=name, orientation=orientation, marker=marker, **more))
+
+
+def add_points(
+    target: go.Figure,
+    x: Any,
+    y: Any,
+    name: str,
+    hover: str | Sequence[str],
+    *,
+    at: Mapping[str, int] = MappingProxyType({}),
+    **more: Any,
+) -> None:
+    """Points of one name and look; with a ``mode`` of plotly's, a line.
+
+    Args:
+        x, y: as plotly takes them: a column, an array or a list.
+        hover: plotly's template, or a text for each point.
+        at: ``row`` and ``col`` of a figure of :func:`panels`.
+        more: properties of plotly's trace.
+    """
+    texts = None if isinstance(hover, str) else list(hover)
+    template = hover if isinstance(hover, str) else "%{hovertext}"
+    more = {"mode": "markers", "hovertext": texts} | more
+    trace = go.Scatter(x=x, y=y, name=name, hovertemplate=f"{template}<extra></extra>", **more)
+    target.add_trace(trace, **at)
+
+
+def line_look(colour: str, number: int = 0, width: float = 2) -> dict[str, Any]:
+    """A line with points for :func:`add_points`; ``number`` sets lines apart without colours."""
+    return {
+        "mode": "lines+markers",
+        "line": {"color": colour, "width": width, "dash": DASHES[number % len(DASHES)]},
+        "marker": {"color": colour, "size": 8, "symbol": SYMBOLS[number % len(SYMBOLS)]},
+    }
+
+
+def panels(
+    title: str, names: Sequence[str], columns: int, *, legend: bool
+) -> tuple[Figure, list[dict[str, int]]]:
+    """An empty figure of small panels side by side.
+
+    Args:
+        names: of the panels, as their headings.
+        columns: at most so many panels beside each other.
+
+    Returns:
+        The figure, and ``row`` and ``col`` of each panel.
+    """
+    columns = min(columns, max(len(names), 1))
+    rows = max(math.ceil(len(names) / columns), 1)
+    result = figure(title, 145 + 260 * rows, legend=legend)
+    result.set_subplots(
+        rows,
+        columns,
+        subplot_titles=[f"<b>{name}</b>" for name in names],
+        horizontal_spacing=0.1,
+        vertical_spacing=0.18 / max(rows - 1, 1) if rows > 1 else 0.1,
+    )
+    result.update_layout(margin={"t": 80, "b": 95 if legend else 60})
+    cells = [
+        {"row": place // columns + 1, "col": place % columns + 1} for place in range(len(names))
+    ]
+    return result, cells
+
+
+def stacked_bars(
+    title: str,
+    table: pd.DataFrame,
+    looks: Mapping[str, tuple[str, str]],
+    unit: str,
+    *,
+    shares: bool = False,
+) -> Figure:
+    """A stacked bar for each row of a table, labelled by its index, a colour for each column.
+
+    Args:
+        table: values of ``unit``.
+        looks: column to its name in the legend and its colour, in the order of the stack;
+            columns that the table lacks are left out.
+        shares: draw each row as shares of its sum.
+    """
+    result = figure(title, 160 + 36 * max(len(table), 3), legend=True)
+    sums = table.sum(axis=1)
+    for column, (name, colour) in looks.items():
+        if column not in table.columns:
+            continue
+        values = table[column]
+        parts = values / sums
+        add_bars(
+            result,
+            parts if shares else values,
+            list(range(len(table))),
+            name,
+            colour,
+            f"{name}: %{{customdata:,.3g}} {unit}" + (", %{x:.1%}" if shares else ""),
+            customdata=values,
+            text=[f"{part:.0%}" if shares and part >= 0.06 else "" for part in parts],
+            **INSIDE,
+        )
+    result.update_layout(barmode="stack", bargap=0.22)
+    if shares:
+        result.update_xaxes(tickformat=".0%", range=[0, 1])
+    label_rows(result, [lines_of(str(label), 40) for label in table.index])
+    return result
 
 
 def add_spans(

@@ -10,7 +10,6 @@ from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from dlrm_core.units import (
     NOTHING,
@@ -28,20 +27,21 @@ from dlrm_workbook.show.tables import Column, Text, each_row
 from dlrm_workbook.show.theme import (
     COLOURS,
     INK,
-    SYMBOLS,
-    TEMPLATE,
     WATERFALL,
     add_bars,
     add_ends,
     add_headings,
+    add_points,
     error_bars,
     figure,
     in_groups,
     label_rows,
+    line_look,
     lines_of,
     log_axis,
     log_ticks,
     mark_one,
+    panels,
     rows_of,
 )
 from dlrm_workbook.studies.bench import analyse
@@ -318,7 +318,7 @@ def ratio_dots(ratios: pd.DataFrame) -> go.Figure:
     top = float(ratios[["high", "goal"]].max().max()) if len(ratios) else 1.0
     for kind, (_, colour, _, lift) in LOOKS.items():
         rows = ratios[ratios["figure"] == kind].reset_index(drop=True)
-        result.add_trace(_dots(rows, kind, places, _faster))
+        _add_dots(result, rows, kind, places, _faster)
         ends = []
         for row in rows_of(rows):
             # behind the goal where that would cross the figure
@@ -332,8 +332,7 @@ def ratio_dots(ratios: pd.DataFrame) -> go.Figure:
             if math.isfinite(goal)
         ]
         if goals:
-            marks = _goals(goals, colour, "%{x:g}x")
-            result.add_trace(marks.update(name=f"goal, {FIGURE_NAMES[kind]}"))
+            _add_goals(result, goals, colour, "%{x:g}x", f"goal, {FIGURE_NAMES[kind]}")
     mark_one(result, 1.0, groups, max(places, default=0.0))
     result.update_xaxes(title="times as fast (1 is no difference)", range=[0, 1.15 * top])
     label_rows(result, [contestant_label(name) for name in step["contestant"]], places)
@@ -341,67 +340,40 @@ def ratio_dots(ratios: pd.DataFrame) -> go.Figure:
     return result
 
 
-def growth_curves(growth: pd.DataFrame, kind: str = "end_to_end_ms") -> go.Figure:
-    """Time along batch, tables, dim and pooling, a line a contestant; both axes logarithmic.
+def growth_curves(growth: pd.DataFrame) -> go.Figure:
+    """End-to-end time along batch, tables, dim and pooling, a line a contestant; axes are log.
 
     Args:
         growth: what :func:`dlrm_workbook.studies.bench.analyse.growth` gives.
-        kind: ``step_ms`` or ``end_to_end_ms``.
     """
-    table = growth[growth["figure"] == kind]
-    threads = sorted(table["threads"].unique())
-    table = table[table["threads"] == threads[0]] if threads else table
+    table = growth[growth["figure"] == "end_to_end_ms"]
+    table = table[table["threads"] == table["threads"].min()]
     quantities = [name for name in GROWTH if name in set(growth["quantity"])]
-    columns = min(2, max(len(quantities), 1))
-    height = math.ceil(len(quantities) / columns) or 1
-    result = make_subplots(
-        rows=height,
-        cols=columns,
-        subplot_titles=[f"<b>{name}</b>" for name in quantities],
-        horizontal_spacing=0.12,
-        vertical_spacing=0.2 / max(height - 1, 1) if height > 1 else 0.1,
-    )
-    result.update_layout(
-        template=TEMPLATE,
-        title={"text": f"How an iteration grows, {FIGURE_NAMES[kind]}"},
-        height=150 + 270 * height,
-        legend={"orientation": "h", "x": 0, "y": 0, "yref": "container", "yanchor": "bottom"},
-        margin={"t": 80, "b": 100},
-    )
+    result, cells = panels("How an iteration grows, end to end", quantities, 2, legend=True)
     names = list(dict.fromkeys(table["contestant"]))
-    for place, quantity in enumerate(quantities):
-        at = {"row": place // columns + 1, "col": place % columns + 1}
+    for quantity, at in zip(quantities, cells, strict=True):
         curves = table[table["quantity"] == quantity]
         for number, name in enumerate(names):
             curve = curves[curves["contestant"] == name].sort_values("value")
-            result.add_trace(
-                go.Scatter(
-                    x=curve["value"],
-                    y=curve["time_ms"],
-                    mode="lines+markers",
-                    name=contestant_label(name),
-                    legendgroup=name,
-                    showlegend=place == 0,
-                    line={
-                        "color": colour_of(name),
-                        "width": 2,
-                        # often level with facebookresearch/dlrm, which it must not hide
-                        "dash": "dash" if name == PLAIN else "solid",
-                    },
-                    marker={"size": 8, "symbol": SYMBOLS[number % len(SYMBOLS)]},
-                    cliponaxis=False,
-                    hovertemplate=(
-                        f"{contestant_label(name)}, {quantity} %{{x:,}}: %{{y:,.2f}} ms"
-                        "<extra></extra>"
-                    ),
-                ),
-                **at,
+            look = line_look(colour_of(name), number)
+            # often level with facebookresearch/dlrm, which it must not hide
+            look["line"]["dash"] = "dash" if name == PLAIN else "solid"
+            add_points(
+                result,
+                curve["value"],
+                curve["time_ms"],
+                contestant_label(name),
+                f"{contestant_label(name)}, {quantity} %{{x:,}}: %{{y:,.2f}} ms",
+                at=at,
+                legendgroup=name,
+                showlegend=quantity == quantities[0],
+                cliponaxis=False,
+                **look,
             )
         sizes = sorted({float(x) for x in curves["value"]})
         result.update_xaxes(**log_axis(sizes, "{:,.0f}".format), **at)
         result.update_yaxes(**log_axis(log_ticks(curves["time_ms"].tolist())), **at)
-        if place % columns == 0:
-            result.update_yaxes(title="ms", **at)
+    result.update_yaxes(title="ms", col=1)
     return result
 
 
@@ -412,7 +384,7 @@ def options_dots(without: pd.DataFrame) -> go.Figure:
     for kind in LOOKS:
         rows = without[without["figure"] == kind]
         places = [leaves.index(leaf) for leaf in rows["leaf"]]
-        result.add_trace(_dots(rows, kind, places, lambda row: f"{ratio(row.mid)} as fast with it"))
+        _add_dots(result, rows, kind, places, lambda row: f"{ratio(row.mid)} as fast with it")
     mark_one(result)
     options = without.drop_duplicates("leaf")[["leaf", "value", "also"]]
     labels = [lines_of(option_label(*option), 34) for option in rows_of(options)]
@@ -421,15 +393,14 @@ def options_dots(without: pd.DataFrame) -> go.Figure:
     return result
 
 
-def ladder(rungs: pd.DataFrame, kind: str = "end_to_end_ms") -> go.Figure:
-    """From the plain contestant to the tuned one, an option more at each column.
+def ladder(rungs: pd.DataFrame) -> go.Figure:
+    """End-to-end time from the plain contestant to the tuned one, an option more at each row.
 
     Args:
         rungs: what :func:`dlrm_workbook.studies.bench.analyse.ladder` gives.
-        kind: ``step_ms`` or ``end_to_end_ms``.
     """
-    rows = rows_of(rungs[rungs["figure"] == kind].sort_values("rung"))
-    result = figure(f"From plain to tuned, {FIGURE_NAMES[kind]}", 170 + 40 * max(len(rows), 2))
+    rows = rows_of(rungs[rungs["figure"] == "end_to_end_ms"].sort_values("rung"))
+    result = figure("From plain to tuned, end to end", 170 + 40 * max(len(rows), 2))
     times = [float(row.time_ms) for row in rows]
     steps = [after - before for before, after in itertools.pairwise(times)]
     labels = ["plain"] + [
@@ -488,7 +459,7 @@ def share_bars(shares: pd.DataFrame) -> go.Figure:
         if row.threads == 1 and (goal := OUTLOOK.get(row.what, {}).get(row.contestant))
     ]
     if goals:
-        result.add_trace(_goals(goals, INK, "%{x:.0%}"))
+        _add_goals(result, goals, INK, "%{x:.0%}", "goal")
     mark_one(result)
     top = max([1.0, *(row.high for row in rows)])
     result.update_xaxes(title="share of the limit", tickformat=".0%", range=[0, 1.08 * top])
@@ -506,27 +477,30 @@ def _in_cases(table: pd.DataFrame) -> tuple[list[float], list[tuple[float, str]]
     )
 
 
-def _dots(
-    rows: pd.DataFrame, kind: str, places: Sequence[float], said: Callable[[Any], str]
-) -> go.Scatter:
+def _add_dots(
+    target: go.Figure,
+    rows: pd.DataFrame,
+    kind: str,
+    places: Sequence[float],
+    said: Callable[[Any], str],
+) -> None:
     """Ratios of one kind with their intervals, a little above or below the middle of a row.
 
     Args:
         said: a row's sentence, without the interval.
     """
     name, colour, symbol, lift = LOOKS[kind]
-    return go.Scatter(
-        x=rows["mid"],
-        y=[place + lift for place in places],
-        mode="markers",
-        name=name,
-        marker={"color": colour, "size": 11, "symbol": symbol},
-        error_x=error_bars(rows["low"], rows["mid"], rows["high"], colour, 2.5),
-        hovertext=[
+    add_points(
+        target,
+        rows["mid"],
+        [place + lift for place in places],
+        name,
+        [
             f"{name}: {said(row)} ({interval_text(row.confidence, row.low, row.high)})"
             for row in rows_of(rows)
         ],
-        hovertemplate="%{hovertext}<extra></extra>",
+        marker={"color": colour, "size": 11, "symbol": symbol},
+        error_x=error_bars(rows["low"], rows["mid"], rows["high"], colour, 2.5),
     )
 
 
@@ -535,17 +509,11 @@ def _faster(row: Any) -> str:
     return f"{names[0]} is {ratio(row.mid)} as fast as {names[1]}"
 
 
-def _goals(goals: Sequence[tuple[float, float]], colour: str, text: str) -> go.Scatter:
+def _add_goals(
+    target: go.Figure, goals: Sequence[tuple[float, float]], colour: str, text: str, name: str
+) -> None:
     """Goals as upright marks: each with its place."""
-    return go.Scatter(
-        x=[goal for goal, _ in goals],
-        y=[place for _, place in goals],
-        mode="markers",
-        marker={
-            "symbol": "line-ns-open",
-            "color": colour,
-            "size": 16,
-            "line": {"width": 3, "color": colour},
-        },
-        hovertemplate=f"goal {text}<extra></extra>",
-    )
+    line = {"width": 3, "color": colour}
+    mark = {"symbol": "line-ns-open", "color": colour, "size": 16, "line": line}
+    x, y = zip(*goals, strict=True)
+    add_points(target, x, y, name, f"goal {text}", marker=mark)

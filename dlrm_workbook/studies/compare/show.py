@@ -27,15 +27,16 @@ from dlrm_workbook.show.theme import (
     ROW,
     SAME,
     SLOWER,
-    SYMBOLS,
     WATERFALL,
     add_bars,
+    add_points,
     difference_colour,
     error_bars,
     escaped,
     figure,
     icicle,
     label_rows,
+    line_look,
     lines_of,
     mark_one,
     markers,
@@ -64,19 +65,18 @@ def speedups(outcomes: Sequence[Outcome]) -> go.Figure:
         if not gains:
             continue
         mids, lows, highs = ([gain[end] for _, gain in gains] for end in ENDS)
-        result.add_trace(
-            go.Scatter(
-                x=mids,
-                y=[place for place, _ in gains],
-                mode="markers+text",
-                name=name,
-                marker={"color": colour, "size": 11, "symbol": symbol},
-                error_x=error_bars(lows, mids, highs, colour, 2.5),
-                text=[f"{mid:.2f}×" for mid in mids],
-                textposition=f"{side} center",
-                cliponaxis=False,
-                hovertemplate=f"{name}: %{{x:.3f}}×<extra></extra>",
-            )
+        add_points(
+            result,
+            mids,
+            [place for place, _ in gains],
+            name,
+            f"{name}: %{{x:.3f}}×",
+            mode="markers+text",
+            marker={"color": colour, "size": 11, "symbol": symbol},
+            error_x=error_bars(lows, mids, highs, colour, 2.5),
+            text=[f"{mid:.2f}×" for mid in mids],
+            textposition=f"{side} center",
+            cliponaxis=False,
         )
     mark_one(result)
     result.update_xaxes(title="times as fast as the first (1 is no difference)")
@@ -95,17 +95,9 @@ def rounds(times: pd.DataFrame) -> go.Figure:
     colours = [INK, *(COLOURS[name] for name in ("top_mlp", "embedding", "optimizer", "data"))]
     for number, (name, rows) in enumerate(whole.groupby("setting", sort=False)):
         rows = rows.sort_values("round")
-        result.add_trace(
-            go.Scatter(
-                x=rows["round"] + 1,
-                y=rows["time_ms"],
-                name=str(name),
-                mode="lines+markers",
-                marker={"size": 8, "symbol": SYMBOLS[number % len(SYMBOLS)]},
-                line={"color": colours[number % len(colours)], "width": 2},
-                hovertemplate=f"{name}, round %{{x}}: %{{y:,.2f}} ms<extra></extra>",
-            )
-        )
+        hover = f"{name}, round %{{x}}: %{{y:,.2f}} ms"
+        look = line_look(colours[number % len(colours)], number)
+        add_points(result, rows["round"] + 1, rows["time_ms"], str(name), hover, **look)
     result.update_xaxes(title="round", dtick=1)
     result.update_yaxes(title="ms", rangemode="tozero")
     return result
@@ -278,21 +270,15 @@ def waterfall(outcomes: Sequence[Outcome]) -> go.Figure:
     predicted = [(at, o.predicted.speedup) for at, o in enumerate(shown, 1) if o.predicted]
     if predicted:
         mids, highs, lows = ([base / gain[end] for _, gain in predicted] for end in ENDS)
-        result.add_trace(
-            go.Scatter(
-                x=[at for at, _ in predicted],
-                y=mids,
-                mode="markers",
-                name="predicted before it was measured",
-                marker={
-                    "color": PREDICTED,
-                    "size": 12,
-                    "symbol": "diamond",
-                    "line": {"color": "white", "width": 1},
-                },
-                error_y=error_bars(lows, mids, highs, PREDICTED, 2),
-                hovertemplate="predicted %{y:,.2f} ms<extra></extra>",
-            )
+        outline = {"color": "white", "width": 1}
+        add_points(
+            result,
+            [at for at, _ in predicted],
+            mids,
+            "predicted before it was measured",
+            "predicted %{y:,.2f} ms",
+            marker={"color": PREDICTED, "size": 12, "symbol": "diamond", "line": outline},
+            error_y=error_bars(lows, mids, highs, PREDICTED, 2),
         )
     result.update_xaxes(
         tickmode="array", tickvals=list(range(len(labels))), ticktext=labels, showgrid=False

@@ -16,9 +16,11 @@ from dlrm_workbook.show.theme import (
     COLOURS,
     add_bars,
     add_headings,
+    add_points,
     figure,
     in_groups,
     label_rows,
+    line_look,
     lines_of,
     log_axis,
     rows_of,
@@ -273,28 +275,18 @@ def latency_lines(found: pd.DataFrame) -> go.Figure:
     result = figure("Latency of a prediction, by batch size", 400, legend=True)
     sizes = found["batch_size"].tolist()
     for name, width in QUANTILES.items():
-        result.add_trace(
-            go.Scatter(
-                x=sizes,
-                y=found[name],
-                name=name,
-                mode="lines+markers",
-                line={"color": COLOURS["bottom_mlp"], "width": width},
-                marker={"size": 6},
-                hovertemplate=f"batch %{{x:,}}: {name} %{{y:.3f}} ms<extra></extra>",
-            )
-        )
+        hover = f"batch %{{x:,}}: {name} %{{y:.3f}} ms"
+        look = line_look(COLOURS["bottom_mlp"], width=width)
+        add_points(result, sizes, found[name], name, hover, **look)
     theirs = [one for one in PUBLISHED if one.latency_ms is not None]
-    result.add_trace(
-        go.Scatter(
-            x=[one.batch for one in theirs],
-            y=[one.latency_ms for one in theirs],
-            name="published mean, other hardware",
-            mode="markers",
-            marker={"color": COLOURS["other"], "symbol": "diamond", "size": 9},
-            customdata=[f"{one.hardware}, {one.precision}" for one in theirs],
-            hovertemplate="%{customdata}, batch %{x:,}: mean %{y:.2f} ms<extra></extra>",
-        )
+    add_points(
+        result,
+        [one.batch for one in theirs],
+        [one.latency_ms for one in theirs],
+        "published mean, other hardware",
+        "%{customdata}, batch %{x:,}: mean %{y:.2f} ms",
+        marker={"color": COLOURS["other"], "symbol": "diamond", "size": 9},
+        customdata=[f"{one.hardware}, {one.precision}" for one in theirs],
     )
     marks = sorted({*sizes, PUBLISHED_BATCH})
     result.update_xaxes(title="batch size", **log_axis(marks, "{:,}".format))

@@ -22,17 +22,21 @@ from dlrm_workbook.show.theme import (
     SAME,
     SLOWER,
     SYMBOLS,
+    add_bars,
     add_ends,
     add_phase_key,
+    add_points,
     difference_colour,
     error_bars,
     figure,
     label_rows,
+    line_look,
     lines_of,
     log_axis,
     log_ticks,
     markers,
     rows_of,
+    stacked_bars,
     step_order,
     text_on,
 )
@@ -68,20 +72,9 @@ def iteration_bars(table: pd.DataFrame, title: str) -> go.Figure:
         ("computing", COMPUTE, "compute_ms"),
         ("exposed communication", COLOURS["communication"], "exposed_ms"),
     ):
-        last = column == "exposed_ms"
-        result.add_trace(
-            go.Bar(
-                x=places,
-                y=known[column],
-                name=name,
-                marker={"color": colour, "line": {"width": 0}},
-                hovertext=hover,
-                hovertemplate="%{hovertext}<extra></extra>",
-                error_y=error_bars(known["low_ms"], known["mid_ms"], known["high_ms"])
-                if last
-                else None,
-            )
-        )
+        add_bars(result, places, known[column], name, colour, hover, flat=False)
+    ends = error_bars(known["low_ms"], known["mid_ms"], known["high_ms"])
+    result.data[-1].update(error_y=ends)
     for place, row in zip(places, rows, strict=True):
         result.add_annotation(
             x=place, y=row.high_ms, text=digits(row.mid_ms), showarrow=False, yshift=12
@@ -114,16 +107,16 @@ def efficiency_lines(
     for number, (name, table) in enumerate(tables.items()):
         known = table[table["efficiency"].notna()]
         counts |= set(known["ranks"].astype(int))
-        result.add_trace(
-            _line(
-                *(known, known["efficiency"], f"{name} scaling, predicted", colours[name], number),
-                cliponaxis=False,
-                customdata=_named(known)[["speedup", "sharding", "mid_ms"]],
-                hovertemplate=(
-                    "%{x:,} ranks: %{y:.1%}<br>%{customdata[0]:,.1f}× as fast as one, "
-                    "%{customdata[1]}, %{customdata[2]:,.3g} ms<extra></extra>"
-                ),
-            )
+        add_points(
+            result,
+            known["ranks"],
+            known["efficiency"],
+            f"{name} scaling, predicted",
+            "%{x:,} ranks: %{y:.1%}<br>%{customdata[0]:,.1f}× as fast as one, "
+            "%{customdata[1]}, %{customdata[2]:,.3g} ms",
+            cliponaxis=False,
+            customdata=_named(known)[["speedup", "sharding", "mid_ms"]],
+            **line_look(colours[name], number),
         )
     if measured is not None:
         known = _named(measured[measured["efficiency"].notna() & (measured["ranks"] > 1)])
@@ -132,19 +125,15 @@ def efficiency_lines(
             own = known[known.get("scaling", "strong") == name]
             if own.empty:
                 continue
-            result.add_trace(
-                go.Scatter(
-                    x=own["ranks"],
-                    y=own["efficiency"],
-                    name=f"{name}, measured here",
-                    mode="markers",
-                    marker={"size": 11, "symbol": "x", "color": colours[name]},
-                    customdata=own[["sharding", "batch_size"]],
-                    hovertemplate=(
-                        "%{x} ranks on this machine: %{y:.1%}<br>%{customdata[0]}, batch "
-                        "%{customdata[1]:,}<extra></extra>"
-                    ),
-                )
+            add_points(
+                result,
+                own["ranks"],
+                own["efficiency"],
+                f"{name}, measured here",
+                "%{x} ranks on this machine: %{y:.1%}<br>%{customdata[0]}, batch "
+                "%{customdata[1]:,}",
+                marker={"size": 11, "symbol": "x", "color": colours[name]},
+                customdata=own[["sharding", "batch_size"]],
             )
     result.update_layout(margin={"b": 96})
     result.update_xaxes(**ranks_axis(sorted(counts)))
@@ -166,42 +155,23 @@ def sharding_lines(tables: Mapping[str, pd.DataFrame], best: pd.DataFrame) -> go
         if known.empty:
             continue
         times += known["mid_ms"].tolist()
-        is_best = name == "best"
-        result.add_trace(
-            _line(
-                *(known, known["mid_ms"]),
-                "best, tables of different kinds" if is_best else kind_label(name),
-                *(SHARDING_COLOURS[name], number),
-                line={"width": 1.5, "dash": "dot"} if is_best else {"width": 2.5},
-                customdata=_named(known)[["exposed_ms", "sharding"]],
-                hovertemplate=(
-                    "%{x:,} ranks: %{y:,.3g} ms, %{customdata[0]:,.3g} ms exposed<br>"
-                    "%{customdata[1]}<extra></extra>"
-                ),
-            )
+        look = line_look(SHARDING_COLOURS[name], number, 2.5)
+        if name == "best":
+            look["line"] |= {"width": 1.5, "dash": "dot"}
+        add_points(
+            result,
+            known["ranks"],
+            known["mid_ms"],
+            "best, tables of different kinds" if name == "best" else kind_label(name),
+            "%{x:,} ranks: %{y:,.3g} ms, %{customdata[0]:,.3g} ms exposed<br>%{customdata[1]}",
+            customdata=_named(known)[["exposed_ms", "sharding"]],
+            **look,
         )
     result.update_layout(margin={"b": 110})
     counts = sorted({int(n) for table in [best, *tables.values()] for n in table["ranks"]})
     result.update_xaxes(**ranks_axis(counts))
     result.update_yaxes(title="ms per iteration", **log_axis(log_ticks(times)))
     return result
-
-
-def _line(
-    table: pd.DataFrame, y: pd.Series, name: str, colour: str, number: int, **given: Any
-) -> go.Scatter:
-    """A line over ranks, apart from its neighbours by colour, dash and symbol."""
-    look = {"color": colour, "width": 2, "dash": DASHES[number % len(DASHES)]}
-    symbol = {"size": 7, "symbol": SYMBOLS[number % len(SYMBOLS)]}
-    return go.Scatter(
-        x=table["ranks"],
-        y=y,
-        name=name,
-        mode="lines+markers",
-        line=look | given.pop("line", {}),
-        marker=symbol,
-        **given,
-    )
 
 
 def ranks_axis(counts: Iterable[int]) -> dict[str, Any]:
@@ -292,18 +262,10 @@ def _dots(
     talk = COLOURS["communication"]
     diamond = {"symbol": "diamond", "size": 9, "color": talk}
     ring = {"symbol": "circle-open", "size": 11, "color": INK, "line": {"width": 2}}
-    common = {"y": places, "mode": "markers", "hovertemplate": "%{hovertext}<extra></extra>"}
-    result.add_trace(
-        go.Scatter(
-            x=mid,
-            name="predicted, with range",
-            marker=diamond,
-            error_x=error_bars(low, mid, high, talk),
-            hovertext=foretold,
-            **common,
-        )
-    )
-    result.add_trace(go.Scatter(x=values, name=name, marker=ring, hovertext=found, **common))
+    span = error_bars(low, mid, high, talk)
+    named = "predicted, with range"
+    add_points(result, mid, places, named, foretold, marker=diamond, error_x=span)
+    add_points(result, values, places, name, found, marker=ring)
     ends = [max(pair) for pair in zip(high, values, strict=True)]
     add_ends(result, ends, places, list(map(signed_percent, errors)), axis.get("type") == "log")
     result.update_xaxes(**axis)
@@ -336,37 +298,19 @@ def volume_bars(table: pd.DataFrame, ranks: int) -> go.Figure:
     Args:
         table: what :func:`dlrm_workbook.analysis.ranks.communication.volumes_by_sharding` gives.
     """
-    names = list(dict.fromkeys(table["sharding"]))
-    result = figure(
+    sums = table.groupby(["sharding", "what"], sort=False)["leaves_bytes"].sum().unstack()
+    sums = sums.fillna(0.0).rename(index=kind_label) / MIB
+    result = stacked_bars(
         f"Bytes that leave a rank per iteration on {ranks} ranks",
-        170 + 38 * max(len(names), 3),
-        legend=True,
+        sums,
+        {what: (what, colour) for what, colour in EXCHANGE_COLOURS.items()},
+        "MiB",
+        shares=True,
     )
-    sums = table.groupby(["sharding", "what"])["leaves_bytes"].sum().unstack().fillna(0.0)
-    sums = sums.reindex(names) / MIB
-    totals = sums.sum(axis=1)
-    labels = [kind_label(name) for name in names]
-    for what, colour in EXCHANGE_COLOURS.items():
-        if what not in sums.columns:
-            continue
-        result.add_trace(
-            go.Bar(
-                x=sums[what] / totals,
-                y=labels,
-                orientation="h",
-                name=what,
-                marker={"color": colour, "line": {"width": 0}},
-                customdata=sums[what],
-                hovertemplate=(
-                    f"%{{y}}, {what}: %{{customdata:,.2f}} MiB, %{{x:.1%}}<extra></extra>"
-                ),
-            )
-        )
-    texts = [f"<b>{digits(total)} MiB</b>" for total in totals]
-    add_ends(result, [1.0] * len(names), labels, texts)
-    result.update_layout(barmode="stack", bargap=0.25, margin={"b": 96, "r": 110})
-    result.update_xaxes(title="share of the bytes", tickformat=".0%", range=[0, 1])
-    result.update_yaxes(autorange="reversed", showgrid=False, ticklabelstandoff=5)
+    texts = [f"<b>{digits(total)} MiB</b>" for total in sums.sum(axis=1)]
+    add_ends(result, [1.0] * len(sums), range(len(sums)), texts)
+    result.update_layout(margin={"b": 96, "r": 110})
+    result.update_xaxes(title="share of the bytes")
     return result
 
 
@@ -388,27 +332,25 @@ def link_curves(check: pd.DataFrame, link: Link) -> go.Figure:
         dash = DASHES[sorted({count for _, count in pairs}).index(ranks) % len(DASHES)]
         fit = link.fits.get((kind, ranks))
         label = f"{kind_label(kind)}, {ranks} ranks"
-        result.add_trace(
-            go.Scatter(
-                x=own["bytes"],
-                y=own["measured_ms"],
-                name=label,
-                mode="markers+lines" if fit is None else "markers",
-                marker={"color": colour, "size": 7, "symbol": SYMBOLS[ranks % len(SYMBOLS)]},
-                hovertemplate=f"{label}: %{{x:,}} B in %{{y:,.3g}} ms<extra></extra>",
-            )
+        add_points(
+            result,
+            own["bytes"],
+            own["measured_ms"],
+            label,
+            f"{label}: %{{x:,}} B in %{{y:,.3g}} ms",
+            mode="markers+lines" if fit is None else "markers",
+            marker={"color": colour, "size": 7, "symbol": SYMBOLS[ranks % len(SYMBOLS)]},
         )
         if fit is not None:
-            said = f"{fit.fixed_us:,.0f} µs + bytes / {fit.gb_per_s:.2f} GB/s"
-            result.add_trace(
-                go.Scatter(
-                    x=own["bytes"],
-                    y=1e-3 * fit.fixed_us + 1e-6 * own["bytes"] / fit.gb_per_s,
-                    mode="lines",
-                    line={"color": colour, "width": 1.5, "dash": dash},
-                    showlegend=False,
-                    hovertemplate=f"{label}: {said}<extra></extra>",
-                )
+            add_points(
+                result,
+                own["bytes"],
+                1e-3 * fit.fixed_us + 1e-6 * own["bytes"] / fit.gb_per_s,
+                label,
+                f"{label}: {fit.fixed_us:,.0f} µs + bytes / {fit.gb_per_s:.2f} GB/s",
+                mode="lines",
+                line={"color": colour, "width": 1.5, "dash": dash},
+                showlegend=False,
             )
     result.update_layout(margin={"b": 130})
     result.update_xaxes(
@@ -433,15 +375,14 @@ def straggler_lines(table: pd.DataFrame, said: str) -> go.Figure:
             ("p95_ms", "one in twenty is longer", COLOURS["interaction"]),
         )
     ):
-        result.add_trace(
-            _line(
-                *(table, table[column] / table["even_ms"], name, colour, number),
-                customdata=table[[column, "even_ms"]],
-                hovertemplate=(
-                    "%{x:,} ranks: %{customdata[0]:,.3g} ms instead of %{customdata[1]:,.3g} ms"
-                    "<extra></extra>"
-                ),
-            )
+        add_points(
+            result,
+            table["ranks"],
+            table[column] / table["even_ms"],
+            name,
+            "%{x:,} ranks: %{customdata[0]:,.3g} ms instead of %{customdata[1]:,.3g} ms",
+            customdata=table[[column, "even_ms"]],
+            **line_look(colour, number),
         )
     result.update_layout(margin={"b": 96})
     result.update_xaxes(**ranks_axis(table["ranks"]))
@@ -490,20 +431,17 @@ def _lanes(title: str, events: Sequence[tuple[str, str, str, str, float, float]]
         look = markers([(name if own else "communication", phase if own else "")])
         part = part_label(name) if own else "communication"
         what = part_label(name, phase) if own else f"{name}, {phase}".removesuffix(", ")
-        result.add_trace(
-            go.Bar(
-                x=[end - start],
-                base=[start],
-                y=[label],
-                orientation="h",
-                name=part,
-                legendgroup=part,
-                legendrank=step_order(name)[0] if own else 900,
-                showlegend=part not in shown,
-                marker=look,
-                hovertext=f"{what}: {milliseconds(end - start)}<br>from {milliseconds(start)}",
-                hovertemplate="%{hovertext}<extra></extra>",
-            )
+        add_bars(
+            result,
+            [end - start],
+            [label],
+            part,
+            look,
+            f"{what}: {milliseconds(end - start)}<br>from {milliseconds(start)}",
+            base=[start],
+            legendgroup=part,
+            legendrank=step_order(name)[0] if own else 900,
+            showlegend=part not in shown,
         )
         shown.add(part)
     add_phase_key(result, [event[3] for event in events if event[1] == "compute"])
@@ -530,26 +468,11 @@ def rank_bars(parts: pd.DataFrame, title: str) -> go.Figure:
     Args:
         parts: what :func:`dlrm_workbook.analysis.ranks.record.parts_by_rank` gives.
     """
-    ranks = sorted(parts["rank"].unique())
-    result = figure(title, 170 + 34 * max(len(ranks), 2), legend=True)
     wide = parts.pivot_table("time_ms", "rank", "component", aggfunc="sum", fill_value=0.0)
-    for component in COMPONENTS:
-        if component not in wide.columns:
-            continue
-        times = wide[component].reindex(ranks)
-        result.add_trace(
-            go.Bar(
-                x=times,
-                y=[f"rank {rank}" for rank in ranks],
-                orientation="h",
-                name=part_label(component),
-                marker={"color": COLOURS[component], "line": {"width": 0}},
-                hovertemplate=f"%{{y}}, {part_label(component)}: %{{x:,.3g}} ms<extra></extra>",
-            )
-        )
-    result.update_layout(barmode="stack", bargap=0.25, margin={"b": 96})
+    looks = {name: (part_label(name), COLOURS[name]) for name in COMPONENTS}
+    result = stacked_bars(title, wide.rename(index="rank {}".format), looks, "ms")
+    result.update_layout(margin={"b": 96})
     result.update_xaxes(title="ms per iteration")
-    result.update_yaxes(autorange="reversed", showgrid=False, ticklabelstandoff=5)
     return result
 
 

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from dlrm_core.parts import COMPONENTS, part_label
 from dlrm_workbook.analysis.ensemble import WHOLE, Curve, short_leaf
 from dlrm_workbook.show.tables import Column, Text
 from dlrm_workbook.show.theme import (
     COLOURS,
-    DASHES,
     INK,
-    INSIDE,
-    ROW,
-    SYMBOLS,
-    TEMPLATE,
-    add_bars,
-    figure,
-    label_rows,
+    add_points,
+    line_look,
     lines_of,
     log_axis,
     log_ticks,
+    panels,
+    ranked_bars,
+    stacked_bars,
     wrapped,
 )
 
@@ -39,71 +34,40 @@ def scaling_curves(curves: Sequence[Curve], leaf: str) -> go.Figure:
     """
     parts = list(dict.fromkeys(curve.component for curve in curves))
     held = list(dict.fromkeys(curve.held for curve in curves))
-    columns = min(3, max(len(parts), 1))
-    height = max(math.ceil(len(parts) / columns), 1)
-    cells = {
-        name: {"row": place // columns + 1, "col": place % columns + 1}
-        for place, name in enumerate(parts)
-    }
-    result = make_subplots(
-        rows=height,
-        cols=columns,
-        subplot_titles=[f"<b>{part_label(name)}</b>" for name in parts],
-        horizontal_spacing=0.09,
-        vertical_spacing=0.16 / (height - 1) if height > 1 else 0.1,
-    )
-    result.update_layout(
-        template=TEMPLATE,
-        title={"text": f"Time of each part along {short_leaf(leaf)}"},
-        height=140 + 250 * height,
-        showlegend=len(held) > 1,
-        legend={"orientation": "h", "x": 0, "y": 0, "yref": "container", "yanchor": "bottom"},
-        margin={"t": 80, "b": 90 if len(held) > 1 else 60},
-    )
+    short = short_leaf(leaf)
+    title = f"Time of each part along {short}"
+    result, cells = panels(title, list(map(part_label, parts)), 3, legend=len(held) > 1)
     for curve in curves:
-        at = cells[curve.component]
-        number = held.index(curve.held)
+        at = cells[parts.index(curve.component)]
         colour = INK if curve.component == WHOLE else COLOURS.get(curve.component, INK)
-        said = curve.law.sentence(short_leaf(leaf))
+        look = line_look(colour, held.index(curve.held))
+        said = wrapped(curve.law.sentence(short), 60)
         grid = np.geomspace(curve.law.smallest, curve.law.largest, 41)
-        result.add_trace(
-            go.Scatter(
-                x=grid,
-                y=curve.law(grid),
-                mode="lines",
-                line={"color": colour, "width": 2, "dash": DASHES[number % len(DASHES)]},
-                showlegend=False,
-                hoverinfo="skip",
-            ),
-            **at,
-        )
-        result.add_trace(
-            go.Scatter(
-                x=curve.x,
-                y=curve.time_ms,
-                mode="markers+text",
-                name=curve.held or "measured",
-                legendgroup=curve.held,
-                showlegend=curve.component == parts[0],
-                marker={"color": colour, "size": 8, "symbol": SYMBOLS[number % len(SYMBOLS)]},
-                text=[*[""] * (len(curve.x) - 1), f"{curve.law.slope:+.2f}"],
-                textposition="top left",
-                cliponaxis=False,
-                hovertemplate=(
-                    f"{short_leaf(leaf)} %{{x:,}}: %{{y:,.3f}} ms<br>{wrapped(said, 60)}"
-                    "<extra></extra>"
-                ),
-            ),
-            **at,
+        fitted = {"mode": "lines", "line": look["line"], "hoverinfo": "skip"}
+        add_points(result, grid, curve.law(grid), "", "", at=at, showlegend=False, **fitted)
+        add_points(
+            result,
+            curve.x,
+            curve.time_ms,
+            curve.held or "measured",
+            f"{short} %{{x:,}}: %{{y:,.3f}} ms<br>{said}",
+            at=at,
+            mode="markers+text",
+            marker=look["marker"],
+            legendgroup=curve.held,
+            showlegend=curve.component == parts[0],
+            text=[*[""] * (len(curve.x) - 1), f"{curve.law.slope:+.2f}"],
+            textposition="top left",
+            cliponaxis=False,
         )
     sizes = sorted({float(x) for curve in curves for x in curve.x})
     result.update_xaxes(
         **log_axis(sizes, lambda size: f"{size:,.0f}" if size >= 1 else f"{size:g}")
     )
-    for name, at in cells.items():
+    for name, at in zip(parts, cells, strict=True):
         marks = log_ticks([t for curve in curves if curve.component == name for t in curve.time_ms])
         result.update_yaxes(**log_axis(marks), **at)
-    result.update_xaxes(title=short_leaf(leaf), row=height)
+    result.update_xaxes(title=short, row=cells[-1]["row"] if cells else 1)
     result.update_yaxes(title="ms", col=1)
     return result
 
@@ -112,22 +76,18 @@ def points_bars(summary: pd.DataFrame) -> go.Figure:
     """Samples a second of every finished point, in the order of the grid; the best stands out."""
     table = summary[summary["samples_per_second"].notna()]
     speeds = table["samples_per_second"]
-    best = speeds.max()
-    result = figure("Samples a second at each point", 120 + ROW * max(len(table), 3))
-    add_bars(
-        result,
+    return ranked_bars(
+        "Samples a second at each point",
+        "samples a second",
+        [lines_of(label, 40) for label in table["label"]],
         speeds.tolist(),
-        list(range(len(table))),
-        "",
-        {"color": [COLOURS["embedding"] if speed == best else INK for speed in speeds]},
-        "%{y}: %{x:,.0f} samples/s",
-        text=[f"{speed:,.0f}" for speed in speeds],
-        textposition="outside",
-        cliponaxis=False,
+        [f"{speed:,.0f}" for speed in speeds],
+        [
+            f"{label}: {speed:,.0f} samples/s"
+            for label, speed in zip(table["label"], speeds, strict=True)
+        ],
+        {"color": [COLOURS["embedding"] if speed == speeds.max() else INK for speed in speeds]},
     )
-    result.update_xaxes(title="samples a second", range=[0, 1.2 * best if len(table) else 1])
-    label_rows(result, [lines_of(label, 40) for label in table["label"]])
-    return result
 
 
 def parts_by_point(times: pd.DataFrame) -> go.Figure:
@@ -137,28 +97,10 @@ def parts_by_point(times: pd.DataFrame) -> go.Figure:
         times: what :func:`dlrm_workbook.analysis.ensemble.part_table` gives.
     """
     table = times[times["component"] != WHOLE].groupby(["run", "component"], sort=False)
-    runs = list(dict.fromkeys(times["run"]))
-    shares = table["time_ms"].sum().unstack(fill_value=0).reindex(runs)
-    whole = shares.sum(axis=1)
-    result = figure("Share of each part at each point", 150 + 34 * max(len(runs), 3), legend=True)
-    for component in COMPONENTS:
-        if component not in shares.columns:
-            continue
-        part = shares[component] / whole
-        add_bars(
-            result,
-            part,
-            list(range(len(runs))),
-            part_label(component),
-            COLOURS[component],
-            f"{part_label(component)}: %{{customdata:,.3f}} ms, %{{x:.1%}}",
-            customdata=shares[component],
-            text=[f"{value:.0%}" if value >= 0.06 else "" for value in part],
-            **INSIDE,
-        )
-    result.update_layout(barmode="stack", bargap=0.2)
-    result.update_xaxes(title="share of the step", tickformat=".0%", range=[0, 1])
-    label_rows(result, [lines_of(str(run), 40) for run in runs])
+    spent = table["time_ms"].sum().unstack(fill_value=0).reindex(list(dict.fromkeys(times["run"])))
+    looks = {name: (part_label(name), COLOURS[name]) for name in COMPONENTS}
+    result = stacked_bars("Share of each part at each point", spent, looks, "ms", shares=True)
+    result.update_xaxes(title="share of the step")
     return result
 
 
