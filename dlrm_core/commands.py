@@ -16,17 +16,15 @@ import sys
 import typing
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from dlrm_core import train as training
-from dlrm_core.checkpoint import find_checkpoint, read_checkpoint
+from dlrm_core.checkpoint import Checkpoint, find_checkpoint, read_checkpoint
 from dlrm_core.config import SECTIONS, Parameters, load_parameters
 from dlrm_core.data.batch import Batch
-from dlrm_core.embeddings import attach, resolve_backend
+from dlrm_core.embeddings import attach
 from dlrm_core.errors import InputError
 from dlrm_core.evaluate import HeldOut, held_out_batches, predict
 from dlrm_core.evaluate import evaluate as evaluate_batches
@@ -39,44 +37,95 @@ from dlrm_core.machine import (
     terminate_like_interrupt,
 )
 from dlrm_core.memory import require_memory
-from dlrm_core.model import DLRM, ClickLoss, build_model
+from dlrm_core.model import ClickLoss
 from dlrm_core.parts import log_spans
-from dlrm_core.placement import places_of
-from dlrm_core.precision import DensePrecision, set_fp32_matmul, set_tf32
+from dlrm_core.precision import DensePrecision
 from dlrm_core.progress import Bar
 from dlrm_core.reports import MeterOf
 from dlrm_core.resume import (
     checkpoint_place,
     nothing_to_resume,
     require_same_model,
-    restore_weights,
     with_backend_of,
 )
 from dlrm_core.settings import describe_type
+from dlrm_core.train import prepare_model
+from dlrm_core.train import train as train_model
 
 
-@dataclass(frozen=True)
 class Predictor:
-    """A model that predicts, without anything that training needs."""
+    """The model of ``--file`` with the weights of ``--checkpoint``, without what training needs.
 
-    parameters: Parameters
-    model: DLRM
-    loss: ClickLoss
-    precision: DensePrecision
-    device: torch.device
-    divide: Callable[[Batch], Batch] | None
-    iteration: int
-    checkpoint: Path | None
-    notices: list[str]
+    Args:
+        largest_batch: for which there must be room; 0: training.batch_size.
+
+    Raises:
+        InputError: the checkpoint is corrupted or of another model, or there is no room.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, largest_batch: int = 0) -> None:
+        parameters = load_parameters(arguments.file, arguments.parameter)
+        self.checkpoint: Checkpoint | None = None
+        notices = []
+        if arguments.checkpoint:
+            place = parameters.training.checkpoint_folder
+            folder = find_checkpoint(arguments.checkpoint, Path(place) if place else None)
+            self.checkpoint = read_checkpoint(folder)
+            require_same_model(parameters.model, self.checkpoint)
+            parameters = with_backend_of(self.checkpoint, parameters)
+        else:
+            notices.append("no --checkpoint was given: these are the model's initial weights")
+        # nothing is updated: no optimiser's state is to take memory
+        training = dataclasses.replace(
+            parameters.training, optimizer="sgd", embedding_update="race_free"
+        )
+        parameters = dataclasses.replace(parameters, training=training)
+        self.device = resolve_device(training)
+        largest = dataclasses.replace(training, batch_size=largest_batch or training.batch_size)
+        require_memory(dataclasses.replace(parameters, training=largest), self.device)
+        self.parameters, model, self.divide, said = prepare_model(
+            parameters, self.device, self.checkpoint
+        )
+        self.model = model.eval()
+        attach(model.embeddings, self.parameters.training)
+        self.precision = DensePrecision(self.parameters.training, self.device)
+        notices += said + self.precision.notices
+        self.notices = notices + getattr(model.embeddings.backend, "notices", [])
+        shape = parameters.model
+        self.loss = ClickLoss(shape.loss, shape.loss_weights).to(self.device)
 
     def predict(self, batch: Batch) -> torch.Tensor:
         """Click probability (B, 1) of a batch on the device."""
         return predict(self.model, batch, self.precision)
 
+    @property
+    def iteration(self) -> int:
+        """Iterations of training behind the weights."""
+        return self.checkpoint.step if self.checkpoint else 0
+
+    def facts(self, notices: list[str]) -> dict[str, Any]:
+        """What the last line says of the model; all notices are printed on standard error.
+
+        Args:
+            notices: more of them, of the figures.
+        """
+        notices = self.notices + notices
+        for notice in notices:
+            print(notice, file=sys.stderr)
+        return {
+            "iteration": self.iteration,
+            "checkpoint": str(self.checkpoint.folder) if self.checkpoint else None,
+            "precision": self.parameters.training.precision,
+            "embedding_backend": self.parameters.training.embedding_backend,
+            "device": device_name(self.device),
+            "threads": torch.get_num_threads(),
+            "notices": notices,
+        }
+
 
 def evaluate(arguments: argparse.Namespace) -> int:
     """``dlrm evaluate``: the last line is one JSON object."""
-    predictor = open_predictor(arguments)
+    predictor = Predictor(arguments)
     device = predictor.device
     with Bar("evaluating", "samples", shown=sys.stderr.isatty(), unit_scale=True) as bar:
         found = evaluate_batches(
@@ -87,7 +136,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
             predictor.iteration,
             bar.add,
         )
-    line = dataclasses.asdict(found) | _about(predictor, found.notices())
+    line = dataclasses.asdict(found) | predictor.facts(found.notices())
     print(json.dumps(plain(line)), flush=True)
     return 0
 
@@ -98,7 +147,7 @@ def infer(arguments: argparse.Namespace) -> int:
     if arguments.steps < 1:
         raise InputError(f"--steps is {arguments.steps}, expected at least 1")
     seconds = time_limit(arguments.seconds)
-    predictor = open_predictor(arguments, max(sizes, default=0))
+    predictor = Predictor(arguments, max(sizes, default=0))
     measured = []
     for size in sizes or [predictor.parameters.training.batch_size]:
         training = dataclasses.replace(predictor.parameters.training, batch_size=size)
@@ -129,7 +178,7 @@ def infer(arguments: argparse.Namespace) -> int:
             for latency in measured
         ],
     }
-    print(json.dumps(plain(line | _about(predictor, []))), flush=True)
+    print(json.dumps(plain(line | predictor.facts([]))), flush=True)
     return 0
 
 
@@ -142,78 +191,6 @@ def time_limit(seconds: float) -> float:
     if not seconds > 0:
         raise InputError(f"--seconds is {seconds:g}, expected a number above 0")
     return seconds
-
-
-def open_predictor(arguments: argparse.Namespace, largest_batch: int = 0) -> Predictor:
-    """The model of ``--file`` with the weights of ``--checkpoint``.
-
-    Args:
-        largest_batch: for which there must be room; 0: training.batch_size.
-
-    Raises:
-        InputError: the checkpoint is corrupted or of another model, or there is no room.
-    """
-    parameters = load_parameters(arguments.file, arguments.parameter)
-    checkpoint = None
-    notices = []
-    if arguments.checkpoint:
-        place = parameters.training.checkpoint_folder
-        folder = find_checkpoint(arguments.checkpoint, Path(place) if place else None)
-        checkpoint = read_checkpoint(folder)
-        require_same_model(parameters.model, checkpoint)
-        parameters = with_backend_of(checkpoint, parameters)
-    else:
-        notices.append("no --checkpoint was given: these are the model's initial weights")
-    # nothing is updated: no optimiser's state is to take memory
-    training = dataclasses.replace(
-        parameters.training, optimizer="sgd", embedding_update="race_free"
-    )
-    parameters = dataclasses.replace(parameters, training=training)
-    device = resolve_device(training)
-    largest = dataclasses.replace(training, batch_size=largest_batch or training.batch_size)
-    require_memory(dataclasses.replace(parameters, training=largest), device)
-    if training.threads is not None:
-        torch.set_num_threads(training.threads)
-    notices += set_fp32_matmul(training.fp32_matmul, parameters.model, device)
-    notices += set_tf32(training.tf32, device)
-    seed = training.seed if checkpoint is None else None
-    huge_pages = training.embedding_backend != "torch"
-    places = places_of(parameters, device)
-    model = build_model(parameters.model, seed, device, huge_pages, places.make_tables).eval()
-    if checkpoint is not None:
-        restore_weights(checkpoint, model)
-    notices += places.notices
-    parameters, said = resolve_backend(parameters, device, model.embeddings)
-    attach(model.embeddings, parameters.training)
-    precision = DensePrecision(parameters.training, device)
-    notices += said + precision.notices + getattr(model.embeddings.backend, "notices", [])
-    loss = ClickLoss(parameters.model.loss, parameters.model.loss_weights).to(device)
-    return Predictor(
-        parameters,
-        model,
-        loss,
-        precision,
-        device,
-        places.divide,
-        checkpoint.step if checkpoint else 0,
-        checkpoint.folder if checkpoint else None,
-        notices,
-    )
-
-
-def _about(predictor: Predictor, notices: list[str]) -> dict[str, Any]:
-    notices = predictor.notices + notices
-    for notice in notices:
-        print(notice, file=sys.stderr)
-    return {
-        "iteration": predictor.iteration,
-        "checkpoint": str(predictor.checkpoint) if predictor.checkpoint else None,
-        "precision": predictor.parameters.training.precision,
-        "embedding_backend": predictor.parameters.training.embedding_backend,
-        "device": device_name(predictor.device),
-        "threads": torch.get_num_threads(),
-        "notices": notices,
-    }
 
 
 def batch_sizes(given: str | None) -> list[int]:
@@ -305,15 +282,12 @@ def _train_alone(
             # a profiler's own threads and signals would be counted as the run's
             if counters is not None and "HPCRUN_EVENT_LIST" not in os.environ:
                 counting = stack.enter_context(counters(resolve_device(parameters.training)))
-        result = training.train(
+        result = train_model(
             parameters,
             folder,
-            on_interval=lambda interval: print(
-                json.dumps(dataclasses.asdict(interval)), flush=True
-            ),
             progress=sys.stderr.isatty(),
-            on_iteration=_counting(counting, parameters.profiling.warmup),
             on_line=lambda line: print(json.dumps(plain(line)), flush=True),
+            on_iteration=_counting(counting, parameters.profiling.warmup),
             meter=meter,
         )
         if counting is not None:

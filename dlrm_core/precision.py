@@ -129,6 +129,13 @@ def _precision_notices(config: TrainingConfig, device: torch.device) -> list[str
     return notices
 
 
+def set_fp32_products(
+    config: TrainingConfig, model: ModelConfig, device: torch.device
+) -> list[str]:
+    """Set how this process multiplies fp32 numbers; what was fallen back to or has no effect."""
+    return set_fp32_matmul(config.fp32_matmul, model, device) + set_tf32(config.tf32, device)
+
+
 def set_tf32(allow: bool, device: torch.device) -> list[str]:
     """Let a GPU round the inputs of fp32 products to TF32 (10 bits of mantissa), or not.
 

@@ -197,7 +197,8 @@ def due(iteration: int, total: int, period: int | None) -> bool:
 
 
 Line = Mapping[str, Any]
-"""A line of metrics.jsonl that is no interval: ``kind`` 'evaluation' or 'checkpoint'."""
+"""A line of metrics.jsonl: an :class:`Interval`'s fields, or with ``kind`` an 'evaluation' or a
+'checkpoint'."""
 
 
 class Energy(Protocol):
@@ -250,14 +251,14 @@ class Run:
     def __init__(
         self,
         trainer: Loop,
-        on_interval: Callable[[Interval], None],
+        bar: Bar,
+        lines: JsonLines | None,
         on_line: Callable[[Line], None],
         meter: MeterOf | None,
     ) -> None:
         self.trainer = trainer
         self.config = trainer.parameters.training
-        self.on_interval = on_interval
-        self.on_line = on_line
+        self.bar, self.lines, self.on_line = bar, lines, on_line
         self.first = trainer.done
         self.measured = Measurements(trainer.device)
         self.status = "finished"
@@ -325,7 +326,12 @@ class Run:
         )
         if interval is not None:
             self.last = interval.loss
-            self.on_interval(interval)
+            self.bar.say(
+                f"{interval.samples_per_second:,.0f} samples/s, "
+                f"{interval.ms_per_iteration:.1f} ms/iteration "
+                f"(data {interval.data_ms_per_iteration:.1f}), loss {interval.loss:.6f}"
+            )
+            self._tell(asdict(interval))
 
     def result(self) -> TrainingResult:
         """What the run amounted to."""
@@ -378,6 +384,12 @@ class Run:
             },
         }
 
+    def _tell(self, line: Line) -> None:
+        """Write a line of metrics.jsonl, and hand it to who asked for lines."""
+        if self.lines is not None:
+            self.lines.write(line)
+        self.on_line(line)
+
     def _evaluates(self) -> bool:
         return self.config.eval_every is not None or self.config.auc_target is not None
 
@@ -385,7 +397,7 @@ class Run:
         """Evaluate; whether the target is reached."""
         found = self.trainer.evaluate()
         self.evaluations.append(found)
-        self.on_line(found.line())
+        self._tell(found.line())
         target = self.config.auc_target
         return target is not None and found.auc is not None and found.auc >= target
 
@@ -396,7 +408,7 @@ class Run:
         self.checkpoint_s += seconds
         if folder is None:  # another rank wrote it
             return
-        self.on_line(
+        self._tell(
             {
                 "kind": "checkpoint",
                 "iteration": self.trainer.done,
@@ -435,45 +447,6 @@ class Run:
             f"{self.config.learning_rate:g}, training.precision {self.config.precision}); "
             f"choose a smaller learning rate; {remains}"
         )
-
-
-def train_with_reports(
-    loop: Any,
-    lines: JsonLines | None,
-    on_interval: Callable[[Interval], None],
-    on_iteration: Callable[[int], None],
-    on_line: Callable[[Line], None],
-    progress: bool,
-    meter: MeterOf | None,
-) -> TrainingResult:
-    """Run a :class:`dlrm_core.train.TrainingLoop` under a progress bar, lines written as they come.
-
-    Args:
-        lines: metrics.jsonl; None: nothing is written.
-        progress: show the bar.
-    """
-    with Bar("training", "it", loop.total, shown=progress, done=loop.done) as bar:
-
-        def report(interval: Interval) -> None:
-            if lines is not None:
-                lines.write(asdict(interval))
-            bar.say(
-                f"{interval.samples_per_second:,.0f} samples/s, "
-                f"{interval.ms_per_iteration:.1f} ms/iteration "
-                f"(data {interval.data_ms_per_iteration:.1f}), loss {interval.loss:.6f}"
-            )
-            on_interval(interval)
-
-        def write(line: Line) -> None:
-            if lines is not None:
-                lines.write(line)
-            on_line(line)
-
-        def count(done: int) -> None:
-            bar.add(1 if done else 0)
-            on_iteration(done)
-
-        return loop.train(report, count, write, meter)
 
 
 def metrics_lines(path: Path, checkpoint: Checkpoint | None) -> JsonLines:

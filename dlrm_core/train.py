@@ -19,28 +19,20 @@ import torch
 from torch import nn
 
 from dlrm_core.checkpoint import Checkpoint, CheckpointFolder
-from dlrm_core.config import Parameters, TrainingConfig
+from dlrm_core.config import Parameters
 from dlrm_core.data.batch import Batch
 from dlrm_core.data.loader import Followed, Generator, Resumable, batches, make_generator
 from dlrm_core.embeddings import resolve_backend
 from dlrm_core.evaluate import Evaluation, HeldOut, evaluate, predict
-from dlrm_core.files import write_json
+from dlrm_core.files import JsonLines, write_json
 from dlrm_core.machine import StopRequest, resolve_device, stop_requests
 from dlrm_core.memory import require_memory
 from dlrm_core.model import DLRM, ClickLoss, build_model
 from dlrm_core.parts import iteration
 from dlrm_core.placement import places_of
-from dlrm_core.precision import set_fp32_matmul, set_tf32
-from dlrm_core.reports import (
-    Interval,
-    Line,
-    Measurements,
-    MeterOf,
-    Run,
-    TrainingResult,
-    metrics_lines,
-    train_with_reports,
-)
+from dlrm_core.precision import set_fp32_products
+from dlrm_core.progress import Bar
+from dlrm_core.reports import Line, Measurements, MeterOf, Run, TrainingResult, metrics_lines
 from dlrm_core.resume import (
     changed_settings,
     checkpoint_place,
@@ -180,31 +172,36 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
 
     def train(
         self,
-        on_interval: Callable[[Interval], None] = lambda interval: None,
-        on_iteration: Callable[[int], None] = lambda iteration: None,
         on_line: Callable[[Line], None] = lambda line: None,
+        on_iteration: Callable[[int], None] = lambda iteration: None,
         meter: MeterOf | None = None,
+        lines: JsonLines | None = None,
+        progress: bool = False,
     ) -> TrainingResult:
         """Run all iterations; Ctrl-C or SIGTERM ends the run early and keeps what was computed.
 
         Args:
+            on_line: called with each line of metrics.jsonl, as it is written.
             on_iteration: called with the number of iterations done by this process: with 0
                 before the first, then after each.
-            on_line: called after each evaluation and checkpoint.
             meter: measures the run's energy; None: nobody does.
+            lines: metrics.jsonl; None: it is not written.
+            progress: show a progress bar.
         """
         # what a caller iterated before, to warm up, is not counted
         self.done = first = self.first
-        run = Run(self, on_interval, on_line, meter)
+        bar = Bar("training", "it", self.total, shown=progress, done=first)
+        run = Run(self, bar, lines, on_line, meter)
         self._measured = measured = run.measured
         on_iteration(0)
         measured.mark()
         event = run.next_event()
-        with self.stop_requests() as self._stop:
+        with bar, self.stop_requests() as self._stop:
             try:
                 while self.done < self.total:
                     measured.losses.append(self.iterate())
                     measured.mark()
+                    bar.add(1)
                     on_iteration(self.done - first)
                     stop = self.is_to_stop()
                     if self.done == event or stop:
@@ -245,23 +242,34 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
             self._folder.close()
 
 
-def prepare(
-    parameters: Parameters,
-    device: torch.device,
-    checkpoint: Checkpoint | None,
-    config: TrainingConfig | None = None,
-) -> list[str]:
-    """Set how this process multiplies; what a reader must know of that and of the checkpoint.
+def prepare_model(
+    parameters: Parameters, device: torch.device, checkpoint: Checkpoint | None
+) -> tuple[Parameters, DLRM, Callable[[Batch], Batch] | None, list[str]]:
+    """A model with its weights, for training or for predictions, and how this process computes.
 
     Args:
-        config: in place of the parameters' own, of a process that cannot do all of it.
+        checkpoint: whose weights it gets; None: initial ones.
+
+    Returns:
+        the parameters with a back end in place of ``auto``, the model, what becomes of each
+        batch before it is copied anywhere (None: nothing), and what a reader must know.
+
+    Raises:
+        InputError: the checkpoint is corrupted or of another model, or no back end works.
     """
-    config = config or parameters.training
-    notices = set_fp32_matmul(config.fp32_matmul, parameters.model, device)
-    notices += set_tf32(config.tf32, device)
+    config = parameters.training
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    notices = set_fp32_products(config, parameters.model, device)
+    places = places_of(parameters, device)
+    notices += places.notices
+    seed = config.seed if checkpoint is None else None
+    huge_pages = config.embedding_backend != "torch"
+    model = build_model(parameters.model, seed, device, huge_pages, places.make_tables)
     if checkpoint is not None:
-        notices += changed_settings(parameters, checkpoint)
-    return notices
+        restore_weights(checkpoint, model)
+    parameters, chosen = resolve_backend(parameters, device, model.embeddings)
+    return parameters, model, places.divide, notices + chosen
 
 
 class Trainer(TrainingLoop[TrainingStep]):
@@ -282,25 +290,16 @@ class Trainer(TrainingLoop[TrainingStep]):
         checkpoint: Checkpoint | None = None,
         place: Path | None = None,
     ) -> None:
-        config = parameters.training
-        device = resolve_device(config)
+        device = resolve_device(parameters.training)
         require_memory(parameters, device)
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
+        notices = []
         if checkpoint is not None:
             parameters = with_backend_of(checkpoint, parameters)
-        notices = prepare(parameters, device, checkpoint)
-        places = places_of(parameters, device)
-        notices += places.notices
-        seed = config.seed if checkpoint is None else None
-        huge_pages = config.embedding_backend != "torch"
-        model = build_model(parameters.model, seed, device, huge_pages, places.make_tables)
-        if checkpoint is not None:
-            restore_weights(checkpoint, model)
+            notices = changed_settings(parameters, checkpoint)
+        parameters, model, divide, said = prepare_model(parameters, device, checkpoint)
         loss = ClickLoss(parameters.model.loss, parameters.model.loss_weights).to(device)
-        parameters, more = resolve_backend(parameters, device, model.embeddings)
         step = TrainingStep(model, loss, parameters.training)
-        notices += more + step.dense.notices
+        notices += said + step.dense.notices
         notices += getattr(model.embeddings.backend, "notices", [])
         if checkpoint is not None:
             restore_step(checkpoint, step)
@@ -313,7 +312,7 @@ class Trainer(TrainingLoop[TrainingStep]):
             make_generator(parameters, device),
             checkpoint,
             place,
-            divide=places.divide,
+            divide=divide,
         )
         # with data made on the device there is nothing to copy
         self._transfers = device.type == "cuda" and parameters.data.place == "cpu"
@@ -349,10 +348,9 @@ class Trainer(TrainingLoop[TrainingStep]):
 def train(
     parameters: Parameters,
     folder: Path | None = None,
-    on_interval: Callable[[Interval], None] = lambda interval: None,
     progress: bool = True,
-    on_iteration: Callable[[int], None] = lambda iteration: None,
     on_line: Callable[[Line], None] = lambda line: None,
+    on_iteration: Callable[[int], None] = lambda iteration: None,
     meter: MeterOf | None = None,
 ) -> TrainingResult:
     """Train as the parameters say, from the beginning or from a checkpoint.
@@ -361,11 +359,7 @@ def train(
         folder: gets ``metrics.jsonl`` (a line per interval, evaluation and checkpoint,
             written as it happens), ``result.json`` (written whole, at the end) and
             checkpoints where no other place is given for them.
-        on_interval: called with each interval.
-        progress: show a progress bar.
-        on_iteration: called with the number of iterations done, 0 before the first.
-        on_line: called with each evaluation and checkpoint, as metrics.jsonl has them.
-        meter: measures the run's energy; None: nobody does.
+        progress, on_line, on_iteration, meter: see :meth:`TrainingLoop.train`.
 
     Raises:
         InputError: the device is not there, the run does not fit in memory, the folder
@@ -379,9 +373,7 @@ def train(
             lines = stack.enter_context(metrics_lines(folder / "metrics.jsonl", checkpoint))
         trainer = Trainer(parameters, checkpoint, place)
         stack.callback(trainer.close)
-        result = train_with_reports(
-            trainer, lines, on_interval, on_iteration, on_line, progress, meter
-        )
+        result = trainer.train(on_line, on_iteration, meter, lines, progress)
     if folder is not None:
         write_json(folder / "result.json", asdict(result))
     return result

@@ -44,9 +44,15 @@ from dlrm_core.files import plain, write_json
 from dlrm_core.machine import StopRequest, peak_memory, stop_requests
 from dlrm_core.model import DLRM, ClickLoss, fill_dense_like_facebook, fill_dense_with_torch
 from dlrm_core.parts import part
-from dlrm_core.reports import MeterOf, TrainingResult, metrics_lines, train_with_reports
-from dlrm_core.resume import checkpoint_place, checkpoint_to_resume, nothing_to_resume
-from dlrm_core.train import STOPPING, TrainingLoop, prepare
+from dlrm_core.precision import set_fp32_products
+from dlrm_core.reports import MeterOf, TrainingResult, metrics_lines
+from dlrm_core.resume import (
+    changed_settings,
+    checkpoint_place,
+    checkpoint_to_resume,
+    nothing_to_resume,
+)
+from dlrm_core.train import STOPPING, TrainingLoop
 
 REPEATED_S = 2.0
 """A second signal within this time is the first once more: Ctrl-C reaches a rank from the
@@ -80,7 +86,9 @@ class DistributedTrainer(TrainingLoop[DistributedStep]):
     ) -> None:
         config, left_out = config_of_rank(parameters.training)
         self.world, self._collectives, self._watch = world, collectives, watch
-        notices = left_out + prepare(parameters, world.device, checkpoint, config)
+        notices = left_out + set_fp32_products(config, parameters.model, world.device)
+        if checkpoint is not None:
+            notices += changed_settings(parameters, checkpoint)
         model = make_model(parameters, world.device)
         self.tables = ShardedTables(parameters, world, collectives)
         loss = ClickLoss(parameters.model.loss, parameters.model.loss_weights).to(world.device)
@@ -252,7 +260,7 @@ def train(
             if notice not in early:
                 print(notice, file=sys.stderr)
         if world.first:
-            _say(plain(result.summary() | {"ranks": ranks}))
+            _say(result.summary() | {"ranks": ranks})
     if result.status != "finished":
         tell_launcher("; ".join(result.notices))
     leave(exit_codes[result.status])
@@ -269,14 +277,11 @@ def _run(
     if folder is not None:
         lines = stack.enter_context(metrics_lines(folder / "metrics.jsonl", checkpoint))
     first = trainer.world.first
-    result = train_with_reports(
-        trainer,
-        lines,
-        on_interval=lambda interval: _say(asdict(interval)) if first else None,
-        on_iteration=lambda done: None,
-        on_line=lambda line: _say(plain(line)) if first else None,
-        progress=first and sys.stderr.isatty(),
+    result = trainer.train(
+        on_line=lambda line: _say(line) if first else None,
         meter=meter,
+        lines=lines,
+        progress=first and sys.stderr.isatty(),
     )
     ranks = gathered(trainer.world, about_rank(trainer, result))
     if folder is not None:
@@ -344,4 +349,4 @@ def _introduce(trainer: DistributedTrainer, early: list[str]) -> None:
 
 
 def _say(line: Any) -> None:
-    print(json.dumps(line), flush=True)
+    print(json.dumps(plain(line)), flush=True)

@@ -139,7 +139,8 @@ def start_training(parameters: Parameters, output: Path, announced: int) -> int:
     from dlrm_core.train import train
 
     def announce(line: Mapping[str, Any]) -> None:
-        os.write(announced, f"{line['iteration']}\n".encode())
+        if line.get("kind") == "checkpoint":
+            os.write(announced, f"{line['iteration']}\n".encode())
 
     return forked(lambda: train(parameters, output, progress=False, on_line=announce))
 

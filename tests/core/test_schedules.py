@@ -128,7 +128,7 @@ def test_every_update_obeys_the_schedule(backend, optimizer):
 
     trainer.train(said.append, note)
     schedule = schedule_of(chosen.training)
-    assert [interval.learning_rate for interval in said] == [
+    assert [interval["learning_rate"] for interval in said] == [
         schedule.rate(step) for step in range(1, 15)
     ]
     for before, after in itertools.pairwise(seen):

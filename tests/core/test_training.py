@@ -54,18 +54,18 @@ def run(*arguments, **options):
 
 def test_results_add_up(tmp_path):
     seen = []
-    result = train(small(), tmp_path / "out", on_interval=seen.append, progress=False)
+    result = train(small(), tmp_path / "out", on_line=seen.append, progress=False)
     assert result.status == "finished" and result.iterations == 25
-    assert [interval.iteration for interval in seen] == [10, 20, 25]
+    assert [interval["iteration"] for interval in seen] == [10, 20, 25]
     assert len(result.losses) == len(result.iteration_ms) == len(result.data_ms) == 25
-    assert seen[-1].loss == pytest.approx(sum(result.losses[20:]) / 5)
-    assert result.loss == seen[-1].loss
+    assert seen[-1]["loss"] == pytest.approx(sum(result.losses[20:]) / 5)
+    assert result.loss == seen[-1]["loss"]
     assert result.samples_per_second == pytest.approx(64 * 25 / (sum(result.iteration_ms) / 1e3))
     mean = sum(result.iteration_ms) / 25
     assert result.data_ms_per_iteration + result.compute_ms_per_iteration == pytest.approx(mean)
     assert result.peak_memory_bytes > 1e6
     lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["loss"] for line in lines] == [interval.loss for interval in seen]
+    assert [json.loads(line)["loss"] for line in lines] == [interval["loss"] for interval in seen]
     saved = json.loads((tmp_path / "out" / "result.json").read_text())
     assert saved["losses"] == result.losses
 
