@@ -12,24 +12,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scaling_records import FIXED_MS, compute_profile, document, parameters
 
+from dlrm_core.config import Parameters
 from dlrm_core.errors import InputError
 from dlrm_workbook.analysis.findings.ranks import scaling_findings
 from dlrm_workbook.analysis.ranks.choice import (
-    Setting,
     Slowness,
     best_sharding,
+    fullest,
     scaling_table,
     simulate,
     straggler_table,
 )
 from dlrm_workbook.analysis.ranks.links import Link, Network, Range, link
 from dlrm_workbook.analysis.ranks.prediction import (
-    NO_OVERLAP,
     WAITING,
-    Overlap,
+    ComputeProfile,
+    Prediction,
+    Setting,
     expected_largest,
     measured_profile,
-    predict,
     published_profile,
     schedule,
 )
@@ -48,15 +49,26 @@ SLOW = Network(Link("slow", Range(40, 50, 60), Range(1.5, 2, 2.5), "made up"))
 PROFILE = measured_profile(pd.DataFrame(compute_profile()))
 
 
+def predict(
+    base: Parameters,
+    ranks: int,
+    sharding: str,
+    profile: ComputeProfile = PROFILE,
+    hidden: bool = True,
+) -> Prediction:
+    """An iteration of the parameters' batch over the slow link."""
+    setting = Setting(base, SLOW, profile, hidden)
+    return setting.predict(make_plan(base, ranks, sharding), base.training.batch_size)
+
+
 # ---- one-rank profile -------------------------------------------------------------------
 
 
 def test_a_profile_finds_fixed_and_per_sample_cost() -> None:
-    table = PROFILE.parts.set_index(["concurrent", "component", "phase"])
-    row = table.loc[(4, "embedding", "forward")]
-    assert row["fixed_ms"] == pytest.approx(FIXED_MS["embedding"], rel=1e-6)
-    assert row["sample_ms"] == pytest.approx(0.02, rel=1e-6)
-    assert table.loc[(2, "embedding", "forward"), "fixed_ms"] == pytest.approx(0.5, rel=1e-6)
+    found = PROFILE.costs[4]["embedding", "forward"]
+    assert found.fixed_ms == pytest.approx(FIXED_MS["embedding"], rel=1e-6)
+    assert found.sample_ms == pytest.approx(0.02, rel=1e-6)
+    assert PROFILE.costs[2]["embedding", "forward"].fixed_ms == pytest.approx(0.5, rel=1e-6)
     assert PROFILE.at(3)[0] == 4 and PROFILE.at(64)[0] == 4
     assert replace(PROFILE, shares_node=False).at(64)[0] == 1
     cost = PROFILE.costs[1]["top_mlp", "forward"]
@@ -72,7 +84,7 @@ def test_a_profile_finds_fixed_and_per_sample_cost() -> None:
 
 
 def test_one_rank_exchanges_nothing_and_takes_its_profile_s_time() -> None:
-    made = predict(parameters(256), 1, "table_wise", SLOW, PROFILE)
+    made = predict(parameters(256), 1, "table_wise")
     assert made.exposed_ms == 0 and made.exchanges.empty
     assert made.mid_ms == pytest.approx(PROFILE.total_ms(256, 1))
     assert made.low_ms < made.mid_ms < made.high_ms
@@ -83,19 +95,15 @@ def test_one_rank_exchanges_nothing_and_takes_its_profile_s_time() -> None:
     st.sampled_from([2, 4, 8]),
     st.sampled_from(["table_wise", "row_wise", "column_wise", "replicated"]),
     st.sampled_from([64, 512]),
-    st.booleans(),
-    st.booleans(),
-    st.floats(0, 1),
 )
-def test_what_is_hidden_can_only_save_time(ranks, sharding, batch, pooled, dense, hides) -> None:
+def test_what_is_hidden_can_only_save_time(ranks, sharding, batch) -> None:
     base = parameters(batch)
-    none = predict(base, ranks, sharding, SLOW, PROFILE, overlap=NO_OVERLAP)
-    some = predict(*(base, ranks, sharding, SLOW, PROFILE), overlap=Overlap(pooled, dense, hides))
-    every = predict(base, ranks, sharding, SLOW, PROFILE)
-    assert every.mid_ms <= some.mid_ms + 1e-9 <= none.mid_ms + 2e-9
+    none = predict(base, ranks, sharding, hidden=False)
+    every = predict(base, ranks, sharding)
+    assert every.mid_ms <= none.mid_ms + 1e-9
     assert none.exposed_ms == pytest.approx(none.exchanges["mid_ms"].sum())
     assert none.compute_ms == pytest.approx(every.compute_ms)
-    for made in (none, some, every):
+    for made in (none, every):
         assert made.parts["mid_ms"].sum() == pytest.approx(made.mid_ms)
         assert made.schedule.end_ms == pytest.approx(made.mid_ms)
         assert (made.parts["low_ms"] <= made.parts["mid_ms"] + 1e-12).all()
@@ -108,13 +116,11 @@ def test_what_is_hidden_can_only_save_time(ranks, sharding, batch, pooled, dense
 
 def test_an_exchange_hides_behind_the_bottom_mlp_only_as_far_as_that_lasts() -> None:
     compute = {("embedding", "forward"): 2.0, ("bottom_mlp", "forward"): 3.0}
-    made = schedule(compute, {("pooled vectors", "forward"): 5.0}, Overlap())
+    made = schedule(compute, {("pooled vectors", "forward"): 5.0})
     assert made.exposed["pooled vectors"] == pytest.approx(2.0)
     assert made.end_ms == pytest.approx(7.0)
-    half = schedule(compute, {("pooled vectors", "forward"): 5.0}, Overlap(hides=0.5))
-    # 2.5 of 3 ms are computed while the link is busy for 5
-    assert half.end_ms == pytest.approx(7.5)
-    alone = schedule(compute, {("pooled vectors", "forward"): 5.0}, NO_OVERLAP)
+    alone = schedule(compute, {("pooled vectors", "forward"): 5.0}, hidden=False)
+    assert alone.exposed["pooled vectors"] == pytest.approx(5.0)
     assert alone.end_ms == pytest.approx(10.0)
 
 
@@ -131,7 +137,7 @@ def test_ranks_wait_for_the_slowest_draw() -> None:
     shaky = measured_profile(rows)
     deviation = 1 / 2.56
     assert shaky.costs[4]["top_mlp", "forward"].deviation_ms(300) == pytest.approx(deviation)
-    made = predict(parameters(), 4, "table_wise", SLOW, shaky)
+    made = predict(parameters(), 4, "table_wise", shaky)
     waiting = made.parts.set_index("phase").loc[WAITING, "mid_ms"]
     # embedding and bottom MLP; interaction, top MLP, their backward, bottom MLP's; embedding's
     stretches = math.sqrt(2) + math.sqrt(5) + math.sqrt(1)
@@ -140,7 +146,7 @@ def test_ranks_wait_for_the_slowest_draw() -> None:
     assert faster == pytest.approx(0.5)
     waiting /= faster
     assert waiting == pytest.approx(deviation * stretches * expected_largest(4))
-    one = predict(parameters(), 4, "replicated", SLOW, shaky).parts.set_index("phase")
+    one = predict(parameters(), 4, "replicated", shaky).parts.set_index("phase")
     assert one.loc[WAITING, "mid_ms"] / faster == pytest.approx(
         deviation * math.sqrt(8) * expected_largest(4)
     )
@@ -154,7 +160,7 @@ def test_ranks_wait_for_the_slowest_draw() -> None:
 
 def test_fewer_samples_than_ranks_are_refused() -> None:
     with pytest.raises(InputError, match="batch_size is 4, but there are 8 ranks"):
-        predict(parameters(4), 8, "table_wise", SLOW, PROFILE)
+        predict(parameters(4), 8, "table_wise")
 
 
 # ---- predicted and measured -------------------------------------------------------------
@@ -287,7 +293,7 @@ def test_memory_rules_plans_out_and_says_so() -> None:
     setting = Setting(base, SLOW, PROFILE, memory_bytes=0.5 * whole)
     choice = best_sharding(setting, 4)
     assert choice.prediction is not None
-    assert setting.fullest(choice.prediction.plan, 512) <= 0.5 * whole
+    assert fullest(setting, choice.prediction.plan, 512) <= 0.5 * whole
     replicated = choice.candidates.set_index("sharding").loc["replicated"]
     assert "GB are there" in replicated["note"]
     assert best_sharding(replace(setting, memory_bytes=1e6), 4).prediction is None
@@ -321,19 +327,18 @@ def test_scaling_tables_keep_their_laws() -> None:
 
 def test_stragglers_cost_what_the_expected_maximum_says() -> None:
     for ranks in (1, 4, 64):
-        run = simulate(100.0, 10.0, ranks, Slowness(jitter=0.05), 4000, seed=1)
+        table = straggler_table([100.0], [10.0], [ranks], Slowness(jitter=0.05), 4000, seed=1)
         expected = 100 * (1 + 0.05 * expected_largest(ranks)) + 10
-        assert run["time_ms"].mean() == pytest.approx(expected, rel=0.02)
-        assert (run["time_ms"] >= run["mean_ms"] + 10 - 1e-9).all()
-    even = simulate(100.0, 10.0, 8, Slowness(jitter=0.0), 5)
-    assert (even["time_ms"] == 110).all() and (even["waited_ms"] == 0).all()
-    again = [simulate(1.0, 0.0, 9, Slowness(0.1, 0.1, 0.1), 50, seed=s) for s in (5, 5, 6)]
-    assert again[0].equals(again[1]) and not again[0].equals(again[2])
+        assert table["mean_ms"][0] == pytest.approx(expected, rel=0.02)
+    even = straggler_table([100.0], [10.0], [8], Slowness(jitter=0.0), 5).iloc[0]
+    assert even["mean_ms"] == even["p95_ms"] == 110 and even["waited_share"] == even["loss"] == 0
+    again = [simulate(9, Slowness(0.1, 0.1), 50, seed=s) for s in (5, 5, 6)]
+    assert (again[0] == again[1]).all() and (again[0] != again[2]).any()
 
 
 def test_hiccups_hit_more_often_the_more_ranks_there_are() -> None:
     table = straggler_table(
-        [10.0] * 4, [1.0] * 4, [1, 16, 256, 4096], Slowness(0.0, 0.0, 0.01, 3.0), 2000, seed=2
+        [10.0] * 4, [1.0] * 4, [1, 16, 256, 4096], Slowness(0.0, 0.01, 3.0), 2000, seed=2
     )
     # at least one of R ranks is held up with probability 1 - 0.99^R, which costs 20 ms
     expected = 11 + 20 * (1 - 0.99 ** table["ranks"].to_numpy(float))

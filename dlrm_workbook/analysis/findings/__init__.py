@@ -64,8 +64,6 @@ RULES: tuple[Rule, ...] = (
     embedding.embedding_update,
     operators.interaction_overhead,
     changes.faster_settings,
-    ranks.communication,
-    ranks.rank_imbalance,
     ranks.load_imbalance,
     ranks.replicate_small_tables,
     generic.disturbed_profile,

@@ -147,7 +147,7 @@ def _faster_setting(evidence: Evidence, ledger: Ledger, probe: Mapping[str, Any]
     # one leaf, or the fused dense part with the products that it needs
     if setting is None or (len(change) > 1 and name != "training.dense_backend"):
         return None
-    if not all(_is_allowed(evidence, leaf, value, probe) for leaf, value in change.items()):
+    if not all(_is_allowed(evidence, leaf, value) for leaf, value in change.items()):
         return None
     if setting.id == "embedding_update" and ledger.is_explained(("embedding", "backward")):
         return None  # what does not belong there was named, with this as its remedy
@@ -171,17 +171,14 @@ def _faster_setting(evidence: Evidence, ledger: Ledger, probe: Mapping[str, Any]
     )
 
 
-def _is_allowed(evidence: Evidence, name: str, then: Any, probe: Mapping[str, Any]) -> bool:
+def _is_allowed(evidence: Evidence, name: str, then: Any) -> bool:
     """Whether the change keeps the accuracy that the run asks for."""
     if name == "training.precision":
         lowest = evidence.parameter("training.lowest_precision", "bf16")
         # fp16 keeps less range than bf16: it is only proposed where it is allowed by name
         return then in PRECISIONS[: PRECISIONS.index(lowest) + 1] if lowest in PRECISIONS else False
-    error = probe.get("relative_error")
-    if name == "training.fp32_matmul" and then in TILE_ERRORS:
-        return TILE_ERRORS[then] <= MAX_RELATIVE_ERROR
     if name == "training.fp32_matmul":
-        error = error if error is not None else _library_error(evidence)
+        error = TILE_ERRORS.get(then) or _library_error(evidence)
         return error is not None and error <= MAX_RELATIVE_ERROR
     return True
 
@@ -213,6 +210,6 @@ def _timed(evidence: Evidence, probe: Mapping[str, Any], name: str, now: Any, th
     )
     text = f"{name} is {now}. Timed beside this run, in turns: {listed or 'a small gain each'}."
     if name == "training.fp32_matmul":
-        error = probe.get("relative_error") or _library_error(evidence)
+        error = TILE_ERRORS.get(then) or _library_error(evidence)
         text += f" Relative error {error:.1e}."
     return text

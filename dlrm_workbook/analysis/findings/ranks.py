@@ -1,8 +1,8 @@
 """What ranks wait for each other: exposed collectives, the link's limit, uneven ranks.
 
-Two rules read a scaling record (``meta["scaling"]``, defined in
-:mod:`dlrm_workbook.analysis.ranks.communication`); two speak of what the profiles of several
-ranks show by themselves.
+Two rules speak of what the profiles of several ranks show by themselves;
+:func:`scaling_findings` reads a scaling record, which
+:mod:`dlrm_workbook.analysis.ranks.communication` defines.
 """
 
 from __future__ import annotations
@@ -26,19 +26,17 @@ from dlrm_workbook.analysis.findings.finding import (
     removed,
     rule,
 )
-from dlrm_workbook.analysis.ranks.choice import Setting, best_sharding
+from dlrm_workbook.analysis.ranks.choice import best_sharding
 from dlrm_workbook.analysis.ranks.communication import kind_label
 from dlrm_workbook.analysis.ranks.links import Network
-from dlrm_workbook.analysis.ranks.prediction import NO_OVERLAP
+from dlrm_workbook.analysis.ranks.prediction import Setting
 from dlrm_workbook.analysis.ranks.record import (
-    SHARED_CORES,
     ScalingRecord,
     exchange_times,
     exposed_shares,
     imbalance,
     own_link,
     own_profile,
-    record_of,
 )
 from dlrm_workbook.analysis.ranks.sharding import SHARDINGS
 
@@ -152,20 +150,6 @@ ADVICE = {
     ),
 }
 """What is exchanged to what shortens it."""
-
-
-def communication(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
-    """Ranks wait for a collective that nothing hides."""
-    document = evidence.meta.get("scaling")
-    if document:
-        yield from communication_findings(record_of(document), evidence.parameters)
-
-
-def rank_imbalance(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
-    """One rank of a measured run has more to do than the others."""
-    document = evidence.meta.get("scaling")
-    if document:
-        yield from imbalance_findings(record_of(document))
 
 
 def scaling_findings(record: ScalingRecord, parameters: Parameters | None) -> list[Finding]:
@@ -293,8 +277,7 @@ def _better_sharding(
     link = own_link(record, "measured link")
     if link is None or parameters is None or record.compute_profile.empty:
         return {}, {}, ""
-    overlap = SHARED_CORES if run.get("backend") == "gloo" else NO_OVERLAP
-    setting = Setting(parameters, Network(link), own_profile(record), overlap)
+    setting = Setting(parameters, Network(link), own_profile(record), hidden=False)
     batch, used = int(run["batch_size"]), str(run["sharding"])
     choice = best_sharding(setting, int(run["ranks"]), batch)
     table = choice.candidates[choice.candidates["sharding"].isin(set(SHARDINGS) - {"mixed"})]

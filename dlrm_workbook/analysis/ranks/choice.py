@@ -6,6 +6,7 @@ one kind at a time (alike tables together, largest first) as long as the predict
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,14 +22,7 @@ from dlrm_workbook.analysis.ranks.communication import (
     INDEX_BYTES,
     dense_parameters,
 )
-from dlrm_workbook.analysis.ranks.links import Network
-from dlrm_workbook.analysis.ranks.prediction import (
-    ComputeProfile,
-    Overlap,
-    Prediction,
-    predict,
-    step_ms,
-)
+from dlrm_workbook.analysis.ranks.prediction import Prediction, Setting
 from dlrm_workbook.analysis.ranks.sharding import KINDS, SHARDINGS, Plan, make_plan
 
 # Memory of every rank: weights, optimiser state, gradients, activations, what is exchanged.
@@ -151,40 +145,9 @@ class Choice:
     reason: str
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What a prediction needs beside ranks and plan."""
-
-    parameters: Parameters
-    network: Network
-    profile: ComputeProfile
-    overlap: Overlap | None = None
-    memory_bytes: float | None = None
-    """Of one rank; None: no limit."""
-
-    def predict(self, plan: Plan, batch: int) -> Prediction:
-        return predict(
-            *(self.parameters, plan.ranks, plan, self.network, self.profile, batch),
-            overlap=self.overlap,
-        )
-
-    def step_ms(self, plan: Plan, batch: int) -> float:
-        """The middle of :meth:`predict`, sooner."""
-        overlap = self.overlap or Overlap()
-        return step_ms(self.parameters, plan, self.network, self.profile, batch, overlap)
-
-    def fits(self, plan: Plan, batch: int) -> bool:
-        """Whether the fullest rank has the memory."""
-        return self.memory_bytes is None or self.fullest(plan, batch) <= self.memory_bytes
-
-    def allows(self, kind: str, rows: int) -> bool:
-        """Whether a table of so many rows may be of this kind: no copies larger than memory."""
-        size = 4 * rows * self.parameters.model.embedding_dim
-        return kind != "replicated" or self.memory_bytes is None or size <= self.memory_bytes
-
-    def fullest(self, plan: Plan, batch: int) -> float:
-        """Bytes of the rank that needs most."""
-        return float(rank_memory(self.parameters, plan, batch)["total_bytes"].max())
+def fullest(setting: Setting, plan: Plan, batch: int) -> float:
+    """Bytes of the rank that needs most."""
+    return float(rank_memory(setting.parameters, plan, batch)["total_bytes"].max())
 
 
 def best_sharding(setting: Setting, ranks: int, batch_size: int | None = None) -> Choice:
@@ -194,35 +157,33 @@ def best_sharding(setting: Setting, ranks: int, batch_size: int | None = None) -
         InputError: fewer samples than ranks.
     """
     batch = batch_size or setting.parameters.training.batch_size
+    room = math.inf if setting.memory_bytes is None else setting.memory_bytes
     found: dict[str, Prediction] = {}
     rows = []
     for name in SHARDINGS:
         plan = make_plan(setting.parameters, ranks, name, idle=True)
         if plan.name != name and name == "mixed":
             continue  # it came out as one of the others
-        made, needed = setting.predict(plan, batch), setting.fullest(plan, batch)
-        fits = setting.fits(plan, batch)
-        if fits:
+        made, needed = setting.predict(plan, batch), fullest(setting, plan, batch)
+        if needed <= room:
             found[name] = made
-        note = _moved(made) if fits else _too_large(needed, setting.memory_bytes or 0.0)
+            note = _moved(made)
+        else:
+            note = f"needs {needed / 1e9:.1f} GB on one rank, {room / 1e9:.1f} GB are there"
         rows.append(_candidate(name, made, needed, note))
     if not found:
-        table = pd.DataFrame(rows)
-        return Choice(None, table, f"No sharding fits on {ranks} ranks.")
-    start = min(found, key=lambda name: found[name].mid_ms)
-    plan = _improved(setting, found[start], batch)
-    best = found[start]
+        return Choice(None, pd.DataFrame(rows), f"No sharding fits on {ranks} ranks.")
+    best = min(found.values(), key=lambda made: made.mid_ms)
+    plan = _improved(setting, best.plan, batch, room)
     if plan is not best.plan:
         best = setting.predict(plan, batch)
-        rows.append(_candidate(_spelt(plan), best, setting.fullest(plan, batch), _moved(best)))
-    table = pd.DataFrame(rows)
-    return Choice(best, table, _reason(best, found))
+        rows.append(_candidate(_spelt(plan), best, fullest(setting, plan, batch), _moved(best)))
+    return Choice(best, pd.DataFrame(rows), _reason(best, found))
 
 
-def _improved(setting: Setting, start: Prediction, batch: int) -> Plan:
-    """Greedy: the kind of alike tables changed, largest first, while it gains."""
-    best, ranks = start.plan, start.ranks
-    if ranks == 1:
+def _improved(setting: Setting, best: Plan, batch: int, room: float) -> Plan:
+    """Greedy: the kind of alike tables changed, largest first, while it gains and fits."""
+    if best.ranks == 1:
         return best
     least = setting.step_ms(best, batch)
     groups: dict[tuple[int, float], list[int]] = {}
@@ -232,11 +193,12 @@ def _improved(setting: Setting, start: Prediction, batch: int) -> Plan:
     for (rows, _), members in sorted(groups.items(), reverse=True):
         for kind in KINDS:
             changed = [kind if t in members else kinds[t] for t in range(len(kinds))]
-            if changed == kinds or not setting.allows(kind, rows):
+            # no copies that are larger than memory by themselves
+            if changed == kinds or (kind == "replicated" and FLOAT_BYTES * rows * best.dim > room):
                 continue
-            plan = make_plan(setting.parameters, ranks, changed, idle=True)
+            plan = make_plan(setting.parameters, best.ranks, changed, idle=True)
             time = setting.step_ms(plan, batch)
-            if time < (1 - LEAST_GAIN) * least and setting.fits(plan, batch):
+            if time < (1 - LEAST_GAIN) * least and fullest(setting, plan, batch) <= room:
                 best, least, kinds = plan, time, changed
     return best
 
@@ -260,10 +222,6 @@ def _moved(made: Prediction) -> str:
         f"longest exchange: {most['collective']} of {most['what']}, "
         f"{most['bytes'] / (1 << 20):.1f} MiB per rank, {milliseconds(most['mid_ms'])}"
     )
-
-
-def _too_large(needed: float, limit: float) -> str:
-    return f"needs {needed / 1e9:.1f} GB on one rank, {limit / 1e9:.1f} GB are there"
 
 
 def _reason(best: Prediction, found: dict[str, Prediction]) -> str:
@@ -331,7 +289,7 @@ def scaling_table(
                 "exposed_share": made.exposed_ms / made.mid_ms,
                 "speedup": speedup,
                 "efficiency": speedup / ranks,
-                "memory_bytes": setting.fullest(made.plan, batch),
+                "memory_bytes": fullest(setting, made.plan, batch),
                 "note": note,
                 "why_not": "",
             }
@@ -370,68 +328,36 @@ class Slowness:
     Attributes:
         jitter: relative standard deviation of a rank's compute from iteration to iteration
             (log-normal, of mean 1).
-        spread: the same from rank to rank, for a whole run: uneven machines.
         hiccups: probability that a rank is held up in an iteration.
         hiccup: how many times as long its compute takes then.
     """
 
     jitter: float = 0.05
-    spread: float = 0.0
     hiccups: float = 0.0
     hiccup: float = 2.0
 
     def __post_init__(self) -> None:
-        for name, low in (("jitter", 0.0), ("spread", 0.0), ("hiccups", 0.0), ("hiccup", 1.0)):
+        for name, low in (("jitter", 0.0), ("hiccups", 0.0), ("hiccup", 1.0)):
             if getattr(self, name) < low:
                 raise InputError(f"{name} is {getattr(self, name)}, expected at least {low:g}")
         if self.hiccups > 1:
             raise InputError(f"hiccups is {self.hiccups}, expected a probability up to 1")
 
 
-def simulate(
-    compute_ms: float,
-    exchange_ms: float,
-    ranks: int,
-    slowness: Slowness,
-    iterations: int = 400,
-    seed: int = 0,
-) -> pd.DataFrame:
-    """Iterations of ``ranks`` ranks that all compute, then wait for each other and exchange.
-
-    Args:
-        compute_ms: of one rank that nothing slows.
-        exchange_ms: exposed time of the collectives once all ranks are there.
+def simulate(ranks: int, slowness: Slowness, iterations: int = 400, seed: int = 0) -> np.ndarray:
+    """Compute of each rank in each iteration over that of one that nothing slows.
 
     Returns:
-        ``iteration``, ``slowest_ms`` (compute of the slowest rank), ``mean_ms`` (of all),
-        ``waited_ms`` (mean time a rank waits for the slowest), ``time_ms``, ``slowest_rank``.
+        (iterations, ranks), of mean 1 where there are no hiccups.
     """
-    if ranks < 1 or iterations < 1:
-        raise InputError(f"ranks is {ranks}, iterations {iterations}; expected at least 1 each")
     rng = np.random.default_rng(seed)
-    times = compute_ms * _log_normal(rng, slowness.jitter, (iterations, ranks))
-    times *= _log_normal(rng, slowness.spread, (ranks,))
+    times = np.ones((iterations, ranks))
+    if slowness.jitter > 0:
+        sigma = np.sqrt(np.log1p(slowness.jitter**2))
+        times = rng.lognormal(-(sigma**2) / 2, sigma, times.shape)
     if slowness.hiccups > 0:
-        times *= np.where(rng.random((iterations, ranks)) < slowness.hiccups, slowness.hiccup, 1.0)
-    slowest = times.max(axis=1)
-    return pd.DataFrame(
-        {
-            "iteration": np.arange(iterations),
-            "slowest_ms": slowest,
-            "mean_ms": times.mean(axis=1),
-            "waited_ms": slowest - times.mean(axis=1),
-            "time_ms": slowest + exchange_ms,
-            "slowest_rank": times.argmax(axis=1),
-        }
-    )
-
-
-def _log_normal(rng: np.random.Generator, deviation: float, shape: tuple[int, ...]) -> np.ndarray:
-    """Factors of mean 1 and this relative standard deviation."""
-    if deviation == 0:
-        return np.ones(shape)
-    sigma = np.sqrt(np.log1p(deviation**2))
-    return rng.lognormal(-(sigma**2) / 2, sigma, shape)
+        times *= np.where(rng.random(times.shape) < slowness.hiccups, slowness.hiccup, 1.0)
+    return times
 
 
 def straggler_table(
@@ -442,7 +368,13 @@ def straggler_table(
     iterations: int = 400,
     seed: int = 0,
 ) -> pd.DataFrame:
-    """:func:`simulate` for several numbers of ranks, each with its own predicted times.
+    """What ranks of several numbers wait for each other, each with its own predicted times.
+
+    All ranks compute (:func:`simulate`), then wait for the slowest and exchange.
+
+    Args:
+        compute_ms: of one rank that nothing slows.
+        exchange_ms: exposed time of the collectives once all ranks are there.
 
     Returns:
         ``ranks``, ``even_ms`` (no rank slower than another), ``mean_ms``, ``p95_ms``,
@@ -451,15 +383,16 @@ def straggler_table(
     """
     rows = []
     for compute, exchange, ranks in zip(compute_ms, exchange_ms, rank_counts, strict=True):
-        run = simulate(compute, exchange, ranks, slowness, iterations, seed)
-        mean, even = float(run["time_ms"].mean()), compute + exchange
+        times = compute * simulate(ranks, slowness, iterations, seed)
+        slowest = times.max(axis=1)
+        mean, even = float(slowest.mean()) + exchange, compute + exchange
         rows.append(
             {
                 "ranks": ranks,
                 "even_ms": even,
                 "mean_ms": mean,
-                "p95_ms": float(run["time_ms"].quantile(0.95)),
-                "waited_share": float(run["waited_ms"].mean()) / mean,
+                "p95_ms": float(np.quantile(slowest, 0.95)) + exchange,
+                "waited_share": float((slowest - times.mean(axis=1)).mean()) / mean,
                 "loss": mean / even - 1,
             }
         )

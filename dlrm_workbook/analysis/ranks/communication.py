@@ -230,7 +230,6 @@ class Study:
     preset: str
     model: ModelConfig
     lookups: int
-    single_batch: int | None
     strong_batch: int
     weak_batch_per_rank: int
     quoted_ranks: int
@@ -262,8 +261,7 @@ STUDY = (
             tables=8,
             table_rows=(1_000_000,),
         ),
-        *(50, 2048, 8192, 1024),
-        *(8, 9.5, 15.8, "about 30 %"),
+        *(50, 8192, 1024, 8, 9.5, 15.8, "about 30 %"),
     ),
     Study(
         "Large",
@@ -275,8 +273,7 @@ STUDY = (
             tables=64,
             table_rows=(6_000_000,),
         ),
-        *(100, None, 16384, 512),
-        *(64, 1047, 1024, "not said"),
+        *(100, 16384, 512, 64, 1047, 1024, "not said"),
     ),
     Study(
         "MLPerf",
@@ -288,8 +285,7 @@ STUDY = (
             tables=None,
             table_rows=MLPERF_ROWS,
         ),
-        *(1, 2048, 16384, 2048),
-        *(26, 9.0, 208, "under 20 %"),
+        *(1, 16384, 2048, 26, 9.0, 208, "under 20 %"),
     ),
 )
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
@@ -45,9 +45,6 @@ ALGORITHMS: Mapping[str, tuple[str, ...]] = {
     "broadcast": ("tree",),
 }
 """Collective to its algorithms; a library's usual one first."""
-
-BEST = "best"
-"""In place of an algorithm: whichever takes least, as libraries choose by size."""
 
 
 class Range(NamedTuple):
@@ -76,18 +73,7 @@ NOTHING = Range(0.0, 0.0, 0.0)
 def steps_and_bytes(
     collective: str, algorithm: str, ranks: int, payload: float
 ) -> tuple[float, float]:
-    """Steps of a collective and the bytes that leave a rank, as in the module's table.
-
-    Raises:
-        InputError: no such collective or algorithm.
-    """
-    known = ALGORITHMS.get(collective)
-    if known is None:
-        raise InputError(f"collective is {collective!r}, expected one of {', '.join(ALGORITHMS)}")
-    if algorithm not in known:
-        raise InputError(
-            f"algorithm of {collective} is {algorithm!r}, expected one of {', '.join(known)}"
-        )
+    """Steps of a collective and the bytes that leave a rank, as in the module's table."""
     if ranks <= 1:
         return 0.0, 0.0
     away = payload * (ranks - 1) / ranks
@@ -134,25 +120,30 @@ class Link:
     measured: bool = False
     fits: Mapping[tuple[str, int], Fit] = field(default_factory=dict)
 
-    def time_ms(self, collective: str, ranks: int, payload: float, algorithm: str = BEST) -> Range:
+    def time_ms(self, collective: str, ranks: int, payload: float) -> Range:
         """Time of a collective, with its range.
 
         What was measured on as many ranks is interpolated between the sizes measured; beyond
-        them, and on other numbers of ranks, alpha and beta decide.
+        them, and on other numbers of ranks, alpha and beta decide, by the algorithm that takes
+        least, as libraries choose by size.
 
         Raises:
-            InputError: no such collective or algorithm.
+            InputError: no such collective.
         """
         if ranks <= 1 or payload <= 0:
             return NOTHING
         fit = self.fits.get((collective, ranks))
-        if fit is not None and algorithm == BEST:
+        if fit is not None:
             mid = _interpolated(fit, payload)
             return Range(mid / (1 + fit.scatter), mid, mid * (1 + fit.scatter))
-        names = ALGORITHMS.get(collective, ()) if algorithm == BEST else (algorithm,)
-        if not names:
-            steps_and_bytes(collective, algorithm, ranks, payload)
-        known = [self.steps_ms(*steps_and_bytes(collective, n, ranks, payload)) for n in names]
+        if collective not in ALGORITHMS:
+            raise InputError(
+                f"collective is {collective!r}, expected one of {', '.join(ALGORITHMS)}"
+            )
+        known = [
+            self.steps_ms(*steps_and_bytes(collective, algorithm, ranks, payload))
+            for algorithm in ALGORITHMS[collective]
+        ]
         return min(known, key=lambda time: time.mid)
 
     def steps_ms(self, steps: float, moved: float) -> Range:
@@ -294,30 +285,22 @@ def link(name: str) -> Link:
     raise InputError(f"no link is called {name!r}; {hint}")
 
 
-def links_table(links: tuple[Link, ...] = LINKS) -> pd.DataFrame:
+def links_table(links: Sequence[Link]) -> pd.DataFrame:
     """``name``, ``alpha_us``, ``gb_per_s`` and their ``_low`` and ``_high``, ``measured``,
     ``source``."""
+    ends = ("_low", "", "_high")
     return pd.DataFrame(
         [
-            {
-                "name": known.name,
-                "alpha_us": known.alpha_us.mid,
-                "alpha_us_low": known.alpha_us.low,
-                "alpha_us_high": known.alpha_us.high,
-                "gb_per_s": known.gb_per_s.mid,
-                "gb_per_s_low": known.gb_per_s.low,
-                "gb_per_s_high": known.gb_per_s.high,
-                "measured": known.measured,
-                "source": known.source,
-            }
+            {"name": known.name}
+            | {f"alpha_us{end}": value for end, value in zip(ends, known.alpha_us, strict=True)}
+            | {f"gb_per_s{end}": value for end, value in zip(ends, known.gb_per_s, strict=True)}
+            | {"measured": known.measured, "source": known.source}
             for known in links
         ]
     )
 
 
 # A link from measured collectives: latency, rate and how far single measurements lie off.
-
-PROBE_COLUMNS = ("collective", "ranks", "bytes", "time_ms")
 
 EXCHANGE = ["collective", "ranks", "bytes"]
 
@@ -342,13 +325,8 @@ def calibrate(probe: pd.DataFrame, name: str = "measured") -> Link:
         name: the link's name.
 
     Raises:
-        InputError: a column is missing, or fewer than two sizes were measured.
+        InputError: fewer than two sizes were measured.
     """
-    for column in PROBE_COLUMNS:
-        if column not in probe.columns:
-            raise InputError(
-                f"link probe: column {column} is missing, expected {', '.join(PROBE_COLUMNS)}"
-            )
     usable = probe[(probe["ranks"] > 1) & (probe["bytes"] > 0) & (probe["time_ms"] > 0)]
     usable = usable[usable["collective"].isin(list(ALGORITHMS))]
     if usable["bytes"].nunique() < 2:
@@ -396,7 +374,7 @@ def robust_line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
     return float(solved[0]), float(solved[1])
 
 
-def robust_least_squares(design: np.ndarray, y: np.ndarray, rounds: int = 40) -> np.ndarray:
+def robust_least_squares(design: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Coefficients of 0 or more for ``design @ c = y``, by relative errors, Huber's weights.
 
     Shapes: design (n, k), y (n,), result (k,). A coefficient that would be negative is 0 and
@@ -409,7 +387,7 @@ def robust_least_squares(design: np.ndarray, y: np.ndarray, rounds: int = 40) ->
     scaled = scaled / norms
     weights = np.ones(len(y))
     solved = np.zeros(design.shape[1])
-    for _ in range(rounds):
+    for _ in range(40):
         before, solved = solved, _nonnegative(scaled * weights[:, None], weights)
         # least absolute deviations at first, so that no outlier draws the start
         residual = scaled @ solved - 1

@@ -20,14 +20,15 @@ import pandas as pd
 from dlrm_core.config import DataConfig, ModelConfig, Parameters, TrainingConfig
 from dlrm_workbook.analysis.devices import DATA_SHEET, device
 from dlrm_workbook.analysis.ranks.communication import STUDY
-from dlrm_workbook.analysis.ranks.links import Link, Network, link
+from dlrm_workbook.analysis.ranks.links import Network, link
 from dlrm_workbook.analysis.ranks.prediction import (
     ComputeProfile,
     PartCost,
     Prediction,
-    predict,
+    Setting,
     published_profile,
 )
+from dlrm_workbook.analysis.ranks.sharding import make_plan
 from dlrm_workbook.analysis.work import part_work
 from dlrm_workbook.datasets.generate import VARIANTS
 
@@ -71,76 +72,70 @@ class Series:
     assumed: str
 
 
-def _gpu_series(
-    source: str, hardware: str, kind: str, joined: Link, rates: Mapping[str, Mapping[int, float]]
-) -> list[Series]:
-    assumed = (
-        f"{joined.name}: collectives' share of the data sheet's rate; how an iteration of one GPU "
-        "divides among parts; one GPU ran the small model (26 smaller tables)"
-    )
-    network = Network(joined)
-    return [
-        Series(
-            *(source, hardware, "NVIDIA large", precision, 65536, counts, network),
-            *(device(kind).ceilings(), assumed),
-        )
-        for precision, counts in rates.items()
-    ]
+NVIDIA: tuple[tuple[str, str, str, str, dict[str, dict[int, float | None]]], ...] = (
+    (
+        *(TORCH, "DGX A100", "A100-80GB", "NVLink 3 (A100)"),
+        {"TF32": {1: 2.88e6, 8: 11.4e6}, "mixed": {1: 4.02e6, 8: 16.5e6}},
+    ),
+    (
+        *(TF2, "DGX A100", "A100-80GB", "NVLink 3 (A100)"),
+        {"TF32": {1: 2.84e6, 8: 10.9e6}, "mixed": {1: 4.55e6, 8: 13.8e6}},
+    ),
+    (
+        *(TORCH, "DGX-1", "V100-32GB", "NVLink 2 (V100)"),
+        {"FP32": {1: 0.672e6, 8: 2.88e6}, "mixed": {1: 2.09e6, 8: 6.92e6}},
+    ),
+    (
+        *(TF2, "DGX-1", "V100-32GB", "NVLink 2 (V100)"),
+        {"FP32": {1: 0.663e6, 8: 3.13e6}, "mixed": {1: 2.23e6, 8: 6.31e6}},
+    ),
+    (
+        *(TORCH, "DGX-2", "V100-32GB", "NVLink 2 (V100)"),
+        {
+            "FP32": {1: 0.717e6, 8: 3.33e6, 16: 4.74e6},
+            "mixed": {1: 2.25e6, 8: 7.93e6, 16: 10.8e6},
+        },
+    ),
+    (
+        *(TF2, "DGX-2", "V100-32GB", "NVLink 2 (V100)"),
+        {
+            "FP32": {1: 0.698e6, 8: 3.79e6, 16: 6.43e6},
+            "mixed": {1: 2.44e6, 8: 7.82e6, 16: 10.5e6},
+        },
+    ),
+)
+"""Source, machine, its GPU and their link; precision to :attr:`Series.rates` of the large model."""
 
 
 @cache
 def series() -> tuple[Series, ...]:
     """Everything published that has a figure for one device and for more."""
-    a100, v100 = link("NVLink 3 (A100)"), link("NVLink 2 (V100)")
-    pcie = Network(link("PCIe 4 x16"))
     deepspark = Series(
-        *(DEEPSPARK, "BI-V100", "DeepSpark", "FP32", 2048, {1: 196_958, 8: 346_555}, pcie),
+        *(DEEPSPARK, "BI-V100", "DeepSpark", "FP32", 2048, {1: 196_958, 8: 346_555}),
+        Network(link("PCIe 4 x16")),
         device("V100-PCIe").ceilings(),
         "the cards' links (PCIe 4 x16 taken) and ceilings (a V100's taken for the division among "
         "parts); the table beside these figures prints a scalability of 0.97, they make 0.22",
     )
-    opa = Network(link("OPA"))
     study = Series(
         *(KALAMKAR, "Xeon 8280 socket", "Small", "FP32", 2048),
         {1: 2048 / 0.038, 2: None, 4: None, 8: None},
-        opa,
+        Network(link("OPA")),
         XEON,
         "its scaling was not at hand as numbers: volumes are compared in their own table",
     )
-    return (
-        *_gpu_series(
-            *(TORCH, "DGX A100", "A100-80GB", a100),
-            {"TF32": {1: 2.88e6, 8: 11.4e6}, "mixed": {1: 4.02e6, 8: 16.5e6}},
-        ),
-        *_gpu_series(
-            *(TF2, "DGX A100", "A100-80GB", a100),
-            {"TF32": {1: 2.84e6, 8: 10.9e6}, "mixed": {1: 4.55e6, 8: 13.8e6}},
-        ),
-        *_gpu_series(
-            *(TORCH, "DGX-1", "V100-32GB", v100),
-            {"FP32": {1: 0.672e6, 8: 2.88e6}, "mixed": {1: 2.09e6, 8: 6.92e6}},
-        ),
-        *_gpu_series(
-            *(TF2, "DGX-1", "V100-32GB", v100),
-            {"FP32": {1: 0.663e6, 8: 3.13e6}, "mixed": {1: 2.23e6, 8: 6.31e6}},
-        ),
-        *_gpu_series(
-            *(TORCH, "DGX-2", "V100-32GB", v100),
-            {
-                "FP32": {1: 0.717e6, 8: 3.33e6, 16: 4.74e6},
-                "mixed": {1: 2.25e6, 8: 7.93e6, 16: 10.8e6},
-            },
-        ),
-        *_gpu_series(
-            *(TF2, "DGX-2", "V100-32GB", v100),
-            {
-                "FP32": {1: 0.698e6, 8: 3.79e6, 16: 6.43e6},
-                "mixed": {1: 2.44e6, 8: 7.82e6, 16: 10.5e6},
-            },
-        ),
-        deepspark,
-        study,
-    )
+    nvidia = [
+        Series(
+            *(source, hardware, "NVIDIA large", precision, 65536, rates),
+            Network(link(joined)),
+            device(kind).ceilings(),
+            f"{joined}: collectives' share of the data sheet's rate; how an iteration of one GPU "
+            "divides among parts; one GPU ran the small model (26 smaller tables)",
+        )
+        for source, hardware, kind, joined, by_precision in NVIDIA
+        for precision, rates in by_precision.items()
+    ]
+    return *nvidia, deepspark, study
 
 
 def published_scaling() -> pd.DataFrame:
@@ -237,7 +232,8 @@ def _with_host(profile: ComputeProfile, cost: PartCost) -> ComputeProfile:
 def _predicted(
     each: Series, parameters: Parameters, count: int, profile: ComputeProfile
 ) -> Prediction:
-    return predict(parameters, count, "table_wise", each.network, profile)
+    plan = make_plan(parameters, count, "table_wise")
+    return Setting(parameters, each.network, profile).predict(plan, each.batch)
 
 
 def _row(each: Series, count: int, made: Prediction, basis: str) -> dict[str, Any]:

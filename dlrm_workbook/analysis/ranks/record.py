@@ -7,7 +7,7 @@ predicted from its one-rank profile and link probe, beside what it measured.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -21,10 +21,8 @@ from dlrm_core.files import read_json
 from dlrm_workbook.analysis.ranks.links import Link, Network, calibrate
 from dlrm_workbook.analysis.ranks.prediction import (
     ComputeProfile,
-    Overlap,
-    Prediction,
+    Setting,
     measured_profile,
-    predict,
 )
 from dlrm_workbook.analysis.ranks.sharding import Plan, make_plan, plan_of_placement
 from dlrm_workbook.analysis.steady import undisturbed
@@ -299,26 +297,21 @@ def exposed_shares(record: ScalingRecord) -> pd.DataFrame:
 
 # Predicted beside measured: every run of a record, from its one-rank profile and link probe.
 
-SHARED_CORES = Overlap(hides=0.0)
-"""Ranks on CPUs move bytes with the cores that compute: nothing that is hidden is saved."""
-
 CHECK_COLUMNS = [
     *("run", "ranks", "batch_size", "sharding", "measured_ms", "low_ms", "predicted_ms", "high_ms"),
     *("error", "in_range", "measured_exposed_ms", "predicted_exposed_ms", "note"),
 ]
 
 
-def predicted_and_measured(
-    record: ScalingRecord, parameters: Parameters, overlap: Overlap | None = None
-) -> pd.DataFrame:
+def predicted_and_measured(record: ScalingRecord, parameters: Parameters) -> pd.DataFrame:
     """Every run of two ranks or more, predicted from what was measured apart from it.
 
     The prediction knows the link probe and the compute profile, which took turns with the runs;
-    nothing of the run itself but its settings.
+    nothing of the run itself but its settings. Ranks on CPUs move bytes with the cores that
+    compute, so that nothing is hidden.
 
     Args:
         parameters: of the record.
-        overlap: ``SHARED_CORES`` if None and the ranks are joined by gloo.
 
     Returns:
         ``run``, ``ranks``, ``batch_size``, ``sharding``, ``measured_ms``, ``low_ms``,
@@ -330,53 +323,34 @@ def predicted_and_measured(
     Raises:
         InputError: link probe or compute profile are missing or cannot be used.
     """
-    predictions = predictions_of(record, parameters, overlap)
-    measured = measured_iterations(record).set_index("run")
-    exposed = exposed_shares(record).set_index("run")["exposed_ms"].to_dict()
-    times = measured["time_ms"].to_dict()
-    rows = []
-    for run, made in predictions.items():
-        row: dict[str, Any] = {
-            "run": run,
-            **{name: measured.at[run, name] for name in ("ranks", "batch_size", "sharding")},
-            "measured_ms": times[run],
-            "measured_exposed_ms": exposed.get(run, float("nan")),
-        }
-        if isinstance(made, str):
-            rows.append(row | {"note": made})
-            continue
-        row |= {"low_ms": made.low_ms, "predicted_ms": made.mid_ms, "high_ms": made.high_ms}
-        row["error"] = made.mid_ms / row["measured_ms"] - 1
-        row["in_range"] = made.low_ms <= row["measured_ms"] <= made.high_ms
-        rows.append(
-            row | {"predicted_exposed_ms": made.communication_ms, "note": "; ".join(made.notices)}
-        )
-    return pd.DataFrame(rows, columns=CHECK_COLUMNS)
-
-
-def predictions_of(
-    record: ScalingRecord, parameters: Parameters, overlap: Overlap | None = None
-) -> dict[int, Prediction | str]:
-    """Run to its prediction, or to why there is none."""
     for name in ("link_probe", "compute_profile"):
         if record.tables[name].empty:
             raise InputError(f"{name} was not measured: {record.reasons[name]}")
     network = Network(calibrate(record.link_probe, "gloo, measured"))
-    profile = own_profile(record)
-    made: dict[int, Prediction | str] = {}
-    for _, run in record.runs.iterrows():
+    setting = Setting(parameters, network, own_profile(record), hidden=False)
+    exposed = exposed_shares(record).set_index("run")["exposed_ms"]
+    rows = []
+    for run in measured_iterations(record).to_dict("records"):
         if run["ranks"] < 2:
             continue
-        number = int(run["run"])
+        measured = float(run["time_ms"])
+        row = {name: run[name] for name in ("run", "ranks", "batch_size", "sharding")} | {
+            "measured_ms": measured,
+            "measured_exposed_ms": exposed.get(run["run"], math.nan),
+        }
         try:
-            plan = _plan(record, parameters, run)
-            made[number] = predict(
-                *(parameters, plan.ranks, plan, network, profile, int(run["batch_size"])),
-                overlap=overlap or SHARED_CORES,
-            )
+            made = setting.predict(_plan(record, parameters, run), int(run["batch_size"]))
         except InputError as error:
-            made[number] = str(error)
-    return made
+            rows.append(row | {"note": str(error)})
+            continue
+        rows.append(
+            row
+            | {"low_ms": made.low_ms, "predicted_ms": made.mid_ms, "high_ms": made.high_ms}
+            | {"error": made.mid_ms / measured - 1}
+            | {"in_range": made.low_ms <= measured <= made.high_ms}
+            | {"predicted_exposed_ms": made.communication_ms, "note": "; ".join(made.notices)}
+        )
+    return pd.DataFrame(rows, columns=CHECK_COLUMNS)
 
 
 def own_link(record: ScalingRecord, name: str) -> Link | None:
@@ -392,7 +366,7 @@ def own_profile(record: ScalingRecord) -> ComputeProfile:
     return measured_profile(record.compute_profile, "measured here")
 
 
-def _plan(record: ScalingRecord, parameters: Parameters, run: pd.Series) -> Plan:
+def _plan(record: ScalingRecord, parameters: Parameters, run: Mapping[Hashable, Any]) -> Plan:
     """As the run had it, else as its name says."""
     placed = record.of_run("placement", int(run["run"]))
     ranks = int(run["ranks"])

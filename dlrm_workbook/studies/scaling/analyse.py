@@ -25,7 +25,6 @@ from dlrm_workbook.analysis.findings.finding import Finding
 from dlrm_workbook.analysis.findings.ranks import scaling_findings
 from dlrm_workbook.analysis.ranks.choice import (
     Choice,
-    Setting,
     Slowness,
     best_sharding,
     memory_extremes,
@@ -46,7 +45,7 @@ from dlrm_workbook.analysis.ranks.links import (
     link,
     links_table,
 )
-from dlrm_workbook.analysis.ranks.prediction import ComputeProfile, Overlap, ceiling_profile, steady
+from dlrm_workbook.analysis.ranks.prediction import ComputeProfile, Setting, ceiling_profile, steady
 from dlrm_workbook.analysis.ranks.record import (
     ScalingRecord,
     own_link,
@@ -173,7 +172,7 @@ class Scaling:
         profile = replace(steady(self.profile), shares_node=False)
         if self.network.ranks_per_node > 1 and not self.gpu:
             profile = self.profile
-        return Setting(self.predicts, self.network, profile, Overlap(), self.memory_bytes)
+        return Setting(self.predicts, self.network, profile, memory_bytes=self.memory_bytes)
 
     @property
     def predicts(self) -> Parameters:
