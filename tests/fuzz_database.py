@@ -140,9 +140,9 @@ def exercise(folder: Path) -> None:
     database = read_database(folder)
     json.dumps(facts(database))
     describe(database)
-    profile_from_database(database)
+    profile = profile_from_database(database)
     if len(database.tree) < 400:
-        database.to_hatchet()
+        profile.to_hatchet()
 
 
 @dataclass

@@ -102,8 +102,8 @@ def test_python_frames_and_traces() -> None:
     top = functions_table(database, "CPUTIME (sec)")
     assert top["value"].sum() == pytest.approx(database.root()["CPUTIME (sec)"])
     assert top["share_percent"].sum() == pytest.approx(100)
-    frame = database.to_hatchet()
-    assert "CPUTIME (sec)" in frame.dataframe.columns
+    frame = profile.to_hatchet()
+    assert "cpu_time_ms" in frame.dataframe.columns
     assert len(frame.dataframe) == len(database.tree)
 
 
@@ -114,11 +114,10 @@ KINDS_OF_IDS = ("NODE", "RANK", "THREAD")
 
 def test_values_are_the_same_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     database = read_database(folder_of("dlrm-cpu-python"))
-    whole = facts(database), database.matrix(["CPUTIME (sec)"]), database.column("CPUTIME (sec)")
+    whole = facts(database), database.column("CPUTIME (sec)")
     monkeypatch.setattr("dlrm_workbook.recordings.hpctoolkit.values.CHUNK", 97)
     assert_same(facts(database), whole[0])
-    np.testing.assert_array_equal(database.matrix(["CPUTIME (sec)"]), whole[1])
-    np.testing.assert_array_equal(database.column("CPUTIME (sec)"), whole[1][0])
+    np.testing.assert_array_equal(database.column("CPUTIME (sec)"), whole[1])
 
 
 @st.composite
@@ -183,8 +182,6 @@ def test_what_is_written_is_read(made: dict[str, Any]) -> None:
             for metric, expected in zip(made["metrics"], block, strict=True):
                 found = database.column(metric, profile=number)
                 np.testing.assert_array_equal(found, expected[database.tree.context])
-            together = database.matrix(made["metrics"], profile=number)
-            np.testing.assert_array_equal(together, block[:, database.tree.context])
         for thread, measured, line in zip(database.threads, threads, database.traces, strict=True):
             identity = database.profiles[thread.profile].identifiers
             assert [(i.kind, i.logical, i.physical) for i in identity] == list(measured.ids)
@@ -213,11 +210,12 @@ def test_deep_trees_work_everywhere(tmp_path: Path) -> None:
     write_database(tmp_path / "d", tree, [Measured({"CPUTIME (sec)": np.ones(nodes)})], cct=False)
     database = read_database(tmp_path / "d")
     assert database.tree.depth.max() == nodes
-    frame = database.to_hatchet()
-    assert frame.tree(metric_column="CPUTIME (sec)").count("main") > 0
+    profile = profile_from_database(database)
+    frame = profile.to_hatchet()
+    assert frame.tree(metric_column="cpu_time_ms").count("main") > 0
     found = frame.filter(["*", {"name": "main"}], squash=False)
     assert len(found.dataframe) > 0
-    assert profile_from_database(database).value_table("cpu_time_ms").sum() == 1e3 * nodes
+    assert profile.value_table("cpu_time_ms").sum() == 1e3 * nodes
 
 
 def test_parts_are_found_by_python_functions_only(tmp_path: Path) -> None:
@@ -268,7 +266,8 @@ def test_other_generations_names(tmp_path: Path) -> None:
 
 def test_line_contexts_keep_file_and_line(tmp_path: Path) -> None:
     database = read_database(written(tmp_path))
-    lines = database.contexts[database.contexts["type"] == "line"]
+    contexts = profile_from_database(database).contexts
+    lines = contexts[contexts["kind"] == "line"]
     assert len(lines) and (lines["file"] == "src/main.c").all()
     assert (lines["name"] == "main.c:" + lines["line"].astype(str)).all()
     assert (database.tree.lexical_type == LINE).sum() == len(lines)

@@ -15,13 +15,11 @@ root, for each thread and in sum.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
-import pandas as pd
 
 from dlrm_workbook.recordings.hpctoolkit.format import REPROCESS, DatabaseError, DatabaseFile
 from dlrm_workbook.recordings.hpctoolkit.meta import (
@@ -44,9 +42,6 @@ from dlrm_workbook.recordings.hpctoolkit.values import (
     read_profiles,
     read_traces,
 )
-
-if TYPE_CHECKING:
-    from hatchet import GraphFrame
 
 FUNCTION, LOOP, LINE, INSTRUCTION = range(4)
 
@@ -149,50 +144,6 @@ class Database:
         return names
 
     @functools.cached_property
-    def contexts(self) -> pd.DataFrame:
-        """One row a context.
-
-        Columns: ``context`` (the database's id), ``parent`` (row, −1 for the root),
-        ``depth`` (entry points 0), ``type`` (``root``, ``entry``, ``function``, ``loop``,
-        ``line``, ``instruction``), ``relation`` to the parent, ``name``, ``file``,
-        ``line`` (of the context, else of its function's definition), ``module``,
-        ``offset`` (in the module).
-        """
-        tree, meta = self.tree, self.meta
-        # A function's own file, line and module stand in where the context has none.
-        of_function = np.array(
-            [
-                *((f.file, f.line, f.module, f.offset % (1 << 63)) for f in meta.functions),
-                (-1, 0, -1, 0),
-            ],
-            np.int64,
-        )
-        # its last row is of no function
-        known = of_function[tree.function].T
-        own_source, own_point = tree.file >= 0, tree.module >= 0
-        file = np.where(own_source, tree.file, known[0])
-        line = np.where(own_source, tree.line, known[1])
-        module = np.where(own_point, tree.module, known[2])
-        offset = np.where(own_point, (tree.offset % (1 << 63)).astype(np.int64), known[3])
-        # −1, not known, is the last of each
-        files = np.array([*meta.files, ""], dtype=object)
-        modules = np.array([*meta.modules, ""], dtype=object)
-        return pd.DataFrame(
-            {
-                "context": tree.context,
-                "parent": tree.parent,
-                "depth": tree.depth,
-                "type": type_names(tree.lexical_type),
-                "relation": relation_names(tree.relation),
-                "name": self.names,
-                "file": files[file],
-                "line": line,
-                "module": modules[module],
-                "offset": np.where(module >= 0, offset, 0),
-            }
-        )
-
-    @functools.cached_property
     def threads(self) -> list[Thread]:
         """Every profile but summaries: CPU threads and GPU streams."""
         threads: list[Thread] = []
@@ -254,54 +205,42 @@ class Database:
             if statistic.combine == "sum" and statistic.formula == "$$"
         }
 
-    def column(self, metric: str, scope: str = "", profile: int = 0) -> Floats:
+    def column(self, name: str, scope: str = "", profile: int = 0) -> Floats:
         """Values of a metric over the tree, 0 where a context has none; shape (rows,).
 
         Args:
+            name: of the metric, in any generation's spelling.
             scope: ``point``, ``function``, ``lex_aware``, ``execution`` (the default).
             profile: row of ``profiles``; 0 sums over all threads.
 
         Raises:
             DatabaseError: no such metric, scope or profile, or its values are damaged.
         """
-        return self.matrix([metric], scope, profile)[0]
-
-    def matrix(self, metrics: Sequence[str], scope: str = "", profile: int = 0) -> Floats:
-        """``column`` for several metrics, in one pass; shape (metrics, rows)."""
         if not 0 <= profile < len(self.profiles):
             raise DatabaseError(f"{self.path}: no profile {profile}, it has {len(self.profiles)}")
-        ids = self._ids(profile)
-        scope = scope or self.meta.inclusive_scope
-        numbers = []
-        for name in metrics:
-            metric = self.metric(name)
-            if (metric.name, scope) not in ids:
-                raise DatabaseError(
-                    f"{self.path}: metric '{metric.name}' has no scope '{scope}'; "
-                    f"it has {', '.join(metric.scopes)}"
-                )
-            numbers.append(ids[metric.name, scope])
-        target = np.full(METRIC_IDS, -1, np.int64)
-        target[numbers] = np.arange(len(numbers))
+        metric, scope = self.metric(name), scope or self.meta.inclusive_scope
+        number = self._ids(profile).get((metric.name, scope))
+        if number is None:
+            raise DatabaseError(
+                f"{self.path}: metric '{metric.name}' has no scope '{scope}'; "
+                f"it has {', '.join(metric.scopes)}"
+            )
         source = self.profiles[profile]
         rows = self.tree.rows(source.contexts)
-        # One column more, for what is not asked for and what is outside the tree.
-        result = np.zeros((len(numbers) + 1, len(self.tree)))
-        for start, ids_read, value in source.chunks():
-            row = rows[source.places(start, len(ids_read))]
-            result[np.where(row >= 0, target[ids_read], -1), row] = value
+        # One place more, for the row −1 of what is outside the tree.
+        result = np.zeros(len(self.tree) + 1)
+        for start, metric_ids, value in source.chunks():
+            chosen = metric_ids == number
+            result[rows[source.places(start, len(metric_ids))[chosen]]] = value[chosen]
         return result[:-1]
 
-    def self_column(self, metric: str, profile: int = 0) -> Floats:
-        """Self values of a metric over the tree; they add up to ``column(metric)[0]``.
+    def self_column(self, name: str, profile: int = 0) -> Floats:
+        """Self values of a metric over the tree; they add up to ``column(name)[0]``.
 
         Raises:
             DatabaseError: as ``column``.
         """
-        return self.self_of(self.column(metric, profile=profile))
-
-    def self_of(self, inclusive: Floats) -> Floats:
-        """Self values from inclusive ones, both of shape (rows,)."""
+        inclusive = self.column(name, profile=profile)
         below = np.bincount(self.tree.parent[1:], inclusive[1:], minlength=len(inclusive))
         own = inclusive - below
         own[np.abs(own) <= SELF_ROUNDING * np.abs(inclusive)] = 0.0
@@ -357,31 +296,6 @@ class Database:
         """Occupancy, utilisation, stall shares, ... of the run; a sentence where not measured."""
         values = {canonical_name(name): value for name, value in self.root().items()}
         return derive(values, self._canonical)
-
-    def to_hatchet(self) -> GraphFrame:
-        """The tree as a Hatchet GraphFrame with all metrics, summed over threads.
-
-        Metrics keep their names: ``CPUTIME (sec)`` holds self values, ``CPUTIME (sec) (inc)``
-        inclusive ones. Hatchet's own methods recurse; for a deep tree the recursion limit
-        of this process is raised so that they work.
-
-        Raises:
-            MissingToolError: Hatchet is not installed.
-        """
-        from dlrm_workbook.recordings.hatchet_frames import graph_frame
-
-        measured = list(self.root())
-        inclusive = dict(zip(measured, self.matrix(measured), strict=True))
-        columns = {name: self.self_of(values) for name, values in inclusive.items()}
-        columns |= {f"{name} (inc)": values for name, values in inclusive.items()}
-        kept = ["name", "type", "parent", "file", "line", "module", "context"]
-        chief = next((name for name in CHIEF_METRICS if name in inclusive), [*measured, "time"][0])
-        return graph_frame(
-            self.contexts[kept],
-            pd.DataFrame(columns, index=self.contexts.index),
-            f"{chief} (inc)",
-            {"database": str(self.path), "title": self.meta.title},
-        )
 
 
 def _base(path: str) -> str:

@@ -91,11 +91,12 @@ def profile_from_database(database: Database) -> Profile:
 
 
 def _contexts(database: Database) -> pd.DataFrame:
-    table = database.contexts
-    lexical = database.tree.lexical_type
+    tree, lexical = database.tree, database.tree.lexical_type
     kinds = pd.Series(lexical).map(KINDS).fillna("function").to_numpy(dtype=object, copy=True)
     functions = database.meta.functions
-    modules, files = [*database.meta.modules, ""], [*database.meta.files, ""]
+    # the last of each is of what is not known, −1
+    modules = np.array([*database.meta.modules, ""], dtype=object)
+    files = np.array([*database.meta.files, ""], dtype=object)
     python = np.array(
         [
             modules[function.module] == PYTHON_MODULE or files[function.file].endswith(".py")
@@ -104,24 +105,28 @@ def _contexts(database: Database) -> pd.DataFrame:
         + [False]
     )
     is_function = lexical == FUNCTION
-    kinds[is_function & python[database.tree.function]] = "python"
+    kinds[is_function & python[tree.function]] = "python"
     # the placeholders of GPU operations are functions, named in the table as they are there
     copies = [function.name.startswith(("<gpu copy", "<gpu memset")) for function in functions]
     others = [function.name.startswith("<gpu ") for function in functions]
-    kinds[is_function & np.array([*others, False])[database.tree.function]] = "runtime"
-    kinds[is_function & np.array([*copies, False])[database.tree.function]] = "copy"
+    kinds[is_function & np.array([*others, False])[tree.function]] = "runtime"
+    kinds[is_function & np.array([*copies, False])[tree.function]] = "copy"
     kinds[kernel_rows(database)] = "kernel"
     component, phase = _parts(database, python)
+    # A function's own file, line and module stand in where the context has none.
+    places = [(function.file, function.line, function.module) for function in functions]
+    file, line, module = np.array([*places, (-1, 0, -1)], np.int64)[tree.function].T
+    has_source = tree.file >= 0
     return pd.DataFrame(
         {
-            "context": np.arange(len(table)),
-            "parent": table["parent"],
+            "context": np.arange(len(tree)),
+            "parent": tree.parent,
             "kind": kinds,
-            "name": table["name"],
+            "name": database.names,
             "shapes": "",
-            "file": table["file"],
-            "line": table["line"],
-            "module": table["module"],
+            "file": files[np.where(has_source, tree.file, file)],
+            "line": np.where(has_source, tree.line, line),
+            "module": modules[np.where(tree.module >= 0, tree.module, module)],
             "component": component,
             "phase": phase,
         }
