@@ -61,19 +61,16 @@ SPOKEN = {"hpctoolkit": "HPCToolkit", "torch": "torch.profiler"}
 # ---- two profilers on one run ----------------------------------------------------------
 
 
-def engines_side_by_side(
-    profiles: Mapping[str, Profile] | Sequence[Profile],
-) -> pd.DataFrame:
+def engines_side_by_side(profiles: Sequence[Profile]) -> pd.DataFrame:
     """Mean time of each part by two recordings of the same run, and whether they agree.
 
     Args:
-        profiles: two; by name, or else named by their engines (``hpctoolkit``, ``torch``).
+        profiles: two, named by their engines (``hpctoolkit``, ``torch``).
 
     Returns:
         First the row of the whole ``iteration``, then parts in the order of a step:
         ``component``, ``phase``; for each recording NAME ``NAME_ms`` (its profiler's cost
-        subtracted), ``NAME_cost_ms`` and, where it sampled, ``NAME_sampled_ms`` and
-        ``NAME_sampling_error_ms``; ``difference_ms`` (second less first), ``error_ms`` (how
+        subtracted) and ``NAME_cost_ms``; ``difference_ms`` (second less first), ``error_ms`` (how
         far apart chance and the profilers may put them, so that in 95 % of comparisons all
         parts agree), ``agrees``. ``attrs["sentence"]`` sums it up. GPU and host time of a part
         are added. Over the steady iterations of each.
@@ -81,7 +78,14 @@ def engines_side_by_side(
     Raises:
         InputError: there are not two, or one has no iterations.
     """
-    named = _named(profiles)
+    if len(profiles) != 2:
+        raise InputError(f"two recordings are laid side by side, not {len(profiles)}")
+    named: dict[str, Profile] = {}
+    for profile in profiles:
+        name = str(profile.meta.get("engine", "profile"))
+        if profile.iterations.empty:
+            raise InputError(f"the recording '{name}' has no iterations to compare")
+        named[name if name not in named else f"{name}_2"] = profile
     estimates = {name: _estimate(profile) for name, profile in named.items()}
     first, second = estimates.values()
     index = first.index.union(second.index)
@@ -89,9 +93,6 @@ def engines_side_by_side(
     for name, estimate in estimates.items():
         own = estimate.reindex(index)
         table[f"{name}_ms"], table[f"{name}_cost_ms"] = own["ms"], own["cost_ms"]
-        if "sampled_ms" in own:
-            table[f"{name}_sampled_ms"] = own["sampled_ms"]
-            table[f"{name}_sampling_error_ms"] = own["sampling_error_ms"]
     a, b = (estimate.reindex(index).fillna(0.0) for estimate in (first, second))
     plain = (_plain_and_profiled(profile)[0] for profile in named.values())
     between = _between_runs(*plain) * (a["ms"] + b["ms"]) / 2
@@ -106,31 +107,15 @@ def engines_side_by_side(
     return result
 
 
-def _named(profiles: Mapping[str, Profile] | Sequence[Profile]) -> dict[str, Profile]:
-    if not isinstance(profiles, Mapping):
-        named: dict[str, Profile] = {}
-        for profile in profiles:
-            name = str(profile.meta.get("engine", "profile"))
-            named[name if name not in named else f"{name}_{len(named) + 1}"] = profile
-    else:
-        named = dict(profiles)
-    if len(named) != 2:
-        raise InputError(f"two recordings are laid side by side, not {len(named)}")
-    for name, profile in named.items():
-        if profile.iterations.empty:
-            raise InputError(f"the recording '{name}' has no iterations to compare")
-    return named
-
-
 def _estimate(profile: Profile) -> pd.DataFrame:
     """One recording's times per iteration; the whole iteration is a part.
 
     Returns:
         Index (component, phase): ``ms`` (profiler's cost subtracted), ``error_ms`` (one standard
-        error), ``cost_ms``, and where samples were taken ``sampled_ms``, ``sampling_error_ms``.
+        error), ``cost_ms``.
     """
     state = iteration_state(profile)
-    assert state is not None  # _named refused profiles without iterations
+    assert state is not None  # profiles without iterations were refused
     numbers = profile.iterations["iteration"].to_numpy()
     each = per_iteration(profile)
     wide = each.pivot_table(index="iteration", columns=PART, values="time_ms", aggfunc="sum")
@@ -149,9 +134,6 @@ def _estimate(profile: Profile) -> pd.DataFrame:
     table["cost_ms"] = np.minimum(cost * _cost_shares(profile, table), table["ms"])
     table["ms"] -= table["cost_ms"]
     table["error_ms"] = np.hypot(table["scatter"], table["cost_ms"] / 2)
-    sampled = _sampled(profile)
-    if sampled is not None:
-        table = table.join(sampled)
     return table
 
 
@@ -184,32 +166,6 @@ def _cost_shares(profile: Profile, table: pd.DataFrame) -> pd.Series:
     share = weight / weight.sum() if weight.sum() else weight
     share[(WHOLE, "")] = 1.0
     return share
-
-
-def _sampled(profile: Profile) -> pd.DataFrame | None:
-    """Sampled time of each part in a mean iteration, where spans placed the samples."""
-    if profile.meta.get("engine") != "hpctoolkit" or not profile.meta.get("spans"):
-        return None
-    main = main_thread(profile)
-    rows = profile.values[profile.rows("cpu_time_ms", "exclusive")]
-    rows = rows[rows["profile"].eq(main)]
-    kinds = profile.contexts["kind"].to_numpy()
-    events = profile.trace[profile.trace["profile"] == main]
-    samples = int((kinds[events["context"].to_numpy()] != "annotation").sum())
-    if rows.empty or not samples:
-        return None
-    period_ms = float(rows["value"].sum()) / samples
-    inside = rows[step_contexts(profile)[rows["context"].to_numpy()]]
-    parts = profile.contexts[PART].iloc[inside["context"]].reset_index(drop=True)
-    count = len(profile.iterations)
-    sampled = inside["value"].reset_index(drop=True).groupby([parts[name] for name in PART]).sum()
-    clock = per_iteration(profile).groupby(PART)["time_ms"].sum()
-    table = pd.DataFrame({"clock_ms": clock / count, "sampled_ms": sampled / count}).fillna(0.0)
-    table.loc[(WHOLE, ""), :] = table.sum()
-    # Of samples that would be expected from the clock: a part without any has an error too.
-    expected = np.maximum(table["clock_ms"] * count / period_ms, 1.0)
-    table["sampling_error_ms"] = period_ms * np.sqrt(expected) / count
-    return table.drop(columns="clock_ms")
 
 
 def _between_runs(first_ms: float, second_ms: float) -> float:

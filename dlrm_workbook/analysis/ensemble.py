@@ -392,56 +392,52 @@ def scaling(times: pd.DataFrame, settings: pd.DataFrame, leaf: str) -> list[Curv
     return sorted(curves, key=lambda curve: order.get(curve.component, len(order)))
 
 
-@dataclass(frozen=True)
-class Ensemble:
-    """Many runs and their laws."""
+def fitted_curves(times: pd.DataFrame, settings: pd.DataFrame) -> dict[str, list[Curve]]:
+    """Leaf to the parts' laws along it; laws need three runs or more.
 
-    times: pd.DataFrame
-    """As :func:`part_table` gives."""
-    settings: pd.DataFrame
-    """As :func:`settings_table` gives."""
-    curves: dict[str, list[Curve]]
-    """Leaf to the parts' laws along it."""
+    Args:
+        times: what :func:`part_table` gives.
+        settings: what :func:`settings_table` gives.
+    """
+    axes = numeric_axes(settings) if len(settings) > 2 else []
+    curves = {leaf: scaling(times, settings, leaf) for leaf in axes}
+    return {leaf: found for leaf, found in curves.items() if found}
 
-    @classmethod
-    def of(cls, profiles: Mapping[str, Profile]) -> Ensemble:
-        """Of profiles by name; laws need three runs or more."""
-        sections = {name: p.meta.get("parameters") or {} for name, p in profiles.items()}
-        return cls.from_tables(part_table(profiles), settings_table(sections))
 
-    @classmethod
-    def from_tables(cls, times: pd.DataFrame, settings: pd.DataFrame) -> Ensemble:
-        """Of tables that are there already."""
-        axes = numeric_axes(settings) if len(settings) > 2 else []
-        curves = {leaf: scaling(times, settings, leaf) for leaf in axes}
-        return cls(times, settings, {leaf: found for leaf, found in curves.items() if found})
+def curves_of_runs(profiles: Mapping[str, Profile]) -> dict[str, list[Curve]]:
+    """:func:`fitted_curves` of profiles by name."""
+    sections = {name: p.meta.get("parameters") or {} for name, p in profiles.items()}
+    return fitted_curves(part_table(profiles), settings_table(sections))
 
-    @property
-    def laws(self) -> pd.DataFrame:
-        """All laws in rows, for readers and ``sweep.json``; empty without any.
 
-        Returns:
-            ``leaf``, ``component``, ``phase``, ``held``, ``points``, ``a_ms``, ``b_ms``, ``c``,
-            ``c_low``, ``c_high``, ``slope``, ``r2``, ``kind``, ``sentence``.
-        """
-        rows = [
-            {
-                "leaf": leaf,
-                "component": curve.component,
-                "phase": "",
-                "held": curve.held,
-                "points": curve.law.points,
-                "a_ms": curve.law.a,
-                "b_ms": curve.law.b,
-                "c": curve.law.c,
-                "c_low": curve.law.exponent.low,
-                "c_high": curve.law.exponent.high,
-                "slope": curve.law.slope,
-                "r2": curve.law.r2,
-                "kind": curve.law.kind,
-                "sentence": curve.law.sentence(short_leaf(leaf)),
-            }
-            for leaf, curves in self.curves.items()
-            for curve in curves
-        ]
-        return pd.DataFrame(rows)
+def law_table(curves: Mapping[str, Sequence[Curve]]) -> pd.DataFrame:
+    """All laws in rows, for readers and ``sweep.json``; empty without any.
+
+    Args:
+        curves: what :func:`fitted_curves` gives.
+
+    Returns:
+        ``leaf``, ``component``, ``phase``, ``held``, ``points``, ``a_ms``, ``b_ms``, ``c``,
+        ``c_low``, ``c_high``, ``slope``, ``r2``, ``kind``, ``sentence``.
+    """
+    rows = [
+        {
+            "leaf": leaf,
+            "component": curve.component,
+            "phase": "",
+            "held": curve.held,
+            "points": curve.law.points,
+            "a_ms": curve.law.a,
+            "b_ms": curve.law.b,
+            "c": curve.law.c,
+            "c_low": curve.law.exponent.low,
+            "c_high": curve.law.exponent.high,
+            "slope": curve.law.slope,
+            "r2": curve.law.r2,
+            "kind": curve.law.kind,
+            "sentence": curve.law.sentence(short_leaf(leaf)),
+        }
+        for leaf, found in curves.items()
+        for curve in found
+    ]
+    return pd.DataFrame(rows)

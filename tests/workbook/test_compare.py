@@ -23,7 +23,7 @@ from dlrm_workbook.analysis.compare import (
     step_estimate,
 )
 from dlrm_workbook.analysis.difference_tree import difference_tree, largest_changes
-from dlrm_workbook.analysis.ensemble import Ensemble, part_table
+from dlrm_workbook.analysis.ensemble import curves_of_runs, law_table, part_table
 from dlrm_workbook.changes import apply_change
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.show.tables import show
@@ -227,14 +227,14 @@ def test_figures_and_tables_draw_what_there_is(tmp_path: Path) -> None:
     before, after = noisy(0), noisy(1, {PARTS[1]: 2.0})
     profiles = {str(n): noisy(n, {PARTS[0]: float(n)}, batch_meta(n)) for n in (1, 2, 4, 8)}
     times = part_table(profiles)
-    ensemble = Ensemble.of(profiles)
+    curves = curves_of_runs(profiles)
     figures = [
         compare_figures.speedups(compared.outcomes),
         compare_figures.rounds(compared.times),
         compare_figures.waterfall(compared.outcomes),
         compare_figures.part_differences(compared.outcomes[0].parts),
         compare_figures.difference_icicle(difference_tree(before, after)),
-        sweep_figures.scaling_curves(ensemble.curves["training.batch_size"], "training.batch_size"),
+        sweep_figures.scaling_curves(curves["training.batch_size"], "training.batch_size"),
         sweep_figures.parts_by_point(times),
     ]
     for figure in figures:
@@ -254,7 +254,7 @@ def test_figures_and_tables_draw_what_there_is(tmp_path: Path) -> None:
     )
     assert difference_colour(1.0) == SLOWER
     assert difference_colour(-3.0) == FASTER
-    laws = show(ensemble.laws, sweep_figures.LAWS)
+    laws = show(law_table(curves), sweep_figures.LAWS)
     assert any("linear in batch" in " ".join(row) for row in laws.rows)  # type: ignore[union-attr]
     shown = [
         show(compared.outcomes[0].part_table(), compare_figures.PARTS),

@@ -11,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrm_core.errors import InputError
-from dlrm_workbook.analysis.ensemble import Ensemble, fit_law, numeric_axes, scaling, settings_table
+from dlrm_workbook.analysis.ensemble import (
+    fit_law,
+    fitted_curves,
+    law_table,
+    numeric_axes,
+    scaling,
+    settings_table,
+)
 from dlrm_workbook.intervals import (
     holm,
     median_interval,
@@ -194,7 +201,7 @@ def test_each_combination_of_the_others_has_its_curve() -> None:
     assert whole["dim 32"].b == pytest.approx(0.32, rel=0.02)
     assert whole["dim 16"].kind == "linear" and whole["dim 16"].a == pytest.approx(5, rel=0.1)
     assert all(curve.law.kind == "constant" for curve in curves if curve.component == "data")
-    laws = Ensemble.from_tables(times, settings).laws
+    laws = law_table(fitted_curves(times, settings))
     assert set(laws["leaf"]) == {"model.embedding_dim", "training.batch_size"}
     assert laws["sentence"].str.contains("linear in batch").any()
 
@@ -202,4 +209,4 @@ def test_each_combination_of_the_others_has_its_curve() -> None:
 def test_two_runs_have_no_law() -> None:
     times, settings = grid()
     two = settings.iloc[:2]
-    assert Ensemble.from_tables(times[times["run"].isin(two.index)], two).laws.empty
+    assert law_table(fitted_curves(times[times["run"].isin(two.index)], two)).empty

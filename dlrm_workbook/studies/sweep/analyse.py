@@ -11,7 +11,14 @@ import pandas as pd
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json, write_json
 from dlrm_workbook.analysis.attribution import attribute
-from dlrm_workbook.analysis.ensemble import WHOLE, Ensemble, part_table, settings_table, swept_runs
+from dlrm_workbook.analysis.ensemble import (
+    WHOLE,
+    fitted_curves,
+    law_table,
+    part_table,
+    settings_table,
+    swept_runs,
+)
 from dlrm_workbook.analysis.findings import findings
 from dlrm_workbook.analysis.whatif import unprofiled_ms
 from dlrm_workbook.recordings.measure import saved_profile
@@ -56,8 +63,8 @@ class SweepSummary:
         sections = {point.label: point.parameters.to_sections() for point in self.sweep.points}
         measured = list(dict.fromkeys(self.times["run"]))
         self.settings = settings_table({label: sections[label] for label in measured})
-        ensemble = Ensemble.from_tables(self.times, self.settings)
-        self.curves, self.laws = ensemble.curves, ensemble.laws
+        self.curves = fitted_curves(self.times, self.settings)
+        self.laws = law_table(self.curves)
         self.findings = self._findings()
 
     def _rows(self) -> list[tuple[Any, ...]]:
