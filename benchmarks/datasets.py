@@ -13,6 +13,7 @@ there, so the work can be done in pieces.
 from __future__ import annotations
 
 import argparse
+import functools
 import mmap
 import os
 import re
@@ -29,8 +30,8 @@ from typing import Any
 import numpy as np
 from criteo_text import write_text
 
-from dlrm_core.data.files.reader import DatasetBatches
-from dlrm_core.data.files.sources import open_source
+from dlrm_core.data.samples import SampleBatches, read_batch
+from dlrm_core.data.sources import open_source
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json, write_json
 from dlrm_core.machine import machine_facts, versions
@@ -177,9 +178,11 @@ def reading(work: Path, given: argparse.Namespace, before: Record) -> Record:
     source = open_source(target, "split_binary", "train")
     rows = tuple(column.rows or 0 for column in source.tables)
     for size in (65_536, 2_048):
-        stream = DatasetBatches(source, rows, len(source.dense_names), size, shuffled=True)
+        stream = SampleBatches(
+            functools.partial(read_batch, source, rows), size, source.samples, order_seed=0
+        )
         times = []
-        for _ in range(3 * stream.batches_per_epoch):
+        for _ in range(3 * (source.samples // size)):
             started = time.perf_counter()
             stream.next_batch()
             times.append(time.perf_counter() - started)

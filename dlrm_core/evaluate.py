@@ -122,7 +122,7 @@ def held_out_batches(
     """
     training = parameters.training
     if parameters.data.one_hot:
-        from dlrm_core.data.files.reader import evaluation_batches
+        from dlrm_core.data.samples import evaluation_batches
 
         yield from evaluation_batches(parameters, count and count * training.batch_size)
         return

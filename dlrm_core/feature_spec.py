@@ -19,7 +19,6 @@ from dlrm_core.errors import InputError
 from dlrm_core.settings import read_yaml
 
 FILE_NAME = "feature_spec.yaml"
-SPLITS = ("train", "test")
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def make_generator(parameters: Parameters, device: torch.device) -> Generator:
     """The generator that ``data.generator`` names."""
     model, data = parameters.model, parameters.data
     if data.one_hot:
-        from dlrm_core.data.files.reader import make_batches
+        from dlrm_core.data.samples import make_batches
 
         return make_batches(parameters)
     assert model.dense_features is not None

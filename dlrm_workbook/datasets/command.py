@@ -8,8 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from dlrm_core.data.files.sources import FORMATS
-from dlrm_core.data.files.teacher import Law, TeacherConfig, Variant
+from dlrm_core.data.sources import FORMATS
+from dlrm_core.data.teacher import Law, TeacherConfig, Variant
 from dlrm_core.errors import InputError
 from dlrm_core.files import plain
 from dlrm_workbook.datasets.criteo import LAYOUTS, Request, preprocess

@@ -24,7 +24,7 @@ from typing import IO, Any
 import numpy as np
 
 from dlrm_core.errors import InputError
-from dlrm_core.feature_spec import SPLITS, index_dtype, read_spec
+from dlrm_core.feature_spec import index_dtype, read_spec
 from dlrm_core.files import sync_folder
 from dlrm_workbook.datasets.loops import (
     BAD_INTEGER,
@@ -51,7 +51,7 @@ from dlrm_workbook.datasets.resumable import (
     write_at,
 )
 from dlrm_workbook.datasets.vocabulary import build_vocabulary, number_column
-from dlrm_workbook.datasets.write_spec import write_spec
+from dlrm_workbook.datasets.write_spec import SPLITS, write_spec
 
 LAYOUTS = {"kaggle": 1 / 7, "terabyte": 1 / 24}
 """Share of the rows, from the end, that are the test split: the last day."""

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_core.data.files.sources import FORMATS, Column, Source, check_range, open_source
-from dlrm_core.data.files.teacher import SampleMaker
+from dlrm_core.data.sources import FORMATS, Column, Source, check_range, open_source
+from dlrm_core.data.teacher import SampleMaker
 from dlrm_core.errors import InputError
 from dlrm_core.feature_spec import FILE_NAME, read_spec
 from dlrm_core.files import read_json

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from dlrm_core.feature_spec import FILE_NAME, SPLITS, index_dtype
+from dlrm_core.feature_spec import FILE_NAME, index_dtype
 from dlrm_core.files import write_text
 
 
@@ -51,3 +51,6 @@ def write_spec(
         "metadata": dict(metadata),
     }
     write_text(folder / FILE_NAME, yaml.safe_dump(sections) + "\n")
+
+
+SPLITS = ("train", "test")

@@ -40,7 +40,7 @@ from dlrm_core.checkpoint import (
     steps_in,
 )
 from dlrm_core.config import Parameters, parameters_from_sections
-from dlrm_core.data.files.teacher import Law, SampleMaker, TeacherConfig, Variant
+from dlrm_core.data.teacher import Law, SampleMaker, TeacherConfig, Variant
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json, write_json
 from dlrm_core.machine import machine_facts, versions

@@ -1,5 +1,6 @@
 """Data sets: NVIDIA's layout written and read, other layouts, presets, the command."""
 
+import functools
 import json
 import shutil
 import subprocess
@@ -16,10 +17,10 @@ from same_files import assert_same_files
 from small_data_set import ROWS, SMALL
 
 from dlrm_core.config import load_parameters, parameters_from_sections
-from dlrm_core.data.files.reader import DatasetBatches, evaluation_batches, read_batch
-from dlrm_core.data.files.sources import open_source
-from dlrm_core.data.files.teacher import Law, SampleMaker
 from dlrm_core.data.loader import make_generator
+from dlrm_core.data.samples import SampleBatches, evaluation_batches, read_batch
+from dlrm_core.data.sources import open_source
+from dlrm_core.data.teacher import Law, SampleMaker
 from dlrm_core.errors import InputError
 from dlrm_core.feature_spec import index_dtype
 from dlrm_workbook.cli import main
@@ -139,9 +140,15 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path):
 # ---------------------------------------------------------------- reading
 
 
+def train_stream(folder: Path, batch_size: int, order_seed: int | None = None) -> SampleBatches:
+    source = open_source(folder, "split_binary", "train")
+    return SampleBatches(
+        functools.partial(read_batch, source, ROWS), batch_size, source.samples, order_seed
+    )
+
+
 def test_batches_are_the_files_rows(made):
-    source = open_source(made, "split_binary", "train")
-    stream = DatasetBatches(source, ROWS, 5, 128)
+    stream = train_stream(made, 128)
     labels, dense, rows, _ = SampleMaker(SMALL, "train").block(0, 3000)
     assert stream.batches_per_epoch == 23
     for number in range(50):
@@ -159,12 +166,11 @@ def test_batches_are_the_files_rows(made):
 @settings(max_examples=20, deadline=None)
 @given(taken=st.integers(0, 100), size=st.integers(1, 900), seed=st.integers(0, 2**32 - 1))
 def test_a_restored_stream_goes_on_where_it_was(made, taken, size, seed):
-    source = open_source(made, "split_binary", "train")
-    one = DatasetBatches(source, ROWS, 5, size, shuffled=True, seed=seed)
+    one = train_stream(made, size, seed)
     for _ in range(taken):
         one.next_batch()
     state = json.loads(json.dumps(one.state()))
-    other = DatasetBatches(source, ROWS, 5, size, shuffled=True, seed=seed)
+    other = train_stream(made, size, seed)
     other.restore(state)
     for _ in range(3):
         expected, found = one.next_batch(), other.next_batch()
@@ -173,10 +179,8 @@ def test_a_restored_stream_goes_on_where_it_was(made, taken, size, seed):
 
 
 def test_a_shuffled_epoch_has_every_batch_once_and_no_two_epochs_are_alike(made):
-    source = open_source(made, "split_binary", "train")
-
     def epochs(seed: int) -> list[list[bytes]]:
-        stream = DatasetBatches(source, ROWS, 5, 100, shuffled=True, seed=seed)
+        stream = train_stream(made, 100, seed)
         return [[stream.next_batch().dense.numpy().tobytes() for _ in range(30)] for _ in range(2)]
 
     first, second = epochs(1)

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from same_files import assert_same_files
 
-from dlrm_core.data.files.sources import open_source
+from dlrm_core.data.sources import open_source
 from dlrm_core.errors import InputError
 from dlrm_core.feature_spec import read_spec
 from dlrm_workbook.cli import main

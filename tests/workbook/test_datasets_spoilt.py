@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_data_set import ROWS
 
-from dlrm_core.data.files.reader import read_batch
-from dlrm_core.data.files.sources import open_source
+from dlrm_core.data.samples import read_batch
+from dlrm_core.data.sources import open_source
 from dlrm_core.errors import InputError
 from dlrm_core.feature_spec import read_spec
 from dlrm_workbook.cli import main

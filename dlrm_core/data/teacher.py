@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dlrm_core.data.files.draws import (
+from dlrm_core.data.draws import (
     PowerLaw,
     exp2,
     fill_words,

@@ -159,9 +159,8 @@ class PowerLaw:
         else:
             code.fill_rows(self, key, start, out)
 
-    def chances(self, first: int | None = None) -> np.ndarray:
-        """P(row i) of the first rows (all, if not told): float64."""
-        count = self.rows if first is None else min(first, self.rows)
+    def chances(self, count: int) -> np.ndarray:
+        """P(row i) of the first ``count`` rows: float64."""
         edges = np.arange(1.0, count + 2.0)
         if self.alpha == 1.0:
             return np.diff(np.log2(edges)) / self.scale
