@@ -30,21 +30,18 @@ DIFFERED = ["iteration", "why", "time_ms", "usual_ms", *KEYS, "part_ms", "usual_
 DIFFERED += ["grew_ms", "share"]
 
 
-def attribute(profile: Profile, steady: bool = True) -> pd.DataFrame:
-    """Mean time of each part and phase in an iteration.
-
-    Args:
-        steady: over the steady iterations, without warm-up and stragglers; else over all.
+def attribute(profile: Profile) -> pd.DataFrame:
+    """Mean time of each part and phase in a steady iteration.
 
     Returns:
         ``component``, ``phase``, ``where`` (``device`` or ``host``), ``time_ms`` (mean
-        over those iterations; sums to their mean time), ``share`` (sums to 1).
+        over the steady iterations; sums to their mean time), ``share`` (sums to 1).
         Rows in the order of a step. Empty if nothing was measured.
         ``attrs["left_out"]`` says which iterations were left out and why (list of str).
     """
     each = per_iteration(profile)
     left_out: list[str] = []
-    state = iteration_state(profile) if steady else None
+    state = iteration_state(profile)
     if state is not None:
         numbers = profile.iterations["iteration"].to_numpy()
         each = each[each["iteration"].isin(numbers[state.steady])]

@@ -30,7 +30,6 @@ from dlrm_workbook.analysis.attribution import (
     PART,
     in_step_order,
     iteration_count,
-    iteration_state,
     main_thread,
     per_iteration,
     step_contexts,
@@ -114,12 +113,7 @@ def _estimate(profile: Profile) -> pd.DataFrame:
         Index (component, phase): ``ms`` (profiler's cost subtracted), ``error_ms`` (one standard
         error), ``cost_ms``.
     """
-    state = iteration_state(profile)
-    assert state is not None  # profiles without iterations were refused
-    numbers = profile.iterations["iteration"].to_numpy()
-    each = per_iteration(profile)
-    wide = each.pivot_table(index="iteration", columns=PART, values="time_ms", aggfunc="sum")
-    wide = wide.reindex(numbers).fillna(0.0)[state.steady]
+    wide = iteration_parts(profile)
     wide[(WHOLE, "")] = wide.sum(axis=1)
     count = len(wide)
     # One iteration says nothing of its scatter: it may be anything up to its own time.

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from dlrm_workbook.recordings.nesting import innermost
-from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.recordings.profile import Profile, nearest
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -43,21 +43,6 @@ def missing_reason(profile: Profile, names: Sequence[str], otherwise: str) -> st
     """The profile's own reason for the first of ``names`` that has one."""
     known = profile.not_measured
     return next((known[name] for name in names if known.get(name)), otherwise)
-
-
-def nearest(parent: Ints, marked: Bools) -> Ints:
-    """The nearest marked context at or above each (n,); −1 where there is none.
-
-    Pointer doubling: log2(deepest) passes over whole columns.
-    """
-    # One more row than contexts stands for "above the root", so that −1 needs no care.
-    beyond = len(parent)
-    jump = np.append(np.where(marked, np.arange(beyond), parent), beyond)
-    jump[jump < 0] = beyond
-    while not np.array_equal(further := jump[jump], jump):
-        jump = further
-    found = jump[:-1]
-    return np.where(found == beyond, -1, found)
 
 
 def scopes_of(contexts: pd.DataFrame) -> Ints:

@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 
 from dlrm_core.errors import InputError
-from dlrm_workbook.analysis.context_tree import missing_reason, nearest, unmeasured
+from dlrm_workbook.analysis.context_tree import missing_reason, unmeasured
 from dlrm_workbook.recordings.hpctoolkit.database import read_database
 from dlrm_workbook.recordings.hpctoolkit.metrics import (
     COPY_KINDS,
@@ -25,7 +25,7 @@ from dlrm_workbook.recordings.hpctoolkit.metrics import (
     STALLS,
 )
 from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
-from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.recordings.profile import Profile, nearest
 
 KERNEL_KEYS = ["kernel", "module", "component", "phase"]
 KERNELS = [

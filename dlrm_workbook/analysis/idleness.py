@@ -38,7 +38,6 @@ from dlrm_workbook.analysis.attribution import (
 from dlrm_workbook.analysis.context_tree import (
     Ints,
     missing_reason,
-    nearest,
     overlap,
     reason_of,
     running,
@@ -48,7 +47,7 @@ from dlrm_workbook.analysis.context_tree import (
     unmeasured,
 )
 from dlrm_workbook.analysis.launches import device_operations
-from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.recordings.profile import Profile, nearest
 
 Stretches = tuple[Ints, Ints]
 """Starts and ends, ns, of disjoint stretches of time in order."""

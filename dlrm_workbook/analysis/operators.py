@@ -5,8 +5,6 @@ All times are milliseconds a mean iteration unless a name says otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import pandas as pd
 
@@ -111,25 +109,21 @@ def call_tree(
     return tree.assign(share=tree["value_ms"] / value[root].sum())[columns]
 
 
-def timeline(profile: Profile, iterations: int | Sequence[int] = 3) -> pd.DataFrame:
-    """What each lane does during some iterations, to be drawn.
+def timeline(profile: Profile, iterations: int = 3) -> pd.DataFrame:
+    """What each lane does during the first iterations, to be drawn.
 
     Host lanes show the parts' ranges; GPU lanes the kernels and copies, neighbours of
     one part joined.
 
     Args:
-        iterations: how many (the first ones) or which.
+        iterations: how many.
 
     Returns:
         ``iteration``, ``lane``, ``label``, ``component``, ``phase``, ``start_ms`` (from the
         iteration's start), ``duration_ms``, ``spans`` (of the trace, joined in the row).
     """
     columns = ["iteration", "lane", "label", *PART, "start_ms", "duration_ms", "spans"]
-    chosen = profile.iterations.sort_values("start_ns")
-    if isinstance(iterations, int):
-        chosen = chosen.head(iterations)
-    else:
-        chosen = chosen[chosen["iteration"].isin(list(iterations))]
+    chosen = profile.iterations.sort_values("start_ns").head(iterations)
     first, last = chosen["start_ns"].to_numpy(), chosen["end_ns"].to_numpy()
     named = profile.which("name", lambda name: parse_span(name) is not None)
     is_range = profile.of_kind("annotation") & named

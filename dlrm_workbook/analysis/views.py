@@ -25,12 +25,11 @@ from dlrm_workbook.analysis.context_tree import (
     Floats,
     Ints,
     missing_reason,
-    nearest,
     outermost,
     scopes_of,
     unmeasured,
 )
-from dlrm_workbook.recordings.profile import Profile, depths, inclusive_from_exclusive
+from dlrm_workbook.recordings.profile import Profile, depths, inclusive_from_exclusive, nearest
 
 HOT = 0.5
 """The hot path goes on to a callee that holds at least this share of its caller."""

@@ -366,10 +366,11 @@ def host_ms(profile: Profile) -> float:
     """Host time of an iteration that is not waiting for the GPU, ms: no GPU makes it shorter."""
     if not profile.has("cpu_time_ms"):
         return 0.0
-    own = profile.value_table("cpu_time_ms", profiles=[main_thread(profile)]).to_numpy()
     waits = profile.which("name", lambda name: any(word in name for word in WAITS))
-    inside = step_contexts(profile, other_threads=False)
-    return float(own[inside & ~waits].sum()) / iteration_count(profile)
+    counted = step_contexts(profile, other_threads=False) & ~waits
+    rows = profile.values[profile.rows("cpu_time_ms", "exclusive")]
+    rows = rows[rows["profile"].eq(main_thread(profile)) & counted[rows["context"]]]
+    return float(rows["value"].sum()) / iteration_count(profile)
 
 
 # ---- predictions ------------------------------------------------------------------------------

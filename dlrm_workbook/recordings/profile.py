@@ -12,7 +12,7 @@ What was not measured has no rows in ``values`` and a reason in
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -322,10 +322,8 @@ class Profile:
         """Contexts (n,) of one of the kinds."""
         return self.which("kind", lambda kind: kind in kinds)
 
-    def value_table(
-        self, metric: str, scope: str = "exclusive", profiles: Iterable[int] | None = None
-    ) -> pd.Series:
-        """One metric for every context, summed over threads (``profiles``, or all of them).
+    def value_table(self, metric: str, scope: str = "exclusive") -> pd.Series:
+        """One metric for every context, summed over threads.
 
         Returns:
             Series indexed by context. NaN throughout when the metric was not
@@ -334,28 +332,12 @@ class Profile:
         index = pd.RangeIndex(len(self.contexts), name="context")
         if not self.has(metric):
             return pd.Series(np.nan, index=index, name=metric)
-        if profiles is None:
-            total = self.once(f"sum of {metric} {scope}", lambda: self._sum(metric, scope))
-        else:
-            total = self._sum(metric, scope, list(profiles))
-        return pd.Series(total, index=index, name=metric)
 
-    def _sum(self, metric: str, scope: str, profiles: list[int] | None = None) -> np.ndarray:
-        """Values of a metric added up by context (contexts,)."""
-        chosen = self.rows(metric, scope)
-        if profiles is not None:
-            chosen = chosen & self.values["profile"].isin(profiles).to_numpy()
-        context, value = (self.values[name].to_numpy()[chosen] for name in ("context", "value"))
-        return np.bincount(context, value, minlength=len(self.contexts))
+        def added() -> np.ndarray:
+            rows = self.values[self.rows(metric, scope)]
+            return np.bincount(rows["context"], rows["value"], minlength=len(self.contexts))
 
-    def wide(self) -> pd.DataFrame:
-        """All metrics as columns, a row a context: ``x`` exclusive, ``x (inc)`` inclusive."""
-        columns = {}
-        for metric in self.metrics["metric"]:
-            for scope, suffix in (("exclusive", ""), ("inclusive", " (inc)")):
-                if self.rows(metric, scope).any():
-                    columns[metric + suffix] = self.value_table(metric, scope)
-        return pd.DataFrame(columns, index=pd.RangeIndex(len(self.contexts), name="context"))
+        return pd.Series(self.once(f"sum of {metric} {scope}", added), index=index, name=metric)
 
     # ---- hatchet ----------------------------------------------------------------
 
@@ -374,7 +356,13 @@ class Profile:
         from dlrm_workbook.recordings.hatchet_frames import graph_frame
 
         contexts = self.contexts.drop(columns="context").rename(columns={"kind": "type"})
-        metrics = self.wide()
+        columns = {
+            metric + suffix: self.value_table(metric, scope)
+            for metric in self.metrics["metric"]
+            for scope, suffix in (("exclusive", ""), ("inclusive", " (inc)"))
+            if self.rows(metric, scope).any()
+        }
+        metrics = pd.DataFrame(columns, index=self.contexts.index)
         default = "gpu_time_ms" if self.has("gpu_time_ms") else "cpu_time_ms"
         default += " (inc)" if f"{default} (inc)" in metrics else ""
         return graph_frame(contexts, metrics, default, dict(self.meta))

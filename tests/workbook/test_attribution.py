@@ -318,8 +318,6 @@ def test_timeline_lies_inside_its_iterations(measured: Profile) -> None:
     ]
     wall = iteration_ms(measured)[0]
     assert (first["start_ms"] + first["duration_ms"] <= wall).all()
-    assert timeline(measured, [3])["iteration"].unique().tolist() == [3]
-    assert timeline(measured, [99]).empty
 
 
 def test_timeline_has_a_lane_for_each_stream(gpu: Profile) -> None:
@@ -401,9 +399,6 @@ def test_attribution_is_of_the_steady_iterations_and_says_so(disturbed: Profile)
     kept[[0, 1, 2, 17]] = False
     wall = iteration_ms(disturbed)
     assert steady["time_ms"].sum() == pytest.approx(wall[kept].mean(), rel=1e-9)
-    every = attribute(disturbed, steady=False)
-    assert every["time_ms"].sum() == pytest.approx(wall.mean(), rel=1e-9)
-    assert every.attrs["left_out"] == []
 
 
 def test_what_differed_names_the_part_that_grew(disturbed: Profile) -> None:

@@ -274,7 +274,7 @@ def test_a_profile_shows_each_side_of_the_tables(tmp_path):
     assert set(sides["name"]) == {HOST_SPAN, GPU_SPAN}
     assert set(sides["component"]) == {"embedding"}
     assert set(sides["phase"]) == {"forward", "backward"}
-    parts = attribute(profile, steady=False)
+    parts = attribute(profile)
     crossing = parts[parts["component"] == "transfer"]
     assert set(crossing["phase"]) == {"forward", "backward"}
     assert (crossing["time_ms"] > 0).all()

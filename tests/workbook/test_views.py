@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from dlrm_core.errors import InputError
 from dlrm_workbook.analysis.attribution import step_contexts
-from dlrm_workbook.analysis.context_tree import nearest, outermost, reason_of, scopes_of
+from dlrm_workbook.analysis.context_tree import outermost, reason_of, scopes_of
 from dlrm_workbook.analysis.views import bottom_up, flat, top_down
 from dlrm_workbook.recordings.hpctoolkit.database import read_database
 from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
-from dlrm_workbook.recordings.profile import Profile, inclusive_from_exclusive
+from dlrm_workbook.recordings.profile import Profile, inclusive_from_exclusive, nearest
 from dlrm_workbook.recordings.torch.trace import read_trace
 from tests.hpctoolkit_tree import random_tree
 from tests.hpctoolkit_writer import Measured, write_database

@@ -136,7 +136,6 @@ class Meta:
 
     minor_version: int
     title: str
-    description: str
     identifier_kinds: list[str]
     scope_types: dict[str, str]
     metrics: list[Metric]
@@ -185,7 +184,6 @@ def read_meta(path: Path) -> Meta:
     return Meta(
         minor_version=file.minor_version,
         title=file.string(general["title"], "title"),
-        description=file.string(general["description"], "description"),
         identifier_kinds=file.strings(kinds["pointer"], "identifier name"),
         scope_types=scope_types,
         metrics=metrics,
