@@ -77,7 +77,7 @@ def small_data_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from dlrm_workbook.datasets.generate import generate
 
     folder = tmp_path_factory.mktemp("data") / "set"
-    generate(SMALL, {"train": 3000, "test": 700}, folder, threads=2, block=1024)
+    generate(SMALL, {"train": 3000, "test": 700}, folder, threads=2)
     return folder
 
 

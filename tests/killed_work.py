@@ -5,6 +5,7 @@ from pathlib import Path
 from dlrm_core.data.teacher import Law, SampleMaker, TeacherConfig, Variant
 from dlrm_workbook.datasets import criteo as preprocessing
 from dlrm_workbook.datasets import generate as generating
+from dlrm_workbook.datasets import resumable
 from dlrm_workbook.datasets.criteo import Request, preprocess
 from dlrm_workbook.datasets.generate import generate
 from dlrm_workbook.datasets.loops import SIGNATURES, compiled
@@ -16,17 +17,19 @@ FIGURES = {"bayes_auc": 0.8}
 
 def make_set(target: Path) -> None:
     """Generate, with a note after every few blocks."""
-    generating.SYNC_BYTES = 60_000
+    resumable.SYNC_BYTES = 60_000
+    generating.BLOCK = 512
     # seconds of Monte Carlo at the end would hide the short part where files are written
     generating.best_figures = lambda *_: dict(FIGURES)
-    generate(LAW, SAMPLES, target, threads=2, block=512)
+    generate(LAW, SAMPLES, target, threads=2)
 
 
 def convert_text(target: Path) -> None:
     """Preprocess, with a note after every few pieces, and hash tables that overflow."""
-    preprocessing.SYNC_BYTES = 20_000
+    resumable.SYNC_BYTES = 20_000
+    preprocessing.PIECE = 8_000
     text = target.parent / "text.txt"
-    request = Request("kaggle", [text], 2, threads=2, memory=1 << 10, piece=8_000)
+    request = Request("kaggle", [text], 2, threads=2, memory=1 << 10)
     preprocess(request, target)
 
 

@@ -40,7 +40,6 @@ from dlrm_workbook.datasets.loops import (
     parse_lines,
 )
 from dlrm_workbook.datasets.resumable import (
-    SYNC_BYTES,
     BackgroundSync,
     OpenFiles,
     Workplace,
@@ -84,7 +83,6 @@ class Request:
     test_fraction: float | None = None
     threads: int = 1
     memory: int = 512 << 20
-    piece: int = PIECE
 
     def note(self) -> dict[str, Any]:
         """What the result follows from, to know the same request again."""
@@ -168,7 +166,8 @@ def _check(request: Request) -> None:
 
 
 def _work(request: Request, place: Workplace, size: int) -> None:
-    with RawColumns(place.folder) as columns:
+    with OpenFiles() as files:
+        columns = RawColumns(place.folder, files)
         if not place.done.get("parsed"):
             if not request.max_rows:
                 # text is wider than its columns, except for what gzip makes of it
@@ -197,10 +196,10 @@ def _work(request: Request, place: Workplace, size: int) -> None:
         with progress_bar("numbering categories", "features", TABLES, len(features)) as bar:
             for table, kept, different in in_order(convert, left, request.threads, request.threads):
                 features[table] = (kept, different)
-                place.note(**done, features={str(t): list(v) for t, v in features.items()})
-                columns.drop(table)
+                place.note(done | {"features": {str(t): list(v) for t, v in features.items()}})
+                (columns.raw / f"cat_{table}.u32").unlink(missing_ok=True)
                 bar.add()
-        columns.remove()
+        shutil.rmtree(columns.raw, ignore_errors=True)
     metadata = {
         "made_by": "dlrm data preprocess",
         "layout": request.layout,
@@ -227,7 +226,7 @@ def _parse(request: Request, place: Workplace, columns: RawColumns) -> None:
     size = sum(path.stat().st_size for path in request.inputs)
     with (
         progress_bar("parsing", "B", size) as bar,
-        BackgroundSync(columns.sync, lambda state: place.note(**state), SYNC_BYTES) as disk,
+        BackgroundSync(place, columns.files) as disk,
     ):
         pieces = read_pieces(request, done)
         for piece, clicks in in_order(parse, pieces, request.threads, 2 * request.threads):
@@ -240,7 +239,7 @@ def _parse(request: Request, place: Workplace, columns: RawColumns) -> None:
     if not done["rows"]:
         place.done = {}  # nothing to go on with
         raise InputError(f"{request.inputs[0]}: has no lines")
-    place.note(**done, parsed=True)
+    place.note(done | {"parsed": True})
 
 
 class RawColumns:
@@ -249,10 +248,10 @@ class RawColumns:
     Every step can be done again after a kill, with the same outcome.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, files: OpenFiles) -> None:
         self.folder = folder
+        self.files = files
         self.raw = folder / "raw"
-        self._files = OpenFiles()
 
     def write(
         self,
@@ -266,12 +265,8 @@ class RawColumns:
         columns = {LABEL: labels, NUMERICAL: dense, MISSING_BITS: missing}
         columns |= {f"cat_{table}.u32": categories[table] for table in range(TABLES)}
         for name, values in columns.items():
-            handle = self._files.open(self.raw / name)
+            handle = self.files.open(self.raw / name)
             write_at(handle, values, row * (values.nbytes // len(values)))
-
-    def sync(self) -> None:
-        """Return when the disk has all that was written."""
-        self._files.sync()
 
     def split(self, name: str, row_bytes: int, rows: int, train: int) -> None:
         """Move a column to its splits: the first ``train`` rows, and the others."""
@@ -321,20 +316,6 @@ class RawColumns:
                 os.fsync(file.fileno())
         return vocabulary.size, vocabulary.different
 
-    def drop(self, table: int) -> None:
-        """Free the disk of a column that is done."""
-        (self.raw / f"cat_{table}.u32").unlink(missing_ok=True)
-
-    def remove(self) -> None:
-        """Free the disk of all that is left."""
-        shutil.rmtree(self.raw, ignore_errors=True)
-
-    def __enter__(self) -> RawColumns:
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        self._files.close()
-
 
 def read_pieces(request: Request, done: dict[str, Any]) -> Iterator[Piece]:
     """The inputs in pieces of whole lines, from where ``done`` says."""
@@ -347,13 +328,13 @@ def read_pieces(request: Request, done: dict[str, Any]) -> Iterator[Piece]:
                 file.seek(offset)
                 rest = b""
                 while True:
-                    block = file.read(request.piece)
+                    block = file.read(PIECE)
                     text = rest + block
                     if block:
                         cut = text.rfind(b"\n") + 1
                         text, rest = text[:cut], text[cut:]
                         if not text:
-                            _refuse_endless_line(path, line, rest, request.piece)
+                            _refuse_endless_line(path, line, rest, PIECE)
                             continue
                     elif text:
                         # a last line without its newline

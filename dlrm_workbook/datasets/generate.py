@@ -20,7 +20,6 @@ from dlrm_core.feature_spec import index_dtype
 from dlrm_core.progress import Bar
 from dlrm_workbook.datasets.best_auc import best_figures, score_test_set
 from dlrm_workbook.datasets.resumable import (
-    SYNC_BYTES,
     BackgroundSync,
     OpenFiles,
     Workplace,
@@ -96,9 +95,7 @@ class Generated:
         return self.bytes_written_now / 1e6 / self.seconds if self.seconds > 0 else 0.0
 
 
-def generate(
-    law: Law, samples: dict[str, int], target: Path, threads: int, block: int = BLOCK
-) -> Generated:
+def generate(law: Law, samples: dict[str, int], target: Path, threads: int) -> Generated:
     """Write a data set, or go on with one that was interrupted.
 
     Args:
@@ -129,7 +126,7 @@ def generate(
             "generating", "samples", sum(samples.values()), sum(done.values())
         ) as bar:
             for split in SPLITS:
-                _write_split(place, law, split, samples[split], done, threads, block, bar)
+                _write_split(place, law, split, samples[split], done, threads, bar)
         write_spec(place.folder, variant.dense_features, variant.table_rows, describe(law, samples))
         place.finish()
     seconds = time.perf_counter() - started
@@ -143,7 +140,6 @@ def _write_split(
     samples: int,
     done: dict[str, int],
     threads: int,
-    block: int,
     bar: Bar,
 ) -> None:
     maker = SampleMaker(law, split)
@@ -154,7 +150,7 @@ def _write_split(
         handles = {name: files.open(folder / name) for name in names}
 
         def make(start: int) -> tuple[int, int]:
-            count = min(block, samples - start)
+            count = min(BLOCK, samples - start)
             labels, dense, rows, _ = maker.block(start, count)
             arrays = {"label.bin": labels} | {f"cat_{t}.bin": r for t, r in enumerate(rows)}
             if maker.dense_features:
@@ -163,8 +159,8 @@ def _write_split(
                 write_at(handles[name], array, start * (array.nbytes // count))
             return count, sum(array.nbytes for array in arrays.values())
 
-        with BackgroundSync(files.sync, lambda state: place.note(**state), SYNC_BYTES) as disk:
-            starts = range(done[split], samples, block)
+        with BackgroundSync(place, files) as disk:
+            starts = range(done[split], samples, BLOCK)
             for count, size in in_order(make, starts, threads, 3 * threads):
                 done[split] += count
                 bar.add(count)

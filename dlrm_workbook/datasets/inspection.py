@@ -177,7 +177,10 @@ def _table(source: Source, column: Column, problems: list[str]) -> dict[str, Any
         if smallest < 0 or largest >= limit:
             good = (values >= 0) & (values < limit)
             if not wrong:
-                problems.append(_range_problem(column, values, start, limit))
+                try:
+                    check_range(column, values, start, limit)
+                except InputError as error:
+                    problems.append(str(error))
             wrong += int(count - good.sum())
             values = values[good]
         if seen is not None:
@@ -194,14 +197,6 @@ def _table(source: Source, column: Column, problems: list[str]) -> dict[str, Any
         "different_rows": None if seen is None else int(np.count_nonzero(seen)),
         "row_0_share": hottest / source.samples if source.samples else None,
     }
-
-
-def _range_problem(column: Column, values: np.ndarray, start: int, limit: int) -> str:
-    try:
-        check_range(column, values, start, limit)
-    except InputError as error:
-        return str(error)
-    return ""
 
 
 def _verify(source: Source, problems: list[str]) -> None:

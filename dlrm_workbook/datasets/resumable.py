@@ -51,7 +51,14 @@ class Workplace:
         self._request = request
         self._advice = f"give the first {command} again to go on, or delete that folder"
         if self.finished:
-            self._require_whole()
+            # a kill between the last two steps leaves the note in a whole data set
+            note = target / NOTE
+            if not note.exists():
+                raise InputError(
+                    f"{target} exists already; a data set is never written over another"
+                )
+            self._open(note)
+            note.unlink()
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -69,7 +76,7 @@ class Workplace:
         except InputError:
             self.close()
             raise
-        self.note(**self._ledger.document["done"])
+        self.note(self._ledger.document["done"])
 
     def _open(self, note: Path) -> Ledger:
         return Ledger(
@@ -79,19 +86,9 @@ class Workplace:
             advice=self._advice,
         )
 
-    def _require_whole(self) -> None:
-        """A kill between the last two steps leaves the note in a whole data set."""
-        note = self.target / NOTE
-        if not note.exists():
-            raise InputError(
-                f"{self.target} exists already; a data set is never written over another"
-            )
-        self._open(note)
-        note.unlink()
-
-    def note(self, **done: Any) -> None:
+    def note(self, done: dict[str, Any]) -> None:
         """Note what is on disk for certain."""
-        self.done = self._ledger.document["done"] = done
+        self.done = self._ledger.document["done"] = dict(done)
         self._ledger.save()
 
     def finish(self) -> None:
@@ -159,15 +156,12 @@ class BackgroundSync:
     """Lets the disk take what was written while more is made, and notes what it has.
 
     Args:
-        sync: returns when the disk has all that was written before the call.
-        note: called with a state, when all that it speaks of is on the disk.
-        every: bytes between two notes.
+        place: where a state is noted, when all that it speaks of is on the disk.
+        files: what is written.
     """
 
-    def __init__(
-        self, sync: Callable[[], None], note: Callable[[dict[str, Any]], None], every: int
-    ) -> None:
-        self._sync, self._note, self._every = sync, note, every
+    def __init__(self, place: Workplace, files: OpenFiles) -> None:
+        self._place, self._files = place, files
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="sync")
         self._under_way: tuple[Future[None], dict[str, Any]] | None = None
         self._unsynced = 0
@@ -177,21 +171,21 @@ class BackgroundSync:
         self._unsynced += size
         if self._under_way is not None and self._under_way[0].done():
             self._settle()
-        if self._under_way is None and self._unsynced >= self._every:
-            self._under_way = self._pool.submit(self._sync), dict(state)
+        if self._under_way is None and self._unsynced >= SYNC_BYTES:
+            self._under_way = self._pool.submit(self._files.sync), dict(state)
             self._unsynced = 0
 
     def finish(self, state: dict[str, Any]) -> None:
         """Return when all is on the disk and noted."""
         self._settle()
-        self._sync()
-        self._note(state)
+        self._files.sync()
+        self._place.note(state)
 
     def _settle(self) -> None:
         if self._under_way is not None:
             future, state = self._under_way
             future.result()
-            self._note(state)
+            self._place.note(state)
             self._under_way = None
 
     def __enter__(self) -> BackgroundSync:

@@ -45,7 +45,7 @@ from dlrm_core.errors import InputError
 from dlrm_core.files import read_json, write_json
 from dlrm_core.machine import machine_facts, versions
 from dlrm_core.tensor_files import read_tensors
-from dlrm_workbook.datasets import criteo, generate
+from dlrm_workbook.datasets import criteo, generate, resumable
 from dlrm_workbook.datasets.loops import SIGNATURES, compiled
 from dlrm_workbook.datasets.resumable import NOTE
 
@@ -245,17 +245,19 @@ TEXT_ROWS = 12_000
 
 def make_set(target: Path) -> None:
     """Generate with labels of a teacher; a note after every few blocks."""
-    generate.SYNC_BYTES = 300_000
+    resumable.SYNC_BYTES = 300_000
+    generate.BLOCK = 2048
     # seconds of Monte Carlo at the end would hide the short part where files are written
     generate.best_figures = lambda *_: {"bayes_auc": 0.8}  # type: ignore[assignment]
-    generate.generate(LAW, SAMPLES, target, threads=2, block=2048)
+    generate.generate(LAW, SAMPLES, target, threads=2)
 
 
 def convert_text(target: Path) -> None:
     """Preprocess; a note after every few pieces, and hash tables that overflow to disk."""
-    criteo.SYNC_BYTES = 60_000
+    resumable.SYNC_BYTES = 60_000
+    criteo.PIECE = 40_000
     text = target.parent / "text.txt"
-    request = criteo.Request("kaggle", [text], 2, threads=2, memory=1 << 13, piece=40_000)
+    request = criteo.Request("kaggle", [text], 2, threads=2, memory=1 << 13)
     criteo.preprocess(request, target)
 
 

@@ -24,6 +24,7 @@ from dlrm_core.data.teacher import Law, SampleMaker
 from dlrm_core.errors import InputError
 from dlrm_core.feature_spec import index_dtype
 from dlrm_workbook.cli import main
+from dlrm_workbook.datasets import generate as generating
 from dlrm_workbook.datasets.generate import VARIANTS, generate, scaled
 from dlrm_workbook.datasets.inspection import inspect
 
@@ -78,15 +79,17 @@ def test_the_files_are_those_of_the_published_layout(made):
     assert sorted(file.name for file in made.iterdir()) == ["feature_spec.yaml", "test", "train"]
 
 
-def test_threads_and_blocks_do_not_change_a_byte(made, tmp_path):
+def test_threads_and_blocks_do_not_change_a_byte(made, tmp_path, monkeypatch):
+    monkeypatch.setattr(generating, "BLOCK", 640)
     samples = {"train": 3000, "test": 700}
-    result = generate(SMALL, samples, tmp_path / "again", threads=1, block=640)
+    result = generate(SMALL, samples, tmp_path / "again", threads=1)
     assert_same_files(made, result.folder)
     assert result.bytes == sum(f.stat().st_size for f in made.rglob("*.bin"))
     assert result.bytes_written_now == result.bytes
 
 
-def test_an_interrupted_data_set_is_gone_on_with_not_begun_anew(made, tmp_path):
+def test_an_interrupted_data_set_is_gone_on_with_not_begun_anew(made, tmp_path, monkeypatch):
+    monkeypatch.setattr(generating, "BLOCK", 1024)
     samples = {"train": 3000, "test": 700}
     partial = tmp_path / "set.partial"
     shutil.copytree(made, partial)
@@ -98,7 +101,7 @@ def test_an_interrupted_data_set_is_gone_on_with_not_begun_anew(made, tmp_path):
     # what the note calls done is left alone; what lies beyond is written again
     spoilt[100], spoilt[2500] = 1 - spoilt[100], 1 - spoilt[2500]
     labels.write_bytes(spoilt)
-    result = generate(SMALL, samples, tmp_path / "set", threads=1, block=1024)
+    result = generate(SMALL, samples, tmp_path / "set", threads=1)
     differing = np.flatnonzero(
         np.frombuffer((result.folder / "train/label.bin").read_bytes(), np.uint8)
         != np.frombuffer((made / "train/label.bin").read_bytes(), np.uint8)

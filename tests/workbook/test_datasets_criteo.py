@@ -20,6 +20,15 @@ from dlrm_workbook.datasets import loops, vocabulary
 from dlrm_workbook.datasets.criteo import Request
 from dlrm_workbook.datasets.inspection import inspect
 
+
+@pytest.fixture(autouse=True, scope="module")
+def small_pieces():
+    """The small texts here still come in several pieces."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preprocess, "PIECE", 2500)
+        yield
+
+
 Row = tuple[int, list[int | None], list[str | None]]
 
 
@@ -72,7 +81,7 @@ def random_rows(count: int, seed: int, different: int = 40) -> list[Row]:
 def run(tmp_path: Path, rows: list[Row], threshold: int = 1, name: str = "set", **options):
     file = tmp_path / f"{name}.txt"
     file.write_bytes(as_text(rows))
-    request = Request("kaggle", [file], threshold, **{"piece": 3000, "threads": 2} | options)
+    request = Request("kaggle", [file], threshold, **{"threads": 2} | options)
     return preprocess.preprocess(request, tmp_path / name)
 
 
@@ -143,8 +152,9 @@ def test_little_memory_gives_the_same_bytes(tmp_path, monkeypatch, threshold):
         vocabulary, "_merge", lambda r, *rest: runs.append(len(r)) or merge(r, *rest)
     )
     monkeypatch.setattr(vocabulary, "MERGE_ENTRIES", 64)
+    monkeypatch.setattr(preprocess, "PIECE", 700)
     # hash tables of 1024 slots: several runs on disk, several passes to look up
-    little = run(tmp_path, rows, threshold, name="little", memory=1 << 10, piece=700).folder
+    little = run(tmp_path, rows, threshold, name="little", memory=1 << 10).folder
     assert max(runs) > 1
     (tmp_path / "little.txt").unlink()
     assert_same_files(plenty, little, but="inputs")
@@ -172,15 +182,11 @@ def test_several_files_gzip_line_ends_and_a_limit(tmp_path):
     with gzip.open(tmp_path / "two.gz", "wb") as file:
         # and no newline at the very end
         file.write(text[cut:-1])
-    request = Request(
-        "terabyte", [tmp_path / "one.txt", tmp_path / "two.gz"], 2, threads=2, piece=2000
-    )
+    request = Request("terabyte", [tmp_path / "one.txt", tmp_path / "two.gz"], 2, threads=2)
     result = preprocess.preprocess(request, tmp_path / "set")
     check(result.folder, rows, 2)
     assert result.rows == {"train": 288, "test": 12}
-    limited = Request(
-        "kaggle", list(request.inputs), 1, max_rows=170, test_fraction=0.5, piece=2000
-    )
+    limited = Request("kaggle", list(request.inputs), 1, max_rows=170, test_fraction=0.5)
     result = preprocess.preprocess(limited, tmp_path / "limited")
     assert result.rows == {"train": 85, "test": 85}
     check(result.folder, rows[:170], 1)
@@ -217,7 +223,7 @@ def test_a_bad_line_is_named_with_file_line_and_field(tmp_path, line, words):
     file = tmp_path / "train.txt"
     good = as_text(random_rows(50, 8))
     file.write_bytes(good + line + b"\n" + good)
-    request = Request("kaggle", [file], 1, threads=2, piece=2000)
+    request = Request("kaggle", [file], 1, threads=2)
     with pytest.raises(InputError, match=rf"train.txt: line 51\b.*{words}"):
         preprocess.preprocess(request, tmp_path / "set")
     assert not (tmp_path / "set").exists()
