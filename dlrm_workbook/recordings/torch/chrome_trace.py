@@ -1,7 +1,12 @@
 """What a chrome trace of torch.profiler holds, as tables of spans.
 
-``ts`` and ``dur`` are microseconds with three decimals; here they are integer
-nanoseconds from the first event on. The events are walked once; all else is on columns.
+Any program's: of CUDA, HIP and XPU devices, of the schema of 2021 (``Kernel``, ``Runtime``,
+``Operator``) and of today's, as torch wrote it or as a tool that cut it wrote it again. ``ts``
+and ``dur`` are microseconds, with decimals or without (nanoseconds where the trace's own
+bandwidths or its dates say so); here they are integer nanoseconds from the first event on.
+
+The events are walked once, a window of the text at a time (:mod:`json_stream`), and become
+columns of numbers at once: a trace of a gigabyte needs 300 bytes an event.
 """
 
 from __future__ import annotations
@@ -11,72 +16,179 @@ import gc
 import gzip
 import json
 import zlib
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
 from dlrm_core.errors import InputError
 from dlrm_core.parts import SPAN_PREFIX
+from dlrm_workbook.recordings.torch.json_stream import EventStream, open_binary
 
 HOST_KINDS = {
     "cpu_op": "operator",
+    "operator": "operator",
     "user_annotation": "annotation",
     "python_function": "python",
-    "cuda_runtime": "runtime",
-    "cuda_driver": "runtime",
+    "runtime": "runtime",
+    "driver": "runtime",
 }
-"""Chrome trace category to context kind, for spans of CPU threads."""
+"""Chrome trace category, in lower case, to context kind, for spans of CPU threads. So are
+``cuda_runtime``, ``hip_driver``, ``xpu_runtime``, ...: what ends in one of the last two."""
 
-DEVICE_KINDS = {"kernel": "kernel", "gpu_memcpy": "copy", "gpu_memset": "copy"}
-"""For spans of GPU streams. ``gpu_user_annotation`` repeats a range over its
-kernels and ``cuda_sync`` a wait: counting them would count time twice."""
+DEVICE_KINDS = {
+    "kernel": "kernel",
+    "gpu_memcpy": "copy",
+    "gpu_memset": "copy",
+    "memcpy": "copy",
+    "memset": "copy",
+}
+"""For spans of GPU streams."""
+
+MARK_KINDS = {"gpu_user_annotation": "annotation", "cuda_sync": "sync", "xpu_sync": "sync"}
+"""A range repeated over its kernels and a wait, on GPU streams: counted as time they would
+count it twice."""
+
+IGNORED = frozenset(
+    {"trace", "overhead", "cuda_event", "cuda_profiler_range", "external_correlation", "", "none"}
+    | {"hardware_counters", "xpu_scope_profiler", "collective_comm", "cpu_instant_event"}
+)
+"""Categories of spans that are no work of the program's."""
 
 UTILITY = frozenset({"aten::is_leaf", "aten::output_nr", "aten::_version"})
 """Operators that ``key_averages`` leaves out; their time stays with the caller."""
 
+STEP_PREFIX = "ProfilerStep#"
+"""Of the ranges that ``profiler.step()`` opens, one a step, numbered."""
+
+COLLECTIVE = {
+    "Collective name": "name",
+    "In msg nelems": "in_elements",
+    "Out msg nelems": "out_elements",
+    "dtype": "dtype",
+    "Group size": "group_size",
+    "Process Group Name": "group",
+    "Process Group Ranks": "ranks",
+    "In split size": "in_split",
+    "Out split size": "out_split",
+}
+"""Arguments of collectives to columns of ``Events.collectives``."""
+
+CHUNK = 100_000
+"""Events that are held as Python objects at most."""
+
+LATEST_YEAR_US = 10**17
+"""Microseconds since 1970 in the year 5138: larger time stamps are nanoseconds."""
+
+CLOCK_NS = 1000
+"""Times of GPU and CPU that differ by less are equal: traces in whole microseconds."""
+
 
 @dataclass
 class Events:
-    """The events of one trace. Times are int ns from the first event on."""
+    """The events of one trace. Times are int ns from the first event on.
+
+    What an event does not say is −1 (or NaN in columns of floats, "" in those of text).
+    """
 
     host: pd.DataFrame
-    """start, end, duration, line (process/thread), name, kind, shapes, correlation, external."""
+    """start, end, duration, line (process/thread), name, kind, shapes, correlation, external,
+    types (of the inputs, as text), sequence (of autograd), forward_thread, python_id,
+    python_parent, collective (row of ``collectives``)."""
     device: pd.DataFrame
-    """start, end, duration, line (GPU/stream), name, kind, correlation, external, bytes."""
+    """start, end, duration, line (GPU/stream), name, kind, correlation, external, bytes (0
+    where unknown), gpu, stream, category (kernel, memcpy, memset), grid and block (text),
+    registers (a thread), shared_memory (bytes a block), blocks_per_sm, warps_per_sm, occupancy
+    (%, estimated), graph (its id), bandwidth (GB/s), collective."""
     memory: pd.DataFrame
-    """start, line, bytes (negative when freed), total (allocated after it), device."""
+    """start, line, bytes (negative when freed), total (allocated after it), device, reserved."""
     names: dict[str, str]
     """Line to the name of the thread."""
     rank: int
+    marks: pd.DataFrame
+    """start, end, line, name, kind (``annotation``, ``sync``), correlation: of GPU streams, not
+    counted as time."""
+    flows: pd.DataFrame
+    """forward, forward_line, backward, backward_line: when an operator ran, and its backward."""
+    collectives: pd.DataFrame
+    """The distinct arguments of collectives, see :data:`COLLECTIVE`."""
+    processes: dict[str, str] = field(default_factory=dict)
+    """Process to its name and labels."""
+    header: dict[str, Any] = field(default_factory=dict)
+    """What the trace says beside its events."""
+    clock_ns: int = 0
+    """The clock's time at time 0, ns; since 1970 where the trace gives its base time."""
+    cautions: list[str] = field(default_factory=list)
+    """Sentences about what in this trace is not as it should be."""
+
+    @property
+    def distributed(self) -> dict[str, Any]:
+        """``rank``, ``world_size``, ``backend``: as the trace has them, or None."""
+        given = self.header.get("distributedInfo")
+        given = given if isinstance(given, dict) else {}
+        return {name: given.get(name) for name in ("rank", "world_size", "backend")}
+
+    @property
+    def devices(self) -> list[dict[str, Any]]:
+        """Of each GPU that did something, else of all: id, name, sms, memory_bytes, compute."""
+        given = self.header.get("deviceProperties")
+        listed = [
+            {
+                "id": row.get("id"),
+                "name": str(row.get("name", "")),
+                "sms": row.get("numSms"),
+                "memory_bytes": row.get("totalGlobalMem"),
+                "compute": f"{row.get('computeMajor', '?')}.{row.get('computeMinor', '?')}",
+            }
+            for row in (given if isinstance(given, list) else [])
+            if isinstance(row, dict)
+        ]
+        used = set(self.device["gpu"].unique().tolist())
+        return [row for row in listed if row["id"] in used] or listed
+
+    def circumstances(self) -> dict[str, Any]:
+        """What a profile's ``meta`` says of the trace: its GPUs, ranks, clock and cautions."""
+        found: dict[str, Any] = {
+            "devices": self.devices,
+            "distributed": self.distributed,
+            "clock_ns": self.clock_ns,
+            "cautions": self.cautions,
+        }
+        if len(self.device) and self.devices:
+            found["device_name"] = self.devices[0]["name"]
+        return found
 
 
-def read_events(path: Path) -> Events:
+def read_events(path: Path, file: IO[bytes] | None = None, packed_bytes: int = 0) -> Events:
     """The spans and memory events of a chrome trace.
+
+    Args:
+        file: the trace, where it is a member of an archive; ``path`` then only names it.
+        packed_bytes: size of that archive.
 
     Raises:
         InputError: the file is missing, cut short, not JSON or no such trace.
     """
-    with without_collection():
-        document = load_json(path)
-        events = document.get("traceEvents") if isinstance(document, dict) else document
-        if not isinstance(events, list):
-            raise InputError(f"{path} is no chrome trace: it has no list 'traceEvents'")
-        distributed = document.get("distributedInfo") if isinstance(document, dict) else None
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(without_collection())
+        if file is None:
+            file = stack.enter_context(open_binary(path))
+            packed_bytes = path.stat().st_size
+        stream = EventStream(file, str(path), packed_bytes)
+        walk = _Walk()
         try:
-            host, device, memory, names = _sort_events(events)
-            rank = int((distributed or {}).get("rank", 0))
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise InputError(
-                f"{path}: an event is not as torch.profiler writes it: {error!r}"
-            ) from None
-        del document, events
-    if host.empty and device.empty:
-        raise InputError(f"{path} holds no operator, range or kernel of torch.profiler")
-    return Events(host, device, memory, names, rank)
+            for event in stream:
+                walk.take(event)
+        except RecursionError:
+            raise InputError(f"{path} cannot be read: its JSON is nested too deeply") from None
+        if not stream.has_events:
+            raise InputError(f"{path} is no chrome trace: it has no list 'traceEvents'")
+        return walk.finish(stream)
 
 
 @contextlib.contextmanager
@@ -110,78 +222,516 @@ def load_json(path: Path) -> Any:
         raise InputError(f"{path} cannot be read: {error}") from None
 
 
-def _sort_events(
-    events: list[dict[str, Any]],
-) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame, dict[str, str]]:
-    """Host spans, device spans, memory events (columns of ns) and names of threads."""
-    host: list[tuple[Any, ...]] = []
-    device: list[tuple[Any, ...]] = []
-    memory: list[tuple[Any, ...]] = []
-    names: dict[str, str] = {}
-    none: dict[str, Any] = {}
-    for event in events:
-        phase = event.get("ph")
-        if phase == "X":
-            category = event.get("cat")
-            args = event.get("args", none)
-            if category in HOST_KINDS:
-                name = event["name"]
-                if name in UTILITY:
-                    continue
-                host.append(
-                    (
-                        event["ts"],
-                        event.get("dur", 0),
-                        f"{event['pid']}/{event['tid']}",
-                        name,
-                        # our ranges may be written as operators, see dlrm_core/parts.py
-                        "annotation" if name.startswith(SPAN_PREFIX) else HOST_KINDS[category],
-                        str(args["Input Dims"]) if "Input Dims" in args else "",
-                        args.get("correlation", -1),
-                        args.get("External id", -1),
-                    )
+# ---- events to columns ----------------------------------------------------------------
+
+
+class _Numbered(dict[Any, int]):
+    """Values to the order in which they first came."""
+
+    def __missing__(self, value: Any) -> int:
+        self[value] = number = len(self)
+        return number
+
+
+class _Rows:
+    """Rows of one table, turned into columns of numbers a chunk at a time.
+
+    Args:
+        columns: name to how it is kept: ``time``, ``integer``, ``float``, or ``number`` of a
+            value of :class:`_Numbered`.
+    """
+
+    def __init__(self, columns: dict[str, str]) -> None:
+        self.columns = columns
+        self.rows: list[tuple[Any, ...]] = []
+        self.chunks: dict[str, list[Any]] = {name: [] for name in columns}
+
+    def pack(self) -> None:
+        if not self.rows:
+            return
+        for (name, how), column in zip(
+            self.columns.items(), zip(*self.rows, strict=True), strict=True
+        ):
+            values: Any
+            if how == "time":
+                values = _times(column)
+            elif how == "float":
+                values = _floats(column).astype(np.float32)
+            elif how == "number":
+                values = np.array(column, dtype=np.int32)
+            else:
+                values = _integers(column)
+            self.chunks[name].append(values)
+        self.rows.clear()
+
+    def column(self, name: str) -> Any:
+        """A column; (whole, fraction) of a time."""
+        self.pack()
+        chunks = self.chunks[name]
+        if self.columns[name] == "time":
+            empty = np.empty(0, dtype=np.int64), np.empty(0)
+            parts = zip(*chunks, strict=True) if chunks else ((part,) for part in empty)
+            return tuple(np.concatenate(part) for part in parts)
+        return np.concatenate(chunks) if chunks else np.empty(0, dtype=np.int64)
+
+
+UNKNOWN = np.iinfo(np.int64).min
+"""The whole part of a time that is no number."""
+
+
+def _floats(column: tuple[Any, ...]) -> npt.NDArray[np.float64]:
+    """Numbers (n,), NaN where a value is none."""
+    try:
+        return np.array(column, dtype=np.float64)
+    except (ValueError, TypeError, OverflowError):
+        return np.array([_number(value) for value in column])
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except (ValueError, TypeError, OverflowError):
+        return np.nan
+
+
+def _integers(column: tuple[Any, ...]) -> npt.NDArray[np.int64]:
+    """Integers (n,), −1 where a value is none."""
+    try:
+        return np.array(column, dtype=np.int64)
+    except (ValueError, TypeError, OverflowError):
+        numbers = _floats(column)
+        known = np.isfinite(numbers) & (np.abs(numbers) < 2.0**63)
+        return np.where(known, np.where(known, numbers, 0), -1).astype(np.int64)
+
+
+def _times(column: tuple[Any, ...]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """(whole, fraction) of each: integers stay exact, whatever their size."""
+    values = np.array(column) if all(type(value) is int for value in column[:1]) else None
+    if values is not None and values.dtype == np.int64:
+        return values, np.zeros(len(values))
+    numbers = _floats(column)
+    known = np.isfinite(numbers) & (np.abs(numbers) < 2.0**62)
+    whole = np.floor(np.where(known, numbers, 0))
+    return np.where(known, whole, UNKNOWN).astype(np.int64), np.where(known, numbers - whole, 0)
+
+
+_TIMED = {"start": "time", "duration": "time", "line": "number", "name": "number"}
+_NOTHING: dict[str, Any] = {}
+_SPAN_KINDS = ("operator", "annotation", "python", "runtime")
+_CATEGORIES = ("kernel", "memcpy", "memset")
+
+
+class _Walk:
+    """Takes the events of a trace one by one and holds the columns that they become."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+        self.malformed = 0
+        self.first_malformed: Exception | None = None
+        self.without_duration = 0
+        self.unknown: Counter[str] = Counter()
+        self.lines, self.texts, self.groups = _Numbered(), _Numbered(), _Numbered()
+        self.texts[""]  # number 0
+        self.names: dict[str, str] = {}
+        self.processes: dict[str, str] = {}
+        self.folded: dict[Any, str] = {}
+        self.flow_ends: dict[Any, dict[str, tuple[Any, int]]] = {}
+        self.host = _Rows(
+            _TIMED
+            | {"kind": "number", "shapes": "number", "correlation": "integer"}
+            | {"external": "integer", "types": "number", "sequence": "integer"}
+            | {"forward_thread": "integer", "python_id": "integer", "python_parent": "integer"}
+            | {"collective": "number"}
+        )
+        self.device = _Rows(
+            _TIMED
+            | {"kind": "number", "correlation": "integer", "external": "integer"}
+            | {"bytes": "integer", "gpu": "integer", "stream": "integer", "grid": "number"}
+            | {"block": "number", "registers": "integer", "shared_memory": "integer"}
+            | {"blocks_per_sm": "float", "warps_per_sm": "float", "occupancy": "float"}
+            | {"graph": "integer", "bandwidth": "float", "collective": "number"}
+        )
+        self.memory = _Rows(
+            {"start": "time", "line": "number", "bytes": "integer", "total": "integer"}
+            | {"device": "number", "reserved": "integer"}
+        )
+        self.marks = _Rows(_TIMED | {"kind": "number", "correlation": "integer"})
+
+    def take(self, event: dict[str, Any]) -> None:
+        """Keep what an event says, if it is of interest."""
+        try:
+            phase = event["ph"]
+            if phase == "X":
+                self._span(event)
+            elif phase == "i":
+                if event["name"] == "[memory]":
+                    self._memory(event)
+            elif phase == "M":
+                self._name(event)
+            elif event.get("cat") == "fwdbwd":
+                ends = self.flow_ends.setdefault(event["id"], {})
+                ends[phase] = event["ts"], self.lines[event["pid"], event["tid"]]
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            self.malformed += 1
+            self.first_malformed = self.first_malformed or error
+        self.taken += 1
+        if self.taken % CHUNK == 0:
+            for rows in (self.host, self.device, self.memory, self.marks):
+                rows.pack()
+
+    def _span(self, event: dict[str, Any]) -> None:
+        category = event.get("cat", "")
+        kind = HOST_KINDS.get(category) or DEVICE_KINDS.get(category)
+        if kind is None:
+            folded = self.folded.get(category)
+            if folded is None:
+                folded = self.folded[category] = _fold(str(category))
+            category = folded
+            kind = HOST_KINDS.get(category) or DEVICE_KINDS.get(category)
+            if kind is None and category not in MARK_KINDS:
+                if category not in IGNORED:
+                    self.unknown[str(event["cat"])] += 1
+                return
+        args = event.get("args") or _NOTHING
+        name = event["name"]
+        duration = event.get("dur")
+        if duration is None:
+            self.without_duration += 1
+            duration = 0
+        get = args.get
+        external = get("External id", -1)
+        if external == -1:
+            external = get("external id", -1)
+        correlation = get("correlation", -1)
+        collective = -1
+        if "Collective name" in args:
+            collective = self.groups[tuple(str(get(name, "")) for name in COLLECTIVE)]
+        start = event["ts"]
+        if category in DEVICE_KINDS:
+            gpu = get("device", event["pid"])
+            stream = get("stream", event["tid"])
+            line = self.lines[gpu, stream]
+            common = (start, duration, line, self.texts[name])
+            what = 0 if kind == "kernel" else 2 if category.endswith("memset") else 1
+            launch: tuple[Any, ...] = (0, 0, -1, -1, None, None, None)
+            if what == 0:
+                launch = (
+                    self.texts[str(get("grid", ""))],
+                    self.texts[str(get("block", ""))],
+                    get("registers per thread", -1),
+                    get("shared memory", -1),
+                    get("blocks per SM"),
+                    get("warps per SM"),
+                    get("est. achieved occupancy %"),
                 )
-            elif category in DEVICE_KINDS:
-                device.append(
-                    (
-                        event["ts"],
-                        event.get("dur", 0),
-                        f"{args.get('device', event['pid'])}/{args.get('stream', event['tid'])}",
-                        event["name"],
-                        DEVICE_KINDS[category],
-                        args.get("correlation", -1),
-                        args.get("External id", -1),
-                        args.get("bytes", 0),
-                    )
-                )
-        elif phase == "i" and event.get("name") == "[memory]":
-            args = event["args"]
-            memory.append(
-                (
-                    event["ts"],
-                    f"{event['pid']}/{event['tid']}",
-                    args["Bytes"],
-                    args.get("Total Allocated", 0),
-                    # c10's device types: 0 CPU, 1 CUDA
-                    "cpu" if args.get("Device Type", 0) == 0 else f"gpu {args.get('Device Id', 0)}",
-                )
+            sizes = (what, correlation, external, get("bytes", 0), gpu, stream)
+            rest = (get("graph id", -1), get("memory bandwidth (GB/s)"), collective)
+            self.device.rows.append((*common, *sizes, *launch, *rest))
+            return
+        line = self.lines[event["pid"], event["tid"]]
+        if category in MARK_KINDS:
+            number = int(MARK_KINDS[category] == "sync")
+            mark = (start, duration, line, self.texts[name], number, correlation)
+            self.marks.rows.append(mark)
+            return
+        if name in UTILITY:
+            return
+        shapes = types = 0
+        if "Input Dims" in args:
+            shapes = self.texts[str(args["Input Dims"])]
+            types = self.texts[str(get("Input type", ""))]
+        # our ranges may be written as operators, see dlrm_core/parts.py; so were all in 2021
+        if kind == "operator" and name.startswith((SPAN_PREFIX, STEP_PREFIX)):
+            kind = "annotation"
+        self.host.rows.append(
+            (
+                start,
+                duration,
+                line,
+                self.texts[name],
+                _SPAN_KINDS.index(kind),
+                shapes,
+                correlation,
+                external,
+                types,
+                get("Sequence number", -1),
+                get("Fwd thread id", -1),
+                get("Python id", -1),
+                get("Python parent id", -1),
+                collective,
             )
-        elif phase == "M" and event.get("name") == "thread_name":
-            names[f"{event['pid']}/{event['tid']}"] = event["args"]["name"]
-    spans = ["start", "duration", "line", "name", "kind"]
-    frames = (
-        pd.DataFrame(host, columns=[*spans, "shapes", "correlation", "external"]),
-        pd.DataFrame(device, columns=[*spans, "correlation", "external", "bytes"]),
-        pd.DataFrame(memory, columns=["start", "line", "bytes", "total", "device"]),
+        )
+
+    def _memory(self, event: dict[str, Any]) -> None:
+        args = event["args"]
+        # c10's device types: 0 CPU, 1 CUDA
+        on_host = args.get("Device Type", 0) == 0
+        self.memory.rows.append(
+            (
+                event["ts"],
+                self.lines[event["pid"], event["tid"]],
+                args["Bytes"],
+                args.get("Total Allocated", 0),
+                self.texts["cpu" if on_host else f"gpu {args.get('Device Id', 0)}"],
+                args.get("Total Reserved", -1),
+            )
+        )
+
+    def _name(self, event: dict[str, Any]) -> None:
+        name = event["name"]
+        if name == "thread_name":
+            self.names[f"{event['pid']}/{event['tid']}"] = str(event["args"]["name"])
+        elif name in ("process_name", "process_labels"):
+            said = [self.processes.get(str(event["pid"]), ""), *event["args"].values()]
+            self.processes[str(event["pid"])] = " ".join(str(word) for word in said if word)
+
+    # ---- columns to tables ----------------------------------------------------------
+
+    def finish(self, stream: EventStream) -> Events:
+        """The tables.
+
+        Raises:
+            InputError: there is no operator, range or kernel.
+        """
+        path = stream.name
+        cautions = _Cautions()
+        cautions.add(stream.repaired, "event{s} {was} not valid JSON and {was} repaired")
+        cautions.add(stream.skipped, "event{s} {was} not valid JSON and {was} left out")
+        cautions.add(
+            self.malformed,
+            "event{s} lack{v} a name, a time or what else torch.profiler writes, and {was} left "
+            "out",
+        )
+        texts = np.array(list(self.texts), dtype=object)
+        lines = np.array([f"{_word(a)}/{_word(b)}" for a, b in self.lines], dtype=object)
+        tables = {name: getattr(self, name) for name in ("host", "device", "memory", "marks")}
+        nanoseconds, why = self._unit()
+        if nanoseconds:
+            cautions.said.append(f"The times of this trace are read as nanoseconds: {why}.")
+        frames: dict[str, pd.DataFrame] = {}
+        lost = 0
+        for table, rows in tables.items():
+            columns: dict[str, Any] = {}
+            usable: Any = slice(None)
+            for name, how in rows.columns.items():
+                values = rows.column(name)
+                if how == "time":
+                    whole, fraction = values
+                    if name == "start":
+                        limit = 2**62 if nanoseconds else 2**62 // 1000
+                        usable = (whole != UNKNOWN) & (np.abs(whole) < limit)
+                        lost += int((~usable).sum())
+                    whole = np.where(whole == UNKNOWN, -1, whole)
+                    values = whole if nanoseconds else whole * 1000 + _rounded(fraction)
+                elif name == "line":
+                    values = lines[values] if len(values) else values.astype(object)
+                elif name in ("name", "shapes", "types", "grid", "block", "device"):
+                    values = texts[values] if len(values) else values.astype(object)
+                columns[name] = values
+            frames[table] = pd.DataFrame(columns)[usable].reset_index(drop=True)
+        cautions.add(lost, "event{s} {has} a time that is no number, and {was} left out")
+        host, device, memory, marks = frames.values()
+        if host.empty and device.empty:
+            if self.first_malformed is not None:
+                raise InputError(
+                    f"{path}: an event is not as torch.profiler writes it: {self.first_malformed!r}"
+                ) from None
+            raise InputError(f"{path} holds no operator, range or kernel of torch.profiler")
+        zero = min(int(frame["start"].min()) for frame in (host, device, memory) if len(frame))
+        host["kind"] = np.array(_SPAN_KINDS, dtype=object)[host["kind"].to_numpy()]
+        what = device["kind"].to_numpy()
+        device["kind"] = np.array(["kernel", "copy", "copy"], dtype=object)[what]
+        device["category"] = np.array(_CATEGORIES, dtype=object)[what]
+        device["bytes"] = device["bytes"].clip(lower=0)
+        marks["kind"] = np.array(["annotation", "sync"], dtype=object)[marks["kind"].to_numpy()]
+        negative = 0
+        for frame in frames.values():
+            frame["start"] -= zero
+            if "duration" in frame:
+                negative += int((frame["duration"] < 0).sum())
+                frame["duration"] = frame["duration"].clip(lower=0)
+                frame["end"] = frame["start"] + frame["duration"]
+        cautions.add(
+            self.without_duration,
+            "event{s} {has} no duration: {it} {is} counted, but {its} time is not",
+        )
+        cautions.add(
+            negative,
+            "event{s} {has} a negative duration or one that is no number: {it} {is} counted, but "
+            "{its} time is not",
+        )
+        for category, count in self.unknown.most_common(5):
+            cautions.add(count, f"event{{s}} of category '{category}' {{was}} not read")
+        base = stream.header.get("baseTimeNanoseconds")
+        events = Events(
+            host,
+            device,
+            memory,
+            self.names,
+            0,
+            marks,
+            self._flows(lines, zero, nanoseconds),
+            pd.DataFrame(list(self.groups), columns=list(COLLECTIVE.values())),
+            self.processes,
+            stream.header,
+            zero + (int(base) if isinstance(base, int | float) else 0),
+        )
+        rank = events.distributed["rank"]
+        events.rank = rank if isinstance(rank, int) else 0
+        _look_at_device(events, cautions)
+        events.cautions = cautions.said
+        return events
+
+    def _unit(self) -> tuple[bool, str]:
+        """Whether times are nanoseconds, and why. The format says microseconds, always."""
+        (whole, fraction) = self.device.column("duration")
+        size = self.device.column("bytes").astype(float)
+        bandwidth = self.device.column("bandwidth").astype(float)
+        duration = whole + fraction
+        known = (bandwidth > 0) & np.isfinite(bandwidth) & (size > 0) & (duration > 0)
+        if known.any():
+            # GB/s are bytes a nanosecond
+            factor = float(np.median(size[known] / bandwidth[known] / duration[known]))
+            return 0.5 < factor < 2, "its copies' sizes and bandwidths agree with that alone"
+        starts = [rows.column("start")[0] for rows in (self.host, self.device)]
+        first = [int(start[start > 0].min()) for start in starts if (start > 0).any()]
+        if first and min(first) > LATEST_YEAR_US:
+            return True, "as microseconds they would lie thousands of years ahead"
+        return False, ""
+
+    def _flows(self, lines: npt.NDArray[Any], zero: int, nanoseconds: bool) -> pd.DataFrame:
+        pairs = [ends for ends in self.flow_ends.values() if "s" in ends and "f" in ends]
+        columns: dict[str, Any] = {}
+        for side, phase in (("forward", "s"), ("backward", "f")):
+            whole, fraction = _times(tuple(ends[phase][0] for ends in pairs))
+            when = whole if nanoseconds else whole * 1000 + _rounded(fraction)
+            columns[side] = when - zero
+            at = np.array([ends[phase][1] for ends in pairs], dtype=np.int64)
+            columns[f"{side}_line"] = lines[at] if len(at) else at.astype(object)
+        return pd.DataFrame(columns)
+
+
+def _fold(category: str) -> str:
+    """A category as :data:`HOST_KINDS` has it: of any vendor, of any year."""
+    folded = category.lower()
+    for end in ("runtime", "driver"):
+        if folded.endswith(f"_{end}"):
+            return end
+    return folded
+
+
+def _word(part: Any) -> str:
+    """A thread or stream: ``stream 7`` of 2021 is stream 7."""
+    return str(part).removeprefix("stream ")
+
+
+def _rounded(fraction: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+    return np.rint(fraction * 1000).astype(np.int64)
+
+
+class _Cautions:
+    """Sentences with counts."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def add(self, count: int, what: str, **figures: Any) -> None:
+        """A sentence about ``count`` things; none about none."""
+        if count:
+            # of one thing, of several
+            forms = {"s": ("", "s"), "es": ("", "es"), "v": ("s", ""), "it": ("it", "they")}
+            forms |= {"is": ("is", "are"), "was": ("was", "were"), "has": ("has", "have")}
+            forms |= {"its": ("its", "their"), "them": ("it", "them")}
+            words = {name: form[count != 1] for name, form in forms.items()}
+            self.said.append(f"{count:,} {what}.".format(**words, **figures))
+
+
+# ---- what cannot be -------------------------------------------------------------------
+
+GRAPH_LAUNCH = r"(?:cuda|cu|hip)GraphLaunch"
+"""Matches a call that launches all the kernels of a graph."""
+
+
+def _look_at_device(events: Events, cautions: _Cautions) -> None:
+    """Name what the GPU's work cannot be, and take it out where it would spoil figures."""
+    device, host = events.device, events.host
+    if device.empty:
+        return
+    in_turn = device.sort_values("start", kind="stable")
+    following = in_turn.groupby("line", sort=False)["start"].shift(-1).reindex(device.index)
+    # A kernel may outlive what the host did, but not last longer than all that was recorded.
+    first, last = device["start"].min(), device["start"].max()
+    if len(host):
+        first, last = min(first, host["start"].min()), max(last, host["end"].max())
+    window = int(last - first)
+    endless = (device["duration"] > max(window, CLOCK_NS)) & bool(len(host))
+    if endless.any():
+        cautions.add(
+            int(endless.sum()),
+            "GPU operation{s} last{v} up to {longest:,.0f} s, longer than the whole recording of "
+            "{window:.3f} s, which cannot be: {it} {is} counted until the next work on {its} "
+            "stream begins, or without time where none follows",
+            longest=device.loc[endless, "duration"].max() / 1e9,
+            window=window / 1e9,
+        )
+        end = following.fillna(device["start"])[endless].astype("int64")
+        device.loc[endless, "end"] = end
+        device.loc[endless, "duration"] = end - device.loc[endless, "start"]
+    over = (device["end"] - following).fillna(0)
+    cautions.add(
+        int((over > CLOCK_NS).sum()),
+        "GPU operation{s} end{v} after the next one on {its} stream begins, by up to "
+        "{most:,.0f} µs: the GPU's busy time counts such time once, the sum of durations twice",
+        most=over.max() / 1e3,
     )
-    first = min((float(frame["start"].min()) for frame in frames if len(frame)), default=0.0)
-    zero = round(first * 1000)
-    for frame in frames:
-        frame["start"] = _nanoseconds(frame["start"]) - zero
-        if "duration" in frame:
-            frame["end"] = frame["start"] + np.maximum(_nanoseconds(frame["duration"]), 0)
-    return *frames, names
+    _look_at_launches(events, cautions)
+    rank, size = events.distributed["rank"], events.distributed["world_size"]
+    if isinstance(rank, int) and isinstance(size, int) and not 0 <= rank < size:
+        cautions.said.append(
+            f"The trace says that it is of rank {rank} of {size}, which cannot be."
+        )
 
 
-def _nanoseconds(microseconds: pd.Series) -> pd.Series:
-    return (microseconds.astype("float64") * 1000).round().astype("int64")
+def _look_at_launches(events: Events, cautions: _Cautions) -> None:
+    """Take out launches that cannot be told, and say how many kernels have none recorded."""
+    device, host = events.device, events.host
+    runtime = host[host["kind"].eq("runtime") & host["correlation"].ge(0)]
+    if runtime.empty:
+        return
+    correlation = device["correlation"]
+    calls = runtime.drop_duplicates("correlation").set_index("correlation")
+    launcher = correlation.map(calls["name"]).fillna("")
+    doubled = runtime["correlation"][runtime["correlation"].duplicated()].unique()
+    # an ordinary launch is of one kernel; a graph's is of many
+    of_one = launcher.str.contains("LaunchKernel") & device["kind"].eq("kernel")
+    unclear = correlation.isin(doubled) | (of_one & correlation.duplicated(keep=False))
+    cautions.add(
+        int(unclear.sum()),
+        "GPU operation{s} share{v} the number of {its} launch with others, though a call "
+        "launches one: what launched {them} is not known",
+    )
+    before = launcher.eq("") & ~unclear
+    cautions.add(
+        int(before.sum()),
+        "GPU operation{s}, {spent:,.3f} ms in all, {has} no recorded launch: launched before "
+        "the recording began",
+        spent=float(device.loc[before, "duration"].sum()) / 1e6,
+    )
+    begun = correlation.map(calls["start"])
+    early = (device["start"] + CLOCK_NS < begun) & ~unclear
+    cautions.add(
+        int(early.sum()),
+        "GPU operation{s} begin{v} before the call that launches {them}, by up to {most:,.0f} "
+        "µs: the clocks of GPU and CPU differ",
+        most=float((begun - device["start"])[early].max() / 1e3) if early.any() else 0.0,
+    )
+    graphs = runtime.loc[runtime["name"].str.match(GRAPH_LAUNCH), "correlation"]
+    sizes = graphs.map(correlation.value_counts()).fillna(0).astype(int)
+    cautions.add(
+        len(sizes),
+        "launch{es} of CUDA graphs {has} {least} to {most} GPU operations each in the trace, and "
+        "a profiler may record only some of a graph's: idle time is an upper bound",
+        least=sizes.min(),
+        most=sizes.max(),
+    )
+    device.loc[unclear, ["correlation", "external"]] = -1

@@ -203,6 +203,7 @@ class _Builder:
     """Holds the tables while they grow; one per trace."""
 
     def __init__(self, events: Events) -> None:
+        self.events = events
         self.host, self.device, self.memory = events.host, events.device, events.memory
         self.names, self.rank = events.names, events.rank
         self.contexts: dict[tuple[Any, ...], int] = {}
@@ -460,7 +461,7 @@ class _Builder:
     # ---- circumstances -------------------------------------------------------------
 
     def describe(self, meta: dict[str, Any], metrics: list[str]) -> dict[str, Any]:
-        meta = {"engine": "torch", "passes": [], **meta}
+        meta = {"engine": "torch", "passes": [], **self.events.circumstances(), **meta}
         missing = dict(meta.get("not_measured", {}))
         on_gpu = len(self.device) > 0
         meta.setdefault("device", "cuda" if on_gpu else "cpu")
