@@ -34,7 +34,7 @@ from dlrm_core.data.samples import SampleBatches, read_batch
 from dlrm_core.data.sources import open_source
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json, write_json
-from dlrm_core.machine import machine_facts, versions
+from dlrm_workbook.machine import machine_facts, versions
 
 Record = dict[str, Any]
 T15 = "--variant criteo_t15_synthetic"

@@ -22,7 +22,7 @@ import torch
 from dlrm_core.config import load_parameters
 from dlrm_core.data.loader import make_generator
 from dlrm_core.files import write_json
-from dlrm_core.machine import REPOSITORY, machine_facts
+from dlrm_workbook.machine import REPOSITORY, machine_facts
 from dlrm_workbook.processes import settle_allocator
 from dlrm_workbook.turns import CPU, elapsed_ms, rotated, take_turns
 

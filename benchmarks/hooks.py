@@ -20,8 +20,8 @@ from pathlib import Path
 
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.files import write_json
-from dlrm_core.machine import machine_facts, versions
 from dlrm_core.train import Trainer
+from dlrm_workbook.machine import machine_facts, versions
 from dlrm_workbook.turns import elapsed_ms, rotated, take_turns
 
 ITERATIONS, WARM_UP, FAR = 1500, 100, 10**6

@@ -23,7 +23,6 @@ import pandas as pd
 
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.files import plain, read_json, write_json
-from dlrm_core.machine import versions
 from dlrm_workbook.analysis.ranks.record import (
     exposed_shares,
     imbalance,
@@ -32,6 +31,7 @@ from dlrm_workbook.analysis.ranks.record import (
     typical_error,
 )
 from dlrm_workbook.changes import apply_change
+from dlrm_workbook.machine import versions
 from dlrm_workbook.studies.scaling.measure import Effort, measure_scaling
 
 BASE: dict[str, Any] = {

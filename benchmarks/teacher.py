@@ -21,7 +21,7 @@ from typing import Any
 from dlrm_core.errors import InputError
 from dlrm_core.feature_spec import read_spec
 from dlrm_core.files import write_json
-from dlrm_core.machine import machine_facts, versions
+from dlrm_workbook.machine import machine_facts, versions
 from dlrm_workbook.studies.stability.measure import Stability, read_stability
 
 PRESET = "parameters/teacher.yaml"

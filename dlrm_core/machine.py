@@ -1,4 +1,4 @@
-"""The machine that a run is on: device, processor, memory, signals, versions.
+"""The machine that a run is on: device, processor, memory, signals.
 
 Nothing heavy is imported before it is needed: pages ask what a machine is without torch.
 """
@@ -7,28 +7,22 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.metadata
 import os
-import platform
 import resource
-import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dlrm_core.config import TrainingConfig
 from dlrm_core.errors import InputError
 
 if TYPE_CHECKING:
     import torch
-
-REPOSITORY = Path(__file__).resolve().parents[1]
 
 _STATUS = "/proc/self/status"
 
@@ -67,7 +61,7 @@ def peak_memory(device: torch.device) -> int | None:
 
         return torch.cuda.max_memory_allocated(device)
     # not getrusage's ru_maxrss: that survives exec, so a child would start with its parent's peak
-    peak_kib = _number_in(_STATUS, "VmHWM:")
+    peak_kib = number_in(_STATUS, "VmHWM:")
     return None if peak_kib is None else peak_kib * 1024
 
 
@@ -79,37 +73,6 @@ def peak_memory_by_device(device: torch.device) -> dict[str, int]:
     if device.type == "cuda":
         found["gpu"] = peak_memory(device)
     return {name: size for name, size in found.items() if size is not None}
-
-
-def memory_limit(device: torch.device, root: Path = Path("/")) -> int | None:
-    """Bytes this process may use: of the GPU, or of the machine where nothing limits it.
-
-    On the CPU the least of the machine's memory, the limits of our control group and
-    of those above it (a container's, a batch job's), and the limit on address space.
-    """
-    if device.type == "cuda":
-        import torch
-
-        return torch.cuda.mem_get_info(device)[1]
-    total_kib = _number_in(root / "proc/meminfo", "MemTotal:")
-    found = [] if total_kib is None else [1024 * total_kib]
-    for line in read_text(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory") and "memory" not in controllers.split(","):
-            continue
-        place, name = root / "sys/fs/cgroup", "memory.max"
-        if controllers:  # version 1 has a tree for each controller
-            place, name = place / "memory", "memory.limit_in_bytes"
-        within = place / path.lstrip("/")
-        for group in (within, *within.parents):
-            if not group.is_relative_to(place):
-                break
-            limit = read_text(group / name)
-            found += [int(limit)] if limit.isdigit() else []  # "max" where there is none
-    space = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if space != resource.RLIM_INFINITY:
-        found.append(space)
-    return min(found, default=None)
 
 
 def available_memory(device: torch.device) -> int | None:
@@ -127,7 +90,7 @@ def available_host_memory() -> int | None:
     The least of the kernel's estimate, what is left of the control group's limit (in a
     container the former is the whole machine's) and of the process's own limits (ulimit).
     """
-    free_kib = _number_in("/proc/meminfo", "MemAvailable:")
+    free_kib = number_in("/proc/meminfo", "MemAvailable:")
     found = [] if free_kib is None else [1024 * free_kib]
     for limit, used in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -146,68 +109,18 @@ def available_host_memory() -> int | None:
             continue
     for kind, name in ((resource.RLIMIT_AS, "VmSize:"), (resource.RLIMIT_DATA, "VmData:")):
         most = resource.getrlimit(kind)[0]
-        used_kib = _number_in(_STATUS, name)
+        used_kib = number_in(_STATUS, name)
         if most != resource.RLIM_INFINITY and used_kib is not None:
             found.append(most - used_kib * 1024)
     return max(0, min(found)) if found else None
 
 
-def _number_in(file: str | Path, name: str) -> int | None:
+def number_in(file: str | Path, name: str) -> int | None:
     """The number behind a name in a file of the kernel's, such as ``VmHWM:`` in KiB."""
     for line in read_text(file).splitlines():
         if line.startswith(name):
             return int(line.split()[1])
     return None
-
-
-ISA_FLAGS = (
-    "avx2",
-    "fma",
-    "avx512f",
-    "avx512_vnni",
-    "avx512_bf16",
-    "avx512_fp16",
-    "avx_vnni",
-    "amx_tile",
-    "amx_bf16",
-    "amx_int8",
-    "asimd",
-    "bf16",
-    "sve",
-)
-"""CPU features that matrix products and embedding sums profit from (x86, then Arm)."""
-
-
-THREAD_VARIABLES = (
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "OMP_PROC_BIND",
-    "OMP_PLACES",
-    "KMP_AFFINITY",
-    "GOMP_CPU_AFFINITY",
-    "CUDA_VISIBLE_DEVICES",
-)
-
-
-def machine_facts() -> dict[str, Any]:
-    """What a measurement depends on: processor, cores, memory, GPU, system, thread settings.
-
-    Takes no longer than one call of nvidia-smi, and imports nothing heavy.
-    """
-    cpu, flags, gpus = cpu_info(), cpu_flags(), nvidia_gpus()
-    return {
-        "cpu": cpu.get("model name") or platform.processor() or platform.machine(),
-        "isa": [flag for flag in ISA_FLAGS if flag in flags],
-        "cores": os.cpu_count(),
-        "usable_cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(memory_bytes() / 2**30, 1),
-        "memory_limit_gib": memory_limit_gib(),
-        "gpus": [gpu["name"] for gpu in gpus],
-        "gpu_driver": gpus[0]["driver"] if gpus else None,
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "python": platform.python_version(),
-        "threads": {name: os.environ[name] for name in THREAD_VARIABLES if name in os.environ},
-    }
 
 
 def cpu_info() -> dict[str, str]:
@@ -223,97 +136,12 @@ def cpu_flags() -> set[str]:
     return set((cpu.get("flags") or cpu.get("Features") or "").split())
 
 
-def cpu_caches() -> dict[int, int]:
-    """Bytes of the first core's caches by level, instructions' aside; empty where nobody says."""
-    levels: dict[int, int] = {}
-    for folder in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
-        try:
-            level, kind, size = (
-                (folder / name).read_text().strip() for name in ("level", "type", "size")
-            )
-        except OSError:
-            continue
-        units = {"K": 10, "M": 20, "G": 30}
-        if kind != "Instruction" and size[:-1].isdigit() and size[-1] in units:
-            levels[int(level)] = int(size[:-1]) << units[size[-1]]
-    return levels
-
-
-def nvidia_gpus() -> list[dict[str, str]]:
-    """``name`` and ``driver`` of each NVIDIA GPU, by nvidia-smi."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return []
-    query = output_of([tool, "--query-gpu=name,driver_version", "--format=csv,noheader"])
-    rows = [line.rsplit(",", 1) for line in query.splitlines() if line.count(",") >= 1]
-    return [{"name": name.strip(), "driver": driver.strip()} for name, driver in rows]
-
-
-def memory_bytes() -> int:
-    """Memory of the machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def memory_limit_gib() -> float | None:
-    """Limit of the control group we run in (a container's), or None."""
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        text = read_text(path)
-        # version 1 writes "no limit" as a number near 2**63
-        if text.isdigit() and int(text) < memory_bytes():
-            return round(int(text) / 2**30, 1)
-    return None
-
-
 def read_text(path: str | Path) -> str:
     """The text of a small file, stripped; empty where it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         return ""
-
-
-def output_of(command: Sequence[str]) -> str:
-    """Standard output of a command; empty if it fails or hangs."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
-
-
-VERSIONS_OF = (
-    "dlrm-workbook",
-    "torch",
-    "numpy",
-    "pandas",
-    "plotly",
-    "papermill",
-    "nbclient",
-    "jupyterlab",
-    "llnl-hatchet",
-)
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python, the packages that matter, and the commit of this repository."""
-    found = {"python": platform.python_version()}
-    for name in VERSIONS_OF:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    commit = _git("rev-parse", "--short=12", "HEAD")
-    if commit:
-        changed = _git("status", "--porcelain", "--untracked-files=no")
-        found["commit"] = commit + ("+changes" if changed else "")
-    return found
-
-
-def _git(*arguments: str) -> str:
-    """Output of a git command in the repository; empty where there is no git or no repository."""
-    if not (REPOSITORY / ".git").exists():
-        return ""
-    return output_of(["git", "-C", str(REPOSITORY), *arguments]).strip()
 
 
 STARTER = "DLRM_STARTED_BY"

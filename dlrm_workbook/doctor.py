@@ -16,15 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dlrm_core.machine import (
-    cpu_flags,
-    machine_facts,
-    memory_bytes,
-    memory_limit_gib,
-    nvidia_gpus,
-    output_of,
-    read_text,
-)
+from dlrm_core.machine import cpu_flags, read_text
+from dlrm_workbook.machine import machine_facts, memory_limit, nvidia_gpus, output_of
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 
@@ -233,6 +226,6 @@ def _browser() -> Part:
 
 def _memory() -> Part:
     """Whether the experiment's own model fits: 8 tables of a million rows of 64 floats, twice."""
-    total = min(memory_bytes() / 2**30, memory_limit_gib() or float("inf"))
+    total = (memory_limit() or 0) / 2**30
     cost = "The experiment's tables take 2 GiB and a profiled run about twice that."
     return _part("memory for the experiment", total >= 6, f"{total:.1f} GiB", cost)

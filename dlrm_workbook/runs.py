@@ -21,7 +21,7 @@ from typing import Any
 
 from dlrm_core.errors import InputError
 from dlrm_core.files import write_json
-from dlrm_core.machine import REPOSITORY, machine_facts, versions
+from dlrm_workbook.machine import REPOSITORY, machine_facts, versions
 
 NOTEBOOKS = REPOSITORY / "notebooks"
 DEFAULT_OUTPUT_ROOT = REPOSITORY / "outputs"

@@ -18,11 +18,10 @@ import numpy as np
 import torch
 
 from dlrm_core.embeddings import empty_table
-from dlrm_core.machine import cpu_caches
 from dlrm_kernels.native import compile_kernel
 from dlrm_kernels.tiles import kernels as k
 from dlrm_kernels.tiles.kernels_interaction import dot_backward, dot_forward
-from dlrm_kernels.tiles.machine import tile_config, why_no_tiles
+from dlrm_kernels.tiles.machine import cpu_caches, tile_config, why_no_tiles
 from dlrm_kernels.vectors import UNITS
 
 BLOCK = 32

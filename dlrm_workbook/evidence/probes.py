@@ -27,7 +27,7 @@ from dlrm_core.machine import available_memory, cpu_flags
 from dlrm_core.memory import forecast_memory, mean_bag_size
 from dlrm_core.model import DLRM, ClickLoss
 from dlrm_core.parts import log_spans, parse_span
-from dlrm_core.precision import set_fp32_matmul, set_tf32
+from dlrm_core.precision import set_fp32_products
 from dlrm_core.step import TrainingStep
 from dlrm_core.units import format_bytes
 from dlrm_kernels.embeddings.choose import resolve
@@ -263,9 +263,7 @@ def apply_settings(parameters: Parameters) -> list[str]:
     training = parameters.training
     if training.threads is not None and training.threads != torch.get_num_threads():
         torch.set_num_threads(training.threads)
-    return set_fp32_matmul(training.fp32_matmul, parameters.model, CPU) + set_tf32(
-        training.tf32, CPU
-    )
+    return set_fp32_products(training, parameters.model, CPU)
 
 
 def _model(config: ModelConfig, tables_from: DLRM | None, huge_pages: bool) -> DLRM:

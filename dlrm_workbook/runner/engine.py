@@ -29,7 +29,7 @@ from papermill.clientwrap import PapermillNotebookClient
 from papermill.engines import Engine, papermill_engines
 from tqdm import tqdm
 
-from dlrm_core.machine import REPOSITORY
+from dlrm_workbook.machine import REPOSITORY
 
 ENGINE = "dlrm"
 GRACE_SECONDS = 20.0

@@ -43,11 +43,11 @@ from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.data.teacher import Law, SampleMaker, TeacherConfig, Variant
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json, write_json
-from dlrm_core.machine import machine_facts, versions
 from dlrm_core.tensor_files import read_tensors
 from dlrm_workbook.datasets import criteo, generate, resumable
 from dlrm_workbook.datasets.loops import SIGNATURES, compiled
 from dlrm_workbook.datasets.resumable import NOTE
+from dlrm_workbook.machine import machine_facts, versions
 
 
 @dataclass

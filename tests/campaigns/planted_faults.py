@@ -314,7 +314,7 @@ def write_summary(
     import torch
 
     from dlrm_core.files import write_json
-    from dlrm_core.machine import machine_facts
+    from dlrm_workbook.machine import machine_facts
 
     faulty = [row for row in rows if row["fault"] != "clean"]
     clean = [row for row in rows if row["fault"] == "clean"]

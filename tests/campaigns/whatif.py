@@ -33,9 +33,9 @@ from whatif_cases import CHANGES, SHAPES
 from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
 from dlrm_core.errors import InputError
 from dlrm_core.files import write_json, write_text
-from dlrm_core.machine import machine_facts
 from dlrm_workbook.changes import change_text
 from dlrm_workbook.evidence.dependence import changed_parameters
+from dlrm_workbook.machine import machine_facts
 from dlrm_workbook.turns import take_turns, waited_ns
 
 GOAL_MEAN, GOAL_WORST, GOAL_COVER = 0.05, 0.15, 0.8

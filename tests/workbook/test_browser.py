@@ -25,8 +25,8 @@ from browser import COUNT_MARKS, check_page, open_page, require_browser, wait_fo
 from conftest import Chain
 from sample_notebooks import PAYLOADS, REPORT, write_notebook
 
-from dlrm_core.machine import REPOSITORY
 from dlrm_workbook.analysis.findings.finding import Finding
+from dlrm_workbook.machine import REPOSITORY
 from dlrm_workbook.runner.pages import FIGURE, render_html
 from dlrm_workbook.runner.run import CHAIN, run_notebooks
 from dlrm_workbook.runs import NOTEBOOKS, RunFolder, latest_run

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlrm_core.machine import memory_limit
 from dlrm_workbook.evidence.counters import IterationCounters
+from dlrm_workbook.machine import memory_limit
 
 CPU = torch.device("cpu")
 
@@ -179,15 +179,15 @@ def test_the_tightest_memory_limit_counts(tmp_path):
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/meminfo").write_text("MemTotal:       1000 kB\nMemFree: 5 kB\n")
     (tmp_path / "proc/self/cgroup").write_text("0::/batch/job\n")
-    assert memory_limit(CPU, tmp_path) == 1024_000
+    assert memory_limit(tmp_path) == 1024_000
     (group / "memory.max").write_text("max\n")
     (group.parent / "memory.max").write_text("700000\n")
-    assert memory_limit(CPU, tmp_path) == 700_000
+    assert memory_limit(tmp_path) == 700_000
     (tmp_path / "proc/self/cgroup").write_text("9:cpu:/\n4:memory:/job\n")
     (tmp_path / "sys/fs/cgroup/memory/job").mkdir(parents=True)
     (tmp_path / "sys/fs/cgroup/memory/job/memory.limit_in_bytes").write_text("300000\n")
-    assert memory_limit(CPU, tmp_path) == 300_000
+    assert memory_limit(tmp_path) == 300_000
 
 
 def test_this_machine_has_a_limit():
-    assert (memory_limit(CPU) or 0) > 1 << 28
+    assert (memory_limit() or 0) > 1 << 28

@@ -19,10 +19,10 @@ from conftest import Chain
 
 from dlrm_core.config import load_parameters, parameters_from_sections
 from dlrm_core.errors import InputError
-from dlrm_core.machine import REPOSITORY
 from dlrm_workbook.analysis.attribution import attribute, coverage
 from dlrm_workbook.analysis.findings import findings, limit
 from dlrm_workbook.analysis.findings.finding import Finding
+from dlrm_workbook.machine import REPOSITORY
 from dlrm_workbook.processes import Progress
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.runner import notebook as notebook_run

@@ -15,7 +15,6 @@ from scaling_records import document, parameters
 
 from dlrm_core.config import Parameters, load_parameters
 from dlrm_core.errors import InputError, MissingToolError
-from dlrm_core.machine import REPOSITORY
 from dlrm_workbook.analysis.ranks.choice import Slowness
 from dlrm_workbook.analysis.ranks.communication import study_table
 from dlrm_workbook.analysis.ranks.published import published_scaling
@@ -27,6 +26,7 @@ from dlrm_workbook.analysis.ranks.record import (
     predicted_and_measured,
     shown_iteration,
 )
+from dlrm_workbook.machine import REPOSITORY
 from dlrm_workbook.runner.run import run_notebooks
 from dlrm_workbook.show.tables import show
 from dlrm_workbook.show.theme import FIGURE_TYPE

@@ -19,8 +19,8 @@ from compare_profiles import TINY
 
 from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
 from dlrm_core.errors import InputError
-from dlrm_core.machine import REPOSITORY
 from dlrm_workbook.analysis.ensemble import swept_runs
+from dlrm_workbook.machine import REPOSITORY
 from dlrm_workbook.runs import latest_run
 from dlrm_workbook.studies.sweep.analyse import SweepSummary, newest_sweep
 from dlrm_workbook.studies.sweep.plan import PointFailed, Sweep, describe_failures, sweep_points

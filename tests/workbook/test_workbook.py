@@ -18,8 +18,8 @@ from sample_notebooks import PARAMETERS, write_notebook
 
 from dlrm_core.errors import InputError
 from dlrm_core.files import write_json
-from dlrm_core.machine import REPOSITORY
 from dlrm_workbook import cli
+from dlrm_workbook.machine import REPOSITORY
 from dlrm_workbook.runner import engine as notebook_engine
 from dlrm_workbook.runner import run as workbook
 from dlrm_workbook.runner.parameters import declared_parameters

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dlrm_core.errors import MissingToolError
-from dlrm_core.machine import output_of
+from dlrm_workbook.machine import output_of
 from dlrm_workbook.processes import MeasurementError, run_child
 
 SPACK = "spack install hpctoolkit +cuda +python"

@@ -32,8 +32,6 @@ from dlrm_core.files import whole_folder, write_json, write_text
 from dlrm_core.machine import (
     available_memory,
     device_name,
-    machine_facts,
-    memory_limit,
     resolve_device,
     terminate_like_interrupt,
 )
@@ -44,6 +42,7 @@ from dlrm_workbook.evidence.ceilings import measure_ceilings
 from dlrm_workbook.evidence.counters import IterationCounters
 from dlrm_workbook.evidence.data_statistics import run_statistics
 from dlrm_workbook.evidence.probes import probe_changes
+from dlrm_workbook.machine import machine_facts, memory_limit
 from dlrm_workbook.processes import settle_allocator
 from dlrm_workbook.turns import threads_of
 
@@ -370,7 +369,9 @@ def evidence(parameters: Parameters) -> dict[str, Any]:
     device = resolve_device(parameters.training)
     missing: dict[str, str] = {}
     found: dict[str, Any] = {
-        "memory_limit_bytes": memory_limit(device),
+        "memory_limit_bytes": torch.cuda.mem_get_info(device)[1]
+        if device.type == "cuda"
+        else memory_limit(),
         "available_bytes": available_memory(device),
         "data_statistics": run_statistics(parameters),
         "not_measured": missing,

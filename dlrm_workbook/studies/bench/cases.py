@@ -9,7 +9,6 @@ from typing import Any
 
 from dlrm_core.config import Parameters, TrainingConfig, load_parameters
 from dlrm_core.errors import InputError
-from dlrm_core.machine import REPOSITORY
 from dlrm_workbook.changes import difference
 from dlrm_workbook.evidence.dependence import (
     DENSE_ENGINE,
@@ -19,6 +18,7 @@ from dlrm_workbook.evidence.dependence import (
     changed_leaves,
     changed_parameters,
 )
+from dlrm_workbook.machine import REPOSITORY
 
 PRESETS = REPOSITORY / "parameters"
 

@@ -12,8 +12,8 @@ import plotly.graph_objects as go
 
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json
-from dlrm_core.machine import REPOSITORY
 from dlrm_core.units import NOT_MEASURED, NOTHING, counted, milliseconds, percent, ratio, speedup
+from dlrm_workbook.machine import REPOSITORY
 from dlrm_workbook.show.tables import Column, Text, each_row
 from dlrm_workbook.show.theme import (
     add_bars,

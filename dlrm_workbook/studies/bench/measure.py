@@ -20,7 +20,6 @@ import torch
 
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.errors import InputError, MissingToolError
-from dlrm_core.machine import machine_facts
 from dlrm_core.units import counted, percent
 from dlrm_workbook.changes import difference
 from dlrm_workbook.evidence.contestants import (
@@ -36,6 +35,7 @@ from dlrm_workbook.evidence.contestants import (
 )
 from dlrm_workbook.evidence.probes import reduced
 from dlrm_workbook.ledger import Ledger, require_same
+from dlrm_workbook.machine import machine_facts
 from dlrm_workbook.studies.bench.cases import (
     AS_GIVEN,
     PLAIN,

@@ -21,7 +21,6 @@ import pandas as pd
 from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
 from dlrm_core.errors import InputError
 from dlrm_core.files import only_process, read_json, write_json
-from dlrm_core.machine import versions
 from dlrm_core.progress import Bar
 from dlrm_workbook.analysis.attribution import attribute
 from dlrm_workbook.analysis.compare import (
@@ -38,6 +37,7 @@ from dlrm_workbook.analysis.findings import findings
 from dlrm_workbook.analysis.whatif import Prediction, predict, predict_change
 from dlrm_workbook.changes import apply_change, change_steps, change_text, difference, flat_change
 from dlrm_workbook.intervals import Interval
+from dlrm_workbook.machine import versions
 from dlrm_workbook.processes import Progress, ProgressCallback, fresh_path
 from dlrm_workbook.recordings.measure import measure, saved_profile
 from dlrm_workbook.recordings.profile import Profile

@@ -22,10 +22,10 @@ import torch
 from dlrm_core.config import load_parameters
 from dlrm_core.errors import InputError
 from dlrm_core.files import write_json
-from dlrm_core.machine import machine_facts
 from dlrm_core.train import Trainer
 from dlrm_workbook.evidence.contestants import describe as describe_case
 from dlrm_workbook.evidence.contestants import require_peer
+from dlrm_workbook.machine import machine_facts
 from dlrm_workbook.recordings.torch.recorder import information, record
 from dlrm_workbook.studies.gpu_check.paths import checks
 from dlrm_workbook.studies.gpu_check.timings import (

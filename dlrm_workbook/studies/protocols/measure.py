@@ -39,9 +39,10 @@ from dlrm_core.inference import (
     time_predictions,
     warm_up_steps,
 )
-from dlrm_core.machine import device_name, machine_facts, peak_memory_by_device, versions
+from dlrm_core.machine import device_name, peak_memory_by_device
 from dlrm_core.train import Trainer
 from dlrm_workbook.evidence.power import power_meter
+from dlrm_workbook.machine import machine_facts, versions
 from dlrm_workbook.processes import python_module, run_child
 from dlrm_workbook.turns import elapsed_ms
 

@@ -18,7 +18,6 @@ from dlrm_core.config import Parameters
 from dlrm_core.distributed.step import config_of_rank
 from dlrm_core.errors import InputError, MissingToolError
 from dlrm_core.files import read_json, write_json
-from dlrm_core.machine import REPOSITORY
 from dlrm_core.progress import Bar
 from dlrm_workbook.analysis.devices import device
 from dlrm_workbook.analysis.findings.finding import Finding
@@ -54,6 +53,7 @@ from dlrm_workbook.analysis.ranks.record import (
     record_of,
 )
 from dlrm_workbook.analysis.ranks.sharding import SHARDINGS, make_plan, maximum_ranks
+from dlrm_workbook.machine import REPOSITORY
 from dlrm_workbook.studies.scaling import measure
 from dlrm_workbook.studies.scaling.measure import Effort
 

@@ -20,10 +20,10 @@ from typing import Any
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.errors import InputError
 from dlrm_core.files import only_process, read_json, write_json
-from dlrm_core.machine import versions
 from dlrm_workbook.analysis.ensemble import SWEEP
 from dlrm_workbook.changes import apply_change, change_text, flat_change
 from dlrm_workbook.ledger import require_same
+from dlrm_workbook.machine import versions
 
 FORMAT_VERSION = 1
 
