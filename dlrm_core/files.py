@@ -125,19 +125,6 @@ def lock_or_refuse(handle: int, refusal: str) -> None:
         pass  # some network file systems have no locks
 
 
-@contextlib.contextmanager
-def only_process(folder: Path) -> Iterator[None]:
-    """No other process is in such a block for this folder.
-
-    Raises:
-        InputError: another process is.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as file:
-        lock_or_refuse(file.fileno(), f"{folder}: is being run by another process")
-        yield
-
-
 class JsonLines:
     """A file of JSON lines, each in the file as soon as it is written.
 

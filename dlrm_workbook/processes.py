@@ -31,6 +31,7 @@ from types import FrameType
 from typing import IO, Any
 
 from dlrm_core.errors import InputError
+from dlrm_core.files import lock_or_refuse
 from dlrm_core.machine import STARTER, ending_with_us
 
 POLL_S = 0.25
@@ -486,3 +487,16 @@ def settle_allocator() -> bool:
     mallopt.argtypes = [ctypes.c_int, ctypes.c_int]
     kept = mallopt(M_MMAP_THRESHOLD, LARGEST_DYNAMIC)
     return bool(kept and mallopt(M_TRIM_THRESHOLD, 2**31 - 1))
+
+
+@contextlib.contextmanager
+def only_process(folder: Path) -> Iterator[None]:
+    """No other process is in such a block for this folder.
+
+    Raises:
+        InputError: another process is.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as file:
+        lock_or_refuse(file.fileno(), f"{folder}: is being run by another process")
+        yield

@@ -23,7 +23,8 @@ from dlrm_core.distributed.collectives import Collectives
 from dlrm_core.distributed.plan import load_torchrec
 from dlrm_core.distributed.trainer import DistributedTrainer, about_rank
 from dlrm_core.distributed.watch import Watch
-from dlrm_core.distributed.world import environment, gathered, joined, read_world
+from dlrm_core.distributed.world import gathered, joined, read_world
+from dlrm_workbook.studies.scaling.launch import environment
 from dlrm_workbook.studies.scaling.worker import measure_job
 
 

@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dlrm_core.config import Parameters
 from dlrm_core.data.batch import Batch
-from dlrm_core.data.checks import BAD_INDEX, describe_fault
 from dlrm_core.distributed.collectives import Collectives
 from dlrm_core.distributed.plan import (
     Shard,
@@ -279,8 +278,10 @@ def local_batch(batch: Batch, world: World, table_rows: tuple[int, ...]) -> Loca
         own = indices[begin : int(ends[behind - 1])]
         if own.numel() and (int(own.min()) < 0 or int(own.max()) >= rows):
             wrong = int(((own < 0) | (own >= rows)).nonzero()[0])
-            at = batch.table_starts[t] + begin + wrong
-            raise InputError(describe_fault(BAD_INDEX, at, batch, np.array(table_rows)))
+            raise InputError(
+                f"embedding table {t} has {rows:,} rows, but lookup {begin + wrong} of the batch "
+                f"asks for row {int(own[wrong])}, expected 0 to {rows - 1}"
+            )
         values.append(own)
         lengths.append(ends[first:behind] - starts[first:behind])
     lookups = load_torchrec().KeyedJaggedTensor(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 import json
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,37 +113,6 @@ def joined(config: TrainingConfig) -> Iterator[World]:
     dist.destroy_process_group()
 
 
-def by_itself(world: World) -> contextlib.AbstractContextManager[World]:
-    """This process as the only rank of a world of its own, while it has not joined others."""
-    return first_ranks(dataclasses.replace(world, rank=0, backend="gloo"), 1, dist.HashStore())
-
-
-@contextlib.contextmanager
-def first_ranks(world: World, count: int, store: dist.Store) -> Iterator[World]:
-    """The first ranks as a world of their own, while they have joined no other.
-
-    Args:
-        store: one that all of them reach and that no other meeting uses.
-    """
-    torch.set_num_threads(world.threads)
-    dist.init_process_group(
-        world.backend,
-        store=store,
-        rank=world.rank,
-        world_size=count,
-        device_id=world.device if world.backend == "nccl" else None,
-    )
-    try:
-        yield dataclasses.replace(
-            world,
-            size=count,
-            local_rank=min(world.local_rank, count - 1),
-            local_size=min(count, world.local_size),
-        )
-    finally:
-        dist.destroy_process_group()
-
-
 def launcher_store(timeout_s: float = 300.0) -> dist.TCPStore:
     """A connection of one's own to the store that the launcher keeps."""
     return dist.TCPStore(
@@ -186,17 +154,3 @@ def least(world: World, value: int) -> int:
     told = torch.tensor([value], dtype=torch.int64, device=world.device)
     dist.all_reduce(told, dist.ReduceOp.MIN)
     return int(told)
-
-
-def environment(rank: int, ranks: int, port: int) -> Mapping[str, str]:
-    """The variables of a rank on this node, as torchrun would set them."""
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        # the launcher keeps the store, so that it outlives every rank
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }

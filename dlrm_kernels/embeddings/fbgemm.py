@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from dlrm_core.data.batch import Batch
-from dlrm_core.data.checks import BAD_INDEX, BAD_OFFSET, check_batch, describe_fault
 from dlrm_core.embeddings import (
     EPSILON,
     FBGEMM_LANES,
@@ -31,6 +30,7 @@ from dlrm_core.embeddings import (
     empty_table,
 )
 from dlrm_core.errors import InputError, MissingToolError
+from dlrm_kernels.embeddings.checks import BAD_INDEX, BAD_OFFSET, check_batch, describe_fault
 
 DISTRIBUTIONS = ("fbgemm-gpu-cpu", "fbgemm-gpu")
 """The packages that provide ``fbgemm_gpu``: for the CPU, and for CUDA (which has both)."""

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 
 from dlrm_core.data.batch import Batch
-from dlrm_core.data.checks import check_batch, describe_fault
 from dlrm_core.embeddings import EPSILON, EmbeddingTables, empty_table
 from dlrm_core.errors import InputError
 from dlrm_kernels.embeddings import kernels as k
 from dlrm_kernels.embeddings import kernels_contended, kernels_sorted
+from dlrm_kernels.embeddings.checks import check_batch, describe_fault
 from dlrm_kernels.native import compile_kernel, require_numba
 from dlrm_kernels.vectors import UNITS
 

@@ -19,9 +19,14 @@ from typing import Any
 import torch
 
 from dlrm_core.data.batch import Batch, extents_of
-from dlrm_core.data.checks import BAD_INDEX, BAD_OFFSET, check_batch, describe_values
 from dlrm_core.embeddings import EPSILON, EmbeddingTables
 from dlrm_core.errors import InputError, MissingToolError
+from dlrm_kernels.embeddings.checks import (
+    BAD_INDEX,
+    BAD_OFFSET,
+    check_batch,
+    describe_values,
+)
 
 MAX_DIM = 1024
 """Widest row: a program holds whole rows in registers."""

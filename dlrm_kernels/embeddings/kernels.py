@@ -12,7 +12,7 @@ other widths are done 64, 16 and then 1 column at a time.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
 
-from dlrm_core.data.checks import BAD_INDEX, BAD_OFFSET
+from dlrm_kernels.embeddings.checks import BAD_INDEX, BAD_OFFSET
 from dlrm_kernels.vectors import (
     UNITS,
     add,

@@ -13,8 +13,9 @@ from typing import Any
 
 from dlrm_core.config import Parameters, load_parameters
 from dlrm_core.errors import InputError
-from dlrm_core.files import only_process, read_json
+from dlrm_core.files import read_json
 from dlrm_workbook.ledger import require_same
+from dlrm_workbook.processes import only_process
 from dlrm_workbook.runner.parameters import split_overrides
 from dlrm_workbook.runner.run import CHAIN, Plan, RunError, run_notebooks
 from dlrm_workbook.runs import DEFAULT_OUTPUT_ROOT, RunFolder, claim_run_folder

@@ -9,16 +9,16 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from dlrm_core.config import TrainingConfig, load_parameters
 from dlrm_core.distributed import watch as refusal
-from dlrm_core.distributed import world
 from dlrm_core.distributed.watch import said_once, tell_launcher
 from dlrm_core.errors import InputError
+from dlrm_workbook.studies.scaling.launch import environment
 
 
 @pytest.fixture
 def launched(monkeypatch, tmp_path):
     """The environment of a rank, whose launcher keeps a store; its error file."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for name, value in world.environment(0, 2, store.port).items():
+    for name, value in environment(0, 2, store.port).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     yield tmp_path / "error.json"

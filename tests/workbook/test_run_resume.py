@@ -16,7 +16,8 @@ import yaml
 
 from dlrm_core.config import parameters_from_sections
 from dlrm_core.errors import InputError
-from dlrm_core.files import only_process, write_json
+from dlrm_core.files import write_json
+from dlrm_workbook.processes import only_process
 from dlrm_workbook.runner.command import command_run, unfinished_record
 from dlrm_workbook.runs import claim_run_folder
 from dlrm_workbook.studies.compare import comparison

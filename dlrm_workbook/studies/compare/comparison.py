@@ -20,7 +20,7 @@ import pandas as pd
 
 from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
 from dlrm_core.errors import InputError
-from dlrm_core.files import only_process, read_json, write_json
+from dlrm_core.files import read_json, write_json
 from dlrm_core.progress import Bar
 from dlrm_workbook.analysis.attribution import attribute
 from dlrm_workbook.analysis.compare import (
@@ -38,7 +38,7 @@ from dlrm_workbook.analysis.whatif import Prediction, predict, predict_change
 from dlrm_workbook.changes import apply_change, change_steps, change_text, difference, flat_change
 from dlrm_workbook.intervals import Interval
 from dlrm_workbook.machine import versions
-from dlrm_workbook.processes import Progress, ProgressCallback, fresh_path
+from dlrm_workbook.processes import Progress, ProgressCallback, fresh_path, only_process
 from dlrm_workbook.recordings.measure import measure, saved_profile
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.studies.compare import analyse as in_rounds

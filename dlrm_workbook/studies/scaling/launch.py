@@ -22,7 +22,6 @@ from typing import Any
 
 from dlrm_core.distributed.plan import require_torchrec
 from dlrm_core.distributed.watch import EXIT_LOST, KEY
-from dlrm_core.distributed.world import environment
 from dlrm_workbook.processes import Command, started
 
 GRACE_S = 5.0
@@ -206,4 +205,18 @@ def launch_lines(
         "one_node": f"torchrun --standalone --nproc-per-node {ranks} {what}",
         "each_node": f"torchrun {meet} --rdzv-id dlrm --rdzv-endpoint FIRST_NODE:29500 {what}",
         "slurm": slurm,
+    }
+
+
+def environment(rank: int, ranks: int, port: int) -> Mapping[str, str]:
+    """The variables of a rank on this node, as torchrun would set them."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        # the launcher keeps the store, so that it outlives every rank
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
     }

@@ -24,13 +24,13 @@ from dlrm_core.config import Parameters, load_parameters, parameters_from_sectio
 from dlrm_core.distributed.plan import require_possible, require_torchrec
 from dlrm_core.distributed.world import threads_of_rank
 from dlrm_core.errors import InputError
-from dlrm_core.files import only_process, plain, read_json, write_json, write_text
+from dlrm_core.files import plain, read_json, write_json, write_text
 from dlrm_core.machine import available_memory
 from dlrm_core.parts import parse_span
 from dlrm_workbook.analysis.ranks.record import FORMAT, VERSION
 from dlrm_workbook.changes import difference
 from dlrm_workbook.machine import machine_facts
-from dlrm_workbook.processes import python_module, run_child
+from dlrm_workbook.processes import only_process, python_module, run_child
 from dlrm_workbook.studies.scaling.launch import launch_lines, run_ranks
 
 RECORD = "scaling.json"

@@ -36,14 +36,7 @@ from dlrm_core.distributed.step import DistributedStep
 from dlrm_core.distributed.tables import LocalBatch, ShardedTables, local_batch
 from dlrm_core.distributed.trainer import make_model
 from dlrm_core.distributed.watch import Watch, leave
-from dlrm_core.distributed.world import (
-    World,
-    by_itself,
-    first_ranks,
-    gathered,
-    launcher_store,
-    read_world,
-)
+from dlrm_core.distributed.world import World, gathered, launcher_store, read_world
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json, write_json
 from dlrm_core.machine import end_with_starter
@@ -548,3 +541,34 @@ if __name__ == "__main__":
     except InputError as error:
         print(f"dlrm scaling: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def by_itself(world: World) -> contextlib.AbstractContextManager[World]:
+    """This process as the only rank of a world of its own, while it has not joined others."""
+    return first_ranks(dataclasses.replace(world, rank=0, backend="gloo"), 1, dist.HashStore())
+
+
+@contextlib.contextmanager
+def first_ranks(world: World, count: int, store: dist.Store) -> Iterator[World]:
+    """The first ranks as a world of their own, while they have joined no other.
+
+    Args:
+        store: one that all of them reach and that no other meeting uses.
+    """
+    torch.set_num_threads(world.threads)
+    dist.init_process_group(
+        world.backend,
+        store=store,
+        rank=world.rank,
+        world_size=count,
+        device_id=world.device if world.backend == "nccl" else None,
+    )
+    try:
+        yield dataclasses.replace(
+            world,
+            size=count,
+            local_rank=min(world.local_rank, count - 1),
+            local_size=min(count, world.local_size),
+        )
+    finally:
+        dist.destroy_process_group()

@@ -19,11 +19,12 @@ from typing import Any
 
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.errors import InputError
-from dlrm_core.files import only_process, read_json, write_json
+from dlrm_core.files import read_json, write_json
 from dlrm_workbook.analysis.ensemble import SWEEP
 from dlrm_workbook.changes import apply_change, change_text, flat_change
 from dlrm_workbook.ledger import require_same
 from dlrm_workbook.machine import versions
+from dlrm_workbook.processes import only_process
 
 FORMAT_VERSION = 1
 
