@@ -25,6 +25,7 @@ from dlrm_workbook.show.theme import (
     add_bars,
     add_ends,
     add_part_spans,
+    add_points,
     error_bars,
     escaped,
     figure,
@@ -32,11 +33,11 @@ from dlrm_workbook.show.theme import (
     label_rows,
     lines_of,
     mark_one,
-    marker,
     markers,
     ranked_bars,
     rows_of,
     short_name,
+    stacked_iterations,
     wrapped,
 )
 
@@ -134,19 +135,9 @@ def iteration_times(each: pd.DataFrame) -> go.Figure:
     Args:
         each: ``iteration``, ``component``, ``time_ms``.
     """
-    table = each.groupby(["component", "iteration"])["time_ms"].sum()
-    result = figure("Time of each iteration", 430, legend=True)
-    for component in COMPONENTS:
-        if component not in table.index.get_level_values(0):
-            continue
-        times = table.loc[component]
-        label = part_label(component)
-        hover = f"iteration %{{x}}: {label} %{{y:,.2f}} ms"
-        add_bars(result, times.index, times, label, marker(component), hover, flat=False)
-    result.update_layout(barmode="stack", bargap=0.15)
-    result.update_xaxes(title="iteration")
-    result.update_yaxes(title="ms")
-    return result
+    table = each.groupby(["component", "iteration"])["time_ms"].sum().reset_index()
+    looks = {name: (part_label(name), COLOURS[name], "") for name in COMPONENTS}
+    return stacked_iterations("Time of each iteration", table, "component", "time_ms", looks)
 
 
 def iteration_timeline(spans: pd.DataFrame) -> go.Figure:
@@ -242,16 +233,11 @@ def memory_curve(curve: pd.DataFrame) -> go.Figure:
     """
     result = figure("Memory over the recording", 340, legend=curve["device"].nunique() > 1)
     for device, part in curve.groupby("device"):
-        result.add_trace(
-            go.Scatter(
-                x=part["time_ms"],
-                y=part["allocated_mb"],
-                name=str(device).upper(),
-                mode="lines",
-                line={"shape": "hv", "width": 1.5, "color": _DEVICE_COLOURS.get(str(device), INK)},
-                hovertemplate="%{x:,.1f} ms: %{y:,.2f} MB<extra></extra>",
-            )
-        )
+        line = {"shape": "hv", "width": 1.5, "color": _DEVICE_COLOURS.get(str(device), INK)}
+        hover = "%{x:,.1f} ms: %{y:,.2f} MB"
+        look: dict[str, Any] = {"mode": "lines", "line": line}
+        times, held = part["time_ms"], part["allocated_mb"]
+        add_points(result, times, held, str(device).upper(), hover, **look)
     result.update_xaxes(title="ms since the recording began", rangemode="tozero")
     result.update_yaxes(title="MB above its start (10⁶ B)")
     return result

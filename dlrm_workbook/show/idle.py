@@ -6,14 +6,21 @@ why, and its figure is not asked for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import pandas as pd
 import plotly.graph_objects as go
 
 from dlrm_core.units import milliseconds, percent
 from dlrm_workbook.analysis.idleness import CAUSES, STATES
-from dlrm_workbook.show.theme import COLOURS, INSIDE, add_bars, figure, rows_of, text_on
+from dlrm_workbook.show.theme import (
+    COLOURS,
+    INSIDE,
+    add_bars,
+    add_points,
+    figure,
+    rows_of,
+    stacked_iterations,
+    text_on,
+)
 
 CAUSE_COLOURS = {
     "data": COLOURS["data"],
@@ -43,7 +50,9 @@ def idle_each(causes: pd.DataFrame) -> go.Figure:
     Args:
         causes: what :func:`dlrm_workbook.analysis.idleness.idle_causes` gives.
     """
-    return _stacked("GPU idle time of each iteration", causes, "cause", "idle_ms", CAUSE_COLOURS)
+    looks = {name: (name, colour, CAUSES[name]) for name, colour in CAUSE_COLOURS.items()}
+    title = "GPU idle time of each iteration"
+    return stacked_iterations(title, causes, "cause", "idle_ms", looks)
 
 
 def thread_states(states: pd.DataFrame) -> go.Figure:
@@ -53,7 +62,8 @@ def thread_states(states: pd.DataFrame) -> go.Figure:
         states: what :func:`dlrm_workbook.analysis.idleness.thread_states` gives.
     """
     title = "What the iterating thread did in each iteration"
-    result = _stacked(title, states, "state", "time_ms", STATE_COLOURS)
+    looks = {name: (name, colour, STATES[name]) for name, colour in STATE_COLOURS.items()}
+    result = stacked_iterations(title, states, "state", "time_ms", looks)
     # recorded iterations lie between those counted before and after: no gap for them
     result.update_xaxes(type="category", nticks=14, tickangle=0)
     return result
@@ -93,33 +103,16 @@ def queue_depth(depth: pd.DataFrame) -> go.Figure:
         depth: what :func:`dlrm_workbook.analysis.launches.queue_depth` gives.
     """
     result = figure("Work queued for the GPU", 320)
-    result.add_trace(
-        go.Scatter(
-            x=depth["time_ms"],
-            y=depth["depth"],
-            mode="lines",
-            line={"shape": "hv", "width": 1.5, "color": COLOURS["bottom_mlp"]},
-            fill="tozeroy",
-            hovertemplate="%{x:,.3f} ms: %{y:,.1f} queued<extra></extra>",
-        )
+    add_points(
+        result,
+        depth["time_ms"],
+        depth["depth"],
+        "",
+        "%{x:,.3f} ms: %{y:,.1f} queued",
+        mode="lines",
+        line={"shape": "hv", "width": 1.5, "color": COLOURS["bottom_mlp"]},
+        fill="tozeroy",
     )
     result.update_xaxes(title="ms from the first iteration's start")
     result.update_yaxes(title="launched, not finished", rangemode="tozero")
-    return result
-
-
-def _stacked(
-    title: str, table: pd.DataFrame, key: str, value: str, colours: Mapping[str, str]
-) -> go.Figure:
-    result = figure(title, 400, legend=True)
-    meanings = CAUSES | STATES
-    for name, colour in colours.items():
-        rows = table[table[key] == name]
-        if rows.empty:
-            continue
-        hover = f"iteration %{{x}}: {name} %{{y:,.3f}} ms<br>{meanings[name]}"
-        add_bars(result, rows["iteration"], rows[value], name, colour, hover, flat=False)
-    result.update_layout(barmode="stack", bargap=0.15)
-    result.update_xaxes(title="iteration")
-    result.update_yaxes(title="ms")
     return result

@@ -22,6 +22,7 @@ from dlrm_workbook.show.theme import (
     INK,
     ROW,
     add_bars,
+    add_points,
     figure,
     label_rows,
     markers,
@@ -95,18 +96,16 @@ _PLACES = {
 }
 
 
-def label_place(row: Any, share: float, total_ms: float, frame: Frame, taken: list[Box]) -> str:
-    """Where a point's label is free of other labels and points; '' for none."""
-    if share < LABELLED_SHARE:
-        return ""
-    own = marker_box(row, total_ms, frame)
-    centre = ((own[0] + own[2]) / 2, (own[1] + own[3]) / 2)
-    wide = LETTER * len(part_label(row.component, row.phase))
+def label_place(own: Box, label: str, frame: Frame, taken: list[Box]) -> str:
+    """Where the label of a marker is free of other labels and markers; '' for none."""
+    x, y, radius = (own[0] + own[2]) / 2, (own[1] + own[3]) / 2, (own[2] - own[0]) / 2
+    half = LETTER * len(label) / 2
+    # a marker on this one cannot be avoided
+    others = [other for other in taken if not within(own, other)]
     for place, (across, up) in _PLACES.items():
-        box = label_box(centre, own, wide, across, up)
-        # a marker on this one cannot be avoided
-        free = not any(overlap(box, other) for other in taken if not within(own, other))
-        if box[2] < frame.width and free:
+        middle, height = x + across * (radius + 4 + half), y + up * (radius + 11)
+        box = (middle - half, height - 8, middle + half, height + 8)
+        if box[2] < frame.width and not overlaps([box], others):
             taken.append(box)
             return place
     return ""
@@ -122,27 +121,19 @@ def within(a: Box, b: Box) -> bool:
     )
 
 
-def marker_radius(time_ms: float, total_ms: float) -> float:
-    """Of a marker, in pixels: its area is as its share of the step."""
-    share = max(time_ms / total_ms, 0.0) if total_ms > 0 else 0.0
-    return max(4.5, 31 * math.sqrt(share))
-
-
 def marker_box(row: Any, total_ms: float, frame: Frame) -> Box:
+    """The marker of a part: its area is as its share of the step."""
     x, y = frame.pixels(math.log10(row.intensity_flop_per_byte), math.log10(row.gflops))
-    radius = marker_radius(row.time_ms, total_ms)
+    share = max(row.time_ms / total_ms, 0.0) if total_ms > 0 else 0.0
+    radius = max(4.5, 31 * math.sqrt(share))
     return x - radius, y - radius, x + radius, y + radius
 
 
-def label_box(centre: tuple[float, float], own: Box, wide: float, across: float, up: float) -> Box:
-    x, y = centre
-    radius = (own[2] - own[0]) / 2
-    middle = x + across * (radius + 4 + wide / 2), y + up * (radius + 11)
-    return middle[0] - wide / 2, middle[1] - 8, middle[0] + wide / 2, middle[1] + 8
-
-
-def overlap(a: Box, b: Box) -> bool:
-    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
+def overlaps(boxes: Sequence[Box], others: Sequence[Box]) -> bool:
+    """Whether any of the boxes covers some of the others."""
+    return any(
+        a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3] for a in boxes for b in others
+    )
 
 
 SYMBOLS = {"forward": "circle", "backward": "diamond", "update": "square"}
@@ -226,7 +217,7 @@ def _draw_roofs(
             at = frame.right - (frame.right - frame.left) * step / 40
             x, y = frame.pixels(at, height)
             box = (x - LETTER * max(map(len, texts)), y, x, y + 17 * len(texts))
-            if not any(overlap(box, other) for other in taken):
+            if not overlaps([box], taken):
                 break
         # the roof itself is in the way of other labels
         taken += [box, (0, y - 2, frame.width, y + 2)]
@@ -259,7 +250,7 @@ def _draw_slopes(
                 for cx in [left + math.cos(angle) * length * part / 7]
                 for cy in [bottom + math.sin(angle) * length * part / 7]
             ]
-            if not any(overlap(box, other) for box in boxes for other in taken):
+            if not overlaps(boxes, taken):
                 break
         taken.extend(boxes)
         look = {"textangle": -math.degrees(angle), "xanchor": "left", "yanchor": "bottom"}
@@ -289,29 +280,27 @@ def _draw_points(
     rows = sorted(rows_of(points), key=lambda row: -row.time_ms)
     for row in rows:
         share = row.time_ms / total_ms if total_ms > 0 else 0.0
-        place = label_place(row, share, total_ms, frame, taken)
-        label = part_label(row.component, row.phase)
-        result.add_trace(
-            go.Scatter(
-                x=[row.intensity_flop_per_byte],
-                y=[row.gflops],
-                mode="markers+text" if place else "markers",
-                text=[label] if place else None,
-                textposition=place or None,
-                textfont={"size": 12},
-                cliponaxis=False,
-                showlegend=False,
-                name=label,
-                marker={
-                    "color": COLOURS.get(row.component, COLOURS["other"]),
-                    "symbol": SYMBOLS.get(row.phase, "circle"),
-                    "size": 2 * marker_radius(row.time_ms, total_ms),
-                    "opacity": 0.88,
-                    "line": {"width": 1, "color": "rgba(255, 255, 255, 0.7)"},
-                },
-                hovertext=[_hover(label, row, share)],
-                hovertemplate="%{hovertext}<extra></extra>",
-            )
+        label, own = part_label(row.component, row.phase), marker_box(row, total_ms, frame)
+        place = label_place(own, label, frame, taken) if share >= LABELLED_SHARE else ""
+        add_points(
+            result,
+            [row.intensity_flop_per_byte],
+            [row.gflops],
+            label,
+            [_hover(label, row, share)],
+            mode="markers+text" if place else "markers",
+            text=[label] if place else None,
+            textposition=place or None,
+            textfont={"size": 12},
+            cliponaxis=False,
+            showlegend=False,
+            marker={
+                "color": COLOURS.get(row.component, COLOURS["other"]),
+                "symbol": SYMBOLS.get(row.phase, "circle"),
+                "size": own[2] - own[0],
+                "opacity": 0.88,
+                "line": {"width": 1, "color": "rgba(255, 255, 255, 0.7)"},
+            },
         )
     for component in sorted(set(points["component"]), key=step_order):
         _key(result, part_label(component), COLOURS.get(component, INK), "circle", "part")
@@ -320,18 +309,9 @@ def _draw_points(
 
 
 def _key(result: go.Figure, name: str, colour: str, symbol: str, group: str) -> None:
-    result.add_trace(
-        go.Scatter(
-            x=[None],
-            y=[None],
-            mode="markers",
-            name=name,
-            legendgroup=group,
-            legendgrouptitle={"text": group},
-            marker={"color": colour, "symbol": symbol, "size": 11},
-            hoverinfo="skip",
-        )
-    )
+    look = {"color": colour, "symbol": symbol, "size": 11}
+    heading: dict[str, Any] = {"legendgroup": group, "legendgrouptitle": {"text": group}}
+    add_points(result, [None], [None], name, "", marker=look, hoverinfo="skip", **heading)
 
 
 def _hover(label: str, row: Any, share: float) -> str:

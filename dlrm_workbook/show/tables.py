@@ -282,37 +282,20 @@ def _counts(values: pd.Series) -> Texts:
     return column(values), False
 
 
-def _parts(components: pd.Series, phases: pd.Series) -> Texts:
-    return list(map(part_label, components, phases)), True
-
-
 def function_name(name: str, limit: int = 60) -> str:
     """A function in a few characters; C++'s unnamed namespaces say nothing."""
     return short_name(name.replace("(anonymous namespace)::", ""), limit)
 
 
-def _operators(names: pd.Series, kinds: pd.Series) -> Texts:
+def _operator(name: str, kind: str) -> str:
     """Outside all operators it is the part's own Python code."""
-    pairs = zip(names, kinds, strict=True)
-    return ["Python" if kind == "annotation" else short_name(n, 60) for n, kind in pairs], True
+    return "Python" if kind == "annotation" else short_name(name, 60)
 
 
-def _calls(levels: pd.Series, folded: pd.Series, names: pd.Series, hot: pd.Series) -> Texts:
+def _call(level: int, folded: int, name: str, is_hot: bool) -> str:
     """Indented; with how many links of a chain are left out before it, and the hot path marked."""
-    return [
-        INDENT * level
-        + ("▸ " if is_hot else "")
-        + (f"… {links} call{'s' * (links > 1)} … " if links else "")
-        + function_name(name)
-        for level, links, name, is_hot in zip(levels, folded, names, hot, strict=True)
-    ], True
-
-
-def _callers(depths: pd.Series, names: pd.Series) -> Texts:
-    return [
-        INDENT * depth + ("← " if depth else "") + function_name(name)
-        for depth, name in zip(depths, names, strict=True)
-    ], True
+    links = f"… {folded} call{'s' * (folded > 1)} … " if folded else ""
+    return INDENT * level + ("▸ " if is_hot else "") + links + function_name(name)
 
 
 def _callers_of(path: Sequence[str]) -> str:
@@ -331,11 +314,6 @@ def _base(path: object) -> str:
     return str(path).rpartition("/")[2]
 
 
-def _libraries(modules: pd.Series, files: pd.Series) -> Texts:
-    pairs = zip(modules, files, strict=True)
-    return [_base(module or file) or NOTHING for module, file in pairs], True
-
-
 def _shapes(text: str) -> str:
     """Shapes without those of scalars: ``2048×64, 3 of 64×64``; ``*`` is any."""
     shapes = (found.replace(", ", "×") for found in re.findall(r"\[([\d*, ]+)\]", text))
@@ -347,21 +325,6 @@ def _settings(change: str | Mapping[str, Any]) -> str:
     if isinstance(change, str):
         return change
     return ", ".join(f"{name}: {value}" for name, value in change.items())
-
-
-def _ranges(lows: pd.Series, highs: pd.Series) -> Texts:
-    pairs = zip(lows, highs, strict=True)
-    return [NOTHING if low == high else from_to(low, high) for low, high in pairs], False
-
-
-def _speedups(mids: pd.Series, lows: pd.Series, highs: pd.Series) -> Texts:
-    rows = zip(mids, lows, highs, strict=True)
-    return [NOTHING if mid != mid else speedup(mid, low, high) for mid, low, high in rows], False
-
-
-def _measures(values: pd.Series, units: pd.Series) -> Texts:
-    """Values of several quantities in one column, each with its unit; words as they are."""
-    return [measure(*pair) for pair in zip(values, units, strict=True)], True
 
 
 def measure(value: Any, unit: str = "") -> str:
@@ -381,12 +344,12 @@ FORMATS: dict[str, Formatter] = {
     "auc": _each("{:.5f}".format),
     "base": _each(_base, words=True),
     "bytes": _each(format_bytes),
-    "bound": lambda limits, ceilings: (
-        [limit or ceiling or NOTHING for limit, ceiling in zip(limits, ceilings, strict=True)],
-        True,
+    "bound": each_row(lambda limit, ceiling: limit or ceiling or NOTHING, words=True),
+    "call": each_row(_call, words=True),
+    "caller": each_row(
+        lambda depth, name: INDENT * depth + ("← " if depth else "") + function_name(name),
+        words=True,
     ),
-    "call": _calls,
-    "caller": _callers,
     "component": _each(part_label, words=True),
     "callers": _each(_callers_of, words=True),
     "count": _counts,
@@ -397,15 +360,15 @@ FORMATS: dict[str, Formatter] = {
     "judged": _each(yes_or_no, words=True),
     "line": _each(lambda line: str(line) if line else NOTHING),
     "loss": _each("{:.6f}".format),
-    "measure": _measures,
-    "measured": lambda values: ([known_or(v, digits, NOT_MEASURED) for v in values], False),
+    "measure": each_row(measure, words=True),
+    "measured": each_row(lambda value: known_or(value, digits, NOT_MEASURED)),
     "number": lambda values: (column(values), False),
-    "operator": _operators,
-    "part": _parts,
-    "known_ratio": lambda values: ([known_or(v, ratio, NOT_MEASURED) for v in values], False),
-    "library": _libraries,
+    "operator": each_row(_operator, words=True),
+    "part": each_row(part_label, words=True),
+    "known_ratio": each_row(lambda value: known_or(value, ratio, NOT_MEASURED)),
+    "library": each_row(lambda module, file: _base(module or file) or NOTHING, words=True),
     "quality": _each("{:.6f}".format),
-    "range": _ranges,
+    "range": each_row(lambda low, high: NOTHING if low == high else from_to(low, high)),
     "rank": _each(lambda rank: str(rank) if rank >= 0 else NOTHING),
     "ratio": _each(ratio),
     "settings": _each(_settings, words=True),
@@ -413,7 +376,7 @@ FORMATS: dict[str, Formatter] = {
     "share": _each(percent),
     "signed": lambda values: (signed(values), False),
     "signed_share": _each(signed_percent),
-    "speedup": _speedups,
+    "speedup": each_row(lambda mid, low, high: known_or(mid, lambda _: speedup(mid, low, high))),
     "text": _each(str, words=True),
     "value": _each(_setting, words=True),
     "where": _each(lambda value: {"device": "GPU", "host": "CPU"}.get(value, value), True),

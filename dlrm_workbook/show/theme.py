@@ -402,6 +402,28 @@ def stacked_bars(
     return result
 
 
+def stacked_iterations(
+    title: str, table: pd.DataFrame, key: str, value: str, looks: Mapping[str, tuple[str, str, str]]
+) -> Figure:
+    """An upright bar for each iteration, stacked of milliseconds.
+
+    Args:
+        table: ``iteration``, and the columns ``key`` and ``value``.
+        looks: content of ``key`` to its name in the legend, its colour and what it means, in the
+            order of the stack; what the table lacks is left out.
+    """
+    result = figure(title, 430, legend=True)
+    for kind, (name, colour, meaning) in looks.items():
+        rows = table[table[key] == kind]
+        if len(rows):
+            hover = f"iteration %{{x}}: {name} %{{y:,.3f}} ms" + f"<br>{meaning}" * bool(meaning)
+            add_bars(result, rows["iteration"], rows[value], name, colour, hover, flat=False)
+    result.update_layout(barmode="stack", bargap=0.15)
+    result.update_xaxes(title="iteration")
+    result.update_yaxes(title="ms")
+    return result
+
+
 def add_spans(
     target: go.Figure, spans: pd.DataFrame, name: str, look: dict[str, Any], **more: Any
 ) -> None:

@@ -12,6 +12,7 @@ from dlrm_workbook.show.theme import (
     COMPUTE,
     INK,
     add_bars,
+    add_points,
     figure,
     markers,
     ranked_bars,
@@ -52,19 +53,9 @@ def _add_line(
     width: float = 2.5,
 ) -> None:
     """A column of the table over its iterations; ``hover`` is plotly's template."""
-    target.add_trace(
-        go.Scatter(
-            x=table["iteration"],
-            y=table[column],
-            name=name,
-            mode=mode,
-            line={"color": colour, "width": width},
-            marker={"color": colour, "size": 7},
-            hovertemplate=f"{hover}<extra></extra>",
-            yaxis="y" if row == 1 else f"y{row}",
-            xaxis="x" if row == 1 else f"x{row}",
-        )
-    )
+    look = {"line": {"color": colour, "width": width}, "marker": {"color": colour, "size": 7}}
+    at = {"row": row, "col": 1} if row > 1 else {}
+    add_points(target, table["iteration"], table[column], name, hover, at=at, mode=mode, **look)
 
 
 def _two_rows(title: str, above: str, below: str) -> go.Figure:
