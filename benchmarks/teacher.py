@@ -59,9 +59,9 @@ def commands(work: Path, seeds: dict[str, int]) -> list[str]:
 
 def series(found: Stability, best: float) -> dict[str, Any]:
     """AUC of every seed and how far it is from the best; spread as largest minus least."""
-    aucs = {str(run.seed): run.auc for run in found.finished if run.auc is not None}
+    aucs = {str(run["seed"]): run["auc"] for run in found.finished if run["auc"] is not None}
     values = list(aucs.values())
-    seconds = [run.elapsed_s for run in found.finished if run.elapsed_s is not None]
+    seconds = [run["elapsed_s"] for run in found.finished if run["elapsed_s"] is not None]
     return {
         "auc": aucs,
         "failed": len(found.runs) - len(aucs),
@@ -70,7 +70,7 @@ def series(found: Stability, best: float) -> dict[str, Any]:
         "most_less_least": max(values) - min(values),
         "largest_gap_to_teacher": max(best - value for value in values),
         "seconds_a_run": statistics.median(seconds),
-        "samples_per_second": found.spreads["samples_per_second"].mean,
+        "samples_per_second": found.spreads["samples_per_second"]["mean"],
     }
 
 

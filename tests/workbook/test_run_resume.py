@@ -21,7 +21,7 @@ from dlrm_workbook.processes import only_process
 from dlrm_workbook.runner.command import command_run, unfinished_record
 from dlrm_workbook.runs import claim_run_folder
 from dlrm_workbook.studies.compare import comparison
-from dlrm_workbook.studies.compare.comparison import Earlier, whole_profile
+from dlrm_workbook.studies.compare.comparison import earlier_try, whole_profile
 
 TINY = {
     "title": "tiny",
@@ -101,14 +101,14 @@ def test_a_profile_cut_short_is_made_anew_beside_it(tmp_path: Path) -> None:
 
 
 def test_other_versions_are_told(tmp_path: Path) -> None:
-    assert Earlier.of(tmp_path) == Earlier()
+    assert earlier_try(tmp_path) == {}
     write_json(
         tmp_path / "compare.json",
         {"rounds": [{}], "versions": {"torch": "1.0"}, "notices": ["kept"], "change": CHANGE},
     )
-    earlier = Earlier.of(tmp_path)
-    assert earlier.change == CHANGE and not earlier.restore([])
-    assert earlier.notices[0] == "kept" and "torch 1.0, now " in earlier.notices[-1]
+    earlier = earlier_try(tmp_path)
+    assert earlier["change"] == CHANGE
+    assert earlier["notices"][0] == "kept" and "torch 1.0, now " in earlier["notices"][-1]
 
 
 def test_only_the_same_unfinished_comparison_is_gone_on_with(tmp_path: Path) -> None:

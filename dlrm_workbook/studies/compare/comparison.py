@@ -11,7 +11,7 @@ import contextlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -257,68 +257,36 @@ class Comparison:
             **self._extra(),
         }
         path = self.folder / RECORD
-        write_json(path, json.loads(json.dumps(document, default=_scalar)))
+        # numpy's scalars as JSON has them
+        write_json(path, json.loads(json.dumps(document, default=lambda value: value.item())))
         return path
 
     def _extra(self) -> dict[str, Any]:
+        """What this kind of comparison has besides."""
         return {}
 
 
-def _scalar(value: Any) -> Any:
-    """JSON for numpy's scalars."""
-    return value.item() if hasattr(value, "item") else str(value)
+def earlier_try(folder: Path) -> dict[str, Any]:
+    """``compare.json`` of an earlier try, with what is said of going on; empty if there is none.
 
-
-@dataclass(frozen=True)
-class Earlier:
-    """What an earlier try left in ``compare.json``; empty for a new comparison."""
-
-    change: dict[str, Any] = field(default_factory=dict)
-    predicted_at: str = ""
-    measured_from: str = ""
-    outcomes: list[dict[str, Any]] = field(default_factory=list)
-    notices: list[str] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, folder: Path) -> Earlier:
-        """What the folder holds.
-
-        Raises:
-            InputError: its ``compare.json`` cannot be read.
-        """
-        if not (folder / RECORD).is_file():
-            return cls()
-        document = read_json(folder / RECORD)
-        done = len(document.get("rounds") or [])
-        stopped = "This comparison was stopped"
-        runs = f" ({done} runs in turns)" if done else ""
-        said = [f"{stopped} and gone on with; what had finished was not run again{runs}."]
-        now, before = versions(), document.get("versions") or {}
-        changed = [name for name in before if now.get(name) != before[name]]
-        if changed and done:
-            other = f"{changed[0]} {before[changed[0]]}, now {now.get(changed[0])}"
-            said.append(f"Rounds of one comparison were made with other versions: {other}.")
-        notices = document.get("notices") or []
-        kept = [text for text in notices if text not in said and not text.startswith(stopped)]
-        return cls(
-            dict(document.get("change") or {}),
-            document.get("predicted_at") or "",
-            document.get("measured_from") or "",
-            list(document.get("outcomes") or []),
-            kept + said,
-        )
-
-    def restore(self, outcomes: Sequence[Outcome]) -> bool:
-        """Give the outcomes the predictions made before; whether there were any to give."""
-        known = {str(row["change"]): row for row in self.outcomes}
-        if not self.predicted_at or any(str(o.change) not in known for o in outcomes):
-            return False
-        for outcome in outcomes:
-            row = known[str(outcome.change)]
-            made = row["predicted"]
-            outcome.predicted = Prediction.from_dict(made) if made else None
-            outcome.reason = row["not_predicted"]
-        return True
+    Raises:
+        InputError: it cannot be read.
+    """
+    if not (folder / RECORD).is_file():
+        return {}
+    document: dict[str, Any] = read_json(folder / RECORD)
+    done = len(document.get("rounds") or [])
+    stopped = "This comparison was stopped"
+    runs = f" ({done} runs in turns)" if done else ""
+    said = [f"{stopped} and gone on with; what had finished was not run again{runs}."]
+    now, before = versions(), document.get("versions") or {}
+    changed = [name for name in before if now.get(name) != before[name]]
+    if changed and done:
+        other = f"{changed[0]} {before[changed[0]]}, now {now.get(changed[0])}"
+        said.append(f"Rounds of one comparison were made with other versions: {other}.")
+    notices = document.get("notices") or []
+    kept = [text for text in notices if text not in said and not text.startswith(stopped)]
+    return document | {"notices": kept + said}
 
 
 def whole_profile(folder: Path, name: str) -> Path | None:
@@ -367,8 +335,8 @@ class ChangeComparison(Comparison):
                 "2 iterations (or 0 for profiling.iterations)"
             )
         self.parameters = parameters
-        self.earlier = Earlier.of(folder)
-        self.change = flat_change(change or self.earlier.change)
+        self.earlier = earlier_try(folder)
+        self.change = flat_change(change or self.earlier.get("change") or {})
         self.stepwise = steps
         self.predicted_at = self.measured_from = ""
         self.rounds = rounds
@@ -405,7 +373,7 @@ class ChangeComparison(Comparison):
         ]
 
     def profile_baseline(self, progress: ProgressCallback | None = None) -> None:
-        self.notices += self.earlier.notices
+        self.notices += self.earlier.get("notices", [])
         if BASELINE not in self.profiles:
             self.profiles[BASELINE] = self._profile("baseline", self.parameters, progress)
         if not self.change:
@@ -435,17 +403,22 @@ class ChangeComparison(Comparison):
         return measure(parameters, fresh_path(self.folder / name), progress=progress)
 
     def predict(self) -> None:
-        if self.earlier.restore(self.outcomes):
-            # predicted before the first round, and so it stays
-            self.predicted_at = self.earlier.predicted_at
-            self.save()
-            return
+        earlier = {str(row["change"]): row for row in self.earlier.get("outcomes", [])}
+        self.predicted_at = self.earlier.get("predicted_at") or ""
+        if not self.predicted_at or any(str(o.change) not in earlier for o in self.outcomes):
+            earlier, self.predicted_at = {}, _now()
         for outcome in self.outcomes:
+            # predicted before the first round, and so it stays
+            row = earlier.get(str(outcome.change))
+            if row is not None:
+                made = row["predicted"]
+                outcome.predicted = Prediction.from_dict(made) if made else None
+                outcome.reason = row["not_predicted"]
+                continue
             try:
                 outcome.predicted, outcome.reason = self._predicted(outcome.change), ""
             except InputError as error:
                 outcome.reason = str(error)
-        self.predicted_at = _now()
         self.save()
 
     def _predicted(self, change: Mapping[str, Any]) -> Prediction:
@@ -464,7 +437,7 @@ class ChangeComparison(Comparison):
             outcome.after: apply_change(self.parameters, outcome.change)
             for outcome in self.outcomes
         }
-        self.measured_from = self.earlier.measured_from or _now()
+        self.measured_from = self.earlier.get("measured_from") or _now()
         with only_process(self.folder / "rounds"):
             self.save()
             run_in_turns(
@@ -571,7 +544,11 @@ class RunsComparison(Comparison):
             InputError: a folder holds no profile, or there are fewer than two.
         """
         super().__init__(folder)
-        places = [place for text in runs for place in _places(text)]
+        places: list[tuple[str, Path]] = []
+        for text in runs:
+            place = Path(text).expanduser().absolute()
+            swept = (place / SWEEP).is_file()
+            places += swept_runs(place, "profile").items() if swept else [("", place)]
         if len(places) < 2:
             raise InputError(f"runs names {len(places)} profile(s), expected at least two")
         labels = run_labels(places)
@@ -611,15 +588,13 @@ def start(
     change: Mapping[str, Any],
     against: str = "",
     runs: Sequence[str] = (),
-    profile_run: str = "",
-    steps: bool = False,
-    rounds: int = ROUNDS,
-    iterations: int = 0,
+    **measured: Any,
 ) -> Comparison:
     """The comparison that a notebook's parameters ask for.
 
     Args:
         against: a parameters file; what it sets otherwise is the change.
+        measured: how a change is measured, see :class:`ChangeComparison`.
 
     Raises:
         InputError: the parameters contradict each other, or cannot work.
@@ -637,23 +612,7 @@ def start(
             wanted.pop(leaf, None)
         if not wanted:
             raise InputError(f"against {against}: sets nothing otherwise than the parameters")
-    return ChangeComparison(
-        parameters,
-        folder,
-        wanted,
-        profile_run=profile_run,
-        steps=steps,
-        rounds=rounds,
-        iterations=iterations,
-    )
-
-
-def _places(text: str) -> list[tuple[str, Path]]:
-    """(label, folder) of each profile that a folder stands for."""
-    folder = Path(text).expanduser().absolute()
-    if (folder / SWEEP).is_file():
-        return list(swept_runs(folder, "profile").items())
-    return [("", folder)]
+    return ChangeComparison(parameters, folder, wanted, **measured)
 
 
 def run_labels(places: Sequence[tuple[str, Path]]) -> list[str]:

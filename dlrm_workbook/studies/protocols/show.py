@@ -163,7 +163,7 @@ def _measured_speeds(
 ) -> list[dict[str, Any]]:
     measured, given = document["measured"], document["parameters"]
     aucs = [
-        one.spreads["auc"].mean
+        one.spreads["auc"]["mean"]
         for one in stability.values()
         # of this very training, not of another model or other data
         if "auc" in one.spreads and all(one.parameters[s] == given[s] for s in ("model", "data"))

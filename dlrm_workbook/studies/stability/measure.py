@@ -14,7 +14,7 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,43 +40,12 @@ NAMES = {"auc": "AUC", "loss": "loss"}
 FIGURES = ("auc", "best_auc", "loss", "samples_per_second", "power_w", "samples_per_joule")
 """What is averaged of the runs' results, where it was measured."""
 
-COPIED = ("status", "iterations", *FIGURES, "elapsed_s", "peak_memory_by_device", "device")
-"""What is taken from a run's ``result.json`` as it is."""
-
-
-@dataclass(frozen=True)
-class SeedRun:
-    """One training run, as its result.json tells it."""
-
-    seed: int
-    status: str
-    """'finished', 'diverged', 'interrupted', or 'failed' (no result)."""
-    error: str = ""
-    """The last line of what a failed run said; empty for others."""
-    iterations: int = 0
-    auc: float | None = None
-    best_auc: float | None = None
-    loss: float | None = None
-    """Mean over the last interval."""
-    samples_per_second: float | None = None
-    elapsed_s: float | None = None
-    peak_memory_by_device: dict[str, int] = field(default_factory=dict)
-    power_w: float | None = None
-    samples_per_joule: float | None = None
-    not_measured: dict[str, str] = field(default_factory=dict)
-    """Devices whose power was not measured, with the reason."""
-    device: str = ""
-
-
-@dataclass(frozen=True)
-class Spread:
-    """A figure over the runs that have it; ``sd`` is the sample's, None of a single run."""
-
-    count: int
-    mean: float
-    sd: float | None
-    least: float
-    most: float
+SeedRun = dict[str, Any]
+"""One training run, as its ``result.json`` tells it: ``seed``, ``status`` (``finished``,
+``diverged``, ``interrupted``, or ``failed`` without a result), ``error`` (the last line of what a
+failed run said), ``iterations``, :data:`FIGURES` (``loss`` is the mean over the last interval),
+``elapsed_s``, ``peak_memory_by_device``, ``device``, and ``not_measured`` (devices whose power
+was not measured, with the reason)."""
 
 
 @dataclass(frozen=True)
@@ -85,19 +54,19 @@ class Stability:
 
     Attributes:
         metric: 'auc' where every finished run has one, else 'loss'.
-        spreads: of :data:`FIGURES`, and of ``peak_memory_bytes_DEVICE``.
+        spreads: of :data:`FIGURES`, and of ``peak_memory_bytes_DEVICE``, see :func:`spread`.
     """
 
     title: str
     parameters: dict[str, Any]
     metric: str
-    runs: tuple[SeedRun, ...]
-    spreads: dict[str, Spread]
+    runs: list[SeedRun]
+    spreads: dict[str, dict[str, Any]]
 
     @property
-    def finished(self) -> tuple[SeedRun, ...]:
+    def finished(self) -> list[SeedRun]:
         """The runs that count."""
-        return tuple(run for run in self.runs if run.status == "finished")
+        return [run for run in self.runs if run["status"] == "finished"]
 
     @property
     def label(self) -> str:
@@ -107,8 +76,7 @@ class Stability:
     @property
     def values(self) -> list[float]:
         """The metric of each finished run, in the order of the seeds."""
-        found = (getattr(run, self.metric) for run in self.finished)
-        return [value for value in found if value is not None]
+        return [run[self.metric] for run in self.finished if run[self.metric] is not None]
 
     def to_json(self) -> dict[str, Any]:
         """As stability.json has it."""
@@ -123,16 +91,10 @@ def read_stability(path: Path) -> Stability:
     """
     file = path / SUMMARY if path.is_dir() else path
     tree = read_json(file)
-    try:
-        return Stability(
-            tree["title"],
-            dict(tree["parameters"]),
-            tree["metric"],
-            tuple(SeedRun(**run) for run in tree["runs"]),
-            {name: Spread(**spread) for name, spread in tree["spreads"].items()},
-        )
-    except (KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{file}: is no result of dlrm stability: {error}") from None
+    if not isinstance(tree, dict) or tree.get("version") != VERSION or "runs" not in tree:
+        raise InputError(f"{file}: is no result of dlrm stability (version {VERSION})")
+    del tree["version"]
+    return Stability(**tree)
 
 
 def measure_stability(
@@ -164,7 +126,7 @@ def measure_stability(
     for number, seed in enumerate(seeds, 1):
         place = folder / f"seed-{seed:05d}"
         run = _result(seed, place)
-        if run is None or run.status not in ("finished", "diverged"):
+        if run is None or run["status"] not in ("finished", "diverged"):
             run = _train(with_seed(parameters, seed), seed, place)
         runs.append(run)
         summary = summarise(parameters, runs)
@@ -189,20 +151,19 @@ def with_seed(parameters: Parameters, seed: int) -> Parameters:
 
 def summarise(parameters: Parameters, runs: Sequence[SeedRun]) -> Stability:
     """What the runs amount to; those that did not finish are listed and not counted."""
-    finished = [run for run in runs if run.status == "finished"]
+    finished = [run for run in runs if run["status"] == "finished"]
     columns: dict[str, list[float]] = {
-        name: [value for run in finished if (value := getattr(run, name)) is not None]
-        for name in FIGURES
+        name: [run[name] for run in finished if run[name] is not None] for name in FIGURES
     }
     for run in finished:
-        for device, size in run.peak_memory_by_device.items():
+        for device, size in run["peak_memory_by_device"].items():
             columns.setdefault(PEAK + device, []).append(size)
     has_auc = bool(finished) and len(columns["auc"]) == len(finished)
     return Stability(
         parameters.title,
         with_seed(parameters, 0).to_sections(),
         "auc" if has_auc else "loss",
-        tuple(runs),
+        list(runs),
         {name: spread(values) for name, values in columns.items() if values},
     )
 
@@ -221,22 +182,27 @@ def stability_table(found: Mapping[str, Stability]) -> pd.DataFrame:
         seeds = f"{len(stability.finished)} of {len(stability.runs)}"
         row: dict[str, Any] = {"run": label, "seeds": seeds}
         for name in ("samples_per_second", "power_w", "samples_per_joule"):
-            row[name] = spreads[name].mean if name in spreads else math.nan
+            row[name] = spreads[name]["mean"] if name in spreads else math.nan
         for name in sorted(spreads, reverse=True):
             if name.startswith(PEAK):
-                row[f"peak_memory_{name.removeprefix(PEAK)}_bytes"] = spreads[name].most
+                row[f"peak_memory_{name.removeprefix(PEAK)}_bytes"] = spreads[name]["most"]
         quality = spreads.get(stability.metric)
         row["metric"] = NAMES[stability.metric]
         for name in ("mean", "sd", "least", "most"):
-            row[name] = getattr(quality, name) if quality else math.nan
+            row[name] = quality[name] if quality else math.nan
         rows.append(row)
     return pd.DataFrame(rows)
 
 
-def spread(values: Sequence[float]) -> Spread:
-    """Mean, standard deviation of the sample, least and most of at least one number."""
-    sd = statistics.stdev(values) if len(values) > 1 else None
-    return Spread(len(values), statistics.fmean(values), sd, min(values), max(values))
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    """``count``, ``mean``, ``sd`` (of the sample; None of one), ``least`` and ``most``."""
+    return {
+        "count": len(values),
+        "mean": statistics.fmean(values),
+        "sd": statistics.stdev(values) if len(values) > 1 else None,
+        "least": min(values),
+        "most": max(values),
+    }
 
 
 def _train(parameters: Parameters, seed: int, place: Path) -> SeedRun:
@@ -250,15 +216,30 @@ def _train(parameters: Parameters, seed: int, place: Path) -> SeedRun:
         logs=place,
         grace_s=30.0,
     )
-    return _result(seed, place) or SeedRun(seed, "failed", done.last_words())
+    failed = {"seed": seed, "status": "failed", "error": done.last_words(), "iterations": 0}
+    none = dict.fromkeys((*FIGURES, "elapsed_s"))
+    return _result(seed, place) or {
+        **failed,
+        **none,
+        "peak_memory_by_device": {},
+        "not_measured": {},
+        "device": "",
+    }
 
 
 def _result(seed: int, place: Path) -> SeedRun | None:
     """The run that a folder holds; None if it has no result."""
     try:
         result = read_json(place / "result.json")
-        copied = {name: result[name] for name in COPIED}
-        return SeedRun(seed, not_measured=result["power"]["not_measured"], **copied)
+        return {
+            "seed": seed,
+            "status": result["status"],
+            "error": "",
+            **{name: result[name] for name in ("iterations", *FIGURES, "elapsed_s")},
+            "peak_memory_by_device": result["peak_memory_by_device"],
+            "not_measured": result["power"]["not_measured"],
+            "device": result["device"],
+        }
     except (InputError, KeyError, TypeError):
         return None
 
@@ -318,10 +299,10 @@ def command_stability(arguments: argparse.Namespace) -> int:
 
 def print_run(run: SeedRun, number: int, count: int) -> None:
     """A line on standard error: what a run came to."""
-    if run.status == "failed":
-        said = f"failed: {run.error}"
+    if run["status"] == "failed":
+        said = f"failed: {run['error']}"
     else:
-        quality = f"AUC {run.auc:.6f}" if run.auc is not None else f"loss {run.loss}"
-        speed = f"{run.samples_per_second:,.0f} samples/s" if run.samples_per_second else ""
-        said = f"{run.status}, {quality}, {speed}"
-    print(f"seed {run.seed} ({number} of {count}): {said}", file=sys.stderr, flush=True)
+        quality = f"AUC {run['auc']:.6f}" if run["auc"] is not None else f"loss {run['loss']}"
+        speed = run["samples_per_second"]
+        said = f"{run['status']}, {quality}, {f'{speed:,.0f} samples/s' if speed else ''}"
+    print(f"seed {run['seed']} ({number} of {count}): {said}", file=sys.stderr, flush=True)
