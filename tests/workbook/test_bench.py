@@ -236,21 +236,21 @@ def test_every_option_is_switched_off_once_and_the_ladder_leads_to_tuned():
     seed = load_parameters("parameters/seed.yaml")
     tuned = contestants(seed, tuned_of(seed), ["bf16"])["tuned bf16"]
     leaves = [leaf for leaf in changed_leaves(seed, tuned) if leaf not in NEUTRAL]
-    variants = ablated(seed, tuned)
+    variants = ablated(seed, tuned, "tuned bf16")
     # the fused dense part's products and itself are one step
     steps = steps_of(seed, tuned)
     assert steps.count(TOGETHER) == 1 and len(steps) == len(leaves) - 1
     assert {leaf for step in steps for leaf in step} == {*leaves}
-    off = [v for v in variants if v.kind == "without"]
-    assert [v.leaf for v in off] == [step[0] for step in steps]
-    for variant in off:
-        assert set(changed_leaves(variant.parameters, tuned)) == {variant.leaf, *variant.also}
-        assert len(variant.also) <= len(TOGETHER)
-    ladder = [v for v in variants if v.kind == "ladder"]
-    rungs = [seed, *(v.parameters for v in ladder), tuned]
-    added = [changed_leaves(a, b) for a, b in itertools.pairwise(rungs)]
+    off = [(facts, p) for facts, p in variants if facts["kind"] == "without"]
+    assert [facts["leaf"] for facts, _ in off] == [step[0] for step in steps]
+    for facts, without in off:
+        assert set(changed_leaves(without, tuned)) == {facts["leaf"], *facts["also"]}
+        assert len(facts["also"]) <= len(TOGETHER)
+    ladder = [(facts, p) for facts, p in variants if facts["kind"] == "ladder"]
+    assert ladder[-1][1] == tuned and ladder[-1][0]["name"] == "tuned bf16"
+    added = [changed_leaves(a, b) for a, b in itertools.pairwise([seed, *(p for _, p in ladder)])]
     assert added == [list(step) for step in steps]
-    assert [(v.leaf, *v.also) for v in ladder] == steps[:-1]
+    assert [(facts["leaf"], *facts["also"]) for facts, _ in ladder] == steps
     with pytest.raises(InputError, match="differ from the plain ones in nothing"):
         steps_of(seed, seed)
 

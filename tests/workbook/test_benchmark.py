@@ -104,7 +104,7 @@ def test_ratios_and_goals_are_of_the_shapes(document: dict[str, Any]) -> None:
 
 
 def test_options_are_told_by_what_they_bring(document: dict[str, Any]) -> None:
-    table = analysis.without(document, threads=1).set_index(["leaf", "figure"])
+    table = analysis.without(document).set_index(["leaf", "figure"])
     mid = table["mid"]
     assert mid["training.precision", "step_ms"] == pytest.approx(2.0)
     assert mid["training.fused_optimizer", "step_ms"] == pytest.approx(1.25)
@@ -113,7 +113,7 @@ def test_options_are_told_by_what_they_bring(document: dict[str, Any]) -> None:
 
 
 def test_the_ladder_leads_from_plain_to_tuned(document: dict[str, Any]) -> None:
-    table = analysis.ladder(document, threads=1)
+    table = analysis.ladder(document)
     rungs = table[table["figure"] == "end_to_end_ms"]
     leaves = ["", "data.generator", "training.fused_optimizer", "training.precision"]
     assert rungs["leaf"].tolist() == leaves
@@ -311,7 +311,7 @@ def test_a_file_that_is_no_benchmark_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such file"):
         benchmark.start(both()["plain"], tmp_path, results=str(tmp_path / "none.json"))
     with pytest.raises(InputError, match="no such file"):
-        benchmark.start(both()["plain"], tmp_path, embeddings=str(tmp_path / "none.json"))
+        embedding_results.read_embeddings(str(tmp_path / "none.json"))
 
 
 def test_a_benchmark_in_which_nothing_ran_is_no_benchmark(tmp_path: Path) -> None:

@@ -152,8 +152,8 @@ def slopes(table: pd.DataFrame) -> pd.DataFrame:
 NO_ABLATION = "-p ablation=true, or dlrm bench --ablation"
 
 
-def without(document: Document, threads: int | None = None) -> pd.DataFrame:
-    """What each option brings: time without it over time with all.
+def without(document: Document) -> pd.DataFrame:
+    """What each option brings, with the first count of threads: time without it over time with all.
 
     Returns:
         ``leaf``, ``value``, ``also`` (leaves that only work with it and were off too, joined),
@@ -161,7 +161,7 @@ def without(document: Document, threads: int | None = None) -> pd.DataFrame:
         times as fast with the option as without it.
     """
     rows = []
-    for case in _ablation(document, threads):
+    for case in judged(document, "ablation")[:1]:
         for variant in case["ablated"]["variants"]:
             if variant["kind"] != "without":
                 continue
@@ -177,18 +177,18 @@ def without(document: Document, threads: int | None = None) -> pd.DataFrame:
     return table
 
 
-def ladder(document: Document, threads: int | None = None) -> pd.DataFrame:
-    """From the plain contestant to the tuned one, an option more at each rung.
+def ladder(document: Document) -> pd.DataFrame:
+    """From the plain contestant to the tuned one, with the first count of threads.
 
-    Times are those of the plain one's median, divided by the rounds' own ratios, so that a
-    machine that drifts between rounds does not show.
+    At each rung there is an option more. Times are those of the plain one's median, divided by
+    the rounds' own ratios, so that a machine that drifts between rounds does not show.
 
     Returns:
         ``rung`` (0 is plain), ``leaf`` ("" of plain), ``value``, ``figure``, ``time_ms``,
         ``low``, ``mid``, ``high`` (times as fast as plain).
     """
     rows = []
-    for case in _ablation(document, threads):
+    for case in judged(document, "ablation")[:1]:
         base = case["ablated"]["base"]
         steps = [v for v in case["ablated"]["variants"] if v["kind"] == "ladder"]
         if base not in case["contestants"]:
@@ -209,12 +209,6 @@ def ladder(document: Document, threads: int | None = None) -> pd.DataFrame:
     table = pd.DataFrame(rows, columns=columns)
     table.attrs["not_measured"] = NO_ABLATION
     return table
-
-
-def _ablation(document: Document, threads: int | None) -> list[dict[str, Any]]:
-    """The ablation of so many threads, or the first that there is; as a list of at most one."""
-    found = judged(document, "ablation")
-    return [case for case in found if threads is None or case["threads"] == threads][:1]
 
 
 def shares(document: Document) -> pd.DataFrame:

@@ -223,36 +223,21 @@ TOGETHER = ("training.dense_backend", "training.fp32_matmul")
 """The fused dense part has products of fp32 numbers made of bf16 ones, and only it has them."""
 
 
-@dataclass(frozen=True)
-class Ablated:
-    """A contestant that lacks some of the tuned one's options.
-
-    Attributes:
-        kind: ``without`` (tuned but for one leaf) or ``ladder`` (plain with all leaves up to
-            and including this one).
-        leaf: which was switched off, or added last.
-        value: its value when it is on.
-        also: leaves that only work together with it, and are off, or added, too.
-    """
-
-    name: str
-    kind: str
-    leaf: str
-    value: Any
-    parameters: Parameters
-    also: tuple[str, ...] = ()
-
-    def facts(self) -> dict[str, Any]:
-        """What a reader of the JSON must know of it."""
-        facts = {name: getattr(self, name) for name in ("name", "kind", "leaf", "value")}
-        return facts | {"also": list(self.also)}
-
-
-def ablated(plain: Parameters, tuned: Parameters) -> list[Ablated]:
+def ablated(
+    plain: Parameters, tuned: Parameters, name: str
+) -> list[tuple[dict[str, Any], Parameters]]:
     """Tuned with each option switched off, and plain with the options added one by one.
 
-    The ladder ends below the tuned contestant, which is its last rung; a rung that cannot
-    work without a later one is left out.
+    A rung of the ladder that cannot work without a later one is left out.
+
+    Args:
+        name: of the tuned contestant, the ladder's last rung.
+
+    Returns:
+        Of each contestant what a reader of the JSON must know, and its parameters: ``name``,
+        ``kind`` (``without``: tuned but for one leaf; ``ladder``: plain with all leaves up to and
+        including this one), ``leaf`` (which was switched off, or added last), ``value`` (when it
+        is on), ``also`` (leaves that only work together with it, and are off, or added, too).
     """
     steps = steps_of(plain, tuned)
     on, off = difference(plain, tuned), difference(tuned, plain)
@@ -263,16 +248,19 @@ def ablated(plain: Parameters, tuned: Parameters) -> list[Ablated]:
             leaf, *also = step + other
             without = _changed(tuned, {name: off[name] for name in (leaf, *also)})
             if without is not None:
-                name = f"without {_short(leaf)}"
-                found.append(Ablated(name, "without", leaf, on[leaf], without, tuple(also)))
+                facts = {"name": f"without {leaf.partition('.')[2]}", "kind": "without"}
+                found.append((facts | {"leaf": leaf, "value": on[leaf], "also": also}, without))
                 break
     so_far: dict[str, Any] = {}
-    for leaf, *also in steps[:-1]:
-        so_far |= {name: on[name] for name in (leaf, *also)}
-        rung = _changed(plain, so_far)
+    for step in steps:
+        leaf, *also = step
+        so_far |= {name: on[name] for name in step}
+        last = step == steps[-1]
+        rung = tuned if last else _changed(plain, so_far)
         if rung is not None:
-            name = f"plain to {_short(leaf)}"
-            found.append(Ablated(name, "ladder", leaf, on[leaf], rung, tuple(also)))
+            facts = {"name": name if last else f"plain to {leaf.partition('.')[2]}"}
+            facts |= {"kind": "ladder", "leaf": leaf}
+            found.append((facts | {"value": on[leaf], "also": also}, rung))
     return found
 
 
@@ -298,21 +286,11 @@ def _changed(parameters: Parameters, change: Change) -> Parameters | None:
         return None
 
 
-def _short(leaf: str) -> str:
-    return leaf.partition(".")[2]
-
-
 def case_facts(case: Case, parameters: Parameters) -> dict[str, Any]:
     """What a reader of the JSON must know of a case."""
-    return {
-        "case": case.name,
-        "kind": case.kind,
-        "meaning": case.meaning,
-        "change": dict(case.change),
-        "tuned_change": dict(case.tuned_change),
-        "points": dict(case.points),
-        "batch_size": parameters.training.batch_size,
-    }
+    facts = dataclasses.asdict(case)
+    del facts["iterations"]
+    return {"case": facts.pop("name"), **facts, "batch_size": parameters.training.batch_size}
 
 
 def precisions_of(text: str | Sequence[str]) -> list[str]:

@@ -41,13 +41,11 @@ from dlrm_workbook.studies.bench.cases import (
     PLAIN,
     TORCHREC,
     TUNED,
-    Ablated,
     Case,
     ablated,
     case_facts,
     contestants,
     of_case,
-    steps_of,
 )
 from dlrm_workbook.studies.bench.shares import CEILINGS, measure_share
 from dlrm_workbook.studies.bench.torchrec import run_torchrec
@@ -117,8 +115,8 @@ class Plan:
         who = len(self.contestants) + (self.peer is not None) + self.torchrec
         count = len(self.cases) * who
         if self.ablation:
-            last = list(self.contestants.values())[-1]
-            count += 2 + len(ablated(self.plain, last))
+            name, last = list(self.contestants.items())[-1]
+            count += 1 + len(ablated(self.plain, last, name))
         return count * self.rounds * len(self.threads)
 
 
@@ -275,11 +273,8 @@ class _Measurement:
         """The last contestant without each of its options, and the way to it from plain."""
         plan = self.plan
         name, tuned = list(plan.contestants.items())[-1]
-        variants = ablated(plan.plain, tuned)
-        leaf, *also = steps_of(plan.plain, tuned)[-1]
-        value = difference(plan.plain, tuned)[leaf]
-        last = Ablated(name, "ladder", leaf, value, tuned, tuple(also))
-        ours = {PLAIN: plan.plain, name: tuned} | {v.name: v.parameters for v in variants}
+        variants = ablated(plan.plain, tuned, name)
+        ours = {PLAIN: plan.plain, name: tuned} | {facts["name"]: p for facts, p in variants}
         facts = case_facts(ABLATION, plan.plain) | {
             "kind": "ablation",
             "threads": threads,
@@ -287,7 +282,7 @@ class _Measurement:
             "ablated": {
                 "base": PLAIN,
                 "all": name,
-                "variants": [variant.facts() for variant in (*variants, last)],
+                "variants": [facts for facts, _ in variants],
             },
         }
         return self._compare(facts, ours, None, {}, {})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from dlrm_workbook.studies.bench.cases import (
     AS_GIVEN,
     growth_cases,
     plain_of,
+    precisions_of,
     shape_cases,
     tuned_of,
 )
@@ -40,7 +41,7 @@ class Benchmark:
     document: dict[str, Any] = field(default_factory=dict)
     embeddings: dict[str, Any] | None = None
 
-    def measure(self, say: Any = None) -> None:
+    def measure(self, say: Callable[[str], object] = lambda text: None) -> None:
         """Run what is to be measured; ``say`` is called with a line a run.
 
         Raises:
@@ -48,7 +49,7 @@ class Benchmark:
         """
         if self.plan is None:
             return
-        self.document = run_plan(self.plan, self.file, say=say or (lambda text: None))
+        self.document = run_plan(self.plan, self.file, say=say)
         for case in self.document["cases"]:
             failures = {n: why for n, why in case["failures"].items() if n != PEER}
             if not case["contestants"]:
@@ -66,18 +67,12 @@ def start(
     folder: Path,
     *,
     results: str = "",
-    embeddings: str = "",
     peer: str = "",
-    torchrec: bool = False,
     precisions: Sequence[str] = (),
     shapes: Sequence[str] = (),
     growth: Sequence[str] = (),
-    ablation: bool = False,
-    roofline: bool = True,
-    rounds: int = 5,
-    iterations: int = 8,
-    threads: Sequence[int] = (1,),
     cores: int = 0,
+    **measured: Any,
 ) -> Benchmark:
     """The benchmark that a notebook's parameters ask for.
 
@@ -85,12 +80,12 @@ def start(
         parameters: the tuned contestant, or, if they have no option for speed, the plain one;
             the other is the same training without, or with, those of tuned.yaml.
         folder: gets ``benchmark.json``.
-        results: a finished benchmark's JSON; nothing is measured then.
-        embeddings: JSON of ``dlrm bench --embeddings``; empty: ``embeddings.json`` beside
-            the results, else that in benchmarks/results, if there is one.
+        results: a finished benchmark's JSON; nothing is measured then, and the embeddings'
+            benchmark is the ``embeddings.json`` beside it, if there is one.
         peer: a facebookresearch/dlrm checkout.
         shapes: names of shapes; empty: the parameters as they are, unless ``growth`` is given.
         cores: cores that each contestant is confined to; 0: all.
+        measured: more of :class:`.Plan`.
 
     Raises:
         InputError: a name or count cannot be used, or a file is no benchmark.
@@ -98,9 +93,7 @@ def start(
     if results:
         file = Path(results).expanduser().absolute()
         beside = file.with_name(DEFAULT.name)
-        embeddings = embeddings or (str(beside) if beside.is_file() else "")
-    found = read_embeddings(embeddings)
-    if results:
+        found = read_embeddings(str(beside) if beside.is_file() else "")
         document = read_benchmark(file)
         sentence = f"This page shows the benchmark in `{file}`, measured on {document['date']}."
         return Benchmark(sentence, file, None, document, found)
@@ -108,16 +101,11 @@ def start(
     plan = Plan(
         plain_of(parameters),
         tuned_of(parameters),
-        [precision for precision in precisions if precision != "fp32"],
+        precisions_of(precisions),
         cases or [AS_GIVEN],
         Path(peer).expanduser() if peer else None,
-        torchrec,
-        rounds,
-        iterations,
-        threads,
-        cores or None,
-        ablation,
-        roofline,
+        cores=cores or None,
+        **measured,
     )
     sentence = "Measured now, on this machine: every contestant in turns, in fresh processes."
-    return Benchmark(sentence, folder / "benchmark.json", plan, {}, found)
+    return Benchmark(sentence, folder / "benchmark.json", plan, {}, read_embeddings())

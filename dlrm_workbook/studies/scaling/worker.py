@@ -31,7 +31,6 @@ import torch.distributed as dist
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.data.loader import make_generator
 from dlrm_core.distributed.collectives import Collectives
-from dlrm_core.distributed.plan import require_possible
 from dlrm_core.distributed.step import DistributedStep
 from dlrm_core.distributed.tables import LocalBatch, ShardedTables, local_batch
 from dlrm_core.distributed.trainer import make_model
@@ -155,149 +154,144 @@ SHOWN = 3
 Row = dict[str, Any]
 
 
+OF_RUNS = ("placement", "iterations", "parts", "collectives", "spans", "losses")
+
+ROUND_BY_ROUND = ("link_probe", "compute_profile")
+
+LAST_ROUND = ("placement", "spans", "losses")
+
+SAME_EVERYWHERE = ("placement", "losses")
+
+
 @dataclass(frozen=True)
-class Pace:
-    """Iterations of one run: to warm up, to count, and the seconds that these take at most."""
+class Rank:
+    """One process of a launch, and what it measures with.
 
-    warmup: int
-    iterations: int
-    seconds: float = 60.0
-
-
-def measure_run(
-    parameters: Parameters, world: World, collectives: Collectives, pace: Pace
-) -> dict[str, list[Row]]:
-    """Train for some iterations and time them.
-
-    Returns:
-        ``placement`` (of all ranks), and this rank's ``iterations``, ``parts``,
-        ``collectives``, ``spans``, ``losses``.
-
-    Raises:
-        InputError: the run does not exist on several ranks.
+    Attributes:
+        world: of all ranks; they have not joined.
+        job: its ``warmup``, ``iterations`` and ``seconds`` (of these at most) are those of a run.
     """
-    require_possible(parameters, world.size)
-    step, tables = _make_step(parameters, world, collectives)
-    rows = _timed(step, parameters, world, collectives, pace)
-    rows["placement"] = [
-        {
-            "table": shard.table,
-            "kind": shard.kind,
-            "rank": shard.rank,
-            "rows": shard.rows,
-            "columns": shard.columns,
-        }
-        for shard in tables.shards
-    ]
-    return rows
 
+    world: World
+    collectives: Collectives
+    meeting: Meeting
+    job: dict[str, Any]
 
-def measure_alone(
-    parameters: Parameters,
-    sizes: Sequence[int],
-    world: World,
-    collectives: Collectives,
-    pace: Pace,
-    meeting: Meeting,
-    count: int,
-) -> list[Row]:
-    """Parts of one of several processes of this node that exchange nothing.
+    def stretch(self, stretch: dict[str, Any]) -> dict[str, list[Row]]:
+        """Rows of one round of a stretch, those of all its ranks."""
+        count, alone = stretch["ranks"], stretch["alone"]
+        found: dict[str, list[Row]] = {name: [] for name in (*OF_RUNS, *ROUND_BY_ROUND)}
+        own = self.alone(alone["sections"], alone["sizes"], count) if alone else []
+        store = dist.PrefixStore(self.meeting.name(f"group/{count}"), self.meeting.store)
+        with first_ranks(self.world, count, store) as some:
+            rows = itertools.chain(*gathered(some, own))
+            found["compute_profile"] = [{"concurrent": count} | row for row in rows]
+            if stretch["probe"]:
+                found["link_probe"] = probe_link(some, stretch["probe"])
+            for run in stretch["runs"]:
+                parameters = parameters_from_sections(run["sections"])
+                step, tables = _make_step(parameters, some, self.collectives)
+                made = self.timed(step, parameters, some)
+                names = ("table", "kind", "rank", "rows", "columns")
+                made["placement"] = [
+                    {name: getattr(shard, name) for name in names} for shard in tables.shards
+                ]
+                for name in OF_RUNS:
+                    # every rank knows the whole placement, and the loss of all
+                    each = gathered(some, made[name])
+                    whole = each[0] if name in SAME_EVERYWHERE else itertools.chain(*each)
+                    found[name] += [row | {"run": run["run"]} for row in whole]
+        return found
 
-    Args:
-        sizes: batches of this process.
-        world: of all of them; they have not joined.
-        meeting: where they begin and end each batch size together.
-        count: of the processes that do.
+    def alone(self, sections: dict[str, Any], sizes: Sequence[int], count: int) -> list[Row]:
+        """Parts of one of so many processes of this node that exchange nothing.
 
-    Returns:
-        this process's rows of ``compute_profile``, less ``case`` and ``concurrent``; "other"
-        is the part of an iteration that lies in no part.
-    """
-    rows: list[Row] = []
-    with by_itself(world) as alone:
-        step, _ = _make_step(parameters, alone, collectives)
-        for size in sizes:
-            training = dataclasses.replace(parameters.training, batch_size=size)
-            sized = dataclasses.replace(parameters, training=training)
-            company = Company(meeting, count)
-            found = _timed(step, sized, alone, collectives, pace, company)
-            rows += [
-                {
-                    "process": world.rank,
-                    "batch_size": size,
-                    **{k: row[k] for k in ("iteration", "component", "phase", "time_ms")},
-                }
-                for row in found["parts"] + _outside_parts(found)
-            ]
-    return rows
+        Args:
+            sizes: batches of this process.
 
+        Returns:
+            this process's rows of ``compute_profile``, less ``concurrent``; "other" is the part
+            of an iteration that lies in no part.
+        """
+        parameters = parameters_from_sections(sections)
+        rows: list[Row] = []
+        with by_itself(self.world) as alone:
+            step, _ = _make_step(parameters, alone, self.collectives)
+            for size in sizes:
+                training = dataclasses.replace(parameters.training, batch_size=size)
+                sized = dataclasses.replace(parameters, training=training)
+                found = self.timed(step, sized, alone, Company(self.meeting, count))
+                left = {row["iteration"]: row["time_ms"] for row in found["iterations"]}
+                for row in found["parts"]:
+                    left[row["iteration"]] -= row["time_ms"]
+                other = {"component": "other", "phase": "forward"}
+                outside = [
+                    other | {"iteration": iteration, "time_ms": max(0.0, time_ms)}
+                    for iteration, time_ms in left.items()
+                ]
+                names = ("iteration", "component", "phase", "time_ms")
+                rows += [
+                    {"process": self.world.rank, "batch_size": size}
+                    | {name: row[name] for name in names}
+                    for row in found["parts"] + outside
+                ]
+        return rows
 
-def _timed(
-    step: DistributedStep,
-    parameters: Parameters,
-    world: World,
-    collectives: Collectives,
-    pace: Pace,
-    beside: Company | None = None,
-) -> dict[str, list[Row]]:
-    """Rows of so many steps; fewer if the seconds are over, on all ranks alike.
+    def timed(
+        self,
+        step: DistributedStep,
+        parameters: Parameters,
+        world: World,
+        beside: Company | None = None,
+    ) -> dict[str, list[Row]]:
+        """Rows of so many steps; fewer if the seconds are over, on all ranks alike.
 
-    Args:
-        beside: who computes at the same time without exchanging anything; None: nobody.
-    """
-    different = min(BATCHES, pace.warmup + pace.iterations)
-    stream = itertools.cycle(_batches(parameters, world, different))
-    losses = []
-    begun = time.perf_counter()
-    for _ in range(pace.warmup):
-        losses.append(step(next(stream))[0])
-    count = pace.iterations
-    if pace.warmup:
-        # the slowest rank's warm-up says how many iterations there is time for
-        took = torch.tensor((time.perf_counter() - begun) / pace.warmup, device=world.device)
-        dist.all_reduce(took, dist.ReduceOp.MAX)
-        count = max(3, min(count, int(pace.seconds / max(float(took), 1e-6))))
-    clock = PartClock(collectives)
-    times: list[tuple[float, float]] = []
-    of_iteration: list[list[Any]] = []
-    gc.collect()
-    gc.disable()
-    dist.barrier()
-    if beside is not None:
-        beside.begin()
-    try:
-        with capturing(clock.around):
-            for _ in range(count):
-                batch = next(stream)
-                clock.begin()
-                collectives.records = []
-                started = time.perf_counter()
-                loss, _ = step(batch)
-                times.append((started, time.perf_counter()))
-                of_iteration.append(collectives.records)
-                losses.append(loss)
-    finally:
-        collectives.records = None
-        gc.enable()
-    while beside is not None and beside.others_compute():
-        # what they measure must not become faster towards the end
-        step(next(stream))
-    dist.barrier()
-    rows = _rows(world.rank, times, of_iteration, clock)
-    rows["losses"] = [{"loss": float(loss)} for loss in losses]
-    return rows
+        Args:
+            beside: who computes at the same time without exchanging anything; None: nobody.
 
-
-def _outside_parts(found: dict[str, list[Row]]) -> list[Row]:
-    """One row per iteration for what lies between the parts."""
-    left = {row["iteration"]: row["time_ms"] for row in found["iterations"]}
-    for row in found["parts"]:
-        left[row["iteration"]] -= row["time_ms"]
-    other = {"component": "other", "phase": "forward"}
-    return [
-        other | {"iteration": iteration, "time_ms": max(0.0, time_ms)}
-        for iteration, time_ms in left.items()
-    ]
+        Returns:
+            This rank's ``iterations``, ``parts``, ``collectives``, ``spans``, ``losses``.
+        """
+        warmup, count = self.job["warmup"], self.job["iterations"]
+        stream = itertools.cycle(_batches(parameters, world, min(BATCHES, warmup + count)))
+        losses = []
+        begun = time.perf_counter()
+        for _ in range(warmup):
+            losses.append(step(next(stream))[0])
+        if warmup:
+            # the slowest rank's warm-up says how many iterations there is time for
+            took = torch.tensor((time.perf_counter() - begun) / warmup, device=world.device)
+            dist.all_reduce(took, dist.ReduceOp.MAX)
+            count = max(3, min(count, int(self.job["seconds"] / max(float(took), 1e-6))))
+        collectives, clock = self.collectives, PartClock(self.collectives)
+        times: list[tuple[float, float]] = []
+        of_iteration: list[list[Any]] = []
+        gc.collect()
+        gc.disable()
+        dist.barrier()
+        if beside is not None:
+            beside.begin()
+        try:
+            with capturing(clock.around):
+                for _ in range(count):
+                    batch = next(stream)
+                    clock.begin()
+                    collectives.records = []
+                    started = time.perf_counter()
+                    loss, _ = step(batch)
+                    times.append((started, time.perf_counter()))
+                    of_iteration.append(collectives.records)
+                    losses.append(loss)
+        finally:
+            collectives.records = None
+            gc.enable()
+        while beside is not None and beside.others_compute():
+            # what they measure must not become faster towards the end
+            step(next(stream))
+        dist.barrier()
+        rows = _rows(world.rank, times, of_iteration, clock)
+        rows["losses"] = [{"loss": float(loss)} for loss in losses]
+        return rows
 
 
 def _make_step(
@@ -341,18 +335,17 @@ def _rows(
 ) -> dict[str, list[Row]]:
     rows: dict[str, list[Row]] = {"iterations": [], "parts": [], "collectives": [], "spans": []}
     for i, (started, ended) in enumerate(times):
-        rows["iterations"].append(
-            {"rank": rank, "iteration": i, "time_ms": 1e3 * (ended - started)}
-        )
-        for (component, phase), spent in clock.iterations[i].items():
-            about = {"component": component, "phase": phase, "time_ms": 1e3 * spent}
-            rows["parts"].append({"rank": rank, "iteration": i, **about})
+        of_rank: Row = {"rank": rank, "iteration": i}
+        rows["iterations"].append(of_rank | {"time_ms": 1e3 * (ended - started)})
+        rows["parts"] += [
+            of_rank | {"component": component, "phase": phase, "time_ms": 1e3 * spent}
+            for (component, phase), spent in clock.iterations[i].items()
+        ]
         for record in of_iteration[i]:
             done = record.ended if record.ended is not None else record.started + record.exposed
             rows["collectives"].append(
-                {
-                    "rank": rank,
-                    "iteration": i,
+                of_rank
+                | {
                     "kind": record.kind,
                     "what": record.what,
                     "bytes": record.bytes,
@@ -361,21 +354,19 @@ def _rows(
                     "start_ms": 1e3 * (record.started - started),
                 }
             )
-    for i in range(max(0, len(times) - SHOWN), len(times)):
-        zero = times[i][0]
-        for component, phase, begun, end in clock.spans[i]:
-            rows["spans"].append(
-                {
-                    "rank": rank,
-                    "iteration": i,
+        if i >= len(times) - SHOWN:
+            rows["spans"] += [
+                of_rank
+                | {
                     "component": component,
                     "phase": phase,
-                    "start_ms": 1e3 * (begun - zero),
-                    "end_ms": 1e3 * (end - zero),
+                    "start_ms": 1e3 * (begun - started),
+                    "end_ms": 1e3 * (end - started),
                     # the kernel's clock since boot, the same for all processes of a node
                     "node_start_s": begun,
                 }
-            )
+                for component, phase, begun, end in clock.spans[i]
+            ]
     return rows
 
 
@@ -438,15 +429,6 @@ def _collectives(numbers: int, world: World) -> list[tuple[str, Callable[[], Any
     ]
 
 
-OF_RUNS = ("placement", "iterations", "parts", "collectives", "spans", "losses")
-
-ROUND_BY_ROUND = ("link_probe", "compute_profile")
-
-LAST_ROUND = ("placement", "spans", "losses")
-
-SAME_EVERYWHERE = ("placement", "losses")
-
-
 def main(arguments: Sequence[str]) -> int:
     """Measure what the job asks for."""
     job, result = read_json(Path(arguments[0])), Path(arguments[1])
@@ -468,55 +450,25 @@ def measure_job(
         world: of all ranks; they have not joined yet.
     """
     meeting = Meeting(launcher_store(), collectives)
-    pace = Pace(job["warmup"], job["iterations"], job["seconds"])
+    rank = Rank(world, collectives, meeting, job)
     first = job.get("first_round", 0)
-    found: dict[str, Any] = read_json(result) if first and world.first else _nothing_yet(world)
+    if first and world.first:
+        found = read_json(result)
+    else:
+        found = {name: [] for name in (*OF_RUNS, *ROUND_BY_ROUND)}
+        found |= {"backend": world.backend, "host": world.host}
     for turn in range(first, job["rounds"]):
         for stretch in job["stretches"]:
             # who does not take part comes here at once
             meeting.of("stretch", world.size)
             watch.iteration += 1
             if world.rank < stretch["ranks"]:
-                own = _measured(stretch, world, collectives, pace, meeting)
-                _add(found, own, turn * max(job["iterations"], stretch["probe"] + 1))
+                later = turn * max(job["iterations"], stretch["probe"] + 1)
+                _add(found, rank.stretch(stretch), later)
         if world.first:
             found |= {"rounds": turn + 1, "digest": job.get("digest")}
             write_json(result, found)
     meeting.of("end", world.size)
-
-
-def _nothing_yet(world: World) -> dict[str, Any]:
-    return {name: [] for name in (*OF_RUNS, *ROUND_BY_ROUND)} | {
-        "backend": world.backend,
-        "host": world.host,
-    }
-
-
-def _measured(
-    stretch: dict[str, Any], world: World, collectives: Collectives, pace: Pace, meeting: Meeting
-) -> dict[str, list[Row]]:
-    """Rows of one round of a stretch, those of all its ranks."""
-    count, alone = stretch["ranks"], stretch["alone"]
-    found: dict[str, list[Row]] = {name: [] for name in (*OF_RUNS, *ROUND_BY_ROUND)}
-    own: list[Row] = []
-    if alone:
-        parameters = parameters_from_sections(alone["sections"])
-        sizes = alone["sizes"]
-        own = measure_alone(parameters, sizes, world, collectives, pace, meeting, count)
-    store = dist.PrefixStore(meeting.name(f"group/{count}"), meeting.store)
-    with first_ranks(world, count, store) as some:
-        rows = itertools.chain(*gathered(some, own))
-        found["compute_profile"] = [{"concurrent": count} | row for row in rows]
-        if stretch["probe"]:
-            found["link_probe"] = probe_link(some, stretch["probe"])
-        for run in stretch["runs"]:
-            made = measure_run(parameters_from_sections(run["sections"]), some, collectives, pace)
-            for name in OF_RUNS:
-                # every rank knows the whole placement, and the loss of all
-                each = gathered(some, made[name])
-                whole = each[0] if name in SAME_EVERYWHERE else itertools.chain(*each)
-                found[name] += [row | {"run": run["run"]} for row in whole]
-    return found
 
 
 def _add(found: dict[str, Any], more: dict[str, list[Row]], later: int) -> None:
