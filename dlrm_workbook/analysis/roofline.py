@@ -349,7 +349,7 @@ def least_step(table: pd.DataFrame) -> dict[str, Any]:
 
 
 def least_times(
-    parameters: Parameters | Mapping[str, Any],
+    parameters: Parameters,
     ceilings: Mapping[str, Any],
     statistics: Mapping[str, Any] | None = None,
     device: str | None = None,
@@ -362,12 +362,7 @@ def least_times(
     Returns:
         ``component``, ``phase``, ``ceiling_ms``, ``limit``, ``ceiling``. A part has NaN
         and a ``ceiling`` that says what is missing, where none applies to it.
-
-    Raises:
-        InputError: the parameters are not valid.
     """
-    if not isinstance(parameters, Parameters):
-        parameters = parameters_from_sections(parameters)
     device = device or parameters.training.device
     operators = least_operator_times(parameters, ceilings, statistics, device)
     rows = [
@@ -380,8 +375,8 @@ def least_times(
 def least_operator_times(
     parameters: Parameters,
     ceilings: Mapping[str, Any],
-    statistics: Mapping[str, Any] | None = None,
-    device: str | None = None,
+    statistics: Mapping[str, Any] | None,
+    device: str,
 ) -> pd.DataFrame:
     """Every operator of ``work.operator_work`` with the least time by each ceiling.
 
@@ -392,7 +387,6 @@ def least_operator_times(
         and its start are in it).
     """
     limits = Limits(ceilings)
-    device = device or parameters.training.device
     work = operator_work(parameters, statistics, device)
     precisions = precision_names(parameters)
     on_gpu = device.startswith("cuda")

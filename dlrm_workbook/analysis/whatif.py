@@ -203,9 +203,7 @@ class Overlap:
         rest = now - float(parts.loc[parts["component"].eq("data"), "now_ms"].sum())
         # the model's own figure for the measured step: what it misses, it misses afterwards too
         scale = now / together_ms(data_alone, step_alone, data_before, step_before)
-        made = probe.get("parts", {}).get("data", {}).get("forward")
-        alone = probe.get("base", {}).get("data", {}).get("forward")
-        ratio = made / alone if made and alone else 1.0
+        ratio = _probed_ratios(probe).get(("data", "forward"), (1.0, 0.0))[0] or 1.0
         return cls(will, step, data, step_alone * scale / rest, data_alone * ratio * scale)
 
     def step_ms(self, data_ms: float, rest_ms: float) -> float:
@@ -265,19 +263,25 @@ def _joined(change: dict[str, Any], probes: list[dict[str, Any]]) -> dict[str, A
     for probe in probes:
         result |= {key: probe[key] for key in ("overlap", "overlap_base") if key in probe}
         result["notices"] += probe.get("notices", [])
-        for component, phases in probe["parts"].items():
-            for phase, then in phases.items():
-                now = probe["base"].get(component, {}).get(phase)
-                if not now:
-                    continue
-                ratios, errors = parts.setdefault(component, {}), spread.setdefault(component, {})
-                error = probe.get("spread", {}).get(component, {}).get(phase, 0.0)
-                if phase in ratios:
-                    error = math.hypot(error, errors[phase], MODEL_ERROR)
-                ratios[phase] = ratios.get(phase, 1.0) * then / now
-                errors[phase] = error
+        for (component, phase), (ratio, error) in _probed_ratios(probe).items():
+            ratios, errors = parts.setdefault(component, {}), spread.setdefault(component, {})
+            if phase in ratios:
+                error = math.hypot(error, errors[phase], MODEL_ERROR)
+            ratios[phase] = ratios.get(phase, 1.0) * ratio
+            errors[phase] = error
     base = {component: dict.fromkeys(phases, 1.0) for component, phases in parts.items()}
     return result | {"parts": parts, "base": base, "spread": spread}
+
+
+def _probed_ratios(probe: Mapping[str, Any]) -> dict[tuple[str, str], tuple[float, float]]:
+    """Component and phase to the time after over before, and its relative error."""
+    base, spread = probe.get("base", {}), probe.get("spread", {})
+    return {
+        (component, phase): (then / now, spread.get(component, {}).get(phase, 0.0))
+        for component, phases in probe.get("parts", {}).items()
+        for phase, then in phases.items()
+        if (now := base.get(component, {}).get(phase)) and then is not None
+    }
 
 
 def probes_of(profile: Profile) -> list[dict[str, Any]]:
@@ -451,21 +455,22 @@ def predict(profile: Profile, change: Mapping[str, Any]) -> Prediction:
     probe = find_probe(profile, leaves) if touched else None
     if probe is not None and not probe.get("refused"):
         notices += [text for text in probe.get("notices", []) if text not in notices]
-        ratio, error, method = _probed(parts, probe)
+        table = _probed(parts, probe)
     elif touched:
         refuse_without_work(profile, base, changed, probe)
         notices.append("not probed: predicted from work and ceilings")
-        ratio, error, method = _by_work(parts, profile, base, changed)
+        table = _by_work(parts, profile, base, changed)
     else:
-        ratio, error, method = _unchanged(parts)
+        table = _measured(parts)
         if gpu is None:
             notices.append("the change touches no part of the step: its time stays")
     if gpu is not None:
-        ratio, error, method, measured = _on_other_gpu(parts, profile, changed, gpu, ratio, error)
+        ratios, measured = device_ratios(profile, changed, gpu)
+        table = _on_other_gpu(table, ratios)
         notices.append(
             f"the share of its ceilings that {measured} reaches is carried over to {gpu}"
         )
-    table = _table(parts, ratio, error, method)
+    table = _then(table)
     floor = host_ms(profile) if profile.device == "cuda" else 0.0
     low, mid, high = total(table, Overlap.of(profile, probe or {}, base, changed), floor)
     used = sorted(set(table["method"]) - {"measured"}) or ["measured"]
@@ -561,51 +566,39 @@ def _predictions(
             yield probe["change"], error
 
 
-Scaling = tuple[np.ndarray, np.ndarray, list[str]]
-"""Ratio, its relative error and the method, of every row of the parts."""
+def _measured(parts: pd.DataFrame) -> pd.DataFrame:
+    """The parts unchanged: ``ratio`` (then over now), its relative ``error`` and ``method``."""
+    return parts.assign(ratio=1.0, error=0.0, method="measured")
 
 
-def _unchanged(parts: pd.DataFrame) -> Scaling:
-    return np.ones(len(parts)), np.zeros(len(parts)), ["measured"] * len(parts)
-
-
-def _probed(parts: pd.DataFrame, probe: Mapping[str, Any]) -> Scaling:
+def _probed(parts: pd.DataFrame, probe: Mapping[str, Any]) -> pd.DataFrame:
     """By how each touched part's time alone changed."""
-    ratio, error, method = _unchanged(parts)
-    for row, (component, phase) in enumerate(parts[PART].to_numpy().tolist()):
-        then = probe.get("parts", {}).get(component, {}).get(phase)
-        now = probe.get("base", {}).get(component, {}).get(phase)
-        if then is None or not now:
-            continue
-        spread = probe.get("spread", {}).get(component, {}).get(phase, 0.0)
-        ratio[row], error[row] = then / now, math.hypot(spread, MODEL_ERROR)
-        method[row] = "probes"
-    return ratio, error, method
+    table = _measured(parts)
+    known = _probed_ratios(probe)
+    for row, part in zip(table.index, map(tuple, table[PART].to_numpy()), strict=True):
+        if part in known:
+            ratio, spread = known[part]
+            table.loc[row, ["ratio", "error"]] = ratio, math.hypot(spread, MODEL_ERROR)
+            table.loc[row, "method"] = "probes"
+    return table
 
 
 def _by_work(
     parts: pd.DataFrame, profile: Profile, base: Parameters, changed: Parameters
-) -> Scaling:
+) -> pd.DataFrame:
     """By the ratio of least times; on a GPU the host's share of a part stays."""
     ratio = _of_device(parts, work_ratios(profile, base, changed), profile.device == "cuda")
     differs = np.abs(ratio - 1) > 1e-9
     error = np.where(differs, _roofline_error(ratio), 0.0)
-    return ratio, error, ["roofline" if there else "measured" for there in differs]
+    method = np.where(differs, "roofline", "measured").astype(object)
+    return parts.assign(ratio=ratio, error=error, method=method)
 
 
-def _on_other_gpu(
-    parts: pd.DataFrame,
-    profile: Profile,
-    changed: Parameters,
-    gpu: str,
-    ratio: np.ndarray,
-    error: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray, list[str], str]:
+def _on_other_gpu(table: pd.DataFrame, ratios: pd.DataFrame) -> pd.DataFrame:
     """The device's time by the data sheets; the host's stays."""
-    ratios, measured = device_ratios(profile, changed, gpu)
-    moved = _of_device(parts, ratios, True)
-    error = np.hypot(error, _roofline_error(moved))
-    return ratio * moved, error, ["roofline"] * len(parts), measured
+    moved = _of_device(table, ratios, True)
+    error = np.hypot(table["error"], _roofline_error(moved))
+    return table.assign(ratio=table["ratio"] * moved, error=error, method="roofline")
 
 
 def _of_device(parts: pd.DataFrame, ratios: pd.DataFrame, on_gpu: bool) -> np.ndarray:
@@ -621,14 +614,11 @@ def _roofline_error(ratio: np.ndarray) -> np.ndarray:
     return ROOFLINE_ERROR * np.minimum(1.0, np.abs(np.log2(ratio)))
 
 
-def _table(
-    parts: pd.DataFrame, ratio: np.ndarray, error: np.ndarray, method: list[str]
-) -> pd.DataFrame:
-    table = parts[[*PART, "now_ms"]].copy()
-    table["then_ms"] = table["now_ms"] * ratio
-    table["low_ms"] = table["then_ms"] / (1 + COVER * error)
-    table["high_ms"] = table["then_ms"] * (1 + COVER * error)
-    table["method"] = method
+def _then(table: pd.DataFrame) -> pd.DataFrame:
+    """The parts after the change, with their ranges."""
+    table["then_ms"] = table["now_ms"] * table["ratio"]
+    table["low_ms"] = table["then_ms"] / (1 + COVER * table["error"])
+    table["high_ms"] = table["then_ms"] * (1 + COVER * table["error"])
     return table[COLUMNS]
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dlrm_core.config import Parameters, parameters_from_sections
+from dlrm_core.config import Parameters
 from dlrm_workbook.analysis.attribution import PART, in_step_order
 
 FLOAT_BYTES = 4
@@ -37,14 +37,14 @@ AMOUNTS = ["flops", "read_bytes", "written_bytes", "gather_bytes"]
 
 
 def part_work(
-    parameters: Parameters | Mapping[str, Any],
+    parameters: Parameters,
     statistics: Mapping[str, Any] | None = None,
     device: str | None = None,
 ) -> pd.DataFrame:
     """Work of each part and phase in one iteration.
 
     Args:
-        parameters: a run's, or its sections as dicts.
+        parameters: a run's.
         statistics: ``meta["data_statistics"]`` of a recording, measured bag sizes; without
             it the mean of the generator's law.
         device: ``cpu`` or ``cuda``, where ``training.device`` is ``auto``; on a GPU a batch
@@ -54,9 +54,6 @@ def part_work(
         ``component``, ``phase``, ``flops``, ``read_bytes``, ``written_bytes`` (operands of
         every operator), ``gather_bytes`` (of those read, in scattered rows), ``operators``
         (how many run). Rows in the order of a step.
-
-    Raises:
-        InputError: the parameters are not valid.
     """
     rows = operator_work(parameters, statistics, device)
     totals = rows[AMOUNTS].mul(rows["count"], axis=0)
@@ -65,7 +62,7 @@ def part_work(
 
 
 def operator_work(
-    parameters: Parameters | Mapping[str, Any],
+    parameters: Parameters,
     statistics: Mapping[str, Any] | None = None,
     device: str | None = None,
 ) -> pd.DataFrame:
@@ -73,12 +70,7 @@ def operator_work(
 
     Args:
         parameters, statistics, device: as for :func:`part_work`.
-
-    Raises:
-        InputError: the parameters are not valid.
     """
-    if not isinstance(parameters, Parameters):
-        parameters = parameters_from_sections(parameters)
     on_gpu = (device or parameters.training.device).startswith("cuda")
     looked_up = lookups(parameters, statistics)
     step = _Step(parameters)

@@ -39,7 +39,7 @@ def sections(**training: Any) -> dict[str, Any]:
 
 def needed(ms: float = 1.0, **training: Any) -> Operators:
     """The operators that the model's shapes ask for, ``ms`` each kind, but for the data's."""
-    work = operator_work(sections(**training), None, "cpu")
+    work = operator_work(parameters_from_sections(sections(**training)), None, "cpu")
     work = work[work["component"] != "data"]
     parts: Operators = {}
     for row in work.to_dict("records"):

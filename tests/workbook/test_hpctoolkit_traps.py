@@ -82,7 +82,6 @@ def test_a_program_that_fails_after_its_work_keeps_its_data(fake):
     measured = run(fake)
     assert [p.name for p in measured.passes] == ["times", "frames"]
     for made in measured.passes:
-        assert made.exit_code == 139
         assert any("exit code 139" in notice for notice in made.notices)
 
 

@@ -21,7 +21,6 @@ import dlrm_core.parts
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.data.batch import Batch
 from dlrm_core.data.loader import batches
-from dlrm_core.errors import InputError
 from dlrm_core.model import ClickLoss, build_model
 from dlrm_core.parts import parse_span
 from dlrm_core.step import TrainingStep
@@ -331,13 +330,6 @@ def test_data_is_written_once_and_copied_to_a_gpu_only():
     assert on_gpu.loc["transfer", "read_bytes"] == real
     made_there = small(data__place="device")
     assert "transfer" not in part_work(made_there, device="cuda")["component"].to_list()
-
-
-def test_sections_and_parameters_give_the_same():
-    parameters = small()
-    pd.testing.assert_frame_equal(part_work(parameters), part_work(parameters.to_sections()))
-    with pytest.raises(InputError, match="batch_size"):
-        part_work({"training": {"batch_size": 0}})
 
 
 def test_measured_bags_count_instead_of_the_law():

@@ -68,7 +68,6 @@ class PassResult:
             many small Python calls ran 5.8x slower where tensor work ran 1.5x.
         lost_samples: share of samples, and hence of time, that hpcrun dropped, 0 to 1;
             None if it did not say.
-        exit_code: hpcrun's, which is the program's.
         measurements: hpcrun's directory.
         database: hpcprof's directory.
         result: the workload's final JSON object while profiled.
@@ -83,7 +82,6 @@ class PassResult:
     dilation: float | None
     part_dilation: dict[str, float]
     lost_samples: float | None
-    exit_code: int
     measurements: Path
     database: Path
     result: dict[str, Any]
@@ -344,7 +342,6 @@ class _Session:
             dilation=dilation,
             part_dilation=dilations,
             lost_samples=lost,
-            exit_code=run.exit_code,
             measurements=measurements,
             database=database,
             result=result,
