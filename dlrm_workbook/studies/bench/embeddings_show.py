@@ -14,18 +14,8 @@ from dlrm_core.errors import InputError
 from dlrm_core.files import read_json
 from dlrm_core.units import NOT_MEASURED, NOTHING, counted, milliseconds, percent, ratio, speedup
 from dlrm_workbook.machine import REPOSITORY
+from dlrm_workbook.show import theme
 from dlrm_workbook.show.tables import Column, Text, each_row
-from dlrm_workbook.show.theme import (
-    add_bars,
-    add_ends,
-    add_headings,
-    figure,
-    in_groups,
-    label_rows,
-    mark_one,
-    marker,
-    rows_of,
-)
 from dlrm_workbook.studies.bench.embeddings import KIND, MEMORY, PHASES, SCHEMA, UPDATES
 
 DEFAULT = REPOSITORY / "benchmarks" / "results" / "embeddings.json"
@@ -125,28 +115,28 @@ def bars(document: Mapping[str, Any], study: bool = False) -> go.Figure:
     base = table["case"].map(ours.set_index("case")["total_ms"])
     name = "race-free updates" if study else "our fused back end"
     title = "Ways to share an update between threads" if study else "Embeddings by back end"
-    places, headings = in_groups(
-        f"{row.case}, {counted(row.threads, 'thread')}" for row in rows_of(table)
+    places, headings = theme.in_groups(
+        f"{row.case}, {counted(row.threads, 'thread')}" for row in theme.rows_of(table)
     )
-    result = figure(title, 150 + 27 * (len(table) + len(headings)), legend=True)
+    result = theme.figure(title, 150 + 27 * (len(table) + len(headings)), legend=True)
     for phase in PHASES:
-        add_bars(
+        theme.add_bars(
             result,
             table[f"{phase}_ms"] / base,
             places,
             phase,
-            marker("embedding", phase),
+            theme.marker("embedding", phase),
             f"{phase} %{{customdata:,.2f}} ms",
             customdata=table[f"{phase}_ms"],
         )
     ends = table["total_ms"] / base
-    add_ends(result, ends, places, list(map(milliseconds, table["total_ms"])))
-    add_headings(result, headings)
+    theme.add_ends(result, ends, places, list(map(milliseconds, table["total_ms"])))
+    theme.add_headings(result, headings)
     longest = float(ends.max()) if len(table) else 1.0
-    mark_one(result, 1.0, headings, max(places, default=0.0))
+    theme.mark_one(result, 1.0, headings, max(places, default=0.0))
     result.update_layout(barmode="stack", bargap=0.25)
     result.update_xaxes(title=f"time, {name} of the same case is 1", range=[0, 1.35 * longest])
-    label_rows(result, [label(name) for name in table["contestant"]], places)
+    theme.label_rows(result, [label(name) for name in table["contestant"]], places)
     return result
 
 

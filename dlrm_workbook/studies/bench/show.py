@@ -23,27 +23,8 @@ from dlrm_core.units import (
     value_text,
 )
 from dlrm_workbook.evidence.contestants import PEER, certainty, difference_text
+from dlrm_workbook.show import theme
 from dlrm_workbook.show.tables import Column, Text, each_row
-from dlrm_workbook.show.theme import (
-    COLOURS,
-    INK,
-    WATERFALL,
-    add_bars,
-    add_ends,
-    add_headings,
-    add_points,
-    error_bars,
-    figure,
-    in_groups,
-    label_rows,
-    line_look,
-    lines_of,
-    log_axis,
-    log_ticks,
-    mark_one,
-    panels,
-    rows_of,
-)
 from dlrm_workbook.studies.bench import analyse
 from dlrm_workbook.studies.bench.cases import GROWTH, PLAIN, TORCHREC, TUNED
 from dlrm_workbook.studies.bench.shares import CEILINGS
@@ -192,7 +173,9 @@ def _times(found: Mapping[str, float]) -> str:
 
 
 def _furthest(missed: pd.DataFrame) -> str:
-    row = rows_of(missed.assign(short=missed["mid"] / missed["goal"]).nsmallest(1, "short"))[0]
+    row = theme.rows_of(missed.assign(short=missed["mid"] / missed["goal"]).nsmallest(1, "short"))[
+        0
+    ]
     return (
         f"{contestant_label(row.contestant)} on {row.case}, {FIGURE_NAMES[row.figure]}, "
         f"{ratio(row.mid)} of {ratio(row.goal)}"
@@ -242,12 +225,12 @@ def notices(document: Document) -> Text:
 
 
 CONTESTANTS = {
-    PEER: COLOURS["optimizer"],
-    PLAIN: INK,
-    TUNED: COLOURS["top_mlp"],
-    f"{TUNED} bf16": COLOURS["bottom_mlp"],
-    f"{TUNED} fp16": COLOURS["interaction"],
-    TORCHREC: COLOURS["embedding"],
+    PEER: theme.COLOURS["optimizer"],
+    PLAIN: theme.INK,
+    TUNED: theme.COLOURS["top_mlp"],
+    f"{TUNED} bf16": theme.COLOURS["bottom_mlp"],
+    f"{TUNED} fp16": theme.COLOURS["interaction"],
+    TORCHREC: theme.COLOURS["embedding"],
 }
 """Contestant to colour."""
 
@@ -255,15 +238,15 @@ OUTLOOK = {"dense": {TUNED: 0.80, f"{TUNED} bf16": 0.75}}
 """Share of its matrix products that the dense part is to reach, by contestant."""
 
 LOOKS = {
-    "step_ms": ("step", COLOURS["top_mlp"], "circle", -0.22),
-    "end_to_end_ms": ("end to end, with data", COLOURS["data"], "diamond", 0.22),
+    "step_ms": ("step", theme.COLOURS["top_mlp"], "circle", -0.22),
+    "end_to_end_ms": ("end to end, with data", theme.COLOURS["data"], "diamond", 0.22),
 }
 """Of a ratio: its name, colour, marker, and how far from the middle of its row."""
 
 
 def colour_of(name: str) -> str:
     """A contestant's colour."""
-    return CONTESTANTS.get(name, COLOURS["other"])
+    return CONTESTANTS.get(name, theme.COLOURS["other"])
 
 
 def times_bars(times: pd.DataFrame) -> go.Figure:
@@ -274,31 +257,31 @@ def times_bars(times: pd.DataFrame) -> go.Figure:
     """
     places, groups = _in_cases(times)
     height = 150 + 27 * (len(times) + 2 * len(groups))
-    result = figure("Time of an iteration", height, legend=True)
+    result = theme.figure("Time of an iteration", height, legend=True)
     hover = [
         f"{contestant_label(row.contestant)}<br>step {_with_interval(row, 'step')}<br>"
         f"end to end {_with_interval(row, 'end_to_end')}<br>{row.samples_per_second:,.0f} samples/s"
-        for row in rows_of(times)
+        for row in theme.rows_of(times)
     ]
     colours = {"color": [colour_of(name) for name in times["contestant"]]}
-    add_bars(result, times["step_ms"], places, "", colours, hover, showlegend=False)
+    theme.add_bars(result, times["step_ms"], places, "", colours, hover, showlegend=False)
     low, mid, high = (times[f"end_to_end_{end}"] for end in ("low_ms", "ms", "high_ms"))
-    add_bars(
+    theme.add_bars(
         result,
         (times["end_to_end_ms"] - times["step_ms"]).clip(lower=0),
         places,
         "waiting for data; the rest of a bar is the step",
-        {"color": COLOURS["data"]},
+        {"color": theme.COLOURS["data"]},
         hover,
-        error_x=error_bars(low, mid, high),
+        error_x=theme.error_bars(low, mid, high),
     )
     texts = list(map(milliseconds, times["end_to_end_ms"]))
-    add_ends(result, times["end_to_end_high_ms"], places, texts)
+    theme.add_ends(result, times["end_to_end_high_ms"], places, texts)
     longest = float(times["end_to_end_high_ms"].max()) if len(times) else 1.0
     result.update_layout(barmode="stack", bargap=0.25)
     result.update_xaxes(title="ms per iteration, shorter is better", range=[0, 1.35 * longest])
-    label_rows(result, [contestant_label(name) for name in times["contestant"]], places)
-    add_headings(result, groups)
+    theme.label_rows(result, [contestant_label(name) for name in times["contestant"]], places)
+    theme.add_headings(result, groups)
     return result
 
 
@@ -314,18 +297,18 @@ def ratio_dots(ratios: pd.DataFrame) -> go.Figure:
     names = list(dict.fromkeys(ratios["against"]))
     against = " or ".join(contestant_label(name) for name in names)
     title = f"Times as fast as {against}"
-    result = figure(title, 170 + 40 * (len(step) + len(groups)), legend=True)
+    result = theme.figure(title, 170 + 40 * (len(step) + len(groups)), legend=True)
     top = float(ratios[["high", "goal"]].max().max()) if len(ratios) else 1.0
     for kind, (_, colour, _, lift) in LOOKS.items():
         rows = ratios[ratios["figure"] == kind].reset_index(drop=True)
         _add_dots(result, rows, kind, places, _faster)
         ends = []
-        for row in rows_of(rows):
+        for row in theme.rows_of(rows):
             # behind the goal where that would cross the figure
             crossed = math.isfinite(row.goal) and row.high <= row.goal < row.high + 0.14 * top
             ends.append(row.goal if crossed else row.high)
         lifted = [place + lift for place in places]
-        add_ends(result, ends, lifted, list(map(ratio, rows["mid"])))
+        theme.add_ends(result, ends, lifted, list(map(ratio, rows["mid"])))
         goals = [
             (goal, place)
             for goal, place in zip(rows["goal"], lifted, strict=True)
@@ -333,10 +316,10 @@ def ratio_dots(ratios: pd.DataFrame) -> go.Figure:
         ]
         if goals:
             _add_goals(result, goals, colour, "%{x:g}x", f"goal, {FIGURE_NAMES[kind]}")
-    mark_one(result, 1.0, groups, max(places, default=0.0))
+    theme.mark_one(result, 1.0, groups, max(places, default=0.0))
     result.update_xaxes(title="times as fast (1 is no difference)", range=[0, 1.15 * top])
-    label_rows(result, [contestant_label(name) for name in step["contestant"]], places)
-    add_headings(result, groups)
+    theme.label_rows(result, [contestant_label(name) for name in step["contestant"]], places)
+    theme.add_headings(result, groups)
     return result
 
 
@@ -349,16 +332,16 @@ def growth_curves(growth: pd.DataFrame) -> go.Figure:
     table = growth[growth["figure"] == "end_to_end_ms"]
     table = table[table["threads"] == table["threads"].min()]
     quantities = [name for name in GROWTH if name in set(growth["quantity"])]
-    result, cells = panels("How an iteration grows, end to end", quantities, 2, legend=True)
+    result, cells = theme.panels("How an iteration grows, end to end", quantities, 2, legend=True)
     names = list(dict.fromkeys(table["contestant"]))
     for quantity, at in zip(quantities, cells, strict=True):
         curves = table[table["quantity"] == quantity]
         for number, name in enumerate(names):
             curve = curves[curves["contestant"] == name].sort_values("value")
-            look = line_look(colour_of(name), number)
+            look = theme.line_look(colour_of(name), number)
             # often level with facebookresearch/dlrm, which it must not hide
             look["line"]["dash"] = "dash" if name == PLAIN else "solid"
-            add_points(
+            theme.add_points(
                 result,
                 curve["value"],
                 curve["time_ms"],
@@ -371,8 +354,8 @@ def growth_curves(growth: pd.DataFrame) -> go.Figure:
                 **look,
             )
         sizes = sorted({float(x) for x in curves["value"]})
-        result.update_xaxes(**log_axis(sizes, "{:,.0f}".format), **at)
-        result.update_yaxes(**log_axis(log_ticks(curves["time_ms"].tolist())), **at)
+        result.update_xaxes(**theme.log_axis(sizes, "{:,.0f}".format), **at)
+        result.update_yaxes(**theme.log_axis(theme.log_ticks(curves["time_ms"].tolist())), **at)
     result.update_yaxes(title="ms", col=1)
     return result
 
@@ -380,16 +363,16 @@ def growth_curves(growth: pd.DataFrame) -> go.Figure:
 def options_dots(without: pd.DataFrame) -> go.Figure:
     """How many times as fast the run is with each option as without it."""
     leaves = list(dict.fromkeys(without["leaf"]))
-    result = figure("What each option brings", 150 + 46 * max(len(leaves), 2), legend=True)
+    result = theme.figure("What each option brings", 150 + 46 * max(len(leaves), 2), legend=True)
     for kind in LOOKS:
         rows = without[without["figure"] == kind]
         places = [leaves.index(leaf) for leaf in rows["leaf"]]
         _add_dots(result, rows, kind, places, lambda row: f"{ratio(row.mid)} as fast with it")
-    mark_one(result)
+    theme.mark_one(result)
     options = without.drop_duplicates("leaf")[["leaf", "value", "also"]]
-    labels = [lines_of(option_label(*option), 34) for option in rows_of(options)]
+    labels = [theme.lines_of(option_label(*option), 34) for option in theme.rows_of(options)]
     result.update_xaxes(title="times as fast with the option as without it (1: it brings nothing)")
-    label_rows(result, labels)
+    theme.label_rows(result, labels)
     return result
 
 
@@ -399,12 +382,13 @@ def ladder(rungs: pd.DataFrame) -> go.Figure:
     Args:
         rungs: what :func:`dlrm_workbook.studies.bench.analyse.ladder` gives.
     """
-    rows = rows_of(rungs[rungs["figure"] == "end_to_end_ms"].sort_values("rung"))
-    result = figure("From plain to tuned, end to end", 170 + 40 * max(len(rows), 2))
+    rows = theme.rows_of(rungs[rungs["figure"] == "end_to_end_ms"].sort_values("rung"))
+    result = theme.figure("From plain to tuned, end to end", 170 + 40 * max(len(rows), 2))
     times = [float(row.time_ms) for row in rows]
     steps = [after - before for before, after in itertools.pairwise(times)]
     labels = ["plain"] + [
-        lines_of(f"{row.leaf.partition('.')[2]}: {value_text(row.value)}", 26) for row in rows[1:]
+        theme.lines_of(f"{row.leaf.partition('.')[2]}: {value_text(row.value)}", 26)
+        for row in rows[1:]
     ]
     gain = f", {ratio(rows[-1].mid)} as fast" if len(rows) > 1 else ""
     places = list(range(len(times) + 1))
@@ -419,19 +403,19 @@ def ladder(rungs: pd.DataFrame) -> go.Figure:
                 *map(signed_milliseconds, steps),
                 *(f"{milliseconds(ms)}{gain}" for ms in times[-1:]),
             ],
-            **WATERFALL,
+            **theme.WATERFALL,
         )
     )
     result.update_xaxes(title="ms per iteration", range=[0, 1.25 * max(times, default=1.0)])
-    label_rows(result, [*labels, "all"])
+    theme.label_rows(result, [*labels, "all"])
     return result
 
 
 def share_bars(shares: pd.DataFrame) -> go.Figure:
     """How near each part comes to this machine's limit; the light mark is the goal."""
     shares = shares[shares["share"].notna()]
-    rows = rows_of(shares)
-    result = figure("Share of this machine's measured limits", 150 + 30 * max(len(rows), 2))
+    rows = theme.rows_of(shares)
+    result = theme.figure("Share of this machine's measured limits", 150 + 30 * max(len(rows), 2))
     labels = [
         f"{row.what}, {contestant_label(row.contestant)}<br>"
         f"{row.case}, {counted(row.threads, 'thread')}"
@@ -440,15 +424,15 @@ def share_bars(shares: pd.DataFrame) -> go.Figure:
     hover = [
         f"{digits(row.ms)} ms; the limit alone takes {digits(row.ceiling_ms)} ms" for row in rows
     ]
-    colours = {"dense": COLOURS["top_mlp"], "embedding": COLOURS["embedding"]}
-    add_bars(
+    colours = {"dense": theme.COLOURS["top_mlp"], "embedding": theme.COLOURS["embedding"]}
+    theme.add_bars(
         result,
         shares["share"],
         list(range(len(rows))),
         "",
         {"color": list(shares["what"].map(colours))},
         hover,
-        error_x=error_bars(shares["low"], shares["share"], shares["high"]),
+        error_x=theme.error_bars(shares["low"], shares["share"], shares["high"]),
         text=list(map(percent, shares["share"])),
         textposition="inside",
         insidetextanchor="start",
@@ -459,21 +443,21 @@ def share_bars(shares: pd.DataFrame) -> go.Figure:
         if row.threads == 1 and (goal := OUTLOOK.get(row.what, {}).get(row.contestant))
     ]
     if goals:
-        _add_goals(result, goals, INK, "%{x:.0%}", "goal")
-    mark_one(result)
+        _add_goals(result, goals, theme.INK, "%{x:.0%}", "goal")
+    theme.mark_one(result)
     top = max([1.0, *(row.high for row in rows)])
     result.update_xaxes(title="share of the limit", tickformat=".0%", range=[0, 1.08 * top])
-    label_rows(result, labels)
+    theme.label_rows(result, labels)
     return result
 
 
 def _in_cases(table: pd.DataFrame) -> tuple[list[float], list[tuple[float, str]]]:
     """Places of a table's rows, and the heading of each case with its own."""
     many = table["threads"].nunique() > 1
-    return in_groups(
+    return theme.in_groups(
         ("as given" if row.case == "given" else row.case)
         + (f", {counted(row.threads, 'thread')}" if many else "")
-        for row in rows_of(table)
+        for row in theme.rows_of(table)
     )
 
 
@@ -490,17 +474,17 @@ def _add_dots(
         said: a row's sentence, without the interval.
     """
     name, colour, symbol, lift = LOOKS[kind]
-    add_points(
+    theme.add_points(
         target,
         rows["mid"],
         [place + lift for place in places],
         name,
         [
             f"{name}: {said(row)} ({interval_text(row.confidence, row.low, row.high)})"
-            for row in rows_of(rows)
+            for row in theme.rows_of(rows)
         ],
         marker={"color": colour, "size": 11, "symbol": symbol},
-        error_x=error_bars(rows["low"], rows["mid"], rows["high"], colour, 2.5),
+        error_x=theme.error_bars(rows["low"], rows["mid"], rows["high"], colour, 2.5),
     )
 
 
@@ -516,4 +500,4 @@ def _add_goals(
     line = {"width": 3, "color": colour}
     mark = {"symbol": "line-ns-open", "color": colour, "size": 16, "line": line}
     x, y = zip(*goals, strict=True)
-    add_points(target, x, y, name, f"goal {text}", marker=mark)
+    theme.add_points(target, x, y, name, f"goal {text}", marker=mark)

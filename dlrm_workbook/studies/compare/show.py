@@ -18,31 +18,8 @@ from dlrm_core.units import (
 )
 from dlrm_workbook.changes import change_text
 from dlrm_workbook.intervals import Interval
+from dlrm_workbook.show import theme
 from dlrm_workbook.show.tables import Column, Text
-from dlrm_workbook.show.theme import (
-    COLOURS,
-    FASTER,
-    INK,
-    PREDICTED,
-    ROW,
-    SAME,
-    SLOWER,
-    WATERFALL,
-    add_bars,
-    add_points,
-    difference_colour,
-    error_bars,
-    escaped,
-    figure,
-    icicle,
-    label_rows,
-    line_look,
-    lines_of,
-    mark_one,
-    markers,
-    rows_of,
-    wrapped,
-)
 from dlrm_workbook.studies.compare.comparison import Comparison, Outcome
 
 ENDS = ("mid", "low", "high")
@@ -54,18 +31,18 @@ TWICE = 1.0
 def speedups(outcomes: Sequence[Outcome]) -> go.Figure:
     """Predicted range and measured interval of each outcome, one above the other."""
     shown = [outcome for outcome in outcomes if outcome.speedup is not None]
-    result = figure("Speed-up, predicted and measured", 150 + 62 * len(shown), legend=True)
-    labels = [lines_of(change_text(o.change) or o.after, 34) for o in shown]
+    result = theme.figure("Speed-up, predicted and measured", 150 + 62 * len(shown), legend=True)
+    labels = [theme.lines_of(change_text(o.change) or o.after, 34) for o in shown]
     predicted = [(row - 0.13, o.predicted.speedup) for row, o in enumerate(shown) if o.predicted]
     measured = [(row + 0.13, o.speedup.to_dict()) for row, o in enumerate(shown) if o.speedup]
     for name, gains, colour, symbol, side in (
-        ("predicted", predicted, PREDICTED, "diamond", "top"),
-        ("measured", measured, COLOURS["top_mlp"], "circle", "bottom"),
+        ("predicted", predicted, theme.PREDICTED, "diamond", "top"),
+        ("measured", measured, theme.COLOURS["top_mlp"], "circle", "bottom"),
     ):
         if not gains:
             continue
         mids, lows, highs = ([gain[end] for _, gain in gains] for end in ENDS)
-        add_points(
+        theme.add_points(
             result,
             mids,
             [place for place, _ in gains],
@@ -73,14 +50,14 @@ def speedups(outcomes: Sequence[Outcome]) -> go.Figure:
             f"{name}: %{{x:.3f}}×",
             mode="markers+text",
             marker={"color": colour, "size": 11, "symbol": symbol},
-            error_x=error_bars(lows, mids, highs, colour, 2.5),
+            error_x=theme.error_bars(lows, mids, highs, colour, 2.5),
             text=[f"{mid:.2f}×" for mid in mids],
             textposition=f"{side} center",
             cliponaxis=False,
         )
-    mark_one(result)
+    theme.mark_one(result)
     result.update_xaxes(title="times as fast as the first (1 is no difference)")
-    label_rows(result, labels)
+    theme.label_rows(result, labels)
     return result
 
 
@@ -91,13 +68,16 @@ def rounds(times: pd.DataFrame) -> go.Figure:
         times: what :func:`dlrm_workbook.studies.compare.analyse.round_table` gives.
     """
     whole = times[times["component"] == ""]
-    result = figure("Iteration time in each round", 320, legend=True)
-    colours = [INK, *(COLOURS[name] for name in ("top_mlp", "embedding", "optimizer", "data"))]
+    result = theme.figure("Iteration time in each round", 320, legend=True)
+    colours = [
+        theme.INK,
+        *(theme.COLOURS[name] for name in ("top_mlp", "embedding", "optimizer", "data")),
+    ]
     for number, (name, rows) in enumerate(whole.groupby("setting", sort=False)):
         rows = rows.sort_values("round")
         hover = f"{name}, round %{{x}}: %{{y:,.2f}} ms"
-        look = line_look(colours[number % len(colours)], number)
-        add_points(result, rows["round"] + 1, rows["time_ms"], str(name), hover, **look)
+        look = theme.line_look(colours[number % len(colours)], number)
+        theme.add_points(result, rows["round"] + 1, rows["time_ms"], str(name), hover, **look)
     result.update_xaxes(title="round", dtick=1)
     result.update_yaxes(title="ms", rangemode="tozero")
     return result
@@ -110,22 +90,24 @@ def part_differences(parts: pd.DataFrame) -> go.Figure:
         parts: what :func:`dlrm_workbook.analysis.compare.compare_parts` gives.
     """
     table = parts.iloc[parts["difference_ms"].abs().argsort()[::-1]].head(18)
-    rows = rows_of(table)
+    rows = theme.rows_of(table)
     pale = [row.verdict not in ("slower", "faster") for row in rows]
-    result = figure("Difference of each part, after less before", 130 + ROW * max(len(rows), 3))
+    result = theme.figure(
+        "Difference of each part, after less before", 130 + theme.ROW * max(len(rows), 3)
+    )
     half = [row.high_ms - row.difference_ms if row.high_ms == row.high_ms else 0.0 for row in rows]
-    add_bars(
+    theme.add_bars(
         result,
         table["difference_ms"].tolist(),
         list(range(len(rows))),
         "",
-        markers([(row.component, row.phase) for row in rows], pale),
+        theme.markers([(row.component, row.phase) for row in rows], pale),
         [
             f"{part_label(row.component, row.phase)}: {row.before_ms:,.3f} ms before, "
             f"{row.after_ms:,.3f} ms after<br>{row.verdict}"
             for row in rows
         ],
-        error_x={"array": half, "color": INK, "thickness": 1.4, "width": 4},
+        error_x={"array": half, "color": theme.INK, "thickness": 1.4, "width": 4},
     )
     # beyond both the bar and its interval, so that the text covers neither
     reach = [abs(row.difference_ms) + side for row, side in zip(rows, half, strict=True)]
@@ -146,9 +128,9 @@ def part_differences(parts: pd.DataFrame) -> go.Figure:
         title="ms in a mean iteration: left is faster, right is slower",
         range=[-left * longest, right * longest],
         zeroline=True,
-        zerolinecolor=INK,
+        zerolinecolor=theme.INK,
     )
-    label_rows(result, [part_label(row.component, row.phase) for row in rows])
+    theme.label_rows(result, [part_label(row.component, row.phase) for row in rows])
     return result
 
 
@@ -166,18 +148,18 @@ def difference_icicle(tree: pd.DataFrame) -> go.Figure:
         tree: what :func:`dlrm_workbook.analysis.difference_tree.difference_tree` gives.
     """
     drawn = tree[tree["after_ms"] > 0]
-    rows = rows_of(drawn)
+    rows = theme.rows_of(drawn)
     sampled = tree.attrs.get("sampled", (False, False))
     total = drawn[["before_ms", "after_ms"]].to_numpy().max(initial=0.0)
-    result = icicle(
+    result = theme.icicle(
         "Call tree of the run after, coloured by the difference",
         540,
         drawn,
         "after_ms",
-        [difference_colour(_doublings(r.before_ms, r.after_ms, total) / TWICE) for r in rows],
+        [theme.difference_colour(_doublings(r.before_ms, r.after_ms, total) / TWICE) for r in rows],
         [
             (
-                wrapped(escaped(row.label)),
+                theme.wrapped(theme.escaped(row.label)),
                 part_label(row.component, row.phase),
                 row.before_ms,
                 row.difference_ms,
@@ -216,7 +198,7 @@ def _add_scale(result: go.Figure) -> None:
                 "color": [0],
                 "cmin": -TWICE,
                 "cmax": TWICE,
-                "colorscale": [[0, FASTER], [0.5, SAME], [1, SLOWER]],
+                "colorscale": [[0, theme.FASTER], [0.5, theme.SAME], [1, theme.SLOWER]],
                 "showscale": True,
                 "colorbar": {
                     "title": {"text": "time<br>after"},
@@ -241,14 +223,14 @@ def waterfall(outcomes: Sequence[Outcome]) -> go.Figure:
         outcomes: cumulative steps, each against the same baseline.
     """
     shown = [o for o in outcomes if o.speedup is not None and o.before_ms and o.after_ms]
-    result = figure("From baseline to all changes", 440, legend=True)
+    result = theme.figure("From baseline to all changes", 440, legend=True)
     base = float(shown[0].before_ms or 0.0) if shown else 0.0
     levels = [base, *(base / o.speedup.mid for o in shown if o.speedup)]
     done: dict[str, object] = {}
     labels = ["baseline"]
     for outcome in shown:
         added = {name: value for name, value in outcome.change.items() if name not in done}
-        labels.append(lines_of(change_text(added), 26))
+        labels.append(theme.lines_of(change_text(added), 26))
         done |= outcome.change
     labels.append("all changes")
     steps = [after - before for before, after in itertools.pairwise(levels)]
@@ -264,21 +246,21 @@ def waterfall(outcomes: Sequence[Outcome]) -> go.Figure:
                 *(signed_milliseconds(step) for step in steps),
                 milliseconds(levels[-1]),
             ],
-            **WATERFALL,
+            **theme.WATERFALL,
         )
     )
     predicted = [(at, o.predicted.speedup) for at, o in enumerate(shown, 1) if o.predicted]
     if predicted:
         mids, highs, lows = ([base / gain[end] for _, gain in predicted] for end in ENDS)
         outline = {"color": "white", "width": 1}
-        add_points(
+        theme.add_points(
             result,
             [at for at, _ in predicted],
             mids,
             "predicted before it was measured",
             "predicted %{y:,.2f} ms",
-            marker={"color": PREDICTED, "size": 12, "symbol": "diamond", "line": outline},
-            error_y=error_bars(lows, mids, highs, PREDICTED, 2),
+            marker={"color": theme.PREDICTED, "size": 12, "symbol": "diamond", "line": outline},
+            error_y=theme.error_bars(lows, mids, highs, theme.PREDICTED, 2),
         )
     result.update_xaxes(
         tickmode="array", tickvals=list(range(len(labels))), ticktext=labels, showgrid=False

@@ -11,20 +11,8 @@ import plotly.graph_objects as go
 
 from dlrm_core.units import NOT_MEASURED, NOTHING, counted, format_bytes, thousands
 from dlrm_workbook.evidence.published import NOT_SAID, NVIDIA_AUC, PUBLISHED
+from dlrm_workbook.show import theme
 from dlrm_workbook.show.tables import Column, Text, each_row
-from dlrm_workbook.show.theme import (
-    COLOURS,
-    add_bars,
-    add_headings,
-    add_points,
-    figure,
-    in_groups,
-    label_rows,
-    line_look,
-    lines_of,
-    log_axis,
-    rows_of,
-)
 
 COUNTED = {
     "steady": "ours: whole iterations, warm-up found in the times",
@@ -272,24 +260,24 @@ def latency_lines(found: pd.DataFrame) -> go.Figure:
         found: what :func:`latencies` gives.
     """
     found = found[found["protocol"] == "nvidia"]
-    result = figure("Latency of a prediction, by batch size", 400, legend=True)
+    result = theme.figure("Latency of a prediction, by batch size", 400, legend=True)
     sizes = found["batch_size"].tolist()
     for name, width in QUANTILES.items():
         hover = f"batch %{{x:,}}: {name} %{{y:.3f}} ms"
-        look = line_look(COLOURS["bottom_mlp"], width=width)
-        add_points(result, sizes, found[name], name, hover, **look)
+        look = theme.line_look(theme.COLOURS["bottom_mlp"], width=width)
+        theme.add_points(result, sizes, found[name], name, hover, **look)
     theirs = [one for one in PUBLISHED if one.latency_ms is not None]
-    add_points(
+    theme.add_points(
         result,
         [one.batch for one in theirs],
         [one.latency_ms for one in theirs],
         "published mean, other hardware",
         "%{customdata}, batch %{x:,}: mean %{y:.2f} ms",
-        marker={"color": COLOURS["other"], "symbol": "diamond", "size": 9},
+        marker={"color": theme.COLOURS["other"], "symbol": "diamond", "size": 9},
         customdata=[f"{one.hardware}, {one.precision}" for one in theirs],
     )
     marks = sorted({*sizes, PUBLISHED_BATCH})
-    result.update_xaxes(title="batch size", **log_axis(marks, "{:,}".format))
+    result.update_xaxes(title="batch size", **theme.log_axis(marks, "{:,}".format))
     result.update_yaxes(type="log", title="ms", dtick="D2", tickformat="~g")
     return result
 
@@ -300,16 +288,16 @@ def published_bars(found: pd.DataFrame) -> go.Figure:
     Args:
         found: what :func:`speeds` gives.
     """
-    places, headings = in_groups(GROUPS[group] for group in found["group"])
+    places, headings = theme.in_groups(GROUPS[group] for group in found["group"])
     placed = found.assign(place=places)
     height = 190 + 30 * (len(found) + len(headings))
-    result = figure("Samples per second, beside other hardware's", height, legend=True)
+    result = theme.figure("Samples per second, beside other hardware's", height, legend=True)
     for ours, name, colour in (
-        (True, "this run, this machine", COLOURS["top_mlp"]),
-        (False, "published: other hardware, mostly other models", COLOURS["other"]),
+        (True, "this run, this machine", theme.COLOURS["top_mlp"]),
+        (False, "published: other hardware, mostly other models", theme.COLOURS["other"]),
     ):
         rows = placed[placed["ours"] == ours]
-        add_bars(
+        theme.add_bars(
             result,
             rows["samples_per_second"],
             rows["place"],
@@ -326,15 +314,17 @@ def published_bars(found: pd.DataFrame) -> go.Figure:
     first, last = math.floor(math.log10(values.min())), math.log10(values.max()) + 0.7
     marks = [10.0**power for power in range(first, math.ceil(last))]
     result.update_xaxes(
-        title="samples per second", range=[first, last], **log_axis(marks, thousands)
+        title="samples per second", range=[first, last], **theme.log_axis(marks, thousands)
     )
-    label_rows(result, [_label(row) for row in rows_of(found)], places)
-    add_headings(result, headings)
+    theme.label_rows(result, [_label(row) for row in theme.rows_of(found)], places)
+    theme.add_headings(result, headings)
     return result
 
 
 def _label(row: Any) -> str:
     if row.ours:
-        return lines_of(f"ours, {row.precision}" if row.precision else f"{row.on}, {row.model}", 40)
+        return theme.lines_of(
+            f"ours, {row.precision}" if row.precision else f"{row.on}, {row.model}", 40
+        )
     precision = f", {row.precision}" if row.precision else ""
     return f"{row.on}, {row.model.split(', batch')[0]}{precision}"

@@ -13,41 +13,15 @@ from dlrm_core.parts import COMPONENTS, part_label
 from dlrm_core.units import digits, milliseconds, percent, signed_percent, thousands
 from dlrm_workbook.analysis.ranks.communication import kind_label
 from dlrm_workbook.analysis.ranks.links import Link
-from dlrm_workbook.show.theme import (
-    COLOURS,
-    COMPUTE,
-    DASHES,
-    FASTER,
-    INK,
-    SAME,
-    SLOWER,
-    SYMBOLS,
-    add_bars,
-    add_ends,
-    add_phase_key,
-    add_points,
-    difference_colour,
-    error_bars,
-    figure,
-    label_rows,
-    line_look,
-    lines_of,
-    log_axis,
-    log_ticks,
-    markers,
-    rows_of,
-    stacked_bars,
-    step_order,
-    text_on,
-)
+from dlrm_workbook.show import theme
 
 SHARDING_COLOURS = {
-    "best": INK,
-    "table_wise": COLOURS["bottom_mlp"],
-    "row_wise": COLOURS["optimizer"],
-    "column_wise": COLOURS["embedding"],
-    "replicated": COLOURS["data"],
-    "mixed": COLOURS["interaction"],
+    "best": theme.INK,
+    "table_wise": theme.COLOURS["bottom_mlp"],
+    "row_wise": theme.COLOURS["optimizer"],
+    "column_wise": theme.COLOURS["embedding"],
+    "replicated": theme.COLOURS["data"],
+    "mixed": theme.COLOURS["interaction"],
 }
 
 
@@ -58,8 +32,8 @@ def iteration_bars(table: pd.DataFrame, title: str) -> go.Figure:
         table: what :func:`dlrm_workbook.analysis.ranks.choice.scaling_table` gives.
     """
     known = table[table["mid_ms"].notna()]
-    rows = rows_of(known)
-    result = figure(title, 420, legend=True)
+    rows = theme.rows_of(known)
+    result = theme.figure(title, 420, legend=True)
     places = list(range(len(rows)))
     hover = [
         f"{row.ranks:,} ranks, batch {row.batch_size:,}, {kind_label(row.sharding)}<br>"
@@ -69,11 +43,11 @@ def iteration_bars(table: pd.DataFrame, title: str) -> go.Figure:
         for row in rows
     ]
     for name, colour, column in (
-        ("computing", COMPUTE, "compute_ms"),
-        ("exposed communication", COLOURS["communication"], "exposed_ms"),
+        ("computing", theme.COMPUTE, "compute_ms"),
+        ("exposed communication", theme.COLOURS["communication"], "exposed_ms"),
     ):
-        add_bars(result, places, known[column], name, colour, hover, flat=False)
-    ends = error_bars(known["low_ms"], known["mid_ms"], known["high_ms"])
+        theme.add_bars(result, places, known[column], name, colour, hover, flat=False)
+    ends = theme.error_bars(known["low_ms"], known["mid_ms"], known["high_ms"])
     result.data[-1].update(error_y=ends)
     for place, row in zip(places, rows, strict=True):
         result.add_annotation(
@@ -101,13 +75,13 @@ def efficiency_lines(
         tables: "strong", "weak" to :func:`scaling_table`'s result.
         measured: what :func:`dlrm_workbook.analysis.ranks.record.measured_iterations` gives.
     """
-    result = figure("Efficiency: speed-up over ranks", 400, legend=True)
-    colours = {"strong": COLOURS["top_mlp"], "weak": COLOURS["optimizer"]}
+    result = theme.figure("Efficiency: speed-up over ranks", 400, legend=True)
+    colours = {"strong": theme.COLOURS["top_mlp"], "weak": theme.COLOURS["optimizer"]}
     counts: set[int] = set()
     for number, (name, table) in enumerate(tables.items()):
         known = table[table["efficiency"].notna()]
         counts |= set(known["ranks"].astype(int))
-        add_points(
+        theme.add_points(
             result,
             known["ranks"],
             known["efficiency"],
@@ -116,7 +90,7 @@ def efficiency_lines(
             "%{customdata[1]}, %{customdata[2]:,.3g} ms",
             cliponaxis=False,
             customdata=_named(known)[["speedup", "sharding", "mid_ms"]],
-            **line_look(colours[name], number),
+            **theme.line_look(colours[name], number),
         )
     if measured is not None:
         known = _named(measured[measured["efficiency"].notna() & (measured["ranks"] > 1)])
@@ -125,7 +99,7 @@ def efficiency_lines(
             own = known[known.get("scaling", "strong") == name]
             if own.empty:
                 continue
-            add_points(
+            theme.add_points(
                 result,
                 own["ranks"],
                 own["efficiency"],
@@ -148,17 +122,17 @@ def sharding_lines(tables: Mapping[str, pd.DataFrame], best: pd.DataFrame) -> go
         tables: sharding to :func:`scaling_table`'s result for it.
         best: the same with the best sharding at each number of ranks.
     """
-    result = figure("Iteration by sharding", 440, legend=True)
+    result = theme.figure("Iteration by sharding", 440, legend=True)
     times: list[float] = []
     for number, (name, table) in enumerate([*tables.items(), ("best", best)]):
         known = table[table["mid_ms"].notna()]
         if known.empty:
             continue
         times += known["mid_ms"].tolist()
-        look = line_look(SHARDING_COLOURS[name], number, 2.5)
+        look = theme.line_look(SHARDING_COLOURS[name], number, 2.5)
         if name == "best":
             look["line"] |= {"width": 1.5, "dash": "dot"}
-        add_points(
+        theme.add_points(
             result,
             known["ranks"],
             known["mid_ms"],
@@ -170,13 +144,13 @@ def sharding_lines(tables: Mapping[str, pd.DataFrame], best: pd.DataFrame) -> go
     result.update_layout(margin={"b": 110})
     counts = sorted({int(n) for table in [best, *tables.values()] for n in table["ranks"]})
     result.update_xaxes(**ranks_axis(counts))
-    result.update_yaxes(title="ms per iteration", **log_axis(log_ticks(times)))
+    result.update_yaxes(title="ms per iteration", **theme.log_axis(theme.log_ticks(times)))
     return result
 
 
 def ranks_axis(counts: Iterable[int]) -> dict[str, Any]:
     """Ranks on a logarithmic axis, each with its number; for ``update_xaxes``."""
-    return {"title": "ranks", **log_axis(list(counts), "{:,}".format)}
+    return {"title": "ranks", **theme.log_axis(list(counts), "{:,}".format)}
 
 
 def _named(table: pd.DataFrame) -> pd.DataFrame:
@@ -196,7 +170,7 @@ def predicted_measured_dots(table: pd.DataFrame) -> go.Figure:
     known = table[table["predicted_ms"].notna()]
     labels = [
         f"{row.ranks} ranks, batch {row.batch_size:,}, {kind_label(row.sharding)}"
-        for row in rows_of(known)
+        for row in theme.rows_of(known)
     ]
     furthest = max(known[["high_ms", "measured_ms"]].to_numpy(float).ravel(), default=1.0)
     return _dots(
@@ -219,7 +193,7 @@ def published_dots(table: pd.DataFrame) -> go.Figure:
     labels = [
         f"{row.hardware}, {row.devices} devices, {row.precision}, {_short(row.source)}, "
         f"from {row.basis}"
-        for row in rows_of(known)
+        for row in theme.rows_of(known)
     ]
     ranges = known[["predicted_low", "predicted", "predicted_high"]]
     shown = [*known["published"], *ranges.to_numpy().ravel()]
@@ -230,7 +204,8 @@ def published_dots(table: pd.DataFrame) -> go.Figure:
         ranges,
         ("published", known["published"], known["error"]),
         lambda speed: f"{speed:,.0f} samples/s",
-        {"title": "samples per second", "range": ends} | log_axis(log_ticks(shown), thousands),
+        {"title": "samples per second", "range": ends}
+        | theme.log_axis(theme.log_ticks(shown), thousands),
     )
 
 
@@ -252,24 +227,26 @@ def _dots(
     """
     name, values, errors = held
     low, mid, high = (predicted[column] for column in predicted.columns)
-    result = figure(title, 150 + 30 * max(len(labels), 3), legend=True)
+    result = theme.figure(title, 150 + 30 * max(len(labels), 3), legend=True)
     places = list(range(len(labels)))
     foretold = [
         f"{label}<br>predicted {text(b)}, {text(a)} to {text(c)}"
         for label, a, b, c in zip(labels, low, mid, high, strict=True)
     ]
     found = [f"{label}<br>{name} {text(v)}" for label, v in zip(labels, values, strict=True)]
-    talk = COLOURS["communication"]
+    talk = theme.COLOURS["communication"]
     diamond = {"symbol": "diamond", "size": 9, "color": talk}
-    ring = {"symbol": "circle-open", "size": 11, "color": INK, "line": {"width": 2}}
-    span = error_bars(low, mid, high, talk)
+    ring = {"symbol": "circle-open", "size": 11, "color": theme.INK, "line": {"width": 2}}
+    span = theme.error_bars(low, mid, high, talk)
     named = "predicted, with range"
-    add_points(result, mid, places, named, foretold, marker=diamond, error_x=span)
-    add_points(result, values, places, name, found, marker=ring)
+    theme.add_points(result, mid, places, named, foretold, marker=diamond, error_x=span)
+    theme.add_points(result, values, places, name, found, marker=ring)
     ends = [max(pair) for pair in zip(high, values, strict=True)]
-    add_ends(result, ends, places, list(map(signed_percent, errors)), axis.get("type") == "log")
+    theme.add_ends(
+        result, ends, places, list(map(signed_percent, errors)), axis.get("type") == "log"
+    )
     result.update_xaxes(**axis)
-    label_rows(result, [lines_of(label, 52) for label in labels], above=0.8)
+    theme.label_rows(result, [theme.lines_of(label, 52) for label in labels], above=0.8)
     result.update_layout(margin={"b": 96})
     return result
 
@@ -284,11 +261,11 @@ def _short(source: str) -> str:
 MIB = 1 << 20
 
 EXCHANGE_COLOURS = {
-    "indices": COLOURS["data"],
-    "pooled vectors": COLOURS["embedding"],
-    "pooled gradients": COLOURS["interaction"],
-    "dense gradients": COLOURS["top_mlp"],
-    "table gradients": COLOURS["optimizer"],
+    "indices": theme.COLOURS["data"],
+    "pooled vectors": theme.COLOURS["embedding"],
+    "pooled gradients": theme.COLOURS["interaction"],
+    "dense gradients": theme.COLOURS["top_mlp"],
+    "table gradients": theme.COLOURS["optimizer"],
 }
 
 
@@ -300,7 +277,7 @@ def volume_bars(table: pd.DataFrame, ranks: int) -> go.Figure:
     """
     sums = table.groupby(["sharding", "what"], sort=False)["leaves_bytes"].sum().unstack()
     sums = sums.fillna(0.0).rename(index=kind_label) / MIB
-    result = stacked_bars(
+    result = theme.stacked_bars(
         f"Bytes that leave a rank per iteration on {ranks} ranks",
         sums,
         {what: (what, colour) for what, colour in EXCHANGE_COLOURS.items()},
@@ -308,7 +285,7 @@ def volume_bars(table: pd.DataFrame, ranks: int) -> go.Figure:
         shares=True,
     )
     texts = [f"<b>{digits(total)} MiB</b>" for total in sums.sum(axis=1)]
-    add_ends(result, [1.0] * len(sums), range(len(sums)), texts)
+    theme.add_ends(result, [1.0] * len(sums), range(len(sums)), texts)
     result.update_layout(margin={"b": 96, "r": 110})
     result.update_xaxes(title="share of the bytes")
     return result
@@ -320,29 +297,33 @@ def link_curves(check: pd.DataFrame, link: Link) -> go.Figure:
     Args:
         check: what :func:`dlrm_workbook.analysis.ranks.links.check` gives.
     """
-    result = figure(f"Collectives on {link.name}", 430, legend=True)
+    result = theme.figure(f"Collectives on {link.name}", 430, legend=True)
     distinct = check[["collective", "ranks"]].drop_duplicates()
-    pairs = [(str(row.collective), int(row.ranks)) for row in rows_of(distinct)]
+    pairs = [(str(row.collective), int(row.ranks)) for row in theme.rows_of(distinct)]
     names = ("top_mlp", "embedding", "optimizer", "interaction", "data")
-    palette = [COLOURS[name] for name in names]
+    palette = [theme.COLOURS[name] for name in names]
     kinds = list(dict.fromkeys(kind for kind, _ in pairs))
     for kind, ranks in pairs:
         own = check[(check["collective"] == kind) & (check["ranks"] == ranks)]
         colour = palette[kinds.index(kind) % len(palette)]
-        dash = DASHES[sorted({count for _, count in pairs}).index(ranks) % len(DASHES)]
+        dash = theme.DASHES[sorted({count for _, count in pairs}).index(ranks) % len(theme.DASHES)]
         fit = link.fits.get((kind, ranks))
         label = f"{kind_label(kind)}, {ranks} ranks"
-        add_points(
+        theme.add_points(
             result,
             own["bytes"],
             own["measured_ms"],
             label,
             f"{label}: %{{x:,}} B in %{{y:,.3g}} ms",
             mode="markers+lines" if fit is None else "markers",
-            marker={"color": colour, "size": 7, "symbol": SYMBOLS[ranks % len(SYMBOLS)]},
+            marker={
+                "color": colour,
+                "size": 7,
+                "symbol": theme.SYMBOLS[ranks % len(theme.SYMBOLS)],
+            },
         )
         if fit is not None:
-            add_points(
+            theme.add_points(
                 result,
                 own["bytes"],
                 1e-3 * fit.fixed_us + 1e-6 * own["bytes"] / fit.gb_per_s,
@@ -355,9 +336,13 @@ def link_curves(check: pd.DataFrame, link: Link) -> go.Figure:
     result.update_layout(margin={"b": 130})
     result.update_xaxes(
         title="bytes",
-        **log_axis(log_ticks(check["bytes"].tolist()), lambda size: thousands(size, "B")),
+        **theme.log_axis(
+            theme.log_ticks(check["bytes"].tolist()), lambda size: thousands(size, "B")
+        ),
     )
-    result.update_yaxes(title="ms", **log_axis(log_ticks(check["measured_ms"].tolist())))
+    result.update_yaxes(
+        title="ms", **theme.log_axis(theme.log_ticks(check["measured_ms"].tolist()))
+    )
     return result
 
 
@@ -368,21 +353,21 @@ def straggler_lines(table: pd.DataFrame, said: str) -> go.Figure:
         table: what :func:`dlrm_workbook.analysis.ranks.choice.straggler_table` gives.
         said: how ranks differ, for the title.
     """
-    result = figure(f"What slow ranks cost: {said}", 400, legend=True)
+    result = theme.figure(f"What slow ranks cost: {said}", 400, legend=True)
     for number, (column, name, colour) in enumerate(
         (
-            ("mean_ms", "mean", COLOURS["optimizer"]),
-            ("p95_ms", "one in twenty is longer", COLOURS["interaction"]),
+            ("mean_ms", "mean", theme.COLOURS["optimizer"]),
+            ("p95_ms", "one in twenty is longer", theme.COLOURS["interaction"]),
         )
     ):
-        add_points(
+        theme.add_points(
             result,
             table["ranks"],
             table[column] / table["even_ms"],
             name,
             "%{x:,} ranks: %{customdata[0]:,.3g} ms instead of %{customdata[1]:,.3g} ms",
             customdata=table[[column, "even_ms"]],
-            **line_look(colour, number),
+            **theme.line_look(colour, number),
         )
     result.update_layout(margin={"b": 96})
     result.update_xaxes(**ranks_axis(table["ranks"]))
@@ -416,7 +401,7 @@ def rank_lanes(table: pd.DataFrame, title: str) -> go.Figure:
                 *(f"rank {row.rank}, {shown[row.lane]}", row.lane, row.name, row.phase),
                 *(row.start_ms, row.end_ms),
             )
-            for row in rows_of(table)
+            for row in theme.rows_of(table)
         ],
     )
 
@@ -424,14 +409,14 @@ def rank_lanes(table: pd.DataFrame, title: str) -> go.Figure:
 def _lanes(title: str, events: Sequence[tuple[str, str, str, str, float, float]]) -> go.Figure:
     """Bars over time: label of a lane, its kind, name, phase, start and end in ms."""
     lanes = list(dict.fromkeys(event[0] for event in events))
-    result = figure(title, 180 + 34 * max(len(lanes), 2), legend=True)
+    result = theme.figure(title, 180 + 34 * max(len(lanes), 2), legend=True)
     shown: set[str] = set()
     for label, kind, name, phase, start, end in sorted(events, key=lambda event: event[4]):
         own = kind == "compute"
-        look = markers([(name if own else "communication", phase if own else "")])
+        look = theme.markers([(name if own else "communication", phase if own else "")])
         part = part_label(name) if own else "communication"
         what = part_label(name, phase) if own else f"{name}, {phase}".removesuffix(", ")
-        add_bars(
+        theme.add_bars(
             result,
             [end - start],
             [label],
@@ -440,11 +425,11 @@ def _lanes(title: str, events: Sequence[tuple[str, str, str, str, float, float]]
             f"{what}: {milliseconds(end - start)}<br>from {milliseconds(start)}",
             base=[start],
             legendgroup=part,
-            legendrank=step_order(name)[0] if own else 900,
+            legendrank=theme.step_order(name)[0] if own else 900,
             showlegend=part not in shown,
         )
         shown.add(part)
-    add_phase_key(result, [event[3] for event in events if event[1] == "compute"])
+    theme.add_phase_key(result, [event[3] for event in events if event[1] == "compute"])
     result.update_layout(barmode="overlay", bargap=0.3, margin={"b": 110})
     result.update_xaxes(title="ms since the iteration's start")
     result.update_yaxes(
@@ -469,8 +454,8 @@ def rank_bars(parts: pd.DataFrame, title: str) -> go.Figure:
         parts: what :func:`dlrm_workbook.analysis.ranks.record.parts_by_rank` gives.
     """
     wide = parts.pivot_table("time_ms", "rank", "component", aggfunc="sum", fill_value=0.0)
-    looks = {name: (part_label(name), COLOURS[name]) for name in COMPONENTS}
-    result = stacked_bars(title, wide.rename(index="rank {}".format), looks, "ms")
+    looks = {name: (part_label(name), theme.COLOURS[name]) for name in COMPONENTS}
+    result = theme.stacked_bars(title, wide.rename(index="rank {}".format), looks, "ms")
     result.update_layout(margin={"b": 96})
     result.update_xaxes(title="ms per iteration")
     return result
@@ -482,7 +467,7 @@ def imbalance_map(parts: pd.DataFrame) -> go.Figure:
     wide = wide.reindex([name for name in COMPONENTS if name in wide.index])
     above = wide.sub(wide.mean(axis=1), axis=0)
     most = float(above.abs().to_numpy().max(initial=0.0)) or 1.0
-    result = figure("Above and below the mean of all ranks", 150 + 30 * max(len(wide), 3))
+    result = theme.figure("Above and below the mean of all ranks", 150 + 30 * max(len(wide), 3))
     result.add_trace(
         go.Heatmap(
             z=above.to_numpy(float),
@@ -491,7 +476,7 @@ def imbalance_map(parts: pd.DataFrame) -> go.Figure:
             zmin=-most,
             zmax=most,
             # red is more than the mean, blue less, as in the differences of a comparison
-            colorscale=[[0, FASTER], [0.5, SAME], [1, SLOWER]],
+            colorscale=[[0, theme.FASTER], [0.5, theme.SAME], [1, theme.SLOWER]],
             colorbar={"title": {"text": "ms"}, "thickness": 12},
             customdata=wide.to_numpy(),
             hovertemplate="%{x}, %{y}: %{customdata:,.3g} ms, %{z:+,.3g} from the mean"
@@ -508,7 +493,10 @@ def imbalance_map(parts: pd.DataFrame) -> go.Figure:
                     y=row,
                     text=f"{value:+.2g}".replace("-", "−") if abs(value) >= 0.005 * most else "·",
                     showarrow=False,
-                    font={"size": 11, "color": text_on(difference_colour(value / most))},
+                    font={
+                        "size": 11,
+                        "color": theme.text_on(theme.difference_colour(value / most)),
+                    },
                     hovertext=part,
                 )
     result.update_xaxes(showgrid=False)

@@ -10,20 +10,8 @@ import plotly.graph_objects as go
 
 from dlrm_core.parts import COMPONENTS, part_label
 from dlrm_workbook.analysis.ensemble import WHOLE, Curve, short_leaf
+from dlrm_workbook.show import theme
 from dlrm_workbook.show.tables import Column, Text
-from dlrm_workbook.show.theme import (
-    COLOURS,
-    INK,
-    add_points,
-    line_look,
-    lines_of,
-    log_axis,
-    log_ticks,
-    panels,
-    ranked_bars,
-    stacked_bars,
-    wrapped,
-)
 
 
 def scaling_curves(curves: Sequence[Curve], leaf: str) -> go.Figure:
@@ -36,16 +24,18 @@ def scaling_curves(curves: Sequence[Curve], leaf: str) -> go.Figure:
     held = list(dict.fromkeys(curve.held for curve in curves))
     short = short_leaf(leaf)
     title = f"Time of each part along {short}"
-    result, cells = panels(title, list(map(part_label, parts)), 3, legend=len(held) > 1)
+    result, cells = theme.panels(title, list(map(part_label, parts)), 3, legend=len(held) > 1)
     for curve in curves:
         at = cells[parts.index(curve.component)]
-        colour = INK if curve.component == WHOLE else COLOURS.get(curve.component, INK)
-        look = line_look(colour, held.index(curve.held))
-        said = wrapped(curve.law.sentence(short), 60)
+        colour = (
+            theme.INK if curve.component == WHOLE else theme.COLOURS.get(curve.component, theme.INK)
+        )
+        look = theme.line_look(colour, held.index(curve.held))
+        said = theme.wrapped(curve.law.sentence(short), 60)
         grid = np.geomspace(curve.law.smallest, curve.law.largest, 41)
         fitted = {"mode": "lines", "line": look["line"], "hoverinfo": "skip"}
-        add_points(result, grid, curve.law(grid), "", "", at=at, showlegend=False, **fitted)
-        add_points(
+        theme.add_points(result, grid, curve.law(grid), "", "", at=at, showlegend=False, **fitted)
+        theme.add_points(
             result,
             curve.x,
             curve.time_ms,
@@ -62,11 +52,13 @@ def scaling_curves(curves: Sequence[Curve], leaf: str) -> go.Figure:
         )
     sizes = sorted({float(x) for curve in curves for x in curve.x})
     result.update_xaxes(
-        **log_axis(sizes, lambda size: f"{size:,.0f}" if size >= 1 else f"{size:g}")
+        **theme.log_axis(sizes, lambda size: f"{size:,.0f}" if size >= 1 else f"{size:g}")
     )
     for name, at in zip(parts, cells, strict=True):
-        marks = log_ticks([t for curve in curves if curve.component == name for t in curve.time_ms])
-        result.update_yaxes(**log_axis(marks), **at)
+        marks = theme.log_ticks(
+            [t for curve in curves if curve.component == name for t in curve.time_ms]
+        )
+        result.update_yaxes(**theme.log_axis(marks), **at)
     result.update_xaxes(title=short, row=cells[-1]["row"] if cells else 1)
     result.update_yaxes(title="ms", col=1)
     return result
@@ -76,17 +68,22 @@ def points_bars(summary: pd.DataFrame) -> go.Figure:
     """Samples a second of every finished point, in the order of the grid; the best stands out."""
     table = summary[summary["samples_per_second"].notna()]
     speeds = table["samples_per_second"]
-    return ranked_bars(
+    return theme.ranked_bars(
         "Samples a second at each point",
         "samples a second",
-        [lines_of(label, 40) for label in table["label"]],
+        [theme.lines_of(label, 40) for label in table["label"]],
         speeds.tolist(),
         [f"{speed:,.0f}" for speed in speeds],
         [
             f"{label}: {speed:,.0f} samples/s"
             for label, speed in zip(table["label"], speeds, strict=True)
         ],
-        {"color": [COLOURS["embedding"] if speed == speeds.max() else INK for speed in speeds]},
+        {
+            "color": [
+                theme.COLOURS["embedding"] if speed == speeds.max() else theme.INK
+                for speed in speeds
+            ]
+        },
     )
 
 
@@ -98,8 +95,8 @@ def parts_by_point(times: pd.DataFrame) -> go.Figure:
     """
     table = times[times["component"] != WHOLE].groupby(["run", "component"], sort=False)
     spent = table["time_ms"].sum().unstack(fill_value=0).reindex(list(dict.fromkeys(times["run"])))
-    looks = {name: (part_label(name), COLOURS[name]) for name in COMPONENTS}
-    result = stacked_bars("Share of each part at each point", spent, looks, "ms", shares=True)
+    looks = {name: (part_label(name), theme.COLOURS[name]) for name in COMPONENTS}
+    result = theme.stacked_bars("Share of each part at each point", spent, looks, "ms", shares=True)
     result.update_xaxes(title="share of the step")
     return result
 
