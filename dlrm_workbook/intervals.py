@@ -159,6 +159,3 @@ def t_quantile(probability: float, degrees: float) -> float:
 
 
 _GAUSS = np.polynomial.legendre.leggauss(96)
-
-
-# What rounds say.

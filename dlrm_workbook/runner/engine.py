@@ -270,8 +270,7 @@ class StoppableEngine(Engine):
         kernel_name: str,
         *,
         watch: Watch,
-        label: str = "cells",
-        start_timeout: int = 120,
+        label: str,
         **_unused: Any,
     ) -> NotebookNode:
         """Execute ``nb_man.nb``; what went wrong is left in ``watch``."""
@@ -280,7 +279,7 @@ class StoppableEngine(Engine):
             watch=watch,
             label=label,
             kernel_name=kernel_name,
-            startup_timeout=start_timeout,
+            startup_timeout=120,
             timeout=None,
         )
         save = Saves(nb_man.save)

@@ -38,12 +38,7 @@ from traitlets.config import Config
 from dlrm_core.files import write_text
 from dlrm_core.units import duration
 from dlrm_workbook.runner.html_clean import clean_html
-from dlrm_workbook.runner.parameters import (
-    Parameter,
-    assigned_values,
-    parameter_tables,
-    read_notebook,
-)
+from dlrm_workbook.runner.parameters import assigned_values, parameter_tables, read_notebook
 from dlrm_workbook.show.tables import EMPTY
 from dlrm_workbook.show.theme import plotly_js
 
@@ -210,15 +205,6 @@ def run_facts(run: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 @dataclass
-class Heading:
-    """An entry of the contents list."""
-
-    level: int
-    text: str
-    anchor: str
-
-
-@dataclass
 class Cell:
     """A cell as the template wants it."""
 
@@ -229,7 +215,7 @@ class Cell:
     took: str = ""
     failed: bool = False
     outputs: list[Output] = field(default_factory=list)
-    parameters: list[tuple[str, list[Parameter]]] = field(default_factory=list)
+    parameters: list[tuple[str, list[dict[str, Any]]]] = field(default_factory=list)
 
 
 class _Page:
@@ -237,7 +223,8 @@ class _Page:
 
     def __init__(self, nb: Any, folder: Path) -> None:
         self.title = ""
-        self.contents: list[Heading] = []
+        self.contents: list[dict[str, Any]] = []
+        """Of each heading its ``level``, ``text`` and ``anchor``."""
         self.figures = 0
         self.webgl = False
         """Whether a figure has one of the compiled traces."""
@@ -369,7 +356,7 @@ class _Page:
             anchor, number = f"{stem}-{number}", number + 1
         self._anchors.add(anchor)
         if level in (1, 2, 3):
-            self.contents.append(Heading(level, plain, anchor))
+            self.contents.append({"level": level, "text": plain, "anchor": anchor})
         return anchor
 
     def _local_image(self, address: str) -> str | None:

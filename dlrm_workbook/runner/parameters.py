@@ -13,7 +13,6 @@ import logging
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -145,16 +144,6 @@ def _typed(key: str, text: str, declaration: Mapping[str, Any]) -> Any:
     return value
 
 
-@dataclass
-class Parameter:
-    """One row of the parameters table."""
-
-    name: str
-    value: str
-    meaning: str
-    changed: bool
-
-
 def assigned_values(source: str) -> dict[str, Any]:
     """Names that a parameters cell assigns literals to, in order; other lines are passed over."""
     try:
@@ -179,32 +168,31 @@ def assigned_values(source: str) -> dict[str, Any]:
 
 def parameter_tables(
     values: Mapping[str, Any], defaults: Mapping[str, Any]
-) -> list[tuple[str, list[Parameter]]]:
+) -> list[tuple[str, list[dict[str, Any]]]]:
     """One table a section, and first one of the values that stand alone.
 
-    ``changed`` marks what differs from the notebook's own value, where it has one.
+    Returns:
+        Of each row ``name``, ``value``, ``meaning``, and ``changed``: whether it differs from the
+        notebook's own value, where it has one.
     """
-    alone: list[Parameter] = []
-    tables: list[tuple[str, list[Parameter]]] = []
+    alone: list[dict[str, Any]] = []
+    tables = [("run", alone)]
     for name, value in values.items():
+        before = defaults.get(name, value)
         if not isinstance(value, Mapping):
-            changed = name in defaults and defaults[name] != value
-            alone.append(Parameter(name, value_text(value), "", changed))
-        elif value:
-            before = defaults.get(name)
-            before = before if isinstance(before, Mapping) else {}
-            fields = getattr(SECTIONS.get(name), "__dataclass_fields__", {})
-            rows = [
-                Parameter(
-                    str(leaf),
-                    value_text(content),
-                    str(fields[leaf].metadata.get("meaning", "")) if leaf in fields else "",
-                    leaf in before and before[leaf] != content,
-                )
-                for leaf, content in value.items()
-            ]
-            tables.append((name, rows))
-    return ([("run", alone)] if alone else []) + tables
+            row = {"name": name, "value": value_text(value), "meaning": ""}
+            alone.append(row | {"changed": before != value})
+            continue
+        before = before if isinstance(before, Mapping) else {}
+        fields = getattr(SECTIONS.get(name), "__dataclass_fields__", {})
+        rows = []
+        for leaf, content in value.items():
+            meaning = fields[leaf].metadata.get("meaning", "") if leaf in fields else ""
+            changed = leaf in before and before[leaf] != content
+            row = {"name": leaf, "value": value_text(content), "meaning": meaning}
+            rows.append(row | {"changed": changed})
+        tables.append((name, rows))
+    return [(name, rows) for name, rows in tables if rows]
 
 
 @contextmanager

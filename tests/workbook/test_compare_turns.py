@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from dlrm_core.errors import InputError
 from dlrm_workbook.changes import apply_change, change_steps, change_text, difference
+from dlrm_workbook.evidence.training import part_times
 from dlrm_workbook.runner.parameters import split_overrides
 from dlrm_workbook.studies.compare.analyse import (
     compare_losses,
@@ -22,7 +23,6 @@ from dlrm_workbook.studies.compare.analyse import (
 )
 from dlrm_workbook.studies.compare.measure import (
     TimedRun,
-    part_times,
     run_in_turns,
 )
 

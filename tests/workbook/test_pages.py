@@ -363,7 +363,7 @@ def test_parameter_cells_are_read_without_running_them() -> None:
     assert assigned_values("not python (") == {}
     sections = parameter_tables({"model": {"tables": 8}, "x": 1}, {"model": {"tables": 4}})
     assert [name for name, _ in sections] == ["run", "model"]
-    assert sections[1][1][0].changed and "tables" in sections[1][1][0].meaning
+    assert sections[1][1][0]["changed"] and "tables" in sections[1][1][0]["meaning"]
 
 
 def test_an_empty_table_adds_nothing_to_the_reason_before_it(tmp_path: Path) -> None:

@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
 
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json, write_text
-from dlrm_core.parts import ITERATION_SPAN, SpanRow, parse_span
+from dlrm_workbook.evidence.training import part_times
 from dlrm_workbook.ledger import Ledger
 from dlrm_workbook.processes import ProgressCallback, python_module, run_child
 from dlrm_workbook.turns import back_and_forth, take_turns
@@ -142,41 +141,6 @@ def _ledger(folder: Path, settings: Mapping[str, Any]) -> Ledger:
             with contextlib.suppress(ValueError):
                 ledger.put(json.loads(line))
     return ledger
-
-
-def part_times(spans: Sequence[SpanRow], warmup: int) -> dict[tuple[str, str], list[float]]:
-    """Milliseconds of each part in each iteration after warm-up, from a span log.
-
-    A part inside another (which does not happen in one thread of the step, but may in a
-    log) counts to itself alone. ``("other", "")`` is the iteration's rest.
-
-    Args:
-        spans: (name, start, end) in nanoseconds, in any order.
-        warmup: iterations at the beginning that are left out.
-    """
-    loops = sorted((row[1], row[2]) for row in spans if row[0] == ITERATION_SPAN)[warmup:]
-    if not loops:
-        return {}
-    starts, ends = np.array(loops).T
-    times: dict[tuple[str, str], np.ndarray] = {}
-    open_parts: list[tuple[tuple[str, str], int, int]] = []
-    inside = [(row[1], -row[2], part) for row in spans if (part := parse_span(row[0]))]
-    for start, negative_end, part in sorted(inside):
-        end = -negative_end
-        which = int(np.searchsorted(starts, start, side="right")) - 1
-        if which < 0 or start >= ends[which]:
-            continue
-        own = times.setdefault(part, np.zeros(len(loops)))
-        own[which] += (end - start) / 1e6
-        while open_parts and open_parts[-1][1] <= start:
-            open_parts.pop()
-        if open_parts:
-            outer, outer_end, outer_which = open_parts[-1]
-            times[outer][outer_which] -= (min(end, outer_end) - start) / 1e6
-        open_parts.append((part, end, which))
-    rest = (ends - starts) / 1e6 - sum(times.values(), np.zeros(len(loops)))
-    times["other", ""] = np.maximum(rest, 0.0)
-    return {part: values.tolist() for part, values in times.items()}
 
 
 def _lengthened(parameters: Parameters, iterations: int | None) -> Parameters:

@@ -171,9 +171,7 @@ def how_it_ended(code: int | None) -> str:
     return f"exited with {code}"
 
 
-def launch_lines(
-    file: str, parameters: Sequence[str], ranks: int, nodes: int, minutes: int = 60
-) -> dict[str, str]:
+def launch_lines(file: str, parameters: Sequence[str], ranks: int, nodes: int) -> dict[str, str]:
     """What one types to train with the same parameters on one node, on several, under Slurm.
 
     Args:
@@ -195,7 +193,7 @@ def launch_lines(
             f"#SBATCH --nodes={nodes}",
             "#SBATCH --ntasks-per-node=1",
             "#SBATCH --exclusive",
-            f"#SBATCH --time={minutes}",
+            "#SBATCH --time=60",
             'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
             f'srun torchrun {meet} --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$first:29500" \\',
             f"  {what}",

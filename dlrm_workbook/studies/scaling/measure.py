@@ -26,9 +26,9 @@ from dlrm_core.distributed.world import threads_of_rank
 from dlrm_core.errors import InputError
 from dlrm_core.files import plain, read_json, write_json, write_text
 from dlrm_core.machine import available_memory
-from dlrm_core.parts import parse_span
 from dlrm_workbook.analysis.ranks.record import FORMAT, VERSION
 from dlrm_workbook.changes import difference
+from dlrm_workbook.evidence.training import part_times
 from dlrm_workbook.machine import machine_facts
 from dlrm_workbook.processes import only_process, python_module, run_child
 from dlrm_workbook.studies.scaling.launch import launch_lines, run_ranks
@@ -347,32 +347,13 @@ def parts_of(parameters: Parameters, batch_size: int, folder: Path) -> list[dict
         timeout_s=parameters.profiling.timeout_s,
     )
     done.require_success(f"one process with a batch of {batch_size}")
-    spans = (done.last_object("spans") or {})["spans"]
-    return _profile_rows(spans, batch_size)
-
-
-def _profile_rows(spans: Sequence[Any], batch_size: int) -> list[dict[str, Any]]:
-    """Parts by iteration; those of the warm-up are left out."""
-    ends = [end for name, _, end in spans if name.endswith("::iteration")]
-    rows: dict[tuple[int, str, str], float] = {}
-    for name, begun, end in spans:
-        part = parse_span(name)
-        if part is None:
-            continue
-        iteration = sum(done < begun for done in ends)
-        key = (iteration, *part)
-        rows[key] = rows.get(key, 0.0) + 1e-6 * (end - begun)
+    times = part_times((done.last_object("spans") or {})["spans"], WARMUP)
     return [
-        {
-            "concurrent": 1,
-            "batch_size": batch_size,
-            "iteration": iteration - WARMUP,
-            "component": component,
-            "phase": phase,
-            "time_ms": time,
-        }
-        for (iteration, component, phase), time in rows.items()
-        if WARMUP <= iteration < len(ends)
+        {"concurrent": 1, "batch_size": batch_size, "iteration": iteration}
+        | {"component": component, "phase": phase, "time_ms": time_ms}
+        for (component, phase), each in times.items()
+        if component != "other"
+        for iteration, time_ms in enumerate(each)
     ]
 
 

@@ -190,10 +190,6 @@ class Sweep:
         rows: list[dict[str, Any]] = self.record["points"]
         return rows
 
-    def unfinished(self) -> list[str]:
-        """Names of the points that are not finished."""
-        return [row["name"] for row in self.rows if row["status"] != "finished"]
-
     def save(self) -> None:
         """Write ``sweep.json``, whole."""
         write_json(self.folder / SWEEP, self.record)
@@ -237,7 +233,7 @@ class Sweep:
                     print(f"{place}: {row['error']}", file=sys.stderr, flush=True)
                 if code >= 128:
                     break
-        left = self.unfinished()
+        left = describe_failures(self)
         self.record["status"] = "interrupted" if code >= 128 else "failed" if left else "finished"
         self.save()
         return code if code >= 128 else 1 if left else 0
