@@ -40,14 +40,11 @@ from dlrm_workbook.datasets.loops import (
     parse_lines,
 )
 from dlrm_workbook.datasets.resumable import (
-    BackgroundSync,
     OpenFiles,
     Workplace,
     in_order,
     need_space,
     progress_bar,
-    read_values,
-    write_at,
 )
 from dlrm_workbook.datasets.vocabulary import build_vocabulary, number_column
 from dlrm_workbook.datasets.write_spec import SPLITS, write_spec
@@ -166,40 +163,40 @@ def _check(request: Request) -> None:
 
 
 def _work(request: Request, place: Workplace, size: int) -> None:
-    with OpenFiles() as files:
-        columns = RawColumns(place.folder, files)
-        if not place.done.get("parsed"):
-            if not request.max_rows:
-                # text is wider than its columns, except for what gzip makes of it
-                packed = any(path.suffix == ".gz" for path in request.inputs)
-                need_space(place.folder, 0 if place.done else size * (4 if packed else 1))
-            _parse(request, place, columns)
-        rows = int(place.done["rows"])
-        test = max(1, round(rows * request.fraction))
-        if rows - test < 1:
-            place.done = {}  # nothing to go on with
-            raise InputError(
-                f"the inputs have {rows} rows, of which {test} would be the test split: none is "
-                "left to train on"
-            )
-        columns.split(LABEL, 1, rows, rows - test)
-        columns.split(NUMERICAL, 2 * DENSE, rows, rows - test)
-        done = dict(place.done)
-        # table to (categories kept, categories there were)
-        features = {int(t): tuple(v) for t, v in done.pop("features", {}).items()}
-        left = [t for t in range(TABLES) if t not in features]
-        memory = request.memory // request.threads
+    if not place.done.get("parsed"):
+        if not request.max_rows:
+            # text is wider than its columns, except for what gzip makes of it
+            packed = any(path.suffix == ".gz" for path in request.inputs)
+            need_space(place.folder, 0 if place.done else size * (4 if packed else 1))
+        _parse(request, place)
+    rows = int(place.done["rows"])
+    test = max(1, round(rows * request.fraction))
+    if rows - test < 1:
+        place.done = {}  # nothing to go on with
+        raise InputError(
+            f"the inputs have {rows} rows, of which {test} would be the test split: none is "
+            "left to train on"
+        )
+    _split_column(place.folder, LABEL, 1, rows, rows - test)
+    _split_column(place.folder, NUMERICAL, 2 * DENSE, rows, rows - test)
+    done = dict(place.done)
+    # table to (categories kept, categories there were)
+    features = {int(t): tuple(v) for t, v in done.pop("features", {}).items()}
+    left = [t for t in range(TABLES) if t not in features]
+    memory = request.memory // request.threads
 
-        def convert(table: int) -> tuple[int, int, int]:
-            return table, *columns.convert(table, rows, rows - test, request.threshold, memory)
+    def convert(table: int) -> tuple[int, int, int]:
+        return table, *_convert_column(
+            place.folder, table, rows, rows - test, request.threshold, memory
+        )
 
-        with progress_bar("numbering categories", "features", TABLES, len(features)) as bar:
-            for table, kept, different in in_order(convert, left, request.threads, request.threads):
-                features[table] = (kept, different)
-                place.note(done | {"features": {str(t): list(v) for t, v in features.items()}})
-                (columns.raw / f"cat_{table}.u32").unlink(missing_ok=True)
-                bar.add()
-        shutil.rmtree(columns.raw, ignore_errors=True)
+    with progress_bar("numbering categories", "features", TABLES, len(features)) as bar:
+        for table, kept, different in in_order(convert, left, request.threads, request.threads):
+            features[table] = (kept, different)
+            place.note(done | {"features": {str(t): list(v) for t, v in features.items()}})
+            (place.folder / "raw" / f"cat_{table}.u32").unlink(missing_ok=True)
+            bar.add()
+    shutil.rmtree(place.folder / "raw", ignore_errors=True)
     metadata = {
         "made_by": "dlrm data preprocess",
         "layout": request.layout,
@@ -215,18 +212,21 @@ def _work(request: Request, place: Workplace, size: int) -> None:
     write_spec(place.folder, DENSE, table_rows, metadata)
 
 
-def _parse(request: Request, place: Workplace, columns: RawColumns) -> None:
+def _parse(request: Request, place: Workplace) -> None:
     done = {"file": 0, "offset": 0, "line": 1, "rows": 0, "clicks": 0} | place.done
 
     def parse(piece: Piece) -> tuple[Piece, int]:
         labels, numbers, categories, missing = parse_piece(piece, request.inputs[piece.file])
-        columns.write(piece.row, labels, transform(numbers), categories, missing)
+        columns = [labels, transform(numbers), missing, *categories]
+        for name, values in zip(names, columns, strict=True):
+            files.write(name, values, piece.row)
         return piece, int(labels.sum())
 
+    names = [LABEL, NUMERICAL, MISSING_BITS, *(f"cat_{table}.u32" for table in range(TABLES))]
     size = sum(path.stat().st_size for path in request.inputs)
     with (
         progress_bar("parsing", "B", size) as bar,
-        BackgroundSync(place, columns.files) as disk,
+        OpenFiles(place, place.folder / "raw", names) as files,
     ):
         pieces = read_pieces(request, done)
         for piece, clicks in in_order(parse, pieces, request.threads, 2 * request.threads):
@@ -234,87 +234,67 @@ def _parse(request: Request, place: Workplace, columns: RawColumns) -> None:
             done["line"], done["rows"] = piece.line + piece.rows, piece.row + piece.rows
             done["clicks"] += clicks
             bar.add(len(piece.text))
-            disk.written(len(piece.text), done)
-        disk.finish(done)
+            files.written(len(piece.text), done)
+        files.finish(done)
     if not done["rows"]:
         place.done = {}  # nothing to go on with
         raise InputError(f"{request.inputs[0]}: has no lines")
     place.note(done | {"parsed": True})
 
 
-class RawColumns:
-    """Columns of all rows, in ``raw/``, written in pieces; then in ``train/`` and ``test/``.
+def _split_column(folder: Path, name: str, row_bytes: int, rows: int, train: int) -> None:
+    """Move a column from ``raw/`` to its splits: the first ``train`` rows, and the others.
 
-    Every step can be done again after a kill, with the same outcome.
+    It can be done again after a kill, with the same outcome.
+    """
+    train_folder, test_folder = (folder / split for split in SPLITS)
+    train_folder.mkdir(exist_ok=True)
+    test_folder.mkdir(exist_ok=True)
+    source = folder / "raw" / name
+    if source.exists():
+        with source.open("rb") as whole, (test_folder / name).open("wb") as part:
+            whole.seek(train * row_bytes)
+            shutil.copyfileobj(whole, part, 8 << 20)
+            part.truncate((rows - train) * row_bytes)
+            part.flush()
+            os.fsync(part.fileno())
+        source.replace(train_folder / name)
+    os.truncate(train_folder / name, train * row_bytes)
+    sync_folder(train_folder)
+    sync_folder(test_folder)
+
+
+def _convert_column(
+    folder: Path, table: int, rows: int, train: int, threshold: int, memory: int
+) -> tuple[int, int]:
+    """Number one column's categories and write its row numbers.
+
+    Returns:
+        categories kept, and categories there were.
     """
 
-    def __init__(self, folder: Path, files: OpenFiles) -> None:
-        self.folder = folder
-        self.files = files
-        self.raw = folder / "raw"
+    def blocks() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for start in range(0, rows, ROWS_AT_ONCE):
+            count = min(ROWS_AT_ONCE, rows - start)
+            keys, missing = (
+                np.fromfile(folder / "raw" / name, np.uint32, count, offset=4 * start)
+                for name in (f"cat_{table}.u32", MISSING_BITS)
+            )
+            # machine code looks at as many of both
+            if len(keys) != count or len(missing) != count:
+                raise OSError(f"{folder / 'raw'}: the columns end before row {start + count}")
+            yield keys, missing
 
-    def write(
-        self,
-        row: int,
-        labels: np.ndarray,
-        dense: np.ndarray,
-        categories: np.ndarray,
-        missing: np.ndarray,
-    ) -> None:
-        """Write rows from ``row`` on; any thread, any order."""
-        columns = {LABEL: labels, NUMERICAL: dense, MISSING_BITS: missing}
-        columns |= {f"cat_{table}.u32": categories[table] for table in range(TABLES)}
-        for name, values in columns.items():
-            handle = self.files.open(self.raw / name)
-            write_at(handle, values, row * (values.nbytes // len(values)))
-
-    def split(self, name: str, row_bytes: int, rows: int, train: int) -> None:
-        """Move a column to its splits: the first ``train`` rows, and the others."""
-        folders = {split: self.folder / split for split in SPLITS}
-        for folder in folders.values():
-            folder.mkdir(exist_ok=True)
-        source = self.raw / name
-        if source.exists():
-            with source.open("rb") as whole, (folders["test"] / name).open("wb") as part:
-                whole.seek(train * row_bytes)
-                shutil.copyfileobj(whole, part, 8 << 20)
-                part.truncate((rows - train) * row_bytes)
-                part.flush()
-                os.fsync(part.fileno())
-            source.replace(folders["train"] / name)
-        os.truncate(folders["train"] / name, train * row_bytes)
-        for folder in folders.values():
-            sync_folder(folder)
-
-    def convert(
-        self, table: int, rows: int, train: int, threshold: int, memory: int
-    ) -> tuple[int, int]:
-        """Number one column's categories and write its row numbers.
-
-        Returns:
-            categories kept, and categories there were.
-        """
-
-        def blocks() -> Iterator[tuple[np.ndarray, np.ndarray]]:
-            for start in range(0, rows, ROWS_AT_ONCE):
-                count = min(ROWS_AT_ONCE, rows - start)
-                keys, missing = (
-                    read_values(self.raw / name, np.dtype(np.uint32), start, count)
-                    for name in (f"cat_{table}.u32", MISSING_BITS)
-                )
-                yield keys, missing
-
-        vocabulary = build_vocabulary(
-            blocks, table, threshold, memory, self.folder / "vocabulary", f"cat_{table}"
-        )
-        dtype = index_dtype(vocabulary.size + 1)
-        name = f"cat_{table}.bin"
-        number_column(blocks, table, vocabulary, memory, dtype, self.raw / name)
-        self.split(name, dtype.itemsize, rows, train)
-        for path in (vocabulary.keys, vocabulary.counts):
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        return vocabulary.size, vocabulary.different
+    keys, counts = (folder / "vocabulary" / f"cat_{table}.{kind}" for kind in ("keys", "counts"))
+    kept, different = build_vocabulary(blocks, table, threshold, memory, keys, counts)
+    dtype = index_dtype(kept + 1)
+    name = f"cat_{table}.bin"
+    number_column(blocks, table, keys, memory, dtype, folder / "raw" / name)
+    _split_column(folder, name, dtype.itemsize, rows, train)
+    for path in (keys, counts):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    return kept, different
 
 
 def read_pieces(request: Request, done: dict[str, Any]) -> Iterator[Piece]:

@@ -20,13 +20,11 @@ from dlrm_core.feature_spec import index_dtype
 from dlrm_core.progress import Bar
 from dlrm_workbook.datasets.best_auc import best_figures, score_test_set
 from dlrm_workbook.datasets.resumable import (
-    BackgroundSync,
     OpenFiles,
     Workplace,
     in_order,
     need_space,
     progress_bar,
-    write_at,
 )
 from dlrm_workbook.datasets.write_spec import SPLITS, write_spec
 
@@ -100,16 +98,13 @@ def generate(law: Law, samples: dict[str, int], target: Path, threads: int) -> G
 
     Args:
         law: what the values follow from.
-        samples: number of them in ``train`` and ``test``.
+        samples: number of them in ``train`` and ``test``, at least 1.
         target: folder of the data set; it appears when all is written.
         threads: of this process; they do not change a byte.
 
     Raises:
         InputError: the target exists, was begun with something else, or does not fit.
     """
-    for split in SPLITS:
-        if samples[split] < 1:
-            raise InputError(f"--samples has {samples[split]} for {split}, expected at least 1")
     started = time.perf_counter()
     variant = law.variant
     sample_bytes = 1 + 2 * variant.dense_features
@@ -143,29 +138,25 @@ def _write_split(
     bar: Bar,
 ) -> None:
     maker = SampleMaker(law, split)
-    with OpenFiles() as files:
-        folder = place.folder / split
-        names = ["label.bin", *(f"cat_{t}.bin" for t in range(len(maker.dtypes)))]
-        names += ["numerical.bin"] if maker.dense_features else []
-        handles = {name: files.open(folder / name) for name in names}
+    names = ["label.bin", *(f"cat_{t}.bin" for t in range(len(maker.dtypes)))]
+    names += ["numerical.bin"] if maker.dense_features else []
+    with OpenFiles(place, place.folder / split, names) as files:
 
         def make(start: int) -> tuple[int, int]:
             count = min(BLOCK, samples - start)
             labels, dense, rows, _ = maker.block(start, count)
-            arrays = {"label.bin": labels} | {f"cat_{t}.bin": r for t, r in enumerate(rows)}
-            if maker.dense_features:
-                arrays["numerical.bin"] = dense
-            for name, array in arrays.items():
-                write_at(handles[name], array, start * (array.nbytes // count))
-            return count, sum(array.nbytes for array in arrays.values())
+            # without dense features there is no file of them
+            arrays = [labels, *rows, dense][: len(names)]
+            for name, array in zip(names, arrays, strict=True):
+                files.write(name, array, start)
+            return count, sum(array.nbytes for array in arrays)
 
-        with BackgroundSync(place, files) as disk:
-            starts = range(done[split], samples, BLOCK)
-            for count, size in in_order(make, starts, threads, 3 * threads):
-                done[split] += count
-                bar.add(count)
-                disk.written(size, done)
-            disk.finish(done)
+        starts = range(done[split], samples, BLOCK)
+        for count, size in in_order(make, starts, threads, 3 * threads):
+            done[split] += count
+            bar.add(count)
+            files.written(size, done)
+        files.finish(done)
 
 
 def describe(law: Law, samples: dict[str, int]) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -116,55 +115,33 @@ class Workplace:
 
 
 class OpenFiles:
-    """Files of a workplace, written at places rather than one after the other."""
+    """Files of a workplace, written at places by any thread.
 
-    def __init__(self) -> None:
-        self._handles: dict[Path, int] = {}
-        self._lock = threading.Lock()
-
-    def open(self, path: Path) -> int:
-        """A handle for writing; the file is made if need be, and kept as it is if not."""
-        with self._lock:
-            if path not in self._handles:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                self._handles[path] = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-            return self._handles[path]
-
-    def sync(self) -> None:
-        """Return when the disk has all that was written."""
-        with self._lock:
-            handles = list(self._handles.values())
-        for handle in handles:
-            # begins to write, without waiting: the files then share one commit of the journal
-            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-        for handle in handles:
-            os.fdatasync(handle)
-
-    def close(self) -> None:
-        """Close all files."""
-        while self._handles:
-            os.close(self._handles.popitem()[1])
-
-    def __enter__(self) -> OpenFiles:
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        self.close()
-
-
-class BackgroundSync:
-    """Lets the disk take what was written while more is made, and notes what it has.
+    The disk takes what was written while more is made, and the workplace notes what it has.
 
     Args:
         place: where a state is noted, when all that it speaks of is on the disk.
-        files: what is written.
+        folder: of the files.
+        names: of the files; they are made if need be, and kept as they are if not.
     """
 
-    def __init__(self, place: Workplace, files: OpenFiles) -> None:
-        self._place, self._files = place, files
+    def __init__(self, place: Workplace, folder: Path, names: Iterable[str]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._place = place
+        self._handles = {
+            name: os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o644) for name in names
+        }
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="sync")
         self._under_way: tuple[Future[None], dict[str, Any]] | None = None
         self._unsynced = 0
+
+    def write(self, name: str, values: np.ndarray, row: int) -> None:
+        """Write rows of a file from the ``row``-th on."""
+        view = values.data.cast("B")
+        place = row * (values.nbytes // len(values))
+        while len(view):
+            written = os.pwrite(self._handles[name], view, place)
+            view, place = view[written:], place + written
 
     def written(self, size: int, state: dict[str, Any]) -> None:
         """Count bytes that were written and that ``state`` speaks of; never waits."""
@@ -172,13 +149,13 @@ class BackgroundSync:
         if self._under_way is not None and self._under_way[0].done():
             self._settle()
         if self._under_way is None and self._unsynced >= SYNC_BYTES:
-            self._under_way = self._pool.submit(self._files.sync), dict(state)
+            self._under_way = self._pool.submit(self._sync), dict(state)
             self._unsynced = 0
 
     def finish(self, state: dict[str, Any]) -> None:
         """Return when all is on the disk and noted."""
         self._settle()
-        self._files.sync()
+        self._sync()
         self._place.note(state)
 
     def _settle(self) -> None:
@@ -188,31 +165,21 @@ class BackgroundSync:
             self._place.note(state)
             self._under_way = None
 
-    def __enter__(self) -> BackgroundSync:
+    def _sync(self) -> None:
+        """Return when the disk has all that was written before the call."""
+        for handle in self._handles.values():
+            # begins to write, without waiting: the files then share one commit of the journal
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        for handle in self._handles.values():
+            os.fdatasync(handle)
+
+    def __enter__(self) -> OpenFiles:
         return self
 
     def __exit__(self, *failure: object) -> None:
         self._pool.shutdown()
-
-
-def write_at(handle: int, data: Any, place: int) -> None:
-    """Write all bytes of an array or bytes object at a place of a file."""
-    view = memoryview(data).cast("B")
-    while len(view):
-        written = os.pwrite(handle, view, place)
-        view, place = view[written:], place + written
-
-
-def read_values(path: Path, dtype: np.dtype, first: int, count: int) -> np.ndarray:
-    """``count`` values of a file from the ``first``-th on, in memory of their own.
-
-    Raises:
-        OSError: the file ends before.
-    """
-    values = np.fromfile(path, dtype, count, offset=first * dtype.itemsize)
-    if len(values) != count:
-        raise OSError(f"{path} ends {count - len(values)} values too early")
-    return values
+        for handle in self._handles.values():
+            os.close(handle)
 
 
 def in_order(

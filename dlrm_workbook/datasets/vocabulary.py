@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import itertools
 import mmap
+import os
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from dlrm_workbook.datasets.loops import compiled, count_keys, insert_keys, look_up_keys
-from dlrm_workbook.datasets.resumable import OpenFiles, read_values, write_at
 
 Blocks = Callable[[], Iterator[tuple[np.ndarray, np.ndarray]]]
 """A column read from its beginning: blocks of keys (uint32) and of missing bits (uint32)."""
@@ -52,42 +51,28 @@ class Table:
         return self.keys[full][order], self.values[full][order]
 
 
-@dataclass(frozen=True)
-class Vocabulary:
-    """Categories of one feature, as two files: entry i is row i + 1.
-
-    Attributes:
-        keys: uint32, the categories.
-        counts: int64, how often each came.
-        size: number of entries.
-        different: categories there were before the threshold.
-    """
-
-    keys: Path
-    counts: Path
-    size: int
-    different: int
-
-
 def build_vocabulary(
-    blocks: Blocks, bit: int, threshold: int, memory: int, folder: Path, name: str
-) -> Vocabulary:
+    blocks: Blocks, bit: int, threshold: int, memory: int, keys: Path, counts: Path
+) -> tuple[int, int]:
     """Count a column's categories and number those that came ``threshold`` times or more.
 
     Args:
         bit: of the missing bits that is this column's.
         memory: bytes that the hash table may take.
-        folder: gets ``name.keys`` and ``name.counts``.
+        keys: file that gets the categories kept, uint32: entry i is row i + 1.
+        counts: file that gets how often each came, int64.
+
+    Returns:
+        categories kept, and categories there were.
     """
-    scratch = folder / f"{name}.runs"
+    scratch = keys.with_suffix(".runs")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
-    keys, counts = folder / f"{name}.keys", folder / f"{name}.counts"
     runs = _count(blocks, bit, memory, scratch)
     kept, histogram, different = _merge(runs, threshold, scratch, memory)
     _number(kept, histogram, keys, counts)
     shutil.rmtree(scratch)
-    return Vocabulary(keys, counts, int(histogram.sum()), different)
+    return int(histogram.sum()), different
 
 
 def _count(blocks: Blocks, bit: int, memory: int, scratch: Path) -> list[tuple[Path, Path]]:
@@ -232,7 +217,7 @@ def _new(path: Path, kind: type, size: int) -> np.ndarray:
 def number_column(
     blocks: Blocks,
     bit: int,
-    vocabulary: Vocabulary,
+    keys: Path,
     memory: int,
     dtype: np.dtype,
     path: Path,
@@ -240,27 +225,27 @@ def number_column(
     """Write the row number of every value of a column to a file.
 
     Args:
+        keys: the column's categories, as :func:`build_vocabulary` wrote them.
         memory: bytes that the hash table may take; a larger vocabulary takes several passes.
         dtype: of the row numbers.
     """
     insert, look_up = compiled(insert_keys), compiled(look_up_keys)
     at_once = max(1 << 9, (1 << ((memory // SLOT_BYTES).bit_length() - 1)) // 2)
-    categories = _map(vocabulary.keys, np.uint32)
-    with OpenFiles() as files:
-        handle = files.open(path)
-        for first in range(0, max(1, vocabulary.size), at_once):
-            keys = np.array(categories[first : first + at_once])
+    categories = _map(keys, np.uint32)
+    with path.open("w+b") as file:
+        for first in range(0, max(1, len(categories)), at_once):
+            some = np.array(categories[first : first + at_once])
             forget(categories)
-            table = Table(2 * len(keys))
-            rows = np.arange(first + 1, first + 1 + len(keys), dtype=np.int64)
-            insert(keys, rows, table.shift, table.keys, table.values)
+            table = Table(2 * len(some))
+            rows = np.arange(first + 1, first + 1 + len(some), dtype=np.int64)
+            insert(some, rows, table.shift, table.keys, table.values)
             place = 0
             for block, missing in blocks():
-                if first:
-                    out = read_values(path, dtype, place, len(block))
-                else:
-                    out = np.zeros(len(block), dtype)
+                file.seek(place)
+                out = np.fromfile(file, dtype, len(block)) if first else np.zeros(len(block), dtype)
                 look_up(block, missing, np.uint32(bit), table.shift, table.keys, table.values, out)
-                write_at(handle, out, place * dtype.itemsize)
-                place += len(block)
-        files.sync()
+                file.seek(place)
+                file.write(out.data)
+                place += out.nbytes
+        file.flush()
+        os.fdatasync(file.fileno())
