@@ -170,7 +170,12 @@ def read_trace(path: str | Path) -> Profile:
     Raises:
         InputError: the file is missing, cut short, not JSON or no such trace.
     """
-    return _Builder(read_events(Path(path))).build({}, None)
+    return profile_of(read_events(Path(path)))
+
+
+def profile_of(events: Events) -> Profile:
+    """The profile of a trace that has been read."""
+    return _Builder(events).build({}, None)
 
 
 def read_recording(folder: str | Path) -> Profile:
