@@ -209,12 +209,15 @@ def _kernels_in_turn(profile: Profile, device: bool) -> tuple[Ints, Ints, Ints]:
 def main_thread(profile: Profile) -> int:
     """The CPU thread (row of ``threads``) that runs the iterations.
 
-    The one with iteration spans; failing that the one with the most CPU time.
+    The one with iteration spans; failing that the one that the reader of the recording names,
+    or the one with the most CPU time.
     """
     marked = np.flatnonzero(iteration_contexts(profile))
     spans = profile.trace[profile.trace["context"].isin(marked)]
     if len(spans):
         return int(spans["profile"].value_counts().idxmax())
+    if "main_thread" in profile.meta:
+        return int(profile.meta["main_thread"])
     rows = profile.values[profile.rows("cpu_time_ms", "exclusive")]
     if rows.empty:
         return int(profile.threads["profile"].iloc[0]) if len(profile.threads) else 0
@@ -247,7 +250,8 @@ def iteration_contexts(profile: Profile) -> Bools:
 
 
 def _iteration_contexts(profile: Profile) -> np.ndarray:
-    ranges = profile.which("name", ITERATION_NAMES.__contains__)
+    marks = {*ITERATION_NAMES, profile.meta.get("iteration_name")}
+    ranges = profile.which("name", marks.__contains__)
     if ranges.any():
         return ranges
     # HPCToolkit sees no ranges, only Python functions (``-a python``)

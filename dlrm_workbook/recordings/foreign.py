@@ -133,7 +133,7 @@ _FRAME_FILES: tuple[tuple[re.Pattern[str], Named], ...] = (
 
 _OPERATORS: tuple[tuple[re.Pattern[str], Named], ...] = (
     (
-        re.compile(r"^(c10d::|nccl:|rccl:|gloo:|mpi:|record_param_comms)"),
+        re.compile(r"^(c10d::|nccl:|rccl:|gloo:|mpi:|record_param_comms|torch::distributed::)"),
         Named("communication"),
     ),
     (re.compile(r"^Optimizer\.", re.IGNORECASE), Named("optimizer", "update")),
@@ -190,6 +190,8 @@ _NODE = re.compile(
     r"(?:^|::|[ <])(?:PyNode|CppNode)?<?(?:[\w]+::)*(?P<name>\w+?)(?:Backward\d*)\b|"
     r"torch::autograd::CppNode<(?:[\w()]+ ?[\w()]*::)*(?P<custom>\w+)>"
 )
+ENGINE_PREFIX = "autograd::engine::"
+"""Of what autograd's own threads run."""
 _ENGINE = "autograd::engine::evaluate_function: "
 ACCUMULATE = "AccumulateGrad"
 """The node that adds a gradient to a parameter's: it belongs to the node before it."""
@@ -210,6 +212,10 @@ class PartNames:
     def __init__(self, parts: Mapping[str, str] | None = None) -> None:
         self._user = [(_pattern(name), _part(name, said)) for name, said in (parts or {}).items()]
         self.of = functools.cache(self._of)
+
+    def says_user(self, name: str) -> bool:
+        """Whether the user's map has a pattern for a name."""
+        return any(matches(name) for matches, _ in self._user)
 
     def _of(self, kind: str, name: str, file: str = "") -> Named | None:
         """What a context says by its kind (of ``profile.KINDS``), its name and its file."""
@@ -313,6 +319,20 @@ _BY_KIND: dict[str, Callable[[str, str], Named | None]] = {
     "copy": _copy,
     "function": _function,
 }
+
+
+_LOOKUPS = re.compile(r"embedding_?bag|split_embedding|int_nbit_split|split_?lookup", re.IGNORECASE)
+
+
+def has_embeddings(names: Iterable[tuple[str, str]]) -> bool:
+    """Whether a program looks up bags of rows in embedding tables, as a DLRM does.
+
+    Only then does ``aten::bmm`` hint at the interaction and ``aten::addmm`` at its MLPs.
+
+    Args:
+        names: kind and name of whatever its recording holds.
+    """
+    return any(_LOOKUPS.search(name) for _, name in names)
 
 
 def node_key(name: str) -> str | None:

@@ -8,18 +8,41 @@ it, whenever it ran.
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
 from dlrm_core.errors import InputError
-from dlrm_core.parts import ITERATION_SPAN, parse_span
+from dlrm_core.parts import ITERATION_SPAN
+from dlrm_workbook.recordings.foreign import ENGINE_PREFIX, PartNames
 from dlrm_workbook.recordings.nesting import innermost, nest, self_times
-from dlrm_workbook.recordings.profile import Profile, inclusive_from_exclusive
-from dlrm_workbook.recordings.torch.chrome_trace import Events, load_json, read_events
+from dlrm_workbook.recordings.profile import Profile, depths, inclusive_from_exclusive
+from dlrm_workbook.recordings.torch.chrome_trace import (
+    STEP_PREFIX,
+    Events,
+    load_json,
+    read_events,
+)
+from dlrm_workbook.recordings.torch.parts import (
+    Names,
+    coded,
+    foreign_parts,
+    has_own_parts,
+    own_parts,
+)
+from dlrm_workbook.recordings.torch.steps import (
+    STEP_LABEL,
+    Steps,
+    find_steps,
+    step_marks,
+    unnumbered,
+)
 
 FLOP_OPERATORS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"})
 """torch counts elementwise operators too, by the dense shape even of sparse tensors:
@@ -124,26 +147,28 @@ def join_unsteady(names: pd.Series, shapes: pd.Series, iterations: int) -> pd.Se
     """
     if iterations < 2:
         return shapes
-    pairs = pd.DataFrame({"name": names.to_numpy(), "shapes": shapes.to_numpy()})
-    counts = pairs[pairs["shapes"] != ""].value_counts(["name", "shapes"])
-    rare = counts[counts < iterations].index.to_frame(index=False)
-    if rare.empty:
-        return shapes
+    name, texts = coded(names)
+    form, forms = coded(shapes)
+    pair, pairs = pd.factorize(name * len(forms) + form)
+    counts = np.bincount(pair, minlength=len(pairs))
+    table = pd.DataFrame(
+        {
+            "name": [texts[number // len(forms)] for number in pairs],
+            "shapes": [forms[number % len(forms)] for number in pairs],
+        }
+    )
+    rare = table[(counts < iterations) & table["shapes"].ne("").to_numpy()].copy()
     rare["form"] = [_NUMBER.sub("#", text) for text in rare["shapes"]]
-    joined: dict[tuple[str, str], str] = {}
-    for (name, form), group in rare.groupby(["name", "form"], sort=False):
+    joined = table["shapes"].to_numpy(dtype=object).copy()
+    for (_, model), group in rare.groupby(["name", "form"], sort=False):
         if len(group) < 2:
             continue
-        texts = group["shapes"].tolist()
-        sizes = np.array([_NUMBER.findall(text) for text in texts])
+        sizes = np.array([_NUMBER.findall(text) for text in group["shapes"]])
         same = (sizes == sizes[0]).all(axis=0)
         filling = iter(np.where(same, sizes[0], ANY).tolist())
-        text = "".join(next(filling) if piece == "#" else piece for piece in str(form))
-        joined.update(((str(name), old), text) for old in texts)
-    if not joined:
-        return shapes
-    keys = zip(pairs["name"], pairs["shapes"], strict=True)
-    return pd.Series([joined.get(key, key[1]) for key in keys], index=shapes.index)
+        text = "".join(next(filling) if piece == "#" else piece for piece in str(model))
+        joined[group.index] = text
+    return pd.Series(joined[pair], index=shapes.index)
 
 
 METRICS: dict[str, tuple[str, str]] = {
@@ -154,28 +179,37 @@ METRICS: dict[str, tuple[str, str]] = {
     "copy_bytes": ("B", "bytes of GPU copies and memory sets"),
     "allocated_bytes": ("B", "host memory allocated through torch"),
     "gpu_allocated_bytes": ("B", "GPU memory allocated through torch"),
+    "GKER:THR_REG_ACUMU": ("", "registers of a thread, summed over launches"),
+    "GKER:STMEM_ACUMU (B)": ("B", "shared memory of a block, summed over launches"),
+    "GKER:BLKS_ACUMU": ("", "blocks, summed over launches"),
+    "GKER:BLK_THR_ACUMU": ("", "threads of a block, summed over launches"),
+    "GKER:FGP_ACT_ACUMU": ("%", "torch's estimate of the occupancy, summed over launches"),
+    "GKER:FGP_MAX_ACUMU": ("%", "100 for each launch whose occupancy is known"),
     "flops": ("", "floating point operations of matrix products, by torch's formulas"),
 }
 
-STEP_PREFIX = "ProfilerStep#"
-"""Of the ranges that ``profiler.step()`` opens, one a step, numbered."""
+LAUNCHED_BEFORE = "launched before the trace"
+"""The context above kernels and copies whose launch the trace does not hold."""
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _PYTHON = re.compile(r"^(?P<file>.*?)\((?P<line>\d+)\): (?P<name>.*)$")
 
 
-def read_trace(path: str | Path) -> Profile:
+def read_trace(path: str | Path, parts: Mapping[str, str] | None = None) -> Profile:
     """Read a chrome trace of torch.profiler (``.json`` or ``.json.gz``).
+
+    Args:
+        parts: patterns of names to parts, see ``profiling.parts``.
 
     Raises:
         InputError: the file is missing, cut short, not JSON or no such trace.
     """
-    return profile_of(read_events(Path(path)))
+    return profile_of_events(read_events(Path(path)), parts)
 
 
-def profile_of(events: Events) -> Profile:
-    """The profile of a trace that has been read."""
-    return _Builder(events).build({}, None)
+def profile_of_events(events: Events, parts: Mapping[str, str] | None = None) -> Profile:
+    """The profile of a trace whose events have been read."""
+    return _Builder(events, PartNames(parts)).build({}, None)
 
 
 def read_recording(folder: str | Path) -> Profile:
@@ -201,22 +235,22 @@ def read_recording(folder: str | Path) -> Profile:
             f"{folder / 'key_averages.json'} needs a list 'rows', each with {sorted(needed)}"
         )
     meta = {key: value for key, value in head.items() if key != "format_version"}
-    return _Builder(read_events(folder / "trace.json.gz")).build(meta, rows)
+    return _Builder(read_events(folder / "trace.json.gz"), PartNames()).build(meta, rows)
 
 
 class _Builder:
     """Holds the tables while they grow; one per trace."""
 
-    def __init__(self, events: Events) -> None:
+    def __init__(self, events: Events, names: PartNames) -> None:
         self.events = events
         self.host, self.device, self.memory = events.host, events.device, events.memory
         self.names, self.rank = events.names, events.rank
-        self.contexts: dict[tuple[Any, ...], int] = {}
-        """(parent, kind, name, shapes, component, phase) to row."""
-        self.owner: list[int] = []
-        """Thread (row of ``threads``) on which a context was entered."""
+        self.part_names = names
         self.threads: list[dict[str, Any]] = []
-        self.iterations: list[tuple[int, int]] = []
+        self.contexts = pd.DataFrame()
+        """parent, kind, name, shapes, component, phase, profile (the thread it was entered on)."""
+        self.steps = Steps([], "", "")
+        self.iterations = self.steps.spans
 
     def thread(self, kind: str, name: str, number: str) -> int:
         """Add a row to ``threads``; ``number`` as the trace has it, which may be a word."""
@@ -232,14 +266,11 @@ class _Builder:
         )
         return profile
 
-    def context(self, key: tuple[Any, ...], profile: int) -> int:
-        row = self.contexts.setdefault(key, len(self.contexts))
-        if row == len(self.owner):
-            self.owner.append(profile)
-        return row
-
     def build(self, meta: dict[str, Any], averages: list[dict[str, Any]] | None) -> Profile:
         self.nest_host()
+        self.find_launchers()
+        self.steps = find_steps(self.host, self.device, self.part_names)
+        self.iterations = self.steps.spans
         self.place_host()
         self.place_device()
         contexts = self.context_table()
@@ -261,6 +292,7 @@ class _Builder:
             ):
                 columns[name] = np.bincount(where, each.to_numpy(dtype=float), count)
             columns["calls"] += np.bincount(where, minlength=count)
+            columns |= self.kernel_properties(count)
         columns |= allocated(self.memory, self.host, count)
         values = [
             frame
@@ -289,23 +321,30 @@ class _Builder:
         pieces = []
         offset = 0
         # The thread with the iterations first, then by activity: row 0 is the main thread.
-        marks = self.host["name"].eq(ITERATION_SPAN).groupby(self.host["line"]).sum()
-        sizes = self.host["line"].value_counts()
-        lines = sorted(sizes.index, key=lambda line: (-marks[line], -sizes[line], line))
-        for line in lines:
-            number = line.rpartition("/")[2]
-            profile = self.thread("cpu_thread", self.names.get(line, f"thread {number}"), number)
-            spans = self.host[self.host["line"] == line].copy()
+        line, lines = coded(self.host["line"])
+        sizes = np.bincount(line, minlength=len(lines))
+        marks = np.bincount(line, step_marks(self.host), len(lines))
+        helps = np.bincount(line, self.host["name"].str.startswith(ENGINE_PREFIX), len(lines)) > 0
+        # without marks, autograd's thread comes last, where another thread works too
+        helps &= not marks.any() and sizes[~helps].sum() > sizes.sum() / 10
+        rows = np.split(np.argsort(line, kind="stable"), np.cumsum(sizes)[:-1])
+        for place in sorted(
+            range(len(lines)), key=lambda i: (-marks[i], helps[i], -sizes[i], lines[i])
+        ):
+            number = lines[place].rpartition("/")[2]
+            name = self.names.get(lines[place], f"thread {number}")
+            profile = self.thread("cpu_thread", name, number)
+            spans = self.host.iloc[rows[place]].copy()
             soft = spans["kind"].eq("python").to_numpy()
             start, end, parent, order = nest(
                 spans["start"].to_numpy(), spans["end"].to_numpy(), soft
             )
-            place = np.empty_like(order)
-            place[order] = np.arange(len(order))
+            place_of = np.empty_like(order)
+            place_of[order] = np.arange(len(order))
             spans["start"], spans["end"] = start, end
             spans = spans.iloc[order]
             parent = parent[order]
-            spans["parent"] = np.where(parent >= 0, place[parent] + offset, -1)
+            spans["parent"] = np.where(parent >= 0, place_of[parent] + offset, -1)
             spans["profile"] = profile
             offset += len(spans)
             pieces.append(spans)
@@ -313,105 +352,232 @@ class _Builder:
             self.host = pd.concat(pieces, ignore_index=True)
         else:
             self.host["parent"] = self.host["profile"] = np.empty(0, dtype=np.int64)
-        mark = self.host["profile"].eq(0) & self.host["name"].eq(ITERATION_SPAN)
-        if not mark.any():  # a trace of the user's own: torch's profiler.step() marks steps
-            mark = self.host["profile"].eq(0) & self.host["name"].str.startswith(STEP_PREFIX)
-        spans = self.host.loc[mark, ["start", "end"]].sort_values("start")
-        self.iterations = list(spans.itertuples(index=False, name=None))
 
     def place_host(self) -> None:
-        """Give every host span its context and depth."""
-        parts = {name: parse_span(name) for name in self.host["name"].unique()}
-        labels = {name: _label(name) for name in parts}
-        roots = [
-            self.context((-1, "thread", thread["name"], "", "other", "", profile), profile)
-            for profile, thread in enumerate(self.threads)
-        ]
-        foreign = self.parts_of_other_threads(parts)
-        contexts: list[int] = []
-        depths: list[int] = []
-        found: list[tuple[str, str]] = []
-        shapes = join_unsteady(self.host["name"], self.host["shapes"], len(self.iterations))
-        columns = [self.host[name].tolist() for name in ("name", "kind", "parent", "profile")]
-        rows = zip(*columns, shapes.tolist(), strict=True)
-        for row, (name, kind, above, profile, form) in enumerate(rows):
-            part = parts[name] if kind == "annotation" else None
-            if above >= 0:
-                over, depth = contexts[above], depths[above] + 1
-                part = part or found[above]
-            else:
-                over, depth = roots[profile], 0
-                part = part or foreign.get(row, ("other", ""))
-            key = (over, kind, labels[name], form, *part, profile)
-            contexts.append(self.context(key, profile))
-            depths.append(depth)
-            found.append(part)
-        self.host["context"] = np.array(contexts, dtype=np.int64)
-        self.host["depth"] = np.array(depths, dtype=np.int64)
-
-    def parts_of_other_threads(
-        self, parts: dict[str, tuple[str, str] | None]
-    ) -> dict[int, tuple[str, str]]:
-        """Part of each outermost span of an autograd thread.
-
-        Such a thread works for the main thread, which waits: it has the part that
-        the main thread is in when the span starts. (A prefetching thread does not.)
-        """
-        main = self.host["profile"].eq(0)
-        named = main & self.host["kind"].eq("annotation") & self.host["name"].map(parts).notna()
-        helps = self.host["name"].str.startswith("autograd::engine::")
-        asked = self.host[~main & self.host["parent"].eq(-1) & helps]
-        if asked.empty or not named.any():
-            return {}
-        spans = self.host[named]
-        start, end, parent, _ = nest(
-            spans["start"].to_numpy(), spans["end"].to_numpy(), np.zeros(len(spans), dtype=bool)
+        """Give every host span its part, its context and its depth."""
+        host = self.host
+        roots = pd.DataFrame(
+            {
+                "parent": -1,
+                "kind": "thread",
+                "name": [thread["name"] for thread in self.threads],
+                "shapes": "",
+                "component": "other",
+                "phase": "",
+                "profile": np.arange(len(self.threads), dtype=np.int64),
+            }
         )
-        inside = innermost(start, end, parent, asked["start"].to_numpy())
-        return {
-            row: parts[spans["name"].iloc[span]] or ("other", "")
-            for row, span in zip(asked.index, inside, strict=True)
-            if span >= 0
-        }
+        component, phase = self.parts_of_host()
+        code, names = coded(host["name"])
+        label, labels = coded(pd.Series([self.label(name) for name in names], dtype=object))
+        kind, kinds = coded(host["kind"])
+        shapes = join_unsteady(host["name"], host["shapes"], len(self.iterations))
+        form, forms = coded(shapes)
+        component_code, components = coded(pd.Series(component))
+        phase_code, phases = coded(pd.Series(phase))
+        what = label[code]
+        for codes, texts in (
+            (kind, kinds),
+            (form, forms),
+            (component_code, components),
+            (phase_code, phases),
+        ):
+            what = pd.factorize(what * len(texts) + codes)[0].astype(np.int64)
+        parent, profile = host["parent"].to_numpy(), host["profile"].to_numpy()
+        depth = depths(parent)
+        # Level by level: a context is what is called, in the context that calls it.
+        context = np.full(len(host), -1)
+        first: list[npt.NDArray[np.int64]] = []
+        above: list[npt.NDArray[np.int64]] = []
+        made = len(roots)
+        order = np.argsort(depth, kind="stable")
+        bounds = np.searchsorted(depth[order], np.arange(depth.max(initial=-1) + 2))
+        for begin, finish in itertools.pairwise(bounds):
+            rows = order[begin:finish]
+            over = np.where(parent[rows] >= 0, context[parent[rows]], profile[rows])
+            same, keys = pd.factorize(over * (what.max() + 1) + what[rows])
+            context[rows] = made + same
+            seen = np.full(len(keys), len(host))
+            np.minimum.at(seen, same, rows)
+            first.append(seen)
+            above.append(np.where(parent[seen] >= 0, context[parent[seen]], profile[seen]))
+            made += len(keys)
+        entered = np.concatenate([np.empty(0, dtype=np.int64), *first])
+        callers = np.concatenate([np.empty(0, dtype=np.int64), *above])
+        # numbered in the order in which they are entered, callers before callees
+        rank = np.argsort(entered)
+        number = np.empty(made, dtype=np.int64)
+        number[: len(roots)] = np.arange(len(roots))
+        number[len(roots) + rank] = len(roots) + np.arange(len(rank))
+        entered = entered[rank]
+        found = pd.DataFrame(
+            {
+                "parent": number[callers[rank]],
+                "kind": host["kind"].to_numpy(dtype=object)[entered],
+                "name": np.array(labels, dtype=object)[label[code[entered]]],
+                "shapes": shapes.to_numpy(dtype=object)[entered],
+                "component": component[entered],
+                "phase": phase[entered],
+                "profile": profile[entered],
+            }
+        )
+        self.contexts = pd.concat([roots, found], ignore_index=True)
+        host["context"] = number[context]
+        host["depth"] = depth
+
+    def parts_of_host(self) -> tuple[Names, Names]:
+        """Component and phase of every host span."""
+        if has_own_parts(self.host):
+            return own_parts(self.host)
+        return foreign_parts(self.host, self.iterations, self.part_names)
+
+    def label(self, name: str) -> str:
+        """Name of a span without what differs from call to call."""
+        if name.startswith(STEP_PREFIX):
+            return STEP_LABEL
+        if self.steps.label and unnumbered(name) == self.steps.label:
+            return self.steps.label
+        return _ADDRESS.sub("", name)
+
+    # ---- what ran on the GPU ------------------------------------------------------
+
+    def find_launchers(self) -> None:
+        """Row in ``host`` of the call that launched each kernel and copy, −1 if none did."""
+        if self.device.empty:
+            return
+        host, device = self.host, self.device
+        runtime = host[host["kind"].eq("runtime") & host["correlation"].ge(0)]
+        launcher = pd.Series(runtime.index, index=runtime["correlation"])
+        operators = host[host["kind"].eq("operator") & host["external"].ge(0)]
+        operator = pd.Series(operators.index, index=operators["external"])
+        found = device["correlation"].map(launcher[~launcher.index.duplicated(keep="last")])
+        by_operator = device["external"].map(operator[~operator.index.duplicated(keep="last")])
+        device["launcher"] = found.fillna(by_operator).fillna(-1).astype("int64")
 
     def place_device(self) -> None:
         """Hang GPU work below the call that launched it, and name the streams."""
         if self.device.empty:
             return
-        runtime = self.host[self.host["kind"].eq("runtime") & self.host["correlation"].ge(0)]
-        launcher = dict(zip(runtime["correlation"], runtime.index, strict=True))
-        operators = self.host[self.host["kind"].eq("operator") & self.host["external"].ge(0)]
-        operator = dict(zip(operators["external"], operators.index, strict=True))
-        launched = self.device["correlation"].map(launcher)
-        launched = launched.fillna(self.device["external"].map(operator)).fillna(-1)
-        self.device["launcher"] = launched.astype("int64")
-        above = self.host["context"].tolist()
-        keys = list(self.contexts)
-        streams = {}
-        for line in sorted(self.device["line"].unique()):
-            gpu, _, stream = line.rpartition("/")
-            streams[line] = self.thread("gpu_stream", f"GPU {gpu} stream {stream}", stream)
-        contexts = []
-        columns = (self.device[name].tolist() for name in ("name", "kind", "launcher", "line"))
-        for name, kind, span, line in zip(*columns, strict=True):
-            if span >= 0:
-                over = above[span]
-                part, profile = keys[over][4:6], self.owner[over]
-            else:
-                profile = streams[line]
-                over = self.context(
-                    (-1, "root", "launched before the trace", "", "other", "", profile), profile
-                )
-                part = ("other", "")
-            contexts.append(self.context((over, kind, name, "", *part, profile), profile))
-        self.device["context"] = np.array(contexts, dtype=np.int64)
-        self.device["profile"] = self.device["line"].map(streams)
+        device = self.device
+        line, lines = coded(device["line"])
+        streams = np.empty(len(lines), dtype=np.int64)
+        for place in np.argsort(np.array(lines)):
+            gpu, _, stream = lines[place].rpartition("/")
+            streams[place] = self.thread("gpu_stream", f"GPU {gpu} stream {stream}", stream)
+        device["profile"] = streams[line]
+        span = device["launcher"].to_numpy()
+        component, phase = self.parts_of_device()
+        earlier = np.unique(device["profile"].to_numpy()[span < 0])
+        roots = pd.DataFrame(
+            {
+                "parent": -1,
+                "kind": "root",
+                "name": LAUNCHED_BEFORE,
+                "shapes": "",
+                "component": "other",
+                "phase": "",
+                "profile": earlier,
+            }
+        )
+        root_of = np.full(len(self.threads), -1)
+        root_of[earlier] = len(self.contexts) + np.arange(len(earlier))
+        launched_in = np.append(self.host["context"].to_numpy(), -1)[span]
+        over = np.where(span >= 0, launched_in, root_of[device["profile"]])
+        entered_on = np.append(self.contexts["profile"].to_numpy(), -1)[launched_in]
+        table = pd.DataFrame(
+            {
+                "parent": over,
+                "kind": device["kind"].to_numpy(dtype=object),
+                "name": device["name"].to_numpy(dtype=object),
+                "shapes": "",
+                "component": component,
+                "phase": phase,
+                "profile": np.where(span >= 0, entered_on, device["profile"]),
+            }
+        )
+        keys = ["parent", "kind", "name", "component", "phase", "profile"]
+        number = table.groupby(keys, sort=False).ngroup().to_numpy()
+        new = table[~pd.Series(number).duplicated().to_numpy()]
+        device["context"] = len(self.contexts) + len(roots) + number
+        self.contexts = pd.concat([self.contexts, roots, new], ignore_index=True)
+
+    def parts_of_device(self) -> tuple[Names, Names]:
+        """Component and phase of everything that ran on a GPU: of the call that launched it.
+
+        Some names say more: a collective is communication whoever launched it, a copy
+        between host and GPU is a transfer where nothing around it names a part. What was
+        launched before the trace has the part that kernels of the same name, grid and block
+        have without exception.
+        """
+        device = self.device
+        launcher = device["launcher"].to_numpy()
+        context = np.append(self.host["context"].to_numpy(), -1)[launcher]
+        component, phase = (
+            np.append(self.contexts[name].to_numpy(dtype=object), nothing)[context]
+            for name, nothing in (("component", "other"), ("phase", ""))
+        )
+        kind, kinds = coded(device["kind"])
+        name, names = coded(device["name"])
+        pair, pairs = pd.factorize(kind * len(names) + name)
+        named = [
+            self.part_names.of(kinds[number // len(names)], names[number % len(names)])
+            for number in pairs
+        ]
+        own = has_own_parts(self.host)
+        for number, says in enumerate(named):
+            if says is None or not says.component or (own and says.component != "communication"):
+                continue
+            rows = pair == number
+            if says.hint:  # a copy to the GPU within the making of a batch moves that batch
+                moved = (component == "data") & (says.component == "transfer")
+                rows &= (component == "other") | moved
+            component[rows] = says.component
+            phase[rows & (phase == "")] = says.phase
+        if (launcher < 0).any():
+            alike = ["kind", "name", *(c for c in ("grid", "block") if c in device)]
+            same = device.groupby(alike, sort=False, observed=True).ngroup().to_numpy()
+            table = pd.DataFrame({"same": same, "component": component, "phase": phase})
+            parts = table[launcher >= 0].drop_duplicates()
+            parts = parts[~parts["same"].duplicated(keep=False)].set_index("same")
+            asked = (launcher < 0) & (component == "other") & np.isin(same, parts.index)
+            component[asked] = parts["component"].loc[same[asked]]
+            phase[asked] = parts["phase"].loc[same[asked]]
+        return component, phase
+
+    def kernel_properties(self, count: int) -> dict[str, np.ndarray]:
+        """What kernels were launched with, summed over launches, under HPCToolkit's names."""
+        kernels = self.device[self.device["kind"].eq("kernel")]
+        where = kernels["context"].to_numpy()
+        each = {
+            name: kernels[column].to_numpy(dtype=float)
+            for name, column in (
+                ("GKER:THR_REG_ACUMU", "registers"),
+                ("GKER:STMEM_ACUMU (B)", "shared_memory"),
+                ("GKER:FGP_ACT_ACUMU", "occupancy"),
+            )
+            if column in kernels
+        }
+        for name, column in (("GKER:BLKS_ACUMU", "grid"), ("GKER:BLK_THR_ACUMU", "block")):
+            if column in kernels:
+                code, texts = coded(kernels[column])
+                each[name] = np.array([_product(text) for text in texts] + [np.nan])[code]
+        columns: dict[str, Any] = {}
+        for name, values in each.items():
+            known = np.isfinite(values) & (values >= 0)
+            if known.any():
+                total = np.bincount(where[known], values[known], count)
+                # a mean over launches of which some say nothing would be wrong
+                total[where[~known]] = 0
+                columns[name] = total
+        if "GKER:FGP_ACT_ACUMU" in columns:
+            asked = columns["GKER:FGP_ACT_ACUMU"] > 0
+            columns["GKER:FGP_MAX_ACUMU"] = 100.0 * np.bincount(where, minlength=count) * asked
+        return columns
 
     # ---- tables -------------------------------------------------------------------
 
     def context_table(self) -> pd.DataFrame:
-        names = ["parent", "kind", "name", "shapes", "component", "phase", "profile"]
-        table = pd.DataFrame(list(self.contexts), columns=names)
+        table = self.contexts.copy()
         table.insert(0, "context", np.arange(len(table)))
         table["file"], table["line"], table["module"] = "", 0, ""
         python = table["kind"].eq("python")
@@ -424,7 +590,7 @@ class _Builder:
         context = np.flatnonzero(chosen)
         return pd.DataFrame(
             {
-                "profile": np.array(self.owner, dtype=np.int64)[context],
+                "profile": self.contexts["profile"].to_numpy()[context],
                 "context": context,
                 "metric": metric,
                 "scope": scope,
@@ -466,7 +632,11 @@ class _Builder:
     # ---- circumstances -------------------------------------------------------------
 
     def describe(self, meta: dict[str, Any], metrics: list[str]) -> dict[str, Any]:
-        meta = {"engine": "torch", "passes": [], **self.events.circumstances(), **meta}
+        found = self.events.circumstances()
+        found |= {"main_thread": 0, "iterations_from": self.steps.source}
+        if self.steps.label not in ("", ITERATION_SPAN, STEP_LABEL):
+            found["iteration_name"] = self.steps.label
+        meta = {"engine": "torch", "passes": [], **found, **meta}
         missing = dict(meta.get("not_measured", {}))
         on_gpu = len(self.device) > 0
         meta.setdefault("device", "cuda" if on_gpu else "cpu")
@@ -484,8 +654,7 @@ class _Builder:
         return meta
 
 
-def _label(name: str) -> str:
-    """Name of a span without what differs from call to call."""
-    if name.startswith(STEP_PREFIX):
-        return "ProfilerStep*"
-    return _ADDRESS.sub("", name)
+def _product(text: str) -> float:
+    """Blocks of a grid, or threads of a block: ``[64, 2, 1]`` is 128; NaN where none is given."""
+    sizes = _NUMBER.findall(text)
+    return float(np.prod([float(size) for size in sizes])) if sizes else np.nan

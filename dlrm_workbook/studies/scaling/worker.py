@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.data.loader import make_generator
+from dlrm_core.distributed.collectives import Collectives
 from dlrm_core.distributed.step import DistributedStep
 from dlrm_core.distributed.tables import LocalBatch, ShardedTables, local_batch
 from dlrm_core.distributed.trainer import make_model
@@ -40,7 +41,6 @@ from dlrm_core.files import read_json, write_json
 from dlrm_core.machine import end_with_starter
 from dlrm_core.model import ClickLoss, fill_dense_with_torch
 from dlrm_core.parts import capturing
-from dlrm_workbook.studies.scaling.collectives import TimedCollectives
 
 # Where processes of one node wait for each other.
 
@@ -48,7 +48,7 @@ from dlrm_workbook.studies.scaling.collectives import TimedCollectives
 class Meeting:
     """Where processes wait for each other, asleep: they must not take time from who computes."""
 
-    def __init__(self, store: dist.TCPStore, collectives: TimedCollectives) -> None:
+    def __init__(self, store: dist.TCPStore, collectives: Collectives) -> None:
         self.store = store
         self._collectives = collectives
         self._met: dict[str, int] = {}
@@ -62,12 +62,15 @@ class Meeting:
         """Return when so many processes have called it as often."""
         place = self.name(key)
         # as in a collective: who waits is not the one that the others wait for
-        with self._collectives.waits():
+        self._collectives.waiting = True
+        try:
             if self.store.add(place, 1) == count:
                 self.store.set(f"{place}/all", "1")
             # the launcher and the watch end what takes too long
             self.store.wait([f"{place}/all"], datetime.timedelta(days=1))
-        self._collectives.note_progress()
+        finally:
+            self._collectives.waiting = False
+            self._collectives.note_progress()
 
 
 class Company:
@@ -107,7 +110,7 @@ class PartClock:
         spans: of each iteration (component, phase, start, end) in seconds, as they came.
     """
 
-    collectives: TimedCollectives
+    collectives: Collectives
     iterations: list[dict[tuple[str, str], float]] = field(default_factory=list)
     spans: list[list[tuple[str, str, float, float]]] = field(default_factory=list)
 
@@ -170,7 +173,7 @@ class Rank:
     """
 
     world: World
-    collectives: TimedCollectives
+    collectives: Collectives
     meeting: Meeting
     job: dict[str, Any]
 
@@ -294,7 +297,7 @@ class Rank:
 def _make_step(
     parameters: Parameters,
     world: World,
-    collectives: TimedCollectives,
+    collectives: Collectives,
 ) -> tuple[DistributedStep, ShardedTables]:
     model = make_model(parameters, world.device)
     tables = ShardedTables(parameters, world, collectives)
@@ -430,7 +433,7 @@ def main(arguments: Sequence[str]) -> int:
     """Measure what the job asks for."""
     job, result = read_json(Path(arguments[0])), Path(arguments[1])
     first = parameters_from_sections(job["stretches"][0]["runs"][0]["sections"])
-    world, collectives = read_world(first.training), TimedCollectives()
+    world, collectives = read_world(first.training), Collectives()
     end_with_starter()
     watch = Watch(world, collectives, first.training.rank_timeout_s)
     with collectives.installed(), watch:
@@ -439,7 +442,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def measure_job(
-    job: dict[str, Any], result: Path, world: World, collectives: TimedCollectives, watch: Watch
+    job: dict[str, Any], result: Path, world: World, collectives: Collectives, watch: Watch
 ) -> None:
     """Write the tables of one launch, round by round.
 

@@ -1,0 +1,433 @@
+"""Which part of a step each span of a torch trace belongs to.
+
+Our own step names its parts by ranges, and those alone decide. Other programs are told by
+the names that they have (:mod:`dlrm_workbook.recordings.foreign`), each backward node by the
+operator whose gradient it computes, and what is left of a DLRM by its order: what stands
+before the interaction is bottom MLP, what stands after it top MLP. Everything is columns over
+the spans, of which a trace may have millions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from dlrm_core.parts import parse_span
+from dlrm_workbook.recordings.foreign import (
+    ACCUMULATE,
+    MLP,
+    Named,
+    PartNames,
+    forward_key,
+    has_embeddings,
+    match_backward,
+    node_key,
+    resolve,
+)
+from dlrm_workbook.recordings.nesting import innermost, nest
+from dlrm_workbook.recordings.profile import nearest
+
+Bools = npt.NDArray[np.bool_]
+Ints = npt.NDArray[np.int64]
+Names = npt.NDArray[np.object_]
+
+MODEL = ("bottom_mlp", "embedding", "interaction", "top_mlp", "loss")
+"""Parts that a forward pass goes through, and that have a backward pass."""
+
+BETWEEN = {
+    ("bottom_mlp", "interaction"): "interaction",
+    ("embedding", "interaction"): "interaction",
+    ("interaction", "top_mlp"): "interaction",
+    ("top_mlp", "loss"): "top_mlp",
+}
+"""Of operators that nothing names: the part between these two. The interaction joins what
+bottom MLP and embeddings gave, and its own result to the top MLP's input."""
+
+
+_COMPILED = re.compile(r"^(CompiledFunction|Torch-Compiled Region)")
+"""Operators of torch.compile: one for many that it joined, of which the trace says nothing."""
+
+_STACKED = re.compile(r"\[\d+, \d+, \d+\]")
+"""Input shapes with a tensor of samples by features by dimension, as an interaction takes."""
+
+
+def coded(column: pd.Series) -> tuple[Ints, list[str]]:
+    """(number of each row's text (n,), the texts)."""
+    codes, names = pd.factorize(column)
+    return codes.astype(np.int64), [str(name) for name in names]
+
+
+def has_own_parts(host: pd.DataFrame) -> bool:
+    """Whether the program names its parts as :mod:`dlrm_core.parts` does."""
+    names = host.loc[host["kind"].eq("annotation"), "name"].unique()
+    return any(parse_span(str(name)) for name in names)
+
+
+def own_parts(host: pd.DataFrame) -> tuple[Names, Names]:
+    """Component and phase (n,) of every span, by the ranges of our own step.
+
+    A span of an autograd thread works for the main thread, which waits: it has the part that
+    the main thread is in when its outermost span starts. (A prefetching thread does not.)
+
+    Args:
+        host: nested spans, callers before callees, with name, kind, parent, profile, start, end.
+    """
+    parent, profile = host["parent"].to_numpy(), host["profile"].to_numpy()
+    code, names = coded(host["name"])
+    part = [parse_span(name) for name in names]
+    says = np.array([p is not None for p in part], dtype=bool)
+    is_part = host["kind"].eq("annotation").to_numpy() & says[code]
+    source = nearest(parent, is_part)
+    helps = np.array([name.startswith("autograd::engine::") for name in names], dtype=bool)
+    asked = np.flatnonzero((profile != 0) & (parent < 0) & helps[code])
+    ranges = np.flatnonzero(is_part & (profile == 0))
+    if len(asked) and len(ranges):
+        start, end = (host[name].to_numpy() for name in ("start", "end"))
+        began, ended, over, _ = nest(start[ranges], end[ranges], np.zeros(len(ranges), dtype=bool))
+        inside = innermost(began, ended, over, start[asked])
+        given = np.full(len(host), -1)
+        given[asked] = np.where(inside >= 0, ranges[inside], -1)
+        root = nearest(parent, parent < 0)
+        source = np.where(source >= 0, source, given[root])
+    known = np.append(code, len(names))[source]  # row −1 is the one appended
+    component = np.array([p[0] if p else "other" for p in part] + ["other"], dtype=object)
+    phase = np.array([p[1] if p else "" for p in part] + [""], dtype=object)
+    return component[known], phase[known]
+
+
+def foreign_parts(
+    host: pd.DataFrame, iterations: Sequence[tuple[int, int]], names: PartNames
+) -> tuple[Names, Names]:
+    """Component and phase (n,) of every span of a program that is not ours.
+
+    Args:
+        host: nested spans, callers before callees, with name, kind, parent, profile, start,
+            end, and sequence and forward_thread of operators.
+        iterations: (start, end) ns of each, where they are known.
+    """
+    spans = _Spans(host, names)
+    component, phase, hinted = resolve(spans.cut_at_nodes(), spans.named, spans.code)
+    forward = spans.node < 0
+    if spans.recommends:
+        _name_compiled(spans, component, forward, iterations)
+    component[forward] = _mlps(spans, component, phase, forward, iterations)[forward]
+    if spans.recommends:
+        _fill_between(spans, component, phase, hinted, forward, iterations)
+    _backward(spans, component, hinted, iterations)
+    component[_seeds(spans, component, phase, forward)] = "loss"
+    phase = np.where((phase == "") & (spans.node >= 0), "backward", phase)
+    silent = (phase == "") & (component != "other")
+    phase[silent] = "forward"
+    component[component == MLP] = "other"
+    return component, phase
+
+
+class _Spans:
+    """The columns that several steps of the attribution read.
+
+    Attributes:
+        named: what each distinct pair of kind and name says; ``code`` (n,) is its number.
+        key: of each pair, what an autograd node is the backward of; None of other names.
+        node: row (n,) of the outermost autograd node around each span, −1 outside of all.
+        recommends: whether the program looks rows of embedding tables up, as a DLRM does.
+    """
+
+    def __init__(self, host: pd.DataFrame, names: PartNames) -> None:
+        kind, kinds = coded(host["kind"])
+        name, texts = coded(host["name"])
+        pair, pairs = pd.factorize(kind * len(texts) + name)
+        self.code: Ints = pair.astype(np.int64)
+        self.texts = [(kinds[number // len(texts)], texts[number % len(texts)]) for number in pairs]
+        self.recommends = has_embeddings(self.texts)
+        self.named = [
+            names.of(kind, text) if self.recommends else _of_any_program(names, kind, text)
+            for kind, text in self.texts
+        ]
+        self.compiled = np.array([bool(_COMPILED.match(text)) for _, text in self.texts])[self.code]
+        form, forms = coded(host["shapes"])
+        self.stacked = np.array([bool(_STACKED.search(text)) for text in forms], dtype=bool)[form]
+        self.key = [node_key(text) if kind == "operator" else None for kind, text in self.texts]
+        self.start, self.end = host["start"].to_numpy(), host["end"].to_numpy()
+        self.parent, self.profile = host["parent"].to_numpy(), host["profile"].to_numpy()
+        self.operator = host["kind"].eq("operator").to_numpy()
+        unknown = np.full(len(host), -1)
+        self.sequence = host["sequence"].to_numpy() if "sequence" in host else unknown
+        self.thread = host["forward_thread"].to_numpy() if "forward_thread" in host else unknown
+        is_node = np.array([key is not None for key in self.key], dtype=bool)[self.code]
+        self.node = _outermost_row(self.parent, is_node)
+
+    def cut_at_nodes(self) -> Ints:
+        """Parents (n,) of a forest in which nothing above an autograd node is above it.
+
+        What surrounds a node is whoever called ``backward``, which tells nothing of its part.
+        """
+        return np.where(self.node == np.arange(len(self.node)), -1, self.parent)
+
+    def pass_begins(self, iterations: Sequence[tuple[int, int]]) -> Ints:
+        """When what came before is over (n,) ns: an iteration begins, or a backward node."""
+        nodes = self.node == np.arange(len(self.node))
+        begins = np.array([start for start, _ in iterations], dtype=np.int64)
+        return np.sort(np.concatenate([begins, self.start[nodes]]))
+
+    def keys(self, rows: Ints, of: Sequence[str | None]) -> list[str]:
+        """The text of ``of``, by pair of kind and name, for each row."""
+        return [of[code] or "" for code in self.code[rows]]
+
+
+def _of_any_program(names: PartNames, kind: str, text: str) -> Named | None:
+    """What a name says in a program without embedding tables.
+
+    There a product or a "prediction head" is no MLP of a DLRM, unless a user says so.
+    """
+    named = names.of(kind, text)
+    if named is None or kind == "annotation" or names.says_user(text):
+        return named
+    if named.component in (MLP, "bottom_mlp", "interaction", "top_mlp"):
+        return Named("", named.phase) if named.phase else None
+    return named
+
+
+def _outermost_row(parent: Ints, marked: Bools) -> Ints:
+    """Row (n,) of the marked row nearest to the root at or above each, −1 where there is none."""
+    inner = nearest(parent, marked)
+    rows = np.flatnonzero(marked)
+    above = np.full(len(parent), -1)
+    above[rows] = np.append(inner, -1)[parent[rows]]
+    link = np.where(marked & (above >= 0), above, np.arange(len(parent)))
+    while True:
+        further = link[link]
+        if (further == link).all():
+            return np.where(inner >= 0, link[inner], -1)
+        link = further
+
+
+def _name_compiled(
+    spans: _Spans, component: Names, forward: Bools, iterations: Sequence[tuple[int, int]]
+) -> None:
+    """Say which compiled operators are the interaction; the others are an MLP.
+
+    Only those in which no operator has a name of its own are asked. The interaction is the
+    first of a pass, after the lookups, that takes samples by features by dimension, if more
+    of the model follows it (else it holds the top MLP too, and is not told). Changes
+    ``component``.
+    """
+    block = _outermost_row(spans.parent, forward & spans.compiled)
+    inside = block >= 0
+    named = np.unique(block[inside & (component != "other")])
+    opaque = inside & ~np.isin(block, named)
+    blocks = np.unique(block[opaque])
+    lookups = np.flatnonzero(forward & (component == "embedding"))
+    if not len(blocks) or not len(lookups):
+        return
+    begins = spans.pass_begins(iterations)
+    of_pass = np.searchsorted(begins, spans.start, side="right")
+    component[opaque] = MLP
+    layers = np.flatnonzero(forward & (component == MLP))
+    for number in np.unique(of_pass[blocks]):
+        looked_up = spans.start[lookups[of_pass[lookups] == number]]
+        these = blocks[of_pass[blocks] == number]
+        if not len(looked_up) or (component[of_pass == number] == "interaction").any():
+            continue
+        asked = these[(spans.start[these] > looked_up[0]) & spans.stacked[these]]
+        last = spans.start[layers[of_pass[layers] == number]].max()
+        if len(asked):
+            alone = last < spans.end[asked[0]]
+            component[opaque & (block == asked[0])] = "other" if alone else "interaction"
+
+
+def _seeds(spans: _Spans, component: Names, phase: Names, forward: Bools) -> Bools:
+    """Operators (n,) inside a backward range before its first node: they begin with the loss."""
+    starts = np.sort(spans.start[spans.node == np.arange(len(spans.node))])
+    passed = np.sort(spans.start[forward & np.isin(component, MODEL)])
+    asked = forward & (component == "other") & (phase == "backward")
+    asked &= _outermost_row(spans.parent, asked & spans.operator) >= 0
+    node, model = (np.searchsorted(times, spans.start) - 1 for times in (starts, passed))
+    last_node = np.where(node >= 0, np.append(starts, 0)[node], -1)
+    last_model = np.where(model >= 0, np.append(passed, 0)[model], -1)
+    return asked & (model >= 0) & (last_model > last_node)
+
+
+def _mlps(
+    spans: _Spans,
+    component: Names,
+    phase: Names,
+    forward: Bools,
+    iterations: Sequence[tuple[int, int]],
+) -> Names:
+    """``component`` with each forward MLP bottom or top: which stands after the interaction?
+
+    An MLP before the first interaction of its pass is the bottom one. A pass begins with an
+    iteration, or after a backward node; where no iteration is known, also with a lookup, a
+    loss or an update.
+    """
+    here = forward & (component == MLP)
+    if not here.any():
+        return component
+    begins = spans.pass_begins(iterations)
+    if not iterations:
+        others = forward & np.isin(component, ["embedding", "loss", "optimizer", "data"])
+        begins = np.sort(np.concatenate([begins, spans.start[others]]))
+    meets = np.sort(spans.start[forward & (component == "interaction") & (phase != "backward")])
+    told = component.copy()
+    if not len(meets):
+        return told
+    at = spans.start[here]
+    began = np.searchsorted(begins, at, side="right") - 1
+    begun = np.where(began >= 0, begins[np.maximum(began, 0)], np.iinfo(np.int64).min)
+    last_met = np.searchsorted(meets, at, side="right") - 1
+    after = (last_met >= 0) & (meets[np.maximum(last_met, 0)] >= begun)
+    told[here] = np.where(after, "top_mlp", "bottom_mlp")
+    return told
+
+
+def _fill_between(
+    spans: _Spans,
+    component: Names,
+    phase: Names,
+    hinted: Bools,
+    forward: Bools,
+    iterations: Sequence[tuple[int, int]],
+) -> None:
+    """Give operators that nothing names to the part between whose operators they run.
+
+    Between two operators of one part they are that part's; see :data:`BETWEEN` for others.
+    Both must be of the same forward pass, on the same thread. Changes all three columns.
+    """
+    passing = forward & np.isin(phase, ["", "forward"])
+    known = np.flatnonzero(passing & np.isin(component, MODEL))
+    unknown = passing & (component == "other")
+    outer = _outermost_row(spans.parent, unknown & spans.operator)
+    asked = np.flatnonzero(unknown & (outer >= 0))
+    if not len(known) or not len(asked):
+        return
+    begins = spans.pass_begins(iterations)
+    at = spans.start[outer[asked]]
+    for profile in np.unique(spans.profile[asked]):
+        rows = known[spans.profile[known] == profile]
+        rows = rows[np.argsort(spans.start[rows], kind="stable")]
+        chosen = spans.profile[asked] == profile
+        if not len(rows):
+            continue
+        when = spans.start[rows]
+        place = np.searchsorted(when, at[chosen], side="left")
+        inner = (place > 0) & (place < len(rows))
+        before, after = rows[np.maximum(place - 1, 0)], rows[np.minimum(place, len(rows) - 1)]
+        inner &= np.searchsorted(begins, spans.start[before], side="right") == np.searchsorted(
+            begins, spans.start[after], side="right"
+        )
+        first, last = component[before], component[after]
+        told = np.where(inner & (first == last), first, "other")
+        for (one, other), part in BETWEEN.items():
+            told[inner & (first == one) & (last == other)] = part
+        component[asked[chosen]] = told
+        hinted[asked[chosen]] = told != "other"
+
+
+def _backward(
+    spans: _Spans, component: Names, hinted: Bools, iterations: Sequence[tuple[int, int]]
+) -> None:
+    """Give each backward node, and what it calls, the part of its forward operator.
+
+    A node without one (``AccumulateGrad`` adds a gradient to a parameter's) belongs to the
+    node before it. Changes ``component``.
+    """
+    nodes = np.flatnonzero(spans.node == np.arange(len(spans.node)))
+    if not len(nodes):
+        return
+    twin = _forward_twins(spans, nodes, iterations)
+    of_twin = np.where(twin >= 0, component[np.maximum(twin, 0)], "other")
+    own = component[nodes]
+    named = ~hinted[nodes] & (own != "other")
+    part = np.where(named | np.isin(of_twin, ["other", MLP]), own, of_twin)
+    undecided = part == MLP
+    if undecided.any():  # before the interaction's nodes it is the top MLP, after them the bottom
+        meets = np.sort(spans.start[nodes[part == "interaction"]])
+        first = np.sort(spans.start[spans.operator & (spans.node < 0)])
+        at = spans.start[nodes[undecided]]
+        forward_op = np.searchsorted(first, at) - 1
+        met = np.searchsorted(meets, at) - 1
+        begun = np.where(forward_op >= 0, np.append(first, 0)[forward_op], -1)
+        after = (met >= 0) & (np.append(meets, 0)[met] >= begun)
+        part[undecided] = np.where(after, "bottom_mlp", "top_mlp") if len(meets) else "other"
+    accumulates = np.array([key == ACCUMULATE for key in spans.key], dtype=bool)[spans.code[nodes]]
+    follows = (part == "other") & (accumulates | (twin < 0))
+    order = np.lexsort((spans.start[nodes], spans.profile[nodes]))
+    source = np.where(follows[order], -1, np.arange(len(order)))
+    source = np.maximum.accumulate(source)
+    same_thread = spans.profile[nodes[order]] == spans.profile[nodes[order[np.maximum(source, 0)]]]
+    source = np.where((source >= 0) & same_thread, source, np.arange(len(order)))
+    part[order] = part[order][source]
+    within = np.flatnonzero((spans.node >= 0) & (hinted | (component == "other")))
+    component[within] = part[np.searchsorted(nodes, spans.node[within])]
+
+
+def _forward_twins(spans: _Spans, nodes: Ints, iterations: Sequence[tuple[int, int]]) -> Ints:
+    """Row of the forward operator whose gradient each node computes, −1 where none is known.
+
+    By the sequence number that both have: it counts the nodes that a thread makes, and a node
+    names the thread. Several operators have the number of a node (``aten::linear`` and the
+    ``aten::t`` in it): the one that the node is called after is taken, else the innermost.
+    In traces without such numbers, by the order of operators and nodes alone.
+    """
+    keys = [forward_key(text) for _, text in spans.texts]
+    forward = np.flatnonzero(spans.operator & (spans.node < 0))
+    numbered = forward[spans.sequence[forward] >= 0]
+    if not len(numbered) or not (spans.sequence[nodes] >= 0).any():
+        return _twins_by_order(spans, nodes, forward, keys, iterations)
+    of_node = pd.DataFrame(
+        {
+            "node": np.arange(len(nodes)),
+            "thread": spans.thread[nodes],
+            "sequence": spans.sequence[nodes],
+            "key": spans.keys(nodes, spans.key),
+        }
+    )
+    of_node = of_node[of_node["sequence"] >= 0]
+    made = pd.DataFrame(
+        {
+            "row": numbered,
+            "profile": spans.profile[numbered],
+            "sequence": spans.sequence[numbered],
+            "forward_key": spans.keys(numbered, keys),
+        }
+    )
+    pairs = of_node.merge(made, on="sequence")
+    pairs = pairs[spans.start[pairs["row"]] <= spans.start[nodes[pairs["node"]]]]
+    pairs["alike"] = pairs["key"] == pairs["forward_key"]
+    # a node's number is of one forward thread; which one, the names tell
+    votes = pairs.groupby(["thread", "profile"])["alike"].sum().reset_index()
+    votes = votes.sort_values(["alike"]).drop_duplicates("thread", keep="last")
+    pairs = pairs.merge(votes[["thread", "profile"]], on=["thread", "profile"])
+    pairs = pairs.sort_values(["node", "alike", "row"]).drop_duplicates("node", keep="last")
+    twin = np.full(len(nodes), -1)
+    twin[pairs["node"]] = pairs["row"]
+    return twin
+
+
+def _twins_by_order(
+    spans: _Spans,
+    nodes: Ints,
+    forward: Ints,
+    keys: Sequence[str],
+    iterations: Sequence[tuple[int, int]],
+) -> Ints:
+    """As :func:`_forward_twins`: of each key the last operator belongs to the first node."""
+    node_keys = spans.keys(nodes, spans.key)
+    wanted = set(node_keys) - {ACCUMULATE}
+    asked = np.array([key in wanted for key in keys], dtype=bool)[spans.code]
+    forward = forward[asked[forward]]
+    begins = np.sort(np.array([start for start, _ in iterations], dtype=np.int64))
+    twin = np.full(len(nodes), -1)
+    of_forward = np.searchsorted(begins, spans.start[forward], side="right")
+    of_nodes = np.searchsorted(begins, spans.start[nodes], side="right")
+    for number in np.unique(of_nodes):
+        these, those = np.flatnonzero(of_nodes == number), forward[of_forward == number]
+        these = these[np.argsort(spans.start[nodes[these]], kind="stable")]
+        those = those[np.argsort(spans.start[those], kind="stable")]
+        place = match_backward(spans.keys(those, keys), [node_keys[node] for node in these])
+        twin[these] = np.where(place >= 0, np.append(those, -1)[place], -1)
+    return twin

@@ -1,0 +1,116 @@
+"""Where the iterations of a torch trace are: by their marks, else by what repeats."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from dlrm_core.parts import ITERATION_SPAN
+from dlrm_workbook.recordings.foreign import PartNames
+from dlrm_workbook.recordings.profile import nearest
+from dlrm_workbook.recordings.repetition import find_iterations
+from dlrm_workbook.recordings.torch.chrome_trace import STEP_PREFIX
+from dlrm_workbook.recordings.torch.parts import coded
+
+STEP_LABEL = "ProfilerStep*"
+
+FEWEST = 3
+"""Occurrences of an annotation that may mark the iterations."""
+
+CONTAINED = 0.9
+"""Share of the launches between the first and the last of them that must lie within them."""
+
+_NUMBER = re.compile(r"\d+")
+_STEP_WORDS = re.compile(r"step|iter|batch", re.IGNORECASE)
+
+
+class Steps(NamedTuple):
+    """The iterations of a trace."""
+
+    spans: list[tuple[int, int]]
+    """(start, end) ns of each, on the host, in order."""
+    label: str
+    """Of the ranges that mark them, without numbers; "" where none does."""
+    source: str
+    """How they were found, as a reader is told; "" where there are none."""
+
+
+def unnumbered(name: str) -> str:
+    """The name of a range that differs by numbers only from one iteration to the next."""
+    return _NUMBER.sub("*", name)
+
+
+def step_marks(host: pd.DataFrame) -> npt.NDArray[np.bool_]:
+    """Which spans (n,) mark an iteration: our own ranges, else those of ``profiler.step()``."""
+    code, names = coded(host["name"])
+    for matches in (ITERATION_SPAN.__eq__, lambda name: name.startswith(STEP_PREFIX)):
+        marks = np.array([matches(name) for name in names], dtype=bool)[code]
+        if marks.any():
+            return marks
+    return np.zeros(len(host), dtype=bool)
+
+
+def find_steps(host: pd.DataFrame, device: pd.DataFrame, names: PartNames) -> Steps:
+    """The iterations of a trace.
+
+    Args:
+        host: nested spans of which those of profile 0 are the thread that steps.
+        device: GPU work with ``launcher``, the row of ``host`` that launched it, or empty.
+    """
+    marks = step_marks(host) & host["profile"].eq(0).to_numpy()
+    if marks.any():
+        spans = host.loc[marks, ["start", "end", "name"]].sort_values("start")
+        own = spans["name"].iloc[0] == ITERATION_SPAN
+        return Steps(
+            list(zip(spans["start"].tolist(), spans["end"].tolist(), strict=True)),
+            ITERATION_SPAN if own else STEP_LABEL,
+            "its own ranges" if own else "the ranges of profiler.step()",
+        )
+    launched = device[device["launcher"].ge(0)] if len(device) else device
+    if len(launched):
+        rows = launched["launcher"].to_numpy()
+    else:
+        kind = host["kind"].eq("operator").to_numpy()
+        rows = np.flatnonzero(kind & (host["parent"].to_numpy() < 0) & host["profile"].eq(0))
+    return _annotated(host, rows, names) or _repeated(host, launched, rows)
+
+
+def _annotated(host: pd.DataFrame, rows: npt.NDArray[np.int64], names: PartNames) -> Steps | None:
+    """The ranges of which one contains nearly all launches, again and again."""
+    ranges = host[host["kind"].eq("annotation")]
+    if ranges.empty:
+        return None
+    told = {name: names.of("annotation", name) for name in map(str, ranges["name"].unique())}
+    ranges = ranges[[told[str(name)] is None for name in ranges["name"]]]
+    launches = np.sort(host["start"].to_numpy()[rows])
+    labels = pd.Series([unnumbered(str(name)) for name in ranges["name"]], index=ranges.index)
+    found: list[tuple[tuple[bool, int], Steps]] = []
+    for (_, label), group in ranges.groupby(["profile", labels.to_numpy()]):
+        start, end = (np.sort(group[name].to_numpy()) for name in ("start", "end"))
+        if len(start) < FEWEST or (start[1:] < end[:-1]).any():
+            continue
+        within = np.searchsorted(launches, [start[0], end[-1]])
+        inside = np.searchsorted(launches, end) - np.searchsorted(launches, start)
+        if (inside > 0).all() and inside.sum() >= CONTAINED * (within[1] - within[0]):
+            spans = list(zip(start.tolist(), end.tolist(), strict=True))
+            preferred = (bool(_STEP_WORDS.search(str(label))), len(start))
+            found.append((preferred, Steps(spans, str(label), f"the ranges '{label}'")))
+    return max(found, key=lambda entry: entry[0])[1] if found else None
+
+
+def _repeated(host: pd.DataFrame, launched: pd.DataFrame, rows: npt.NDArray[np.int64]) -> Steps:
+    """Iterations from the repeating sequence of launches (of operators, without a GPU)."""
+    name, names = coded(host["name"])
+    operator = nearest(host["parent"].to_numpy(), host["kind"].eq("operator").to_numpy())[rows]
+    symbol = np.where(operator >= 0, name[operator], len(names))
+    if len(launched):
+        kernel, kernels = coded(launched["name"])
+        symbol = symbol * len(kernels) + kernel
+    start, end = host["start"].to_numpy()[rows], host["end"].to_numpy()[rows]
+    spans = find_iterations(start, end, symbol) if len(rows) else None
+    what = "launches" if len(launched) else "operators"
+    return Steps(spans, "", f"the repeating sequence of {what}") if spans else Steps([], "", "")

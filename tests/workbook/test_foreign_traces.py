@@ -1,0 +1,252 @@
+"""Traces of programs that are not ours: parts, steps and kernels, of real and of small ones."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import gpu_trace
+import numpy as np
+import pandas as pd
+import pytest
+
+from dlrm_workbook.analysis.gpu import kernel_table
+from dlrm_workbook.recordings.foreign import PartNames
+from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.recordings.torch import steps
+from dlrm_workbook.recordings.torch.chrome_trace import STEP_PREFIX, Events, read_events
+from dlrm_workbook.recordings.torch.trace import profile_of_events, read_trace
+
+TRACES = Path(__file__).parents[3] / "shared" / "recordings" / "traces"
+
+META = "meta-dlrm-a100x8-rank3.json.gz"
+GRAPHS = "torchrec-cuda-graphs-a100x16-rank0.json.gz"
+RESNET = "resnet50-v100-2021.json.gz"
+BERT = "bert-small-h100.json.gz"
+V100 = "torchrec-dlrm-v100x8.tar.gz"
+
+
+def events_of(name: str, rank: int = 0) -> Events:
+    path = TRACES / name
+    if not path.is_file():
+        pytest.skip(f"{path} is not there: the real recordings lie beside the project")
+    if not name.endswith(".tar.gz"):
+        return read_events(path)
+    with tarfile.open(path) as archive:
+        (member,) = (m for m in archive.getmembers() if f"worker{rank}_" in m.name)
+        file = archive.extractfile(member)
+        assert file is not None
+        return read_events(Path(member.name), io.BytesIO(file.read()), path.stat().st_size)
+
+
+def device_ms(profile: Profile) -> pd.Series:
+    """Device time by component and phase."""
+    table = profile.contexts.assign(ms=profile.value_table("gpu_time_ms"))
+    return table.groupby(["component", "phase"])["ms"].sum()
+
+
+def covered(profile: Profile) -> float:
+    times = device_ms(profile)
+    return 1 - float(times.get("other", pd.Series([0.0])).sum() / times.sum())
+
+
+@pytest.mark.parametrize(
+    ("name", "rank"), [*((V100, rank) for rank in range(8)), (META, 0), (GRAPHS, 0)]
+)
+def test_device_time_of_real_dlrms_is_in_named_parts(name: str, rank: int) -> None:
+    profile = profile_of_events(events_of(name, rank))
+    assert covered(profile) > 0.98
+    assert {"bottom_mlp", "embedding", "top_mlp"} <= set(device_ms(profile).index.levels[0])
+
+
+def test_kernels_stand_under_the_part_that_their_names_fit() -> None:
+    contexts = profile_of_events(events_of(META)).contexts
+    kernels = contexts[contexts["kind"].isin(["kernel", "copy"])]
+
+    def parts(pattern: str) -> set[tuple[str, str]]:
+        found = kernels[kernels["name"].str.contains(pattern)]
+        assert len(found)
+        return set(zip(found["component"], found["phase"], strict=True))
+
+    assert parts("AdamFunctor") == {("optimizer", "update")}
+    assert parts("split_embedding_backward") == {("embedding", "backward")}
+    assert parts("split_embedding_codegen_forward") == {("embedding", "forward")}
+    assert parts("AllReduce") == {("communication", "backward")}
+    # the metrics, which count as the loss, copy labels
+    assert parts("Memcpy HtoD") <= {("transfer", "forward"), ("loss", "forward")}
+    mlps = {(mlp, phase) for mlp in ("bottom_mlp", "top_mlp") for phase in ("forward", "backward")}
+    assert parts("gemm") <= mlps and parts("layer_norm") <= mlps
+
+
+def test_meta_dlrm_by_hand() -> None:
+    """Sums over raw kernels launched within the ranges, checked once by hand."""
+    events = events_of(META)
+    times = device_ms(profile_of_events(events))
+    device = events.device.assign(ms=(events.device["end"] - events.device["start"]) / 1e6)
+    nccl = device[device["name"].str.startswith("nccl")]["ms"].sum()
+    assert nccl == pytest.approx(163.535, abs=1e-3)
+    assert times["communication"].sum() > nccl
+    adam = device[device["name"].str.contains("AdamFunctor")]["ms"].sum()
+    assert times["optimizer", "update"] == pytest.approx(adam)
+    runtime = events.host[events.host["kind"].eq("runtime")].set_index("correlation")
+    launched = runtime["start"].reindex(device["correlation"]).to_numpy()
+    line = runtime["line"].reindex(device["correlation"]).to_numpy()
+    over = events.host[events.host["name"] == "## forward:over_arch ##"]
+    inside = np.zeros(len(device), dtype=bool)
+    for start, end in zip(over["start"], over["end"], strict=True):
+        inside |= (launched >= start) & (launched < end) & (line == over["line"].iloc[0])
+    assert times["top_mlp", "forward"] == pytest.approx(device["ms"][inside].sum())
+
+
+@pytest.mark.parametrize("name", [RESNET, BERT])
+def test_other_models_have_no_parts_of_a_dlrm(name: str) -> None:
+    components = set(profile_of_events(events_of(name)).contexts["component"])
+    assert not components & {"bottom_mlp", "interaction", "top_mlp"}
+
+
+def test_launches_of_graphs_without_kernels_are_named() -> None:
+    profile = profile_of_events(events_of(GRAPHS))
+    (said,) = (text for text in profile.meta["cautions"] if "CUDA graphs" in text)
+    assert said.startswith("70 launches of CUDA graphs") and "upper bound" in said
+    roots = profile.contexts["name"].eq("launched before the trace")
+    before = profile.value_table("gpu_time_ms", "inclusive")[roots]
+    assert before.sum() == pytest.approx(59.526, abs=1e-3)
+
+
+def test_properties_of_kernels_are_means_over_launches() -> None:
+    table = kernel_table(profile_of_events(events_of(BERT)))
+    flash = table[table["kernel"].str.contains("flash_fwd_kernel")].iloc[0]
+    # its raw events: grid [2, 1, 8], block [128, 1, 1], 255 registers, 49152 B, occupancy 1 %
+    assert flash["threads_per_block"] == 128 and flash["blocks"] == 16
+    assert flash["registers"] == 255 and flash["shared_memory_bytes"] == 49152
+    assert flash["occupancy_percent"] == 1
+
+
+# ---- small traces, made by hand ---------------------------------------------------------
+
+
+def trace_of(tmp_path: Path, events: list[dict[str, Any]], **parts: str) -> Profile:
+    return read_trace(gpu_trace.write(tmp_path / "trace.json", events), parts)
+
+
+def dlrm_step(at: float, number: int, annotated: bool = True) -> list[dict[str, Any]]:
+    """A step of 100 us without a name of any part: two MLPs, a lookup, an interaction, a loss.
+
+    Every operator launches one kernel of 1 us; autograd runs on a thread of its own.
+    """
+    order = ["aten::linear", "aten::embedding_bag", "aten::cat", "aten::bmm", "aten::index"]
+    order += ["aten::linear", "aten::binary_cross_entropy"]
+    nodes = ["AddmmBackward0", "EmbeddingBagBackward0", "CatBackward0", "BmmBackward0"]
+    nodes += ["IndexBackward0", "AddmmBackward0", "BinaryCrossEntropyBackward0"]
+    events = []
+    if annotated:
+        events.append(gpu_trace._span("user_annotation", f"iteration {number}", at, at + 99))
+    calls = [(name, 10, 5.0 * place, 0) for place, name in enumerate(order)]
+    calls += [
+        (f"autograd::engine::evaluate_function: {name}", 11, 40 + 5.0 * place, 1)
+        for place, name in enumerate(reversed(nodes))
+    ]
+    calls += [("autograd::engine::evaluate_function: AccumulateGrad", 11, 76.0, -1)]
+    calls += [("Optimizer.step#SGD.step", 10, 85.0, -1)]
+    for place, (name, thread, begin, side) in enumerate(calls):
+        begun, identity = at + begin + 1, 100 * number + place
+        sequence = {0: place, 1: len(order) - 1 - (place - len(order))}.get(side, -1)
+        numbers = {} if side < 0 else {"Sequence number": 100 * number + sequence}
+        category = "user_annotation" if name.startswith("Optimizer") else "cpu_op"
+        events += [
+            gpu_trace._span(
+                category, name, begun, begun + 4, tid=thread, **numbers, **{"Fwd thread id": side}
+            ),
+            gpu_trace._span(
+                "cuda_runtime", "cudaLaunchKernel", begun + 1, begun + 2, tid=thread,
+                correlation=identity,
+            ),
+            gpu_trace._on_gpu("kernel", f"kernel of {name}", begun + 3, begun + 4, 7,
+                              correlation=identity, grid=[4, 2, 1], block=[64, 1, 1],
+                              **{"registers per thread": 32}),
+        ]  # fmt: skip
+    return events
+
+
+def without(events: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
+    for event in events:
+        event.get("args", {}).pop(key, None)
+    return events
+
+
+@pytest.mark.parametrize("numbered", [True, False])
+@pytest.mark.parametrize("annotated", [True, False])
+def test_parts_follow_from_order_where_nothing_names_them(
+    tmp_path: Path, numbered: bool, annotated: bool
+) -> None:
+    events = [event for n in range(8) for event in dlrm_step(100.0 * n, n, annotated)]
+    profile = trace_of(tmp_path, events if numbered else without(events, "Sequence number"))
+    assert len(profile.iterations) == 8
+    assert profile.meta["iterations_from"].startswith("the r")
+    times = device_ms(profile) / 8 * 1e3
+    expected = {
+        ("bottom_mlp", "forward"): 1,
+        ("bottom_mlp", "backward"): 2,  # with the gradient's accumulation
+        ("embedding", "forward"): 1,
+        ("embedding", "backward"): 1,
+        ("interaction", "forward"): 3,  # with what is joined before it and picked after it
+        ("interaction", "backward"): 3,
+        ("top_mlp", "forward"): 1,
+        ("top_mlp", "backward"): 1,
+        ("loss", "forward"): 1,
+        ("loss", "backward"): 1,
+        ("optimizer", "update"): 1,
+    }
+    assert times[times > 0].round(6).to_dict() == expected
+
+
+def test_a_users_map_comes_first(tmp_path: Path) -> None:
+    profile = trace_of(tmp_path, dlrm_step(0, 0), **{"aten::linear": "embedding"})
+    assert "bottom_mlp" not in set(profile.contexts["component"])
+
+
+def test_properties_of_kernels_are_named_as_hpctoolkits(tmp_path: Path) -> None:
+    table = kernel_table(trace_of(tmp_path, dlrm_step(0, 0)))
+    assert set(table["blocks"]) == {8} and set(table["threads_per_block"]) == {64}
+    assert set(table["registers"]) == {32} and table["shared_memory_bytes"].isna().all()
+
+
+# ---- steps ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [META, RESNET, GRAPHS])
+def test_steps_without_their_marks_are_found_again(name: str) -> None:
+    marked = events_of(name)
+    unmarked = events_of(name)
+    marks = unmarked.host["name"].str.startswith(STEP_PREFIX)
+    unmarked.host = unmarked.host[~marks].reset_index(drop=True)
+    first, second = profile_of_events(marked), profile_of_events(unmarked)
+    assert second.meta["iterations_from"] not in ("", first.meta["iterations_from"])
+    assert covered(second) == pytest.approx(covered(first), abs=0.01)
+    pd.testing.assert_series_equal(device_ms(second), device_ms(first), rtol=0.02, atol=1.0)
+    assert len(second.iterations) == len(first.iterations)
+
+
+def test_a_range_within_which_little_is_launched_marks_no_iteration() -> None:
+    host = pd.DataFrame(
+        [(10 * n, 10 * n + 3, "lookup 1", "annotation", -1, 0) for n in range(9)]
+        + [(10 * n + 5, 10 * n + 6, "aten::mm", "operator", -1, 0) for n in range(9)],
+        columns=["start", "end", "name", "kind", "parent", "profile"],
+    )
+    assert steps._annotated(host, np.arange(9, 18), PartNames()) is None
+
+
+def test_nothing_that_repeats_is_the_whole_recording(tmp_path: Path) -> None:
+    events = [e for e in gpu_trace.events() if not str(e["name"]).startswith("dlrm::")]
+    profile = trace_of(tmp_path, events)
+    assert profile.iterations.empty and profile.meta["iterations_from"] == ""
+
+
+def test_a_gzipped_trace_is_the_same(tmp_path: Path) -> None:
+    path = gpu_trace.write(tmp_path / "trace.json", dlrm_step(0, 0))
+    packed = tmp_path / "trace.json.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    pd.testing.assert_frame_equal(read_trace(path).contexts, read_trace(packed).contexts)
