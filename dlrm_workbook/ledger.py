@@ -127,6 +127,23 @@ class Ledger:
         return {self._key_of(entry): place for place, entry in enumerate(rows)}
 
 
+def read_document(path: Path, what: str, **expected: Any) -> dict[str, Any]:
+    """A document that was written before.
+
+    Args:
+        what: it is, in the sentence of a refusal.
+        expected: keys, such as ``schema``, and the values that they must have.
+
+    Raises:
+        InputError: the file is missing, is no such document, or is of another version.
+    """
+    document = read_json(path)
+    if not isinstance(document, dict) or any(document.get(k) != v for k, v in expected.items()):
+        wanted = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in expected.items())
+        raise InputError(f"{path}: is no {what} of this version ({wanted})")
+    return document
+
+
 def require_same(where: str, begun: Mapping[str, Any], now: Mapping[str, Any], advice: str) -> None:
     """Refuse to go on with other work than was begun.
 

@@ -28,11 +28,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from dlrm_core.errors import InputError
-from dlrm_core.files import lock_or_refuse
-from dlrm_core.machine import STARTER, ending_with_us
+from dlrm_core.files import lock_or_refuse, plain, read_json, write_json
+from dlrm_core.machine import STARTER, end_with_starter, ending_with_us
 
 POLL_S = 0.25
 """Seconds between two looks at a running child."""
@@ -154,6 +154,39 @@ class Completed:
 def python_module(module: str, *arguments: str | os.PathLike[str]) -> list[str]:
     """The command that runs a module in a fresh interpreter of this installation."""
     return [sys.executable, "-m", module, *(os.fspath(word) for word in arguments)]
+
+
+def run_job(
+    module: str, job: Mapping[str, Any], *, stage: str, environment: Mapping[str, str] | None = None
+) -> Any:
+    """What a module of ours, whose main program is :func:`do_job`, makes of a job.
+
+    Args:
+        job: JSON values.
+        stage: name for messages.
+        environment: as for :func:`run_child`.
+
+    Raises:
+        InputError: it refuses the job, or fails; with what it said.
+    """
+    with tempfile.TemporaryDirectory(prefix="dlrm-job-") as folder:
+        given, result = Path(folder) / "job.json", Path(folder) / "result.json"
+        write_json(given, job)
+        done = run_child(python_module(module, given, result), stage=stage, environment=environment)
+        done.require_success(stage)
+        return read_json(result)
+
+
+def do_job(work: Callable[[dict[str, Any]], Any]) -> NoReturn:
+    """Do the job in the file that the command line names, and write the result to the other."""
+    end_with_starter()
+    given, result = map(Path, sys.argv[1:])
+    try:
+        write_json(result, plain(work(read_json(given))))
+    except InputError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    sys.exit()
 
 
 def run_child(

@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dlrm_core.errors import InputError
-from dlrm_core.files import read_json
 from dlrm_core.units import NOT_MEASURED, counted, value_text
 from dlrm_workbook.evidence.contestants import FIGURES, PEER, ratio
 from dlrm_workbook.intervals import Interval, median_interval
+from dlrm_workbook.ledger import read_document
 from dlrm_workbook.studies.bench.cases import GOALS
 from dlrm_workbook.studies.bench.measure import SCHEMA
 
@@ -30,10 +29,7 @@ def read_benchmark(file: Path) -> dict[str, Any]:
     Raises:
         InputError: the file is none of this version's.
     """
-    document = read_json(file)
-    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
-        raise InputError(f"{file}: is no benchmark of this version (schema {SCHEMA}); run it again")
-    return document
+    return read_document(file, "benchmark", schema=SCHEMA)
 
 
 def judged(document: Document, kind: str) -> list[dict[str, Any]]:

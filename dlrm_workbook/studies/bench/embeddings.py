@@ -5,8 +5,7 @@ process, in an order that changes from round to round, and a ratio is the median
 rounds' own. That all of them do the same work is checked in the same run: rows that were
 updated, and pooled vectors, are compared with the reference's.
 
-``python -m dlrm_workbook.studies.bench.embeddings SPECIFICATION OUTPUT`` is the process of one
-contestant.
+``python -m dlrm_workbook.studies.bench.embeddings JOB RESULT`` is the process of one contestant.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import argparse
 import dataclasses
 import functools
 import importlib.util
-import json
 import statistics
 import sys
 import tempfile
@@ -34,13 +32,11 @@ from dlrm_core.data.batch import Batch
 from dlrm_core.data.synthetic import SyntheticBatches
 from dlrm_core.embeddings import EPSILON, EmbeddingTables, attach, torch_optimizer
 from dlrm_core.errors import InputError
-from dlrm_core.files import read_json, write_json
-from dlrm_core.machine import end_with_starter
 from dlrm_core.units import counted
 from dlrm_workbook.evidence.ceilings import last_level_cache
 from dlrm_workbook.evidence.contestants import environment_of, require_peer, settings
 from dlrm_workbook.ledger import Ledger
-from dlrm_workbook.processes import python_module, run_child
+from dlrm_workbook.processes import do_job, run_job
 from dlrm_workbook.studies.bench.cases import thread_counts
 from dlrm_workbook.studies.bench.measure import ADVICE, heading
 from dlrm_workbook.turns import CPU, CacheFlush, elapsed_ms, rotated, take_turns
@@ -505,28 +501,16 @@ def run_process(
     Raises:
         InputError: it fails; with what it said last.
     """
-    specification = samples / "spec.json"
-    write_json(
-        specification,
-        {
-            "contestant": name,
-            "cases": [dataclasses.asdict(case) for case in group],
-            "rows": ROWS,
-            "threads": threads,
-            "iterations": iterations,
-            "peer": str(peer.absolute()) if peer else None,
-            "samples": str(samples),
-        },
-    )
-    output = samples / "times.json"
-    done = run_child(
-        python_module(__name__, specification, output),
-        stage=name,
-        environment=environment_of(threads),
-    )
-    if done.exit_code != 0:
-        raise InputError(done.last_words())
-    found: Times = read_json(output)
+    job = {
+        "contestant": name,
+        "cases": [dataclasses.asdict(case) for case in group],
+        "rows": ROWS,
+        "threads": threads,
+        "iterations": iterations,
+        "peer": str(peer.absolute()) if peer else None,
+        "samples": str(samples),
+    }
+    found: Times = run_job(__name__, job, stage=name, environment=environment_of(threads))
     return found
 
 
@@ -636,21 +620,16 @@ def describe(row: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the cases of a specification."""
-    end_with_starter()
-    specification, output = arguments
-    spec = json.loads(Path(specification).read_text())
-    torch.set_num_threads(spec["threads"])
-    contestant = Contestant(spec["contestant"], spec["peer"], spec["rows"])
-    samples = Path(spec["samples"])
-    times = {
-        case["name"]: run_case(contestant, case, spec["iterations"], samples)
-        for case in spec["cases"]
+def measure_job(job: dict[str, Any]) -> Times:
+    """Run the cases that :func:`run_process` asks for."""
+    torch.set_num_threads(job["threads"])
+    contestant = Contestant(job["contestant"], job["peer"], job["rows"])
+    samples = Path(job["samples"])
+    return {
+        case["name"]: run_case(contestant, case, job["iterations"], samples)
+        for case in job["cases"]
     }
-    write_json(Path(output), times)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    do_job(measure_job)

@@ -10,9 +10,8 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from dlrm_core.errors import InputError
-from dlrm_core.files import read_json
 from dlrm_core.units import NOT_MEASURED, NOTHING, counted, milliseconds, percent, ratio, speedup
+from dlrm_workbook.ledger import read_document
 from dlrm_workbook.machine import REPOSITORY
 from dlrm_workbook.show import theme
 from dlrm_workbook.show.tables import Column, Text, each_row
@@ -39,10 +38,7 @@ def read_embeddings(text: str = "") -> dict[str, Any] | None:
     if not text and not DEFAULT.is_file():
         return None
     file = Path(text).expanduser() if text else DEFAULT
-    found = read_json(file)
-    if not isinstance(found, dict) or (found.get("kind"), found.get("schema")) != (KIND, SCHEMA):
-        raise InputError(f"{file}: is no embedding benchmark of this version (schema {SCHEMA})")
-    return found
+    return read_document(file, "embedding benchmark", kind=KIND, schema=SCHEMA)
 
 
 def times(document: Mapping[str, Any]) -> pd.DataFrame:

@@ -5,28 +5,21 @@ as many random rows (the roofline's ceiling,
 :func:`dlrm_workbook.evidence.ceilings.gather_action`). Part and ceiling are timed in turns in
 one process, since a ceiling of another minute is another machine's.
 
-    python -m dlrm_workbook.studies.bench.shares KIND FILE THREADS SECONDS
+    python -m dlrm_workbook.studies.bench.shares JOB RESULT
 
-is that process: it prints one line of JSON.
+is that process.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
-import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from dlrm_core.config import Parameters, load_parameters
-from dlrm_core.errors import InputError
-from dlrm_core.files import plain, write_json
-from dlrm_core.machine import end_with_starter
+from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.memory import mean_bag_size
 from dlrm_core.precision import MAX_RELATIVE_ERROR
 from dlrm_workbook.analysis.work import lookups
@@ -43,11 +36,7 @@ from dlrm_workbook.evidence.ceilings import (
 )
 from dlrm_workbook.evidence.contestants import environment_of
 from dlrm_workbook.evidence.probes import StepLoop, Times, apply_settings, medians
-from dlrm_workbook.processes import (
-    python_module,
-    run_child,
-    settle_allocator,
-)
+from dlrm_workbook.processes import do_job, run_job, settle_allocator
 from dlrm_workbook.turns import CPU, elapsed_ms, least_and_seconds, take_turns, threads_of
 
 CEILINGS = {
@@ -84,17 +73,13 @@ def measure_share(
     Raises:
         InputError: the process fails; with what it said last.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "share.json"
-        write_json(file, parameters.to_sections())
-        done = run_child(
-            python_module(__name__, kind, file, str(threads), f"{seconds:g}"),
-            stage=f"share of the {kind} part",
-            environment=environment_of(threads),
-        )
-    found = done.last_object("share")
-    if done.exit_code != 0 or found is None:
-        raise InputError(f"the {kind} part's share could not be measured: {done.last_words()}")
+    found: dict[str, Any] = run_job(
+        __name__,
+        {"what": kind, "parameters": parameters.to_sections(), "seconds": seconds}
+        | {"threads": threads},
+        stage=f"share of the {kind} part's limit",
+        environment=environment_of(threads),
+    )
     return found
 
 
@@ -258,20 +243,14 @@ def _product_rows(
     return rows
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Measure one share and print it."""
-    end_with_starter()
-    kind, file, threads, seconds = arguments
-    parameters = load_parameters(file)
+def measure_job(job: dict[str, Any]) -> dict[str, Any]:
+    """Measure the share that :func:`measure_share` asks for."""
+    kind, parameters = job["what"], parameters_from_sections(job["parameters"])
     measure = {"dense": dense_share, "embedding": embedding_share}[kind]
-    found = measure(parameters, int(threads), float(seconds))
+    found = measure(parameters, job["threads"], job["seconds"])
     kept = {name: value for name, value in found.items() if name not in DETAILS}
-    print(json.dumps(plain(kept | {"what": kind, "precision": parameters.training.precision})))
-    return 0
+    return kept | {"what": kind, "precision": parameters.training.precision}
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except InputError as error:
-        sys.exit(f"InputError: {error}")
+    do_job(measure_job)

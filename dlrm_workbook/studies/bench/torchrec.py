@@ -5,32 +5,27 @@ inside backward) is the fastest that TorchRec offers in one process. It gets our
 our initial weights, so its losses can be compared with ours. Its interaction lists the
 same pairs in another order; the top MLP's first weights are permuted to fit.
 
-``python -m dlrm_workbook.studies.bench.torchrec FILE OUTPUT ITERATIONS`` is that process.
+``python -m dlrm_workbook.studies.bench.torchrec JOB RESULT`` is that process.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import statistics
-import sys
-import tempfile
 import time
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
+from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.data.batch import Batch
 from dlrm_core.data.loader import batches
 from dlrm_core.embeddings import EPSILON
 from dlrm_core.errors import InputError, MissingToolError
-from dlrm_core.files import read_json, write_json
-from dlrm_core.machine import end_with_starter, resolve_device
+from dlrm_core.machine import resolve_device
 from dlrm_core.model import DLRM, ClickLoss, Probability, build_model
 from dlrm_workbook.evidence.contestants import WARMUP, Run, environment_of
-from dlrm_workbook.processes import python_module, run_child
+from dlrm_workbook.processes import do_job, run_job
 
 INSTALL = (
     "pip install fbgemm-gpu-cpu==1.8.0 tensordict==0.15.3 torchmetrics==1.0.3 "
@@ -51,16 +46,12 @@ def run_torchrec(parameters: Parameters, iterations: int, threads: int) -> Run:
     require_same_model(parameters)
     sections = parameters.to_sections()
     sections["training"] |= {"batches": iterations + WARMUP, "threads": threads}
-    with tempfile.TemporaryDirectory() as folder:
-        file, output = Path(folder) / "bench.json", Path(folder) / "result.json"
-        write_json(file, parameters_from_sections(sections).to_sections())
-        done = run_child(
-            python_module(__name__, file, output, str(iterations)),
-            stage="TorchRec's DLRM",
-            environment=environment_of(threads),
-        )
-        done.require_success("TorchRec's DLRM")
-        result = read_json(output)
+    result = run_job(
+        __name__,
+        parameters_from_sections(sections).to_sections(),
+        stage="TorchRec's DLRM",
+        environment=environment_of(threads),
+    )
     steps, wholes = result["step_ms"][WARMUP:], result["end_to_end_ms"][WARMUP:]
     losses = [round(loss, 6) for loss in result["losses"]]
     return Run(statistics.median(steps), statistics.median(wholes), losses)
@@ -186,11 +177,9 @@ def _optimizer(name: str) -> tuple[Any, dict[str, Any]]:
     return (torch.optim.Adagrad, {"eps": EPSILON}) if name == "adagrad" else (torch.optim.SGD, {})
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Train and write ``step_ms``, ``end_to_end_ms`` and ``losses`` of every iteration."""
-    end_with_starter()
-    file, output, iterations = arguments
-    parameters = load_parameters(file)
+def train(sections: dict[str, Any]) -> dict[str, list[float]]:
+    """Train: ``step_ms``, ``end_to_end_ms`` and ``losses`` of every iteration."""
+    parameters = parameters_from_sections(sections)
     training = parameters.training
     device = resolve_device(training)
     if training.threads is not None:
@@ -198,7 +187,7 @@ def main(arguments: Sequence[str]) -> int:
     step = TorchRecStep(parameters, build_model(parameters.model, training.seed, device), device)
     stream = batches(parameters, device)
     steps, wholes, losses = [], [], []
-    for _ in range(int(iterations) + WARMUP):
+    for _ in range(training.batches):
         started = time.perf_counter()
         batch = next(stream)
         made = time.perf_counter()
@@ -206,9 +195,8 @@ def main(arguments: Sequence[str]) -> int:
         ended = time.perf_counter()
         steps.append(1e3 * (ended - made))
         wholes.append(1e3 * (ended - started))
-    write_json(Path(output), {"step_ms": steps, "end_to_end_ms": wholes, "losses": losses})
-    return 0
+    return {"step_ms": steps, "end_to_end_ms": wholes, "losses": losses}
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    do_job(train)

@@ -31,7 +31,7 @@ from dlrm_core.commands import batch_sizes, time_limit
 from dlrm_core.config import Parameters, load_parameters
 from dlrm_core.errors import InputError
 from dlrm_core.evaluate import held_out_batches
-from dlrm_core.files import plain, read_json, write_json
+from dlrm_core.files import plain, write_json
 from dlrm_core.inference import (
     POOL_BATCHES,
     latency_of,
@@ -42,6 +42,7 @@ from dlrm_core.inference import (
 from dlrm_core.machine import device_name, peak_memory_by_device
 from dlrm_core.train import Trainer
 from dlrm_workbook.evidence.power import power_meter
+from dlrm_workbook.ledger import read_document
 from dlrm_workbook.machine import machine_facts, versions
 from dlrm_workbook.processes import python_module, run_child
 from dlrm_workbook.turns import elapsed_ms
@@ -186,6 +187,8 @@ SCHEMA = 1
 RECORD = "protocols.json"
 """Of a benchmark's folder."""
 
+WHAT = "record of dlrm protocols"
+
 
 def protocols(arguments: argparse.Namespace) -> int:
     """A line a figure, and with ``--json`` the record."""
@@ -237,7 +240,7 @@ def measured_or_read(
     """
     if results:
         beside = Path(results).expanduser().absolute().with_name(RECORD)
-        return read_document(beside) if beside.exists() else None
+        return read_document(beside, WHAT, schema=SCHEMA) if beside.exists() else None
     if not iterations:
         return None
     # without what belongs to a run of its own
@@ -250,19 +253,7 @@ def measured_or_read(
         *("--batch-sizes", ",".join(map(str, batch_sizes))),
     )
     run_child(command, stage="protocols").require_success("dlrm protocols")
-    return read_document(record)
-
-
-def read_document(path: Path) -> dict[str, Any]:
-    """A record of ``dlrm protocols --json``.
-
-    Raises:
-        InputError: the file is no such record.
-    """
-    tree = read_json(path)
-    if not isinstance(tree, dict) or tree.get("schema") != SCHEMA or "measured" not in tree:
-        raise InputError(f"{path}: is no record of dlrm protocols (schema {SCHEMA})")
-    return tree
+    return read_document(record, WHAT, schema=SCHEMA)
 
 
 def as_text(found: Mapping[str, Any]) -> str:

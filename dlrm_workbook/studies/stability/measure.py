@@ -23,7 +23,7 @@ import pandas as pd
 from dlrm_core.config import Parameters, load_parameters
 from dlrm_core.errors import InputError
 from dlrm_core.files import plain, read_json, write_json
-from dlrm_workbook.ledger import require_same
+from dlrm_workbook.ledger import read_document, require_same
 from dlrm_workbook.processes import python_module, run_child
 
 SUMMARY = "stability.json"
@@ -90,9 +90,7 @@ def read_stability(path: Path) -> Stability:
         InputError: it is not there, or is something else.
     """
     file = path / SUMMARY if path.is_dir() else path
-    tree = read_json(file)
-    if not isinstance(tree, dict) or tree.get("version") != VERSION or "runs" not in tree:
-        raise InputError(f"{file}: is no result of dlrm stability (version {VERSION})")
+    tree = read_document(file, "result of dlrm stability", version=VERSION)
     del tree["version"]
     return Stability(**tree)
 

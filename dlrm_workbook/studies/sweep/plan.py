@@ -19,10 +19,10 @@ from typing import Any
 
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.errors import InputError
-from dlrm_core.files import read_json, write_json
+from dlrm_core.files import write_json
 from dlrm_workbook.analysis.ensemble import SWEEP
 from dlrm_workbook.changes import apply_change, change_text, flat_change
-from dlrm_workbook.ledger import require_same
+from dlrm_workbook.ledger import read_document, require_same
 from dlrm_workbook.machine import versions
 from dlrm_workbook.processes import only_process
 
@@ -174,13 +174,7 @@ class Sweep:
         folder = Path(folder).expanduser().absolute()
         if not (folder / SWEEP).is_file():
             raise InputError(f"{folder}: is no sweep's folder (it has no {SWEEP})")
-        record = read_json(folder / SWEEP)
-        version = record.get("format_version") if isinstance(record, dict) else None
-        if version != FORMAT_VERSION:
-            raise InputError(
-                f"{folder / SWEEP} has format version {version}; this version reads "
-                f"{FORMAT_VERSION}"
-            )
+        record = read_document(folder / SWEEP, "sweep", format_version=FORMAT_VERSION)
         base = parameters_from_sections(record["parameters"] | {"sweep": record["sweep"]})
         return cls(folder, record, sweep_points(base))
 
