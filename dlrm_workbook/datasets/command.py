@@ -141,10 +141,11 @@ def _generate(arguments: argparse.Namespace) -> int:
     law = Law(_variant(arguments), _at_least("--seed", arguments.seed, 0), teacher)
     samples = parse_samples(arguments.samples, arguments.scale)
     result = generate(law, samples, Path(arguments.output), _threads(arguments))
-    counts = " and ".join(f"{n:,} {split}" for split, n in result.samples.items())
+    counts = " and ".join(f"{n:,} {split}" for split, n in samples.items())
+    rate = result.bytes_written_now / 1e6 / result.seconds
     print(
         f"{counts} samples, {result.bytes / 1e9:.3f} GB; {result.bytes_written_now / 1e9:.3f} GB "
-        f"written in {result.seconds:.2f} s ({result.mb_per_s:.0f} MB/s)"
+        f"written in {result.seconds:.2f} s ({rate:.0f} MB/s)"
     )
     print(result.folder, flush=True)
     return 0

@@ -45,6 +45,7 @@ from dlrm_workbook.datasets.resumable import (
     in_order,
     need_space,
     progress_bar,
+    workplace,
 )
 from dlrm_workbook.datasets.vocabulary import build_vocabulary, number_column
 from dlrm_workbook.datasets.write_spec import SPLITS, write_spec
@@ -139,10 +140,9 @@ def preprocess(request: Request, target: Path) -> Preprocessed:
     started = time.perf_counter()
     _check(request)
     size = sum(path.stat().st_size for path in request.inputs)
-    with Workplace(target, request.note(), "dlrm data preprocess") as place:
-        if not place.finished:
+    with workplace(target, request.note(), "dlrm data preprocess") as place:
+        if place is not None:
             _work(request, place, size)
-            place.finish()
     spec = read_spec(target)
     rows = {split: int(spec.metadata["samples"][split]) for split in SPLITS}
     return Preprocessed(target, rows, spec.table_rows, size, time.perf_counter() - started)

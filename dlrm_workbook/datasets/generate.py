@@ -25,6 +25,7 @@ from dlrm_workbook.datasets.resumable import (
     in_order,
     need_space,
     progress_bar,
+    workplace,
 )
 from dlrm_workbook.datasets.write_spec import SPLITS, write_spec
 
@@ -82,15 +83,9 @@ class Generated:
     """What ``generate`` did: where, how much, in which time."""
 
     folder: Path
-    samples: dict[str, int]
     bytes: int
     bytes_written_now: int
     seconds: float
-
-    @property
-    def mb_per_s(self) -> float:
-        """Megabytes (1e6) a second, of what this call wrote."""
-        return self.bytes_written_now / 1e6 / self.seconds if self.seconds > 0 else 0.0
 
 
 def generate(law: Law, samples: dict[str, int], target: Path, threads: int) -> Generated:
@@ -111,9 +106,9 @@ def generate(law: Law, samples: dict[str, int], target: Path, threads: int) -> G
     sample_bytes += sum(index_dtype(rows).itemsize for rows in variant.table_rows)
     total = sample_bytes * sum(samples.values())
     request = {"law": dataclasses.asdict(law), "samples": samples}
-    with Workplace(target, request, "dlrm data generate") as place:
-        if place.finished:
-            return Generated(target, samples, total, 0, time.perf_counter() - started)
+    with workplace(target, request, "dlrm data generate") as place:
+        if place is None:
+            return Generated(target, total, 0, time.perf_counter() - started)
         done = dict.fromkeys(SPLITS, 0) | place.done
         written_before = sample_bytes * sum(done[split] for split in SPLITS)
         need_space(place.folder, total - written_before)
@@ -123,9 +118,8 @@ def generate(law: Law, samples: dict[str, int], target: Path, threads: int) -> G
             for split in SPLITS:
                 _write_split(place, law, split, samples[split], done, threads, bar)
         write_spec(place.folder, variant.dense_features, variant.table_rows, describe(law, samples))
-        place.finish()
     seconds = time.perf_counter() - started
-    return Generated(target, samples, total, total - written_before, seconds)
+    return Generated(target, total, total - written_before, seconds)
 
 
 def _write_split(

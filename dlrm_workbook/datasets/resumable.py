@@ -8,6 +8,7 @@ folder gets its final name in one step, so a data set that can be seen is whole.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
@@ -34,84 +35,76 @@ class Workplace:
     """``TARGET.partial``, with a note of what is done.
 
     Attributes:
+        folder: where the data set is made.
         done: what is on the disk for certain, as the last :meth:`note` said.
-        finished: whether the data set was whole already.
-
-    Raises:
-        InputError: the target exists already, or another request was begun there.
     """
 
-    def __init__(self, target: Path, request: dict[str, Any], command: str) -> None:
-        self.target = target
-        self.folder = target.with_name(target.name + ".partial")
-        self.finished = target.exists()
-        self.done: dict[str, Any] = {}
-        self._lock = -1
-        self._request = request
-        self._advice = f"give the first {command} again to go on, or delete that folder"
-        if self.finished:
-            # a kill between the last two steps leaves the note in a whole data set
-            note = target / NOTE
-            if not note.exists():
-                raise InputError(
-                    f"{target} exists already; a data set is never written over another"
-                )
-            self._open(note)
-            note.unlink()
-            return
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"{self.folder}: cannot be made: {error.strerror}") from None
-        self._lock = os.open(self.folder, os.O_RDONLY)
-        try:
-            lock_or_refuse(self._lock, f"{self.folder}: another process is writing it")
-            # a kill in the middle of write_text leaves its unnamed file
-            for leftover in self.folder.glob(".*"):
-                leftover.unlink()
-            self._ledger = self._open(self.folder / NOTE)
-            if not self._ledger.resumed and any(self.folder.iterdir()):
-                raise InputError(f"{self.folder} is in the way: it holds files, but no {NOTE}")
-        except InputError:
-            self.close()
-            raise
-        self.note(self._ledger.document["done"])
-
-    def _open(self, note: Path) -> Ledger:
-        return Ledger(
-            note,
-            {"request": self._request, "done": {}},
-            work=lambda document: document["request"],
-            advice=self._advice,
-        )
+    def __init__(self, folder: Path, ledger: Ledger) -> None:
+        self.folder = folder
+        self._ledger = ledger
+        self.note(ledger.document["done"])
 
     def note(self, done: dict[str, Any]) -> None:
         """Note what is on disk for certain."""
         self.done = self._ledger.document["done"] = dict(done)
         self._ledger.save()
 
-    def finish(self) -> None:
-        """Give the folder its final name."""
-        os.fsync(self._lock)
-        self.folder.rename(self.target)
-        sync_folder(self.target.parent)
-        (self.target / NOTE).unlink()
-        self.close()
 
-    def close(self) -> None:
-        """Let go of the folder; what is unfinished stays for the next time."""
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+@contextlib.contextmanager
+def workplace(target: Path, request: dict[str, Any], command: str) -> Iterator[Workplace | None]:
+    """Where a data set is made; at the end of the block the folder gets its final name.
 
-    def __enter__(self) -> Workplace:
-        return self
+    After an error what is unfinished stays for the next time; where nothing was done before
+    an InputError, nothing stays in the way. None: the data set was whole already.
 
-    def __exit__(self, kind: type[BaseException] | None, *failure: object) -> None:
-        self.close()
-        # refused before anything was done: nothing to go on with, so nothing in the way
-        if kind is not None and issubclass(kind, InputError) and not self.done:
-            shutil.rmtree(self.folder, ignore_errors=True)
+    Raises:
+        InputError: the target exists already, or another request was begun there.
+    """
+    folder = target.with_name(target.name + ".partial")
+
+    def open_note(note: Path) -> Ledger:
+        return Ledger(
+            note,
+            {"request": request, "done": {}},
+            work=lambda document: document["request"],
+            advice=f"give the first {command} again to go on, or delete that folder",
+        )
+
+    if target.exists():
+        # a kill between the last two steps leaves the note in a whole data set
+        note = target / NOTE
+        if not note.exists():
+            raise InputError(f"{target} exists already; a data set is never written over another")
+        open_note(note)
+        note.unlink()
+        yield None
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be made: {error.strerror}") from None
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        lock_or_refuse(lock, f"{folder}: another process is writing it")
+        # a kill in the middle of write_text leaves its unnamed file
+        for leftover in folder.glob(".*"):
+            leftover.unlink()
+        ledger = open_note(folder / NOTE)
+        if not ledger.resumed and any(folder.iterdir()):
+            raise InputError(f"{folder} is in the way: it holds files, but no {NOTE}")
+        place = Workplace(folder, ledger)
+        try:
+            yield place
+        except InputError:
+            if not place.done:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+        os.fsync(lock)
+        folder.rename(target)
+        sync_folder(target.parent)
+        (target / NOTE).unlink()
+    finally:
+        os.close(lock)
 
 
 class OpenFiles:

@@ -83,13 +83,14 @@ def test_two_processes_do_not_write_one_data_set(processes, tmp_path):
     folder.mkdir()
     (folder / "progress.json").write_text('{"request": {}, "done": {}}')
     from dlrm_core.errors import InputError
-    from dlrm_workbook.datasets.resumable import Workplace
+    from dlrm_workbook.datasets.resumable import workplace
 
     other = os.open(folder, os.O_RDONLY)
     fcntl.flock(other, fcntl.LOCK_EX)
-    with pytest.raises(InputError, match="another process is writing it"):
-        Workplace(tmp_path / "set", {}, "dlrm data generate")
+    making = workplace(tmp_path / "set", {}, "dlrm data generate")
+    with pytest.raises(InputError, match="another process is writing it"), making:
+        pass
     os.close(other)
-    with Workplace(tmp_path / "set", {}, "dlrm data generate") as place:
-        place.finish()
+    with workplace(tmp_path / "set", {}, "dlrm data generate"):
+        pass
     assert (tmp_path / "set").is_dir()
