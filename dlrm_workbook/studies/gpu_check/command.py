@@ -27,20 +27,9 @@ from dlrm_workbook.evidence.contestants import describe as describe_case
 from dlrm_workbook.evidence.contestants import require_peer
 from dlrm_workbook.machine import machine_facts
 from dlrm_workbook.recordings.torch.recorder import information, record
+from dlrm_workbook.studies.gpu_check import timings
 from dlrm_workbook.studies.gpu_check.paths import checks
-from dlrm_workbook.studies.gpu_check.timings import (
-    FAST,
-    PRESETS,
-    experiment,
-    forget,
-    host_timings,
-    latencies,
-    nvidia_timings,
-    peer_timings,
-    reason,
-    step_timings,
-    with_options,
-)
+from dlrm_workbook.studies.gpu_check.timings import FAST, PRESETS
 
 BUDGET_S = 450.0
 """Seconds for everything; ``--budget`` sets it."""
@@ -100,16 +89,16 @@ def stages(device: torch.device, seed: int, peer: Path | None, target: Path) -> 
     """What a check consists of, the most important first."""
     found = [
         Stage("checks", 0.0, lambda: checks(device, seed)),
-        Stage("steps", 20.0, lambda: step_timings(experiment(device))),
-        Stage("nvidia_small", 20.0, nvidia_timings),
-        Stage("latencies", 15.0, latencies),
+        Stage("steps", 20.0, lambda: timings.step_timings(timings.experiment(device))),
+        Stage("nvidia_small", 20.0, timings.nvidia_timings),
+        Stage("latencies", 15.0, timings.latencies),
     ]
     if peer is not None:
         threads = min(8, os.cpu_count() or 1)
-        found.append(Stage("peer", 120.0, lambda: [peer_timings(peer, 1, 15, threads)]))
+        found.append(Stage("peer", 120.0, lambda: [timings.peer_timings(peer, 1, 15, threads)]))
     found += [
         Stage("recordings", 20.0, lambda: recordings(target.with_suffix(""))),
-        Stage("host_data", 30.0, host_timings),
+        Stage("host_data", 30.0, timings.host_timings),
     ]
     return found
 
@@ -151,11 +140,11 @@ def run_stages(
                     )
                     break
         except Exception as error:  # whatever a driver or a compiler may raise
-            results["failed"][stage.name] = reason(error)
-            print(f"  FAILED: {reason(error)}", flush=True)
+            results["failed"][stage.name] = timings.reason(error)
+            print(f"  FAILED: {timings.reason(error)}", flush=True)
         results["stage_s"][stage.name] = clock() - begun
         write_json(target, results)
-        forget()
+        timings.forget()
 
 
 def describe(row: dict[str, Any]) -> str:
@@ -223,7 +212,7 @@ def recordings(folder: Path) -> Iterator[dict[str, Any]]:
     seed = load_parameters(
         PRESETS / "seed.yaml", ["training.device=cuda", "data.generator=facebook"]
     )
-    fast = with_options(experiment(torch.device("cuda")), FAST)
+    fast = timings.with_options(timings.experiment(torch.device("cuda")), FAST)
     for name, parameters in (("seed", seed), ("fast", fast)):
         place = folder.with_name(f"{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}-{name}")
         trainer = Trainer(parameters)

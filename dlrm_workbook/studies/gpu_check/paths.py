@@ -194,27 +194,21 @@ def generator_error(device: torch.device, exponent: float | None, seed: int) -> 
 
 
 def _embedding_case(
-    device: torch.device, skew: bool, seed: int
-) -> tuple[list[int], int, Batch, list[torch.Tensor]]:
-    """Rows of tables, width, a batch and gradients, on the CPU; large where a GPU computes."""
+    device: torch.device, skew: bool, seed: int, where: torch.device
+) -> tuple[EmbeddingTables, Batch, list[torch.Tensor]]:
+    """Tables, a batch and gradients on ``where``; large where a GPU is checked."""
     tiny = device.type == "cpu"
     rows, dim, size, bag = ([40, 3, 1], 12, 6, 4) if tiny else ([200_000, 999, 3, 1], 96, 4096, 30)
-    exponent = 1.2 if skew else None
-    make = SyntheticBatches(
-        3, tuple(rows), size, bag, False, False, seed, exponent, torch.device("cpu")
-    )
+    exponent, cpu = 1.2 if skew else None, torch.device("cpu")
+    make = SyntheticBatches(3, tuple(rows), size, bag, False, False, seed, exponent, cpu)
     random = torch.Generator().manual_seed(seed)
-    gradients = [torch.randn(size, dim, generator=random) for _ in rows]
-    return rows, dim, make.next_batch(), gradients
-
-
-def _tables(rows: list[int], dim: int, seed: int, device: torch.device) -> EmbeddingTables:
+    gradients = [torch.randn(size, dim, generator=random).to(where) for _ in rows]
     tables = EmbeddingTables(rows, dim)
-    random = torch.Generator().manual_seed(seed)
+    random.manual_seed(seed)
     with torch.no_grad():
         for weight in tables.weights:
             weight.uniform_(-1, 1, generator=random)
-    return tables.to(device)
+    return tables.to(where), make.next_batch().to(where), gradients
 
 
 def _after_two_steps(
@@ -232,18 +226,16 @@ def _after_two_steps(
 
 def embedding_error(device: torch.device, optimizer: str, skew: bool, seed: int) -> float:
     """Lookups and updated weights of the kernels against torch's on the CPU, two steps."""
-    rows, dim, batch, gradients = _embedding_case(device, skew, seed)
-    plain = _tables(rows, dim, seed, torch.device("cpu"))
+    plain, batch, gradients = _embedding_case(device, skew, seed, torch.device("cpu"))
     update = attach(plain, TrainingConfig(optimizer=optimizer, learning_rate=0.1))
     expected = _after_two_steps(plain, batch, gradients, update)
     return difference(_fused_steps(device, optimizer, skew, seed), expected)
 
 
 def _fused_steps(device: torch.device, optimizer: str, skew: bool, seed: int) -> list[torch.Tensor]:
-    rows, dim, batch, gradients = _embedding_case(device, skew, seed)
-    ours = _tables(rows, dim, seed, device)
+    ours, batch, gradients = _embedding_case(device, skew, seed, device)
     ours.backend = backend = FusedGpu(ours, optimizer, 0.1)
-    found = _after_two_steps(ours, batch.to(device), [g.to(device) for g in gradients], backend)
+    found = _after_two_steps(ours, batch, gradients, backend)
     backend.check()
     return found
 
@@ -256,16 +248,16 @@ def repeated_error(device: torch.device, seed: int) -> float:
 
 def fault_error(device: torch.device, seed: int) -> float:
     """0 if a row outside its table is named and no table changes, else 1."""
-    rows, dim, batch, gradients = _embedding_case(device, False, seed)
-    tables = _tables(rows, dim, seed, device)
+    tables, batch, gradients = _embedding_case(device, False, seed, device)
+    rows = len(tables.weights[1])
     tables.backend = backend = FusedGpu(tables, "sgd", 0.1)
     before = [weight.detach().clone() for weight in tables.weights]
-    batch.indices[batch.table_starts[1]] = rows[1]
-    torch.autograd.backward(tables(batch.to(device)), [g.to(device) for g in gradients])
+    batch.indices[batch.table_starts[1]] = rows
+    torch.autograd.backward(tables(batch), gradients)
     try:
         backend.check()
     except InputError as error:
-        named = f"table 1 has {rows[1]:,} rows" in str(error) and f"row {rows[1]}," in str(error)
+        named = f"table 1 has {rows:,} rows" in str(error) and f"row {rows}," in str(error)
         same = all(map(torch.equal, before, tables.weights))
         return 0.0 if named and same else 1.0
     return 1.0
