@@ -317,17 +317,11 @@ def what_if_bars(table: pd.DataFrame, parts: pd.DataFrame) -> go.Figure | Text:
     # one change of which little is known must not flatten all the others
     furthest = FURTHEST * max(now, float(middle.max()))
     most = highest.clip(upper=furthest)
-    result.add_trace(
-        go.Scatter(
-            x=middle,
-            y=list(range(1, len(names))),
-            mode="markers",
-            marker={"color": INK, "size": 7, "symbol": "line-ns", "line": {"width": 2}},
-            error_x=error_bars(least, middle, most, thickness=2),
-            name="predicted range",
-            hoverinfo="skip",
-        )
-    )
+    look = {"color": INK, "size": 7, "symbol": "line-ns", "line": {"width": 2}}
+    error = error_bars(least, middle, most, thickness=2)
+    places = list(range(1, len(names)))
+    spans: dict[str, Any] = {"marker": look, "error_x": error, "hoverinfo": "skip"}
+    add_points(result, middle, places, "predicted range", "", **spans)
     # behind the dotted line, which would cross them
     ends = [max(now, end) for end in (now, *most)]
     texts = [milliseconds(now)] + [

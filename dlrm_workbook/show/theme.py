@@ -481,19 +481,8 @@ def ranked_bars(
 ) -> go.Figure:
     """Horizontal bars, the first on top, each with its label before and its value behind it."""
     result = figure(title, 110 + row * max(len(labels), 3))
-    result.add_trace(
-        go.Bar(
-            x=list(values),
-            y=list(range(len(labels))),
-            orientation="h",
-            marker=marker,
-            text=list(texts),
-            textposition="outside",
-            cliponaxis=False,
-            hovertext=list(hover),
-            hovertemplate="%{hovertext}<extra></extra>",
-        )
-    )
+    shown: dict[str, Any] = {"text": list(texts), "textposition": "outside", "cliponaxis": False}
+    add_bars(result, list(values), list(range(len(labels))), "", marker, hover, **shown)
     # room for the text behind the longest bar
     longest = max(values, default=0.0)
     result.update_xaxes(title=unit, range=[0, 1.42 * longest if longest > 0 else 1])

@@ -161,16 +161,12 @@ def communication_findings(
     record: ScalingRecord, parameters: Parameters | None
 ) -> Iterable[Finding]:
     """The run of most ranks whose exposed share is largest, if that is worth a word."""
-    runs: dict[int, Row] = {int(row["run"]): row for row in _rows(record.runs)}
-    shares: dict[int, float] = {
-        int(row["run"]): float(row["share"])
-        for row in _rows(exposed_shares(record))
-        if runs[int(row["run"])]["ranks"] > 1 and row["share"] >= COMMUNICATION_SHARE
-    }
-    if not shares or record.collectives.empty:
+    shares = exposed_shares(record).merge(record.runs, on="run")
+    shares = shares[(shares["ranks"] > 1) & (shares["share"] >= COMMUNICATION_SHARE)]
+    if shares.empty or record.collectives.empty:
         return
-    number = max(shares, key=lambda each: shares[each])
-    run, share = runs[number], shares[number]
+    run = _rows(shares.nlargest(1, "share"))[0]
+    number, share = int(run["run"]), float(run["share"])
     exchanges = exchange_times(record)
     own = _rows(exchanges[exchanges["run"] == number].sort_values("exposed_ms", ascending=False))
     if not own:
