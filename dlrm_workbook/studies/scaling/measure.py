@@ -26,6 +26,7 @@ from dlrm_core.distributed.world import threads_of_rank
 from dlrm_core.errors import InputError
 from dlrm_core.files import plain, read_json, write_json, write_text
 from dlrm_core.machine import available_memory
+from dlrm_core.units import counted
 from dlrm_workbook.analysis.ranks.record import FORMAT, VERSION
 from dlrm_workbook.changes import difference
 from dlrm_workbook.evidence.training import part_times
@@ -232,7 +233,7 @@ def _launched(
         if before < job["rounds"]:
             write_json(file, job | {"digest": digest, "first_round": before})
             turns = [
-                f"round {turn + 1} of {job['rounds']}, {_ranks(stretch['ranks'])}"
+                f"round {turn + 1} of {job['rounds']}, {counted(stretch['ranks'], 'rank')}"
                 for turn in range(before, job["rounds"])
                 for stretch in job["stretches"]
             ]
@@ -246,10 +247,6 @@ def _launched(
             )
             kept = read_json(result)
     return kept
-
-
-def _ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"
 
 
 def _runs(

@@ -214,32 +214,31 @@ def _train(parameters: Parameters, seed: int, place: Path) -> SeedRun:
         logs=place,
         grace_s=30.0,
     )
-    failed = {"seed": seed, "status": "failed", "error": done.last_words(), "iterations": 0}
-    none = dict.fromkeys((*FIGURES, "elapsed_s"))
-    return _result(seed, place) or {
-        **failed,
-        **none,
-        "peak_memory_by_device": {},
-        "not_measured": {},
-        "device": "",
-    }
+    return _result(seed, place) or _seed_run(seed, {}, done.last_words())
 
 
 def _result(seed: int, place: Path) -> SeedRun | None:
     """The run that a folder holds; None if it has no result."""
     try:
         result = read_json(place / "result.json")
-        return {
-            "seed": seed,
-            "status": result["status"],
-            "error": "",
-            **{name: result[name] for name in ("iterations", *FIGURES, "elapsed_s")},
-            "peak_memory_by_device": result["peak_memory_by_device"],
-            "not_measured": result["power"]["not_measured"],
-            "device": result["device"],
-        }
-    except (InputError, KeyError, TypeError):
+    except InputError:
         return None
+    known = isinstance(result, dict) and {"status", "power", *FIGURES} <= result.keys()
+    return _seed_run(seed, result) if known else None
+
+
+def _seed_run(seed: int, result: Mapping[str, Any], error: str = "") -> SeedRun:
+    """A run by its result; without one it failed."""
+    return {
+        "seed": seed,
+        "status": result.get("status", "failed"),
+        "error": error,
+        "iterations": result.get("iterations", 0),
+        **{name: result.get(name) for name in (*FIGURES, "elapsed_s")},
+        "peak_memory_by_device": result.get("peak_memory_by_device", {}),
+        "not_measured": result.get("power", {}).get("not_measured", {}),
+        "device": result.get("device", ""),
+    }
 
 
 def trained_or_read(
