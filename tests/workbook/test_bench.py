@@ -23,7 +23,6 @@ from dlrm_workbook.studies.bench.cases import (
     TOGETHER,
     Case,
     ablated,
-    contestants,
     growth_cases,
     of_case,
     plain_of,
@@ -201,7 +200,7 @@ def test_cases_are_valid_parameters_and_grow_in_one_thing():
 
 def test_goals_are_of_shapes_and_contestants_that_exist():
     seed = load_parameters("parameters/seed.yaml")
-    names = set(contestants(seed, tuned_of(seed), ["bf16"]))
+    names = set(Plan(seed, tuned_of(seed), ["bf16"]).contestants)
     for shape, goals in GOALS.items():
         assert shape in SHAPES and set(goals) <= names
 
@@ -223,7 +222,7 @@ def test_tuning_keeps_the_law_of_the_data():
 def test_an_option_of_a_shape_is_for_the_tuned_ones_alone():
     (case,) = shape_cases("8x1M-10-b16384")
     seed = load_parameters("parameters/seed.yaml")
-    found = {n: of_case(n, p, case) for n, p in contestants(seed, seed, ["bf16"]).items()}
+    found = {n: of_case(n, p, case) for n, p in Plan(seed, seed, ["bf16"]).contestants.items()}
     assert {n: p.training.micro_batch for n, p in found.items()} == {
         "plain": None,
         "tuned": 4096,
@@ -234,7 +233,7 @@ def test_an_option_of_a_shape_is_for_the_tuned_ones_alone():
 
 def test_every_option_is_switched_off_once_and_the_ladder_leads_to_tuned():
     seed = load_parameters("parameters/seed.yaml")
-    tuned = contestants(seed, tuned_of(seed), ["bf16"])["tuned bf16"]
+    tuned = Plan(seed, tuned_of(seed), ["bf16"]).contestants["tuned bf16"]
     leaves = [leaf for leaf in changed_leaves(seed, tuned) if leaf not in NEUTRAL]
     variants = ablated(seed, tuned, "tuned bf16")
     # the fused dense part's products and itself are one step

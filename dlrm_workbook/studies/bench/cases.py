@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -196,21 +196,6 @@ def tuned_of(parameters: Parameters) -> Parameters:
         # another law of the data would be another training
         change.pop("data.generator", None)
     return changed_parameters(parameters, change)[0]
-
-
-def contestants(
-    plain: Parameters, tuned: Parameters, precisions: Iterable[str] = ()
-) -> dict[str, Parameters]:
-    """Name to parameters of our own contestants; the plain one is the reference.
-
-    Raises:
-        InputError: a precision is unknown.
-    """
-    found = {PLAIN: plain, TUNED: tuned}
-    for precision in precisions:
-        change = {"training.precision": precision}
-        found[f"{TUNED} {precision}"] = changed_parameters(tuned, change)[0]
-    return found
 
 
 def of_case(name: str, parameters: Parameters, case: Case) -> Parameters:

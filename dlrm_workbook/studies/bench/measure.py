@@ -33,6 +33,7 @@ from dlrm_workbook.evidence.contestants import (
     run_ours,
     settings,
 )
+from dlrm_workbook.evidence.dependence import changed_parameters
 from dlrm_workbook.evidence.probes import reduced
 from dlrm_workbook.ledger import Ledger, require_same
 from dlrm_workbook.machine import machine_facts
@@ -44,7 +45,6 @@ from dlrm_workbook.studies.bench.cases import (
     Case,
     ablated,
     case_facts,
-    contestants,
     of_case,
 )
 from dlrm_workbook.studies.bench.shares import CEILINGS, measure_share
@@ -106,8 +106,12 @@ class Plan:
 
     @property
     def contestants(self) -> dict[str, Parameters]:
-        """Name to parameters of our own ones."""
-        return contestants(self.plain, self.tuned, self.precisions)
+        """Name to parameters of our own ones; the plain one is the reference."""
+        ours = {PLAIN: self.plain, TUNED: self.tuned}
+        for precision in self.precisions:
+            change = {"training.precision": precision}
+            ours[f"{TUNED} {precision}"] = changed_parameters(self.tuned, change)[0]
+        return ours
 
     @property
     def runs(self) -> int:
