@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import IO, NamedTuple
 
 import numpy as np
@@ -46,12 +45,10 @@ class AucCounter:
 
     Args:
         memory_bytes: limit of the counts held in memory; beyond, they go to a temporary file.
-        folder: where that file is made; None is the system's choice.
     """
 
-    def __init__(self, memory_bytes: int = MEMORY_BYTES, folder: Path | None = None) -> None:
+    def __init__(self, memory_bytes: int = MEMORY_BYTES) -> None:
         self._limit = max(16, memory_bytes // _SORTING_BYTES)
-        self._folder = folder
         self._keys: list[np.ndarray] = []
         self._waiting = 0
         self._counts = np.empty(0, _RECORD)
@@ -116,7 +113,7 @@ class AucCounter:
         self._counts = _merged([self._counts, fresh]) if self._counts.size else fresh
         if self._counts.size >= self._limit // 2:
             if self._spill is None:
-                file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 (closed below)
+                file = tempfile.TemporaryFile()  # noqa: SIM115 (closed below)
                 self._spill = self._files.enter_context(file)
             first = sum(size for _, size in self._runs)
             self._spill.seek(0, 2)
@@ -158,8 +155,8 @@ class QualityMeter:
     they are.
     """
 
-    def __init__(self, memory_bytes: int = MEMORY_BYTES) -> None:
-        self._auc = AucCounter(memory_bytes)
+    def __init__(self) -> None:
+        self._auc = AucCounter()
         self._samples = 0
         self._right = 0
         self._clicks = 0

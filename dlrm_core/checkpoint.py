@@ -83,7 +83,7 @@ class Checkpoint:
 
 
 class CheckpointFolder:
-    """The checkpoints of one run; close it, or use it as a context.
+    """The checkpoints of one run; close it in the end.
 
     Args:
         folder: made if need be; no other process may write to it at the same time.
@@ -166,12 +166,6 @@ class CheckpointFolder:
     def close(self) -> None:
         """Let other processes write to the folder."""
         self._lock.close()
-
-    def __enter__(self) -> CheckpointFolder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _drop_old(self) -> None:
         for step in steps_in(self.folder)[: -self._keep]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from dlrm_core.errors import InputError
-from dlrm_core.settings import coerce_section, read_yaml, setting
+from dlrm_core.settings import clash, coerce_section, read_yaml, setting
 
 
 @dataclass(frozen=True)
@@ -223,25 +223,14 @@ class DataConfig:
             object.__setattr__(self, "indices_per_lookup", 1)
             object.__setattr__(self, "fixed_pooling", True)
         if (self.generator == "dataset") != bool(self.path):
-            raise InputError(
-                f"data.generator is {self.generator!r}, but data.path is {self.path!r}: a path is "
-                "for generator 'dataset', and that needs one"
-            )
-        if self.place == "device" and self.one_hot:
-            raise InputError(
-                f"data.place is 'device', but data.generator is {self.generator!r}, whose batches "
-                "are made on the CPU; choose uniform or zipf, or place: cpu"
-            )
-        if self.place == "device" and self.generator.startswith("facebook"):
-            raise InputError(
-                f"data.place is 'device', but data.generator is {self.generator!r}: facebook's "
-                "stream is numpy's and exists on the CPU only; choose uniform or zipf"
-            )
+            why = "a path is for generator 'dataset', and that needs one"
+            raise clash("data", self, "generator", "path", why)
+        if self.place == "device" and self.generator not in ("uniform", "zipf"):
+            why = "its batches are made on the CPU only; choose uniform or zipf, or place: cpu"
+            raise clash("data", self, "place", "generator", why)
         if self.place == "device" and self.loader == "prefetch":
-            raise InputError(
-                "data.place is 'device', but data.loader is 'prefetch': batches made on the "
-                "device need no prefetching; choose data.loader: synchronous"
-            )
+            why = "batches made on the device need no prefetching; choose loader: synchronous"
+            raise clash("data", self, "place", "loader", why)
 
     @property
     def one_hot(self) -> bool:
@@ -424,66 +413,43 @@ class TrainingConfig:
         coerce_section(self, "training")
         self._check_schedule()
         if self.optimizer == "adam" and self.embedding_backend not in ("torch", "auto"):
-            raise InputError(
-                f"training.optimizer is 'adam', but training.embedding_backend is "
-                f"{self.embedding_backend!r}: Adam of the rows looked up exists in 'torch' only"
-            )
-        if self.embedding_update != "race_free":
-            where = f"training.embedding_update is {self.embedding_update!r}, but "
-            if self.embedding_backend != "fused":
-                raise InputError(
-                    f"{where}training.embedding_backend is {self.embedding_backend!r}: only "
-                    "'fused' has more than one update"
-                )
-            if self.optimizer != "sgd":
-                raise InputError(
-                    f"{where}training.optimizer is {self.optimizer!r}: an Adagrad needs a row's "
-                    "whole gradient, so only 'race_free' can do it; the others are for 'sgd'"
-                )
+            why = "Adam of the rows looked up exists in 'torch' only"
+            raise self._clash("optimizer", "embedding_backend", why)
+        if self.embedding_update != "race_free" and self.embedding_backend != "fused":
+            why = "only 'fused' has more than one update"
+            raise self._clash("embedding_update", "embedding_backend", why)
+        if self.embedding_update != "race_free" and self.optimizer != "sgd":
+            why = "an Adagrad needs a row's whole gradient, so only 'race_free' can do it; the "
+            raise self._clash("embedding_update", "optimizer", why + "others are for 'sgd'")
         if self.fp32_matmul.startswith("bf16") and self.dense_backend != "fused":
-            raise InputError(
-                f"training.fp32_matmul is {self.fp32_matmul!r}, but training.dense_backend is "
-                f"{self.dense_backend!r}: only 'fused' has such products"
-            )
+            raise self._clash("fp32_matmul", "dense_backend", "only 'fused' has such products")
+        both = "both replace the parts' kernels; choose one of them"
         if self.dense_backend == "fused" and self.compile:
-            raise InputError(
-                "training.dense_backend is 'fused', but training.compile is true as well: both "
-                "replace the parts' kernels; choose one of them"
-            )
-        if self.cuda_graphs and self.micro_batch is not None:
-            raise InputError(
-                f"training.cuda_graphs is true, but training.micro_batch is {self.micro_batch}: "
-                "micro-batches keep activations in a CPU's cache, graphs are for a GPU, and what "
-                "adds up the former is not captured; choose one of them"
-            )
-        if self.cuda_graphs and self.precision == "fp16":
-            raise InputError(
-                "training.cuda_graphs is true, but training.precision is 'fp16': whether a step "
-                "whose gradients overflow is skipped is the host's to decide; choose bf16"
-            )
+            raise self._clash("dense_backend", "compile", both)
         if self.cuda_graphs and self.compile:
-            raise InputError(
-                "training.cuda_graphs is true, but training.compile is true as well: both "
-                "replace the parts' kernels; choose one of them"
-            )
+            raise self._clash("cuda_graphs", "compile", both)
+        if self.cuda_graphs and self.micro_batch is not None:
+            why = "micro-batches keep activations in a CPU's cache, graphs are for a GPU, and what "
+            why += "adds up the former is not captured; choose one of them"
+            raise self._clash("cuda_graphs", "micro_batch", why)
+        if self.cuda_graphs and self.precision == "fp16":
+            why = "whether a step whose gradients overflow is skipped is the host's to decide; "
+            raise self._clash("cuda_graphs", "precision", why + "choose bf16")
 
     def _check_schedule(self) -> None:
         decays = self.lr_decay_steps > 0
         if self.lr_decay_start and not decays:
-            raise InputError(
-                f"training.lr_decay_start is {self.lr_decay_start}, but training.lr_decay_steps "
-                "is 0: a decay needs at least 1 iteration"
-            )
+            why = "a decay needs at least 1 iteration"
+            raise self._clash("lr_decay_start", "lr_decay_steps", why)
         if decays and self.lr_decay_start < self.lr_warmup_steps:
-            raise InputError(
-                f"training.lr_decay_start is {self.lr_decay_start}, but training.lr_warmup_steps "
-                f"is {self.lr_warmup_steps}: the warm-up must end before the decay starts"
-            )
+            why = "the warm-up must end before the decay starts"
+            raise self._clash("lr_decay_start", "lr_warmup_steps", why)
         if decays and self.lr_end > self.learning_rate:
-            raise InputError(
-                f"training.lr_end is {self.lr_end:g}, but training.learning_rate is "
-                f"{self.learning_rate:g}: the decay must not end above its beginning"
-            )
+            why = "the decay must not end above its beginning"
+            raise self._clash("lr_end", "learning_rate", why)
+
+    def _clash(self, one: str, other: str, why: str) -> InputError:
+        return clash("training", self, one, other, why)
 
 
 @dataclass(frozen=True)

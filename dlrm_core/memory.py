@@ -52,7 +52,8 @@ def dense_peak(parameters: Parameters, gpu: bool = False) -> DensePeak:
 
         kernels = engine("fused dense part")
         if not kernels.why_not_fused(training, torch.device("cpu")):
-            return fused_peak(parameters, rows, kernels.parts_of(training))
+            peak: DensePeak = kernels.fused_peak(parameters, rows)
+            return peak
     n = NUMBER_BYTES[training.precision]
     bottom, top = model.bottom_widths, model.top_widths
     dim, features = model.embedding_dim, len(model.table_rows) + 1
@@ -85,29 +86,6 @@ def dense_peak(parameters: Parameters, gpu: bool = False) -> DensePeak:
     ]
     peak = max(moments, key=lambda moment: moment.activations + moment.gradients)
     return DensePeak(rows * n * peak.activations, rows * n * peak.gradients, peak.where)
-
-
-def fused_peak(parameters: Parameters, rows: int, parts: int) -> DensePeak:
-    """The buffers of the fused dense part (:mod:`dlrm_kernels.tiles.mlp`), which it keeps.
-
-    Matrices are padded to 32, an entry is 2 bytes a part, and activations, gradients and
-    weights are there in two forms each; the weights' count as activations here.
-    """
-    model = parameters.model
-    activations = gradients = 0
-    for widths, inputs in ((model.bottom_widths, 0), (model.top_widths, model.top_widths[0])):
-        padded = [_padded(width) for width in widths]
-        entries = _padded(rows) * (sum(padded) + sum(padded[:-1]))
-        entries += 2 * sum(a * b for a, b in itertools.pairwise(padded))
-        activations += 2 * parts * entries + 4 * rows * widths[-1]
-        # those of two layers at a time, and in float32 that of the input
-        gradients += 2 * parts * 4 * _padded(rows) * max(padded[1:]) + 4 * rows * inputs
-    gradients += 4 * rows * model.embedding_dim
-    return DensePeak(activations, gradients, "fused kernels")
-
-
-def _padded(width: int) -> int:
-    return -(-width // 32) * 32
 
 
 def _mlp_backward(widths: Sequence[int]) -> list[tuple[int, int]]:

@@ -201,21 +201,15 @@ Line = Mapping[str, Any]
 'checkpoint'."""
 
 
-class Energy(Protocol):
-    """The energy that a run used."""
-
-    def figures(self, samples: int) -> dict[str, Any]:
-        """``power_w``, ``samples_per_joule``, ``power`` of :class:`TrainingResult`."""
-
-
 class Meter(Protocol):
     """Measures energy from ``start`` to ``stop``."""
 
     def start(self) -> Any:
         """The run begins."""
 
-    def stop(self) -> Energy:
-        """The run has ended."""
+    def stop(self, samples: int) -> dict[str, Any]:
+        """The run has trained so many samples: ``power_w``, ``samples_per_joule`` and ``power``
+        of :class:`TrainingResult`."""
 
 
 MeterOf = Callable[[torch.device], Meter]
@@ -371,7 +365,7 @@ class Run:
 
     def _power(self, samples: int) -> dict[str, Any]:
         if self.meter is not None:
-            return self.meter.stop().figures(samples)
+            return self.meter.stop(samples)
         reason = "no meter was given; dlrm train of dlrm_workbook has one"
         return {
             "power_w": None,

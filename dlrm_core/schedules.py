@@ -17,74 +17,22 @@ NVIDIA's code for TensorFlow 2.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from dlrm_core.config import TrainingConfig
 from dlrm_core.errors import InputError
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """A learning rate for every iteration.
-
-    Attributes:
-        base: between warm-up and decay.
-        warmup: W; 0: none.
-        decay_start: D.
-        decay_steps: N; 0: no decay.
-        power: p.
-        end: e, a learning rate, not a factor.
-    """
-
-    base: float
-    warmup: int = 0
-    decay_start: int = 0
-    decay_steps: int = 0
-    power: float = 2.0
-    end: float = 0.0
-
-    @property
-    def constant(self) -> bool:
-        """Every iteration has the same learning rate."""
-        return self.warmup <= 1 and self.decay_steps == 0
-
-    def rate(self, step: int) -> float:
-        """Learning rate of iteration ``step``, counted from 1."""
-        if step < self.warmup:
-            return self.base * (1.0 - (self.warmup - step) / self.warmup)
-        if self.decay_steps == 0 or step < self.decay_start:
-            return self.base
-        left = self.decay_start + self.decay_steps - step
-        if left <= 0:
-            return self.end
-        return max(self.end, self.base * (left / self.decay_steps) ** self.power)
-
-    def curve(self, steps: int, most: int = 400) -> dict[str, list[float]]:
-        """``iteration`` and ``learning_rate`` at up to about ``most`` places of a run.
-
-        The corners of the schedule are always among them.
-        """
-        corners = {1, self.warmup, self.decay_start, self.decay_start + self.decay_steps, steps}
-        stride = max(1, -(-steps // most))
-        places = sorted(
-            step for step in corners | set(range(1, steps + 1, stride)) if 1 <= step <= steps
-        )
-        return {
-            "iteration": [float(step) for step in places],
-            "learning_rate": [self.rate(step) for step in places],
-        }
-
-
-def schedule_of(config: TrainingConfig) -> Schedule:
-    """The schedule that ``training.learning_rate`` and ``training.lr_*`` describe."""
-    return Schedule(
-        base=config.learning_rate,
-        warmup=config.lr_warmup_steps,
-        decay_start=config.lr_decay_start,
-        decay_steps=config.lr_decay_steps,
-        power=config.lr_decay_power,
-        end=config.lr_end,
-    )
+def learning_rate(config: TrainingConfig, step: int) -> float:
+    """Learning rate of iteration ``step``, counted from 1, by ``training.lr_*``."""
+    base, warmup, steps = config.learning_rate, config.lr_warmup_steps, config.lr_decay_steps
+    if step < warmup:
+        return base * (1.0 - (warmup - step) / warmup)
+    if steps == 0 or step < config.lr_decay_start:
+        return base
+    left = config.lr_decay_start + steps - step
+    if left <= 0:
+        return config.lr_end
+    return max(config.lr_end, base * (left / steps) ** config.lr_decay_power)
 
 
 def total_steps(config: TrainingConfig, source: str, generator: object) -> int:

@@ -47,6 +47,22 @@ def coerce_section(section: Any, name: str) -> None:
         object.__setattr__(section, field.name, value)
 
 
+def clash(name: str, section: Any, one: str, other: str, why: str) -> InputError:
+    """What to raise where two leaves of a section cannot both be as they are.
+
+    Args:
+        name: of the section.
+        one, other: the leaves.
+        why: they cannot, and what can be done.
+    """
+    values = []
+    for leaf in (one, other):
+        value = getattr(section, leaf)
+        shown = f"{value:g}" if isinstance(value, float) else repr(value)
+        values.append(f"{name}.{leaf} is {shown.lower() if isinstance(value, bool) else shown}")
+    return InputError(f"{', but '.join(values)}: {why}")
+
+
 def describe_type(annotation: Any) -> str:
     """A type as a person says it: 'a whole number', 'a list of whole numbers'..."""
     if isinstance(annotation, types.UnionType):

@@ -46,7 +46,7 @@ from dlrm_core.resume import (
     weights_of,
     with_backend_of,
 )
-from dlrm_core.schedules import schedule_of, total_steps
+from dlrm_core.schedules import learning_rate, total_steps
 from dlrm_core.step import Step, TrainingStep, data_forward, optimizer_update, transfer_forward
 
 StepT = TypeVar("StepT", bound=Step)
@@ -106,7 +106,6 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
             self.notices = [*nothing_to_resume(config, place), *notices]
         self.done = self.first = checkpoint.step if checkpoint is not None else 0
         self.total = total_steps(config, parameters.data.generator, generator)
-        self._schedule = schedule_of(config)
         self._rate = config.learning_rate
         self._folder: CheckpointFolder | None = None
         self._followed: Followed | None = None
@@ -162,7 +161,7 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
         self._measured.data_s.append(time.perf_counter() - started)
         if self._followed is not None:
             self._followed.used()
-        rate = self._schedule.rate(self.done + 1)
+        rate = learning_rate(self.parameters.training, self.done + 1)
         if rate != self._rate:
             self._rate = rate
             optimizer_update(lambda: self.step.set_learning_rate(rate))

@@ -11,13 +11,15 @@ Shapes: B samples, D dense features, T tables, d embedding width.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from dlrm_core.config import TrainingConfig
+from dlrm_core.config import Parameters, TrainingConfig
+from dlrm_core.memory import DensePeak
 from dlrm_core.model import DLRM, DotInteraction
 from dlrm_core.parts import part
 from dlrm_kernels.tiles.machine import why_no_tiles
@@ -249,3 +251,26 @@ def interaction_backward(
 @part("bottom_mlp", "backward")
 def bottom_mlp_backward(mlp: TiledMLP, gradient: torch.Tensor) -> None:
     mlp.backward(gradient)
+
+
+def fused_peak(parameters: Parameters, rows: int) -> DensePeak:
+    """The buffers that the fused dense part keeps for so many rows (:mod:`.tiles.mlp`).
+
+    Matrices are padded to 32, an entry is 2 bytes a part, and activations, gradients and
+    weights are there in two forms each; the weights' count as activations here.
+    """
+    model, parts = parameters.model, parts_of(parameters.training)
+    activations = gradients = 0
+    for widths, inputs in ((model.bottom_widths, 0), (model.top_widths, model.top_widths[0])):
+        padded = [_padded(width) for width in widths]
+        entries = _padded(rows) * (sum(padded) + sum(padded[:-1]))
+        entries += 2 * sum(a * b for a, b in itertools.pairwise(padded))
+        activations += 2 * parts * entries + 4 * rows * widths[-1]
+        # those of two layers at a time, and in float32 that of the input
+        gradients += 2 * parts * 4 * _padded(rows) * max(padded[1:]) + 4 * rows * inputs
+    gradients += 4 * rows * model.embedding_dim
+    return DensePeak(activations, gradients, "fused kernels")
+
+
+def _padded(width: int) -> int:
+    return -(-width // 32) * 32

@@ -180,6 +180,16 @@ def _data(parser: argparse.ArgumentParser) -> None:
     add_arguments(parser)
 
 
+def _inspect(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "path",
+        metavar="PATH",
+        help="a run folder, a recording, an HPCToolkit database, a Chrome trace of "
+        "torch.profiler, or a folder or archive of the traces of several ranks",
+    )
+    _print_json(parser)
+
+
 def _print_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -211,6 +221,12 @@ SUBCOMMANDS = (
         "facts of an HPCToolkit database",
         _database,
         "dlrm_workbook.recordings.hpctoolkit.views:database",
+    ),
+    Subcommand(
+        "inspect",
+        "what a recording of any kind holds",
+        _inspect,
+        "dlrm_workbook.analysis.inspect:command_inspect",
     ),
     Subcommand(
         "bench",

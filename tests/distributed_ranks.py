@@ -19,11 +19,11 @@ import torch
 
 from dlrm_core.checkpoint import read_checkpoint
 from dlrm_core.config import parameters_from_sections
-from dlrm_core.distributed.collectives import Collectives
 from dlrm_core.distributed.plan import load_torchrec
 from dlrm_core.distributed.trainer import DistributedTrainer, about_rank
 from dlrm_core.distributed.watch import Watch
 from dlrm_core.distributed.world import gathered, joined, read_world
+from dlrm_workbook.studies.scaling.collectives import TimedCollectives
 from dlrm_workbook.studies.scaling.launch import environment
 from dlrm_workbook.studies.scaling.worker import measure_job
 
@@ -51,7 +51,7 @@ def main():
 
 
 def as_rank(stage, output):
-    collectives = Collectives()
+    collectives = TimedCollectives()
     with collectives.installed():
         if stage.get("measure"):
             measure(stage["measure"], output, collectives)

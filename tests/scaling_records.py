@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from dlrm_core.config import DataConfig, ModelConfig, Parameters, TrainingConfig
 from dlrm_workbook.analysis.ranks.communication import exchanges
 from dlrm_workbook.analysis.ranks.links import ALGORITHMS, steps_and_bytes
-from dlrm_workbook.analysis.ranks.sharding import make_plan
+from dlrm_workbook.analysis.ranks.sharding import Plan, make_plan
 
 FIXED_MS = {"bottom_mlp": 0.5, "embedding": 1.0, "top_mlp": 1.0, "interaction": 0.3}
 SAMPLE_MS = {"bottom_mlp": 0.004, "embedding": 0.02, "top_mlp": 0.03, "interaction": 0.002}
@@ -72,6 +73,18 @@ def compute_profile() -> list[dict[str, Any]]:
     ]
 
 
+def placement(plan: Plan) -> pd.DataFrame:
+    """A row a shard: ``table``, ``kind``, ``rank``, ``rows``, ``columns``."""
+    return pd.DataFrame(
+        [
+            {"table": table.table, "kind": table.kind, "rank": int(rank)}
+            | {"rows": int(rows), "columns": table.columns}
+            for table in plan.tables
+            for rank, rows in zip(table.ranks, table.shard_rows, strict=True)
+        ]
+    )
+
+
 def document(
     runs: list[tuple[int, int, str]],
     alpha_us: float = 50.0,
@@ -101,7 +114,7 @@ def document(
                 "backend": "gloo",
             }
         )
-        made["placement"] += [{"run": run, **row} for row in plan.placement().to_dict("records")]
+        made["placement"] += [{"run": run, **row} for row in placement(plan).to_dict("records")]
         share, own = float(plan.work().max()), batch / ranks
         shared = 2 if ranks == 4 else 1
         samples = dict.fromkeys(FIXED_MS, own) | {"embedding": batch * share}

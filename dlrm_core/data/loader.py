@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -77,34 +78,20 @@ def batches(
         generator: makes them; left out, the one that the parameters name, at its beginning.
         divide: what becomes of each batch before it is copied anywhere; None: nothing.
     """
-    generator = generator or make_generator(parameters, device)
-    if divide is not None:
-        generator = Divided(generator, divide)
+    next_batch = (generator or make_generator(parameters, device)).next_batch
+
+    def make() -> Batch:
+        return next_batch() if divide is None else divide(next_batch())
+
     if parameters.data.loader == "prefetch":
         ahead = parameters.data.prefetch_batches
         if device.type == "cuda":
-            return staged(generator, ahead, CudaCopies(device))
-        return _prefetched(generator.next_batch, ahead)
-    return _synchronous(generator)
+            return staged(make, ahead, CudaCopies(device))
+        return _prefetched(make, ahead)
+    return (make() for _ in itertools.count())
 
 
-class Divided:
-    """A generator each of whose batches is changed before anybody sees it."""
-
-    def __init__(self, generator: Generator, divide: Callable[[Batch], Batch]) -> None:
-        self._generator, self._divide = generator, divide
-
-    def next_batch(self) -> Batch:
-        """The next batch of the stream."""
-        return self._divide(self._generator.next_batch())
-
-
-def _synchronous(generator: Generator) -> Iterator[Batch]:
-    while True:
-        yield generator.next_batch()
-
-
-def staged(generator: Generator, ahead: int, copies: CudaCopies) -> Iterator[Batch]:
+def staged(make: Callable[[], Batch], ahead: int, copies: CudaCopies) -> Iterator[Batch]:
     """Batches on the device, made and copied there by a thread while the step computes.
 
     A batch that was handed over stays as it is until the next one is asked for.
@@ -115,7 +102,7 @@ def staged(generator: Generator, ahead: int, copies: CudaCopies) -> Iterator[Bat
     for _ in range(ahead + 2):
         free.put(Slot())
     # one slot more than can wait in line, be used and be loaded: never empty for long
-    stream = _prefetched(lambda: staging.load(generator.next_batch(), free.get()), ahead)
+    stream = _prefetched(lambda: staging.load(make(), free.get()), ahead)
     last: Staged | None = None
     try:
         for item in stream:

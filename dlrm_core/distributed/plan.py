@@ -23,6 +23,7 @@ from dlrm_core.embeddings import EPSILON, FBGEMM_LANES, FBGEMM_ROWWISE_ELEMENTS
 from dlrm_core.errors import InputError, MissingToolError
 from dlrm_core.machine import available_memory
 from dlrm_core.memory import mean_bag_size
+from dlrm_core.settings import clash
 from dlrm_core.units import format_bytes
 
 INSTALL = (
@@ -170,18 +171,10 @@ def require_possible(parameters: Parameters, ranks: int) -> None:
             f"model.embedding_dim is {model.embedding_dim}, but FBGEMM, which TorchRec uses, "
             f"works on multiples of {FBGEMM_LANES} only"
         )
-    if training.sharding == "column_wise":
-        _require_columns(parameters)
-
-
-def _require_columns(parameters: Parameters) -> None:
-    model, training = parameters.model, parameters.training
-    if training.optimizer == "rowwise_adagrad":
-        raise InputError(
-            "training.sharding is 'column_wise', but training.optimizer is 'rowwise_adagrad': "
-            "its one sum a row needs the whole row's gradient on one rank; choose another of both"
-        )
-    if model.embedding_dim < 2 * FBGEMM_LANES:
+    if training.sharding == "column_wise" and training.optimizer == "rowwise_adagrad":
+        why = "its one sum a row needs the whole row's gradient on one rank; choose another of both"
+        raise clash("training", training, "sharding", "optimizer", why)
+    if training.sharding == "column_wise" and model.embedding_dim < 2 * FBGEMM_LANES:
         raise InputError(
             f"training.sharding is 'column_wise', but model.embedding_dim is "
             f"{model.embedding_dim}: a slice has at least {FBGEMM_LANES} columns"

@@ -255,38 +255,26 @@ def train(
         trainer = DistributedTrainer(parameters, world, collectives, checkpoint, place, watch)
         stack.callback(trainer.close)
         _introduce(trainer, early)
-        result, ranks = _run(trainer, folder if world.first else None, checkpoint, stack, meter)
-        for notice in result.notices if world.first else ():
+        lines, first = None, world.first
+        if folder is not None and first:
+            lines = stack.enter_context(metrics_lines(folder / "metrics.jsonl", checkpoint))
+        result = trainer.train(
+            on_line=lambda line: _say(line) if first else None,
+            meter=meter,
+            lines=lines,
+            progress=first and sys.stderr.isatty(),
+        )
+        ranks = gathered(world, about_rank(trainer, result))
+        if folder is not None and first:
+            write_json(folder / "result.json", asdict(result) | {"ranks": ranks})
+        for notice in result.notices if first else ():
             if notice not in early:
                 print(notice, file=sys.stderr)
-        if world.first:
+        if first:
             _say(result.summary() | {"ranks": ranks})
     if result.status != "finished":
         tell_launcher("; ".join(result.notices))
     leave(exit_codes[result.status])
-
-
-def _run(
-    trainer: DistributedTrainer,
-    folder: Path | None,
-    checkpoint: Checkpoint | None,
-    stack: contextlib.ExitStack,
-    meter: MeterOf | None,
-) -> tuple[TrainingResult, list[dict[str, Any]]]:
-    lines = None
-    if folder is not None:
-        lines = stack.enter_context(metrics_lines(folder / "metrics.jsonl", checkpoint))
-    first = trainer.world.first
-    result = trainer.train(
-        on_line=lambda line: _say(line) if first else None,
-        meter=meter,
-        lines=lines,
-        progress=first and sys.stderr.isatty(),
-    )
-    ranks = gathered(trainer.world, about_rank(trainer, result))
-    if folder is not None:
-        write_json(folder / "result.json", asdict(result) | {"ranks": ranks})
-    return result, ranks
 
 
 def about_rank(trainer: DistributedTrainer, result: TrainingResult) -> dict[str, Any]:

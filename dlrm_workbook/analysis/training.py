@@ -13,7 +13,7 @@ import pandas as pd
 from dlrm_core.config import Parameters
 from dlrm_core.memory import ALWAYS, PLACES, MemoryItem, forecast_memory, total_bytes
 from dlrm_core.reports import TrainingResult
-from dlrm_core.schedules import schedule_of
+from dlrm_core.schedules import learning_rate
 
 KINDS = {
     "embedding": "embedding",
@@ -31,6 +31,9 @@ KINDS = {
 
 SHOWN_TABLES = 6
 """Kinds of embedding tables that a forecast lists; smaller ones are summed."""
+
+SCHEDULE_PLACES = 400
+"""Iterations at which a planned learning rate is shown."""
 
 
 def facts(parameters: Parameters) -> pd.DataFrame:
@@ -165,9 +168,19 @@ def _lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def schedule(parameters: Parameters, iterations: int) -> pd.DataFrame:
-    """``iteration``, ``learning_rate`` as the parameters plan them; empty if it is constant."""
-    planned = schedule_of(parameters.training)
-    return pd.DataFrame({} if planned.constant else planned.curve(iterations))
+    """``iteration``, ``learning_rate`` as the parameters plan them; empty if it is constant.
+
+    The corners of the schedule are always among at most about :data:`SCHEDULE_PLACES` iterations.
+    """
+    config = parameters.training
+    warmup, start, decay = config.lr_warmup_steps, config.lr_decay_start, config.lr_decay_steps
+    if warmup <= 1 and decay == 0:
+        return pd.DataFrame()
+    places = {1, warmup, start, start + decay, iterations}
+    places |= set(range(1, iterations + 1, max(1, -(-iterations // SCHEDULE_PLACES))))
+    steps = sorted(step for step in places if 1 <= step <= iterations)
+    rates = [learning_rate(config, step) for step in steps]
+    return pd.DataFrame({"iteration": [float(step) for step in steps], "learning_rate": rates})
 
 
 def losses(result: TrainingResult) -> pd.DataFrame:

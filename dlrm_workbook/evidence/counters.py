@@ -147,14 +147,12 @@ class IterationCounters:
 
     Args:
         device: whose memory is counted.
-        proc: where the kernel's files are.
     """
 
-    def __init__(self, device: torch.device | None = None, proc: Path = PROC) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
         self.not_measured: dict[str, str] = {}
         self.cost_s: list[float] = []
         """Seconds that each snapshot took."""
-        self._proc = proc
         self._device = device if device is not None and device.type == "cuda" else None
         if self._device is None:
             self._missing("gpu_allocated_bytes", "the run used no GPU")
@@ -382,7 +380,7 @@ class IterationCounters:
     def _new_threads(self) -> dict[int, int]:
         """Clocks of the threads that were not there before."""
         # iterdir would build a Path for every thread
-        listed = (int(entry) for entry in os.listdir(self._proc / "self" / "task"))  # noqa: PTH208
+        listed = (int(entry) for entry in os.listdir(PROC / "self" / "task"))  # noqa: PTH208
         new = {tid: thread_clock(tid) for tid in listed if tid not in self._clocks}
         self._names |= {tid: self._describe(tid) for tid in new}
         return new
@@ -430,7 +428,7 @@ class IterationCounters:
 
     def _thread_name(self, tid: int) -> str:
         try:
-            return (self._proc / "self" / "task" / str(tid) / "comm").read_text().strip()
+            return (PROC / "self" / "task" / str(tid) / "comm").read_text().strip()
         except OSError:
             return ""
 
@@ -446,17 +444,17 @@ class IterationCounters:
     def _open(self, name: str, path: str, columns: tuple[str, ...]) -> None:
         """Keep a file of the kernel's open, or note why its columns are missing."""
         try:
-            number = os.open(self._proc / path, os.O_RDONLY | os.O_CLOEXEC)
+            number = os.open(PROC / path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             for column in columns:
-                self._missing(column, f"{self._proc / path}: {error.strerror}")
+                self._missing(column, f"{PROC / path}: {error.strerror}")
             return
         self._files[name] = number
         why = unusable(name, self._pread(name))
         if why:
             os.close(self._files.pop(name))
             for column in columns:
-                self._missing(column, f"{self._proc / path} {why}")
+                self._missing(column, f"{PROC / path} {why}")
 
     def _pread(self, name: str) -> bytes:
         return os.pread(self._files[name], 4096, 0)

@@ -17,7 +17,6 @@ import importlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -50,61 +49,8 @@ class Counter(Protocol):
         """Joules since some moment in the past; raises OSError where it cannot be read."""
 
 
-@dataclass(frozen=True)
-class Reading:
-    """What one device used while it was measured."""
-
-    device: str
-    method: str
-    energy_j: float
-    power_w: float
-    """The mean."""
-
-
-@dataclass(frozen=True)
-class Power:
-    """What all measured devices used together.
-
-    Attributes:
-        readings: one a device.
-        not_measured: what was looked for and is not there, with the reason.
-        seconds: that were measured.
-    """
-
-    readings: tuple[Reading, ...]
-    not_measured: dict[str, str]
-    seconds: float
-
-    @property
-    def energy_j(self) -> float | None:
-        """Joules of all readings; None without any."""
-        return sum(r.energy_j for r in self.readings) if self.readings else None
-
-    @property
-    def power_w(self) -> float | None:
-        """Mean watts of all readings; None without any."""
-        return sum(r.power_w for r in self.readings) if self.readings else None
-
-    def figures(self, samples: int) -> dict[str, Any]:
-        """As result.json has them: ``power_w``, ``samples_per_joule``, ``power``.
-
-        Samples a joule are samples a second and watt.
-        """
-        energy = self.energy_j
-        return {
-            "power_w": self.power_w,
-            "samples_per_joule": samples / energy if energy and samples else None,
-            "power": {
-                "energy_j": energy,
-                "seconds": self.seconds,
-                "readings": [asdict(reading) for reading in self.readings],
-                "not_measured": dict(self.not_measured),
-            },
-        }
-
-
 class PowerMeter:
-    """Measures from :meth:`start` to :meth:`stop` what :func:`find_counters` found."""
+    """Measures energy from :meth:`start` to :meth:`stop`."""
 
     def __init__(self, counters: Sequence[Counter], not_measured: dict[str, str]) -> None:
         self._counters = list(counters)
@@ -132,23 +78,46 @@ class PowerMeter:
             self._thread.start()
         return self
 
-    def stop(self) -> Power:
-        """Read all counters again."""
+    def stop(self, samples: int) -> dict[str, Any]:
+        """Read all counters again: what all measured devices used together.
+
+        Args:
+            samples: trained meanwhile.
+
+        Returns:
+            As result.json has them: ``power_w`` (mean), ``samples_per_joule`` (the same as
+            samples a second and watt) and ``power``: ``energy_j``, ``seconds``, ``readings``
+            (``device``, ``method``, ``energy_j``, ``power_w``) and ``not_measured`` (what was
+            looked for and is not there, with the reason). None without any counter.
+        """
         seconds = time.perf_counter() - self._started
-        readings = []
+        readings: list[dict[str, Any]] = []
         for counter, before in self._begin:
             try:
-                energy = counter.energy_j() - before
+                used = counter.energy_j() - before
             except OSError as error:
                 self._not_measured[counter.device] = str(error)
                 continue
-            power = energy / seconds if seconds > 0 else 0.0
-            readings.append(Reading(counter.device, counter.method, energy, power))
+            power = used / seconds if seconds > 0 else 0.0
+            readings.append(
+                {"device": counter.device, "method": counter.method}
+                | {"energy_j": used, "power_w": power}
+            )
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        return Power(tuple(readings), dict(self._not_measured), seconds)
+        energy = sum(reading["energy_j"] for reading in readings) if readings else None
+        return {
+            "power_w": sum(reading["power_w"] for reading in readings) if readings else None,
+            "samples_per_joule": samples / energy if energy and samples else None,
+            "power": {
+                "energy_j": energy,
+                "seconds": seconds,
+                "readings": readings,
+                "not_measured": dict(self._not_measured),
+            },
+        }
 
     def _watch(self, watched: dict[Counter, float]) -> None:
         while not self._stop.wait(min(watched.values())):
@@ -162,9 +131,7 @@ def power_meter(device: torch.device) -> PowerMeter:
     return PowerMeter(*find_counters(device))
 
 
-def find_counters(
-    device: torch.device, powercap: Path = POWERCAP
-) -> tuple[list[Counter], dict[str, str]]:
+def find_counters(device: torch.device) -> tuple[list[Counter], dict[str, str]]:
     """What can be measured on this machine, and what cannot and why."""
     counters: list[Counter] = []
     missing: dict[str, str] = {}
@@ -174,7 +141,7 @@ def find_counters(
         except OSError as error:
             missing["gpu"] = str(error)
     try:
-        counters += rapl_counters(powercap)
+        counters += rapl_counters()
     except OSError as error:
         missing["processor"] = str(error)
     return counters, missing
@@ -210,17 +177,17 @@ class Rapl:
             return self._total_uj / 1e6
 
 
-def rapl_counters(powercap: Path = POWERCAP) -> list[Counter]:
+def rapl_counters() -> list[Counter]:
     """Packages and their memory (cores and graphics are parts of a package).
 
     Raises:
         OSError: there are none, or they cannot be read; its text says why.
     """
     # AMD's counters have Intel's name as well; intel-rapl-mmio shows the same once more
-    zones = sorted(powercap.glob("intel-rapl:*"))
+    zones = sorted(POWERCAP.glob("intel-rapl:*"))
     if not zones:
         raise OSError(
-            f"{powercap} has no intel-rapl zone: the kernel has no RAPL driver for this "
+            f"{POWERCAP} has no intel-rapl zone: the kernel has no RAPL driver for this "
             "processor, or a virtual machine hides it"
         )
     found: list[Counter] = []
@@ -243,9 +210,9 @@ def rapl_counters(powercap: Path = POWERCAP) -> list[Counter]:
     if not found:
         raise OSError(
             f"{denied[0]} is readable by root only (since Linux 5.10, against side channels): "
-            f"sudo chmod a+r {powercap}/intel-rapl:*/energy_uj"
+            f"sudo chmod a+r {POWERCAP}/intel-rapl:*/energy_uj"
             if denied
-            else f"{powercap}: no zone of a processor package can be read"
+            else f"{POWERCAP}: no zone of a processor package can be read"
         )
     return found
 
@@ -289,29 +256,23 @@ class GpuPower:
             return self._energy_j
 
 
-def gpu_counter(device: torch.device, nvml: Any = None, uuid: str | None = None) -> Counter:
+def gpu_counter(device: torch.device) -> Counter:
     """The best counter of the GPU that torch calls ``device``.
-
-    Args:
-        nvml: the module pynvml; left out, it is imported.
-        uuid: of the GPU; left out, torch is asked.
 
     Raises:
         OSError: it cannot be measured; its text says why.
     """
-    if nvml is None:
-        try:
-            nvml = importlib.import_module("pynvml")
-        except ImportError:
-            raise OSError("pynvml is not installed: pip install nvidia-ml-py") from None
+    import torch
+
+    try:
+        nvml: Any = importlib.import_module("pynvml")
+    except ImportError:
+        raise OSError("pynvml is not installed: pip install nvidia-ml-py") from None
     try:
         nvml.nvmlInit()
-        if uuid is None:
-            import torch
-
-            # by its identity: CUDA_VISIBLE_DEVICES numbers GPUs anew, NVML does not
-            uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        # by its identity: CUDA_VISIBLE_DEVICES numbers GPUs anew, NVML does not
+        uuid = torch.cuda.get_device_properties(device).uuid
+        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
         name = nvml.nvmlDeviceGetName(handle)
         name = name.decode() if isinstance(name, bytes) else str(name)
     except nvml.NVMLError as error:

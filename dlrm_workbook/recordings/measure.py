@@ -245,34 +245,6 @@ class _Session:
         return found
 
 
-def saved_profile(folder: Path | str) -> Profile:
-    """The Profile of a run folder, a saved Profile, a recording, or an HPCToolkit database.
-
-    Raises:
-        InputError: the folder holds none of these.
-    """
-    folder = Path(folder)
-    for place in (folder / "profile", folder):
-        if (place / "profile.json").is_file():
-            profile = Profile.load(place)
-            for made in profile.meta.get("passes", []):
-                if made.get("database"):
-                    made["database"] = str(folder.absolute() / made["database"])
-            return profile
-    for place in (folder / "recording", folder):
-        if (place / "recording.json").is_file():
-            return read_recording(place)
-    if (folder / "meta.db").is_file():
-        from dlrm_workbook.recordings.hpctoolkit.database import read_database
-        from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
-
-        return profile_from_database(read_database(folder))
-    raise InputError(
-        f"{folder}: holds no profile; expected a run folder of the profile notebook, a folder "
-        "that dlrm record wrote, or an HPCToolkit database"
-    )
-
-
 def second_profile(folder: Path | str) -> Profile | None:
     """The second engine's Profile of a run folder; None where one engine measured."""
     place = Path(folder) / TORCH_FOLDER

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from dlrm_core.errors import InputError
 from dlrm_core.files import read_json
 from dlrm_core.progress import Bar
 from dlrm_workbook.processes import Progress, ProgressCallback
-from dlrm_workbook.recordings.measure import saved_profile
+from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.runs import DEFAULT_OUTPUT_ROOT, RunFolder, claim_run_folder, latest_run
 from dlrm_workbook.samples import sample_profile
@@ -95,6 +95,8 @@ class Source:
     profile: Profile
     sentence: str
     folder: Path | None = None
+    ranks: dict[int, Profile] = field(default_factory=dict)
+    """Every rank's profile, where the recording holds several; ``profile`` is one of them."""
 
     def python_profile(self) -> Profile | None:
         """The pass with Python frames, if HPCToolkit made one for this run."""
@@ -107,7 +109,7 @@ def find_profile(profile_run: str, output_root: Path) -> Source:
     """The profile asked for, else that of the newest finished run, else the recorded sample.
 
     Raises:
-        InputError: the folder asked for holds no profile.
+        InputError: what is asked for cannot be opened, or holds no profile.
     """
     folder = Path(profile_run).expanduser().absolute() if profile_run else None
     sentence = f"This page explains the profile in `{folder}`."
@@ -115,7 +117,9 @@ def find_profile(profile_run: str, output_root: Path) -> Source:
         folder = latest_run(output_root, "profile")
         sentence = f"This page explains the newest finished profile run, `{folder}`."
     if folder is not None:
-        return Source(saved_profile(folder), sentence, folder)
+        recording = open_recording(folder)
+        sentence = " ".join([sentence, recording.sentence, *recording.cautions]).strip()
+        return Source(recording.profile, sentence, folder, recording.ranks)
     profile = sample_profile()
     return Source(
         profile,

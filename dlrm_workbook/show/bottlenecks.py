@@ -21,7 +21,6 @@ from dlrm_workbook.show.theme import (
     COLOURS,
     COMPUTE,
     INK,
-    INSIDE,
     add_bars,
     add_ends,
     add_part_spans,
@@ -37,6 +36,7 @@ from dlrm_workbook.show.theme import (
     ranked_bars,
     rows_of,
     short_name,
+    stacked_bars,
     stacked_iterations,
     wrapped,
 )
@@ -79,29 +79,18 @@ def data_against_compute(split: pd.DataFrame) -> go.Figure:
     """
     means = split[["data_ms", "transfer_ms", "compute_ms"]].mean()
     total = float(means.sum())
-    result = figure("Data against compute", 190, legend=True)
-    for column, name, colour in (
-        ("data_ms", "data", COLOURS["data"]),
-        ("transfer_ms", "transfer", COLOURS["transfer"]),
-        ("compute_ms", "compute", COMPUTE),
-    ):
-        time = float(means[column])
-        if time <= 0:
-            continue
-        share = time / total
-        add_bars(
-            result,
-            [time],
-            [""],
-            f"{name} {milliseconds(time)} ({percent(share)})",
-            colour,
-            f"{name}: {milliseconds(time)}, {share:.2%}",
-            text=[f"{name} {share:.0%}"] if share > 0.12 else None,
-            **INSIDE,
+    looks = {
+        f"{name}_ms": (f"{name} {milliseconds(time)} ({percent(time / total)})", colour)
+        for name, colour in (
+            ("data", COLOURS["data"]),
+            ("transfer", COLOURS["transfer"]),
+            ("compute", COMPUTE),
         )
-    result.update_layout(barmode="stack", bargap=0.1)
+        if (time := float(means[f"{name}_ms"])) > 0
+    }
+    result = stacked_bars("Data against compute", means.to_frame("").T, looks, "ms", texts=True)
+    result.update_layout(height=190)
     result.update_xaxes(title="ms in a mean iteration")
-    result.update_yaxes(showticklabels=False)
     return result
 
 

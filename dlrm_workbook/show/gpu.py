@@ -21,7 +21,6 @@ from dlrm_workbook.show.theme import (
     COLOURS,
     GRID,
     INK,
-    INSIDE,
     ROW,
     add_bars,
     add_part_spans,
@@ -32,6 +31,7 @@ from dlrm_workbook.show.theme import (
     markers,
     ranked_bars,
     rows_of,
+    stacked_bars,
     wrapped,
 )
 
@@ -203,29 +203,15 @@ def idleness_bars(idleness: pd.DataFrame) -> go.Figure:
     Args:
         idleness: what :func:`dlrm_workbook.analysis.idleness.gpu_idleness` gives.
     """
-    rows = rows_of(idleness)
     several = idleness["rank"].nunique() > 1
-    labels = [(f"rank {row.rank}, " if several else "") + row.gpu for row in rows]
-    result = figure("GPU busy and idle", 170 + 34 * len(rows), legend=True)
-    for name, column, colour in (
-        ("busy", "busy_ms", COLOURS["embedding"]),
-        ("idle", "idle_ms", COLOURS["other"]),
-    ):
-        shares = (idleness[column] / idleness["span_ms"]).tolist()
-        add_bars(
-            result,
-            idleness[column],
-            labels,
-            f"{name}: {milliseconds(idleness[column].sum())}",
-            colour,
-            f"%{{y}} {name}: %{{x:,.3f}} ms",
-            text=[f"{name} {percent(share)}" if share > 0.12 else "" for share in shares],
-            textfont={"color": "#000000"},
-            **INSIDE,
-        )
-    result.update_layout(barmode="stack", bargap=0.25)
+    labels = [(f"rank {row.rank}, " if several else "") + row.gpu for row in rows_of(idleness)]
+    looks = {
+        f"{name}_ms": (f"{name}: {milliseconds(idleness[f'{name}_ms'].sum())}", COLOURS[colour])
+        for name, colour in (("busy", "embedding"), ("idle", "other"))
+    }
+    table = idleness[list(looks)].set_axis(labels)
+    result = stacked_bars("GPU busy and idle", table, looks, "ms", texts=True)
     result.update_xaxes(title="ms " + str(idleness.attrs.get("span", "")))
-    result.update_yaxes(autorange="reversed", ticklabelstandoff=5)
     return result
 
 

@@ -368,6 +368,7 @@ def stacked_bars(
     unit: str,
     *,
     shares: bool = False,
+    texts: bool = False,
 ) -> Figure:
     """A stacked bar for each row of a table, labelled by its index, a colour for each column.
 
@@ -376,6 +377,7 @@ def stacked_bars(
         looks: column to its name in the legend and its colour, in the order of the stack;
             columns that the table lacks are left out.
         shares: draw each row as shares of its sum.
+        texts: write the shares into the bars, which ``shares`` does too.
     """
     result = figure(title, 160 + 36 * max(len(table), 3), legend=True)
     sums = table.sum(axis=1)
@@ -392,7 +394,7 @@ def stacked_bars(
             colour,
             f"{name}: %{{customdata:,.3g}} {unit}" + (", %{x:.1%}" if shares else ""),
             customdata=values,
-            text=[f"{part:.0%}" if shares and part >= 0.06 else "" for part in parts],
+            text=[f"{part:.0%}" if (shares or texts) and part >= 0.06 else "" for part in parts],
             **INSIDE,
         )
     result.update_layout(barmode="stack", bargap=0.22)

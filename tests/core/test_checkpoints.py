@@ -1,5 +1,6 @@
 """Checkpoints: training goes on to the same bits, whatever is killed or changed."""
 
+import contextlib
 import dataclasses
 import json
 import random
@@ -135,13 +136,13 @@ def test_old_checkpoints_go_once_newer_ones_are_whole(tmp_path):
 def test_what_a_killed_run_left_is_removed(tmp_path):
     (tmp_path / ".step-00000004-abc").mkdir()
     (tmp_path / ".step-00000004-abc" / WEIGHTS).write_bytes(b"half")
-    with CheckpointFolder(tmp_path, 2):
-        assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+    CheckpointFolder(tmp_path, 2).close()
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path):
     with (
-        CheckpointFolder(tmp_path, 2),
+        contextlib.closing(CheckpointFolder(tmp_path, 2)),
         pytest.raises(InputError, match="another run is writing"),
     ):
         CheckpointFolder(tmp_path, 2)

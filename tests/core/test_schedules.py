@@ -9,23 +9,41 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrm_core.config import parameters_from_sections
+from dlrm_core.config import TrainingConfig, parameters_from_sections
 from dlrm_core.errors import InputError
-from dlrm_core.schedules import Schedule, schedule_of
+from dlrm_core.schedules import learning_rate
 from dlrm_core.train import Trainer
+from dlrm_workbook.analysis.training import schedule
 
-DEEPSPARK = Schedule(base=0.1, warmup=2750, decay_start=49315, decay_steps=27772, power=2.0)
+
+def config_of(base, warmup, decay_start, decay_steps, power=2.0, end=0.0):
+    return TrainingConfig(
+        learning_rate=base,
+        lr_warmup_steps=warmup,
+        lr_decay_start=decay_start,
+        lr_decay_steps=decay_steps,
+        lr_decay_power=power,
+        lr_end=end,
+    )
+
+
+DEEPSPARK = config_of(0.1, 2750, 49_315, 27_772)
 
 
 def test_published_figures():
     """DeepSpark's command: lr 0.1, W 2750, D 49315, N 27772, end 0."""
-    assert DEEPSPARK.rate(1) == pytest.approx(0.1 / 2750)
-    assert DEEPSPARK.rate(1375) == pytest.approx(0.05)
-    assert DEEPSPARK.rate(2750) == DEEPSPARK.rate(30_000) == DEEPSPARK.rate(49_315) == 0.1
-    assert DEEPSPARK.rate(49_315 + 27_772 // 2) == pytest.approx(0.025)
-    assert DEEPSPARK.rate(49_315 + 27_772) == 0.0
+    assert learning_rate(DEEPSPARK, 1) == pytest.approx(0.1 / 2750)
+    assert learning_rate(DEEPSPARK, 1375) == pytest.approx(0.05)
+    assert (
+        learning_rate(DEEPSPARK, 2750)
+        == learning_rate(DEEPSPARK, 30_000)
+        == learning_rate(DEEPSPARK, 49_315)
+        == 0.1
+    )
+    assert learning_rate(DEEPSPARK, 49_315 + 27_772 // 2) == pytest.approx(0.025)
+    assert learning_rate(DEEPSPARK, 49_315 + 27_772) == 0.0
     # without the clamp the square would rise again: 0.1 at this step
-    assert DEEPSPARK.rate(49_315 + 2 * 27_772) == 0.0
+    assert learning_rate(DEEPSPARK, 49_315 + 2 * 27_772) == 0.0
 
 
 @given(
@@ -38,8 +56,8 @@ def test_published_figures():
 )
 def test_shape_of_any_schedule(base, warmup, plateau, decay, power, end):
     end = end * base
-    schedule = Schedule(base, warmup, warmup + plateau, decay, power, end)
-    rates = [schedule.rate(step) for step in range(1, warmup + plateau + decay + 30)]
+    config = config_of(base, warmup, warmup + plateau, decay, power, end)
+    rates = [learning_rate(config, step) for step in range(1, warmup + plateau + decay + 30)]
     rising, falling = rates[: max(warmup, 1)], rates[max(warmup - 1, 0) :]
     assert all(a <= b for a, b in itertools.pairwise(rising))
     assert all(a >= b for a, b in itertools.pairwise(falling))
@@ -51,21 +69,18 @@ def test_shape_of_any_schedule(base, warmup, plateau, decay, power, end):
 
 def test_no_schedule_is_constant():
     config = parameters_from_sections({}).training
-    assert schedule_of(config).constant
-    assert {schedule_of(config).rate(step) for step in range(1, 10_000)} == {config.learning_rate}
-    assert not DEEPSPARK.constant
+    assert {learning_rate(config, step) for step in range(1, 10_000)} == {config.learning_rate}
+    assert schedule(parameters_from_sections({}), 100).empty
 
 
-def test_curve_has_the_corners():
-    curve = DEEPSPARK.curve(100_000, most=50)
-    assert len(curve["iteration"]) < 60
+def test_a_shown_schedule_has_the_corners():
+    curve = schedule(dataclasses.replace(parameters_from_sections({}), training=DEEPSPARK), 100_000)
+    assert len(curve) < 410
     assert {1, 2750, 49_315, 77_087, 100_000} <= set(curve["iteration"])
     for step, rate in zip(curve["iteration"], curve["learning_rate"], strict=True):
-        assert rate == DEEPSPARK.rate(int(step)) and math.isfinite(rate)
-    assert Schedule(1.0).curve(3) == {
-        "iteration": [1.0, 2.0, 3.0],
-        "learning_rate": [1.0, 1.0, 1.0],
-    }
+        assert rate == learning_rate(DEEPSPARK, int(step)) and math.isfinite(rate)
+    short = parameters_from_sections({"training": {"lr_warmup_steps": 3, "learning_rate": 1.0}})
+    assert schedule(short, 4)["learning_rate"].tolist() == pytest.approx([1 / 3, 2 / 3, 1.0, 1.0])
 
 
 @pytest.mark.parametrize(
@@ -127,9 +142,8 @@ def test_every_update_obeys_the_schedule(backend, optimizer):
         seen.append([weight.detach().clone() for weight in weights])
 
     trainer.train(said.append, note)
-    schedule = schedule_of(chosen.training)
     assert [interval["learning_rate"] for interval in said] == [
-        schedule.rate(step) for step in range(1, 15)
+        learning_rate(chosen.training, step) for step in range(1, 15)
     ]
     for before, after in itertools.pairwise(seen):
         changes.append([not torch.equal(*pair) for pair in zip(before, after, strict=True)])

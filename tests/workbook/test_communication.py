@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scaling_records import placement
 
 from dlrm_core.config import (
     DataConfig,
@@ -103,7 +104,7 @@ def plans(draw):
 @given(plans())
 def test_every_weight_has_exactly_one_owner_or_as_many_as_ranks(drawn) -> None:
     parameters, plan = drawn
-    placed = plan.placement()
+    placed = placement(plan)
     dim = parameters.model.embedding_dim
     for table, shards in placed.groupby("table"):
         rows = parameters.model.table_rows[int(table)]

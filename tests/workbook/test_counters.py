@@ -126,13 +126,14 @@ def test_memory_faults_and_collection(counters):
     assert "gpu_allocated_bytes" in counters.not_measured
 
 
-def test_what_the_kernel_does_not_tell_is_absent_with_a_reason(tmp_path):
+def test_what_the_kernel_does_not_tell_is_absent_with_a_reason(tmp_path, monkeypatch):
     proc = tmp_path / "proc"
     tid = threading.get_native_id()
     (proc / "self" / "task" / str(tid)).mkdir(parents=True)
     (proc / "self" / "task" / str(tid) / "schedstat").write_text("0 0 0\n")  # switched off
     (proc / "self" / "statm").write_text("10 7 1 1 0 1 0\n")
-    with IterationCounters(CPU, proc=proc) as counters:
+    monkeypatch.setattr("dlrm_workbook.evidence.counters.PROC", proc)
+    with IterationCounters(CPU) as counters:
         counters.start()
         counters.snapshot(0)
         columns, evidence = counters.columns(), counters.evidence()
@@ -146,11 +147,12 @@ def system(proc, ticks: float, stolen: int = 0) -> None:
     (proc / "stat").write_text(f"cpu  {ticks} 0 0 100 0 0 0 {stolen} 0 0\n")
 
 
-def test_other_processes_are_the_machine_s_time_less_ours(tmp_path):
+def test_other_processes_are_the_machine_s_time_less_ours(tmp_path, monkeypatch):
     proc = tmp_path / "proc"
     (proc / "self" / "task").mkdir(parents=True)
     system(proc, 100)
-    with IterationCounters(CPU, proc=proc) as counters:
+    monkeypatch.setattr("dlrm_workbook.evidence.counters.PROC", proc)
+    with IterationCounters(CPU) as counters:
         counters.start()
         compute(30)
         system(proc, 150, stolen=3)

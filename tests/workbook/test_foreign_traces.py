@@ -18,7 +18,7 @@ from dlrm_workbook.recordings.foreign import PartNames
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch import steps
 from dlrm_workbook.recordings.torch.chrome_trace import STEP_PREFIX, Events, read_events
-from dlrm_workbook.recordings.torch.trace import profile_of_events, read_trace
+from dlrm_workbook.recordings.torch.trace import profile_of, read_trace
 
 TRACES = Path(__file__).parents[3] / "shared" / "recordings" / "traces"
 
@@ -57,13 +57,13 @@ def covered(profile: Profile) -> float:
     ("name", "rank"), [*((V100, rank) for rank in range(8)), (META, 0), (GRAPHS, 0)]
 )
 def test_device_time_of_real_dlrms_is_in_named_parts(name: str, rank: int) -> None:
-    profile = profile_of_events(events_of(name, rank))
+    profile = profile_of(events_of(name, rank))
     assert covered(profile) > 0.98
     assert {"bottom_mlp", "embedding", "top_mlp"} <= set(device_ms(profile).index.levels[0])
 
 
 def test_kernels_stand_under_the_part_that_their_names_fit() -> None:
-    contexts = profile_of_events(events_of(META)).contexts
+    contexts = profile_of(events_of(META)).contexts
     kernels = contexts[contexts["kind"].isin(["kernel", "copy"])]
 
     def parts(pattern: str) -> set[tuple[str, str]]:
@@ -84,7 +84,7 @@ def test_kernels_stand_under_the_part_that_their_names_fit() -> None:
 def test_meta_dlrm_by_hand() -> None:
     """Sums over raw kernels launched within the ranges, checked once by hand."""
     events = events_of(META)
-    times = device_ms(profile_of_events(events))
+    times = device_ms(profile_of(events))
     device = events.device.assign(ms=(events.device["end"] - events.device["start"]) / 1e6)
     nccl = device[device["name"].str.startswith("nccl")]["ms"].sum()
     assert nccl == pytest.approx(163.535, abs=1e-3)
@@ -103,12 +103,12 @@ def test_meta_dlrm_by_hand() -> None:
 
 @pytest.mark.parametrize("name", [RESNET, BERT])
 def test_other_models_have_no_parts_of_a_dlrm(name: str) -> None:
-    components = set(profile_of_events(events_of(name)).contexts["component"])
+    components = set(profile_of(events_of(name)).contexts["component"])
     assert not components & {"bottom_mlp", "interaction", "top_mlp"}
 
 
 def test_launches_of_graphs_without_kernels_are_named() -> None:
-    profile = profile_of_events(events_of(GRAPHS))
+    profile = profile_of(events_of(GRAPHS))
     (said,) = (text for text in profile.meta["cautions"] if "CUDA graphs" in text)
     assert said.startswith("70 launches of CUDA graphs") and "upper bound" in said
     roots = profile.contexts["name"].eq("launched before the trace")
@@ -117,7 +117,7 @@ def test_launches_of_graphs_without_kernels_are_named() -> None:
 
 
 def test_properties_of_kernels_are_means_over_launches() -> None:
-    table = kernel_table(profile_of_events(events_of(BERT)))
+    table = kernel_table(profile_of(events_of(BERT)))
     flash = table[table["kernel"].str.contains("flash_fwd_kernel")].iloc[0]
     # its raw events: grid [2, 1, 8], block [128, 1, 1], 255 registers, 49152 B, occupancy 1 %
     assert flash["threads_per_block"] == 128 and flash["blocks"] == 16
@@ -223,7 +223,7 @@ def test_steps_without_their_marks_are_found_again(name: str) -> None:
     unmarked = events_of(name)
     marks = unmarked.host["name"].str.startswith(STEP_PREFIX)
     unmarked.host = unmarked.host[~marks].reset_index(drop=True)
-    first, second = profile_of_events(marked), profile_of_events(unmarked)
+    first, second = profile_of(marked), profile_of(unmarked)
     assert second.meta["iterations_from"] not in ("", first.meta["iterations_from"])
     assert covered(second) == pytest.approx(covered(first), abs=0.01)
     pd.testing.assert_series_equal(device_ms(second), device_ms(first), rtol=0.02, atol=1.0)

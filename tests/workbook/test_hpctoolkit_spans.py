@@ -11,7 +11,7 @@ from dlrm_core.parts import ITERATION_SPAN, log_spans, span_name
 from dlrm_core.train import Trainer
 from dlrm_workbook.analysis.attribution import attribute, coverage
 from dlrm_workbook.recordings.hpctoolkit.spans import with_spans
-from dlrm_workbook.recordings.measure import saved_profile
+from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import Profile
 
 MS = 1_000_000
@@ -188,7 +188,7 @@ def test_a_moved_run_folder_still_finds_the_databases_of_its_passes(tmp_path):
     measured.meta["passes"] = [{"name": "stalls", "database": "hpctoolkit/stalls.database"}]
     measured.save(tmp_path / "run" / "profile")
     (tmp_path / "run").rename(tmp_path / "moved")
-    (made,) = saved_profile(tmp_path / "moved").meta["passes"]
+    (made,) = open_recording(tmp_path / "moved").profile.meta["passes"]
     assert made["database"] == str(tmp_path / "moved" / "hpctoolkit" / "stalls.database")
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrm_core.config import Parameters, parameters_from_sections
-from dlrm_core.data.loader import Divided, make_generator, staged
+from dlrm_core.data.loader import make_generator, staged
 from dlrm_core.errors import InputError
 from dlrm_core.placement import plan_placement, smallest_first
 from dlrm_core.resume import optimizer_state, weights_of
@@ -153,9 +153,9 @@ class HostCopies:
 def test_a_loader_for_gpus_keeps_the_hosts_lookups():
     given = parameters(embeddings_on_gpu_bytes=2240)
     placement = plan_placement(given, gpu=True)
-    source = Divided(make_generator(given, CPU), lambda batch: divide(batch, placement))
+    source = make_generator(given, CPU)
     plain = make_generator(given, CPU)
-    stream = staged(source, 2, HostCopies())
+    stream = staged(lambda: divide(source.next_batch(), placement), 2, HostCopies())
     for _ in range(6):
         found, expected = next(stream), divide(plain.next_batch(), placement)
         assert torch.equal(found.indices, expected.indices)

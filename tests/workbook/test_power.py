@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from dlrm_workbook.evidence import power
 from dlrm_workbook.evidence.power import (
     MOST_WATTS,
     GpuEnergy,
     GpuPower,
     PowerMeter,
     Rapl,
-    find_counters,
     gpu_counter,
     power_meter,
     rapl_counters,
@@ -36,35 +38,37 @@ def zone(
 
 
 @pytest.fixture
-def powercap(tmp_path) -> Path:
+def powercap(tmp_path, monkeypatch) -> Path:
     zone(tmp_path, "intel-rapl:0", "package-0", 5_000_000)
     zone(tmp_path, "intel-rapl:0:0", "core", 1_000_000)
     zone(tmp_path, "intel-rapl:0:1", "dram", 2_000_000)
     zone(tmp_path, "intel-rapl:1", "psys", 9_000_000)
     zone(tmp_path, "intel-rapl-mmio:0", "package-0", 5_000_000)
+    monkeypatch.setattr(power, "POWERCAP", tmp_path)
     return tmp_path
 
 
 def test_packages_and_their_memory_are_counted_once(powercap):
-    names = [counter.device for counter in rapl_counters(powercap)]
+    names = [counter.device for counter in rapl_counters()]
     assert names == ["package-0", "dram of package-0"]
 
 
 def test_energy_and_power_are_those_between_start_and_stop(powercap):
-    meter = PowerMeter(*find_counters(CPU, powercap)).start()
+    meter = power_meter(CPU).start()
     time.sleep(0.05)
     (powercap / "intel-rapl:0" / "energy_uj").write_text("7500000")
     (powercap / "intel-rapl:0:1" / "energy_uj").write_text("2500000")
-    power = meter.stop()
-    assert power.energy_j == pytest.approx(3.0)
-    assert [reading.energy_j for reading in power.readings] == pytest.approx([2.5, 0.5])
-    assert power.power_w == pytest.approx(3.0 / power.seconds)
-    assert power.seconds >= 0.05
-    figures = power.figures(600)
+    figures = meter.stop(600)
+    found = figures["power"]
+    assert found["energy_j"] == pytest.approx(3.0)
+    assert [reading["energy_j"] for reading in found["readings"]] == pytest.approx([2.5, 0.5])
+    assert figures["power_w"] == pytest.approx(3.0 / found["seconds"])
+    assert found["seconds"] >= 0.05
     assert figures["samples_per_joule"] == pytest.approx(200.0)
-    assert figures["power"]["not_measured"] == {}
+    assert found["not_measured"] == {}
     # samples a joule are samples a second and watt
-    assert 600 / power.seconds / power.power_w == pytest.approx(figures["samples_per_joule"])
+    rate = 600 / found["seconds"]
+    assert rate / figures["power_w"] == pytest.approx(figures["samples_per_joule"])
 
 
 def test_a_counter_that_came_round_goes_on(tmp_path):
@@ -91,22 +95,27 @@ def test_a_counter_is_read_before_it_can_come_round_twice(tmp_path):
         part.write_text(str(value))
         part.replace(folder / "energy_uj")
         time.sleep(0.1)
-    assert meter.stop().energy_j == pytest.approx(spent / 1e6)
+    assert meter.stop(0)["power"]["energy_j"] == pytest.approx(spent / 1e6)
 
 
-def test_without_counters_the_reason_is_given(tmp_path):
-    power = PowerMeter(*find_counters(CPU, tmp_path)).start().stop()
-    assert power.energy_j is None and power.power_w is None
-    figures = power.figures(100)
+def test_without_counters_the_reason_is_given(tmp_path, monkeypatch):
+    monkeypatch.setattr(power, "POWERCAP", tmp_path)
+    figures = power_meter(CPU).start().stop(100)
+    assert figures["power"]["energy_j"] is None
     assert figures["power_w"] is None and figures["samples_per_joule"] is None
     assert "no intel-rapl zone" in figures["power"]["not_measured"]["processor"]
+
+
+def refusal() -> str:
+    """Why the processor's energy is not measured."""
+    return power_meter(CPU).start().stop(0)["power"]["not_measured"]["processor"]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_counters_for_root_only_are_said(powercap):
     for path in powercap.glob("*/energy_uj"):
         path.chmod(0)
-    assert "root only" in find_counters(CPU, powercap)[1]["processor"]
+    assert "root only" in refusal()
 
 
 def test_counters_that_refuse_are_said(powercap, monkeypatch):
@@ -118,15 +127,15 @@ def test_counters_that_refuse_are_said(powercap, monkeypatch):
         return real(path, *args, **kwargs)
 
     monkeypatch.setattr(Path, "read_text", read_text)
-    assert "root only" in find_counters(CPU, powercap)[1]["processor"]
+    assert "root only" in refusal()
 
 
 def test_a_counter_that_vanishes_is_no_zero(powercap):
-    meter = PowerMeter(*find_counters(CPU, powercap)).start()
+    meter = power_meter(CPU).start()
     (powercap / "intel-rapl:0" / "energy_uj").unlink()
-    power = meter.stop()
-    assert [reading.device for reading in power.readings] == ["dram of package-0"]
-    assert "package-0" in power.not_measured
+    found = meter.stop(0)["power"]
+    assert [reading["device"] for reading in found["readings"]] == ["dram of package-0"]
+    assert "package-0" in found["not_measured"]
 
 
 class NvmlError(Exception):
@@ -163,23 +172,29 @@ class Nvml:
         return self.power_mw
 
 
-def test_a_gpu_counts_its_own_energy():
+def counter_of(nvml: Nvml, uuid: str, monkeypatch: pytest.MonkeyPatch) -> power.Counter:
+    """The counter of a GPU of this identity, as torch tells it."""
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    known = SimpleNamespace(uuid=uuid)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: known)
+    return gpu_counter(torch.device("cuda:0"))
+
+
+def test_a_gpu_counts_its_own_energy(monkeypatch):
     nvml = Nvml(counts=True)
-    counter = gpu_counter(torch.device("cuda:0"), nvml, "GPU-1")
+    counter = counter_of(nvml, "1", monkeypatch)
     assert isinstance(counter, GpuEnergy) and counter.device == "gpu 0 (NVIDIA H100)"
     meter = PowerMeter([counter], {}).start()
     nvml.energy_mj += 45_000
-    assert meter.stop().energy_j == pytest.approx(45.0)
+    assert meter.stop(0)["power"]["energy_j"] == pytest.approx(45.0)
 
 
-def test_an_old_gpus_power_is_sampled():
-    nvml = Nvml(counts=False)
-    counter = gpu_counter(torch.device("cuda:0"), nvml, "GPU-1")
+def test_an_old_gpus_power_is_sampled(monkeypatch):
+    counter = counter_of(Nvml(counts=False), "1", monkeypatch)
     assert isinstance(counter, GpuPower)
     meter = PowerMeter([counter], {}).start()
     time.sleep(0.25)
-    power = meter.stop()
-    assert power.power_w == pytest.approx(300.0, rel=0.05)
+    assert meter.stop(0)["power_w"] == pytest.approx(300.0, rel=0.05)
 
 
 def test_the_trapezoidal_rule_follows_a_change_of_power(monkeypatch):
@@ -191,9 +206,9 @@ def test_the_trapezoidal_rule_follows_a_change_of_power(monkeypatch):
     assert counter.energy_j() == pytest.approx(400.0)
 
 
-def test_a_gpu_that_nvml_does_not_know_is_said():
+def test_a_gpu_that_nvml_does_not_know_is_said(monkeypatch):
     with pytest.raises(OSError, match="NVML: Not Found"):
-        gpu_counter(torch.device("cuda:0"), Nvml(True), "GPU-2")
+        counter_of(Nvml(True), "2", monkeypatch)
 
 
 def test_a_run_says_its_power_or_why_not():

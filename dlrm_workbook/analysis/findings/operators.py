@@ -111,6 +111,8 @@ PER_WORK = {"embedding": 80, "data": 1000}
 class Kind:
     """What a group of operators that do not belong is."""
 
+    names: str
+    """Pattern of the operators that tell it."""
     id: str
     title: str
     advice: str
@@ -122,51 +124,42 @@ class Kind:
 
 
 KINDS = (
-    (
-        re.compile(r"aten::(isnan|isinf|isfinite|any|all|nan_to_num|is_nonzero|logical_\w+)$"),
-        Kind(
-            "anomaly_checks",
-            "Gradients or activations are checked for NaN in every step",
-            "Switch autograd's anomaly mode (torch.autograd.set_detect_anomaly) and checks of "
-            "values off once the model trains: each check reads a whole tensor and waits for the "
-            "answer.",
-            "memory bandwidth",
-            unmistakable=True,
-        ),
+    Kind(
+        r"aten::(isnan|isinf|isfinite|any|all|nan_to_num|is_nonzero|logical_\w+)$",
+        "anomaly_checks",
+        "Gradients or activations are checked for NaN in every step",
+        "Switch autograd's anomaly mode (torch.autograd.set_detect_anomaly) and checks of "
+        "values off once the model trains: each check reads a whole tensor and waits for the "
+        "answer.",
+        "memory bandwidth",
+        unmistakable=True,
     ),
-    (
-        re.compile(r"aten::(_embedding_bag_dense_backward|embedding_dense_backward)$"),
-        Kind(
-            "dense_gradients",
-            "Embedding gradients are dense: whole tables are written and updated in every step",
-            "Use sparse gradients (nn.EmbeddingBag(sparse=True)) or the fused backend "
-            "(training.embedding_backend: fused): only the looked-up rows change.",
-            "memory bandwidth",
-            {"training.embedding_backend": "fused"},
-        ),
+    Kind(
+        r"aten::(_embedding_bag_dense_backward|embedding_dense_backward)$",
+        "dense_gradients",
+        "Embedding gradients are dense: whole tables are written and updated in every step",
+        "Use sparse gradients (nn.EmbeddingBag(sparse=True)) or the fused backend "
+        "(training.embedding_backend: fused): only the looked-up rows change.",
+        "memory bandwidth",
+        {"training.embedding_backend": "fused"},
     ),
-    (
-        re.compile(r"aten::(_to_copy|to|type_as|float|double|half|bfloat16)$"),
-        Kind(
-            "conversions",
-            "Tensors are converted between precisions or copied",
-            "Keep one precision through the part: find what converts (a float64 constant, "
-            ".double(), .float(), a missing autocast), or what copies (.clone(), .contiguous()).",
-            "memory bandwidth",
-        ),
+    Kind(
+        r"aten::(_to_copy|to|type_as|float|double|half|bfloat16)$",
+        "conversions",
+        "Tensors are converted between precisions or copied",
+        "Keep one precision through the part: find what converts (a float64 constant, "
+        ".double(), .float(), a missing autocast), or what copies (.clone(), .contiguous()).",
+        "memory bandwidth",
     ),
-    (
-        re.compile(r"aten::(item|_local_scalar_dense|nonzero|unique\w*|_unique2|masked_select)$"),
-        Kind(
-            "readbacks",
-            "Results are read back in every step",
-            "Read values back rarely (every training.log_every iterations) and outside the parts.",
-            "synchronisation",
-            unmistakable=True,
-        ),
+    Kind(
+        r"aten::(item|_local_scalar_dense|nonzero|unique\w*|_unique2|masked_select)$",
+        "readbacks",
+        "Results are read back in every step",
+        "Read values back rarely (every training.log_every iterations) and outside the parts.",
+        "synchronisation",
+        unmistakable=True,
     ),
 )
-"""Patterns of the operators that tell a kind, and the kind."""
 
 HELPERS = re.compile(
     r"aten::(copy_|clone|item|_local_scalar_dense|abs|ne|eq|mul|bitwise_\w+|add_?|fill_|zero_)$"
@@ -259,8 +252,8 @@ def extra_operators(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
     if extra.empty:
         return
     keys = ["component", "phase"]
-    for names, kind in KINDS:
-        own = extra["name"].str.match(names)
+    for kind in KINDS:
+        own = extra["name"].str.match(kind.names)
         if not own.any():
             continue
         # what came with them: a conversion's copy_, a check's item, in the same parts
@@ -268,7 +261,7 @@ def extra_operators(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
         if (
             together["time_ms"].sum() >= EXTRA_SHARE * evidence.total_ms
             and (kind.unmistakable or not _are_tiny(evidence, together))
-            and _is_led_by(together, names)
+            and _is_led_by(together, kind.names)
         ):
             yield _extra(evidence, ledger, together, kind)
             named = pd.MultiIndex.from_frame(together[keys])
@@ -283,6 +276,7 @@ def _unnamed_kind(evidence: Evidence, group: pd.DataFrame, place: str) -> Kind:
     """Operators of one part that no kind names: many tiny ones, or a few that take long."""
     if _are_tiny(evidence, group):
         return Kind(
+            ".*",
             "tiny_operators",
             f"{group['calls'].sum():,.0f} operators in {place} that the model does not need",
             "Merge them into a few operators on whole tensors, or take them out of the step: each "
@@ -290,6 +284,7 @@ def _unnamed_kind(evidence: Evidence, group: pd.DataFrame, place: str) -> Kind:
             "dispatch",
         )
     return Kind(
+        ".*",
         "foreign_operators",
         f"{capitalised(place)} calls operators that the model does not need",
         "Take them out of the step, or merge them into its own operators.",
@@ -304,7 +299,7 @@ def _are_tiny(evidence: Evidence, group: pd.DataFrame) -> bool:
     return calls >= MANY and float(group["time_ms"].sum()) < 4.0 * TINY * cost * calls
 
 
-def _is_led_by(group: pd.DataFrame, names: re.Pattern[str]) -> bool:
+def _is_led_by(group: pd.DataFrame, names: str) -> bool:
     """Whether these operators, with what they call, take most of the group's time."""
     led = group["name"].str.match(names) | group["name"].str.match(HELPERS)
     return bool(group.loc[led, "time_ms"].sum() >= 0.5 * group["time_ms"].sum())

@@ -47,7 +47,7 @@ def rank_memory(parameters: Parameters, plan: Plan, batch_size: int) -> pd.DataF
         ``gradient_bytes``, ``activation_bytes``, ``exchange_bytes``, ``total_bytes``.
     """
     ranks, dim = plan.ranks, plan.dim
-    tables = plan.table_bytes(FLOAT_BYTES)
+    tables = plan.table_bytes()
     dense = FLOAT_BYTES * dense_parameters(parameters)
     own = -(-batch_size // ranks)
     local = replace(parameters, training=replace(parameters.training, batch_size=own))

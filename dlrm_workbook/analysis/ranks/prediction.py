@@ -351,9 +351,8 @@ def ceiling_profile(
     parameters: Parameters,
     ceilings: Mapping[str, Any],
     batch_sizes: Sequence[int] = (64, 512, 4096),
-    device: str | None = None,
 ) -> ComputeProfile:
-    """Least times by a machine's ceilings, measured or of a data sheet, at several batches.
+    """Least times of a GPU by its ceilings, measured or of a data sheet, at several batches.
 
     Raises:
         InputError: no part has a ceiling.
@@ -361,7 +360,7 @@ def ceiling_profile(
     rows = []
     for size in batch_sizes:
         training = replace(parameters.training, batch_size=size)
-        times = least_times(replace(parameters, training=training), ceilings, device=device)
+        times = least_times(replace(parameters, training=training), ceilings, device="cuda")
         known = times.dropna(subset=["ceiling_ms"])
         rows.append(
             known.assign(concurrent=1, batch_size=size, time_ms=known["ceiling_ms"])[
@@ -372,9 +371,8 @@ def ceiling_profile(
     if table.empty:
         raise InputError("ceilings: no part of the step has one that was measured or is listed")
     made = measured_profile(table, f"ceilings of {ceilings.get('device', 'this machine')}")
-    on_gpu = (device or parameters.training.device).startswith("cuda")
     wide = made.with_costs(lambda cost: replace(cost, scatter=CEILING_SCATTER))
-    return replace(wide, shares_node=not on_gpu, whole_batches=not on_gpu)
+    return replace(wide, shares_node=False, whole_batches=False)
 
 
 def published_profile(
@@ -392,7 +390,7 @@ def published_profile(
         InputError: no part has a ceiling.
     """
     batch = parameters.training.batch_size
-    made = ceiling_profile(parameters, ceilings, (batch // 16, batch // 4, batch), "cuda")
+    made = ceiling_profile(parameters, ceilings, (batch // 16, batch // 4, batch))
     factor = 1e3 * batch / samples_per_second / made.total_ms(batch)
 
     def scaled(cost: PartCost) -> PartCost:

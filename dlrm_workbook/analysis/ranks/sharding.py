@@ -129,27 +129,16 @@ class Plan:
         """:func:`lookup_cost` of each whole table."""
         return [lookup_cost(count, self.dim) for count in self.lookups]
 
-    def table_bytes(self, number_bytes: int = 4) -> np.ndarray:
+    def table_bytes(self) -> np.ndarray:
         """Bytes of weights on each rank, shape (ranks,)."""
         total = np.zeros(self.ranks, dtype=np.int64)
         for table in self.tables:
-            size = table.shard_rows * table.columns * number_bytes
+            size = table.shard_rows * table.columns * 4
             if table.kind == "replicated":
-                total += table.rows * table.dim * number_bytes
+                total += table.rows * table.dim * 4
             else:
                 np.add.at(total, np.asarray(table.ranks), size)
         return total
-
-    def placement(self) -> pd.DataFrame:
-        """A row a shard: ``table``, ``kind``, ``rank``, ``rows``, ``columns``."""
-        return pd.DataFrame(
-            [
-                (table.table, table.kind, int(rank), int(rows), table.columns)
-                for table in self.tables
-                for rank, rows in zip(table.ranks, table.shard_rows, strict=True)
-            ],
-            columns=["table", "kind", "rank", "rows", "columns"],
-        )
 
 
 _EXCHANGED = ("table_wise", "column_wise")

@@ -89,6 +89,10 @@ CLOCK_NS = 1000
 """Times of GPU and CPU that differ by less are equal: traces in whole microseconds."""
 
 
+class NoTraceError(InputError):
+    """A file is whole, but no trace of torch.profiler."""
+
+
 @dataclass
 class Events:
     """The events of one trace. Times are int ns from the first event on.
@@ -125,6 +129,8 @@ class Events:
     """The clock's time at time 0, ns; since 1970 where the trace gives its base time."""
     cautions: list[str] = field(default_factory=list)
     """Sentences about what in this trace is not as it should be."""
+    launched_before: tuple[int, int] | None = None
+    """GPU operations whose launch is not recorded, and their ns; None where no launch is."""
 
     @property
     def distributed(self) -> dict[str, Any]:
@@ -153,12 +159,19 @@ class Events:
 
     def circumstances(self) -> dict[str, Any]:
         """What a profile's ``meta`` says of the trace: its GPUs, ranks, clock and cautions."""
+        names = pd.Series(self.host["name"].unique(), dtype=object)
+        steps = self.host["name"].isin(names[names.str.startswith(STEP_PREFIX)])
         found: dict[str, Any] = {
             "devices": self.devices,
             "distributed": self.distributed,
             "clock_ns": self.clock_ns,
             "cautions": self.cautions,
+            "profiler_steps": int(steps.sum()),
+            "steps_threads": self.host.loc[steps, "line"].unique().tolist(),
         }
+        if self.launched_before is not None:
+            count, spent = self.launched_before
+            found["launched_before_trace"] = {"count": count, "time_ms": spent / 1e6}
         if len(self.device) and self.devices:
             found["device_name"] = self.devices[0]["name"]
         return found
@@ -172,7 +185,8 @@ def read_events(path: Path, file: IO[bytes] | None = None, packed_bytes: int = 0
         packed_bytes: size of that archive.
 
     Raises:
-        InputError: the file is missing, cut short, not JSON or no such trace.
+        InputError: the file is missing, cut short or not JSON.
+        NoTraceError: it is no such trace.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(without_collection())
@@ -187,7 +201,7 @@ def read_events(path: Path, file: IO[bytes] | None = None, packed_bytes: int = 0
         except RecursionError:
             raise InputError(f"{path} cannot be read: its JSON is nested too deeply") from None
         if not stream.has_events:
-            raise InputError(f"{path} is no chrome trace: it has no list 'traceEvents'")
+            raise NoTraceError(f"{path} is no chrome trace: it has no list 'traceEvents'")
         return walk.finish(stream)
 
 
@@ -536,7 +550,7 @@ class _Walk:
                 raise InputError(
                     f"{path}: an event is not as torch.profiler writes it: {self.first_malformed!r}"
                 ) from None
-            raise InputError(f"{path} holds no operator, range or kernel of torch.profiler")
+            raise NoTraceError(f"{path} holds no operator, range or kernel of torch.profiler")
         zero = min(int(frame["start"].min()) for frame in (host, device, memory) if len(frame))
         host["kind"] = np.array(_SPAN_KINDS, dtype=object)[host["kind"].to_numpy()]
         what = device["kind"].to_numpy()
@@ -711,11 +725,12 @@ def _look_at_launches(events: Events, cautions: _Cautions) -> None:
         "launches one: what launched {them} is not known",
     )
     before = launcher.eq("") & ~unclear
+    events.launched_before = int(before.sum()), int(device.loc[before, "duration"].sum())
     cautions.add(
         int(before.sum()),
         "GPU operation{s}, {spent:,.3f} ms in all, {has} no recorded launch: launched before "
         "the recording began",
-        spent=float(device.loc[before, "duration"].sum()) / 1e6,
+        spent=events.launched_before[1] / 1e6,
     )
     begun = correlation.map(calls["start"])
     early = (device["start"] + CLOCK_NS < begun) & ~unclear

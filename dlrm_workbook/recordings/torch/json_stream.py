@@ -12,8 +12,11 @@ import contextlib
 import gzip
 import io
 import json
+import lzma
 import re
 import stat
+import tarfile
+import zipfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -177,9 +180,9 @@ class EventStream:
         while not self._ended and length < ahead:
             try:
                 data = self._file.read(PIECE)
-            except (EOFError, zlib.error):
+            except (EOFError, zlib.error, tarfile.ReadError):
                 raise InputError(f"{self.name} cannot be read: it is cut short") from None
-            except OSError as error:
+            except (OSError, zipfile.BadZipFile, lzma.LZMAError) as error:
                 raise InputError(f"{self.name} cannot be read: {error}") from None
             self._read_bytes += len(data)
             suspicious = self._read_bytes > max(UNSUSPICIOUS, MOST_PACKED * self._packed_bytes)

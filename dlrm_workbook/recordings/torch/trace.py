@@ -204,11 +204,11 @@ def read_trace(path: str | Path, parts: Mapping[str, str] | None = None) -> Prof
     Raises:
         InputError: the file is missing, cut short, not JSON or no such trace.
     """
-    return profile_of_events(read_events(Path(path)), parts)
+    return profile_of(read_events(Path(path)), parts)
 
 
-def profile_of_events(events: Events, parts: Mapping[str, str] | None = None) -> Profile:
-    """The profile of a trace whose events have been read."""
+def profile_of(events: Events, parts: Mapping[str, str] | None = None) -> Profile:
+    """The profile of a trace that has been read."""
     return _Builder(events, PartNames(parts)).build({}, None)
 
 

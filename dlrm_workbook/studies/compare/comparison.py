@@ -39,7 +39,8 @@ from dlrm_workbook.changes import apply_change, change_steps, change_text, diffe
 from dlrm_workbook.intervals import Interval
 from dlrm_workbook.machine import versions
 from dlrm_workbook.processes import Progress, ProgressCallback, fresh_path, only_process
-from dlrm_workbook.recordings.measure import measure, saved_profile
+from dlrm_workbook.recordings.measure import measure
+from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.studies.compare import analyse as in_rounds
 from dlrm_workbook.studies.compare.measure import ROUNDS, TimedRun, run_in_turns
@@ -354,7 +355,7 @@ class ChangeComparison(Comparison):
                 "one is tried."
             )
         if profile_run:
-            profile = saved_profile(Path(profile_run).expanduser().absolute())
+            profile = open_recording(Path(profile_run).expanduser().absolute()).profile
             _require_same(parameters, profile, profile_run)
             self.profiles[BASELINE] = profile
 
@@ -399,7 +400,7 @@ class ChangeComparison(Comparison):
         """Measure a profile in a folder of that name, or take the one an earlier try made."""
         made = whole_profile(self.folder, name)
         if made is not None:
-            return saved_profile(made)
+            return open_recording(made).profile
         return measure(parameters, fresh_path(self.folder / name), progress=progress)
 
     def predict(self) -> None:
@@ -553,7 +554,9 @@ class RunsComparison(Comparison):
             raise InputError(f"runs names {len(places)} profile(s), expected at least two")
         labels = run_labels(places)
         self.places = dict(zip(labels, (place for _, place in places), strict=True))
-        self.profiles = {label: saved_profile(place) for label, place in self.places.items()}
+        self.profiles = {
+            label: open_recording(place).profile for label, place in self.places.items()
+        }
         lines = [f"- **{label}**: `{place}`" for label, place in self.places.items()]
         self.sentence = "\n".join(
             ["Compared are finished runs; the others are held against the first.", "", *lines]

@@ -146,7 +146,7 @@ def measure(
     try:
         meter = power_meter(trainer.device).start()
         timings = time_training(trainer, iterations)
-        power = meter.stop().figures(iterations * timings["batch_size"])
+        power = meter.stop(iterations * timings["batch_size"])
         latencies = [_inference(trainer, size, steps, seconds) for size in batch_sizes]
         return {
             "training": [throughput(timings, protocol) for protocol in TRAINING],

@@ -157,7 +157,7 @@ class Scaling:
             InputError: nothing was measured and no GPU is named.
         """
         if self.gpu:
-            return ceiling_profile(self.predicts, device(self.gpu).ceilings(), device="cuda")
+            return ceiling_profile(self.predicts, device(self.gpu).ceilings())
         if self.record.compute_profile.empty:
             raise InputError(
                 "compute profile: not measured, and gpu is empty; name a GPU of a data sheet, or "

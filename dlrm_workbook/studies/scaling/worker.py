@@ -30,7 +30,6 @@ import torch.distributed as dist
 
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.data.loader import make_generator
-from dlrm_core.distributed.collectives import Collectives
 from dlrm_core.distributed.step import DistributedStep
 from dlrm_core.distributed.tables import LocalBatch, ShardedTables, local_batch
 from dlrm_core.distributed.trainer import make_model
@@ -41,6 +40,7 @@ from dlrm_core.files import read_json, write_json
 from dlrm_core.machine import end_with_starter
 from dlrm_core.model import ClickLoss, fill_dense_with_torch
 from dlrm_core.parts import capturing
+from dlrm_workbook.studies.scaling.collectives import TimedCollectives
 
 # Where processes of one node wait for each other.
 
@@ -48,7 +48,7 @@ from dlrm_core.parts import capturing
 class Meeting:
     """Where processes wait for each other, asleep: they must not take time from who computes."""
 
-    def __init__(self, store: dist.TCPStore, collectives: Collectives) -> None:
+    def __init__(self, store: dist.TCPStore, collectives: TimedCollectives) -> None:
         self.store = store
         self._collectives = collectives
         self._met: dict[str, int] = {}
@@ -62,15 +62,12 @@ class Meeting:
         """Return when so many processes have called it as often."""
         place = self.name(key)
         # as in a collective: who waits is not the one that the others wait for
-        self._collectives.waiting = True
-        try:
+        with self._collectives.waits():
             if self.store.add(place, 1) == count:
                 self.store.set(f"{place}/all", "1")
             # the launcher and the watch end what takes too long
             self.store.wait([f"{place}/all"], datetime.timedelta(days=1))
-        finally:
-            self._collectives.waiting = False
-            self._collectives.note_progress()
+        self._collectives.note_progress()
 
 
 class Company:
@@ -110,7 +107,7 @@ class PartClock:
         spans: of each iteration (component, phase, start, end) in seconds, as they came.
     """
 
-    collectives: Collectives
+    collectives: TimedCollectives
     iterations: list[dict[tuple[str, str], float]] = field(default_factory=list)
     spans: list[list[tuple[str, str, float, float]]] = field(default_factory=list)
 
@@ -173,7 +170,7 @@ class Rank:
     """
 
     world: World
-    collectives: Collectives
+    collectives: TimedCollectives
     meeting: Meeting
     job: dict[str, Any]
 
@@ -297,7 +294,7 @@ class Rank:
 def _make_step(
     parameters: Parameters,
     world: World,
-    collectives: Collectives,
+    collectives: TimedCollectives,
 ) -> tuple[DistributedStep, ShardedTables]:
     model = make_model(parameters, world.device)
     tables = ShardedTables(parameters, world, collectives)
@@ -433,7 +430,7 @@ def main(arguments: Sequence[str]) -> int:
     """Measure what the job asks for."""
     job, result = read_json(Path(arguments[0])), Path(arguments[1])
     first = parameters_from_sections(job["stretches"][0]["runs"][0]["sections"])
-    world, collectives = read_world(first.training), Collectives()
+    world, collectives = read_world(first.training), TimedCollectives()
     end_with_starter()
     watch = Watch(world, collectives, first.training.rank_timeout_s)
     with collectives.installed(), watch:
@@ -442,7 +439,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def measure_job(
-    job: dict[str, Any], result: Path, world: World, collectives: Collectives, watch: Watch
+    job: dict[str, Any], result: Path, world: World, collectives: TimedCollectives, watch: Watch
 ) -> None:
     """Write the tables of one launch, round by round.
 

@@ -21,7 +21,7 @@ from dlrm_workbook.analysis.ensemble import (
 )
 from dlrm_workbook.analysis.findings import findings
 from dlrm_workbook.analysis.whatif import unprofiled_ms
-from dlrm_workbook.recordings.measure import saved_profile
+from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.studies.sweep.plan import Sweep, describe_failures
 
@@ -54,7 +54,7 @@ class SweepSummary:
         self.sweep = Sweep.open(Path(folder))
         self.failures = describe_failures(self.sweep)
         runs = swept_runs(self.sweep.folder, "profile")
-        self.profiles = {label: saved_profile(place) for label, place in runs.items()}
+        self.profiles = {label: open_recording(place).profile for label, place in runs.items()}
         self.points = pd.DataFrame(self._rows(), columns=COLUMNS)
         speed = self.points["samples_per_second"]
         self.points.insert(5, "of_best", speed / speed.max())

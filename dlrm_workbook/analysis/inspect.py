@@ -1,0 +1,286 @@
+"""What a recording holds: counts, times, coverage, and what it cannot tell.
+
+``dlrm inspect PATH`` prints it. Every figure is of the whole recording, not of an iteration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from dlrm_core.files import plain
+from dlrm_workbook.analysis.attribution import in_step_order, step_contexts
+from dlrm_workbook.recordings.open import COMMUNICATION, Recording, open_recording, union_ns
+from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.recordings.torch.chrome_trace import GRAPH_LAUNCH
+
+SUMMED = (
+    *("threads", "streams", "gpu_time_ms", "kernels", "communication_kernels", "copies"),
+    "graph_launches",
+)
+"""Figures that add up over ranks."""
+
+OWN = (
+    *("gpu_span_ms", "gpu_busy_ms", "compute_ms", "communication_ms", "overlap_ms"),
+    *("launched_before_trace", "launched_before_trace_ms", "steps_thread"),
+)
+"""Figures that every rank has for itself."""
+
+NO_GPU = "no work of a GPU is recorded"
+NO_TIMELINE = "the recording has no timeline of the GPU"
+
+
+def inspect(recording: Recording) -> dict[str, Any]:
+    """The facts of a recording.
+
+    Returns:
+        ``kind``, ``devices`` (names), ``ranks``, ``threads``, ``streams``, ``iterations``;
+        ``gpu_span_ms`` (from the first GPU operation's begin to the last one's end),
+        ``gpu_busy_ms`` (union of their intervals), ``gpu_time_ms`` (sum of their durations),
+        ``compute_ms`` and ``communication_ms`` (unions of kernels' intervals), ``overlap_ms``
+        (of those two); ``kernels``, ``communication_kernels``, ``copies`` (copies and
+        memsets), ``graph_launches``, ``launched_before_trace`` (count) and
+        ``launched_before_trace_ms``, ``steps_thread``; ``coverage`` (share of GPU time, or of
+        the step's CPU time without a GPU, in named parts), ``attribution`` (rows
+        ``component``, ``phase``, ``device``, ``time_ms``), ``cautions``, ``not_measured``
+        (name to reason, for what is None). Of several ranks also ``per_rank``: a list of the
+        same, each with ``rank``; times that do not add up are then None above it.
+    """
+    if not recording.ranks:
+        found = inspect_profile(recording.profile)
+        found["cautions"] = recording.cautions + found["cautions"]
+        return found
+    each = [{"rank": rank} | inspect_profile(one) for rank, one in recording.ranks.items()]
+    whole = {name: each[0][name] for name in each[0] if name != "rank"}
+    whole["devices"] = list(dict.fromkeys(name for one in each for name in one["devices"] or []))
+    whole["ranks"] = len(each)
+    missing = {name: why for name, why in whole["not_measured"].items() if name not in OWN}
+    for name in SUMMED:
+        values = [one[name] for one in each]
+        known = all(value is not None for value in values)
+        whole[name] = sum(values) if known else None
+        if not known:
+            missing.setdefault(name, "not every rank has it; see per_rank")
+    for name in OWN:
+        whole[name] = None
+        missing[name] = "each rank has its own; see per_rank"
+    counts = {one["iterations"] for one in each}
+    whole["iterations"] = counts.pop() if len(counts) == 1 else None
+    if counts:
+        missing["iterations"] = "the ranks differ; see per_rank"
+    rows = pd.DataFrame([row for one in each for row in one["attribution"]])
+    whole["attribution"], whole["coverage"] = _summed(rows)
+    whole["cautions"] = recording.cautions + [
+        f"Rank {one['rank']}: {caution}" for one in each for caution in one["cautions"]
+    ]
+    whole["not_measured"] = {name: why for name, why in missing.items() if whole[name] is None}
+    whole["per_rank"] = each
+    return whole
+
+
+def inspect_profile(profile: Profile) -> dict[str, Any]:
+    """The facts of one rank, see :func:`inspect`."""
+    meta = profile.meta
+    missing: dict[str, str] = {}
+    names = [row["name"] for row in meta.get("devices") or [] if row.get("name")]
+    names = list(dict.fromkeys(names)) or [str(meta[n]) for n in ("device_name",) if meta.get(n)]
+    if not names:
+        missing["devices"] = "the recording names no device"
+    kinds = profile.threads["kind"]
+    found: dict[str, Any] = {
+        "kind": meta.get("engine"),
+        "devices": names or None,
+        "ranks": 1,
+        "threads": int(kinds.eq("cpu_thread").sum()),
+        "streams": int(kinds.eq("gpu_stream").sum()),
+        "iterations": len(profile.iterations) or meta.get("profiler_steps") or None,
+    }
+    if found["iterations"] is None:
+        why = profile.not_measured.get("iterations")
+        missing["iterations"] = why or "no steps are marked, and none repeat"
+    found |= _gpu_times(profile, missing)
+    found |= _counts(profile, missing)
+    before = meta.get("launched_before_trace")
+    for name, key in (("launched_before_trace", "count"), ("launched_before_trace_ms", "time_ms")):
+        found[name] = before[key] if before else None
+        if before is None:
+            missing[name] = "no launches are recorded to compare with"
+    threads = meta.get("steps_threads") or []
+    found["steps_thread"] = ", ".join(threads) or None
+    if not threads:
+        missing["steps_thread"] = "no ProfilerStep ranges are recorded"
+    found["attribution"], found["coverage"] = _summed(_by_part(profile))
+    if found["coverage"] is None:
+        missing["coverage"] = "no time is recorded"
+    found["cautions"] = [str(caution) for caution in meta.get("cautions", [])]
+    found["not_measured"] = missing
+    return found
+
+
+def _gpu_times(profile: Profile, missing: dict[str, str]) -> dict[str, Any]:
+    """Span, busy time, communication: from the timeline of the GPU's streams."""
+    streams = profile.threads.loc[profile.threads["kind"].eq("gpu_stream"), "profile"]
+    work = profile.trace[profile.trace["profile"].isin(streams)]
+    start, end = work["start_ns"].to_numpy(), work["end_ns"].to_numpy()
+    context = work["context"].to_numpy()
+    kernels = profile.of_kind("kernel")[context]
+    exchanges = profile.which("name", lambda name: bool(COMMUNICATION.search(name)))[context]
+    exchanges &= kernels
+    compute = union_ns(start[kernels & ~exchanges], end[kernels & ~exchanges])
+    communication = union_ns(start[exchanges], end[exchanges])
+    found: dict[str, Any] = {
+        "gpu_span_ms": (int(end.max()) - int(start.min())) / 1e6 if len(work) else None,
+        "gpu_busy_ms": union_ns(start, end) / 1e6,
+        "compute_ms": compute / 1e6,
+        "communication_ms": communication / 1e6,
+        "overlap_ms": (compute + communication - union_ns(start[kernels], end[kernels])) / 1e6,
+        "communication_kernels": int(exchanges.sum()),
+    }
+    if work.empty:
+        why = NO_TIMELINE if profile.has("gpu_time_ms") else NO_GPU
+        found = dict.fromkeys(found)
+        missing |= dict.fromkeys(found, why)
+    return found
+
+
+def _counts(profile: Profile, missing: dict[str, str]) -> dict[str, Any]:
+    """Sum of durations, kernels, copies and launches of graphs."""
+    found: dict[str, Any] = dict.fromkeys(("gpu_time_ms", "kernels", "copies", "graph_launches"))
+    if not profile.has("gpu_time_ms"):
+        why = profile.not_measured.get("gpu_time_ms", NO_GPU)
+        missing |= dict.fromkeys(found, why)
+        return found
+    found["gpu_time_ms"] = float(profile.value_table("gpu_time_ms").sum())
+    if profile.meta.get("engine") == "hpctoolkit":
+        for name, metrics in (
+            ("kernels", ["GKER:COUNT"]),
+            ("copies", ["GXCOPY:COUNT", "GMSET:COUNT"]),
+        ):
+            counted = [metric for metric in metrics if profile.has(metric)]
+            total = sum(float(profile.value_table(metric).sum()) for metric in counted)
+            found[name] = round(total) if counted else None
+            if not counted:
+                missing[name] = f"the database has no {' or '.join(metrics)}"
+        missing["graph_launches"] = "HPCToolkit does not record launches of graphs"
+        return found
+    calls = profile.value_table("calls").to_numpy()
+    launches = profile.contexts["name"].str.match(GRAPH_LAUNCH).to_numpy()
+    for name, chosen in (
+        ("kernels", profile.of_kind("kernel")),
+        ("copies", profile.of_kind("copy")),
+        ("graph_launches", launches & profile.of_kind("runtime")),
+    ):
+        found[name] = round(calls[chosen].sum())
+    return found
+
+
+def _by_part(profile: Profile) -> pd.DataFrame:
+    """Rows of ``component``, ``phase``, ``device``, ``time_ms``; of CPU threads the step's."""
+    frames = []
+    for device, metric in (("gpu", "gpu_time_ms"), ("cpu", "cpu_time_ms")):
+        if profile.has(metric):
+            table = profile.contexts[["component", "phase"]].copy()
+            table["time_ms"] = profile.value_table(metric).to_numpy()
+            if device == "cpu":
+                table = table[step_contexts(profile)]
+            frames.append(table[table["time_ms"].gt(0)].assign(device=device))
+    return pd.concat(frames) if frames else pd.DataFrame()
+
+
+def _summed(rows: pd.DataFrame) -> tuple[list[Any], float | None]:
+    """(time of each part, phase and device; share of the GPU's time, or else the CPU's, named)."""
+    if rows.empty:
+        return [], None
+    total = rows.groupby(["device", "component", "phase"], as_index=False)[["time_ms"]].sum()
+    table = pd.concat([in_step_order(total[total["device"] == name]) for name in ("gpu", "cpu")])
+    main = table[table["device"] == ("gpu" if table["device"].eq("gpu").any() else "cpu")]
+    named = main.loc[main["component"] != "other", "time_ms"].sum()
+    columns = ["component", "phase", "device", "time_ms"]
+    return table[columns].to_dict("records"), float(named / main["time_ms"].sum())
+
+
+# ---- the command ----------------------------------------------------------------------
+
+
+def command_inspect(arguments: argparse.Namespace) -> int:
+    """``dlrm inspect PATH``: print what a recording holds."""
+    recording = open_recording(arguments.path)
+    found = inspect(recording)
+    if arguments.json:
+        print(json.dumps(plain(found), indent=1))
+    else:
+        print(describe(recording, found))
+    return 0
+
+
+LABELS = {
+    "devices": "devices",
+    "ranks": "ranks",
+    "threads": "CPU threads",
+    "streams": "GPU streams",
+    "iterations": "iterations",
+    "steps_thread": "thread of the steps",
+    "gpu_span_ms": "GPU, first to last operation, ms",
+    "gpu_busy_ms": "GPU busy, ms",
+    "gpu_time_ms": "GPU operations, summed, ms",
+    "compute_ms": "compute kernels, ms",
+    "communication_ms": "communication kernels, ms",
+    "overlap_ms": "both at once, ms",
+    "kernels": "kernels",
+    "communication_kernels": "communication kernels",
+    "copies": "copies and memsets",
+    "graph_launches": "launches of CUDA graphs",
+    "launched_before_trace": "GPU operations without a recorded launch",
+    "launched_before_trace_ms": "their time, ms",
+    "coverage": "time in named parts",
+}
+"""What the text output says, in this order."""
+
+
+def describe(recording: Recording, found: dict[str, Any]) -> str:
+    """The facts as text for people."""
+    lines = [f"{recording.path}: {found['kind']}", ""]
+    lines += _figures(found)
+    attribution = pd.DataFrame(found["attribution"])
+    if len(attribution):
+        attribution["share"] = [
+            f"{share:.1%}"
+            for share in attribution["time_ms"]
+            / attribution.groupby("device")["time_ms"].transform("sum")
+        ]
+        lines += ["", "Time in the whole recording, ms:"]
+        lines.append(attribution.to_string(index=False, float_format=lambda x: f"{x:,.3f}"))
+    if "per_rank" in found:
+        table = pd.DataFrame(found["per_rank"])[
+            [
+                *("rank", "iterations", "kernels", "copies", "gpu_span_ms", "gpu_busy_ms"),
+                *("compute_ms", "communication_ms", "overlap_ms"),
+            ]
+        ]
+        lines += ["", "Rank by rank:", table.to_string(index=False), "", recording.sentence]
+    if found["cautions"]:
+        lines += ["", "Cautions:", *(f"- {caution}" for caution in found["cautions"])]
+    return "\n".join(lines)
+
+
+def _figures(found: dict[str, Any]) -> list[str]:
+    """A line a figure, or why it is not there."""
+    lines = []
+    for name, label in LABELS.items():
+        value = found[name]
+        if value is None:
+            said = f"not measured: {found['not_measured'].get(name, 'not recorded')}"
+        elif name == "coverage":
+            said = f"{value:.1%}"
+        elif isinstance(value, float | np.floating):
+            said = f"{value:,.3f}"
+        elif isinstance(value, list):
+            said = ", ".join(value)
+        else:
+            said = f"{value:,}" if isinstance(value, int) else str(value)
+        lines.append(f"  {label:42} {said}")
+    return lines

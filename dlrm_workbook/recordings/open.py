@@ -1,0 +1,290 @@
+"""Opens a recording of any kind as a :class:`Profile`: one function for every way in.
+
+A run folder, a saved profile, a folder that ``dlrm record`` wrote, an HPCToolkit database, a
+Chrome trace of torch.profiler of any program, or the traces of several ranks in a folder or in
+an archive (``.tar``, ``.tar.gz``, ``.zip``), whose members are read in place.
+"""
+
+from __future__ import annotations
+
+import lzma
+import re
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+
+import numpy as np
+
+from dlrm_core.errors import InputError
+from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.recordings.torch.chrome_trace import NoTraceError, read_events
+from dlrm_workbook.recordings.torch.json_stream import MOST_PACKED, UNSUSPICIOUS, open_binary
+from dlrm_workbook.recordings.torch.trace import profile_of, read_recording, read_trace
+
+DATABASE_FILES = ("meta.db", "profile.db", "cct.db", "trace.db")
+
+TRACE_SUFFIXES = (".json", ".json.gz")
+
+MOST_MEMBERS = 10_000
+"""Files that a folder or archive of traces may hold."""
+
+_RANK = re.compile(r"(?:rank|worker|gpu|node|proc(?:ess)?)[-_. ]?(\d+)", re.IGNORECASE)
+"""A rank in a file's name, where the trace itself does not tell it."""
+
+COMMUNICATION = re.compile(r"nccl|rccl|oneccl|mscclpp|allreduce_kernel", re.IGNORECASE)
+"""In the names of kernels that exchange data between ranks."""
+
+
+@dataclass
+class Recording:
+    """What was opened."""
+
+    path: Path
+    profile: Profile
+    """The recording; of several ranks, the one that limits the others."""
+    rank: int | None = None
+    """Which rank ``profile`` is, where there are several."""
+    ranks: dict[int, Profile] = field(default_factory=dict)
+    """Every rank's profile, where there are several."""
+    cautions: list[str] = field(default_factory=list)
+    """Sentences about the folder or archive; those about a trace are in its profile."""
+
+    @property
+    def sentence(self) -> str:
+        """Which rank is explained, and why; "" where there is only one."""
+        if self.rank is None:
+            return ""
+        return (
+            f"It holds {len(self.ranks)} ranks; this is rank {self.rank}, which spent the least "
+            "time in communication kernels: there the others wait for it."
+            if any(communication_ns(profile) for profile in self.ranks.values())
+            else f"It holds {len(self.ranks)} ranks; this is rank {self.rank}, which took longest."
+        )
+
+
+def open_recording(path: Path | str) -> Recording:
+    """Open whatever was recorded.
+
+    Raises:
+        InputError: naming the file and why it cannot be opened, in one sentence.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return _open_folder(path)
+    if not path.exists():
+        raise InputError(f"{path} does not exist")
+    with open_binary(path) as file:
+        start = file.read(4)
+    if path.name in DATABASE_FILES and not start.startswith((b"{", b"[", b"\x1f\x8b")):
+        return _open_folder(path.parent)
+    if start.startswith(b"PK"):
+        return _several(path, _zip_members(path))
+    try:
+        is_tar = tarfile.is_tarfile(path)
+    except (OSError, EOFError, zlib.error):  # gzip that is cut short
+        is_tar = False
+    if is_tar:
+        return _several(path, _tar_members(path))
+    return Recording(path, read_trace(path))
+
+
+def _open_folder(folder: Path) -> Recording:
+    for place in (folder / "profile", folder):
+        if (place / "profile.json").is_file():
+            profile = Profile.load(place)
+            for made in profile.meta.get("passes", []):
+                if made.get("database"):
+                    made["database"] = str(folder.absolute() / made["database"])
+            return Recording(folder, profile)
+    for place in (folder / "recording", folder):
+        if (place / "recording.json").is_file():
+            return Recording(folder, read_recording(place))
+    if any((folder / name).is_file() for name in DATABASE_FILES):
+        from dlrm_workbook.recordings.hpctoolkit.database import read_database
+        from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
+
+        return Recording(folder, profile_from_database(read_database(folder)))
+    if next(folder.rglob("*.hpcrun"), None) is not None:
+        raise InputError(
+            f"{folder}: holds measurements of hpcrun, not a database; make one with hpcprof"
+        )
+    files = sorted(file for file in folder.rglob("*") if _may_be_trace(str(file)))
+    if not files:
+        raise InputError(
+            f"{folder}: holds no profile; expected a run folder of the profile notebook, a folder "
+            "that dlrm record wrote, an HPCToolkit database, or traces of torch.profiler"
+        )
+    return _several(folder, _files(folder, files))
+
+
+# ---- several ranks --------------------------------------------------------------------
+
+
+@dataclass
+class _Member:
+    """One file of a folder or archive."""
+
+    name: str
+    file: IO[bytes] | None
+    packed_bytes: int
+
+
+def _may_be_trace(name: str) -> bool:
+    """Whether a file is named like a trace; what macOS and editors leave beside is not."""
+    path = PurePosixPath(name)
+    hidden = path.name.startswith(".") or "__MACOSX" in path.parts
+    return path.name.lower().endswith(TRACE_SUFFIXES) and not hidden
+
+
+def _files(folder: Path, files: list[Path]) -> Iterator[_Member]:
+    _refuse_many(folder, len(files))
+    for file in files:
+        with open_binary(file) as opened:
+            yield _Member(str(file.relative_to(folder)), opened, file.stat().st_size)
+
+
+def _tar_members(path: Path) -> Iterator[_Member]:
+    packed, unpacked = path.stat().st_size, 0
+    try:
+        with tarfile.open(path) as archive:
+            for count, member in enumerate(archive):
+                _refuse_many(path, count)
+                unpacked += member.size
+                _refuse_bomb(path, packed, unpacked)
+                if member.isreg():
+                    yield _Member(member.name, archive.extractfile(member), packed)
+    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, OSError) as error:
+        raise InputError(f"{path} cannot be read: {_reason(error)}") from None
+
+
+def _zip_members(path: Path) -> Iterator[_Member]:
+    packed = path.stat().st_size
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = [member for member in archive.infolist() if not member.is_dir()]
+            _refuse_many(path, len(members))
+            _refuse_bomb(path, packed, sum(member.file_size for member in members))
+            for member in members:
+                with archive.open(member) as file:
+                    yield _Member(member.filename, file, packed)
+    except (zipfile.BadZipFile, RuntimeError, NotImplementedError, OSError, EOFError) as error:
+        raise InputError(f"{path} cannot be read: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    cut = isinstance(error, EOFError | zlib.error | tarfile.ReadError)
+    return "it is cut short" if cut else str(error)
+
+
+def _refuse_many(path: Path, count: int) -> None:
+    if count > MOST_MEMBERS:
+        raise InputError(f"{path} is not read: it holds more than {MOST_MEMBERS:,} files")
+
+
+def _refuse_bomb(path: Path, packed: int, unpacked: int) -> None:
+    if unpacked > max(UNSUSPICIOUS, MOST_PACKED * packed):
+        raise InputError(
+            f"{path} is not read: {packed:,} bytes unpack to {unpacked:,} or more, which no "
+            "archive of traces does"
+        )
+
+
+def _several(path: Path, members: Iterator[_Member]) -> Recording:
+    """The traces of several ranks; of one, where only one is there.
+
+    Raises:
+        InputError: there is no trace, one of them cannot be read, or ranks are not distinct.
+    """
+    found: dict[int | str, tuple[str, Profile]] = {}
+    others: list[str] = []
+    worlds: set[Any] = set()
+    for member in members:
+        if not _may_be_trace(member.name) or member.file is None:
+            others.append(member.name)
+            continue
+        try:
+            events = read_events(path / member.name, member.file, member.packed_bytes)
+        except NoTraceError:
+            others.append(member.name)
+            continue
+        rank: int | str | None = events.distributed["rank"]
+        if not isinstance(rank, int):
+            named = _RANK.search(PurePosixPath(member.name).name)
+            rank = int(named[1]) if named else member.name
+        if rank in found:
+            raise InputError(
+                f"{path}: {found[rank][0]} and {member.name} are both of rank {rank}; give one "
+                "trace of each rank, or one file"
+            )
+        events.rank = rank if isinstance(rank, int) else 0
+        worlds.add(events.distributed["world_size"])
+        found[rank] = member.name, profile_of(events)
+    if not found:
+        raise InputError(f"{path}: holds no trace of torch.profiler")
+    cautions = []
+    if others:
+        listed = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")
+        cautions.append(f"{len(others)} of the files are no traces and were not read: {listed}.")
+    if len(found) == 1:
+        ((_, profile),) = found.values()
+        cautions += _of_world(1, worlds)
+        return Recording(path, profile, cautions=cautions)
+    unknown = [rank for rank in found if isinstance(rank, str)]
+    if unknown:
+        raise InputError(
+            f"{path}: {unknown[0]} tells its rank neither inside nor in its name; give one file, "
+            "or traces whose names hold rank0, rank1, ..."
+        )
+    ranks = {int(rank): found[rank][1] for rank in sorted(found, key=int)}
+    cautions += _of_world(len(ranks), worlds)
+    limiting = limiting_rank(ranks)
+    return Recording(path, ranks[limiting], limiting, ranks, cautions)
+
+
+def _of_world(count: int, worlds: set[Any]) -> list[str]:
+    """A sentence where ranks are missing, or traces disagree on how many there are."""
+    sizes = sorted(size for size in worlds if isinstance(size, int))
+    if len(sizes) > 1:
+        return [f"The traces disagree on the number of ranks: {', '.join(map(str, sizes))}."]
+    if sizes and sizes[0] > count:
+        return [f"Traces of {count} of {sizes[0]} ranks are here: nothing is known of the others."]
+    return []
+
+
+def limiting_rank(ranks: dict[int, Profile]) -> int:
+    """The rank that the others wait for.
+
+    Communication kernels run from when a rank arrives until all have: the last to arrive
+    spends the least time in them. Without any, the rank whose recording is longest.
+    """
+    spent = {rank: communication_ns(profile) for rank, profile in ranks.items()}
+    if any(spent.values()):
+        return min(spent, key=lambda rank: spent[rank])
+    return max(ranks, key=lambda rank: _length_ns(ranks[rank]))
+
+
+def communication_ns(profile: Profile) -> int:
+    """Time in which at least one kernel of communication ran, ns."""
+    kernels = profile.of_kind("kernel")
+    chosen = kernels & profile.which("name", lambda name: bool(COMMUNICATION.search(name)))
+    trace = profile.trace[chosen[profile.trace["context"].to_numpy()]]
+    return union_ns(trace["start_ns"].to_numpy(), trace["end_ns"].to_numpy())
+
+
+def union_ns(start: np.ndarray, end: np.ndarray) -> int:
+    """Length of the union of intervals (n,), ns."""
+    if not len(start):
+        return 0
+    order = np.argsort(start, kind="stable")
+    start, reach = start[order], np.maximum.accumulate(end[order])
+    gaps = np.maximum(start[1:] - reach[:-1], 0)
+    return int(reach[-1] - start[0] - gaps.sum())
+
+
+def _length_ns(profile: Profile) -> int:
+    table = profile.iterations if len(profile.iterations) else profile.trace
+    return int(table["end_ns"].max() - table["start_ns"].min()) if len(table) else 0
