@@ -2,8 +2,9 @@
 
 Every instant of an iteration belongs to exactly one part and phase, so the times sum
 to the iteration time. On a CPU it is the part that the iteration's thread is in. On a
-GPU it is the part whose kernel runs (column ``where`` is ``device``) and, while the GPU
-idles, the part that the host is in (``host``): what the GPU waits for then.
+GPU it is the part whose kernel runs (column ``where`` is ``device``; collectives and copies
+have only the time in which nothing else runs) and, while the GPU idles, the part that the
+host is in (``host``): what the GPU waits for then.
 
 Means are over the steady iterations: warm-up and stragglers, as
 :mod:`dlrm_workbook.analysis.steady` detects them, are left out, named, and explained by
@@ -144,6 +145,34 @@ def coverage(attribution: pd.DataFrame) -> float:
     return float(attribution.loc[attribution["component"] != "other", "share"].sum())
 
 
+UNATTRIBUTED = ["name", "kind", "device_ms", "host_ms", "share"]
+
+
+def unattributed(profile: Profile) -> pd.DataFrame:
+    """What remains ``other``, by name, in the whole recording: what a ``parts`` map could name.
+
+    Returns:
+        ``name``, ``kind``, ``device_ms`` (NaN where no GPU was measured), ``host_ms``,
+        ``share`` (of all device time, or of all host time without a GPU); largest share first.
+        Times are those of the names alone, without what they call.
+    """
+    contexts = profile.contexts
+    device = profile.value_table("gpu_time_ms")
+    table = contexts[["name", "kind"]].assign(
+        device_ms=device, host_ms=profile.value_table("cpu_time_ms")
+    )
+    counted = "device_ms" if profile.has("gpu_time_ms") else "host_ms"
+    total = table[counted].sum()
+    table = table[contexts["component"].eq("other").to_numpy()]
+    table = table.groupby(["name", "kind"], as_index=False)[["device_ms", "host_ms"]].sum(
+        min_count=1
+    )
+    table["share"] = table[counted] / total if total > 0 else np.nan
+    table = table[table[["device_ms", "host_ms"]].gt(0).any(axis=1)]
+    order = [counted, "host_ms"]
+    return table.sort_values(order, ascending=False, ignore_index=True)[UNATTRIBUTED]
+
+
 def data_against_compute(profile: Profile) -> pd.DataFrame:
     """Making data, moving it, and everything else, an iteration a row.
 
@@ -163,42 +192,76 @@ def segments(profile: Profile, device: bool = True) -> pd.DataFrame:
     Args:
         device: give the time in which the GPU runs to its kernels; else every stretch
             belongs to what the iterating thread is in, whatever the GPU does meanwhile.
+            While that thread waits for autograd's, it is what autograd's thread is in.
 
     Returns:
         ``iteration``, ``start_ns``, ``end_ns``, ``where``, ``context`` (−1 outside every
         span). Without gaps or overlaps: they add up to the iterations.
     """
     host_start, host_end, host_context = running(profile, main_thread(profile))
-    busy_start, busy_end, busy_context = _kernels_in_turn(profile, device)
+    helpers = [running(profile, thread) for thread in _autograd_threads(profile)]
+    busy = [_kernels_in_turn(profile, part) for part in (False, True)] if device else []
     iterations = profile.iterations.sort_values("start_ns")
     first, last = iterations["start_ns"].to_numpy(), iterations["end_ns"].to_numpy()
-    edges = [first, last, host_start, host_end, busy_start, busy_end]
+    edges = [first, last, host_start, host_end]
+    edges += [edge for start, end, _ in (*helpers, *busy) for edge in (start, end)]
     cuts = np.unique(np.concatenate(edges))
     begin, finish = cuts[:-1], cuts[1:]
     which = stretch_at(first, last, begin)
     begin, finish, which = begin[which >= 0], finish[which >= 0], which[which >= 0]
     # the row −1 of what is appended stands for outside of every span
     owner = np.append(host_context, -1)[stretch_at(host_start, host_end, begin)]
-    kernel = stretch_at(busy_start, busy_end, begin)
+    for start, end, context in helpers:
+        found = np.append(context, -1)[stretch_at(start, end, begin)]
+        owner = np.where(_waits(profile)[owner] & (found >= 0), found, owner)
+    kernel = np.full(len(begin), -1)
+    for start, end, context in busy:
+        found = np.append(context, -1)[stretch_at(start, end, begin)]
+        kernel = np.where(kernel >= 0, kernel, found)
     return pd.DataFrame(
         {
             "iteration": iterations["iteration"].to_numpy()[which],
             "start_ns": begin,
             "end_ns": finish,
             "where": np.where(kernel >= 0, "device", "host").astype(object),
-            "context": np.where(kernel >= 0, np.append(busy_context, -1)[kernel], owner),
+            "context": np.where(kernel >= 0, kernel, owner),
         }
     )
 
 
-def _kernels_in_turn(profile: Profile, device: bool) -> tuple[Ints, Ints, Ints]:
-    """(start, end, context) of the GPU's work without overlaps.
+def _autograd_threads(profile: Profile) -> list[int]:
+    """CPU threads that run backward nodes for the thread of the iterations."""
+    contexts = profile.contexts
+    parent = contexts["parent"].to_numpy()
+    on_top = np.append(contexts["kind"].eq("thread").to_numpy(), False)[parent]
+    nodes = np.flatnonzero(on_top & contexts["phase"].eq("backward").to_numpy())
+    threads = profile.trace.loc[profile.trace["context"].isin(nodes), "profile"].unique()
+    return sorted(set(threads.tolist()) - {main_thread(profile)})
+
+
+def _waits(profile: Profile) -> Bools:
+    """In which contexts (n + 1,) a thread may wait: ranges and Python of no part; outside of all.
+
+    ``backward`` returns when autograd's thread is done. The last row stands for context −1.
+    """
+    idle = profile.contexts["component"].eq("other").to_numpy()
+    return np.append(idle & ~profile.of_kind("operator", "runtime", "kernel", "copy"), True)
+
+
+BACKGROUND = ("communication", "transfer")
+"""Parts whose time on a GPU counts where nothing else runs there: the rest of it is hidden."""
+
+
+def _kernels_in_turn(profile: Profile, background: bool) -> tuple[Ints, Ints, Ints]:
+    """(start, end, context) of the GPU's work without overlaps, in the background or not.
 
     Of kernels that run at once, the one that started first has the time.
     """
     streams = profile.threads.loc[profile.threads["kind"] == "gpu_stream", "profile"]
     trace = profile.trace
-    chosen = trace["profile"].isin(streams) & (trace["end_ns"] > trace["start_ns"]) & device
+    chosen = trace["profile"].isin(streams) & (trace["end_ns"] > trace["start_ns"])
+    behind = profile.contexts["component"].isin(BACKGROUND).to_numpy()
+    chosen &= behind[trace["context"].to_numpy()] == background
     work = trace[chosen].sort_values("start_ns")
     start, end = work["start_ns"].to_numpy().copy(), work["end_ns"].to_numpy()
     start[1:] = np.maximum(start[1:], np.maximum.accumulate(end)[:-1])

@@ -254,7 +254,9 @@ def _annotation(name: str, file: str) -> Named | None:
     if ours:
         return Named(*ours)
     words = name.strip("# ")
-    named, phase = _operator(words, "") or _first(_SPOKEN, words), _phase(words)
+    named, phase = _operator(words, ""), _phase(words)
+    if named is None or named.hint:
+        named = _first(_SPOKEN, words) or named
     if named is None:
         return Named("", phase) if phase else None
     return Named(named.component, named.phase or phase)

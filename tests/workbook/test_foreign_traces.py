@@ -78,7 +78,7 @@ def test_kernels_stand_under_the_part_that_their_names_fit() -> None:
     # the metrics, which count as the loss, copy labels
     assert parts("Memcpy HtoD") <= {("transfer", "forward"), ("loss", "forward")}
     mlps = {(mlp, phase) for mlp in ("bottom_mlp", "top_mlp") for phase in ("forward", "backward")}
-    assert parts("gemm") <= mlps and parts("layer_norm") <= mlps
+    assert parts(r"cutlass|sgemm") <= mlps and parts("layer_norm") <= mlps
 
 
 def test_meta_dlrm_by_hand() -> None:
