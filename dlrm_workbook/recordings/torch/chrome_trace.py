@@ -295,10 +295,17 @@ UNKNOWN = np.iinfo(np.int64).min
 
 def _floats(column: tuple[Any, ...]) -> npt.NDArray[np.float64]:
     """Numbers (n,), NaN where a value is none."""
+    numbers = _array(column, np.float64)
+    return np.array([_number(value) for value in column]) if numbers is None else numbers
+
+
+def _array(column: tuple[Any, ...], dtype: Any = None) -> npt.NDArray[Any] | None:
+    """An array (n,) of the values as they are; None where they do not fit."""
     try:
-        return np.array(column, dtype=np.float64)
+        values = np.array(column, dtype=dtype)
     except (ValueError, TypeError, OverflowError):
-        return np.array([_number(value) for value in column])
+        return None
+    return values if values.ndim == 1 else None
 
 
 def _number(value: Any) -> float:
@@ -310,17 +317,17 @@ def _number(value: Any) -> float:
 
 def _integers(column: tuple[Any, ...]) -> npt.NDArray[np.int64]:
     """Integers (n,), −1 where a value is none."""
-    try:
-        return np.array(column, dtype=np.int64)
-    except (ValueError, TypeError, OverflowError):
+    integers = _array(column, np.int64)
+    if integers is None:
         numbers = _floats(column)
         known = np.isfinite(numbers) & (np.abs(numbers) < 2.0**63)
-        return np.where(known, np.where(known, numbers, 0), -1).astype(np.int64)
+        integers = np.where(known, np.where(known, numbers, 0), -1).astype(np.int64)
+    return integers
 
 
 def _times(column: tuple[Any, ...]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
     """(whole, fraction) of each: integers stay exact, whatever their size."""
-    values = np.array(column) if all(type(value) is int for value in column[:1]) else None
+    values = _array(column) if column and type(column[0]) is int else None
     if values is not None and values.dtype == np.int64:
         return values, np.zeros(len(values))
     numbers = _floats(column)
@@ -408,6 +415,8 @@ class _Walk:
                 return
         args = event.get("args") or _NOTHING
         name = event["name"]
+        if type(name) is not str:
+            raise TypeError(f"the name {name!r}")
         duration = event.get("dur")
         if duration is None:
             self.without_duration += 1
@@ -544,6 +553,7 @@ class _Walk:
                 columns[name] = values
             frames[table] = pd.DataFrame(columns)[usable].reset_index(drop=True)
         cautions.add(lost, "event{s} {has} a time that is no number, and {was} left out")
+        _leave_out_strays([frames[name] for name in ("host", "device", "memory")], cautions)
         host, device, memory, marks = frames.values()
         if host.empty and device.empty:
             if self.first_malformed is not None:
@@ -588,7 +598,7 @@ class _Walk:
             pd.DataFrame(list(self.groups), columns=list(COLLECTIVE.values())),
             self.processes,
             stream.header,
-            zero + (int(base) if isinstance(base, int | float) else 0),
+            zero + (base if isinstance(base, int) and abs(base) < 2**62 else 0),
         )
         rank = events.distributed["rank"]
         events.rank = rank if isinstance(rank, int) else 0
@@ -662,6 +672,43 @@ class _Cautions:
 
 # ---- what cannot be -------------------------------------------------------------------
 
+STRAY_NS = 10**9
+"""A few events farther away than this, and than ten times what all others span, are strays; so
+is the end of a GPU operation that lasts longer than this, and than three times the recording."""
+
+
+def _leave_out_strays(frames: list[pd.DataFrame], cautions: _Cautions) -> None:
+    """Leave out, in place, the few events whose time is far from all others'."""
+    start = np.sort(np.concatenate([frame["start"].to_numpy() for frame in frames]))
+    first, last = 0, len(start)
+    while last - first >= 20:
+        gaps = np.diff(start[first:last])
+        widest = int(gaps.argmax())
+        rest = int(start[last - 1] - start[first]) - int(gaps[widest])
+        before, behind = widest + 1, last - first - widest - 1
+        if gaps[widest] < max(10 * rest, STRAY_NS):
+            break
+        if min(before, behind) > max(1, (last - first) // 100):
+            break
+        if before < behind:
+            first += before
+        else:
+            last -= behind
+    if last - first < len(start):
+        low, high = start[first], start[last - 1]
+        for frame in frames:
+            far = frame.index[~frame["start"].between(low, high)]
+            frame.drop(index=far, inplace=True)
+            frame.reset_index(drop=True, inplace=True)
+        cautions.add(
+            len(start) - (last - first),
+            "event{s} lie{v} far away from the {all:,} others, which span {span:.3f} s: {its} "
+            "time cannot be right, and {it} {was} left out",
+            all=last - first,
+            span=(high - low) / 1e9,
+        )
+
+
 GRAPH_LAUNCH = r"(?:cuda|cu|hip)GraphLaunch"
 """Matches a call that launches all the kernels of a graph."""
 
@@ -673,16 +720,16 @@ def _look_at_device(events: Events, cautions: _Cautions) -> None:
         return
     in_turn = device.sort_values("start", kind="stable")
     following = in_turn.groupby("line", sort=False)["start"].shift(-1).reindex(device.index)
-    # A kernel may outlive what the host did, but not last longer than all that was recorded.
+    # A kernel may outlive what the host did, but not by far what all others span.
     first, last = device["start"].min(), device["start"].max()
     if len(host):
         first, last = min(first, host["start"].min()), max(last, host["end"].max())
     window = int(last - first)
-    endless = (device["duration"] > max(window, CLOCK_NS)) & bool(len(host))
+    endless = (device["duration"] > max(3 * window, STRAY_NS)) & bool(len(host))
     if endless.any():
         cautions.add(
             int(endless.sum()),
-            "GPU operation{s} last{v} up to {longest:,.0f} s, longer than the whole recording of "
+            "GPU operation{s} last{v} up to {longest:,.0f} s, while the whole recording spans "
             "{window:.3f} s, which cannot be: {it} {is} counted until the next work on {its} "
             "stream begins, or without time where none follows",
             longest=device.loc[endless, "duration"].max() / 1e9,

@@ -47,7 +47,7 @@ _COLON = re.compile(r"[\s:]*")
 _FIELD = r'"(?:ph|name|cat|pid|tid|ts|dur|id|args|s|bp)"\s*:'
 _NEXT_EVENT = re.compile(r"\}\s*,\s*(?=\{\s*" + _FIELD + ")")
 _LAST_EVENT = re.compile(r"\}\s*(?=\]\s*(?:,|\}|\Z))")
-_NAME = re.compile(r'("name"\s*:\s*")(.*?)("\s*(?:,\s*' + _FIELD + r"|\}))", re.DOTALL)
+_NAME = re.compile(r'("name"\s*:\s*")(.*?)("\s*(?:,\s*' + _FIELD + r"|\}\s*\Z))", re.DOTALL)
 _QUOTE = re.compile(r'\\?"')
 _ODD_NUMBER = re.compile(r"(:\s*|\[\s*|,\s*)-?(?:nan|inf(?:inity)?|n/a)\b(?=\s*[,\}\]])", re.I)
 _ODD_ESCAPE = re.compile(r'\\(?!["\\/bfnrt]|u[0-9a-fA-F]{4})')
@@ -91,7 +91,8 @@ class EventStream:
         self.repaired = self.skipped = 0
         self._packed_bytes, self._read_bytes = packed_bytes, 0
         buffered = file if isinstance(file, io.BufferedReader) else io.BufferedReader(file)  # type: ignore[type-var]
-        packed = buffered.peek(2)[:2] == b"\x1f\x8b"
+        with self._told():
+            packed = buffered.peek(2)[:2] == b"\x1f\x8b"
         self._file: Any = gzip.GzipFile(fileobj=buffered) if packed else buffered
         self._decode = codecs.getincrementaldecoder("utf-8-sig")("replace").decode
         self._text, self._at, self._ended = "", 0, False
@@ -172,18 +173,24 @@ class EventStream:
 
     # ---- the window -----------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """Tell the user of a file or archive that cannot be read."""
+        try:
+            yield
+        except (EOFError, zlib.error, tarfile.ReadError):
+            raise InputError(f"{self.name} cannot be read: it is cut short") from None
+        except (OSError, zipfile.BadZipFile, lzma.LZMAError) as error:
+            raise InputError(f"{self.name} cannot be read: {error}") from None
+
     def _fill(self, ahead: int) -> None:
         """Read until ``ahead`` characters lie ahead, or the trace ends."""
         if self._ended or len(self._text) - self._at >= ahead:
             return
         pieces, length = [self._text[self._at :]], len(self._text) - self._at
         while not self._ended and length < ahead:
-            try:
+            with self._told():
                 data = self._file.read(PIECE)
-            except (EOFError, zlib.error, tarfile.ReadError):
-                raise InputError(f"{self.name} cannot be read: it is cut short") from None
-            except (OSError, zipfile.BadZipFile, lzma.LZMAError) as error:
-                raise InputError(f"{self.name} cannot be read: {error}") from None
             self._read_bytes += len(data)
             suspicious = self._read_bytes > max(UNSUSPICIOUS, MOST_PACKED * self._packed_bytes)
             if suspicious or self._read_bytes > MOST_TEXT:

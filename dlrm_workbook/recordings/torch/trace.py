@@ -191,6 +191,7 @@ METRICS: dict[str, tuple[str, str]] = {
 LAUNCHED_BEFORE = "launched before the trace"
 """The context above kernels and copies whose launch the trace does not hold."""
 
+_INTEGER = re.compile(r"-?[0-9]{1,18}")
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _PYTHON = re.compile(r"^(?P<file>.*?)\((?P<line>\d+)\): (?P<name>.*)$")
 
@@ -261,7 +262,7 @@ class _Builder:
                 "kind": kind,
                 "name": name,
                 "rank": self.rank,
-                "thread": int(number) if number.lstrip("-").isdigit() else profile,
+                "thread": int(number) if _INTEGER.fullmatch(number) else profile,
             }
         )
         return profile
