@@ -114,7 +114,8 @@ def copy_table(profile: Profile) -> pd.DataFrame:
         ``direction``, ``count``, ``bytes``, ``time_ms`` (over the run), ``gb_per_s``
         (10^9 bytes of copies over their time).
     """
-    rows = _torch_copies(profile) if profile.has("copy_bytes") else _hpctoolkit_copies(profile)
+    by_direction = profile.has("GXCOPY (sec)") or not profile.has("copy_bytes")
+    rows = _hpctoolkit_copies(profile) if by_direction else _torch_copies(profile)
     if rows.empty:
         reason = missing_reason(
             profile, ["copy_bytes", "GPU times", "GXCOPY (sec)"], "no GPU copy was measured"

@@ -32,6 +32,10 @@ Names = npt.NDArray[np.object_]
 MLP = "mlp"
 """Of a name that says MLP, but not whether bottom or top; :func:`mlp_by_order` says which."""
 
+OUTSIDE = "outside"
+"""What no step does, although a step may be the first to need it: libraries are loaded, the
+GPU is set up."""
+
 
 @dataclass(frozen=True)
 class Named:
@@ -118,6 +122,7 @@ _FRAMES: dict[str, Named] = {
     "zero_grad": Named("optimizer", "update"),
     "clip_grad_norm_": Named("optimizer", "update"),
     "to_device": Named("transfer", "forward"),
+    "_lazy_init": Named(OUTSIDE),
 }
 """Python functions of facebookresearch/dlrm, NVIDIA's DLRM and torch, by their whole name."""
 
@@ -127,6 +132,7 @@ _FRAME_FILES: tuple[tuple[re.Pattern[str], Named], ...] = (
     (re.compile(r"(^|/)torch/nn/modules/loss\.py"), Named("loss", "forward")),
     (re.compile(r"(^|/)torch/nn/modules/sparse\.py"), Named("embedding", "forward")),
     (re.compile(r"(^|/)torch/distributed/(distributed_c10d|nn/)"), Named("communication")),
+    (re.compile(r"<frozen importlib|^importlib/|/importlib/"), Named(OUTSIDE)),
     (re.compile(r"(^|/)(dlrm_data_pytorch|data_loader_terabyte|data_utils)\.py"), Named("data")),
 )
 """Files of Python functions whose names are too common to tell anything."""
@@ -186,6 +192,18 @@ _KERNELS: tuple[tuple[re.Pattern[str], Named], ...] = (
 )
 """Kernels whose name says their part, wherever they were launched from."""
 
+_FUNCTIONS: tuple[tuple[re.Pattern[str], Named], ...] = (
+    (
+        re.compile(r"^(cu|cuda|hip)(Init|GetDeviceCount|(Device)?PrimaryCtxRetain|CtxCreate)"),
+        Named(OUTSIDE),
+    ),
+    # a sparse tensor is the gradient of an embedding table, and is added to it in the update
+    (re.compile(r"\badd_(out_)?dense_sparse"), Named("embedding", "update")),
+    (re.compile(r"wrapper_Sparse(CPU|CUDA|HIP|XPU)_"), Named("embedding")),
+    (re.compile(r"^torch::autograd::Engine::"), Named("", "backward")),
+)
+"""C++ functions, of which there are many that say nothing."""
+
 _NODE = re.compile(
     r"(?:^|::|[ <])(?:PyNode|CppNode)?<?(?:[\w]+::)*(?P<name>\w+?)(?:Backward\d*)\b|"
     r"torch::autograd::CppNode<(?:[\w()]+ ?[\w()]*::)*(?P<custom>\w+)>"
@@ -224,6 +242,18 @@ class PartNames:
                 return named
         rule = _BY_KIND.get(kind)
         return rule(name, file) if rule else None
+
+    def of_any_program(self, kind: str, name: str, file: str = "") -> Named | None:
+        """What a name says in a program without embedding tables.
+
+        There a product or a "prediction head" is no MLP of a DLRM, unless a user says so.
+        """
+        named = self.of(kind, name, file)
+        if named is None or kind == "annotation" or self.says_user(name):
+            return named
+        if named.component in (MLP, "bottom_mlp", "interaction", "top_mlp"):
+            return Named("", named.phase) if named.phase else None
+        return named
 
 
 def _pattern(text: str) -> Callable[[str], re.Match[str] | None]:
@@ -304,9 +334,9 @@ def _copy(name: str, file: str) -> Named | None:
 
 
 def _function(name: str, file: str) -> Named | None:
-    """A C++ function, of which only autograd's nodes and some kernels' launchers speak."""
+    """A C++ function: autograd's nodes and engine, gradients of embeddings, start-up."""
     node = node_key(name)
-    return _node(node) if node is not None else None
+    return _node(node) if node is not None else _first(_FUNCTIONS, name)
 
 
 _MODULES: tuple[tuple[re.Pattern[str], Named], ...] = (

@@ -98,13 +98,16 @@ def test_python_frames_and_traces() -> None:
     assert python["file"].str.contains(r"\.py$|^$|^<").all()
     assert profile.not_measured["gpu_time_ms"].startswith("no GPU operation")
     assert profile.not_measured["occupancy_percent"].startswith("no GPU metrics")
-    assert set(profile.contexts["component"]) == {"other"}
+    # facebookresearch/dlrm's own functions, not ours
+    assert {"data", "embedding", "interaction", "top_mlp", "other"} <= set(
+        profile.contexts["component"]
+    )
     top = functions_table(database, "CPUTIME (sec)")
     assert top["value"].sum() == pytest.approx(database.root()["CPUTIME (sec)"])
     assert top["share_percent"].sum() == pytest.approx(100)
     frame = profile.to_hatchet()
     assert "cpu_time_ms" in frame.dataframe.columns
-    assert len(frame.dataframe) == len(database.tree)
+    assert len(frame.dataframe) == len(profile.contexts) >= len(database.tree)
 
 
 # ---- written databases ------------------------------------------------------------

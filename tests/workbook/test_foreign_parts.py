@@ -53,7 +53,7 @@ def test_names_say_their_part(kind: str, name: str, component: str, phase: str) 
     [
         ("annotation", "ProfilerStep#3"),
         ("operator", "aten::add"),
-        ("function", "torch::autograd::Engine::thread_main(x)"),
+        ("function", "torch::autograd::VariableType::add(x)"),
         ("kernel", "void at::native::vectorized_elementwise_kernel<4, float>"),
         ("python", "torch/nn/modules/linear.py(114): forward"),
     ],

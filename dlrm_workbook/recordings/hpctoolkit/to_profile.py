@@ -1,13 +1,15 @@
 """An HPCToolkit database as a ``Profile``: the same tables as every other engine.
 
-Parts of the DLRM are found by name: a Python frame called ``component_phase``
+Parts of our own step are found by name: a Python frame called ``component_phase``
 (``bottom_mlp_forward``, see ``dlrm_core/parts.py``) stands for all that runs
 below it, C++ and GPU kernels included, up to the next such frame. GPU time sits
-under the CPU frames that launched it, so it is attributed by the same rule.
+under the CPU frames that launched it, so it is attributed by the same rule. Other
+programs have other names, see :mod:`dlrm_workbook.recordings.hpctoolkit.parts`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -16,17 +18,32 @@ import numpy.typing as npt
 import pandas as pd
 
 from dlrm_core.parts import parse_span
+from dlrm_workbook.recordings.hpctoolkit.cautions import (
+    cautions_of,
+    is_serialised,
+    sampling_quality,
+    without_nonsense,
+)
 from dlrm_workbook.recordings.hpctoolkit.database import FUNCTION, Database
 from dlrm_workbook.recordings.hpctoolkit.format import DatabaseError
 from dlrm_workbook.recordings.hpctoolkit.meta import ENTRY, ROOT
 from dlrm_workbook.recordings.hpctoolkit.metrics import (
+    COPY_KINDS,
+    MEMORY_KINDS,
     additive,
     canonical_name,
     meaning_of,
     unit_of,
 )
+from dlrm_workbook.recordings.hpctoolkit.parts import (
+    by_names,
+    device_work,
+    divide,
+    parts_in_order,
+)
 from dlrm_workbook.recordings.hpctoolkit.views import kernel_rows, not_measured
-from dlrm_workbook.recordings.profile import STANDARD_METRICS, Profile, nearest
+from dlrm_workbook.recordings.profile import STANDARD_METRICS, Profile, nearest, typed
+from dlrm_workbook.recordings.repetition import find_iterations
 
 CPU_TIMES = {
     "CPUTIME (sec)": 1e3,
@@ -36,6 +53,16 @@ CPU_TIMES = {
 }
 """Metrics that can be ``cpu_time_ms``, best first, and milliseconds per unit."""
 GPU_TIMES = ("GPUOP (sec)", "GKER (sec)", "GXCOPY (sec)", "GMSET (sec)")
+COPY_BYTES = tuple(
+    f"{family}:{kind} (B)"
+    for family, kinds in (("GXCOPY", COPY_KINDS), ("GMSET", MEMORY_KINDS))
+    for kind in kinds
+)
+METRICS = STANDARD_METRICS | {
+    "launches": ("", "GPU kernels that ran"),
+    "copy_bytes": ("B", "bytes of GPU copies and memory sets"),
+}
+"""Metrics that profiles of several engines have: name to (unit, meaning)."""
 GPU_CALLS = ("GKER:COUNT", "GXCOPY:COUNT", "GMSET:COUNT")
 SCALE = CPU_TIMES | dict.fromkeys(GPU_TIMES, 1e3)
 """Milliseconds per unit of the metrics that standard times are made of."""
@@ -54,43 +81,114 @@ KINDS = {ROOT: "root", ENTRY: "thread", 0: "function", 1: "loop", 2: "line", 3: 
 Ints = npt.NDArray[np.int64]
 
 
-def profile_from_database(database: Database) -> Profile:
+def profile_from_database(database: Database, parts: Mapping[str, str] | None = None) -> Profile:
     """The Profile tables of a database; row numbers of contexts and profiles are kept.
 
     ``cpu_time_ms`` and ``gpu_time_ms`` come from sampled CPU time and from the time of
     GPU operations; ``calls`` counts GPU launches, copies and sets. Other metrics keep
     their names (those of HPCToolkit 2025-05, whatever the database's generation).
     Exclusive values are self times over the tree, inclusive ones ``execution`` values.
-    Metrics that do not add up (the sampling period) are left to the database.
+    Metrics that do not add up (the sampling period) are left to the database. Contexts of
+    several parts are divided; their copies stand behind the database's rows.
+
+    Args:
+        parts: pattern to part, for names that no rule knows (:class:`foreign.PartNames`).
 
     Raises:
         DatabaseError: the database is damaged.
+        InputError: ``parts`` names an unknown part.
     """
     metrics, values, sources = _values(database)
+    metrics = typed("metrics", metrics)
     reasons = not_measured(database)
     reasons |= {name: why for name, why in WHY_ABSENT.items() if name not in sources}
     if not database.traces:
         reasons["trace"] = database.absent.get("trace.db", "trace.db has no trace lines")
-    reasons["iterations"] = "HPCToolkit does not mark iterations"
     reasons["allocated_bytes"] = "HPCToolkit does not see torch's allocations; torch.profiler does"
+    contexts, ours = _contexts(database)
+    threads = typed("threads", [asdict(thread) for thread in database.threads] or None)
+    trace = _trace(database)
+    notices: list[str] = []
+    iterations = None
+    if trace is not None:
+        trace["context"] = _measured_twins(contexts, values)[trace["context"].to_numpy()]
+        work = device_work(trace, threads)
+        found = find_iterations(
+            *(work[name].to_numpy() for name in ("start_ns", "end_ns", "context"))
+        )
+        if found:
+            iterations = pd.DataFrame(found, columns=["start_ns", "end_ns"])
+            iterations["iteration"] = np.arange(len(found))
+            notices.append(
+                f"no iteration is marked in this database: {len(found)} were found from the "
+                "repeating sequence of launches on the GPU"
+            )
+        else:
+            reasons["iterations"] = "HPCToolkit marks none, and no launches on a GPU repeat"
+    else:
+        reasons["iterations"] = "HPCToolkit does not mark iterations"
+    if not ours or parts:
+        labels = by_names(contexts, parts)
+        order = parts_in_order(trace, threads, labels, iterations)
+        contexts, values, trace, divided = divide(contexts, values, trace, labels, order)
+        if divided:
+            notices.append(
+                f"{divided} call paths belong to several parts (kernels of bottom and top MLP are "
+                "launched from the same place in the backward pass): each part has the share of "
+                "their time that its operations have in the trace"
+            )
+    root = {canonical_name(name): value for name, value in database.root().items()}
+    quality = sampling_quality(root)
+    values, nonsense, cautions = without_nonsense(values, contexts)
+    metrics = metrics[~metrics["metric"].isin(list(nonsense))]
+    amd = any(
+        "amdgpu" in name or "rocm" in name or "hsa-" in name for name in database.meta.modules
+    )
+    serialised = quality is not None and is_serialised(trace, contexts, amd)
+    cautions = cautions_of(contexts, values, trace, serialised) + cautions
+    sampled = {"serialised": serialised, "pc_sampling": quality} if quality else {}
     return Profile.build(
-        contexts=_contexts(database),
+        contexts=contexts,
         metrics=metrics,
         values=values,
-        threads=[asdict(thread) for thread in database.threads] or None,
-        trace=_trace(database),
+        threads=threads,
+        trace=trace,
+        iterations=iterations,
         meta={
             "engine": "hpctoolkit",
             "device": "cuda" if "gpu_time_ms" in sources else "cpu",
             "database": str(database.path),
             "title": database.meta.title,
             "passes": [],
-            "not_measured": reasons,
+            "not_measured": reasons | nonsense,
+            "notices": notices,
+            "cautions": cautions,
+            **sampled,
         },
     )
 
 
-def _contexts(database: Database) -> pd.DataFrame:
+def _measured_twins(contexts: pd.DataFrame, values: pd.DataFrame) -> Ints:
+    """The context (contexts,) that holds the values of each context, which is mostly itself.
+
+    Where kernels are sampled, the trace names a kernel below a second ``<gpu kernel>`` of the
+    same caller, which has no values.
+    """
+    result = np.arange(len(contexts))
+    parent = contexts["parent"].to_numpy()
+    kernel = contexts["kind"].eq("kernel").to_numpy() & (parent >= 0)
+    placeholder = contexts["kind"].eq("runtime").to_numpy()[parent]
+    caller = np.where(placeholder, parent[parent], parent)
+    table = contexts.loc[kernel, ["name", "module"]].assign(caller=caller[kernel])
+    table["valued"] = np.isin(table.index, values["context"].unique())
+    for _, rows in table.groupby(["name", "module", "caller"], sort=False):
+        if len(rows) > 1 and rows["valued"].sum() == 1:
+            result[rows.index] = rows.index[rows["valued"]][0]
+    return result
+
+
+def _contexts(database: Database) -> tuple[pd.DataFrame, bool]:
+    """(contexts, whether functions of our own step name their parts)."""
     tree, lexical = database.tree, database.tree.lexical_type
     kinds = pd.Series(lexical).map(KINDS).fillna("function").to_numpy(dtype=object, copy=True)
     functions = database.meta.functions
@@ -117,7 +215,7 @@ def _contexts(database: Database) -> pd.DataFrame:
     places = [(function.file, function.line, function.module) for function in functions]
     file, line, module = np.array([*places, (-1, 0, -1)], np.int64)[tree.function].T
     has_source = tree.file >= 0
-    return pd.DataFrame(
+    contexts = pd.DataFrame(
         {
             "context": np.arange(len(tree)),
             "parent": tree.parent,
@@ -131,6 +229,7 @@ def _contexts(database: Database) -> pd.DataFrame:
             "phase": phase,
         }
     )
+    return contexts, bool((component != "other").any())
 
 
 def _parts(
@@ -166,8 +265,8 @@ def _values(database: Database) -> tuple[pd.DataFrame, pd.DataFrame, dict[str, l
     rows = [
         {
             "metric": name,
-            "unit": STANDARD_METRICS[name][0] if name in standard else unit_of(name),
-            "meaning": STANDARD_METRICS[name][1] if name in standard else meaning_of(name),
+            "unit": METRICS[name][0] if name in standard else unit_of(name),
+            "meaning": METRICS[name][1] if name in standard else meaning_of(name),
             "source": "HPCToolkit " + ", ".join(present[source] for source in sources[name]),
         }
         for name in order
@@ -230,6 +329,8 @@ def _standard(present: dict[str, str]) -> dict[str, list[str]]:
         # GPUOP is the sum of the others; older databases only have the parts.
         "gpu_time_ms": gpu[:1] if "GPUOP (sec)" in gpu else gpu,
         "calls": [name for name in GPU_CALLS if name in present],
+        "launches": [name for name in ("GKER:COUNT",) if name in present],
+        "copy_bytes": [name for name in COPY_BYTES if name in present],
     }
     return {name: sources for name, sources in standard.items() if sources}
 

@@ -20,7 +20,7 @@ from dlrm_core.parts import parse_span
 from dlrm_workbook.recordings.foreign import (
     ACCUMULATE,
     MLP,
-    Named,
+    OUTSIDE,
     PartNames,
     forward_key,
     has_embeddings,
@@ -111,6 +111,7 @@ def foreign_parts(
     """
     spans = _Spans(host, names)
     component, phase, hinted = resolve(spans.cut_at_nodes(), spans.named, spans.code)
+    component[component == OUTSIDE] = "other"
     forward = spans.node < 0
     if spans.recommends:
         _name_compiled(spans, component, forward, iterations)
@@ -144,7 +145,7 @@ class _Spans:
         self.texts = [(kinds[number // len(texts)], texts[number % len(texts)]) for number in pairs]
         self.recommends = has_embeddings(self.texts)
         self.named = [
-            names.of(kind, text) if self.recommends else _of_any_program(names, kind, text)
+            names.of(kind, text) if self.recommends else names.of_any_program(kind, text)
             for kind, text in self.texts
         ]
         self.compiled = np.array([bool(_COMPILED.match(text)) for _, text in self.texts])[self.code]
@@ -176,19 +177,6 @@ class _Spans:
     def keys(self, rows: Ints, of: Sequence[str | None]) -> list[str]:
         """The text of ``of``, by pair of kind and name, for each row."""
         return [of[code] or "" for code in self.code[rows]]
-
-
-def _of_any_program(names: PartNames, kind: str, text: str) -> Named | None:
-    """What a name says in a program without embedding tables.
-
-    There a product or a "prediction head" is no MLP of a DLRM, unless a user says so.
-    """
-    named = names.of(kind, text)
-    if named is None or kind == "annotation" or names.says_user(text):
-        return named
-    if named.component in (MLP, "bottom_mlp", "interaction", "top_mlp"):
-        return Named("", named.phase) if named.phase else None
-    return named
 
 
 def _outermost_row(parent: Ints, marked: Bools) -> Ints:

@@ -1,0 +1,403 @@
+"""Parts of foreign programs in an HPCToolkit database, and iterations that nothing marks.
+
+Names in the call paths say most (:mod:`dlrm_workbook.recordings.foreign`): Python frames,
+autograd nodes, kernels, copies. What they leave open is told in this order:
+
+- bottom and top MLP in the forward pass, by the lines from which the function around both
+  calls them: what stands before the interaction's line is the bottom MLP;
+- an autograd node without a part, by its forward operator (``IndexBackward0`` by
+  ``at::_ops::index_Tensor``), where only one part has it;
+- the rest by order on the GPU's stream: in the backward pass a nameless operation (a sum of
+  a bias gradient) belongs to what ran before it, what runs before the interaction is the
+  top MLP, what runs after it the bottom MLP.
+
+So operations of one call path may belong to several parts. Such a context is divided: each
+part gets a copy of it, with a share of its values as large as the part's share of the
+context's time on the stream; sums are kept.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from dlrm_core.parts import COMPONENTS
+from dlrm_workbook.recordings.foreign import (
+    ACCUMULATE,
+    MLP,
+    PartNames,
+    has_embeddings,
+    mlp_by_order,
+    node_key,
+    resolve,
+)
+from dlrm_workbook.recordings.profile import nearest
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+Names = npt.NDArray[np.object_]
+Part = tuple[str, str]
+
+OTHER: Part = ("other", "")
+MODEL = ("bottom_mlp", "embedding", "interaction", "top_mlp", MLP, "loss")
+INTERACTION_NODES = ("index", "cat", "stack", "tril", "triu", "maskedselect", "gather")
+"""What joins features and picks their products; no other part of a DLRM has such a node, so
+these are the interaction's where no forward operator says otherwise."""
+DETAIL = ("line", "loop", "instruction")
+_OPERATOR = re.compile(r"^at::_ops::(\w+)::(?:call|redispatch)\b")
+
+
+@dataclass
+class Labels:
+    """What the names say of each context.
+
+    Attributes:
+        component, phase: of every context (contexts,); :data:`foreign.MLP` where it is not
+            known whether bottom or top.
+        hinted: whose component an enclosing name could overrule (contexts,).
+    """
+
+    component: Names
+    phase: Names
+    hinted: Bools
+
+
+def by_names(contexts: pd.DataFrame, parts: Mapping[str, str] | None = None) -> Labels:
+    """Part and phase of every context by its names, callers' lines and forward operators.
+
+    Args:
+        contexts: as in a profile: ``parent``, ``kind``, ``name``, ``file``, ``line``.
+        parts: the user's map of patterns to parts.
+
+    Raises:
+        InputError: the map names a part that is unknown.
+    """
+    names = PartNames(parts)
+    parent = contexts["parent"].to_numpy()
+    keys = list(zip(contexts["kind"], contexts["name"], contexts["file"], strict=True))
+    code, distinct = pd.factorize(pd.Series(keys, dtype=object))
+    code = code.astype(np.int64)
+    is_dlrm = has_embeddings((kind, name) for kind, name, _ in distinct)
+    named = [(names.of if is_dlrm else names.of_any_program)(*key) for key in distinct]
+    component, phase, hinted = resolve(parent, named, code)
+    # a copy that a backward node makes is a part of that node's work
+    backward = np.array([n is not None and n.phase == "backward" for n in named])[code]
+    copied = hinted & (component == "transfer") & (nearest(parent, backward) >= 0)
+    component[copied], phase[copied] = "other", "backward"
+    # what Python calls outside backward and update is the forward pass
+    says = np.array([n is not None and bool(n.component) for n in named])[code]
+    called = nearest(parent, says & contexts["kind"].eq("python").to_numpy()) >= 0
+    called &= np.isin(component, [*MODEL, "data", "transfer"])
+    phase[called & (phase == "")] = "forward"
+    if is_dlrm:
+        _by_lines(contexts, component, phase)
+        _by_operators(contexts, backward, component, phase)
+    return Labels(component, phase, hinted)
+
+
+def _by_lines(contexts: pd.DataFrame, component: Names, phase: Names) -> None:
+    """Tell bottom from top MLP by the lines that call it and the interaction."""
+    parent, line = contexts["parent"].to_numpy(), contexts["line"].to_numpy()
+    is_line = contexts["kind"].eq("line").to_numpy()
+    forward = phase == "forward"
+    above = np.where(parent >= 0, component[parent], "")
+
+    def begins(part: str) -> list[int]:
+        """Where calls of a part begin: no context above them belongs to it."""
+        return np.flatnonzero(forward & (component == part) & (above != part)).tolist()
+
+    def path(row: int) -> list[int]:
+        rows = []
+        while row >= 0:
+            rows.append(row)
+            row = int(parent[row])
+        return rows[::-1]
+
+    middles = [path(row) for row in begins("interaction")]
+    start = nearest(parent, forward & (component == MLP) & (above != MLP))
+    for row in begins(MLP):
+        own = path(row)
+        for middle in middles:
+            shared = sum(1 for a, b in zip(own, middle, strict=False) if a == b)
+            if shared == min(len(own), len(middle)):
+                continue
+            mine, other = own[shared], middle[shared]
+            if is_line[mine] and is_line[other] and line[mine] != line[other]:
+                told = "bottom_mlp" if line[mine] < line[other] else "top_mlp"
+                component[(component == MLP) & forward & (start == row)] = told
+                break
+
+
+def _by_operators(contexts: pd.DataFrame, backward: Bools, component: Names, phase: Names) -> None:
+    """Give nodes that have no part that of their forward operator, where it has but one."""
+    of_operator: dict[str, set[str]] = {}
+    number, texts = pd.factorize(contexts["name"])
+    function = contexts["kind"].eq("function").to_numpy()
+    spelled = {
+        i: [_key("_".join(words[: n + 1])) for n in range(len(words))]
+        for i, text in enumerate(texts)
+        if (found := _OPERATOR.match(text)) and (words := found[1].split("_"))
+    }
+    inside = function & (phase == "forward") & np.isin(component, MODEL)
+    for row in np.flatnonzero(inside & np.isin(number, list(spelled))).tolist():
+        part = MLP if component[row].endswith("mlp") else component[row]
+        for key in spelled[number[row]]:
+            of_operator.setdefault(key, set()).add(part)
+    names = contexts["name"].tolist()
+    parent = contexts["parent"].to_numpy()
+    node = nearest(parent, function & backward)
+    unnamed = (component == "other") & (phase == "backward") & (node >= 0)
+    for row in np.unique(node[unnamed]).tolist():
+        found_key = node_key(names[row]) or ""
+        told = of_operator.get(found_key, set())
+        if found_key in INTERACTION_NODES:
+            told = told or {"interaction"}
+        if found_key != ACCUMULATE and len(told) == 1:
+            component[unnamed & (node == row)] = next(iter(told))
+
+
+def _key(name: str) -> str:
+    return name.replace("_", "").lower()
+
+
+def device_work(trace: pd.DataFrame, threads: pd.DataFrame) -> pd.DataFrame:
+    """Rows of a trace that ran on a GPU, in the order of their begin."""
+    streams = threads.loc[threads["kind"] == "gpu_stream", "profile"]
+    return trace[trace["profile"].isin(streams)].sort_values("start_ns", kind="stable")
+
+
+def parts_in_order(
+    trace: pd.DataFrame | None,
+    threads: pd.DataFrame,
+    labels: Labels,
+    iterations: pd.DataFrame | None,
+) -> pd.Series:
+    """Part of each operation of the GPUs and of each sample of threads that run parts.
+
+    Returns:
+        Parts by the index of ``trace``; without one, none.
+    """
+    if trace is None:
+        return pd.Series([], dtype=object)
+    work = device_work(trace, threads)
+    pieces = [pd.Series(by_order(work, labels, iterations), work.index, dtype=object)]
+    speaks = labels.component != "other"
+    host = trace[~trace["profile"].isin(work["profile"])]
+    for _, rows in host.groupby("profile"):
+        if speaks[rows["context"]].any():
+            rows = rows.sort_values("start_ns", kind="stable")
+            pieces.append(pd.Series(by_order(rows, labels, None), rows.index, dtype=object))
+    return pd.concat(pieces)
+
+
+def by_order(trace: pd.DataFrame, labels: Labels, iterations: pd.DataFrame | None) -> list[Part]:
+    """Part of each operation of a GPU, or of each sample of a thread.
+
+    Args:
+        trace: its rows, in the order of their begin.
+        labels: what the names say.
+        iterations: ``start_ns``, in order; None where none are known.
+    """
+    context = trace["context"].to_numpy()
+    component, phase = labels.component[context].copy(), labels.phase[context].copy()
+    iteration = np.zeros(len(context), np.int64)
+    if iterations is not None:
+        start = trace["start_ns"].to_numpy()
+        iteration = np.searchsorted(iterations["start_ns"].to_numpy(), start, side="right")
+        # before the first iteration nothing is certain but what is named outright
+        unsure = (iteration == 0) & (labels.hinted[context] | (component == "other"))
+        component[unsure], phase[unsure] = OTHER
+    model = np.isin(component, MODEL)
+    for backward in (False, True):
+        mine = np.flatnonzero((phase == "backward") if backward else model & (phase == "forward"))
+        # A pass ends where an iteration does, or where the other pass or a copy comes between;
+        # a single operation of the other pass is one that the recording has put there.
+        if backward:
+            other = (model & (phase == "forward")) | (component == "data") | (phase == "update")
+        else:
+            other = phase == "backward"
+        parting = other & np.append(False, other[:-1])
+        if not backward:
+            parting |= component == "transfer"
+        turn = iteration[mine] * (len(context) + 1) + np.cumsum(parting)[mine]
+        known: dict[tuple[str, ...], list[str]] = {}
+        for rows in np.split(mine, np.flatnonzero(np.diff(turn)) + 1):
+            names = tuple(component[rows])
+            if names not in known:
+                known[names] = _backward(names) if backward else mlp_by_order(names, False)
+            component[rows] = known[names]
+    return [_part(*pair) for pair in zip(component.tolist(), phase.tolist(), strict=True)]
+
+
+def _backward(components: Sequence[str]) -> list[str]:
+    """Parts of the operations of one backward pass, or of several that nothing keeps apart.
+
+    Nameless operations belong to what ran before them, the first ones to what follows. With
+    the loss a new pass begins. What runs before the interaction is the top MLP, what runs
+    after it the bottom MLP; what lies between two interactions may be either.
+    """
+    filled = list(components)
+    last = next((name for name in components if name != "other"), "other")
+    for place, name in enumerate(components):
+        last = last if name == "other" else name
+        filled[place] = last
+    begins: list[int] = []
+    for place, name in enumerate(filled):
+        if name == "loss" and "interaction" in filled[begins[-1] if begins else 0 : place]:
+            begins.append(place)
+    for first, beyond in zip([0, *begins], [*begins, len(filled)], strict=True):
+        low, high = _interaction(filled[first:beyond])
+        for place in range(first, beyond):
+            if filled[place] != MLP:
+                continue
+            before, after = place - first < low, place - first > high
+            filled[place] = "top_mlp" if before else "bottom_mlp" if after else "other"
+    return filled
+
+
+def _interaction(components: Sequence[str]) -> tuple[int, int]:
+    """First and last place of the interaction; where there is none, the whole sequence's.
+
+    A few operations apart from nearly all others are ones that the recording has misplaced.
+    """
+    places = np.flatnonzero(np.array(components, dtype=object) == "interaction")
+    if not len(places):
+        return 0, len(components)
+    runs = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
+    longest = max(runs, key=len)
+    chosen = longest if len(longest) >= 0.8 * len(places) else places
+    return int(chosen[0]), int(chosen[-1])
+
+
+def _part(component: str, phase: str) -> Part:
+    return (component, phase) if component in COMPONENTS and component != "other" else OTHER
+
+
+def divide(
+    contexts: pd.DataFrame,
+    values: pd.DataFrame,
+    trace: pd.DataFrame | None,
+    labels: Labels,
+    parts: pd.Series,
+) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame | None, int]:
+    """The tables with a part for every context, those of several parts divided.
+
+    Args:
+        contexts, values, trace: tables of a profile.
+        labels: what the names say of each context.
+        parts: part of rows of ``trace``, by their index there.
+
+    Returns:
+        The three tables, and how many contexts were divided. Copies of contexts stand at the
+        end of the table, so the others keep their numbers. Times and bytes go to the copies as
+        the time in the trace does, counts as the number of operations does.
+    """
+    component, phase = labels.component.copy(), labels.phase.copy()
+    unknown = ~np.isin(component, COMPONENTS) | (component == "other")
+    component[unknown], phase[unknown] = OTHER
+    if trace is None:
+        return contexts.assign(component=component, phase=phase), values, trace, 0
+    parent = contexts["parent"].to_numpy()
+    detail = contexts["kind"].isin(DETAIL).to_numpy()
+    scope = nearest(parent, ~detail | (parent < 0))
+    rows = trace.loc[parts.index]
+    placed = pd.DataFrame(
+        {
+            "scope": scope[rows["context"].to_numpy()],
+            "part": parts.to_numpy(),
+            "time": (rows["end_ns"] - rows["start_ns"]).to_numpy(),
+            "count": 1,
+        },
+        index=rows.index,
+    )
+    shares = placed.groupby(["scope", "part"], as_index=False, sort=False)[["time", "count"]].sum()
+    shares = shares.sort_values(["scope", "time"], ascending=[True, False], kind="stable")
+    shares["first"] = ~shares["scope"].duplicated()
+    for name in ("time", "count"):
+        total = shares.groupby("scope")[name].transform("sum")
+        shares[name] = np.where(total > 0, shares[name] / total.where(total > 0, 1), 0.0)
+    kept = shares[shares["first"]].set_index("scope")["part"]
+    told = np.flatnonzero(np.isin(scope, kept.index))
+    component[told], phase[told] = zip(*kept[scope[told]], strict=True) if len(told) else OTHER
+    contexts = contexts.assign(component=component, phase=phase)
+    copies = shares[~shares["first"]].reset_index(drop=True)
+    if copies.empty:
+        return contexts, values, trace, 0
+    members = pd.Series(np.arange(len(scope))).groupby(scope).groups
+    copied = pd.DataFrame(
+        [(share, row) for share, at in enumerate(copies["scope"]) for row in members[at]],
+        columns=["share", "old"],
+    )
+    copied["new"] = len(contexts) + np.arange(len(copied))
+    block = contexts.iloc[copied["old"]].copy()
+    block["context"] = copied["new"].to_numpy()
+    block["component"], block["phase"] = zip(*copies["part"][copied["share"]], strict=True)
+    # below a copied context stands its copy, above it the same callers as before
+    inner = copied["old"] != copies["scope"][copied["share"]].to_numpy()
+    new = copied.set_index(["share", "old"])["new"]
+    above = parent[copied["old"]]
+    above[inner] = new.loc[list(zip(copied["share"][inner], above[inner], strict=True))]
+    block["parent"] = above
+    contexts = pd.concat([contexts, block], ignore_index=True)
+    values = pd.concat(_divided_values(values, scope, parent, copies, new), ignore_index=True)
+    # operations go to the copy of their part
+    number = pd.Series(
+        np.arange(len(copies)), index=list(zip(copies["scope"], copies["part"], strict=True))
+    )
+    share = pd.Series(zip(placed["scope"], placed["part"], strict=True), placed.index).map(number)
+    share = share.dropna().astype(int)
+    context = trace["context"].copy()
+    keys = list(zip(share, context[share.index], strict=True))
+    context[share.index] = new.loc[keys].to_numpy()
+    return contexts, values, trace.assign(context=context), copies["scope"].nunique()
+
+
+def _divided_values(
+    values: pd.DataFrame, scope: Ints, parent: Ints, copies: pd.DataFrame, new: pd.Series
+) -> list[pd.DataFrame]:
+    """What is left of the values where they were, and what goes to the copies of contexts.
+
+    Args:
+        copies: ``scope``, ``time`` and ``count`` (its shares of the scope's) of each copy.
+        new: the new context, by number of the copy and old context.
+    """
+    old = values.rename(columns={"context": "old"})
+    old["scope_row"] = scope[old["old"]]
+    old = old[old["scope_row"].isin(copies["scope"])]
+    own = old[old["scope"] == "exclusive"]
+    shares = copies.rename(columns={"scope": "scope_row"}).reset_index(names="share")
+    moved = own.reset_index(names="row").merge(
+        shares[["share", "scope_row", "time", "count"]], on="scope_row"
+    )
+    counted = moved["metric"].map(_is_count).to_numpy(dtype=bool)
+    moved["value"] *= np.where(counted, moved["count"], moved["time"])
+    steps = [moved]  # inclusive values: everything also counts for what is above it
+    while not steps[-1].empty:
+        lower = steps[-1]
+        lower = lower[lower["old"] != lower["scope_row"]]
+        steps.append(lower.assign(old=parent[lower["old"]]))
+    keys = ["profile", "metric", "old"]
+    inclusive = pd.concat(steps).groupby(["share", *keys], as_index=False, observed=True)
+    total = inclusive["value"].sum().assign(scope="inclusive")
+    left = values["value"].copy()
+    left[moved["row"].unique()] -= moved.groupby("row")["value"].sum()
+    whole = old[old["scope"] == "inclusive"].reset_index(names="row")
+    gone = total.groupby(keys, as_index=False, observed=True)["value"].sum()
+    whole = whole.merge(gone, on=keys, suffixes=("", "_gone"))
+    left[whole["row"]] -= whole["value_gone"].to_numpy()
+    blocks = [values.assign(value=left)]
+    for block in (moved.assign(scope="exclusive"), total):
+        block["context"] = new.loc[list(zip(block["share"], block["old"], strict=True))].to_numpy()
+        block = block[block["value"] != 0][list(values.columns)]
+        blocks.append(block.astype({name: values[name].dtype for name in ("metric", "scope")}))
+    return blocks
+
+
+def _is_count(metric: str) -> bool:
+    """Whether a metric counts operations, or adds up a property of each."""
+    return metric in ("calls", "launches") or metric.endswith(("COUNT", "_ACUMU", "_ACUMU (B)"))

@@ -1,0 +1,151 @@
+"""The databases of facebookresearch/dlrm on an H100: parts, iterations and what to doubt."""
+
+import math
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dlrm_workbook.analysis.gpu import copy_table
+from dlrm_workbook.recordings.hpctoolkit.database import read_database
+from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
+from dlrm_workbook.recordings.hpctoolkit.views import facts
+from dlrm_workbook.recordings.profile import Profile
+
+RECORDINGS = Path(__file__).parents[2] / ".." / "shared" / "recordings"
+
+
+def folder(name: str) -> Path:
+    if not (RECORDINGS / name).is_dir():
+        pytest.skip(f"{RECORDINGS / name} is not there: it holds recordings of other people")
+    return RECORDINGS / name
+
+
+@cache
+def profile(name: str) -> Profile:
+    return profile_from_database(read_database(folder(name)))
+
+
+def by_part(name: str, metric: str) -> dict[tuple[str, str], float]:
+    run = profile(name)
+    keys = [run.contexts["component"], run.contexts["phase"]]
+    return run.value_table(metric).groupby(keys).sum().to_dict()
+
+
+def test_device_time_of_each_part() -> None:
+    # by hand from the call paths, see ../shared/FACTS.md 9
+    expected = {
+        ("transfer", "forward"): 71.6,
+        ("bottom_mlp", "forward"): 0.79,
+        ("top_mlp", "forward"): 3.32,
+        ("embedding", "forward"): 1.74,
+        ("interaction", "forward"): 2.60,
+        ("loss", "forward"): 0.94,
+        ("embedding", "backward"): 1.73,
+        ("optimizer", "update"): 4.85,
+        ("embedding", "update"): 3.42,
+    }
+    found = by_part("dlrm-h100-pc.d", "gpu_time_ms")
+    for part, value in expected.items():
+        assert found[part] == pytest.approx(value, rel=0.01), part
+    # Addmm, Relu, Sigmoid and the sums of their bias gradients
+    mlps = found["top_mlp", "backward"] + found["bottom_mlp", "backward"]
+    assert mlps == pytest.approx(30.53 + 4.05 + 0.34 + 6.42, rel=0.005)
+    # Index, Slice, and the sum of the two gradients of the bottom MLP's output
+    assert found["interaction", "backward"] == pytest.approx(3.32 + 0.61 + 0.975, rel=0.005)
+    # MseLoss, and the gradient that the backward pass begins with
+    assert found["loss", "backward"] == pytest.approx(0.71 + 0.31, rel=0.01)
+    assert sum(found.values()) == pytest.approx(139.808821, rel=1e-9)
+    assert found["other", ""] / 139.808821 < 0.01
+
+
+def test_launches_are_told_apart_by_order() -> None:
+    found = by_part("dlrm-h100-pc.d", "launches")
+    assert sum(found.values()) == 7400
+    # each layer of the bottom MLP: relu, product, its reduction, sum of the bias gradient
+    assert found["bottom_mlp", "backward"] == pytest.approx(100 * 2 * 4)
+
+
+def test_iterations_without_a_mark() -> None:
+    run = profile("dlrm-h100-pc.d")
+    assert len(run.iterations) == 100
+    streams = run.threads.loc[run.threads["kind"] == "gpu_stream", "profile"]
+    work = run.trace[run.trace["profile"].isin(streams)]
+    kernel = run.contexts["kind"].eq("kernel").to_numpy()[work["context"]]
+    at = np.searchsorted(run.iterations["start_ns"], work["start_ns"][kernel], side="right")
+    assert at.min() == 1  # what ran before is the model's way to the GPU: copies only
+    assert set(np.bincount(at)[1:].tolist()) == {73, 74, 75}
+    assert np.bincount(at)[1:].sum() == 7400
+    assert (run.iterations["start_ns"][1:].to_numpy() == run.iterations["end_ns"][:-1]).all()
+
+
+def test_dividing_keeps_every_sum() -> None:
+    database = read_database(folder("dlrm-h100-pc.d"))
+    run = profile("dlrm-h100-pc.d")
+    root = {name: value for name, value in database.root().items() if name.startswith(("GK", "GX"))}
+    for name, value in root.items():
+        if run.has(name):
+            assert run.value_table(name).sum() == pytest.approx(value, rel=1e-9), name
+            assert run.value_table(name, "inclusive")[0] == pytest.approx(value, rel=1e-9), name
+            assert run.value_table(name).min() >= -1e-9 * abs(value)
+    for metric in ("gpu_time_ms", "launches"):
+        own = run.value_table(metric).to_numpy()
+        inclusive = run.value_table(metric, "inclusive").to_numpy()
+        below = np.bincount(run.contexts["parent"][1:], inclusive[1:], minlength=len(inclusive))
+        assert np.allclose(inclusive - below, own, atol=1e-9)
+
+
+def test_copies_have_bytes_whoever_asks() -> None:
+    run = profile("dlrm-h100-pc.d")
+    assert run.value_table("copy_bytes").sum() == 441_944_740 + 819_600 + 13_107_200
+    table = copy_table(run).set_index("direction")
+    assert table.loc["host to device", "count"] == 1015
+    assert table.loc["host to device", "gb_per_s"] == pytest.approx(6.036, abs=0.001)
+
+
+def test_what_to_doubt_is_said() -> None:
+    run = profile("dlrm-h100-pc.d")
+    said = " ".join(run.meta["cautions"])
+    assert run.meta["serialised"] is True
+    assert "serialised" in run.meta["cautions"][0]
+    assert "disagree by 47%: 65.9 ms by the metric (GKER), 96.6 ms by the trace" in said
+    assert "6.04 GB/s" in said and "pageable" in said
+    assert "bottom MLP (0 forward, 200 backward)" in said
+    for metric in ("GKER:BLKS_ACUMU", "GKER:LMEM_ACUMU (B)"):
+        assert not run.has(metric) and run.not_measured[metric]
+    assert run.meta["pc_sampling"] == {
+        "taken": 2_460_687,
+        "expected": 3_687_156,
+        "dropped": "not measured: the database has no value of GSAMP:DRP",
+        "period_cycles": 4096,
+        "utilisation_percent": pytest.approx(66.74, abs=0.005),
+    }
+    assert "CPUTIME" in run.not_measured["cpu_time_ms"]
+
+
+def test_host_time_of_the_twin_recording() -> None:
+    found = by_part("dlrm-h100-host.d", "cpu_time_ms")
+    assert math.isclose(sum(found.values()), 500_218.829, rel_tol=1e-9)
+    # dlrm_s_pytorch.py:1021, the loop over the data loader: 10.00 s
+    assert found["data", "forward"] == pytest.approx(10_007.6, abs=0.1)
+    assert "no GPU operation" in profile("dlrm-h100-host.d").not_measured["gpu_time_ms"]
+
+
+def test_setting_up_the_gpu_is_no_part_of_the_backward_pass() -> None:
+    run = profile("dlrm-h100-host.d")
+    rows = run.contexts["name"].str.startswith("cudaGetDeviceCount").to_numpy()
+    assert run.value_table("cpu_time_ms", "inclusive")[rows].max() > 28_000
+    assert (run.contexts["component"][rows] == "other").all()
+
+
+@pytest.mark.parametrize("name", ["dlrm-h100-pc.d", "dlrm-h100-host.d"])
+def test_facts_equal_those_of_an_independent_reader(name: str) -> None:
+    import json
+
+    from databases import assert_same
+
+    expected = json.loads(
+        (folder(name).parent / "expected" / f"{name.removesuffix('.d')}.json").read_text()
+    )
+    assert_same(facts(read_database(folder(name))), expected)
