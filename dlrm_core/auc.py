@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Iterator
-from typing import IO, NamedTuple
+from typing import IO, Any
 
 import numpy as np
 
@@ -25,19 +25,6 @@ MEMORY_BYTES = 256 << 20
 _RECORD = np.dtype([("score", np.uint32), ("negatives", np.int64), ("positives", np.int64)])
 _SORTING_BYTES = 48
 """Taken a sample while samples are sorted and counted: keys, labels, counts, and copies."""
-
-
-class Quality(NamedTuple):
-    """What a stream of predictions amounts to; None where it is not defined."""
-
-    samples: int
-    auc: float | None
-    log_loss: float
-    """Mean binary cross entropy, natural logarithm, each clamped at 100 as torch does."""
-    accuracy: float
-    """Share of samples on whose side of 0.5 the prediction is."""
-    click_share: float
-    """Share of targets above 0.5."""
 
 
 class AucCounter:
@@ -187,8 +174,9 @@ class QualityMeter:
             hit, miss = np.maximum(np.log(wide), -100.0), np.maximum(np.log1p(-wide), -100.0)
         self._log_loss -= float((graded * hit + (1.0 - graded) * miss).sum())
 
-    def quality(self) -> Quality:
-        """What was counted.
+    def quality(self) -> dict[str, Any]:
+        """``samples``, ``auc``, ``log_loss``, ``accuracy``, ``click_share`` of what was counted,
+        as :class:`dlrm_core.evaluate.Evaluation` has them.
 
         Raises:
             InputError: there were no samples.
@@ -196,13 +184,13 @@ class QualityMeter:
         if not self._samples:
             raise InputError("the test data holds no samples, expected at least one")
         count = self._samples
-        return Quality(
-            samples=count,
-            auc=self._auc.area(),
-            log_loss=self._log_loss / count,
-            accuracy=self._right / count,
-            click_share=self._clicks / count,
-        )
+        return {
+            "samples": count,
+            "auc": self._auc.area(),
+            "log_loss": self._log_loss / count,
+            "accuracy": self._right / count,
+            "click_share": self._clicks / count,
+        }
 
     def __enter__(self) -> QualityMeter:
         return self

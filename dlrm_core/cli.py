@@ -48,10 +48,6 @@ def parameters_file(parser: argparse.ArgumentParser, *, required: bool = True) -
     )
 
 
-def no_arguments(parser: argparse.ArgumentParser) -> None:
-    """For a subcommand that takes none."""
-
-
 def _train(parser: argparse.ArgumentParser) -> None:
     parameters_file(parser)
     parser.add_argument(
@@ -115,13 +111,7 @@ EVALUATE = Subcommand(
 INFER = Subcommand(
     "infer", "latency of predictions, by batch size", _infer, "dlrm_core.commands:infer"
 )
-PARAMETERS = Subcommand(
-    "parameters",
-    "every parameter, its default and its meaning, as Markdown",
-    no_arguments,
-    "dlrm_core.commands:parameters",
-)
-SUBCOMMANDS = (TRAIN, EVALUATE, INFER, PARAMETERS)
+SUBCOMMANDS = (TRAIN, EVALUATE, INFER)
 DESCRIPTION = "Trains a Deep Learning Recommendation Model."
 
 

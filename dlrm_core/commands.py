@@ -1,4 +1,4 @@
-"""The headless subcommands that run the workload: train, evaluate, infer, parameters.
+"""The headless subcommands that run the workload: train, evaluate, infer.
 
 They import no notebook or plotting package, so they start fast, run on a bare
 GPU node, and are what profilers are put around.
@@ -13,7 +13,6 @@ import json
 import os
 import signal
 import sys
-import typing
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from dlrm_core.checkpoint import Checkpoint, find_checkpoint, read_checkpoint
-from dlrm_core.config import SECTIONS, Parameters, load_parameters
+from dlrm_core.config import Parameters, load_parameters
 from dlrm_core.data.batch import Batch
 from dlrm_core.embeddings import attach
 from dlrm_core.errors import InputError
@@ -48,7 +47,6 @@ from dlrm_core.resume import (
     require_same_model,
     with_backend_of,
 )
-from dlrm_core.settings import describe_type
 from dlrm_core.train import prepare_model
 from dlrm_core.train import train as train_model
 
@@ -311,34 +309,3 @@ def _counting(counters: IterationCounters | None, warmup: int) -> Callable[[int]
             counters.snapshot(done - 1)
 
     return count
-
-
-def parameters(arguments: argparse.Namespace) -> int:
-    """``dlrm parameters``: every parameter, its default and its meaning, as Markdown."""
-    print(parameters_table())
-    return 0
-
-
-def parameters_table() -> str:
-    """A Markdown table a section, from the fields' own metadata."""
-    lines = []
-    for section, kind in SECTIONS.items():
-        hints = typing.get_type_hints(kind)
-        lines += [f"## `{section}`", "", "| name | type | default | meaning |"]
-        lines.append("| --- | --- | --- | --- |")
-        for field in dataclasses.fields(kind):
-            lines.append(
-                f"| `{field.name}` | {describe_type(hints[field.name])} "
-                f"| {_as_yaml(field.default)} | {field.metadata['meaning']} |"
-            )
-        lines.append("")
-    return "\n".join(lines).rstrip()
-
-
-def _as_yaml(default: object) -> str:
-    """A default as one writes it in a parameters file; nothing for nothing."""
-    if default is None or default == "":
-        return ""
-    if isinstance(default, tuple):
-        return f"`[{', '.join(map(str, default))}]`"
-    return f"`{str(default).lower()}`" if isinstance(default, bool) else f"`{default}`"

@@ -42,8 +42,11 @@ class Evaluation:
     loss: float
     """``model.loss``, the mean over samples."""
     log_loss: float
+    """Mean binary cross entropy, natural logarithm, each clamped at 100 as torch does."""
     accuracy: float
+    """Share of samples on whose side of 0.5 the prediction is."""
     click_share: float
+    """Share of targets above 0.5."""
     seconds: float
     """Data included."""
     data_seconds: float
@@ -189,15 +192,11 @@ def evaluate(
         seconds = agree(time.perf_counter() - started)
         return Evaluation(
             iteration=iteration,
-            samples=quality.samples,
-            auc=quality.auc,
-            loss=weighted / quality.samples,
-            log_loss=quality.log_loss,
-            accuracy=quality.accuracy,
-            click_share=quality.click_share,
+            **quality,
+            loss=weighted / quality["samples"],
             seconds=seconds,
             data_seconds=data_s,
-            samples_per_second=quality.samples / seconds,
+            samples_per_second=quality["samples"] / seconds,
             ms_per_iteration=1e3 * statistics.median(times_s),
             graded_targets=meter.graded,
         )

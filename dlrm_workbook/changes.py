@@ -6,14 +6,16 @@ What a change does to the parameters, and to which parts of a step, is in
 
 from __future__ import annotations
 
+import argparse
 import difflib
+import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
 from dlrm_core.config import SECTIONS, Parameters
 from dlrm_core.errors import InputError
-from dlrm_core.settings import read_yaml
+from dlrm_core.settings import describe_type, read_yaml
 from dlrm_workbook.evidence.dependence import Change, changed_parameters
 
 LEAVES = [f"{section}.{leaf.name}" for section, kind in SECTIONS.items() for leaf in fields(kind)]
@@ -134,3 +136,34 @@ def change_steps(parameters: Parameters, change: Change) -> list[dict[str, Any]]
             continue
         steps.append(done)
     return steps
+
+
+def parameters_table() -> str:
+    """A Markdown table a section, from the fields' own metadata."""
+    lines = []
+    for section, kind in SECTIONS.items():
+        hints = typing.get_type_hints(kind)
+        lines += [f"## `{section}`", "", "| name | type | default | meaning |"]
+        lines.append("| --- | --- | --- | --- |")
+        for field in fields(kind):
+            lines.append(
+                f"| `{field.name}` | {describe_type(hints[field.name])} "
+                f"| {_as_yaml(field.default)} | {field.metadata['meaning']} |"
+            )
+        lines.append("")
+    return "\n".join(lines).rstrip()
+
+
+def parameters(arguments: argparse.Namespace) -> int:
+    """``dlrm parameters``: every parameter, its default and its meaning, as Markdown."""
+    print(parameters_table())
+    return 0
+
+
+def _as_yaml(default: object) -> str:
+    """A default as one writes it in a parameters file; nothing for nothing."""
+    if default is None or default == "":
+        return ""
+    if isinstance(default, tuple):
+        return f"`[{', '.join(map(str, default))}]`"
+    return f"`{str(default).lower()}`" if isinstance(default, bool) else f"`{default}`"

@@ -258,7 +258,12 @@ SUBCOMMANDS = (
         _data,
         "dlrm_workbook.datasets.command:data",
     ),
-    core.PARAMETERS,
+    Subcommand(
+        "parameters",
+        "every parameter, its default and its meaning, as Markdown",
+        lambda parser: None,
+        "dlrm_workbook.changes:parameters",
+    ),
     Subcommand(
         "doctor",
         "what this machine has, and what each missing part costs",

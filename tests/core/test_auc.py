@@ -109,9 +109,9 @@ def test_log_loss_and_accuracy_are_torchs(samples):
         quality = meter.quality()
     wide = torch.from_numpy(predictions).double(), torch.from_numpy(targets).double()
     expected = float(torch.nn.functional.binary_cross_entropy(*wide))
-    assert quality.log_loss == pytest.approx(expected, rel=1e-12, abs=1e-15)
-    assert quality.samples == len(samples)
-    assert quality.accuracy == np.mean((predictions > 0.5) == (targets > 0.5))
+    assert quality["log_loss"] == pytest.approx(expected, rel=1e-12, abs=1e-15)
+    assert quality["samples"] == len(samples)
+    assert quality["accuracy"] == np.mean((predictions > 0.5) == (targets > 0.5))
     assert meter.graded == any(t in (1, 2, 3) for _, t in samples)
 
 

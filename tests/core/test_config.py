@@ -237,7 +237,7 @@ def test_any_value_is_taken_or_refused_in_one_sentence(name, value):
 
 
 def test_every_parameter_is_documented():
-    from dlrm_core.commands import parameters_table
+    from dlrm_workbook.changes import parameters_table
 
     document = Path(__file__).parents[2] / "docs" / "parameters.md"
     assert parameters_table() in document.read_text(), (
