@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from dlrm_core.errors import InputError
+from dlrm_core.parts import parse_part
 from dlrm_core.settings import clash, coerce_section, read_yaml, setting
 
 
@@ -483,6 +484,12 @@ class ProfilingConfig:
     structure_limit_mb: int = setting(
         64, "HPCToolkit: hpcstruct skips binaries larger than this (said in the page)", minimum=1
     )
+    parts: Mapping[str, str] = setting(
+        {},
+        "recordings of other programs: pattern of names (of ranges, modules, functions, operators "
+        'or kernels) to their part, as {"*my_tower*": bottom_mlp, Pool: embedding backward}; '
+        "goes before what the names say themselves",
+    )
     probes: bool = setting(
         True,
         "before measuring, time what this machine can do at best (products, bandwidth, random "
@@ -492,6 +499,11 @@ class ProfilingConfig:
 
     def __post_init__(self) -> None:
         coerce_section(self, "profiling")
+        for pattern, said in self.parts.items():
+            try:
+                parse_part(said)
+            except ValueError as error:
+                raise InputError(f"profiling.parts: {pattern} is {said!r}, {error}") from None
 
 
 SECTIONS: dict[str, type] = {

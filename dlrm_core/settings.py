@@ -6,7 +6,7 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import yaml
@@ -23,10 +23,10 @@ def setting(
     choices: tuple[str, ...] | None = None,
 ) -> Any:
     """A dataclass field with its meaning and the values it may take."""
-    return dataclasses.field(
-        default=default,
-        metadata={"meaning": meaning, "minimum": minimum, "maximum": maximum, "choices": choices},
-    )
+    metadata = {"meaning": meaning, "minimum": minimum, "maximum": maximum, "choices": choices}
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def coerce_section(section: Any, name: str) -> None:
@@ -70,6 +70,8 @@ def describe_type(annotation: Any) -> str:
         return f"{describe_type(inner[0])} or nothing"
     if typing.get_origin(annotation) is tuple:
         return f"a list of {describe_type(typing.get_args(annotation)[0]).split(' ', 1)[1]}s"
+    if typing.get_origin(annotation) is Mapping:
+        return "a mapping of text to text"
     return {
         bool: "true or false",
         int: "a whole number",
@@ -92,6 +94,13 @@ def _coerce(value: Any, annotation: Any, where: str) -> Any:
         if not value:
             raise InputError(f"{where} is empty, expected {describe_type(annotation)}")
         return tuple(_coerce(v, item, f"{where}[{i}]") for i, v in enumerate(value))
+    if typing.get_origin(annotation) is Mapping:
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            raise InputError(f"{where} is {value!r}, expected {describe_type(annotation)}")
+        item = typing.get_args(annotation)[1]
+        return {_coerce(k, str, where): _coerce(v, item, f"{where}: {k}") for k, v in value.items()}
     if annotation is float and isinstance(value, str):
         value = _number(value)
     if annotation is float and isinstance(value, int) and not isinstance(value, bool):
@@ -114,7 +123,7 @@ def _number(word: str) -> Any:
 
 
 def _check_range(value: Any, metadata: Any, where: str) -> None:
-    if value is None:
+    if value is None or isinstance(value, dict):
         return
     if isinstance(value, tuple):
         for i, item in enumerate(value):

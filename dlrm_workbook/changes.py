@@ -162,7 +162,7 @@ def parameters(arguments: argparse.Namespace) -> int:
 
 def _as_yaml(default: object) -> str:
     """A default as one writes it in a parameters file; nothing for nothing."""
-    if default is None or default == "":
+    if default is None or default == "" or default is dataclasses.MISSING:
         return ""
     if isinstance(default, tuple):
         return f"`[{', '.join(map(str, default))}]`"

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlrm_core.errors import InputError
-from dlrm_core.parts import COMPONENTS, PHASES, parse_span
+from dlrm_core.parts import parse_part, parse_span
 from dlrm_workbook.recordings.profile import nearest
 
 Ints = npt.NDArray[np.int64]
@@ -262,13 +262,10 @@ def _pattern(text: str) -> Callable[[str], re.Match[str] | None]:
 
 
 def _part(pattern: str, said: str) -> Named:
-    component, _, phase = str(said).partition(" ")
-    if component not in COMPONENTS or phase not in ("", *PHASES):
-        raise InputError(
-            f"profiling.parts: {pattern} is {said!r}; expected one of {', '.join(COMPONENTS)}, "
-            f"with one of {', '.join(PHASES)} after it where wanted"
-        )
-    return Named(component, phase)
+    try:
+        return Named(*parse_part(said))
+    except ValueError as error:
+        raise InputError(f"profiling.parts: {pattern} is {said!r}, {error}") from None
 
 
 def _first(rules: Iterable[tuple[re.Pattern[str], Named]], text: str) -> Named | None:

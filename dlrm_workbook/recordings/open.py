@@ -12,7 +12,7 @@ import re
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
@@ -66,33 +66,37 @@ class Recording:
         )
 
 
-def open_recording(path: Path | str) -> Recording:
+def open_recording(path: Path | str, parts: Mapping[str, str] | None = None) -> Recording:
     """Open whatever was recorded.
+
+    Args:
+        parts: patterns of names to parts for recordings of other programs, as in
+            ``profiling.parts``.
 
     Raises:
         InputError: naming the file and why it cannot be opened, in one sentence.
     """
     path = Path(path)
     if path.is_dir():
-        return _open_folder(path)
+        return _open_folder(path, parts)
     if not path.exists():
         raise InputError(f"{path} does not exist")
     with open_binary(path) as file:
         start = file.read(4)
     if path.name in DATABASE_FILES and not start.startswith((b"{", b"[", b"\x1f\x8b")):
-        return _open_folder(path.parent)
+        return _open_folder(path.parent, parts)
     if start.startswith(b"PK"):
-        return _several(path, _zip_members(path))
+        return _several(path, _zip_members(path), parts)
     try:
         is_tar = tarfile.is_tarfile(path)
     except (OSError, EOFError, zlib.error):  # gzip that is cut short
         is_tar = False
     if is_tar:
-        return _several(path, _tar_members(path))
-    return Recording(path, read_trace(path))
+        return _several(path, _tar_members(path), parts)
+    return Recording(path, read_trace(path, parts))
 
 
-def _open_folder(folder: Path) -> Recording:
+def _open_folder(folder: Path, parts: Mapping[str, str] | None) -> Recording:
     for place in (folder / "profile", folder):
         if (place / "profile.json").is_file():
             profile = Profile.load(place)
@@ -118,7 +122,7 @@ def _open_folder(folder: Path) -> Recording:
             f"{folder}: holds no profile; expected a run folder of the profile notebook, a folder "
             "that dlrm record wrote, an HPCToolkit database, or traces of torch.profiler"
         )
-    return _several(folder, _files(folder, files))
+    return _several(folder, _files(folder, files), parts)
 
 
 # ---- several ranks --------------------------------------------------------------------
@@ -193,7 +197,7 @@ def _refuse_bomb(path: Path, packed: int, unpacked: int) -> None:
         )
 
 
-def _several(path: Path, members: Iterator[_Member]) -> Recording:
+def _several(path: Path, members: Iterator[_Member], parts: Mapping[str, str] | None) -> Recording:
     """The traces of several ranks; of one, where only one is there.
 
     Raises:
@@ -222,7 +226,7 @@ def _several(path: Path, members: Iterator[_Member]) -> Recording:
             )
         events.rank = rank if isinstance(rank, int) else 0
         worlds.add(events.distributed["world_size"])
-        found[rank] = member.name, profile_of(events)
+        found[rank] = member.name, profile_of(events, parts)
     if not found:
         raise InputError(f"{path}: holds no trace of torch.profiler")
     cautions = []

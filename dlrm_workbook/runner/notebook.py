@@ -105,8 +105,13 @@ class Source:
         return Profile.load(self.folder / "profile_python")
 
 
-def find_profile(profile_run: str, output_root: Path) -> Source:
+def find_profile(
+    profile_run: str, output_root: Path, parts: Mapping[str, str] | None = None
+) -> Source:
     """The profile asked for, else that of the newest finished run, else the recorded sample.
+
+    Args:
+        parts: ``profiling.parts``, for recordings of other programs.
 
     Raises:
         InputError: what is asked for cannot be opened, or holds no profile.
@@ -117,7 +122,7 @@ def find_profile(profile_run: str, output_root: Path) -> Source:
         folder = latest_run(output_root, "profile")
         sentence = f"This page explains the newest finished profile run, `{folder}`."
     if folder is not None:
-        recording = open_recording(folder)
+        recording = open_recording(folder, parts)
         sentence = " ".join([sentence, recording.sentence, *recording.cautions]).strip()
         return Source(recording.profile, sentence, folder, recording.ranks)
     profile = sample_profile()

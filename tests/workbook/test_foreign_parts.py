@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dlrm_core.config import parameters_from_sections
 from dlrm_core.errors import InputError
 from dlrm_workbook.recordings.foreign import (
     ACCUMULATE,
@@ -118,3 +119,17 @@ def test_reversed_operators_match_one_to_one(forward: list[str]) -> None:
         match_backward(forward, forward[kept:][::-1]).tolist()
         == list(range(kept, len(forward)))[::-1]
     )
+
+
+def test_the_map_in_the_parameters_is_checked_before_anything_runs() -> None:
+    given = {"profiling": {"parts": {"tower": "bottom_mlp", "Pool": "embedding backward"}}}
+    parts = parameters_from_sections(given).profiling.parts
+    assert parts == given["profiling"]["parts"]
+    assert parameters_from_sections({}).profiling.parts == {}
+    for wrong, message in (
+        ({"x": "tower"}, r"profiling\.parts: x is 'tower', expected one of data, transfer"),
+        ({"x": 3}, r"profiling\.parts: x is 3, expected some text"),
+        (["x"], r"profiling\.parts is \['x'\], expected a mapping of text to text"),
+    ):
+        with pytest.raises(InputError, match=message):
+            parameters_from_sections({"profiling": {"parts": wrong}})
