@@ -10,7 +10,7 @@ import argparse
 import difflib
 import typing
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any
 
 from dlrm_core.config import SECTIONS, Parameters
@@ -162,7 +162,7 @@ def parameters(arguments: argparse.Namespace) -> int:
 
 def _as_yaml(default: object) -> str:
     """A default as one writes it in a parameters file; nothing for nothing."""
-    if default is None or default == "" or default is dataclasses.MISSING:
+    if default is None or default == "" or default is MISSING:
         return ""
     if isinstance(default, tuple):
         return f"`[{', '.join(map(str, default))}]`"
