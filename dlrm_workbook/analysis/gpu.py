@@ -56,6 +56,7 @@ STALL_ADVICE = {
     "OTHR": "look at the instructions: branches, barriers of the hardware, and the like",
     "SLP": "fewer sleeps: spinning on locks or flags",
     "MEM": "fewer bytes (bf16, fusion), coalesced and reused reads",
+    "LMEM": "fewer registers a thread, so that none spill; smaller local arrays",
     "HID": "nothing: other warps issued meanwhile",
     "INV": "none: the hardware gave no valid reason",
 }

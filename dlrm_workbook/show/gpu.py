@@ -65,6 +65,7 @@ REASON_NAMES = {
     "OTHR": "other reason",
     "SLP": "sleeping",
     "MEM": "memory",
+    "LMEM": "local memory",
     "HID": "hidden",
     "INV": "no valid reason",
 }

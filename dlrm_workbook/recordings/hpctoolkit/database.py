@@ -33,7 +33,7 @@ from dlrm_workbook.recordings.hpctoolkit.meta import (
     enumerated,
     read_meta,
 )
-from dlrm_workbook.recordings.hpctoolkit.metrics import canonical_name, derive
+from dlrm_workbook.recordings.hpctoolkit.metrics import canonical_name, canonical_names, derive
 from dlrm_workbook.recordings.hpctoolkit.values import (
     METRIC_IDS,
     Floats,
@@ -83,6 +83,7 @@ class Database:
         profiles: the summary of the run (0), then every thread and stream.
         traces: trace lines; empty where nothing was traced.
         absent: file to what is missing with it.
+        canonical: each metric's name to its 2025-05 name.
     """
 
     def __init__(
@@ -100,9 +101,10 @@ class Database:
         self.traces = traces
         self.absent = absent
         self._metrics = {metric.name: metric for metric in meta.metrics}
-        self._canonical: dict[str, str] = {}
-        for name in self._metrics:
-            self._canonical.setdefault(canonical_name(name), name)
+        self.canonical = canonical_names(self._metrics)
+        self._named: dict[str, str] = {}
+        for name, canonical in self.canonical.items():
+            self._named.setdefault(canonical, name)
 
     # ---- names --------------------------------------------------------------------
 
@@ -183,7 +185,7 @@ class Database:
             DatabaseError: there is none; the message lists those there are.
         """
         found = self._metrics.get(name) or self._metrics.get(
-            self._canonical.get(canonical_name(name), "")
+            self._named.get(canonical_name(name), "")
         )
         if found is None:
             listed = ", ".join(sorted(self._metrics)[:60]) or "none"
@@ -292,10 +294,16 @@ class Database:
             if of_scope == scope and number in at_root
         }
 
+    def measured(self) -> dict[str, float]:
+        """Canonical metric to its inclusive value over the whole tree; only those with a value."""
+        values: dict[str, float] = {}
+        for name, value in self.root().items():
+            values[self.canonical[name]] = values.get(self.canonical[name], 0.0) + value
+        return values
+
     def derived(self) -> dict[str, float | str]:
         """Occupancy, utilisation, stall shares, ... of the run; a sentence where not measured."""
-        values = {canonical_name(name): value for name, value in self.root().items()}
-        return derive(values, self._canonical)
+        return derive(self.measured(), self._named)
 
 
 def _base(path: str) -> str:

@@ -12,11 +12,11 @@ manual, of HPCToolkit 2025-05 and of later development versions.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 NOT_COLLECTED = ("GMEM (sec)", "GSYNC (sec)", "GICOPY (sec)")
-"""Metrics that databases list and that HPCToolkit 2025-05 never fills for CUDA."""
+"""Metrics that HPCToolkit 2025-05 lists and never fills on NVIDIA GPUs."""
 
 UNIT_ALIASES = {"s": "sec", "sec": "sec", "b": "B", "B": "B", "bytes": "B", "cyc": "cyc"}
 UNITS = {
@@ -42,9 +42,21 @@ STALLS = {
     "OTHR": "another reason",
     "SLP": "sleeping",
     "MEM": "waiting for memory of any kind",
+    "LMEM": "waiting for local memory",
     "HID": "stalled while another warp was issued: latency hidden",
     "INV": "no valid reason reported",
 }
+INTEL_STALLS = {
+    "ACTIVE": "NONE",
+    "CONTROL": "OTHR",
+    "SEND": "MEM",
+    "DIST": "IDEP",
+    "SBID": "IDEP",
+    "INSFETCH": "IFET",
+    "OTHER": "OTHR",
+    "PIPESTALL": "PIPE",
+}
+"""Stalls of Intel GPUs to the reasons of NVIDIA's that mean the same."""
 EXPOSED = "GCYCLES counts only stalls during which no warp was issued; GINS counts all stalls"
 
 COPY_KINDS = {
@@ -81,6 +93,7 @@ KERNEL_PROPERTIES = {
     "BLKS": "thread blocks",
     "BLK_THR": "threads of a block",
     "THR_REG": "registers of a thread",
+    "THR_SREG": "scalar registers of a wavefront",
     "STMEM": "static shared memory of a block",
     "DYMEM": "dynamic shared memory of a block",
     "LMEM": "local memory",
@@ -88,6 +101,18 @@ KERNEL_PROPERTIES = {
     "FGP_ACT": "warps that can be resident on a multiprocessor",
     "FGP_MAX": "warps that a multiprocessor can hold",
 }
+
+KERNEL_ALIASES = {
+    "BLK": "BLKS",
+    "BLKS_AVG": "BLKS",
+    "WARP_ACT": "FGP_ACT",
+    "WARP_AVL": "FGP_MAX",
+    "THR_VREG": "THR_REG",
+    "VREG": "THR_REG",
+    "SREG": "THR_SREG",
+}
+"""Kernel properties in other generations to their 2025-05 names. Scalar registers exist on AMD's
+GPUs beside the vector registers, which are what limits how many threads are resident."""
 
 _FAMILIES = {
     "GXCOPY": ("explicit GPU copies", COPY_KINDS),
@@ -116,6 +141,7 @@ _FIXED = {
     "GSYNC:COUNT": "GPU synchronisations",
     "GINS": "warp-cycles seen by PC sampling: samples times period, stalls included",
     "GINS:STL_ANY": "warp-cycles stalled, for any reason",
+    "GINS:EXEC": "instructions executed",
     "GINS:LAT": "latency of instructions",
     "GINS:LAT_COV": "latency of instructions that other warps cover",
     "GINS:LAT_UCV": "latency of instructions that nothing covers",
@@ -149,12 +175,30 @@ def canonical_name(name: str) -> str:
         family = "GINS"
         stall = re.fullmatch(r"STL(?:[:_](\w+))?", rest)
         if stall:
-            rest = f"STL_{stall[1] or 'ANY'}"
+            reason = stall[1] or "ANY"
+            rest = f"STL_{INTEL_STALLS.get(reason, reason)}"
         elif rest == "ISU":
             rest = "STL_NONE"
     elif family == "GKER":
-        rest = re.sub(r"^BLK(_ACUMU|)$", r"BLKS\1", rest)
+        plain = rest.removesuffix("_ACUMU")
+        rest = KERNEL_ALIASES.get(plain, plain) + rest[len(plain) :]
+    if family == "GINS" and unit == "cyc":
+        unit = ""
     return family + colon + rest + (f" ({UNIT_ALIASES.get(unit, unit)})" if unit else "")
+
+
+def canonical_names(names: Iterable[str]) -> dict[str, str]:
+    """The 2025-05 name of each metric of one database.
+
+    Newer databases count cycles in ``GCYCLES``; there ``GINS`` is the number of instructions,
+    which 2025-05 does not have.
+    """
+    names = list(names)
+    in_cycles = any(name.startswith("GCYCLES") for name in names)
+    return {
+        name: "GINS:EXEC" if in_cycles and name in ("GINS", "GINST") else canonical_name(name)
+        for name in names
+    }
 
 
 def unit_of(name: str) -> str:
@@ -202,11 +246,11 @@ def reason_without_value(name: str, measured: Mapping[str, float]) -> str:
     """
     name = canonical_name(name)
     if name in NOT_COLLECTED:
-        return "HPCToolkit lists it but does not collect it for CUDA"
+        return "HPCToolkit lists it but does not collect it (on NVIDIA GPUs it never does)"
     if name.startswith(("GINS", "GSAMP")) and not {"GINS", "GSAMP:TOT"} & set(measured):
         return (
-            "no PC sample was taken; PC sampling needs permission, and CUDA 12 or an "
-            "HPCToolkit that supports CUDA 13"
+            "no PC sample was taken; PC sampling needs permission, and on NVIDIA GPUs CUDA 12 or "
+            "an HPCToolkit that supports CUDA 13"
         )
     return "no value anywhere: it did not occur, or this measurement does not provide it"
 

@@ -9,7 +9,7 @@ programs have other names, see :mod:`dlrm_workbook.recordings.hpctoolkit.parts`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -31,7 +31,6 @@ from dlrm_workbook.recordings.hpctoolkit.metrics import (
     COPY_KINDS,
     MEMORY_KINDS,
     additive,
-    canonical_name,
     meaning_of,
     unit_of,
 )
@@ -137,8 +136,7 @@ def profile_from_database(database: Database, parts: Mapping[str, str] | None = 
                 "launched from the same place in the backward pass): each part has the share of "
                 "their time that its operations have in the trace"
             )
-    root = {canonical_name(name): value for name, value in database.root().items()}
-    quality = sampling_quality(root)
+    quality = sampling_quality(database.measured())
     values, nonsense, cautions = without_nonsense(values, contexts)
     metrics = metrics[~metrics["metric"].isin(list(nonsense))]
     amd = any(
@@ -255,7 +253,11 @@ def _parts(
 
 def _values(database: Database) -> tuple[pd.DataFrame, pd.DataFrame, dict[str, list[str]]]:
     """(metrics, values, standard metric to what it was made of)."""
-    present = {canonical_name(name): name for name in database.root() if additive(name)}
+    canonical = database.canonical
+    present: dict[str, list[str]] = {}
+    for name in database.root():
+        if additive(name):
+            present.setdefault(canonical[name], []).append(name)
     standard = _standard(present)
     made_of = {name for names in standard.values() for name in names}
     # GPU times and counts stay besides: kernel and copy tables need each of them.
@@ -267,16 +269,17 @@ def _values(database: Database) -> tuple[pd.DataFrame, pd.DataFrame, dict[str, l
             "metric": name,
             "unit": METRICS[name][0] if name in standard else unit_of(name),
             "meaning": METRICS[name][1] if name in standard else meaning_of(name),
-            "source": "HPCToolkit " + ", ".join(present[source] for source in sources[name]),
+            "source": "HPCToolkit "
+            + ", ".join(each for source in sources[name] for each in present[source]),
         }
         for name in order
     ]
     # (metric of the database, metric of the profile, factor), all by number
     pairs = [
-        (place, number, SCALE.get(canonical_name(metric.name), 1.0) if name in standard else 1.0)
+        (place, number, SCALE.get(canonical[metric.name], 1.0) if name in standard else 1.0)
         for place, metric in enumerate(database.metrics)
         for number, name in enumerate(order)
-        if canonical_name(metric.name) in sources[name]
+        if canonical[metric.name] in sources[name]
     ]
     # columns of numbers, named at the end: names are slow to join by the million
     pieces: list[tuple[int, Ints, int, int, npt.NDArray[np.float64]]] = []
@@ -308,7 +311,7 @@ def _values(database: Database) -> tuple[pd.DataFrame, pd.DataFrame, dict[str, l
             "value": value,
         }
     )
-    several = [name for name, names in standard.items() if len(names) > 1]
+    several = [name for name in order if sum(len(present[each]) for each in sources[name]) > 1]
     if several:  # several inputs of one standard metric meet in one row
         mixed = table["metric"].isin(several)
         groups = table[mixed].groupby(columns[:-1], sort=False, observed=True)
@@ -321,7 +324,7 @@ def _named(number: npt.NDArray[Any], names: list[str]) -> pd.Categorical:
     return pd.Categorical.from_codes(number, pd.Index(names))  # type: ignore[arg-type]
 
 
-def _standard(present: dict[str, str]) -> dict[str, list[str]]:
+def _standard(present: Collection[str]) -> dict[str, list[str]]:
     """Standard metric to the canonical metrics that add up to it."""
     gpu = [name for name in GPU_TIMES if name in present]
     standard = {

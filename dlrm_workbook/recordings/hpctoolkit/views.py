@@ -22,7 +22,6 @@ from dlrm_workbook.recordings.hpctoolkit.database import (
 from dlrm_workbook.recordings.hpctoolkit.meta import ENTRY, Ints
 from dlrm_workbook.recordings.hpctoolkit.metrics import (
     DERIVATIONS,
-    canonical_name,
     meaning_of,
     reason_without_value,
     unit_of,
@@ -113,13 +112,13 @@ def _named_sums(profile: Any, names: dict[int, str]) -> dict[str, float]:
 def not_measured(database: Database) -> dict[str, str]:
     """Metric or derived quantity to the reason why there is no number for it."""
     root = database.root()
-    measured = {canonical_name(name): value for name, value in root.items()}
+    measured = database.measured()
     reasons = {
         metric.name: reason_without_value(metric.name, measured)
         for metric in sorted(database.metrics, key=lambda metric: metric.name)
         if metric.name not in root
     }
-    listed = {canonical_name(metric.name).partition(":")[0] for metric in database.metrics}
+    listed = {name.partition(":")[0] for name in database.canonical.values()}
     families = {name.partition(" ")[0] for name in listed}
     for name, result in database.derived().items():
         if not isinstance(result, str):
