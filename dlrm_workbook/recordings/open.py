@@ -111,7 +111,7 @@ def _open_folder(folder: Path, parts: Mapping[str, str] | None) -> Recording:
         from dlrm_workbook.recordings.hpctoolkit.database import read_database
         from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
 
-        return Recording(folder, profile_from_database(read_database(folder)))
+        return Recording(folder, profile_from_database(read_database(folder), parts))
     if next(folder.rglob("*.hpcrun"), None) is not None:
         raise InputError(
             f"{folder}: holds measurements of hpcrun, not a database; make one with hpcprof"

@@ -123,8 +123,11 @@ def find_profile(
         sentence = f"This page explains the newest finished profile run, `{folder}`."
     if folder is not None:
         recording = open_recording(folder, parts)
-        sentence = " ".join([sentence, recording.sentence, *recording.cautions]).strip()
-        return Source(recording.profile, sentence, folder, recording.ranks)
+        profile = recording.profile
+        if recording.cautions:
+            profile.meta["cautions"] = recording.cautions + profile.meta.get("cautions", [])
+        sentence = f"{sentence} {recording.sentence}".strip()
+        return Source(profile, sentence, folder, recording.ranks)
     profile = sample_profile()
     return Source(
         profile,
