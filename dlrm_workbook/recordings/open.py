@@ -14,6 +14,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
@@ -112,11 +113,13 @@ def _open_folder(folder: Path, parts: Mapping[str, str] | None) -> Recording:
         from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
 
         return Recording(folder, profile_from_database(read_database(folder), parts))
-    if next(folder.rglob("*.hpcrun"), None) is not None:
+    held = list(islice(folder.rglob("*"), MOST_MEMBERS + 1))
+    _refuse_many(folder, len(held))
+    if any(file.suffix == ".hpcrun" for file in held):
         raise InputError(
             f"{folder}: holds measurements of hpcrun, not a database; make one with hpcprof"
         )
-    files = sorted(file for file in folder.rglob("*") if _may_be_trace(str(file)))
+    files = sorted(file for file in held if _may_be_trace(file.name) and file.is_file())
     if not files:
         raise InputError(
             f"{folder}: holds no profile; expected a run folder of the profile notebook, a folder "
@@ -145,7 +148,6 @@ def _may_be_trace(name: str) -> bool:
 
 
 def _files(folder: Path, files: list[Path]) -> Iterator[_Member]:
-    _refuse_many(folder, len(files))
     for file in files:
         with open_binary(file) as opened:
             yield _Member(str(file.relative_to(folder)), opened, file.stat().st_size)
