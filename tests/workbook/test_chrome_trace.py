@@ -330,3 +330,25 @@ def test_bombs_and_pipes_and_depths_are_refused(
     twice.write_text('{"traceEvents": []} {"traceEvents": []}')
     with pytest.raises(InputError, match="text follows"):
         read_events(twice)
+
+
+def test_copies_without_sizes_and_memory_without_totals_are_not_measured(tmp_path: Path) -> None:
+    events = json.loads(json.dumps(gpu_trace.events()))
+    copy = next(event for event in events if event.get("cat") == "gpu_memcpy")
+    grown = {"ph": "i", "s": "t", "name": "[memory]", "pid": 1, "tid": 10, "ts": copy["ts"]}
+    events.append(grown | {"args": {"Device Type": 0, "Bytes": 4}})
+    second = json.loads(json.dumps(copy)) | {"ts": copy["ts"] + 40}
+    del second["args"]["bytes"]
+    some = open_recording(read_path(tmp_path, [*events, second])).profile
+    assert some.value_table("copy_bytes").sum() == 4096
+    assert any("1 of 2 copies and memsets do not say" in said for said in some.meta["cautions"])
+    del copy["args"]["bytes"]
+    none = open_recording(read_path(tmp_path, events)).profile
+    assert not none.has("copy_bytes") and "bytes" in none.not_measured["copy_bytes"]
+    assert "memory" not in none.meta and "no totals" in none.not_measured["memory"]
+
+
+def read_path(folder: Path, events: list[Any]) -> Path:
+    path = folder / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    return path

@@ -105,12 +105,13 @@ class Events:
     types (of the inputs, as text), sequence (of autograd), forward_thread, python_id,
     python_parent, collective (row of ``collectives``)."""
     device: pd.DataFrame
-    """start, end, duration, line (GPU/stream), name, kind, correlation, external, bytes (0
-    where unknown), gpu, stream, category (kernel, memcpy, memset), grid and block (text),
+    """start, end, duration, line (GPU/stream), name, kind, correlation, external, bytes (of
+    copies and memsets), gpu, stream, category (kernel, memcpy, memset), grid and block (text),
     registers (a thread), shared_memory (bytes a block), blocks_per_sm, warps_per_sm, occupancy
     (%, estimated), graph (its id), bandwidth (GB/s), collective."""
     memory: pd.DataFrame
-    """start, line, bytes (negative when freed), total (allocated after it), device, reserved."""
+    """start, line, bytes (negative when freed), total (allocated after it, −1 in
+    traces of 2021), device, reserved."""
     names: dict[str, str]
     """Line to the name of the thread."""
     rank: int
@@ -447,7 +448,7 @@ class _Walk:
                     get("warps per SM"),
                     get("est. achieved occupancy %"),
                 )
-            sizes = (what, correlation, external, get("bytes", 0), gpu, stream)
+            sizes = (what, correlation, external, get("bytes", -1), gpu, stream)
             rest = (get("graph id", -1), get("memory bandwidth (GB/s)"), collective)
             self.device.rows.append((*common, *sizes, *launch, *rest))
             return
@@ -494,7 +495,7 @@ class _Walk:
                 event["ts"],
                 self.lines[event["pid"], event["tid"]],
                 args["Bytes"],
-                args.get("Total Allocated", 0),
+                args.get("Total Allocated", -1),
                 self.texts["cpu" if on_host else f"gpu {args.get('Device Id', 0)}"],
                 args.get("Total Reserved", -1),
             )
@@ -566,7 +567,6 @@ class _Walk:
         what = device["kind"].to_numpy()
         device["kind"] = np.array(["kernel", "copy", "copy"], dtype=object)[what]
         device["category"] = np.array(_CATEGORIES, dtype=object)[what]
-        device["bytes"] = device["bytes"].clip(lower=0)
         marks["kind"] = np.array(["annotation", "sync"], dtype=object)[marks["kind"].to_numpy()]
         negative = 0
         for frame in frames.values():

@@ -89,7 +89,8 @@ def allocated(memory: pd.DataFrame, host: pd.DataFrame, count: int) -> dict[str,
 def curves(memory: pd.DataFrame) -> dict[str, dict[str, Any]]:
     """Device to its peak and its curve of allocated bytes over time."""
     found = {}
-    for device, events in memory.sort_values("start").groupby("device"):
+    known = memory[memory["total"].ge(0)]
+    for device, events in known.sort_values("start").groupby("device"):
         total = events["total"].to_numpy(dtype=np.int64)
         # A point of the curve is the largest of its stretch, so the peak stays.
         cut = np.linspace(0, len(total), min(CURVE_POINTS, len(total)) + 1).astype(int)[:-1]
@@ -289,9 +290,12 @@ class _Builder:
             for name, each in (
                 ("gpu_time_ms", (device["end"] - device["start"]) / 1e6),
                 ("launches", device["kind"] == "kernel"),
-                ("copy_bytes", device["bytes"]),
+                ("copy_bytes", device["bytes"].clip(lower=0)),
             ):
                 columns[name] = np.bincount(where, each.to_numpy(dtype=float), count)
+            copies = device["kind"].eq("copy")
+            if copies.any() and device.loc[copies, "bytes"].lt(0).all():
+                del columns["copy_bytes"]
             columns["calls"] += np.bincount(where, minlength=count)
             columns |= self.kernel_properties(count)
         columns |= allocated(self.memory, self.host, count)
@@ -649,9 +653,22 @@ class _Builder:
             missing.setdefault("allocated_bytes", "memory was not recorded (profile_memory)")
         if "flops" not in metrics:
             missing.setdefault("flops", "a chrome trace has none; only a recording has them")
+        copies = self.device[self.device["kind"].eq("copy")]
+        unsized = int(copies["bytes"].lt(0).sum())
+        if len(copies) and unsized == len(copies):
+            missing.setdefault("copy_bytes", "no copy in the trace says how many bytes it moved")
+        elif unsized:
+            meta["cautions"] = [
+                *meta["cautions"],
+                f"{unsized:,} of {len(copies):,} copies and memsets do not say how many bytes "
+                "they moved: bytes and GB/s are of the others.",
+            ]
         meta["not_measured"] = {name: why for name, why in missing.items() if name not in metrics}
-        if len(self.memory):
-            meta["memory"] = curves(self.memory)
+        over_time = curves(self.memory)
+        if over_time:
+            meta["memory"] = over_time
+        elif len(self.memory):
+            meta["not_measured"]["memory"] = "the trace has sizes of allocations, but no totals"
         return meta
 
 
