@@ -7,11 +7,9 @@ an archive (``.tar``, ``.tar.gz``, ``.zip``), whose members are read in place.
 
 from __future__ import annotations
 
-import lzma
 import re
 import tarfile
 import zipfile
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
@@ -23,7 +21,13 @@ import numpy as np
 from dlrm_core.errors import InputError
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.chrome_trace import NoTraceError, read_events
-from dlrm_workbook.recordings.torch.json_stream import MOST_PACKED, UNSUSPICIOUS, open_binary
+from dlrm_workbook.recordings.torch.json_stream import (
+    ARCHIVE_ERRORS,
+    MOST_PACKED,
+    UNSUSPICIOUS,
+    open_binary,
+    reason,
+)
 from dlrm_workbook.recordings.torch.trace import profile_of, read_recording, read_trace
 
 DATABASE_FILES = ("meta.db", "profile.db", "cct.db", "trace.db")
@@ -90,7 +94,7 @@ def open_recording(path: Path | str, parts: Mapping[str, str] | None = None) -> 
         return _several(path, _zip_members(path), parts)
     try:
         is_tar = tarfile.is_tarfile(path)
-    except (OSError, EOFError, zlib.error):  # gzip that is cut short
+    except ARCHIVE_ERRORS:  # gzip that is cut short
         is_tar = False
     if is_tar:
         return _several(path, _tar_members(path), parts)
@@ -163,8 +167,8 @@ def _tar_members(path: Path) -> Iterator[_Member]:
                 _refuse_bomb(path, packed, unpacked)
                 if member.isreg():
                     yield _Member(member.name, archive.extractfile(member), packed)
-    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, OSError) as error:
-        raise InputError(f"{path} cannot be read: {_reason(error)}") from None
+    except ARCHIVE_ERRORS as error:
+        raise InputError(f"{path} cannot be read: {reason(error)}") from None
 
 
 def _zip_members(path: Path) -> Iterator[_Member]:
@@ -177,13 +181,8 @@ def _zip_members(path: Path) -> Iterator[_Member]:
             for member in members:
                 with archive.open(member) as file:
                     yield _Member(member.filename, file, packed)
-    except (zipfile.BadZipFile, RuntimeError, NotImplementedError, OSError, EOFError) as error:
-        raise InputError(f"{path} cannot be read: {_reason(error)}") from None
-
-
-def _reason(error: Exception) -> str:
-    cut = isinstance(error, EOFError | zlib.error | tarfile.ReadError)
-    return "it is cut short" if cut else str(error)
+    except ARCHIVE_ERRORS as error:
+        raise InputError(f"{path} cannot be read: {reason(error)}") from None
 
 
 def _refuse_many(path: Path, count: int) -> None:

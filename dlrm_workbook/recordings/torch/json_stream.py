@@ -75,6 +75,23 @@ def open_binary(path: Path) -> Iterator[IO[bytes]]:
         yield file
 
 
+ARCHIVE_ERRORS = (
+    *(OSError, EOFError, zlib.error, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile),
+    *(RuntimeError, NotImplementedError),  # an encrypted or otherwise odd zip
+)
+"""What reading a file, packed or a member of an archive, may raise."""
+
+
+def reason(error: BaseException) -> str:
+    """Why a file or archive cannot be read, for people."""
+    if isinstance(error, EOFError) or "unexpected end" in str(error):
+        return "it is cut short"
+    packed = (zlib.error, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile, gzip.BadGzipFile)
+    if isinstance(error, packed):
+        return f"it is damaged ({error})"
+    return str(getattr(error, "strerror", None) or error)
+
+
 class EventStream:
     """The events of one trace; what stands beside them is in ``header`` when they are over."""
 
@@ -178,10 +195,8 @@ class EventStream:
         """Tell the user of a file or archive that cannot be read."""
         try:
             yield
-        except (EOFError, zlib.error, tarfile.ReadError):
-            raise InputError(f"{self.name} cannot be read: it is cut short") from None
-        except (OSError, zipfile.BadZipFile, lzma.LZMAError) as error:
-            raise InputError(f"{self.name} cannot be read: {error}") from None
+        except ARCHIVE_ERRORS as error:
+            raise InputError(f"{self.name} cannot be read: {reason(error)}") from None
 
     def _fill(self, ahead: int) -> None:
         """Read until ``ahead`` characters lie ahead, or the trace ends."""
