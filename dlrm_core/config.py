@@ -548,17 +548,29 @@ class Parameters:
         return Path(self.source).stem if self.source else "parameters"
 
 
-def load_parameters(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Parameters:
+def load_parameters(
+    path: str | os.PathLike[str] | None, overrides: Sequence[str] = ()
+) -> Parameters:
     """Read and validate a parameters file.
 
     Args:
-        path: a YAML file.
+        path: a YAML file; None for defaults and overrides alone.
         overrides: ``section.leaf=value`` each; the value is read as YAML.
 
     Raises:
         InputError: naming file, field, value and what was expected.
     """
-    path = Path(path)
+    tree = _read_sections(Path(path)) if path is not None else {}
+    for override in overrides:
+        _override(tree, override)
+    data = tree.get("data")
+    if isinstance(data, dict) and isinstance(data.get("path"), str) and data["path"]:
+        # notebooks run in folders of their own
+        tree["data"] = data | {"path": str(Path(data["path"]).expanduser().absolute())}
+    return parameters_from_sections(tree, source=str(path or ""))
+
+
+def _read_sections(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -579,13 +591,7 @@ def load_parameters(path: str | os.PathLike[str], overrides: Sequence[str] = ())
         raise InputError(
             f"{path}: is {reprlib.repr(tree)}, expected the sections title, {', '.join(SECTIONS)}"
         )
-    for override in overrides:
-        _override(tree, override)
-    data = tree.get("data")
-    if isinstance(data, dict) and isinstance(data.get("path"), str) and data["path"]:
-        # notebooks run in folders of their own
-        tree["data"] = data | {"path": str(Path(data["path"]).expanduser().absolute())}
-    return parameters_from_sections(tree, source=str(path))
+    return tree
 
 
 RETIRED = {"training.tables_on_disk": ""}

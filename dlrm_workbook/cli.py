@@ -20,7 +20,7 @@ def _run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "notebook", metavar="NOTEBOOK|all", help="a notebook's name (train, profile, ...), or all"
     )
-    parameters_file(parser)
+    parameters_file(parser, required=False)
     parser.add_argument(
         "--output-root", metavar="DIR", help="where dated run folders go (default: outputs/)"
     )

@@ -36,6 +36,8 @@ def command_run(arguments: Any) -> int:
     """
     names = CHAIN if arguments.notebook == "all" else (arguments.notebook,)
     for_sections, own = split_overrides(arguments.parameter)
+    if arguments.resume and arguments.file is None:
+        raise InputError("--resume needs the parameters file that the run began with (-f FILE)")
     parameters = load_parameters(arguments.file, for_sections)
     swept = bool(parameters.sweep) and names != (SUMMARY,)
     try:

@@ -7,6 +7,7 @@ papermill executes; :mod:`dlrm_workbook.runner.engine` stops what must be stoppe
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import sys
@@ -59,7 +60,7 @@ class RunError(RuntimeError):
 
 def run_notebooks(
     names: Sequence[str],
-    parameters_file: str | os.PathLike[str],
+    parameters_file: str | os.PathLike[str] | None,
     overrides: Sequence[str] = (),
     output_root: str | os.PathLike[str] | None = None,
     *,
@@ -74,7 +75,8 @@ def run_notebooks(
 
     Args:
         names: of notebooks, without folder or suffix; :data:`CHAIN` is what ``all`` runs.
-        parameters_file: YAML with the sections of :mod:`dlrm_core.config`.
+        parameters_file: YAML with the sections of :mod:`dlrm_core.config`; None where the
+            notebook explains a recording that is there (``profile_run``).
         overrides: ``section.leaf=value`` for the sections, ``name=value`` for the
             notebooks' own parameters.
         output_root: where dated folders go; None is ``outputs/`` of the repository.
@@ -95,6 +97,7 @@ def run_notebooks(
         raise InputError(f"--cell-timeout is {cell_timeout}, expected seconds, or 0 for never")
     for_sections, own = split_overrides(overrides)
     parameters = load_parameters(parameters_file, for_sections)
+    preset = parameters.preset if parameters_file is not None else recording_name(names, own)
     plan = Plan.of(names, own, notebooks or NOTEBOOKS)
     plan.check(parameters)
     root = Path(DEFAULT_OUTPUT_ROOT if output_root is None else output_root)
@@ -102,10 +105,26 @@ def run_notebooks(
     done: dict[str, Path] = {}
     for name in names:
         given = plan.given(name, parameters, done)
-        folder = claim_run_folder(root, name, parameters.preset, parameters=given, command=typed)
+        folder = claim_run_folder(root, name, preset, parameters=given, command=typed)
         plan.execute(name, folder, given, cell_timeout)
         done[name] = folder.path
     return folder
+
+
+def recording_name(names: Sequence[str], own: Mapping[str, str]) -> str:
+    """Name of the runs that explain a recording without a parameters file: the recording's.
+
+    Raises:
+        InputError: no recording is given, or a notebook measures: that needs parameters.
+    """
+    given = own.get("profile_run", "")
+    if not given or any(name in CHAIN[:2] for name in names):
+        raise InputError(
+            f"dlrm run {' '.join(names)} needs a parameters file (-f FILE); only a recording that "
+            "is there is explained without one (-p profile_run=PATH)"
+        )
+    stem = re.sub(r"(\.(d|json|gz|tar|tgz|zip|trace|pt))+$", "", Path(given).name)
+    return re.sub(r"[^A-Za-z0-9._+-]+", "_", stem)[:60] or "recording"
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from dlrm_workbook.machine import REPOSITORY
 from dlrm_workbook.runner import engine as notebook_engine
 from dlrm_workbook.runner import run as workbook
 from dlrm_workbook.runner.parameters import declared_parameters
-from dlrm_workbook.runner.run import CHAIN, RunError, run_notebooks
+from dlrm_workbook.runner.run import CHAIN, RunError, recording_name, run_notebooks
 from dlrm_workbook.runs import NOTEBOOKS, claim_run_folder, latest_run
 
 OURS = sorted(NOTEBOOKS.glob("*.ipynb"))
@@ -278,6 +278,28 @@ def test_unknown_notebook_missing_tag_and_bad_root_are_refused(place: Path) -> N
     with pytest.raises(InputError, match="no such parameters file"):
         run_notebooks(["n"], place / "q.yaml", output_root=place / "out", notebooks=place / "nb")
     assert not (place / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("names", "own", "name"),
+    [
+        (("bottlenecks",), {"profile_run": "/data/worker0.pt.trace.json.gz"}, "worker0"),
+        (("bottlenecks",), {"profile_run": "runs/dlrm-h100-pc.d/"}, "dlrm-h100-pc"),
+        (("bottlenecks",), {"profile_run": "a b:c.tar.gz"}, "a_b_c"),
+    ],
+)
+def test_a_recording_names_the_run_that_explains_it(
+    names: tuple[str, ...], own: dict[str, str], name: str
+) -> None:
+    assert recording_name(names, own) == name
+
+
+@pytest.mark.parametrize(("names", "own"), [(("bottlenecks",), {}), (CHAIN, {"profile_run": "x"})])
+def test_only_a_recording_is_explained_without_parameters(
+    names: tuple[str, ...], own: dict[str, str]
+) -> None:
+    with pytest.raises(InputError, match="needs a parameters file"):
+        recording_name(names, own)
 
 
 def test_runs_of_one_second_do_not_collide(tmp_path: Path) -> None:
