@@ -17,7 +17,14 @@ import numpy as np
 import pandas as pd
 
 from dlrm_core.parts import COMPONENTS, ITERATION_SPAN, PHASES, is_iteration_function
-from dlrm_workbook.analysis.context_tree import Bools, Floats, Ints, running, stretch_at
+from dlrm_workbook.analysis.context_tree import (
+    Bools,
+    Floats,
+    Ints,
+    distinct,
+    running,
+    stretch_at,
+)
 from dlrm_workbook.analysis.steady import SteadyState, steady_state
 from dlrm_workbook.recordings.profile import Profile
 
@@ -205,7 +212,7 @@ def segments(profile: Profile, device: bool = True) -> pd.DataFrame:
     first, last = iterations["start_ns"].to_numpy(), iterations["end_ns"].to_numpy()
     edges = [first, last, host_start, host_end]
     edges += [edge for start, end, _ in (*helpers, *busy) for edge in (start, end)]
-    cuts = np.unique(np.concatenate(edges))
+    cuts = distinct(edges)
     begin, finish = cuts[:-1], cuts[1:]
     which = stretch_at(first, last, begin)
     begin, finish, which = begin[which >= 0], finish[which >= 0], which[which >= 0]

@@ -37,6 +37,7 @@ from dlrm_workbook.analysis.attribution import (
 )
 from dlrm_workbook.analysis.context_tree import (
     Ints,
+    distinct,
     missing_reason,
     overlap,
     reason_of,
@@ -140,7 +141,7 @@ def _pieces(profile: Profile, work: pd.DataFrame) -> pd.DataFrame:
     launched = work[(work["launch_end_ns"] >= 0) & (work["launch_end_ns"] < work["start_ns"])]
     waiting = union(launched["launch_end_ns"].to_numpy(), launched["start_ns"].to_numpy())
     host = running(profile, main_thread(profile))
-    cuts = np.unique(np.concatenate([first, last, *kernels, *copies, *waiting, *host[:2]]))
+    cuts = distinct([first, last, *kernels, *copies, *waiting, *host[:2]])
     begin, finish = cuts[:-1], cuts[1:]
     which = stretch_at(first, last, begin)
     idle = (which >= 0) & (stretch_at(*kernels, begin) < 0)
@@ -375,7 +376,7 @@ def _on_cpu(profile: Profile) -> list[dict[str, Any]]:
 
 def _intersection(one: Stretches, other: Stretches) -> Stretches:
     """The stretches that lie in both, cut at the edges of either."""
-    cuts = np.unique(np.concatenate([*one, *other]))
+    cuts = distinct([*one, *other])
     begin, finish = cuts[:-1], cuts[1:]
     inside = (stretch_at(*one, begin) >= 0) & (stretch_at(*other, begin) >= 0)
     return begin[inside], finish[inside]
@@ -515,7 +516,7 @@ def _share_out(
 ) -> npt.NDArray[np.float64]:
     """Idle ns of each context (count,), and last those with no lane running."""
     edges = [idle_start, idle_end, *(edge for lane in lanes for edge in lane[:2])]
-    cuts = np.unique(np.concatenate(edges))
+    cuts = distinct(edges)
     length = overlap(cuts[:-1], cuts[1:], idle_start, idle_end)
     moments = cuts[:-1][length > 0]
     length = length[length > 0]

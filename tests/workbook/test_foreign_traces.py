@@ -217,17 +217,33 @@ def test_properties_of_kernels_are_named_as_hpctoolkits(tmp_path: Path) -> None:
 # ---- steps ------------------------------------------------------------------------------
 
 
+def unmarked(name: str) -> Events:
+    events = events_of(name)
+    marks = events.host["name"].str.startswith(STEP_PREFIX)
+    events.host = events.host[~marks].reset_index(drop=True)
+    return events
+
+
 @pytest.mark.parametrize("name", [META, RESNET, GRAPHS])
 def test_steps_without_their_marks_are_found_again(name: str) -> None:
-    marked = events_of(name)
-    unmarked = events_of(name)
-    marks = unmarked.host["name"].str.startswith(STEP_PREFIX)
-    unmarked.host = unmarked.host[~marks].reset_index(drop=True)
-    first, second = profile_of(marked), profile_of(unmarked)
-    assert second.meta["iterations_from"] not in ("", first.meta["iterations_from"])
+    events = events_of(name)
+    first, second = profile_of(events), profile_of(unmarked(name))
+    assert second.meta["iterations_from"] == "the repeating sequence of launches"
+    assert second.meta["main_thread"] == 0
+    assert second.threads["name"][0] == first.threads["name"][0]
     assert covered(second) == pytest.approx(covered(first), abs=0.01)
     pd.testing.assert_series_equal(device_ms(second), device_ms(first), rtol=0.02, atol=1.0)
-    assert len(second.iterations) == len(first.iterations)
+    launches = events.host[events.host["correlation"].isin(events.device["correlation"])]
+    at = np.sort(launches["start"].to_numpy())
+    begins = [profile.iterations["start_ns"].to_numpy() for profile in (first, second)]
+    assert len(begins[0]) == len(begins[1])
+    between = np.searchsorted(at, begins[1]) - np.searchsorted(at, begins[0])
+    assert (np.abs(between) <= 1).all()
+
+
+def test_the_loop_of_an_optimizer_is_no_iteration() -> None:
+    assert unmarked(V100).host["name"].str.startswith("Optimizer.step").any()
+    assert profile_of(unmarked(V100)).iterations.empty
 
 
 def test_a_range_within_which_little_is_launched_marks_no_iteration() -> None:

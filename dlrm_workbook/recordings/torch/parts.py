@@ -10,7 +10,7 @@ the spans, of which a trace may have millions.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ import pandas as pd
 from dlrm_core.parts import parse_span
 from dlrm_workbook.recordings.foreign import (
     ACCUMULATE,
+    ENGINE_PREFIX,
     MLP,
     OUTSIDE,
     PartNames,
@@ -61,6 +62,12 @@ def coded(column: pd.Series) -> tuple[Ints, list[str]]:
     return codes.astype(np.int64), [str(name) for name in names]
 
 
+def matching(column: pd.Series, matches: Callable[[str], bool]) -> Bools:
+    """Rows (n,) whose text matches; every distinct text is asked for once."""
+    code, names = coded(column)
+    return np.array([matches(name) for name in names], dtype=bool)[code]
+
+
 def has_own_parts(host: pd.DataFrame) -> bool:
     """Whether the program names its parts as :mod:`dlrm_core.parts` does."""
     names = host.loc[host["kind"].eq("annotation"), "name"].unique()
@@ -82,8 +89,8 @@ def own_parts(host: pd.DataFrame) -> tuple[Names, Names]:
     says = np.array([p is not None for p in part], dtype=bool)
     is_part = host["kind"].eq("annotation").to_numpy() & says[code]
     source = nearest(parent, is_part)
-    helps = np.array([name.startswith("autograd::engine::") for name in names], dtype=bool)
-    asked = np.flatnonzero((profile != 0) & (parent < 0) & helps[code])
+    helps = matching(host["name"], lambda name: name.startswith(ENGINE_PREFIX))
+    asked = np.flatnonzero((profile != 0) & (parent < 0) & helps)
     ranges = np.flatnonzero(is_part & (profile == 0))
     if len(asked) and len(ranges):
         start, end = (host[name].to_numpy() for name in ("start", "end"))
@@ -149,8 +156,7 @@ class _Spans:
             for kind, text in self.texts
         ]
         self.compiled = np.array([bool(_COMPILED.match(text)) for _, text in self.texts])[self.code]
-        form, forms = coded(host["shapes"])
-        self.stacked = np.array([bool(_STACKED.search(text)) for text in forms], dtype=bool)[form]
+        self.stacked = matching(host["shapes"], lambda text: bool(_STACKED.search(text)))
         self.key = [node_key(text) if kind == "operator" else None for kind, text in self.texts]
         self.start, self.end = host["start"].to_numpy(), host["end"].to_numpy()
         self.parent, self.profile = host["parent"].to_numpy(), host["profile"].to_numpy()

@@ -14,7 +14,7 @@ from dlrm_workbook.recordings.foreign import PartNames
 from dlrm_workbook.recordings.profile import nearest
 from dlrm_workbook.recordings.repetition import find_iterations
 from dlrm_workbook.recordings.torch.chrome_trace import STEP_PREFIX
-from dlrm_workbook.recordings.torch.parts import coded
+from dlrm_workbook.recordings.torch.parts import coded, matching
 
 STEP_LABEL = "ProfilerStep*"
 
@@ -23,6 +23,9 @@ FEWEST = 3
 
 CONTAINED = 0.9
 """Share of the launches between the first and the last of them that must lie within them."""
+
+MOST = 0.5
+"""Share of all launches, and of the time of what they launched, that iterations must hold."""
 
 _NUMBER = re.compile(r"\d+")
 _STEP_WORDS = re.compile(r"step|iter|batch", re.IGNORECASE)
@@ -46,12 +49,10 @@ def unnumbered(name: str) -> str:
 
 def step_marks(host: pd.DataFrame) -> npt.NDArray[np.bool_]:
     """Which spans (n,) mark an iteration: our own ranges, else those of ``profiler.step()``."""
-    code, names = coded(host["name"])
-    for matches in (ITERATION_SPAN.__eq__, lambda name: name.startswith(STEP_PREFIX)):
-        marks = np.array([matches(name) for name in names], dtype=bool)[code]
-        if marks.any():
-            return marks
-    return np.zeros(len(host), dtype=bool)
+    marks = host["name"].eq(ITERATION_SPAN).to_numpy()
+    if marks.any():
+        return marks
+    return matching(host["name"], lambda name: name.startswith(STEP_PREFIX))
 
 
 def find_steps(host: pd.DataFrame, device: pd.DataFrame, names: PartNames) -> Steps:
@@ -76,7 +77,7 @@ def find_steps(host: pd.DataFrame, device: pd.DataFrame, names: PartNames) -> St
     else:
         kind = host["kind"].eq("operator").to_numpy()
         rows = np.flatnonzero(kind & (host["parent"].to_numpy() < 0) & host["profile"].eq(0))
-    return _annotated(host, rows, names) or _repeated(host, launched, rows)
+    return _annotated(host, rows, names) or _repeated(host, launched, rows, names)
 
 
 def _annotated(host: pd.DataFrame, rows: npt.NDArray[np.int64], names: PartNames) -> Steps | None:
@@ -95,22 +96,58 @@ def _annotated(host: pd.DataFrame, rows: npt.NDArray[np.int64], names: PartNames
             continue
         within = np.searchsorted(launches, [start[0], end[-1]])
         inside = np.searchsorted(launches, end) - np.searchsorted(launches, start)
-        if (inside > 0).all() and inside.sum() >= CONTAINED * (within[1] - within[0]):
+        least = max(CONTAINED * (within[1] - within[0]), MOST * len(launches))
+        if (inside > 0).all() and inside.sum() >= least:
             spans = list(zip(start.tolist(), end.tolist(), strict=True))
             preferred = (bool(_STEP_WORDS.search(str(label))), len(start))
             found.append((preferred, Steps(spans, str(label), f"the ranges '{label}'")))
     return max(found, key=lambda entry: entry[0])[1] if found else None
 
 
-def _repeated(host: pd.DataFrame, launched: pd.DataFrame, rows: npt.NDArray[np.int64]) -> Steps:
+def _repeated(
+    host: pd.DataFrame, launched: pd.DataFrame, rows: npt.NDArray[np.int64], names: PartNames
+) -> Steps:
     """Iterations from the repeating sequence of launches (of operators, without a GPU)."""
-    name, names = coded(host["name"])
+    none = Steps([], "", "")
+    if not len(rows):
+        return none
+    name, texts = coded(host["name"])
     operator = nearest(host["parent"].to_numpy(), host["kind"].eq("operator").to_numpy())[rows]
-    symbol = np.where(operator >= 0, name[operator], len(names))
+    symbol = np.where(operator >= 0, name[operator], len(texts))
     if len(launched):
         kernel, kernels = coded(launched["name"])
         symbol = symbol * len(kernels) + kernel
     start, end = host["start"].to_numpy()[rows], host["end"].to_numpy()[rows]
-    spans = find_iterations(start, end, symbol) if len(rows) else None
+    ran = launched if len(launched) else host.iloc[rows]
+    work = (ran["end"] - ran["start"]).to_numpy()
+    spans = find_iterations(start, end, symbol)
+    if not spans or _is_inner_loop(host, spans, start, work, names):
+        return none
     what = "launches" if len(launched) else "operators"
-    return Steps(spans, "", f"the repeating sequence of {what}") if spans else Steps([], "", "")
+    return Steps(spans, "", f"the repeating sequence of {what}")
+
+
+def _is_inner_loop(
+    host: pd.DataFrame,
+    spans: list[tuple[int, int]],
+    at: npt.NDArray[np.int64],
+    work: npt.NDArray[np.int64],
+    names: PartNames,
+) -> bool:
+    """Whether what repeats is a part of one step: an optimizer's loop over parameters, say.
+
+    Then it holds little of the launches or of their work, or lies within one operator or
+    range that names a part.
+
+    Args:
+        at, work: when each launch was made, and how long what it launched ran, ns.
+    """
+    inside = (at >= spans[0][0]) & (at < spans[-1][1])
+    if min(inside.mean(), work[inside].sum() / max(work.sum(), 1)) < MOST:
+        return True
+    around = host[host["start"].le(spans[0][0]) & host["end"].ge(spans[-1][1])]
+    around = around[around["kind"].isin(["operator", "annotation"])]
+    return any(
+        kind == "operator" or names.of(kind, str(name)) is not None
+        for kind, name in zip(around["kind"], around["name"], strict=True)
+    )

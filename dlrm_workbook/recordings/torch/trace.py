@@ -34,6 +34,7 @@ from dlrm_workbook.recordings.torch.parts import (
     coded,
     foreign_parts,
     has_own_parts,
+    matching,
     own_parts,
 )
 from dlrm_workbook.recordings.torch.steps import (
@@ -329,7 +330,8 @@ class _Builder:
         line, lines = coded(self.host["line"])
         sizes = np.bincount(line, minlength=len(lines))
         marks = np.bincount(line, step_marks(self.host), len(lines))
-        helps = np.bincount(line, self.host["name"].str.startswith(ENGINE_PREFIX), len(lines)) > 0
+        helps = matching(self.host["name"], lambda name: name.startswith(ENGINE_PREFIX))
+        helps = np.bincount(line, helps, len(lines)) > sizes / 100
         # without marks, autograd's thread comes last, where another thread works too
         helps &= not marks.any() and sizes[~helps].sum() > sizes.sum() / 10
         rows = np.split(np.argsort(line, kind="stable"), np.cumsum(sizes)[:-1])
