@@ -268,13 +268,16 @@ def describe(recording: Recording, found: dict[str, Any]) -> str:
 
 
 def _figures(found: dict[str, Any]) -> list[str]:
-    """A line a figure, or why it is not there."""
+    """A line a figure; at the end what is not measured, a line a reason."""
     lines = []
+    absent: dict[str, list[str]] = {}
     for name, label in LABELS.items():
         value = found[name]
         if value is None:
-            said = f"not measured: {found['not_measured'].get(name, 'not recorded')}"
-        elif name == "coverage":
+            reason = found["not_measured"].get(name, "not recorded")
+            absent.setdefault(reason, []).append(label)
+            continue
+        if name == "coverage":
             said = f"{value:.1%}"
         elif isinstance(value, float | np.floating):
             said = f"{value:,.3f}"
@@ -283,4 +286,7 @@ def _figures(found: dict[str, Any]) -> list[str]:
         else:
             said = f"{value:,}" if isinstance(value, int) else str(value)
         lines.append(f"  {label:42} {said}")
+    if absent:
+        lines += ["", "Not measured:"]
+        lines += [f"- {', '.join(labels)}: {reason}" for reason, labels in absent.items()]
     return lines

@@ -127,7 +127,7 @@ def test_a_run_without_gpu_says_so() -> None:
     assert found["gpu_time_ms"] is None and found["kernels"] is None
     assert found["not_measured"]["kernels"]
     assert found["coverage"] > 0.9 and {row["device"] for row in found["attribution"]} == {"cpu"}
-    assert "not measured: " in describe(recorded, found)
+    assert "Not measured:" in describe(recorded, found)
 
 
 @pytest.mark.parametrize("content", [b"", b"\x00" * 600, b"\x7fELF\x02\x01", b'{"nodes": []}'])
