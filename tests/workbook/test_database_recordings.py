@@ -9,6 +9,7 @@ import pytest
 
 from dlrm_workbook.analysis.gpu import copy_table
 from dlrm_workbook.recordings.hpctoolkit.database import read_database
+from dlrm_workbook.recordings.hpctoolkit.format import DatabaseError
 from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
 from dlrm_workbook.recordings.hpctoolkit.views import facts
 from dlrm_workbook.recordings.profile import Profile
@@ -149,3 +150,39 @@ def test_facts_equal_those_of_an_independent_reader(name: str) -> None:
         (folder(name).parent / "expected" / f"{name.removesuffix('.d')}.json").read_text()
     )
     assert_same(facts(read_database(folder(name))), expected)
+
+
+def mixed(tmp_path: Path, file: str, other: str) -> Path:
+    """The H100's database with one file of another run."""
+    made = tmp_path / "mixed.d"
+    made.mkdir()
+    for name in ("meta.db", "profile.db", "trace.db"):
+        source = folder(other if name == file else "dlrm-h100-pc.d")
+        (made / name).symlink_to(source.resolve() / name)
+    return made
+
+
+@pytest.mark.parametrize("file", ["profile.db", "meta.db"])
+def test_files_of_different_runs_are_refused(file: str, tmp_path: Path) -> None:
+    with pytest.raises(DatabaseError, match=r"\.db"):
+        profile_from_database(read_database(mixed(tmp_path, file, "dlrm-h100-host.d")))
+
+
+def test_a_trace_of_another_run_is_named(tmp_path: Path) -> None:
+    run = profile_from_database(read_database(mixed(tmp_path, "trace.db", "dlrm-h100-host.d")))
+    assert any("where 7,400 were launched" in said for said in run.meta["cautions"])
+    assert run.iterations.empty
+
+
+def test_without_a_trace_parts_that_need_order_stay_unknown(tmp_path: Path) -> None:
+    part = tmp_path / "part.d"
+    part.mkdir()
+    for name in ("meta.db", "profile.db"):
+        (part / name).symlink_to(folder("dlrm-h100-pc.d").resolve() / name)
+    run = profile_from_database(read_database(part))
+    assert run.iterations.empty and "hpcrun -t" in run.not_measured["trace"]
+    found = run.value_table("gpu_time_ms").groupby(run.contexts["component"]).sum()
+    assert found.sum() == pytest.approx(139.808821)
+    assert found["embedding"] == pytest.approx(1.742 + 1.725 + 3.423, rel=0.001)
+    assert found["bottom_mlp"] == pytest.approx(0.788, abs=0.001)  # its forward pass only
+    assert len(run.contexts) == len(read_database(part).tree)

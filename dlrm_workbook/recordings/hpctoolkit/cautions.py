@@ -128,7 +128,13 @@ def cautions_of(
         rows = trace[is_kernel[trace["context"]]]
         by_trace = float((rows["end_ns"] - rows["start_ns"]).sum()) / 1e6
         metric, count = 1e3 * float(total["GKER (sec)"]), float(total.get("GKER:COUNT", np.nan))
-        if by_trace > 0 and abs(by_trace / metric - 1) > DIFFERENT_TIMES:
+        if abs(len(rows) / count - 1) > DIFFERENT_TIMES:
+            said.append(
+                f"The trace holds {len(rows):,} kernels where {count:,.0f} were launched: it is not "
+                "whole, or not of this run, so busy and idle time and iterations are not to be "
+                "relied on."
+            )
+        elif by_trace > 0 and abs(by_trace / metric - 1) > DIFFERENT_TIMES:
             each = 1e3 * (by_trace - metric) / count
             said.append(
                 f"Two times of the kernels disagree by {abs(by_trace / metric - 1):.0%}: "

@@ -77,7 +77,11 @@ PYTHON_MODULE = "<logical python>"
 
 KINDS = {ROOT: "root", ENTRY: "thread", 0: "function", 1: "loop", 2: "line", 3: "instruction"}
 
-Ints = npt.NDArray[np.int64]
+CONTRADICTION = 0.01
+"""Two figures of one thing that differ by more than this share are not rounding."""
+
+Ints = npt.NDArray[Any]
+Floats = npt.NDArray[np.float64]
 
 
 def profile_from_database(database: Database, parts: Mapping[str, str] | None = None) -> Profile:
@@ -145,7 +149,7 @@ def profile_from_database(database: Database, parts: Mapping[str, str] | None = 
     serialised = quality is not None and is_serialised(trace, contexts, amd)
     cautions = cautions_of(contexts, values, trace, serialised) + cautions
     sampled = {"serialised": serialised, "pc_sampling": quality} if quality else {}
-    return Profile.build(
+    profile = Profile.build(
         contexts=contexts,
         metrics=metrics,
         values=values,
@@ -164,6 +168,8 @@ def profile_from_database(database: Database, parts: Mapping[str, str] | None = 
             **sampled,
         },
     )
+    _refuse_contradictions(database, profile)
+    return profile
 
 
 def _measured_twins(contexts: pd.DataFrame, values: pd.DataFrame) -> Ints:
@@ -318,6 +324,37 @@ def _values(database: Database) -> tuple[pd.DataFrame, pd.DataFrame, dict[str, l
         summed = groups["value"].sum().reset_index()
         table = pd.concat([table[~mixed], summed], ignore_index=True)
     return pd.DataFrame(rows), table, standard
+
+
+def _refuse_contradictions(database: Database, profile: Profile) -> None:
+    """Refuse files that are not of one run: each is whole, but they contradict each other.
+
+    Raises:
+        DatabaseError: naming the files and what they disagree about.
+    """
+    values, again = profile.values, "they are not of one run; run hpcprof again"
+    negative = values["value"].clip(upper=0).groupby(values["metric"], observed=True).sum()
+    whole = values["value"].abs().groupby(values["metric"], observed=True).sum()
+    wrong = negative[-negative > CONTRADICTION * whole]
+    if len(wrong):
+        raise DatabaseError(
+            f"{database.path}: meta.db and profile.db contradict each other: callees have more of "
+            f"{wrong.index[0]} than their callers; {again}"
+        )
+    for name, value in database.root().items():
+        threads = sum(database.root(thread.profile).get(name, 0.0) for thread in database.threads)
+        if additive(name) and abs(threads - value) > CONTRADICTION * abs(value):
+            raise DatabaseError(
+                f"{database.path}: meta.db and profile.db contradict each other: {name} is "
+                f"{value:.6g} in the summary and {threads:.6g} over the threads; {again}"
+            )
+    work = device_work(profile.trace, profile.threads)
+    on_gpu = profile.of_kind("kernel", "copy", "runtime")[work["context"]]
+    if len(on_gpu) and on_gpu.mean() < 0.5:
+        raise DatabaseError(
+            f"{database.path}: meta.db and trace.db contradict each other: {(~on_gpu).sum()} of "
+            f"{len(on_gpu)} samples of GPU streams are of no GPU operation; {again}"
+        )
 
 
 def _named(number: npt.NDArray[Any], names: list[str]) -> pd.Categorical:
