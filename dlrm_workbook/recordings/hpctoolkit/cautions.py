@@ -130,9 +130,9 @@ def cautions_of(
         metric, count = 1e3 * float(total["GKER (sec)"]), float(total.get("GKER:COUNT", np.nan))
         if abs(len(rows) / count - 1) > DIFFERENT_TIMES:
             said.append(
-                f"The trace holds {len(rows):,} kernels where {count:,.0f} were launched: it is not "
-                "whole, or not of this run, so busy and idle time and iterations are not to be "
-                "relied on."
+                f"The trace holds {len(rows):,} kernels where {count:,.0f} were launched: it is "
+                "not whole, or not of this run, so busy and idle time and iterations are not to "
+                "be relied on."
             )
         elif by_trace > 0 and abs(by_trace / metric - 1) > DIFFERENT_TIMES:
             each = 1e3 * (by_trace - metric) / count
