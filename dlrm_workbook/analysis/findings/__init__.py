@@ -14,6 +14,7 @@ that is known, only the bound is: the part's time gone entirely.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
@@ -64,6 +65,7 @@ RULES: tuple[Rule, ...] = (
     embedding.embedding_update,
     operators.interaction_overhead,
     changes.faster_settings,
+    ranks.waiting_for_last_rank,
     ranks.load_imbalance,
     ranks.replicate_small_tables,
     generic.disturbed_profile,
@@ -75,9 +77,15 @@ RULES: tuple[Rule, ...] = (
 """In the order in which they run: what leaves no doubt about its cause comes first."""
 
 
-def findings(profile: Profile, attribution: pd.DataFrame) -> list[Finding]:
-    """All bottlenecks that the rules see: what fails first, then by predicted time saved."""
-    evidence = Evidence(profile, attribution)
+def findings(
+    profile: Profile, attribution: pd.DataFrame, ranks: Mapping[int, Profile] | None = None
+) -> list[Finding]:
+    """All bottlenecks that the rules see: what fails first, then by predicted time saved.
+
+    Args:
+        ranks: every rank's profile, where the recording holds several; ``profile`` is one.
+    """
+    evidence = Evidence(profile, attribution, ranks)
     if evidence.total_ms <= 0:
         return []
     ledger = Ledger(evidence)

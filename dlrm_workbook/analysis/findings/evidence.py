@@ -47,9 +47,15 @@ class Evidence:
     Every figure is None (or an empty table) where it was not measured.
     """
 
-    def __init__(self, profile: Profile, attribution: pd.DataFrame) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        attribution: pd.DataFrame,
+        ranks: Mapping[int, Profile] | None = None,
+    ) -> None:
         self.profile = profile
         self.attribution = attribution
+        self.ranks = ranks or {}
         self.meta = profile.meta
         self.device = profile.device
         self.on_gpu = profile.device == "cuda"

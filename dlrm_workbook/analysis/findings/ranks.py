@@ -1,6 +1,6 @@
 """What ranks wait for each other: exposed collectives, the link's limit, uneven ranks.
 
-Two rules speak of what the profiles of several ranks show by themselves;
+Three rules speak of what the profiles of several ranks show by themselves;
 :func:`scaling_findings` reads a scaling record, which
 :mod:`dlrm_workbook.analysis.ranks.communication` defines.
 """
@@ -21,6 +21,7 @@ from dlrm_workbook.analysis.findings.finding import (
     Finding,
     Ledger,
     Measured,
+    bounded,
     capitalised,
     rank,
     removed,
@@ -39,6 +40,7 @@ from dlrm_workbook.analysis.ranks.record import (
     own_profile,
 )
 from dlrm_workbook.analysis.ranks.sharding import SHARDINGS
+from dlrm_workbook.analysis.ranks.traces import PER_ITERATION, collectives, rank_table
 
 IMBALANCE_SHARE = 0.1
 """(slowest − mean) / slowest: what all other ranks wait for the slowest one."""
@@ -47,6 +49,62 @@ COMMUNICATION_SHARE = 0.1
 """TensorBoard's former profiler plugin warned at the same share of communication."""
 
 SMALL_TABLE_BYTES = 8 << 20
+
+
+@rule(
+    "rank_imbalance",
+    title="Ranks wait {share:.0%} of their step for the last one to arrive, most for rank {rank}",
+    evidence=(
+        "In {counted} matched collectives ranks spend {waiting:ms} {per} waiting and at most "
+        "{transfer:ms} transferring, of a step of {mean:ms} (means over {count} ranks).",
+        "Rank {rank} comes last in {last_in} of them, for which the others wait {caused:ms} {per}.",
+        "Before those, what it did longer than the others is above all {part} on the {where} "
+        "({longer:ms} {per}).",
+        "Not counted: {start:ms} {per} in collectives before which the ranks may not have begun "
+        "together, or whose ends do not meet.",
+    ),
+    advice="Make the ranks arrive together: spread tables by their measured time, give each rank's "
+    "process its own cores, and look at what the late rank does differently there.",
+    limit="load imbalance",
+    component="communication",
+)
+def waiting_for_last_rank(evidence: Evidence, ledger: Ledger) -> Measured | None:
+    """Ranks wait in collectives until the last one arrives; of the traces of several ranks."""
+    if len(evidence.ranks) < 2:
+        return None
+    matches = collectives(evidence.ranks)
+    table = rank_table(evidence.ranks, matches)
+    if matches.empty or not matches["counted"].any():
+        return None
+    step, waiting = float(table["step_ms"].mean()), float(table["waiting_ms"].mean())
+    share = waiting / step if step > 0 else 0.0
+    late = table.loc[table["others_wait_ms"].idxmax()]
+    if share < IMBALANCE_SHARE or not late["last_in"]:
+        return None
+    per = str(table.attrs["per"])
+    count = int(table["iterations"].min()) if per == PER_ITERATION else 1
+    own = matches[matches["counted"] & matches["last_rank"].eq(late["rank"])]
+    longer = own[own["part"].ne("")].groupby(["part", "phase", "where"])["longer_us"].sum()
+    longer = longer / 1e3 / count
+    part, phase, where = longer.idxmax() if len(longer) else (None, "", None)
+    start = float(table["start_ms"].mean())
+    return {
+        "share": share,
+        "rank": int(late["rank"]),
+        "counted": int(matches["counted"].sum()),
+        "count": len(table),
+        "waiting": waiting,
+        "transfer": float(table["transfer_ms"].mean()),
+        "mean": step,
+        "per": per,
+        "last_in": int(late["last_in"]),
+        "caused": float(late["others_wait_ms"]),
+        "part": part and part_label(str(part), str(phase)),
+        "where": {"host": "processor", "device": "GPU"}.get(str(where)),
+        "longer": float(longer.max()) if len(longer) else None,
+        "start": start if start > 0 else None,
+        "speedup": bounded(share),
+    }
 
 
 @rule(

@@ -671,6 +671,14 @@ class _Builder:
             meta["memory"] = over_time
         elif len(self.memory):
             meta["not_measured"]["memory"] = "the trace has sizes of allocations, but no totals"
+        if len(self.events.collectives) and on_gpu:
+            said = self.device[self.device["collective"].ge(0)]
+            meta["collectives"] = {
+                "stream": said["profile"].tolist(),
+                "start_ns": said["start"].tolist(),
+                "row": said["collective"].tolist(),
+                "arguments": self.events.collectives.to_dict("records"),
+            }
         return meta
 
 
