@@ -86,7 +86,8 @@ def waiting_for_last_rank(evidence: Evidence, ledger: Ledger) -> Measured | None
     own = matches[matches["counted"] & matches["last_rank"].eq(late["rank"])]
     longer = own[own["part"].ne("")].groupby(["part", "phase", "where"])["longer_us"].sum()
     longer = longer / 1e3 / count
-    part, phase, where = longer.idxmax() if len(longer) else (None, "", None)
+    most: Any = longer.idxmax() if len(longer) else (None, "", None)
+    part, phase, where = most
     start = float(table["start_ms"].mean())
     return {
         "share": share,

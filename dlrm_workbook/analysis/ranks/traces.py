@@ -263,11 +263,11 @@ def collectives(ranks: Ranks) -> pd.DataFrame:
         ranks), ``transfer_us`` (shortest time that any rank spent in it), ``wait_us`` and
         ``longest_wait_us`` (time beyond that: mean over ranks, and of the first to arrive),
         ``last_rank`` (−1 where none is late), ``late_us`` (by which it came after the last
-        but one), ``part``, ``phase``, ``where`` (``device`` or ``host``) and ``longer_us``: what the
-        last rank did for how much longer than the median of the others since the collective
-        before; ``spread_us`` (how far the ends lie apart with clocks aligned), ``counted``
-        (whether its waiting counts: not for the first, before which nobody knows the ranks to
-        be level, nor where the ends do not meet or need not). Empty, with the reason,
+        but one), ``part``, ``phase``, ``where`` (``device`` or ``host``) and ``longer_us``: what
+        the last rank did, and how much longer than the median of the others, since the
+        collective before; ``spread_us`` (how far the ends lie apart with clocks aligned),
+        ``counted`` (whether its waiting counts: not for the first, before which nobody knows the
+        ranks to be level, nor where the ends do not meet or need not). Empty, with the reason,
         without any. ``attrs["unmatched"]``: rank to kernels that no other rank has.
         ``attrs["waits"]``: (rows, ranks) µs, NaN for ranks that took no part.
     """
@@ -350,7 +350,9 @@ class _PartClock:
         return pd.DataFrame(columns)
 
 
-def _explain(table: pd.DataFrame, start: Ints, end: Ints, last: Ints, busy: list[_PartClock]) -> None:
+def _explain(
+    table: pd.DataFrame, start: Ints, end: Ints, last: Ints, busy: list[_PartClock]
+) -> None:
     """Put into ``table`` what the last rank did longer than others since the collective before."""
     for name in ("part", "phase", "where"):
         table[name] = ""
