@@ -62,7 +62,7 @@ _SPOKEN: tuple[tuple[re.Pattern[str], Named], ...] = (
     (
         _any(
             r"all_?to_?all|all_?2_?all|a2a\b|all_?reduce|all_?gather|reduce_?scatter|nccl|rccl|gloo",
-            r"\bbroadcast|barrier|data_dist\b|dist_init|dist_data|\bc10d|record_param_comms",
+            r"\bbroadcast\b|broadcast_(coalesced|object)|barrier|data_dist\b|dist_init|dist_data|\bc10d|record_param_comms",
             r"awaitable|request wait|nowait wait|distributed_?wait|send_recv",
         ),
         Named("communication"),
@@ -131,11 +131,15 @@ _FRAME_FILES: tuple[tuple[re.Pattern[str], Named], ...] = (
     (re.compile(r"(^|/)torch/utils/data/"), Named("data", "forward")),
     (re.compile(r"(^|/)torch/nn/modules/loss\.py"), Named("loss", "forward")),
     (re.compile(r"(^|/)torch/nn/modules/sparse\.py"), Named("embedding", "forward")),
-    (re.compile(r"(^|/)torch/distributed/(distributed_c10d|nn/)"), Named("communication")),
     (re.compile(r"<frozen importlib|^importlib/|/importlib/"), Named(OUTSIDE)),
     (re.compile(r"(^|/)(dlrm_data_pytorch|data_loader_terabyte|data_utils)\.py"), Named("data")),
 )
 """Files of Python functions whose names are too common to tell anything."""
+
+_COLLECTIVES = re.compile(
+    r"(all_|reduce|gather|scatter|broadcast|barrier|i?send|i?recv|batch_isend|monitored_|wait)"
+)
+"""Functions of ``torch.distributed`` that exchange data or wait for others."""
 
 _OPERATORS: tuple[tuple[re.Pattern[str], Named], ...] = (
     (
@@ -156,7 +160,7 @@ _OPERATORS: tuple[tuple[re.Pattern[str], Named], ...] = (
     ),
     (
         re.compile(r"^aten::\w*(cross_entropy|_loss|loss_)", re.I),
-        Named("loss", "forward", hint=True),
+        Named("loss", hint=True),
     ),
     (
         re.compile(r"^aten::(bmm|baddbmm|tril_indices|triu_indices)$"),
@@ -313,6 +317,8 @@ def _python(name: str, file: str) -> Named | None:
     if function in _FRAMES:
         return _FRAMES[function]
     place = file or name.partition("(")[0]
+    if re.search(r"(^|/)torch/distributed/", place):
+        return Named("communication") if _COLLECTIVES.match(function) else None
     named = _first(((pattern, n) for pattern, n in _FRAME_FILES), place)
     if named or re.search(r"(^|/)(site-packages|torch|python3\.\d+)/", place):
         return named

@@ -35,6 +35,8 @@ from dlrm_workbook.recordings.foreign import (
         ("operator", "fbgemm::split_embedding_codegen_lookup_sgd", "embedding", ""),
         ("python", "nn.Module: EmbeddingBagCollection_0", "embedding", ""),
         ("python", "interact_features", "interaction", "forward"),
+        ("python", "torch/distributed/distributed_c10d.py(9): all_reduce", "communication", ""),
+        ("annotation", "## all2all_data:permute_sparse_features ##", "communication", ""),
         ("python", "generate_dist_input_batch", "data", "forward"),
         (
             "kernel",
@@ -55,6 +57,8 @@ def test_names_say_their_part(kind: str, name: str, component: str, phase: str) 
         ("annotation", "ProfilerStep#3"),
         ("operator", "aten::add"),
         ("function", "torch::autograd::VariableType::add(x)"),
+        ("python", "torch/distributed/distributed_c10d.py(1273): is_initialized"),
+        ("python", "<built-in method broadcast_tensors of type object>"),
         ("kernel", "void at::native::vectorized_elementwise_kernel<4, float>"),
         ("python", "torch/nn/modules/linear.py(114): forward"),
     ],

@@ -12,7 +12,9 @@ import gpu_trace
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
+from dlrm_workbook.analysis.attribution import attribute, coverage, unattributed
 from dlrm_workbook.analysis.gpu import kernel_table
 from dlrm_workbook.recordings.foreign import PartNames
 from dlrm_workbook.recordings.profile import Profile
@@ -105,6 +107,26 @@ def test_meta_dlrm_by_hand() -> None:
 def test_other_models_have_no_parts_of_a_dlrm(name: str) -> None:
     components = set(profile_of(events_of(name)).contexts["component"])
     assert not components & {"bottom_mlp", "interaction", "top_mlp"}
+
+
+def test_what_is_left_is_listed_with_its_share() -> None:
+    profile = profile_of(events_of(RESNET))
+    table = unattributed(profile)
+    assert table["device_ms"].sum() == pytest.approx(device_ms(profile)["other"].sum())
+    assert table["share"].sum() == pytest.approx(1 - covered(profile))
+    assert table["share"].is_monotonic_decreasing and table["kind"][0] == "kernel"
+
+
+def test_overlapped_time_is_computations() -> None:
+    """Launched by rank 3 of a DLRM: its bottom MLP runs while an all-to-all does."""
+    profile = profile_of(events_of(META))
+    times = attribute(profile).set_index(["component", "phase", "where"])["time_ms"]
+    for phase in ("forward", "backward"):
+        alone = device_ms(profile)["bottom_mlp", phase] / 6
+        assert times["bottom_mlp", phase, "device"] == pytest.approx(alone, rel=0.01)
+        assert (
+            times["communication", phase, "device"] < device_ms(profile)["communication", phase] / 6
+        )
 
 
 def test_launches_of_graphs_without_kernels_are_named() -> None:
@@ -212,6 +234,69 @@ def test_properties_of_kernels_are_named_as_hpctoolkits(tmp_path: Path) -> None:
     table = kernel_table(trace_of(tmp_path, dlrm_step(0, 0)))
     assert set(table["blocks"]) == {8} and set(table["threads_per_block"]) == {64}
     assert set(table["registers"]) == {32} and table["shared_memory_bytes"].isna().all()
+
+
+class Net(torch.nn.Module):
+    """A DLRM as people write it: nothing in it is named as our parts are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = torch.nn.ModuleList(
+            [torch.nn.EmbeddingBag(100, 8, mode="sum", sparse=True) for _ in range(3)]
+        )
+        self.first = torch.nn.Sequential(torch.nn.Linear(13, 8), torch.nn.ReLU())
+        self.second = torch.nn.Sequential(torch.nn.Linear(24, 1), torch.nn.Sigmoid())
+
+    def forward(self, dense: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        x = self.first(dense)
+        rows = [table(index) for table in self.tables]
+        joined = torch.stack([x, *rows], 1)
+        products = torch.bmm(joined, joined.transpose(1, 2)).flatten(1)
+        return self.second(torch.cat([x, products], 1))
+
+
+def recorded(tmp_path: Path, steps: int, **options: bool) -> Profile:
+    torch.manual_seed(0)
+    net, batch = Net(), (torch.rand(16, 13), torch.randint(0, 100, (16, 5)))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], **options
+    ) as profiler:
+        for _ in range(steps):
+            loss = torch.nn.functional.binary_cross_entropy(net(*batch), torch.ones(16, 1))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    path = tmp_path / "trace.json"
+    profiler.export_chrome_trace(str(path))
+    return read_trace(path)
+
+
+@pytest.mark.parametrize("options", [{}, {"with_stack": True}, {"record_shapes": True}])
+def test_a_program_that_names_nothing(tmp_path: Path, options: dict[str, bool]) -> None:
+    profile = recorded(tmp_path, 6, **options)
+    contexts = profile.contexts.assign(calls=profile.value_table("calls"))
+    operators = contexts[contexts["kind"].eq("operator")]
+    parts = operators.groupby(["name", "component", "phase"])["calls"].sum()
+    for name, component, phase, calls in (
+        ("aten::_embedding_bag", "embedding", "forward", 18),
+        ("aten::stack", "interaction", "forward", 6),
+        ("aten::bmm", "interaction", "forward", 6),
+        ("aten::bmm", "interaction", "backward", 12),
+        ("aten::addmm", "bottom_mlp", "forward", 6),
+        ("aten::addmm", "top_mlp", "forward", 6),
+        ("aten::mm", "bottom_mlp", "backward", 6),  # its input needs no gradient
+        ("aten::mm", "top_mlp", "backward", 12),
+        ("aten::sigmoid", "top_mlp", "forward", 6),
+        ("aten::binary_cross_entropy", "loss", "forward", 6),
+        ("aten::binary_cross_entropy_backward", "loss", "backward", 6),
+    ):
+        assert parts.get((name, component, phase)) == calls, (name, component, phase)
+    nodes = operators["name"].str.contains("Backward0")
+    assert set(operators["phase"][nodes]) == {"backward"}
+    assert "other" not in set(operators["component"][nodes])
+    assert len(profile.iterations) == 6
+    assert coverage(attribute(profile)) > 0.7
 
 
 # ---- steps ------------------------------------------------------------------------------

@@ -165,7 +165,7 @@ class _Spans:
         self.sequence = host["sequence"].to_numpy() if "sequence" in host else unknown
         self.thread = host["forward_thread"].to_numpy() if "forward_thread" in host else unknown
         is_node = np.array([key is not None for key in self.key], dtype=bool)[self.code]
-        self.node = _outermost_row(self.parent, is_node)
+        self.node = outermost(self.parent, is_node)
 
     def cut_at_nodes(self) -> Ints:
         """Parents (n,) of a forest in which nothing above an autograd node is above it.
@@ -185,7 +185,7 @@ class _Spans:
         return [of[code] or "" for code in self.code[rows]]
 
 
-def _outermost_row(parent: Ints, marked: Bools) -> Ints:
+def outermost(parent: Ints, marked: Bools) -> Ints:
     """Row (n,) of the marked row nearest to the root at or above each, −1 where there is none."""
     inner = nearest(parent, marked)
     rows = np.flatnonzero(marked)
@@ -209,7 +209,7 @@ def _name_compiled(
     of the model follows it (else it holds the top MLP too, and is not told). Changes
     ``component``.
     """
-    block = _outermost_row(spans.parent, forward & spans.compiled)
+    block = outermost(spans.parent, forward & spans.compiled)
     inside = block >= 0
     named = np.unique(block[inside & (component != "other")])
     opaque = inside & ~np.isin(block, named)
@@ -238,11 +238,8 @@ def _seeds(spans: _Spans, component: Names, phase: Names, forward: Bools) -> Boo
     starts = np.sort(spans.start[spans.node == np.arange(len(spans.node))])
     passed = np.sort(spans.start[forward & np.isin(component, MODEL)])
     asked = forward & (component == "other") & (phase == "backward")
-    asked &= _outermost_row(spans.parent, asked & spans.operator) >= 0
-    node, model = (np.searchsorted(times, spans.start) - 1 for times in (starts, passed))
-    last_node = np.where(node >= 0, np.append(starts, 0)[node], -1)
-    last_model = np.where(model >= 0, np.append(passed, 0)[model], -1)
-    return asked & (model >= 0) & (last_model > last_node)
+    asked &= outermost(spans.parent, asked & spans.operator) >= 0
+    return asked & _follows(passed, starts, spans.start)
 
 
 def _mlps(
@@ -269,13 +266,21 @@ def _mlps(
     told = component.copy()
     if not len(meets):
         return told
-    at = spans.start[here]
-    began = np.searchsorted(begins, at, side="right") - 1
-    begun = np.where(began >= 0, begins[np.maximum(began, 0)], np.iinfo(np.int64).min)
-    last_met = np.searchsorted(meets, at, side="right") - 1
-    after = (last_met >= 0) & (meets[np.maximum(last_met, 0)] >= begun)
+    after = _follows(meets, begins, spans.start[here])
     told[here] = np.where(after, "top_mlp", "bottom_mlp")
     return told
+
+
+def _follows(events: Ints, begins: Ints, at: Ints) -> Bools:
+    """Whether one of ``events`` lies between each moment (n,) and the last of ``begins``.
+
+    Both are sorted. An event at the moment itself counts.
+    """
+    last, begun = (
+        np.append(times, np.iinfo(np.int64).min)[np.searchsorted(times, at, side="right") - 1]
+        for times in (events, begins)
+    )
+    return np.asarray((last >= begun) & (last > np.iinfo(np.int64).min))
 
 
 def _fill_between(
@@ -294,7 +299,7 @@ def _fill_between(
     passing = forward & np.isin(phase, ["", "forward"])
     known = np.flatnonzero(passing & np.isin(component, MODEL))
     unknown = passing & (component == "other")
-    outer = _outermost_row(spans.parent, unknown & spans.operator)
+    outer = outermost(spans.parent, unknown & spans.operator)
     asked = np.flatnonzero(unknown & (outer >= 0))
     if not len(known) or not len(asked):
         return
@@ -337,16 +342,6 @@ def _backward(
     own = component[nodes]
     named = ~hinted[nodes] & (own != "other")
     part = np.where(named | np.isin(of_twin, ["other", MLP]), own, of_twin)
-    undecided = part == MLP
-    if undecided.any():  # before the interaction's nodes it is the top MLP, after them the bottom
-        meets = np.sort(spans.start[nodes[part == "interaction"]])
-        first = np.sort(spans.start[spans.operator & (spans.node < 0)])
-        at = spans.start[nodes[undecided]]
-        forward_op = np.searchsorted(first, at) - 1
-        met = np.searchsorted(meets, at) - 1
-        begun = np.where(forward_op >= 0, np.append(first, 0)[forward_op], -1)
-        after = (met >= 0) & (np.append(meets, 0)[met] >= begun)
-        part[undecided] = np.where(after, "bottom_mlp", "top_mlp") if len(meets) else "other"
     accumulates = np.array([key == ACCUMULATE for key in spans.key], dtype=bool)[spans.code[nodes]]
     follows = (part == "other") & (accumulates | (twin < 0))
     order = np.lexsort((spans.start[nodes], spans.profile[nodes]))
@@ -356,7 +351,15 @@ def _backward(
     source = np.where((source >= 0) & same_thread, source, np.arange(len(order)))
     part[order] = part[order][source]
     within = np.flatnonzero((spans.node >= 0) & (hinted | (component == "other")))
-    component[within] = part[np.searchsorted(nodes, spans.node[within])]
+    of_node = part[np.searchsorted(nodes, spans.node[within])]
+    # what a node of unknown part calls may hint at one: a compiled function holds all of them
+    component[within] = np.where(of_node == "other", component[within], of_node)
+    undecided = (spans.node >= 0) & (component == MLP)
+    meets = np.sort(spans.start[(spans.node >= 0) & (component == "interaction")])
+    if undecided.any() and len(meets):
+        begins = np.sort(spans.start[spans.operator & (spans.node < 0)])
+        after = _follows(meets, begins, spans.start[undecided])
+        component[undecided] = np.where(after, "bottom_mlp", "top_mlp")
 
 
 def _forward_twins(spans: _Spans, nodes: Ints, iterations: Sequence[tuple[int, int]]) -> Ints:

@@ -14,7 +14,7 @@ from dlrm_workbook.recordings.foreign import PartNames
 from dlrm_workbook.recordings.profile import nearest
 from dlrm_workbook.recordings.repetition import find_iterations
 from dlrm_workbook.recordings.torch.chrome_trace import STEP_PREFIX
-from dlrm_workbook.recordings.torch.parts import coded, matching
+from dlrm_workbook.recordings.torch.parts import coded, matching, outermost
 
 STEP_LABEL = "ProfilerStep*"
 
@@ -75,8 +75,10 @@ def find_steps(host: pd.DataFrame, device: pd.DataFrame, names: PartNames) -> St
     if len(launched):
         rows = launched["launcher"].to_numpy()
     else:
-        kind = host["kind"].eq("operator").to_numpy()
-        rows = np.flatnonzero(kind & (host["parent"].to_numpy() < 0) & host["profile"].eq(0))
+        operator = host["kind"].eq("operator").to_numpy() & host["profile"].eq(0).to_numpy()
+        rows = np.flatnonzero(
+            outermost(host["parent"].to_numpy(), operator) == np.arange(len(host))
+        )
     return _annotated(host, rows, names) or _repeated(host, launched, rows, names)
 
 
