@@ -26,6 +26,7 @@ from dlrm_workbook.analysis.context_tree import (
     stretch_at,
 )
 from dlrm_workbook.analysis.steady import SteadyState, steady_state
+from dlrm_workbook.recordings.foreign import START_UP
 from dlrm_workbook.recordings.profile import Profile
 
 ITERATION_NAMES = (ITERATION_SPAN, "ProfilerStep*")
@@ -338,7 +339,7 @@ def step_contexts(profile: Profile, other_threads: bool = True) -> np.ndarray:
     """Which contexts (n,) belong to the step.
 
     On a thread with iterations, those inside them: start-up and what follows are not
-    the step. Where no iteration is marked, all.
+    the step. Where no iteration is marked, all but what is known to be start-up.
 
     Args:
         other_threads: also take all contexts of threads without iterations.
@@ -350,7 +351,7 @@ def step_contexts(profile: Profile, other_threads: bool = True) -> np.ndarray:
 def _step_contexts(profile: Profile, other_threads: bool) -> np.ndarray:
     inside = iteration_contexts(profile)
     if not inside.any():
-        return np.ones(len(inside), dtype=bool)
+        return profile.contexts["phase"].ne(START_UP).to_numpy()
     parent = profile.contexts["parent"].tolist()
     is_thread = profile.contexts["kind"].eq("thread").tolist()
     thread = np.arange(len(parent))
@@ -388,12 +389,31 @@ def _left_out(state: SteadyState, numbers: np.ndarray) -> list[str]:
     return said
 
 
+def host_time(profile: Profile) -> pd.Series:
+    """CPU time of each context, ms, of the threads that run the step.
+
+    Where no iteration is marked in a sampled profile, these are the main thread and those of
+    which parts take most (autograd's); OpenMP's workers run, or spin, beside them.
+    """
+    own = profile.values[profile.rows("cpu_time_ms", "exclusive")]
+    sampled = profile.meta.get("engine") == "hpctoolkit" and not profile.meta.get("spans")
+    if sampled and len(own) and not iteration_contexts(profile).any():
+        named = profile.contexts["component"].ne("other").to_numpy()[own["context"]]
+        share = own["value"].where(named, 0.0).groupby(own["profile"]).sum()
+        share = share / own.groupby("profile")["value"].sum()
+        threads = {main_thread(profile), *share.index[share > 0.5]}
+        own = own[own["profile"].isin(threads)]
+        total = np.bincount(own["context"], own["value"], minlength=len(profile.contexts))
+        return pd.Series(total, profile.contexts.index)
+    return profile.value_table("cpu_time_ms")
+
+
 def _sampled(profile: Profile) -> pd.DataFrame:
     """One mean iteration from sampled CPU time, or from GPU time where that is all there is."""
     table = profile.contexts[["component", "phase"]].copy()
     on_host = profile.has("cpu_time_ms") or not profile.has("gpu_time_ms")
-    metric = "cpu_time_ms" if on_host else "gpu_time_ms"
-    table["time_ms"] = profile.value_table(metric) / iteration_count(profile)
+    time = host_time(profile) if on_host else profile.value_table("gpu_time_ms")
+    table["time_ms"] = time / iteration_count(profile)
     # Worker threads run beside the thread of the step: their time is not the step's.
     table = table[step_contexts(profile, other_threads=False) & table["time_ms"].gt(0)]
     table = table.assign(iteration=0, where="host" if on_host else "device")

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from dlrm_core.files import plain
-from dlrm_workbook.analysis.attribution import in_step_order, step_contexts
+from dlrm_workbook.analysis.attribution import host_time, in_step_order, step_contexts
 from dlrm_workbook.recordings.open import COMMUNICATION, Recording, open_recording, union_ns
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.chrome_trace import GRAPH_LAUNCH
@@ -184,8 +184,10 @@ def _by_part(profile: Profile) -> pd.DataFrame:
     for device, metric in (("gpu", "gpu_time_ms"), ("cpu", "cpu_time_ms")):
         if profile.has(metric):
             table = profile.contexts[["component", "phase"]].copy()
-            table["time_ms"] = profile.value_table(metric).to_numpy()
-            if device == "cpu":
+            on_gpu = device == "gpu"
+            time = profile.value_table(metric) if on_gpu else host_time(profile)
+            table["time_ms"] = time.to_numpy()
+            if not on_gpu:
                 table = table[step_contexts(profile)]
             frames.append(table[table["time_ms"].gt(0)].assign(device=device))
     return pd.concat(frames) if frames else pd.DataFrame()

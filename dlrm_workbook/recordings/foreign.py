@@ -36,6 +36,9 @@ OUTSIDE = "outside"
 """What no step does, although a step may be the first to need it: libraries are loaded, the
 GPU is set up."""
 
+START_UP = "start-up"
+"""Phase of contexts that belong to no step; their component is ``other``."""
+
 
 @dataclass(frozen=True)
 class Named:

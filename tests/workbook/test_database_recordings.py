@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dlrm_workbook.analysis.attribution import attribute, coverage
 from dlrm_workbook.analysis.gpu import copy_table
 from dlrm_workbook.recordings.hpctoolkit.database import read_database
 from dlrm_workbook.recordings.hpctoolkit.format import DatabaseError
@@ -138,6 +139,16 @@ def test_setting_up_the_gpu_is_no_part_of_the_backward_pass() -> None:
     rows = run.contexts["name"].str.startswith("cudaGetDeviceCount").to_numpy()
     assert run.value_table("cpu_time_ms", "inclusive")[rows].max() > 28_000
     assert (run.contexts["component"][rows] == "other").all()
+    assert (run.contexts["phase"][rows] == "start-up").all()
+
+
+def test_shares_of_the_host_are_of_the_main_thread_after_start_up() -> None:
+    # 500 s over 222 threads, of which the main thread has 45.3 s, 28.9 s of it CUDA's set-up
+    parts = attribute(profile("dlrm-h100-host.d"))
+    assert 10_000 < parts["time_ms"].sum() < 45_298 - 28_940
+    assert coverage(parts) > 0.75
+    data = parts.set_index("component").loc["data"]
+    assert data["where"] == "host" and data["share"] == pytest.approx(0.69, abs=0.01)
 
 
 @pytest.mark.parametrize("name", ["dlrm-h100-pc.d", "dlrm-h100-host.d"])

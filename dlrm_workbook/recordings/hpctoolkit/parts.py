@@ -30,6 +30,8 @@ from dlrm_core.parts import COMPONENTS
 from dlrm_workbook.recordings.foreign import (
     ACCUMULATE,
     MLP,
+    OUTSIDE,
+    START_UP,
     PartNames,
     has_embeddings,
     mlp_by_order,
@@ -85,6 +87,7 @@ def by_names(contexts: pd.DataFrame, parts: Mapping[str, str] | None = None) -> 
     is_dlrm = has_embeddings((kind, name) for kind, name, _ in distinct)
     named = [(names.of if is_dlrm else names.of_any_program)(*key) for key in distinct]
     component, phase, hinted = resolve(parent, named, code)
+    phase[component == OUTSIDE] = START_UP
     # a copy that a backward node makes is a part of that node's work
     backward = np.array([n is not None and n.phase == "backward" for n in named])[code]
     copied = hinted & (component == "transfer") & (nearest(parent, backward) >= 0)
@@ -211,7 +214,7 @@ def by_order(trace: pd.DataFrame, labels: Labels, iterations: pd.DataFrame | Non
         iteration = np.searchsorted(iterations["start_ns"].to_numpy(), start, side="right")
         # before the first iteration nothing is certain but what is named outright
         unsure = (iteration == 0) & (labels.hinted[context] | (component == "other"))
-        component[unsure], phase[unsure] = OTHER
+        component[unsure], phase[unsure] = OUTSIDE, START_UP
     model = np.isin(component, MODEL)
     for backward in (False, True):
         mine = np.flatnonzero((phase == "backward") if backward else model & (phase == "forward"))
@@ -275,6 +278,8 @@ def _interaction(components: Sequence[str]) -> tuple[int, int]:
 
 
 def _part(component: str, phase: str) -> Part:
+    if component == OUTSIDE:
+        return "other", START_UP
     return (component, phase) if component in COMPONENTS and component != "other" else OTHER
 
 
@@ -299,7 +304,8 @@ def divide(
     """
     component, phase = labels.component.copy(), labels.phase.copy()
     unknown = ~np.isin(component, COMPONENTS) | (component == "other")
-    component[unknown], phase[unknown] = OTHER
+    phase[unknown] = np.where(component[unknown] == OUTSIDE, START_UP, "")
+    component[unknown] = "other"
     if trace is None:
         return contexts.assign(component=component, phase=phase), values, trace, 0
     parent = contexts["parent"].to_numpy()
