@@ -161,7 +161,7 @@ def test_a_late_rank_is_named_with_the_part_that_took_longer(tmp_path: Path) -> 
     firsts = table[(table["kind"] == "all-to-all") & table["counted"]]
     assert set(firsts["last_rank"]) == {1} and set(firsts["transfer_us"]) == {50.0}
     assert firsts["wait_us"].tolist() == pytest.approx([(200 + 190) / 3] * 5)
-    assert set(firsts["part"]) == {"bottom_mlp"} and set(firsts["where"]) == {"device"}
+    assert set(firsts["component"]) == {"bottom_mlp"} and set(firsts["where"]) == {"device"}
     assert firsts["longer_us"].tolist() == pytest.approx([195.0] * 5)
     seconds = table[table["kind"] == "all-reduce"]
     assert set(seconds["last_rank"]) == {-1}, "all leave the first together"

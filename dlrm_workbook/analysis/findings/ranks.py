@@ -84,7 +84,9 @@ def waiting_for_last_rank(evidence: Evidence, ledger: Ledger) -> Measured | None
     per = str(table.attrs["per"])
     count = int(table["iterations"].min()) if per == PER_ITERATION else 1
     own = matches[matches["counted"] & matches["last_rank"].eq(late["rank"])]
-    longer = own[own["part"].ne("")].groupby(["part", "phase", "where"])["longer_us"].sum()
+    longer = (
+        own[own["component"].ne("")].groupby(["component", "phase", "where"])["longer_us"].sum()
+    )
     longer = longer / 1e3 / count
     most: Any = longer.idxmax() if len(longer) else (None, "", None)
     part, phase, where = most

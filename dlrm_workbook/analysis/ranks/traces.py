@@ -28,11 +28,13 @@ from dlrm_workbook.recordings.profile import Profile
 Ranks = Mapping[int, Profile]
 
 COLLECTIVES = ["collective", "kind", "what", "ranks", "elements", "transfer_us", "wait_us"]
-COLLECTIVES += ["longest_wait_us", "last_rank", "late_us", "part", "phase", "where", "longer_us"]
+COLLECTIVES += ["longest_wait_us", "last_rank", "late_us", *PART, "where", "longer_us"]
 COLLECTIVES += ["spread_us", "counted"]
 
 RANKS = ["rank", "iterations", "step_ms", "busy_ms", "idle_ms", "compute_ms", "communication_ms"]
-RANKS += ["transfer_ms", "waiting_ms", "start_ms", "last_in", "others_wait_ms"]
+RANKS += ["exposed_ms", "transfer_ms", "waiting_ms", "start_ms", "last_in", "others_wait_ms"]
+
+PARTS = [*PART, "mean_ms", "least_ms", "most_ms", "most_rank"]
 
 _KINDS = (
     (re.compile(r"all_?gather", re.I), "all-gather"),
@@ -63,6 +65,7 @@ NEIGHBOURS = 41
 """Collectives over which the difference of two clocks is taken for constant."""
 
 PER_ITERATION = "per iteration"
+ONE = "the recording is of one rank"
 
 LATE = 0.1
 LATE_US = 5.0
@@ -263,14 +266,16 @@ def collectives(ranks: Ranks) -> pd.DataFrame:
         ranks), ``transfer_us`` (shortest time that any rank spent in it), ``wait_us`` and
         ``longest_wait_us`` (time beyond that: mean over ranks, and of the first to arrive),
         ``last_rank`` (−1 where none is late), ``late_us`` (by which it came after the last
-        but one), ``part``, ``phase``, ``where`` (``device`` or ``host``) and ``longer_us``: what
-        the last rank did, and how much longer than the median of the others, since the
+        but one), ``component``, ``phase``, ``where`` (``device`` or ``host``) and ``longer_us``:
+        what the last rank did, and how much longer than the median of the others, since the
         collective before; ``spread_us`` (how far the ends lie apart with clocks aligned),
         ``counted`` (whether its waiting counts: not for the first, before which nobody knows the
         ranks to be level, nor where the ends do not meet or need not). Empty, with the reason,
         without any. ``attrs["unmatched"]``: rank to kernels that no other rank has.
         ``attrs["waits"]``: (rows, ranks) µs, NaN for ranks that took no part.
     """
+    if len(ranks) < 2:
+        return unmeasured(COLLECTIVES, ONE)
     order = list(ranks)
     sets, alone = matched(ranks)
     if not sets:
@@ -354,7 +359,7 @@ def _explain(
     table: pd.DataFrame, start: Ints, end: Ints, last: Ints, busy: list[_PartClock]
 ) -> None:
     """Put into ``table`` what the last rank did longer than others since the collective before."""
-    for name in ("part", "phase", "where"):
+    for name in (*PART, "where"):
         table[name] = ""
     table["longer_us"] = np.nan
     if len(table) < 2:
@@ -374,7 +379,7 @@ def _explain(
         longer = cube[mine, row] - others
         most = int(longer.argmax())
         if longer[most] > 0:
-            table.loc[row + 1, ["part", "phase", "where"]] = every[most]
+            table.loc[row + 1, [*PART, "where"]] = every[most]
             table.loc[row + 1, "longer_us"] = longer[most]
 
 
@@ -387,11 +392,13 @@ def rank_table(ranks: Ranks, matches: pd.DataFrame | None = None) -> pd.DataFram
     Returns:
         ``rank``, ``iterations``, ``step_ms`` (mean, or the length of the recording), ``busy_ms``
         (the GPU runs something), ``idle_ms`` (of the step), ``compute_ms`` and ``communication_ms``
-        (unions of kernels), ``transfer_ms`` and ``waiting_ms`` (of the matched collectives that
-        count), ``start_ms`` (waiting in those before which the ranks may not have been level),
-        ``last_in`` (collectives in which it came last), ``others_wait_ms`` (mean of the others'
+        (unions of kernels), ``exposed_ms`` (communication while nothing else runs),
+        ``transfer_ms`` and ``waiting_ms`` (of the matched collectives that count), ``start_ms``
+        (waiting in those before which the ranks may not have been level), ``last_in`` (collectives in which it came last), ``others_wait_ms`` (mean of the others'
         waiting for it there). NaN where not measured. ``attrs["per"]``.
     """
+    if len(ranks) < 2:
+        return unmeasured(RANKS, ONE)
     matches = collectives(ranks) if matches is None else matches
     marked = all(len(profile.iterations) for profile in ranks.values())
     rows = []
@@ -443,20 +450,21 @@ def _device_work(profile: Profile, first: int, last: int) -> pd.DataFrame:
 
 
 def _gpu_ms(profile: Profile, first: int, last: int, count: int) -> dict[str, float]:
-    """``busy_ms``, ``compute_ms``, ``communication_ms`` of an iteration; NaN without a GPU."""
+    """``busy_ms``, ``compute_ms``, ``communication_ms``, ``exposed_ms``; NaN without a GPU."""
     work = _device_work(profile, first, last)
-    names = ("busy_ms", "compute_ms", "communication_ms")
+    names = ("busy_ms", "compute_ms", "communication_ms", "exposed_ms")
     if work.empty:
         return dict.fromkeys(names, np.nan)
     context = work["context"].to_numpy()
     kernel = profile.of_kind("kernel")[context]
     named = profile.which("name", lambda name: bool(COMMUNICATION.search(name)))[context]
     start, end = work["start_ns"].to_numpy(), work["end_ns"].to_numpy()
-    chosen = (np.ones(len(work), dtype=bool), kernel & ~named, kernel & named)
-    return {
-        name: union_ns(start[rows], end[rows]) / 1e6 / count
-        for name, rows in zip(names, chosen, strict=True)
-    }
+    exchanges = kernel & named
+    busy, compute, communication, rest = (
+        union_ns(start[rows], end[rows]) / 1e6 / count
+        for rows in (np.ones(len(work), dtype=bool), kernel & ~named, exchanges, ~exchanges)
+    )
+    return dict(zip(names, (busy, compute, communication, busy - rest), strict=True))
 
 
 def part_table(ranks: Ranks) -> pd.DataFrame:
@@ -469,6 +477,8 @@ def part_table(ranks: Ranks) -> pd.DataFrame:
         order of a step. Empty, with the reason, without a GPU. ``attrs["per"]``,
         ``attrs["each"]``: the same, a column a rank.
     """
+    if len(ranks) < 2:
+        return unmeasured(PARTS, ONE)
     marked = all(len(profile.iterations) for profile in ranks.values())
     columns = {}
     for rank, profile in ranks.items():
@@ -480,10 +490,7 @@ def part_table(ranks: Ranks) -> pd.DataFrame:
         columns[rank] = part.groupby(PART)["ms"].sum() / count
     each = pd.DataFrame(columns).fillna(0.0)
     if each.empty:
-        return unmeasured(
-            [*PART, "mean_ms", "least_ms", "most_ms", "most_rank"],
-            "no work of a GPU is recorded",
-        )
+        return unmeasured(PARTS, "no work of a GPU is recorded")
     table = pd.DataFrame(
         {
             "mean_ms": each.mean(axis=1),

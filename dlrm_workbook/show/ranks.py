@@ -1,0 +1,89 @@
+"""Figures and column labels of several ranks' traces: DataFrames in, figures out.
+
+The tables come from :mod:`dlrm_workbook.analysis.ranks.traces`.
+"""
+
+from __future__ import annotations
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from dlrm_core.parts import part_label
+from dlrm_core.units import NOTHING
+from dlrm_workbook.show.tables import Column, each_row
+from dlrm_workbook.show.theme import COLOURS, stacked_bars
+
+RANKS: dict[str, str | Column] = {
+    "rank": "rank",
+    "iterations": "iterations",
+    "step_ms": "step",
+    "busy_ms": "GPU busy",
+    "idle_ms": "GPU idle",
+    "compute_ms": "compute kernels",
+    "communication_ms": "communication",
+    "exposed_ms": "of it exposed",
+    "transfer_ms": "transfer",
+    "waiting_ms": "waiting",
+    "start_ms": "not counted",
+    "last_in": "comes last in",
+    "others_wait_ms": "others wait for it",
+}
+COLLECTIVES: dict[str, str | Column] = {
+    "collective": "",
+    "kind": "collective",
+    "what": Column("asked for by", "function"),
+    "ranks": "ranks",
+    "elements": Column("elements", "count"),
+    "transfer_us": "transfer at most",
+    "wait_us": "mean wait",
+    "longest_wait_us": "longest wait",
+    "last_rank": Column("last rank", "rank"),
+    "late_us": "after the last but one",
+    "component": Column(
+        "what it did longer",
+        each_row(lambda part, phase: part_label(part, phase) if part else NOTHING, words=True),
+        ("component", "phase"),
+    ),
+    "where": "on",
+    "longer_us": "longer by",
+    "counted": "counted",
+}
+"""Columns of the tables of ranks and of collectives."""
+
+
+def rank_bars(ranks: pd.DataFrame) -> go.Figure:
+    """Each rank's step: GPU at work, communication that nothing hides, idle.
+
+    Args:
+        ranks: what :func:`dlrm_workbook.analysis.ranks.traces.rank_table` gives.
+    """
+    table = pd.DataFrame(
+        {
+            "work": ranks["busy_ms"] - ranks["exposed_ms"],
+            "exposed": ranks["exposed_ms"],
+            "idle": ranks["idle_ms"],
+        }
+    ).set_index("rank " + ranks["rank"].astype(str))
+    looks = {
+        "work": ("kernels and copies", COLOURS["bottom_mlp"]),
+        "exposed": ("communication alone", COLOURS["communication"]),
+        "idle": ("idle", COLOURS["other"]),
+    }
+    title = f"What each rank's GPU does, {ranks.attrs.get('per', '')}".rstrip(", ")
+    return stacked_bars(title, table, looks, "ms")
+
+
+def waiting_bars(ranks: pd.DataFrame) -> go.Figure:
+    """Each rank's time in matched collectives: transfer, and waiting for the last rank."""
+    columns = ["transfer_ms", "waiting_ms", "start_ms"]
+    table = ranks[columns].set_index("rank " + ranks["rank"].astype(str))
+    looks = {
+        "transfer_ms": ("transfer, at most", COLOURS["transfer"]),
+        "waiting_ms": ("waiting for the last rank", COLOURS["optimizer"]),
+        "start_ms": (
+            "not counted: the first collective, or ends that do not meet",
+            COLOURS["other"],
+        ),
+    }
+    title = f"Time in collectives, {ranks.attrs.get('per', '')}".rstrip(", ")
+    return stacked_bars(title, table, looks, "ms")
