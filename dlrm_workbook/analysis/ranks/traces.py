@@ -391,10 +391,11 @@ def rank_table(ranks: Ranks, matches: pd.DataFrame | None = None) -> pd.DataFram
 
     Returns:
         ``rank``, ``iterations``, ``step_ms`` (mean, or the length of the recording), ``busy_ms``
-        (the GPU runs something), ``idle_ms`` (of the step), ``compute_ms`` and ``communication_ms``
-        (unions of kernels), ``exposed_ms`` (communication while nothing else runs),
-        ``transfer_ms`` and ``waiting_ms`` (of the matched collectives that count), ``start_ms``
-        (waiting in those before which the ranks may not have been level), ``last_in`` (collectives in which it came last), ``others_wait_ms`` (mean of the others'
+        (the GPU runs something), ``idle_ms`` (of the step), ``compute_ms`` and
+        ``communication_ms`` (unions of kernels), ``exposed_ms`` (communication while nothing
+        else runs), ``transfer_ms`` and ``waiting_ms`` (of the matched collectives that count),
+        ``start_ms`` (waiting in those before which the ranks may not have been level),
+        ``last_in`` (collectives in which it came last), ``others_wait_ms`` (mean of the others'
         waiting for it there). NaN where not measured. ``attrs["per"]``.
     """
     if len(ranks) < 2:
