@@ -118,13 +118,15 @@ def what_differed(profile: Profile) -> pd.DataFrame:
 def per_iteration(profile: Profile) -> pd.DataFrame:
     """Time of each part and phase in every iteration.
 
-    A profile without iterations (sampled, without a trace) counts as one of mean
-    length: its CPU time divided by how many iterations the measured pass ran.
+    A torch trace in which no iteration is found counts as one, from its first span to its
+    last. Any other profile without iterations (sampled, without a trace) counts as one of
+    mean length: its CPU time divided by how many iterations the measured pass ran.
 
     Returns:
         ``iteration``, ``component``, ``phase``, ``where``, ``time_ms``.
     """
-    if profile.iterations.empty or profile.trace.empty:
+    whole = profile.meta.get("engine") == "torch"
+    if profile.trace.empty or (profile.iterations.empty and not whole):
         return _sampled(profile)
     return profile.once("per_iteration", lambda: _traced(profile))
 
@@ -197,6 +199,8 @@ def data_against_compute(profile: Profile) -> pd.DataFrame:
 def segments(profile: Profile, device: bool = True) -> pd.DataFrame:
     """The iterations cut into stretches, each with the one context that owns it.
 
+    Without iterations, the whole recording.
+
     Args:
         device: give the time in which the GPU runs to its kernels; else every stretch
             belongs to what the iterating thread is in, whatever the GPU does meanwhile.
@@ -210,6 +214,10 @@ def segments(profile: Profile, device: bool = True) -> pd.DataFrame:
     helpers = [running(profile, thread) for thread in _autograd_threads(profile)]
     busy = [_kernels_in_turn(profile, part) for part in (False, True)] if device else []
     iterations = profile.iterations.sort_values("start_ns")
+    if iterations.empty:
+        whole = {"start_ns": profile.trace["start_ns"].min()}
+        whole["end_ns"] = profile.trace["end_ns"].max()
+        iterations = pd.DataFrame([{"iteration": 0, **whole}])
     first, last = iterations["start_ns"].to_numpy(), iterations["end_ns"].to_numpy()
     edges = [first, last, host_start, host_end]
     edges += [edge for start, end, _ in (*helpers, *busy) for edge in (start, end)]

@@ -165,6 +165,7 @@ _OPERATORS: tuple[tuple[re.Pattern[str], Named], ...] = (
         re.compile(r"^aten::\w*(cross_entropy|_loss|loss_)", re.I),
         Named("loss", hint=True),
     ),
+    (re.compile(r"attention", re.IGNORECASE), Named("other", hint=True)),
     (
         re.compile(r"^aten::(bmm|baddbmm|tril_indices|triu_indices)$"),
         Named("interaction", "", True),
@@ -291,7 +292,7 @@ def _annotation(name: str, file: str) -> Named | None:
     named, phase = _operator(words, ""), _phase(words)
     if named is None or named.hint:
         named = _first(_SPOKEN, words) or named
-    if named is None:
+    if named is None or named.component == "other":
         return Named("", phase) if phase else None
     return Named(named.component, named.phase or phase)
 
@@ -359,11 +360,15 @@ _BY_KIND: dict[str, Callable[[str, str], Named | None]] = {
 }
 
 
-_LOOKUPS = re.compile(r"embedding_?bag|split_embedding|int_nbit_split|split_?lookup", re.IGNORECASE)
+_LOOKUPS = re.compile(
+    r"embedding_?bag|split_embedding|int_nbit_split|split_?lookup|"
+    r"interact_features|interaction_?arch|dot_?interact",
+    re.IGNORECASE,
+)
 
 
 def has_embeddings(names: Iterable[tuple[str, str]]) -> bool:
-    """Whether a program looks up bags of rows in embedding tables, as a DLRM does.
+    """Whether a program looks up bags of rows in embedding tables, or interacts features.
 
     Only then does ``aten::bmm`` hint at the interaction and ``aten::addmm`` at its MLPs.
 

@@ -137,3 +137,10 @@ def test_the_map_in_the_parameters_is_checked_before_anything_runs() -> None:
     ):
         with pytest.raises(InputError, match=message):
             parameters_from_sections({"profiling": {"parts": wrong}})
+
+
+def test_a_product_within_attention_is_no_interaction() -> None:
+    names = PartNames()
+    named = [names.of("operator", name) for name in ("aten::_sdpa_attention_math", "aten::bmm")]
+    component, _, _ = resolve(np.array([-1, 0, -1]), named, np.array([0, 1, 1]))
+    assert component.tolist() == ["other", "other", "interaction"]

@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 import torch
 
-from dlrm_workbook.analysis.attribution import attribute, coverage, unattributed
+from dlrm_workbook.analysis.attribution import attribute, coverage, time_unit, unattributed
 from dlrm_workbook.analysis.gpu import kernel_table
 from dlrm_workbook.recordings.foreign import PartNames
 from dlrm_workbook.recordings.profile import Profile
@@ -328,7 +328,13 @@ def test_steps_without_their_marks_are_found_again(name: str) -> None:
 
 def test_the_loop_of_an_optimizer_is_no_iteration() -> None:
     assert unmarked(V100).host["name"].str.startswith("Optimizer.step").any()
-    assert profile_of(unmarked(V100)).iterations.empty
+    profile = profile_of(unmarked(V100))
+    assert profile.iterations.empty
+    whole = attribute(profile)
+    assert time_unit(profile) == "ms in the whole recording"
+    span = profile.trace["end_ns"].max() - profile.trace["start_ns"].min()
+    assert whole["time_ms"].sum() == pytest.approx(span / 1e6)
+    assert whole.loc[whole["where"] == "device", "time_ms"].sum() == pytest.approx(6.590)  # busy
 
 
 def test_a_range_within_which_little_is_launched_marks_no_iteration() -> None:
