@@ -271,10 +271,16 @@ BACKGROUND = ("communication", "transfer")
 def _kernels_in_turn(profile: Profile, background: bool) -> tuple[Ints, Ints, Ints]:
     """(start, end, context) of the GPU's work without overlaps, in the background or not.
 
-    Of kernels that run at once, the one that started first has the time.
+    Of kernels that run at once, the one that started first has the time. Intervals that the
+    recording leaves open until the next one end where they truly did.
     """
     streams = profile.threads.loc[profile.threads["kind"] == "gpu_stream", "profile"]
     trace = profile.trace
+    true_end = dict(profile.meta.get("overlong", []))
+    if true_end:
+        ends = trace["end_ns"].copy()
+        ends.loc[list(true_end)] = list(true_end.values())
+        trace = trace.assign(end_ns=ends)
     chosen = trace["profile"].isin(streams) & (trace["end_ns"] > trace["start_ns"])
     behind = profile.contexts["component"].isin(BACKGROUND).to_numpy()
     chosen &= behind[trace["context"].to_numpy()] == background

@@ -62,6 +62,14 @@ def test_device_time_of_each_part() -> None:
     assert found["other", ""] / 139.808821 < 0.01
 
 
+def test_overlong_intervals_do_not_enter_an_iteration() -> None:
+    parts = attribute(profile("dlrm-h100-pc.d"))
+    device = parts[parts["where"] == "device"].set_index(["component", "phase"])["time_ms"]
+    for (component, phase), value in by_part("dlrm-h100-pc.d", "gpu_time_ms").items():
+        if component != "other":
+            assert device[component, phase] == pytest.approx(value / 100, rel=0.02)
+
+
 def test_launches_are_told_apart_by_order() -> None:
     found = by_part("dlrm-h100-pc.d", "launches")
     assert sum(found.values()) == 7400
@@ -112,6 +120,8 @@ def test_what_to_doubt_is_said() -> None:
     assert run.meta["serialised"] is True
     assert "serialised" in run.meta["cautions"][0]
     assert "disagree by 47%: 65.9 ms by the metric (GKER), 96.6 ms by the trace" in said
+    # by hand: all other intervals add up to the metric's times, kernel by kernel
+    assert "7 of 7,400 intervals of the trace are too long (up to 13.8 ms; by 30.7 ms" in said
     assert "6.04 GB/s" in said and "pageable" in said
     assert "bottom MLP (0 forward, 200 backward)" in said
     for metric in ("GKER:BLKS_ACUMU", "GKER:LMEM_ACUMU (B)"):

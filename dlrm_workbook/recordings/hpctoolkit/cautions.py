@@ -13,6 +13,11 @@ import pandas as pd
 
 DIFFERENT_TIMES = 0.1
 """Two kernel times that differ by more than this share are named."""
+MOST_OVERLONG = 20
+"""At most one interval of so many of a kernel can be mended by the others."""
+USUAL_TIMES = 2.0
+"""A mended interval is at most so many times as long or short as the others of its kernel."""
+ROUNDING_NS = 1.0
 MOST_LOCAL_BYTES = 1 << 20
 """Local memory of a launch above which it is what the driver reserves for the whole GPU (a
 thread has 512 KB at most, and kernels of torch use a few hundred bytes)."""
@@ -108,10 +113,46 @@ def without_nonsense(
     return values[~values["metric"].isin(list(reasons))], reasons, cautions
 
 
+def overlong_kernels(values: pd.DataFrame, trace: pd.DataFrame) -> dict[int, int]:
+    """Kernels whose interval in the trace is too long, and when they ended by the metric.
+
+    A record that is missing from the trace makes the interval before it last until the next
+    one. Then all other intervals of that kernel add up to its time by the metric (GKER) but
+    for one launch of the usual length.
+
+    Returns:
+        Index of the row of ``trace`` to its end in nanoseconds.
+    """
+    own = values[values["scope"] == "exclusive"]
+    time, launches = (
+        own[own["metric"] == name].groupby("context")["value"].sum()
+        for name in ("GKER (sec)", "GKER:COUNT")
+    )
+    ends: dict[int, int] = {}
+    for context, rows in trace[trace["context"].isin(time.index)].groupby("context"):
+        length = (rows["end_ns"] - rows["start_ns"]).sort_values()
+        over = length.sum() - 1e9 * time[context]
+        if len(rows) != launches.get(context) or over <= ROUNDING_NS * len(rows):
+            continue
+        for wrong in range(1, len(rows) // MOST_OVERLONG + 1):
+            rest = length.iloc[:-wrong]
+            true = (1e9 * time[context] - rest.sum()) / wrong
+            if (
+                true > 0
+                and true <= USUAL_TIMES * rest.iloc[-1]
+                and true >= rest.iloc[0] / USUAL_TIMES
+            ):
+                late = length.index[-wrong:]
+                ends |= (rows["start_ns"][late] + round(true)).to_dict()
+                break
+    return ends
+
+
 def cautions_of(
     contexts: pd.DataFrame,
     values: pd.DataFrame,
     trace: pd.DataFrame | None,
+    overlong: Mapping[int, int],
     serialised: bool,
 ) -> list[str]:
     """Sentences about the times of a recording on a GPU, gravest first."""
@@ -135,13 +176,23 @@ def cautions_of(
                 "be relied on."
             )
         elif by_trace > 0 and abs(by_trace / metric - 1) > DIFFERENT_TIMES:
-            each = 1e3 * (by_trace - metric) / count
+            mended = sum((rows["end_ns"][list(overlong)] - pd.Series(overlong)).tolist()) / 1e6
+            longest = (rows["end_ns"] - rows["start_ns"])[list(overlong)].max() / 1e6
+            if overlong:
+                why = (
+                    f"{len(overlong)} of {len(rows):,} intervals of the trace are too long (up to "
+                    f"{longest:.1f} ms; by {mended:.1f} ms together), the others agree. Times of "
+                    "kernels and parts are without that; GPU busy is as the trace has it."
+                )
+            else:
+                why = (
+                    f"{1e3 * (by_trace - metric) / count:+.2f} µs for each of {count:,.0f} launches "
+                    "on average. Times over the whole recording are the metric's; times in an "
+                    "iteration, busy and idle time are the trace's."
+                )
             said.append(
                 f"Two times of the kernels disagree by {abs(by_trace / metric - 1):.0%}: "
-                f"{metric:.1f} ms by the metric (GKER), {by_trace:.1f} ms by the trace, over "
-                f"{count:,.0f} and {len(rows):,} launches ({each:+.2f} µs each). Times of kernels "
-                "and parts are the metric's, which is the one that call paths hold; when "
-                "the GPU was busy only the trace says."
+                f"{metric:.1f} ms by the metric (GKER), {by_trace:.1f} ms by the trace: {why}"
             )
     said += _copy_speed(values)
     said += _unseen_products(contexts, values)

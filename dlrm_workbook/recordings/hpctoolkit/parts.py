@@ -289,6 +289,7 @@ def divide(
     trace: pd.DataFrame | None,
     labels: Labels,
     parts: pd.Series,
+    overlong: Mapping[int, int],
 ) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame | None, int]:
     """The tables with a part for every context, those of several parts divided.
 
@@ -296,6 +297,7 @@ def divide(
         contexts, values, trace: tables of a profile.
         labels: what the names say of each context.
         parts: part of rows of ``trace``, by their index there.
+        overlong: true end of rows of ``trace`` that last too long.
 
     Returns:
         The three tables, and how many contexts were divided. Copies of contexts stand at the
@@ -312,6 +314,9 @@ def divide(
     detail = contexts["kind"].isin(DETAIL).to_numpy()
     scope = nearest(parent, ~detail | (parent < 0))
     rows = trace.loc[parts.index]
+    rows["end_ns"] = rows["end_ns"].where(
+        ~rows.index.isin(list(overlong)), pd.Series(overlong).reindex(rows.index, fill_value=0)
+    )
     placed = pd.DataFrame(
         {
             "scope": scope[rows["context"].to_numpy()],

@@ -67,6 +67,7 @@ def with_spans(profile: Profile, spans: list[SpanRow], warmup: int = 0) -> Profi
     layout = _Layout(profile, log.names, exclusive, samples)
     values = layout.values(exclusive)
     meta = {**profile.meta, "spans": len(parts)}
+    meta.pop("overlong", None)  # of the rows of the trace as it was
     meta["not_measured"] = {k: v for k, v in profile.not_measured.items() if k != "iterations"}
     return Profile.build(
         contexts=layout.contexts,

@@ -21,6 +21,7 @@ from dlrm_core.parts import parse_span
 from dlrm_workbook.recordings.hpctoolkit.cautions import (
     cautions_of,
     is_serialised,
+    overlong_kernels,
     sampling_quality,
     without_nonsense,
 )
@@ -94,6 +95,8 @@ def profile_from_database(database: Database, parts: Mapping[str, str] | None = 
     Metrics that do not add up (the sampling period) are left to the database. Contexts of
     several parts are divided; their copies stand behind the database's rows.
 
+    ``meta["overlong"]`` lists rows of the trace that last too long, each with its true end.
+
     Args:
         parts: pattern to part, for names that no rule knows (:class:`foreign.PartNames`).
 
@@ -113,8 +116,10 @@ def profile_from_database(database: Database, parts: Mapping[str, str] | None = 
     trace = _trace(database)
     notices: list[str] = []
     iterations = None
+    overlong: dict[int, int] = {}
     if trace is not None:
         trace["context"] = _measured_twins(contexts, values)[trace["context"].to_numpy()]
+        overlong = overlong_kernels(values, trace)
         work = device_work(trace, threads)
         found = find_iterations(
             *(work[name].to_numpy() for name in ("start_ns", "end_ns", "context"))
@@ -133,7 +138,7 @@ def profile_from_database(database: Database, parts: Mapping[str, str] | None = 
     if not ours or parts:
         labels = by_names(contexts, parts)
         order = parts_in_order(trace, threads, labels, iterations)
-        contexts, values, trace, divided = divide(contexts, values, trace, labels, order)
+        contexts, values, trace, divided = divide(contexts, values, trace, labels, order, overlong)
         if divided:
             notices.append(
                 f"{divided} call paths belong to several parts (kernels of bottom and top MLP are "
@@ -147,7 +152,7 @@ def profile_from_database(database: Database, parts: Mapping[str, str] | None = 
         "amdgpu" in name or "rocm" in name or "hsa-" in name for name in database.meta.modules
     )
     serialised = quality is not None and is_serialised(trace, contexts, amd)
-    cautions = cautions_of(contexts, values, trace, serialised) + cautions
+    cautions = cautions_of(contexts, values, trace, overlong, serialised) + cautions
     sampled = {"serialised": serialised, "pc_sampling": quality} if quality else {}
     profile = Profile.build(
         contexts=contexts,
@@ -165,6 +170,7 @@ def profile_from_database(database: Database, parts: Mapping[str, str] | None = 
             "not_measured": reasons | nonsense,
             "notices": notices,
             "cautions": cautions,
+            "overlong": list(overlong.items()),
             **sampled,
         },
     )
