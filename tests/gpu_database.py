@@ -13,6 +13,7 @@ thread is in ``embedding_forward``; over the whole trace it is idle 65 us.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -66,12 +67,19 @@ VALUES: dict[str, dict[int, float]] = {
 STALLS = ("GINS", "GSAMP")
 
 
-def made(folder: Path, *, cpu_trace: bool = True, stalls: bool = True) -> Profile:
+def made(
+    folder: Path,
+    *,
+    cpu_trace: bool = True,
+    stalls: bool = True,
+    spelled: Mapping[str, str] | None = None,
+) -> Profile:
     """The profile of the database, written into ``folder`` (new).
 
     Args:
         cpu_trace: whether the CPU threads have a trace.
         stalls: whether PC sampling was on.
+        spelled: metric to its name in another generation of HPCToolkit, where it differs.
     """
     names = list(dict.fromkeys(name for name, _, _, _ in NODES if name))
     tree = Tree(
@@ -85,7 +93,8 @@ def made(folder: Path, *, cpu_trace: bool = True, stalls: bool = True) -> Profil
         entries=["main thread", "application thread"],
         python=frozenset(i for i, name in enumerate(names) if name.endswith("_forward")),
     )
-    used = {m: v for m, v in VALUES.items() if stalls or not m.startswith(STALLS)}
+    spelled = spelled or {}
+    used = {spelled.get(m, m): v for m, v in VALUES.items() if stalls or not m.startswith(STALLS)}
     values = {metric: np.zeros(len(NODES)) for metric in used}
     for metric, held in used.items():
         for node, value in held.items():
