@@ -187,8 +187,8 @@ def cautions_of(
             else:
                 why = (
                     f"{1e3 * (by_trace - metric) / count:+.2f} µs for each of {count:,.0f} "
-                    "launches on average. Times over the whole recording are the metric's; times in an "
-                    "iteration, busy and idle time are the trace's."
+                    "launches on average. Times over the whole recording are the metric's; times "
+                    "in an iteration, busy and idle time are the trace's."
                 )
             said.append(
                 f"Two times of the kernels disagree by {abs(by_trace / metric - 1):.0%}: "
