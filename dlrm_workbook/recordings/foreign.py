@@ -187,7 +187,10 @@ _NODES: tuple[tuple[re.Pattern[str], str], ...] = (
 """Autograd nodes (their key, see :func:`node_key`) whose own name hints at a part."""
 
 _KERNELS: tuple[tuple[re.Pattern[str], Named], ...] = (
-    (re.compile(r"nccl(Dev)?Kernel|ncclKernel|rcclKernel|oneccl", re.I), Named("communication")),
+    (
+        re.compile(r"nccl|rccl|oneccl|mscclpp|nvshmem|all_?reduce_kernel", re.I),
+        Named("communication"),
+    ),
     (
         re.compile(r"split_embedding\w*|_?embedding_\w*(forward|backward)|rowwise_adagrad", re.I),
         Named("embedding"),
@@ -335,7 +338,7 @@ def _kernel(name: str, file: str) -> Named | None:
 
 def _copy(name: str, file: str) -> Named | None:
     """A copy between host and device is a transfer, where nothing around it says more."""
-    if re.search(r"HtoD|DtoH|copyin|copyout|H2D|D2H", name):
+    if re.search(r"HtoD|DtoH|HostToDevice|DeviceToHost|copyin|copyout|H2D|D2H", name):
         return Named("transfer", "forward", hint=True)
     return None
 

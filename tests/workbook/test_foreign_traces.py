@@ -199,6 +199,22 @@ def without(events: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
     return events
 
 
+STEP_US = {
+    ("bottom_mlp", "forward"): 1,
+    ("bottom_mlp", "backward"): 2,  # with the gradient's accumulation
+    ("embedding", "forward"): 1,
+    ("embedding", "backward"): 1,
+    ("interaction", "forward"): 3,  # with what is joined before it and picked after it
+    ("interaction", "backward"): 3,
+    ("top_mlp", "forward"): 1,
+    ("top_mlp", "backward"): 1,
+    ("loss", "forward"): 1,
+    ("loss", "backward"): 1,
+    ("optimizer", "update"): 1,
+}
+"""Device time of each part in :func:`dlrm_step`."""
+
+
 @pytest.mark.parametrize("numbered", [True, False])
 @pytest.mark.parametrize("annotated", [True, False])
 def test_parts_follow_from_order_where_nothing_names_them(
@@ -209,20 +225,27 @@ def test_parts_follow_from_order_where_nothing_names_them(
     assert len(profile.iterations) == 8
     assert profile.meta["iterations_from"].startswith("the r")
     times = device_ms(profile) / 8 * 1e3
-    expected = {
-        ("bottom_mlp", "forward"): 1,
-        ("bottom_mlp", "backward"): 2,  # with the gradient's accumulation
-        ("embedding", "forward"): 1,
-        ("embedding", "backward"): 1,
-        ("interaction", "forward"): 3,  # with what is joined before it and picked after it
-        ("interaction", "backward"): 3,
-        ("top_mlp", "forward"): 1,
-        ("top_mlp", "backward"): 1,
-        ("loss", "forward"): 1,
-        ("loss", "backward"): 1,
-        ("optimizer", "update"): 1,
-    }
-    assert times[times > 0].round(6).to_dict() == expected
+    assert times[times > 0].round(6).to_dict() == STEP_US
+
+
+def test_flows_join_nodes_to_their_operators_where_numbers_do_not(tmp_path: Path) -> None:
+    events = []
+    for number in range(8):
+        step = dlrm_step(100.0 * number, number)
+        called = {}
+        for event in step:
+            sequence = event.get("args", {}).get("Sequence number")
+            if sequence is not None:
+                side = "f" if "autograd" in event["name"] else "s"
+                flow = {"ph": side, "id": sequence, "cat": "fwdbwd", "name": "fwdbwd", "bp": "e"}
+                called[sequence, side] = flow | {name: event[name] for name in ("pid", "tid", "ts")}
+        events += [*step, *called.values()]
+    for event in events:  # so that order tells nothing
+        if event["ph"] == "X" and "Backward0" in str(event["name"]) and event["cat"] == "cpu_op":
+            event["name"] = "autograd::engine::evaluate_function: MineBackward0"
+    profile = trace_of(tmp_path, without(events, "Sequence number"))
+    times = device_ms(profile) / 8 * 1e3
+    assert times[times > 0].round(6).to_dict() == STEP_US
 
 
 def test_a_users_map_comes_first(tmp_path: Path) -> None:

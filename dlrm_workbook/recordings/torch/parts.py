@@ -36,6 +36,9 @@ Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
 Names = npt.NDArray[np.object_]
 
+MOST_ALIKE = 16
+"""Operators that are candidates for one backward node; a broken trace has more of them."""
+
 MODEL = ("bottom_mlp", "embedding", "interaction", "top_mlp", "loss")
 """Parts that a forward pass goes through, and that have a backward pass."""
 
@@ -107,7 +110,10 @@ def own_parts(host: pd.DataFrame) -> tuple[Names, Names]:
 
 
 def foreign_parts(
-    host: pd.DataFrame, iterations: Sequence[tuple[int, int]], names: PartNames
+    host: pd.DataFrame,
+    iterations: Sequence[tuple[int, int]],
+    names: PartNames,
+    flows: pd.DataFrame,
 ) -> tuple[Names, Names]:
     """Component and phase (n,) of every span of a program that is not ours.
 
@@ -115,8 +121,9 @@ def foreign_parts(
         host: nested spans, callers before callees, with name, kind, parent, profile, start,
             end, and sequence and forward_thread of operators.
         iterations: (start, end) ns of each, where they are known.
+        flows: from operators to backward nodes, see ``chrome_trace.Events``.
     """
-    spans = _Spans(host, names)
+    spans = _Spans(host, names, flows)
     component, phase, hinted = resolve(spans.cut_at_nodes(), spans.named, spans.code)
     component[component == OUTSIDE] = "other"
     forward = spans.node < 0
@@ -144,7 +151,9 @@ class _Spans:
         recommends: whether the program looks rows of embedding tables up, as a DLRM does.
     """
 
-    def __init__(self, host: pd.DataFrame, names: PartNames) -> None:
+    def __init__(self, host: pd.DataFrame, names: PartNames, flows: pd.DataFrame) -> None:
+        self.flows = flows
+        self.line = host["line"].to_numpy(dtype=object)
         kind, kinds = coded(host["kind"])
         name, texts = coded(host["name"])
         pair, pairs = pd.factorize(kind * len(texts) + name)
@@ -368,12 +377,15 @@ def _forward_twins(spans: _Spans, nodes: Ints, iterations: Sequence[tuple[int, i
     By the sequence number that both have: it counts the nodes that a thread makes, and a node
     names the thread. Several operators have the number of a node (``aten::linear`` and the
     ``aten::t`` in it): the one that the node is called after is taken, else the innermost.
-    In traces without such numbers, by the order of operators and nodes alone.
+    In traces without such numbers, by the flows from operators to nodes; without those, by
+    the order of operators and nodes alone.
     """
     keys = [forward_key(text) for _, text in spans.texts]
     forward = np.flatnonzero(spans.operator & (spans.node < 0))
     numbered = forward[spans.sequence[forward] >= 0]
     if not len(numbered) or not (spans.sequence[nodes] >= 0).any():
+        if len(spans.flows):
+            return _twins_by_flow(spans, nodes, forward, keys)
         return _twins_by_order(spans, nodes, forward, keys, iterations)
     of_node = pd.DataFrame(
         {
@@ -392,6 +404,7 @@ def _forward_twins(spans: _Spans, nodes: Ints, iterations: Sequence[tuple[int, i
             "forward_key": spans.keys(numbered, keys),
         }
     )
+    made = made.groupby(["profile", "sequence"]).tail(MOST_ALIKE)
     pairs = of_node.merge(made, on="sequence")
     pairs = pairs[spans.start[pairs["row"]] <= spans.start[nodes[pairs["node"]]]]
     pairs["alike"] = pairs["key"] == pairs["forward_key"]
@@ -399,10 +412,42 @@ def _forward_twins(spans: _Spans, nodes: Ints, iterations: Sequence[tuple[int, i
     votes = pairs.groupby(["thread", "profile"])["alike"].sum().reset_index()
     votes = votes.sort_values(["alike"]).drop_duplicates("thread", keep="last")
     pairs = pairs.merge(votes[["thread", "profile"]], on=["thread", "profile"])
+    return _best_twins(pairs, len(nodes))
+
+
+def _best_twins(pairs: pd.DataFrame, count: int) -> Ints:
+    """Of the candidates of each node, one that it is called after, else the innermost."""
     pairs = pairs.sort_values(["node", "alike", "row"]).drop_duplicates("node", keep="last")
-    twin = np.full(len(nodes), -1)
+    twin = np.full(count, -1)
     twin[pairs["node"]] = pairs["row"]
     return twin
+
+
+def _twins_by_flow(spans: _Spans, nodes: Ints, forward: Ints, keys: Sequence[str]) -> Ints:
+    """As :func:`_forward_twins`: a flow begins where an operator does, and ends where a node does."""
+    made = pd.DataFrame(
+        {
+            "row": forward,
+            "forward": spans.start[forward],
+            "forward_line": spans.line[forward],
+            "forward_key": spans.keys(forward, keys),
+        }
+    )
+    made = made.groupby(["forward", "forward_line"]).tail(MOST_ALIKE)
+    inside = np.flatnonzero(spans.node >= 0)
+    of_node = pd.DataFrame(
+        {
+            "node": np.searchsorted(nodes, spans.node[inside]),
+            "backward": spans.start[inside],
+            "backward_line": spans.line[inside],
+        }
+    ).drop_duplicates()
+    of_node["key"] = np.array(spans.keys(nodes, spans.key), dtype=object)[of_node["node"]]
+    ends = spans.flows.drop_duplicates(["backward", "backward_line"])
+    pairs = ends.merge(of_node, on=["backward", "backward_line"])
+    pairs = pairs.merge(made, on=["forward", "forward_line"])
+    pairs["alike"] = pairs["key"] == pairs["forward_key"]
+    return _best_twins(pairs, len(nodes))
 
 
 def _twins_by_order(

@@ -436,7 +436,7 @@ class _Builder:
         """Component and phase of every host span."""
         if has_own_parts(self.host):
             return own_parts(self.host)
-        return foreign_parts(self.host, self.iterations, self.part_names)
+        return foreign_parts(self.host, self.iterations, self.part_names, self.events.flows)
 
     def label(self, name: str) -> str:
         """Name of a span without what differs from call to call."""
