@@ -424,7 +424,7 @@ def _best_twins(pairs: pd.DataFrame, count: int) -> Ints:
 
 
 def _twins_by_flow(spans: _Spans, nodes: Ints, forward: Ints, keys: Sequence[str]) -> Ints:
-    """As :func:`_forward_twins`: a flow begins where an operator does, and ends where a node does."""
+    """As :func:`_forward_twins`: a flow leads from an operator to a node."""
     made = pd.DataFrame(
         {
             "row": forward,
