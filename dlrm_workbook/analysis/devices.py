@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +82,20 @@ _V100 = (
     "volta-v100-datasheet-update-us-1165301-r5.pdf"
 )
 
+_V100S = "https://www.nvidia.com/en-us/data-center/v100/"
+_H100_NVL = _H100
+_DATA_CENTER = "https://www.nvidia.com/en-us/data-center/"
+_P100 = "https://images.nvidia.com/content/tesla/pdf/nvidia-tesla-p100-datasheet.pdf"
+_T4 = (
+    "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/tesla-t4/"
+    "t4-tensor-core-datasheet-951643.pdf"
+)
+_ADA = "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf"
+_GA102 = (
+    "https://www.nvidia.com/content/PDF/nvidia-ampere-ga-102-gpu-architecture-whitepaper-v2.pdf"
+)
+_HGX = "https://www.nvidia.com/en-us/data-center/hgx/"
+
 _HOPPER_SXM = {"fp32": 67.0, "tf32": 494.5, "bf16": 989.5, "fp16": 989.5}
 _HOPPER_PCIE = {"fp32": 51.0, "tf32": 378.0, "bf16": 756.5, "fp16": 756.5}
 _AMPERE = {"fp32": 19.5, "tf32": 156.0, "bf16": 312.0, "fp16": 312.0}
@@ -88,18 +103,47 @@ _AMPERE = {"fp32": 19.5, "tf32": 156.0, "bf16": 312.0, "fp16": 312.0}
 _VOLTA_SXM = {"fp32": 15.7, "fp16": 125.0}
 _VOLTA_PCIE = {"fp32": 14.0, "fp16": 112.0}
 
+_VOLTA_S = {"fp32": 16.4, "fp16": 130.0}
+
+
+def _half(fp32: float, tf32: float, half: float) -> dict[str, float]:
+    """Rates of a GPU that multiplies bf16 and fp16 alike."""
+    return {"fp32": fp32, "tf32": tf32, "bf16": half, "fp16": half}
+
+
+_H100_NVL_RATES = _half(60.0, 417.5, 835.5)
+_B200_RATES = _half(75.0, 1125.0, 2250.0)
+
 # PCIe: x16 of generation 3, 4, 5 moves 16, 32, 64 GB/s in one direction
 DEVICES = (
     Device("H100-SXM", _HOPPER_SXM, 3350, 80, 64, 50, r"H100 80GB HBM3|H100.*SXM", _H100),
     Device("H100-PCIe", _HOPPER_PCIE, 2000, 80, 64, 50, r"H100.*PCIE", _H100_SHEET),
     Device("H200", _HOPPER_SXM, 4800, 141, 64, 50, r"\bH200\b", _H200),
-    Device("A100-40GB", _AMPERE, 1555, 40, 32, 40, r"A100-(SXM4|PCIE)-40GB", _A100_40),
+    Device("A100-40GB", _AMPERE, 1555, 40, 32, 40, r"A100-((SXM4|PCIE)-40GB|PG509)", _A100_40),
     Device("A100-80GB", _AMPERE, 2039, 80, 32, 40, r"A100-SXM4-80GB", _A100),
     Device("A100-80GB-PCIe", _AMPERE, 1935, 80, 32, 40, r"A100 80GB PCIE", _A100),
     Device("V100-16GB", _VOLTA_SXM, 900, 16, 16, 6, r"V100-SXM2-16GB", _V100),
-    Device("V100-32GB", _VOLTA_SXM, 900, 32, 16, 6, r"V100-SXM[23]-32GB", _V100),
+    Device("V100-32GB", _VOLTA_SXM, 900, 32, 16, 6, r"V100-(SXM[23]|DGXS)-32GB", _V100),
     Device("V100-PCIe", _VOLTA_PCIE, 900, 32, 16, 6, r"V100-PCIE-(16|32)GB", _V100),
+    Device("V100S-PCIe", _VOLTA_S, 1134, 32, 16, 6, r"V100S-PCIE-32GB", _V100S),
+    Device("H100-NVL", _H100_NVL_RATES, 3900, 94, 64, 50, r"H100 NVL", _H100_NVL),
+    Device("B200", _B200_RATES, 8000, 180, 64, 126, r"\bB200\b", _HGX),
+    Device(
+        "A10", _half(31.2, 62.5, 125), 600, 24, 32, 6, r"\bA10$", _DATA_CENTER + "products/a10-gpu/"
+    ),
+    Device(
+        "A30", _half(10.3, 82, 165), 933, 24, 32, 24, r"\bA30$", _DATA_CENTER + "products/a30-gpu/"
+    ),
+    Device("A40", _half(37.4, 74.8, 149.7), 696, 48, 32, 6, r"\bA40$", _DATA_CENTER + "a40/"),
+    Device("L4", _half(30.3, 60, 121), 300, 24, 32, 48, r"\bL4$", _DATA_CENTER + "l4/"),
+    Device("L40S", _half(91.6, 183, 362), 864, 48, 32, 96, r"\bL40S\b", _DATA_CENTER + "l40s/"),
+    Device("T4", {"fp32": 8.1, "fp16": 65.0}, 320, 16, 16, 4, r"\bT4$", _T4),
+    Device("P100-SXM", {"fp32": 10.6}, 732, 16, 16, 4, r"P100-SXM2", _P100),
+    Device("RTX-3090", _half(35.6, 35.6, 71), 936, 24, 32, 6, r"RTX 3090$", _GA102),
+    Device("RTX-4090", _half(82.6, 82.6, 165.2), 1008, 24, 32, 72, r"RTX 4090$", _ADA),
 )
+"""A driver's ``A100-PG509-200`` (a board of Meta's, with 40 GB) and ``V100-DGXS-32GB`` (NVIDIA's
+DGX Station) have no sheet of their own: they are the GPUs of those listed."""
 
 
 def device(name: str) -> Device:
@@ -123,3 +167,10 @@ def device_of_driver(name: str) -> Device | None:
         if re.search(known.pattern, name, re.IGNORECASE):
             return known
     return None
+
+
+def device_of(meta: Mapping[str, Any]) -> Device | None:
+    """The GPU of a recording by its profile's ``meta``; None if it names none that is listed."""
+    names = [str(meta.get("device_name") or "")]
+    names += map(str, (meta.get("machine") or {}).get("gpus") or [])
+    return next(filter(None, map(device_of_driver, names)), None)

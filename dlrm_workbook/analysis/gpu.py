@@ -11,13 +11,20 @@ sampling"; NVIDIA's CUPTI documentation, ``CUpti_ActivityPCSamplingStallReason``
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from dlrm_core.errors import InputError
-from dlrm_workbook.analysis.context_tree import missing_reason, unmeasured
+from dlrm_workbook.analysis.attribution import iteration_count, iteration_state
+from dlrm_workbook.analysis.context_tree import missing_reason, stretch_at, unmeasured
+from dlrm_workbook.analysis.devices import DATA_SHEET
+from dlrm_workbook.analysis.gpu_limits import kernel_work, yes_no_unknown
+from dlrm_workbook.analysis.kernel_names import kernel_name, short_names
 from dlrm_workbook.recordings.hpctoolkit.database import read_database
 from dlrm_workbook.recordings.hpctoolkit.metrics import (
     COPY_KINDS,
@@ -30,10 +37,12 @@ from dlrm_workbook.recordings.profile import Profile, nearest
 KERNEL_KEYS = ["kernel", "module", "component", "phase"]
 KERNELS = [
     *KERNEL_KEYS,
-    *("launches", "time_ms", "mean_us", "share", "registers", "blocks", "threads_per_block"),
-    *("shared_memory_bytes", "occupancy_percent"),
+    *("short_name", "launches", "time_ms", "mean_us", "share_of_device"),
+    *("launches_per_iteration", "per_iteration_ms", "share_of_step"),
+    *("registers", "blocks", "threads_per_block", "shared_memory_bytes", "occupancy_percent"),
+    *("waves", "precision", "tensor_cores", "tflops_per_s", "gb_per_s", "share_of_ceiling"),
 ]
-COPIES = ["direction", "count", "bytes", "time_ms", "gb_per_s"]
+COPIES = ["direction", "memory", "count", "bytes", "time_ms", "gb_per_s", "share_of_link"]
 STALL_KEYS = {"kernel": ["kernel"], "line": ["kernel", "file", "line", "place"]}
 STALL_VALUES = ["reason", "warp_cycles", "share_of_stalls", "share_of_samples"]
 
@@ -63,6 +72,7 @@ STALL_ADVICE = {
 """Stall reason to what usually shortens it; what it means is in ``metrics.STALLS``."""
 
 COPY_NAMES = {"HtoD": "H2D", "DtoH": "D2H", "DtoD": "D2D", "HtoH": "H2H", "PtoP": "P2P"}
+COPY_NAMES |= {"HostToDevice": "H2D", "DeviceToHost": "D2H", "DeviceToDevice": "D2D"}
 """Directions in the names of torch's traces to those of HPCToolkit."""
 
 _COPY_FAMILIES = (("GXCOPY", ""), ("GICOPY", "implicit, "), ("GMSET", "memory set, "))
@@ -72,11 +82,23 @@ def kernel_table(profile: Profile) -> pd.DataFrame:
     """Kernels by name and by the part that launched them, longest first.
 
     Returns:
-        ``kernel``, ``module``, ``component``, ``phase``, ``launches``, ``time_ms`` (over
-        the run), ``mean_us`` (a launch), ``share`` (of all kernel time), ``registers`` (a
-        thread), ``blocks`` (a launch), ``threads_per_block``, ``shared_memory_bytes`` (a
-        block, static and dynamic), ``occupancy_percent`` (theoretical: resident warps
-        over those that a multiprocessor can hold). Properties are means over launches.
+        ``kernel`` (the full name), ``module``, ``component``, ``phase``, ``short_name`` (no two
+        kernels have the same), and over the whole recording ``launches``, ``time_ms``,
+        ``mean_us`` (a launch) and ``share_of_device`` (of all time of kernels, copies and
+        memory sets). Then of a mean steady iteration ``launches_per_iteration``,
+        ``per_iteration_ms`` and ``share_of_step`` (of its wall time; a kernel belongs to the
+        iteration in which it starts), NaN where no iteration is known.
+
+        Means over launches: ``registers`` (a thread), ``blocks`` (a launch),
+        ``threads_per_block``, ``shared_memory_bytes`` (a block, static and dynamic),
+        ``occupancy_percent`` (HPCToolkit: theoretical, resident warps over those that a
+        multiprocessor can hold; torch: its estimate, which a small grid lowers too) and
+        ``waves``: blocks over those that all multiprocessors hold at once.
+
+        Of matrix products ``precision`` of the operands and ``tensor_cores`` (``yes``, ``no``,
+        ``unknown``; "" for other kernels), by the name. Where the launching operator's shapes
+        tell its work, ``tflops_per_s`` and ``gb_per_s`` (10^12 operations, 10^9 bytes at least)
+        and ``share_of_ceiling``: the least time at the data sheet's limits over that measured.
     """
     values = _at_kernels(profile)
     time, scale = ("GKER (sec)", 1e3) if profile.has("GKER (sec)") else ("gpu_time_ms", 1.0)
@@ -92,7 +114,7 @@ def kernel_table(profile: Profile) -> pd.DataFrame:
     table = values[KERNEL_KEYS].assign(launches=launches, time_ms=column(time) * scale)
     each = launches.where(launches > 0)
     table["mean_us"] = 1e3 * table["time_ms"] / each
-    table["share"] = table["time_ms"] / table["time_ms"].sum()
+    table["share_of_device"] = table["time_ms"] / _device_ms(profile, table["time_ms"].sum())
     table["registers"] = column("GKER:THR_REG_ACUMU") / each
     table["blocks"] = column("GKER:BLKS_ACUMU") / each
     table["threads_per_block"] = column("GKER:BLK_THR_ACUMU") / each
@@ -103,30 +125,179 @@ def kernel_table(profile: Profile) -> pd.DataFrame:
         table["shared_memory_bytes"] = np.nan
     most = column("GKER:FGP_MAX_ACUMU")
     table["occupancy_percent"] = 100 * column("GKER:FGP_ACT_ACUMU") / most.where(most > 0)
+    device = (profile.meta.get("devices") or [{}])[0]
+    table["waves"] = [
+        waves({str(name): value for name, value in row.items()}, device)
+        for row in table.to_dict("records")
+    ]
+    table = table.merge(_per_iteration(profile), on=KERNEL_KEYS, how="left")
+    table["launches_per_iteration"] *= table["launches"]
+    table["per_iteration_ms"] *= table["time_ms"]
+    table["share_of_step"] *= table["per_iteration_ms"]
+    table = table.merge(_rates(profile), on=KERNEL_KEYS, how="left")
     # HPCToolkit leaves twins of kernels in the tree that hold nothing.
     table = table[table["time_ms"].gt(0) | table["launches"].gt(0)]
-    return table.sort_values("time_ms", ascending=False, ignore_index=True)[KERNELS]
+    table = table.sort_values("time_ms", ascending=False, ignore_index=True)
+    short = short_names(table["kernel"])
+    said = [kernel_name(name) for name in table["kernel"]]
+    table["short_name"] = table["kernel"].map(short)
+    table["precision"] = [name.precision for name in said]
+    table["tensor_cores"] = [
+        yes_no_unknown(name.tensor_cores) if name.is_product else "" for name in said
+    ]
+    return table[KERNELS]
+
+
+BLOCKS_PER_SM = {
+    **dict.fromkeys(("6.0", "6.1", "7.0", "7.2", "8.0", "9.0", "10.0"), 32),
+    **dict.fromkeys(("7.5", "8.6", "8.7"), 16),
+    "8.9": 24,
+}
+"""Compute capability to the blocks that a multiprocessor holds at most (NVIDIA, CUDA C++
+Programming Guide, "Technical specifications per compute capability")."""
+
+WARP = 32
+
+
+def waves(kernel: Mapping[str, Any], device: Mapping[str, Any]) -> float:
+    """Blocks of a launch over the blocks that all multiprocessors hold at once.
+
+    Args:
+        kernel: ``blocks``, ``threads_per_block``, ``registers`` (a thread),
+            ``shared_memory_bytes`` (a block).
+        device: a row of ``meta["devices"]``: ``sms``, ``compute``, ``threads_per_sm``,
+            ``registers_per_sm``, ``shared_memory_per_sm``.
+
+    A block gets registers in pieces of 256 a warp, warps in fours, and shared memory in pieces
+    of 128 bytes and 1024 bytes for the system (256 and none before compute capability 8;
+    NVIDIA, CUDA occupancy calculator). NaN where anything is unknown.
+    """
+    names = ("sms", "threads_per_sm", "registers_per_sm", "shared_memory_per_sm")
+    sms, threads_per_sm, registers_per_sm, shared = (_number(device.get(name)) for name in names)
+    names = ("blocks", "threads_per_block", "registers", "shared_memory_bytes")
+    blocks, threads, registers, memory = (_number(kernel.get(name)) for name in names)
+    most = BLOCKS_PER_SM.get(str(device.get("compute")))
+    known = (sms, threads_per_sm, registers_per_sm, shared, blocks, threads, registers, memory)
+    if most is None or math.isnan(sum(known)) or min(sms, threads) <= 0:
+        return math.nan
+    warps = math.ceil(threads / WARP)
+    fits = [most, threads_per_sm // (WARP * warps)]
+    if registers > 0:
+        of_a_warp = math.ceil(registers * WARP / 256) * 256
+        fits.append(registers_per_sm // of_a_warp // 4 * 4 // warps)
+    piece, system = (128, 1024) if float(str(device["compute"])) >= 8 else (256, 0)
+    if memory + system > 0:
+        fits.append(shared // (math.ceil((memory + system) / piece) * piece))
+    resident = min(fits)
+    return blocks / (sms * resident) if resident >= 1 else math.nan
+
+
+def _number(value: Any) -> float:
+    """A number that is not negative; NaN where there is none."""
+    return float(value) if isinstance(value, int | float) and value >= 0 else math.nan
+
+
+def _device_ms(profile: Profile, kernels_ms: float) -> float:
+    """Time of all that ran on the GPU; that of the kernels, where no other was measured."""
+    everything = float(profile.value_table("gpu_time_ms").sum())
+    return max(everything, kernels_ms) or math.nan
+
+
+def _per_iteration(profile: Profile) -> pd.DataFrame:
+    """What an iteration has of each kernel's launches and time, by its keys.
+
+    ``launches_per_iteration`` and ``per_iteration_ms`` are shares of the recording's launches
+    and time, ``share_of_step`` the share of the step that a millisecond is: the recording's
+    trace tells which kernels start within the steady iterations, its metrics how long they take.
+    """
+    keys = KERNEL_KEYS
+    contexts = profile.contexts.rename(columns={"name": "kernel"})
+    count = iteration_count(profile)
+    state = iteration_state(profile)
+    if state is None:
+        known = count > 1  # of a sampled pass, whose iterations were counted beside it
+        kernels = contexts.loc[profile.of_kind("kernel"), keys].drop_duplicates()
+        part = 1.0 / count if known else np.nan
+        return kernels.assign(
+            launches_per_iteration=part, per_iteration_ms=part, share_of_step=np.nan
+        )
+    spans = profile.trace
+    spans = spans[profile.of_kind("kernel")[spans["context"].to_numpy()]]
+    iterations = profile.iterations.sort_values("start_ns")
+    steady = state.steady[np.argsort(profile.iterations["start_ns"].to_numpy(), kind="stable")]
+    which = stretch_at(
+        iterations["start_ns"].to_numpy(),
+        iterations["end_ns"].to_numpy(),
+        spans["start_ns"].to_numpy(),
+    )
+    inside = (which >= 0) & steady[which]
+    length = (spans["end_ns"] - spans["start_ns"]).to_numpy()
+    table = contexts[keys].iloc[spans["context"].to_numpy()].reset_index(drop=True)
+    table = table.assign(count=1, inside=inside, length=length, length_inside=length * inside)
+    names = ["count", "inside", "length", "length_inside"]
+    table = table.groupby(keys, as_index=False)[names].sum()
+    number = max(int(steady.sum()), 1)
+    share = table["length_inside"] / table["length"].where(table["length"] > 0)
+    return table[keys].assign(
+        launches_per_iteration=table["inside"] / table["count"] / number,
+        per_iteration_ms=share.fillna(0.0) / number,
+        share_of_step=1.0 / float(state.times_ms[state.steady].mean()),
+    )
+
+
+def _rates(profile: Profile) -> pd.DataFrame:
+    """``tflops_per_s``, ``gb_per_s`` and ``share_of_ceiling`` by kernel, where work is known."""
+    places = np.flatnonzero(profile.of_kind("kernel"))
+    work = kernel_work(profile, places)
+    sums = list(work)
+    contexts = profile.contexts.rename(columns={"name": "kernel"})
+    work[KERNEL_KEYS] = contexts[KERNEL_KEYS].iloc[places].to_numpy()
+    table = work.groupby(KERNEL_KEYS, as_index=False)[sums].sum(min_count=1)
+    return table[KERNEL_KEYS].assign(
+        tflops_per_s=table["flops"] / table["work_ms"] / 1e9,
+        gb_per_s=table["bytes"] / table["bytes_ms"] / 1e6,
+        share_of_ceiling=table["least_ms"] / table["least_of_ms"],
+    )
 
 
 def copy_table(profile: Profile) -> pd.DataFrame:
-    """GPU copies and memory sets by direction, longest first.
+    """GPU copies and memory sets by direction and by the host's memory, longest first.
 
     Returns:
-        ``direction``, ``count``, ``bytes``, ``time_ms`` (over the run), ``gb_per_s``
-        (10^9 bytes of copies over their time).
+        ``direction``, ``memory`` (``pageable`` or ``pinned`` of the host; "" where the recording
+        does not tell), ``count``, ``bytes``, ``time_ms`` (over the run), ``gb_per_s`` (10^9
+        bytes of copies over their time), ``share_of_link`` (of the rate of pinned copies that
+        was measured on this machine; NaN where none was: a GPU's name tells neither the
+        generation of its PCIe slot nor whether NVLink goes to the host). Bytes that were not
+        recorded are NaN.
     """
-    by_direction = profile.has("GXCOPY (sec)") or not profile.has("copy_bytes")
-    rows = _hpctoolkit_copies(profile) if by_direction else _torch_copies(profile)
+    rows = _hpctoolkit_copies(profile)
+    if rows.empty and profile.has("copy_bytes"):
+        rows = _torch_copies(profile)
     if rows.empty:
         reason = missing_reason(
             profile, ["copy_bytes", "GPU times", "GXCOPY (sec)"], "no GPU copy was measured"
         )
         return unmeasured(COPIES, reason)
-    table = rows.groupby("direction", as_index=False)[["count", "bytes", "time_ms"]].sum(
-        min_count=1
-    )
+    keys = ["direction", "memory"]
+    rows["bytes"] = rows["bytes"].where(rows["bytes"] > 0)
+    table = rows.groupby(keys, as_index=False)[["count", "bytes", "time_ms"]].sum(min_count=1)
     table["gb_per_s"] = table["bytes"] / table["time_ms"].where(table["time_ms"] > 0) / 1e6
+    table["share_of_link"] = table["gb_per_s"] / table["direction"].map(_link_rates(profile))
     return table.sort_values("time_ms", ascending=False, ignore_index=True)[COPIES]
+
+
+def _link_rates(profile: Profile) -> dict[str, float]:
+    """Direction of a copy to the best rate of pinned copies measured on the machine, GB/s."""
+    rates: dict[str, float] = {}
+    ceilings = profile.meta.get("ceilings") or {}
+    if ceilings.get("source") == DATA_SHEET:
+        return rates
+    for row in ceilings.get("copy") or []:
+        direction = COPY_KINDS.get(str(row.get("direction", "")).upper())
+        if row.get("kind") == "pinned" and direction:
+            rates[direction] = max(rates.get(direction, 0.0), float(row["gb_per_s"]))
+    return rates
 
 
 def stall_table(profile: Profile, by: str = "kernel") -> pd.DataFrame:
@@ -254,15 +425,17 @@ def _sampled_places(profile: Profile) -> pd.DataFrame:
 
 
 def _torch_copies(profile: Profile) -> pd.DataFrame:
-    """``direction``, ``count``, ``bytes``, ``time_ms`` of each copying context."""
+    """``direction``, ``memory``, ``count``, ``bytes``, ``time_ms`` of each copying context."""
     contexts = profile.contexts
     chosen = contexts["kind"].eq("copy").to_numpy()
     name = contexts["name"][chosen]
-    found = name.str.extract(r"Memcpy (\w+)")[0].map(COPY_NAMES).map(COPY_KINDS)
+    found = name.str.extract(r"(?:Memcpy|Copy) ?(\w+)")[0].map(COPY_NAMES).map(COPY_KINDS)
+    memory = name.str.extract(r"(?i)(pageable|pinned)")[0].str.lower().fillna("")
     direction = found.where(~name.str.startswith("Memset"), "memory set").fillna(name)
     return pd.DataFrame(
         {
             "direction": direction,
+            "memory": memory,
             "count": profile.value_table("calls")[chosen],
             "bytes": profile.value_table("copy_bytes")[chosen],
             "time_ms": profile.value_table("gpu_time_ms")[chosen],
@@ -271,7 +444,7 @@ def _torch_copies(profile: Profile) -> pd.DataFrame:
 
 
 def _hpctoolkit_copies(profile: Profile) -> pd.DataFrame:
-    """``direction``, ``count``, ``bytes``, ``time_ms`` of each copying context.
+    """``direction``, ``memory``, ``count``, ``bytes``, ``time_ms`` of each copying context.
 
     HPCToolkit counts bytes by direction, times and counts over all; a context of the call
     tree copies one way, so it has the direction that its bytes have.
@@ -297,11 +470,12 @@ def _hpctoolkit_copies(profile: Profile) -> pd.DataFrame:
             pd.DataFrame(
                 {
                     "direction": prefix + direction.where(direction.ne(""), "of unknown kind"),
+                    "memory": "",
                     "count": wide.get(f"{family}:COUNT", np.nan),
                     "bytes": wide[kinds].sum(axis=1) if kinds else np.nan,
                     "time_ms": np.nan if seconds is None else 1e3 * seconds,
                 }
             )
         )
-    columns = ["direction", "count", "bytes", "time_ms"]
+    columns = ["direction", "memory", "count", "bytes", "time_ms"]
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=columns)

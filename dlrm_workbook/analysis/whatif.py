@@ -30,7 +30,7 @@ from dlrm_workbook.analysis.attribution import (
     main_thread,
     step_contexts,
 )
-from dlrm_workbook.analysis.devices import Device, device, device_of_driver
+from dlrm_workbook.analysis.devices import Device, device, device_of
 from dlrm_workbook.analysis.roofline import least_times, profile_parameters
 from dlrm_workbook.analysis.work import part_work
 from dlrm_workbook.evidence.dependence import (
@@ -358,9 +358,8 @@ def measured_gpu(profile: Profile) -> Device:
     """
     names = [str(profile.meta.get("device_name") or "")]
     names += map(str, (profile.meta.get("machine") or {}).get("gpus") or [])
-    for name in names:
-        if (found := device_of_driver(name)) is not None:
-            return found
+    if (found := device_of(profile.meta)) is not None:
+        return found
     raise InputError(
         f"the measured GPU ({', '.join(filter(None, names)) or 'unnamed'}) is not listed"
     )

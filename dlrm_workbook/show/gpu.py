@@ -15,6 +15,7 @@ from dlrm_core.parts import parse_span, part_label
 from dlrm_core.units import digits, known_or, microseconds, milliseconds, percent, whole
 from dlrm_workbook.analysis.gpu import ISSUED
 from dlrm_workbook.analysis.idleness import NOBODY
+from dlrm_workbook.analysis.kernel_names import short_names
 from dlrm_workbook.recordings.hpctoolkit.metrics import STALLS
 from dlrm_workbook.show.tables import function_name
 from dlrm_workbook.show.theme import (
@@ -85,32 +86,71 @@ def kernel_bars(kernels: pd.DataFrame, count: int = 15) -> go.Figure:
     rows = rows_of(kernels.head(count))
     several = kernels[["component", "phase"]].drop_duplicates().shape[0] > 1
     labels = [
-        function_name(row.kernel, 34)
+        _middle_cut(row.short_name, 46)
         + (f" · {part_label(row.component, row.phase)}" if several else "")
         for row in rows
     ]
     return ranked_bars(
         "GPU kernels by time",
-        "ms over the run",
+        "ms over the whole recording",
         labels,
         [0.0 if pd.isna(row.time_ms) else row.time_ms for row in rows],
         [
-            f"{known_or(row.time_ms, milliseconds)} ({known_or(row.share, percent)}), "
+            f"{known_or(row.time_ms, milliseconds)} "
+            f"({known_or(row.share_of_device, percent)} of GPU time), "
             f"{known_or(row.launches, whole)} launches"
             for row in rows
         ],
-        [
-            f"{wrapped(escaped(row.kernel))}<br>part: {part_label(row.component, row.phase)}<br>"
-            f"launches: {known_or(row.launches, whole)}, mean {known_or(row.mean_us, microseconds)}"
-            f"<br>registers of a thread: {known_or(row.registers, digits)}"
-            f"<br>blocks: {known_or(row.blocks, digits)}, "
-            f"threads of a block: {known_or(row.threads_per_block, digits)}"
-            f"<br>shared memory of a block: {known_or(row.shared_memory_bytes, digits)} bytes"
-            f"<br>theoretical occupancy: {known_or(row.occupancy_percent, digits)} %"
-            for row in rows
-        ],
+        [_kernel_hover(row) for row in rows],
         markers([(row.component, row.phase) for row in rows]),
     )
+
+
+def _middle_cut(name: str, limit: int) -> str:
+    """A name without its middle: kernels of one library differ at their ends."""
+    if len(name) <= limit:
+        return name
+    end = limit // 3
+    return f"{name[: limit - end - 1].rstrip()}…{name[-end:].lstrip()}"
+
+
+def _kernel_hover(row: Any) -> str:
+    """A kernel's full name and all that is known of it, line by line."""
+    products = {"yes": "on tensor cores", "no": "without tensor cores", "unknown": ""}
+    known = (
+        ("part", part_label(row.component, row.phase)),
+        (
+            "launches",
+            f"{known_or(row.launches, whole)}, mean {known_or(row.mean_us, microseconds)}",
+        ),
+        ("of an iteration", _of_iteration(row)),
+        ("registers per thread", known_or(row.registers, digits, "")),
+        ("blocks", known_or(row.blocks, digits, "")),
+        ("threads per block", known_or(row.threads_per_block, digits, "")),
+        ("shared memory per block", known_or(row.shared_memory_bytes, "{:,.0f} B".format, "")),
+        ("occupancy", known_or(row.occupancy_percent, "{:.3g} %".format, "")),
+        ("waves", known_or(row.waves, digits, "")),
+        ("product", " ".join(filter(None, (row.precision, products.get(row.tensor_cores, ""))))),
+        ("reached", _reached(row)),
+    )
+    lines = [f"{name}: {text}" for name, text in known if text]
+    return "<br>".join([wrapped(escaped(row.kernel)), *lines])
+
+
+def _of_iteration(row: Any) -> str:
+    if pd.isna(row.per_iteration_ms):
+        return ""
+    text = f"{digits(row.launches_per_iteration)} launches, {milliseconds(row.per_iteration_ms)}"
+    return text + known_or(row.share_of_step, lambda share: f", {percent(share)} of the step", "")
+
+
+def _reached(row: Any) -> str:
+    rates = [
+        known_or(row.tflops_per_s, "{:.3g} TFLOP/s".format, ""),
+        known_or(row.gb_per_s, "{:.3g} GB/s".format, ""),
+        known_or(row.share_of_ceiling, lambda s: f"{percent(s)} of the data sheet's limit", ""),
+    ]
+    return ", ".join(filter(None, rates))
 
 
 def stall_bars(stalls: pd.DataFrame, count: int = 12) -> go.Figure:
@@ -126,10 +166,12 @@ def stall_bars(stalls: pd.DataFrame, count: int = 12) -> go.Figure:
     places["row"] = places.index
     drawn = stalls.merge(places, on=keys)
     one_kernel = stalls["kernel"].nunique() == 1
+    short = short_names(stalls["kernel"])
     labels = [
-        function_name(row.kernel, 40)
+        _middle_cut(short[row.kernel], 46)
         if not by_line
-        else _line_label(row.place) + ("" if one_kernel else f" · {function_name(row.kernel, 20)}")
+        else _line_label(row.place)
+        + ("" if one_kernel else f" · {_middle_cut(short[row.kernel], 26)}")
         for row in rows_of(places)
     ]
     result = figure(

@@ -63,11 +63,16 @@ def test_kernels_of_a_database(made: Profile) -> None:
     table = kernel_table(made).set_index("kernel")
     gemm = table.loc["void gemm<float, 4>(float*)"]
     assert gemm[["component", "phase"]].tolist() == ["bottom_mlp", "forward"]
-    expected = [4, 0.02, 5, 2 / 3, 64, 100, 256, 1024, 25]
-    assert gemm.iloc[3:].astype(float).tolist() == pytest.approx(expected)
+    names = ["launches", "time_ms", "mean_us", "registers", "blocks", "threads_per_block"]
+    names += ["shared_memory_bytes", "occupancy_percent"]
+    expected = [4, 0.02, 5, 64, 100, 256, 1024, 25]
+    assert gemm[names].astype(float).tolist() == pytest.approx(expected)
     # shared memory was measured of another kernel, so here it is really none
     assert table.loc["gather(long*)", "shared_memory_bytes"] == 0
-    assert table["share"].sum() == pytest.approx(1)
+    # kernels, copies and memory sets together are the device's time
+    of_kernels = table["time_ms"].sum() / made.value_table("gpu_time_ms").sum()
+    assert table["share_of_device"].sum() == pytest.approx(of_kernels)
+    assert table["short_name"].is_unique
 
 
 def test_kernels_of_a_real_database() -> None:
@@ -87,11 +92,14 @@ def test_kernels_and_copies_of_a_torch_trace(traced: Profile) -> None:
     assert table["registers"].isna().all()  # a torch trace's Profile does not hold them
     copies = copy_table(traced)
     assert copies["direction"].tolist() == ["device to host"]
-    assert copies.iloc[0, 1:].tolist() == pytest.approx([1, 4096, 0.01, 0.4096])
+    numbers = ["count", "bytes", "time_ms", "gb_per_s"]
+    assert copies[numbers].iloc[0].tolist() == pytest.approx([1, 4096, 0.01, 0.4096])
+    assert copies["share_of_link"].isna().all()  # no rate of the link was measured
 
 
 def test_copies_of_a_database(made: Profile) -> None:
     table = copy_table(made).set_index("direction")
+    table = table[["count", "bytes", "time_ms", "gb_per_s"]]
     assert table.loc["host to device"].tolist() == pytest.approx([2, 40_000, 0.01, 4])
     assert table.loc["device to host"].tolist() == pytest.approx([1, 10_000, 0.005, 2])
 

@@ -142,7 +142,8 @@ class Events:
 
     @property
     def devices(self) -> list[dict[str, Any]]:
-        """Of each GPU that did something, else of all: id, name, sms, memory_bytes, compute."""
+        """Of each GPU that did something, else of all: id, name, sms, memory_bytes, compute,
+        and the threads, registers and bytes of shared memory of a multiprocessor."""
         given = self.header.get("deviceProperties")
         listed = [
             {
@@ -151,6 +152,9 @@ class Events:
                 "sms": row.get("numSms"),
                 "memory_bytes": row.get("totalGlobalMem"),
                 "compute": f"{row.get('computeMajor', '?')}.{row.get('computeMinor', '?')}",
+                "threads_per_sm": row.get("maxThreadsPerMultiprocessor"),
+                "registers_per_sm": row.get("regsPerMultiprocessor"),
+                "shared_memory_per_sm": row.get("sharedMemPerMultiprocessor"),
             }
             for row in (given if isinstance(given, list) else [])
             if isinstance(row, dict)

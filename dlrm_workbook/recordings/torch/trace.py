@@ -37,6 +37,7 @@ from dlrm_workbook.recordings.torch.parts import (
     matching,
     own_parts,
 )
+from dlrm_workbook.recordings.torch.shape_work import meaning_of, shape_metrics
 from dlrm_workbook.recordings.torch.steps import (
     STEP_LABEL,
     Steps,
@@ -299,6 +300,7 @@ class _Builder:
                 del columns["copy_bytes"]
             columns["calls"] += np.bincount(where, minlength=count)
             columns |= self.kernel_properties(count)
+            columns |= shape_metrics(self.host, count)
         columns |= allocated(self.memory, self.host, count)
         values = [
             frame
@@ -309,7 +311,8 @@ class _Builder:
         if operations is not None:
             values.append(self.rows("flops", "exclusive", operations, ~np.isnan(operations)))
         names = [*columns, *(["flops"] if operations is not None else [])]
-        metrics = pd.DataFrame([(name, *METRICS[name], "torch.profiler") for name in names])
+        said = {name: METRICS.get(name) or meaning_of(name) for name in names}
+        metrics = pd.DataFrame([(name, *said[name], "torch.profiler") for name in names])
         return Profile.build(
             contexts=contexts,
             metrics=metrics.set_axis(["metric", "unit", "meaning", "source"], axis=1),

@@ -1,0 +1,309 @@
+"""How far from the GPU's limits operators and kernels run.
+
+Operations and bytes are those that the shapes of an operator's inputs tell
+(:mod:`dlrm_workbook.recordings.torch.shape_work`), over the time of the kernels below it. The
+limits are the data sheet's of the GPU that the recording names
+(:mod:`dlrm_workbook.analysis.devices`), never those measured on another machine: the rate of
+products by the precision of the operands and by whether the kernel uses tensor cores (its name
+says so, :mod:`dlrm_workbook.analysis.kernel_names`), and the bandwidth of its memory. A call
+takes at least the longer of its operations at that rate and its bytes at that bandwidth (the
+roofline model: Williams, Waterman, Patterson, CACM 52(4), 2009).
+
+What cannot be known is NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from dlrm_workbook.analysis.attribution import PART
+from dlrm_workbook.analysis.context_tree import Bools, Floats, Ints, missing_reason, unmeasured
+from dlrm_workbook.analysis.devices import Device, device_of
+from dlrm_workbook.analysis.kernel_names import kernel_name, short_names
+from dlrm_workbook.recordings.profile import Profile, nearest
+
+OPERATIONS = "operations:"
+"""What metrics of operations begin with; the precision of the operands follows."""
+
+OPERAND_BYTES = "operand_bytes"
+
+ARITHMETIC = "arithmetic"
+MEMORY = "memory bandwidth"
+CACHE = "cache"
+"""The limit of what asks for its bytes faster than memory gives them."""
+
+OPERATOR_KEYS = ["name", "shapes", *PART, "precision"]
+OPERATORS = [
+    *OPERATOR_KEYS,
+    *("calls", "gpu_ms", "mean_us", "call_gflop", "call_bytes", "intensity_flop_per_byte"),
+    *("tflops_per_s", "gb_per_s", "tensor_cores", "peak_tflops_per_s", "limit", "least_us"),
+    *("share_of_ceiling", "kernels"),
+]
+
+NO_SHAPES = (
+    "no shapes of the inputs of matrix products or lookups: torch.profiler records them with "
+    "record_shapes"
+)
+_IGNORED = ("fill", "copy", "memset", "memcpy", "split-k", "cublaslt split-k")
+"""Short names of kernels that prepare or finish an operator's work begin with these."""
+
+
+def peak_tflops(gpu: Device | None, precision: str, tensor_cores: bool | None) -> float:
+    """10^12 operations/s that a GPU's sheet promises; NaN where it does not or nobody knows.
+
+    Args:
+        precision: of the operands: ``fp32``, ``tf32``, ``bf16``, ``fp16``.
+        tensor_cores: whether they are used; None if unknown.
+    """
+    if gpu is None or tensor_cores is None:
+        return math.nan
+    if not tensor_cores and precision != "fp32":
+        return math.nan  # sheets give no other rate without tensor cores
+    if tensor_cores and precision == "fp32":
+        return math.nan
+    return gpu.tflops.get(precision, math.nan)
+
+
+def yes_no_unknown(tensor_cores: bool | None) -> str:
+    """``yes``, ``no`` or ``unknown``."""
+    return "unknown" if tensor_cores is None else "yes" if tensor_cores else "no"
+
+
+def operator_rates(profile: Profile) -> pd.DataFrame:
+    """Operators whose work their shapes tell, and how near the GPU's limits they run.
+
+    Returns:
+        A row for each operator, shapes and part: ``name``, ``shapes``, ``component``,
+        ``phase``, ``precision`` (of the operands; of tensor cores' where those cut them to
+        TF32), ``calls``, ``gpu_ms`` (kernels of all calls), ``mean_us`` (a call),
+        ``call_gflop`` and ``call_bytes`` (of a call, at least), ``intensity_flop_per_byte``,
+        ``tflops_per_s``, ``gb_per_s`` (10^9), ``tensor_cores`` (``yes``, ``no``, ``unknown``),
+        ``peak_tflops_per_s``, ``limit`` (``arithmetic``, ``memory bandwidth``, or ``cache``
+        where bytes come faster than memory gives them), ``least_us`` (a call),
+        ``share_of_ceiling`` (least time over measured, at most 1), ``kernels`` (short names).
+        The most time first. ``attrs["device"]`` and ``attrs["source"]`` name the data sheet,
+        ``attrs["device_reason"]`` says why there is none. Empty with a reason where shapes
+        were not recorded.
+    """
+    work = _Work(profile)
+    if not work.known.any():
+        return unmeasured(OPERATORS, _why_no_work(profile))
+    contexts = profile.contexts
+    rows = np.flatnonzero(work.known & (work.gpu_ms > 0))
+    if not len(rows):
+        return unmeasured(OPERATORS, "no kernel below a product or lookup was recorded")
+    table = contexts[["name", "shapes", *PART]].iloc[rows].reset_index(drop=True)
+    table["precision"] = work.precision[rows]
+    table["calls"] = work.calls[rows]
+    table["gpu_ms"] = work.gpu_ms[rows]
+    table["flops"], table["bytes"] = work.flops[rows], work.bytes[rows]
+    table["tensor_cores"] = work.tensor_cores[rows]
+    table["kernels"] = work.kernel_texts()[rows]
+    keys = [*OPERATOR_KEYS, "tensor_cores", "kernels"]
+    sums = ["calls", "gpu_ms", "flops", "bytes"]
+    # a sum in which one is unknown is unknown
+    table[sums] = table[sums].astype(float)
+    table = table.groupby(keys, as_index=False, sort=False)[sums].agg(_whole_sum)
+    gpu = device_of(profile.meta)
+    table["mean_us"] = 1e3 * table["gpu_ms"] / table["calls"]
+    table["call_gflop"] = table["flops"] / table["calls"] / 1e9
+    table["call_bytes"] = table["bytes"] / table["calls"]
+    table["intensity_flop_per_byte"] = table["flops"] / table["bytes"]
+    table["tflops_per_s"] = table["flops"] / table["gpu_ms"] / 1e9
+    table["gb_per_s"] = table["bytes"] / table["gpu_ms"] / 1e6
+    uses = {"yes": True, "no": False}
+    table["peak_tflops_per_s"] = [
+        peak_tflops(gpu, precision, uses.get(cores))
+        for precision, cores in zip(table["precision"], table["tensor_cores"], strict=True)
+    ]
+    limits = [
+        _least(gpu, flops, size, peak, us)
+        for flops, size, peak, us in zip(
+            1e9 * table["call_gflop"],
+            table["call_bytes"],
+            table["peak_tflops_per_s"],
+            table["mean_us"],
+            strict=True,
+        )
+    ]
+    table["limit"] = [limit for limit, _, _ in limits]
+    table["least_us"] = [least for _, least, _ in limits]
+    table["share_of_ceiling"] = [share for _, _, share in limits]
+    table = table.sort_values("gpu_ms", ascending=False, ignore_index=True)[OPERATORS]
+    table.attrs |= device_attributes(profile, gpu)
+    return table
+
+
+def device_attributes(profile: Profile, gpu: Device | None) -> dict[str, Any]:
+    """``device`` and ``source`` of the limits, or ``device_reason``: why there are none."""
+    if gpu is not None:
+        return {"device": gpu.name, "source": gpu.source, "bandwidth": gpu.memory_gb_per_s}
+    name = profile.meta.get("device_name")
+    reason = f"no data sheet of {name} is listed" if name else "the recording names no GPU"
+    return {"device_reason": reason}
+
+
+def kernel_work(profile: Profile, places: Ints) -> pd.DataFrame:
+    """What kernels did, as far as the operators above them tell.
+
+    An operator's work goes to its product kernel (not to what fills or reduces beside it);
+    where it has several, by launches, as long as all calls are of one shape.
+
+    Args:
+        places: (k,) contexts of kernels.
+
+    Returns:
+        A row for each: ``flops``, ``bytes``, ``work_ms`` (its time, where its work is known),
+        ``least_ms`` (at the GPU's limits), ``bytes_ms`` (its time, where its bytes are known).
+    """
+    work = _Work(profile)
+    gpu = device_of(profile.meta)
+    flops, size = np.full(len(places), np.nan), np.full(len(places), np.nan)
+    operator = work.operator[places]
+    share = work.share_of_work(places)
+    there = (operator >= 0) & (share > 0)
+    flops[there] = work.flops[operator[there]] * share[there]
+    size[there] = work.bytes[operator[there]] * share[there]
+    time = work.own_ms[places]
+    least = np.full(len(places), np.nan)
+    names = profile.contexts["name"].to_numpy()[places]
+    for row in np.flatnonzero(np.isfinite(flops) & (time > 0)):
+        kind = kernel_name(str(names[row]))
+        precision, uses = _arithmetic(kind, str(work.precision[operator[row]]))
+        peak = peak_tflops(gpu, precision, uses)
+        limit, micros, _ = _least(gpu, flops[row], size[row], peak, 1e3 * time[row])
+        least[row] = micros / 1e3 if limit != CACHE else math.nan
+    return pd.DataFrame(
+        {
+            "flops": flops,
+            "bytes": size,
+            "work_ms": np.where(np.isfinite(flops), time, np.nan),
+            "bytes_ms": np.where(np.isfinite(size), time, np.nan),
+            "least_ms": least,
+            "least_of_ms": np.where(np.isfinite(least), time, np.nan),
+        }
+    )
+
+
+def _whole_sum(values: pd.Series) -> float:
+    return float(values.sum(skipna=False))
+
+
+def _least(
+    gpu: Device | None, flops: float, size: float, peak: float, micros: float
+) -> tuple[str, float, float]:
+    """(limit, least µs, share that the least time is of ``micros``); "" and NaN where unknown."""
+    if gpu is None or not (math.isfinite(flops) and math.isfinite(size) and micros > 0):
+        return "", math.nan, math.nan
+    by_memory = size / gpu.memory_gb_per_s / 1e3
+    if not math.isfinite(peak):
+        return "", math.nan, math.nan
+    by_arithmetic = flops / peak / 1e6
+    limit = ARITHMETIC if by_arithmetic >= by_memory else MEMORY
+    least = max(by_arithmetic, by_memory)
+    if least > micros:
+        # no time is below a GPU's limit: the bytes lay in its cache
+        return CACHE, math.nan, math.nan
+    return limit, least, least / micros
+
+
+def _arithmetic(kernel: Any, operands: str) -> tuple[str, bool | None]:
+    """Precision and use of tensor cores of a kernel whose operator's operands are known."""
+    if not kernel.is_product:
+        # additions of rows and the like: no unit but the ordinary ones does them
+        return operands, False
+    return kernel.precision or operands, kernel.tensor_cores
+
+
+def _why_no_work(profile: Profile) -> str:
+    if profile.meta.get("engine") == "hpctoolkit":
+        return "HPCToolkit does not record the shapes of operators' inputs"
+    if not profile.has("gpu_time_ms"):
+        return missing_reason(profile, ["gpu_time_ms"], "no GPU kernel was measured")
+    return NO_SHAPES
+
+
+class _Work:
+    """Operators of known work in a profile: columns over its contexts (n,)."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        contexts = profile.contexts
+        count = len(contexts)
+        metrics = [str(m) for m in profile.metrics["metric"] if str(m).startswith(OPERATIONS)]
+        each = {m: profile.value_table(m).fillna(0.0).to_numpy() for m in metrics}
+        self.flops: Floats = sum(each.values(), np.zeros(count))
+        self.known: Bools = self.flops > 0
+        self.precision = np.full(count, "unknown", dtype=object)
+        for metric, column in each.items():
+            # operands of several precisions in one context have none
+            alone = (column > 0) & (column == self.flops)
+            self.precision[alone] = metric.removeprefix(OPERATIONS)
+        size = profile.value_table(OPERAND_BYTES).to_numpy()
+        self.bytes: Floats = np.where(size > 0, size, np.nan)
+        self.calls = profile.value_table("calls").to_numpy()
+        self.gpu_ms = profile.value_table("gpu_time_ms", "inclusive").fillna(0.0).to_numpy()
+        self.own_ms = self.gpu_ms
+        self.launches = profile.value_table("launches", "inclusive").fillna(0.0).to_numpy()
+        parent = contexts["parent"].to_numpy()
+        self.is_kernel = profile.of_kind("kernel")
+        self.operator: Ints = nearest(parent, self.known | profile.of_kind("operator"))
+        self.operator = np.where(self.known[self.operator], self.operator, -1)
+        self.tensor_cores = np.full(count, "unknown", dtype=object)
+        self.main: dict[int, list[int]] = {}
+        """Operator to its kernels (contexts) that do its work."""
+        self.below: dict[int, list[int]] = {}
+        self._look_at_kernels()
+
+    def _look_at_kernels(self) -> None:
+        names = self.profile.contexts["name"].to_numpy()
+        kernels = np.flatnonzero(self.is_kernel & (self.operator >= 0))
+        for kernel in kernels:
+            self.below.setdefault(int(self.operator[kernel]), []).append(int(kernel))
+        for operator, below in self.below.items():
+            kinds = {k: kernel_name(str(names[k])) for k in below}
+            main = [k for k in below if kinds[k].is_product]
+            if not main:
+                main = [k for k in below if not kinds[k].short.lower().startswith(_IGNORED)]
+            launched = sum(self.launches[k] for k in main)
+            if launched < self.calls[operator]:
+                # some of its kernels are not in the recording: a rate would be too high
+                self.known[operator] = False
+                continue
+            self.main[operator] = main
+            found = {_arithmetic(kinds[k], str(self.precision[operator])) for k in main}
+            uses = {cores for _, cores in found}
+            precisions = {precision for precision, _ in found}
+            self.tensor_cores[operator] = yes_no_unknown(uses.pop() if len(uses) == 1 else None)
+            if len(precisions) == 1:
+                self.precision[operator] = precisions.pop()
+
+    def share_of_work(self, kernels: Ints) -> Floats:
+        """Share (k,) of its operator's work that each kernel does; 0 where that is unknown."""
+        shapes = self.profile.contexts["shapes"].to_numpy()
+        share = np.zeros(len(kernels))
+        for row, kernel in enumerate(kernels):
+            operator = int(self.operator[kernel])
+            main = self.main.get(operator, [])
+            if int(kernel) not in main or not self.known[operator]:
+                continue
+            launched = sum(self.launches[k] for k in main)
+            several = len(main) > 1
+            if several and ("*" in str(shapes[operator]) or launched != self.calls[operator]):
+                continue
+            share[row] = self.launches[kernel] / launched
+        return share
+
+    def kernel_texts(self) -> Any:
+        """Short names (n,) of the kernels that do each operator's work, the longest first."""
+        names = self.profile.contexts["name"].to_numpy()
+        short = short_names(str(names[k]) for main in self.main.values() for k in main)
+        texts = np.full(len(names), "", dtype=object)
+        for operator, main in self.main.items():
+            ordered = sorted(main, key=lambda k: -self.own_ms[k])
+            texts[operator] = ", ".join(dict.fromkeys(short[str(names[k])] for k in ordered))
+        return texts

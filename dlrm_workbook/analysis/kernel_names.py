@@ -1,0 +1,630 @@
+"""Names of GPU kernels that a person can tell apart, and the arithmetic that names tell of.
+
+A kernel's name is a C++ function with its template arguments, several hundred characters, or
+what a library generated: ``void cutlass::Kernel2<cutlass_80_simt_sgemm_128x256_8x4_nt_align1>``.
+What it does stands in the function, in the functor that it was made for (elementwise kernels,
+reductions), or in the words of a generated name (matrix products, collectives, Triton).
+:func:`kernel_name` reads those by general rules; the full name stays what kernels are kept
+apart by.
+
+Matrix products: ``s16816gemm`` multiplies on tensor cores by their instruction of shape 16x8x16
+(PTX ISA, ``mma``), ``sgemm`` and ``simt`` without; the types in a name are its operands'.
+CUTLASS's names are those of its generator (``cutlass_library``), cuBLAS's and cuDNN's follow
+them; ``nvjet_tst`` is cuBLAS's for Hopper and later with letters for the operands' types.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+LIMIT = 60
+"""Characters of a short name."""
+
+
+@dataclass(frozen=True)
+class KernelName:
+    """What the name of a kernel says."""
+
+    short: str
+    """At most :data:`LIMIT` characters: ``cutlass tf32 tensorop gemm 64x64 nt``."""
+    detail: str = ""
+    """What tells it from others of the same short name: ``32x6, align1``."""
+    precision: str = ""
+    """Of the operands of a matrix product: ``fp32``, ``tf32``, ...; "" where unknown."""
+    tensor_cores: bool | None = None
+    """Whether a matrix product runs on tensor cores; None where the name does not say."""
+    is_product: bool = False
+    """Whether it multiplies matrices, as far as the name tells."""
+
+
+@functools.lru_cache(maxsize=20_000)
+def kernel_name(full: str) -> KernelName:
+    """What the full name of a kernel says; never fails, an unknown one is put in words."""
+    text = _demangled(full.strip())
+    for rule in (_copied, _triton, _collective, _product, _attention):
+        found = rule(text)
+        if found is not None:
+            return _cut(found)
+    return _cut(_function(text))
+
+
+def short_names(full: Iterable[str]) -> dict[str, str]:
+    """Full names to short ones, of which no two are alike.
+
+    Kernels of one short name are told apart by their details (block sizes, types), and where
+    those are alike too, by a number in the order in which they come.
+    """
+    names = list(dict.fromkeys(full))
+    short = {name: kernel_name(name).short for name in names}
+    for name in _repeated(short):
+        detail = kernel_name(name).detail
+        short[name] = _shortened(", ".join(filter(None, (short[name], detail))))
+    counts: Counter[str] = Counter()
+    for name in _repeated(short):
+        counts[short[name]] += 1
+        number = f" #{counts[short[name]]}"
+        short[name] = _shortened(short[name], LIMIT - len(number)) + number
+    return short
+
+
+def _repeated(short: dict[str, str]) -> list[str]:
+    counts = Counter(short.values())
+    return [name for name in short if counts[short[name]] > 1]
+
+
+def _cut(found: KernelName) -> KernelName:
+    detail = _shortened(found.detail, 40)
+    short = _shortened(found.short.strip() or "unnamed kernel")
+    return KernelName(short, detail, found.precision, found.tensor_cores, found.is_product)
+
+
+def _shortened(text: str, limit: int = LIMIT) -> str:
+    return text if len(text) <= limit else text[: limit - 1].rstrip(" ,_") + "…"
+
+
+# ---- C++ --------------------------------------------------------------------------------
+
+_UNNAMED = re.compile(r"\(anonymous namespace\)::|\{anonymous\}::|<unnamed>::|\(anonymous class\)")
+_CLONE = re.compile(r"\s*\[clone [^\]]*\]|\.kd$|\.intern\.\d+|^static |^__global__ ")
+_RETURNS = re.compile(r"^(void|std::enable_if<.*?>::type) ")
+_OPENING, _CLOSING = "<([{", ">)]}"
+
+_TYPES = {
+    "float": "fp32",
+    "double": "fp64",
+    "half": "fp16",
+    "half2": "fp16",
+    "Half": "fp16",
+    "half_t": "fp16",
+    "BFloat16": "bf16",
+    "nv_bfloat16": "bf16",
+    "bfloat16_t": "bf16",
+    "bfloat16": "bf16",
+    "long": "int64",
+    "int64_t": "int64",
+    "int": "int32",
+    "int32_t": "int32",
+    "short": "int16",
+    "char": "int8",
+    "int8_t": "int8",
+    "bool": "bool",
+    "complex": "complex",
+}
+"""C++ types, without their leading underscores, to the names that torch's users know."""
+
+_WRAPPERS_TEXT = """
+at native c10 std cuda cub detail memory internal binary_internal thrust cuda_cub hip xpu
+gpu_kernel_impl gpu_kernel_impl_nocast gpu_kernel gpu_index_kernel nullary
+opmath_gpu_kernel_with_scalars opmath_symmetric_gpu_kernel_with_scalars jitted BinaryFunctor
+AUnaryFunctor BUnaryFunctor UnaryFunctor ReduceOp func_wrapper_t lambda operator
+TensorIteratorBase TensorIterator TensorIteratorConfig Array array TensorListMetadata
+TensorListScalarListMetadata FusedOptimizerTensorListMetadata OpaqueType unsigned signed const
+Tensor Scalar TrivialOffsetCalculator OffsetCalculator LoadWithCast StoreWithCast
+LoadWithoutCast StoreWithoutCast cuda_scatter_gather_internal_kernel core unnamed kernel_agent
+parallel_for ParallelForAgent type void uint32_t int16_t uint8_t size_t decltype nullptr false
+true ul u l identity Params
+"""
+_WRAPPERS = frozenset(_WRAPPERS_TEXT.split())
+"""Identifiers in the template arguments of a kernel that do not say what it does."""
+
+_NOISE_TEXT = """
+kernel kernels cuda impl functor gpu launch codegen native at hip xpu internal struct new device
+fn direct agent
+"""
+_NOISE = frozenset(_NOISE_TEXT.split())
+"""Words of an identifier that do not say what it does."""
+
+_PHRASES = tuple(
+    (re.compile(rf"\b{pattern}\b"), words)
+    for pattern, words in (
+        (r"update output", "forward"),
+        (r"update grad input", "backward"),
+        (r"acc grad parameters", "backward weight"),
+        (r"fwd|fw|fprop", "forward"),
+        (r"bwd|bw", "backward"),
+        (r"dgrad", "conv backward input"),
+        (r"wgrad", "conv backward weight"),
+        (r"bn", "batch norm"),
+        (r"cat array batched copy", "cat"),
+        (r"index select (?:large|small) index", "index select"),
+        (r"index func (?:large|small) index", "index reduce"),
+        (r"indexing backward", "index backward"),
+        (r"gamma beta backward", "layer norm backward gamma beta"),
+        (r"layer norm grad input", "layer norm backward input"),
+        (r"vectorized layer norm", "layer norm forward"),
+        (r"row wise moments", "row-wise moments"),
+        (r"rowwise", "rowwise"),
+        (r"threshold", "relu backward (threshold)"),
+        (r"^and$", "all (and)"),
+        (r"^or$", "any (or)"),
+        (r"^cunn ", ""),
+        (r"copy to", "copy"),
+        (r"embedding bag", "EmbeddingBag"),
+        (r"sum mean", "sum/mean"),
+        (r"split ?kreduce", "split-K reduce"),
+    )
+)
+"""Phrases in the words of a name to what they are called."""
+
+_LIBRARIES = {
+    "cudnn": "cudnn",
+    "cask_cudnn": "cudnn",
+    "cub": "cub",
+    "cublasLt": "cublasLt",
+    "cublas": "cublas",
+    "fbgemm_gpu": "FBGEMM",
+    "thrust": "thrust",
+    "cutlass": "cutlass",
+    "miopen": "MIOpen",
+    "torchrec": "torchrec",
+    "apex": "apex",
+}
+"""Namespaces that a short name begins with."""
+
+_FBGEMM = re.compile(r"split_embedding|dense_embedding_codegen|bounds_check_indices|permute_pooled")
+_FAMILIES: tuple[tuple[re.Pattern[str], str], ...] = (
+    (re.compile(r"^multi_?tensor_?apply", re.I), "multi-tensor"),
+    (re.compile(r"scatter_?gather", re.I), "scatter/gather"),
+    (re.compile(r"^index_?elementwise", re.I), ""),
+    (re.compile(r"elementwise_?kernel_?with_?index", re.I), ""),
+    (re.compile(r"elementwise", re.I), "elementwise"),
+    (re.compile(r"^reduce_?kernel|^split_?reduce", re.I), "reduce"),
+)
+"""Kernels whose functor says what they do."""
+
+_BARE = ("copy", "fill", "index", "cat", "arange")
+"""What needs no family before it: ``copy``, not ``elementwise copy``."""
+
+
+_LENGTH = re.compile(r"(?<![\dS])(?<!L[a-z])(?<!L[a-z]n)[1-9]\d{0,3}")
+"""Of an identifier in a mangled name; numbers behind ``L`` and a type are values."""
+
+
+def _demangled(full: str) -> str:
+    """A mangled name (``_ZN2at6native15CUDAFunctor_addIfEE...``) as a function and the
+    identifiers of its template arguments; other names as they are."""
+    begun = re.match(r"_ZN?[KL]?(?=\d)", full)
+    if not begun:
+        return full
+    path: list[str] = []
+    arguments: list[str] = []
+    rest, nested = full[begun.end() :], begun[0].startswith("_ZN")
+    while found := _LENGTH.search(rest):
+        # the path is what stands side by side; what lies behind are arguments
+        inside = found.start() == 0 and not arguments and (nested or not path)
+        size = int(found[0])
+        word = rest[found.end() : found.end() + size]
+        rest = rest[found.end() :]
+        if len(word) == size and re.fullmatch(r"[A-Za-z_]\w*", word):
+            rest = rest[size:]
+            if not word.startswith("_GLOBAL__N"):
+                (path if inside else arguments).append(word)
+    return "::".join(path) + (f"<{', '.join(arguments)}>" if arguments else "") or full
+
+
+def _pieces(text: str, separator: str) -> list[str]:
+    """A text cut at a separator that stands outside all brackets."""
+    pieces, depth, begin = [], 0, 0
+    for place, sign in enumerate(text):
+        if sign in _OPENING:
+            depth += 1
+        elif sign in _CLOSING:
+            depth = max(depth - 1, 0)
+        elif not depth and text.startswith(separator, place) and place >= begin:
+            pieces.append(text[begin:place].strip())
+            begin = place + len(separator)
+    return [*pieces, text[begin:].strip()]
+
+
+def _signature(text: str) -> str:
+    """The path of a function and its template arguments: neither its type nor its parameters."""
+    text = _RETURNS.sub("", _CLONE.sub("", _UNNAMED.sub("", text)))
+    depth, begin = 0, 0
+    for place, sign in enumerate(text):
+        if sign == "(" and not depth and place > begin and not text[:place].endswith("operator"):
+            return text[begin:place]
+        if sign in _OPENING:
+            depth += 1
+        elif sign in _CLOSING:
+            depth = max(depth - 1, 0)
+        elif sign == " " and not depth:
+            begin = place + 1
+    return text[begin:] or text
+
+
+_INDEX_LAMBDA = re.compile(r"(?<=\))::\{lambda\(int\)#\d+\}")
+"""What torch wraps a functor in where elements are reached by an index: no type of the data."""
+
+
+def _type(text: str) -> str:
+    """The type that a functor works on: of its last lambda's parameters, else the first named."""
+    text = _INDEX_LAMBDA.sub("", text)
+    parameters = re.findall(r"lambda\(([^()]+)\)", text)
+    words = re.findall(r"[A-Za-z_]\w*|OpaqueType<\d+", parameters[-1] if parameters else text)
+    if not parameters and (opaque := re.search(r"OpaqueType<(\d+)", text)):
+        return f"{opaque[1]}-byte"
+    return next((_TYPES[word.lstrip("_")] for word in words if word.lstrip("_") in _TYPES), "")
+
+
+def _floating(text: str) -> str:
+    """The first floating-point type in template arguments: sizes and indices are integers."""
+    kinds = (_TYPES.get(word.lstrip("_"), "") for word in re.findall(r"[A-Za-z_]\w*", text))
+    return next((kind for kind in kinds if kind in ("fp32", "fp64", "fp16", "bf16")), "")
+
+
+def _words(identifier: str) -> list[str]:
+    """``CUDAFunctor_add`` is ``add``, ``indexSelectLargeIndex`` four words."""
+    text = re.sub(r"^CUDAFunctorOn(?:Other|Self)_(\w+)", r"\1_scalar", identifier)
+    text = re.sub(r"(?<=[a-z0-9])(?=[A-Z][a-z])|(?<=[a-z])(?=[A-Z])", " ", text)
+    text = re.sub(r"(?<=[A-Z])(?=[A-Z][a-z])", " ", text)
+    words = re.split(r"[_\s]+", text)
+    return [
+        word if word.isupper() and len(word) > 1 and word != "CUDA" else word.lower()
+        for word in words
+        if word and word.lower() not in _NOISE and word not in ("Ops", "Op")
+    ]
+
+
+def _spoken(words: Iterable[str]) -> str:
+    text = " ".join(words)
+    for pattern, phrase in _PHRASES:
+        text = pattern.sub(phrase, text)
+    return re.sub(r"\s+", " ", text).strip()
+
+
+def _informative(text: str, most: int) -> list[str]:
+    """The first identifiers of template arguments that say what is done."""
+    found = []
+    for identifier in re.findall(r"[A-Za-z_]\w*", text):
+        bare = identifier.strip("_")
+        if bare in _WRAPPERS or bare in _TYPES or bare.startswith(("CUB_", "TensorList")):
+            continue
+        if not _words(bare) or bare in found:
+            continue
+        found.append(bare)
+        if len(found) == most:
+            break
+    return found
+
+
+def _function(text: str) -> KernelName:
+    """A C++ function: its words, or those of the functor that it was made for."""
+    signature = _signature(text)
+    path = _pieces(signature, "::")
+    if path[-1].startswith("operator") and len(path) > 1:
+        path = path[:-1]
+    base, _, rest = path[-1].partition("<")
+    arguments = rest.rpartition(">")[0] or rest
+    library = next((_LIBRARIES[name] for name in path[:-1] if name in _LIBRARIES), "")
+    if "pytorch_flash" in path[:-1]:
+        library = "flash"
+    if _FBGEMM.search(base):
+        library = "FBGEMM"
+    detail = _detail(arguments)
+    for pattern, family in _FAMILIES:
+        if arguments and pattern.search(base):
+            return _made_for(base, family, arguments, detail)
+    words = _words(base)
+    if library == "FBGEMM":
+        words = _fbgemm_words(words)
+    if not words or words in (["kernel2"], ["global"], ["run"]):
+        owner = [w for name in path[:-1] for w in _words(name.partition("<")[0])]
+        owner = [] if library else owner
+        words = [*owner, *(w for n in _informative(arguments, 2) for w in _words(n))]
+    if base.lower().replace("_", "").startswith("indexfunc"):
+        words += [w for n in _informative(arguments, 1) for w in _words(n)]
+    short = _spoken(words).replace("index reduce reduce", "index")
+    kind = _type(arguments) if library == "cub" else _floating(arguments) or _type(arguments)
+    short = " ".join(filter(None, (library, short, "" if kind in ("", "fp32") else kind)))
+    return KernelName(short or base or text, detail)
+
+
+def _detail(arguments: str) -> str:
+    """Template arguments in few characters: types that are not all fp32, sizes, flags."""
+    types: list[str] = []
+    sizes: list[str] = []
+    flags = ""
+    for given in _pieces(arguments, ",") if arguments else []:
+        word = given.rpartition("::")[2]
+        if word in ("true", "false"):
+            flags += "+" if word == "true" else "-"
+        elif size := re.fullmatch(r"(-?\d+)(?:u?l*)", word):
+            sizes.append(size[1])
+        elif (kind := _TYPES.get(word.lstrip("_"), "")) and [kind] != types[-1:]:
+            types.append(kind)
+    types = [] if types == ["fp32"] else types
+    return ", ".join(filter(None, (" ".join(types), " ".join(sizes), flags)))
+
+
+def _fbgemm_words(words: list[str]) -> list[str]:
+    """``split embedding backward rowwise adagrad unweighted cta per row 1``: what it does first."""
+    if words[:2] == ["split", "embedding"] or words[:2] == ["dense", "embedding"]:
+        phase = next((word for word in words[2:] if word in ("forward", "backward")), "")
+        rest = [word for word in words[2:] if word not in (phase, "1")]
+        dense = ["dense"] if words[0] == "dense" else []
+        if phase == "backward":
+            how = rest.index("unweighted") if "unweighted" in rest else len(rest)
+            how = rest.index("weighted") if "weighted" in rest else how
+            return [*(rest[:how] or ["embedding"]), phase, *rest[how:]]
+        return [*dense, "embedding", phase, *rest]
+    return words
+
+
+def _made_for(base: str, family: str, arguments: str, detail: str) -> KernelName:
+    """An elementwise kernel, reduction or the like, by its functor."""
+    names = _informative(arguments, 2)
+    if not re.search(r"Op[A-Z]|Pointwise", names[0] if names else ""):
+        names = names[:1]  # of a list of operations the second says which
+    words = [word for name in names for word in _words(name)]
+    what = _spoken(words) or "of unknown functor"
+    if re.search(r"[AB]UnaryFunctor", arguments):
+        what += " scalar"
+    kind = _type(arguments)
+    bare = what.split(" ")[0] in _BARE
+    short = " ".join(filter(None, ("" if bare else family, what, "" if kind == "fp32" else kind)))
+    how = []
+    if re.match(r"vectorized", base):
+        how.append(f"vector {arguments.split(',')[0]}")
+    elif re.match(r"unrolled", base):
+        how.append("casting" if "LoadWithCast" in arguments else "unrolled")
+    elif family == "elementwise":
+        how.append("strided")
+    if family != "elementwise" and detail:
+        how.append(detail)
+    found = re.search(r"\b([AB])UnaryFunctor", arguments)
+    if found:
+        how.append("scalar first" if found[1] == "A" else "scalar second")
+    count = re.search(r"[aA]rray<char\s*\*, (\d+)", arguments)
+    if count:
+        how.append(f"{count[1]} operands")
+    return KernelName(short, ", ".join(how))
+
+
+# ---- generated names ----------------------------------------------------------------------
+
+_COPIED = re.compile(r"^(Memcpy|Memset)\b\s*(.*)$")
+_TRITON = re.compile(r"^triton_(?P<rest>.*)$")
+_TRITON_KINDS = {
+    "poi": "pointwise",
+    "red": "reduction",
+    "per": "persistent reduction",
+    "tem": "template",
+    "for": "foreach",
+    "spl": "split scan",
+}
+_COLLECTIVE = re.compile(r"^(?:void )?(nccl|rccl|oneccl)(?:Dev)?(?:Kernel)?_?(?P<rest>\w+)", re.I)
+_COLLECTIVE_WORDS = {
+    "allreduce": "all-reduce",
+    "allgather": "all-gather",
+    "reducescatter": "reduce-scatter",
+    "sendrecv": "send/receive",
+    "alltoall": "all-to-all",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "generic": "generic",
+}
+_SEEMS_PRODUCT = re.compile(
+    r"gemm|gemv|cudnn_\d|\bsyrk|\bCijk_|nvjet|xmma|(?:tensorop|simt)_\w*(?:fprop|dgrad|wgrad)|"
+    r"convolve|winograd|\bdot_kernel|(?:fprop|dgrad|wgrad)|gcn\w*conv|igemm|wgmma",
+    re.I,
+)
+_GENERATED = re.compile(
+    r"\b(?:cutlass\w*_(?:simt|tensorop|wmma)\w*|(?:maxwell|pascal|volta|turing|ampere|ada|hopper|"
+    r"blackwell|sm\d+)_\w+|nvjet\w+|Cijk_\w+|cudnn_\w+)"
+)
+_TILE = re.compile(r"^(?:tilesize|MT)?(\d+x\d+(?:x\d+)?)$")
+_CORE = re.compile(
+    r"^(?P<letter>[sdhibcz])?(?P<shape>\d{3,})?(?P<types>bf16|f16|tf32|i8|f32)?"
+    r"(?P<what>gemm|cudnn|fprop|dgrad|wgrad)$"
+)
+_LETTERS = {"s": "fp32", "d": "fp64", "h": "fp16", "i": "int8", "c": "complex", "z": "complex"}
+_NVJET = {"h": "fp16", "t": "bf16", "s": "tf32", "q": "fp8", "d": "fp64", "o": "fp4"}
+_ASKED_TYPES = (
+    (r"bf16|bfloat16|\bBBS\b", "bf16"),
+    (r"tf32", "tf32"),
+    (r"(?<!b)f16|fp16|half|\bHHS\b|\bHB\b", "fp16"),
+    (r"e4m3|e5m2|fp8", "fp8"),
+    (r"(?<![a-z])[iu]?s?8s8|i8i8|imma|int8|(?<![a-z])s8", "int8"),
+    (r"f64|fp64|double", "fp64"),
+    (r"f32|fp32|float", "fp32"),
+)
+
+
+def _copied(text: str) -> KernelName | None:
+    found = _COPIED.match(text)
+    if not found:
+        return None
+    names = {"HtoD": "host to device", "DtoH": "device to host", "DtoD": "within the device"}
+    where = re.sub(r"[()]", "", found[2])
+    direction = where.split(" ")[0]
+    rest = where[len(direction) :].strip()
+    return KernelName(f"{found[1].lower()} {names.get(direction, direction)} {rest}".lower())
+
+
+def _triton(text: str) -> KernelName | None:
+    found = _TRITON.match(text)
+    if not found:
+        return None
+    words = [word for word in found["rest"].split("_") if word]
+    if words and words[0] in _TRITON_KINDS:
+        words[0] = _TRITON_KINDS[words[0]]
+    words = [word for word in words if word != "fused"]
+    # Inductor's template for products multiplies by tl.dot: on tensor cores if types allow
+    product = "template" in words[:1] and any(word in ("mm", "bmm", "addmm") for word in words)
+    number = f" #{words.pop()}" if words and words[-1].isdigit() else ""
+    name = " ".join(["triton", *words])
+    return KernelName(_shortened(name, LIMIT - len(number)) + number, is_product=product)
+
+
+def _collective(text: str) -> KernelName | None:
+    found = _COLLECTIVE.match(text)
+    if not found:
+        return None
+    words = found["rest"].split("_")
+    what = _COLLECTIVE_WORDS.get(words[0].lower(), _spoken(_words(words[0])))
+    rest = [word.lower() if word in ("RING", "TREE", "Sum") else word for word in words[1:]]
+    rest.sort(key=lambda word: word not in ("ring", "tree", "NVLS", "COLLNET"))
+    rest = ["" if word == "t" else _TYPES.get(word, word) for word in rest]
+    return KernelName(" ".join(filter(None, [found[1].lower(), what, *rest])))
+
+
+def _attention(text: str) -> KernelName | None:
+    if not re.search(r"flash_\w*(?:fwd|bwd)|fmha|sdpa|flash_?attention", text, re.I):
+        return None
+    signature = _signature(text)
+    base = _pieces(signature, "::")[-1].partition("<")[0]
+    backward = bool(re.search(r"bwd|backward|bprop", base, re.I))
+    words = [w for w in _words(base) if w not in ("flash", "fwd", "bwd", "forward", "backward")]
+    library = "cudnn" if "cudnn" in text else "flash"
+    traits = re.search(r"traits<(\d+), (\d+), (\d+)", text)
+    size = f"head {traits[1]}, {traits[2]}x{traits[3]}" if traits else ""
+    precision = _operands(text)
+    what = " ".join([library, "attention", "backward" if backward else "forward", *words])
+    main = not re.search(r"dot_do_o|convert_d[qkv]|combine", base)
+    uses = True if main and precision in ("bf16", "fp16", "fp8") else None
+    if precision:
+        what += f" {precision}"
+    return KernelName(what, size, precision, uses, is_product=main)
+
+
+def _operands(text: str) -> str:
+    """The type of a product's operands; "" where the name has none or complex ones."""
+    return next((name for pattern, name in _ASKED_TYPES if re.search(pattern, text)), "")
+
+
+def _product(text: str) -> KernelName | None:
+    """Matrix products and convolutions of cuBLAS, cuDNN, CUTLASS and Tensile."""
+    signature = _signature(text)
+    base = _pieces(signature, "::")[-1].partition("<")[0]
+    generated = _GENERATED.search(signature)
+    if generated and _SEEMS_PRODUCT.search(generated[0]):
+        return _generated(generated[0])
+    if "cutlass" in signature and "gemm" in signature.lower():
+        return _cutlass_template(signature)
+    path = re.sub("fbgemm", "", signature.partition("<")[0], flags=re.IGNORECASE)
+    if not _SEEMS_PRODUCT.search(path) or re.search(r"split.?k|offsets", path, re.I):
+        return None
+    plain = _function(text)
+    simt = re.search(r"gemv|gemmSN|gemmk1|convolve_sgemm|dot_kernel|(?<!x)sgemm", path)
+    precision = _floating(signature)
+    if "sgemm" in path:
+        precision = "fp32"
+    # the name says that a product is SIMT only where it says so; winograd's multiply elsewhere
+    uses = False if simt and precision in ("fp32", "fp64", "") else None
+    short = plain.short
+    if base == "kernel":
+        short = " ".join(_words(path.split("::")[-2]) or ["gemm"])
+    return KernelName(short, plain.detail, precision, uses, "winograd" not in path)
+
+
+def _cutlass_template(signature: str) -> KernelName:
+    """CUTLASS kernels whose name is their whole type: the tile is the first ``GemmShape``."""
+    tile = re.search(r"GemmShape<(\d+), (\d+), (\d+)>", signature)
+    uses = (
+        True
+        if re.search(r"OpClassTensorOp|Mma_?Tensor|warpgroup|MMA_|tensorop", signature)
+        else None
+    )
+    if re.search(r"OpClassSimt|MmaSimt", signature):
+        uses = False
+    precision = _operands(signature)
+    words = ["cutlass", precision, "tensorop" if uses else "simt" if uses is False else ""]
+    words += ["gemm", f"{tile[1]}x{tile[2]}" if tile else ""]
+    return KernelName(" ".join(filter(None, words)), "", precision, uses, True)
+
+
+def _generated(name: str) -> KernelName:
+    """``ampere_fp16_s16816gemm_fp16_128x64_ldg8_f2f_stages_64x4_tn`` and its like."""
+    tokens = [token for token in name.split("_") if token]
+    if tokens[0].startswith("nvjet"):
+        return _nvjet(tokens)
+    if tokens[0] == "Cijk":
+        return _tensile(name, tokens)
+    core = next((found for token in tokens if (found := _CORE.match(token))), None)
+    tiles = [found[1] for token in tokens if (found := _TILE.match(token))]
+    layout = next((token for token in tokens if re.fullmatch(r"[nt]{2,3}", token)), "")
+    extra = [t for t in tokens if t in ("relu", "gelu", "bias", "splitK", "winograd")]
+    if "xmma" in tokens:
+        uses: bool | None = "ffma" not in tokens and not re.search(r"f32f32_f32f32|f64f64", name)
+        uses = uses or "tensor" in name
+        kind = next((t for t in tokens if t in ("gemm", "fprop", "dgrad", "wgrad")), "product")
+    else:
+        letter = core["letter"] if core else ""
+        shaped = bool(core and core["shape"])
+        uses = True if shaped or re.search(r"tensorop|wmma|wgmma|hmma|imma", name) else None
+        if uses is None and (re.search(r"simt", name) or letter in ("s", "d") or "scudnn" in name):
+            uses = False
+        kind = core["what"] if core else next((t for t in tokens if "gemm" in t), "product")
+    types = re.sub(r"void|f2f", "", name)
+    precision = _operands(types.replace("tensor", ""))
+    if core and not uses:
+        precision = _LETTERS.get(core["letter"] or "", precision)
+    elif core and core["shape"] and precision in ("", "fp32"):
+        # fp32 operands on tensor cores are cut to TF32; Volta's instruction 884 takes fp16
+        precision = {"d": "fp64", "i": "int8", "h": "fp16"}.get(core["letter"] or "", "tf32")
+        precision = "fp16" if core["shape"] == "884" and precision == "tf32" else precision
+    if "scudnn" in name:
+        precision, kind = "fp32", "conv"
+    spoken = {"fprop": "conv forward", "dgrad": "conv backward input", "cudnn": "conv"}
+    kind = {**spoken, "wgrad": "conv backward weight"}.get(kind, kind)
+    simt_gemm = core and core["letter"] and not uses and core["what"] == "gemm"
+    if core and simt_gemm:
+        kind = f"{core['letter'] or ''}gemm"
+    first = re.sub(r"^(cutlass)\w*", r"\1", tokens[0])
+    cutlass = first == "cutlass"
+    words = [first, "xmma" if "xmma" in tokens else "", "" if simt_gemm else precision]
+    words += ["tensorop" if uses and cutlass else "", kind, *extra, *tiles[:1], layout]
+    sliced = [t for t in tokens if re.match(r"sliced|stage|ldg|align|tensor\d|warpgroup", t)]
+    used = {*extra, layout, tokens[0]}
+    more = [*tiles[1:], *sliced]
+    more += [t for t in tokens if t in _VARIANTS and t not in used]
+    return KernelName(" ".join(filter(None, words)), ", ".join(more), precision, uses, True)
+
+
+_VARIANTS = ("interior", "small", "medium", "large", "stridedB", "xregs", "exp", "nhwc", "segment")
+
+
+def _nvjet(tokens: list[str]) -> KernelName:
+    letters = next((t for t in tokens[1:] if re.fullmatch(r"[a-z]{3,6}", t)), "")
+    precision = _NVJET.get(letters[:1], "")
+    tiles = [token for token in tokens if re.fullmatch(r"\d+x\d+", token)]
+    layout = tokens[-1] if re.fullmatch(r"[NT]{3}", tokens[-1]) else ""
+    words = ["nvjet", precision, "gemm", *tiles[:1], layout.lower()]
+    rest = [t for t in tokens[1:] if t not in (*tiles[:1], layout)]
+    return KernelName(" ".join(filter(None, words)), " ".join(rest), precision, True, True)
+
+
+def _tensile(name: str, tokens: list[str]) -> KernelName:
+    """AMD's: ``Cijk_Alik_Bljk_BBS_BH_MT128x128x64_MI16x16x16...``: ``MI`` is a matrix core's."""
+    kinds = {"B": "bf16", "H": "fp16", "S": "fp32", "D": "fp64", "I": "int8"}
+    types = next((t for t in tokens[3:] if re.fullmatch(r"[BHSDI]{2,3}H?", t)), "")
+    tile = re.search(r"MT(\d+x\d+(?:x\d+)?)", name)
+    uses = True if re.search(r"_MI\d+x", name) else None
+    words = ["Tensile", kinds.get(types[:1], ""), "gemm", tile[1] if tile else ""]
+    layout = "".join(tokens[1:3])
+    precision = kinds.get(types[:1], "")
+    return KernelName(" ".join(filter(None, words)), layout, precision, uses, True)
