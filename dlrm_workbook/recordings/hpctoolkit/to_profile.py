@@ -80,6 +80,8 @@ KINDS = {ROOT: "root", ENTRY: "thread", 0: "function", 1: "loop", 2: "line", 3: 
 
 CONTRADICTION = 0.01
 """Two figures of one thing that differ by more than this share are not rounding."""
+FEW_SAMPLES = 100
+"""Fewer samples do not show that files are of different runs."""
 
 Ints = npt.NDArray[Any]
 Floats = npt.NDArray[np.float64]
@@ -355,8 +357,9 @@ def _refuse_contradictions(database: Database, profile: Profile) -> None:
                 f"{value:.6g} in the summary and {threads:.6g} over the threads; {again}"
             )
     work = device_work(profile.trace, profile.threads)
-    on_gpu = profile.of_kind("kernel", "copy", "runtime")[work["context"]]
-    if len(on_gpu) and on_gpu.mean() < 0.5:
+    operations = profile.of_kind("kernel", "copy", "runtime")
+    on_gpu = operations[work["context"]]
+    if operations.any() and len(on_gpu) >= FEW_SAMPLES and on_gpu.mean() < 0.5:
         raise DatabaseError(
             f"{database.path}: meta.db and trace.db contradict each other: {(~on_gpu).sum()} of "
             f"{len(on_gpu)} samples of GPU streams are of no GPU operation; {again}"
