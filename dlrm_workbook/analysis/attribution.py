@@ -4,7 +4,9 @@ Every instant of an iteration belongs to exactly one part and phase, so the time
 to the iteration time. On a CPU it is the part that the iteration's thread is in. On a
 GPU it is the part whose kernel runs (column ``where`` is ``device``; collectives and copies
 have only the time in which nothing else runs) and, while the GPU idles, the part that the
-host is in (``host``): what the GPU waits for then.
+host is in (``host``): what the GPU waits for then. Where the host was not measured, idle time
+is one row of its own (``idle``). A recording of a GPU in which no iterations are known counts
+as one, from its first GPU operation to its last.
 
 Means are over the steady iterations: warm-up and stragglers, as
 :mod:`dlrm_workbook.analysis.steady` detects them, are left out, named, and explained by
@@ -35,6 +37,12 @@ ITERATION_NAMES = (ITERATION_SPAN, "ProfilerStep*")
 PART = ["component", "phase"]
 KEYS = [*PART, "where"]
 
+IDLE = "idle"
+"""Component, and ``where``, of the time in which the GPU idles and the host was not measured."""
+
+NO_THREAD = -1
+"""Row of a thread that the recording does not have."""
+
 DIFFERED = ["iteration", "why", "time_ms", "usual_ms", *KEYS, "part_ms", "usual_part_ms"]
 DIFFERED += ["grew_ms", "share"]
 
@@ -43,9 +51,9 @@ def attribute(profile: Profile) -> pd.DataFrame:
     """Mean time of each part and phase in a steady iteration.
 
     Returns:
-        ``component``, ``phase``, ``where`` (``device`` or ``host``), ``time_ms`` (mean
-        over the steady iterations; sums to their mean time), ``share`` (sums to 1).
-        Rows in the order of a step. Empty if nothing was measured.
+        ``component``, ``phase``, ``where`` (``device``, ``host`` or ``idle``), ``time_ms``
+        (mean over the steady iterations; sums to their mean time), ``share`` (sums to 1; of
+        what, :func:`basis` says). Rows in the order of a step. Empty if nothing was measured.
         ``attrs["left_out"]`` says which iterations were left out and why (list of str).
     """
     each = per_iteration(profile)
@@ -125,10 +133,33 @@ def per_iteration(profile: Profile) -> pd.DataFrame:
     Returns:
         ``iteration``, ``component``, ``phase``, ``where``, ``time_ms``.
     """
-    whole = profile.meta.get("engine") == "torch"
-    if profile.trace.empty or (profile.iterations.empty and not whole):
+    if profile.trace.empty or windows(profile).empty:
         return _sampled(profile)
     return profile.once("per_iteration", lambda: _traced(profile))
+
+
+def windows(profile: Profile) -> pd.DataFrame:
+    """The iterations in order of time; where none is known, the whole recording as one.
+
+    That is a torch trace from its first span to its last, and a database from the first
+    operation of a GPU to the last, since start-up is recorded too; empty without either.
+    Columns as in ``profile.iterations``.
+    """
+    if len(profile.iterations):
+        return profile.iterations.sort_values("start_ns")
+    work = profile.trace
+    if profile.meta.get("engine") != "torch":
+        streams = profile.threads.loc[profile.threads["kind"].eq("gpu_stream"), "profile"]
+        work = work[work["profile"].isin(streams)]
+    if work.empty or work["end_ns"].max() <= work["start_ns"].min():
+        return profile.iterations
+    whole = {"iteration": 0, "start_ns": work["start_ns"].min(), "end_ns": work["end_ns"].max()}
+    return pd.DataFrame([whole])
+
+
+def host_is_traced(profile: Profile) -> bool:
+    """Whether the recording says what the iterating thread did when."""
+    return bool(profile.trace["profile"].eq(main_thread(profile)).any())
 
 
 def _traced(profile: Profile) -> pd.DataFrame:
@@ -137,8 +168,39 @@ def _traced(profile: Profile) -> pd.DataFrame:
         return pieces.assign(time_ms=[])[["iteration", *KEYS, "time_ms"]]
     pieces[PART] = parts_at(profile, pieces["context"].to_numpy())
     pieces["time_ms"] = (pieces["end_ns"] - pieces["start_ns"]) / 1e6
+    if not host_is_traced(profile):
+        unknown = pieces["where"].eq("host").to_numpy()
+        pieces.loc[unknown, KEYS] = [IDLE, "", IDLE]
     keys = ["iteration", *KEYS]
     return pieces.groupby(keys, as_index=False, sort=True)[["time_ms"]].sum()
+
+
+def device_beside_host(profile: Profile) -> pd.DataFrame:
+    """Time of the GPU in each part beside that of the iterating thread, whatever the GPU did.
+
+    Returns:
+        ``component``, ``phase``, ``device_ms``, ``host_ms`` (NaN where the host was not
+        measured), ``idle_ms`` (of the GPU, while the host was in the part), of a mean
+        iteration, warm-up and stragglers included; in the order of a step. Empty without a
+        timeline of a GPU.
+    """
+    columns = [*PART, "device_ms", "host_ms", "idle_ms"]
+    each = per_iteration(profile)
+    if profile.trace.empty or not each["where"].eq("device").any():
+        return pd.DataFrame({name: [] for name in columns})
+    count = each["iteration"].nunique()
+    by_part = each.pivot_table("time_ms", PART, "where", aggfunc="sum", fill_value=0.0) / count
+    table = by_part.reindex(columns=["device", "host", IDLE], fill_value=0.0)
+    table["idle_ms"] = table["host"] + table[IDLE]
+    pieces = segments(profile, device=False)
+    pieces[PART] = parts_at(profile, pieces["context"].to_numpy())
+    pieces["host_ms"] = (pieces["end_ns"] - pieces["start_ns"]) / 1e6 / count
+    host = pieces.groupby(PART)["host_ms"].sum()
+    table = table.rename(columns={"device": "device_ms"}).join(host, how="outer").fillna(0.0)
+    if not host_is_traced(profile):
+        table["host_ms"] = np.nan
+        table = table.drop(index=("other", ""), errors="ignore")
+    return in_step_order(table.reset_index())[columns]
 
 
 def parts_at(profile: Profile, context: Ints) -> pd.DataFrame:
@@ -149,10 +211,13 @@ def parts_at(profile: Profile, context: Ints) -> pd.DataFrame:
 
 
 def coverage(attribution: pd.DataFrame) -> float:
-    """Share of the iteration that is in named parts (1 − the share of ``other``)."""
-    if attribution.empty:
+    """Share of the GPU's time that is in named parts; of the CPU's time where there is no GPU."""
+    on_gpu = attribution["where"].eq("device")
+    table = attribution[on_gpu] if on_gpu.any() else attribution
+    total = float(table["time_ms"].sum())
+    if total <= 0:
         return float("nan")
-    return float(attribution.loc[attribution["component"] != "other", "share"].sum())
+    return float(table.loc[table["component"] != "other", "time_ms"].sum()) / total
 
 
 UNATTRIBUTED = ["name", "kind", "device_ms", "host_ms", "share"]
@@ -213,11 +278,7 @@ def segments(profile: Profile, device: bool = True) -> pd.DataFrame:
     host_start, host_end, host_context = running(profile, main_thread(profile))
     helpers = [running(profile, thread) for thread in _autograd_threads(profile)]
     busy = [_kernels_in_turn(profile, part) for part in (False, True)] if device else []
-    iterations = profile.iterations.sort_values("start_ns")
-    if iterations.empty:
-        whole = {"start_ns": profile.trace["start_ns"].min()}
-        whole["end_ns"] = profile.trace["end_ns"].max()
-        iterations = pd.DataFrame([{"iteration": 0, **whole}])
+    iterations = windows(profile)
     first, last = iterations["start_ns"].to_numpy(), iterations["end_ns"].to_numpy()
     edges = [first, last, host_start, host_end]
     edges += [edge for start, end, _ in (*helpers, *busy) for edge in (start, end)]
@@ -285,10 +346,34 @@ def _kernels_in_turn(profile: Profile, background: bool) -> tuple[Ints, Ints, In
     behind = profile.contexts["component"].isin(BACKGROUND).to_numpy()
     chosen &= behind[trace["context"].to_numpy()] == background
     work = trace[chosen].sort_values("start_ns")
-    start, end = work["start_ns"].to_numpy().copy(), work["end_ns"].to_numpy()
+    start, end = work["start_ns"].to_numpy().copy(), _counted_ends(profile, work)
     start[1:] = np.maximum(start[1:], np.maximum.accumulate(end)[:-1])
     counted = end > start
     return start[counted], end[counted], work["context"].to_numpy()[counted]
+
+
+def _counted_ends(profile: Profile, work: pd.DataFrame) -> Ints:
+    """Ends (n,) of operations of a GPU, no later than HPCToolkit's metrics allow.
+
+    In its trace an operation can seem to run on until the next event, thousands of times as
+    long as its like; the metric of its call path knows the sum. The longest are then cut to
+    one length, so that the sum is right.
+    """
+    start, end = work["start_ns"].to_numpy(), work["end_ns"].to_numpy().copy()
+    if profile.meta.get("engine") != "hpctoolkit" or not profile.has("gpu_time_ms"):
+        return end
+    context, length = work["context"].to_numpy(), (end - start).astype(float)
+    metric = 1e6 * profile.value_table("gpu_time_ms", "inclusive").to_numpy()
+    traced = np.bincount(context, length, minlength=len(metric))
+    for one in np.flatnonzero((metric > 0) & (traced > 1.001 * metric)):
+        rows = np.flatnonzero(context == one)
+        ordered = np.sort(length[rows])
+        # all longer than the k shortest get what the metric leaves for each of them
+        left = metric[one] - np.append(0.0, np.cumsum(ordered)[:-1])
+        each = left / np.arange(len(rows), 0, -1)
+        longest = each[np.argmax(each <= ordered)]
+        end[rows] = start[rows] + np.minimum(length[rows], longest).astype(np.int64)
+    return end
 
 
 def main_thread(profile: Profile) -> int:
@@ -305,7 +390,8 @@ def main_thread(profile: Profile) -> int:
         return int(profile.meta["main_thread"])
     rows = profile.values[profile.rows("cpu_time_ms", "exclusive")]
     if rows.empty:
-        return int(profile.threads["profile"].iloc[0]) if len(profile.threads) else 0
+        cpu = profile.threads.loc[profile.threads["kind"].eq("cpu_thread"), "profile"]
+        return int(cpu.iloc[0]) if len(cpu) else NO_THREAD
     return int(rows.groupby("profile")["value"].sum().idxmax())
 
 
@@ -325,8 +411,30 @@ def iteration_count(profile: Profile) -> int:
 
 def time_unit(profile: Profile) -> str:
     """Of which time the tables give values: a mean iteration's, or the whole recording's."""
-    known = iteration_count(profile) > 1 or bool(len(profile.iterations))
-    return "ms in a mean iteration" if known else "ms in the whole recording"
+    unit = "ms in a mean iteration" if _is_by_step(profile) else "ms in the whole recording"
+    return unit + (", kernels serialised by PC sampling" if profile.meta.get("serialised") else "")
+
+
+def _is_by_step(profile: Profile) -> bool:
+    return iteration_count(profile) > 1 or bool(len(profile.iterations))
+
+
+def per(profile: Profile) -> str:
+    """The same after a figure: ``per iteration`` or ``in the whole recording``."""
+    return "per iteration" if _is_by_step(profile) else "in the whole recording"
+
+
+def basis(profile: Profile) -> str:
+    """What the shares of :func:`attribute` are shares of, in words.
+
+    A step where iterations are known; else the time from a GPU's first operation to its last;
+    without a timeline the time that was sampled.
+    """
+    on_timeline = not profile.trace.empty and not windows(profile).empty
+    if on_timeline or profile.device != "cuda" or not profile.has("gpu_time_ms"):
+        named = "the step" if _is_by_step(profile) else "the recording"
+        return named if on_timeline or _is_by_step(profile) else "the CPU time"
+    return "the GPU's time"
 
 
 def iteration_contexts(profile: Profile) -> Bools:
@@ -423,9 +531,9 @@ def host_time(profile: Profile) -> pd.Series:
 
 
 def _sampled(profile: Profile) -> pd.DataFrame:
-    """One mean iteration from sampled CPU time, or from GPU time where that is all there is."""
+    """One mean iteration from sampled CPU time, or from the operations of a GPU."""
     table = profile.contexts[["component", "phase"]].copy()
-    on_host = profile.has("cpu_time_ms") or not profile.has("gpu_time_ms")
+    on_host = profile.device != "cuda" or not profile.has("gpu_time_ms")
     time = host_time(profile) if on_host else profile.value_table("gpu_time_ms")
     table["time_ms"] = time / iteration_count(profile)
     # Worker threads run beside the thread of the step: their time is not the step's.

@@ -114,7 +114,7 @@ def test_gpu_time_goes_to_the_running_kernel_and_idle_time_to_the_host(gpu: Prof
         }
     )
     assert attribution["time_ms"].sum() == pytest.approx(0.1)
-    assert coverage(attribution) == pytest.approx(0.94)
+    assert coverage(attribution) == pytest.approx(1)  # of the GPU's time; 6 us of idle are other
 
 
 def test_segments_have_neither_gaps_nor_overlaps(gpu: Profile, measured: Profile) -> None:
