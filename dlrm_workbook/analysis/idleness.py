@@ -29,11 +29,12 @@ import pandas as pd
 from dlrm_core.errors import InputError
 from dlrm_workbook.analysis.attribution import (
     PART,
+    host_is_traced,
     iteration_ms,
-    main_thread,
     parts_at,
     per_iteration,
     segments,
+    windows,
 )
 from dlrm_workbook.analysis.context_tree import (
     Ints,
@@ -66,6 +67,7 @@ CAUSES: dict[str, str] = {
     "start-up": "work was launched, and the GPU had not begun it yet",
     "dependency": "work was launched and waited for other work or an event",
     "kernel gap": "less than 30 ns between two kernels",
+    "unknown": "the host was not measured, and nothing was known to be launched",
 }
 """Cause to what it means; in this order in tables and figures."""
 
@@ -83,6 +85,7 @@ _LATENCY = 3.0
 """Launched work that waits longer than so many usual start-ups waits for something else."""
 
 IDLE = ["iteration", "cause", "idle_ms", "after_sync_ms"]
+PIECES = ["iteration", "start_ns", "end_ns", "idle_ms", "cause", "after_sync", "gap_ns", "context"]
 BY_CAUSE = ["cause", "meaning", "idle_ms", "share_of_idle", "share_of_iteration", "after_sync_ms"]
 
 
@@ -95,14 +98,12 @@ def idle_causes(profile: Profile) -> pd.DataFrame:
         iteration less the time in which a kernel ran. Empty, with the reason in
         ``attrs["not_measured"]``, without a GPU trace and iterations.
     """
-    work = device_operations(profile)
-    if work.empty:
-        return unmeasured(IDLE, reason_of(work))
-    if profile.iterations.empty:
+    if profile.iterations.empty and len(windows(profile)):
         reason = "the profile does not say when its iterations ran"
         return unmeasured(IDLE, missing_reason(profile, ["iterations"], reason))
-    pieces = _pieces(profile, work)
-    pieces["idle_ms"] = (pieces["end_ns"] - pieces["start_ns"]) / 1e6
+    pieces = idle_pieces(profile)
+    if reason_of(pieces):
+        return unmeasured(IDLE, reason_of(pieces))
     pieces["after_sync_ms"] = pieces["idle_ms"].where(pieces["after_sync"], 0.0)
     pieces["cause"] = pd.Categorical(pieces["cause"], list(CAUSES))
     times = pieces.groupby(["iteration", "cause"], observed=True)[["idle_ms", "after_sync_ms"]]
@@ -131,23 +132,37 @@ def idle_by_cause(profile: Profile, each: pd.DataFrame) -> pd.DataFrame:
     return table.sort_values("idle_ms", ascending=False, ignore_index=True)[BY_CAUSE]
 
 
-def _pieces(profile: Profile, work: pd.DataFrame) -> pd.DataFrame:
-    """The idle stretches, cut so that each has one cause."""
-    iterations = profile.iterations.sort_values("start_ns")
+def idle_pieces(profile: Profile) -> pd.DataFrame:
+    """Time without a kernel, cut so that each piece has one cause.
+
+    Over the iterations, or from a GPU's first operation to its last where none is known.
+
+    Returns:
+        ``iteration``, ``start_ns``, ``end_ns``, ``idle_ms``, ``cause`` (of ``CAUSES``),
+        ``after_sync`` (bool), ``gap_ns`` (of the whole stretch in which nothing runs),
+        ``context`` (what the host is in; −1 for nothing known). Empty, with the reason in
+        ``attrs["not_measured"]``, without a GPU trace.
+    """
+    work = device_operations(profile)
+    if work.empty:
+        return unmeasured(PIECES, reason_of(work))
+    iterations = windows(profile)
     first, last = iterations["start_ns"].to_numpy(), iterations["end_ns"].to_numpy()
     is_kernel = work["kind"].eq("kernel")
     kernels, copies = _stretches(work[is_kernel]), _stretches(work[~is_kernel])
     busy = _stretches(work)
     launched = work[(work["launch_end_ns"] >= 0) & (work["launch_end_ns"] < work["start_ns"])]
     waiting = union(launched["launch_end_ns"].to_numpy(), launched["start_ns"].to_numpy())
-    host = running(profile, main_thread(profile))
+    lane = segments(profile, device=False)
+    host = (lane["start_ns"].to_numpy(), lane["end_ns"].to_numpy(), lane["context"].to_numpy())
     cuts = distinct([first, last, *kernels, *copies, *waiting, *host[:2]])
     begin, finish = cuts[:-1], cuts[1:]
     which = stretch_at(first, last, begin)
     idle = (which >= 0) & (stretch_at(*kernels, begin) < 0)
     begin, finish, which = begin[idle], finish[idle], which[idle]
 
-    activity = np.append(_activities(profile), "python")
+    nothing = "python" if host_is_traced(profile) else "unknown"
+    activity = np.append(_activities(profile), nothing)
     in_copy = stretch_at(*copies, begin) >= 0
     gap_start, gap_end = _gaps(busy, begin)
     cause = activity[_context_at(host, begin)]
@@ -166,8 +181,11 @@ def _pieces(profile: Profile, work: pd.DataFrame) -> pd.DataFrame:
             "iteration": iterations["iteration"].to_numpy()[which],
             "start_ns": begin,
             "end_ns": finish,
+            "idle_ms": (finish - begin) / 1e6,
             "cause": cause,
             "after_sync": ran_dry & ~in_copy,
+            "gap_ns": gap_end - gap_start,
+            "context": _context_at(host, begin),
         }
     )
 
