@@ -15,12 +15,26 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.errors import InputError
+from dlrm_core.parts import SPAN_PREFIX, is_iteration_function
 from dlrm_core.units import milliseconds
-from dlrm_workbook.analysis.attribution import per_iteration
+from dlrm_workbook.analysis.attribution import (
+    PART,
+    basis,
+    iteration_state,
+    parts_at,
+    per,
+    per_iteration,
+    segments,
+    windows,
+)
+from dlrm_workbook.analysis.context_tree import Bools, Ints, overlap, union
+from dlrm_workbook.analysis.idleness import idle_pieces
+from dlrm_workbook.analysis.launches import device_operations
 from dlrm_workbook.analysis.operators import top_operators
 from dlrm_workbook.analysis.roofline import roofline
 from dlrm_workbook.recordings.profile import Profile
@@ -60,6 +74,19 @@ class Evidence:
         self.device = profile.device
         self.on_gpu = profile.device == "cuda"
         self.total_ms = float(attribution["time_ms"].sum()) if len(attribution) else 0.0
+        self.basis = basis(profile)
+        """What shares are shares of, in words: the step, the recording, ..."""
+        self.per = per(profile)
+
+    @cached_property
+    def is_ours(self) -> bool:
+        """Whether the program is this project's: only then do its parameters change anything."""
+        if self.meta.get("parameters"):
+            return True
+        contexts = self.profile.contexts
+        named = self.profile.which("name", lambda name: name.startswith(SPAN_PREFIX))
+        frames = contexts.loc[self.profile.of_kind("python"), ["name", "file"]].drop_duplicates()
+        return bool(named.any()) or any(map(is_iteration_function, frames["name"], frames["file"]))
 
     # ---- parameters ---------------------------------------------------------------
 
@@ -72,6 +99,8 @@ class Evidence:
     @cached_property
     def parameters(self) -> Parameters | None:
         """The run's parameters, if they are whole and valid."""
+        if not self.is_ours:
+            return None
         try:
             return parameters_from_sections(self.meta.get("parameters") or {})
         except (InputError, TypeError):
@@ -119,6 +148,9 @@ class Evidence:
         table["calls"] = calls.reindex(table.index).fillna(0.0)
         ranges = self.operators[self.operators["kind"].isin(["annotation", "python"])]
         table["python_ms"] = ranges.groupby(keys)["cpu_self_ms"].sum().reindex(table.index)
+        if self.attribution.attrs.get("left_out"):
+            # the operators' table is of all iterations, the attribution of the steady ones
+            table["python_ms"] = self._steady_python_ms().reindex(table.index)
         # The profiler's cost goes with the operators, up to what it can be; what is left of
         # the difference was the machine's, and goes with the time.
         cost = min(max(0.0, self.total_ms - self.step_ms), PROFILER_MS * table["calls"].sum())
@@ -130,6 +162,16 @@ class Evidence:
         table["alone_ms"] = [self.alone(*part) for part in table.index]
         table["alone_ms"] = table["alone_ms"].astype(float)
         return table
+
+    def _steady_python_ms(self) -> pd.Series:
+        """Time of each part outside every operator in a mean steady iteration."""
+        pieces = segments(self.profile, device=False)
+        own = self.profile.of_kind("annotation", "python")[pieces["context"]]
+        own &= pieces["context"].ge(0).to_numpy() & self.inside(pieces["start_ns"].to_numpy())
+        pieces = pieces[own].reset_index(drop=True)
+        pieces[PART] = parts_at(self.profile, pieces["context"].to_numpy())
+        pieces["ms"] = (pieces["end_ns"] - pieces["start_ns"]) / 1e6 / len(self.windows[0])
+        return pieces.groupby(PART)["ms"].sum()
 
     def time(self, component: str, phase: str | None = None) -> float:
         """Time of a component, or of one phase of it, ms per iteration."""
@@ -164,6 +206,67 @@ class Evidence:
         plain = self.meta.get("unprofiled_iteration_ms") or []
         # the median: one disturbed iteration must not pass for the step
         return min(self.total_ms, statistics.median(plain)) if plain else self.total_ms
+
+    # ---- the GPU ------------------------------------------------------------------
+
+    @cached_property
+    def device_ms(self) -> float:
+        """Time of a mean step in which the GPU works."""
+        on_gpu = self.attribution["where"].eq("device")
+        return float(self.attribution.loc[on_gpu, "time_ms"].sum())
+
+    @cached_property
+    def has_timeline(self) -> bool:
+        """Whether the recording says when the GPU worked, and so when it idled."""
+        return self.on_gpu and self.device_ms > 0 and len(self.work) > 0
+
+    @property
+    def idle_ms(self) -> float:
+        """Time of a mean step in which the GPU does nothing; 0 where that was not measured."""
+        return self.total_ms - self.device_ms if self.has_timeline else 0.0
+
+    @cached_property
+    def windows(self) -> tuple[Ints, Ints]:
+        """(start, end) of the iterations that the attribution is of, in order, ns."""
+        table = windows(self.profile)
+        state = iteration_state(self.profile)
+        if state is not None:
+            steady = self.profile.iterations["iteration"][state.steady]
+            table = table[table["iteration"].isin(steady)]
+        return table["start_ns"].to_numpy(), table["end_ns"].to_numpy()
+
+    def inside(self, at: Ints) -> Bools:
+        """Which moments (n,) lie in these iterations."""
+        start, end = self.windows
+        row = np.searchsorted(start, at, side="right") - 1
+        return (row >= 0) & (at < end[np.maximum(row, 0)]) if len(start) else np.zeros(len(at), bool)
+
+    @cached_property
+    def work(self) -> pd.DataFrame:
+        """As :func:`device_operations`, begun in these iterations."""
+        work = device_operations(self.profile)
+        return work[self.inside(work["start_ns"].to_numpy())] if len(work) else work
+
+    @cached_property
+    def idle(self) -> pd.DataFrame:
+        """As :func:`idle_pieces`, with ``component`` and ``phase`` of what the host is in: the
+        stretches of these iterations in which the GPU does nothing, ``idle_ms`` of a mean one."""
+        pieces = idle_pieces(self.profile)
+        if pieces.empty:
+            return pieces.assign(component=[], phase=[])
+        start = pieces["start_ns"].to_numpy()
+        pieces = pieces[self.inside(start) & pieces["cause"].ne("copies")].reset_index(drop=True)
+        pieces["idle_ms"] /= len(self.windows[0])
+        return pieces.join(parts_at(self.profile, pieces["context"].to_numpy()))
+
+    def alone_ms(self, chosen: pd.DataFrame, beside: pd.DataFrame) -> tuple[float, float]:
+        """Time of a mean step in which any of some operations runs, and that of it in which no
+        operation of ``beside`` does; rows of :attr:`work`."""
+        start, end = union(chosen["start_ns"].to_numpy(), chosen["end_ns"].to_numpy())
+        other = union(beside["start_ns"].to_numpy(), beside["end_ns"].to_numpy())
+        count = 1e6 * max(len(self.windows[0]), 1)
+        whole = float((end - start).sum())
+        return whole / count, (whole - float(overlap(start, end, *other).sum())) / count
 
     # ---- probes -------------------------------------------------------------------
 

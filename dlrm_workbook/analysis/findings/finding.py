@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -84,6 +85,10 @@ class Ledger:
         self._part: dict[Part, float] = {}
         self.anywhere_ms = 0.0
         """Milliseconds explained without a place."""
+        self.idle_ms = 0.0
+        """Of the GPU's idle time, explained."""
+        self.launching = False
+        """Whether short gaps between kernels were explained by the cost of launching."""
 
     def explain(self, milliseconds: float, part: Part | None = None) -> None:
         """Record that a rule explained time, in one part or anywhere in the step."""
@@ -156,18 +161,24 @@ def rule(
             if measured is None:
                 return
             figures = _common_figures(seen) | measured
-            share = float(figures["share"])
+            share = figures["share"] = min(max(float(figures["share"]), 0.0), 1.0)
             sentences = figures.get("evidence", evidence)
             told = [text for each in sentences if (text := _filled(each, figures)) is not None]
+            said = _filled(figures.get("advice", advice), figures) or ""
+            speedup = figures.get("speedup") or removed(share)
+            if not seen.is_ours:
+                said = PARAMETERS.sub("", said)
+            if seen.on_gpu and not (figures.get("change") and seen.probed):
+                speedup = within(speedup, share)
             yield Finding(
                 id=figures.get("id", id),
-                title=_filled(figures.get("title", title), figures) or "",
+                title=_of_basis(seen, _filled(figures.get("title", title), figures) or ""),
                 component=str(figures.get("component", component)),
                 share_of_step=share,
-                evidence=" ".join(told),
-                advice=_filled(figures.get("advice", advice), figures) or "",
-                change=dict(figures.get("change") or {}),
-                predicted_speedup=figures.get("speedup") or removed(share),
+                evidence=_of_basis(seen, " ".join(told)),
+                advice=said,
+                change=dict(figures.get("change") or {}) if seen.is_ours else {},
+                predicted_speedup=speedup,
                 severity=figures.get("severity", "slows"),
                 limit=str(figures.get("limit", limit)),
             )
@@ -176,6 +187,19 @@ def rule(
         return run
 
     return made
+
+
+PARAMETERS = re.compile(r" \((?:[a-z]+\.[a-z_]+[^()]*)\)")
+"""Parameters of ours in an advice, which another program does not have."""
+
+
+def _of_basis(evidence: Evidence, text: str) -> str:
+    """The text with the name of what its shares are of, where that is no step."""
+    if evidence.basis == "the step":
+        return text
+    for step in ("the step", "each step"):
+        text = text.replace(step, evidence.basis)
+    return text.replace("per iteration", evidence.per).replace("in each iteration", evidence.per)
 
 
 def _common_figures(evidence: Evidence) -> Measured:
@@ -240,6 +264,12 @@ def removed(share: float) -> dict[str, float]:
         "mid": 1.0 / (1.0 - share),
         "high": 1.0 / (1.0 - min(1.1 * share, 0.995)),
     }
+
+
+def within(speedup: Mapping[str, float], share: float) -> dict[str, float]:
+    """The gains, none above that of the share's time gone entirely."""
+    most = 1.0 / max(1.0 - share, 1e-9)
+    return {end: min(gain, most) for end, gain in speedup.items()}
 
 
 def predicted(evidence: Evidence, change: Mapping[str, Any]) -> dict[str, float] | None:

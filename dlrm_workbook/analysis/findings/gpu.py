@@ -1,7 +1,8 @@
 """The GPU: why it idles, what it copies, which of its units it leaves unused.
 
-Idle time is charged to what the host does meanwhile (:mod:`dlrm_workbook.analysis.idleness`):
-in a synchronising call it waits for the GPU itself, elsewhere the GPU waits for it.
+Idle time is charged to what the host does meanwhile (:mod:`dlrm_workbook.analysis.idleness`).
+Rules with a cause (data, synchronisation, launches) take their part of it first; what is left is
+one finding that names what the host did, or says that it was not measured.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import numpy as np
 import pandas as pd
 
 from dlrm_core.parts import part_label
-from dlrm_workbook.analysis.attribution import iteration_count, step_contexts
-from dlrm_workbook.analysis.context_tree import overlap, union
+from dlrm_core.units import milliseconds
+from dlrm_workbook.analysis.attribution import PART, host_is_traced, iteration_count
+from dlrm_workbook.analysis.context_tree import overlap, scopes_of, stretch_at, union
 from dlrm_workbook.analysis.findings.evidence import Evidence
 from dlrm_workbook.analysis.findings.finding import (
     Ledger,
@@ -27,28 +29,51 @@ from dlrm_workbook.analysis.findings.finding import (
     rule,
 )
 from dlrm_workbook.analysis.gpu import kernel_table, sampled_profile, stall_reasons, stall_table
-from dlrm_workbook.analysis.idleness import gpu_idleness, idle_blame
 from dlrm_workbook.recordings.hpctoolkit.metrics import STALLS
+from dlrm_workbook.recordings.profile import nearest
+from dlrm_workbook.recordings.torch.chrome_trace import GRAPH_LAUNCH
 
-IDLE_SHARE = 0.2
-"""Of the iterations in which no stream runs; below it launches keep ahead of kernels."""
+IDLE_SHARE = 0.1
+"""Of the step in which the GPU does nothing, for no cause that another rule names."""
+
+LAUNCH_SHARE = 0.2
+"""Of the step in which the GPU waits for launches; below it they keep ahead of kernels."""
 
 SHORT_KERNEL_US = 10.0
 """A launch costs 3 to 10 µs of host time (NVIDIA, "Getting started with CUDA graphs",
 2019): kernels shorter than this cannot hide it. The measured launch cost is used where
 there is one."""
 
-SYNC = re.compile(r"cu(da)?(Device|Stream|Event|Ctx)Synchronize\w*")
+SHORT_GAPS = 50.0
+"""Times a launch: gaps up to this length are what calling operators in turn costs (30 to 200 µs
+from one kernel to the next in eager torch); in longer ones the host does something else."""
+
+LAUNCHING = ("operators", "launching", "python", "start-up")
+"""Causes of idleness that make up the cost of launching."""
+
+SYNC = re.compile(r"(?:cu(?:da)?|hip)(?:Device|Stream|Event|Ctx)Synchronize\w*")
 SYNC_SHARE = 0.03
 
 COPY_SHARE = 0.05
+COMMUNICATION_SHARE = 0.1
+OVER_LINK = "HtoD|DtoH|HostToDevice|DeviceToHost|copyin|copyout"
+
+LINKS_GB_PER_S = {6: 12, 7: 12, 8: 25, 9: 50, 10: 50, 12: 50}
+"""What pinned copies reach over PCIe x16 (generations 3, 4 and 5) by the first figure of the
+compute capability of NVIDIA's GPUs of that time."""
+
 GEMM = re.compile(r"gemm|xmma|cutlass|cublas|wgmma|hmma", re.IGNORECASE)
 TENSOR_CORE = re.compile(
-    r"tensorop|tensor_op|hmma|wgmma|mma_?sync|xmma_gemm|h?16816|s1688|s16816|bf16|f16|fp16|tf32|"
-    r"imma|nvjet|_h\d+_|hgemm",
+    r"tensorop|tensor_op|hmma|wgmma|mma_?sync|xmma_gemm|h?16816|s1688|s16816|s884|bf16|f16|fp16|"
+    r"tf32|imma|nvjet|_h\d+_|hgemm",
     re.IGNORECASE,
 )
 GEMM_SHARE = 0.1
+
+DOUBLE = re.compile(r"\bdouble\b|dgemm|_f64|_d884|float64", re.IGNORECASE)
+NO_DOUBLE = re.compile(r"distribution_|pow_tensor_scalar|curand|philox|random", re.IGNORECASE)
+"""Kernels with a scalar or a generator of random numbers in float64, and tensors in fp32."""
+DOUBLE_SHARE = 0.03
 
 LOW_OCCUPANCY = 25.0
 OCCUPANCY_SHARE = 0.2
@@ -60,14 +85,27 @@ UNAVOIDABLE_STALLS = ("NONE", "NSEL", "HID", "INV", "OTHR")
 STALL_LIMITS = {"SYNC": "synchronisation", "PIPE": "arithmetic"}
 """Stall reason to the limit that it shows; of all others, memory bandwidth."""
 
+SERIALISED = (
+    "PC sampling ran the kernels of this recording one at a time and slowed their launches, so "
+    "this is partly its own doing: measure without it (hpcrun -e CPUTIME -e gpu=nvidia -t) to know."
+)
+UPPER_BOUND = (
+    "CUDA graphs were launched, of whose kernels a profiler may record only some: it is an upper "
+    "bound."
+)
+HOST_UNKNOWN = (
+    "What the host did meanwhile was not measured (hpcrun -e CPUTIME -e gpu=nvidia -t measures it)."
+)
+
 
 @rule(
     "synchronisation",
     title="The host waits for the GPU {count:,.0f} times in each step",
     evidence=(
         "{names} is called {count:,.1f} times per iteration, most in {place}; the host waits "
-        "{waited:ms} in it, and the GPU idles {idle:ms} after it.",
+        "{waited:ms} in it, and the GPU idles {idle:ms} during and after it.",
         "{reads} read values back.",
+        "{doubt}",
     ),
     advice="Do not read values back in the loop (.item(), .cpu(), nonzero, print of a tensor): "
     "keep losses on the GPU and read them every training.log_every iterations.",
@@ -75,28 +113,33 @@ STALL_LIMITS = {"SYNC": "synchronisation", "PIPE": "arithmetic"}
     gpu=True,
 )
 def synchronising(evidence: Evidence, ledger: Ledger) -> Measured | None:
-    """The host waits for the GPU within the step, and the GPU then for the host."""
+    """The host waits for the GPU within the step, and the GPU then for the host.
+
+    Without the call the host would go on sooner by what it waits in it, and the GPU would be at
+    work for as much of the idle stretch that follows: the shorter of the two is lost.
+    """
     calls = _synchronising_calls(evidence)
-    if calls.empty or calls["calls"].sum() < 0.5:
+    if calls.empty:
         return None
-    waited = float(calls["time_ms"].sum())
-    idle = _idle_after(evidence, calls["context"].tolist())
-    share = max(idle, 0.0) / evidence.total_ms
-    if max(share, waited / evidence.total_ms) < SYNC_SHARE:
+    idle, lost = _idle_around(evidence, calls)
+    count = max(len(evidence.windows[0]), 1)
+    if lost < SYNC_SHARE * evidence.total_ms or len(calls) < 0.5 * count:
         return None
-    part = largest(calls.groupby(["component", "phase"])["time_ms"].sum())
-    ledger.explain(idle, part)
+    part = largest(calls.groupby(PART)["lost_ms"].sum())
+    ledger.explain(lost, part)
+    ledger.idle_ms += lost
     called = evidence.called["name"]
     reads = sorted(called[called.isin(["aten::_local_scalar_dense", "aten::nonzero"])].unique())
     return {
-        "share": min(max(share, SYNC_SHARE), 1.0),
+        "share": lost / evidence.total_ms,
         "component": part[0],
         "names": ", ".join(sorted(calls["name"].unique())),
-        "count": float(calls["calls"].sum()),
+        "count": len(calls) / count,
         "place": part_label(*part) or "the loop",
-        "waited": waited,
+        "waited": float(calls["waited_ms"].sum()),
         "idle": idle,
         "reads": ", ".join(reads) or None,
+        "doubt": _doubt(evidence),
     }
 
 
@@ -104,10 +147,12 @@ def synchronising(evidence: Evidence, ledger: Ledger) -> Measured | None:
     "copies_not_overlapped",
     title="Copies that no kernel overlaps take {share:.0%} of the step",
     evidence=(
-        "Copies of {megabytes:,.1f} MB per iteration take {time:ms} ({rate:.1f} GB/s), {alone:ms} "
-        "of it while no kernel runs.",
+        "Copies of {megabytes:,.1f} MB per iteration take {time:ms}{rate}, {alone:ms} of it while "
+        "no kernel runs and work or the host waits for them.",
         "{pageable:ms} are from or to pageable memory, which the driver copies twice.",
         "Pinned copies reach {pinned:.1f} GB/s here.",
+        "Pinned copies over this GPU's link reach about {link:.0f} GB/s (PCIe x16).",
+        "{doubt}",
     ),
     advice="The prefetching loader pins its batches, so that copies are asynchronous and run "
     "beside kernels; uniform and zipf batches can be made on the GPU (data.place: device).",
@@ -119,32 +164,50 @@ def copies(evidence: Evidence, ledger: Ledger) -> Measured | None:
     found = _copies(evidence)
     if found.empty:
         return None
-    alone, time = float(found["alone_ms"].sum()), float(found["time_ms"].sum())
+    kernels = evidence.work[evidence.work["kind"].eq("kernel")]
+    time, alone = evidence.alone_ms(found, kernels)
+    alone = _delaying_ms(evidence, found, kernels)
     share = alone / evidence.total_ms
     if share < COPY_SHARE:
         return None
-    ledger.explain(alone, ("transfer", "forward"))
+    part = largest(found.groupby(PART)["ms"].sum())
+    ledger.explain(alone, part)
     is_pageable = found["name"].str.contains("Pageable", case=False)
-    pageable, size = float(found.loc[is_pageable, "time_ms"].sum()), float(found["bytes"].sum())
+    pageable, size = float(found.loc[is_pageable, "ms"].sum()), float(found["bytes"].sum())
+    summed = float(found["ms"].sum())
     pinned = [row for row in evidence.ceiling("copy") or [] if row.get("kind") == "pinned"]
+    best = max((row["gb_per_s"] for row in pinned), default=None)
     synchronous = evidence.parameter("data.loader") == "synchronous"
     on_device = evidence.parameter("data.place") == "device"
     change: dict[str, Any] = {}
     if synchronous and not on_device:
         change = {"data.loader": "prefetch"}
+    known = size > 0
     figures: Measured = {
         "share": share,
-        "component": str(found.groupby("component")["alone_ms"].sum().idxmax()),
-        "megabytes": size / 1e6,
+        "component": part[0],
+        "megabytes": size / 1e6 if known else None,
         "time": time,
-        "rate": size / time / 1e6 if time else 0.0,
+        "rate": f" ({size / summed / 1e6:.1f} GB/s)",
         "alone": alone,
         "pageable": None,
-        "pinned": max((row["gb_per_s"] for row in pinned), default=None),
+        "pinned": best,
+        "link": None if best else _link_gb_per_s(evidence),
+        "doubt": _doubt(evidence),
         "change": change,
         "speedup": (predicted(evidence, change) if change else None) or bounded(share),
     }
-    if pageable > 0.3 * time:
+    if not known:
+        figures["evidence"] = (
+            "Copies take {time:ms} per iteration, {alone:ms} of it while no kernel runs and work "
+            "or the host waits for them; their bytes were not measured.",
+        )
+    if not evidence.is_ours:
+        figures["advice"] = (
+            "Pin the batches (DataLoader(pin_memory=True)) and copy them ahead with "
+            "non_blocking=True on a stream of their own, or copy fewer bytes."
+        )
+    if pageable > 0.3 * summed:
         figures["id"] = "pageable_copies"
         figures["title"] = "Copies from pageable memory take {share:.0%} of the step"
         figures["pageable"] = pageable
@@ -152,12 +215,51 @@ def copies(evidence: Evidence, ledger: Ledger) -> Measured | None:
 
 
 @rule(
+    "exposed_communication",
+    title="Communication that no computing hides takes {share:.0%} of the step",
+    evidence=(
+        "Collectives run {time:ms} per iteration, {alone:ms} of it while nothing else does; most "
+        "in {heaviest}.",
+        "How much of it is waiting for another rank one rank's recording does not tell.",
+    ),
+    advice="Start collectives earlier and let them run beside computing (a pipeline over batches, "
+    "larger buckets of gradients), send fewer bytes (bf16, smaller tables replicated), and even "
+    "out the ranks.",
+    limit="network",
+    component="communication",
+    gpu=True,
+)
+def exposed_communication(evidence: Evidence, ledger: Ledger) -> Measured | None:
+    """Collectives hold the step up."""
+    work = evidence.work
+    if work.empty:
+        return None
+    is_exchange = work["component"].eq("communication") & work["kind"].eq("kernel")
+    exchange = work[is_exchange]
+    time, alone = evidence.alone_ms(exchange, work[~is_exchange])
+    if alone < COMMUNICATION_SHARE * evidence.total_ms:
+        return None
+    ledger.explain(alone, ("communication", largest(exchange.groupby(PART).size())[1]))
+    lengths = (exchange["end_ns"] - exchange["start_ns"]).groupby(
+        evidence.profile.contexts["name"].iloc[exchange["context"]].to_numpy()
+    )
+    return {
+        "share": alone / evidence.total_ms,
+        "time": time,
+        "alone": alone,
+        "heaviest": str(lengths.sum().idxmax())[:60],
+        "speedup": bounded(alone / evidence.total_ms),
+    }
+
+
+@rule(
     "launch_bound",
-    title="The GPU idles {idle:.0%} of the time, waiting for launches",
+    title="The GPU is idle {idle:.0%} of the time, most of it waiting for launches",
     evidence=(
         "{launches:,.0f} kernels per iteration of {mean_us:.1f} µs each, against {launch_us:.1f} "
-        "µs for a launch; in {share:.0%} of the time the GPU has nothing to do while the host is "
-        "in the model.",
+        "µs for a launch; in {share:.0%} of the time the GPU waits in gaps below {gap_us:.0f} µs "
+        "while the host runs operators and launches them.",
+        "{doubt}",
     ),
     advice="Fewer and longer kernels: capture the step in a CUDA graph (training.cuda_graphs), "
     "compile it, a larger batch, fused embeddings and optimiser.",
@@ -166,49 +268,176 @@ def copies(evidence: Evidence, ledger: Ledger) -> Measured | None:
 )
 def launch_bound(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """The GPU idles while the host prepares launches."""
-    idleness = gpu_idleness(evidence.profile)
-    if idleness.empty:
+    if not evidence.has_timeline:
         return None
-    idle = float(idleness["idle_share"].mean())
-    blame = idle_blame(evidence.profile, "component")
-    busy = blame[~blame["component"].isin(["data", "transfer"])] if not blame.empty else blame
-    host = float(busy["share"].sum()) * idle if not busy.empty else 0.0
-    host -= ledger.explained_ms / evidence.total_ms
-    kernels = kernel_table(evidence.profile)
-    if kernels.empty or host < IDLE_SHARE:
-        return None
-    launches = float(kernels["launches"].sum())
-    mean_us = 1e3 * float(kernels["time_ms"].sum()) / max(launches, 1.0)
     launch_us = float(evidence.ceiling("launch_us") or SHORT_KERNEL_US)
+    idle = _launching(evidence, launch_us)
+    lost = float(idle["idle_ms"].sum())
+    left = max(0.0, evidence.idle_ms - ledger.idle_ms - _data_ms(evidence, ledger))
+    lost = min(lost, left)
+    kernels = evidence.work[evidence.work["kind"].eq("kernel")]
+    if kernels.empty or lost < LAUNCH_SHARE * evidence.total_ms:
+        return None
+    launches = len(kernels)
+    mean_us = float((kernels["end_ns"] - kernels["start_ns"]).mean()) / 1e3
     if mean_us > 5 * launch_us:
         return None
+    ledger.idle_ms += lost
+    ledger.launching = True
     graphs: dict[str, Any] = {"training.cuda_graphs": True}
     if evidence.parameter("training.embedding_backend", "torch") != "fused":
         # with any other the host waits for the GPU in every update: nothing to capture
         graphs["training.embedding_backend"] = "fused"
+    title = {} if lost > 0.5 * evidence.idle_ms else {"title": WAITS_FOR_LAUNCHES}
     return {
-        "share": host,
-        "component": str(busy.loc[busy["blamed_ms"].idxmax(), "component"]),
-        "idle": idle,
-        "launches": launches / iteration_count(evidence.profile),
+        "share": lost / evidence.total_ms,
+        "component": largest(idle.groupby(PART)["idle_ms"].sum())[0],
+        "idle": evidence.idle_ms / evidence.total_ms,
+        "launches": launches / max(len(evidence.windows[0]), 1),
         "mean_us": mean_us,
         "launch_us": launch_us,
+        "gap_us": SHORT_GAPS * launch_us,
+        "doubt": _doubt(evidence),
         "change": {} if evidence.parameter("training.cuda_graphs", False) else graphs,
-        "speedup": predicted(evidence, graphs) or bounded(min(host, 0.95)),
+        "speedup": predicted(evidence, graphs) or bounded(lost / evidence.total_ms),
+        **title,
     }
+
+
+WAITS_FOR_LAUNCHES = "The GPU waits {share:.0%} of the time for launches"
+
+
+@rule(
+    "gpu_idle",
+    title="The GPU is idle {idle} of the time{meanwhile}",
+    evidence=(
+        "It works {busy:ms} of {total:ms} per iteration and does nothing in {idle_time:ms}.",
+        "{host_unknown}",
+        "The host meanwhile: {host}.",
+        "{doubt}",
+    ),
+    advice="{remedy}",
+    limit="dispatch",
+    gpu=True,
+)
+def gpu_idle(evidence: Evidence, ledger: Ledger) -> Measured | None:
+    """The GPU does nothing, and no rule has said why."""
+    explained = ledger.idle_ms + _data_ms(evidence, ledger)
+    left = evidence.idle_ms - explained
+    if left < IDLE_SHARE * evidence.total_ms:
+        return None
+    unexplained = evidence.idle
+    if ledger.launching:
+        names = _launching(evidence, float(evidence.ceiling("launch_us") or SHORT_KERNEL_US)).index
+        unexplained = unexplained.drop(names)
+    if _data_ms(evidence, ledger):
+        unexplained = unexplained[unexplained["component"].ne("data")]
+    traced = host_is_traced(evidence.profile)
+    upto = "up to " if _has_graphs(evidence) else ""
+    figures: Measured = {
+        "share": left / evidence.total_ms,
+        "idle": upto + _precise(evidence.idle_ms / evidence.total_ms),
+        "meanwhile": "",
+        "busy": evidence.device_ms,
+        "idle_time": evidence.idle_ms,
+        "host_unknown": None if traced else HOST_UNKNOWN,
+        "host": None,
+        "doubt": _doubt(evidence),
+        "remedy": "Measure what the host does as well; then shorten it, overlap it with the GPU's "
+        "work (a loader that runs ahead), or move it to the GPU.",
+        "speedup": bounded(left / evidence.total_ms),
+    }
+    if explained > 0.02 * evidence.total_ms:
+        figures["title"] = "The GPU is idle in another {share:.0%} of the step{meanwhile}"
+    if traced and len(unexplained):
+        figures |= _host_meanwhile(evidence, unexplained)
+    ledger.explain(left, (str(figures.get("component", "other")), ""))
+    return figures
+
+
+def _host_meanwhile(evidence: Evidence, idle: pd.DataFrame) -> Measured:
+    """What the host was in while the GPU did nothing: the parts or else the functions."""
+    by_part = idle.groupby(PART)["idle_ms"].sum().sort_values(ascending=False)
+    named = by_part.drop("other", level="component", errors="ignore")
+    by_name = idle.groupby(_host_names(evidence, idle))["idle_ms"].sum().nlargest(3)
+    total = float(idle["idle_ms"].sum())
+    functions = ", ".join(f"{name} {milliseconds(ms)}" for name, ms in by_name.items())
+    figures: Measured = {
+        "host": functions,
+        "remedy": "Shorten what the host does there, overlap it with the GPU's work (a loader "
+        "that runs ahead, launches without waiting), or move it to the GPU.",
+    }
+    if named.sum() > 0.5 * total:
+        places = ", ".join(
+            f"{part_label(*part)} {milliseconds(ms)}" for part, ms in named.head(3).items()
+        )
+        figures["host"] = f"{places}; by function {functions}"
+        figures["component"] = str(named.index[0][0])
+    if by_name.iloc[0] > 0.5 * total:
+        figures["meanwhile"] = f", most while the host is in {by_name.index[0][:60]}"
+    elif len(named) and named.iloc[0] > 0.5 * total:
+        figures["meanwhile"] = f", most while the host is in {part_label(*named.index[0])}"
+    return figures
+
+
+def _host_names(evidence: Evidence, idle: pd.DataFrame) -> np.ndarray:
+    """The function (n,) that the host is in: Python's where it is known, else the innermost."""
+    contexts = evidence.profile.contexts
+    frame = nearest(contexts["parent"].to_numpy(), evidence.profile.of_kind("python"))
+    owner = np.where(frame >= 0, frame, scopes_of(contexts))
+    context = idle["context"].to_numpy()
+    names = contexts["name"].to_numpy()[owner[np.maximum(context, 0)]]
+    bare = contexts["kind"].isin(["thread", "root"]).to_numpy()[owner[np.maximum(context, 0)]]
+    return np.where((context < 0) | bare, "code outside every operator and range", names)
+
+
+def _launching(evidence: Evidence, launch_us: float) -> pd.DataFrame:
+    """Rows of ``evidence.idle`` in gaps so short that they are the cost of launching."""
+    idle = evidence.idle
+    short = idle["gap_ns"].lt(1e3 * SHORT_GAPS * launch_us)
+    return idle[short & idle["cause"].isin(LAUNCHING)]
+
+
+def _data_ms(evidence: Evidence, ledger: Ledger) -> float:
+    """Idle time of a mean step that the rule for making batches has explained."""
+    if not ledger.is_explained(("data", "forward")):
+        return 0.0
+    rows = evidence.attribution
+    chosen = rows["component"].eq("data") & rows["where"].eq("host")
+    return float(rows.loc[chosen, "time_ms"].sum())
+
+
+def _has_graphs(evidence: Evidence) -> bool:
+    runtime = evidence.profile.contexts.loc[evidence.profile.of_kind("runtime"), "name"]
+    return bool(runtime.str.match(GRAPH_LAUNCH).any())
+
+
+def _doubt(evidence: Evidence) -> str | None:
+    """Why idle time and gaps of this recording are not to be taken at their word."""
+    said = [SERIALISED] if evidence.meta.get("serialised") else []
+    said += [UPPER_BOUND] if _has_graphs(evidence) else []
+    return " ".join(said) or None
+
+
+def _precise(share: float) -> str:
+    """A share with a digit after the point where it is close to all."""
+    return f"{share:.1%}" if share > 0.99 else f"{share:.0%}"
 
 
 @rule(
     "tensor_cores_unused",
     title="Matrix products take {share:.0%} of the step and use no tensor cores",
     evidence=("{time:ms} per iteration in kernels such as {names}.",),
-    advice="bf16 by autocast (training.precision) or TF32 (training.tf32) run on tensor cores, 4 "
-    "to 16 times the fp32 rate on A100 and later (data sheets in docs/roofline.md).",
+    advice="{units} run on tensor cores, 4 to 16 times the fp32 rate (data sheets in "
+    "docs/roofline.md).",
     limit="arithmetic",
     gpu=True,
 )
 def tensor_cores(evidence: Evidence, ledger: Ledger) -> Measured | None:
-    """Matrix products in fp32 without tensor cores."""
+    """Matrix products in fp32 without tensor cores, on a GPU that has them."""
+    capability = _capability(evidence)
+    if capability is not None and capability < 7:
+        return None
     kernels = kernel_table(evidence.profile)
     if kernels.empty:
         return None
@@ -226,22 +455,65 @@ def tensor_cores(evidence: Evidence, ledger: Ledger) -> Measured | None:
     else:
         return None
     guess = {"low": amdahl(share, 1.5), "mid": amdahl(share, 3.0), "high": amdahl(share, 8.0)}
+    volta = capability is not None and capability < 8
     return {
         "share": share,
         "component": str(slow.groupby("component")["time_ms"].sum().idxmax()),
         "time": time,
         "names": ", ".join(slow.nlargest(2, "time_ms")["kernel"].str.slice(0, 60)),
-        "change": change,
+        "units": "fp16 products by autocast"
+        if volta
+        else "bf16 by autocast (training.precision) or TF32 (training.tf32)",
+        "change": {} if volta else change,
         "speedup": predicted(evidence, change) or guess,
     }
 
 
 @rule(
+    "float64",
+    title="Arithmetic in float64 takes {share:.0%} of the step",
+    evidence=("{time:ms} per iteration in {names}.",),
+    advice="Find what makes float64 (a NumPy array or a Python constant made into a tensor, "
+    ".double(), a default type) and make it float32: GPUs compute float64 at a half to a 64th of "
+    "the rate of float32, and it takes twice the bytes.",
+    limit="arithmetic",
+)
+def float64(evidence: Evidence, ledger: Ledger) -> Measured | None:
+    """Kernels or operators compute in float64, which no part of such a model needs."""
+    profile = evidence.profile
+    is_double = profile.which(
+        "name", lambda name: bool(DOUBLE.search(name)) and not NO_DOUBLE.search(name)
+    )
+    kernels, metric = profile.of_kind("kernel"), "gpu_time_ms"
+    if not evidence.on_gpu:
+        return None
+    chosen = is_double & kernels
+    time = profile.value_table(metric, "inclusive").to_numpy()[chosen]
+    if not time.sum() > 0:
+        return None
+    time = pd.Series(time, index=profile.contexts.index[chosen]) / iteration_count(profile)
+    share = float(time.sum()) / evidence.total_ms
+    if share < DOUBLE_SHARE:
+        return None
+    rows = profile.contexts.loc[time.index]
+    part = largest(time.groupby([rows["component"], rows["phase"]]).sum())
+    ledger.explain(float(time.sum()), part)
+    heaviest = time.groupby(rows["name"]).sum().nlargest(2)
+    return {
+        "share": share,
+        "component": part[0],
+        "time": float(time.sum()),
+        "names": ", ".join(f"{name[:70]} ({milliseconds(ms)})" for name, ms in heaviest.items()),
+        "speedup": {"low": 1.0, "mid": amdahl(share, 2.0), "high": amdahl(share, 64.0)},
+    }
+
+
+@rule(
     "low_occupancy",
-    title="Kernels of low occupancy take {share:.0%} of the GPU's time",
+    title="Kernels of low occupancy take {share:.0%} of the step",
     evidence=(
-        "{kernel} keeps {occupancy:.0f}% of the warps that fit on a multiprocessor "
-        "({registers:.0f} registers per thread, {blocks:.0f} blocks per launch).",
+        "{kernel} keeps {occupancy:.0f}% of the warps that fit on a multiprocessor"
+        "{because}; such kernels take {of_kernels:.0%} of all kernels' time.",
     ),
     advice="More and smaller blocks (a larger batch), fewer registers or less shared memory per "
     "block, so that other warps run while one waits for memory.",
@@ -254,28 +526,37 @@ def occupancy(evidence: Evidence, ledger: Ledger) -> Measured | None:
     if kernels.empty or kernels["occupancy_percent"].isna().all():
         return None
     low = kernels[kernels["occupancy_percent"] < LOW_OCCUPANCY]
-    low = low[~low["kernel"].str.contains(GEMM)]  # products live from registers, not from warps
-    share = float(low["time_ms"].sum()) / float(kernels["time_ms"].sum())
+    # products live from registers, not from warps; collectives wait for the network
+    low = low[~low["kernel"].str.contains(GEMM) & low["component"].ne("communication")]
+    of_kernels = float(low["time_ms"].sum()) / float(kernels["time_ms"].sum())
+    share = of_kernels * _kernel_ms(evidence) / evidence.total_ms
     if share < OCCUPANCY_SHARE:
         return None
     worst = low.loc[low["time_ms"].idxmax()]
+    properties = [
+        f"{worst[name]:.0f} {label}"
+        for name, label in (("registers", "registers per thread"), ("blocks", "blocks per launch"))
+        if worst[name] == worst[name]
+    ]
     return {
         "share": share,
+        "of_kernels": of_kernels,
         "component": str(worst["component"]),
         "kernel": str(worst["kernel"])[:80],
         "occupancy": worst["occupancy_percent"],
-        "registers": worst["registers"],
-        "blocks": worst["blocks"],
+        "because": f" ({', '.join(properties)})" if properties else "",
         "speedup": bounded(0.5 * share),
     }
 
 
 @rule(
     "stall",
-    title="{share:.0%} of the GPU's samples are stalls by one reason: {meaning}",
+    title="{of_samples:.0%} of the GPU's samples are stalls by one reason: {meaning}",
     evidence=(
-        "{reason}: {share:.0%} of all warp samples, {of_stalls:.0%} of the stalls, most in "
-        "{kernel}.",
+        "{reason}: {of_samples:.0%} of all warp samples, {of_stalls:.0%} of the stalls, most in "
+        "{kernel}{line}.",
+        "{quality}",
+        "Kernels take {kernels:.1%} of the step, so that these stalls are {share:.1%} of it.",
     ),
     advice="{remedy}.",
     limit="memory bandwidth",
@@ -283,7 +564,8 @@ def occupancy(evidence: Evidence, ledger: Ledger) -> Measured | None:
 )
 def stalls(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """One reason stops most warps, by PC samples."""
-    table = stall_table(sampled_profile(evidence.profile))
+    sampled = sampled_profile(evidence.profile)
+    table = stall_table(sampled)
     if table.empty:
         return None
     reasons = stall_reasons(table)
@@ -291,95 +573,147 @@ def stalls(evidence: Evidence, ledger: Ledger) -> Measured | None:
     if reasons.empty:
         return None
     top = reasons.loc[reasons["share_of_samples"].idxmax()]
-    reason, share = str(top["reason"]), float(top["share_of_samples"])
-    if share < STALL_SHARE:
+    reason, of_samples = str(top["reason"]), float(top["share_of_samples"])
+    if of_samples < STALL_SHARE:
         return None
     kernels = table[table["reason"] == reason]
     kernel = str(kernels.loc[kernels["warp_cycles"].idxmax(), "kernel"])
     contexts = evidence.profile.contexts
     named = contexts[(contexts["name"] == kernel) & (contexts["kind"] == "kernel")]
+    of_step = min(_kernel_ms(evidence) / evidence.total_ms, 1.0)
+    lines = stall_table(sampled, "line")
+    lines = lines[(lines["reason"] == reason) & (lines["kernel"] == kernel) & lines["file"].ne("")]
     return {
         "id": f"stall_{reason.lower()}",
-        "share": share,
+        "share": of_samples * of_step,
+        "kernels": of_step,
+        "of_samples": of_samples,
         "component": str(named["component"].iloc[0]) if len(named) else "other",
         "reason": reason,
         "meaning": STALLS.get(reason, ""),
         "of_stalls": top["share_of_stalls"],
         "kernel": kernel[:80],
+        "line": f", at {lines.loc[lines['warp_cycles'].idxmax(), 'place']}" if len(lines) else "",
+        "quality": _sampling_quality(sampled.meta.get("pc_sampling") or {}),
         "remedy": capitalised(str(top["advice"])),
-        "speedup": bounded(0.3 * share),
+        "speedup": bounded(0.3 * of_samples * of_step),
         "limit": STALL_LIMITS.get(reason, "memory bandwidth"),
     }
 
 
+def _sampling_quality(measured: dict[str, Any]) -> str | None:
+    """How many samples a stall table stands on; a reason stands where there is no number."""
+    taken, period = measured.get("taken"), measured.get("period_cycles")
+    if not isinstance(taken, float | int):
+        return None
+    text = f"{taken:,.0f} samples"
+    if isinstance(period, float | int):
+        text += f", one in {period:,.0f} cycles"
+    expected, dropped = measured.get("expected"), measured.get("dropped")
+    if isinstance(expected, float | int) and expected:
+        text += f", {min(taken / expected, 1.0):.0%} of those expected"
+    lost = f"{dropped:,.0f}" if isinstance(dropped, float | int) else "not measured"
+    return f"Sampling: {text}; dropped: {lost}."
+
+
+def _kernel_ms(evidence: Evidence) -> float:
+    """Time of a mean step in which kernels run, no more than the GPU works."""
+    kernels = kernel_table(evidence.profile)
+    time = float(kernels["time_ms"].sum()) / iteration_count(evidence.profile)
+    return min(time, evidence.device_ms)
+
+
+def _capability(evidence: Evidence) -> int | None:
+    """First figure of the GPU's compute capability."""
+    for device in evidence.meta.get("devices") or []:
+        major = str(device.get("compute") or "").partition(".")[0]
+        if major.isdigit():
+            return int(major)
+    return None
+
+
+def _link_gb_per_s(evidence: Evidence) -> float | None:
+    capability = _capability(evidence)
+    return None if capability is None else LINKS_GB_PER_S.get(capability)
+
+
 def _synchronising_calls(evidence: Evidence) -> pd.DataFrame:
-    """Calls of the step that wait for the GPU: ``context``, ``name``, ``component``, ``phase``,
-    ``calls``, ``time_ms`` (inclusive), of a mean iteration."""
-    contexts = evidence.profile.contexts
-    chosen = contexts["name"].str.fullmatch(SYNC.pattern).to_numpy()
-    chosen &= step_contexts(evidence.profile, other_threads=False)
-    table = contexts.loc[chosen, ["context", "name", "component", "phase"]].copy()
-    steps = iteration_count(evidence.profile)
-    calls = evidence.profile.value_table("calls").to_numpy()[chosen]
-    time = evidence.profile.value_table("cpu_time_ms", "inclusive").to_numpy()[chosen]
-    table["calls"], table["time_ms"] = calls / steps, time / steps
-    if not evidence.profile.has("calls"):
-        # a sampled profile counts no calls; that it was met at all is at least one
-        table["calls"] = 1.0
-    return table
-
-
-def _idle_after(evidence: Evidence, contexts: list[int]) -> float:
-    """Milliseconds per iteration from the end of a synchronising call to the next GPU work."""
+    """Calls in the step that wait for the GPU: ``start_ns``, ``end_ns``, ``name``,
+    ``component``, ``phase``, ``waited_ms`` (of a mean iteration)."""
     profile = evidence.profile
-    spans = profile.trace[profile.trace["context"].isin(contexts)]
-    streams = profile.threads.loc[profile.threads["kind"] == "gpu_stream", "profile"]
-    device = profile.trace[profile.trace["profile"].isin(streams)]
-    if spans.empty or device.empty or profile.iterations.empty:
-        return 0.0
-    starts = np.sort(device["start_ns"].to_numpy())
-    busy_until = np.maximum.accumulate(np.sort(device["end_ns"].to_numpy()))
-    last = int(profile.iterations["end_ns"].max())
-    idle = 0
-    for end in spans["end_ns"].to_numpy():
-        after = np.searchsorted(starts, end)
-        until = int(starts[after]) if after < len(starts) else last
-        before = np.searchsorted(busy_until, end, side="right") - 1
-        # idle begins when the last kernel before the call's end was done, not when it returned
-        since = int(busy_until[before]) if before >= 0 else int(end)
-        running = ((device["start_ns"] < end) & (device["end_ns"] > end)).any()
-        if not running:
-            idle += max(0, until - since)
-    return idle / 1e6 / iteration_count(profile)
+    waits = profile.which("name", lambda name: bool(SYNC.fullmatch(name)))
+    trace = profile.trace[waits[profile.trace["context"].to_numpy()]]
+    calls = trace[evidence.inside(trace["start_ns"].to_numpy())].reset_index(drop=True)
+    if calls.empty or not evidence.has_timeline:
+        return calls[:0]
+    names = profile.contexts[["name", *PART]].iloc[calls["context"]].reset_index(drop=True)
+    calls = calls[["start_ns", "end_ns"]].join(names)
+    length = calls["end_ns"] - calls["start_ns"]
+    return calls.assign(waited_ms=length / 1e6 / len(evidence.windows[0]))
+
+
+def _idle_around(evidence: Evidence, calls: pd.DataFrame) -> tuple[float, float]:
+    """(idle time from synchronising calls to the next work, that of it the calls cost), ms of a
+    mean iteration; each call gets its part as ``lost_ms``."""
+    busy = union(evidence.work["start_ns"].to_numpy(), evidence.work["end_ns"].to_numpy())
+    first, last = evidence.windows
+    start, end = calls["start_ns"].to_numpy(), calls["end_ns"].to_numpy()
+    place = np.searchsorted(busy[0], end)  # the work after each call
+    window_end = last[np.searchsorted(first, start, side="right") - 1]
+    until = np.minimum(np.append(busy[0], window_end.max())[place], window_end)
+    before = np.append(busy[1], start.min())[place - 1]
+    since = np.maximum(before, start)
+    running = stretch_at(*busy, end) >= 0
+    idle = np.where(running, 0, np.maximum(until - since, 0))
+    table = pd.DataFrame({"place": place, "idle": idle, "waited": end - start})
+    groups = table.groupby("place")
+    # calls in one gap share it
+    gap, waited = groups["idle"].transform("max"), groups["waited"].transform("sum")
+    lost = np.minimum(gap, waited) * table["waited"] / waited.where(waited > 0, 1)
+    count = 1e6 * len(first)
+    calls["lost_ms"] = lost.to_numpy() / count
+    return float(groups["idle"].max().sum()) / count, float(calls["lost_ms"].sum())
 
 
 def _copies(evidence: Evidence) -> pd.DataFrame:
-    """Copies over the link: ``name``, ``component``, ``bytes``, ``time_ms``, ``alone_ms`` (no
-    kernel runs meanwhile), of a mean iteration."""
+    """Copies over the link in the step: rows of ``evidence.work`` with ``name``, ``ms`` and
+    ``bytes`` (0 where not measured), each of a mean iteration."""
+    work, profile = evidence.work, evidence.profile
+    if work.empty:
+        return work
+    names = profile.contexts["name"]
+    found = work[work["kind"].eq("copy") & names.str.contains(OVER_LINK)[work["context"]].to_numpy()]
+    count = max(len(evidence.windows[0]), 1)
+    every = np.bincount(profile.trace["context"], minlength=len(names))[found["context"]]
+    size = np.nan_to_num(profile.value_table("copy_bytes").to_numpy())[found["context"]]
+    return found.assign(
+        name=names.iloc[found["context"]].to_numpy(),
+        ms=(found["end_ns"] - found["start_ns"]) / 1e6 / count,
+        bytes=size / np.maximum(every, 1) / count,
+    )
+
+
+def _delaying_ms(evidence: Evidence, found: pd.DataFrame, kernels: pd.DataFrame) -> float:
+    """Time of copies in a mean step that nothing hides and in which something waits for them:
+    launched work, or the host in a call that copies or synchronises. Where the host and launches
+    are not recorded, all that nothing hides."""
+    start, end = union(found["start_ns"].to_numpy(), found["end_ns"].to_numpy())
+    ran = union(kernels["start_ns"].to_numpy(), kernels["end_ns"].to_numpy())
+    launched = kernels[(kernels["launch_end_ns"] >= 0)]
     profile = evidence.profile
-    contexts = profile.contexts
-    is_copy = contexts["kind"].eq("copy") & contexts["name"].str.contains(
-        "HtoD|DtoH|copyin|copyout"
+    blocking = profile.which("name", lambda name: bool(BLOCKING.match(name)))
+    calls = profile.trace[blocking[profile.trace["context"].to_numpy()]]
+    waits = union(
+        np.concatenate([launched["launch_end_ns"].to_numpy(), calls["start_ns"].to_numpy()]),
+        np.concatenate([launched["start_ns"].to_numpy(), calls["end_ns"].to_numpy()]),
     )
-    kernel = contexts["kind"].eq("kernel").to_numpy()
-    copied = profile.trace[is_copy.to_numpy()[profile.trace["context"]]]
-    ran = profile.trace[kernel[profile.trace["context"]]].sort_values("start_ns")
-    if copied.empty:
-        return pd.DataFrame()
-    start, end = union(ran["start_ns"].to_numpy(), ran["end_ns"].to_numpy())
-    copied = copied.sort_values("start_ns")
-    covered = overlap(copied["start_ns"].to_numpy(), copied["end_ns"].to_numpy(), start, end)
-    steps = iteration_count(profile)
-    length = (copied["end_ns"] - copied["start_ns"]).to_numpy()
-    table = pd.DataFrame(
-        {
-            "context": copied["context"].to_numpy(),
-            "time_ms": length / 1e6 / steps,
-            "alone_ms": (length - covered) / 1e6 / steps,
-        }
-    )
-    table = table.groupby("context", as_index=False).sum()
-    names = contexts.loc[table["context"], ["name", "component"]].reset_index(drop=True)
-    table = table.join(names)
-    size = profile.value_table("copy_bytes").reindex(table["context"]).to_numpy() / steps
-    return table.assign(bytes=np.nan_to_num(size))
+    count = 1e6 * max(len(evidence.windows[0]), 1)
+    if not host_is_traced(profile):
+        return float((end - start).sum() - overlap(start, end, *ran).sum()) / count
+    hidden_or_free = union(np.concatenate([ran[0], waits[0]]), np.concatenate([ran[1], waits[1]]))
+    either = float(overlap(start, end, *hidden_or_free).sum())
+    return (either - float(overlap(start, end, *ran).sum())) / count
+
+
+BLOCKING = re.compile(r"(?:cuda|cu|hip)\w*(?:Memcpy|Synchronize)")
+"""Calls in which the host may wait for a copy."""
