@@ -17,7 +17,12 @@ import pandas as pd
 from dlrm_core.errors import InputError
 from dlrm_core.parts import part_label
 from dlrm_core.units import from_to, milliseconds, ratio
-from dlrm_workbook.analysis.findings import bottlenecks_json, limit
+from dlrm_workbook.analysis.findings import (
+    SERIALISED,
+    bottlenecks_json,
+    can_show_bottlenecks,
+    limit,
+)
 from dlrm_workbook.analysis.findings.finding import Finding, plain
 from dlrm_workbook.analysis.roofline import least_step, profile_parameters
 from dlrm_workbook.analysis.whatif import measured_parts, predict
@@ -105,6 +110,21 @@ def table(way: Sequence[Stage]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def verdict(
+    profile: Profile,
+    attribution: pd.DataFrame,
+    findings: Sequence[Finding],
+    way: Sequence[Stage],
+) -> str:
+    """The headline of a profile, with a caution where its times are distorted."""
+    limit_sentence = limit(profile, attribution)
+    if findings or can_show_bottlenecks(profile, attribution):
+        text = headline(findings, way, limit_sentence)
+    else:
+        text = f"**This recording cannot show what holds the program back.** {limit_sentence}"
+    return text + (f"\n\n**Caution:** {SERIALISED}" if profile.meta.get("serialised") else "")
+
+
 def headline(findings: Sequence[Finding], way: Sequence[Stage], limit_sentence: str) -> str:
     """The verdict in a few sentences of Markdown: what limits, what to change, what it brings.
 
@@ -154,7 +174,7 @@ def document(
         changes: what :func:`dlrm_workbook.analysis.whatif.what_if_table` gives.
     """
     more = {
-        "headline": headline(found, way, limit(profile, attribution)),
+        "headline": verdict(profile, attribution, found, way),
         "stages": [
             {
                 "name": stage.name,

@@ -15,6 +15,7 @@ import plotly.graph_objects as go
 
 from dlrm_core.parts import COMPONENTS, part_label
 from dlrm_core.units import digits, from_to, milliseconds, percent, ratio
+from dlrm_workbook.analysis.attribution import IDLE
 from dlrm_workbook.analysis.verdict import Stage
 from dlrm_workbook.show.tables import Text
 from dlrm_workbook.show.theme import (
@@ -45,29 +46,59 @@ _DEVICE_COLOURS = {"cpu": COLOURS["bottom_mlp"], "gpu": COLOURS["embedding"]}
 
 
 def attribution_bars(attribution: pd.DataFrame, unit: str = "ms in a mean iteration") -> go.Figure:
-    """Time of each part and phase of a mean iteration, the largest on top.
+    """Time of each part and phase of a mean iteration, the largest on top; the GPU's where one
+    was measured.
 
     Args:
         attribution: ``component``, ``phase``, ``where``, ``time_ms``, ``share``.
         unit: of ``time_ms``, for the axis.
     """
-    table = attribution[attribution["time_ms"] > 0].sort_values("time_ms", ascending=False)
-    on_gpu = bool(table["where"].eq("device").any())
-    idle = [on_gpu and where == "host" for where in table["where"]]
+    table = attribution[attribution["time_ms"] > 0]
+    on_gpu = table["where"].eq("device")
+    what = "a step" if "iteration" in unit else "the whole recording"
+    title = f"Time of {what} by part and phase"
+    if not on_gpu.any():
+        return _part_bars(title, unit, table, pale=False)
+    idle = table[~on_gpu]
+    table = table[on_gpu].assign(share=table["time_ms"] / table.loc[on_gpu, "time_ms"].sum())
+    title = f"GPU time of {what} by part and phase"
+    if len(idle):
+        title += (
+            f" (idle in another {milliseconds(idle['time_ms'].sum())}, "
+            f"{percent(idle['share'].sum())} of {'the step' if what == 'a step' else 'it'})"
+        )
+    return _part_bars(title, f"GPU time, {unit}", table, pale=False)
+
+
+def idle_part_bars(
+    attribution: pd.DataFrame, unit: str = "ms in a mean iteration"
+) -> go.Figure | Text:
+    """What the host was in while the GPU did nothing, the largest on top.
+
+    Args:
+        attribution: as of :func:`attribution_bars`, of a recording of a GPU.
+        unit: of ``time_ms``, for the axis.
+    """
+    table = attribution[attribution["where"].eq("host") & attribution["time_ms"].gt(0)]
+    if table.empty:
+        return Text("*Not measured: what the host did while the GPU was idle.*")
+    title = "Where the host was while the GPU was idle"
+    return _part_bars(title, f"GPU idle, {unit}", table, pale=True)
+
+
+def _part_bars(title: str, unit: str, table: pd.DataFrame, pale: bool) -> go.Figure:
+    table = table.sort_values("time_ms", ascending=False)
     rows = rows_of(table)
-    labels = [
-        part_label(row.component, row.phase) + (", GPU idle" if waits else "")
-        for row, waits in zip(rows, idle, strict=True)
-    ]
+    labels = [part_label(row.component, row.phase) for row in rows]
     texts = [f"{milliseconds(row.time_ms)}  ({percent(row.share)})" for row in rows]
     return ranked_bars(
-        "Time of a step by part and phase",
+        title,
         unit,
         labels,
         table["time_ms"].tolist(),
         texts,
         [f"{label}: {text}" for label, text in zip(labels, texts, strict=True)],
-        markers([(row.component, row.phase) for row in rows], idle),
+        markers([(row.component, row.phase) for row in rows], [pale] * len(rows)),
     )
 
 
@@ -126,6 +157,7 @@ def iteration_times(each: pd.DataFrame) -> go.Figure:
     """
     table = each.groupby(["component", "iteration"])["time_ms"].sum().reset_index()
     looks = {name: (part_label(name), COLOURS[name], "") for name in COMPONENTS}
+    looks[IDLE] = ("GPU idle, host not measured", COLOURS["other"], "")
     return stacked_iterations("Time of each iteration", table, "component", "time_ms", looks)
 
 

@@ -65,6 +65,13 @@ def facts(profile: Profile) -> pd.DataFrame:
     )
 
 
+def cautions(sentences: Sequence[str]) -> Text | None:
+    """What in a recording is not to be taken at its word; None where nothing is."""
+    if not sentences:
+        return None
+    return Text("\n".join(["**Read with caution:**", "", *(f"- {text}" for text in sentences)]))
+
+
 def passes(profile: Profile) -> pd.DataFrame:
     """How the run was measured: ``pass``, ``iteration_ms``, ``dilation`` (NaN: not measured)."""
     made = pd.DataFrame(

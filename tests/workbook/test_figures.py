@@ -125,11 +125,14 @@ def test_attribution_has_the_largest_part_on_top(profile: Profile) -> None:
 
 def test_gpu_attribution_tells_what_the_gpu_waited_for(gpu_profile: Profile) -> None:
     table = attribution.attribute(gpu_profile)
+    times = table.groupby("where")["time_ms"].sum()
     drawn = figures.attribution_bars(table)
-    (bars,) = drawn.data
-    waiting = [label.endswith("GPU idle") for label in drawn.layout.yaxis.ticktext]
-    assert any(waiting) and not all(waiting)
-    assert [opacity < 1 for opacity in bars.marker.opacity] == waiting
+    assert sum(drawn.data[0].x) == pytest.approx(times["device"])
+    assert "GPU time" in drawn.layout.title.text and "idle in another" in drawn.layout.title.text
+    assert drawn.data[0].marker.opacity == 1
+    waiting = figures.idle_part_bars(table)
+    assert sum(waiting.data[0].x) == pytest.approx(times["host"])
+    assert all(opacity < 1 for opacity in waiting.data[0].marker.opacity)
 
 
 def test_a_recording_without_iterations_says_so(profile: Profile) -> None:

@@ -98,7 +98,10 @@ def test_synchronising_calls_are_named_with_their_part(trace: Trace) -> None:
     )
     assert "cudaStreamSynchronize is called 3.0 times per iteration" in first.evidence
     assert "aten::_local_scalar_dense" in first.evidence
-    assert first.predicted_speedup["mid"] > 1.5 and ordered(first.predicted_speedup)
+    # the host waits 108 us in each call, so the step would be 324 of 995 us shorter without
+    assert first.share_of_step == pytest.approx(324 / 995, abs=0.001)
+    assert first.predicted_speedup["mid"] == pytest.approx(995 / 671, abs=0.01)
+    assert ordered(first.predicted_speedup)
 
 
 def copied(trace: Trace, name: str, overlapped: bool) -> None:
@@ -130,7 +133,8 @@ def test_copies(trace: Trace, name: str, overlapped: bool, id_: str | None) -> N
         first = listed(trace.read(parameters=parameters))[0]
         assert first.id == id_ and first.component == "transfer"
         assert first.change == {"data.loader": "prefetch"}
-        assert first.share_of_step == pytest.approx(0.35, abs=0.02)
+        # the copy takes 350 us; the product that waits for it is launched 60 us after its start
+        assert first.share_of_step == pytest.approx(0.29, abs=0.02)
         assert "4.0 MB" in first.evidence
 
 

@@ -21,7 +21,13 @@ import pandas as pd
 
 from dlrm_core.parts import part_label
 from dlrm_core.units import milliseconds, percent
-from dlrm_workbook.analysis.attribution import coverage
+from dlrm_workbook.analysis.attribution import (
+    IDLE,
+    basis,
+    coverage,
+    device_beside_host,
+    unattributed,
+)
 from dlrm_workbook.analysis.findings import (
     changes,
     data,
@@ -35,6 +41,15 @@ from dlrm_workbook.analysis.findings import (
 from dlrm_workbook.analysis.findings.evidence import Evidence
 from dlrm_workbook.analysis.findings.finding import Finding, Ledger, Rule, plain, rank
 from dlrm_workbook.recordings.profile import Profile
+
+IDLE_GPU = ("gpu_idle", "launch_bound")
+"""Findings of a GPU that does nothing."""
+
+SERIALISED = (
+    "Kernels were serialised by PC sampling: times, idleness and overlap of this recording are "
+    "distorted. It is for stall reasons; measure times without it (hpcrun -e CPUTIME -e "
+    "gpu=nvidia -t)."
+)
 
 RULES: tuple[Rule, ...] = (
     host.leak,
@@ -92,7 +107,14 @@ def findings(
     if evidence.total_ms <= 0:
         return []
     ledger = Ledger(evidence)
-    return rank(finding for rule in RULES for finding in rule(evidence, ledger))
+    ranked = rank(finding for rule in RULES for finding in rule(evidence, ledger))
+    largest = max(ranked, key=lambda finding: finding.share_of_step, default=None)
+    if largest is not None and largest.id in IDLE_GPU and largest.severity == "slows":
+        # nothing else can bring as much as the GPU that does nothing
+        first = sum(finding.severity == "fails" for finding in ranked)
+        ranked.remove(largest)
+        ranked.insert(first, largest)
+    return ranked
 
 
 def limit(profile: Profile, attribution: pd.DataFrame) -> str:
@@ -100,18 +122,80 @@ def limit(profile: Profile, attribution: pd.DataFrame) -> str:
     named = attribution[attribution["time_ms"] > 0]
     if named.empty:
         return "Nothing was measured, so nothing can be said about limits."
+    evidence = Evidence(profile, attribution)
+    on_device = named["where"].eq("device")
+    busy = ""
+    if on_device.any():
+        busy = _busy(evidence)
+        named = named[on_device]
+    total = float(named["time_ms"].sum())
     if named["component"].eq("other").all():
         return (
-            "This profile names no part of a model: it is of another program, or was measured "
-            "without Python frames. The call tree and the operators say where its time goes."
+            f"{busy}This profile names no part of a model: it is of another program, or was "
+            f"measured without Python frames.{_without_part(profile)} The call tree and the "
+            "operators say where its time goes."
         )
-    parts = named.groupby(["component", "phase"], as_index=False)[["time_ms", "share"]].sum()
+    parts = named[named["component"] != "other"] if evidence.low_coverage else named
+    parts = parts.groupby(["component", "phase"], as_index=False)[["time_ms"]].sum()
     top = parts.loc[parts["time_ms"].idxmax()]
     name = part_label(str(top["component"]), str(top["phase"]))
-    times = f"{milliseconds(float(top['time_ms']))} of {milliseconds(named['time_ms'].sum())}"
-    reached = _reached(Evidence(profile, attribution), str(top["component"]), str(top["phase"]))
-    share = f"{top['share']:.0%}"
-    return f"The largest part of the step is {name}: {times} per iteration ({share}){reached}."
+    time = float(top["time_ms"])
+    times = f"{milliseconds(time)} of {milliseconds(total)}"
+    reached = _reached(evidence, str(top["component"]), str(top["phase"]))
+    whole = "the GPU's time" if busy else evidence.basis
+    largest = f"{'named ' if evidence.low_coverage else ''}part of {whole}"
+    text = (
+        f"{busy}The largest {largest} is {name}: {times} {evidence.per} "
+        f"({time / total:.0%}){reached}."
+    )
+    if evidence.low_coverage:
+        kind = "GPU's" if busy else "CPU's"
+        text += (
+            f" Only {percent(coverage(attribution))} of the {kind} time is in named parts."
+            f"{_without_part(profile)}"
+        )
+    return text
+
+
+def _busy(evidence: Evidence) -> str:
+    """How much of the step the GPU works, where the recording has a timeline."""
+    if not evidence.has_timeline:
+        return "How long the GPU was idle was not measured: the recording has no timeline. "
+    return (
+        f"The GPU works {milliseconds(evidence.device_ms)} of {milliseconds(evidence.total_ms)} "
+        f"{evidence.per} ({percent(evidence.device_ms / evidence.total_ms)}). "
+    )
+
+
+def _without_part(profile: Profile) -> str:
+    """The largest names that belong to no part."""
+    table = unattributed(profile).head(3)
+    if table.empty:
+        return ""
+    column = "device_ms" if profile.has("gpu_time_ms") else "host_ms"
+    listed = ", ".join(
+        f"{str(name)[:60]} ({percent(share)})"
+        for name, share, time in zip(table["name"], table["share"], table[column], strict=True)
+        if time > 0
+    )
+    return f" Largest without a part: {listed}." if listed else ""
+
+
+def can_show_bottlenecks(profile: Profile, attribution: pd.DataFrame) -> bool:
+    """Whether the recording holds what could show a bottleneck, were there one.
+
+    A GPU's timeline does, and so do parts that most of the time belongs to.
+    """
+    evidence = Evidence(profile, attribution)
+    return evidence.has_timeline or not evidence.low_coverage
+
+
+def cautions(profile: Profile) -> list[str]:
+    """Sentences on what in this recording not to take at its word, gravest first."""
+    said = [str(sentence) for sentence in profile.meta.get("cautions") or []]
+    if profile.meta.get("serialised") and not any("serialised" in text for text in said):
+        said.insert(0, SERIALISED)
+    return said
 
 
 def _reached(evidence: Evidence, component: str, phase: str) -> str:
@@ -142,17 +226,28 @@ def bottlenecks_json(
     if found is None:
         found = findings(profile, attribution)
     keys = ["component", "phase"]
-    parts = attribution.groupby(keys, as_index=False, sort=False)[["time_ms", "share"]].sum()
+    rows = attribution
+    if rows["where"].eq("device").any():
+        # a part's time is the GPU's; the rest is one row, and what the host did then is beside it
+        idle = rows["where"].ne("device")
+        rows = rows.assign(
+            component=rows["component"].where(~idle, IDLE), phase=rows["phase"].where(~idle, "")
+        )
+    parts = rows.groupby(keys, as_index=False, sort=False)[["time_ms", "share"]].sum()
+    beside = device_beside_host(profile)
     passes = [{"dilation": None, **measured} for measured in profile.meta.get("passes", [])]
     document = {
         "findings": [finding.to_dict() for finding in found],
         "limit": limit(profile, attribution),
         "attribution": parts.to_dict("records"),
+        "device_beside_host": beside.to_dict("records"),
+        "share_of": basis(profile),
         "coverage": coverage(attribution),
         "ms_per_iteration": float(attribution["time_ms"].sum()) if len(attribution) else None,
         "profiler": profile.meta.get("engine"),
         "device": profile.meta.get("device"),
         "passes": passes,
+        "cautions": cautions(profile),
         "not_measured": profile.not_measured,
     }
     return dict(plain(document))

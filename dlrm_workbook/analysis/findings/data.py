@@ -67,7 +67,9 @@ def data_generation(evidence: Evidence, ledger: Ledger) -> Measured | None:
     idle = evidence.share_of_wall("blocked_ms") * total
     figures: Measured = {
         "share": share,
-        "makes": "Waiting for" if waits else "Making",
+        "makes": ("Waiting for" if waits else "Making")
+        if evidence.is_ours
+        else "Making, or waiting for,",
         "time": time,
         "rest": total - time,
         "alone": evidence.alone("data", "forward"),

@@ -25,6 +25,7 @@ from dlrm_core.units import milliseconds
 from dlrm_workbook.analysis.attribution import (
     PART,
     basis,
+    coverage,
     iteration_state,
     parts_at,
     per,
@@ -74,14 +75,14 @@ class Evidence:
         self.device = profile.device
         self.on_gpu = profile.device == "cuda"
         self.total_ms = float(attribution["time_ms"].sum()) if len(attribution) else 0.0
-        self.basis = basis(profile)
+        self.basis = "the step" if self.is_ours else basis(profile)
         """What shares are shares of, in words: the step, the recording, ..."""
-        self.per = per(profile)
+        self.per = "per iteration" if self.is_ours else per(profile)
 
     @cached_property
     def is_ours(self) -> bool:
         """Whether the program is this project's: only then do its parameters change anything."""
-        if self.meta.get("parameters"):
+        if self.meta.get("parameters") is not None:
             return True
         contexts = self.profile.contexts
         named = self.profile.which("name", lambda name: name.startswith(SPAN_PREFIX))
@@ -215,6 +216,11 @@ class Evidence:
         on_gpu = self.attribution["where"].eq("device")
         return float(self.attribution.loc[on_gpu, "time_ms"].sum())
 
+    @property
+    def low_coverage(self) -> bool:
+        """Whether less than half of the time is in named parts."""
+        return not coverage(self.attribution) >= 0.5
+
     @cached_property
     def has_timeline(self) -> bool:
         """Whether the recording says when the GPU worked, and so when it idled."""
@@ -239,7 +245,9 @@ class Evidence:
         """Which moments (n,) lie in these iterations."""
         start, end = self.windows
         row = np.searchsorted(start, at, side="right") - 1
-        return (row >= 0) & (at < end[np.maximum(row, 0)]) if len(start) else np.zeros(len(at), bool)
+        if not len(start):
+            return np.zeros(len(at), dtype=bool)
+        return (row >= 0) & (at < end[np.maximum(row, 0)])
 
     @cached_property
     def work(self) -> pd.DataFrame:

@@ -114,6 +114,8 @@ def outside_parts(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """Time of the iteration that is in no part of the model."""
     if evidence.share("other") > 0.98 or ledger.is_explained(("other", "")):
         return None
+    if not evidence.is_ours:
+        return None  # of another program it is what no name told, not the loop's own code
     parts = evidence.parts["time_ms"]
     time = float(parts[parts.index.get_level_values("component") == "other"].sum())
     tables = int(evidence.parameter("model.tables", 0) or 0)

@@ -314,6 +314,7 @@ WAITS_FOR_LAUNCHES = "The GPU waits {share:.0%} of the time for launches"
         "It works {busy:ms} of {total:ms} per iteration and does nothing in {idle_time:ms}.",
         "{host_unknown}",
         "The host meanwhile: {host}.",
+        "In {blocked:ms} of it the host was itself in a call that waits for the GPU.",
         "{doubt}",
     ),
     advice="{remedy}",
@@ -333,7 +334,7 @@ def gpu_idle(evidence: Evidence, ledger: Ledger) -> Measured | None:
     if _data_ms(evidence, ledger):
         unexplained = unexplained[unexplained["component"].ne("data")]
     traced = host_is_traced(evidence.profile)
-    upto = "up to " if _has_graphs(evidence) else ""
+    upto = "for up to " if _has_graphs(evidence) else ""
     figures: Measured = {
         "share": left / evidence.total_ms,
         "idle": upto + _precise(evidence.idle_ms / evidence.total_ms),
@@ -342,12 +343,14 @@ def gpu_idle(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "idle_time": evidence.idle_ms,
         "host_unknown": None if traced else HOST_UNKNOWN,
         "host": None,
+        "blocked": None,
         "doubt": _doubt(evidence),
         "remedy": "Measure what the host does as well; then shorten it, overlap it with the GPU's "
         "work (a loader that runs ahead), or move it to the GPU.",
         "speedup": bounded(left / evidence.total_ms),
     }
     if explained > 0.02 * evidence.total_ms:
+        figures["id"] = "gpu_idle_otherwise"
         figures["title"] = "The GPU is idle in another {share:.0%} of the step{meanwhile}"
     if traced and len(unexplained):
         figures |= _host_meanwhile(evidence, unexplained)
@@ -362,14 +365,19 @@ def _host_meanwhile(evidence: Evidence, idle: pd.DataFrame) -> Measured:
     by_name = idle.groupby(_host_names(evidence, idle))["idle_ms"].sum().nlargest(3)
     total = float(idle["idle_ms"].sum())
     functions = ", ".join(f"{name} {milliseconds(ms)}" for name, ms in by_name.items())
+    calls = evidence.profile.which("name", lambda name: bool(BLOCKING.match(name)))
+    blocked = calls[idle["context"]] & idle["context"].ge(0).to_numpy()
+    blocked_ms = float(idle.loc[blocked, "idle_ms"].sum())
     figures: Measured = {
         "host": functions,
+        "blocked": blocked_ms if blocked_ms > 0.1 * total else None,
         "remedy": "Shorten what the host does there, overlap it with the GPU's work (a loader "
         "that runs ahead, launches without waiting), or move it to the GPU.",
     }
     if named.sum() > 0.5 * total:
         places = ", ".join(
-            f"{part_label(*part)} {milliseconds(ms)}" for part, ms in named.head(3).items()
+            f"{part_label(str(part[0]), str(part[1]))} {milliseconds(ms)}"
+            for part, ms in zip(named.index[:3], named, strict=False)
         )
         figures["host"] = f"{places}; by function {functions}"
         figures["component"] = str(named.index[0][0])
@@ -503,7 +511,9 @@ def float64(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "share": share,
         "component": part[0],
         "time": float(time.sum()),
-        "names": ", ".join(f"{name[:70]} ({milliseconds(ms)})" for name, ms in heaviest.items()),
+        "names": ", ".join(
+            f"{str(name)[:70]} ({milliseconds(ms)})" for name, ms in heaviest.items()
+        ),
         "speedup": {"low": 1.0, "mid": amdahl(share, 2.0), "high": amdahl(share, 64.0)},
     }
 
@@ -682,7 +692,8 @@ def _copies(evidence: Evidence) -> pd.DataFrame:
     if work.empty:
         return work
     names = profile.contexts["name"]
-    found = work[work["kind"].eq("copy") & names.str.contains(OVER_LINK)[work["context"]].to_numpy()]
+    over_link = names.str.contains(OVER_LINK).to_numpy()[work["context"]]
+    found = work[work["kind"].eq("copy") & over_link]
     count = max(len(evidence.windows[0]), 1)
     every = np.bincount(profile.trace["context"], minlength=len(names))[found["context"]]
     size = np.nan_to_num(profile.value_table("copy_bytes").to_numpy())[found["context"]]
@@ -699,7 +710,7 @@ def _delaying_ms(evidence: Evidence, found: pd.DataFrame, kernels: pd.DataFrame)
     are not recorded, all that nothing hides."""
     start, end = union(found["start_ns"].to_numpy(), found["end_ns"].to_numpy())
     ran = union(kernels["start_ns"].to_numpy(), kernels["end_ns"].to_numpy())
-    launched = kernels[(kernels["launch_end_ns"] >= 0)]
+    launched = kernels[kernels["launch_end_ns"] >= 0]
     profile = evidence.profile
     blocking = profile.which("name", lambda name: bool(BLOCKING.match(name)))
     calls = profile.trace[blocking[profile.trace["context"].to_numpy()]]
