@@ -133,6 +133,8 @@ def test_launches_of_graphs_without_kernels_are_named() -> None:
     profile = profile_of(events_of(GRAPHS))
     (said,) = (text for text in profile.meta["cautions"] if "CUDA graphs" in text)
     assert said.startswith("70 launches of CUDA graphs") and "upper bound" in said
+    assert any("Compiled functions" in text for text in profile.meta["cautions"])
+    assert any("same name, grid and block" in text for text in profile.meta["cautions"])
     roots = profile.contexts["name"].eq("launched before the trace")
     before = profile.value_table("gpu_time_ms", "inclusive")[roots]
     assert before.sum() == pytest.approx(59.526, abs=1e-3)

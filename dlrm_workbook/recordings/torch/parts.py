@@ -36,6 +36,15 @@ Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
 Names = npt.NDArray[np.object_]
 
+MLPS_INFERRED = (
+    "Where no name tells bottom from top MLP, their order does: before the interaction stands the "
+    "bottom MLP, after it the top MLP."
+)
+COMPILED_INFERRED = (
+    "Compiled functions name nothing of what they hold: the first after the lookups that takes "
+    "samples by features by dimension is read as the interaction, the others as MLPs."
+)
+
 MOST_ALIKE = 16
 """Operators that are candidates for one backward node; a broken trace has more of them."""
 
@@ -114,7 +123,7 @@ def foreign_parts(
     iterations: Sequence[tuple[int, int]],
     names: PartNames,
     flows: pd.DataFrame,
-) -> tuple[Names, Names]:
+) -> tuple[Names, Names, list[str]]:
     """Component and phase (n,) of every span of a program that is not ours.
 
     Args:
@@ -122,13 +131,19 @@ def foreign_parts(
             end, and sequence and forward_thread of operators.
         iterations: (start, end) ns of each, where they are known.
         flows: from operators to backward nodes, see ``chrome_trace.Events``.
+
+    Returns:
+        Component and phase of every span, and a sentence about each part that no name tells.
     """
     spans = _Spans(host, names, flows)
     component, phase, hinted = resolve(spans.cut_at_nodes(), spans.named, spans.code)
     component[component == OUTSIDE] = "other"
     forward = spans.node < 0
-    if spans.recommends:
-        _name_compiled(spans, component, forward, iterations)
+    inferred = []
+    if spans.recommends and _name_compiled(spans, component, forward, iterations):
+        inferred.append(COMPILED_INFERRED)
+    if (component == MLP).any():
+        inferred.append(MLPS_INFERRED)
     component[forward] = _mlps(spans, component, phase, forward, iterations)[forward]
     if spans.recommends:
         _fill_between(spans, component, phase, hinted, forward, iterations)
@@ -138,7 +153,7 @@ def foreign_parts(
     silent = (phase == "") & (component != "other")
     phase[silent] = "forward"
     component[component == MLP] = "other"
-    return component, phase
+    return component, phase, inferred
 
 
 class _Spans:
@@ -210,13 +225,13 @@ def outermost(parent: Ints, marked: Bools) -> Ints:
 
 def _name_compiled(
     spans: _Spans, component: Names, forward: Bools, iterations: Sequence[tuple[int, int]]
-) -> None:
+) -> bool:
     """Say which compiled operators are the interaction; the others are an MLP.
 
     Only those in which no operator has a name of its own are asked. The interaction is the
     first of a pass, after the lookups, that takes samples by features by dimension, if more
     of the model follows it (else it holds the top MLP too, and is not told). Changes
-    ``component``.
+    ``component``. Returns whether there were any.
     """
     block = outermost(spans.parent, forward & spans.compiled)
     inside = block >= 0
@@ -225,7 +240,7 @@ def _name_compiled(
     blocks = np.unique(block[opaque])
     lookups = np.flatnonzero(forward & (component == "embedding"))
     if not len(blocks) or not len(lookups):
-        return
+        return False
     begins = spans.pass_begins(iterations)
     of_pass = np.searchsorted(begins, spans.start, side="right")
     component[opaque] = MLP
@@ -240,6 +255,7 @@ def _name_compiled(
         if len(asked):
             alone = last < spans.end[asked[0]]
             component[opaque & (block == asked[0])] = "other" if alone else "interaction"
+    return True
 
 
 def _seeds(spans: _Spans, component: Names, phase: Names, forward: Bools) -> Bools:

@@ -253,6 +253,8 @@ class _Builder:
         self.threads: list[dict[str, Any]] = []
         self.contexts = pd.DataFrame()
         """parent, kind, name, shapes, component, phase, profile (the thread it was entered on)."""
+        self.inferred: list[str] = []
+        """Sentences about parts that no name tells."""
         self.steps = Steps([], "", "")
         self.iterations = self.steps.spans
 
@@ -439,7 +441,10 @@ class _Builder:
         """Component and phase of every host span."""
         if has_own_parts(self.host):
             return own_parts(self.host)
-        return foreign_parts(self.host, self.iterations, self.part_names, self.events.flows)
+        component, phase, self.inferred = foreign_parts(
+            self.host, self.iterations, self.part_names, self.events.flows
+        )
+        return component, phase
 
     def label(self, name: str) -> str:
         """Name of a span without what differs from call to call."""
@@ -550,6 +555,12 @@ class _Builder:
             parts = table[launcher >= 0].drop_duplicates()
             parts = parts[~parts["same"].duplicated(keep=False)].set_index("same")
             asked = (launcher < 0) & (component == "other") & np.isin(same, parts.index)
+            if asked.any():
+                ran = (device["end"] - device["start"]).to_numpy()[asked].sum() / 1e6
+                self.inferred.append(
+                    f"Of what was launched before the recording, {ran:.3f} ms are given the part "
+                    "that kernels of the same name, grid and block have later."
+                )
             component[asked] = parts["component"].loc[same[asked]]
             phase[asked] = parts["phase"].loc[same[asked]]
         return component, phase
@@ -643,6 +654,7 @@ class _Builder:
 
     def describe(self, meta: dict[str, Any], metrics: list[str]) -> dict[str, Any]:
         found = self.events.circumstances()
+        found["cautions"] = [*found["cautions"], *self.inferred]
         found |= {"main_thread": 0, "iterations_from": self.steps.source}
         if self.steps.label not in ("", ITERATION_SPAN, STEP_LABEL):
             found["iteration_name"] = self.steps.label
