@@ -133,10 +133,10 @@ def profile_from_database(database: Database, parts: Mapping[str, str] | None = 
                 f"no iteration is marked in this database: {len(found)} were found from the "
                 "repeating sequence of launches on the GPU"
             )
-        else:
-            reasons["iterations"] = "HPCToolkit marks none, and no launches on a GPU repeat"
-    else:
+    if iterations is None:
         reasons["iterations"] = "HPCToolkit does not mark iterations"
+        if trace is not None and len(work):
+            reasons["iterations"] += ", and no sequence of launches on the GPU repeats"
     if not ours or parts:
         labels = by_names(contexts, parts)
         order = parts_in_order(trace, threads, labels, iterations)
