@@ -72,6 +72,49 @@ REASON_NAMES = {
 }
 """Stall reason in a legend's few words; the whole meaning is in ``metrics.STALLS``."""
 
+KERNEL_COLUMNS = {
+    "short_name": "kernel",
+    "part": "",
+    "launches": "",
+    "time_ms": "time of the recording",
+    "share_of_device": "",
+    "launches_per_iteration": "",
+    "per_iteration_ms": "",
+    "share_of_step": "",
+    "mean_us": "",
+    "registers": "",
+    "blocks": "",
+    "threads_per_block": "",
+    "shared_memory_bytes": "",
+    "occupancy_percent": "",
+    "waves": "",
+    "precision": "",
+    "tensor_cores": "",
+    "tflops_per_s": "",
+    "gb_per_s": "",
+    "share_of_ceiling": "",
+}
+"""Columns of a page's table of kernels; the full names are in the figure's hover texts."""
+
+RATE_COLUMNS = {
+    "operator": "",
+    "shapes": "",
+    "part": "",
+    "calls": "",
+    "mean_us": "",
+    "call_gflop": "",
+    "call_bytes": "",
+    "precision": "",
+    "tensor_cores": "",
+    "tflops_per_s": "",
+    "peak_tflops_per_s": "",
+    "gb_per_s": "",
+    "limit": "nearest limit",
+    "share_of_ceiling": "",
+    "kernels": "",
+}
+"""Columns of a page's table of operators on the GPU."""
+
 FUNCTION_COLOURS = [COLOURS[name] for name in COLOURS if name != "other"]
 LANE_ROW = 34
 

@@ -1,11 +1,12 @@
 """The roofline: the model's parts under the ceilings of their machine.
 
-DataFrames of :mod:`dlrm_workbook.analysis.roofline` in, figures out.
+DataFrames of :mod:`dlrm_workbook.analysis.roofline` and ``gpu_limits`` in, figures out.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ import plotly.graph_objects as go
 
 from dlrm_core.parts import part_label
 from dlrm_core.units import NOT_MEASURED, digits, milliseconds, percent
+from dlrm_workbook.analysis.devices import device
 from dlrm_workbook.show.profile import product_peaks
 from dlrm_workbook.show.theme import (
     COLOURS,
@@ -147,8 +149,43 @@ def roofline_chart(table: pd.DataFrame, ceilings: Mapping[str, Any] | None) -> g
         table: what :func:`dlrm_workbook.analysis.roofline.roofline` gives.
         ceilings: ``meta["ceilings"]``; without it only the parts are drawn.
     """
+    title = "Roofline: what the parts reach of what the machine allows"
+    return _roofline(table, ceilings or {}, title, "of the step")
+
+
+def operator_roofline(rates: pd.DataFrame, count: int = 40) -> go.Figure:
+    """Products and lookups on a GPU under the limits of its data sheet, both axes in logs.
+
+    Args:
+        rates: what :func:`dlrm_workbook.analysis.gpu_limits.operator_rates` gives. Where no
+            data sheet of its GPU is listed, no limits are drawn, and the title says so.
+        count: how many operators are drawn, those with the most time.
+    """
+    name = rates.attrs.get("device")
+    table = rates[rates["intensity_flop_per_byte"].notna()].head(count)
+    sizes = [re.findall(r"\[(\d[\d, ]*)\]", shapes) for shapes in table["shapes"]]
+    table = table.assign(
+        label=[
+            " ".join([operator.rpartition("::")[2], *(s.replace(", ", "×") for s in shapes[-2:])])
+            for operator, shapes in zip(table["name"], sizes, strict=True)
+        ],
+        time_ms=table["gpu_ms"],
+        flops=1e9 * table["call_gflop"] * table["calls"],
+        bytes=table["call_bytes"] * table["calls"],
+        gflops=1e3 * table["tflops_per_s"],
+        ceiling_ms=table["least_us"] * table["calls"] / 1e3,
+        ceiling=f"data sheet of {name}" if name else "no data sheet",
+    )
+    against = f"the data sheet of {name}" if name else str(rates.attrs.get("device_reason", ""))
+    ceilings = device(name).ceilings() if name else {}
+    return _roofline(table, ceilings, f"Operators on the GPU: {against}", "of these operators")
+
+
+def _roofline(
+    table: pd.DataFrame, ceilings: Mapping[str, Any], title: str, basis: str
+) -> go.Figure:
     points = table[(table["flops"] > 0) & (table["gflops"] > 0)]
-    result = figure("Roofline: what the parts reach of what the machine allows", HEIGHT)
+    result = figure(title, HEIGHT)
     result.update_layout(
         showlegend=True,
         legend={
@@ -161,13 +198,13 @@ def roofline_chart(table: pd.DataFrame, ceilings: Mapping[str, Any] | None) -> g
         },
         margin={"r": 150},
     )
-    roofs, slopes = product_peaks(ceilings or {}), _slopes(ceilings or {})
+    roofs, slopes = product_peaks(ceilings), _slopes(ceilings)
     frame = Frame.around(points, roofs, slopes)
     total = float(table["time_ms"].sum())
     taken = [marker_box(row, total, frame) for row in rows_of(points)]
     _draw_roofs(result, roofs, slopes, frame, taken)
     _draw_slopes(result, roofs, slopes, frame, taken)
-    _draw_points(result, points, total, frame, taken)
+    _draw_points(result, points, total, frame, taken, basis)
     _log_axes(result, frame, _unplotted(table))
     return result
 
@@ -274,20 +311,26 @@ def _annotate(result: go.Figure, x: float, y: float, text: str, look: Mapping[st
 
 
 def _draw_points(
-    result: go.Figure, points: pd.DataFrame, total_ms: float, frame: Frame, taken: list[Box]
+    result: go.Figure,
+    points: pd.DataFrame,
+    total_ms: float,
+    frame: Frame,
+    taken: list[Box],
+    basis: str,
 ) -> None:
     # small markers on top of large ones
     rows = sorted(rows_of(points), key=lambda row: -row.time_ms)
     for row in rows:
         share = row.time_ms / total_ms if total_ms > 0 else 0.0
-        label, own = part_label(row.component, row.phase), marker_box(row, total_ms, frame)
+        part, own = part_label(row.component, row.phase), marker_box(row, total_ms, frame)
+        label = getattr(row, "label", part)
         place = label_place(own, label, frame, taken) if share >= LABELLED_SHARE else ""
         add_points(
             result,
             [row.intensity_flop_per_byte],
             [row.gflops],
             label,
-            [_hover(label, row, share)],
+            [_hover(label if label == part else f"{label}, {part}", row, share, basis)],
             mode="markers+text" if place else "markers",
             text=[label] if place else None,
             textposition=place or None,
@@ -314,10 +357,10 @@ def _key(result: go.Figure, name: str, colour: str, symbol: str, group: str) -> 
     add_points(result, [None], [None], name, "", marker=look, hoverinfo="skip", **heading)
 
 
-def _hover(label: str, row: Any, share: float) -> str:
+def _hover(label: str, row: Any, share: float, basis: str) -> str:
     lines = [
         f"<b>{label}</b>",
-        f"{milliseconds(row.time_ms)}, {percent(share)} of the step",
+        f"{milliseconds(row.time_ms)}, {percent(share)} {basis}",
         f"{digits(row.gflops)} GFLOP/s, {digits(row.gb_per_s)} GB/s",
         f"{digits(row.intensity_flop_per_byte)} operations a byte",
     ]
