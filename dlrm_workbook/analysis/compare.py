@@ -12,13 +12,18 @@ Each part's error has these sources, all of them measured:
 
 **Two runs** differ in a part if Welch's t-test on the mean steady iteration, corrected for the
 number of parts, says so; and whatever else differs between the runs is listed.
+
+**Two recordings of any programs** are compared per iteration where both have iterations, else as
+they are; how alike the programs are is measured by the operators that they call.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -34,6 +39,8 @@ from dlrm_workbook.analysis.attribution import (
     per_iteration,
     step_contexts,
 )
+from dlrm_workbook.analysis.context_tree import unmeasured
+from dlrm_workbook.analysis.ranks.traces import device_work, window
 from dlrm_workbook.analysis.steady import LEAST, steady_state
 from dlrm_workbook.intervals import (
     CONFIDENCE,
@@ -45,7 +52,7 @@ from dlrm_workbook.intervals import (
     t_interval,
     welch_degrees,
 )
-from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.recordings.profile import Profile, nearest
 
 WHOLE = "iteration"
 """``component`` of the row for the iteration as a whole."""
@@ -407,3 +414,181 @@ def mixed_causes(differences: pd.DataFrame) -> str:
         f"This comparison mixes causes: the runs differ in {'; '.join(named)}{also}. What is "
         "slower or faster cannot be put down to one of them."
     )
+
+
+# ---- two recordings of any programs -------------------------------------------------------
+
+RECORDED = ["device_ms", "host_ms", "idle_ms", "launches"]
+
+SAME_PROGRAM = 0.5
+"""Share of operator calls in common below which two recordings are not of one program: two ranks
+of one job have 1.00, a production DLRM and TorchRec's example 0.18 to 0.34."""
+
+
+def has_iterations(profile: Profile) -> bool:
+    """Whether times of a mean iteration can be told."""
+    return bool(len(profile.iterations)) or iteration_count(profile) > 1
+
+
+def as_one(profile: Profile) -> Profile:
+    """The whole recording as a single iteration, where it has a timeline."""
+    iterations = profile.iterations.iloc[:0]
+    if len(profile.trace):
+        start, end = profile.trace["start_ns"].min(), profile.trace["end_ns"].max()
+        iterations = pd.DataFrame({"iteration": [0], "start_ns": [start], "end_ns": [end]})
+    counting = ("passes", "parameters", "iteration_name")
+    meta = {name: value for name, value in profile.meta.items() if name not in counting}
+    return replace(profile, iterations=iterations, meta=meta | {"whole": True}, _known={})
+
+
+def _inside(profile: Profile) -> np.ndarray:
+    """Contexts (n,) whose host time counts: the step's, or all of a recording taken whole."""
+    return (
+        np.ones(len(profile.contexts), bool) if "whole" in profile.meta else step_contexts(profile)
+    )
+
+
+def _device_contexts(profile: Profile) -> pd.DataFrame:
+    """``ms`` and ``launches`` of each context that ran on the GPU, of a mean iteration."""
+    count = iteration_count(profile)
+    if profile.meta.get("engine") == "hpctoolkit" or profile.trace.empty:
+        name = "GKER:COUNT" if profile.has("GKER:COUNT") else "launches"
+        table = pd.DataFrame({"ms": profile.value_table("gpu_time_ms")})
+        table["launches"] = profile.value_table(name)
+        table = table[table["ms"].gt(0) | table["launches"].gt(0)]
+        return table / count
+    first, last, _ = window(profile, len(profile.iterations) > 0)
+    work = device_work(profile, first, last)
+    spent = (work["end_ns"] - work["start_ns"]) / 1e6
+    kernels = pd.Series(profile.of_kind("kernel")[work["context"].to_numpy()], work.index)
+    table = pd.DataFrame({"context": work["context"], "ms": spent, "launches": kernels})
+    return table.groupby("context")[["ms", "launches"]].sum() / count
+
+
+def recorded_parts(profile: Profile) -> pd.DataFrame:
+    """Device, host and idle time of each part, of a mean iteration (the whole where none is known).
+
+    Returns:
+        ``component``, ``phase``, ``device_ms`` (durations of kernels and copies, summed),
+        ``host_ms`` (time of CPU threads in the step), ``idle_ms`` (the GPU runs nothing while the
+        step's thread is in that part), ``launches`` (kernels); NaN where not measured.
+    """
+    parts = profile.contexts[PART]
+    frames = []
+    if profile.has("gpu_time_ms"):
+        device = _device_contexts(profile)
+        device = device.rename(columns={"ms": "device_ms"})
+        frames.append(device.join(parts).groupby(PART).sum())
+    if profile.has("cpu_time_ms"):
+        host = profile.value_table("cpu_time_ms")[_inside(profile)]
+        host = host / iteration_count(profile)
+        frames.append(parts.assign(host_ms=host).dropna().groupby(PART)[["host_ms"]].sum())
+    if len(profile.trace) and profile.threads["kind"].eq("gpu_stream").any():
+        each = per_iteration(profile)
+        idle = each[each["where"].eq("host")]
+        count = max(len(profile.iterations), 1)
+        frames.append(idle.groupby(PART)[["time_ms"]].sum().set_axis(["idle_ms"], axis=1) / count)
+    table = (
+        pd.concat(frames, axis=1) if frames else pd.DataFrame(index=pd.MultiIndex.from_tuples([]))
+    )
+    measured = table.columns
+    table = table.fillna(0.0).reindex(columns=RECORDED).rename_axis(PART)
+    table = table[table[measured].gt(0).any(axis=1)]
+    return in_step_order(table.reset_index())
+
+
+def recorded_differences(before: Profile, after: Profile) -> pd.DataFrame:
+    """Two recordings part by part, as :func:`recorded_parts`: ``device_ms_before``, ...
+
+    A part that only one recording has counts as 0 in the other, if that measured the like.
+    """
+    sides = {"before": before, "after": after}
+    tables = {
+        side: recorded_parts(profile).set_index(PART).add_suffix(f"_{side}")
+        for side, profile in sides.items()
+    }
+    table = tables["before"].join(tables["after"], how="outer")
+    for side in sides:
+        for name in RECORDED:
+            column = f"{name}_{side}"
+            if tables[side][column].notna().any():
+                table[column] = table[column].fillna(0.0)
+    ordered = [f"{name}_{side}" for name in RECORDED for side in sides]
+    return in_step_order(table[ordered].reset_index())
+
+
+def device_differences(before: Profile, after: Profile) -> pd.DataFrame:
+    """What ran on the GPUs, by the operator that launched it (or by kernel where none is known).
+
+    Returns:
+        ``operator``, ``component``, ``phase``, ``before_ms``, ``after_ms``, ``difference_ms``,
+        ``launches_before``, ``launches_after``, ``kernel_before``, ``kernel_after`` (the longest of
+        its kernels); largest difference first. Kernels have other names on other GPUs,
+        operators have not. Empty, with the reason, where a recording has no work of a GPU.
+    """
+    if not (before.has("gpu_time_ms") and after.has("gpu_time_ms")):
+        columns = ["operator", *PART, "before_ms", "after_ms", "difference_ms"]
+        return unmeasured(columns, "one of the recordings holds no work of a GPU")
+    tables = [_by_operator(profile) for profile in (before, after)]
+    keys = ["operator", *PART]
+    table = tables[0].merge(tables[1], on=keys, how="outer", suffixes=("_before", "_after"))
+    numbers = ["ms_before", "ms_after", "launches_before", "launches_after"]
+    table[numbers] = table[numbers].astype(float).fillna(0.0)
+    names = ["kernel_before", "kernel_after"]
+    table[names] = table[names].fillna("")
+    table = table.rename(columns={"ms_before": "before_ms", "ms_after": "after_ms"})
+    table["difference_ms"] = table["after_ms"] - table["before_ms"]
+    order = table["difference_ms"].abs().sort_values(ascending=False, kind="stable").index
+    columns = [*keys, "before_ms", "after_ms", "difference_ms", *numbers[2:], *names]
+    return table.loc[order, columns].reset_index(drop=True)
+
+
+def _by_operator(profile: Profile) -> pd.DataFrame:
+    """``operator``, part, ``ms``, ``launches``, ``kernel`` (the longest) of a mean iteration."""
+    contexts = profile.contexts
+    operator = nearest(contexts["parent"].to_numpy(), profile.of_kind("operator"))
+    names = contexts["name"].to_numpy()
+    label = np.where(operator >= 0, names[operator], names)
+    device = _device_contexts(profile)
+    row = device.index.to_numpy()
+    table = device.join(contexts[PART]).assign(operator=label[row], kernel=names[row])
+    table = table.sort_values("ms", ascending=False, kind="stable")
+    each = table.groupby(["operator", *PART], as_index=False)
+    return each.agg({"ms": "sum", "launches": "sum", "kernel": "first"})
+
+
+def likeness(before: Profile, after: Profile) -> tuple[float, float] | None:
+    """Share of operator calls that two recordings have in common: by name, and with shapes.
+
+    Calls of a mean iteration, the fewer of both over the more; None where one has no operators.
+    The share with shapes is NaN where a recording has none.
+    """
+    counters = []
+    for profile in (before, after):
+        chosen = profile.of_kind("operator") & _inside(profile)
+        rows = profile.contexts.loc[chosen, ["name", "shapes"]]
+        calls = profile.value_table("calls")[chosen] / iteration_count(profile)
+        pairs = Counter[tuple[str, str]]()
+        for name, shapes, number in zip(rows["name"], rows["shapes"], calls, strict=True):
+            pairs[name, shapes] += number
+        if not pairs:
+            return None
+        counters.append(pairs)
+    shares = []
+    for with_shapes in (False, True):
+        one, other = (_folded(pairs, with_shapes) for pairs in counters)
+        shares.append(sum((one & other).values()) / sum((one | other).values()))
+    if any(not shapes.strip("[], ") for pairs in counters for shapes in [_all_shapes(pairs)]):
+        shares[1] = math.nan
+    return shares[0], shares[1]
+
+
+def _folded(pairs: Counter[tuple[str, str]], with_shapes: bool) -> Counter[Any]:
+    folded: Counter[Any] = Counter()
+    for (name, shapes), number in pairs.items():
+        folded[(name, shapes) if with_shapes else name] += number
+    return folded
+
+
+def _all_shapes(pairs: Counter[tuple[str, str]]) -> str:
+    return "".join(shapes for _, shapes in pairs)

@@ -97,8 +97,8 @@ def run_notebooks(
         raise InputError(f"--cell-timeout is {cell_timeout}, expected seconds, or 0 for never")
     for_sections, own = split_overrides(overrides)
     parameters = load_parameters(parameters_file, for_sections)
-    preset = parameters.preset if parameters_file is not None else recording_name(names, own)
     plan = Plan.of(names, own, notebooks or NOTEBOOKS)
+    preset = parameters.preset if parameters_file is not None else recording_name(names, plan.own)
     plan.check(parameters)
     root = Path(DEFAULT_OUTPUT_ROOT if output_root is None else output_root)
     typed = shlex.join(command or sys.argv)
@@ -111,20 +111,29 @@ def run_notebooks(
     return folder
 
 
-def recording_name(names: Sequence[str], own: Mapping[str, str]) -> str:
-    """Name of the runs that explain a recording without a parameters file: the recording's.
+def recording_name(names: Sequence[str], own: Mapping[str, Mapping[str, Any]]) -> str:
+    """Name of the runs that explain recordings without a parameters file: the recordings'.
+
+    Args:
+        own: each notebook's own parameters.
 
     Raises:
         InputError: no recording is given, or a notebook measures: that needs parameters.
     """
-    given = own.get("profile_run", "")
-    if not given or any(name in CHAIN[:2] for name in names):
+    given = {key: value for values in own.values() for key, value in values.items()}
+    places = given.get("runs") or [given.get("profile_run")]
+    if not all(places) or any(name in CHAIN[:2] for name in names):
         raise InputError(
             f"dlrm run {' '.join(names)} needs a parameters file (-f FILE); only a recording that "
-            "is there is explained without one (-p profile_run=PATH)"
+            "is there is explained without one (-p profile_run=PATH, or -p 'runs=[PATH, PATH]' "
+            "for compare)"
         )
-    stem = re.sub(r"(\.(d|json|gz|tar|tgz|zip|trace|pt))+$", "", Path(given).name)
-    return re.sub(r"[^A-Za-z0-9._+-]+", "_", stem)[:60] or "recording"
+    stems = (
+        re.sub(r"(\.(d|json|gz|tar|tgz|zip|trace|pt))+$", "", Path(p).name)
+        for p in map(str, places)
+    )
+    text = "-".join(stem[:30] if len(places) > 1 else stem for stem in stems)
+    return re.sub(r"[^A-Za-z0-9._+-]+", "_", text)[:60] or "recording"
 
 
 @dataclass(frozen=True)

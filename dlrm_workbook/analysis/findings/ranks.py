@@ -62,6 +62,7 @@ SMALL_TABLE_BYTES = 8 << 20
         "({longer:ms} {per}).",
         "Not counted: {start:ms} {per} in collectives before which the ranks may not have begun "
         "together, or whose ends do not meet.",
+        "{single}",
     ),
     advice="Make the ranks arrive together: spread tables by their measured time, give each rank's "
     "process its own cores, and look at what the late rank does differently there.",
@@ -106,6 +107,9 @@ def waiting_for_last_rank(evidence: Evidence, ledger: Ledger) -> Measured | None
         "where": {"host": "processor", "device": "GPU"}.get(str(where)),
         "longer": float(longer.max()) if len(longer) else None,
         "start": start if start > 0 else None,
+        "single": None
+        if table["iterations"].min() > 1
+        else "One step is recorded: how unevenly the ranks came to it is a part of this.",
         "speedup": bounded(share),
     }
 

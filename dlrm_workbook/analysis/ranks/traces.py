@@ -404,7 +404,7 @@ def rank_table(ranks: Ranks, matches: pd.DataFrame | None = None) -> pd.DataFram
     marked = all(len(profile.iterations) for profile in ranks.values())
     rows = []
     for place, (rank, profile) in enumerate(ranks.items()):
-        first, last, length = _window(profile, marked)
+        first, last, length = window(profile, marked)
         count = len(profile.iterations) if marked else 1
         row: dict[str, Any] = {"rank": rank, "iterations": len(profile.iterations)}
         row["step_ms"] = length / 1e6 / count
@@ -430,7 +430,7 @@ def rank_table(ranks: Ranks, matches: pd.DataFrame | None = None) -> pd.DataFram
     return table
 
 
-def _window(profile: Profile, marked: bool) -> tuple[int, int, int]:
+def window(profile: Profile, marked: bool) -> tuple[int, int, int]:
     """(first, last, summed length) of the iterations, or of the recording; ns."""
     spans = profile.iterations if marked else profile.trace
     if spans.empty:
@@ -440,7 +440,7 @@ def _window(profile: Profile, marked: bool) -> tuple[int, int, int]:
     return first, last, length
 
 
-def _device_work(profile: Profile, first: int, last: int) -> pd.DataFrame:
+def device_work(profile: Profile, first: int, last: int) -> pd.DataFrame:
     """Rows of the GPU's trace within a window, cut at its ends."""
     streams = profile.threads.loc[profile.threads["kind"].eq("gpu_stream"), "profile"]
     work = profile.trace[profile.trace["profile"].isin(streams)]
@@ -452,7 +452,7 @@ def _device_work(profile: Profile, first: int, last: int) -> pd.DataFrame:
 
 def _gpu_ms(profile: Profile, first: int, last: int, count: int) -> dict[str, float]:
     """``busy_ms``, ``compute_ms``, ``communication_ms``, ``exposed_ms``; NaN without a GPU."""
-    work = _device_work(profile, first, last)
+    work = device_work(profile, first, last)
     names = ("busy_ms", "compute_ms", "communication_ms", "exposed_ms")
     if work.empty:
         return dict.fromkeys(names, np.nan)
@@ -483,8 +483,8 @@ def part_table(ranks: Ranks) -> pd.DataFrame:
     marked = all(len(profile.iterations) for profile in ranks.values())
     columns = {}
     for rank, profile in ranks.items():
-        first, last, _ = _window(profile, marked)
-        work = _device_work(profile, first, last)
+        first, last, _ = window(profile, marked)
+        work = device_work(profile, first, last)
         part = parts_at(profile, work["context"].to_numpy())
         part["ms"] = (work["end_ns"] - work["start_ns"]).to_numpy() / 1e6
         count = len(profile.iterations) if marked else 1

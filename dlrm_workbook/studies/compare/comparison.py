@@ -24,12 +24,18 @@ from dlrm_core.files import read_json, write_json
 from dlrm_core.progress import Bar
 from dlrm_workbook.analysis.attribution import attribute
 from dlrm_workbook.analysis.compare import (
+    SAME_PROGRAM,
+    as_one,
     circumstances,
     compare_parts,
+    device_differences,
     differing,
+    has_iterations,
+    likeness,
     mixed_causes,
     part_estimates,
     ratio_interval,
+    recorded_differences,
     step_estimate,
 )
 from dlrm_workbook.analysis.ensemble import SWEEP, swept_runs
@@ -69,6 +75,8 @@ class Outcome:
     parts: pd.DataFrame | None = None
     """As :func:`dlrm_workbook.analysis.compare.compare_parts` gives."""
     losses: dict[str, Any] | None = None
+    doubt: str = ""
+    """Why the two times make no speed-up; empty where they do."""
 
     @property
     def error(self) -> float | None:
@@ -100,11 +108,13 @@ class Outcome:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        measured = self.speedup and {
-            "before_ms": self.before_ms,
-            "after_ms": self.after_ms,
-            "speedup": self.speedup.to_dict(),
-        }
+        measured = None
+        if self.speedup or self.doubt:
+            measured = {
+                "before_ms": self.before_ms,
+                "after_ms": self.after_ms,
+                "speedup": self.speedup.to_dict() if self.speedup else None,
+            }
         return {
             "before": self.before,
             "after": self.after,
@@ -112,6 +122,7 @@ class Outcome:
             "predicted": self.predicted.to_dict() if self.predicted else None,
             "not_predicted": self.reason,
             "measured": measured,
+            "doubt": self.doubt,
             "error": self.error,
             "in_predicted_range": self.in_range,
             "parts": [] if self.parts is None else self.parts.to_dict("records"),
@@ -140,6 +151,8 @@ class Comparison:
         self.runs: list[TimedRun] = []
         self.times = in_rounds.round_table([])
         self.notices: list[str] = []
+        self.per = "per iteration"
+        """What times are of: an iteration, or ``in the whole recording``."""
         self.status = "running"
 
     def profile_baseline(self, progress: ProgressCallback | None = None) -> None:
@@ -239,6 +252,20 @@ class Comparison:
         values = pd.DataFrame(differences["values"].tolist(), columns=list(self.profiles))
         return pd.concat([differences[["kind", "name"]].reset_index(drop=True), values], axis=1)
 
+    def recorded_table(self) -> pd.DataFrame:
+        """Device, host and idle time of each part of the first and the last recording."""
+        if len(self.profiles) < 2:
+            return _absent("there are no two profiles")
+        first, *_, last = self.profiles.values()
+        return recorded_differences(first, last)
+
+    def device_table(self) -> pd.DataFrame:
+        """What ran on the GPUs of the first and the last recording, by operator."""
+        if len(self.profiles) < 2:
+            return _absent("there are no two profiles")
+        first, *_, last = self.profiles.values()
+        return device_differences(first, last)
+
     def finish(self) -> Path:
         """Write the final ``compare.json``; its path."""
         self.status = "finished"
@@ -252,6 +279,7 @@ class Comparison:
             "outcomes": [outcome.to_dict() for outcome in self.outcomes],
             "differences": self.differences.to_dict("records"),
             "mixed_causes": self.mixed,
+            "per": self.per,
             "rounds": [run.to_dict() for run in self.runs],
             "notices": self.notices,
             "written": datetime.now().astimezone().isoformat(),
@@ -554,10 +582,18 @@ class RunsComparison(Comparison):
             raise InputError(f"runs names {len(places)} profile(s), expected at least two")
         labels = run_labels(places)
         self.places = dict(zip(labels, (place for _, place in places), strict=True))
-        self.profiles = {
-            label: open_recording(place).profile for label, place in self.places.items()
-        }
-        lines = [f"- **{label}**: `{place}`" for label, place in self.places.items()]
+        opened = {label: open_recording(place) for label, place in self.places.items()}
+        self.profiles = {label: recording.profile for label, recording in opened.items()}
+        self._take_alike()
+        self.notices += [
+            f"{label} has no times of the host: what it did while the GPU was idle counts as other."
+            for label, profile in self.profiles.items()
+            if not profile.has("cpu_time_ms")
+        ]
+        lines = [
+            f"- **{label}**: `{place}` {opened[label].sentence}".rstrip()
+            for label, place in self.places.items()
+        ]
         self.sentence = "\n".join(
             ["Compared are finished runs; the others are held against the first.", "", *lines]
         )
@@ -566,6 +602,8 @@ class RunsComparison(Comparison):
         for label in labels[1:]:
             profile = self.profiles[label]
             other = step_estimate(profile)
+            samples = _samples(profile) / _samples(before)
+            doubt = self._doubt(before, profile)
             self.outcomes.append(
                 Outcome(
                     labels[0],
@@ -573,12 +611,53 @@ class RunsComparison(Comparison):
                     change={},
                     predicted=None,
                     reason="finished runs are compared",
-                    speedup=ratio_interval(whole, other, _samples(profile) / _samples(before)),
+                    speedup=None if doubt else ratio_interval(whole, other, samples),
+                    doubt=doubt,
                     before_ms=whole[0],
                     after_ms=other[0],
                     parts=compare_parts(parts, part_estimates(profile)),
                 )
             )
+
+    def _take_alike(self) -> None:
+        """Compare whole recordings where one of them has no iterations."""
+        lacking = [label for label, profile in self.profiles.items() if not has_iterations(profile)]
+        if not lacking:
+            return
+        self.per = "in the whole recording"
+        profiles = self.profiles.values()
+        on_gpu = any(profile.threads["kind"].eq("gpu_stream").any() for profile in profiles)
+        if len(lacking) < len(profiles) or on_gpu:
+            self.profiles = {label: as_one(profile) for label, profile in self.profiles.items()}
+        self.notices.append(
+            f"No iterations are marked in {' and '.join(lacking)}: all times are of whole "
+            "recordings, of which nobody knows whether they hold the same work."
+        )
+
+    def _doubt(self, before: Profile, after: Profile) -> str:
+        """Why the times of two recordings are no speed-up of one program; "" where they are."""
+        if self.per != "per iteration":
+            return "Whole recordings are compared, so this is no speed-up."
+        if all(profile.meta.get("parameters") for profile in (before, after)):
+            return ""
+        shares = likeness(before, after)
+        if shares is None:
+            return (
+                "Nothing in the recordings tells whether they are of one model and batch, so this "
+                "is no speed-up."
+            )
+        by_name, with_shapes = shares
+        if by_name < SAME_PROGRAM:
+            return (
+                f"They have {by_name:.0%} of their operator calls in common: they are of different "
+                "programs, so this is no speed-up."
+            )
+        if with_shapes < SAME_PROGRAM:
+            self.notices.append(
+                f"{with_shapes:.0%} of the operator calls are of the same input shapes: batch or "
+                "model differ, and times are per iteration, not per sample."
+            )
+        return ""
 
     def _extra(self) -> dict[str, Any]:
         return {"runs": {label: str(place) for label, place in self.places.items()}}

@@ -83,11 +83,12 @@ def rounds(times: pd.DataFrame) -> go.Figure:
     return result
 
 
-def part_differences(parts: pd.DataFrame) -> go.Figure:
+def part_differences(parts: pd.DataFrame, per: str = "per iteration") -> go.Figure:
     """What each part takes more or less, with its interval; pale where chance may be all.
 
     Args:
         parts: what :func:`dlrm_workbook.analysis.compare.compare_parts` gives.
+        per: what the times are of, see ``Comparison.per``.
     """
     table = parts.iloc[parts["difference_ms"].abs().argsort()[::-1]].head(18)
     rows = theme.rows_of(table)
@@ -125,7 +126,8 @@ def part_differences(parts: pd.DataFrame) -> go.Figure:
     left = 1.35 if (table["difference_ms"] < 0).any() else 0.2
     right = 1.35 if (table["difference_ms"] > 0).any() else 0.2
     result.update_xaxes(
-        title="ms in a mean iteration: left is faster, right is slower",
+        title=("ms in a mean iteration" if per == "per iteration" else f"ms {per}")
+        + ": left is faster, right is slower",
         range=[-left * longest, right * longest],
         zeroline=True,
         zerolinecolor=theme.INK,
@@ -281,6 +283,10 @@ def verdict(comparison: Comparison) -> Text:
 def _judgement(outcome: Outcome, comparison: Comparison) -> str:
     what = change_text(outcome.change) or outcome.after
     measured = outcome.speedup
+    if outcome.doubt:
+        times = [milliseconds(time or math.nan) for time in (outcome.after_ms, outcome.before_ms)]
+        said = f"**{what}: {times[0]} {comparison.per}, {outcome.before}: {times[1]}.**"
+        return f"{said} {outcome.doubt}"
     if measured is None:
         return f"**{what}**: not measured yet."
     gain = f"{measured.mid:.2f}× as fast"
@@ -294,7 +300,8 @@ def _judgement(outcome: Outcome, comparison: Comparison) -> str:
         text = (
             f"**{what}: {gain}** {bounds}, {abs(saved):.1%} {'less' if saved > 0 else 'more'} time"
         )
-    text += f"; {_basis(measured, comparison)}."
+    known = comparison.kind == "change" or math.isfinite(measured.low)
+    text += f"; {_basis(measured, comparison)}." if known else "."
     if outcome.predicted is not None and outcome.error is not None:
         gain_range = speedup(*(outcome.predicted.speedup[end] for end in ENDS))
         side = "inside" if outcome.in_range else "outside"
@@ -383,7 +390,30 @@ CHANGES: dict[str, str | Column] = {
     "difference_ms": Column("difference", "signed"),
     "state": "",
 }
-"""Columns of the tables of outcomes, predictions, parts and largest changes."""
+RECORDED: dict[str, str | Column] = {
+    "part": "",
+    "device_ms_before": Column("device before", "number", unit="ms"),
+    "device_ms_after": Column("device after", "number", unit="ms"),
+    "host_ms_before": Column("host before", "number", unit="ms"),
+    "host_ms_after": Column("host after", "number", unit="ms"),
+    "idle_ms_before": Column("GPU idle before", "number", unit="ms"),
+    "idle_ms_after": Column("GPU idle after", "number", unit="ms"),
+    "launches_before": Column("launches before", "number"),
+    "launches_after": Column("launches after", "number"),
+}
+DEVICE: dict[str, str | Column] = {
+    "operator": Column("operator", "function"),
+    "part": "",
+    "before_ms": "before",
+    "after_ms": "after",
+    "difference_ms": Column("difference", "signed"),
+    "launches_before": Column("launches before", "number"),
+    "launches_after": Column("launches after", "number"),
+    "kernel_before": Column("longest kernel before", "function"),
+    "kernel_after": Column("longest kernel after", "function"),
+}
+"""Columns of the tables of outcomes, predictions, parts, largest changes, and of what recordings
+hold on GPU and host."""
 
 
 def difference_columns(table: pd.DataFrame) -> dict[str, str | Column]:
