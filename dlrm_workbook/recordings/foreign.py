@@ -482,13 +482,13 @@ def resolve(
         return picked
 
     strong = nearest(parent, (has & ~hints)[code[:-1]])
-    hint = _outermost(parent, (has & hints)[code[:-1]])
+    hint = outermost(parent, (has & hints)[code[:-1]])
     decided = np.where(strong >= 0, strong, hint)
     spoken = nearest(parent, phased[code[:-1]])
     return component[name_of(decided)], phase[name_of(spoken)], (strong < 0) & (hint >= 0)
 
 
-def _outermost(parent: Ints, marked: npt.NDArray[np.bool_]) -> Ints:
+def outermost(parent: Ints, marked: npt.NDArray[np.bool_]) -> Ints:
     """Row (n,) of the marked row nearest to the root at or above each, −1 where there is none."""
     inner = nearest(parent, marked)
     above = np.where(parent >= 0, np.append(inner, -1)[parent], -1)

@@ -13,7 +13,10 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from dlrm_core.parts import COMPONENTS, PHASES
 from dlrm_workbook.analysis.attribution import attribute, coverage, time_unit, unattributed
 from dlrm_workbook.analysis.gpu import kernel_table
 from dlrm_workbook.recordings.foreign import PartNames
@@ -322,6 +325,44 @@ def test_a_program_that_names_nothing(tmp_path: Path, options: dict[str, bool]) 
     assert "other" not in set(operators["component"][nodes])
     assert len(profile.iterations) == 6
     assert coverage(attribute(profile)) > 0.7
+
+
+NAMES = ("aten::linear", "aten::bmm", "aten::embedding_bag", "aten::add", "CompiledFunction")
+NAMES += ("autograd::engine::evaluate_function: AddmmBackward0", "aten::mse_loss")
+NAMES += ("autograd::engine::evaluate_function: AccumulateGrad", "## forward:over_arch ##")
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(NAMES),
+            st.integers(0, 60),
+            st.integers(0, 20),
+            st.integers(10, 12),
+            st.integers(-1, 6),
+            st.integers(0, 12),
+        ),
+        min_size=1,
+        max_size=25,
+    )
+)
+def test_any_spans_keep_all_device_time(tmp_path_factory: Any, drawn: list[Any]) -> None:
+    events = []
+    for name, start, length, thread, sequence, correlation in drawn:
+        numbers = {"Sequence number": sequence, "Fwd thread id": int("Backward" in name)}
+        kind = "user_annotation" if name.startswith("#") else "cpu_op"
+        events += [
+            gpu_trace._span(kind, name, start, start + length, tid=thread, **numbers),
+            gpu_trace._span("cuda_runtime", "cudaLaunchKernel", start, start + 1, tid=thread,
+                            correlation=correlation),
+            gpu_trace._on_gpu("kernel", f"k{sequence}", start + 2, start + 5, 7,
+                              correlation=correlation + sequence),
+        ]  # fmt: skip
+    path = tmp_path_factory.mktemp("drawn") / "trace.json"
+    profile = read_trace(gpu_trace.write(path, events))
+    assert device_ms(profile).sum() == pytest.approx(3e-3 * len(drawn))
+    assert set(profile.contexts["component"]) <= set(COMPONENTS)
+    assert set(profile.contexts["phase"]) <= {"", *PHASES}
 
 
 # ---- steps ------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from dlrm_workbook.recordings.foreign import (
     has_embeddings,
     match_backward,
     node_key,
+    outermost,
     resolve,
 )
 from dlrm_workbook.recordings.nesting import innermost, nest
@@ -207,20 +208,6 @@ class _Spans:
     def keys(self, rows: Ints, of: Sequence[str | None]) -> list[str]:
         """The text of ``of``, by pair of kind and name, for each row."""
         return [of[code] or "" for code in self.code[rows]]
-
-
-def outermost(parent: Ints, marked: Bools) -> Ints:
-    """Row (n,) of the marked row nearest to the root at or above each, −1 where there is none."""
-    inner = nearest(parent, marked)
-    rows = np.flatnonzero(marked)
-    above = np.full(len(parent), -1)
-    above[rows] = np.append(inner, -1)[parent[rows]]
-    link = np.where(marked & (above >= 0), above, np.arange(len(parent)))
-    while True:
-        further = link[link]
-        if (further == link).all():
-            return np.where(inner >= 0, link[inner], -1)
-        link = further
 
 
 def _name_compiled(

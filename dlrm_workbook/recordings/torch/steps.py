@@ -10,11 +10,11 @@ import numpy.typing as npt
 import pandas as pd
 
 from dlrm_core.parts import ITERATION_SPAN
-from dlrm_workbook.recordings.foreign import PartNames
+from dlrm_workbook.recordings.foreign import PartNames, outermost
 from dlrm_workbook.recordings.profile import nearest
 from dlrm_workbook.recordings.repetition import find_iterations
 from dlrm_workbook.recordings.torch.chrome_trace import STEP_PREFIX
-from dlrm_workbook.recordings.torch.parts import coded, matching, outermost
+from dlrm_workbook.recordings.torch.parts import coded, matching
 
 STEP_LABEL = "ProfilerStep*"
 
