@@ -98,7 +98,8 @@ def run_notebooks(
     for_sections, own = split_overrides(overrides)
     parameters = load_parameters(parameters_file, for_sections)
     plan = Plan.of(names, own, notebooks or NOTEBOOKS)
-    preset = parameters.preset if parameters_file is not None else recording_name(names, plan.own)
+    typed_own = {key: value for values in plan.own.values() for key, value in values.items()}
+    preset = parameters.preset if parameters_file is not None else recording_name(names, typed_own)
     plan.check(parameters)
     root = Path(DEFAULT_OUTPUT_ROOT if output_root is None else output_root)
     typed = shlex.join(command or sys.argv)
@@ -111,17 +112,16 @@ def run_notebooks(
     return folder
 
 
-def recording_name(names: Sequence[str], own: Mapping[str, Mapping[str, Any]]) -> str:
+def recording_name(names: Sequence[str], own: Mapping[str, Any]) -> str:
     """Name of the runs that explain recordings without a parameters file: the recordings'.
 
     Args:
-        own: each notebook's own parameters.
+        own: the notebooks' own parameters.
 
     Raises:
         InputError: no recording is given, or a notebook measures: that needs parameters.
     """
-    given = {key: value for values in own.values() for key, value in values.items()}
-    places = given.get("runs") or [given.get("profile_run")]
+    places = own.get("runs") or [own.get("profile_run")]
     if not all(places) or any(name in CHAIN[:2] for name in names):
         raise InputError(
             f"dlrm run {' '.join(names)} needs a parameters file (-f FILE); only a recording that "

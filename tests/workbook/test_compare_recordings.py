@@ -131,7 +131,7 @@ def test_what_no_gpu_measured_is_not_zero(tmp_path: Path) -> None:
 
 
 def test_no_parameters_file_is_needed_for_recordings() -> None:
-    own = {"compare": {"runs": ["/a/one.json.gz", "/b/two.d"]}}
+    own = {"runs": ["/a/one.json.gz", "/b/two.d"]}
     assert recording_name(["compare"], own) == "one-two"
     with pytest.raises(InputError, match="needs a parameters file"):
-        recording_name(["compare"], {"compare": {}})
+        recording_name(["compare"], {})
