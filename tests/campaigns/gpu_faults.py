@@ -36,8 +36,6 @@ from trace_edits import Insertion, Trace, repeated
 
 ROOT = Path(__file__).parents[2]
 TRACES = ROOT.parent / "shared" / "recordings" / "traces"
-if not TRACES.is_dir():
-    TRACES = Path("/work/shared/recordings/traces")
 
 ROSE = 0.02
 """Of the step: a finding whose share rose by more is a consequence of the plant."""
@@ -632,6 +630,9 @@ def planted(kind: str, name: str, draw: Draw, size: float) -> tuple[Trace, str, 
             told = FAULTS[kind].plant(trace, copy.copy(again), ask * plain.step_us)
             trace = trace.replay()
             added = span(trace) / before - 1.0
+            if added > 2.5 * size:
+                ask *= 1.2 * size / added
+                continue
             if added >= DESIRED * size:
                 return trace, told, added / (1.0 + added)
             ask *= 1.2 * size / max(added, 0.1 * size)  # part of it hid behind other work
