@@ -6,8 +6,8 @@ Each trial takes a real trace from ``../shared/recordings``, edits it in memory
 (``trace_edits.py``: what follows an edit is timed anew, as the program would have run) and opens
 the result as a user does. A large plant makes the step at least 1.5 times as long, so that it is
 the largest loss: it must be the first finding. A small one takes about a fifth of the step: it
-must be the first of the findings whose share of the step rose by more than 2 points, or which
-are new. A finding names a fault if its id or title matches what the fault is, and where that is
+must be the first of all findings, or of those whose share of the step rose by more than 2 points
+or which are new. A finding names a fault if its id or title matches what the fault is, and where that is
 not enough its text says where. A clean trial changes nothing that matters: no finding may be
 new. What is drawn for a trial depends on its kind, recording and seed alone. Rules were never
 written with the ``held_out`` kinds in sight.
@@ -418,7 +418,7 @@ FAULTS = {
         slow_python,
         ("bert", "graphs", *STEPS),
         ((r"idle|host|python|outside|slow", ""),),
-        unless=r"launch|data|synchron|cop(y|ies)",
+        unless=r"launch|\bdata|synchron|cop(y|ies)",
     ),
     "exposed_communication": Fault(
         exposed_communication,
@@ -739,7 +739,7 @@ def trial(kind: str, name: str, seed: int, large: bool) -> dict[str, Any]:
         "first_title": found[0]["title"] if found else "",
         "rank": rank,
         "rank_of_changed": among,
-        "good": (rank if large else among) == 1,
+        "good": rank == 1 or (among == 1 and not large),
     }
 
 

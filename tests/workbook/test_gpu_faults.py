@@ -66,9 +66,11 @@ def test_repeated_recording_numbers_its_steps_and_launches() -> None:
 @pytest.mark.parametrize("kind", [kind for kind in gpu_faults.FAULTS if kind != "straggler"])
 def test_edited_recordings_are_sound(kind: str) -> None:
     name = "rank0" if "rank0" in gpu_faults.FAULTS[kind].recordings else "bert*8"
-    if kind in ("late_peer", "slow_kernel"):  # work at the end of a step delays the next one
-        name = "rank5*8" if kind == "late_peer" else "bert*8"
-    trace, _, share = gpu_faults.planted(kind, name, gpu_faults.Draw(kind), 1.3)
+    draw = gpu_faults.Draw(kind)
+    try:
+        trace, _, share = gpu_faults.planted(kind, name, draw, 1.3)
+    except gpu_faults.Hidden:  # work at the end of a step delays only a following one
+        trace, _, share = gpu_faults.planted(kind, "rank5*8", draw, 1.3)
     assert trace.problems() == []
     numbers = _correlations(trace)
     assert len(set(numbers)) == len(numbers)
@@ -87,7 +89,7 @@ def test_ranks_wait_for_the_straggler() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [("pageable_copies", "rank0"), ("readbacks", "bert"), ("small_optimizer", "rank0")],
+    [("pageable_copies", "rank0"), ("readbacks", "rank0"), ("small_optimizer", "rank0")],
 )
 def test_planted_fault_is_named_first(kind: str, name: str) -> None:
     row = gpu_faults.trial(kind, name, 0, large=True)
