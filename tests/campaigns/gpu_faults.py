@@ -4,13 +4,13 @@
 
 Each trial takes a real trace from ``../shared/recordings``, edits it in memory
 (``trace_edits.py``: what follows an edit is timed anew, as the program would have run) and opens
-the result as a user does. A large plant makes the step at least 1.5 times as long, so that it is
+the result as a user does. A large plant makes the step more than twice as long, so that it is
 the largest loss: it must be the first finding. A small one takes about a fifth of the step: it
-must be the first of all findings, or of those whose share of the step rose by more than 2 points
-or which are new. A finding names a fault if its id or title matches what the fault is, and where that is
-not enough its text says where. A clean trial changes nothing that matters: no finding may be
-new. What is drawn for a trial depends on its kind, recording and seed alone. Rules were never
-written with the ``held_out`` kinds in sight.
+must be the first of all findings, or of those that are new or whose share of the step rose by
+more than 2 points. A finding names a fault if its id or title matches what the fault is and,
+where that is not enough, its text says where. A clean trial changes nothing that matters: no
+finding may be new. What is drawn for a trial depends on its kind, recording and seed alone. No
+rule was written with the ``held_out`` kinds in sight.
 """
 
 from __future__ import annotations
