@@ -180,19 +180,24 @@ def device_beside_host(profile: Profile) -> pd.DataFrame:
 
     Returns:
         ``component``, ``phase``, ``device_ms``, ``host_ms`` (NaN where the host was not
-        measured), ``idle_ms`` (of the GPU, while the host was in the part), of a mean
-        iteration, warm-up and stragglers included; in the order of a step. Empty without a
-        timeline of a GPU.
+        measured), ``idle_ms`` (of the GPU, while the host was in the part), of a mean steady
+        iteration, as in :func:`attribute`; in the order of a step. Empty without a timeline of
+        a GPU.
     """
     columns = [*PART, "device_ms", "host_ms", "idle_ms"]
     each = per_iteration(profile)
     if profile.trace.empty or not each["where"].eq("device").any():
         return pd.DataFrame({name: [] for name in columns})
+    state = iteration_state(profile)
+    if state is not None:
+        steady = profile.iterations["iteration"].to_numpy()[state.steady]
+        each = each[each["iteration"].isin(steady)]
     count = each["iteration"].nunique()
     by_part = each.pivot_table("time_ms", PART, "where", aggfunc="sum", fill_value=0.0) / count
     table = by_part.reindex(columns=["device", "host", IDLE], fill_value=0.0)
     table["idle_ms"] = table["host"] + table[IDLE]
     pieces = segments(profile, device=False)
+    pieces = pieces[pieces["iteration"].isin(each["iteration"])].reset_index(drop=True)
     pieces[PART] = parts_at(profile, pieces["context"].to_numpy())
     pieces["host_ms"] = (pieces["end_ns"] - pieces["start_ns"]) / 1e6 / count
     host = pieces.groupby(PART)["host_ms"].sum()
@@ -252,12 +257,15 @@ def data_against_compute(profile: Profile) -> pd.DataFrame:
     """Making data, moving it, and everything else, an iteration a row.
 
     Returns:
-        ``iteration``, ``data_ms``, ``transfer_ms``, ``compute_ms`` (all but those two).
+        ``iteration``, ``data_ms``, ``transfer_ms``, ``compute_ms`` (all but those two), and
+        ``idle_ms`` where a GPU idled and the host was not measured.
     """
     each = per_iteration(profile)
-    kind = each["component"].where(each["component"].isin(["data", "transfer"]), "compute")
+    apart = ["data", "transfer", IDLE]
+    kind = each["component"].where(each["component"].isin(apart), "compute")
     table = each.groupby(["iteration", kind])["time_ms"].sum().unstack().fillna(0.0)
-    table = table.reindex(columns=["data", "transfer", "compute"], fill_value=0.0)
+    names = ["data", "transfer", "compute", *([IDLE] if IDLE in table else [])]
+    table = table.reindex(columns=names, fill_value=0.0)
     return table.add_suffix("_ms").rename_axis(columns=None).reset_index()
 
 

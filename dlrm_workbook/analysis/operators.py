@@ -11,6 +11,7 @@ import pandas as pd
 from dlrm_core.parts import parse_span, part_label
 from dlrm_workbook.analysis.attribution import (
     PART,
+    host_time,
     iteration_count,
     main_thread,
     parts_at,
@@ -48,6 +49,7 @@ def top_operators(profile: Profile, count: int = 20) -> pd.DataFrame:
     }
     for column, (metric, scope) in columns.items():
         table[column] = profile.value_table(metric, scope).to_numpy() / steps
+    table["cpu_self_ms"] = host_time(profile).to_numpy() / steps
     counted = profile.values[profile.rows("flops")]
     flops = counted.groupby("context")["value"].sum()
     table["flops"] = flops.reindex(table.index).to_numpy() / steps

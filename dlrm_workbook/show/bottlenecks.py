@@ -106,9 +106,10 @@ def data_against_compute(split: pd.DataFrame) -> go.Figure:
     """One bar: making data, moving it, computing, in a mean iteration.
 
     Args:
-        split: ``iteration``, ``data_ms``, ``transfer_ms``, ``compute_ms``.
+        split: ``iteration``, ``data_ms``, ``transfer_ms``, ``compute_ms``, and ``idle_ms`` where
+            a GPU idled for an unknown reason.
     """
-    means = split[["data_ms", "transfer_ms", "compute_ms"]].mean()
+    means = split.drop(columns="iteration").mean()
     total = float(means.sum())
     looks = {
         f"{name}_ms": (f"{name} {milliseconds(time)} ({percent(time / total)})", colour)
@@ -116,8 +117,9 @@ def data_against_compute(split: pd.DataFrame) -> go.Figure:
             ("data", COLOURS["data"]),
             ("transfer", COLOURS["transfer"]),
             ("compute", COMPUTE),
+            ("idle", COLOURS["other"]),
         )
-        if (time := float(means[f"{name}_ms"])) > 0
+        if (time := float(means.get(f"{name}_ms", 0.0))) > 0
     }
     result = stacked_bars("Data against compute", means.to_frame("").T, looks, "ms", texts=True)
     result.update_layout(height=190)

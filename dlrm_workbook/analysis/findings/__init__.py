@@ -88,6 +88,7 @@ RULES: tuple[Rule, ...] = (
     ranks.replicate_small_tables,
     generic.disturbed_profile,
     generic.outside_parts,
+    generic.spinning_threads,
     generic.irregular,
     generic.slower_than_alone,
     generic.far_from_ceiling,

@@ -6,6 +6,8 @@ longer in the run than alone is held back by something, whether or not a rule kn
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 
 from dlrm_core.parts import part_label
@@ -38,6 +40,10 @@ IRREGULAR_SHARE = 0.15
 
 DISTURBED = 1.4
 """Times what the step and the profiler's greatest cost come to."""
+
+OPENMP = re.compile(r"lib(?:gomp|iomp5|omp)\b")
+SPINNING_SHARE = 0.2
+"""Of the CPU time of all threads."""
 
 CEILING_SHARE = 0.08
 FAR_SHARE = 0.3
@@ -97,6 +103,42 @@ def slower_than_alone(evidence: Evidence, ledger: Ledger) -> Measured | None:
             "limit": "scheduling",
         }
     return figures
+
+
+@rule(
+    "spinning_threads",
+    title="OpenMP's threads wait for {of_all:.0%} of the CPU time of all threads",
+    evidence=(
+        "{waits:ms} of {all:ms} of CPU time, sampled on {count} threads, pass inside {library}, "
+        "which is where threads spin until the others are done or new work comes.",
+    ),
+    advice="Fewer threads (OMP_NUM_THREADS), or let them sleep while they wait "
+    "(OMP_WAIT_POLICY=PASSIVE).",
+    limit="scheduling",
+)
+def spinning_threads(evidence: Evidence, ledger: Ledger) -> Measured | None:
+    """Threads of OpenMP burn CPU time without work, in a sampled recording of all threads."""
+    profile = evidence.profile
+    rows = profile.values[profile.rows("cpu_time_ms", "exclusive")]
+    if evidence.meta.get("engine") != "hpctoolkit" or rows.empty:
+        return None
+    waits = profile.which("name", lambda name: bool(OPENMP.search(name)))
+    waits |= profile.which("module", lambda name: bool(OPENMP.search(name)))
+    here = rows[waits[rows["context"].to_numpy()]]
+    total = float(rows["value"].sum())
+    if float(here["value"].sum()) < SPINNING_SHARE * total:
+        return None
+    names = profile.contexts[["module", "name"]].iloc[here["context"]].agg(" ".join, axis=1)
+    library = OPENMP.search(str(names.iloc[0]))
+    return {
+        "share": 0.0,  # they wait beside the step's thread: what the step loses is not known
+        "of_all": float(here["value"].sum()) / total,
+        "waits": float(here["value"].sum()),
+        "all": total,
+        "count": rows["profile"].nunique(),
+        "library": library[0] if library else "OpenMP's library",
+        "speedup": {"low": 1.0, "mid": 1.0, "high": 1.0},
+    }
 
 
 @rule(

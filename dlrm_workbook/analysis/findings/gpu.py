@@ -347,7 +347,9 @@ def gpu_idle(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "doubt": _doubt(evidence),
         "remedy": "Measure what the host does as well; then shorten it, overlap it with the GPU's "
         "work (a loader that runs ahead), or move it to the GPU.",
-        "speedup": bounded(left / evidence.total_ms),
+        # how much of it can go nothing tells: all of it at most
+        "speedup": bounded(left / evidence.total_ms)
+        | {"mid": 1.0 / (1.0 - 0.5 * left / evidence.total_ms)},
     }
     if explained > 0.02 * evidence.total_ms:
         figures["id"] = "gpu_idle_otherwise"
