@@ -64,6 +64,7 @@ RULES: tuple[Rule, ...] = (
     gpu.tensor_cores,
     gpu.occupancy,
     gpu.stalls,
+    gpu.heavy_kernel,
     operators.extra_operators,
     host.other_processes,
     host.other_threads,

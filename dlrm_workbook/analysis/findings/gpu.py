@@ -29,6 +29,7 @@ from dlrm_workbook.analysis.findings.finding import (
     rule,
 )
 from dlrm_workbook.analysis.gpu import kernel_table, sampled_profile, stall_reasons, stall_table
+from dlrm_workbook.analysis.kernel_names import kernel_name
 from dlrm_workbook.recordings.hpctoolkit.metrics import STALLS
 from dlrm_workbook.recordings.profile import nearest
 from dlrm_workbook.recordings.torch.chrome_trace import GRAPH_LAUNCH
@@ -62,18 +63,20 @@ LINKS_GB_PER_S = {6: 12, 7: 12, 8: 25, 9: 50, 10: 50, 12: 50}
 """What pinned copies reach over PCIe x16 (generations 3, 4 and 5) by the first figure of the
 compute capability of NVIDIA's GPUs of that time."""
 
-GEMM = re.compile(r"gemm|xmma|cutlass|cublas|wgmma|hmma", re.IGNORECASE)
-TENSOR_CORE = re.compile(
-    r"tensorop|tensor_op|hmma|wgmma|mma_?sync|xmma_gemm|h?16816|s1688|s16816|s884|bf16|f16|fp16|"
-    r"tf32|imma|nvjet|_h\d+_|hgemm",
-    re.IGNORECASE,
-)
 GEMM_SHARE = 0.1
 
 DOUBLE = re.compile(r"\bdouble\b|dgemm|_f64|_d884|float64", re.IGNORECASE)
+DOUBLE_OPERATIONS = "operations:fp64"
 NO_DOUBLE = re.compile(r"distribution_|pow_tensor_scalar|curand|philox|random", re.IGNORECASE)
 """Kernels with a scalar or a generator of random numbers in float64, and tensors in fp32."""
 DOUBLE_SHARE = 0.03
+
+HEAVY_SHARE = 0.2
+"""Of the GPU's time, by one kernel."""
+HEAVY_STEP_SHARE = 0.1
+FAR_FROM_LIMIT = 0.25
+UNKNOWN_SHARE = 0.3
+"""Of the step: from here on a kernel is named even if its limits are not known."""
 
 LOW_OCCUPANCY = 25.0
 OCCUPANCY_SHARE = 0.2
@@ -220,7 +223,7 @@ def copies(evidence: Evidence, ledger: Ledger) -> Measured | None:
     evidence=(
         "Collectives run {time:ms} per iteration, {alone:ms} of it while nothing else does; most "
         "in {heaviest}.",
-        "How much of it is waiting for another rank one rank's recording does not tell.",
+        "{unknown}",
     ),
     advice="Start collectives earlier and let them run beside computing (a pipeline over batches, "
     "larger buckets of gradients), send fewer bytes (bf16, smaller tables replicated), and even "
@@ -247,7 +250,10 @@ def exposed_communication(evidence: Evidence, ledger: Ledger) -> Measured | None
         "share": alone / evidence.total_ms,
         "time": time,
         "alone": alone,
-        "heaviest": str(lengths.sum().idxmax())[:60],
+        "unknown": None
+        if len(evidence.ranks) > 1
+        else "How much of it is waiting for another rank one rank's recording does not tell.",
+        "heaviest": kernel_name(str(lengths.sum().idxmax())).short,
         "speedup": bounded(alone / evidence.total_ms),
     }
 
@@ -448,12 +454,9 @@ def tensor_cores(evidence: Evidence, ledger: Ledger) -> Measured | None:
     capability = _capability(evidence)
     if capability is not None and capability < 7:
         return None
-    kernels = kernel_table(evidence.profile)
-    if kernels.empty:
-        return None
-    products = kernels[kernels["kernel"].str.contains(GEMM)]
-    slow = products[~products["kernel"].str.contains(TENSOR_CORE)]
-    time = float(slow["time_ms"].sum()) / iteration_count(evidence.profile)
+    kernels = _kernels(evidence)
+    slow = kernels[kernels["tensor_cores"].eq("no") & kernels["precision"].isin(["fp32", ""])]
+    time = float(slow["ms"].sum())
     share = time / evidence.total_ms
     if share < GEMM_SHARE:
         return None
@@ -468,9 +471,9 @@ def tensor_cores(evidence: Evidence, ledger: Ledger) -> Measured | None:
     volta = capability is not None and capability < 8
     return {
         "share": share,
-        "component": str(slow.groupby("component")["time_ms"].sum().idxmax()),
+        "component": str(slow.groupby("component")["ms"].sum().idxmax()),
         "time": time,
-        "names": ", ".join(slow.nlargest(2, "time_ms")["kernel"].str.slice(0, 60)),
+        "names": ", ".join(slow.nlargest(2, "ms")["short_name"]),
         "units": "fp16 products by autocast"
         if volta
         else "bf16 by autocast (training.precision) or TF32 (training.tf32)",
@@ -491,19 +494,20 @@ def tensor_cores(evidence: Evidence, ledger: Ledger) -> Measured | None:
 def float64(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """Kernels or operators compute in float64, which no part of such a model needs."""
     profile = evidence.profile
-    is_double = profile.which(
+    metric = "gpu_time_ms" if evidence.on_gpu else "cpu_time_ms"
+    chosen = profile.which(
         "name", lambda name: bool(DOUBLE.search(name)) and not NO_DOUBLE.search(name)
     )
-    kernels, metric = profile.of_kind("kernel"), "gpu_time_ms"
-    if not evidence.on_gpu:
-        return None
-    chosen = is_double & kernels
-    time = profile.value_table(metric, "inclusive").to_numpy()[chosen]
-    if not time.sum() > 0:
-        return None
-    time = pd.Series(time, index=profile.contexts.index[chosen]) / iteration_count(profile)
+    chosen &= profile.of_kind("kernel")
+    if profile.has(DOUBLE_OPERATIONS):
+        chosen |= profile.value_table(DOUBLE_OPERATIONS, "exclusive").gt(0).to_numpy()
+    # of an operator and its kernel the operator counts
+    above = nearest(profile.contexts["parent"].to_numpy(), chosen)
+    parent = profile.contexts["parent"].to_numpy()
+    chosen &= (parent < 0) | (above[np.maximum(parent, 0)] < 0)
+    time = profile.value_table(metric, "inclusive")[chosen] / iteration_count(profile)
     share = float(time.sum()) / evidence.total_ms
-    if share < DOUBLE_SHARE:
+    if not share >= DOUBLE_SHARE:
         return None
     rows = profile.contexts.loc[time.index]
     part = largest(time.groupby([rows["component"], rows["phase"]]).sum())
@@ -534,17 +538,15 @@ def float64(evidence: Evidence, ledger: Ledger) -> Measured | None:
 )
 def occupancy(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """Kernels that take much of the step leave most of the GPU's warps empty."""
-    kernels = kernel_table(evidence.profile)
-    if kernels.empty or kernels["occupancy_percent"].isna().all():
-        return None
+    kernels = _kernels(evidence)
     low = kernels[kernels["occupancy_percent"] < LOW_OCCUPANCY]
     # products live from registers, not from warps; collectives wait for the network
-    low = low[~low["kernel"].str.contains(GEMM) & low["component"].ne("communication")]
-    of_kernels = float(low["time_ms"].sum()) / float(kernels["time_ms"].sum())
-    share = of_kernels * _kernel_ms(evidence) / evidence.total_ms
+    low = low[low["tensor_cores"].eq("") & low["component"].ne("communication")]
+    share = min(float(low["ms"].sum()), evidence.device_ms) / evidence.total_ms
     if share < OCCUPANCY_SHARE:
         return None
-    worst = low.loc[low["time_ms"].idxmax()]
+    worst = low.loc[low["ms"].idxmax()]
+    ledger.explain(share * evidence.total_ms, (str(worst["component"]), str(worst["phase"])))
     properties = [
         f"{worst[name]:.0f} {label}"
         for name, label in (("registers", "registers per thread"), ("blocks", "blocks per launch"))
@@ -552,12 +554,63 @@ def occupancy(evidence: Evidence, ledger: Ledger) -> Measured | None:
     ]
     return {
         "share": share,
-        "of_kernels": of_kernels,
+        "of_kernels": float(low["ms"].sum()) / float(kernels["ms"].sum()),
         "component": str(worst["component"]),
-        "kernel": str(worst["kernel"])[:80],
+        "kernel": str(worst["short_name"]),
         "occupancy": worst["occupancy_percent"],
         "because": f" ({', '.join(properties)})" if properties else "",
         "speedup": bounded(0.5 * share),
+    }
+
+
+@rule(
+    "heavy_kernel",
+    title="One kernel takes {share:.0%} of the step: {kernel}",
+    evidence=(
+        "It takes {time:ms} per iteration, {of_device:.0%} of the GPU's time, in {launches:,.0f} "
+        "launches of {mean_us:,.1f} µs.",
+        "By its operator's shapes {reached:.0%} of that would do at the limits of this GPU's data "
+        "sheet.",
+        "Its grid fills {waves:.2f} of the GPU once.",
+        "{unknown}",
+    ),
+    advice="Look at its shapes and at what calls it: operands that are tiny, strided or padded, "
+    "work that could be batched, a library or a data type with faster kernels.",
+    limit="",
+    gpu=True,
+)
+def heavy_kernel(evidence: Evidence, ledger: Ledger) -> Measured | None:
+    """A kernel takes much of the GPU's time far from its limits, or most of it at unknown ones."""
+    kernels = _kernels(evidence)
+    kernels = kernels[kernels["component"].ne("communication")]
+    parts = zip(kernels["component"], kernels["phase"], strict=True)
+    kernels = kernels[[not ledger.is_explained((str(name), str(phase))) for name, phase in parts]]
+    share = kernels["ms"] / evidence.total_ms
+    heavy = (kernels["ms"] >= HEAVY_SHARE * evidence.device_ms) & (share >= HEAVY_STEP_SHARE)
+    far = kernels["share_of_ceiling"].lt(FAR_FROM_LIMIT) | kernels["waves"].lt(FAR_FROM_LIMIT)
+    # products are judged by their units (tensor_cores), as far as their names tell
+    unknown = kernels["share_of_ceiling"].isna() & kernels["tensor_cores"].eq("")
+    chosen = kernels[heavy & (far | (unknown & share.ge(UNKNOWN_SHARE)))]
+    if chosen.empty:
+        return None
+    worst = chosen.loc[chosen["ms"].idxmax()]
+    reached, waves = float(worst["share_of_ceiling"]), float(worst["waves"])
+    taken = min(float(worst["ms"]) / evidence.total_ms, 1.0)
+    known = reached == reached
+    return {
+        "share": taken,
+        "component": str(worst["component"]),
+        "kernel": str(worst["short_name"]),
+        "time": float(worst["ms"]),
+        "of_device": min(float(worst["ms"]) / evidence.device_ms, 1.0),
+        "launches": float(worst["launches"]) / iteration_count(evidence.profile),
+        "mean_us": float(worst["mean_us"]),
+        "reached": reached if known else None,
+        "waves": waves if waves < 1 else None,
+        "unknown": None
+        if known or waves < 1
+        else "How near it is to the GPU's limits the recording does not tell.",
+        "speedup": bounded(taken * (1 - reached)) if known else bounded(0.5 * taken),
     }
 
 
@@ -604,7 +657,7 @@ def stalls(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "reason": reason,
         "meaning": STALLS.get(reason, ""),
         "of_stalls": top["share_of_stalls"],
-        "kernel": kernel[:80],
+        "kernel": kernel_name(kernel).short or kernel[:80],
         "line": f", at {lines.loc[lines['warp_cycles'].idxmax(), 'place']}" if len(lines) else "",
         "quality": _sampling_quality(sampled.meta.get("pc_sampling") or {}),
         "remedy": capitalised(str(top["advice"])),
@@ -630,9 +683,14 @@ def _sampling_quality(measured: dict[str, Any]) -> str | None:
 
 def _kernel_ms(evidence: Evidence) -> float:
     """Time of a mean step in which kernels run, no more than the GPU works."""
-    kernels = kernel_table(evidence.profile)
-    time = float(kernels["time_ms"].sum()) / iteration_count(evidence.profile)
-    return min(time, evidence.device_ms)
+    return min(float(_kernels(evidence)["ms"].sum()), evidence.device_ms)
+
+
+def _kernels(evidence: Evidence) -> pd.DataFrame:
+    """As :func:`kernel_table`, with ``ms`` of a mean step."""
+    table = kernel_table(evidence.profile)
+    each = table["time_ms"] / iteration_count(evidence.profile)
+    return table.assign(ms=table["per_iteration_ms"].fillna(each))
 
 
 def _capability(evidence: Evidence) -> int | None:
