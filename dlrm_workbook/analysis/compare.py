@@ -448,7 +448,7 @@ def _inside(profile: Profile) -> np.ndarray:
     )
 
 
-def _device_contexts(profile: Profile) -> pd.DataFrame:
+def device_contexts(profile: Profile) -> pd.DataFrame:
     """``ms`` and ``launches`` of each context that ran on the GPU, of a mean iteration."""
     count = iteration_count(profile)
     if profile.meta.get("engine") == "hpctoolkit" or profile.trace.empty:
@@ -476,7 +476,7 @@ def recorded_parts(profile: Profile) -> pd.DataFrame:
     parts = profile.contexts[PART]
     frames = []
     if profile.has("gpu_time_ms"):
-        device = _device_contexts(profile)
+        device = device_contexts(profile)
         device = device.rename(columns={"ms": "device_ms"})
         frames.append(device.join(parts).groupby(PART).sum())
     if profile.has("cpu_time_ms"):
@@ -549,7 +549,7 @@ def _by_operator(profile: Profile) -> pd.DataFrame:
     operator = nearest(contexts["parent"].to_numpy(), profile.of_kind("operator"))
     names = contexts["name"].to_numpy()
     label = np.where(operator >= 0, names[operator], names)
-    device = _device_contexts(profile)
+    device = device_contexts(profile)
     row = device.index.to_numpy()
     table = device.join(contexts[PART]).assign(operator=label[row], kernel=names[row])
     table = table.sort_values("ms", ascending=False, kind="stable")

@@ -17,7 +17,7 @@ from dlrm_workbook.analysis.gpu import ISSUED
 from dlrm_workbook.analysis.idleness import NOBODY
 from dlrm_workbook.analysis.kernel_names import short_names
 from dlrm_workbook.recordings.hpctoolkit.metrics import STALLS
-from dlrm_workbook.show.tables import function_name
+from dlrm_workbook.show.tables import Column, function_name
 from dlrm_workbook.show.theme import (
     COLOURS,
     GRID,
@@ -338,3 +338,14 @@ def _line_label(place: str) -> str:
     """A source line as it is; a function (no line known) in a few characters."""
     file, colon, line = place.rpartition(":")
     return place if colon and line.isdigit() and file else function_name(place, 28)
+
+
+OTHER_GPUS: dict[str, str | Column] = {
+    "gpu": "GPU",
+    "now_ms": "as recorded",
+    "then_ms": "predicted",
+    "range": "range",
+    "gain": Column("speed-up", "speedup", ("speedup_mid", "speedup_low", "speedup_high")),
+    "unchanged": Column("of the step unchanged", "share"),
+}
+"""Columns of the table of other GPUs."""

@@ -412,6 +412,26 @@ DEVICE: dict[str, str | Column] = {
     "kernel_before": Column("longest kernel before", "function"),
     "kernel_after": Column("longest kernel after", "function"),
 }
+PARTS_HELD: dict[str, str | Column] = {
+    "part": "",
+    "before_ms": "before",
+    "predicted_ms": "predicted",
+    "range": "range",
+    "after_ms": "measured",
+    "error": Column("error", "signed_share"),
+    "in_range": Column("in range", "judged"),
+}
+HELD: dict[str, str | Column] = {
+    "operator": Column("operator", "function"),
+    "kernel": Column("or kernel", "function"),
+    "shapes": "",
+    "limit": "limit",
+    "before_us": "before",
+    "predicted_us": "predicted",
+    "after_us": "measured",
+    "error": Column("error", "signed_share"),
+    "in_range": Column("in range", "judged"),
+}
 """Columns of the tables of outcomes, predictions, parts, largest changes, and of what recordings
 hold on GPU and host."""
 
