@@ -1,0 +1,136 @@
+"""The experiment that this project began with, beside the figures once published for it.
+
+facebookresearch/dlrm was run on an H100 under ``hpcrun -a python -e gpu=nvidia,pc -t``, and a
+report of July 2025 (public repository ``yuninxia/dlrm``, ``workloads/reports`` and
+``workloads/dlrm_performance_analysis_report.md``) promised a gain of 351.5x. Its counts and times
+are sums of *inclusive* values over the whole call tree: a launch is counted again at every
+caller above it. :func:`beside` sets its figures beside the recording's, and beside what comes
+out when inclusive values of the same recording are added up.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pandas as pd
+
+from dlrm_workbook.analysis.attribution import iteration_ms
+from dlrm_workbook.analysis.gpu import copy_table
+from dlrm_workbook.analysis.idleness import gpu_idleness
+from dlrm_workbook.recordings.profile import Profile
+
+COUNTED_AGAIN = "inclusive values added up: each is counted again at every caller above it"
+
+PUBLISHED = (
+    ("kernel launches", 145_100.0, "", COUNTED_AGAIN),
+    ("copied to the GPU", 17.2, "GB", COUNTED_AGAIN),
+    ("time of GPU operations", 3.7, "s", COUNTED_AGAIN),
+    ("time on CPU threads", 1_513.6, "s", f"{COUNTED_AGAIN}; of another run than the GPU's"),
+    (
+        "GPU used",
+        0.24,
+        "% of the time",
+        "one sum of inclusive times over another, of two runs: near the truth by chance",
+    ),
+    (
+        "copies in the GPU's time",
+        78.4,
+        "%",
+        "copies stand deeper in the call tree than kernels, so they were counted more often",
+    ),
+    ("speed of copies", 5.958, "GB/s", "a ratio of two sums with the same fault: nearly right"),
+    (
+        "predicted gain",
+        351.5,
+        "x",
+        "50.0x, 1.9x and 3.7x of three changes multiplied, though all three shorten the same "
+        "time, and no part of a step can be made shorter than nothing",
+    ),
+)
+"""Figure, what was published, its unit, and what went wrong."""
+
+
+def inclusive_sums(profile: Profile) -> dict[str, float]:
+    """Sums over the call tree that count a value again at each of its callers.
+
+    Returns:
+        Metric to the sum of its inclusive values over all contexts, in the metric's unit.
+    """
+    names = ("GKER:COUNT", "launches", "copy_bytes", "GXCOPY:H2D (B)", "gpu_time_ms", "cpu_time_ms")
+    return {
+        name: float(profile.value_table(name, "inclusive").sum())
+        for name in names
+        if profile.has(name)
+    }
+
+
+def beside(profile: Profile, host: Profile | None = None) -> pd.DataFrame:
+    """What was published of the experiment, and what its recording says.
+
+    Args:
+        profile: of the GPU's recording.
+        host: of the recording of the same program with CPU time, where there is one.
+
+    Returns:
+        ``figure``, ``unit``, ``published``, ``summed`` (inclusive values of this recording added
+        up as the report did; NaN where that is not what it did), ``measured`` (NaN where this
+        recording cannot tell), ``what_went_wrong``.
+    """
+    wrong = inclusive_sums(profile)
+    cpu = inclusive_sums(host).get("cpu_time_ms", math.nan) if host is not None else math.nan
+    summed = {
+        "kernel launches": wrong.get("GKER:COUNT", wrong.get("launches", math.nan)),
+        "copied to the GPU": wrong.get("GXCOPY:H2D (B)", math.nan) / 1e9,
+        "time of GPU operations": wrong.get("gpu_time_ms", math.nan) / 1e3,
+        "time on CPU threads": cpu / 1e3,
+    }
+    right = _measured(profile, host)
+    rows = [
+        (figure, unit, published, summed.get(figure, math.nan), right.get(figure, math.nan), why)
+        for figure, published, unit, why in PUBLISHED
+    ]
+    columns = ["figure", "unit", "published", "summed", "measured", "what_went_wrong"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def _measured(profile: Profile, host: Profile | None) -> dict[str, float]:
+    """The figures of :data:`PUBLISHED` by the recording, each value counted once."""
+    idle = gpu_idleness(profile)
+    copies = copy_table(profile)
+    total = float(profile.value_table("gpu_time_ms").sum())
+    to_gpu = copies[copies["direction"].str.startswith("host to")] if len(copies) else copies
+    launches = "GKER:COUNT" if profile.has("GKER:COUNT") else "launches"
+    found = {
+        "kernel launches": float(profile.value_table(launches).sum()),
+        "time of GPU operations": total / 1e3,
+    }
+    if len(to_gpu):
+        found["copied to the GPU"] = float(to_gpu["bytes"].sum()) / 1e9
+        time_ms = float(to_gpu["time_ms"].sum())
+        found["speed of copies"] = found["copied to the GPU"] / (time_ms / 1e3)
+        found["copies in the GPU's time"] = 100 * float(copies["time_ms"].sum()) / total
+    if len(idle):
+        busy, span = float(idle["busy_ms"].sum()), float(idle["span_ms"].sum())
+        found["GPU used"] = 100 * busy / span
+    if host is not None:
+        found["time on CPU threads"] = float(host.value_table("cpu_time_ms").sum()) / 1e3
+    return found
+
+
+def steps(profile: Profile) -> pd.DataFrame:
+    """Length of every step and the GPU's work in it.
+
+    Returns:
+        ``iteration``, ``time_ms``, ``busy_ms`` (any stream), ``busy_share``.
+    """
+    table = profile.iterations[["iteration"]].copy()
+    table["time_ms"] = iteration_ms(profile)
+    streams = profile.threads.loc[profile.threads["kind"] == "gpu_stream", "profile"]
+    work = profile.trace[profile.trace["profile"].isin(streams)]
+    begun = pd.Series(work["start_ns"].to_numpy())
+    edges = [*profile.iterations["start_ns"], profile.iterations["end_ns"].iloc[-1]]
+    place = pd.cut(begun, edges, labels=table["iteration"], right=False)
+    each = ((work["end_ns"] - work["start_ns"]) / 1e6).to_numpy()
+    table["busy_ms"] = pd.Series(each).groupby(place, observed=False).sum().to_numpy()
+    table["busy_share"] = table["busy_ms"] / table["time_ms"]
+    return table
