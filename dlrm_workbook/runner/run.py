@@ -19,7 +19,7 @@ from typing import Any
 
 import nbformat
 
-from dlrm_core.config import Parameters, load_parameters
+from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
 from dlrm_core.errors import InputError
 from dlrm_core.files import write_text
 from dlrm_workbook.changes import apply_change
@@ -136,6 +136,18 @@ def recording_name(names: Sequence[str], own: Mapping[str, Any]) -> str:
     return re.sub(r"[^A-Za-z0-9._+-]+", "_", text)[:60] or "recording"
 
 
+def said_of(parameters: Parameters) -> dict[str, Any]:
+    """Sections with only what differs from the defaults: a recording has parameters of its own,
+    and our defaults are none of them."""
+    usual = parameters_from_sections({}).to_sections()
+    return {
+        name: {leaf: v for leaf, v in value.items() if v != usual[name][leaf]}
+        if isinstance(value, dict)
+        else value
+        for name, value in parameters.to_sections().items()
+    }
+
+
 @dataclass(frozen=True)
 class Plan:
     """Notebooks to run in order, each with the parameters of its own that were given."""
@@ -169,7 +181,8 @@ class Plan:
 
     def given(self, name: str, parameters: Parameters, done: Mapping[str, Path]) -> dict[str, Any]:
         """What a notebook is given: sections, its own parameters, folders of earlier runs."""
-        values = parameters.to_sections() | self.own[name]
+        sections = parameters.to_sections() if parameters.source else said_of(parameters)
+        values = sections | self.own[name]
         for earlier, folder in done.items():
             values.setdefault(f"{earlier}_run", str(folder))
         return {key: value for key, value in values.items() if key in self.declared[name]}

@@ -444,9 +444,10 @@ def add_spans(
             orientation="h",
             name=escaped(name),
             marker=look,
-            customdata=list(zip(labels, spans["spans"], strict=True)),
+            # of a bar with a base, plotly's x is where the bar ends
+            customdata=list(zip(labels, spans["spans"], spans["duration_ms"], strict=True)),
             hovertemplate=(
-                "%{customdata[0]}<br>from %{base:,.3f} ms, %{x:,.3f} ms long"
+                "%{customdata[0]}<br>from %{base:,.3f} ms, %{customdata[2]:,.3f} ms long"
                 "<br>spans joined: %{customdata[1]}<extra>%{y}</extra>"
             ),
             **more,
