@@ -357,6 +357,7 @@ def _detail(arguments: str) -> str:
         elif (kind := _TYPES.get(word.lstrip("_"), "")) and [kind] != types[-1:]:
             types.append(kind)
     types = [] if types == ["fp32"] else types
+    flags = f"flags {flags}" if len(flags) > 1 else ""
     return ", ".join(filter(None, (" ".join(types), " ".join(sizes), flags)))
 
 

@@ -72,16 +72,21 @@ REASON_NAMES = {
 }
 """Stall reason in a legend's few words; the whole meaning is in ``metrics.STALLS``."""
 
-KERNEL_COLUMNS = {
+KERNEL_TIMES = {
     "short_name": "kernel",
     "part": "",
-    "launches": "",
-    "time_ms": "time of the recording",
-    "share_of_device": "",
     "launches_per_iteration": "",
     "per_iteration_ms": "",
     "share_of_step": "",
+    "launches": "launches of the recording",
+    "time_ms": "time of the recording",
+    "share_of_device": "",
     "mean_us": "",
+}
+"""Columns of a page's table of kernels' times; full names are in the figure's hover texts."""
+
+KERNEL_LAUNCHES = {
+    "short_name": "kernel",
     "registers": "",
     "blocks": "",
     "threads_per_block": "",
@@ -94,24 +99,20 @@ KERNEL_COLUMNS = {
     "gb_per_s": "",
     "share_of_ceiling": "",
 }
-"""Columns of a page's table of kernels; the full names are in the figure's hover texts."""
+"""Columns of a page's table of what kernels were launched with and what they reached."""
 
-RATE_COLUMNS = {
-    "operator": "",
+OPERATOR_RATES = {
+    "name": "operator",
     "shapes": "",
     "part": "",
-    "calls": "",
     "mean_us": "",
     "call_gflop": "",
-    "call_bytes": "",
+    "tflops_per_s": "",
+    "gb_per_s": "",
     "precision": "",
     "tensor_cores": "",
-    "tflops_per_s": "",
-    "peak_tflops_per_s": "",
-    "gb_per_s": "",
     "limit": "nearest limit",
     "share_of_ceiling": "",
-    "kernels": "",
 }
 """Columns of a page's table of operators on the GPU."""
 
@@ -129,18 +130,18 @@ def kernel_bars(kernels: pd.DataFrame, count: int = 15) -> go.Figure:
     rows = rows_of(kernels.head(count))
     several = kernels[["component", "phase"]].drop_duplicates().shape[0] > 1
     labels = [
-        _middle_cut(row.short_name, 46)
+        _middle_cut(row.short_name, 38)
         + (f" · {part_label(row.component, row.phase)}" if several else "")
         for row in rows
     ]
     return ranked_bars(
         "GPU kernels by time",
-        "ms over the whole recording",
+        "ms over the whole recording, and share of all time of the GPU's operations",
         labels,
         [0.0 if pd.isna(row.time_ms) else row.time_ms for row in rows],
         [
             f"{known_or(row.time_ms, milliseconds)} "
-            f"({known_or(row.share_of_device, percent)} of GPU time), "
+            f"({known_or(row.share_of_device, percent)}), "
             f"{known_or(row.launches, whole)} launches"
             for row in rows
         ],

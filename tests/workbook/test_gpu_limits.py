@@ -238,9 +238,12 @@ def test_a_page_names_the_data_sheet_and_shows_what_is_known() -> None:
     rates = operator_rates(profile)
     figure = operator_roofline(rates)
     assert "data sheet of H100-SXM" in figure.layout.title.text
-    table, kernels = show(rates, gpu_figures.RATE_COLUMNS), kernel_table(profile)
+    table, kernels = show(rates, gpu_figures.OPERATOR_RATES), kernel_table(profile)
     assert isinstance(table, Table) and "nan" not in repr(table)
-    assert "nan" not in repr(show(kernels, gpu_figures.KERNEL_COLUMNS))
+    for columns in (gpu_figures.KERNEL_TIMES, gpu_figures.KERNEL_LAUNCHES):
+        shown = show(kernels, columns)
+        assert isinstance(shown, Table) and "nan" not in repr(shown)
+        assert len(shown.columns) >= 8
     bars = gpu_figures.kernel_bars(kernels).data[0]
     assert "cutlass bf16 tensorop gemm 32x32 tn" in str(bars.customdata) + str(
         gpu_figures.kernel_bars(kernels).layout.yaxis.ticktext
