@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pandas as pd
 
 from dlrm_workbook.analysis.attribution import iteration_ms
@@ -121,16 +122,17 @@ def steps(profile: Profile) -> pd.DataFrame:
     """Length of every step and the GPU's work in it.
 
     Returns:
-        ``iteration``, ``time_ms``, ``busy_ms`` (any stream), ``busy_share``.
+        ``iteration``, ``time_ms``, ``busy_ms`` (all operations, as the trace has them),
+        ``busy_share``.
     """
     table = profile.iterations[["iteration"]].copy()
     table["time_ms"] = iteration_ms(profile)
     streams = profile.threads.loc[profile.threads["kind"] == "gpu_stream", "profile"]
     work = profile.trace[profile.trace["profile"].isin(streams)]
-    begun = pd.Series(work["start_ns"].to_numpy())
-    edges = [*profile.iterations["start_ns"], profile.iterations["end_ns"].iloc[-1]]
-    place = pd.cut(begun, edges, labels=table["iteration"], right=False)
-    each = ((work["end_ns"] - work["start_ns"]) / 1e6).to_numpy()
-    table["busy_ms"] = pd.Series(each).groupby(place, observed=False).sum().to_numpy()
+    # each operation belongs to the step in which it began
+    step = np.searchsorted(profile.iterations["start_ns"], work["start_ns"], side="right") - 1
+    inside = (step >= 0) & (work["start_ns"] < profile.iterations["end_ns"].iloc[-1]).to_numpy()
+    each = (work["end_ns"] - work["start_ns"]).to_numpy() / 1e6
+    table["busy_ms"] = np.bincount(step[inside], each[inside], minlength=len(table))
     table["busy_share"] = table["busy_ms"] / table["time_ms"]
     return table
