@@ -87,8 +87,8 @@ class Ledger:
         """Milliseconds explained without a place."""
         self.idle_ms = 0.0
         """Of the GPU's idle time, explained."""
-        self.launching = False
-        """Whether short gaps between kernels were explained by the cost of launching."""
+        self.idle_causes: set[str] = set()
+        """What explained it: ``launches``, ``synchronisation``."""
 
     def explain(self, milliseconds: float, part: Part | None = None) -> None:
         """Record that a rule explained time, in one part or anywhere in the step."""

@@ -31,6 +31,7 @@ from dlrm_workbook.analysis.findings.finding import (
 from dlrm_workbook.analysis.gpu import kernel_table, sampled_profile, stall_reasons, stall_table
 from dlrm_workbook.analysis.kernel_names import kernel_name
 from dlrm_workbook.recordings.hpctoolkit.metrics import STALLS
+from dlrm_workbook.recordings.open import COMMUNICATION
 from dlrm_workbook.recordings.profile import nearest
 from dlrm_workbook.recordings.torch.chrome_trace import GRAPH_LAUNCH
 
@@ -131,6 +132,7 @@ def synchronising(evidence: Evidence, ledger: Ledger) -> Measured | None:
     part = largest(calls.groupby(PART)["lost_ms"].sum())
     ledger.explain(lost, part)
     ledger.idle_ms += lost
+    ledger.idle_causes.add("synchronisation")
     called = evidence.called["name"]
     reads = sorted(called[called.isin(["aten::_local_scalar_dense", "aten::nonzero"])].unique())
     return {
@@ -237,7 +239,7 @@ def exposed_communication(evidence: Evidence, ledger: Ledger) -> Measured | None
     work = evidence.work
     if work.empty:
         return None
-    is_exchange = work["component"].eq("communication") & work["kind"].eq("kernel")
+    is_exchange = _is_exchange(evidence)
     exchange = work[is_exchange]
     time, alone = evidence.alone_ms(exchange, work[~is_exchange])
     if alone < COMMUNICATION_SHARE * evidence.total_ms:
@@ -263,7 +265,7 @@ def exposed_communication(evidence: Evidence, ledger: Ledger) -> Measured | None
     title="The GPU is idle {idle:.0%} of the time, most of it waiting for launches",
     evidence=(
         "{launches:,.0f} kernels per iteration of {mean_us:.1f} µs each, against {launch_us:.1f} "
-        "µs for a launch; in {share:.0%} of the time the GPU waits in gaps below {gap_us:.0f} µs "
+        "µs for a launch{left_out}; in {share:.0%} of the time the GPU waits in gaps below {gap_us:.0f} µs "
         "while the host runs operators and launches them.",
         "{doubt}",
     ),
@@ -281,7 +283,7 @@ def launch_bound(evidence: Evidence, ledger: Ledger) -> Measured | None:
     lost = float(idle["idle_ms"].sum())
     left = max(0.0, evidence.idle_ms - ledger.idle_ms - _data_ms(evidence, ledger))
     lost = min(lost, left)
-    kernels = evidence.work[evidence.work["kind"].eq("kernel")]
+    kernels = evidence.work[evidence.work["kind"].eq("kernel") & ~_is_exchange(evidence)]
     if kernels.empty or lost < LAUNCH_SHARE * evidence.total_ms:
         return None
     launches = len(kernels)
@@ -289,7 +291,7 @@ def launch_bound(evidence: Evidence, ledger: Ledger) -> Measured | None:
     if mean_us > 5 * launch_us:
         return None
     ledger.idle_ms += lost
-    ledger.launching = True
+    ledger.idle_causes.add("launches")
     graphs: dict[str, Any] = {"training.cuda_graphs": True}
     if evidence.parameter("training.embedding_backend", "torch") != "fused":
         # with any other the host waits for the GPU in every update: nothing to capture
@@ -302,6 +304,7 @@ def launch_bound(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "launches": launches / max(len(evidence.windows[0]), 1),
         "mean_us": mean_us,
         "launch_us": launch_us,
+        "left_out": " (collectives left out)" if _is_exchange(evidence).any() else "",
         "gap_us": SHORT_GAPS * launch_us,
         "doubt": _doubt(evidence),
         "change": {} if evidence.parameter("training.cuda_graphs", False) else graphs,
@@ -318,6 +321,7 @@ WAITS_FOR_LAUNCHES = "The GPU waits {share:.0%} of the time for launches"
     title="The GPU is idle {idle} of the time{meanwhile}",
     evidence=(
         "It works {busy:ms} of {total:ms} per iteration and does nothing in {idle_time:ms}.",
+        "{others}",
         "{host_unknown}",
         "The host meanwhile: {host}.",
         "In {blocked:ms} of it the host was itself in a call that waits for the GPU.",
@@ -334,9 +338,11 @@ def gpu_idle(evidence: Evidence, ledger: Ledger) -> Measured | None:
     if left < IDLE_SHARE * evidence.total_ms:
         return None
     unexplained = evidence.idle
-    if ledger.launching:
+    if "synchronisation" in ledger.idle_causes:
+        unexplained = unexplained[unexplained["cause"].ne("synchronisation")]
+    if "launches" in ledger.idle_causes:
         names = _launching(evidence, float(evidence.ceiling("launch_us") or SHORT_KERNEL_US)).index
-        unexplained = unexplained.drop(names)
+        unexplained = unexplained.drop(names, errors="ignore")
     if _data_ms(evidence, ledger):
         unexplained = unexplained[unexplained["component"].ne("data")]
     traced = host_is_traced(evidence.profile)
@@ -347,6 +353,7 @@ def gpu_idle(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "meanwhile": "",
         "busy": evidence.device_ms,
         "idle_time": evidence.idle_ms,
+        "others": None,
         "host_unknown": None if traced else HOST_UNKNOWN,
         "host": None,
         "blocked": None,
@@ -359,7 +366,9 @@ def gpu_idle(evidence: Evidence, ledger: Ledger) -> Measured | None:
     }
     if explained > 0.02 * evidence.total_ms:
         figures["id"] = "gpu_idle_otherwise"
-        figures["title"] = "The GPU is idle in another {share:.0%} of the step{meanwhile}"
+        figures["title"] = "The GPU is idle {share:.0%} of the step{meanwhile}"
+        figures["meanwhile"] = " for other reasons"
+        figures["others"] = "The rest of its idle time has findings of its own."
     if traced and len(unexplained):
         figures |= _host_meanwhile(evidence, unexplained)
     ledger.explain(left, (str(figures.get("component", "other")), ""))
@@ -405,6 +414,12 @@ def _host_names(evidence: Evidence, idle: pd.DataFrame) -> np.ndarray:
     names = contexts["name"].to_numpy()[owner[np.maximum(context, 0)]]
     bare = contexts["kind"].isin(["thread", "root"]).to_numpy()[owner[np.maximum(context, 0)]]
     return np.where((context < 0) | bare, "code outside every operator and range", names)
+
+
+def _is_exchange(evidence: Evidence) -> pd.Series:
+    """Which rows of ``evidence.work`` are kernels that exchange data between ranks."""
+    named = evidence.profile.which("name", lambda name: bool(COMMUNICATION.search(name)))
+    return evidence.work["kind"].eq("kernel") & named[evidence.work["context"].to_numpy()]
 
 
 def _launching(evidence: Evidence, launch_us: float) -> pd.DataFrame:
