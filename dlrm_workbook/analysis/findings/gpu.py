@@ -265,8 +265,8 @@ def exposed_communication(evidence: Evidence, ledger: Ledger) -> Measured | None
     title="The GPU is idle {idle:.0%} of the time, most of it waiting for launches",
     evidence=(
         "{launches:,.0f} kernels per iteration of {mean_us:.1f} µs each, against {launch_us:.1f} "
-        "µs for a launch{left_out}; in {share:.0%} of the time the GPU waits in gaps below {gap_us:.0f} µs "
-        "while the host runs operators and launches them.",
+        "µs for a launch{left_out}; in {share:.0%} of the time the GPU waits in gaps below "
+        "{gap_us:.0f} µs while the host runs operators and launches them.",
         "{doubt}",
     ),
     advice="Fewer and longer kernels: capture the step in a CUDA graph (training.cuda_graphs), "
