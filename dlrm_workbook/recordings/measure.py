@@ -22,6 +22,9 @@ from dlrm_workbook.recordings.torch.trace import read_recording
 EVIDENCE = ("ceilings", "part_probes", "data_statistics")
 """What is found out about machine and workload beside the times, under these keys."""
 
+ALIGNED_ITERATIONS = 5
+"""Iterations of the recording that GPU work without Python frames is aligned with."""
+
 TORCH_FOLDER = "profile_torch"
 """Of a run folder: the Profile of the second engine, where ``profiling.engine`` is both."""
 
@@ -129,8 +132,8 @@ class _Session:
         notices: list[str] = found["notices"]
         return notices
 
-    def with_torch(self, name: str = "workload.yaml") -> Profile:
-        recording = self.folder / "recording"
+    def with_torch(self, name: str = "workload.yaml", recorded: str = "recording") -> Profile:
+        recording = self.folder / recorded
         file = self.written(name, self.parameters)
         command = python_module("dlrm_workbook", "record", "-f", file, "--output", recording)
         self.run("the recorded run", "torch.profiler", command, like_measured=False)
@@ -153,11 +156,31 @@ class _Session:
         second.meta["not_measured"] = reasons
         return second
 
+    def order_of_launches(self) -> Profile | str:
+        """A short torch.profiler recording of the workload, for the parts of its GPU work; or why
+        there is none."""
+        whole = self.parameters
+        profiling = replace(
+            whole.profiling,
+            iterations=ALIGNED_ITERATIONS,
+            probes=False,
+            with_stack=False,
+            record_shapes=False,
+            profile_memory=False,
+        )
+        self.parameters = replace(whole, profiling=profiling)
+        try:
+            return self.with_torch("workload-order.yaml", "recording_order")
+        except InputError as error:  # the times are there; their parts must not cost them
+            return f"the torch.profiler recording that would tell it failed: {error}"
+        finally:
+            self.parameters = whole
+
     def with_hpctoolkit(self) -> Profile:
         from dlrm_core.machine import resolve_device
         from dlrm_workbook.recordings.hpctoolkit.database import read_database
         from dlrm_workbook.recordings.hpctoolkit.driver import measure as measure_program
-        from dlrm_workbook.recordings.hpctoolkit.spans import with_spans
+        from dlrm_workbook.recordings.hpctoolkit.spans import with_iterations, with_spans
         from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
         from dlrm_workbook.recordings.torch.recorder import information
 
@@ -178,8 +201,13 @@ class _Session:
         times = measurement.database("times")
         assert times is not None
         profile = profile_from_database(read_database(times))
-        if device.type == "cpu":
-            spans = measurement.passes[0].result.get("spans") or []
+        timed = measurement.passes[0]
+        spans = timed.result.get("spans") or []
+        if timed.python_frames:  # call paths name the parts
+            profile = with_iterations(profile, spans)
+        elif device.type != "cpu" and spans and profile.has("gpu_time_ms"):
+            profile = with_spans(profile, spans, config.warmup, self.order_of_launches())
+        else:
             profile = with_spans(profile, spans, config.warmup)
         frames = measurement.database("frames")
         if frames is not None:
@@ -197,7 +225,7 @@ class _Session:
                 "dilation": 1.0,
             }
         ]
-        notices = list(measurement.notices)
+        notices = list(measurement.notices) + profile.meta.get("notices", [])
         for made in measurement.passes:
             passes.append(
                 {

@@ -385,7 +385,7 @@ def _divided_values(
     moved = own.reset_index(names="row").merge(
         shares[["share", "scope_row", "time", "count"]], on="scope_row"
     )
-    counted = moved["metric"].map(_is_count).to_numpy(dtype=bool)
+    counted = moved["metric"].map(is_count).to_numpy(dtype=bool)
     moved["value"] *= np.where(counted, moved["count"], moved["time"])
     steps = [moved]  # inclusive values: everything also counts for what is above it
     while not steps[-1].empty:
@@ -409,6 +409,6 @@ def _divided_values(
     return blocks
 
 
-def _is_count(metric: str) -> bool:
+def is_count(metric: str) -> bool:
     """Whether a metric counts operations, or adds up a property of each."""
     return metric in ("calls", "launches") or metric.endswith(("COUNT", "_ACUMU", "_ACUMU (B)"))

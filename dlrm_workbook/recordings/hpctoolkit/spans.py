@@ -9,6 +9,10 @@ interpreter's own frames, which would be most of every path, become one node.
 The spans enter the timeline as well. What is attributed to a part is then the
 clock's own figure, as exact as the workload's timer, and the samples say what
 the part did.
+
+The work of a GPU runs later than the host's part that launched it, so the clock does not
+place it. Its iteration and part come from its order (:mod:`dlrm_workbook.recordings.alignment`);
+without a recording to align with it has its iteration alone.
 """
 
 from __future__ import annotations
@@ -19,7 +23,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dlrm_core.parts import ITERATION_SPAN, SpanRow, parse_span
+from dlrm_core.parts import ITERATION_SPAN, SpanRow, parse_span, span_name
+from dlrm_workbook.recordings.alignment import (
+    CLOCK_NS,
+    NO_ITERATION,
+    Alignment,
+    align_profiles,
+    device_operations,
+)
+from dlrm_workbook.recordings.hpctoolkit.parts import is_count
 from dlrm_workbook.recordings.profile import (
     SCHEMA,
     Profile,
@@ -37,38 +49,57 @@ DETAIL = ("line", "instruction", "loop")
 OUTSIDE = -1
 """The part of a sample taken outside every span: start-up, the end."""
 
+NO_PART = "GPU work of no part"
+"""Range of the GPU operations of an iteration whose part is not known."""
 
-def with_spans(profile: Profile, spans: list[SpanRow], warmup: int = 0) -> Profile:
+
+def with_spans(
+    profile: Profile, spans: list[SpanRow], warmup: int = 0, other: Profile | str = ""
+) -> Profile:
     """The profile with iteration and part nodes, iterations, and spans in its timeline.
 
     Values of every metric are divided among the parts as the samples of their
-    context are; totals per thread and metric are kept.
+    context are, those of GPU work as its operations are; totals per thread and metric are kept.
 
     Args:
         profile: of an HPCToolkit database measured with ``-t``.
         spans: the workload's log of the same run.
         warmup: iterations at the beginning that do not count; their samples are outside.
+        other: torch.profiler's recording of the same workload, which knows the part of each GPU
+            operation; or why there is none.
 
     Returns:
         A new profile; the same profile if it has no timeline or there are no spans.
     """
     parts = [row for row in spans if parse_span(row[0])]
-    loops = sorted(row for row in spans if row[0] == ITERATION_SPAN)[warmup:]
+    every = sorted(row for row in spans if row[0] == ITERATION_SPAN)
+    loops = every[warmup:]
     parts = [row for row in parts if loops and row[1] >= loops[0][1]]
     if profile.trace.empty or not parts or not loops:
         return profile
     log = _Log(parts, loops)
-    samples = profile.trace[["profile", "start_ns", "end_ns", "context"]].copy()
+    samples = _true_ends(profile)[["profile", "start_ns", "end_ns", "context"]].copy()
     samples["span"] = log.span_at(samples["start_ns"].to_numpy())
+    # what was noticed was how iterations and parts were told without spans
+    meta = {**profile.meta, "spans": len(parts), "notices": []}
+    meta.pop("overlong", None)  # of the rows of the trace as it was
+    meta["not_measured"] = {k: v for k, v in profile.not_measured.items() if k != "iterations"}
+    ends = np.array([row[2] for row in loops])
+    work = device_operations(profile)
+    samples.loc[work.index, "span"] = OUTSIDE
     samples["part"] = np.where(
         samples["span"] >= 0, log.part[np.maximum(samples["span"].to_numpy(), 0)], OUTSIDE
     )
-    exclusive = _divided(profile, samples)
+    if len(work):
+        begins = np.array([row[1] for row in every])
+        placed = _placed(profile, work, every, other, meta)
+        placed["end_ns"] = samples["end_ns"]
+        placed = placed[placed["iteration"] >= warmup]
+        ends = _ends(placed.assign(iteration=placed["iteration"] - warmup), begins[warmup:], ends)
+        samples.loc[placed.index, "part"] = log.numbered(placed[["component", "phase"]])
+    exclusive = _divided(profile, samples, work.index)
     layout = _Layout(profile, log.names, exclusive, samples)
     values = layout.values(exclusive)
-    meta = {**profile.meta, "spans": len(parts)}
-    meta.pop("overlong", None)  # of the rows of the trace as it was
-    meta["not_measured"] = {k: v for k, v in profile.not_measured.items() if k != "iterations"}
     return Profile.build(
         contexts=layout.contexts,
         metrics=profile.metrics,
@@ -78,10 +109,120 @@ def with_spans(profile: Profile, spans: list[SpanRow], warmup: int = 0) -> Profi
         iterations={
             "iteration": np.arange(len(loops)),
             "start_ns": [row[1] for row in loops],
-            "end_ns": [row[2] for row in loops],
+            "end_ns": ends,
         },
         meta=meta,
     )
+
+
+def with_iterations(profile: Profile, spans: list[SpanRow]) -> Profile:
+    """The profile with the iterations of the span log, where call paths name the parts.
+
+    All of them, warm-up included: the values of call paths are of the whole run.
+
+    Args:
+        profile, spans: as in :func:`with_spans`.
+    """
+    loops = sorted(row for row in spans if row[0] == ITERATION_SPAN)
+    work = device_operations(profile)
+    if profile.trace.empty or not loops:
+        return profile
+    begins, ends = (np.array([row[place] for row in loops]) for place in (1, 2))
+    if len(work):
+        work["end_ns"] = _true_ends(profile)["end_ns"]
+        work["iteration"], _ = launched_in(profile, work, begins, ends)
+        ends = _ends(work, begins, ends)
+    meta = {**profile.meta, "notices": []}  # they said how iterations were found
+    meta["not_measured"] = {k: v for k, v in profile.not_measured.items() if k != "iterations"}
+    iterations = {"iteration": np.arange(len(loops)), "start_ns": begins, "end_ns": ends}
+    tables = ("contexts", "metrics", "values", "threads", "trace")
+    kept = {name: getattr(profile, name) for name in tables}
+    return Profile.build(**kept, iterations=iterations, meta=meta)
+
+
+def _true_ends(profile: Profile) -> pd.DataFrame:
+    """The trace, without the intervals that last too long."""
+    known = dict(profile.meta.get("overlong", []))
+    if not known:
+        return profile.trace
+    ends = profile.trace["end_ns"].copy()
+    ends.loc[list(known)] = list(known.values())
+    return profile.trace.assign(end_ns=ends)
+
+
+def _placed(
+    profile: Profile,
+    work: pd.DataFrame,
+    loops: list[SpanRow],
+    other: Profile | str,
+    meta: dict[str, Any],
+) -> pd.DataFrame:
+    """Iteration and part of GPU operations; how they were found goes into ``meta``."""
+    begins, ends = (np.array([row[place] for row in loops]) for place in (1, 2))
+    reason = other if isinstance(other, str) else ""
+    found: Alignment | None = None
+    if isinstance(other, Profile):
+        found = align_profiles(profile, other, begins, ends)
+        reason = found.reason
+        meta["alignment"] = {"share": found.share, "time_share": found.time_share}
+    if found is not None and not reason:
+        meta["notices"] = [
+            "parts of GPU work come from its order: it was aligned with a torch.profiler recording "
+            f"of the same workload; {found.share:.1%} of the operations of the iterations "
+            f"({found.time_share:.1%} of their time) have a twin there"
+        ]
+        return found.operations
+    number, how = launched_in(profile, work, begins, ends)
+    meta["notices"] = [f"iterations are those of the workload's span log; {how}"]
+    meta["not_measured"]["parts of GPU work"] = (
+        reason or "there is no recording of torch.profiler to align it with"
+    )
+    return work.assign(iteration=number, component="other", phase="")
+
+
+def launched_in(
+    profile: Profile, work: pd.DataFrame, begins: np.ndarray, ends: np.ndarray
+) -> tuple[np.ndarray, str]:
+    """Which iteration launched each GPU operation (operations,), −1 for none, and how it is known.
+
+    The repeating sequence of launches tells iterations on the GPU. The last of them is the
+    last of the host's, and none begins before the host's; where that does not hold, the clock
+    decides: then an operation counts to the iteration that the host is in when it begins.
+
+    Args:
+        work: ``start_ns`` of each operation.
+        begins, ends: of the host's iterations, in order.
+    """
+    start = work["start_ns"].to_numpy()
+    on_gpu = profile.iterations.sort_values("start_ns")
+    first = len(begins) - len(on_gpu)
+    own = on_gpu["start_ns"].to_numpy()
+    if len(own) and first >= 0 and (own >= begins[first:] - CLOCK_NS).all():
+        number = np.searchsorted(own, start, side="right") - 1
+        inside = (number >= 0) & (start < on_gpu["end_ns"].to_numpy()[np.maximum(number, 0)])
+        how = "GPU work counts to them by the repeating sequence of its launches"
+        return np.where(inside, number + first, NO_ITERATION), how
+    number = np.searchsorted(begins, start, side="right") - 1
+    inside = (number >= 0) & (start < np.append(begins[1:], ends[-1])[np.maximum(number, 0)])
+    how = (
+        "GPU work counts to the one that the host was in when it began, which may be later than "
+        "the one that launched it"
+    )
+    return np.where(inside, number, NO_ITERATION), how
+
+
+def _ends(work: pd.DataFrame, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Ends of iterations: that of their last GPU operation, but not after the next one begins.
+
+    Args:
+        work: ``iteration`` and ``end_ns`` of GPU operations.
+        begins, ends: of the iterations on the host.
+    """
+    late = ends.copy()
+    inside = work["iteration"].to_numpy() >= 0
+    np.maximum.at(late, work["iteration"].to_numpy()[inside], work["end_ns"].to_numpy()[inside])
+    late[:-1] = np.minimum(late[:-1], np.maximum(begins[1:], ends[:-1]))
+    return late
 
 
 class _Log:
@@ -103,6 +244,16 @@ class _Log:
         inside = (span >= 0) & (time_ns < self.end[np.maximum(span, 0)])
         return np.where(inside, span, OUTSIDE)
 
+    def numbered(self, parts: pd.DataFrame) -> list[int]:
+        """Numbers of parts given by ``component`` and ``phase``; new ones are added."""
+        numbers = {name: number for number, name in enumerate(self.names)}
+        result = []
+        for component, phase in parts.itertuples(index=False):
+            name = NO_PART if component == "other" else span_name(component, phase)
+            result.append(numbers.setdefault(name, len(numbers)))
+        self.names = list(numbers)
+        return result
+
 
 def _main_thread(profile: Profile, samples: pd.DataFrame) -> int:
     """The thread that ran the parts: thread 0, or else the one with the most samples in parts."""
@@ -113,8 +264,12 @@ def _main_thread(profile: Profile, samples: pd.DataFrame) -> int:
     return int(inside.idxmax()) if len(inside) else int(profile.threads["profile"].iloc[0])
 
 
-def _divided(profile: Profile, samples: pd.DataFrame) -> pd.DataFrame:
+def _divided(profile: Profile, samples: pd.DataFrame, work: pd.Index) -> pd.DataFrame:
     """Exclusive values by profile, context, metric and part.
+
+    Args:
+        samples: ``profile``, ``context``, ``part`` of each row of the trace.
+        work: index of those that are GPU operations.
 
     A function's value, its lines' and loops' included, goes to the parts as its
     samples on that thread do: the timeline names a sample's function and line, but
@@ -126,16 +281,45 @@ def _divided(profile: Profile, samples: pd.DataFrame) -> pd.DataFrame:
     detail = profile.contexts["kind"].isin(DETAIL).to_numpy()
     function = nearest(parent, ~detail | (parent < 0))
     samples = samples.assign(function=function[samples["context"].to_numpy()])
+    on_host = samples.drop(index=work)
     keys = ["profile", "function", "part"]
-    counted = samples.groupby(keys).size().rename("count").reset_index()
+    counted = on_host.groupby(keys).size().rename("count").reset_index()
     total = counted.groupby(["profile", "function"])["count"].transform("sum")
     counted["weight"] = counted["count"] / total
     values = profile.values[profile.values["scope"] == "exclusive"]
+    of_gpu = (nearest(parent, profile.of_kind("kernel", "copy")) >= 0)[values["context"].to_numpy()]
+    device = _divided_work(values[of_gpu], samples.loc[work], function)
+    values = values[~of_gpu]
     values = values.assign(function=_sampled_functions(profile, values, counted, function))
     merged = values.merge(counted[[*keys, "weight"]], on=["profile", "function"], how="left")
     merged["part"] = merged["part"].fillna(OUTSIDE).astype(int)
     merged["value"] = merged["value"] * merged["weight"].fillna(1.0)
-    return merged[["profile", "context", "metric", "part", "value"]]
+    columns = ["profile", "context", "metric", "part", "value"]
+    return pd.concat([merged[columns], device[columns]], ignore_index=True)
+
+
+def _divided_work(values: pd.DataFrame, work: pd.DataFrame, function: np.ndarray) -> pd.DataFrame:
+    """Values of kernels and copies by part: counts as their operations, the rest as their time.
+
+    They lie on the thread that launched the work, their operations on the streams.
+
+    Args:
+        values: exclusive values of kernels, copies and what lies in them.
+        work: ``function``, ``part``, ``start_ns``, ``end_ns`` of the operations.
+        function: the kernel or copy (contexts,) that each context lies in.
+    """
+    rows = work.assign(time=(work["end_ns"] - work["start_ns"]).clip(lower=0), number=1)
+    shares = rows.groupby(["function", "part"], as_index=False)[["time", "number"]].sum()
+    whole = shares.groupby("function")[["time", "number"]].transform("sum")
+    shares["number"] /= whole["number"]
+    # a kernel whose every operation took no time by the trace is divided as they are counted
+    shares["time"] = (shares["time"] / whole["time"]).where(whole["time"] > 0, shares["number"])
+    values = values.assign(function=function[values["context"].to_numpy()])
+    merged = values.merge(shares, on="function", how="left")
+    merged["part"] = merged["part"].fillna(OUTSIDE).astype(int)
+    counts = merged["metric"].astype(object).map(is_count).to_numpy(dtype=bool)
+    weight = merged["number"].where(counts, merged["time"]).fillna(1.0)
+    return merged.assign(value=merged["value"] * weight)
 
 
 def _sampled_functions(

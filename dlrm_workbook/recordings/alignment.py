@@ -1,0 +1,328 @@
+"""Parts of GPU work that one recording times, told by another recording of the same program.
+
+A kernel runs long after its launch, so the clock does not say which part of the step launched
+it, and a call path without Python frames says it seldom. But the operations of a stream run in
+the order of their launches, and that order is the same whichever profiler watches. So each
+iteration of the timed recording is aligned, stream by stream, with an iteration of a recording
+of torch.profiler, which knows the launch of everything: equal names in equal order are the same
+operation, a few that one of the tools leaves out (memory sets) are gaps.
+
+An operation that has no twin stays with its neighbours where both are of one part; else it is
+``other``. Where less than :data:`LEAST_MATCHED` has a twin, nothing is attributed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from dlrm_workbook.recordings.profile import Profile
+
+Ints = npt.NDArray[np.int64]
+
+LEAST_MATCHED = 0.9
+"""Share of the operations of the iterations that must have a twin."""
+
+CLOCK_NS = 1_000_000
+"""How far the clocks of the GPU's trace and of the host may be apart."""
+
+ALIKE = 0.8
+"""Share of an iteration's operations that must have a twin where it is looked for."""
+MOST_TRIED = 50
+"""Places at which an iteration is looked for."""
+
+NO_ITERATION = -1
+
+_COPIES = (
+    (re.compile(r"memset", re.I), "memory set"),
+    (re.compile(r"HtoD|HostToDevice|copyin|H2D", re.I), "copy to the device"),
+    (re.compile(r"DtoH|DeviceToHost|copyout|D2H", re.I), "copy to the host"),
+)
+MEMORY_SET = "memory set"
+_INTEGER = re.compile(r"(?<=\d)u?l?l\b|(?<=\d)u\b")
+
+
+def operation_key(kind: str, name: str) -> str:
+    """What a GPU operation is called, alike in every tool.
+
+    Kernels lose the return type, the parameters, spaces and suffixes of integers; of copies
+    only the direction is left.
+    """
+    if kind != "kernel":
+        return next((key for pattern, key in _COPIES if pattern.search(name)), "copy")
+    name = name.strip().removeprefix("void ")
+    if name.endswith(")"):
+        depth = 0
+        for place in range(len(name) - 1, 0, -1):
+            depth += (name[place] == ")") - (name[place] == "(")
+            if depth == 0:
+                name = name[:place]
+                break
+    return _INTEGER.sub("", name.replace(" ", ""))
+
+
+def device_operations(profile: Profile) -> pd.DataFrame:
+    """What ran on the GPUs, by stream and in the order of its begin.
+
+    Returns:
+        ``profile`` (the stream), ``start_ns``, ``end_ns``, ``context``, ``key``; the index is
+        that of the trace.
+    """
+    streams = profile.threads.loc[profile.threads["kind"] == "gpu_stream", "profile"]
+    work = profile.trace[profile.trace["profile"].isin(streams)]
+    work = work.sort_values(["profile", "start_ns"], kind="stable")
+    named = profile.contexts.loc[work["context"].unique(), ["kind", "name"]]
+    keys = {row: operation_key(kind, name) for row, kind, name in named.itertuples()}
+    columns = ["profile", "start_ns", "end_ns", "context"]
+    return work[columns].assign(key=work["context"].map(keys).astype(object))
+
+
+def launching_iteration(profile: Profile, work: pd.DataFrame) -> Ints:
+    """Which iteration launched each operation (operations,) in a trace with launches, or −1.
+
+    The k-th operation below a launching call's context is that of its k-th call. What cannot
+    be told so is of the iteration of its neighbours on the stream, if that is one.
+    """
+    parent = profile.contexts["parent"].to_numpy()[work["context"].to_numpy()]
+    calls = profile.trace[profile.trace["context"].isin(parent)].sort_values("start_ns")
+    begun = {context: rows.to_numpy() for context, rows in calls.groupby("context")["start_ns"]}
+    launched = np.full(len(work), NO_ITERATION, dtype=np.int64)
+    order = np.argsort(work["start_ns"].to_numpy(), kind="stable")
+    for context, rows in pd.Series(order).groupby(parent[order]):
+        each, rest = divmod(len(rows), len(begun.get(context, ())) or len(rows) + 1)
+        if each and not rest:
+            launched[rows.to_numpy()] = np.repeat(begun[context], each)
+    known = launched >= 0
+    first, last = (profile.iterations[name].to_numpy() for name in ("start_ns", "end_ns"))
+    found = np.searchsorted(first, launched, side="right") - 1
+    inside = known & (found >= 0) & (launched < last[np.maximum(found, 0)])
+    table = pd.Series(np.where(inside, found, NO_ITERATION)).where(known)
+    stream = work["profile"].to_numpy()
+    before, after = table.groupby(stream).ffill(), table.groupby(stream).bfill()
+    return np.where(before == after, before, NO_ITERATION).astype(np.int64)
+
+
+def align(ours: Sequence[int], theirs: Sequence[int], most: int) -> list[tuple[int, int]] | None:
+    """Pairs (place in ours, place in theirs) of the fewest differences, in order.
+
+    All of ``theirs`` is gone through; what follows in ``ours`` is free. (Myers 1986: the
+    furthest place on each diagonal that a number of differences can reach.)
+
+    Returns:
+        None where more than ``most`` elements are in only one of the two.
+    """
+    nowhere = -(len(ours) + len(theirs) + 2)
+    reach = {1: 0}
+    rounds: list[dict[int, int]] = []
+    for differences in range(most + 1):
+        rounds.append(dict(reach))
+        ends = []
+        for diagonal in range(-differences, differences + 1, 2):
+            x = max(reach.get(diagonal + 1, nowhere), reach.get(diagonal - 1, nowhere) + 1)
+            y = x - diagonal
+            if x < 0 or x > len(ours) or y > len(theirs):
+                reach[diagonal] = nowhere
+                continue
+            while x < len(ours) and y < len(theirs) and ours[x] == theirs[y]:
+                x, y = x + 1, y + 1
+            reach[diagonal] = x
+            if y == len(theirs):
+                ends.append((x, y))
+        if ends:
+            return _pairs(rounds, *max(ends), nowhere)
+    return None
+
+
+def _pairs(rounds: list[dict[int, int]], x: int, y: int, nowhere: int) -> list[tuple[int, int]]:
+    """The way back from the end of an alignment."""
+    pairs: list[tuple[int, int]] = []
+    for differences in range(len(rounds) - 1, -1, -1):
+        reach, diagonal = rounds[differences], x - y
+        below, left = reach.get(diagonal + 1, nowhere), reach.get(diagonal - 1, nowhere) + 1
+        start = max(below, left)
+        pairs += [(place, place - diagonal) for place in range(x - 1, start - 1, -1)]
+        if differences:
+            x = below if below >= left else left - 1
+            y = start - diagonal - (below >= left)
+    return pairs[::-1]
+
+
+@dataclass
+class Alignment:
+    """What the other recording says of the GPU's work.
+
+    Attributes:
+        operations: index of the trace's rows of GPU streams, ``iteration`` (number of the
+            range, −1 outside all), ``component`` and ``phase`` (``other`` and "" where
+            nothing is known).
+        share: of the operations of the iterations that have a twin, without memory sets, which
+            not every tool lists.
+        time_share: the same by time.
+        reason: why nothing is attributed; "" where parts are.
+    """
+
+    operations: pd.DataFrame
+    share: float
+    time_share: float
+    reason: str = ""
+
+
+def align_profiles(profile: Profile, other: Profile, begins: Ints, ends: Ints) -> Alignment:
+    """Give each GPU operation of a profile its iteration and part.
+
+    Args:
+        profile: whose GPU work has no parts.
+        other: of the same program, with iterations, launches and parts (torch.profiler's).
+        begins, ends: of the host's iterations, in order, by the clock of ``profile``.
+    """
+    ours, theirs = device_operations(profile), device_operations(other)
+    found = ours.assign(
+        iteration=np.full(len(ours), NO_ITERATION), component="other", phase="", matched=False
+    )
+    theirs["iteration"] = launching_iteration(other, theirs)
+    theirs = theirs[theirs["iteration"] != NO_ITERATION]
+    if theirs.empty:
+        return Alignment(found, 0.0, 0.0, "torch.profiler's recording has no GPU operation")
+    parts = other.contexts[["component", "phase"]]
+    theirs[["component", "phase"]] = parts.loc[theirs["context"]].to_numpy()
+    templates: dict[Any, pd.DataFrame] = {
+        stream: _usual_iteration(rows) for stream, rows in theirs.groupby("profile")
+    }
+    streams: dict[Any, pd.DataFrame] = dict(iter(found.groupby("profile")))
+    partner = _partners(streams, templates)
+    expected = 0
+    for stream, template in templates.items():
+        expected += len(begins) * int((template["key"] != MEMORY_SET).sum())
+        if stream not in partner:
+            continue
+        rows = _along(streams[partner[stream]], template, begins)
+        found.loc[rows.index, list(rows.columns)] = rows
+    # what runs while the host is in an iteration was launched in that one or an earlier one
+    start = found["start_ns"].to_numpy()
+    at = np.searchsorted(begins, start, side="right") - 1
+    late = (found["iteration"] == NO_ITERATION) & (at >= 0) & (start < ends[np.maximum(at, 0)])
+    found.loc[late, "iteration"] = at[late]
+    counted = found[(found["iteration"] != NO_ITERATION) & (found["key"] != MEMORY_SET)]
+    lasted = counted["end_ns"] - counted["start_ns"]
+    inside, matched = len(counted), int(counted["matched"].sum())
+    time, matched_time = int(lasted.sum()), int(lasted[counted["matched"]].sum())
+    share = matched / max(inside, expected, 1)
+    time_share = matched_time / time if time else 0.0
+    reason = ""
+    if min(share, time_share) < LEAST_MATCHED:
+        reason = (
+            f"only {share:.0%} of the GPU operations of the iterations ({time_share:.0%} of their "
+            "time) follow in the order of torch.profiler's recording of the same workload"
+        )
+        found[["component", "phase"]] = ["other", ""]
+    return Alignment(found, share, time_share, reason)
+
+
+def _usual_iteration(rows: pd.DataFrame) -> pd.DataFrame:
+    """The iteration of a stream whose sequence of operations occurs most, the latest of those."""
+    each = {number: group for number, group in rows.groupby("iteration")}
+    sequences = {number: tuple(group["key"]) for number, group in each.items()}
+    count = Counter(sequences.values())
+    return each[max(each, key=lambda number: (count[sequences[number]], number))]
+
+
+def _partners(ours: dict[int, pd.DataFrame], templates: dict[int, pd.DataFrame]) -> dict[Any, Any]:
+    """Their stream to ours that does the same work; the pairs that share most come first."""
+    counts = {stream: Counter(rows["key"]) for stream, rows in ours.items()}
+    pairs = []
+    for stream, template in templates.items():
+        wanted = Counter(template["key"])
+        for mine, count in counts.items():
+            common = sum(min(number, count[key]) for key, number in wanted.items())
+            pairs.append((common, sum(count.values()), mine, stream))
+    partner: dict[Any, Any] = {}
+    for common, _, mine, stream in sorted(pairs, key=lambda pair: (-pair[0], *pair[1:])):
+        if common and stream not in partner and mine not in partner.values():
+            partner[stream] = mine
+    return partner
+
+
+def _next_iteration(
+    ours: list[int], theirs: list[int], place: int
+) -> tuple[int, list[tuple[int, int]]]:
+    """Where the next iteration is looked for, at ``place`` or later, and its aligned pairs.
+
+    Operations of no iteration may stand before it (a recording that begins in the middle of
+    one); where they are too many to be gaps, it is looked for where it begins as usual.
+    """
+    length = len(theirs)
+    first = align(ours[place : place + 2 * length + 100], theirs, length // 2 + 20) or []
+    if len(first) >= ALIKE * length:
+        return place, first
+    mark = theirs[:3]
+    tried = 0
+    for later in range(place + 1, len(ours)):
+        if ours[later : later + len(mark)] != mark:
+            continue
+        found = align(ours[later : later + 2 * length], theirs, int((1 - ALIKE) * length))
+        if found:
+            return later, found
+        tried += 1
+        if tried == MOST_TRIED:
+            break
+    return place, first if len(first) >= length / 2 else []
+
+
+def _twins(
+    ours: list[int], theirs: list[int], earliest: list[int]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Place in ``theirs`` (−1 for none) and iteration of each operation of a stream.
+
+    Args:
+        earliest: where in ``ours`` each iteration begins at the earliest.
+    """
+    twin = np.full(len(ours), -1)
+    iteration = np.full(len(ours), NO_ITERATION)
+    place = 0
+    for number, possible in enumerate(earliest):
+        place, pairs = _next_iteration(ours, theirs, max(place, possible))
+        if not pairs:
+            continue
+        first, last = place + pairs[0][0], place + pairs[-1][0]
+        iteration[first : last + 1] = number
+        for mine, their in pairs:
+            twin[place + mine] = their
+        place = last + 1
+    return twin, iteration
+
+
+def _along(rows: pd.DataFrame, template: pd.DataFrame, begins: Ints) -> pd.DataFrame:
+    """Iteration and part of a stream's operations, from one iteration of the other recording.
+
+    Iterations are aligned in order. None begins on the GPU before the host begins it, so what
+    runs earlier (start-up, an evaluation in between) is of none. They are aligned from the end
+    to the beginning, too: where equal names leave room for another part, none is told.
+    """
+    codes, _ = pd.factorize(pd.concat([template["key"], rows["key"]]))
+    theirs, ours = codes[: len(template)].tolist(), codes[len(template) :].tolist()
+    possible = np.searchsorted(rows["start_ns"].to_numpy(), begins - CLOCK_NS)
+    twin, iteration = _twins(ours, theirs, possible.tolist())
+    back, _ = _twins(ours[::-1], theirs[::-1], [0] * len(begins))
+    again = np.where(back >= 0, len(theirs) - 1 - back, -1)[::-1]
+    pair, names = pd.factorize(pd.MultiIndex.from_frame(template[["component", "phase"]]))
+    agree = pair[np.maximum(twin, 0)] == pair[np.maximum(again, 0)]
+    matched = (twin >= 0) & (again >= 0) & agree
+    part = pd.Series(np.where(matched, pair[np.maximum(twin, 0)], np.nan))
+    # no gap is at the end of an iteration, so its neighbours are of the same one
+    before, after = part.ffill(), part.bfill()
+    known = matched | ((iteration != NO_ITERATION) & (before == after).to_numpy())
+    told = np.where(known, before.fillna(-1), -1).astype(np.int64)
+    labels = [*names, ("other", "")]
+    result = pd.DataFrame(
+        [labels[number] for number in told.tolist()],
+        columns=["component", "phase"],
+        index=rows.index,
+    )
+    return result.assign(iteration=iteration, matched=matched)
