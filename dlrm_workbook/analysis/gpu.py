@@ -48,6 +48,8 @@ STALL_VALUES = ["reason", "warp_cycles", "share_of_stalls", "share_of_samples"]
 
 NO_SAMPLES = "no PC sample was taken; HPCToolkit takes them with hpcrun -e gpu=nvidia,pc"
 
+SERIALISED = "kernels serialised by PC sampling"
+
 ISSUED = "NONE"
 """The "reason" of samples that found a warp issuing: no stall."""
 
@@ -99,6 +101,8 @@ def kernel_table(profile: Profile) -> pd.DataFrame:
         ``unknown``; "" for other kernels), by the name. Where the launching operator's shapes
         tell its work, ``tflops_per_s`` and ``gb_per_s`` (10^12 operations, 10^9 bytes at least)
         and ``share_of_ceiling``: the least time at the data sheet's limits over that measured.
+
+        ``attrs["caution"]`` says so where PC sampling made kernels run one at a time.
     """
     values = _at_kernels(profile)
     time, scale = ("GKER (sec)", 1e3) if profile.has("GKER (sec)") else ("gpu_time_ms", 1.0)
@@ -145,7 +149,10 @@ def kernel_table(profile: Profile) -> pd.DataFrame:
     table["tensor_cores"] = [
         yes_no_unknown(name.tensor_cores) if name.is_product else "" for name in said
     ]
-    return table[KERNELS]
+    table = table[KERNELS]
+    if profile.meta.get("serialised"):
+        table.attrs["caution"] = SERIALISED
+    return table
 
 
 BLOCKS_PER_SM = {

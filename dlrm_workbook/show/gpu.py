@@ -134,9 +134,10 @@ def kernel_bars(kernels: pd.DataFrame, count: int = 15) -> go.Figure:
         + (f" · {part_label(row.component, row.phase)}" if several else "")
         for row in rows
     ]
-    return ranked_bars(
-        "GPU kernels by time",
-        "ms over the whole recording, and share of all time of the GPU's operations",
+    caution = kernels.attrs.get("caution")
+    result = ranked_bars(
+        "GPU kernels by time" + (f" ({caution})" if caution else ""),
+        "ms over the whole recording (share of GPU time)",
         labels,
         [0.0 if pd.isna(row.time_ms) else row.time_ms for row in rows],
         [
@@ -148,6 +149,9 @@ def kernel_bars(kernels: pd.DataFrame, count: int = 15) -> go.Figure:
         [_kernel_hover(row) for row in rows],
         markers([(row.component, row.phase) for row in rows]),
     )
+    longest = max((row.time_ms for row in rows if row.time_ms > 0), default=0.0)
+    result.update_xaxes(range=[0, 1.9 * longest if longest > 0 else 1])
+    return result
 
 
 def _middle_cut(name: str, limit: int) -> str:
