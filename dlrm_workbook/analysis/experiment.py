@@ -122,8 +122,9 @@ def steps(profile: Profile) -> pd.DataFrame:
     """Length of every step and the GPU's work in it.
 
     Returns:
-        ``iteration``, ``time_ms``, ``busy_ms`` (all operations, as the trace has them),
-        ``busy_share``.
+        ``iteration``, ``time_ms``, ``launching_ms`` (from its first operation on the GPU to the
+        end of its last; what is left of the step has none), ``busy_ms`` (all operations, as the
+        trace has them), ``busy_share``.
     """
     table = profile.iterations[["iteration"]].copy()
     table["time_ms"] = iteration_ms(profile)
@@ -132,6 +133,9 @@ def steps(profile: Profile) -> pd.DataFrame:
     # each operation belongs to the step in which it began
     step = np.searchsorted(profile.iterations["start_ns"], work["start_ns"], side="right") - 1
     inside = (step >= 0) & (work["start_ns"] < profile.iterations["end_ns"].iloc[-1]).to_numpy()
+    first, last = work["start_ns"][inside], work["end_ns"][inside]
+    reach = last.groupby(step[inside]).max() - first.groupby(step[inside]).min()
+    table["launching_ms"] = reach.reindex(range(len(table))).to_numpy() / 1e6
     each = (work["end_ns"] - work["start_ns"]).to_numpy() / 1e6
     table["busy_ms"] = np.bincount(step[inside], each[inside], minlength=len(table))
     table["busy_share"] = table["busy_ms"] / table["time_ms"]
