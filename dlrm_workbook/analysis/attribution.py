@@ -15,6 +15,8 @@ Means are over the steady iterations: warm-up and stragglers, as
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 
@@ -415,6 +417,17 @@ def iteration_count(profile: Profile) -> int:
         # hpcrun measures a whole process, warm-up included (see recordings/measure.py)
         return int(config.get("warmup", 0)) + int(config["iterations"])
     return 1
+
+
+def as_one(profile: Profile) -> Profile:
+    """The whole recording as a single iteration, where it has a timeline."""
+    iterations = profile.iterations.iloc[:0]
+    if len(profile.trace):
+        start, end = profile.trace["start_ns"].min(), profile.trace["end_ns"].max()
+        iterations = pd.DataFrame({"iteration": [0], "start_ns": [start], "end_ns": [end]})
+    counting = ("passes", "parameters", "iteration_name")
+    meta = {name: value for name, value in profile.meta.items() if name not in counting}
+    return replace(profile, iterations=iterations, meta=meta | {"whole": True}, _known={})
 
 
 def time_unit(profile: Profile) -> str:

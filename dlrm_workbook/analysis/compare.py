@@ -23,7 +23,6 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -428,17 +427,6 @@ of one job have 1.00, a production DLRM and TorchRec's example 0.18 to 0.34."""
 def has_iterations(profile: Profile) -> bool:
     """Whether times of a mean iteration can be told."""
     return bool(len(profile.iterations)) or iteration_count(profile) > 1
-
-
-def as_one(profile: Profile) -> Profile:
-    """The whole recording as a single iteration, where it has a timeline."""
-    iterations = profile.iterations.iloc[:0]
-    if len(profile.trace):
-        start, end = profile.trace["start_ns"].min(), profile.trace["end_ns"].max()
-        iterations = pd.DataFrame({"iteration": [0], "start_ns": [start], "end_ns": [end]})
-    counting = ("passes", "parameters", "iteration_name")
-    meta = {name: value for name, value in profile.meta.items() if name not in counting}
-    return replace(profile, iterations=iterations, meta=meta | {"whole": True}, _known={})
 
 
 def _inside(profile: Profile) -> np.ndarray:

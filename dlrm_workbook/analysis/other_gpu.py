@@ -29,8 +29,8 @@ import pandas as pd
 
 from dlrm_core.errors import InputError
 from dlrm_core.units import milliseconds
-from dlrm_workbook.analysis.attribution import PART, attribute, in_step_order
-from dlrm_workbook.analysis.compare import SAME_PROGRAM, as_one, device_contexts, likeness
+from dlrm_workbook.analysis.attribution import PART, as_one, attribute, in_step_order
+from dlrm_workbook.analysis.compare import SAME_PROGRAM, device_contexts, likeness
 from dlrm_workbook.analysis.context_tree import Floats, unmeasured
 from dlrm_workbook.analysis.devices import DEVICES, Device, device, device_of
 from dlrm_workbook.analysis.gpu_limits import kernel_work, peak_tflops

@@ -44,6 +44,8 @@ def fleet(
     missing: Mapping[int, int] | None = None,
     group: Mapping[int, str] | None = None,
     kinds: Sequence[str] = (SEND, ALL_REDUCE),
+    marked: bool = True,
+    asked: str = "",
 ) -> dict[int, Profile]:
     """Ranks that work (in the bottom MLP, ``work_us[rank][step]``), then exchange; per step one
     collective of each kind, the second straight after the first.
@@ -52,6 +54,8 @@ def fleet(
         clock_us: how far a rank's clock is ahead.
         missing: how many collectives at its beginning a rank's recording lacks.
         group: name and ranks of each rank's communicator.
+        marked: whether steps are marked.
+        asked: the range that launches the exchanges.
     """
     clock, ranks = clock_us or {}, range(len(work_us))
     events: dict[int, list[Any]] = {rank: [] for rank in ranks}
@@ -79,8 +83,14 @@ def fleet(
                     said |= {"Process Group Name": "dp", "Process Group Ranks": one}
                     kernel = span("kernel", kind, now[rank], end, 20, **(said if one else {}))
                     events[rank].append(kernel)
+                    if asked:
+                        number += 1
+                        kernel["args"]["correlation"] = number
+                        call = span("cuda_runtime", "cudaLaunchKernel", now[rank], end, 7)
+                        call["args"]["correlation"] = number
+                        events[rank] += [span("user_annotation", asked, now[rank], end, 7), call]
                     now[rank] = end
-        for rank in ranks:
+        for rank in ranks if marked else ():
             mark = span("user_annotation", f"ProfilerStep#{step}", begun[rank], now[rank], 7)
             events[rank].append(mark)
     found = {}
@@ -171,6 +181,41 @@ def test_a_late_rank_is_named_with_the_part_that_took_longer(tmp_path: Path) -> 
     found = findings(ranks[0], attribute(ranks[0]), ranks)
     finding = next(one for one in found if one.id == "rank_imbalance")
     assert "rank 1" in finding.title and "bottom MLP forward on the GPU" in finding.evidence
+
+
+def test_ranks_without_steps_are_compared_whole(tmp_path: Path) -> None:
+    work = np.random.default_rng(5).uniform(200, 900, (2, 3))
+    ranks = fleet(tmp_path, work.tolist(), marked=False)
+    assert all(profile.iterations.empty for profile in ranks.values())
+    table = traces.collectives(ranks)
+    waits = np.abs(work[0] - work[1]) / 2
+    assert table["wait_us"][::2].tolist() == pytest.approx(waits.tolist(), abs=0.01)
+    late = table[table["counted"] & table["last_rank"].ge(0)]
+    assert set(late["component"]) == {"bottom_mlp"}
+    by_rank = traces.rank_table(ranks, table)
+    assert by_rank.attrs["per"] == "in the whole recording" and not by_rank["busy_ms"].isna().any()
+
+
+def test_ranks_without_a_gpu_have_no_collectives(tmp_path: Path) -> None:
+    ranks = {}
+    for rank in (0, 1):
+        path = tmp_path / f"rank{rank}.json"
+        path.write_text(json.dumps({"traceEvents": [span("cpu_op", "aten::mm", 0, 50, 7)]}))
+        ranks[rank] = read_trace(path)
+    table = traces.collectives(ranks)
+    assert table.empty and "no communication kernels" in table.attrs["not_measured"]
+    by_rank = traces.rank_table(ranks, table)
+    assert by_rank["busy_ms"].isna().all() and by_rank["waiting_ms"].isna().all()
+    assert traces.part_table(ranks).empty
+    assert traces.collectives({0: ranks[0]}).attrs["not_measured"] == traces.ONE
+
+
+def test_sending_to_one_rank_is_no_collective(tmp_path: Path) -> None:
+    ranks = fleet(tmp_path, [[300.0] * 4, [600.0] * 4], kinds=(SEND,), asked="nccl:send 0->1")
+    table = traces.collectives(ranks)
+    assert set(table["kind"]) == {"send or receive"} and not table["counted"].any()
+    sent = fleet(tmp_path, [[300.0] * 4, [600.0] * 4], kinds=(SEND,), asked="nccl:all_to_all")
+    assert set(traces.collectives(sent)["kind"]) == {"all-to-all"}
 
 
 def test_even_ranks_wait_for_nobody(tmp_path: Path) -> None:

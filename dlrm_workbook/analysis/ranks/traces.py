@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dlrm_workbook.analysis.attribution import PART, in_step_order, parts_at, segments
+from dlrm_workbook.analysis.attribution import PART, as_one, in_step_order, parts_at, segments
 from dlrm_workbook.analysis.context_tree import Floats, Ints, unmeasured
 from dlrm_workbook.recordings.open import COMMUNICATION, union_ns
 from dlrm_workbook.recordings.profile import Profile
@@ -42,9 +42,11 @@ _KINDS = (
     (re.compile(r"all_?reduce", re.I), "all-reduce"),
     (re.compile(r"all_?to_?all|sendrecv", re.I), "all-to-all"),
     (re.compile(r"broadcast", re.I), "broadcast"),
+    (re.compile(r"^i?send|^i?recv|(nccl|rccl):(send|recv)|coalesced", re.I), "send or receive"),
     (re.compile(r"reduce", re.I), "reduce"),
 )
-"""In the names of kernels and of what launches them. NCCL sends an all-to-all as pairs."""
+"""In the names of kernels and of what launches them. NCCL sends an all-to-all as pairs, by the
+kernel that sends anything else to one rank too: there what launched it knows better."""
 
 LEVEL = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
 """End on all ranks at about the same time; a broadcast's root may leave long before."""
@@ -139,7 +141,8 @@ def _described(profile: Profile, context: int) -> tuple[str, str, float]:
         name = str(names[above])
         exchange = re.search(r"^(nccl|rccl|c10d)::?|^record_param_comms", name)
         if exchange:
-            kind = kind or _kind(name)
+            pairs = "sendrecv" in names[context].lower()
+            kind = (_kind(name) or kind) if pairs else (kind or _kind(name))
             if np.isnan(elements):
                 elements = _elements(str(shapes[above]))
         elif kinds[above] in ("annotation", "operator", "python"):
@@ -334,7 +337,7 @@ class _PartClock:
     """How long a rank had been in each part up to any moment."""
 
     def __init__(self, profile: Profile) -> None:
-        pieces = segments(profile)
+        pieces = segments(profile if len(profile.iterations) else as_one(profile))
         part = parts_at(profile, pieces["context"].to_numpy())
         what = pieces[["where"]].assign(**{name: part[name] for name in PART})
         self.parts = what.drop_duplicates().reset_index(drop=True)

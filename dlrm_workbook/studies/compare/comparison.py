@@ -22,10 +22,9 @@ from dlrm_core.config import Parameters, load_parameters, parameters_from_sectio
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json, write_json
 from dlrm_core.progress import Bar
-from dlrm_workbook.analysis.attribution import attribute
+from dlrm_workbook.analysis.attribution import as_one, attribute
 from dlrm_workbook.analysis.compare import (
     SAME_PROGRAM,
-    as_one,
     circumstances,
     compare_parts,
     device_differences,
