@@ -112,7 +112,7 @@ def _half(fp32: float, tf32: float, half: float) -> dict[str, float]:
 
 
 _H100_NVL_RATES = _half(60.0, 417.5, 835.5)
-_B200_RATES = _half(75.0, 1125.0, 2250.0)
+_B200_RATES = _half(75.0, 1100.0, 2250.0)
 
 # PCIe: x16 of generation 3, 4, 5 moves 16, 32, 64 GB/s in one direction
 DEVICES = (
@@ -127,7 +127,7 @@ DEVICES = (
     Device("V100-PCIe", _VOLTA_PCIE, 900, 32, 16, 6, r"V100-PCIE-(16|32)GB", _V100),
     Device("V100S-PCIe", _VOLTA_S, 1134, 32, 16, 6, r"V100S-PCIE-32GB", _V100S),
     Device("H100-NVL", _H100_NVL_RATES, 3900, 94, 64, 50, r"H100 NVL", _H100_NVL),
-    Device("B200", _B200_RATES, 8000, 180, 64, 126, r"\bB200\b", _HGX),
+    Device("B200", _B200_RATES, 7700, 180, 64, 126, r"\bB200\b", _HGX),
     Device(
         "A10", _half(31.2, 62.5, 125), 600, 24, 32, 6, r"\bA10$", _DATA_CENTER + "products/a10-gpu/"
     ),

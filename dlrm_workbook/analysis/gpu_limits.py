@@ -176,7 +176,7 @@ def kernel_work(profile: Profile, places: Ints) -> pd.DataFrame:
         precision, uses = _arithmetic(kind, str(work.precision[operator[row]]))
         peak = peak_tflops(gpu, precision, uses)
         limit, micros, _ = _least(gpu, flops[row], size[row], peak, 1e3 * time[row])
-        least[row] = micros / 1e3 if limit != CACHE else math.nan
+        least[row] = micros / 1e3 if limit in (ARITHMETIC, MEMORY) else math.nan
     return pd.DataFrame(
         {
             "flops": flops,
@@ -205,8 +205,10 @@ def _least(
     by_arithmetic = flops / peak / 1e6
     limit = ARITHMETIC if by_arithmetic >= by_memory else MEMORY
     least = max(by_arithmetic, by_memory)
+    if by_arithmetic > micros:
+        # no GPU computes faster than it can: the precision or the sheet is another
+        return "", math.nan, math.nan
     if least > micros:
-        # no time is below a GPU's limit: the bytes lay in its cache
         return CACHE, math.nan, math.nan
     return limit, least, least / micros
 
