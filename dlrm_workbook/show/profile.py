@@ -102,7 +102,7 @@ def findings_text(found: Sequence[Finding], limit: str) -> Text:
             set_to = ", ".join(f"`{name}: {value}`" for name, value in finding.change.items())
             options = " ".join(f"-p {name}={value}" for name, value in finding.change.items())
             lines.append(f"**To change.** {set_to} (on the command line: `{options}`)")
-        if finding.predicted_speedup:
+        if finding.predicted_speedup.get("high", 1.0) > 1.0:
             lines.append(f"**Predicted.** {_gain(finding.predicted_speedup)}")
         blocks.append("\n\n".join(lines))
     return Text("\n\n".join(blocks))

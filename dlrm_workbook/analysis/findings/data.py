@@ -34,6 +34,12 @@ OVERLAP: dict[str, Any] = {"data.loader": "prefetch"}
 SAID_FASTER = "make the same batches, bit for bit, with vectorised numpy"
 SAID_OVERLAP = "make the next batch on another thread while the step computes"
 
+SAID_ELSEWHERE = (
+    "make batches ahead of the step in other processes or threads (a DataLoader with workers), "
+    "whole batches at a time instead of sample by sample, or on the GPU"
+)
+"""Of a program that has none of our parameters."""
+
 Speedup = dict[str, float]
 
 
@@ -41,8 +47,8 @@ Speedup = dict[str, float]
     "data_generation",
     title="Data generation takes {share:.0%} of each step",
     evidence=(
-        "{makes} a batch takes {time:ms} of {total:ms} per iteration ({share:.0%}); the model "
-        "takes the other {rest:ms}.",
+        "{makes} a batch takes {time:ms} of {total:ms} per iteration ({share:.0%}); {others} "
+        "the other {rest:ms}.",
         "Timed alone on this machine: {alone:ms} per batch{by_generators}.",
         "{unprobed}",
         "The thread computes nothing in {idle:ms} of it: it sleeps.",
@@ -72,6 +78,7 @@ def data_generation(evidence: Evidence, ledger: Ledger) -> Measured | None:
         else "Making, or waiting for,",
         "time": time,
         "rest": total - time,
+        "others": "the model takes" if evidence.is_ours else "everything else takes",
         "alone": evidence.alone("data", "forward"),
         "by_generators": "",
         "unprobed": None,
@@ -91,6 +98,8 @@ def data_generation(evidence: Evidence, ledger: Ledger) -> Measured | None:
 
 def _remedy(evidence: Evidence, time: float) -> tuple[dict[str, Any], Speedup, str]:
     """(change, speed-up, advice): the least change that takes most of the time away."""
+    if not evidence.is_ours:
+        return {}, bounded(time / evidence.total_ms), SAID_ELSEWHERE
     faster = FASTER.get(evidence.parameter("data.generator"))
     if faster:
         return _faster_generator(evidence, time, {"data.generator": faster})

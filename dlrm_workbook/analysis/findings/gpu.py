@@ -379,8 +379,11 @@ def _host_meanwhile(evidence: Evidence, idle: pd.DataFrame) -> Measured:
     """What the host was in while the GPU did nothing: the parts or else the functions."""
     by_part = idle.groupby(PART)["idle_ms"].sum().sort_values(ascending=False)
     named = by_part.drop("other", level="component", errors="ignore")
-    by_name = idle.groupby(_host_names(evidence, idle))["idle_ms"].sum().nlargest(3)
     total = float(idle["idle_ms"].sum())
+    by_name = idle.groupby(_host_names(evidence, idle, python=False))["idle_ms"].sum().nlargest(3)
+    if by_name.iloc[0] < 0.5 * total:  # many operators: the Python functions that call them
+        by_name = idle.groupby(_host_names(evidence, idle, python=True))["idle_ms"].sum()
+        by_name = by_name.nlargest(3)
     functions = ", ".join(f"{name} {milliseconds(ms)}" for name, ms in by_name.items())
     calls = evidence.profile.which("name", lambda name: bool(BLOCKING.match(name)))
     blocked = calls[idle["context"]] & idle["context"].ge(0).to_numpy()
@@ -405,11 +408,12 @@ def _host_meanwhile(evidence: Evidence, idle: pd.DataFrame) -> Measured:
     return figures
 
 
-def _host_names(evidence: Evidence, idle: pd.DataFrame) -> np.ndarray:
-    """The function (n,) that the host is in: Python's where it is known, else the innermost."""
+def _host_names(evidence: Evidence, idle: pd.DataFrame, python: bool) -> np.ndarray:
+    """The innermost function, operator or range (n,) that the host is in, or the innermost of
+    Python where one is known."""
     contexts = evidence.profile.contexts
     frame = nearest(contexts["parent"].to_numpy(), evidence.profile.of_kind("python"))
-    owner = np.where(frame >= 0, frame, scopes_of(contexts))
+    owner = np.where(python & (frame >= 0), frame, scopes_of(contexts))
     context = idle["context"].to_numpy()
     names = contexts["name"].to_numpy()[owner[np.maximum(context, 0)]]
     bare = contexts["kind"].isin(["thread", "root"]).to_numpy()[owner[np.maximum(context, 0)]]
