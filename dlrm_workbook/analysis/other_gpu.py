@@ -6,8 +6,9 @@ Needs no parameters and no probes: whatever recording holds kernels of a GPU tha
 * a matrix product by the longer of its operations at the peak of its precision and unit (tensor
   cores or not) and its bytes at the memory's bandwidth, where its operator's shapes tell both;
   without shapes it lies between the two ratios;
-* a kernel of a few microseconds (:data:`LATENCY_US`) or of fewer blocks than multiprocessors
-  (:data:`FEW_BLOCKS`) is bound by latency, which is much the same on all of them: unchanged;
+* a kernel of a few microseconds (:data:`LATENCY_US`), of fewer blocks than multiprocessors
+  (:data:`FEW_BLOCKS`), or far from every limit of the sheet (:data:`FAR`) is bound by latency,
+  which is much the same on all of them: unchanged;
 * a copy between host and device by the link, if it is pinned; a pageable one by the host:
   unchanged;
 * communication depends on a network that no data sheet tells: unchanged;
@@ -48,6 +49,10 @@ recordings have in common, half are within 1.3 to 1.9."""
 
 FEW_BLOCKS = 40
 """Fewer blocks than this leave most of any listed GPU's multiprocessors idle."""
+
+FAR = 0.1
+"""A kernel that reaches less than this share of its limits, where its work is known, is bound by
+none of them."""
 
 SLOW_COPY = 0.5
 """A copy below this share of its link's rate is bound by the host: pageable, or too small."""
@@ -115,6 +120,7 @@ def kernel_ratios(profile: Profile, name: str) -> pd.DataFrame:
     blocks = _blocks(profile)[rows]
     is_kernel = profile.of_kind("kernel")[rows]
     work = kernel_work(profile, rows)
+    far = (work["least_ms"] < FAR * work["least_of_ms"]).to_numpy()
     sizes = profile.value_table("copy_bytes").to_numpy()[rows]
     memory = now.memory_gb_per_s / then.memory_gb_per_s
     found = []
@@ -122,7 +128,7 @@ def kernel_ratios(profile: Profile, name: str) -> pd.DataFrame:
         if COMMUNICATION.search(text) and is_kernel[row]:
             found.append(("network", 1.0, 1.0))
         elif is_kernel[row]:
-            small = mean_us[row] <= LATENCY_US or blocks[row] < FEW_BLOCKS
+            small = mean_us[row] <= LATENCY_US or blocks[row] < FEW_BLOCKS or far[row]
             least = kernel_name(text)
             if least.is_product:
                 ratios = _product_ratios(now, then, least.precision, least.tensor_cores, work, row)
