@@ -71,12 +71,17 @@ def operation_key(kind: str, name: str) -> str:
 def device_operations(profile: Profile) -> pd.DataFrame:
     """What ran on the GPUs, by stream and in the order of its begin.
 
+    Intervals that the recording leaves open until the next one end where they truly did.
+
     Returns:
         ``profile`` (the stream), ``start_ns``, ``end_ns``, ``context``, ``key``; the index is
         that of the trace.
     """
     streams = profile.threads.loc[profile.threads["kind"] == "gpu_stream", "profile"]
     work = profile.trace[profile.trace["profile"].isin(streams)]
+    true_end = pd.Series(dict(profile.meta.get("overlong", [])), dtype="int64")
+    true_end = true_end[true_end.index.isin(work.index)]
+    work = work.assign(end_ns=true_end.reindex(work.index).fillna(work["end_ns"]).astype("int64"))
     work = work.sort_values(["profile", "start_ns"], kind="stable")
     named = profile.contexts.loc[work["context"].unique(), ["kind", "name"]]
     keys = {row: operation_key(kind, name) for row, kind, name in named.itertuples()}
@@ -218,8 +223,9 @@ def align_profiles(profile: Profile, other: Profile, begins: Ints, ends: Ints) -
     reason = ""
     if min(share, time_share) < LEAST_MATCHED:
         reason = (
-            f"only {share:.0%} of the GPU operations of the iterations ({time_share:.0%} of their "
-            "time) follow in the order of torch.profiler's recording of the same workload"
+            f"{share:.1%} of the GPU operations of the iterations, with {time_share:.1%} of their "
+            "time, follow in the order of torch.profiler's recording of the same workload; at "
+            f"least {LEAST_MATCHED:.0%} of both must"
         )
         found[["component", "phase"]] = ["other", ""]
     return Alignment(found, share, time_share, reason)

@@ -21,7 +21,9 @@ from dlrm_workbook.recordings.alignment import (
     launching_iteration,
     operation_key,
 )
+from dlrm_workbook.recordings.hpctoolkit.database import read_database
 from dlrm_workbook.recordings.hpctoolkit.spans import launched_in, with_iterations, with_spans
+from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.trace import read_trace
 
@@ -168,7 +170,7 @@ def test_operations_that_equal_names_leave_in_doubt_get_no_part() -> None:
     torch = read_trace(recording(TRACES["torchrec-cuda-graphs-a100x16-rank0"]))
     begins, ends = (torch.iterations[edge].to_numpy() for edge in ("start_ns", "end_ns"))
     found = align_profiles(torch, torch, begins, ends)
-    assert found.time_share < 0.7 and "of their time" in found.reason
+    assert found.time_share < 0.7 and "at least 90% of both" in found.reason
     assert found.operations["component"].eq("other").all()
 
 
@@ -253,7 +255,8 @@ def torch_recording(operations: pd.DataFrame, loops: list[tuple[int, int]]) -> P
         for place, row in enumerate(rows.itertuples()):
             call = context(inside, "runtime", "cudaLaunchKernel", row.component, row.phase)
             host.append((0, begin + 2 * place + 1, begin + 2 * place + 2, call, 1))
-            kernel = context(call, "kernel", f"void {row.name}(int)", row.component, row.phase)
+            name = row.name if row.name.endswith((")", ">")) else f"void {row.name}(int)"
+            kernel = context(call, row.kind, name, row.component, row.phase)
             work.append((1, row.start_ns, row.end_ns, kernel, 0))
     named = pd.DataFrame(contexts, columns=["parent", "kind", "name", *PARTS])
     named = named.assign(context=np.arange(len(named)), shapes="", file="", line=0, module="")
@@ -358,7 +361,7 @@ def test_another_program_is_not_aligned() -> None:
         built(mine, [(0, loops[-1][1])], []), spans_of(mine, loops), 0,
         torch_recording(foreign, loops),
     )  # fmt: skip
-    assert "only" in placed.not_measured["parts of GPU work"]
+    assert placed.not_measured["parts of GPU work"].startswith("50.0% of the GPU operations")
     assert placed.contexts.loc[placed.contexts["kind"].eq("kernel"), "component"].eq("other").all()
 
 
@@ -381,3 +384,30 @@ def test_repeating_launches_count_to_the_iteration_that_launched_them() -> None:
     truth = mine["iteration"].to_numpy()
     assert (number[truth > 0] == truth[truth > 0]).all()
     assert (number[truth == 0] == NO_ITERATION).all()
+
+
+def test_parts_of_the_h100_database_come_back_from_the_order_of_one_iteration() -> None:
+    """HPCToolkit's own trace with all its irregularities; its call paths say what is true."""
+    path = recording("dlrm-h100-pc.d")
+    known = profile_from_database(read_database(path))
+    loops = list(known.iterations[["start_ns", "end_ns"]].itertuples(index=False, name=None))
+    work = device_operations(known).assign(stream=7)
+    work["iteration"] = np.searchsorted(known.iterations["start_ns"], work["start_ns"], "right") - 1
+    for columns in (PARTS, ["kind", "name"]):
+        work[columns] = known.contexts.loc[work["context"], columns].to_numpy()
+    one = work[work["iteration"] == 50].assign(iteration=0)
+    placed = with_spans(known, spans_of(work, loops), 0, torch_recording(one, loops[50:51]))
+    assert placed.meta["alignment"]["share"] > 0.995
+    assert placed.meta["alignment"]["time_share"] > 0.995
+
+    def times(profile: Profile) -> pd.Series:
+        rows = [profile.contexts[name] for name in PARTS]
+        return profile.value_table("gpu_time_ms").groupby(rows).sum()
+
+    table = pd.DataFrame({"paths": times(known), "order": times(placed)}).drop("other").dropna()
+    print(table.round(3).to_string())
+    assert len(table) == 13 and table["paths"].sum() > 138
+    assert (table["order"] - table["paths"]).abs().max() < 0.15
+    for metric in ("gpu_time_ms", "launches", "copy_bytes", "calls", "GINS"):
+        whole = known.value_table(metric).sum()
+        assert placed.value_table(metric).sum() == pytest.approx(whole, rel=1e-9)

@@ -50,9 +50,10 @@ def plan_passes(
     every Python call, and samples that fall into the hook are lost (parameters/quick.yaml:
     4 to 12 times as long, its data loop gone from the profile), so on the CPU,
     where the parts are told apart by the workload's own spans, they get a pass of
-    their own too. Kernels run long after their launch: on a GPU their part is known
-    from the call path alone, so there the pass for times has Python frames, also
-    where the GPU cannot be measured.
+    their own too. Kernels run long after their launch, so the clock does not tell
+    their part: on a GPU the pass for times has Python frames, also where the GPU cannot
+    be measured. Without them parts come from the order of launches
+    (:mod:`dlrm_workbook.recordings.alignment`).
 
     Args:
         device: ``cpu`` or ``cuda``.

@@ -78,7 +78,7 @@ def with_spans(
     if profile.trace.empty or not parts or not loops:
         return profile
     log = _Log(parts, loops)
-    samples = _true_ends(profile)[["profile", "start_ns", "end_ns", "context"]].copy()
+    samples = profile.trace[["profile", "start_ns", "end_ns", "context"]].copy()
     samples["span"] = log.span_at(samples["start_ns"].to_numpy())
     # what was noticed was how iterations and parts were told without spans
     meta = {**profile.meta, "spans": len(parts), "notices": []}
@@ -87,13 +87,13 @@ def with_spans(
     ends = np.array([row[2] for row in loops])
     work = device_operations(profile)
     samples.loc[work.index, "span"] = OUTSIDE
+    samples.loc[work.index, "end_ns"] = work["end_ns"]
     samples["part"] = np.where(
         samples["span"] >= 0, log.part[np.maximum(samples["span"].to_numpy(), 0)], OUTSIDE
     )
     if len(work):
         begins = np.array([row[1] for row in every])
         placed = _placed(profile, work, every, other, meta)
-        placed["end_ns"] = samples["end_ns"]
         placed = placed[placed["iteration"] >= warmup]
         ends = _ends(placed.assign(iteration=placed["iteration"] - warmup), begins[warmup:], ends)
         samples.loc[placed.index, "part"] = log.numbered(placed[["component", "phase"]])
@@ -129,7 +129,6 @@ def with_iterations(profile: Profile, spans: list[SpanRow]) -> Profile:
         return profile
     begins, ends = (np.array([row[place] for row in loops]) for place in (1, 2))
     if len(work):
-        work["end_ns"] = _true_ends(profile)["end_ns"]
         work["iteration"], _ = launched_in(profile, work, begins, ends)
         ends = _ends(work, begins, ends)
     meta = {**profile.meta, "notices": []}  # they said how iterations were found
@@ -138,16 +137,6 @@ def with_iterations(profile: Profile, spans: list[SpanRow]) -> Profile:
     tables = ("contexts", "metrics", "values", "threads", "trace")
     kept = {name: getattr(profile, name) for name in tables}
     return Profile.build(**kept, iterations=iterations, meta=meta)
-
-
-def _true_ends(profile: Profile) -> pd.DataFrame:
-    """The trace, without the intervals that last too long."""
-    known = dict(profile.meta.get("overlong", []))
-    if not known:
-        return profile.trace
-    ends = profile.trace["end_ns"].copy()
-    ends.loc[list(known)] = list(known.values())
-    return profile.trace.assign(end_ns=ends)
 
 
 def _placed(
