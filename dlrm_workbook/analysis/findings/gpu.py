@@ -461,7 +461,7 @@ def _precise(share: float) -> str:
 
 @rule(
     "tensor_cores_unused",
-    title="Matrix products take {share:.0%} of the step and use no tensor cores",
+    title="{what} take {share:.0%} of the step and use no tensor cores",
     evidence=("{time:ms} per iteration in kernels such as {names}.",),
     advice="{units} run on tensor cores, 4 to 16 times the fp32 rate (data sheets in "
     "docs/roofline.md).",
@@ -493,6 +493,9 @@ def tensor_cores(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "component": str(slow.groupby("component")["ms"].sum().idxmax()),
         "time": time,
         "names": ", ".join(slow.nlargest(2, "ms")["short_name"]),
+        "what": "Convolutions and matrix products"
+        if slow["kernel"].str.contains("conv", case=False).any()
+        else "Matrix products",
         "units": "fp16 products by autocast"
         if volta
         else "bf16 by autocast (training.precision) or TF32 (training.tf32)",
