@@ -39,6 +39,7 @@ from dlrm_workbook.analysis.attribution import (
     step_contexts,
 )
 from dlrm_workbook.analysis.context_tree import unmeasured
+from dlrm_workbook.analysis.kernel_names import kernel_name
 from dlrm_workbook.analysis.ranks.traces import device_work, window
 from dlrm_workbook.analysis.steady import LEAST, steady_state
 from dlrm_workbook.intervals import (
@@ -536,10 +537,11 @@ def _by_operator(profile: Profile) -> pd.DataFrame:
     contexts = profile.contexts
     operator = nearest(contexts["parent"].to_numpy(), profile.of_kind("operator"))
     names = contexts["name"].to_numpy()
-    label = np.where(operator >= 0, names[operator], names)
     device = device_contexts(profile)
     row = device.index.to_numpy()
-    table = device.join(contexts[PART]).assign(operator=label[row], kernel=names[row])
+    kernels = [kernel_name(str(name)).short for name in names[row]]
+    label = np.where(operator[row] >= 0, names[operator[row]], kernels)
+    table = device.join(contexts[PART]).assign(operator=label, kernel=kernels)
     table = table.sort_values("ms", ascending=False, kind="stable")
     each = table.groupby(["operator", *PART], as_index=False)
     return each.agg({"ms": "sum", "launches": "sum", "kernel": "first"})
