@@ -182,32 +182,44 @@ class Alignment:
 def align_profiles(profile: Profile, other: Profile, begins: Ints, ends: Ints) -> Alignment:
     """Give each GPU operation of a profile its iteration and part.
 
+    Where the tools spell the arguments of templates so differently that too little has a twin,
+    kernels are compared by the names of their functions alone.
+
     Args:
         profile: whose GPU work has no parts.
         other: of the same program, with iterations, launches and parts (torch.profiler's).
         begins, ends: of the host's iterations, in order, by the clock of ``profile``.
     """
     ours, theirs = device_operations(profile), device_operations(other)
-    found = ours.assign(
-        iteration=np.full(len(ours), NO_ITERATION), component="other", phase="", matched=False
-    )
     theirs["iteration"] = launching_iteration(other, theirs)
-    theirs = theirs[theirs["iteration"] != NO_ITERATION]
-    if theirs.empty:
-        return Alignment(found, 0.0, 0.0, "torch.profiler's recording has no GPU operation")
     parts = other.contexts[["component", "phase"]]
     theirs[["component", "phase"]] = parts.loc[theirs["context"]].to_numpy()
+    theirs = theirs[theirs["iteration"] != NO_ITERATION].copy()
+    found = _aligned(ours, theirs, begins, ends)
+    if found.reason:
+        for table in (ours, theirs):
+            # without the arguments of templates and the scopes around the function
+            table["key"] = table["key"].str.partition("<")[0].str.rpartition("::")[2]
+        by_function = _aligned(ours, theirs, begins, ends)
+        found = found if by_function.reason else by_function
+    return found
+
+
+def _aligned(ours: pd.DataFrame, theirs: pd.DataFrame, begins: Ints, ends: Ints) -> Alignment:
+    """The alignment of operations that have keys.
+
+    Args:
+        theirs: also ``iteration``, ``component`` and ``phase``.
+    """
+    found = ours.assign(iteration=NO_ITERATION, component="other", phase="", matched=False)
+    if theirs.empty:
+        return Alignment(found, 0.0, 0.0, "torch.profiler's recording has no GPU operation")
     templates: dict[Any, pd.DataFrame] = {
         stream: _usual_iteration(rows) for stream, rows in theirs.groupby("profile")
     }
     streams: dict[Any, pd.DataFrame] = dict(iter(found.groupby("profile")))
-    partner = _partners(streams, templates)
-    expected = 0
-    for stream, template in templates.items():
-        expected += len(begins) * int((template["key"] != MEMORY_SET).sum())
-        if stream not in partner:
-            continue
-        rows = _along(streams[partner[stream]], template, begins)
+    for stream, mine in _partners(streams, templates).items():
+        rows = _along(streams[mine], templates[stream], begins)
         found.loc[rows.index, list(rows.columns)] = rows
     # what runs while the host is in an iteration was launched in that one or an earlier one
     start = found["start_ns"].to_numpy()
@@ -215,11 +227,10 @@ def align_profiles(profile: Profile, other: Profile, begins: Ints, ends: Ints) -
     late = (found["iteration"] == NO_ITERATION) & (at >= 0) & (start < ends[np.maximum(at, 0)])
     found.loc[late, "iteration"] = at[late]
     counted = found[(found["iteration"] != NO_ITERATION) & (found["key"] != MEMORY_SET)]
-    lasted = counted["end_ns"] - counted["start_ns"]
-    inside, matched = len(counted), int(counted["matched"].sum())
-    time, matched_time = int(lasted.sum()), int(lasted[counted["matched"]].sum())
-    share = matched / max(inside, expected, 1)
-    time_share = matched_time / time if time else 0.0
+    lasted = (counted["end_ns"] - counted["start_ns"]).clip(lower=0)
+    expected = sum((template["key"] != MEMORY_SET).sum() for template in templates.values())
+    share = counted["matched"].sum() / max(len(counted), expected * len(begins), 1)
+    time_share = lasted[counted["matched"]].sum() / max(lasted.sum(), 1)
     reason = ""
     if min(share, time_share) < LEAST_MATCHED:
         reason = (
@@ -228,7 +239,7 @@ def align_profiles(profile: Profile, other: Profile, begins: Ints, ends: Ints) -
             f"least {LEAST_MATCHED:.0%} of both must"
         )
         found[["component", "phase"]] = ["other", ""]
-    return Alignment(found, share, time_share, reason)
+    return Alignment(found, float(share), float(time_share), reason)
 
 
 def _usual_iteration(rows: pd.DataFrame) -> pd.DataFrame:
