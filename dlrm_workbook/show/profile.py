@@ -110,6 +110,11 @@ def findings_text(found: Sequence[Finding], limit: str) -> Text:
 
 def _gain(gain: Mapping[str, float]) -> str:
     low, mid, high = (gain[name] for name in ("low", "mid", "high"))
+    if low <= 1.0:  # nobody timed what takes its place: only a bound is known
+        return (
+            f"At most {ratio(high)} faster, if all of this time went. How much of it a change "
+            "brings was not timed."
+        )
     return (
         f"{ratio(mid)} faster ({ratio(low)} to {ratio(high)}): a step takes {1 - 1 / mid:.0%} "
         f"less time ({1 - 1 / low:.0%} to {1 - 1 / high:.0%})."

@@ -343,6 +343,14 @@ def measure(value: Any, unit: str = "") -> str:
     return known[unit](value) if unit in known else f"{digits(value)} {unit}"
 
 
+def _gain(gain: Mapping[str, float]) -> str:
+    """A predicted speed-up with its range, or its bound where nothing more is known."""
+    if not gain:
+        return NOTHING
+    low, mid, high = (gain[name] for name in ("low", "mid", "high"))
+    return f"at most {ratio(high)}" if low <= 1.0 else speedup(mid, low, high)
+
+
 FORMATS: dict[str, Formatter] = {
     "auc": _each("{:.5f}".format),
     "base": _each(_base, words=True),
@@ -358,7 +366,7 @@ FORMATS: dict[str, Formatter] = {
     "count": _counts,
     "digits": _each(digits),
     "function": _each(lambda name: name if name.startswith("(") else function_name(name), True),
-    "gain": _each(lambda gain: speedup(**gain) if gain else NOTHING),
+    "gain": _each(_gain),
     "giga": lambda values: (column(values / 1e9), False),
     "judged": _each(yes_or_no, words=True),
     "line": _each(lambda line: str(line) if line else NOTHING),

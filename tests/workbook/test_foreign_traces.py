@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrm_core.parts import COMPONENTS, PHASES
-from dlrm_workbook.analysis.attribution import attribute, coverage, time_unit, unattributed
+from dlrm_workbook.analysis.attribution import attribute, time_unit, unattributed
 from dlrm_workbook.analysis.gpu import kernel_table
 from dlrm_workbook.recordings.foreign import PartNames
 from dlrm_workbook.recordings.profile import Profile
@@ -324,7 +324,6 @@ def test_a_program_that_names_nothing(tmp_path: Path, options: dict[str, bool]) 
     assert set(operators["phase"][nodes]) == {"backward"}
     assert "other" not in set(operators["component"][nodes])
     assert len(profile.iterations) == 6
-    assert coverage(attribute(profile)) > 0.7
 
 
 NAMES = ("aten::linear", "aten::bmm", "aten::embedding_bag", "aten::add", "CompiledFunction")

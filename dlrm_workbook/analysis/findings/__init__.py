@@ -40,6 +40,7 @@ from dlrm_workbook.analysis.findings import (
 )
 from dlrm_workbook.analysis.findings.evidence import Evidence
 from dlrm_workbook.analysis.findings.finding import Finding, Ledger, Rule, plain, rank
+from dlrm_workbook.analysis.kernel_names import kernel_name
 from dlrm_workbook.recordings.profile import Profile
 
 IDLE_GPU = ("gpu_idle", "launch_bound")
@@ -174,9 +175,10 @@ def _without_part(profile: Profile) -> str:
     table = unattributed(profile).head(3)
     if table.empty:
         return ""
-    column = "device_ms" if profile.has("gpu_time_ms") else "host_ms"
+    on_gpu = profile.has("gpu_time_ms")
+    column = "device_ms" if on_gpu else "host_ms"
     listed = ", ".join(
-        f"{str(name)[:60]} ({percent(share)})"
+        f"{kernel_name(str(name)).short if on_gpu else str(name)[:60]} ({percent(share)})"
         for name, share, time in zip(table["name"], table["share"], table[column], strict=True)
         if time > 0
     )

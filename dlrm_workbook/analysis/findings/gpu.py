@@ -30,6 +30,7 @@ from dlrm_workbook.analysis.findings.finding import (
 )
 from dlrm_workbook.analysis.gpu import kernel_table, sampled_profile, stall_reasons, stall_table
 from dlrm_workbook.analysis.kernel_names import kernel_name
+from dlrm_workbook.analysis.launches import launch_cost_us
 from dlrm_workbook.recordings.hpctoolkit.metrics import STALLS
 from dlrm_workbook.recordings.open import COMMUNICATION
 from dlrm_workbook.recordings.profile import nearest
@@ -264,8 +265,8 @@ def exposed_communication(evidence: Evidence, ledger: Ledger) -> Measured | None
     "launch_bound",
     title="The GPU is idle {idle:.0%} of the time, most of it waiting for launches",
     evidence=(
-        "{launches:,.0f} kernels per iteration of {mean_us:.1f} µs each, against {launch_us:.1f} "
-        "µs for a launch{left_out}; in {share:.0%} of the time the GPU waits in gaps below "
+        "{launches:,.0f} kernels per iteration of {mean_us:.1f} µs each{left_out}, and a launch "
+        "takes {launch}; in {share:.0%} of the time the GPU waits in gaps below "
         "{gap_us:.0f} µs while the host runs operators and launches them.",
         "{doubt}",
     ),
@@ -292,6 +293,7 @@ def launch_bound(evidence: Evidence, ledger: Ledger) -> Measured | None:
         return None
     ledger.idle_ms += lost
     ledger.idle_causes.add("launches")
+    cost = launch_cost_us(evidence.profile)
     graphs: dict[str, Any] = {"training.cuda_graphs": True}
     if evidence.parameter("training.embedding_backend", "torch") != "fused":
         # with any other the host waits for the GPU in every update: nothing to capture
@@ -303,7 +305,7 @@ def launch_bound(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "idle": evidence.idle_ms / evidence.total_ms,
         "launches": launches / max(len(evidence.windows[0]), 1),
         "mean_us": mean_us,
-        "launch_us": launch_us,
+        "launch": f"{cost:.1f} µs of the host here" if cost == cost else "3 to 10 µs of a host",
         "left_out": " (collectives left out)" if _is_exchange(evidence).any() else "",
         "gap_us": SHORT_GAPS * launch_us,
         "doubt": _doubt(evidence),
