@@ -420,3 +420,20 @@ def test_parts_of_the_h100_database_come_back_from_the_order_of_one_iteration() 
     for metric in ("gpu_time_ms", "launches", "copy_bytes", "calls", "GINS"):
         whole = known.value_table(metric).sum()
         assert placed.value_table(metric).sum() == pytest.approx(whole, rel=1e-9)
+
+
+def test_clocks_that_differ_are_named() -> None:
+    mine, loops = planted(list(range(300)), 3, 0, set())
+    whole = torch_recording(mine, loops)
+    profile = built(mine, [(0, loops[-1][1])], [])
+
+    def shifted(by_us: int) -> Profile:
+        rows = [(name, start + by_us * US, end + by_us * US) for name, start, end in spans]
+        return with_spans(profile, rows, 0, whole)
+
+    # the host is 100 us ahead of the GPU at most
+    spans = spans_of(mine, [(begin, begin + 5900 * US) for begin, _ in loops])
+    assert not shifted(0).meta.get("cautions")
+    (caution,) = shifted(1200).meta["cautions"]
+    assert "before the host began the part" in caution
+    assert "clocks" in shifted(10**12).not_measured["parts of GPU work"]

@@ -27,7 +27,6 @@ from dlrm_core.parts import ITERATION_SPAN, SpanRow, parse_span, span_name
 from dlrm_workbook.recordings.alignment import (
     CLOCK_NS,
     NO_ITERATION,
-    Alignment,
     align_profiles,
     device_operations,
 )
@@ -93,7 +92,7 @@ def with_spans(
     )
     if len(work):
         begins = np.array([row[1] for row in every])
-        placed = _placed(profile, work, every, other, meta)
+        placed = _placed(profile, work, spans, other, meta)
         placed = placed[placed["iteration"] >= warmup]
         ends = _ends(placed.assign(iteration=placed["iteration"] - warmup), begins[warmup:], ends)
         samples.loc[placed.index, "part"] = log.numbered(placed[["component", "phase"]])
@@ -142,31 +141,51 @@ def with_iterations(profile: Profile, spans: list[SpanRow]) -> Profile:
 def _placed(
     profile: Profile,
     work: pd.DataFrame,
-    loops: list[SpanRow],
+    spans: list[SpanRow],
     other: Profile | str,
     meta: dict[str, Any],
 ) -> pd.DataFrame:
     """Iteration and part of GPU operations; how they were found goes into ``meta``."""
+    loops = sorted(row for row in spans if row[0] == ITERATION_SPAN)
     begins, ends = (np.array([row[place] for row in loops]) for place in (1, 2))
     reason = other if isinstance(other, str) else ""
-    found: Alignment | None = None
-    if isinstance(other, Profile):
+    if not work["start_ns"].between(begins[0], ends[-1]).any():
+        reason = "no GPU operation lies in the time of the iterations: the clocks differ"
+    elif isinstance(other, Profile):
         found = align_profiles(profile, other, begins, ends)
         reason = found.reason
         meta["alignment"] = {"share": found.share, "time_share": found.time_share}
-    if found is not None and not reason:
-        meta["notices"] = [
-            "parts of GPU work come from its order: it was aligned with a torch.profiler recording "
-            f"of the same workload; {found.share:.1%} of the operations of the iterations "
-            f"({found.time_share:.1%} of their time) have a twin there"
-        ]
-        return found.operations
+        if not reason:
+            meta["notices"] = [
+                "parts of GPU work come from its order: it was aligned with a torch.profiler "
+                f"recording of the same workload; {found.share:.1%} of the operations of the "
+                f"iterations ({found.time_share:.1%} of their time) have a twin there"
+            ]
+            early = _earliest(found.operations, spans, begins)
+            if early > CLOCK_NS:
+                said = (
+                    f"GPU operations begin up to {early / 1e6:.1f} ms before the host began the "
+                    "part that launched them: the clocks differ, or the parts of GPU work are wrong"
+                )
+                meta["cautions"] = [*meta.get("cautions", []), said]
+            return found.operations
     number, how = launched_in(profile, work, begins, ends)
     meta["notices"] = [f"iterations are those of the workload's span log; {how}"]
     meta["not_measured"]["parts of GPU work"] = (
         reason or "there is no recording of torch.profiler to align it with"
     )
     return work.assign(iteration=number, component="other", phase="")
+
+
+def _earliest(operations: pd.DataFrame, spans: list[SpanRow], begins: np.ndarray) -> int:
+    """How long before the host began their part GPU operations begin at most, in nanoseconds."""
+    rows = [(*part, start) for name, start, _ in spans if (part := parse_span(name))]
+    parts = pd.DataFrame(rows, columns=["component", "phase", "begun"])
+    parts["iteration"] = np.searchsorted(begins, parts["begun"], side="right") - 1
+    keys = ["iteration", "component", "phase"]
+    first = parts.groupby(keys)["begun"].min().reset_index()
+    told = operations[operations["matched"]].merge(first, on=keys)
+    return int((told["begun"] - told["start_ns"]).max()) if len(told) else 0
 
 
 def launched_in(
