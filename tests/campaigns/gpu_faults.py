@@ -88,7 +88,12 @@ def archive() -> dict[int, dict[str, Any]]:
 def recording(name: str) -> Trace:
     """A trace by name: ``meta``, ``rank3``, ``bert*8`` (its iterations eight times)."""
     name, _, times = name.partition("*")
-    trace = Trace(copy.deepcopy(_document(name)))
+    document = _document(name)
+    events = [
+        event | {"args": dict(event["args"])} if event.get("args") else dict(event)
+        for event in document["traceEvents"]
+    ]
+    trace = Trace(document | {"traceEvents": events})
     return repeated(trace, int(times)) if times else trace
 
 
@@ -737,6 +742,7 @@ def trial(kind: str, name: str, seed: int, large: bool) -> dict[str, Any]:
             (each["id"], each["component"], round(each["share_of_step"], 3)) for each in found
         ],
         "first_title": found[0]["title"] if found else "",
+        "first_evidence": found[0]["evidence"][:300] if found else "",
         "rank": rank,
         "rank_of_changed": among,
         "good": rank == 1 or (among == 1 and not large),
@@ -824,25 +830,31 @@ def main() -> None:
         sys.exit(f"{TRACES} is not there: these trials edit its recordings")
     rows: list[dict[str, Any]] = []
     seeds = range(options.first, options.first + options.seeds)
-    which = "all" if options.kinds in FAULTS else options.kinds
-    if which != "clean":
-        for kind, name, seed, large in schedule(which, seeds):
-            if options.kinds in (kind, which) and options.recording in ("", name):
-                try:
-                    _tell(rows, trial, kind, name, seed, large)
-                except Hidden as hidden:
-                    print(f"left out: {hidden}", flush=True)
-    if options.kinds in ("all", "clean"):
-        for seed in seeds:
-            for kind in CLEAN:
-                for name in CLEAN_RECORDINGS:
-                    if options.recording in ("", name):
-                        _tell(rows, clean_trial, kind, name, seed)
+    for run, *what in _chosen(options.kinds, seeds):
+        if options.recording not in ("", what[1]):
+            continue
+        try:
+            _tell(rows, run, *what)
+        except Hidden as hidden:
+            print(f"left out: {hidden}", flush=True)
+        if options.json and rows:
+            _write(Path(options.json), rows)
     print(table(rows))
     for group, counts in tally(rows).items():
         print(group, counts)
-    if options.json:
-        _write(Path(options.json), rows)
+
+
+def _chosen(kinds: str, seeds: range) -> Iterator[tuple[Any, ...]]:
+    """The trials of some kinds: what to call, and with what."""
+    which = "all" if kinds in FAULTS else kinds
+    if which != "clean":
+        for kind, *what in schedule(which, seeds):
+            if kinds in (kind, which):
+                yield trial, kind, *what
+    if kinds in ("all", "clean"):
+        for seed in seeds:
+            for kind in CLEAN:
+                yield from ((clean_trial, kind, name, seed) for name in CLEAN_RECORDINGS)
 
 
 def _tell(rows: list[dict[str, Any]], run: Callable[..., dict[str, Any]], *what: Any) -> None:

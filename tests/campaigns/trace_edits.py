@@ -361,10 +361,12 @@ class _Replay:
         )
         ends: dict[Any, list[tuple[float, int]]] = defaultdict(list)
         reach: dict[Any, float] = {}
+        self.overlap: dict[int, float] = {}
         self.needs: dict[int, tuple[float, float, int | None, float]] = {}
         """Row to least lag behind the launch, gap on the stream, row waited for, its lag."""
         for row in self.in_order:
             start, stream = float(trace.start[row]), self._stream(row)
+            self.overlap[row] = max(reach.get(stream, -1e12) - start, 0.0)
             lag = start - trace.launch(row)
             gap = start - reach.get(stream, -1e12)
             other, behind = None, 0.0
@@ -419,8 +421,8 @@ class _Replay:
     def _run_on_gpu(self, row: int, launch: float) -> None:
         trace = self.trace
         stream = self._stream(row)
-        if launch < -1e11:  # launched before the recording: nothing can have delayed it
-            start = float(trace.start[row])
+        if launch < -1e11:  # launched before the recording: only work before it can delay it
+            start = max(float(trace.start[row]), self.free.get(stream, -1e12) - self.overlap[row])
         else:
             least, gap, other, behind = self.needs[row]
             ahead = self.begun[-self.queue] if len(self.begun) >= self.queue else -1e12
