@@ -214,7 +214,8 @@ class Trace:
             ]
             like = next((e for e in chosen if re.search(pattern, e["name"])), chosen[0])
             self._likes[categories, pattern] = like
-        return copy.deepcopy(self._likes[categories, pattern]) | {"name": name}
+        like = self._likes[categories, pattern]
+        return like | {"name": name, "args": dict(like.get("args") or {})}
 
     def operator(self, name: str, like: str = "") -> Event:
         """An operator on the stepping thread."""
@@ -292,18 +293,19 @@ class _Clock:
     def __call__(self, time: float) -> float:
         """New time of what starts at the old ``time``."""
         at = bisect.bisect_right(self.old, time) - 1
-        return self._from(at, time)
-
-    def end(self, time: float) -> float:
-        """New time of what ends at the old ``time``: before what is inserted there."""
-        at = max(bisect.bisect_left(self.old, time) - 1, 0)
-        return self._from(at, time)
-
-    def _from(self, at: int, time: float) -> float:
         slope = 1.0
         if at + 1 < len(self.old) and self.old[at + 1] > self.old[at]:
             slope = (self.new[at + 1] - self.new[at]) / (self.old[at + 1] - self.old[at])
         return self.new[at] + (time - self.old[at]) * slope
+
+    def all(self, times: npt.NDArray[Any], ends: bool = False) -> npt.NDArray[np.float64]:
+        """New times of what starts (or ends, that is before what is inserted there) then."""
+        old, new = np.array([*self.old, 1e13]), np.array(self.new)
+        new = np.append(new, new[-1] + old[-1] - old[-2])
+        at = np.searchsorted(old, times, "left" if ends else "right") - 1
+        width = np.diff(old)
+        slope = np.divide(np.diff(new), width, out=np.ones_like(width), where=width > 0)
+        return np.asarray(new[at] + (times - old[at]) * slope[at], dtype=np.float64)
 
     def reach(self, time: float, new: float) -> None:
         """From here on ``time`` is at ``new``."""
@@ -400,7 +402,8 @@ class _Replay:
         ):
             self.queue *= 2
         finish = [(float(trace.start[row] + recorded[row]), row) for row in self.in_order]
-        self.waits: dict[int, tuple[float, int]] = {}
+        self.waits: dict[int, tuple[float, int | None]] = {}
+        """Call to how long after the work that it waits for it ends; None: after all work."""
         for row in trace.runtime:
             if not WAITS.match(trace.events[row]["name"]) or trace.length[row] <= 0:
                 continue
@@ -413,6 +416,8 @@ class _Replay:
             ]
             if near:
                 self.waits[row] = (last - max(near)[0], max(near)[1])
+            elif "DeviceSynchronize" in trace.events[row]["name"] and len(known) == len(finish):
+                self.waits[row] = (3.0, None)
 
     def _stream(self, row: int) -> Any:
         event = self.trace.events[row]
@@ -440,18 +445,22 @@ class _Replay:
     def _runs(self, stream: Any, start: float, length: float) -> None:
         self.free[stream] = max(self.free.get(stream, -1e12), start + length)
 
-    def _wait(self, row: int, waited_for: int) -> None:
+    def _wait(self, row: int, waited_for: int | None) -> None:
         trace, clock = self.trace, self.clock
         behind = self.waits[row][0]
         first, last = float(trace.start[row]), float(trace.start[row] + trace.length[row])
-        done = self.start[waited_for] + float(trace.length[waited_for]) + behind
+        if waited_for is None:
+            done = max(self.free.values(), default=-1e12) + behind
+        else:
+            done = self.start[waited_for] + float(trace.length[waited_for]) + behind
         if clock.old[-1] > first:  # inside another thread's wait
             if done > clock(last):
                 clock.step(last, done - clock(last))
             return
         start = clock(first)
         clock.reach(first, start)
-        clock.reach(last, max(done, start + min(trace.length[row], 3.0)))
+        least = 3.0 if waited_for is not None else float(trace.length[row])
+        clock.reach(last, max(done, start + min(float(trace.length[row]), least)))
 
     def _insert(self, insertion: Insertion) -> None:
         start = self.clock.step(insertion.at, insertion.length)
@@ -473,9 +482,8 @@ class _Replay:
     def _written(self) -> Trace:
         trace, clock = self.trace, self.clock
         new = copy.copy(trace)
-        rows = range(len(trace.events))
-        start = np.array([clock(float(trace.start[row])) for row in rows])
-        end = np.array([clock.end(float(trace.start[row] + trace.length[row])) for row in rows])
+        start = clock.all(trace.start)
+        end = clock.all(trace.start + trace.length, ends=True)
         for row, time in self.start.items():
             start[row], end[row] = time, time + trace.length[row]
         self._annotations(start, end)
