@@ -511,7 +511,7 @@ FAULTS = {
         STEPS,
         ((r"kernel|embedding|memory|ceiling|slow|time", "{kernel}"),),
         held_out=True,
-        unless=r"launch|idle|cop(y|ies)",
+        unless=r"launch_bound|idle|copies",
     ),
 }
 
@@ -594,8 +594,9 @@ def explained(path: Path) -> list[dict[str, Any]]:
     from dlrm_workbook.analysis.findings import findings
     from dlrm_workbook.runner.notebook import find_profile
 
-    profile = find_profile(str(path), path.parent).profile
-    return [finding.to_dict() for finding in findings(profile, attribute(profile))]
+    source = find_profile(str(path), path.parent)
+    found = findings(source.profile, attribute(source.profile), source.ranks)
+    return [finding.to_dict() for finding in found]
 
 
 def of_trace(trace: Trace) -> list[dict[str, Any]]:
@@ -756,10 +757,10 @@ def trial(kind: str, name: str, seed: int, large: bool) -> dict[str, Any]:
 
 
 def _mentions(kernel: str) -> str:
-    """A pattern of the words that tell a kernel from others."""
-    words = re.findall(r"[A-Za-z]\w+_kernel\w*|[A-Za-z]+_[a-z]+\w*|CatArray\w*", kernel)
-    common = ("at_native", "anonymous_namespace")
-    return "|".join(re.escape(word)[:24] for word in words if word not in common) or kernel[:24]
+    """A pattern of a kernel's names: its own, cut or whole, and the one that pages show."""
+    from dlrm_workbook.analysis.kernel_names import kernel_name
+
+    return f"{re.escape(kernel[:60])}|{re.escape(kernel_name(kernel).short)}"
 
 
 def clean_trial(kind: str, name: str, seed: int) -> dict[str, Any]:
