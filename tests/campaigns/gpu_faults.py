@@ -49,6 +49,9 @@ DESIRED = 0.9
 
 OPEN_ENDED = float("inf")
 
+TOGETHER_US = 50.0
+"""Between the ends of a collective on different ranks, at most."""
+
 FILES = {
     "bert": "bert-small-h100.json.gz",
     "meta": "meta-dlrm-a100x8-rank3.json.gz",
@@ -666,7 +669,7 @@ def straggling(draw: Draw, size: float) -> tuple[dict[int, Trace], str, float, i
         if traces[late].events[traces[late].call[_correlation(traces[late], row)]]["tid"]
         == traces[late].thread[1]
     ]
-    number = draw.choice(main)
+    number = draw.choice(main[1:])  # to the first of a recording they do not come from one start
     before = span(traces[late])
     for rank, trace in traces.items():
         row = [row for row in trace.launched_in(0) if _is_collective(trace, row)][number]
@@ -676,6 +679,19 @@ def straggling(draw: Draw, size: float) -> tuple[dict[int, Trace], str, float, i
         else:
             trace.length[row] += loss
     done = {rank: trace.replay() for rank, trace in traces.items()}
+    rows = {
+        rank: [row for row in trace.launched_in(0) if _is_collective(trace, row)]
+        for rank, trace in traces.items()
+    }
+    for place in range(number, len(own)):  # a collective ends on all ranks at once
+        ends = {
+            rank: done[rank].base + done[rank].start[row] + done[rank].length[row]
+            for rank, row in ((rank, rows[rank][place]) for rank in rows)
+        }
+        for rank, end in ends.items():
+            if max(ends.values()) - end > TOGETHER_US:
+                traces[rank].length[rows[rank][place]] += max(ends.values()) - end
+                done[rank] = traces[rank].replay()
     added = span(done[late]) / before - 1.0
     told = f"rank {late} comes {loss / 1e3:.1f} ms late to collective {number}"
     return done, told, added / (1.0 + added), late

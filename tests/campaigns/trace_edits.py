@@ -366,8 +366,28 @@ class _Replay:
         self.overlap: dict[int, float] = {}
         self.needs: dict[int, tuple[float, float, int | None, float]] = {}
         """Row to least lag behind the launch, gap on the stream, row waited for, its lag."""
+        self.behind: dict[int, list[int]] = {}
+        """Row to the work of other streams that its stream was told to wait for."""
+        told = defaultdict(list)
+        for call in trace.runtime:
+            if "StreamWaitEvent" in trace.events[call]["name"]:
+                told[trace.events[call]["tid"]].append(float(trace.start[call]))
+        for times in told.values():
+            times.sort()
+        launched: dict[Any, float] = {}
         for row in self.in_order:
             start, stream = float(trace.start[row]), self._stream(row)
+            by = trace.call.get(trace.events[row]["args"].get("correlation"))
+            if by is not None:
+                thread, when = trace.events[by]["tid"], float(trace.start[by])
+                before = bisect.bisect_left(told[thread], when)
+                if before and told[thread][before - 1] >= launched.get(thread, -1e12):
+                    self.behind[row] = [
+                        done[-1][1]
+                        for name, done in ends.items()
+                        if name != stream and done and done[-1][0] <= start
+                    ]
+                launched[thread] = when
             self.overlap[row] = max(reach.get(stream, -1e12) - start, 0.0)
             lag = start - trace.launch(row)
             gap = start - reach.get(stream, -1e12)
@@ -436,6 +456,8 @@ class _Replay:
             start = max(self.clock(launch) + least, self.free.get(stream, -1e12) + gap)
             if other is not None:
                 start = max(start, self.start[other] + float(trace.length[other]) + behind)
+            for earlier in self.behind.get(row, []):
+                start = max(start, self.start[earlier] + float(trace.length[earlier]))
             if trace.serial and self.free:
                 start = max(start, *self.free.values())
             self.begun.append(start)
