@@ -120,6 +120,9 @@ def test_the_experiment_is_a_gpu_that_idles() -> None:
         assert rows[part] == pytest.approx(of_all / 100, rel=0.015), part
     assert document["coverage"] >= 0.95
     assert data_against_compute(profile)["compute_ms"].max() < 5
+    assert "613 ms of that are one gap in each iteration, between optimizer update" in (
+        found[0].evidence
+    )
 
 
 def test_the_experiments_host_makes_data() -> None:

@@ -8,6 +8,7 @@ one finding that names what the host did, or says that it was not measured.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from dlrm_workbook.analysis.findings.finding import (
 )
 from dlrm_workbook.analysis.gpu import kernel_table, sampled_profile, stall_reasons, stall_table
 from dlrm_workbook.analysis.kernel_names import kernel_name
-from dlrm_workbook.analysis.launches import launch_cost_us
+from dlrm_workbook.analysis.launches import device_operations, launch_cost_us
 from dlrm_workbook.recordings.hpctoolkit.metrics import STALLS
 from dlrm_workbook.recordings.open import COMMUNICATION
 from dlrm_workbook.recordings.profile import nearest
@@ -324,6 +325,7 @@ WAITS_FOR_LAUNCHES = "The GPU waits {share:.0%} of the time for launches"
     evidence=(
         "It works {busy:ms} of {total:ms} per iteration and does nothing in {idle_time:ms}.",
         "{others}",
+        "{gap}",
         "{host_unknown}",
         "The host meanwhile: {host}.",
         "In {blocked:ms} of it the host was itself in a call that waits for the GPU.",
@@ -356,6 +358,7 @@ def gpu_idle(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "busy": evidence.device_ms,
         "idle_time": evidence.idle_ms,
         "others": None,
+        "gap": _longest_gap(evidence),
         "host_unknown": None if traced else HOST_UNKNOWN,
         "host": None,
         "blocked": None,
@@ -375,6 +378,32 @@ def gpu_idle(evidence: Evidence, ledger: Ledger) -> Measured | None:
         figures |= _host_meanwhile(evidence, unexplained)
     ledger.explain(left, (str(figures.get("component", "other")), ""))
     return figures
+
+
+def _longest_gap(evidence: Evidence) -> str | None:
+    """Where the longest gap of a usual step lies, if it is most of the idle time: between which
+    parts, since what the host does there stands between them."""
+    work = device_operations(evidence.profile)
+    start, end = work["start_ns"].to_numpy(), work["end_ns"].to_numpy()
+    first = evidence.windows[0]
+    if len(start) < 2 or len(first) < 3:
+        return None
+    begun = np.maximum.accumulate(end)[:-1]
+    length = start[1:] - begun
+    step = np.where(evidence.inside(begun), np.searchsorted(first, begun, side="right") - 1, -1)
+    gaps = pd.DataFrame({"step": step, "length": length}).query("step >= 0")
+    longest = gaps.loc[gaps.groupby("step")["length"].idxmax()]
+    usual = float(longest["length"].median()) / 1e6
+    if usual < 0.5 * evidence.idle_ms:
+        return None
+    label = [part_label(*part) for part in zip(work["component"], work["phase"], strict=True)]
+    row = longest.index.to_numpy()
+    between = Counter((label[i], label[i + 1]) for i in row)
+    (before, after), often = between.most_common(1)[0]
+    where = f", between {before} and {after}" if often > 0.8 * len(row) else ""
+    if where and before.startswith("optimizer") and after.startswith(("transfer", "data")):
+        where += ": where a training loop fetches its next batch"
+    return f"{milliseconds(usual)} of that are one gap in each iteration{where}."
 
 
 def _host_meanwhile(evidence: Evidence, idle: pd.DataFrame) -> Measured:
