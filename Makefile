@@ -3,6 +3,7 @@
 # make lab      JupyterLab on this machine only, with its token; asks nothing of the network
 # make bench    the ratios in benchmarks/results (PEER=DIR: a facebookresearch/dlrm checkout)
 # make gpu-check  on a GPU node: GPU paths against the CPU, timings, a profile; PEER=DIR compares
+# make examples the pages in outputs/examples, from the recordings in RECORDINGS
 # make clean    what was built (outputs/ stays)
 
 PYTHON ?= python3
@@ -12,7 +13,7 @@ SET_UP := $(VENV)/.set-up
 PARAMETERS ?= parameters/seed.yaml
 
 .DELETE_ON_ERROR:
-.PHONY: help setup report test lint lab bench gpu-check clean
+.PHONY: help setup report test lint lab bench gpu-check examples clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -63,6 +64,16 @@ bench: $(SET_UP)
 	$(BIN)/dlrm bench --embeddings all --threads 1,2 $(if $(PEER),--peer $(PEER)) \
 	  --json benchmarks/results/embeddings.json
 	$(BIN)/python benchmarks/database.py --json benchmarks/results/database.json
+
+RECORDINGS ?= ../shared/recordings
+
+# without the path of this checkout, so that the page is the same wherever it is made
+examples: $(SET_UP)
+	rm -rf build/examples && mkdir -p outputs/examples
+	$(BIN)/dlrm run experiment -p profile_run=$(RECORDINGS)/dlrm-h100-pc.d \
+	  -p host_run=$(RECORDINGS)/dlrm-h100-host.d --output-root build/examples
+	for name in experiment.html experiment.ipynb; do \
+	  sed 's|$(CURDIR)/||g' build/examples/*/*-experiment-*/$$name > outputs/examples/$$name; done
 
 # On a GPU node the lock's packages are not wanted: the node's own torch is used.
 gpu-check:

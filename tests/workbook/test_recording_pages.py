@@ -10,6 +10,7 @@ import pytest
 from browser import check_page, open_page, require_browser
 from recordings import SEVERAL, recording
 
+from dlrm_workbook.machine import REPOSITORY
 from dlrm_workbook.runner.run import run_notebooks
 from dlrm_workbook.runs import RunFolder
 
@@ -60,3 +61,13 @@ def test_pages_draw_and_say_what_the_recording_holds(explained: tuple[str, RunFo
         assert "idle 99.8%" in document["headline"]
         assert any("serialised" in caution for caution in document["cautions"])
         assert "copies" not in {finding["id"] for finding in document["findings"]}
+
+
+def test_the_tracked_page_of_the_experiment_opens_anywhere() -> None:
+    require_browser()
+    page = REPOSITORY / "outputs" / "examples" / "experiment.html"
+    check_page(page)
+    for file in (page, page.with_suffix(".ipynb")):
+        text = file.read_text(encoding="utf-8")
+        assert "351" in text and "idle 99.8%" in text
+        assert not re.search(r"(?<![\w.])/(work|home|root|tmp)/", text), "a path of one machine"
