@@ -31,6 +31,18 @@ STRAGGLER_ALARM = 0.025
 LEAST = 8
 """Fewer iterations than this cannot tell a warm-up or a straggler from chance."""
 
+LEAST_OF_SPLIT = 4
+"""Fewer iterations than this cannot tell which of two speeds is the usual one."""
+
+SPLIT_TIMES = 1.5
+"""Times the median of the faster half: slower iterations than this do something else."""
+
+SPLIT_SHARE = 0.15
+"""Of all time, lost in these, and no iteration between them and the others: two groups."""
+
+SPLIT_APART = 1.25
+"""Times the slowest of the others, at least, that the fastest of the slow ones takes."""
+
 STRAGGLER_LEAST = 0.05
 """A straggler, a warm-up or another level differs by at least this share of the usual time."""
 
@@ -118,14 +130,18 @@ def steady_state(times_ms: npt.ArrayLike) -> SteadyState:
     if not len(times) or not np.isfinite(times).all() or (times < 0).any():
         raise InputError(f"iteration times must be finite and not negative, not {times[:5]} ...")
     if len(times) < LEAST:
-        usual = float(np.median(times))
-        none = np.zeros(len(times), dtype=bool)
-        spread = _spread(times, usual)
-        return SteadyState(times, 0, none, usual, spread, math.inf, None, None, None)
+        slow = _split(times)
+        usual = float(np.median(times[~slow]))
+        spread = _spread(times[~slow], usual)
+        limit = float(times[slow].min()) if slow.any() else math.inf
+        return SteadyState(times, 0, slow, usual, spread, limit, None, None, None)
     first, shift = _changes(times)
     first = _past_slow_beginning(times, first)
     rest = times[first:]
     limit = _threshold(rest)
+    slow = _split(rest) if shift is None else np.zeros(len(rest), dtype=bool)
+    if slow.any():
+        limit = min(limit, math.nextafter(float(rest[slow].min()), 0.0))
     kept = rest[rest <= limit]
     usual = float(np.median(kept))
     return SteadyState(
@@ -205,6 +221,25 @@ def _past_slow_beginning(times: Floats, first: int) -> int:
 
 
 # ---- stragglers --------------------------------------------------------------------
+
+
+def _split(times: Floats) -> Bools:
+    """Which iterations (n,) take far longer than the others, if the times form two groups.
+
+    However many they are, up to half: a callback every third step is no tail of the usual ones.
+    Slow ones only at the beginning or only at the end are a warm-up or a change, not these.
+    """
+    count = len(times)
+    none = np.zeros(count, dtype=bool)
+    if count < LEAST_OF_SPLIT:
+        return none
+    usual = float(np.median(np.sort(times)[: math.ceil(count / 2)]))
+    slow = times > SPLIT_TIMES * usual
+    if not slow.any() or times[slow].min() < SPLIT_APART * times[~slow].max():
+        return none
+    turns = int(np.count_nonzero(slow[1:] != slow[:-1]))
+    lost = float((times[slow] - usual).sum())
+    return slow if turns >= 2 and lost > SPLIT_SHARE * times.sum() else none
 
 
 def _threshold(times: Floats) -> float:
@@ -309,6 +344,13 @@ def _correlation_factor(residual: Floats) -> float:
 
 def _sentences(state: SteadyState) -> list[str]:
     count = len(state.times_ms)
+    if count < LEAST and state.outliers.any():
+        listed = ", ".join(map(str, np.flatnonzero(state.outliers)))
+        return [
+            f"{int(state.outliers.sum())} of {count} iterations ({listed}) took "
+            f"{SPLIT_TIMES:g} times the usual {milliseconds(state.usual_ms)} or more; they cost "
+            f"{state.straggler_share:.1%} of the time. Too few ran to tell a warm-up."
+        ]
     if count < LEAST:
         return [
             f"Only {count} iterations: too few to tell warm-up or stragglers from chance "

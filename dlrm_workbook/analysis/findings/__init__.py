@@ -56,7 +56,9 @@ RULES: tuple[Rule, ...] = (
     host.leak,
     host.nearly_full,
     data.data_generation,
+    ranks.waiting_for_last_rank,
     gpu.synchronising,
+    gpu.allocation,
     gpu.copies,
     gpu.exposed_communication,
     gpu.launch_bound,
@@ -66,6 +68,7 @@ RULES: tuple[Rule, ...] = (
     gpu.occupancy,
     gpu.stalls,
     gpu.heavy_kernel,
+    gpu.heavy_copy,
     operators.extra_operators,
     host.other_processes,
     host.other_threads,
@@ -85,7 +88,6 @@ RULES: tuple[Rule, ...] = (
     embedding.embedding_update,
     operators.interaction_overhead,
     changes.faster_settings,
-    ranks.waiting_for_last_rank,
     ranks.load_imbalance,
     ranks.replicate_small_tables,
     generic.disturbed_profile,
@@ -110,7 +112,8 @@ def findings(
     if evidence.total_ms <= 0:
         return []
     ledger = Ledger(evidence)
-    ranked = rank(finding for rule in RULES for finding in rule(evidence, ledger))
+    found = [finding for rule in RULES for finding in rule(evidence, ledger)]
+    ranked = rank(generic.of_all_iterations(found))
     largest = max(ranked, key=lambda finding: finding.share_of_step, default=None)
     if largest is not None and largest.id in IDLE_GPU and largest.severity == "slows":
         # nothing else can bring as much as the GPU that does nothing

@@ -15,6 +15,7 @@ import pandas as pd
 from dlrm_core.errors import InputError
 from dlrm_core.units import milliseconds
 from dlrm_workbook.analysis.findings.evidence import Evidence, Part
+from dlrm_workbook.analysis.idleness import Stretches
 from dlrm_workbook.analysis.whatif import predict
 
 LIMITS = (
@@ -87,8 +88,16 @@ class Ledger:
         """Milliseconds explained without a place."""
         self.idle_ms = 0.0
         """Of the GPU's idle time, explained."""
+        self.late_ms = 0.0
+        """Of the GPU's idle time, what other ranks wait for: told as their waiting."""
+        self.waiting_ms = 0.0
+        """Of this rank's collectives, waiting for others that a rule over ranks has told."""
         self.idle_causes: set[str] = set()
-        """What explained it: ``launches``, ``synchronisation``."""
+        """What explained it: ``launches``, ``synchronisation``, ``allocation``."""
+        self.waits: Stretches = (np.array([], np.int64), np.array([], np.int64))
+        """Operators around waits for the GPU: idle time in them is synchronisation."""
+        self.device_work: set[str] = set()
+        """Names of kernels whose time a rule has explained."""
 
     def explain(self, milliseconds: float, part: Part | None = None) -> None:
         """Record that a rule explained time, in one part or anywhere in the step."""

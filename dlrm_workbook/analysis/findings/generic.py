@@ -7,6 +7,7 @@ longer in the run than alone is held back by something, whether or not a rule kn
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import numpy as np
 
@@ -18,8 +19,15 @@ from dlrm_workbook.analysis.findings.evidence import (
     Part,
     heaviest,
 )
-from dlrm_workbook.analysis.findings.finding import Ledger, Measured, capitalised, largest, rule
-from dlrm_workbook.analysis.steady import steady_state
+from dlrm_workbook.analysis.findings.finding import (
+    Finding,
+    Ledger,
+    Measured,
+    capitalised,
+    largest,
+    rule,
+)
+from dlrm_workbook.analysis.steady import LEAST, LEAST_OF_SPLIT, steady_state
 
 SLOWER = 1.5
 """Times its probe. Parts take up to 1.5 times theirs in clean runs, since in the run others
@@ -183,6 +191,7 @@ def outside_parts(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "lost in them.",
         "Most of it is in {place} ({extra:ms} more).",
         MEANWHILE,
+        "Every share of the step here is of all iterations.",
     ),
     advice="Look for what happens every few iterations: checkpoints, evaluation, garbage "
     "collection, refilled buffers, other work on the machine.",
@@ -191,12 +200,13 @@ def outside_parts(evidence: Evidence, ledger: Ledger) -> Measured | None:
 def irregular(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """Some iterations take far longer than the usual one."""
     steps = evidence.steps
-    if len(steps) < 8:
+    if len(steps) < LEAST_OF_SPLIT:
         return None
     totals = steps.sum(axis=1)
     state = steady_state(totals.to_numpy())
     slow, share = state.outliers, state.straggler_share
-    if share < IRREGULAR_SHARE or int(slow.sum()) < 2:
+    least = 2 if len(steps) >= LEAST else 1
+    if share < IRREGULAR_SHARE or int(slow.sum()) < least:
         return None
     extra = (steps[slow] - steps[state.steady].median()).mean().clip(lower=0.0)
     part = largest(extra)
@@ -211,6 +221,30 @@ def irregular(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "extra": float(extra.max()),
         "meanwhile": _meanwhile(evidence),
     }
+
+
+def of_all_iterations(found: list[Finding]) -> list[Finding]:
+    """Findings whose shares have one basis where some iterations take far longer than others.
+
+    Rules look at the usual iterations. What those lose is a smaller share of all of them: of the
+    time that :func:`irregular` has not named.
+    """
+    lost = sum(each.share_of_step for each in found if each.id == "irregular_iterations")
+    if lost <= 0:
+        return found
+    return [_of_all(each, 1.0 - lost) for each in found]
+
+
+def _of_all(finding: Finding, usual: float) -> Finding:
+    if finding.id == "irregular_iterations" or finding.severity != "slows":
+        return finding
+    saved = {end: (1 - 1 / gain) * usual for end, gain in finding.predicted_speedup.items()}
+    return replace(
+        finding,
+        title=f"{finding.title} (in a usual iteration)",
+        share_of_step=finding.share_of_step * usual,
+        predicted_speedup={end: 1 / (1 - share) for end, share in saved.items()},
+    )
 
 
 @rule(

@@ -92,6 +92,12 @@ def waiting_for_last_rank(evidence: Evidence, ledger: Ledger) -> Measured | None
     most: Any = longer.idxmax() if len(longer) else (None, "", None)
     part, phase, where = most
     start = float(table["start_ms"].mean())
+    this = [number for number, profile in evidence.ranks.items() if profile is evidence.profile]
+    own_waiting = table.loc[table["rank"].isin(this), "waiting_ms"]
+    ledger.waiting_ms = float(own_waiting.fillna(0.0).sum())
+    if int(late["rank"]) in this:
+        # of this rank's idle time, what the others wait for: told once
+        ledger.late_ms = float(late["others_wait_ms"])
     return {
         "share": share,
         "rank": int(late["rank"]),
