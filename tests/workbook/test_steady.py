@@ -162,3 +162,23 @@ def test_correlated_neighbours_are_no_warm_up() -> None:
             steps[row] += 0.4 * steps[row - 1]
         alarms += steady_state(40 * (1 + 0.02 * steps)).first > 0
     assert alarms <= 0.05 * 200
+
+
+def test_a_slow_step_in_every_third_is_no_tail() -> None:
+    """However few or many: slow ones are left out of what stands for the run."""
+    for count in (4, 5, 6, 7, 12, 40):
+        times = np.array(
+            [30.0 if place % 3 == 1 else 10.0 + 0.1 * (place % 2) for place in range(count)]
+        )
+        state = steady_state(times)
+        assert (state.outliers == (times == 30.0)).all(), count
+        assert state.first == 0 and state.usual_ms < 10.2
+        assert "too few to tell" not in state.summary
+    # one speed, a warm-up, a change to another level, and no two groups
+    for times in (
+        [10, 11, 10, 12],
+        [30, 10, 10, 10],
+        [10, 10, 10, 30, 30],
+        [10, 13, 17, 22, 29, 37],
+    ):
+        assert not steady_state(times).outliers.any(), times

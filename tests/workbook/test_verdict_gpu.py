@@ -309,3 +309,110 @@ def test_a_slow_callback_now_and_then_takes_no_more_than_the_step(tmp_path: Path
     assert found and found[0].id == "irregular_iterations"
     assert all(0 <= finding.share_of_step <= 1 for finding in found)
     assert all(math.isfinite(finding.predicted_speedup["mid"]) for finding in found)
+
+
+# ---- what faults planted in real recordings taught --------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "title"),
+    [
+        ("Memcpy DtoD (Device -> Device)", "Copies on the GPU"),
+        ("Memcpy PtoP (Device -> Device)", "Copies between GPUs"),
+    ],
+)
+def test_copies_that_stay_on_gpus_are_named(trace: Trace, name: str, title: str) -> None:
+    for number in range(STEPS):
+        begin = trace.step(number)
+        trace.launch(begin + 5, name, begin + 10, begin + 610, bytes=6_000_000)
+        trace.launch(begin + 8, "sm90_bf16_gemm", begin + 611, begin + 990)
+    (finding,) = told(trace.read())[0]
+    assert finding.id == "heavy_copy" and finding.title.startswith(title)
+    assert finding.share_of_step == pytest.approx(600 / 995, abs=0.001)
+    assert "6.0 MB per iteration" in finding.evidence
+
+
+def test_the_operator_around_a_read_back_is_synchronisation(trace: Trace) -> None:
+    """Each ``item`` of 100 us copies early and returns from its wait long after the copy."""
+    for number in range(STEPS):
+        begin = trace.step(number)
+        for i in range(9):
+            at = begin + 10 + 105 * i
+            trace.host("cpu_op", "aten::item", at, at + 100)
+            trace.launch(at + 40, "Memcpy DtoH (Device -> Pageable)", at + 43, at + 45, bytes=4)
+            trace.host("cuda_runtime", "cudaStreamSynchronize", at + 60, at + 99)
+        trace.launch(begin + 960, "sm90_bf16_gemm", begin + 965, begin + 990)
+    found, _ = told(trace.read())
+    assert found[0].id == "synchronisation"
+    # in nine operators the GPU has 100 us each, less a copy of 2 us
+    assert found[0].share_of_step == pytest.approx(9 * 98 / 995, abs=0.002)
+    assert sum(finding.share_of_step for finding in found) <= 1
+
+
+def test_taking_memory_from_the_driver_in_each_step_is_named(trace: Trace) -> None:
+    for number in range(STEPS):
+        begin = trace.step(number)
+        trace.launch(begin + 5, "sm90_bf16_gemm", begin + 10, begin + 590)
+        trace.host("cpu_op", "aten::empty", begin + 599, begin + 801)
+        trace.host("cuda_runtime", "cudaMalloc", begin + 600, begin + 800)
+        trace.launch(begin + 802, "sm90_bf16_gemm", begin + 804, begin + 990)
+    first = told(trace.read())[0][0]
+    assert first.id == "allocation" and "cudaMalloc: 1.0 calls per iteration" in first.evidence
+    assert first.share_of_step == pytest.approx(200 / 995, abs=0.001)
+
+
+def irregular_steps(trace: Trace, lengths: list[int]) -> None:
+    begin = 0
+    for length in lengths:
+        trace.host("user_annotation", "dlrm::iteration", begin, begin + length)
+        trace.launch(begin + 5, "sm90_bf16_gemm", begin + 10, begin + 700)
+        begin += length
+
+
+@pytest.mark.parametrize(
+    ("lengths", "slow"),
+    [
+        ([1000, 3000, 1010, 990], 1),
+        ([1000, 1010, 4000, 990, 1000, 4100], 2),
+        ([1000, 1010, 4000] * 4, 4),
+        ([1000, 1010, 990, 1020], 0),
+        ([4000, 1000, 1010, 990], 0),  # a warm-up
+        ([1000, 1300, 1700, 2200, 2900, 3700], 0),  # no two groups
+    ],
+)
+def test_steps_of_two_lengths(trace: Trace, lengths: list[int], slow: int) -> None:
+    irregular_steps(trace, lengths)
+    found, _ = told(trace.read())
+    named = [finding for finding in found if finding.id == "irregular_iterations"]
+    assert len(named) == bool(slow)
+    assert sum(finding.share_of_step for finding in found) <= 1
+    if slow:
+        assert found[0] is named[0] and found[0].title.startswith(f"{slow} of {len(lengths)} ")
+        usual = sorted(lengths)[(len(lengths) - slow - 1) // 2]
+        lost = sum(length - usual for length in lengths if length > 2000)
+        assert found[0].share_of_step == pytest.approx(lost / sum(lengths), abs=0.01)
+        others = [finding for finding in found if finding is not named[0]]
+        assert all("in a usual iteration" in finding.title for finding in others)
+
+
+def test_a_function_that_fills_gaps_is_no_launch(trace: Trace) -> None:
+    """Gaps of 150 us, most of each in one Python function; shorter ones of 40 us are launching."""
+    for number in range(STEPS):
+        begin = trace.step(number)
+        for i in range(5):
+            at = begin + 5 + 195 * i
+            trace.launch(at, "elementwise_kernel", at + 3, at + 5)
+            trace.host("python_function", "normalise.py(31): clean", at + 6, at + 150)
+            trace.launch(at + 152, "elementwise_kernel", at + 155, at + 157)
+    first, second = told(trace.read())[0]
+    assert first.id == "gpu_idle_otherwise" and "normalise.py(31): clean" in first.title
+    # ten kernels of 2 us; five stretches of 150 us to the next kernel are no launching
+    assert first.share_of_step == pytest.approx(5 * 153 / 995, abs=0.01)
+    assert second.id == "launch_bound"
+    assert second.share_of_step == pytest.approx((975 - 5 * 153) / 995, abs=0.01)
+
+
+def test_a_kernel_is_told_by_one_rule(trace: Trace) -> None:
+    busy(trace, kernel="ampere_sgemm_128x64_tn")
+    ids = [finding.id for finding in told(trace.read())[0]]
+    assert ids == ["tensor_cores_unused"]

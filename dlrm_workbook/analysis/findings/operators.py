@@ -256,6 +256,9 @@ def extra_operators(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
         own = extra["name"].str.match(kind.names)
         if not own.any():
             continue
+        if kind.id == "readbacks" and "synchronisation" in ledger.idle_causes:
+            extra = extra[~own]  # told as the waits that they are
+            continue
         # what came with them: a conversion's copy_, a check's item, in the same parts
         together = extra.merge(extra.loc[own, keys].drop_duplicates(), on=keys)
         if (
