@@ -114,6 +114,7 @@ def test_arguments_become_columns(tmp_path: Path) -> None:
     flow = {"cat": "fwdbwd", "name": "fwdbwd", "id": 3, "pid": 1, "ts": gpu_trace.BASE_US}
     flows = [flow | {"ph": "s", "tid": 10}, flow | {"ph": "f", "tid": 11, "bp": "e"}]
     properties = [{"id": 3, "name": "GPU X", "numSms": 132, "computeMajor": 9, "computeMinor": 0}]
+    properties[0] |= {"maxThreadsPerMultiprocessor": 2048, "regsPerMultiprocessor": 65536}
     found = read(tmp_path, [kernel, operator, frame, *flows], deviceProperties=properties)
     row = found.device.iloc[0]
     assert (row["grid"], row["block"], row["registers"]) == ("[64, 2, 1]", "[128, 1, 1]", 90)
@@ -128,9 +129,9 @@ def test_arguments_become_columns(tmp_path: Path) -> None:
     module = host.loc["nn.Module: Linear_0"]
     assert (module["python_id"], module["python_parent"], module["sequence"]) == (7, 6, -1)
     assert found.flows.iloc[0].tolist() == [0, "1/10", 0, "1/11"]
-    assert found.devices == [
-        {"id": 3, "name": "GPU X", "sms": 132, "memory_bytes": None, "compute": "9.0"}
-    ]
+    known = {"id": 3, "name": "GPU X", "sms": 132, "compute": "9.0"}
+    known |= {"threads_per_sm": 2048, "registers_per_sm": 65536}
+    assert found.devices == [known | {"memory_bytes": None, "shared_memory_per_sm": None}]
 
 
 # ---- units ------------------------------------------------------------------------
