@@ -227,7 +227,8 @@ def _split(times: Floats) -> Bools:
     """Which iterations (n,) take far longer than the others, if the times form two groups.
 
     However many they are, up to half: a callback every third step is no tail of the usual ones.
-    Slow ones only at the beginning or only at the end are a warm-up or a change, not these.
+    A single one may be chance; slow ones only at the beginning or only at the end are a warm-up
+    or a change.
     """
     count = len(times)
     none = np.zeros(count, dtype=bool)
@@ -235,7 +236,7 @@ def _split(times: Floats) -> Bools:
         return none
     usual = float(np.median(np.sort(times)[: math.ceil(count / 2)]))
     slow = times > SPLIT_TIMES * usual
-    if not slow.any() or times[slow].min() < SPLIT_APART * times[~slow].max():
+    if slow.sum() < 2 or times[slow].min() < SPLIT_APART * times[~slow].max():
         return none
     turns = int(np.count_nonzero(slow[1:] != slow[:-1]))
     lost = float((times[slow] - usual).sum())

@@ -27,7 +27,7 @@ from dlrm_workbook.analysis.findings.finding import (
     largest,
     rule,
 )
-from dlrm_workbook.analysis.steady import LEAST, LEAST_OF_SPLIT, steady_state
+from dlrm_workbook.analysis.steady import LEAST_OF_SPLIT, steady_state
 
 SLOWER = 1.5
 """Times its probe. Parts take up to 1.5 times theirs in clean runs, since in the run others
@@ -205,8 +205,7 @@ def irregular(evidence: Evidence, ledger: Ledger) -> Measured | None:
     totals = steps.sum(axis=1)
     state = steady_state(totals.to_numpy())
     slow, share = state.outliers, state.straggler_share
-    least = 2 if len(steps) >= LEAST else 1
-    if share < IRREGULAR_SHARE or int(slow.sum()) < least:
+    if share < IRREGULAR_SHARE or int(slow.sum()) < 2:
         return None
     extra = (steps[slow] - steps[state.steady].median()).mean().clip(lower=0.0)
     part = largest(extra)
