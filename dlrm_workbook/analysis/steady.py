@@ -236,7 +236,7 @@ def _split(times: Floats) -> Bools:
         return none
     usual = float(np.median(np.sort(times)[: math.ceil(count / 2)]))
     slow = times > SPLIT_TIMES * usual
-    if slow.sum() < 2 or times[slow].min() < SPLIT_APART * times[~slow].max():
+    if not 2 <= slow.sum() <= count // 2 or times[slow].min() < SPLIT_APART * times[~slow].max():
         return none
     turns = int(np.count_nonzero(slow[1:] != slow[:-1]))
     lost = float((times[slow] - usual).sum())
