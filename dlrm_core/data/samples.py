@@ -59,7 +59,7 @@ class SampleBatches:
         return batch
 
     def state(self) -> dict[str, int]:
-        """Where the stream is, for a checkpoint."""
+        """The place in the stream, as a checkpoint keeps it."""
         return {"batches": self.taken}
 
     def restore(self, state: dict[str, int]) -> None:
@@ -115,7 +115,7 @@ def one_hot_batch(dense: np.ndarray, indices: np.ndarray, targets: np.ndarray) -
 
 @functools.lru_cache(maxsize=8)
 def _offsets(tables: int, size: int) -> torch.Tensor:
-    """Where bags of one row each begin: (T, B) int64, made once and shared by all batches."""
+    """The begins of bags of one row each, (T, B) int64, made once and shared by all batches."""
     return torch.arange(size).expand(tables, size).contiguous()
 
 

@@ -327,7 +327,7 @@ def _autograd_threads(profile: Profile) -> list[int]:
 
 
 def _waits(profile: Profile) -> Bools:
-    """In which contexts (n + 1,) a thread may wait: ranges and Python of no part; outside of all.
+    """The contexts (n + 1,) in which a thread may wait: ranges and Python of no part, or none.
 
     ``backward`` returns when autograd's thread is done. The last row stands for context −1.
     """

@@ -320,7 +320,7 @@ def _along(rows: pd.DataFrame, template: pd.DataFrame, begins: Ints) -> pd.DataF
 
     Iterations are aligned in order. None begins on the GPU before the host begins it, so what
     runs earlier (start-up, an evaluation in between) is of none. They are aligned from the end
-    to the beginning, too: where equal names leave room for another part, none is told.
+    to the beginning, too: where equal names leave room for another part, none is given.
     """
     codes, _ = pd.factorize(pd.concat([template["key"], rows["key"]]))
     theirs, ours = codes[: len(template)].tolist(), codes[len(template) :].tolist()

@@ -7,7 +7,7 @@ functions (``apply_emb`` and ``interact_features`` of facebookresearch/dlrm), op
 autograd nodes (``AddmmBackward0``), kernels (FBGEMM, NCCL), and what a user says in a map of
 patterns. This module reads names only. Whoever has a tree of calls resolves it with
 :func:`resolve`; what is left (a matrix product belongs to the bottom or the top MLP, a
-backward node to the part of its forward operator) is told by order: :func:`mlp_by_order`
+backward node to the part of its forward operator) follows from order: :func:`mlp_by_order`
 and :func:`match_backward`.
 """
 

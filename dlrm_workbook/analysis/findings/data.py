@@ -38,7 +38,7 @@ SAID_ELSEWHERE = (
     "make batches ahead of the step in other processes or threads (a DataLoader with workers), "
     "whole batches at a time instead of sample by sample, or on the GPU"
 )
-"""Of a program that has none of our parameters."""
+"""The advice to a program that has none of our parameters."""
 
 Speedup = dict[str, float]
 

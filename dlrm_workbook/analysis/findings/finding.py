@@ -87,11 +87,11 @@ class Ledger:
         self.anywhere_ms = 0.0
         """Milliseconds explained without a place."""
         self.idle_ms = 0.0
-        """Of the GPU's idle time, explained."""
+        """Milliseconds of the GPU's idle time that rules have explained."""
         self.late_ms = 0.0
-        """Of the GPU's idle time, what other ranks wait for: told as their waiting."""
+        """Milliseconds of the GPU's idle time that a finding over ranks reports."""
         self.waiting_ms = 0.0
-        """Of this rank's collectives, waiting for others that a rule over ranks has told."""
+        """Milliseconds of waiting in collectives that a finding over ranks reports."""
         self.idle_causes: set[str] = set()
         """What explained it: ``launches``, ``synchronisation``, ``allocation``."""
         self.waits: Stretches = (np.array([], np.int64), np.array([], np.int64))

@@ -51,7 +51,7 @@ DISTURBED = 1.4
 
 OPENMP = re.compile(r"lib(?:gomp|iomp5|omp)\b")
 SPINNING_SHARE = 0.2
-"""Of the CPU time of all threads."""
+"""Least share of the CPU time of all threads."""
 
 CEILING_SHARE = 0.08
 FAR_SHARE = 0.3

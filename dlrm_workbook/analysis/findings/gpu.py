@@ -38,11 +38,11 @@ from dlrm_workbook.recordings.profile import nearest
 from dlrm_workbook.recordings.torch.chrome_trace import GRAPH_LAUNCH
 
 IDLE_SHARE = 0.13
-"""Of the step in which the GPU does nothing, for no cause that another rule names. The causes of
-idle time that are told elsewhere are let pass up to a tenth; the rest is what scatter adds."""
+"""Least share of the step in which the GPU does nothing for no cause that another rule names: a
+tenth, and what scatter adds."""
 
 ALLOCATION_SHARE = 0.05
-"""Of the step, idle while the host takes memory from the driver or gives it back."""
+"""Least share of the step that is idle while the host takes or returns memory of the driver."""
 
 OF_OPERATOR = 0.25
 """An operator counts as a wait for the GPU where this share of it, or more, is the wait."""
@@ -51,7 +51,7 @@ PYTHON_GAP = 10.0
 """Times a launch: longer gaps that are mostly one function of Python are no cost of launching."""
 
 LAUNCH_SHARE = 0.2
-"""Of the step in which the GPU waits for launches; below it they keep ahead of kernels."""
+"""Least share of the step in which the GPU waits for launches; below, they keep ahead of it."""
 
 SHORT_KERNEL_US = 10.0
 """A launch costs 3 to 10 µs of host time (NVIDIA, "Getting started with CUDA graphs",
@@ -85,7 +85,7 @@ NO_DOUBLE = re.compile(r"distribution_|pow_tensor_scalar|curand|philox|random", 
 DOUBLE_SHARE = 0.03
 
 HEAVY_SHARE = 0.2
-"""Of the GPU's time, by one kernel."""
+"""Least share of the GPU's time that one kernel takes."""
 HEAVY_STEP_SHARE = 0.1
 COPY_ON_GPU_SHARE = 0.2
 """Of the step, by copies or memory sets that stay on GPUs while no kernel runs."""

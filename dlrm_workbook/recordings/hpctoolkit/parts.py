@@ -1,7 +1,7 @@
 """Parts of foreign programs in an HPCToolkit database, and iterations that nothing marks.
 
 Names in the call paths say most (:mod:`dlrm_workbook.recordings.foreign`): Python frames,
-autograd nodes, kernels, copies. What they leave open is told in this order:
+autograd nodes, kernels, copies. What they leave open is decided in this order:
 
 - bottom and top MLP in the forward pass, by the lines from which the function around both
   calls them: what stands before the interaction's line is the bottom MLP;

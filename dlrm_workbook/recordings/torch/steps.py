@@ -39,7 +39,7 @@ class Steps(NamedTuple):
     label: str
     """Of the ranges that mark them, without numbers; "" where none does."""
     source: str
-    """How they were found, as a reader is told; "" where there are none."""
+    """How they were found, as the page says it; "" where there are none."""
 
 
 def unnumbered(name: str) -> str:
