@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from typing import Any
+from typing import Any, ClassVar
 
 import pandas as pd
 
@@ -487,6 +487,34 @@ class Text:
 
     def __repr__(self) -> str:
         return self.markdown
+
+
+LEVELS = {"green": "Reliable", "amber": "Use with care", "red": "Unreliable"}
+"""Level of a :class:`Quality` to the words that stand before its sentence."""
+
+
+@dataclass(frozen=True)
+class Quality:
+    """What the figures of a page are good for; pages show it as one line below the headline.
+
+    Attributes:
+        level: a key of :data:`LEVELS`.
+        sentence: Markdown without headings that says why, and what the figures can be used for.
+    """
+
+    level: str
+    sentence: str
+
+    MIME: ClassVar[str] = "application/vnd.dlrm.quality+json"
+
+    def __post_init__(self) -> None:
+        if self.level not in LEVELS:
+            raise ValueError(f"level is {self.level!r}, expected one of {', '.join(LEVELS)}")
+
+    def _repr_mimebundle_(self, **_: object) -> dict[str, Any]:
+        text = f"**{LEVELS[self.level]}.** {self.sentence}"
+        data = {"level": self.level, "sentence": self.sentence}
+        return {self.MIME: data, "text/markdown": text, "text/plain": text}
 
 
 def _reason(frame: pd.DataFrame) -> str:
