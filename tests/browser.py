@@ -153,6 +153,8 @@ def check_page(html: Path, *, figures: int | None = None) -> None:
     ):
         with open_page(url, **settings) as (page, seen):
             expected = page.locator("figure .plot").count()
+            # what is folded away is drawn when it is opened
+            page.evaluate("document.querySelectorAll('details').forEach((d) => (d.open = true))")
             if figures is not None:
                 assert expected == figures
             wait_for_marks(page, expected)

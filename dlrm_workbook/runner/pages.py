@@ -167,7 +167,7 @@ def _prepared(nb: Any, resources: Any) -> tuple[Any, Any]:
     cells = [rendered for cell in nb.cells if (rendered := page.cell(cell)) is not None]
     scripts = [(TEMPLATES / "page.js").read_text(encoding="utf-8")]
     if page.figures:
-        scripts.insert(0, plotly_js())
+        scripts += [plotly_js(), (TEMPLATES / "charts.js").read_text(encoding="utf-8")]
     run = resources["run"]
     resources["page"] = {
         "title": page.title or resources["name"],
@@ -314,11 +314,13 @@ class _Page:
         title = title.get("text", "") if isinstance(title, Mapping) else title
         plain = re.sub(r"<[^>]*>", " ", str(title or "")).strip()
         kept = {key: figure[key] for key in ("data", "layout", "frames") if key in figure}
+        meta = layout.get("meta")
+        said = meta.get("description", "") if isinstance(meta, Mapping) else ""
         return Output(
             "figure",
             Markup(script_json(kept)),
             anchor=f"figure-{self.figures}",
-            label=unescape(plain) or f"Figure {self.figures}",
+            label=str(said or unescape(plain) or f"Figure {self.figures}"),
             height=int(layout.get("height") or DEFAULT_HEIGHT),
         )
 

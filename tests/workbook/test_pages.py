@@ -286,7 +286,7 @@ def test_policy_names_the_scripts_of_the_page_and_no_others(tmp_path: Path) -> N
         policy = re.findall(r"script-src ([^;]*);", text)[0]
         return policy, re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
 
-    for cells, count in (([new_markdown_cell("# T")], 1), ([cell(shown(figure()))], 2)):
+    for cells, count in (([new_markdown_cell("# T")], 1), ([cell(shown(figure()))], 3)):
         policy, scripts = policy_and_scripts(*cells)
         digests = [hashlib.sha256(script.encode()).digest() for script in scripts]
         hashes = [f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests]
