@@ -2,13 +2,75 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
+
+TOLD_TO = "DLRM_PROGRESS_FILE"
+"""Environment variable with the file that bars write their state to instead of being drawn."""
+
+TELL_SECONDS = 0.2
+"""Least time between two writes of that file."""
+
+
+class _Told:
+    """A bar whose state another process draws: the calls of tqdm's that :class:`Bar` makes.
+
+    The file holds one JSON object: ``what``, ``unit``, ``done``, ``total`` (or null), ``text``,
+    and ``began`` (seconds since the epoch) with ``first``, the count at that time. It is removed
+    when the bar ends.
+    """
+
+    def __init__(self, path: str, what: str, unit: str, total: int | None, done: int) -> None:
+        self.n, self.total = done, total
+        self._path, self._what, self._unit, self._text = Path(path), what, unit, ""
+        self._first, self._began, self._told = done, time.time(), 0.0
+        self.refresh()
+
+    def set_postfix_str(self, text: str, refresh: bool = True) -> None:
+        self._text = text
+
+    def set_description_str(self, what: str, refresh: bool = True) -> None:
+        if what != self._what:
+            self._what, self._told = what, 0.0
+
+    def update(self, count: int) -> None:
+        self.n += count
+        self.refresh()
+
+    def refresh(self) -> None:
+        now = time.monotonic()
+        if now - self._told < TELL_SECONDS:
+            return
+        self._told = now
+        state = {
+            "what": self._what,
+            "unit": self._unit,
+            "done": self.n,
+            "total": self.total,
+            "text": self._text,
+            "began": self._began,
+            "first": self._first,
+        }
+        part = self._path.with_suffix(".part")
+        with suppress(OSError):  # whoever watches may have gone: the work goes on
+            part.write_text(json.dumps(state), encoding="utf-8")
+            part.replace(self._path)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._path.unlink()
 
 
 class Bar:
     """tqdm's bar, for a ``with``; nothing to see where it is not shown or tqdm is not installed.
+
+    Under ``dlrm run`` it is not drawn: its state goes to the file that :data:`TOLD_TO` names.
 
     Called with a text, it counts one more and shows the text.
 
@@ -36,6 +98,9 @@ class Bar:
         self._counts = counts
         self._bar: Any = None
         if not shown:
+            return
+        if path := os.environ.get(TOLD_TO):
+            self._bar = _Told(path, what, unit, total, done)
             return
         try:
             from tqdm.auto import tqdm

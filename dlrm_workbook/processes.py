@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NoReturn, Protocol
 
 from dlrm_core.errors import InputError
 from dlrm_core.files import lock_or_refuse, plain, read_json, write_json
@@ -61,19 +61,37 @@ class Progress:
     """Where a child stands.
 
     Attributes:
-        stage: what is running, such as ``times: hpcrun``.
-        elapsed_s: seconds since the stage began.
-        iteration: the last iteration that the workload reported, or None.
+        stage: what is running, such as ``times: hpcrun``, or what the child calls it.
+        elapsed_s: seconds since the child began.
+        iteration: the last iteration that the workload reported, or how many the child says
+            are done of what this stage counts, or None.
+        of: how many there will be, if the child says so.
         detail: what a long stage is busy with, such as the binary that hpcstruct reads.
     """
 
     stage: str
     elapsed_s: float
     iteration: int | None = None
+    of: int | None = None
     detail: str = ""
 
 
 ProgressCallback = Callable[[Progress], None]
+
+
+class Say(Protocol):
+    """Told what a long piece of work does, and how many of how many it has done."""
+
+    def __call__(self, stage: str, done: int, of: int, detail: str = "") -> object: ...
+
+
+def say_nothing(stage: str, done: int, of: int, detail: str = "") -> None:
+    """Nobody watches."""
+
+
+def print_stage(stage: str, done: int, of: int, detail: str = "") -> None:
+    """Tell whoever watches this process, in a line of JSON, what it does and how far it is."""
+    print(json.dumps({"stage": stage, "done": done, "of": of, "detail": detail}), flush=True)
 
 
 @dataclass(frozen=True)
@@ -357,6 +375,8 @@ class _Watch:
         self.iteration: int | None = None
         self._stage, self._on_line, self._pattern = stage, on_line, detail
         self._detail = ""
+        self._said: tuple[str, int | None, int | None, str] = ("", None, None, "")
+        """Stage, done, of and detail, as the child itself told them last."""
         self._begun = time.monotonic()
         self._news = threading.Event()
         self._reader: threading.Thread | None = None
@@ -368,7 +388,10 @@ class _Watch:
 
     def progress(self) -> Progress:
         elapsed_s = time.monotonic() - self._begun
-        return Progress(self._stage, elapsed_s, self.iteration, self._detail)
+        stage, done, of, detail = self._said
+        if stage:
+            return Progress(stage, elapsed_s, done, of, detail)
+        return Progress(self._stage, elapsed_s, self.iteration, of, self._detail)
 
     def wait(self, seconds: float) -> None:
         """Wait for news, or for the end of the output, at most ``seconds``."""
@@ -399,10 +422,15 @@ class _Watch:
         if self._pattern is not None and (match := self._pattern.search(line)):
             self._detail = match.group(1).decode("utf-8", "replace")
             self._news.set()
-        elif b'"iteration"' in line:
-            iteration = (_json_object(line) or {}).get("iteration")
-            if isinstance(iteration, int):
-                self.iteration = iteration
+        elif b'"iteration"' in line or b'"stage"' in line:
+            said = _json_object(line) or {}
+            of = said.get("of") if isinstance(said.get("of"), int) else None
+            if isinstance(said.get("iteration"), int):
+                self.iteration = said["iteration"]
+                self._said = ("", None, of, "")
+                self._news.set()
+            elif isinstance(said.get("stage"), str) and isinstance(said.get("done"), int):
+                self._said = (said["stage"], said["done"], of, str(said.get("detail", "")))
                 self._news.set()
 
 

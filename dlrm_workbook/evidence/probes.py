@@ -40,7 +40,7 @@ from dlrm_workbook.evidence.dependence import (
     changed_parameters,
     signature,
 )
-from dlrm_workbook.processes import settle_allocator
+from dlrm_workbook.processes import Say, say_nothing, settle_allocator
 from dlrm_workbook.turns import CPU, CacheFlush, elapsed_ms, median_error, take_turns, waited_ns
 
 Times = dict[str, dict[str, float]]
@@ -395,6 +395,7 @@ def probe_changes(
     parameters: Parameters,
     changes: Iterable[Change] | None = None,
     seconds: float = PROBE_SECONDS,
+    say: Say = say_nothing,
 ) -> dict[str, Any]:
     """Time the parts that each change affects, beside the same parts as they are.
 
@@ -404,6 +405,7 @@ def probe_changes(
     Args:
         changes: :func:`default_changes` if None.
         seconds: about so long for all of them.
+        say: is told before each.
 
     Returns:
         ``base``: component to phase to ms, each part alone; ``changes``: for each a dict of
@@ -419,8 +421,13 @@ def probe_changes(
     share = seconds / (len(chosen) + 1)
     try:
         probes = _Probes(parameters)
+        say("timing the parts alone", 0, 1)
         base = probes.base(share)
-        results = [probes.change(change, share) for change in chosen]
+        results = []
+        for number, change in enumerate(chosen):
+            words = ", ".join(f"{name.partition('.')[2]}={value}" for name, value in change.items())
+            say("timing alternatives", number, len(chosen), words)
+            results.append(probes.change(change, share))
     finally:
         torch.set_num_threads(threads)
         apply_settings(parameters)

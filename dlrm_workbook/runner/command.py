@@ -5,6 +5,7 @@ A sweep runs every point's notebooks and then makes one page over all of them.
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from collections.abc import Mapping
@@ -58,8 +59,30 @@ def command_run(arguments: Any) -> int:
         print(f"dlrm run: {error}", file=sys.stderr)
         print(error.folder.path, flush=True)
         return error.code
+    print(closing_words(folder.path, arguments.file), file=sys.stderr)
     print(folder.path, flush=True)
     return 0
+
+
+def closing_words(folder: Path, parameters_file: str | None) -> str:
+    """What a run found, where its page is and what to type next, as far as there is any.
+
+    Args:
+        parameters_file: what ``-f`` named, for the next command; None: a recording was explained.
+    """
+    lines = []
+    record = read_json(folder / "run.json")
+    notebook = record["notebook"]
+    said = folder / "bottlenecks.json"
+    found = read_json(said) if said.is_file() else {}
+    if found.get("headline"):
+        lines += ["", found["headline"].replace("**", "").replace("`", ""), ""]
+    lines.append(f"Page: {(folder / f'{notebook}.html').as_uri()}")
+    change = next((each["change"] for each in found.get("findings", []) if each["change"]), None)
+    if change and parameters_file:
+        setting = shlex.quote(f"change={json.dumps(change)}")
+        lines.append(f"Next: dlrm run compare -f {shlex.quote(parameters_file)} -p {setting}")
+    return "\n".join(lines)
 
 
 def resume_notebook(arguments: Any, parameters: Parameters, own: Mapping[str, str]) -> RunFolder:

@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from html import unescape
 from typing import Any
 
 from jupyter_client.kernelspec import KernelSpec
@@ -27,9 +26,9 @@ from nbformat import NotebookNode
 from nbformat.v4 import new_output
 from papermill.clientwrap import PapermillNotebookClient
 from papermill.engines import Engine, papermill_engines
-from tqdm import tqdm
 
 from dlrm_workbook.machine import REPOSITORY
+from dlrm_workbook.runner.progress import ProgressLine
 
 ENGINE = "dlrm"
 GRACE_SECONDS = 20.0
@@ -157,21 +156,26 @@ class Watch:
 
 
 class _Client(PapermillNotebookClient):
-    """papermill's client with our kernel, our watch and our progress bar."""
+    """papermill's client with our kernel, our watch and our line of progress."""
 
     kernel_manager_class = ThisInterpreter
 
-    def __init__(self, nb_man: Any, *, watch: Watch, label: str, **settings: Any) -> None:
+    def __init__(
+        self, nb_man: Any, *, watch: Watch, progress: ProgressLine, **settings: Any
+    ) -> None:
         super().__init__(nb_man, **settings)
         self.watch = watch
-        self.label = label
-        self.bar: tqdm[Any] | None = None
+        self.progress = progress
         self.saves: Saves | None = None
 
     def execute(self, **settings: Any) -> NotebookNode:
         """Run the cells until the last, or until one fails or the watch says stop."""
         self.reset_execution_trackers()
-        with self.watch.client(self), self.setup_kernel(env=kernel_environment(), **settings):
+        with (
+            self.progress.ticking(),
+            self.watch.client(self),
+            self.setup_kernel(env=kernel_environment() | self.progress.environment, **settings),
+        ):
             try:
                 self.papermill_execute_cells()
             finally:
@@ -182,17 +186,16 @@ class _Client(PapermillNotebookClient):
     def papermill_execute_cells(self) -> None:
         """Execute cell by cell, saving after each."""
         total = sum(cell.cell_type == "code" for cell in self.nb.cells)
-        with tqdm(total=total, desc=self.label, unit="cell", file=sys.stderr) as bar, ticking(bar):
-            self.bar = bar
-            for index, cell in enumerate(self.nb.cells):
-                if self.watch.stopping:
-                    break
-                if cell.cell_type == "markdown":
-                    bar.set_description(f"{self.label}: {heading(cell.source)}"[:60])
-                self._run_cell(index, cell)
-                bar.update(cell.cell_type == "code" and not self.watch.stopping)
-            bar.set_description(self.label, refresh=False)
-            bar.set_postfix_str("")
+        number = 0
+        for index, cell in enumerate(self.nb.cells):
+            if self.watch.stopping:
+                break
+            if cell.cell_type == "markdown":
+                self.progress.section(heading(cell.source))
+            elif cell.cell_type == "code":
+                number += 1
+                self.progress.cells(number, total)
+            self._run_cell(index, cell)
 
     def _run_cell(self, index: int, cell: NotebookNode) -> None:
         self.nb_man.cell_start(cell, index)
@@ -209,10 +212,7 @@ class _Client(PapermillNotebookClient):
             self.nb_man.cell_complete(cell, cell_index=index)
 
     def process_message(self, msg: Any, cell: NotebookNode, cell_index: int) -> Any:
-        """Handle a message of the kernel; progress inside a cell is shown behind our own bar."""
-        inner = _inner_progress(msg)
-        if inner and self.bar is not None:
-            self.bar.set_postfix_str(inner[-70:])
+        """Handle a message of the kernel, and write what is still to be written."""
         if self.saves is not None:
             self.saves.catch_up(asyncio.get_running_loop())
         return super().process_message(msg, cell, cell_index)
@@ -270,14 +270,14 @@ class StoppableEngine(Engine):
         kernel_name: str,
         *,
         watch: Watch,
-        label: str,
+        progress: ProgressLine,
         **_unused: Any,
     ) -> NotebookNode:
         """Execute ``nb_man.nb``; what went wrong is left in ``watch``."""
         client = _Client(
             nb_man,
             watch=watch,
-            label=label,
+            progress=progress,
             kernel_name=kernel_name,
             startup_timeout=120,
             timeout=None,
@@ -312,35 +312,3 @@ def heading(markdown: str) -> str:
     lines = [line.strip() for line in markdown.splitlines() if line.strip()]
     headings = [line.lstrip("#").strip() for line in lines if line.startswith("#")]
     return (headings or lines or [""])[0]
-
-
-@contextlib.contextmanager
-def ticking(bar: tqdm[Any]) -> Iterator[None]:
-    """Keep the bar's clock moving while one cell takes long, where someone watches."""
-    done = threading.Event()
-
-    def tick() -> None:
-        while not done.wait(1.0):
-            bar.refresh()
-
-    thread = threading.Thread(target=tick, daemon=True)
-    if sys.stderr.isatty():
-        thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        if thread.ident is not None:
-            thread.join()
-
-
-def _inner_progress(msg: Any) -> str:
-    """What a progress bar inside the running cell says, if this message is its update."""
-    content = msg.get("content", {})
-    if msg.get("msg_type") == "comm_msg":
-        value = content.get("data", {}).get("state", {}).get("value")
-        # of the widgets that tqdm's bar is made of, the right-hand text has "[elapsed<...]"
-        return unescape(value).strip() if isinstance(value, str) and "[" in value else ""
-    if msg.get("msg_type") == "stream" and "\r" in content.get("text", ""):
-        return str(content["text"].strip("\r\n").rsplit("\r", 1)[-1])
-    return ""

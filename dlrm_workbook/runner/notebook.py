@@ -145,7 +145,7 @@ def stage_bars(parameters: Parameters) -> Iterator[ProgressCallback]:
     """
     config = parameters.profiling
     counted = config.warmup + config.iterations
-    stage = ""
+    shown: tuple[str, int | None] = ("", None)
     bar: Bar | None = None
 
     def close() -> None:
@@ -155,19 +155,16 @@ def stage_bars(parameters: Parameters) -> Iterator[ProgressCallback]:
             bar.close()
 
     def show(progress: Progress) -> None:
-        nonlocal stage, bar
-        if bar is None or progress.stage != stage:
+        nonlocal shown, bar
+        total = progress.of if progress.of != 1 else None
+        if "hpcrun" in progress.stage or progress.stage == "unprofiled":
+            total = counted  # reading binaries and databases counts nothing
+        if bar is None or (progress.stage, total) != shown:
             close()
-            stage = progress.stage
-            if "torch" in stage:
-                # the recorder runs as many iterations again before, without the profiler
-                bar = Bar(stage, "iteration", counted + config.iterations)
-            elif "hpcrun" in stage or stage == "unprofiled":
-                bar = Bar(stage, "iteration", counted)
-            else:
-                # reading binaries and databases: nothing that is counted
-                bar = Bar(stage, "iteration", bar_format="{desc}: {elapsed}{postfix}")
-        bar.show(progress.iteration, progress.detail or f"{progress.elapsed_s:.0f} s")
+            shown = progress.stage, total
+            looks = {} if total else {"bar_format": "{desc}: {elapsed}{postfix}"}
+            bar = Bar(progress.stage, "", total, **looks)
+        bar.show(progress.iteration if total else None, progress.detail)
 
     try:
         yield show

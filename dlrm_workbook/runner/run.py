@@ -22,6 +22,7 @@ import nbformat
 from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
 from dlrm_core.errors import InputError
 from dlrm_core.files import write_text
+from dlrm_core.units import duration
 from dlrm_workbook.changes import apply_change
 from dlrm_workbook.runner.parameters import (
     declared_parameters,
@@ -104,10 +105,13 @@ def run_notebooks(
     root = Path(DEFAULT_OUTPUT_ROOT if output_root is None else output_root)
     typed = shlex.join(command or sys.argv)
     done: dict[str, Path] = {}
-    for name in names:
+    for number, name in enumerate(names, 1):
         given = plan.given(name, parameters, done)
         folder = claim_run_folder(root, name, preset, parameters=given, command=typed)
-        plan.execute(name, folder, given, cell_timeout)
+        head = f"{number}/{len(names)} {name}" if len(names) > 1 else name
+        plan.execute(name, folder, given, cell_timeout, head)
+        if len(names) > 1:
+            print(f"[{head}] finished in {duration(folder.elapsed())}", file=sys.stderr)
         done[name] = folder.path
     return folder
 
@@ -188,9 +192,17 @@ class Plan:
         return {key: value for key, value in values.items() if key in self.declared[name]}
 
     def execute(
-        self, name: str, folder: RunFolder, given: dict[str, Any], cell_timeout: float | None
+        self,
+        name: str,
+        folder: RunFolder,
+        given: dict[str, Any],
+        cell_timeout: float | None,
+        head: str = "",
     ) -> None:
         """Run a notebook in a folder claimed for it; status and page are left whatever happens.
+
+        Args:
+            head: what lines of progress begin with; left out, the notebook's name.
 
         Raises:
             RunError: it did not finish.
@@ -198,6 +210,7 @@ class Plan:
         import papermill
 
         from dlrm_workbook.runner.engine import ENGINE, Watch
+        from dlrm_workbook.runner.progress import ProgressLine
 
         notebook = self.paths[name]
         if "output_folder" in self.declared[name]:
@@ -215,7 +228,7 @@ class Plan:
                         kernel_name="python3",
                         progress_bar=False,
                         watch=watch,
-                        label=notebook.stem,
+                        progress=ProgressLine(head or name),
                     )
             except papermill.PapermillExecutionError:
                 pass  # told below, from the notebook: the banner is papermill's, the words are ours

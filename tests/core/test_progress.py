@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 
 import pytest
 
-from dlrm_core.progress import Bar
+from dlrm_core.progress import TOLD_TO, Bar
 
 
 def test_texts_are_shown_and_those_that_end_something_are_counted(
@@ -51,3 +53,28 @@ def test_what_is_not_shown_says_nothing(
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
     use(Bar("hidden", "run", 3))
     assert capsys.readouterr().err == "no progress bar: tqdm is not installed\n"
+
+
+def test_a_bar_that_another_process_draws_says_where_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = tmp_path / "bar.json"
+    monkeypatch.setenv(TOLD_TO, str(told))
+    monkeypatch.setattr("dlrm_core.progress.TELL_SECONDS", 0.0)
+    with Bar("training", "it", 10, done=4) as bar:
+        bar.show(7, "loss 0.08")
+        state = json.loads(told.read_text())
+        assert (state["what"], state["done"], state["total"]) == ("training", 7, 10)
+        assert (state["text"], state["first"]) == ("loss 0.08", 4)
+        bar.show(8, "", "evaluating")
+        assert json.loads(told.read_text())["what"] == "evaluating"
+    assert not told.exists()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_bar_goes_on_when_nobody_can_be_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TOLD_TO, str(tmp_path / "gone" / "bar.json"))
+    with Bar("training", "it", 10) as bar:
+        bar.add(3)

@@ -278,10 +278,13 @@ def test_stage_bars_show_every_stage(capsys: pytest.CaptureFixture[str]) -> None
     parameters = parameters_from_sections({"profiling": {"warmup": 1, "iterations": 4}})
     with notebook_run.stage_bars(parameters) as bars:
         bars(Progress("torch.profiler", 0.1))
-        bars(Progress("torch.profiler", 2.0, iteration=8))
+        bars(Progress("timing alternatives", 1.0, 3, 24, "backend=fused"))
+        bars(Progress("torch.profiler", 2.0, iteration=8, of=9))
+        bars(Progress("times: hpcrun", 0.5, iteration=4))
         bars(Progress("times: hpcprof", 0.5, detail="libtorch_cpu.so"))
     said = capsys.readouterr().err
-    assert "9/9" in said and "hpcprof" in said and "libtorch_cpu.so" in said
+    assert "3/24" in said and "backend=fused" in said
+    assert "9/9" in said and "5/5" in said and "hpcprof" in said and "libtorch_cpu.so" in said
     # binaries and databases have no iterations to count
     assert "?" not in said.split("hpcprof", 1)[1]
 

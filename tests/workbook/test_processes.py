@@ -16,6 +16,7 @@ from dlrm_core.machine import STARTER, end_with_starter, ending_with_us
 from dlrm_workbook.evidence.contestants import environment_of, settings
 from dlrm_workbook.processes import (
     MeasurementError,
+    Progress,
     run_child,
     started,
 )
@@ -93,6 +94,28 @@ print("the end", file=sys.stderr)
     assert done.last_words() == "the end" and done.stderr == "the end\n"
     assert b"".join(lines).decode() == done.stdout == (tmp_path / "t.out").read_text()
     done.require_success("it")
+
+
+TALKS = """
+import time
+from dlrm_workbook.processes import print_stage
+print_stage("timing alternatives", 7, 24, "backend=fused")
+time.sleep(1)
+print('{"stage": 3, "done": "x"}', flush=True)
+print('{"iteration": 2, "of": 9}', flush=True)
+time.sleep(1)
+"""
+
+
+def test_what_a_child_says_of_its_stage_is_passed_on() -> None:
+    seen: list[Progress] = []
+    run_child([sys.executable, "-c", TALKS], stage="recording", progress=seen.append)
+    said = [(each.stage, each.iteration, each.of, each.detail) for each in seen]
+    told = list(dict.fromkeys(said))
+    assert told[-2:] == [
+        ("timing alternatives", 7, 24, "backend=fused"),
+        ("recording", 2, 9, ""),
+    ]
 
 
 def test_the_sentence_about_a_failure(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ from dlrm_workbook.evidence.counters import IterationCounters
 from dlrm_workbook.evidence.data_statistics import run_statistics
 from dlrm_workbook.evidence.probes import probe_changes
 from dlrm_workbook.machine import machine_facts, memory_limit
-from dlrm_workbook.processes import settle_allocator
+from dlrm_workbook.processes import Say, print_stage, say_nothing, settle_allocator
 from dlrm_workbook.turns import threads_of
 
 FORMAT_VERSION = 1
@@ -264,6 +264,7 @@ def record_workload(
     parameters: Parameters,
     folder: Path,
     progress: Callable[[int, int], object] | None = None,
+    say: Say = say_nothing,
 ) -> Path:
     """Train under torch.profiler as ``profiling`` says; a recording in a new folder.
 
@@ -278,7 +279,7 @@ def record_workload(
     settle_allocator()
     # first, so that evidence, run and what the recording says are of one back end
     parameters, chosen = resolved(parameters)
-    found = evidence(parameters)
+    found = evidence(parameters, say)
     trainer = Trainer(parameters)
     trainer.notices[:0] = chosen
     losses: list[torch.Tensor] = []
@@ -327,7 +328,7 @@ def command_record(arguments: argparse.Namespace) -> int:
     """``dlrm record``: measure with torch.profiler; the last line is the folder."""
     parameters = load_parameters(arguments.file, arguments.parameter)
     with terminate_like_interrupt():
-        folder = record_workload(parameters, Path(arguments.output), print_progress)
+        folder = record_workload(parameters, Path(arguments.output), print_progress, print_stage)
     print(folder, flush=True)
     return 0
 
@@ -354,7 +355,7 @@ def information(parameters: Parameters, device: torch.device, notices: list[str]
     }
 
 
-def evidence(parameters: Parameters) -> dict[str, Any]:
+def evidence(parameters: Parameters, say: Say = say_nothing) -> dict[str, Any]:
     """What a measured run carries beside its times, found before it in its own process.
 
     Returns:
@@ -380,10 +381,11 @@ def evidence(parameters: Parameters) -> dict[str, Any]:
         why = "profiling.probes is false"
         missing |= {"ceilings": why, "part_probes": why}
         return found
+    say("measuring this machine's limits", 0, 1)
     found["ceilings"], late = measure_ceilings(parameters, device)
     missing |= late
     if device.type == "cpu":
-        found["part_probes"] = probe_changes(parameters)
+        found["part_probes"] = probe_changes(parameters, say=say)
     else:
         missing["part_probes"] = "parts are probed on the CPU only"
     return found
@@ -392,7 +394,7 @@ def evidence(parameters: Parameters) -> dict[str, Any]:
 def main(arguments: list[str]) -> int:
     """Find the evidence of a parameters file and write it as one JSON object."""
     file, output = arguments
-    write_json(Path(output), evidence(resolved(load_parameters(file))[0]))
+    write_json(Path(output), evidence(resolved(load_parameters(file))[0], print_stage))
     return 0
 
 
