@@ -162,7 +162,7 @@ def stage_bars(parameters: Parameters) -> Iterator[ProgressCallback]:
         if bar is None or (progress.stage, total) != shown:
             close()
             shown = progress.stage, total
-            looks = {} if total else {"bar_format": "{desc}: {elapsed}{postfix}"}
+            looks: dict[str, Any] = {} if total else {"bar_format": "{desc}: {elapsed}{postfix}"}
             bar = Bar(progress.stage, "", total, **looks)
         bar.show(progress.iteration if total else None, progress.detail)
 
