@@ -5,11 +5,16 @@ All of it is ``tests/campaigns/gpu_faults.py``, whose results are in ``benchmark
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import gpu_faults
 import numpy as np
 import pytest
+from gpu_kinds import kernels
 from recordings import recording
 from trace_edits import Insertion, Trace
+
+from dlrm_workbook.recordings.hpctoolkit.database import read_database
 
 
 @pytest.fixture(autouse=True)
@@ -63,9 +68,15 @@ def test_repeated_recording_numbers_its_steps_and_launches() -> None:
     assert thrice.problems() == []
 
 
-@pytest.mark.parametrize("kind", [kind for kind in gpu_faults.FAULTS if kind != "straggler"])
+def _short(kind: str) -> str:
+    """The shortest recording of a kind whose work follows on itself; "" if it has none."""
+    own = gpu_faults.FAULTS[kind].recordings
+    return next((name for name in ("rank0", "bert*8") if name in own), "")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in gpu_faults.FAULTS if _short(kind)])
 def test_edited_recordings_are_sound(kind: str) -> None:
-    name = "rank0" if "rank0" in gpu_faults.FAULTS[kind].recordings else "bert*8"
+    name = _short(kind)
     draw = gpu_faults.Draw(kind)
     try:
         trace, _, share = gpu_faults.planted(kind, name, draw, 1.3)
@@ -77,11 +88,106 @@ def test_edited_recordings_are_sound(kind: str) -> None:
     assert 0.5 < share < 0.85
 
 
+def _busy_us(trace: Trace) -> float:
+    """Time in which the GPU does anything."""
+    spans = sorted((trace.start[row], trace.start[row] + trace.length[row]) for row in trace.device)
+    busy, until = 0.0, -np.inf
+    for start, end in spans:
+        busy += max(end - max(start, until), 0.0)
+        until = max(until, end)
+    return busy
+
+
+WITH_IDLE = ("optimizer_on_host", "pinned_anew", "polling", "lookups_on_host", "table_by_table")
+WITH_WORK = ("zeroed_gradients", "casts", "sorted_indices", "copies_in_line")
+
+
+@pytest.mark.parametrize("kind", WITH_IDLE + WITH_WORK)
+def test_a_plant_leaves_the_gpu_idle_or_busy_as_it_claims(kind: str) -> None:
+    plain = gpu_faults.recording("rank0")
+    trace, _, _ = gpu_faults.planted(kind, "rank0", gpu_faults.Draw(kind), 1.3)
+    longer, work = (
+        gpu_faults.span(trace) - gpu_faults.span(plain),
+        _busy_us(trace) - _busy_us(plain),
+    )
+    assert longer > 1.1 * plain.step_us
+    assert work > 0.9 * longer if kind in WITH_WORK else work < 0.4 * longer
+
+
+def test_other_process_leaves_gaps_in_all_streams() -> None:
+    trace = gpu_faults.recording("rank5*3")
+    told = gpu_faults.FAULTS["time_sliced"].plant(trace, gpu_faults.Draw(1), 2000.0)
+    assert trace.pauses is not None and "after each" in told
+    (period, length), edited = trace.pauses, trace.replay()
+    begins = np.array([edited.start[row] for row in edited.device if edited.launch(row) > -1e11])
+    rounded = 0.3  # times since 1970 are kept to a quarter of a microsecond
+    assert np.all((begins + rounded) % period <= period - length + 2 * rounded)
+    assert edited.problems() == []
+    assert gpu_faults.span(edited) > gpu_faults.span(trace)
+    assert _busy_us(edited) < 1.1 * _busy_us(trace)
+
+
+def test_throttled_kernels_are_slower_from_one_step_on() -> None:
+    plain, trace = gpu_faults.recording("rank5*8"), gpu_faults.recording("rank5*8")
+    gpu_faults.FAULTS["throttled"].plant(trace, gpu_faults.Draw(1), 500.0)
+    rows = [row for row in kernels(trace, "^(?!nccl)") if plain.length[row] > 0]
+    factors = np.array([trace.length[row] / plain.length[row] for row in rows])
+    later = np.array([trace.launch(row) >= trace.steps[4][0] for row in rows])
+    assert np.all(factors[~later] == 1.0)
+    assert np.all((factors[later] == 1.0) | np.isclose(factors[later], factors.max()))
+    added = sum(trace.length[row] - plain.length[row] for row in rows)
+    assert added == pytest.approx(8 * 500.0)
+
+
+def test_ranks_wait_for_lookups_of_one() -> None:
+    delay = gpu_faults.FAULTS["uneven_lookups"].delay
+    assert delay is not None
+    ranks, _, share, late = gpu_faults.straggling(gpu_faults.Draw(2), 1.5, delay)
+    work = {
+        rank: sum(float(trace.length[row]) for row in kernels(trace, "^(?!nccl)"))
+        for rank, trace in ranks.items()
+    }
+    assert share > 0.5 and max(work, key=lambda rank: work[rank]) == late
+    assert all(trace.problems() == [] for trace in ranks.values())
+
+
+@pytest.mark.parametrize("kind", ["longer_kernel", "slow_samples", "larger_copies", "slow_update"])
+def test_edited_databases_are_read_as_longer_ones(kind: str, tmp_path: Path) -> None:
+    name = gpu_faults.FAULTS[kind].recordings[0]
+    edited, _, share = gpu_faults.planted(kind, name, gpu_faults.Draw(kind), 1.5)
+    plain, again = edited.database, read_database(edited.save(tmp_path))
+    loss = edited.step_us / 1e6 - gpu_faults.recording(name).step_us / 1e6
+    assert share == pytest.approx(0.6)
+    for profile in (0, *(each.number for each in plain.profiles if each.count and each.number)):
+        before, after = (
+            database.column(edited.time, profile=profile)[0] for database in (plain, again)
+        )
+        part = plain.column(edited.time, profile=profile)
+        own = sum(float(part[list(each.rows)].sum()) for each in edited.stretches)
+        whole = sum(edited.seconds(each.rows) for each in edited.stretches)
+        assert after - before == pytest.approx(loss * own / whole)
+        assert again.self_column(edited.time, profile).min() > -1e-9 * after
+    longest = [
+        max(int(np.ptp(line.time_ns)) for line in database.traces if len(line.time_ns))
+        for database in (plain, again)
+    ]
+    assert (longest[1] - longest[0]) / 1e9 == pytest.approx(loss, rel=1e-6)
+    if kind == "larger_copies":
+        grown = again.measured()["GXCOPY:H2D (B)"] / plain.measured()["GXCOPY:H2D (B)"]
+        assert grown > 100.0
+
+
+def test_sets_have_kinds_of_their_own() -> None:
+    sets = gpu_faults.SETS
+    assert len(gpu_faults.FAULTS) == sum(len(faults) for faults in sets.values())
+    assert all(fault.held_out for name in "BC" for fault in sets[name].values())
+
+
 def test_ranks_wait_for_the_straggler() -> None:
     ranks, _, share, late = gpu_faults.straggling(gpu_faults.Draw(1), 1.5)
     assert len(ranks) == 8 and share > 0.5
     spent = {
-        rank: sum(float(trace.length[row]) for row in gpu_faults._kernels(trace, "nccl"))
+        rank: sum(float(trace.length[row]) for row in kernels(trace, "nccl"))
         for rank, trace in ranks.items()
     }
     assert min(spent, key=lambda rank: spent[rank]) == late

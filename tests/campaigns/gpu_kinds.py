@@ -1,0 +1,134 @@
+"""What kinds of faults on GPUs are made of: work to insert into a trace, and ``Fault``."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from trace_edits import Insertion, Trace
+
+OPEN_ENDED = float("inf")
+
+Draw = random.Random
+Plant = Callable[[Any, Draw, float], str]
+"""Edits a recording (a trace, a database) so that each step loses so many microseconds; tells
+what it did."""
+Delay = Callable[[Trace, float, float], None]
+"""Edits the trace of one rank so that what it launches at a time comes so much later, us."""
+
+ADD = (
+    "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, "
+    "at::detail::Array<char*, 3> >(int, at::native::CUDAFunctor_add<float>, "
+    "at::detail::Array<char*, 3>)"
+)
+
+DLRM = ("meta", "graphs", "rank0", "rank5*8")
+"""Recordings of such models."""
+
+IDLE = "idle"
+ELSEWHERE = r"launch_bound|synchronis|cop(y|ies)\b|communicat"
+"""Findings of another cause than a GPU that has nothing to do."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is planted, where, and which findings name it."""
+
+    plant: Plant
+    recordings: tuple[str, ...]
+    named: tuple[tuple[str, str], ...]
+    """(pattern of an id or title, pattern of the whole text); one pair must match."""
+    held_out: bool = False
+    unless: str = ""
+    """Pattern of ids and titles that name something else."""
+    delay: Delay | None = None
+    """What holds up one rank, where the recording is of several."""
+
+
+def each_step(trace: Trace, pattern: str = "") -> Iterator[list[float]]:
+    """The points of each iteration in ranges whose name matches; else in the model's forward."""
+    for step in range(len(trace.steps)):
+        yield (pattern and trace.within(pattern, step)) or trace.model_points(step)
+
+
+def add_copy(
+    trace: Trace, at: float, what: str, length: float, rate: float, waits: bool = False
+) -> None:
+    """A copy of so many microseconds at so many GB/s, for which the host waits or not."""
+    number = trace.new_id()
+    copied = trace.gpu_work("memcpy", f"Memcpy {what}", number)
+    copied["args"] |= {"bytes": int(length * rate * 1e3), "memory bandwidth (GB/s)": rate}
+    last = OPEN_ENDED if waits else 18.0
+    host = [
+        (0.0, last, trace.operator("aten::copy_")),
+        (4.0, last if waits else 10.0, trace.runtime_call("cudaMemcpyAsync", number)),
+    ]
+    trace.insert(Insertion(at, 20.0, host, [(4.0, length, copied)], drains=waits))
+
+
+def add_kernel(trace: Trace, at: float, names: list[str], kernel: str, length: float) -> None:
+    """A kernel of so many microseconds in nested operators, for which the host does not wait."""
+    number = trace.new_id()
+    host = [(1.0 * depth, 20.0 - 2.0 * depth, trace.operator(n)) for depth, n in enumerate(names)]
+    host.append((8.0, 6.0, trace.runtime_call("cudaLaunchKernel", number)))
+    work = trace.gpu_work("kernel", kernel, number)
+    trace.insert(Insertion(at, 24.0, host, [(8.0, length, work)]))
+
+
+def add_tiny_kernels(
+    trace: Trace, at: float, count: int, each: float, names: list[str], kernel: str = ADD
+) -> None:
+    """So many operators of one short kernel each, one after the other."""
+    operators = [trace.operator(name) for name in names]
+    launch = trace.runtime_call("cudaLaunchKernel")
+    work = trace.gpu_work("kernel", kernel, 0)
+    host, device = [], []
+    for number in range(count):
+        begins = number * each
+        own = trace.new_id()
+        host.append((begins, each - 0.5, numbered(operators[number % len(names)], own)))
+        host.append((begins + 1.5, each - 2.5, numbered(launch, own)))
+        device.append((begins + 1.5, 1.6, numbered(work, own)))
+    trace.insert(Insertion(at, count * each, host, device))
+
+
+def numbered(event: dict[str, Any], number: int) -> dict[str, Any]:
+    """The event with another number of its launch."""
+    args = dict(event.get("args") or {})
+    for name in ("correlation", "External id", "external id"):
+        if name in args:
+            args[name] = number
+    return event | {"args": args}
+
+
+def add_loading(trace: Trace, step: int, length: float) -> None:
+    """The step waits so long for its batch."""
+    first, last = trace.steps[step]
+    loads = [
+        row
+        for row, event in enumerate(trace.events)
+        if event.get("ph") == "X"
+        and str(event["name"]).startswith("enumerate(DataLoader)")
+        and first <= trace.start[row] < last
+    ]
+    if loads:
+        trace.insert(Insertion(float(trace.start[loads[0]]) + 0.5, length))
+        return
+    name = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
+    span = trace.operator(name) | {"cat": trace.events[trace.marks[0]]["cat"]}
+    frames = trace.python("torch/utils/data/dataloader.py(733): __next__")
+    host = [(1.0 + at, length - 2.0 - at, event) for at, event in enumerate([*frames, span])]
+    trace.insert(Insertion(trace.points(step)[0], length, host))
+
+
+def kernels(trace: Trace, pattern: str) -> list[int]:
+    """Rows of the kernels whose name matches."""
+    return [
+        row
+        for row in trace.device
+        if str(trace.events[row]["cat"]).lower() == "kernel"
+        and re.search(pattern, trace.events[row]["name"])
+    ]
