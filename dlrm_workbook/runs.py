@@ -147,13 +147,13 @@ def _claim(day: Path, stem: str) -> Path:
             return path
 
 
-def latest_run(output_root: str | os.PathLike[str], notebook: str) -> Path | None:
-    """Folder of the newest finished run of a notebook, or None.
+def finished_runs(output_root: str | os.PathLike[str], notebook: str) -> list[Path]:
+    """Folders of the finished runs of a notebook, the newest first.
 
     Only run.json counts: folders of runs that are going on, failed, were
     interrupted or killed, and folders without a readable run.json, are passed over.
     """
-    newest: tuple[datetime, Path] | None = None
+    found: list[tuple[datetime, Path]] = []
     for run_json in Path(output_root).expanduser().absolute().glob("*/*/run.json"):
         try:
             record = json.loads(run_json.read_text(encoding="utf-8"))
@@ -163,6 +163,10 @@ def latest_run(output_root: str | os.PathLike[str], notebook: str) -> Path | Non
         except (OSError, ValueError, KeyError, TypeError):
             continue
         # of two runs that started at the same instant, the later name (-2) is newer
-        if newest is None or (started, run_json.parent) > newest:
-            newest = (started, run_json.parent)
-    return newest[1] if newest else None
+        found.append((started, run_json.parent))
+    return [folder for _, folder in sorted(found, reverse=True)]
+
+
+def latest_run(output_root: str | os.PathLike[str], notebook: str) -> Path | None:
+    """Folder of the newest finished run of a notebook, or None."""
+    return next(iter(finished_runs(output_root, notebook)), None)

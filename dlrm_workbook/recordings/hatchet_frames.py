@@ -1,12 +1,17 @@
-"""Call trees as Hatchet ``GraphFrame``s that stand deep trees.
+"""Call trees as Hatchet ``GraphFrame``s that stand deep trees and print the largest first.
 
 Hatchet walks trees recursively, and its ``filter`` sets Python's recursion limit
 to 1000 on every call, while call trees of real programs are 250 to 1,300 deep.
+Its ``tree()`` lists callees by name, so that what takes the time can be anywhere.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import sys
+import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -15,6 +20,15 @@ from dlrm_core.errors import MissingToolError
 
 if TYPE_CHECKING:
     from hatchet import GraphFrame
+    from thicket import Thicket
+
+
+class TreeText(str):
+    """The text of a tree, which is shown as it is where it is the value of a cell."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
 
 FRAMES_PER_LEVEL = 8
 """Python frames that Hatchet's deepest walk (a query) takes for one level of a tree."""
@@ -40,7 +54,9 @@ def graph_frame(
         MissingToolError: Hatchet is not installed.
     """
     try:
-        from hatchet import GraphFrame
+        # where there is a notebook, Hatchet prints that a magic of its own is missing
+        with contextlib.redirect_stdout(io.StringIO()):
+            from hatchet import GraphFrame
         from hatchet.frame import Frame
         from hatchet.graph import Graph
         from hatchet.node import Node
@@ -50,12 +66,37 @@ def graph_frame(
         ) from None
 
     class DeepGraphFrame(GraphFrame):
-        """A GraphFrame whose ``filter`` keeps a recursion limit that fits the tree."""
+        """A GraphFrame whose methods keep a recursion limit that fits the tree.
+
+        What its methods return is one too.
+        """
 
         def filter(self, *args: Any, **options: Any) -> Any:
-            """As ``GraphFrame.filter``; ``rec_limit`` defaults to one that fits."""
-            options.setdefault("rec_limit", limit)
-            found = super().filter(*args, **options)
+            """As ``GraphFrame.filter``, in this process unless ``num_procs`` says otherwise.
+
+            Hatchet's own default forks as many processes as there are cores, out of a
+            notebook's kernel that has threads.
+            """
+            options = {"rec_limit": limit, "num_procs": 1} | options
+            return self._like_this(super().filter(*args, **options))
+
+        def groupby_aggregate(self, *args: Any, **options: Any) -> Any:
+            """As ``GraphFrame.groupby_aggregate``, without what pandas says of its insides."""
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                return super().groupby_aggregate(*args, **options)
+
+        def sub(self, other: Any) -> Any:
+            """As ``GraphFrame.sub``, which ``-`` calls."""
+            return self._like_this(super().sub(other))
+
+        def tree(self, metric_column: Any = None, **options: Any) -> TreeText:
+            """As ``GraphFrame.tree``, callees with the largest (absolute) value first."""
+            shown = metric_column or self.default_metric
+            first = shown if isinstance(shown, str) else shown[0]
+            return TreeText(_largest_first(self, first).tree(shown, **options))
+
+        def _like_this(self, found: Any) -> Any:
             found.__class__ = DeepGraphFrame
             return found
 
@@ -87,3 +128,62 @@ def graph_frame(
         default_metric=default_metric,
         metadata=metadata,
     )
+
+
+def _largest_first(frame: GraphFrame, metric: str) -> GraphFrame:
+    """A copy of the frame whose nodes are numbered, and so printed, with the largest first."""
+    from hatchet import GraphFrame
+
+    copies: dict[Any, Any] = {}
+    graph = frame.graph.copy(copies)
+    nodes = [copies[node] for node in frame.dataframe.index]
+    values = frame.dataframe[metric].abs().fillna(-1.0)
+    value = dict(zip(map(id, nodes), values, strict=True))
+
+    def largest_last(found: list[Any]) -> list[Any]:
+        return sorted(found, key=lambda node: value[id(node)])
+
+    ordered: list[Any] = []
+    left = largest_last(graph.roots)
+    while left:
+        ordered.append(left.pop())
+        left += largest_last(ordered[-1].children)
+    for number, node in enumerate(ordered):
+        node._hatchet_nid = number
+    graph.node_ordering = True
+    table = frame.dataframe.copy()
+    table.index = pd.Index(nodes, name="node", dtype=object)
+    columns = (frame.exc_metrics, frame.inc_metrics, frame.default_metric, frame.metadata)
+    return GraphFrame(graph, table, *columns)
+
+
+def thicket(frames: Mapping[str, GraphFrame]) -> Thicket:
+    """Call trees of many runs as one Thicket, for its statistics over runs.
+
+    Args:
+        frames: label to call tree, as :meth:`Profile.to_hatchet` makes it.
+
+    Returns:
+        A Thicket whose data frame has a row a node and run. Its ``metadata`` has, of each run,
+        ``run`` (the label) and the parameters that were set (``training.batch_size``, ...).
+
+    Raises:
+        MissingToolError: Thicket is not installed.
+    """
+    try:
+        from thicket import Thicket
+    except ImportError:
+        raise MissingToolError("Thicket is not installed: pip install llnl-thicket") from None
+    several = []
+    for label, frame in frames.items():
+        one = frame.copy()
+        sections = frame.metadata.get("parameters") or {}
+        one.metadata = {"run": label} | {
+            f"{section}.{leaf}": value
+            for section, leaves in sections.items()
+            if isinstance(leaves, Mapping)
+            for leaf, value in leaves.items()
+            if isinstance(value, str | int | float)
+        }
+        several.append(Thicket.thicketize_graphframe(one, label))
+    return Thicket.concat_thickets(several, disable_tqdm=True)

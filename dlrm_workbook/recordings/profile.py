@@ -12,6 +12,7 @@ What was not measured has no rows in ``values`` and a reason in
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -165,6 +166,9 @@ def inclusive_from_exclusive(parent: np.ndarray, exclusive: np.ndarray) -> np.nd
 
 
 Table = TypeVar("Table", pd.DataFrame, np.ndarray)
+
+_THREAD = r"thread -?\d+"
+"""Beginning of the name of a thread that is named by the system's number of it."""
 
 FORMAT_VERSION = 1
 """Version of the saved folder, raised when a reader of the previous one would go wrong."""
@@ -341,11 +345,17 @@ class Profile:
 
     # ---- hatchet ----------------------------------------------------------------
 
-    def to_hatchet(self) -> GraphFrame:
+    def to_hatchet(self, iterations: int = 1) -> GraphFrame:
         """The call tree as a Hatchet ``GraphFrame``, a row a context, summed over threads.
 
         Metrics keep their names: ``cpu_time_ms`` is exclusive, ``cpu_time_ms (inc)``
         inclusive. For ``tree()``, queries and Thicket; heavy work is quicker on the tables.
+        Threads are numbered from the one with the most CPU time: the numbers that the system
+        gave them differ from run to run, and trees of two runs would have no node in common.
+
+        Args:
+            iterations: by which all values are divided. Recordings of different length are
+                comparable by a mean iteration, ``attribution.iteration_count(profile)``.
 
         Hatchet walks trees recursively, so for a tree deeper than Python's
         recursion limit allows, the limit of this process is raised.
@@ -356,8 +366,12 @@ class Profile:
         from dlrm_workbook.recordings.hatchet_frames import graph_frame
 
         contexts = self.contexts.drop(columns="context").rename(columns={"kind": "type"})
+        threads = contexts["type"].eq("thread") & contexts["name"].str.match(_THREAD)
+        time = self.value_table("cpu_time_ms", "inclusive")[threads]
+        for number, row in enumerate(time.sort_values(ascending=False, kind="stable").index, 1):
+            contexts.loc[row, "name"] = re.sub(_THREAD, f"thread {number}", contexts["name"][row])
         columns = {
-            metric + suffix: self.value_table(metric, scope)
+            metric + suffix: self.value_table(metric, scope) / iterations
             for metric in self.metrics["metric"]
             for scope, suffix in (("exclusive", ""), ("inclusive", " (inc)"))
             if self.rows(metric, scope).any()

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json
@@ -20,8 +22,14 @@ from dlrm_core.progress import Bar
 from dlrm_workbook.processes import Progress, ProgressCallback
 from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import Profile
-from dlrm_workbook.runs import DEFAULT_OUTPUT_ROOT, RunFolder, claim_run_folder, latest_run
-from dlrm_workbook.samples import sample_profile
+from dlrm_workbook.runs import (
+    DEFAULT_OUTPUT_ROOT,
+    RunFolder,
+    claim_run_folder,
+    finished_runs,
+    latest_run,
+)
+from dlrm_workbook.samples import SAMPLE, sample_profile
 
 
 @dataclass
@@ -62,15 +70,7 @@ def start(
     """
     parameters = parameters_from_sections(sections)
     given = Path(output_folder).expanduser().absolute() if output_folder else None
-    # empty where the folder is none of a run
-    status = ""
-    if given is not None and (given / "run.json").is_file():
-        run = read_json(given / "run.json")
-        status = str(run.get("status", "")) if isinstance(run, dict) else ""
-    if output_root:
-        root = Path(output_root).expanduser().absolute()
-    else:
-        root = given.parents[1] if given and status else DEFAULT_OUTPUT_ROOT
+    root, status = _root_and_status(given, output_root)
     # an executed notebook that is run again names the folder of its first run
     if given is None or status not in ("", "running"):
         claimed = claim_run_folder(
@@ -86,6 +86,65 @@ def start(
     except OSError as error:
         raise InputError(f"output_folder {given}: cannot be made: {error.strerror}") from None
     return NotebookRun(parameters, given, root)
+
+
+def _root_and_status(given: Path | None, output_root: str) -> tuple[Path, str]:
+    """The output root, and the status of the run that a folder is of; "" if it is of none."""
+    status = ""
+    if given is not None and (given / "run.json").is_file():
+        run = read_json(given / "run.json")
+        status = str(run.get("status", "")) if isinstance(run, dict) else ""
+    if output_root:
+        return Path(output_root).expanduser().absolute(), status
+    return (given.parents[1] if given and status else DEFAULT_OUTPUT_ROOT), status
+
+
+def recordings(output_folder: str = "", output_root: str = "") -> pd.DataFrame:
+    """What :func:`load_profile` can open of an output root, whose runs are listed newest first.
+
+    Args:
+        output_folder: folder of a run in that root, as ``dlrm run`` gives it; or "".
+        output_root: as for :func:`start`.
+
+    Returns:
+        ``run`` (name of the folder, or ``sample``), ``title``, ``preset``, ``started``,
+        ``profile_run`` (str: what :func:`load_profile` takes). Finished profile runs, then
+        the sample that ships with the package.
+    """
+    given = Path(output_folder).expanduser().absolute() if output_folder else None
+    rows = []
+    for folder in finished_runs(_root_and_status(given, output_root)[0], "profile"):
+        record = read_json(folder / "run.json")
+        title = (record.get("parameters") or {}).get("title", "")
+        rows.append((folder.name, title, record.get("preset"), record["started"], str(folder)))
+    rows.append(("sample", "A recorded sample, not of this machine", "seed", "", str(SAMPLE)))
+    return pd.DataFrame(rows, columns=["run", "title", "preset", "started", "profile_run"])
+
+
+def load_profile(
+    profile_run: str | Path = "",
+    *,
+    parts: Mapping[str, str] | None = None,
+    output_root: str | Path = DEFAULT_OUTPUT_ROOT,
+) -> Profile:
+    """The profile of any run or recording, ready for ``attribute``.
+
+    Args:
+        profile_run: a run's folder, one that ``dlrm record`` wrote, an HPCToolkit database, a
+            Chrome trace of torch.profiler, or the traces of several ranks in a folder or an
+            archive; empty or ``latest``: the newest finished run, else the sample.
+        parts: patterns of names to parts, as ``profiling.parts``, for other programs.
+        output_root: where finished runs are looked for.
+
+    Returns:
+        The profile; ``meta["opened"]`` is a sentence that says what it is of.
+
+    Raises:
+        InputError: what is asked for cannot be opened, or holds no profile.
+    """
+    source = find_profile(str(profile_run), Path(output_root), parts)
+    source.profile.meta["opened"] = source.sentence
+    return source.profile
 
 
 @dataclass(frozen=True)
@@ -111,12 +170,14 @@ def find_profile(
     """The profile asked for, else that of the newest finished run, else the recorded sample.
 
     Args:
+        profile_run: a place, or "" or ``latest`` for the newest.
         parts: ``profiling.parts``, for recordings of other programs.
 
     Raises:
         InputError: what is asked for cannot be opened, or holds no profile.
     """
-    folder = Path(profile_run).expanduser().absolute() if profile_run else None
+    asked = profile_run not in ("", "latest")
+    folder = Path(profile_run).expanduser().absolute() if asked else None
     sentence = f"This page explains the profile in `{folder}`."
     if folder is None:
         folder = latest_run(output_root, "profile")

@@ -310,3 +310,31 @@ def test_our_notebooks_run_in_jupyterlab(
     figures = (done / f"{name}.html").read_text(encoding="utf-8").count('class="plot"')
     with run_all_cells(lab, f"{name}.ipynb", 240) as page:
         wait_for_marks(page, figures)
+
+
+def test_explore_redraws_for_a_changed_input_in_jupyterlab(lab: tuple[str, str, Path]) -> None:
+    nb = nbformat.read(NOTEBOOKS / "explore.ipynb", as_version=4)
+    # nothing was measured there, so it opens the sample
+    (parameters,) = (c for c in nb.cells if "parameters" in c.metadata.get("tags", []))
+    parameters.source += f"\noutput_root = {str(lab[2])!r}"
+    nbformat.write(nb, lab[2] / "explore.ipynb")
+    with run_all_cells(lab, "explore.ipynb", 120) as page:
+        wait_for_marks(page, 4)
+        titles = page.locator(".gtitle")
+        assert titles.filter(has_text="cpu_time_ms within embedding").count() == 1
+        assert titles.filter(has_text="cpu_time_ms within data").count() == 1
+        # by mouse: the lists at the end
+        lists = page.locator(".widget-dropdown select")
+        lists.nth(1).select_option(label="top_mlp")
+        titles.filter(has_text="cpu_time_ms within top MLP").last.wait_for()
+        lists.nth(2).select_option(label="calls")
+        titles.filter(has_text="calls within top MLP").last.wait_for()
+        # by hand: another value in the parameters, and all cells once more
+        page.locator(".jp-CodeCell .cm-line", has_text="part: str").get_by_text(
+            "embedding", exact=False
+        ).last.dblclick()
+        page.keyboard.type("interaction")
+        page.get_by_role("menuitem", name="Run", exact=True).click()
+        page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+        titles.filter(has_text="cpu_time_ms within interaction").last.wait_for(timeout=60_000)
+        wait_for_marks(page, 4)

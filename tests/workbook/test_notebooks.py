@@ -73,7 +73,7 @@ def notebook(name: str) -> Any:
 # ---- as written -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("name", (*WRITTEN, "explore"))
 def test_notebook_is_stored_without_outputs_and_thin(name: str) -> None:
     nb = notebook(name)
     nbformat.validate(nb)
@@ -88,7 +88,7 @@ def test_notebook_is_stored_without_outputs_and_thin(name: str) -> None:
     assert nb.cells[0].source.startswith("# ")
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("name", (*WRITTEN, "explore"))
 def test_every_figure_is_introduced(name: str) -> None:
     """Prose before each figure, so that a reader knows what to look for."""
     section = ""

@@ -1,0 +1,96 @@
+"""What the ``explore`` notebook shows: a flat view as bars, and lists to choose from."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from dlrm_core.parts import COMPONENTS, part_label
+from dlrm_core.units import digits, percent
+from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.show.tables import function_name
+from dlrm_workbook.show.theme import COLOURS, ranked_bars, rows_of
+
+if TYPE_CHECKING:
+    import ipywidgets
+
+MOST = 15
+"""Bars that a view is drawn with, the first rows."""
+
+
+def flat_bars(view: pd.DataFrame, part: str) -> go.Figure:
+    """The largest own values of one part's functions and operators, over the whole recording.
+
+    Args:
+        view: what :func:`dlrm_workbook.analysis.views.flat` gives, with rows.
+        part: the component that it is of, for title and colour.
+    """
+    rows = rows_of(view[view["exclusive"] > 0].head(MOST))
+    metric, unit = view.attrs["metric"], view.attrs["unit"]
+    texts = [f"{digits(row.exclusive)} {unit} ({percent(row.share)})" for row in rows]
+    names = [function_name(row.name) for row in rows]
+    return ranked_bars(
+        f"{metric} within {part_label(part, '')}",
+        f"{metric}, without callees{f' ({unit})' if unit else ''}",
+        names,
+        [row.exclusive for row in rows],
+        texts,
+        [f"{name}: {text}" for name, text in zip(names, texts, strict=True)],
+        {"color": COLOURS.get(part, COLOURS["other"])},
+    )
+
+
+def selectors(
+    runs: Mapping[str, str],
+    open_profile: Callable[[str], Profile],
+    draw: Callable[[Profile, str, str], Any],
+) -> ipywidgets.VBox:
+    """Lists of runs, parts and metrics; below them what ``draw`` makes of the choice.
+
+    Args:
+        runs: label to place, the first of which is chosen at first.
+        open_profile: opens a place; a run that was just shown is not opened again.
+        draw: is given the profile, a component and a metric; its figure or table is shown.
+    """
+    import ipywidgets
+    from IPython.display import display
+
+    opened = functools.lru_cache(maxsize=2)(open_profile)
+    run = ipywidgets.Dropdown(options=list(runs.items()), description="run")
+    part = ipywidgets.Dropdown(description="part")
+    metric = ipywidgets.Dropdown(description="metric")
+    shown = ipywidgets.Output()
+
+    def offer(_change: Any = None) -> None:
+        """Offer the parts and metrics of the run, those chosen before first if it has them."""
+        shown.clear_output(wait=True)
+        with shown:
+            profile = opened(run.value)
+            held = set(profile.contexts["component"])
+            _set(part, [name for name in COMPONENTS if name in held])
+            _set(metric, [name for name in profile.metrics["metric"] if profile.has(name)])
+        redraw()
+
+    def redraw(_change: Any = None) -> None:
+        shown.clear_output(wait=True)
+        with shown:
+            display(draw(opened(run.value), part.value, metric.value))
+
+    offer()
+    run.observe(offer, "value")
+    part.observe(redraw, "value")
+    metric.observe(redraw, "value")
+    # a page has no kernel: there this sentence is what is left of the lists
+    said = ipywidgets.Label("Choose a run, a part and a metric (in JupyterLab).")
+    return ipywidgets.VBox([said, ipywidgets.HBox([run, part, metric]), shown])
+
+
+def _set(choice: ipywidgets.Dropdown, options: list[str]) -> None:
+    """Offer other options; the one that is chosen stays so, if it is among them, else the first."""
+    before = choice.value
+    choice.options = options
+    choice.value = before if before in options else options[0]
