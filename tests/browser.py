@@ -144,6 +144,11 @@ def wait_for_marks(page: Any, figures: int, timeout_s: float = 30.0) -> None:
     raise AssertionError(f"expected {figures} figures with marks, found marks {marks}")
 
 
+def open_folds(page: Any) -> None:
+    """Open whatever a page has folded: figures are drawn once they are seen."""
+    page.evaluate("() => document.querySelectorAll('details').forEach((fold) => fold.open = true)")
+
+
 def check_page(html: Path, *, figures: int | None = None) -> None:
     """Assert that a page draws all its figures, reports no error, and asks for nothing."""
     url = html.resolve().as_uri()
@@ -152,6 +157,7 @@ def check_page(html: Path, *, figures: int | None = None) -> None:
         {"color_scheme": "dark", "viewport": {"width": 420, "height": 900}},
     ):
         with open_page(url, **settings) as (page, seen):
+            open_folds(page)
             expected = page.locator("figure .plot").count()
             # what is folded away is drawn when it is opened
             page.evaluate("document.querySelectorAll('details').forEach((d) => (d.open = true))")

@@ -47,8 +47,9 @@ ATTRIBUTES = {
     "input": ["checked", "type"],
     "ol": ["start"],
     "table": ["border"],
-    "td": _CELL,
-    "th": _CELL,
+    "td": [*_CELL, "data-value"],
+    "th": [*_CELL, "data-column"],
+    "tr": ["hidden"],
 }
 # none can load anything, and none can move an element over what is around it
 CSS_PROPERTIES = {

@@ -5,20 +5,19 @@ images, and a content security policy makes the browser refuse anything else; of
 scripts it lets only those run whose hashes it names, which are the page's own.
 Figures are stored in the notebook as data (``application/vnd.plotly.v1+json``)
 and drawn by the page's own script, which fits them to the window and to the
-light or dark colours of the reader's system.
+light or dark colours of the reader's system. What stands where is
+:mod:`dlrm_workbook.runner.sections`'s to say.
 """
 
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 import math
 import mimetypes
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from datetime import datetime
 from html import unescape
 from pathlib import Path
@@ -39,27 +38,19 @@ from dlrm_core.files import write_text
 from dlrm_core.units import duration
 from dlrm_workbook.runner.html_clean import clean_html
 from dlrm_workbook.runner.parameters import assigned_values, parameter_tables, read_notebook
-from dlrm_workbook.show.tables import EMPTY
+from dlrm_workbook.runner.sections import Cell, Heading, Output, arrange
+from dlrm_workbook.runner.templating import TEMPLATES, prepare, template_text
+from dlrm_workbook.show.tables import EMPTY, LEVELS, Quality
 from dlrm_workbook.show.theme import plotly_js
-
-NOTHING = Markup("")
-
-
-@dataclass
-class Output:
-    """One output of a cell: a figure's data, or HTML of some kind."""
-
-    kind: str
-    html: Markup = NOTHING
-    anchor: str = ""
-    label: str = ""
-    height: int = 0
 
 
 def text_output(text: str, kind: str) -> Output | None:
+    """Text as it is, in the colours of a terminal; None where it is blank."""
     if not text.strip():
         return None
-    return Output(kind, Markup("<pre>{}</pre>").format(Markup(ansi2html(text.strip("\n")))))
+    text = text.strip("\n")
+    html = Markup("<pre>{}</pre>").format(Markup(ansi2html(text)))
+    return Output(kind, html, lines=text.count("\n") + 1)
 
 
 def image_html(kind: str, data: str) -> Markup:
@@ -100,10 +91,14 @@ WIDGET_STATE = "application/vnd.jupyter.widget-state+json"
 IMAGES = ("image/svg+xml", "image/png", "image/jpeg", "image/gif", "image/webp")
 COMPILED_TRACES = {"parcoords", "scattergl", "scatterpolargl", "splom"}
 """Traces for which plotly.js compiles WebGL code from strings, so that the page must allow it."""
-TEMPLATES = Path(__file__).parent / "templates"
 DEFAULT_HEIGHT = 450  # plotly.js's own, in pixels
-ABSENT = "*Not measured"
+ABSENT = re.compile(r"\*?Not measured\b")
 """How a sentence begins that stands in place of a figure or table."""
+INDEX = "../../index.html"
+"""Where a page finds the list of all runs, if there is one."""
+STOPPED = "The run ended before this."
+BRIEF = ("parameters", "started", "took", "processor", "GPU")
+"""Facts of a run that every reader sees; the others are a click away."""
 NOTABLE_SECONDS = 0.1  # cells that took less do not say how long
 
 
@@ -127,7 +122,7 @@ def render_html(
     """
     ipynb, html = Path(ipynb), Path(html)
     nb = read_notebook(ipynb)
-    resources = {"run": run or {}, "folder": ipynb.parent, "name": ipynb.stem}
+    resources = {"run": run or {}, "folder": ipynb.parent, "name": ipynb.stem, "place": html.parent}
     text, _ = PageExporter().from_notebook_node(nb, resources)
     write_text(html, text)
     return html
@@ -136,7 +131,8 @@ def render_html(
 class PageExporter(TemplateExporter):
     """nbconvert's exporter with our template, sanitiser, scripts and security policy.
 
-    Its resources are ``run``, ``folder`` (of images beside the notebook) and ``name``.
+    Its resources are ``run``, ``name``, ``folder`` (of images beside the notebook) and ``place``
+    (the folder of the page, from which it links to what lies there and beside it).
     """
 
     file_extension = ".html"
@@ -153,34 +149,49 @@ class PageExporter(TemplateExporter):
         return Config(TagRemovePreprocessor=banner, CoalesceStreamsPreprocessor={"enabled": True})
 
     def _create_environment(self) -> jinja2.Environment:
-        environment = super()._create_environment()
-        environment.autoescape = True
-        environment.trim_blocks = environment.lstrip_blocks = True
-        environment.undefined = jinja2.StrictUndefined
-        environment.filters["hash_source"] = _hash_source
-        return environment
+        return prepare(super()._create_environment())
 
 
 def _prepared(nb: Any, resources: Any) -> tuple[Any, Any]:
     """The notebook as it is, and in the resources what the template shows of it."""
     page = _Page(nb, resources["folder"])
     cells = [rendered for cell in nb.cells if (rendered := page.cell(cell)) is not None]
-    scripts = [(TEMPLATES / "page.js").read_text(encoding="utf-8")]
+    plan = arrange(cells)
+    scripts = [template_text("page.js"), template_text("tables.js")]
     if page.figures:
-        scripts += [plotly_js(), (TEMPLATES / "charts.js").read_text(encoding="utf-8")]
+        scripts += [plotly_js(), template_text("charts.js")]
     run = resources["run"]
+    facts = run_facts(run)
+    files = (f"{resources['name']}.ipynb", "verdict.md", "run.json")
     resources["page"] = {
         "title": page.title or resources["name"],
-        "cells": cells,
-        "contents": page.contents,
+        "name": resources["name"],
+        "plan": plan,
         "figures": page.figures,
         "scripts": [Markup(script) for script in scripts],
         "webgl": page.webgl,
         "status": run.get("status", ""),
         "error": run.get("error", ""),
-        "facts": run_facts(run),
+        "brief": [(name, value) for name, value in facts if name in BRIEF],
+        "facts": [(name, value) for name, value in facts if name not in BRIEF],
+        "chain": chain_links(run, resources["name"], resources["place"]),
+        "index": INDEX if (resources["place"] / INDEX).is_file() else "",
+        "files": [name for name in files if (resources["place"] / name).is_file()],
+        "levels": LEVELS,
     }
     return nb, resources
+
+
+def chain_links(run: Mapping[str, Any], name: str, place: Path) -> list[tuple[str, str]]:
+    """Notebooks that ran together in order, each with its page's address; of this one none.
+
+    Args:
+        run: its ``chain`` says of each of them where its folder is, seen from this one.
+    """
+    chain = run.get("chain") or {}
+    pages = {other: f"{folder}/{other}.html" for other, folder in chain.items()}
+    there = {other: page for other, page in pages.items() if (place / page).is_file()}
+    return [(other, there.get(other, "")) for other in chain if other == name or other in there]
 
 
 def run_facts(run: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -204,32 +215,18 @@ def run_facts(run: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(name, value) for name, value in facts if value]
 
 
-@dataclass
-class Cell:
-    """A cell as the template wants it."""
-
-    kind: str
-    html: Markup = NOTHING
-    code: Markup = NOTHING
-    label: str = ""
-    took: str = ""
-    failed: bool = False
-    outputs: list[Output] = field(default_factory=list)
-    parameters: list[tuple[str, list[dict[str, Any]]]] = field(default_factory=list)
-
-
 class _Page:
     """Turns cells into what the template shows; numbers figures and headings on the way."""
 
     def __init__(self, nb: Any, folder: Path) -> None:
         self.title = ""
-        self.contents: list[dict[str, Any]] = []
-        """Of each heading its ``level``, ``text`` and ``anchor``."""
         self.figures = 0
         self.webgl = False
         """Whether a figure has one of the compiled traces."""
         self._folder = folder
         self._anchors: set[str] = set()
+        self._headings: list[Heading] = []
+        """Headings of the cell in hand."""
         self._absent: set[str] = set()
         """Reasons for missing figures that the section in hand has given."""
         self._explained = False
@@ -241,23 +238,31 @@ class _Page:
 
     def cell(self, cell: Any) -> Cell | None:
         """The cell for the template, or None where there is nothing to show."""
+        self._headings = []
         if cell.cell_type == "markdown":
             self._absent.clear()
             self._explained = False
-            return Cell("markdown", html=self._markdown(cell.source, cell.get("attachments", {})))
-        if cell.cell_type == "raw":
-            return Cell("markdown", html=Markup("<pre>{}</pre>").format(cell.source))
-        if not cell.source.strip() and not cell.outputs:
+            titled = bool(self.title)
+            html = self._markdown(cell.source, cell.get("attachments", {}))
+            kind = "markdown" if titled or not self.title else "intro"
+            rendered = Cell(kind, html=html)
+        elif cell.cell_type == "raw":
+            rendered = Cell("markdown", html=Markup("<pre>{}</pre>").format(cell.source))
+        elif not (cell.source.strip() or cell.outputs) or self._says_again(cell.outputs):
             return None
-        if self._says_again(cell.outputs) or (self._explained and _is_empty_table(cell.outputs)):
-            return None
-        self._explained = _lone_text(cell.outputs) is not None
-        return self._code_cell(cell)
+        else:
+            self._explained = _lone_text(cell.outputs) is not None
+            rendered = self._code_cell(cell)
+        rendered.headings = self._headings
+        rendered.tags = frozenset(cell.metadata.get("tags", []))
+        return rendered
 
     def _says_again(self, outputs: list[Any]) -> bool:
         """Whether a cell only repeats what its section said already: why there is no figure."""
+        if self._explained and _is_empty_table(outputs):
+            return True
         text = _lone_text(outputs)
-        if text is None or not text.startswith(ABSENT):
+        if text is None or not ABSENT.match(text):
             return False
         again = text in self._absent
         self._absent.add(text)
@@ -271,21 +276,21 @@ class _Page:
         rendered.failed = any(output.output_type == "error" for output in cell.outputs)
         if _tagged(cell, "parameters"):
             self._defaults = assigned_values(cell.source)
-            rendered.label = "the notebook's own parameters"
             if not self._injected:
-                rendered.label = "Parameters"
                 rendered.parameters = parameter_tables(self._defaults, {})
         elif _tagged(cell, "injected-parameters"):
-            rendered.label = "Parameters of this run (click to see; injected by papermill)"
             rendered.parameters = parameter_tables(assigned_values(cell.source), self._defaults)
         elif state.get("status") == "pending":
-            rendered.label = "Not executed"
+            rendered.reason = Markup(escape(STOPPED))
         rendered.outputs = [shown for o in cell.outputs if (shown := self._output(o))]
+        text = _lone_text(cell.outputs)
+        if text is not None and ABSENT.match(text):
+            rendered.reason = _reason(rendered.outputs[0].html)
         return rendered
 
     def _output(self, output: Any) -> Output | None:
         if output.output_type == "stream":
-            return text_output(output.text, "stderr" if output.name == "stderr" else "text")
+            return text_output(output.text, "stderr" if output.name == "stderr" else "printed")
         if output.output_type == "error":
             trace = Markup(ansi2html("\n".join(output.traceback)))
             summary = Markup("<strong>{}</strong>: {}").format(output.ename, output.evalue)
@@ -296,10 +301,13 @@ class _Page:
         if WIDGET in data:
             words = self._widget_text(data[WIDGET].get("model_id", ""))
             return text_output(words or data.get("text/plain", ""), "progress")
+        if Quality.MIME in data:
+            return self._quality(data[Quality.MIME])
         if "text/html" in data:
             return Output("html", Markup(clean_html(data["text/html"], self._local_image)))
         if "text/markdown" in data:
-            return Output("html", self._markdown(data["text/markdown"], {}))
+            text = data["text/markdown"]
+            return Output("words", self._markdown(text, {})) if text.strip() else None
         for kind in IMAGES:
             if kind in data:
                 return Output("image", image_html(kind, data[kind]))
@@ -321,8 +329,14 @@ class _Page:
             Markup(script_json(kept)),
             anchor=f"figure-{self.figures}",
             label=str(said or unescape(plain) or f"Figure {self.figures}"),
+            title=unescape(plain) or f"Figure {self.figures}",
             height=int(layout.get("height") or DEFAULT_HEIGHT),
         )
+
+    def _quality(self, said: Mapping[str, Any]) -> Output | None:
+        level = said.get("level")
+        words = self._markdown(str(said.get("sentence", "")), {})
+        return Output("quality", words, label=level) if level in LEVELS else None
 
     def _widget_text(self, model: str) -> str:
         """What a widget says, as text: tqdm's bar is boxes around pieces of HTML."""
@@ -358,7 +372,7 @@ class _Page:
             anchor, number = f"{stem}-{number}", number + 1
         self._anchors.add(anchor)
         if level in (1, 2, 3):
-            self.contents.append({"level": level, "text": plain, "anchor": anchor})
+            self._headings.append(Heading(level, plain, anchor))
         return anchor
 
     def _local_image(self, address: str) -> str | None:
@@ -396,6 +410,13 @@ class _MarkdownRenderer(mistune.HTMLRenderer):
         return f'<div class="scroll"><table>{text}</table></div>\n'
 
 
+def _reason(html: str) -> Markup:
+    """What a sentence says behind ``Not measured``."""
+    inner = re.sub(r"^\s*<p>(?:<em>)?|(?:</em>)?</p>\s*$", "", str(html))
+    said = re.sub(r"^Not measured:\s*", "", inner)
+    return Markup(said[:1].upper() + said[1:])
+
+
 def _lone_text(outputs: list[Any]) -> str | None:
     """The sentence that is all a cell shows; None if it shows anything else."""
     texts = [output.get("data", {}).get("text/markdown") for output in outputs]
@@ -408,9 +429,3 @@ def _is_empty_table(outputs: list[Any]) -> bool:
 
 def _tagged(cell: Any, tag: str) -> bool:
     return tag in cell.metadata.get("tags", [])
-
-
-def _hash_source(script: str) -> str:
-    """What a content security policy calls this script."""
-    digest = hashlib.sha256(script.encode()).digest()
-    return f"sha256-{base64.b64encode(digest).decode()}"

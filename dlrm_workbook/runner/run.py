@@ -6,6 +6,7 @@ papermill executes; :mod:`dlrm_workbook.runner.engine` stops what must be stoppe
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -21,14 +22,16 @@ import nbformat
 
 from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
 from dlrm_core.errors import InputError
-from dlrm_core.files import write_text
+from dlrm_core.files import write_json, write_text
 from dlrm_core.units import duration
 from dlrm_workbook.changes import apply_change
+from dlrm_workbook.runner.index import list_runs
 from dlrm_workbook.runner.parameters import (
     declared_parameters,
     find_notebook,
     own_parameters,
     quiet_papermill,
+    read_notebook,
     split_overrides,
 )
 from dlrm_workbook.runs import (
@@ -104,16 +107,51 @@ def run_notebooks(
     plan.check(parameters)
     root = Path(DEFAULT_OUTPUT_ROOT if output_root is None else output_root)
     typed = shlex.join(command or sys.argv)
-    done: dict[str, Path] = {}
-    for number, name in enumerate(names, 1):
-        given = plan.given(name, parameters, done)
-        folder = claim_run_folder(root, name, preset, parameters=given, command=typed)
-        head = f"{number}/{len(names)} {name}" if len(names) > 1 else name
-        plan.execute(name, folder, given, cell_timeout, head)
-        if len(names) > 1:
-            print(f"[{head}] finished in {duration(folder.elapsed())}", file=sys.stderr)
-        done[name] = folder.path
+    done: dict[str, RunFolder] = {}
+    try:
+        for number, name in enumerate(names, 1):
+            earlier = {notebook: run.path for notebook, run in done.items()}
+            given = plan.given(name, parameters, earlier)
+            folder = claim_run_folder(root, name, preset, parameters=given, command=typed)
+            chain = (earlier or recorded_chain(given)) | {name: folder.path}
+            folder.record["chain"] = relative_chain(chain, folder.path)
+            done[name] = folder
+            head = f"{number}/{len(names)} {name}" if len(names) > 1 else name
+            plan.execute(name, folder, given, cell_timeout, head)
+            if len(names) > 1:
+                print(f"[{head}] finished in {duration(folder.elapsed())}", file=sys.stderr)
+    finally:
+        link_pages(done)
     return folder
+
+
+def recorded_chain(given: Mapping[str, Any]) -> dict[str, Path]:
+    """Runs that made what a notebook is given to explain, by notebook; empty where none did."""
+    place = Path(str(given.get("profile_run") or "")).expanduser().absolute()
+    try:
+        record = json.loads((place / "run.json").read_text(encoding="utf-8"))
+        chain = record.get("chain") or {record["notebook"]: "."}
+        return {str(name): (place / folder).resolve() for name, folder in chain.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def relative_chain(chain: Mapping[str, Path], folder: Path) -> dict[str, str]:
+    """The folders of a chain as seen from one of them."""
+    return {name: os.path.relpath(place, folder) for name, place in chain.items()}
+
+
+def link_pages(done: Mapping[str, RunFolder]) -> None:
+    """Make the earlier pages of a chain link to the later ones, which were not there before."""
+    from dlrm_workbook.runner.pages import render_html
+
+    paths = {name: folder.path for name, folder in done.items()}
+    for folder in list(done.values())[:-1]:
+        if not folder.ipynb.is_file():
+            continue  # somebody removed the run meanwhile
+        folder.record["chain"] = relative_chain(paths, folder.path)
+        write_json(folder.path / "run.json", folder.record)
+        render_html(folder.ipynb, folder.html, run=folder.record)
 
 
 def recording_name(names: Sequence[str], own: Mapping[str, Any]) -> str:
@@ -213,6 +251,8 @@ class Plan:
         from dlrm_workbook.runner.progress import ProgressLine
 
         notebook = self.paths[name]
+        # a page links to the list, and the list names runs that go on
+        list_runs(folder)
         if "output_folder" in self.declared[name]:
             given = given | {"output_folder": str(folder.path)}
         watch = Watch(cell_timeout)
@@ -263,25 +303,36 @@ def _finish(folder: RunFolder, notebook: Path, watch: Any, problem: str) -> None
             fields["error"] += f" [{cell}]"
     # the page shows the outcome; artifacts can be listed only once the page is there
     outcome = folder.record | fields | {"status": status, "seconds": folder.elapsed()}
-    page_problem = _render(folder, outcome)
+    page_problem, said = _publish(folder, outcome)
     if page_problem and not problem:
         status, fields["error"] = "failed", f"{notebook.name}: {page_problem}"
-    folder.close(status, **fields)
+    folder.close(status, **fields, **said)
+    list_runs(folder)
     if status != "finished":
         raise RunError(f"{fields['error']}; kept: {folder.path}", folder, code)
 
 
-def _render(folder: RunFolder, outcome: Mapping[str, Any]) -> str:
-    """Render the page; the reason if that was not possible, else an empty string."""
-    from dlrm_workbook.runner.pages import render_html
+def _publish(folder: RunFolder, outcome: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Write verdict.md and the page.
+
+    Returns:
+        The reason if that was not possible, else an empty string; and what of the notebook's
+        own words belongs into run.json.
+    """
+    from dlrm_workbook.runner.pages import render_html, run_facts
+    from dlrm_workbook.runner.summary import summarise, verdict_markdown
 
     if not folder.ipynb.exists():
-        return "no notebook was written"
+        return "no notebook was written", {}
     try:
+        summary = summarise(read_notebook(folder.ipynb))
+        files = (folder.html.name, folder.ipynb.name, "run.json")
+        text = verdict_markdown(summary, outcome, run_facts(outcome), files)
+        write_text(folder.path / "verdict.md", text)
         render_html(folder.ipynb, folder.html, run=outcome)
     except Exception as error:
-        return f"the page could not be rendered: {_last_line(error)}"
-    return ""
+        return f"the page could not be rendered: {_last_line(error)}", {}
+    return "", summary.fields()
 
 
 def failing_cell(ipynb: Path, executed_index: int | None) -> dict[str, Any] | None:

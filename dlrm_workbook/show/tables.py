@@ -42,6 +42,9 @@ from dlrm_workbook.show.theme import COLOURS, short_name
 EMPTY = '<p class="absent">Nothing to list.</p>'
 """A table without rows; pages leave it out where a sentence before says why."""
 
+FIRST, KEPT = 20, 200
+"""Rows of a table that a reader sees at first, and rows that it holds."""
+
 INDENT = "\u2003"
 """An em space: HTML would drop ordinary ones."""
 
@@ -183,7 +186,7 @@ def show(
     frame: pd.DataFrame,
     columns: Sequence[str] | Mapping[str, str | Column] | None = None,
     *,
-    most: int | None = None,
+    most: int = FIRST,
     instead: Text | None = None,
 ) -> Table | Text:
     """The frame as a table; in its place ``instead`` or the reason, if it has no rows.
@@ -194,16 +197,17 @@ def show(
         columns: names of those to show, in order, as far as the frame has them; a mapping gives
             some another label or look. Left out: all but :data:`HIDDEN`, those that belong
             together (``component`` and ``phase``, ``low_ms`` and ``high_ms``) as one.
-        most: rows shown, the first ones.
+        most: rows that are shown at first, of up to :data:`KEPT`; left out, :data:`FIRST`.
     """
     if frame.empty:
         return instead or (absent(frame) if _reason(frame) else Table([], []))
     chosen = _default_columns(frame) if columns is None else columns
-    rows = frame if most is None else frame.head(most)
+    rows = frame.head(KEPT)
     titles: list[str] = []
     columns_of_text: list[list[str]] = []
     words: list[bool] = []
     marks: dict[int, list[str]] = {}
+    exact: dict[int, tuple[str, list[str]]] = {}
     for name in chosen:
         look = _look_of(name, frame, chosen[name] if isinstance(chosen, Mapping) else "")
         needed = look.needs or (name,)
@@ -219,10 +223,30 @@ def show(
         unit = look.unit or str(frame.attrs.get(UNITS_OF_FRAMES.get(name, ""), ""))
         if name == "part":
             marks[len(titles)] = [COLOURS.get(part, COLOURS["other"]) for part in rows["component"]]
+        exact[len(titles)] = _exact(name, sources, texts)
         titles.append(f"{look.label} ({unit})" if unit else look.label)
         columns_of_text.append(texts)
         words.append(is_words)
-    return Table(titles, zip(*columns_of_text, strict=True), words, marks)
+    cells = zip(*columns_of_text, strict=True)
+    return Table(titles, cells, words, marks, exact=exact, most=most, total=len(frame))
+
+
+def _exact(name: str, sources: Sequence[pd.Series], texts: Sequence[str]) -> tuple[str, list[str]]:
+    """Names and values of the frame behind a column, separated by commas where they are several.
+
+    An empty value is one that the text says already.
+    """
+    if all(source.dtype.kind in "iuf" for source in sources):
+        names = ",".join(str(source.name) for source in sources)
+        rows = zip(*sources, strict=True)
+        # str and not repr: numpy's names the type
+        values = [",".join("" if _missing(v) else str(v) for v in row) for row in rows]
+    else:
+        names = name
+        is_text = len(sources) == 1 and all(isinstance(value, str) for value in sources[0])
+        values = list(sources[0]) if is_text else [""] * len(texts)
+    pairs = zip(values, texts, strict=True)
+    return names, ["" if value == text else value for value, text in pairs]
 
 
 def _default_columns(frame: pd.DataFrame) -> list[str]:
@@ -433,6 +457,10 @@ class Table:
         columns: titles.
         words: of each column, whether it is words; left out, all are.
         marks: place of a column to a colour for each of its cells.
+        exact: place of a column to the names of the frame's columns behind it, and for each row
+            their values (empty where the text says it all), for a page that sorts and copies.
+        most: rows shown at first; pages show the others when they are asked to.
+        total: rows that there are, where ``rows`` are only the first of them.
     """
 
     def __init__(
@@ -441,36 +469,57 @@ class Table:
         rows: Iterable[Sequence[str]],
         words: Sequence[bool] | None = None,
         marks: Mapping[int, Sequence[str]] | None = None,
+        *,
+        exact: Mapping[int, tuple[str, Sequence[str]]] | None = None,
+        most: int = FIRST,
+        total: int = 0,
     ) -> None:
         self.columns = list(columns)
         self.rows = [list(row) for row in rows]
         self._words = words or [True] * len(self.columns)
         self._marks = marks or {}
+        self._exact = exact or {}
+        self._total = max(total, len(self.rows))
+        # a few rows more are no reason to hide them
+        self._most = most if self._total > most + 5 else self._total
 
     def _repr_html_(self) -> str:
         if not self.rows:
             return EMPTY
-
-        def line(cells: Iterable[str], texts: Sequence[str], tag: str) -> str:
-            shown = (
-                f'<{tag} style="{_look(text, is_words, tag)}">{cell}</{tag}>'
-                for cell, text, is_words in zip(cells, texts, self._words, strict=True)
-            )
-            return f"<tr>{''.join(shown)}</tr>"
-
-        body = "\n".join(
-            line((self._cell(text, place, at) for at, text in enumerate(row)), row, "td")
-            for place, row in enumerate(self.rows)
+        heads = "".join(
+            f"<th{self._attributes(at, None)}>{escape(title)}</th>"
+            for at, title in enumerate(self.columns)
         )
-        head = line(map(escape, self.columns), self.columns, "th")
+        body = "\n".join(self._row(place, row) for place, row in enumerate(self.rows))
+        foot = ""
+        if self._total > self._most:
+            words = f"The first {self._most} of {self._total:,} rows"
+            foot = f'\n<tfoot><tr><td colspan="{len(self.columns)}">{words}</td></tr></tfoot>'
         return (
-            f'<table class="dataframe">\n<thead>{head}</thead>\n<tbody>\n{body}\n</tbody>\n</table>'
+            f'<table class="dataframe">\n<thead><tr>{heads}</tr></thead>\n'
+            f"<tbody>\n{body}\n</tbody>{foot}\n</table>"
         )
 
-    def _cell(self, text: str, row: int, at: int) -> str:
+    def _row(self, place: int, row: Sequence[str]) -> str:
+        cells = (
+            f"<td{self._attributes(at, place)}>{self._mark(at, place)}{escape(text)}</td>"
+            for at, text in enumerate(row)
+        )
+        return f"<tr{' hidden' * (place >= self._most)}>{''.join(cells)}</tr>"
+
+    def _attributes(self, at: int, place: int | None) -> str:
+        """Style of a cell, or of a head where ``place`` is None, and what stands behind it."""
+        look = "text-align: left" if self._words[at] else "text-align: right"
+        if place is not None and not self._words[at]:
+            look += "; white-space: nowrap"
+        names, values = self._exact.get(at, ("", ()))
+        kind, behind = ("column", names) if place is None else ("value", values[place : place + 1])
+        behind = "".join(behind)
+        return f' style="{look}"' + (f' data-{kind}="{escape(behind)}"' if behind else "")
+
+    def _mark(self, at: int, place: int) -> str:
         colours = self._marks.get(at)
-        mark = f'<span style="color: {colours[row]}">■</span> ' if colours else ""
-        return mark + escape(text)
+        return f'<span style="color: {colours[place]}">■</span> ' if colours else ""
 
     def __repr__(self) -> str:
         return pd.DataFrame(self.rows, columns=self.columns).to_string(index=False)
@@ -535,11 +584,3 @@ def draw(figure: Callable[[Any], Any], frame: pd.DataFrame, instead: Text | None
 def shown_if(there: object, draw: Callable[[Any], Any], data: Any, reason: str) -> Any:
     """What ``draw`` makes of the data where it is there; else the reason in its place."""
     return draw(data) if there and data is not None else Text(f"*{reason}*")
-
-
-def _look(cell: str, is_words: bool, tag: str) -> str:
-    """Words to the left; numbers to the right and in one line, but for a long one's bracket."""
-    if is_words:
-        return "text-align: left"
-    whole = tag == "td" and "(" not in cell
-    return "text-align: right" + ("; white-space: nowrap" if whole else "")

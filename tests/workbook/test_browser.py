@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import os
 import secrets
 import shutil
@@ -21,7 +23,14 @@ import nbformat
 import pandas as pd
 import plotly.graph_objects as go
 import pytest
-from browser import COUNT_MARKS, check_page, open_page, require_browser, wait_for_marks
+from browser import (
+    COUNT_MARKS,
+    check_page,
+    open_folds,
+    open_page,
+    require_browser,
+    wait_for_marks,
+)
 from conftest import Chain
 from sample_notebooks import PAYLOADS, REPORT, write_notebook
 
@@ -31,7 +40,7 @@ from dlrm_workbook.runner.pages import FIGURE, render_html
 from dlrm_workbook.runner.run import CHAIN, run_notebooks
 from dlrm_workbook.runs import NOTEBOOKS, RunFolder, latest_run
 from dlrm_workbook.show.profile import findings_text
-from dlrm_workbook.show.tables import Table, Text
+from dlrm_workbook.show.tables import Table, Text, show
 
 pytestmark = [pytest.mark.browser, pytest.mark.notebook]
 
@@ -78,16 +87,110 @@ def test_colours_follow_the_reader(report: RunFolder) -> None:
         assert all(page.evaluate(COUNT_MARKS))
 
 
-def test_code_is_hidden_until_asked_for(report: RunFolder) -> None:
+def test_code_is_hidden_until_asked_for_by_the_keyboard(report: RunFolder) -> None:
     with open_page(report.html.as_uri()) as (page, _):
-        first = page.locator("details.code").first
-        assert not first.locator("pre").is_visible()
-        first.locator("summary").click()
-        assert first.locator("pre").is_visible()
-        page.get_by_role("button", name="Show all code").click()
-        assert page.locator("details.code pre >> visible=true").count() == (
-            page.locator("details.code").count()
-        )
+        code = page.locator("main .code pre >> visible=true")
+        assert code.count() == 0 and "count is 3" not in page.inner_text("main")
+        page.locator("#show-code").focus()
+        page.keyboard.press("Space")
+        assert code.count() >= page.locator("main .cell").count() > 5
+        assert "count is 3" in page.inner_text("main")
+        page.reload()
+        assert code.count() == 0, "remembered in the page only"
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page with a table of 57 rows, and in a closed section one of two and a figure."""
+    folder = tmp_path_factory.mktemp("tables")
+    many = pd.DataFrame(
+        {
+            "name": ["=2+2", *(f"call {number}, {number % 3}" for number in range(56))],
+            "time_ms": [math.nan, *(number * 0.12345678 for number in range(56))],
+            "calls": range(1000, 1057),
+        }
+    )
+    few = pd.DataFrame({"low_ms": [1.25, 12.5], "high_ms": [2.5, 13.123456]})
+    bars = {FIGURE: json.loads(go.Figure(go.Bar(x=[1, 2], y=[3, 4])).to_json())}
+    shown = nbformat.v4.new_output
+    nb = nbformat.v4.new_notebook()
+    nb.cells = [
+        nbformat.v4.new_markdown_cell("# Tables\n\n## Many"),
+        nbformat.v4.new_code_cell(
+            "x", outputs=[shown("display_data", {"text/html": show(many)._repr_html_()})]
+        ),
+        nbformat.v4.new_markdown_cell("## Few", metadata={"tags": ["details"]}),
+        nbformat.v4.new_code_cell("x", outputs=[shown("display_data", bars)]),
+        nbformat.v4.new_code_cell(
+            "x", outputs=[shown("display_data", {"text/html": show(few)._repr_html_()})]
+        ),
+    ]
+    nbformat.write(nb, folder / "n.ipynb")
+    return render_html(folder / "n.ipynb", folder / "n.html")
+
+
+ROWS = "() => [...document.querySelector('tbody').rows].filter(r => r.offsetHeight)"
+
+
+def test_a_table_is_sorted_filtered_and_shown_whole(tables: Path) -> None:
+    with open_page(tables.as_uri()) as (page, seen):
+        texts = ROWS + ".map(r => r.innerText.split('\\t'))"
+        assert len(page.evaluate(texts)) == 20
+        head = page.get_by_role("button", name="time (ms)")
+        head.focus()
+        page.keyboard.press("Enter")
+        assert page.locator("th[aria-sort=descending]").inner_text().startswith("time (ms)")
+        shown = page.evaluate(texts)
+        assert shown[0][0] == "call 55, 1" and shown[0][1] == "6.790"
+        head.click()
+        shown = page.evaluate(texts)
+        assert shown[0][0] == "call 0, 0" and shown[11][1] == "1.358", "by number, not by text"
+        head.click()
+        assert page.locator("th[aria-sort]").count() == 0
+        assert page.evaluate(texts)[0][0] == "=2+2", "as it was"
+        page.get_by_label("Show only rows with this text").fill("CALL 5")
+        assert len(page.evaluate(texts)) == 7, "5, and 50 to 55"
+        page.get_by_label("Show only rows with this text").fill("")
+        page.get_by_role("button", name="Show all 57 rows").click()
+        assert len(page.evaluate(texts)) == 57
+        assert seen.console_errors == []
+
+
+def test_a_table_is_copied_with_its_exact_values(tables: Path) -> None:
+    fallback = "() => { navigator.clipboard.writeText = () => Promise.reject(new Error('no')); }"
+    with open_page(tables.as_uri(), permissions=["clipboard-read", "clipboard-write"]) as (page, _):
+        page.get_by_role("button", name="Copy as CSV").first.click()
+        page.get_by_role("button", name="Copied").wait_for()
+        text = page.evaluate("() => navigator.clipboard.readText()")
+        frame = pd.read_csv(io.StringIO(text))
+        assert list(frame) == ["name", "time_ms", "calls"] and len(frame) == 57
+        assert frame["time_ms"].iloc[7] == 6 * 0.12345678
+        assert math.isnan(frame["time_ms"].iloc[0]), "not measured"
+        assert frame["calls"].iloc[-1] == 1056
+        assert frame["name"].iloc[0] == "'=2+2", "no formula"
+        page.evaluate(fallback)
+        open_folds(page)
+        page.get_by_role("button", name="Copy as CSV").last.click()
+        page.get_by_role("button", name="Press Ctrl+C").wait_for()
+        selected = page.evaluate("() => document.querySelector('.csv').value")
+        assert selected == "low_ms,high_ms\n1.25,2.5\n12.5,13.123456\n"
+
+
+def test_links_and_printing_open_closed_sections(tables: Path) -> None:
+    with open_page(tables.as_uri()) as (page, seen):
+        assert page.locator(".js-plotly-plot").count() == 0
+        page.get_by_role("link", name="Few").click()
+        wait_for_marks(page, 1)
+        assert page.locator("details.section[open]").count() == 1
+    with open_page(tables.as_uri() + "#few") as (page, _):
+        wait_for_marks(page, 1)
+    with open_page(tables.as_uri()) as (page, seen):
+        page.evaluate("() => dispatchEvent(new Event('beforeprint'))")
+        assert page.locator("details:not([open])").count() == 0
+        assert all(page.evaluate(COUNT_MARKS)), "drawn before the browser takes its picture"
+        page.evaluate("() => dispatchEvent(new Event('afterprint'))")
+        assert page.locator("main details[open]").count() == 0
+        assert seen.console_errors == []
 
 
 def test_policy_of_the_page_stops_what_a_notebook_smuggles_in(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def test_ranges_are_numbers_and_no_number_is_broken_into_lines() -> None:
         words=[False, False, True],
     )._repr_html_()
     assert '<td style="text-align: right; white-space: nowrap">8.51 to 15.1</td>' in html
-    assert '<td style="text-align: right">0.95x (0.87x to 1.02x)</td>' in html
+    assert '<td style="text-align: right; white-space: nowrap">0.95x (0.87x to 1.02x)</td>' in html
     assert '<td style="text-align: left">a to b</td>' in html
     assert '<th style="text-align: right">range</th>' in html
 
@@ -154,9 +154,40 @@ def test_a_frame_is_shown_by_the_names_of_its_columns() -> None:
     first = ["embedding forward", "1.5", "10.0%", "yes", "3", "12 B", "1.000"]
     assert shown.rows == [first, ["data", "2,000.2", "<0.1%", "no", "4,000", "1.00 GiB", NOTHING]]
     assert f'<span style="color: {COLOURS["data"]}">■</span> data' in shown._repr_html_()
-    chosen = show(frame, {"share": "of all", "time_ms": Column("took", "digits")}, most=1)
+    chosen = show(frame, {"share": "of all", "time_ms": Column("took", "digits")})
     assert isinstance(chosen, Table)
-    assert (chosen.columns, chosen.rows) == (["of all", "took (ms)"], [["10.0%", "1.50"]])
+    assert (chosen.columns, chosen.rows[0]) == (["of all", "took (ms)"], ["10.0%", "1.50"])
+
+
+def test_a_table_keeps_what_its_texts_round_off() -> None:
+    frame = pd.DataFrame(
+        {
+            "component": ["embedding", "data"],
+            "phase": ["forward", ""],
+            "name": ["at::native::" + "long_name_" * 9, "copy"],
+            "low_ms": [1.25, 10.0],
+            "high_ms": [2.123456789, math.nan],
+            "bytes": [12345678, 3],
+        }
+    )
+    html = show(frame)._repr_html_()
+    assert '<th style="text-align: left" data-column="part">part</th>' in html
+    assert 'data-column="low_ms,high_ms"' in html and 'data-value="1.25,2.123456789"' in html
+    assert 'data-value="10.0,"' in html, "what was not measured is empty"
+    assert f'data-value="at::native::{"long_name_" * 9}"' in html
+    assert 'data-value="12345678"' in html and 'data-value="copy"' not in html
+
+
+def test_rows_beyond_the_first_are_kept_and_counted() -> None:
+    def rows(count: int, **options: int) -> tuple[int, int, str]:
+        html = show(pd.DataFrame({"time_ms": range(count)}), **options)._repr_html_()
+        foot = html.partition("<tfoot>")[2]
+        return html.count("<td style="), html.count("<tr hidden>"), foot
+
+    assert rows(24) == (24, 0, ""), "a few more are shown as well"
+    shown, hidden, foot = rows(300)
+    assert (shown, hidden) == (200, 180) and "The first 20 of 300 rows" in foot
+    assert rows(40, most=30)[1] == 10
 
 
 def test_a_frame_without_rows_says_why() -> None:

@@ -26,7 +26,7 @@ from dlrm_workbook.runner.pages import (
     render_html,
 )
 from dlrm_workbook.runner.parameters import assigned_values, parameter_tables
-from dlrm_workbook.show.tables import Table
+from dlrm_workbook.show.tables import Quality, Table
 
 PIXEL = (
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR4nGP4"
@@ -160,7 +160,7 @@ def test_parameters_are_a_table_that_marks_what_was_changed(tmp_path: Path) -> N
             cell(source=injected, tags=["injected-parameters"]),
         )
     )
-    assert "injected by papermill" in text
+    assert text.count('class="parameters"') == 1
     row = r'<tr class="changed"[^>]*><th scope="row">count</th><td>7</td></tr>'
     assert re.search(row, text)
     assert "<td>A &lt;run&gt;</td>" in text
@@ -286,7 +286,7 @@ def test_policy_names_the_scripts_of_the_page_and_no_others(tmp_path: Path) -> N
         policy = re.findall(r"script-src ([^;]*);", text)[0]
         return policy, re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
 
-    for cells, count in (([new_markdown_cell("# T")], 1), ([cell(shown(figure()))], 3)):
+    for cells, count in (([new_markdown_cell("# T")], 2), ([cell(shown(figure()))], 4)):
         policy, scripts = policy_and_scripts(*cells)
         digests = [hashlib.sha256(script.encode()).digest() for script in scripts]
         hashes = [f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests]
@@ -389,19 +389,149 @@ def test_of_what_a_line_overwrote_only_the_last_is_shown(tmp_path: Path) -> None
     assert re.findall("<pre>(.*?)</pre>", text, re.DOTALL)[-1] == "b\nd"
 
 
+GPU = {"text/markdown": "*Not measured: the run used no GPU.*"}
+NUMBERS = {"text/html": Table(["part", "time (ms)"], [["a", "1"]])._repr_html_()}
+
+
+def words(text: str) -> str:
+    """What a reader reads of a page's main part, with code hidden."""
+    main = body(text).partition("<main")[2].partition("</main>")[0]
+    main = re.sub(r'<div class="code">.*?</div>\s', "", main, flags=re.DOTALL)
+    return " ".join(re.sub(r"<[^>]*>", " ", main).split())
+
+
 def test_a_section_says_once_why_it_has_no_figures(tmp_path: Path) -> None:
-    absent = {"text/markdown": "*Not measured: the run used no GPU.*"}
     other = {"text/markdown": "*Not measured: no samples.*"}
+    text = page(
+        tmp_path,
+        new_markdown_cell("## Kernels"),
+        cell(shown(GPU)),
+        cell(shown(GPU)),
+        cell(shown(other)),
+        cell(shown(NUMBERS)),
+    )
+    assert words(text).count("the run used no GPU") == words(text).count("no samples") == 1
+
+
+def test_sections_without_data_are_one_list_at_the_end(tmp_path: Path) -> None:
+    text = page(
+        tmp_path,
+        new_markdown_cell("## Kernels\n\nAbout kernels."),
+        cell(shown(GPU)),
+        cell(shown({"text/markdown": ""})),
+        new_markdown_cell("## Time\n\nAbout time."),
+        cell(shown(NUMBERS)),
+        new_markdown_cell("### Copies"),
+        cell(shown(GPU)),
+        new_markdown_cell("## Glossary"),
+    )
+    assert words(text).endswith(
+        "Glossary Not measured in this run The run used no GPU. Kernels · Copies"
+    )
+    assert "About kernels" not in text and "About time" in text
+    contents = re.findall(r'<li class="level-\d"><a href="#([^"]*)"', text)
+    assert contents == ["time", "glossary", "not-measured-in-this-run"]
+
+
+def test_headline_and_quality_stand_in_the_masthead_and_nowhere_else(tmp_path: Path) -> None:
+    quality = Quality("amber", "Another program used `0.2` cores.")._repr_mimebundle_()
     text = body(
         page(
             tmp_path,
-            new_markdown_cell("## Kernels"),
-            cell(shown(absent)),
-            cell(shown(absent)),
-            cell(shown(other)),
-            new_markdown_cell("## Copies"),
-            cell(shown(absent)),
+            new_markdown_cell("# Title\n\nWhat this is."),
+            new_markdown_cell("## Verdict"),
+            cell(shown({"text/markdown": "**Data** limits."}), shown(figure()), tags=["headline"]),
+            cell(shown(quality), tags=["quality"]),
+            cell(shown({Quality.MIME: {"level": "<b>", "sentence": "forged"}}), tags=["quality"]),
         )
     )
-    assert text.count("the run used no GPU") == 2, "once a section"
-    assert text.count("no samples") == 1
+    masthead, _, rest = text.partition("</header>")
+    order = [
+        "Title",
+        "What this is",
+        "<strong>Data</strong> limits",
+        'class="plot"',
+        "Use with care",
+    ]
+    places = [masthead.index(part) for part in order]
+    assert places == sorted(places)
+    assert 'class="quality amber"' in masthead and "<code>0.2</code> cores" in masthead
+    assert "limits" not in rest and "0.2" not in rest and "forged" not in text
+    with pytest.raises(ValueError, match="'blue', expected one of green"):
+        Quality("blue", "")
+
+
+def folds(text: str) -> list[str]:
+    return [
+        re.sub(r"<[^>]*>", "", line).strip()
+        for line in re.findall(r'<details class="fold"><summary>(.*?)</summary>', text, re.DOTALL)
+    ]
+
+
+def test_what_repeats_a_figure_or_is_a_detail_is_folded(tmp_path: Path) -> None:
+    titled = {FIGURE: {"data": [], "layout": {"title": {"text": "Times of <b>parts</b>"}}}}
+    text = page(
+        tmp_path,
+        new_markdown_cell("## A"),
+        cell(shown(NUMBERS)),
+        cell(shown(figure())),
+        cell(source="x = 1"),
+        cell(shown(NUMBERS)),
+        cell(shown(figure())),
+        cell(shown(NUMBERS), tags=["open"]),
+        cell(shown(figure())),
+        new_markdown_cell("## B"),
+        cell(shown(NUMBERS)),
+        cell(shown(titled), tags=["detail"]),
+        cell(shown({"text/markdown": "words"}), tags=["detail"]),
+    )
+    assert folds(text) == ["Numbers part · time (ms)", "Times of  parts", "Details"]
+
+
+def test_a_section_can_start_closed(tmp_path: Path) -> None:
+    text = page(
+        tmp_path,
+        new_markdown_cell("## More\n\nwords", metadata={"tags": ["details"]}),
+        new_markdown_cell("### Within"),
+        new_markdown_cell("## After"),
+    )
+    closed = re.findall(r'<details class="section">(.*?)</details>', text, re.DOTALL)
+    assert len(closed) == 1
+    assert 'id="more"' in closed[0] and 'id="within"' in closed[0] and "After" not in closed[0]
+
+
+def test_code_and_short_prints_hide_together_but_not_of_a_failure(tmp_path: Path) -> None:
+    def printed(lines: int) -> dict:
+        text = "".join(f"line {number} of {lines}\n" for number in range(lines))
+        return new_output("stream", name="stdout", text=text)
+
+    warning = new_output("stream", name="stderr", text="a warning\n")
+    error = new_output("error", ename="E", evalue="v", traceback=["t"])
+    text = page(tmp_path, cell(printed(2)), cell(printed(9)), cell(warning))
+    assert "of 2" not in words(text) and folds(text) == [
+        "Printed text, 9 lines",
+        "Messages, 1 line",
+    ]
+    assert "of 2" in words(page(tmp_path, cell(printed(2), error)))
+
+
+def test_cells_that_a_stopped_run_left_are_not_taken_for_measured(tmp_path: Path) -> None:
+    pending = {"papermill": {"status": "pending"}}
+    text = page(tmp_path, new_markdown_cell("## Later"), cell(**pending), run={"status": "failed"})
+    assert "The run ended before this. Later" in words(text)
+
+
+def test_a_page_links_to_the_runs_of_its_chain_that_are_there(tmp_path: Path) -> None:
+    here = tmp_path / "2026-11-22" / "120002-n-quick"
+    here.mkdir(parents=True)
+    for name in ("train", "profile"):
+        (here.parent / f"1-{name}").mkdir()
+    (here.parent / "1-train" / "train.html").touch()
+    (tmp_path / "index.html").touch()
+    chain = {"train": "../1-train", "profile": "../1-profile", "n": "."}
+    masthead = body(page(here, new_markdown_cell("# N"), run={"chain": chain})).partition("<main")[
+        0
+    ]
+    links = re.findall(r'<a href="(\.\.[^"]*)">(.*?)</a>', masthead)
+    assert links == [("../1-train/train.html", "train"), ("../../index.html", "all runs")]
+    assert '<span aria-current="page">n</span>' in masthead

@@ -53,7 +53,7 @@
   // what is folded away has no width to be drawn in
   function drawVisible() {
     for (const place of document.querySelectorAll("figure .plot")) {
-      if (drawn.has(place) || !place.offsetWidth) continue;
+      if (drawn.has(place) || !place.checkVisibility()) continue;
       // one figure that cannot be drawn must not take the others with it
       try {
         draw(place);

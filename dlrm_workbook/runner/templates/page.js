@@ -1,18 +1,39 @@
 "use strict";
+// Opens what is folded for links, for printing and on wide screens.
 (() => {
-  const codes = [...document.querySelectorAll("details.code")];
-  const all = document.getElementById("all-code");
-  if (codes.length) {
-    all.hidden = false;
-    all.addEventListener("click", () => {
-      const open = codes.some((code) => !code.open);
-      for (const code of codes) code.open = open;
-      all.textContent = open ? "Hide all code" : "Show all code";
-    });
+  const target = () => document.getElementById(decodeURIComponent(location.hash.slice(1)));
+
+  function reveal(element) {
+    for (let at = element?.closest("details"); at; at = at.parentElement.closest("details")) {
+      at.open = true;
+    }
   }
-  // on a narrow screen contents and parameters would push the report off the first view
-  if (window.matchMedia("(max-width: 68rem)").matches) {
+  function follow() {
+    const element = target();
+    reveal(element);
+    element?.scrollIntoView();
+  }
+  if (target()?.closest("details")) follow();
+  addEventListener("hashchange", follow);
+  // a link to where the reader is already changes no address
+  document.addEventListener("click", (event) => {
+    const address = event.target.closest?.("a")?.getAttribute("href") || "";
+    if (address.startsWith("#") && address === location.hash) follow();
+  });
+
+  let closed = [];
+  addEventListener("beforeprint", () => {
+    closed = [...document.querySelectorAll("main details:not([open])")];
+    for (const fold of closed) fold.open = true;
+    // the browser tells of what was opened only after it has printed
+    document.dispatchEvent(new Event("toggle"));
+  });
+  addEventListener("afterprint", () => {
+    for (const fold of closed) fold.open = false;
+  });
+
+  // on a narrow screen the contents would push the report off the first view
+  if (matchMedia("(max-width: 68rem)").matches) {
     document.querySelector(".contents details")?.removeAttribute("open");
-    document.querySelector("details.parameters")?.removeAttribute("open");
   }
 })();

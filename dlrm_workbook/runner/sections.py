@@ -1,0 +1,263 @@
+"""Where each cell of a notebook stands on its page: answer first, evidence, details folded.
+
+The masthead takes the cells tagged ``headline`` and ``quality`` and the run's parameters. The
+others stay in order, in sections that begin with a heading. Code and short prints are hidden until
+the reader asks for them; a table behind its figure is folded; a section tagged ``details`` starts
+closed; and a section in which nothing was measured goes to a list at the end.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from markupsafe import Markup
+
+NOTHING = Markup("")
+SHORT_PRINT = 3  # lines of printed text that are hidden with the code
+HEADING = re.compile(r'\s*<h(\d) id="([^"]*)">(.*?)</h\1>', re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Heading:
+    """A heading as the contents list shows it."""
+
+    level: int
+    text: str
+    anchor: str
+
+
+@dataclass
+class Output:
+    """One output of a cell: a figure's data, or HTML of some kind.
+
+    Attributes:
+        kind: ``figure``, ``html``, ``words``, ``image``, ``text``, ``printed``, ``stderr``,
+            ``progress``, ``quality`` or ``error``.
+        html: what is shown; of a figure its data as JSON.
+        label: of a figure the text in its place, of a quality line its level.
+        title: of a figure.
+        height: of a figure, in pixels.
+        lines: of text.
+    """
+
+    kind: str
+    html: Markup = NOTHING
+    anchor: str = ""
+    label: str = ""
+    title: str = ""
+    height: int = 0
+    lines: int = 0
+
+    @property
+    def hidden(self) -> bool:
+        """Whether only a reader who wants to see the code sees it."""
+        short = self.kind == "printed" and self.lines <= SHORT_PRINT
+        return short or self.kind == "progress"
+
+    @property
+    def folded(self) -> str:
+        """The line behind which it is folded; empty where it is not."""
+        kinds = {"printed": "Printed text", "stderr": "Messages"}
+        lines = "1 line" if self.lines == 1 else f"{self.lines} lines"
+        return f"{kinds[self.kind]}, {lines}" if self.kind in kinds else ""
+
+    @property
+    def is_table(self) -> bool:
+        """Whether it is a table of a notebook."""
+        return self.kind == "html" and "<table" in self.html
+
+    @property
+    def columns(self) -> str:
+        """Titles of a table's columns."""
+        titles = re.findall(r"<th\b[^>]*>(.*?)</th>", self.html.partition("</thead>")[0], re.DOTALL)
+        return " · ".join(Markup(title).striptags() for title in titles if title)
+
+
+@dataclass
+class Cell:
+    """A cell as the template wants it.
+
+    Attributes:
+        kind: ``code``, ``markdown``, or ``intro``, the one that holds the page's title.
+        html: of a markdown cell.
+        reason: why it shows nothing, where a sentence says so in its figure's place.
+        fold: the line behind which its outputs are folded; empty where they are not.
+    """
+
+    kind: str
+    html: Markup = NOTHING
+    code: Markup = NOTHING
+    took: str = ""
+    failed: bool = False
+    reason: Markup = NOTHING
+    fold: str = ""
+    tags: frozenset[str] = frozenset()
+    headings: list[Heading] = field(default_factory=list)
+    outputs: list[Output] = field(default_factory=list)
+    parameters: list[tuple[str, list[dict[str, Any]]]] = field(default_factory=list)
+
+    @property
+    def seen(self) -> list[Output]:
+        """The outputs that do not hide with the code; all of a cell that failed."""
+        return [output for output in self.outputs if self.failed or not output.hidden]
+
+    @property
+    def columns(self) -> str:
+        """Titles of its first table's columns."""
+        return next((output.columns for output in self.seen if output.is_table), "")
+
+    def starts(self) -> re.Match[str] | None:
+        """The heading with which a markdown cell begins."""
+        return HEADING.match(self.html) if self.kind == "markdown" else None
+
+
+@dataclass
+class Section:
+    """Cells below a heading; the first section of a page may have none.
+
+    Attributes:
+        level: of the heading, 0 without one.
+        title: the heading's HTML.
+        closed: whether it is folded until the reader opens it.
+        parts: cells and sections of lower headings, in order.
+    """
+
+    level: int = 0
+    title: Markup = NOTHING
+    anchor: str = ""
+    closed: bool = False
+    parts: list[Cell | Section] = field(default_factory=list)
+
+    def cells(self) -> Iterator[Cell]:
+        """All cells, those of sections within too."""
+        for part in self.parts:
+            if isinstance(part, Section):
+                yield from part.cells()
+            else:
+                yield part
+
+    def reasons(self) -> list[Markup]:
+        """Why there is nothing in it; empty where something is."""
+        shown = [
+            cell for cell in self.cells() if cell.kind == "code" and (cell.seen or cell.reason)
+        ]
+        return (
+            [] if any(not c.reason for c in shown) else list(dict.fromkeys(c.reason for c in shown))
+        )
+
+
+@dataclass
+class Plan:
+    """What the template shows, from the top down.
+
+    Attributes:
+        intro: text of the cell with the title.
+        absent: reason to the titles of the sections that are left out for it.
+    """
+
+    intro: Markup
+    headline: list[Output]
+    quality: list[Output]
+    parameters: list[tuple[str, list[dict[str, Any]]]]
+    body: Section
+    contents: list[Heading]
+    absent: dict[Markup, list[Markup]]
+    failed: bool
+    has_code: bool
+
+
+def arrange(cells: Iterable[Cell]) -> Plan:
+    """Cells of a notebook in the order of its page."""
+    cells = list(cells)
+    intro = _cut_intro(cells)
+    masthead: dict[str, list[Output]] = {"headline": [], "quality": []}
+    for cell in cells:
+        for place in masthead.keys() & cell.tags:
+            if not cell.failed:
+                masthead[place] += cell.seen
+                cell.outputs = [output for output in cell.outputs if output.hidden]
+                cell.headings = []
+    body = _sections(cells)
+    _fold(body)
+    absent: dict[Markup, list[Markup]] = {}
+    _leave_out(body, absent)
+    code = [cell for cell in body.cells() if cell.kind == "code"]
+    return Plan(
+        intro=intro,
+        headline=masthead["headline"],
+        quality=masthead["quality"],
+        parameters=next((cell.parameters for cell in reversed(cells) if cell.parameters), []),
+        body=body,
+        contents=[heading for cell in body.cells() for heading in cell.headings],
+        absent=absent,
+        failed=any(cell.failed for cell in code),
+        has_code=bool(code),
+    )
+
+
+def _cut_intro(cells: list[Cell]) -> Markup:
+    """The text between the page's title and the next heading, taken out of its cell."""
+    cell = next((cell for cell in cells if cell.kind == "intro"), None)
+    if cell is None:
+        return NOTHING
+    heading = HEADING.search(cell.html)
+    end = heading.start() if heading else len(cell.html)
+    intro, cell.html = Markup(cell.html[:end].strip()), Markup(cell.html[end:])
+    cell.kind = "markdown"
+    return intro
+
+
+def _sections(cells: Iterable[Cell]) -> Section:
+    """The cells by the headings that markdown cells begin with."""
+    body = Section()
+    path = [body]
+    for cell in cells:
+        start = cell.starts()
+        if start:
+            level = int(start[1])
+            while path[-1].level >= level:
+                path.pop()
+            section = Section(level, Markup(start[3]), start[2], "details" in cell.tags)
+            path[-1].parts.append(section)
+            path.append(section)
+            cell.html = Markup(cell.html[start.end() :].strip())
+        path[-1].parts.append(cell)
+    return body
+
+
+def _fold(section: Section) -> None:
+    """Fold what is tagged, and tables that stand right behind a figure of their section."""
+    behind_figure = False
+    for part in section.parts:
+        if isinstance(part, Section):
+            _fold(part)
+            behind_figure = False
+            continue
+        shown = part.seen
+        if part.kind == "markdown":
+            behind_figure = False
+        if not shown or part.failed:
+            continue
+        tables = all(output.is_table for output in shown)
+        figure = next((output for output in shown if output.kind == "figure"), None)
+        if (tables and behind_figure and "open" not in part.tags) or "detail" in part.tags:
+            part.fold = figure.title if figure else "Numbers" if tables else "Details"
+        behind_figure = figure is not None or (tables and behind_figure)
+
+
+def _leave_out(section: Section, absent: dict[Markup, list[Markup]]) -> None:
+    """Take out the sections in which nothing was measured, and note them by their reasons."""
+    kept: list[Cell | Section] = []
+    for part in section.parts:
+        reasons = part.reasons() if isinstance(part, Section) else []
+        if isinstance(part, Section) and reasons:
+            for reason in reasons:
+                absent.setdefault(reason, []).append(part.title)
+            continue
+        if isinstance(part, Section):
+            _leave_out(part, absent)
+        kept.append(part)
+    section.parts = kept
