@@ -35,7 +35,9 @@ class RunFolder:
         path: absolute path of the folder.
         record: content of run.json: ``notebook``, ``status``, ``parameters``,
             ``versions``, ``machine``, ``command``, ``started``, ``seconds``,
-            ``artifacts``, and ``error`` (and ``failing_cell``) of a run that failed. A status
+            ``artifacts``, ``chain`` (notebooks that ran together to their folders, seen from
+            this one), ``headline`` and ``quality`` where the notebook says them, and ``error``
+            (and ``failing_cell``) of a run that failed. A status
             is ``running``, ``finished``, ``failed`` or ``interrupted``.
     """
 

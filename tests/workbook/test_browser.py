@@ -182,7 +182,7 @@ def test_links_and_printing_open_closed_sections(tables: Path) -> None:
         page.get_by_role("link", name="Few").click()
         wait_for_marks(page, 1)
         assert page.locator("details.section[open]").count() == 1
-    with open_page(tables.as_uri() + "#few") as (page, _):
+    with open_page(f"{tables.as_uri()}#few", tables.as_uri()) as (page, _):
         wait_for_marks(page, 1)
     with open_page(tables.as_uri()) as (page, seen):
         page.evaluate("() => dispatchEvent(new Event('beforeprint'))")

@@ -133,7 +133,12 @@ def test_a_thousand_runs_are_listed_quickly(tmp_path: Path) -> None:
 @pytest.mark.browser
 def test_the_list_is_sorted_and_filtered_in_a_browser(tmp_path: Path) -> None:
     for number in range(12):
-        make_run(tmp_path, f"12000{number % 10}-train-quick{number}", seconds=100.0 - number)
+        make_run(
+            tmp_path,
+            f"1200{number:02}-train-quick",
+            preset=f"quick{number}",
+            seconds=100.0 - number,
+        )
     url = write_index(tmp_path).as_uri()
     for width in (1400, 420):
         with open_page(url, viewport={"width": width, "height": 900}) as (page, seen):

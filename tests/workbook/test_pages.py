@@ -379,7 +379,7 @@ def test_an_empty_table_adds_nothing_to_the_reason_before_it(tmp_path: Path) -> 
             cell(shown(empty)),
         )
     )
-    assert text.count("no iterations") == 1
+    assert text.count("No iterations") == 1
     assert text.count("Nothing to list") == 1, "only where nothing else says so"
 
 

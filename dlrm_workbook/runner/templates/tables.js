@@ -97,23 +97,26 @@
       more.textContent = limit === Infinity ? "Show fewer" : `Show ${all} rows`;
     }
 
+    // numbers, and at most dashes between them
+    function isNumeric(at) {
+      const cells = original.map((row) => row.cells[at]);
+      const words = cells.filter((cell) => isNaN(number(cell)));
+      return words.length < cells.length && !words.some((cell) => /\p{L}/u.test(exact(cell)));
+    }
+
     function sort(at, order) {
       for (const cell of head.cells) cell.removeAttribute("aria-sort");
       let rows = original;
       if (order) {
         head.cells[at].setAttribute("aria-sort", order);
         const sign = order === "ascending" ? 1 : -1;
-        const keys = new Map(original.map((row) => [row, number(row.cells[at])]));
-        const measured = original.filter((row) => !isNaN(keys.get(row)));
-        const isNumeric = measured.length > 0 && original.every((row) =>
-          !isNaN(keys.get(row)) || !/\p{L}/u.test(exact(row.cells[at])));
+        const key = (row) => number(row.cells[at]);
         const text = (row) => row.cells[at].textContent.trim();
         // what has no value stands last in both directions
-        rows = isNumeric
-          ? [...measured.sort((a, b) => sign * (keys.get(a) - keys.get(b))),
-             ...original.filter((row) => isNaN(keys.get(row)))]
+        rows = isNumeric(at)
+          ? [...original.filter((row) => !isNaN(key(row))).sort((a, b) => sign * (key(a) - key(b))),
+             ...original.filter((row) => isNaN(key(row)))]
           : [...original].sort((a, b) => sign * text(a).localeCompare(text(b)));
-        head.cells[at].dataset.numeric = isNumeric;
       }
       body.append(...rows);
       update();
@@ -129,8 +132,7 @@
       button.addEventListener("click", () => {
         const now = cell.getAttribute("aria-sort");
         // numbers are asked for the largest first, words from A
-        const isNumber = !isNaN(number(original[0].cells[at]));
-        const [one, two] = isNumber ? ["descending", "ascending"] : ["ascending", "descending"];
+        const [one, two] = isNumeric(at) ? ["descending", "ascending"] : ["ascending", "descending"];
         sort(at, now === null ? one : now === one ? two : null);
       });
       cell.append(button);
