@@ -27,14 +27,28 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         InputError: the folder cannot be written.
     """
+    with whole_file(path) as file:
+        file.write(text.encode())
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[IO[bytes]]:
+    """A new file that appears only when whole, in the place of an old one: fill what is yielded.
+
+    It lies hidden beside ``path``, is brought to disk and renamed at the end; after an error it
+    is removed.
+
+    Raises:
+        InputError: the folder cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:
         raise InputError(f"{path}: cannot be written: {error.strerror}") from None
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         # mkstemp makes files for the owner alone; results are for the group as well

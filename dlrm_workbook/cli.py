@@ -185,9 +185,24 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
         "path",
         metavar="PATH",
         help="a run folder, a recording, an HPCToolkit database, a Chrome trace of "
-        "torch.profiler, or a folder or archive of the traces of several ranks",
+        "torch.profiler, a folder or archive of the traces of several ranks, or latest: the newest "
+        "profile run",
     )
     _print_json(parser)
+
+
+def _export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "path", metavar="RECORDING", help="as of dlrm inspect; latest: the newest profile run"
+    )
+    parser.add_argument(
+        "--to",
+        choices=("perfetto", "speedscope"),
+        required=True,
+        help="perfetto: the timeline, for ui.perfetto.dev; speedscope: the call tree, for "
+        "www.speedscope.app",
+    )
+    parser.add_argument("output", metavar="FILE", help="a file that ends in .json or .json.gz")
 
 
 def _print_json(parser: argparse.ArgumentParser) -> None:
@@ -227,6 +242,12 @@ SUBCOMMANDS = (
         "what a recording of any kind holds",
         _inspect,
         "dlrm_workbook.analysis.inspect:command_inspect",
+    ),
+    Subcommand(
+        "export",
+        "a recording of any kind for ui.perfetto.dev or www.speedscope.app",
+        _export,
+        "dlrm_workbook.analysis.export:command_export",
     ),
     Subcommand(
         "bench",

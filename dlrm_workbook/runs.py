@@ -26,6 +26,9 @@ from dlrm_workbook.machine import REPOSITORY, machine_facts, versions
 NOTEBOOKS = REPOSITORY / "notebooks"
 DEFAULT_OUTPUT_ROOT = REPOSITORY / "outputs"
 
+LATEST = "latest"
+"""What a user types for the newest run instead of its folder."""
+
 
 @dataclass
 class RunFolder:
@@ -149,17 +152,44 @@ def _claim(day: Path, stem: str) -> Path:
             return path
 
 
-def finished_runs(output_root: str | os.PathLike[str], notebook: str) -> list[Path]:
-    """Folders of the finished runs of a notebook, the newest first.
+def named_run(
+    place: str | os.PathLike[str],
+    notebook: str,
+    output_root: str | os.PathLike[str] = DEFAULT_OUTPUT_ROOT,
+    *,
+    finished: bool = True,
+) -> Path:
+    """What a user named as a run folder or recording; ``latest`` is the newest run of a notebook.
 
-    Only run.json counts: folders of runs that are going on, failed, were
-    interrupted or killed, and folders without a readable run.json, are passed over.
+    Args:
+        place: a path, or :data:`LATEST`.
+        notebook: whose newest run is meant.
+        finished: whether it must have finished, or must not.
+
+    Raises:
+        InputError: there is no such run in ``output_root``.
+    """
+    if str(place) != LATEST:
+        return Path(place)
+    run = latest_run(output_root, notebook, finished=finished)
+    if run is None:
+        state = "finished" if finished else "unfinished"
+        raise InputError(f"{LATEST}: there is no {state} run of {notebook} in {output_root}")
+    return run
+
+
+def runs_of(
+    output_root: str | os.PathLike[str], notebook: str, *, finished: bool = True
+) -> list[Path]:
+    """Folders of the runs of a notebook that have finished (or have not), the newest first.
+
+    Only run.json counts: folders without a readable one are passed over.
     """
     found: list[tuple[datetime, Path]] = []
     for run_json in Path(output_root).expanduser().absolute().glob("*/*/run.json"):
         try:
             record = json.loads(run_json.read_text(encoding="utf-8"))
-            if record["status"] != "finished" or record["notebook"] != notebook:
+            if record["notebook"] != notebook or (record["status"] == "finished") != finished:
                 continue
             started = datetime.fromisoformat(record["started"]).astimezone()
         except (OSError, ValueError, KeyError, TypeError):
@@ -169,6 +199,8 @@ def finished_runs(output_root: str | os.PathLike[str], notebook: str) -> list[Pa
     return [folder for _, folder in sorted(found, reverse=True)]
 
 
-def latest_run(output_root: str | os.PathLike[str], notebook: str) -> Path | None:
-    """Folder of the newest finished run of a notebook, or None."""
-    return next(iter(finished_runs(output_root, notebook)), None)
+def latest_run(
+    output_root: str | os.PathLike[str], notebook: str, *, finished: bool = True
+) -> Path | None:
+    """Folder of the newest run of a notebook that has finished (or has not), or None."""
+    return next(iter(runs_of(output_root, notebook, finished=finished)), None)

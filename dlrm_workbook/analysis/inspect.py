@@ -17,6 +17,7 @@ from dlrm_workbook.analysis.attribution import host_time, in_step_order, step_co
 from dlrm_workbook.recordings.open import COMMUNICATION, Recording, open_recording, union_ns
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.chrome_trace import GRAPH_LAUNCH
+from dlrm_workbook.runs import named_run
 
 SUMMED = (
     *("threads", "streams", "gpu_time_ms", "kernels", "communication_kernels", "copies"),
@@ -210,7 +211,7 @@ def _summed(rows: pd.DataFrame) -> tuple[list[Any], float | None]:
 
 def command_inspect(arguments: argparse.Namespace) -> int:
     """``dlrm inspect PATH``: print what a recording holds."""
-    recording = open_recording(arguments.path)
+    recording = open_recording(named_run(arguments.path, "profile"))
     found = inspect(recording)
     if arguments.json:
         print(json.dumps(plain(found), indent=1))

@@ -19,7 +19,7 @@ from dlrm_workbook.ledger import require_same
 from dlrm_workbook.processes import only_process
 from dlrm_workbook.runner.parameters import split_overrides
 from dlrm_workbook.runner.run import CHAIN, Plan, RunError, run_notebooks
-from dlrm_workbook.runs import DEFAULT_OUTPUT_ROOT, RunFolder, claim_run_folder
+from dlrm_workbook.runs import DEFAULT_OUTPUT_ROOT, RunFolder, claim_run_folder, named_run
 from dlrm_workbook.studies.sweep.plan import PointFailed, Sweep, describe_failures, sweep_points
 
 RESUMABLE = {"compare": "comparison", "scaling": "measurement"}
@@ -95,9 +95,12 @@ def resume_notebook(arguments: Any, parameters: Parameters, own: Mapping[str, st
     """
     name = arguments.notebook
     plan = Plan.of([name], own)
+    root = DEFAULT_OUTPUT_ROOT if arguments.output_root is None else arguments.output_root
+    plan.locate(Path(root))
     plan.check(parameters)
     given = plan.given(name, parameters, {})
-    place = Path(arguments.resume).expanduser().absolute()
+    named = named_run(arguments.resume, name, root, finished=False)
+    place = named.expanduser().absolute()
     record = unfinished_record(place, name, given)
     with only_process(place / "rounds"):
         pass  # nobody measures here: the process that began is gone, and its kernel too
@@ -148,7 +151,9 @@ def run_sweep(
     if names == ("bottlenecks",):
         raise InputError("a sweep of bottlenecks has nothing to explain; sweep all, or profile")
     points = sweep_points(parameters)
+    root = DEFAULT_OUTPUT_ROOT if arguments.output_root is None else arguments.output_root
     plan = Plan.of(names, own)
+    plan.locate(Path(root))
     for point in points:
         try:
             plan.check(point.parameters)
@@ -157,11 +162,10 @@ def run_sweep(
     summary = Plan.of([SUMMARY], {})
     typed = shlex.join(arguments.argv)
     if arguments.resume:
-        sweep = Sweep.open(Path(arguments.resume))
+        sweep = Sweep.open(named_run(arguments.resume, SUMMARY, root, finished=False))
         sweep.require_same(parameters, names, own)
         folder = RunFolder.reopen(sweep.folder, read_json(sweep.folder / "run.json"))
     else:
-        root = DEFAULT_OUTPUT_ROOT if arguments.output_root is None else arguments.output_root
         given = parameters.to_sections() | {"sweep": dict(parameters.sweep)}
         folder = claim_run_folder(root, SUMMARY, parameters.preset, parameters=given, command=typed)
         sweep = Sweep.begin(folder.path, parameters, names, own, typed)

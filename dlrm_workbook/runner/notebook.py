@@ -26,8 +26,8 @@ from dlrm_workbook.runs import (
     DEFAULT_OUTPUT_ROOT,
     RunFolder,
     claim_run_folder,
-    finished_runs,
     latest_run,
+    runs_of,
 )
 from dlrm_workbook.samples import SAMPLE, sample_profile
 
@@ -113,7 +113,7 @@ def recordings(output_folder: str = "", output_root: str = "") -> pd.DataFrame:
     """
     given = Path(output_folder).expanduser().absolute() if output_folder else None
     rows = []
-    for folder in finished_runs(_root_and_status(given, output_root)[0], "profile"):
+    for folder in runs_of(_root_and_status(given, output_root)[0], "profile"):
         record = read_json(folder / "run.json")
         title = (record.get("parameters") or {}).get("title", "")
         rows.append((folder.name, title, record.get("preset"), record["started"], str(folder)))

@@ -39,10 +39,17 @@ from dlrm_workbook.runs import (
     NOTEBOOKS,
     RunFolder,
     claim_run_folder,
+    named_run,
 )
 
 CHAIN = ("train", "profile", "bottlenecks")
 """What ``all`` runs, in this order."""
+
+PLACES = frozenset(
+    {"profile_run", "train_run", "host_run", "other_run", "runs"}
+    | {"record", "results", "stability", "against", "peer", "sweep_folder"}
+)
+"""Notebooks' own parameters that name files or folders, which must be there."""
 
 INPUT_ERRORS = ("InputError", "MissingToolError")
 
@@ -102,10 +109,11 @@ def run_notebooks(
     for_sections, own = split_overrides(overrides)
     parameters = load_parameters(parameters_file, for_sections)
     plan = Plan.of(names, own, notebooks or NOTEBOOKS)
+    root = Path(DEFAULT_OUTPUT_ROOT if output_root is None else output_root)
+    plan.locate(root)
     typed_own = {key: value for values in plan.own.values() for key, value in values.items()}
     preset = parameters.preset if parameters_file is not None else recording_name(names, typed_own)
     plan.check(parameters)
-    root = Path(DEFAULT_OUTPUT_ROOT if output_root is None else output_root)
     typed = shlex.join(command or sys.argv)
     done: dict[str, RunFolder] = {}
     try:
@@ -210,6 +218,26 @@ class Plan:
         paths = {name: find_notebook(name, notebooks or NOTEBOOKS) for name in names}
         declared = {name: declared_parameters(path) for name, path in paths.items()}
         return cls(paths, declared, own_parameters(own, declared))
+
+    def locate(self, root: Path) -> None:
+        """Put run folders in place of ``latest``.
+
+        Args:
+            root: where the newest run is looked for.
+
+        Raises:
+            InputError: what a parameter names is not there.
+        """
+        for own in self.own.values():
+            for key in PLACES & own.keys():
+                notebook = key.removesuffix("_run")
+                notebook = notebook if notebook in CHAIN else "profile"
+                given = own[key] if isinstance(own[key], list) else [own[key]]
+                places = [str(named_run(str(place), notebook, root)) for place in given if place]
+                for place in places:
+                    if not Path(place).expanduser().exists():
+                        raise InputError(f"-p {key}={place}: there is no such file or folder")
+                own[key] = places if isinstance(own[key], list) else "".join(places)
 
     def check(self, parameters: Parameters) -> None:
         """Refuse a ``change`` that these parameters cannot take, before anything runs.

@@ -128,7 +128,7 @@ def test_only_the_same_unfinished_comparison_is_gone_on_with(tmp_path: Path) -> 
             unfinished_record(folder.path, "compare", other)
     typed = Namespace(
         file=str(file), parameter=["change.training.batch_size=4"], cell_timeout=60,
-        resume=str(folder.path), argv=["dlrm"], notebook="compare",
+        resume=str(folder.path), argv=["dlrm"], notebook="compare", output_root=None,
     )  # fmt: skip
     with pytest.raises(InputError, match="begun with"):
         command_run(typed)

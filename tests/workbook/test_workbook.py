@@ -23,8 +23,8 @@ from dlrm_workbook.machine import REPOSITORY
 from dlrm_workbook.runner import engine as notebook_engine
 from dlrm_workbook.runner import run as workbook
 from dlrm_workbook.runner.parameters import declared_parameters
-from dlrm_workbook.runner.run import CHAIN, RunError, recording_name, run_notebooks
-from dlrm_workbook.runs import NOTEBOOKS, claim_run_folder, latest_run
+from dlrm_workbook.runner.run import CHAIN, Plan, RunError, recording_name, run_notebooks
+from dlrm_workbook.runs import NOTEBOOKS, claim_run_folder, latest_run, named_run
 
 OURS = sorted(NOTEBOOKS.glob("*.ipynb"))
 
@@ -313,6 +313,22 @@ def test_runs_of_one_second_do_not_collide(tmp_path: Path) -> None:
         "174501-train-a_b_c-2",
         "174501-train-a_b_c-3",
     ]
+
+
+def test_latest_stands_for_a_run_folder(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = Plan.of(["bottlenecks"], {"profile_run": "latest"})
+    with pytest.raises(InputError, match="latest: there is no finished run of profile in"):
+        plan.locate(place)
+    run = claim_run_folder(place, "profile", "p", parameters={}, command="")
+    assert named_run("latest", "profile", place, finished=False) == run.path
+    run.close("finished")
+    plan.locate(place)
+    assert plan.own["bottlenecks"]["profile_run"] == str(run.path)
+    compare = Plan.of(["compare"], {"runs": f"[latest, {run.path}]"})
+    compare.locate(place)
+    assert compare.own["compare"]["runs"] == [str(run.path), str(run.path)]
+    with pytest.raises(InputError, match=r"-p profile_run=\S*gone: there is no such file"):
+        Plan.of(["bottlenecks"], {"profile_run": str(place / "gone")}).locate(place)
 
 
 def test_latest_run_takes_only_whole_finished_runs(tmp_path: Path) -> None:

@@ -1,0 +1,238 @@
+"""``dlrm export``: a recording for other people's viewers.
+
+``perfetto`` is a Chrome trace (JSON), as ui.perfetto.dev and chrome://tracing open it: every span
+of every thread and GPU stream with its part and phase, and the iterations in a row of their own.
+Format: the "Trace Event Format" document of the Chromium project.
+
+``speedscope`` is a call tree with the time in each call, as www.speedscope.app opens it: whole
+recordings, also of tools that keep no order of events. Format:
+https://www.speedscope.app/file-format-schema.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import io
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from dlrm_core.errors import InputError
+from dlrm_core.files import whole_file
+from dlrm_core.parts import part_label
+from dlrm_workbook.analysis.context_tree import missing_reason
+from dlrm_workbook.recordings.open import open_recording
+from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.runs import named_run
+
+DEEPEST = 100
+"""Callers shown of a sample, the innermost ones; Python frameworks nest deeper than one reads."""
+
+SPEEDSCOPE = "https://www.speedscope.app/file-format-schema.json"
+
+TIMES = ("cpu_time_ms", "gpu_time_ms")
+
+
+def perfetto(ranks: dict[int, Profile]) -> Iterator[dict[str, Any]]:
+    """Events of a Chrome trace, one process a rank, one thread a CPU thread or GPU stream.
+
+    Args:
+        ranks: rank to its profile; a recording of one process has rank 0.
+
+    Yields:
+        Complete events (``ph: X``) with ``ts`` and ``dur`` in µs from the first one of the rank,
+        and metadata with the names of threads. Of a sampled recording, equal callers of
+        neighbouring samples are one event, so that call paths read as in a traced one.
+    """
+    for rank, profile in ranks.items():
+        yield _named("process_name", rank, 0, f"rank {rank}" if len(ranks) > 1 else "recording")
+        yield _named("thread_name", rank, 0, "iterations")
+        trace = profile.trace
+        begin = int(trace["start_ns"].min()) if len(trace) else 0
+        for row in profile.iterations.itertuples():
+            yield _event(rank, 0, f"iteration {row.iteration}", row.start_ns, row.end_ns, begin)
+        contexts = profile.contexts
+        names, kinds = contexts["name"].tolist(), contexts["kind"].tolist()
+        parts = [
+            part_label(component, phase)
+            for component, phase in zip(contexts["component"], contexts["phase"], strict=True)
+        ]
+        shapes = contexts["shapes"].tolist()
+        sampled = profile.meta.get("engine") == "hpctoolkit"
+        for thread in profile.threads.itertuples():
+            lane = int(thread.profile) + 1  # 0 has the iterations
+            yield _named("thread_name", rank, lane, str(thread.name))
+            rows = trace[trace["profile"] == thread.profile].sort_values(["start_ns", "depth"])
+            # the callers of a kernel are on the thread that launched it
+            by_calls = sampled and thread.kind == "cpu_thread"
+            spans = _flame(profile, rows) if by_calls else _as_they_are(rows)
+            for context, start, end in spans:
+                said = {"part": parts[context], "kind": kinds[context]}
+                if shapes[context]:
+                    said["shapes"] = shapes[context]
+                yield _event(rank, lane, names[context], start, end, begin, said)
+
+
+def _named(what: str, rank: int, lane: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": rank, "tid": lane, "args": {"name": name}}
+
+
+def _event(
+    rank: int,
+    lane: int,
+    name: str,
+    start_ns: int,
+    end_ns: int,
+    begin_ns: int,
+    said: dict[str, str] | None = None,
+) -> dict[str, Any]:
+    times = {"ts": (start_ns - begin_ns) / 1e3, "dur": (end_ns - start_ns) / 1e3}
+    return {"ph": "X", "name": name, "pid": rank, "tid": lane, **times, "args": said or {}}
+
+
+def _as_they_are(rows: Any) -> Iterator[tuple[int, int, int]]:
+    columns = (rows[name].tolist() for name in ("context", "start_ns", "end_ns"))
+    yield from zip(*columns, strict=True)
+
+
+def _flame(profile: Profile, rows: Any) -> Iterator[tuple[int, int, int]]:
+    """(context, start_ns, end_ns) of samples and all their callers; outer ones end last."""
+    parent = profile.contexts["parent"].to_numpy()
+    kinds = profile.contexts["kind"].to_numpy()
+    paths: dict[int, list[int]] = {}
+
+    def path_of(context: int) -> list[int]:
+        if context not in paths:
+            path, at = [], context
+            while at >= 0:
+                if kinds[at] not in ("root", "thread"):
+                    path.append(at)
+                at = int(parent[at])
+            paths[context] = path[:DEEPEST][::-1]
+        return paths[context]
+
+    open_calls: list[tuple[int, int]] = []  # context and when it began, outermost first
+    ended = 0
+    for context, start, end in _as_they_are(rows):
+        path = path_of(context)
+        same = 0
+        if start <= ended:  # the call goes on only where nothing lies between
+            pairs = zip(open_calls, path, strict=False)
+            same = next((i for i, (was, now) in enumerate(pairs) if was[0] != now), -1)
+            same = min(len(open_calls), len(path)) if same < 0 else same
+        for call, began in reversed(open_calls[same:]):
+            yield call, began, ended
+        open_calls = open_calls[:same] + [(call, start) for call in path[same:]]
+        ended = end
+    for call, began in reversed(open_calls):
+        yield call, began, ended
+
+
+def speedscope(ranks: dict[int, Profile], name: str) -> dict[str, Any]:
+    """A speedscope document with one profile for each rank and kind of time.
+
+    Args:
+        ranks: rank to its profile.
+        name: of the document.
+
+    Raises:
+        InputError: no time was measured.
+    """
+    frames: list[dict[str, Any]] = []
+    numbers: dict[tuple[str, str, int], int] = {}
+    profiles = []
+    for rank, profile in ranks.items():
+        contexts = profile.contexts
+        parent = contexts["parent"].to_numpy()
+        numbered = []
+        columns = (contexts[column] for column in ("name", "file", "line"))
+        for key in zip(*columns, strict=True):
+            if key not in numbers:
+                numbers[key] = len(frames)
+                frame = {"name": str(key[0])}
+                if key[1]:
+                    frame |= {"file": key[1]} | ({"line": int(key[2])} if key[2] > 0 else {})
+                frames.append(frame)
+            numbered.append(numbers[key])
+        for metric in TIMES:
+            if not profile.has(metric):
+                continue
+            own = profile.value_table(metric).to_numpy()
+            samples, weights = [], []
+            for context in np.flatnonzero(own > 0).tolist():
+                stack, at = [], context
+                while at >= 0:
+                    stack.append(numbered[at])
+                    at = int(parent[at])
+                samples.append(stack[::-1])
+                weights.append(float(own[context]))
+            which = f"rank {rank}, " if len(ranks) > 1 else ""
+            profiles.append(
+                {
+                    "type": "sampled",
+                    "name": f"{which}{'GPU' if metric.startswith('gpu') else 'CPU'} time",
+                    "unit": "milliseconds",
+                    "startValue": 0,
+                    "endValue": sum(weights),
+                    "samples": samples,
+                    "weights": weights,
+                }
+            )
+    if not profiles:
+        raise InputError(f"{name}: holds no times: {missing_reason(profile, TIMES, 'none')}")
+    shared = {"frames": frames}
+    return {"$schema": SPEEDSCOPE, "name": name, "shared": shared, "profiles": profiles}
+
+
+# ---- the command ----------------------------------------------------------------------
+
+
+def command_export(arguments: argparse.Namespace) -> int:
+    """``dlrm export RECORDING --to FORMAT FILE``: the last line is the file."""
+    target = Path(arguments.output).expanduser()
+    suffixes = (".json", ".json.gz")
+    if not target.name.endswith(suffixes):
+        raise InputError(f"{target}: expected a file that ends in {' or '.join(suffixes)}")
+    recording = open_recording(named_run(arguments.path, "profile"))
+    ranks = recording.ranks or {recording.rank or 0: recording.profile}
+    write = {"perfetto": _write_perfetto, "speedscope": _write_speedscope}[arguments.to]
+    with whole_file(target) as file:
+        if target.name.endswith(".gz"):
+            # no name and time in the file, so that equal recordings make equal files
+            with gzip.GzipFile("", "wb", compresslevel=6, fileobj=file, mtime=0) as packed:
+                _as_text(packed, write, ranks, str(arguments.path))
+        else:
+            _as_text(file, write, ranks, str(arguments.path))
+    print(target)
+    return 0
+
+
+Writer = Callable[[IO[str], dict[int, Profile], str], None]
+
+
+def _as_text(file: Any, write: Writer, ranks: dict[int, Profile], name: str) -> None:
+    text = io.TextIOWrapper(file, encoding="utf-8", write_through=False)
+    write(text, ranks, name)
+    text.flush()
+    text.detach()
+
+
+def _write_perfetto(file: IO[str], ranks: dict[int, Profile], name: str) -> None:
+    if all(profile.trace.empty for profile in ranks.values()):
+        why = missing_reason(next(iter(ranks.values())), ("trace",), "it has no order of events")
+        raise InputError(f"{name}: holds no timeline ({why}); --to speedscope needs none")
+    file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+    before = ""
+    for event in perfetto(ranks):
+        file.write(before + json.dumps(event))
+        before = ",\n"
+    file.write("\n]}\n")
+
+
+def _write_speedscope(file: IO[str], ranks: dict[int, Profile], name: str) -> None:
+    json.dump(speedscope(ranks, Path(name).name), file)
+    file.write("\n")
