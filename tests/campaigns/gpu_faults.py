@@ -683,7 +683,8 @@ def _correlation(trace: Trace, row: int) -> Any:
 def names(fault: Fault, finding: dict[str, Any], **where: str) -> bool:
     """Whether a finding names the fault."""
     head = f"{finding['id']} {finding['title']}"
-    text = f"{head} {finding['evidence']} {finding['advice']} {finding['component']}"
+    advice = finding["advice"] if fault.advice_counts else ""
+    text = f"{head} {finding['evidence']} {advice} {finding['component']}"
     if fault.unless and re.search(fault.unless, head, re.IGNORECASE):
         return False
     return any(

@@ -44,6 +44,8 @@ class Fault:
     held_out: bool = False
     unless: str = ""
     """Pattern of ids and titles that name something else."""
+    advice_counts: bool = True
+    """Whether advice, which may list parts to change that are not at fault, can tell where."""
     delay: Delay | None = None
     """What holds up one rank, where the recording is of several."""
 

@@ -7,6 +7,8 @@ so once: run it when rules have been mended by set B, and put what it shows on r
 
 from __future__ import annotations
 
+from functools import partial
+
 from database_edits import DatabaseCopy
 from gpu_kinds import (
     DLRM,
@@ -147,66 +149,59 @@ def slow_update(database: DatabaseCopy, draw: Draw, loss: float) -> str:
     return f"the optimiser takes {database.stretch_function('step', loss):.0f} times as long"
 
 
+sealed = partial(Fault, held_out=True, advice_counts=False)
+
 FAULTS = {
-    "polling": Fault(
+    "polling": sealed(
         polling,
         ("bert", *DLRM, "resnet"),
         ((r"idle|idles|synchron|host|wait|poll", r"EventQuery|poll"),),
-        held_out=True,
         unless=r"launch_bound|cop(y|ies)\b|communicat",
     ),
-    "lookups_on_host": Fault(
+    "lookups_on_host": sealed(
         lookups_on_host,
         DLRM,
         ((IDLE, r"mbedding"), (r"embedding", r"host|CPU|idle")),
-        held_out=True,
         unless=ELSEWHERE,
     ),
-    "casts": Fault(
+    "casts": sealed(
         casts,
         (*DLRM, "resnet", "bert*8"),
         ((r"conver|cast|kernel|heavy_copy|memory|foreign", r"copy_kernel|_to_copy|cast|conver"),),
-        held_out=True,
         unless=r"launch_bound|gpu_idle|pageable|copies_not",
     ),
-    "sorted_indices": Fault(
+    "sorted_indices": sealed(
         sorted_indices,
         DLRM,
         ((r"kernel|sort|unique|embedding|readbacks|foreign", r"[Ss]ort|[Uu]nique"),),
-        held_out=True,
         unless=r"launch_bound|gpu_idle",
     ),
-    "copies_in_line": Fault(
+    "copies_in_line": sealed(
         copies_in_line,
         ("meta", "graphs", "resnet", "rank0", "rank5*8"),
         ((r"cop(y|ies)\b", ""),),
-        held_out=True,
         unless="pageable",
     ),
-    "preempted": Fault(
+    "preempted": sealed(
         preempted,
         ("bert*8", "meta", "resnet", "rank5*8"),
         ((r"other_process|preempt|scheduling|waiting_for_cores", ""), (IDLE, "")),
-        held_out=True,
         unless=ELSEWHERE,
     ),
-    "uneven_lookups": Fault(
+    "uneven_lookups": sealed(
         lambda *_: "",
         ("archive",),
         ((r"rank|imbalance|uneven", "{rank}"),),
-        held_out=True,
         delay=uneven_lookups,
     ),
-    "larger_copies": Fault(
+    "larger_copies": sealed(
         larger_copies,
         ("h100-pc",),
         ((r"cop(y|ies)\b", ""),),
-        held_out=True,
     ),
-    "slow_update": Fault(
+    "slow_update": sealed(
         slow_update,
         ("h100-host", "cpu-python"),
         ((r"optimi[sz]er|update", ""), (r"python|outside|slow", r"optimi[sz]er|update")),
-        held_out=True,
     ),
 }

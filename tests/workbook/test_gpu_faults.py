@@ -207,3 +207,16 @@ def test_what_changes_nothing_raises_no_finding(kind: str) -> None:
     for name in ("bert", "rank0"):
         row = gpu_faults.clean_trial(kind, name, 0)
         assert row["good"], row
+
+
+def test_advice_names_no_fault_of_the_sealed_set() -> None:
+    finding = {
+        "id": "gpu_idle",
+        "title": "The GPU is idle 60% of the step",
+        "evidence": "The host runs aten::copy_.",
+        "advice": "Fuse embeddings.",
+        "component": "other",
+    }
+    fault = gpu_faults.FAULTS["lookups_on_host"]
+    assert not gpu_faults.names(fault, finding)
+    assert gpu_faults.names(fault, finding | {"evidence": "The host runs aten::embedding_bag."})
