@@ -21,6 +21,7 @@ from dlrm_core.files import write_text
 from dlrm_core.units import duration
 from dlrm_workbook.runner.templating import TEMPLATES, prepare, template_text
 from dlrm_workbook.runs import RunFolder
+from dlrm_workbook.show.tables import LEVELS
 
 DAY = re.compile(r"\d{4}-\d{2}-\d{2}")
 FIRST = 50
@@ -49,6 +50,7 @@ def write_index(root: Path) -> Path:
     page = environment.get_template("index.html.j2").render(
         rows=rows,
         first=FIRST,
+        levels=LEVELS,
         left_out=len(folders) - len(rows),
         script=Markup(template_text("tables.js")),
     )
@@ -88,16 +90,21 @@ def _row(folder: Path) -> dict[str, Any] | None:
         "verdict.md": "verdict.md",
     }
     address = quote(f"{folder.parent.name}/{folder.name}")
+    parameters = record.get("parameters")
+    title = parameters.get("title") if isinstance(parameters, dict) else ""
+    said = record.get("headline") or record.get("error") or title
     seconds, quality = record.get("seconds"), record.get("quality")
+    # a foreign file may say anything
+    known = isinstance(seconds, int | float) and 0 <= seconds < 1e9
     return {
         "when": f"{folder.parent.name} {_clock(folder.name)}",
         "notebook": notebook,
         "preset": str(record.get("preset", "")),
         "status": str(record.get("status", "")),
         "level": str(quality.get("level", "")) if isinstance(quality, dict) else "",
-        "headline": str(record.get("headline") or record.get("error") or "")[:400],
-        "seconds": seconds if isinstance(seconds, int | float) else None,
-        "took": duration(seconds) if isinstance(seconds, int | float) else "",
+        "headline": str(said or "")[:400],
+        "seconds": seconds if known else "",
+        "took": duration(seconds) if known else "",
         "links": {
             name: f"{address}/{quote(file)}" for name, file in names.items() if file in there
         },

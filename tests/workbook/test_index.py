@@ -109,7 +109,9 @@ def test_the_list_leaves_out_what_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "2026-11-22" / "foreign").mkdir()
     (tmp_path / "2026-11-22" / "file").touch()
     make_run(tmp_path, "120000-train-quick", day="examples")
-    odd = make_run(tmp_path, "130000-train-quick", seconds="long", quality=3, headline={"a": 1})
+    odd = make_run(
+        tmp_path, "130000-train-quick", seconds=1e400, quality={"level": []}, headline={"a": 1}
+    )
     (odd / "run.json").chmod(0o644)
     assert [row[0][-8:] for row in listed(tmp_path).rows[1:]] == ["13:00:00", "12:00:00"]
     assert (
