@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import difflib
 import os
-import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from dlrm_core.errors import InputError
+from dlrm_core.files import read_text
 from dlrm_core.parts import parse_part
-from dlrm_core.settings import clash, coerce_section, read_yaml, setting
+from dlrm_core.settings import check_text, clash, coerce_section, read_yaml, setting, shown
 
 
 @dataclass(frozen=True)
@@ -566,19 +566,17 @@ def load_parameters(
     data = tree.get("data")
     if isinstance(data, dict) and isinstance(data.get("path"), str) and data["path"]:
         # notebooks run in folders of their own
-        tree["data"] = data | {"path": str(Path(data["path"]).expanduser().absolute())}
+        try:
+            place = Path(data["path"]).expanduser().absolute()
+        except RuntimeError:
+            said = shown(data["path"])
+            raise InputError(f"{path}: data.path is {said}: no such user's folder") from None
+        tree["data"] = data | {"path": str(place)}
     return parameters_from_sections(tree, source=str(path or ""))
 
 
 def _read_sections(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such parameters file") from None
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: cannot be read as text: {error}") from None
+    text = read_text(path, MOST_BYTES)
     if not text:
         raise InputError(f"{path}: is empty, 0 bytes; a file of defaults only holds {{}}")
     try:
@@ -589,10 +587,13 @@ def _read_sections(path: Path) -> dict[str, Any]:
         tree = {}
     if not isinstance(tree, dict):
         raise InputError(
-            f"{path}: is {reprlib.repr(tree)}, expected the sections title, {', '.join(SECTIONS)}"
+            f"{path}: is {shown(tree)}, expected the sections title, {', '.join(SECTIONS)}"
         )
     return tree
 
+
+MOST_BYTES = 1_000_000
+"""Of a parameters file; the largest of ours has 3,000."""
 
 RETIRED = {"training.tables_on_disk": ""}
 """Parameters of earlier versions, which their records hold, and the value that does nothing."""
@@ -607,19 +608,20 @@ def parameters_from_sections(tree: Mapping[str, Any], source: str = "") -> Param
     try:
         for name in tree:
             if name not in SECTIONS and name not in ("title", "sweep"):
-                raise InputError(_unknown(str(name), ["title", *SECTIONS, "sweep"], "section"))
+                raise InputError(_unknown(name, ["title", *SECTIONS, "sweep"], "section"))
         title = tree.get("title", "DLRM")
         if not isinstance(title, str):
-            raise InputError(f"title is {title!r}, expected text")
+            raise InputError(f"title is {shown(title)}, expected text")
+        check_text(title, "title")
         tree = _with_dataset_shape(tree)
         built: dict[str, Any] = {}
         for name, kind in SECTIONS.items():
-            section = tree.get(name) or {}
+            section = {} if tree.get(name) is None else tree[name]
             if not isinstance(section, Mapping):
-                raise InputError(f"{name} is {section!r}, expected a section of parameters")
+                raise InputError(f"{name} is {shown(section)}, expected a section of parameters")
             known = [f.name for f in fields(kind)]
             for leaf, value in section.items():
-                full = f"{name}.{leaf}"
+                full = f"{name}.{leaf if isinstance(leaf, str) else shown(leaf)}"
                 if leaf not in known and (full not in RETIRED or value != RETIRED[full]):
                     raise InputError(_unknown(full, [f"{name}.{k}" for k in known], "parameter"))
             section = {leaf: value for leaf, value in section.items() if leaf in known}
@@ -631,9 +633,11 @@ def parameters_from_sections(tree: Mapping[str, Any], source: str = "") -> Param
             ):
                 section["tables"] = None
             built[name] = kind(**section)
-        sweep = tree.get("sweep") or {}
+        sweep = {} if tree.get("sweep") is None else tree["sweep"]
         if not isinstance(sweep, Mapping):
-            raise InputError(f"sweep is {sweep!r}, expected parameters, each with a list of values")
+            raise InputError(
+                f"sweep is {shown(sweep)}, expected parameters, each with a list of values"
+            )
         return Parameters(title=title, source=source, sweep=dict(sweep), **built)
     except InputError as error:
         raise InputError(f"{source}: {error}" if source else str(error)) from None
@@ -652,6 +656,7 @@ def _with_dataset_shape(tree: Mapping[str, Any]) -> Mapping[str, Any]:
         return tree
     if "table_rows" in model or not data["path"]:
         return tree
+    check_text(data["path"], "data.path")
     from dlrm_core.feature_spec import read_spec
 
     spec = read_spec(Path(data["path"]))
@@ -690,7 +695,9 @@ def _override(tree: dict[str, Any], override: str) -> None:
         values[leaf] = value
 
 
-def _unknown(name: str, known: Sequence[str], what: str) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
-    return f"unknown {what} {name}; {hint}"
+def _unknown(name: Any, known: Sequence[str], what: str) -> str:
+    short = name if isinstance(name, str) and len(name) <= 80 else shown(name)
+    close = difflib.get_close_matches(short, known, n=1, cutoff=0.5)
+    hint = f"known: {', '.join(known)}" if len(known) < 10 else "`dlrm parameters` lists them all"
+    hint = f"did you mean {close[0]}?" if close else hint
+    return f"unknown {what} {short}; {hint}"

@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 
 from dlrm_core.errors import InputError
+from dlrm_core.files import read_text
 from dlrm_core.settings import read_yaml
 
 FILE_NAME = "feature_spec.yaml"
+MOST_BYTES = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -93,18 +95,19 @@ def read_spec(path: Path) -> FeatureSpec:
     Raises:
         InputError: naming the file, the field, and what was found and expected.
     """
-    file = path / FILE_NAME if path.is_dir() else path
     try:
-        tree = read_yaml(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        file = path / FILE_NAME if path.is_dir() else path
+        is_there = file.exists()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+    if not is_there:
         raise InputError(
             f"{file}: no such file; a split_binary data set has one (make a data set with "
             "'dlrm data generate'; without feature_spec.yaml name the format)"
-        ) from None
-    except OSError as error:
-        raise InputError(f"{file}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"{file}: cannot be read as text: {error}") from None
+        )
+    text = read_text(file, MOST_BYTES)
+    try:
+        tree = read_yaml(text)
     except InputError as error:
         raise InputError(f"{file}: {error}") from None
     if tree is None:

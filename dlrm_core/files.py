@@ -1,4 +1,4 @@
-"""Files that are either whole or not there."""
+"""Files: written whole or not at all, and read only where they can be."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import math
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -100,17 +101,73 @@ def whole_folder(target: Path, what: str) -> Iterator[Path]:
         shutil.rmtree(part, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def open_binary(path: Path) -> Iterator[IO[bytes]]:
+    """A file that a user named, open for reading; only a regular one is opened.
+
+    A pipe or a device is refused at once: it could wait, or go on, for ever.
+
+    Raises:
+        InputError: it is missing, no regular file, or cannot be read.
+    """
+    try:
+        # without waiting for who writes a pipe; to a regular file the flag means nothing
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file") from None
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise InputError(f"{path}: cannot be read: {why}") from None
+    with os.fdopen(handle, "rb") as file:
+        mode = os.fstat(handle).st_mode
+        if not stat.S_ISREG(mode):
+            what = "a folder" if stat.S_ISDIR(mode) else "no regular file"
+            raise InputError(f"{path}: cannot be read: it is {what}")
+        yield file
+
+
+def read_text(path: Path, most_bytes: int) -> str:
+    """The text of a file that a user named.
+
+    Args:
+        most_bytes: a larger file is refused before it is read.
+
+    Raises:
+        InputError: it is missing, no regular file, too large, or no UTF-8 text.
+    """
+    with open_binary(path) as file:
+        try:
+            data = file.read(most_bytes + 1)
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+        if len(data) > most_bytes:
+            size = max(os.fstat(file.fileno()).st_size, len(data))
+            raise InputError(
+                f"{path}: is not read: it has {size:,} bytes, expected at most {most_bytes:,}"
+            )
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: cannot be read as text: {error}") from None
+
+
+MOST_JSON = 256 << 20
+"""Bytes of the largest JSON file that is read whole."""
+
+
 def read_json(path: Path) -> Any:
     """Read a JSON file.
 
     Raises:
-        InputError: the file is missing, cut short or not JSON.
+        InputError: the file is missing, no regular file, too large, cut short or not JSON.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        return json.loads(read_text(path, MOST_JSON))
+    except RecursionError:
+        raise InputError(f"{path}: cannot be read as JSON: it is nested too deeply") from None
+    except InputError:
+        raise
+    except ValueError as error:
         raise InputError(f"{path}: cannot be read as JSON: {error}") from None
 
 

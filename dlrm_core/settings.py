@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import reprlib
 import types
 import typing
 from collections.abc import Hashable, Mapping
@@ -27,6 +28,24 @@ def setting(
     if isinstance(default, dict):
         return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+LARGEST_INT = 2**63 - 1
+"""The largest whole number that tensors, files and JSON readers hold alike."""
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 80, 80
+
+
+def shown(value: Any) -> str:
+    """A value for a message: its repr, cut where it is long or nested."""
+    if isinstance(value, int) and not -(10**40) < value < 10**40:
+        # Python refuses to write whole numbers of thousands of digits
+        return f"a whole number of about {int(value.bit_length() * math.log10(2)) + 1:,} digits"
+    try:
+        return _SHORT.repr(value)
+    except ValueError:
+        return f"a {type(value).__name__} with a number of thousands of digits"
 
 
 def coerce_section(section: Any, name: str) -> None:
@@ -98,19 +117,45 @@ def _coerce(value: Any, annotation: Any, where: str) -> Any:
         if value is None:
             return {}
         if not isinstance(value, dict):
-            raise InputError(f"{where} is {value!r}, expected {describe_type(annotation)}")
+            raise InputError(f"{where} is {shown(value)}, expected {describe_type(annotation)}")
         item = typing.get_args(annotation)[1]
-        return {_coerce(k, str, where): _coerce(v, item, f"{where}: {k}") for k, v in value.items()}
+        return {
+            _coerce(k, str, where): _coerce(v, item, f"{where}: {shown(k)}")
+            for k, v in value.items()
+        }
     if annotation is float and isinstance(value, str):
         value = _number(value)
     if annotation is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+        value = float(value) if abs(value) <= LARGEST_INT else math.inf
     # bool is an int in Python; "batch_size: true" must not mean 1
     if type(value) is not annotation:
-        raise InputError(f"{where} is {value!r}, expected {describe_type(annotation)}")
+        raise InputError(f"{where} is {shown(value)}, expected {describe_type(annotation)}")
+    if annotation is int and abs(value) > LARGEST_INT:
+        raise InputError(f"{where} is {shown(value)}, expected at most {LARGEST_INT:,}")
+    if annotation is str:
+        check_text(value, where)
     if annotation is float and not math.isfinite(value):
         raise InputError(f"{where} is {value}, expected a finite number")
     return value
+
+
+MOST_CHARACTERS = 4096
+"""Of a text in a parameters file; Linux has no longer paths."""
+
+
+def check_text(text: str, where: str) -> None:
+    """Refuse a text that no file name, page or terminal takes as it is.
+
+    Raises:
+        InputError: it is too long, or has a character that is none.
+    """
+    if len(text) > MOST_CHARACTERS:
+        raise InputError(
+            f"{where} has {len(text):,} characters, expected at most {MOST_CHARACTERS:,}"
+        )
+    odd = next((c for c in text if (c < " " and c not in "\t\n") or "\ud800" <= c <= "\udfff"), "")
+    if odd:
+        raise InputError(f"{where} is {shown(text)}, expected no character {odd!r}")
 
 
 def _number(word: str) -> Any:
@@ -131,7 +176,7 @@ def _check_range(value: Any, metadata: Any, where: str) -> None:
         return
     choices, minimum, maximum = metadata["choices"], metadata["minimum"], metadata["maximum"]
     if choices is not None and value not in choices:
-        raise InputError(f"{where} is {value!r}, expected one of {', '.join(choices)}")
+        raise InputError(f"{where} is {shown(value)}, expected one of {', '.join(choices)}")
     if minimum is not None and value < minimum:
         raise InputError(f"{where} is {value}, expected at least {minimum}")
     if maximum is not None and value > maximum:
@@ -140,12 +185,21 @@ def _check_range(value: Any, metadata: Any, where: str) -> None:
 
 # YAML as people give it to us: plain data, and every complaint in one sentence.
 
-# what safe_load raises: YAML's own errors; ValueError of a date or a number that is none;
-# RecursionError of thousands of nested brackets
-_REFUSALS = (yaml.YAMLError, ValueError, RecursionError)
+# what safe_load raises: YAML's own errors; ValueError of a date or a number that is none,
+# OverflowError of one that is too large
+_REFUSALS = (yaml.YAMLError, ValueError, OverflowError)
+
+MOST_DEPTH = 50
+"""Brackets in brackets; libyaml's recursion ends the process at some thousands."""
+MOST_REASON = 300
+"""Characters of YAML's own words in a message."""
+MOST_VALUES = 100_000
+"""Keys and values of a document, and keys of a mapping after merging."""
+
+_SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(_SafeLoader):  # type: ignore[misc]
     """The safe loader, but a key given twice is refused."""
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
@@ -163,9 +217,30 @@ class _Loader(yaml.SafeLoader):
             line = key_node.start_mark.line + 1
             if key in seen:
                 where = f"line {line}" if seen[key] == line else f"lines {seen[key]} and {line}"
-                raise InputError(f"{key} is given twice, in {where}")
+                raise InputError(f"{shown(key)} is given twice, in {where}")
             seen[key] = line
         super().flatten_mapping(node)
+        # merges of merges multiply
+        if len(node.value) > MOST_VALUES:
+            raise InputError(f"is not read: a mapping merges more than {MOST_VALUES:,} keys")
+
+
+def _check_size(text: str) -> None:
+    """Refuse a document before anything is made of it.
+
+    Raises:
+        InputError: it has more brackets in brackets, or values, than any parameters.
+    """
+    depth = 0
+    for number, event in enumerate(yaml.parse(text, Loader=_SafeLoader)):
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        if depth > MOST_DEPTH:
+            raise InputError(f"is not read: it is nested more than {MOST_DEPTH} levels deep")
+        if number > MOST_VALUES:
+            raise InputError(f"is not read: it holds more than {MOST_VALUES:,} values")
 
 
 def read_yaml(text: str) -> Any:
@@ -176,13 +251,11 @@ def read_yaml(text: str) -> Any:
             sentence continues one that names the file or the option.
     """
     try:
+        _check_size(text)
         return yaml.load(text, Loader=_Loader)  # noqa: S506 (a safe loader's subclass)
     except InputError:
         raise
     except _REFUSALS as error:
-        why = (
-            "it is nested too deeply"
-            if isinstance(error, RecursionError)
-            else " ".join(str(error).split())
-        )
+        why = " ".join(str(error).split())
+        why = why if len(why) <= MOST_REASON else why[:MOST_REASON] + "..."
         raise InputError(f"is not valid YAML: {why}") from None

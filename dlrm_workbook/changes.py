@@ -15,11 +15,15 @@ from typing import Any
 
 from dlrm_core.config import SECTIONS, Parameters
 from dlrm_core.errors import InputError
-from dlrm_core.settings import describe_type, read_yaml
+from dlrm_core.settings import LARGEST_INT, describe_type, read_yaml, shown
 from dlrm_workbook.evidence.dependence import Change, changed_parameters
 
 LEAVES = [f"{section}.{leaf.name}" for section, kind in SECTIONS.items() for leaf in fields(kind)]
 """Every parameter by its dotted name."""
+
+
+LONG = 80
+"""Characters of a name or text that a message still quotes whole."""
 
 
 def flat_change(change: Mapping[str, Any], where: str = "change") -> dict[str, Any]:
@@ -30,16 +34,17 @@ def flat_change(change: Mapping[str, Any], where: str = "change") -> dict[str, A
     """
     flat: dict[str, Any] = {}
     for name, value in change.items():
-        name = str(name).strip()
+        name = name.strip() if isinstance(name, str) else shown(name)
         if name in SECTIONS and isinstance(value, Mapping):
             flat |= {f"{name}.{leaf}": item for leaf, item in value.items()}
         else:
             flat[name] = value
     for name in flat:
         if name not in LEAVES:
-            close = difflib.get_close_matches(name, LEAVES, n=1, cutoff=0.5)
+            close = difflib.get_close_matches(name[:LONG], LEAVES, n=1, cutoff=0.5)
             hint = f"; did you mean {close[0]}?" if close else "; expected SECTION.NAME"
-            raise InputError(f"{where}: unknown parameter {name}{hint}")
+            said = name if len(name) <= LONG else shown(name)
+            raise InputError(f"{where}: unknown parameter {said}{hint}")
     return flat
 
 
@@ -109,11 +114,13 @@ def change_text(change: Change) -> str:
 def _short(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple) and all(type(item) in (int, float) for item in value):
         if len(value) > 2 and all(item == value[0] for item in value):
-            return f"{len(value)} × {value[0]:,}"
-        return "-".join(map(str, value))
-    return str(value)
+            return (
+                f"{len(value)} × {shown(value[0]) if value[0] > LARGEST_INT else f'{value[0]:,}'}"
+            )
+        return "-".join(map(shown, value))
+    return value if isinstance(value, str) and len(value) <= LONG else shown(value)
 
 
 def change_steps(parameters: Parameters, change: Change) -> list[dict[str, Any]]:

@@ -6,8 +6,15 @@ what is not a file, data, or the given local server is refused.
 
 from __future__ import annotations
 
+import json
 import os
+import secrets
+import socket
+import subprocess
+import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +24,7 @@ from typing import Any
 import pytest
 
 from dlrm_workbook.doctor import find_browser
+from dlrm_workbook.machine import REPOSITORY
 
 FLAGS = [
     "--no-sandbox",
@@ -170,3 +178,67 @@ def check_page(html: Path, *, figures: int | None = None) -> None:
             assert overflow <= 0, f"{html.name} is {overflow} px too wide, {settings}"
             assert seen.console_errors == []
             assert seen.leaving(url) == []
+
+
+@contextmanager
+def jupyter_lab(folder: Path) -> Iterator[tuple[str, str, Path]]:
+    """A JupyterLab of its own settings on a free port: address, token, and its root folder."""
+    require_browser()
+    root = folder / "root"
+    root.mkdir(parents=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    token = secrets.token_hex(16)
+    settings = {f"JUPYTER_{name}_DIR": str(folder / name) for name in ("CONFIG", "RUNTIME")}
+    # no question about news in front of the notebook
+    news = folder / "settings" / "@jupyterlab" / "apputils-extension"
+    news.mkdir(parents=True)
+    (news / "notification.jupyterlab-settings").write_text('{"fetchNews": "false"}')
+    log = (folder / "lab.log").open("w+")
+    server = subprocess.Popen(
+        [
+            sys.executable,
+            *("-m", "jupyterlab", "--no-browser", "--allow-root"),
+            "--ServerApp.ip=127.0.0.1",
+            f"--ServerApp.port={port}",
+            "--ServerApp.port_retries=0",
+            f"--ServerApp.root_dir={root}",
+            f"--LabApp.workspaces_dir={folder / 'workspaces'}",
+            f"--LabApp.user_settings_dir={folder / 'settings'}",
+            "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
+            "--LabApp.news_url=",
+            "--LabApp.extension_manager=readonly",
+        ],
+        # the token goes by the environment: arguments can be read by every user
+        env=os.environ | settings | {"JUPYTER_TOKEN": token, "PYTHONPATH": str(REPOSITORY)},
+        stdout=log,
+        stderr=log,
+    )
+    address = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + 60
+        while not _answers(f"{address}/api"):
+            assert server.poll() is None and time.monotonic() < deadline, _read(log)
+            time.sleep(0.3)
+        yield address, token, root
+    finally:
+        server.terminate()
+        try:
+            server.wait(20)
+        except subprocess.TimeoutExpired:
+            server.kill()
+        log.close()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as reply:
+            return "version" in json.load(reply)
+    except (OSError, urllib.error.URLError):
+        return False
+
+
+def _read(log) -> str:
+    log.seek(0)
+    return log.read()

@@ -61,6 +61,16 @@ PAYLOADS = [
     "<form action='javascript:RUN'><button>words</button><input onfocus=RUN autofocus></form>",
     "<plaintext><b onmouseover=RUN>",
     "<meta http-equiv=refresh content='0;url=javascript:RUN'><base href='javascript:RUN//'>",
+    # what Markdown would make of a name
+    '[words](javascript:RUN) ![words](x"onerror=RUN)',
+    "` <img src=x onerror=RUN> `` <img src=x onerror=RUN>",
+    "<javascript:RUN> <https://x.org/'onmouseover=RUN>",
+    "\n\n<img src=x onerror=RUN>\n\n```\n</code></pre><img src=x onerror=RUN>\n",
+    "[a]: javascript:RUN\n[a] **b** _c_ ~~d~~ | e | # f",
+    "\\` <img src=x onerror=RUN> \\`",
+    "$$<img src=x onerror=RUN>$$ \\(x\\) &lt;img src=x onerror=RUN&gt;",
+    # what plotly.js would
+    "<a href='javascript:RUN'>words</a> <b>b</b> %{x} %{customdata[0]} <extra></extra>",
 ]
 """HTML that a name may hold and that, in a page that trusts it, runs the statement RUN."""
 

@@ -25,6 +25,7 @@ from dlrm_workbook.analysis.findings import (
 )
 from dlrm_workbook.analysis.findings.finding import Finding, plain
 from dlrm_workbook.analysis.roofline import least_step, profile_parameters
+from dlrm_workbook.analysis.sentences import in_markdown
 from dlrm_workbook.analysis.whatif import measured_parts, predict
 from dlrm_workbook.recordings.profile import Profile
 
@@ -121,8 +122,11 @@ def verdict(
     if findings or can_show_bottlenecks(profile, attribution):
         text = headline(findings, way, limit_sentence)
     else:
-        text = f"**This recording cannot show what holds the program back.** {limit_sentence}"
-    return text + (f"\n\n**Caution:** {SERIALISED}" if profile.meta.get("serialised") else "")
+        text = "**This recording cannot show what holds the program back.** "
+        text += in_markdown(limit_sentence)
+    return text + (
+        f"\n\n**Caution:** {in_markdown(SERIALISED)}" if profile.meta.get("serialised") else ""
+    )
 
 
 def headline(findings: Sequence[Finding], way: Sequence[Stage], limit_sentence: str) -> str:
@@ -134,9 +138,9 @@ def headline(findings: Sequence[Finding], way: Sequence[Stage], limit_sentence: 
         limit_sentence: what :func:`dlrm_workbook.analysis.findings.limit` gives.
     """
     if not findings:
-        return f"**No known bottleneck found.** {limit_sentence}"
+        return f"**No known bottleneck found.** {in_markdown(limit_sentence)}"
     worst = findings[0]
-    text = f"**{worst.title}.** {limit_sentence}"
+    text = f"**{in_markdown(worst.title)}.** {in_markdown(limit_sentence)}"
     gain = worst.predicted_speedup
     if worst.change and gain:
         options = " ".join(f"-p {name}={value}" for name, value in worst.change.items())

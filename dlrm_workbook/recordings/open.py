@@ -19,13 +19,13 @@ from typing import IO, Any
 import numpy as np
 
 from dlrm_core.errors import InputError
+from dlrm_core.files import open_binary
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.chrome_trace import NoTraceError, read_events
 from dlrm_workbook.recordings.torch.json_stream import (
     ARCHIVE_ERRORS,
     MOST_PACKED,
     UNSUSPICIOUS,
-    open_binary,
     reason,
 )
 from dlrm_workbook.recordings.torch.trace import profile_of, read_recording, read_trace

@@ -21,8 +21,9 @@ from dlrm_core.units import (
 )
 from dlrm_workbook.analysis.findings.finding import Finding
 from dlrm_workbook.analysis.roofline import COPIES, LAUNCHES, Limits, least_step
+from dlrm_workbook.analysis.sentences import in_markdown
 from dlrm_workbook.recordings.profile import Profile
-from dlrm_workbook.show.tables import Text, absent
+from dlrm_workbook.show.tables import Text, absent, listed
 from dlrm_workbook.show.theme import rows_of
 
 
@@ -30,13 +31,13 @@ def notices(texts: Sequence[str]) -> Text:
     """What the run had to say about itself; a sentence if there was nothing."""
     if not texts:
         return Text("No notices: the run went as the parameters say.")
-    return Text("\n".join(f"- {text}" for text in texts))
+    return listed(texts)
 
 
 def missing(profile: Profile, name: str) -> Text:
     """The sentence in the place of a figure that cannot be drawn."""
     reason = profile.not_measured.get(name, "the profile holds no such measurement")
-    return Text(f"*Not measured: {reason}.*")
+    return Text(f"*Not measured: {in_markdown(reason)}.*")
 
 
 def facts(profile: Profile) -> pd.DataFrame:
@@ -69,7 +70,9 @@ def cautions(sentences: Sequence[str]) -> Text | None:
     """What in a recording is not to be taken at its word; None where nothing is."""
     if not sentences:
         return None
-    return Text("\n".join(["**Read with caution:**", "", *(f"- {text}" for text in sentences)]))
+    return Text(
+        "\n".join(["**Read with caution:**", "", *(f"- {in_markdown(text)}" for text in sentences)])
+    )
 
 
 def passes(profile: Profile) -> pd.DataFrame:
@@ -90,13 +93,13 @@ def not_measured(profile: Profile) -> pd.DataFrame:
 def findings_text(found: Sequence[Finding], limit: str) -> Text:
     """The findings, worst first; the limit alone where no rule fires."""
     if not found:
-        return Text(f"**No known bottleneck found.** {limit}")
-    blocks = [limit]
+        return Text(f"**No known bottleneck found.** {in_markdown(limit)}")
+    blocks = [in_markdown(limit)]
     for number, finding in enumerate(found, 1):
         lines = [
-            f"### {number}. {finding.title}",
-            f"**Evidence.** {finding.evidence}",
-            f"**Advice.** {finding.advice}",
+            f"### {number}. {in_markdown(finding.title)}",
+            f"**Evidence.** {in_markdown(finding.evidence)}",
+            f"**Advice.** {in_markdown(finding.advice)}",
         ]
         if finding.change:
             set_to = ", ".join(f"`{name}: {value}`" for name, value in finding.change.items())

@@ -37,6 +37,7 @@ from dlrm_core.units import (
     whole,
     yes_or_no,
 )
+from dlrm_workbook.analysis.sentences import in_markdown, without_html
 from dlrm_workbook.show.theme import COLOURS, short_name
 
 EMPTY = '<p class="absent">Nothing to list.</p>'
@@ -526,10 +527,13 @@ class Table:
 
 
 class Text:
-    """Markdown, shown by notebooks as such."""
+    """Markdown, shown by notebooks as such, in which nothing is HTML or a link.
+
+    Sentences that hold names of others are given as :func:`in_markdown` makes them.
+    """
 
     def __init__(self, markdown: str) -> None:
-        self.markdown = markdown
+        self.markdown = without_html(markdown)
 
     def _repr_markdown_(self) -> str:
         return self.markdown
@@ -559,11 +563,17 @@ class Quality:
     def __post_init__(self) -> None:
         if self.level not in LEVELS:
             raise ValueError(f"level is {self.level!r}, expected one of {', '.join(LEVELS)}")
+        object.__setattr__(self, "sentence", without_html(self.sentence))
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, Any]:
         text = f"**{LEVELS[self.level]}.** {self.sentence}"
         data = {"level": self.level, "sentence": self.sentence}
         return {self.MIME: data, "text/markdown": text, "text/plain": text}
+
+
+def listed(sentences: Iterable[str]) -> Text:
+    """Sentences as the items of a list."""
+    return Text("\n".join(f"- {in_markdown(sentence)}" for sentence in sentences))
 
 
 def _reason(frame: pd.DataFrame) -> str:
@@ -573,7 +583,9 @@ def _reason(frame: pd.DataFrame) -> str:
 def absent(frame: pd.DataFrame) -> Text:
     """The sentence in the place of a table or figure of a frame without rows."""
     reason = _reason(frame)
-    return Text(f"*Not measured: {reason}.*" if reason else "*There is nothing to show.*")
+    return Text(
+        f"*Not measured: {in_markdown(reason)}.*" if reason else "*There is nothing to show.*"
+    )
 
 
 def draw(figure: Callable[[Any], Any], frame: pd.DataFrame, instead: Text | None = None) -> Any:
@@ -583,4 +595,4 @@ def draw(figure: Callable[[Any], Any], frame: pd.DataFrame, instead: Text | None
 
 def shown_if(there: object, draw: Callable[[Any], Any], data: Any, reason: str) -> Any:
     """What ``draw`` makes of the data where it is there; else the reason in its place."""
-    return draw(data) if there and data is not None else Text(f"*{reason}*")
+    return draw(data) if there and data is not None else Text(f"*{in_markdown(reason)}*")

@@ -209,7 +209,8 @@ def plotly_js() -> str:
 
 
 def escaped(text: str) -> str:
-    return text.replace("<", "&lt;")
+    """A name as plotly.js draws it: neither tags nor entities in it are read."""
+    return text.replace("&", "&amp;").replace("<", "&lt;")
 
 
 def wrapped(text: str, width: int = 80) -> str:

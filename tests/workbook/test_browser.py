@@ -5,15 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
-import secrets
 import shutil
-import socket
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +18,7 @@ import pytest
 from browser import (
     COUNT_MARKS,
     check_page,
+    jupyter_lab,
     open_folds,
     open_page,
     require_browser,
@@ -35,7 +28,6 @@ from conftest import Chain
 from sample_notebooks import PAYLOADS, REPORT, write_notebook
 
 from dlrm_workbook.analysis.findings.finding import Finding
-from dlrm_workbook.machine import REPOSITORY
 from dlrm_workbook.runner.pages import FIGURE, render_html
 from dlrm_workbook.runner.run import CHAIN, run_notebooks
 from dlrm_workbook.runs import NOTEBOOKS, RunFolder, latest_run
@@ -274,66 +266,9 @@ def test_no_name_of_a_recording_runs_as_a_script(tmp_path: Path) -> None:
 
 @pytest.fixture
 def lab(tmp_path: Path) -> Iterator[tuple[str, str, Path]]:
-    """A JupyterLab of its own settings on a free port: address, token, and its root folder."""
-    require_browser()
-    root = tmp_path / "root"
-    root.mkdir()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    token = secrets.token_hex(16)
-    settings = {f"JUPYTER_{name}_DIR": str(tmp_path / name) for name in ("CONFIG", "RUNTIME")}
-    # no question about news in front of the notebook
-    news = tmp_path / "settings" / "@jupyterlab" / "apputils-extension"
-    news.mkdir(parents=True)
-    (news / "notification.jupyterlab-settings").write_text('{"fetchNews": "false"}')
-    log = (tmp_path / "lab.log").open("w+")
-    server = subprocess.Popen(
-        [
-            sys.executable,
-            *("-m", "jupyterlab", "--no-browser", "--allow-root"),
-            "--ServerApp.ip=127.0.0.1",
-            f"--ServerApp.port={port}",
-            "--ServerApp.port_retries=0",
-            f"--ServerApp.root_dir={root}",
-            f"--LabApp.workspaces_dir={tmp_path / 'workspaces'}",
-            f"--LabApp.user_settings_dir={tmp_path / 'settings'}",
-            "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
-            "--LabApp.news_url=",
-            "--LabApp.extension_manager=readonly",
-        ],
-        # the token goes by the environment: arguments can be read by every user
-        env=os.environ | settings | {"JUPYTER_TOKEN": token, "PYTHONPATH": str(REPOSITORY)},
-        stdout=log,
-        stderr=log,
-    )
-    address = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + 60
-        while not _answers(f"{address}/api"):
-            assert server.poll() is None and time.monotonic() < deadline, _read(log)
-            time.sleep(0.3)
-        yield address, token, root
-    finally:
-        server.terminate()
-        try:
-            server.wait(20)
-        except subprocess.TimeoutExpired:
-            server.kill()
-        log.close()
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=2) as reply:
-            return "version" in json.load(reply)
-    except (OSError, urllib.error.URLError):
-        return False
-
-
-def _read(log) -> str:
-    log.seek(0)
-    return log.read()
+    """A JupyterLab: address, token, and its root folder."""
+    with jupyter_lab(tmp_path) as served:
+        yield served
 
 
 @contextmanager

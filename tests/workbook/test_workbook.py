@@ -275,7 +275,7 @@ def test_unknown_notebook_missing_tag_and_bad_root_are_refused(place: Path) -> N
     write_notebook(place / "nb" / "n.ipynb", ["1"])
     with pytest.raises(InputError, match=r"no run folder can be made.*Not a directory"):
         run_notebooks(["n"], file, output_root=place / "file", notebooks=place / "nb")
-    with pytest.raises(InputError, match="no such parameters file"):
+    with pytest.raises(InputError, match="no such file"):
         run_notebooks(["n"], place / "q.yaml", output_root=place / "out", notebooks=place / "nb")
     assert not (place / "out").exists()
 

@@ -14,6 +14,7 @@ structures are longer, can be read.
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlrm_core.errors import InputError
+from dlrm_core.files import open_binary
 
 MAGIC = b"HPCTOOLKIT"
 MAJOR_VERSION = 4
@@ -194,9 +196,8 @@ class DatabaseFile:
     def __init__(self, path: Path, code: str, footer: bytes, sections: Sequence[str]) -> None:
         self.path = path
         try:
-            with path.open("rb") as stream:
-                stream.seek(0, 2)
-                self.size = stream.tell()
+            with open_binary(path) as stream:
+                self.size = os.fstat(stream.fileno()).st_size
                 header_size = len(MAGIC) + 6 + 16 * len(sections)
                 if self.size < header_size + FOOTER_BYTES:
                     raise self.error(
@@ -204,6 +205,10 @@ class DatabaseFile:
                         f"take {header_size + FOOTER_BYTES}"
                     )
                 self.map = mmap.mmap(stream.fileno(), self.size, access=mmap.ACCESS_READ)
+        except DatabaseError:
+            raise
+        except InputError as problem:
+            raise DatabaseError(str(problem)) from None
         except OSError as problem:
             raise self.error(f"cannot be read: {problem.strerror or problem}") from problem
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self.map, np.uint8)

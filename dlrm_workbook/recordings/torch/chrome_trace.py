@@ -27,8 +27,9 @@ import numpy.typing as npt
 import pandas as pd
 
 from dlrm_core.errors import InputError
+from dlrm_core.files import MOST_JSON, open_binary
 from dlrm_core.parts import SPAN_PREFIX
-from dlrm_workbook.recordings.torch.json_stream import EventStream, open_binary
+from dlrm_workbook.recordings.torch.json_stream import EventStream
 
 HOST_KINDS = {
     "cpu_op": "operator",
@@ -228,17 +229,22 @@ def load_json(path: Path) -> Any:
     Raises:
         InputError: it is missing, cut short or not JSON.
     """
-    try:
-        data = path.read_bytes()
-        if data[:2] == b"\x1f\x8b":
-            data = gzip.decompress(data)
-        return json.loads(data)
-    except FileNotFoundError:
-        raise InputError(f"{path} does not exist") from None
-    except (EOFError, zlib.error):
-        raise InputError(f"{path} is cut short") from None
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read: {error}") from None
+    with open_binary(path) as opened:
+        try:
+            packed = opened.peek(2)[:2] == b"\x1f\x8b"  # type: ignore[attr-defined]
+            file = gzip.GzipFile(fileobj=opened) if packed else opened
+            data = file.read(MOST_JSON + 1)
+            if len(data) > MOST_JSON:
+                raise InputError(f"{path}: is not read: it holds more than {MOST_JSON:,} bytes")
+            return json.loads(data)
+        except (EOFError, zlib.error):
+            raise InputError(f"{path} is cut short") from None
+        except RecursionError:
+            raise InputError(f"{path} cannot be read: its JSON is nested too deeply") from None
+        except InputError:
+            raise
+        except (OSError, ValueError) as error:
+            raise InputError(f"{path} cannot be read: {error}") from None
 
 
 # ---- events to columns ----------------------------------------------------------------

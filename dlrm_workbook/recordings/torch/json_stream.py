@@ -14,12 +14,10 @@ import io
 import json
 import lzma
 import re
-import stat
 import tarfile
 import zipfile
 import zlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import IO, Any
 
 from dlrm_core.errors import InputError
@@ -54,25 +52,6 @@ _ODD_ESCAPE = re.compile(r'\\(?!["\\/bfnrt]|u[0-9a-fA-F]{4})')
 
 _scan = json.JSONDecoder(strict=False).scan_once  # type: ignore[attr-defined]
 """Reads one JSON value of a text from a position on: (value, where it ends)."""
-
-
-@contextlib.contextmanager
-def open_binary(path: Path) -> Iterator[IO[bytes]]:
-    """A regular file, open for reading.
-
-    Raises:
-        InputError: it is missing, no regular file, or cannot be read.
-    """
-    try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise InputError(f"{path} cannot be read: it is no regular file")
-        file = path.open("rb")
-    except FileNotFoundError:
-        raise InputError(f"{path} does not exist") from None
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from None
-    with file:
-        yield file
 
 
 ARCHIVE_ERRORS = (

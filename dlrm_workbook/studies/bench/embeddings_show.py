@@ -11,6 +11,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from dlrm_core.units import NOT_MEASURED, NOTHING, counted, milliseconds, percent, ratio, speedup
+from dlrm_workbook.analysis.sentences import in_markdown
 from dlrm_workbook.ledger import read_document
 from dlrm_workbook.machine import REPOSITORY
 from dlrm_workbook.show import theme
@@ -162,7 +163,7 @@ def sentences(document: Mapping[str, Any], study: bool = False) -> Text:
         if case.get("agree") is False:
             lines.append(f"- **{where}: not all contestants computed the same.**")
         for name, why in (case.get("failures") or {}).items():
-            lines.append(f"- {where}: {label(name)} did not run: {why}.")
+            lines.append(f"- {where}: {label(name)} did not run: {in_markdown(why)}.")
     commands = [line for line in document["commands"] if not study or "contention" in line]
     lines.append(
         f"- Measured on {document['date']}, {document['machine'].get('cpu', '')}, with "

@@ -22,6 +22,7 @@ from dlrm_core.units import (
     speedup,
     value_text,
 )
+from dlrm_workbook.analysis.sentences import in_markdown
 from dlrm_workbook.evidence.contestants import PEER, certainty, difference_text
 from dlrm_workbook.show import theme
 from dlrm_workbook.show.tables import Column, Text, each_row
@@ -217,10 +218,10 @@ def best_speeds(times: pd.DataFrame) -> pd.DataFrame:
 
 def notices(document: Document) -> Text:
     """What contestants said, what failed, what was not measured."""
-    lines = [f"- {text}." for text in analyse.unfinished(document)]
+    lines = [f"- {in_markdown(text)}." for text in analyse.unfinished(document)]
     for case in document["cases"]:
         for name, said in (case.get("notices") or {}).items():
-            lines += [f"- {contestant_label(name)}: {text}." for text in said]
+            lines += [f"- {contestant_label(name)}: {in_markdown(text)}." for text in said]
     return Text("\n".join(dict.fromkeys(lines)) or "Everything ran as the parameters say.")
 
 

@@ -39,6 +39,7 @@ from dlrm_workbook.analysis.compare import (
 )
 from dlrm_workbook.analysis.ensemble import SWEEP, swept_runs
 from dlrm_workbook.analysis.findings import findings
+from dlrm_workbook.analysis.sentences import in_markdown
 from dlrm_workbook.analysis.whatif import Prediction, predict, predict_change
 from dlrm_workbook.changes import apply_change, change_steps, change_text, difference, flat_change
 from dlrm_workbook.intervals import Interval
@@ -373,8 +374,8 @@ class ChangeComparison(Comparison):
             self._plan()
             how = "leaf by leaf, each on top of the ones before" if steps else "in one go"
             self.sentence = (
-                f"**{parameters.title}**\n\nCompared: the parameters as they are, and the same "
-                f"with `{change_text(self.change)}`, {how}."
+                f"**{in_markdown(parameters.title)}**\n\nCompared: the parameters as they are, "
+                f"and the same with `{change_text(self.change)}`, {how}."
             )
         else:
             self.sentence = (

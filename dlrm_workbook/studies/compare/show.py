@@ -16,10 +16,11 @@ from dlrm_core.units import (
     signed_milliseconds,
     speedup,
 )
+from dlrm_workbook.analysis.sentences import in_markdown
 from dlrm_workbook.changes import change_text
 from dlrm_workbook.intervals import Interval
 from dlrm_workbook.show import theme
-from dlrm_workbook.show.tables import Column, Text
+from dlrm_workbook.show.tables import Column, Text, listed
 from dlrm_workbook.studies.compare.comparison import Comparison, Outcome
 
 ENDS = ("mid", "low", "high")
@@ -275,18 +276,20 @@ def verdict(comparison: Comparison) -> Text:
     """What came out, in a sentence or two an outcome."""
     blocks = [_judgement(outcome, comparison) for outcome in comparison.outcomes]
     if comparison.mixed:
-        blocks.append(f"**Careful.** {comparison.mixed}")
-    blocks += [f"- {notice}" for notice in comparison.notices]
+        blocks.append(f"**Careful.** {in_markdown(comparison.mixed)}")
+    blocks += [f"- {in_markdown(notice)}" for notice in comparison.notices]
     return Text("\n\n".join(blocks) or "Nothing was compared.")
 
 
 def _judgement(outcome: Outcome, comparison: Comparison) -> str:
-    what = change_text(outcome.change) or outcome.after
+    what = in_markdown(change_text(outcome.change) or outcome.after)
     measured = outcome.speedup
     if outcome.doubt:
         times = [milliseconds(time or math.nan) for time in (outcome.after_ms, outcome.before_ms)]
-        said = f"**{what}: {times[0]} {comparison.per}, {outcome.before}: {times[1]}.**"
-        return f"{said} {outcome.doubt}"
+        said = (
+            f"**{what}: {times[0]} {comparison.per}, {in_markdown(outcome.before)}: {times[1]}.**"
+        )
+        return f"{said} {in_markdown(outcome.doubt)}"
     if measured is None:
         return f"**{what}**: not measured yet."
     gain = f"{measured.mid:.2f}× as fast"
@@ -310,7 +313,7 @@ def _judgement(outcome: Outcome, comparison: Comparison) -> str:
             f"{outcome.error:+.1%}, the measured speed-up {side} the range."
         )
     elif outcome.reason and comparison.kind == "change":
-        text += f" Not predicted: {outcome.reason}."
+        text += f" Not predicted: {in_markdown(outcome.reason)}."
     return text
 
 
@@ -329,7 +332,7 @@ def prediction_notices(comparison: Comparison) -> Text:
     """What predictions say of themselves."""
     made = [outcome.predicted for outcome in comparison.outcomes if outcome.predicted]
     texts = dict.fromkeys(text for prediction in made for text in prediction.notices)
-    return Text("\n".join(f"- {text}" for text in texts))
+    return listed(texts)
 
 
 def losses_text(comparison: Comparison) -> Text:

@@ -18,6 +18,7 @@ from dlrm_workbook.analysis.ranks.record import (
     predicted_and_measured,
     typical_error,
 )
+from dlrm_workbook.analysis.sentences import in_markdown
 from dlrm_workbook.show.tables import Column, Text
 from dlrm_workbook.show.theme import rows_of
 
@@ -258,7 +259,8 @@ def findings_text(found: Sequence[Finding], record: ScalingRecord) -> Text:
     """What the record shows; nothing wrong is a sentence, too."""
     if not found:
         if record.parts.empty:
-            return Text(f"Nothing was measured on several ranks: {record.reasons.get('parts')}.")
+            why = in_markdown(record.reasons.get("parts"))
+            return Text(f"Nothing was measured on several ranks: {why}.")
         if not (record.runs["ranks"] > 1).any():
             return Text("Nothing was measured on several ranks: one was asked for.")
         return Text(
@@ -267,7 +269,7 @@ def findings_text(found: Sequence[Finding], record: ScalingRecord) -> Text:
         )
     paragraphs = []
     for each in found:
-        text = f"**{each.title}.** {each.evidence} {each.advice}"
+        text = f"**{in_markdown(each.title)}.** {in_markdown(f'{each.evidence} {each.advice}')}"
         gain = each.predicted_speedup
         for name, value in each.change.items():
             text += f" (`-p {name}={value}`: {times(gain['low'])} to {times(gain['high'])} faster)"
@@ -279,7 +281,9 @@ def not_measured_text(reasons: Mapping[str, str]) -> Text:
     """What this page lacks, and why."""
     if not reasons:
         return Text("Everything on this page that says *measured* was.")
-    return Text("\n".join(f"- {name}: {NOT_MEASURED}: {why}" for name, why in reasons.items()))
+    return Text(
+        "\n".join(f"- {name}: {NOT_MEASURED}: {in_markdown(why)}" for name, why in reasons.items())
+    )
 
 
 def launch_text(lines: Mapping[str, Any]) -> Text:

@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
+from dlrm_workbook.analysis.sentences import in_markdown
 from dlrm_workbook.show.tables import Column, Text
 from dlrm_workbook.show.theme import COLOURS, INK, add_bars, figure
 from dlrm_workbook.studies.stability.measure import NAMES, Stability
@@ -121,5 +122,5 @@ def sentence(found: Mapping[str, Stability]) -> Text:
                 f"{label}: the largest and the least {NAMES[stability.metric]} of "
                 f"{len(values)} seeds differ by {max(values) - min(values):.5f}"
             )
-    titles = " and ".join(dict.fromkeys(f"*{one.title}*" for one in found.values()))
+    titles = " and ".join(dict.fromkeys(f"*{in_markdown(one.title)}*" for one in found.values()))
     return Text(f"Trained: {titles}. " + "; ".join(said) + ("." if said else ""))

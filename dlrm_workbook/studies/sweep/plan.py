@@ -9,6 +9,7 @@ finished is in ``sweep.json`` and is not run again when the sweep is resumed.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import sys
 import time
@@ -20,6 +21,7 @@ from typing import Any
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.errors import InputError
 from dlrm_core.files import write_json
+from dlrm_core.settings import shown
 from dlrm_workbook.analysis.ensemble import SWEEP
 from dlrm_workbook.changes import apply_change, change_text, flat_change
 from dlrm_workbook.ledger import read_document, require_same
@@ -27,6 +29,7 @@ from dlrm_workbook.machine import versions
 from dlrm_workbook.processes import only_process
 
 FORMAT_VERSION = 1
+MOST_POINTS = 10_000
 
 RunPoint = Callable[[Parameters, Path], Mapping[str, Path]]
 """Runs the notebooks of one point that are not done yet: its parameters and its folder;
@@ -83,6 +86,9 @@ def sweep_points(parameters: Parameters) -> list[Point]:
             names the point and the field.
     """
     axes = [_axis(str(key), values) for key, values in parameters.sweep.items()]
+    count = math.prod(len(values) for _, values in axes)
+    if count > MOST_POINTS:
+        raise InputError(f"sweep has {count:,} points, expected at most {MOST_POINTS:,}")
     leaves = [leaf for axis in axes for leaf in axis[0]]
     twice = sorted({leaf for leaf in leaves if leaves.count(leaf) > 1})
     if twice:
@@ -104,7 +110,9 @@ def _axis(key: str, values: Any) -> tuple[list[str], list[list[Any]]]:
     leaves = [name.strip() for name in key.split(",")]
     flat_change(dict.fromkeys(leaves), f"sweep: {key}")
     if not isinstance(values, list | tuple) or not values:
-        raise InputError(f"sweep: {key} is {values!r}, expected a list of values")
+        raise InputError(f"sweep: {shown(key)} is {shown(values)}, expected a list of values")
+    if len(values) > MOST_POINTS:
+        raise InputError(f"sweep: {key} has {len(values):,} values, at most {MOST_POINTS:,}")
     if len(leaves) == 1:
         rows = [[value] for value in values]
     else:
@@ -112,13 +120,14 @@ def _axis(key: str, values: Any) -> tuple[list[str], list[list[Any]]]:
         for number, value in enumerate(values, 1):
             if not isinstance(value, list | tuple) or len(value) != len(leaves):
                 raise InputError(
-                    f"sweep: value {number} of {key} is {value!r}, expected a list of "
+                    f"sweep: value {number} of {key} is {shown(value)}, expected a list of "
                     f"{len(leaves)} values, one for each of {', '.join(leaves)}"
                 )
             rows.append(list(value))
     for number, row in enumerate(rows):
         if row in rows[:number]:
-            raise InputError(f"sweep: {key} has the value {row if len(row) > 1 else row[0]} twice")
+            twice = shown(row if len(row) > 1 else row[0])
+            raise InputError(f"sweep: {key} has the value {twice} twice")
     return leaves, rows
 
 
