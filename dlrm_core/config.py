@@ -21,7 +21,7 @@ from typing import Any
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_text
 from dlrm_core.parts import parse_part
-from dlrm_core.settings import check_text, clash, coerce_section, read_yaml, setting, shown
+from dlrm_core.settings import called, check_text, clash, coerce_section, read_yaml, setting, shown
 
 
 @dataclass(frozen=True)
@@ -621,7 +621,7 @@ def parameters_from_sections(tree: Mapping[str, Any], source: str = "") -> Param
                 raise InputError(f"{name} is {shown(section)}, expected a section of parameters")
             known = [f.name for f in fields(kind)]
             for leaf, value in section.items():
-                full = f"{name}.{leaf if isinstance(leaf, str) else shown(leaf)}"
+                full = f"{name}.{called(leaf)}"
                 if leaf not in known and (full not in RETIRED or value != RETIRED[full]):
                     raise InputError(_unknown(full, [f"{name}.{k}" for k in known], "parameter"))
             section = {leaf: value for leaf, value in section.items() if leaf in known}
@@ -696,7 +696,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
 
 
 def _unknown(name: Any, known: Sequence[str], what: str) -> str:
-    short = name if isinstance(name, str) and len(name) <= 80 else shown(name)
+    short = called(name)
     close = difflib.get_close_matches(short, known, n=1, cutoff=0.5)
     hint = f"known: {', '.join(known)}" if len(known) < 10 else "`dlrm parameters` lists them all"
     hint = f"did you mean {close[0]}?" if close else hint

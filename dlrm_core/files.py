@@ -118,11 +118,12 @@ def open_binary(path: Path) -> Iterator[IO[bytes]]:
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise InputError(f"{path}: cannot be read: {why}") from None
+    mode = os.fstat(handle).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(handle)
+        what = "a folder" if stat.S_ISDIR(mode) else "no regular file"
+        raise InputError(f"{path}: cannot be read: it is {what}")
     with os.fdopen(handle, "rb") as file:
-        mode = os.fstat(handle).st_mode
-        if not stat.S_ISREG(mode):
-            what = "a folder" if stat.S_ISDIR(mode) else "no regular file"
-            raise InputError(f"{path}: cannot be read: it is {what}")
         yield file
 
 

@@ -48,6 +48,11 @@ def shown(value: Any) -> str:
         return f"a {type(value).__name__} with a number of thousands of digits"
 
 
+def called(name: Any) -> str:
+    """A name for a message: as it is written, if it is one and short."""
+    return name if isinstance(name, str) and len(name) <= _SHORT.maxstring else shown(name)
+
+
 def coerce_section(section: Any, name: str) -> None:
     """Check every field of a frozen dataclass against its annotation and metadata.
 
@@ -217,7 +222,7 @@ class _Loader(_SafeLoader):  # type: ignore[misc]
             line = key_node.start_mark.line + 1
             if key in seen:
                 where = f"line {line}" if seen[key] == line else f"lines {seen[key]} and {line}"
-                raise InputError(f"{shown(key)} is given twice, in {where}")
+                raise InputError(f"{called(key)} is given twice, in {where}")
             seen[key] = line
         super().flatten_mapping(node)
         # merges of merges multiply

@@ -15,15 +15,11 @@ from typing import Any
 
 from dlrm_core.config import SECTIONS, Parameters
 from dlrm_core.errors import InputError
-from dlrm_core.settings import LARGEST_INT, describe_type, read_yaml, shown
+from dlrm_core.settings import LARGEST_INT, called, describe_type, read_yaml, shown
 from dlrm_workbook.evidence.dependence import Change, changed_parameters
 
 LEAVES = [f"{section}.{leaf.name}" for section, kind in SECTIONS.items() for leaf in fields(kind)]
 """Every parameter by its dotted name."""
-
-
-LONG = 80
-"""Characters of a name or text that a message still quotes whole."""
 
 
 def flat_change(change: Mapping[str, Any], where: str = "change") -> dict[str, Any]:
@@ -34,17 +30,16 @@ def flat_change(change: Mapping[str, Any], where: str = "change") -> dict[str, A
     """
     flat: dict[str, Any] = {}
     for name, value in change.items():
-        name = name.strip() if isinstance(name, str) else shown(name)
+        name = name.strip() if isinstance(name, str) else called(name)
         if name in SECTIONS and isinstance(value, Mapping):
             flat |= {f"{name}.{leaf}": item for leaf, item in value.items()}
         else:
             flat[name] = value
     for name in flat:
         if name not in LEAVES:
-            close = difflib.get_close_matches(name[:LONG], LEAVES, n=1, cutoff=0.5)
+            close = difflib.get_close_matches(called(name), LEAVES, n=1, cutoff=0.5)
             hint = f"; did you mean {close[0]}?" if close else "; expected SECTION.NAME"
-            said = name if len(name) <= LONG else shown(name)
-            raise InputError(f"{where}: unknown parameter {said}{hint}")
+            raise InputError(f"{where}: unknown parameter {called(name)}{hint}")
     return flat
 
 
@@ -120,7 +115,7 @@ def _short(value: Any) -> str:
                 f"{len(value)} × {shown(value[0]) if value[0] > LARGEST_INT else f'{value[0]:,}'}"
             )
         return "-".join(map(shown, value))
-    return value if isinstance(value, str) and len(value) <= LONG else shown(value)
+    return called(value)
 
 
 def change_steps(parameters: Parameters, change: Change) -> list[dict[str, Any]]:

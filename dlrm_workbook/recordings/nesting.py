@@ -15,6 +15,9 @@ import numpy as np
 
 from dlrm_workbook.recordings.profile import depths
 
+MOST_CUTS = 8
+"""Times that a span is cut to begin later; in the recordings of programs at hand once at most."""
+
 
 def nest(
     start: np.ndarray, end: np.ndarray, soft: np.ndarray
@@ -26,7 +29,9 @@ def nest(
     * a soft span (a Python frame) yields to a hard one (an operator or range), which
       keeps its times; so operators have the self times that ``key_averages`` has;
     * between two of a kind, the later one is cut: to the part inside the earlier one
-      if that is at least half of it, else to the part after it.
+      if that is at least half of it, else to the part after it;
+    * a span that was cut to begin later :data:`MOST_CUTS` times is cut to end instead, so
+      that any spans nest in n log n time.
 
     Args:
         start: (n,) int ns.
@@ -49,6 +54,7 @@ def nest(
     waiting: list[tuple[int, int, int, int]] = []
     stack: list[int] = []
     held_until = -1
+    cuts = [0] * len(starts)
 
     def wait(span: int, begin: int) -> None:
         starts[span] = begin
@@ -77,6 +83,9 @@ def nest(
             elif yields[top] and not yields[span]:
                 ends[top] = begin
                 stack.pop()
+            elif cuts[span] == MOST_CUTS:
+                ends[span] = finish = limit
+                break
             elif yields[span] and not yields[top]:
                 held_until = max(held_until, limit)
                 cut = True
@@ -88,6 +97,7 @@ def nest(
                 cut = True
                 break
         if cut:
+            cuts[span] += 1
             wait(span, limit)
             continue
         parent[span] = stack[-1] if stack else -1

@@ -167,7 +167,7 @@ EVENTS = """
 LURES = """
 () => [...document.querySelectorAll('main a, .jp-OutputArea a')]
   .map((a) => a.getAttribute('href') || a.getAttribute('xlink:href') || '')
-  .filter((to) => /javascript|data:|planted/i.test(to))
+  .filter((to) => /^\\s*(javascript|data|vbscript)|^[^#].*planted/i.test(to))
 """
 
 

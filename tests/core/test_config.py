@@ -1,5 +1,6 @@
 """Parameters: what is accepted, and what is refused with which words."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -88,7 +89,16 @@ def test_interaction_width(interaction, itself, expected):
         ({"training": {"batch_size": True}}, ["training.batch_size", "True"]),
         ({"training": {"batch_size": 1.5}}, ["training.batch_size", "1.5"]),
         ({"training": {"learning_rate": float("nan")}}, ["training.learning_rate", "finite"]),
-        ({"training": []}, ["training"]),
+        ({"training": []}, ["training is []", "expected a section"]),
+        ({"model": 0}, ["model is 0", "expected a section"]),
+        ({"training": False}, ["training is False", "expected a section"]),
+        ({"sweep": ""}, ["sweep is ''", "expected parameters"]),
+        ({"title": "a\0b"}, ["title is 'a\\x00b'", "expected no character"]),
+        ({"title": "a" * 5000}, ["title has 5,000 characters, expected at most 4,096"]),
+        ({"training": {"batch_size": 10**400}}, ["training.batch_size", "401 digits", "at most"]),
+        ({"training": {"batch_size": 2**63}}, ["training.batch_size", str(2**63), "at most"]),
+        ({"training": {"learning_rate": 10**400}}, ["training.learning_rate", "finite"]),
+        ({"model": {"table_rows": [[1] * 10**6] * 3}}, ["model.table_rows[0]", "[1, 1, 1, 1, 1"]),
         ({"training": 7}, ["training", "7", "section"]),
         ({"training": {"threads": 100_000}}, ["training.threads", "100000", "at most 1024"]),
         ({"training": {"seed": 2**32}}, ["training.seed", str(2**32), str(2**32 - 1)]),
@@ -107,10 +117,6 @@ def test_interaction_width(interaction, itself, expected):
     ],
 )
 def test_what_cannot_work_is_refused_by_name(sections, words):
-    if sections == {"training": []}:
-        # an empty section is a section without changes
-        assert parameters_from_sections(sections) == Parameters()
-        return
     with pytest.raises(InputError) as error:
         parameters_from_sections(sections, source="mine.yaml")
     message = str(error.value)
@@ -158,8 +164,40 @@ def test_a_merged_mapping_may_be_overridden(tmp_path):
     assert (parameters.training.seed, parameters.training.batch_size) == (2, 8)
 
 
+def test_files_that_have_no_end_or_are_too_large_are_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with (tmp_path / "sparse").open("wb") as file:
+        file.truncate(10**12)
+    (tmp_path / "link").symlink_to("/dev/zero")
+    for place, reason in (
+        (Path("/dev/zero"), "it is no regular file"),
+        (tmp_path / "pipe", "it is no regular file"),
+        (tmp_path / "link", "it is no regular file"),
+        (tmp_path / "sparse", "it has 1,000,000,000,000 bytes, expected at most 1,000,000"),
+        (tmp_path / ("a" * 300), "File name too long"),
+        (tmp_path / "a\0b", "embedded null byte"),
+    ):
+        with pytest.raises(InputError, match=reason):
+            load_parameters(place)
+
+
+def test_what_a_file_multiplies_is_refused_in_one_sentence(tmp_path):
+    laughs = ["a0: &a0 {x: 1}"] + [
+        f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 40)}]}}" for i in range(1, 9)
+    ]
+    lists = ["b0: &b0 [1, 1]"] + [
+        f"b{i}: &b{i} [{', '.join([f'*b{i - 1}'] * 9)}]" for i in range(1, 10)
+    ]
+    for text in ("\n".join(laughs), "\n".join([*lists, "model: {table_rows: *b9}"]),
+                 "a: " + "[" * 100_000, "a: [" + "1," * 200_000 + "]"):  # fmt: skip
+        (tmp_path / "mine.yaml").write_text(text)
+        with pytest.raises(InputError) as error:
+            load_parameters(tmp_path / "mine.yaml")
+        assert len(str(error.value)) < 500
+
+
 def test_a_folder_is_no_parameters_file(tmp_path):
-    with pytest.raises(InputError, match=r"cannot be read: Is a directory$"):
+    with pytest.raises(InputError, match=r"cannot be read: it is a folder$"):
         load_parameters(tmp_path)
 
 

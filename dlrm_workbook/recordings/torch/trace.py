@@ -329,8 +329,6 @@ class _Builder:
 
     def nest_host(self) -> None:
         """Nest the spans of each thread; sorts ``host`` so that parents come first."""
-        pieces = []
-        offset = 0
         # The thread with the iterations first, then by activity: row 0 is the main thread.
         line, lines = coded(self.host["line"])
         sizes = np.bincount(line, minlength=len(lines))
@@ -340,30 +338,32 @@ class _Builder:
         # without marks, autograd's thread comes last, where another thread works too
         helps &= not marks.any() and sizes[~helps].sum() > sizes.sum() / 10
         rows = np.split(np.argsort(line, kind="stable"), np.cumsum(sizes)[:-1])
+        in_turn: list[npt.NDArray[np.int64]] = []
+        profiles: list[int] = []
         for place in sorted(
             range(len(lines)), key=lambda i: (-marks[i], helps[i], -sizes[i], lines[i])
         ):
             number = lines[place].rpartition("/")[2]
             name = self.names.get(lines[place], f"thread {number}")
-            profile = self.thread("cpu_thread", name, number)
-            spans = self.host.iloc[rows[place]].copy()
-            soft = spans["kind"].eq("python").to_numpy()
-            start, end, parent, order = nest(
-                spans["start"].to_numpy(), spans["end"].to_numpy(), soft
-            )
-            place_of = np.empty_like(order)
-            place_of[order] = np.arange(len(order))
-            spans["start"], spans["end"] = start, end
-            spans = spans.iloc[order]
-            parent = parent[order]
-            spans["parent"] = np.where(parent >= 0, place_of[parent] + offset, -1)
-            spans["profile"] = profile
-            offset += len(spans)
-            pieces.append(spans)
-        if pieces:
-            self.host = pd.concat(pieces, ignore_index=True)
-        else:
-            self.host["parent"] = self.host["profile"] = np.empty(0, dtype=np.int64)
+            profiles.append(self.thread("cpu_thread", name, number))
+            in_turn.append(rows[place])
+        # of all threads at once: a trace may have thousands
+        row = np.concatenate([np.empty(0, dtype=np.int64), *in_turn])
+        sizes = np.array([len(spans) for spans in in_turn], dtype=np.int64)
+        soft = self.host["kind"].eq("python").to_numpy()[row]
+        start, end = (self.host[name].to_numpy()[row] for name in ("start", "end"))
+        parent, order = np.empty_like(row), np.empty_like(row)
+        for last, size in zip(np.cumsum(sizes).tolist(), sizes.tolist(), strict=True):
+            part = slice(last - size, last)
+            start[part], end[part], over, turn = nest(start[part], end[part], soft[part])
+            parent[part] = np.where(over >= 0, over + last - size, -1)
+            order[part] = turn + last - size
+        place_of = np.empty_like(order)
+        place_of[order] = np.arange(len(order))
+        parent = np.where(parent >= 0, place_of[parent], -1)[order]
+        self.host = self.host.iloc[row[order]].reset_index(drop=True)
+        self.host["start"], self.host["end"] = start[order], end[order]
+        self.host["parent"], self.host["profile"] = parent, np.repeat(profiles, sizes)
 
     def place_host(self) -> None:
         """Give every host span its part, its context and its depth."""
