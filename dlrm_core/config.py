@@ -257,6 +257,12 @@ class TrainingConfig:
     learning_rate: float = setting(
         0.01, "step size, of embeddings and dense part alike", minimum=0.0
     )
+    lr_schedule: str = setting(
+        "nvidia",
+        "law of warm-up and decay: 'nvidia' (the plateau at learning_rate, lr_end after the decay) "
+        "or 'facebook' (dlrm_s_pytorch.py's: warm-up and decay stay at the last rate they reached)",
+        choices=("nvidia", "facebook"),
+    )
     lr_warmup_steps: int = setting(
         0, "iterations W in which the learning rate rises in a line from 0", minimum=0
     )
@@ -448,6 +454,20 @@ class TrainingConfig:
         if decays and self.lr_end > self.learning_rate:
             why = "the decay must not end above its beginning"
             raise self._clash("lr_end", "learning_rate", why)
+        if self.lr_schedule == "facebook":
+            self._check_facebook_schedule(decays)
+
+    def _check_facebook_schedule(self, decays: bool) -> None:
+        if self.lr_decay_power != 2.0:
+            why = "facebook's law always decays by the square"
+            raise self._clash("lr_schedule", "lr_decay_power", why)
+        if self.lr_end:
+            why = "facebook's law ends at max(1e-7, learning_rate / N^2); leave lr_end at 0"
+            raise self._clash("lr_schedule", "lr_end", why)
+        if decays and self.lr_warmup_steps < 2 and self.lr_decay_start > 1:
+            why = "between warm-up and decay facebook's law repeats the warm-up's last rate, and "
+            why += "its script fails where there is none; give at least 2 warm-up iterations"
+            raise self._clash("lr_schedule", "lr_warmup_steps", why)
 
     def _clash(self, one: str, other: str, why: str) -> InputError:
         return clash("training", self, one, other, why)

@@ -67,6 +67,29 @@ def test_shape_of_any_schedule(base, warmup, plateau, decay, power, end):
         assert rates[step - 1] == pytest.approx(base * step / warmup, rel=1e-9, abs=1e-12 * base)
 
 
+@given(
+    base=st.floats(1e-6, 100.0),
+    warmup=st.integers(2, 50),
+    plateau=st.integers(0, 50),
+    decay=st.integers(0, 50),
+)
+def test_facebooks_law_repeats_the_last_rate_that_it_set(base, warmup, plateau, decay):
+    """Held to the rule as dlrm_s_pytorch.py states it, step by step with its memory."""
+    start = warmup + plateau if decay else 0
+    config = dataclasses.replace(
+        config_of(base, warmup, start, decay), lr_schedule="facebook", lr_end=0.0
+    )
+    last = None
+    for step in range(1, warmup + plateau + decay + 20):
+        if step < warmup:
+            last = base * (1.0 - (warmup - step) / warmup)
+        elif start <= step < start + decay:
+            last = max(1e-7, base * ((decay - (step - start)) / decay) ** 2)
+        elif not decay:
+            last = base
+        assert learning_rate(config, step) == pytest.approx(last, rel=1e-12)
+
+
 def test_no_schedule_is_constant():
     config = parameters_from_sections({}).training
     assert {learning_rate(config, step) for step in range(1, 10_000)} == {config.learning_rate}
@@ -94,6 +117,14 @@ def test_a_shown_schedule_has_the_corners():
         (
             {"lr_decay_steps": 3, "lr_end": 2.0, "learning_rate": 1.0},
             ["lr_end is 2", "learning_rate is 1"],
+        ),
+        (
+            {"lr_schedule": "facebook", "lr_decay_power": 1.0},
+            ["lr_schedule is 'facebook'", "lr_decay_power is 1"],
+        ),
+        (
+            {"lr_schedule": "facebook", "lr_decay_start": 5, "lr_decay_steps": 3},
+            ["lr_schedule is 'facebook'", "lr_warmup_steps is 0"],
         ),
         (
             {"optimizer": "adam", "embedding_backend": "fused"},
