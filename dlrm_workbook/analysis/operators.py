@@ -124,39 +124,77 @@ def timeline(profile: Profile, iterations: int = 3) -> pd.DataFrame:
         ``iteration``, ``lane``, ``label``, ``component``, ``phase``, ``start_ms`` (from the
         iteration's start), ``duration_ms``, ``spans`` (of the trace, joined in the row).
     """
-    columns = ["iteration", "lane", "label", *PART, "start_ms", "duration_ms", "spans"]
-    chosen = profile.iterations.sort_values("start_ns").head(iterations)
-    first, last = chosen["start_ns"].to_numpy(), chosen["end_ns"].to_numpy()
     named = profile.which("name", lambda name: parse_span(name) is not None)
     is_range = profile.of_kind("annotation") & named
+    spans = _lane_spans(profile, iterations, is_range)
+    if spans.empty:
+        return spans
+    keys = ["thread", "iteration", *PART]
+    same = (spans[keys] == spans[keys].shift()).all(axis=1)
+    near = spans["start_ns"] - spans["end_ns"].shift() < MERGE_GAP_NS
+    table = spans.groupby((~(spans["on_gpu"] & same & near)).cumsum()).agg(
+        **{name: (name, "first") for name in ("iteration", "begin_ns", "lane", *PART, "start_ns")},
+        end_ns=("end_ns", "max"),
+        spans=("start_ns", "size"),
+    )
+    table["label"] = list(map(part_label, table["component"], table["phase"]))
+    return _timed(table)
+
+
+def operator_spans(profile: Profile, iterations: int = 3, most: int = 1500) -> pd.DataFrame:
+    """What :func:`timeline` joins, one by one: outermost operators on the host, kernels on the GPU.
+
+    Args:
+        iterations: how many.
+        most: at most so many spans, the longest ones.
+
+    Returns:
+        The columns of :func:`timeline`; ``label`` is the operator's or kernel's name.
+    """
+    contexts = profile.contexts
+    is_operator = profile.of_kind("operator")
+    parent = contexts["parent"].to_numpy()
+    outermost = is_operator & ~((parent >= 0) & is_operator[np.maximum(parent, 0)])
+    spans = _lane_spans(profile, iterations, outermost)
+    if spans.empty:
+        return spans
+    spans["label"] = contexts["name"].to_numpy()[spans["context"]]
+    length = spans["end_ns"] - spans["start_ns"]
+    kept = spans.loc[length.sort_values(ascending=False, kind="stable").index[:most]].sort_index()
+    return _timed(kept.assign(spans=1))
+
+
+_TIMELINE = ["iteration", "lane", "label", *PART, "start_ms", "duration_ms", "spans"]
+
+
+def _lane_spans(profile: Profile, iterations: int, wanted: np.ndarray) -> pd.DataFrame:
+    """Spans of the first iterations: all on GPU lanes, on host lanes those of wanted contexts."""
+    chosen = profile.iterations.sort_values("start_ns").head(iterations)
+    first, last = chosen["start_ns"].to_numpy(), chosen["end_ns"].to_numpy()
     trace = profile.trace[["profile", "context", "start_ns", "end_ns"]]
     spans = trace.merge(profile.threads[["profile", "kind", "name"]], on="profile")
     on_gpu = spans["kind"].eq("gpu_stream")
     place = stretch_at(first, last, spans["start_ns"].to_numpy())
     spans = spans.assign(place=place, on_gpu=on_gpu)
-    spans = spans[(place >= 0) & (on_gpu | is_range[spans["context"].to_numpy()])]
+    spans = spans[(place >= 0) & (on_gpu | wanted[spans["context"].to_numpy()])]
     if spans.empty:
-        return pd.DataFrame(columns=columns)
+        return pd.DataFrame(columns=_TIMELINE)
     order = dict(zip(profile.threads["profile"], range(len(profile.threads)), strict=True))
     spans = spans.assign(thread=spans["profile"].map(order))
     spans = spans.sort_values(["thread", "place", "start_ns"], kind="stable", ignore_index=True)
     spans[PART] = parts_at(profile, spans["context"].to_numpy())
     is_main = ~spans["on_gpu"] & spans["profile"].eq(main_thread(profile))
     spans["lane"] = spans["name"].astype(str).mask(is_main, "main thread")
-    keys = ["thread", "place", *PART]
-    same = (spans[keys] == spans[keys].shift()).all(axis=1)
-    near = spans["start_ns"] - spans["end_ns"].shift() < MERGE_GAP_NS
-    table = spans.groupby((~(spans["on_gpu"] & same & near)).cumsum()).agg(
-        **{name: (name, "first") for name in ("place", "lane", *PART, "start_ns")},
-        end_ns=("end_ns", "max"),
-        spans=("start_ns", "size"),
-    )
-    place = table["place"].to_numpy()
-    table["iteration"] = chosen["iteration"].to_numpy()[place]
-    table["label"] = list(map(part_label, table["component"], table["phase"]))
-    table["start_ms"] = (table["start_ns"] - first[place]) / 1e6
-    table["duration_ms"] = (table["end_ns"] - table["start_ns"]) / 1e6
-    return table[columns].reset_index(drop=True)
+    place = spans["place"].to_numpy()
+    return spans.assign(iteration=chosen["iteration"].to_numpy()[place], begin_ns=first[place])
+
+
+def _timed(spans: pd.DataFrame) -> pd.DataFrame:
+    """The spans with times from their iteration's start, in milliseconds."""
+    start_ms = (spans["start_ns"] - spans["begin_ns"]) / 1e6
+    duration_ms = (spans["end_ns"] - spans["start_ns"]) / 1e6
+    table = spans.assign(start_ms=start_ms, duration_ms=duration_ms)
+    return table[_TIMELINE].reset_index(drop=True)
 
 
 def memory(profile: Profile) -> pd.DataFrame:

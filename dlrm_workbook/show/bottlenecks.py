@@ -26,6 +26,7 @@ from dlrm_workbook.show.theme import (
     add_ends,
     add_part_spans,
     add_points,
+    add_spans,
     error_bars,
     escaped,
     figure,
@@ -34,6 +35,7 @@ from dlrm_workbook.show.theme import (
     lines_of,
     mark_one,
     markers,
+    paled,
     ranked_bars,
     rows_of,
     short_name,
@@ -163,24 +165,46 @@ def iteration_times(each: pd.DataFrame) -> go.Figure:
     return stacked_iterations("Time of each iteration", table, "component", "time_ms", looks)
 
 
-def iteration_timeline(spans: pd.DataFrame) -> go.Figure:
+DETAIL_SHARE = 0.25
+"""Operators are drawn once so much of an iteration, or less, fills the timeline."""
+
+
+def iteration_timeline(spans: pd.DataFrame, detail: pd.DataFrame | None = None) -> go.Figure:
     """What each thread and GPU stream does when, a row a lane and iteration; drag to zoom.
 
     Args:
         spans: what :func:`dlrm_workbook.analysis.operators.timeline` gives.
+        detail: what :func:`dlrm_workbook.analysis.operators.operator_spans` gives: drawn where the
+            reader zooms in on a page, or clicks its entry of the legend.
     """
-    lane = "iteration " + spans["iteration"].astype(str)
-    if spans["lane"].nunique() > 1:
-        lane = lane + ", " + spans["lane"]
-    spans = spans.assign(lane=lane)
+    several = spans["lane"].nunique() > 1
+    spans = _laned(spans, several)
     rows = list(dict.fromkeys(spans.sort_values("iteration", kind="stable")["lane"]))
     result = figure("Timeline of iterations", 190 + 46 * len(rows), legend=True)
     add_part_spans(result, spans)
+    if detail is not None and len(detail):
+        last = float((spans["start_ms"] + spans["duration_ms"]).max())
+        result.update_layout(meta={"detail_below_ms": DETAIL_SHARE * last})
+        _add_operators(result, _laned(detail, several))
     # overlay: a bar is where its base says, whatever else is in the row
     result.update_layout(barmode="overlay", bargap=0.35)
     result.update_xaxes(title="ms since the iteration began")
     result.update_yaxes(categoryorder="array", categoryarray=rows[::-1])
     return result
+
+
+def _laned(spans: pd.DataFrame, several: bool) -> pd.DataFrame:
+    lane = "iteration " + spans["iteration"].astype(str)
+    return spans.assign(lane=lane + ", " + spans["lane"] if several else lane)
+
+
+def _add_operators(target: go.Figure, detail: pd.DataFrame) -> None:
+    """Operators in the lower half of their row, hidden until they are asked for."""
+    line = {"width": 1, "color": INK}
+    colours = [COLOURS.get(name, COLOURS["other"]) for name in detail["component"]]
+    look = {"color": list(map(paled, colours)), "line": line}
+    hidden: dict[str, Any] = {"visible": "legendonly", "width": 0.3, "offset": 0.02}
+    add_spans(target, detail, "operators (zoom in)", look, legendgroup="operators", **hidden)
 
 
 def top_operators(
@@ -257,7 +281,7 @@ def memory_curve(curve: pd.DataFrame) -> go.Figure:
     result = figure("Memory over the recording", 340, legend=curve["device"].nunique() > 1)
     for device, part in curve.groupby("device"):
         line = {"shape": "hv", "width": 1.5, "color": _DEVICE_COLOURS.get(str(device), INK)}
-        hover = "%{x:,.1f} ms: %{y:,.2f} MB"
+        hover = f"{str(device).upper()} at %{{x:,.1f}} ms: %{{y:,.2f}} MB"
         look: dict[str, Any] = {"mode": "lines", "line": line}
         times, held = part["time_ms"], part["allocated_mb"]
         add_points(result, times, held, str(device).upper(), hover, **look)

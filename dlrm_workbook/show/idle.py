@@ -33,7 +33,7 @@ CAUSE_COLOURS = {
     "start-up": COLOURS["embedding"],
     "dependency": COLOURS["communication"],
     "kernel gap": COLOURS["other"],
-    "unknown": "#D9D9D9",
+    "unknown": "#8B9097",
 }
 """Cause to colour, of the parts' set; data keeps the colour it has everywhere."""
 

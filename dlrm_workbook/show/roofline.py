@@ -18,16 +18,20 @@ from dlrm_core.parts import part_label
 from dlrm_core.units import NOT_MEASURED, digits, milliseconds, percent
 from dlrm_workbook.analysis.devices import device
 from dlrm_workbook.show.profile import product_peaks
+from dlrm_workbook.show.static import SLOPE
 from dlrm_workbook.show.theme import (
     COLOURS,
+    DASHES,
     GRID,
     INK,
+    OUTLINE,
     ROW,
     add_bars,
     add_points,
     figure,
     label_rows,
     markers,
+    paled,
     rows_of,
     step_order,
 )
@@ -44,6 +48,10 @@ HEIGHT = 560
 
 WIDTH = 900
 """What a notebook gives a figure, in pixels; for placing labels only."""
+
+
+ROOF = "roof"
+"""Name of annotations along horizontal lines."""
 
 
 LETTER = 6.6
@@ -242,7 +250,7 @@ def _draw_roofs(
     for name, rate in sorted(roofs.items(), key=lambda item: -item[1]):
         start = max(10**frame.left, rate / fastest)
         text = f"{name}, {digits(rate)} GFLOP/s"
-        result.add_trace(_line([start, 10**frame.right], [rate, rate], text))
+        result.add_trace(_line([start, 10**frame.right], [rate, rate], text, "solid"))
         # roofs of nearly the same height share a label
         if labels and rate > 0.8 * labels[-1][0]:
             labels[-1][1].append(text)
@@ -258,7 +266,7 @@ def _draw_roofs(
                 break
         # the roof itself is in the way of other labels
         taken += [box, (0, y - 2, frame.width, y + 2)]
-        _annotate(result, at, height, text, {"xanchor": "right", "yanchor": "bottom"})
+        _annotate(result, at, height, text, {"name": ROOF, "xanchor": "right", "yanchor": "bottom"})
 
 
 def _draw_slopes(
@@ -271,35 +279,41 @@ def _draw_slopes(
     highest = max(roofs.values(), default=10**frame.top)
     across, up = frame.pixels(frame.left + 1, frame.bottom + 1)
     angle = math.atan2(up, across)
-    for name, rate in slopes.items():
+    for number, (name, rate) in enumerate(slopes.items(), 1):
+        # between two lines close to each other there is no room
+        is_under = any(rate < other < 2.5 * rate for other in slopes.values())
         text = f"{name}, {digits(rate)} GB/s"
         x = [max(10**frame.left, 10**frame.bottom / rate), highest / rate]
-        result.add_trace(_line(x, [rate * value for value in x], text))
+        dash = DASHES[number % len(DASHES)]
+        result.add_trace(_line(x, [rate * value for value in x], text, dash))
         low, high = math.log10(x[0]), math.log10(x[1])
         length = LETTER * len(text)
-        # as far down the line as there is room for it
-        for step in range(1, 30):
+        # above the line as far down as there is room for it, else below as far up
+        for step in range(34, 4, -1) if is_under else range(1, 30):
             at = low + (high - low) * step / 40
             left, bottom = frame.pixels(at, at + math.log10(rate))
+            side = -1 if is_under else 1
             boxes = [
-                (cx - 9, cy - 2, cx + 9, cy + 18)
+                (cx - 9, cy - 18, cx + 9, cy + 2) if is_under else (cx - 9, cy - 2, cx + 9, cy + 18)
                 for part in range(8)
-                for cx in [left + math.cos(angle) * length * part / 7]
-                for cy in [bottom + math.sin(angle) * length * part / 7]
+                for cx in [left + side * math.cos(angle) * length * part / 7]
+                for cy in [bottom + side * math.sin(angle) * length * part / 7]
             ]
             if not overlaps(boxes, taken):
                 break
         taken.extend(boxes)
-        look = {"textangle": -math.degrees(angle), "xanchor": "left", "yanchor": "bottom"}
+        look = {"name": SLOPE, "textangle": -math.degrees(angle)}
+        corner = ("right", "top") if is_under else ("left", "bottom")
+        look |= dict(zip(("xanchor", "yanchor"), corner, strict=True))
         _annotate(result, at, at + math.log10(rate), text, look)
 
 
-def _line(x: Sequence[float], y: Sequence[float], name: str) -> go.Scatter:
+def _line(x: Sequence[float], y: Sequence[float], name: str, dash: str) -> go.Scatter:
     return go.Scatter(
         x=list(x),
         y=list(y),
         mode="lines",
-        line={"color": INK, "width": 1.5},
+        line={"color": INK, "width": 1.5, "dash": dash},
         name=name,
         hoverinfo="name",
         showlegend=False,
@@ -404,13 +418,15 @@ def least_time_bars(table: pd.DataFrame) -> go.Figure:
     result = figure(title, 110 + ROW * max(len(rows), 3))
     places = list(range(len(rows)))
     looks = markers([(row.component, row.phase) for row in rows])
-    plain = {"color": looks["color"], "line": {"width": 0}, "opacity": 0.35}
+    full = {"color": looks["color"], "line": {"width": 0}}
+    pale = {"color": list(map(paled, looks["color"])), "line": {"width": OUTLINE}}
+    pale["line"]["color"] = looks["color"]
     labels = [part_label(row.component, row.phase) for row in rows]
     texts = [_gap(row) for row in rows]
     hover = [f"{label}: {text}" for label, text in zip(labels, texts, strict=True)]
     for values, look, text in (
-        (shown["time_ms"], plain, texts),
-        (shown["ceiling_ms"].clip(upper=shown["time_ms"]), {**plain, "opacity": 1.0}, None),
+        (shown["time_ms"], pale, texts),
+        (shown["ceiling_ms"].clip(upper=shown["time_ms"]), full, None),
     ):
         beyond = "outside" if text else None
         add_bars(

@@ -19,22 +19,23 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from dlrm_core.parts import COMPONENTS, PHASES, parse_span, part_label
+from dlrm_workbook.show.static import description, image, text_on
 
 FIGURE_TYPE = "application/vnd.plotly.v1+json"
 DATA_RENDERER = "plotly_mimetype"
 """What plotly calls storing a figure as data in the notebook."""
 
 COLOURS = {
-    "data": "#E0A809",
-    "transfer": "#B5A34E",
-    "bottom_mlp": "#4BBAFF",
-    "embedding": "#0C9E6D",
-    "interaction": "#AB6C97",
-    "top_mlp": "#065E9F",
-    "loss": "#7F412D",
-    "optimizer": "#A63F06",
-    "communication": "#6743CC",
-    "other": "#BCBCBB",
+    "data": "#CC8307",
+    "transfer": "#9B9249",
+    "bottom_mlp": "#868AE6",
+    "embedding": "#1BA675",
+    "interaction": "#BA7AA5",
+    "top_mlp": "#2467A6",
+    "loss": "#92553E",
+    "optimizer": "#AA4508",
+    "communication": "#8355E5",
+    "other": "#636565",
 }
 """Component to colour. Any two stay apart (CIE76 distance 20 or more) for readers with
 protanopia, deuteranopia or tritanopia (simulated after Machado et al. 2009)."""
@@ -48,7 +49,7 @@ COMPUTE = "#6F8FAF"
 INK = "#767B82"
 """Contrast 4.2 or more to white and to JupyterLab's dark background."""
 
-SLOWER, SAME, FASTER = "#C8402F", "#A9ADB3", "#2F74B5"
+SLOWER, SAME, FASTER = "#C8402F", "#8A8F96", "#2F74B5"
 """Ends and middle of the scale of differences; apart for readers with colour deficiencies."""
 
 PREDICTED = "#8D5FC0"
@@ -90,20 +91,38 @@ TEMPLATE = go.layout.Template(
 )
 
 
+CONFIG: dict[str, Any] = {
+    "displaylogo": False,
+    "plotlyServerURL": "",
+    "showSendToCloud": False,
+    "modeBarButtonsToRemove": ["sendChartToCloud", "select2d", "lasso2d"],
+}
+"""How plotly.js shows a figure: without a button that sends its data anywhere."""
+
+
 class Figure(go.Figure):
-    """A figure that a notebook stores as data, without what other renderers need.
+    """A figure that a notebook stores as data, as an image and in words.
 
     plotly's own way to say so imports nbformat and its JSON schemas, which takes longer
     than drawing all figures of a page.
     """
 
+    def bundle(self) -> dict[str, Any]:
+        """What a notebook stores, by MIME type: plotly's JSON with the description of its numbers
+        in ``layout.meta``, an SVG image for viewers without plotly.js, and the description."""
+        spec = json.loads(self.to_json())
+        said = description(spec)
+        spec["layout"]["meta"] = {**(spec["layout"].get("meta") or {}), "description": said}
+        spec["config"] = CONFIG
+        return {FIGURE_TYPE: spec, "image/svg+xml": image(spec), "text/plain": said}
+
     def _ipython_display_(self) -> None:
-        if os.environ.get("PLOTLY_RENDERER") != DATA_RENDERER:
+        if os.environ.get("PLOTLY_RENDERER", DATA_RENDERER) != DATA_RENDERER:
             super()._ipython_display_()
             return
         from IPython.display import display
 
-        display({FIGURE_TYPE: json.loads(self.to_json())}, raw=True)
+        display(self.bundle(), raw=True)
 
 
 def figure(title: str, height: int, *, legend: bool = False) -> Figure:
@@ -133,19 +152,38 @@ def marker(component: str, phase: str = "") -> dict[str, Any]:
 
 
 def markers(parts: Sequence[tuple[str, str]], pale: Sequence[bool] = ()) -> dict[str, Any]:
-    """Markers of bars of several parts, (component, phase) each; pale where so asked."""
+    """Markers of bars of several parts, (component, phase) each; pale, with an outline that can
+    be seen, where so asked."""
+    colours = [COLOURS.get(component, COLOURS["other"]) for component, _ in parts]
+    white = "rgba(255, 255, 255, 0.75)"
+    line: dict[str, Any] = {"width": 0}
+    hatch: str | list[str] = white
+    filled = colours
+    if any(pale):
+        filled = [paled(c) if p else c for c, p in zip(colours, pale, strict=True)]
+        line = {"width": [OUTLINE if p else 0 for p in pale], "color": colours}
+        hatch = [c if p else white for c, p in zip(colours, pale, strict=True)]
     return {
-        "color": [COLOURS.get(component, COLOURS["other"]) for component, _ in parts],
-        "opacity": [0.45 if is_pale else 1.0 for is_pale in pale] if any(pale) else 1.0,
-        "line": {"width": 0},
+        "color": filled,
+        "line": line,
         "pattern": {
             "shape": [PATTERNS.get(phase, "") for _, phase in parts],
             "fillmode": "overlay",
-            "fgcolor": "rgba(255, 255, 255, 0.75)",
+            "fgcolor": hatch,
             "size": 7,
             "solidity": 0.22,
         },
     }
+
+
+OUTLINE = 1.5
+"""Width of a pale bar's outline, in pixels."""
+
+
+def paled(colour: str) -> str:
+    """``#rrggbb`` as the fill of a pale bar, whose outline keeps the full colour."""
+    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return f"rgba({red}, {green}, {blue}, 0.25)"
 
 
 def rows_of(table: pd.DataFrame) -> list[Any]:
@@ -161,17 +199,6 @@ def difference_colour(share: float) -> str:
         for at in (1, 3, 5)
     )
     return "#" + "".join(f"{part:02X}" for part in parts)
-
-
-def text_on(colour: str) -> str:
-    """Black or white, whichever reads better on ``#rrggbb`` (WCAG relative luminance)."""
-    linear = []
-    for start in (1, 3, 5):
-        value = int(colour[start : start + 2], 16) / 255
-        linear.append(value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4)
-    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-    # both contrasts are equal at sqrt(1.05 * 0.05) - 0.05
-    return "#000000" if luminance > 0.179 else "#ffffff"
 
 
 def step_order(component: str, phase: str = "") -> tuple[int, int]:
@@ -227,7 +254,7 @@ WATERFALL: dict[str, Any] = {
     "increasing": {"marker": {"color": SLOWER}},
     "decreasing": {"marker": {"color": FASTER}},
     "totals": {"marker": {"color": INK}},
-    "hovertemplate": "%{text}<extra></extra>",
+    "hovertemplate": "%{hovertext}<extra></extra>",
 }
 """The look of steps from one time to another."""
 
@@ -393,8 +420,11 @@ def stacked_bars(
             list(range(len(table))),
             name,
             colour,
-            f"{name}: %{{customdata:,.3g}} {unit}" + (", %{x:.1%}" if shares else ""),
-            customdata=values,
+            f"%{{customdata[1]}}{name}: %{{customdata[0]:,.3g}} {unit}, %{{customdata[2]:.1%}}",
+            customdata=[
+                (value, f"{escaped(str(row))}: " if str(row) else "", part)
+                for row, value, part in zip(table.index, values, parts, strict=True)
+            ],
             text=[f"{part:.0%}" if (shares or texts) and part >= 0.06 else "" for part in parts],
             **INSIDE,
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pandas as pd
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from dlrm_core.units import digits
 from dlrm_workbook.show.theme import (
@@ -60,8 +59,8 @@ def _add_line(
 
 def _two_rows(title: str, above: str, below: str) -> go.Figure:
     """Two plots over the same iterations, with the titles of their axes."""
-    result = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.09)
-    result.update_layout(figure(title, 520, legend=True).layout)
+    result = figure(title, 520, legend=True)
+    result.set_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.09)
     result.update_yaxes(title=above, row=1, col=1)
     result.update_yaxes(title=below, row=2, col=1)
     result.update_xaxes(title="iteration", row=2, col=1)
@@ -76,9 +75,9 @@ def loss_curve(iterations: pd.DataFrame, intervals: pd.DataFrame) -> go.Figure:
         intervals: ``iteration`` (the last one of the interval), ``loss``.
     """
     result = figure("Loss over the run", 380, legend=True)
-    hover = "iteration %{x}: %{y:.6f}"
+    hover = "iteration %{x}: loss %{y:.6f}"
     _add_line(result, iterations, "loss", "each iteration", COMPUTE, hover, mode="lines", width=1.3)
-    name, hover = "mean since the mark before", "up to iteration %{x}: mean %{y:.6f}"
+    name, hover = "mean since the mark before", "up to iteration %{x}: mean loss %{y:.6f}"
     _add_line(result, intervals, "loss", name, COLOURS["optimizer"], hover)
     result.update_xaxes(title="iteration")
     result.update_yaxes(title="loss")
@@ -93,7 +92,8 @@ def learning_rate(planned: pd.DataFrame, intervals: pd.DataFrame) -> go.Figure:
         intervals: ``iteration``, ``learning_rate`` of each interval's last update.
     """
     result = figure("Learning rate", 320, legend=True)
-    hover, used = "iteration %{x:,}: %{y:.4g}", "used by the last update of an interval"
+    hover = "iteration %{x:,}: learning rate %{y:.4g}"
+    used = "used by the last update of an interval"
     _add_line(result, planned, "learning_rate", "planned", COMPUTE, hover, mode="lines")
     colour = COLOURS["optimizer"]
     _add_line(result, intervals, "learning_rate", used, colour, hover, mode="markers")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,10 +24,16 @@ from dlrm_workbook.analysis import training as runs
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.recorder import record_workload
 from dlrm_workbook.recordings.torch.trace import read_recording, read_trace
+from dlrm_workbook.runner.pages import TEMPLATES
 from dlrm_workbook.show import bottlenecks as figures
+from dlrm_workbook.show import static, theme
 from dlrm_workbook.show import train as training_figures
+from dlrm_workbook.show.gpu import REASON_COLOURS
+from dlrm_workbook.show.idle import CAUSE_COLOURS, STATE_COLOURS
 from dlrm_workbook.show.tables import Table, show
 from dlrm_workbook.show.theme import COLOURS, PATTERNS, short_name, text_on
+from dlrm_workbook.studies.bench.show import CONTESTANTS
+from dlrm_workbook.studies.scaling.show import EXCHANGE_COLOURS, SHARDING_COLOURS
 
 ITERATIONS = 4
 
@@ -129,10 +136,12 @@ def test_gpu_attribution_tells_what_the_gpu_waited_for(gpu_profile: Profile) -> 
     drawn = figures.attribution_bars(table)
     assert sum(drawn.data[0].x) == pytest.approx(times["device"])
     assert "GPU time" in drawn.layout.title.text and "idle in another" in drawn.layout.title.text
-    assert drawn.data[0].marker.opacity == 1
+    assert drawn.data[0].marker.line.width == 0
     waiting = figures.idle_part_bars(table)
     assert sum(waiting.data[0].x) == pytest.approx(times["host"])
-    assert all(opacity < 1 for opacity in waiting.data[0].marker.opacity)
+    look = waiting.data[0].marker
+    assert all(fill.startswith("rgba(") for fill in look.color) and min(look.line.width) > 1
+    assert set(look.line.color) <= set(COLOURS.values()), "pale bars keep an outline that is seen"
 
 
 def test_a_recording_without_iterations_says_so(profile: Profile) -> None:
@@ -329,14 +338,49 @@ def test_colours_stay_apart_for_every_reader(vision: str) -> None:
         assert distance >= 19.5, f"{one} and {other} look alike"
 
 
-@pytest.mark.parametrize("component", COMPONENTS)
-def test_colours_can_be_seen_on_white_and_on_dark(component: str) -> None:
-    luminance = TO_XYZ[1] @ linear(COLOURS[component])
-    assert 1.05 / (luminance + 0.05) > 1.8
-    assert (luminance + 0.05) / (TO_XYZ[1] @ linear("#15181c") + 0.05) > 2.2
-    on_it = TO_XYZ[1] @ linear(text_on(COLOURS[component]))
-    lighter, darker = max(luminance, on_it), min(luminance, on_it)
-    assert (lighter + 0.05) / (darker + 0.05) >= 4.5
+def contrast(one: str, other: str) -> float:
+    """Contrast of two colours by WCAG 2, from 1 to 21."""
+    darker, lighter = sorted(float(TO_XYZ[1] @ linear(colour)) for colour in (one, other))
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+MARKS = {
+    **COLOURS,
+    **{f"idle: {name}": colour for name, colour in CAUSE_COLOURS.items()},
+    **{f"thread: {name}": colour for name, colour in STATE_COLOURS.items()},
+    **{f"stall: {name}": colour for name, colour in REASON_COLOURS.items()},
+    **{f"bytes: {name}": colour for name, colour in EXCHANGE_COLOURS.items()},
+    **{f"sharding: {name}": colour for name, colour in SHARDING_COLOURS.items()},
+    **{f"contestant: {name}": colour for name, colour in CONTESTANTS.items()},
+    "compute": theme.COMPUTE,
+    "ink": theme.INK,
+    "slower": theme.SLOWER,
+    "same": theme.SAME,
+    "faster": theme.FASTER,
+    "predicted": theme.PREDICTED,
+}
+PAGE = (TEMPLATES / "page.css").read_text()
+LIGHT, DARK = (
+    dict(re.findall(r"--([a-z]+): (#[0-9a-f]{6})", part)) for part in PAGE.split("@media")[:2]
+)
+NOTEBOOK = ("#ffffff", "#111111")
+"""Backgrounds of JupyterLab's themes."""
+
+
+@pytest.mark.parametrize("mark", MARKS)
+def test_marks_can_be_seen_on_light_and_on_dark(mark: str) -> None:
+    for background in (LIGHT["page"], DARK["page"], *NOTEBOOK):
+        assert contrast(MARKS[mark], background) >= 3, background
+    assert contrast(MARKS[mark], text_on(MARKS[mark])) >= 4.5
+
+
+def test_text_can_be_read_on_light_and_on_dark() -> None:
+    for colours in (LIGHT, DARK):
+        assert contrast(colours["text"], colours["page"]) >= 4.5
+        assert contrast(colours["soft"], colours["page"]) >= 4.5
+    assert contrast(static.TEXT, static.PAPER) >= 4.5
+    # one grey for both of JupyterLab's themes: more than 4.35 with both is impossible
+    assert min(contrast(theme.INK, background) for background in NOTEBOOK) >= 4.2
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,12 @@
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
   const CONFIG = {
-    responsive: true, displaylogo: false, plotlyServerURL: "",
-    showSendToCloud: false, showEditInChartStudio: false,
+    responsive: false, // fitted below, labels included
+    displaylogo: false, plotlyServerURL: "", showSendToCloud: false,
     modeBarButtonsToRemove: ["sendChartToCloud", "select2d", "lasso2d"],
   };
+  const NARROW = 640; // pixels: below, labels of rows stand above their bars
+  const LETTER = 7.6; // mean width of a letter of a title, in pixels
 
   // Text, background and grid follow the page. They go into the figure's template, so
   // whatever the figure itself sets still wins; traces keep their colours.
@@ -40,34 +42,278 @@
     return layout;
   }
 
-  const drawn = new Map(); // place to its figure
+  // Words of a title on as many lines as it needs.
+  function wrapped(text, width, letter) {
+    const most = Math.max(12, Math.floor(width / letter));
+    return String(text).split("<br>").map((line) => {
+      const lines = [""];
+      for (const word of line.split(" ")) {
+        const last = lines[lines.length - 1];
+        if (last && (last + " " + word).length > most) lines.push(word);
+        else lines[lines.length - 1] = last ? last + " " + word : word;
+      }
+      return lines.join("<br>");
+    }).join("<br>");
+  }
+  const lineCount = (text) => String(text).split("<br>").length;
 
-  function draw(place) {
-    const figure = JSON.parse(place.parentElement.querySelector("script").textContent);
-    drawn.set(place, figure);
-    return Plotly.newPlot(place, {
-      data: figure.data, layout: dress(figure), config: CONFIG, frames: figure.frames,
-    });
+  // The layout for a width: long titles on several lines, labels of rows above narrow bars.
+  function arranged(figure, width) {
+    const layout = dress(figure);
+    const margin = layout.margin = { ...layout.template.layout.margin, ...layout.margin };
+    layout.height ||= 450;
+    if (layout.title?.text) {
+      layout.title.text = wrapped(layout.title.text, width - 16, LETTER * 1.16);
+      const more = 20 * (lineCount(layout.title.text) - 1);
+      if (more) {
+        margin.t += more;
+        layout.height += more;
+        Object.assign(layout.title, { yref: "container", y: 1, yanchor: "top" });
+        layout.title.pad = { ...layout.title.pad, t: 16 };
+      }
+    }
+    for (const name of Object.keys(layout).filter((key) => /^xaxis\d*$/.test(key))) {
+      const axis = layout[name];
+      if (!axis?.title?.text) continue;
+      axis.title.text = wrapped(axis.title.text, width - 60, LETTER);
+      layout.height += 16 * (lineCount(axis.title.text) - 1);
+    }
+    if (width >= NARROW) return layout;
+    if (layout.legend?.x > 1) {
+      layout.legend = {
+        ...layout.legend, orientation: "h", x: 0, y: 0, yref: "container", yanchor: "bottom",
+      };
+      Object.assign(margin, { r: 16 });
+    }
+    if (layout.showlegend) {
+      layout.legend = { ...layout.legend, maxheight: 2000 };
+      const entries = figure.data.filter((trace) => trace.name && trace.showlegend !== false);
+      layout.height += 20 * Math.ceil(entries.length / 2);
+    }
+    if (figure.data.some((trace) => trace.type === "icicle")) Object.assign(margin, { l: 4, r: 4 });
+    labelsAbove(figure, layout, margin);
+    return layout;
   }
 
-  // what is folded away has no width to be drawn in
+  // On a narrow plot lines are named in the legend: labels along them would meet.
+  function tracesFor(figure, layout, width) {
+    const data = structuredClone(figure.data);
+    const isOnLine = (note) => note.name === "slope" || note.name === "roof";
+    if (width >= NARROW || !layout.annotations?.some(isOnLine)) return data;
+    layout.annotations = layout.annotations.filter((note) => !isOnLine(note));
+    for (const trace of data) {
+      if (trace.hoverinfo !== "name") continue;
+      Object.assign(trace, { showlegend: true, legendgroup: "lines" });
+      layout.height += 20;
+    }
+    return data;
+  }
+
+  function labelsAbove(figure, layout, margin) {
+    const axis = layout.yaxis || {};
+    const isRows = figure.data.some((trace) => trace.orientation === "h" || axis.ticktext);
+    const names = axis.ticktext || axis.categoryarray;
+    if (!isRows || !names?.length || layout.yaxis2 || !figure.data.some((t) => t.type !== "heatmap")) return;
+    const lines = Math.max(...names.map((name) => lineCount(name)));
+    const rows = axis.ticktext && axis.range
+      ? Math.abs(axis.range[0] - axis.range[1]) : names.length;
+    const bar = Math.min(26, ((figure.layout.height || 450) / rows) * 0.6);
+    const above = 15 * lines + 10;
+    layout.bargap = above / (bar + above);
+    layout.meta = { ...layout.meta, plotHeight: Math.ceil((bar + above) * rows) };
+    layout.yaxis = { ...axis, showticklabels: false, automargin: false };
+    margin.l = 12;
+    const places = axis.tickvals || names;
+    layout.annotations = [...(layout.annotations || []), ...names.map((name, at) => ({
+      text: name, name: "row", x: 0, xref: "x domain", xanchor: "left", align: "left",
+      y: places[at], yref: "y", yanchor: "bottom", yshift: bar / 2, showarrow: false,
+    }))];
+  }
+
+  // Texts behind bars may need more room than the figure left them: the axis ends later then.
+  async function makeRoom(place) {
+    for (let round = 0; round < 3; round += 1) {
+      const full = place._fullLayout, axis = full.xaxis;
+      if (!axis || axis.type !== "linear" || full.xaxis2) return;
+      const frame = place.getBoundingClientRect();
+      const left = frame.left + axis._offset, most = frame.right - 3;
+      let factor = 1;
+      for (const text of place.querySelectorAll(".barlayer .bartext-outside, .annotation-text")) {
+        const note = text.closest(".annotation");
+        if (note) {
+          const own = full.annotations[note.dataset.index];
+          if (own.xref !== "x" || own.xanchor !== "left") continue;
+        }
+        const box = text.getBoundingClientRect();
+        if (box.right <= most || box.left <= left) continue;
+        const room = Math.max(most - box.width - left, 0.25 * (most - left));
+        factor = Math.max(factor, (box.left - left) / room);
+      }
+      if (factor <= 1.001) return;
+      const [low, high] = axis.range;
+      await Plotly.relayout(place, { "xaxis.range": [low, low + (high - low) * factor * 1.01] });
+    }
+  }
+
+  // Labels along lines of slope 1 turn with them.
+  function turned(place) {
+    const { xaxis, yaxis, annotations } = place._fullLayout;
+    const changes = {};
+    (annotations || []).forEach((note, at) => {
+      if (note.name !== "slope") return;
+      const rise = yaxis._length / (yaxis.range[1] - yaxis.range[0]);
+      const run = xaxis._length / (xaxis.range[1] - xaxis.range[0]);
+      changes[`annotations[${at}].textangle`] = (-Math.atan2(rise, run) * 180) / Math.PI;
+    });
+    return Object.keys(changes).length ? Plotly.relayout(place, changes) : null;
+  }
+
+  // Of labels at points that meet, the first stays; the others are in the hover texts.
+  function thinOut(place) {
+    const frame = place.getBoundingClientRect();
+    const taken = [];
+    for (const text of place.querySelectorAll(".scatterlayer .textpoint text")) {
+      text.style.visibility = "";
+      const box = text.getBoundingClientRect();
+      const meets = taken.some((other) => box.left < other.right && other.left < box.right
+        && box.top < other.bottom && other.top < box.bottom);
+      if (meets || box.right > frame.right || box.left < frame.left) text.style.visibility = "hidden";
+      else taken.push(box);
+    }
+  }
+
+  const drawn = new Map(); // place to its figure
+  const widths = new Map(); // place to the width it was drawn for
+
+  async function draw(place) {
+    const figure = drawn.get(place);
+    // small panels side by side become illegible: they scroll
+    const panels = Object.keys(figure.layout || {}).filter((key) => /^xaxis\d+$/.test(key));
+    const beside = panels.some((key) => (figure.layout[key].domain?.[0] ?? 0) > 0);
+    place.style.minWidth = beside ? `${NARROW}px` : "";
+    const width = place.clientWidth;
+    widths.set(place, width);
+    const layout = arranged(figure, width);
+    const data = tracesFor(figure, layout, width);
+    await Plotly.react(place, data, { ...layout, width }, CONFIG);
+    const lacking = layout.meta?.plotHeight - place._fullLayout.yaxis?._length;
+    if (Math.abs(lacking) > 1) await Plotly.relayout(place, { height: layout.height + lacking });
+    place.style.minHeight = `${place._fullLayout.height}px`;
+    await makeRoom(place);
+    await turned(place);
+    thinOut(place);
+  }
+
+  function report(place, error) {
+    place.textContent = `This figure could not be drawn: ${error}`;
+    console.error(error);
+  }
+
+  function redraw(place) {
+    // one figure that cannot be drawn must not take the others with it
+    return draw(place).catch((error) => report(place, error));
+  }
+
+  // What is folded away has no width to be drawn in.
   function drawVisible() {
     for (const place of document.querySelectorAll("figure .plot")) {
       if (drawn.has(place) || !place.checkVisibility()) continue;
-      // one figure that cannot be drawn must not take the others with it
       try {
-        draw(place);
+        drawn.set(place, JSON.parse(place.parentElement.querySelector("script").textContent));
       } catch (error) {
-        place.textContent = `This figure could not be drawn: ${error}`;
-        console.error(error);
+        report(place, error);
+        continue;
       }
+      redraw(place).then(() => equip(place));
     }
   }
+
+  // A box to search a call tree, and a way back to the whole of it.
+  function equip(place) {
+    const tree = drawn.get(place).data.find((trace) => trace.type === "icicle");
+    if (tree) equipTree(place, tree);
+    place.on?.("plotly_relayout", () => showDetail(place));
+  }
+
+  function equipTree(place, tree) {
+    const bar = document.createElement("div");
+    bar.className = "chart-tools";
+    const label = document.createElement("label");
+    const field = Object.assign(document.createElement("input"), { type: "search" });
+    label.append("Find in the call tree ", field);
+    const back = Object.assign(document.createElement("button"), { type: "button", textContent: "Whole tree" });
+    const said = document.createElement("span");
+    said.setAttribute("role", "status");
+    bar.append(label, " ", back, " ", said);
+    place.before(bar);
+    const at = drawn.get(place).data.indexOf(tree);
+    const names = tree.labels.map((name, row) => `${tree.customdata?.[row]?.[0] ?? ""} ${name}`
+      .replaceAll("<br>", "").replaceAll("&lt;", "<").toLowerCase());
+    const rows = new Map(tree.ids.map((id, row) => [id, row]));
+    const lengths = Array.isArray(tree.values) ? tree.values : place._fullData[at].values;
+    let matches = [], next = 0;
+
+    const restyle = (changes) => Plotly.restyle(place, changes, [at]);
+    function search() {
+      const wanted = field.value.trim().toLowerCase();
+      matches = wanted ? names.flatMap((name, row) => (name.includes(wanted) ? [row] : [])) : [];
+      next = 0;
+      const found = new Set(matches);
+      // a match below another one is in its time already
+      const outer = matches.filter((row) => {
+        for (let up = rows.get(tree.parents[row]); up !== undefined; up = rows.get(tree.parents[up])) {
+          if (found.has(up)) return false;
+        }
+        return true;
+      });
+      const whole = tree.parents.reduce((sum, parent, row) => sum + (parent ? 0 : lengths[row]), 0);
+      const share = outer.reduce((sum, row) => sum + lengths[row], 0) / whole;
+      said.textContent = !wanted ? "" : matches.length
+        ? `${matches.length} ${matches.length === 1 ? "box" : "boxes"}, ${(100 * share).toFixed(1)}% of the time. Enter zooms to the next.`
+        : "Nothing has this name.";
+      const faint = colour("--rule"), ink = colour("--soft");
+      restyle({
+        "marker.colors": [tree.marker.colors.map((own, row) => (!wanted || found.has(row) ? own : faint))],
+        "textfont.color": [tree.textfont.color.map((own, row) => (!wanted || found.has(row) ? own : ink))],
+      });
+    }
+    field.addEventListener("input", search);
+    field.addEventListener("keydown", (event) => {
+      if (event.key !== "Enter" || !matches.length) return;
+      event.preventDefault();
+      restyle({ level: [tree.ids[matches[next % matches.length]]] });
+      next += 1;
+    });
+    back.addEventListener("click", () => {
+      field.value = "";
+      search();
+      restyle({ level: [null] });
+    });
+  }
+
+  // Operators are drawn once the window on the time is short enough to tell them apart.
+  function showDetail(place) {
+    const below = drawn.get(place).layout?.meta?.detail_below_ms;
+    const axis = place._fullLayout?.xaxis;
+    if (!below || !axis) return;
+    const [low, high] = axis.range;
+    const shown = high - low <= below;
+    const traces = place.data.flatMap((trace, at) => (trace.legendgroup === "operators" ? [at] : []));
+    const now = place.data[traces[0]]?.visible;
+    const wanted = shown ? true : "legendonly";
+    if (traces.length && now !== wanted) Plotly.restyle(place, { visible: wanted }, traces);
+  }
+
   drawVisible();
   document.addEventListener("toggle", drawVisible, true);
-  dark.addEventListener("change", () => {
-    for (const [place, figure] of drawn) {
-      Plotly.react(place, structuredClone(figure.data), dress(figure), CONFIG);
-    }
-  });
+  dark.addEventListener("change", () => drawn.forEach((_, place) => redraw(place)));
+  let pending = 0;
+  new ResizeObserver(() => {
+    cancelAnimationFrame(pending);
+    pending = requestAnimationFrame(() => {
+      for (const [place, width] of widths) {
+        if (place.clientWidth && place.clientWidth !== width) redraw(place);
+      }
+    });
+  }).observe(document.querySelector("main"));
 })();

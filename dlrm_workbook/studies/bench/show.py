@@ -393,22 +393,25 @@ def ladder(rungs: pd.DataFrame) -> go.Figure:
     ]
     gain = f", {ratio(rows[-1].mid)} as fast" if len(rows) > 1 else ""
     places = list(range(len(times) + 1))
+    texts = [
+        *map(milliseconds, times[:1]),
+        *map(signed_milliseconds, steps),
+        *(f"{milliseconds(ms)}{gain}" for ms in times[-1:]),
+    ]
+    labels.append("all")
     result.add_trace(
         go.Waterfall(
             orientation="h",
             y=places,
             x=[*times[:1], *steps, *times[-1:]],
             measure=["absolute", *("relative" for _ in steps), "total"][: len(places)],
-            text=[
-                *map(milliseconds, times[:1]),
-                *map(signed_milliseconds, steps),
-                *(f"{milliseconds(ms)}{gain}" for ms in times[-1:]),
-            ],
+            text=texts,
+            hovertext=[f"{name}: {text}" for name, text in zip(labels, texts, strict=False)],
             **theme.WATERFALL,
         )
     )
     result.update_xaxes(title="ms per iteration", range=[0, 1.25 * max(times, default=1.0)])
-    theme.label_rows(result, [*labels, "all"])
+    theme.label_rows(result, labels)
     return result
 
 
@@ -423,7 +426,8 @@ def share_bars(shares: pd.DataFrame) -> go.Figure:
         for row in rows
     ]
     hover = [
-        f"{digits(row.ms)} ms; the limit alone takes {digits(row.ceiling_ms)} ms" for row in rows
+        f"{label}<br>{digits(row.ms)} ms; the limit alone takes {digits(row.ceiling_ms)} ms"
+        for label, row in zip(labels, rows, strict=True)
     ]
     colours = {"dense": theme.COLOURS["top_mlp"], "embedding": theme.COLOURS["embedding"]}
     theme.add_bars(

@@ -48,7 +48,10 @@ def speedups(outcomes: Sequence[Outcome]) -> go.Figure:
             mids,
             [place for place, _ in gains],
             name,
-            f"{name}: %{{x:.3f}}×",
+            [
+                f"{label}<br>{name}: {speedup(*(gain[end] for end in ENDS))}"
+                for label, gain in ((labels[round(place)], gain) for place, gain in gains)
+            ],
             mode="markers+text",
             marker={"color": colour, "size": 11, "symbol": symbol},
             error_x=theme.error_bars(lows, mids, highs, colour, 2.5),
@@ -237,6 +240,11 @@ def waterfall(outcomes: Sequence[Outcome]) -> go.Figure:
         done |= outcome.change
     labels.append("all changes")
     steps = [after - before for before, after in itertools.pairwise(levels)]
+    texts = [
+        milliseconds(base),
+        *(signed_milliseconds(step) for step in steps),
+        milliseconds(levels[-1]),
+    ]
     result.add_trace(
         go.Waterfall(
             x=list(range(len(labels))),
@@ -244,11 +252,8 @@ def waterfall(outcomes: Sequence[Outcome]) -> go.Figure:
             measure=["absolute", *("relative" for _ in steps), "total"],
             name="measured",
             showlegend=False,
-            text=[
-                milliseconds(base),
-                *(signed_milliseconds(step) for step in steps),
-                milliseconds(levels[-1]),
-            ],
+            text=texts,
+            hovertext=[f"{name}: {text}" for name, text in zip(labels, texts, strict=True)],
             **theme.WATERFALL,
         )
     )
@@ -261,7 +266,10 @@ def waterfall(outcomes: Sequence[Outcome]) -> go.Figure:
             [at for at, _ in predicted],
             mids,
             "predicted before it was measured",
-            "predicted %{y:,.2f} ms",
+            [
+                f"{labels[at]}<br>predicted {milliseconds(mid)}"
+                for (at, _), mid in zip(predicted, mids, strict=True)
+            ],
             marker={"color": theme.PREDICTED, "size": 12, "symbol": "diamond", "line": outline},
             error_y=theme.error_bars(lows, mids, highs, theme.PREDICTED, 2),
         )

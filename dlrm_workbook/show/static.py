@@ -1,0 +1,1257 @@
+"""A figure without a browser: an SVG image of it, and its numbers in words.
+
+GitHub, nbviewer, ``jupyter nbconvert`` and mail do not run plotly.js. A notebook therefore stores
+each figure as an image too: the same bars, lines, boxes, colours, patterns, labels and units, drawn
+here for the kinds of traces that our figures have. Styles are attributes of each mark and nothing
+has an identifier, since viewers strip style sheets and put several images into one page.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from base64 import b64decode
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape, unescape
+from typing import Any
+
+import numpy as np
+
+from dlrm_core.units import digits, percent
+
+WIDTH = 900
+"""Width of an image, in pixels."""
+
+TEXT, GRID, PAPER = "#1f2328", "#dcdcd6", "#ffffff"
+"""Colours of text, of axes and grids, and of the background. It is white in dark surroundings too:
+an image cannot know where it is shown."""
+
+HATCH = "rgba(255, 255, 255, 0.75)"
+SIZE = 12.5
+"""Height of letters, in pixels."""
+
+LINE = 1.3
+"""Distance of lines of text, in heights of letters."""
+
+FAMILY = "system-ui, 'Segoe UI', 'Noto Sans', Helvetica, Arial, sans-serif"
+MOST_SAID = 12
+"""Values that a description names; of more it gives the count."""
+
+SLOPE = "slope"
+"""Name of annotations that follow a line of slope 1, however wide the plot is."""
+
+Rows = list[tuple[str, bool]]
+"""Lines of a text, and whether each is bold."""
+
+
+def _values(array: Any) -> list[Any]:
+    """An array of a figure's JSON as a list; plotly packs numbers as base64."""
+    if isinstance(array, Mapping):
+        numbers = np.frombuffer(b64decode(array["bdata"]), np.dtype(array["dtype"]))
+        if "shape" in array:
+            shape = [int(size) for size in str(array["shape"]).split(",")]
+            numbers = numbers.reshape(shape)
+        return list(numbers.tolist())
+    if array is None:
+        return []
+    return array.tolist() if isinstance(array, np.ndarray) else list(array)
+
+
+def _each(value: Any, count: int, default: Any = None) -> list[Any]:
+    """One value for each mark: plotly takes a scalar for all."""
+    if value is None:
+        return [default] * count
+    if isinstance(value, str | int | float):
+        return [value] * count
+    values = _values(value)
+    return values + [default] * (count - len(values))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _numbers(values: Iterable[Any]) -> list[float]:
+    return [float(value) for value in values if _is_number(value)]
+
+
+# Text: plotly's subset of HTML in lines, and how wide it is.
+
+_NARROW, _WIDE = set("iljtfrI.,:;'|!()[] /"), set("mwMW@%—…→")
+
+
+def _width(text: str, size: float = SIZE, bold: bool = False) -> float:
+    """Width of a line in pixels in DejaVu Sans; most other fonts are narrower."""
+    units = sum(
+        0.36 if c in _NARROW else 0.95 if c in _WIDE else 0.7 if c.isupper() else 0.615
+        for c in text
+    )
+    return units * size * (1.1 if bold else 1.0)
+
+
+def _lines(text: Any) -> Rows:
+    rows = []
+    for line in re.split(r"<br\s*/?>", str(text)):
+        plain = unescape(re.sub(r"<[^>]*>", "", line))
+        rows.append((plain, "<b>" in line))
+    return rows
+
+
+def _plain(text: Any) -> str:
+    return " ".join(" ".join(line for line, _ in _lines(text)).split())
+
+
+def _size(text: Any, size: float = SIZE) -> tuple[float, float]:
+    """Width and height of a text of several lines, in pixels."""
+    rows = _lines(text)
+    return max(_width(line, size, bold) for line, bold in rows), len(rows) * size * LINE
+
+
+# Marks.
+
+
+def _short(number: float) -> str:
+    return f"{number:.1f}".removesuffix(".0")
+
+
+class _Canvas:
+    """Elements of an SVG image, in the order in which they are drawn."""
+
+    def __init__(self) -> None:
+        self.elements: list[str] = []
+
+    def path(self, commands: str, **look: Any) -> None:
+        if commands:
+            self._add("path", {"d": commands, **look})
+
+    def line(self, points: Iterable[tuple[float, float]], **look: Any) -> None:
+        look = {"fill": "none", "stroke-width": 1, **look}
+        self.path("M" + "L".join(f"{_short(x)} {_short(y)}" for x, y in points), **look)
+
+    def _add(self, tag: str, look: Mapping[str, Any]) -> None:
+        said = "".join(
+            f' {name}="{f"{v:.4g}" if isinstance(v, float) else escape(str(v))}"'
+            for name, v in look.items()
+            if v is not None
+        )
+        self.elements.append(f"<{tag}{said}/>")
+
+    def text(
+        self,
+        x: float,
+        y: float,
+        text: Any,
+        *,
+        anchor: str = "start",
+        vertical: float = 0.5,
+        size: float = SIZE,
+        colour: str | None = None,
+        angle: float = 0.0,
+    ) -> None:
+        """Write lines; ``vertical`` is where ``y`` is in their height: 0 top, 1 bottom."""
+        rows = _lines(text)
+        step = size * LINE
+        top = y - vertical * step * len(rows)
+        turn = f' transform="rotate({_short(angle)} {_short(x)} {_short(y)})"' if angle else ""
+        for number, (line, bold) in enumerate(rows):
+            if not line.strip():
+                continue
+            base = top + step * number + 0.5 * step + 0.36 * size
+            self.elements.append(
+                f'<text x="{_short(x)}" y="{_short(base)}"'
+                + (f' font-size="{size:g}"' if size != SIZE else "")
+                + (f' text-anchor="{anchor}"' if anchor != "start" else "")
+                + (f' fill="{colour}"' if colour else "")
+                + (' font-weight="600"' if bold else "")
+                + f"{turn}>{escape(line)}</text>"
+            )
+
+
+def _rectangle(left: float, top: float, right: float, bottom: float) -> str:
+    return f"M{_short(left)} {_short(top)}H{_short(right)}V{_short(bottom)}H{_short(left)}Z"
+
+
+def _hatch(left: float, top: float, right: float, bottom: float, shape: str) -> str:
+    """Slanted lines over a rectangle: ``/``, or both ways for ``x``."""
+    commands = []
+    step = 7.0 * math.sqrt(2)
+    if shape in "/x":
+        for k in range(math.ceil((left + top) / step), math.floor((right + bottom) / step) + 1):
+            x0, x1 = max(left, k * step - bottom), min(right, k * step - top)
+            commands += [(x0, k * step - x0, x1, k * step - x1)] if x1 > x0 else []
+    if shape in "\\x":
+        for k in range(math.ceil((left - bottom) / step), math.floor((right - top) / step) + 1):
+            x0, x1 = max(left, k * step + top), min(right, k * step + bottom)
+            commands += [(x0, x0 - k * step, x1, x1 - k * step)] if x1 > x0 else []
+    return "".join(f"M{_short(a)} {_short(b)}L{_short(c)} {_short(d)}" for a, b, c, d in commands)
+
+
+def _symbol(x: float, y: float, size: float, symbol: str) -> str:
+    r = size / 2
+    if symbol.startswith("square"):
+        return _rectangle(x - 0.89 * r, y - 0.89 * r, x + 0.89 * r, y + 0.89 * r)
+    corners = {
+        "diamond": [(0, -1.3), (1.3, 0), (0, 1.3), (-1.3, 0)],
+        "triangle-up": [(0, -1.15), (1.15, 0.65), (-1.15, 0.65)],
+    }.get(symbol.removesuffix("-open"))
+    if corners:
+        points = "L".join(f"{_short(x + r * a)} {_short(y + r * b)}" for a, b in corners)
+        return f"M{points}Z"
+    symbol = symbol.removesuffix("-open")
+    if symbol == "x":
+        return (
+            f"M{_short(x - r)} {_short(y - r)}l{_short(size)} {_short(size)}"
+            f"m0 {_short(-size)}l{_short(-size)} {_short(size)}"
+        )
+    if symbol == "line-ns":
+        return f"M{_short(x)} {_short(y - r * 1.4)}v{_short(size * 1.4)}"
+    return f"M{_short(x - r)} {_short(y)}a{_short(r)} {_short(r)} 0 1 0 {_short(size)} 0a" + (
+        f"{_short(r)} {_short(r)} 0 1 0 {_short(-size)} 0Z"
+    )
+
+
+_DASHES = {"dash": "9 5", "dot": "2 3", "dashdot": "9 4 2 4", "longdash": "14 6"}
+
+
+# Axes.
+
+
+@dataclass
+class _Axis:
+    """One axis of a plot: what it shows, and where that is in pixels."""
+
+    name: str
+    given: Mapping[str, Any]
+    data: list[float] = field(default_factory=list)
+    categories: list[str] = field(default_factory=list)
+    is_category: bool = False
+    from_zero: bool = False
+    low: float = 0.0
+    high: float = 1.0
+    start: float = 0.0
+    end: float = 1.0
+
+    @property
+    def is_log(self) -> bool:
+        return self.given.get("type") == "log"
+
+    @property
+    def title(self) -> str:
+        title = self.given.get("title") or {}
+        return str(title.get("text") or "") if isinstance(title, Mapping) else str(title)
+
+    @property
+    def hidden(self) -> bool:
+        return self.given.get("visible") is False
+
+    def take(self, values: Iterable[Any]) -> None:
+        """Widen the range, or learn categories."""
+        for value in values:
+            if isinstance(value, str):
+                self.is_category = True
+                if value not in self.categories:
+                    self.categories.append(value)
+            elif _is_number(value):
+                self.data.append(float(value))
+
+    def settle(self) -> None:
+        """Choose the range once all data are known."""
+        if self.is_category:
+            order = [str(v) for v in _values(self.given.get("categoryarray"))]
+            self.categories = order or self.categories
+            self.low, self.high = -0.5, len(self.categories) - 0.5
+        elif (span := _values(self.given.get("range"))) and all(map(_is_number, span)):
+            self.low, self.high = float(span[0]), float(span[1])
+        else:
+            data = [math.log10(v) for v in self.data if v > 0] if self.is_log else list(self.data)
+            if (self.from_zero or self.given.get("rangemode") == "tozero") and not self.is_log:
+                data.append(0.0)
+            low, high = min(data, default=0.0), max(data, default=1.0)
+            room = 0.05 * (high - low) or 0.5 * abs(high) or 0.5
+            self.low = low if low == 0 and not self.is_log else low - room
+            self.high = high if high == 0 and not self.is_log else high + room
+        if self.given.get("autorange") == "reversed":
+            self.low, self.high = self.high, self.low
+
+    def at(self, value: Any, *, exponent: bool = False) -> float:
+        """Where a value is, in pixels; ``exponent``: it is one already, as in annotations."""
+        if isinstance(value, str):
+            value = self.categories.index(value) if value in self.categories else 0.0
+        elif self.is_category and f"{value:g}" in self.categories:
+            value = self.categories.index(f"{value:g}")
+        elif self.is_log and not exponent:
+            value = math.log10(value) if value > 0 else self.low
+        share = (float(value) - self.low) / ((self.high - self.low) or 1.0)
+        return self.start + share * (self.end - self.start)
+
+    def ticks(self, room: float) -> list[tuple[Any, str]]:
+        """Values and labels, as many as fit into ``room`` pixels."""
+        if self.given.get("showticklabels") is False:
+            return []
+        if self.given.get("tickvals") is not None:
+            marks = _values(self.given.get("tickvals"))
+            texts = [str(t) for t in _values(self.given.get("ticktext"))] or list(
+                map(digits, marks)
+            )
+            return list(zip(marks, texts, strict=False))
+        if self.is_category:
+            every = max(1, math.ceil(len(self.categories) / (self.given.get("nticks") or 60)))
+            return [(name, name) for name in self.categories[::every]]
+        low, high = sorted((self.low, self.high))
+        if self.is_log:
+            powers = range(math.ceil(low - 1e-9), math.floor(high + 1e-9) + 1)
+            steps = (1,) if len(powers) > 2 else (1, 2, 5)
+            marks = [
+                s * 10.0**p for p in range(math.floor(low), math.ceil(high) + 1) for s in steps
+            ]
+            return [(m, f"{m:,g}") for m in marks if low <= math.log10(m) <= high]
+        each = 75 if self.name[0] == "x" else 42
+        count = max(2, min(int(self.given.get("nticks") or 9), int(room / each)))
+        step = self.given.get("dtick") or _round_step((high - low) / count)
+        marks = [
+            k * step
+            for k in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
+        ]
+        return [(mark, self._label(mark, step)) for mark in marks]
+
+    def _label(self, mark: float, step: float) -> str:
+        form = str(self.given.get("tickformat") or "")
+        if form.endswith("%"):
+            return f"{mark:{form}}"
+        places = max(0, -math.floor(math.log10(step) + 1e-9))
+        if re.fullmatch(r"\.\df", form):
+            places = int(form[1])
+        return f"{mark + 0.0:,.{places}f}"
+
+
+def _round_step(step: float) -> float:
+    if step <= 0:
+        return 1.0
+    power = 10.0 ** math.floor(math.log10(step))
+    return next(s * power for s in (1, 2, 5, 10) if s * power >= step * 0.999)
+
+
+# Bars, once for all their kinds.
+
+
+@dataclass
+class _Bar:
+    """A bar in its axes' units."""
+
+    trace: Mapping[str, Any]
+    index: int
+    place: Any
+    offset: float
+    width: float
+    start: float
+    end: float
+
+
+def _stack(traces: Sequence[Mapping[str, Any]], layout: Mapping[str, Any]) -> list[_Bar]:
+    """Where each bar of a plot begins and ends."""
+    bars = [t for t in traces if t["type"] == "bar" and t.get("visible") in (None, True)]
+    mode, gap = layout.get("barmode", "group"), float(layout.get("bargap", 0.28))
+    flat = [t.get("orientation") == "h" for t in bars]
+    places = [
+        _values(t.get("y" if is_flat else "x")) for t, is_flat in zip(bars, flat, strict=True)
+    ]
+    numbers = sorted({float(p) for own in places for p in own if _is_number(p)})
+    between = min((b - a for a, b in itertools.pairwise(numbers)), default=1.0)
+    drawn = [t for t, own in zip(bars, places, strict=True) if any(p is not None for p in own)]
+    share = 1.0 / max(len(drawn), 1) if mode == "group" else 1.0
+    reached: dict[tuple[Any, bool], float] = {}
+    result = []
+    for trace, is_flat, own in zip(bars, flat, places, strict=True):
+        lengths = _values(trace.get("x" if is_flat else "y"))
+        bases = _each(trace.get("base"), len(lengths))
+        widths = _each(trace.get("width"), len(lengths), between * (1 - gap) * share)
+        number = drawn.index(trace) if trace in drawn else 0
+        middle = between * (1 - gap) * ((number + 0.5) * share - 0.5)
+        offsets = _each(trace.get("offset"), len(lengths))
+        for index, (place, length) in enumerate(zip(own, lengths, strict=False)):
+            if place is None or not _is_number(length):
+                continue
+            width, offset = widths[index], offsets[index]
+            centre = (middle if mode == "group" else 0.0) if offset is None else offset + width / 2
+            start = bases[index] if bases[index] is not None else 0.0
+            if mode in ("stack", "relative") and bases[index] is None:
+                start = reached.get((place, length < 0), 0.0)
+                reached[place, length < 0] = start + length
+            result.append(_Bar(trace, index, place, centre, width, start, start + length))
+    return result
+
+
+def _fill(colour: Any, opacity: float = 1.0) -> dict[str, Any]:
+    """A fill as attributes that every viewer knows: no ``rgba``."""
+    found = re.fullmatch(r"rgba\((\d+), ?(\d+), ?(\d+), ?([\d.]+)\)", str(colour))
+    if found:
+        red, green, blue = (int(found[n]) for n in (1, 2, 3))
+        colour, opacity = f"#{red:02X}{green:02X}{blue:02X}", opacity * float(found[4])
+    return {"fill": str(colour), "fill-opacity": None if opacity >= 1 else round(opacity, 3)}
+
+
+def _stroke(colour: Any) -> dict[str, Any]:
+    """Lines of a pattern."""
+    own = _fill(colour)
+    return {
+        "fill": "none",
+        "stroke": own["fill"],
+        "stroke-opacity": own["fill-opacity"],
+        "stroke-width": 1.5,
+    }
+
+
+def _mix(scale: Sequence[Sequence[Any]], share: float) -> str:
+    """A colour of plotly's colour scale."""
+    share = min(max(share, 0.0), 1.0)
+    for (low, first), (high, second) in itertools.pairwise(scale):
+        if share <= high:
+            part = (share - low) / ((high - low) or 1.0)
+            ends = ([int(c[at : at + 2], 16) for at in (1, 3, 5)] for c in (first, second))
+            return "#" + "".join(
+                f"{round(a + part * (b - a)):02X}" for a, b in zip(*ends, strict=True)
+            )
+    return str(scale[-1][1])
+
+
+class _Image:
+    """A figure's JSON, drawn."""
+
+    def __init__(self, spec: Mapping[str, Any]) -> None:
+        self.layout: Mapping[str, Any] = spec.get("layout", {})
+        self.traces: list[Mapping[str, Any]] = list(spec.get("data", []))
+        self.canvas = _Canvas()
+        self.height = float(self.layout.get("height") or 450)
+        self.axes: dict[str, _Axis] = {}
+        self.plots: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+        for trace in self.traces:
+            if trace["type"] != "icicle":
+                key = str(trace.get("xaxis", "x")), str(trace.get("yaxis", "y"))
+                self.plots.setdefault(key, []).append(trace)
+        self.bars = {key: _stack(own, self.layout) for key, own in self.plots.items()}
+
+    def svg(self) -> str:
+        self._learn()
+        self._place()
+        self._title()
+        for (x, y), traces in self.plots.items():
+            across, up = self._axis(x), self._axis(y)
+            self._grid(across, up)
+            self._bars(across, up, self.bars[x, y])
+            for trace in traces:
+                draw = {
+                    "scatter": self._points,
+                    "heatmap": self._heatmap,
+                    "waterfall": self._waterfall,
+                }.get(trace["type"])
+                if draw and trace.get("visible") in (None, True):
+                    draw(trace, across, up)
+        for trace in self.traces:
+            if trace["type"] == "icicle":
+                self._icicle(trace)
+        self._shapes()
+        self._legend()
+        self._annotations()
+        height = _short(self.height)
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
+            f'viewBox="0 0 {WIDTH} {height}" font-family="{FAMILY}" font-size="{SIZE}" '
+            f'fill="{TEXT}"><path d="{_rectangle(0, 0, WIDTH, self.height)}" fill="{PAPER}"/>'
+            + "".join(self.canvas.elements)
+            + "</svg>"
+        )
+
+    # What the axes show.
+
+    def _axis(self, name: str) -> _Axis:
+        """``x``, ``y2``: the axis, made when it is first asked for."""
+        if name not in self.axes:
+            given = self.layout.get(f"{name[0]}axis{name[1:]}") or {}
+            self.axes[name] = _Axis(name, given)
+        return self.axes[name]
+
+    def _learn(self) -> None:
+        for (x, y), traces in self.plots.items():
+            across, up = self._axis(x), self._axis(y)
+            for bar in self.bars[x, y]:
+                flat = bar.trace.get("orientation") == "h"
+                values, places = (across, up) if flat else (up, across)
+                values.from_zero = values.from_zero or bar.trace.get("base") is None
+                values.take([bar.start, bar.end] if not values.is_log else [bar.end])
+                ends = (bar.offset - bar.width / 2, bar.offset + bar.width / 2)
+                if places.given.get("type") == "category" and not isinstance(bar.place, str):
+                    places.take([f"{bar.place:g}"])
+                else:
+                    is_text = isinstance(bar.place, str)
+                    places.take([bar.place] if is_text else [bar.place + end for end in ends])
+            for trace in traces:
+                kind = trace["type"]
+                if kind == "waterfall":
+                    steps = _waterfall_steps(trace)
+                    up.from_zero = True
+                    up.take([end for step in steps for end in step[:2]])
+                    across.take([p + end for p in _values(trace["x"]) for end in (-0.5, 0.5)])
+                elif kind == "heatmap":
+                    across.take(_values(trace["x"]))
+                    up.take(_values(trace["y"]))
+                elif kind == "scatter":
+                    for axis, letter in ((across, "x"), (up, "y")):
+                        values = _values(trace.get(letter))
+                        axis.take(values)
+                        axis.take(
+                            end
+                            for value, (low, high) in zip(
+                                values,
+                                _errors(trace.get(f"error_{letter}"), len(values)),
+                                strict=True,
+                            )
+                            if _is_number(value)
+                            for end in (value - low, value + high)
+                        )
+        for axis in self.axes.values():
+            axis.settle()
+        for axis in list(self.axes.values()):
+            if axis.given.get("matches"):
+                other = self._axis(str(axis.given["matches"]))
+                lows, highs = (axis.low, other.low), (axis.high, other.high)
+                axis.low = other.low = min(lows)
+                axis.high = other.high = max(highs)
+
+    def _place(self) -> None:
+        """Room for labels around the plots, and each axis its stretch of pixels."""
+        margin = self.layout.get("margin") or {}
+        self.entries = self._legend_entries()
+        left, below = 16.0, 8.0
+        for axis in self.axes.values():
+            if axis.hidden:
+                continue
+            texts = [text for _, text in axis.ticks(600)]
+            if axis.name[0] == "y" and float((axis.given.get("domain") or [0, 1])[0]) >= 0:
+                wide = max((_size(text)[0] for text in texts), default=0.0)
+                left = max(left, wide + 14 + (24 if axis.title else 0))
+            elif axis.name[0] == "x":
+                high = max((_size(text)[1] for text in texts), default=0.0)
+                below = max(below, high + 8 + (_size(axis.title)[1] + 6 if axis.title else 0))
+        self.left, self.right = min(left, 0.45 * WIDTH), WIDTH - 24.0
+        if any(_scale_of(trace) for trace in self.traces):
+            self.right -= 90
+        self.top = float(margin.get("t") or 48)
+        self.bottom = self.height - below - self._legend_height() - 6
+        self.bottom = max(self.bottom, self.top + 40)
+        for axis in self.axes.values():
+            low, high = axis.given.get("domain") or [0, 1]
+            if axis.name[0] == "x":
+                width = self.right - self.left
+                axis.start, axis.end = self.left + low * width, self.left + high * width
+            else:
+                height = self.bottom - self.top
+                axis.start, axis.end = self.bottom - low * height, self.bottom - high * height
+
+    def _title(self) -> None:
+        title = self.layout.get("title") or {}
+        text = title.get("text") if isinstance(title, Mapping) else title
+        if text:
+            self.canvas.text(4, 22, f"<b>{text}</b>", size=15)
+
+    def _grid(self, across: _Axis, up: _Axis) -> None:
+        left, right = sorted((across.start, across.end))
+        top, bottom = sorted((up.start, up.end))
+        look = {"stroke": GRID}
+        for axis in (across, up):
+            if axis.hidden:
+                continue
+            is_x = axis.name[0] == "x"
+            lowest = not is_x or not any(
+                a.name[0] == "x"
+                and a is not axis
+                and a.given.get("showticklabels") is not False
+                and a.given.get("matches") == axis.name
+                and a.start == axis.start
+                for a in self.axes.values()
+            )
+            for value, text in axis.ticks(abs(axis.end - axis.start)):
+                place = axis.at(value)
+                low, high = (left, right) if is_x else (top, bottom)
+                if not low - 0.5 <= place <= high + 0.5:
+                    continue
+                if axis.given.get("showgrid") is not False and not axis.is_category:
+                    ends = (
+                        [(place, top), (place, bottom)] if is_x else [(left, place), (right, place)]
+                    )
+                    self.canvas.line(ends, **look)
+                if is_x and lowest:
+                    self.canvas.text(place, bottom + 5, text, anchor="middle", vertical=0)
+                elif not is_x:
+                    self.canvas.text(left - 8, place, text, anchor="end")
+            if axis.title and is_x:
+                high = max((_size(text)[1] for _, text in axis.ticks(600)), default=0.0)
+                self.canvas.text(
+                    (left + right) / 2, bottom + 10 + high, axis.title, anchor="middle", vertical=0
+                )
+            elif axis.title:
+                at = (14.0, (top + bottom) / 2)
+                self.canvas.text(*at, axis.title, anchor="middle", angle=-90.0)
+            if (not is_x and axis.low <= 0 <= axis.high) or (is_x and axis.low < 0 < axis.high):
+                zero = axis.at(0.0)
+                ends = [(zero, top), (zero, bottom)] if is_x else [(left, zero), (right, zero)]
+                if (
+                    axis.given.get("zeroline") is not False
+                    and not axis.is_log
+                    and not axis.is_category
+                ):
+                    self.canvas.line(ends, stroke=axis.given.get("zerolinecolor", GRID))
+
+    # Marks of traces.
+
+    def _bars(self, across: _Axis, up: _Axis, bars: Sequence[_Bar]) -> None:
+        filled: dict[tuple[Any, ...], list[str]] = {}
+        hatched: dict[Any, list[str]] = {}
+        texts: list[Callable[[], None]] = []
+        for bar in bars:
+            trace, index = bar.trace, bar.index
+            flat = trace.get("orientation") == "h"
+            values, places = (across, up) if flat else (up, across)
+            if places.is_category:
+                middle = places.at(bar.place) + 0.0
+                half = bar.width / 2 * abs(places.end - places.start) / len(places.categories)
+                low, high = middle - half, middle + half
+                shift = bar.offset * (places.end - places.start) / len(places.categories)
+                low, high = low + shift, high + shift
+            else:
+                ends = (bar.place + bar.offset + side * bar.width / 2 for side in (-1, 1))
+                low, high = sorted(map(places.at, ends))
+            start = values.at(bar.start) if not values.is_log or bar.start > 0 else values.start
+            end = values.at(bar.end)
+            first, last = sorted((start, end))
+            last = max(last, first + 0.4)
+            edges = sorted((values.start, values.end))
+            first, last = max(first, edges[0]), min(last, edges[1])
+            box = (first, low, last, high) if flat else (low, first, high, last)
+            look = trace.get("marker") or {}
+            count = index + 1
+            colour = _each(look.get("color"), count, "#888888")[index]
+            opacity = float(_each(look.get("opacity"), count, 1.0)[index])
+            line = look.get("line") or {}
+            width = float(_each(line.get("width"), count, 0)[index] or 0)
+            stroke = _each(line.get("color"), count)[index] if width else None
+            filled.setdefault((colour, opacity, stroke, width), []).append(_rectangle(*box))
+            pattern = (look.get("pattern") or {}).get("shape")
+            shape = _each(pattern, count, "")[index]
+            if shape and box[2] - box[0] > 3:
+                ink = _each((look.get("pattern") or {}).get("fgcolor"), count, HATCH)[index]
+                hatched.setdefault(ink, []).append(_hatch(*box, shape))
+            text = _each(trace.get("text"), count, "")[index]
+            if text:
+                texts.append(lambda b=bar, box=box, t=text, f=flat: self._bar_text(b, box, t, f))
+            self._bar_error(bar, values, (low + high) / 2, flat)
+        for (colour, opacity, stroke, width), boxes in filled.items():
+            edge = {"stroke": stroke, "stroke-width": width} if stroke else {}
+            self.canvas.path("".join(boxes), **_fill(colour, opacity), **edge)
+        for ink, commands in hatched.items():
+            self.canvas.path("".join(commands), **_stroke(ink))
+        for write in texts:
+            write()
+
+    def _bar_text(
+        self, bar: _Bar, box: tuple[float, float, float, float], text: str, flat: bool
+    ) -> None:
+        left, top, right, bottom = box
+        inside = bar.trace.get("textposition") == "inside"
+        if inside:
+            width, height = _size(text)
+            if width <= right - left and height <= bottom - top:
+                colours = (bar.trace.get("textfont") or {}).get("color")
+                fill = _each((bar.trace.get("marker") or {}).get("color"), bar.index + 1)[bar.index]
+                colour = _each(colours, bar.index + 1, _ink(str(fill)))[bar.index]
+                at = ((left + right) / 2, (top + bottom) / 2)
+                self.canvas.text(*at, text, anchor="middle", colour=colour)
+        elif flat and bar.end >= bar.start:
+            self.canvas.text(right + 5, (top + bottom) / 2, text)
+        elif flat:
+            self.canvas.text(left - 5, (top + bottom) / 2, text, anchor="end")
+        else:
+            self.canvas.text((left + right) / 2, top - 4, text, anchor="middle", vertical=1)
+
+    def _bar_error(self, bar: _Bar, values: _Axis, middle: float, flat: bool) -> None:
+        given = bar.trace.get("error_x" if flat else "error_y")
+        if not given:
+            return
+        low, high = _errors(given, bar.index + 1)[bar.index]
+        if low or high:
+            ends = [values.at(max(bar.end - low, 1e-12)), values.at(bar.end + high)]
+            self._whisker(ends, middle, flat, given)
+
+    def _whisker(
+        self, ends: Sequence[float], middle: float, flat: bool, given: Mapping[str, Any]
+    ) -> None:
+        cap = float(given.get("width", 4))
+
+        def point(along: float, aside: float) -> tuple[float, float]:
+            return (along, middle + aside) if flat else (middle + aside, along)
+
+        look = {
+            "stroke": given.get("color", TEXT),
+            "stroke-width": float(given.get("thickness", 2)),
+        }
+        self.canvas.line([point(ends[0], 0), point(ends[1], 0)], **look)
+        for end in ends:
+            self.canvas.line([point(end, -cap), point(end, cap)], **look)
+
+    def _points(self, trace: Mapping[str, Any], across: _Axis, up: _Axis) -> None:
+        xs, ys = _values(trace.get("x")), _values(trace.get("y"))
+        points = [
+            (across.at(x), up.at(y)) if x is not None and _drawable(y) and _drawable(x) else None
+            for x, y in zip(xs, ys, strict=False)
+        ]
+        mode, line, look = (
+            trace.get("mode", "lines"),
+            trace.get("line") or {},
+            trace.get("marker") or {},
+        )
+        if "lines" in mode:
+            drawn = [point for point in points if point]
+            if line.get("shape") == "hv":
+                drawn = (
+                    [
+                        corner
+                        for (a, b), (c, _) in zip(drawn, [*drawn[1:], drawn[-1]], strict=True)
+                        for corner in ((a, b), (c, b))
+                    ]
+                    if drawn
+                    else []
+                )
+            drawn = _thinned(drawn)
+            colour = line.get("color", TEXT)
+            if drawn and trace.get("fill") == "tozeroy":
+                floor = up.at(0.0)
+                ring = [(drawn[0][0], floor), *drawn, (drawn[-1][0], floor)]
+                self.canvas.line(ring, **_fill(colour, 0.4), stroke="none")
+            if len(drawn) > 1:
+                dash = _DASHES.get(line.get("dash", ""))
+                width = float(line.get("width", 2))
+                self.canvas.line(
+                    drawn, stroke=colour, **{"stroke-width": width, "stroke-dasharray": dash}
+                )
+        count = len(points)
+        for axis, letter in ((across, "x"), (up, "y")):
+            given = trace.get(f"error_{letter}")
+            values = xs if letter == "x" else ys
+            for value, point, (low, high) in zip(
+                values, points, _errors(given, count), strict=False
+            ):
+                if point and given and (low or high):
+                    ends = [axis.at(value - low) if not axis.is_log or value > low else axis.start]
+                    ends.append(axis.at(value + high))
+                    self._whisker(
+                        ends, point[1] if letter == "x" else point[0], letter == "x", given
+                    )
+        if "markers" in mode:
+            self._markers(points, look)
+        if "text" in mode:
+            places = _each(trace.get("textposition"), count, "top center")
+            reach = [float(size or 6) / 2 + 4 for size in _each(look.get("size"), count, 6)]
+            for point, text, place, far in zip(
+                points, _each(trace.get("text"), count, ""), places, reach, strict=True
+            ):
+                if point and text:
+                    self._point_text(point, text, str(place), far)
+
+    def _markers(
+        self, points: Sequence[tuple[float, float] | None], look: Mapping[str, Any]
+    ) -> None:
+        count = len(points)
+        sizes, colours = _each(look.get("size"), count, 6), _each(look.get("color"), count, TEXT)
+        symbols = _each(look.get("symbol"), count, "circle")
+        line = look.get("line") or {}
+        edge, width = line.get("color"), float(_each(line.get("width"), 1, 0)[0] or 0)
+        joined: dict[tuple[Any, ...], list[str]] = {}
+        for point, size, colour, symbol in zip(points, sizes, colours, symbols, strict=True):
+            if point:
+                hollow = symbol.endswith("-open") or symbol in ("x", "line-ns")
+                commands = _symbol(*point, float(size), symbol)
+                joined.setdefault((colour, hollow), []).append(commands)
+        for (colour, hollow), commands in joined.items():
+            if not isinstance(colour, str):
+                continue
+            if hollow:
+                own = {"fill": "none", "stroke": colour, "stroke-width": max(width, 2.0)}
+            else:
+                own = _fill(colour, float(look.get("opacity", 1) or 1))
+                own |= {"stroke": "#ffffff", "stroke-width": width} if edge and width else {}
+            self.canvas.path("".join(commands), **own)
+
+    def _point_text(self, point: tuple[float, float], text: str, place: str, far: float) -> None:
+        x, y = point
+        side = -1 if "left" in place else 1 if "right" in place else 0
+        rise = -1 if "top" in place else 1 if "bottom" in place else 0
+        x += side * (far if not rise else 2)
+        anchor = {-1: "end", 0: "middle", 1: "start"}[side]
+        self.canvas.text(
+            x, y + rise * far, text, anchor=anchor, vertical={-1: 1, 0: 0.5, 1: 0}[rise]
+        )
+
+    def _heatmap(self, trace: Mapping[str, Any], across: _Axis, up: _Axis) -> None:
+        rows = _values(trace["z"])
+        low, high = float(trace["zmin"]), float(trace["zmax"])
+        scale = [list(stop) for stop in trace["colorscale"]]
+        wide = (across.end - across.start) / max(len(across.categories), 1)
+        tall = (up.end - up.start) / max(len(up.categories), 1)
+        for y, row in zip(_values(trace["y"]), rows, strict=True):
+            for x, value in zip(_values(trace["x"]), row, strict=True):
+                if _is_number(value):
+                    middle, centre = across.at(x), up.at(y)
+                    box = _rectangle(
+                        middle - wide / 2, centre - tall / 2, middle + wide / 2, centre + tall / 2
+                    )
+                    self.canvas.path(box, fill=_mix(scale, (value - low) / ((high - low) or 1)))
+
+    def _waterfall(self, trace: Mapping[str, Any], across: _Axis, up: _Axis) -> None:
+        flat = trace.get("orientation") == "h"
+        values, places = (across, up) if flat else (up, across)
+        steps = _waterfall_steps(trace)
+        marks = _values(trace["y" if flat else "x"])
+        texts = _each(trace.get("text"), len(steps), "")
+        last: float | None = None
+        for (start, end, kind), place, text in zip(steps, marks, texts, strict=True):
+            look = (trace.get(kind) or {}).get("marker") or {}
+            low, high = sorted(places.at(place + side * 0.36) for side in (-1, 1))
+            first, final = sorted((values.at(start), values.at(end)))
+            box = (first, low, final, high) if flat else (low, first, high, final)
+            self.canvas.path(_rectangle(*box), **_fill(look.get("color", TEXT)))
+            if last is not None:
+                ends = [(values.at(start), last), (values.at(start), low)]
+                self.canvas.line(ends if flat else [(b, a) for a, b in ends], stroke=GRID)
+            last = high
+            bar = _Bar(trace, 0, place, 0.0, 1.0, start, end)
+            if text:
+                self._bar_text(bar, box, str(text), flat)
+
+    # Boxes of a call tree.
+
+    def _icicle(self, trace: Mapping[str, Any]) -> None:
+        names, above = _values(trace["ids"]), _values(trace["parents"])
+        values = dict(zip(names, map(float, _values(trace["values"])), strict=True))
+        count = len(names)
+        colours = dict(zip(names, _each((trace["marker"] or {}).get("colors"), count), strict=True))
+        texts = dict(zip(names, _each(trace.get("text"), count, ""), strict=True))
+        inks = _each((trace.get("textfont") or {}).get("color"), count, TEXT)
+        ink = dict(zip(names, inks, strict=True))
+        below: dict[str, list[str]] = {}
+        for name, parent in zip(names, above, strict=True):
+            below.setdefault(parent, []).append(name)
+        roots = below.get("", [])
+        whole = sum(values[name] for name in roots) or 1.0
+        domain = ((trace.get("domain") or {}).get("x")) or [0, 1]
+        left, right = 16 + domain[0] * (WIDTH - 32), 16 + domain[1] * (WIDTH - 32)
+        boxes = list(_dice(roots, below, values, left, right, 0, int(trace.get("maxdepth") or 7)))
+        levels = max((level for *_, level in boxes), default=0) + 1
+        top = float((self.layout.get("margin") or {}).get("t") or 48)
+        tall = (self.height - top - 16) / levels
+        for name, low, high, level in boxes:
+            if high - low < 0.3:
+                continue
+            box = (low, top + tall * level, high, top + tall * (level + 1))
+            edge = {"stroke": "#808080", "stroke-width": 0.7}
+            self.canvas.path(_rectangle(*box), **_fill(colours[name]), **edge)
+            said = f"{texts[name]}<br>{values[name] / whole:.0%}"
+            for text in (said, texts[name]):
+                width, height = _size(text, 11.5)
+                if width < high - low - 4 and height < tall - 2:
+                    at = ((low + high) / 2, box[1] + tall / 2)
+                    self.canvas.text(*at, text, anchor="middle", size=11.5, colour=ink[name])
+                    break
+
+    # What stands over and beside the plots.
+
+    def _where(self, ref: str | None, letter: str, value: Any) -> float:
+        """A place on an axis, its domain or the whole drawing, in pixels."""
+        ref = ref or letter
+        if ref == "paper":
+            low, high = (self.left, self.right) if letter == "x" else (self.bottom, self.top)
+            return low + float(value) * (high - low)
+        axis = self._axis(ref.removesuffix(" domain"))
+        if ref.endswith(" domain"):
+            return axis.start + float(value) * (axis.end - axis.start)
+        return axis.at(value)
+
+    def _shapes(self) -> None:
+        for shape in self.layout.get("shapes") or []:
+            line = shape.get("line") or {}
+            xs = [self._where(shape.get("xref"), "x", shape[end]) for end in ("x0", "x1")]
+            ys = [self._where(shape.get("yref"), "y", shape[end]) for end in ("y0", "y1")]
+            look = {
+                "stroke": line.get("color", TEXT),
+                "stroke-width": float(line.get("width", 1)),
+                "stroke-dasharray": _DASHES.get(line.get("dash", "")),
+            }
+            self.canvas.line(zip(xs, ys, strict=True), **look)
+
+    def _annotations(self) -> None:
+        for note in self.layout.get("annotations") or []:
+            at = []
+            for letter in "xy":
+                ref = note.get(f"{letter}ref") or letter
+                value = note.get(letter)
+                if ref == "paper" or ref.endswith(" domain") or isinstance(value, str):
+                    at.append(self._where(ref, letter, value))
+                else:
+                    # plotly wants the exponent here
+                    at.append(self._axis(ref).at(value, exponent=True))
+            x = at[0] + float(note.get("xshift") or 0)
+            y = at[1] - float(note.get("yshift") or 0)
+            anchors = {"left": "start", "right": "end", "center": "middle"}
+            font = note.get("font") or {}
+            size = float(font.get("size") or SIZE)
+            colour = font.get("color")
+            self.canvas.text(
+                x,
+                y,
+                note.get("text", ""),
+                anchor=anchors.get(note.get("xanchor", "center"), "middle"),
+                vertical={"top": 0.0, "bottom": 1.0}.get(note.get("yanchor", ""), 0.5),
+                size=size,
+                colour=colour,
+                angle=self._slope()
+                if note.get("name") == SLOPE
+                else float(note.get("textangle") or 0),
+            )
+
+    def _slope(self) -> float:
+        """Angle of a line of slope 1 between two logarithmic axes, in degrees."""
+        across, up = self._axis("x"), self._axis("y")
+        right = (across.end - across.start) / (across.high - across.low)
+        return math.degrees(math.atan2((up.end - up.start) / (up.high - up.low), right))
+
+    def _legend_entries(self) -> list[tuple[str, Mapping[str, Any] | None]]:
+        """Name and trace of each entry; a heading has no trace."""
+        if not self.layout.get("showlegend"):
+            return []
+        shown = [
+            t
+            for t in self.traces
+            if t.get("showlegend") is not False
+            and t.get("name")
+            and t.get("visible") in (None, True)
+        ]
+        shown.sort(key=lambda t: float(t.get("legendrank", 1000)))
+        if "reversed" in str((self.layout.get("legend") or {}).get("traceorder", "")):
+            shown.reverse()
+        entries: list[tuple[str, Mapping[str, Any] | None]] = []
+        headings = set()
+        for trace in shown:
+            heading = (trace.get("legendgrouptitle") or {}).get("text")
+            if heading and heading not in headings:
+                headings.add(heading)
+                entries.append((f"<b>{heading}</b>", None))
+            entries.append((str(trace["name"]), trace))
+        return entries
+
+    def _legend_flow(self) -> Iterator[tuple[float, int, str, Mapping[str, Any] | None]]:
+        """Left edge and row of each entry."""
+        x, row = 16.0, 0
+        for name, trace in self.entries:
+            wide = _size(name)[0] + (38 if trace is not None else 14)
+            if x > 16 and x + wide > WIDTH - 16:
+                x, row = 16.0, row + 1
+            yield x, row, name, trace
+            x += wide + 6
+
+    def _legend_height(self) -> float:
+        rows = [row for _, row, _, _ in self._legend_flow()]
+        return 20.0 * (rows[-1] + 1) + 6 if rows else 0.0
+
+    def _legend(self) -> None:
+        top = self.height - self._legend_height()
+        for x, row, name, trace in self._legend_flow():
+            y = top + 20 * row + 10
+            if trace is None:
+                self.canvas.text(x, y, name)
+                continue
+            look = trace.get("marker") or {}
+            if trace["type"] == "bar":
+                box = (x, y - 6, x + 20, y + 6)
+                colour = _each(look.get("color"), 1)[0]
+                edge = look.get("line") or {}
+                has_edge = _each(edge.get("width"), 1, 0)[0]
+                stroke = {"stroke": _each(edge.get("color"), 1)[0]} if has_edge else {}
+                self.canvas.path(_rectangle(*box), **_fill(colour), **stroke)
+                shape = _each((look.get("pattern") or {}).get("shape"), 1, "")[0]
+                if shape:
+                    self.canvas.path(_hatch(*box, shape), **_stroke(HATCH))
+            else:
+                line = trace.get("line") or {}
+                if "lines" in trace.get("mode", "lines"):
+                    dash = {"stroke-dasharray": _DASHES.get(line.get("dash", ""))}
+                    width = {"stroke-width": float(line.get("width", 2))}
+                    self.canvas.line(
+                        [(x, y), (x + 24, y)], stroke=line.get("color", TEXT), **dash, **width
+                    )
+                if "markers" in trace.get("mode", "lines"):
+                    first = {key: _each(look.get(key), 1)[0] for key in ("color", "symbol")}
+                    small = min(float(_each(look.get("size"), 1, 8)[0]), 11.0)
+                    own = {**look, **{k: v for k, v in first.items() if v}, "size": small}
+                    self._markers([(x + 12, y)], own)
+            self.canvas.text(x + 30, y, name)
+
+
+def _drawable(value: Any) -> bool:
+    return isinstance(value, str) or _is_number(value)
+
+
+def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Of many points in one column of pixels the first, the ends and the last."""
+    if len(points) <= 2 * WIDTH:
+        return points
+    columns: dict[int, list[tuple[float, float]]] = {}
+    for point in points:
+        columns.setdefault(round(point[0]), []).append(point)
+    kept = []
+    for own in columns.values():
+        ends = {min(own, key=lambda p: p[1]), max(own, key=lambda p: p[1])}
+        kept += [p for p in own if p in ends or p is own[0] or p is own[-1]][:6]
+    return kept
+
+
+def _errors(given: Mapping[str, Any] | None, count: int) -> list[tuple[float, float]]:
+    """How far each error bar reaches down and up."""
+    if not given:
+        return [(0.0, 0.0)] * count
+    up = _each(given.get("array"), count, 0.0)
+    down = up if given.get("arrayminus") is None else _each(given.get("arrayminus"), count, 0.0)
+    return [(float(a or 0), float(b or 0)) for a, b in zip(down, up, strict=True)]
+
+
+def _waterfall_steps(trace: Mapping[str, Any]) -> list[tuple[float, float, str]]:
+    """Start, end and kind of each step."""
+    flat = trace.get("orientation") == "h"
+    level, steps = 0.0, []
+    values = _values(trace["x" if flat else "y"])
+    for value, measure in zip(values, _values(trace["measure"]), strict=True):
+        if measure == "relative":
+            kind = "increasing" if value >= 0 else "decreasing"
+            steps.append((level, level + value, kind))
+            level += value
+        else:
+            level = value
+            steps.append((0.0, level, "totals"))
+    return steps
+
+
+def _dice(
+    names: Sequence[str],
+    below: Mapping[str, Sequence[str]],
+    values: Mapping[str, float],
+    left: float,
+    right: float,
+    level: int,
+    deepest: int,
+) -> Iterator[tuple[str, float, float, int]]:
+    """Name, left, right and level of each box; the widest first, as plotly does."""
+    whole = sum(values[name] for name in names)
+    whole = max(whole, values.get("", 0.0))
+    if not whole or level >= deepest:
+        return
+    for name in sorted(names, key=lambda one: -values[one]):
+        width = (right - left) * values[name] / whole
+        yield name, left, left + width, level
+        inner = below.get(name, [])
+        used = sum(values[one] for one in inner) / values[name] if values[name] else 0.0
+        yield from _dice(
+            inner, below, values, left, left + width * min(used, 1.0), level + 1, deepest
+        )
+        left += width
+
+
+def _scale_of(trace: Mapping[str, Any]) -> bool:
+    return trace["type"] == "heatmap" or bool((trace.get("marker") or {}).get("showscale"))
+
+
+def _ink(colour: str) -> str:
+    return text_on(colour) if re.fullmatch(r"#[0-9A-Fa-f]{6}", colour) else TEXT
+
+
+def text_on(colour: str) -> str:
+    """Black or white, whichever reads better on ``#rrggbb`` (WCAG relative luminance)."""
+    # both contrasts are equal at sqrt(1.05 * 0.05) - 0.05
+    return "#000000" if luminance(colour) > 0.179 else "#ffffff"
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of ``#rrggbb`` by WCAG 2, from 0 (black) to 1 (white)."""
+    linear = []
+    for start in (1, 3, 5):
+        value = int(colour[start : start + 2], 16) / 255
+        linear.append(value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4)
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def image(spec: Mapping[str, Any]) -> str:
+    """The figure as SVG, :data:`WIDTH` pixels wide, with a white background.
+
+    Args:
+        spec: a figure's JSON with bars, points and lines, waterfalls, icicles and heat maps, also
+            in panels. Traces of other kinds are left out.
+    """
+    return _Image(spec).svg()
+
+
+# The same in words.
+
+
+def description(spec: Mapping[str, Any]) -> str:
+    """Title and numbers of a figure in words, for readers who do not see it.
+
+    Args:
+        spec: a figure's JSON, as for :func:`image`.
+
+    Returns:
+        Plain text. Of more values than :data:`MOST_SAID` it names the first ones and a count.
+    """
+    layout = spec.get("layout", {})
+    title = layout.get("title") or {}
+    said = [_plain((title.get("text") or "") if isinstance(title, Mapping) else title)]
+    notes = _notes(layout)
+    traces = [t for t in spec.get("data", []) if t.get("visible") in (None, True)]
+    bars = [t for t in traces if t["type"] == "bar" and any(_drawable(v) for v in _values(t["x"]))]
+    if bars:
+        said.append(_said_of_bars(bars, layout, notes))
+    points = [words for t in traces if t["type"] == "scatter" for words in _said_of_points(t)]
+    said.append(_listed(points))
+    for trace in traces:
+        said.append(
+            {
+                "icicle": _said_of_boxes,
+                "waterfall": _said_of_steps,
+                "heatmap": _said_of_cells,
+            }.get(trace["type"], lambda *_: "")(trace, layout)
+        )
+    for name in ("xaxis", "yaxis"):
+        axis = _Axis(name, layout.get(name) or {})
+        if axis.title and not axis.hidden:
+            said.append(f"{'Across' if name == 'xaxis' else 'Up'}: {_plain(axis.title)}")
+    return " ".join(f"{sentence.rstrip('.')}." for sentence in said if sentence)
+
+
+def _listed(items: Sequence[str]) -> str:
+    rest = len(items) - MOST_SAID
+    return "; ".join(items[:MOST_SAID]) + (f"; and {rest:,} more" if rest > 0 else "")
+
+
+def _notes(layout: Mapping[str, Any]) -> dict[float, str]:
+    """What is written at the end of each row."""
+    return {
+        float(note["y"]): _plain(note["text"])
+        for note in layout.get("annotations") or []
+        if _is_number(note.get("y"))
+        and note.get("yref") in (None, "y")
+        and note.get("xref") != "paper"
+    }
+
+
+def _row_names(layout: Mapping[str, Any], letter: str) -> dict[Any, str]:
+    axis = layout.get(f"{letter}axis") or {}
+    texts = map(_plain, _values(axis.get("ticktext")))
+    return dict(zip(_values(axis.get("tickvals")), texts, strict=False))
+
+
+def _said_of_bars(
+    traces: Sequence[Mapping[str, Any]], layout: Mapping[str, Any], notes: Mapping[float, str]
+) -> str:
+    flat = traces[0].get("orientation") == "h"
+    along, across = ("x", "y") if flat else ("y", "x")
+    names = _row_names(layout, across)
+    if any(trace.get("base") is not None for trace in traces):
+        sums: dict[str, list[float]] = {}
+        for trace in traces:
+            sums.setdefault(str(trace.get("name", "")), []).extend(_numbers(_values(trace[along])))
+        return _listed(
+            [f"{_plain(n)} {digits(sum(v))} in {len(v):,} spans" for n, v in sums.items()]
+        )
+    rows: dict[Any, list[str]] = {}
+    # a text behind the bars says what all of them mean
+    traces = [t for t in traces if t.get("textposition") == "outside" and t.get("text")] or traces
+    for trace in traces:
+        places, lengths = _values(trace[across]), _values(trace[along])
+        texts = _each(trace.get("text"), len(lengths), "")
+        outside = trace.get("textposition") == "outside"
+        for place, length, text in zip(places, lengths, texts, strict=True):
+            value = (
+                _plain(text) if outside and text else digits(length) if _is_number(length) else ""
+            )
+            own = rows.setdefault(place, [])
+            if value and length:
+                named = _plain(trace.get("name") or "")
+                own.append(named if value in named else f"{named} {value}".strip())
+    if not flat:
+        return _listed([_spread(trace, along) for trace in traces])
+    items = []
+    for place, own in rows.items():
+        total = notes.get(place, "") if _is_number(place) else ""
+        name = names.get(place, place if isinstance(place, str) else "")
+        # of rows with a total only the first one is told part by part
+        parts = ", ".join(own) if not total else f"({', '.join(own)})" if not items else ""
+        items.append(" ".join(filter(None, [name, total, parts])))
+    return _listed(items)
+
+
+def _spread(trace: Mapping[str, Any], letter: str) -> str:
+    """Name of a trace and what its values are like."""
+    values, name = _numbers(_values(trace.get(letter))), _plain(trace.get("name") or "")
+    if not values:
+        return name
+    if len(values) == 1:
+        return f"{name} {digits(values[0])}"
+    return (
+        f"{name} {digits(values[0])} first, {digits(values[-1])} last, between "
+        f"{digits(min(values))} and {digits(max(values))} at {len(values):,} points"
+    )
+
+
+def _said_of_points(trace: Mapping[str, Any]) -> list[str]:
+    xs, ys = _values(trace.get("x")), _values(trace.get("y"))
+    if trace.get("hoverinfo") == "skip" or not any(map(_drawable, xs)):
+        return []
+    if trace.get("hoverinfo") == "name":
+        return [_plain(trace.get("name") or "")]
+    texts = _values_of_text(trace)
+    if texts and len(ys) <= MOST_SAID:
+        # the name and the first value; the rest is in the table
+        return [_plain(", ".join(str(text).split("<br>")[:2])) for text in texts]
+    return [_spread(trace, "y")]
+
+
+def _values_of_text(trace: Mapping[str, Any]) -> list[Any]:
+    texts = trace.get("hovertext")
+    return (
+        [] if texts is None or isinstance(texts, str) else [text for text in _values(texts) if text]
+    )
+
+
+def _said_of_boxes(trace: Mapping[str, Any], layout: Mapping[str, Any]) -> str:
+    values = _values(trace["values"])
+    boxes = sorted(zip(values, _values(trace["labels"]), strict=True), key=lambda box: -box[0])
+    whole = boxes[0][0] if boxes else 0.0
+    return _listed([f"{name} {digits(v)} ms ({percent(v / whole)})" for v, name in boxes if whole])
+
+
+def _said_of_steps(trace: Mapping[str, Any], layout: Mapping[str, Any]) -> str:
+    flat = trace.get("orientation") == "h"
+    names = _row_names(layout, "y" if flat else "x")
+    texts = _each(trace.get("text"), len(_values(trace["measure"])), "")
+    places = _values(trace["y" if flat else "x"])
+    return _listed(
+        [f"{names.get(p, p)} {_plain(text)}" for p, text in zip(places, texts, strict=True)]
+    )
+
+
+def _said_of_cells(trace: Mapping[str, Any], layout: Mapping[str, Any]) -> str:
+    cells = [
+        (value, f"{y}, {x}: {digits(value)}")
+        for y, row in zip(_values(trace["y"]), _values(trace["z"]), strict=True)
+        for x, value in zip(_values(trace["x"]), row, strict=True)
+        if _is_number(value)
+    ]
+    cells.sort(key=lambda cell: -abs(cell[0]))
+    return _listed([text for _, text in cells])

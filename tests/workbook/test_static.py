@@ -1,0 +1,184 @@
+"""Images of figures that need no browser, and their numbers in words."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ET
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import pytest
+from nbconvert import HTMLExporter
+from nbformat import v4
+
+from dlrm_workbook.show import static, theme
+
+NAME = "{http://www.w3.org/2000/svg}"
+
+
+def drawn(figure: go.Figure) -> ET.Element:
+    return ET.fromstring(static.image(json.loads(figure.to_json())))
+
+
+def said(figure: go.Figure) -> str:
+    return static.description(json.loads(figure.to_json()))
+
+
+def texts(image: ET.Element) -> list[str]:
+    return [str(mark.text) for mark in image.iter(f"{NAME}text")]
+
+
+def boxes(image: ET.Element, fill: str) -> list[tuple[float, float, float, float]]:
+    """Left, top, right and bottom of the rectangles of one colour."""
+    number = r"(-?[\d.]+)"
+    shape = re.compile(rf"M{number} {number}H{number}V{number}H{number}Z")
+    return [
+        (float(m[1]), float(m[2]), float(m[3]), float(m[4]))
+        for mark in image.iter(f"{NAME}path")
+        if mark.get("fill") == fill
+        for m in shape.finditer(str(mark.get("d")))
+    ]
+
+
+def ranked(count: int = 3) -> go.Figure:
+    values = [300.0, 100.0, 50.0][:count]
+    names = ["data forward", "embedding backward", "loss <update>"][:count]
+    parts = [("data", "forward"), ("embedding", "backward"), ("loss", "update")][:count]
+    values_text = [f"{value:.0f} ms" for value in values]
+    look = theme.markers(parts)
+    return theme.ranked_bars("Time by part", "ms", names, values, values_text, values_text, look)
+
+
+def test_bars_are_as_long_as_their_values_and_keep_colours_labels_and_units() -> None:
+    image = drawn(ranked())
+    ((left, _, right, _),) = boxes(image, theme.COLOURS["data"])
+    ((other_left, top, other_right, bottom),) = boxes(image, theme.COLOURS["embedding"])
+    assert left == other_left
+    assert (other_right - left) / (right - left) == pytest.approx(1 / 3, abs=0.01)
+    assert bottom > top
+    shown = texts(image)
+    assert {"Time by part", "data forward", "embedding backward", "300 ms", "ms"} <= set(shown)
+    strokes = [mark for mark in image.iter(f"{NAME}path") if mark.get("stroke") == "#FFFFFF"]
+    assert len(strokes) == 1, "backward is striped, update crossed, forward plain"
+
+
+def test_pale_bars_have_the_full_colour_as_outline() -> None:
+    figure = theme.ranked_bars(
+        "t", "ms", ["a"], [2.0], ["2 ms"], ["2 ms"], theme.markers([("loss", "forward")], [True])
+    )
+    image, colour = drawn(figure), theme.COLOURS["loss"]
+    (mark,) = [m for m in image.iter(f"{NAME}path") if m.get("stroke") == colour]
+    assert mark.get("fill") == colour and mark.get("fill-opacity") == "0.25"
+
+
+def test_stacked_and_based_bars_stand_where_their_values_say() -> None:
+    table = pd.DataFrame({"a": [1.0, 3.0], "b": [3.0, 1.0]}, index=["x", "y"])
+    looks = {"a": ("first", "#112233"), "b": ("second", "#445566")}
+    image = drawn(theme.stacked_bars("t", table, looks, "ms"))
+    first, second = (
+        sorted(boxes(image, colour), key=lambda b: b[1]) for colour in ("#112233", "#445566")
+    )
+    for one, other in zip(first, second[:2], strict=False):
+        assert one[2] == pytest.approx(other[0], abs=0.2)
+    spans = pd.DataFrame({"lane": ["l", "l"], "label": ["p", "q"], "start_ms": [0.0, 6.0]}).assign(
+        duration_ms=[2.0, 4.0], spans=1
+    )
+    target = theme.figure("t", 200)
+    theme.add_spans(target, spans, "n", {"color": "#778899"})
+    (a, b) = boxes(drawn(target), "#778899")[:2]
+    unit = (a[2] - a[0]) / 2
+    assert (b[0] - a[0], b[2] - b[0]) == pytest.approx((6 * unit, 4 * unit), abs=0.3)
+
+
+def test_lines_points_errors_and_logarithmic_axes() -> None:
+    figure = theme.figure("t", 300)
+    theme.add_points(figure, [1, 10, 100], [5, 6, 7], "n", "h", **theme.line_look("#123456"))
+    figure.update_xaxes(**theme.log_axis([1, 10, 100]))
+    image = drawn(figure)
+    (line,) = [m for m in image.iter(f"{NAME}path") if m.get("stroke") == "#123456"]
+    xs = [float(x) for x in re.findall(r"[ML](-?[\d.]+) ", str(line.get("d")))]
+    assert xs[1] - xs[0] == pytest.approx(xs[2] - xs[1], abs=0.2)
+    assert {"1", "10", "100"} <= set(texts(image))
+
+
+def test_call_trees_waterfalls_and_heat_maps_are_drawn() -> None:
+    tree = pd.DataFrame(
+        {
+            "id": ["0", "1", "2"],
+            "parent": ["", "0", "0"],
+            "label": ["iteration", "wide", "narrow"],
+            "ms": [4.0, 3.0, 1.0],
+        }
+    )
+    colours = ["#101010", "#202020", "#303030"]
+    image = drawn(theme.icicle("t", 300, tree, "ms", colours, [[""]] * 3, "h"))
+    (whole,), (wide,), (narrow,) = (boxes(image, colour) for colour in colours)
+    assert whole[2] - whole[0] == pytest.approx((wide[2] - wide[0]) / 0.75, abs=0.3)
+    assert wide[2] == narrow[0] and whole[3] == wide[1]
+    figure = theme.figure("t", 300)
+    figure.add_trace(
+        go.Waterfall(
+            x=[0, 1, 2],
+            y=[10, -4, 6],
+            measure=["absolute", "relative", "total"],
+            text=["10 ms", "−4 ms", "6 ms"],
+            **theme.WATERFALL,
+        )
+    )
+    assert len(boxes(drawn(figure), theme.FASTER)) == 1
+    assert "−4 ms" in said(figure)
+    scale = [[0, "#000000"], [1, "#FFFFFF"]]
+    cells = go.Heatmap(z=[[0, 1]], x=["a", "b"], y=["c"], zmin=0, zmax=1, colorscale=scale)
+    figure = theme.figure("t", 300).add_trace(cells)
+    assert boxes(drawn(figure), "#000000") and boxes(drawn(figure), "#FFFFFF")
+
+
+def test_names_are_escaped_and_no_style_or_identifier_is_needed() -> None:
+    figure = ranked()
+    figure.update_layout(title="<script>alert(1)</script> & more")
+    image = static.image(json.loads(figure.to_json()))
+    assert "<script" not in image and "<style" not in image and " id=" not in image
+    assert "loss &lt;update&gt;" in image or "loss" in image
+    ET.fromstring(image)
+
+
+def test_descriptions_state_the_numbers() -> None:
+    assert said(ranked(2)) == (
+        "Time by part. data forward 300 ms; embedding backward 100 ms. Across: ms."
+    )
+    table = pd.DataFrame({"a": [1.0] * 20}, index=[f"row {n}" for n in range(20)])
+    words = said(theme.stacked_bars("Many", table, {"a": ("alpha", "#112233")}, "ms"))
+    assert "row 0 alpha 1.00" in words and "and 8 more" in words
+
+
+def test_a_notebook_stores_data_image_and_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[dict[str, Any]] = []
+    monkeypatch.setattr("IPython.display.display", lambda data, raw: shown.append(data))
+    monkeypatch.delenv("PLOTLY_RENDERER", raising=False)
+    ranked()._ipython_display_()
+    (bundle,) = shown
+    spec = bundle[theme.FIGURE_TYPE]
+    assert spec["layout"]["meta"]["description"] == bundle["text/plain"]
+    assert spec["config"]["showSendToCloud"] is False and not spec["config"]["plotlyServerURL"]
+    assert len(bundle["image/svg+xml"]) < 20_000
+
+
+def test_stock_nbconvert_shows_the_image() -> None:
+    output = v4.new_output("display_data", ranked().bundle())
+    nb = v4.new_notebook(cells=[v4.new_code_cell("x", outputs=[output])])
+    html, _ = HTMLExporter().from_notebook_node(nb)
+    assert "data:image/svg+xml;base64," in html
+    # older viewers put the image itself into the page, through a filter
+    html, _ = HTMLExporter(skip_svg_encoding=True).from_notebook_node(nb)
+    assert html.count(f'fill="{theme.COLOURS["data"]}"') == 1
+
+
+def test_many_spans_stay_small() -> None:
+    starts = np.arange(4000) * 2.0
+    spans = pd.DataFrame({"lane": "l", "label": "p", "start_ms": starts, "duration_ms": 1.0})
+    target = theme.figure("t", 200)
+    theme.add_spans(target, spans.assign(spans=1), "n", {"color": "#778899"})
+    assert len(static.image(json.loads(target.to_json()))) < 120_000
