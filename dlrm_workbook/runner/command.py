@@ -20,7 +20,6 @@ from dlrm_workbook.processes import only_process
 from dlrm_workbook.runner.parameters import split_overrides
 from dlrm_workbook.runner.run import CHAIN, Plan, RunError, run_notebooks
 from dlrm_workbook.runs import DEFAULT_OUTPUT_ROOT, RunFolder, claim_run_folder, named_run
-from dlrm_workbook.studies.sweep.plan import PointFailed, Sweep, describe_failures, sweep_points
 
 RESUMABLE = {"compare": "comparison", "scaling": "measurement"}
 """Notebook to what it makes, where it finds its own rounds in its folder."""
@@ -146,6 +145,14 @@ def run_sweep(
         InputError: a point cannot work, or ``--resume`` names another sweep; nothing has
             been run then.
     """
+    # only here: it brings pandas along, which no other run of this process needs
+    from dlrm_workbook.studies.sweep.plan import (
+        PointFailed,
+        Sweep,
+        describe_failures,
+        sweep_points,
+    )
+
     if not parameters.sweep:
         raise InputError(f"--resume: {arguments.file} has no sweep section")
     if names == ("bottlenecks",):

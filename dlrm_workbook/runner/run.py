@@ -6,12 +6,14 @@ papermill executes; :mod:`dlrm_workbook.runner.engine` stops what must be stoppe
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
 import shlex
 import signal
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -278,6 +280,9 @@ class Plan:
         from dlrm_workbook.runner.engine import ENGINE, Watch
         from dlrm_workbook.runner.progress import ProgressLine
 
+        # what draws the page loads while the kernel starts and this process would only wait
+        pages = "dlrm_workbook.runner.pages"
+        threading.Thread(target=importlib.import_module, args=(pages,), daemon=True).start()
         notebook = self.paths[name]
         # a page links to the list, and the list names runs that go on
         list_runs(folder)
