@@ -285,6 +285,10 @@ def segments(profile: Profile, device: bool = True) -> pd.DataFrame:
         ``iteration``, ``start_ns``, ``end_ns``, ``where``, ``context`` (−1 outside every
         span). Without gaps or overlaps: they add up to the iterations.
     """
+    return profile.once(f"segments, device {device}", lambda: _segments(profile, device))
+
+
+def _segments(profile: Profile, device: bool) -> pd.DataFrame:
     host_start, host_end, host_context = running(profile, main_thread(profile))
     helpers = [running(profile, thread) for thread in _autograd_threads(profile)]
     busy = [_kernels_in_turn(profile, part) for part in (False, True)] if device else []

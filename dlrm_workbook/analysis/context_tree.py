@@ -108,17 +108,21 @@ def running(profile: Profile, thread: int) -> tuple[Ints, Ints, Ints]:
 
     Of nested spans the innermost has the time; where nothing runs there is no row.
     """
-    spans = profile.trace[
-        (profile.trace["profile"] == thread) & (profile.trace["end_ns"] > profile.trace["start_ns"])
-    ].sort_values(["start_ns", "depth"])
+    table = profile.once(f"running {thread}", lambda: _running(profile.trace, thread))
+    return tuple(table[name].to_numpy() for name in table)  # type: ignore[return-value]
+
+
+def _running(trace: pd.DataFrame, thread: int) -> pd.DataFrame:
+    spans = trace[(trace["profile"] == thread) & (trace["end_ns"] > trace["start_ns"])]
+    spans = spans.sort_values(["start_ns", "depth"])
     start, end = spans["start_ns"].to_numpy(), spans["end_ns"].to_numpy()
     context = spans["context"].to_numpy()
-    if len(start) < 2 or (start[1:] >= end[:-1]).all():
-        return start, end, context
-    cuts = distinct([start, end])
-    open_span = innermost(start, end, enclosing(start, end), cuts[:-1])
-    found = open_span >= 0
-    return cuts[:-1][found], cuts[1:][found], context[open_span[found]]
+    if len(start) > 1 and (start[1:] < end[:-1]).any():
+        cuts = distinct([start, end])
+        open_span = innermost(start, end, enclosing(start, end), cuts[:-1])
+        found = open_span >= 0
+        start, end, context = cuts[:-1][found], cuts[1:][found], context[open_span[found]]
+    return pd.DataFrame({"start_ns": start, "end_ns": end, "context": context})
 
 
 def distinct(times: Sequence[Ints]) -> Ints:

@@ -20,6 +20,7 @@ from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.attribution import PART
 from dlrm_workbook.analysis.context_tree import (
     Ints,
+    distinct,
     missing_reason,
     running,
     scopes_of,
@@ -200,7 +201,7 @@ def _binned(start: Ints, end: Ints, code: Ints, edges: Ints) -> pd.DataFrame:
     """One span a label and bin, in the order in which the labels lie in the bin."""
     inner = edges[1:-1]
     # cut the spans at the edges of the bins
-    cut_start = np.unique(np.concatenate([start, inner]))
+    cut_start = distinct([start, inner])
     owner = np.searchsorted(start, cut_start, side="right") - 1
     cut_end = np.append(cut_start[1:], end[-1])
     cut_end = np.minimum(cut_end, end[np.maximum(owner, 0)])

@@ -41,6 +41,10 @@ def device_operations(profile: Profile) -> pd.DataFrame:
         ``phase``, ``launch_start_ns``, ``launch_end_ns`` (−1 where the launch is not in the
         trace). Empty, with the reason, without a trace of a GPU stream.
     """
+    return profile.once("device operations", lambda: _device_operations(profile))
+
+
+def _device_operations(profile: Profile) -> pd.DataFrame:
     streams = profile.threads.loc[profile.threads["kind"].eq("gpu_stream"), "profile"]
     trace = profile.trace
     work = trace[trace["profile"].isin(streams) & (trace["end_ns"] > trace["start_ns"])]
@@ -49,19 +53,18 @@ def device_operations(profile: Profile) -> pd.DataFrame:
         return unmeasured(DEVICE, missing_reason(profile, ["gpu_time_ms", "trace"], reason))
     work = work.sort_values(["start_ns", "end_ns"])
     context = work["context"].to_numpy()
-    over = profile.contexts["parent"].to_numpy()[context]
+    over = np.maximum(profile.contexts["parent"].to_numpy()[context], 0)  # the root has none
     calls = trace[~trace["profile"].isin(streams) & trace["context"].isin(over)]
-    calls = calls.sort_values("start_ns")
+    calls = calls.sort_values(["context", "start_ns"])
     begun = np.full(len(work), UNKNOWN, dtype=np.int64)
     done = begun.copy()
-    rows = pd.Series(np.arange(len(work))).groupby(over).indices
-    for parent, launched in calls.groupby("context"):
-        mine = rows[parent]
-        each, rest = divmod(len(mine), len(launched))
-        if rest or not each:
-            continue
-        begun[mine] = np.repeat(launched["start_ns"].to_numpy(), each)
-        done[mine] = np.repeat(launched["end_ns"].to_numpy(), each)
+    launches = np.bincount(calls["context"], minlength=len(profile.contexts))
+    each, rest = np.divmod(np.bincount(over, minlength=len(launches)), np.maximum(launches, 1))
+    told = ((launches > 0) & (rest == 0))[over]
+    turn = pd.Series(over).groupby(over).cumcount().to_numpy()
+    call = (np.cumsum(launches) - launches)[over] + turn // np.maximum(each[over], 1)
+    begun[told] = calls["start_ns"].to_numpy()[call[told]]
+    done[told] = calls["end_ns"].to_numpy()[call[told]]
     # Merged call paths may be out of order by a stream's lag: nothing starts before its launch.
     wrong = begun > work["start_ns"].to_numpy()
     begun[wrong], done[wrong] = UNKNOWN, UNKNOWN
