@@ -43,7 +43,7 @@ report: $(SET_UP)
 	$(BIN)/dlrm run all -f $(PARAMETERS)
 
 test: $(SET_UP) lint
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(SET_UP)
 	$(BIN)/ruff check .
