@@ -180,7 +180,7 @@ class _Session:
         from dlrm_core.machine import resolve_device
         from dlrm_workbook.recordings.hpctoolkit.database import read_database
         from dlrm_workbook.recordings.hpctoolkit.driver import measure as measure_program
-        from dlrm_workbook.recordings.hpctoolkit.spans import with_iterations, with_spans
+        from dlrm_workbook.recordings.hpctoolkit.spans import with_spans
         from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
         from dlrm_workbook.recordings.torch.recorder import information
 
@@ -188,10 +188,13 @@ class _Session:
         device = resolve_device(parameters.training)
         iterations = config.warmup + config.iterations
         file = self.written("workload.yaml", parameters)
+        # Reading the loss drains a GPU's queue, and a step that is waited for is another step.
+        # Iterations are told apart by the span log either way.
+        log_every = 1 if device.type == "cpu" else iterations
         measurement = measure_program(
             python_module(
                 *("dlrm_workbook", "train", "-f", file, "-p", f"training.batches={iterations}"),
-                *("-p", "training.log_every=1", "--spans"),
+                *("-p", f"training.log_every={log_every}", "--spans"),
             ),
             self.folder / "hpctoolkit",
             device=device.type,
@@ -203,9 +206,7 @@ class _Session:
         profile = profile_from_database(read_database(times))
         timed = measurement.passes[0]
         spans = timed.result.get("spans") or []
-        if timed.python_frames:  # call paths name the parts
-            profile = with_iterations(profile, spans)
-        elif device.type != "cpu" and spans and profile.has("gpu_time_ms"):
+        if device.type != "cpu" and spans and profile.has("gpu_time_ms"):
             profile = with_spans(profile, spans, config.warmup, self.order_of_launches())
         else:
             profile = with_spans(profile, spans, config.warmup)

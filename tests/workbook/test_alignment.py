@@ -22,7 +22,7 @@ from dlrm_workbook.recordings.alignment import (
     operation_key,
 )
 from dlrm_workbook.recordings.hpctoolkit.database import read_database
-from dlrm_workbook.recordings.hpctoolkit.spans import launched_in, with_iterations, with_spans
+from dlrm_workbook.recordings.hpctoolkit.spans import launched_in, with_spans
 from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.trace import read_trace
@@ -372,15 +372,6 @@ def test_another_program_is_not_aligned() -> None:
     )  # fmt: skip
     assert placed.not_measured["parts of GPU work"].startswith("50.0% of the GPU operations")
     assert placed.contexts.loc[placed.contexts["kind"].eq("kernel"), "component"].eq("other").all()
-
-
-def test_iterations_are_the_hosts_where_call_paths_name_the_parts() -> None:
-    mine, loops = planted(list(range(30)), 6, 400, set())
-    before = built(mine, [(0, loops[-1][1])], [])
-    placed = with_iterations(before, spans_of(mine, loops))
-    assert placed.iterations["start_ns"].tolist() == [begin for begin, _ in loops]
-    assert (placed.iterations["end_ns"].to_numpy()[:-1] <= [b for b, _ in loops[1:]]).all()
-    assert placed.value_table("gpu_time_ms").equals(before.value_table("gpu_time_ms"))
 
 
 def test_repeating_launches_count_to_the_iteration_that_launched_them() -> None:

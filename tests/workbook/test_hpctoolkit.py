@@ -14,15 +14,18 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from fake_hpctoolkit import processes_naming, run
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrm_core.config import ProfilingConfig
+from dlrm_core.config import ProfilingConfig, parameters_from_sections
+from dlrm_core.errors import InputError
 from dlrm_workbook import processes
 from dlrm_workbook.processes import ALLOCATOR, MeasurementError, Progress, fresh_path, run_child
 from dlrm_workbook.recordings.hpctoolkit.driver import measure
 from dlrm_workbook.recordings.hpctoolkit.tools import find_tools
+from dlrm_workbook.recordings.measure import measure as measure_run
 
 REAL = shutil.which("hpcrun") or os.environ.get("HPCTOOLKIT_HOME")
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,13 +66,41 @@ def test_both_sides_of_the_dilation_have_one_allocator(fake, monkeypatch):
     assert any("PYTHONMALLOC was removed" in notice for notice in measured.notices)
 
 
-def test_measures_twice_on_a_gpu(fake):
+def test_measures_times_frames_and_stalls_apart_on_a_gpu(fake):
     measured = run(fake, device="cuda")
-    assert [p.name for p in measured.passes] == ["times", "stalls"]
-    times, stalls = fake.calls("hpcrun")
-    assert (times["events"], times["trace"]) == (["CPUTIME", "gpu=nvidia"], True)
-    assert (stalls["events"], stalls["trace"]) == (["gpu=nvidia,pc"], False)
+    assert [p.name for p in measured.passes] == ["times", "frames", "stalls"]
+    assert [(c["events"], c["trace"], c["python"]) for c in fake.calls("hpcrun")] == [
+        (["CPUTIME", "gpu=nvidia"], True, False),
+        (["CPUTIME"], False, True),
+        (["gpu=nvidia,pc"], False, True),
+    ]
     assert measured.not_measured == {}
+
+
+def test_our_own_steps_are_not_waited_for_on_a_gpu(tmp_path, monkeypatch):
+    """A loss that is read drains the GPU's queue; the span log tells iterations apart."""
+    commands = []
+
+    def caught(command, folder, **settings):
+        commands.append(command)
+        raise InputError("enough")
+
+    monkeypatch.setattr("dlrm_workbook.recordings.hpctoolkit.driver.measure", caught)
+    given = ("hpctoolkit", "as asked")
+    monkeypatch.setattr("dlrm_workbook.recordings.measure.choose_engine", lambda config: given)
+    for device in ("cpu", "cuda"):
+        found = torch.device(device)
+        monkeypatch.setattr("dlrm_core.machine.resolve_device", lambda training, d=found: d)
+        with pytest.raises(InputError, match="enough"):
+            measure_run(parameters_from_sections({}), tmp_path / device)
+    often = [word for command in commands for word in command if "training.log_every=" in word]
+    assert often == ["training.log_every=1", f"training.log_every={sum(profiled_iterations())}"]
+    assert all("--spans" in command for command in commands)
+
+
+def profiled_iterations():
+    """Those before and those while the profiler measures, by default."""
+    return ProfilingConfig().warmup, ProfilingConfig().iterations
 
 
 def test_existing_outputs_are_left_alone(fake):
@@ -86,11 +117,9 @@ def test_a_slowed_pass_is_pointed_out(fake):
     times, frames = run(fake).passes
     assert any("4.00x" in notice and "Python" not in notice for notice in times.notices)
     assert any("4.00x" in notice and "Python frames" in notice for notice in frames.notices)
-    # advice for the pass whose times are read, not for the one that only names callers
-    advice = "profiling.python_frames: false"
-    assert not any(advice in notice for notice in times.notices + frames.notices)
-    (times,) = run(fake, device="cuda", pc_sampling=False).passes
-    assert any("4.00x" in notice and advice in notice for notice in times.notices)
+    times, _, stalls = run(fake, device="cuda").passes
+    assert any("4.00x" in notice and "Python" not in notice for notice in times.notices)
+    assert any("the pass for times" in notice for notice in stalls.notices)
 
 
 def test_dropped_samples_are_counted_and_pointed_out(fake):
@@ -103,7 +132,8 @@ def test_dropped_samples_are_counted_and_pointed_out(fake):
     # the times that are shown come from the pass without Python frames
     assert "Python calls" not in measured.not_measured["all CPU time"]
     measured = run(fake, device="cuda", pc_sampling=False)
-    assert "Python calls" in measured.not_measured["all CPU time"]
+    assert "61%" in measured.not_measured["all CPU time"]
+    assert "Python calls" not in measured.not_measured["all CPU time"]
 
 
 def test_a_program_without_figures_has_no_dilation(fake):

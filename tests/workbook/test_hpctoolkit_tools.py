@@ -172,14 +172,16 @@ def test_passes_by_device():
         Pass("frames", ("CPUTIME",), False, True),
     ]
     assert plan_passes(gpu, "cuda") == [
-        Pass("times", ("CPUTIME", "gpu=nvidia"), True, True),
+        Pass("times", ("CPUTIME", "gpu=nvidia"), True, False),
+        Pass("frames", ("CPUTIME",), False, True),
         Pass("stalls", ("gpu=nvidia,pc",), False, True),
     ]
-    assert [p.name for p in plan_passes(gpu, "cuda", pc_sampling=False)] == ["times"]
+    assert [p.name for p in plan_passes(gpu, "cuda", pc_sampling=False)] == ["times", "frames"]
     assert [p.name for p in plan_passes(gpu, "cpu", python=False)] == ["times"]
-    assert not plan_passes(gpu, "cuda", python=False)[0].python
-    blind = Capabilities("H200", None, None, python_frames=True)
-    assert plan_passes(blind, "cuda") == [Pass("times", ("CPUTIME",), True, True)]
+    bare = plan_passes(gpu, "cuda", python=False)
+    assert [(p.name, p.python) for p in bare] == [("times", False), ("stalls", False)]
+    blind = Capabilities("H200", None, "gpu=nvidia,pc", python_frames=True)
+    assert plan_passes(blind, "cuda") == plan_passes(gpu, "cpu")
     none = Capabilities(None, None, None, python_frames=False)
     assert plan_passes(none, "cpu") == [Pass("times", ("CPUTIME",), True, False)]
     assert plan_passes(none, "cuda") == [Pass("times", ("CPUTIME",), True, False)]

@@ -59,7 +59,7 @@ def test_a_program_that_only_fails_under_hpcrun(fake, code):
         run(fake)
     with pytest.raises(MeasurementError, match=f"exit code {code} under hpcrun"):
         run(fake, device="cuda")
-    assert [call["python"] for call in fake.calls("hpcrun")] == [False, True, False]
+    assert [call["python"] for call in fake.calls("hpcrun")] == [False, False]
 
 
 def test_a_program_that_fails_with_python_frames_is_measured_without(fake):
@@ -71,10 +71,12 @@ def test_a_program_that_fails_with_python_frames_is_measured_without(fake):
     assert "exit code 134" in measured.not_measured["Python frames"]
     assert "pass frames" in measured.not_measured["Python frames"]
     assert [call["python"] for call in fake.calls("hpcrun")] == [False, True]
-    measured = run(fake, device="cuda", pc_sampling=False)
-    assert not measured.passes[0].python_frames
+    measured = run(fake, device="cuda")
+    times, stalls = measured.passes
+    assert stalls.name == "stalls" and not stalls.python_frames
     assert "exit code 134" in measured.not_measured["Python frames"]
-    assert any("without Python frames" in notice for notice in measured.passes[0].notices)
+    assert any("without Python frames" in notice for notice in stalls.notices)
+    assert not any("Python" in notice for notice in times.notices)
 
 
 def test_a_program_that_fails_after_its_work_keeps_its_data(fake):
@@ -92,15 +94,18 @@ def test_python_frames_that_were_not_recorded_are_not_claimed(fake):
     assert "another Python version" in measured.not_measured["Python frames"]
     # nothing is made of a pass that would be the one for times once more
     assert len(fake.calls("hpcrun")) == 2 and len(fake.calls("hpcprof")) == 1
-    measured = run(fake, device="cuda", pc_sampling=False)
-    assert not measured.passes[0].python_frames
+    measured = run(fake, device="cuda")
+    assert [(p.name, p.python_frames) for p in measured.passes] == [
+        ("times", False),
+        ("stalls", False),
+    ]
     assert "another Python version" in measured.not_measured["Python frames"]
 
 
 def test_no_usable_gpu(fake):
     fake.behave(no_gpu=True)
     measured = run(fake, device="cuda")
-    assert [p.name for p in measured.passes] == ["times"]
+    assert [p.name for p in measured.passes] == ["times", "frames"]
     assert measured.passes[0].events == ("CPUTIME",)
     assert "before the program ran" in measured.not_measured["GPU times"]
     assert "CUPTI result error" in measured.not_measured["GPU times"]
@@ -110,7 +115,7 @@ def test_no_usable_gpu(fake):
 def test_pc_sampling_that_fails_costs_only_the_stalls(fake):
     fake.behave(refuses=["gpu=nvidia,pc"])
     measured = run(fake, device="cuda")
-    assert [p.name for p in measured.passes] == ["times"]
+    assert [p.name for p in measured.passes] == ["times", "frames"]
     assert measured.passes[0].events == ("CPUTIME", "gpu=nvidia")
     assert "exit code 1" in measured.not_measured["stall reasons"]
 
@@ -119,7 +124,7 @@ def test_an_event_that_is_listed_but_refused_is_spelled_the_other_way(fake):
     fake.behave(accepts=["CPUTIME", "gpu=cuda", "gpu=cuda,pc"])
     measured = run(fake, device="cuda")
     assert measured.passes[0].events == ("CPUTIME", "gpu=cuda")
-    assert measured.passes[1].events == ("gpu=cuda,pc",)
+    assert measured.passes[2].events == ("gpu=cuda,pc",)
     assert any("gpu=nvidia is unknown" in notice for notice in measured.passes[0].notices)
 
 
@@ -141,21 +146,24 @@ def test_a_folder_that_hpcrun_cannot_make(fake):
 
 def test_hpcprof_aborts_once_and_the_program_is_measured_again(fake):
     fake.behave(bad_logical=1)
-    measured = run(fake, device="cuda", pc_sampling=False)
-    assert len(fake.calls("hpcrun")) == 2
-    assert measured.passes[0].python_frames
-    assert measured.passes[0].measurements.name == "times-2.measurements"
-    (notice,) = [n for n in measured.passes[0].notices if "once more" in n]
+    measured = run(fake, device="cuda")
+    assert len(fake.calls("hpcrun")) == 4
+    _, frames, stalls = measured.passes
+    assert frames.python_frames and stalls.python_frames
+    assert frames.measurements.name == "frames-2.measurements"
+    (notice,) = [n for n in frames.notices if "once more" in n]
     assert "Invalid logical stanza" in notice and "exit code 134" in notice
 
 
 def test_hpcprof_aborts_twice_and_python_frames_are_given_up(fake):
     fake.behave(bad_logical=9)
-    measured = run(fake, device="cuda", pc_sampling=False)
-    assert [call["python"] for call in fake.calls("hpcrun")] == [True, True, False]
-    assert not measured.passes[0].python_frames
+    measured = run(fake, device="cuda")
+    frames, stalls = [True, True], [True, True, False]
+    assert [call["python"] for call in fake.calls("hpcrun")] == [False, *frames, *stalls]
+    assert [p.name for p in measured.passes] == ["times", "stalls"]
+    assert not measured.passes[1].python_frames
     assert "aborts" in measured.not_measured["Python frames"]
-    assert measured.passes[0].database.is_dir()
+    assert measured.passes[1].database.is_dir()
 
 
 def test_on_the_cpu_only_the_pass_for_frames_is_measured_again(fake):
@@ -194,8 +202,9 @@ def test_a_database_of_frames_that_cannot_be_made_costs_only_the_frames(fake):
     assert [p.name for p in measured.passes] == ["times"]
     assert "these frames are too much" in measured.not_measured["Python frames"]
     assert len(fake.calls("hpcrun")) == 2
-    with pytest.raises(MeasurementError, match="these frames are too much"):
-        run(fake, device="cuda")
+    measured = run(fake, device="cuda")
+    assert [p.name for p in measured.passes] == ["times"]
+    assert "these frames are too much" in measured.not_measured["stall reasons"]
 
 
 def test_frames_that_take_too_long_cost_only_the_frames(fake):

@@ -106,14 +106,9 @@ def lost_notice(lost: float, measured: Pass) -> str:
 def dilation_notice(dilation: float, measured: Pass) -> str:
     """The sentence about a pass that ran much slower than the program alone."""
     text = f"the program ran {dilation:.2f}x as long under hpcrun as without it"
-    if measured.name == "frames":
+    if measured.python:
         text += (
             ": Python frames cost time at every Python call, so this pass tells who called what; "
             "how long it takes is told by the pass for times, made without Python frames"
-        )
-    elif measured.python:
-        text += (
-            ": Python frames cost time at every Python call, so parts that make many small calls "
-            "look larger than they are (profiling.python_frames: false measures without them)"
         )
     return text

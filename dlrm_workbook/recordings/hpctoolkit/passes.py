@@ -48,12 +48,11 @@ def plan_passes(
     PC sampling serialises kernels (a program 4.9 % idle became 78 % idle), so
     times and stall reasons never come from one run. Python frames cost a hook at
     every Python call, and samples that fall into the hook are lost (parameters/quick.yaml:
-    4 to 12 times as long, its data loop gone from the profile), so on the CPU,
-    where the parts are told apart by the workload's own spans, they get a pass of
-    their own too. Kernels run long after their launch, so the clock does not tell
-    their part: on a GPU the pass for times has Python frames, also where the GPU cannot
-    be measured. Without them parts come from the order of launches
-    (:mod:`dlrm_workbook.recordings.alignment`).
+    4 to 12 times as long, its data loop gone from the profile): times with them would call a
+    GPU idle that waits for the hook. So they get a pass of their own. Parts come from the
+    workload's own spans, and those of GPU work, which runs long after its launch, from the
+    order of launches (:mod:`dlrm_workbook.recordings.alignment`). The pass for stall reasons,
+    whose times nobody uses, has the frames: they name the part of a kernel that waits.
 
     Args:
         device: ``cpu`` or ``cuda``.
@@ -63,15 +62,14 @@ def plan_passes(
     if device not in ("cpu", "cuda"):
         raise InputError(f"device is {device!r}, expected 'cpu' or 'cuda'")
     python = python and capabilities.python_frames
-    if device == "cpu":
-        passes = [Pass("times", (CPU_EVENT,), trace=True, python=False)]
-        if python:
-            passes.append(Pass("frames", (CPU_EVENT,), trace=False, python=True))
-        return passes
-    if capabilities.gpu_event is None:
-        return [Pass("times", (CPU_EVENT,), trace=True, python=python)]
-    passes = [Pass("times", (CPU_EVENT, capabilities.gpu_event), trace=True, python=python)]
-    if pc_sampling and capabilities.pc_event is not None:
+    events = [CPU_EVENT]
+    if device == "cuda" and capabilities.gpu_event is not None:
+        events.append(capabilities.gpu_event)
+    passes = [Pass("times", tuple(events), trace=True, python=False)]
+    if python:
+        passes.append(Pass("frames", (CPU_EVENT,), trace=False, python=True))
+    measured_gpu = len(events) > 1
+    if measured_gpu and pc_sampling and capabilities.pc_event is not None:
         passes.append(Pass("stalls", (capabilities.pc_event,), trace=False, python=python))
     return passes
 
