@@ -32,6 +32,8 @@ class Interval:
     """Mean over the interval."""
     ms_per_iteration: float
     """Median, data included."""
+    mean_ms_per_iteration: float
+    """Mean: what the two below add up to, and what ``samples_per_second`` goes by."""
     data_ms_per_iteration: float
     """Mean time in which the loop made, or waited for, its batch."""
     compute_ms_per_iteration: float
@@ -56,6 +58,8 @@ class TrainingResult:
     """Mean over the last interval, what facebookresearch/dlrm prints."""
     ms_per_iteration: float
     """Median over all iterations, data included."""
+    mean_ms_per_iteration: float
+    """Mean: what the two below add up to, and what ``samples_per_second`` goes by."""
     data_ms_per_iteration: float
     """Mean."""
     compute_ms_per_iteration: float
@@ -181,12 +185,16 @@ class Measurements:
         """Speed of the iterations from the ``first`` on, by the names of
         :class:`TrainingResult`; NaN where there are none."""
         times = self.done_ms[first:] or [math.nan]
-        data = 1e3 * statistics.fmean(self.data_s[first:] or [math.nan])
+        data, mean = (
+            1e3 * statistics.fmean(self.data_s[first:] or [math.nan]),
+            statistics.fmean(times),
+        )
         return {
             "ms_per_iteration": statistics.median(times),
+            "mean_ms_per_iteration": mean,
             "data_ms_per_iteration": data,
             # NaN first: max keeps it
-            "compute_ms_per_iteration": max(statistics.fmean(times) - data, 0.0),
+            "compute_ms_per_iteration": max(mean - data, 0.0),
             "samples_per_second": 1e3 * batch_size * len(times) / sum(times),
         }
 

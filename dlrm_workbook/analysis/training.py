@@ -115,6 +115,7 @@ def result_facts(result: TrainingResult) -> pd.DataFrame:
         ("iterations", f"{result.iterations:,} ({result.status})", ""),
         ("loss, mean over the last interval", f"{result.loss:.6f}", ""),
         ("time per iteration, median, data included", result.ms_per_iteration, "ms"),
+        ("the same, mean", result.mean_ms_per_iteration, "ms"),
         ("of it making data, mean", result.data_ms_per_iteration, "ms"),
         ("of it computing, mean", result.compute_ms_per_iteration, "ms"),
         ("throughput, data included", result.samples_per_second, "samples/s"),

@@ -153,6 +153,7 @@ COLUMNS = {
     "limit_bytes": Column("there is"),
     "loss": Column("loss", "loss"),
     "log_loss": Column("log loss", "auc"),
+    "mean_ms_per_iteration": Column("ms per iteration, mean", "number"),
     "ms_per_iteration": Column("ms per iteration, median", "number"),
     "occupancy_percent": Column("occupancy", "number", unit="%"),
     "of_iteration": Column("share of the iteration", "share"),

@@ -62,7 +62,9 @@ def test_results_add_up(tmp_path):
     assert result.loss == seen[-1]["loss"]
     assert result.samples_per_second == pytest.approx(64 * 25 / (sum(result.iteration_ms) / 1e3))
     mean = sum(result.iteration_ms) / 25
+    assert result.mean_ms_per_iteration == pytest.approx(mean)
     assert result.data_ms_per_iteration + result.compute_ms_per_iteration == pytest.approx(mean)
+    assert result.samples_per_second == pytest.approx(64e3 / result.mean_ms_per_iteration)
     assert result.peak_memory_bytes > 1e6
     lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["loss"] for line in lines] == [interval["loss"] for interval in seen]
