@@ -9,6 +9,7 @@ either the old state or the new one. A run that was killed outright stays
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from dlrm_core.errors import InputError
-from dlrm_core.files import write_json
+from dlrm_core.files import read_json, write_json
 from dlrm_workbook.machine import REPOSITORY, machine_facts, versions
 
 NOTEBOOKS = REPOSITORY / "notebooks"
@@ -74,6 +75,16 @@ class RunFolder:
     def elapsed(self) -> float:
         """Seconds since the folder was claimed."""
         return round(time.monotonic() - self._clock, 3)
+
+    def record_parameters(self, sections: Mapping[str, Any]) -> None:
+        """Put parameters into run.json beside those that the run was given."""
+        self.record["parameters"] = {**self.record["parameters"], **sections}
+        write_json(self.path / "run.json", self.record)
+
+    def take_recorded_parameters(self) -> None:
+        """Take over the parameters that the notebook itself put into run.json."""
+        with contextlib.suppress(InputError, KeyError, TypeError):
+            self.record["parameters"] = dict(read_json(self.path / "run.json")["parameters"])
 
     def close(self, status: str, **fields: Any) -> None:
         """Write the final state: status, seconds since the claim, and what lies in the folder."""

@@ -103,8 +103,16 @@ class SteadyState:
 
     @property
     def summary(self) -> str:
-        """The judgement in plain sentences."""
-        return " ".join(_sentences(self))
+        """The judgement in plain sentences, iterations numbered from 0."""
+        return self.in_words(range(len(self.times_ms)))
+
+    def in_words(self, numbers: Sequence[int]) -> str:
+        """The judgement in plain sentences.
+
+        Args:
+            numbers: what each iteration (n,) is called on the page.
+        """
+        return " ".join(_sentences(self, numbers))
 
 
 def steady_state(times_ms: npt.ArrayLike) -> SteadyState:
@@ -343,10 +351,10 @@ def _correlation_factor(residual: Floats) -> float:
 # ---- sentences ---------------------------------------------------------------------
 
 
-def _sentences(state: SteadyState) -> list[str]:
+def _sentences(state: SteadyState, numbers: Sequence[int]) -> list[str]:
     count = len(state.times_ms)
     if count < LEAST and state.outliers.any():
-        listed = ", ".join(map(str, np.flatnonzero(state.outliers)))
+        listed = ", ".join(str(numbers[int(row)]) for row in np.flatnonzero(state.outliers))
         return [
             f"{int(state.outliers.sum())} of {count} iterations ({listed}) took "
             f"{SPLIT_TIMES:g} times the usual {milliseconds(state.usual_ms)} or more; they cost "
@@ -360,14 +368,18 @@ def _sentences(state: SteadyState) -> list[str]:
     said = ["No warm-up is left in the measured iterations.", "No stragglers."]
     if state.first:
         warm = float(np.median(state.times_ms[: state.first]))
-        many = f"the first {state.first} iterations are" if state.first > 1 else "iteration 0 is"
+        many = f"the first {state.first} iterations are"
+        if state.first == 1:
+            many = f"iteration {numbers[0]} is"
         said[0] = (
             f"Warm-up: {many} left out ({milliseconds(warm)} against "
             f"{milliseconds(state.usual_ms)} afterwards, {warm / state.usual_ms - 1:+.0%})."
         )
     slow = np.flatnonzero(state.outliers)
     if len(slow):
-        listed = ", ".join(map(str, slow[:8])) + (", …" if len(slow) > 8 else "")
+        listed = ", ".join(str(numbers[int(row)]) for row in slow[:8]) + (
+            ", …" if len(slow) > 8 else ""
+        )
         said[1] = (
             f"Stragglers: {len(slow)} of {count - state.first} ({listed}) took over "
             f"{milliseconds(state.threshold_ms)}; they cost {state.straggler_share:.1%} of the "
@@ -377,8 +389,8 @@ def _sentences(state: SteadyState) -> list[str]:
         before = float(np.median(state.times_ms[state.first : state.shift]))
         after = float(np.median(state.times_ms[state.shift :]))
         said.append(
-            f"From iteration {state.shift} on the level is another: {milliseconds(after)} instead "
-            f"of {milliseconds(before)}; something changed while it was measured."
+            f"From iteration {numbers[state.shift]} on the level is another: {milliseconds(after)} "
+            f"instead of {milliseconds(before)}; something changed while it was measured."
         )
     if state.drift is not None:
         said.append(

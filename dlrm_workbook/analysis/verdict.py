@@ -1,36 +1,79 @@
-"""The page's first answer: what limits the run, and how far its changes would take it.
+"""The page's first answer: what limits the run, how far its changes would take it, how sure.
 
-The advised changes are taken one on top of the other, best first, and predicted together
-(:mod:`.whatif`), down to the least time that the machine's measured ceilings allow
+The advised changes are taken one on top of the other, best first. What the step takes with all
+changes up to one was timed as a whole step (:func:`time_together`) or is predicted from parts
+timed alone (:mod:`.whatif`), down to the least time that the machine's measured ceilings allow
 (:mod:`.roofline`).
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import yaml
 
+from dlrm_core.config import Parameters
 from dlrm_core.errors import InputError
-from dlrm_core.parts import part_label
-from dlrm_core.units import from_to, milliseconds, ratio
+from dlrm_core.files import read_json, write_json, write_text
+from dlrm_core.units import counted, from_to, milliseconds, percent, ratio, speedup
+from dlrm_workbook.analysis.attribution import IDLE, attribute, coverage, iteration_state
 from dlrm_workbook.analysis.findings import (
     SERIALISED,
     bottlenecks_json,
     can_show_bottlenecks,
+    cautions,
+    findings,
     limit,
 )
+from dlrm_workbook.analysis.findings.evidence import Evidence
 from dlrm_workbook.analysis.findings.finding import Finding, plain
+from dlrm_workbook.analysis.reference import Reference, at_reference, reference
 from dlrm_workbook.analysis.roofline import least_step, profile_parameters
 from dlrm_workbook.analysis.sentences import in_markdown
-from dlrm_workbook.analysis.whatif import measured_parts, predict
+from dlrm_workbook.analysis.steady import SteadyState
+from dlrm_workbook.analysis.whatif import COVER, STEP_ERROR, measured_parts, prediction
+from dlrm_workbook.evidence.dependence import changed_parameters
+from dlrm_workbook.intervals import t_quantile
+from dlrm_workbook.processes import ProgressCallback, python_module, run_child
 from dlrm_workbook.recordings.profile import Profile
 
-LEAST = "least by this machine's ceilings, as configured"
+LEAST = "hardware limit, as configured"
 """Name of the last stage: at the precision and with the back ends of the measured run."""
+
+NOW, TIMED, PREDICTED = "the step", "timed as a whole step", "predicted from parts timed alone"
+LIMIT = "ceilings of this machine"
+INSTEAD, ESTIMATED, UNKNOWN = "not combined", "estimated by its rule", "not predicted"
+"""How the time of a stage is known; the last three are of changes that are not on the way."""
+
+DENSE_CHOICE = frozenset(
+    {"training.precision", "training.fp32_matmul", "training.dense_backend", "training.tf32"}
+)
+"""Leaves that each choose how the products of the MLPs are computed: one takes another's place."""
+
+ANOTHER_BATCH = "another batch is another step: compare its time per sample"
+
+DILATED, FAR_DILATED = 1.15, 1.5
+"""Times an iteration takes under the profiler, above which parts' shares begin to shift, and
+above which they say little."""
+
+WAITED, MUCH_WAITED = 0.02, 0.1
+"""Share of the iterations' time in which their thread had no core."""
+
+SCATTERED = 0.05
+"""Spread of the steady iterations, above which a single measurement says little."""
+
+FEW = 8
+"""Iterations, fewer than which cannot tell a warm-up or outliers."""
+
+MANY_LEFT_OUT = 0.2
+"""Share of the recorded iterations that are warm-up or outliers."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +84,185 @@ class Stage:
     low_ms: float
     mid_ms: float
     high_ms: float
+    """NaN where nothing is known."""
     parts: pd.DataFrame
-    """``component``, ``time_ms``: they sum to ``mid_ms``."""
+    """``component``, ``time_ms``: they sum to ``mid_ms``. Empty where nothing is known."""
     change: dict[str, Any] = field(default_factory=dict)
-    """All parameters changed up to here."""
+    """All parameters changed up to here; of a change that is not on the way, its own."""
+    basis: str = NOW
+    """How the time is known: ``NOW``, ``TIMED``, ``PREDICTED``, ``LIMIT``, or, of a change that
+    is not on the way, ``INSTEAD``, ``ESTIMATED`` or ``UNKNOWN``."""
+    note: str = ""
+    """Why a change is not on the way."""
+
+    @property
+    def on_the_way(self) -> bool:
+        """Whether the stage is the step with one more change on top of those before."""
+        return self.basis in (TIMED, PREDICTED)
+
+    @property
+    def aside(self) -> bool:
+        """Whether this is a change that was not combined with the others."""
+        return self.basis in (INSTEAD, ESTIMATED, UNKNOWN)
+
+    def speedup(self, now_ms: float) -> dict[str, float]:
+        """``low``, ``mid``, ``high``: the step now over this one."""
+        ends = {"low": self.high_ms, "mid": self.mid_ms, "high": self.low_ms}
+        return {end: now_ms / ms for end, ms in ends.items()}
+
+
+# ---- which changes go together ----------------------------------------------------------------
+
+
+def combined(parameters: Parameters, found: Sequence[Finding]) -> list[dict[str, Any]]:
+    """The advised changes on top of each other, worst finding first: all up to each one.
+
+    Changes that take the place of an earlier one, or do not go with those before, are left out.
+    """
+    result: list[dict[str, Any]] = []
+    taken: dict[str, Any] = {}
+    for finding in found:
+        if taken | finding.change != taken and not _why_apart(parameters, taken, finding.change):
+            taken = taken | finding.change
+            result.append(taken)
+    return result
+
+
+def _why_apart(
+    parameters: Parameters | None, taken: Mapping[str, Any], change: Mapping[str, Any]
+) -> str:
+    """Why a change is not put on top of those taken; "" where it is."""
+    if "training.batch_size" in change:
+        return ANOTHER_BATCH
+    theirs, own = (
+        {name: value for name, value in each.items() if name in DENSE_CHOICE}
+        for each in (taken, change)
+    )
+    if theirs and own and own | theirs != own:
+        return f"takes the place of {_named(theirs)}"
+    again = [name for name in change if name in taken and taken[name] != change[name]]
+    if again:
+        return f"takes the place of {_named({name: taken[name] for name in again})}"
+    if parameters is None:
+        return "the recording does not say which parameters it ran with"
+    try:
+        changed_parameters(parameters, {**taken, **change})
+    except InputError as error:
+        return f"does not go with those before: {error}"
+    return ""
+
+
+def _named(change: Mapping[str, Any]) -> str:
+    """A change in a few words: ``precision: bf16 and loader: prefetch``."""
+    return " and ".join(f"{name.partition('.')[2]}: {value}" for name, value in change.items())
+
+
+# ---- whole steps, timed -----------------------------------------------------------------------
+
+
+def time_together(
+    profile: Profile, folder: Path, progress: ProgressCallback | None = None
+) -> pd.DataFrame:
+    """Time the step under the advised changes, all up to each one, in turns with the step as is.
+
+    The result is ``profile.meta["together"]``, and in the saved profile; or the reason in
+    ``not_measured``. It takes about 15 s at the experiment's shape and, for changes of the
+    tables, their memory twice.
+
+    Args:
+        profile: of a run on this machine, saved in ``folder / "profile"``.
+        folder: of the profile run; gets the logs.
+
+    Returns:
+        ``change`` (all up to it), ``iteration_ms`` (median of the rounds), ``rounds``,
+        ``speedup_low``, ``speedup_mid``, ``speedup_high``; the step as it is first. Empty, with
+        the reason, where nothing was timed.
+    """
+    reason = ""
+    try:
+        parameters = profile_parameters(profile)
+        scaled = at_reference(profile)
+        found = findings(scaled, attribute(scaled))
+        changes = combined(parameters, found)
+        if profile.device != "cpu":
+            reason = "whole steps under changes are timed on the CPU only"
+        elif not parameters.profiling.probes:
+            reason = "profiling.probes is false"
+        elif not changes:
+            reason = "no parameter is advised to be changed"
+        else:
+            profile.meta["together"] = _in_process(parameters, changes, folder, progress)
+    except InputError as error:  # the profile is there; a side view must not cost it
+        reason = str(error)
+    if reason:
+        profile.meta["not_measured"] = profile.not_measured | {"together": reason}
+    profile.save_meta(folder / "profile")
+    return timed_table(profile)
+
+
+def timed_table(profile: Profile) -> pd.DataFrame:
+    """The whole steps that were timed in turns; as :func:`time_together` returns it."""
+    together = profile.meta.get("together") or {}
+    rows: list[dict[str, Any]] = []
+    for stage in [{"change": {}, "ms": together.get("base_ms")}, *together.get("stages", [])]:
+        if not stage.get("ms"):
+            continue
+        gain = timed(profile, stage["change"]) or {}
+        row: dict[str, Any] = {"change": _named(stage["change"]) or "as it is"}
+        row |= {"iteration_ms": statistics.median(stage["ms"]), "rounds": len(stage["ms"])}
+        rows.append(row | {f"speedup_{end}": gain.get(end, math.nan) for end in gain or ("mid",)})
+    columns = ["change", "iteration_ms", "rounds", "speedup_low", "speedup_mid", "speedup_high"]
+    table = pd.DataFrame(rows, columns=columns)
+    if table.empty:
+        table.attrs["not_measured"] = profile.not_measured.get("together", "nobody timed it")
+    return table
+
+
+def _in_process(
+    parameters: Parameters,
+    changes: list[dict[str, Any]],
+    folder: Path,
+    progress: ProgressCallback | None,
+) -> dict[str, Any]:
+
+    logs = folder / "logs"
+    file, asked, answer = (logs / f"together{end}" for end in (".yaml", "-asked.json", ".json"))
+    write_text(file, yaml.safe_dump(parameters.to_sections(), sort_keys=False))
+    write_json(asked, changes)
+    run_child(
+        python_module("dlrm_workbook.evidence.together", file, asked, answer),
+        stage="changes together",
+        logs=logs,
+        timeout_s=parameters.profiling.timeout_s,
+        progress=progress,
+    ).require_success("timing the changes together")
+    found: dict[str, Any] = read_json(answer)
+    return found
+
+
+def timed(profile: Profile, change: Mapping[str, Any]) -> dict[str, float] | None:
+    """``low``, ``mid``, ``high`` speed-up of the whole step under a change, if it was timed.
+
+    The middle is the geometric mean of the rounds' ratios, the range by Student's t of their
+    logarithms, joined with what a whole step in another process is off by.
+    """
+    together = profile.meta.get("together") or {}
+    for stage in together.get("stages") or []:
+        if stage["change"] != dict(change) or not stage.get("ms"):
+            continue
+        pairs = zip(together["base_ms"], stage["ms"], strict=True)
+        logs = [math.log(base / then) for base, then in pairs]
+        error = 0.0
+        if len(logs) > 1:
+            quantile = t_quantile(0.95, len(logs) - 1)
+            error = quantile * statistics.stdev(logs) / math.sqrt(len(logs))
+        middle, reach = statistics.fmean(logs), math.hypot(error, COVER * STEP_ERROR)
+        ends = {"low": middle - reach, "mid": middle, "high": middle + reach}
+        return {end: math.exp(value) for end, value in ends.items()}
+    return None
+
+
+# ---- the way ----------------------------------------------------------------------------------
 
 
 def stages(
@@ -53,62 +271,143 @@ def stages(
     """The way from the measured step down to the machine's limit.
 
     Args:
-        found: findings, worst first; those whose change cannot be predicted from this
-            profile's probes are left out.
+        profile: at its reference (:mod:`.reference`).
+        found: findings, worst first.
         roofline: what :func:`dlrm_workbook.analysis.roofline.roofline` gives.
 
     Returns:
-        The measured step, a stage for each advised change on top of those before, and
-        the least time of the machine at the run's own precision, where known. Empty if
-        the profile names no parts or no parameters.
+        The step, a stage for each advised change on top of those before, then the advised
+        changes that do not combine or that nobody timed, then the least time of the machine at
+        the run's own precision, where known. A recording of another program has the step alone,
+        with the time in which its GPU idles; one without named parts has none.
     """
+    profile = at_reference(profile)
+    parameters: Parameters | None = None
     try:
-        profile_parameters(profile)
-        parts = measured_parts(profile)
+        parameters = profile_parameters(profile)
+        parts = _by_component(measured_parts(profile), "now_ms")
     except InputError:
+        parts = _recorded_parts(profile)
+    if parts.empty:
         return []
-    now = float(parts["now_ms"].sum())
-    result = [Stage("as measured", now, now, now, _by_component(parts, "now_ms"))]
-    change: dict[str, Any] = {}
+    now = float(parts["time_ms"].sum())
+    step = reference(profile)
+    first = Stage(_name_of_now(profile, step), now, now, now, parts)
+    way, aside = [first], []
+    taken: dict[str, Any] = {}
     for finding in found:
-        if change | finding.change == change:
+        if taken | finding.change == taken:
             continue
-        try:
-            then = predict(profile, change | finding.change)
-        except InputError:
-            continue  # the finding itself says how its gain was estimated
-        # another batch is another step: its time does not compare
-        if then.samples_then != then.samples_now or then.mid_ms >= result[-1].mid_ms:
-            continue
-        change = change | finding.change
-        name = " and ".join(f"{n.partition('.')[2]}: {v}" for n, v in finding.change.items())
-        shown = _fitted(_by_component(then.parts, "then_ms"), then.mid_ms)
-        result.append(Stage(f"+ {name}", then.low_ms, then.mid_ms, then.high_ms, shown, change))
-    if roofline is not None and len(roofline):
-        least = least_step(roofline)["least_ms"]
-        if least:
-            parts = _by_component(roofline[roofline["ceiling_ms"] > 0], "ceiling_ms")
-            result.append(Stage(LEAST, least, least, least, parts))
-    return result
+        why_apart = _why_apart(parameters, taken, finding.change)
+        stage = _stage(profile, finding, {} if why_apart else taken, now, why_apart)
+        # what slows the step down is no advice, whatever its parts did alone
+        if stage.on_the_way and stage.mid_ms >= way[-1].mid_ms:
+            note = "brings nothing on top of those before"
+            stage = replace(stage, basis=INSTEAD, note=note, change=dict(finding.change))
+        if stage.on_the_way:
+            way.append(stage)
+            taken = stage.change
+        else:
+            aside.append(stage)
+    return [*way, *aside, *_least(roofline)]
 
 
-def table(way: Sequence[Stage]) -> pd.DataFrame:
+def _name_of_now(profile: Profile, step: Reference | None) -> str:
+    if step is None:
+        return "the recording"
+    return "the step, as measured" if step.unprofiled else "the step, as recorded"
+
+
+def _stage(
+    profile: Profile, finding: Finding, taken: Mapping[str, Any], now_ms: float, why_apart: str
+) -> Stage:
+    """The step after a finding's change on top of those taken, as well as it is known."""
+    change = {**taken, **finding.change}
+    name = f"{'or' if why_apart else '+'} {_named(finding.change)}"
+    made, note = None, why_apart
+    try:
+        made = prediction(profile, change)
+    except InputError as error:
+        note = note or str(error)
+    gain = None if why_apart else timed(profile, change)
+    basis = TIMED
+    if gain is None and made is not None:
+        gain, basis = made.speedup, INSTEAD if why_apart else PREDICTED
+    elif gain is None and finding.predicted_speedup:
+        gain, basis = finding.predicted_speedup, ESTIMATED
+    if gain is None:
+        nan = math.nan
+        return Stage(name, nan, nan, nan, _whole(nan), dict(finding.change), UNKNOWN, note)
+    low, mid, high = (now_ms / gain[end] for end in ("high", "mid", "low"))
+    parts = _whole(mid)
+    if made is not None:
+        parts = _by_component(made.parts, "then_ms")
+        parts["time_ms"] *= mid / parts["time_ms"].sum()
+    own = change if basis in (TIMED, PREDICTED) else dict(finding.change)
+    return Stage(name, low, mid, high, parts, own, basis, note)
+
+
+def _whole(time_ms: float) -> pd.DataFrame:
+    """A step of whose parts nothing is known."""
+    return pd.DataFrame({"component": ["other"], "time_ms": [time_ms]})
+
+
+def _least(roofline: pd.DataFrame | None) -> list[Stage]:
+    """The least time that the machine allows, where it is known."""
+    least = None if roofline is None or roofline.empty else least_step(roofline)["least_ms"]
+    if roofline is None or not least:
+        return []
+    parts = _by_component(roofline[roofline["ceiling_ms"] > 0], "ceiling_ms")
+    return [Stage(LEAST, least, least, least, parts, basis=LIMIT)]
+
+
+def _recorded_parts(profile: Profile) -> pd.DataFrame:
+    """Parts of the recorded step, and the time in which its GPU idles; empty without names."""
+    table = attribute(profile)
+    on_gpu = table["where"].eq("device")
+    if on_gpu.any():
+        table = table.assign(component=table["component"].where(on_gpu, IDLE))
+    elif table["component"].eq("other").all():
+        table = table.iloc[:0]
+    return _by_component(table[table["time_ms"] > 0], "time_ms")
+
+
+def _by_component(parts: pd.DataFrame, column: str) -> pd.DataFrame:
+    table = parts.groupby("component", as_index=False, sort=False)[[column]].sum()
+    return table.rename(columns={column: "time_ms"})
+
+
+def table(way: Sequence[Stage], file: str = "FILE") -> pd.DataFrame:
     """A row for each stage.
 
+    Args:
+        way: what :func:`stages` gives.
+        file: parameters of the run, for the command that times a change.
+
     Returns:
-        ``step``, ``mid_ms``, ``low_ms``, ``high_ms``, ``speedup`` over the measured step,
-        ``largest_part`` and ``largest_part_ms``.
+        ``step``, ``mid_ms``, ``low_ms``, ``high_ms``, ``speedup`` over the step, ``basis`` (how
+        the time is known), ``note``, and ``command``, which times the change beside the step
+        where nobody did; "" where nothing is left to time.
     """
     rows = []
     for stage in way:
         row: dict[str, Any] = {"step": stage.name, "mid_ms": stage.mid_ms}
         row |= {"low_ms": stage.low_ms, "high_ms": stage.high_ms}
         row["speedup"] = way[0].mid_ms / stage.mid_ms
-        for _, part in stage.parts.nlargest(1, "time_ms").iterrows():
-            row["largest_part"] = part_label(str(part["component"]))
-            row["largest_part_ms"] = float(part["time_ms"])
+        row |= {"basis": stage.basis, "note": stage.note}
+        untimed = stage.change and stage.basis != TIMED
+        row["command"] = command(stage.change, file) if untimed else ""
         rows.append(row)
     return pd.DataFrame(rows)
+
+
+def command(change: Mapping[str, Any], file: str = "FILE") -> str:
+    """The command that times a change beside the step as it is."""
+    asked = ", ".join(f"{name}: {json.dumps(value)}" for name, value in change.items())
+    return f"dlrm run compare -f {file} -p 'change={{{asked}}}'"
+
+
+# ---- the headline -----------------------------------------------------------------------------
 
 
 def verdict(
@@ -137,29 +436,142 @@ def headline(findings: Sequence[Finding], way: Sequence[Stage], limit_sentence: 
         way: what :func:`stages` gives.
         limit_sentence: what :func:`dlrm_workbook.analysis.findings.limit` gives.
     """
+    hardware = (
+        f"Hardware limit for this configuration, from ceilings measured on this machine: "
+        f"{milliseconds(way[-1].mid_ms)}."
+        if way and way[-1].basis == LIMIT
+        else ""
+    )
     if not findings:
-        return f"**No known bottleneck found.** {in_markdown(limit_sentence)}"
-    worst = findings[0]
-    text = f"**{in_markdown(worst.title)}.** {in_markdown(limit_sentence)}"
-    gain = worst.predicted_speedup
-    if worst.change and gain:
-        options = " ".join(f"-p {name}={value}" for name, value in worst.change.items())
-        low, mid, high = (ratio(gain[end], figures=2) for end in ("low", "mid", "high"))
-        text += f"\n\nStart with `{options}`: predicted {mid} faster ({low} to {high})."
-    changed = [stage for stage in way if stage.change]
-    if len(changed) > 1:
-        last, now = changed[-1], way[0].mid_ms
-        text += (
-            f" All {len(changed)} probed changes together: {milliseconds(now)} become "
-            f"{milliseconds(last.mid_ms)} ({from_to(last.low_ms, last.high_ms)}), "
-            f"{ratio(now / last.mid_ms, figures=2)} faster."
+        return f"**No known bottleneck found.** {in_markdown(limit_sentence)} {hardware}".rstrip()
+    said = [_start(findings, way), _all_together(way), hardware]
+    second = " ".join(filter(None, said))
+    text = f"**{in_markdown(findings[0].title)}.** {in_markdown(limit_sentence)}"
+    return text + (f"\n\n{second}" if second else "")
+
+
+def _start(found: Sequence[Finding], way: Sequence[Stage]) -> str:
+    """What to change first, and what it brings; "" where no parameter helps."""
+    first = next((stage for stage in way if stage.on_the_way), None)
+    if first is not None:
+        change, gain = first.change, first.speedup(way[0].mid_ms)
+        how = "timed" if first.basis == TIMED else "predicted"
+    else:
+        worst = next((one for one in found if one.change and one.predicted_speedup), None)
+        if worst is None:
+            return ""
+        change, gain, how = worst.change, worst.predicted_speedup, "estimated"
+    options = " ".join(f"-p {name}={value_text(value)}" for name, value in change.items())
+    options = options.replace("`", "'")
+    low, mid, high = (ratio(gain[end], figures=2) for end in ("low", "mid", "high"))
+    return f"Start with `{options}`: {how} {mid} faster ({low} to {high})."
+
+
+def value_text(value: Any) -> str:
+    """A value as one writes it behind ``-p NAME=``."""
+    return value if isinstance(value, str) else json.dumps(value).replace(" ", "")
+
+
+def _all_together(way: Sequence[Stage]) -> str:
+    """What all advised changes that go together bring; "" of fewer than two."""
+    changed = [stage for stage in way if stage.on_the_way]
+    if len(changed) < 2:
+        return ""
+    last, now = changed[-1], way[0].mid_ms
+    gain = last.speedup(now)
+    how = "timed as whole steps" if last.basis == TIMED else "predicted, not timed together"
+    return (
+        f"**All {len(changed)} advised changes together: "
+        f"{speedup(gain['mid'], gain['low'], gain['high'], figures=2)} faster**, "
+        f"{milliseconds(now)} become {milliseconds(last.mid_ms)} "
+        f"({from_to(last.low_ms, last.high_ms)}), {how}."
+    )
+
+
+# ---- what the figures are good for ------------------------------------------------------------
+
+GOOD_FOR = {
+    "green": "Times, shares and gains can be used as they stand",
+    "amber": "Shares and the order of the findings can be used; small differences cannot",
+    "red": "Do not use the times of this page",
+}
+
+
+def quality(
+    profile: Profile, attribution: pd.DataFrame, found: Sequence[Finding]
+) -> dict[str, str]:
+    """What the figures of a page are good for.
+
+    Args:
+        profile: at its reference.
+        found: the findings of ``profile``.
+
+    Returns:
+        ``level`` (``green``, ``amber`` or ``red``) and ``sentence``, Markdown, with the reasons.
+    """
+    doubts = _doubts(profile, attribution, found)
+    level = min((level for level, _ in doubts), key=list(GOOD_FOR)[::-1].index, default="green")
+    step, state = reference(profile), iteration_state(profile)
+    reasons = [text for _, text in doubts]
+    if not reasons and step is not None:
+        reasons = [f"{counted(step.iterations or 0, 'iteration')} without a profiler"]
+        if state is not None and state.usual_ms:
+            reasons.append(f"spread {percent(state.spread_ms / state.usual_ms)}")
+        reasons.append(f"{ratio(step.recorded_ms / step.ms)} under the profiler")
+    return {"level": level, "sentence": f"{GOOD_FOR[level]}: {'; '.join(reasons)}."}
+
+
+def _doubts(
+    profile: Profile, attribution: pd.DataFrame, found: Sequence[Finding]
+) -> list[tuple[str, str]]:
+    """(level, reason) of everything that the figures suffer from, the worst first."""
+    step, state = reference(profile), iteration_state(profile)
+    doubts: list[tuple[str, str]] = []
+    if profile.meta.get("serialised"):
+        text = "kernels were serialised by PC sampling, so stall reasons are what it is for"
+        doubts.append(("red", text))
+    if any(finding.id == "disturbed_profile" for finding in found):
+        doubts.append(("red", "something else used the machine while the profiler was on"))
+    waited = Evidence(profile, attribution).machine_share("run_queue_ms")
+    if waited > WAITED:
+        text = (
+            f"the machine was busy: the step's thread had no core in {percent(waited)} of its time"
         )
-    if way and way[-1].name == LEAST:
-        text += (
-            " Hardware limit for this configuration, from ceilings measured on this machine: "
-            f"{milliseconds(way[-1].mid_ms)}."
-        )
-    return text
+        doubts.append(("red" if waited > MUCH_WAITED else "amber", text))
+    if profile.meta.get("sample"):
+        doubts.append(("amber", "this is a recorded sample, not a run of this machine"))
+    if step is None:
+        doubts.append(("amber", "the recording marks no steps, so shares are of all of it"))
+    elif not step.unprofiled:
+        doubts.append(("amber", "what the profiler cost was not measured"))
+    elif (dilation := step.recorded_ms / step.ms) > DILATED:
+        text = f"the profiled step took {ratio(dilation)} the time of the plain one"
+        doubts.append(("red" if dilation > FAR_DILATED else "amber", text))
+    if state is not None:
+        doubts += _doubts_of_iterations(state)
+    named = coverage(attribution)
+    if named < 0.9:
+        doubts.append(("amber", f"{percent(1 - named)} of the time is in no named part"))
+    if several := cautions(profile):
+        doubts.append(("amber", f"{counted(len(several), 'caution')} below"))
+    return sorted(doubts, key=lambda doubt: list(GOOD_FOR)[::-1].index(doubt[0]))
+
+
+def _doubts_of_iterations(state: SteadyState) -> list[tuple[str, str]]:
+    """Doubts about too few iterations, many left out, and scatter."""
+    steady, count = int(state.steady.sum()), len(state.times_ms)
+    doubts = []
+    if steady < FEW:
+        doubts.append(("amber", f"only {counted(steady, 'steady iteration')}"))
+    if count - steady > MANY_LEFT_OUT * count:
+        doubts.append(("amber", f"{count - steady} of {count} iterations are warm-up or outliers"))
+    if state.usual_ms and state.spread_ms / state.usual_ms > SCATTERED:
+        spread = percent(state.spread_ms / state.usual_ms)
+        doubts.append(("amber", f"steady iterations scatter by {spread}"))
+    return doubts
+
+
+# ---- the document -----------------------------------------------------------------------------
 
 
 def document(
@@ -177,13 +589,19 @@ def document(
         roofline: what :func:`dlrm_workbook.analysis.roofline.roofline` gives.
         changes: what :func:`dlrm_workbook.analysis.whatif.what_if_table` gives.
     """
+    step = reference(profile)
     more = {
         "headline": verdict(profile, attribution, found, way),
+        "quality": quality(profile, attribution, found),
+        "reference": None if step is None else vars(step),
+        "together": _together(way),
         "stages": [
             {
                 "name": stage.name,
                 "change": stage.change,
                 "ms": {"low": stage.low_ms, "mid": stage.mid_ms, "high": stage.high_ms},
+                "basis": stage.basis,
+                "note": stage.note,
                 "parts_ms": dict(
                     zip(stage.parts["component"], stage.parts["time_ms"], strict=True)
                 ),
@@ -196,22 +614,18 @@ def document(
     return bottlenecks_json(profile, attribution, found) | dict(plain(more))
 
 
-def _by_component(parts: pd.DataFrame, column: str) -> pd.DataFrame:
-    table = parts.groupby("component", as_index=False, sort=False)[[column]].sum()
-    return table.rename(columns={column: "time_ms"})
-
-
-def _fitted(parts: pd.DataFrame, whole_ms: float) -> pd.DataFrame:
-    """The parts so that they sum to the step.
-
-    Batches made by another thread are in the step only for as long as it waits for them.
-    """
-    is_data = parts["component"].eq("data")
-    rest = float(parts.loc[~is_data, "time_ms"].sum())
-    if math.isclose(float(parts["time_ms"].sum()), whole_ms, rel_tol=1e-6):
-        return parts
-    parts = parts.copy()
-    parts.loc[is_data, "time_ms"] = max(0.0, whole_ms - rest)
-    if whole_ms < rest:
-        parts["time_ms"] *= whole_ms / rest
-    return parts
+def _together(way: Sequence[Stage]) -> dict[str, Any] | None:
+    """All advised changes that go together, as one; None where there are none."""
+    changed = [stage for stage in way if stage.on_the_way]
+    if not changed:
+        return None
+    last, now = changed[-1], way[0].mid_ms
+    return {
+        "change": last.change,
+        "changes": len(changed),
+        "now_ms": now,
+        "ms": {"low": last.low_ms, "mid": last.mid_ms, "high": last.high_ms},
+        "speedup": last.speedup(now),
+        "basis": last.basis,
+        "not_combined": [stage.change for stage in way if stage.aside],
+    }

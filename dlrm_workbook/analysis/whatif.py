@@ -2,8 +2,8 @@
 
 ``then = sum over parts of now x ratio``: every part and phase that a change touches is
 scaled by how its time alone changed in a probe (:mod:`dlrm_workbook.evidence.probes`); the others
-stay as measured. What the profile says is measured under a profiler, so it is first
-scaled to the median iteration that ran without one. Batches made by another thread are
+stay as measured. Both are times of the step without a profiler
+(:mod:`dlrm_workbook.analysis.reference`). Batches made by another thread are
 in the step only for as long as the step waits for them (:class:`Overlap`). Where
 no probe exists, the ratio of the least times that work and ceilings allow stands in, with
 a wider range (:func:`work_ratios`).
@@ -12,8 +12,7 @@ a wider range (:func:`work_ratios`).
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +21,6 @@ import pandas as pd
 
 from dlrm_core.config import Parameters
 from dlrm_core.errors import InputError
-from dlrm_core.parts import ITERATION_SPAN, parse_span
 from dlrm_workbook.analysis.attribution import (
     PART,
     attribute,
@@ -31,6 +29,7 @@ from dlrm_workbook.analysis.attribution import (
     step_contexts,
 )
 from dlrm_workbook.analysis.devices import Device, device, device_of
+from dlrm_workbook.analysis.reference import at_reference
 from dlrm_workbook.analysis.roofline import least_times, profile_parameters
 from dlrm_workbook.analysis.work import part_work
 from dlrm_workbook.evidence.dependence import (
@@ -41,12 +40,6 @@ from dlrm_workbook.evidence.dependence import (
     signature,
 )
 from dlrm_workbook.recordings.profile import Profile
-
-LEAST_ITERATIONS = 5
-"""Undisturbed ones, fewer than which say less than all together."""
-
-DISTURBED = 0.05
-"""Share of an iteration spent waiting for a core above which others disturbed it."""
 
 MODEL_ERROR = 0.06
 """Relative error of a part's ratio that probes make however often they are repeated."""
@@ -88,68 +81,26 @@ WAITS = ("Synchronize", "cudaStreamWaitEvent", "cudaEventQuery", "_local_scalar_
 
 COLUMNS = [*PART, "now_ms", "then_ms", "low_ms", "high_ms", "method"]
 
-# ---- the measured step: its parts, without the profiler's cost -------------------------------
+PREDICTED = ["change", "now_ms", "low_ms", "mid_ms", "high_ms", "speedup_low", "speedup_mid"]
+PREDICTED += ["speedup_high", "method", "note"]
 
-
-def unprofiled_ms(profile: Profile) -> float | None:
-    """Median time of an iteration without the profiler, data included; None if unknown."""
-    calm = _undisturbed_ms(profile.meta.get("counters") or {})
-    if len(calm) >= LEAST_ITERATIONS:
-        return statistics.median(calm)
-    each = profile.meta.get("unprofiled_iteration_ms")
-    if each:
-        return statistics.median(each)
-    for made in profile.meta.get("passes", []):
-        if made.get("name") == "unprofiled" and made.get("ms_per_iteration"):
-            return float(made["ms_per_iteration"])
-        if made.get("unprofiled_ms_per_iteration"):
-            return float(made["unprofiled_ms_per_iteration"])
-    return None
-
-
-def _undisturbed_ms(counters: Mapping[str, list[Any]]) -> list[float]:
-    """Unprofiled iterations during which the thread hardly waited for a core, in ms."""
-    columns = [counters.get(name) for name in ("profiled", "wall_ms", "run_queue_ms")]
-    if not all(columns):
-        return []
-    return [
-        float(wall)
-        for profiled, wall, waited in zip(*columns, strict=False)
-        if not profiled and wall and waited is not None and waited < DISTURBED * wall
-    ]
-
-
-def _plain_parts(each: list[dict[str, float]]) -> dict[tuple[str, str], float]:
-    """Median of each part over the iterations without a profiler; ``other`` is what is left."""
-    if not each or ITERATION_SPAN not in each[0]:
-        return {}
-    median = pd.DataFrame(each).fillna(0.0).median()
-    known = {part: ms for name, ms in median.items() if (part := parse_span(str(name))) is not None}
-    known["other", ""] = max(0.0, median[ITERATION_SPAN] - sum(known.values()))
-    return known
+# ---- the measured step -----------------------------------------------------------------------
 
 
 def measured_parts(profile: Profile) -> pd.DataFrame:
-    """``component``, ``phase``, ``now_ms``, ``device_ms``: parts of the unprofiled iteration.
+    """``component``, ``phase``, ``now_ms``, ``device_ms``: parts of the step without a profiler.
 
     ``device_ms`` is the part of ``now_ms`` in which the GPU computed.
 
     Raises:
         InputError: the profile names no part of a model.
     """
-    found = attribute(profile)
+    found = attribute(at_reference(profile))
     if found.empty or found["component"].eq("other").all():
         raise InputError("the profile names no part of a model, so no change can be predicted")
     found["device_ms"] = found["time_ms"].where(found["where"].eq("device"), 0.0)
     parts = found.groupby(PART, as_index=False, sort=False)[["time_ms", "device_ms"]].sum()
-    parts = parts.rename(columns={"time_ms": "now_ms"})
-    plain = _plain_parts(profile.meta.get("unprofiled_parts_ms") or [])
-    if plain:
-        parts["now_ms"] = [plain.get((c, p), 0.0) for c, p in parts[PART].to_numpy().tolist()]
-    whole = unprofiled_ms(profile)
-    if whole is not None:
-        parts[["now_ms", "device_ms"]] *= whole / parts["now_ms"].sum()
-    return parts
+    return parts.rename(columns={"time_ms": "now_ms"})
 
 
 # ---- batches made by another thread -----------------------------------------------------------
@@ -235,14 +186,20 @@ def together_ms(data_ms: float, rest_ms: float, data_slow: float, rest_slow: flo
 
 
 def find_probe(profile: Profile, change: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The probe of exactly this change, one put together from its leaves' own, or None."""
+    """The probe of exactly this change, one put together from probes of its leaves, or None."""
     probes = probes_of(profile)
     exact = _among(probes, change)
     if exact is not None or len(change) < 2:
         return exact
-    single = [_among(probes, {name: value}) for name, value in change.items()]
-    found = [probe for probe in single if probe is not None and not probe.get("refused")]
-    if len(found) < len(change) or sum("overlap" in probe for probe in found) > 1:
+    left, found = dict(change), []
+    for probe in sorted(probes, key=lambda probe: len(probe["change"]), reverse=True):
+        own = probe["change"]
+        if not probe.get("refused") and all(
+            name in left and _plain(left[name]) == _plain(value) for name, value in own.items()
+        ):
+            found.append(probe)
+            left = {name: value for name, value in left.items() if name not in own}
+    if left or sum("overlap" in probe for probe in found) > 1:
         return None
     return _joined(dict(change), found)
 
@@ -429,8 +386,38 @@ class Prediction:
         return cls(**values, parts=pd.DataFrame(document["parts"]), **samples)
 
 
-def predict(profile: Profile, change: Mapping[str, Any]) -> Prediction:
-    """What the step would take after a change of any parameters.
+def predict(
+    profile: Profile, changes: Mapping[str, Any] | Iterable[Mapping[str, Any]]
+) -> pd.DataFrame:
+    """What the step would take after one change of parameters, or after each of several.
+
+    Args:
+        profile: a measured run of this project's program.
+        changes: dotted leaf to value, ``{"training.batch_size": 4096}``, or several of these.
+
+    Returns:
+        A row for each change: ``change`` (text), ``now_ms``, ``low_ms``, ``mid_ms``,
+        ``high_ms`` (per iteration), ``speedup_low``, ``speedup_mid``, ``speedup_high`` (per
+        sample), ``method``, ``note`` (what else changes, or why the change cannot be
+        predicted; the figures are NaN then).
+    """
+    asked = [changes] if isinstance(changes, Mapping) else list(changes)
+    rows = []
+    for change in asked:
+        row: dict[str, Any] = {"change": spelt(change)}
+        try:
+            made = prediction(profile, change)
+        except InputError as error:
+            rows.append(row | {"note": str(error)})
+            continue
+        row |= {name: getattr(made, name) for name in ("now_ms", "low_ms", "mid_ms", "high_ms")}
+        row |= {f"speedup_{end}": ratio for end, ratio in made.speedup.items()}
+        rows.append(row | {"method": made.method, "note": "; ".join(made.notices)})
+    return pd.DataFrame(rows, columns=PREDICTED)
+
+
+def prediction(profile: Profile, change: Mapping[str, Any]) -> Prediction:
+    """What the step would take after a change of any parameters, part by part.
 
     Args:
         profile: a measured run; its probes are used where they hold this change.
@@ -497,34 +484,21 @@ def predict_change(
     the change is of the tables). The profile must be of this machine and device.
 
     Raises:
-        InputError: as :func:`predict`.
+        InputError: as :func:`prediction`.
     """
     from dlrm_workbook.evidence.probes import probe_changes
 
     probes = probe_changes(parameters, [change], seconds)
-    return predict(replace(profile, meta=profile.meta | {"part_probes": probes}), change)
+    return prediction(replace(profile, meta=profile.meta | {"part_probes": probes}), change)
 
 
 def what_if_table(profile: Profile) -> pd.DataFrame:
-    """Predictions of the changes that the profile has probes for, the largest speedup first.
+    """Predictions of the changes that the profile has probes for, the largest speed-up first.
 
     Returns:
-        ``change`` (text), ``now_ms``, ``low_ms``, ``mid_ms``, ``high_ms`` (an
-        iteration), ``speedup_low``, ``speedup_mid``, ``speedup_high`` (of a sample),
-        ``method``, ``note`` (why there is no prediction, or what else changes); NaN
-        where there is none.
+        What :func:`predict` gives.
     """
-    rows = []
-    for change, made in _predictions(profile):
-        row: dict[str, Any] = {"change": _spelt(change)}
-        if isinstance(made, InputError):
-            rows.append(row | {"note": str(made)})
-            continue
-        row |= {name: getattr(made, name) for name in ("now_ms", "low_ms", "mid_ms", "high_ms")}
-        row |= {f"speedup_{end}": ratio for end, ratio in made.speedup.items()}
-        rows.append(row | {"method": made.method, "note": "; ".join(made.notices)})
-    columns = ["change", "now_ms", "low_ms", "mid_ms", "high_ms", "speedup_low", "speedup_mid"]
-    table = pd.DataFrame(rows, columns=[*columns, "speedup_high", "method", "note"])
+    table = predict(at_reference(profile), [probe["change"] for probe in probes_of(profile)])
     return table.sort_values("speedup_mid", ascending=False, ignore_index=True)
 
 
@@ -536,33 +510,25 @@ def what_if_parts(profile: Profile) -> pd.DataFrame:
         now, so they sum to ``now_ms`` over the speedup. Changes without a prediction
         are left out. Empty if the profile names no parts.
     """
+    profile = at_reference(profile)
     try:
         now = measured_parts(profile).rename(columns={"now_ms": "time_ms"})
     except InputError:
         return pd.DataFrame({name: [] for name in ("change", "component", "time_ms")})
     tables = [("as it is", now)]
-    for change, made in _predictions(profile):
-        if isinstance(made, InputError):
+    for probe in probes_of(profile):
+        try:
+            made = prediction(profile, probe["change"])
+        except InputError:
             continue
         parts = made.parts.rename(columns={"then_ms": "time_ms"})
         samples = made.samples_now / made.samples_then
         parts["time_ms"] *= made.mid_ms * samples / parts["time_ms"].sum()
-        tables.append((_spelt(change), parts))
+        tables.append((spelt(probe["change"]), parts))
     return pd.concat(
         [table[["component", "time_ms"]].assign(change=name) for name, table in tables],
         ignore_index=True,
     )[["change", "component", "time_ms"]]
-
-
-def _predictions(
-    profile: Profile,
-) -> Iterator[tuple[Mapping[str, Any], Prediction | InputError]]:
-    """Each change that was probed, with its prediction or why there is none."""
-    for probe in probes_of(profile):
-        try:
-            yield probe["change"], predict(profile, probe["change"])
-        except InputError as error:
-            yield probe["change"], error
 
 
 def _measured(parts: pd.DataFrame) -> pd.DataFrame:
@@ -666,8 +632,8 @@ def refuse_without_work(
     if not unknown:
         return
     if probe is not None and probe.get("refused"):
-        raise InputError(f"{_spelt(probe['change'])} cannot be predicted: {probe['refused']}")
-    probed = "; ".join(_spelt(each["change"]) for each in probes_of(profile))
+        raise InputError(f"{spelt(probe['change'])} cannot be predicted: {probe['refused']}")
+    probed = "; ".join(spelt(each["change"]) for each in probes_of(profile))
     raise InputError(
         f"{', '.join(unknown)} cannot be predicted from this profile: its effect is not in the "
         "operations and bytes of the model, and it was not probed in this run "
@@ -676,7 +642,7 @@ def refuse_without_work(
     )
 
 
-def _spelt(change: Mapping[str, Any]) -> str:
+def spelt(change: Mapping[str, Any]) -> str:
     """A change as one writes it behind -p."""
 
     def value(given: Any) -> str:

@@ -175,7 +175,7 @@ class StepLoop:
         self.huge_pages = self.parameters.training.embedding_backend != "torch"
         can_lend = tables_from is not None and tables_from.huge_pages == self.huge_pages
         lent = tables_from.model if tables_from is not None and can_lend else None
-        self.model: DLRM = _model(self.parameters.model, lent, self.huge_pages)
+        self.model: DLRM = model_for(self.parameters.model, lent, self.huge_pages)
         self.parameters, chosen = resolve(self.parameters, CPU, self.model.embeddings)
         self.notices += chosen
         loss = ClickLoss(self.parameters.model.loss, self.parameters.model.loss_weights)
@@ -266,8 +266,8 @@ def apply_settings(parameters: Parameters) -> list[str]:
     return set_fp32_products(training, parameters.model, CPU)
 
 
-def _model(config: ModelConfig, tables_from: DLRM | None, huge_pages: bool) -> DLRM:
-    """A model with any weights: drawing them would take longer than the probe."""
+def model_for(config: ModelConfig, tables_from: DLRM | None, huge_pages: bool) -> DLRM:
+    """A model with any weights, to be timed: drawing them would take longer than the probe."""
     model = DLRM(config, huge_pages)
     given = list(tables_from.embeddings.weights) if tables_from is not None else []
     own = list(model.embeddings.weights)
@@ -386,8 +386,6 @@ def default_changes(parameters: Parameters) -> list[dict[str, Any]]:
     if training.micro_batch is None and rows > 2048 and spills:
         changes.append({"training.micro_batch": 2048})
     changes.append({"training.batch_size": 2 * rows})
-    if rows > 1:
-        changes.append({"training.batch_size": rows // 2})
     return changes
 
 

@@ -22,7 +22,7 @@ import numpy as np
 import pandas as pd
 
 from dlrm_core.errors import InputError
-from dlrm_core.files import read_json, whole_folder
+from dlrm_core.files import read_json, whole_folder, write_text
 
 if TYPE_CHECKING:
     from hatchet import GraphFrame
@@ -395,10 +395,18 @@ class Profile:
         with whole_folder(target, "profile") as part:
             for table in SCHEMA:
                 getattr(self, table).to_parquet(part / f"{table}.parquet", index=False)
-            head = {"format_version": FORMAT_VERSION, "meta": self.meta}
-            text = json.dumps(head, indent=1, default=_plain)
-            (part / "profile.json").write_text(text + "\n", encoding="utf-8")
+            self.save_meta(part)
         return target
+
+    def save_meta(self, folder: str | Path) -> None:
+        """Write ``profile.json`` of a saved folder again: more was found out about the run.
+
+        Raises:
+            InputError: the file cannot be written.
+        """
+        head = {"format_version": FORMAT_VERSION, "meta": self.meta}
+        text = json.dumps(head, indent=1, default=_plain)
+        write_text(Path(folder) / "profile.json", text + "\n")
 
     @classmethod
     def load(cls, folder: str | Path) -> Profile:

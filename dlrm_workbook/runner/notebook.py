@@ -42,6 +42,19 @@ class NotebookRun:
     claimed: RunFolder | None = None
     """The folder's run.json, if this notebook claimed the folder itself."""
 
+    def explains(self, sections: Mapping[str, Any]) -> None:
+        """Record in run.json the parameters of the run that this notebook explains.
+
+        Args:
+            sections: ``title``, ``model``, ``data``, ``training``, ...; empty where the recording
+                does not say them.
+        """
+        if self.claimed is not None:
+            self.claimed.record_parameters(sections)
+        elif (self.folder / "run.json").is_file():
+            record = read_json(self.folder / "run.json")
+            RunFolder(self.folder, record).record_parameters(sections)
+
     def finish(self) -> str:
         """Close a folder that this notebook claimed; a sentence that says where results are."""
         if self.claimed is not None:
@@ -156,6 +169,12 @@ class Source:
     folder: Path | None = None
     ranks: dict[int, Profile] = field(default_factory=dict)
     """Every rank's profile, where the recording holds several; ``profile`` is one of them."""
+
+    @property
+    def parameters_file(self) -> str:
+        """The parameters of the explained run, for a command line; ``FILE`` where it kept none."""
+        file = None if self.folder is None else self.folder / "workload.yaml"
+        return str(file) if file is not None and file.is_file() else "FILE"
 
     def python_profile(self) -> Profile | None:
         """The pass with Python frames, if HPCToolkit made one for this run."""

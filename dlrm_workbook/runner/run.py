@@ -334,6 +334,7 @@ def _finish(folder: RunFolder, notebook: Path, watch: Any, problem: str) -> None
         if failing:
             cell = f"cell {failing['index']} of {failing['of']}: {failing['first_line']}"
             fields["error"] += f" [{cell}]"
+    folder.take_recorded_parameters()
     # the page shows the outcome; artifacts can be listed only once the page is there
     outcome = folder.record | fields | {"status": status, "seconds": folder.elapsed()}
     page_problem, said = _publish(folder, outcome)

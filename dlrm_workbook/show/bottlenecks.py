@@ -16,7 +16,7 @@ import plotly.graph_objects as go
 from dlrm_core.parts import COMPONENTS, part_label
 from dlrm_core.units import digits, from_to, milliseconds, percent, ratio
 from dlrm_workbook.analysis.attribution import IDLE
-from dlrm_workbook.analysis.verdict import Stage
+from dlrm_workbook.analysis.verdict import PREDICTED, Stage
 from dlrm_workbook.show.tables import Text
 from dlrm_workbook.show.theme import (
     COLOURS,
@@ -303,38 +303,69 @@ def _add_steps(target: go.Figure, steps: Sequence[str], parts: pd.DataFrame) -> 
         parts: ``step``, ``component``, ``time_ms``.
     """
     times = parts.groupby(["component", "step"])["time_ms"].sum()
-    for component in COMPONENTS:
+    looks = {name: (part_label(name), COLOURS[name]) for name in COMPONENTS}
+    looks[IDLE] = ("GPU idle", IDLE_COLOUR)
+    looks[UNTIMED] = ("not timed together", COLOURS["other"])
+    for component, (label, colour) in looks.items():
         if not times.get(component, pd.Series(dtype=float)).any():
             continue
-        lengths, label = times[component].reindex(steps, fill_value=0.0), part_label(component)
+        lengths = times[component].reindex(steps, fill_value=0.0)
         hover = [
             f"{escaped(step)}<br>{label}: {milliseconds(time)}" for step, time in lengths.items()
         ]
-        add_bars(target, lengths, list(range(len(steps))), label, COLOURS[component], hover)
+        add_bars(target, lengths, list(range(len(steps))), label, colour, hover)
     target.update_layout(barmode="stack", bargap=0.35)
 
 
+VERDICT_ROW, VERDICT_FRAME = 30, 120
+"""Height of a step and of all around them, in pixels, where the page's head has room for 300."""
+
+UNTIMED = "untimed"
+"""Component of the bar of a change that was not timed together with the others."""
+
+IDLE_COLOUR = "rgba(128, 128, 128, 0.35)"
+
+
 def verdict_bars(stages: Sequence[Stage]) -> go.Figure | Text:
-    """The measured step, the step after each advised change, and the machine's limit."""
-    if len(stages) < 2:
-        return Text(
-            "No change was probed and no ceiling measured in this run, so there is nothing to "
-            "set beside the measured step (`profiling.probes` measures both)."
-        )
+    """The step, the step after each advised change, and the machine's limit; grey is what nobody
+    timed on top of the changes before."""
+    if not stages:
+        return Text("")
     names, first = [stage.name for stage in stages], stages[0].mid_ms
-    title = "From the measured step to the machine's limit"
-    result = figure(title, 150 + STEP_ROW * len(stages), legend=True)
-    _add_steps(result, names, pd.concat([s.parts.assign(step=s.name) for s in stages]))
-    ends = [stage.mid_ms for stage in stages]
-    texts = [f"<b>{milliseconds(first)}</b>"] + [
-        f"<b>{milliseconds(stage.mid_ms)}</b>  {ratio(first / stage.mid_ms)}"
-        + (f"  ({from_to(stage.low_ms, stage.high_ms)})" if stage.low_ms != stage.high_ms else "")
-        for stage in stages[1:]
-    ]
-    add_ends(result, ends, list(range(len(stages))), texts)
-    result.update_xaxes(title="ms per iteration, without a profiler", range=[0, 1.4 * max(ends)])
+    title = (
+        "From the step to the machine's limit" if len(stages) > 1 else "What the step is made of"
+    )
+    height = VERDICT_FRAME + VERDICT_ROW * len(stages)
+    result = figure(title, height, legend=True)
+    _add_steps(result, names, pd.concat([_drawn(s, stages).assign(step=s.name) for s in stages]))
+    known = [stage.mid_ms if stage.mid_ms == stage.mid_ms else 0.0 for stage in stages]
+    texts = [f"<b>{milliseconds(first)}</b>"] + [_end_of(stage, first) for stage in stages[1:]]
+    add_ends(result, known, list(range(len(stages))), texts)
+    unit = {"the step, as measured": "ms per iteration, without a profiler"}.get(
+        names[0], "ms of the whole recording" if names[0] == "the recording" else "ms per iteration"
+    )
+    result.update_xaxes(title=unit, range=[0, 1.55 * max(known)])
     label_rows(result, [lines_of(name, 34) for name in names])
     return result
+
+
+def _drawn(stage: Stage, stages: Sequence[Stage]) -> pd.DataFrame:
+    """The parts of a stage; one grey part where it was not timed with the changes before it."""
+    alone = next((one for one in stages if one.on_the_way), None)
+    if stage.aside or (stage.basis == PREDICTED and stage is not alone):
+        whole = pd.DataFrame({"component": [UNTIMED], "time_ms": [stage.mid_ms]})
+        return whole.fillna(0.0)
+    return stage.parts
+
+
+def _end_of(stage: Stage, now_ms: float) -> str:
+    """What stands behind the bar of a stage."""
+    if stage.mid_ms != stage.mid_ms:
+        return "not predicted"
+    text = f"<b>{milliseconds(stage.mid_ms)}</b>  {ratio(now_ms / stage.mid_ms)}"
+    if stage.low_ms != stage.high_ms:
+        text += f"  ({from_to(stage.low_ms, stage.high_ms)})"
+    return text
 
 
 AS_IT_IS = "as it is"

@@ -40,6 +40,11 @@ def missing(profile: Profile, name: str) -> Text:
     return Text(f"*Not measured: {in_markdown(reason)}.*")
 
 
+def no_roofline(reason: str) -> Text:
+    """The sentence in the place of the roofline."""
+    return Text(f"*Not measured: no roofline, {in_markdown(reason)}.*")
+
+
 def facts(profile: Profile) -> pd.DataFrame:
     """What was measured, with what, on which machine: ``what``, ``value`` (words)."""
     meta = profile.meta
@@ -66,10 +71,10 @@ def facts(profile: Profile) -> pd.DataFrame:
     )
 
 
-def cautions(sentences: Sequence[str]) -> Text | None:
-    """What in a recording is not to be taken at its word; None where nothing is."""
+def cautions(sentences: Sequence[str]) -> Text:
+    """What in a recording is not to be taken at its word; nothing where nothing is."""
     if not sentences:
-        return None
+        return Text("")
     return Text(
         "\n".join(["**Read with caution:**", "", *(f"- {in_markdown(text)}" for text in sentences)])
     )
@@ -90,11 +95,16 @@ def not_measured(profile: Profile) -> pd.DataFrame:
     return table.assign(quantity=table["quantity"].str.replace("_", " "))
 
 
-def findings_text(found: Sequence[Finding], limit: str) -> Text:
-    """The findings, worst first; the limit alone where no rule fires."""
+def findings_text(found: Sequence[Finding], limit: str = "") -> Text:
+    """The findings, worst first, below what limits the step; the limit alone where no rule fires.
+
+    Args:
+        limit: a sentence; "" where the page says it already, and then nothing is said without
+            findings.
+    """
     if not found:
-        return Text(f"**No known bottleneck found.** {in_markdown(limit)}")
-    blocks = [in_markdown(limit)]
+        return Text(f"**No known bottleneck found.** {in_markdown(limit)}" if limit else "")
+    blocks = [in_markdown(limit)] if limit else []
     for number, finding in enumerate(found, 1):
         lines = [
             f"### {number}. {in_markdown(finding.title)}",

@@ -233,7 +233,7 @@ def child_case(file: str, change: str, rounds: str) -> dict[str, Any]:
 
 def child_predict(file: str, change: str) -> dict[str, Any]:
     """Record the baseline, probe the change, predict: all in this process."""
-    from dlrm_workbook.analysis.whatif import predict, predict_change
+    from dlrm_workbook.analysis.whatif import predict_change, prediction
     from dlrm_workbook.recordings.torch.recorder import record_workload
     from dlrm_workbook.recordings.torch.trace import read_recording
 
@@ -241,15 +241,15 @@ def child_predict(file: str, change: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         profile = read_recording(record_workload(parameters, Path(folder) / "recording"))
     started = time.perf_counter()
-    prediction = predict_change(parameters, profile, json.loads(change), SECONDS)
+    predicted = predict_change(parameters, profile, json.loads(change), SECONDS)
     seconds = time.perf_counter() - started
     try:
-        by_work = predict(profile, json.loads(change)).mid_ms
+        by_work = prediction(profile, json.loads(change)).mid_ms
     except InputError:
         by_work = None
     return {
-        "prediction": prediction.to_dict(),
-        "probe": prediction.probe,
+        "prediction": predicted.to_dict(),
+        "probe": predicted.probe,
         "seconds": seconds,
         "by_work_ms": by_work,
     }

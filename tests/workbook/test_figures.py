@@ -117,7 +117,9 @@ def test_attribution_has_the_largest_part_on_top(profile: Profile) -> None:
     table = table.sort_values("time_ms", ascending=False)
     (bars,) = figures.attribution_bars(table).data
     assert list(bars.x) == pytest.approx(table["time_ms"].tolist())
-    assert sum(bars.x) == pytest.approx(attribution.iteration_ms(profile).mean())
+    state = attribution.iteration_state(profile)
+    assert state is not None
+    assert sum(bars.x) == pytest.approx(state.times_ms[state.steady].mean())
     assert list(bars.marker.color) == expected_colours(table)
     assert list(bars.marker.pattern.shape) == [PATTERNS.get(p, "") for p in table["phase"]]
     drawn = figures.attribution_bars(table)

@@ -251,7 +251,7 @@ def test_the_default_changes_are_those_that_apply() -> None:
         training={"fused_optimizer": True, "fp32_matmul": "onednn", "embedding_backend": "fused"},
     )
     rest = default_changes(tuned)
-    assert {"training.batch_size": 64} in rest and {"training.batch_size": 16} in rest
+    assert {"training.batch_size": 64} in rest
     assert not {"data.generator", "data.loader", "training.fused_optimizer"} & {
         leaf for change in rest for leaf in change
     }

@@ -20,7 +20,7 @@ from dlrm_workbook.analysis.whatif import (
     Overlap,
     host_ms,
     measured_parts,
-    predict,
+    prediction,
     together_ms,
     what_if_parts,
     what_if_table,
@@ -102,7 +102,7 @@ HALF_TOP = probe(
 
 
 def test_touched_parts_scale_and_the_others_stay() -> None:
-    made = predict(probed(HALF_TOP), {"model.top_mlp": [512, 1]})
+    made = prediction(probed(HALF_TOP), {"model.top_mlp": [512, 1]})
     assert made.now_ms == pytest.approx(125.0)
     assert made.mid_ms == pytest.approx(10 + 5 + 20 + 15 + 15)
     assert made.low_ms < made.mid_ms < made.high_ms
@@ -115,7 +115,7 @@ def test_touched_parts_scale_and_the_others_stay() -> None:
 
 def test_the_profilers_cost_is_taken_out_first() -> None:
     dilated = probed(HALF_TOP, unprofiled_iteration_ms=[100.0, 99.0, 101.0])
-    made = predict(dilated, {"model.top_mlp": [512, 1]})
+    made = prediction(dilated, {"model.top_mlp": [512, 1]})
     assert made.now_ms == pytest.approx(100.0)
     assert made.mid_ms == pytest.approx(65 * 100 / 125)
 
@@ -127,12 +127,12 @@ def test_parts_timed_without_the_profiler_count_where_there_are_some() -> None:
     parts = measured_parts(profile).set_index(["component", "phase"])["now_ms"]
     assert parts.sum() == pytest.approx(85.0)
     assert parts["top_mlp", "backward"] == pytest.approx(20.0)
-    assert predict(profile, {"model.top_mlp": [512, 1]}).mid_ms == pytest.approx(85 - 15 - 15)
+    assert prediction(profile, {"model.top_mlp": [512, 1]}).mid_ms == pytest.approx(85 - 15 - 15)
 
 
 def test_a_larger_batch_is_judged_by_the_sample() -> None:
     change = {"training.batch_size": 4096}
-    made = predict(probed(probe(change, dict.fromkeys(PARTS, 2.0))), change)
+    made = prediction(probed(probe(change, dict.fromkeys(PARTS, 2.0))), change)
     assert made.mid_ms == pytest.approx(250.0)
     assert made.speedup["mid"] == pytest.approx(1.0)
 
@@ -140,21 +140,21 @@ def test_a_larger_batch_is_judged_by_the_sample() -> None:
 def test_a_noisy_probe_widens_the_range() -> None:
     noisy = HALF_TOP | {"spread": {"top_mlp": {"forward": 0.3, "backward": 0.3}}}
     change = {"model.top_mlp": [512, 1]}
-    calm, wide = (predict(probed(p), change) for p in (HALF_TOP, noisy))
+    calm, wide = (prediction(probed(p), change) for p in (HALF_TOP, noisy))
     assert wide.mid_ms == calm.mid_ms
     assert wide.high_ms - wide.low_ms > 2 * (calm.high_ms - calm.low_ms)
 
 
 def test_a_change_of_nothing_keeps_the_time_exactly() -> None:
-    made = predict(profile_of(), {"training.batches": 7})
+    made = prediction(profile_of(), {"training.batches": 7})
     assert made.low_ms == made.mid_ms == made.high_ms == made.now_ms
     assert "touches no part" in made.notices[0]
 
 
 def test_without_a_probe_work_decides_with_a_wider_range() -> None:
     change = {"training.batch_size": 4096}
-    by_work = predict(profile_of(), change)
-    by_probe = predict(probed(probe(change, dict.fromkeys(PARTS, 2.0))), change)
+    by_work = prediction(profile_of(), change)
+    by_probe = prediction(probed(probe(change, dict.fromkeys(PARTS, 2.0))), change)
     assert by_work.method == "roofline"
     # everything but the weights' share doubles
     assert 1.8 * by_work.now_ms < by_work.mid_ms <= 2.0 * by_work.now_ms + 1e-6
@@ -173,14 +173,14 @@ def test_without_a_probe_work_decides_with_a_wider_range() -> None:
 def test_what_work_cannot_tell_is_refused_with_its_name(change: dict[str, Any]) -> None:
     (leaf,) = change
     with pytest.raises(InputError, match=leaf) as caught:
-        predict(probed(HALF_TOP), change)
+        prediction(probed(HALF_TOP), change)
     assert "compare" in str(caught.value)
 
 
 def test_a_probe_that_was_refused_says_why() -> None:
     refused = probe({"training.threads": 4}, {}, refused="it needs 9 GiB")
     with pytest.raises(InputError, match="9 GiB"):
-        predict(probed(refused), {"training.threads": 4})
+        prediction(probed(refused), {"training.threads": 4})
 
 
 @pytest.mark.parametrize(
@@ -196,18 +196,18 @@ def test_a_probe_that_was_refused_says_why() -> None:
 )
 def test_impossible_changes_are_refused(change: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
-        predict(profile_of(), change)
+        prediction(profile_of(), change)
 
 
 def test_the_embedding_width_takes_the_bottom_mlp_along() -> None:
-    made = predict(profile_of(), {"model.embedding_dim": 128})
+    made = prediction(profile_of(), {"model.embedding_dim": 128})
     assert any("bottom_mlp" in text for text in made.notices)
     assert made.mid_ms > made.now_ms
 
 
 def test_several_leaves_are_put_together_from_their_own_probes() -> None:
     batch = probe({"training.batch_size": 4096}, dict.fromkeys(PARTS, 2.0))
-    made = predict(probed(HALF_TOP, batch), {**batch["change"], **HALF_TOP["change"]})
+    made = prediction(probed(HALF_TOP, batch), {**batch["change"], **HALF_TOP["change"]})
     assert made.mid_ms == pytest.approx(2 * (10 + 5 + 20 + 15 + 15))
     assert made.method == "probes"
     assert "put together from single probes" in made.notices
@@ -256,7 +256,7 @@ CONTENDED = {
 
 def test_prefetching_hides_the_data_and_slows_the_rest() -> None:
     change = {"data.loader": "prefetch"}
-    made = predict(probed(probe(change, {}, overlap=CONTENDED)), change)
+    made = prediction(probed(probe(change, {}, overlap=CONTENDED)), change)
     # data 10 alone takes 15 beside; meanwhile the rest, 115 alone, runs at 1 / 1.2
     assert made.mid_ms == pytest.approx(15 + 115 - 15 / 1.2)
 
@@ -271,7 +271,7 @@ def test_leaving_prefetching_gives_back_what_it_saved() -> None:
         parameters=sections,
         part_probes={"changes": [probe(change, {}, overlap_base=CONTENDED)]},
     )
-    made = predict(profile, change)
+    made = prediction(profile, change)
     # the model's step: 15 + 100 - 15 / 1.2 = 102.5 of 115.1 measured; apart 110
     assert made.mid_ms == pytest.approx(115.1 / 102.5 * 110)
 
@@ -342,7 +342,7 @@ def gpu_profile(device_ms: float, gap_ms: float, name: str = "NVIDIA A100-SXM4-8
 
 def test_another_gpu_speeds_up_the_device_and_not_the_host() -> None:
     profile = gpu_profile(100.0, 20.0)
-    made = predict(profile, {"device": "H100-SXM"})
+    made = prediction(profile, {"device": "H100-SXM"})
     ratio = (made.mid_ms - 20.0) / 100.0
     assert made.method == "roofline"
     # between the gain in bandwidth and the gain in arithmetic
@@ -355,7 +355,7 @@ def test_another_gpu_speeds_up_the_device_and_not_the_host() -> None:
 def test_no_gpu_is_faster_than_the_host_that_feeds_it() -> None:
     profile = gpu_profile(35.0, 1.0)
     assert host_ms(profile) == pytest.approx(30.0)
-    made = predict(profile, {"device": "H200"})
+    made = prediction(profile, {"device": "H200"})
     assert made.mid_ms == pytest.approx(30.0)
     assert made.low_ms == pytest.approx(30.0)
 
@@ -363,10 +363,10 @@ def test_no_gpu_is_faster_than_the_host_that_feeds_it() -> None:
 def test_a_gpu_without_the_precision_is_refused() -> None:
     profile = gpu_profile(35.0, 1.0)
     with pytest.raises(InputError, match="not listed"):
-        predict(gpu_profile(35.0, 1.0, name="Quadro 3"), {"device": "H200"})
+        prediction(gpu_profile(35.0, 1.0, name="Quadro 3"), {"device": "H200"})
     profile.meta["parameters"]["training"]["precision"] = "bf16"
     with pytest.raises(InputError, match="V100"):
-        predict(profile, {"device": "V100-32GB"})
+        prediction(profile, {"device": "V100-32GB"})
 
 
 # ---- tables and figures ---------------------------------------------------------
@@ -425,9 +425,9 @@ def test_measured_parts_sum_to_the_unprofiled_median(tmp_path: Path) -> None:
 
 def test_a_profile_without_parts_or_parameters_is_refused() -> None:
     with pytest.raises(InputError, match="parameters"):
-        predict(profile_of(parameters=None), {"training.batch_size": 1})
+        prediction(profile_of(parameters=None), {"training.batch_size": 1})
     with pytest.raises(InputError, match="names no part"):
-        predict(profile_of({("other", ""): 3.0}), {"training.batch_size": 1})
+        prediction(profile_of({("other", ""): 3.0}), {"training.batch_size": 1})
 
 
 def test_an_overlap_that_was_not_probed_is_a_plain_sum() -> None:

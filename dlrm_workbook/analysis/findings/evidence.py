@@ -208,6 +208,12 @@ class Evidence:
         # the median: one disturbed iteration must not pass for the step
         return min(self.total_ms, statistics.median(plain)) if plain else self.total_ms
 
+    @property
+    def recorded_ms(self) -> float:
+        """Mean steady iteration under the profiler, whatever the profile was scaled to."""
+        reference = self.meta.get("reference") or {}
+        return float(reference.get("recorded_ms", self.total_ms))
+
     # ---- the GPU ------------------------------------------------------------------
 
     @cached_property

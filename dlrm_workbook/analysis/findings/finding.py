@@ -16,7 +16,7 @@ from dlrm_core.errors import InputError
 from dlrm_core.units import milliseconds
 from dlrm_workbook.analysis.findings.evidence import Evidence, Part
 from dlrm_workbook.analysis.idleness import Stretches
-from dlrm_workbook.analysis.whatif import predict
+from dlrm_workbook.analysis.whatif import prediction
 
 LIMITS = (
     "launches",
@@ -284,7 +284,7 @@ def within(speedup: Mapping[str, float], share: float) -> dict[str, float]:
 def predicted(evidence: Evidence, change: Mapping[str, Any]) -> dict[str, float] | None:
     """``low``, ``mid``, ``high`` speed-up (time a sample), or None where nothing can tell."""
     try:
-        return predict(evidence.profile, change).speedup
+        return prediction(evidence.profile, change).speedup
     except InputError:
         return None
 

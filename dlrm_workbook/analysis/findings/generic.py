@@ -250,8 +250,8 @@ def _of_all(finding: Finding, usual: float) -> Finding:
     "disturbed_profile",
     title="The profiled iterations took {times:.1f} times as long as the others",
     evidence=(
-        "{total:ms} with the profiler, {step:ms} without; recording {calls:,.0f} operators costs "
-        "{cost:ms} at most.",
+        "{recorded:ms} with the profiler, {step:ms} without; recording {calls:,.0f} operators "
+        "costs {cost:ms} at most.",
         "Something else used the machine while the profiler was on.",
     ),
     advice="Measure again on a quiet machine: shares of the step are those of the disturbed "
@@ -261,12 +261,13 @@ def _of_all(finding: Finding, usual: float) -> Finding:
 )
 def disturbed_profile(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """The profiled iterations took far longer than a profiler can make them."""
-    plain, total = evidence.step_ms, evidence.total_ms
+    plain, recorded = evidence.step_ms, evidence.recorded_ms
     calls = float(evidence.parts["calls"].sum())
     cost = PROFILER_MS * calls
-    if plain + cost <= 0 or total < DISTURBED * (plain + cost):
+    if plain + cost <= 0 or recorded < DISTURBED * (plain + cost):
         return None
-    return {"share": 0.0, "times": total / plain, "calls": calls, "cost": cost}
+    times = recorded / plain
+    return {"share": 0.0, "times": times, "calls": calls, "cost": cost, "recorded": recorded}
 
 
 @rule(

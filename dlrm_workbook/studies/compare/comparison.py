@@ -40,7 +40,7 @@ from dlrm_workbook.analysis.compare import (
 from dlrm_workbook.analysis.ensemble import SWEEP, swept_runs
 from dlrm_workbook.analysis.findings import findings
 from dlrm_workbook.analysis.sentences import in_markdown
-from dlrm_workbook.analysis.whatif import Prediction, predict, predict_change
+from dlrm_workbook.analysis.whatif import Prediction, predict_change, prediction
 from dlrm_workbook.changes import apply_change, change_steps, change_text, difference, flat_change
 from dlrm_workbook.intervals import Interval
 from dlrm_workbook.machine import versions
@@ -453,7 +453,7 @@ class ChangeComparison(Comparison):
     def _predicted(self, change: Mapping[str, Any]) -> Prediction:
         profile = self.profiles[BASELINE]
         try:
-            return predict(profile, change)
+            return prediction(profile, change)
         except InputError:
             if not getattr(self.parameters.profiling, "probes", True):
                 raise

@@ -20,7 +20,7 @@ from dlrm_workbook.analysis.ensemble import (
     swept_runs,
 )
 from dlrm_workbook.analysis.findings import findings
-from dlrm_workbook.analysis.whatif import unprofiled_ms
+from dlrm_workbook.analysis.reference import unprofiled_ms
 from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.studies.sweep.plan import Sweep, describe_failures

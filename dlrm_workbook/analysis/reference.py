@@ -1,0 +1,439 @@
+"""The one time that a page calls the step: a steady iteration without a profiler.
+
+A recording is made under a profiler, which slows some parts more than others. Beside it the
+measuring process runs iterations without one, and their median is the reference.
+:func:`at_reference` rewrites a profile as if its clock had run at that pace, so that parts,
+trees, tables and the timeline of a page add up to one step; what else took another time, and
+why, is one table (:func:`other_times`).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from dlrm_core.errors import InputError
+from dlrm_core.files import read_json
+from dlrm_core.parts import ITERATION_SPAN, parse_span
+from dlrm_core.units import milliseconds
+from dlrm_workbook.analysis.attribution import (
+    KEYS,
+    PART,
+    attribute,
+    iteration_count,
+    iteration_state,
+    main_thread,
+    parts_at,
+    per_iteration,
+    segments,
+    step_contexts,
+)
+from dlrm_workbook.analysis.context_tree import Floats, Ints
+from dlrm_workbook.analysis.steady import steady_state
+from dlrm_workbook.recordings.profile import Profile, inclusive_from_exclusive
+from dlrm_workbook.runs import latest_run
+
+LEAST_ITERATIONS = 5
+"""Undisturbed ones, fewer than which say less than all together."""
+
+DISTURBED = 0.05
+"""Share of an iteration spent waiting for a core above which others disturbed it."""
+
+PASSES = 3
+"""Times that the paces are found; which iterations are steady has settled by then."""
+
+OTHER_TIMES = ["time", "ms", "times_the_step", "iterations", "why"]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The time of a step that everything on a page adds up to."""
+
+    ms: float
+    iterations: int | None
+    """How many iterations it is the median or mean of; None where that is not known."""
+    source: str
+    """Where it comes from, to follow "the step is"."""
+    unprofiled: bool
+    """Whether it was measured without a profiler."""
+    recorded_ms: float
+    """Mean steady iteration of the recording itself."""
+    recorded_iterations: int
+    left_out: int
+    """Iterations of the recording that are no steady ones."""
+    recorded_mean_ms: float
+    """Mean of all iterations of the recording."""
+
+    @property
+    def sentence(self) -> str:
+        """What the step is on this page, for a reader."""
+        if not self.unprofiled:
+            return (
+                f"On this page the step takes {milliseconds(self.ms)}: {self.source}. No iteration "
+                "was timed without the profiler, so its cost is in every figure."
+            )
+        return (
+            f"On this page the step takes {milliseconds(self.ms)}: {self.source}. The recording "
+            f"was made under a profiler, where it took {milliseconds(self.recorded_ms)}; times of "
+            "parts, calls and operators are scaled so that they add up to the step."
+        )
+
+
+# ---- the step without a profiler -------------------------------------------------------------
+
+
+def unprofiled_ms(profile: Profile) -> float | None:
+    """Median time of an iteration without the profiler, data included; None if unknown."""
+    known = _unprofiled(profile)
+    return None if known is None else known[0]
+
+
+def _unprofiled(profile: Profile) -> tuple[float, int | None, str] | None:
+    """Milliseconds of an iteration without the profiler, of how many, and which they are."""
+    calm = _undisturbed(profile.meta.get("counters") or {})
+    times = (profile.meta.get("counters") or {}).get("wall_ms") or []
+    each = profile.meta.get("unprofiled_iteration_ms") or []
+    if len(calm) >= LEAST_ITERATIONS:
+        said = f"the median of {len(calm)} iterations without a profiler, beside the recording"
+        if len(each) > len(calm):
+            said += (
+                f" ({len(each) - len(calm)} more were left out: other programs took the core in "
+                f"over {DISTURBED:.0%} of their time)"
+            )
+        return statistics.median(times[row] for row in calm), len(calm), said
+    if each:
+        said = f"the median of {len(each)} iterations without a profiler, beside the recording"
+        return statistics.median(each), len(each), said
+    for made in profile.meta.get("passes", []):
+        said = "the median iteration of a run without a profiler"
+        if made.get("name") == "unprofiled" and made.get("ms_per_iteration"):
+            return float(made["ms_per_iteration"]), None, said
+        if made.get("unprofiled_ms_per_iteration"):
+            return float(made["unprofiled_ms_per_iteration"]), None, said
+    return None
+
+
+def _undisturbed(counters: Mapping[str, list[Any]]) -> list[int]:
+    """Rows of the unprofiled iterations during which the thread hardly waited for a core."""
+    columns = [counters.get(name) for name in ("profiled", "wall_ms", "run_queue_ms")]
+    if not all(columns):
+        return []
+    return [
+        row
+        for row, (profiled, wall, waited) in enumerate(zip(*columns, strict=False))
+        if not profiled and wall and waited is not None and waited < DISTURBED * wall
+    ]
+
+
+def _unprofiled_parts(profile: Profile) -> dict[tuple[str, str], float]:
+    """Median of each part, ms, over the iterations without a profiler that the reference is of;
+    ``("other", "")`` is what an iteration takes beyond its parts. Empty where not timed."""
+    each = profile.meta.get("unprofiled_parts_ms") or []
+    if not each or ITERATION_SPAN not in each[0]:
+        return {}
+    table = pd.DataFrame(each).fillna(0.0)
+    counters = profile.meta.get("counters") or {}
+    profiled = counters.get("profiled") or []
+    plain = [row for row, under in enumerate(profiled) if not under]
+    calm = _undisturbed(counters)
+    if len(calm) >= LEAST_ITERATIONS and len(plain) == len(table):
+        table = table[[row in calm for row in plain]]
+    parts = [str(name) for name in table if parse_span(str(name)) is not None]
+    # not the median iteration less the parts' medians: those do not add up
+    rest = (table[ITERATION_SPAN] - table[parts].sum(axis=1)).clip(lower=0.0)
+    known: dict[tuple[str, str], float] = {("other", ""): float(rest.median())}
+    for name in parts:
+        part = parse_span(name)
+        assert part is not None
+        known[part] = float(table[name].median())
+    return known
+
+
+# ---- a profile at the pace of the reference ----------------------------------------------------
+
+
+def reference(profile: Profile) -> Reference | None:
+    """What a step is on the page of this profile; None where no step is known.
+
+    Where GPU work alone takes longer than an iteration without the profiler, or kernels were
+    serialised, it is the recorded iteration.
+    """
+    if "reference" in profile.meta:
+        found = profile.meta["reference"]
+        return None if found is None else Reference(**found)
+    attribution = attribute(profile)
+    recorded = float(attribution["time_ms"].sum()) if len(attribution) else 0.0
+    counted = len(profile.iterations) > 0 or iteration_count(profile) > 1
+    if recorded <= 0 or not (counted or _unprofiled(profile)):
+        return None
+    state = iteration_state(profile)
+    steady = int(state.steady.sum()) if state is not None else iteration_count(profile)
+    left_out = 0 if state is None else int((~state.steady).sum())
+    mean = recorded if state is None else float(state.times_ms.mean())
+    under: dict[str, Any] = {
+        "recorded_ms": recorded,
+        "recorded_iterations": steady,
+        "left_out": left_out,
+        "recorded_mean_ms": mean,
+    }
+    plain = None if profile.meta.get("serialised") else _unprofiled(profile)
+    on_gpu = attribution["where"].eq("device")
+    busy = float(attribution.loc[on_gpu, "time_ms"].sum())
+    if plain is None or plain[0] <= busy:
+        said = f"the mean of {steady} steady iterations of the recording"
+        return Reference(recorded, steady, said, False, **under)
+    return Reference(*plain, True, **under)
+
+
+def at_reference(profile: Profile) -> Profile:
+    """The profile with its clock at the pace of the step without a profiler.
+
+    Each part runs at its own pace, by its time without the profiler where that is known and
+    else at one pace for all; on a GPU only the time in which the GPU idles is shortened, since
+    no profiler makes a kernel faster or slower. The mean steady iteration and the sums over the
+    call tree then come to the reference. Iterations are numbered as the process ran them. A
+    profile without a reference, or one that is at it already, is given back as it is.
+    """
+    if "reference" in profile.meta:
+        return profile
+    found = reference(profile)
+    meta = profile.meta | {"reference": None if found is None else asdict(found)}
+    if found is None or not found.unprofiled:
+        return replace(profile, meta=meta, iterations=_numbered(profile), _known={})
+    paces = _paces(profile, found.ms)
+    clock = _Clock(profile, paces, found.ms / found.recorded_ms)
+    iterations = _numbered(profile)
+    tables = {
+        name: table.assign(start_ns=clock(table["start_ns"]), end_ns=clock(table["end_ns"]))
+        for name, table in (("trace", profile.trace), ("iterations", iterations))
+    }
+    if profile.meta.get("overlong"):
+        rows, ends = zip(*profile.meta["overlong"], strict=True)
+        true_ends = clock(pd.Series(ends, dtype="int64")).tolist()
+        meta["overlong"] = [list(pair) for pair in zip(rows, true_ends, strict=True)]
+    values = _scaled_values(profile, paces, found)
+    return replace(profile, **tables, values=values, meta=meta, _known={})
+
+
+def _numbered(profile: Profile) -> pd.DataFrame:
+    """The iterations under the numbers that the counters of the process give them."""
+    counters = profile.meta.get("counters") or {}
+    pairs = zip(counters.get("iteration") or [], counters.get("profiled") or [], strict=False)
+    numbers = [int(number) for number, profiled in pairs if profiled]
+    if len(numbers) != len(profile.iterations) or not numbers:
+        return profile.iterations
+    order = profile.iterations["start_ns"].rank(method="first").astype(int) - 1
+    return profile.iterations.assign(iteration=np.array(sorted(numbers))[order])
+
+
+def _paces(profile: Profile, step_ms: float) -> pd.DataFrame:
+    """``component``, ``phase``, ``where``, ``pace``: time at the reference over recorded time."""
+    each = per_iteration(profile).set_index(KEYS)
+    state = iteration_state(profile)
+    numbers = np.sort(each["iteration"].unique())
+    steady = numbers if state is None else profile.iterations["iteration"].to_numpy()[state.steady]
+    plain = _unprofiled_parts(profile)
+    for _ in range(PASSES):
+        usual = _mean_of(each, steady)
+        pace = _pace_of_each(usual, plain, step_ms)
+        at_pace = each["time_ms"] * pace.reindex(each.index)
+        totals = at_pace.groupby(each["iteration"]).sum()
+        # parts at paces of their own may make other iterations the steady ones
+        steady = totals.index[steady_state(totals.to_numpy()).steady].to_numpy()
+    return _pace_of_each(_mean_of(each, steady), plain, step_ms).rename("pace").reset_index()
+
+
+def _mean_of(each: pd.DataFrame, iterations: Ints) -> pd.Series:
+    """Mean time of each part (rows as in ``each``) in some iterations, ms."""
+    chosen = each[each["iteration"].isin(iterations)]
+    total = chosen.groupby(level=list(KEYS), sort=False)["time_ms"].sum()
+    return total.reindex(each.index.unique()).fillna(0.0) / len(iterations)
+
+
+def _pace_of_each(
+    usual: pd.Series, plain: Mapping[tuple[str, str], float], step_ms: float
+) -> pd.Series:
+    """Pace of each part whose usual time is given: they come to the step; a GPU's are 1."""
+    on_gpu = usual.index.get_level_values("where") == "device"
+    rest = usual[~on_gpu].sum()
+    moved = step_ms - usual[on_gpu].sum()
+    pace = pd.Series(moved / rest if rest > 0 else 1.0, usual.index)
+    if on_gpu.any():
+        pace[on_gpu] = 1.0
+        return pace
+    for row, (component, phase, _) in enumerate(usual.index):
+        if plain.get((component, phase)) and usual.iloc[row] > 0:
+            pace.iloc[row] = plain[component, phase] / usual.iloc[row]
+    return pace * step_ms / (usual * pace).sum()
+
+
+class _Clock:
+    """Moments of a recording to those of the same work at the reference's pace."""
+
+    def __init__(self, profile: Profile, paces: pd.DataFrame, outside: float) -> None:
+        pieces = segments(profile) if len(profile.trace) else pd.DataFrame()
+        self.outside = outside
+        if pieces.empty:
+            self.at, self.moved, self.origin = np.zeros(1), np.zeros(1), 0
+            return
+        pieces = pieces.sort_values("start_ns", ignore_index=True)
+        pieces[PART] = parts_at(profile, pieces["context"].to_numpy())
+        merged = pieces.merge(paces, on=KEYS, how="left")["pace"]
+        by_place = paces.groupby("where")["pace"].median()
+        pace = merged.fillna(pieces["where"].map(by_place)).fillna(outside).to_numpy()
+        start, end = pieces["start_ns"].to_numpy(), pieces["end_ns"].to_numpy()
+        # nanoseconds since 1970 are more than a float holds
+        self.origin = int(start[0])
+        edges = np.stack([start, end], axis=1).ravel() - self.origin
+        lengths = np.diff(edges).astype(float)
+        lengths[0::2] *= pace
+        lengths[1::2] *= outside
+        self.at, self.moved = edges.astype(float), np.concatenate([[0.0], np.cumsum(lengths)])
+
+    def __call__(self, moments: pd.Series) -> Ints:
+        """Nanoseconds (n,) at the other pace; the first iteration begins when it did."""
+        since = (moments.to_numpy() - self.origin).astype(float)
+        moved = np.interp(since, self.at, self.moved)
+        moved += self.outside * (np.minimum(since - self.at[0], 0.0))
+        moved += self.outside * (np.maximum(since - self.at[-1], 0.0))
+        return np.asarray(np.rint(moved).astype(np.int64) + self.origin)
+
+
+def _scaled_values(profile: Profile, paces: pd.DataFrame, found: Reference) -> pd.DataFrame:
+    """The profile's values with CPU times that add up to the reference over its iterations."""
+    values = profile.values
+    rows = profile.rows("cpu_time_ms")
+    if not rows.any():
+        return values
+    if paces["where"].eq("device").any():
+        scaled = values["value"].where(~rows, values["value"] * found.ms / found.recorded_mean_ms)
+        return values.assign(value=scaled)
+    own = profile.rows("cpu_time_ms", "exclusive")
+    factor = _value_factors(profile, paces, found, values[own])
+    value = values["value"].to_numpy().copy()
+    value[own] *= factor[values["context"].to_numpy()[own]]
+    parent = profile.contexts["parent"].to_numpy()
+    inclusive = profile.rows("cpu_time_ms", "inclusive")
+    thread, context = values["profile"].to_numpy(), values["context"].to_numpy()
+    for one in np.unique(thread[inclusive]):
+        here = own & (thread == one)
+        total = np.bincount(context[here], value[here], minlength=len(parent))
+        into = inclusive & (thread == one)
+        value[into] = inclusive_from_exclusive(parent, total)[context[into]]
+    return values.assign(value=value)
+
+
+def _value_factors(
+    profile: Profile, paces: pd.DataFrame, found: Reference, own: pd.DataFrame
+) -> Floats:
+    """What the CPU time of each context (n,) is multiplied by.
+
+    Values are sums over all iterations, steady or not; a part's come to what the part takes in
+    the reference times the number of iterations.
+    """
+    steady = attribute(profile).merge(paces, on=KEYS)
+    then = (steady["time_ms"] * steady["pace"]).groupby([steady[name] for name in PART]).sum()
+    then *= found.ms / then.sum()
+    inside = step_contexts(profile, other_threads=False)[own["context"].to_numpy()]
+    mine = own[inside & own["profile"].eq(main_thread(profile)).to_numpy()]
+    parts = profile.contexts[PART]
+    mine = mine.join(parts, on="context")
+    now = mine.groupby(PART)["value"].sum() / iteration_count(profile)
+    ratio = then / now.where(now > 0)
+    overall = found.ms / now.sum() if now.sum() > 0 else 1.0
+    known = ratio.reindex(pd.MultiIndex.from_frame(parts)).to_numpy(dtype=float)
+    return np.where(np.isfinite(known), known, overall)
+
+
+# ---- the other times ----------------------------------------------------------------------------
+
+
+def other_times(profile: Profile, folder: Path | None = None) -> pd.DataFrame:
+    """Every other time of an iteration that was measured, and why it is not the step.
+
+    Args:
+        profile: at its reference.
+        folder: of the profile run; the newest training run of the same parameters beside it
+            is one of the times.
+
+    Returns:
+        ``time`` (what was timed), ``ms``, ``times_the_step``, ``iterations`` (how many; NaN
+        where not known), ``why`` it differs; the step first. Empty where no step is known.
+    """
+    found = reference(profile)
+    if found is None:
+        return pd.DataFrame({name: [] for name in OTHER_TIMES})
+    tool = {"torch": "torch.profiler", "hpctoolkit": "HPCToolkit"}.get(
+        str(profile.meta.get("engine")), "the profiler"
+    )
+    rows: list[tuple[str, float, float | None, str]] = [
+        ("the step", found.ms, found.iterations, found.source)
+    ]
+    plain = profile.meta.get("unprofiled_iteration_ms") or []
+    if found.unprofiled and plain:
+        rows.append(
+            (
+                "mean of all iterations without a profiler",
+                statistics.fmean(plain),
+                len(plain),
+                "slow iterations count in a mean, and so do disturbed ones",
+            )
+        )
+    if found.unprofiled:
+        why = "the profiler costs time, and the machine was another minute older"
+        rows.append(
+            (f"steady iteration under {tool}", found.recorded_ms, found.recorded_iterations, why)
+        )
+    if found.left_out:
+        every = found.recorded_iterations + found.left_out
+        why = f"with the {found.left_out} iterations that are warm-up or outliers"
+        rows.append((f"mean of all iterations under {tool}", found.recorded_mean_ms, every, why))
+    for made in profile.meta.get("passes", []):
+        if tool == "HPCToolkit" and made.get("ms_per_iteration") and made["name"] != "unprofiled":
+            why = "its sampling and hooks cost time"
+            count = made.get("iterations")
+            rows.append((f"pass {made['name']}", float(made["ms_per_iteration"]), count, why))
+    rows += _timed_apart(profile)
+    trained = _trained(folder, profile)
+    if trained is not None:
+        why = "another process, minutes earlier; its median iteration"
+        rows.append(("the train run", *trained, why))
+    table = pd.DataFrame(rows, columns=["time", "ms", "iterations", "why"])
+    return table.assign(times_the_step=table["ms"] / found.ms)[OTHER_TIMES]
+
+
+def _timed_apart(profile: Profile) -> list[tuple[str, float, float | None, str]]:
+    """Parts timed alone, and the whole steps timed in turns with changed ones."""
+    rows: list[tuple[str, float, float | None, str]] = []
+    base = (profile.meta.get("part_probes") or {}).get("base") or {}
+    alone = sum(ms for phases in base.values() for ms in phases.values())
+    if alone:
+        why = "no part finds the caches as its neighbours leave them; nothing is between parts"
+        rows.append(("parts timed alone, added up", alone, None, why))
+    together = profile.meta.get("together") or {}
+    if rounds := together.get("base_ms"):
+        why = "timed in turns with the changed steps, after the recording, in a fresh process"
+        rows.append(("as it is, beside the changed steps", statistics.median(rounds), None, why))
+    return rows
+
+
+def _trained(folder: Path | None, profile: Profile) -> tuple[float, int] | None:
+    """(ms per iteration, iterations) of the newest training run of these parameters."""
+    run = None if folder is None else latest_run(folder.parent.parent, "train")
+    if run is None:
+        return None
+    try:
+        result, asked = read_json(run / "result.json"), read_json(run / "run.json")
+        sections = profile.meta.get("parameters") or {}
+        names = ("model", "data", "training")
+        if any(asked["parameters"].get(name) != sections.get(name) for name in names):
+            return None
+        return float(result["ms_per_iteration"]), len(result["iteration_ms"])
+    except (InputError, OSError, KeyError, TypeError, ValueError):
+        return None  # a run that is half written or of another version is none to compare with

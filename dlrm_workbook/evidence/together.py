@@ -1,0 +1,192 @@
+"""Whole training steps under several changes at once, timed in turns with the step as it is.
+
+Parts timed alone say what one change does to the parts that it touches. They do not say what
+several changes bring together: a thread that makes batches competes with whatever computes then,
+and parts leave each other another cache. So the step is timed as a run has it, with its loader
+and its tables at full size, under all changes up to each one.
+
+As a program it is one process of its own: ``python -m dlrm_workbook.evidence.together FILE ASKED
+ANSWER``, parameters (YAML), a list of changes (JSON) and where the result goes.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from dlrm_core.config import Parameters, load_parameters
+from dlrm_core.data.batch import Batch
+from dlrm_core.data.loader import batches, make_generator
+from dlrm_core.errors import InputError
+from dlrm_core.files import read_json, write_json
+from dlrm_core.machine import available_memory
+from dlrm_core.memory import forecast_memory
+from dlrm_core.model import DLRM, ClickLoss
+from dlrm_core.step import TrainingStep
+from dlrm_core.units import format_bytes
+from dlrm_kernels.embeddings.choose import resolve
+from dlrm_workbook.evidence.dependence import Change, changed_parameters
+from dlrm_workbook.evidence.probes import MEMORY_SHARE, apply_settings, model_for
+from dlrm_workbook.processes import settle_allocator
+from dlrm_workbook.turns import CPU, back_and_forth, elapsed_ms, take_turns, waited_ns
+
+LEAST_ROUNDS, ROUNDS, MOST_ROUNDS = 2, 3, 12
+"""Rounds of all steps: at least, where the machine is not too slow for it, and at most."""
+
+TOGETHER_SECONDS = 10.0
+"""After so many rounds no further one begins later than this; after the least number none
+later than twice this."""
+
+TURN_ITERATIONS, TURN_MS = 2, 300.0
+"""A turn counts so many iterations at least, and goes on until they took so long."""
+
+TRIES, DISTURBED = 2, 0.05
+"""A turn that waited for a core more than this share of its time is repeated, so often in all."""
+
+
+class WholeStep:
+    """The step of a run, ready to be timed again and again.
+
+    Args:
+        tables_from: a step whose tables are used where they are alike, to save their memory.
+
+    Raises:
+        InputError: tables of its own would not fit beside what is there.
+    """
+
+    def __init__(self, parameters: Parameters, tables_from: Iterable[WholeStep] = ()) -> None:
+        # tables are lent, so that what one step learns should hardly change what another sees
+        training = replace(parameters.training, seed=0, learning_rate=1e-4)
+        self.parameters = replace(parameters, training=training)
+        apply_settings(self.parameters)
+        self.huge_pages = training.embedding_backend != "torch"
+        lender = next((step for step in tables_from if self._is_like(step)), None)
+        if lender is None:
+            _require(self.parameters)
+        self.model: DLRM = model_for(
+            parameters.model, None if lender is None else lender.model, self.huge_pages
+        )
+        self.parameters, _ = resolve(self.parameters, CPU, self.model.embeddings)
+        loss = ClickLoss(parameters.model.loss, parameters.model.loss_weights)
+        self.step = TrainingStep(self.model, loss, self.parameters.training)
+        self.generator = make_generator(self.parameters, CPU)
+
+    def _is_like(self, other: WholeStep) -> bool:
+        own, theirs = self.parameters.model, other.parameters.model
+        return (own.table_rows, own.embedding_dim, self.huge_pages) == (
+            *(theirs.table_rows, theirs.embedding_dim),
+            other.huge_pages,
+        )
+
+    def turn(self, counted: int | None = None) -> float:
+        """Mean milliseconds of an iteration, its batch included, while the loader keeps pace.
+
+        The loader starts with the turn, so the first iterations wait for it, or find what it
+        made ahead, and are not counted.
+
+        Args:
+            counted: iterations; None: as many as a turn takes to be long enough.
+        """
+        data = self.parameters.data
+        uncounted = data.prefetch_batches if data.loader == "prefetch" else 1
+        apply_settings(self.parameters)
+        stream = cast("Generator[Batch, None, None]", batches(self.parameters, CPU, self.generator))
+        with closing(stream):
+            for _ in range(uncounted):
+                self.step(next(stream))
+            times: list[float] = []
+            while len(times) < (counted or TURN_ITERATIONS) or (
+                counted is None and sum(times) < TURN_MS
+            ):
+                times.append(elapsed_ms(lambda: self.step(next(stream))))
+        return sum(times) / len(times)
+
+    def calm_turn(self, deadline: float) -> float:
+        """A turn during which nobody else had the core, or the last of a few tries."""
+        for _ in range(TRIES):
+            before, started = waited_ns(), time.perf_counter_ns()
+            ms = self.turn()
+            after, whole = waited_ns(), time.perf_counter_ns() - started
+            if before is None or after is None or after - before < DISTURBED * whole:
+                break
+            if time.perf_counter() > deadline:
+                break
+        return ms
+
+
+def time_together(
+    parameters: Parameters, changes: Sequence[Change], seconds: float = TOGETHER_SECONDS
+) -> dict[str, Any]:
+    """Time the whole step as it is and under each of several changes, in turns.
+
+    Args:
+        changes: what to time; cumulative, or all of them together.
+        seconds: about so long for all rounds, however slow the machine is.
+
+    Returns:
+        ``base_ms``, the rounds' times of the step as it is (list); ``stages``, for each change a
+        dict of ``change`` and ``ms`` (its times, round by round), or ``refused`` with the reason;
+        ``threads``; ``seconds`` taken.
+    """
+    started = time.perf_counter()
+    settle_allocator()
+    steps: dict[int, WholeStep] = {}
+    stages: list[dict[str, Any]] = [{"change": dict(change)} for change in changes]
+    try:
+        steps[-1] = WholeStep(parameters)
+    except InputError as error:
+        return {
+            "base_ms": [],
+            "stages": [stage | {"refused": str(error)} for stage in stages],
+            "seconds": time.perf_counter() - started,
+        }
+    for number, change in enumerate(changes):
+        try:
+            changed, _ = changed_parameters(parameters, change)
+            steps[number] = WholeStep(changed, steps.values())
+        except InputError as error:
+            stages[number]["refused"] = str(error)
+    times: dict[int, list[float]] = {number: [] for number in steps}
+    for step in steps.values():
+        step.turn(counted=1)  # compiles, and touches memory for the first time
+    deadline = time.perf_counter() + seconds
+
+    def enough(done: int) -> bool:
+        late = time.perf_counter() - deadline
+        return (done >= ROUNDS and late > 0) or (done >= LEAST_ROUNDS and late > seconds)
+
+    for _, order in take_turns(list(steps), MOST_ROUNDS, back_and_forth, enough):
+        for number in order:
+            times[number].append(steps[number].calm_turn(deadline))
+    for number, stage in enumerate(stages):
+        if number in times:
+            stage["ms"] = times[number]
+    return {"base_ms": times[-1], "stages": stages, "seconds": time.perf_counter() - started}
+
+
+def _require(parameters: Parameters) -> None:
+    """Refuse a step that would not fit beside what is there already."""
+    needed = sum(item.bytes for item in forecast_memory(parameters))
+    available = available_memory(CPU)
+    if available is not None and needed > MEMORY_SHARE * available:
+        raise InputError(
+            f"timing the whole step needs {format_bytes(needed)}, more than {MEMORY_SHARE:.0%} "
+            f"of the {format_bytes(available)} available"
+        )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Time the changes that a file lists, and write the result."""
+    file, asked, answer = arguments
+    changes: list[Mapping[str, Any]] = read_json(Path(asked))
+    write_json(Path(answer), time_together(load_parameters(file), changes))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

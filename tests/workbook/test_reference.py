@@ -1,0 +1,209 @@
+"""One step on a page: parts, trees, tables and the timeline add up to it, and it says which."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from dlrm_core.parts import ITERATION_SPAN, span_name
+from dlrm_workbook.analysis.attribution import (
+    attribute,
+    data_against_compute,
+    iteration_ms,
+    per_iteration,
+    step_contexts,
+)
+from dlrm_workbook.analysis.findings import findings
+from dlrm_workbook.analysis.operators import call_tree, timeline, top_operators
+from dlrm_workbook.analysis.reference import at_reference, other_times, reference, unprofiled_ms
+from dlrm_workbook.analysis.views import flat, of_one_iteration
+from dlrm_workbook.recordings.profile import Profile
+from tests.finding_profiles import counters, made
+
+PARTS = {("data", "forward"): 40.0, ("embedding", "update"): 20.0, ("top_mlp", "forward"): 40.0}
+COUNT = 10
+
+
+def recorded(
+    device_ms: float = 0.0, offset_ns: int = 1_700_000_000_000_000_000, **meta: Any
+) -> Profile:
+    """Ten iterations on one thread, 100 ms each; ``device_ms`` of each on a GPU meanwhile."""
+    names = [("thread", "main", "other", ""), ("annotation", ITERATION_SPAN, "other", "")]
+    names += [("annotation", span_name(*part), *part) for part in PARTS]
+    names += [("operator", "aten::work", *part) for part in PARTS]
+    names += [("kernel", "kernel", "top_mlp", "forward")]
+    trace, iterations = [], []
+    for number in range(COUNT):
+        at = begin = offset_ns + number * 110_000_000
+        for row, ms in enumerate(PARTS.values()):
+            end = at + round(ms * 1e6)
+            trace += [(0, at, end, 2 + row, 1), (0, at + 1_000_000, end - 1_000_000, 5 + row, 2)]
+            at = end
+        trace.append((0, begin, at, 1, 0))
+        iterations.append((number, begin, at))
+        if device_ms:
+            trace.append((1, begin, begin + round(device_ms * 1e6), 8, 0))
+    exclusive = {1: 0.0} | {2 + row: 2.0 for row in range(3)}
+    exclusive |= {5 + row: ms - 2.0 for row, ms in enumerate(PARTS.values())}
+    inclusive = {1: 100.0} | {2 + row: ms for row, ms in enumerate(PARTS.values())}
+    inclusive |= {row: exclusive[row] for row in (5, 6, 7)}
+    parents = [-1, 0, 1, 1, 1, 2, 3, 4, 4]
+    metrics = ["cpu_time_ms"] + ["gpu_time_ms"] * bool(device_ms)
+    values = [
+        (0, context, "cpu_time_ms", scope, COUNT * value)
+        for scope, rows in (("exclusive", exclusive), ("inclusive", inclusive))
+        for context, value in rows.items()
+    ]
+    if device_ms:
+        values += [
+            (0, 8, "gpu_time_ms", scope, COUNT * device_ms) for scope in ("exclusive", "inclusive")
+        ]
+    threads = [{"profile": 0, "kind": "cpu_thread", "name": "main", "rank": 0, "thread": 1}]
+    if device_ms:
+        threads.append({"profile": 1, "kind": "gpu_stream", "name": "s", "rank": 0, "thread": 2})
+    return Profile.build(
+        contexts=[
+            {"context": row, "parent": parents[row], "kind": kind, "name": name, "shapes": ""}
+            | {"file": "", "line": 0, "module": "", "component": component, "phase": phase}
+            for row, (kind, name, component, phase) in enumerate(names)
+        ],
+        metrics=[{"metric": name, "unit": "ms", "meaning": "", "source": ""} for name in metrics],
+        values=pd.DataFrame(values, columns=["profile", "context", "metric", "scope", "value"]),
+        threads=threads,
+        trace=pd.DataFrame(trace, columns=["profile", "start_ns", "end_ns", "context", "depth"]),
+        iterations=pd.DataFrame(iterations, columns=["iteration", "start_ns", "end_ns"]),
+        meta={"device": "cuda" if device_ms else "cpu", "engine": "torch", **meta},
+    )
+
+
+def plain_parts(**ms: float) -> list[dict[str, float]]:
+    """Six iterations without a profiler."""
+    times = {"data_forward": 40.0, "embedding_update": 20.0, "top_mlp_forward": 40.0} | ms
+    one = {span_name(*name.rsplit("_", 1)): time for name, time in times.items()}
+    return [one | {ITERATION_SPAN: sum(times.values())}] * 6
+
+
+def test_everything_on_a_page_adds_up_to_the_step_without_a_profiler() -> None:
+    # the profiler doubled the embedding's update and left the rest as it is
+    profile = recorded(
+        unprofiled_iteration_ms=[90.0] * 6, unprofiled_parts_ms=plain_parts(embedding_update=10.0)
+    )
+    scaled = at_reference(profile)
+    scaled.validate()
+    step = reference(scaled)
+    assert step is not None and step.ms == 90 and step.recorded_ms == pytest.approx(100)
+    found = attribute(scaled).set_index(["component", "phase"])["time_ms"]
+    assert found.sum() == pytest.approx(90)
+    assert found["embedding", "update"] == pytest.approx(10)
+    assert found["data", "forward"] == pytest.approx(40)
+    tree = call_tree(scaled)
+    assert tree.loc[tree["parent"] == "", "value_ms"].tolist() == pytest.approx([90])
+    below = tree[tree["label"] == span_name("embedding", "update")]
+    assert below["value_ms"].tolist() == pytest.approx([10])
+    assert top_operators(scaled)["cpu_self_ms"].sum() == pytest.approx(90)
+    table = flat(of_one_iteration(scaled), "cpu_time_ms", within=step_contexts(scaled))
+    assert table["exclusive"].sum() == pytest.approx(90)
+    assert iteration_ms(scaled) == pytest.approx(90)
+    assert data_against_compute(scaled)["data_ms"].tolist() == pytest.approx([40] * COUNT)
+    drawn = timeline(scaled, 1)
+    assert drawn["duration_ms"].tolist() == pytest.approx([40, 10, 40])
+    assert at_reference(scaled) is scaled
+
+
+def test_parts_that_were_not_timed_alone_share_one_pace() -> None:
+    scaled = at_reference(recorded(unprofiled_iteration_ms=[50.0] * 6))
+    parts = attribute(scaled).set_index("component")["time_ms"]
+    assert parts["data"] == pytest.approx(20) and parts["top_mlp"] == pytest.approx(20)
+
+
+def test_disturbed_iterations_are_no_reference() -> None:
+    wall = [90.0] * 6 + [900.0] * 4
+    counted = counters(count=10, wall_ms=90.0, run_queue_ms=[0.0] * 6 + [500.0] * 4)
+    counted["wall_ms"] = wall
+    profile = recorded(counters=counted, unprofiled_iteration_ms=wall)
+    step = reference(profile)
+    assert step is not None and (step.ms, step.iterations) == (90, 6)
+    assert "4 more were left out" in step.source
+    assert unprofiled_ms(profile) == 90
+    times = other_times(at_reference(profile)).set_index("time")
+    assert times.loc["the step", "ms"] == 90
+    assert times.loc["mean of all iterations without a profiler", "ms"] == pytest.approx(414)
+    assert times.loc["steady iteration under torch.profiler", "times_the_step"] == pytest.approx(
+        100 / 90
+    )
+
+
+def test_a_gpus_kernels_keep_their_times_and_idle_time_gives_way() -> None:
+    profile = recorded(30.0, unprofiled_iteration_ms=[65.0] * 6)
+    scaled = at_reference(profile)
+    table = attribute(scaled).groupby("where")["time_ms"].sum()
+    assert table["device"] == pytest.approx(30, rel=1e-6)
+    assert table["host"] == pytest.approx(35, rel=1e-6)
+    work = scaled.trace[scaled.trace["profile"] == 1]
+    assert (work["end_ns"] - work["start_ns"]).tolist() == pytest.approx([30e6] * COUNT)
+
+
+def test_where_a_gpu_is_busy_for_longer_the_recorded_step_stays() -> None:
+    step = reference(recorded(80.0, unprofiled_iteration_ms=[65.0] * 6))
+    assert step is not None and not step.unprofiled and step.ms == pytest.approx(100)
+    assert "No iteration was timed without the profiler" in step.sentence
+
+
+def test_a_foreign_recording_keeps_its_times() -> None:
+    profile = recorded()
+    scaled = at_reference(profile)
+    step = reference(scaled)
+    assert step is not None and not step.unprofiled
+    pd.testing.assert_frame_equal(scaled.trace, profile.trace)
+    assert other_times(scaled)["time"].tolist() == ["the step"]
+
+
+def test_a_recording_without_steps_has_no_reference() -> None:
+    profile = made({("data", "forward", "work"): 5.0})
+    assert reference(profile) is None and reference(at_reference(profile)) is None
+    assert other_times(profile).empty
+
+
+def test_iterations_have_the_numbers_of_the_counters() -> None:
+    counted = counters(count=COUNT + 12, wall_ms=90.0, run_queue_ms=0.0)
+    counted["iteration"] = list(range(3, COUNT + 15))
+    counted["profiled"] = [False] * 6 + [True] * COUNT + [False] * 6
+    scaled = at_reference(recorded(counters=counted, unprofiled_iteration_ms=[90.0] * 12))
+    assert scaled.iterations["iteration"].tolist() == list(range(9, 9 + COUNT))
+    assert sorted(per_iteration(scaled)["iteration"].unique()) == list(range(9, 9 + COUNT))
+
+
+def test_a_profiler_that_was_disturbed_is_still_told() -> None:
+    plain = plain_parts(data_forward=8.0, embedding_update=4.0, top_mlp_forward=8.0)
+    profile = recorded(unprofiled_iteration_ms=[20.0] * 6, unprofiled_parts_ms=plain)
+    scaled = at_reference(profile)
+    said = {found.id: found for found in findings(scaled, attribute(scaled))}
+    assert "100 ms with the profiler, 20.0 ms without" in said["disturbed_profile"].evidence
+
+
+def test_the_newest_training_run_of_these_parameters_is_one_of_the_times(tmp_path: Path) -> None:
+    sections = {"model": {"a": 1}, "data": {}, "training": {"batch_size": 4}}
+    folder = tmp_path / "2026-01-01" / "120000-train-x"
+    folder.mkdir(parents=True)
+    run = {"status": "finished", "notebook": "train", "started": "2026-01-01T12:00:00+00:00"}
+    (folder / "run.json").write_text(json.dumps(run | {"parameters": sections}))
+    (folder / "result.json").write_text(
+        json.dumps({"ms_per_iteration": 95.0, "iteration_ms": [95.0] * 7})
+    )
+    profile = recorded(parameters=sections, unprofiled_iteration_ms=[90.0] * 6)
+    place = tmp_path / "2026-01-01" / "120100-profile-x"
+    times = other_times(profile, place).set_index("time")
+    assert times.loc["the train run", "ms"] == 95 and times.loc["the train run", "iterations"] == 7
+    profile.meta["parameters"] = sections | {"training": {"batch_size": 8}}
+    assert "the train run" not in other_times(profile, place)["time"].tolist()
+
+
+def test_moments_since_1970_keep_their_nanoseconds() -> None:
+    scaled = at_reference(recorded(unprofiled_iteration_ms=[100.0] * 6))
+    lengths = (scaled.trace["end_ns"] - scaled.trace["start_ns"]).to_numpy()
+    assert np.abs(lengths - (recorded().trace["end_ns"] - recorded().trace["start_ns"])).max() <= 1
