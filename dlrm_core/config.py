@@ -504,6 +504,14 @@ class ProfilingConfig:
     structure_limit_mb: int = setting(
         64, "HPCToolkit: hpcstruct skips binaries larger than this (said in the page)", minimum=1
     )
+    command: tuple[str, ...] | None = setting(
+        None,
+        "measure this program in place of the workbook's own training: its words, as "
+        "[python, train.py, --epochs, '1'], run without a shell; it must step optimizers of torch",
+    )
+    command_folder: str = setting(
+        "", "folder in which profiling.command runs; empty: where dlrm run is started"
+    )
     parts: Mapping[str, str] = setting(
         {},
         "recordings of other programs: pattern of names (of ranges, modules, functions, operators "
@@ -586,13 +594,21 @@ def load_parameters(
     data = tree.get("data")
     if isinstance(data, dict) and isinstance(data.get("path"), str) and data["path"]:
         # notebooks run in folders of their own
-        try:
-            place = Path(data["path"]).expanduser().absolute()
-        except RuntimeError:
-            said = shown(data["path"])
-            raise InputError(f"{path}: data.path is {said}: no such user's folder") from None
-        tree["data"] = data | {"path": str(place)}
+        tree["data"] = data | {"path": _absolute(data["path"], f"{path}: data.path")}
+    profiling = tree.get("profiling")
+    if isinstance(profiling, dict) and profiling.get("command"):
+        folder = profiling.get("command_folder") or "."
+        if isinstance(folder, str):
+            place = _absolute(folder, f"{path}: profiling.command_folder")
+            tree["profiling"] = profiling | {"command_folder": place}
     return parameters_from_sections(tree, source=str(path or ""))
+
+
+def _absolute(folder: str, where: str) -> str:
+    try:
+        return str(Path(folder).expanduser().absolute())
+    except RuntimeError:
+        raise InputError(f"{where} is {shown(folder)}: no such user's folder") from None
 
 
 def _read_sections(path: Path) -> dict[str, Any]:

@@ -18,11 +18,12 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from dlrm_core.config import TrainingConfig
 from dlrm_core.errors import InputError
 
 if TYPE_CHECKING:
     import torch
+
+    from dlrm_core.config import TrainingConfig
 
 _STATUS = "/proc/self/status"
 

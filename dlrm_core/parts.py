@@ -38,6 +38,12 @@ SPAN_PREFIX = "dlrm::"
 ITERATION_SPAN = "dlrm::iteration"
 """Range around one whole iteration, data included. Its children are the parts."""
 
+STEP_MARK = "dlrm step"
+"""Empty range where one iteration of a program that is not ours ends and the next begins."""
+
+PART_PREFIX = "dlrm part: "
+"""Begins the range that ``record.part`` opens; the part follows, as a person writes it."""
+
 ITERATION_FUNCTION = "dlrm_iteration"
 """Python function around one whole iteration, for profilers that see only functions."""
 

@@ -111,6 +111,8 @@ def _coerce(value: Any, annotation: Any, where: str) -> Any:
         (annotation,) = (a for a in typing.get_args(annotation) if a is not type(None))
     if typing.get_origin(annotation) is tuple:
         item = typing.get_args(annotation)[0]
+        if item is str and not isinstance(value, list | tuple):
+            raise InputError(f"{where} is {value!r}, expected {describe_type(tuple[str, ...])}")
         if isinstance(value, str):
             value = [_number(word) for word in value.replace(",", "-").split("-")]
         elif not isinstance(value, list | tuple):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -318,6 +319,16 @@ def _without_grammars() -> Iterator[None]:
         del sys.modules[name]
 
 
+def with_command(given: Sequence[str]) -> list[str]:
+    """The words of ``dlrm run``, with what follows ``--`` as the parameter that it stands for."""
+    if given[:1] != ["run"] or "--" not in given:
+        return list(given)
+    place = list(given).index("--")
+    command = json.dumps(given[place + 1 :], ensure_ascii=False)
+    return [*given[:place], "-p", f"profiling.command={command}"]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; its exit code, as :func:`dlrm_core.cli.main` gives it."""
-    return core.main(argv, SUBCOMMANDS, DESCRIPTION, _without_grammars)
+    given = with_command(sys.argv[1:] if argv is None else argv)
+    return core.main(given, SUBCOMMANDS, DESCRIPTION, _without_grammars)

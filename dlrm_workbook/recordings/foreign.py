@@ -13,6 +13,7 @@ and :func:`match_backward`.
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import functools
 import re
@@ -23,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlrm_core.errors import InputError
-from dlrm_core.parts import parse_part, parse_span
+from dlrm_core.parts import PART_PREFIX, parse_part, parse_span
 from dlrm_workbook.recordings.profile import nearest
 
 Ints = npt.NDArray[np.int64]
@@ -291,6 +292,9 @@ def _annotation(name: str, file: str) -> Named | None:
     ours = parse_span(name)
     if ours:
         return Named(*ours)
+    if name.startswith(PART_PREFIX):
+        with contextlib.suppress(ValueError):
+            return Named(*parse_part(name.removeprefix(PART_PREFIX)))
     words = name.strip("# ")
     named, phase = _operator(words, ""), _phase(words)
     if named is None or named.hint:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,13 @@ from dlrm_core.config import Parameters, ProfilingConfig
 from dlrm_core.errors import InputError, MissingToolError
 from dlrm_core.files import write_text
 from dlrm_workbook.processes import ProgressCallback, python_module, run_child
+from dlrm_workbook.recordings.command import record_command
 from dlrm_workbook.recordings.hpctoolkit.passes import workload_environment
 from dlrm_workbook.recordings.hpctoolkit.tools import find_tools
+from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.chrome_trace import load_json
+from dlrm_workbook.recordings.torch.session import UNKNOWN_MODEL
 from dlrm_workbook.recordings.torch.trace import read_recording
 
 EVIDENCE = ("ceilings", "part_probes", "data_statistics")
@@ -66,6 +70,9 @@ def measure(
     """
     folder = Path(folder).absolute()
     engine, why = choose_engine(parameters.profiling)
+    command = parameters.profiling.command
+    if command:
+        return measure_command(command, parameters, folder, why, progress)
     session = _Session(parameters, folder, progress)
     chosen = session.choose_back_end()
     profile = session.with_torch() if engine == "torch" else session.with_hpctoolkit()
@@ -78,6 +85,34 @@ def measure(
     profile.meta["notices"] = chosen + profile.meta.get("notices", [])
     profile.save(folder / "profile")
     return profile
+
+
+def measure_command(
+    command: Sequence[str],
+    parameters: Parameters,
+    folder: Path,
+    why: str,
+    progress: ProgressCallback | None = None,
+) -> Profile:
+    """Measure a command in place of our own workload; see :func:`measure`.
+
+    Returns:
+        The Profile; of several ranks, that of the one that limits the others. All of them are
+        kept, in ``profile/rank0/``, ...
+    """
+    config = parameters.profiling
+    notices = record_command(command, config, folder, progress)
+    recording = open_recording(folder / "recording", config.parts)
+    for profile in [recording.profile, *recording.ranks.values()]:
+        profile.meta["title"] = parameters.title
+        profile.meta["engine_choice"] = why
+        profile.meta["notices"] = notices + profile.meta.get("notices", [])
+        profile.meta.setdefault("not_measured", {})["ceilings"] = UNKNOWN_MODEL
+    for rank, profile in recording.ranks.items():
+        profile.save(folder / "profile" / f"rank{rank}")
+    if not recording.ranks:
+        recording.profile.save(folder / "profile")
+    return recording.profile
 
 
 class _Session:

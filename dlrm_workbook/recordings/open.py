@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import tarfile
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path, PurePosixPath
@@ -109,9 +109,15 @@ def _open_folder(folder: Path, parts: Mapping[str, str] | None) -> Recording:
                 if made.get("database"):
                     made["database"] = str(folder.absolute() / made["database"])
             return Recording(folder, profile)
+        ranks = {rank: Profile.load(found) for rank, found in _of_ranks(place, "profile.json")}
+        if ranks:
+            return of_ranks(folder, ranks)
     for place in (folder / "recording", folder):
         if (place / "recording.json").is_file():
-            return Recording(folder, read_recording(place))
+            return Recording(folder, read_recording(place, parts))
+        found = _of_ranks(place, "recording.json")
+        if found:
+            return of_ranks(folder, {rank: read_recording(at, parts) for rank, at in found})
     if any((folder / name).is_file() for name in DATABASE_FILES):
         from dlrm_workbook.recordings.hpctoolkit.database import read_database
         from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
@@ -133,6 +139,24 @@ def _open_folder(folder: Path, parts: Mapping[str, str] | None) -> Recording:
 
 
 # ---- several ranks --------------------------------------------------------------------
+
+
+def _of_ranks(folder: Path, file: str) -> list[tuple[int, Path]]:
+    """The folders ``rank0``, ``rank1``, ... of a folder that hold a file."""
+    numbered = (
+        (re.fullmatch(r"rank(\d+)", path.parent.name), path)
+        for path in folder.glob(f"rank*/{file}")
+    )
+    return sorted((int(rank[1]), path.parent) for rank, path in numbered if rank)
+
+
+def of_ranks(path: Path, ranks: dict[int, Profile], cautions: Sequence[str] = ()) -> Recording:
+    """The recording of several ranks, of which the limiting one is explained."""
+    if len(ranks) == 1:
+        ((_, profile),) = ranks.items()
+        return Recording(path, profile, cautions=list(cautions))
+    limiting = limiting_rank(ranks)
+    return Recording(path, ranks[limiting], limiting, ranks, list(cautions))
 
 
 @dataclass
@@ -246,8 +270,7 @@ def _several(path: Path, members: Iterator[_Member], parts: Mapping[str, str] | 
         )
     ranks = {int(rank): found[rank][1] for rank in sorted(found, key=int)}
     cautions += _of_world(len(ranks), worlds)
-    limiting = limiting_rank(ranks)
-    return Recording(path, ranks[limiting], limiting, ranks, cautions)
+    return of_ranks(path, ranks, cautions)
 
 
 def _of_world(count: int, worlds: set[Any]) -> list[str]:

@@ -34,11 +34,13 @@ def command_run(arguments: Any) -> int:
     The run folder is the last line on standard output; exit codes of failures are
     those of :class:`RunError`.
     """
-    names = CHAIN if arguments.notebook == "all" else (arguments.notebook,)
     for_sections, own = split_overrides(arguments.parameter)
     if arguments.resume and arguments.file is None:
         raise InputError("--resume needs the parameters file that the run began with (-f FILE)")
     parameters = load_parameters(arguments.file, for_sections)
+    # another program is not trained by the notebook that trains our model
+    chain = CHAIN[1:] if parameters.profiling.command else CHAIN
+    names = chain if arguments.notebook == "all" else (arguments.notebook,)
     swept = bool(parameters.sweep) and names != (SUMMARY,)
     try:
         if arguments.resume and not swept and arguments.notebook in RESUMABLE:

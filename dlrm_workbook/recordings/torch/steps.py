@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from dlrm_core.parts import ITERATION_SPAN
+from dlrm_core.parts import ITERATION_SPAN, STEP_MARK
 from dlrm_workbook.recordings.foreign import PartNames, outermost
 from dlrm_workbook.recordings.profile import nearest
 from dlrm_workbook.recordings.repetition import find_iterations
@@ -48,10 +48,12 @@ def unnumbered(name: str) -> str:
 
 
 def step_marks(host: pd.DataFrame) -> npt.NDArray[np.bool_]:
-    """Which spans (n,) mark an iteration: our own ranges, else those of ``profiler.step()``."""
-    marks = host["name"].eq(ITERATION_SPAN).to_numpy()
-    if marks.any():
-        return marks
+    """Which spans (n,) mark an iteration: our own ranges, else the marks between iterations that
+    a session made, else the ranges of ``profiler.step()``."""
+    for name in (ITERATION_SPAN, STEP_MARK):
+        marks = host["name"].eq(name).to_numpy()
+        if marks.any():
+            return marks
     return matching(host["name"], lambda name: name.startswith(STEP_PREFIX))
 
 
@@ -65,6 +67,13 @@ def find_steps(host: pd.DataFrame, device: pd.DataFrame, names: PartNames) -> St
     marks = step_marks(host) & host["profile"].eq(0).to_numpy()
     if marks.any():
         spans = host.loc[marks, ["start", "end", "name"]].sort_values("start")
+        if spans["name"].iloc[0] == STEP_MARK:
+            between = zip(spans["end"].tolist()[:-1], spans["start"].tolist()[1:], strict=True)
+            return Steps(
+                list(between),
+                "",
+                "the steps of its optimizer, or its own calls of step()",
+            )
         own = spans["name"].iloc[0] == ITERATION_SPAN
         return Steps(
             list(zip(spans["start"].tolist(), spans["end"].tolist(), strict=True)),

@@ -38,6 +38,7 @@ from dlrm_workbook.recordings.torch.parts import (
     own_parts,
 )
 from dlrm_workbook.recordings.torch.shape_work import meaning_of, shape_metrics
+from dlrm_workbook.recordings.torch.stacks import with_stacks
 from dlrm_workbook.recordings.torch.steps import (
     STEP_LABEL,
     Steps,
@@ -216,8 +217,11 @@ def profile_of(events: Events, parts: Mapping[str, str] | None = None) -> Profil
     return _Builder(events, PartNames(parts)).build({}, None)
 
 
-def read_recording(folder: str | Path) -> Profile:
-    """Read what ``torch_recorder.record`` left: trace, FLOPs, times and circumstances.
+def read_recording(folder: str | Path, parts: Mapping[str, str] | None = None) -> Profile:
+    """Read what a recording's session left: trace, FLOPs, times and circumstances.
+
+    Args:
+        parts: patterns of names to parts, for programs that are not ours.
 
     Raises:
         InputError: naming the file and what is wrong with it.
@@ -239,7 +243,10 @@ def read_recording(folder: str | Path) -> Profile:
             f"{folder / 'key_averages.json'} needs a list 'rows', each with {sorted(needed)}"
         )
     meta = {key: value for key, value in head.items() if key != "format_version"}
-    return _Builder(read_events(folder / "trace.json.gz"), PartNames()).build(meta, rows)
+    events = read_events(folder / "trace.json.gz")
+    if (folder / "python.json").is_file():
+        events.host = with_stacks(events.host, folder / "python.json")
+    return _Builder(events, PartNames(parts)).build(meta, rows)
 
 
 class _Builder:

@@ -1,0 +1,152 @@
+"""Measures any command that trains with torch, without editing the program.
+
+torch.profiler is started inside the program by a start-up file on its ``PYTHONPATH``
+(:mod:`dlrm_workbook.recordings.torch.inject`), in every process that steps an optimizer: the
+ranks that torchrun starts each leave a recording. What the program prints is kept.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dlrm_core.config import ProfilingConfig
+from dlrm_core.errors import InputError
+from dlrm_core.files import read_json
+from dlrm_workbook.processes import Completed, MeasurementError, ProgressCallback, run_child
+from dlrm_workbook.recordings.torch.inject import STARTUP, VARIABLE
+
+STAGE = "command"
+"""Name of the logs of the program's own output: ``logs/command.out`` and ``logs/command.err``."""
+
+CHANGES = (
+    "The program was not edited. A start-up file on PYTHONPATH hooked the optimizers of torch: an "
+    "iteration is what lies between the ends of two steps, so an accumulation of gradients is "
+    "one iteration. The stack of its Python code was sampled while it was recorded, and it was "
+    "ended once everything was recorded."
+)
+
+
+def record_command(
+    command: Sequence[str],
+    config: ProfilingConfig,
+    folder: Path,
+    progress: ProgressCallback | None = None,
+) -> list[str]:
+    """Run a command with torch.profiler inside, and keep what it recorded.
+
+    Args:
+        command: ``profiling.command``.
+        config: how to measure.
+        folder: gets ``recording/`` (of several ranks ``recording/rank0/``, ...) and ``logs/``.
+
+    Returns:
+        Notices: what was done to the program, how it ended.
+
+    Raises:
+        InputError: the command cannot be started, failed, trained too little or took too
+            long; the message says so and names the file of its output.
+    """
+    made = folder / "processes"
+    made.mkdir(parents=True)
+    done = run_child(
+        command,
+        stage=STAGE,
+        logs=folder / "logs",
+        environment=environment_of(os.environ, made, config),
+        folder=config.command_folder or None,
+        timeout_s=config.timeout_s,
+        progress=progress,
+    )
+    processes = [read_json(file) for file in sorted(made.glob("*.json"))]
+    recorded = [process for process in processes if process["state"] == "recorded"]
+    if not recorded:
+        raise MeasurementError(why_nothing(command, done, processes))
+    keep(folder / "recording", made, recorded)
+    notices = [CHANGES]
+    if done.exit_code:
+        notices.append(
+            f"The command ended with exit code {done.exit_code} after it was recorded: "
+            f"{done.last_words()}"
+        )
+    if len(recorded) < len(processes):
+        notices.append(
+            f"{len(processes)} processes trained; what {len(recorded)} of them did was recorded."
+        )
+    return notices
+
+
+def environment_of(base: Mapping[str, str], made: Path, config: ProfilingConfig) -> dict[str, str]:
+    """The environment in which a program records itself."""
+    options = {
+        "iterations": config.iterations,
+        "warmup": config.warmup,
+        "unprofiled": config.iterations,
+        "with_stack": config.with_stack,
+        "record_shapes": config.record_shapes,
+        "profile_memory": config.profile_memory,
+    }
+    places = [str(STARTUP), *filter(None, [base.get("PYTHONPATH")])]
+    return {
+        **base,
+        "PYTHONPATH": os.pathsep.join(places),
+        VARIABLE: json.dumps({"folder": str(made), "options": options}),
+    }
+
+
+def keep(target: Path, made: Path, recorded: list[dict[str, Any]]) -> None:
+    """Put the recording of one process, or of each rank, where readers look for it.
+
+    Raises:
+        InputError: several processes trained that are not ranks of one training.
+    """
+    if len(recorded) == 1 and recorded[0]["rank"] is None:
+        (made / str(recorded[0]["pid"])).rename(target)
+        return
+    ranks = [process["rank"] for process in recorded]
+    if None in ranks or len(set(ranks)) < len(ranks):
+        listed = "; ".join(
+            f"process {process['pid']}: {shlex.join(process['argv'])}" for process in recorded
+        )
+        raise InputError(
+            f"profiling.command trained in {len(recorded)} processes that are not ranks of one "
+            f"training, and a page explains one: {listed}"
+        )
+    target.mkdir()
+    for process in recorded:
+        (made / str(process["pid"])).rename(target / f"rank{process['rank']}")
+
+
+def why_nothing(command: Sequence[str], done: Completed, processes: list[dict[str, Any]]) -> str:
+    """The sentence about a command of which nothing was recorded."""
+    said = f"profiling.command, {shlex.join(command)},"
+    output = f"; its output is in {done.log.parent if done.log else 'logs'}"
+    refused = [process["reason"] for process in processes if process["state"] == "refused"]
+    if done.timed_out:
+        return (
+            f"{said} was still going after {done.seconds:.0f} s (profiling.timeout_s) and had "
+            f"done {max((p['steps'] for p in processes), default=0)} steps{output}"
+        )
+    if done.exit_code:
+        return f"{said} failed with exit code {done.exit_code}: {done.last_words()}{output}"
+    if refused:
+        return f"{said} was not recorded: {refused[0]}{output}"
+    if not processes:
+        return (
+            f"{said} ended after {done.seconds:.1f} s without a step of any torch optimizer "
+            "(torch.optim.Optimizer.step), so there is no iteration to measure (what it leaves to "
+            f"processes in the background is ended with it){output}"
+        )
+    if any(process["state"] == "training" for process in processes):
+        return (
+            f"{said} ended while a process that it had started was still training, and that "
+            f"process was ended with it: start the training itself, in the foreground{output}"
+        )
+    return (
+        f"{said} stepped its optimizer once only, so there is no iteration between two steps to "
+        f"measure{output}"
+    )

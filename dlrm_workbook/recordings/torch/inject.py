@@ -1,0 +1,201 @@
+"""Records a program from inside, without the program being edited.
+
+:func:`install` runs at Python's start (``startup/sitecustomize.py``) in the program and in every
+Python process that it starts. It waits for ``torch.optim`` to be imported and then for
+optimizers to step. A step of the optimizer that steps last in an iteration ends the iteration:
+that is all a :class:`~dlrm_workbook.recordings.torch.session.Session` needs. When what was asked
+for is recorded the program is ended, by ``SystemExit`` at that place of its loop.
+
+Each process that trains leaves ``PID.json`` in the folder that it was given, and the recording
+in ``PID/``. Nothing but the standard library is imported before the first step.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dlrm_workbook.recordings.torch.session import Session
+
+VARIABLE = "DLRM_WORKBOOK_RECORD"
+"""Environment variable that holds, as JSON, what is to be recorded."""
+
+STARTUP = Path(__file__).resolve().parent / "startup"
+"""The folder for ``PYTHONPATH``."""
+
+
+def install() -> None:
+    """Begin to wait for optimizers, where the environment says what is to be recorded."""
+    asked = os.environ.get(VARIABLE)
+    if asked:
+        sys.meta_path.insert(0, _OptimizerFinder(json.loads(asked)))
+
+
+class _OptimizerFinder(importlib.abc.MetaPathFinder):
+    """Finds nothing itself: it hooks ``torch.optim.optimizer`` when that has been imported."""
+
+    name = "torch.optim.optimizer"
+
+    def __init__(self, asked: dict[str, Any]) -> None:
+        self.asked = asked
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            watch = _Watch(self.asked)
+            module.register_optimizer_step_pre_hook(watch.before)
+            module.register_optimizer_step_post_hook(watch.after)
+            os.register_at_fork(after_in_child=watch.forked)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+class _Watch:
+    """Knows where iterations end in this process, and what becomes of them."""
+
+    def __init__(self, asked: dict[str, Any]) -> None:
+        self.asked = asked
+        self.abandoned: list[Session] = []
+        """Sessions of the process that we were forked from; it goes on with them."""
+        self.reset()
+
+    def reset(self) -> None:
+        self.depth = 0
+        """Optimizers whose step is running: some call another's."""
+        self.order: list[int] = []
+        """The optimizers of an iteration, in the order in which they step."""
+        self.ends: int | None = None
+        """The last of them; None as long as that is not known."""
+        self.steps = 0
+        self.session: Session | None = None
+        self.state: dict[str, Any] = {"state": "training"}
+        self.over = False
+
+    def forked(self) -> None:
+        if self.session is not None:
+            self.abandoned.append(self.session)
+        self.reset()
+
+    def before(self, optimizer: Any, *_: Any) -> None:
+        self.depth += 1
+
+    def after(self, optimizer: Any, *_: Any) -> None:
+        self.depth = max(0, self.depth - 1)
+        if self.depth:
+            return
+        if self.ends is None:
+            if id(optimizer) not in self.order:
+                self.order.append(id(optimizer))
+                if len(self.order) == 1:
+                    self.first_step()
+                return
+            self.ends = self.order[-1]
+        if id(optimizer) == self.ends:
+            self.iteration_ended()
+
+    def first_step(self) -> None:
+        """Leave word that this process trains, and see to it that its end is noticed.
+
+        multiprocessing runs its finalizers at the end of its own children too, where atexit's
+        functions are not called.
+        """
+        import multiprocessing.util
+
+        multiprocessing.util.Finalize(None, self.program_ends, exitpriority=100)
+        self.tell()
+
+    def iteration_ended(self) -> None:
+        self.steps += 1
+        if self.over:
+            self.end_program()
+        elif self.session is None:
+            self.begin()
+        else:
+            self.session.step()
+            if self.session.finished:
+                self.close()
+                self.end_program()
+
+    def begin(self) -> None:
+        from dlrm_core.errors import InputError
+        from dlrm_workbook.recordings.torch.session import begin
+
+        options = dict(self.asked["options"])
+        place = Path(self.asked["folder"]) / str(os.getpid())
+        try:
+            self.session = begin(place, options.pop("iterations"), {}, **options)
+        except InputError as error:
+            self.refuse(error)
+            self.end_program()
+
+    def close(self) -> None:
+        """Write the recording."""
+        from dlrm_core.errors import InputError
+
+        assert self.session is not None
+        self.over = True
+        try:
+            self.session.__exit__(None, None, None)
+        except InputError as error:
+            self.refuse(error)
+        else:
+            self.state = {"state": "recorded"}
+            self.tell()
+
+    def refuse(self, error: Exception) -> None:
+        self.over = True
+        self.state = {"state": "refused", "reason": str(error)}
+        self.tell()
+
+    def end_program(self) -> None:
+        """End the program, gently at first: its own handlers and ``finally`` blocks run."""
+        print("dlrm: what was asked for is recorded; the program is ended here", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if self.state.get("ended"):
+            os._exit(0)  # it caught SystemExit and trained on
+        self.state["ended"] = True
+        raise SystemExit(0)
+
+    def program_ends(self) -> None:
+        """Keep what there is of a program that ends before everything was recorded."""
+        if not self.over and self.session is not None:
+            self.close()
+        elif not self.over:
+            self.state = {"state": "ended"}
+            self.tell()
+
+    def tell(self) -> None:
+        """Write how things stand, for the process that started all this."""
+        from dlrm_core.files import write_json
+        from dlrm_workbook.recordings.torch.session import rank_of_process
+
+        rank, world = rank_of_process()
+        known = {
+            "pid": os.getpid(),
+            "argv": sys.orig_argv,
+            "rank": rank,
+            "world": world,
+            "steps": self.steps,
+        }
+        write_json(Path(self.asked["folder"]) / f"{os.getpid()}.json", known | self.state)

@@ -1,0 +1,545 @@
+"""Recording the iterations of any training loop with torch.profiler.
+
+A :class:`Session` is told where each iteration ends and decides the rest: which iterations warm
+up, which are timed without the profiler and which with it. Our own workload
+(:mod:`dlrm_workbook.recordings.torch.recorder`), programs that are measured without being edited
+(:mod:`dlrm_workbook.recordings.torch.inject`) and loops that say it themselves (:class:`record`)
+are recorded by it alike. Needs torch and numpy only.
+
+The folder that it leaves holds
+
+* ``trace.json.gz``: torch's chrome trace,
+* ``key_averages.json``: per operator and shapes, with the FLOPs that no trace has,
+* ``recording.json``: iteration times, the system's counters of each iteration, dilation,
+  circumstances, what was not measured,
+* ``python.json``: the Python stacks sampled meanwhile, of programs that are not ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import statistics
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from dlrm_core.errors import InputError
+from dlrm_core.files import whole_folder, write_text
+from dlrm_core.parts import PART_PREFIX, STEP_MARK, parse_part
+from dlrm_workbook.evidence.counters import IterationCounters
+from dlrm_workbook.machine import machine_facts, memory_limit
+from dlrm_workbook.recordings.torch.sampling import StackSampler
+
+FORMAT_VERSION = 1
+
+WARM_UP, BEFORE, PROFILED, AFTER = "warm-up", "before", "profiled", "after"
+"""Phases of a session, in their order: not measured, timed, recorded, timed."""
+
+MAX_COUNTING_SHARE = 0.005
+"""Profiled iterations are counted as long as that takes no larger share of their time."""
+
+
+class Session:
+    """Some iterations of a loop, recorded in a new folder.
+
+    First ``warmup`` iterations run unmeasured, then ``iterations`` are recorded. Of
+    ``unprofiled`` ones, half run before and half after those, timed without the
+    profiler: against them its dilation is stated, and a machine that slows down or
+    speeds up meanwhile does not pass for it. After each iteration, with the profiler and
+    without, the system's counters are read (:mod:`dlrm_workbook.evidence.counters`).
+
+    Args:
+        folder: Must not exist. It appears only when whole.
+        ours: The iterations open the range ``parts.ITERATION_SPAN`` and those of their parts.
+            Where they do not, the session marks the end of each in the trace, and samples the
+            Python stack, so that what runs outside of operators has a name.
+        information: Goes into ``recording.json`` as it is: ``parameters``,
+            ``machine``, ``versions``, ``probes``, ``command``, ...
+        progress: Called with (iterations done, iterations in all) after each.
+
+    Raises:
+        InputError: a count is impossible, or ``device`` is a GPU that is not there.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        iterations: int,
+        *,
+        device: str | torch.device = "cpu",
+        warmup: int = 2,
+        unprofiled: int = 0,
+        with_stack: bool = False,
+        record_shapes: bool = True,
+        profile_memory: bool = False,
+        ours: bool = True,
+        information: dict[str, Any] | None = None,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> None:
+        if iterations < 1 or warmup < 0 or unprofiled < 0:
+            raise InputError(
+                "a recording needs iterations >= 1, warmup >= 0 and unprofiled >= 0, "
+                f"not {iterations}, {warmup} and {unprofiled}"
+            )
+        self.folder, self.device = Path(folder), torch.device(device)
+        self.on_gpu = self.device.type == "cuda"
+        if self.on_gpu and not torch.cuda.is_available():
+            raise InputError(f"cannot record on {self.device}: torch sees no GPU")
+        self._with_stack, self._record_shapes = with_stack, record_shapes
+        self._profile_memory = profile_memory
+        self.information = dict(information or {})
+        self.ours, self._progress = ours, progress
+        self.total = warmup + unprofiled + iterations
+        self._plan = [
+            (WARM_UP, warmup),
+            (BEFORE, unprofiled - unprofiled // 2),
+            (PROFILED, iterations),
+            (AFTER, unprofiled // 2),
+        ]
+        self.done = 0
+        """Iterations that have ended."""
+        self._each: dict[str, list[float]] = {phase: [] for phase, _ in self._plan}
+        """Host milliseconds of the iterations of each phase."""
+        self._all_ms = dict.fromkeys(self._each, 0.0)
+        """Milliseconds of each phase, with the device's work done."""
+        self._phase: str | None = None
+        self._began = self._ended = self._phase_began = self._read_before = 0.0
+        self._profiler: profile | None = None
+        self._sampler: StackSampler | None = None
+        self._marks: list[int] = []
+        self._counted: bool | None = None
+        """Whether the counters read now are of iterations with a profiler; None reads none."""
+        self._cheap = True
+        self._threads = 0
+        self._stack = contextlib.ExitStack()
+
+    @property
+    def finished(self) -> bool:
+        """Whether every iteration that is to be recorded or timed has ended."""
+        return self.done >= self.total
+
+    def __enter__(self) -> Session:
+        """Begin the first iteration.
+
+        Raises:
+            InputError: the folder exists or cannot be written.
+        """
+        self._part = self._stack.enter_context(whole_folder(self.folder, "recording"))
+        self._counters = self._stack.enter_context(IterationCounters(self.device))
+        if self.on_gpu:
+            torch.cuda.reset_peak_memory_stats(self.device)
+        self._begin_phase()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Write the folder; after an error there is none.
+
+        Raises:
+            InputError: the loop ended before an iteration was recorded.
+        """
+        with self._stack:
+            self._end_phase()
+            if error is not None:
+                raise error  # through what is on the stack, which leaves no folder then
+            if not self._each[PROFILED]:
+                counts = dict(self._plan)
+                # two more: those before the session begins, see inject.py
+                needed = counts[WARM_UP] + counts[BEFORE] + 3
+                raise InputError(
+                    f"the training ended after {self.done} of {self.total} iterations to measure, "
+                    f"before one was recorded; train at least {needed}, or lower "
+                    "profiling.warmup and profiling.iterations"
+                )
+            self._write()
+
+    def step(self) -> None:
+        """Say that an iteration has ended and the next one begins."""
+        if self._phase is None:
+            return
+        self._ended = time.perf_counter()
+        each = self._each[self._phase]
+        each.append((self._ended - self._began) * 1e3)
+        self._mark()
+        if self._counted is not None:
+            self._counters.snapshot(self.done, profiled=self._counted)
+        self.done += 1
+        if self._progress is not None:
+            self._progress(self.done, self.total)
+        if len(each) == dict(self._plan)[self._phase]:
+            self._end_phase()
+            self._begin_phase()
+        self._began = time.perf_counter()
+
+    # ---- phases ---------------------------------------------------------------------
+
+    def _begin_phase(self) -> None:
+        """Begin the first phase that has iterations to come; none where all are done."""
+        self._phase = next(
+            (phase for phase, count in self._plan if len(self._each[phase]) < count), None
+        )
+        self._counted = False if self._phase in (BEFORE, AFTER) else None
+        if self._phase == PROFILED:
+            self._start_profiler()
+        self._wait()
+        self._read_before = sum(self._counters.cost_s)
+        if self._counted is not None:
+            self._counters.start()
+        self._mark()
+        self._phase_began = self._ended = self._began = time.perf_counter()
+
+    def _end_phase(self) -> None:
+        """Note how long a phase took, whole or cut short; end the profiler after its own."""
+        if self._phase is None:
+            return
+        # No waiting in between: work that the GPU does while the host runs ahead
+        # would otherwise be profiled as if it could not.
+        self._wait()
+        whole = len(self._each[self._phase]) == dict(self._plan)[self._phase]
+        total_s = (time.perf_counter() if whole else self._ended) - self._phase_began
+        if not self.on_gpu:  # a GPU computes while its host reads counters
+            total_s -= sum(self._counters.cost_s) - self._read_before
+        self._all_ms[self._phase] = total_s * 1e3
+        if self._phase == PROFILED and self._profiler is not None:
+            if self._sampler is not None:
+                self._sampler.stop()
+            self._profiler.stop()
+        self._phase = None
+
+    def _start_profiler(self) -> None:
+        self._threads = threading.active_count()
+        cost_ms = self._counters.cost_ms()
+        # whether reading the counters would not show in iterations of such length
+        self._cheap = cost_ms is None or (
+            cost_ms <= MAX_COUNTING_SHARE * statistics.median(self._each[BEFORE])
+        )
+        self._counted = True if self._cheap else None
+        activities = [ProfilerActivity.CPU]
+        if self.on_gpu:
+            activities.append(ProfilerActivity.CUDA)
+        self._profiler = profile(
+            activities=activities,
+            record_shapes=self._record_shapes,
+            profile_memory=self._profile_memory,
+            with_stack=self._with_stack,
+            with_flops=True,
+        )
+        self._profiler.start()
+        if not self.ours:
+            plain = self._each[BEFORE]
+            usual_s = statistics.median(plain) / 1e3 if plain else None
+            self._sampler = StackSampler(threading.get_ident(), usual_s)
+            self._sampler.start()
+
+    def _mark(self) -> None:
+        if self._phase == PROFILED and not self.ours:
+            self._marks.append(time.perf_counter_ns())
+            with record_function(STEP_MARK):
+                pass
+
+    def _wait(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+
+    # ---- what is left -----------------------------------------------------------------
+
+    def _write(self) -> None:
+        profiler, part = self._profiler, self._part
+        assert profiler is not None
+        profiler.export_chrome_trace(str(part / "trace.json.gz"))
+        averages = key_averages(profiler)
+        documents = {
+            "key_averages": {"format_version": FORMAT_VERSION, "rows": averages},
+            "recording": self._head(averages),
+        }
+        if self._sampler is not None:
+            documents["python"] = self._sampler.document() | {"marks": self._marks}
+        for name, document in documents.items():
+            indent = None if name == "python" else 1
+            write_text(
+                part / f"{name}.json", json.dumps(document, indent=indent, default=str) + "\n"
+            )
+
+    def _head(self, averages: list[dict[str, Any]]) -> dict[str, Any]:
+        information, measured = self.information, self._each[PROFILED]
+        plain = self._each[BEFORE] + self._each[AFTER]
+        plain_all = self._all_ms[BEFORE] + self._all_ms[AFTER]
+        options = {
+            "with_stack": self._with_stack,
+            "record_shapes": self._record_shapes,
+            "profile_memory": self._profile_memory,
+            "warmup": dict(self._plan)[WARM_UP],
+        }
+        missing = self._not_measured(averages)
+        if self._threads > 1:
+            missing["other_threads"] = (
+                "torch.profiler sees the thread that starts it and autograd's; what other "
+                "Python threads do (making batches ahead) is not in the trace"
+            )
+        counted = self._counters.evidence()
+        missing |= counted.pop("not_measured")
+        if not self._cheap:
+            missing["counters.profiled"] = (
+                f"reading the counters takes {self._counters.cost_ms():.3f} ms, more than "
+                f"{MAX_COUNTING_SHARE:.1%} of an iteration, so it was left out under the profiler"
+            )
+        head = {
+            **information,
+            **counted,
+            "format_version": FORMAT_VERSION,
+            "engine": "torch",
+            "device": str(self.device),
+            "torch": torch.__version__,
+            "options": options,
+            "passes": [
+                *information.get("passes", []),
+                {
+                    "name": "torch.profiler",
+                    "iterations": len(measured),
+                    "ms_per_iteration": self._all_ms[PROFILED] / len(measured),
+                    "unprofiled_ms_per_iteration": plain_all / len(plain) if plain else None,
+                    # Medians: one disturbed iteration must not pass for the profiler's cost.
+                    "dilation": (
+                        statistics.median(measured) / statistics.median(plain) if plain else None
+                    ),
+                    "command": information.get("command", ""),
+                },
+            ],
+            "iteration_ms": measured,
+            "unprofiled_iteration_ms": plain,
+            "not_measured": {**missing, **information.get("not_measured", {})},
+        }
+        if self.on_gpu:
+            head["gpu_peak_allocated_bytes"] = torch.cuda.max_memory_allocated(self.device)
+        return head
+
+    def _not_measured(self, averages: list[dict[str, Any]]) -> dict[str, str]:
+        """What this recording cannot tell, name to reason."""
+        if self.on_gpu:
+            missing = {
+                "gpu_stall_reasons": "torch.profiler does not sample GPU instructions; "
+                "HPCToolkit's gpu=nvidia,pc does"
+            }
+        else:
+            absent = ("gpu_time_ms", "launches", "copy_bytes", "gpu_stall_reasons")
+            missing = dict.fromkeys(absent, "the run used no GPU")
+        if not self._record_shapes:
+            missing["shapes"] = "input shapes were not recorded (record_shapes)"
+        if not self._profile_memory:
+            missing["allocated_bytes"] = "memory was not recorded (profile_memory)"
+        if not any(row["flops"] for row in averages):
+            missing["flops"] = "torch counted no floating point operations in this run"
+        if not self._each[BEFORE] + self._each[AFTER]:
+            missing["dilation"] = "no iterations were timed without the profiler"
+        return missing
+
+
+def key_averages(profiler: profile) -> list[dict[str, Any]]:
+    """torch's own averages as plain rows, one per name and input shapes.
+
+    ``self_cpu_ns`` and ``cpu_ns`` are totals over ``count`` calls. ``flops`` is 0
+    where torch has no formula for the operator. ``shapes`` is spelt as in the trace.
+    """
+    return [
+        {
+            "name": average.key,
+            "shapes": str(average.input_shapes) if average.input_shapes else "",
+            "count": average.count,
+            "device": str(average.device_type).rpartition(".")[2],
+            "self_cpu_ns": round(average.self_cpu_time_total * 1e3),
+            "cpu_ns": round(average.cpu_time_total * 1e3),
+            "self_device_ns": round(average.self_device_time_total * 1e3),
+            "device_ns": round(average.device_time_total * 1e3),
+            "flops": average.flops or 0,
+            "self_cpu_memory_bytes": average.self_cpu_memory_usage,
+            "self_device_memory_bytes": average.self_device_memory_usage,
+        }
+        for average in profiler.key_averages(group_by_input_shape=True)
+    ]
+
+
+# ---- programs that are not ours ----------------------------------------------------------
+
+
+UNKNOWN_MODEL = "the program is not this workbook's, so its model and its data are not known"
+"""Why a foreign program has no evidence that is found by running parts of the model alone."""
+
+
+def rank_of_process() -> tuple[int | None, int]:
+    """(rank, number of ranks) of this process; (None, 1) where it is alone."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    rank, world = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    if rank.isdigit() and world.isdigit() and int(world) > 1:
+        return int(rank), int(world)
+    return None, 1
+
+
+def begin(folder: Path, iterations: int, information: dict[str, Any], **options: Any) -> Session:
+    """Begin to record a program that is not ours, in whose first iterations we are.
+
+    Args:
+        information: added to what every recording says of its circumstances.
+        options: as :class:`Session` takes them.
+
+    Raises:
+        InputError: the folder exists, or the program is being profiled already.
+    """
+    if torch.autograd._profiler_enabled():
+        raise InputError(
+            "the program runs torch.profiler itself, and only one profiler can record a thread: "
+            "switch its own off, or open its own trace with dlrm run bottlenecks -p profile_run="
+        )
+    used = torch.cuda.is_available() and torch.cuda.is_initialized()
+    device = torch.device("cuda", torch.cuda.current_device()) if used else torch.device("cpu")
+    limit = torch.cuda.mem_get_info(device)[1] if used else memory_limit()
+    circumstances = {
+        "command": " ".join([Path(sys.executable).name, *sys.orig_argv[1:]]),
+        "device_name": torch.cuda.get_device_name(device) if used else "CPU",
+        "threads": torch.get_num_threads(),
+        "machine": machine_facts(),
+        "memory_limit_bytes": limit,
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+        },
+        "not_measured": dict.fromkeys(("part_probes", "data_statistics"), UNKNOWN_MODEL),
+    }
+    return Session(
+        folder,
+        iterations,
+        device=device,
+        ours=False,
+        information=circumstances | information,
+        **options,
+    ).__enter__()
+
+
+class record:
+    """Records some iterations of a training loop of one's own.
+
+    ::
+
+        from dlrm_workbook import record
+
+        with record("runs/mine") as step:
+            for batch in loader:
+                with record.part("embedding"):
+                    ...
+                step()
+
+    Call ``step()`` at the end of each iteration. The first iteration and ``warmup`` more are
+    not measured; ``iterations`` are recorded with torch.profiler, and as many, half of them
+    before and half after, are timed without it. After that the loop runs on as it would. The
+    folder is then there: ``dlrm run bottlenecks -p profile_run=runs/mine``. Of several ranks
+    each writes a folder of its own inside. Needs torch and numpy only.
+
+    Args:
+        folder: Must not exist.
+        iterations, warmup: as above.
+        record_shapes, profile_memory, with_stack: as torch.profiler has them.
+
+    Raises:
+        InputError: ``folder`` exists, or a count is impossible.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        iterations: int = 20,
+        warmup: int = 3,
+        record_shapes: bool = True,
+        profile_memory: bool = True,
+        with_stack: bool = False,
+    ) -> None:
+        self._folder = Path(folder).absolute()
+        if iterations < 1 or warmup < 0:
+            raise InputError(
+                f"record needs iterations >= 1 and warmup >= 0, not {iterations} and {warmup}"
+            )
+        if self._folder.exists():
+            raise InputError(f"{self._folder} exists already; record never writes over a folder")
+        self._options = {
+            "warmup": warmup,
+            "unprofiled": iterations,
+            "record_shapes": record_shapes,
+            "profile_memory": profile_memory,
+            "with_stack": with_stack,
+        }
+        self._iterations = iterations
+        self._session: Session | None = None
+        self._over = False
+
+    @staticmethod
+    @contextlib.contextmanager
+    def part(said: str) -> Iterator[None]:
+        """Say which part of the step the block is, such as ``embedding`` or ``top_mlp forward``.
+
+        Raises:
+            InputError: there is no such part.
+        """
+        try:
+            parse_part(said)
+        except ValueError as error:
+            raise InputError(f"record.part({said!r}): {error}") from None
+        with record_function(PART_PREFIX + said):
+            yield
+
+    def __enter__(self) -> Callable[[], None]:
+        return self._step
+
+    def _step(self) -> None:
+        if self._over:
+            return
+        if self._session is None:
+            rank, _ = rank_of_process()
+            place = self._folder if rank is None else self._folder / f"rank{rank}"
+            self._session = begin(place, self._iterations, {}, **self._options)
+            return
+        self._session.step()
+        if self._session.finished:
+            self._over = True
+            self._session.__exit__(None, None, None)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Write what was recorded of a loop that ended early; it is never ended by us."""
+        if self._over:
+            return
+        self._over = True
+        if self._session is None:
+            if error is None:
+                warnings.warn(
+                    "record: nothing was recorded, since step() was never called", stacklevel=2
+                )
+            return
+        try:
+            self._session.__exit__(kind, error, traceback)
+        except InputError as refusal:
+            if refusal is error:
+                raise
+            # what was trained is worth more than the recording that failed
+            warnings.warn(f"record: nothing was recorded: {refusal}", stacklevel=2)

@@ -1,0 +1,62 @@
+"""Trains a small recommender that knows nothing of the workbook: a program to be measured.
+
+    python foreign_program.py STEPS [HOW]
+
+``HOW`` spoils it: ``fail`` ends it with exit code 3 after its steps, ``still`` never steps an
+optimizer, ``fork`` leaves the training to a process of its own, ``two`` trains in two processes.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+
+def make_batch(random: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A batch made sample by sample, which is slow."""
+    bags = []
+    for _ in range(4000):
+        drawn = random.random(random.integers(1, 8))
+        bags.append(np.unique((drawn * 999).astype(np.int64)))
+    offsets = np.cumsum([0] + [len(bag) for bag in bags[:-1]])
+    return torch.from_numpy(np.concatenate(bags)), torch.from_numpy(offsets), torch.rand(4000, 1)
+
+
+def train(steps: int, step_optimizer: bool = True) -> None:
+    random = np.random.default_rng(0)
+    table = torch.nn.EmbeddingBag(1000, 32, mode="sum")
+    mlp = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+    optimizer = torch.optim.SGD([*table.parameters(), *mlp.parameters()], lr=0.1)
+    for _ in range(steps):
+        indices, offsets, target = make_batch(random)
+        loss = torch.nn.functional.mse_loss(mlp(table(indices, offsets)), target)
+        optimizer.zero_grad()
+        loss.backward()
+        if step_optimizer:
+            optimizer.step()
+    print("trained")
+
+
+if __name__ == "__main__":
+    steps, how = int(sys.argv[1]), (sys.argv[2:] or [""])[0]
+    print("started in", Path.cwd())
+    if how == "fork":
+        if os.fork() == 0:
+            train(steps)
+    elif how == "two":
+        context = multiprocessing.get_context("spawn")
+        children = [context.Process(target=train, args=(steps,)) for _ in range(2)]
+        for child in children:
+            child.start()
+        for child in children:
+            child.join()
+    else:
+        train(steps, step_optimizer=how != "still")
+        if how == "fail":
+            print("ran out of luck", file=sys.stderr)
+            sys.exit(3)

@@ -1,0 +1,213 @@
+"""Programs that are not ours: measured without being edited, and recorded by two lines."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import foreign_program
+import pandas as pd
+import pytest
+import torch
+
+from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
+from dlrm_core.errors import InputError
+from dlrm_workbook import record
+from dlrm_workbook.analysis.attribution import attribute, coverage
+from dlrm_workbook.cli import with_command
+from dlrm_workbook.machine import REPOSITORY
+from dlrm_workbook.recordings.measure import measure
+from dlrm_workbook.recordings.open import open_recording
+from dlrm_workbook.recordings.profile import Profile
+
+PROGRAM = Path(foreign_program.__file__)
+
+
+def parameters(folder: Path, *words: str, **profiling: Any) -> Parameters:
+    """Those of a command; 2 iterations warm up and 4 are measured unless ``profiling`` differs."""
+    section = {"engine": "torch", "warmup": 2, "iterations": 4, "command": list(words)}
+    section |= {"command_folder": str(folder)} | profiling
+    return parameters_from_sections({"title": "Mine", "profiling": section})
+
+
+def program(folder: Path, *arguments: str, **profiling: Any) -> Parameters:
+    return parameters(folder, sys.executable, str(PROGRAM), *arguments, **profiling)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Profile, Path]:
+    """(the profile, its run folder) of the small program, which would train for long."""
+    folder = tmp_path_factory.mktemp("own")
+    return measure(program(folder, "100000"), folder / "run"), folder / "run"
+
+
+def test_a_command_is_measured_by_the_steps_of_its_optimizer(
+    measured: tuple[Profile, Path],
+) -> None:
+    profile, folder = measured
+    assert len(profile.iterations) == 4
+    times = profile.iterations["end_ns"] - profile.iterations["start_ns"]
+    # each is one training step: a forward and a backward pass, and an update of four tensors
+    calls = profile.contexts.assign(calls=profile.value_table("calls", "exclusive"))
+    assert calls.loc[calls["name"].eq("aten::embedding_bag"), "calls"].sum() == 4
+    assert times.min() > 0
+    made = profile.meta["passes"][0]
+    assert made["iterations"] == 4 and made["dilation"] > 0
+    assert profile.meta["title"] == "Mine"
+    assert any("not edited" in notice for notice in profile.meta["notices"])
+    assert profile.meta["counters"]["profiled"].count(False) == 4
+    assert "parameters" not in profile.meta
+    assert f"started in {folder.parent}" in (folder / "logs/command.out").read_text()
+    # its end was not reached: it was ended when everything was there
+    assert "trained" not in (folder / "logs/command.out").read_text()
+
+
+def test_most_of_its_step_is_in_named_parts_and_its_data_line_is_named(
+    measured: tuple[Profile, Path],
+) -> None:
+    profile, _ = measured
+    attribution = attribute(profile)
+    share = attribution.groupby("component")["share"].sum()
+    assert share["data"] > 0.3
+    assert {"embedding", "optimizer"} <= set(share.index)
+    contexts = profile.contexts.assign(ms=profile.value_table("cpu_time_ms", "exclusive"))
+    lines = contexts[contexts["file"].eq(str(PROGRAM)) & contexts["component"].eq("data")]
+    source = PROGRAM.read_text().splitlines()
+    loop = next(i for i, text in enumerate(source, 1) if "for _ in range(4000)" in text)
+    # in the loop over samples, not beside it
+    assert lines.loc[lines["line"].between(loop, loop + 2), "ms"].sum() > 0.5 * lines["ms"].sum()
+
+
+def test_a_run_folder_opens_as_what_was_measured(measured: tuple[Profile, Path]) -> None:
+    profile, folder = measured
+    again = open_recording(folder).profile
+    pd.testing.assert_frame_equal(again.values, profile.values)
+    raw = open_recording(folder / "recording").profile
+    assert coverage(attribute(raw)) == pytest.approx(coverage(attribute(profile)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "profiling", "said"),
+    [
+        (("1",), {}, "stepped its optimizer once only"),
+        (("9",), {"iterations": 10}, "ended after 7 of 22 iterations .* train at least 10"),
+        (("5", "fail"), {}, "failed with exit code 3: ran out of luck"),
+        (("5", "still"), {}, "without a step of any torch optimizer"),
+        (("100000", "fork"), {}, "background|still training"),
+        (("100000", "two"), {}, "2 processes that are not ranks"),
+    ],
+    ids=["one step", "too short", "fails", "never steps", "forks", "two trainings"],
+)
+def test_what_cannot_be_measured_is_told_in_a_sentence(
+    arguments: tuple[str, ...], profiling: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=said) as caught:
+        measure(program(tmp_path, *arguments, **profiling), tmp_path / "run")
+    assert "\n" not in str(caught.value)
+    assert "started in" in (tmp_path / "run/logs/command.out").read_text()
+    assert not (tmp_path / "run/profile").exists()
+
+
+def test_a_program_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no-such-program cannot be started"):
+        measure(parameters(tmp_path, "no-such-program"), tmp_path / "run")
+
+
+def test_a_command_that_ends_early_but_was_recorded_says_so(tmp_path: Path) -> None:
+    profile = measure(program(tmp_path, "8", "fail"), tmp_path / "run")
+    assert len(profile.iterations) == 2
+    assert any("exit code 3" in notice for notice in profile.meta["notices"])
+
+
+def test_ranks_leave_a_recording_each(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port"]
+    words += ["0", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(PROGRAM), "100000"]
+    measure(parameters(tmp_path, *words), tmp_path / "run")
+    recording = open_recording(tmp_path / "run")
+    assert sorted(recording.ranks) == [0, 1]
+    assert all(len(profile.iterations) == 4 for profile in recording.ranks.values())
+
+
+def test_what_follows_two_dashes_is_the_command(tmp_path: Path) -> None:
+    given = ["run", "profile", "-f", "a.yaml", "--", "python", "train.py", "--name=a b", "--", "x"]
+    words = with_command(given)
+    file = tmp_path / "a.yaml"
+    file.write_text("{}")
+    section = load_parameters(file, [words[-1]]).profiling
+    assert section.command == ("python", "train.py", "--name=a b", "--", "x")
+    assert section.command_folder == str(Path.cwd())
+    assert with_command(["train", "--", "x"]) == ["train", "--", "x"]
+
+
+@pytest.mark.parametrize("value", ["python train.py", [], ["python", 1]])
+def test_commands_that_are_no_list_of_words_are_refused(value: Any) -> None:
+    with pytest.raises(InputError, match=r"profiling\.command"):
+        parameters_from_sections({"profiling": {"command": value}})
+
+
+# ---- two lines in one's own code ---------------------------------------------------------
+
+
+def loop(folder: Path, steps: int, **options: Any) -> int:
+    """A loop with a table; how many iterations it did."""
+    table = torch.nn.EmbeddingBag(50, 8, mode="sum")
+    done = 0
+    with record(folder, **options) as step:
+        for _ in range(steps):
+            with record.part("embedding"):
+                pooled = table(torch.arange(10).view(2, 5))
+            with record.part("top_mlp"):
+                scores = pooled.tanh().cos()
+            scores.sum().backward()
+            done += 1
+            step()
+    return done
+
+
+def test_a_loop_records_itself_and_goes_on(tmp_path: Path) -> None:
+    assert loop(tmp_path / "mine", 50, iterations=3, warmup=1) == 50
+    profile = open_recording(tmp_path / "mine").profile
+    assert len(profile.iterations) == 3
+    parts = set(attribute(profile)[["component", "phase"]].itertuples(index=False, name=None))
+    assert {("embedding", "forward"), ("embedding", "backward")} <= parts
+    assert {("top_mlp", "forward"), ("top_mlp", "backward")} <= parts
+
+
+def test_a_loop_that_is_too_short_is_warned_of_and_keeps_its_results(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="ended after 2 of 7 iterations"):
+        assert loop(tmp_path / "mine", 3, iterations=3, warmup=1) == 3
+    assert not list(tmp_path.iterdir())
+    with pytest.warns(UserWarning, match=r"step\(\) was never called"), record(tmp_path / "none"):
+        pass
+
+
+def test_an_error_of_the_loop_is_its_own(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), record(tmp_path / "mine") as step:
+        step()
+        step()
+        1 / 0  # noqa: B018
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_record_refuses(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="exists already"):
+        record(tmp_path)
+    with pytest.raises(InputError, match="iterations >= 1"):
+        record(tmp_path / "x", iterations=0)
+    with pytest.raises(InputError, match="towers"), record.part("towers"):
+        pass
+
+
+def test_record_needs_torch_and_numpy_only() -> None:
+    code = (
+        "import sys\n"
+        "for name in ('yaml', 'pandas', 'numba', 'plotly', 'psutil', 'pyarrow', 'papermill'):\n"
+        "    sys.modules[name] = None\n"
+        "from dlrm_workbook import record\n"
+        "print(record.part)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
