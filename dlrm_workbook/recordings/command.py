@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,20 @@ def record_command(
     """
     made = folder / "processes"
     made.mkdir(parents=True)
+    try:
+        return _recorded(command, config, folder, made, progress)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _recorded(
+    command: Sequence[str],
+    config: ProfilingConfig,
+    folder: Path,
+    made: Path,
+    progress: ProgressCallback | None,
+) -> list[str]:
+    """As :func:`record_command`; its processes write into ``made``."""
     done = run_child(
         command,
         stage=STAGE,

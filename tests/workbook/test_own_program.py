@@ -17,11 +17,14 @@ from dlrm_core.config import Parameters, load_parameters, parameters_from_sectio
 from dlrm_core.errors import InputError
 from dlrm_workbook import record
 from dlrm_workbook.analysis.attribution import attribute, coverage
+from dlrm_workbook.analysis.findings import findings
+from dlrm_workbook.analysis.python_lines import python_lines
 from dlrm_workbook.cli import with_command
 from dlrm_workbook.machine import REPOSITORY
 from dlrm_workbook.recordings.measure import measure
 from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.recordings.torch.recorder import record_workload
 
 PROGRAM = Path(foreign_program.__file__)
 
@@ -81,6 +84,39 @@ def test_most_of_its_step_is_in_named_parts_and_its_data_line_is_named(
     assert lines.loc[lines["line"].between(loop, loop + 2), "ms"].sum() > 0.5 * lines["ms"].sum()
 
 
+def test_the_lines_that_make_a_batch_are_named_in_the_finding(
+    measured: tuple[Profile, Path],
+) -> None:
+    profile, _ = measured
+    lines = python_lines(profile)
+    assert lines["share"].sum() <= 1.0
+    data = lines[lines["component"].eq("data")].iloc[0]
+    assert data["function"] == "make_batch" and data["line"].startswith("foreign_program.py:")
+    found = findings(profile, attribute(profile))
+    said = next(finding for finding in found if finding.id == "data_generation")
+    assert data["line"] in said.evidence
+    assert not said.change and "parameter" not in said.advice
+
+
+def test_our_own_runs_name_the_lines_of_parts_that_are_mostly_python(tmp_path: Path) -> None:
+    model = {"bottom_mlp": [8, 16, 8], "top_mlp": [16, 1], "embedding_dim": 8, "tables": 2}
+    sections = {
+        "model": model | {"table_rows": 100},
+        "data": {"generator": "facebook_loop", "indices_per_lookup": 5},
+        "training": {"batch_size": 2000, "device": "cpu"},
+        "profiling": {"engine": "torch", "warmup": 1, "iterations": 3, "probes": False},
+    }
+    folder = record_workload(parameters_from_sections(sections), tmp_path / "recording")
+    profile = open_recording(folder).profile
+    sampled = profile.meta["passes"][-1]
+    assert sampled["name"] == "Python stack sampled" and sampled["iterations"] == 3
+    lines = python_lines(profile)
+    assert lines["component"].iloc[0] == "data" and lines["share"].iloc[0] > 0.05
+    assert lines["line"].iloc[0].startswith("synthetic.py:")
+    # what passes in operators has no line
+    assert "top_mlp" not in set(lines["component"])
+
+
 def test_a_run_folder_opens_as_what_was_measured(measured: tuple[Profile, Path]) -> None:
     profile, folder = measured
     again = open_recording(folder).profile
@@ -96,7 +132,7 @@ def test_a_run_folder_opens_as_what_was_measured(measured: tuple[Profile, Path])
         (("9",), {"iterations": 10}, "ended after 7 of 22 iterations .* train at least 10"),
         (("5", "fail"), {}, "failed with exit code 3: ran out of luck"),
         (("5", "still"), {}, "without a step of any torch optimizer"),
-        (("100000", "fork"), {}, "background|still training"),
+        (("1000000", "fork"), {"iterations": 100_000}, "background|still training"),
         (("100000", "two"), {}, "2 processes that are not ranks"),
     ],
     ids=["one step", "too short", "fails", "never steps", "forks", "two trainings"],

@@ -37,6 +37,7 @@ from dlrm_workbook.analysis.context_tree import Bools, Ints, overlap, union
 from dlrm_workbook.analysis.idleness import idle_pieces
 from dlrm_workbook.analysis.launches import device_operations
 from dlrm_workbook.analysis.operators import top_operators
+from dlrm_workbook.analysis.python_lines import python_lines
 from dlrm_workbook.analysis.roofline import roofline
 from dlrm_workbook.recordings.profile import Profile
 
@@ -44,6 +45,9 @@ Part = tuple[str, str]
 
 ALL = 100_000
 """More operators than any trace has."""
+
+MOST_LINES = 3
+"""Lines of Python that a sentence names."""
 
 PROFILER_MS = 0.01
 """Most that torch.profiler adds to an operator, with shapes and memory recorded."""
@@ -173,6 +177,22 @@ class Evidence:
         pieces[PART] = parts_at(self.profile, pieces["context"].to_numpy())
         pieces["ms"] = (pieces["end_ns"] - pieces["start_ns"]) / 1e6 / len(self.windows[0])
         return pieces.groupby(PART)["ms"].sum()
+
+    @cached_property
+    def lines(self) -> pd.DataFrame:
+        """Time by line of Python, see :func:`~dlrm_workbook.analysis.python_lines.python_lines`."""
+        return python_lines(self.profile)
+
+    def said_lines(self, component: str, phase: str | None = None) -> str | None:
+        """The lines that take most of a part's Python time, as a sentence lists them."""
+        chosen = self.lines["component"].eq(component)
+        if phase is not None:
+            chosen &= self.lines["phase"].eq(phase)
+        listed = [
+            f"{row['line']} in {row['function']} ({milliseconds(float(row['time_ms']))})"
+            for _, row in self.lines[chosen].head(MOST_LINES).iterrows()
+        ]
+        return ", ".join(listed) or None
 
     def time(self, component: str, phase: str | None = None) -> float:
         """Time of a component, or of one phase of it, ms per iteration."""

@@ -570,6 +570,7 @@ def page_faults(evidence: Evidence, ledger: Ledger) -> Measured | None:
     evidence=(
         "{own:ms} of {name} ({whole:ms}) pass in its own code, not in operators that it calls, and "
         "the thread is on a core meanwhile.",
+        "The Python lines that take most of it: {lines}.",
     ),
     advice="Look at what the Python code of {name} does: loops, conversions to lists or numpy, "
     "formatting, hooks. Express it in operators on whole tensors or take it out.",
@@ -580,7 +581,9 @@ def python_in_part(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """Code of a part's own computes, outside every operator, where parts only call operators."""
     usual = 2.0 * PYTHON_MS * (5.0 + evidence.parts["calls"])
     own = (evidence.parts["python_ms"] - usual).dropna()
-    own = own.drop(["data", "other", "transfer"], level="component", errors="ignore")
+    # of another program's code that no name places, the lines are named all the same
+    left_out = ["data", "transfer", *(["other"] if evidence.is_ours else [])]
+    own = own.drop(left_out, level="component", errors="ignore")
     left = [
         (float(time) - ledger.explained_in(part), part)
         for part, time in zip(((str(c), str(p)) for c, p in own.index), own, strict=True)
@@ -593,8 +596,9 @@ def python_in_part(evidence: Evidence, ledger: Ledger) -> Measured | None:
     ledger.explain(share * evidence.total_ms, part)
     return {
         "share": share,
-        "name": part_label(*part),
+        "name": part_label(*part) if part[0] != "other" else "no named part",
         "own": float(evidence.parts["python_ms"][part]),
+        "lines": evidence.said_lines(*part),
         "whole": float(evidence.parts["traced_ms"][part]),
         "component": part[0],
     }

@@ -37,6 +37,9 @@ from dlrm_workbook.processes import Say, print_stage, say_nothing, settle_alloca
 from dlrm_workbook.recordings.torch.session import Session
 from dlrm_workbook.turns import threads_of
 
+SAMPLED_ITERATIONS = 3
+"""Iterations whose Python stack is sampled, after those that are timed and recorded."""
+
 
 def record(
     run_iteration: Callable[[int], object],
@@ -88,13 +91,14 @@ def record_workload(
     plain: list[dict[str, float]] = []
     before = config.warmup + config.iterations - config.iterations // 2
     profiled = range(before, before + config.iterations)
+    timed = range(config.warmup, config.warmup + 2 * config.iterations)
     on_cpu = trainer.device.type == "cpu"
 
     def iterate(iteration: int) -> None:
         with log_spans() as rows:
             losses.append(trainer.iterate())
         # a profiler's cost is not the same for every part, so they are timed without it too
-        if on_cpu and iteration >= config.warmup and iteration not in profiled:
+        if on_cpu and iteration in timed and iteration not in profiled:
             times: dict[str, float] = {}
             for name, start, end in rows:
                 times[name] = times.get(name, 0.0) + (end - start) / 1e6
@@ -108,6 +112,7 @@ def record_workload(
             device=trainer.device,
             warmup=config.warmup,
             unprofiled=config.iterations,
+            sampled=SAMPLED_ITERATIONS,
             with_stack=config.with_stack,
             record_shapes=config.record_shapes,
             profile_memory=config.profile_memory,

@@ -12,7 +12,7 @@ The folder that it leaves holds
 * ``key_averages.json``: per operator and shapes, with the FLOPs that no trace has,
 * ``recording.json``: iteration times, the system's counters of each iteration, dilation,
   circumstances, what was not measured,
-* ``python.json``: the Python stacks sampled meanwhile, of programs that are not ours.
+* ``python.json``: the Python stacks sampled meanwhile, or in some iterations after it.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ from dlrm_workbook.recordings.torch.sampling import StackSampler
 
 FORMAT_VERSION = 1
 
-WARM_UP, BEFORE, PROFILED, AFTER = "warm-up", "before", "profiled", "after"
-"""Phases of a session, in their order: not measured, timed, recorded, timed."""
+WARM_UP, BEFORE, PROFILED, AFTER, SAMPLED = "warm-up", "before", "profiled", "after", "sampled"
+"""Phases of a session, in their order: not measured, timed, recorded, timed, and run with nothing
+but the Python stack sampled."""
 
 MAX_COUNTING_SHARE = 0.005
 """Profiled iterations are counted as long as that takes no larger share of their time."""
@@ -64,7 +65,9 @@ class Session:
         folder: Must not exist. It appears only when whole.
         ours: The iterations open the range ``parts.ITERATION_SPAN`` and those of their parts.
             Where they do not, the session marks the end of each in the trace, and samples the
-            Python stack, so that what runs outside of operators has a name.
+            Python stack while it records, so that what runs outside of operators has a name.
+        sampled: Iterations at the end in which the Python stack is sampled, where it is not
+            while recording.
         information: Goes into ``recording.json`` as it is: ``parameters``,
             ``machine``, ``versions``, ``probes``, ``command``, ...
         progress: Called with (iterations done, iterations in all) after each.
@@ -85,6 +88,7 @@ class Session:
         record_shapes: bool = True,
         profile_memory: bool = False,
         ours: bool = True,
+        sampled: int = 0,
         information: dict[str, Any] | None = None,
         progress: Callable[[int, int], object] | None = None,
     ) -> None:
@@ -101,12 +105,13 @@ class Session:
         self._profile_memory = profile_memory
         self.information = dict(information or {})
         self.ours, self._progress = ours, progress
-        self.total = warmup + unprofiled + iterations
+        self.total = warmup + unprofiled + iterations + sampled
         self._plan = [
             (WARM_UP, warmup),
             (BEFORE, unprofiled - unprofiled // 2),
             (PROFILED, iterations),
             (AFTER, unprofiled // 2),
+            (SAMPLED, sampled),
         ]
         self.done = 0
         """Iterations that have ended."""
@@ -197,6 +202,11 @@ class Session:
         self._counted = False if self._phase in (BEFORE, AFTER) else None
         if self._phase == PROFILED:
             self._start_profiler()
+        if self._phase == (SAMPLED if self.ours else PROFILED):
+            plain = self._each[BEFORE]
+            usual_s = statistics.median(plain) / 1e3 if plain else None
+            self._sampler = StackSampler(threading.get_ident(), usual_s)
+            self._sampler.start()
         self._wait()
         self._read_before = sum(self._counters.cost_s)
         if self._counted is not None:
@@ -216,9 +226,9 @@ class Session:
         if not self.on_gpu:  # a GPU computes while its host reads counters
             total_s -= sum(self._counters.cost_s) - self._read_before
         self._all_ms[self._phase] = total_s * 1e3
+        if self._sampler is not None:
+            self._sampler.stop()
         if self._phase == PROFILED and self._profiler is not None:
-            if self._sampler is not None:
-                self._sampler.stop()
             self._profiler.stop()
         self._phase = None
 
@@ -241,11 +251,6 @@ class Session:
             with_flops=True,
         )
         self._profiler.start()
-        if not self.ours:
-            plain = self._each[BEFORE]
-            usual_s = statistics.median(plain) / 1e3 if plain else None
-            self._sampler = StackSampler(threading.get_ident(), usual_s)
-            self._sampler.start()
 
     def _mark(self) -> None:
         if self._phase == PROFILED and not self.ours:
@@ -269,7 +274,10 @@ class Session:
             "recording": self._head(averages),
         }
         if self._sampler is not None:
-            documents["python"] = self._sampler.document() | {"marks": self._marks}
+            documents["python"] = self._sampler.document() | {
+                "marks": self._marks,
+                "iteration_ms": self._each[SAMPLED if self.ours else PROFILED],
+            }
         for name, document in documents.items():
             indent = None if name == "python" else 1
             write_text(
@@ -320,6 +328,7 @@ class Session:
                     ),
                     "command": information.get("command", ""),
                 },
+                *self._sampled_pass(plain),
             ],
             "iteration_ms": measured,
             "unprofiled_iteration_ms": plain,
@@ -328,6 +337,20 @@ class Session:
         if self.on_gpu:
             head["gpu_peak_allocated_bytes"] = torch.cuda.max_memory_allocated(self.device)
         return head
+
+    def _sampled_pass(self, plain: list[float]) -> list[dict[str, Any]]:
+        """What the iterations cost in which nothing but the stack was sampled."""
+        each = self._each[SAMPLED]
+        if not each:
+            return []
+        return [
+            {
+                "name": "Python stack sampled",
+                "iterations": len(each),
+                "ms_per_iteration": self._all_ms[SAMPLED] / len(each),
+                "dilation": statistics.median(each) / statistics.median(plain) if plain else None,
+            }
+        ]
 
     def _not_measured(self, averages: list[dict[str, Any]]) -> dict[str, str]:
         """What this recording cannot tell, name to reason."""

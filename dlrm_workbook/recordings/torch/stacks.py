@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
 from dlrm_core.errors import InputError
-from dlrm_core.parts import STEP_MARK
+from dlrm_core.parts import STEP_MARK, parse_span
 from dlrm_workbook.recordings.torch.chrome_trace import load_json
 
 _PLUMBING = re.compile(
@@ -24,8 +25,55 @@ _PLUMBING = re.compile(
 )
 """Files whose functions only hand on to others, and our own."""
 
+LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib/python3\.\d+/|^<")
+"""Files that are no code of the program's own."""
+
 MOST_OPERATORS = 1 / 3
 """Between two samples with no larger share of operators, Python is what runs."""
+
+
+def sampled_lines(file: Path) -> dict[str, Any]:
+    """Time by part and line of our own workload, whose functions name its parts.
+
+    Returns:
+        ``rows`` of ``component``, ``phase``, ``function``, ``file``, ``at`` (the line) and
+        ``time_ms`` of a mean iteration, operators included; ``ms_per_iteration``.
+
+    Raises:
+        InputError: the file holds no stacks.
+    """
+    document = load_json(file)
+    try:
+        moments = np.array([moment for moment, _ in document["samples"]], dtype=np.int64)
+        each_ms = [float(ms) for ms in document["iteration_ms"]]
+        rows = [
+            _own_line([document["frames"][i] for i in document["stacks"][stack]])
+            for _, stack in document["samples"]
+        ]
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise InputError(f"{file}: is no record of Python stacks: {error!r}") from None
+    table = pd.DataFrame(rows, columns=["component", "phase", "function", "file", "at"])
+    if len(table) > 1:  # each stands for the time around it
+        edges = (moments[1:] + moments[:-1]) / 2
+        edges = np.concatenate([[2 * moments[0] - edges[0]], edges, [2 * moments[-1] - edges[-1]]])
+        table["time_ms"] = np.diff(edges) / 1e6 / max(len(each_ms), 1)
+        table = table.groupby(list(table.columns[:-1])).sum().reset_index()
+    return {
+        "rows": table.to_dict("records") if "time_ms" in table else [],
+        "ms_per_iteration": sum(each_ms) / max(len(each_ms), 1),
+    }
+
+
+def _own_line(stack: list[tuple[str, int, str, int]]) -> tuple[str, str, str, str, int]:
+    """(component, phase, function, file, line) of a stack, outermost first.
+
+    The line is the innermost one of the program's own, not of a library that it calls.
+    """
+    parts = (parse_span(function.rpartition(".")[2]) for _, _, function, _ in reversed(stack))
+    component, phase = next(filter(None, parts), ("other", ""))
+    own = [frame for frame in stack if not LIBRARY.search(frame[0])] or stack
+    file, _, function, line = own[-1]
+    return component, phase, function, file, int(line)
 
 
 def with_stacks(host: pd.DataFrame, file: Path) -> pd.DataFrame:

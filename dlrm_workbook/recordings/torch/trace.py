@@ -38,7 +38,7 @@ from dlrm_workbook.recordings.torch.parts import (
     own_parts,
 )
 from dlrm_workbook.recordings.torch.shape_work import meaning_of, shape_metrics
-from dlrm_workbook.recordings.torch.stacks import with_stacks
+from dlrm_workbook.recordings.torch.stacks import sampled_lines, with_stacks
 from dlrm_workbook.recordings.torch.steps import (
     STEP_LABEL,
     Steps,
@@ -244,8 +244,11 @@ def read_recording(folder: str | Path, parts: Mapping[str, str] | None = None) -
         )
     meta = {key: value for key, value in head.items() if key != "format_version"}
     events = read_events(folder / "trace.json.gz")
-    if (folder / "python.json").is_file():
-        events.host = with_stacks(events.host, folder / "python.json")
+    stacks = folder / "python.json"
+    if stacks.is_file() and has_own_parts(events.host):
+        meta["python_lines"] = sampled_lines(stacks)
+    elif stacks.is_file():
+        events.host = with_stacks(events.host, stacks)
     return _Builder(events, PartNames(parts)).build(meta, rows)
 
 
