@@ -518,6 +518,11 @@ class ProfilingConfig:
         'or kernels) to their part, as {"*my_tower*": bottom_mlp, Pool: embedding backward}; '
         "goes before what the names say themselves",
     )
+    device_name: str = setting(
+        "",
+        "recordings that name no GPU: which one it is, as its driver names it ('NVIDIA H100 80GB "
+        "HBM3') or short (H100-SXM), so that its data sheet gives the limits",
+    )
     probes: bool = setting(
         True,
         "before measuring, time what this machine can do at best (products, bandwidth, random "

@@ -161,10 +161,39 @@ def device(name: str) -> Device:
     raise InputError(f"device {name!r} is not listed; {hint}known: {', '.join(names)}")
 
 
+def name_device(meta: dict[str, Any], name: str) -> None:
+    """Write into a profile's ``meta`` which GPU a recording is of, where it says of none itself.
+
+    Args:
+        name: as a driver gives it, or short; from ``profiling.device_name``.
+
+    Raises:
+        InputError: no data sheet of it is listed, or the recording names its own GPU.
+    """
+    try:
+        given = device_of_driver(name) or device(name)
+    except InputError as error:
+        raise InputError(f"profiling.device_name: {error}") from None
+    own = meta.get("device_name")
+    if own:
+        raise InputError(
+            f"profiling.device_name is {name!r}, but the recording names its own device, {own!r}"
+        )
+    meta["device_name"] = given.name
+    said = (
+        f"The recording names no GPU. {given.name} was named by whoever opened it "
+        "(profiling.device_name); limits and predictions from data sheets rest on that."
+    )
+    meta["cautions"] = [*(meta.get("cautions") or []), said]
+
+
 def device_of_driver(name: str) -> Device | None:
-    """The GPU whose driver calls it ``NVIDIA A100-SXM4-80GB``; None if it is not listed."""
+    """The GPU whose driver calls it ``NVIDIA A100-SXM4-80GB``; None if it is not listed.
+
+    Its short name is one of its names: so it is called where a user named it.
+    """
     for known in DEVICES:
-        if re.search(known.pattern, name, re.IGNORECASE):
+        if name == known.name or re.search(known.pattern, name, re.IGNORECASE):
             return known
     return None
 

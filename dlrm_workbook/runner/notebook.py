@@ -19,6 +19,7 @@ from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json
 from dlrm_core.progress import Bar
+from dlrm_workbook.analysis.devices import name_device
 from dlrm_workbook.processes import Progress, ProgressCallback
 from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import Profile
@@ -184,17 +185,24 @@ class Source:
 
 
 def find_profile(
-    profile_run: str, output_root: Path, parts: Mapping[str, str] | None = None
+    profile_run: str,
+    output_root: Path,
+    parts: Mapping[str, str] | None = None,
+    device_name: str = "",
 ) -> Source:
     """The profile asked for, else that of the newest finished run, else the recorded sample.
 
     Args:
         profile_run: a place, or "" or ``latest`` for the newest.
         parts: ``profiling.parts``, for recordings of other programs.
+        device_name: ``profiling.device_name``, for recordings that name no GPU.
 
     Raises:
-        InputError: what is asked for cannot be opened, or holds no profile.
+        InputError: what is asked for cannot be opened, or holds no profile; the GPU is not
+            listed, or the recording names its own.
     """
+    if device_name:
+        name_device({}, device_name)  # before a recording of gigabytes is read
     asked = profile_run not in ("", "latest")
     folder = Path(profile_run).expanduser().absolute() if asked else None
     sentence = f"This page explains the profile in `{folder}`."
@@ -204,6 +212,9 @@ def find_profile(
     if folder is not None:
         recording = open_recording(folder, parts)
         profile = recording.profile
+        if device_name:
+            for each in {id(p): p for p in (profile, *recording.ranks.values())}.values():
+                name_device(each.meta, device_name)
         if recording.cautions:
             profile.meta["cautions"] = recording.cautions + profile.meta.get("cautions", [])
         sentence = f"{sentence} {recording.sentence}".strip()

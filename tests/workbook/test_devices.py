@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dlrm_core.errors import InputError
-from dlrm_workbook.analysis.devices import DEVICES, device, device_of_driver
+from dlrm_workbook.analysis.devices import DEVICES, device, device_of, device_of_driver, name_device
 from dlrm_workbook.analysis.roofline import Limits
 
 
@@ -71,3 +71,25 @@ def test_a_data_sheet_serves_as_ceilings_and_says_so(known):
     assert (limits.gemm_ms("top_mlp", "forward", 0, shape, ["bf16"]) is None) == (
         "bf16" not in known.tflops
     )
+
+
+def test_a_recording_that_names_no_gpu_can_be_told_which_it_is():
+    for name, short in (("NVIDIA H100 80GB HBM3", "H100-SXM"), ("h100-sxm", "H100-SXM")):
+        meta = {"cautions": ["another"]}
+        name_device(meta, name)
+        assert device_of(meta).name == short
+        assert meta["cautions"][0] == "another" and "whoever opened it" in meta["cautions"][1]
+
+
+def test_a_gpu_that_nobody_lists_or_that_contradicts_the_recording_is_refused():
+    with pytest.raises(InputError, match=r"profiling.device_name: device 'H1000' .*known: .*T4"):
+        name_device({}, "H1000")
+    meta = {"device_name": "Tesla V100-SXM2-16GB"}
+    with pytest.raises(InputError, match="names its own device, 'Tesla V100-SXM2-16GB'"):
+        name_device(meta, "H100-SXM")
+    assert meta == {"device_name": "Tesla V100-SXM2-16GB"}
+
+
+def test_every_short_name_is_a_name_of_its_own_gpu():
+    for known in DEVICES:
+        assert device_of({"device_name": known.name}) is known
