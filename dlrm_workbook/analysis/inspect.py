@@ -35,6 +35,10 @@ NO_GPU = "no work of a GPU is recorded"
 NO_TIMELINE = "the recording has no timeline of the GPU"
 
 
+WHOLE = "the whole recording"
+"""What times and shares here are of; those of a page are of steady iterations."""
+
+
 def inspect(recording: Recording) -> dict[str, Any]:
     """The facts of a recording.
 
@@ -46,7 +50,8 @@ def inspect(recording: Recording) -> dict[str, Any]:
         (of those two); ``kernels``, ``communication_kernels``, ``copies`` (copies and
         memsets), ``graph_launches``, ``launched_before_trace`` (count) and
         ``launched_before_trace_ms``, ``steps_thread``; ``coverage`` (share of GPU time, or of
-        the step's CPU time without a GPU, in named parts), ``attribution`` (rows
+        the step's CPU time without a GPU, in named parts), ``share_of`` (what ``coverage`` and
+        ``attribution`` are of; a page's are of steady iterations), ``attribution`` (rows
         ``component``, ``phase``, ``device``, ``time_ms``), ``cautions``, ``not_measured``
         (name to reason, for what is None). Of several ranks also ``per_rank``: a list of the
         same, each with ``rank``; times that do not add up are then None above it.
@@ -114,6 +119,7 @@ def inspect_profile(profile: Profile) -> dict[str, Any]:
     found["steps_thread"] = ", ".join(threads) or None
     if not threads:
         missing["steps_thread"] = "no ProfilerStep ranges are recorded"
+    found["share_of"] = WHOLE
     found["attribution"], found["coverage"] = _summed(_by_part(profile))
     if found["coverage"] is None:
         missing["coverage"] = "no time is recorded"
@@ -239,7 +245,7 @@ LABELS = {
     "graph_launches": "launches of CUDA graphs",
     "launched_before_trace": "GPU operations without a recorded launch",
     "launched_before_trace_ms": "their time, ms",
-    "coverage": "time in named parts",
+    "coverage": f"time in named parts, of {WHOLE}",
 }
 """What the text output says, in this order."""
 
@@ -255,7 +261,7 @@ def describe(recording: Recording, found: dict[str, Any]) -> str:
             for share in attribution["time_ms"]
             / attribution.groupby("device")["time_ms"].transform("sum")
         ]
-        lines += ["", "Time in the whole recording, ms:"]
+        lines += ["", f"Time in {WHOLE}, ms:"]
         lines.append(attribution.to_string(index=False, float_format=lambda x: f"{x:,.3f}"))
     if "per_rank" in found:
         table = pd.DataFrame(found["per_rank"])[
@@ -288,7 +294,7 @@ def _figures(found: dict[str, Any]) -> list[str]:
             said = ", ".join(value)
         else:
             said = f"{value:,}" if isinstance(value, int) else str(value)
-        lines.append(f"  {label:42} {said}")
+        lines.append(f"  {label:44} {said}")
     if absent:
         lines += ["", "Not measured:"]
         lines += [f"- {', '.join(labels)}: {reason}" for reason, labels in absent.items()]

@@ -48,6 +48,7 @@ def agree(found: dict[str, Any], truth: dict[str, Any]) -> None:
     gpu = sum(row["time_ms"] for row in found["attribution"] if row["device"] == "gpu")
     assert gpu == pytest.approx(found["gpu_time_ms"], abs=1e-3)
     assert 0 <= found["coverage"] <= 1
+    assert found["share_of"] == "the whole recording"
     missing = {name for name, value in found.items() if value is None}
     assert missing <= found["not_measured"].keys()
 
