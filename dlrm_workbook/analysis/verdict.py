@@ -377,34 +377,38 @@ def _by_component(parts: pd.DataFrame, column: str) -> pd.DataFrame:
     return table.rename(columns={column: "time_ms"})
 
 
-def table(way: Sequence[Stage], file: str = "FILE") -> pd.DataFrame:
+def table(way: Sequence[Stage]) -> pd.DataFrame:
     """A row for each stage.
 
     Args:
         way: what :func:`stages` gives.
-        file: parameters of the run, for the command that times a change.
 
     Returns:
         ``step``, ``mid_ms``, ``low_ms``, ``high_ms``, ``speedup`` over the step, ``basis`` (how
-        the time is known), ``note``, and ``command``, which times the change beside the step
-        where nobody did; "" where nothing is left to time.
+        the time is known), ``note``.
     """
     rows = []
     for stage in way:
         row: dict[str, Any] = {"step": stage.name, "mid_ms": stage.mid_ms}
         row |= {"low_ms": stage.low_ms, "high_ms": stage.high_ms}
         row["speedup"] = way[0].mid_ms / stage.mid_ms
-        row |= {"basis": stage.basis, "note": stage.note}
-        untimed = stage.change and stage.basis != TIMED
-        row["command"] = command(stage.change, file) if untimed else ""
-        rows.append(row)
+        rows.append(row | {"basis": stage.basis, "note": stage.note})
     return pd.DataFrame(rows)
 
 
-def command(change: Mapping[str, Any], file: str = "FILE") -> str:
-    """The command that times a change beside the step as it is."""
-    asked = ", ".join(f"{name}: {json.dumps(value)}" for name, value in change.items())
-    return f"dlrm run compare -f {file} -p 'change={{{asked}}}'"
+def commands(way: Sequence[Stage], file: str = "FILE") -> list[str]:
+    """The commands that time the changes which nobody timed beside the step.
+
+    Args:
+        file: parameters of the run.
+    """
+    untimed = [stage.change for stage in way if stage.change and stage.basis != TIMED]
+    return [
+        "dlrm run compare -f {} -p 'change={{{}}}'".format(
+            file, ", ".join(f"{name}: {json.dumps(value)}" for name, value in change.items())
+        )
+        for change in untimed
+    ]
 
 
 # ---- the headline -----------------------------------------------------------------------------

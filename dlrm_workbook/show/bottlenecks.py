@@ -305,7 +305,7 @@ def _add_steps(target: go.Figure, steps: Sequence[str], parts: pd.DataFrame) -> 
     times = parts.groupby(["component", "step"])["time_ms"].sum()
     looks = {name: (part_label(name), COLOURS[name]) for name in COMPONENTS}
     looks[IDLE] = ("GPU idle", IDLE_COLOUR)
-    looks[UNTIMED] = ("not timed together", COLOURS["other"])
+    looks[UNTIMED] = ("not timed together", UNTIMED_COLOUR)
     for component, (label, colour) in looks.items():
         if not times.get(component, pd.Series(dtype=float)).any():
             continue
@@ -323,7 +323,7 @@ VERDICT_ROW, VERDICT_FRAME = 30, 120
 UNTIMED = "untimed"
 """Component of the bar of a change that was not timed together with the others."""
 
-IDLE_COLOUR = "rgba(128, 128, 128, 0.35)"
+UNTIMED_COLOUR, IDLE_COLOUR = "rgba(128, 128, 128, 0.75)", "rgba(128, 128, 128, 0.35)"
 
 
 def verdict_bars(stages: Sequence[Stage]) -> go.Figure | Text:
@@ -345,7 +345,7 @@ def verdict_bars(stages: Sequence[Stage]) -> go.Figure | Text:
         names[0], "ms of the whole recording" if names[0] == "the recording" else "ms per iteration"
     )
     result.update_xaxes(title=unit, range=[0, 1.55 * max(known)])
-    label_rows(result, [lines_of(name, 34) for name in names])
+    label_rows(result, [lines_of(name, 46) for name in names])
     return result
 
 

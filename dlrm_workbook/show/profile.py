@@ -21,7 +21,7 @@ from dlrm_core.units import (
 )
 from dlrm_workbook.analysis.findings.finding import Finding
 from dlrm_workbook.analysis.roofline import COPIES, LAUNCHES, Limits, least_step
-from dlrm_workbook.analysis.sentences import in_markdown
+from dlrm_workbook.analysis.sentences import FENCE, in_markdown
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.show.tables import Text, absent, listed
 from dlrm_workbook.show.theme import rows_of
@@ -38,6 +38,13 @@ def missing(profile: Profile, name: str) -> Text:
     """The sentence in the place of a figure that cannot be drawn."""
     reason = profile.not_measured.get(name, "the profile holds no such measurement")
     return Text(f"*Not measured: {in_markdown(reason)}.*")
+
+
+def commands(lines: Sequence[str]) -> Text:
+    """Commands that measure what was not measured; nothing where nothing is left."""
+    if not lines:
+        return Text("")
+    return Text("\n".join(["What was not timed together, these would time:", FENCE, *lines, FENCE]))
 
 
 def no_roofline(reason: str) -> Text:
