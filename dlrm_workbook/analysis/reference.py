@@ -48,7 +48,7 @@ DISTURBED = 0.05
 PASSES = 3
 """Times that the paces are found; which iterations are steady has settled by then."""
 
-OTHER_TIMES = ["time", "ms", "times_the_step", "iterations", "why"]
+OTHER_TIMES = ["what", "time_ms", "times_the_step", "iterations", "why"]
 
 
 @dataclass(frozen=True)
@@ -187,6 +187,8 @@ def reference(profile: Profile) -> Reference | None:
     busy = float(attribution.loc[on_gpu, "time_ms"].sum())
     if plain is None or plain[0] <= busy:
         said = f"the mean of {steady} steady iterations of the recording"
+        if steady == 1:
+            said = "the one steady iteration of the recording"
         return Reference(recorded, steady, said, False, **under)
     return Reference(*plain, True, **under)
 
@@ -363,7 +365,7 @@ def other_times(profile: Profile, folder: Path | None = None) -> pd.DataFrame:
             is one of the times.
 
     Returns:
-        ``time`` (what was timed), ``ms``, ``times_the_step``, ``iterations`` (how many; NaN
+        ``what`` was timed, ``time_ms``, ``times_the_step``, ``iterations`` (how many; NaN
         where not known), ``why`` it differs; the step first. Empty where no step is known.
     """
     found = reference(profile)
@@ -404,8 +406,8 @@ def other_times(profile: Profile, folder: Path | None = None) -> pd.DataFrame:
     if trained is not None:
         why = "another process, minutes earlier; its median iteration"
         rows.append(("the train run", *trained, why))
-    table = pd.DataFrame(rows, columns=["time", "ms", "iterations", "why"])
-    return table.assign(times_the_step=table["ms"] / found.ms)[OTHER_TIMES]
+    table = pd.DataFrame(rows, columns=["what", "time_ms", "iterations", "why"])
+    return table.assign(times_the_step=table["time_ms"] / found.ms)[OTHER_TIMES]
 
 
 def _timed_apart(profile: Profile) -> list[tuple[str, float, float | None, str]]:

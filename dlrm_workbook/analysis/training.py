@@ -14,6 +14,7 @@ from dlrm_core.config import Parameters
 from dlrm_core.memory import ALWAYS, PLACES, MemoryItem, forecast_memory, total_bytes
 from dlrm_core.reports import TrainingResult
 from dlrm_core.schedules import learning_rate
+from dlrm_core.units import milliseconds
 
 KINDS = {
     "embedding": "embedding",
@@ -136,6 +137,24 @@ def result_facts(result: TrainingResult) -> pd.DataFrame:
         ("device", f"{result.device}, {result.threads} CPU threads", ""),
     ]
     return pd.DataFrame(rows, columns=["what", "value", "unit"])
+
+
+def headline(result: TrainingResult) -> str:
+    """How fast the run trained, what an iteration took and the loss, in Markdown."""
+    if result.ms_per_iteration is None or result.samples_per_second is None:
+        return f"**{result.iterations:,} iterations ({result.status}): too few to time.**"
+    split = ""
+    if result.data_ms_per_iteration is not None and result.compute_ms_per_iteration is not None:
+        split = (
+            f", {milliseconds(result.data_ms_per_iteration)} of it making data and "
+            f"{milliseconds(result.compute_ms_per_iteration)} computing"
+        )
+    mean = result.mean_ms_per_iteration or result.ms_per_iteration
+    return (
+        f"**{result.samples_per_second:,.0f} samples/s**: {milliseconds(mean)} per iteration"
+        f"{split}.\n\nLoss {result.loss:.6f} after {result.iterations:,} iterations "
+        f"({result.status})."
+    )
 
 
 def _power(result: TrainingResult) -> str:

@@ -385,7 +385,7 @@ def what_if_bars(table: pd.DataFrame, parts: pd.DataFrame) -> go.Figure | Text:
     """
     known = table[table["mid_ms"].notna()]
     if known.empty:
-        return Text("No change was probed in this run (`profiling.probes` turns the probes on).")
+        return Text("*Not measured: no change was probed (`profiling.probes`, in our own runs).*")
     names, now = [AS_IT_IS, *known["change"]], float(known["now_ms"].iloc[0])
     title = "Predicted time of a step after each change"
     result = figure(title, 160 + STEP_ROW * len(names), legend=True)

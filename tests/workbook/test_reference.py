@@ -130,9 +130,9 @@ def test_disturbed_iterations_are_no_reference() -> None:
     assert step is not None and (step.ms, step.iterations) == (90, 6)
     assert "4 more were left out" in step.source
     assert unprofiled_ms(profile) == 90
-    times = other_times(at_reference(profile)).set_index("time")
-    assert times.loc["the step", "ms"] == 90
-    assert times.loc["mean of all iterations without a profiler", "ms"] == pytest.approx(414)
+    times = other_times(at_reference(profile)).set_index("what")
+    assert times.loc["the step", "time_ms"] == 90
+    assert times.loc["mean of all iterations without a profiler", "time_ms"] == pytest.approx(414)
     assert times.loc["steady iteration under torch.profiler", "times_the_step"] == pytest.approx(
         100 / 90
     )
@@ -160,7 +160,7 @@ def test_a_foreign_recording_keeps_its_times() -> None:
     step = reference(scaled)
     assert step is not None and not step.unprofiled
     pd.testing.assert_frame_equal(scaled.trace, profile.trace)
-    assert other_times(scaled)["time"].tolist() == ["the step"]
+    assert other_times(scaled)["what"].tolist() == ["the step"]
 
 
 def test_a_recording_without_steps_has_no_reference() -> None:
@@ -197,10 +197,13 @@ def test_the_newest_training_run_of_these_parameters_is_one_of_the_times(tmp_pat
     )
     profile = recorded(parameters=sections, unprofiled_iteration_ms=[90.0] * 6)
     place = tmp_path / "2026-01-01" / "120100-profile-x"
-    times = other_times(profile, place).set_index("time")
-    assert times.loc["the train run", "ms"] == 95 and times.loc["the train run", "iterations"] == 7
+    times = other_times(profile, place).set_index("what")
+    assert (
+        times.loc["the train run", "time_ms"] == 95
+        and times.loc["the train run", "iterations"] == 7
+    )
     profile.meta["parameters"] = sections | {"training": {"batch_size": 8}}
-    assert "the train run" not in other_times(profile, place)["time"].tolist()
+    assert "the train run" not in other_times(profile, place)["what"].tolist()
 
 
 def test_moments_since_1970_keep_their_nanoseconds() -> None:
