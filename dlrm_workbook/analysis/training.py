@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
+from torch import nn
 
-from dlrm_core.config import Parameters
+from dlrm_core.config import Parameters, parameters_from_sections
+from dlrm_core.data.batch import Batch
 from dlrm_core.memory import ALWAYS, PLACES, MemoryItem, forecast_memory, total_bytes
 from dlrm_core.reports import TrainingResult
 from dlrm_core.schedules import learning_rate
@@ -32,6 +35,9 @@ KINDS = {
 
 SHOWN_TABLES = 6
 """Kinds of embedding tables that a forecast lists; smaller ones are summed."""
+
+SMALL_ROWS, SMALL_BATCH, SMALL_BAG = 1000, 64, 10
+"""Rows of a table, samples of a batch, and most lookups of a sample, of a copy to try things on."""
 
 SCHEDULE_PLACES = 400
 """Iterations at which a planned learning rate is shown."""
@@ -60,6 +66,53 @@ def facts(parameters: Parameters) -> pd.DataFrame:
         "device": training.device,
     }
     return pd.DataFrame(known.items(), columns=["what", "value"])
+
+
+def small_copy(parameters: Parameters) -> Parameters:
+    """The same model on small tables and a small batch, with plain options: to try a step by hand.
+
+    Layers, loss, optimiser and learning rate are kept. Batches are random ones whatever the run
+    reads, and everything is on the CPU.
+    """
+    sections = parameters.to_sections()
+    model, training = sections["model"], sections["training"]
+    rows = [min(count, SMALL_ROWS) for count in model["table_rows"]]
+    bag = min(parameters.data.indices_per_lookup, SMALL_BAG)
+    kept = {name: training[name] for name in ("learning_rate", "optimizer", "seed")}
+    batch = min(parameters.training.batch_size, SMALL_BATCH)
+    return parameters_from_sections(
+        {
+            "title": parameters.title,
+            "model": model | {"table_rows": rows, "init": "torch"},
+            "data": {"generator": "facebook", "indices_per_lookup": bag},
+            "training": kept | {"batch_size": batch, "batches": 1, "device": "cpu"},
+        }
+    )
+
+
+def weights(model: nn.Module) -> pd.DataFrame:
+    """A model's weights: ``name``, ``shape``, ``count`` (how many numbers), ``bytes``."""
+    rows = [
+        (name, "×".join(map(str, weight.shape)), weight.numel(), weight.nbytes)
+        for name, weight in model.named_parameters()
+    ]
+    return pd.DataFrame(rows, columns=["name", "shape", "count", "bytes"])
+
+
+def bags(batch: Batch) -> pd.DataFrame:
+    """What a batch looks up in each table.
+
+    Returns:
+        ``table``, ``samples``, ``lookups`` (rows read, repetitions counted), ``rows`` (distinct
+        ones), ``longest_bag`` (rows of one sample).
+    """
+    table = []
+    for number in range(batch.tables):
+        indices, starts = batch.table_indices(number), batch.offsets[number]
+        ends = torch.cat([starts[1:], starts.new_tensor([len(indices)])])
+        distinct = len(torch.unique(indices))
+        table.append((number, batch.size, len(indices), distinct, int((ends - starts).max())))
+    return pd.DataFrame(table, columns=["table", "samples", "lookups", "rows", "longest_bag"])
 
 
 def memory_forecast(

@@ -13,6 +13,7 @@ import pytest
 from compare_profiles import PARTS, made_runs, make_profile, noisy, saved, tiny
 
 from dlrm_core.errors import InputError
+from dlrm_workbook.analysis.attribution import attribute
 from dlrm_workbook.analysis.compare import (
     circumstances,
     compare_parts,
@@ -29,6 +30,7 @@ from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.show.tables import show
 from dlrm_workbook.show.theme import FASTER, SLOWER, difference_colour
 from dlrm_workbook.studies.compare import comparison
+from dlrm_workbook.studies.compare import measure as compare_measure
 from dlrm_workbook.studies.compare import show as compare_figures
 from dlrm_workbook.studies.compare.measure import TimedRun
 from dlrm_workbook.studies.sweep import show as sweep_figures
@@ -202,6 +204,44 @@ def change_comparison(tmp_path: Path) -> comparison.ChangeComparison:
     compared.predict()
     compared._judge(runs)
     return compared
+
+
+def test_stages_give_frames_and_can_be_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = saved(tmp_path / "a", noisy(0))
+    profiled: list[str] = []
+    ran: list[tuple[str, int]] = []
+
+    def measured(parameters: Any, folder: Path, progress: Any) -> Profile:
+        profiled.append(folder.name)
+        saved(folder, noisy(1))
+        return noisy(1)
+
+    def timed(parameters: Any, file: Path, folder: Path, label: str, turn: Any, say: Any) -> Any:
+        ran.append(turn[:2])
+        (run,) = (r for r in made_runs(4, 0.5) if (r.setting, r.round) == turn[:2])
+        return run
+
+    monkeypatch.setattr(comparison, "measure", measured)
+    monkeypatch.setattr(compare_measure, "_run", timed)
+    change = {"data.generator": "zipf"}
+    compared = comparison.start(tiny(), tmp_path, change=change, profile_run=place, rounds=2)
+    assert compared.profile_baseline().equals(attribute(compared.profiles["baseline"]))
+    predictions = compared.predict()
+    at = json.loads((tmp_path / "compare.json").read_text())["predicted_at"]
+    assert compared.measure()["round"].tolist() == [1, 2]
+    parts = compared.profile_changed()
+    assert {"component", "phase", "predicted_ms"} <= set(parts) and len(ran) == 4
+    # once more, with two rounds more: nothing that was measured is measured again
+    assert compared.profile_baseline() is not None and compared.predict().equals(predictions)
+    compared.rounds = 4
+    assert compared.measure()["round"].tolist() == [1, 2, 3, 4]
+    assert len(ran) == 8 and len(set(ran)) == 8
+    compared.profile_changed()
+    assert profiled == ["changed"]
+    assert json.loads((tmp_path / "compare.json").read_text())["predicted_at"] == at
+    assert len(compared.notices) == len(set(compared.notices))
 
 
 def test_a_change_is_judged_a_sample(tmp_path: Path) -> None:

@@ -155,17 +155,35 @@ class Comparison:
         """What times are of: an iteration, or ``in the whole recording``."""
         self.status = "running"
 
-    def profile_baseline(self, progress: ProgressCallback | None = None) -> None:
-        """Measure or load what comes first."""
+    # A stage can be asked for again: what it has measured stays, and what is missing is added.
 
-    def predict(self) -> None:
-        """Predict the outcomes, before anything of the change is run."""
+    def profile_baseline(self, progress: ProgressCallback | None = None) -> pd.DataFrame:
+        """Measure or load what comes first; its time by part, as ``attribute`` gives it."""
+        return attribute(next(iter(self.profiles.values())))
 
-    def measure(self, progress: ProgressCallback | None = None) -> None:
-        """Run the settings in turns."""
+    def predict(self) -> pd.DataFrame:
+        """Predict the outcomes, before anything of the change is run.
 
-    def profile_changed(self, progress: ProgressCallback | None = None) -> None:
-        """Measure what comes last."""
+        Returns:
+            What :meth:`prediction_table` does.
+        """
+        return self.prediction_table()
+
+    def measure(self, progress: ProgressCallback | None = None) -> pd.DataFrame:
+        """Run the settings in turns, as many rounds as are missing.
+
+        Returns:
+            What :meth:`ratio_table` does.
+        """
+        return self.ratio_table()
+
+    def profile_changed(self, progress: ProgressCallback | None = None) -> pd.DataFrame:
+        """Measure what comes last.
+
+        Returns:
+            What :meth:`Outcome.part_table` of the last outcome does.
+        """
+        return self.outcomes[-1].part_table() if self.outcomes else _absent("nothing was compared")
 
     @property
     def differences(self) -> pd.DataFrame:
@@ -327,6 +345,8 @@ def whole_profile(folder: Path, name: str) -> Path | None:
 
 
 BASELINE = "baseline"
+NOT_YET = "not yet"
+"""Why there is no prediction before :meth:`Comparison.predict` was called."""
 SAME_TRAINING = ("training.batches", "training.log_every")
 """Leaves that may differ between a profile that is given and the run it stands for."""
 
@@ -397,23 +417,28 @@ class ChangeComparison(Comparison):
         # a setting's name names files, so no odd characters
         names = ["change"] if len(made) == 1 else [f"step-{n}" for n in range(1, len(made) + 1)]
         self.outcomes = [
-            Outcome(BASELINE, name, dict(step), None, "not yet", None)
+            Outcome(BASELINE, name, dict(step), None, NOT_YET, None)
             for name, step in zip(names, made, strict=True)
         ]
 
-    def profile_baseline(self, progress: ProgressCallback | None = None) -> None:
-        self.notices += self.earlier.get("notices", [])
+    def profile_baseline(self, progress: ProgressCallback | None = None) -> pd.DataFrame:
+        self._note(self.earlier.get("notices", []))
         if BASELINE not in self.profiles:
             self.profiles[BASELINE] = self._profile("baseline", self.parameters, progress)
         if not self.change:
             self._take_finding(self.profiles[BASELINE])
         self.save()
+        return super().profile_baseline()
+
+    def _note(self, notices: Sequence[str]) -> None:
+        """Add what is not said yet."""
+        self.notices += [text for text in notices if text not in self.notices]
 
     def _take_finding(self, profile: Profile) -> None:
         """Plan the change that the first finding with one advises."""
         finding = next((f for f in findings(profile, attribute(profile)) if f.change), None)
         if finding is None:
-            self.notices.append("No change was given, and no finding of the baseline names one.")
+            self._note(["No change was given, and no finding of the baseline names one."])
             return
         self.change = flat_change(finding.change)
         self._plan()
@@ -431,13 +456,15 @@ class ChangeComparison(Comparison):
             return open_recording(made).profile
         return measure(parameters, fresh_path(self.folder / name), progress=progress)
 
-    def predict(self) -> None:
+    def predict(self) -> pd.DataFrame:
+        # predicted before the first round, and so it stays
+        if self.predicted_at and all(outcome.reason != NOT_YET for outcome in self.outcomes):
+            return super().predict()
         earlier = {str(row["change"]): row for row in self.earlier.get("outcomes", [])}
         self.predicted_at = self.earlier.get("predicted_at") or ""
         if not self.predicted_at or any(str(o.change) not in earlier for o in self.outcomes):
             earlier, self.predicted_at = {}, _now()
         for outcome in self.outcomes:
-            # predicted before the first round, and so it stays
             row = earlier.get(str(outcome.change))
             if row is not None:
                 made = row["predicted"]
@@ -449,6 +476,7 @@ class ChangeComparison(Comparison):
             except InputError as error:
                 outcome.reason = str(error)
         self.save()
+        return super().predict()
 
     def _predicted(self, change: Mapping[str, Any]) -> Prediction:
         profile = self.profiles[BASELINE]
@@ -459,9 +487,9 @@ class ChangeComparison(Comparison):
                 raise
             return predict_change(self.parameters, profile, change)
 
-    def measure(self, progress: ProgressCallback | None = None) -> None:
+    def measure(self, progress: ProgressCallback | None = None) -> pd.DataFrame:
         if not self.outcomes:
-            return
+            return super().measure()
         settings = {BASELINE: self.parameters} | {
             outcome.after: apply_change(self.parameters, outcome.change)
             for outcome in self.outcomes
@@ -477,6 +505,7 @@ class ChangeComparison(Comparison):
                 progress=progress,
                 after_round=self._judge,
             )
+        return super().measure()
 
     def _judge(self, runs: Sequence[TimedRun]) -> None:
         """Take in the rounds so far."""
@@ -494,9 +523,9 @@ class ChangeComparison(Comparison):
             outcome.losses = in_rounds.compare_losses(runs, BASELINE, outcome.after)
         self.save()
 
-    def profile_changed(self, progress: ProgressCallback | None = None) -> None:
+    def profile_changed(self, progress: ProgressCallback | None = None) -> pd.DataFrame:
         if not self.outcomes:
-            return
+            return super().profile_changed()
         last = self.outcomes[-1]
         changed = apply_change(self.parameters, last.change)
         self.profiles[last.after] = self._profile("changed", changed, progress)
@@ -504,11 +533,14 @@ class ChangeComparison(Comparison):
             # no parts by the clock (a GPU): those of the two profiles
             first, other = self.profiles[BASELINE], self.profiles[last.after]
             last.parts = compare_parts(part_estimates(first), part_estimates(other))
-            self.notices.append(
-                "Parts are compared by the two profiles, which were not taken in turns: a GPU's "
-                "work is not bound to the host's clock."
+            self._note(
+                [
+                    "Parts are compared by the two profiles, which were not taken in turns: a "
+                    "GPU's work is not bound to the host's clock."
+                ]
             )
         self.save()
+        return super().profile_changed()
 
     def _extra(self) -> dict[str, Any]:
         return {
