@@ -6,8 +6,9 @@ what to do with them, docs/columns.md what the columns of their tables are.
 
 from dlrm_workbook.analysis.attribution import attribute
 from dlrm_workbook.analysis.views import flat
+from dlrm_workbook.analysis.whatif import predict
 from dlrm_workbook.runner.notebook import load_profile, recordings
 from dlrm_workbook.show import bottlenecks as figures
 from dlrm_workbook.show.tables import show
 
-__all__ = ["attribute", "figures", "flat", "load_profile", "recordings", "show"]
+__all__ = ["attribute", "figures", "flat", "load_profile", "predict", "recordings", "show"]

@@ -28,6 +28,7 @@ from dlrm_workbook.analysis import (
     roofline,
     training,
     views,
+    whatif,
 )
 from dlrm_workbook.analysis.ranks import traces
 from dlrm_workbook.explore import recordings
@@ -111,6 +112,7 @@ def frames_of(profile: Profile) -> dict[str, pd.DataFrame]:
         gpu.stall_reasons: gpu.stall_reasons(gpu.stall_table(profile)),
         idleness.idle_by_cause: idleness.idle_by_cause(profile, idleness.idle_causes(profile)),
         roofline.roofline: roofline.roofline(profile, parts),
+        whatif.predict: whatif.predict(profile, {"training.batch_size": 4096}),
         compare.compare_parts: compare.compare_parts(estimates, estimates),
         compare.recorded_differences: compare.recorded_differences(profile, profile),
         compare.device_differences: compare.device_differences(profile, profile),
