@@ -61,7 +61,7 @@ def test_finished_run_explains_itself(place: Path) -> None:
     record = saved(folder.path)
     assert record == folder.record
     assert record["status"] == "finished"
-    assert record["artifacts"] == ["made.txt", "n.html", "n.ipynb", "run.json"]
+    assert record["artifacts"] == ["made.txt", "n.html", "n.ipynb", "run.json", "verdict.md"]
     assert record["parameters"]["training"]["batch_size"] == 64
     assert record["parameters"]["count"] == 7
     assert record["versions"]["torch"] and record["machine"]["cores"] >= 1
