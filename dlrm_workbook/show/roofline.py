@@ -419,8 +419,8 @@ def least_time_bars(table: pd.DataFrame) -> go.Figure:
     places = list(range(len(rows)))
     looks = markers([(row.component, row.phase) for row in rows])
     full = {"color": looks["color"], "line": {"width": 0}}
-    pale = {"color": list(map(paled, looks["color"])), "line": {"width": OUTLINE}}
-    pale["line"]["color"] = looks["color"]
+    outline = {"width": OUTLINE, "color": looks["color"]}
+    pale = {"color": list(map(paled, looks["color"])), "line": outline}
     labels = [part_label(row.component, row.phase) for row in rows]
     texts = [_gap(row) for row in rows]
     hover = [f"{label}: {text}" for label, text in zip(labels, texts, strict=True)]

@@ -12,7 +12,7 @@ import itertools
 import math
 import re
 from base64 import b64decode
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape, unescape
 from typing import Any
@@ -498,15 +498,12 @@ class _Image:
                     up.take(_values(trace["y"]))
                 elif kind == "scatter":
                     for axis, letter in ((across, "x"), (up, "y")):
-                        values = _values(trace.get(letter))
-                        axis.take(values)
+                        found = _values(trace.get(letter))
+                        errors = _errors(trace.get(f"error_{letter}"), len(found))
+                        axis.take(found)
                         axis.take(
                             end
-                            for value, (low, high) in zip(
-                                values,
-                                _errors(trace.get(f"error_{letter}"), len(values)),
-                                strict=True,
-                            )
+                            for value, (low, high) in zip(found, errors, strict=True)
                             if _is_number(value)
                             for end in (value - low, value + high)
                         )
@@ -608,7 +605,7 @@ class _Image:
     def _bars(self, across: _Axis, up: _Axis, bars: Sequence[_Bar]) -> None:
         filled: dict[tuple[Any, ...], list[str]] = {}
         hatched: dict[Any, list[str]] = {}
-        texts: list[Callable[[], None]] = []
+        texts: list[tuple[_Bar, tuple[float, float, float, float], str, bool]] = []
         for bar in bars:
             trace, index = bar.trace, bar.index
             flat = trace.get("orientation") == "h"
@@ -644,15 +641,15 @@ class _Image:
                 hatched.setdefault(ink, []).append(_hatch(*box, shape))
             text = _each(trace.get("text"), count, "")[index]
             if text:
-                texts.append(lambda b=bar, box=box, t=text, f=flat: self._bar_text(b, box, t, f))
+                texts.append((bar, box, text, flat))
             self._bar_error(bar, values, (low + high) / 2, flat)
         for (colour, opacity, stroke, width), boxes in filled.items():
             edge = {"stroke": stroke, "stroke-width": width} if stroke else {}
             self.canvas.path("".join(boxes), **_fill(colour, opacity), **edge)
         for ink, commands in hatched.items():
             self.canvas.path("".join(commands), **_stroke(ink))
-        for write in texts:
-            write()
+        for own in texts:
+            self._bar_text(*own)
 
     def _bar_text(
         self, bar: _Bar, box: tuple[float, float, float, float], text: str, flat: bool
@@ -770,8 +767,7 @@ class _Image:
         for point, size, colour, symbol in zip(points, sizes, colours, symbols, strict=True):
             if point:
                 hollow = symbol.endswith("-open") or symbol in ("x", "line-ns")
-                commands = _symbol(*point, float(size), symbol)
-                joined.setdefault((colour, hollow), []).append(commands)
+                joined.setdefault((colour, hollow), []).append(_symbol(*point, float(size), symbol))
         for (colour, hollow), commands in joined.items():
             if not isinstance(colour, str):
                 continue
@@ -1186,7 +1182,7 @@ def _said_of_bars(
                 own.append(named if value in named else f"{named} {value}".strip())
     if not flat:
         return _listed([_spread(trace, along) for trace in traces])
-    items = []
+    items: list[str] = []
     for place, own in rows.items():
         total = notes.get(place, "") if _is_number(place) else ""
         name = names.get(place, place if isinstance(place, str) else "")
