@@ -53,11 +53,11 @@ def text_output(text: str, kind: str) -> Output | None:
     return Output(kind, html, lines=text.count("\n") + 1)
 
 
-def image_html(kind: str, data: str) -> Markup:
+def image_html(kind: str, data: str, words: str = "Image made by the cell above") -> Markup:
     if kind == "image/svg+xml":
         data = base64.b64encode(data.encode()).decode()
     address = f"data:{kind};base64,{''.join(data.split())}"
-    return Markup('<img src="{}" alt="Image made by the cell above">').format(address)
+    return Markup('<img src="{}" alt="{}">').format(address, words)
 
 
 def highlighted(source: str, language: str) -> Markup:
@@ -297,7 +297,7 @@ class _Page:
             return Output("error", Markup("<p>{}</p><pre>{}</pre>").format(summary, trace))
         data = output.get("data", {})
         if FIGURE in data:
-            return self._figure(data[FIGURE])
+            return self._figure(data[FIGURE], data.get("image/svg+xml", ""))
         if WIDGET in data:
             words = self._widget_text(data[WIDGET].get("model_id", ""))
             return text_output(words or data.get("text/plain", ""), "progress")
@@ -313,7 +313,7 @@ class _Page:
                 return Output("image", image_html(kind, data[kind]))
         return text_output(data.get("text/plain", ""), "text")
 
-    def _figure(self, figure: Mapping[str, Any]) -> Output:
+    def _figure(self, figure: Mapping[str, Any], svg: str) -> Output:
         self.figures += 1
         traces = {trace.get("type") for trace in figure.get("data", [])}
         self.webgl = self.webgl or not traces.isdisjoint(COMPILED_TRACES)
@@ -324,11 +324,13 @@ class _Page:
         kept = {key: figure[key] for key in ("data", "layout", "frames") if key in figure}
         meta = layout.get("meta")
         said = meta.get("description", "") if isinstance(meta, Mapping) else ""
+        label = str(said or unescape(plain) or f"Figure {self.figures}")
         return Output(
             "figure",
             Markup(script_json(kept)),
             anchor=f"figure-{self.figures}",
-            label=str(said or unescape(plain) or f"Figure {self.figures}"),
+            label=label,
+            image=image_html("image/svg+xml", svg, label) if svg else Markup(""),
             title=unescape(plain) or f"Figure {self.figures}",
             height=int(layout.get("height") or DEFAULT_HEIGHT),
         )

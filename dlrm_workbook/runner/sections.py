@@ -39,6 +39,7 @@ class Output:
         html: what is shown; of a figure its data as JSON.
         label: of a figure the text in its place, of a quality line its level.
         title: of a figure.
+        image: of a figure what browsers show that run no scripts.
         height: of a figure, in pixels.
         lines: of text.
     """
@@ -48,6 +49,7 @@ class Output:
     anchor: str = ""
     label: str = ""
     title: str = ""
+    image: Markup = NOTHING
     height: int = 0
     lines: int = 0
 

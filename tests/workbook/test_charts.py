@@ -174,6 +174,14 @@ def test_a_call_tree_can_be_searched_and_left_again(address: str) -> None:
         assert field.input_value() == "" and seen.console_errors == []
 
 
+def test_without_scripts_the_page_shows_the_images(address: str) -> None:
+    with open_page(address, java_script_enabled=False) as (page, _):
+        images = page.locator("figure img")
+        assert images.count() == 3
+        assert all(image.bounding_box()["height"] > 100 for image in images.all())
+        assert "embedding backward 150 ms (30.0%)" in images.nth(1).get_attribute("alt")
+
+
 def test_no_button_sends_data_away_and_the_chart_is_reached_by_keyboard(address: str) -> None:
     with open_page(address) as (page, seen):
         wait_for_marks(page, 3)

@@ -78,7 +78,12 @@
       axis.title.text = wrapped(axis.title.text, width - 60, LETTER);
       layout.height += 16 * (lineCount(axis.title.text) - 1);
     }
-    if (width >= NARROW) return layout;
+    const names = (layout.yaxis?.ticktext || []).flatMap((name) => name.split("<br>"));
+    const longest = 0.95 * LETTER * Math.max(0, ...names.map((name) => name.length));
+    if (width >= NARROW) {
+      if (longest > 0.4 * width) labelsAbove(figure, layout, margin, width);
+      return layout;
+    }
     if (layout.legend?.x > 1) {
       layout.legend = {
         ...layout.legend, orientation: "h", x: 0, y: 0, yref: "container", yanchor: "bottom",
@@ -91,7 +96,7 @@
       layout.height += 20 * Math.ceil(entries.length / 2);
     }
     if (figure.data.some((trace) => trace.type === "icicle")) Object.assign(margin, { l: 4, r: 4 });
-    labelsAbove(figure, layout, margin);
+    labelsAbove(figure, layout, margin, width);
     return layout;
   }
 
@@ -109,11 +114,12 @@
     return data;
   }
 
-  function labelsAbove(figure, layout, margin) {
+  function labelsAbove(figure, layout, margin, width) {
     const axis = layout.yaxis || {};
     const isRows = figure.data.some((trace) => trace.orientation === "h" || axis.ticktext);
-    const names = axis.ticktext || axis.categoryarray;
-    if (!isRows || !names?.length || layout.yaxis2 || !figure.data.some((t) => t.type !== "heatmap")) return;
+    const given = axis.ticktext || axis.categoryarray;
+    if (!isRows || !given?.length || layout.yaxis2) return;
+    const names = given.map((name) => wrapped(name, width - 24, LETTER));
     const lines = Math.max(...names.map((name) => lineCount(name)));
     const rows = axis.ticktext && axis.range
       ? Math.abs(axis.range[0] - axis.range[1]) : names.length;
@@ -123,7 +129,7 @@
     layout.meta = { ...layout.meta, plotHeight: Math.ceil((bar + above) * rows) };
     layout.yaxis = { ...axis, showticklabels: false, automargin: false };
     margin.l = 12;
-    const places = axis.tickvals || names;
+    const places = axis.tickvals || given;
     layout.annotations = [...(layout.annotations || []), ...names.map((name, at) => ({
       text: name, name: "row", x: 0, xref: "x domain", xanchor: "left", align: "left",
       y: places[at], yref: "y", yanchor: "bottom", yshift: bar / 2, showarrow: false,
