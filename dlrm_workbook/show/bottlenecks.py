@@ -7,7 +7,9 @@ asked for.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -22,6 +24,7 @@ from dlrm_workbook.show.theme import (
     COLOURS,
     COMPUTE,
     INK,
+    OUTLINE,
     add_bars,
     add_ends,
     add_part_spans,
@@ -193,6 +196,22 @@ def iteration_timeline(spans: pd.DataFrame, detail: pd.DataFrame | None = None) 
     return result
 
 
+def export_text(recording: Path | None) -> Text:
+    """How to open the timeline and the call tree in viewers of others.
+
+    Args:
+        recording: what ``dlrm export`` is to read; None for the sample, which has no file.
+    """
+    if recording is None:
+        return Text("")
+    command = f"dlrm export {shlex.quote(str(recording))} --to"
+    return Text(
+        f"Every span in a viewer of its own: `{command} perfetto timeline.json.gz`, then open the "
+        f"file in ui.perfetto.dev; the call tree: `{command} speedscope calls.json`, then "
+        "www.speedscope.app. Both read the file in the browser and upload nothing."
+    )
+
+
 def _laned(spans: pd.DataFrame, several: bool) -> pd.DataFrame:
     lane = "iteration " + spans["iteration"].astype(str)
     return spans.assign(lane=lane + ", " + spans["lane"] if several else lane)
@@ -303,8 +322,10 @@ def _add_steps(target: go.Figure, steps: Sequence[str], parts: pd.DataFrame) -> 
         parts: ``step``, ``component``, ``time_ms``.
     """
     times = parts.groupby(["component", "step"])["time_ms"].sum()
-    looks = {name: (part_label(name), COLOURS[name]) for name in COMPONENTS}
-    looks[IDLE] = ("GPU idle", IDLE_COLOUR)
+    looks: dict[str, tuple[str, str | dict[str, Any]]] = {
+        name: (part_label(name), COLOURS[name]) for name in COMPONENTS
+    }
+    looks[IDLE] = ("GPU idle", IDLE_LOOK)
     looks[UNTIMED] = ("not timed together", UNTIMED_COLOUR)
     for component, (label, colour) in looks.items():
         if not times.get(component, pd.Series(dtype=float)).any():
@@ -323,7 +344,8 @@ VERDICT_ROW, VERDICT_FRAME = 30, 120
 UNTIMED = "untimed"
 """Component of the bar of a change that was not timed together with the others."""
 
-UNTIMED_COLOUR, IDLE_COLOUR = "rgba(128, 128, 128, 0.75)", "rgba(128, 128, 128, 0.35)"
+UNTIMED_COLOUR = INK
+IDLE_LOOK: dict[str, Any] = {"color": paled(INK), "line": {"width": OUTLINE, "color": INK}}
 
 
 def verdict_bars(stages: Sequence[Stage]) -> go.Figure | Text:
