@@ -12,6 +12,7 @@ from browser import open_page, require_browser, wait_for_marks
 
 from dlrm_workbook.runner.pages import render_html
 from dlrm_workbook.show import bottlenecks as figures
+from dlrm_workbook.show import theme
 from dlrm_workbook.show.theme import Figure, markers, ranked_bars
 
 pytestmark = pytest.mark.browser
@@ -153,6 +154,19 @@ def test_a_window_made_narrow_puts_labels_above_the_bars(address: str) -> None:
         bar = plot.locator(".barlayer .point path").nth(1).bounding_box()
         assert label["y"] + label["height"] <= bar["y"] + 2
         assert abs(label["x"] - bar["x"]) < 8
+
+
+def test_an_upright_axis_keeps_its_marks_in_a_narrow_window(tmp_path: Path) -> None:
+    figure = theme.figure("Growth", 300)
+    theme.add_points(figure, [1, 10], [1, 100], "n", "h", **theme.line_look("#2467A6"))
+    figure.update_yaxes(**theme.log_axis([1, 10, 100]))
+    output = nbformat.v4.new_output("display_data", figure.bundle())
+    nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("x", outputs=[output])])
+    nbformat.write(nb, tmp_path / "n.ipynb")
+    html = render_html(tmp_path / "n.ipynb", tmp_path / "n.html")
+    with open_page(html.as_uri(), viewport={"width": 420, "height": 900}) as (page, _):
+        wait_for_marks(page, 1)
+        assert page.locator(".ytick text").count() == 3
 
 
 def test_a_call_tree_can_be_searched_and_left_again(address: str) -> None:

@@ -78,7 +78,7 @@
       axis.title.text = wrapped(axis.title.text, width - 60, LETTER);
       layout.height += 16 * (lineCount(axis.title.text) - 1);
     }
-    const names = (layout.yaxis?.ticktext || []).flatMap((name) => name.split("<br>"));
+    const names = (layout.yaxis?.ticktext || []).flatMap((name) => String(name).split("<br>"));
     const longest = 0.95 * LETTER * Math.max(0, ...names.map((name) => name.length));
     if (width >= NARROW) {
       if (longest > 0.4 * width) labelsAbove(figure, layout, margin, width);
@@ -116,7 +116,9 @@
 
   function labelsAbove(figure, layout, margin, width) {
     const axis = layout.yaxis || {};
-    const isRows = figure.data.some((trace) => trace.orientation === "h" || axis.ticktext);
+    // rows run from the top down; upright axes with texts at their marks stay as they are
+    const isRows = axis.ticktext ? axis.range?.[0] > axis.range?.[1]
+      : figure.data.some((trace) => trace.orientation === "h");
     const given = axis.ticktext || axis.categoryarray;
     if (!isRows || !given?.length || layout.yaxis2) return;
     const names = given.map((name) => wrapped(name, width - 24, LETTER));
