@@ -147,7 +147,7 @@ def shortened(text: str, longest: int) -> str:
     if len(text) <= longest:
         return text
     cut = text[:longest]
-    end = max(cut.rfind(". "), cut.rfind(": "))
+    end = cut.rfind(". ")
     return cut[: end + 1] if end > longest // 2 else cut.rsplit(" ", 1)[0] + " …"
 
 

@@ -256,6 +256,7 @@ def test_verdict_passes_no_html_on(payload: str) -> None:
 def test_a_headline_is_cut_at_a_sentence() -> None:
     assert shortened("One. Two three four.", 100) == "One. Two three four."
     assert shortened("One two three. Four five six seven.", 20) == "One two three."
+    assert shortened("One two. All together: three.", 27) == "One two. All together: …"
     assert shortened("One two three four five", 12) == "One two …"
     assert plain_text("**a** `b` _c_\n\nd &amp; e") == "a b c d & e"
     assert escaped("embedding_bag _x") == r"embedding_bag \_x"
