@@ -30,6 +30,9 @@ class TreeText(str):
         return str(self)
 
 
+LEGIBLE = {208: 166, 220: 136, 46: 64, 34: 65, 22: 243}
+"""Hatchet's terminal colours that a light or a dark page swallows, to darker or greyer ones."""
+
 FRAMES_PER_LEVEL = 8
 """Python frames that Hatchet's deepest walk (a query) takes for one level of a tree."""
 
@@ -94,7 +97,10 @@ def graph_frame(
             """As ``GraphFrame.tree``, callees with the largest (absolute) value first."""
             shown = metric_column or self.default_metric
             first = shown if isinstance(shown, str) else shown[0]
-            return TreeText(_largest_first(self, first).tree(shown, **options))
+            text = _largest_first(self, first).tree(shown, **options)
+            for colour, legible in LEGIBLE.items():
+                text = text.replace(f"[38;5;{colour}m", f"[38;5;{legible}m")
+            return TreeText(text)
 
         def _like_this(self, found: Any) -> Any:
             found.__class__ = DeepGraphFrame

@@ -15,7 +15,7 @@ from test_notebooks import run_cells
 
 from dlrm_core.errors import InputError, MissingToolError
 from dlrm_workbook.explore import attribute, figures, flat, load_profile, recordings, show
-from dlrm_workbook.recordings.hatchet_frames import thicket
+from dlrm_workbook.recordings.hatchet_frames import LEGIBLE, thicket
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.samples import SAMPLE, sample_profile
 from dlrm_workbook.show.explore import flat_bars, selectors
@@ -77,6 +77,25 @@ def test_callees_come_by_their_time_in_hatchet() -> None:
     half = frame.filter(lambda node: node[time] >= 0.1 * frame.dataframe[time].max())
     assert 2 < len(half.dataframe) < len(frame.dataframe)
     assert half.tree(render_header=False).splitlines()[0].endswith("thread 1 (python) ")
+
+
+def contrast(colour: int, page: float) -> float:
+    """Of a colour of the terminal's 256 against a page of that luminance (WCAG 2)."""
+    steps = (0, 95, 135, 175, 215, 255)
+    place = colour - 16
+    grey = 8 + 10 * (colour - 232)
+    cube = [steps[place // 36], steps[place // 6 % 6], steps[place % 6]] if place < 216 else []
+    linear = [
+        v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4
+        for v in (level / 255 for level in cube or [grey] * 3)
+    ]
+    own = sum(w * v for w, v in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+    return (max(own, page) + 0.05) / (min(own, page) + 0.05)
+
+
+def test_trees_are_legible_on_light_and_dark_pages() -> None:
+    for colour in (196, *LEGIBLE.values()):
+        assert contrast(colour, 1.0) >= 3 and contrast(colour, 0.01) >= 3, colour
 
 
 def test_a_mean_iteration_and_the_difference_of_two_runs() -> None:
