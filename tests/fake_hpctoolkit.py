@@ -168,6 +168,9 @@ if database.exists():
 database.mkdir(parents=True)
 for name in ("meta.db", "profile.db", "cct.db"):
     (database / name).write_bytes(b"HPCTOOLKIT")
+if behaviour.get("recorded"):
+    for path in Path(behaviour["recorded"]).glob("*.db"):
+        (database / path.name).write_bytes(path.read_bytes())
 """
 
 WORKLOAD = """

@@ -31,6 +31,11 @@ CHANGES = (
     "ended once everything was recorded."
 )
 
+CHANGES_TIMED = (
+    "The program was not edited. A start-up file on PYTHONPATH hooked the optimizers of torch to "
+    "note when its iterations end, and ended it after the last one that was asked for."
+)
+
 
 def record_command(
     command: Sequence[str],
@@ -95,8 +100,10 @@ def _recorded(
     return notices
 
 
-def environment_of(base: Mapping[str, str], made: Path, config: ProfilingConfig) -> dict[str, str]:
-    """The environment in which a program records itself."""
+def environment_of(
+    base: Mapping[str, str], made: Path, config: ProfilingConfig, times_only: bool = False
+) -> dict[str, str]:
+    """The environment in which a program records itself, or says when its iterations end."""
     options = {
         "iterations": config.iterations,
         "warmup": config.warmup,
@@ -109,7 +116,7 @@ def environment_of(base: Mapping[str, str], made: Path, config: ProfilingConfig)
     return {
         **base,
         "PYTHONPATH": os.pathsep.join(places),
-        VARIABLE: json.dumps({"folder": str(made), "options": options}),
+        VARIABLE: json.dumps({"folder": str(made), "options": options, "times_only": times_only}),
     }
 
 

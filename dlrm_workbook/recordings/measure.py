@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import shlex
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,10 @@ import yaml
 from dlrm_core.config import Parameters, ProfilingConfig
 from dlrm_core.errors import InputError, MissingToolError
 from dlrm_core.files import write_text
+from dlrm_workbook.machine import machine_facts
 from dlrm_workbook.processes import ProgressCallback, python_module, run_child
-from dlrm_workbook.recordings.command import record_command
+from dlrm_workbook.recordings.command import CHANGES_TIMED, environment_of, record_command
+from dlrm_workbook.recordings.hpctoolkit.driver import Measurement
 from dlrm_workbook.recordings.hpctoolkit.passes import workload_environment
 from dlrm_workbook.recordings.hpctoolkit.tools import find_tools
 from dlrm_workbook.recordings.open import open_recording
@@ -72,7 +76,7 @@ def measure(
     engine, why = choose_engine(parameters.profiling)
     command = parameters.profiling.command
     if command:
-        return measure_command(command, parameters, folder, why, progress)
+        return measure_command(command, parameters, folder, engine, why, progress)
     session = _Session(parameters, folder, progress)
     chosen = session.choose_back_end()
     profile = session.with_torch() if engine == "torch" else session.with_hpctoolkit()
@@ -91,6 +95,7 @@ def measure_command(
     command: Sequence[str],
     parameters: Parameters,
     folder: Path,
+    engine: str,
     why: str,
     progress: ProgressCallback | None = None,
 ) -> Profile:
@@ -100,19 +105,101 @@ def measure_command(
         The Profile; of several ranks, that of the one that limits the others. All of them are
         kept, in ``profile/rank0/``, ...
     """
+    if engine == "torch":
+        return command_with_torch(command, parameters, folder, "profile", why, progress)
+    profile = command_with_hpctoolkit(command, parameters, folder, progress)
+    profile.meta["engine_choice"] = why
+    if engine == "both":
+        command_with_torch(command, parameters, folder, TORCH_FOLDER, why, progress)
+        profile.meta["second_profile"] = TORCH_FOLDER
+    profile.save(folder / "profile")
+    return profile
+
+
+def title_of(command: Sequence[str], parameters: Parameters) -> str:
+    """The title that was given, else the command."""
+    untitled = parameters.title == Parameters.title
+    return shlex.join(command) if untitled else parameters.title
+
+
+def command_with_torch(
+    command: Sequence[str],
+    parameters: Parameters,
+    folder: Path,
+    target: str,
+    why: str,
+    progress: ProgressCallback | None,
+) -> Profile:
+    """As :func:`measure_command`, with torch.profiler inside the program.
+
+    Args:
+        target: name of the profile's folder in ``folder``.
+    """
     config = parameters.profiling
     notices = record_command(command, config, folder, progress)
     recording = open_recording(folder / "recording", config.parts)
     for profile in [recording.profile, *recording.ranks.values()]:
-        profile.meta["title"] = parameters.title
+        profile.meta["title"] = title_of(command, parameters)
         profile.meta["engine_choice"] = why
         profile.meta["notices"] = notices + profile.meta.get("notices", [])
         profile.meta.setdefault("not_measured", {})["ceilings"] = UNKNOWN_MODEL
     for rank, profile in recording.ranks.items():
-        profile.save(folder / "profile" / f"rank{rank}")
+        profile.save(folder / target / f"rank{rank}")
     if not recording.ranks:
-        recording.profile.save(folder / "profile")
+        recording.profile.save(folder / target)
     return recording.profile
+
+
+def command_with_hpctoolkit(
+    command: Sequence[str],
+    parameters: Parameters,
+    folder: Path,
+    progress: ProgressCallback | None,
+) -> Profile:
+    """As :func:`measure_command`, with HPCToolkit around the program.
+
+    The program says when its iterations end; its parts are told by the names in call paths.
+    """
+    from dlrm_core.machine import resolve_device
+    from dlrm_workbook.recordings.hpctoolkit.database import read_database
+    from dlrm_workbook.recordings.hpctoolkit.driver import measure as measure_program
+    from dlrm_workbook.recordings.hpctoolkit.spans import with_iterations
+    from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
+
+    config = parameters.profiling
+    device = resolve_device(parameters.training)
+    iterations = config.warmup + config.iterations
+    with tempfile.TemporaryDirectory(prefix="dlrm-processes-") as made:
+        asked = replace(config, iterations=iterations)
+        measurement = measure_program(
+            command,
+            folder / "hpctoolkit",
+            device=device.type,
+            config=config,
+            progress=progress,
+            environment=environment_of(os.environ, Path(made), asked, times_only=True),
+            working_folder=config.command_folder or None,
+        )
+    times = measurement.database("times")
+    assert times is not None
+    profile = profile_from_database(read_database(times), config.parts)
+    profile = with_iterations(profile, measurement.passes[0].result.get("spans") or [])
+    save_frames(measurement, folder, config.parts)
+    passes, notices = passes_of(measurement, folder, iterations)
+    missing = dict.fromkeys(EVIDENCE, UNKNOWN_MODEL) | measurement.unprofiled.get(
+        "not_measured", {}
+    )
+    profile.meta |= {
+        "title": title_of(command, parameters),
+        "machine": machine_facts(),
+        "engine": "hpctoolkit",
+        "device": device.type,
+        "version": measurement.version,
+        "passes": passes,
+        "notices": [CHANGES_TIMED, *notices, *profile.meta.get("notices", [])],
+        "not_measured": missing | profile.not_measured | measurement.not_measured,
+    }
+    return profile
 
 
 class _Session:
@@ -245,42 +332,11 @@ class _Session:
             profile = with_spans(profile, spans, config.warmup, self.order_of_launches())
         else:
             profile = with_spans(profile, spans, config.warmup)
-        frames = measurement.database("frames")
-        if frames is not None:
-            try:
-                profile_from_database(read_database(frames)).save(self.folder / "profile_python")
-            except InputError as error:
-                # the times are there; a side view must not cost them
-                measurement.not_measured["Python frames"] = str(error)
-        unprofiled = measurement.unprofiled
-        passes: list[dict[str, Any]] = [
-            {
-                "name": "unprofiled",
-                "command": "",
-                "ms_per_iteration": unprofiled.get("ms_per_iteration"),
-                "dilation": 1.0,
-            }
-        ]
-        notices = list(measurement.notices) + profile.meta.get("notices", [])
-        for made in measurement.passes:
-            passes.append(
-                {
-                    "name": made.name,
-                    "command": " ".join(made.command),
-                    "iterations": iterations,
-                    "events": list(made.events),
-                    "python_frames": made.python_frames,
-                    "ms_per_iteration": made.ms_per_iteration,
-                    "dilation": made.dilation,
-                    "part_dilation": made.part_dilation,
-                    "lost_samples": made.lost_samples,
-                    # relative, so that a run folder can be moved or mailed
-                    "database": os.path.relpath(made.database, self.folder),
-                    "notices": list(made.notices),
-                }
-            )
-            notices += [f"pass {made.name}: {notice}" for notice in made.notices]
+        save_frames(measurement, self.folder)
+        passes, notices = passes_of(measurement, self.folder, iterations)
+        notices += profile.meta.get("notices", [])
         found = self.evidence(file)
+        unprofiled = measurement.unprofiled
         counted = ("counters", "threads_cpu", "counters_cost_ms")
         missing = found.pop("not_measured", {}) | unprofiled.get("not_measured", {})
         profile.meta |= information(parameters, device, notices) | found
@@ -307,6 +363,57 @@ class _Session:
             return {"not_measured": dict.fromkeys(EVIDENCE, str(error))}
         found: dict[str, Any] = load_json(output)
         return found
+
+
+def save_frames(
+    measurement: Measurement, folder: Path, parts: Mapping[str, str] | None = None
+) -> None:
+    """Keep the pass with Python frames in ``profile_python/``, where one was made."""
+    from dlrm_workbook.recordings.hpctoolkit.database import read_database
+    from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
+
+    frames = measurement.database("frames")
+    if frames is None:
+        return
+    try:
+        profile_from_database(read_database(frames), parts).save(folder / "profile_python")
+    except InputError as error:
+        # the times are there; a side view must not cost them
+        measurement.not_measured["Python frames"] = str(error)
+
+
+def passes_of(
+    measurement: Measurement, folder: Path, iterations: int
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """What a profile says of HPCToolkit's passes, and their notices."""
+    notices = list(measurement.notices)
+    passes: list[dict[str, Any]] = [
+        {
+            "name": "unprofiled",
+            "command": "",
+            "ms_per_iteration": measurement.unprofiled.get("ms_per_iteration"),
+            "dilation": 1.0,
+        }
+    ]
+    for made in measurement.passes:
+        passes.append(
+            {
+                "name": made.name,
+                "command": " ".join(made.command),
+                "iterations": iterations,
+                "events": list(made.events),
+                "python_frames": made.python_frames,
+                "ms_per_iteration": made.ms_per_iteration,
+                "dilation": made.dilation,
+                "part_dilation": made.part_dilation,
+                "lost_samples": made.lost_samples,
+                # relative, so that a run folder can be moved or mailed
+                "database": os.path.relpath(made.database, folder),
+                "notices": list(made.notices),
+            }
+        )
+        notices += [f"pass {made.name}: {notice}" for notice in made.notices]
+    return passes, notices
 
 
 def second_profile(folder: Path | str) -> Profile | None:

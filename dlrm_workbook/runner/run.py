@@ -114,7 +114,12 @@ def run_notebooks(
     root = Path(DEFAULT_OUTPUT_ROOT if output_root is None else output_root)
     plan.locate(root)
     typed_own = {key: value for values in plan.own.values() for key, value in values.items()}
-    preset = parameters.preset if parameters_file is not None else recording_name(names, typed_own)
+    if parameters_file is not None:
+        preset = parameters.preset
+    elif parameters.profiling.command and not typed_own.get("profile_run"):
+        preset = command_name(parameters.profiling.command)
+    else:
+        preset = recording_name(names, typed_own)
     plan.check(parameters)
     typed = shlex.join(command or sys.argv)
     done: dict[str, RunFolder] = {}
@@ -162,6 +167,13 @@ def link_pages(done: Mapping[str, RunFolder]) -> None:
         folder.record["chain"] = relative_chain(paths, folder.path)
         write_json(folder.path / "run.json", folder.record)
         render_html(folder.ipynb, folder.html, run=folder.record)
+
+
+def command_name(command: Sequence[str]) -> str:
+    """Name of the runs that measure a command without a parameters file: its script's."""
+    scripts = (Path(word).stem for word in command if word.endswith((".py", ".sh")))
+    name = next(scripts, Path(command[0]).name)
+    return re.sub(r"[^A-Za-z0-9._+-]+", "_", name)[:60] or "command"
 
 
 def recording_name(names: Sequence[str], own: Mapping[str, Any]) -> str:

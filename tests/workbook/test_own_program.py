@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import foreign_program
 import pandas as pd
 import pytest
 import torch
+from fake_hpctoolkit import FakeHPCToolkit
 
 from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
 from dlrm_core.errors import InputError
@@ -182,6 +184,31 @@ def test_what_follows_two_dashes_is_the_command(tmp_path: Path) -> None:
 def test_commands_that_are_no_list_of_words_are_refused(value: Any) -> None:
     with pytest.raises(InputError, match=r"profiling\.command"):
         parameters_from_sections({"profiling": {"command": value}})
+
+
+def test_hpctoolkit_measures_a_command_beside_its_own_marks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = REPOSITORY / "tests/data/hpctoolkit/dlrm-cpu-python.d"
+    fake = FakeHPCToolkit(tmp_path / "hpctoolkit", recorded=str(recorded))
+    monkeypatch.setenv("PATH", f"{fake.bin}{os.pathsep}{os.environ['PATH']}")
+    given = program(
+        tmp_path, "1000000", engine="hpctoolkit", iterations=3, hpctoolkit_home=str(fake.home)
+    )
+    profile = measure(given, tmp_path / "run")
+    # the passes of our own workload, around the program: alone, times, Python frames
+    assert [made["name"] for made in profile.meta["passes"]] == ["unprofiled", "times", "frames"]
+    assert [call["trace"] for call in fake.calls("hpcrun")] == [True, False]
+    unprofiled, times, _ = profile.meta["passes"]
+    assert times["dilation"] == times["ms_per_iteration"] / unprofiled["ms_per_iteration"]
+    assert 0 < unprofiled["ms_per_iteration"] < 10_000
+    assert profile.meta["title"] == "Mine" and "parameters" not in profile.meta
+    assert any("note when its iterations end" in said for said in profile.meta["notices"])
+    # the database is another program's, so only that its iterations are ours can be seen
+    printed = (tmp_path / "run/hpctoolkit/logs/unprofiled.out").read_text().splitlines()[-1]
+    spans = json.loads(printed)["spans"]
+    assert len(spans) == 5 and "trained" not in printed
+    assert open_recording(tmp_path / "run").profile.meta["engine"] == "hpctoolkit"
 
 
 # ---- two lines in one's own code ---------------------------------------------------------

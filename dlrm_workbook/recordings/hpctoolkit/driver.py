@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -122,6 +122,8 @@ def measure(
     progress: ProgressCallback | None = None,
     tools: Tools | None = None,
     capabilities: Capabilities | None = None,
+    environment: Mapping[str, str] | None = None,
+    working_folder: str | None = None,
 ) -> Measurement:
     """Measure a program: first alone, then once per pass under hpcrun.
 
@@ -136,6 +138,8 @@ def measure(
         config: how to measure, the ``profiling`` section of a parameters file.
         progress: called a few times a second with the stage and where it stands.
         tools, capabilities: already found and probed, to save doing it again.
+        environment: of the program; None: this process's.
+        working_folder: where the program runs; None: here.
 
     Raises:
         MissingToolError: HPCToolkit is not installed.
@@ -150,7 +154,15 @@ def measure(
     passes = plan_passes(
         capabilities, device, python=config.python_frames, pc_sampling=config.pc_sampling
     )
-    session = _Session(tuple(command), Path(folder).absolute(), config, tools, progress)
+    session = _Session(
+        tuple(command),
+        Path(folder).absolute(),
+        config,
+        tools,
+        progress,
+        os.environ if environment is None else environment,
+        working_folder,
+    )
     session.notices += capabilities.notices
     session.not_measured |= _reasons(capabilities, device, config)
     return session.measure(passes)
@@ -180,15 +192,21 @@ class _Session:
     config: ProfilingConfig
     tools: Tools
     progress: ProgressCallback | None
+    base: Mapping[str, str]
+    working_folder: str | None
     notices: list[str] = field(default_factory=list)
     not_measured: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.logs = self.folder / "logs"
-        environment, notices = workload_environment(os.environ)
+        environment, notices = workload_environment(self.base)
         self.notices += notices
         self.run = partial(
-            run_child, logs=self.logs, environment=environment, progress=self.progress
+            run_child,
+            logs=self.logs,
+            environment=environment,
+            folder=self.working_folder,
+            progress=self.progress,
         )
 
     def measure(self, passes: Sequence[Pass]) -> Measurement:

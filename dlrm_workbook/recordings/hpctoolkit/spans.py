@@ -114,6 +114,30 @@ def with_spans(
     )
 
 
+def with_iterations(profile: Profile, spans: list[SpanRow]) -> Profile:
+    """The profile with the iterations of the span log, where call paths name the parts.
+
+    All of them, warm-up included: the values of call paths are of the whole run.
+
+    Args:
+        profile, spans: as in :func:`with_spans`.
+    """
+    loops = sorted(row for row in spans if row[0] == ITERATION_SPAN)
+    work = device_operations(profile)
+    if profile.trace.empty or not loops:
+        return profile
+    begins, ends = (np.array([row[place] for row in loops]) for place in (1, 2))
+    if len(work):
+        work["iteration"], _ = launched_in(profile, work, begins, ends)
+        ends = _ends(work, begins, ends)
+    meta = {**profile.meta, "notices": []}  # they said how iterations were found
+    meta["not_measured"] = {k: v for k, v in profile.not_measured.items() if k != "iterations"}
+    iterations = {"iteration": np.arange(len(loops)), "start_ns": begins, "end_ns": ends}
+    tables = ("contexts", "metrics", "values", "threads", "trace")
+    kept = {name: getattr(profile, name) for name in tables}
+    return Profile.build(**kept, iterations=iterations, meta=meta)
+
+
 def _placed(
     profile: Profile,
     work: pd.DataFrame,

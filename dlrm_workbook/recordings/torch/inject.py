@@ -7,16 +7,21 @@ that is all a :class:`~dlrm_workbook.recordings.torch.session.Session` needs. Wh
 for is recorded the program is ended, by ``SystemExit`` at that place of its loop.
 
 Each process that trains leaves ``PID.json`` in the folder that it was given, and the recording
-in ``PID/``. Nothing but the standard library is imported before the first step.
+in ``PID/``. Where another profiler measures the program, it only notes when iterations end, and
+prints that as one line of JSON. Nothing but the standard library is imported before the first
+step.
 """
 
 from __future__ import annotations
 
 import importlib.abc
 import importlib.util
+import itertools
 import json
 import os
+import statistics
 import sys
+import time
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -88,6 +93,8 @@ class _Watch:
         """The last of them; None as long as that is not known."""
         self.steps = 0
         self.session: Session | None = None
+        self.moments: list[int] = []
+        """When iterations ended, ns since the epoch, where only that is asked for."""
         self.state: dict[str, Any] = {"state": "training"}
         self.over = False
 
@@ -128,6 +135,11 @@ class _Watch:
         self.steps += 1
         if self.over:
             self.end_program()
+        elif self.asked.get("times_only"):
+            self.moments.append(time.time_ns())
+            if len(self.moments) > self.asked["options"]["iterations"]:
+                self.print_times()
+                self.end_program()
         elif self.session is None:
             self.begin()
         else:
@@ -177,10 +189,23 @@ class _Watch:
         self.state["ended"] = True
         raise SystemExit(0)
 
+    def print_times(self) -> None:
+        """Print when each iteration began and ended, and the median of their lengths."""
+        from dlrm_core.parts import ITERATION_SPAN
+
+        self.over = True
+        spans = [(ITERATION_SPAN, begin, end) for begin, end in itertools.pairwise(self.moments)]
+        usual = statistics.median((end - begin) / 1e6 for _, begin, end in spans)
+        print(json.dumps({"ms_per_iteration": usual, "spans": spans}), flush=True)
+        self.state = {"state": "timed"}
+        self.tell()
+
     def program_ends(self) -> None:
         """Keep what there is of a program that ends before everything was recorded."""
         if not self.over and self.session is not None:
             self.close()
+        elif not self.over and len(self.moments) > 1:
+            self.print_times()
         elif not self.over:
             self.state = {"state": "ended"}
             self.tell()
