@@ -18,10 +18,18 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from dlrm_workbook.recordings.hpctoolkit.format import REPROCESS, DatabaseError, DatabaseFile
+from dlrm_workbook.recordings.hpctoolkit.format import (
+    CONTEXT_INFO,
+    REPROCESS,
+    SHORT_LIST,
+    DatabaseError,
+    DatabaseFile,
+)
 from dlrm_workbook.recordings.hpctoolkit.meta import (
     ENTRY,
     LEXICAL_TYPES,
@@ -33,7 +41,12 @@ from dlrm_workbook.recordings.hpctoolkit.meta import (
     enumerated,
     read_meta,
 )
-from dlrm_workbook.recordings.hpctoolkit.metrics import canonical_name, canonical_names, derive
+from dlrm_workbook.recordings.hpctoolkit.metrics import (
+    additive,
+    canonical_name,
+    canonical_names,
+    derive,
+)
 from dlrm_workbook.recordings.hpctoolkit.values import (
     METRIC_IDS,
     Floats,
@@ -83,6 +96,7 @@ class Database:
         profiles: the summary of the run (0), then every thread and stream.
         traces: trace lines; empty where nothing was traced.
         absent: file to what is missing with it.
+        cautions: sentences about what its files say of each other and cannot both be so.
         canonical: each metric's name to its 2025-05 name.
     """
 
@@ -100,6 +114,7 @@ class Database:
         self.profiles = profiles
         self.traces = traces
         self.absent = absent
+        self.cautions: list[str] = []
         self._metrics = {metric.name: metric for metric in meta.metrics}
         self.canonical = canonical_names(self._metrics)
         self._named: dict[str, str] = {}
@@ -353,17 +368,115 @@ def read_database(path: str | Path) -> Database:
         [s.metric_id for metric in meta.metrics for s in metric.statistics],
     )
     absent: dict[str, str] = {}
+    by_context: npt.NDArray[Any] | None = None
     traces: list[TraceLine] = []
     if (folder / "trace.db").is_file():
         traces = read_traces(folder / "trace.db", len(profiles))
     else:
         absent["trace.db"] = "no traces; measure with hpcrun -t"
     if (folder / "cct.db").is_file():
-        # The same values by context: not read, but a copy cut short is a damaged database.
-        DatabaseFile(folder / "cct.db", "ctxt", b"__ctx.db", ("CtxInfos",))
+        # The same values by context: only their counts are read.
+        file = DatabaseFile(folder / "cct.db", "ctxt", b"__ctx.db", ("CtxInfos",))
+        _, table = file.items("CtxInfos", SHORT_LIST, CONTEXT_INFO)
+        by_context = table["value_count"].astype(np.int64)
     else:
         absent["cct.db"] = "no index by context; profile.db holds the same values"
-    return Database(folder, meta, profiles, traces, absent)
+    database = Database(folder, meta, profiles, traces, absent)
+    refuse_contradictions(database)
+    database.cautions = doubts(database, by_context)
+    return database
+
+
+CONTRADICTION = 0.01
+"""Two figures of one thing that differ by more than this share are not rounding."""
+AGAIN = "they are not of one run; run hpcprof again"
+
+
+def refuse_contradictions(database: Database) -> None:
+    """Refuse ``meta.db`` and ``profile.db`` that are not of one run, though each is whole.
+
+    Raises:
+        DatabaseError: naming the files and what they disagree about.
+    """
+    root = database.root()
+    for name, value in root.items():
+        threads = sum(database.root(thread.profile).get(name, 0.0) for thread in database.threads)
+        if additive(name) and abs(threads - value) > CONTRADICTION * abs(value):
+            raise DatabaseError(
+                f"{database.path}: meta.db and profile.db contradict each other: {name} is "
+                f"{value:.6g} in the summary and {threads:.6g} over the threads; {AGAIN}"
+            )
+    for name in (name for name in CHIEF_METRICS if root.get(name)):
+        own = database.self_column(name)
+        if -own.clip(max=0).sum() > CONTRADICTION * np.abs(own).sum():
+            raise DatabaseError(
+                f"{database.path}: meta.db and profile.db contradict each other: callees have "
+                f"more of {name} than their callers; {AGAIN}"
+            )
+
+
+def doubts(database: Database, by_context: npt.NDArray[Any] | None) -> list[str]:
+    """Sentences about what the files of a database say of each other and cannot both be so.
+
+    Args:
+        by_context: number of values of each context id in ``cct.db``; None without that file.
+    """
+    said = []
+    summary, threads = database.profiles[0], [p for p in database.profiles if not p.summary]
+    found = np.unique(np.concatenate([np.empty(0, np.int64), *(p.contexts for p in threads)]))
+    if threads and not np.array_equal(found, np.unique(summary.contexts)):
+        said.append(
+            f"profile.db contradicts itself: its threads have values in {len(found):,} contexts, "
+            f"its summary in {len(summary.contexts):,}; one of them is damaged."
+        )
+    if by_context is not None:
+        most = max(int(database.tree.context.max()), int(found.max(initial=0)))
+        count = np.zeros(max(len(by_context), most + 1), np.int64)
+        for profile in threads:
+            count[profile.contexts] += np.diff(profile.starts, append=profile.count)
+        known = np.zeros_like(count)
+        known[: len(by_context)] = by_context
+        differ = int((count != known).sum())
+        if differ or most >= len(by_context):
+            said.append(
+                f"cct.db is of another run, or damaged: it lists {len(by_context):,} contexts, the "
+                f"other files {most + 1:,}, and the number of values differs in {differ:,}."
+            )
+    if database.traces:
+        traced = np.unique(np.concatenate([line.context for line in database.traces]))
+        unknown = int((database.tree.rows(traced) < 0).sum())
+        if unknown:
+            said.append(
+                f"{unknown:,} of {len(traced):,} contexts of trace.db are not in meta.db: it is of "
+                "another run, or damaged, so times over the run are not to be relied on."
+            )
+        lines = sorted(line.profile for line in database.traces)
+        if lines != [profile.number for profile in threads]:
+            said.append(
+                f"trace.db has {len(lines):,} lines, of {len(set(lines)):,} of the "
+                f"{len(threads):,} threads and streams in profile.db: nothing is known of when "
+                "the others ran, or it is of another run."
+            )
+    said += _odd_points(database)
+    return said
+
+
+def _odd_points(database: Database) -> list[str]:
+    """Metrics whose values at points do not add up to the whole run's."""
+    total, _ = database.profiles[0].sums()
+    ids, at_root = database._ids(0), database.profiles[0].at(0)
+    odd = []
+    for metric in database.metrics:
+        point = ids.get((metric.name, "point"))
+        whole = at_root.get(ids.get((metric.name, database.meta.inclusive_scope), -1))
+        if point is None or whole is None or not additive(metric.name):
+            continue
+        if abs(total[point] - whole) > CONTRADICTION * abs(whole):
+            odd.append(f"{metric.name} ({total[point]:.6g} of {whole:.6g})")
+    if not odd:
+        return []
+    listed = ", ".join(odd[:3]) + (", ..." if len(odd) > 3 else "")
+    return [f"Values at points do not add up to the whole run's: {listed}; profile.db is damaged."]
 
 
 def _no_database(folder: Path) -> str:

@@ -166,6 +166,15 @@ IDENTIFIER = record(
     physical=(0x8, "u8"),
 )
 
+# --- cct.db ----
+CONTEXT_INFO = record(
+    "context info",
+    value_count=(0x00, "u8"),
+    values=(0x08, "u8"),
+    metric_count=(0x10, "u2"),
+    index=(0x18, "u8"),
+)
+
 # --- trace.db ----------------------------------------------------------------
 TRACES = record(
     "trace headers",

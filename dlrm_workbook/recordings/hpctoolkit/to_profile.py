@@ -25,7 +25,7 @@ from dlrm_workbook.recordings.hpctoolkit.cautions import (
     sampling_quality,
     without_nonsense,
 )
-from dlrm_workbook.recordings.hpctoolkit.database import FUNCTION, Database
+from dlrm_workbook.recordings.hpctoolkit.database import AGAIN, CONTRADICTION, FUNCTION, Database
 from dlrm_workbook.recordings.hpctoolkit.format import DatabaseError
 from dlrm_workbook.recordings.hpctoolkit.meta import ENTRY, ROOT
 from dlrm_workbook.recordings.hpctoolkit.metrics import (
@@ -78,8 +78,6 @@ PYTHON_MODULE = "<logical python>"
 
 KINDS = {ROOT: "root", ENTRY: "thread", 0: "function", 1: "loop", 2: "line", 3: "instruction"}
 
-CONTRADICTION = 0.01
-"""Two figures of one thing that differ by more than this share are not rounding."""
 FEW_SAMPLES = 100
 """Fewer samples do not show that files are of different runs."""
 
@@ -155,6 +153,7 @@ def profile_from_database(database: Database, parts: Mapping[str, str] | None = 
     )
     serialised = quality is not None and is_serialised(trace, contexts, amd)
     cautions = cautions_of(contexts, values, trace, overlong, serialised) + cautions
+    cautions = database.cautions + cautions
     sampled = {"serialised": serialised, "pc_sampling": quality} if quality else {}
     profile = Profile.build(
         contexts=contexts,
@@ -340,29 +339,22 @@ def _refuse_contradictions(database: Database, profile: Profile) -> None:
     Raises:
         DatabaseError: naming the files and what they disagree about.
     """
-    values, again = profile.values, "they are not of one run; run hpcprof again"
+    values = profile.values
     negative = values["value"].clip(upper=0).groupby(values["metric"], observed=True).sum()
     whole = values["value"].abs().groupby(values["metric"], observed=True).sum()
     wrong = negative[-negative > CONTRADICTION * whole]
     if len(wrong):
         raise DatabaseError(
             f"{database.path}: meta.db and profile.db contradict each other: callees have more of "
-            f"{wrong.index[0]} than their callers; {again}"
+            f"{wrong.index[0]} than their callers; {AGAIN}"
         )
-    for name, value in database.root().items():
-        threads = sum(database.root(thread.profile).get(name, 0.0) for thread in database.threads)
-        if additive(name) and abs(threads - value) > CONTRADICTION * abs(value):
-            raise DatabaseError(
-                f"{database.path}: meta.db and profile.db contradict each other: {name} is "
-                f"{value:.6g} in the summary and {threads:.6g} over the threads; {again}"
-            )
     work = device_work(profile.trace, profile.threads)
     operations = profile.of_kind("kernel", "copy", "runtime")
     on_gpu = operations[work["context"]]
     if operations.any() and len(on_gpu) >= FEW_SAMPLES and on_gpu.mean() < 0.5:
         raise DatabaseError(
             f"{database.path}: meta.db and trace.db contradict each other: {(~on_gpu).sum()} of "
-            f"{len(on_gpu)} samples of GPU streams are of no GPU operation; {again}"
+            f"{len(on_gpu)} samples of GPU streams are of no GPU operation; {AGAIN}"
         )
 
 

@@ -92,18 +92,27 @@ class ThreadProfile:
                 "which meta.db does not list"
             )
 
+    def check_finite(self, value: Floats) -> None:
+        """Refuse values that are no numbers."""
+        if not np.isfinite(value).all():
+            odd = value[~np.isfinite(value)][0]
+            raise self._file.error(f"profile {self.number} holds the value {odd}, which none has")
+
     def values(self) -> tuple[Ints, Ints, Floats]:
         """(context ids, metric ids, values), sorted by context, then metric; shape (values,)."""
         counts = np.diff(self.starts, append=self.count)
         metric = self._raw["metric"].astype(np.int64)
         self.check(metric)
-        return np.repeat(self.contexts, counts), metric, self._raw["value"].astype(np.float64)
+        value = self._raw["value"].astype(np.float64)
+        self.check_finite(value)
+        return np.repeat(self.contexts, counts), metric, value
 
     def chunks(self) -> Iterator[tuple[int, Ints, Any]]:
         """(number of the first value, metric ids, values f64), ``CHUNK`` at a time."""
         size = f4.PROFILE_VALUE.size
         for start in range(0, self.count, CHUNK):
             part = self._raw[start : start + CHUNK]
+            self.check_finite(part["value"])
             yield start, part["metric"].astype(np.int64), part["value"]
             if self.count > CHUNK:
                 first = self._first_byte + start * size
@@ -134,6 +143,7 @@ class ThreadProfile:
         last = self.starts[place + 1] if place + 1 < len(self.starts) else self.count
         part = self._raw[int(self.starts[place]) : int(last)]
         self.check(part["metric"].astype(np.int64))
+        self.check_finite(part["value"])
         return dict(zip(part["metric"].tolist(), part["value"].tolist(), strict=True))
 
 

@@ -57,6 +57,7 @@ def facts(database: Database) -> dict[str, Any]:
     in_tree = tree.rows(summary.contexts) >= 0
     names = [function.name for function in meta.functions]
     return {
+        **({"cautions": database.cautions} if database.cautions else {}),
         "database": database.path.resolve().name,
         "title": meta.title,
         "contexts_without_root": len(tree) - 1,
@@ -222,6 +223,8 @@ def describe(database: Database) -> str:
         lines += ["", f"top functions by self {chief}:"]
         for row in functions_table(database, chief).head(TOP_FUNCTIONS).itertuples():
             lines.append(f"  {row.share_percent:5.1f} %  {row.value:12.6g}  {row.function}")
+    if database.cautions:
+        lines += ["", "read with caution:", *(f"  {caution}" for caution in database.cautions)]
     if database.absent:
         lines += ["", "missing files:"]
         lines += [f"  {name}: {reason}" for name, reason in database.absent.items()]
