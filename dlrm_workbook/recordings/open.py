@@ -7,6 +7,7 @@ an archive (``.tar``, ``.tar.gz``, ``.zip``), whose members are read in place.
 
 from __future__ import annotations
 
+import codecs
 import re
 import tarfile
 import zipfile
@@ -33,6 +34,9 @@ from dlrm_workbook.recordings.torch.trace import profile_of, read_recording, rea
 DATABASE_FILES = ("meta.db", "profile.db", "cct.db", "trace.db")
 
 TRACE_SUFFIXES = (".json", ".json.gz")
+
+TAR_HEADER = 512
+"""Bytes of the first block of a tar archive, which holds the word that tells it."""
 
 MOST_MEMBERS = 10_000
 """Files that a folder or archive of traces may hold."""
@@ -123,6 +127,39 @@ def _open_folder(folder: Path, parts: Mapping[str, str] | None) -> Recording:
         from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
 
         return Recording(folder, profile_from_database(read_database(folder), parts))
+    return _several(folder, _files(folder, _traces_in(folder)), parts)
+
+
+def require_recording(path: Path | str) -> None:
+    """Refuse what is no recording at a glance, before time is spent on what needs one.
+
+    Raises:
+        InputError: naming the file or folder, and what was expected.
+    """
+    path = Path(path)
+    if path.is_dir():
+        heads = ("profile.json", "recording.json", *DATABASE_FILES)
+        places = (path, path / "profile", path / "recording")
+        if not any((place / name).is_file() for place in places for name in heads):
+            _traces_in(path)
+        return
+    with open_binary(path) as file:
+        start = file.read(TAR_HEADER)
+    packed = start.startswith((b"\x1f\x8b", b"PK", b"BZh", b"\xfd7zXZ")) or b"ustar" in start[257:]
+    text = start.removeprefix(codecs.BOM_UTF8).lstrip()[:1] in (b"{", b"[")
+    if not (packed or text or path.name in DATABASE_FILES):
+        raise InputError(
+            f"{path}: is no recording: it begins with {start[:8]!r}, expected the JSON of a trace, "
+            "packed or not, or an archive of traces"
+        )
+
+
+def _traces_in(folder: Path) -> list[Path]:
+    """The traces in a folder.
+
+    Raises:
+        InputError: there is none; the message says what the folder holds, or should hold.
+    """
     held = list(islice(folder.rglob("*"), MOST_MEMBERS + 1))
     _refuse_many(folder, len(held))
     if any(file.suffix == ".hpcrun" for file in held):
@@ -135,7 +172,7 @@ def _open_folder(folder: Path, parts: Mapping[str, str] | None) -> Recording:
             f"{folder}: holds no profile; expected a run folder of the profile notebook, a folder "
             "that dlrm record wrote, an HPCToolkit database, or traces of torch.profiler"
         )
-    return _several(folder, _files(folder, files), parts)
+    return files
 
 
 # ---- several ranks --------------------------------------------------------------------

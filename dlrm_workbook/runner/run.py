@@ -27,6 +27,7 @@ from dlrm_core.errors import InputError
 from dlrm_core.files import write_json, write_text
 from dlrm_core.units import duration
 from dlrm_workbook.changes import apply_change
+from dlrm_workbook.recordings.open import require_recording
 from dlrm_workbook.runner.index import list_runs
 from dlrm_workbook.runner.parameters import (
     declared_parameters,
@@ -254,12 +255,16 @@ class Plan:
                 own[key] = places if isinstance(own[key], list) else "".join(places)
 
     def check(self, parameters: Parameters) -> None:
-        """Refuse a ``change`` that these parameters cannot take, before anything runs.
+        """Refuse a ``change`` that these parameters cannot take, and a recording that is none,
+        before anything runs.
 
         Raises:
-            InputError: naming the field that cannot have its value.
+            InputError: naming the field that cannot have its value, or the file.
         """
         for own in self.own.values():
+            for name in ("profile_run", "host_run"):
+                if own.get(name):
+                    require_recording(Path(own[name]).expanduser())
             if own.get("change"):
                 apply_change(parameters, own["change"])
 

@@ -1,0 +1,112 @@
+"""A seeded part of the campaigns in tests/campaigns: hostile files are read or refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+from databases import written
+from recordings import RECORDINGS
+
+from dlrm_core.errors import InputError
+from dlrm_workbook.recordings.hpctoolkit.database import read_database
+from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
+from dlrm_workbook.recordings.open import open_recording, require_recording
+
+
+@pytest.mark.parametrize(
+    ("what", "count"), [("parameters", 300), ("traces", 60), ("databases", 60)]
+)
+def test_hostile_files_are_read_or_refused_in_a_sentence(what: str, count: int) -> None:
+    # a process of its own: the campaign limits its address space
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.campaigns.attacks", what, "--count", str(count)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 failures" in done.stdout
+
+
+def test_files_of_different_databases_are_refused_or_named(tmp_path: Path) -> None:
+    places = sorted((RECORDINGS.parent / "hpctoolkit-databases").glob("[ls]*.d"))
+    if not places:
+        pytest.skip("the real databases are not here")
+    names = ("meta.db", "profile.db", "cct.db", "trace.db")
+    told: Counter[str] = Counter()
+    for here, other in permutations(places, 2):
+        for swapped in names:
+            folder = tmp_path / "mixed"
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            for name in names:
+                shutil.copyfile((other if name == swapped else here) / name, folder / name)
+            try:
+                database = read_database(folder)
+                profile = profile_from_database(database)
+            except InputError:
+                told["refused"] += 1
+                continue
+            told["caution" if database.cautions else f"{here.stem} {swapped} {other.stem}"] += 1
+            assert set(database.cautions) <= set(profile.meta["cautions"])
+    # two recordings of one program with one thread and one stream each: nothing differs
+    alike = {"loops-cuda-nvidia-t", "loops-cuda-nvidiapc-t"}
+    silent = [name.split() for name in told if name not in ("refused", "caution")]
+    assert all(file == "trace.db" and {one, two} == alike for one, file, two in silent), silent
+    assert told["refused"] > 20 and told["caution"] > 12
+
+
+def test_whole_databases_have_no_doubts(tmp_path: Path) -> None:
+    for place in [written(tmp_path), *sorted(RECORDINGS.parent.glob("*/*.d"))]:
+        assert read_database(place).cautions == []
+
+
+def test_what_is_no_recording_is_refused_at_a_glance(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("hello")
+    (tmp_path / "folder").mkdir()
+    for place, why in (
+        (tmp_path / "text", r"is no recording: it begins with b'hello'"),
+        (tmp_path / "folder", "holds no profile"),
+        (tmp_path / "gone", "no such file"),
+        (Path("/dev/zero"), "no regular file"),
+    ):
+        with pytest.raises(InputError, match=why):
+            require_recording(place)
+    (tmp_path / "trace.json").write_text("  []")
+    require_recording(tmp_path / "trace.json")
+    require_recording(written(tmp_path / "database"))
+
+
+@pytest.mark.parametrize("threads", [1, 20_000])
+def test_spans_that_overlap_in_any_way_nest_in_seconds(tmp_path: Path, threads: int) -> None:
+    # 8,000 of them took 13 s before a span was cut a few times only
+    spans = [
+        {"ph": "X", "cat": ("cpu_op", "python_function")[i % 2], "name": f"f{i % 50}", "pid": 1,
+         "tid": i % threads, "ts": i * 7919 % 20_011, "dur": 1 + i * 104_729 % 20_011, "args": {}}
+        for i in range(20_000)
+    ]  # fmt: skip
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": spans}))
+    code = (
+        "import sys, time\nfrom dlrm_workbook.recordings.open import open_recording\n"
+        "start = time.process_time()\nopen_recording(sys.argv[1])\n"
+        "print(time.process_time() - start)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "trace.json")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert float(done.stdout) < 8
+    profile = open_recording(tmp_path / "trace.json").profile
+    own = profile.values.query("metric == 'cpu_time_ms' and scope == 'exclusive'")["value"]
+    assert (own >= 0).all() and (profile.threads["kind"] == "cpu_thread").sum() == threads
