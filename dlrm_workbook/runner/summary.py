@@ -15,6 +15,7 @@ from typing import Any
 
 import mistune
 
+from dlrm_workbook.analysis.sentences import without_html
 from dlrm_workbook.show.tables import LEVELS, Quality
 
 ROWS = 10  # of a table in verdict.md
@@ -125,14 +126,6 @@ def escaped(text: str) -> str:
     text = re.sub(r"([\\`*\[\]<>|~$&#!])", r"\\\1", " ".join(text.split()))
     # within a word an underscore is one
     return re.sub(r"(?<!\w)_|_(?!\w)", r"\\_", text)
-
-
-def without_html(markdown: str) -> str:
-    """Markdown whose tags and images are text: names in it may come from any program."""
-    pieces = re.split(r"(`+[^`]*`+)", markdown)
-    # the odd pieces are code
-    pieces[::2] = [re.sub(r"<(?=[a-zA-Z/!?])|!(?=\[)", r"\\\g<0>", text) for text in pieces[::2]]
-    return "".join(pieces)
 
 
 def plain_text(markdown: str) -> str:

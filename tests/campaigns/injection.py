@@ -145,7 +145,7 @@ class Opened:
     tried: list[str] = field(default_factory=list)
     """What a content security policy had to stop."""
     lures: list[str] = field(default_factory=list)
-    """Links of payloads that can be followed."""
+    """Links that run a script when they are followed; one to an https address is none."""
 
 
 HOVER = """
@@ -167,7 +167,7 @@ EVENTS = """
 LURES = """
 () => [...document.querySelectorAll('main a, .jp-OutputArea a')]
   .map((a) => a.getAttribute('href') || a.getAttribute('xlink:href') || '')
-  .filter((to) => /^\\s*(javascript|data|vbscript)|^[^#].*planted/i.test(to))
+  .filter((to) => /^\\s*(javascript|data|vbscript)/i.test(to))
 """
 
 

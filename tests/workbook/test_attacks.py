@@ -10,6 +10,7 @@ from collections import Counter
 from itertools import permutations
 from pathlib import Path
 
+import gpu_trace
 import pytest
 from databases import written
 from recordings import RECORDINGS
@@ -84,6 +85,14 @@ def test_what_is_no_recording_is_refused_at_a_glance(tmp_path: Path) -> None:
     (tmp_path / "trace.json").write_text("  []")
     require_recording(tmp_path / "trace.json")
     require_recording(written(tmp_path / "database"))
+
+
+def test_a_category_is_quoted_whatever_it_holds(tmp_path: Path) -> None:
+    events = gpu_trace.events()
+    events.append({**events[0], "ph": "X", "cat": "odd {0} } {s!r}", "ts": 1, "dur": 1})
+    path = gpu_trace.write(tmp_path / "trace.json", events)
+    said = open_recording(path).profile.meta["cautions"]
+    assert "1 event of category 'odd {0} } {s!r}' was not read." in said
 
 
 @pytest.mark.parametrize("threads", [1, 20_000])

@@ -595,7 +595,10 @@ class _Walk:
             "{its} time is not",
         )
         for category, count in self.unknown.most_common(5):
-            cautions.add(count, f"event{{s}} of category '{category}' {{was}} not read")
+            # a category of an attacker's may hold braces, so it is no part of the pattern
+            cautions.add(
+                count, "event{s} of category '{category}' {was} not read", category=category[:80]
+            )
         base = stream.header.get("baseTimeNanoseconds")
         events = Events(
             host,
