@@ -63,6 +63,10 @@ DILATED, FAR_DILATED = 1.15, 1.5
 """Times an iteration takes under the profiler, above which parts' shares begin to shift, and
 above which they say little."""
 
+SLOWER = 1.2
+"""Times the step, beside which the changes were timed together, above which the machine was
+another then."""
+
 WAITED, MUCH_WAITED = 0.02, 0.1
 """Share of the iterations' time in which their thread had no core."""
 
@@ -497,7 +501,7 @@ def _all_together(way: Sequence[Stage]) -> str:
 GOOD_FOR = {
     "green": "Times, shares and gains can be used as they stand",
     "amber": "Shares and the order of the findings can be used; small differences cannot",
-    "red": "Do not use the times of this page",
+    "red": "Some times of this page cannot be used",
 }
 
 
@@ -551,6 +555,11 @@ def _doubts(
     elif (dilation := step.recorded_ms / step.ms) > DILATED:
         text = f"the profiled step took {ratio(dilation)} the time of the plain one"
         doubts.append(("red" if dilation > FAR_DILATED else "amber", text))
+    rounds = (profile.meta.get("together") or {}).get("base_ms") or []
+    if rounds and step is not None and statistics.median(rounds) > SLOWER * step.ms:
+        times = statistics.median(rounds) / step.ms
+        text = f"while the changes were timed together, the step took {ratio(times)} its time"
+        doubts.append(("red" if times > FAR_DILATED else "amber", text))
     if state is not None:
         doubts += _doubts_of_iterations(state)
     named = coverage(attribution)

@@ -241,6 +241,11 @@ def test_the_quality_line_names_what_spoils_the_figures(profile: Profile) -> Non
     attribution = attribute(profile)
     said = quality(profile, attribution, [])
     assert said["level"] == "amber" and "no steps" in said["sentence"]
+    profile.meta["unprofiled_iteration_ms"] = [150.0] * 6
+    timed_together(profile, (LOOP, [80.0, 80.0]))
+    profile.meta["together"]["base_ms"] = [450.0, 450.0]
+    said = quality(profile, attribution, [])
+    assert said["level"] == "red" and "the step took 3.00x its time" in said["sentence"]
     profile.meta["serialised"] = True
     said = quality(profile, attribution, [])
     assert said["level"] == "red" and said["sentence"].index("serialised") < 120
