@@ -206,7 +206,7 @@ MOST_VALUES = 100_000
 _SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-class _Loader(_SafeLoader):  # type: ignore[misc]
+class _Loader(_SafeLoader):
     """The safe loader, but a key given twice is refused."""
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:

@@ -53,8 +53,9 @@ def perfetto(ranks: dict[int, Profile]) -> Iterator[dict[str, Any]]:
         yield _named("thread_name", rank, 0, "iterations")
         trace = profile.trace
         begin = int(trace["start_ns"].min()) if len(trace) else 0
-        for row in profile.iterations.itertuples():
-            yield _event(rank, 0, f"iteration {row.iteration}", row.start_ns, row.end_ns, begin)
+        marks = (profile.iterations[name].tolist() for name in ("iteration", "start_ns", "end_ns"))
+        for number, start, end in zip(*marks, strict=True):
+            yield _event(rank, 0, f"iteration {number}", start, end, begin)
         contexts = profile.contexts
         names, kinds = contexts["name"].tolist(), contexts["kind"].tolist()
         parts = [
@@ -63,12 +64,13 @@ def perfetto(ranks: dict[int, Profile]) -> Iterator[dict[str, Any]]:
         ]
         shapes = contexts["shapes"].tolist()
         sampled = profile.meta.get("engine") == "hpctoolkit"
-        for thread in profile.threads.itertuples():
-            lane = int(thread.profile) + 1  # 0 has the iterations
-            yield _named("thread_name", rank, lane, str(thread.name))
-            rows = trace[trace["profile"] == thread.profile].sort_values(["start_ns", "depth"])
+        threads = (profile.threads[name].tolist() for name in ("profile", "name", "kind"))
+        for number, name, kind in zip(*threads, strict=True):
+            lane = number + 1  # 0 has the iterations
+            yield _named("thread_name", rank, lane, name)
+            rows = trace[trace["profile"] == number].sort_values(["start_ns", "depth"])
             # the callers of a kernel are on the thread that launched it
-            by_calls = sampled and thread.kind == "cpu_thread"
+            by_calls = sampled and kind == "cpu_thread"
             spans = _flame(profile, rows) if by_calls else _as_they_are(rows)
             for context, start, end in spans:
                 said = {"part": parts[context], "kind": kinds[context]}
