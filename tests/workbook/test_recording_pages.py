@@ -42,7 +42,9 @@ def test_pages_draw_and_say_what_the_recording_holds(explained: tuple[str, RunFo
     with open_page(folder.html.as_uri(), viewport={"width": 1200, "height": 900}) as (page, _):
         # folded code is not seen
         text = " ".join(str(page.evaluate("document.body.innerText")).split())
-        page.wait_for_selector(".js-plotly-plot .xtick text")
+        # timelines are in sections that start closed, and drawn when opened
+        page.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true })")
+        page.wait_for_function(f"({HOVERS})().length > 0")
         hovers = page.evaluate(HOVERS)
     # with a base, x is where a bar ends
     assert hovers and all("%{x" not in hover for hover in hovers), hovers
