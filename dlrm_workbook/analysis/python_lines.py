@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from pathlib import PurePath
 
-import numpy as np
 import pandas as pd
 
-from dlrm_workbook.analysis.attribution import PART, iteration_count
+from dlrm_workbook.analysis.attribution import PART
 from dlrm_workbook.analysis.context_tree import missing_reason, unmeasured
 from dlrm_workbook.analysis.idleness import outside_operators
-from dlrm_workbook.recordings.profile import Profile, nearest
-from dlrm_workbook.recordings.torch.stacks import LIBRARY
+from dlrm_workbook.recordings.profile import Profile
 
 LINES = ["component", "phase", "function", "line", "time_ms", "share"]
 
@@ -34,46 +32,16 @@ def python_lines(profile: Profile) -> pd.DataFrame:
         whose time is mostly outside of operators. Empty, with the reason, where no stack was
         sampled.
     """
-    sampled = profile.meta.get("python_lines")
-    table = _recorded(profile) if sampled is None else pd.DataFrame(sampled["rows"])
+    sampled = profile.meta.get("python_lines") or {}
+    table = pd.DataFrame(sampled.get("rows"))
     if table.empty:
         reason = "no stack of Python code was sampled"
         return unmeasured(LINES, missing_reason(profile, ["python_lines"], reason))
-    if sampled is not None:
+    if sampled["operators"]:
         outside = outside_operators(profile)
-        mostly = outside.loc[outside["outside_share"].gt(MOSTLY), PART]
-        table = table.merge(mostly, on=PART)
-        whole_ms = float(sampled["ms_per_iteration"])
-    else:
-        windows = profile.iterations
-        whole_ms = float((windows["end_ns"] - windows["start_ns"]).mean()) / 1e6
-    table = table.groupby([*PART, "function", "file", "at"]).sum().reset_index()
+        table = table.merge(outside.loc[outside["outside_share"].gt(MOSTLY), PART], on=PART)
     table["line"] = [
         f"{PurePath(file).name}:{at}" for file, at in zip(table["file"], table["at"], strict=True)
     ]
-    table["share"] = table["time_ms"] / whole_ms
+    table["share"] = table["time_ms"] / sampled["ms_per_iteration"]
     return table.sort_values("time_ms", ascending=False, ignore_index=True)[LINES]
-
-
-def _recorded(profile: Profile) -> pd.DataFrame:
-    """Own time of Python contexts by the line of the program that led there."""
-    contexts = profile.contexts
-    python = contexts["kind"].eq("python").to_numpy() & contexts["line"].gt(0).to_numpy()
-    if not python.any() or not profile.has("cpu_time_ms"):
-        return pd.DataFrame()
-    own = python & ~contexts["file"].str.contains(LIBRARY).to_numpy()
-    above = nearest(contexts["parent"].to_numpy(), own)
-    above = np.where(above >= 0, above, np.arange(len(above)))
-    time = profile.value_table("cpu_time_ms", "exclusive") / iteration_count(profile)
-    chosen = python & (time > 0)
-    place = contexts.iloc[above[chosen]]
-    return pd.DataFrame(
-        {
-            "component": contexts["component"].to_numpy()[chosen],
-            "phase": contexts["phase"].to_numpy()[chosen],
-            "function": place["name"].str.rpartition(": ")[2].to_numpy(),
-            "file": place["file"].to_numpy(),
-            "at": place["line"].to_numpy(),
-            "time_ms": time[chosen],
-        }
-    )

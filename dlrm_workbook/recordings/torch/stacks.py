@@ -21,15 +21,21 @@ from dlrm_workbook.recordings.torch.chrome_trace import load_json
 
 _PLUMBING = re.compile(
     r"^<frozen |/torch/nn/modules/module\.py$|/torch/optim/optimizer\.py$|"
-    r"/torch/(utils/_contextlib|autograd/profiler|_tensor)\.py$|/dlrm_workbook/recordings/torch/"
+    r"/torch/(utils/_contextlib|autograd/profiler|_tensor)\.py$|/dlrm_workbook/(recordings/torch|evidence)/"
 )
 """Files whose functions only hand on to others, and our own."""
 
-LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib/python3\.\d+/|^<")
-"""Files that are no code of the program's own."""
+LIBRARY = re.compile(
+    r"/(?:site|dist)-packages/|/lib/python3\.\d+/|^<|/dlrm_workbook/(?:recordings|evidence)/"
+)
+"""Files that are no code of the program's own: libraries, and what measures it."""
 
 MOST_OPERATORS = 1 / 3
 """Between two samples with no larger share of operators, Python is what runs."""
+
+
+LINE = ["component", "phase", "function", "file", "at"]
+"""Columns that tell lines apart: the part they run for, and where they are."""
 
 
 def sampled_lines(file: Path) -> dict[str, Any]:
@@ -37,52 +43,70 @@ def sampled_lines(file: Path) -> dict[str, Any]:
 
     Returns:
         ``rows`` of ``component``, ``phase``, ``function``, ``file``, ``at`` (the line) and
-        ``time_ms`` of a mean iteration, operators included; ``ms_per_iteration``.
+        ``time_ms`` of a mean iteration; ``ms_per_iteration``; ``operators``: True, the time of
+        operators that the lines call is in theirs.
 
     Raises:
         InputError: the file holds no stacks.
     """
     document = load_json(file)
     try:
-        moments = np.array([moment for moment, _ in document["samples"]], dtype=np.int64)
         each_ms = [float(ms) for ms in document["iteration_ms"]]
-        rows = [
-            _own_line([document["frames"][i] for i in document["stacks"][stack]])
-            for _, stack in document["samples"]
-        ]
+        moments = np.array([moment for moment, _ in document["samples"]], dtype=np.int64)
+        stacks = [[document["frames"][i] for i in stack] for stack in document["stacks"]]
+        rows = [(*_own_part(stacks[i]), *_own_line(stacks[i])) for _, i in document["samples"]]
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise InputError(f"{file}: is no record of Python stacks: {error!r}") from None
-    table = pd.DataFrame(rows, columns=["component", "phase", "function", "file", "at"])
-    if len(table) > 1:  # each stands for the time around it
-        edges = (moments[1:] + moments[:-1]) / 2
-        edges = np.concatenate([[2 * moments[0] - edges[0]], edges, [2 * moments[-1] - edges[-1]]])
-        table["time_ms"] = np.diff(edges) / 1e6 / max(len(each_ms), 1)
-        table = table.groupby(list(table.columns[:-1])).sum().reset_index()
+    table = pd.DataFrame(rows, columns=LINE).assign(ns=_time_around(moments))
     return {
-        "rows": table.to_dict("records") if "time_ms" in table else [],
+        "rows": line_rows(table, len(each_ms)),
         "ms_per_iteration": sum(each_ms) / max(len(each_ms), 1),
+        "operators": True,
     }
 
 
-def _own_line(stack: list[tuple[str, int, str, int]]) -> tuple[str, str, str, str, int]:
-    """(component, phase, function, file, line) of a stack, outermost first.
+def line_rows(samples: pd.DataFrame, iterations: int) -> list[dict[str, Any]]:
+    """Samples with the columns :data:`LINE` and ``ns`` added up: ``time_ms`` of an iteration."""
+    table = samples.groupby(LINE)["ns"].sum().reset_index()
+    table["time_ms"] = table.pop("ns") / 1e6 / max(iterations, 1)
+    return [{str(name): value for name, value in row.items()} for row in table.to_dict("records")]
+
+
+def _time_around(moments: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """The time that each sample stands for (n,), ns: up to halfway to its neighbours."""
+    if len(moments) < 2:
+        return np.zeros(len(moments))
+    middle = (moments[1:] + moments[:-1]) / 2
+    first, last = 2 * moments[0] - middle[0], 2 * moments[-1] - middle[-1]
+    return np.diff(np.concatenate([[first], middle, [last]]))
+
+
+def _own_part(stack: list[tuple[str, int, str, int]]) -> tuple[str, str]:
+    parts = (parse_span(function.rpartition(".")[2]) for _, _, function, _ in reversed(stack))
+    return next(filter(None, parts), ("other", ""))
+
+
+def _own_line(stack: list[tuple[str, int, str, int]]) -> tuple[str, str, int]:
+    """(function, file, line) of a stack, outermost first.
 
     The line is the innermost one of the program's own, not of a library that it calls.
     """
-    parts = (parse_span(function.rpartition(".")[2]) for _, _, function, _ in reversed(stack))
-    component, phase = next(filter(None, parts), ("other", ""))
     own = [frame for frame in stack if not LIBRARY.search(frame[0])] or stack
     file, _, function, line = own[-1]
-    return component, phase, function, file, int(line)
+    return function, file, int(line)
 
 
-def with_stacks(host: pd.DataFrame, file: Path) -> pd.DataFrame:
-    """The host's spans, and those that samples of the stack tell.
+def with_stacks(host: pd.DataFrame, file: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The host's spans with those that samples of the stack tell, and the samples.
 
     Args:
         host: see :class:`~dlrm_workbook.recordings.torch.chrome_trace.Events`.
         file: what :meth:`~dlrm_workbook.recordings.torch.sampling.StackSampler.document` says,
             and ``marks``: the moments of the marks between iterations on the samples' clock.
+
+    Returns:
+        The spans up to the last mark, and of each sample ``moment`` (on the trace's clock),
+        ``ns`` that it stands for, ``function``, ``file`` and ``at`` of the program's own line.
 
     Raises:
         InputError: the file does not hold that.
@@ -92,6 +116,7 @@ def with_stacks(host: pd.DataFrame, file: Path) -> pd.DataFrame:
         marks = np.array(document["marks"], dtype=np.int64)
         samples = np.array(document["samples"], dtype=np.int64).reshape(-1, 2)
         stacks = [[_label(*document["frames"][i]) for i in stack] for stack in document["stacks"]]
+        lines = [_own_line([document["frames"][i] for i in stack]) for stack in document["stacks"]]
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise InputError(f"{file}: is no record of Python stacks: {error!r}") from None
     seen = host[host["name"].eq(STEP_MARK)].sort_values("start")
@@ -99,12 +124,15 @@ def with_stacks(host: pd.DataFrame, file: Path) -> pd.DataFrame:
         last = seen["end"].iloc[-1]
         host = host[host["start"].lt(last)].assign(end=host["end"].clip(upper=last))
         host["duration"] = host["end"] - host["start"]
+    told = pd.DataFrame([lines[i] for i in samples[:, 1]], columns=LINE[2:])
+    told["ns"], told["moment"] = _time_around(samples[:, 0]), samples[:, 0]
     if not len(samples) or len(seen) != len(marks):
-        return host.reset_index(drop=True)
+        return host.reset_index(drop=True), told.iloc[:0]
     line = seen["line"].iloc[0]
     # both clocks count nanoseconds; a mark is noted just before its range opens
     offset = int(np.median(seen["start"].to_numpy() - marks))
     moments = samples[:, 0] + offset
+    told["moment"] = moments
     main = host[host["line"].eq(line)]
     operators = main[main["kind"].isin(["operator", "runtime"])]
     begin, end = _stretches(operators, moments, marks + offset)
@@ -114,7 +142,8 @@ def with_stacks(host: pd.DataFrame, file: Path) -> pd.DataFrame:
     spans["line"], spans["kind"], spans["shapes"], spans["types"] = line, "python", "", ""
     for column in host.columns.difference(spans.columns):
         spans[column] = -1
-    return pd.concat([host, spans[host.columns].astype(host.dtypes)], ignore_index=True)
+    spans = spans[host.columns].astype(host.dtypes)
+    return pd.concat([host, spans], ignore_index=True), told
 
 
 def _label(file: str, first: int, function: str, line: int) -> tuple[str, str]:

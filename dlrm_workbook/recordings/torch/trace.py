@@ -22,7 +22,12 @@ from dlrm_core.errors import InputError
 from dlrm_core.parts import ITERATION_SPAN
 from dlrm_workbook.recordings.foreign import ENGINE_PREFIX, PartNames
 from dlrm_workbook.recordings.nesting import innermost, nest, self_times
-from dlrm_workbook.recordings.profile import Profile, depths, inclusive_from_exclusive
+from dlrm_workbook.recordings.profile import (
+    Profile,
+    depths,
+    inclusive_from_exclusive,
+    nearest,
+)
 from dlrm_workbook.recordings.torch.chrome_trace import (
     STEP_PREFIX,
     Events,
@@ -38,7 +43,7 @@ from dlrm_workbook.recordings.torch.parts import (
     own_parts,
 )
 from dlrm_workbook.recordings.torch.shape_work import meaning_of, shape_metrics
-from dlrm_workbook.recordings.torch.stacks import sampled_lines, with_stacks
+from dlrm_workbook.recordings.torch.stacks import line_rows, sampled_lines, with_stacks
 from dlrm_workbook.recordings.torch.steps import (
     STEP_LABEL,
     Steps,
@@ -248,15 +253,18 @@ def read_recording(folder: str | Path, parts: Mapping[str, str] | None = None) -
     if stacks.is_file() and has_own_parts(events.host):
         meta["python_lines"] = sampled_lines(stacks)
     elif stacks.is_file():
-        events.host = with_stacks(events.host, stacks)
+        events.host, samples = with_stacks(events.host, stacks)
+        return _Builder(events, PartNames(parts), samples).build(meta, rows)
     return _Builder(events, PartNames(parts)).build(meta, rows)
 
 
 class _Builder:
     """Holds the tables while they grow; one per trace."""
 
-    def __init__(self, events: Events, names: PartNames) -> None:
-        self.events = events
+    def __init__(
+        self, events: Events, names: PartNames, samples: pd.DataFrame | None = None
+    ) -> None:
+        self.events, self.samples = events, samples
         self.host, self.device, self.memory = events.host, events.device, events.memory
         self.names, self.rank = events.names, events.rank
         self.part_names = names
@@ -662,8 +670,31 @@ class _Builder:
 
     # ---- circumstances -------------------------------------------------------------
 
+    def python_lines(self, samples: pd.DataFrame) -> dict[str, Any]:
+        """Time by part and line that passes outside of operators, see :func:`sampled_lines`."""
+        main = self.host[self.host["profile"].eq(0)]
+        begin, end, parent = (main[name].to_numpy() for name in ("start", "end", "parent"))
+        at = samples["moment"].to_numpy()
+        span = innermost(begin, end, parent, at)
+        operator = nearest(parent, main["kind"].isin(["operator", "runtime"]).to_numpy())
+        each = np.array(self.iterations, dtype=np.int64).reshape(-1, 2)
+        within = (at >= each[:1, 0].sum()) & (at < each[-1:, 1].sum())
+        outside = within & (np.append(operator, -1)[span] < 0)
+        context = np.append(main["context"].to_numpy(), 0)[span][outside]
+        chosen = samples[outside].assign(
+            component=self.contexts["component"].to_numpy()[context],
+            phase=self.contexts["phase"].to_numpy()[context],
+        )
+        return {
+            "rows": line_rows(chosen, len(each)),
+            "ms_per_iteration": float(np.diff(each).mean()) / 1e6 if len(each) else 0.0,
+            "operators": False,
+        }
+
     def describe(self, meta: dict[str, Any], metrics: list[str]) -> dict[str, Any]:
         found = self.events.circumstances()
+        if self.samples is not None and len(self.samples):
+            found["python_lines"] = self.python_lines(self.samples)
         found["cautions"] = [*found["cautions"], *self.inferred]
         found |= {"main_thread": 0, "iterations_from": self.steps.source}
         if self.steps.label not in ("", ITERATION_SPAN, STEP_LABEL):
