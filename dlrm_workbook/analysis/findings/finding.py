@@ -96,6 +96,10 @@ class Ledger:
         """What explained it: ``launches``, ``synchronisation``, ``allocation``."""
         self.waits: Stretches = (np.array([], np.int64), np.array([], np.int64))
         """Operators around waits for the GPU: idle time in them is synchronisation."""
+        self.taken: Stretches = (np.array([], np.int64), np.array([], np.int64))
+        """Stretches in which launched work waited for a GPU that did nothing."""
+        self.slower_from: int | None = None
+        """Place of the iteration from which on the GPU is slower than before."""
         self.device_work: set[str] = set()
         """Names of kernels whose time a rule has explained."""
 

@@ -205,6 +205,8 @@ def irregular(evidence: Evidence, ledger: Ledger) -> Measured | None:
     totals = steps.sum(axis=1)
     state = steady_state(totals.to_numpy())
     slow, share = state.outliers, state.straggler_share
+    if ledger.slower_from is not None and not slow[: ledger.slower_from].any():
+        return None  # the slow ones are those in which the GPU is slower
     if share < IRREGULAR_SHARE or int(slow.sum()) < 2:
         return None
     extra = (steps[slow] - steps[state.steady].median()).mean().clip(lower=0.0)

@@ -29,7 +29,9 @@ from dlrm_workbook.analysis.findings.finding import (
     predicted,
     rule,
 )
+from dlrm_workbook.analysis.findings.gpu_taken import without
 from dlrm_workbook.analysis.gpu import kernel_table, sampled_profile, stall_reasons, stall_table
+from dlrm_workbook.analysis.idleness import Stretches
 from dlrm_workbook.analysis.kernel_names import kernel_name
 from dlrm_workbook.analysis.launches import device_operations, launch_cost_us
 from dlrm_workbook.recordings.hpctoolkit.metrics import STALLS
@@ -139,9 +141,9 @@ def synchronising(evidence: Evidence, ledger: Ledger) -> Measured | None:
     calls = _synchronising_calls(evidence)
     if calls.empty:
         return None
-    idle, lost = _idle_around(evidence, calls)
+    idle, lost = _idle_around(evidence, calls, ledger)
     around = _operators_around(evidence, calls)
-    calls = _with_idle_inside(evidence, calls, around)
+    calls = _with_idle_inside(evidence, calls, around, ledger)
     lost = float(calls["lost_ms"].sum())
     idle = max(idle, lost)
     count = max(len(evidence.windows[0]), 1)
@@ -365,7 +367,7 @@ def gpu_idle(evidence: Evidence, ledger: Ledger) -> Measured | None:
     left = evidence.idle_ms - explained
     if left < IDLE_SHARE * evidence.total_ms:
         return None
-    unexplained = evidence.idle
+    unexplained = without(evidence.idle, ledger.taken)
     if "synchronisation" in ledger.idle_causes:
         unexplained = unexplained[unexplained["cause"].ne("synchronisation")]
         unexplained = unexplained[~_in_waits(unexplained, ledger)]
@@ -491,7 +493,7 @@ def _launching(evidence: Evidence, ledger: Ledger, launch_us: float) -> pd.DataF
     Left out are operators that wait for the GPU, and gaps beyond the length of a few launches
     that the host spends for the most part in the body of one Python function.
     """
-    idle = evidence.idle
+    idle = without(evidence.idle, ledger.taken)
     frames = evidence.profile.of_kind("python")[idle["context"]] & idle["context"].ge(0)
     own = (idle["end_ns"] - idle["start_ns"]).where(idle["cause"].eq("python") & frames, 0)
     # pieces of one gap follow each other and share its length
@@ -783,7 +785,8 @@ def allocation(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """The GPU idles while the host is in calls that allocate or free its memory."""
     if not evidence.has_timeline:
         return None
-    idle = evidence.idle[evidence.idle["cause"].eq("allocation")]
+    idle = without(evidence.idle, ledger.taken)
+    idle = idle[idle["cause"].eq("allocation")]
     left = evidence.idle_ms - ledger.idle_ms
     time = min(float(idle["idle_ms"].sum()), max(left, 0.0))
     if time < ALLOCATION_SHARE * evidence.total_ms:
@@ -916,10 +919,12 @@ def _synchronising_calls(evidence: Evidence) -> pd.DataFrame:
     return calls.assign(waited_ms=length / 1e6 / len(evidence.windows[0]))
 
 
-def _idle_around(evidence: Evidence, calls: pd.DataFrame) -> tuple[float, float]:
+def _idle_around(
+    evidence: Evidence, calls: pd.DataFrame, ledger: Ledger
+) -> tuple[float, float]:
     """(idle time from synchronising calls to the next work, that of it the calls cost), ms of a
     mean iteration; each call gets its part as ``lost_ms``."""
-    busy = union(evidence.work["start_ns"].to_numpy(), evidence.work["end_ns"].to_numpy())
+    busy = _busy_or_taken(evidence, ledger)
     first, last = evidence.windows
     start, end = calls["start_ns"].to_numpy(), calls["end_ns"].to_numpy()
     place = np.searchsorted(busy[0], end)  # the work after each call
@@ -937,6 +942,15 @@ def _idle_around(evidence: Evidence, calls: pd.DataFrame) -> tuple[float, float]
     count = 1e6 * len(first)
     calls["lost_ms"] = lost.to_numpy() / count
     return float(groups["idle"].max().sum()) / count, float(calls["lost_ms"].sum())
+
+
+def _busy_or_taken(evidence: Evidence, ledger: Ledger) -> Stretches:
+    """Stretches in which the GPU works, or does nothing for no fault of this program."""
+    begun, done = ledger.taken
+    return union(
+        np.concatenate([evidence.work["start_ns"].to_numpy(), begun]),
+        np.concatenate([evidence.work["end_ns"].to_numpy(), done]),
+    )
 
 
 def _operators_around(evidence: Evidence, calls: pd.DataFrame) -> pd.DataFrame:
@@ -976,10 +990,10 @@ def _operators_around(evidence: Evidence, calls: pd.DataFrame) -> pd.DataFrame:
 
 
 def _with_idle_inside(
-    evidence: Evidence, calls: pd.DataFrame, around: pd.DataFrame
+    evidence: Evidence, calls: pd.DataFrame, around: pd.DataFrame, ledger: Ledger
 ) -> pd.DataFrame:
     """``calls`` whose ``lost_ms`` is no less than the GPU's idle time in the operators around."""
-    busy = union(evidence.work["start_ns"].to_numpy(), evidence.work["end_ns"].to_numpy())
+    busy = _busy_or_taken(evidence, ledger)
     around = around.drop_duplicates(["start_ns", "end_ns"])
     start, end = around["start_ns"].to_numpy(), around["end_ns"].to_numpy()
     idle = (end - start - overlap(start, end, *busy)) / 1e6 / max(len(evidence.windows[0]), 1)

@@ -1,0 +1,241 @@
+"""A GPU that gives less than it could: slower than it was, or busy with another program.
+
+Neither shows in what the program does: the same kernels are launched in the same order. What
+tells is the recording's own comparison: each launch with itself in earlier iterations, and idle
+time with the work that waits in the GPU's queue meanwhile.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from dlrm_workbook.analysis.attribution import iteration_state, windows
+from dlrm_workbook.analysis.context_tree import stretch_at, union
+from dlrm_workbook.analysis.findings.evidence import Evidence
+from dlrm_workbook.analysis.findings.finding import Ledger, Measured, rule
+from dlrm_workbook.analysis.idleness import Stretches
+from dlrm_workbook.analysis.launches import device_operations
+from dlrm_workbook.recordings.open import COMMUNICATION
+from dlrm_workbook.recordings.torch.chrome_trace import GRAPH_LAUNCH
+
+SLOWER_TIMES = 1.1
+"""Times as long: boost clocks of a GPU at work wander by a few percent, a limit of power or
+temperature takes 10 % and more."""
+
+ONE_FACTOR = 0.75
+"""Of the kernels' time is in kernels that become slower by half of the change or more: a clock
+slows all that computes, though less what waits for memory."""
+
+COMPARED = 0.5
+"""Least share of the kernels' time in launches that every iteration makes alike."""
+
+LOST_SHARE = 0.05
+"""Least share of the step that is lost; less is a run's own scatter."""
+
+WAITING_US = 100.0
+"""Work that has been launched begins within 5 to 20 µs on a GPU that is free; ten times that is
+no start-up. NVIDIA's time slices last 1 ms and more."""
+
+REGULAR_GAPS = 6
+"""Gaps from which on their regularity is judged."""
+
+
+@rule(
+    "slower_gpu",
+    title="The GPU is slower from iteration {first} of {count} on: its kernels take {factor:.1f} "
+    "times as long",
+    evidence=(
+        "The same launches of the same kernels take {before:ms} in each earlier iteration and "
+        "{after:ms} in each later one; {alike:.0%} of their time is in kernels that became slower "
+        "together.",
+        "So it is not the program that changed: the GPU's clock dropped (a limit of power or "
+        "temperature), or something else uses the GPU since then.",
+        "All later iterations together lose {lost:ms} by it.",
+    ),
+    advice="Look at the GPU while it runs: clocks, power, temperature and other processes "
+    "(nvidia-smi -q -d CLOCK,POWER,TEMPERATURE,PERFORMANCE; nvidia-smi pmon). Lock the clocks to "
+    "compare runs (nvidia-smi --lock-gpu-clocks), and measure again.",
+    limit="scheduling",
+    gpu=True,
+)
+def slower_gpu(evidence: Evidence, ledger: Ledger) -> Measured | None:
+    """From some iteration on all kernels take longer by one factor."""
+    spans = windows(evidence.profile)
+    times = _same_launches(evidence, spans)
+    if times.empty or times.shape[1] < 4:
+        return None
+    by_step = times.sum().to_numpy()
+    cut = _lasting_rise(by_step)
+    if cut is None:
+        return None
+    before, after = times.iloc[:, :cut].median(axis=1), times.iloc[:, cut:].median(axis=1)
+    factor = float(after.sum() / before.sum())
+    slower = after > before * (1.0 + 0.5 * (factor - 1.0))
+    alike = float(before[slower].sum() / before.sum())
+    if alike < ONE_FACTOR:
+        return None
+    length = (spans["end_ns"] - spans["start_ns"]).to_numpy() / 1e6
+    extra = np.maximum(length - np.median(length[:cut]), 0.0)
+    extra = np.minimum(extra, _all_kernels_ms(evidence, spans) * (1.0 - 1.0 / factor))
+    extra[:cut] = 0.0
+    state = iteration_state(evidence.profile)
+    counted = np.ones(len(extra), dtype=bool)
+    if state is not None and state.steady[cut:].any():
+        counted = state.steady  # the step that all shares are of
+    share = float(extra[counted].sum() / length[counted].sum())
+    if share < LOST_SHARE:
+        return None
+    ledger.slower_from = cut
+    return {
+        "share": share,
+        "first": cut + 1,
+        "count": len(length),
+        "factor": factor,
+        "before": float(before.sum()),
+        "after": float(after.sum()),
+        "alike": alike,
+        "lost": float(extra.sum()),
+    }
+
+
+def _same_launches(evidence: Evidence, spans: pd.DataFrame) -> pd.DataFrame:
+    """Time (ms) of each kernel and call path (rows) in each iteration (columns), of those that
+    every iteration launches equally often; empty where these are too little of all."""
+    work = device_operations(evidence.profile)
+    nothing = pd.DataFrame()
+    if work.empty or len(spans) < 4:
+        return nothing
+    exchange = evidence.profile.which("name", lambda name: bool(COMMUNICATION.search(name)))
+    work = work[work["kind"].eq("kernel") & ~exchange[work["context"].to_numpy()]]
+    begun = work["launch_start_ns"].where(work["launch_start_ns"] >= 0, work["start_ns"])
+    step = stretch_at(spans["start_ns"].to_numpy(), spans["end_ns"].to_numpy(), begun.to_numpy())
+    work = work.assign(step=step, ms=(work["end_ns"] - work["start_ns"]) / 1e6)
+    work = work[work["step"] >= 0]
+    if work.empty:
+        return nothing
+    table = work.pivot_table("ms", "context", "step", aggfunc=["sum", "size"], fill_value=0.0)
+    launches = table["size"]
+    same = launches.eq(launches.iloc[:, 0], axis=0).all(axis=1)
+    every = table["sum"]
+    chosen = every[same.to_numpy()]
+    enough = len(every.columns) == len(spans) and chosen.sum().sum() > COMPARED * every.sum().sum()
+    return chosen if enough else nothing
+
+
+def _lasting_rise(times: np.ndarray) -> int | None:
+    """The place (at least two before and after it) from which on all times (n,) are longer by
+    ``SLOWER_TIMES`` than all before; None if there is none."""
+    cuts = np.arange(2, len(times) - 1)
+    rise = np.array([times[cut:].min() / max(times[:cut].max(), 1e-12) for cut in cuts])
+    if not len(cuts) or rise.max() < SLOWER_TIMES:
+        return None
+    return int(cuts[rise.argmax()])
+
+
+def _all_kernels_ms(evidence: Evidence, spans: pd.DataFrame) -> np.ndarray:
+    """Time (n,) in which the GPU works in each iteration, ms."""
+    work = device_operations(evidence.profile)
+    start, end = union(work["start_ns"].to_numpy(), work["end_ns"].to_numpy())
+    reached = np.concatenate([[0], np.cumsum(end - start)])
+
+    def worked(at: np.ndarray) -> np.ndarray:
+        place = np.searchsorted(start, at, side="right")
+        whole = reached[place]
+        over = np.where(place > 0, end[np.maximum(place - 1, 0)] - at, 0)
+        return np.asarray(whole - np.maximum(over, 0))
+
+    first, last = spans["start_ns"].to_numpy(), spans["end_ns"].to_numpy()
+    return np.asarray(worked(last) - worked(first)) / 1e6
+
+
+@rule(
+    "gpu_taken",
+    title="The GPU does nothing in {share:.0%} of the step although work waits in its queue"
+    "{whose}",
+    evidence=(
+        "In {count:,.1f} gaps per iteration of {usual:ms} (median) no stream runs anything, while "
+        "work that has been launched waits; it usually begins {start_up:.0f} µs after its launch.",
+        "{regular}",
+        "What waits in the queue of an idle GPU waits neither for the host nor for other work of "
+        "this program.",
+    ),
+    advice="See which processes use this GPU (nvidia-smi, nvidia-smi pmon): give the run a GPU of "
+    "its own, or let the processes share it by MPS or MIG, not in turns.",
+    limit="scheduling",
+    gpu=True,
+)
+def gpu_taken(evidence: Evidence, ledger: Ledger) -> Measured | None:
+    """The GPU idles while launched work waits in its queue: somebody else has it."""
+    if not evidence.has_timeline or evidence.meta.get("serialised"):
+        return None
+    start, end, start_up = _queued_gaps(evidence)
+    inside = evidence.inside(start)
+    start, end = start[inside], end[inside]
+    count = max(len(evidence.windows[0]), 1)
+    lost = float((end - start).sum()) / 1e6 / count
+    share = lost / evidence.total_ms
+    if share < LOST_SHARE or len(start) < 2:
+        return None
+    period = _period_ms(end)
+    runtime = evidence.profile.contexts.loc[evidence.profile.of_kind("runtime"), "name"]
+    if period is None and runtime.str.match(GRAPH_LAUNCH).any():
+        return None  # kernels of graphs that were not recorded may run in the gaps
+    ledger.taken = (start, end)
+    ledger.idle_ms += lost
+    figures: Measured = {
+        "share": share,
+        "whose": "",
+        "count": len(start) / count,
+        "usual": float(np.median(end - start)) / 1e6,
+        "start_up": start_up / 1e3,
+        "regular": None,
+    }
+    if period is not None:
+        figures["whose"] = ": another process takes turns on it"
+        figures["regular"] = (
+            f"The gaps end every {period:.1f} ms: so a GPU goes round between processes that share "
+            "it in time slices."
+        )
+    return figures
+
+
+def _queued_gaps(evidence: Evidence) -> tuple[Any, Any, float]:
+    """(start, end, usual start-up) in ns: stretches in which nothing runs on the GPU and work
+    that was launched before waits far longer than a start-up takes.
+
+    Of all that waits, what was launched first depends on nothing that has yet to run.
+    """
+    work = device_operations(evidence.profile)
+    begin, done = work["start_ns"].to_numpy(), work["end_ns"].to_numpy()
+    launched = work["launch_end_ns"].to_numpy()
+    ready = np.where((launched >= 0) & (launched < begin), launched, begin)
+    earliest = np.minimum.accumulate(ready[::-1])[::-1]
+    reached = np.maximum.accumulate(done)
+    since = np.maximum(reached[:-1], earliest[1:])
+    free = reached[:-1] <= ready[1:]
+    delay = (begin[1:] - ready[1:])[free & (launched[1:] >= 0)]
+    start_up = float(np.median(delay)) if len(delay) else 0.0
+    waits = begin[1:] - since
+    chosen = waits > max(1e3 * WAITING_US, 10.0 * start_up)
+    return since[chosen], begin[1:][chosen], start_up
+
+
+def _period_ms(at: np.ndarray) -> float | None:
+    """The time between moments (n,) ns that come regularly, or at multiples of it; None where
+    they do not."""
+    apart = np.diff(at)
+    if len(apart) < REGULAR_GAPS:
+        return None
+    period = float(np.median(apart))
+    turns = apart / period
+    regular = (np.abs(turns - np.round(turns)) < 0.1) & (turns > 0.5)
+    # any gaps would be so near by chance in a fifth of the cases
+    return period / 1e6 if regular.mean() >= ONE_FACTOR else None
+
+
+def without(pieces: pd.DataFrame, taken: Stretches) -> pd.DataFrame:
+    """Rows of idle pieces that begin in none of the stretches."""
+    return pieces[stretch_at(*taken, pieces["start_ns"].to_numpy()) < 0]
