@@ -80,6 +80,71 @@ def test_a_busy_gpu_has_no_finding(trace: Trace) -> None:
     assert listed(trace.read()) == []
 
 
+def growing(trace: Trace, lengths: list[list[float]]) -> None:
+    """Steps of two kernels of these lengths (us, one list a step), both launched at its begin."""
+    for number, (first, second) in enumerate(lengths):
+        begin = trace.step(number)
+        trace.part("top_mlp::forward", begin + 1, begin + 900)
+        trace.launch(begin + 5, "sm90_bf16_gemm", begin + 10, begin + 10 + first)
+        trace.launch(begin + 15, "sm90_bf16_conv", begin + 15 + first, begin + 15 + first + second)
+
+
+SLOW, FAST = [500.0, 460.0], [250.0, 230.0]
+
+
+def test_a_gpu_that_becomes_slower_is_named_with_the_iteration_and_the_factor(
+    trace: Trace,
+) -> None:
+    growing(trace, [FAST, FAST, FAST, SLOW, SLOW, SLOW])
+    first = listed(trace.read())[0]
+    assert first.id == "slower_gpu" and "from iteration 4 of 6 on" in first.title
+    assert "2.0 times as long" in first.title
+    # three of six steps take 980 us and not 500
+    assert first.share_of_step == pytest.approx(1440 / 4440, abs=0.01)
+    assert ordered(first.predicted_speedup)
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [FAST, FAST, FAST, [250.0, 600.0], [250.0, 600.0], [250.0, 600.0]],  # one kernel's data
+        [SLOW, SLOW, SLOW, FAST, FAST, FAST],  # a beginning
+        [FAST, SLOW, FAST, SLOW, FAST, SLOW],  # now and then
+        [FAST, FAST, FAST, FAST, FAST, SLOW],  # one straggler
+        [FAST] * 6,
+    ],
+)
+def test_other_changes_are_no_slower_gpu(trace: Trace, lengths: list[list[float]]) -> None:
+    growing(trace, lengths)
+    assert "slower_gpu" not in found(trace.read())
+
+
+def in_slices(trace: Trace, launch_ahead: bool) -> None:
+    """A GPU that works 100 us and then does nothing for 400 us, again and again."""
+    for number in range(STEPS):
+        begin = trace.step(number)
+        trace.part("top_mlp::forward", begin + 1, begin + 900)
+        for slice_ in range(2):
+            start = begin + 10 + 500 * slice_
+            at = begin + 5 + 5 * slice_ if launch_ahead else start - 5
+            trace.launch(at, "sm90_bf16_gemm", start, start + 100)
+        trace.host("cuda_runtime", "cudaStreamSynchronize", begin + 700, begin + 990)
+
+
+def test_idle_time_with_work_in_the_queue_is_not_the_hosts(trace: Trace) -> None:
+    in_slices(trace, launch_ahead=True)
+    first = listed(trace.read())[0]
+    assert first.id == "gpu_taken"
+    # 400 us between a step's two kernels, whose second was launched 500 us before it began
+    assert first.share_of_step == pytest.approx(400 / 995, abs=0.02)
+    assert "400 µs (median)" in first.evidence or "0.400 ms (median)" in first.evidence
+
+
+def test_idle_time_before_a_launch_is_no_other_process(trace: Trace) -> None:
+    in_slices(trace, launch_ahead=False)
+    assert "gpu_taken" not in found(trace.read())
+
+
 def test_synchronising_calls_are_named_with_their_part(trace: Trace) -> None:
     for number in range(STEPS):
         begin = trace.step(number)
@@ -152,8 +217,26 @@ def test_launches_that_cannot_keep_up(trace: Trace) -> None:
         "training.cuda_graphs": True,
         "training.embedding_backend": "fused",
     }
+    assert first.component == "top_mlp"
     fused = {"training": {"embedding_backend": "fused"}}
     assert listed(trace.read(parameters=fused))[0].change == {"training.cuda_graphs": True}
+
+
+def test_the_operator_that_makes_most_launches_is_named(trace: Trace) -> None:
+    for number in range(STEPS):
+        begin = trace.step(number)
+        trace.part("top_mlp::forward", begin + 1, begin + 200)
+        trace.launch(begin + 5, "sm90_bf16_gemm", begin + 10, begin + 200)
+        trace.part("embedding::forward", begin + 210, begin + 990)
+        for i in range(70):
+            at = begin + 215 + 10.5 * i
+            trace.host("cpu_op", "aten::embedding_bag", at - 1, at + 8)
+            trace.host("cpu_op", "aten::_embedding_bag", at - 0.5, at + 7)
+            trace.launch(at, "embedding_bag_kernel", at + 3, at + 5)
+    first = found(trace.read())["launch_bound"]
+    assert first.title.endswith("launches of aten::embedding_bag in embedding forward")
+    assert first.component == "embedding"
+    assert "70 of them are launched by aten::embedding_bag" in first.evidence
 
 
 def test_products_without_tensor_cores(trace: Trace) -> None:

@@ -93,6 +93,8 @@ def data_generation(evidence: Evidence, ledger: Ledger) -> Measured | None:
         figures["by_generators"] = f" by {generator}, {milliseconds(then)} by {FASTER[generator]}"
     elif "data.generator" in change:
         figures["unprobed"] = "How fast the other generator is here was not measured."
+    if evidence.basis == "the CPU time":
+        figures["title"] = "Data generation takes {share:.0%} of the main thread's CPU time"
     if waits:
         figures["title"] = "The step waits for data in {share:.0%} of its time"
     return figures

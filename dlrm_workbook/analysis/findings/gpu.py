@@ -55,6 +55,13 @@ PYTHON_GAP = 10.0
 LAUNCH_SHARE = 0.2
 """Least share of the step in which the GPU waits for launches; below, they keep ahead of it."""
 
+ONE_LAUNCHER_SHARE = 0.1
+"""The same where most launches are those of one operator or part, of kernels shorter than a
+launch: their count alone then says what to change."""
+
+MOST_LAUNCHES = 0.5
+"""Of all launches, by one operator or part: from here on it is named."""
+
 SHORT_KERNEL_US = 10.0
 """A launch costs 3 to 10 µs of host time (NVIDIA, "Getting started with CUDA graphs",
 2019): kernels shorter than this cannot hide it. The measured launch cost is used where
@@ -290,11 +297,12 @@ def exposed_communication(evidence: Evidence, ledger: Ledger) -> Measured | None
 
 @rule(
     "launch_bound",
-    title="The GPU is idle {idle:.0%} of the time, most of it waiting for launches",
+    title="The GPU is idle {idle:.0%} of the time, most of it waiting for launches{launched_by}",
     evidence=(
         "{launches:,.0f} kernels per iteration of {mean_us:.1f} µs each{left_out}, and a launch "
         "takes {launch}; in {share:.0%} of the time the GPU waits in gaps below "
         "{gap_us:.0f} µs while the host runs operators and launches them.",
+        "{most_by}",
         "{doubt}",
     ),
     advice="Fewer and longer kernels: capture the step in a CUDA graph (training.cuda_graphs), "
@@ -312,12 +320,17 @@ def launch_bound(evidence: Evidence, ledger: Ledger) -> Measured | None:
     left = max(0.0, evidence.idle_ms - ledger.idle_ms - _data_ms(evidence, ledger))
     lost = min(lost, left)
     kernels = evidence.work[evidence.work["kind"].eq("kernel") & ~_is_exchange(evidence)]
-    if kernels.empty or lost < LAUNCH_SHARE * evidence.total_ms:
+    if kernels.empty or lost < ONE_LAUNCHER_SHARE * evidence.total_ms:
         return None
     launches = len(kernels)
+    own, of_launches, most = _main_launcher(evidence, kernels)
+    part = (str(own["component"].iloc[0]), str(own["phase"].iloc[0]))
     mean_us = float((kernels["end_ns"] - kernels["start_ns"]).mean()) / 1e3
-    if mean_us > 5 * launch_us:
-        return None
+    if lost < LAUNCH_SHARE * evidence.total_ms or mean_us > 5 * launch_us:
+        # few operators may be bound by launches in a step that otherwise is not
+        own_us = float((own["end_ns"] - own["start_ns"]).mean()) / 1e3
+        if of_launches < MOST_LAUNCHES or own_us > launch_us:
+            return None
     ledger.idle_ms += lost
     ledger.idle_causes.add("launches")
     cost = launch_cost_us(evidence.profile)
@@ -326,11 +339,21 @@ def launch_bound(evidence: Evidence, ledger: Ledger) -> Measured | None:
         # with any other the host waits for the GPU in every update: nothing to capture
         graphs["training.embedding_backend"] = "fused"
     title = {} if lost > 0.5 * evidence.idle_ms else {"title": WAITS_FOR_LAUNCHES}
+    steps = max(len(evidence.windows[0]), 1)
+    # what has no part and is no single operator tells nothing
+    by_one = of_launches >= MOST_LAUNCHES and (part[0] != "other" or "," not in most)
+    place = f" in {part_label(*part)}" if part[0] != "other" else ""
+    if not by_one:
+        part = largest(idle.groupby(PART)["idle_ms"].sum())
     return {
         "share": lost / evidence.total_ms,
-        "component": largest(idle.groupby(PART)["idle_ms"].sum())[0],
+        "component": part[0],
+        "launched_by": f" of {most}{place}" if by_one else "",
+        "most_by": f"{len(own) / steps:,.0f} of them are launched by {most}{place}."
+        if by_one
+        else None,
         "idle": evidence.idle_ms / evidence.total_ms,
-        "launches": launches / max(len(evidence.windows[0]), 1),
+        "launches": launches / steps,
         "mean_us": mean_us,
         "launch": f"{cost:.1f} µs of the host here" if cost == cost else "3 to 10 µs of a host",
         "left_out": " (collectives left out)" if _is_exchange(evidence).any() else "",
@@ -342,7 +365,46 @@ def launch_bound(evidence: Evidence, ledger: Ledger) -> Measured | None:
     }
 
 
-WAITS_FOR_LAUNCHES = "The GPU waits {share:.0%} of the time for launches"
+WAITS_FOR_LAUNCHES = "The GPU waits {share:.0%} of the time for launches{launched_by}"
+
+
+def _main_launcher(evidence: Evidence, kernels: pd.DataFrame) -> tuple[pd.DataFrame, float, str]:
+    """Who launches most: one part's operator, or all of one part where it calls several.
+
+    Returns:
+        The rows of ``kernels`` that it launches, their share of all launches, its name.
+    """
+    contexts = evidence.profile.contexts
+    operator = nearest(contexts["parent"].to_numpy(), contexts["kind"].eq("operator").to_numpy())
+    outer = _outermost(contexts["parent"].to_numpy(), operator)[kernels["context"].to_numpy()]
+    names = np.where(outer >= 0, contexts["name"].to_numpy()[outer], "")
+    table = kernels.assign(by=names)
+    own = _largest_group(table, PART)
+    most = _largest_group(own, ["by"])
+    if len(most) >= MOST_LAUNCHES * len(own) and most["by"].iloc[0]:
+        return most, len(most) / len(kernels), str(most["by"].iloc[0])
+    listed = own["by"][own["by"].ne("")].value_counts().index[:3]
+    return own, len(own) / len(kernels), ", ".join(map(str, listed)) or "code outside operators"
+
+
+def _largest_group(table: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
+    """The rows of the largest group by some columns."""
+    return max((rows for _, rows in table.groupby(keys, sort=False)), key=len)
+
+
+def _outermost(parent: np.ndarray, operator: np.ndarray) -> np.ndarray:
+    """Row (n,) of the outermost operator above each context, -1 where none is.
+
+    Args:
+        operator: (n,) row of the nearest operator at or above each, -1 for none.
+    """
+    found = operator
+    while True:
+        above = np.where(found >= 0, operator[np.maximum(parent[np.maximum(found, 0)], 0)], -1)
+        above = np.where((found >= 0) & (parent[np.maximum(found, 0)] >= 0), above, -1)
+        if (above < 0).all():
+            return found
+        found = np.where(above >= 0, above, found)
 
 
 @rule(
@@ -463,7 +525,7 @@ def _host_meanwhile(evidence: Evidence, idle: pd.DataFrame) -> Measured:
         figures["host"] = f"{places}; by function {functions}"
         figures["component"] = str(named.index[0][0])
     if by_name.iloc[0] > 0.5 * total:
-        figures["meanwhile"] = f", most while the host is in {by_name.index[0][:60]}"
+        figures["meanwhile"] = f", most while the host is in {by_name.index[0][:70]}"
     elif len(named) and named.iloc[0] > 0.5 * total:
         figures["meanwhile"] = f", most while the host is in {part_label(*named.index[0])}"
     return figures
@@ -477,8 +539,19 @@ def _host_names(evidence: Evidence, idle: pd.DataFrame, python: bool) -> np.ndar
     owner = np.where(python & (frame >= 0), frame, scopes_of(contexts))
     context = idle["context"].to_numpy()
     names = contexts["name"].to_numpy()[owner[np.maximum(context, 0)]]
+    names = np.where(names == "cudaMemcpyAsync", _copies_below(evidence)[context], names)
     bare = contexts["kind"].isin(["thread", "root"]).to_numpy()[owner[np.maximum(context, 0)]]
     return np.where((context < 0) | bare, "code outside every operator and range", names)
+
+
+def _copies_below(evidence: Evidence) -> np.ndarray:
+    """The call (n,) of each context with the copy that it launches, such as
+    ``cudaMemcpyAsync (Memcpy DtoH (Device -> Pageable))``: for a pageable one the host waits."""
+    contexts = evidence.profile.contexts
+    copied = contexts[contexts["kind"].eq("copy") & contexts["parent"].ge(0)]
+    said = contexts["name"].to_numpy(dtype=object).copy()
+    said[copied["parent"].to_numpy()] += " (" + copied["name"].to_numpy(dtype=object) + ")"
+    return said
 
 
 def _is_exchange(evidence: Evidence) -> pd.Series:
@@ -919,9 +992,7 @@ def _synchronising_calls(evidence: Evidence) -> pd.DataFrame:
     return calls.assign(waited_ms=length / 1e6 / len(evidence.windows[0]))
 
 
-def _idle_around(
-    evidence: Evidence, calls: pd.DataFrame, ledger: Ledger
-) -> tuple[float, float]:
+def _idle_around(evidence: Evidence, calls: pd.DataFrame, ledger: Ledger) -> tuple[float, float]:
     """(idle time from synchronising calls to the next work, that of it the calls cost), ms of a
     mean iteration; each call gets its part as ``lost_ms``."""
     busy = _busy_or_taken(evidence, ledger)

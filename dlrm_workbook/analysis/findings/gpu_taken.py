@@ -15,7 +15,7 @@ import pandas as pd
 from dlrm_workbook.analysis.attribution import iteration_state, windows
 from dlrm_workbook.analysis.context_tree import stretch_at, union
 from dlrm_workbook.analysis.findings.evidence import Evidence
-from dlrm_workbook.analysis.findings.finding import Ledger, Measured, rule
+from dlrm_workbook.analysis.findings.finding import Ledger, Measured, bounded, rule
 from dlrm_workbook.analysis.idleness import Stretches
 from dlrm_workbook.analysis.launches import device_operations
 from dlrm_workbook.recordings.open import COMMUNICATION
@@ -153,8 +153,7 @@ def _all_kernels_ms(evidence: Evidence, spans: pd.DataFrame) -> np.ndarray:
 
 @rule(
     "gpu_taken",
-    title="The GPU does nothing in {share:.0%} of the step although work waits in its queue"
-    "{whose}",
+    title="The GPU does nothing in {share:.0%} of the step although work waits in its queue{whose}",
     evidence=(
         "In {count:,.1f} gaps per iteration of {usual:ms} (median) no stream runs anything, while "
         "work that has been launched waits; it usually begins {start_up:.0f} µs after its launch.",
@@ -192,6 +191,8 @@ def gpu_taken(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "usual": float(np.median(end - start)) / 1e6,
         "start_up": start_up / 1e3,
         "regular": None,
+        # how long the host would take with the GPU its own nothing tells: no more goes than this
+        "speedup": bounded(share) | {"mid": 1.0 / (1.0 - 0.75 * share)},
     }
     if period is not None:
         figures["whose"] = ": another process takes turns on it"
