@@ -52,7 +52,7 @@ def without_html(markdown: str) -> str:
         else:
             line = _outside_code(line, lambda words: _NOT_OURS.sub(_entity, words))
         lines.append(line)
-    return "\n".join(lines)
+    return "\n".join([*lines, FENCE] if fenced else lines)
 
 
 def _outside_code(line: str, change: Callable[[str], str]) -> str:

@@ -250,6 +250,7 @@ def test_verdict_passes_no_html_on(payload: str) -> None:
         "em",
         "strong",
         "code",
+        "pre",
     }
 
 
