@@ -200,7 +200,8 @@ def time_together(
         reason = str(error)
     if reason:
         profile.meta["not_measured"] = profile.not_measured | {"together": reason}
-    profile.save_meta(folder / "profile")
+    if (folder / "profile" / "profile.json").is_file():  # else it is of several ranks
+        profile.save_meta(folder / "profile")
     return timed_table(profile)
 
 

@@ -22,6 +22,7 @@ from dlrm_workbook.analysis.attribution import attribute, coverage
 from dlrm_workbook.analysis.findings import findings
 from dlrm_workbook.analysis.idleness import outside_operators
 from dlrm_workbook.analysis.python_lines import python_lines
+from dlrm_workbook.analysis.verdict import time_together
 from dlrm_workbook.cli import with_command
 from dlrm_workbook.machine import REPOSITORY
 from dlrm_workbook.recordings.measure import measure
@@ -167,7 +168,8 @@ def test_a_command_that_ends_early_but_was_recorded_says_so(tmp_path: Path) -> N
 def test_ranks_leave_a_recording_each(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port"]
     words += ["0", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(PROGRAM), "100000"]
-    measure(parameters(tmp_path, *words), tmp_path / "run")
+    profile = measure(parameters(tmp_path, *words), tmp_path / "run")
+    time_together(profile, tmp_path / "run")  # as the profile notebook does next
     recording = open_recording(tmp_path / "run")
     assert sorted(recording.ranks) == [0, 1]
     assert all(len(profile.iterations) == 4 for profile in recording.ranks.values())

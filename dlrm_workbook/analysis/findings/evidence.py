@@ -153,8 +153,9 @@ class Evidence:
         table["calls"] = calls.reindex(table.index).fillna(0.0)
         ranges = self.operators[self.operators["kind"].isin(["annotation", "python"])]
         table["python_ms"] = ranges.groupby(keys)["cpu_self_ms"].sum().reindex(table.index)
-        if self.attribution.attrs.get("left_out"):
-            # the operators' table is of all iterations, the attribution of the steady ones
+        if self.attribution.attrs.get("left_out") or not self.is_ours:
+            # the operators' table is of all iterations and all threads, the attribution of the
+            # steady ones and the step's own thread
             table["python_ms"] = self._steady_python_ms().reindex(table.index)
         # The profiler's cost goes with the operators, up to what it can be; what is left of
         # the difference was the machine's, and goes with the time.

@@ -582,7 +582,8 @@ def python_in_part(evidence: Evidence, ledger: Ledger) -> Measured | None:
     usual = 2.0 * PYTHON_MS * (5.0 + evidence.parts["calls"])
     own = (evidence.parts["python_ms"] - usual).dropna()
     # of another program's code that no name places, the lines are named all the same
-    left_out = ["data", "transfer", *(["other"] if evidence.is_ours else [])]
+    # and whoever communicates waits for other ranks
+    left_out = ["data", "transfer", "communication", *(["other"] if evidence.is_ours else [])]
     own = own.drop(left_out, level="component", errors="ignore")
     left = [
         (float(time) - ledger.explained_in(part), part)
