@@ -251,6 +251,23 @@ def _split(times: Floats) -> Bools:
     return slow if turns >= 2 and lost > SPLIT_SHARE * times.sum() else none
 
 
+def lasting_rise(times: npt.ArrayLike, factor: float) -> int | None:
+    """The place from which on every time is longer than all before it by a factor.
+
+    Args:
+        times: in run order (n,).
+        factor: 1.5 for half as long again.
+
+    Returns:
+        The place with the largest rise, at least two times before and after it; None if the
+        times rise nowhere so.
+    """
+    values = np.asarray(times, dtype=np.float64)
+    cuts = np.arange(2, len(values) - 1)
+    rise = [values[cut:].min() / max(values[:cut].max(), 1e-12) for cut in cuts]
+    return int(cuts[np.argmax(rise)]) if rise and max(rise) >= factor else None
+
+
 def _threshold(times: Floats) -> float:
     """From here an iteration is a straggler, ms."""
     usual = float(np.median(times))

@@ -82,11 +82,13 @@ def test_a_busy_gpu_has_no_finding(trace: Trace) -> None:
 
 def growing(trace: Trace, lengths: list[list[float]]) -> None:
     """Steps of two kernels of these lengths (us, one list a step), both launched at its begin."""
-    for number, (first, second) in enumerate(lengths):
-        begin = trace.step(number)
-        trace.part("top_mlp::forward", begin + 1, begin + 900)
-        trace.launch(begin + 5, "sm90_bf16_gemm", begin + 10, begin + 10 + first)
-        trace.launch(begin + 15, "sm90_bf16_conv", begin + 15 + first, begin + 15 + first + second)
+    begin = 0.0
+    for first, second in lengths:
+        end = begin + 20 + first + second
+        trace.host("user_annotation", "dlrm::iteration", begin, end)
+        trace.launch(begin + 2, "sm90_bf16_gemm", begin + 6, begin + 6 + first)
+        trace.launch(begin + 4, "sm90_bf16_conv", begin + 7 + first, begin + 7 + first + second)
+        begin = end
 
 
 SLOW, FAST = [500.0, 460.0], [250.0, 230.0]
@@ -116,6 +118,19 @@ def test_a_gpu_that_becomes_slower_is_named_with_the_iteration_and_the_factor(
 )
 def test_other_changes_are_no_slower_gpu(trace: Trace, lengths: list[list[float]]) -> None:
     growing(trace, lengths)
+    assert "slower_gpu" not in found(trace.read())
+
+
+def test_a_program_that_becomes_slower_is_named_with_the_part_that_grew(trace: Trace) -> None:
+    begin = 0.0
+    for host_us in (100, 100, 100, 600, 600, 600):
+        trace.host("user_annotation", "dlrm::iteration", begin, begin + 400 + host_us)
+        trace.part("data::forward", begin + 1, begin + host_us)
+        trace.launch(begin + host_us + 2, "gemm_bf16", begin + host_us + 6, begin + host_us + 380)
+        begin += 400 + host_us
+    later = found(trace.read())["slower_later"]
+    assert later.component == "data" and "from iteration 4 of 6 on" in later.title
+    assert later.share_of_step == pytest.approx(1500 / 4500, abs=0.01)
     assert "slower_gpu" not in found(trace.read())
 
 

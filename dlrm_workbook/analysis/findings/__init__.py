@@ -97,6 +97,7 @@ RULES: tuple[Rule, ...] = (
     generic.outside_parts,
     generic.spinning_threads,
     generic.irregular,
+    generic.slower_later,
     generic.slower_than_alone,
     generic.far_from_ceiling,
 )

@@ -29,7 +29,7 @@ from dlrm_workbook.analysis.findings.finding import (
     largest,
     rule,
 )
-from dlrm_workbook.analysis.steady import LEAST_OF_SPLIT, steady_state
+from dlrm_workbook.analysis.steady import LEAST_OF_SPLIT, SPLIT_TIMES, lasting_rise, steady_state
 
 SLOWER = 1.5
 """Times its probe. Parts take up to 1.5 times theirs in clean runs, since in the run others
@@ -47,6 +47,9 @@ OWN_LOOP_MS, OWN_TABLE_MS = 1.0, 0.05
 
 IRREGULAR_SHARE = 0.15
 """Of the run's time, lost in iterations far above the usual one."""
+
+ONE_IRREGULAR_SHARE = 0.3
+"""The same of a single iteration: one straggler of ten is chance at four times the usual time."""
 
 DISTURBED = 1.4
 """Times what the step and the profiler's greatest cost come to."""
@@ -193,10 +196,10 @@ def outside_parts(evidence: Evidence, ledger: Ledger) -> Measured | None:
 
 @rule(
     "irregular_iterations",
-    title="{slow} of {count} iterations take far longer than the others",
+    title="{slow} of {count} iterations {take} far longer than the others",
     evidence=(
-        "They took {slow_ms:ms}, the usual one {usual_ms:ms}; {share:.0%} of the run's time is "
-        "lost in them.",
+        "Such an iteration took {slow_ms:ms} (mean), the usual one {usual_ms:ms}; {share:.0%} of "
+        "the run's time is lost so.",
         "Most of it is in {place} ({extra:ms} more).",
         MEANWHILE,
         "Every share of the step here is of all iterations.",
@@ -215,7 +218,8 @@ def irregular(evidence: Evidence, ledger: Ledger) -> Measured | None:
     slow, share = state.outliers, state.straggler_share
     if ledger.slower_from is not None and not slow[: ledger.slower_from].any():
         return None  # the slow ones are those in which the GPU is slower
-    if share < IRREGULAR_SHARE or int(slow.sum()) < 2:
+    # a single one may be chance, unless it takes a third of the run
+    if share < (IRREGULAR_SHARE if int(slow.sum()) > 1 else ONE_IRREGULAR_SHARE):
         return None
     extra = (steps[slow] - steps[state.steady].median()).mean().clip(lower=0.0)
     part = largest(extra)
@@ -223,11 +227,56 @@ def irregular(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "share": share,
         "component": part[0],
         "slow": int(slow.sum()),
+        "take": "take" if int(slow.sum()) > 1 else "takes",
         "count": len(steps),
         "slow_ms": float(totals[slow].mean()),
         "usual_ms": state.usual_ms,
         "place": part_label(*part) or "the loop",
         "extra": float(extra.max()),
+        "meanwhile": _meanwhile(evidence),
+    }
+
+
+@rule(
+    "slower_later",
+    title="Iterations take {factor:.1f} times as long from iteration {first} of {count} on",
+    evidence=(
+        "They took {before:ms} before and {after:ms} since; most of the difference is in {place} "
+        "({extra:ms}).",
+        MEANWHILE,
+    ),
+    advice="Look for what began then: another program on the machine, a change of the input, "
+    "memory that ran short, a callback that was switched on.",
+    limit="scheduling",
+)
+def slower_later(evidence: Evidence, ledger: Ledger) -> Measured | None:
+    """All iterations from some one on take longer, and it is not the GPU that became slower."""
+    steps = evidence.steps
+    if ledger.slower_from is not None or len(steps) < LEAST_OF_SPLIT:
+        return None
+    totals = steps.sum(axis=1).to_numpy()
+    cut = lasting_rise(totals, SPLIT_TIMES)
+    if cut is None:
+        return None
+    state = steady_state(totals)
+    counted = state.steady if state.steady[cut:].any() else np.ones(len(totals), dtype=bool)
+    extra = np.maximum(totals - np.median(totals[:cut]), 0.0)
+    extra[:cut] = 0.0
+    share = float(extra[counted].sum() / totals[counted].sum())
+    if share < IRREGULAR_SHARE:
+        return None
+    growth = (steps.iloc[cut:].median() - steps.iloc[:cut].median()).clip(lower=0.0)
+    part = largest(growth)
+    return {
+        "share": share,
+        "component": part[0],
+        "factor": float(np.median(totals[cut:]) / np.median(totals[:cut])),
+        "first": cut + 1,
+        "count": len(totals),
+        "before": float(np.median(totals[:cut])),
+        "after": float(np.median(totals[cut:])),
+        "place": part_label(*part) or "the loop",
+        "extra": float(growth.max()),
         "meanwhile": _meanwhile(evidence),
     }
 

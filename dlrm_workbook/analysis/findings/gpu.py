@@ -700,7 +700,7 @@ def float64(evidence: Evidence, ledger: Ledger) -> Measured | None:
 
 @rule(
     "low_occupancy",
-    title="Kernels of low occupancy take {share:.0%} of the step",
+    title="Kernels of low occupancy take {share:.0%} of the step{most}",
     evidence=(
         "{kernel} keeps {occupancy:.0f}% of the warps that fit on a multiprocessor"
         "{because}; such kernels take {of_kernels:.0%} of all kernels' time.",
@@ -732,6 +732,9 @@ def occupancy(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "of_kernels": float(low["ms"].sum()) / float(kernels["ms"].sum()),
         "component": str(worst["component"]),
         "kernel": str(worst["short_name"]),
+        "most": f", most of it {worst['short_name']}"
+        if float(worst["ms"]) > 0.5 * float(low["ms"].sum())
+        else "",
         "occupancy": worst["occupancy_percent"],
         "because": f" ({', '.join(properties)})" if properties else "",
         "speedup": bounded(0.5 * share),

@@ -18,6 +18,7 @@ from dlrm_workbook.analysis.findings.evidence import Evidence
 from dlrm_workbook.analysis.findings.finding import Ledger, Measured, bounded, rule
 from dlrm_workbook.analysis.idleness import Stretches
 from dlrm_workbook.analysis.launches import device_operations
+from dlrm_workbook.analysis.steady import lasting_rise
 from dlrm_workbook.recordings.open import COMMUNICATION
 from dlrm_workbook.recordings.torch.chrome_trace import GRAPH_LAUNCH
 
@@ -68,7 +69,7 @@ def slower_gpu(evidence: Evidence, ledger: Ledger) -> Measured | None:
     if times.empty or times.shape[1] < 4:
         return None
     by_step = times.sum().to_numpy()
-    cut = _lasting_rise(by_step)
+    cut = lasting_rise(by_step, SLOWER_TIMES)
     if cut is None:
         return None
     before, after = times.iloc[:, :cut].median(axis=1), times.iloc[:, cut:].median(axis=1)
@@ -123,16 +124,6 @@ def _same_launches(evidence: Evidence, spans: pd.DataFrame) -> pd.DataFrame:
     chosen = every[same.to_numpy()]
     enough = len(every.columns) == len(spans) and chosen.sum().sum() > COMPARED * every.sum().sum()
     return chosen if enough else nothing
-
-
-def _lasting_rise(times: np.ndarray) -> int | None:
-    """The place (at least two before and after it) from which on all times (n,) are longer by
-    ``SLOWER_TIMES`` than all before; None if there is none."""
-    cuts = np.arange(2, len(times) - 1)
-    rise = np.array([times[cut:].min() / max(times[:cut].max(), 1e-12) for cut in cuts])
-    if not len(cuts) or rise.max() < SLOWER_TIMES:
-        return None
-    return int(cuts[rise.argmax()])
 
 
 def _all_kernels_ms(evidence: Evidence, spans: pd.DataFrame) -> np.ndarray:
