@@ -15,6 +15,7 @@ What cannot be known is NaN.
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -25,11 +26,7 @@ from dlrm_workbook.analysis.context_tree import Bools, Floats, Ints, missing_rea
 from dlrm_workbook.analysis.devices import Device, device_of
 from dlrm_workbook.analysis.kernel_names import kernel_name, short_names
 from dlrm_workbook.recordings.profile import Profile, nearest
-
-OPERATIONS = "operations:"
-"""What metrics of operations begin with; the precision of the operands follows."""
-
-OPERAND_BYTES = "operand_bytes"
+from dlrm_workbook.recordings.torch.shape_work import OPERAND_BYTES, OPERATIONS, bytes_are
 
 ARITHMETIC = "arithmetic"
 MEMORY = "memory bandwidth"
@@ -39,15 +36,15 @@ CACHE = "cache"
 OPERATOR_KEYS = ["name", "shapes", *PART, "precision"]
 OPERATORS = [
     *OPERATOR_KEYS,
-    *("calls", "gpu_ms", "mean_us", "call_gflop", "call_bytes", "intensity_flop_per_byte"),
-    *("tflops_per_s", "gb_per_s", "tensor_cores", "peak_tflops_per_s", "limit", "least_us"),
-    *("share_of_ceiling", "kernels"),
+    *("calls", "gpu_ms", "mean_us", "call_gflop", "call_bytes", "bytes_are"),
+    *("intensity_flop_per_byte", "tflops_per_s", "gb_per_s", "tensor_cores"),
+    *("peak_tflops_per_s", "limit", "least_us", "share_of_ceiling", "kernels"),
 ]
 
-NO_SHAPES = (
-    "no shapes of the inputs of matrix products or lookups: torch.profiler records them with "
-    "record_shapes"
-)
+NO_SHAPES = "no shapes of the inputs of operators: torch.profiler records them with record_shapes"
+_TRANSFORMED = re.compile("winograd|fft", re.I)
+"""Kernels of convolutions that multiply fewer numbers than the definition, and transform more."""
+
 _IGNORED = ("fill", "copy", "memset", "memcpy", "split-k", "cublaslt split-k")
 """Short names of kernels that prepare or finish an operator's work begin with these."""
 
@@ -79,11 +76,15 @@ def operator_rates(profile: Profile) -> pd.DataFrame:
     Returns:
         A row for each operator, shapes and part: ``name``, ``shapes``, ``component``,
         ``phase``, ``precision`` (of the operands; of tensor cores' where those cut them to
-        TF32), ``calls``, ``gpu_ms`` (kernels of all calls), ``mean_us`` (a call),
-        ``call_gflop`` and ``call_bytes`` (of a call, at least), ``intensity_flop_per_byte``,
-        ``tflops_per_s``, ``gb_per_s`` (10^9), ``tensor_cores`` (``yes``, ``no``, ``unknown``),
-        ``peak_tflops_per_s``, ``limit`` (``arithmetic``, ``memory bandwidth``, or ``cache``
-        where bytes come faster than memory gives them), ``least_us`` (a call),
+        TF32; "" where no operations are counted), ``calls``, ``gpu_ms`` (kernels of all
+        calls), ``mean_us`` (a call), ``call_gflop`` (NaN where none are counted) and
+        ``call_bytes`` (of a call), ``bytes_are`` (``each once``, ``at least``, ``asked for``:
+        see :func:`~dlrm_workbook.recordings.torch.shape_work.bytes_are`),
+        ``intensity_flop_per_byte``, ``tflops_per_s``, ``gb_per_s`` (10^9), ``tensor_cores``
+        (``yes``, ``no``, ``unknown``; "" where no operations are counted),
+        ``peak_tflops_per_s`` (NaN also of convolutions by Winograd or FFT, which multiply
+        less than their definition), ``limit`` (``arithmetic``, ``memory bandwidth``, or
+        ``cache`` where bytes come faster than memory gives them), ``least_us`` (a call),
         ``share_of_ceiling`` (least time over measured, at most 1), ``kernels`` (short names).
         The most time first. ``attrs["device"]`` and ``attrs["source"]`` name the data sheet,
         ``attrs["device_reason"]`` says why there is none. Empty with a reason where shapes
@@ -95,7 +96,7 @@ def operator_rates(profile: Profile) -> pd.DataFrame:
     contexts = profile.contexts
     rows = np.flatnonzero(work.known & (work.gpu_ms > 0))
     if not len(rows):
-        return unmeasured(OPERATORS, "no kernel below a product or lookup was recorded")
+        return unmeasured(OPERATORS, "no kernel below an operator of known work was recorded")
     table = contexts[["name", "shapes", *PART]].iloc[rows].reset_index(drop=True)
     table["precision"] = work.precision[rows]
     table["calls"] = work.calls[rows]
@@ -103,7 +104,8 @@ def operator_rates(profile: Profile) -> pd.DataFrame:
     table["flops"], table["bytes"] = work.flops[rows], work.bytes[rows]
     table["tensor_cores"] = work.tensor_cores[rows]
     table["kernels"] = work.kernel_texts()[rows]
-    keys = [*OPERATOR_KEYS, "tensor_cores", "kernels"]
+    table["transformed"] = np.isin(rows, list(work.transformed))
+    keys = [*OPERATOR_KEYS, "tensor_cores", "kernels", "transformed"]
     sums = ["calls", "gpu_ms", "flops", "bytes"]
     # a sum in which one is unknown is unknown
     table[sums] = table[sums].astype(float)
@@ -112,13 +114,16 @@ def operator_rates(profile: Profile) -> pd.DataFrame:
     table["mean_us"] = 1e3 * table["gpu_ms"] / table["calls"]
     table["call_gflop"] = table["flops"] / table["calls"] / 1e9
     table["call_bytes"] = table["bytes"] / table["calls"]
+    table["bytes_are"] = table["name"].map(bytes_are)
     table["intensity_flop_per_byte"] = table["flops"] / table["bytes"]
     table["tflops_per_s"] = table["flops"] / table["gpu_ms"] / 1e9
     table["gb_per_s"] = table["bytes"] / table["gpu_ms"] / 1e6
     uses = {"yes": True, "no": False}
     table["peak_tflops_per_s"] = [
-        peak_tflops(gpu, precision, uses.get(cores))
-        for precision, cores in zip(table["precision"], table["tensor_cores"], strict=True)
+        math.nan if fewer else peak_tflops(gpu, precision, uses.get(cores))
+        for precision, cores, fewer in zip(
+            table["precision"], table["tensor_cores"], table["transformed"], strict=True
+        )
     ]
     limits = [
         _least(gpu, flops, size, peak, us)
@@ -171,9 +176,9 @@ def kernel_work(profile: Profile, places: Ints) -> pd.DataFrame:
     time = work.own_ms[places]
     least = np.full(len(places), np.nan)
     names = profile.contexts["name"].to_numpy()[places]
-    for row in np.flatnonzero(np.isfinite(flops) & (time > 0)):
+    for row in np.flatnonzero(np.isfinite(size) & (time > 0)):
         kind = kernel_name(str(names[row]))
-        precision, uses = _arithmetic(kind, str(work.precision[operator[row]]))
+        precision, uses = _arithmetic(kind, str(work.precision[operator[row]]), gpu)
         peak = peak_tflops(gpu, precision, uses)
         limit, micros, _ = _least(gpu, flops[row], size[row], peak, 1e3 * time[row])
         least[row] = micros / 1e3 if limit in (ARITHMETIC, MEMORY) else math.nan
@@ -196,13 +201,17 @@ def _whole_sum(values: pd.Series) -> float:
 def _least(
     gpu: Device | None, flops: float, size: float, peak: float, micros: float
 ) -> tuple[str, float, float]:
-    """(limit, least µs, share that the least time is of ``micros``); "" and NaN where unknown."""
-    if gpu is None or not (math.isfinite(flops) and math.isfinite(size) and micros > 0):
+    """(limit, least µs, share that the least time is of ``micros``); "" and NaN where unknown.
+
+    Args:
+        flops: NaN of what only moves bytes.
+    """
+    if gpu is None or not (math.isfinite(size) and micros > 0):
         return "", math.nan, math.nan
     by_memory = size / gpu.memory_gb_per_s / 1e3
-    if not math.isfinite(peak):
+    by_arithmetic = flops / peak / 1e6 if math.isfinite(flops) else 0.0
+    if not math.isfinite(by_arithmetic):
         return "", math.nan, math.nan
-    by_arithmetic = flops / peak / 1e6
     limit = ARITHMETIC if by_arithmetic >= by_memory else MEMORY
     least = max(by_arithmetic, by_memory)
     if by_arithmetic > micros:
@@ -213,12 +222,15 @@ def _least(
     return limit, least, least / micros
 
 
-def _arithmetic(kernel: Any, operands: str) -> tuple[str, bool | None]:
+def _arithmetic(kernel: Any, operands: str, gpu: Device | None) -> tuple[str, bool | None]:
     """Precision and use of tensor cores of a kernel whose operator's operands are known."""
     if not kernel.is_product:
         # additions of rows and the like: no unit but the ordinary ones does them
         return operands, False
-    return kernel.precision or operands, kernel.tensor_cores
+    precision = kernel.precision or operands
+    if kernel.tensor_cores is None and precision == "fp32" and gpu and "tf32" not in gpu.tflops:
+        return precision, False  # its tensor cores take no operands of this type
+    return precision, kernel.tensor_cores
 
 
 def _why_no_work(profile: Profile) -> str:
@@ -238,15 +250,16 @@ class _Work:
         count = len(contexts)
         metrics = [str(m) for m in profile.metrics["metric"] if str(m).startswith(OPERATIONS)]
         each = {m: profile.value_table(m).fillna(0.0).to_numpy() for m in metrics}
-        self.flops: Floats = sum(each.values(), np.zeros(count))
-        self.known: Bools = self.flops > 0
-        self.precision = np.full(count, "unknown", dtype=object)
-        for metric, column in each.items():
-            # operands of several precisions in one context have none
-            alone = (column > 0) & (column == self.flops)
-            self.precision[alone] = metric.removeprefix(OPERATIONS)
+        flops: Floats = sum(each.values(), np.zeros(count))
+        self.flops = np.where(flops > 0, flops, np.nan)
         size = profile.value_table(OPERAND_BYTES).to_numpy()
         self.bytes: Floats = np.where(size > 0, size, np.nan)
+        self.known: Bools = (flops > 0) | (size > 0)
+        self.precision = np.where(flops > 0, "unknown", "").astype(object)
+        for metric, column in each.items():
+            # operands of several precisions in one context have none
+            alone = (column > 0) & (column == flops)
+            self.precision[alone] = metric.removeprefix(OPERATIONS)
         self.calls = profile.value_table("calls").to_numpy()
         self.gpu_ms = profile.value_table("gpu_time_ms", "inclusive").fillna(0.0).to_numpy()
         self.own_ms = self.gpu_ms
@@ -255,21 +268,26 @@ class _Work:
         self.is_kernel = profile.of_kind("kernel")
         self.operator: Ints = nearest(parent, self.known | profile.of_kind("operator"))
         self.operator = np.where(self.known[self.operator], self.operator, -1)
-        self.tensor_cores = np.full(count, "unknown", dtype=object)
+        self.tensor_cores = np.where(flops > 0, "unknown", "").astype(object)
         self.main: dict[int, list[int]] = {}
         """Operator to its kernels (contexts) that do its work."""
+        self.transformed: set[int] = set()
+        """Operators whose kernels do fewer operations than the definition: see _TRANSFORMED."""
         self.below: dict[int, list[int]] = {}
         self._look_at_kernels()
 
     def _look_at_kernels(self) -> None:
         names = self.profile.contexts["name"].to_numpy()
+        gpu = device_of(self.profile.meta)
         kernels = np.flatnonzero(self.is_kernel & (self.operator >= 0))
         for kernel in kernels:
             self.below.setdefault(int(self.operator[kernel]), []).append(int(kernel))
         for operator, below in self.below.items():
             kinds = {k: kernel_name(str(names[k])) for k in below}
             main = [k for k in below if kinds[k].is_product]
-            if not main:
+            if not self.precision[operator]:
+                main = below  # what only moves bytes has no product among its kernels
+            elif not main:
                 main = [k for k in below if not kinds[k].short.lower().startswith(_IGNORED)]
             launched = sum(self.launches[k] for k in main)
             if launched < self.calls[operator]:
@@ -277,12 +295,18 @@ class _Work:
                 self.known[operator] = False
                 continue
             self.main[operator] = main
-            found = {_arithmetic(kinds[k], str(self.precision[operator])) for k in main}
+            if not self.precision[operator]:
+                continue
+            if any(_TRANSFORMED.search(str(names[k])) for k in below):
+                self.transformed.add(operator)
+            found = {_arithmetic(kinds[k], str(self.precision[operator]), gpu) for k in main}
             uses = {cores for _, cores in found}
             precisions = {precision for precision, _ in found}
             self.tensor_cores[operator] = yes_no_unknown(uses.pop() if len(uses) == 1 else None)
             if len(precisions) == 1:
                 self.precision[operator] = precisions.pop()
+        # what ran on the host, or as a copy, has no kernel of its own
+        self.known[[o for o in np.flatnonzero(self.known) if o not in self.main]] = False
 
     def share_of_work(self, kernels: Ints) -> Floats:
         """Share (k,) of its operator's work that each kernel does; 0 where that is unknown."""
@@ -292,6 +316,8 @@ class _Work:
             operator = int(self.operator[kernel])
             main = self.main.get(operator, [])
             if int(kernel) not in main or not self.known[operator]:
+                continue
+            if operator in self.transformed:
                 continue
             launched = sum(self.launches[k] for k in main)
             several = len(main) > 1

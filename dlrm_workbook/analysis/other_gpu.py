@@ -120,7 +120,7 @@ def kernel_ratios(profile: Profile, name: str) -> pd.DataFrame:
     blocks = _blocks(profile)[rows]
     is_kernel = profile.of_kind("kernel")[rows]
     work = kernel_work(profile, rows)
-    far = (work["least_ms"] < FAR * work["least_of_ms"]).to_numpy()
+    far = (work["flops"].notna() & (work["least_ms"] < FAR * work["least_of_ms"])).to_numpy()
     sizes = profile.value_table("copy_bytes").to_numpy()[rows]
     memory = now.memory_gb_per_s / then.memory_gb_per_s
     found = []

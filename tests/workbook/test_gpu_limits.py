@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dlrm_workbook.analysis.attribution import iteration_state
 from dlrm_workbook.analysis.devices import device
 from dlrm_workbook.analysis.gpu import copy_table, kernel_table, waves
-from dlrm_workbook.analysis.gpu_limits import operator_rates, peak_tflops
+from dlrm_workbook.analysis.gpu_limits import kernel_work, operator_rates, peak_tflops
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.chrome_trace import Events
 from dlrm_workbook.recordings.torch.shape_work import work_of_call
@@ -105,7 +105,9 @@ def test_any_text_for_shapes_does_no_harm(shapes: str, types: str) -> None:
 
 
 def test_products_are_those_that_another_tool_computed() -> None:
-    rates = operator_rates(read(BERT)[1])
+    everything = operator_rates(read(BERT)[1])
+    # it computes rates of products alone
+    rates = everything[everything["name"].eq("aten::addmm")]
     with (EXPECTED / "GEMM.csv").open(newline="") as file:
         expected = {row["Input Dims_first"]: row for row in csv.DictReader(file)}
     assert len(rates) == len(expected) == 4
@@ -122,7 +124,7 @@ def test_products_are_those_that_another_tool_computed() -> None:
         assert row.tflops_per_s == pytest.approx(float(other["TFLOPS/s_mean"]), rel=3e-3)
         assert row.tensor_cores == "yes" and row.precision == "bf16"
         assert row.peak_tflops_per_s == 989.5
-    assert rates.attrs["device"] == "H100-SXM"
+    assert everything.attrs["device"] == "H100-SXM"
 
 
 def test_kernels_are_those_that_another_tool_summed() -> None:
@@ -144,12 +146,19 @@ def test_nothing_runs_faster_than_its_gpu_allows(recording: str) -> None:
         share = table["share_of_ceiling"].dropna()
         assert len(share) and share.between(0, 1).all()
     rates = operator_rates(profile)
-    assert rates["tflops_per_s"].gt(0).all()
+    assert rates["tflops_per_s"].dropna().gt(0).all() and rates["gb_per_s"].gt(0).all()
     beyond = rates["tflops_per_s"] > rates["peak_tflops_per_s"]
     assert not beyond.any()
+    # what the cache cannot hold comes from memory
+    gpu = device(rates.attrs["device"])
+    from_memory = rates["call_bytes"] - 1e6 * gpu.cache_mb
+    assert (from_memory / rates["mean_us"] / 1e3 <= 1.05 * gpu.memory_gb_per_s).all()
+    faster = rates["gb_per_s"] > gpu.memory_gb_per_s
+    assert rates.loc[faster, "limit"].isin(["cache", ""]).all()
+    assert rates.loc[faster, "share_of_ceiling"].isna().all()
     # fp32 products of a V100 use no tensor cores
     if recording in (RESNET, V100):
-        assert set(rates["tensor_cores"]) <= {"no", "unknown"}
+        assert set(rates["tensor_cores"]) <= {"no", "unknown", ""}
 
 
 @pytest.mark.parametrize("recording", [META, RESNET, V100])
@@ -251,5 +260,18 @@ def test_a_page_names_the_data_sheet_and_shows_what_is_known() -> None:
     profile.meta["device_name"] = "Chip of tomorrow"
     unknown = operator_rates(profile)
     assert unknown["share_of_ceiling"].isna().all()
-    assert unknown["tflops_per_s"].tolist() == rates["tflops_per_s"].tolist()
+    pd.testing.assert_series_equal(unknown["tflops_per_s"], rates["tflops_per_s"])
     assert "Chip of tomorrow" in operator_roofline(unknown).layout.title.text
+
+
+@pytest.mark.parametrize(
+    ("recording", "least"),
+    [(BERT, 1.0), (META, 0.37), (RESNET, 0.84), (GRAPHS, 0.075), (V100, 0.1)],
+)
+def test_most_kernels_that_an_operator_launched_have_a_rate(recording: str, least: float) -> None:
+    profile = read(recording)[1]
+    kernels = np.flatnonzero(profile.of_kind("kernel"))
+    spent = profile.value_table("gpu_time_ms").to_numpy()[kernels].sum()
+    assert kernel_work(profile, kernels)["bytes_ms"].sum() / spent >= least - 1e-9
+    # no operator has more time than its kernels
+    assert operator_rates(profile)["gpu_ms"].sum() <= spent * (1 + 1e-9)

@@ -30,6 +30,7 @@ from dlrm_core.errors import InputError
 from dlrm_core.files import MOST_JSON, open_binary
 from dlrm_core.parts import SPAN_PREFIX
 from dlrm_workbook.recordings.torch.json_stream import EventStream
+from dlrm_workbook.recordings.torch.shape_work import values_text
 
 HOST_KINDS = {
     "cpu_op": "operator",
@@ -104,7 +105,8 @@ class Events:
     host: pd.DataFrame
     """start, end, duration, line (process/thread), name, kind, shapes, correlation, external,
     types (of the inputs, as text), sequence (of autograd), forward_thread, python_id,
-    python_parent, collective (row of ``collectives``)."""
+    python_parent, collective (row of ``collectives``), values (see
+    :func:`~dlrm_workbook.recordings.torch.shape_work.values_text`)."""
     device: pd.DataFrame
     """start, end, duration, line (GPU/stream), name, kind, correlation, external, bytes (of
     copies and memsets), gpu, stream, category (kernel, memcpy, memset), grid and block (text),
@@ -373,7 +375,7 @@ class _Walk:
             | {"kind": "number", "shapes": "number", "correlation": "integer"}
             | {"external": "integer", "types": "number", "sequence": "integer"}
             | {"forward_thread": "integer", "python_id": "integer", "python_parent": "integer"}
-            | {"collective": "number"}
+            | {"collective": "number", "values": "number"}
         )
         self.device = _Rows(
             _TIMED
@@ -470,10 +472,11 @@ class _Walk:
             return
         if name in UTILITY:
             return
-        shapes = types = 0
+        shapes = types = values = 0
         if "Input Dims" in args:
             shapes = self.texts[str(args["Input Dims"])]
             types = self.texts[str(get("Input type", ""))]
+            values = self.texts[values_text(name, args)]
         # our ranges may be written as operators, see dlrm_core/parts.py; so were all in 2021
         if kind == "operator" and name.startswith((SPAN_PREFIX, STEP_PREFIX)):
             kind = "annotation"
@@ -493,6 +496,7 @@ class _Walk:
                 get("Python id", -1),
                 get("Python parent id", -1),
                 collective,
+                values,
             )
         )
 
@@ -559,7 +563,7 @@ class _Walk:
                     values = whole if nanoseconds else whole * 1000 + _rounded(fraction)
                 elif name == "line":
                     values = lines[values] if len(values) else values.astype(object)
-                elif name in ("name", "shapes", "types", "grid", "block", "device"):
+                elif name in ("name", "shapes", "types", "values", "grid", "block", "device"):
                     values = texts[values] if len(values) else values.astype(object)
                 columns[name] = values
             frames[table] = pd.DataFrame(columns)[usable].reset_index(drop=True)

@@ -1,14 +1,30 @@
 """Operations and bytes of operators, from the shapes and types of their inputs.
 
-A trace recorded with ``record_shapes`` says what each operator was given. For a matrix product
-and for a pooled lookup that tells how many operations it takes and which bytes it must read and
-write. For others it does not: a convolution's output depends on its stride, attention's work on
-its mask, FBGEMM's lookups on widths that are values and not shapes.
+A trace recorded with ``record_shapes`` says what each operator was given, newer ones also the
+values of numbers and lists (``Concrete Inputs``) and the strides. Where those define the work,
+it is counted here; each tensor is read or written once.
 
-A product of (m, k) by (k, n) takes 2 m n k operations, and m n more where something is added to
-it; each operand is read once and the result written once. A lookup of N rows of width d in B
-bags takes N d additions (twice that with weights); it asks for N rows, N indices and B offsets,
-and writes B rows. Rows that occur twice may come from a cache.
+========================  =====================  ==================================================
+operators                 operations             bytes
+========================  =====================  ==================================================
+products (m, k) (k, n)    2 m n k, m n to add    both operands and the result
+convolutions              2 for each weight of   input, weights, output; backward: the gradient
+                          each output's filter   and what its mask asks for
+attention (not causal)    2 products             queries, keys, values and the result
+pooled lookups            N d (2 N d weighted)   N rows, N indices, B offsets, B rows written
+elementwise               not counted            operands as stored, and the broadcast result
+copies, cat, fills        not counted            read once (not for fills), written once
+norms, softmax            not counted            operands and results, statistics of a row
+reductions, sort, scans   not counted            operand (and result, where its size is known)
+index_select, gather      not counted            indices, and the rows asked for, twice
+========================  =====================  ==================================================
+
+The definitions are those of torch's operators (``native_functions.yaml``). An output whose shape
+depends on values that the trace does not have is taken from the operator's backward twin, whose
+input is the gradient of that output. What still is not known has no work: cat and
+foreach operators of which no twin tells the type, FBGEMM's lookups (widths of rows are values),
+causal attention's operations. Where an operand is expanded and the trace has no strides, its
+bytes are too many.
 """
 
 from __future__ import annotations
@@ -16,7 +32,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +42,10 @@ import pandas as pd
 
 from dlrm_workbook.recordings.profile import inclusive_from_exclusive
 
-TYPES: dict[str, tuple[str, int]] = {
+Kind = tuple[str, int]
+"""Name of a type and bytes of an element."""
+
+TYPES: dict[str, Kind] = {
     "float": ("fp32", 4),
     "double": ("fp64", 8),
     "c10::Half": ("fp16", 2),
@@ -32,9 +53,13 @@ TYPES: dict[str, tuple[str, int]] = {
     "c10::Float8_e4m3fn": ("fp8", 1),
     "c10::Float8_e5m2": ("fp8", 1),
     "signed char": ("int8", 1),
+    "unsigned char": ("uint8", 1),
+    "short": ("int16", 2),
+    "short int": ("int16", 2),
     "long int": ("int64", 8),
     "long": ("int64", 8),
     "int": ("int32", 4),
+    "bool": ("bool", 1),
 }
 """Types of tensors as a trace writes them: to the name of their precision, and bytes."""
 
@@ -46,9 +71,63 @@ OPERATIONS = "operations:"
 
 OPERAND_BYTES = "operand_bytes"
 
+EACH_ONCE, AT_LEAST, ASKED_FOR = "each once", "at least", "asked for"
+"""What counted bytes are: of every tensor, of some of them, of rows that may repeat."""
+
 Shape = list[int]
-Amounts = tuple[float, list[tuple[int, int]]]
-"""Operations, and (input whose type counts, elements) of everything read and written."""
+Amounts = tuple[float, list[tuple[int | Kind, int]]]
+"""Operations, and (input whose type counts, or type; elements) of everything read and written."""
+
+_INTEGERS = {"int8", "uint8", "int16", "int32", "int64", "bool"}
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a trace says of an operator's inputs; a list of tensors is a list of shapes."""
+
+    shapes: list[Any]
+    types: list[str]
+    values: list[Any] = field(default_factory=list)
+    """Concrete inputs as text: ``'[1, 1]'``, ``'False'``, ``''`` for tensors."""
+    strides: list[Any] = field(default_factory=list)
+    output: Shape | None = None
+    output_kind: Kind | None = None
+    """Of the result, where the backward twin tells."""
+    above: list[Any] = field(default_factory=list)
+    """Shapes of the inputs of the operator that called this one."""
+
+    def kind(self, place: int) -> Kind | None:
+        """Type of a tensor; None for what is no tensor or has none."""
+        return TYPES.get(self.types[place]) if place < len(self.types) else None
+
+    def stored(self, place: int) -> int:
+        """Elements of a tensor in memory: along an expanded dimension there is one."""
+        shape = self.shapes[place]
+        strides = self.strides[place] if place < len(self.strides) else []
+        if len(strides) != len(shape):
+            return math.prod(shape)
+        return math.prod(n for n, stride in zip(shape, strides, strict=True) if stride)
+
+    def value(self, place: int) -> Any:
+        """A number, flag or list of numbers; None where the trace has none."""
+        text = self.values[place] if place < len(self.values) else ""
+        try:
+            return json.loads(str(text).lower())
+        except ValueError:
+            return None
+
+    def numbers(self, place: int, count: int) -> list[int] | None:
+        """A list of ``count`` integers; None where the trace has none."""
+        found = self.value(place)
+        if not isinstance(found, list) or len(found) != count:
+            return None
+        return found if all(type(number) is int for number in found) else None
+
+
+Formula = Callable[[Call], Amounts | None]
+
+
+# ---- products, convolutions, attention, lookups -----------------------------------------
 
 
 def _product(a: Shape, b: Shape, first: int, added: Shape | None = None) -> Amounts | None:
@@ -57,6 +136,7 @@ def _product(a: Shape, b: Shape, first: int, added: Shape | None = None) -> Amou
         return None
     result = math.prod(a[:-1]) * b[-1]
     operations = 2.0 * result * a[-1]
+    moved: list[tuple[int | Kind, int]]
     moved = [(first, math.prod(a)), (first + 1, math.prod(b)), (first, result)]
     if added is not None:
         operations += result
@@ -64,18 +144,21 @@ def _product(a: Shape, b: Shape, first: int, added: Shape | None = None) -> Amou
     return operations, moved
 
 
-def _embedding_bag(shapes: list[Shape]) -> Amounts | None:
+def _embedding_bag(call: Call) -> Amounts | None:
+    shapes = call.shapes
     table, indices, offsets = shapes[0], shapes[1], shapes[2]
     if len(table) != 2 or len(indices) != 1 or len(offsets) != 1:
         return None
     width, rows, bags = table[1], indices[0], offsets[0]
     weights = shapes[6][0] if len(shapes) > 6 and len(shapes[6]) == 1 else 0
-    moved = [(0, rows * width), (1, rows), (2, bags), (0, bags * width), (0, weights)]
-    return (2.0 if weights else 1.0) * rows * width, moved
+    return (2.0 if weights else 1.0) * rows * width, [
+        *((0, rows * width), (1, rows), (2, bags), (0, bags * width), (0, weights)),
+    ]
 
 
-def _linear(shapes: list[Shape]) -> Amounts | None:
+def _linear(call: Call) -> Amounts | None:
     """(..., k) by the transpose of (n, k)."""
+    shapes = call.shapes
     a, weight = shapes[0], shapes[1]
     if len(a) < 1 or len(weight) != 2:
         return None
@@ -91,73 +174,519 @@ def _vector(matrix: Shape, vector: Shape, first: int, added: Shape | None = None
     return _product(matrix, [*vector, 1], first, added) if len(vector) == 1 else None
 
 
-FORMULAS: dict[str, Callable[[list[Shape]], Amounts | None]] = {
-    "aten::mm": lambda s: _product(s[0], s[1], 0),
-    "aten::bmm": lambda s: _product(s[0], s[1], 0),
-    "aten::mv": lambda s: _vector(s[0], s[1], 0),
+def _filtered(output: Shape, weight: Shape) -> float | None:
+    """Operations of a convolution: each output (B, out, ...) takes 2 a weight of its filter."""
+    if len(output) != len(weight) or len(weight) < 3 or output[1] != weight[0]:
+        return None
+    return 2.0 * math.prod(output) * math.prod(weight[1:])
+
+
+def _convolution(call: Call) -> Amounts | None:
+    """``cudnn_convolution(input, weight, padding, stride, dilation, groups, ...)``."""
+    given, weight = call.shapes[0], call.shapes[1]
+    around = len(weight) - 2
+    padding, stride, dilation = (call.numbers(place, around) for place in (2, 3, 4))
+    output = call.output
+    if padding and stride and dilation and min(stride) > 0 and len(given) == len(weight):
+        output = [given[0], weight[0]]
+        for n, k, p, s, d in zip(given[2:], weight[2:], padding, stride, dilation, strict=True):
+            output.append((n + 2 * p - d * (k - 1) - 1) // s + 1)
+    operations = _filtered(output, weight) if output and min(output) >= 0 else None
+    if output is None or operations is None or given[:1] != output[:1]:
+        return None
+    return operations, [(0, call.stored(0)), (1, math.prod(weight)), (0, math.prod(output))]
+
+
+def _convolution_backward(call: Call) -> Amounts | None:
+    """``convolution_backward(gradient, input, weight, ...)``; its mask says which are wanted."""
+    gradient, given, weight = call.shapes[:3]
+    transposed, mask = call.value(7), call.value(10)
+    if not isinstance(transposed, bool) or not (isinstance(mask, list) and len(mask) == 3):
+        return None
+    operations = _filtered(given if transposed else gradient, weight)
+    if operations is None:
+        return None
+    into, weights = bool(mask[0]), bool(mask[1])
+    moved: list[tuple[int | Kind, int]] = [(0, call.stored(0))]
+    if into:
+        moved += [(2, math.prod(weight)), (1, math.prod(given))]
+    if weights:
+        moved += [(1, math.prod(given)), (2, math.prod(weight))]
+    return (into + weights) * operations, moved
+
+
+def _cudnn_backward_input(call: Call) -> Amounts | None:
+    """``cudnn_convolution_backward_input(sizes, gradient, weight, ...)``, until torch 1.10."""
+    operations = _filtered(call.shapes[1], call.shapes[2])
+    given = call.above[0] if call.above else []
+    if operations is None or len(given) != len(call.shapes[2]):
+        return None
+    return operations, [(1, call.stored(1)), (2, math.prod(call.shapes[2])), (1, math.prod(given))]
+
+
+def _cudnn_backward_weight(call: Call) -> Amounts | None:
+    """``cudnn_convolution_backward_weight(sizes, gradient, input, ...)``, until torch 1.10."""
+    weight = call.above[2] if len(call.above) > 2 else []
+    operations = _filtered(call.shapes[1], weight)
+    if operations is None:
+        return None
+    return operations, [(1, call.stored(1)), (2, call.stored(2)), (2, math.prod(weight))]
+
+
+def _attention(call: Call) -> Amounts | None:
+    """``_flash_attention_forward(q, k, v, ...)`` of (B, S, H, d); of two products each."""
+    q, k, v = call.shapes[:3]
+    causal = call.value(8)
+    if call.kind(3) or len(q) != 4 or len(k) != 4 or not isinstance(causal, bool):
+        return None
+    operations = 0.0 if causal else 2.0 * q[0] * q[1] * q[2] * k[1] * (q[3] + v[3])
+    result = math.prod(q[:3]) * v[3]
+    return operations, [*((i, call.stored(i)) for i in range(3)), (0, result)]
+
+
+PRODUCTS: dict[str, Formula] = {
+    "aten::mm": lambda c: _product(c.shapes[0], c.shapes[1], 0),
+    "aten::bmm": lambda c: _product(c.shapes[0], c.shapes[1], 0),
+    "aten::mv": lambda c: _vector(c.shapes[0], c.shapes[1], 0),
     "aten::linear": _linear,
     "aten::_embedding_bag": _embedding_bag,
     "aten::_embedding_bag_forward_only": _embedding_bag,
     "aten::embedding_bag": _embedding_bag,
+    "aten::cudnn_convolution": _convolution,
+    "aten::convolution_backward": _convolution_backward,
+    "aten::cudnn_convolution_backward_input": _cudnn_backward_input,
+    "aten::cudnn_convolution_backward_weight": _cudnn_backward_weight,
+    "aten::_flash_attention_forward": _attention,
 }
-_ADDING: dict[str, Callable[[list[Shape]], Amounts | None]] = {
-    "aten::addmm": lambda s: _product(s[1], s[2], 1, s[0]),
-    "aten::_addmm_activation": lambda s: _product(s[1], s[2], 1, s[0]),
-    "aten::baddbmm": lambda s: _product(s[1], s[2], 1, s[0]),
-    "aten::addmv": lambda s: _vector(s[1], s[2], 1, s[0]),
+_ADDING: dict[str, Formula] = {
+    "aten::addmm": lambda c: _product(c.shapes[1], c.shapes[2], 1, c.shapes[0]),
+    "aten::_addmm_activation": lambda c: _product(c.shapes[1], c.shapes[2], 1, c.shapes[0]),
+    "aten::baddbmm": lambda c: _product(c.shapes[1], c.shapes[2], 1, c.shapes[0]),
+    "aten::addmv": lambda c: _vector(c.shapes[1], c.shapes[2], 1, c.shapes[0]),
 }
-FORMULAS |= _ADDING | {f"{name}_": formula for name, formula in _ADDING.items()}
-"""Operators whose work their shapes tell. Of nested ones the innermost counts."""
+PRODUCTS |= _ADDING | {f"{name}_": formula for name, formula in _ADDING.items()}
+"""Operators of which operations are counted. Of nested ones the innermost counts."""
 
 
-def work_of_call(name: str, shapes: str, types: str) -> tuple[float, float, str] | None:
+# ---- what moves bytes -------------------------------------------------------------------
+
+
+def _broadcast(shapes: list[Shape]) -> Shape | None:
+    """The shape that operands of an elementwise operator have together."""
+    try:
+        return list(np.broadcast_shapes(*(tuple(shape) for shape in shapes)))
+    except ValueError:
+        return None
+
+
+def _promoted(call: Call, operands: list[int], keeps_integers: bool) -> Kind | None:
+    """The type of an elementwise result by torch's promotion, where types alone tell it."""
+    every = [(call.kind(i), bool(call.shapes[i])) for i in operands]
+    kinds = [kind for kind, dimensions in every if kind and dimensions]
+    kinds = kinds or [kind for kind, _ in every if kind]
+    floating = [kind for kind in kinds if kind[0] not in _INTEGERS]
+    if not floating:
+        scalars = any(kind and kind[0] not in _INTEGERS for kind, _ in every)
+        if scalars or not keeps_integers:
+            return None
+    widest = sorted(set(floating or kinds), key=lambda kind: kind[1])
+    alike = len(widest) > 1 and widest[-1][1] == widest[-2][1]
+    return None if alike else widest[-1]
+
+
+def _elementwise(count: int, integers: bool = False, result: str = "") -> Formula:
+    """The first ``count`` inputs are operands, a tensor behind them is the result.
+
+    Args:
+        integers: whether integers give integers, if no operand is a Python number.
+        result: the type of the result, ``first`` for that of the first operand, "" for what
+            promotion makes of the operands'.
+    """
+
+    def formula(call: Call) -> Amounts | None:
+        places = range(min(count, len(call.shapes)))
+        operands = [i for i in places if call.kind(i)]
+        if not operands or any(call.shapes[i] and not call.kind(i) for i in places):
+            return None
+        shape = _broadcast([call.shapes[i] for i in operands])
+        if shape is None:
+            return None
+        keeps = integers and len(operands) == count
+        kind: int | Kind | None = TYPES.get(result) or (
+            operands[0] if result == "first" else _promoted(call, operands, keeps)
+        )
+        for place in range(count, len(call.shapes)):
+            if call.kind(place) and call.shapes[place] == shape:
+                kind = place
+        if kind is None:
+            return None
+        return 0.0, [*((i, call.stored(i)) for i in operands), (kind, math.prod(shape))]
+
+    return formula
+
+
+def _in_place(count: int) -> Formula:
+    """As :func:`_elementwise`, but the result is the first operand."""
+
+    def formula(call: Call) -> Amounts | None:
+        places = range(min(count, len(call.shapes)))
+        operands = [i for i in places if call.kind(i)]
+        if operands[:1] != [0] or any(call.shapes[i] and not call.kind(i) for i in places):
+            return None
+        if _broadcast([call.shapes[i] for i in operands]) != call.shapes[0]:
+            return None
+        return 0.0, [*((i, call.stored(i)) for i in operands), (0, call.stored(0))]
+
+    return formula
+
+
+def _copied(call: Call) -> Amounts | None:
+    """``copy_(into, from)``."""
+    if _broadcast([call.shapes[0], call.shapes[1]]) != call.shapes[0]:
+        return None
+    return 0.0, [(1, call.stored(1)), (0, call.stored(0))]
+
+
+def _joined(call: Call) -> Amounts | None:
+    """``cat`` and ``stack``: shapes of the list, or the result's; the type is the result's."""
+    kind, listed = call.output_kind, call.shapes[0]
+    if kind is None:
+        return None
+    if listed and all(isinstance(shape, list) for shape in listed):
+        read = sum(math.prod(shape) for shape in listed)
+    elif call.output is not None:
+        read = math.prod(call.output)
+    else:
+        return None
+    return 0.0, [(kind, read), (kind, read)]
+
+
+def _moved(*places: int, written: int | None = None) -> Formula:
+    """Reads the inputs at ``places`` and writes as much as the input ``written`` has."""
+
+    def formula(call: Call) -> Amounts | None:
+        # what is optional may be missing, the first may not
+        there = [i for i in places if i < len(call.shapes) and (i == places[0] or call.kind(i))]
+        result = [] if written is None else [(written, math.prod(call.shapes[written]))]
+        return 0.0, [*((i, call.stored(i)) for i in there), *result]
+
+    return formula
+
+
+def _softmax(call: Call) -> Amounts | None:
+    """``_softmax(input, dim, half_to_float)``: the flag only tells of half precision."""
+    kind, wide = call.kind(0), call.value(2)
+    if kind is None or (kind[1] == 2 and not isinstance(wide, bool)):
+        return None
+    result: int | Kind = TYPES["float"] if kind[1] == 2 and wide else 0
+    return 0.0, [(0, call.stored(0)), (result, math.prod(call.shapes[0]))]
+
+
+def _layer_norm(call: Call) -> Amounts | None:
+    """``native_layer_norm(input, sizes, weight, bias, eps)`` with a mean and deviation a row."""
+    count, weight = math.prod(call.shapes[0]), math.prod(call.shapes[2])
+    rows = count // weight if call.kind(2) and weight else 0
+    parameters = [(i, call.stored(i)) for i in (2, 3) if call.kind(i)]
+    return 0.0, [(0, call.stored(0)), *parameters, (0, count), (TYPES["float"], 2 * rows)]
+
+
+def _layer_norm_backward(call: Call) -> Amounts | None:
+    """``native_layer_norm_backward(gradient, input, sizes, mean, deviation, weight, bias)``."""
+    parameters = [(i, call.stored(i)) for i in (5, 6) if call.kind(i)]
+    given = [(i, call.stored(i)) for i in (0, 1, 3, 4)]
+    return 0.0, [*given, *parameters[:1], (1, math.prod(call.shapes[1])), *parameters]
+
+
+def _selected(call: Call) -> Amounts | None:
+    """``index_select(input, dim, index)``."""
+    given, axis, index = call.shapes[0], call.value(1), call.shapes[2]
+    axis = 0 if len(given) == 1 else axis
+    if type(axis) is not int or not -len(given) <= axis < len(given) or not given[axis]:
+        return None
+    rows = math.prod(given) // given[axis] * math.prod(index)
+    return 0.0, [(2, math.prod(index)), (0, rows), (0, rows)]
+
+
+def _gathered(call: Call) -> Amounts | None:
+    """``gather(input, dim, index)``."""
+    count = math.prod(call.shapes[2])
+    return 0.0, [(2, count), (0, count), (0, count)]
+
+
+def _index_added(call: Call) -> Amounts | None:
+    """``index_add_(input, dim, index, source)``."""
+    count = math.prod(call.shapes[3])
+    return 0.0, [(2, math.prod(call.shapes[2])), (3, count), (0, count), (0, count)]
+
+
+def _sorted(call: Call) -> Amounts | None:
+    """``sort``: values and their places; ``stable`` is an input of the newer one."""
+    count = math.prod(call.shapes[0])
+    return 0.0, [(0, call.stored(0)), (0, count), (TYPES["long int"], count)]
+
+
+def _dropout(call: Call) -> Amounts | None:
+    count = math.prod(call.shapes[0])
+    return 0.0, [(0, call.stored(0)), (0, count), (TYPES["bool"], count)]
+
+
+def _every(prefix: str, names: str, formula: Formula) -> dict[str, Formula]:
+    return {prefix + name: formula for name in names.split()}
+
+
+_KEEPING_TEXT = "add sub rsub mul maximum minimum bitwise_and bitwise_or bitwise_xor remainder fmod"
+_UNARY_TEXT = """
+sigmoid tanh exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal gelu silu softplus erf sin
+cos leaky_relu hardtanh elu logit nan_to_num
+"""
+_KEEPING_UNARY_TEXT = "relu neg abs sign floor ceil round trunc bitwise_not"
+_COMPARING_TEXT = "eq ne lt le gt ge logical_and logical_or logical_xor"
+_BACKWARD_TEXT = "sigmoid tanh threshold gelu silu hardtanh leaky_relu logit"
+
+TRAFFIC: dict[str, Formula] = {
+    **_every("aten::", _KEEPING_TEXT, _elementwise(2, integers=True)),
+    **_every("aten::", "div pow atan2", _elementwise(2)),
+    **_every("aten::", _UNARY_TEXT, _elementwise(1)),
+    **_every("aten::", _KEEPING_UNARY_TEXT, _elementwise(1, integers=True)),
+    **_every("aten::", _COMPARING_TEXT, _elementwise(2, result="bool")),
+    **_every("aten::", "logical_not isnan", _elementwise(1, result="bool")),
+    **_every("aten::", "clamp_min clamp_max masked_fill", _elementwise(2, result="first")),
+    "aten::clamp": _elementwise(3, result="first"),
+    **_every("aten::", "addcmul addcdiv lerp", _elementwise(3)),
+    **{f"aten::{name}_backward": _elementwise(2) for name in _BACKWARD_TEXT.split()},
+    "aten::binary_cross_entropy_backward": _elementwise(4),
+    **{
+        f"aten::{name}_": _in_place(count)
+        for count, names in (
+            (1, _UNARY_TEXT + _KEEPING_UNARY_TEXT + " logical_not"),
+            (2, _KEEPING_TEXT + " div pow clamp_min clamp_max masked_fill " + _COMPARING_TEXT),
+            (3, "addcmul addcdiv lerp clamp"),
+        )
+        for name in names.split()
+    },
+    "aten::copy_": _copied,
+    "aten::fill_": _moved(written=0),
+    "aten::zero_": _moved(written=0),
+    **_every("aten::", "cat _cat stack", _joined),
+    **_every(
+        "aten::",
+        "sum mean amax amin max min argmax argmin prod all any norm linalg_vector_norm std var "
+        "var_mean max_pool2d_with_indices topk",
+        _moved(0),
+    ),
+    "aten::cumsum": _elementwise(1),
+    "aten::sort": _sorted,
+    **_every("aten::", "_softmax _log_softmax", _softmax),
+    **_every("aten::", "_softmax_backward_data _log_softmax_backward_data", _moved(0, 1)),
+    "aten::native_layer_norm": _layer_norm,
+    "aten::native_layer_norm_backward": _layer_norm_backward,
+    "aten::native_batch_norm": _moved(0, 1, 2, written=0),
+    "aten::cudnn_batch_norm": _moved(0, 1, 2, written=0),
+    "aten::native_batch_norm_backward": _moved(0, 1, 2, 5, 6, written=1),
+    "aten::cudnn_batch_norm_backward": _moved(0, 1, 2, 5, 6, written=0),
+    "aten::max_pool2d_with_indices_backward": _moved(0, 7, written=1),
+    **_every("aten::", "native_dropout _fused_dropout", _dropout),
+    "aten::index_select": _selected,
+    "aten::gather": _gathered,
+    "aten::index_add_": _index_added,
+    "fbgemm::permute_pooled_embs": _moved(0, 1, 2, written=0),
+    "fbgemm::permute_pooled_embs_auto_grad": _moved(0, 1, 2, written=0),
+    "fbgemm::recat_embedding_grad_output_mixed_D_batch": _moved(0, written=0),
+    "fbgemm::bounds_check_indices": _moved(1, 0, 2),
+    "torch::autograd::CppNode<fbgemm_gpu::PermutePooledEmbsFunction"
+    "<&fbgemm_gpu::permute_pooled_embs_gpu> >": _moved(0, written=0),
+}
+"""Operators of which bytes alone are counted. One that calls another of either table has none."""
+
+FORMULAS = PRODUCTS | TRAFFIC
+
+_REPEATING = {
+    *("aten::_embedding_bag", "aten::_embedding_bag_forward_only", "aten::embedding_bag"),
+    *("aten::index_select", "aten::gather", "aten::index_add_"),
+}
+_PARTIAL = {
+    *(name for name, formula in TRAFFIC.items() if formula is TRAFFIC["aten::sum"]),
+    *("aten::_softmax_backward_data", "aten::_log_softmax_backward_data", "aten::sort"),
+    *("aten::cumsum", "aten::native_batch_norm", "aten::cudnn_batch_norm"),
+    *("aten::native_batch_norm_backward", "aten::cudnn_batch_norm_backward"),
+    "fbgemm::bounds_check_indices",
+}
+
+
+def bytes_are(name: str) -> str:
+    """What is counted of an operator's bytes: :data:`EACH_ONCE`, :data:`AT_LEAST` where it may
+    read more than is counted, :data:`ASKED_FOR` where a row may be asked for twice and then
+    come from a cache."""
+    if name in _REPEATING:
+        return ASKED_FOR
+    return AT_LEAST if name in _PARTIAL else EACH_ONCE
+
+
+# ---- calls of a trace -------------------------------------------------------------------
+
+_VALUES = {
+    *("aten::cudnn_convolution", "aten::convolution_backward", "aten::_flash_attention_forward"),
+    *("aten::_softmax", "aten::_log_softmax", "aten::index_select"),
+}
+"""Operators whose work depends on numbers among their inputs."""
+
+_TWINS = {
+    "aten::cat": re.compile("CatBackward|StackBackward"),
+    "aten::_cat": re.compile("CatBackward|StackBackward"),
+    "aten::stack": re.compile("StackBackward"),
+    "aten::cudnn_convolution": re.compile("ConvolutionBackward"),
+}
+"""Operators whose result is known by their backward node, whose input is its gradient."""
+
+_CALLED_WITH = ("aten::cudnn_convolution_backward_input", "aten::cudnn_convolution_backward_weight")
+"""Operators of which a size stands in the inputs of the operator that calls them."""
+
+
+def values_text(name: str, args: Mapping[str, Any]) -> str:
+    """What an operator's work takes beside shapes and types, of the arguments of its event.
+
+    Returns:
+        JSON of the concrete inputs and the strides, each empty where it does not matter: numbers
+        differ from call to call, and strides only of expanded tensors; "" without either.
+    """
+    if name not in FORMULAS:
+        return ""
+    values = args.get("Concrete Inputs") if name in _VALUES else None
+    strides = args.get("Input Strides")
+    if not isinstance(strides, list) or not any(isinstance(s, list) and 0 in s for s in strides):
+        strides = None
+    return json.dumps([values or [], strides or []]) if values or strides else ""
+
+
+def _sizes(given: Any) -> Any:
+    """Shapes as lists of integers.
+
+    Raises:
+        TypeError, ValueError: one is something else, or negative.
+    """
+    if isinstance(given, list):
+        return [_sizes(one) for one in given]
+    if type(given) is not int or given < 0:
+        raise ValueError(f"{given!r} is no size")
+    return given
+
+
+def work_of_call(
+    name: str, shapes: str, types: str, values: str = "", output: str = "", above: str = ""
+) -> tuple[float, float, str] | None:
     """(operations, bytes, precision) of one call, None where its inputs do not tell.
 
     Args:
         shapes, types: as a trace has them: ``[[64, 32], [32, 8]]``, ``['float', 'float']``.
+        values: what :func:`values_text` gives.
+        output: shapes and types of the inputs of its backward node, a line each.
+        above: shapes of the operator that calls it.
 
-    Bytes are NaN, and the precision :data:`UNKNOWN`, where types are missing; operands of two
-    precisions have none either.
+    Of operators in :data:`PRODUCTS` bytes are NaN, and the precision :data:`UNKNOWN`, where types
+    are missing; operands of two precisions have none either. Of those in :data:`TRAFFIC`
+    operations are 0 and the precision is "".
     """
     formula = FORMULAS.get(name)
     if formula is None:
         return None
+    named = re.findall(r"'([^']*)'", types)
     try:
-        given = json.loads(shapes)
-        sized = [[int(size) for size in shape] for shape in given]
-        amounts = formula(sized)
-    except (ValueError, TypeError, IndexError):
+        result, _, kinds = output.partition("\n")
+        twin = _sizes(json.loads(result))[0] if result else None
+        numbers, strides = json.loads(values) if values else ([], [])
+        call = Call(
+            _sizes(json.loads(shapes)),
+            named,
+            numbers,
+            strides,
+            twin,
+            TYPES.get((re.findall(r"'([^']*)'", kinds) or [""])[0]),
+            _sizes(json.loads(above)) if above else [],
+        )
+        amounts = formula(call)
+    except (ValueError, TypeError, IndexError, RecursionError):
         return None
     if amounts is None:
         return None
     operations, moved = amounts
-    named = re.findall(r"'([^']*)'", types)
-    known = [TYPES.get(named[i]) if i < len(named) else None for i, size in moved if size]
-    sizes = [size for _, size in moved if size]
+    moved = [(what, count) for what, count in moved if count]
+    known = [call.kind(what) if isinstance(what, int) else what for what, _ in moved]
     if not known or any(kind is None for kind in known):
-        return operations, math.nan, UNKNOWN
-    size = sum(kind[1] * count for kind, count in zip(known, sizes, strict=True) if kind)
-    operands = {kind[0] for kind in known if kind} - {"int64", "int32"}
+        return (operations, math.nan, UNKNOWN) if name in PRODUCTS else None
+    size = sum(kind[1] * count for kind, (_, count) in zip(known, moved, strict=True) if kind)
+    if not operations:
+        return 0.0, float(size), ""
+    operands = {kind[0] for kind in known if kind} - _INTEGERS
     return operations, float(size), operands.pop() if len(operands) == 1 else UNKNOWN
 
 
+def _twins(host: pd.DataFrame, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.object_]:
+    """Shapes and types (k,) of the inputs of the backward nodes of the calls in ``rows``.
+
+    A call and its node have one sequence number, which the call may have from an operator above
+    it. Two calls or two nodes of one number tell nothing ("").
+    """
+    found = np.full(len(rows), "", dtype=object)
+    if "sequence" not in host or "forward_thread" not in host:
+        return found
+    names, parent = host["name"].to_numpy(), host["parent"].to_numpy()
+    sequence, forward = host["sequence"].to_numpy(), host["forward_thread"].to_numpy()
+    line, shapes = host["line"].to_numpy(), host["shapes"].to_numpy()
+    types = host["types"].to_numpy()
+    for operator in {names[row] for row in rows} & _TWINS.keys():
+        pattern = _TWINS[operator]
+        alike = [text for text in host["name"].unique() if pattern.match(_bare(text))]
+        nodes = np.flatnonzero(host["name"].isin(alike).to_numpy() & (forward > 0))
+        numbers, counts = np.unique(sequence[nodes], return_counts=True)
+        alone = set(numbers[counts == 1].tolist())
+        by_number = {int(sequence[n]): n for n in nodes if int(sequence[n]) in alone}
+        calls: dict[tuple[str, int], list[int]] = {}
+        for place in np.flatnonzero(names[rows] == operator):
+            at = rows[place]
+            while sequence[at] < 0 and parent[at] >= 0:
+                at = parent[at]
+            calls.setdefault((line[at], int(sequence[at])), []).append(int(place))
+        for (_, number), places in calls.items():
+            node = by_number.get(number)
+            if node is not None and len(places) == 1 and shapes[node]:
+                found[places[0]] = f"{shapes[node]}\n{types[node]}"
+    return found
+
+
+def _bare(text: str) -> str:
+    """A node's name without the library that ran its forward."""
+    return re.sub(r"^(Cudnn|Miopen|Slow|Thnn)(?=Conv)", "", text)
+
+
 def shape_metrics(host: pd.DataFrame, count: int) -> dict[str, npt.NDArray[np.float64]]:
-    """Metrics of each context (count,), of those that occur: see :data:`METRICS`.
+    """Metrics of each context (count,), of those that occur: see :func:`meaning_of`.
 
     Args:
-        host: spans with name, shapes, types, parent (row, −1 for none), context.
+        host: spans with name, shapes, types, parent (row, −1 for none), context, and where the
+            trace has them values, sequence, forward_thread, line.
 
     A context of which one call tells no bytes has none.
     """
-    wanted = host["name"].isin(list(FORMULAS)).to_numpy() & host["shapes"].ne("").to_numpy()
-    if not wanted.any():
+    names, parent = host["name"], host["parent"].to_numpy()
+    shown = host["shapes"].ne("").to_numpy()
+    products = names.isin(list(PRODUCTS)).to_numpy() & shown
+    traffic = names.isin(list(TRAFFIC)).to_numpy() & shown
+    if not (products.any() or traffic.any()):
         return {}
-    inner = inclusive_from_exclusive(host["parent"].to_numpy(), wanted.astype(float))
-    rows = np.flatnonzero(wanted & (inner == 1))
+    # the innermost product counts; of what moves bytes, what calls no other and no product calls
+    wanted = products & (inclusive_from_exclusive(parent, products.astype(float)) == 1)
+    inner = inclusive_from_exclusive(parent, (products | traffic).astype(float)) == 1
+    wanted |= traffic & inner & ~_below(parent, products)
+    rows = np.flatnonzero(wanted)
     calls = host.iloc[rows]
-    kind, kinds = pd.factorize(
-        pd.MultiIndex.from_arrays([calls["name"], calls["shapes"], calls["types"]])
-    )
+    above = np.full(len(rows), "", dtype=object)
+    called = calls["name"].isin(_CALLED_WITH).to_numpy() & (parent[rows] >= 0)
+    above[called] = host["shapes"].to_numpy()[parent[rows[called]]]
+    empty = np.full(len(rows), "", dtype=object)
+    values = calls["values"].to_numpy() if "values" in calls else empty
+    columns: list[Any] = [calls[name].to_numpy() for name in ("name", "shapes", "types")]
+    columns += [values, _twins(host, rows), above]
+    kind, kinds = pd.factorize(pd.MultiIndex.from_arrays(columns))
     each = [work_of_call(*(str(text) for text in key)) for key in kinds]
     operations = np.array([work[0] if work else np.nan for work in each])[kind]
     size = np.array([work[1] if work else np.nan for work in each])[kind]
@@ -178,9 +707,20 @@ def shape_metrics(host: pd.DataFrame, count: int) -> dict[str, npt.NDArray[np.fl
     return found
 
 
+def _below(parent: npt.NDArray[np.intp], marked: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """Whether (n,) a span lies below a marked one."""
+    found = np.zeros(len(parent), dtype=bool)
+    rows, at = np.arange(len(parent)), parent.copy()
+    while len(rows):
+        rows, at = rows[at >= 0], at[at >= 0]
+        found[rows] |= marked[at]
+        at = parent[at]
+    return found
+
+
 def meaning_of(metric: str) -> tuple[str, str]:
     """(unit, meaning) of a metric that :func:`shape_metrics` gives."""
     if metric == OPERAND_BYTES:
-        return "B", "bytes that products and lookups read and write, by their inputs' shapes"
+        return "B", "bytes that operators read and write, by their inputs' shapes"
     kind = metric.removeprefix(OPERATIONS)
     return "", f"operations of products and lookups by their inputs' shapes; operands {kind}"

@@ -1,0 +1,183 @@
+"""Bytes and operations of operators by their shapes, against counts by hand and torch's own."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+from dlrm_workbook.recordings.torch.shape_work import (
+    ASKED_FOR,
+    AT_LEAST,
+    EACH_ONCE,
+    bytes_are,
+    values_text,
+    work_of_call,
+)
+
+FLOAT, HALF, LONG = "'float'", "'c10::Half'", "'long int'"
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes", "types", "size"),
+    [
+        # two operands are read, their broadcast is written
+        ("aten::add", "[[64, 1], [32], []]", f"[{FLOAT}, {FLOAT}, 'Scalar']", 4 * (64 + 32 + 2048)),
+        ("aten::mul", "[[8, 4], []]", f"[{HALF}, {FLOAT}]", 2 * 32 + 4 + 2 * 32),
+        ("aten::add", "[[8], [8], []]", f"[{HALF}, {FLOAT}, 'Scalar']", 8 * (2 + 4 + 4)),
+        ("aten::mul", "[[8], [8]]", f"[{LONG}, {LONG}]", 3 * 64),
+        ("aten::mul", "[[8], [], [8]]", f"[{FLOAT}, 'Scalar', {FLOAT}]", 64),
+        ("aten::eq", "[[8, 4], []]", f"[{FLOAT}, 'Scalar']", 32 * 4 + 32),
+        ("aten::relu", "[[8, 4]]", f"[{FLOAT}]", 2 * 128),
+        ("aten::add_", "[[8, 4], [4], []]", f"[{FLOAT}, {FLOAT}, 'Scalar']", 128 + 16 + 128),
+        ("aten::addcmul_", "[[8], [8], [8], []]", f"[{FLOAT}, {FLOAT}, {FLOAT}, 'Scalar']", 128),
+        ("aten::threshold_backward", "[[8], [8], []]", f"[{FLOAT}, {FLOAT}, 'Scalar']", 96),
+        ("aten::copy_", "[[8, 4], [4], []]", f"[{HALF}, {FLOAT}, 'Scalar']", 64 + 16),
+        ("aten::fill_", "[[8, 4], []]", f"[{FLOAT}, 'Scalar']", 128),
+        ("aten::sum", "[[8, 4], [], [], []]", f"[{FLOAT}, 'ScalarList', 'Scalar', '']", 128),
+        ("aten::_softmax", "[[8, 4], [], []]", f"[{FLOAT}, 'Scalar', 'Scalar']", 256),
+        (
+            "aten::native_layer_norm",
+            "[[8, 4], [], [4], [4], []]",
+            f"[{HALF}, 'ScalarList', {HALF}, {HALF}, 'Scalar']",
+            2 * (32 + 4 + 4 + 32) + 4 * (8 + 8),
+        ),
+        (
+            "aten::native_layer_norm_backward",
+            "[[8, 4], [8, 4], [], [8, 1], [8, 1], [4], [4], []]",
+            f"[{FLOAT}, {FLOAT}, 'ScalarList', {FLOAT}, {FLOAT}, {FLOAT}, {FLOAT}, '']",
+            4 * (32 + 32 + 8 + 8 + 4) + 4 * (32 + 4 + 4),
+        ),
+        (
+            "aten::gather",
+            "[[8, 4], [], [8, 2], []]",
+            f"[{FLOAT}, 'Scalar', {LONG}, 'Scalar']",
+            16 * (8 + 4 + 4),
+        ),
+        (
+            "aten::index_add_",
+            "[[9, 4], [], [3], [3, 4], []]",
+            f"[{FLOAT}, 'Scalar', {LONG}, {FLOAT}, 'Scalar']",
+            3 * 8 + 3 * 12 * 4,
+        ),
+        ("aten::sort", "[[8], [], []]", f"[{FLOAT}, 'Scalar', 'Scalar']", 8 * (4 + 4 + 8)),
+        # 2021: gradient, input, ..., indices of the maxima; the input's gradient is written
+        (
+            "aten::max_pool2d_with_indices_backward",
+            "[[1, 2, 2, 2], [1, 2, 4, 4], [], [], [], [], [], [1, 2, 2, 2]]",
+            f"[{FLOAT}, {FLOAT}, '', '', '', '', 'Bool', {LONG}]",
+            8 * 4 + 8 * 8 + 32 * 4,
+        ),
+    ],
+)
+def test_bytes_of_what_only_moves_them(name: str, shapes: str, types: str, size: int) -> None:
+    assert work_of_call(name, shapes, types) == (0.0, size, "")
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes", "types"),
+    [
+        ("aten::cudnn_convolution", "[[1, 3, 8, 8], [4, 3, 3, 3]]", "['float', 'float']"),
+        ("aten::add", "[[3, 4], [4, 3], []]", "['float', 'float', 'Scalar']"),
+        ("aten::add", "[[3, 4], [3, 4], []]", "['float', '', 'Scalar']"),
+        ("aten::add", "[[3, 4], [3, 4], []]", "['c10::Half', 'c10::BFloat16', 'Scalar']"),
+        ("aten::mul", "[[3, 4], []]", "['long int', 'Scalar']"),
+        ("aten::div", "[[3, 4], [3, 4]]", "['long int', 'long int']"),
+        ("aten::mul_", "[[4], [3, 4]]", "['float', 'float']"),
+        ("aten::copy_", "[[4], [3, 4], []]", "['float', 'float', 'Scalar']"),
+        ("aten::cat", "[[], []]", "['TensorList', 'Scalar']"),
+        ("aten::index_select", "[[10, 4], [], [3]]", "['float', 'Scalar', 'long int']"),
+        ("aten::fill_", "[[-3], []]", "['float', 'Scalar']"),
+    ],
+)
+def test_what_inputs_do_not_tell_is_not_known(name: str, shapes: str, types: str) -> None:
+    assert work_of_call(name, shapes, types) is None
+
+
+def test_expanded_operands_are_read_once() -> None:
+    args = {"Input Strides": [[0, 1], [32, 1], []], "Concrete Inputs": ["", "", "1"]}
+    values = values_text("aten::add", args)
+    types = "['float', 'float', 'Scalar']"
+    found = work_of_call("aten::add", "[[64, 32], [64, 32], []]", types, values)
+    assert found == (0.0, 4 * (32 + 2048 + 2048), "")
+    assert values_text("aten::add", {"Input Strides": [[32, 1], [32, 1], []]}) == ""
+    for nonsense in ({"Input Strides": 7}, {"Input Strides": [0]}, {"Concrete Inputs": "x"}):
+        assert values_text("aten::add", nonsense) == ""
+
+
+def test_rows_that_are_selected_are_asked_for() -> None:
+    values = values_text("aten::index_select", {"Concrete Inputs": ["", "0", ""]})
+    types = "['float', 'Scalar', 'long int']"
+    found = work_of_call("aten::index_select", "[[100, 8], [], [5]]", types, values)
+    assert found == (0.0, 5 * 8 + 2 * 5 * 8 * 4, "")
+    assert bytes_are("aten::index_select") == ASKED_FOR
+    assert bytes_are("aten::sum") == AT_LEAST and bytes_are("aten::add") == EACH_ONCE
+
+
+def test_a_result_is_known_by_its_backward_twin() -> None:
+    types = "['TensorList', 'Scalar']"
+    found = work_of_call("aten::cat", "[[], []]", types, output="[[16, 9]]\n['float']")
+    assert found == (0.0, 2 * 16 * 9 * 4, "")
+    listed = work_of_call(
+        "aten::cat", "[[[16, 4], [16, 5]], []]", types, output="[[16, 9]]\n['c10::Half']"
+    )
+    assert listed == (0.0, 2 * 16 * 9 * 2, "")
+    shapes, types = "[[2, 3, 8, 8], [4, 3, 3, 3], []]", "['float', 'float', '']"
+    found = work_of_call("aten::cudnn_convolution", shapes, types, output="[[2, 4, 4, 4]]")
+    assert found is not None and found[0] == 2 * (2 * 4 * 4 * 4) * (3 * 3 * 3)
+
+
+@given(
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(5, 9),
+    st.integers(1, 3),
+    st.integers(1, 2),
+    st.integers(0, 2),
+    st.integers(1, 2),
+)
+@settings(max_examples=25, deadline=None)
+def test_operations_of_convolutions_are_torchs(
+    batch: int, into: int, out: int, side: int, kernel: int, stride: int, pad: int, dilation: int
+) -> None:
+    groups = math.gcd(into, out)
+    image = torch.randn(batch, into, side, side, requires_grad=True)
+    weight = torch.randn(out, into // groups, kernel, kernel, requires_grad=True)
+    with FlopCounterMode(display=False) as forward:
+        result = torch.conv2d(image, weight, None, stride, pad, dilation, groups)
+    dims, types = f"{[list(image.shape), list(weight.shape), [], [], []]}", "['float', 'float']"
+    lists = [f"[{n}, {n}]" for n in (pad, stride, dilation)]
+    values = values_text("aten::cudnn_convolution", {"Concrete Inputs": ["", "", *lists]})
+    found = work_of_call("aten::cudnn_convolution", dims, types, values)
+    sizes = [image.numel(), weight.numel(), result.numel()]
+    assert found == (forward.get_total_flops(), 4 * sum(sizes), "fp32")
+    dims = str([list(t.shape) for t in (result, image, weight)] + [[]] * 8)
+    concrete = ["", "", "", "[0]", *lists, "False", "[0, 0]", str(groups), "[True, True, False]"]
+    values = values_text("aten::convolution_backward", {"Concrete Inputs": concrete})
+    found = work_of_call("aten::convolution_backward", dims, "['float', 'float', 'float']", values)
+    moved = result.numel() + 2 * weight.numel() + 2 * image.numel()
+    # both gradients multiply the pairs that the forward multiplied
+    assert found == (2 * forward.get_total_flops(), 4 * moved, "fp32")
+    if groups == 1:  # torch's counter takes the input gradient's weights for ungrouped ones
+        with FlopCounterMode(display=False) as backward:
+            result.sum().backward()
+        assert found[0] == backward.get_total_flops()
+
+
+def test_operations_of_attention_are_torchs() -> None:
+    queries, keys = torch.randn(2, 4, 5, 8), torch.randn(2, 4, 7, 8)
+    with FlopCounterMode(display=False) as counter:
+        torch.softmax(queries @ keys.mT, -1) @ keys
+    shapes = str([[2, 5, 4, 8], [2, 7, 4, 8], [2, 7, 4, 8]] + [[]] * 12)
+    for causal, operations in (("False", counter.get_total_flops()), ("True", 0)):
+        values = ["", "", "", "", "", "5", "7", "0.", causal, "False"]
+        text = values_text("aten::_flash_attention_forward", {"Concrete Inputs": values})
+        types = "['c10::Half', 'c10::Half', 'c10::Half', '', '']"
+        found = work_of_call("aten::_flash_attention_forward", shapes, types, text)
+        size = 2 * (2 * queries.numel() + 2 * keys.numel())
+        assert found == (operations, size, "fp16" if operations else "")
