@@ -34,10 +34,10 @@ class Subcommand:
 
 
 def parameters_file(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """``-f`` and ``-p``: the parameters of a run."""
-    parser.add_argument(
-        "-f", "--file", required=required, metavar="FILE", help="parameters file (YAML)"
-    )
+    """``-f`` or ``--like``, and ``-p``: the parameters of a run."""
+    source = parser.add_mutually_exclusive_group(required=required)
+    source.add_argument("-f", "--file", metavar="FILE", help="parameters file (YAML)")
+    like_command(source)
     parser.add_argument(
         "-p",
         "--parameter",
@@ -46,6 +46,27 @@ def parameters_file(parser: argparse.ArgumentParser, *, required: bool = True) -
         metavar="NAME=VALUE",
         help="override one parameter, such as training.batch_size=4096 (repeatable)",
     )
+
+
+def like_command(parser: argparse._ActionsContainer) -> None:
+    """``--like``: the parameters that a command of facebookresearch/dlrm stands for."""
+    parser.add_argument(
+        "--like",
+        metavar="COMMAND",
+        help="instead of a file: a command of facebookresearch/dlrm, such as "
+        "'dlrm_s_pytorch.py --mini-batch-size=2048 ...', whose flags are translated",
+    )
+
+
+def _read_like(arguments: argparse.Namespace) -> None:
+    """Put the parameters of ``--like`` in the file's place, and say what had no effect."""
+    if getattr(arguments, "like", None) is None:
+        return
+    from dlrm_core.like import translated
+
+    arguments.file, notes = translated(arguments.like)
+    for note in notes:
+        print(f"dlrm {arguments.subcommand}: --like: {note}", file=sys.stderr)
 
 
 def _train(parser: argparse.ArgumentParser) -> None:
@@ -155,6 +176,7 @@ def main(
     try:
         with loading():
             handler = getattr(importlib.import_module(module), function)
+        _read_like(arguments)
         return int(handler(arguments) or 0)
     except InputError as error:
         print(f"dlrm {arguments.subcommand}: {error}", file=sys.stderr)

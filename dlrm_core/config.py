@@ -11,6 +11,7 @@ facebookresearch/dlrm ``bench/dlrm_s_benchmark.sh``.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import os
 from collections.abc import Mapping, Sequence
@@ -581,19 +582,33 @@ class Parameters:
         return Path(self.source).stem if self.source else "parameters"
 
 
+@dataclass(frozen=True)
+class GivenSections:
+    """Sections of parameters that come from no file, and the name that stands for a file's."""
+
+    name: str
+    tree: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        return self.name
+
+
 def load_parameters(
-    path: str | os.PathLike[str] | None, overrides: Sequence[str] = ()
+    path: str | os.PathLike[str] | GivenSections | None, overrides: Sequence[str] = ()
 ) -> Parameters:
     """Read and validate a parameters file.
 
     Args:
-        path: a YAML file; None for defaults and overrides alone.
+        path: a YAML file, or sections in its place; None for defaults and overrides alone.
         overrides: ``section.leaf=value`` each; the value is read as YAML.
 
     Raises:
         InputError: naming file, field, value and what was expected.
     """
-    tree = _read_sections(Path(path)) if path is not None else {}
+    if isinstance(path, GivenSections):
+        tree = copy.deepcopy(dict(path.tree))
+    else:
+        tree = _read_sections(Path(path)) if path is not None else {}
     for override in overrides:
         _override(tree, override)
     data = tree.get("data")

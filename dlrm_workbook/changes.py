@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
+import yaml
+
 from dlrm_core.config import SECTIONS, Parameters
 from dlrm_core.errors import InputError
 from dlrm_core.settings import LARGEST_INT, called, describe_type, read_yaml, shown
@@ -157,8 +159,12 @@ def parameters_table() -> str:
 
 
 def parameters(arguments: argparse.Namespace) -> int:
-    """``dlrm parameters``: every parameter, its default and its meaning, as Markdown."""
-    print(parameters_table())
+    """``dlrm parameters``: every parameter as Markdown, or with ``--like`` a parameters file."""
+    if arguments.like is None:
+        print(parameters_table())
+    else:
+        tree = dict(arguments.file.tree)
+        print(yaml.safe_dump(tree, sort_keys=False, default_flow_style=None), end="")
     return 0
 
 

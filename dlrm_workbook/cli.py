@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from dlrm_core import cli as core
-from dlrm_core.cli import Subcommand, parameters_file
+from dlrm_core.cli import Subcommand, like_command, parameters_file
 
 
 def _run(parser: argparse.ArgumentParser) -> None:
@@ -282,8 +282,8 @@ SUBCOMMANDS = (
     ),
     Subcommand(
         "parameters",
-        "every parameter, its default and its meaning, as Markdown",
-        lambda parser: None,
+        "every parameter, its default and its meaning, as Markdown; with --like a parameters file",
+        like_command,
         "dlrm_workbook.changes:parameters",
     ),
     Subcommand(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,16 +60,18 @@ def command_run(arguments: Any) -> int:
         print(f"dlrm run: {error}", file=sys.stderr)
         print(error.folder.path, flush=True)
         return error.code
-    print(closing_words(folder.path, arguments.file), file=sys.stderr)
+    given = ["-f", arguments.file] if arguments.like is None else ["--like", arguments.like]
+    print(closing_words(folder.path, given if arguments.file else []), file=sys.stderr)
     print(folder.path, flush=True)
     return 0
 
 
-def closing_words(folder: Path, parameters_file: str | None) -> str:
+def closing_words(folder: Path, given: Sequence[str]) -> str:
     """What a run found, where its page is and what to type next, as far as there is any.
 
     Args:
-        parameters_file: what ``-f`` named, for the next command; None: a recording was explained.
+        given: ``-f FILE`` or ``--like COMMAND``, for the next command; empty: a recording was
+            explained.
     """
     lines = []
     record = read_json(folder / "run.json")
@@ -80,9 +82,9 @@ def closing_words(folder: Path, parameters_file: str | None) -> str:
         lines += ["", found["headline"].replace("**", "").replace("`", ""), ""]
     lines.append(f"Page: {(folder / f'{notebook}.html').as_uri()}")
     change = next((each["change"] for each in found.get("findings", []) if each["change"]), None)
-    if change and parameters_file:
-        setting = shlex.quote(f"change={json.dumps(change)}")
-        lines.append(f"Next: dlrm run compare -f {shlex.quote(parameters_file)} -p {setting}")
+    if change and given:
+        setting = f"change={json.dumps(change)}"
+        lines.append("Next: " + shlex.join(["dlrm", "run", "compare", *given, "-p", setting]))
     return "\n".join(lines)
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import nbformat
 
-from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
+from dlrm_core.config import GivenSections, Parameters, load_parameters, parameters_from_sections
 from dlrm_core.errors import InputError
 from dlrm_core.files import write_json, write_text
 from dlrm_core.units import duration
@@ -74,7 +74,7 @@ class RunError(RuntimeError):
 
 def run_notebooks(
     names: Sequence[str],
-    parameters_file: str | os.PathLike[str] | None,
+    parameters_file: str | os.PathLike[str] | GivenSections | None,
     overrides: Sequence[str] = (),
     output_root: str | os.PathLike[str] | None = None,
     *,
@@ -89,8 +89,8 @@ def run_notebooks(
 
     Args:
         names: of notebooks, without folder or suffix; :data:`CHAIN` is what ``all`` runs.
-        parameters_file: YAML with the sections of :mod:`dlrm_core.config`; None where the
-            notebook explains a recording that is there (``profile_run``).
+        parameters_file: YAML with the sections of :mod:`dlrm_core.config`, or sections in its
+            place; None where the notebook explains a recording that is there (``profile_run``).
         overrides: ``section.leaf=value`` for the sections, ``name=value`` for the
             notebooks' own parameters.
         output_root: where dated folders go; None is ``outputs/`` of the repository.
