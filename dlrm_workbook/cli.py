@@ -240,7 +240,7 @@ SUBCOMMANDS = (
     ),
     Subcommand(
         "inspect",
-        "what a recording of any kind holds",
+        "what a recording of any kind contains",
         _inspect,
         "dlrm_workbook.analysis.inspect:command_inspect",
     ),
@@ -296,8 +296,8 @@ SUBCOMMANDS = (
 
 
 DESCRIPTION = (
-    "Runs a Deep Learning Recommendation Model, profiles it, and says with evidence what holds "
-    "it back."
+    "Runs a Deep Learning Recommendation Model, profiles it, and says with evidence what limits "
+    "its speed."
 )
 
 

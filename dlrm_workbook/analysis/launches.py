@@ -105,7 +105,7 @@ def launches_by_part(profile: Profile) -> pd.DataFrame:
 
 
 def _per(profile: Profile) -> str:
-    return "an iteration" if len(profile.iterations) else "in all"
+    return "per iteration" if len(profile.iterations) else "in all"
 
 
 def launch_cost_us(profile: Profile, kernels: pd.DataFrame | None = None) -> float:

@@ -252,7 +252,7 @@ def _notices(ratios: pd.DataFrame, table: pd.DataFrame) -> list[str]:
     ]
     spent = ratios.groupby("limit")["ms"].sum() / ratios["ms"].sum()
     for limit, why in (
-        ("network", "communication, taken as unchanged: no data sheet tells the network"),
+        ("network", "communication, taken as unchanged: data sheets do not describe the network"),
         ("latency", "kernels too small for a faster GPU to help, taken as unchanged"),
     ):
         if spent.get(limit, 0.0) >= 0.01:

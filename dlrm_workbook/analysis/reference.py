@@ -384,17 +384,17 @@ def other_times(profile: Profile, folder: Path | None = None) -> pd.DataFrame:
                 "mean of all iterations without a profiler",
                 statistics.fmean(plain),
                 len(plain),
-                "slow iterations count in a mean, and so do disturbed ones",
+                "it includes slow and disturbed iterations",
             )
         )
     if found.unprofiled:
-        why = "the profiler costs time, and the machine was another minute older"
+        why = "the profiler costs time, and these iterations ran later"
         rows.append(
             (f"steady iteration under {tool}", found.recorded_ms, found.recorded_iterations, why)
         )
     if found.left_out:
         every = found.recorded_iterations + found.left_out
-        why = f"with the {found.left_out} iterations that are warm-up or outliers"
+        why = f"it includes {found.left_out} iterations that are warm-up or outliers"
         rows.append((f"mean of all iterations under {tool}", found.recorded_mean_ms, every, why))
     for made in profile.meta.get("passes", []):
         if tool == "HPCToolkit" and made.get("ms_per_iteration") and made["name"] != "unprofiled":
@@ -404,7 +404,7 @@ def other_times(profile: Profile, folder: Path | None = None) -> pd.DataFrame:
     rows += _timed_apart(profile)
     trained = _trained(folder, profile)
     if trained is not None:
-        why = "another process, minutes earlier; its median iteration"
+        why = "it is the median iteration of another process that ran earlier"
         rows.append(("the train run", *trained, why))
     table = pd.DataFrame(rows, columns=["what", "time_ms", "iterations", "why"])
     return table.assign(times_the_step=table["time_ms"] / found.ms)[OTHER_TIMES]
@@ -416,7 +416,7 @@ def _timed_apart(profile: Profile) -> list[tuple[str, float, float | None, str]]
     base = (profile.meta.get("part_probes") or {}).get("base") or {}
     alone = sum(ms for phases in base.values() for ms in phases.values())
     if alone:
-        why = "no part finds the caches as its neighbours leave them; nothing is between parts"
+        why = "caches are not as the neighbouring parts leave them; nothing runs between parts"
         rows.append(("parts timed alone, added up", alone, None, why))
     together = profile.meta.get("together") or {}
     if rounds := together.get("base_ms"):

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from dlrm_core.errors import InputError
-from dlrm_core.units import milliseconds
+from dlrm_core.units import counted, milliseconds
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
@@ -375,11 +375,11 @@ def _sentences(state: SteadyState, numbers: Sequence[int]) -> list[str]:
         return [
             f"{int(state.outliers.sum())} of {count} iterations ({listed}) took "
             f"{SPLIT_TIMES:g} times the usual {milliseconds(state.usual_ms)} or more; they cost "
-            f"{state.straggler_share:.1%} of the time. Too few ran to tell a warm-up."
+            f"{state.straggler_share:.1%} of the time. Too few ran to detect a warm-up."
         ]
     if count < LEAST:
         return [
-            f"Only {count} iterations: too few to tell warm-up or stragglers from chance "
+            f"Only {counted(count, 'iteration')}: too few to detect warm-up or stragglers "
             f"({LEAST} are needed)."
         ]
     said = ["No warm-up is left in the measured iterations.", "No stragglers."]
@@ -406,8 +406,8 @@ def _sentences(state: SteadyState, numbers: Sequence[int]) -> list[str]:
         before = float(np.median(state.times_ms[state.first : state.shift]))
         after = float(np.median(state.times_ms[state.shift :]))
         said.append(
-            f"From iteration {numbers[state.shift]} on the level is another: {milliseconds(after)} "
-            f"instead of {milliseconds(before)}; something changed while it was measured."
+            f"From iteration {numbers[state.shift]} on, iterations take {milliseconds(after)} "
+            f"instead of {milliseconds(before)}: something changed during the measurement."
         )
     if state.drift is not None:
         said.append(
@@ -416,13 +416,13 @@ def _sentences(state: SteadyState, numbers: Sequence[int]) -> list[str]:
     if state.levels_ms is not None:
         low, high = state.levels_ms
         said.append(
-            f"The iterations gather around two times, {milliseconds(low)} and "
+            f"The iterations cluster around two times, {milliseconds(low)} and "
             f"{milliseconds(high)}: they do not all do the same, or the machine has two speeds."
         )
     share = state.spread_ms / state.usual_ms if state.usual_ms else 0.0
     said.append(
-        f"A steady iteration takes {milliseconds(state.usual_ms)}, with a spread of {share:.1%} "
-        f"over {int(state.steady.sum())} of them."
+        f"The median of {int(state.steady.sum())} steady iterations is "
+        f"{milliseconds(state.usual_ms)}, with a spread of {share:.1%}."
     )
     return said
 

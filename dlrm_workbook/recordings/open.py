@@ -69,7 +69,7 @@ class Recording:
             return ""
         return (
             f"It holds {len(self.ranks)} ranks; this is rank {self.rank}, which spent the least "
-            "time in communication kernels: there the others wait for it."
+            "time in communication kernels, where the others wait for it."
             if any(communication_ns(profile) for profile in self.ranks.values())
             else f"It holds {len(self.ranks)} ranks; this is rank {self.rank}, which took longest."
         )

@@ -171,7 +171,7 @@ def _kernel_hover(row: Any) -> str:
             "launches",
             f"{known_or(row.launches, whole)}, mean {known_or(row.mean_us, microseconds)}",
         ),
-        ("of an iteration", _of_iteration(row)),
+        ("per iteration", _of_iteration(row)),
         ("registers per thread", known_or(row.registers, digits, "")),
         ("blocks", known_or(row.blocks, digits, "")),
         ("threads per block", known_or(row.threads_per_block, digits, "")),

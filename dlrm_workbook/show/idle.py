@@ -78,7 +78,9 @@ def idle_shares(summary: pd.DataFrame) -> go.Figure:
     """
     total = float(summary["idle_ms"].sum())
     share = float(summary["share_of_iteration"].sum())
-    title = f"GPU idle {milliseconds(total)} of an iteration ({percent(share)}), by cause"
+    title = (
+        f"Time without a kernel: {milliseconds(total)} per iteration ({percent(share)}), by cause"
+    )
     result = figure(title, 250, legend=True)
     for row in rows_of(summary):
         colour = CAUSE_COLOURS[row.cause]
@@ -92,7 +94,7 @@ def idle_shares(summary: pd.DataFrame) -> go.Figure:
         inside = INSIDE | {"textfont": {"color": text_on(colour)}}
         add_bars(result, [row.idle_ms], [""], row.cause, colour, hover, text=text, **inside)
     result.update_layout(barmode="stack", bargap=0.3)
-    result.update_xaxes(title="ms of a mean iteration")
+    result.update_xaxes(title="ms in a mean iteration")
     result.update_yaxes(visible=False)
     return result
 

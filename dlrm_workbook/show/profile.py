@@ -36,7 +36,7 @@ def notices(texts: Sequence[str]) -> Text:
 
 def missing(profile: Profile, name: str) -> Text:
     """The sentence in the place of a figure that cannot be drawn."""
-    reason = profile.not_measured.get(name, "the profile holds no such measurement")
+    reason = profile.not_measured.get(name, "the profile has no such measurement")
     return Text(f"*Not measured: {in_markdown(reason)}.*")
 
 
@@ -44,7 +44,9 @@ def commands(lines: Sequence[str]) -> Text:
     """Commands that measure what was not measured; nothing where nothing is left."""
     if not lines:
         return Text("")
-    return Text("\n".join(["What was not timed together, these would time:", FENCE, *lines, FENCE]))
+    return Text(
+        "\n".join(["Run these commands to time what was not timed together:", FENCE, *lines, FENCE])
+    )
 
 
 def no_roofline(reason: str) -> Text:
@@ -132,7 +134,7 @@ def _gain(gain: Mapping[str, float]) -> str:
     low, mid, high = (gain[name] for name in ("low", "mid", "high"))
     if low <= 1.0:  # nobody timed what takes its place: only a bound is known
         return (
-            f"At most {ratio(high)} faster, if all of this time went. How much of it a change "
+            f"At most {ratio(high)} faster, if all of this time is saved. How much of it a change "
             "brings was not timed."
         )
     return (
@@ -247,8 +249,8 @@ def roofline_text(table: pd.DataFrame, doubts: Sequence[str] = ()) -> Text:
         if time > 0.005 * step["least_ms"]
     )
     text = (
-        f"**The step takes {milliseconds(step['time_ms'])}. At this shape and precision, and "
-        f"with these back ends, the machine needs at least {milliseconds(step['least_ms'])} "
+        f"**The step takes {milliseconds(step['time_ms'])}. With this shape, precision and back "
+        f"ends the machine needs at least {milliseconds(step['least_ms'])} "
         f"({step['share']:.0%})**: {limits}. "
     )
     gaps = (table["time_ms"] - table["ceiling_ms"]).clip(lower=0.0)
@@ -259,7 +261,7 @@ def roofline_text(table: pd.DataFrame, doubts: Sequence[str] = ()) -> Text:
         if row.gap_ms > 0.01 * step["time_ms"]
     ]
     if gains:
-        text += f"The most time above its least: {', '.join(gains)}."
+        text += f"Most time above these limits is spent in {', '.join(gains)}."
     else:
-        text += "No part has more than 1% of the step to gain: its limits are met."
+        text += "Every part is within 1% of the step of its limit."
     return Text("\n\n".join([text, *doubts]))

@@ -376,7 +376,7 @@ def _hover(label: str, row: Any, share: float, basis: str) -> str:
         f"<b>{label}</b>",
         f"{milliseconds(row.time_ms)}, {percent(share)} {basis}",
         f"{digits(row.gflops)} GFLOP/s, {digits(row.gb_per_s)} GB/s",
-        f"{digits(row.intensity_flop_per_byte)} operations a byte",
+        f"{digits(row.intensity_flop_per_byte)} operations per byte",
     ]
     if math.isfinite(row.ceiling_ms):
         lines += [
@@ -399,7 +399,7 @@ def _unplotted(table: pd.DataFrame) -> str:
 def _log_axes(result: go.Figure, frame: Frame, note: str) -> None:
     common = {"type": "log", "dtick": 1, "exponentformat": "none", "gridcolor": GRID}
     result.update_xaxes(
-        title=f"intensity, operations a byte{note}", range=[frame.left, frame.right], **common
+        title=f"intensity, operations per byte{note}", range=[frame.left, frame.right], **common
     )
     result.update_yaxes(
         title="rate, GFLOP/s", range=[frame.bottom, frame.top], zeroline=False, **common
@@ -452,6 +452,6 @@ def _gap(row: Any) -> str:
     if not math.isfinite(row.ceiling_ms):
         return f"{measured}, least time {NOT_MEASURED}"
     if row.ceiling_ms == 0:
-        return f"{measured}, nothing that the machine must do"
+        return f"{measured}, no arithmetic or memory traffic required"
     least = f"{measured}, least {milliseconds(row.ceiling_ms)}"
     return f"{least} ({percent(row.share_of_ceiling)}): {row.limit}"

@@ -213,12 +213,12 @@ def test_the_notebook_shows_a_finished_benchmark(document: dict[str, Any], tmp_p
     results, out = str(tmp_path / "b.json"), str(tmp_path / "out")
     shown = run_cells("benchmark", results=results, output_folder=out)
     assert shown_titles(shown)[:6] == [
-        "Time of an iteration",
+        "Time per iteration",
         "Times as fast as facebookresearch/dlrm",
         "Share of this machine's measured limits",
         "What each option brings",
         "From plain to tuned, end to end",
-        "How an iteration grows, end to end",
+        "Growth of the time per iteration, end to end",
     ]
     tables = [value for value in shown if isinstance(value, Table)]
     assert len(tables) >= 8

@@ -36,7 +36,7 @@ def test_the_compare_notebook_of_finished_runs(tmp_path: Path, drawn: list[go.Fi
     shown = run_cells("compare", runs=places, output_folder=str(out))  # type: ignore[arg-type]
     assert titles(shown) == [
         "Speed-up, predicted and measured",
-        "Difference of each part, after less before",
+        "Difference of each part, after minus before",
         "Call tree of the run after, coloured by the difference",
     ]
     texts = " ".join(v.markdown for v in shown if isinstance(v, Text))

@@ -173,7 +173,7 @@ def test_a_slow_step_in_every_third_is_no_tail() -> None:
         state = steady_state(times)
         assert (state.outliers == (times == 30.0)).all(), count
         assert state.first == 0 and state.usual_ms < 10.2
-        assert "too few to tell" not in state.summary
+        assert "too few to detect" not in state.summary
     # one speed, a warm-up, a change to another level, and no two groups
     for times in (
         [10, 11, 10, 12],

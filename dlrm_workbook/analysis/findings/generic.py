@@ -332,9 +332,7 @@ def disturbed_profile(evidence: Evidence, ledger: Ledger) -> Measured | None:
 @rule(
     "far_from_ceiling",
     title="{name} reaches {reached:.0%} of what this machine allows",
-    evidence=(
-        "It takes {time:ms}; by the ceilings measured here for {limit} {ceiling:ms} would do.",
-    ),
+    evidence=("It takes {time:ms}; the ceilings measured here for {limit} allow {ceiling:ms}.",),
     advice="Look at its operators for work that the model does not need, strided or tiny "
     "accesses, and a library that misses the machine's instructions.",
     limit="",

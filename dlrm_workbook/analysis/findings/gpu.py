@@ -289,7 +289,7 @@ def exposed_communication(evidence: Evidence, ledger: Ledger) -> Measured | None
         "waiting": min(ledger.waiting_ms, exposed) or None,
         "unknown": None
         if len(evidence.ranks) > 1
-        else "How much of it is waiting for another rank one rank's recording does not tell.",
+        else "The recording of one rank does not show how much of it is waiting for another rank.",
         "heaviest": kernel_name(str(lengths.sum().idxmax())).short,
         "speedup": bounded(alone / evidence.total_ms),
     }
@@ -786,7 +786,7 @@ def heavy_kernel(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "waves": waves if waves < 1 else None,
         "unknown": None
         if known or waves < 1
-        else "How near it is to the GPU's limits the recording does not tell.",
+        else "The recording does not show how close it is to the GPU's limits.",
         "speedup": bounded(taken * (1 - reached)) if known else bounded(0.5 * taken),
     }
 

@@ -108,7 +108,7 @@ def dilation_notice(dilation: float, measured: Pass) -> str:
     text = f"the program ran {dilation:.2f}x as long under hpcrun as without it"
     if measured.python:
         text += (
-            ": Python frames cost time at every Python call, so this pass tells who called what; "
-            "how long it takes is told by the pass for times, made without Python frames"
+            ": Python frames cost time at every Python call, so this pass shows who called what; "
+            "times come from the other pass, made without Python frames"
         )
     return text

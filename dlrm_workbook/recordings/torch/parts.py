@@ -38,12 +38,12 @@ Ints = npt.NDArray[np.int64]
 Names = npt.NDArray[np.object_]
 
 MLPS_INFERRED = (
-    "Where no name tells bottom from top MLP, their order does: before the interaction stands the "
-    "bottom MLP, after it the top MLP."
+    "Where names do not distinguish the two MLPs, their order does: the bottom MLP runs before the "
+    "interaction, the top MLP after it."
 )
 COMPILED_INFERRED = (
-    "Compiled functions name nothing of what they hold: the first after the lookups that takes "
-    "samples by features by dimension is read as the interaction, the others as MLPs."
+    "Compiled functions do not name their operators: the first after the lookups that takes "
+    "samples by features by dimension is taken as the interaction, the others as MLPs."
 )
 
 MOST_ALIKE = 16

@@ -710,7 +710,10 @@ class _Builder:
         if self.memory.empty:
             missing.setdefault("allocated_bytes", "memory was not recorded (profile_memory)")
         if "flops" not in metrics:
-            missing.setdefault("flops", "a chrome trace has none; only a recording has them")
+            missing.setdefault(
+                "flops",
+                "a Chrome trace has no FLOP counts; recordings made by this workbook have them",
+            )
         copies = self.device[self.device["kind"].eq("copy")]
         unsized = int(copies["bytes"].lt(0).sum())
         if len(copies) and unsized == len(copies):

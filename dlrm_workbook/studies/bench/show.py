@@ -258,7 +258,7 @@ def times_bars(times: pd.DataFrame) -> go.Figure:
     """
     places, groups = _in_cases(times)
     height = 150 + 27 * (len(times) + 2 * len(groups))
-    result = theme.figure("Time of an iteration", height, legend=True)
+    result = theme.figure("Time per iteration", height, legend=True)
     hover = [
         f"{contestant_label(row.contestant)}<br>step {_with_interval(row, 'step')}<br>"
         f"end to end {_with_interval(row, 'end_to_end')}<br>{row.samples_per_second:,.0f} samples/s"
@@ -333,7 +333,9 @@ def growth_curves(growth: pd.DataFrame) -> go.Figure:
     table = growth[growth["figure"] == "end_to_end_ms"]
     table = table[table["threads"] == table["threads"].min()]
     quantities = [name for name in GROWTH if name in set(growth["quantity"])]
-    result, cells = theme.panels("How an iteration grows, end to end", quantities, 2, legend=True)
+    result, cells = theme.panels(
+        "Growth of the time per iteration, end to end", quantities, 2, legend=True
+    )
     names = list(dict.fromkeys(table["contestant"]))
     for quantity, at in zip(quantities, cells, strict=True):
         curves = table[table["quantity"] == quantity]

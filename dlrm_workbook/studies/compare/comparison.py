@@ -627,7 +627,7 @@ class RunsComparison(Comparison):
             for label, place in self.places.items()
         ]
         self.sentence = "\n".join(
-            ["Compared are finished runs; the others are held against the first.", "", *lines]
+            ["These are finished runs; the others are compared with the first.", "", *lines]
         )
         before = self.profiles[labels[0]]
         parts, whole = part_estimates(before), step_estimate(before)
@@ -663,7 +663,7 @@ class RunsComparison(Comparison):
             self.profiles = {label: as_one(profile) for label, profile in self.profiles.items()}
         self.notices.append(
             f"No iterations are marked in {' and '.join(lacking)}: all times are of whole "
-            "recordings, of which nobody knows whether they hold the same work."
+            "recordings, and it is not known whether they contain the same work."
         )
 
     def _doubt(self, before: Profile, after: Profile) -> str:
@@ -675,7 +675,7 @@ class RunsComparison(Comparison):
         shares = likeness(before, after)
         if shares is None:
             return (
-                "Nothing in the recordings tells whether they are of one model and batch, so this "
+                "Nothing in the recordings shows whether they are of one model and batch, so this "
                 "is no speed-up."
             )
         by_name, with_shapes = shares

@@ -98,7 +98,7 @@ def part_differences(parts: pd.DataFrame, per: str = "per iteration") -> go.Figu
     rows = theme.rows_of(table)
     pale = [row.verdict not in ("slower", "faster") for row in rows]
     result = theme.figure(
-        "Difference of each part, after less before", 130 + theme.ROW * max(len(rows), 3)
+        "Difference of each part, after minus before", 130 + theme.ROW * max(len(rows), 3)
     )
     half = [row.high_ms - row.difference_ms if row.high_ms == row.high_ms else 0.0 for row in rows]
     theme.add_bars(
@@ -276,7 +276,7 @@ def waterfall(outcomes: Sequence[Outcome]) -> go.Figure:
     result.update_xaxes(
         tickmode="array", tickvals=list(range(len(labels))), ticktext=labels, showgrid=False
     )
-    result.update_yaxes(title="ms of an iteration", rangemode="tozero")
+    result.update_yaxes(title="ms per iteration", rangemode="tozero")
     return result
 
 

@@ -60,7 +60,7 @@ VOLUMES: Columns = {
     "what": "what",
     "phase": "phase",
     "bytes": "payload per rank",
-    "leaves_bytes": "leaves a rank",
+    "leaves_bytes": "sent per rank",
     "total_bytes": "all ranks",
 }
 
@@ -80,7 +80,7 @@ LINKS: Columns = {
     "name": Column("link", "text"),
     "alpha_us": Column("latency per step", "digits", unit="µs"),
     "alpha_range": Column("range", "range", ("alpha_us_low", "alpha_us_high"), "µs"),
-    "gb_per_s": Column("rate of a rank", "digits", unit="GB/s"),
+    "gb_per_s": Column("rate per rank", "digits", unit="GB/s"),
     "rate_range": Column("range", "range", ("gb_per_s_low", "gb_per_s_high"), "GB/s"),
     "source": "source",
 }
@@ -163,7 +163,7 @@ STRAGGLERS: Columns = {
     "even_ms": "even",
     "mean_ms": "mean",
     "p95_ms": "one in twenty over",
-    "waited_share": "a rank waits",
+    "waited_share": "rank waits",
     "loss": Column("loss", "signed_share"),
 }
 
@@ -264,8 +264,8 @@ def findings_text(found: Sequence[Finding], record: ScalingRecord) -> Text:
         if not (record.runs["ranks"] > 1).any():
             return Text("Nothing was measured on several ranks: one was asked for.")
         return Text(
-            "No run spends a tenth of an iteration on communication that nothing hides, and no "
-            "rank has a tenth more to do than the mean."
+            "No run spends 10% of an iteration in exposed communication, and no rank works 10% "
+            "longer than the mean."
         )
     paragraphs = []
     for each in found:

@@ -69,8 +69,8 @@ def points_bars(summary: pd.DataFrame) -> go.Figure:
     table = summary[summary["samples_per_second"].notna()]
     speeds = table["samples_per_second"]
     return theme.ranked_bars(
-        "Samples a second at each point",
-        "samples a second",
+        "Samples per second at each point",
+        "samples per second",
         [theme.lines_of(label, 40) for label in table["label"]],
         speeds.tolist(),
         [f"{speed:,.0f}" for speed in speeds],
@@ -109,7 +109,7 @@ def sweep_verdict(summary: pd.DataFrame, failures: str) -> Text:
     if len(speed):
         best, worst = speed.idxmax(), speed.idxmin()
         lines.append(
-            f"Most samples a second: **{done['label'][best]}**, {speed[best]:,.0f} samples/s, "
+            f"Most samples per second: **{done['label'][best]}**, {speed[best]:,.0f} samples/s, "
             f"{speed[best] / speed[worst]:.2f} times those of {done['label'][worst]} "
             f"({speed[worst]:,.0f})."
         )
