@@ -25,6 +25,7 @@ from dlrm_workbook.analysis.attribution import PART
 from dlrm_workbook.analysis.context_tree import Bools, Floats, Ints, missing_reason, unmeasured
 from dlrm_workbook.analysis.devices import Device, device_of
 from dlrm_workbook.analysis.kernel_names import kernel_name, short_names
+from dlrm_workbook.recordings.open import COMMUNICATION
 from dlrm_workbook.recordings.profile import Profile, nearest
 from dlrm_workbook.recordings.torch.shape_work import OPERAND_BYTES, OPERATIONS, bytes_are
 
@@ -141,6 +142,54 @@ def operator_rates(profile: Profile) -> pd.DataFrame:
     table = table.sort_values("gpu_ms", ascending=False, ignore_index=True)[OPERATORS]
     table.attrs |= device_attributes(profile, gpu)
     return table
+
+
+RATE_KNOWN = "rate is known"
+COVERAGE = ["reason", "kernel_ms", "share_of_kernels"]
+
+
+def rate_coverage(profile: Profile) -> pd.DataFrame:
+    """How much of the kernels' time has a rate, and why the rest has none.
+
+    Returns:
+        ``reason`` (:data:`RATE_KNOWN`, or why there is none), ``kernel_ms`` (over the whole
+        recording) and ``share_of_kernels``; what is known first, then the most time. They add up
+        to all kernels. Empty with a reason where no operator's work is known.
+    """
+    work = _Work(profile)
+    kernels = np.flatnonzero(work.is_kernel)
+    if not work.known.any() or not len(kernels):
+        return unmeasured(COVERAGE, _why_no_work(profile))
+    names = profile.contexts["name"].to_numpy()[kernels]
+    parent = profile.contexts["parent"].to_numpy()
+    above = nearest(parent, profile.of_kind("operator"))[kernels]
+    shapes = profile.contexts["shapes"].to_numpy()
+    operator = work.operator[kernels]
+    reasons = np.select(
+        [
+            work.share_of_work(kernels) > 0,
+            (operator >= 0) & work.known[operator],
+            operator >= 0,
+            [bool(COMMUNICATION.search(str(name))) for name in names],
+            above < 0,
+            shapes[above] == "",
+        ],
+        [
+            RATE_KNOWN,
+            "the rate of the whole operator is known, but several kernels share its work",
+            "fewer kernels of the operator than calls were recorded",
+            "communication: its time is the network's and the other ranks'",
+            "no operator above the kernel: a graph, compiled code or a library launched it",
+            "the operator's inputs were not recorded",
+        ],
+        "shapes and types of the operator's inputs do not tell its work",
+    )
+    table = pd.DataFrame({"reason": reasons, "kernel_ms": work.own_ms[kernels]})
+    table = table.groupby("reason")["kernel_ms"].sum().reset_index()
+    table["share_of_kernels"] = table["kernel_ms"] / table["kernel_ms"].sum()
+    table["known"] = table["reason"].eq(RATE_KNOWN)
+    table = table.sort_values(["known", "kernel_ms"], ascending=False, ignore_index=True)
+    return table[COVERAGE]
 
 
 def device_attributes(profile: Profile, gpu: Device | None) -> dict[str, Any]:

@@ -109,6 +109,7 @@ OPERATOR_RATES = {
     "call_gflop": "",
     "tflops_per_s": "",
     "gb_per_s": "",
+    "bytes_are": "bytes counted",
     "precision": "",
     "tensor_cores": "",
     "limit": "nearest limit",

@@ -61,6 +61,7 @@ OF_A_PROFILE: list[Callable[[Profile], pd.DataFrame]] = [
     gpu.copy_table,
     gpu.stall_table,
     gpu_limits.operator_rates,
+    gpu_limits.rate_coverage,
     idleness.idle_causes,
     idleness.thread_states,
     idleness.outside_operators,

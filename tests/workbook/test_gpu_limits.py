@@ -17,7 +17,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from dlrm_workbook.analysis.attribution import iteration_state
 from dlrm_workbook.analysis.devices import device
 from dlrm_workbook.analysis.gpu import copy_table, kernel_table, waves
-from dlrm_workbook.analysis.gpu_limits import kernel_work, operator_rates, peak_tflops
+from dlrm_workbook.analysis.gpu_limits import (
+    RATE_KNOWN,
+    kernel_work,
+    operator_rates,
+    peak_tflops,
+    rate_coverage,
+)
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.chrome_trace import Events
 from dlrm_workbook.recordings.torch.shape_work import work_of_call
@@ -269,9 +275,24 @@ def test_a_page_names_the_data_sheet_and_shows_what_is_known() -> None:
     [(BERT, 1.0), (META, 0.37), (RESNET, 0.84), (GRAPHS, 0.075), (V100, 0.1)],
 )
 def test_most_kernels_that_an_operator_launched_have_a_rate(recording: str, least: float) -> None:
-    profile = read(recording)[1]
-    kernels = np.flatnonzero(profile.of_kind("kernel"))
-    spent = profile.value_table("gpu_time_ms").to_numpy()[kernels].sum()
-    assert kernel_work(profile, kernels)["bytes_ms"].sum() / spent >= least - 1e-9
+    events, profile = read(recording)
+    coverage = rate_coverage(profile)
+    kernels = events.device[events.device["kind"].eq("kernel")]
+    spent = (kernels["end"] - kernels["start"]).sum() / 1e6
+    assert coverage["kernel_ms"].sum() == pytest.approx(spent)
+    assert coverage["share_of_kernels"].sum() == pytest.approx(1)
+    assert coverage["reason"].iloc[0] == RATE_KNOWN and coverage["reason"].is_unique
+    assert coverage["share_of_kernels"].iloc[0] >= least - 1e-9
+    # the same kernels that have a rate in the table of kernels
+    places = np.flatnonzero(profile.of_kind("kernel"))
+    known = kernel_work(profile, places)["bytes_ms"].sum()
+    assert coverage["kernel_ms"].iloc[0] == pytest.approx(known)
     # no operator has more time than its kernels
     assert operator_rates(profile)["gpu_ms"].sum() <= spent * (1 + 1e-9)
+
+
+def test_kernels_without_shapes_have_no_rate_and_say_why() -> None:
+    events = events_of(BERT)
+    events.host["shapes"] = ""
+    for table in (operator_rates(profile_of(events)), rate_coverage(profile_of(events))):
+        assert table.empty and "record_shapes" in table.attrs["not_measured"]
