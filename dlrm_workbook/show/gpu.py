@@ -109,11 +109,11 @@ OPERATOR_RATES = {
     "call_gflop": "",
     "tflops_per_s": "",
     "gb_per_s": "",
-    "bytes_are": "bytes counted",
     "precision": "",
     "tensor_cores": "",
     "limit": "nearest limit",
     "share_of_ceiling": "",
+    "bytes_are": "bytes counted",
 }
 """Columns of a page's table of operators on the GPU."""
 
