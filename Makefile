@@ -3,7 +3,7 @@
 # make lab      JupyterLab on this machine only, with its token; asks nothing of the network
 # make bench    the ratios in benchmarks/results (PEER=DIR: a facebookresearch/dlrm checkout)
 # make gpu-check  on a GPU node: GPU paths against the CPU, timings, a profile; PEER=DIR compares
-# make examples the pages in outputs/examples, from the recordings in RECORDINGS
+# make examples what outputs/examples holds: measured here, and from the recordings in RECORDINGS
 # make clean    what was built (outputs/ stays)
 
 PYTHON ?= python3
@@ -72,13 +72,25 @@ bench: $(SET_UP)
 
 RECORDINGS ?= ../shared/recordings
 
-# without the path of this checkout, so that the page is the same wherever it is made
+# measured on this machine, about ten minutes of quiet; the H100's needs only the recordings;
+# without the path of this checkout, so that pages are the same wherever they are made
+EXAMPLES := build/examples
+PUBLISH = sed 's|$(CURDIR)/||g' $(EXAMPLES)/*/*-$(1)/$(2) > outputs/examples/$(3)
+
 examples: $(SET_UP)
-	rm -rf build/examples && mkdir -p outputs/examples
+	rm -rf $(EXAMPLES) && mkdir -p outputs/examples
 	$(BIN)/dlrm run experiment -p profile_run=$(RECORDINGS)/dlrm-h100-pc.d \
-	  -p host_run=$(RECORDINGS)/dlrm-h100-host.d --output-root build/examples
-	for name in experiment.html experiment.ipynb; do \
-	  sed 's|$(CURDIR)/||g' build/examples/*/*-experiment-*/$$name > outputs/examples/$$name; done
+	  -p host_run=$(RECORDINGS)/dlrm-h100-host.d --output-root $(EXAMPLES)
+	$(BIN)/dlrm run all -f parameters/seed.yaml --output-root $(EXAMPLES)
+	$(BIN)/dlrm run compare -f parameters/seed.yaml -p profile_run=latest -p rounds=4 \
+	  -p iterations=8 --output-root $(EXAMPLES)
+	$(BIN)/dlrm run scaling -f parameters/kalamkar_small.yaml --output-root $(EXAMPLES)
+	$(call PUBLISH,experiment-*,experiment.html,experiment.html)
+	$(call PUBLISH,experiment-*,experiment.ipynb,experiment.ipynb)
+	$(call PUBLISH,bottlenecks-seed,bottlenecks.ipynb,bottlenecks-seed.ipynb)
+	$(call PUBLISH,bottlenecks-seed,verdict.md,bottlenecks-seed.md)
+	$(call PUBLISH,compare-seed,compare.ipynb,compare-seed.ipynb)
+	$(call PUBLISH,scaling-kalamkar_small,scaling.ipynb,scaling-kalamkar_small.ipynb)
 
 # On a GPU node the lock's packages are not wanted: the node's own torch is used.
 gpu-check:
