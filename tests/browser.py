@@ -176,7 +176,7 @@ def check_page(html: Path, *, figures: int | None = None) -> None:
                 "() => document.documentElement.scrollWidth - document.documentElement.clientWidth"
             )
             assert overflow <= 0, f"{html.name} is {overflow} px too wide, {settings}"
-            assert seen.console_errors == []
+            assert seen.console_errors == [], seen.console_errors
             assert seen.leaving(url) == []
 
 

@@ -132,7 +132,7 @@ def test_the_map_in_the_parameters_is_checked_before_anything_runs() -> None:
     assert parameters_from_sections({}).profiling.parts == {}
     for wrong, message in (
         ({"x": "tower"}, r"profiling\.parts: x is 'tower', expected one of data, transfer"),
-        ({"x": 3}, r"profiling\.parts: x is 3, expected some text"),
+        ({"x": 3}, r"profiling\.parts: 'x' is 3, expected some text"),
         (["x"], r"profiling\.parts is \['x'\], expected a mapping of text to text"),
     ):
         with pytest.raises(InputError, match=message):

@@ -22,6 +22,7 @@ from dlrm_core.errors import InputError
 from dlrm_workbook.analysis.attribution import attribute, coverage
 from dlrm_workbook.analysis.findings import findings, limit
 from dlrm_workbook.analysis.findings.finding import Finding
+from dlrm_workbook.analysis.sentences import in_markdown
 from dlrm_workbook.machine import REPOSITORY
 from dlrm_workbook.processes import Progress
 from dlrm_workbook.recordings.profile import Profile
@@ -310,7 +311,7 @@ def test_verdict_says_what_to_change_or_the_limit() -> None:
     text = about.findings_text(found, sentence).markdown
     for number, finding in enumerate(found, 1):
         assert f"### {number}. {finding.title}" in text
-        assert finding.evidence in text
+        assert in_markdown(finding.evidence) in text
         for name, value in finding.change.items():
             assert f"-p {name}={value}" in text
 

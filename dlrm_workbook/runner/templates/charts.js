@@ -257,7 +257,8 @@
     const at = drawn.get(place).data.indexOf(tree);
     const names = tree.labels.map((name, row) => `${tree.customdata?.[row]?.[0] ?? ""} ${name}`
       .replaceAll("<br>", "").replaceAll("&lt;", "<").toLowerCase());
-    const rows = new Map(tree.ids.map((id, row) => [id, row]));
+    const ids = tree.ids ?? tree.labels;  // a tree of a reader's own may have no more than these
+    const rows = new Map(ids.map((id, row) => [id, row]));
     const lengths = Array.isArray(tree.values) ? tree.values : place._fullData[at].values;
     let matches = [], next = 0;
 
@@ -280,16 +281,21 @@
         ? `${matches.length} ${matches.length === 1 ? "box" : "boxes"}, ${(100 * share).toFixed(1)}% of the time. Enter zooms to the next.`
         : "Nothing has this name.";
       const faint = colour("--rule"), ink = colour("--soft");
-      restyle({
-        "marker.colors": [tree.marker.colors.map((own, row) => (!wanted || found.has(row) ? own : faint))],
-        "textfont.color": [tree.textfont.color.map((own, row) => (!wanted || found.has(row) ? own : ink))],
-      });
+      const shown = (row) => !wanted || found.has(row);
+      const looks = {};
+      if (tree.marker?.colors) {
+        looks["marker.colors"] = [tree.marker.colors.map((own, row) => (shown(row) ? own : faint))];
+      }
+      if (Array.isArray(tree.textfont?.color)) {
+        looks["textfont.color"] = [tree.textfont.color.map((own, row) => (shown(row) ? own : ink))];
+      }
+      restyle(looks);
     }
     field.addEventListener("input", search);
     field.addEventListener("keydown", (event) => {
       if (event.key !== "Enter" || !matches.length) return;
       event.preventDefault();
-      restyle({ level: [tree.ids[matches[next % matches.length]]] });
+      restyle({ level: [ids[matches[next % matches.length]]] });
       next += 1;
     });
     back.addEventListener("click", () => {
