@@ -20,6 +20,7 @@ from dlrm_core.errors import InputError
 from dlrm_core.files import read_json
 from dlrm_core.progress import Bar
 from dlrm_workbook.analysis.devices import name_device
+from dlrm_workbook.analysis.sentences import in_markdown
 from dlrm_workbook.processes import Progress, ProgressCallback
 from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import Profile
@@ -218,6 +219,9 @@ def find_profile(
         if recording.cautions:
             profile.meta["cautions"] = recording.cautions + profile.meta.get("cautions", [])
         sentence = f"{sentence} {recording.sentence}".strip()
+        title = (profile.meta.get("parameters") or {}).get("title", Parameters.title)
+        if title != Parameters.title:
+            sentence = f"**{in_markdown(title)}**\n\n{sentence}"
         return Source(profile, sentence, folder, recording.ranks)
     profile = sample_profile()
     return Source(

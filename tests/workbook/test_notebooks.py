@@ -244,6 +244,8 @@ def test_find_profile_falls_back_to_the_sample(tmp_path: Path) -> None:
     assert source.folder is None and "sample" in source.sentence
     given = notebook_run.find_profile(str(SAMPLE), tmp_path)
     assert given.folder == SAMPLE and str(SAMPLE) in given.sentence
+    # the page says first what was trained
+    assert given.sentence.startswith(f"**{given.profile.meta['parameters']['title']}**\n\n")
     with pytest.raises(InputError, match="holds no profile"):
         notebook_run.find_profile(str(tmp_path), tmp_path)
 
