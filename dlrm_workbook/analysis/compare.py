@@ -517,7 +517,7 @@ def device_differences(before: Profile, after: Profile) -> pd.DataFrame:
     """
     if not (before.has("gpu_time_ms") and after.has("gpu_time_ms")):
         columns = ["operator", *PART, "before_ms", "after_ms", "difference_ms"]
-        return unmeasured(columns, "one of the recordings holds no work of a GPU")
+        return unmeasured(columns, "one of the recordings has no GPU work")
     tables = [_by_operator(profile) for profile in (before, after)]
     keys = ["operator", *PART]
     table = tables[0].merge(tables[1], on=keys, how="outer", suffixes=("_before", "_after"))

@@ -261,7 +261,7 @@ def thread_states(profile: Profile) -> pd.DataFrame:
     """
     columns = profile.meta.get("counters") or {}
     if not {"wall_ms", "thread_cpu_ms"} <= columns.keys():
-        reason = "the recording holds no counters of the iterating thread"
+        reason = "the recording has no counters of the iterating thread"
         return unmeasured(
             THREAD, missing_reason(profile, ["counters.thread_cpu_ms", "counters"], reason)
         )

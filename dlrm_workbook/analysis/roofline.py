@@ -290,7 +290,7 @@ def missing(profile: Profile) -> str | None:
     if not profile.meta.get("ceilings"):
         return profile.not_measured.get(
             "ceilings",
-            "the recording holds no ceilings of its machine (profiling.probes measures them)",
+            "the recording has no ceilings of its machine (profiling.probes measures them)",
         )
     return None
 

@@ -307,7 +307,7 @@ def stages(
         stage = _stage(profile, finding, {} if why_apart else taken, now, why_apart)
         # what slows the step down is no advice, whatever its parts did alone
         if stage.on_the_way and stage.mid_ms >= way[-1].mid_ms:
-            note = "brings nothing on top of those before"
+            note = "gains nothing on top of the changes before it"
             stage = replace(stage, basis=INSTEAD, note=note, change=dict(finding.change))
         if stage.on_the_way:
             way.append(stage)
@@ -445,12 +445,14 @@ def headline(findings: Sequence[Finding], way: Sequence[Stage], limit_sentence: 
         way: what :func:`stages` gives.
         limit_sentence: what :func:`dlrm_workbook.analysis.findings.limit` gives.
     """
-    hardware = (
-        f"Hardware limit for this configuration, from ceilings measured on this machine: "
-        f"{milliseconds(way[-1].mid_ms)}."
-        if way and way[-1].basis == LIMIT
-        else ""
-    )
+    hardware = ""
+    if way and way[-1].basis == LIMIT:
+        limit_ms = way[-1].mid_ms
+        moved = any(stage.on_the_way and stage.mid_ms < limit_ms for stage in way)
+        hardware = (
+            f"Hardware limit for this configuration, from ceilings measured on this machine: "
+            f"{milliseconds(limit_ms)}{'; with the changes it is lower' if moved else ''}."
+        )
     if not findings:
         return f"**No known bottleneck found.** {in_markdown(limit_sentence)} {hardware}".rstrip()
     said = [_start(findings, way), _all_together(way), hardware]

@@ -92,7 +92,7 @@ def test_without_launches_in_the_trace_their_cost_is_not_known(tmp_path: Path) -
     assert row[["launch_us", "short_share", "queue_depth", "empty_share"]].isna().all()
     assert not row["launch_bound"]
     said = launch_text(summary).markdown
-    assert "40 kernels an iteration" in said and "was not measured" in said
+    assert "40 kernels per iteration" in said and "was not measured" in said
     assert "nan" not in said and "%" not in said
 
 

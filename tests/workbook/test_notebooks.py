@@ -312,7 +312,7 @@ def test_verdict_says_what_to_change_or_the_limit() -> None:
     assert found, "the experiment has bottlenecks"
     text = about.findings_text(found, sentence).markdown
     for number, finding in enumerate(found, 1):
-        assert f"### {number}. {finding.title}" in text
+        assert f"### {number}. {in_markdown(finding.title)}" in text
         assert in_markdown(finding.evidence) in text
         for name, value in finding.change.items():
             assert f"-p {name}={value}" in text
