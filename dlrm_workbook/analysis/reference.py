@@ -388,7 +388,7 @@ def other_times(profile: Profile, folder: Path | None = None) -> pd.DataFrame:
             )
         )
     if found.unprofiled:
-        why = "the profiler costs time, and these iterations ran later"
+        why = "the profiler costs time, and these iterations ran at another time"
         rows.append(
             (f"steady iteration under {tool}", found.recorded_ms, found.recorded_iterations, why)
         )

@@ -452,6 +452,6 @@ def _gap(row: Any) -> str:
     if not math.isfinite(row.ceiling_ms):
         return f"{measured}, least time {NOT_MEASURED}"
     if row.ceiling_ms == 0:
-        return f"{measured}, no arithmetic or memory traffic required"
+        return f"{measured}, least 0 ms"
     least = f"{measured}, least {milliseconds(row.ceiling_ms)}"
     return f"{least} ({percent(row.share_of_ceiling)}): {row.limit}"

@@ -103,7 +103,7 @@ def test_what_cannot_be_predicted_or_does_not_help_has_no_stage(profile: Profile
     assert [stage.mid_ms for stage in way if not stage.aside] == pytest.approx([150, 114])
     unknown, slower = (stage for stage in way if stage.aside)
     assert (unknown.name, unknown.note) == ("or batch_size: many", ANOTHER_BATCH)
-    assert slower.basis == INSTEAD and "brings nothing" in slower.note
+    assert slower.basis == INSTEAD and "gains nothing" in slower.note
 
 
 def test_the_way_ends_at_what_the_machine_allows(profile: Profile) -> None:
