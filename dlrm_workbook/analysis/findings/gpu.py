@@ -715,7 +715,7 @@ def occupancy(evidence: Evidence, ledger: Ledger) -> Measured | None:
     kernels = _kernels(evidence)
     low = kernels[kernels["occupancy_percent"] < LOW_OCCUPANCY]
     # products live from registers, not from warps; collectives wait for the network
-    low = low[low["tensor_cores"].eq("") & low["component"].ne("communication")]
+    low = low[low["tensor_cores"].eq("") & ~low["kernel"].str.contains(COMMUNICATION)]
     share = min(float(low["ms"].sum()), evidence.device_ms) / evidence.total_ms
     if share < OCCUPANCY_SHARE:
         return None
@@ -760,7 +760,8 @@ def occupancy(evidence: Evidence, ledger: Ledger) -> Measured | None:
 def heavy_kernel(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """A kernel takes much of the GPU's time far from its limits, or most of it at unknown ones."""
     kernels = _kernels(evidence)
-    kernels = kernels[kernels["component"].ne("communication")]
+    # by name: kernels that compute are launched within an exchange's annotation too
+    kernels = kernels[~kernels["kernel"].str.contains(COMMUNICATION)]
     kernels = kernels[~kernels["kernel"].isin(ledger.device_work)]
     share = kernels["ms"] / evidence.total_ms
     heavy = (kernels["ms"] >= HEAVY_SHARE * evidence.device_ms) & (share >= HEAVY_STEP_SHARE)
