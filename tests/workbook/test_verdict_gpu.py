@@ -271,7 +271,7 @@ def test_one_heavy_kernel_far_from_its_limits_is_named(trace: Trace) -> None:
     busy(trace, kernel="my_own_kernel")
     (finding,) = told(trace.read())[0]
     assert finding.id == "heavy_kernel" and "my own" in finding.title
-    assert "does not tell" in finding.evidence
+    assert "does not show" in finding.evidence
 
 
 def test_cautions_of_the_reader_reach_the_document(trace: Trace) -> None:
