@@ -1,5 +1,6 @@
 """The installation: ranges, lock and conda environment in step; rooms that stay apart."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -120,3 +121,16 @@ def test_the_command_line_leaves_the_modules_as_they_are():
     with cli._without_grammars():
         pass
     assert sys.modules.get("rfc3987_syntax", sys) is not None
+
+
+def test_what_runs_a_module_stands_last_in_it():
+    """What is defined below it does not exist yet when the module runs as a program."""
+    for package in ("dlrm_core", "dlrm_kernels", "dlrm_workbook"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            body = ast.parse(path.read_text(encoding="utf-8")).body
+            runs = [
+                at
+                for at, statement in enumerate(body)
+                if isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test)
+            ]
+            assert all(at == len(body) - 1 for at in runs), path

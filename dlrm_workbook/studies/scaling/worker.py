@@ -484,14 +484,6 @@ def _add(found: dict[str, Any], more: dict[str, list[Row]], later: int) -> None:
         ]
 
 
-if __name__ == "__main__":
-    try:
-        leave(main(sys.argv[1:]))
-    except InputError as error:
-        print(f"dlrm scaling: {error}", file=sys.stderr)
-        sys.exit(2)
-
-
 def by_itself(world: World) -> contextlib.AbstractContextManager[World]:
     """This process as the only rank of a world of its own, while it has not joined others."""
     return first_ranks(dataclasses.replace(world, rank=0, backend="gloo"), 1, dist.HashStore())
@@ -521,3 +513,11 @@ def first_ranks(world: World, count: int, store: dist.Store) -> Iterator[World]:
         )
     finally:
         dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    try:
+        leave(main(sys.argv[1:]))
+    except InputError as error:
+        print(f"dlrm scaling: {error}", file=sys.stderr)
+        sys.exit(2)
