@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,15 +11,22 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import scaling_records
+from compare_profiles import TINY, noisy
 from recordings import SEVERAL, recording
+from test_compare import change_comparison
+from test_compare_pages import Measured
+from test_scaling_page import with_spans
+from test_stability import seed_run
 
-from dlrm_core.config import load_parameters
-from dlrm_core.train import Trainer
+from dlrm_core.config import load_parameters, parameters_from_sections
+from dlrm_core.train import Trainer, train
 from dlrm_workbook.analysis import (
     attribution,
     compare,
     difference_tree,
     ensemble,
+    experiment,
     gpu,
     gpu_limits,
     idleness,
@@ -25,20 +34,53 @@ from dlrm_workbook.analysis import (
     launches,
     operators,
     other_gpu,
+    python_lines,
+    reference,
     roofline,
     training,
+    verdict,
     views,
     whatif,
 )
-from dlrm_workbook.analysis.ranks import traces
+from dlrm_workbook.analysis.capacity import Capacity, capacity_here
+from dlrm_workbook.analysis.findings import findings
+from dlrm_workbook.analysis.ranks import (
+    choice,
+    communication,
+    links,
+    published,
+    record,
+    traces,
+)
 from dlrm_workbook.explore import recordings
 from dlrm_workbook.machine import REPOSITORY
 from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import SCHEMA, Profile
+from dlrm_workbook.runner.index import write_index
 from dlrm_workbook.samples import sample_profile
 from dlrm_workbook.show import profile as about
+from dlrm_workbook.studies.bench import analyse as bench
+from dlrm_workbook.studies.bench import embeddings_show
+from dlrm_workbook.studies.bench import show as bench_show
+from dlrm_workbook.studies.compare.comparison import Comparison, Outcome
+from dlrm_workbook.studies.protocols import measure as protocols_run
+from dlrm_workbook.studies.protocols import show as protocols
+from dlrm_workbook.studies.scaling import analyse as scaling
+from dlrm_workbook.studies.stability import measure as stability
+from dlrm_workbook.studies.sweep.analyse import SweepSummary
+from dlrm_workbook.studies.sweep.plan import Sweep
 
 PAGE = REPOSITORY / "docs" / "columns.md"
+
+OF_A_BENCHMARK: list[Callable[[Mapping[str, Any]], pd.DataFrame]] = [
+    bench.times,
+    bench.ratios,
+    bench.without,
+    bench.ladder,
+    bench.shares,
+    bench.losses,
+    bench.conditions,
+]
 
 OF_A_PROFILE: list[Callable[[Profile], pd.DataFrame]] = [
     attribution.attribute,
@@ -72,6 +114,9 @@ OF_A_PROFILE: list[Callable[[Profile], pd.DataFrame]] = [
     launches.launch_summary,
     launches.queue_depth,
     launches.operator_load,
+    python_lines.python_lines,
+    whatif.what_if_parts,
+    verdict.timed_table,
     other_gpu.other_gpus,
     about.facts,
     about.passes,
@@ -95,7 +140,7 @@ def listed() -> dict[str, set[str]]:
 def name_of(made: Callable[..., Any]) -> str:
     """A function as the page calls it."""
     module = made.__module__.removeprefix("dlrm_workbook.").removeprefix("analysis.")
-    return f"{module}.{made.__name__}"
+    return f"{module}.{made.__qualname__}"
 
 
 def frames_of(profile: Profile) -> dict[str, pd.DataFrame]:
@@ -106,7 +151,14 @@ def frames_of(profile: Profile) -> dict[str, pd.DataFrame]:
     tree = difference_tree.difference_tree(profile, profile)
     estimates = compare.part_estimates(profile)
     ceilings = profile.meta.get("ceilings") or {"source": "none"}
-    made = {
+    scaled = reference.at_reference(profile)
+    found = findings(scaled, attribution.attribute(scaled))
+    made: dict[Callable[..., Any], pd.DataFrame] = {
+        findings: pd.DataFrame([vars(finding) for finding in found]),
+        verdict.table: verdict.table(verdict.stages(scaled, found)),
+        reference.other_times: reference.other_times(scaled),
+        other_gpu.parts_held_against: other_gpu.parts_held_against(profile, profile),
+        other_gpu.held_against: other_gpu.held_against(profile, profile),
         views.folded: views.folded(views.top_down(profile)),
         difference_tree.difference_tree: tree,
         difference_tree.largest_changes: difference_tree.largest_changes(tree),
@@ -134,29 +186,191 @@ def frames_of_ranks(ranks: Mapping[int, Profile]) -> dict[str, pd.DataFrame]:
 
 
 def frames_of_training(root: Path) -> dict[str, pd.DataFrame]:
-    """What the ``train`` notebook shows before it trains, and what can be opened after."""
+    """What the ``train`` notebook shows before it trains and after, and what can be opened."""
     parameters = load_parameters(str(REPOSITORY / "parameters" / "quick.yaml"))
     toy = Trainer(training.small_copy(parameters))
     items = training.forecast_memory(parameters)
+    capacity = capacity_here(parameters)
+    small = training.small_copy(parameters)
+    planned = {"batches": 4, "log_every": 2, "eval_every": 2, "eval_batches": 1}
+    planned |= {"lr_warmup_steps": 3}
+    data = dataclasses.replace(small.data, round_targets=True)
+    told = dataclasses.replace(small.training, **planned)
+    small = dataclasses.replace(small, data=data, training=told)
+    (root / "trained").mkdir()
+    result = train(small, root / "trained")
     return {
         "training.facts": training.facts(parameters),
         "training.memory_forecast": training.memory_forecast(parameters),
         "training.peak_memory": training.peak_memory(items),
         "training.weights": training.weights(toy.model),
         "training.bags": training.bags(toy.next_batch()),
+        "training.result_facts": training.result_facts(result),
+        "training.intervals": training.intervals(root / "trained"),
+        "training.evaluations": training.evaluations(root / "trained", best=0.9),
+        "training.losses": training.losses(result),
+        "training.schedule": training.schedule(small, 4),
+        name_of(Capacity.table): capacity.table(),
+        name_of(Capacity.weights): capacity.weights(),
         "recordings": recordings(output_root=str(root)),
     }
+
+
+def frames_of_steps_timed_together() -> dict[str, pd.DataFrame]:
+    """Whole steps under changes, and a run that both profilers measured."""
+    profile = sample_profile()
+    change = {"training.precision": "bf16"}
+    profile.meta["together"] = {
+        "base_ms": [10.0, 11.0],
+        "stages": [{"change": change, "ms": [5.0, 5.5]}],
+    }
+    engines = [noisy(0, meta={"engine": name}) for name in ("hpctoolkit", "torch")]
+    both = compare.engines_side_by_side(engines)
+    named = {f"{engine}_ms": "NAME_ms" for engine in ("hpctoolkit", "torch")}
+    named |= {f"{engine}_cost_ms": "NAME_cost_ms" for engine in ("hpctoolkit", "torch")}
+    return {
+        name_of(verdict.timed_table): verdict.timed_table(profile),
+        name_of(compare.engines_side_by_side): both.rename(columns=named),
+    }
+
+
+def frames_of_the_experiment(profile: Profile) -> dict[str, pd.DataFrame]:
+    """What the ``experiment`` notebook makes of the GPU's recording."""
+    return {
+        name_of(experiment.beside): experiment.beside(profile, None),
+        name_of(experiment.steps): experiment.steps(profile),
+    }
+
+
+def frames_of_a_comparison(folder: Path) -> dict[str, pd.DataFrame]:
+    """What the ``compare`` notebook shows of a change that was run in turns."""
+    compared = change_comparison(folder)
+    compared.profiles["changed"] = noisy(1, meta={"versions": {"torch": "3"}})
+    profiles = dict.fromkeys(compared.profiles, "PROFILE")
+    settings = {"baseline_ms": "SETTING_ms", "step-1_ms": "SETTING_ms", "step-2_ms": "SETTING_ms"}
+    settings |= {f"baseline / step-{n}": "BASELINE / SETTING" for n in (1, 2)}
+    made: dict[Callable[..., Any], pd.DataFrame] = {
+        Comparison.prediction_table: compared.prediction_table(),
+        Comparison.ratio_table: compared.ratio_table().rename(columns=settings),
+        Comparison.outcome_table: compared.outcome_table(),
+        Comparison.difference_table: compared.difference_table().rename(columns=profiles),
+        Outcome.part_table: compared.outcomes[0].part_table(),
+    }
+    return {name_of(function): frame for function, frame in made.items()} | {
+        "studies.compare.analyse.round_table": compared.times
+    }
+
+
+def frames_of_a_sweep(folder: Path) -> dict[str, pd.DataFrame]:
+    """What the ``sweep`` notebook shows of a finished grid."""
+    grid = {"training.batch_size": [16, 32, 64, 128]}
+    swept = parameters_from_sections(TINY | {"sweep": grid})
+    sweep = Sweep.begin(folder, swept, ["profile"], {}, "dlrm run profile")
+    assert sweep.run(Measured()) == 0
+    found = SweepSummary(folder)
+    table = found.finding_table()
+    points = {name: "at N" for name in table.columns if name.startswith("at ")}
+    return {
+        "studies.sweep.analyse.SweepSummary.points": found.points,
+        name_of(SweepSummary.finding_table): table.rename(columns=points),
+        name_of(ensemble.law_table): found.laws,
+    }
+
+
+def frames_of_scaling(folder: Path) -> dict[str, pd.DataFrame]:
+    """What the ``scaling`` notebook shows of a finished record."""
+    runs = [(1, 512, "table_wise"), (2, 512, "table_wise"), (4, 512, "row_wise")]
+    file = folder / "record.json"
+    file.write_text(json.dumps(with_spans(scaling_records.document(runs, slow_rank=1.5))))
+    found = scaling.start(scaling_records.parameters(), folder, record=str(file))
+    found.measure()
+    strong = found.predicted("strong", (1, 2, 64))
+    checked = record.predicted_and_measured(found.record, found.parameters)
+    assert found.link_check is not None
+    made: dict[Callable[..., Any], pd.DataFrame] = {
+        communication.study_table: communication.study_table(),
+        communication.volumes_by_sharding: found.volumes(4),
+        choice.memory_extremes: found.memory(4),
+        links.links_table: found.links,
+        links.check: found.link_check,
+        choice.scaling_table: strong,
+        choice.best_sharding: found.choice(4).candidates,
+        choice.straggler_table: found.stragglers(strong, choice.Slowness()),
+        record.measured_iterations: record.measured_iterations(found.record),
+        record.predicted_and_measured: checked,
+        record.shown_iteration: record.shown_iteration(found.record, 2),
+        record.parts_by_rank: record.parts_by_rank(found.record, 2),
+        record.imbalance: record.imbalance(found.record),
+        record.exchange_times: record.exchange_times(found.record),
+        published.published_scaling: published.published_scaling(),
+        scaling.Scaling.shares: found.shares(),
+    }
+    return {name_of(function): frame for function, frame in made.items()}
+
+
+def frames_of_a_benchmark() -> dict[str, pd.DataFrame]:
+    """What the ``benchmark`` notebook shows of the results that the repository holds."""
+    results = REPOSITORY / "benchmarks" / "results"
+    step = bench.read_benchmark(results / "step.json")
+    backends = embeddings_show.read_embeddings(str(results / "embeddings.json"))
+    assert backends is not None
+    timed = bench.times(step)
+    few = parameters_from_sections(TINY)
+    told = {
+        "title": "tiny",
+        "parameters": few.to_sections(),
+        "measured": protocols_run.measure(few, 4, [16], steps=30),
+        "machine": {},
+        "command": "",
+    }
+    seeds = stability.summarise(few, [seed_run(number, 0.8) for number in range(3)])
+    spread = stability.stability_table({"fp32": seeds})
+    devices = {f"peak_memory_{name}_bytes": "peak_memory_DEVICE_bytes" for name in ("host", "gpu")}
+    growth = bench.growth(step)
+    made: dict[Callable[..., Any], pd.DataFrame] = {
+        **{make: make(step) for make in OF_A_BENCHMARK},
+        bench.growth: growth,
+        bench.slopes: bench.slopes(growth),
+        embeddings_show.times: embeddings_show.times(backends),
+        bench_show.best_speeds: bench_show.best_speeds(timed),
+        protocols.training: protocols.training(told),
+        protocols.latencies: protocols.latencies(told),
+        protocols.power_and_memory: protocols.power_and_memory(told),
+        protocols.speeds: protocols.speeds(told, bench_show.best_speeds(timed)),
+        stability.stability_table: spread.rename(columns=devices),
+    }
+    return {name_of(function): frame for function, frame in made.items()}
+
+
+def frame_of_the_list(root: Path) -> dict[str, pd.DataFrame]:
+    """The list of all runs, whose columns are those of the page."""
+    run = root / "2026-01-02" / "030405-train-quick"
+    run.mkdir(parents=True)
+    (run / "run.json").write_text('{"notebook": "train"}')
+    page = write_index(root).read_text(encoding="utf-8")
+    return {"index.html": pd.DataFrame([], columns=re.findall(r"<th[^>]*>([^<]*)</th>", page))}
 
 
 def test_every_column_is_listed_and_no_listed_one_is_dead(tmp_path: Path) -> None:
     found: dict[str, set[str]] = {}
     rows: dict[str, int] = {}
+    on_gpu = open_recording(recording("dlrm-h100-pc.d")).profile
+    places = [tmp_path / name for name in ("compared", "swept", "scaled", "trained", "listed")]
+    for place in places:
+        place.mkdir()
     for frames in (
         frames_of(sample_profile()),
-        frames_of(open_recording(recording("dlrm-h100-pc.d")).profile),
+        frames_of(on_gpu),
+        frames_of_the_experiment(on_gpu),
+        frames_of_steps_timed_together(),
+        frames_of_a_comparison(places[0]),
+        frames_of_a_sweep(places[1]),
+        frames_of_scaling(places[2]),
+        frames_of_a_benchmark(),
+        frame_of_the_list(places[4]),
         frames_of(open_recording(recording("traces/meta-dlrm-a100x8-rank3.json.gz")).profile),
         frames_of_ranks(open_recording(recording(SEVERAL)).ranks),
-        frames_of_training(tmp_path),
+        frames_of_training(places[3]),
     ):
         for name, frame in frames.items():
             found.setdefault(name, set()).update(map(str, frame.columns))
@@ -168,6 +382,8 @@ def test_every_column_is_listed_and_no_listed_one_is_dead(tmp_path: Path) -> Non
     empty = {name for name, count in rows.items() if not count}
     # two runs that are one have no change; the sample was recorded without counters and ceilings
     unmeasured = {"idleness.thread_states", "show.profile.ceilings_frame"}
+    # no stack was sampled; only the heads of the page are read
+    unmeasured |= {"python_lines.python_lines", "index.html"}
     assert empty <= unmeasured | {"difference_tree.largest_changes"}
 
 
