@@ -28,9 +28,9 @@ def python_lines(profile: Profile) -> pd.DataFrame:
 
     Returns:
         ``component``, ``phase``, ``function``, ``line`` (FILE:LINE), ``time_ms`` (of a mean
-        iteration) and ``share`` (of the iteration); most first. Of our own runs only for parts
-        whose time is mostly outside of operators. Empty, with the reason, where no stack was
-        sampled.
+        iteration; of the page's step, where the profile is at its reference) and ``share`` (of
+        the iteration); most first. Of our own runs only for parts whose time is mostly outside
+        of operators. Empty, with the reason, where no stack was sampled.
     """
     sampled = profile.meta.get("python_lines") or {}
     table = pd.DataFrame(sampled.get("rows"))
@@ -44,4 +44,6 @@ def python_lines(profile: Profile) -> pd.DataFrame:
         f"{PurePath(file).name}:{at}" for file, at in zip(table["file"], table["at"], strict=True)
     ]
     table["share"] = table["time_ms"] / sampled["ms_per_iteration"]
+    if step := profile.meta.get("reference"):  # sampling costs time of its own
+        table["time_ms"] = table["share"] * step["ms"]
     return table.sort_values("time_ms", ascending=False, ignore_index=True)[LINES]

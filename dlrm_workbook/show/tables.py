@@ -247,6 +247,8 @@ def _exact(name: str, sources: Sequence[pd.Series], texts: Sequence[str]) -> tup
         names = name
         is_text = len(sources) == 1 and all(isinstance(value, str) for value in sources[0])
         values = list(sources[0]) if is_text else [""] * len(texts)
+        # folders are of the machine that recorded, and no reader's: what is shown is copied
+        values = ["" if value.startswith("/") else value for value in values]
     pairs = zip(values, texts, strict=True)
     return names, ["" if value == text else value for value, text in pairs]
 
