@@ -649,7 +649,7 @@ def _read_sections(path: Path) -> dict[str, Any]:
 
 
 MOST_BYTES = 1_000_000
-"""Of a parameters file; the largest of ours has 3,000."""
+"""Size limit of a parameters file; the largest of ours has 3,000."""
 
 RETIRED = {"training.tables_on_disk": ""}
 """Parameters of earlier versions, which their records hold, and the value that does nothing."""

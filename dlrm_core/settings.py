@@ -147,7 +147,7 @@ def _coerce(value: Any, annotation: Any, where: str) -> Any:
 
 
 MOST_CHARACTERS = 4096
-"""Of a text in a parameters file; Linux has no longer paths."""
+"""Longest text in a parameters file; Linux has no longer paths."""
 
 
 def check_text(text: str, where: str) -> None:

@@ -59,7 +59,7 @@ class Reference:
     iterations: int | None
     """How many iterations it is the median or mean of; None where that is not known."""
     source: str
-    """Where it comes from, to follow "the step is"."""
+    """The origin of that time, in words that follow "the step is"."""
     unprofiled: bool
     """Whether it was measured without a profiler."""
     recorded_ms: float

@@ -403,7 +403,7 @@ def probe_changes(
     Args:
         changes: :func:`default_changes` if None.
         seconds: about so long for all of them.
-        say: is told before each.
+        say: called before each change is timed.
 
     Returns:
         ``base``: component to phase to ms, each part alone; ``changes``: for each a dict of

@@ -95,7 +95,7 @@ DEFAULT_HEIGHT = 450  # plotly.js's own, in pixels
 ABSENT = re.compile(r"\*?Not measured\b")
 """How a sentence begins that stands in place of a figure or table."""
 INDEX = "../../index.html"
-"""Where a page finds the list of all runs, if there is one."""
+"""Address of the list of all runs as seen from a page, if there is one."""
 STOPPED = "The run ended before this."
 BRIEF = ("parameters", "started", "took", "processor", "GPU")
 """Facts of a run that every reader sees; the others are a click away."""

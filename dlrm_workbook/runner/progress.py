@@ -33,7 +33,7 @@ LEAST_COUNT = 2
 
 
 class ProgressLine:
-    """What is going on, for whoever waits at a terminal or reads a log.
+    """A line that says what is going on, for whoever waits at a terminal or reads a log.
 
     Args:
         head: what stands first, such as ``2/3 profile``.

@@ -1,4 +1,4 @@
-"""Where each cell of a notebook stands on its page: answer first, evidence, details folded.
+"""The place of each cell of a notebook on its page: answer first, evidence, details folded.
 
 The masthead takes the cells tagged ``headline`` and ``quality`` and the run's parameters. The
 others stay in order, in sections that begin with a heading. Code and short prints are hidden until

@@ -276,7 +276,7 @@ class _Axis:
             self.low, self.high = self.high, self.low
 
     def at(self, value: Any, *, exponent: bool = False) -> float:
-        """Where a value is, in pixels; ``exponent``: it is one already, as in annotations."""
+        """Place of a value, in pixels; ``exponent``: it is one already, as in annotations."""
         if isinstance(value, str):
             value = self.categories.index(value) if value in self.categories else 0.0
         elif self.is_category and f"{value:g}" in self.categories:
@@ -350,7 +350,7 @@ class _Bar:
 
 
 def _stack(traces: Sequence[Mapping[str, Any]], layout: Mapping[str, Any]) -> list[_Bar]:
-    """Where each bar of a plot begins and ends."""
+    """Begin and end of each bar of a plot."""
     bars = [t for t in traces if t["type"] == "bar" and t.get("visible") in (None, True)]
     mode, gap = layout.get("barmode", "group"), float(layout.get("bargap", 0.28))
     flat = [t.get("orientation") == "h" for t in bars]
@@ -1186,7 +1186,7 @@ def _said_of_bars(
     for place, own in rows.items():
         total = notes.get(place, "") if _is_number(place) else ""
         name = names.get(place, place if isinstance(place, str) else "")
-        # of rows with a total only the first one is told part by part
+        # of rows with a total only the first one is described part by part
         parts = ", ".join(own) if not total else f"({', '.join(own)})" if not items else ""
         items.append(" ".join(filter(None, [name, total, parts])))
     return _listed(items)

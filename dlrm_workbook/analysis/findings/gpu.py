@@ -60,7 +60,7 @@ ONE_LAUNCHER_SHARE = 0.1
 launch: their count alone then says what to change."""
 
 MOST_LAUNCHES = 0.5
-"""Of all launches, by one operator or part: from here on it is named."""
+"""Share of all launches from which on the operator or part that makes them is named."""
 
 SHORT_KERNEL_US = 10.0
 """A launch costs 3 to 10 µs of host time (NVIDIA, "Getting started with CUDA graphs",

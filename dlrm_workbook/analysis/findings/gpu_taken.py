@@ -27,8 +27,8 @@ SLOWER_TIMES = 1.1
 temperature takes 10 % and more."""
 
 ONE_FACTOR = 0.75
-"""Of the kernels' time is in kernels that become slower by half of the change or more: a clock
-slows all that computes, though less what waits for memory."""
+"""Least share of the kernels' time in kernels that become slower by half of the change or more:
+a clock slows all that computes, though less what waits for memory."""
 
 COMPARED = 0.5
 """Least share of the kernels' time in launches that every iteration makes alike."""

@@ -1,6 +1,6 @@
 """Recording the iterations of any training loop with torch.profiler.
 
-A :class:`Session` is told where each iteration ends and decides the rest: which iterations warm
+A :class:`Session` learns where each iteration ends and decides the rest: which iterations warm
 up, which are timed without the profiler and which with it. Our own workload
 (:mod:`dlrm_workbook.recordings.torch.recorder`), programs that are measured without being edited
 (:mod:`dlrm_workbook.recordings.torch.inject`) and loops that say it themselves (:class:`record`)

@@ -92,7 +92,7 @@ class Call:
     strides: list[Any] = field(default_factory=list)
     output: Shape | None = None
     output_kind: Kind | None = None
-    """Of the result, where the backward twin tells."""
+    """Shape of the result, where the backward twin gives it."""
     above: list[Any] = field(default_factory=list)
     """Shapes of the inputs of the operator that called this one."""
 
@@ -514,7 +514,7 @@ _PARTIAL = {
 
 
 def bytes_are(name: str) -> str:
-    """What is counted of an operator's bytes: :data:`EACH_ONCE`, :data:`AT_LEAST` where it may
+    """The way in which an operator's bytes are counted: :data:`EACH_ONCE`, :data:`AT_LEAST` where it may
     read more than is counted, :data:`ASKED_FOR` where a row may be asked for twice and then
     come from a cache."""
     if name in _REPEATING:

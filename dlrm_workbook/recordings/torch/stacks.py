@@ -1,7 +1,7 @@
 """Sampled Python stacks as spans of a trace.
 
 Samples in which a thread was in the same function, one after another, become one span of that
-function; the line that it was at belongs to its name, so that time is told by line. A span ends
+function; the line that it was at belongs to its name, so that each line has its time. A span ends
 where another thing began that the trace knows exactly: it never cuts an operator.
 """
 
