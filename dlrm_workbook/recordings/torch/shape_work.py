@@ -514,9 +514,11 @@ _PARTIAL = {
 
 
 def bytes_are(name: str) -> str:
-    """The way in which an operator's bytes are counted: :data:`EACH_ONCE`, :data:`AT_LEAST` where it may
-    read more than is counted, :data:`ASKED_FOR` where a row may be asked for twice and then
-    come from a cache."""
+    """The way in which an operator's bytes are counted.
+
+    :data:`EACH_ONCE`, :data:`AT_LEAST` where it may read more than is counted,
+    :data:`ASKED_FOR` where a row may be asked for twice and then come from a cache.
+    """
     if name in _REPEATING:
         return ASKED_FOR
     return AT_LEAST if name in _PARTIAL else EACH_ONCE
