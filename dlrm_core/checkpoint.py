@@ -17,16 +17,24 @@ import json
 import platform
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
+from dlrm_core.config import SECTIONS, parameters_from_sections
 from dlrm_core.errors import InputError
 from dlrm_core.files import lock_or_refuse, read_json, whole_folder, write_text
-from dlrm_core.tensor_files import check_file, read_tensors, write_tensors
+from dlrm_core.settings import called, require_count, shown
+from dlrm_core.tensor_files import (
+    check_file,
+    check_record,
+    dtype_name,
+    read_tensors,
+    write_tensors,
+)
 
 FORMAT = "dlrm-checkpoint"
 VERSION = 1
@@ -35,6 +43,9 @@ VERSION = 1
 MANIFEST = "checkpoint.json"
 WEIGHTS = "weights.safetensors"
 OPTIMIZER = "optimizer.safetensors"
+SQUARES = (".sum", ".exp_avg_sq")
+"""Ends of the names of optimisers' sums of squares, which are never negative."""
+
 _NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -62,10 +73,24 @@ class Checkpoint:
         return {name: tuple(about["shape"]) for name, about in tensors.items()}
 
     def read_into(self, file: str, targets: Mapping[str, torch.Tensor]) -> None:
-        """Copy all tensors of a file into others of the same names and shapes.
+        """Copy all tensors of a file into others of the same names, shapes and types.
 
         Raises:
-            InputError: a name or a shape differs (both are named), or the file is corrupted.
+            InputError: a name, a shape or a type differs (both are named), the file is
+                corrupted, or a value is none that training can make.
+        """
+        self.require_same_tensors(file, targets)
+        if file in self.files:
+            read_tensors(self.folder / file, self.files[file], targets, SQUARES)
+
+    def require_same_tensors(self, file: str, targets: Mapping[str, Any]) -> None:
+        """Refuse a file with other tensors than this run's.
+
+        Args:
+            targets: by name, anything with ``shape`` and ``dtype``.
+
+        Raises:
+            InputError: naming the tensor and both shapes or types.
         """
         saved = self.shapes(file)
         for name in sorted(saved.keys() - targets.keys()):
@@ -78,8 +103,12 @@ class Checkpoint:
                     f"{self.folder / file}: {name} is {_by(saved[name])}, but this run's is "
                     f"{_by(tuple(target.shape))} ({_parameter_of(name)})"
                 )
-        if saved:
-            read_tensors(self.folder / file, self.files[file], targets)
+            written = self.files[file]["tensors"][name]["dtype"]
+            if written != dtype_name(target.dtype):
+                raise InputError(
+                    f"{self.folder / file}: {name} is of type {written}, but this run's is "
+                    f"{dtype_name(target.dtype)}"
+                )
 
 
 class CheckpointFolder:
@@ -228,21 +257,94 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise InputError(f"{path}: is no checkpoint of {FORMAT}")
     version = manifest.get("version")
-    if not isinstance(version, int) or version > VERSION:
+    if not isinstance(version, int) or not 1 <= version <= VERSION:
         raise InputError(
-            f"{path}: has version {version}, this program reads versions up to {VERSION}"
+            f"{path}: has version {shown(version)}, this program reads versions up to {VERSION}"
         )
     digest = manifest.pop("sha256", "")
     if digest != (found := _digest(manifest)):
         raise InputError(
-            f"{path}: has checksum {found[:16]}…, but {str(digest)[:16]}… was written: the file "
+            f"{path}: has checksum {found[:16]}…, but {called(digest)[:16]}… was written: the file "
             "is corrupted"
         )
-    for name, record in manifest["files"].items():
+    checkpoint = _checked(folder, manifest)
+    for name, record in checkpoint.files.items():
         check_file(folder / name, record)
-    return Checkpoint(
-        folder, manifest["step"], manifest["parameters"], manifest["state"], manifest["files"]
-    )
+    return checkpoint
+
+
+def _checked(folder: Path, manifest: Mapping[str, Any]) -> Checkpoint:
+    """A manifest whose values are of the types, and in the ranges, that are written.
+
+    The checksum finds what was damaged; this finds what somebody wrote, or another program.
+
+    Raises:
+        InputError: naming the file, the field, its value and what was expected.
+    """
+    path = folder / MANIFEST
+    _require_keys(path, "the file", manifest, _KEYS)
+    step = require_count(path, "step", manifest["step"])
+    named = _NAME.fullmatch(folder.name)
+    if named and int(named[1]) != step:
+        raise InputError(f"{path}: step is {step}, but the folder is named {folder.name}")
+    _mapping(path, "versions", manifest["versions"])
+    if not isinstance(manifest["written"], str):
+        raise InputError(f"{path}: written is {shown(manifest['written'])}, expected a time")
+    sections = _require_keys(path, "parameters", manifest["parameters"], ("title", *SECTIONS))
+    _require_keys(path, "parameters.model", sections["model"], ("table_rows",), others=True)
+    parameters = parameters_from_sections(sections, f"{path}: parameters")
+
+    state = _require_keys(path, "state", manifest["state"], _STATE)
+    skipped = require_count(path, "state.skipped_steps", state["skipped_steps"], step)
+    training = parameters.training
+    scale = training.loss_scale if training.precision == "fp16" else 1.0
+    if isinstance(state["loss_scale"], bool) or state["loss_scale"] != scale:
+        raise InputError(
+            f"{path}: state.loss_scale is {shown(state['loss_scale'])}, but its parameters say "
+            f"{scale:g}"
+        )
+    _mapping(path, "state.position", state["position"])
+
+    files = _mapping(path, "files", manifest["files"])
+    if WEIGHTS not in files or files.keys() - {WEIGHTS, OPTIMIZER}:
+        raise InputError(
+            f"{path}: files are {shown(list(files))}, expected {WEIGHTS} and, where the optimizer "
+            f"has state, {OPTIMIZER}"
+        )
+    for name, record in files.items():
+        check_record(folder / name, record)
+    for name, count in _mapping(path, "state.counts", state["counts"]).items():
+        where = f"state.counts: {called(name)}"
+        if name not in files[WEIGHTS]["tensors"]:
+            raise InputError(f"{path}: {where} is no weight of {WEIGHTS}")
+        # torch's optimisers count in floats
+        whole = int(count) if type(count) is float and count.is_integer() else count
+        require_count(path, where, whole, step - skipped)
+    return Checkpoint(folder, step, sections, state, files)
+
+
+_KEYS = ("format", "version", "step", "written", "versions", "parameters", "state", "files")
+_STATE = ("position", "counts", "loss_scale", "skipped_steps")
+
+
+def _mapping(path: Path, where: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: {where} is {shown(value)}, expected names with values")
+    return value
+
+
+def _require_keys(
+    path: Path, where: str, value: Any, keys: Iterable[str], others: bool = False
+) -> dict[str, Any]:
+    """A mapping with these keys, and with others only where that is said."""
+    found = _mapping(path, where, value)
+    for key in keys:
+        if key not in found:
+            raise InputError(f"{path}: {where} has no {key}, expected {', '.join(keys)}")
+    for key in () if others else found:
+        if key not in keys:
+            raise InputError(f"{path}: {where} has {called(key)}, expected {', '.join(keys)} only")
+    return found
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:

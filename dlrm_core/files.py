@@ -197,6 +197,23 @@ def lock_or_refuse(handle: int, refusal: str) -> None:
         pass  # some network file systems have no locks
 
 
+@contextlib.contextmanager
+def locked(file: Path, refusal: str) -> Iterator[None]:
+    """Hold the lock of a file, made if need be, for as long as the block lasts.
+
+    Raises:
+        InputError: another process holds it, with ``refusal``; or it cannot be made.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        held = file.open("a")
+    except OSError as error:
+        raise InputError(f"{file.parent} cannot be written: {error.strerror}") from None
+    with held:
+        lock_or_refuse(held.fileno(), refusal)
+        yield
+
+
 class JsonLines:
     """A file of JSON lines, each in the file as soon as it is written.
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from dlrm_core.checkpoint import (
+    MANIFEST,
     OPTIMIZER,
     WEIGHTS,
     Checkpoint,
@@ -17,10 +18,17 @@ from dlrm_core.checkpoint import (
     holds_checkpoint,
     read_checkpoint,
 )
-from dlrm_core.config import DataConfig, ModelConfig, Parameters, TrainingConfig
+from dlrm_core.config import (
+    DataConfig,
+    ModelConfig,
+    Parameters,
+    TrainingConfig,
+    parameters_from_sections,
+)
 from dlrm_core.data.loader import Followed, Generator, Resumable, plain_state, state_from_plain
 from dlrm_core.errors import InputError
 from dlrm_core.model import DLRM
+from dlrm_core.settings import shown
 from dlrm_core.step import Step
 
 
@@ -48,21 +56,38 @@ def optimizer_state(step: Step) -> tuple[dict[str, torch.Tensor], dict[str, floa
     return tensors, counts
 
 
-def make_room(
-    step: Step, names: Mapping[str, Any], counts: Mapping[str, float]
-) -> dict[str, torch.Tensor]:
-    """The tensors of this step into which a saved state is to be copied, by name.
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+"""State that torch's Adams make of a weight at its first update."""
 
-    State that an optimiser would make at its first update is made now, where ``names``
-    has something for it.
+
+def make_room(step: Step, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """The tensors of this step into which a checkpoint's state is to be copied, by name.
+
+    State that an optimiser would make at its first update is made now, and its number of updates
+    is that of the checkpoint: of torch's Adagrad too, which counts without using it, and whose
+    checkpoint may come from a back end that does not count.
+
+    Raises:
+        InputError: the checkpoint has another number of updates of a weight, or none, for Adam.
     """
+    counts = checkpoint.state["counts"]
+    updates = checkpoint.step - checkpoint.state["skipped_steps"]
     for name, weight, optimizer in _torch_weights(step):
-        state = optimizer.state[weight]
-        for key in ("exp_avg", "exp_avg_sq"):
-            if f"{name}.{key}" in names and key not in state:
-                state[key] = torch.zeros_like(weight, memory_format=torch.preserve_format)
-        if name in counts:
-            state["step"] = _count(optimizer, weight, counts[name])
+        if isinstance(optimizer, torch.optim.Adam | torch.optim.SparseAdam):
+            if not updates and name not in counts:
+                continue
+            if counts.get(name) != updates:
+                raise InputError(
+                    f"{checkpoint.folder / MANIFEST}: state.counts has {shown(counts.get(name))} "
+                    f"updates of {name}, expected {updates}: {checkpoint.step} steps less "
+                    f"{checkpoint.state['skipped_steps']} skipped"
+                )
+            for key in _MOMENTS:
+                moment = torch.zeros_like(weight, memory_format=torch.preserve_format)
+                optimizer.state[weight][key] = moment
+        elif "step" not in optimizer.state.get(weight, {}):
+            continue
+        optimizer.state[weight]["step"] = _count(optimizer, weight, updates)
     return optimizer_state(step)[0]
 
 
@@ -206,7 +231,7 @@ def require_same_model(model: ModelConfig, checkpoint: Checkpoint) -> None:
     Raises:
         InputError: naming the parameter and both values.
     """
-    was = ModelConfig(**checkpoint.parameters["model"])
+    was = parameters_from_sections(checkpoint.parameters).model
     for name in _SHAPE:
         before, now = getattr(was, name), getattr(model, name)
         if before == now:
@@ -298,9 +323,7 @@ def restore_step(checkpoint: Checkpoint, step: Step) -> None:
     Raises:
         InputError: the file is corrupted or of another optimiser.
     """
-    saved = checkpoint.shapes(OPTIMIZER)
-    targets = make_room(step, saved, checkpoint.state["counts"])
-    checkpoint.read_into(OPTIMIZER, targets)
+    checkpoint.read_into(OPTIMIZER, make_room(step, checkpoint))
     step.dense.precision.skipped = int(checkpoint.state["skipped_steps"])
 
 
@@ -313,14 +336,20 @@ def restore_position(checkpoint: Checkpoint, generator: Generator) -> None:
     position = checkpoint.state["position"]
     try:
         if isinstance(generator, Resumable):
-            generator.restore(state_from_plain(position))
+            state = state_from_plain(position, generator.state())
+            # a data set's stream is where its batches were taken to
+            if state.get("batches", checkpoint.step) != checkpoint.step:
+                raise InputError(f"{state['batches']} batches, but step is {checkpoint.step}")
+            generator.restore(state)
             return
-        for _ in range(int(position["batches_used"])):
+        if position != {"batches_used": checkpoint.step}:
+            raise InputError(f"{shown(position)}, but step is {checkpoint.step}")
+        for _ in range(checkpoint.step):
             generator.next_batch()
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (InputError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise InputError(
-            f"{checkpoint.folder}: its position in the data does not fit this run's generator "
-            f"({type(error).__name__}: {error})"
+            f"{checkpoint.folder / MANIFEST}: state.position does not fit this run's generator: "
+            f"{error}"
         ) from None
 
 

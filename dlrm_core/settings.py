@@ -53,6 +53,18 @@ def called(name: Any) -> str:
     return name if isinstance(name, str) and len(name) <= _SHORT.maxstring else shown(name)
 
 
+def require_count(file: Any, where: str, value: Any, most: int = LARGEST_INT) -> int:
+    """A whole number from 0 to ``most`` that a file says.
+
+    Raises:
+        InputError: naming the file, the field, its value and what was expected.
+    """
+    if type(value) is not int or not 0 <= value <= most:
+        expected = f"a whole number from 0 to {most}" if most != LARGEST_INT else "a whole number"
+        raise InputError(f"{file}: {where} is {shown(value)}, expected {expected}")
+    return value
+
+
 def coerce_section(section: Any, name: str) -> None:
     """Check every field of a frozen dataclass against its annotation and metadata.
 

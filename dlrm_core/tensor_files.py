@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,11 @@ from typing import Any
 import torch
 
 from dlrm_core.errors import InputError
+from dlrm_core.files import open_binary
+from dlrm_core.settings import LARGEST_INT, called, require_count, shown
+
+LARGEST = sys.float_info.max
+"""The largest finite value."""
 
 PIECE_BYTES = 8 << 20
 """Read, written, copied and checked at a time."""
@@ -70,20 +76,59 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
     }
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """How a file spells the type of a tensor's values, such as F32."""
+    return _NAMES[dtype]
+
+
+def check_record(path: Path, record: Any) -> None:
+    """Refuse a record of a file that :func:`write_tensors` cannot have returned.
+
+    Raises:
+        InputError: naming the file, the entry and its value.
+    """
+    where = "the record of this file"
+    tensors = record.get("tensors") if isinstance(record, dict) else None
+    if not isinstance(tensors, dict) or set(record) != {*_SIZES, "tensors"}:
+        expected = ", ".join((*_SIZES, "tensors"))
+        raise InputError(f"{path}: {where} is {shown(record)}, expected {expected}")
+    for name, most in _SIZES.items():
+        require_count(path, f"{where}: {name}", record[name], most)
+    for name, about in tensors.items():
+        own = f"{where}: {called(name)}"
+        if not isinstance(about, dict) or set(about) != {"dtype", "shape", "crc32"}:
+            raise InputError(f"{path}: {own} is {shown(about)}, expected dtype, shape, crc32")
+        if not isinstance(about["dtype"], str) or about["dtype"] not in _DTYPES:
+            raise InputError(
+                f"{path}: {own}: dtype is {shown(about['dtype'])}, expected one of "
+                f"{', '.join(_DTYPES)}"
+            )
+        if not isinstance(about["shape"], list):
+            raise InputError(f"{path}: {own}: shape is {shown(about['shape'])}, expected sizes")
+        for size in about["shape"]:
+            require_count(path, f"{own}: a size of its shape", size)
+        require_count(path, f"{own}: crc32", about["crc32"], _CRC32)
+
+
+_CRC32 = 2**32 - 1
+_SIZES = {"bytes": LARGEST_INT, "header_bytes": 1 << 30, "header_crc32": _CRC32}
+"""Numbers of a record beside its tensors, and the largest that they may be."""
+
+
 def check_file(path: Path, record: Mapping[str, Any]) -> bytes:
     """The header of a file whose size and header are what was written.
 
     Raises:
         InputError: they are not; naming the file and both numbers.
     """
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            header = file.read(int(record["header_bytes"]))
-    except FileNotFoundError:
-        raise InputError(f"{path}: is missing; the checkpoint is not whole") from None
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+    if not path.exists():
+        raise InputError(f"{path}: is missing; the checkpoint is not whole")
+    with open_binary(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        try:
+            header = file.read(record["header_bytes"])
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read: {error.strerror}") from None
     if size != record["bytes"]:
         raise InputError(
             f"{path}: holds {size:,} bytes, but {record['bytes']:,} were written: it is "
@@ -99,21 +144,31 @@ def check_file(path: Path, record: Mapping[str, Any]) -> bytes:
 
 
 def read_tensors(
-    path: Path, record: Mapping[str, Any], targets: Mapping[str, torch.Tensor | None]
+    path: Path,
+    record: Mapping[str, Any],
+    targets: Mapping[str, torch.Tensor | None],
+    not_negative: tuple[str, ...] = (),
 ) -> None:
-    """Copy tensors of a file into others of their shape, in place, and check every byte.
+    """Copy tensors of a file into others of their shape, in place, and check every value.
 
     Args:
         record: what :func:`write_tensors` returned.
         targets: by name; None: the tensor is checked only.
+        not_negative: ends of the names of tensors without a value below 0.
 
     Raises:
-        InputError: the file is corrupted; what has been copied until then stays.
+        InputError: the file is corrupted, or a value is not finite, or negative where it cannot
+            be; what has been copied until then stays.
     """
     stored = _stored(path, record)
     with ThreadPoolExecutor(2) as workers:
         jobs = [
-            workers.submit(stored[name].check, record["tensors"][name]["crc32"], target)
+            workers.submit(
+                stored[name].check,
+                record["tensors"][name]["crc32"],
+                target,
+                0.0 if name.endswith(not_negative) else -LARGEST,
+            )
             for name, target in targets.items()
         ]
         for job in jobs:
@@ -144,20 +199,24 @@ def read_part(
 
 
 class _Stored:
-    """A tensor in a file: ``entry`` is what the header says of it, ``data`` where data begins."""
+    """A tensor in a file: ``about`` is what its record says of it, ``begin`` its first byte."""
 
-    def __init__(self, path: Path, name: str, entry: Mapping[str, Any], data: int) -> None:
-        self._path, self._name = path, name
-        self._dtype = _DTYPES[entry["dtype"]]
-        self._shape = tuple(entry["shape"])
-        self._begin = data + int(entry["data_offsets"][0])
+    def __init__(self, path: Path, name: str, about: Mapping[str, Any], begin: int) -> None:
+        self._path, self._name, self._begin = path, name, begin
+        self.dtype: torch.dtype = _DTYPES[about["dtype"]]
+        self.shape = tuple(about["shape"])
+
+    @property
+    def bytes(self) -> int:
+        """What it takes in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self, rows: range) -> torch.Tensor:
         """Some rows; of a tensor without dimensions, itself."""
-        shape = (len(rows), *self._shape[1:]) if self._shape else ()
-        piece = torch.empty(shape, dtype=self._dtype)
+        shape = (len(rows), *self.shape[1:]) if self.shape else ()
+        piece = torch.empty(shape, dtype=self.dtype)
         into = memoryview(_bytes_of(piece))
-        row_bytes = math.prod(self._shape[1:]) * piece.element_size()
+        row_bytes = math.prod(self.shape[1:]) * piece.element_size()
         with self._path.open("rb", buffering=0) as file:
             file.seek(self._begin + rows.start * row_bytes)
             while into:
@@ -168,28 +227,55 @@ class _Stored:
         return piece
 
     @torch.no_grad()
-    def check(self, expected: int, target: torch.Tensor | None) -> None:
-        """Hold all bytes to their checksum, and copy them into ``target`` meanwhile."""
-        checksum = 0
-        for rows in row_ranges(self._shape, self._dtype.itemsize):
+    def check(self, expected: int, target: torch.Tensor | None, least: float) -> None:
+        """Hold all bytes to their checksum, and copy them into ``target`` meanwhile.
+
+        Args:
+            least: that a value may be.
+        """
+        checksum, odd = 0, None
+        for rows in row_ranges(self.shape, self.dtype.itemsize):
             piece = self.read(rows)
             checksum = zlib.crc32(_bytes_of(piece), checksum)
+            if piece.numel():
+                # both are NaN where one value is
+                low, high = (float(bound) for bound in torch.aminmax(piece))
+                if not least <= low <= high <= LARGEST:
+                    odd = low, high
             if target is not None:
-                (target[rows.start : rows.stop] if self._shape else target).copy_(piece)
+                (target[rows.start : rows.stop] if self.shape else target).copy_(piece)
         if checksum != expected:
             raise InputError(
                 f"{self._path}: {self._name} has checksum {checksum:08x}, but {expected:08x} was "
                 "written: the file is corrupted"
             )
+        if odd is not None:
+            wanted = "finite numbers of at least 0" if least == 0 else "finite numbers"
+            raise InputError(
+                f"{self._path}: {self._name} has values from {odd[0]:g} to {odd[1]:g}, expected "
+                f"{wanted}"
+            )
 
 
 def _stored(path: Path, record: Mapping[str, Any]) -> dict[str, _Stored]:
-    header = check_file(path, record)
-    entries = json.loads(header[8:])
-    return {name: _Stored(path, name, entry, len(header)) for name, entry in entries.items()}
+    """The tensors of a file whose header is the one that its record calls for.
+
+    Raises:
+        InputError: it is another one; naming the file.
+    """
+    header, place, stored = check_file(path, record), 0, {}
+    for name, about in record["tensors"].items():
+        stored[name] = _Stored(path, name, about, len(header) + place)
+        place += stored[name].bytes
+    if header != _header(stored) or record["bytes"] != len(header) + place:
+        raise InputError(
+            f"{path}: does not hold the tensors, types and shapes that {path.parent.name} records "
+            "of it: it was written by something else"
+        )
+    return stored
 
 
-def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
+def _header(tensors: Mapping[str, Any]) -> bytes:
     entries, place = {}, 0
     for name, tensor in tensors.items():
         end = place + math.prod(tensor.shape) * tensor.dtype.itemsize

@@ -24,7 +24,7 @@ from dlrm_core.data.batch import Batch
 from dlrm_core.data.loader import Followed, Generator, Resumable, batches, make_generator
 from dlrm_core.embeddings import resolve_backend
 from dlrm_core.evaluate import Evaluation, HeldOut, evaluate, predict
-from dlrm_core.files import JsonLines, write_json
+from dlrm_core.files import JsonLines, locked, write_json
 from dlrm_core.machine import StopRequest, resolve_device, stop_requests
 from dlrm_core.memory import require_memory
 from dlrm_core.model import DLRM, ClickLoss, build_model
@@ -362,17 +362,29 @@ def train(
 
     Raises:
         InputError: the device is not there, the run does not fit in memory, the folder
-            cannot be written, or the checkpoint cannot be resumed.
+            cannot be written or is another run's, or the checkpoint cannot be resumed.
     """
     with contextlib.ExitStack() as stack:
+        if folder is not None:
+            stack.enter_context(only_trainer(folder))
         place = checkpoint_place(parameters.training, folder)
         checkpoint = checkpoint_to_resume(parameters, place)
-        lines = None
-        if folder is not None:
-            lines = stack.enter_context(metrics_lines(folder / "metrics.jsonl", checkpoint))
         trainer = Trainer(parameters, checkpoint, place)
         stack.callback(trainer.close)
+        lines = None
+        if folder is not None:
+            # a run that is refused leaves the lines of the one before
+            lines = stack.enter_context(metrics_lines(folder / "metrics.jsonl", checkpoint))
         result = trainer.train(on_line, on_iteration, meter, lines, progress)
-    if folder is not None:
-        write_json(folder / "result.json", asdict(result))
+        if folder is not None:
+            write_json(folder / "result.json", asdict(result))
     return result
+
+
+def only_trainer(folder: Path) -> AbstractContextManager[None]:
+    """Lock the folder of a run, so that two runs do not mix their metrics and results.
+
+    The lock ends with the process. It holds between hosts only where their file system passes
+    locks on.
+    """
+    return locked(folder / ".train.lock", f"{folder}: another run is training into this folder")

@@ -31,7 +31,7 @@ from types import FrameType
 from typing import IO, Any, NoReturn, Protocol
 
 from dlrm_core.errors import InputError
-from dlrm_core.files import lock_or_refuse, plain, read_json, write_json
+from dlrm_core.files import locked, plain, read_json, write_json
 from dlrm_core.machine import STARTER, end_with_starter, ending_with_us
 
 POLL_S = 0.25
@@ -557,7 +557,5 @@ def only_process(folder: Path) -> Iterator[None]:
     Raises:
         InputError: another process is.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as file:
-        lock_or_refuse(file.fileno(), f"{folder}: is being run by another process")
+    with locked(folder / ".lock", f"{folder}: is being run by another process"):
         yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import math
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +20,7 @@ from dlrm_core.data.facebook_replay import FacebookReplay
 from dlrm_core.data.staging import CudaCopies, Slot, Staged, Staging
 from dlrm_core.data.synthetic import FacebookLoop, SyntheticBatches
 from dlrm_core.errors import InputError
+from dlrm_core.settings import LARGEST_INT, shown
 
 T = TypeVar("T")
 
@@ -203,17 +205,58 @@ def plain_state(state: Any) -> Any:
     return state
 
 
-def state_from_plain(state: Any) -> Any:
-    """The inverse of :func:`plain_state`.
+def state_from_plain(state: Any, like: Any, where: str = "") -> Any:
+    """The inverse of :func:`plain_state`, for a state that may have been edited.
+
+    Random generators take what they are given: a place beyond their block of numbers would be
+    read as it is.
+
+    Args:
+        like: a state of the generator that is to go on: it has the same form.
+        where: the name of this part of the state, for messages.
 
     Raises:
-        InputError: numbers that their type does not hold.
+        InputError: the form differs, or a number is out of its range; naming the part.
     """
-    if not isinstance(state, Mapping):
-        return state
-    if set(state) == {"array", "values"}:
-        try:
-            return np.array(state["values"], np.dtype(state["array"]))
-        except (TypeError, ValueError, OverflowError) as error:
-            raise InputError(f"the position in the data is not valid: {error}") from None
-    return {key: state_from_plain(value) for key, value in state.items()}
+    wrong = InputError(f"{where or 'it'} is {shown(state)}, expected {_form(like, where)}")
+    if isinstance(like, Mapping):
+        if not isinstance(state, Mapping) or set(state) != set(like):
+            raise wrong
+        dot = f"{where}." if where else ""
+        return {key: state_from_plain(state[key], like[key], f"{dot}{key}") for key in like}
+    if isinstance(like, np.ndarray):
+        if not isinstance(state, Mapping) or set(state) != {"array", "values"}:
+            raise wrong
+        values, most = state["values"], np.iinfo(like.dtype).max
+        if state["array"] != like.dtype.name or not isinstance(values, list):
+            raise wrong
+        if len(values) != like.size or not all(type(v) is int and 0 <= v <= most for v in values):
+            raise wrong
+        return np.array(values, like.dtype)
+    if isinstance(like, int | np.integer):
+        if type(state) is not int or not 0 <= state <= _MOST.get(
+            where.rpartition(".")[2], LARGEST_INT
+        ):
+            raise wrong
+    elif isinstance(like, float):
+        if type(state) is not float or not math.isfinite(state):
+            raise wrong
+    elif state != like:
+        raise wrong
+    return state
+
+
+_MOST = {"pos": 624, "has_gauss": 1, "has_uint32": 1, "uinteger": 2**32 - 1}
+"""Largest values of the whole numbers in the states of numpy's generators."""
+
+
+def _form(like: Any, where: str) -> str:
+    """What a part of a state must be, in words."""
+    if isinstance(like, Mapping):
+        return ", ".join(map(str, like))
+    if isinstance(like, np.ndarray):
+        return f"an array of {like.size} values of type {like.dtype.name}"
+    if isinstance(like, int | np.integer):
+        most = _MOST.get(where.rpartition(".")[2])
+        return "a whole number" + (f" from 0 to {most}" if most else "")
+    return "a finite number" if isinstance(like, float) else repr(like)

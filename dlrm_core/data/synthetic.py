@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from dlrm_core.data.batch import Batch
+from dlrm_core.errors import InputError
 
 
 @dataclass(eq=False)
@@ -214,9 +215,16 @@ class FacebookLoop(_BagLaw):
         return {"random": self.random.get_state(legacy=False), "skip": 0}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state; the loop's and the replay's are the same."""
+        """Go on from a state; the loop's and the replay's are the same.
+
+        Raises:
+            InputError: it skips more draws than ever lie between two states of the replay.
+        """
+        skip, lookups = state["skip"], len(self.table_rows) * (self.indices_per_lookup + 2)
+        most = 16 * self.batch_size * (self.dense_features + lookups + 1)
+        if skip > most:
+            raise InputError(f"skip is {skip}, expected at most {most}")
         self.random.set_state(state["random"])
-        skip = int(state["skip"])
         for start in range(0, skip, _SKIPPED_AT_ONCE):
             self.random.random_sample(min(_SKIPPED_AT_ONCE, skip - start))
 

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dlrm_core.checkpoint import OPTIMIZER, WEIGHTS, Checkpoint, CheckpointFolder
+from dlrm_core.checkpoint import OPTIMIZER, SQUARES, WEIGHTS, Checkpoint, CheckpointFolder
 from dlrm_core.distributed.collectives import Collectives
 from dlrm_core.distributed.plan import Shard
 from dlrm_core.distributed.step import DistributedStep
 from dlrm_core.distributed.tables import ShardedTables
 from dlrm_core.distributed.world import World, agreed
-from dlrm_core.errors import InputError
 from dlrm_core.resume import make_room, optimizer_state, weights_of
 from dlrm_core.tensor_files import read_part, read_tensors, row_ranges
 
@@ -152,20 +151,17 @@ def restore(
     Raises:
         InputError: a file is corrupted, or of another optimiser.
     """
-    files = {WEIGHTS: (weights_of(step.model), "", step.tables.local)}
-    if OPTIMIZER in checkpoint.files:
-        dense = make_room(step, checkpoint.shapes(OPTIMIZER), checkpoint.state["counts"])
-        files[OPTIMIZER] = dense, ".sum", step.tables.sums
-    for file, (dense, suffix, held) in files.items():
+    weights, sums = shared_tensors(step.tables, world, collectives)
+    files = {WEIGHTS: (weights_of(step.model), weights, "", step.tables.local)}
+    dense_state = make_room(step, checkpoint)
+    if OPTIMIZER in checkpoint.files or dense_state or sums:
+        files[OPTIMIZER] = dense_state, sums, ".sum", step.tables.sums
+    for file, (dense, shared, suffix, held) in files.items():
+        checkpoint.require_same_tensors(file, {**shared, **dense})
         path, record = checkpoint.folder / file, checkpoint.files[file]
-        shapes = checkpoint.shapes(file)
-        for name in [*dense, *(table_name(shard.table) + suffix for shard, _ in held)]:
-            if name not in shapes:
-                raise InputError(f"{path}: does not hold {name}, which this run has")
         # each rank checks some of the tables, all read the dense part
-        others = sorted(shapes.keys() - dense.keys())
-        checked = dict.fromkeys(others[world.rank :: world.size])
-        read_tensors(path, record, {**dense, **checked})
+        checked = dict.fromkeys(sorted(shared)[world.rank :: world.size])
+        read_tensors(path, record, {**dense, **checked}, SQUARES)
         for shard, memory in held:
             columns = range(shard.first_column, shard.first_column + shard.columns)
             for rows in row_ranges(tuple(memory.shape), memory.itemsize):

@@ -52,7 +52,7 @@ from dlrm_core.resume import (
     checkpoint_to_resume,
     nothing_to_resume,
 )
-from dlrm_core.train import STOPPING, TrainingLoop
+from dlrm_core.train import STOPPING, TrainingLoop, only_trainer
 
 REPEATED_S = 2.0
 """A second signal within this time is the first once more: Ctrl-C reaches a rank from the
@@ -251,6 +251,8 @@ def train(
         stack.enter_context(collectives.installed())
         watch = Watch(world, collectives, parameters.training.rank_timeout_s)
         stack.enter_context(watch)
+        if folder is not None and world.first:
+            stack.enter_context(only_trainer(folder))
         require_same_start(gathered(world, checkpoint.step if checkpoint else 0))
         trainer = DistributedTrainer(parameters, world, collectives, checkpoint, place, watch)
         stack.callback(trainer.close)

@@ -1,8 +1,9 @@
-"""Reads damaged and hostile parameters, databases and traces, and counts what came of them.
+"""Reads damaged and hostile parameters, databases, traces and checkpoints; counts what came of it.
 
     python -m tests.campaigns.attacks parameters --count 1500
     python -m tests.campaigns.attacks databases --count 10000
     python -m tests.campaigns.attacks traces --count 10000
+    python -m tests.campaigns.attacks checkpoints --count 3000
 
 A case passes if it is read, or refused by a sentence of at most 500 characters, in 5 s of
 processor time and 1 GiB of memory. Case ``i`` is made from ``(seed, i)`` alone; ``--only`` makes
@@ -37,6 +38,7 @@ from dlrm_workbook.analysis.inspect import inspect
 from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.studies.sweep.plan import sweep_points
 from tests import fuzz_database, gpu_trace
+from tests.campaigns.checkpoint_edits import Checkpoints
 from tests.sample_notebooks import PAYLOADS
 
 MOST_SECONDS = 5.0
@@ -44,6 +46,8 @@ MOST_BYTES = 1 << 30
 MOST_CHARACTERS = 500
 
 Make = Callable[[random.Random, Path], Path]
+Kind = tuple[Make, Callable[[Path], None]]
+"""What makes a case in a folder, and what reads it."""
 
 
 class TooSlowError(BaseException):
@@ -209,14 +213,29 @@ def read_recording(path: Path) -> None:
     json.dumps(inspect(open_recording(path)))
 
 
+# ---- checkpoints ----------------------------------------------------------------------
+
+
+def checkpoint_kind(scratch: Path) -> Kind:
+    """Damaged and edited checkpoints, see :mod:`tests.campaigns.checkpoint_edits`."""
+    whole = Checkpoints(scratch / "made")
+    return whole.make, whole.read
+
+
 # ---- the cases ------------------------------------------------------------------------
 
 
+KINDS: dict[str, Callable[[Path], Kind]] = {
+    "parameters": lambda _: (parameters_file, read_parameters),
+    "databases": lambda scratch: (database_maker(scratch), fuzz_database.exercise),
+    "traces": lambda _: (trace_file, read_recording),
+    "checkpoints": checkpoint_kind,
+}
+
+
 def attack(what: str, count: int, seed: int = 1, only: int | None = None) -> Tally:
-    """Make and read ``count`` cases of a kind: ``parameters``, ``databases`` or ``traces``."""
+    """Make and read ``count`` cases of a kind, one of :data:`KINDS`."""
     tally = Tally()
-    reads = {"parameters": read_parameters, "databases": fuzz_database.exercise}
-    read = reads.get(what, read_recording)
 
     def too_slow(*_: object) -> None:
         raise TooSlowError
@@ -225,8 +244,7 @@ def attack(what: str, count: int, seed: int = 1, only: int | None = None) -> Tal
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     with tempfile.TemporaryDirectory() as scratch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        makers = {"parameters": parameters_file, "traces": trace_file}
-        make = makers.get(what) or database_maker(Path(scratch))
+        make, read = KINDS[what](Path(scratch))
         taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (taken + (1 << 29) + MOST_BYTES, hard))
         try:
@@ -267,7 +285,7 @@ def _one(case: int, path: Path, read: Callable[[Path], None], tally: Tally) -> N
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("parameters", "databases", "traces"))
+    parser.add_argument("what", choices=KINDS)
     parser.add_argument("--count", type=int, default=1500)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", type=int, help="make one case again")

@@ -99,7 +99,7 @@ def test_back_ends_take_each_others_checkpoints(tmp_path, optimizer, dim, saved,
     _, weights, _ = trained(chosen, tmp_path)
     checkpoint = read_checkpoint(find_checkpoint(str(tmp_path)))
     other = parameters(model=model, embedding_backend=loaded, **options)
-    trainer = Trainer(other, checkpoint)
+    trainer = Trainer(other, checkpoint, tmp_path / "second")
     taken, _ = learned(trainer)
     assert same_bits(taken, weights)
     assert any(f"'{saved}' → '{loaded}'" in notice for notice in trainer.notices)
@@ -107,6 +107,13 @@ def test_back_ends_take_each_others_checkpoints(tmp_path, optimizer, dim, saved,
     straight, _, _ = trained(parameters(model=model, embedding_backend=saved, **options))
     # the back ends add up in different orders: a few roundings of losses below 1
     assert after.losses == pytest.approx(straight.losses[5:], rel=1e-4)
+    # and the first takes the second's, whatever each of them counts
+    ended, _ = learned(trainer)
+    trainer.save()
+    trainer.close()
+    back = parameters(model=model, embedding_backend=saved, **options)
+    taken, _ = learned(Trainer(back, read_checkpoint(find_checkpoint(str(tmp_path / "second")))))
+    assert same_bits(taken, ended)
 
 
 def test_auto_goes_on_with_the_back_end_that_began(tmp_path):
@@ -138,6 +145,31 @@ def test_what_a_killed_run_left_is_removed(tmp_path):
     (tmp_path / ".step-00000004-abc" / WEIGHTS).write_bytes(b"half")
     CheckpointFolder(tmp_path, 2).close()
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_two_runs_do_not_train_into_one_folder(tmp_path):
+    """The second is refused before it touches what the first has written."""
+    first = train(parameters(), tmp_path, progress=False)
+    written = (tmp_path / "metrics.jsonl").read_bytes()
+    begun = []
+
+    def again(line):
+        begun.append(line)
+        with pytest.raises(InputError, match="another run is training into this folder"):
+            train(parameters(), tmp_path, progress=False)
+
+    train(parameters(), tmp_path, progress=False, on_line=again)
+    assert begun and (tmp_path / "metrics.jsonl").read_bytes().count(b"\n") == written.count(b"\n")
+    # the lock ends with the run
+    assert train(parameters(), tmp_path, progress=False).losses == first.losses
+
+
+def test_a_refused_run_leaves_the_metrics_of_the_one_before(tmp_path):
+    train(parameters(checkpoint_every=4), tmp_path, progress=False)
+    written = (tmp_path / "metrics.jsonl").read_bytes()
+    with pytest.raises(InputError, match="go on from it"):
+        train(parameters(checkpoint_every=4), tmp_path, progress=False)
+    assert written and (tmp_path / "metrics.jsonl").read_bytes() == written
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path):

@@ -1,6 +1,8 @@
 """Streams of batches that are left and taken up again, whatever was made ahead."""
 
+import copy
 import json
+import math
 
 import pytest
 import torch
@@ -49,7 +51,7 @@ def same(one, other):
 
 
 def through_json(state):
-    return state_from_plain(json.loads(json.dumps(plain_state(state))))
+    return state_from_plain(json.loads(json.dumps(plain_state(state))), state)
 
 
 @given(
@@ -123,6 +125,48 @@ def test_what_following_costs_does_not_grow():
     assert followed.position()["skip"] <= 2 * draws_of_a_batch
 
 
-def test_a_state_with_impossible_numbers_is_refused():
-    with pytest.raises(InputError, match="position in the data"):
-        state_from_plain({"random": {"array": "uint32", "values": [-1, 1 << 40]}})
+@pytest.mark.parametrize("generator", ["facebook", "uniform", "teacher"])
+def test_a_state_with_an_impossible_value_anywhere_is_refused(generator):
+    """Every leaf in turn, with values of other types, other sizes and out of range."""
+    stream = make_generator(parameters(generator), CPU)
+    stream.next_batch()
+    state = stream.state()
+    plain = json.loads(json.dumps(plain_state(state)))
+    refused = 0
+    for path in leaves(plain):
+        for value in (None, True, "0", -1, 2**70, 1.5, math.nan, [], {}, [[]]):
+            if isinstance(at(plain, path), float) and value == 1.5:
+                continue
+            edited = copy.deepcopy(plain)
+            at(edited, path[:-1])[path[-1]] = value
+            with pytest.raises(InputError, match=r"expected"):
+                state_from_plain(edited, state)
+            refused += 1
+        edited = copy.deepcopy(plain)
+        del at(edited, path[:-1])[path[-1]]
+        with pytest.raises(InputError, match=r"expected"):
+            state_from_plain(edited, state)
+    assert refused >= 10
+
+
+def leaves(state, path=()):
+    """Paths to every value; of a list of numbers only to its first and last."""
+    if isinstance(state, dict):
+        for key, value in state.items():
+            yield from leaves(value, (*path, key))
+    elif isinstance(state, list):
+        yield from ((*path, 0), (*path, len(state) - 1))
+    else:
+        yield path
+
+
+def at(state, path):
+    for key in path:
+        state = state[key]
+    return state
+
+
+def test_a_state_that_skips_for_hours_is_refused_at_once():
+    stream = make_generator(parameters("facebook"), CPU)
+    with pytest.raises(InputError, match=r"skip is 1000000000000000, expected at most \d+"):
+        stream.restore(stream.state() | {"skip": 10**15})
