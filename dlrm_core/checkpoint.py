@@ -26,7 +26,7 @@ import torch
 
 from dlrm_core.config import SECTIONS, parameters_from_sections
 from dlrm_core.errors import InputError
-from dlrm_core.files import lock_or_refuse, read_json, whole_folder, write_text
+from dlrm_core.files import lock_or_refuse, make_folder, read_json, whole_folder, write_text
 from dlrm_core.settings import called, require_count, shown
 from dlrm_core.tensor_files import (
     check_file,
@@ -128,7 +128,7 @@ class CheckpointFolder:
         self.folder = folder
         self._keep = keep
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             self._lock: IO[str] = (folder / ".lock").open("a")
         except OSError as error:
             raise InputError(

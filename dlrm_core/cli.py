@@ -14,9 +14,10 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO
 
 from dlrm_core.errors import InputError
+from dlrm_core.files import DISK_TROUBLE
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,12 @@ class Subcommand:
 def parameters_file(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """``-f`` or ``--like``, and ``-p``: the parameters of a run."""
     source = parser.add_mutually_exclusive_group(required=required)
-    source.add_argument("-f", "--file", metavar="FILE", help="parameters file (YAML)")
+    source.add_argument(
+        "-f",
+        "--file",
+        metavar="FILE",
+        help="parameters file (YAML), or the name of one that comes with the package, such as seed",
+    )
     like_command(source)
     parser.add_argument(
         "-p",
@@ -166,26 +172,50 @@ def main(
         loading: a context in which the subcommand's module is imported.
 
     Returns:
-        0 when it did what was asked; 1 when it failed; 2 when what the user gave
-        cannot be used (one sentence on standard error); 130 after Ctrl-C.
+        0 when it did what was asked; 1 when it failed, or its output cannot be written; 2 when
+        what the user gave cannot be used (one sentence on standard error); 130 after Ctrl-C.
     """
     given = list(sys.argv[1:] if argv is None else argv)
-    arguments = parser_of(subcommands, description, given).parse_args(given)
-    arguments.argv = ["dlrm", *given]
-    module, _, function = arguments.handler.partition(":")
+    name = "dlrm"
     try:
+        arguments = parser_of(subcommands, description, given).parse_args(given)
+        arguments.argv = ["dlrm", *given]
+        name = f"dlrm {arguments.subcommand}"
+        module, _, function = arguments.handler.partition(":")
         with loading():
             handler = getattr(importlib.import_module(module), function)
         _read_like(arguments)
-        return int(handler(arguments) or 0)
+        code = int(handler(arguments) or 0)
+        # here, and not when Python ends, where nobody could say a word about it
+        sys.stdout.flush()
+        return code
     except InputError as error:
-        print(f"dlrm {arguments.subcommand}: {error}", file=sys.stderr)
+        _complain(f"{name}: {error}")
         return 2
     except KeyboardInterrupt:
-        print(f"dlrm {arguments.subcommand}: interrupted", file=sys.stderr)
+        _complain(f"{name}: interrupted")
         return 128 + signal.SIGINT
     except BrokenPipeError:
-        # the reader of our output (head, less) has gone: not an error of ours.
-        # Python would flush again at exit and complain, so give it somewhere to flush to.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # the reader of our output (head, less) has gone: not an error of ours
+        _forget(sys.stdout)
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.errno not in DISK_TROUBLE:
+            raise
+        _forget(sys.stdout)
+        where = f"{error.filename}: " if error.filename else "the output "
+        _complain(f"{name}: {where}cannot be written: {error.strerror}")
+        return 1
+
+
+def _complain(sentence: str) -> None:
+    """Print a sentence on standard error, which may be gone or full itself."""
+    try:
+        print(sentence, file=sys.stderr, flush=True)
+    except OSError:
+        _forget(sys.stderr)
+
+
+def _forget(stream: TextIO) -> None:
+    """Give a stream that cannot be written somewhere to flush to: Python tries again at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -599,7 +599,8 @@ def load_parameters(
     """Read and validate a parameters file.
 
     Args:
-        path: a YAML file, or sections in its place; None for defaults and overrides alone.
+        path: a YAML file, the name of one in :data:`PRESETS` (``seed``, ``seed.yaml``), or
+            sections in its place; None for defaults and overrides alone.
         overrides: ``section.leaf=value`` each; the value is read as YAML.
 
     Raises:
@@ -608,7 +609,7 @@ def load_parameters(
     if isinstance(path, GivenSections):
         tree = copy.deepcopy(dict(path.tree))
     else:
-        tree = _read_sections(Path(path)) if path is not None else {}
+        tree = _read_sections(preset_file(path)) if path is not None else {}
     for override in overrides:
         _override(tree, override)
     data = tree.get("data")
@@ -622,6 +623,30 @@ def load_parameters(
             place = _absolute(folder, f"{path}: profiling.command_folder")
             tree["profiling"] = profiling | {"command_folder": place}
     return parameters_from_sections(tree, source=str(path or ""))
+
+
+PRESETS = (Path(__file__).parent / "parameters").resolve()
+"""Folder of the parameters files that come with the package; in a checkout its ``parameters/``."""
+
+
+def preset_file(given: str | os.PathLike[str]) -> Path:
+    """The parameters file that a user named: a path, or a name of :data:`PRESETS` without folder.
+
+    A file of that name in the current folder comes first.
+
+    Raises:
+        InputError: there is no file of a name without folder, here or there.
+    """
+    path = Path(given)
+    if path.parent != Path() or os.path.lexists(path):
+        return path
+    ours = PRESETS / f"{path.name.removesuffix('.yaml')}.yaml"
+    if not ours.is_file():
+        known = ", ".join(sorted(file.stem for file in PRESETS.glob("*.yaml")))
+        raise InputError(
+            f"{path}: no such file, and none of that name comes with the package; known: {known}"
+        )
+    return ours
 
 
 def _absolute(folder: str, where: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import math
@@ -16,17 +17,24 @@ from typing import IO, Any
 
 from dlrm_core.errors import InputError
 
+DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+"""Errors of the system that no program can mend: a full disk, a quota, a limit, a bad device."""
+
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON atomically: a reader sees the old file or the new one, whole."""
+    """Write JSON atomically: a reader sees the old file or the new one, whole.
+
+    Raises:
+        InputError: the folder cannot be written, or the disk is full.
+    """
     write_text(path, json.dumps(plain(value), indent=1) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write text atomically.
+    """Write text atomically; the disk has it when this returns.
 
     Raises:
-        InputError: the folder cannot be written.
+        InputError: the folder cannot be written, or the disk is full.
     """
     with whole_file(path) as file:
         file.write(text.encode())
@@ -36,14 +44,14 @@ def write_text(path: Path, text: str) -> None:
 def whole_file(path: Path) -> Iterator[IO[bytes]]:
     """A new file that appears only when whole, in the place of an old one: fill what is yielded.
 
-    It lies hidden beside ``path``, is brought to disk and renamed at the end; after an error it
-    is removed.
+    It lies hidden beside ``path``, is brought to disk and renamed at the end, and the disk has
+    its name when the block ends; after an error it is removed.
 
     Raises:
-        InputError: the folder cannot be written.
+        InputError: the folder cannot be written, or the disk is full.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:
         raise InputError(f"{path}: cannot be written: {error.strerror}") from None
@@ -57,10 +65,26 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
         os.umask(umask)
         Path(name).chmod(0o666 & ~umask)
         Path(name).replace(path)
-    except BaseException:
+        sync_folder(path.parent)
+    except BaseException as error:
         with contextlib.suppress(OSError):
             Path(name).unlink()
+        if isinstance(error, OSError) and error.errno in DISK_TROUBLE:
+            raise InputError(f"{path}: cannot be written: {error.strerror}") from None
         raise
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder, and those above it, unless it is there; the disk has their names then."""
+    missing = []
+    while not folder.exists():
+        missing.append(folder)
+        folder = folder.parent
+    for each in reversed(missing):
+        each.mkdir(exist_ok=True)
+        sync_folder(each.parent)
+    if not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
 
 
 def sync_folder(folder: Path) -> None:
@@ -68,16 +92,34 @@ def sync_folder(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems cannot
+            raise
     finally:
         os.close(handle)
+
+
+def sync_tree(folder: Path) -> None:
+    """Return when the disk has all that lies in a folder and below; links are not followed."""
+    for place, _, names in os.walk(folder):
+        for name in names:
+            path = Path(place, name)
+            with contextlib.suppress(FileNotFoundError):  # hidden ones of other writers come and go
+                if stat.S_ISREG(path.lstat().st_mode):
+                    handle = os.open(path, os.O_RDONLY)
+                    try:
+                        os.fsync(handle)
+                    finally:
+                        os.close(handle)
+        sync_folder(Path(place))
 
 
 @contextlib.contextmanager
 def whole_folder(target: Path, what: str) -> Iterator[Path]:
     """A new folder that appears only when whole: fill the one that is yielded.
 
-    It lies hidden beside ``target``, is brought to disk and renamed at the end; after an
-    error, or an interruption, it is gone.
+    It lies hidden beside ``target``; at the end all of it is brought to disk, whoever wrote it,
+    and it is renamed; after an error, or an interruption, it is gone.
 
     Raises:
         InputError: ``target`` exists, or cannot be written.
@@ -85,14 +127,14 @@ def whole_folder(target: Path, what: str) -> Iterator[Path]:
     if target.exists():
         raise InputError(f"{target} exists already; a {what} is never written over another")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(target.parent)
         part = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     except OSError as error:
         raise InputError(f"cannot write the {what} to {target}: {error.strerror}") from None
     try:
         yield part
         part.chmod(0o755)
-        sync_folder(part)
+        sync_tree(part)
         part.rename(target)
         sync_folder(target.parent)
     except OSError as error:
@@ -219,22 +261,43 @@ class JsonLines:
 
     Args:
         append: keep what the file has.
+
+    Raises:
+        InputError: the file cannot be written, now or by any method.
     """
 
     def __init__(self, path: Path, append: bool = False) -> None:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        with self._told():
+            make_folder(path.parent)
             self._file: IO[str] = path.open("a" if append else "w", encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"{path}: cannot be written: {error.strerror}") from None
+            sync_folder(path.parent)
 
     def write(self, value: Any) -> None:
         """Append one line."""
-        self._file.write(json.dumps(plain(value)) + "\n")
-        self._file.flush()
+        with self._told():
+            self._file.write(json.dumps(plain(value)) + "\n")
+            self._file.flush()
+
+    def sync(self) -> None:
+        """Return when the disk has all lines."""
+        with self._told():
+            os.fsync(self._file.fileno())
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise InputError(f"{self._path}: cannot be written: {error.strerror}") from None
 
     def __enter__(self) -> JsonLines:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
+    def __exit__(self, *failure: object) -> None:
+        try:
+            with self._told():
+                self._file.close()
+        except InputError:
+            if failure[0] is None:
+                raise

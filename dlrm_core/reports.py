@@ -405,6 +405,9 @@ class Run:
 
     def _save(self) -> None:
         started = time.perf_counter()
+        if self.lines is not None:
+            # who goes on from the checkpoint expects the lines before it
+            self.lines.sync()
         folder = self.trainer.save()
         seconds = time.perf_counter() - started
         self.checkpoint_s += seconds

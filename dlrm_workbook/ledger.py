@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dlrm_core.errors import InputError
-from dlrm_core.files import plain, read_json, sync_folder, write_json
+from dlrm_core.files import plain, read_json, write_json
 
 ABSENT = object()
 """In place of a value where one of two documents has none."""
@@ -117,7 +117,6 @@ class Ledger:
         """Write the file whole, and return when it is on the disk under its name."""
         if self.path is not None:
             write_json(self.path, self.document)
-            sync_folder(self.path.parent)
 
     def _key_of(self, entry: Mapping[str, Any]) -> str:
         return _text([entry[name] for name in self._key])

@@ -40,6 +40,9 @@ POLL_S = 0.25
 GRACE_S = 10.0
 """Seconds between SIGTERM and SIGKILL. hpcrun writes what it has on SIGTERM."""
 
+INTERRUPTED_GRACE_S = 1.5
+"""The same after Ctrl-C: somebody waits, and nobody will read what is written."""
+
 LINGER_S = 2.0
 """Seconds that children may outlive a program that ended by itself."""
 
@@ -235,7 +238,7 @@ def run_child(
         detail: its first group in a line of output is what the program is busy with.
 
     Raises:
-        MeasurementError: the program cannot be started.
+        MeasurementError: the program cannot be started, or its output cannot be kept.
     """
     timed_out = False
     with contextlib.ExitStack() as stack:
@@ -245,7 +248,7 @@ def run_child(
         logs.mkdir(parents=True, exist_ok=True)
         stem = re.sub("[^A-Za-z0-9_.-]+", "-", stage)
         stdout, stderr = fresh_path(logs / f"{stem}.out"), fresh_path(logs / f"{stem}.err")
-        out, err = (stack.enter_context(path.open("wb")) for path in (stdout, stderr))
+        out, err = (stack.enter_context(p.open("wb", buffering=0)) for p in (stdout, stderr))
         watch = _Watch(stage, on_line, detail)
         with started(
             command,
@@ -261,10 +264,17 @@ def run_child(
                 watch.wait(POLL_S)
                 if progress is not None:
                     progress(watch.progress())
+                if watch.log_error is not None:
+                    break  # it would go on, and nobody could read what it says
                 if timeout_s is not None and watch.progress().elapsed_s > timeout_s:
                     timed_out = True
                     break
         watch.join()
+        if watch.log_error is not None:
+            raise MeasurementError(
+                f"{stage}: was ended: its output cannot be kept in {stdout}: "
+                f"{watch.log_error.strerror}"
+            )
         code = process.returncode
         return Completed(
             command=tuple(os.fspath(word) for word in command),
@@ -298,7 +308,8 @@ def started(
 
     Args:
         stdout, stderr, stdin: as subprocess takes them.
-        grace_s: seconds between SIGTERM and SIGKILL where the block ends first.
+        grace_s: seconds between SIGTERM and SIGKILL where the block ends first; fewer after
+            Ctrl-C.
 
     Raises:
         MeasurementError: the program cannot be started.
@@ -323,12 +334,16 @@ def started(
             raise MeasurementError(
                 f"{stage}: {arguments[0]} cannot be started: {error.strerror}"
             ) from None
+        grace_s = GRACE_S if grace_s is None else grace_s
         try:
             yield process
+        except (KeyboardInterrupt, SystemExit):
+            grace_s = min(grace_s, INTERRUPTED_GRACE_S)
+            raise
         finally:
             # after a normal end this catches children that still hold the output
             with _no_second_interrupt(process):
-                end_group(process, GRACE_S if grace_s is None else grace_s)
+                end_group(process, grace_s)
 
 
 def end_group(process: subprocess.Popen[bytes], grace_s: float) -> None:
@@ -373,6 +388,8 @@ class _Watch:
         detail: re.Pattern[bytes] | None = None,
     ) -> None:
         self.iteration: int | None = None
+        self.log_error: OSError | None = None
+        """Why the child's output could not be kept."""
         self._stage, self._on_line, self._pattern = stage, on_line, detail
         self._detail = ""
         self._said: tuple[str, int | None, int | None, str] = ("", None, None, "")
@@ -382,7 +399,7 @@ class _Watch:
         self._reader: threading.Thread | None = None
 
     def follow(self, stream: IO[bytes] | None, log: IO[bytes]) -> None:
-        """Begin to copy the child's output to its log."""
+        """Begin to copy the child's output to its log, which has no buffer."""
         self._reader = threading.Thread(target=self._read, args=(stream, log), daemon=True)
         self._reader.start()
 
@@ -409,8 +426,11 @@ class _Watch:
         try:
             with contextlib.suppress(ValueError, OSError), stream:  # closed by a forced end
                 while line := stream.readline(LINE_LIMIT):
-                    log.write(line)
-                    log.flush()
+                    try:
+                        log.write(line)
+                    except OSError as error:
+                        self.log_error = error
+                        break
                     self.note(line)
         finally:
             self._news.set()

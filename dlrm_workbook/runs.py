@@ -3,16 +3,20 @@
 ``OUTPUT_ROOT/YYYY-MM-DD/HHMMSS-NOTEBOOK-PRESET/`` is claimed by ``mkdir``, so two
 runs of the same second get two folders and no earlier run is ever written into.
 ``run.json`` is replaced whole (temporary file, then rename), so a reader sees
-either the old state or the new one. A run that was killed outright stays
-``running`` and is never taken for a finished one.
+either the old state or the new one. While a run goes on its process holds a lock on
+the folder, which ends with the process however that ends: a run that was killed
+outright says ``running``, and the next command says ``interrupted`` in its stead.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
+import shlex
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,12 +24,43 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from dlrm_core.config import PRESETS
 from dlrm_core.errors import InputError
-from dlrm_core.files import read_json, write_json
-from dlrm_workbook.machine import REPOSITORY, machine_facts, versions
+from dlrm_core.files import (
+    lock_or_refuse,
+    make_folder,
+    read_json,
+    sync_folder,
+    sync_tree,
+    whole_folder,
+    write_json,
+)
+from dlrm_workbook.machine import machine_facts, versions
 
-NOTEBOOKS = REPOSITORY / "notebooks"
-DEFAULT_OUTPUT_ROOT = REPOSITORY / "outputs"
+SHIPPED = (Path(__file__).parent / "notebooks").resolve()
+"""Folder of the notebooks that come with the package; in a checkout its ``notebooks/``."""
+
+
+def workbook_folder() -> Path | None:
+    """The folder whose ``notebooks/`` and ``parameters/`` are edited and run, if there is one.
+
+    It is the current folder if ``dlrm new`` made it (from JupyterLab: the one above, since a
+    notebook runs in its own folder), else the checkout that this package lies in. Folders
+    further up are not looked at: what lies there may be somebody else's, and would be run.
+    """
+    here = Path.cwd()
+    for place in (here, here.parent if here.name == "notebooks" else here, SHIPPED.parent):
+        if (place / "notebooks" / "bottlenecks.ipynb").is_file() and (
+            place / "parameters"
+        ).is_dir():
+            return place
+    return None
+
+
+_FOLDER = workbook_folder()
+NOTEBOOKS = _FOLDER / "notebooks" if _FOLDER else SHIPPED
+"""Where ``dlrm run`` finds notebooks: those to edit, else those that came with the package."""
+DEFAULT_OUTPUT_ROOT = (_FOLDER or Path.cwd()) / "outputs"
 
 LATEST = "latest"
 """What a user types for the newest run instead of its folder."""
@@ -48,6 +83,7 @@ class RunFolder:
     path: Path
     record: dict[str, Any]
     _clock: float = field(default_factory=time.monotonic, repr=False)
+    _lock: int | None = field(default=None, repr=False)
 
     @property
     def notebook(self) -> str:
@@ -66,11 +102,30 @@ class RunFolder:
 
     @classmethod
     def reopen(cls, path: Path, record: Mapping[str, Any]) -> RunFolder:
-        """A folder whose run goes on: its run.json says ``running`` again, and no error."""
+        """A folder whose run goes on: its run.json says ``running`` again, and no error.
+
+        Raises:
+            InputError: another process is running it.
+        """
         kept = {k: v for k, v in record.items() if k not in ("error", "failing_cell")}
         folder = cls(path, kept | {"status": "running"})
+        folder.hold()
         write_json(path / "run.json", folder.record)
         return folder
+
+    def hold(self) -> None:
+        """Lock the folder until :meth:`close`, or until this process ends.
+
+        Raises:
+            InputError: another process has it.
+        """
+        handle = os.open(self.path, os.O_RDONLY)
+        try:
+            lock_or_refuse(handle, f"{self.path}: is being run by another process")
+        except InputError:
+            os.close(handle)
+            raise
+        self._lock = handle
 
     def elapsed(self) -> float:
         """Seconds since the folder was claimed."""
@@ -87,7 +142,10 @@ class RunFolder:
             self.record["parameters"] = dict(read_json(self.path / "run.json")["parameters"])
 
     def close(self, status: str, **fields: Any) -> None:
-        """Write the final state: status, seconds since the claim, and what lies in the folder."""
+        """Write the final state: status, seconds since the claim, and what lies in the folder.
+
+        What run.json speaks of is on the disk before it says so, whoever wrote it.
+        """
         self.record.update(fields)
         self.record["status"] = status
         self.record["seconds"] = self.elapsed()
@@ -96,7 +154,40 @@ class RunFolder:
             for entry in self.path.iterdir()
             if not entry.name.startswith(".")
         )
+        sync_tree(self.path)
         write_json(self.path / "run.json", self.record)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+GONE = "its process was killed, or the machine went down"
+
+
+def mark_interrupted(run_json: Path, record: dict[str, Any]) -> dict[str, Any]:
+    """What is to be said of a run: a run that is ``running`` without a process is interrupted.
+
+    Its ``run.json`` is written anew then, where that is possible.
+
+    Args:
+        record: what the file says.
+    """
+    if record.get("status") != "running":
+        return record
+    with contextlib.suppress(OSError):
+        handle = os.open(run_json.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # it may have ended since it was read
+            record = json.loads(run_json.read_text(encoding="utf-8"))
+            if record["status"] == "running":
+                record |= {"status": "interrupted", "error": f"{record['notebook']}: {GONE}"}
+                write_json(run_json, record)
+        except (BlockingIOError, InputError, ValueError, KeyError, TypeError):
+            pass  # it goes on, or the folder is not ours to write
+        finally:
+            os.close(handle)
+    return record
 
 
 def claim_run_folder(
@@ -121,10 +212,11 @@ def claim_run_folder(
     now = (now or datetime.now()).astimezone()
     root = Path(output_root).expanduser().absolute()
     stem = f"{now:%H%M%S}-{notebook}-{re.sub(r'[^A-Za-z0-9._+-]+', '_', preset)}"
+    path = None
     try:
         day = place.parent if place else root / f"{now:%Y-%m-%d}"
         stem = place.name if place else stem
-        day.mkdir(parents=True, exist_ok=True)
+        make_folder(day)
         path = _claim(day, stem)
         record = {
             "notebook": notebook,
@@ -139,11 +231,20 @@ def claim_run_folder(
             "artifacts": ["run.json"],
         }
         folder = RunFolder(path, record)
+        folder.hold()
+        sync_folder(day)
         write_json(path / "run.json", record)
-    except OSError as error:
+    except (OSError, InputError) as error:
+        with contextlib.suppress(OSError):  # no empty folders stay, where they are ours
+            if path is not None:
+                path.rmdir()
+            if place is None:
+                day.rmdir()
+        reason = str(error)
+        if isinstance(error, OSError):
+            reason = f"{error.strerror or error}: {error.filename or root}"
         raise InputError(
-            f"{output_root}: no run folder can be made in this output root "
-            f"({error.strerror or error}: {error.filename or root}); "
+            f"{output_root}: no run folder can be made in this output root ({reason}); "
             "choose another with --output-root"
         ) from None
     return folder
@@ -215,3 +316,28 @@ def latest_run(
 ) -> Path | None:
     """Folder of the newest run of a notebook that has finished (or has not), or None."""
     return next(iter(runs_of(output_root, notebook, finished=finished)), None)
+
+
+def command_new(arguments: Any) -> int:
+    """``dlrm new DIR``: the notebooks and parameters that came with the package, to edit.
+
+    Raises:
+        InputError: the folder holds something already, or cannot be written.
+    """
+    target = Path(arguments.folder).expanduser().absolute()
+    if target.exists() and not target.is_dir():
+        raise InputError(f"{target}: is no folder")
+    if target.is_dir() and any(target.iterdir()):
+        raise InputError(f"{target}: is not empty; dlrm new writes only into a new folder")
+    for source, suffix in ((PRESETS, ".yaml"), (SHIPPED, ".ipynb")):
+        name = "parameters" if source == PRESETS else "notebooks"
+        with whole_folder(target / name, "folder") as part:
+            for file in sorted(source.glob(f"*{suffix}")):
+                (part / file.name).write_bytes(file.read_bytes())
+    print(
+        f"Next: cd {shlex.quote(str(target))}; dlrm run all -f parameters/seed.yaml, "
+        "or jupyter lab notebooks",
+        file=sys.stderr,
+    )
+    print(target)
+    return 0

@@ -25,7 +25,7 @@ import numpy as np
 
 from dlrm_core.errors import InputError
 from dlrm_core.feature_spec import index_dtype, read_spec
-from dlrm_core.files import sync_folder
+from dlrm_core.files import make_folder, sync_folder
 from dlrm_workbook.datasets.loops import (
     BAD_INTEGER,
     BAD_LABEL,
@@ -248,8 +248,8 @@ def _split_column(folder: Path, name: str, row_bytes: int, rows: int, train: int
     It can be done again after a kill, with the same outcome.
     """
     train_folder, test_folder = (folder / split for split in SPLITS)
-    train_folder.mkdir(exist_ok=True)
-    test_folder.mkdir(exist_ok=True)
+    make_folder(train_folder)
+    make_folder(test_folder)
     source = folder / "raw" / name
     if source.exists():
         with source.open("rb") as whole, (test_folder / name).open("wb") as part:
@@ -258,10 +258,13 @@ def _split_column(folder: Path, name: str, row_bytes: int, rows: int, train: int
             part.truncate((rows - train) * row_bytes)
             part.flush()
             os.fsync(part.fileno())
+        # the rows of the test split are on disk, with their name, before they are cut off here
+        sync_folder(test_folder)
         source.replace(train_folder / name)
-    os.truncate(train_folder / name, train * row_bytes)
-    sync_folder(train_folder)
-    sync_folder(test_folder)
+        sync_folder(train_folder)
+    with (train_folder / name).open("r+b") as rows_left:
+        rows_left.truncate(train * row_bytes)
+        os.fsync(rows_left.fileno())
 
 
 def _convert_column(

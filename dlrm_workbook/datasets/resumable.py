@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from dlrm_core.errors import InputError
-from dlrm_core.files import lock_or_refuse, sync_folder
+from dlrm_core.files import lock_or_refuse, make_folder, sync_folder
 from dlrm_core.progress import Bar
 from dlrm_workbook.ledger import Ledger
 
@@ -80,7 +80,7 @@ def workplace(target: Path, request: dict[str, Any], command: str) -> Iterator[W
         yield None
         return
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
     except OSError as error:
         raise InputError(f"{folder}: cannot be made: {error.strerror}") from None
     lock = os.open(folder, os.O_RDONLY)
@@ -119,11 +119,12 @@ class OpenFiles:
     """
 
     def __init__(self, place: Workplace, folder: Path, names: Iterable[str]) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         self._place = place
         self._handles = {
             name: os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o644) for name in names
         }
+        sync_folder(folder)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="sync")
         self._under_way: tuple[Future[None], dict[str, Any]] | None = None
         self._unsynced = 0

@@ -107,9 +107,8 @@ def resume_notebook(arguments: Any, parameters: Parameters, own: Mapping[str, st
     record = unfinished_record(place, name, given)
     with only_process(place / "rounds"):
         pass  # nobody measures here: the process that began is gone, and its kernel too
-    with only_process(place):
-        folder = RunFolder.reopen(place, record)
-        plan.execute(name, folder, given, arguments.cell_timeout)
+    folder = RunFolder.reopen(place, record)
+    plan.execute(name, folder, given, arguments.cell_timeout)
     return folder
 
 

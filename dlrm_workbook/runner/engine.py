@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from jupyter_client.kernelspec import KernelSpec
@@ -26,13 +27,18 @@ from nbformat import NotebookNode
 from nbformat.v4 import new_output
 from papermill.clientwrap import PapermillNotebookClient
 from papermill.engines import Engine, papermill_engines
+from papermill.iorw import LocalHandler, papermill_io
 
+from dlrm_core.files import write_text
 from dlrm_workbook.machine import REPOSITORY
 from dlrm_workbook.runner.progress import ProgressLine
 
 ENGINE = "dlrm"
 GRACE_SECONDS = 20.0
-"""How long an interrupted cell may take to end before its kernel is killed."""
+"""How long a cell that took too long may take to end before its kernel is killed."""
+
+USER_GRACE_SECONDS = 3.0
+"""The same where the user waits for it, or a scheduler that kills soon."""
 
 SAVING_SHARE = 0.05
 LEAST_SAVING_SECONDS = 0.5
@@ -75,7 +81,9 @@ class Watch:
         self.timed_out = False
         self.failed: int | None = None
         self._client: _Client | None = None
+        self._ready = False
         self._in_cell = False
+        self._listens = False
         self._timers: list[threading.Timer] = []
 
     @property
@@ -116,7 +124,7 @@ class Watch:
         try:
             yield
         finally:
-            self._in_cell = False
+            self._in_cell = self._listens = False
             for timer in self._timers:
                 timer.cancel()
             self._timers.clear()
@@ -126,18 +134,29 @@ class Watch:
         self.signum = self.signum or signum
         if self._client is None:
             raise KeyboardInterrupt
-        if again:
+        if again or not self._ready:
             self._signal_kernel(signal.SIGKILL)
         elif self._in_cell:
-            self._stop_cell()
+            self._stop_cell(USER_GRACE_SECONDS)
 
     def _expired(self) -> None:
         self.timed_out = True
-        self._stop_cell()
+        self._stop_cell(GRACE_SECONDS)
 
-    def _stop_cell(self) -> None:
-        self._signal_kernel(signal.SIGINT)
-        self._after(GRACE_SECONDS, lambda: self._signal_kernel(signal.SIGKILL))
+    def ready(self) -> None:
+        """Note that the kernel has started: one that has not is not waited for."""
+        self._ready = True
+
+    def executing(self) -> None:
+        """Note that the kernel executes the cell; it takes no notice of an interrupt before."""
+        self._listens = True
+        if self.stopping:
+            self._signal_kernel(signal.SIGINT)
+
+    def _stop_cell(self, grace_s: float) -> None:
+        if self._listens:
+            self._signal_kernel(signal.SIGINT)
+        self._after(grace_s, lambda: self._signal_kernel(signal.SIGKILL))
 
     def _after(self, seconds: float, action: Any) -> None:
         timer = threading.Timer(seconds, action)
@@ -179,12 +198,15 @@ class _Client(PapermillNotebookClient):
             try:
                 self.papermill_execute_cells()
             finally:
+                if self.watch.signum is not None:
+                    self.shutdown_kernel = "immediate"  # an idle kernel takes seconds to say bye
                 # the last state of progress bars belongs to a partial notebook too
                 self.set_widgets_metadata()
         return self.nb
 
     def papermill_execute_cells(self) -> None:
         """Execute cell by cell, saving after each."""
+        self.watch.ready()
         total = sum(cell.cell_type == "code" for cell in self.nb.cells)
         number = 0
         for index, cell in enumerate(self.nb.cells):
@@ -201,7 +223,8 @@ class _Client(PapermillNotebookClient):
         self.nb_man.cell_start(cell, index)
         try:
             with self.watch.cell():
-                self.execute_cell(cell, index)
+                if not self.watch.stopping:  # a signal may have come since the last look
+                    self.execute_cell(cell, index)
         except (CellExecutionError, DeadKernelError) as error:
             self.watch.failed = index
             if isinstance(error, DeadKernelError):
@@ -213,6 +236,8 @@ class _Client(PapermillNotebookClient):
 
     def process_message(self, msg: Any, cell: NotebookNode, cell_index: int) -> Any:
         """Handle a message of the kernel, and write what is still to be written."""
+        if msg["msg_type"] == "execute_input":
+            self.watch.executing()
         if self.saves is not None:
             self.saves.catch_up(asyncio.get_running_loop())
         return super().process_message(msg, cell, cell_index)
@@ -291,7 +316,20 @@ class StoppableEngine(Engine):
             nb_man.save = save.whole
 
 
+class WholeFiles(LocalHandler):
+    """papermill's files, of which each is written whole: a kill or a full disk leaves the last."""
+
+    def write(self, buf: str, path: str) -> None:
+        """Replace a file.
+
+        Raises:
+            InputError: it cannot be written.
+        """
+        write_text(Path(path), buf)
+
+
 papermill_engines.register(ENGINE, StoppableEngine)
+papermill_io.register(os.sep, WholeFiles())  # of all absolute paths
 
 
 def kernel_environment() -> dict[str, str]:

@@ -20,7 +20,7 @@ from dlrm_core.errors import InputError
 from dlrm_core.files import write_text
 from dlrm_core.units import duration
 from dlrm_workbook.runner.templating import TEMPLATES, prepare, template_text
-from dlrm_workbook.runs import RunFolder
+from dlrm_workbook.runs import RunFolder, mark_interrupted
 from dlrm_workbook.show.tables import LEVELS
 
 DAY = re.compile(r"\d{4}-\d{2}-\d{2}")
@@ -30,6 +30,8 @@ FIRST = 50
 
 def write_index(root: Path) -> Path:
     """Write ``index.html`` of an output root, newest run first.
+
+    Runs whose process is gone are marked as interrupted on the way.
 
     Args:
         root: the folder of the dated folders.
@@ -80,6 +82,7 @@ def _row(folder: Path) -> dict[str, Any] | None:
     try:
         record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
         notebook = str(record["notebook"])
+        record = mark_interrupted(folder / "run.json", record)
         there = {entry.name for entry in folder.iterdir()}
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
@@ -93,7 +96,8 @@ def _row(folder: Path) -> dict[str, Any] | None:
     parameters = record.get("parameters")
     title = parameters.get("title") if isinstance(parameters, dict) else ""
     said = record.get("headline") or record.get("error") or title
-    seconds, quality = record.get("seconds"), record.get("quality")
+    seconds: Any = record.get("seconds")
+    quality = record.get("quality")
     # a foreign file may say anything
     known = isinstance(seconds, int | float) and 0 <= seconds < 1e9
     return {

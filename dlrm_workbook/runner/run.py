@@ -6,6 +6,7 @@ papermill executes; :mod:`dlrm_workbook.runner.engine` stops what must be stoppe
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -15,7 +16,6 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,10 +93,11 @@ def run_notebooks(
             place; None where the notebook explains a recording that is there (``profile_run``).
         overrides: ``section.leaf=value`` for the sections, ``name=value`` for the
             notebooks' own parameters.
-        output_root: where dated folders go; None is ``outputs/`` of the repository.
+        output_root: where dated folders go; None is
+            :data:`~dlrm_workbook.runs.DEFAULT_OUTPUT_ROOT`.
         cell_timeout: seconds after which a cell is ended; None or 0 is never.
         command: what the user typed, for run.json.
-        notebooks: folder of the notebooks; None is ``notebooks/`` of the repository.
+        notebooks: folder of the notebooks; None is :data:`~dlrm_workbook.runs.NOTEBOOKS`.
 
     Returns:
         The last run folder, status ``finished``.
@@ -124,6 +125,7 @@ def run_notebooks(
     plan.check(parameters)
     typed = shlex.join(command or sys.argv)
     done: dict[str, RunFolder] = {}
+    interrupted = False
     try:
         for number, name in enumerate(names, 1):
             earlier = {notebook: run.path for notebook, run in done.items()}
@@ -136,8 +138,15 @@ def run_notebooks(
             plan.execute(name, folder, given, cell_timeout, head)
             if len(names) > 1:
                 print(f"[{head}] finished in {duration(folder.elapsed())}", file=sys.stderr)
+    except KeyboardInterrupt:
+        interrupted = True
+        raise
+    except RunError as error:
+        interrupted = error.code >= 128
+        raise
     finally:
-        link_pages(done)
+        if not interrupted:  # who interrupts does not wait for pages to be drawn again
+            link_pages(done)
     return folder
 
 
@@ -309,7 +318,7 @@ class Plan:
         problem = ""
         with watch.signals():
             try:
-                with redirect_stdout(sys.stderr), quiet_papermill():
+                with contextlib.redirect_stdout(sys.stderr), quiet_papermill():
                     papermill.execute_notebook(
                         str(notebook),
                         str(folder.ipynb),
@@ -326,7 +335,13 @@ class Plan:
                 watch.signum = watch.signum or signal.SIGINT
             except Exception as error:
                 problem = f"the notebook could not be executed: {_last_line(error)}"
-            _finish(folder, notebook, watch, problem)
+            try:
+                _finish(folder, notebook, watch, problem)
+            except KeyboardInterrupt:  # while the page was drawn
+                number = watch.signum or signal.SIGINT
+                said = f"{notebook.name}: interrupted by {signal.Signals(number).name}"
+                folder.close("interrupted", error=said)
+                raise RunError(f"{said}; kept: {folder.path}", folder, 128 + number) from None
 
 
 def _finish(folder: RunFolder, notebook: Path, watch: Any, problem: str) -> None:
@@ -357,7 +372,11 @@ def _finish(folder: RunFolder, notebook: Path, watch: Any, problem: str) -> None
     page_problem, said = _publish(folder, outcome)
     if page_problem and not problem:
         status, fields["error"] = "failed", f"{notebook.name}: {page_problem}"
-    folder.close(status, **fields, **said)
+    try:
+        folder.close(status, **fields, **said)
+    except InputError as error:
+        # run.json says "running" still; the next command sees that nobody runs there
+        status, fields["error"] = "failed", fields.get("error", f"{notebook.name}: {error}")
     list_runs(folder)
     if status != "finished":
         raise RunError(f"{fields['error']}; kept: {folder.path}", folder, code)
@@ -390,9 +409,11 @@ def failing_cell(ipynb: Path, executed_index: int | None) -> dict[str, Any] | No
     """Which cell of the notebook's source failed: index (from 1), count, first line, error.
 
     The executed notebook holds cells of papermill's own (injected parameters, error
-    banners), which do not count.
+    banners), which do not count. None: no cell did, or nothing was written.
     """
-    nb = nbformat.read(ipynb, as_version=4)
+    if not ipynb.exists():
+        return None
+    nb = read_notebook(ipynb)
     cells = [cell for cell in nb.cells if not _papermills_own(cell)]
     errors = [
         [output for output in cell.get("outputs", []) if output.output_type == "error"]
@@ -428,7 +449,8 @@ def _mark_pending(ipynb: Path) -> None:
         state = cell.metadata.get("papermill", {})
         if state and not state.get("start_time"):
             state["status"] = "pending"
-    write_text(ipynb, nbformat.writes(nb))
+    with contextlib.suppress(InputError):  # the disk is full, and the notebook as it was
+        write_text(ipynb, nbformat.writes(nb))
 
 
 def _last_line(error: BaseException) -> str:

@@ -1,0 +1,191 @@
+"""A full disk, a reader that went away, a process that was killed: sentences, and nothing lost."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlrm_core.errors import InputError
+from dlrm_core.files import JsonLines, whole_folder, write_json
+from dlrm_workbook.processes import MeasurementError, run_child
+from dlrm_workbook.runner.index import write_index
+from dlrm_workbook.runs import GONE, RunFolder, claim_run_folder
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/dev/full and limits are Linux's")
+
+ROOT = Path(__file__).parents[2]
+QUICK = ["-f", "quick", "-p", "training.batches=4", "-p", "training.batch_size=32"]
+FULL = "No space left on device"
+LIMITED = "File too large"
+"""What the system says of a file that grows beyond RLIMIT_FSIZE."""
+
+
+def limit(size: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
+def dlrm(*words: str, size: int | None = None, **streams: Any) -> subprocess.CompletedProcess[str]:
+    given = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
+    return subprocess.run(
+        [sys.executable, "-m", "dlrm_workbook", *words],
+        text=True,
+        cwd=ROOT,
+        check=False,
+        timeout=120,
+        preexec_fn=None if size is None else lambda: limit(size),
+        **given,
+    )
+
+
+def one_sentence(text: str) -> bool:
+    return "Traceback" not in text and text.strip().count("\n") == 0 and bool(text.strip())
+
+
+@pytest.mark.parametrize("words", [["parameters"], ["train", *QUICK]])
+def test_output_that_cannot_be_written_is_a_sentence(words: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = dlrm(*words, stdout=full)
+        assert done.returncode == 1
+        assert done.stderr == f"dlrm {words[0]}: the output cannot be written: {FULL}\n"
+        mute = dlrm("train", "-f", "nothing-of-that-name", stderr=full)
+    assert mute.returncode == 2, "even where the sentence itself cannot be written"
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    command = f"{sys.executable} -m dlrm_workbook parameters | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.split() == [str(128 + signal.SIGPIPE)] and not done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["-p", "training.log_every=1"],
+        ["-p", "training.log_every=1", "-p", "training.checkpoint_every=2"],
+    ],
+    ids=["metrics", "checkpoint"],
+)
+def test_training_into_a_full_disk_is_a_sentence(words: list[str], tmp_path: Path) -> None:
+    done = dlrm("train", *QUICK, *words, "--output", str(tmp_path / "o"), size=400)
+    assert done.returncode == 2 and LIMITED in done.stderr and str(tmp_path) in done.stderr
+    assert one_sentence(done.stderr), done.stderr
+    assert not list(tmp_path.rglob("step-*")), "no part of a checkpoint stays"
+
+
+def test_a_run_on_a_full_disk_leaves_no_empty_dated_folder(tmp_path: Path) -> None:
+    done = dlrm("run", "train", *QUICK, "--output-root", str(tmp_path / "o"), size=0)
+    assert done.returncode == 2 and one_sentence(done.stderr)
+    assert LIMITED in done.stderr and "choose another with --output-root" in done.stderr
+    assert not list((tmp_path / "o").iterdir())
+
+
+@pytest.mark.notebook
+def test_a_run_whose_disk_fills_up_says_so(tmp_path: Path) -> None:
+    """run.json and the metrics fit, the notebook does not; nothing is cut short."""
+    done = dlrm("run", "train", *QUICK, "--output-root", str(tmp_path), size=9000)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    folder = Path(done.stdout.strip())
+    record = json.loads((folder / "run.json").read_text())
+    assert record["status"] == "failed" and LIMITED in record["error"]
+    assert f"{folder.name}/train.ipynb: cannot be written" in record["error"]
+    assert not (folder / "train.ipynb").exists() and not list(folder.glob(".train*"))
+
+
+def test_what_is_there_stays_where_the_new_does_not_fit(tmp_path: Path) -> None:
+    code = (
+        "from pathlib import Path; from dlrm_core.files import write_json\n"
+        f"write_json(Path({str(tmp_path / 'a.json')!r}), 'x' * 5000)"
+    )
+    write_json(tmp_path / "a.json", {"old": 1})
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: limit(1000),
+    )
+    assert done.stderr.strip().endswith(f"a.json: cannot be written: {LIMITED}")
+    assert json.loads((tmp_path / "a.json").read_text()) == {"old": 1}
+    assert [file.name for file in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_lines_that_do_not_fit_are_told_and_do_not_hide_another_error() -> None:
+    with pytest.raises(InputError, match=rf"/dev/full: cannot be written: {FULL}"):
+        JsonLines(Path("/dev/full")).write({"a": 1})
+    with pytest.raises(ZeroDivisionError), JsonLines(Path("/dev/full")) as lines:
+        lines._file.write("x")
+        raise ZeroDivisionError
+
+
+def test_a_silent_child_whose_output_cannot_be_kept_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dlrm_workbook import processes
+
+    (tmp_path / "full").symlink_to("/dev/full")
+    monkeypatch.setattr(processes, "fresh_path", lambda path: tmp_path / "full")
+    code = "import time; print('words', flush=True); time.sleep(600)"
+    with pytest.raises(MeasurementError, match=f"s: was ended: its output cannot .*{FULL}"):
+        run_child([sys.executable, "-c", code], stage="s", logs=tmp_path)
+
+
+def test_a_folder_is_whole_or_absent_where_nobody_may_write(tmp_path: Path) -> None:
+    with (
+        pytest.raises(InputError, match=rf"cannot write the thing to .*{FULL}"),
+        whole_folder(tmp_path / "thing", "thing") as part,
+    ):
+        (part / "file").symlink_to("/dev/full")
+        (part / "file").write_text("words")
+    assert not list(tmp_path.iterdir())
+
+
+KILLED = """
+import os, signal, sys
+from dlrm_workbook.runs import claim_run_folder
+folder = claim_run_folder(sys.argv[1], "train", "q", parameters={}, command="x")
+print(folder.path, flush=True)
+if sys.argv[2] == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+sys.stdin.read()
+"""
+
+
+def status(folder: Path) -> str:
+    return json.loads((folder / "run.json").read_text())["status"]
+
+
+def test_a_run_that_was_killed_is_interrupted_for_the_next_command(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    killed = subprocess.run([*command, "killed"], capture_output=True, text=True, check=False)
+    dead = Path(killed.stdout.strip())
+    with subprocess.Popen([*command, "alive"], **streams) as alive:  # type: ignore[call-overload]
+        going = Path(alive.stdout.readline().strip())
+        assert status(dead) == status(going) == "running"
+        write_index(tmp_path)
+        assert status(going) == "running"
+        with pytest.raises(InputError, match="is being run by another process"):
+            RunFolder.reopen(going, {"notebook": "train"})
+        alive.stdin.close()
+    record = json.loads((dead / "run.json").read_text())
+    assert record["status"] == "interrupted" and record["error"] == f"train: {GONE}"
+    assert "interrupted" in (tmp_path / "index.html").read_text()
+    reopened = RunFolder.reopen(dead, record)
+    assert status(dead) == "running" and "error" not in reopened.record
+    write_index(tmp_path)
+    assert status(dead) == "running", "this process has it"
+    reopened.close("finished")
+    write_index(tmp_path)
+    assert status(dead) == "finished"
+
+
+def test_closed_folders_are_free_again(tmp_path: Path) -> None:
+    folder = claim_run_folder(tmp_path, "train", "q", parameters={}, command="x")
+    folder.close("failed")
+    RunFolder.reopen(folder.path, folder.record).close("finished")
