@@ -40,6 +40,10 @@ def _run(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _new(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="DIR", help="a new folder, or an empty one")
+
+
 def _protocols(parser: argparse.ArgumentParser) -> None:
     parameters_file(parser)
     parser.add_argument(
@@ -216,6 +220,12 @@ SUBCOMMANDS = (
         "execute notebooks into dated run folders with HTML pages",
         _run,
         "dlrm_workbook.runner.command:command_run",
+    ),
+    Subcommand(
+        "new",
+        "copy the notebooks and parameters files into a folder of yours, to edit and run there",
+        _new,
+        "dlrm_workbook.runs:command_new",
     ),
     replace(core.TRAIN, handler="dlrm_workbook.evidence.training:train"),
     core.EVALUATE,

@@ -18,6 +18,10 @@ from typing import Any
 from dlrm_core.machine import cpu_flags, cpu_info, number_in, read_text
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+"""The folder that the packages lie in: of a checkout, or of an installation."""
+
+RESULTS = (Path(__file__).parent / "results").resolve()
+"""Published measurements that pages show; in a checkout ``benchmarks/results/``."""
 
 ISA_FLAGS = (
     "avx2",

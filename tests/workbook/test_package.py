@@ -1,7 +1,10 @@
 """The installation: ranges, lock and conda environment in step; rooms that stay apart."""
 
 import ast
+import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -11,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
@@ -62,12 +66,22 @@ def test_torchrec_is_installed_as_its_message_says():
         assert wanted.specifier == LOCK[canonicalize_name(wanted.name)].specifier, wanted
 
 
-def test_conda_users_get_the_lock():
+def test_conda_users_get_what_running_needs():
+    """The ranges of pyproject.toml under conda's names; no tools for tests, no FBGEMM."""
     environment = yaml.safe_load((ROOT / "environment.yml").read_text())
-    (python,) = (d for d in environment["dependencies"] if str(d).startswith("python"))
     (pip,) = (d["pip"] for d in environment["dependencies"] if isinstance(d, dict))
-    assert pip == ["-r requirements.lock", "-e ."]
-    assert python == "python=3.11" and PROJECT["requires-python"] == ">=3.11"
+    assert pip[-1] == "-e ."
+    texts = [d for d in environment["dependencies"] if isinstance(d, str)] + pip[:-1]
+    given = {canonicalize_name(r.name): r.specifier for r in map(Requirement, texts)}
+    assert given.pop("python") == SpecifierSet(">=3.11,<3.14")
+    assert PROJECT["requires-python"] == ">=3.11"
+    # conda has no extras: what bleach[css] brings is named
+    assert given.pop("pip") == given.pop("tinycss2") == SpecifierSet()
+    wanted = {
+        {"torch": "pytorch"}.get(each.name, canonicalize_name(each.name)): each.specifier
+        for each in map(Requirement, PROJECT["dependencies"])
+    }
+    assert given == wanted
 
 
 def test_every_make_target_of_the_readme_exists():
@@ -134,3 +148,83 @@ def test_what_runs_a_module_stands_last_in_it():
                 if isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test)
             ]
             assert all(at == len(body) - 1 for at in runs), path
+
+
+def in_checkout(folder):
+    return {path.name for path in (ROOT / folder).iterdir() if path.suffix in (".yaml", ".ipynb")}
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """A folder with a wheel's content, as `pip install --target` leaves it, elsewhere."""
+    top = tmp_path_factory.mktemp("Ort für Räder")
+    source = top / "source"
+    source.mkdir()
+    names = ["dlrm_core", "dlrm_kernels", "dlrm_workbook", "notebooks", "parameters", "benchmarks"]
+    for name in names:  # a build writes beside its sources
+        leave = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=leave)
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, source)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    choices = ["--no-deps", "--no-build-isolation", "--no-compile", "--target", str(top / "site")]
+    subprocess.run([*pip, *choices, str(source)], check=True, cwd=top)
+    shutil.rmtree(source)
+    return top
+
+
+def test_a_wheel_holds_notebooks_and_parameters_once(installed):
+    site = installed / "site"
+    assert {p.name for p in (site / "dlrm_core" / "parameters").iterdir()} == in_checkout(
+        "parameters"
+    )
+    for folder, count in (("notebooks", ".ipynb"), ("results", ".json"), ("samples", "")):
+        assert [p for p in (site / "dlrm_workbook" / folder).iterdir() if p.name.endswith(count)]
+    found = {p.name for p in (site / "dlrm_workbook" / "notebooks").iterdir()}
+    assert found == in_checkout("notebooks")
+    assert {p.name for p in site.iterdir() if p.name.startswith("dlrm")} == {
+        *("dlrm_core", "dlrm_kernels", "dlrm_workbook"),
+        f"dlrm_workbook-{PROJECT['version']}.dist-info",
+    }
+    assert not [path for path in site.rglob("*") if path.is_symlink()]
+
+
+def test_what_is_installed_works_without_the_checkout(installed):
+    place = installed / "ein Platz"
+    place.mkdir()
+
+    def dlrm(*words, cwd=place):
+        environment = os.environ | {"PYTHONPATH": str(installed / "site"), "LANG": "C"}
+        environment |= {"LC_ALL": "C"}
+        command = [sys.executable, "-m", "dlrm_workbook", *words]
+        return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+
+    assert "copy the notebooks" in dlrm("--help").stdout
+    assert "| `batch_size`" in dlrm("parameters").stdout
+    missing = dlrm("train", "-f", "none")
+    assert missing.returncode == 2 and "known: deepspark" in missing.stderr
+    tiny = ["-p", "training.batches=3", "-p", "training.batch_size=16"]
+    trained = dlrm("train", "-f", "quick", *tiny)
+    assert json.loads(trained.stdout.splitlines()[-1])["samples_per_second"] > 0, trained.stderr
+    made = dlrm("new", "mein Heft")
+    folder = place / "mein Heft"
+    assert made.returncode == 0 and {p.name for p in folder.iterdir()} == {
+        "notebooks",
+        "parameters",
+    }
+    for name in ("notebooks", "parameters"):
+        assert {p.name for p in (folder / name).iterdir()} == in_checkout(name)
+    again = dlrm("new", "mein Heft")
+    assert again.returncode == 2 and "is not empty" in again.stderr
+    assert "Traceback" not in again.stderr
+    where = "from dlrm_workbook.runs import *; print(NOTEBOOKS, DEFAULT_OUTPUT_ROOT, sep='|')"
+    for cwd, notebooks, outputs in (
+        (place, installed / "site" / "dlrm_workbook" / "notebooks", place / "outputs"),
+        (folder, folder / "notebooks", folder / "outputs"),
+        (folder / "notebooks", folder / "notebooks", folder / "outputs"),
+    ):
+        environment = os.environ | {"PYTHONPATH": str(installed / "site")}
+        said = subprocess.check_output(
+            [sys.executable, "-c", where], cwd=cwd, env=environment, text=True
+        )
+        assert said.strip() == f"{notebooks}|{outputs}"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dlrm_core.config import Parameters, TrainingConfig, load_parameters
+from dlrm_core.config import PRESETS, Parameters, TrainingConfig, load_parameters
 from dlrm_core.errors import InputError
 from dlrm_workbook.changes import difference
 from dlrm_workbook.evidence.dependence import (
@@ -18,9 +18,6 @@ from dlrm_workbook.evidence.dependence import (
     changed_leaves,
     changed_parameters,
 )
-from dlrm_workbook.machine import REPOSITORY
-
-PRESETS = REPOSITORY / "parameters"
 
 PLAIN, TUNED, TORCHREC = "plain", "tuned", "torchrec"
 """Names of contestants beside :data:`~dlrm_workbook.evidence.contestants.PEER`; ``tuned bf16`` and

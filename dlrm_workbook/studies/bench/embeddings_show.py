@@ -13,12 +13,12 @@ import plotly.graph_objects as go
 from dlrm_core.units import NOT_MEASURED, NOTHING, counted, milliseconds, percent, ratio, speedup
 from dlrm_workbook.analysis.sentences import in_markdown
 from dlrm_workbook.ledger import read_document
-from dlrm_workbook.machine import REPOSITORY
+from dlrm_workbook.machine import RESULTS
 from dlrm_workbook.show import theme
 from dlrm_workbook.show.tables import Column, Text, each_row
 from dlrm_workbook.studies.bench.embeddings import KIND, MEMORY, PHASES, SCHEMA, UPDATES
 
-DEFAULT = REPOSITORY / "benchmarks" / "results" / "embeddings.json"
+DEFAULT = RESULTS / "embeddings.json"
 
 LABELS = {
     "facebook": "facebookresearch/dlrm",

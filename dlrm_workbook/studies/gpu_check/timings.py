@@ -15,18 +15,16 @@ from typing import Any
 
 import torch
 
-from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
+from dlrm_core.config import PRESETS, Parameters, load_parameters, parameters_from_sections
 from dlrm_core.data.batch import Batch
 from dlrm_core.inference import measure_latency, pool_of
 from dlrm_core.train import Trainer
 from dlrm_workbook.evidence.contestants import compare
 from dlrm_workbook.evidence.dependence import changed_parameters
 from dlrm_workbook.evidence.published import PUBLISHED
-from dlrm_workbook.machine import REPOSITORY
 from dlrm_workbook.studies.gpu_check.paths import FUSED, GRAPHS
 from dlrm_workbook.turns import elapsed_ms
 
-PRESETS = REPOSITORY / "parameters"
 POOL = 8
 """Batches that steps are timed on, in turns: more rows than any cache holds."""
 

@@ -53,13 +53,13 @@ from dlrm_workbook.analysis.ranks.record import (
     record_of,
 )
 from dlrm_workbook.analysis.ranks.sharding import SHARDINGS, make_plan, maximum_ranks
-from dlrm_workbook.machine import REPOSITORY
+from dlrm_workbook.machine import RESULTS
 from dlrm_workbook.studies.scaling import measure
 from dlrm_workbook.studies.scaling.measure import Effort
 
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
-WAY = REPOSITORY / "benchmarks" / "results" / "kalamkar_small.json"
+WAY = RESULTS / "kalamkar_small.json"
 """The study's Small from plain to tuned, as ``dlrm bench -f parameters/kalamkar_small.yaml
 --ablation --json`` of this file recorded it."""
 
