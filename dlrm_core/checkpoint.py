@@ -360,4 +360,6 @@ def _parameter_of(name: str) -> str:
     table = re.match(r"embeddings\.tables\.(\d+)\.", name)
     if table:
         return f"model.table_rows[{table[1]}], model.embedding_dim"
+    if name.startswith("interaction"):
+        return "model.dcn_layers, model.dcn_rank"
     return "model.bottom_mlp" if name.startswith("bottom_mlp") else "model.top_mlp"

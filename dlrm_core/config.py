@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -57,10 +58,19 @@ class ModelConfig:
         (1_000_000,), "rows of each table: one number for all, or a list", minimum=1
     )
     interaction: str = setting(
-        "dot", "'dot': pairwise dot products; 'cat': concatenation", choices=("dot", "cat")
+        "dot",
+        "'dot': pairwise dot products; 'cat': concatenation; 'dcn': concatenation and the low-rank "
+        "cross layers of DCNv2, as in MLPerf's DLRM-DCNv2",
+        choices=("dot", "cat", "dcn"),
     )
     interaction_itself: bool = setting(
         False, "with dot: include each feature's product with itself"
+    )
+    dcn_layers: int | None = setting(
+        None, "with dcn: number of cross layers; left out, MLPerf's 3", minimum=1
+    )
+    dcn_rank: int | None = setting(
+        None, "with dcn: rank of a cross layer's matrix; left out, MLPerf's 512", minimum=1
     )
     loss: str = setting(
         "mse",
@@ -120,6 +130,12 @@ class ModelConfig:
             raise InputError(
                 f"model.top_mlp ends in {self.top_mlp[-1]}, expected 1 (one click probability)"
             )
+        for leaf, default in (("dcn_layers", 3), ("dcn_rank", 512)):
+            if self.interaction == "dcn" and getattr(self, leaf) is None:
+                object.__setattr__(self, leaf, default)
+            elif self.interaction != "dcn" and getattr(self, leaf) is not None:
+                why = "only dcn has cross layers; leave it out"
+                raise clash("model", self, leaf, "interaction", why)
         if len(self.loss_weights) != 2:
             raise InputError(
                 f"model.loss_weights has {len(self.loss_weights)} numbers, expected 2 "
@@ -138,11 +154,11 @@ class ModelConfig:
     def interaction_width(self) -> int:
         """Width of the interaction's output, the input of the top MLP.
 
-        dot: F(F-1)/2 + d (or F(F+1)/2 + d with products with itself); cat: F d;
+        dot: F(F-1)/2 + d (or F(F+1)/2 + d with products with itself); cat and dcn: F d;
         F = number of tables + 1, d = embedding_dim (Naumov et al., section 2).
         """
         features = len(self.table_rows) + 1
-        if self.interaction == "cat":
+        if self.interaction != "dot":
             return features * self.embedding_dim
         pairs = features * (features + (1 if self.interaction_itself else -1)) // 2
         return pairs + self.embedding_dim
@@ -151,6 +167,29 @@ class ModelConfig:
     def top_widths(self) -> tuple[int, ...]:
         """Widths of the top MLP, input included."""
         return (self.interaction_width, *self.top_mlp)
+
+    @property
+    def cross_widths(self) -> tuple[int, ...]:
+        """Widths between the cross layers' matrix products, two a layer: F d, rank, F d, ...
+
+        Every second product has a bias. Without cross layers there are no widths.
+        """
+        if self.dcn_layers is None or self.dcn_rank is None:
+            return ()
+        width = self.interaction_width
+        return (width, *(self.dcn_rank, width) * self.dcn_layers)
+
+    @property
+    def dense_weights(self) -> dict[str, int]:
+        """How many weights and biases each part of the dense part has; none: it is not listed."""
+        counts = {
+            part: sum(n * m + m for n, m in itertools.pairwise(widths))
+            for part, widths in (("bottom_mlp", self.bottom_widths), ("top_mlp", self.top_widths))
+        }
+        if cross := self.cross_widths:
+            biases = cross[0] * (len(cross) // 2)
+            counts["interaction"] = biases + sum(n * m for n, m in itertools.pairwise(cross))
+        return counts
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class DensePart:
         self.notices = list(self.precision.notices)
         self.loss = loss
         self.micro_batch = config.micro_batch
-        self.weights = [*model.bottom_mlp.parameters(), *model.top_mlp.parameters()]
+        self.weights = model.dense_weights()
         self.bottom_mlp: Layer = model.bottom_mlp
         self.interaction: Layer = model.interaction
         self.top_mlp: Layer = model.top_mlp

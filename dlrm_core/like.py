@@ -286,6 +286,11 @@ def _sections(values: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
             f"{', '.join(optimizers)}"
         )
     training["optimizer"] = optimizers[values["optimizer"]]
+    if values["arch_interaction_op"] not in ("dot", "cat"):
+        raise InputError(
+            f"--like: --arch-interaction-op is {shown(values['arch_interaction_op'])}, expected "
+            "one of dot, cat"
+        )
     if values["lr_decay_start_step"] < values["lr_num_warmup_steps"]:
         raise InputError(
             f"--like: --lr-decay-start-step is {values['lr_decay_start_step']}, but "

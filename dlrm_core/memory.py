@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -51,11 +50,11 @@ def dense_peak(parameters: Parameters, gpu: bool = False) -> DensePeak:
         import torch
 
         kernels = engine("fused dense part")
-        if not kernels.why_not_fused(training, torch.device("cpu")):
+        if not kernels.why_not_fused(training, torch.device("cpu"), model.interaction):
             peak: DensePeak = kernels.fused_peak(parameters, rows)
             return peak
     n = NUMBER_BYTES[training.precision]
-    bottom, top = model.bottom_widths, model.top_widths
+    bottom, cross, top = model.bottom_widths, model.cross_widths, model.top_widths
     dim, features = model.embedding_dim, len(model.table_rows) + 1
     # autocast saves the input that it has cast; in fp32 it is the batch's own tensor
     bottom_kept = sum(bottom[1:]) + (bottom[0] if n < 4 else 0)
@@ -63,8 +62,9 @@ def dense_peak(parameters: Parameters, gpu: bool = False) -> DensePeak:
     pairs = model.interaction_width - dim if model.interaction == "dot" else 0
     square = features * features if model.interaction == "dot" else 0
     z = model.interaction_width
-    # concatenation is its own result
-    kept = wide if model.interaction == "dot" else 0
+    # concatenation is its own result; a cross layer keeps its factor and both products' inputs
+    kept = 0 if model.interaction == "cat" else wide
+    kept += sum(cross[1:]) + sum(cross[2:-1:2])
 
     # a CPU widens what it gathers from 2-byte numbers
     half = (square + pairs) * (4 // n) if n < 4 and not gpu else 0
@@ -76,7 +76,7 @@ def dense_peak(parameters: Parameters, gpu: bool = False) -> DensePeak:
         ),
         DensePeak(
             bottom_kept + kept + z,
-            z + (pairs + 1) + square + wide + half if square else z + wide,
+            z + (pairs + 1) + square + wide + half if square else z + (2 if cross else 1) * wide,
             "interaction backward",
         ),
         *(
@@ -162,9 +162,9 @@ def forecast_memory(parameters: Parameters, gpu: bool = False) -> list[MemoryIte
 
     Formulas (B batch, T tables of R rows, d embedding width, k mean bag size; b bytes of a
     number of ``training.precision``):
-    table 4 R d; MLP 4 sum(n m + m), in bf16 and fp16 also b sum(n m + m) for their copy,
-    as much again in fp32 for gradients; activations and their gradients: see
-    :mod:`dlrm_core.memory`; pooled vectors and their gradients 2 * 4 B T d;
+    table 4 R d; MLP 4 sum(n m + m) (cross layer 4 (2 F d r + F d), rank r, F = T + 1), in bf16
+    and fp16 also b a number for their copy, as much again in fp32 for gradients; activations
+    and their gradients: see :func:`dense_peak`; pooled vectors and their gradients 2 * 4 B T d;
     batch 4 B (D + 1) + 8 T B (k + 1); sparse gradients of an embedding T B k (4 d + 8),
     less with the fused back ends; optimiser state 4 R (row-wise Adagrad), 4 R d (Adagrad) or
     8 R d (Adam) a table. Tables on the host beside a GPU (``training.embeddings_on_gpu_bytes``)
@@ -200,15 +200,16 @@ def _tables(parameters: Parameters, placement: Placement, where: str) -> Iterato
 def _mlps(parameters: Parameters, where: str) -> Iterator[MemoryItem]:
     model = parameters.model
     number = NUMBER_BYTES[parameters.training.precision]
-    for name, widths in (("bottom MLP", model.bottom_widths), ("top MLP", model.top_widths)):
-        weights, shape = _weights(widths), "-".join(map(str, widths))
+    widths = {
+        "bottom_mlp": ("bottom MLP", model.bottom_widths),
+        "interaction": ("cross layers", model.cross_widths),
+        "top_mlp": ("top MLP", model.top_widths),
+    }
+    for part, weights in model.dense_weights.items():
+        name, shape = widths[part][0], "-".join(map(str, widths[part][1]))
         copied = number if number < FLOAT_BYTES else 0
         yield MemoryItem(f"{name} weights", shape, weights * (FLOAT_BYTES + copied), where)
         yield MemoryItem(f"{name} gradients", shape, weights * FLOAT_BYTES, where)
-
-
-def _weights(widths: Sequence[int]) -> int:
-    return sum(n * m + m for n, m in itertools.pairwise(widths))
 
 
 def _dense(parameters: Parameters, placement: Placement, where: str) -> Iterator[MemoryItem]:
@@ -272,7 +273,7 @@ def _making(parameters: Parameters) -> int:
 def _optimizer(parameters: Parameters, placement: Placement, where: str) -> Iterator[MemoryItem]:
     """State kept beside the weights: SGD has none.
 
-    Adagrad keeps R d 4 of sums a table and as much as the MLPs' weights, Adam twice that;
+    Adagrad keeps R d 4 of sums a table and as much as the dense weights, Adam twice that;
     row-wise Adagrad R 4 a table.
     """
     model, optimizer = parameters.model, parameters.training.optimizer
@@ -280,7 +281,7 @@ def _optimizer(parameters: Parameters, placement: Placement, where: str) -> Iter
         return
     width = 1 if optimizer == "rowwise_adagrad" else model.embedding_dim
     number = FLOAT_BYTES * (2 if optimizer == "adam" else 1)
-    dense = _weights(model.bottom_widths) + _weights(model.top_widths)
+    dense = sum(model.dense_weights.values())
     beside = range(len(model.table_rows)) if where == "host" else placement.on_gpu
     rows = sum(model.table_rows[t] for t in beside)
     yield MemoryItem(

@@ -152,6 +152,39 @@ class CatInteraction(nn.Module):
         return _side_by_side(x, pooled)
 
 
+class CrossInteraction(nn.Module):
+    """Cross layers of low rank r over all features side by side (DCNv2).
+
+    x (B, d) and T pooled vectors (B, d) give (B, F d) in x's precision:
+    x_{l+1} = x_0 * (W_l (V_l x_l) + b_l) + x_l, with x_0 all features, V_l (r, F d),
+    W_l (F d, r), and * by elements. Source: Wang et al. 2021, arXiv:2008.13535, section 3;
+    TorchRec has it as LowRankCrossNet.
+
+    Args:
+        widths: between the products, F d, r, F d, ..., F d.
+    """
+
+    def __init__(self, widths: Sequence[int]) -> None:
+        super().__init__()
+        self.products = nn.ModuleList(
+            nn.Linear(n, m, bias=product % 2 == 1)
+            for product, (n, m) in enumerate(itertools.pairwise(widths))
+        )
+        for widen in self.linears[1::2]:
+            nn.init.zeros_(widen.bias)
+
+    @property
+    def linears(self) -> list[nn.Linear]:
+        """V and W of each layer, in the order in which they are applied."""
+        return [product for product in self.products if isinstance(product, nn.Linear)]
+
+    def forward(self, x: torch.Tensor, pooled: Sequence[torch.Tensor]) -> torch.Tensor:
+        first = crossed = _side_by_side(x, pooled)
+        for narrow, widen in zip(self.linears[::2], self.linears[1::2], strict=True):
+            crossed = (first * widen(narrow(crossed))).add_(crossed)
+        return crossed
+
+
 class ClickLoss(nn.Module):
     """Loss of predictions p (B, 1) against targets t (B, 1): a scalar.
 
@@ -198,6 +231,8 @@ class DLRM(nn.Module):
         self.interaction: nn.Module
         if config.interaction == "dot":
             self.interaction = DotInteraction(len(config.table_rows) + 1, config.interaction_itself)
+        elif config.interaction == "dcn":
+            self.interaction = CrossInteraction(config.cross_widths)
         else:
             self.interaction = CatInteraction()
         self.top_mlp = MLP(config.top_widths, Probability(config.loss_threshold))
@@ -208,6 +243,11 @@ class DLRM(nn.Module):
         pooled = self.embeddings(batch)  # T x (B, d)
         z = self.interaction(x, pooled)  # (B, top_widths[0])
         return self.top_mlp(z)
+
+    def dense_weights(self) -> list[nn.Parameter]:
+        """Weights and biases of everything but the tables."""
+        parts = (self.bottom_mlp, self.interaction, self.top_mlp)
+        return [weight for part in parts for weight in part.parameters()]
 
 
 def build_model(
@@ -220,7 +260,8 @@ def build_model(
     """A DLRM with initial weights, on the device; without a seed its memory is left as it is.
 
     W ~ N(0, 2/(m+n)), b ~ N(0, 1/m), E ~ U(+-sqrt(1/rows)), by facebook's own
-    numpy stream (embeddings, bottom MLP, top MLP) or by torch on the device.
+    numpy stream (embeddings, bottom MLP, top MLP) or by torch on the device. Cross layers
+    come after these, their W and V by the same law, their biases 0, as TorchRec has them.
     ``huge_pages`` asks for 2 MiB pages behind the tables (see EmbeddingTables);
     ``make_tables`` makes others in their place.
     """
@@ -264,14 +305,24 @@ def facebook_table(
 
 @torch.no_grad()
 def fill_dense_like_facebook(model: DLRM, random: np.random.RandomState) -> None:
-    """Initial weights of both MLPs, from a stream that stands behind the tables."""
+    """Initial weights of the dense part, from a stream that stands behind the tables."""
+    for linear, draws_bias in _linears(model):
+        m, n = linear.weight.shape
+        weight = random.normal(0.0, np.sqrt(2 / (m + n)), (m, n)).astype(np.float32)
+        linear.weight.copy_(torch.from_numpy(weight))
+        if draws_bias:
+            bias = random.normal(0.0, np.sqrt(1 / m), m).astype(np.float32)
+            linear.bias.copy_(torch.from_numpy(bias))
+
+
+def _linears(model: DLRM) -> Iterator[tuple[nn.Linear, bool]]:
+    """Linear layers in the order of their initial weights, and whether their biases are drawn."""
     for mlp in (model.bottom_mlp, model.top_mlp):
         for linear in mlp.linears:
-            m, n = linear.weight.shape
-            weight = random.normal(0.0, np.sqrt(2 / (m + n)), (m, n)).astype(np.float32)
-            bias = random.normal(0.0, np.sqrt(1 / m), m).astype(np.float32)
-            linear.weight.copy_(torch.from_numpy(weight))
-            linear.bias.copy_(torch.from_numpy(bias))
+            yield linear, True
+    if isinstance(model.interaction, CrossInteraction):
+        for linear in model.interaction.linears:
+            yield linear, False
 
 
 @torch.no_grad()
@@ -290,9 +341,9 @@ def _fill_with_torch(model: DLRM, random: torch.Generator) -> None:
 
 @torch.no_grad()
 def fill_dense_with_torch(model: DLRM, random: torch.Generator) -> None:
-    """Initial weights of both MLPs, from a generator that stands behind the tables."""
-    for mlp in (model.bottom_mlp, model.top_mlp):
-        for linear in mlp.linears:
-            m, n = linear.weight.shape
-            linear.weight.normal_(0.0, (2 / (m + n)) ** 0.5, generator=random)
+    """Initial weights of the dense part, from a generator that stands behind the tables."""
+    for linear, draws_bias in _linears(model):
+        m, n = linear.weight.shape
+        linear.weight.normal_(0.0, (2 / (m + n)) ** 0.5, generator=random)
+        if draws_bias:
             linear.bias.normal_(0.0, (1 / m) ** 0.5, generator=random)

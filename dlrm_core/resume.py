@@ -104,7 +104,7 @@ def _torch_weights(
 ) -> Iterator[tuple[str, torch.nn.Parameter, torch.optim.Optimizer]]:
     """Name and weight of everything that an optimiser of torch updates."""
     names = {weight: name for name, weight in step.model.named_parameters()}
-    for optimizer in (step.bottom_optimizer, step.top_optimizer, *_embedding_updates(step)):
+    for optimizer in (*step.dense_optimizers, *_embedding_updates(step)):
         if not isinstance(optimizer, torch.optim.Optimizer):
             continue
         for group in optimizer.param_groups:
@@ -144,10 +144,12 @@ def _flat(state: torch.Tensor) -> torch.Tensor:
 _SHAPE = (
     "table_rows",
     "embedding_dim",
-    "bottom_widths",
-    "top_widths",
     "interaction",
     "interaction_itself",
+    "dcn_layers",
+    "dcn_rank",
+    "bottom_widths",
+    "top_widths",
 )
 """What a model's weights mean: as it was, or the checkpoint is of another model."""
 

@@ -37,17 +37,25 @@ class Step:
         dense: the dense part; its ``notices`` and ``precision`` tell what it could not do.
         embedding_optimizer: updates the tables: an optimiser of torch, or what has a
             ``learning_rate``.
+        interaction_optimizer: None where the interaction has no weights.
     """
 
     model: DLRM
     dense: DensePart
     bottom_optimizer: torch.optim.Optimizer
     top_optimizer: torch.optim.Optimizer
+    interaction_optimizer: torch.optim.Optimizer | None
     embedding_optimizer: Any
 
     @property
-    def _optimizers(self) -> tuple[Any, ...]:
-        return self.top_optimizer, self.embedding_optimizer, self.bottom_optimizer
+    def dense_optimizers(self) -> list[torch.optim.Optimizer]:
+        """What updates everything but the tables."""
+        each = (self.bottom_optimizer, self.interaction_optimizer, self.top_optimizer)
+        return [optimizer for optimizer in each if optimizer is not None]
+
+    @property
+    def _optimizers(self) -> list[Any]:
+        return [*self.dense_optimizers, self.embedding_optimizer]
 
     def set_learning_rate(self, rate: float) -> None:
         """Learning rate of all updates from the next one on (schedules)."""
@@ -92,6 +100,8 @@ class TrainingStep(Step):
         # the update is that part's. No optimiser here has state that this would split.
         self.bottom_optimizer = make(config, model.bottom_mlp.parameters(), device)
         self.top_optimizer = make(config, model.top_mlp.parameters(), device)
+        own = list(model.interaction.parameters())
+        self.interaction_optimizer = make(config, own, device) if own else None
 
     def __call__(self, batch: Batch) -> torch.Tensor:
         """Train on a batch that is already on the model's device; its loss, detached."""
@@ -108,6 +118,8 @@ class TrainingStep(Step):
         with torch.autograd.set_multithreading_enabled(False):
             embedding_backward(pooled, leaves)
         top_mlp_update(self.top_optimizer)
+        if self.interaction_optimizer is not None:
+            interaction_update(self.interaction_optimizer)
         embedding_update(self.embedding_optimizer)
         bottom_mlp_update(self.bottom_optimizer)
         return loss
@@ -168,6 +180,11 @@ def embedding_backward(pooled: list[torch.Tensor], leaves: list[torch.Tensor]) -
 
 @part("top_mlp", "update")
 def top_mlp_update(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+
+
+@part("interaction", "update")
+def interaction_update(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from dlrm_core.config import Parameters, TrainingConfig
 from dlrm_core.memory import DensePeak
-from dlrm_core.model import DLRM, DotInteraction
+from dlrm_core.model import DLRM, CrossInteraction, DotInteraction
 from dlrm_core.parts import part
 from dlrm_kernels.tiles.machine import why_no_tiles
 
@@ -39,8 +39,10 @@ def parts_of(config: TrainingConfig) -> int:
     return PARTS.get(config.fp32_matmul, 0) if config.precision == "fp32" else 0
 
 
-def why_not_fused(config: TrainingConfig, device: torch.device) -> str:
-    """Why the fused dense part cannot run here; empty if it can."""
+def why_not_fused(config: TrainingConfig, device: torch.device, interaction: str) -> str:
+    """Why the fused dense part cannot run here with this interaction; empty if it can."""
+    if interaction == "dcn":
+        return "it has no cross layers (model.interaction: dcn)"
     if device.type != "cpu":
         return "it is for CPUs; on a GPU there is training.cuda_graphs"
     if not parts_of(config):
@@ -57,7 +59,8 @@ def fuse(
     model: DLRM, loss: nn.Module, config: TrainingConfig
 ) -> tuple[FusedDense | None, list[str]]:
     """The fused dense part, or None where it cannot run; what a reader must know of it."""
-    reason = why_not_fused(config, model.top_mlp.linears[0].weight.device)
+    interaction = "dcn" if isinstance(model.interaction, CrossInteraction) else "dot"
+    reason = why_not_fused(config, model.top_mlp.linears[0].weight.device, interaction)
     if reason:
         return None, [f"training.dense_backend: fused has no effect here, torch does it: {reason}"]
     fused = FusedDense(model, loss, config)

@@ -11,11 +11,12 @@
     interaction, top MLP, loss; their backward
     top MLP's gradients are sent
     interaction backward                       top MLP's gradients
+    gradients of its cross layers are sent
     bottom MLP backward                        these, pooled gradients
     bottom MLP's gradients are sent, the loss with them
-    embedding backward and update              gradients of both MLPs
+    embedding backward and update              gradients of the dense part
     communication backward: waits for them
-    updates of the MLPs
+    updates of the MLPs and the cross layers
 
 In bottom MLP's backward the exchange of pooled gradients begins and is waited for as well:
 autograd runs it in one go with the MLP, first the sending, last the receiving. The loss is
@@ -47,7 +48,14 @@ from dlrm_core.distributed.collectives import Collectives
 from dlrm_core.distributed.tables import LocalBatch, ShardedTables
 from dlrm_core.model import DLRM
 from dlrm_core.parts import part
-from dlrm_core.step import Step, bottom_mlp_update, optimizer_of, optimizer_update, top_mlp_update
+from dlrm_core.step import (
+    Step,
+    bottom_mlp_update,
+    interaction_update,
+    optimizer_of,
+    optimizer_update,
+    top_mlp_update,
+)
 
 
 def config_of_rank(config: TrainingConfig) -> tuple[TrainingConfig, list[str]]:
@@ -144,6 +152,9 @@ class DistributedStep(Step):
         self.bottom_optimizer = optimizer_of(config, model.bottom_mlp.parameters(), device)
         self.top_optimizer = optimizer_of(config, model.top_mlp.parameters(), device)
         self._top = Bucket(list(model.top_mlp.parameters()), collectives)
+        own = list(model.interaction.parameters())
+        self.interaction_optimizer = optimizer_of(config, own, device) if own else None
+        self._interaction = Bucket(own, collectives) if own else None
         # the loss of all ranks, and how many of them were asked to stop
         self._bottom = Bucket(list(model.bottom_mlp.parameters()), collectives, numbers=2)
 
@@ -169,6 +180,9 @@ class DistributedStep(Step):
         embedding_update(self.tables)
         communication_backward(self._top.receive)
         top_mlp_update(self.top_optimizer)
+        if self._interaction is not None and self.interaction_optimizer is not None:
+            communication_backward(self._interaction.receive)
+            interaction_update(self.interaction_optimizer)
         communication_backward(self._bottom.receive)
         bottom_mlp_update(self.bottom_optimizer)
         numbers = self._bottom.numbers.clone()
@@ -188,6 +202,8 @@ class DistributedStep(Step):
             top_mlp_backward(p, p_leaf)
             communication_backward(self._top.send)
             interaction_backward(z, z_leaf)
+            if self._interaction is not None:
+                communication_backward(self._interaction.send)
             with self._collectives.about("pooled gradients"):
                 bottom_mlp_backward(x, x_leaf, pooled, pooled_leaf)
         return loss.detach().float() / self._ranks

@@ -5,7 +5,6 @@ What is needed comes from :func:`dlrm_core.memory.forecast_memory`; nothing is a
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -70,7 +69,7 @@ class Capacity:
     """Everything ``dlrm capacity`` says."""
 
     parameters: dict[str, int]
-    """Number of weights: ``tables``, ``mlps``, ``all``."""
+    """Number of weights: ``tables``, ``mlps``, ``cross_layers``, ``all``."""
     items: tuple[MemoryItem, ...]
     """For a run on this machine: on its GPU if there is one and it is asked for."""
     needed_bytes: dict[str, int]
@@ -93,6 +92,8 @@ class Capacity:
             ("weights in tables", self.parameters["tables"], ""),
             ("weights in MLPs", self.parameters["mlps"], ""),
         ]
+        if self.parameters["cross_layers"]:
+            rows.append(("weights in cross layers", self.parameters["cross_layers"], ""))
         places = {"gpu": "GPU memory", "host": "host memory"}
         rows += [
             (f"{places.get(place, place)} that a run needs at most", size, "bytes")
@@ -124,17 +125,14 @@ def capacity_of(parameters: Parameters, gpu_bytes: int | None = None) -> Capacit
     here = gpu_bytes is not None
     items = forecast_memory(parameters, here)
     tables = sum(model.table_rows) * model.embedding_dim
-    mlps = sum(
-        n * m + m
-        for widths in (model.bottom_widths, model.top_widths)
-        for n, m in itertools.pairwise(widths)
-    )
+    dense = model.dense_weights
+    mlps, cross = dense["bottom_mlp"] + dense["top_mlp"], dense.get("interaction", 0)
     verdicts = [_verdict(parameters, "host", "this host", available_host_memory(), here)]
     if here:
         verdicts.append(_verdict(parameters, "gpu", "this GPU", gpu_bytes, True))
     verdicts += [sheet_verdict(parameters, device(name)) for name in SHEETS]
     return Capacity(
-        {"tables": tables, "mlps": mlps, "all": tables + mlps},
+        {"tables": tables, "mlps": mlps, "cross_layers": cross, "all": tables + mlps + cross},
         tuple(items),
         {place: total_bytes(items, place) for place in PLACES},
         tuple(verdicts),

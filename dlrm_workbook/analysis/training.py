@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import nn
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.data.batch import Batch
 from dlrm_core.memory import ALWAYS, PLACES, MemoryItem, forecast_memory, total_bytes
+from dlrm_core.parts import part_label
 from dlrm_core.reports import TrainingResult
 from dlrm_core.schedules import learning_rate
 from dlrm_core.units import milliseconds
@@ -23,6 +23,7 @@ KINDS = {
     "embedding": "embedding",
     "sparse embedding": "embedding",
     "bottom MLP": "bottom_mlp",
+    "cross layers": "interaction",
     "top MLP": "top_mlp",
     "batches": "data",
     "making a batch": "data",
@@ -48,17 +49,17 @@ def facts(parameters: Parameters) -> pd.DataFrame:
     model, data, training = parameters.model, parameters.data, parameters.training
     rows = model.table_rows
     bag = f"{data.indices_per_lookup:,}"
-    weights = sum(
-        a * b + b for w in (model.bottom_widths, model.top_widths) for a, b in itertools.pairwise(w)
-    )
+    weights, kind = model.dense_weights, model.interaction
+    if model.cross_widths:
+        kind += f", {model.dcn_layers} cross layers of rank {model.dcn_rank}"
     known = {
         "bottom MLP": " → ".join(map(str, model.bottom_widths)),
         "top MLP": " → ".join(map(str, model.top_widths)),
         "embedding tables": f"{len(rows)} tables, {sum(rows):,} rows in all, "
         f"{model.embedding_dim} wide",
-        "interaction": model.interaction,
+        "interaction": kind,
         "parameters of the model": f"{sum(rows) * model.embedding_dim:,} in tables, "
-        f"{weights:,} in MLPs",
+        + ", ".join(f"{count:,} in {part_label(part)}" for part, count in weights.items()),
         "data": f"{data.generator}, loaded by the {data.loader} loader",
         "indices per lookup": f"{bag} each" if data.fixed_pooling else f"up to {bag}",
         "batch": f"{training.batch_size:,} samples, {training.batches:,} batches",

@@ -72,6 +72,8 @@ KNOWN_BY_WORK = frozenset(
         "model.table_rows",
         "model.interaction",
         "model.interaction_itself",
+        "model.dcn_layers",
+        "model.dcn_rank",
     }
 )
 """Leaves whose effect is in the operations and bytes of the parts."""

@@ -78,7 +78,7 @@ def operator_work(
     kind = _FusedDense if is_fused(parameters) and not on_gpu else _TorchDense
     kind(step).iteration()
     step.embeddings(looked_up)
-    step.mlp_updates()
+    step.dense_updates()
     return pd.DataFrame([asdict(row) for row in step.work], columns=list(Work.__dataclass_fields__))
 
 
@@ -96,7 +96,8 @@ def is_fused(parameters: Parameters) -> bool:
     possible = training.precision == "bf16" or (
         training.precision == "fp32" and training.fp32_matmul in TILE_PARTS
     )
-    return training.dense_backend == "fused" and possible and training.device != "cuda"
+    possible &= parameters.model.interaction != "dcn" and training.device != "cuda"
+    return training.dense_backend == "fused" and possible
 
 
 @dataclass(frozen=True)
@@ -256,6 +257,9 @@ class _Step:
         self.model, self.training = parameters.model, parameters.training
         self.dim, self.features = self.model.embedding_dim, len(self.model.table_rows) + 1
         self.mlps = {"top_mlp": self.model.top_widths, "bottom_mlp": self.model.bottom_widths}
+        self.weights = {part: _weights(widths) for part, widths in self.mlps.items()}
+        if cross := self.model.cross_widths:
+            self.weights["interaction"] = _cross_weights(cross)
         self.work: list[Work] = []
         self._part = ("other", "", 1)
 
@@ -320,7 +324,7 @@ class _Step:
             k=k,
         )
 
-    # ---- data, loss, updates of the MLPs ----------------------------------------------
+    # ---- data, loss, updates of the dense weights -------------------------------------
 
     def data(self, looked_up: float, on_gpu: bool) -> None:
         """A batch must at least be written once, and copied where the model is on a GPU."""
@@ -363,11 +367,10 @@ class _Step:
             self.add("_to_copy", rows * 8, rows * four)
             self.add("binary_cross_entropy_backward", 3 * rows * four, rows * four, flops=3 * rows)
 
-    def mlp_updates(self) -> None:
+    def dense_updates(self) -> None:
         """SGD: w −= η g. Adagrad: s += g², w −= η g / (√s + ε)."""
         fused = self.training.fused_optimizer
-        for part, widths in self.mlps.items():
-            sizes = _weights(widths)
+        for part, sizes in self.weights.items():
             with self.part(part, "update"):
                 for size in [sum(sizes)] if fused else sizes:
                     whole = size * FLOAT_BYTES
@@ -499,6 +502,14 @@ def _weights(widths: tuple[int, ...]) -> list[int]:
     return [size for n, m in itertools.pairwise(widths) for size in (n * m, m)]
 
 
+def _cross_weights(widths: tuple[int, ...]) -> list[int]:
+    """Elements of each cross layer's weights and bias, in the optimiser's order."""
+    sizes = []
+    for product, (n, m) in enumerate(itertools.pairwise(widths)):
+        sizes += [n * m, m] if product % 2 else [n * m]
+    return sizes
+
+
 class _TorchDense:
     """The MLPs and the interaction as torch's own operators run them."""
 
@@ -547,16 +558,16 @@ class _TorchDense:
 
     def _whole_batch(self, pieces: int) -> None:
         """What is done once however many pieces a batch has, and what only pieces need."""
-        for part, widths in self.step.mlps.items():
+        for part, sizes in self.step.weights.items():
             if self.narrow:
                 with self.step.part(part, "forward"):
                     # autocast keeps a weight's copy until the step is done
-                    for size in _weights(widths):
+                    for size in sizes:
                         self.step.cast(size, FLOAT_BYTES, self.element)
             if pieces > 1:
                 with self.step.part(part, "backward", pieces - 1):
                     # weight gradients are added to those of the first piece
-                    for size in _weights(widths):
+                    for size in sizes:
                         self.step.pointwise("add_", size, 2, FLOAT_BYTES)
 
     def _mlp_forward(self, rows: int, top: bool) -> None:
@@ -609,7 +620,9 @@ class _TorchDense:
                 step.cast(rows * dim, FLOAT_BYTES, element)
         whole = rows * features * dim * element
         step.add("cat", whole, whole)
-        if self.model.interaction == "cat":
+        if self.model.interaction == "dcn":
+            self._cross_forward(rows)
+        if self.model.interaction != "dot":
             return
         pairs = self.model.interaction_width - dim
         shape = (features, features, dim, element)
@@ -647,10 +660,40 @@ class _TorchDense:
                 step.product("baddbmm_", "backward_input", *shape, batch=rows, accumulate=True)
             # x goes to the interaction's output as it is, too
             step.add("add", 2 * vector, vector, flops=rows * dim)
-        elif rows > 1:
-            step.add("copy_", vector, vector)
+        else:
+            if self.model.interaction == "dcn":
+                self._cross_backward(rows)
+            if rows > 1:
+                step.add("copy_", vector, vector)
         for _ in range(features - 1):
             self._table_gradient(rows)
+
+    def _cross_forward(self, rows: int) -> None:
+        """x_0 (W (V x) + b) + x, layer by layer: V narrows to the rank, W widens again."""
+        step, element, widths = self.step, self.element, self.model.cross_widths
+        for layer in range(0, len(widths) - 1, 2):
+            width, rank = widths[layer : layer + 2]
+            step.product("mm", "forward", rows, rank, width, element, layer=layer)
+            step.product("addmm", "forward", rows, width, rank, element, layer=layer + 1, bias=True)
+            step.pointwise("mul", rows * width, 2, element)
+            step.pointwise("add_", rows * width, 2, element)
+
+    def _cross_backward(self, rows: int) -> None:
+        """Two products for each forward one; the gradients of x_0 and of each x are added up."""
+        step, element, widths = self.step, self.element, self.model.cross_widths
+        for layer in reversed(range(0, len(widths) - 1, 2)):
+            width, rank = widths[layer : layer + 2]
+            for operator in ("mul", "mul", "add", "add"):
+                step.pointwise(operator, rows * width, 2, element)
+            for product, n, m in ((layer + 1, rank, width), (layer, width, rank)):
+                step.product("mm", "backward_input", rows, n, m, element, layer=product)
+                step.product("mm", "backward_weight", m, n, rows, element, layer=product)
+                if self.narrow:
+                    step.cast(n * m, element, FLOAT_BYTES)
+            # the bias's gradient
+            step.add("sum", rows * width * element, width * element, flops=rows * width)
+            if self.narrow:
+                step.cast(width, element, FLOAT_BYTES)
 
     def _table_gradient(self, rows: int) -> None:
         """The gradient of one table's vectors: a slice of the features', made contiguous."""

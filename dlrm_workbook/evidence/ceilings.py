@@ -107,10 +107,14 @@ def model_products(parameters: Parameters) -> list[Product]:
     """All products of one iteration; the interaction's backward stands for two of its shape."""
     model, size = parameters.model, parameters.training.batch_size
     found = []
-    for part, widths in (("bottom_mlp", model.bottom_widths), ("top_mlp", model.top_widths)):
+    for part, widths in (
+        ("bottom_mlp", model.bottom_widths),
+        ("interaction", model.cross_widths),
+        ("top_mlp", model.top_widths),
+    ):
         for layer, (n, m) in enumerate(itertools.pairwise(widths)):
             found.append(Product(part, layer, "forward", size, m, n))
-            if part == "top_mlp" or layer > 0:  # nobody asks for the dense features' gradient
+            if part != "bottom_mlp" or layer > 0:  # nobody asks for the dense features' gradient
                 found.append(Product(part, layer, "backward_input", size, n, m))
             found.append(Product(part, layer, "backward_weight", m, n, size))
     if model.interaction == "dot":
@@ -122,8 +126,8 @@ def model_products(parameters: Parameters) -> list[Product]:
 
 def tile_precision(parameters: Parameters, device: torch.device) -> str | None:
     """Name of the tile kernels' products, where the run's dense part multiplies by them."""
-    training = parameters.training
-    if training.dense_backend != "fused" or why_not_fused(training, device):
+    training, interaction = parameters.training, parameters.model.interaction
+    if training.dense_backend != "fused" or why_not_fused(training, device, interaction):
         return None
     names = {parts: name for name, parts in TILE_PARTS.items()}
     return names[parts_of(training)]

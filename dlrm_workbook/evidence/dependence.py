@@ -67,6 +67,8 @@ ACCOUNTED = {
     "model.table_rows",
     "model.interaction",
     "model.interaction_itself",
+    "model.dcn_layers",
+    "model.dcn_rank",
     "model.loss",
     "model.loss_weights",
     "model.loss_threshold",
@@ -85,8 +87,9 @@ ACCOUNTED = {
 def changed_parameters(parameters: Parameters, change: Change) -> tuple[Parameters, list[str]]:
     """The parameters after a change, and what had to change along with it.
 
-    The bottom MLP ends in the embedding width, and a list of rows has an entry a table,
-    so ``model.embedding_dim`` and ``model.tables`` take those along.
+    The bottom MLP ends in the embedding width, a list of rows has an entry a table, and only
+    dcn has cross layers, so ``model.embedding_dim``, ``model.tables`` and ``model.interaction``
+    take those along.
 
     Raises:
         InputError: a leaf is unknown, or the changed parameters cannot work.
@@ -109,6 +112,11 @@ def changed_parameters(parameters: Parameters, change: Change) -> tuple[Paramete
             f"model.bottom_mlp ends in {change['model.embedding_dim']} too, "
             "since the interaction needs it"
         )
+    if change.get("model.interaction", "dcn") != "dcn" and parameters.model.cross_widths:
+        for leaf in ("dcn_layers", "dcn_rank"):
+            if f"model.{leaf}" not in change:
+                model[leaf] = None
+        notices.append("model.dcn_layers and model.dcn_rank are left out: only dcn has them")
     counts_input = model["mlp_sizes"] == "facebook"
     if "model.bottom_mlp" in change and "model.dense_features" not in change and counts_input:
         model["dense_features"] = None
@@ -161,7 +169,7 @@ def affected_phases(base: Parameters, changed: Parameters, component: str) -> se
     update is part of the backward pass.
     """
     fused = base.training.embedding_backend != "torch"
-    if component not in ("bottom_mlp", "top_mlp", "embedding") or (
+    if component not in ("bottom_mlp", "interaction", "top_mlp", "embedding") or (
         component == "embedding" and fused
     ):
         return None
@@ -189,7 +197,8 @@ def signature(parameters: Parameters, component: str) -> tuple[Any, ...]:
         return (*dense, *update, model.bottom_widths)
     if component == "interaction":
         kind = (model.interaction, model.interaction == "dot" and model.interaction_itself)
-        return (*dense, len(model.table_rows), model.embedding_dim, *kind)
+        cross = (*update, model.cross_widths) if model.cross_widths else ()
+        return (*dense, len(model.table_rows), model.embedding_dim, *kind, *cross)
     if component == "top_mlp":
         return (*dense, *update, model.top_widths, model.loss_threshold)
     if component == "loss":
@@ -197,7 +206,7 @@ def signature(parameters: Parameters, component: str) -> tuple[Any, ...]:
     if component == "embedding":
         return (*_leaves(training, EMBEDDING_ENGINE), *bags, model.embedding_dim, law, skew)
     if component == "optimizer":
-        parts = ("bottom_mlp", "top_mlp", "embedding")
+        parts = ("bottom_mlp", "interaction", "top_mlp", "embedding")
         return tuple(signature(parameters, part) for part in parts)
     if component == "data":
         # numpy's generators know no threads, torch's do

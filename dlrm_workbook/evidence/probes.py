@@ -8,7 +8,6 @@ are known well enough.
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 import threading
@@ -119,6 +118,8 @@ def reduced(parameters: Parameters, half: str) -> Parameters:
             bottom_mlp=(1, model.embedding_dim),
             top_mlp=(1,),
             interaction="cat",
+            dcn_layers=None,
+            dcn_rank=None,
             loss="mse",
         )
         law = "facebook" if data.generator == "facebook_loop" else data.generator
@@ -136,8 +137,8 @@ def half_bytes(parameters: Parameters, half: str) -> int:
     if half == "sparse":
         lookups = sum(size * mean_bag_size(parameters, rows) for rows in model.table_rows)
         return int(lookups * model.embedding_dim * 4 * 4)
-    widths = (model.bottom_widths, model.top_widths)
-    weights = sum(n * m + m for pairs in map(itertools.pairwise, widths) for n, m in pairs)
+    widths = (model.bottom_widths, model.cross_widths, model.top_widths)
+    weights = sum(model.dense_weights.values())
     features = len(model.table_rows) + 1
     values = sum(map(sum, widths)) + features * (features + model.embedding_dim)
     return 4 * (2 * size * values + 3 * weights)
@@ -376,7 +377,8 @@ def default_changes(parameters: Parameters) -> list[dict[str, Any]]:
     may_round = training.precision == "fp32" and training.lowest_precision != "fp32"
     if may_round and cpu_flags() & set(BF16_FLAGS):
         changes.append({"training.precision": "bf16"})
-    changes += _fused_changes(training)
+    # the fused dense part has no cross layers
+    changes += [] if parameters.model.cross_widths else _fused_changes(training)
     if training.embedding_backend == "torch":
         changes.append({"training.embedding_backend": "fused"})
     if not training.fused_optimizer:

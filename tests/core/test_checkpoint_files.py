@@ -174,6 +174,10 @@ def test_a_newer_version_is_refused_with_both_numbers(written, tmp_path):
         ({"model": {"table_rows": [50, 4, 200]}}, ["model.table_rows[1] = 3", "has 4"]),
         ({"model": {"table_rows": [50, 3]}}, ["model.tables = 3", "has 2"]),
         ({"model": {"top_mlp": "9-1"}}, ["model.top_mlp = 10-8-1", "has 10-9-1"]),
+        (
+            {"model": {"interaction": "dcn"}},
+            ["model.interaction = 'dot', but this run has 'dcn'"],
+        ),
         ({"model": {"loss": "mse"}}, ["model.loss = 'bce'", "'mse'"]),
         ({"data": {"indices_per_lookup": 5}}, ["data.indices_per_lookup = 4", "has 5"]),
         ({"data": {"generator": "uniform"}}, ["data.generator = 'facebook'", "'uniform'"]),

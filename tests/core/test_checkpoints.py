@@ -27,6 +27,8 @@ from dlrm_core.errors import InputError
 from dlrm_core.train import Trainer, train
 from dlrm_workbook.cli import main
 
+DCN = {"interaction": "dcn", "dcn_layers": 2, "dcn_rank": 3}
+
 SCHEDULE = {
     "lr_warmup_steps": 3,
     "lr_decay_start": 5,
@@ -60,6 +62,8 @@ SCHEDULE = {
         ),
         # a scale that skips some steps, so that their number is part of the state
         ({}, {"precision": "fp16", "loss_scale": 2.0**24, "optimizer": "adagrad"}),
+        ({}, {"optimizer": "adagrad", "model": DCN}),
+        ({}, {"optimizer": "adam", "model": DCN, "precision": "fp16", "loss_scale": 2.0**24}),
     ],
 )
 def test_resuming_gives_the_same_bits(tmp_path, data, training):

@@ -69,7 +69,10 @@ def test_both_ways_of_counting_mlp_sizes_give_the_same_widths():
 
 @pytest.mark.parametrize(
     ("interaction", "itself", "expected"),
-    [("dot", False, 36 + 64), ("dot", True, 45 + 64), ("cat", False, 9 * 64)],
+    [
+        *(("dot", False, 36 + 64), ("dot", True, 45 + 64)),
+        *(("cat", False, 9 * 64), ("dcn", False, 9 * 64)),
+    ],
 )
 def test_interaction_width(interaction, itself, expected):
     parameters = parameters_from_sections(
@@ -110,7 +113,11 @@ def test_interaction_width(interaction, itself, expected):
         ({"model": {"table_rows": []}}, ["model.table_rows", "empty"]),
         ({"model": {"mlp_sizes": "nvidia"}}, ["model.dense_features", "missing"]),
         ({"model": {"dense_features": 7}}, ["model.dense_features is 7", "512"]),
-        ({"model": {"interaction": "sum"}}, ["'sum'", "dot, cat"]),
+        ({"model": {"interaction": "sum"}}, ["'sum'", "dot, cat, dcn"]),
+        ({"model": {"dcn_rank": 8}}, ["dcn_rank is 8, but model.interaction is 'dot'", "leave it"]),
+        ({"model": {"interaction": "cat", "dcn_layers": 3}}, ["dcn_layers is 3, but", "'cat'"]),
+        ({"model": {"interaction": "dcn", "dcn_rank": 0}}, ["model.dcn_rank is 0", "at least 1"]),
+        ({"model": {"interaction": "dcn", "dcn_layers": -1}}, ["model.dcn_layers is -1"]),
         ({"model": {"loss_weights": [1]}}, ["model.loss_weights", "1 numbers", "2"]),
         ({"data": {"place": "device"}}, ["data.place", "facebook"]),
         ({"title": 3}, ["title", "3"]),

@@ -21,6 +21,8 @@ def build(interaction, loss, itself=False, micro_batch=None):
                 "table_rows": [30, 3, 11],
                 "interaction": interaction,
                 "interaction_itself": itself,
+                "dcn_layers": 2 if interaction == "dcn" else None,
+                "dcn_rank": 3 if interaction == "dcn" else None,
                 "loss": loss,
                 "loss_weights": [0.3, 1.7],
             },
@@ -39,6 +41,9 @@ def build(interaction, loss, itself=False, micro_batch=None):
         object.__setattr__(batch, name, getattr(batch, name).double())
     # Probability computes in float32 whatever comes in; here it must not
     model.top_mlp[-1] = torch.nn.Sigmoid()
+    # biases of cross layers begin at 0, where a wrong sign would not show
+    for weight in model.interaction.parameters():
+        weight.data.add_(0.1)
     loss_module = ClickLoss(loss, chosen.model.loss_weights)
     return chosen, model, batch, loss_module
 
@@ -50,6 +55,8 @@ def build(interaction, loss, itself=False, micro_batch=None):
         ("dot", "bce", True, None),
         ("dot", "wbce", False, 5),
         ("cat", "bce", False, None),
+        ("dcn", "bce", False, None),
+        ("dcn", "mse", False, 5),
     ],
 )
 def test_one_step_of_sgd_is_the_numerical_gradient(interaction, loss, itself, micro_batch):

@@ -109,6 +109,11 @@ def test_a_flag_becomes_its_parameter(word: str, leaf: str, expected: Any) -> No
     assert like(word).to_sections()[section][name] == expected
 
 
+def test_an_interaction_that_the_script_lacks_is_refused_under_its_flag() -> None:
+    with pytest.raises(InputError, match="--arch-interaction-op is 'dcn', expected one of dot, ca"):
+        like("--arch-interaction-op=dcn")
+
+
 def test_text_after_a_flag_of_type_bool_means_true_as_in_the_script() -> None:
     sections, notes = translated(f"{SCRIPT} --round-targets=False")
     assert sections.tree["data"]["round_targets"] is True

@@ -5,10 +5,12 @@ import copy
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dlrm_core.config import parameters_from_sections
 from dlrm_core.data.loader import batches
-from dlrm_core.model import ClickLoss, DotInteraction, build_model
+from dlrm_core.model import ClickLoss, CrossInteraction, DotInteraction, build_model
 from dlrm_core.train import Trainer
 
 SHAPE = {"bottom_mlp": "16-32-8", "top_mlp": "32-16-1", "embedding_dim": 8}
@@ -36,6 +38,47 @@ def test_dot_interaction_is_every_pair_once(itself):
     torch.testing.assert_close(result, torch.cat(expected, dim=1))
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    size=st.integers(1, 9),
+    features=st.integers(2, 6),
+    dim=st.integers(1, 8),
+    layers=st.integers(1, 4),
+    rank=st.integers(1, 9),
+    seed=st.integers(0, 99),
+)
+def test_cross_layers_are_the_papers_formula(size, features, dim, layers, rank, seed):
+    torch.manual_seed(seed)
+    width = features * dim
+    cross = CrossInteraction((width, *(rank, width) * layers)).double()
+    for weight in cross.parameters():
+        torch.nn.init.normal_(weight)
+    vectors = torch.randn(features, size, dim, dtype=torch.float64)
+    expected = first = np.concatenate(vectors.numpy(), axis=1)
+    weights = [weight.detach().numpy() for weight in cross.parameters()]
+    for v, w, b in zip(weights[::3], weights[1::3], weights[2::3], strict=True):
+        expected = first * (expected @ v.T @ w.T + b) + expected
+    assert len(weights) == 3 * layers
+    result = cross(vectors[0], list(vectors[1:])).detach().numpy()
+    np.testing.assert_allclose(result, expected, rtol=1e-9, atol=1e-9 * abs(expected).max())
+
+
+@pytest.mark.parametrize("init", ["facebook", "torch"])
+def test_cross_layers_begin_as_torchrecs_and_change_no_other_weight(init):
+    without = build_model(small(interaction="cat", init=init).model, 3, torch.device("cpu"))
+    parameters = small(interaction="dcn", dcn_layers=2, dcn_rank=300, init=init)
+    model = build_model(parameters.model, 3, torch.device("cpu"))
+    before, weights = dict(without.named_parameters()), dict(model.named_parameters())
+    assert all(torch.equal(weights[name], weight) for name, weight in before.items())
+    own = [weight.detach() for name, weight in weights.items() if name not in before]
+    assert [tuple(weight.shape) for weight in own] == [(300, 32), (32, 300), (32,)] * 2
+    for narrow, widen, bias in (own[:3], own[3:]):
+        # xavier_normal_
+        for weight in (narrow, widen):
+            assert float(weight.std()) == pytest.approx((2 / 332) ** 0.5, rel=0.05)
+        assert not bias.any()
+
+
 def test_prediction_written_out_in_numpy():
     parameters = small()
     model = build_model(parameters.model, 5, torch.device("cpu"))
@@ -61,7 +104,7 @@ def test_prediction_written_out_in_numpy():
 
 
 @pytest.mark.parametrize("loss", ["mse", "bce", "wbce"])
-@pytest.mark.parametrize("interaction", ["dot", "cat"])
+@pytest.mark.parametrize("interaction", ["dot", "cat", "dcn"])
 @pytest.mark.parametrize("itself", [False, True])
 def test_the_step_in_parts_equals_one_backward_bit_for_bit(loss, interaction, itself):
     parameters = small(

@@ -114,13 +114,27 @@ def test_without_tiles_torch_does_it_and_the_run_says_so(nowhere):
     assert low.train().losses == losses_of(batches=3, precision="bf16").tolist()
 
 
+def test_cross_layers_are_left_to_torch_and_the_run_says_so(anywhere):
+    dcn = {"interaction": "dcn", "dcn_rank": 4}
+    for options in (BF16X2, BF16):
+        trainer = trainer_of(dcn, **options, batches=3)
+        said = [n for n in trainer.notices if "no cross layers (model.interaction: dcn)" in n]
+        assert any("torch does it" in notice for notice in said)
+        assert len(said) == (2 if options == BF16X2 else 1)  # and its products are oneDNN's
+        plain = {name: value for name, value in options.items() if name == "precision"}
+        expected = losses_of(dcn, batches=3, **plain).tolist()
+        assert trainer.train().losses == pytest.approx(expected, abs=1e-6)
+    proposed = default_changes(parameters_from_sections({"model": dcn}))
+    assert proposed and not any("training.dense_backend" in change for change in proposed)
+
+
 def test_what_it_cannot_do_is_said():
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     fused = TrainingConfig(dense_backend="fused")
-    assert "bf16x2 or bf16x3, not default" in dense_fused.why_not_fused(fused, cpu)
+    assert "bf16x2 or bf16x3, not default" in dense_fused.why_not_fused(fused, cpu, "dot")
     half = TrainingConfig(dense_backend="fused", precision="fp16")
-    assert "no fp16 products" in dense_fused.why_not_fused(half, cpu)
-    assert "cuda_graphs" in dense_fused.why_not_fused(TrainingConfig(**BF16), gpu)
+    assert "no fp16 products" in dense_fused.why_not_fused(half, cpu, "dot")
+    assert "cuda_graphs" in dense_fused.why_not_fused(TrainingConfig(**BF16), gpu, "cat")
     (notice,) = set_fp32_matmul("bf16x2", parameters_from_sections({}).model, gpu)
     assert "bf16x2 has no effect on a GPU" in notice
 

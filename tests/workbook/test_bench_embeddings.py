@@ -8,9 +8,14 @@ import json
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dlrm_core.config import parameters_from_sections
+from dlrm_core.data.loader import batches
 from dlrm_core.errors import InputError, MissingToolError
+from dlrm_core.model import ClickLoss, CrossInteraction, build_model
+from dlrm_core.step import TrainingStep
 from dlrm_workbook.evidence.contestants import run_ours
 from dlrm_workbook.studies.bench import embeddings as bench
 from dlrm_workbook.studies.bench import torchrec as bench_torchrec
@@ -178,7 +183,10 @@ def test_real_contestants_compute_the_same(monkeypatch):
 # ---- TorchRec ------------------------------------------------------------------------------------
 
 
-def small(**training):
+DCN = {"interaction": "dcn", "dcn_layers": 3, "dcn_rank": 5}
+
+
+def small(model=None, **training):
     return parameters_from_sections(
         {
             "model": {
@@ -186,7 +194,8 @@ def small(**training):
                 "top_mlp": "32-16-1",
                 "embedding_dim": 8,
                 "table_rows": [1000, 50, 3],
-            },
+            }
+            | (model or {}),
             "data": {"indices_per_lookup": 10},
             "training": {"batch_size": 64, "seed": 5, "learning_rate": 0.05} | training,
         }
@@ -203,10 +212,77 @@ def test_torchrecs_pairs_are_ours_in_another_order(features):
     torch.testing.assert_close(ours[bench_torchrec.pair_order(features)], theirs)
 
 
-@pytest.mark.skipif(
+needs_torchrec = pytest.mark.skipif(
     importlib.util.find_spec("torchrec") is None,
     reason="torchrec is not installed (its package declares FBGEMM's CUDA build)",
 )
+
+
+@needs_torchrec
+@settings(max_examples=20, deadline=None)
+@given(
+    size=st.integers(1, 9),
+    features=st.integers(2, 6),
+    dim=st.integers(1, 16),
+    layers=st.integers(1, 4),
+    rank=st.integers(1, 20),
+)
+def test_cross_layers_and_their_gradients_are_torchrecs(size, features, dim, layers, rank):
+    from torchrec.modules.crossnet import LowRankCrossNet
+
+    torch.manual_seed(size)
+    width = features * dim
+    ours = CrossInteraction((width, *(rank, width) * layers))
+    for linear in ours.linears[1::2]:
+        torch.nn.init.normal_(linear.bias)
+    theirs = LowRankCrossNet(width, layers, rank)
+    bench_torchrec.take_cross_weights(ours, theirs)
+    leaves = [torch.randn(size, dim, requires_grad=True) for _ in range(features)]
+    z, expected = ours(leaves[0], leaves[1:]), theirs(torch.cat(leaves, dim=1))
+    torch.testing.assert_close(z, expected, rtol=1e-5, atol=1e-5)
+    inputs = [*leaves, *theirs.V_kernels, *theirs.W_kernels, *theirs.bias]
+    theirs_gradients = torch.autograd.grad(expected.square().mean(), inputs)
+    narrow, widen = ours.linears[::2], ours.linears[1::2]
+    weights = [*(v.weight for v in narrow), *(w.weight for w in widen), *(w.bias for w in widen)]
+    for one, other in zip(
+        torch.autograd.grad(z.square().mean(), [*leaves, *weights]), theirs_gradients, strict=True
+    ):
+        scale = float(other.abs().max())
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * max(scale, 1.0))
+
+
+@needs_torchrec
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+def test_a_training_with_cross_layers_is_that_of_torchrecs_dlrm_dcn(optimizer):
+    chosen, cpu = small(DCN, optimizer=optimizer), torch.device("cpu")
+    model = build_model(chosen.model, chosen.training.seed, cpu)
+    theirs = bench_torchrec.TorchRecStep(chosen, model, cpu)
+    assert type(theirs.model).__name__ == "DLRM_DCN"
+    loss = ClickLoss(chosen.model.loss, chosen.model.loss_weights)
+    ours, stream = TrainingStep(model, loss, chosen.training), batches(chosen, cpu)
+    losses = []
+    for _ in range(20):
+        batch = next(stream)
+        losses.append((float(ours(batch)), float(theirs(batch))))
+    one, other = zip(*losses, strict=True)
+    assert one == pytest.approx(other, abs=1e-5)
+    # all weights learn
+    trained = {name: weight.detach() for name, weight in model.named_parameters()}
+    first = build_model(chosen.model, chosen.training.seed, cpu)
+    for name, weight in first.named_parameters():
+        assert not torch.equal(trained[name], weight), name
+    cross = dict(theirs.model.inter_arch.crossnet.named_parameters())
+    for layer in range(3):
+        for kind, name in (("V_kernels", f"{2 * layer}.weight"), ("bias", f"{2 * layer + 1}.bias")):
+            torch.testing.assert_close(
+                trained[f"interaction.products.{name}"],
+                cross[f"{kind}.{layer}"].detach(),
+                rtol=1e-4,
+                atol=1e-5,
+            )
+
+
+@needs_torchrec
 def test_torchrec_trains_as_our_model_does():
     given = small(optimizer="rowwise_adagrad")
     theirs = bench_torchrec.run_torchrec(given, 2, 1)

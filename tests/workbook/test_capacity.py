@@ -29,6 +29,7 @@ from dlrm_core.memory import (
     require_memory,
     total_bytes,
 )
+from dlrm_core.model import build_model
 from dlrm_core.units import format_bytes
 from dlrm_workbook import cli
 from dlrm_workbook.analysis.capacity import CUDA_CONTEXT_BYTES, SHEETS, capacity_of, sheet_verdict
@@ -69,6 +70,12 @@ SHAPES = {
         | {"table_rows": 1000},
         {"indices_per_lookup": 1},
         batch_size=6144,
+    ),
+    "cross layers": sections(
+        {"bottom_mlp": [13, 32], "top_mlp": [128, 1], "embedding_dim": 32, "tables": 20}
+        | {"table_rows": 1000, "interaction": "dcn", "dcn_rank": 128},
+        {"indices_per_lookup": 1},
+        batch_size=8192,
     ),
     "sparse gradients": sections(
         {"bottom_mlp": [64, 64], "top_mlp": [64, 1], "table_rows": 40_000},
@@ -129,6 +136,23 @@ def test_tables_and_weights_are_counted_exactly():
     assert half["bottom MLP weights"].bytes == 6 * (16 * 64 + 64)
 
 
+def test_cross_layers_weights_are_counted_exactly():
+    dcn = {"interaction": "dcn", "dcn_layers": 2, "dcn_rank": 5}
+    found = parameters(dcn, optimizer="adagrad")
+    width, rank = 4 * 64, 5
+    own = 2 * (2 * width * rank + width)
+    assert found.model.dense_weights["interaction"] == own
+    items = by_name(found)
+    assert items["cross layers weights"].bytes == items["cross layers gradients"].bytes == 4 * own
+    assert items["top MLP weights"].bytes == 4 * (width * 16 + 16 + 16 * 1 + 1)
+    dense = sum(found.model.dense_weights.values())
+    assert items["optimiser state"].bytes == 4 * (600 * 64 + dense)
+    model = build_model(found.model, None, torch.device("cpu"))
+    assert dense == sum(weight.numel() for weight in model.dense_weights())
+    assert capacity_of(found).parameters["cross_layers"] == own
+    assert "weights in cross layers" in set(capacity_of(found).weights()["what"])
+
+
 def test_stages_that_follow_each_other_do_not_add_up():
     items = [
         MemoryItem("a", "", 10, "host"),
@@ -143,7 +167,7 @@ def test_stages_that_follow_each_other_do_not_add_up():
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("interaction", ["dot", "cat"])
+@pytest.mark.parametrize("interaction", ["dot", "cat", "dcn"])
 def test_the_dense_peak_grows_with_its_rows(precision, interaction):
     base = parameters({"interaction": interaction}, batch_size=100, precision=precision)
     twice = parameters({"interaction": interaction}, batch_size=200, precision=precision)

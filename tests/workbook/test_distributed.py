@@ -19,6 +19,7 @@ from dlrm_core.distributed.plan import require_possible
 from dlrm_core.errors import InputError, MissingToolError
 from dlrm_core.model import build_model
 from dlrm_core.train import Trainer
+from dlrm_workbook.analysis.ranks.communication import allreduce_bytes
 from dlrm_workbook.analysis.ranks.record import read_record, record_of
 from dlrm_workbook.studies.scaling import measure as scaling
 from dlrm_workbook.studies.scaling.launch import RanksFailed
@@ -81,12 +82,20 @@ RUNS = {
         {"table_wise", "replicated"},
     ),
     "auto": (sections({"interaction": "cat"}), None),
+    "cross": (
+        sections(
+            {"interaction": "dcn", "dcn_layers": 2, "dcn_rank": 6},
+            sharding="table_wise",
+            optimizer="adagrad",
+        ),
+        {"table_wise"},
+    ),
 }
 """Each is trained by one process, and by so many ranks:"""
 
 CASES = [
     *(("row_wise", 1), ("mixed", 1)),
-    *(("table_wise", 2), ("column_wise", 2), ("auto", 2)),
+    *(("table_wise", 2), ("column_wise", 2), ("auto", 2), ("cross", 2)),
     *(("table_wise", 4), ("row_wise", 4), ("mixed", 4)),
 ]
 
@@ -300,7 +309,17 @@ def test_ranks_evaluate_as_one_process_does(ranks, alone, count):
 @needs_torchrec
 def test_what_is_exchanged_is_what_the_formulas_say(ranks):
     """Payloads of one rank in one iteration, against the model's sizes."""
+    # two buckets an iteration, with two more numbers: the loss, and who stops
     dense = 4 * (5 * 12 + 12 + 12 * 16 + 16 + (16 + 10) * 12 + 12 + 12 + 1 + 2)
+    # and one of the cross layers
+    wide = 5 * 16
+    cross = 4 * (5 * 12 + 12 + 12 * 16 + 16 + wide * 12 + 12 + 12 + 1 + 2)
+    cross += 4 * 2 * (2 * wide * 6 + wide)
+    given = parameters_from_sections(RUNS["cross"][0])
+    assert allreduce_bytes(given) == cross - 4 * 2
+    for records in ranks[0][2]["cross"]["collectives"]:
+        sent = [r["bytes"] for r in records if r["what"] == "dense gradients"]
+        assert len(sent) == 3 * STEPS and sum(sent) == STEPS * cross
     for name, count, forward, backward in (
         ("table_wise", 2, "alltoall", "alltoall"),
         ("table_wise", 4, "alltoall", "alltoall"),
@@ -310,8 +329,7 @@ def test_what_is_exchanged_is_what_the_formulas_say(ranks):
         assert all(record["done"] for record in per_rank[0])
         for rank, records in enumerate(per_rank):
             sent = [r["bytes"] for r in records if r["what"] == "dense gradients"]
-            # two buckets an iteration; two more numbers travel along: the loss, and who stops
-            assert sum(sent) == STEPS * dense, rank
+            assert len(sent) == 2 * STEPS and sum(sent) == STEPS * dense, rank
         pooled = [[r for r in records if r["what"].startswith("pooled")] for records in per_rank]
         kinds = {(r["what"], r["kind"]) for r in pooled[0] if r["bytes"]}
         assert kinds == {("pooled vectors", forward), ("pooled gradients", backward)}

@@ -47,6 +47,9 @@ TINY: dict[str, Any] = {
 }
 
 
+DCN = {"interaction": "dcn", "dcn_layers": 2, "dcn_rank": 3}
+
+
 def tiny(**sections: dict[str, Any]) -> Parameters:
     tree = {name: {**section, **sections.get(name, {})} for name, section in TINY.items()}
     return parameters_from_sections(tree)
@@ -83,6 +86,24 @@ DENSE = {"bottom_mlp", "interaction", "top_mlp", "loss"}
 def test_what_a_change_touches(change: dict[str, Any], touched: set[str]) -> None:
     base = tiny()
     assert affected_components(base, changed_parameters(base, change)[0]) == touched
+
+
+def test_cross_layers_are_the_interactions_alone() -> None:
+    base = tiny(model=DCN)
+    for change, touched in (
+        ({"model.dcn_rank": 5}, {"interaction", "optimizer"}),
+        ({"model.dcn_layers": 1}, {"interaction", "optimizer"}),
+        ({"training.fused_optimizer": True}, {"bottom_mlp", "interaction", "top_mlp", "optimizer"}),
+    ):
+        assert affected_components(base, changed_parameters(base, change)[0]) == touched
+    fused = changed_parameters(base, {"training.fused_optimizer": True})[0]
+    assert affected_phases(base, fused, "interaction") == {"update"}
+    dot, notices = changed_parameters(base, {"model.interaction": "dot"})
+    assert dot.model.cross_widths == () and "are left out: only dcn has them" in notices[0]
+    assert changed_parameters(dot, {"model.interaction": "dcn"})[0].model.dcn_rank == 512
+    with pytest.raises(InputError, match="only dcn has cross layers"):
+        changed_parameters(dot, {"model.dcn_rank": 4})
+    assert reduced(base, "sparse") == reduced(dot, "sparse")
 
 
 def test_an_optimiser_touches_the_update_alone() -> None:

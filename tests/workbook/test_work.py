@@ -188,6 +188,8 @@ def expected(parameters: Parameters, batch: Batch) -> pd.DataFrame:
     return work[~work["component"].isin(["data", "transfer"])]
 
 
+DCN = {"model__interaction": "dcn", "model__dcn_layers": 2, "model__dcn_rank": 3}
+
 CASES: list[dict[str, Any]] = [
     {},
     {"model__loss": "bce"},
@@ -203,6 +205,10 @@ CASES: list[dict[str, Any]] = [
     {"training__optimizer": "rowwise_adagrad"},
     {"training__optimizer": "adagrad", "training__fused_optimizer": True},
     {"training__micro_batch": 4, "training__precision": "bf16"},
+    DCN,
+    DCN | {"training__batch_size": 1, "model__dcn_layers": 1},
+    DCN | {"training__precision": "bf16", "training__optimizer": "adagrad"},
+    DCN | {"training__micro_batch": 4, "model__table_rows": [9]},
     {"model__bottom_mlp": [3, 4], "model__top_mlp": [5, 6, 7, 1], "model__table_rows": [9]},
 ]
 
@@ -238,9 +244,10 @@ widths = st.integers(1, 12)
     size=st.integers(1, 9),
     pooling=st.integers(1, 6),
     itself=st.booleans(),
+    cross=st.one_of(st.none(), st.tuples(st.integers(1, 3), widths)),
 )
 def test_any_shape_has_the_work_of_a_real_step(
-    hidden, top, dense, dim, rows, size, pooling, itself
+    hidden, top, dense, dim, rows, size, pooling, itself, cross
 ):
     parameters = small(
         model__bottom_mlp=[dense, *hidden, dim],
@@ -248,6 +255,9 @@ def test_any_shape_has_the_work_of_a_real_step(
         model__embedding_dim=dim,
         model__table_rows=rows,
         model__interaction_itself=itself,
+        model__interaction="dcn" if cross else "dot",
+        model__dcn_layers=cross and cross[0],
+        model__dcn_rank=cross and cross[1],
         data__indices_per_lookup=pooling,
         training__batch_size=size,
     )

@@ -34,7 +34,8 @@ class Setting:
     components: tuple[str, ...]
     limit: str
     title: str
-    """With ``{share}`` for the share of the step in its components."""
+    """With ``{share}`` for the share of the step in its components, ``{layers}`` for what of
+    the dense part multiplies matrices."""
     advice: str
 
 
@@ -45,7 +46,7 @@ SETTINGS: dict[str, Setting] = {
         "dense_gemm",
         ("bottom_mlp", "top_mlp"),
         "arithmetic",
-        "Matrix products of the MLPs take {share} of the step, in the slower library",
+        "Matrix products of {layers} take {share} of the step, in the slower library",
         "Compute fp32 matrix products with oneDNN; the error is checked before training.",
     ),
     "training.precision": Setting(
@@ -154,10 +155,15 @@ def _faster_setting(evidence: Evidence, ledger: Ledger, probe: Mapping[str, Any]
     speedup = predicted(evidence, change)
     if speedup is None or not is_worthwhile(speedup):
         return None
-    measured = [component for component in setting.components if evidence.time(component) > 0]
+    components, layers = setting.components, "the MLPs"
+    if evidence.parameter("model.interaction") == "dcn":
+        # layers between those of the MLPs
+        components += ("interaction",) if components[:2] == ("bottom_mlp", "top_mlp") else ()
+        layers = "MLPs and cross layers"
+    measured = [component for component in components if evidence.time(component) > 0]
     share = sum(evidence.share(component) for component in measured)
     now = evidence.parameter(name, "default")
-    words = {"share": f"{share:.0%}", "now": now, "then": then}
+    words = {"share": f"{share:.0%}", "now": now, "then": then, "layers": layers}
     return Finding(
         id=setting.id,
         title=setting.title.format(**words),

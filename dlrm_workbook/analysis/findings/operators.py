@@ -436,7 +436,9 @@ def _small_batch(evidence: Evidence, size: int, larger: dict[str, float]) -> Mea
     component="interaction",
 )
 def interaction_overhead(evidence: Evidence, ledger: Ledger) -> Measured | None:
-    """The interaction takes long for the little that it computes."""
+    """The interaction takes long for the little that it computes; cross layers compute much."""
+    if evidence.parameter("model.interaction") == "dcn":
+        return None
     share = evidence.share("interaction")
     table = evidence.roofline
     table = table[table["component"] == "interaction"]

@@ -41,7 +41,6 @@ output of an all-gather. What leaves a rank is (ranks − 1) / ranks of the last
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -69,13 +68,8 @@ def kind_label(name: str) -> str:
 
 
 def dense_parameters(parameters: Parameters) -> int:
-    """Weights and biases of both MLPs: sum of f_in f_out + f_out over their layers."""
-    model = parameters.model
-    return sum(
-        n * m + m
-        for widths in (model.bottom_widths, model.top_widths)
-        for n, m in itertools.pairwise(widths)
-    )
+    """Weights and biases of MLPs, sum of f_in f_out + f_out over their layers, and cross layers."""
+    return sum(parameters.model.dense_weights.values())
 
 
 def allreduce_bytes(parameters: Parameters) -> int:
@@ -105,7 +99,7 @@ class Exchange:
     """Bytes of all ranks' payloads; of an all-reduce and of what is alike on all, one's."""
     calls: int = 1
     """Collectives that carry it: of indices TorchRec sends sizes, lengths and values, of dense
-    gradients there is a bucket an MLP."""
+    gradients there is a bucket an MLP, and one of cross layers."""
 
 
 def volumes(parameters: Parameters, plan: Plan, batch_size: int) -> pd.DataFrame:
@@ -162,7 +156,7 @@ def exchanges(parameters: Parameters, plan: Plan, batch: int) -> list[Exchange]:
     if plan.ranks == 1:
         return []
     ranks, dim = plan.ranks, plan.dim
-    dense = float(allreduce_bytes(parameters))
+    dense, buckets = float(allreduce_bytes(parameters)), len(parameters.model.dense_weights)
     copies = float(FLOAT_BYTES * dim * sum(table.rows for table in plan.of_kind("replicated")))
     indices = INDEX_BYTES * batch * _index_numbers(plan)
     columns = plan.columns_sent()
@@ -176,7 +170,7 @@ def exchanges(parameters: Parameters, plan: Plan, batch: int) -> list[Exchange]:
         Exchange("reduce_scatter", "pooled vectors", "forward", partial, partial * ranks),
         Exchange("alltoall", "pooled gradients", "backward", most, pooled),
         Exchange("allgather", "pooled gradients", "backward", partial, partial * ranks),
-        Exchange("allreduce", "dense gradients", "backward", dense, dense, 2),
+        Exchange("allreduce", "dense gradients", "backward", dense, dense, buckets),
         Exchange("allreduce", "table gradients", "backward", copies, copies),
     ]
     return [each for each in found if each.payload > 0]

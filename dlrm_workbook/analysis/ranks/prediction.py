@@ -29,7 +29,7 @@ import pandas as pd
 from dlrm_core.config import Parameters
 from dlrm_core.errors import InputError
 from dlrm_core.parts import COMPONENTS
-from dlrm_workbook.analysis.ranks.communication import FLOAT_BYTES, dense_parameters, exchanges
+from dlrm_workbook.analysis.ranks.communication import FLOAT_BYTES, exchanges
 from dlrm_workbook.analysis.ranks.links import COVER, NOTHING, Network, Range, robust_line
 from dlrm_workbook.analysis.ranks.sharding import Plan
 from dlrm_workbook.analysis.roofline import least_times
@@ -75,6 +75,10 @@ def deviation_ms(deviations: Mapping[Part, float], exchanged: Collection[str]) -
         if what in exchanged:
             total, open_variance = total + math.sqrt(open_variance), 0.0
     return total + math.sqrt(open_variance + sum(each**2 for each in left.values()))
+
+
+DENSE_BUCKETS = ("top MLP gradients", "cross layers' gradients", "bottom MLP gradients")
+"""Exchanges that together are the dense gradients' all-reduce, in the order of their start."""
 
 
 class Event(NamedTuple):
@@ -128,7 +132,7 @@ class Schedule:
         for each in self._sent:
             waited = min(done, each.end_ms) - max(self.end_ms, each.start_ms)
             if waited > 0:
-                what = "dense gradients" if each.name.endswith("MLP gradients") else each.name
+                what = "dense gradients" if each.name in DENSE_BUCKETS else each.name
                 self.exposed[what] = self.exposed.get(what, 0.0) + waited
         self.end_ms = max(self.end_ms, done)
 
@@ -139,6 +143,7 @@ def schedule(
     hidden: bool = True,
     bottom_share: float = 0.5,
     bucket_share: float = 1.0,
+    cross_share: float = 0.0,
 ) -> Schedule:
     """Lay one iteration out on the two lanes.
 
@@ -150,6 +155,7 @@ def schedule(
         bottom_share: share of the dense gradients' all-reduce that is the bottom MLP's.
         bucket_share: share of the top MLP's gradients that must be there before the first
             bucket of them leaves.
+        cross_share: share of the dense gradients' all-reduce that is the cross layers'.
     """
     made = Schedule(hidden)
 
@@ -171,20 +177,21 @@ def schedule(
     run(("loss", "backward"))
     dense = exchange_ms.get(("dense gradients", "backward"), 0.0)
     backward = compute_ms.get(("top_mlp", "backward"), 0.0)
-    top, bucket = dense * (1 - bottom_share), min(1.0, bucket_share)
+    top, bucket = dense * (1 - bottom_share - cross_share), min(1.0, bucket_share)
     # the first bucket leaves when it is full, the last when the last gradient is there
     made.compute(("top_mlp", "backward"), backward * bucket)
     made.send("top MLP gradients", "backward", top * (1 - bucket))
     made.compute(("top_mlp", "backward"), backward * (1 - bucket))
     made.send("top MLP gradients", "backward", top * bucket)
     run(("interaction", "backward"))
+    made.send("cross layers' gradients", "backward", dense * cross_share)
     exchange("pooled gradients", "backward")
     run(("bottom_mlp", "backward"), ("communication", "backward"))
     made.send("bottom MLP gradients", "backward", dense * bottom_share)
     exchange("table gradients", "backward")
     made.wait("pooled gradients")
     run(("embedding", "backward"), ("embedding", "update"))
-    made.wait("top MLP gradients", "bottom MLP gradients", "table gradients")
+    made.wait(*DENSE_BUCKETS, "table gradients")
     done = {(event.name, event.phase) for event in made.events}
     rest = [part for part in compute_ms if part not in done]
     run(*sorted(rest, key=lambda part: (COMPONENTS.index(part[0]), part[1])))
@@ -560,15 +567,15 @@ class Setting:
     def _laid_out(
         self, compute: Mapping[Part, Range], exchange_ms: Mapping[Part, float]
     ) -> Schedule:
-        widths = itertools.pairwise(self.parameters.model.bottom_widths)
-        bottom = sum(n * m + m for n, m in widths)
-        top = dense_parameters(self.parameters) - bottom
+        weights = self.parameters.model.dense_weights
+        every = sum(weights.values())
         return schedule(
             {part: time.mid for part, time in compute.items()},
             exchange_ms,
             self.hidden,
-            bottom / (bottom + top),
-            BUCKET_BYTES / max(FLOAT_BYTES * top, 1),
+            weights["bottom_mlp"] / every,
+            BUCKET_BYTES / (FLOAT_BYTES * weights["top_mlp"]),
+            weights.get("interaction", 0) / every,
         )
 
 

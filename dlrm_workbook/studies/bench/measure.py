@@ -100,6 +100,11 @@ class Plan:
             )
         if self.peer is not None:
             require_peer(self.peer)
+            if self.plain.model.interaction == "dcn":
+                raise InputError(
+                    "model.interaction is 'dcn', but facebookresearch/dlrm has 'dot' and 'cat' "
+                    "only; leave --peer out"
+                )
         for case in self.cases:
             for name, given in self.contestants.items():
                 of_case(name, given, case)

@@ -151,7 +151,10 @@ def dense_share(
         training = dataclasses.replace(parameters.training, threads=count)
         parameters = dataclasses.replace(parameters, training=training)
         loop = StepLoop(parameters, "dense")
-        products = [p for p in model_products(parameters) if p.part != "interaction"]
+        # those of layers: a dot interaction's are batched, and not of that library alone
+        is_dot = parameters.model.interaction == "dot"
+        products = model_products(parameters)
+        products = [p for p in products if p.part != "interaction" or not is_dot]
         calls = _product_calls(parameters, products)
         apply_settings(loop.parameters)
         loop.run()

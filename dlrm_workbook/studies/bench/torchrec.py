@@ -1,9 +1,10 @@
 """TorchRec's own DLRM as a contestant of ``dlrm bench --torchrec``, in its own process.
 
-torchrec.models.dlrm.DLRM with a FusedEmbeddingBagCollection (FBGEMM's tables, the update
-inside backward) is the fastest that TorchRec offers in one process. It gets our batches and
-our initial weights, so its losses can be compared with ours. Its interaction lists the
-same pairs in another order; the top MLP's first weights are permuted to fit.
+torchrec.models.dlrm.DLRM, or DLRM_DCN for cross layers, with a FusedEmbeddingBagCollection
+(FBGEMM's tables, the update inside backward) is the fastest that TorchRec offers in one
+process. It gets our batches and our initial weights, so its losses can be compared with
+ours. Its dot interaction lists the same pairs in another order; the top MLP's first weights
+are permuted to fit.
 
 ``python -m dlrm_workbook.studies.bench.torchrec JOB RESULT`` is that process.
 """
@@ -23,7 +24,7 @@ from dlrm_core.data.loader import batches
 from dlrm_core.embeddings import EPSILON
 from dlrm_core.errors import InputError, MissingToolError
 from dlrm_core.machine import resolve_device
-from dlrm_core.model import DLRM, ClickLoss, Probability, build_model
+from dlrm_core.model import DLRM, ClickLoss, CrossInteraction, Probability, build_model
 from dlrm_workbook.evidence.contestants import WARMUP, Run, environment_of
 from dlrm_workbook.processes import do_job, run_job
 
@@ -60,8 +61,11 @@ def run_torchrec(parameters: Parameters, iterations: int, threads: int) -> Run:
 def require_same_model(parameters: Parameters) -> None:
     """Refuse what TorchRec's DLRM cannot be (InputError)."""
     model, training = parameters.model, parameters.training
+    if model.interaction == "cat":
+        raise InputError(
+            "model.interaction is 'cat', but TorchRec's DLRM is run with 'dot' or 'dcn' only"
+        )
     for leaf, found, wanted in (
-        ("model.interaction", model.interaction, "dot"),
         ("model.interaction_itself", model.interaction_itself, False),
         ("training.precision", training.precision, "fp32"),
     ):
@@ -90,7 +94,7 @@ class TorchRecStep:
 
     def __init__(self, parameters: Parameters, ours: DLRM, device: torch.device) -> None:
         from torchrec import EmbeddingBagConfig
-        from torchrec.models.dlrm import DLRM as TheirDLRM
+        from torchrec.models import dlrm
         from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
         model, training = parameters.model, parameters.training
@@ -110,15 +114,20 @@ class TorchRecStep:
             optimizer_kwargs={"lr": training.learning_rate, **options},
             device=device,
         )
-        self.model = TheirDLRM(
+        cross = {}
+        if model.interaction == "dcn":
+            cross = {"dcn_num_layers": model.dcn_layers, "dcn_low_rank_dim": model.dcn_rank}
+        self.model = (dlrm.DLRM_DCN if cross else dlrm.DLRM)(
             tables,
             dense_in_features=model.bottom_widths[0],
             dense_arch_layer_sizes=list(model.bottom_widths[1:]),
             over_arch_layer_sizes=list(model.top_widths[1:]),
             dense_device=device,
-        )
+            **cross,
+        ).to(device)
         self._take_weights(ours)
-        dense = [*self.model.dense_arch.parameters(), *self.model.over_arch.parameters()]
+        archs = (self.model.dense_arch, self.model.inter_arch, self.model.over_arch)
+        dense = [weight for arch in archs for weight in arch.parameters()]
         # as in our own step: Adagrad of the dense part has torch's defaults
         dense_kind = torch.optim.SGD if training.optimizer == "sgd" else torch.optim.Adagrad
         self.optimizer = dense_kind(dense, lr=training.learning_rate)
@@ -138,6 +147,9 @@ class TorchRecStep:
             for linear, own_linear in zip(found, mlp.linears, strict=True):
                 linear.weight.copy_(own_linear.weight)
                 linear.bias.copy_(own_linear.bias)
+        if isinstance(ours.interaction, CrossInteraction):
+            take_cross_weights(ours.interaction, theirs.inter_arch.crossnet)
+            return
         first = next(m for m in theirs.over_arch.modules() if isinstance(m, torch.nn.Linear))
         order = pair_order(len(self.keys) + 1).to(first.weight.device)
         dim = first.weight.shape[1] - len(order)
@@ -156,6 +168,17 @@ class TorchRecStep:
         loss.backward()
         self.optimizer.step()
         return loss.detach()
+
+
+@torch.no_grad()
+def take_cross_weights(ours: CrossInteraction, theirs: Any) -> None:
+    """Copy our cross layers' weights into TorchRec's LowRankCrossNet."""
+    for layer, (narrow, widen) in enumerate(
+        zip(ours.linears[::2], ours.linears[1::2], strict=True)
+    ):
+        theirs.V_kernels[layer].copy_(narrow.weight)
+        theirs.W_kernels[layer].copy_(widen.weight)
+        theirs.bias[layer].copy_(widen.bias)
 
 
 def pair_order(features: int) -> torch.Tensor:
