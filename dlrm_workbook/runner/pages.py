@@ -22,6 +22,7 @@ from datetime import datetime
 from html import unescape
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import jinja2
 import mistune
@@ -34,9 +35,10 @@ from pygments.lexers import get_lexer_by_name  # type: ignore[import-untyped]
 from pygments.util import ClassNotFound  # type: ignore[import-untyped]
 from traitlets.config import Config
 
-from dlrm_core.files import write_text
+from dlrm_core.errors import InputError
+from dlrm_core.files import open_binary, write_text
 from dlrm_core.units import duration
-from dlrm_workbook.runner.html_clean import clean_html
+from dlrm_workbook.runner.html_clean import ImageResolver, clean_html, image_address
 from dlrm_workbook.runner.parameters import assigned_values, parameter_tables, read_notebook
 from dlrm_workbook.runner.sections import Cell, Heading, Output, arrange
 from dlrm_workbook.runner.templating import TEMPLATES, prepare, template_text
@@ -92,6 +94,8 @@ IMAGES = ("image/svg+xml", "image/png", "image/jpeg", "image/gif", "image/webp")
 COMPILED_TRACES = {"parcoords", "scattergl", "scatterpolargl", "splom"}
 """Traces for which plotly.js compiles WebGL code from strings, so that the page must allow it."""
 DEFAULT_HEIGHT = 450  # plotly.js's own, in pixels
+MOST_IMAGE = 32 << 20
+"""Bytes of the largest image beside a notebook that its page embeds."""
 ABSENT = re.compile(r"\*?Not measured\b")
 """How a sentence begins that stands in place of a figure or table."""
 INDEX = "../../index.html"
@@ -357,7 +361,7 @@ class _Page:
             return self._local_image(address)
 
         render = mistune.create_markdown(
-            renderer=_MarkdownRenderer(self._heading),
+            renderer=_MarkdownRenderer(self._heading, image),
             plugins=["table", "strikethrough", "task_lists", "footnotes", "def_list"],
         )
         return Markup(clean_html(str(render(source)), image))
@@ -378,23 +382,33 @@ class _Page:
         return anchor
 
     def _local_image(self, address: str) -> str | None:
-        """A file beside the notebook as a data: address; None for anything else."""
-        if re.match(r"[a-z][a-z0-9+.-]*:|//", address, re.IGNORECASE):
-            return None
-        kind = mimetypes.guess_type(address)[0] or ""
+        """A file in the notebook's folder as a data: address; None for anything else.
+
+        Pages are mailed around, so an address that leads out of the folder, through a link too,
+        brings nothing of this machine onto the page.
+        """
         try:
-            content = (self._folder / address).read_bytes() if kind.startswith("image/") else b""
-        except OSError:
+            kind = mimetypes.guess_type(address)[0] or ""
+            path = Path(os.path.realpath(self._folder / unquote(address)))
+            inside = path.is_relative_to(os.path.realpath(self._folder))
+            if not (inside and kind.startswith("image/")):
+                return None
+            with open_binary(path) as file:
+                content = file.read(MOST_IMAGE + 1)
+        except (InputError, OSError, ValueError):
             return None
-        return f"data:{kind};base64,{base64.b64encode(content).decode()}" if content else None
+        if not 0 < len(content) <= MOST_IMAGE:
+            return None
+        return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
 class _MarkdownRenderer(mistune.HTMLRenderer):
-    """Markdown to HTML with anchors, highlighted code, and tables that can scroll."""
+    """Markdown to HTML with anchors, embedded images, highlighted code, tables that can scroll."""
 
-    def __init__(self, anchor_of: Callable[[int, str], str]) -> None:
+    def __init__(self, anchor_of: Callable[[int, str], str], resolve: ImageResolver) -> None:
         super().__init__(escape=False)
         self._anchor_of = anchor_of
+        self._resolve = resolve
 
     def heading(self, text: str, level: int, **attrs: Any) -> str:
         anchor = self._anchor_of(level, text)
@@ -403,6 +417,17 @@ class _MarkdownRenderer(mistune.HTMLRenderer):
         # the page's own title is the only h1
         level = max(level, 2)
         return f'<h{level} id="{anchor}">{text}</h{level}>\n'
+
+    def image(self, text: str, url: str, title: str | None = None) -> str:
+        words = unescape(re.sub(r"<[^>]*>", "", text)).strip()
+        address = image_address(url, self._resolve)
+        if address is None:
+            words = words or url.rsplit("/", 1)[-1]
+            return Markup('<span class="absent">[image: {}]</span>').format(words)
+        return Markup('<img src="{}" alt="{}">').format(address, words)
+
+    def task_list_item(self, text: str, checked: bool = False) -> str:
+        return f"<li>{'☑' if checked else '☐'} {text}</li>\n"
 
     def block_code(self, code: str, info: str | None = None) -> str:
         language = (info or "").split(None, 1)[0] if info else "text"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 import subprocess
 import sys
+import tracemalloc
 from collections import Counter
 from itertools import permutations
 from pathlib import Path
@@ -70,6 +72,26 @@ def test_files_of_different_databases_are_refused_or_named(tmp_path: Path) -> No
 def test_whole_databases_have_no_doubts(tmp_path: Path) -> None:
     for place in [written(tmp_path), *sorted(RECORDINGS.parent.glob("*/*.d"))]:
         assert read_database(place).cautions == []
+
+
+def test_a_context_with_a_huge_number_takes_no_memory(tmp_path: Path) -> None:
+    folder = written(tmp_path)
+    path = folder / "profile.db"
+    data = bytearray(path.read_bytes())
+    (section,) = struct.unpack_from("<Q", data, 24)
+    profiles, number, stride = struct.unpack_from("<QIB", data, section)
+    for profile in range(number):
+        contexts, first = struct.unpack_from("<I4xQ", data, profiles + profile * stride + 16)
+        if contexts:  # the last one of every profile, the summary too
+            struct.pack_into("<I", data, first + 12 * (contexts - 1), 2**32 - 9)
+    path.write_bytes(bytes(data))
+    tracemalloc.start()
+    database = read_database(folder)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 10e6
+    (said,) = (text for text in database.cautions if text.startswith("cct.db"))
+    assert f"the other files {2**32 - 8:,}" in said and "differs in 2." in said
 
 
 def test_what_is_no_recording_is_refused_at_a_glance(tmp_path: Path) -> None:

@@ -431,12 +431,15 @@ def doubts(database: Database, by_context: npt.NDArray[Any] | None) -> list[str]
         )
     if by_context is not None:
         most = max(int(database.tree.context.max()), int(found.max(initial=0)))
-        count = np.zeros(max(len(by_context), most + 1), np.int64)
+        # by what occurs, as a damaged number of a context may be any
+        count = np.zeros(len(found), np.int64)
         for profile in threads:
-            count[profile.contexts] += np.diff(profile.starts, append=profile.count)
-        known = np.zeros_like(count)
-        known[: len(by_context)] = by_context
-        differ = int((count != known).sum())
+            values = np.diff(profile.starts, append=profile.count)
+            np.add.at(count, np.searchsorted(found, profile.contexts), values)
+        inside = found < len(by_context)
+        known = by_context[found[inside]]
+        elsewhere = np.count_nonzero(by_context) - np.count_nonzero(known)
+        differ = int((count[inside] != known).sum() + np.count_nonzero(count[~inside]) + elsewhere)
         if differ or most >= len(by_context):
             said.append(
                 f"cct.db is of another run, or damaged: it lists {len(by_context):,} contexts, the "
