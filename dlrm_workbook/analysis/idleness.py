@@ -85,7 +85,8 @@ _LATENCY = 3.0
 """Launched work that waits longer than so many usual start-ups waits for something else."""
 
 IDLE = ["iteration", "cause", "idle_ms", "after_sync_ms"]
-PIECES = ["iteration", "start_ns", "end_ns", "idle_ms", "cause", "after_sync", "gap_ns", "context"]
+PIECES = ["iteration", "start_ns", "end_ns", "idle_ms", "cause", "copying", "after_sync"]
+PIECES += ["gap_ns", "context"]
 BY_CAUSE = ["cause", "meaning", "idle_ms", "share_of_idle", "share_of_iteration", "after_sync_ms"]
 
 
@@ -139,9 +140,9 @@ def idle_pieces(profile: Profile) -> pd.DataFrame:
 
     Returns:
         ``iteration``, ``start_ns``, ``end_ns``, ``idle_ms``, ``cause`` (of ``CAUSES``),
-        ``after_sync`` (bool), ``gap_ns`` (of the whole stretch in which nothing runs),
-        ``context`` (what the host is in; −1 for nothing known). Empty, with the reason in
-        ``attrs["not_measured"]``, without a GPU trace.
+        ``copying`` (whether a copy runs), ``after_sync`` (bool), ``gap_ns`` (of the whole stretch
+        in which nothing runs), ``context`` (what the host is in; −1 for nothing known). Empty,
+        with the reason in ``attrs["not_measured"]``, without a GPU trace.
     """
     work = device_operations(profile)
     if work.empty:
@@ -152,6 +153,9 @@ def idle_pieces(profile: Profile) -> pd.DataFrame:
     kernels, copies = _stretches(work[is_kernel]), _stretches(work[~is_kernel])
     busy = _stretches(work)
     launched = work[(work["launch_end_ns"] >= 0) & (work["launch_end_ns"] < work["start_ns"])]
+    # what ends a gap tells what the GPU waited for: other work that was launched earlier and
+    # waits longer may well depend on it
+    launched = launched[launched["start_ns"].isin(busy[0])]
     waiting = union(launched["launch_end_ns"].to_numpy(), launched["start_ns"].to_numpy())
     lane = segments(profile, device=False)
     host = (lane["start_ns"].to_numpy(), lane["end_ns"].to_numpy(), lane["context"].to_numpy())
@@ -183,6 +187,7 @@ def idle_pieces(profile: Profile) -> pd.DataFrame:
             "end_ns": finish,
             "idle_ms": (finish - begin) / 1e6,
             "cause": cause,
+            "copying": in_copy,
             "after_sync": ran_dry & ~in_copy,
             "gap_ns": gap_end - gap_start,
             "context": _context_at(host, begin),

@@ -42,6 +42,7 @@ from typing import Any
 
 import gpu_set_b
 import gpu_set_c
+import gpu_set_e
 from database_edits import DatabaseCopy
 from gpu_kinds import (
     OPEN_ENDED,
@@ -474,7 +475,7 @@ SET_A = {
 }
 
 
-SETS = {"A": SET_A, "B": gpu_set_b.FAULTS, "C": gpu_set_c.FAULTS}
+SETS = {"A": SET_A, "B": gpu_set_b.FAULTS, "C": gpu_set_c.FAULTS, "E": gpu_set_e.FAULTS}
 FAULTS = {kind: fault for faults in SETS.values() for kind, fault in faults.items()}
 
 COLLECTIVES = "communication|exposed_communication|rank_imbalance|load_imbalance"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -20,6 +21,7 @@ from dlrm_workbook.analysis.findings.finding import (
     Finding,
     amdahl,
     bounded,
+    of_one_step,
     rank,
     removed,
 )
@@ -82,6 +84,23 @@ def test_what_fails_comes_first_then_the_time_saved() -> None:
     assert [f.id for f in rank(given)] == ["c", "b", "d", "a"]
 
 
+def test_findings_of_the_same_time_say_what_is_counted_twice() -> None:
+    dense = finding("dense_precision", 1.3, share=0.4), finding("dense_gemm", 1.2, share=0.4)
+    concerns = {"concerns": ("bottom_mlp", "top_mlp")}
+    first, second = (dataclasses.replace(each, **concerns) for each in dense)
+    data = dataclasses.replace(finding("data", 1.1, share=0.3), concerns=("data",))
+    anywhere = finding("other_processes", 1.1, share=0.4)
+    shares = {"bottom_mlp": 0.1, "top_mlp": 0.35, "data": 0.3, "embedding": 0.25}
+    told = of_one_step([first, second, data, anywhere], shares)
+    assert [each.counted_above for each in told] == pytest.approx([0.0, 0.35, 0.0, 0.15])
+    assert [each.part_of for each in told] == ["", "dense_precision", "", ""]
+    assert told[1].evidence.endswith(
+        f"35% of the step is counted by findings above as well (“{first.title}”)."
+    )
+    assert told[3].evidence.endswith("15% of the step is counted by findings above as well.")
+    assert sum(each.share_of_step - each.counted_above for each in told) == pytest.approx(1.0)
+
+
 @given(st.floats(0, 0.99), st.floats(1, 100))
 def test_speedups_are_ordered_and_amdahls(share: float, gain: float) -> None:
     assert ordered(bounded(share))
@@ -110,7 +129,7 @@ def test_json_has_the_documented_keys_and_no_nan() -> None:
     first = document["findings"][0]
     assert set(first) == {
         *("id", "title", "component", "share_of_step", "severity", "limit", "evidence"),
-        *("advice", "change", "predicted_speedup"),
+        *("advice", "change", "predicted_speedup", "concerns", "part_of", "counted_above"),
     }
     assert first["severity"] in SEVERITIES and first["limit"] in LIMITS
     assert set(document["attribution"][0]) == {"component", "phase", "time_ms", "share"}

@@ -254,6 +254,84 @@ def test_the_operator_that_makes_most_launches_is_named(trace: Trace) -> None:
     assert "70 of them are launched by aten::embedding_bag" in first.evidence
 
 
+def test_many_small_copies_are_named_by_the_operator_that_makes_them(trace: Trace) -> None:
+    for number in range(STEPS):
+        begin = trace.step(number)
+        trace.part("top_mlp::forward", begin + 1, begin + 200)
+        trace.launch(begin + 5, "sm90_bf16_gemm", begin + 10, begin + 200)
+        trace.part("transfer::forward", begin + 210, begin + 990)
+        for i in range(70):
+            at = begin + 215 + 10.5 * i
+            trace.host("cpu_op", "aten::to", at - 1, at + 8)
+            trace.host("cpu_op", "aten::copy_", at - 0.5, at + 7)
+            trace.launch(at, "Memcpy HtoD (Pinned -> Device)", at + 3, at + 4, bytes=800)
+    first = listed(trace.read())[0]
+    assert first.id == "launch_bound"
+    assert first.title.endswith("launches of copies by aten::to in transfer forward")
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_launches_that_wait_for_their_kernels(trace: Trace, blocking: bool) -> None:
+    for number in range(STEPS):
+        begin = trace.step(number)
+        trace.part("top_mlp::forward", begin + 1, begin + 900)
+        for i in range(9):
+            at = begin + 5 + 100 * i
+            trace.correlation += 1
+            to = {"correlation": trace.correlation}
+            returned = at + 60 if blocking else at + 2
+            trace.host("cuda_runtime", "cudaLaunchKernel", at, returned, **to)
+            trace.events.append(gpu_trace._on_gpu("kernel", "sm90_gemm", at + 3, at + 55, 7, **to))
+    rules = found(trace.read())
+    assert ("blocking_launches" in rules) == blocking
+    if blocking:
+        said = rules["blocking_launches"]
+        # the host waits 57 of each 100 us, and the GPU is idle in the other 48
+        assert said.share_of_step == pytest.approx(0.532, abs=0.05)
+        assert "CUDA_LAUNCH_BLOCKING" in said.advice
+        assert "9 of 9 calls per iteration" in said.evidence
+
+
+FUNCTORS = ("MulFunctor<float>", "CUDAFunctor_add<float>", "tanh_kernel_cuda", "DivFunctor<float>")
+
+
+@pytest.mark.parametrize("kinds", [1, 4])
+def test_pointwise_operators_are_named_together(trace: Trace, kinds: int) -> None:
+    for number in range(STEPS):
+        begin = trace.step(number)
+        trace.part("top_mlp::forward", begin + 1, begin + 900)
+        for i in range(12):
+            at = begin + 5 + 20 * i
+            trace.host("cpu_op", "aten::gelu_by_hand", at - 1, at + 8)
+            functor = f"at::native::{FUNCTORS[i % kinds]}"
+            name = f"void at::native::vectorized_elementwise_kernel<4, {functor}>(int, {functor})"
+            trace.launch(at, name, begin + 10 + 80 * i, begin + 85 + 80 * i)
+    rules = found(trace.read())
+    assert ("pointwise_operators" in rules) == (kinds == 4)  # one kernel is a case for others
+    if kinds == 4:
+        assert rules["pointwise_operators"].share_of_step == pytest.approx(0.9, abs=0.02)
+        assert "aten::gelu_by_hand" in rules["pointwise_operators"].evidence
+        assert "12.0 launches of 4 kernels" in rules["pointwise_operators"].evidence
+
+
+def test_copies_to_another_layout_are_named_by_their_operator(trace: Trace) -> None:
+    name = (
+        "void at::native::elementwise_kernel<128, 2, at::native::gpu_kernel_impl_nocast<"
+        "at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)::{lambda(float)#1}> >(int)"
+    )
+    for number in range(STEPS):
+        begin = trace.step(number)
+        trace.part("interaction::forward", begin + 1, begin + 900)
+        trace.launch(begin + 5, "sm90_bf16_tensorop_gemm", begin + 10, begin + 700)
+        trace.host("cpu_op", "aten::contiguous", begin + 20, begin + 40)
+        trace.host("cpu_op", "aten::clone", begin + 21, begin + 39)
+        trace.launch(begin + 25, name, begin + 705, begin + 990)
+    said = found(trace.read())["layout_copies"]
+    assert said.title.endswith("most by aten::contiguous")
+    assert (said.component, said.limit) == ("interaction", "memory bandwidth")
+    assert said.share_of_step == pytest.approx(0.285, abs=0.01)
+
+
 def test_products_without_tensor_cores(trace: Trace) -> None:
     busy(trace, kernel="ampere_sgemm_128x64_tn")
     first = found(trace.read())["tensor_cores_unused"]

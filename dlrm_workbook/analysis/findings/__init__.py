@@ -40,12 +40,22 @@ from dlrm_workbook.analysis.findings import (
     ranks,
 )
 from dlrm_workbook.analysis.findings.evidence import Evidence
-from dlrm_workbook.analysis.findings.finding import Finding, Ledger, Rule, plain, rank
+from dlrm_workbook.analysis.findings.finding import (
+    Finding,
+    Ledger,
+    Rule,
+    of_one_step,
+    plain,
+    rank,
+)
 from dlrm_workbook.analysis.kernel_names import kernel_name
 from dlrm_workbook.recordings.profile import Profile
 
 IDLE_GPU = ("gpu_idle", "launch_bound")
 """Findings of a GPU that does nothing."""
+
+EXPLAINS = {"rank_imbalance": ("exposed_communication",)}
+"""Finding of a cause to those that speak of its effects: the cause stands before them."""
 
 SERIALISED = (
     "Kernels were serialised by PC sampling: times, idleness and overlap of this recording are "
@@ -60,6 +70,7 @@ RULES: tuple[Rule, ...] = (
     ranks.waiting_for_last_rank,
     gpu_taken.slower_gpu,
     gpu_taken.gpu_taken,
+    gpu.blocking_launches,
     gpu.synchronising,
     gpu.allocation,
     gpu.copies,
@@ -68,6 +79,8 @@ RULES: tuple[Rule, ...] = (
     gpu.gpu_idle,
     gpu.float64,
     gpu.tensor_cores,
+    gpu.layout_copies,
+    gpu.pointwise_operators,
     gpu.occupancy,
     gpu.stalls,
     gpu.heavy_kernel,
@@ -124,7 +137,26 @@ def findings(
         first = sum(finding.severity == "fails" for finding in ranked)
         ranked.remove(largest)
         ranked.insert(first, largest)
-    return ranked
+    for cause, effects in EXPLAINS.items():
+        _before(ranked, cause, effects)
+    return of_one_step(ranked, _available(evidence))
+
+
+def _before(ranked: list[Finding], cause: str, effects: tuple[str, ...]) -> None:
+    """Move the finding of a cause before the first of its effects; in place."""
+    ids = [finding.id for finding in ranked]
+    places = [ids.index(effect) for effect in effects if effect in ids]
+    if cause in ids and places and min(places) < ids.index(cause):
+        ranked.insert(min(places), ranked.pop(ids.index(cause)))
+
+
+def _available(evidence: Evidence) -> dict[str, float]:
+    """Share of the step (0 to 1) that each component takes, and the GPU's idle time."""
+    shares = evidence.attribution.groupby("component")["share"].sum().fillna(0.0)
+    available = {str(name): float(share) for name, share in shares.items()}
+    if evidence.has_timeline:
+        available[IDLE] = evidence.idle_ms / evidence.total_ms
+    return available
 
 
 def limit(profile: Profile, attribution: pd.DataFrame) -> str:

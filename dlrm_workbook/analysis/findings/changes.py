@@ -174,6 +174,7 @@ def _faster_setting(evidence: Evidence, ledger: Ledger, probe: Mapping[str, Any]
         change=change,
         predicted_speedup=speedup,
         limit=setting.limit,
+        concerns=tuple(measured),
     )
 
 

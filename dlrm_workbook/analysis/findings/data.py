@@ -57,6 +57,7 @@ Speedup = dict[str, float]
     advice="{remedy}.",
     limit="data generation",
     component="data",
+    concerns=("data",),
 )
 def data_generation(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """Making a batch, or waiting for it, holds up the step."""

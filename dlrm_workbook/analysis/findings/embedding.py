@@ -48,6 +48,7 @@ UPDATE_SHARE = 0.05
     "say little of real data: hot rows stay in cache.",
     limit="random rows",
     component="embedding",
+    concerns=("embedding",),
 )
 def skewed_indices(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """One row, or a few, get most of a table's lookups."""
@@ -126,6 +127,7 @@ def contended_update(evidence: Evidence, ledger: Ledger) -> Measured | None:
     "can balance it, and its rows come from memory while the others' may stay in cache.",
     limit="memory capacity",
     component="embedding",
+    concerns=("embedding",),
 )
 def giant_table(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """One table dwarfs the others, in bytes or in lookups."""
@@ -171,6 +173,7 @@ def giant_table(evidence: Evidence, ledger: Ledger) -> Measured | None:
     "precision, a cache of hot rows, or more memory channels (sharded tables).",
     limit="random rows",
     component="embedding",
+    concerns=("embedding",),
 )
 def bound_by_rows(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """Most of the step is spent near what memory gives for scattered rows."""
@@ -205,6 +208,7 @@ def bound_by_rows(evidence: Evidence, ledger: Ledger) -> Measured | None:
     "the range is only bounded.",
     limit="random rows",
     component="embedding",
+    concerns=("embedding",),
 )
 def embedding_update(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """The sparse update is a large part of the step, and no probe tells what would replace it."""

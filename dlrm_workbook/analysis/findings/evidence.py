@@ -290,7 +290,7 @@ class Evidence:
         if pieces.empty:
             return pieces.assign(component=[], phase=[])
         start = pieces["start_ns"].to_numpy()
-        pieces = pieces[self.inside(start) & pieces["cause"].ne("copies")].reset_index(drop=True)
+        pieces = pieces[self.inside(start) & ~pieces["copying"]].reset_index(drop=True)
         pieces["idle_ms"] /= len(self.windows[0])
         return pieces.join(parts_at(self.profile, pieces["context"].to_numpy()))
 

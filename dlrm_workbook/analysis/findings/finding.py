@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 import string
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,12 @@ class Finding:
     severity: str = "slows"
     limit: str = ""
     """The limit that it meets, one of ``LIMITS``."""
+    concerns: tuple[str, ...] = ()
+    """What its share is time of: components, ``idle`` (of the GPU), or nothing for the step."""
+    part_of: str = ""
+    """Id of a finding ranked above it with which it shares time; "" for none that is known."""
+    counted_above: float = 0.0
+    """Share of the step (0 to 1), at least, that the findings above it count as well."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -72,6 +78,52 @@ def rank(found: Iterable[Finding]) -> list[Finding]:
             -finding.share_of_step,
         ),
     )
+
+
+SAME = 0.01
+"""Of the step: shares that are larger by less than this do not contradict each other."""
+
+
+def of_one_step(ranked: Sequence[Finding], available: Mapping[str, float]) -> list[Finding]:
+    """The findings, each with the share of the step that those above it count as well.
+
+    Time is certainly counted twice where two findings together take more than all of what they
+    concern (the same part, the idle GPU), or all findings together more than the step. So the
+    shares less ``counted_above`` add up to no more than 1.
+
+    Args:
+        ranked: worst first.
+        available: share of the step (0 to 1) by what a finding concerns.
+    """
+    told: list[Finding] = []
+    taken = 0.0
+    for each in ranked:
+        own, partner = 0.0, None
+        for above in told:
+            places = {*above.concerns, *each.concerns}
+            if not above.concerns or not each.concerns or not places <= available.keys():
+                continue
+            most = sum(available[place] for place in places)
+            twice = above.share_of_step + each.share_of_step - max(most, above.share_of_step)
+            twice = min(twice, each.share_of_step, above.share_of_step)
+            if twice > max(own, SAME):
+                own, partner = twice, above
+        over = taken + each.share_of_step - own - 1.0
+        own += over if over > SAME else 0.0
+        taken += each.share_of_step - own
+        if own > 0:
+            said = f"{own:.0%} of the step is counted by findings above as well"
+            if own > each.share_of_step - SAME:
+                said = "All of this time is counted by findings above as well"
+            said += f" (“{partner.title}”)." if partner is not None else "."
+            each = replace(
+                each,
+                evidence=f"{each.evidence} {said}".lstrip(),
+                part_of=partner.id if partner is not None else "",
+                counted_above=own,
+            )
+        told.append(each)
+    return told
 
 
 class Ledger:
@@ -152,6 +204,7 @@ def rule(
     limit: str,
     component: str = "other",
     gpu: bool | None = None,
+    concerns: tuple[str, ...] = (),
 ) -> Callable[[Callable[[Evidence, Ledger], Measured | None]], Rule]:
     """Make a rule of a function that measures, and of sentences about what it measured.
 
@@ -164,6 +217,7 @@ def rule(
 
     Args:
         gpu: only for runs on a GPU (True) or on a CPU (False).
+        concerns: what the share is time of, see :class:`Finding`.
     """
 
     def made(measure: Callable[[Evidence, Ledger], Measured | None]) -> Rule:
@@ -194,6 +248,7 @@ def rule(
                 predicted_speedup=speedup,
                 severity=figures.get("severity", "slows"),
                 limit=str(figures.get("limit", limit)),
+                concerns=tuple(figures.get("concerns", concerns)),
             )
 
         run.__doc__ = measure.__doc__

@@ -96,6 +96,7 @@ def slower_than_alone(evidence: Evidence, ledger: Ledger) -> Measured | None:
     figures: Measured = {
         "share": lost / evidence.total_ms,
         "component": places[0][0],
+        "concerns": sorted({component for component, _ in places}),
         "name": worst.capitalize().replace("mlp", "MLP"),
         "worst": worst,
         "ratio": float(ratio[places[0]]),

@@ -16,7 +16,7 @@ import pandas as pd
 
 from dlrm_core.parts import part_label
 from dlrm_core.units import milliseconds
-from dlrm_workbook.analysis.attribution import PART, host_is_traced, iteration_count
+from dlrm_workbook.analysis.attribution import IDLE, PART, host_is_traced, iteration_count
 from dlrm_workbook.analysis.context_tree import overlap, scopes_of, stretch_at, union
 from dlrm_workbook.analysis.findings.evidence import Evidence
 from dlrm_workbook.analysis.findings.finding import (
@@ -67,15 +67,22 @@ SHORT_KERNEL_US = 10.0
 2019): kernels shorter than this cannot hide it. The measured launch cost is used where
 there is one."""
 
+MOSTLY = 0.3
+"""Of idle time, by one function of the host: from here on a title names it beside its part."""
+
 SHORT_GAPS = 50.0
 """Times a launch: gaps up to this length are what calling operators in turn costs (30 to 200 µs
 from one kernel to the next in eager torch); in longer ones the host does something else."""
 
-LAUNCHING = ("operators", "launching", "python", "start-up")
+LAUNCHING = ("operators", "launching", "python", "start-up", "copies")
 """Causes of idleness that make up the cost of launching."""
 
 SYNC = re.compile(r"(?:cu(?:da)?|hip)(?:Device|Stream|Event|Ctx)Synchronize\w*")
 SYNC_SHARE = 0.03
+
+LEAST_LAUNCHES = 20
+BLOCKED = 0.8
+"""Least share of launches that end after their kernels: in recordings of GPUs at work none do."""
 
 COPY_SHARE = 0.05
 COMMUNICATION_SHARE = 0.1
@@ -92,6 +99,17 @@ DOUBLE_OPERATIONS = "operations:fp64"
 NO_DOUBLE = re.compile(r"distribution_|pow_tensor_scalar|curand|philox|random", re.IGNORECASE)
 """Kernels with a scalar or a generator of random numbers in float64, and tensors in fp32."""
 DOUBLE_SHARE = 0.03
+
+COPYING = re.compile(r"copy\b|nchw to|nhwc to|transpose", re.IGNORECASE)
+LAYOUT_SHARE = 0.1
+"""Of the step, by kernels that copy to another type or layout: real recordings have 0 to 2.4 %."""
+
+POINTWISE = re.compile("elementwise")
+POINTWISE_SHARE = 0.25
+"""Of the step, by kernels of one operation for each value: real recordings have 1 to 14 %."""
+
+LEAST_KINDS = 3
+"""Different kernels that take a twentieth of such time each; fewer are judged one by one."""
 
 HEAVY_SHARE = 0.2
 """Least share of the GPU's time that one kernel takes."""
@@ -126,6 +144,52 @@ HOST_UNKNOWN = (
 
 
 @rule(
+    "blocking_launches",
+    title="Each launch waits for its kernel: the GPU is idle {share:.0%} of the step in between",
+    evidence=(
+        "{blocked:,.0f} of {launches:,.0f} calls per iteration that launch a kernel return only "
+        "when it has ended; the host waits {waited:ms} in them, and the GPU idles {idle:ms}.",
+    ),
+    advice="Launch without waiting: unset CUDA_LAUNCH_BLOCKING, and leave out debuggers and tools "
+    "that run kernels one at a time.",
+    limit="synchronisation",
+    gpu=True,
+    concerns=(IDLE,),
+)
+def blocking_launches(evidence: Evidence, ledger: Ledger) -> Measured | None:
+    """Launches return when their kernels have ended, so that the host never runs ahead.
+
+    Without it the step would be shorter by the time that the host waits in the calls, but not
+    by more than the GPU is idle.
+    """
+    if not evidence.has_timeline or evidence.meta.get("serialised"):
+        return None
+    work, trace = evidence.work, evidence.profile.trace
+    kernels = work[work["kind"].eq("kernel") & work["launch_start_ns"].ge(0)]
+    calls = trace[evidence.profile.of_kind("runtime")[trace["context"].to_numpy()]]
+    ends = calls.groupby("start_ns")["end_ns"].max()
+    returned = ends.reindex(kernels["launch_start_ns"]).to_numpy()
+    blocked = returned >= kernels["end_ns"].to_numpy()  # NaN: no
+    if len(kernels) < LEAST_LAUNCHES or blocked.mean() < BLOCKED:
+        return None
+    count = 1e6 * max(len(evidence.windows[0]), 1)
+    waited = float((returned - kernels["start_ns"].to_numpy())[blocked].sum()) / count
+    idle = max(evidence.idle_ms - ledger.idle_ms - _data_ms(evidence, ledger), 0.0)
+    lost = min(waited, idle)
+    if lost < SYNC_SHARE * evidence.total_ms:
+        return None
+    ledger.idle_ms += lost
+    return {
+        "share": lost / evidence.total_ms,
+        "component": largest(kernels[blocked].groupby(PART).size())[0],
+        "blocked": 1e6 * blocked.sum() / count,
+        "launches": 1e6 * len(kernels) / count,
+        "waited": waited,
+        "idle": idle,
+    }
+
+
+@rule(
     "synchronisation",
     title="The host waits for the GPU {count:,.0f} times in each step",
     evidence=(
@@ -138,6 +202,7 @@ HOST_UNKNOWN = (
     "keep losses on the GPU and read them every training.log_every iterations.",
     limit="synchronisation",
     gpu=True,
+    concerns=(IDLE,),
 )
 def synchronising(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """The host waits for the GPU within the step, and the GPU then for the host.
@@ -299,8 +364,8 @@ def exposed_communication(evidence: Evidence, ledger: Ledger) -> Measured | None
     "launch_bound",
     title="The GPU is idle {idle:.0%} of the time, most of it waiting for launches{launched_by}",
     evidence=(
-        "{launches:,.0f} kernels per iteration of {mean_us:.1f} µs each{left_out}, and a launch "
-        "takes {launch}; in {share:.0%} of the time the GPU waits in gaps below "
+        "{launches:,.0f} {what} per iteration of {usual_us:.1f} µs (median){left_out}, and a "
+        "launch takes {launch}; in {share:.0%} of the time the GPU waits in gaps below "
         "{gap_us:.0f} µs while the host runs operators and launches them.",
         "{most_by}",
         "{doubt}",
@@ -309,6 +374,7 @@ def exposed_communication(evidence: Evidence, ledger: Ledger) -> Measured | None
     "compile it, a larger batch, fused embeddings and optimiser.",
     limit="launches",
     gpu=True,
+    concerns=(IDLE,),
 )
 def launch_bound(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """The GPU idles while the host prepares launches."""
@@ -319,16 +385,17 @@ def launch_bound(evidence: Evidence, ledger: Ledger) -> Measured | None:
     lost = float(idle["idle_ms"].sum())
     left = max(0.0, evidence.idle_ms - ledger.idle_ms - _data_ms(evidence, ledger))
     lost = min(lost, left)
-    kernels = evidence.work[evidence.work["kind"].eq("kernel") & ~_is_exchange(evidence)]
-    if kernels.empty or lost < ONE_LAUNCHER_SHARE * evidence.total_ms:
+    work = evidence.work[~_is_exchange(evidence)]
+    if not work["kind"].eq("kernel").any() or lost < ONE_LAUNCHER_SHARE * evidence.total_ms:
         return None
-    launches = len(kernels)
-    own, of_launches, most = _main_launcher(evidence, kernels)
+    launches = len(work)
+    own, of_launches, most = _main_launcher(evidence, work)
     part = (str(own["component"].iloc[0]), str(own["phase"].iloc[0]))
-    mean_us = float((kernels["end_ns"] - kernels["start_ns"]).mean()) / 1e3
-    if lost < LAUNCH_SHARE * evidence.total_ms or mean_us > 5 * launch_us:
+    # the median: a few long kernels elsewhere in the step do not hide what short ones cost
+    usual_us = float((work["end_ns"] - work["start_ns"]).median()) / 1e3
+    if lost < LAUNCH_SHARE * evidence.total_ms or usual_us > 5 * launch_us:
         # few operators may be bound by launches in a step that otherwise is not
-        own_us = float((own["end_ns"] - own["start_ns"]).mean()) / 1e3
+        own_us = float((own["end_ns"] - own["start_ns"]).median()) / 1e3
         if of_launches < MOST_LAUNCHES or own_us > launch_us:
             return None
     ledger.idle_ms += lost
@@ -343,18 +410,20 @@ def launch_bound(evidence: Evidence, ledger: Ledger) -> Measured | None:
     # what has no part and is no single operator tells nothing
     by_one = of_launches >= MOST_LAUNCHES and (part[0] != "other" or "," not in most)
     place = f" in {part_label(*part)}" if part[0] != "other" else ""
+    small = "copies by " if own["kind"].eq("copy").mean() > MOST_LAUNCHES else ""
     if not by_one:
         part = largest(idle.groupby(PART)["idle_ms"].sum())
     return {
         "share": lost / evidence.total_ms,
         "component": part[0],
-        "launched_by": f" of {most}{place}" if by_one else "",
+        "launched_by": f" of {small}{most}{place}" if by_one else "",
         "most_by": f"{len(own) / steps:,.0f} of them are launched by {most}{place}."
         if by_one
         else None,
         "idle": evidence.idle_ms / evidence.total_ms,
         "launches": launches / steps,
-        "mean_us": mean_us,
+        "what": "kernels and copies" if work["kind"].eq("copy").any() else "kernels",
+        "usual_us": usual_us,
         "launch": f"{cost:.1f} µs of the host here" if cost == cost else "3 to 10 µs of a host",
         "left_out": " (collectives left out)" if _is_exchange(evidence).any() else "",
         "gap_us": SHORT_GAPS * launch_us,
@@ -422,6 +491,7 @@ def _outermost(parent: np.ndarray, operator: np.ndarray) -> np.ndarray:
     advice="{remedy}",
     limit="dispatch",
     gpu=True,
+    concerns=(IDLE,),
 )
 def gpu_idle(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """The GPU does nothing, and no rule has said why."""
@@ -528,6 +598,8 @@ def _host_meanwhile(evidence: Evidence, idle: pd.DataFrame) -> Measured:
         figures["meanwhile"] = f", most while the host is in {by_name.index[0][:70]}"
     elif len(named) and named.iloc[0] > 0.5 * total:
         figures["meanwhile"] = f", most while the host is in {part_label(*named.index[0])}"
+        if by_name.iloc[0] > MOSTLY * total:
+            figures["meanwhile"] += f", above all {by_name.index[0][:70]}"
     return figures
 
 
@@ -699,11 +771,95 @@ def float64(evidence: Evidence, ledger: Ledger) -> Measured | None:
 
 
 @rule(
+    "layout_copies",
+    title="Conversions and copies of layout take {share:.0%} of the step, most by {by}",
+    evidence=(
+        "Kernels that only copy tensors to another type or layout run {time:ms} per iteration, in "
+        "{launches:,.1f} launches: {names}.",
+        "They are launched by {operators}.",
+    ),
+    advice="Convert once and keep the result (weights, constants), let autocast or the model keep "
+    "one type, keep the layout that the next operator wants (channels_last, no transposed views "
+    "that are made contiguous), and make tensors on the GPU in their type.",
+    limit="memory bandwidth",
+    gpu=True,
+)
+def layout_copies(evidence: Evidence, ledger: Ledger) -> Measured | None:
+    """Kernels that copy tensors to another type or layout take much of the step."""
+    return _work_of(evidence, ledger, COPYING, LAYOUT_SHARE)
+
+
+@rule(
+    "pointwise_operators",
+    title="Pointwise operators take {share:.0%} of the step",
+    evidence=(
+        "Each reads its operands from memory and writes its result back: {time:ms} per iteration "
+        "in {launches:,.1f} launches of {kinds} kernels, most in {names}.",
+        "They are launched by {operators}.",
+    ),
+    advice="Fuse them, so that values stay in registers from one to the next: compile the model "
+    "(training.compile), or use fused operators (torch.nn.functional, a fused optimiser).",
+    limit="memory bandwidth",
+    gpu=True,
+)
+def pointwise_operators(evidence: Evidence, ledger: Ledger) -> Measured | None:
+    """Many kernels that do one operation for each value take much of the step together."""
+    measured = _work_of(evidence, ledger, POINTWISE, POINTWISE_SHARE)
+    return measured if measured is None or measured["kinds"] >= LEAST_KINDS else None
+
+
+def _work_of(
+    evidence: Evidence, ledger: Ledger, kind: re.Pattern[str], least: float
+) -> Measured | None:
+    """Time and launches of the kernels whose short names match, if they take the share."""
+    kernels = _kernels(evidence)
+    chosen = kernels[
+        kernels["short_name"].str.match(kind) & ~kernels["kernel"].isin(ledger.device_work)
+    ]
+    time = min(float(chosen["ms"].sum()), evidence.device_ms)
+    if time < least * evidence.total_ms:
+        return None
+    by_name = chosen.groupby("short_name")["ms"].sum().sort_values(ascending=False)
+    kinds = int(by_name.gt(0.05 * by_name.sum()).sum())
+    places = chosen.groupby(PART)["ms"].sum()
+    operators = _launching_operators(evidence, set(chosen["kernel"]))
+    if kinds >= LEAST_KINDS or kind is COPYING:
+        ledger.device_work |= set(chosen["kernel"])
+        ledger.explain(time, largest(places))
+    return {
+        "share": time / evidence.total_ms,
+        "component": largest(places)[0],
+        "time": time,
+        "launches": float(chosen["launches"].sum()) / iteration_count(evidence.profile),
+        "kinds": kinds,
+        "names": ", ".join(f"{name} ({milliseconds(ms)})" for name, ms in by_name[:3].items()),
+        "by": operators[0] if operators else by_name.index[0],
+        "operators": ", ".join(operators) or None,
+        "speedup": bounded(time / evidence.total_ms),
+    }
+
+
+def _launching_operators(evidence: Evidence, names: set[str], count: int = 3) -> list[str]:
+    """The operators that launch kernels of these names, by the kernels' time, longest first."""
+    profile = evidence.profile
+    contexts = profile.contexts
+    parent = contexts["parent"].to_numpy()
+    time = profile.value_table("gpu_time_ms", "exclusive").to_numpy()
+    rows = np.flatnonzero(profile.of_kind("kernel") & contexts["name"].isin(names).to_numpy())
+    own = nearest(parent, contexts["kind"].eq("operator").to_numpy())
+    outer = _outermost(parent, own)[rows]
+    rows, outer = rows[outer >= 0], outer[outer >= 0]
+    by_name = pd.Series(time[rows]).groupby(contexts["name"].to_numpy()[outer]).sum()
+    return [str(name) for name in by_name.nlargest(count).index]
+
+
+@rule(
     "low_occupancy",
     title="Kernels of low occupancy take {share:.0%} of the step{most}",
     evidence=(
         "{kernel} keeps {occupancy:.0f}% of the warps that fit on a multiprocessor"
         "{because}; such kernels take {of_kernels:.0%} of all kernels' time.",
+        "It is launched by {operators}.",
     ),
     advice="More and smaller blocks (a larger batch), fewer registers or less shared memory per "
     "block, so that other warps run while one waits for memory.",
@@ -716,6 +872,7 @@ def occupancy(evidence: Evidence, ledger: Ledger) -> Measured | None:
     low = kernels[kernels["occupancy_percent"] < LOW_OCCUPANCY]
     # products live from registers, not from warps; collectives wait for the network
     low = low[low["tensor_cores"].eq("") & ~low["kernel"].str.contains(COMMUNICATION)]
+    low = low[~low["kernel"].isin(ledger.device_work)]
     share = min(float(low["ms"].sum()), evidence.device_ms) / evidence.total_ms
     if share < OCCUPANCY_SHARE:
         return None
@@ -732,6 +889,7 @@ def occupancy(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "of_kernels": float(low["ms"].sum()) / float(kernels["ms"].sum()),
         "component": str(worst["component"]),
         "kernel": str(worst["short_name"]),
+        "operators": ", ".join(_launching_operators(evidence, {str(worst["kernel"])})) or None,
         "most": f", most of it {worst['short_name']}"
         if float(worst["ms"]) > 0.5 * float(low["ms"].sum())
         else "",
@@ -750,6 +908,7 @@ def occupancy(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "By its operator's shapes {reached:.0%} of that would do at the limits of this GPU's data "
         "sheet.",
         "Its grid fills {waves:.2f} of the GPU once.",
+        "It is launched by {operators}.",
         "{unknown}",
     ),
     advice="Look at its shapes and at what calls it: operands that are tiny, strided or padded, "
@@ -779,6 +938,7 @@ def heavy_kernel(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "share": taken,
         "component": str(worst["component"]),
         "kernel": str(worst["short_name"]),
+        "operators": ", ".join(_launching_operators(evidence, {str(worst["kernel"])})) or None,
         "time": float(worst["ms"]),
         "of_device": min(float(worst["ms"]) / evidence.device_ms, 1.0),
         "launches": float(worst["launches"]) / iteration_count(evidence.profile),
@@ -857,6 +1017,7 @@ def heavy_copy(evidence: Evidence, ledger: Ledger) -> Measured | None:
     "torch.cuda.empty_cache(); a smaller batch or buffers taken once leave it room.",
     limit="memory capacity",
     gpu=True,
+    concerns=(IDLE,),
 )
 def allocation(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """The GPU idles while the host is in calls that allocate or free its memory."""

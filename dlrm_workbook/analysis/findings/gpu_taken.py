@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dlrm_workbook.analysis.attribution import iteration_state, windows
+from dlrm_workbook.analysis.attribution import IDLE, iteration_state, windows
 from dlrm_workbook.analysis.context_tree import stretch_at, union
 from dlrm_workbook.analysis.findings.evidence import Evidence
 from dlrm_workbook.analysis.findings.finding import Ledger, Measured, bounded, rule
@@ -156,6 +156,7 @@ def _all_kernels_ms(evidence: Evidence, spans: pd.DataFrame) -> np.ndarray:
     "its own, or let the processes share it by MPS or MIG, not in turns.",
     limit="scheduling",
     gpu=True,
+    concerns=(IDLE,),
 )
 def gpu_taken(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """The GPU idles while launched work waits in its queue: somebody else has it."""
