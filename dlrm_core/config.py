@@ -240,6 +240,12 @@ class DataConfig:
         False,
         "true: every bag holds indices_per_lookup indices; false: max(1, round(r k)), r ~ U[0,1)",
     )
+    multi_hot_sizes: tuple[int, ...] | None = setting(
+        None,
+        "with uniform and zipf: indices of every bag, table by table, as MLPerf's "
+        "--multi_hot_sizes; in place of indices_per_lookup and fixed_pooling",
+        minimum=1,
+    )
     zipf_exponent: float = setting(
         1.05, "with zipf and teacher: exponent a of P(row i) ~ (i+1)^-a, row 0 hottest", minimum=0.0
     )
@@ -262,6 +268,12 @@ class DataConfig:
         if self.one_hot:
             # one row of each table a sample, whatever the other laws' settings are
             object.__setattr__(self, "indices_per_lookup", 1)
+            object.__setattr__(self, "fixed_pooling", True)
+        if self.multi_hot_sizes is not None:
+            if self.generator not in ("uniform", "zipf"):
+                why = "bags of a size of their own for each table are for uniform and zipf"
+                raise clash("data", self, "multi_hot_sizes", "generator", why)
+            object.__setattr__(self, "indices_per_lookup", max(self.multi_hot_sizes))
             object.__setattr__(self, "fixed_pooling", True)
         if (self.generator == "dataset") != bool(self.path):
             why = "a path is for generator 'dataset', and that needs one"
@@ -601,6 +613,13 @@ class Parameters:
     """Leaves and the values that ``dlrm run`` gives them in turn, see
     dlrm_workbook/studies/sweep/plan.py.
     """
+
+    def __post_init__(self) -> None:
+        sizes, tables = self.data.multi_hot_sizes, len(self.model.table_rows)
+        if sizes is not None and len(sizes) != tables:
+            raise InputError(
+                f"data.multi_hot_sizes has {len(sizes)} sizes, but the model has {tables} tables"
+            )
 
     def to_sections(self) -> dict[str, Any]:
         """Plain dicts, lists and scalars: what YAML, JSON and papermill carry."""

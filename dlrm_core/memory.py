@@ -236,7 +236,7 @@ def _batches(parameters: Parameters, placement: Placement, gpu: bool) -> Iterato
     dense = size * (model.dense_features + 1) * FLOAT_BYTES
 
     def lookups(tables: Iterable[int]) -> int:
-        bags = [mean_bag_size(parameters, model.table_rows[t]) + 1 for t in tables]
+        bags = [mean_bag_size(parameters, t) + 1 for t in tables]
         return int(size * sum(bags) * INDEX_BYTES)
 
     on_gpu, on_host = lookups(placement.on_gpu), lookups(placement.on_host)
@@ -260,7 +260,7 @@ def _making(parameters: Parameters) -> int:
     one table's; its loop has Python lists, 40 bytes a number; a power law four arrays.
     """
     size = parameters.training.batch_size
-    counts = [size * mean_bag_size(parameters, rows) for rows in parameters.model.table_rows]
+    counts = [size * mean_bag_size(parameters, t) for t in range(len(parameters.model.table_rows))]
     most, every = INDEX_BYTES * max(counts), INDEX_BYTES * sum(counts)
     kind = parameters.data.generator
     if kind == "facebook":
@@ -308,7 +308,7 @@ def _embedding_update(
     if not tables:
         return
     size, dim = training.batch_size, model.embedding_dim
-    counts = [size * mean_bag_size(parameters, model.table_rows[t]) for t in tables]
+    counts = [size * mean_bag_size(parameters, t) for t in tables]
     looked_up = sum(counts)
     backend, sorts = training.embedding_backend, training.optimizer != "sgd" or place == "gpu"
 
@@ -348,9 +348,11 @@ def _workspace(parameters: Parameters, made_anew: int, gpu: bool) -> Iterator[Me
     yield MemoryItem("freed pieces in the C library's heap", share, size, "host")
 
 
-def mean_bag_size(parameters: Parameters, rows: int) -> float:
+def mean_bag_size(parameters: Parameters, table: int) -> float:
     """Expected indices per bag of a table, before facebook's deduplication."""
-    data = parameters.data
+    data, rows = parameters.data, parameters.model.table_rows[table]
+    if data.multi_hot_sizes is not None:
+        return float(data.multi_hot_sizes[table])
     if data.fixed_pooling:
         return float(data.indices_per_lookup)
     bound = min(rows, data.indices_per_lookup)

@@ -59,6 +59,7 @@ def make_generator(parameters: Parameters, device: torch.device) -> Generator:
         return FacebookReplay(*shape)
     return SyntheticBatches(
         *shape,
+        multi_hot_sizes=data.multi_hot_sizes,
         zipf_exponent=data.zipf_exponent if data.generator == "zipf" else None,
         device=device if data.place == "device" else torch.device("cpu"),
         # the host would have to wait for the GPU to learn how many lookups a batch has

@@ -36,7 +36,8 @@ class SyntheticBatches(_BagLaw):
     two streams of one law.
 
     Dense features and targets are U[0,1) (targets rounded on request); a bag
-    holds exactly k indices, or max(1, round(r min(R, k))) with r ~ U[0,1).
+    holds exactly k indices (with ``multi_hot_sizes`` each table's own k), or
+    max(1, round(r min(R, k))) with r ~ U[0,1).
     Rows are uniform over the table, or follow a bounded power law: the
     continuous density x^-a on [1, R + 1) cut to whole numbers, so that
     P(row i) = ((i+1)^(1-a) - (i+2)^(1-a)) / (1 - (R+1)^(1-a)), row 0 hottest.
@@ -48,6 +49,7 @@ class SyntheticBatches(_BagLaw):
     zipf_exponent: float | None
     device: torch.device
     padded: bool = False
+    multi_hot_sizes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         seed, device, table_rows = self.seed, self.device, self.table_rows
@@ -75,10 +77,10 @@ class SyntheticBatches(_BagLaw):
         extents = None
         dense = self.random.uniform(size, self.dense_features)
         if self.fixed_pooling:
-            count = self.indices_per_lookup
-            offsets = (torch.arange(size, device=self.device) * count).expand(tables, size)
-            offsets = offsets.contiguous()
-            totals = [size * count] * tables
+            counts = self.multi_hot_sizes or (self.indices_per_lookup,) * tables
+            bags = torch.tensor(counts, device=self.device)[:, None]
+            offsets = torch.arange(size, device=self.device) * bags
+            totals = [size * count for count in counts]
         else:
             sizes = (self.random.uniform(tables, size) * self._bounds).round().clamp_(min=1).long()
             ends = sizes.cumsum(1)

@@ -269,7 +269,7 @@ def make_plan(parameters: Parameters, world: World, collection: Any, sharder: An
     constraints = {
         f"t{t}": api.ParameterConstraints(
             sharding_types=[_THEIR_NAMES[kind] for kind in kinds],
-            pooling_factors=[mean_bag_size(parameters, model.table_rows[t])],
+            pooling_factors=[mean_bag_size(parameters, t)],
             min_partition=model.embedding_dim // parts,
         )
         for t, kinds in enumerate(kinds_of(parameters))

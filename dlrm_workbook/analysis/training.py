@@ -49,6 +49,9 @@ def facts(parameters: Parameters) -> pd.DataFrame:
     model, data, training = parameters.model, parameters.data, parameters.training
     rows = model.table_rows
     bag = f"{data.indices_per_lookup:,}"
+    bag = f"{bag} each" if data.fixed_pooling else f"up to {bag}"
+    if sizes := data.multi_hot_sizes:
+        bag = f"{min(sizes)} to {max(sizes)} by table, {sum(sizes)} a sample"
     weights, kind = model.dense_weights, model.interaction
     if model.cross_widths:
         kind += f", {model.dcn_layers} cross layers of rank {model.dcn_rank}"
@@ -61,7 +64,7 @@ def facts(parameters: Parameters) -> pd.DataFrame:
         "parameters of the model": f"{sum(rows) * model.embedding_dim:,} in tables, "
         + ", ".join(f"{count:,} in {part_label(part)}" for part, count in weights.items()),
         "data": f"{data.generator}, loaded by the {data.loader} loader",
-        "indices per lookup": f"{bag} each" if data.fixed_pooling else f"up to {bag}",
+        "indices per lookup": bag,
         "batch": f"{training.batch_size:,} samples, {training.batches:,} batches",
         "optimizer": f"{training.optimizer}, learning rate {training.learning_rate:g}",
         "device": training.device,

@@ -63,6 +63,7 @@ KNOWN_BY_WORK = frozenset(
         "training.optimizer",
         "data.indices_per_lookup",
         "data.fixed_pooling",
+        "data.multi_hot_sizes",
         "model.mlp_sizes",
         "model.dense_features",
         "model.bottom_mlp",

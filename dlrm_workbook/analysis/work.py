@@ -176,7 +176,9 @@ def lookups(parameters: Parameters, statistics: Mapping[str, Any] | None = None)
             known = {}
         count = known.get("lookups_per_batch")
         if count is None:
-            count = parameters.training.batch_size * mean_lookups(parameters, rows)
+            bags = parameters.data.multi_hot_sizes
+            mean = bags[table] if bags else mean_lookups(parameters, rows)
+            count = parameters.training.batch_size * mean
         unique = known.get("unique_rows_per_batch")
         if unique is None:
             unique = expected_unique(parameters, rows, count)

@@ -454,8 +454,9 @@ def _memory(
     low, high = STREAM_BYTES
     outer = min(max(4 * (last_level_cache(device) or 0) // 3, low), high)
     limit = TABLE_BYTES[device.type]
-    table = min(max(parameters.model.table_rows) * row_bytes, limit)
-    bag = max(1, round(mean_bag_size(parameters, max(parameters.model.table_rows))))
+    tables = parameters.model.table_rows
+    table = min(max(tables) * row_bytes, limit)
+    bag = max(1, round(mean_bag_size(parameters, tables.index(max(tables)))))
     bags = max(parameters.training.batch_size, -(-GATHER_LOOKUPS // bag))
     room = available_memory(device)
     lookups = 8 * INDEX_SETS * bags * bag + bags * row_bytes

@@ -75,6 +75,7 @@ ACCOUNTED = {
     "data.generator",
     "data.indices_per_lookup",
     "data.fixed_pooling",
+    "data.multi_hot_sizes",
     "data.zipf_exponent",
     "data.round_targets",
     "data.loader",
@@ -188,7 +189,7 @@ def signature(parameters: Parameters, component: str) -> tuple[Any, ...]:
     model, data, training = parameters.model, parameters.data, parameters.training
     dense = _leaves(training, DENSE_ENGINE)
     update = _leaves(training, ("fused_optimizer", "optimizer"))
-    bags = (model.table_rows, data.indices_per_lookup, data.fixed_pooling)
+    bags = (model.table_rows, data.indices_per_lookup, data.fixed_pooling, data.multi_hot_sizes)
     law = "facebook" if data.generator.startswith("facebook") else data.generator
     exponent = data.zipf_exponent if law in ("zipf", "teacher") else None
     # what decides how often a row comes up

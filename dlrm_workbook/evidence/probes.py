@@ -97,6 +97,7 @@ def reduced(parameters: Parameters, half: str) -> Parameters:
             generator="uniform",
             indices_per_lookup=1,
             fixed_pooling=True,
+            multi_hot_sizes=None,
             loader="synchronous",
             place="cpu",
         )
@@ -135,7 +136,8 @@ def half_bytes(parameters: Parameters, half: str) -> int:
     """
     model, size = parameters.model, parameters.training.batch_size
     if half == "sparse":
-        lookups = sum(size * mean_bag_size(parameters, rows) for rows in model.table_rows)
+        tables = range(len(model.table_rows))
+        lookups = sum(size * mean_bag_size(parameters, t) for t in tables)
         return int(lookups * model.embedding_dim * 4 * 4)
     widths = (model.bottom_widths, model.cross_widths, model.top_widths)
     weights = sum(model.dense_weights.values())

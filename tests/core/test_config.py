@@ -120,6 +120,15 @@ def test_interaction_width(interaction, itself, expected):
         ({"model": {"interaction": "dcn", "dcn_layers": -1}}, ["model.dcn_layers is -1"]),
         ({"model": {"loss_weights": [1]}}, ["model.loss_weights", "1 numbers", "2"]),
         ({"data": {"place": "device"}}, ["data.place", "facebook"]),
+        ({"data": {"multi_hot_sizes": [1]}}, ["data.multi_hot_sizes", "'facebook'", "for uniform"]),
+        (
+            {"data": {"multi_hot_sizes": [1, 2], "generator": "uniform"}},
+            ["data.multi_hot_sizes has 2 sizes, but the model has 8 tables"],
+        ),
+        (
+            {"data": {"multi_hot_sizes": [1, 0], "generator": "uniform"}},
+            ["data.multi_hot_sizes[1] is 0", "at least 1"],
+        ),
         ({"title": 3}, ["title", "3"]),
     ],
 )

@@ -14,6 +14,7 @@ from dlrm_core.data.batch import Batch
 from dlrm_core.data.facebook_replay import FacebookReplay
 from dlrm_core.data.loader import PrefetchError, _prefetched, batches, make_generator
 from dlrm_core.data.synthetic import FacebookLoop, SyntheticBatches
+from dlrm_core.memory import mean_bag_size
 
 CPU = torch.device("cpu")
 
@@ -131,6 +132,32 @@ def test_a_seed_gives_one_stream_and_another_seed_another():
     for generator in ("facebook", "facebook_loop", "uniform", "zipf"):
         assert_same(first(1, generator), first(1, generator))
         assert not torch.equal(first(1, generator).dense, first(2, generator).dense)
+
+
+@pytest.mark.parametrize("generator", ["uniform", "zipf"])
+def test_each_table_has_bags_of_its_own_size(generator):
+    sizes = [3, 1, 7]
+    parameters = parameters_from_sections(
+        {
+            "model": {"bottom_mlp": "4-2", "embedding_dim": 2, "table_rows": [50, 9, 50]},
+            "data": {"generator": generator, "multi_hot_sizes": sizes},
+            "training": {"batch_size": 8},
+        }
+    )
+    batch = make_generator(parameters, CPU).next_batch()
+    assert [batch.table_indices(t).numel() for t in range(3)] == [8 * k for k in sizes]
+    assert batch.offsets.tolist() == [[k * i for i in range(8)] for k in sizes]
+    for t, rows in enumerate((50, 9, 50)):
+        assert 0 <= int(batch.table_indices(t).min()) <= int(batch.table_indices(t).max()) < rows
+        assert mean_bag_size(parameters, t) == sizes[t]
+    # sizes alike are the plain stream
+    one = {"generator": generator, "indices_per_lookup": 4, "fixed_pooling": True}
+    same = {"generator": generator, "multi_hot_sizes": [4, 4, 4]}
+    both = []
+    for data in (one, same):
+        sections = parameters.to_sections() | {"data": data}
+        both.append(make_generator(parameters_from_sections(sections), CPU).next_batch())
+    assert_same(*both)
 
 
 def test_prefetched_batches_are_the_synchronous_ones_and_the_thread_ends():

@@ -72,6 +72,9 @@ def test_presets_have_the_study_s_layers_and_find_their_full_size(study) -> None
     weights = sum(preset.model.table_rows) * preset.model.embedding_dim + dense_parameters(preset)
     assert 4 * weights < 4 << 30
     assert full_size(load_parameters(PRESETS / "quick.yaml")).title.startswith("Quick")
+    # the study's MLPs around cross layers are another model
+    dcn = load_parameters(PRESETS / "mlperf_dcn.yaml")
+    assert dcn.model.top_mlp == STUDY[2].model.top_mlp and full_size(dcn) is dcn
 
 
 def test_dense_gradients_are_as_large_as_the_model_s_own() -> None:

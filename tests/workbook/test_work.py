@@ -206,6 +206,7 @@ CASES: list[dict[str, Any]] = [
     {"training__optimizer": "adagrad", "training__fused_optimizer": True},
     {"training__micro_batch": 4, "training__precision": "bf16"},
     DCN,
+    {"data__multi_hot_sizes": [3, 1]},
     DCN | {"training__batch_size": 1, "model__dcn_layers": 1},
     DCN | {"training__precision": "bf16", "training__optimizer": "adagrad"},
     DCN | {"training__micro_batch": 4, "model__table_rows": [9]},

@@ -292,20 +292,22 @@ def full_size(parameters: Parameters) -> Parameters:
     found = study_of(parameters)
     if found is None:
         return parameters
-    data = replace(parameters.data, indices_per_lookup=found.lookups, fixed_pooling=True)
+    data = replace(
+        parameters.data,
+        indices_per_lookup=found.lookups,
+        fixed_pooling=True,
+        multi_hot_sizes=None,
+    )
     return replace(parameters, model=found.model, data=data, title=f"{found.name}, full size")
 
 
 def study_of(parameters: Parameters) -> Study | None:
-    """The study's configuration with the same MLPs and width."""
+    """The study's configuration with the same MLPs and width; none has cross layers."""
     model = parameters.model
     for each in STUDY:
-        same = (model.bottom_widths, model.top_mlp, model.embedding_dim) == (
-            each.model.bottom_widths,
-            each.model.top_mlp,
-            each.model.embedding_dim,
-        )
-        if same:
+        own = each.model
+        same = (model.bottom_widths, model.top_mlp) == (own.bottom_widths, own.top_mlp)
+        if same and model.embedding_dim == own.embedding_dim and not model.cross_widths:
             return each
     return None
 

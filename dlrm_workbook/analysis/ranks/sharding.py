@@ -168,7 +168,7 @@ def make_plan(
         raise InputError(f"ranks is {ranks}, expected at least 1")
     kinds = _kinds(parameters, ranks, sharding)
     model = parameters.model
-    lookups = tuple(mean_bag_size(parameters, rows) for rows in model.table_rows)
+    lookups = tuple(mean_bag_size(parameters, t) for t in range(len(model.table_rows)))
     work = [lookup_cost(n, model.embedding_dim) for n in lookups]
     most = maximum_ranks(parameters, kinds)
     if ranks > most and not idle:
@@ -294,5 +294,5 @@ def plan_of_placement(parameters: Parameters, placement: pd.DataFrame, ranks: in
             )
         held = [int(rank) for rank in shards["rank"]]
         tables.append(TablePlan(table, rows, model.embedding_dim, kind, held))
-    lookups = tuple(mean_bag_size(parameters, rows) for rows in model.table_rows)
+    lookups = tuple(mean_bag_size(parameters, t) for t in range(len(model.table_rows)))
     return Plan(ranks, model.embedding_dim, tuple(tables), lookups)

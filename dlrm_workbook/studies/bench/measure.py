@@ -105,6 +105,11 @@ class Plan:
                     "model.interaction is 'dcn', but facebookresearch/dlrm has 'dot' and 'cat' "
                     "only; leave --peer out"
                 )
+            if self.plain.data.multi_hot_sizes is not None:
+                raise InputError(
+                    "data.multi_hot_sizes is given, but facebookresearch/dlrm has bags of one "
+                    "size; leave --peer out"
+                )
         for case in self.cases:
             for name, given in self.contestants.items():
                 of_case(name, given, case)

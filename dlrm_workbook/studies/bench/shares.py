@@ -93,9 +93,10 @@ def embedding_share(parameters: Parameters, threads: int, seconds: float) -> dic
     """
     with threads_of(threads), torch.no_grad():
         row_values = parameters.model.embedding_dim
-        rows = max(parameters.model.table_rows)
+        tables = parameters.model.table_rows
+        rows = max(tables)
+        bag = max(1, round(mean_bag_size(parameters, tables.index(rows))))
         rows = min(rows, TABLE_BYTES["cpu"] // (4 * row_values))
-        bag = max(1, round(mean_bag_size(parameters, max(parameters.model.table_rows))))
         bags = max(parameters.training.batch_size, -(-GATHER_LOOKUPS // bag))
         gather = gather_action(torch.ones(rows, row_values), bags, bag)
         row_bytes = 4 * row_values
