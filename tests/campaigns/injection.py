@@ -3,9 +3,10 @@
 Each recording in ``shared`` is written again with a payload behind every name that it holds:
 of functions, modules, files, operators, kernels, ranges and threads, in its title, and in
 parameters, preset and file name. Every notebook that explains recordings, and those that
-measure, are run on them; each page, and each executed notebook in JupyterLab, untrusted and
-trusted, is opened in a browser, scrolled, hovered and clicked. A payload that runs counts
-itself; one that only the page's policy stopped is counted as tried.
+measure, are run on them; each page, the list of all runs, each verdict.md as a careless viewer
+shows it, and each executed notebook in JupyterLab, untrusted and trusted, is opened in a browser,
+scrolled, hovered and clicked. A payload that runs counts itself; one that only the page's policy
+stopped is counted as tried.
 
     python -m tests.campaigns.injection --folder /tmp/injection --json FILE
 """
@@ -25,6 +26,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import mistune
 import nbformat
 from nbformat.sign import NotebookNotary
 
@@ -194,7 +196,7 @@ def open_html(html: Path) -> Opened:
     """A page, opened from disk with the network off."""
     with open_page(html.as_uri()) as (page, seen):
         page.wait_for_timeout(1500)
-        return observe(page, html.parent.name, "page", seen.console_errors)
+        return observe(page, f"{html.parent.name}/{html.name}", "page", seen.console_errors)
 
 
 def open_in_lab(notebooks: list[Path], folder: Path, trusted: bool) -> Iterator[Opened]:
@@ -216,33 +218,51 @@ def open_in_lab(notebooks: list[Path], folder: Path, trusted: bool) -> Iterator[
                 yield observe(page, notebook.parent.name, where, seen.console_errors)
 
 
-def runs(made: dict[str, Path], parameters: Path) -> Iterator[tuple[str, list[str]]]:
+def runs(made: dict[str, Path], parameters: Path, sweep: Path) -> Iterator[tuple[str, list[str]]]:
     """Arguments of ``dlrm run`` for every notebook, on every recording that it takes."""
-    for path in made.values():
-        yield "bottlenecks", ["-f", str(parameters), "-p", f"profile_run={path}"]
     gpu = [str(made[n]) for n in ("meta-dlrm-a100x8-rank3", "torchrec-cuda-graphs-a100x16-rank0")]
     yield "compare", ["-p", f"runs={json.dumps(gpu)}"]
+    yield "explore", ["-p", f"other_run={gpu[1]}", "-p", f"profile_run={gpu[0]}"]
+    yield "explore", ["-p", f"profile_run={made['dlrm-h100-pc']}"]
     both = [f"profile_run={made['dlrm-h100-pc']}", f"host_run={made['dlrm-h100-host']}"]
     yield "experiment", ["-p", both[0], "-p", both[1], "-p", f"title={poisoned('t', 3)}"]
+    yield "profile", ["-f", str(sweep)]  # leads to the page of the sweep notebook
     for name in ("train", "profile", "scaling"):
         yield name, ["-f", str(parameters)]
+    short = ["rounds=1", "iterations=2", "protocols=0", "batch_sizes=[64]"]
+    yield "benchmark", ["-f", str(parameters), *(part for one in short for part in ("-p", one))]
+    for path in made.values():
+        yield "bottlenecks", ["-f", str(parameters), "-p", f"profile_run={path}"]
 
 
 def execute(made: dict[str, Path], folder: Path, tell: Callable[[str], None]) -> list[Path]:
     """Run every notebook; the folders, of runs that failed on their input too."""
     parameters = folder / f"p {poisoned_file(Path('q'))}.yaml"
+    sweep = folder / f"s {poisoned_file(Path('q'))}.yaml"
     quick = (Path(__file__).parents[2] / "parameters" / "quick.yaml").read_text()
     lines = [line for line in quick.splitlines() if not line.startswith("title:")]
     title = json.dumps(" ".join(poisoned("T", number) for number in range(len(PAYLOADS))))
     parameters.write_text("\n".join([f"title: {title}", *lines, ""]))
+    sweep.write_text(f"{parameters.read_text()}\nsweep: {{training.batch_size: [256, 512]}}\n")
     out = folder / "out"
-    for notebook, arguments in runs(made, parameters):
+    for notebook, arguments in runs(made, parameters, sweep):
         command = [sys.executable, "-m", "dlrm_workbook", "run", notebook, *arguments]
         done = subprocess.run(
             [*command, "--output-root", str(out)], capture_output=True, text=True, check=False
         )
         tell(f"{notebook} {arguments[-1][:100]}: exit {done.returncode} {done.stderr[-300:]}")
     return sorted(path.parent for path in out.glob("*/*/run.json"))
+
+
+def rendered_verdicts(folders: list[Path], target: Path) -> Iterator[Path]:
+    """Pages of every ``verdict.md``, by a viewer that lets all HTML through and has no policy."""
+    target.mkdir(exist_ok=True)
+    for number, verdict in enumerate(folder / "verdict.md" for folder in folders):
+        if verdict.is_file():
+            html = target / f"verdict {number}.html"
+            text = mistune.create_markdown(escape=False, plugins=["table", "strikethrough"])
+            html.write_text(f"<meta charset=utf-8><main>{text(verdict.read_text())}</main>")
+            yield html
 
 
 def main() -> int:
@@ -264,6 +284,8 @@ def main() -> int:
 
     if options.only != "lab":
         for html in (html for folder in folders for html in folder.glob("*.html")):
+            note(open_html(html))
+        for html in [out / "index.html", *rendered_verdicts(folders, options.folder / "verdicts")]:
             note(open_html(html))
     if options.only != "pages":
         notebooks = [book for folder in folders for book in folder.glob("*.ipynb")]
