@@ -54,6 +54,7 @@ def write_index(root: Path) -> Path:
         first=FIRST,
         levels=LEVELS,
         left_out=len(folders) - len(rows),
+        style=Markup(template_text("page.css")),
         script=Markup(template_text("tables.js")),
     )
     write_text(root / "index.html", page)

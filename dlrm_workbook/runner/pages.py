@@ -93,6 +93,8 @@ WIDGET_STATE = "application/vnd.jupyter.widget-state+json"
 IMAGES = ("image/svg+xml", "image/png", "image/jpeg", "image/gif", "image/webp")
 COMPILED_TRACES = {"parcoords", "scattergl", "scatterpolargl", "splom"}
 """Traces for which plotly.js compiles WebGL code from strings, so that the page must allow it."""
+PLOTLY_SHEET = re.compile(r"""\.id="[0-9a-f]{64}",\w+\.textContent='([^'\\]*)'""")
+"""A style sheet within plotly.js, which it adds to a page as it is: that of its maps."""
 DEFAULT_HEIGHT = 450  # plotly.js's own, in pixels
 MOST_IMAGE = 32 << 20
 """Bytes of the largest image beside a notebook that its page embeds."""
@@ -162,8 +164,11 @@ def _prepared(nb: Any, resources: Any) -> tuple[Any, Any]:
     cells = [rendered for cell in nb.cells if (rendered := page.cell(cell)) is not None]
     plan = arrange(cells)
     scripts = [template_text("page.js"), template_text("tables.js")]
+    style = template_text("page.css")
+    sheets = [style]
     if page.figures:
         scripts += [plotly_js(), template_text("charts.js")]
+        sheets += plotly_sheets(plotly_js())
     run = resources["run"]
     facts = run_facts(run)
     files = (f"{resources['name']}.ipynb", "verdict.md", "run.json")
@@ -172,6 +177,8 @@ def _prepared(nb: Any, resources: Any) -> tuple[Any, Any]:
         "name": resources["name"],
         "plan": plan,
         "figures": page.figures,
+        "style": Markup(style),
+        "sheets": sheets,
         "scripts": [Markup(script) for script in scripts],
         "webgl": page.webgl,
         "status": run.get("status", ""),
@@ -184,6 +191,15 @@ def _prepared(nb: Any, resources: Any) -> tuple[Any, Any]:
         "levels": LEVELS,
     }
     return nb, resources
+
+
+def plotly_sheets(script: str) -> list[str]:
+    """Texts of the style elements that plotly.js adds to a page.
+
+    One begins empty, and its rules come through the style sheet's own functions, which a policy
+    does not restrict.
+    """
+    return ["", *PLOTLY_SHEET.findall(script)]
 
 
 def chain_links(run: Mapping[str, Any], name: str, place: Path) -> list[tuple[str, str]]:

@@ -27,6 +27,7 @@ from dlrm_workbook.runner.pages import (
     render_html,
 )
 from dlrm_workbook.runner.parameters import assigned_values, parameter_tables
+from dlrm_workbook.runner.templating import hash_source
 from dlrm_workbook.show.tables import Quality, Table
 
 PIXEL = (
@@ -317,6 +318,14 @@ def test_policy_names_the_scripts_of_the_page_and_no_others(tmp_path: Path) -> N
         digests = [hashlib.sha256(script.encode()).digest() for script in scripts]
         hashes = [f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests]
         assert len(scripts) == count and policy == " ".join(hashes)
+    for cells in ([new_markdown_cell("# T")], [cell(shown(figure()))]):
+        text = page(tmp_path, *cells)
+        style = re.findall(r"<style>(.*?)</style>", text, re.DOTALL)
+        sheets = re.findall(r"style-src-elem ([^;]*);", text)[0].split(" ")
+        assert len(style) == 1 and "unsafe-inline" not in sheets
+        assert sheets[0] == f"'{hash_source(style[0])}'"
+        # that of plotly.js's maps too, and the empty one that it fills
+        assert len(sheets) == (3 if "plotly" in text else 1)
     compiled, _ = policy_and_scripts(cell(shown(figure(type="scattergl"))))
     assert compiled.endswith(" 'unsafe-eval'") and "unsafe-inline" not in compiled
 
