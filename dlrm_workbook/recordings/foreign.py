@@ -145,6 +145,9 @@ _COLLECTIVES = re.compile(
 )
 """Functions of ``torch.distributed`` that exchange data or wait for others."""
 
+_DATA_PARALLEL = re.compile(r"_(pre_forward|post_forward|sync_\w+|distributed_broadcast\w*)$")
+"""Methods of DistributedDataParallel that prepare the exchange of gradients or exchange buffers."""
+
 _OPERATORS: tuple[tuple[re.Pattern[str], Named], ...] = (
     (
         re.compile(r"^(c10d::|nccl:|rccl:|gloo:|mpi:|record_param_comms|torch::distributed::)"),
@@ -167,6 +170,8 @@ _OPERATORS: tuple[tuple[re.Pattern[str], Named], ...] = (
         Named("loss", hint=True),
     ),
     (re.compile(r"attention", re.IGNORECASE), Named("other", hint=True)),
+    # before the model runs, see parts.py: numbers are drawn for a batch
+    (re.compile(r"^aten::(rand|randn|randint|randperm)$"), Named("data", "forward", hint=True)),
     (
         re.compile(r"^aten::(bmm|baddbmm|tril_indices|triu_indices)$"),
         Named("interaction", "", True),
@@ -320,8 +325,7 @@ def _python(name: str, file: str) -> Named | None:
     """A Python function; ``name`` may be as torch writes it, ``file.py(12): function``."""
     function = name.rpartition(": ")[2].rpartition(".")[2]
     if name.startswith("nn.Module: "):
-        words = re.sub(r"_\d+$", "", name.removeprefix("nn.Module: "))
-        return _first(_MODULES, words) or _first(_SPOKEN, words)
+        return _module(re.sub(r"_\d+$", "", name.removeprefix("nn.Module: ")))
     ours = parse_span(function)
     if ours:
         return Named(*ours)
@@ -330,10 +334,20 @@ def _python(name: str, file: str) -> Named | None:
     place = file or name.partition("(")[0]
     if re.search(r"(^|/)torch/distributed/", place):
         return Named("communication") if _COLLECTIVES.match(function) else None
+    if re.search(r"(^|/)torch/nn/parallel/distributed\.py$", place):
+        return Named("communication") if _DATA_PARALLEL.match(function) else None
     named = _first(((pattern, n) for pattern, n in _FRAME_FILES), place)
+    whose = name.rpartition(": ")[2].split(".")
+    if named is None and function == "forward" and len(whose) > 1:
+        return _module(whose[-2])
     if named or re.search(r"(^|/)(site-packages|torch|python3\.\d+)/", place):
         return named
     return _first(_SPOKEN, function)
+
+
+def _module(words: str) -> Named | None:
+    """A class of modules, by its name."""
+    return _first(_MODULES, words) or _first(_SPOKEN, words)
 
 
 def _kernel(name: str, file: str) -> Named | None:

@@ -137,7 +137,7 @@ def foreign_parts(
         Component and phase of every span, and a sentence about each part that no name tells.
     """
     spans = _Spans(host, names, flows)
-    component, phase, hinted = resolve(spans.cut_at_nodes(), spans.named, spans.code)
+    component, phase, hinted = resolve(spans.cut_at_nodes(), [*spans.named, None], spans.saying)
     component[component == OUTSIDE] = "other"
     forward = spans.node < 0
     inferred = []
@@ -146,6 +146,10 @@ def foreign_parts(
     if (component == MLP).any():
         inferred.append(MLPS_INFERRED)
     component[forward] = _mlps(spans, component, phase, forward, iterations)[forward]
+    passed = np.sort(spans.start[forward & np.isin(component, MODEL)])
+    drawn = hinted & (component == "data")
+    drawn &= _follows(passed, spans.pass_begins(iterations), spans.start)
+    component[drawn], phase[drawn] = "other", ""
     if spans.recommends:
         _fill_between(spans, component, phase, hinted, forward, iterations)
     _backward(spans, component, hinted, iterations)
@@ -164,6 +168,9 @@ class _Spans:
         named: what each distinct pair of kind and name says; ``code`` (n,) is its number.
         key: of each pair, what an autograd node is the backward of; None of other names.
         node: row (n,) of the outermost autograd node around each span, −1 outside of all.
+        saying: as ``code``, with the number after the last for sampled Python frames within a
+            range that names its part: ranges are exact, and a sampled frame may be a caller of
+            the range that was first seen inside it.
         recommends: whether the program looks rows of embedding tables up, as a DLRM does.
     """
 
@@ -180,6 +187,8 @@ class _Spans:
             names.of(kind, text) if self.recommends else names.of_any_program(kind, text)
             for kind, text in self.texts
         ]
+        sampled = host["kind"].eq("python").to_numpy() & host["python_id"].lt(0).to_numpy()
+        self.saying = np.where(sampled & self._in_named_range(host), len(self.named), self.code)
         self.compiled = np.array([bool(_COMPILED.match(text)) for _, text in self.texts])[self.code]
         self.stacked = matching(host["shapes"], lambda text: bool(_STACKED.search(text)))
         self.key = [node_key(text) if kind == "operator" else None for kind, text in self.texts]
@@ -191,6 +200,12 @@ class _Spans:
         self.thread = host["forward_thread"].to_numpy() if "forward_thread" in host else unknown
         is_node = np.array([key is not None for key in self.key], dtype=bool)[self.code]
         self.node = outermost(self.parent, is_node)
+
+    def _in_named_range(self, host: pd.DataFrame) -> Bools:
+        """Whether each span (n,) lies within an annotation that names a part."""
+        names = np.array([n is not None and bool(n.component) for n in self.named], dtype=bool)
+        ranges = names[self.code] & host["kind"].eq("annotation").to_numpy()
+        return nearest(host["parent"].to_numpy(), ranges) >= 0
 
     def cut_at_nodes(self) -> Ints:
         """Parents (n,) of a forest in which nothing above an autograd node is above it.

@@ -34,6 +34,7 @@ from dlrm_workbook.recordings.torch.chrome_trace import (
     load_json,
     read_events,
 )
+from dlrm_workbook.recordings.torch.gaps import fill_gaps
 from dlrm_workbook.recordings.torch.parts import (
     Names,
     coded,
@@ -385,6 +386,7 @@ class _Builder:
 
     def place_host(self) -> None:
         """Give every host span its part, its context and its depth."""
+        component, phase = self.parts_of_host()
         host = self.host
         roots = pd.DataFrame(
             {
@@ -397,7 +399,6 @@ class _Builder:
                 "profile": np.arange(len(self.threads), dtype=np.int64),
             }
         )
-        component, phase = self.parts_of_host()
         code, names = coded(host["name"])
         label, labels = coded(pd.Series([self.label(name) for name in names], dtype=object))
         kind, kinds = coded(host["kind"])
@@ -456,12 +457,13 @@ class _Builder:
         host["depth"] = depth
 
     def parts_of_host(self) -> tuple[Names, Names]:
-        """Component and phase of every host span."""
+        """Component and phase of every host span; adds spans to ``host`` for known gaps."""
         if has_own_parts(self.host):
             return own_parts(self.host)
         component, phase, self.inferred = foreign_parts(
             self.host, self.iterations, self.part_names, self.events.flows
         )
+        self.host, component, phase = fill_gaps(self.host, component, phase, self.iterations)
         return component, phase
 
     def label(self, name: str) -> str:

@@ -1,0 +1,148 @@
+"""Parts of the time that passes on the training thread outside of operators.
+
+Between two operators Python runs, or autograd's engine. Names tell the part of much of it
+(:mod:`dlrm_workbook.recordings.foreign`), and what they leave is told by its neighbours, where
+these leave no doubt:
+
+* what lies between two calls of the same part and phase, of one pass, is that part's;
+* what autograd does before its first node belongs to the loss, whose gradient it makes;
+* what it does after its last node, in a program with DistributedDataParallel, is that one's final
+  callback: it waits for the exchange of gradients and copies them back.
+
+Everything else stays ``other``, above all what lies between two different parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from dlrm_workbook.recordings.foreign import ENGINE_PREFIX
+from dlrm_workbook.recordings.nesting import innermost
+
+Ints = npt.NDArray[np.int64]
+Names = npt.NDArray[np.object_]
+
+GAP = "between operators"
+"""Name of the spans that stand for such time within a longer one of several parts."""
+
+PASSING = ("data", "bottom_mlp", "embedding", "interaction", "top_mlp", "communication")
+"""Parts whose calls enclose nothing of other parts; code between two steps of an optimizer, or
+two losses, may be anything."""
+
+ENGINE_CALL = "_engine_run_backward"
+"""The Python function within which autograd's engine runs."""
+
+REDUCER = "torch::distributed::reducer::"
+"""What operators of DistributedDataParallel's reducer are called after."""
+
+
+def fill_gaps(
+    host: pd.DataFrame, component: Names, phase: Names, iterations: Sequence[tuple[int, int]]
+) -> tuple[pd.DataFrame, Names, Names]:
+    """The spans with further ones for time outside of operators whose part is known.
+
+    Args:
+        host: nested spans, callers before callees, those of profile 0 first: the training thread.
+        component, phase: (n,) of every span, ``other`` where no name tells.
+        iterations: (start, end) ns of each.
+
+    Returns:
+        The spans, new ones at their end (kind ``python``, name :data:`GAP`), and component and
+        phase of all of them.
+    """
+    main = host[host["profile"].eq(0)]
+    if main.empty or not main["kind"].eq("python").any():
+        return host, component, phase
+    start, end, parent = (main[name].to_numpy() for name in ("start", "end", "parent"))
+    edges = np.unique(np.concatenate([start, end]))
+    begin, until = edges[:-1], edges[1:]
+    owner = innermost(start, end, parent, begin)
+    held = owner >= 0
+    begin, until, owner = begin[held], until[held], owner[held]
+    part, parts = pd.factorize(pd.MultiIndex.from_arrays([component[owner], phase[owner]]))
+    told = _by_neighbours(begin, until, part, parts, iterations)
+    told = np.where(told >= 0, told, part)
+    table = list(parts)
+    loss, exchange = (
+        _number(table, pair) for pair in (("loss", "backward"), ("communication", "backward"))
+    )
+    names = main["name"].to_numpy(dtype=object)
+    unknown = np.array([name == "other" for name, _ in table], dtype=bool)
+    waits = any(str(name).startswith(REDUCER) for name in pd.unique(names))
+    nodes = np.array([str(name).startswith(ENGINE_PREFIX) for name in names], dtype=bool)
+    node_start, node_end = start[nodes], end[nodes]
+    calls = np.array([str(name).endswith(ENGINE_CALL) for name in names], dtype=bool)
+    for call_start, call_end in zip(start[calls].tolist(), end[calls].tolist(), strict=True):
+        inside = slice(*np.searchsorted(node_start, [call_start, call_end]))
+        if not len(node_start[inside]):
+            continue  # the nodes run on a thread of the engine's own
+        here = unknown[told] & (begin >= call_start) & (until <= call_end)
+        told[here & (until <= node_start[inside].min())] = loss
+        if waits:
+            told[here & (begin >= node_end[inside].max())] = exchange
+    return _with_gaps(host, component, phase, (begin, until, owner), told, table)
+
+
+def _number(table: list[tuple[str, str]], pair: tuple[str, str]) -> int:
+    """The place of a pair in the table, which gets it if it lacks it."""
+    if pair not in table:
+        table.append(pair)
+    return table.index(pair)
+
+
+def _by_neighbours(
+    begin: Ints, until: Ints, part: Ints, parts: pd.Index, iterations: Sequence[tuple[int, int]]
+) -> Ints:
+    """Part (n,) of stretches that lie between two of the same, −1 where that tells nothing."""
+    passing = np.array([name in PASSING for name, _ in parts], dtype=bool)
+    known = np.array([name != "other" for name, _ in parts], dtype=bool)[part]
+    place = np.arange(len(part))
+    before = np.maximum.accumulate(np.where(known, place, -1))
+    after = np.minimum.accumulate(np.where(known, place, len(part))[::-1])[::-1]
+    inner = ~known & (before >= 0) & (after < len(part))
+    before, after = np.maximum(before, 0), np.minimum(after, len(part) - 1)
+    begins = np.array([first for first, _ in iterations], dtype=np.int64)
+    same = np.searchsorted(begins, begin[before], side="right") == np.searchsorted(
+        begins, begin[after], side="right"
+    )
+    same &= inner & (part[before] == part[after]) & passing[part[before]]
+    return np.where(same, part[before], -1)
+
+
+def _with_gaps(
+    host: pd.DataFrame,
+    component: Names,
+    phase: Names,
+    stretches: tuple[Ints, Ints, Ints],
+    told: Ints,
+    table: list[tuple[str, str]],
+) -> tuple[pd.DataFrame, Names, Names]:
+    """Spans that are wholly one part's get that part; of others, a span of their own is cut."""
+    begin, until, owner = stretches
+    names, phases = (np.array(column, dtype=object) for column in zip(*table, strict=True))
+    found = pd.DataFrame({"owner": owner, "told": told, "begin": begin, "until": until})
+    found = found[component[owner] == "other"]
+    several = found.groupby("owner")["told"].transform("nunique").to_numpy() > 1
+    whole = found[~several].drop_duplicates("owner")
+    component, phase = component.copy(), phase.copy()
+    rows, given = whole["owner"].to_numpy(), whole["told"].to_numpy()
+    component[rows], phase[rows] = names[given], phases[given]
+    cut = found[several & (names[found["told"]] != "other")]
+    added = host.iloc[cut["owner"].to_numpy()].assign(
+        name=GAP,
+        kind="python",
+        start=cut["begin"].to_numpy(),
+        end=cut["until"].to_numpy(),
+        parent=cut["owner"].to_numpy(),
+    )
+    added["duration"] = added["end"] - added["start"]
+    given = cut["told"].to_numpy()
+    return (
+        pd.concat([host, added], ignore_index=True),
+        np.concatenate([component, names[given]]),
+        np.concatenate([phase, phases[given]]),
+    )
