@@ -52,6 +52,9 @@ LINE_LIMIT = 1 << 20
 KEPT_OUTPUT = 64 << 20
 """Bytes of a child's output that are kept in memory, counted from its end."""
 
+_RAISED = re.compile(r"(\[rank\d+\]: ?)?[A-Za-z_.]*(Error|Exception|Interrupt): \S")
+"""The last line of a traceback that says something."""
+
 Command = Sequence[str | os.PathLike[str]]
 
 
@@ -128,17 +131,28 @@ class Completed:
                 return record
         return None
 
+    def failure(self) -> str:
+        """How it ended: ``failed with exit code 3``, or ``was ended by SIGSEGV``."""
+        number = self.exit_code - 128
+        if number in set(signal.Signals):
+            return f"was ended by {signal.Signals(number).name} (exit code {self.exit_code})"
+        return f"failed with exit code {self.exit_code}"
+
     def last_words(self) -> str:
         """The line of its standard error (or output) that says what went wrong, best guess.
 
-        HPCToolkit names the fault in a line with FATAL and then refers to its manual. The
-        class of our own errors is left out: their text is a sentence.
+        HPCToolkit names the fault in a line with FATAL and then refers to its manual; torchrun
+        prints pages after the error of the rank that failed. The class of our own errors is
+        left out: their text is a sentence.
         """
         for text in (self.stderr, self.stdout):
             printable = "".join(c if c.isprintable() else "\n" for c in text[-8192:])
-            lines = [line.strip() for line in printable.splitlines() if line.strip()]
+            lines = [line.strip() for line in printable.splitlines()]
+            lines = [line for line in lines if any(c.isalnum() for c in line)]
             if lines:
                 fatal = [line for line in lines if "FATAL" in line or "fatal error" in line]
+                if any("ChildFailedError" in line for line in lines):
+                    fatal = fatal or [line for line in lines if _RAISED.match(line)]
                 return re.sub(r"^dlrm_\w+(\.\w+)+: ", "", (fatal or lines)[-1])[:300]
         return "it wrote nothing"
 
@@ -166,10 +180,7 @@ class Completed:
             said = re.split(r"(?:^|\n)dlrm [a-z-]+: ", self.stderr)[-1].strip()
             raise InputError(f"{what}: {said or self.last_words()}")
         if self.exit_code != 0:
-            raise MeasurementError(
-                f"{what} failed with exit code {self.exit_code}: {self.last_words()}"
-                f"{self.see_log()}"
-            )
+            raise MeasurementError(f"{what} {self.failure()}: {self.last_words()}{self.see_log()}")
 
 
 def python_module(module: str, *arguments: str | os.PathLike[str]) -> list[str]:

@@ -3,13 +3,16 @@
     python foreign_program.py STEPS [HOW]
 
 ``HOW`` spoils it: ``fail`` ends it with exit code 3 after its steps, ``still`` never steps an
-optimizer, ``fork`` leaves the training to a process of its own, ``two`` trains in two processes.
+optimizer, ``fork`` leaves the training to a process of its own, ``two`` trains in two processes,
+``tiny`` steps an optimizer and does nothing else, ``killed`` ends it by a signal after its steps,
+``left`` by ``os._exit``, ``asks`` reads standard input first, ``rank1`` fails on that rank.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -44,7 +47,7 @@ def train(steps: int, step_optimizer: bool = True) -> None:
 
 if __name__ == "__main__":
     steps, how = int(sys.argv[1]), (sys.argv[2:] or [""])[0]
-    print("started in", Path.cwd())
+    print("started in", Path.cwd(), flush=True)
     if how == "fork":
         if os.fork() == 0:
             train(steps)
@@ -55,8 +58,22 @@ if __name__ == "__main__":
             child.start()
         for child in children:
             child.join()
+    elif how == "tiny":
+        weight = torch.nn.Parameter(torch.zeros(1))
+        weight.grad = torch.ones(1)
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        for _ in range(steps):
+            optimizer.step()
     else:
+        if how == "asks":
+            input("train? ")
         train(steps, step_optimizer=how != "still")
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if how == "left":
+            os._exit(0)
+        if how == "rank1" and os.environ["RANK"] == "1":
+            raise ValueError("no shard of rank 1")
         if how == "fail":
             print("ran out of luck", file=sys.stderr)
             sys.exit(3)

@@ -89,10 +89,7 @@ def _recorded(
     keep(folder / "recording", made, recorded)
     notices = [CHANGES]
     if done.exit_code:
-        notices.append(
-            f"The command ended with exit code {done.exit_code} after it was recorded: "
-            f"{done.last_words()}"
-        )
+        notices.append(f"The command {done.failure()} after it was recorded: {done.last_words()}")
     if len(recorded) < len(processes):
         notices.append(
             f"{len(processes)} processes trained; what {len(recorded)} of them did was recorded."
@@ -154,7 +151,7 @@ def why_nothing(command: Sequence[str], done: Completed, processes: list[dict[st
             f"done {max((p['steps'] for p in processes), default=0)} steps{output}"
         )
     if done.exit_code:
-        return f"{said} failed with exit code {done.exit_code}: {done.last_words()}{output}"
+        return f"{said} {done.failure()}: {done.last_words()}{output}"
     if refused:
         return f"{said} was not recorded: {refused[0]}{output}"
     if not processes:
@@ -163,10 +160,12 @@ def why_nothing(command: Sequence[str], done: Completed, processes: list[dict[st
             "(torch.optim.Optimizer.step), so there is no iteration to measure (what it leaves to "
             f"processes in the background is ended with it){output}"
         )
-    if any(process["state"] == "training" for process in processes):
+    training = [process for process in processes if process["state"] == "training"]
+    if training:
         return (
-            f"{said} ended while a process that it had started was still training, and that "
-            f"process was ended with it: start the training itself, in the foreground{output}"
+            f"{said} ended while process {training[0]['pid']} was still training: it left by "
+            "os._exit, or was running in the background and was ended with the command; start the "
+            f"training itself, in the foreground, and let it return{output}"
         )
     return (
         f"{said} stepped its optimizer once only, so there is no iteration between two steps to "

@@ -141,8 +141,15 @@ def test_a_run_folder_opens_as_what_was_measured(measured: tuple[Profile, Path])
         (("5", "still"), {}, "without a step of any torch optimizer"),
         (("1000000", "fork"), {"iterations": 100_000}, "background|still training"),
         (("100000", "two"), {}, "2 processes that are not ranks"),
+        (("100000", "tiny"), {}, r"an iteration takes 0\.\d+ ms.* too short to be measured"),
+        (("5", "killed"), {}, r"was ended by SIGSEGV \(exit code 139\)"),
+        (("5", "left"), {}, r"process \d+ was still training: it left by os._exit"),
+        (("5", "asks"), {}, "failed with exit code 1: EOFError"),
     ],
-    ids=["one step", "too short", "fails", "never steps", "forks", "two trainings"],
+    ids=[
+        *("one step", "too few", "fails", "never steps", "forks", "two trainings"),
+        *("too short", "by a signal", "without a word", "reads standard input"),
+    ],
 )
 def test_what_cannot_be_measured_is_told_in_a_sentence(
     arguments: tuple[str, ...], profiling: dict[str, Any], said: str, tmp_path: Path
@@ -163,6 +170,13 @@ def test_a_command_that_ends_early_but_was_recorded_says_so(tmp_path: Path) -> N
     profile = measure(program(tmp_path, "8", "fail"), tmp_path / "run")
     assert len(profile.iterations) == 2
     assert any("exit code 3" in notice for notice in profile.meta["notices"])
+
+
+def test_of_ranks_the_error_of_the_one_that_failed_is_told(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port"]
+    words += ["0", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(PROGRAM), "2", "rank1"]
+    with pytest.raises(InputError, match="failed with exit code 1: ValueError: no shard of rank 1"):
+        measure(parameters(tmp_path, *words), tmp_path / "run")
 
 
 def test_ranks_leave_a_recording_each(tmp_path: Path) -> None:

@@ -52,6 +52,10 @@ MAX_COUNTING_SHARE = 0.005
 """Profiled iterations are counted as long as that takes no larger share of their time."""
 
 
+SHORTEST = 5
+"""An iteration of a foreign program must be so many times as long as reading the counters."""
+
+
 class Session:
     """Some iterations of a loop, recorded in a new folder.
 
@@ -157,7 +161,8 @@ class Session:
         """Write the folder; after an error there is none.
 
         Raises:
-            InputError: the loop ended before an iteration was recorded.
+            InputError: the loop ended before an iteration was recorded, or its iterations are
+                too short to be measured.
         """
         with self._stack:
             self._end_phase()
@@ -172,7 +177,24 @@ class Session:
                     f"before one was recorded; train at least {needed}, or lower "
                     "profiling.warmup and profiling.iterations"
                 )
+            self._refuse_too_short()
             self._write()
+
+    def _refuse_too_short(self) -> None:
+        """Refuse iterations of a foreign program that are hardly longer than what follows each.
+
+        Raises:
+            InputError: saying how long both take.
+        """
+        plain, cost_ms = self._each[BEFORE] + self._each[AFTER], self._counters.cost_ms()
+        if self.ours or not plain or cost_ms is None:
+            return
+        usual_ms = statistics.median(plain)
+        if usual_ms < SHORTEST * cost_ms:
+            raise InputError(
+                f"an iteration takes {usual_ms:.3f} ms, and reading the system's counters after it "
+                f"{cost_ms:.3f} ms, so it is too short to be measured; train larger batches"
+            )
 
     def step(self) -> None:
         """Say that an iteration has ended and the next one begins."""
