@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -107,6 +109,22 @@ def test_expanded_operands_are_read_once() -> None:
     assert values_text("aten::add", {"Input Strides": [[32, 1], [32, 1], []]}) == ""
     for nonsense in ({"Input Strides": 7}, {"Input Strides": [0]}, {"Concrete Inputs": "x"}):
         assert values_text("aten::add", nonsense) == ""
+
+
+def test_a_sparse_operand_tells_nothing(tmp_path: Path) -> None:
+    """torch records a sparse gradient with the shape of its table and without strides."""
+    table, shapes = torch.zeros(100, 8), "[[100, 8], [100, 8], []]"
+    types = "['float', 'float', 'Scalar']"
+    gradient = torch.sparse_coo_tensor(torch.tensor([[3]]), torch.ones(1, 8), (100, 8))
+    for added, known in ((gradient, False), (gradient.to_dense(), True)):
+        with torch.profiler.profile(record_shapes=True) as profiler:
+            table.add_(added, alpha=-0.1)
+        profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+        events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        (args,) = (event["args"] for event in events if event.get("name") == "aten::add_")
+        assert str(args["Input Dims"]) == shapes and str(args["Input type"]) == types
+        work = work_of_call("aten::add_", shapes, types, values_text("aten::add_", args))
+        assert work == ((0.0, 3 * 3200.0, "") if known else None)
 
 
 def test_rows_that_are_selected_are_asked_for() -> None:

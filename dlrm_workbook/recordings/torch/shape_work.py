@@ -96,6 +96,19 @@ class Call:
     above: list[Any] = field(default_factory=list)
     """Shapes of the inputs of the operator that called this one."""
 
+    @property
+    def has_sparse(self) -> bool:
+        """Whether an input is a sparse tensor: it has a shape and, where others have, no strides.
+
+        Its shape is that of the dense one, so it does not tell how many elements there are.
+        """
+        strided = [
+            bool(strides)
+            for shape, strides in zip(self.shapes, self.strides, strict=False)
+            if _is_shape(shape)
+        ]
+        return any(strided) and not all(strided)
+
     def kind(self, place: int) -> Kind | None:
         """Type of a tensor; None for what is no tensor or has none."""
         return TYPES.get(self.types[place]) if place < len(self.types) else None
@@ -128,6 +141,11 @@ Formula = Callable[[Call], Amounts | None]
 
 
 # ---- products, convolutions, attention, lookups -----------------------------------------
+
+
+def _is_shape(given: Any) -> bool:
+    """Whether this is the shape of one tensor of at least one dimension."""
+    return bool(given) and isinstance(given, list) and all(type(size) is int for size in given)
 
 
 def _product(a: Shape, b: Shape, first: int, added: Shape | None = None) -> Amounts | None:
@@ -549,13 +567,19 @@ def values_text(name: str, args: Mapping[str, Any]) -> str:
 
     Returns:
         JSON of the concrete inputs and the strides, each empty where it does not matter: numbers
-        differ from call to call, and strides only of expanded tensors; "" without either.
+        differ from call to call, and strides only of expanded and of sparse tensors (which have
+        none); "" without either.
     """
     if name not in FORMULAS:
         return ""
     values = args.get("Concrete Inputs") if name in _VALUES else None
-    strides = args.get("Input Strides")
-    if not isinstance(strides, list) or not any(isinstance(s, list) and 0 in s for s in strides):
+    strides, shapes = args.get("Input Strides"), args.get("Input Dims")
+    if isinstance(strides, list):
+        expanded = any(isinstance(one, list) and 0 in one for one in strides)
+        sparse = isinstance(shapes, list) and any(
+            one == [] and _is_shape(shape) for one, shape in zip(strides, shapes, strict=False)
+        )
+    if not isinstance(strides, list) or not (expanded or sparse):
         strides = None
     return json.dumps([values or [], strides or []]) if values or strides else ""
 
@@ -584,6 +608,7 @@ def work_of_call(
         output: shapes and types of the inputs of its backward node, a line each.
         above: shapes of the operator that calls it.
 
+    Of an operator with a sparse input nothing is known.
     Of operators in :data:`PRODUCTS` bytes are NaN, and the precision :data:`UNKNOWN`, where types
     are missing; operands of two precisions have none either. Of those in :data:`TRAFFIC`
     operations are 0 and the precision is "".
@@ -605,7 +630,7 @@ def work_of_call(
             TYPES.get((re.findall(r"'([^']*)'", kinds) or [""])[0]),
             _sizes(json.loads(above)) if above else [],
         )
-        amounts = formula(call)
+        amounts = None if call.has_sparse else formula(call)
     except (ValueError, TypeError, IndexError, RecursionError):
         return None
     if amounts is None:
