@@ -175,6 +175,9 @@ def main(
         0 when it did what was asked; 1 when it failed, or its output cannot be written; 2 when
         what the user gave cannot be used (one sentence on standard error); 130 after Ctrl-C.
     """
+    from dlrm_core.machine import end_with_starter
+
+    end_with_starter()
     given = list(sys.argv[1:] if argv is None else argv)
     name = "dlrm"
     try:

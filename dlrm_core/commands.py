@@ -31,7 +31,6 @@ from dlrm_core.files import plain
 from dlrm_core.inference import POOL_BATCHES, measure_latency, pool_of
 from dlrm_core.machine import (
     device_name,
-    end_with_starter,
     resolve_device,
     terminate_like_interrupt,
 )
@@ -243,7 +242,6 @@ def train(
         meter: measures the run's energy; None: nobody does.
         counters: with ``--spans``, count each iteration after the warm-up; None: nobody does.
     """
-    end_with_starter()
     if os.environ.keys() >= TORCHRUN:
         from dlrm_core.distributed.watch import said_once
 

@@ -37,7 +37,7 @@ ENGINE = "dlrm"
 GRACE_SECONDS = 20.0
 """How long a cell that took too long may take to end before its kernel is killed."""
 
-USER_GRACE_SECONDS = 3.0
+USER_GRACE_SECONDS = 2.0
 """The same where the user waits for it, or a scheduler that kills soon."""
 
 SAVING_SHARE = 0.05
@@ -134,6 +134,7 @@ class Watch:
         self.signum = self.signum or signum
         if self._client is None:
             raise KeyboardInterrupt
+        self._client.shutdown_kernel = "immediate"  # a kernel takes seconds to say good-bye
         if again or not self._ready:
             self._signal_kernel(signal.SIGKILL)
         elif self._in_cell:
@@ -198,8 +199,6 @@ class _Client(PapermillNotebookClient):
             try:
                 self.papermill_execute_cells()
             finally:
-                if self.watch.signum is not None:
-                    self.shutdown_kernel = "immediate"  # an idle kernel takes seconds to say bye
                 # the last state of progress bars belongs to a partial notebook too
                 self.set_widgets_metadata()
         return self.nb

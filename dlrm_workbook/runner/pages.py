@@ -29,6 +29,7 @@ import mistune
 from markupsafe import Markup, escape
 from nbconvert.exporters import TemplateExporter
 from nbconvert.filters import ansi2html
+from nbformat.v4 import new_markdown_cell
 from pygments import highlight  # type: ignore[import-untyped]
 from pygments.formatters import HtmlFormatter  # type: ignore[import-untyped]
 from pygments.lexers import get_lexer_by_name  # type: ignore[import-untyped]
@@ -112,6 +113,8 @@ def render_html(
     ipynb: str | os.PathLike[str],
     html: str | os.PathLike[str],
     run: Mapping[str, Any] | None = None,
+    *,
+    short: bool = False,
 ) -> Path:
     """Write the page of a notebook, whole or partial.
 
@@ -119,6 +122,7 @@ def render_html(
         ipynb: an executed notebook.
         html: where to write; replaced as a whole, never left half written.
         run: what is known of the run (the content of run.json).
+        short: leave the cells out, and say that the notebook has them.
 
     Returns:
         Path of the page.
@@ -128,6 +132,10 @@ def render_html(
     """
     ipynb, html = Path(ipynb), Path(html)
     nb = read_notebook(ipynb)
+    if short:
+        title = next((cell for cell in nb.cells if cell.cell_type == "markdown"), None)
+        said = f"What was computed is in the notebook, `{ipynb.name}`; this page leaves it out."
+        nb.cells = [*([title] if title else []), new_markdown_cell(said)]
     resources = {"run": run or {}, "folder": ipynb.parent, "name": ipynb.stem, "place": html.parent}
     text, _ = PageExporter().from_notebook_node(nb, resources)
     write_text(html, text)

@@ -399,7 +399,9 @@ def _publish(folder: RunFolder, outcome: Mapping[str, Any]) -> tuple[str, dict[s
         files = (folder.html.name, folder.ipynb.name, "run.json")
         text = verdict_markdown(summary, outcome, run_facts(outcome), files)
         write_text(folder.path / "verdict.md", text)
-        render_html(folder.ipynb, folder.html, run=outcome)
+        # who interrupts does not wait for figures to be drawn
+        short = outcome["status"] == "interrupted"
+        render_html(folder.ipynb, folder.html, run=outcome, short=short)
     except Exception as error:
         return f"the page could not be rendered: {_last_line(error)}", {}
     return "", summary.fields()

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from dlrm_workbook import cli
 from dlrm_workbook.machine import REPOSITORY
 from dlrm_workbook.runner import engine as notebook_engine
 from dlrm_workbook.runner import run as workbook
+from dlrm_workbook.runner.engine import Watch
 from dlrm_workbook.runner.parameters import declared_parameters
 from dlrm_workbook.runner.run import CHAIN, Plan, RunError, recording_name, run_notebooks
 from dlrm_workbook.runs import NOTEBOOKS, claim_run_folder, latest_run, named_run
@@ -182,6 +184,34 @@ def test_interruption_keeps_results_and_ends_the_kernel(place: Path, signum: int
     assert last.metadata.papermill.status == "pending"
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), 0)
+
+
+def test_a_signal_between_the_check_and_the_cell_is_not_lost() -> None:
+    """The kernel takes no notice of an interrupt before it executes, so that one comes later."""
+    sent: list[int] = []
+    watch = Watch()
+    watch._signal_kernel = sent.append  # type: ignore[assignment, method-assign]
+    watch._client = Namespace()  # type: ignore[assignment]
+    watch._on_signal(signal.SIGINT, None)
+    assert sent == [signal.SIGKILL], "a kernel that is starting is not waited for"
+    sent.clear()
+    watch.signum = None
+    watch.ready()
+    watch._on_signal(signal.SIGINT, None)
+    assert watch.stopping and not sent, "no cell is to be begun"
+    watch.signum = None
+    with watch.cell():
+        watch._on_signal(signal.SIGINT, None)
+        assert not sent
+        watch.executing()
+        assert sent == [signal.SIGINT]
+    sent.clear()
+    watch.signum = None
+    with watch.cell():
+        watch.executing()
+        assert not sent
+        watch._on_signal(signal.SIGINT, None)
+        assert sent == [signal.SIGINT]
 
 
 @pytest.mark.notebook
