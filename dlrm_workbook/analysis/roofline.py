@@ -89,13 +89,16 @@ class Limits:
             shape: batch, m, n, k.
             precisions: names under which ceilings of this precision are recorded.
 
-        A product of the same layer timed at another size counts by its rate; without
-        one, the best rate of all.
+        A product of the same shape counts, whichever layer it was timed for; then one of the
+        same layer timed at another size, by its rate; without one, the best rate of all.
         """
         batch, m, n, k = shape
         flops = 2.0 * batch * m * n * k
         wanted = set(precisions)
         rows = [row for row in self._list("gemm") if self._usable(row, wanted)]
+        alike = [row for row in rows if row.get("phase") == product and _shape(row) == shape]
+        if alike:
+            return min(float(row["ms"]) for row in alike), True
         same = [
             row
             for row in rows
@@ -221,9 +224,14 @@ def _positive(value: Any) -> bool:
     return value is not None and math.isfinite(float(value)) and float(value) > 0
 
 
+def _shape(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Batch, m, n, k of a recorded product; ``batch`` is there for batched ones only."""
+    return (row.get("batch") or 1, *(row.get(name) or 0 for name in "mnk"))
+
+
 def _flops(row: Mapping[str, Any]) -> float:
-    """Operations of a recorded product; ``batch`` is there for batched ones only."""
-    sizes = [row.get("batch") or 1, *(row.get(name) or 0 for name in "mnk")]
+    """Operations of a recorded product."""
+    sizes = _shape(row)
     return 2.0 * math.prod(float(size) for size in sizes)
 
 

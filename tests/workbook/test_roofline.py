@@ -25,6 +25,7 @@ from dlrm_workbook.analysis.roofline import (
     roofline,
 )
 from dlrm_workbook.analysis.work import part_work
+from dlrm_workbook.evidence.ceilings import model_products
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.show.profile import ceilings_frame, roofline_text
 from dlrm_workbook.show.roofline import SYMBOLS, least_time_bars, roofline_chart
@@ -101,6 +102,12 @@ def machine(parameters: Parameters, **changes: Any) -> dict[str, Any]:
         "last_level_cache_bytes": 32 << 20,
         **changes,
     }
+
+
+def dcn(layers: int) -> Parameters:
+    sections = model().to_sections()
+    sections["model"] |= {"interaction": "dcn", "dcn_layers": layers, "dcn_rank": 24}
+    return parameters_from_sections(sections)
 
 
 def profile_of(parameters: Parameters, **meta: Any) -> Profile:
@@ -352,3 +359,28 @@ def test_bars_and_tables_give_the_figures(drawn):
     assert ceilings_frame(None).empty
     assert ceilings_frame(device("H200").ceilings()).attrs["source"] == "data sheet"
     assert set(drawn["component"]) <= set(COMPONENTS) and set(SYMBOLS) == set(PHASES)
+
+
+def test_cross_layers_are_on_the_roofline_and_further_ones_cost_as_much() -> None:
+    two, four = dcn(2), dcn(4)
+    rows = [vars(found) for found in model_products(two)]
+    # the top MLP's products are faster than those of cross layers
+    rates = {"interaction": 10.0, "top_mlp": 80.0, "bottom_mlp": 40.0}
+    gemm = [
+        row
+        | {"gflops": (rate := rates[row["part"]]), "precision": "fp32", "relative_error": 2e-7}
+        | {"ms": 2e-6 * row["m"] * row["n"] * row["k"] / rate}
+        for row in rows
+    ]
+    limits = machine(two, gemm=gemm)
+
+    def least(parameters: Parameters, phase: str) -> float:
+        table = least_times(parameters, limits).set_index(["component", "phase"])
+        return float(table.loc[("interaction", phase), "ceiling_ms"])
+
+    products = 2 * 2 * 2 * 1024 * 96 * 24 / 10e6  # two layers, two products, at 10 GFLOP/s
+    assert products < least(two, "forward") < 1.2 * products
+    assert 2 * products < least(two, "backward") < 1.2 * 2 * products
+    for phase in ("forward", "backward"):
+        # but for the features side by side, which are there once
+        assert least(four, phase) == pytest.approx(2 * least(two, phase), rel=0.05)
