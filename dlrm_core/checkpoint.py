@@ -291,7 +291,10 @@ def _checked(folder: Path, manifest: Mapping[str, Any]) -> Checkpoint:
     if not isinstance(manifest["written"], str):
         raise InputError(f"{path}: written is {shown(manifest['written'])}, expected a time")
     sections = _require_keys(path, "parameters", manifest["parameters"], ("title", *SECTIONS))
-    _require_keys(path, "parameters.model", sections["model"], ("table_rows",), others=True)
+    for name in SECTIONS:
+        # without its rows a model would be that of the data set as it is now
+        keys = ("table_rows",) if name == "model" else ()
+        _require_keys(path, f"parameters.{name}", sections[name], keys, others=True)
     parameters = parameters_from_sections(sections, f"{path}: parameters")
 
     state = _require_keys(path, "state", manifest["state"], _STATE)
