@@ -13,11 +13,11 @@ import platform
 import shutil
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
+from dlrm_core.errors import MissingToolError
 from dlrm_core.machine import cpu_flags, read_text
-from dlrm_workbook.machine import machine_facts, memory_limit, nvidia_gpus, output_of
+from dlrm_workbook.machine import machine_facts, memory_limit, nvidia_gpus
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 
@@ -79,14 +79,6 @@ def examine() -> list[Part]:
     ]
 
 
-def find_hpcrun() -> str | None:
-    """Path of hpcrun: below HPCTOOLKIT_HOME if that is set, else on the PATH."""
-    home = os.environ.get("HPCTOOLKIT_HOME")
-    if home and os.access(Path(home) / "bin" / "hpcrun", os.X_OK):
-        return str(Path(home) / "bin" / "hpcrun")
-    return shutil.which("hpcrun")
-
-
 def find_browser() -> str | None:
     """Path of a Chromium or Chrome: DLRM_BROWSER if that is set, else the first on the PATH."""
     chosen = os.environ.get("DLRM_BROWSER")
@@ -144,24 +136,41 @@ def _fast_cpu() -> Part:
 
 
 def _hpctoolkit() -> list[Part]:
-    names = ("HPCToolkit (hpcrun)", "HPCToolkit's GPU events")
-    cost = "HPCToolkit measures CPU time only; GPU kernels and stall reasons are not measured."
-    path = find_hpcrun()
-    if path is None:
-        absent = Part(
-            names[0],
-            False,
-            "not on the PATH, HPCTOOLKIT_HOME is not set",
-            "Profiles come from torch.profiler: no native call paths, loops or GPU stall "
-            "reasons (install: spack install hpctoolkit +cuda +python).",
+    """What the measurement itself would find and could measure; see :mod:`.hpctoolkit.tools`."""
+    from dlrm_workbook.recordings.hpctoolkit.tools import find_tools, probe
+
+    rows = {
+        "HPCToolkit's GPU events": (
+            "GPU times",
+            "HPCToolkit measures CPU time only; GPU kernels are not measured.",
+        ),
+        "HPCToolkit's PC sampling": ("stall reasons", "Why GPU kernels wait is not measured."),
+        "HPCToolkit's Python frames": (
+            "Python frames",
+            "Which line of Python called a library is not measured.",
+        ),
+    }
+    try:
+        tools = find_tools()
+    except MissingToolError as error:
+        cost = (
+            "Profiles come from torch.profiler: no native call paths, loops or GPU stall reasons."
         )
-        return [absent, Part(names[1], False, "there is no hpcrun", cost)]
-    lines = output_of([path, "--version"]).splitlines()
-    version = f"{path} {lines[0] if lines else ''}".strip()
-    listed = output_of([path, "-L"])
-    events = [word for word in ("gpu=nvidia,pc", "gpu=nvidia", "gpu=cuda") if word in listed]
-    found = ", ".join(events) or "hpcrun -L lists none"
-    return [Part(names[0], True, version), _part(names[1], bool(events), found, cost)]
+        absent = Part("HPCToolkit (hpcrun)", False, str(error), cost)
+        return [absent, *(Part(row, False, "no HPCToolkit", rows[row][1]) for row in rows)]
+    found = probe(tools)
+    present = {
+        "GPU times": found.gpu_event,
+        "stall reasons": found.pc_event,
+        "Python frames": tools.python and f"built for Python {tools.python}",
+    }
+    notices = "; ".join(("", *found.notices))
+    parts = [Part("HPCToolkit (hpcrun)", True, f"{tools.hpcrun} {tools.version}{notices}")]
+    for row, (what, cost) in rows.items():
+        why = found.not_measured.get(what)
+        offers = present[what] or "built for a Python that nothing tells"
+        parts.append(_part(row, why is None, why or offers, cost))
+    return parts
 
 
 def _perf_events() -> Part:

@@ -52,7 +52,9 @@ LINE_LIMIT = 1 << 20
 KEPT_OUTPUT = 64 << 20
 """Bytes of a child's output that are kept in memory, counted from its end."""
 
-_RAISED = re.compile(r"(\[rank\d+\]: ?)?[A-Za-z_.]*(Error|Exception|Interrupt): \S")
+_RAISED = re.compile(
+    r"(\[rank\d+\]: ?)?([A-Za-z_.]*(Error|Exception|Interrupt)|Fatal Python error): \S"
+)
 """The last line of a traceback that says something."""
 
 Command = Sequence[str | os.PathLike[str]]
@@ -141,19 +143,20 @@ class Completed:
     def last_words(self) -> str:
         """The line of its standard error (or output) that says what went wrong, best guess.
 
-        HPCToolkit names the fault in a line with FATAL and then refers to its manual; torchrun
-        prints pages after the error of the rank that failed. The class of our own errors is
+        HPCToolkit names the fault in a line with FATAL and then refers to its manual; Python
+        names an exception, and ends a crash with a list of frames; torchrun prints pages after
+        the error of the rank that failed. Progress is no fault. The class of our own errors is
         left out: their text is a sentence.
         """
         for text in (self.stderr, self.stdout):
             printable = "".join(c if c.isprintable() else "\n" for c in text[-8192:])
             lines = [line.strip() for line in printable.splitlines()]
             lines = [line for line in lines if any(c.isalnum() for c in line)]
+            lines = [line for line in lines if not _PROGRESS.search(line)]
+            fatal = [line for line in lines if "FATAL" in line or "fatal error" in line]
+            raised = [line for line in lines if _RAISED.match(line)]
             if lines:
-                fatal = [line for line in lines if "FATAL" in line or "fatal error" in line]
-                if any("ChildFailedError" in line for line in lines):
-                    fatal = fatal or [line for line in lines if _RAISED.match(line)]
-                return re.sub(r"^dlrm_\w+(\.\w+)+: ", "", (fatal or lines)[-1])[:300]
+                return re.sub(r"^dlrm_\w+(\.\w+)+: ", "", (fatal or raised or lines)[-1])[:300]
         return "it wrote nothing"
 
     def see_log(self) -> str:
@@ -181,6 +184,10 @@ class Completed:
             raise InputError(f"{what}: {said or self.last_words()}")
         if self.exit_code != 0:
             raise MeasurementError(f"{what} {self.failure()}: {self.last_words()}{self.see_log()}")
+
+
+_PROGRESS = re.compile(r"\d+%\||\d+(\.\d+)?(it|s)/(s|it)\b|^\{.*\}$")
+"""Bars as tqdm draws them, and lines of JSON."""
 
 
 def python_module(module: str, *arguments: str | os.PathLike[str]) -> list[str]:

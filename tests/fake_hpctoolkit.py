@@ -151,6 +151,9 @@ if behaviour.get("prof_exit"):
 if not list(measurements.glob("*.hpcrun")):
     print("ERROR: no input", file=sys.stderr)
     sys.exit(2)
+if behaviour.get("disk_full"):
+    print("terminate called after throwing: write: No space left on device", file=sys.stderr)
+    os.abort()
 logical = measurements / "logical" / "python.logical"
 unnamed = any(bytes(8) + bytes(1) in path.read_bytes() for path in logical.parent.glob("python.1"))
 if unnamed or behaviour.get("prof_aborts") or logical.exists() and logical.read_text() == "bad":
@@ -187,6 +190,7 @@ if mode == "stubborn" and "HPCRUN_EVENT_LIST" in os.environ:
     time.sleep(600)
 if "FAKE_EXIT" in os.environ:
     print("Fatal Python error: Aborted", file=sys.stderr)
+    print("training:  45%|####5     | 9/20 [00:01<00:02, 5.1it/s]", file=sys.stderr)
     code = int(os.environ["FAKE_EXIT"])
     os._exit(code) if code < 128 else os.kill(os.getpid(), code - 128)
 print("not JSON", flush=True)
@@ -196,7 +200,8 @@ for iteration in (1, 2):
     time.sleep(600 if "FAKE_HANG" in os.environ else 0.02)
 ms = 10.0 * float(os.environ.get("FAKE_SLOWER", 1))
 environment = {name: os.environ.get(name) for name in
-               ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "PYTHONMALLOC")}
+               ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "PYTHONMALLOC",
+                "HPCRUN_WAIT", "HPCRUN_PROCESS_FRACTION")}
 if mode != "silent":
     print(json.dumps({"ms_per_iteration": ms, "data_ms_per_iteration": 2 * ms,
                       "loss": 0.5, "environment": environment}), flush=True)
@@ -216,6 +221,7 @@ DEFAULTS: dict[str, Any] = {
     "cuda": "12.4",
     "events": ["REALTIME", "CPUTIME", "gpu=nvidia", "gpu=nvidia,pc", "perf::CYCLES"],
     "python": True,
+    "built_for": f"{sys.version_info.major}.{sys.version_info.minor}.7",
     "modules": [],
     "prof_help": "      --no-source             Disable embedded source output.",
     "gpus": ["NVIDIA H200"],
@@ -249,6 +255,13 @@ class FakeHPCToolkit:
     def behave(self, **behaviour: Any) -> None:
         self.behaviour.update(behaviour)
         (self.bin / "behaviour.json").write_text(json.dumps(self.behaviour))
+        # as Spack notes what it installed, and what with
+        spec = self.home / ".spack" / "spec.json"
+        spec.unlink(missing_ok=True)
+        if built_for := self.behaviour["built_for"]:
+            spec.parent.mkdir(exist_ok=True)
+            nodes = [{"name": "hpctoolkit"}, {"name": "python", "version": built_for}]
+            spec.write_text(json.dumps({"spec": {"nodes": nodes}}))
 
     def calls(self, name: str) -> list[dict[str, Any]]:
         """What a program noted each time it ran."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 import re
+import shlex
 import tarfile
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -162,9 +163,12 @@ def _traces_in(folder: Path) -> list[Path]:
     """
     held = list(islice(folder.rglob("*"), MOST_MEMBERS + 1))
     _refuse_many(folder, len(held))
-    if any(file.suffix == ".hpcrun" for file in held):
+    measured = next((file.parent for file in held if file.suffix == ".hpcrun"), None)
+    if measured is not None:
+        database = measured.with_suffix(".database")
         raise InputError(
-            f"{folder}: holds measurements of hpcrun, not a database; make one with hpcprof"
+            f"{folder}: holds measurements of hpcrun, not a database: run `"
+            f"{shlex.join(['hpcprof', '-o', str(database), str(measured)])}` and give {database}"
         )
     files = sorted(file for file in held if _may_be_trace(file.name) and file.is_file())
     if not files:

@@ -63,6 +63,10 @@ SECTIONS: dict[str, Any] = {
 }
 
 
+OF_TORCH = ("torchinductor_", "torchelastic_")
+"""Folders that torch's compiler and torchrun leave themselves, for a next process and for logs."""
+
+
 class Ground:
     """Where a part works: a scratch folder, whose path names its processes too."""
 
@@ -119,8 +123,7 @@ class Ground:
         while (alive := self.processes()) and time.monotonic() < until:
             time.sleep(0.2)
         names = [f"process {process.pid}" for process in alive]
-        # torch keeps a folder for its compiler for the next process
-        temporary = (p for p in self.temporary.iterdir() if not p.name.startswith("torchinductor_"))
+        temporary = (p for p in self.temporary.iterdir() if not p.name.startswith(OF_TORCH))
         names += [f"temporary/{path.name}" for path in temporary]
         hidden = (p for p in self.scratch.rglob(".*") if not p.name.endswith("lock"))
         return names + [str(path.relative_to(self.scratch)) for path in hidden]

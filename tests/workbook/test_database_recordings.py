@@ -35,6 +35,21 @@ def by_part(name: str, metric: str) -> dict[tuple[str, str], float]:
     return run.value_table(metric).groupby(keys).sum().to_dict()
 
 
+@pytest.mark.parametrize("name", ["dlrm-cpu-native.d", "loops-cputime-t.d"])
+def test_a_sleeping_thread_is_not_drawn_as_running(name: str) -> None:
+    """A pool's thread has 13 samples in 16 s; its last one is not drawn to the end."""
+    place = RECORDINGS.parent / "hpctoolkit-databases" / name
+    if not place.is_dir():
+        pytest.skip(f"{place} is not there: it holds recordings of other people")
+    run = profile_from_database(read_database(place))
+    own = run.values[(run.values["metric"] == "cpu_time_ms") & (run.values["scope"] == "exclusive")]
+    taken = own.groupby("profile")["value"].sum()
+    lasted = (run.trace["end_ns"] - run.trace["start_ns"]) / 1e6
+    drawn = lasted.groupby(run.trace["profile"]).sum().reindex(taken.index)
+    assert len(taken) >= 4 and (taken > 50).all()
+    assert ((drawn / taken).between(0.9, 1.1)).all(), (drawn, taken)
+
+
 def test_device_time_of_each_part() -> None:
     # by hand from the call paths, see ../shared/FACTS.md 9
     expected = {

@@ -60,6 +60,7 @@ def test_both_sides_of_the_dilation_have_one_allocator(fake, monkeypatch):
     monkeypatch.setenv("PYTHONMALLOC", "debug")
     measured = run(fake)
     expected = {**ALLOCATOR, "PYTHONMALLOC": None}
+    expected |= {"HPCRUN_WAIT": None, "HPCRUN_PROCESS_FRACTION": None}
     assert measured.unprofiled["environment"] == expected
     log = (measured.logs / "times-hpcrun.out").read_text().splitlines()[-1]
     assert json.loads(log)["environment"] == expected

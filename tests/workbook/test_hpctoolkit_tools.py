@@ -11,12 +11,14 @@ import pytest
 from fake_hpctoolkit import capabilities, run
 
 from dlrm_core.errors import InputError, MissingToolError
+from dlrm_workbook import doctor
 from dlrm_workbook.recordings.hpctoolkit.passes import Pass, plan_passes
 from dlrm_workbook.recordings.hpctoolkit.tools import (
     SPACK,
     Capabilities,
     find_tools,
     parse_events,
+    python_of,
     torch_cuda_version,
 )
 
@@ -160,6 +162,56 @@ def test_cuda_version_of_torch_is_read_without_importing_it(tmp_path, monkeypatc
     assert torch_cuda_version() == "13.0"
     (package / "version.py").write_text("cuda: Optional[str] = None\n")
     assert torch_cuda_version() == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        (b"\0/usr/include/python3.12\0/opt/py/include/python3.12\0", "3.12"),
+        (b"\0/usr/include/python3.12\0/usr/include/python3.9\0", ""),
+        (b"\0no headers\0", ""),
+        (b"", ""),
+    ],
+)
+def test_python_of_a_build_without_spack_is_that_of_its_headers(fake, text, version):
+    fake.behave(built_for="")
+    library = fake.home / "lib" / "hpctoolkit" / "libhpcrun.so"
+    library.parent.mkdir(parents=True)
+    library.write_bytes(text)
+    assert find_tools(str(fake.home)).python == version
+    found = capabilities(fake)
+    if version:
+        expected = version == f"{sys.version_info.major}.{sys.version_info.minor}"
+        assert found.python_frames == expected
+    else:
+        assert found.python_frames
+        assert "nothing tells which Python HPCToolkit was built for" in found.notices[0]
+
+
+def test_python_of_a_command_is_told_by_its_name(tmp_path):
+    real = tmp_path / "python3.9"
+    real.write_text("#!/bin/sh\n")
+    real.chmod(0o755)
+    (tmp_path / "python").symlink_to(real)
+    assert python_of([str(tmp_path / "python")]) == "3.9"
+    assert python_of([sys.executable]) == ".".join(map(str, sys.version_info[:2]))
+    assert python_of(["torchrun"]) == "" == python_of(["/no/such/program"])
+
+
+def test_doctor_finds_what_the_measurement_finds(fake, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", f"{fake.bin}:{os.environ['PATH']}")
+    monkeypatch.setenv("HPCTOOLKIT_HOME", str(tmp_path / "elsewhere"))
+    with pytest.raises(MissingToolError) as refused:
+        find_tools()
+    parts = {part.name: part for part in doctor._hpctoolkit()}
+    assert parts["HPCToolkit (hpcrun)"].found == str(refused.value)
+    assert not any(part.present for part in parts.values())
+    fake.behave(built_for="3.8.1")
+    monkeypatch.setenv("HPCTOOLKIT_HOME", str(fake.home))
+    parts = {part.name: part for part in doctor._hpctoolkit()}
+    assert parts["HPCToolkit (hpcrun)"].present
+    frames = parts["HPCToolkit's Python frames"]
+    assert not frames.present and "was built for Python 3.8" in frames.found
 
 
 # --- planning -------------------------------------------------------------------------

@@ -52,12 +52,23 @@ def test_a_program_that_is_not_there(fake, tmp_path):
         measure([], tmp_path / "run", tools=find_tools(str(fake.home)))
 
 
-@pytest.mark.parametrize("code", [3, 134, 137, 139, 143])
-def test_a_program_that_only_fails_under_hpcrun(fake, code):
+@pytest.mark.parametrize(
+    ("code", "ended"),
+    [
+        (3, "failed with exit code 3"),
+        (134, r"was ended by SIGABRT \(exit code 134\)"),
+        (137, r"was ended by SIGKILL \(exit code 137\)"),
+        (139, r"was ended by SIGSEGV \(exit code 139\)"),
+        (143, r"was ended by SIGTERM \(exit code 143\)"),
+    ],
+)
+def test_a_program_that_only_fails_under_hpcrun(fake, code, ended):
+    """The signal is named, and its own error is quoted, not the progress bar after it."""
     fake.behave(under_hpcrun_fails=code)
-    with pytest.raises(MeasurementError, match=f"exit code {code} under hpcrun"):
+    said = rf"{ended} under hpcrun \(pass times\): Fatal Python error: Aborted;"
+    with pytest.raises(MeasurementError, match=said):
         run(fake)
-    with pytest.raises(MeasurementError, match=f"exit code {code} under hpcrun"):
+    with pytest.raises(MeasurementError, match=said):
         run(fake, device="cuda")
     assert [call["python"] for call in fake.calls("hpcrun")] == [False, False]
 
@@ -265,6 +276,45 @@ def test_records_that_are_not_understood_stay_as_they_are(tmp_path):
         (folder / f"python.{number}").write_bytes(data)
     assert name_unnamed_modules(tmp_path) == 0
     assert (folder / "python.2").read_bytes() == MAGIC + stanza(1, b"", b"")[:-2]
+
+
+def test_a_full_disk_is_no_reason_to_measure_again(fake):
+    fake.behave(disk_full=True)
+    with pytest.raises(MeasurementError, match=r"is full: .*No space left on device"):
+        run(fake)
+    assert len(fake.calls("hpcrun")) == 1
+    with pytest.raises(MeasurementError, match="is full"):
+        run(fake, device="cuda")
+    assert len(fake.calls("hpcrun")) == 2
+
+
+def test_a_disk_without_a_megabyte_is_full_whatever_was_said(fake, monkeypatch):
+    usage = shutil.disk_usage(fake.home)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    fake.behave(under_hpcrun_fails=135)
+    with pytest.raises(MeasurementError, match=r"the disk of .* is full: make room"):
+        run(fake)
+    assert len(fake.calls("hpcrun")) == 1
+
+
+def test_variables_of_the_shell_that_change_a_measurement_are_taken_out(fake, monkeypatch):
+    monkeypatch.setenv("HPCRUN_WAIT", "1")
+    monkeypatch.setenv("HPCRUN_PROCESS_FRACTION", "0.1")
+    measured = run(fake)
+    for result in (measured.unprofiled, measured.passes[0].result):
+        assert result["environment"]["HPCRUN_WAIT"] is None
+        assert result["environment"]["HPCRUN_PROCESS_FRACTION"] is None
+    said = "HPCRUN_PROCESS_FRACTION, HPCRUN_WAIT were removed from the environment"
+    assert any(notice.startswith(said) for notice in measured.notices)
+
+
+def test_frames_of_another_python_are_not_measured(fake):
+    fake.behave(built_for="3.8.1")
+    measured = run(fake)
+    assert [made.name for made in measured.passes] == ["times"]
+    assert not any(call["python"] for call in fake.calls("hpcrun"))
+    why = measured.not_measured["Python frames"]
+    assert "was built for Python 3.8, but the program runs in Python 3." in why
 
 
 def test_hpcprof_aborts_without_python_frames(fake):

@@ -132,7 +132,7 @@ def test_the_sentence_about_a_failure(tmp_path: Path) -> None:
     assert sentence(ours) == "the run failed with exit code 1: no such row"
     refused = "import sys; print('dlrm train: x is 3', file=sys.stderr); sys.exit(2)"
     assert sentence(refused) == "the run: x is 3"
-    assert "still going after 0 s" in sentence("import time; time.sleep(60)", timeout_s=0.1)
+    assert "still going after" in sentence("import time; time.sleep(60)", timeout_s=0.1)
 
 
 def test_a_child_that_is_not_waited_for_is_ended() -> None:

@@ -34,6 +34,7 @@ from dlrm_workbook.recordings.hpctoolkit.failures import (
     explain,
     lost_notice,
     lost_samples,
+    no_space,
 )
 from dlrm_workbook.recordings.hpctoolkit.passes import (
     Pass,
@@ -50,6 +51,7 @@ from dlrm_workbook.recordings.hpctoolkit.tools import (
     Tools,
     find_tools,
     probe,
+    python_of,
 )
 
 
@@ -150,7 +152,7 @@ def measure(
         raise InputError("nothing to measure: the command is empty")
     config = config or ProfilingConfig()
     tools = tools or find_tools(config.hpctoolkit_home)
-    capabilities = capabilities or probe(tools)
+    capabilities = capabilities or probe(tools, python_version=python_of(command))
     passes = plan_passes(
         capabilities, device, python=config.python_frames, pc_sampling=config.pc_sampling
     )
@@ -247,8 +249,8 @@ class _Session:
             )
         if done.exit_code != 0:
             raise MeasurementError(
-                f"the program fails without HPCToolkit already, with exit code "
-                f"{done.exit_code}: {done.last_words()}{done.see_log()}"
+                f"the program fails without HPCToolkit already: it {done.failure()}: "
+                f"{done.last_words()}{done.see_log()}"
             )
         result = done.last_object("ms_per_iteration")
         if result is None:
@@ -324,12 +326,11 @@ class _Session:
             timeout_s=self.config.timeout_s,
         )
         if failure := explain(measured, run, measurements):
-            return failure
+            full = no_space(measurements, f"{run.stderr}{run.stdout}")
+            return Failure("other", full) if full else failure
         notices = list(earlier)
         if run.exit_code != 0:
-            notices.append(
-                f"the program did all its iterations but ended with exit code {run.exit_code}"
-            )
+            notices.append(f"the program did all its iterations but {run.failure()}")
         if measured.python and not any(measurements.glob("logical/*")):
             reason = "HPCToolkit recorded none (is it built for another Python version?)"
             if measured.name == "frames":
@@ -339,6 +340,8 @@ class _Session:
         try:
             database, of_build = self.built(measured, measurements)
         except MeasurementError as error:
+            if full := no_space(measurements, str(error)):
+                return Failure("other", full)
             return Failure("aborted" if isinstance(error, DatabaseAborted) else "other", str(error))
         notices += of_build
         result = run.last_object("ms_per_iteration") or {}

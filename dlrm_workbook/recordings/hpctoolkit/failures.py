@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,8 +53,8 @@ def explain(measured: Pass, run: Completed, measurements: Path) -> Failure | Non
             return None
         return Failure(
             "program",
-            f"the program, which runs by itself, ended with exit code {run.exit_code} under hpcrun "
-            f"(pass {measured.name}): {said}",
+            f"the program, which runs by itself, {run.failure()} under hpcrun (pass "
+            f"{measured.name}): {said}",
         )
     if refused := _REFUSED.search(run.stderr):
         return Failure("event", f"hpcrun refuses an event: {refused.group().strip()[:200]}")
@@ -68,12 +69,36 @@ def explain(measured: Pass, run: Completed, measurements: Path) -> Failure | Non
     if not finished and any(event.startswith("gpu=") for event in measured.events):
         return Failure(
             "gpu",
-            f"hpcrun ended with exit code {run.exit_code} before the program ran, as it does "
-            f"where the GPU cannot be measured: {said}",
+            f"hpcrun {run.failure()} before the program ran, as it does where the GPU cannot "
+            f"be measured: {said}",
         )
-    return Failure(
-        "program", f"hpcrun ended with exit code {run.exit_code} and measured nothing: {said}"
-    )
+    return Failure("program", f"hpcrun {run.failure()} and measured nothing: {said}")
+
+
+def no_space(measurements: Path, said: str) -> str:
+    """That there was no room for a measurement, as a sentence; "" if there was.
+
+    Measuring again would only fill the disk again.
+
+    Args:
+        said: what the tool printed.
+    """
+    free = shutil.disk_usage(measurements.parent).free
+    if free < LEAST_FREE_BYTES:
+        return (
+            f"the disk of {measurements.parent} is full: make room, or choose another one with "
+            "--output-root"
+        )
+    found = _NO_SPACE.search(said)
+    if found is None:
+        return ""
+    return f"a disk that the program or HPCToolkit writes to is full: {found[0].strip()[:200]}"
+
+
+LEAST_FREE_BYTES = 1 << 20
+"""HPCToolkit's programs end in many ways where they cannot write; less room than this is none."""
+
+_NO_SPACE = re.compile(r".*(?:No space left on device|Disk quota exceeded)")
 
 
 def lost_samples(measurements: Path) -> float | None:

@@ -98,6 +98,15 @@ def workload_environment(base: Mapping[str, str]) -> tuple[dict[str, str], list[
         # hpcrun -a python aborts under Python's debugging allocator
         if environment.pop(name, ""):
             notices.append(f"{name} was removed from the environment of the measured runs")
+    # hpcrun obeys such variables of a shell beside its own options
+    own = sorted(name for name in environment if name.startswith("HPCRUN_"))
+    for name in own:
+        del environment[name]
+    if own:
+        notices.append(
+            f"{', '.join(own)} {'was' if len(own) == 1 else 'were'} removed from the environment "
+            "of the measured runs: they change what hpcrun measures"
+        )
     environment.update(ALLOCATOR)
     return environment, notices
 

@@ -113,7 +113,7 @@ def profile_from_database(database: Database, parts: Mapping[str, str] | None = 
     reasons["allocated_bytes"] = "HPCToolkit does not see torch's allocations; torch.profiler does"
     contexts, ours = _contexts(database)
     threads = typed("threads", [asdict(thread) for thread in database.threads] or None)
-    trace = _trace(database)
+    trace = _trace(database, _time_of_samples(database, values))
     notices: list[str] = []
     iterations = None
     overlong: dict[int, int] = {}
@@ -376,21 +376,43 @@ def _standard(present: Collection[str]) -> dict[str, list[str]]:
     return {name: sources for name, sources in standard.items() if sources}
 
 
-def _trace(database: Database) -> pd.DataFrame | None:
-    """What ran when: an interval a sample, to the next sample; gaps are context 0."""
+SLEEPS_AFTER = 5
+"""Times of a sample without a next one after which a thread slept: hpcrun's TRACE_GAP_FACTOR."""
+
+
+def _time_of_samples(database: Database, values: pd.DataFrame) -> dict[int, int]:
+    """Nanoseconds of processor time behind a sample, for each thread that was sampled."""
+    own = values[(values["metric"] == "cpu_time_ms") & (values["scope"] == "exclusive")]
+    time = own.groupby("profile")["value"].sum() * 1e6
+    counts = {line.profile: int((line.context != 0).sum()) for line in database.traces}
+    return {p: int(time[p] / counts[p]) for p in time.index if counts.get(p) and time[p] > 0}
+
+
+def _trace(database: Database, sampled: Mapping[int, int]) -> pd.DataFrame | None:
+    """What ran when: an interval a sample, to the next sample; gaps are context 0.
+
+    A thread that sleeps takes no sample. hpcrun marks that as not running where the next sample
+    comes late, but not where a thread ends, and not for every clock; so its rule is applied to
+    every line again.
+
+    Args:
+        sampled: processor time of a sample (nanoseconds), by thread.
+    """
     frames = []
     threads = {thread.profile for thread in database.threads}
-    for line in database.traces:
-        if line.profile not in threads or len(line.time_ns) < 2:
-            continue
+    lines = [line for line in database.traces if line.profile in threads and len(line.time_ns) > 1]
+    for line in lines:
         rows = database.tree.rows(line.context[:-1])
         running = (line.context[:-1] != 0) & (rows >= 0)
+        start, end = line.time_ns[:-1], line.time_ns[1:]
+        if period := sampled.get(line.profile):
+            end = np.where(end - start > SLEEPS_AFTER * period, start + period, end)
         frames.append(
             pd.DataFrame(
                 {
                     "profile": line.profile,
-                    "start_ns": line.time_ns[:-1][running],
-                    "end_ns": line.time_ns[1:][running],
+                    "start_ns": start[running],
+                    "end_ns": end[running],
                     "context": rows[running],
                     "depth": database.tree.depth[rows[running]],
                 }

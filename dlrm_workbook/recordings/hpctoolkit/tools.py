@@ -7,15 +7,20 @@ between releases (``gpu=nvidia`` became ``gpu=cuda``).
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import mmap
 import os
 import platform
 import re
 import shutil
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dlrm_core.errors import MissingToolError
+from dlrm_core.errors import InputError, MissingToolError
+from dlrm_core.files import read_json
 from dlrm_workbook.machine import output_of
 from dlrm_workbook.processes import MeasurementError, run_child
 
@@ -43,6 +48,7 @@ class Tools:
         hpcrun, hpcprof, hpcstruct: absolute paths; hpcstruct is None if absent.
         version: as ``hpcrun -V`` gives it, such as ``2024.01.99-next``.
         cuda: CUDA version that it was built with, "" if without or unknown.
+        python: Python that it was built for, such as ``3.11``; "" if without or unknown.
         events: names that ``hpcrun -L`` lists.
         python_frames: it offers ``-a python``.
         no_source: hpcprof's option that keeps source files out, "" if it has none.
@@ -56,6 +62,7 @@ class Tools:
     python_frames: bool
     cuda: str = ""
     no_source: str = ""
+    python: str = ""
 
     @property
     def gpu_event(self) -> str | None:
@@ -122,7 +129,47 @@ def find_tools(home: str | None = None) -> Tools:
         python_frames=bool(re.search(r"-a\s+python\b", _ask(hpcrun, "-h", required=False))),
         cuda=cuda.group(1) if cuda else "",
         no_source=no_source.group(0) if no_source else "",
+        python=built_for_python(hpcrun),
     )
+
+
+def built_for_python(hpcrun: Path) -> str:
+    """The Python version that an HPCToolkit was built for, such as ``3.11``; "" if nothing tells.
+
+    hpcrun has the layout of Python's objects compiled in, is linked with no Python and reports
+    no version. Spack notes what it built with; else the library's debugging information, which
+    HPCToolkit's own build keeps, holds the path of Python's headers.
+    """
+    prefix = hpcrun.resolve().parent.parent
+    with contextlib.suppress(InputError, KeyError, TypeError):
+        nodes = read_json(prefix / ".spack" / "spec.json")["spec"]["nodes"]
+        for node in nodes:
+            if node["name"] == "python" and (found := re.match(r"\d+\.\d+", node["version"])):
+                return found.group()
+    named: set[str] = set()
+    for library in sorted(prefix.glob("lib*/**/libhpcrun.so")):
+        try:
+            with (
+                library.open("rb") as file,
+                mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data,
+            ):
+                named |= {match[1].decode() for match in _PYTHON_HEADERS.finditer(data)}
+        except (OSError, ValueError):
+            continue
+    return named.pop() if len(named) == 1 else ""
+
+
+_PYTHON_HEADERS = re.compile(rb"include/python(3\.\d{1,2})\b")
+
+
+def python_of(command: Sequence[str]) -> str:
+    """The Python version that a command runs in, such as ``3.11``; "" where its name does not
+    tell."""
+    if command[0] == sys.executable:
+        return f"{sys.version_info.major}.{sys.version_info.minor}"
+    program = shutil.which(command[0])
+    found = re.fullmatch(r"python(3\.\d+)", Path(program).resolve().name) if program else None
+    return found[1] if found else ""
 
 
 def parse_events(listing: str) -> frozenset[str]:
@@ -137,6 +184,7 @@ def probe(
     nvidia_smi: str = "nvidia-smi",
     driver_parameters: Path = NVIDIA_PARAMETERS,
     cuda_version: str | None = None,
+    python_version: str | None = None,
 ) -> Capabilities:
     """Say what this machine and this HPCToolkit can measure together.
 
@@ -145,7 +193,10 @@ def probe(
         driver_parameters: the NVIDIA driver's parameters file.
         cuda_version: CUDA (hence CUPTI) version that the workload brings; None:
             that of the torch installed here.
+        python_version: that of the workload, "" if unknown; None: this process's.
     """
+    if python_version is None:
+        python_version = python_of([sys.executable])
     missing: dict[str, str] = {}
     notices: list[str] = []
     gpu, no_gpu = _first_gpu(nvidia_smi)
@@ -173,11 +224,24 @@ def probe(
             f"HPCToolkit {tools.version} does not offer -a python: it was built without Python "
             f"(`{SPACK}`)"
         )
+    elif tools.python and python_version and tools.python != python_version:
+        missing["Python frames"] = (
+            f"HPCToolkit {tools.version} was built for Python {tools.python}, but the program runs "
+            f"in Python {python_version}: names and lines of its functions would be wrong; build "
+            f"it with `{SPACK} ^python@{python_version}`"
+        )
+    elif not tools.python or not python_version:
+        whose = "the program runs in" if tools.python else "HPCToolkit was built for"
+        notices.append(
+            f"nothing tells which Python {whose}: if the two versions differ, names and lines of "
+            "Python frames are wrong"
+        )
     if tools.hpcstruct is None:
         missing["loops and inlined functions"] = f"hpcstruct is not beside {tools.hpcrun}"
     if old := _empty_call_paths(tools.version):
         notices.append(old)
-    return Capabilities(gpu, gpu_event, pc_event, tools.python_frames, missing, tuple(notices))
+    frames = "Python frames" not in missing
+    return Capabilities(gpu, gpu_event, pc_event, frames, missing, tuple(notices))
 
 
 def torch_cuda_version() -> str:
