@@ -588,7 +588,8 @@ class ProfilingConfig:
             try:
                 parse_part(said)
             except ValueError as error:
-                raise InputError(f"profiling.parts: {pattern} is {said!r}, {error}") from None
+                where = f"profiling.parts: {called(pattern)} is {shown(said)}"
+                raise InputError(f"{where}, {error}") from None
 
 
 SECTIONS: dict[str, type] = {

@@ -330,7 +330,7 @@ class Run:
             self.last = interval.loss
             self.bar.say(
                 f"{interval.samples_per_second:,.0f} samples/s, "
-                f"{interval.ms_per_iteration:.1f} ms/iteration "
+                f"{interval.mean_ms_per_iteration:.1f} ms/iteration "
                 f"(data {interval.data_ms_per_iteration:.1f}), loss {interval.loss:.6f}"
             )
             self._tell(asdict(interval))

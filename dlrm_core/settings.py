@@ -35,6 +35,8 @@ LARGEST_INT = 2**63 - 1
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 80, 80
+MOST_SHOWN = 200
+"""Characters of a value in a message."""
 
 
 def shown(value: Any) -> str:
@@ -43,9 +45,11 @@ def shown(value: Any) -> str:
         # Python refuses to write whole numbers of thousands of digits
         return f"a whole number of about {int(value.bit_length() * math.log10(2)) + 1:,} digits"
     try:
-        return _SHORT.repr(value)
+        text = _SHORT.repr(value)
     except ValueError:
         return f"a {type(value).__name__} with a number of thousands of digits"
+    # a list of long texts is long though each is cut
+    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 40]}...{text[-37:]}"
 
 
 def called(name: Any) -> str:
@@ -94,8 +98,8 @@ def clash(name: str, section: Any, one: str, other: str, why: str) -> InputError
     values = []
     for leaf in (one, other):
         value = getattr(section, leaf)
-        shown = f"{value:g}" if isinstance(value, float) else repr(value)
-        values.append(f"{name}.{leaf} is {shown.lower() if isinstance(value, bool) else shown}")
+        said = f"{value:g}" if isinstance(value, float) else shown(value)
+        values.append(f"{name}.{leaf} is {said.lower() if isinstance(value, bool) else said}")
     return InputError(f"{', but '.join(values)}: {why}")
 
 
@@ -124,7 +128,9 @@ def _coerce(value: Any, annotation: Any, where: str) -> Any:
     if typing.get_origin(annotation) is tuple:
         item = typing.get_args(annotation)[0]
         if item is str and not isinstance(value, list | tuple):
-            raise InputError(f"{where} is {value!r}, expected {describe_type(tuple[str, ...])}")
+            raise InputError(
+                f"{where} is {shown(value)}, expected {describe_type(tuple[str, ...])}"
+            )
         if isinstance(value, str):
             value = [_number(word) for word in value.replace(",", "-").split("-")]
         elif not isinstance(value, list | tuple):

@@ -1,6 +1,8 @@
 """Parameters: what is accepted, and what is refused with which words."""
 
+import math
 import os
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
+from dlrm_core.config import SECTIONS, Parameters, load_parameters, parameters_from_sections
 from dlrm_core.errors import InputError
 
 PRESETS = sorted((Path(__file__).parents[2] / "parameters").glob("*.yaml"))
@@ -210,6 +212,29 @@ def test_what_a_file_multiplies_is_refused_in_one_sentence(tmp_path):
         with pytest.raises(InputError) as error:
             load_parameters(tmp_path / "mine.yaml")
         assert len(str(error.value)) < 500
+
+
+def test_no_value_of_any_leaf_makes_a_message_long():
+    many = {f"k{i}" * 10: "v" * 3000 for i in range(99)}
+    odd = [
+        many,
+        ["x" * 3000] * 99,
+        "x" * 4000,
+        "-".join(["64"] * 3000),
+        [64] * 3000,
+        {"x": "y" * 3000},
+    ]
+    odd += [[[1] * 99] * 99, {"x" * 3000: "y"}, 10**4000, -(10**4000), [10**4000], "a\0b", b"x", 1j]
+    odd += [math.inf, math.nan, -math.inf, 1e308, False, 0, "", [], {}, None, "\ud800", "*", "["]
+    for section, kind in SECTIONS.items():
+        for value in odd:
+            for content in [value, *({leaf.name: value} for leaf in fields(kind))]:
+                try:
+                    parameters_from_sections({section: content})
+                except InputError as error:
+                    assert len(str(error)) <= 500 and "\n" not in str(error)
+                else:
+                    assert isinstance(content, dict | None), f"{section}: {content!r:.50}"
 
 
 def test_a_folder_is_no_parameters_file(tmp_path):
