@@ -146,9 +146,12 @@ def why_nothing(command: Sequence[str], done: Completed, processes: list[dict[st
     output = f"; its output is in {done.log.parent if done.log else 'logs'}"
     refused = [process["reason"] for process in processes if process["state"] == "refused"]
     if done.timed_out:
+        steps = max((process["steps"] for process in processes), default=0)
+        seen = f"done {steps} steps" if processes else "not stepped any torch optimizer"
+        hooked = "" if processes else " (python -I and -E ignore the start-up file that sees that)"
         return (
             f"{said} was still going after {done.seconds:.0f} s (profiling.timeout_s) and had "
-            f"done {max((p['steps'] for p in processes), default=0)} steps{output}"
+            f"{seen}{hooked}{output}"
         )
     if done.exit_code:
         return f"{said} {done.failure()}: {done.last_words()}{output}"
