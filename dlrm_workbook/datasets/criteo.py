@@ -289,6 +289,7 @@ def _convert_column(
             yield keys, missing
 
     keys, counts = (folder / "vocabulary" / f"cat_{table}.{kind}" for kind in ("keys", "counts"))
+    make_folder(keys.parent)
     kept, different = build_vocabulary(blocks, table, threshold, memory, keys, counts)
     dtype = index_dtype(kept + 1)
     name = f"cat_{table}.bin"
@@ -297,6 +298,7 @@ def _convert_column(
     for path in (keys, counts):
         with path.open("rb") as file:
             os.fsync(file.fileno())
+    sync_folder(keys.parent)
     return kept, different
 
 

@@ -13,7 +13,7 @@ import pytest
 
 pytestmark = pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
 
-FAST = [name for name, kind in lost_writes.KINDS.items() if not kind.slow and "dlrm" not in name]
+FAST = [name for name, kind in lost_writes.KINDS.items() if not kind.slow]
 UNSYNCED = """
 import os, stat
 real = os.fsync
