@@ -83,9 +83,12 @@ def percent(share: float) -> str:
     return "<0.1%" if 0 < share < 0.0005 else f"{share:.1%}"
 
 
-def signed_percent(share: float) -> str:
-    """A difference with its sign: ``+3.1%``, ``−0.4%``."""
-    return f"{share:+.1%}".replace("-", "−")
+def signed_percent(share: float, *, decimals: int = 1) -> str:
+    """A difference with its sign: ``+3.1%``, ``−0.4%``; no sign on ``0.0%``."""
+    text = f"{abs(share):.{decimals}%}"
+    if not text.strip("0.%"):
+        return text
+    return f"{'−' if share < 0 else '+'}{text}"
 
 
 def ratio(value: float, *, figures: int = 3) -> str:
@@ -105,6 +108,23 @@ def speedup(mid: float, low: float, high: float, *, figures: int = 3) -> str:
     known = math.isfinite(low) and math.isfinite(high)
     reach = f" ({ratio(low, figures=figures)} to {ratio(high, figures=figures)})" if known else ""
     return f"{ratio(mid, figures=figures)}{reach}"
+
+
+def faster(mid: float, low: float, high: float, *, figures: int = 3) -> str:
+    """A speed-up in words: ``1.99x faster (1.95x to 2.23x)``, ``1.25x slower (1.20x to 1.31x)``.
+
+    A range that reaches across 1 stays one of speed-ups: ``1.02x faster (0.97x to 1.08x)``.
+
+    Args:
+        mid, low, high: time before over time after; ends that are not finite leave out the range.
+        figures: as :func:`ratio` takes them.
+    """
+    if mid >= 1 or not mid > 0:
+        way, ends = "faster", (mid, low, high)
+    else:
+        way, ends = "slower", (1 / mid, 1 / high, 1 / low)
+    gain, _, reach = speedup(*ends, figures=figures).partition(" ")
+    return f"{gain} {way} {reach}".rstrip()
 
 
 def from_to(low: float, high: float, text: Callable[[float], str] = digits) -> str:

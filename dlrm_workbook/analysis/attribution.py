@@ -8,7 +8,7 @@ host is in (``host``): what the GPU waits for then. Where the host was not measu
 is one row of its own (``idle``). A recording of a GPU in which no iterations are known counts
 as one, from its first GPU operation to its last.
 
-Means are over the steady iterations: warm-up and stragglers, as
+Means are over the steady iterations: warm-up and outliers, as
 :mod:`dlrm_workbook.analysis.steady` detects them, are left out, named, and explained by
 :func:`what_differed`.
 """
@@ -92,12 +92,12 @@ def what_differed(profile: Profile) -> pd.DataFrame:
     """Which parts grew in the iterations that :func:`attribute` leaves out.
 
     Returns:
-        A row for each part of each warm-up iteration and straggler, largest growth first:
-        ``iteration``, ``why`` (``warm-up`` or ``straggler``), ``time_ms`` and ``usual_ms`` of
-        the iteration, ``component``, ``phase``, ``where``, ``part_ms``, ``usual_part_ms``
-        (mean over the steady iterations), ``grew_ms`` (their difference) and ``share`` (of
-        the growth of all parts that grew). ``grew_ms`` adds up to ``time_ms`` minus the mean
-        steady time. Empty if none is left out.
+        A row for each part of each warm-up iteration and outlier, largest growth first:
+        ``iteration``, ``why`` (``warm-up``, ``straggler`` or ``short``), ``time_ms`` and
+        ``usual_ms`` of the iteration, ``component``, ``phase``, ``where``, ``part_ms``,
+        ``usual_part_ms`` (mean over the steady iterations), ``grew_ms`` (their difference) and
+        ``share`` (of the growth of all parts that grew). ``grew_ms`` adds up to ``time_ms`` minus
+        the mean steady time. Empty if none is left out.
     """
     state = iteration_state(profile)
     if state is None or state.steady.all():
@@ -114,7 +114,8 @@ def what_differed(profile: Profile) -> pd.DataFrame:
         grew = growth.loc[numbers[place]]
         part = usual.index.to_frame(index=False)
         part["iteration"] = numbers[place]
-        part["why"] = "warm-up" if place < state.first else "straggler"
+        after_warm_up = "short" if state.short[place] else "straggler"
+        part["why"] = "warm-up" if place < state.first else after_warm_up
         part["time_ms"], part["usual_ms"] = state.times_ms[place], float(usual.sum())
         part["part_ms"] = wide.loc[numbers[place]].to_numpy()
         part["usual_part_ms"] = usual.to_numpy()
@@ -521,17 +522,22 @@ def _step_contexts(profile: Profile, other_threads: bool) -> np.ndarray:
 
 
 def _left_out(state: SteadyState, numbers: np.ndarray) -> list[str]:
-    """A sentence for warm-up and one for stragglers, where there are any."""
+    """A sentence each for warm-up, stragglers and short iterations, where there are any."""
     said = []
     usual = f"{state.usual_ms:#.3g} ms usually"
-    for why, rows in (("warm-up", state.warm_up), ("stragglers", state.outliers)):
+    for why, rows in (
+        ("warm-up", state.warm_up),
+        ("stragglers", state.stragglers),
+        ("short", state.short),
+    ):
         if rows.any():
             listed = [str(number) for number in numbers[rows]]
             shown = ", ".join(listed[:8]) + (", …" if len(listed) > 8 else "")
-            longest = f"{state.times_ms[rows].max():#.3g} ms"
+            times = state.times_ms[rows]
+            end = f"from {times.min():#.3g}" if why == "short" else f"up to {times.max():#.3g}"
             said.append(
                 f"{len(listed)} of {len(numbers)} iterations are {why} and left out ({shown}; "
-                f"up to {longest} against {usual})"
+                f"{end} ms against {usual})"
             )
     return said
 

@@ -200,7 +200,7 @@ def _sentence(table: pd.DataFrame, names: list[str]) -> str:
 
 
 def steady_rows(times_ms: Numbers) -> np.ndarray:
-    """Which iterations (n,) stand for a run: neither warm-up nor stragglers; all of a short one."""
+    """Which iterations (n,) stand for a run: neither warm-up nor outliers; all of a short one."""
     times = np.asarray(times_ms, dtype=float)
     if len(times) < LEAST:
         return np.ones(len(times), dtype=bool)

@@ -1,9 +1,11 @@
-"""Which iterations stand for the run: warm-up, stragglers and drift, detected statistically.
+"""Which iterations stand for the run: warm-up, outliers and drift, detected statistically.
 
 Nothing here counts iterations by convention. A warm-up is a beginning whose times differ in
-rank from what follows, by more than chance lets any beginning differ; a straggler is an
-iteration beyond what the slowest of that many ordinary iterations reach by chance. Ordinary
-scatter is taken to have exponential tails: timings do, and lighter tails raise fewer alarms.
+rank from what follows, by more than chance lets any beginning differ. An outlier is an
+iteration beyond what the slowest of that many ordinary iterations reaches by chance (a
+straggler), or below what the fastest reaches (it did not do all the work: a recording's end
+cuts the last iteration short). Ordinary scatter is taken to have exponential tails: timings do,
+and lighter tails raise fewer alarms.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from dlrm_core.errors import InputError
-from dlrm_core.units import counted, milliseconds
+from dlrm_core.units import counted, milliseconds, signed_percent
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
@@ -26,7 +28,8 @@ FALSE_ALARM = 0.01
 """Chance of each judgement (warm-up, drift, two levels) on a run without any."""
 
 STRAGGLER_ALARM = 0.025
-"""The same of stragglers where scatter has exponential tails; far less where it is normal."""
+"""The same of stragglers, and of short iterations, where scatter has exponential tails; far less
+where it is normal."""
 
 LEAST = 8
 """Fewer iterations than this cannot tell a warm-up or a straggler from chance."""
@@ -44,7 +47,7 @@ SPLIT_APART = 1.25
 """Times the slowest of the others, at least, that the fastest of the slow ones takes."""
 
 STRAGGLER_LEAST = 0.05
-"""A straggler, a warm-up or another level differs by at least this share of the usual time."""
+"""An outlier, a warm-up or another level differs by at least this share of the usual time."""
 
 LEVEL_LEAST = 0.02
 """Drift and two levels in one run are reported only if they change the time by this share."""
@@ -69,13 +72,15 @@ class SteadyState:
     first: int
     """The first steady iteration; those before it are warm-up."""
     outliers: Bools
-    """Stragglers (n,): iterations after the warm-up that took much longer than the usual one."""
+    """Iterations (n,) after the warm-up that took much longer or much less than the usual one."""
     usual_ms: float
     """Median of the steady iterations."""
     spread_ms: float
     """Their spread: 1.4826 times the median absolute deviation, so sigma if they are normal."""
     threshold_ms: float
     """From here an iteration is a straggler; infinite where too few ran to tell."""
+    least_ms: float
+    """Below this an iteration is a short one; 0 where too few ran to tell."""
     drift: float | None
     """Change of the time over the steady iterations as a share of the usual one, where its
     trend is significant (Mann-Kendall); None where it is not."""
@@ -91,14 +96,24 @@ class SteadyState:
 
     @property
     def steady(self) -> Bools:
-        """Which iterations (n,) stand for the run: neither warm-up nor stragglers."""
+        """Which iterations (n,) stand for the run: neither warm-up nor outliers."""
         return ~self.warm_up & ~self.outliers
+
+    @property
+    def stragglers(self) -> Bools:
+        """Which iterations (n,) are outliers that took longer than the usual one."""
+        return self.outliers & (self.times_ms > self.usual_ms)
+
+    @property
+    def short(self) -> Bools:
+        """Which iterations (n,) are outliers that took less than the usual one."""
+        return self.outliers & (self.times_ms < self.usual_ms)
 
     @property
     def straggler_share(self) -> float:
         """What stragglers took beyond the usual time, as a share of the run after warm-up."""
         after = self.times_ms[self.first :]
-        extra = (after - self.usual_ms)[self.outliers[self.first :]].sum()
+        extra = (after - self.usual_ms)[self.stragglers[self.first :]].sum()
         return float(extra / after.sum()) if after.sum() > 0 else 0.0
 
     @property
@@ -116,13 +131,13 @@ class SteadyState:
 
 
 def steady_state(times_ms: npt.ArrayLike) -> SteadyState:
-    """Tell warm-up, stragglers, drift and two levels from ordinary scatter.
+    """Tell warm-up, outliers, drift and two levels from ordinary scatter.
 
     * Warm-up: change point of the mean rank (the largest standardised rank sum over all
       beginnings up to half the run; Pettitt 1979), repeated on the rest until none is found;
       then up to six leading iterations all of which are slower than chance allows.
     * Stragglers: beyond what the largest of that many exponential excesses over the median
-      reaches in 1 of 40 runs, in units of their mean.
+      reaches in 1 of 40 runs, in units of their mean. Short iterations: the same below it.
     * Drift: Mann-Kendall's test with Theil and Sen's slope. Two levels: the best split in two
       groups leaves less variance than any split of evenly spread values does.
 
@@ -142,23 +157,25 @@ def steady_state(times_ms: npt.ArrayLike) -> SteadyState:
         usual = float(np.median(times[~slow]))
         spread = _spread(times[~slow], usual)
         limit = float(times[slow].min()) if slow.any() else math.inf
-        return SteadyState(times, 0, slow, usual, spread, limit, None, None, None)
+        return SteadyState(times, 0, slow, usual, spread, limit, 0.0, None, None, None)
     first, shift = _changes(times)
     first = _past_slow_beginning(times, first)
     rest = times[first:]
-    limit = _threshold(rest)
+    limit, least = _thresholds(rest)
     slow = _split(rest) if shift is None else np.zeros(len(rest), dtype=bool)
     if slow.any():
         limit = min(limit, math.nextafter(float(rest[slow].min()), 0.0))
-    kept = rest[rest <= limit]
+    outside = (rest > limit) | (rest < least)
+    kept = rest[~outside]
     usual = float(np.median(kept))
     return SteadyState(
         times_ms=times,
         first=first,
-        outliers=np.concatenate([np.zeros(first, dtype=bool), rest > limit]),
+        outliers=np.concatenate([np.zeros(first, dtype=bool), outside]),
         usual_ms=usual,
         spread_ms=_spread(kept, usual),
         threshold_ms=limit,
+        least_ms=least,
         drift=None if shift is not None else _drift(kept),
         shift=shift,
         levels_ms=None if shift is not None else _two_levels(kept),
@@ -228,7 +245,7 @@ def _past_slow_beginning(times: Floats, first: int) -> int:
     return first
 
 
-# ---- stragglers --------------------------------------------------------------------
+# ---- outliers ----------------------------------------------------------------------
 
 
 def _split(times: Floats) -> Bools:
@@ -268,12 +285,16 @@ def lasting_rise(times: npt.ArrayLike, factor: float) -> int | None:
     return int(cuts[np.argmax(rise)]) if rise and max(rise) >= factor else None
 
 
-def _threshold(times: Floats) -> float:
-    """From here an iteration is a straggler, ms."""
+def _thresholds(times: Floats) -> tuple[float, float]:
+    """(from here an iteration is a straggler, below this it is a short one), ms."""
     usual = float(np.median(times))
-    mean, known = _mean_excess(times - usual)
-    reach = mean * _gamma_quantile(len(times) // 2 / STRAGGLER_ALARM, known)
-    return usual + max(reach, STRAGGLER_LEAST * usual)
+
+    def reach(away: Floats) -> float:
+        mean, known = _mean_excess(away)
+        by_chance = mean * _gamma_quantile(len(times) // 2 / STRAGGLER_ALARM, known)
+        return max(by_chance, STRAGGLER_LEAST * usual)
+
+    return usual + reach(times - usual), max(usual - reach(usual - times), 0.0)
 
 
 def _mean_excess(away: Floats) -> tuple[float, int]:
@@ -382,7 +403,7 @@ def _sentences(state: SteadyState, numbers: Sequence[int]) -> list[str]:
             f"Only {counted(count, 'iteration')}: too few to detect warm-up or stragglers "
             f"({LEAST} are needed)."
         ]
-    said = ["No warm-up is left in the measured iterations.", "No stragglers."]
+    said = ["No warm-up is left in the measured iterations.", "No outliers."]
     if state.first:
         warm = float(np.median(state.times_ms[: state.first]))
         many = f"the first {state.first} iterations are"
@@ -390,18 +411,24 @@ def _sentences(state: SteadyState, numbers: Sequence[int]) -> list[str]:
             many = f"iteration {numbers[0]} is"
         said[0] = (
             f"Warm-up: {many} left out ({milliseconds(warm)} against "
-            f"{milliseconds(state.usual_ms)} afterwards, {warm / state.usual_ms - 1:+.0%})."
+            f"{milliseconds(state.usual_ms)} afterwards, "
+            f"{signed_percent(warm / state.usual_ms - 1, decimals=0)})."
         )
-    slow = np.flatnonzero(state.outliers)
-    if len(slow):
-        listed = ", ".join(str(numbers[int(row)]) for row in slow[:8]) + (
-            ", …" if len(slow) > 8 else ""
-        )
-        said[1] = (
-            f"Stragglers: {len(slow)} of {count - state.first} ({listed}) took over "
-            f"{milliseconds(state.threshold_ms)}; they cost {state.straggler_share:.1%} of the "
-            "time."
-        )
+    if state.outliers.any():
+        said.pop()
+    for name, rows, how in (
+        (
+            "Stragglers",
+            state.stragglers,
+            f"took over {milliseconds(state.threshold_ms)}; they cost "
+            f"{state.straggler_share:.1%} of the time",
+        ),
+        ("Short iterations", state.short, f"took less than {milliseconds(state.least_ms)}"),
+    ):
+        places = [str(numbers[int(row)]) for row in np.flatnonzero(rows)]
+        if places:
+            listed = ", ".join(places[:8]) + (", …" if len(places) > 8 else "")
+            said.append(f"{name}: {len(places)} of {count - state.first} ({listed}) {how}.")
     if state.shift is not None:
         before = float(np.median(state.times_ms[state.first : state.shift]))
         after = float(np.median(state.times_ms[state.shift :]))
@@ -411,7 +438,8 @@ def _sentences(state: SteadyState, numbers: Sequence[int]) -> list[str]:
         )
     if state.drift is not None:
         said.append(
-            f"The time drifts by {state.drift:+.1%} from the first to the last steady iteration."
+            f"The time drifts by {signed_percent(state.drift)} from the first to the last steady "
+            "iteration."
         )
     if state.levels_ms is not None:
         low, high = state.levels_ms

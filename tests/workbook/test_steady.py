@@ -60,6 +60,36 @@ def test_planted_warm_up_and_stragglers_are_found_together() -> None:
     assert exact >= 0.97 * 300
 
 
+def test_short_iterations_are_found_and_do_not_hide_in_the_scatter() -> None:
+    """A recording's end cuts an iteration short: of 300 runs, exactly those planted in 97 %."""
+    random = np.random.default_rng(9)
+    exact = 0
+    for _ in range(300):
+        count, sigma = int(random.integers(30, 150)), random.choice([0.005, 0.02, 0.05])
+        times = scattered(random, random.choice(["normal", "lognormal"]), count, sigma)
+        short = random.choice(np.arange(2, count), random.integers(0, 3), replace=False)
+        times[short] *= random.uniform(0.02, 0.25)
+        found = steady_state(times)
+        right = set(np.flatnonzero(found.short)) == set(short.tolist())
+        exact += right and not found.stragglers.any()
+        assert found.straggler_share == 0 or found.stragglers.any()
+    assert exact >= 0.97 * 300
+
+
+def test_outliers_in_both_directions_are_named_apart() -> None:
+    times = np.full(40, 700.0) + np.linspace(0, 4, 40)[np.random.default_rng(6).permutation(40)]
+    times[20], times[39] = 840.0, 88.0
+    found = steady_state(times)
+    assert np.flatnonzero(found.stragglers).tolist() == [20]
+    assert np.flatnonzero(found.short).tolist() == [39]
+    assert found.steady.sum() == 38
+    # the short one gives nothing back for the straggler
+    usual = np.median(np.delete(times, [20, 39]))
+    assert found.straggler_share == pytest.approx((840 - usual) / times.sum(), rel=0.01)
+    assert "Stragglers: 1 of 40 (20) took over" in found.summary
+    assert "Short iterations: 1 of 40 (39) took less than" in found.summary
+
+
 def test_a_decaying_warm_up_does_not_reach_the_usual_time() -> None:
     random = np.random.default_rng(3)
     for _ in range(100):
@@ -113,7 +143,7 @@ def test_a_fast_beginning_is_not_steady_either() -> None:
     times[:20] *= 0.9
     found = steady_state(times)
     assert found.first == 20
-    assert "-10%" in found.summary
+    assert "−10%" in found.summary
 
 
 def test_the_summary_says_what_was_left_out_and_what_it_costs() -> None:

@@ -216,7 +216,7 @@ def irregular(evidence: Evidence, ledger: Ledger) -> Measured | None:
         return None
     totals = steps.sum(axis=1)
     state = steady_state(totals.to_numpy())
-    slow, share = state.outliers, state.straggler_share
+    slow, share = state.stragglers, state.straggler_share
     if ledger.slower_from is not None and not slow[: ledger.slower_from].any():
         return None  # the slow ones are those in which the GPU is slower
     # a single one may be chance, unless it takes a third of the run
