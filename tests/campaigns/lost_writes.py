@@ -108,7 +108,9 @@ class Disk:
     def sync(self, inode: Inode, path: str = "") -> None:
         """Bring a file's bytes, or a folder's names, to disk."""
         if not inode.folder:
-            written = self.end / Path(path).relative_to(self.top) if inode.mapped else None
+            # the folder of a data set that is being made has another name at the end
+            at_end = path.replace("set.partial", "set").replace(str(self.top), str(self.end), 1)
+            written = Path(at_end) if inode.mapped else None
             if written is not None and written.is_file():
                 inode.data[:] = written.read_bytes()
             inode.synced = bytes(inode.data)
