@@ -4,6 +4,7 @@
 # make bench    the ratios in benchmarks/results (PEER=DIR: a facebookresearch/dlrm checkout)
 # make gpu-check  on a GPU node: GPU paths against the CPU, timings, a profile; PEER=DIR compares
 # make examples what outputs/examples holds: measured here, and from the recordings in RECORDINGS
+# make soak     20,000 iterations, 50 runs at once, disturbed ranks; about half an hour
 # make clean    what was built (outputs/ stays)
 
 PYTHON ?= python3
@@ -13,7 +14,7 @@ SET_UP := $(VENV)/.set-up
 PARAMETERS ?= parameters/seed.yaml
 
 .DELETE_ON_ERROR:
-.PHONY: help setup report test lint lab bench gpu-check examples clean
+.PHONY: help setup report test lint lab bench gpu-check examples soak clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -96,6 +97,9 @@ examples: $(SET_UP)
 gpu-check:
 	$(PYTHON) -m dlrm_workbook gpu-check --json benchmarks/results/gpu-check.json \
 	  $(if $(PEER),--peer $(PEER))
+
+soak: $(SET_UP)
+	nice -n 10 $(BIN)/python -m tests.campaigns.soak --json benchmarks/results/soak.json
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
