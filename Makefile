@@ -44,7 +44,8 @@ report: $(SET_UP)
 	$(BIN)/dlrm run all -f $(PARAMETERS)
 
 test: $(SET_UP) lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	@# every child that the tests start would compile again what it imports
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(SET_UP)
 	$(BIN)/ruff check .

@@ -33,10 +33,21 @@ settings.load_profile("project")
 
 REPOSITORY = Path(__file__).parents[1]
 
+SLOW = (
+    *("quick_chain", "test_own_program", "test_distributed", "test_benchmark", "test_bench"),
+    *("test_recording_pages", "test_sweep", "test_run_resume", "test_checkpoints", "test_dense"),
+    *("test_embeddings", "test_gpu_embeddings", "test_charts", "test_database_fuzz"),
+    *("test_datasets_kills", "test_package"),
+)
+"""Groups of tests that take more than about 10 s, the longest first."""
+
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Give each file to one test process, and all files that share ``quick_chain`` to the same.
+
+    The slowest go first: a long file that begins last keeps one process busy while the other
+    has nothing left to do.
 
     pytest-xdist's marks for groups (``loadgroup``) change an attribute of tests that pytest 9
     does not read any more, so the groups are told from the files.
@@ -48,6 +59,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file = nodeid.partition("::")[0]
             shared = "quick_chain"
             return shared if shared in (config.rootpath / file).read_text() else file
+
+        def _assign_work_unit(self, node: Any) -> None:
+            def rank(scope: str) -> int:
+                name = Path(scope).stem
+                return SLOW.index(name) if name in SLOW else len(SLOW)
+
+            # of equal rank, the file with more tests comes first, as xdist has sorted them
+            self.workqueue.move_to_end(min(self.workqueue, key=rank), last=False)
+            super()._assign_work_unit(node)
 
     return ByFile(config, log)
 
