@@ -55,10 +55,15 @@ def milliseconds(time: float) -> str:
     return f"{digits(time)} ms"
 
 
+def signed_digits(difference: float) -> str:
+    """``+1.20``, ``−3.00``; ``0`` where nothing changed."""
+    sign = "+" if difference > 0 else "−" if difference < 0 else ""
+    return f"{sign}{digits(abs(difference))}"
+
+
 def signed_milliseconds(difference: float) -> str:
     """``+1.20 ms``, ``−3.00 ms``; ``0 ms`` where nothing changed."""
-    sign = "+" if difference > 0 else "−" if difference < 0 else ""
-    return f"{sign}{milliseconds(abs(difference))}"
+    return f"{signed_digits(difference)} ms"
 
 
 def microseconds(time: float) -> str:

@@ -31,6 +31,7 @@ from dlrm_core.units import (
     milliseconds,
     percent,
     ratio,
+    signed_digits,
     signed_percent,
     speedup,
     value_text,
@@ -110,9 +111,9 @@ COLUMNS = {
     "accuracy": Column("accuracy", "share"),
     "auc": Column("AUC", "auc"),
     "below_best": Column("below the best possible", "auc"),
-    "compute_ms_per_iteration": Column("compute (ms), mean", "number"),
+    "compute_ms_per_iteration": Column("mean compute", "number", unit="ms"),
     "cpu_self_ms": Column("CPU itself"),
-    "data_ms_per_iteration": Column("data (ms), mean", "number"),
+    "data_ms_per_iteration": Column("mean data", "number", unit="ms"),
     "ceiling_ms": Column("least time"),
     "cpu_time_ms (inc)": Column("CPU time with callees", "number", unit="ms"),
     "difference_ms": Column("difference", "signed"),
@@ -162,7 +163,7 @@ COLUMNS = {
     "samples_per_second": Column("samples/s", "count"),
     "self_ms": Column("itself"),
     "shared_memory_bytes": Column("shared memory per block", "count", unit="B"),
-    "speedup": Column("times as fast", "ratio"),
+    "speedup": Column("speed-up", "ratio"),
     "value_ms": Column("with callees"),
 }
 """What a column's name does not say by itself."""
@@ -414,7 +415,13 @@ FORMATS: dict[str, Formatter] = {
     "shapes": _each(_shapes, words=True),
     "share": _each(percent),
     "signed": lambda values: (signed(values), False),
+    "signed_range": each_row(
+        lambda low, high: NOTHING if low == high else from_to(low, high, signed_digits)
+    ),
     "signed_share": _each(signed_percent),
+    "gain_range": each_row(
+        lambda mid, low, high: known_or(mid, lambda _: speedup(mid, low, high, figures=2))
+    ),
     "speedup": each_row(lambda mid, low, high: known_or(mid, lambda _: speedup(mid, low, high))),
     "text": _each(str, words=True),
     "value": _each(_setting, words=True),

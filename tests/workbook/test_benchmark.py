@@ -152,11 +152,11 @@ def test_a_machine_that_drifts_between_rounds_does_not_change_a_ratio(
     assert inverse is not None and inverse.mid == pytest.approx(1 / truth)
 
 
-def test_the_verdict_says_how_many_times_as_fast_as_whom(document: dict[str, Any]) -> None:
+def test_the_verdict_says_how_much_faster_than_whom(document: dict[str, Any]) -> None:
     text = benchmark_figures.verdict(document).markdown
     first = text.split("\n\n")[0]
     assert "Its tables, up to 10 indices, 1 thread: ours, tuned bf16 is" in first
-    assert "as fast as facebookresearch/dlrm end to end" in first and "7.50x" in first
+    assert "than facebookresearch/dlrm end to end" in first and "7.50x faster" in first
     assert "goals against facebookresearch/dlrm reached" in text
     assert "to the same losses" in text
     document["cases"][0]["losses_agree"] = False
@@ -174,7 +174,7 @@ def test_one_round_has_no_interval_and_equal_losses_differ_by_0(document: dict[s
         assert row["from to"] == row["from to "] == "one round" and float(row["step (ms)"]) > 0
     single = ratios.assign(low=ratios["mid"], high=ratios["mid"], confidence=0.0)
     for row in cells(single, benchmark_figures.RATIOS):
-        assert row["interval"] == "one round" and row["times as fast"].endswith("x")
+        assert row["interval"] == "one round" and row["speed-up"].endswith("x")
         assert "confidence" not in row
     for drawn in (benchmark_figures.times_bars(once), benchmark_figures.ratio_dots(single)):
         hover = [text for trace in drawn.data for text in trace.hovertext or ()]
@@ -214,7 +214,7 @@ def test_the_notebook_shows_a_finished_benchmark(document: dict[str, Any], tmp_p
     shown = run_cells("benchmark", results=results, output_folder=out)
     assert shown_titles(shown)[:6] == [
         "Time per iteration",
-        "Times as fast as facebookresearch/dlrm",
+        "Speed-up over facebookresearch/dlrm",
         "Share of this machine's measured limits",
         "What each option brings",
         "From plain to tuned, end to end",
@@ -249,9 +249,9 @@ def embeddings_of(scale: dict[str, float], threads: int = 1) -> dict[str, Any]:
 
 
 def gain_of(document: dict[str, Any]) -> str:
-    """How many times as fast ours is as the first contestant of the first case."""
+    """The speed-up of ours over the first contestant of the first case."""
     rows = cells(embedding_results.times(document), embedding_results.TIMES)
-    return rows[0]["ours is as fast (rounds)"]
+    return rows[0]["speed-up of ours"]
 
 
 def test_embeddings_are_shown_as_multiples_of_ours(tmp_path: Path) -> None:

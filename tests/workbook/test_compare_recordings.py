@@ -69,7 +69,7 @@ def test_different_programs_make_no_speed_up(tmp_path: Path) -> None:
     (outcome,) = compared.outcomes
     assert outcome.speedup is None and "different programs" in outcome.doubt
     said = shown.verdict(compared).markdown
-    assert "12.5 ms per iteration" in said and "77.5 ms" in said and "as fast" not in said
+    assert "12.5 ms per iteration" in said and "77.5 ms" in said and "x faster" not in said
     assert "this is rank 7" in compared.sentence
     document = json.loads(compared.finish().read_text())
     assert document["per"] == "per iteration"
@@ -98,7 +98,7 @@ def test_recordings_of_one_program_have_a_ratio(tmp_path: Path) -> None:
     compared = comparison.start(tiny(), tmp_path / "out", change={}, runs=runs)
     (outcome,) = compared.outcomes
     assert outcome.speedup is not None and outcome.speedup.mid == pytest.approx(2.0)
-    assert "2.00× as fast" in shown.verdict(compared).markdown
+    assert "2.00x faster" in shown.verdict(compared).markdown
     table = compared.recorded_table()
     assert table["device_ms_before"].sum() == pytest.approx(0.14)
     assert table["device_ms_after"].sum() == pytest.approx(0.07)

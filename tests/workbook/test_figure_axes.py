@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from dlrm_core.units import (
     NOTHING,
     counted,
+    faster,
     from_to,
     known_or,
     ratio,
@@ -109,6 +110,12 @@ def test_numbers_as_readers_want_them() -> None:
     assert known_or(None, str) == known_or(math.nan, str) == NOTHING and known_or(2, str) == "2.0"
     assert (signed_percent(-0.004), signed_percent(0.031)) == ("−0.4%", "+3.1%")
     assert [signed_milliseconds(v) for v in (1.5, -3.0, 0.0)] == ["+1.50 ms", "−3.00 ms", "0 ms"]
+    shares = (0.031, -0.004, 0.0004, -0.0004, 0.0)
+    assert [signed_percent(v) for v in shares] == ["+3.1%", "−0.4%", "0.0%", "0.0%", "0.0%"]
+    assert signed_percent(-0.104, decimals=0) == "−10%"
+    assert faster(1.99, 1.95, 2.23) == "1.99x faster (1.95x to 2.23x)"
+    assert faster(0.8, 0.75, 0.9, figures=2) == "1.2x slower (1.1x to 1.3x)"
+    assert faster(2.0, math.nan, math.nan) == "2.00x faster"
 
 
 def test_ranges_are_numbers_and_no_number_is_broken_into_lines() -> None:

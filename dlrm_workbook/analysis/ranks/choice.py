@@ -16,11 +16,12 @@ import pandas as pd
 from dlrm_core.config import Parameters
 from dlrm_core.errors import InputError
 from dlrm_core.memory import dense_peak
-from dlrm_core.units import milliseconds
+from dlrm_core.units import counted, format_bytes, milliseconds
 from dlrm_workbook.analysis.ranks.communication import (
     FLOAT_BYTES,
     INDEX_BYTES,
     dense_parameters,
+    kind_label,
 )
 from dlrm_workbook.analysis.ranks.prediction import Prediction, Setting
 from dlrm_workbook.analysis.ranks.sharding import KINDS, SHARDINGS, Plan, make_plan
@@ -169,7 +170,7 @@ def best_sharding(setting: Setting, ranks: int, batch_size: int | None = None) -
             found[name] = made
             note = _moved(made)
         else:
-            note = f"needs {needed / 1e9:.1f} GB on one rank, {room / 1e9:.1f} GB are there"
+            note = f"needs {format_bytes(needed)} on one rank, which has {format_bytes(room)}"
         rows.append(_candidate(name, made, needed, note))
     if not found:
         return Choice(None, pd.DataFrame(rows), f"No sharding fits on {ranks} ranks.")
@@ -210,7 +211,7 @@ def _candidate(name: str, made: Prediction, needed: float, note: str) -> dict[st
 
 def _spelt(plan: Plan) -> str:
     counts = {kind: len(plan.of_kind(kind)) for kind in KINDS}
-    return ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+    return " and ".join(f"{count} {kind_label(kind)}" for kind, count in counts.items() if count)
 
 
 def _moved(made: Prediction) -> str:
@@ -218,28 +219,34 @@ def _moved(made: Prediction) -> str:
         return "nothing is exchanged"
     most = made.exchanges.nlargest(1, "mid_ms").iloc[0]
     idle = made.plan.idle_ranks
-    return (f"{idle} ranks hold no table; " if idle else "") + (
-        f"longest exchange: {most['collective']} of {most['what']}, "
-        f"{most['bytes'] / (1 << 20):.1f} MiB per rank, {milliseconds(most['mid_ms'])}"
+    return (f"{_without_table(idle)}; " if idle else "") + (
+        f"longest exchange: {kind_label(most['collective'])} of {most['what']}, "
+        f"{format_bytes(most['bytes'])} per rank, {milliseconds(most['mid_ms'])}"
     )
+
+
+def _without_table(ranks: int) -> str:
+    return f"{counted(ranks, 'rank')} {'holds' if ranks == 1 else 'hold'} no table"
 
 
 def _reason(best: Prediction, found: dict[str, Prediction]) -> str:
     if best.ranks == 1:
         return "One rank has everything: nothing is exchanged."
     others = {name: made for name, made in found.items() if made is not best}
+    one = len(best.plan.tables) == 1
     text = (
-        f"{_spelt(best.plan)}: {milliseconds(best.mid_ms)}, "
-        f"{milliseconds(best.exposed_ms)} of it exposed"
+        f"{_spelt(best.plan)} {'table takes' if one else 'tables take'} "
+        f"{milliseconds(best.mid_ms)} per iteration, {milliseconds(best.exposed_ms)} of it "
+        "exposed communication"
     )
     if others:
         near = min(others, key=lambda name: others[name].mid_ms)
         text += (
-            f"; next best is {near} with {milliseconds(others[near].mid_ms)} "
+            f"; {kind_label(near)}, the next best, takes {milliseconds(others[near].mid_ms)} "
             f"({milliseconds(others[near].exposed_ms)} exposed)"
         )
     if best.plan.idle_ranks:
-        text += f"; {best.plan.idle_ranks} ranks hold no table"
+        text += f"; {_without_table(best.plan.idle_ranks)}"
     return text + "."
 
 
@@ -378,7 +385,7 @@ def straggler_table(
 
     Returns:
         ``ranks``, ``even_ms`` (no rank slower than another), ``mean_ms``, ``p95_ms``,
-        ``waited_share`` (of the mean iteration, for the slowest rank), ``loss`` (mean over
+        ``waited_share`` (of the mean iteration, for the slowest rank), ``slowdown`` (mean over
         even, less 1).
     """
     rows = []
@@ -393,7 +400,7 @@ def straggler_table(
                 "mean_ms": mean,
                 "p95_ms": float(np.quantile(slowest, 0.95)) + exchange,
                 "waited_share": float((slowest - times.mean(axis=1)).mean()) / mean,
-                "loss": mean / even - 1,
+                "slowdown": mean / even - 1,
             }
         )
     return pd.DataFrame(rows)

@@ -106,8 +106,8 @@ def growth(document: Document) -> pd.DataFrame:
     """Times along batch, tables, dim and pooling.
 
     Returns:
-        ``quantity``, ``value``, ``threads``, ``contestant``, ``figure``, ``time_ms``,
-        ``samples_per_second``; sorted by value.
+        ``quantity``, ``value``, ``threads``, ``contestant``, ``figure``, ``time_ms``; sorted by
+        value.
     """
     rows = [
         (quantity, value, case["threads"], name, figure, found[figure])

@@ -90,7 +90,7 @@ TIMES: dict[str, str | Column] = {
     "backward_ms": "backward",
     "update_ms": "update",
     "total_ms": "all",
-    "gain": Column("ours is as fast (rounds)", each_row(_gain), ("mid", "low", "high")),
+    "gain": Column("speed-up of ours", each_row(_gain), ("mid", "low", "high")),
     "goal": Column("goal", "ratio"),
 }
 """How the table of :func:`times` is shown."""

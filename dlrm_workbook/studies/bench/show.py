@@ -15,11 +15,11 @@ from dlrm_core.units import (
     NOTHING,
     counted,
     digits,
+    faster,
     milliseconds,
     percent,
     ratio,
     signed_milliseconds,
-    speedup,
     value_text,
 )
 from dlrm_workbook.analysis.sentences import in_markdown
@@ -81,7 +81,7 @@ RATIOS: dict[str, str | Column] = {
     "contestant": _CONTESTANT,
     "against": Column("against", _CONTESTANTS),
     "figure": _FIGURE,
-    "mid": Column("times as fast", "ratio"),
+    "mid": Column("speed-up", "ratio"),
     "interval": _RATIOS,
     "confidence": Column(
         "confidence", each_row(lambda value: f"{value:.0%}" if value > 0 else NOTHING)
@@ -132,7 +132,7 @@ OPTIONS: dict[str, str | Column] = {
 
 
 def verdict(document: Document) -> Text:
-    """How many times as fast as whom, whether goals are met, whether the training is the same."""
+    """Speed-ups and over whom, whether goals are met, whether the training is the same."""
     cases = analyse.judged(document, "shape")
     if not cases:
         return Text("No shape was measured.")
@@ -160,17 +160,17 @@ def _case_verdict(document: Document, case: Mapping[str, Any]) -> str:
     sure = found["step_ms"]["confidence"]
     step, whole = (_times(found[figure]) for figure in FIGURE_NAMES)
     return (
-        f"**{where}: {contestant_label(name)} is {whole} as fast as "
-        f"{contestant_label(case['against'])} end to end**, data included, and {step} per step "
-        f"({certainty(found['step_ms'])}"
-        f"{'' if sure >= 0.95 else '; six rounds or more give 95 %'})."
+        f"**{where}: {contestant_label(name)} is {whole} than "
+        f"{contestant_label(case['against'])} end to end**, data included, "
+        f"and {step} per step ({certainty(found['step_ms'])}"
+        f"{'' if sure >= 0.95 else '; six rounds or more give 95%'})."
     )
 
 
 def _times(found: Mapping[str, float]) -> str:
     if found["rounds"] == 1:
-        return ratio(found["mid"])
-    return speedup(found["mid"], found["low"], found["high"])
+        return faster(found["mid"], math.nan, math.nan)
+    return faster(found["mid"], found["low"], found["high"])
 
 
 def _furthest(missed: pd.DataFrame) -> str:
@@ -292,12 +292,12 @@ def _with_interval(row: Any, figure: str) -> str:
 
 
 def ratio_dots(ratios: pd.DataFrame) -> go.Figure:
-    """Times as fast, with interval: a step, end to end, and the goals."""
+    """Speed-ups with intervals: of a step, end to end, and the goals."""
     step = ratios[ratios["figure"] == "step_ms"].reset_index(drop=True)
     places, groups = _in_cases(step)
     names = list(dict.fromkeys(ratios["against"]))
     against = " or ".join(contestant_label(name) for name in names)
-    title = f"Times as fast as {against}"
+    title = f"Speed-up over {against}"
     result = theme.figure(title, 170 + 40 * (len(step) + len(groups)), legend=True)
     top = float(ratios[["high", "goal"]].max().max()) if len(ratios) else 1.0
     for kind, (_, colour, _, lift) in LOOKS.items():
@@ -318,7 +318,7 @@ def ratio_dots(ratios: pd.DataFrame) -> go.Figure:
         if goals:
             _add_goals(result, goals, colour, "%{x:g}x", f"goal, {FIGURE_NAMES[kind]}")
     theme.mark_one(result, 1.0, groups, max(places, default=0.0))
-    result.update_xaxes(title="times as fast (1 is no difference)", range=[0, 1.15 * top])
+    result.update_xaxes(title="speed-up (1x: no difference)", range=[0, 1.15 * top])
     theme.label_rows(result, [contestant_label(name) for name in step["contestant"]], places)
     theme.add_headings(result, groups)
     return result
@@ -364,17 +364,17 @@ def growth_curves(growth: pd.DataFrame) -> go.Figure:
 
 
 def options_dots(without: pd.DataFrame) -> go.Figure:
-    """How many times as fast the run is with each option as without it."""
+    """Speed-up of the run with each option over the run without it."""
     leaves = list(dict.fromkeys(without["leaf"]))
     result = theme.figure("What each option brings", 150 + 46 * max(len(leaves), 2), legend=True)
     for kind in LOOKS:
         rows = without[without["figure"] == kind]
         places = [leaves.index(leaf) for leaf in rows["leaf"]]
-        _add_dots(result, rows, kind, places, lambda row: f"{ratio(row.mid)} as fast with it")
+        _add_dots(result, rows, kind, places, lambda row: f"{_gain_of(row)} with it")
     theme.mark_one(result)
     options = without.drop_duplicates("leaf")[["leaf", "value", "also"]]
     labels = [theme.lines_of(option_label(*option), 34) for option in theme.rows_of(options)]
-    result.update_xaxes(title="times as fast with the option as without it (1: it brings nothing)")
+    result.update_xaxes(title="speed-up with the option over without it (1x: no difference)")
     theme.label_rows(result, labels)
     return result
 
@@ -393,7 +393,7 @@ def ladder(rungs: pd.DataFrame) -> go.Figure:
         theme.lines_of(f"{row.leaf.partition('.')[2]}: {value_text(row.value)}", 26)
         for row in rows[1:]
     ]
-    gain = f", {ratio(rows[-1].mid)} as fast" if len(rows) > 1 else ""
+    gain = f", {_gain_of(rows[-1])}" if len(rows) > 1 else ""
     places = list(range(len(times) + 1))
     texts = [
         *map(milliseconds, times[:1]),
@@ -497,7 +497,12 @@ def _add_dots(
 
 def _faster(row: Any) -> str:
     names = contestant_label(row.contestant), contestant_label(row.against)
-    return f"{names[0]} is {ratio(row.mid)} as fast as {names[1]}"
+    return f"{names[0]} is {_gain_of(row)} than {names[1]}"
+
+
+def _gain_of(row: Any) -> str:
+    """The middle of a ratio: ``2.10x faster``."""
+    return faster(row.mid, math.nan, math.nan)
 
 
 def _add_goals(

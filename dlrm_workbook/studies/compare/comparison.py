@@ -443,8 +443,8 @@ class ChangeComparison(Comparison):
         self.change = flat_change(finding.change)
         self._plan()
         self.notices.append(
-            f"No change was given: tried is what the finding “{finding.title}” says, "
-            f"{change_text(self.change)}."
+            f"No change was given, so the comparison tried the advice of the finding "
+            f"“{finding.title}”: {change_text(self.change)}."
         )
 
     def _profile(

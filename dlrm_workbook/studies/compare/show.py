@@ -11,11 +11,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from dlrm_core.parts import part_label
-from dlrm_core.units import (
-    milliseconds,
-    signed_milliseconds,
-    speedup,
-)
+from dlrm_core.units import faster, milliseconds, percent, ratio, signed_milliseconds, speedup
 from dlrm_workbook.analysis.sentences import in_markdown
 from dlrm_workbook.changes import change_text
 from dlrm_workbook.intervals import Interval
@@ -55,12 +51,12 @@ def speedups(outcomes: Sequence[Outcome]) -> go.Figure:
             mode="markers+text",
             marker={"color": colour, "size": 11, "symbol": symbol},
             error_x=theme.error_bars(lows, mids, highs, colour, 2.5),
-            text=[f"{mid:.2f}×" for mid in mids],
+            text=[ratio(mid) for mid in mids],
             textposition=f"{side} center",
             cliponaxis=False,
         )
     theme.mark_one(result)
-    result.update_xaxes(title="times as fast as the first (1 is no difference)")
+    result.update_xaxes(title="speed-up over the first (1x: no difference)")
     theme.label_rows(result, labels)
     return result
 
@@ -141,10 +137,10 @@ def part_differences(parts: pd.DataFrame, per: str = "per iteration") -> go.Figu
 
 
 def _as_long(row: Any, sampled_before: bool) -> str:
-    """How many times as long a node takes after; without a time before: what that means."""
+    """A node's time after over that before; without a time before: what that means."""
     if row.before_ms == 0:
         return "no samples before" if sampled_before else "new"
-    return f"{row.after_ms / row.before_ms:.2f} times as long"
+    return f"{ratio(row.after_ms / row.before_ms)} the time"
 
 
 def difference_icicle(tree: pd.DataFrame) -> go.Figure:
@@ -209,7 +205,7 @@ def _add_scale(result: go.Figure) -> None:
                 "colorbar": {
                     "title": {"text": "time<br>after"},
                     "tickvals": [-1, -0.5, 0, 0.5, 1],
-                    "ticktext": ["½×", "0.7×", "same", "1.4×", "2× or new"],
+                    "ticktext": ["0.5x", "0.7x", "same", "1.4x", "2x or new"],
                     "thickness": 14,
                     "len": 0.85,
                     "x": 0.92,
@@ -300,25 +296,23 @@ def _judgement(outcome: Outcome, comparison: Comparison) -> str:
         return f"{said} {in_markdown(outcome.doubt)}"
     if measured is None:
         return f"**{what}**: not measured yet."
-    gain = f"{measured.mid:.2f}× as fast"
-    bounds = f"({measured.low:.2f} to {measured.high:.2f})"
+    gain = faster(measured.mid, measured.low, measured.high)
     if not math.isfinite(measured.low):
         text = f"**{what}: {gain}**, without repetitions to say how sure"
     elif measured.contains(1.0):
-        text = f"**{what}: no difference shown**, {gain} {bounds}"
+        text = f"**{what}: no difference shown**, {gain}"
     else:
         saved = 1 - 1 / measured.mid
-        text = (
-            f"**{what}: {gain}** {bounds}, {abs(saved):.1%} {'less' if saved > 0 else 'more'} time"
-        )
+        text = f"**{what}: {gain}**, {percent(abs(saved))} {'less' if saved > 0 else 'more'} time"
     known = comparison.kind == "change" or math.isfinite(measured.low)
     text += f"; {_basis(measured, comparison)}." if known else "."
     if outcome.predicted is not None and outcome.error is not None:
-        gain_range = speedup(*(outcome.predicted.speedup[end] for end in ENDS))
+        gain_range = speedup(*(outcome.predicted.speedup[end] for end in ENDS), figures=2)
         side = "inside" if outcome.in_range else "outside"
+        way = "long" if outcome.error > 0 else "short"
         text += (
-            f" Predicted was {gain_range}: the predicted time is off by "
-            f"{outcome.error:+.1%}, the measured speed-up {side} the range."
+            f" Predicted: {gain_range}. The measured speed-up is {side} that range; the predicted "
+            f"time is {percent(abs(outcome.error))} too {way}."
         )
     elif outcome.reason and comparison.kind == "change":
         text += f" Not predicted: {in_markdown(outcome.reason)}."
@@ -328,11 +322,11 @@ def _judgement(outcome: Outcome, comparison: Comparison) -> str:
 def _basis(measured: Interval, comparison: Comparison) -> str:
     """What the interval of a speed-up rests on."""
     if comparison.kind != "change":
-        return "interval from the runs' repeated iterations, 95 %"
+        return "interval from the runs' repeated iterations, 95%"
     count = len({run.round for run in comparison.runs})
     sure = measured.confidence
     text = f"with {sure:.1%} confidence" if sure > 0 else "one round gives no confidence"
-    more = "" if sure >= 0.95 else " (six rounds or more give 95 %)"
+    more = "" if sure >= 0.95 else " (six rounds or more give 95%)"
     return f"median of {count} rounds, {text}{more}"
 
 
@@ -370,7 +364,7 @@ OUTCOMES: dict[str, str | Column] = {
     "before_ms": "before",
     "predicted_ms": "predicted",
     "after_ms": "after",
-    "predicted": Column("predicted speed-up", "speedup", tuple(f"predicted_{e}" for e in ENDS)),
+    "predicted": Column("predicted speed-up", "gain_range", tuple(f"predicted_{e}" for e in ENDS)),
     "measured": Column("measured speed-up", "speedup", tuple(f"measured_{e}" for e in ENDS)),
     "error": Column("error of predicted time", "signed_share"),
     "in_range": Column("in range", "judged"),
@@ -380,7 +374,7 @@ PREDICTIONS: dict[str, str | Column] = {
     "now_ms": "now",
     "then_ms": "then",
     "range": "range",
-    "gain": Column("speed-up", "speedup", tuple(f"speedup_{e}" for e in ENDS)),
+    "gain": Column("speed-up", "gain_range", tuple(f"speedup_{e}" for e in ENDS)),
     "method": "from",
 }
 PARTS: dict[str, str | Column] = {
@@ -389,7 +383,7 @@ PARTS: dict[str, str | Column] = {
     "after_ms": "after",
     "predicted_ms": "predicted",
     "difference_ms": Column("difference", "signed"),
-    "interval": Column("95 % interval", "range", ("low_ms", "high_ms")),
+    "interval": Column("95% interval", "signed_range", ("low_ms", "high_ms")),
     "verdict": "verdict",
 }
 CHANGES: dict[str, str | Column] = {

@@ -86,7 +86,7 @@ def efficiency_lines(
             known["ranks"],
             known["efficiency"],
             f"{name} scaling, predicted",
-            "%{x:,} ranks: %{y:.1%}<br>%{customdata[0]:,.1f}× as fast as one, "
+            "%{x:,} ranks: %{y:.1%}<br>speed-up over one rank %{customdata[0]:,.1f}x, "
             "%{customdata[1]}, %{customdata[2]:,.3g} ms",
             cliponaxis=False,
             customdata=_named(known)[["speedup", "sharding", "mid_ms"]],
@@ -347,7 +347,7 @@ def link_curves(check: pd.DataFrame, link: Link) -> go.Figure:
 
 
 def straggler_lines(table: pd.DataFrame, said: str) -> go.Figure:
-    """Iterations with slow ranks, their mean and one in twenty, over even ranks.
+    """Iterations with slow ranks, their mean and 95th percentile, over those of equal ranks.
 
     Args:
         table: what :func:`dlrm_workbook.analysis.ranks.choice.straggler_table` gives.
@@ -357,7 +357,7 @@ def straggler_lines(table: pd.DataFrame, said: str) -> go.Figure:
     for number, (column, name, colour) in enumerate(
         (
             ("mean_ms", "mean", theme.COLOURS["optimizer"]),
-            ("p95_ms", "one in twenty is longer", theme.COLOURS["interaction"]),
+            ("p95_ms", "95th percentile", theme.COLOURS["interaction"]),
         )
     ):
         theme.add_points(
@@ -371,7 +371,7 @@ def straggler_lines(table: pd.DataFrame, said: str) -> go.Figure:
         )
     result.update_layout(margin={"b": 96})
     result.update_xaxes(**ranks_axis(table["ranks"]))
-    result.update_yaxes(title="times as long as even ranks", rangemode="tozero")
+    result.update_yaxes(title="time over that of equal ranks", rangemode="tozero")
     return result
 
 

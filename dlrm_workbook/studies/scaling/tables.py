@@ -8,7 +8,16 @@ from typing import Any
 import pandas as pd
 
 from dlrm_core.config import Parameters
-from dlrm_core.units import NOT_MEASURED, NOTHING, counted, digits, percent, signed_percent
+from dlrm_core.units import (
+    NOT_MEASURED,
+    NOTHING,
+    counted,
+    digits,
+    from_to,
+    milliseconds,
+    percent,
+    signed_percent,
+)
 from dlrm_core.units import ratio as times
 from dlrm_workbook.analysis.findings.finding import Finding
 from dlrm_workbook.analysis.ranks.choice import Choice
@@ -73,7 +82,7 @@ MEMORY: Columns = {
     "gradient_bytes": "gradients",
     "activation_bytes": "activations",
     "exchange_bytes": "exchanged",
-    "total_bytes": "in all",
+    "total_bytes": "total",
 }
 
 LINKS: Columns = {
@@ -93,7 +102,7 @@ PREDICTED: Columns = {
     "range": RANGE,
     "exposed_share": "exposed",
     "samples_per_second": Column("samples/s", "digits"),
-    "speedup": "times as fast",
+    "speedup": Column("speed-up", "ratio"),
     "efficiency": Column("efficiency", "share"),
     "memory_bytes": FULLEST_RANK,
     "why_not": Column("why not", _kinds),
@@ -116,7 +125,7 @@ MEASURED: Columns = {
     "time_ms": Column("time", "digits", unit="ms"),
     "range": Column("fastest to upper quartile", "range", ("low_ms", "high_ms"), "ms"),
     "samples_per_second": Column("samples/s", "digits"),
-    "speedup": "times as fast as 1",
+    "speedup": Column("speed-up over 1 rank", "ratio"),
     "efficiency": Column("efficiency", "share"),
 }
 
@@ -160,11 +169,11 @@ EXCHANGES: Columns = {
 
 STRAGGLERS: Columns = {
     "ranks": "ranks",
-    "even_ms": "even",
+    "even_ms": "equal ranks",
     "mean_ms": "mean",
-    "p95_ms": "one in twenty over",
-    "waited_share": "rank waits",
-    "loss": Column("loss", "signed_share"),
+    "p95_ms": "95th percentile",
+    "waited_share": "waiting for the slowest",
+    "slowdown": Column("slower by", "share"),
 }
 
 PUBLISHED: Columns = {
@@ -204,10 +213,10 @@ def published_sentence(table: pd.DataFrame) -> Text:
     known = table.dropna(subset=["error"])
     one, several = known[known["basis"] == "1"], known[known["basis"] != "1"]
     return Text(
-        f"From one device's published throughput and data sheets alone, {len(one)} figures are "
-        f"predicted within {typical_error(one):.0%} (geometric mean); the {len(several)} of "
-        f"sixteen devices from those of one and eight within {typical_error(several):.1%}. Nothing "
-        "of it was measured here."
+        f"Predictions of {len(one)} figures from one device's published throughput and data "
+        f"sheets alone are off by {percent(typical_error(one))} (geometric mean); those of "
+        f"{len(several)} figures of sixteen devices, from the figures of one and eight, by "
+        f"{percent(typical_error(several))}. None of this was measured here."
     )
 
 
@@ -229,15 +238,17 @@ def way_text(rungs: pd.DataFrame, document: Mapping[str, Any] | None) -> Text:
         f"{study} Here, on {counted(document['cases'][0]['threads'], 'core')} of an "
         f"{document['machine'].get('cpu', 'unknown processor')}, today's plain PyTorch takes "
         f"{digits(first.time_ms)} ms and the options of `kalamkar_small.yaml` "
-        f"{digits(last.time_ms)} ms, {times(last.mid)} faster. Most of the study's factor is gone "
-        "because PyTorch itself has mended it since: its EmbeddingBag sums bags in parallel, in "
-        "compiled kernels (github.com/pytorch/pytorch/issues/31356)."
+        f"{digits(last.time_ms)} ms, {times(last.mid)} faster. Most of the study's gain is no "
+        "longer available because PyTorch has made it its own: EmbeddingBag now sums bags in "
+        "parallel, in compiled kernels (github.com/pytorch/pytorch/issues/31356)."
     )
 
 
 def choice_text(choice: Choice, ranks: int) -> Text:
     """The best sharding on so many ranks, and why."""
-    return Text(f"On {ranks:,} ranks: {kind_label(choice.reason)}")
+    if choice.prediction is None or ranks == 1:
+        return Text(choice.reason)
+    return Text(f"On {ranks:,} ranks, {choice.reason}")
 
 
 def check_sentence(table: pd.DataFrame) -> Text:
@@ -247,11 +258,13 @@ def check_sentence(table: pd.DataFrame) -> Text:
         return Text("No run was predicted.")
     error = typical_error(known)
     inside = int(known["in_range"].sum())
-    reached = "within" if error <= GOAL else "outside"
+    goal = f"{'within' if error <= GOAL else 'above'} the goal of {GOAL:.0%}"
+    times_in = f"{inside} of {counted(len(known), 'measured time')}"
     return Text(
-        f"**{len(known)} runs are predicted within {error:.1%} (geometric mean), {reached} the "
-        f"{GOAL:.0%} asked for; {inside} of {len(known)} measured times lie in their ranges.** "
-        f"Furthest off: {signed_percent(max(known['error'].tolist(), key=abs))}."
+        f"**Predictions of {counted(len(known), 'run')} on this machine are off by "
+        f"{percent(error)} (geometric mean), {goal}; {times_in} "
+        f"{'lies' if inside == 1 else 'lie'} in the predicted range.** The largest error is "
+        f"{signed_percent(max(known['error'].tolist(), key=abs))}."
     )
 
 
@@ -272,7 +285,8 @@ def findings_text(found: Sequence[Finding], record: ScalingRecord) -> Text:
         text = f"**{in_markdown(each.title)}.** {in_markdown(f'{each.evidence} {each.advice}')}"
         gain = each.predicted_speedup
         for name, value in each.change.items():
-            text += f" (`-p {name}={value}`: {times(gain['low'])} to {times(gain['high'])} faster)"
+            low, high = (times(gain[end], figures=2) for end in ("low", "high"))
+            text += f" (`-p {name}={value}`: {low} to {high} faster)"
         paragraphs.append(text)
     return Text("\n\n".join(paragraphs))
 
@@ -319,10 +333,10 @@ def _strong_verdict(table: pd.DataFrame, network: str) -> str:
         return ""
     best = rows_of(known.nsmallest(1, "mid_ms"))[0]
     text = (
-        f"**Strong scaling over {network}: {best.speedup:,.1f} times as fast as one rank at "
-        f"most, on {best.ranks:,} ranks** ({digits(best.mid_ms)} ms per iteration, "
-        f"{digits(best.low_ms)} to {digits(best.high_ms)}, of it {percent(best.exposed_share)} "
-        f"communication that nothing hides)."
+        f"**Strong scaling over {network} is fastest on {best.ranks:,} ranks: "
+        f"{times(best.speedup, figures=2)} faster than one rank.** An iteration takes "
+        f"{milliseconds(best.mid_ms)} ({from_to(best.low_ms, best.high_ms)}), of which "
+        f"{percent(best.exposed_share)} is exposed communication."
     )
     half = known[known["efficiency"] >= 0.5]
     if len(half):
@@ -336,6 +350,6 @@ def _weak_verdict(table: pd.DataFrame) -> str:
         return ""
     last = rows_of(known.nlargest(1, "ranks"))[0]
     return (
-        f"Weak scaling keeps {percent(last.efficiency)} of its efficiency on {last.ranks:,} ranks "
+        f"Weak scaling has an efficiency of {percent(last.efficiency)} on {last.ranks:,} ranks "
         f"({last.samples_per_second:,.0f} samples per second)."
     )
