@@ -85,7 +85,10 @@ def recorded_gpu(profile: Profile) -> Device:
         InputError: it holds no work of a GPU, or of one that is not listed.
     """
     if not profile.has("gpu_time_ms"):
-        raise InputError("the recording has no GPU work, so no other GPU can be predicted")
+        raise InputError(
+            "the recording has no GPU work, so no other GPU can be predicted; "
+            "record a run on a GPU (`-p training.device=cuda`)"
+        )
     found = device_of(profile.meta)
     if found is None:
         name = profile.meta.get("device_name")

@@ -421,7 +421,8 @@ def _timed_apart(profile: Profile) -> list[tuple[str, float, float | None, str]]
     together = profile.meta.get("together") or {}
     if rounds := together.get("base_ms"):
         why = "timed in turns with the changed steps, after the recording, in a fresh process"
-        rows.append(("as it is, beside the changed steps", statistics.median(rounds), None, why))
+        what = "the unchanged step, timed beside the changed ones"
+        rows.append((what, statistics.median(rounds), None, why))
     return rows
 
 

@@ -8,8 +8,10 @@ timed alone (:mod:`.whatif`), down to the least time that the machine's measured
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -408,12 +410,17 @@ def commands(way: Sequence[Stage], file: str = "FILE") -> list[str]:
         file: parameters of the run.
     """
     untimed = [stage.change for stage in way if stage.change and stage.basis != TIMED]
-    return [
-        "dlrm run compare -f {} -p 'change={{{}}}'".format(
-            file, ", ".join(f"{name}: {json.dumps(value)}" for name, value in change.items())
-        )
-        for change in untimed
-    ]
+    return [compare_command(change, ["-f", file]) for change in untimed]
+
+
+def compare_command(change: Mapping[str, Any], given: Sequence[str]) -> str:
+    """The command that times a change in turns with the parameters as they are.
+
+    Args:
+        given: the options that say which these are, such as ``-f FILE``.
+    """
+    options = [("-p", f"change.{name}={value_text(value)}") for name, value in change.items()]
+    return shlex.join(["dlrm", "run", "compare", *given, *itertools.chain(*options)])
 
 
 # ---- the headline -----------------------------------------------------------------------------
@@ -426,7 +433,7 @@ def verdict(
     way: Sequence[Stage],
 ) -> str:
     """The headline of a profile, with a caution where its times are distorted."""
-    limit_sentence = limit(profile, attribution)
+    limit_sentence = limit(profile, attribution, findings[0].title if findings else "")
     if findings or can_show_bottlenecks(profile, attribution):
         text = headline(findings, way, limit_sentence)
     else:
@@ -435,6 +442,18 @@ def verdict(
     return text + (
         f"\n\n**Caution:** {in_markdown(SERIALISED)}" if profile.meta.get("serialised") else ""
     )
+
+
+def step_headline(profile: Profile, attribution: pd.DataFrame) -> str:
+    """What a profile says at first sight: the step's time and its largest part, in Markdown.
+
+    Args:
+        profile: at its reference.
+    """
+    step, largest = reference(profile), in_markdown(limit(profile, attribution))
+    if step is None:
+        return largest
+    return f"**A step takes {milliseconds(step.ms)}**, {in_markdown(step.source)}. {largest}"
 
 
 def headline(findings: Sequence[Finding], way: Sequence[Stage], limit_sentence: str) -> str:

@@ -24,6 +24,9 @@ from typing import Any
 import numpy as np
 import torch
 
+NO_GPU = "the run used no GPU; `-p training.device=cuda` uses one"
+"""Reason for everything that only a GPU has."""
+
 PROC = Path("/proc")
 
 TICK_MS = 1e3 / os.sysconf("SC_CLK_TCK")
@@ -155,7 +158,7 @@ class IterationCounters:
         """Seconds that each snapshot took."""
         self._device = device if device is not None and device.type == "cuda" else None
         if self._device is None:
-            self._missing("gpu_allocated_bytes", "the run used no GPU")
+            self._missing("gpu_allocated_bytes", NO_GPU)
         self._own = threading.get_native_id()
         self._page = os.sysconf("SC_PAGE_SIZE")
         self._files: dict[str, int] = {}

@@ -5,7 +5,6 @@ A sweep runs every point's notebooks and then makes one page over all of them.
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 from dlrm_core.config import Parameters, load_parameters
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json
+from dlrm_workbook.analysis.verdict import compare_command
 from dlrm_workbook.ledger import require_same
 from dlrm_workbook.processes import only_process
 from dlrm_workbook.runner.parameters import split_overrides
@@ -83,8 +83,7 @@ def closing_words(folder: Path, given: Sequence[str]) -> str:
     lines.append(f"Page: {(folder / f'{notebook}.html').as_uri()}")
     change = next((each["change"] for each in found.get("findings", []) if each["change"]), None)
     if change and given:
-        setting = f"change={json.dumps(change)}"
-        lines.append("Next: " + shlex.join(["dlrm", "run", "compare", *given, "-p", setting]))
+        lines.append(f"Next: {compare_command(change, given)}")
     return "\n".join(lines)
 
 

@@ -34,9 +34,20 @@ def notices(texts: Sequence[str]) -> Text:
     return listed(texts)
 
 
+HOW = {
+    "Python frames": "only HPCToolkit records them; with it installed, "
+    "`dlrm run profile -f FILE -p profiling.engine=hpctoolkit` does",
+    "allocated_bytes": "only torch.profiler records it: "
+    "`dlrm run profile -f FILE -p profiling.engine=torch`",
+    "iterations": "the recording marks no iterations; `dlrm run profile -f FILE`, "
+    "`dlrm record` and `dlrm run profile -- COMMAND` do",
+}
+"""Measurement to how it is made, where a profile gives no reason for its absence."""
+
+
 def missing(profile: Profile, name: str) -> Text:
     """The sentence in the place of a figure that cannot be drawn."""
-    reason = profile.not_measured.get(name, "the profile has no such measurement")
+    reason = profile.not_measured.get(name) or HOW.get(name, "the profile does not contain it")
     return Text(f"*Not measured: {in_markdown(reason)}.*")
 
 

@@ -159,8 +159,13 @@ def _available(evidence: Evidence) -> dict[str, float]:
     return available
 
 
-def limit(profile: Profile, attribution: pd.DataFrame) -> str:
-    """One sentence: which part the step's time goes to most, and the limit it meets."""
+def limit(profile: Profile, attribution: pd.DataFrame, title: str = "") -> str:
+    """One sentence: which part the step's time goes to most, and the limit it meets.
+
+    Args:
+        title: of the finding that stands before it; the part and the share that it names are
+            not named again.
+    """
     named = attribution[attribution["time_ms"] > 0]
     if named.empty:
         return "Nothing was measured, so nothing can be said about limits."
@@ -190,6 +195,8 @@ def limit(profile: Profile, attribution: pd.DataFrame) -> str:
         f"{busy}The largest {largest} is {name}: {times} {evidence.per} "
         f"({time / total:.0%}){reached}."
     )
+    if not busy and f"takes {time / total:.0%} of" in title and name.split()[0] in title.lower():
+        text = f"That is {times} {evidence.per}{reached}."
     if evidence.low_coverage:
         kind = "GPU's" if busy else "CPU's"
         text += (

@@ -67,7 +67,7 @@ NEIGHBOURS = 41
 """Collectives over which the difference of two clocks is taken for constant."""
 
 PER_ITERATION = "per iteration"
-ONE = "the recording is of one rank"
+ONE = "the recording is of one rank; `-p profile_run=FOLDER` takes the traces of several ranks"
 
 LATE = 0.1
 LATE_US = 5.0

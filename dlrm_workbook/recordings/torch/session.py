@@ -38,7 +38,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from dlrm_core.errors import InputError
 from dlrm_core.files import whole_folder, write_text
 from dlrm_core.parts import PART_PREFIX, STEP_MARK, parse_part
-from dlrm_workbook.evidence.counters import IterationCounters
+from dlrm_workbook.evidence.counters import NO_GPU, IterationCounters
 from dlrm_workbook.machine import machine_facts, memory_limit
 from dlrm_workbook.recordings.torch.sampling import StackSampler
 
@@ -383,7 +383,7 @@ class Session:
             }
         else:
             absent = ("gpu_time_ms", "launches", "copy_bytes", "gpu_stall_reasons")
-            missing = dict.fromkeys(absent, "the run used no GPU")
+            missing = dict.fromkeys(absent, NO_GPU)
         if not self._record_shapes:
             missing["shapes"] = "input shapes were not recorded (record_shapes)"
         if not self._profile_memory:

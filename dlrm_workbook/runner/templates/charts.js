@@ -203,7 +203,9 @@
     widths.set(place, width);
     const layout = arranged(figure, width);
     const data = tracesFor(figure, layout, width);
-    await Plotly.react(place, data, { ...layout, width }, CONFIG);
+    // on a narrow plot the buttons would cover its title; a double tap resets its axes
+    const buttons = width < NARROW ? false : "hover";
+    await Plotly.react(place, data, { ...layout, width }, { ...CONFIG, displayModeBar: buttons });
     const lacking = layout.meta?.plotHeight - place._fullLayout.yaxis?._length;
     if (Math.abs(lacking) > 1) await Plotly.relayout(place, { height: layout.height + lacking });
     place.style.minHeight = `${place._fullLayout.height}px`;

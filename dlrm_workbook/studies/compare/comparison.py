@@ -39,6 +39,7 @@ from dlrm_workbook.analysis.compare import (
 )
 from dlrm_workbook.analysis.ensemble import SWEEP, swept_runs
 from dlrm_workbook.analysis.findings import findings
+from dlrm_workbook.analysis.reference import at_reference
 from dlrm_workbook.analysis.sentences import in_markdown
 from dlrm_workbook.analysis.whatif import Prediction, predict_change, prediction
 from dlrm_workbook.changes import apply_change, change_steps, change_text, difference, flat_change
@@ -158,8 +159,13 @@ class Comparison:
     # A stage can be asked for again: what it has measured stays, and what is missing is added.
 
     def profile_baseline(self, progress: ProgressCallback | None = None) -> pd.DataFrame:
-        """Measure or load what comes first; its time by part, as ``attribute`` gives it."""
-        return attribute(next(iter(self.profiles.values())))
+        """Measure or load what comes first.
+
+        Returns:
+            Its time by part, as ``attribute`` gives it, at the step that the other pages of the
+            run add up to (:func:`~.analysis.reference.at_reference`).
+        """
+        return attribute(at_reference(next(iter(self.profiles.values()))))
 
     def predict(self) -> pd.DataFrame:
         """Predict the outcomes, before anything of the change is run.
@@ -436,7 +442,8 @@ class ChangeComparison(Comparison):
 
     def _take_finding(self, profile: Profile) -> None:
         """Plan the change that the first finding with one advises."""
-        finding = next((f for f in findings(profile, attribute(profile)) if f.change), None)
+        scaled = at_reference(profile)
+        finding = next((f for f in findings(scaled, attribute(scaled)) if f.change), None)
         if finding is None:
             self._note(["No change was given, and no finding of the baseline names one."])
             return
