@@ -140,7 +140,14 @@ def memory_forecast(
     )
     plural = kinds["count"].gt(1).map({True: "s", False: ""})
     count = kinds.pop("count").astype(str)
-    kinds["name"] = "embedding table" + plural + ", " + count + " × " + kinds["shape"]
+    kinds["name"] = (
+        "embedding table"
+        + plural
+        + ", "
+        + count
+        + " of "
+        + kinds["shape"].str.replace(" x ", " × ")
+    )
     if len(kinds) > SHOWN_TABLES:
         rest = kinds[SHOWN_TABLES - 1 :]
         small = {

@@ -282,8 +282,8 @@ def test_memory_forecast_joins_tables_of_one_size(parameters: Parameters) -> Non
     (bars,) = training_figures.memory_forecast(forecast).data
     assert list(bars.x) == sorted(bars.x, reverse=True)
     names = forecast["name"].tolist()
-    assert "embedding tables, 2 × 50 x 8" in names
-    assert "embedding table, 1 × 70 x 8" in names
+    assert "embedding tables, 2 of 50 × 8" in names
+    assert "embedding table, 1 of 70 × 8" in names
     from dlrm_core.memory import forecast_memory
 
     assert forecast["bytes"].sum() == sum(item.bytes for item in forecast_memory(parameters))

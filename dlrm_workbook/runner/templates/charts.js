@@ -176,11 +176,13 @@
     return Object.keys(changes).length ? Plotly.relayout(place, changes) : null;
   }
 
-  // Of labels at points that meet, the first stays; the others are in the hover texts.
+  // Of labels at points or above bars that meet, the first stays; hover texts have the others.
   function thinOut(place) {
     const frame = place.getBoundingClientRect();
     const taken = [];
-    for (const text of place.querySelectorAll(".scatterlayer .textpoint text")) {
+    const isValue = (note) => place._fullLayout.annotations[note.dataset.index].name === "value";
+    const notes = [...place.querySelectorAll(".annotation")].filter(isValue);
+    for (const text of [...place.querySelectorAll(".scatterlayer .textpoint text"), ...notes]) {
       text.style.visibility = "";
       const box = text.getBoundingClientRect();
       const meets = taken.some((other) => box.left < other.right && other.left < box.right

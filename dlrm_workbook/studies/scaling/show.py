@@ -39,7 +39,7 @@ def iteration_bars(table: pd.DataFrame, title: str) -> go.Figure:
         f"{row.ranks:,} ranks, batch {row.batch_size:,}, {kind_label(row.sharding)}<br>"
         f"{milliseconds(row.mid_ms)} ({milliseconds(row.low_ms)} to {milliseconds(row.high_ms)})"
         f"<br>{percent(row.exposed_share)} exposed communication"
-        f"<br>{row.samples_per_second:,.0f} samples/s"
+        f"<br>{thousands(row.samples_per_second)} samples/s"
         for row in rows
     ]
     for name, colour, column in (
@@ -51,7 +51,12 @@ def iteration_bars(table: pd.DataFrame, title: str) -> go.Figure:
     result.data[-1].update(error_y=ends)
     for place, row in zip(places, rows, strict=True):
         result.add_annotation(
-            x=place, y=row.high_ms, text=digits(row.mid_ms), showarrow=False, yshift=12
+            x=place,
+            y=row.high_ms,
+            text=digits(row.mid_ms),
+            name="value",
+            showarrow=False,
+            yshift=12,
         )
     top = float(known["high_ms"].max()) if len(known) else 1.0
     result.update_layout(barmode="stack", margin={"b": 96})

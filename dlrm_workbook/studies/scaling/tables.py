@@ -14,9 +14,11 @@ from dlrm_core.units import (
     counted,
     digits,
     from_to,
+    known_or,
     milliseconds,
     percent,
     signed_percent,
+    thousands,
 )
 from dlrm_core.units import ratio as times
 from dlrm_workbook.analysis.findings.finding import Finding
@@ -28,7 +30,7 @@ from dlrm_workbook.analysis.ranks.record import (
     typical_error,
 )
 from dlrm_workbook.analysis.sentences import in_markdown
-from dlrm_workbook.show.tables import Column, Text
+from dlrm_workbook.show.tables import Column, Text, each_row
 from dlrm_workbook.show.theme import rows_of
 
 Columns = dict[str, str | Column]
@@ -94,6 +96,9 @@ LINKS: Columns = {
     "source": "source",
 }
 
+_SPEED = each_row(lambda speed: known_or(speed, thousands))
+_SPEEDS = each_row(lambda low, high: from_to(low, high, thousands))
+
 PREDICTED: Columns = {
     "ranks": "ranks",
     "batch_size": "batch",
@@ -101,7 +106,7 @@ PREDICTED: Columns = {
     "mid_ms": Column("time", "digits", unit="ms"),
     "range": RANGE,
     "exposed_share": "exposed",
-    "samples_per_second": Column("samples/s", "digits"),
+    "samples_per_second": Column("samples/s", _SPEED),
     "speedup": Column("speed-up", "ratio"),
     "efficiency": Column("efficiency", "share"),
     "memory_bytes": FULLEST_RANK,
@@ -124,7 +129,7 @@ MEASURED: Columns = {
     "sharding": SHARDING,
     "time_ms": Column("time", "digits", unit="ms"),
     "range": Column("fastest to upper quartile", "range", ("low_ms", "high_ms"), "ms"),
-    "samples_per_second": Column("samples/s", "digits"),
+    "samples_per_second": Column("samples/s", _SPEED),
     "speedup": Column("speed-up over 1 rank", "ratio"),
     "efficiency": Column("efficiency", "share"),
 }
@@ -182,9 +187,9 @@ PUBLISHED: Columns = {
     "model": "model",
     "precision": "precision",
     "batch_size": "batch",
-    "published": Column("published", "digits", unit="samples/s"),
-    "predicted": Column("predicted", "digits", unit="samples/s"),
-    "range": Column("range", "range", ("predicted_low", "predicted_high"), "samples/s"),
+    "published": Column("published", _SPEED, unit="samples/s"),
+    "predicted": Column("predicted", _SPEED, unit="samples/s"),
+    "range": Column("range", _SPEEDS, ("predicted_low", "predicted_high"), "samples/s"),
     "error": Column("error", "signed_share"),
     "basis": "from devices",
     "number": "source",
@@ -292,9 +297,9 @@ def findings_text(found: Sequence[Finding], record: ScalingRecord) -> Text:
 
 
 def not_measured_text(reasons: Mapping[str, str]) -> Text:
-    """What this page lacks, and why."""
+    """What this page lacks, and why; nothing where it lacks nothing."""
     if not reasons:
-        return Text("Everything on this page that says *measured* was.")
+        return Text("")
     return Text(
         "\n".join(f"- {name}: {NOT_MEASURED}: {in_markdown(why)}" for name, why in reasons.items())
     )
@@ -351,5 +356,5 @@ def _weak_verdict(table: pd.DataFrame) -> str:
     last = rows_of(known.nlargest(1, "ranks"))[0]
     return (
         f"Weak scaling has an efficiency of {percent(last.efficiency)} on {last.ranks:,} ranks "
-        f"({last.samples_per_second:,.0f} samples per second)."
+        f"({thousands(last.samples_per_second)} samples/s)."
     )
