@@ -272,6 +272,24 @@ def data_against_compute(profile: Profile) -> pd.DataFrame:
     return table.add_suffix("_ms").rename_axis(columns=None).reset_index()
 
 
+def spread(split: pd.DataFrame) -> pd.DataFrame:
+    """How much making data and everything else vary from iteration to iteration.
+
+    Args:
+        split: what :func:`data_against_compute` gives.
+
+    Returns:
+        ``what`` (``data``, ``transfer``, ``compute``, ``idle``, ``iteration``; those that took
+        any time), ``mean_ms``, ``median_ms``, ``min_ms``, ``max_ms``, ``share`` of the mean
+        iteration.
+    """
+    times = split.drop(columns="iteration").assign(iteration_ms=lambda table: table.sum(axis=1))
+    table = times.agg(["mean", "median", "min", "max"]).T.query("max > 0").add_suffix("_ms")
+    table["share"] = table["mean_ms"] / table["mean_ms"].max()
+    table.index = table.index.str.removesuffix("_ms")
+    return table.rename_axis("what").reset_index()
+
+
 def segments(profile: Profile, device: bool = True) -> pd.DataFrame:
     """The iterations cut into stretches, each with the one context that owns it.
 

@@ -17,6 +17,7 @@ from dlrm_core.memory import ALWAYS, PLACES, MemoryItem, forecast_memory, total_
 from dlrm_core.parts import part_label
 from dlrm_core.reports import TrainingResult
 from dlrm_core.schedules import learning_rate
+from dlrm_core.train import Trainer
 from dlrm_core.units import milliseconds
 
 KINDS = {
@@ -117,6 +118,22 @@ def bags(batch: Batch) -> pd.DataFrame:
         distinct = len(torch.unique(indices))
         table.append((number, batch.size, len(indices), distinct, int((ends - starts).max())))
     return pd.DataFrame(table, columns=["table", "samples", "lookups", "rows", "longest_bag"])
+
+
+def one_step(trainer: Trainer, batch: Batch) -> pd.DataFrame:
+    """Train one step on a batch, and what that does to its predictions.
+
+    Returns:
+        ``target``, ``before``, ``after``: of each sample (batch rows).
+    """
+    before = trainer.predict(batch).flatten()
+    trainer.learn(batch)
+    columns = {
+        "target": batch.targets.flatten(),
+        "before": before,
+        "after": trainer.predict(batch).flatten(),
+    }
+    return pd.DataFrame({name: values.detach().cpu() for name, values in columns.items()})
 
 
 def memory_forecast(

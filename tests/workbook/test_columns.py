@@ -82,6 +82,14 @@ OF_A_BENCHMARK: list[Callable[[Mapping[str, Any]], pd.DataFrame]] = [
     bench.conditions,
 ]
 
+
+def spread_of_parts(profile: Profile) -> pd.DataFrame:
+    return attribution.spread(attribution.data_against_compute(profile))
+
+
+spread_of_parts.__module__, spread_of_parts.__qualname__ = "attribution", "spread"
+
+
 OF_A_PROFILE: list[Callable[[Profile], pd.DataFrame]] = [
     attribution.attribute,
     attribution.per_iteration,
@@ -89,6 +97,7 @@ OF_A_PROFILE: list[Callable[[Profile], pd.DataFrame]] = [
     attribution.device_beside_host,
     attribution.unattributed,
     attribution.data_against_compute,
+    spread_of_parts,
     views.top_down,
     views.bottom_up,
     views.flat,
@@ -205,6 +214,7 @@ def frames_of_training(root: Path) -> dict[str, pd.DataFrame]:
         "training.peak_memory": training.peak_memory(items),
         "training.weights": training.weights(toy.model),
         "training.bags": training.bags(toy.next_batch()),
+        "training.one_step": training.one_step(toy, toy.next_batch()),
         "training.result_facts": training.result_facts(result),
         "training.intervals": training.intervals(root / "trained"),
         "training.evaluations": training.evaluations(root / "trained", best=0.9),
