@@ -24,7 +24,7 @@ import yaml
 from dlrm_core.config import Parameters
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json, write_json, write_text
-from dlrm_core.units import counted, from_to, milliseconds, percent, ratio, speedup
+from dlrm_core.units import counted, faster, from_to, milliseconds, percent, ratio
 from dlrm_workbook.analysis.attribution import IDLE, attribute, coverage, iteration_state
 from dlrm_workbook.analysis.findings import (
     SERIALISED,
@@ -493,8 +493,8 @@ def _start(found: Sequence[Finding], way: Sequence[Stage]) -> str:
         change, gain, how = worst.change, worst.predicted_speedup, "estimated"
     options = " ".join(f"-p {name}={value_text(value)}" for name, value in change.items())
     options = options.replace("`", "'")
-    low, mid, high = (ratio(gain[end], figures=2) for end in ("low", "mid", "high"))
-    return f"Start with `{options}`: {how} {mid} faster ({low} to {high})."
+    mid, low, high = (gain[end] for end in ("mid", "low", "high"))
+    return f"Start with `{options}`: {how} {faster(mid, low, high, figures=2)}."
 
 
 def value_text(value: Any) -> str:
@@ -511,9 +511,9 @@ def _all_together(way: Sequence[Stage]) -> str:
     gain = last.speedup(now)
     how = "timed as whole steps" if last.basis == TIMED else "predicted, not timed together"
     return (
-        f"**All {len(changed)} advised changes together: "
-        f"{speedup(gain['mid'], gain['low'], gain['high'], figures=2)} faster**, "
-        f"{milliseconds(now)} become {milliseconds(last.mid_ms)} "
+        f"**{'Both' if len(changed) == 2 else f'All {len(changed)}'} advised changes together: "
+        f"{faster(gain['mid'], gain['low'], gain['high'], figures=2)}**, from "
+        f"{milliseconds(now)} to {milliseconds(last.mid_ms)} "
         f"({from_to(last.low_ms, last.high_ms)}), {how}."
     )
 

@@ -13,6 +13,7 @@ import pandas as pd
 from dlrm_core.parts import part_label
 from dlrm_core.units import (
     digits,
+    faster,
     format_bytes,
     microseconds,
     milliseconds,
@@ -145,11 +146,11 @@ def _gain(gain: Mapping[str, float]) -> str:
     low, mid, high = (gain[name] for name in ("low", "mid", "high"))
     if low <= 1.0:  # nobody timed what takes its place: only a bound is known
         return (
-            f"At most {ratio(high)} faster, if all of this time is saved. How much of it a change "
+            f"At most {ratio(high, figures=2)} faster, if all of this time is saved. How much of it a change "
             "brings was not timed."
         )
     return (
-        f"{ratio(mid)} faster ({ratio(low)} to {ratio(high)}): a step takes {1 - 1 / mid:.0%} "
+        f"{faster(mid, low, high, figures=2)}: a step takes {1 - 1 / mid:.0%} "
         f"less time ({1 - 1 / low:.0%} to {1 - 1 / high:.0%})."
     )
 

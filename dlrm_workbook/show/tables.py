@@ -84,7 +84,7 @@ COLUMNS = {
     "caller": Column("function, and below it its callers", "caller", ("depth", "name")),
     "library": Column("in", "library", ("module", "file")),
     "range": Column("range", "range", ("low_ms", "high_ms"), "ms"),
-    "predicted": Column("predicted", "speedup", ("speedup_mid", "speedup_low", "speedup_high")),
+    "predicted": Column("predicted", "gain_range", ("speedup_mid", "speedup_low", "speedup_high")),
     "measure": Column("value", "measure", ("value", "unit")),
     "bound": Column("limit", "bound", ("limit", "ceiling")),
     # words
@@ -377,7 +377,9 @@ def _gain(gain: Mapping[str, float]) -> str:
     if not gain:
         return NOTHING
     low, mid, high = (gain[name] for name in ("low", "mid", "high"))
-    return f"at most {ratio(high)}" if low <= 1.0 else speedup(mid, low, high)
+    if low <= 1.0:
+        return f"at most {ratio(high, figures=2)}"
+    return speedup(mid, low, high, figures=2)
 
 
 FORMATS: dict[str, Formatter] = {

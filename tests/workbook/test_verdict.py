@@ -127,7 +127,8 @@ def test_the_headline_names_limit_change_and_gain(profile: Profile) -> None:
     text = headline(found, stages(profile, found), "The largest part is data.")
     assert text.startswith("**Title of slow_data.** The largest part is data.")
     assert "`-p data.generator=facebook`" in text and "predicted 1.3x faster (1.3x to 1.4x)" in text
-    assert "All 2 advised changes together: 2.2x (" in text and "150 ms become 69.0 ms" in text
+    assert "Both advised changes together: 2.2x faster (" in text
+    assert "from 150 ms to 69.0 ms" in text
     assert "predicted, not timed together" in text
 
 
