@@ -146,8 +146,8 @@ def _gain(gain: Mapping[str, float]) -> str:
     low, mid, high = (gain[name] for name in ("low", "mid", "high"))
     if low <= 1.0:  # nobody timed what takes its place: only a bound is known
         return (
-            f"At most {ratio(high, figures=2)} faster, if all of this time is saved. How much of it a change "
-            "brings was not timed."
+            f"At most {ratio(high, figures=2)} faster, if all of this time is saved. How much of "
+            "it a change brings was not timed."
         )
     return (
         f"{faster(mid, low, high, figures=2)}: a step takes {1 - 1 / mid:.0%} "
