@@ -250,13 +250,13 @@ def communication_findings(
     yield Finding(
         id="communication",
         title=(
-            f"{share:.0%} of each iteration on {run['ranks']} ranks is communication that "
-            f"nothing hides, most of it {_named(top)}"
+            f"{share:.0%} of each iteration on {run['ranks']} ranks is exposed communication, "
+            f"most of it {_named(top)}"
         ),
         component="communication",
         share_of_step=share,
         evidence=(
-            f"Run {number} ({run['sharding']}, batch {run['batch_size']}): "
+            f"Run {number} ({kind_label(run['sharding'])}, batch {run['batch_size']}): "
             + "; ".join(
                 f"{_named(row)} {milliseconds(row['exposed_ms'])} of "
                 f"{milliseconds(row['time_ms'])} exposed"
