@@ -21,6 +21,7 @@ import numpy as np
 import pandas as pd
 
 from dlrm_core.parts import COMPONENTS, ITERATION_SPAN, PHASES, is_iteration_function
+from dlrm_core.units import milliseconds
 from dlrm_workbook.analysis.context_tree import (
     Bools,
     Floats,
@@ -542,7 +543,7 @@ def _step_contexts(profile: Profile, other_threads: bool) -> np.ndarray:
 def _left_out(state: SteadyState, numbers: np.ndarray) -> list[str]:
     """A sentence each for warm-up, stragglers and short iterations, where there are any."""
     said = []
-    usual = f"{state.usual_ms:#.3g} ms usually"
+    usual = f"{milliseconds(state.usual_ms)} usually"
     for why, rows in (
         ("warm-up", state.warm_up),
         ("stragglers", state.stragglers),
@@ -552,10 +553,11 @@ def _left_out(state: SteadyState, numbers: np.ndarray) -> list[str]:
             listed = [str(number) for number in numbers[rows]]
             shown = ", ".join(listed[:8]) + (", …" if len(listed) > 8 else "")
             times = state.times_ms[rows]
-            end = f"from {times.min():#.3g}" if why == "short" else f"up to {times.max():#.3g}"
+            short = f"from {milliseconds(times.min())}"
+            end = short if why == "short" else f"up to {milliseconds(times.max())}"
             said.append(
                 f"{len(listed)} of {len(numbers)} iterations are {why} and left out ({shown}; "
-                f"{end} ms against {usual})"
+                f"{end} against {usual})"
             )
     return said
 

@@ -99,7 +99,7 @@ def test_the_experiment_is_a_gpu_that_idles() -> None:
     found, document = told(profile)
     assert found[0].id == "gpu_idle" and found[0].title == "The GPU is idle 99.8% of the time"
     assert "not measured" in found[0].evidence and "PC sampling" in found[0].evidence
-    assert not any("cop" in finding.id for finding in found)  # 0.7 of 712 ms delay nothing
+    assert not any("cop" in finding.id for finding in found)  # 0.7 of 719 ms delay nothing
     text = verdict(profile, attribute(profile), found, [])
     assert "Caution" in text and "serialised" in text
     assert any("serialised" in caution for caution in document["cautions"])
