@@ -104,7 +104,7 @@ def ratio(value: float, *, figures: int = 3) -> str:
     """
     if not 0 < abs(value) < math.inf:
         return f"{value:.0f}x"
-    decimals = max(0, figures - 1 - max(0, math.floor(math.log10(abs(value)))))
+    decimals = 2 if abs(value) < 1 else max(0, figures - 1 - math.floor(math.log10(abs(value))))
     return f"{float(f'{value:.{figures}g}') if value >= 1 else value:,.{decimals}f}x"
 
 

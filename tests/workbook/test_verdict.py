@@ -186,7 +186,7 @@ def test_what_was_timed_as_a_whole_step_goes_before_what_is_predicted(profile: P
     assert exact < 1.11 < wide, "rounds that differ widen the range"
     assert sum(times(way[2]).values()) == pytest.approx(75)
     text = headline([advised("slow_data", LOOP)], way, "")
-    assert "All 2 advised changes together: 2.0x (" in text and "timed as whole steps" in text
+    assert "Both advised changes together: 2.0x faster (" in text and "timed as whole steps" in text
 
 
 def test_all_findings_are_on_the_page_and_what_does_not_combine_has_its_command(
