@@ -180,7 +180,7 @@
   function thinOut(place) {
     const frame = place.getBoundingClientRect();
     const taken = [];
-    const isValue = (note) => place._fullLayout.annotations[note.dataset.index].name === "value";
+    const isValue = (note) => place._fullLayout.annotations[note.dataset.index]?.name === "value";
     const notes = [...place.querySelectorAll(".annotation")].filter(isValue);
     for (const text of [...place.querySelectorAll(".scatterlayer .textpoint text"), ...notes]) {
       text.style.visibility = "";

@@ -178,7 +178,7 @@ STRAGGLERS: Columns = {
     "mean_ms": "mean",
     "p95_ms": "95th percentile",
     "waited_share": "waiting for the slowest",
-    "slowdown": Column("slower by", "share"),
+    "slowdown": Column("slowdown", "signed_share"),
 }
 
 PUBLISHED: Columns = {
