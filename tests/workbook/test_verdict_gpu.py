@@ -105,7 +105,8 @@ def test_the_experiment_is_a_gpu_that_idles() -> None:
     assert any("serialised" in caution for caution in document["cautions"])
     assert "serialised" in time_unit(profile)
     rows = {(row["component"], row["phase"]): row["time_ms"] for row in document["attribution"]}
-    assert rows[IDLE, ""] == pytest.approx(711, abs=1)
+    # an iteration of 88 ms, an outlier, is left out: the others take 719 ms
+    assert rows[IDLE, ""] == pytest.approx(717.4, abs=1)
     # FACTS 9, by hand from the call paths, over 100 iterations; steady ones differ a little
     for part, of_all in {
         ("transfer", "forward"): 71.6,
