@@ -16,7 +16,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -95,17 +95,31 @@ def require_browser() -> str:
 
 
 @contextmanager
-def open_page(url: str, *allowed: str, **settings: Any) -> Iterator[tuple[Any, Seen]]:
-    """A page opened in a fresh browser, offline except for addresses that start as allowed.
+def open_browser() -> Iterator[Any]:
+    """A browser for :func:`open_page`: starting one takes longer than most pages do."""
+    from playwright.sync_api import sync_playwright
+
+    path = require_browser()
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+@contextmanager
+def open_page(
+    url: str, *allowed: str, browser: Any = None, **settings: Any
+) -> Iterator[tuple[Any, Seen]]:
+    """A page that remembers nothing, offline except for addresses that start as allowed.
 
     Args:
         url: what to open, a ``file://`` address or one of a local server.
         allowed: starts of addresses that may be asked for besides ``url`` itself.
+        browser: of :func:`open_browser`, for several pages; None starts one for this page.
         settings: of the browser context, such as ``color_scheme="dark"``.
     """
-    from playwright.sync_api import sync_playwright
-
-    path = require_browser()
     seen = Seen()
 
     def decide(route: Any) -> None:
@@ -118,26 +132,21 @@ def open_page(url: str, *allowed: str, **settings: Any) -> Iterator[tuple[Any, S
     def seen_fine(address: str) -> bool:
         return address == url or address.startswith(("data:", "blob:", *allowed))
 
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
+    with nullcontext(browser) if browser else open_browser() as running:
+        context = running.new_context(**{"viewport": {"width": 1400, "height": 900}, **settings})
+        page = context.new_page()
+        page.on("request", lambda request: seen.requests.append(request.url))
+        page.on(
+            "console",
+            lambda message: message.type == "error" and seen.console_errors.append(message.text),
+        )
+        page.on("pageerror", lambda error: seen.console_errors.append(str(error)))
+        context.route("**/*", decide)
         try:
-            context = browser.new_context(
-                **{"viewport": {"width": 1400, "height": 900}, **settings}
-            )
-            page = context.new_page()
-            page.on("request", lambda request: seen.requests.append(request.url))
-            page.on(
-                "console",
-                lambda message: (
-                    message.type == "error" and seen.console_errors.append(message.text)
-                ),
-            )
-            page.on("pageerror", lambda error: seen.console_errors.append(str(error)))
-            context.route("**/*", decide)
             page.goto(url)
             yield page, seen
         finally:
-            browser.close()
+            context.close()
 
 
 def wait_for_marks(page: Any, figures: int, timeout_s: float = 30.0) -> None:
@@ -160,24 +169,24 @@ def open_folds(page: Any) -> None:
 def check_page(html: Path, *, figures: int | None = None) -> None:
     """Assert that a page draws all its figures, reports no error, and asks for nothing."""
     url = html.resolve().as_uri()
-    for settings in (
-        {"color_scheme": "light"},
-        {"color_scheme": "dark", "viewport": {"width": 420, "height": 900}},
-    ):
-        with open_page(url, **settings) as (page, seen):
-            open_folds(page)
-            expected = page.locator("figure .plot").count()
-            # what is folded away is drawn when it is opened
-            page.evaluate("document.querySelectorAll('details').forEach((d) => (d.open = true))")
-            if figures is not None:
-                assert expected == figures
-            wait_for_marks(page, expected)
-            overflow = page.evaluate(
-                "() => document.documentElement.scrollWidth - document.documentElement.clientWidth"
-            )
-            assert overflow <= 0, f"{html.name} is {overflow} px too wide, {settings}"
-            assert seen.console_errors == [], seen.console_errors
-            assert seen.leaving(url) == []
+    with open_browser() as browser:
+        for settings in (
+            {"color_scheme": "light"},
+            {"color_scheme": "dark", "viewport": {"width": 420, "height": 900}},
+        ):
+            with open_page(url, browser=browser, **settings) as (page, seen):
+                open_folds(page)
+                expected = page.locator("figure .plot").count()
+                if figures is not None:
+                    assert expected == figures
+                wait_for_marks(page, expected)
+                overflow = page.evaluate(
+                    "() => document.documentElement.scrollWidth"
+                    " - document.documentElement.clientWidth"
+                )
+                assert overflow <= 0, f"{html.name} is {overflow} px too wide, {settings}"
+                assert seen.console_errors == [], seen.console_errors
+                assert seen.leaving(url) == []
 
 
 @contextmanager
@@ -209,6 +218,9 @@ def jupyter_lab(folder: Path) -> Iterator[tuple[str, str, Path]]:
             "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
             "--LabApp.news_url=",
             "--LabApp.extension_manager=readonly",
+            # a kernel ends soon after its page is closed
+            "--MappingKernelManager.cull_idle_timeout=10",
+            "--MappingKernelManager.cull_interval=5",
         ],
         # the token goes by the environment: arguments can be read by every user
         env=os.environ | settings | {"JUPYTER_TOKEN": token, "PYTHONPATH": str(REPOSITORY)},

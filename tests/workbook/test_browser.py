@@ -264,20 +264,26 @@ def test_no_name_of_a_recording_runs_as_a_script(tmp_path: Path) -> None:
         assert "Content Security Policy" in " ".join(seen.console_errors)
 
 
-@pytest.fixture
-def lab(tmp_path: Path) -> Iterator[tuple[str, str, Path]]:
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str, Path]]:
     """A JupyterLab: address, token, and its root folder."""
-    with jupyter_lab(tmp_path) as served:
+    with jupyter_lab(tmp_path_factory.mktemp("lab")) as served:
         yield served
+
+
+def notebook_url(lab: tuple[str, str, Path], name: str) -> str:
+    """Where the lab opens a notebook, in a workspace of its own: no tabs of other tests."""
+    address, token, _ = lab
+    return f"{address}/lab/workspaces/{Path(name).stem}/tree/{name}?token={token}"
 
 
 @contextmanager
 def run_all_cells(lab: tuple[str, str, Path], name: str, timeout_s: float) -> Iterator[Any]:
     """Open a notebook of the lab's root folder, Run All, and wait until every cell has run."""
-    address, token, _ = lab
-    url = f"{address}/lab/tree/{name}?token={token}"
+    address, _, _ = lab
     # tall enough for all cells at once: JupyterLab draws outputs as they come into view
-    with open_page(url, address, viewport={"width": 1400, "height": 9000}) as (page, seen):
+    window = {"width": 1400, "height": 9000}
+    with open_page(notebook_url(lab, name), address, viewport=window) as (page, seen):
         page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=60_000)
         # what is sent to a kernel that is still starting may be lost
         page.get_by_text("| Idle").wait_for(timeout=60_000)
@@ -305,10 +311,10 @@ def test_notebook_runs_in_jupyterlab(lab: tuple[str, str, Path]) -> None:
 def test_executed_notebook_shows_charts_in_jupyterlab_without_trust(
     lab: tuple[str, str, Path], report: RunFolder
 ) -> None:
-    address, token, root = lab
+    address, _, root = lab
     (root / "done.ipynb").write_bytes(report.ipynb.read_bytes())
-    url = f"{address}/lab/tree/done.ipynb?token={token}"
-    with open_page(url, address, viewport={"width": 1400, "height": 5000}) as (page, _):
+    window = {"width": 1400, "height": 5000}
+    with open_page(notebook_url(lab, "done.ipynb"), address, viewport=window) as (page, _):
         wait_for_marks(page, FIGURES, 60.0)
 
 
@@ -350,11 +356,13 @@ def test_our_notebooks_run_in_jupyterlab(
         wait_for_marks(page, figures)
 
 
-def test_explore_redraws_for_a_changed_input_in_jupyterlab(lab: tuple[str, str, Path]) -> None:
+def test_explore_redraws_for_a_changed_input_in_jupyterlab(
+    lab: tuple[str, str, Path], tmp_path: Path
+) -> None:
     nb = nbformat.read(NOTEBOOKS / "explore.ipynb", as_version=4)
     # nothing was measured there, so it opens the sample
     (parameters,) = (c for c in nb.cells if "parameters" in c.metadata.get("tags", []))
-    parameters.source += f"\noutput_root = {str(lab[2])!r}"
+    parameters.source += f"\noutput_root = {str(tmp_path)!r}"
     nbformat.write(nb, lab[2] / "explore.ipynb")
     with run_all_cells(lab, "explore.ipynb", 120) as page:
         wait_for_marks(page, 4)
