@@ -331,6 +331,7 @@ def frames_of_a_benchmark() -> dict[str, pd.DataFrame]:
         "parameters": few.to_sections(),
         "measured": protocols_run.measure(few, 4, [16], steps=30),
         "machine": {},
+        "versions": {},
         "command": "",
     }
     seeds = stability.summarise(few, [seed_run(number, 0.8) for number in range(3)])
@@ -347,6 +348,7 @@ def frames_of_a_benchmark() -> dict[str, pd.DataFrame]:
         protocols.latencies: protocols.latencies(told),
         protocols.power_and_memory: protocols.power_and_memory(told),
         protocols.speeds: protocols.speeds(told, bench_show.best_speeds(timed)),
+        protocols.eight_columns: protocols.eight_columns(told, {"fp32": seeds}),
         stability.stability_table: spread.rename(columns=devices),
     }
     return {name_of(function): frame for function, frame in made.items()}

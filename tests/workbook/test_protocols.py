@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dlrm_core.config import parameters_from_sections
 from dlrm_core.errors import InputError
 from dlrm_workbook.cli import main
-from dlrm_workbook.evidence.published import PUBLISHED
+from dlrm_workbook.evidence.published import DEEPSPARK, PUBLISHED
 from dlrm_workbook.show.tables import show
 from dlrm_workbook.studies.bench.analyse import times
 from dlrm_workbook.studies.bench.show import best_speeds
@@ -128,6 +128,70 @@ def test_ours_stand_beside_published_figures_of_other_hardware(document, tmp_pat
     figure = protocols.published_bars(found)
     assert sum(len(trace.x) for trace in figure.data) == len(found)
     assert len(figure.layout.annotations) == len(set(groups))
+
+
+def test_a_run_has_deepsparks_eight_columns_or_the_reasons(document, tmp_path):
+    parameters = parameters_from_sections(SECTIONS)
+    runs = measure_stability(parameters, [0, 1], tmp_path / "same")
+    others = {**SECTIONS, "training": {**SECTIONS["training"], "precision": "bf16"}}
+    half = measure_stability(parameters_from_sections(others), [0], tmp_path / "bf16")
+    half.runs.append({**half.runs[0], "seed": 1, "status": "diverged"})
+    found = protocols.eight_columns(document, {"fp32": runs, "bf16": half})
+    assert len(found) == 2 + sum(one.source == DEEPSPARK for one in PUBLISHED)
+    ours, seeded, theirs = found.iloc[0], found.iloc[1], found.iloc[2:]
+    speeds = {one["protocol"]: one for one in document["measured"]["training"]}
+    assert ours["samples_per_second"] == speeds["deepspark"]["samples_per_second"]
+    assert ours["auc"] == pytest.approx(statistics.fmean(runs.values)) and ours["stability"] == 1
+    assert seeded["stability"] == 0.5 and seeded["auc"] == half.spreads["auc"]["mean"]
+    assert "samples/s with data" in seeded["missing"]["samples_per_second"]
+    # each figure is there, or the reason that it is not
+    for row in found.to_dict("records"):
+        unknown = {k for k, v in row.items() if isinstance(v, float) and math.isnan(v)}
+        assert unknown == set(row["missing"]) and all(row["missing"].values())
+    table = show(found, protocols.EIGHT)
+    assert {len(row) for row in table.rows} == {9}
+    assert not any(cell in ("", "–", "nan") for row in table.rows for cell in row)
+    # as on the page: no AUC of one card; 0.75, 0.97 and 60 W a card stand with 793,486
+    one_card, _, last = theirs.to_dict("records")
+    assert one_card["samples_per_second"] == 196_958 and "auc" in one_card["missing"]
+    assert (last["samples_per_second"], last["auc"], last["power_w"]) == (793_486, 0.75, 480)
+    # without seeds the reason is the parameter to give
+    bare = protocols.eight_columns(document).iloc[0]
+    assert bare["missing"]["auc"] == bare["missing"]["stability"] == protocols.NO_SEEDS
+    assert len(protocols.eight_columns(None)) == len(theirs)
+
+
+def test_published_figures_agree_with_each_other():
+    """What a source derives from its own figures follows from those we hold."""
+    rows = {(p.hardware, p.model, p.mode, p.precision): p for p in PUBLISHED}
+    cpu = next(p for p in PUBLISHED if p.times_cpu == 1)
+    for one in PUBLISHED:
+        if one.times_cpu is not None:
+            ratio = one.samples_per_second / cpu.samples_per_second
+            assert ratio == pytest.approx(one.times_cpu, abs=1)
+        if one.latency_ms is not None:
+            # throughput and latency were rounded to three digits, and averaged apart
+            rate = 1e3 * one.batch / one.latency_ms
+            assert rate == pytest.approx(one.samples_per_second, rel=0.01)
+        if one.minutes is not None:
+            assert 0.8025 <= one.auc <= 0.8028 and one.precision != "not said"
+    # speed-ups by mixed precision that the page prints: of throughput, and of time to train
+    printed = {
+        ("1 × A100-80GB", "small"): (1.60, 1.64),
+        ("8 × A100-80GB", "large"): (1.27, 1.33),
+        ("8 × A100-80GB", "extra large"): (1.17, 1.15),
+        ("1 × V100-32GB (DGX-1)", "small"): (3.37, 3.15),
+        ("8 × V100-32GB (DGX-1)", "large"): (2.02, 1.89),
+        ("1 × V100-32GB (DGX-2)", "small"): (3.49, 3.15),
+        ("8 × V100-32GB (DGX-2)", "large"): (2.06, 1.86),
+        ("16 × V100-32GB (DGX-2)", "large"): (1.64, 1.43),
+    }
+    for (hardware, model), (faster, sooner) in printed.items():
+        full = "TF32" if "A100" in hardware else "FP32"
+        plain, mixed = (rows[hardware, model, "training", p] for p in (full, "mixed"))
+        speedup = mixed.samples_per_second / plain.samples_per_second
+        assert speedup == pytest.approx(faster, abs=0.011)
+        assert plain.minutes / mixed.minutes == pytest.approx(sooner, abs=0.011)
 
 
 def test_nothing_measured_leaves_the_published_alone():

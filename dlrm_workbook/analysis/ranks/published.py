@@ -31,15 +31,14 @@ from dlrm_workbook.analysis.ranks.prediction import (
 from dlrm_workbook.analysis.ranks.sharding import make_plan
 from dlrm_workbook.analysis.work import part_work
 from dlrm_workbook.datasets.generate import VARIANTS
+from dlrm_workbook.evidence.published import DEEPSPARK, KALAMKAR
+from dlrm_workbook.evidence.published import NVIDIA as TF2
 
 OPERATOR_US = 10.0
 """What the host of an eager framework takes to launch an operator; see ``dispatch_us`` and
 ``launch_us`` of any profile made on a GPU (docs/gpu.md). 0 to three times as much is the range."""
 
 TORCH = "NVIDIA DeepLearningExamples, PyTorch/Recommendation/DLRM/README.md (729963d)"
-TF2 = "NVIDIA DeepLearningExamples, TensorFlow2/Recommendation/DLRM_and_DCNv2/doc/DLRM.md (729963d)"
-DEEPSPARK = "DeepSparkHub, recommendation/ctr/dlrm/pytorch/README.md (113dd2f)"
-KALAMKAR = "Kalamkar et al. 2020 (arXiv:2005.04680)"
 
 XEON = {
     "device": "Xeon Platinum 8280",

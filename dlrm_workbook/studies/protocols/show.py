@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
 
-from dlrm_core.units import NOT_MEASURED, NOTHING, counted, format_bytes, thousands
-from dlrm_workbook.evidence.published import NOT_SAID, NVIDIA_AUC, PUBLISHED
+from dlrm_core.units import (
+    NOT_MEASURED,
+    NOTHING,
+    counted,
+    digits,
+    format_bytes,
+    known_or,
+    thousands,
+)
+from dlrm_workbook.evidence.published import DEEPSPARK, KALAMKAR, NOT_SAID, NVIDIA, PUBLISHED
 from dlrm_workbook.show import theme
 from dlrm_workbook.show.tables import Column, Text, each_row
 
@@ -110,7 +118,7 @@ def speeds(
     Returns:
         ``group`` (a key of :data:`GROUPS`), ``ours``, ``source``, ``on``, ``model``,
         ``precision``, ``samples_per_second``, ``latency_ms``, ``power_w``, ``memory``,
-        ``auc``; what is not known is NaN or empty.
+        ``auc``, ``minutes_to_train``, ``times_cpu``; what is not known is NaN or empty.
     """
     common = {"ours": True, "source": "this run", "precision": ""}
     rows: list[dict[str, Any]] = [
@@ -132,6 +140,8 @@ def speeds(
             "power_w": p.power_w,
             "memory": "" if p.memory_gb is None else f"{p.memory_gb:g} GB per device",
             "auc": p.auc,
+            "minutes_to_train": p.minutes,
+            "times_cpu": p.times_cpu,
         }
         for p in PUBLISHED
     ]
@@ -139,23 +149,19 @@ def speeds(
     rows.sort(key=lambda r: (order.index(r["group"]), not r["ours"], -r["samples_per_second"]))
     columns = [
         *("group", "ours", "source", "on", "model", "precision", "samples_per_second"),
-        *("latency_ms", "power_w", "memory", "auc"),
+        *("latency_ms", "power_w", "memory", "auc", "minutes_to_train", "times_cpu"),
     ]
     table = pd.DataFrame(rows, columns=columns)
     table["memory"] = table["memory"].fillna("")
-    return table.astype(dict.fromkeys(("latency_ms", "power_w", "auc"), float))
+    numbers = ("latency_ms", "power_w", "auc", "minutes_to_train", "times_cpu")
+    return table.astype(dict.fromkeys(numbers, float))
 
 
 def _measured_speeds(
     document: Mapping[str, Any], stability: Mapping[str, Any], common: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     measured, given = document["measured"], document["parameters"]
-    aucs = [
-        one.spreads["auc"]["mean"]
-        for one in stability.values()
-        # of this very training, not of another model or other data
-        if "auc" in one.spreads and all(one.parameters[s] == given[s] for s in ("model", "data"))
-    ]
+    seeded = _same_training(document, stability)
     memory = ", ".join(
         f"{format_bytes(size)} ({device})"
         for device, size in measured["peak_memory_by_device"].items()
@@ -174,7 +180,7 @@ def _measured_speeds(
             "model": f"{title}, batch {given['training']['batch_size']:,}",
             "samples_per_second": one["samples_per_second"],
             "power_w": measured["power_w"],
-            "auc": aucs[0] if aucs else None,
+            "auc": _mean_auc(seeded),
         }
         for one in measured["training"]
     ] + [
@@ -191,6 +197,180 @@ def _measured_speeds(
     return [row for row in rows if row["group"] in GROUPS]
 
 
+def _same_training(document: Mapping[str, Any], stability: Mapping[str, Any]) -> Any:
+    """Seeds of the training that was timed (a ``Stability``); None if there are none.
+
+    Another precision, model, or data is another training.
+    """
+    given, precision = document["parameters"], document["measured"]["precision"]
+    for one in stability.values():
+        same = all(one.parameters[section] == given[section] for section in ("model", "data"))
+        if same and one.parameters["training"]["precision"] == precision:
+            return one
+    return None
+
+
+def _mean_auc(seeded: Any) -> float | None:
+    return seeded.spreads["auc"]["mean"] if seeded and "auc" in seeded.spreads else None
+
+
+# DeepSpark's eight columns.
+
+NO_SEEDS = f"{NOT_MEASURED}: -p seeds=10, or -p stability=FOLDER"
+ONE_PROCESS = f"{NOT_MEASURED}: one process ran; dlrm run scaling measures several"
+NOT_PUBLISHED = "not published"
+
+
+def eight_columns(
+    document: Mapping[str, Any] | None, stability: Mapping[str, Any] | None = None
+) -> pd.DataFrame:
+    """What DeepSpark reports of a run, for ours and for theirs: a row a run.
+
+    Args:
+        document: of ``dlrm protocols``, if it was measured.
+        stability: series of seeds (``Stability``) by label; those of another precision
+            or training than the timed one have rows of their own.
+
+    Returns:
+        ``run``, ``criterion``, ``configuration``, ``samples_per_second`` (DeepSpark's FPS),
+        ``auc``, ``power_w`` (of all devices), ``scalability`` (share of the ideal speed-up),
+        ``memory_bytes`` (of each device), ``stability`` (ours: share of seeds that finished),
+        ``missing`` (name of each of these columns that is NaN, to the reason).
+    """
+    rows: list[dict[str, Any]] = []
+    series = dict(stability or {})
+    if document:
+        seeded = _same_training(document, series)
+        series = {label: one for label, one in series.items() if one is not seeded}
+        rows.append(_timed_run(document, seeded))
+    rows += [_seeded_run(label, one) for label, one in series.items()]
+    for one in PUBLISHED:
+        if one.source != DEEPSPARK:
+            continue
+        batch = "" if one.batch is None else f"batch {one.batch:,}, "
+        row = {
+            "run": f"DeepSpark, {one.hardware}",
+            "criterion": one.criterion or NOT_PUBLISHED,
+            "configuration": one.configuration or f"{batch}precision {NOT_SAID}",
+            "samples_per_second": one.samples_per_second,
+            "auc": one.auc,
+            "power_w": one.power_w,
+            "scalability": one.scalability,
+            "memory_bytes": None if one.memory_gb is None else 1e9 * one.memory_gb,
+            "stability": one.stability,
+        }
+        unknown = [name for name, value in row.items() if value is None]
+        rows.append(row | {"missing": dict.fromkeys(unknown, NOT_PUBLISHED)})
+    table = pd.DataFrame(rows)
+    numbers = ("samples_per_second", "auc", "power_w", "scalability", "memory_bytes", "stability")
+    return table.astype(dict.fromkeys(numbers, float))
+
+
+def _timed_run(document: Mapping[str, Any], seeded: Any) -> dict[str, Any]:
+    """The training of ``dlrm protocols``, with the AUC of its seeds."""
+    measured, training = document["measured"], document["parameters"]["training"]
+    speeds = {one["protocol"]: one["samples_per_second"] for one in measured["training"]}
+    sizes = measured["peak_memory_by_device"]
+    why = "; ".join(f"{name}: {said}" for name, said in measured["power"]["not_measured"].items())
+    found = {
+        "samples_per_second": speeds["deepspark"],
+        "auc": _mean_auc(seeded),
+        "power_w": measured["power_w"],
+        "scalability": None,
+        "memory_bytes": sizes.get("gpu", sizes.get("host")),
+        "stability": _finished_share(seeded),
+    }
+    reasons = {
+        "auc": _why_no_auc(seeded),
+        "power_w": f"{NOT_MEASURED}: {why}" if why else NOT_MEASURED,
+        "scalability": ONE_PROCESS,
+        "memory_bytes": f"{NOT_MEASURED}: the system does not report it",
+        "stability": NO_SEEDS,
+    }
+    torch = document["versions"].get("torch", "")
+    return {
+        "run": f"this run, {device_of(document)}",
+        "criterion": f"{len(measured['timings']['compute_ms'])} iterations timed",
+        "configuration": f"torch {torch}, batch {training['batch_size']:,}, 1 process, "
+        + measured["precision"],
+        **found,
+        "missing": {name: why for name, why in reasons.items() if found[name] is None},
+    }
+
+
+def _seeded_run(label: str, seeded: Any) -> dict[str, Any]:
+    """A series of seeds whose training was not timed by the protocols."""
+    training, spreads = seeded.parameters["training"], seeded.spreads
+    # the device's of a run; the host's where no run used a GPU
+    peaks = [run["peak_memory_by_device"] for run in seeded.finished]
+    sizes = [peak.get("gpu", peak.get("host")) for peak in peaks if peak]
+    rate = spreads.get("samples_per_second")
+    said = f": {rate['mean']:,.0f} samples/s with data" if rate else ""
+    iterations = {run["iterations"] for run in seeded.finished}
+    found = {
+        "samples_per_second": None,
+        "auc": _mean_auc(seeded),
+        "power_w": spreads["power_w"]["mean"] if "power_w" in spreads else None,
+        "scalability": None,
+        "memory_bytes": max(sizes, default=None),
+        "stability": _finished_share(seeded),
+    }
+    unread = {why for run in seeded.runs for why in run["not_measured"].values()}
+    reasons = {
+        "samples_per_second": f"not counted without data{said}",
+        "auc": _why_no_auc(seeded),
+        "power_w": "; ".join([NOT_MEASURED, *sorted(unread)]),
+        "scalability": ONE_PROCESS,
+        "memory_bytes": f"{NOT_MEASURED}: no run reported it",
+        "stability": NO_SEEDS,
+    }
+    return {
+        "run": f"{counted(len(seeded.runs), 'seed')}, {label}",
+        "criterion": " or ".join(f"{count:,} iterations" for count in sorted(iterations))
+        or "no run finished",
+        "configuration": f"batch {training['batch_size']:,}, 1 process, {training['precision']}",
+        **found,
+        "missing": {name: why for name, why in reasons.items() if found[name] is None},
+    }
+
+
+def _finished_share(seeded: Any) -> float | None:
+    return len(seeded.finished) / len(seeded.runs) if seeded and seeded.runs else None
+
+
+def _why_no_auc(seeded: Any) -> str:
+    if seeded is None:
+        return NO_SEEDS
+    return f"{NOT_MEASURED}: no seed finished" if not seeded.finished else f"{NOT_MEASURED}: no AUC"
+
+
+def _or_reason(name: str, label: str, text: Callable[[float], str], unit: str = "") -> Column:
+    """A column of :func:`eight_columns` whose empty cells hold their reason."""
+
+    def cell(value: float, missing: Mapping[str, str]) -> str:
+        return known_or(value, text, missing.get(name, NOTHING))
+
+    return Column(label, each_row(cell, words=True), (name, "missing"), unit)
+
+
+def _gigabytes(size: float) -> str:
+    """In the decimal unit that DeepSpark's figure is read as."""
+    return digits(size / 1e9)
+
+
+EIGHT: dict[str, str | Column] = {
+    "run": "run",
+    "criterion": "convergence criterion",
+    "configuration": "configuration",
+    "performance": _or_reason("samples_per_second", "performance", digits, "samples/s"),
+    "accuracy": _or_reason("auc", "accuracy", "{:.4g}".format, "AUC"),
+    "power": _or_reason("power_w", "power", digits, "W"),
+    "scalability": _or_reason("scalability", "scalability", "{:.2f}".format),
+    "memory": _or_reason("memory_bytes", "memory per device", _gigabytes, "GB"),
+    "stability": _or_reason("stability", "stability", "{:.2f}".format),
+}
+
+
 def _hardware(on: str, precision: str) -> str:
     return f"{on}, {precision}" if precision else on
 
@@ -203,6 +383,10 @@ def _watts(power: float, ours: bool, group: str) -> str:
 
 def _auc(value: float) -> str:
     return NOTHING if math.isnan(value) else f"{value:.4g}"
+
+
+def _times(value: float) -> str:
+    return NOTHING if math.isnan(value) else f"{value:g}x"
 
 
 SPEEDS: dict[str, str | Column] = {
@@ -218,6 +402,8 @@ SPEEDS: dict[str, str | Column] = {
     "power": Column("power", each_row(_watts), ("power_w", "ours", "group"), "W"),
     "memory": "memory",
     "auc": Column("AUC", each_row(_auc)),
+    "minutes_to_train": Column("time to train", "number", unit="min"),
+    "times_cpu": Column("times the CPUs' speed", each_row(_times)),
 }
 TRAINING: dict[str, str | Column] = {
     "protocol": "protocol",
@@ -240,10 +426,14 @@ LATENCIES: dict[str, str | Column] = {
 def sources() -> Text:
     """Where the published figures are from, in full."""
     named = "; ".join(dict.fromkeys(one.source for one in PUBLISHED))
-    least, most = NVIDIA_AUC
+    aucs = [one.auc for one in PUBLISHED if one.source == NVIDIA and one.auc is not None]
     return Text(
-        f"Published by: {named}. A dash is what a source does not say. NVIDIA's full trainings on "
-        f"Criteo Terabyte end with AUC {least:g} to {most:g}; power is of all devices together."
+        f"Published by: {named}. A dash is what a source does not say. NVIDIA's throughputs are "
+        f"means of 1,000 steps; its trainings on Criteo Terabyte end with AUC {min(aucs):g} to "
+        f"{max(aucs):g} in the time to train; its comparison with CPUs is of the extra large model "
+        "and names no precision. Power is of all devices together. DeepSpark does not say how it "
+        f"counts stability. The two figures of {KALAMKAR.split(' (')[0]} could not be checked "
+        "against the paper."
     )
 
 
@@ -327,4 +517,4 @@ def _label(row: Any) -> str:
             f"ours, {row.precision}" if row.precision else f"{row.on}, {row.model}", 40
         )
     precision = f", {row.precision}" if row.precision else ""
-    return f"{row.on}, {row.model.split(', batch')[0]}{precision}"
+    return theme.lines_of(f"{row.on}, {row.model.split(', batch')[0]}{precision}", 40)
