@@ -137,11 +137,12 @@ class DatabaseCopy:
             if own == name and "gpu kernel" in above
             for context in contexts
         ]
-        metrics = ["GPUOP (sec)", "GKER (sec)"]
-        metrics += [
-            metric.name for metric in self.database.metrics if metric.name.startswith("GINS")
-        ]
-        return self._stretch(self.rows(name), tuple(traced), tuple(metrics), loss)
+        return self._stretch(self.rows(name), tuple(traced), self._kernel_metrics(), loss)
+
+    def _kernel_metrics(self) -> tuple[str, ...]:
+        """What a kernel that takes longer has more of: time, and samples of its instructions."""
+        samples = [m.name for m in self.database.metrics if m.name.startswith("GINS")]
+        return ("GPUOP (sec)", "GKER (sec)", *samples)
 
     def stretch_copies(self, row: int, loss: float) -> float:
         """The copies of one context hold so many times the bytes, and take as much longer."""
@@ -156,11 +157,13 @@ class DatabaseCopy:
         return self._stretch((row,), tuple(traced), metrics, loss)
 
     def stretch_function(self, name: str, loss: float) -> float:
-        """The function of that name with most time takes so many microseconds more."""
+        """The function of that name with most time takes so many microseconds more: its own
+        instructions and calls, or the kernels that it launched."""
         row = max(self.rows(name), key=lambda row: self.seconds((row,)))
         below = np.flatnonzero(self._below([row], itself=True))
         traced = self.database.tree.context[below].tolist()
-        return self._stretch((row,), tuple(traced), (self.time,), loss)
+        metrics = self._kernel_metrics() if self.time == "GPUOP (sec)" else (self.time,)
+        return self._stretch((row,), tuple(traced), metrics, loss)
 
     def _stretch(
         self, rows: tuple[int, ...], traced: tuple[int, ...], metrics: tuple[str, ...], loss: float

@@ -18,8 +18,10 @@ figures would accept. What is drawn for a trial depends on its kind, recording a
 Kinds come in sets. Set A is here: no rule was written with its ``held_out`` kinds in sight until
 39 of 48 of them had been named; rules were then mended by what had been missed, so that they are
 held out no more. Sets B and C (``gpu_set_b.py``, ``gpu_set_c.py``) are by an author who had not
-read the rules, each with the answers decided before it was run. Whoever writes rules should not
-read a set before its first run is on record. Set E (``gpu_set_e.py``) is by the author of rules.
+read the rules, each with the answers decided before it was run; so is set D (``gpu_set_d.py``),
+whose small plants take 5 to 10 % of the step and must be listed anywhere. Whoever writes rules
+should not read a set before its first run is on record. Set E (``gpu_set_e.py``) is by the author
+of rules.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ from typing import Any
 
 import gpu_set_b
 import gpu_set_c
+import gpu_set_d
 import gpu_set_e
 from database_edits import DatabaseCopy
 from gpu_kinds import (
@@ -63,8 +66,8 @@ TRACES = ROOT.parent / "shared" / "recordings" / "traces"
 ROSE = 0.02
 """Of the step: a finding whose share rose by more is a consequence of the plant."""
 
-LARGE, SMALL = (1.2, 2.0), (0.25, 0.4)
-"""Time that a plant adds, over the step's own."""
+LARGE = (1.2, 2.0)
+"""Time that a large plant adds, over the step's own."""
 
 DESIRED = 0.9
 """Of the time asked for that a plant must add: what hides behind other work is made up for."""
@@ -475,7 +478,13 @@ SET_A = {
 }
 
 
-SETS = {"A": SET_A, "B": gpu_set_b.FAULTS, "C": gpu_set_c.FAULTS, "E": gpu_set_e.FAULTS}
+SETS = {
+    "A": SET_A,
+    "B": gpu_set_b.FAULTS,
+    "C": gpu_set_c.FAULTS,
+    "D": gpu_set_d.FAULTS,
+    "E": gpu_set_e.FAULTS,
+}
 FAULTS = {kind: fault for faults in SETS.values() for kind, fault in faults.items()}
 
 COLLECTIVES = "communication|exposed_communication|rank_imbalance|load_imbalance"
@@ -611,17 +620,18 @@ def span(trace: Trace | DatabaseCopy) -> float:
 def planted(kind: str, name: str, draw: Draw, size: float) -> tuple[Any, str, float]:
     """A recording with a fault that takes ``size`` times the recorded step: itself, what was
     planted, its share of the longer step."""
-    plain = recording(name)
+    plain, fault = recording(name), FAULTS[kind]
     before, ask = span(plain), size
+    most = size * (1.3 if fault.listed and size <= fault.small[1] else 2.5)
     for _ in range(8):
         again = Draw(draw.random())
         for _ in range(4):
             trace = recording(name)
-            told = FAULTS[kind].plant(trace, copy.copy(again), ask * plain.step_us)
+            told = fault.plant(trace, copy.copy(again), ask * plain.step_us)
             trace = trace.replay()
             added = span(trace) / before - 1.0
-            if added > 2.5 * size:
-                ask *= 1.2 * size / added
+            if added > most:
+                ask *= (1.0 if fault.listed else 1.2) * size / added
                 continue
             if added >= DESIRED * size:
                 return trace, told, added / (1.0 + added)
@@ -711,7 +721,8 @@ def risen(found: list[dict[str, Any]], before: list[dict[str, Any]]) -> list[dic
 def trial(kind: str, name: str, seed: int, large: bool) -> dict[str, Any]:
     """Plant, open, judge."""
     draw = Draw(f"{kind} {name} {seed} {large}")
-    size, fault = draw.uniform(*(LARGE if large else SMALL)), FAULTS[kind]
+    fault = FAULTS[kind]
+    size = draw.uniform(*(LARGE if large else fault.small))
     row: dict[str, Any] = {
         "kind": kind,
         "held_out": fault.held_out,
@@ -746,7 +757,7 @@ def trial(kind: str, name: str, seed: int, large: bool) -> dict[str, Any]:
         "first_evidence": found[0]["evidence"][:300] if found else "",
         "rank": rank,
         "rank_of_changed": among,
-        "good": rank == 1 or (among == 1 and not large),
+        "good": rank == 1 or (not large and (rank is not None if fault.listed else among == 1)),
     }
 
 
@@ -762,7 +773,7 @@ def clean_trial(kind: str, name: str, seed: int) -> dict[str, Any]:
     draw = Draw(f"{kind} {name} {seed}")
     row: dict[str, Any] = {"kind": kind, "recording": name, "seed": seed, "size": "clean"}
     try:
-        found = of_one(CLEAN[kind](recording(name), draw))
+        found = of_one((CLEAN | gpu_set_d.CLEAN)[kind](recording(name), draw))
     except Exception:
         return row | {"error": traceback.format_exc()[-2000:], "good": False, "new": []}
     known = {(finding["id"], finding["component"]) for finding in baseline(name)}
@@ -789,14 +800,16 @@ def control_trial(kind: str, name: str) -> dict[str, Any]:
 def schedule(
     faults: dict[str, Fault], which: str, seeds: Iterable[int]
 ) -> Iterator[tuple[str, str, int, bool]]:
-    """Kind, recording, seed, large: small ones in one recording per seed."""
+    """Kind, recording, seed, large: small ones in one recording per seed, or in every second."""
     for kind, fault in faults.items():
         if which != "all" and fault.held_out != (which == "held-out"):
             continue
         for seed in seeds:
             for name in fault.recordings:
                 yield kind, name, seed, True
-            yield kind, fault.recordings[seed % len(fault.recordings)], seed, False
+            first = seed % len(fault.recordings)
+            for name in fault.recordings[first::2] if fault.listed else [fault.recordings[first]]:
+                yield kind, name, seed, False
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -829,6 +842,10 @@ def tally(rows: list[dict[str, Any]]) -> dict[str, Any]:
         for name, own in groups.items()
         if own
     }
+    listed = [row for row in rows if row["size"] == "small" and FAULTS[row["kind"]].listed]
+    if listed:  # more than others: what was listed before and did not rise is no answer
+        risen = sum(row.get("rank_of_changed") is not None for row in listed)
+        said["small, listed and new or risen"] = {"trials": len(listed), "named": risen}
     clean = [row for row in rows if row["size"] == "clean"]
     if clean:
         alarms = sum(not row["good"] for row in clean)
@@ -884,7 +901,7 @@ def _chosen(faults: str, kinds: str, seeds: range) -> Iterator[tuple[Any, ...]]:
                 yield trial, kind, *what
     if kinds in ("all", "clean"):
         for seed in seeds:
-            for kind in CLEAN:
+            for kind in gpu_set_d.CLEAN if faults == "D" else CLEAN:
                 yield from ((clean_trial, kind, name, seed) for name in CLEAN_RECORDINGS)
     if kinds in ("all", "control"):
         yield from ((control_trial, "control", name) for name in CONTROLS)

@@ -48,6 +48,10 @@ class Fault:
     """Whether advice, which may list parts to change that are not at fault, can tell where."""
     delay: Delay | None = None
     """What holds up one rank, where the recording is of several."""
+    small: tuple[float, float] = (0.25, 0.4)
+    """Time that a small plant adds, over the step's own."""
+    listed: bool = False
+    """Whether a small plant needs only be listed anywhere among the findings."""
 
 
 def each_step(trace: Trace, pattern: str = "") -> Iterator[list[float]]:

@@ -172,10 +172,10 @@ class Trace:
         ranges = [
             (self.start[row], self.start[row] + self.length[row])
             for row, event in enumerate(self.events)
-            if event.get("ph") == "X"
-            and re.search(pattern, str(event["name"]))
-            and first <= self.start[row] < last
+            if first <= self.start[row] < last
+            and event.get("ph") == "X"
             and (event["pid"], event["tid"]) == self.thread
+            and re.search(pattern, str(event["name"]))
         ]
         return [at for at in self.points(step) if any(start <= at < end for start, end in ranges)]
 
@@ -257,6 +257,15 @@ class Trace:
         main = self._main_stream
         event["pid"], event["tid"] = main["pid"], main["tid"]
         event["args"]["stream"] = main["args"]["stream"]
+        self._number(event, correlation)
+        return event
+
+    def collective(self, correlation: int) -> Event:
+        """An all-reduce, on the stream of the recorded collectives."""
+        names = sorted({self.events[row]["name"] for row in self.device})
+        recorded = next(name for name in names if name.startswith("nccl"))  # AllReduce is first
+        name = re.sub(r"SendRecv(\w*)Sum_int8_t", r"AllReduce\1Sum_float", recorded)
+        event = self._like(("kernel",), name, re.escape(recorded))
         self._number(event, correlation)
         return event
 
@@ -595,8 +604,8 @@ def repeated(trace: Trace, times: int) -> Trace:
 
 
 def _again(trace: Trace, event: Event, turn: int, window: float) -> Event:
-    made = copy.deepcopy(event) | {"ts": round(event["ts"] + turn * window, 3)}
-    args = made.get("args") or {}
+    args = dict(event.get("args") or {})
+    made = event | {"ts": round(event["ts"] + turn * window, 3)} | ({"args": args} if args else {})
     for name in NUMBERS:
         if isinstance(args.get(name), int) and args[name] >= 0:
             args[name] += turn * 10_000_000

@@ -5,9 +5,11 @@ All of it is ``tests/campaigns/gpu_faults.py``, whose results are in ``benchmark
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from pathlib import Path
 
 import gpu_faults
+import gpu_set_d
 import numpy as np
 import pytest
 from gpu_kinds import kernels
@@ -98,8 +100,14 @@ def _busy_us(trace: Trace) -> float:
     return busy
 
 
-WITH_IDLE = ("optimizer_on_host", "pinned_anew", "polling", "lookups_on_host", "table_by_table")
-WITH_WORK = ("zeroed_gradients", "casts", "sorted_indices", "copies_in_line")
+WITH_IDLE = (
+    *("optimizer_on_host", "pinned_anew", "polling", "lookups_on_host", "table_by_table"),
+    *("slow_host", "logger_thread", "metrics_on_host", "blocking_launches", "small_copies"),
+)
+WITH_WORK = (
+    *("zeroed_gradients", "casts", "sorted_indices", "copies_in_line"),
+    *("layout_copies", "unfused_features", "barrier", "slow_exchange", "far_tables"),
+)
 
 
 @pytest.mark.parametrize("kind", WITH_IDLE + WITH_WORK)
@@ -151,7 +159,9 @@ def test_ranks_wait_for_lookups_of_one() -> None:
     assert all(trace.problems() == [] for trace in ranks.values())
 
 
-@pytest.mark.parametrize("kind", ["longer_kernel", "slow_samples", "larger_copies", "slow_update"])
+@pytest.mark.parametrize(
+    "kind", ["longer_kernel", "slow_samples", "larger_copies", "slow_update", "slow_interaction"]
+)
 def test_edited_databases_are_read_as_longer_ones(kind: str, tmp_path: Path) -> None:
     name = gpu_faults.FAULTS[kind].recordings[0]
     edited, _, share = gpu_faults.planted(kind, name, gpu_faults.Draw(kind), 1.5)
@@ -180,7 +190,7 @@ def test_edited_databases_are_read_as_longer_ones(kind: str, tmp_path: Path) -> 
 def test_sets_have_kinds_of_their_own() -> None:
     sets = gpu_faults.SETS
     assert len(gpu_faults.FAULTS) == sum(len(faults) for faults in sets.values())
-    assert all(fault.held_out for name in "BC" for fault in sets[name].values())
+    assert all(fault.held_out for name in "BCD" for fault in sets[name].values())
 
 
 def test_ranks_wait_for_the_straggler() -> None:
@@ -207,6 +217,43 @@ def test_what_changes_nothing_raises_no_finding(kind: str) -> None:
     for name in ("bert", "rank0"):
         row = gpu_faults.clean_trial(kind, name, 0)
         assert row["good"], row
+
+
+@pytest.mark.parametrize("kind", list(gpu_set_d.CLEAN))
+def test_harmless_edits_of_set_d_keep_the_work(kind: str) -> None:
+    plain = gpu_faults.recording("rank0")
+    edited = gpu_set_d.CLEAN[kind](gpu_faults.recording("rank0"), gpu_faults.Draw(3))
+    times = len(edited.steps) // len(plain.steps)
+    assert times == 1 or kind == "more_steps"
+    assert edited.problems() == [] and len(edited.device) == times * len(plain.device)
+    within = 0.11 if kind == "scaled" else 0.002
+    assert _busy_us(edited) == pytest.approx(times * _busy_us(plain), rel=within)
+    assert edited.step_us == pytest.approx(plain.step_us, rel=within)
+    assert any(
+        {key: event.get(key) for key in ("ts", "dur", "pid", "tid", "name")}
+        != {key: before.get(key) for key in ("ts", "dur", "pid", "tid", "name")}
+        for event, before in zip_longest(edited.events, plain.events, fillvalue={})
+    )
+
+
+def test_small_plants_of_set_d_take_a_tenth_of_the_step() -> None:
+    for kind, fault in gpu_set_d.FAULTS.items():
+        assert fault.listed and fault.small == (0.055, 0.11), kind
+    _, _, share = gpu_faults.planted("barrier", "rank0", gpu_faults.Draw(5), 0.1)
+    assert 0.05 < share < 0.12
+
+
+def test_processor_stops_once_per_period() -> None:
+    trace = gpu_faults.recording("rank5*3")
+    told = gpu_faults.FAULTS["cpu_quota"].plant(trace, gpu_faults.Draw(1), trace.step_us)
+    stops = trace.insertions
+    assert told.startswith(f"{len(stops)} stops") and len(stops) >= 4
+    assert len({stop.length for stop in stops}) == 1
+    period = 2.0 * stops[0].length  # as long running as stopped
+    again = np.diff([stop.at for stop in stops]) + stops[0].length
+    assert np.mean(again) == pytest.approx(period, rel=0.1)
+    assert np.all(np.abs(again - period) < 0.5 * period)
+    assert trace.replay().problems() == []
 
 
 def test_advice_names_no_fault_of_the_sealed_set() -> None:
