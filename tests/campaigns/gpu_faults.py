@@ -30,6 +30,7 @@ import argparse
 import copy
 import gc
 import gzip
+import hashlib
 import json
 import re
 import sys
@@ -863,7 +864,7 @@ def main() -> None:
     parser.add_argument(
         "--kinds", default="all", help="all, known, held-out, clean, control or a kind"
     )
-    parser.add_argument("--recording", default="", help="only this one")
+    parser.add_argument("--recording", default="", help="only these, with commas between")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--json", default="", help="write the trials here")
@@ -879,14 +880,14 @@ def main() -> None:
         _chosen(options.set, options.kinds, seeds), key=lambda trial: BY_SIZE.index(trial[2])
     )
     for run, *what in trials:
-        if options.recording not in ("", what[1]):
+        if options.recording and what[1] not in options.recording.split(","):
             continue
         try:
             _tell(rows, run, *what)
         except Hidden as hidden:
             print(f"left out: {hidden}", flush=True)
         if options.json and rows:
-            _write(Path(options.json), rows)
+            _write(Path(options.json), options.set, rows)
     print(table(rows))
     for group, counts in tally(rows).items():
         print(group, counts)
@@ -922,12 +923,14 @@ def _tell(rows: list[dict[str, Any]], run: Callable[..., dict[str, Any]], *what:
     )
 
 
-def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+def _write(path: Path, faults: str, rows: list[dict[str, Any]]) -> None:
     from dlrm_core.files import write_json
     from dlrm_workbook.machine import machine_facts, versions
 
     command = " ".join(["python tests/campaigns/gpu_faults.py", *sys.argv[1:]])
-    facts = {"machine": machine_facts(), "versions": versions()}
+    facts: dict[str, Any] = {"machine": machine_facts(), "versions": versions()}
+    for file in Path(__file__).parent.glob(f"gpu_set_{faults.lower()}.py"):
+        facts["set_sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
     write_json(path, {"command": command, **facts, "tally": tally(rows), "trials": rows})
 
 
