@@ -230,7 +230,7 @@ def recompiles(trace: Trace, draw: Draw, loss: float) -> str:
 # ---- host and GPU -----------------------------------------------------------------------
 
 
-def blocking_launches(trace: Trace, draw: Draw, loss: float) -> str:
+def launches_that_wait(trace: Trace, draw: Draw, loss: float) -> str:
     """CUDA_LAUNCH_BLOCKING: a launch returns when its kernel is done and the host has woken."""
     count = 0
     for step in range(len(trace.steps)):
@@ -343,7 +343,7 @@ def dense_update(trace: Trace, draw: Draw, loss: float) -> str:
     return f"6 kernels over whole tables take {loss / 1e3:.1f} ms per step in the optimiser"
 
 
-def layout_copies(trace: Trace, draw: Draw, loss: float) -> str:
+def transposed_anew(trace: Trace, draw: Draw, loss: float) -> str:
     """Activations are transposed in memory before each use."""
     count = draw.choice([4, 8, 16])
     names = ["aten::contiguous", "aten::clone", "aten::copy_"]
@@ -511,8 +511,8 @@ FAULTS = {
         (rf"{IRREGULAR}|compil", ""),
         (IDLE, r"compil|dynamo"),
     ),
-    "blocking_launches": _fault(
-        blocking_launches,
+    "launches_that_wait": _fault(
+        launches_that_wait,
         ("rank0", "bert", "resnet", "rank5*8"),
         (r"launch|synchron|block", ""),
         (HOST, r"cudaLaunchKernel|cuLaunchKernel|launch"),
@@ -566,8 +566,8 @@ FAULTS = {
         (KERNEL, r"ptimi[sz]er|multi_tensor|[Aa]dam|addcdiv|_foreach"),
         unless=r"launch_bound|idle|\bcop(y|ies)\b",
     ),
-    "layout_copies": _fault(
-        layout_copies,
+    "transposed_anew": _fault(
+        transposed_anew,
         ("rank0", "meta", "resnet", "bert*8", "rank5*8"),
         (
             rf"{KERNEL}|cop(y|ies)\b|cast|contiguous|layout|transpos",

@@ -102,11 +102,11 @@ def _busy_us(trace: Trace) -> float:
 
 WITH_IDLE = (
     *("optimizer_on_host", "pinned_anew", "polling", "lookups_on_host", "table_by_table"),
-    *("slow_host", "logger_thread", "metrics_on_host", "blocking_launches", "small_copies"),
+    *("slow_host", "logger_thread", "metrics_on_host", "launches_that_wait", "small_copies"),
 )
 WITH_WORK = (
     *("zeroed_gradients", "casts", "sorted_indices", "copies_in_line"),
-    *("layout_copies", "unfused_features", "barrier", "slow_exchange", "far_tables"),
+    *("transposed_anew", "unfused_features", "barrier", "slow_exchange", "far_tables"),
 )
 
 
