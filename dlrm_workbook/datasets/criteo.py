@@ -372,9 +372,14 @@ def parse_piece(piece: Piece, path: Path) -> tuple[np.ndarray, np.ndarray, np.nd
 
 
 def transform(numbers: np.ndarray) -> np.ndarray:
-    """log(x + 3) of Criteo's integers as float16; missing: 0; below −2: as −2, which is 0 too."""
+    """log(x + 3) of Criteo's integers as float16; missing: 0; below −2: as −2, which is 0 too.
+
+    NVIDIA's chain keeps the logarithms as float32 before it splits its files, so they are
+    rounded twice here too: 10,361 and 1,020 other integers below 2**24 need it.
+    """
     # MISSING is the smallest integer, so it is caught by the same maximum
-    return np.log(np.maximum(numbers, -2).astype(np.float64) + 3.0).astype(np.float16)
+    logarithms = np.log(np.maximum(numbers, -2).astype(np.float64) + 3.0)
+    return logarithms.astype(np.float32).astype(np.float16)
 
 
 def _refuse_line(piece: Piece, path: Path, kind: int, row: int, number: int) -> None:
