@@ -359,6 +359,29 @@ def test_the_small_twins_train_and_are_evaluated(name, tmp_path, capsys):
     assert 0.0 < result["auc"] < 1.0
 
 
+def test_deepspark_s_preset_trains_its_files_as_its_command_does(tmp_path, capsys):
+    file = Path(__file__).parents[2] / "parameters" / "deepspark.yaml"
+    random = np.random.default_rng(3)
+    for split, samples in (("train", 200), ("test", 70)):
+        rows = random.integers(0, 4, (samples, 40), dtype=np.int32)
+        rows[:, 0] &= 1
+        rows.tofile(tmp_path / f"terabyte_processed_{split}.bin")
+    given = load_parameters(file)
+    assert (given.data.order, given.training.loss_scale) == ("shuffled", 1024)
+    assert given.training.auc_target == 0.8025
+    settings = [
+        *(f"data.path={tmp_path}", f"model.table_rows={[4] * 26}", "training.batch_size=32"),
+        *("training.lr_warmup_steps=0", "training.threads=1", "training.log_every=1"),
+        # labels are random: a target that any test reaches
+        *("training.eval_every=6", "training.auc_target=0.01"),
+    ]
+    words = [word for setting in settings for word in ("-p", setting)]
+    assert main(["train", "-f", str(file), "--output", str(tmp_path / "run"), *words]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    # the first test ends the run, after 6 of the 30 iterations of five epochs
+    assert result["reached_target"] and result["iterations"] == 6
+
+
 # ---------------------------------------------------------------- the command
 
 
