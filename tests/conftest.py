@@ -35,10 +35,10 @@ REPOSITORY = Path(__file__).parents[1]
 
 SLOW = (
     *("quick_chain", "test_own_program", "test_distributed", "test_attacks", "test_benchmark"),
-    *("test_bench", "test_recording_pages", "test_embeddings", "test_checkpoints", "test_sweep"),
-    *("test_bench_embeddings", "test_database_fuzz", "test_distributed_failures"),
+    *("test_training", "test_bench", "test_recording_pages", "test_embeddings", "test_checkpoints"),
+    *("test_sweep", "test_bench_embeddings", "test_database_fuzz", "test_distributed_failures"),
     *("test_run_resume", "test_facebook_losses", "test_charts", "test_gpu_embeddings"),
-    *("test_alignment", "test_dense"),
+    *("test_capacity", "test_columns", "test_alignment", "test_dense"),
 )
 """Groups of tests that take about 10 s or more of a processor, roughly the longest first."""
 
