@@ -205,7 +205,11 @@ def test_ranks_wait_for_the_straggler() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [("pageable_copies", "rank0"), ("readbacks", "rank0"), ("small_optimizer", "rank0")],
+    [
+        *(("pageable_copies", "rank0"), ("readbacks", "rank0"), ("small_optimizer", "rank0")),
+        *(("slow_interaction", "cpu-python"), ("linear_backward", "cpu-python")),
+        *(("slow_interaction", "h100-host"), ("linear_backward", "h100-host")),
+    ],
 )
 def test_planted_fault_is_named_first(kind: str, name: str) -> None:
     row = gpu_faults.trial(kind, name, 0, large=True)

@@ -35,6 +35,7 @@ RECORDINGS = SHARED / "recordings"
 REAL = {
     "pc": RECORDINGS / "dlrm-h100-pc.d",
     "host": RECORDINGS / "dlrm-h100-host.d",
+    "python": SHARED / "hpctoolkit-databases" / "dlrm-cpu-python.d",
     "meta": RECORDINGS / "traces" / "meta-dlrm-a100x8-rank3.json.gz",
     "graphs": RECORDINGS / "traces" / "torchrec-cuda-graphs-a100x16-rank0.json.gz",
     "resnet": RECORDINGS / "traces" / "resnet50-v100-2021.json.gz",
@@ -132,6 +133,11 @@ def test_the_experiments_host_makes_data() -> None:
     assert found[0].id == "data_generation" and "CPU time" in found[0].title
     spinning = next(finding for finding in found if finding.id == "spinning_threads")
     assert "57%" in spinning.title and "libgomp" in spinning.evidence
+
+
+def test_building_the_tables_is_no_dominant_part() -> None:
+    found, _ = told(real("python"))  # 56% are in embedding forward, nearly all of it create_emb
+    assert [finding.id for finding in found] == ["data_generation"]
 
 
 @pytest.mark.parametrize(
@@ -419,3 +425,41 @@ def test_a_kernel_is_told_by_one_rule(trace: Trace) -> None:
     busy(trace, kernel="ampere_sgemm_128x64_tn")
     ids = [finding.id for finding in told(trace.read())[0]]
     assert ids == ["tensor_cores_unused"]
+
+
+@pytest.mark.parametrize(("long_ms", "first"), [(60.0, True), (35.0, False)])
+def test_a_part_that_takes_most_of_another_programs_time_is_named(
+    long_ms: float, first: bool
+) -> None:
+    rest = (97.0 - long_ms) / 2
+    profile = made(
+        {
+            ("interaction", "forward", "bmm"): long_ms,
+            ("top_mlp", "forward", "sgemm"): rest,
+            ("embedding", "forward", "gather"): rest,
+            ("data", "forward", "random"): 3.0,
+        },
+        kind="function",
+        engine="hpctoolkit",
+    )
+    profile.meta["parameters"] = None
+    found, document = told(profile)
+    assert [finding.id for finding in found] == (["dominant_part"] if first else [])
+    if first:
+        assert found[0].title == "Interaction forward takes 60% of the CPU time"
+        assert "bmm 60.0 ms" in found[0].evidence and "was not measured" in found[0].evidence
+        assert document["findings"][0]["predicted_speedup"] == dict.fromkeys(["low", "mid", "high"])
+        text = verdict(profile, attribute(profile), found, [])
+        assert "No known bottleneck" not in text and "faster" not in text
+
+
+@pytest.mark.parametrize("short", [1, 6])
+def test_idle_time_of_a_few_iterations_is_told_apart(trace: Trace, short: int) -> None:
+    for number in range(6):
+        begin = trace.step(number)
+        end = begin + (20 if number >= 6 - short else 960)
+        trace.launch(begin + 5, "sm90_bf16_gemm", begin + 10, end)
+        trace.launch(begin + 970, "sm90_bf16_gemm", begin + 975, begin + 990)
+    idle = {finding.id: finding for finding in told(trace.read())[0]}["gpu_idle"]
+    assert (", most of that in 1 of 6 iterations" in idle.title) == (short == 1)
+    assert ("in a usual one for" in idle.evidence) == (short == 1)

@@ -14,7 +14,7 @@ that is known, only the bound is: the part's time gone entirely.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -113,6 +113,7 @@ RULES: tuple[Rule, ...] = (
     generic.slower_later,
     generic.slower_than_alone,
     generic.far_from_ceiling,
+    generic.dominant_part,
 )
 """In the order in which they run: what leaves no doubt about its cause comes first."""
 
@@ -130,7 +131,7 @@ def findings(
         return []
     ledger = Ledger(evidence)
     found = [finding for rule in RULES for finding in rule(evidence, ledger)]
-    ranked = rank(generic.of_all_iterations(found))
+    ranked = _dominant_in_place(rank(generic.of_all_iterations(found)))
     largest = max(ranked, key=lambda finding: finding.share_of_step, default=None)
     if largest is not None and largest.id in IDLE_GPU and largest.severity == "slows":
         # nothing else can bring as much as the GPU that does nothing
@@ -139,7 +140,26 @@ def findings(
         ranked.insert(first, largest)
     for cause, effects in EXPLAINS.items():
         _before(ranked, cause, effects)
-    return of_one_step(ranked, _available(evidence))
+    return of_one_step(ranked, _available(evidence), evidence.basis)
+
+
+def _dominant_in_place(ranked: Sequence[Finding]) -> list[Finding]:
+    """The findings without a dominant part of which another tells half; it comes first of those
+    that slow the step if more of it than any of them takes is left when all others are taken off.
+    """
+    dominant = next((each for each in ranked if each.id == "dominant_part"), None)
+    if dominant is None:
+        return list(ranked)
+    others = [each for each in ranked if each is not dominant]
+    share = dominant.share_of_step
+    same = [each for each in others if each.component == dominant.component != "other"]
+    if any(each.share_of_step >= 0.5 * share for each in same):
+        return others
+    slows = [each.share_of_step for each in others if each.severity == "slows"]
+    if share - sum(slows) < max(slows, default=0.0):
+        return list(ranked)
+    others.insert(len(others) - len(slows), dominant)
+    return others
 
 
 def _before(ranked: list[Finding], cause: str, effects: tuple[str, ...]) -> None:

@@ -53,7 +53,8 @@ class Finding:
     change: dict[str, Any] = field(default_factory=dict)
     """Parameter to the value to try, for ``compare``; empty if no parameter of ours helps."""
     predicted_speedup: dict[str, float] = field(default_factory=dict)
-    """``low``, ``mid``, ``high``: step time now over step time after ``change``."""
+    """``low``, ``mid``, ``high``: step time now over step time after ``change``; empty where
+    nothing tells."""
     severity: str = "slows"
     limit: str = ""
     """The limit that it meets, one of ``LIMITS``."""
@@ -65,7 +66,9 @@ class Finding:
     """Share of the step (0 to 1), at least, that the findings above it count as well."""
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Plain values; the ends of a gain that nothing tells are None."""
+        unknown = dict.fromkeys(("low", "mid", "high"))
+        return asdict(self) | {"predicted_speedup": unknown | self.predicted_speedup}
 
 
 def rank(found: Iterable[Finding]) -> list[Finding]:
@@ -84,7 +87,9 @@ SAME = 0.01
 """Of the step: shares that are larger by less than this do not contradict each other."""
 
 
-def of_one_step(ranked: Sequence[Finding], available: Mapping[str, float]) -> list[Finding]:
+def of_one_step(
+    ranked: Sequence[Finding], available: Mapping[str, float], whole: str = "the step"
+) -> list[Finding]:
     """The findings, each with the share of the step that those above it count as well.
 
     Time is certainly counted twice where two findings together take more than all of what they
@@ -94,6 +99,7 @@ def of_one_step(ranked: Sequence[Finding], available: Mapping[str, float]) -> li
     Args:
         ranked: worst first.
         available: share of the step (0 to 1) by what a finding concerns.
+        whole: what the shares are of, in words.
     """
     told: list[Finding] = []
     taken = 0.0
@@ -112,7 +118,7 @@ def of_one_step(ranked: Sequence[Finding], available: Mapping[str, float]) -> li
         own += over if over > SAME else 0.0
         taken += each.share_of_step - own
         if own > 0:
-            said = f"{own:.0%} of the step is counted by findings above as well"
+            said = f"{own:.0%} of {whole} is counted by findings above as well"
             if own > each.share_of_step - SAME:
                 said = "All of this time is counted by findings above as well"
             said += f" (“{partner.title}”)." if partner is not None else "."
@@ -213,7 +219,8 @@ def rule(
     ``{name:ms}`` writes milliseconds, and a sentence of the evidence is left out where one of
     its figures is None. A figure named as an argument here (``title``, ``limit``, ...) replaces
     it; ``change``, ``severity`` and ``speedup`` are the finding's. Without ``speedup`` the
-    share is waste that can go entirely (:func:`removed`).
+    share is waste that can go entirely (:func:`removed`); an empty one says that nothing tells
+    the gain.
 
     Args:
         gpu: only for runs on a GPU (True) or on a CPU (False).
@@ -232,7 +239,7 @@ def rule(
             sentences = figures.get("evidence", evidence)
             told = [text for each in sentences if (text := _filled(each, figures)) is not None]
             said = _filled(figures.get("advice", advice), figures) or ""
-            speedup = figures.get("speedup") or removed(share)
+            speedup = removed(share) if figures.get("speedup") is None else figures["speedup"]
             if not seen.is_ours:
                 said = PARAMETERS.sub("", said)
             if seen.on_gpu and not (figures.get("change") and seen.probed):

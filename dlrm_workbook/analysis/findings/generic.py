@@ -10,10 +10,16 @@ import re
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 
 from dlrm_core.parts import part_label
 from dlrm_core.units import milliseconds
-from dlrm_workbook.analysis.attribution import main_thread
+from dlrm_workbook.analysis.attribution import (
+    host_time,
+    iteration_count,
+    main_thread,
+    step_contexts,
+)
 from dlrm_workbook.analysis.findings.evidence import (
     PROFILER_MS,
     Evidence,
@@ -30,6 +36,8 @@ from dlrm_workbook.analysis.findings.finding import (
     rule,
 )
 from dlrm_workbook.analysis.steady import LEAST_OF_SPLIT, SPLIT_TIMES, lasting_rise, steady_state
+from dlrm_workbook.recordings.foreign import node_key
+from dlrm_workbook.recordings.profile import nearest
 
 SLOWER = 1.5
 """Times its probe. Parts take up to 1.5 times theirs in clean runs, since in the run others
@@ -60,6 +68,10 @@ SPINNING_SHARE = 0.2
 
 CEILING_SHARE = 0.08
 FAR_SHARE = 0.3
+
+DOMINANT_SHARE = 0.4
+"""Of the CPU's time, in one part and phase of a foreign program; less is ordinary for the
+largest."""
 
 MEANWHILE = "Meanwhile the step's thread {meanwhile}."
 
@@ -368,6 +380,83 @@ def far_from_ceiling(evidence: Evidence, ledger: Ledger) -> Measured | None:
             "high": 1.0 / max(1.0 - lost, 0.02),
         },
     }
+
+
+@rule(
+    "dominant_part",
+    title="{name} takes {share:.0%} of the step",
+    evidence=(
+        "{what} takes {time:ms} of {total:ms} per iteration, without what builds the model.",
+        "Most of it: {heaviest}.",
+        "No rule found why: how short it could be, and what would help, was not measured.",
+    ),
+    advice="Look first at the functions named here: what they compute, with which types, shapes "
+    "and threads, and whether each iteration needs it.",
+    limit="",
+    gpu=False,
+)
+def dominant_part(evidence: Evidence, ledger: Ledger) -> Measured | None:
+    """One part of another program, or one function in no part, takes much of the CPU's time.
+
+    Of our own programs, probes and ceilings tell more.
+    """
+    if evidence.is_ours or evidence.meta.get("engine") != "hpctoolkit":
+        return None
+    if evidence.attribution["component"].eq("other").all():
+        return None  # of a program without parts the largest function is told already
+    table = _at_work(evidence)
+    groups = ["component", "phase", "function"]
+    times = table.groupby(groups)["time_ms"].sum()
+    if times.empty:
+        return None
+    row = int(np.argmax(times.to_numpy()))
+    component, phase, function = map(str, times.index[row])
+    time = float(times.max())
+    if time - ledger.anywhere_ms < DOMINANT_SHARE * evidence.total_ms:
+        return None
+    if ledger.is_explained((component, phase)):
+        return None
+    name = function if component == "other" else capitalised(part_label(component, phase))
+    own = table[table.groupby(groups).ngroup().eq(row).to_numpy()]
+    return {
+        "share": time / evidence.total_ms,
+        "component": component,
+        "concerns": (component,) if component != "other" else (),
+        "name": name,
+        "what": f"{name} (samples in no named part)" if component == "other" else "It",
+        "time": time,
+        "heaviest": heaviest(own, column="time_ms"),
+        "speedup": {},
+    }
+
+
+def _at_work(evidence: Evidence) -> pd.DataFrame:
+    """Sampled functions of the step's threads, without those that build the model: ``name``,
+    ``component``, ``phase``, ``function`` and ``time_ms`` of its own.
+
+    Time in no part has the autograd node above it as its ``function``, or else the Python
+    function; without either it is left out. Elsewhere ``function`` is "".
+    """
+    profile = evidence.profile
+    contexts = profile.contexts
+    parent = contexts["parent"].to_numpy()
+    python = np.asarray(profile.of_kind("python"))
+    is_node = np.asarray(profile.which("name", lambda name: node_key(name) is not None))
+    builds = python & contexts["name"].eq("__init__").to_numpy()
+    table = contexts[["name", "component", "phase"]].assign(
+        time_ms=np.asarray(host_time(profile)) / iteration_count(profile),
+        function="",
+    )
+    above = nearest(parent, is_node | python)
+    rows = np.unique(above[above >= 0])
+    labels = {
+        row: f"The backward of {node_key(name)}" if of_node else name
+        for row, name, of_node in zip(rows, contexts["name"].iloc[rows], is_node[rows], strict=True)
+    }
+    placed = contexts["component"].ne("other").to_numpy()
+    table.loc[~placed, "function"] = pd.Series(above[~placed], table.index[~placed]).map(labels)
+    table = table[step_contexts(profile, other_threads=False) & (nearest(parent, builds) < 0)]
+    return table[table["time_ms"].gt(0)].dropna(subset=["function"])
 
 
 def _is_significant(evidence: Evidence, part: Part) -> bool:

@@ -34,10 +34,14 @@ from dlrm_workbook.analysis.gpu import kernel_table, sampled_profile, stall_reas
 from dlrm_workbook.analysis.idleness import Stretches
 from dlrm_workbook.analysis.kernel_names import kernel_name
 from dlrm_workbook.analysis.launches import device_operations, launch_cost_us
+from dlrm_workbook.analysis.steady import LEAST_OF_SPLIT
 from dlrm_workbook.recordings.hpctoolkit.metrics import STALLS
 from dlrm_workbook.recordings.open import COMMUNICATION
 from dlrm_workbook.recordings.profile import nearest
 from dlrm_workbook.recordings.torch.chrome_trace import GRAPH_LAUNCH
+
+FEW_TIMES = 2.0
+"""Idle time of an iteration, in that of the usual one, from which on something else happens."""
 
 IDLE_SHARE = 0.13
 """Least share of the step in which the GPU does nothing for no cause that another rule names: a
@@ -478,10 +482,11 @@ def _outermost(parent: np.ndarray, operator: np.ndarray) -> np.ndarray:
 
 @rule(
     "gpu_idle",
-    title="The GPU is idle {idle} of the time{meanwhile}",
+    title="The GPU is idle {idle} of the time{few_iterations}{meanwhile}",
     evidence=(
         "It works {busy:ms} of {total:ms} per iteration and does nothing in {idle_time:ms}.",
         "{others}",
+        "{few}",
         "{gap}",
         "{host_unknown}",
         "The host meanwhile: {host}.",
@@ -520,6 +525,8 @@ def gpu_idle(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "busy": evidence.device_ms,
         "idle_time": evidence.idle_ms,
         "others": None,
+        "few": None,
+        "few_iterations": "",
         "gap": _longest_gap(evidence),
         "host_unknown": None if traced else HOST_UNKNOWN,
         "host": None,
@@ -533,13 +540,41 @@ def gpu_idle(evidence: Evidence, ledger: Ledger) -> Measured | None:
     }
     if explained > 0.02 * evidence.total_ms:
         figures["id"] = "gpu_idle_otherwise"
-        figures["title"] = "The GPU is idle {share:.0%} of the step{meanwhile}"
+        figures["title"] = "The GPU is idle {share:.0%} of the step{few_iterations}{meanwhile}"
         figures["meanwhile"] = " for other reasons"
         figures["others"] = "The rest of its idle time has findings of its own."
     if traced and len(unexplained):
         figures |= _host_meanwhile(evidence, unexplained)
+    figures |= _in_few_iterations(evidence, unexplained, left)
     ledger.explain(left, (str(figures.get("component", "other")), ""))
     return figures
+
+
+def _in_few_iterations(evidence: Evidence, idle: pd.DataFrame, left_ms: float) -> Measured:
+    """Figures that tell in how many iterations most of the idle time is; none where these are more
+    than a third.
+
+    Args:
+        left_ms: of a mean iteration; not all of its pieces need to be known.
+    """
+    first = evidence.windows[0]
+    if len(first) < LEAST_OF_SPLIT or idle.empty:
+        return {}
+    step = np.searchsorted(first, idle["start_ns"].to_numpy(), side="right") - 1
+    # the pieces' times are of a mean iteration
+    each = np.bincount(step, idle["idle_ms"] * len(first), minlength=len(first))
+    usual = float(np.median(each))
+    many = each > FEW_TIMES * usual
+    extra = float((each[many] - usual).sum()) / len(first)
+    count = int(many.sum())
+    if not 0 < count <= len(first) / 3 or extra < 0.5 * left_ms:
+        return {}
+    return {
+        "few_iterations": f", most of that in {count} of {len(first)} iterations",
+        "few": f"In {'that iteration' if count == 1 else 'those iterations'} it does nothing for "
+        f"{milliseconds(float(each[many].mean()))}, in a usual one for {milliseconds(usual)}: "
+        "something that happens now and then, such as a checkpoint, an evaluation or a callback.",
+    }
 
 
 def _longest_gap(evidence: Evidence) -> str | None:
