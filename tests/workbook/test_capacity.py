@@ -71,11 +71,12 @@ SHAPES = {
         {"indices_per_lookup": 1},
         batch_size=6144,
     ),
+    # the batch makes every vector larger than 32 MiB: glibc keeps smaller pieces when freed
     "cross layers": sections(
         {"bottom_mlp": [13, 32], "top_mlp": [128, 1], "embedding_dim": 32, "tables": 20}
         | {"table_rows": 1000, "interaction": "dcn", "dcn_rank": 128},
         {"indices_per_lookup": 1},
-        batch_size=8192,
+        batch_size=16384,
     ),
     "sparse gradients": sections(
         {"bottom_mlp": [64, 64], "top_mlp": [64, 1], "table_rows": 40_000},
