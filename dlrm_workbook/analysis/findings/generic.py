@@ -443,7 +443,11 @@ def _at_work(evidence: Evidence) -> pd.DataFrame:
     python = np.asarray(profile.of_kind("python"))
     is_node = np.asarray(profile.which("name", lambda name: node_key(name) is not None))
     builds = python & contexts["name"].eq("__init__").to_numpy()
+    # where a library has no lines, its functions are named
+    called = nearest(parent, contexts["kind"].isin(["function", "python"]).to_numpy())
+    unnamed = contexts["name"].str.startswith("[").to_numpy() & (called >= 0)
     table = contexts[["name", "component", "phase"]].assign(
+        name=contexts["name"].iloc[np.where(unnamed, called, np.arange(len(contexts)))].to_numpy(),
         time_ms=np.asarray(host_time(profile)) / iteration_count(profile),
         function="",
     )
