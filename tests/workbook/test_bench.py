@@ -137,7 +137,7 @@ def test_a_peer_runs_in_its_own_process_and_leaves_its_checkout_alone(tmp_path):
     results = compare(both(), peer=tmp_path, rounds=1, iterations=3, threads=1, run=run)
     peer = results["contestants"]["facebook"]
     assert peer["step_ms"] == 5.0
-    assert peer["end_to_end_ms"] >= 20.0
+    assert peer["end_to_end_ms"] > peer["step_ms"]
     assert results["against"] == "facebook" and results["losses_agree"] is False
     assert [file.name for file in tmp_path.iterdir()] == ["dlrm_s_pytorch.py"]
 
