@@ -28,6 +28,7 @@ from dlrm_workbook.machine import REPOSITORY
 from dlrm_workbook.recordings.measure import measure
 from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.recordings.torch import session
 from dlrm_workbook.recordings.torch.recorder import record_workload
 
 PROGRAM = Path(foreign_program.__file__)
@@ -243,11 +244,12 @@ def test_hpctoolkit_measures_a_command_beside_its_own_marks(
 def loop(folder: Path, steps: int, **options: Any) -> int:
     """A loop with a table; how many iterations it did."""
     table = torch.nn.EmbeddingBag(50, 8, mode="sum")
+    indices = torch.arange(50).repeat(4000).view(-1, 100)  # long enough to be measured
     done = 0
     with record(folder, **options) as step:
         for _ in range(steps):
             with record.part("embedding"):
-                pooled = table(torch.arange(10).view(2, 5))
+                pooled = table(indices)
             with record.part("top_mlp"):
                 scores = pooled.tanh().cos()
             scores.sum().backward()
@@ -271,6 +273,15 @@ def test_a_loop_that_is_too_short_is_warned_of_and_keeps_its_results(tmp_path: P
     assert not list(tmp_path.iterdir())
     with pytest.warns(UserWarning, match=r"step\(\) was never called"), record(tmp_path / "none"):
         pass
+
+
+def test_a_loop_too_short_to_be_measured_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "SHORTEST", 1e9)
+    with pytest.warns(UserWarning, match=r"an iteration takes .* too short to be measured"):
+        assert loop(tmp_path / "mine", 50, iterations=3, warmup=1) == 50
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_error_of_the_loop_is_its_own(tmp_path: Path) -> None:

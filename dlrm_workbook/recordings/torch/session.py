@@ -563,7 +563,7 @@ class record:
         self._session.step()
         if self._session.finished:
             self._over = True
-            self._session.__exit__(None, None, None)
+            self._end(self._session, None, None, None)
 
     def __exit__(
         self,
@@ -581,10 +581,19 @@ class record:
                     "record: nothing was recorded, since step() was never called", stacklevel=2
                 )
             return
+        self._end(self._session, kind, error, traceback)
+
+    @staticmethod
+    def _end(
+        session: Session,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         try:
-            self._session.__exit__(kind, error, traceback)
+            session.__exit__(kind, error, traceback)
         except InputError as refusal:
             if refusal is error:
                 raise
-            # what was trained is worth more than the recording that failed
-            warnings.warn(f"record: nothing was recorded: {refusal}", stacklevel=2)
+            # what is trained is worth more than the recording that failed
+            warnings.warn(f"record: nothing was recorded: {refusal}", stacklevel=3)
