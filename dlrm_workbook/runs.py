@@ -59,7 +59,7 @@ def workbook_folder() -> Path | None:
 
 _FOLDER = workbook_folder()
 NOTEBOOKS = _FOLDER / "notebooks" if _FOLDER else SHIPPED
-"""Where ``dlrm run`` finds notebooks: those to edit, else those that came with the package."""
+"""Folder of the notebooks of ``dlrm run``: those to edit, else those of the package."""
 DEFAULT_OUTPUT_ROOT = (_FOLDER or Path.cwd()) / "outputs"
 
 LATEST = "latest"
@@ -165,7 +165,7 @@ GONE = "its process was killed, or the machine went down"
 
 
 def mark_interrupted(run_json: Path, record: dict[str, Any]) -> dict[str, Any]:
-    """What is to be said of a run: a run that is ``running`` without a process is interrupted.
+    """Mark a run as interrupted that is ``running`` without a process; return its record.
 
     Its ``run.json`` is written anew then, where that is possible.
 

@@ -60,7 +60,7 @@ CSS_PROPERTIES = {
     *("text-align", "text-decoration", "vertical-align", "white-space", "width", "word-break"),
 }
 SCHEMES = {"data", "http", "https", "mailto"}
-"""Of addresses in all; LINK and the resolver of images allow fewer to each."""
+"""Schemes that an address may have; LINK and the resolver of images allow fewer to each."""
 LINK = re.compile(r"https?://|mailto:|#|[\w./%+-]*(?:[?#]|$)", re.IGNORECASE)
 """How an address that may be followed begins; a relative one has no colon in its path."""
 _BRACKET = re.compile(r"<(?=/?([a-z][^\s/<>]*))", re.IGNORECASE)

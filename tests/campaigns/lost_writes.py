@@ -276,7 +276,7 @@ def apply(disk: Disk, call: str, arguments: str, result: int, rest: str) -> bool
 
 @dataclass(frozen=True)
 class Kind:
-    """What is written, and how it is read.
+    """A kind of file: its writer, and how it is read.
 
     Attributes:
         command: that writes into the folder ``OUT``; lines that it prints are what it announces.

@@ -69,7 +69,7 @@ OF_TORCH = ("torchinductor_", "torchelastic_")
 
 
 class Ground:
-    """Where a part works: a scratch folder, whose path names its processes too."""
+    """The scratch folder of a part; its path names its processes too."""
 
     def __init__(self, scratch: Path) -> None:
         self.scratch = scratch

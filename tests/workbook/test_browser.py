@@ -272,7 +272,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str, Pa
 
 
 def notebook_url(lab: tuple[str, str, Path], name: str) -> str:
-    """Where the lab opens a notebook, in a workspace of its own: no tabs of other tests."""
+    """The address at which the lab opens a notebook, in a workspace without tabs of other tests."""
     address, token, _ = lab
     return f"{address}/lab/workspaces/{Path(name).stem}/tree/{name}?token={token}"
 

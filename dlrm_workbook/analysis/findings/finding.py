@@ -84,7 +84,7 @@ def rank(found: Iterable[Finding]) -> list[Finding]:
 
 
 SAME = 0.01
-"""Of the step: shares that are larger by less than this do not contradict each other."""
+"""Shares of the step that are larger by less than this do not contradict each other."""
 
 
 def of_one_step(

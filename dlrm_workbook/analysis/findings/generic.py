@@ -70,7 +70,7 @@ CEILING_SHARE = 0.08
 FAR_SHARE = 0.3
 
 DOMINANT_SHARE = 0.4
-"""Of the CPU's time, in one part and phase of a foreign program; less is ordinary for the
+"""Least share of CPU time in one part and phase of a foreign program; less is ordinary for the
 largest."""
 
 MEANWHILE = "Meanwhile the step's thread {meanwhile}."
@@ -403,7 +403,7 @@ def dominant_part(evidence: Evidence, ledger: Ledger) -> Measured | None:
     if evidence.is_ours or evidence.meta.get("engine") != "hpctoolkit":
         return None
     if evidence.attribution["component"].eq("other").all():
-        return None  # of a program without parts the largest function is told already
+        return None  # without parts, another finding names the largest function
     table = _at_work(evidence)
     groups = ["component", "phase", "function"]
     times = table.groupby(groups)["time_ms"].sum()

@@ -72,7 +72,7 @@ SHORT_KERNEL_US = 10.0
 there is one."""
 
 MOSTLY = 0.3
-"""Of idle time, by one function of the host: from here on a title names it beside its part."""
+"""Least share of idle time by one function of the host for a title to name it."""
 
 SHORT_GAPS = 50.0
 """Times a launch: gaps up to this length are what calling operators in turn costs (30 to 200 µs
@@ -106,11 +106,11 @@ DOUBLE_SHARE = 0.03
 
 COPYING = re.compile(r"copy\b|nchw to|nhwc to|transpose", re.IGNORECASE)
 LAYOUT_SHARE = 0.1
-"""Of the step, by kernels that copy to another type or layout: real recordings have 0 to 2.4 %."""
+"""Least share of the step for copies to another type or layout; real recordings: 0 to 2.4 %."""
 
 POINTWISE = re.compile("elementwise")
 POINTWISE_SHARE = 0.25
-"""Of the step, by kernels of one operation for each value: real recordings have 1 to 14 %."""
+"""Least share of the step for kernels of one operation a value; real recordings: 1 to 14 %."""
 
 LEAST_KINDS = 3
 """Different kernels that take a twentieth of such time each; fewer are judged one by one."""

@@ -76,7 +76,7 @@ def explain(measured: Pass, run: Completed, measurements: Path) -> Failure | Non
 
 
 def no_space(measurements: Path, said: str) -> str:
-    """That there was no room for a measurement, as a sentence; "" if there was.
+    """Say in a sentence that there was no room for a measurement; "" if there was.
 
     Measuring again would only fill the disk again.
 

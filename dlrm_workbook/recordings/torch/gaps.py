@@ -1,8 +1,8 @@
 """Parts of the time that passes on the training thread outside of operators.
 
-Between two operators Python runs, or autograd's engine. Names tell the part of much of it
-(:mod:`dlrm_workbook.recordings.foreign`), and what they leave is told by its neighbours, where
-these leave no doubt:
+Between two operators Python runs, or autograd's engine. Names give the part of much of it
+(:mod:`dlrm_workbook.recordings.foreign`); the neighbours give the rest, where they leave no
+doubt:
 
 * what lies between two calls of the same part and phase, of one pass, is that part's;
 * what autograd does before its first node belongs to the loss, whose gradient it makes;
