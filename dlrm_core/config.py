@@ -411,9 +411,13 @@ class TrainingConfig:
     )
     loss_scale: float = setting(
         65536.0,
-        "with fp16: the loss is multiplied by it before backward, gradients are divided by it; "
-        "a step whose gradients overflow is skipped and counted",
+        "with fp16: the loss is multiplied by it before backward, gradients are divided by it",
         minimum=1.0,
+    )
+    skip_overflow: bool = setting(
+        True,
+        "with fp16: a step whose gradients overflow is skipped and counted; false: it is taken "
+        "all the same, as DeepSpark's static scale does",
     )
     lowest_precision: str = setting(
         "bf16",

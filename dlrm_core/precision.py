@@ -41,7 +41,8 @@ class DensePrecision:
     """The type of the dense part's products, and the loss scale that it needs.
 
     Args:
-        config: ``precision`` and ``loss_scale`` are used, ``fp32_matmul`` is commented on.
+        config: ``precision``, ``loss_scale`` and ``skip_overflow`` are used, ``fp32_matmul`` is
+            commented on.
         device: where the dense part runs.
 
     Attributes:
@@ -56,6 +57,7 @@ class DensePrecision:
         self.dtype = DTYPES[config.precision]
         self.scale = config.loss_scale if config.precision == "fp16" else 1.0
         self.skipped = 0
+        self._may_skip = config.skip_overflow
         self.notices = _precision_notices(config, device)
         self._device = device
 
@@ -72,20 +74,20 @@ class DensePrecision:
             return nullcontext()
         return torch.autocast(self._device.type, enabled=False)
 
-    def unscale(self, gradients: Sequence[torch.Tensor]) -> bool:
-        """Divide gradients by the loss scale, in place; whether all of them are finite.
-
-        If one is not, the step is to be skipped, and is counted as such. The host
-        waits for a GPU here, in fp16 only.
-        """
-        if self.scale == 1.0:
-            return True
+    def overflowed(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Whether a gradient is infinite or no number: a scalar on the device, not waited for."""
         largest = torch.stack([gradient.detach().abs().max() for gradient in gradients]).max()
-        if not bool(torch.isfinite(largest)):
-            self.skipped += 1
-            return False
+        return ~torch.isfinite(largest)
+
+    def skips(self, overflowed: torch.Tensor) -> bool:
+        """Whether the step is to be skipped, which is counted; the host waits for a GPU here."""
+        skipped = self._may_skip and bool(overflowed)
+        self.skipped += skipped
+        return skipped
+
+    def unscale(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Divide gradients by the loss scale, in place."""
         torch._foreach_mul_(list(gradients), 1.0 / self.scale)
-        return True
 
     def skipped_notice(self, steps: int) -> list[str]:
         """What to say after ``steps`` steps: nothing if none was skipped."""

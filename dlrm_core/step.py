@@ -130,7 +130,14 @@ class TrainingStep(Step):
             return True
         found = [leaf.grad for leaf in (*leaves, *self.dense.weights)]
         gradients = [gradient for gradient in found if gradient is not None]
-        return optimizer_update(lambda: self.dense.precision.unscale(gradients))
+        return optimizer_update(lambda: self._unscaled(gradients))
+
+    def _unscaled(self, gradients: list[torch.Tensor]) -> bool:
+        precision = self.dense.precision
+        if precision.skips(precision.overflowed(gradients)):
+            return False
+        precision.unscale(gradients)
+        return True
 
 
 def optimizer_of(

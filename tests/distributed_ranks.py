@@ -87,6 +87,9 @@ def train(job, world, collectives, watch):
         if job.get("initial"):
             trainer.save()
         collectives.records = []
+        overflowed = []
+        own = trainer.step._overflowed
+        trainer.step._overflowed = lambda gradient: noted(own(gradient), overflowed)
         result = trainer.train()
         records = [
             {"kind": r.kind, "what": r.what, "bytes": r.bytes, "done": r.ended is not None}
@@ -97,12 +100,19 @@ def train(job, world, collectives, watch):
             "losses": result.losses,
             "evaluations": result.evaluations,
             "threads": torch.get_num_threads(),
+            "overflowed": gathered(world, overflowed),
+            "skipped": gathered(world, trainer.step.dense.precision.skipped),
             "holdings": trainer.holdings(),
             "collectives": gathered(world, records),
             "ranks": gathered(world, about_rank(trainer, result)),
         }
     finally:
         trainer.close()
+
+
+def noted(value, values):
+    values.append(bool(value))
+    return value
 
 
 if __name__ == "__main__":

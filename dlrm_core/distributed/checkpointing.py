@@ -152,6 +152,7 @@ def restore(
         InputError: a file is corrupted, or of another optimiser.
     """
     weights, sums = shared_tensors(step.tables, world, collectives)
+    step.dense.precision.skipped = int(checkpoint.state["skipped_steps"])
     files = {WEIGHTS: (weights_of(step.model), weights, "", step.tables.local)}
     dense_state = make_room(step, checkpoint)
     if OPTIMIZER in checkpoint.files or dense_state or sums:

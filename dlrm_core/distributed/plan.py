@@ -152,7 +152,6 @@ def require_possible(parameters: Parameters, ranks: int) -> None:
             "ranks, has it on no CPU: choose sgd, adagrad or rowwise_adagrad"
         )
     for leaf, found, wanted, reason in (
-        ("precision", training.precision == "fp16", "fp32 or bf16", "its loss scale is not shared"),
         ("micro_batch", training.micro_batch is not None, "nothing", "a rank's batch is small"),
         (
             "embeddings_on_gpu_bytes",

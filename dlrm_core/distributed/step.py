@@ -14,13 +14,15 @@
     gradients of its cross layers are sent
     bottom MLP backward                        these, pooled gradients
     bottom MLP's gradients are sent, the loss with them
-    embedding backward and update              gradients of the dense part
+    embedding backward and update              gradients of the dense part (fp16: waits first)
     communication backward: waits for them
     updates of the MLPs and the cross layers
 
 In bottom MLP's backward the exchange of pooled gradients begins and is waited for as well:
 autograd runs it in one go with the MLP, first the sending, last the receiving. The loss is
-divided by the number of ranks before backward, so gradients are summed everywhere.
+divided by the number of ranks before backward, so gradients are summed everywhere. With fp16
+each rank looks for overflow in the gradients of its own samples, and their number goes with the
+loss: tables change inside embedding backward, so all ranks must know before it begins.
 """
 
 from __future__ import annotations
@@ -92,6 +94,7 @@ class Bucket:
 
     Args:
         weights: of one part.
+        scale: what the gradients are divided by when they have arrived.
         numbers: how many float32 numbers are summed along.
     """
 
@@ -99,13 +102,16 @@ class Bucket:
         self,
         weights: list[nn.Parameter],
         collectives: Collectives,
+        scale: float = 1.0,
         numbers: int = 0,
     ) -> None:
         self._weights = weights
+        self._scale = scale
         self._collectives = collectives
         size = sum(weight.numel() for weight in weights)
         self._flat = torch.empty(size + numbers, device=weights[0].device)
-        views = self._flat[:size].split([weight.numel() for weight in weights])
+        self._sums = self._flat[:size]
+        views = self._sums.split([weight.numel() for weight in weights])
         self._views = [v.view_as(weight) for v, weight in zip(views, weights, strict=True)]
         self.numbers = self._flat[size:]
         self._work: Any = None
@@ -118,9 +124,13 @@ class Bucket:
             self._work = dist.all_reduce(self._flat, async_op=True)
 
     def receive(self) -> None:
-        """Wait for the sums; they are the weights' ``grad`` then."""
+        """Wait for the sums; they are the weights' ``grad`` then. Later calls do nothing."""
+        if self._work is None:
+            return
         self._work.wait()
         self._work = None
+        if self._scale != 1.0:
+            self._sums.mul_(1.0 / self._scale)
         for weight, view in zip(self._weights, self._views, strict=True):
             weight.grad = view
 
@@ -151,12 +161,15 @@ class DistributedStep(Step):
         device = model.top_mlp.linears[0].weight.device
         self.bottom_optimizer = optimizer_of(config, model.bottom_mlp.parameters(), device)
         self.top_optimizer = optimizer_of(config, model.top_mlp.parameters(), device)
-        self._top = Bucket(list(model.top_mlp.parameters()), collectives)
+        scale = self.dense.precision.scale
+        self._top = Bucket(list(model.top_mlp.parameters()), collectives, scale)
         own = list(model.interaction.parameters())
         self.interaction_optimizer = optimizer_of(config, own, device) if own else None
-        self._interaction = Bucket(own, collectives) if own else None
-        # the loss of all ranks, and how many of them were asked to stop
-        self._bottom = Bucket(list(model.bottom_mlp.parameters()), collectives, numbers=2)
+        self._interaction = Bucket(own, collectives, scale) if own else None
+        self._scaled = scale != 1.0
+        # the loss of all ranks, how many were asked to stop and, in fp16, how many overflowed
+        numbers = 3 if self._scaled else 2
+        self._bottom = Bucket(list(model.bottom_mlp.parameters()), collectives, scale, numbers)
 
     def __call__(self, batch: LocalBatch, stop: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Train on a batch.
@@ -172,9 +185,17 @@ class DistributedStep(Step):
         sums, leaves = embedding_forward(self.tables, context, received)
         sent = communication_forward(lambda: self.tables.send_pooled(context, leaves))
         with self.dense.precision.autocast():
-            loss = self._dense_part(batch, sent)
-        self._bottom.numbers.copy_(torch.stack([loss, loss.new_tensor(float(stop))]))
+            loss, gradient = self._dense_part(batch, sent)
+        numbers = [loss, loss.new_tensor(float(stop))]
+        if self._scaled:
+            numbers.append(optimizer_update(lambda: self._overflowed(gradient)))
+        self._bottom.numbers.copy_(torch.stack(numbers))
         communication_backward(self._bottom.send)
+        if self._scaled:
+            communication_backward(self._bottom.receive)
+            if self.dense.precision.skips(self._bottom.numbers[2] > 0):
+                self._receive_rest()
+                return self._result()
         with torch.autograd.set_multithreading_enabled(False):
             embedding_backward(sums, leaves)
         embedding_update(self.tables)
@@ -185,10 +206,26 @@ class DistributedStep(Step):
             interaction_update(self.interaction_optimizer)
         communication_backward(self._bottom.receive)
         bottom_mlp_update(self.bottom_optimizer)
+        return self._result()
+
+    def _result(self) -> tuple[torch.Tensor, torch.Tensor]:
         numbers = self._bottom.numbers.clone()
         return numbers[0], numbers[1]
 
-    def _dense_part(self, batch: LocalBatch, sent: Any) -> torch.Tensor:
+    def _overflowed(self, pooled_gradient: torch.Tensor) -> torch.Tensor:
+        """Whether a gradient of this rank's samples is infinite or no number: 0 or 1."""
+        found = [weight.grad for weight in self.dense.weights]
+        gradients = [pooled_gradient, *(gradient for gradient in found if gradient is not None)]
+        return self.dense.precision.overflowed(gradients).float()
+
+    def _receive_rest(self) -> None:
+        """Wait for the buckets that a skipped step has sent and will not use."""
+        communication_backward(self._top.receive)
+        if self._interaction is not None:
+            communication_backward(self._interaction.receive)
+
+    def _dense_part(self, batch: LocalBatch, sent: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss, this rank's share of it, and the gradient (b, T d) of the pooled vectors."""
         dense = self.dense
         x, x_leaf = bottom_mlp_forward(dense.bottom_mlp, batch.dense)
         pooled = communication_forward(lambda: self.tables.receive_pooled(sent))
@@ -198,15 +235,20 @@ class DistributedStep(Step):
         p, p_leaf = top_mlp_forward(dense.top_mlp, z_leaf)
         with dense.precision.full(), torch.autograd.set_multithreading_enabled(False):
             loss = loss_forward(dense.loss, p_leaf, batch.targets)
-            loss_backward(loss, 1.0 / self._ranks)
+            loss_backward(loss, dense.precision.scale / self._ranks)
             top_mlp_backward(p, p_leaf)
             communication_backward(self._top.send)
             interaction_backward(z, z_leaf)
             if self._interaction is not None:
                 communication_backward(self._interaction.send)
+            gradient = pooled_leaf.grad
+            assert gradient is not None
+            if self._scaled:
+                # in fp32, by who has the samples; what is infinite stays so
+                optimizer_update(lambda: dense.precision.unscale([gradient]))
             with self._collectives.about("pooled gradients"):
-                bottom_mlp_backward(x, x_leaf, pooled, pooled_leaf)
-        return loss.detach().float() / self._ranks
+                bottom_mlp_backward(x, x_leaf, pooled, gradient)
+        return loss.detach().float() / self._ranks, gradient
 
     def predict(self, batch: LocalBatch) -> torch.Tensor:
         """Click probability (b, 1) float32 of this rank's samples; all ranks must ask."""
@@ -245,11 +287,11 @@ def embedding_forward(
 
 @part("bottom_mlp", "backward")
 def bottom_mlp_backward(
-    x: torch.Tensor, x_leaf: torch.Tensor, pooled: torch.Tensor, pooled_leaf: torch.Tensor
+    x: torch.Tensor, x_leaf: torch.Tensor, pooled: torch.Tensor, pooled_gradient: torch.Tensor
 ) -> None:
     """The MLP between the sending and the receiving of pooled gradients: autograd runs what
     was done last first, and the MLP's forward lay between their counterparts."""
-    torch.autograd.backward([pooled, x], [pooled_leaf.grad, x_leaf.grad])
+    torch.autograd.backward([pooled, x], [pooled_gradient, x_leaf.grad])
 
 
 @part("embedding", "backward")

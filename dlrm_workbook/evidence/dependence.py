@@ -46,6 +46,7 @@ NEUTRAL = frozenset(
         "training.batches",
         "training.learning_rate",
         "training.seed",
+        "training.skip_overflow",
         "training.log_every",
         "training.lowest_precision",
     }

@@ -60,10 +60,19 @@ def test_a_cpu_that_rounds_large_products_only_is_found_out(monkeypatch):
 def test_gradients_are_divided_by_the_scale_or_the_step_is_skipped():
     precision = DensePrecision(TrainingConfig(precision="fp16", loss_scale=1024.0), CPU)
     gradients = [torch.tensor([1024.0, -2048.0]), torch.tensor([[512.0]])]
-    assert precision.unscale(gradients) and precision.skipped == 0
+    assert not precision.skips(precision.overflowed(gradients)) and precision.skipped == 0
+    precision.unscale(gradients)
     assert [g.flatten().tolist() for g in gradients] == [[1.0, -2.0], [0.5]]
     for bad in (float("inf"), float("-inf"), float("nan")):
-        assert not precision.unscale([torch.tensor([1.0]), torch.tensor([0.0, bad])])
+        assert precision.skips(
+            precision.overflowed([torch.tensor([1.0]), torch.tensor([0.0, bad])])
+        )
     assert precision.skipped == 3
     (notice,) = precision.skipped_notice(10)
     assert "3 of 10 steps" in notice and "65504" in notice
+
+
+def test_a_scale_that_never_skips_takes_every_step():
+    config = TrainingConfig(precision="fp16", loss_scale=1024.0, skip_overflow=False)
+    precision = DensePrecision(config, CPU)
+    assert not precision.skips(torch.tensor(True)) and precision.skipped_notice(10) == []

@@ -90,12 +90,21 @@ RUNS = {
         ),
         {"table_wise"},
     ),
+    "fp16": (
+        sections(
+            sharding="row_wise",
+            replicated_bytes=64 * 50,
+            precision="fp16",
+            loss_scale=1024.0,
+        ),
+        {"row_wise", "replicated"},
+    ),
 }
 """Each is trained by one process, and by so many ranks:"""
 
 CASES = [
     *(("row_wise", 1), ("mixed", 1)),
-    *(("table_wise", 2), ("column_wise", 2), ("auto", 2), ("cross", 2)),
+    *(("table_wise", 2), ("column_wise", 2), ("auto", 2), ("cross", 2), ("fp16", 2)),
     *(("table_wise", 4), ("row_wise", 4), ("mixed", 4)),
 ]
 
@@ -161,6 +170,11 @@ def ranks(tmp_path_factory):
     # a file tuned for one process runs on ranks too, with torch's dense part
     tuned = sections({"interaction": "cat"}, dense_backend="fused", fp32_matmul="bf16x2")
     next(job for job in jobs if job["name"] == "auto")["sections"] = tuned
+    overflow = RUNS["fp16"][0] | {
+        "training": RUNS["fp16"][0]["training"] | {"loss_scale": 2.0**18, "optimizer": "adagrad"}
+    }
+    place = str(folder / "overflow")
+    twice = [{"name": "overflow", "sections": overflow, "place": place, "initial": True}]
     stages = []
     for count, until in ((1, None), (2, 25), (4, 40)):
         own = [
@@ -168,6 +182,7 @@ def ranks(tmp_path_factory):
             for job in jobs
             if (job["name"], count) in CASES
         ]
+        own += twice if count == 2 else []
         for optimizer, place in places.items() if until else ():
             before = {25: 10, 40: 25}[until]
             own.append(
@@ -222,7 +237,21 @@ def alone():
 def test_ranks_have_the_losses_of_one_process(ranks, alone, name, count):
     found = ranks[0][count][name]["losses"]
     assert len(found) == STEPS
-    assert found == pytest.approx(alone[name].losses, rel=0, abs=1e-5)
+    expected = alone[name].losses
+    assert found == pytest.approx(expected, rel=0, abs=5e-4 if name == "fp16" else 1e-5)
+
+
+@needs_torchrec
+def test_all_ranks_skip_a_step_whose_gradients_overflow_on_one(ranks):
+    run, place = ranks[0][2]["overflow"], ranks[1] / "overflow"
+    own, (first, second) = run["overflowed"], run["skipped"]
+    # in some steps it is one of them, in some the other, in some both, in some none
+    assert {tuple(step) for step in zip(*own, strict=True)} == {
+        *((False, False), (False, True), (True, False), (True, True))
+    }
+    assert first == second == sum(a or b for a, b in zip(*own, strict=True))
+    assert torch.isfinite(torch.tensor(run["losses"])).all()
+    assert read_checkpoint(place / f"step-{STEPS:08d}").state["skipped_steps"] == first
 
 
 @needs_torchrec
@@ -245,7 +274,8 @@ def test_ranks_begin_and_end_with_the_weights_of_one_process(ranks, name, count)
     final = safetensors.torch.load_file(place / f"step-{STEPS:08d}" / WEIGHTS)
     for key, weight in expected.items():
         # sums in another order, 50 times: a few units in the last place of weights near 1
-        assert torch.allclose(final[key], weight.detach(), rtol=0, atol=2e-5), key
+        atol = 2e-3 if name == "fp16" else 2e-5
+        assert torch.allclose(final[key], weight.detach(), rtol=0, atol=atol), key
 
 
 @needs_torchrec
@@ -408,7 +438,6 @@ def test_what_does_not_exist_on_several_ranks_is_refused():
     for changes, model, ranks, said in (
         ({"batch_size": 30}, {}, 4, r"batch_size is 30, but there are 4 ranks"),
         ({"optimizer": "adam"}, {}, 2, r"optimizer is 'adam'.*rowwise_adagrad"),
-        ({"precision": "fp16"}, {}, 2, r"precision is 'fp16'.*fp32 or bf16"),
         ({"micro_batch": 8}, {}, 2, r"micro_batch is 8"),
         ({"sharding": "column_wise", "optimizer": "rowwise_adagrad"}, {}, 2, "one sum a row"),
         ({}, {"bottom_mlp": "5-12-6", "embedding_dim": 6}, 2, "multiples of 4"),
