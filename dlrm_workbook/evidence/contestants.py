@@ -27,6 +27,7 @@ import numpy as np
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.errors import InputError, MissingToolError
 from dlrm_core.files import read_json, write_json
+from dlrm_core.units import faster
 from dlrm_workbook.intervals import Interval, median_interval
 from dlrm_workbook.processes import ALLOCATOR, python_module, run_child
 from dlrm_workbook.turns import rotated, round_ratios, take_turns
@@ -392,8 +393,8 @@ def describe(case: Mapping[str, Any]) -> str:
     for name, ratios in case["ratios"].items():
         step, whole = ratios["step_ms"], ratios["end_to_end_ms"]
         lines.append(
-            f"{name} is {_times(step)} as fast as {case['against']} per step, {_times(whole)} "
-            f"end to end; {certainty(step)}"
+            f"{name} is {gain_text(whole)} than {case['against']} end to end and "
+            f"{gain_text(step)} per step; {certainty(step)}"
         )
     lines.append(_same_training(case))
     lines += [f"{name} FAILED: {reason}" for name, reason in case["failures"].items()]
@@ -425,7 +426,8 @@ def difference_text(value: float | None) -> str:
     return f"{value:.1e}" if value else "0"
 
 
-def _times(ratio: Mapping[str, float]) -> str:
+def gain_text(ratio: Mapping[str, float]) -> str:
+    """A ratio in words: ``2.10x faster (1.95x to 2.24x)``; one round has no range."""
     if ratio["rounds"] == 1:
-        return f"{ratio['mid']:.2f}x"
-    return f"{ratio['mid']:.2f}x ({ratio['low']:.2f}x to {ratio['high']:.2f}x)"
+        return faster(ratio["mid"], math.nan, math.nan)
+    return faster(ratio["mid"], ratio["low"], ratio["high"])

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -64,7 +65,9 @@ def test_our_contestants_run_in_processes_and_train_the_same():
     assert results["losses_agree"] and results["loss_difference"] == {"tuned": 0}
     ratio = results["ratios"]["tuned"]["end_to_end_ms"]
     assert 0 < ratio["low"] <= ratio["mid"] <= ratio["high"]
-    assert "tuned is" in describe(results)
+    said = describe(results)
+    assert "than plain end to end and" in said and "as fast as" not in said
+    assert re.search(r"^tuned is [\d.,]+x (faster|slower) than", said, re.MULTILINE)
 
 
 def made(times, losses=lambda name: [0.5]):

@@ -60,7 +60,7 @@ def test_everyone_takes_a_turn_at_being_first_and_ratios_are_of_rounds():
     assert row["targets"] == [{"against": "facebook", "wanted": 5.0, "reached": 5.0}]
     assert row["agree"] and not row["failures"]
     text = bench.describe(row)
-    assert "fused is 5.00x (5.00 to 5.00) as fast as facebook, wanted 5.0x" in text
+    assert "fused is 5.00x faster (5.00x to 5.00x) than facebook, wanted 5.0x" in text
     assert "75% of the pace of bare accesses" in text
 
 

@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import functools
 import importlib.util
+import math
 import statistics
 import sys
 import tempfile
@@ -32,7 +33,7 @@ from dlrm_core.data.batch import Batch
 from dlrm_core.data.synthetic import SyntheticBatches
 from dlrm_core.embeddings import EPSILON, EmbeddingTables, attach, torch_optimizer
 from dlrm_core.errors import InputError
-from dlrm_core.units import counted
+from dlrm_core.units import counted, faster
 from dlrm_workbook.evidence.ceilings import last_level_cache
 from dlrm_workbook.evidence.contestants import environment_of, require_peer, settings
 from dlrm_workbook.ledger import Ledger
@@ -605,10 +606,8 @@ def describe(row: Mapping[str, Any]) -> str:
     for against, ratio in row["ratios"].get(best, {}).items():
         wanted = next((t["wanted"] for t in row["targets"] if t["against"] == against), None)
         goal = f", wanted {wanted:.1f}x" if wanted else ""
-        lines.append(
-            f"{best} is {ratio['median']:.2f}x ({ratio['low']:.2f} to {ratio['high']:.2f}) "
-            f"as fast as {against}{goal}"
-        )
+        ends = (ratio["low"], ratio["high"]) if len(row["rounds"]) > 1 else (math.nan, math.nan)
+        lines.append(f"{best} is {faster(ratio['median'], *ends)} than {against}{goal}")
     if share := row["share_of_row_accesses"]:
         lines.append(
             f"{share['total_ms']['median']:.0%} of the pace of bare accesses to the same rows "

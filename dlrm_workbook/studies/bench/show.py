@@ -23,7 +23,7 @@ from dlrm_core.units import (
     value_text,
 )
 from dlrm_workbook.analysis.sentences import in_markdown
-from dlrm_workbook.evidence.contestants import PEER, certainty, difference_text
+from dlrm_workbook.evidence.contestants import PEER, certainty, difference_text, gain_text
 from dlrm_workbook.show import theme
 from dlrm_workbook.show.tables import Column, Text, each_row
 from dlrm_workbook.studies.bench import analyse
@@ -158,19 +158,13 @@ def _case_verdict(document: Document, case: Mapping[str, Any]) -> str:
         return f"**{where}**: nothing to compare."
     found = case["ratios"][name]
     sure = found["step_ms"]["confidence"]
-    step, whole = (_times(found[figure]) for figure in FIGURE_NAMES)
+    step, whole = (gain_text(found[figure]) for figure in FIGURE_NAMES)
     return (
         f"**{where}: {contestant_label(name)} is {whole} than "
         f"{contestant_label(case['against'])} end to end**, data included, "
         f"and {step} per step ({certainty(found['step_ms'])}"
         f"{'' if sure >= 0.95 else '; six rounds or more give 95%'})."
     )
-
-
-def _times(found: Mapping[str, float]) -> str:
-    if found["rounds"] == 1:
-        return faster(found["mid"], math.nan, math.nan)
-    return faster(found["mid"], found["low"], found["high"])
 
 
 def _furthest(missed: pd.DataFrame) -> str:
