@@ -403,14 +403,14 @@ def table(way: Sequence[Stage]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def commands(way: Sequence[Stage], file: str = "FILE") -> list[str]:
+def commands(way: Sequence[Stage], given: Sequence[str] = ("-f", "FILE")) -> list[str]:
     """The commands that time the changes which nobody timed beside the step.
 
     Args:
-        file: parameters of the run.
+        given: options that name the parameters of the run, as :func:`compare_command` takes them.
     """
     untimed = [stage.change for stage in way if stage.change and stage.basis != TIMED]
-    return [compare_command(change, ["-f", file]) for change in untimed]
+    return [compare_command(change, given) for change in untimed]
 
 
 def compare_command(change: Mapping[str, Any], given: Sequence[str]) -> str:

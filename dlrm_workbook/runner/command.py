@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from dlrm_core.files import read_json
 from dlrm_workbook.analysis.verdict import compare_command
 from dlrm_workbook.ledger import require_same
 from dlrm_workbook.processes import only_process
-from dlrm_workbook.runner.parameters import split_overrides
+from dlrm_workbook.runner.parameters import split_overrides, typed_options
 from dlrm_workbook.runner.run import CHAIN, Plan, RunError, run_notebooks
 from dlrm_workbook.runs import DEFAULT_OUTPUT_ROOT, RunFolder, claim_run_folder, named_run
 
@@ -60,19 +60,13 @@ def command_run(arguments: Any) -> int:
         print(f"dlrm run: {error}", file=sys.stderr)
         print(error.folder.path, flush=True)
         return error.code
-    given = ["-f", arguments.file] if arguments.like is None else ["--like", arguments.like]
-    print(closing_words(folder.path, given if arguments.file else []), file=sys.stderr)
+    print(closing_words(folder.path), file=sys.stderr)
     print(folder.path, flush=True)
     return 0
 
 
-def closing_words(folder: Path, given: Sequence[str]) -> str:
-    """What a run found, where its page is and what to type next, as far as there is any.
-
-    Args:
-        given: ``-f FILE`` or ``--like COMMAND``, for the next command; empty: a recording was
-            explained.
-    """
+def closing_words(folder: Path) -> str:
+    """What a run found, where its page is and what to type next, as far as there is any."""
     lines = []
     record = read_json(folder / "run.json")
     notebook = record["notebook"]
@@ -82,6 +76,7 @@ def closing_words(folder: Path, given: Sequence[str]) -> str:
         lines += ["", found["headline"].replace("**", "").replace("`", ""), ""]
     lines.append(f"Page: {(folder / f'{notebook}.html').as_uri()}")
     change = next((each["change"] for each in found.get("findings", []) if each["change"]), None)
+    given = typed_options(Path(record["parameters"].get("profile_run") or folder))
     if change and given:
         lines.append(f"Next: {compare_command(change, given)}")
     return "\n".join(lines)

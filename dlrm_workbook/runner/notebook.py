@@ -24,6 +24,7 @@ from dlrm_workbook.analysis.sentences import in_markdown
 from dlrm_workbook.processes import Progress, ProgressCallback
 from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.runner.parameters import typed_options
 from dlrm_workbook.runs import (
     DEFAULT_OUTPUT_ROOT,
     RunFolder,
@@ -173,10 +174,13 @@ class Source:
     """Every rank's profile, where the recording holds several; ``profile`` is one of them."""
 
     @property
-    def parameters_file(self) -> str:
-        """The parameters of the explained run, for a command line; ``FILE`` where it kept none."""
-        file = None if self.folder is None else self.folder / "workload.yaml"
-        return str(file) if file is not None and file.is_file() else "FILE"
+    def options(self) -> list[str]:
+        """Options that name the parameters of the explained run on a command line: as they were
+        typed for it, else those that it kept, else ``-f FILE``."""
+        if self.folder is None:
+            return ["-f", "FILE"]
+        kept = self.folder / "workload.yaml"
+        return typed_options(self.folder) or ["-f", str(kept) if kept.is_file() else "FILE"]
 
     def python_profile(self) -> Profile | None:
         """The pass with Python frames, if HPCToolkit made one for this run."""

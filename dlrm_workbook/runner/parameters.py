@@ -7,9 +7,11 @@ belong to one notebook only, such as which run it is to explain.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
 import logging
+import shlex
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,10 +20,13 @@ from typing import Any
 
 import nbformat
 
+from dlrm_core.cli import parameters_file
 from dlrm_core.config import SECTIONS
 from dlrm_core.errors import InputError
+from dlrm_core.files import read_json
 from dlrm_core.settings import read_yaml
 from dlrm_core.units import value_text
+from dlrm_workbook.analysis.ensemble import SWEEP
 from dlrm_workbook.changes import read_change
 
 SET_BY_RUNNER = ("output_folder",)
@@ -98,6 +103,32 @@ def split_overrides(overrides: Iterable[str]) -> tuple[list[str], dict[str, str]
     if changes:
         own["change"] = json.dumps(read_change(changes))
     return sections, own
+
+
+def typed_options(folder: Path) -> list[str]:
+    """Options that give a run's parameters to another command, as they were typed for the run.
+
+    Args:
+        folder: a run folder. Its ``run.json`` has the command.
+
+    Returns:
+        ``-f FILE`` or ``--like COMMAND``, then ``-p`` of each override of a section; empty where
+        the command names no parameters file, or one of a sweep, of which the run is a point.
+    """
+    file = folder / "run.json"
+    if not file.is_file() or any((parent / SWEEP).is_file() for parent in folder.parents):
+        return []
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parameters_file(parser, required=False)
+    try:
+        typed, _ = parser.parse_known_args(shlex.split(str(read_json(file).get("command", ""))))
+        sections, _ = split_overrides(typed.parameter)
+    except (InputError, ValueError, AttributeError, argparse.ArgumentError):
+        return []  # the folder may be anybody's
+    if not (typed.file or typed.like):
+        return []
+    given = ["-f", typed.file] if typed.file else ["--like", typed.like]
+    return [*given, *(word for override in sections for word in ("-p", override))]
 
 
 def own_parameters(

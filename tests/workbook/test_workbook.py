@@ -12,6 +12,7 @@ import time
 from argparse import Namespace
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
@@ -20,11 +21,12 @@ from sample_notebooks import PARAMETERS, write_notebook
 from dlrm_core.errors import InputError
 from dlrm_core.files import write_json
 from dlrm_workbook import cli
+from dlrm_workbook.analysis.ensemble import SWEEP
 from dlrm_workbook.machine import REPOSITORY
 from dlrm_workbook.runner import engine as notebook_engine
 from dlrm_workbook.runner import run as workbook
 from dlrm_workbook.runner.engine import Watch
-from dlrm_workbook.runner.parameters import declared_parameters
+from dlrm_workbook.runner.parameters import declared_parameters, typed_options
 from dlrm_workbook.runner.run import CHAIN, Plan, RunError, recording_name, run_notebooks
 from dlrm_workbook.runs import NOTEBOOKS, claim_run_folder, latest_run, named_run
 
@@ -464,3 +466,33 @@ def test_there_are_notebooks() -> None:
     if not OURS:
         pytest.skip("no notebook yet")
     assert {"train", "profile", "bottlenecks"} <= {path.stem for path in OURS}
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("dlrm run all -f seed --output-root out", ["-f", "seed"]),
+        (
+            "dlrm run all -p training.batch_size=64 -p rounds=3 --file 'my own.yaml'",
+            ["-f", "my own.yaml", "-p", "training.batch_size=64"],
+        ),
+        (
+            "dlrm run profile --like 'dlrm_s_pytorch.py --mini-batch-size=8'",
+            ["--like", "dlrm_s_pytorch.py --mini-batch-size=8"],
+        ),
+        ("dlrm run all -p profiling.command='[python, a.py]'", []),
+        ("dlrm run all -f", []),
+        ("dlrm run all -f 'half", []),
+        (["no", "text"], []),
+    ],
+)
+def test_the_next_command_has_the_options_of_the_run(
+    tmp_path: Path, command: Any, options: list[str]
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    assert typed_options(run) == []
+    write_json(run / "run.json", {"command": command})
+    assert typed_options(run) == options
+    (tmp_path / SWEEP).write_text("{}")
+    assert typed_options(run) == [], "the file of a sweep is not that of its point"
