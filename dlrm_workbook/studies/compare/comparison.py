@@ -445,14 +445,13 @@ class ChangeComparison(Comparison):
         scaled = at_reference(profile)
         finding = next((f for f in findings(scaled, attribute(scaled)) if f.change), None)
         if finding is None:
-            self._note(["No change was given, and no finding of the baseline names one."])
+            self._note(
+                ["No finding of the baseline names a change: give one by `-p change.LEAF=VALUE`."]
+            )
             return
         self.change = flat_change(finding.change)
         self._plan()
-        self.notices.append(
-            f"No change was given, so the comparison tried the advice of the finding "
-            f"“{finding.title}”: {change_text(self.change)}."
-        )
+        self._note([f"The change is what the baseline's finding “{finding.title}” advises."])
 
     def _profile(
         self, name: str, parameters: Parameters, progress: ProgressCallback | None
