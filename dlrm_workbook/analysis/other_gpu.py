@@ -87,7 +87,7 @@ def recorded_gpu(profile: Profile) -> Device:
     if not profile.has("gpu_time_ms"):
         raise InputError(
             "the recording has no GPU work, so no other GPU can be predicted; "
-            "record a run on a GPU (`-p training.device=cuda`)"
+            "`dlrm run all -f FILE -p training.device=cuda` records a run on a GPU"
         )
     found = device_of(profile.meta)
     if found is None:

@@ -298,7 +298,8 @@ def missing(profile: Profile) -> str | None:
     if not profile.meta.get("ceilings"):
         return profile.not_measured.get(
             "ceilings",
-            "the recording has no ceilings of its machine (profiling.probes measures them)",
+            "the recording has no ceilings of its machine; "
+            "`dlrm run profile -f FILE -p profiling.probes=true` measures them",
         )
     return None
 

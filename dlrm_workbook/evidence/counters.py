@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-NO_GPU = "the run used no GPU; `-p training.device=cuda` uses one"
+NO_GPU = "the run used no GPU; `dlrm run all -f FILE -p training.device=cuda` uses one"
 """Reason for everything that only a GPU has."""
 
 PROC = Path("/proc")

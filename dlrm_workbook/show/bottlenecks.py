@@ -86,7 +86,10 @@ def idle_part_bars(
     """
     table = attribution[attribution["where"].eq("host") & attribution["time_ms"].gt(0)]
     if table.empty:
-        return Text("*Not measured: what the host did while the GPU was idle.*")
+        return Text(
+            "*Not measured: what the host did while the GPU was idle; "
+            "`hpcrun -e CPUTIME -e gpu=nvidia -t` and torch.profiler's CPU activities record it.*"
+        )
     title = "Where the host was while the GPU was idle"
     return _part_bars(title, f"GPU idle, {unit}", table, pale=True)
 
@@ -407,7 +410,10 @@ def what_if_bars(table: pd.DataFrame, parts: pd.DataFrame) -> go.Figure | Text:
     """
     known = table[table["mid_ms"].notna()]
     if known.empty:
-        return Text("*Not measured: no change was probed (`profiling.probes`, in our own runs).*")
+        return Text(
+            "*Not measured: no change was probed; `dlrm run profile -f FILE -p "
+            "profiling.probes=true` probes changes of our own training.*"
+        )
     names, now = [AS_IT_IS, *known["change"]], float(known["now_ms"].iloc[0])
     title = "Predicted time of a step after each change"
     result = figure(title, 160 + STEP_ROW * len(names), legend=True)

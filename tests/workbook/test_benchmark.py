@@ -105,6 +105,9 @@ def test_ratios_and_goals_are_of_the_shapes(document: dict[str, Any]) -> None:
 
 def test_options_are_told_by_what_they_bring(document: dict[str, Any]) -> None:
     table = analysis.without(document).set_index(["leaf", "figure"])
+    added = table["time_ms"]
+    assert added["data.generator", "end_to_end_ms"] == pytest.approx(36)
+    assert added["training.precision", "end_to_end_ms"] == pytest.approx(18)
     mid = table["mid"]
     assert mid["training.precision", "step_ms"] == pytest.approx(2.0)
     assert mid["training.fused_optimizer", "step_ms"] == pytest.approx(1.25)

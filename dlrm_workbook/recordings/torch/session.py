@@ -378,16 +378,20 @@ class Session:
         """What this recording cannot tell, name to reason."""
         if self.on_gpu:
             missing = {
-                "gpu_stall_reasons": "torch.profiler does not sample GPU instructions; "
-                "HPCToolkit's gpu=nvidia,pc does"
+                "gpu_stall_reasons": "torch.profiler does not sample GPU instructions; with "
+                "HPCToolkit, `dlrm run profile -f FILE -p profiling.engine=hpctoolkit` does"
             }
         else:
             absent = ("gpu_time_ms", "launches", "copy_bytes", "gpu_stall_reasons")
             missing = dict.fromkeys(absent, NO_GPU)
         if not self._record_shapes:
-            missing["shapes"] = "input shapes were not recorded (record_shapes)"
+            missing["shapes"] = (
+                "input shapes were not recorded; `-p profiling.record_shapes=true` records them"
+            )
         if not self._profile_memory:
-            missing["allocated_bytes"] = "memory was not recorded (profile_memory)"
+            missing["allocated_bytes"] = (
+                "memory was not recorded; `-p profiling.profile_memory=true` records it"
+            )
         if not any(row["flops"] for row in averages):
             missing["flops"] = "torch counted no floating point operations in this run"
         if not self._each[BEFORE] + self._each[AFTER]:

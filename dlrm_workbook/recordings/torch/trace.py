@@ -706,11 +706,14 @@ class _Builder:
         on_gpu = len(self.device) > 0
         meta.setdefault("device", "cuda" if on_gpu else "cpu")
         if not on_gpu:
-            reason = "the trace holds no GPU activity"
+            reason = "the trace holds no GPU activity; `dlrm run profile -- COMMAND` records it"
             for name in ("gpu_time_ms", "launches", "copy_bytes"):
                 missing.setdefault(name, reason)
         if self.memory.empty:
-            missing.setdefault("allocated_bytes", "memory was not recorded (profile_memory)")
+            missing.setdefault(
+                "allocated_bytes",
+                "memory was not recorded; torch.profiler's `profile_memory=True` records it",
+            )
         if "flops" not in metrics:
             missing.setdefault(
                 "flops",

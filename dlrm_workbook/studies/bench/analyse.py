@@ -118,7 +118,10 @@ def growth(document: Document) -> pd.DataFrame:
     ]
     columns = ["quantity", "value", "threads", "contestant", "figure", "time_ms"]
     table = pd.DataFrame(rows, columns=columns)
-    table.attrs["not_measured"] = "-p 'growth=[batch, pooling]', or dlrm bench --growth"
+    table.attrs["not_measured"] = (
+        "`dlrm run benchmark -f FILE -p 'growth=[batch, pooling]'`, or `dlrm bench --growth`, "
+        "measures it"
+    )
     return table.sort_values("value", kind="stable").reset_index(drop=True)
 
 
@@ -145,7 +148,9 @@ def slopes(table: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=[*keys, "smallest", "largest", "slope"])
 
 
-NO_ABLATION = "-p ablation=true, or dlrm bench --ablation"
+NO_ABLATION = (
+    "`dlrm run benchmark -f FILE -p ablation=true`, or `dlrm bench --ablation`, measures it"
+)
 
 
 def without(document: Document) -> pd.DataFrame:
@@ -153,8 +158,9 @@ def without(document: Document) -> pd.DataFrame:
 
     Returns:
         ``leaf``, ``value``, ``also`` (leaves that only work with it and were off too, joined),
-        ``figure``, ``low``, ``mid``, ``high``, ``confidence``: 1.2 means that the run is 1.2
-        times as fast with the option as without it.
+        ``figure``, ``low``, ``mid``, ``high``, ``confidence``: 1.2 means that the run is 1.2x
+        faster with the option than without it; ``time_ms``, once it is added on the way of
+        :func:`ladder` (NaN where that has no such rung).
     """
     rows = []
     for case in judged(document, "ablation")[:1]:
@@ -168,7 +174,8 @@ def without(document: Document) -> pd.DataFrame:
                     also = ", ".join(variant.get("also") or [])
                     rows.append(option | {"also": also, "figure": figure} | found.to_dict())
     columns = ["leaf", "value", "also", "figure", "low", "mid", "high", "confidence"]
-    table = pd.DataFrame(rows, columns=columns)
+    rungs = ladder(document)[["leaf", "figure", "time_ms"]]
+    table = pd.DataFrame(rows, columns=columns).merge(rungs, how="left", on=["leaf", "figure"])
     table.attrs["not_measured"] = NO_ABLATION
     return table
 
@@ -223,7 +230,9 @@ def shares(document: Document) -> pd.DataFrame:
         for row in document.get("shares", [])
     ]
     table = pd.DataFrame(rows, columns=[*words, *numbers, "reason"])
-    table.attrs["not_measured"] = "-p roofline=true, or dlrm bench --roofline"
+    table.attrs["not_measured"] = (
+        "`dlrm run benchmark -f FILE -p roofline=true`, or `dlrm bench --roofline`, measures it"
+    )
     return table.astype(dict.fromkeys(numbers, float))
 
 
