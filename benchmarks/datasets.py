@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 from criteo_text import write_text
 
+from dlrm_core.data.epochs import Epoch
 from dlrm_core.data.samples import SampleBatches, read_batch
 from dlrm_core.data.sources import open_source
 from dlrm_core.errors import InputError
@@ -179,7 +180,7 @@ def reading(work: Path, given: argparse.Namespace, before: Record) -> Record:
     rows = tuple(column.rows or 0 for column in source.tables)
     for size in (65_536, 2_048):
         stream = SampleBatches(
-            functools.partial(read_batch, source, rows), size, source.samples, order_seed=0
+            functools.partial(read_batch, source, rows), Epoch(source.samples, size), order_seed=0
         )
         times = []
         for _ in range(3 * (source.samples // size)):

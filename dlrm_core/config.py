@@ -221,6 +221,17 @@ class DataConfig:
         "batches of neighbouring samples; the order follows from training.seed)",
         choices=("sequential", "shuffled"),
     )
+    samples: int | None = setting(
+        None,
+        "samples of an epoch of generated data, after which the stream begins again as "
+        "facebookresearch/dlrm's does; left out, it has no end",
+        minimum=1,
+    )
+    drop_last: bool = setting(
+        True,
+        "leave out the samples at the end of an epoch that do not fill a batch; false: train on "
+        "them as a short batch",
+    )
     teacher_seed: int = setting(
         1, "with teacher: seed of the planted model (training.seed draws the samples)", minimum=0
     )
@@ -278,6 +289,9 @@ class DataConfig:
         if (self.generator == "dataset") != bool(self.path):
             why = "a path is for generator 'dataset', and that needs one"
             raise clash("data", self, "generator", "path", why)
+        if self.samples is not None and self.generator == "dataset":
+            why = "an epoch of a data set has the samples of its files"
+            raise clash("data", self, "samples", "generator", why)
         if self.place == "device" and self.generator not in ("uniform", "zipf"):
             why = "its batches are made on the CPU only; choose uniform or zipf, or place: cpu"
             raise clash("data", self, "place", "generator", why)
@@ -299,8 +313,8 @@ class TrainingConfig:
     batches: int = setting(100, "iterations", minimum=1)
     epochs: float | None = setting(
         None,
-        "passes over the training data instead of a number of batches; needs a data set, since "
-        "generated streams have no end",
+        "passes over the training data instead of a number of batches; needs a data set or "
+        "data.samples, since other streams have no end",
         minimum=0.0,
     )
     max_steps: int | None = setting(
@@ -446,6 +460,12 @@ class TrainingConfig:
         "that auc_target asks for",
         minimum=1,
     )
+    evals_per_epoch: int | None = setting(
+        None,
+        "evaluations an epoch, in place of eval_every: one every so many batches as an epoch has, "
+        "divided by this and rounded down",
+        minimum=1,
+    )
     eval_batches: int | None = setting(
         None,
         "batches of an evaluation; left out, the whole test split of a data set, 131,072 samples "
@@ -498,6 +518,9 @@ class TrainingConfig:
         if self.cuda_graphs and self.precision == "fp16":
             why = "whether a step whose gradients overflow is skipped is the host's to decide; "
             raise self._clash("cuda_graphs", "precision", why + "choose bf16")
+        if self.evals_per_epoch is not None and self.eval_every is not None:
+            why = "both say when to evaluate; leave one of them out (null)"
+            raise self._clash("eval_every", "evals_per_epoch", why)
 
     def _check_schedule(self) -> None:
         decays = self.lr_decay_steps > 0
@@ -624,6 +647,12 @@ class Parameters:
         if sizes is not None and len(sizes) != tables:
             raise InputError(
                 f"data.multi_hot_sizes has {len(sizes)} sizes, but the model has {tables} tables"
+            )
+        samples, size = self.data.samples, self.training.batch_size
+        if samples is not None and samples < size and self.data.drop_last:
+            raise InputError(
+                f"data.samples is {samples}, but training.batch_size is {size}: not one full "
+                "batch (data.drop_last: false trains on a short one)"
             )
 
     def to_sections(self) -> dict[str, Any]:

@@ -130,7 +130,11 @@ def held_out_batches(
         yield from evaluation_batches(parameters, count and count * training.batch_size)
         return
     seed = (training.seed + _SEED_STEP) % (1 << 32)
-    other = dataclasses.replace(parameters, training=dataclasses.replace(training, seed=seed))
+    other = dataclasses.replace(
+        parameters,
+        data=dataclasses.replace(parameters.data, samples=None),
+        training=dataclasses.replace(training, seed=seed),
+    )
     generator = make_generator(other, device)
     for _ in range(count or STREAM_BATCHES):
         yield generator.next_batch()

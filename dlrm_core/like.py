@@ -94,7 +94,7 @@ FLAGS = (
     Flag("--loss-weights", _numbers, [1.0, 1.0], "model.loss_weights"),
     Flag("--loss-threshold", float, 0.0, "model.loss_threshold"),
     Flag("--round-targets", bool, False, "data.round_targets"),
-    Flag("--data-size", int, 1, "training.batches"),
+    Flag("--data-size", int, 1, "data.samples"),
     Flag("--num-batches", int, 0, "training.batches"),
     Flag(
         "--data-generation",
@@ -127,13 +127,7 @@ FLAGS = (
     ),
     Flag("--memory-map", None, False, unused=_CRITEO),
     Flag("--mini-batch-size", int, 1, "training.batch_size"),
-    Flag(
-        "--nepochs",
-        int,
-        1,
-        refused="a further epoch of random data repeats the first one's batches, and the stream "
-        "here does not repeat",
-    ),
+    Flag("--nepochs", int, 1, "training.epochs"),
     Flag("--learning-rate", float, 0.01, "training.learning_rate"),
     Flag("--print-precision", int, 5, unused=_PRINTED),
     Flag("--numpy-rand-seed", int, 123, "training.seed"),
@@ -276,7 +270,11 @@ def _sections(values: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
             section, _, leaf = flag.parameter.partition(".")
             tree[section][leaf] = values[flag.key]
     training = tree["training"]
-    training["batches"] = _batches(values)
+    training["batches"], epochs = _length(values)
+    # the stream need neither end nor begin again where it is as long as the run
+    tree["data"]["samples"], training["epochs"] = epochs or (None, None)
+    if epochs:
+        tree["data"]["drop_last"] = False
     # the script trains on the CPU where CUDA finds no GPU
     training["device"] = "auto" if values["use_gpu"] else "cpu"
     optimizers = {"rwsadagrad": "rowwise_adagrad", "sgd": "sgd", "adagrad": "adagrad"}
@@ -304,18 +302,22 @@ def _sections(values: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _batches(values: dict[str, Any]) -> int:
-    """Iterations: ``--num-batches``, or as many as ``--data-size`` samples fill."""
-    if values["num_batches"] != 0:
-        return int(values["num_batches"])
-    samples, size = values["data_size"], max(1, values["mini_batch_size"])
-    if samples % size:
-        raise InputError(
-            f"--like: --data-size is {samples}, no multiple of --mini-batch-size, {size}: the "
-            "script's last batch would be smaller, and here all batches have one size; give "
-            "--num-batches"
-        )
-    return int(samples // size)
+def _length(values: dict[str, Any]) -> tuple[int, tuple[int, int] | None]:
+    """Iterations of the run; and samples and number of its epochs, where these matter.
+
+    ``--num-batches`` says how many batches an epoch has, or ``--data-size`` how many samples:
+    then the last batch may be smaller. Every epoch has the samples of the first.
+    """
+    count, samples = values["num_batches"], values["data_size"]
+    size, epochs = max(1, values["mini_batch_size"]), values["nepochs"]
+    if epochs < 1:
+        raise InputError(f"--like: --nepochs is {epochs}, expected at least 1")
+    if count != 0:
+        samples = count * size
+    elif samples < 1:
+        raise InputError(f"--like: --data-size is {samples}, expected at least 1")
+    batches = -(-samples // size)
+    return epochs * batches, (samples, epochs) if epochs > 1 or samples % size else None
 
 
 def _title(rows: Sequence[int], batch: int, given: dict[str, Any]) -> str:

@@ -16,6 +16,7 @@ import torch
 
 from dlrm_core.checkpoint import Checkpoint
 from dlrm_core.config import Parameters
+from dlrm_core.data.epochs import Epoch
 from dlrm_core.evaluate import Evaluation
 from dlrm_core.files import JsonLines, write_text
 from dlrm_core.machine import device_name, peak_memory, peak_memory_by_device
@@ -29,7 +30,7 @@ class Interval:
     iteration: int
     """Iterations done so far, those before a resumed checkpoint included."""
     loss: float
-    """Mean over the interval."""
+    """Mean over the interval's samples."""
     ms_per_iteration: float
     """Median, data included."""
     mean_ms_per_iteration: float
@@ -54,6 +55,8 @@ class TrainingResult:
     """Done by this process."""
     first_iteration: int
     """Done before, by those that wrote the checkpoint resumed from; 0 for a new run."""
+    samples: int
+    """Trained on by this process."""
     loss: float
     """Mean over the last interval, what facebookresearch/dlrm prints."""
     ms_per_iteration: float
@@ -161,29 +164,33 @@ class Measurements:
         fresh = range(begin, len(self.done_losses))
         return next((i for i in fresh if not math.isfinite(self.done_losses[i])), None)
 
-    def interval(self, batch_size: int, before: int, rate: float) -> Interval | None:
+    def interval(self, epoch: Epoch, before: int, rate: float) -> Interval | None:
         """What was settled since the interval before; None if nothing was.
 
         Args:
+            epoch: says how many samples each iteration had.
             before: iterations done before this process.
             rate: learning rate of the last iteration.
         """
         if len(self.done_ms) == self._reported:
             return None
         losses = self.done_losses[self._reported :]
-        speed = self.speed(batch_size, self._reported)
+        sizes = [epoch.size(before + self._reported + i) for i in range(len(losses))]
+        speed = self.speed(epoch, before, self._reported)
         self._reported = len(self.done_ms)
         return Interval(
             iteration=before + len(self.done_ms),
-            loss=statistics.fmean(losses),
+            loss=statistics.fmean(losses, sizes if len({*sizes}) > 1 else None),
             **speed,
             elapsed_s=time.perf_counter() - self.started,
             learning_rate=rate,
         )
 
-    def speed(self, batch_size: int, first: int = 0) -> dict[str, Any]:
+    def speed(self, epoch: Epoch, before: int, first: int = 0) -> dict[str, Any]:
         """Speed of the iterations from the ``first`` on, by the names of
         :class:`TrainingResult`; NaN where there are none."""
+        samples = epoch.samples_before(before + len(self.done_ms))
+        samples -= epoch.samples_before(before + first)
         times = self.done_ms[first:] or [math.nan]
         data, mean = (
             1e3 * statistics.fmean(self.data_s[first:] or [math.nan]),
@@ -195,7 +202,7 @@ class Measurements:
             "data_ms_per_iteration": data,
             # NaN first: max keeps it
             "compute_ms_per_iteration": max(mean - data, 0.0),
-            "samples_per_second": 1e3 * batch_size * len(times) / sum(times),
+            "samples_per_second": 1e3 * samples / sum(times),
         }
 
 
@@ -231,6 +238,8 @@ class Loop(Protocol):
     step: Any
     done: int
     total: int
+    epoch: Epoch
+    eval_every: int | None
     notices: list[str]
     embedding_backend: str
     writes_checkpoints: bool
@@ -281,7 +290,7 @@ class Run:
         """The next iteration after which something is to be done: a multiple of a period,
         or the last one."""
         config, done = self.config, self.trainer.done
-        periods = [config.log_every, config.eval_every]
+        periods = [config.log_every, self.trainer.eval_every]
         if self.trainer.writes_checkpoints:
             periods.append(config.checkpoint_every)
         after = [done - done % period + period for period in periods if period]
@@ -302,7 +311,7 @@ class Run:
             self._diverge(bad)
             return True
         reached = False
-        if not stop and self._evaluates() and due(done, total, config.eval_every):
+        if not stop and self._evaluates() and due(done, total, self.trainer.eval_every):
             reached = self._evaluate()
         if reached:
             self.report()
@@ -324,7 +333,7 @@ class Run:
     def report(self) -> None:
         """Close the interval."""
         interval = self.measured.interval(
-            self.config.batch_size, self.first, self.trainer.learning_rate
+            self.trainer.epoch, self.first, self.trainer.learning_rate
         )
         if interval is not None:
             self.last = interval.loss
@@ -339,7 +348,8 @@ class Run:
         """What the run amounted to."""
         measured, trainer, target = self.measured, self.trainer, self.config.auc_target
         known = [found.auc for found in self.evaluations if found.auc is not None]
-        count = len(measured.done_ms)
+        count, epoch = len(measured.done_ms), trainer.epoch
+        samples = epoch.samples_before(self.first + count) - epoch.samples_before(self.first)
         notices = trainer.notices + self.notices
         if self.evaluations:
             notices += self.evaluations[-1].notices()
@@ -349,8 +359,9 @@ class Run:
             status=self.status,
             iterations=count,
             first_iteration=self.first,
+            samples=samples,
             loss=self.last,
-            **measured.speed(self.config.batch_size),
+            **measured.speed(epoch, self.first),
             elapsed_s=time.perf_counter() - measured.started,
             evaluation_s=sum(found.seconds for found in self.evaluations),
             checkpoint_s=self.checkpoint_s,
@@ -360,7 +371,7 @@ class Run:
             checkpoint=str(trainer.checkpoint) if trainer.checkpoint else None,
             peak_memory_bytes=peak_memory(trainer.device),
             peak_memory_by_device=peak_memory_by_device(trainer.device),
-            **self._power(count * self.config.batch_size),
+            **self._power(samples),
             device=device_name(trainer.device),
             threads=torch.get_num_threads(),
             embedding_backend=trainer.embedding_backend,
@@ -393,7 +404,7 @@ class Run:
         self.on_line(line)
 
     def _evaluates(self) -> bool:
-        return self.config.eval_every is not None or self.config.auc_target is not None
+        return self.trainer.eval_every is not None or self.config.auc_target is not None
 
     def _evaluate(self) -> bool:
         """Evaluate; whether the target is reached."""

@@ -166,6 +166,7 @@ _FREE_TRAINING = (
     "max_steps",
     "log_every",
     "eval_every",
+    "evals_per_epoch",
     "eval_batches",
     "auc_target",
     "checkpoint_every",

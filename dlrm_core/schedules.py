@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 
 from dlrm_core.config import TrainingConfig
+from dlrm_core.data.epochs import Epoch
 from dlrm_core.errors import InputError
 
 LEAST_OF_FACEBOOK = 1e-7
@@ -50,19 +51,37 @@ def learning_rate(config: TrainingConfig, step: int) -> float:
     return max(config.lr_end, base * (left / steps) ** config.lr_decay_power)
 
 
-def total_steps(config: TrainingConfig, source: str, generator: object) -> int:
+def total_steps(config: TrainingConfig, source: str, epoch: Epoch) -> int:
     """Iterations at which a run ends: batches or epochs, at most ``max_steps``.
+
+    Args:
+        source: ``data.generator``.
+        epoch: of its stream.
 
     Raises:
         InputError: epochs of a stream that has no end.
     """
     total = config.batches
     if config.epochs is not None:
-        of_epoch = getattr(generator, "batches_per_epoch", None)
-        if of_epoch is None:
-            raise InputError(
-                f"training.epochs is {config.epochs:g}, but data.generator {source!r} makes "
-                "batches without end: give training.batches, or a data set"
-            )
-        total = max(1, math.ceil(config.epochs * of_epoch))
+        total = max(1, math.ceil(config.epochs * _batches(config, "epochs", source, epoch)))
     return min(total, config.max_steps or total)
+
+
+def evaluation_period(config: TrainingConfig, source: str, epoch: Epoch) -> int | None:
+    """Iterations between evaluations, by ``eval_every`` or ``evals_per_epoch``; None: neither.
+
+    Raises:
+        InputError: evaluations an epoch of a stream that has no end.
+    """
+    if config.evals_per_epoch is None:
+        return config.eval_every
+    return max(1, _batches(config, "evals_per_epoch", source, epoch) // config.evals_per_epoch)
+
+
+def _batches(config: TrainingConfig, leaf: str, source: str, epoch: Epoch) -> int:
+    if epoch.batches is None:
+        raise InputError(
+            f"training.{leaf} is {getattr(config, leaf):g}, but data.generator {source!r} makes "
+            "batches without end: give data.samples, a data set, or training.batches and eval_every"
+        )
+    return epoch.batches

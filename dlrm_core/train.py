@@ -21,6 +21,7 @@ from torch import nn
 from dlrm_core.checkpoint import Checkpoint, CheckpointFolder
 from dlrm_core.config import Parameters
 from dlrm_core.data.batch import Batch
+from dlrm_core.data.epochs import Epoch
 from dlrm_core.data.loader import Followed, Generator, Resumable, batches, make_generator
 from dlrm_core.embeddings import resolve_backend
 from dlrm_core.evaluate import Evaluation, HeldOut, evaluate, predict
@@ -46,7 +47,7 @@ from dlrm_core.resume import (
     weights_of,
     with_backend_of,
 )
-from dlrm_core.schedules import learning_rate, total_steps
+from dlrm_core.schedules import evaluation_period, learning_rate, total_steps
 from dlrm_core.step import Step, TrainingStep, data_forward, optimizer_update, transfer_forward
 
 StepT = TypeVar("StepT", bound=Step)
@@ -72,6 +73,8 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
         first: iterations behind the weights at the beginning: the checkpoint's.
         done: iterations done, ``first`` included.
         total: iterations at which :meth:`train` ends.
+        epoch: how the samples of a pass are cut into batches.
+        eval_every: iterations between evaluations; None: none but one at the end.
         embedding_backend: the one that is used.
         writes_checkpoints: whether there is a folder for them.
         checkpoint: folder of the newest, as far as this process knows.
@@ -105,7 +108,10 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
         else:
             self.notices = [*nothing_to_resume(config, place), *notices]
         self.done = self.first = checkpoint.step if checkpoint is not None else 0
-        self.total = total_steps(config, parameters.data.generator, generator)
+        self.epoch: Epoch = getattr(generator, "epoch", Epoch(None, config.batch_size))
+        source = parameters.data.generator
+        self.total = total_steps(config, source, self.epoch)
+        self.eval_every = evaluation_period(config, source, self.epoch)
         self._rate = config.learning_rate
         self._folder: CheckpointFolder | None = None
         self._followed: Followed | None = None
@@ -116,9 +122,9 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
                 self._folder = CheckpointFolder(place, config.keep_checkpoints, self.done)
             if isinstance(generator, Resumable):
                 generator = self._followed = Followed(generator)
-        source = made_on or device
-        self.batches: Iterator[Batch] = batches(parameters, source, generator, divide)
-        self.held_out = HeldOut(parameters, source, divide)
+        place_of_data = made_on or device
+        self.batches: Iterator[Batch] = batches(parameters, place_of_data, generator, divide)
+        self.held_out = HeldOut(parameters, place_of_data, divide)
         self._measured = Measurements(device)
         self._stop = StopRequest()
 

@@ -50,11 +50,11 @@ class FacebookReplay(FacebookLoop):
         self._drawn, self._total = np.empty(0), 0
         self._marks = collections.deque([(0, self.random.get_state(legacy=False))])
 
-    def next_batch(self) -> Batch:
+    def next_batch(self, size: int | None = None) -> Batch:
         """The next batch of the stream, equal to the loop's in every bit."""
-        size = self.batch_size
+        size = size or self.batch_size
         dense = self._take(size * self.dense_features).astype(np.float32)
-        bags = [self._table(rows) for rows in self.table_rows]
+        bags = [self._table(rows, size) for rows in self.table_rows]
         targets = self._take(size).astype(np.float32)
         if self.round_targets:
             targets = np.round(targets)
@@ -79,9 +79,9 @@ class FacebookReplay(FacebookLoop):
             self._total += missing
             self._drawn = np.concatenate([self._drawn, self.random.random_sample(missing)])
 
-    def _table(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """One table's indices (N_t,) and offsets (B,), both int64."""
-        size, bound = self.batch_size, min(rows, self.indices_per_lookup)
+    def _table(self, rows: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """One table's indices (N_t,) and offsets (B,), both int64, of B = ``size`` samples."""
+        bound = min(rows, self.indices_per_lookup)
         if self.fixed_pooling:
             counts = np.full(size, self.indices_per_lookup)
             draws = self._take(int(counts.sum()))

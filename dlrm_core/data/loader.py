@@ -16,6 +16,7 @@ import torch
 
 from dlrm_core.config import Parameters
 from dlrm_core.data.batch import Batch
+from dlrm_core.data.epochs import Epoch, RepeatedBatches, Rewound
 from dlrm_core.data.facebook_replay import FacebookReplay
 from dlrm_core.data.staging import CudaCopies, Slot, Staged, Staging
 from dlrm_core.data.synthetic import FacebookLoop, SyntheticBatches
@@ -53,20 +54,26 @@ def make_generator(parameters: Parameters, device: torch.device) -> Generator:
         data.round_targets,
         parameters.training.seed,
     )
+    made: Rewound
     if data.generator == "facebook_loop":
-        return FacebookLoop(*shape)
-    if data.generator == "facebook":
-        return FacebookReplay(*shape)
-    return SyntheticBatches(
-        *shape,
-        multi_hot_sizes=data.multi_hot_sizes,
-        zipf_exponent=data.zipf_exponent if data.generator == "zipf" else None,
-        device=device if data.place == "device" else torch.device("cpu"),
-        # the host would have to wait for the GPU to learn how many lookups a batch has
-        padded=data.place == "device"
-        and device.type == "cuda"
-        and parameters.training.embedding_backend == "fused",
-    )
+        made = FacebookLoop(*shape)
+    elif data.generator == "facebook":
+        made = FacebookReplay(*shape)
+    else:
+        made = SyntheticBatches(
+            *shape,
+            multi_hot_sizes=data.multi_hot_sizes,
+            zipf_exponent=data.zipf_exponent if data.generator == "zipf" else None,
+            device=device if data.place == "device" else torch.device("cpu"),
+            # the host would have to wait for the GPU to learn how many lookups a batch has
+            padded=data.place == "device"
+            and device.type == "cuda"
+            and parameters.training.embedding_backend == "fused",
+        )
+    if data.samples is None:
+        return made
+    epoch = Epoch(data.samples, parameters.training.batch_size, data.drop_last)
+    return RepeatedBatches(made, epoch)
 
 
 def batches(

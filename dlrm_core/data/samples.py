@@ -11,6 +11,7 @@ import torch
 from dlrm_core.config import Parameters
 from dlrm_core.data.batch import Batch
 from dlrm_core.data.draws import stream_key
+from dlrm_core.data.epochs import Epoch
 from dlrm_core.data.sources import Source, open_source
 from dlrm_core.data.teacher import Law, SampleMaker, TeacherConfig, Variant
 from dlrm_core.errors import InputError
@@ -22,39 +23,32 @@ TEACHER_SAMPLES = 131_072
 class SampleBatches:
     """An endless stream of batches of neighbouring samples.
 
-    Its whole state is how many batches were taken. Of a data set an epoch takes each full
-    batch once, in the order of the files or, shuffled, in an order that follows from the
-    seed and the epoch's number; what is left over at the end of the files is left out. A
-    planted teacher's samples have no end, and so no epochs.
+    Its whole state is how many batches were taken. An epoch takes each full batch once, in
+    the order of the files or, shuffled, in an order that follows from the seed and the epoch's
+    number; a short batch comes last.
 
     Args:
         read: makes a batch of the samples ``start`` to ``stop``.
-        batch_size: samples of a batch.
-        samples: of a data set, at least one batch; None: they have no end.
+        epoch: at least one batch.
         order_seed: of the order in which an epoch takes the batches; None: that of the files.
     """
 
     def __init__(
-        self,
-        read: Callable[[int, int], Batch],
-        batch_size: int,
-        samples: int | None = None,
-        order_seed: int | None = None,
+        self, read: Callable[[int, int], Batch], epoch: Epoch, order_seed: int | None = None
     ) -> None:
-        self.batch_size = batch_size
-        self.batches_per_epoch = None if samples is None else samples // batch_size
+        self.epoch = epoch
         self.taken = 0
         self._read = read
         self._order_seed = order_seed
 
     def next_batch(self) -> Batch:
         """The next batch of the stream."""
-        place = self.taken
-        if self.batches_per_epoch is not None:
-            epoch, place = divmod(place, self.batches_per_epoch)
-            if self._order_seed is not None:
-                place = int(_permutation(self.batches_per_epoch, self._order_seed, epoch)[place])
-        batch = self._read(place * self.batch_size, (place + 1) * self.batch_size)
+        passed, place = self.epoch.place(self.taken)
+        full = self.epoch.full_batches
+        if self._order_seed is not None and full is not None and place < full:
+            place = int(_permutation(full, self._order_seed, passed)[place])
+        start = place * self.epoch.batch_size
+        batch = self._read(start, start + self.epoch.size(self.taken))
         self.taken += 1
         return batch
 
@@ -158,18 +152,19 @@ def make_batches(parameters: Parameters) -> SampleBatches:
     """The training stream that ``data.generator`` 'dataset' or 'teacher' names.
 
     Raises:
-        InputError: the data set cannot be read or has no full batch, or the model does not
-            fit it.
+        InputError: the data set cannot be read or has no batch, or the model does not fit it.
     """
     data, training = parameters.data, parameters.training
     read, samples = _open_split(parameters, "train")
-    if samples is not None and samples < training.batch_size:
+    epoch = Epoch(data.samples if samples is None else samples, training.batch_size, data.drop_last)
+    if epoch.batches == 0:
+        more = " (data.drop_last: false trains on a short one)" if samples else ""
         raise InputError(
             f"{data.path}: the train split has {samples} samples, but training.batch_size is "
-            f"{training.batch_size}: not one full batch"
+            f"{training.batch_size}: not one full batch{more}"
         )
     order_seed = training.seed if data.order == "shuffled" else None
-    return SampleBatches(read, training.batch_size, samples, order_seed)
+    return SampleBatches(read, epoch, order_seed)
 
 
 def evaluation_batches(parameters: Parameters, samples: int | None = None) -> Iterator[Batch]:

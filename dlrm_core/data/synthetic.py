@@ -71,9 +71,9 @@ class SyntheticBatches(_BagLaw):
         """Go on from a state that a stream on the same kind of device had."""
         self.random.restore(state["random"])
 
-    def next_batch(self) -> Batch:
-        """The next batch, shapes as in :class:`Batch`."""
-        size, tables = self.batch_size, len(self.table_rows)
+    def next_batch(self, size: int | None = None) -> Batch:
+        """The next batch, shapes as in :class:`Batch`; ``size`` samples, at most the usual."""
+        size, tables = size or self.batch_size, len(self.table_rows)
         extents = None
         dense = self.random.uniform(size, self.dense_features)
         if self.fixed_pooling:
@@ -230,9 +230,9 @@ class FacebookLoop(_BagLaw):
         for start in range(0, skip, _SKIPPED_AT_ONCE):
             self.random.random_sample(min(_SKIPPED_AT_ONCE, skip - start))
 
-    def next_batch(self) -> Batch:
-        """The next batch of the stream, shapes as in :class:`Batch`."""
-        size, random = self.batch_size, self.random
+    def next_batch(self, size: int | None = None) -> Batch:
+        """The next batch of the stream, shapes as in :class:`Batch`; of ``size`` samples."""
+        size, random = size or self.batch_size, self.random
         dense = torch.tensor(random.rand(size, self.dense_features).astype(np.float32))
         all_offsets, all_indices, table_starts = [], [], [0]
         for rows in self.table_rows:

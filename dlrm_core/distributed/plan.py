@@ -11,7 +11,7 @@ import itertools
 import logging
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -178,6 +178,18 @@ def require_possible(parameters: Parameters, ranks: int) -> None:
             f"training.sharding is 'column_wise', but model.embedding_dim is "
             f"{model.embedding_dim}: a slice has at least {FBGEMM_LANES} columns"
         )
+
+
+def with_whole_batches(parameters: Parameters) -> tuple[Parameters, list[str]]:
+    """The parameters of ranks, which have equal slices of every batch, and a notice of the change.
+
+    Raises:
+        InputError: no whole batch is left of generated data.
+    """
+    if parameters.data.drop_last:
+        return parameters, []
+    said = "data.drop_last: false has no effect on several ranks: they share whole batches equally"
+    return replace(parameters, data=replace(parameters.data, drop_last=True)), [said]
 
 
 def kinds_of(parameters: Parameters) -> list[tuple[str, ...]]:

@@ -32,6 +32,7 @@ from dlrm_core.distributed.plan import (
     describe,
     require_possible,
     require_torchrec,
+    with_whole_batches,
 )
 from dlrm_core.distributed.step import DistributedStep, config_of_rank
 from dlrm_core.distributed.tables import LocalBatch, ShardedTables, local_batch
@@ -239,6 +240,7 @@ def train(
     """
     require_torchrec()
     require_possible(parameters, int(os.environ["WORLD_SIZE"]))
+    parameters, left_out = with_whole_batches(parameters)
     if arguments.spans:
         raise InputError("--spans is for a run of one process; see docs/scaling.md")
     folder = Path(arguments.output) if arguments.output else None
@@ -256,6 +258,7 @@ def train(
         require_same_start(gathered(world, checkpoint.step if checkpoint else 0))
         trainer = DistributedTrainer(parameters, world, collectives, checkpoint, place, watch)
         stack.callback(trainer.close)
+        trainer.notices += left_out
         _introduce(trainer, early)
         lines, first = None, world.first
         if folder is not None and first:

@@ -89,6 +89,10 @@ def test_a_flag_without_effect_is_not_dropped_silently(flag: Any) -> None:
         ("--data-size=12", "training.batches", 12),
         ("--data-size=12 --mini-batch-size=4", "training.batches", 3),
         ("--num-batches=5 --data-size=3", "training.batches", 5),
+        ("--data-size=11 --mini-batch-size=4", "data.samples", 11),
+        ("--data-size=11 --mini-batch-size=4", "data.drop_last", False),
+        ("--num-batches=5 --mini-batch-size=2 --nepochs=3", "data.samples", 10),
+        ("--nepochs=3", "training.epochs", 3.0),
         ("--mini-batch-size=2 --num-batches=1", "training.batch_size", 2),
         ("--num-indices-per-lookup=3", "data.indices_per_lookup", 3),
         ("--num-indices-per-lookup-fixed=1", "data.fixed_pooling", True),
@@ -132,6 +136,20 @@ def test_the_experiments_command_gives_the_parameters_of_seed_yaml() -> None:
         assert theirs[section] == ours[section]
 
 
+def test_epochs_of_random_data_begin_again_and_end_in_a_short_batch_as_the_scripts_do() -> None:
+    command = like(RUNS["epochs"]["arguments"])
+    result = train(command, progress=False)
+    # five batches of 96, one of 20, and all of them again
+    assert result.samples == 2 * command.data.samples == 2 * 500
+    assert result.losses == pytest.approx(RUNS["epochs"]["losses"], abs=1e-5)
+    lines: list[Any] = []
+    rarely = like(RUNS["epochs"]["arguments"], "training.log_every=6")
+    train(rarely, progress=False, on_line=lines.append)
+    # a mean over samples, not over batches
+    printed = RUNS["epochs"]["losses_of_six"]
+    assert [line["loss"] for line in lines] == pytest.approx(printed, abs=1e-6)
+
+
 @pytest.mark.parametrize("name", ["small", "bce", "wbce"])
 def test_a_command_trains_here_to_the_losses_that_the_script_printed(name: str) -> None:
     result = train(like(RUNS[name]["arguments"], "training.max_steps=3"), progress=False)
@@ -164,7 +182,8 @@ def test_the_title_says_whose_tables_they_are() -> None:
         ("dlrm_s_pytorch.py --num-batches=-1", "--num-batches is -1, expected at least 1"),
         ("dlrm_s_pytorch.py --arch-mlp-bot=4-3", "--arch-mlp-bot ends in 3, but --arch-sparse-fea"),
         ("dlrm_s_pytorch.py --optimizer=adam", "--optimizer is 'adam', expected one of"),
-        ("dlrm_s_pytorch.py --mini-batch-size=8", "--data-size is 1, no multiple"),
+        ("dlrm_s_pytorch.py --data-size=0", "--data-size is 0, expected at least 1"),
+        ("dlrm_s_pytorch.py --nepochs=0", "--nepochs is 0, expected at least 1"),
         ("dlrm_s_pytorch.py --lr-num-warmup-steps=3", "--lr-decay-start-step is 0, but"),
         (f"dlrm_s_pytorch.py --num-batches={'9' * 9000}", "argument --num-batches"),
     ],

@@ -81,6 +81,31 @@ def test_a_restored_stream_goes_on_bit_for_bit(generator, fixed, asked, size):
     assert same(stream.next_batch(), third.next_batch())
 
 
+@given(
+    generator=st.sampled_from([*GENERATORS, "teacher"]),
+    samples=st.integers(1, 30),
+    taken=st.integers(0, 12),
+)
+def test_a_stream_of_epochs_begins_again_and_goes_on_from_any_state(generator, samples, taken):
+    sections = parameters(generator, size=4).to_sections()
+    sections["data"] |= {"samples": samples, "drop_last": False}
+    chosen = parameters_from_sections(sections)
+    stream = make_generator(chosen, CPU)
+    batches = -(-samples // 4)
+    first = [stream.next_batch() for _ in range(batches)]
+    assert [batch.size for batch in first] == [stream.epoch.size(i) for i in range(batches)]
+    assert sum(batch.size for batch in first) == samples == stream.epoch.samples_before(batches)
+    for batch in first:
+        assert same(stream.next_batch(), batch)
+    left = make_generator(chosen, CPU)
+    for _ in range(taken):
+        left.next_batch()
+    again = make_generator(chosen, CPU)
+    again.restore(through_json(left.state()))
+    for number in range(taken, taken + 3):
+        assert same(again.next_batch(), first[number % batches])
+
+
 def test_loop_and_replay_take_each_others_states():
     loop, replay = (make_generator(parameters(name), CPU) for name in GENERATORS[:2])
     for _ in range(3):

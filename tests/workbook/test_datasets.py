@@ -17,6 +17,7 @@ from same_files import assert_same_files
 from small_data_set import ROWS, SMALL
 
 from dlrm_core.config import load_parameters, parameters_from_sections
+from dlrm_core.data.epochs import Epoch
 from dlrm_core.data.loader import make_generator
 from dlrm_core.data.samples import SampleBatches, evaluation_batches, read_batch
 from dlrm_core.data.sources import open_source
@@ -146,14 +147,14 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path):
 def train_stream(folder: Path, batch_size: int, order_seed: int | None = None) -> SampleBatches:
     source = open_source(folder, "split_binary", "train")
     return SampleBatches(
-        functools.partial(read_batch, source, ROWS), batch_size, source.samples, order_seed
+        functools.partial(read_batch, source, ROWS), Epoch(source.samples, batch_size), order_seed
     )
 
 
 def test_batches_are_the_files_rows(made):
     stream = train_stream(made, 128)
     labels, dense, rows, _ = SampleMaker(SMALL, "train").block(0, 3000)
-    assert stream.batches_per_epoch == 23
+    assert stream.epoch.batches == 23
     for number in range(50):
         batch = stream.next_batch()
         at = slice((number % 23) * 128, (number % 23) * 128 + 128)
@@ -191,6 +192,20 @@ def test_a_shuffled_epoch_has_every_batch_once_and_no_two_epochs_are_alike(made)
     assert len(set(first)) == 30
     assert epochs(1) == [first, second]
     assert epochs(2)[0] != first
+
+
+def test_a_short_batch_comes_last_in_a_shuffled_epoch(made):
+    source = open_source(made, "split_binary", "train")
+    read = functools.partial(read_batch, source, ROWS)
+    stream = SampleBatches(read, Epoch(source.samples, 128, drop_last=False), order_seed=3)
+    epochs = [[stream.next_batch() for _ in range(24)] for _ in range(2)]
+    for batches in epochs:
+        assert [batch.size for batch in batches] == [128] * 23 + [3000 - 23 * 128]
+        last = read(23 * 128, 3000)
+        assert torch.equal(batches[-1].dense, last.dense)
+    first, second = (sorted(b.dense.numpy().tobytes() for b in batches) for batches in epochs)
+    assert first == second
+    assert not torch.equal(epochs[0][0].dense, epochs[1][0].dense)
 
 
 def test_evaluation_takes_every_sample_once_the_last_batch_as_small_as_it_is(made):
@@ -359,27 +374,34 @@ def test_the_small_twins_train_and_are_evaluated(name, tmp_path, capsys):
     assert 0.0 < result["auc"] < 1.0
 
 
-def test_deepspark_s_preset_trains_its_files_as_its_command_does(tmp_path, capsys):
+def test_deepspark_s_preset_trains_its_files_as_its_command_does(tmp_path):
     file = Path(__file__).parents[2] / "parameters" / "deepspark.yaml"
     random = np.random.default_rng(3)
-    for split, samples in (("train", 200), ("test", 70)):
+    for split, samples in (("train", 202), ("test", 70)):
         rows = random.integers(0, 4, (samples, 40), dtype=np.int32)
         rows[:, 0] &= 1
         rows.tofile(tmp_path / f"terabyte_processed_{split}.bin")
     given = load_parameters(file)
     assert (given.data.order, given.training.loss_scale) == ("shuffled", 1024)
-    assert given.training.auc_target == 0.8025
-    settings = [
-        *(f"data.path={tmp_path}", f"model.table_rows={[4] * 26}", "training.batch_size=32"),
-        *("training.lr_warmup_steps=0", "training.threads=1", "training.log_every=1"),
-        # labels are random: a target that any test reaches
-        *("training.eval_every=6", "training.auc_target=0.01"),
-    ]
-    words = [word for setting in settings for word in ("-p", setting)]
-    assert main(["train", "-f", str(file), "--output", str(tmp_path / "run"), *words]) == 0
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    # the first test ends the run, after 6 of the 30 iterations of five epochs
-    assert result["reached_target"] and result["iterations"] == 6
+    assert (given.training.auc_target, given.training.evals_per_epoch) == (0.8025, 20)
+
+    def trained(*more: str) -> dict:
+        settings = [
+            *(f"data.path={tmp_path}", f"model.table_rows={[4] * 26}", "training.batch_size=4"),
+            *("training.lr_warmup_steps=0", "training.threads=1", "training.log_every=1", *more),
+        ]
+        words = [word for setting in settings for word in ("-p", setting)]
+        assert main(["train", "-f", str(file), "--output", str(tmp_path / "run"), *words]) == 0
+        return json.loads((tmp_path / "run" / "result.json").read_text())
+
+    # 51 batches, the last of two samples: a test every second one, and at the end
+    result = trained("training.epochs=1", "training.auc_target=1.0")
+    assert (result["iterations"], result["samples"]) == (51, 202)
+    tested = [line["iteration"] for line in result["evaluations"]]
+    assert tested == [*range(2, 51, 2), 51]
+    # labels are random: a target that any test reaches ends the run of five epochs at the first
+    result = trained("training.auc_target=0.01")
+    assert result["reached_target"] and result["iterations"] == 2
 
 
 # ---------------------------------------------------------------- the command

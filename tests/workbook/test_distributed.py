@@ -15,7 +15,8 @@ from small_training import whole_checkpoint
 
 from dlrm_core.checkpoint import OPTIMIZER, WEIGHTS, read_checkpoint
 from dlrm_core.config import load_parameters, parameters_from_sections
-from dlrm_core.distributed.plan import require_possible
+from dlrm_core.data.loader import make_generator
+from dlrm_core.distributed.plan import require_possible, with_whole_batches
 from dlrm_core.errors import InputError, MissingToolError
 from dlrm_core.model import build_model
 from dlrm_core.train import Trainer
@@ -451,6 +452,15 @@ def test_what_does_not_exist_on_several_ranks_is_refused():
         given = parameters_from_sections(sections(model, **changes))
         with pytest.raises(InputError, match=said):
             require_possible(given, ranks)
+
+
+def test_ranks_leave_the_short_batch_of_an_epoch_out_and_say_so():
+    given = parameters_from_sections({"data": {"samples": 4100, "drop_last": False}})
+    changed, (notice,) = with_whole_batches(given)
+    assert make_generator(given, torch.device("cpu")).epoch.batches == 3
+    assert make_generator(changed, torch.device("cpu")).epoch.batches == 2
+    assert "data.drop_last: false has no effect on several ranks" in notice
+    assert with_whole_batches(changed) == (changed, [])
 
 
 def test_without_torchrec_one_sentence_says_what_to_install(monkeypatch):

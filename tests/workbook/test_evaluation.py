@@ -178,9 +178,39 @@ def test_length_of_a_run(batches, max_steps):
     assert Trainer(chosen).total == min(batches, max_steps or batches)
 
 
-def test_epochs_are_a_data_sets():
-    with pytest.raises(InputError, match=r"training.epochs is 2, but data.generator 'teacher'"):
-        Trainer(teacher(epochs=2))
+def test_a_stream_without_end_has_no_epochs():
+    for leaf in ("epochs", "evals_per_epoch"):
+        said = rf"training.{leaf} is 2, but data.generator 'teacher' makes batches without end"
+        with pytest.raises(InputError, match=said):
+            Trainer(teacher(**{leaf: 2}))
+    with pytest.raises(InputError, match=r"data.samples is 255, but training.batch_size is 256"):
+        teacher(data={"samples": 255})
+    with pytest.raises(InputError, match=r"eval_every is 3, but .*evals_per_epoch is 2"):
+        teacher(eval_every=3, evals_per_epoch=2)
+
+
+def test_evaluations_come_so_often_an_epoch_and_short_batches_count_by_their_samples():
+    data = {"samples": 11 * 256 + 100, "drop_last": False}
+    result = train(teacher(data=data, epochs=2, evals_per_epoch=4, eval_batches=1), progress=False)
+    # 12 batches, the last of 100 samples: an evaluation every 3
+    assert [line["iteration"] for line in result.evaluations] == list(range(3, 25, 3))
+    assert result.samples == 2 * data["samples"]
+    rate = 1e3 * result.samples / sum(result.iteration_ms)
+    assert result.samples_per_second == pytest.approx(rate)
+    few = train(teacher(data=data, epochs=1, evals_per_epoch=20, eval_batches=1), progress=False)
+    assert len(few.evaluations) == 12
+    whole = train(teacher(data=data | {"drop_last": True}, epochs=2), progress=False)
+    assert (whole.iterations, whole.samples) == (22, 22 * 256)
+
+
+def test_a_run_goes_on_in_the_middle_of_an_epoch_that_ends_in_a_short_batch(tmp_path):
+    data = {"samples": 3 * 256 + 7, "drop_last": False}
+    straight = train(teacher(data=data, epochs=3), progress=False)
+    asked = {"data": data, "epochs": 3, "checkpoint_every": 4}
+    train(teacher(**asked, max_steps=5), tmp_path, progress=False)
+    resumed = train(teacher(**asked, resume="latest"), tmp_path, progress=False)
+    assert resumed.first_iteration == 5 and resumed.losses == straight.losses[5:]
+    assert resumed.samples == straight.samples - (3 * 256 + 7) - 256
 
 
 # ---- latency ----------------------------------------------------------------------

@@ -327,6 +327,7 @@ def parts_of(parameters: Parameters, batch_size: int, folder: Path) -> list[dict
         "epochs": None,
         "max_steps": None,
         "eval_every": None,
+        "evals_per_epoch": None,
         "auc_target": None,
         "checkpoint_every": None,
         "resume": "",

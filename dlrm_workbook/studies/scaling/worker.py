@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.data.loader import make_generator
+from dlrm_core.distributed.plan import with_whole_batches
 from dlrm_core.distributed.step import DistributedStep
 from dlrm_core.distributed.tables import LocalBatch, ShardedTables, local_batch
 from dlrm_core.distributed.trainer import make_model
@@ -313,6 +314,7 @@ def _make_step(
 
 
 def _batches(parameters: Parameters, world: World, count: int) -> list[LocalBatch]:
+    parameters, _ = with_whole_batches(parameters)
     data = parameters.data
     if data.generator == "facebook_loop":
         # the same stream bit for bit, made faster

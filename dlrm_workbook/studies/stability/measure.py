@@ -142,7 +142,7 @@ def with_seed(parameters: Parameters, seed: int) -> Parameters:
         resume="",
         # of the run's own folder: seeds must not share one
         checkpoint_folder="",
-        eval_every=training.eval_every or AT_THE_END,
+        eval_every=training.eval_every or (None if training.evals_per_epoch else AT_THE_END),
     )
     return dataclasses.replace(parameters, training=changed, sweep={})
 
