@@ -49,7 +49,7 @@ from dlrm_workbook.analysis.context_tree import (
     unmeasured,
 )
 from dlrm_workbook.analysis.launches import device_operations
-from dlrm_workbook.recordings.profile import Profile, nearest
+from dlrm_workbook.recordings.profile import Profile, inclusive_from_exclusive, nearest
 
 Stretches = tuple[Ints, Ints]
 """Starts and ends, ns, of disjoint stretches of time in order."""
@@ -237,9 +237,12 @@ def _activities(profile: Profile) -> np.ndarray:
     for cause, pattern in _CALLS.items():
         call[names.str.contains(pattern).to_numpy()] = cause
     over = nearest(parent, call != "")
-    operator = nearest(parent, contexts["kind"].eq("operator").to_numpy()) >= 0
-    kind = np.where(operator, "operators", "python").astype(object)
-    kind[contexts["component"].eq("data").to_numpy()] = "data"
+    is_operator = contexts["kind"].eq("operator").to_numpy()
+    kind = np.where(nearest(parent, is_operator) >= 0, "operators", "python").astype(object)
+    # an operator that launches feeds the GPU: it does not make the batch
+    launches = inclusive_from_exclusive(parent, (call != "").astype(float)) > 0
+    feeds = nearest(parent, is_operator & launches) >= 0
+    kind[contexts["component"].eq("data").to_numpy() & ~feeds] = "data"
     return np.where(over >= 0, call[np.maximum(over, 0)], kind)
 
 

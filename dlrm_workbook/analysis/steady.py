@@ -46,6 +46,9 @@ SPLIT_SHARE = 0.15
 SPLIT_APART = 1.25
 """Times the slowest of the others, at least, that the fastest of the slow ones takes."""
 
+SINGLE_APART = 4.0
+"""The same of a single slow iteration: a straggler by chance seldom reaches it."""
+
 STRAGGLER_LEAST = 0.05
 """An outlier, a warm-up or another level differs by at least this share of the usual time."""
 
@@ -252,8 +255,8 @@ def _split(times: Floats) -> Bools:
     """Which iterations (n,) take far longer than the others, if the times form two groups.
 
     However many they are, up to half: a callback every third step is no tail of the usual ones.
-    A single one may be chance; slow ones only at the beginning or only at the end are a warm-up
-    or a change.
+    A single one may be chance unless it is longer than all the others by far; slow ones only at
+    the beginning or only at the end are a warm-up or a change.
     """
     count = len(times)
     none = np.zeros(count, dtype=bool)
@@ -261,7 +264,10 @@ def _split(times: Floats) -> Bools:
         return none
     usual = float(np.median(np.sort(times)[: math.ceil(count / 2)]))
     slow = times > SPLIT_TIMES * usual
-    if not 2 <= slow.sum() <= count // 2 or times[slow].min() < SPLIT_APART * times[~slow].max():
+    if not 1 <= slow.sum() <= count // 2:
+        return none
+    apart = SPLIT_APART if slow.sum() > 1 else SINGLE_APART
+    if times[slow].min() < apart * times[~slow].max():
         return none
     turns = int(np.count_nonzero(slow[1:] != slow[:-1]))
     lost = float((times[slow] - usual).sum())

@@ -270,6 +270,63 @@ def test_many_small_copies_are_named_by_the_operator_that_makes_them(trace: Trac
     assert first.title.endswith("launches of copies by aten::to in transfer forward")
 
 
+def test_one_long_operator_between_short_launches_is_no_cost_of_launching(trace: Trace) -> None:
+    for number in range(STEPS):
+        begin = trace.step(number)
+        trace.part("top_mlp::forward", begin + 1, begin + 990)
+        for i in range(60):
+            at = begin + 5 + 10.5 * i
+            trace.launch(at, "elementwise_kernel", at + 3, at + 5)
+        trace.host("cpu_op", "aten::sort", begin + 660, begin + 960)
+        trace.launch(begin + 970, "elementwise_kernel", begin + 973, begin + 975)
+    rules = found(trace.read())
+    assert rules["launch_bound"].share_of_step == pytest.approx(60 * 8.5 / 995, abs=0.05)
+    other = rules["gpu_idle_otherwise"]
+    assert other.share_of_step > 0.3 and "most while the host is in aten::sort" in other.title
+
+
+def test_copies_of_a_batch_are_not_the_making_of_it(trace: Trace) -> None:
+    for number in range(STEPS):
+        begin = 1000.0 * number
+        trace.host("user_annotation", f"ProfilerStep#{number}", begin, begin + 995)
+        trace.host(
+            "user_annotation", "enumerate(DataLoader)#_Iter.__next__", begin + 1, begin + 800
+        )
+        for i in range(70):
+            at = begin + 60 + 10.5 * i
+            trace.host("cpu_op", "aten::to", at - 1, at + 8)
+            trace.launch(at, "Memcpy HtoD (Pinned -> Device)", at + 3, at + 4, bytes=800)
+        trace.launch(begin + 805, "sm90_bf16_tensorop_gemm", begin + 810, begin + 990)
+    first, *_ = listed(trace.read())
+    assert first.id == "launch_bound" and "copies by aten::to" in first.title
+    assert found(trace.read())["data_generation"].share_of_step < 0.3
+
+
+def test_the_largest_kernels_of_another_program_are_listed(trace: Trace) -> None:
+    for number in range(STEPS):
+        begin = 1000.0 * number
+        trace.host("user_annotation", f"ProfilerStep#{number}", begin, begin + 995)
+        trace.host("cpu_op", "my::lookup", begin + 2, begin + 30)
+        trace.launch(begin + 5, "sm90_bf16_tensorop_gemm", begin + 10, begin + 900)
+        trace.launch(begin + 12, "scan_of_mine", begin + 901, begin + 991)
+    said = found(trace.read())["largest_kernels"]
+    assert said.title.startswith("2 kernels take 98% of the step")
+    assert "scan of mine 90.0 µs" in said.evidence and "my::lookup" in said.evidence
+
+
+def test_calls_that_wait_stand_before_the_launches_that_they_hold_up(trace: Trace) -> None:
+    for number in range(STEPS):
+        begin = trace.step(number)
+        trace.part("top_mlp::forward", begin + 1, begin + 990)
+        for i in range(40):
+            at = begin + 5 + 24 * i
+            trace.launch(at, "elementwise_kernel", at + 3, at + 5)
+            trace.host("cuda_runtime", "cudaDeviceSynchronize", at + 6, at + 14)
+    first, second = listed(trace.read())[:2]
+    assert (first.id, second.id) == ("synchronisation", "launch_bound")
+    assert first.share_of_step < second.share_of_step
+
+
 @pytest.mark.parametrize("blocking", [True, False])
 def test_launches_that_wait_for_their_kernels(trace: Trace, blocking: bool) -> None:
     for number in range(STEPS):

@@ -76,6 +76,20 @@ def test_short_iterations_are_found_and_do_not_hide_in_the_scatter() -> None:
     assert exact >= 0.97 * 300
 
 
+@pytest.mark.parametrize(
+    ("times", "slow"),
+    [
+        ([77, 78, 900, 77, 79, 76], [2]),
+        ([77, 78, 200, 77, 79, 76], []),  # may be chance
+        ([900, 78, 77, 77, 79, 76], []),  # a beginning
+    ],
+)
+def test_a_single_iteration_of_few_is_a_straggler_only_if_it_is_far_longer(
+    times: list[float], slow: list[int]
+) -> None:
+    assert np.flatnonzero(steady_state(times).stragglers).tolist() == slow
+
+
 def test_outliers_in_both_directions_are_named_apart() -> None:
     times = np.full(40, 700.0) + np.linspace(0, 4, 40)[np.random.default_rng(6).permutation(40)]
     times[20], times[39] = 840.0, 88.0

@@ -54,8 +54,20 @@ from dlrm_workbook.recordings.profile import Profile
 IDLE_GPU = ("gpu_idle", "launch_bound")
 """Findings of a GPU that does nothing."""
 
-EXPLAINS = {"rank_imbalance": ("exposed_communication",)}
+STARVED = ("launch_bound", "gpu_idle", "gpu_idle_otherwise")
+
+EXPLAINS = {
+    "synchronisation": STARVED,
+    "blocking_launches": STARVED,
+    "allocation": STARVED,
+    "rank_imbalance": ("exposed_communication",),
+}
 """Finding of a cause to those that speak of its effects: the cause stands before them."""
+
+OF_EFFECT = {"rank_imbalance": 0.0}
+"""Least share of a cause, in that of the effect; ``HALF`` for all others."""
+
+HALF = 0.5
 
 SERIALISED = (
     "Kernels were serialised by PC sampling: times, idleness and overlap of this recording are "
@@ -84,6 +96,7 @@ RULES: tuple[Rule, ...] = (
     gpu.occupancy,
     gpu.stalls,
     gpu.heavy_kernel,
+    gpu.largest_kernels,
     gpu.heavy_copy,
     operators.extra_operators,
     host.other_processes,
@@ -164,10 +177,21 @@ def _dominant_in_place(ranked: Sequence[Finding]) -> list[Finding]:
 
 def _before(ranked: list[Finding], cause: str, effects: tuple[str, ...]) -> None:
     """Move the finding of a cause before the first of its effects; in place."""
-    ids = [finding.id for finding in ranked]
-    places = [ids.index(effect) for effect in effects if effect in ids]
-    if cause in ids and places and min(places) < ids.index(cause):
-        ranked.insert(min(places), ranked.pop(ids.index(cause)))
+    found = next((finding for finding in ranked if finding.id == cause), None)
+    if found is None:
+        return
+    most = found.share_of_step / OF_EFFECT.get(cause, HALF) if OF_EFFECT.get(cause, HALF) else 1.0
+    at = next(
+        (
+            place
+            for place, each in enumerate(ranked)
+            if each.id in effects and each.share_of_step <= most
+        ),
+        len(ranked),
+    )
+    if at < ranked.index(found):
+        ranked.remove(found)
+        ranked.insert(at, found)
 
 
 def _available(evidence: Evidence) -> dict[str, float]:

@@ -61,7 +61,7 @@ Speedup = dict[str, float]
 )
 def data_generation(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """Making a batch, or waiting for it, holds up the step."""
-    total, time = evidence.total_ms, evidence.time("data")
+    total, time = evidence.total_ms, evidence.time("data") - evidence.feeding_ms
     share = time / total
     if share <= DATA_SHARE:
         return None

@@ -294,6 +294,15 @@ class Evidence:
         pieces["idle_ms"] /= len(self.windows[0])
         return pieces.join(parts_at(self.profile, pieces["context"].to_numpy()))
 
+    @cached_property
+    def feeding_ms(self) -> float:
+        """Idle time of the GPU in a mean step while the host launches work in the data part, such
+        as copies of the batch: that is no time in which the batch is made."""
+        if self.is_ours or not self.has_timeline:
+            return 0.0
+        rows = self.idle[self.idle["component"].eq("data") & self.idle["cause"].ne("data")]
+        return float(rows["idle_ms"].sum())
+
     def alone_ms(self, chosen: pd.DataFrame, beside: pd.DataFrame) -> tuple[float, float]:
         """Time of a mean step in which any of some operations runs, and that of it in which no
         operation of ``beside`` does; rows of :attr:`work`."""

@@ -35,7 +35,13 @@ from dlrm_workbook.analysis.findings.finding import (
     largest,
     rule,
 )
-from dlrm_workbook.analysis.steady import LEAST_OF_SPLIT, SPLIT_TIMES, lasting_rise, steady_state
+from dlrm_workbook.analysis.steady import (
+    LEAST,
+    LEAST_OF_SPLIT,
+    SPLIT_TIMES,
+    lasting_rise,
+    steady_state,
+)
 from dlrm_workbook.recordings.foreign import node_key
 from dlrm_workbook.recordings.profile import nearest
 
@@ -58,6 +64,10 @@ IRREGULAR_SHARE = 0.15
 
 ONE_IRREGULAR_SHARE = 0.3
 """The same of a single iteration: one straggler of ten is chance at four times the usual time."""
+
+GPU_IRREGULAR_SHARE = 0.05
+"""The same of both where a GPU's timeline shows the iterations, enough to judge by their scatter:
+the GPU sets their pace, which other programs on the processor disturb less."""
 
 DISTURBED = 1.4
 """Times what the step and the profiler's greatest cost come to."""
@@ -232,7 +242,10 @@ def irregular(evidence: Evidence, ledger: Ledger) -> Measured | None:
     if ledger.slower_from is not None and not slow[: ledger.slower_from].any():
         return None  # the slow ones are those in which the GPU is slower
     # a single one may be chance, unless it takes a third of the run
-    if share < (IRREGULAR_SHARE if int(slow.sum()) > 1 else ONE_IRREGULAR_SHARE):
+    least = IRREGULAR_SHARE if int(slow.sum()) > 1 else ONE_IRREGULAR_SHARE
+    if evidence.has_timeline and len(steps) >= LEAST:
+        least = GPU_IRREGULAR_SHARE
+    if share < least:
         return None
     extra = (steps[slow] - steps[state.steady].median()).mean().clip(lower=0.0)
     part = largest(extra)

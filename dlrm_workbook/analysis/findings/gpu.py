@@ -43,14 +43,13 @@ from dlrm_workbook.recordings.torch.chrome_trace import GRAPH_LAUNCH
 FEW_TIMES = 2.0
 """Idle time of an iteration, in that of the usual one, from which on something else happens."""
 
-IDLE_SHARE = 0.13
-"""Least share of the step in which the GPU does nothing for no cause that another rule names: a
-tenth, and what scatter adds."""
+IDLE_SHARE = 0.05
+"""Least share of the step in which the GPU does nothing for no cause that another rule names."""
 
 ALLOCATION_SHARE = 0.05
 """Least share of the step that is idle while the host takes or returns memory of the driver."""
 
-OF_OPERATOR = 0.25
+OF_OPERATOR = 0.15
 """An operator counts as a wait for the GPU where this share of it, or more, is the wait."""
 
 PYTHON_GAP = 10.0
@@ -71,8 +70,19 @@ SHORT_KERNEL_US = 10.0
 2019): kernels shorter than this cannot hide it. The measured launch cost is used where
 there is one."""
 
+MOST_NAMES = 5
+"""Names that a sentence lists of what the host was in."""
+
+NOWHERE = "code outside every operator and range"
+
 MOSTLY = 0.3
 """Least share of idle time by one function of the host for a title to name it."""
+
+FAR_LONGER = 3.0
+"""Times the median gap: in such a gap the host does something that it does not do in others."""
+
+ONE_THING = 1 / 3
+"""Least share of a gap in one operator or function for it to be no cost of launching."""
 
 SHORT_GAPS = 50.0
 """Times a launch: gaps up to this length are what calling operators in turn costs (30 to 200 µs
@@ -96,7 +106,7 @@ LINKS_GB_PER_S = {6: 12, 7: 12, 8: 25, 9: 50, 10: 50, 12: 50}
 """What pinned copies reach over PCIe x16 (generations 3, 4 and 5) by the first figure of the
 compute capability of NVIDIA's GPUs of that time."""
 
-GEMM_SHARE = 0.1
+GEMM_SHARE = 0.05
 
 DOUBLE = re.compile(r"\bdouble\b|dgemm|_f64|_d884|float64", re.IGNORECASE)
 DOUBLE_OPERATIONS = "operations:fp64"
@@ -105,11 +115,11 @@ NO_DOUBLE = re.compile(r"distribution_|pow_tensor_scalar|curand|philox|random", 
 DOUBLE_SHARE = 0.03
 
 COPYING = re.compile(r"copy\b|nchw to|nhwc to|transpose", re.IGNORECASE)
-LAYOUT_SHARE = 0.1
+LAYOUT_SHARE = 0.05
 """Least share of the step for copies to another type or layout; real recordings: 0 to 2.4 %."""
 
 POINTWISE = re.compile("elementwise")
-POINTWISE_SHARE = 0.25
+POINTWISE_SHARE = 0.05
 """Least share of the step for kernels of one operation a value; real recordings: 1 to 14 %."""
 
 LEAST_KINDS = 3
@@ -118,14 +128,17 @@ LEAST_KINDS = 3
 HEAVY_SHARE = 0.2
 """Least share of the GPU's time that one kernel takes."""
 HEAVY_STEP_SHARE = 0.1
-COPY_ON_GPU_SHARE = 0.2
+COPY_ON_GPU_SHARE = 0.05
 """Of the step, by copies or memory sets that stay on GPUs while no kernel runs."""
 FAR_FROM_LIMIT = 0.25
+NEAR_LIMIT = 0.5
+PIECE_SHARE = 0.04
+"""Least share of the step for a kernel to be listed among those that no other finding names."""
 UNKNOWN_SHARE = 0.3
 """Of the step: from here on a kernel is named even if its limits are not known."""
 
 LOW_OCCUPANCY = 25.0
-OCCUPANCY_SHARE = 0.2
+OCCUPANCY_SHARE = 0.05
 STALL_SHARE = 0.3
 """Of the samples, by one reason."""
 
@@ -372,6 +385,7 @@ def exposed_communication(evidence: Evidence, ledger: Ledger) -> Measured | None
         "launch takes {launch}; in {share:.0%} of the time the GPU waits in gaps below "
         "{gap_us:.0f} µs while the host runs operators and launches them.",
         "{most_by}",
+        "It waits longest while the host is in {host}.",
         "{doubt}",
     ),
     advice="Fewer and longer kernels: capture the step in a CUDA graph (training.cuda_graphs), "
@@ -431,6 +445,7 @@ def launch_bound(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "launch": f"{cost:.1f} µs of the host here" if cost == cost else "3 to 10 µs of a host",
         "left_out": " (collectives left out)" if _is_exchange(evidence).any() else "",
         "gap_us": SHORT_GAPS * launch_us,
+        "host": _named_pieces(_outer_names(evidence, idle), idle["idle_ms"]),
         "doubt": _doubt(evidence),
         "change": {} if evidence.parameter("training.cuda_graphs", False) else graphs,
         "speedup": predicted(evidence, graphs) or bounded(lost / evidence.total_ms),
@@ -515,7 +530,10 @@ def gpu_idle(evidence: Evidence, ledger: Ledger) -> Measured | None:
         names = _launching(evidence, ledger, launch_us).index
         unexplained = unexplained.drop(names, errors="ignore")
     if _data_ms(evidence, ledger):
-        unexplained = unexplained[unexplained["component"].ne("data")]
+        made = unexplained["component"].eq("data")
+        if evidence.feeding_ms:
+            made &= unexplained["cause"].eq("data")
+        unexplained = unexplained[~made]
     traced = host_is_traced(evidence.profile)
     upto = "for up to " if _has_graphs(evidence) else ""
     figures: Measured = {
@@ -608,10 +626,11 @@ def _host_meanwhile(evidence: Evidence, idle: pd.DataFrame) -> Measured:
     by_part = idle.groupby(PART)["idle_ms"].sum().sort_values(ascending=False)
     named = by_part.drop("other", level="component", errors="ignore")
     total = float(idle["idle_ms"].sum())
-    by_name = idle.groupby(_host_names(evidence, idle, python=False))["idle_ms"].sum().nlargest(3)
+    by_name = idle.groupby(_host_names(evidence, idle, python=False))["idle_ms"].sum()
+    by_name = by_name.nlargest(MOST_NAMES)
     if by_name.iloc[0] < 0.5 * total:  # many operators: the Python functions that call them
         by_name = idle.groupby(_host_names(evidence, idle, python=True))["idle_ms"].sum()
-        by_name = by_name.nlargest(3)
+        by_name = by_name.nlargest(MOST_NAMES)
     functions = ", ".join(f"{name} {milliseconds(ms)}" for name, ms in by_name.items())
     calls = evidence.profile.which("name", lambda name: bool(BLOCKING.match(name)))
     blocked = calls[idle["context"]] & idle["context"].ge(0).to_numpy()
@@ -635,6 +654,8 @@ def _host_meanwhile(evidence: Evidence, idle: pd.DataFrame) -> Measured:
         figures["meanwhile"] = f", most while the host is in {part_label(*named.index[0])}"
         if by_name.iloc[0] > MOSTLY * total:
             figures["meanwhile"] += f", above all {by_name.index[0][:70]}"
+    elif by_name.iloc[0] > MOSTLY * total:
+        figures["meanwhile"] = f", above all while the host is in {by_name.index[0][:70]}"
     return figures
 
 
@@ -648,7 +669,7 @@ def _host_names(evidence: Evidence, idle: pd.DataFrame, python: bool) -> np.ndar
     names = contexts["name"].to_numpy()[owner[np.maximum(context, 0)]]
     names = np.where(names == "cudaMemcpyAsync", _copies_below(evidence)[context], names)
     bare = contexts["kind"].isin(["thread", "root"]).to_numpy()[owner[np.maximum(context, 0)]]
-    return np.where((context < 0) | bare, "code outside every operator and range", names)
+    return np.where((context < 0) | bare, NOWHERE, names)
 
 
 def _copies_below(evidence: Evidence) -> np.ndarray:
@@ -671,17 +692,47 @@ def _launching(evidence: Evidence, ledger: Ledger, launch_us: float) -> pd.DataF
     """Rows of ``evidence.idle`` in gaps so short that they are the cost of launching.
 
     Left out are operators that wait for the GPU, and gaps beyond the length of a few launches
-    that the host spends for the most part in the body of one Python function.
+    that the host spends for the most part in the body of one Python function, or, where the
+    gap is far longer than the usual one, in any one operator or between two of them.
     """
     idle = without(evidence.idle, ledger.taken)
     frames = evidence.profile.of_kind("python")[idle["context"]] & idle["context"].ge(0)
-    own = (idle["end_ns"] - idle["start_ns"]).where(idle["cause"].eq("python") & frames, 0)
+    own = (idle["end_ns"] - idle["start_ns"]).where(idle["cause"].isin(["python", "operators"]), 0)
     # pieces of one gap follow each other and share its length
     gap = idle["gap_ns"].ne(idle["gap_ns"].shift()).cumsum()
-    longest = own.groupby([gap, idle["context"]]).transform("sum").groupby(gap).transform("max")
-    in_python = longest.gt(0.5 * idle["gap_ns"]) & idle["gap_ns"].gt(1e3 * PYTHON_GAP * launch_us)
-    short = idle["gap_ns"].lt(1e3 * SHORT_GAPS * launch_us) & ~in_python
+    usual = float(idle["gap_ns"].groupby(gap).first().median()) if len(idle) else 0.0
+    stands_out = idle["gap_ns"].gt(FAR_LONGER * usual) | (frames & idle["cause"].eq("python"))
+    by_one = own.where(stands_out, 0).groupby([gap, _doing(evidence, idle)]).transform("sum")
+    longest = by_one.groupby(gap).transform("max")
+    in_one = longest.gt(ONE_THING * idle["gap_ns"]) & idle["gap_ns"].gt(
+        1e3 * PYTHON_GAP * launch_us
+    )
+    short = idle["gap_ns"].lt(1e3 * SHORT_GAPS * launch_us) & ~in_one
     return idle[short & idle["cause"].isin(LAUNCHING) & ~_in_waits(idle, ledger)]
+
+
+def _outer_names(evidence: Evidence, idle: pd.DataFrame) -> np.ndarray:
+    """Name (n,) of the outermost operator that the host is in, or of what else it is in."""
+    contexts = evidence.profile.contexts
+    row = _doing(evidence, idle)
+    names = contexts["name"].to_numpy()[np.maximum(row, 0)]
+    bare = contexts["kind"].isin(["thread", "root"]).to_numpy()[np.maximum(row, 0)]
+    return np.where((idle["context"].to_numpy() < 0) | bare, NOWHERE, names)
+
+
+def _named_pieces(names: np.ndarray, times: pd.Series) -> str:
+    """The names with most time, with their milliseconds."""
+    by_name = times.groupby(names).sum().nlargest(MOST_NAMES)
+    return ", ".join(f"{name} {milliseconds(ms)}" for name, ms in by_name.items())
+
+
+def _doing(evidence: Evidence, idle: pd.DataFrame) -> np.ndarray:
+    """Row (n,) of the outermost operator that the host is in, or of what else it is in."""
+    contexts = evidence.profile.contexts
+    parent = contexts["parent"].to_numpy()
+    operator = nearest(parent, contexts["kind"].eq("operator").to_numpy())
+    outer = _outermost(parent, operator)
+    return np.where(outer >= 0, outer, np.arange(len(outer)))[idle["context"].to_numpy()]
 
 
 def _in_waits(idle: pd.DataFrame, ledger: Ledger) -> np.ndarray:
@@ -695,7 +746,7 @@ def _data_ms(evidence: Evidence, ledger: Ledger) -> float:
         return 0.0
     rows = evidence.attribution
     chosen = rows["component"].eq("data") & rows["where"].eq("host")
-    return float(rows.loc[chosen, "time_ms"].sum())
+    return float(rows.loc[chosen, "time_ms"].sum()) - evidence.feeding_ms
 
 
 def _has_graphs(evidence: Evidence) -> bool:
@@ -966,6 +1017,7 @@ def heavy_kernel(evidence: Evidence, ledger: Ledger) -> Measured | None:
     if chosen.empty:
         return None
     worst = chosen.loc[chosen["ms"].idxmax()]
+    ledger.device_work.add(str(worst["kernel"]))
     reached, waves = float(worst["share_of_ceiling"]), float(worst["waves"])
     taken = min(float(worst["ms"]) / evidence.total_ms, 1.0)
     known = reached == reached
@@ -984,6 +1036,58 @@ def heavy_kernel(evidence: Evidence, ledger: Ledger) -> Measured | None:
         if known or waves < 1
         else "The recording does not show how close it is to the GPU's limits.",
         "speedup": bounded(taken * (1 - reached)) if known else bounded(0.5 * taken),
+    }
+
+
+@rule(
+    "largest_kernels",
+    title="{what} {take} {share:.0%} of the step: {kernels}",
+    evidence=(
+        "Of what the GPU does and no finding above names, these take most: {listed}.",
+        "They are launched by {operators}.",
+        "{unknown}",
+    ),
+    advice="Look at what calls them, at their shapes and types, and whether each iteration needs "
+    "them; compare with another recording of the same model (dlrm compare) if they took less.",
+    limit="",
+    gpu=True,
+)
+def largest_kernels(evidence: Evidence, ledger: Ledger) -> Measured | None:
+    """The largest pieces of another program's work on the GPU that no rule has named.
+
+    Kernels that are known to reach half of the GPU's limits are left out: there is little to gain.
+    """
+    if evidence.is_ours or not evidence.has_timeline:
+        return None
+    table = _kernels(evidence)
+    table = table[~table["kernel"].str.contains(COMMUNICATION)]
+    table = table[~table["kernel"].isin(ledger.device_work)]
+    table = table[~table["share_of_ceiling"].ge(NEAR_LIMIT)]
+    by_name = table.groupby("short_name")["ms"].sum().sort_values(ascending=False)
+    by_name = by_name[by_name >= PIECE_SHARE * evidence.total_ms]
+    if by_name.empty:
+        return None
+    chosen = table[table["short_name"].isin(by_name.index)]
+    time = min(float(by_name.sum()), evidence.device_ms)
+    part = largest(chosen.groupby(PART)["ms"].sum())
+    places = {
+        name: f" in {part_label(*largest(rows.groupby(PART)['ms'].sum()))}".removesuffix(" in ")
+        for name, rows in chosen.groupby(chosen["short_name"].astype(str))
+    }
+    return {
+        "share": time / evidence.total_ms,
+        "component": part[0],
+        "what": "One kernel" if len(by_name) == 1 else f"{len(by_name)} kernels",
+        "take": "takes" if len(by_name) == 1 else "take",
+        "kernels": ", ".join(map(str, by_name.index[:2])) + (", ..." if len(by_name) > 2 else ""),
+        "listed": ", ".join(
+            f"{name} {milliseconds(ms)}{places[str(name)]}" for name, ms in by_name.items()
+        ),
+        "operators": ", ".join(_launching_operators(evidence, set(chosen["kernel"]), 5)) or None,
+        "unknown": "The recording does not show how close they are to the GPU's limits."
+        if chosen["share_of_ceiling"].isna().all()
+        else None,
+        "speedup": bounded(0.5 * time / evidence.total_ms),
     }
 
 

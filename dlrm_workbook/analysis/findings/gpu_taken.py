@@ -7,6 +7,7 @@ time with the work that waits in the GPU's queue meanwhile.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,9 @@ LOST_SHARE = 0.05
 WAITING_US = 100.0
 """Work that has been launched begins within 5 to 20 µs on a GPU that is free; ten times that is
 no start-up. NVIDIA's time slices last 1 ms and more."""
+
+WHOLE_GPU = re.compile(r"(?:cu(?:da)?|hip)(?:Device|Ctx)Synchronize")
+"""Calls that return when all that was launched is done."""
 
 REGULAR_GAPS = 6
 """Gaps from which on their regularity is judged."""
@@ -204,6 +208,7 @@ def _queued_gaps(evidence: Evidence) -> tuple[Any, Any, float]:
     work = device_operations(evidence.profile)
     begin, done = work["start_ns"].to_numpy(), work["end_ns"].to_numpy()
     launched = work["launch_end_ns"].to_numpy()
+    launched = np.where(_waited_out(evidence, launched, begin), -1, launched)
     ready = np.where((launched >= 0) & (launched < begin), launched, begin)
     earliest = np.minimum.accumulate(ready[::-1])[::-1]
     reached = np.maximum.accumulate(done)
@@ -214,6 +219,21 @@ def _queued_gaps(evidence: Evidence) -> tuple[Any, Any, float]:
     waits = begin[1:] - since
     chosen = waits > max(1e3 * WAITING_US, 10.0 * start_up)
     return since[chosen], begin[1:][chosen], start_up
+
+
+def _waited_out(evidence: Evidence, launched: Any, begin: Any) -> Any:
+    """Which operations (n,) begin after a call that waits for the whole GPU and was made after
+    their launch: the call would have waited for them, so that their launch is not known."""
+    profile = evidence.profile
+    waits = profile.which("name", lambda name: bool(WHOLE_GPU.fullmatch(name)))
+    calls = profile.trace[waits[profile.trace["context"].to_numpy()]].sort_values("start_ns")
+    if calls.empty:
+        return np.zeros(len(launched), dtype=bool)
+    # the first call after each launch
+    place = np.searchsorted(calls["start_ns"].to_numpy(), launched)
+    far = np.iinfo(np.int64).max
+    ended = np.append(np.minimum.accumulate(calls["end_ns"].to_numpy()[::-1])[::-1], far)[place]
+    return (launched >= 0) & (ended <= begin)
 
 
 def _period_ms(at: np.ndarray) -> float | None:
