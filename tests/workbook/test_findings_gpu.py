@@ -311,7 +311,7 @@ def test_the_largest_kernels_of_another_program_are_listed(trace: Trace) -> None
         trace.launch(begin + 12, "scan_of_mine", begin + 901, begin + 991)
     said = found(trace.read())["largest_kernels"]
     assert said.title.startswith("2 kernels take 98% of the step")
-    assert "scan of mine 90.0 µs" in said.evidence and "my::lookup" in said.evidence
+    assert "scan of mine 0.0900 ms." in said.evidence and "my::lookup" in said.evidence
 
 
 def test_calls_that_wait_stand_before_the_launches_that_they_hold_up(trace: Trace) -> None:

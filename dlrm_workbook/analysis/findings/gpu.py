@@ -1071,8 +1071,12 @@ def largest_kernels(evidence: Evidence, ledger: Ledger) -> Measured | None:
     time = min(float(by_name.sum()), evidence.device_ms)
     part = largest(chosen.groupby(PART)["ms"].sum())
     places = {
-        name: f" in {part_label(*largest(rows.groupby(PART)['ms'].sum()))}".removesuffix(" in ")
+        name: largest(rows.groupby(PART)["ms"].sum())
         for name, rows in chosen.groupby(chosen["short_name"].astype(str))
+    }
+    said = {
+        name: f" in {part_label(*place)}" if place[0] != "other" else ""
+        for name, place in places.items()
     }
     return {
         "share": time / evidence.total_ms,
@@ -1081,7 +1085,7 @@ def largest_kernels(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "take": "takes" if len(by_name) == 1 else "take",
         "kernels": ", ".join(map(str, by_name.index[:2])) + (", ..." if len(by_name) > 2 else ""),
         "listed": ", ".join(
-            f"{name} {milliseconds(ms)}{places[str(name)]}" for name, ms in by_name.items()
+            f"{name} {milliseconds(ms)}{said[str(name)]}" for name, ms in by_name.items()
         ),
         "operators": ", ".join(_launching_operators(evidence, set(chosen["kernel"]), 5)) or None,
         "unknown": "The recording does not show how close they are to the GPU's limits."
