@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -19,6 +21,8 @@ from dlrm_core.errors import InputError
 _HUGE_PAGE = 1 << 21
 _PAIR_OF_LINES = 128
 _MADV_HUGEPAGE = 14  # linux/mman.h
+
+Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 
 
 class Update(Protocol):
@@ -162,19 +166,34 @@ class RowwiseAdagrad(torch.optim.Optimizer):
                 weight.index_add_(0, rows, values * scale[:, None], alpha=-1.0)
 
 
+@functools.cache
+def without_compiler(optimizer: type[Optimizer]) -> type[Optimizer]:
+    """A torch optimiser that does not load torch's compiler; nothing else differs.
+
+    torch's methods import ``torch._dynamo`` when they are first called, to keep the compiler
+    out of themselves. That takes a second of every process that trains, and nothing here
+    compiles an optimiser. Its name stays, by which profilers know its calls.
+    """
+    names = ("add_param_group", "zero_grad", "step")
+    own = {name: inspect.unwrap(getattr(optimizer, name)) for name in names}
+    own["step"] = torch.no_grad()(own["step"])
+    return type(optimizer.__name__, (optimizer,), own)
+
+
 def torch_optimizer(
     tables: EmbeddingTables, optimizer: str, learning_rate: float
 ) -> torch.optim.Optimizer:
     """torch's optimiser of the tables, for their sparse gradients."""
     weights = tables.weights
     if optimizer == "rowwise_adagrad":
-        return RowwiseAdagrad(weights, learning_rate)
+        return without_compiler(RowwiseAdagrad)(weights, learning_rate)
     # foreach and fused variants refuse sparse gradients
     if optimizer == "adagrad":
-        return torch.optim.Adagrad(weights, learning_rate, eps=EPSILON, foreach=False)
+        adagrad = without_compiler(torch.optim.Adagrad)
+        return adagrad(weights, learning_rate, eps=EPSILON, foreach=False)
     if optimizer == "adam":
-        return torch.optim.SparseAdam(weights, learning_rate)
-    return torch.optim.SGD(weights, learning_rate, foreach=False)
+        return without_compiler(torch.optim.SparseAdam)(weights, learning_rate)
+    return without_compiler(torch.optim.SGD)(weights, learning_rate, foreach=False)
 
 
 # Which code looks rows up and updates them: ``training.embedding_backend``.

@@ -21,7 +21,7 @@ from torch import nn
 from dlrm_core.config import TrainingConfig
 from dlrm_core.data.batch import Batch
 from dlrm_core.dense import DensePart, leaf_of
-from dlrm_core.embeddings import Update, attach
+from dlrm_core.embeddings import Update, attach, without_compiler
 from dlrm_core.engines import engine
 from dlrm_core.model import DLRM
 from dlrm_core.parts import part
@@ -146,13 +146,13 @@ def optimizer_of(
     """The optimiser of dense weights that belongs to ``training.optimizer``."""
     fused = config.fused_optimizer or None
     if config.optimizer == "sgd":
-        return torch.optim.SGD(weights, lr=config.learning_rate, fused=fused)
+        return without_compiler(torch.optim.SGD)(weights, lr=config.learning_rate, fused=fused)
     if config.optimizer == "adam":
-        return torch.optim.Adam(weights, lr=config.learning_rate, fused=fused)
+        return without_compiler(torch.optim.Adam)(weights, lr=config.learning_rate, fused=fused)
     # row-wise state makes sense for tables only: their dense companion is plain Adagrad,
     # which torch fuses on the CPU only
     fused = fused if device.type == "cpu" else None
-    return torch.optim.Adagrad(weights, lr=config.learning_rate, fused=fused)
+    return without_compiler(torch.optim.Adagrad)(weights, lr=config.learning_rate, fused=fused)
 
 
 @part("data", "forward")

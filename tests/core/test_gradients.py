@@ -5,6 +5,7 @@ import torch
 
 from dlrm_core.config import parameters_from_sections
 from dlrm_core.data.loader import make_generator
+from dlrm_core.embeddings import RowwiseAdagrad, without_compiler
 from dlrm_core.model import ClickLoss, build_model
 from dlrm_core.step import TrainingStep
 
@@ -85,3 +86,35 @@ def test_one_step_of_sgd_is_the_numerical_gradient(interaction, loss, itself, mi
         behind = loss_at(before | {name: before[name] - h * direction})
         assert slope == pytest.approx((ahead - behind) / (2 * h), abs=1e-8), name
         assert abs(slope) > 1e-8, name
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "sparse"),
+    [
+        (torch.optim.SGD, False),
+        (torch.optim.Adam, False),
+        (torch.optim.Adagrad, False),
+        (torch.optim.SGD, True),
+        (torch.optim.SparseAdam, True),
+        (RowwiseAdagrad, True),
+    ],
+)
+def test_an_optimizer_without_the_compiler_updates_to_the_same_bits(optimizer, sparse):
+    """As torch's own does, under the same name for profilers."""
+    found = {}
+    for kind in (optimizer, without_compiler(optimizer)):
+        torch.manual_seed(1)
+        table = torch.nn.EmbeddingBag(20, 4, mode="sum", sparse=sparse)
+        own = kind(table.parameters(), lr=0.1)
+        with torch.profiler.profile() as seen:
+            for step in range(3):
+                own.zero_grad()
+                table(torch.arange(step, step + 6).view(2, 3)).square().sum().backward()
+                own.step()
+                assert torch.is_grad_enabled()
+        names = {e.name for e in seen.events() if e.name.startswith("Optimizer.")}
+        assert len(names) == 2
+        found[kind] = table.weight.detach().clone(), names, own.state_dict()["param_groups"]
+    plain, light = found.values()
+    assert torch.equal(plain[0].view(torch.int32), light[0].view(torch.int32))
+    assert plain[1:] == light[1:]
