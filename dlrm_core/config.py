@@ -710,9 +710,9 @@ def load_parameters(
         tree["data"] = data | {"path": _absolute(data["path"], f"{path}: data.path")}
     profiling = tree.get("profiling")
     if isinstance(profiling, dict) and profiling.get("command"):
-        folder = profiling.get("command_folder") or "."
+        folder = profiling.get("command_folder", "")
         if isinstance(folder, str):
-            place = _absolute(folder, f"{path}: profiling.command_folder")
+            place = _absolute(folder or ".", f"{path}: profiling.command_folder")
             tree["profiling"] = profiling | {"command_folder": place}
     return parameters_from_sections(tree, source=str(path or ""))
 
@@ -821,7 +821,8 @@ def _with_dataset_shape(tree: Mapping[str, Any]) -> Mapping[str, Any]:
 
     Only what the file leaves out, and only of a data set that says it.
     """
-    data, model = tree.get("data"), tree.get("model") or {}
+    data, model = tree.get("data"), tree.get("model")
+    model = {} if model is None else model
     if not isinstance(data, Mapping) or not isinstance(model, Mapping):
         return tree
     said = data.get("format", "split_binary") == "split_binary"
@@ -856,11 +857,13 @@ def _override(tree: dict[str, Any], override: str) -> None:
         raise InputError(f"-p {override}: the value {error}") from None
     if section == "sweep":
         # the leaves are those of other sections; dlrm_workbook/studies/sweep/plan.py checks them
-        tree["sweep"] = {**(tree.get("sweep") or {}), leaf: value} if dot else value
-        return
-    known = [f"{section}.{f.name}" for f in fields(SECTIONS[section])]
-    if f"{section}.{leaf}" not in known:
-        raise InputError("-p " + _unknown(f"{section}.{leaf}", known, "parameter"))
+        if not dot:
+            tree["sweep"] = value
+            return
+    else:
+        known = [f"{section}.{f.name}" for f in fields(SECTIONS[section])]
+        if f"{section}.{leaf}" not in known:
+            raise InputError("-p " + _unknown(f"{section}.{leaf}", known, "parameter"))
     values = tree.get(section)
     if values is None:
         values = tree[section] = {}

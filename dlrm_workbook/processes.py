@@ -337,7 +337,7 @@ def started(
     given.pop(STARTER, None)
     if arguments[0] == sys.executable:
         given |= ending_with_us()
-    with _sigterm_as_exit():
+    with sigterm_as_exit():
         try:
             process = subprocess.Popen(
                 arguments,
@@ -521,7 +521,7 @@ def _members(group: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def _sigterm_as_exit() -> Iterator[None]:
+def sigterm_as_exit() -> Iterator[None]:
     """Let SIGTERM unwind the stack, so that the measured processes end with us.
 
     Python's default is to die at once, which would leave the group running.

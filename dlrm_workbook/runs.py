@@ -167,7 +167,8 @@ GONE = "its process was killed, or the machine went down"
 def mark_interrupted(run_json: Path, record: dict[str, Any]) -> dict[str, Any]:
     """Mark a run as interrupted that is ``running`` without a process; return its record.
 
-    Its ``run.json`` is written anew then, where that is possible.
+    Its ``run.json`` is written anew then, where that is possible, and so are those of the points
+    of a sweep, whose folders are inside.
 
     Args:
         record: what the file says.
@@ -183,6 +184,8 @@ def mark_interrupted(run_json: Path, record: dict[str, Any]) -> dict[str, Any]:
             if record["status"] == "running":
                 record |= {"status": "interrupted", "error": f"{record['notebook']}: {GONE}"}
                 write_json(run_json, record)
+                for point in run_json.parent.glob("*/*/run.json"):
+                    mark_interrupted(point, read_json(point))
         except (BlockingIOError, InputError, ValueError, KeyError, TypeError):
             pass  # it goes on, or the folder is not ours to write
         finally:

@@ -18,7 +18,7 @@ from dlrm_workbook.analysis.verdict import compare_command
 from dlrm_workbook.ledger import require_same
 from dlrm_workbook.processes import only_process
 from dlrm_workbook.runner.parameters import split_overrides, typed_options
-from dlrm_workbook.runner.run import CHAIN, Plan, RunError, run_notebooks
+from dlrm_workbook.runner.run import CHAIN, Plan, RunError, closed_by_signals, run_notebooks
 from dlrm_workbook.runs import DEFAULT_OUTPUT_ROOT, RunFolder, claim_run_folder, named_run
 
 RESUMABLE = {"compare": "comparison", "scaling": "measurement"}
@@ -102,7 +102,8 @@ def resume_notebook(arguments: Any, parameters: Parameters, own: Mapping[str, st
     with only_process(place / "rounds"):
         pass  # nobody measures here: the process that began is gone, and its kernel too
     folder = RunFolder.reopen(place, record)
-    plan.execute(name, folder, given, arguments.cell_timeout)
+    with closed_by_signals([folder]):
+        plan.execute(name, folder, given, arguments.cell_timeout)
     return folder
 
 
@@ -174,6 +175,8 @@ def run_sweep(
         folder = claim_run_folder(root, SUMMARY, parameters.preset, parameters=given, command=typed)
         sweep = Sweep.begin(folder.path, parameters, names, own, typed)
 
+    runs = [folder]
+
     def run_point(point: Parameters, place: Path) -> Mapping[str, Path]:
         """Run a point's notebooks that have not finished there, each in a folder of its name."""
         done: dict[str, Path] = {}
@@ -189,6 +192,7 @@ def run_sweep(
                     command=typed,
                     place=place / name,
                 )
+                runs.append(run)
                 try:
                     plan.execute(name, run, given, arguments.cell_timeout)
                 except RunError as error:
@@ -197,23 +201,24 @@ def run_sweep(
             done[name] = finished
         return done
 
-    code = sweep.run(run_point)
-    left = describe_failures(sweep)
-    if code >= 128:
-        folder.close("interrupted", error=left)
-        resume = [] if "--resume" in arguments.argv else ["--resume", str(folder.path)]
-        again = shlex.join([*arguments.argv, *resume])
-        print(f"dlrm run: the sweep was interrupted; go on with: {again}", file=sys.stderr)
-    else:
-        given = summary.given(SUMMARY, parameters, {}) | {"sweep_folder": str(folder.path)}
-        try:
-            summary.execute(SUMMARY, folder, given, None)
-            if left:
-                # the page is there, but the folder must not pass for that of a whole sweep
-                folder.close("failed", error=left)
-        except RunError as error:
-            print(f"dlrm run: {error}", file=sys.stderr)
-            code = error.code
+    with closed_by_signals(runs):
+        code = sweep.run(run_point)
+        left = describe_failures(sweep)
+        if code >= 128:
+            folder.close("interrupted", error=left)
+            resume = [] if "--resume" in arguments.argv else ["--resume", str(folder.path)]
+            again = shlex.join([*arguments.argv, *resume])
+            print(f"dlrm run: the sweep was interrupted; go on with: {again}", file=sys.stderr)
+        else:
+            given = summary.given(SUMMARY, parameters, {}) | {"sweep_folder": str(folder.path)}
+            try:
+                summary.execute(SUMMARY, folder, given, None)
+                if left:
+                    # the page is there, but the folder must not pass for that of a whole sweep
+                    folder.close("failed", error=left)
+            except RunError as error:
+                print(f"dlrm run: {error}", file=sys.stderr)
+                code = error.code
     if left:
         print(f"dlrm run: {left}", file=sys.stderr)
     print(folder.path, flush=True)

@@ -15,7 +15,7 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from dlrm_core.errors import InputError
 from dlrm_core.files import write_json, write_text
 from dlrm_core.units import duration
 from dlrm_workbook.changes import apply_change
+from dlrm_workbook.processes import sigterm_as_exit
 from dlrm_workbook.recordings.open import require_recording
 from dlrm_workbook.runner.index import list_runs
 from dlrm_workbook.runner.parameters import (
@@ -53,6 +54,9 @@ PLACES = frozenset(
     | {"record", "results", "stability", "against", "peer", "sweep_folder"}
 )
 """Notebooks' own parameters that name files or folders, which must be there."""
+
+MAY_BE_EMPTY = frozenset({"host_run"})
+"""Those of them that the notebook which declares them has a value for, and works without."""
 
 INPUT_ERRORS = ("InputError", "MissingToolError")
 
@@ -127,18 +131,19 @@ def run_notebooks(
     done: dict[str, RunFolder] = {}
     interrupted = False
     try:
-        for number, name in enumerate(names, 1):
-            earlier = {notebook: run.path for notebook, run in done.items()}
-            given = plan.given(name, parameters, earlier)
-            folder = claim_run_folder(root, name, preset, parameters=given, command=typed)
-            chain = (earlier or recorded_chain(given)) | {name: folder.path}
-            folder.record["chain"] = relative_chain(chain, folder.path)
-            done[name] = folder
-            head = f"{number}/{len(names)} {name}" if len(names) > 1 else name
-            plan.execute(name, folder, given, cell_timeout, head)
-            if len(names) > 1:
-                print(f"[{head}] finished in {duration(folder.elapsed())}", file=sys.stderr)
-    except KeyboardInterrupt:
+        with closed_by_signals(done.values()):
+            for number, name in enumerate(names, 1):
+                earlier = {notebook: run.path for notebook, run in done.items()}
+                given = plan.given(name, parameters, earlier)
+                folder = claim_run_folder(root, name, preset, parameters=given, command=typed)
+                done[name] = folder
+                chain = (earlier or recorded_chain(given)) | {name: folder.path}
+                folder.record["chain"] = relative_chain(chain, folder.path)
+                head = f"{number}/{len(names)} {name}" if len(names) > 1 else name
+                plan.execute(name, folder, given, cell_timeout, head)
+                if len(names) > 1:
+                    print(f"[{head}] finished in {duration(folder.elapsed())}", file=sys.stderr)
+    except (KeyboardInterrupt, SystemExit):
         interrupted = True
         raise
     except RunError as error:
@@ -148,6 +153,28 @@ def run_notebooks(
         if not interrupted:  # who interrupts does not wait for pages to be drawn again
             link_pages(done)
     return folder
+
+
+@contextlib.contextmanager
+def closed_by_signals(runs: Collection[RunFolder]) -> Iterator[None]:
+    """While the block lasts Ctrl-C and SIGTERM end it, and runs that go on are ``interrupted``.
+
+    While a notebook runs its own watch takes the signals; this is for the moments between.
+
+    Args:
+        runs: folders of this process, as many as there are when a signal comes.
+    """
+    try:
+        with sigterm_as_exit():
+            yield
+    except (KeyboardInterrupt, SystemExit) as signalled:
+        name = "SIGTERM" if isinstance(signalled, SystemExit) else "SIGINT"
+        for run in runs:
+            if run.record["status"] == "running":
+                with contextlib.suppress(InputError):
+                    said = f"{run.notebook}.ipynb: interrupted by {name}"
+                    run.close("interrupted", error=said)
+        raise
 
 
 def recorded_chain(given: Mapping[str, Any]) -> dict[str, Path]:
@@ -257,6 +284,11 @@ class Plan:
                 notebook = key.removesuffix("_run")
                 notebook = notebook if notebook in CHAIN else "profile"
                 given = own[key] if isinstance(own[key], list) else [own[key]]
+                if not all(given) and key not in MAY_BE_EMPTY:
+                    raise InputError(
+                        f"-p {key}= is empty, as of a shell's variable that is not set; expected "
+                        "a file or folder (leave the parameter out to have the notebook's choice)"
+                    )
                 places = [str(named_run(str(place), notebook, root)) for place in given if place]
                 for place in places:
                     if not Path(place).expanduser().exists():

@@ -148,18 +148,10 @@ def interrupt(name: str, number: signal.Signals, after_s: float, top: Path) -> C
         write_index(out)  # what the next command does
     for run_json in out.rglob("run.json"):
         status = read_json(run_json)["status"]
-        # points of a sweep lie deeper than the list of runs looks; --resume asks for "finished"
-        if status == "running" and (
-            number is not signal.SIGKILL or len(run_json.parts) <= depth(out)
-        ):
+        if status == "running":
             faults.append(f"{run_json.relative_to(out)} says running")
     shutil.rmtree(out, ignore_errors=True)
     return Case(name, number.name, round(after_s, 2), ended_s, len(left), faults)
-
-
-def depth(out: Path) -> int:
-    """Parts of the path of a dated run's run.json."""
-    return len(out.parts) + 3
 
 
 def main() -> int:

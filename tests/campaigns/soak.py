@@ -3,14 +3,14 @@
 ``long``: 20,000 iterations with checkpoints in one process, whose memory, open files and
 threads are sampled; the same in two processes, the second of which goes on from the first.
 ``at-once``: 50 times ``dlrm run train -f parameters/quick.yaml``, or as many as there is memory
-for, all started together, into one folder of outputs. ``ranks``: four ranks under torchrun of
-which one is killed, stopped, slowed, or finds its checkpoint damaged. Every result must be, bit
-for bit, that of a run that nothing disturbed; no process and no file that belongs to no result
-may be left.
+for (which it says), all started together, into one folder of outputs. ``ranks``: four ranks
+under torchrun of which one is killed, stopped, slowed, or finds its checkpoint damaged. Every
+result must be, bit for bit, that of a run that nothing disturbed; no process and no file that
+belongs to no result may be left.
 
     python -m tests.campaigns.soak --json benchmarks/results/soak.json
 
-``--part`` runs one part; the file keeps the others.
+``--part`` runs one part; the file keeps the others. ``--short`` runs less of each part.
 """
 
 from __future__ import annotations
@@ -63,6 +63,10 @@ SECTIONS: dict[str, Any] = {
     },
 }
 
+
+WHOLE = {"iterations": 20_000, "runs": 50, "rounds": 3}
+SHORT = {"iterations": 2_000, "runs": 6, "rounds": 1}
+"""Sizes where none are given."""
 
 OF_TORCH = ("torchinductor_", "torchelastic_")
 """Folders that torch's compiler and torchrun leave themselves, for a next process and for logs."""
@@ -240,7 +244,12 @@ def at_once(place: Ground, runs: int) -> dict[str, Any]:
         raise InputError(f"a run alone failed: {place.said('alone')}")
     # more than there is memory for would show how the machine ends, not how the runs do
     asked, there = runs, psutil.virtual_memory().available / 2**20
-    runs = min(runs, int(0.8 * there / largest))
+    runs = max(1, min(runs, int(0.8 * there / largest)))
+    print(
+        f"at-once: {runs} of {asked} runs are started together: one holds {largest:,.0f} MiB of "
+        f"its own, and {there:,.0f} MiB are free",
+        flush=True,
+    )
     before = place.left_over()
     began = time.monotonic()
     names = [f"run-{number:02d}" for number in range(runs)]
@@ -432,12 +441,16 @@ def main() -> int:
     """Exit code 0 if nothing grew, nothing was left and every result was right."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", choices=("long", "at-once", "ranks"), action="append")
-    parser.add_argument("--iterations", type=int, default=20_000)
-    parser.add_argument("--runs", type=int, default=50)
-    parser.add_argument("--rounds", type=int, default=3, help="of each disturbance")
+    parser.add_argument("--short", action="store_true", help="about ten minutes on two cores")
+    parser.add_argument("--iterations", type=int, help="of the long run")
+    parser.add_argument("--runs", type=int, help="at most, at once")
+    parser.add_argument("--rounds", type=int, help="of each disturbance")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", metavar="FILE", help="keeps what it has of other parts")
     given = parser.parse_args()
+    for name, size in (SHORT if given.short else WHOLE).items():
+        if getattr(given, name) is None:
+            setattr(given, name, size)
     parts: dict[str, Callable[[Ground], dict[str, Any]]] = {
         "long": lambda place: long_run(place, given.iterations),
         "at-once": lambda place: at_once(place, given.runs),

@@ -98,6 +98,10 @@ def test_interaction_width(interaction, itself, expected):
         ({"model": 0}, ["model is 0", "expected a section"]),
         ({"training": False}, ["training is False", "expected a section"]),
         ({"sweep": ""}, ["sweep is ''", "expected parameters"]),
+        (
+            {"model": 0, "data": {"generator": "dataset", "path": "made"}},
+            ["model is 0", "expected a section"],
+        ),
         ({"title": "a\0b"}, ["title is 'a\\x00b'", "expected no character"]),
         ({"title": "a" * 5000}, ["title has 5,000 characters, expected at most 4,096"]),
         ({"training": {"batch_size": 10**400}}, ["training.batch_size", "401 digits", "at most"]),
@@ -142,6 +146,25 @@ def test_what_cannot_work_is_refused_by_name(sections, words):
     for word in words:
         assert word in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("empty", [{}, None])
+def test_an_empty_section_has_the_defaults(empty):
+    given = parameters_from_sections(dict.fromkeys([*SECTIONS, "sweep"], empty))
+    assert given == parameters_from_sections({})
+
+
+@pytest.mark.parametrize("value", ["0", "false", "[]", "''"])
+def test_what_overrides_add_to_is_refused_all_the_same(tmp_path, value):
+    path = tmp_path / "mine.yaml"
+    for section, override in (("sweep", "training.seed=[1, 2]"), ("training", "seed=1")):
+        path.write_text(f"{section}: {value}\n")
+        with pytest.raises(InputError, match=rf"{section} is "):
+            load_parameters(path, [f"{section}.{override}"])
+    path.write_text(f"profiling: {{command: [python, x.py], command_folder: {value}}}\n")
+    if value != "''":
+        with pytest.raises(InputError, match=r"profiling\.command_folder is "):
+            load_parameters(path)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from dlrm_core.errors import InputError, MissingToolError
 from dlrm_workbook import doctor
 from dlrm_workbook.recordings.hpctoolkit.passes import Pass, plan_passes
 from dlrm_workbook.recordings.hpctoolkit.tools import (
-    SPACK,
     Capabilities,
     find_tools,
     parse_events,
@@ -34,8 +33,9 @@ def test_missing_tools_name_the_spack_command(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(MissingToolError, match="hpcrun was not found on PATH") as error:
         find_tools()
-    assert SPACK in str(error.value)
-    assert SPACK == "spack install hpctoolkit +cuda +python"
+    python = ".".join(map(str, sys.version_info[:2]))
+    line = f"spack install hpctoolkit +cuda +python ~viewer ^cuda@12 ^python@{python}"
+    assert f"`{line}`" in str(error.value)
     assert "\n" not in str(error.value)
 
 
@@ -69,7 +69,7 @@ def test_finds_the_tools_and_reads_what_they_offer(fake, monkeypatch, where):
 
 def test_tools_that_do_not_run(fake):
     fake.behave(version_exit=1)
-    with pytest.raises(MissingToolError, match=r"hpcrun -V fails with exit code 1"):
+    with pytest.raises(MissingToolError, match=r"hpcrun -V failed with exit code 1"):
         find_tools(str(fake.home))
     (fake.bin / "hpcrun").write_bytes(b"\x7fELF of another machine")
     with pytest.raises(MissingToolError, match="does not run here"):

@@ -288,6 +288,15 @@ def test_a_full_disk_is_no_reason_to_measure_again(fake):
     assert len(fake.calls("hpcrun")) == 2
 
 
+def test_no_later_pass_is_measured_onto_a_full_disk(fake):
+    fake.behave(disk_full="with frames")
+    measured = run(fake, device="cuda")
+    assert [made.name for made in measured.passes] == ["times"]
+    assert len(fake.calls("hpcrun")) == 2, "times, frames, and no stalls"
+    for what in ("Python frames", "stall reasons"):
+        assert "No space left on device" in measured.not_measured[what]
+
+
 def test_a_disk_without_a_megabyte_is_full_whatever_was_said(fake, monkeypatch):
     usage = shutil.disk_usage(fake.home)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
@@ -368,7 +377,11 @@ def test_hpcstruct_skips_huge_libraries(fake, tmp_path):
 
 @pytest.mark.parametrize(
     "behaviour, message",
-    [({"struct_exit": 1}, "exit code 1"), ({"struct_nothing": True}, "wrote nothing")],
+    [
+        ({"struct_exit": 1}, "hpcstruct failed with exit code 1"),
+        ({"struct_exit": 137}, "hpcstruct was ended by SIGKILL (exit code 137)"),
+        ({"struct_nothing": True}, "wrote nothing"),
+    ],
 )
 def test_hpcstruct_may_fail(fake, behaviour, message):
     fake.behave(modules=["/lib/one.so"], **behaviour)

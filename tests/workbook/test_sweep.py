@@ -21,6 +21,7 @@ from dlrm_core.config import Parameters, load_parameters, parameters_from_sectio
 from dlrm_core.errors import InputError
 from dlrm_workbook.analysis.ensemble import swept_runs
 from dlrm_workbook.machine import REPOSITORY
+from dlrm_workbook.runner.index import write_index
 from dlrm_workbook.runs import latest_run
 from dlrm_workbook.studies.sweep.analyse import SweepSummary, newest_sweep
 from dlrm_workbook.studies.sweep.plan import PointFailed, Sweep, describe_failures, sweep_points
@@ -213,6 +214,15 @@ def test_a_sweep_that_is_killed_is_resumed_to_one_page(tmp_path: Path) -> None:
     done = folder / json.loads(record.read_text())["points"][0]["folders"]["train"]
     before = (done / "run.json").stat().st_mtime_ns
     assert latest_run(tmp_path / "out", "train") is None, "a point is not the newest run"
+    write_index(tmp_path / "out")
+    for run_json in (tmp_path / "out").rglob("run.json"):
+        finished = run_json.parent == done
+        assert json.loads(run_json.read_text())["status"] == (
+            "finished" if finished else "interrupted"
+        )
+    rows = Sweep.open(folder).rows
+    assert "running" not in [row["status"] for row in rows]
+    assert "was killed" in describe_failures(Sweep.open(folder))
 
     again = dlrm(*typed, "--resume", str(folder), cwd=tmp_path)
     out, err = again.communicate(timeout=240)

@@ -363,6 +363,21 @@ def test_latest_stands_for_a_run_folder(place: Path, capsys: pytest.CaptureFixtu
         Plan.of(["bottlenecks"], {"profile_run": str(place / "gone")}).locate(place)
 
 
+def test_an_empty_place_is_refused_and_not_taken_for_the_newest_run(place: Path) -> None:
+    for notebook, given in (
+        ("bottlenecks", {"profile_run": ""}),
+        ("experiment", {"profile_run": ""}),
+        ("compare", {"runs": "['', latest]"}),
+        ("scaling", {"record": ""}),
+    ):
+        (key,) = given
+        with pytest.raises(InputError, match=rf"-p {key}= is empty.* expected a file or folder"):
+            Plan.of([notebook], given).locate(place)
+    plan = Plan.of(["experiment"], {"host_run": ""})
+    plan.locate(place)
+    assert plan.own["experiment"]["host_run"] == "", "the experiment without its second recording"
+
+
 def test_latest_run_takes_only_whole_finished_runs(tmp_path: Path) -> None:
     start = datetime(2026, 11, 20, 10, 0, 0)
     statuses = ["finished", "finished", "failed", "interrupted", "running"]

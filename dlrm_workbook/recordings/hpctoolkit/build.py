@@ -92,8 +92,7 @@ def recover_structure(
         )
     elif done.exit_code != 0:
         notices.append(
-            f"hpcstruct ended with exit code {done.exit_code} ({done.last_words()}): "
-            f"{lost} for some binaries"
+            f"hpcstruct {done.failure()} ({done.last_words()}): {lost} for some binaries"
         )
     elif not any(structs.glob("*.hpcstruct")):
         notices.append(f"hpcstruct wrote nothing ({done.last_words()}): {lost}")
@@ -127,12 +126,11 @@ def build_database(
     if done.exit_code >= 128 or fatal:
         why = fatal.group().strip()[:300] if fatal else done.last_words()
         raise DatabaseAborted(
-            f"hpcprof aborts on {measurements} (exit code {done.exit_code}: {why}){done.see_log()}"
+            f"hpcprof aborts on {measurements}: it {done.failure()}: {why}{done.see_log()}"
         )
     if done.exit_code != 0:
         raise MeasurementError(
-            f"hpcprof failed on {measurements} with exit code {done.exit_code}: "
-            f"{done.last_words()}{done.see_log()}"
+            f"hpcprof {done.failure()} on {measurements}: {done.last_words()}{done.see_log()}"
         )
     if _is_database(wanted):
         return wanted, []

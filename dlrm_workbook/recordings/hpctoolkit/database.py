@@ -389,6 +389,11 @@ def read_database(path: str | Path) -> Database:
 
 CONTRADICTION = 0.01
 """Two figures of one thing that differ by more than this share are not rounding."""
+GPU_TIMES_APART = 0.1
+"""A trace that is shorter than the metrics by more than this share lacks operations."""
+LONGEST_EXCESS_US = 20.0
+"""Mean time by which a traced operation may be longer than by the metrics; in the recording of an
+H100 (shared/recordings/dlrm-h100-pc.d) each of 8,715 is longer by 3.5 µs."""
 AGAIN = "they are not of one run; run hpcprof again"
 
 
@@ -460,8 +465,33 @@ def doubts(database: Database, by_context: npt.NDArray[Any] | None) -> list[str]
                 f"{len(threads):,} threads and streams in profile.db: nothing is known of when "
                 "the others ran, or it is of another run."
             )
+        else:
+            said += _odd_gpu_time(database)
     said += _odd_points(database)
     return said
+
+
+def _odd_gpu_time(database: Database) -> list[str]:
+    """Say if the GPU's operations in the trace do not take the time that the metrics say."""
+    streams = {thread.profile for thread in database.threads if thread.kind == "gpu_stream"}
+    spans = [
+        np.diff(line.time_ns.astype(np.int64))[line.context[:-1] != 0]
+        for line in database.traces
+        if line.profile in streams
+    ]
+    count = sum(map(len, spans))
+    metric_ms = 1e3 * database.measured().get("GPUOP (sec)", 0.0)
+    if not count or not metric_ms:
+        return []
+    traced_ms = sum(float(span.sum()) for span in spans) / 1e6
+    each_us = 1e3 * (traced_ms - metric_ms) / count
+    if -GPU_TIMES_APART * metric_ms <= traced_ms - metric_ms and each_us <= LONGEST_EXCESS_US:
+        return []
+    return [
+        f"trace.db has {traced_ms:,.1f} ms of GPU operations where profile.db has "
+        f"{metric_ms:,.1f} ms ({each_us:+,.1f} µs for each of {count:,}): it is not whole, or of "
+        "another run, so times over the run are not to be relied on."
+    ]
 
 
 def _odd_points(database: Database) -> list[str]:

@@ -29,6 +29,7 @@ from dlrm_workbook.recordings.hpctoolkit.build import (
 from dlrm_workbook.recordings.hpctoolkit.failures import (
     DILATION_LIMIT,
     LOST_LIMIT,
+    DiskFullError,
     Failure,
     dilation_notice,
     explain,
@@ -221,14 +222,20 @@ class _Session:
             )
         unprofiled = self.unprofiled()
         results = []
+        no_room = ""
         for planned in passes:
+            what = "stall reasons" if planned.name == "stalls" else "Python frames"
+            if no_room:
+                self.not_measured[what] = no_room
+                continue
             try:
                 results.append(self.made(planned, unprofiled))
             except MeasurementError as error:
                 if planned.name == "times":
                     raise
-                what = "stall reasons" if planned.name == "stalls" else "Python frames"
                 self.not_measured[what] = str(error)
+                if isinstance(error, DiskFullError):
+                    no_room = str(error)
         return Measurement(
             unprofiled=unprofiled,
             passes=tuple(results),
@@ -291,6 +298,8 @@ class _Session:
                 notices.append(f"measured without Python frames, because {outcome.reason}")
                 self.not_measured["Python frames"] = outcome.reason
                 measured = replace(measured, python=False)
+            elif outcome.kind == "full":
+                raise DiskFullError(outcome.reason)
             elif measured.name == "frames" and measured_again:
                 raise MeasurementError(f"given up after measuring twice: {outcome.reason}")
             else:
@@ -327,7 +336,7 @@ class _Session:
         )
         if failure := explain(measured, run, measurements):
             full = no_space(measurements, f"{run.stderr}{run.stdout}")
-            return Failure("other", full) if full else failure
+            return Failure("full", full) if full else failure
         notices = list(earlier)
         if run.exit_code != 0:
             notices.append(f"the program did all its iterations but {run.failure()}")
@@ -341,7 +350,7 @@ class _Session:
             database, of_build = self.built(measured, measurements)
         except MeasurementError as error:
             if full := no_space(measurements, str(error)):
-                return Failure("other", full)
+                return Failure("full", full)
             return Failure("aborted" if isinstance(error, DatabaseAborted) else "other", str(error))
         notices += of_build
         result = run.last_object("ms_per_iteration") or {}

@@ -7,7 +7,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from dlrm_workbook.processes import Completed
+from dlrm_workbook.processes import Completed, MeasurementError
 from dlrm_workbook.recordings.hpctoolkit.passes import Pass
 
 LOST_LIMIT = 0.05
@@ -26,13 +26,17 @@ class Failure:
 
     Attributes:
         kind: ``event`` (hpcrun refuses one), ``gpu`` (none can be measured),
-            ``program`` (it fails under hpcrun), ``aborted`` (hpcprof dies) or
-            ``other`` (trying again would not help).
+            ``program`` (it fails under hpcrun), ``aborted`` (hpcprof dies), ``full``
+            (there is no room for any measurement) or ``other`` (trying again would not help).
         reason: one sentence.
     """
 
     kind: str
     reason: str
+
+
+class DiskFullError(MeasurementError):
+    """There is no room for a measurement, nor for another one."""
 
 
 def explain(measured: Pass, run: Completed, measurements: Path) -> Failure | None:

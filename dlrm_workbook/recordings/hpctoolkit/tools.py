@@ -24,7 +24,16 @@ from dlrm_core.files import read_json
 from dlrm_workbook.machine import output_of
 from dlrm_workbook.processes import MeasurementError, run_child
 
-SPACK = "spack install hpctoolkit +cuda +python"
+SPACK = "spack install hpctoolkit +cuda +python ~viewer ^cuda@12"
+"""Without the Python that it is to be built for; CUPTI of CUDA 13 has no PC sampling for it."""
+
+THIS_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+def spack_line(python: str = THIS_PYTHON) -> str:
+    """The command that installs HPCToolkit for programs of a Python version."""
+    return f"{SPACK} ^python@{python}"
+
 
 GPU_EVENTS = ("gpu=nvidia", "gpu=cuda")
 """Kernel times, launches, copies; spellings by release, the measured one first."""
@@ -113,7 +122,7 @@ def find_tools(home: str | None = None) -> Tools:
     if hpcrun is None or hpcprof is None:
         raise MissingToolError(
             f"HPCToolkit's {'hpcprof' if hpcrun else 'hpcrun'} was not found "
-            f"{f'in {folder}' if folder else 'on PATH'}; install it with `{SPACK}`, or set "
+            f"{f'in {folder}' if folder else 'on PATH'}; install it with `{spack_line()}`, or set "
             "HPCTOOLKIT_HOME (or profiling.hpctoolkit_home) to its folder"
         )
     about = _ask(hpcrun, "-V")
@@ -166,7 +175,7 @@ def python_of(command: Sequence[str]) -> str:
     """The Python version that a command runs in, such as ``3.11``; "" where its name does not
     tell."""
     if command[0] == sys.executable:
-        return f"{sys.version_info.major}.{sys.version_info.minor}"
+        return THIS_PYTHON
     program = shutil.which(command[0])
     found = re.fullmatch(r"python(3\.\d+)", Path(program).resolve().name) if program else None
     return found[1] if found else ""
@@ -196,7 +205,7 @@ def probe(
         python_version: that of the workload, "" if unknown; None: this process's.
     """
     if python_version is None:
-        python_version = python_of([sys.executable])
+        python_version = THIS_PYTHON
     missing: dict[str, str] = {}
     notices: list[str] = []
     gpu, no_gpu = _first_gpu(nvidia_smi)
@@ -207,7 +216,7 @@ def probe(
     elif gpu_event is None:
         missing["GPU times"] = (
             f"HPCToolkit {tools.version} at {tools.hpcrun.parent} lists no event of "
-            f"{' or '.join(GPU_EVENTS)}: it was built without CUDA (`{SPACK}`)"
+            f"{' or '.join(GPU_EVENTS)}: it was built without CUDA (`{spack_line()}`)"
         )
     if gpu_event is None:
         missing["stall reasons"] = missing["GPU times"]
@@ -222,13 +231,13 @@ def probe(
     if not tools.python_frames:
         missing["Python frames"] = (
             f"HPCToolkit {tools.version} does not offer -a python: it was built without Python "
-            f"(`{SPACK}`)"
+            f"(`{spack_line()}`)"
         )
     elif tools.python and python_version and tools.python != python_version:
         missing["Python frames"] = (
             f"HPCToolkit {tools.version} was built for Python {tools.python}, but the program runs "
             f"in Python {python_version}: names and lines of its functions would be wrong; build "
-            f"it with `{SPACK} ^python@{python_version}`"
+            f"it with `{spack_line(python_version)}`"
         )
     elif not tools.python or not python_version:
         whose = "the program runs in" if tools.python else "HPCToolkit was built for"
@@ -286,13 +295,13 @@ def _ask(tool: Path, option: str, *, required: bool = True) -> str:
         )
     except MeasurementError as error:
         raise MissingToolError(
-            f"{tool} does not run here ({error}); reinstall HPCToolkit with `{SPACK}`"
+            f"{tool} does not run here ({error}); reinstall HPCToolkit with `{spack_line()}`"
         ) from None
     if answer.timed_out or (required and answer.exit_code != 0):
-        fails = f"fails with exit code {answer.exit_code} ({answer.last_words()})"
+        ended = f"{answer.failure()} ({answer.last_words()})"
         raise MissingToolError(
-            f"{tool} {option} {'does not answer in time' if answer.timed_out else fails}; "
-            f"reinstall HPCToolkit with `{SPACK}`"
+            f"{tool} {option} {'does not answer in time' if answer.timed_out else ended}; "
+            f"reinstall HPCToolkit with `{spack_line()}`"
         )
     return answer.stdout + answer.stderr
 

@@ -20,13 +20,14 @@ from typing import Any
 
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.errors import InputError
-from dlrm_core.files import write_json
+from dlrm_core.files import read_json, write_json
 from dlrm_core.settings import shown
 from dlrm_workbook.analysis.ensemble import SWEEP
 from dlrm_workbook.changes import apply_change, change_text, flat_change
 from dlrm_workbook.ledger import read_document, require_same
 from dlrm_workbook.machine import versions
 from dlrm_workbook.processes import only_process
+from dlrm_workbook.runs import GONE, mark_interrupted
 
 FORMAT_VERSION = 1
 MOST_POINTS = 10_000
@@ -175,7 +176,7 @@ class Sweep:
 
     @classmethod
     def open(cls, folder: Path) -> Sweep:
-        """A sweep that was begun before.
+        """A sweep that was begun before; what ran when it was killed is ``interrupted``.
 
         Raises:
             InputError: the folder holds no sweep, or one of another version.
@@ -184,6 +185,12 @@ class Sweep:
         if not (folder / SWEEP).is_file():
             raise InputError(f"{folder}: is no sweep's folder (it has no {SWEEP})")
         record = read_document(folder / SWEEP, "sweep", format_version=FORMAT_VERSION)
+        run_json = folder / "run.json"
+        if run_json.is_file():
+            status = mark_interrupted(run_json, read_json(run_json)).get("status")
+            for row in record["points"] if status != "running" else ():
+                if row["status"] == "running":
+                    row |= {"status": "interrupted", "error": GONE}
         base = parameters_from_sections(record["parameters"] | {"sweep": record["sweep"]})
         return cls(folder, record, sweep_points(base))
 
