@@ -96,7 +96,9 @@ def no_space(measurements: Path, said: str) -> str:
     found = _NO_SPACE.search(said)
     if found is None:
         return ""
-    return f"a disk that the program or HPCToolkit writes to is full: {found[0].strip()[:200]}"
+    words = found[0].strip()
+    words = words if len(words) <= 250 else f"...{words[-247:]}"  # the end says why
+    return f"a disk that the program or HPCToolkit writes to is full: {words}"
 
 
 LEAST_FREE_BYTES = 1 << 20
