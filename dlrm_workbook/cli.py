@@ -286,7 +286,7 @@ SUBCOMMANDS = (
     ),
     Subcommand(
         "data",
-        "data sets: generate, preprocess, inspect",
+        "data sets: generate, preprocess, inspect, convert",
         _data,
         "dlrm_workbook.datasets.command:data",
     ),

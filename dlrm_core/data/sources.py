@@ -15,7 +15,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -75,6 +75,11 @@ class Source:
         """Number of samples N."""
         return len(self.label.values)
 
+    @property
+    def counts(self) -> bool:
+        """Whether dense values are counts, of which log(x+1) is taken."""
+        return self.format != "split_binary"
+
     def read_labels(self, start: int, stop: int) -> np.ndarray:
         """Targets (B, 1) float32.
 
@@ -83,9 +88,7 @@ class Source:
         """
         values = self.label.values[start:stop]
         values = values.view(np.uint8) if values.dtype == bool else values
-        wrong = (values != 0) & (values != 1)
-        if wrong.any():
-            self._refuse(self.label, start + int(wrong.argmax()), values[wrong][0], "0 or 1")
+        check_labels(self.label, values, start)
         return values.astype(np.float32).reshape(-1, 1)
 
     def read_dense(self, start: int, stop: int) -> np.ndarray:
@@ -97,21 +100,13 @@ class Source:
         if self.dense is None:
             return np.empty((stop - start, 0), np.float32)
         values = self.dense[start:stop].astype(np.float32)
-        if self.format != "split_binary":
-            # the other formats hold counts
-            self._check_dense(values >= 0.0, values, start, "a count of 0 or more")
+        check_dense(self.dense_file, self.dense_names, values, start, self.counts)
+        if self.counts:
             # torch's logarithm, as DeepSpark's: the same bits, and on torch's threads
             import torch
 
             torch.from_numpy(values).add_(1.0).log_()
-        self._check_dense(np.isfinite(values), values, start, "a finite number")
         return values
-
-    def _check_dense(self, good: np.ndarray, values: np.ndarray, start: int, wanted: str) -> None:
-        if not good.all():
-            row, feature = np.unravel_index(int((~good).argmax()), good.shape)
-            column = Column(self.dense_file, self.dense_names[feature], values[:, feature])
-            self._refuse(column, start + int(row), values[row, feature], wanted)
 
     def read_rows(self, start: int, stop: int, rows: Sequence[int], out: np.ndarray) -> None:
         """Rows looked up of every table into ``out`` (T, B) int64.
@@ -127,10 +122,43 @@ class Source:
             check_range(column, values, start, rows[table])
             out[table] = values
 
-    def _refuse(self, column: Column, row: int, value: Any, wanted: str) -> None:
-        raise InputError(
-            f"{column.file}: sample {row}, feature {column.name}: {value}, expected {wanted}"
-        )
+
+def check_labels(column: Column, values: np.ndarray, start: int) -> None:
+    """Hold labels (B,) against 0 and 1.
+
+    Raises:
+        InputError: naming file, sample, feature and value.
+    """
+    wrong = (values != 0) & (values != 1)
+    if wrong.any():
+        refuse(column, start + int(wrong.argmax()), values[wrong][0], "0 or 1")
+
+
+def check_dense(
+    file: Path, names: Sequence[str], values: np.ndarray, start: int, counts: bool
+) -> None:
+    """Hold dense values (B, D) against what a feature, or a count, can be.
+
+    Raises:
+        InputError: naming file, sample, feature and value.
+    """
+    good, wanted = np.isfinite(values), "a finite number"
+    if counts and not (enough := values >= 0).all():
+        good, wanted = enough, "a count of 0 or more"
+    if not good.all():
+        row, feature = map(int, np.unravel_index(int((~good).argmax()), good.shape))
+        refuse(Column(file, names[feature], values), start + row, values[row, feature], wanted)
+
+
+def refuse(column: Column, row: int, value: Any, wanted: str) -> NoReturn:
+    """Raise what says which value of which file is wrong.
+
+    Raises:
+        InputError: always.
+    """
+    raise InputError(
+        f"{column.file}: sample {row}, feature {column.name}: {value}, expected {wanted}"
+    )
 
 
 def check_range(column: Column, values: np.ndarray, start: int, rows: int) -> None:

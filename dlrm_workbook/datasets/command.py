@@ -1,4 +1,4 @@
-"""``dlrm data generate | preprocess | inspect``: their arguments, and what they do."""
+"""``dlrm data``: the arguments of its actions, and what they do."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from dlrm_core.data.sources import FORMATS
 from dlrm_core.data.teacher import Law, TeacherConfig, Variant
 from dlrm_core.errors import InputError
 from dlrm_core.files import plain
+from dlrm_workbook.datasets.convert import Conversion, convert
 from dlrm_workbook.datasets.criteo import LAYOUTS, Request, preprocess
 from dlrm_workbook.datasets.generate import VARIANTS, generate, scaled
 from dlrm_workbook.datasets.inspection import inspect
+from dlrm_workbook.datasets.splits import LAYOUTS as LAYOUTS_TO_CONVERT
 
 NVIDIA_SAMPLES = 32768 * 1024
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``generate``, ``preprocess`` and ``inspect``."""
+    """Add the actions."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     _generate_arguments(
         actions.add_parser("generate", help="write a synthetic data set (NVIDIA's layout)")
@@ -29,6 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         actions.add_parser("preprocess", help="convert Criteo's text (Kaggle, Terabyte)")
     )
     _inspect_arguments(actions.add_parser("inspect", help="look at every value of a data set"))
+    _convert_arguments(
+        actions.add_parser("convert", help="write a data set in another layout, or as Parquet")
+    )
 
 
 def _generate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -123,6 +128,23 @@ def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
+def _convert_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", help="the data set's folder, or a .bin")
+    parser.add_argument("--from", dest="before", required=True, choices=LAYOUTS_TO_CONVERT)
+    parser.add_argument("--to", dest="after", required=True, choices=LAYOUTS_TO_CONVERT)
+    parser.add_argument("--output", required=True, metavar="DIR", help="the new data set's folder")
+    parser.add_argument(
+        "--halve-test",
+        action="store_true",
+        help="make the second half of the test split a split 'val', as facebook's terabyte has",
+    )
+    parser.add_argument(
+        "--dense",
+        choices=("counts", "features"),
+        help="of others' Parquet: whether training takes log(x + 1) of the numerical columns",
+    )
+
+
 def _threads_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads", type=int, metavar="N", help="default: the cores; they change no byte"
@@ -130,10 +152,14 @@ def _threads_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def data(arguments: argparse.Namespace) -> int:
-    """Run the action; the last line of generate and preprocess is the data set's folder."""
-    return {"generate": _generate, "preprocess": _preprocess, "inspect": _inspect}[
-        arguments.action
-    ](arguments)
+    """Run the action; the last line of those that make a data set is its folder."""
+    actions = {
+        "generate": _generate,
+        "preprocess": _preprocess,
+        "inspect": _inspect,
+        "convert": _convert,
+    }
+    return actions[arguments.action](arguments)
 
 
 def _generate(arguments: argparse.Namespace) -> int:
@@ -213,6 +239,29 @@ def _preprocess(arguments: argparse.Namespace) -> int:
         f"{result.input_bytes / 1e6:.0f} MB of text in {result.seconds:.2f} s ({rate:.0f} MB/s)"
     )
     print(result.folder, flush=True)
+    return 0
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    counts = None if arguments.dense is None else arguments.dense == "counts"
+    if counts is not None and arguments.before != "parquet":
+        raise InputError(f"--dense is for --from parquet, not {arguments.before}")
+    request = Conversion(
+        path=Path(arguments.path),
+        before=arguments.before,
+        after=arguments.after,
+        halve_test=arguments.halve_test,
+        counts=counts,
+    )
+    done = convert(request, Path(arguments.output))
+    parts = ", ".join(f"{count:,} {name}" for name, count in done.samples.items())
+    print(f"{parts} samples, {done.bytes / 1e9:.3f} GB, in {done.seconds:.2f} s")
+    if done.lost:
+        print(
+            f"{done.lost:,} of {done.values:,} numerical values lost digits: converted back they "
+            "will differ"
+        )
+    print(done.folder, flush=True)
     return 0
 
 

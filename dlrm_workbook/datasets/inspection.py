@@ -12,13 +12,14 @@ import numpy as np
 from dlrm_core.data.sources import FORMATS, Column, Source, check_range, open_source
 from dlrm_core.data.teacher import SampleMaker
 from dlrm_core.errors import InputError
-from dlrm_core.feature_spec import FILE_NAME, read_spec
+from dlrm_core.feature_spec import FILE_NAME
 from dlrm_core.files import read_json
 from dlrm_workbook.datasets.best_auc import law_of_metadata
 from dlrm_workbook.datasets.criteo import FIELDS, Request, parse_piece, read_pieces
 from dlrm_workbook.datasets.generate import BLOCK
 from dlrm_workbook.datasets.loops import DENSE, MISSING, TABLES
 from dlrm_workbook.datasets.resumable import NOTE
+from dlrm_workbook.datasets.splits import split_names
 from dlrm_workbook.datasets.vocabulary import forget
 
 AT_ONCE = 1 << 20
@@ -53,7 +54,7 @@ def inspect(path: Path, format: str | None = None, verify: bool = False) -> dict
     if format == "text":
         return _text(path)
     report = _report(path, format)
-    for split in _splits(path, format):
+    for split in split_names(path, format) or ["train"]:
         try:
             source = open_source(path, format, split)
             report["metadata"] = dict(source.metadata)
@@ -90,17 +91,6 @@ def detect(path: Path) -> str:
             "--format deepspark_dist (int32 and float32) if it is DeepSpark's"
         )
     raise InputError(f"{path}: holds no data set of the formats {', '.join(FORMATS)}")
-
-
-def _splits(path: Path, format: str) -> list[str]:
-    if format == "split_binary":
-        return sorted(read_spec(path).splits, reverse=True)
-    names = ("train", "test", "val")
-    if format == "terabyte":
-        if path.is_file():
-            return [path.stem.removeprefix("terabyte_processed_")]
-        return [name for name in names if (path / f"terabyte_processed_{name}.bin").exists()]
-    return [name for name in names if (path / name).is_dir()] or ["train"]
 
 
 def _unfinished(path: Path) -> dict[str, Any]:

@@ -119,12 +119,16 @@ class OpenFiles:
     """
 
     def __init__(self, place: Workplace, folder: Path, names: Iterable[str]) -> None:
-        make_folder(folder)
+        files = {name: folder / name for name in names}
+        parents = {file.parent for file in files.values()}
+        for parent in parents:
+            make_folder(parent)
         self._place = place
         self._handles = {
-            name: os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o644) for name in names
+            name: os.open(file, os.O_RDWR | os.O_CREAT, 0o644) for name, file in files.items()
         }
-        sync_folder(folder)
+        for parent in parents:
+            sync_folder(parent)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="sync")
         self._under_way: tuple[Future[None], dict[str, Any]] | None = None
         self._unsynced = 0

@@ -11,9 +11,15 @@ import yaml
 from dlrm_core.feature_spec import FILE_NAME, index_dtype
 from dlrm_core.files import write_text
 
+SPLITS = ("train", "test")
+
 
 def write_spec(
-    folder: Path, dense_features: int, table_rows: Sequence[int], metadata: Mapping[str, Any]
+    folder: Path,
+    dense_features: int,
+    table_rows: Sequence[int],
+    metadata: Mapping[str, Any],
+    splits: Sequence[str] = SPLITS,
 ) -> None:
     """Write feature_spec.yaml, whole or not at all; NVIDIA's writer makes the same bytes.
 
@@ -45,12 +51,9 @@ def write_spec(
                 for file, names in chunks
                 if names
             ]
-            for split in SPLITS
+            for split in splits
         },
         "channel_spec": {"categorical": categorical, "numerical": numerical, "label": ["label"]},
         "metadata": dict(metadata),
     }
     write_text(folder / FILE_NAME, yaml.safe_dump(sections) + "\n")
-
-
-SPLITS = ("train", "test")

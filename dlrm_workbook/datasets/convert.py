@@ -1,0 +1,416 @@
+"""``dlrm data convert``: a data set in another of the layouts that DLRM trainings use.
+
+Labels and rows are the same in every layout. Dense values are features in split_binary (float16),
+and counts, of which training takes log(x + 1), in terabyte (int32) and deepspark_dist (float32);
+Parquet keeps whatever it is given. A feature v becomes the count exp(v) - 1, a count x the feature
+log(x + 1), rounded through float32 as NVIDIA's chain rounds.
+
+How many rows tables have, and who made the data set, only split_binary can say. So its
+feature_spec.yaml goes along under another name, and a way there and back gives the same files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dlrm_core.data.sources import (
+    TERABYTE_COLUMNS,
+    TERABYTE_DENSE,
+    check_range,
+    open_source,
+    refuse,
+)
+from dlrm_core.errors import InputError
+from dlrm_core.feature_spec import FILE_NAME, MOST_BYTES, ColumnFile, FeatureSpec, read_spec
+from dlrm_core.files import read_text, write_text
+from dlrm_core.progress import Bar
+from dlrm_workbook.datasets.resumable import (
+    OpenFiles,
+    Workplace,
+    need_space,
+    progress_bar,
+    workplace,
+)
+from dlrm_workbook.datasets.splits import ABOUT, BLOCK, Block, Split, open_split, split_names
+from dlrm_workbook.datasets.write_spec import write_spec
+
+ORIGIN = "source_feature_spec.yaml"
+"""The feature_spec.yaml of the split_binary data set that others were converted from."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What is to be converted, and to what.
+
+    Attributes:
+        path: of the data set; of terabyte also one .bin file.
+        before: its layout, of :data:`dlrm_workbook.datasets.splits.LAYOUTS`.
+        after: the layout wanted.
+        halve_test: make the second half of the test split the split ``val``, as facebook's
+            writer of terabyte does.
+        counts: whether Parquet's dense values are counts; None: as its files say.
+    """
+
+    path: Path
+    before: str
+    after: str
+    halve_test: bool = False
+    counts: bool | None = None
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What a conversion did.
+
+    Attributes:
+        folder: of the new data set.
+        samples: of each of its splits.
+        bytes: of its files.
+        values: dense values written.
+        lost: how many of them would not be the same after a conversion back.
+        seconds: that it took now.
+    """
+
+    folder: Path
+    samples: dict[str, int]
+    bytes: int
+    values: int
+    lost: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Part:
+    """A split of the new data set: samples ``start`` to ``stop`` of one of the old."""
+
+    name: str
+    split: Split
+    start: int
+    stop: int
+
+
+def convert(request: Conversion, target: Path) -> Converted:
+    """Write a data set in another layout, or go on with one that was interrupted.
+
+    Args:
+        target: folder of the new data set; it appears when all is written.
+
+    Raises:
+        InputError: the data set cannot be read, has a value that the new layout cannot hold, or
+            the target exists, was begun with something else, or does not fit on the disk.
+    """
+    started = time.perf_counter()
+    if request.before == request.after:
+        raise InputError(f"--from and --to are both {request.before}, expected two layouts")
+    parts = _parts(request)
+    first = parts[0].split
+    if request.after == "terabyte" and _shape(first) != (TERABYTE_DENSE, TERABYTE_TABLES):
+        raise InputError(
+            f"{request.path}: has {first.dense_features} numerical and {len(first.table_rows)} "
+            f"categorical features, but terabyte holds {TERABYTE_DENSE} and {TERABYTE_TABLES}"
+        )
+    asked = dataclasses.asdict(request) | {"path": str(request.path.absolute())}
+    samples = {part.name: part.stop - part.start for part in parts}
+    lost = 0
+    with workplace(target, asked, "dlrm data convert") as place:
+        if place is not None:
+            wide = 4 * (1 + sum(_shape(first)))
+            need_space(place.folder, wide * sum(samples.values()))
+            lost = _write(request, parts, place)
+    return Converted(
+        folder=target,
+        samples=samples,
+        bytes=sum(file.stat().st_size for file in target.rglob("*") if file.is_file()),
+        values=sum(samples.values()) * first.dense_features,
+        lost=lost,
+        seconds=time.perf_counter() - started,
+    )
+
+
+TERABYTE_TABLES = TERABYTE_COLUMNS - 1 - TERABYTE_DENSE
+
+
+def _shape(split: Split) -> tuple[int, int]:
+    return split.dense_features, len(split.table_rows)
+
+
+def _parts(request: Conversion) -> list[Part]:
+    path = request.path
+    names = split_names(path, request.before) if path.exists() else []
+    if not names:
+        if request.before != "parquet" or not path.exists():
+            open_source(path, request.before.replace("parquet", "terabyte"), "train")
+        raise InputError(
+            f"{path}: holds no split in the layout {request.before}, expected "
+            "train.parquet or a folder 'train' of such files"
+        )
+    if request.halve_test and ("val" in names or "test" not in names):
+        raise InputError(f"--halve-test: {path} has the splits {', '.join(names)}")
+    parts: list[Part] = []
+    for name in names:
+        split = open_split(path, request.before, name, request.counts)
+        if parts and _shape(split) != _shape(parts[0].split):
+            raise InputError(f"{path}: {name} has other features than {parts[0].name}")
+        middle = split.samples
+        if request.halve_test and name == "test":
+            middle = -(-split.samples // 2)
+            parts.append(Part("val", split, middle, split.samples))
+        parts.append(Part(name, split, 0, middle))
+    return parts
+
+
+def _write(request: Conversion, parts: list[Part], place: Workplace) -> int:
+    """Write all splits into a workplace; how many dense values lost digits."""
+    origin = _origin(request, parts)
+    spec = None
+    if request.after == "split_binary":
+        spec = _specification(request, parts, place.folder, origin)
+    elif origin is not None:
+        write_text(place.folder / ORIGIN, read_text(origin[0], MOST_BYTES))
+    done = {"lost": 0} | dict.fromkeys((part.name for part in parts), 0) | place.done
+    total = sum(part.stop - part.start for part in parts)
+    before = sum(done[part.name] for part in parts)
+    with progress_bar("converting", "samples", total, before) as bar:
+        for part in parts:
+            if request.after == "parquet":
+                _write_parquet(place, part, origin and origin[1], done, bar)
+            else:
+                outputs = _files(request.after, part, spec, place.folder)
+                _write_files(place, part, outputs, done, bar)
+    return int(done["lost"])
+
+
+def _origin(request: Conversion, parts: list[Part]) -> tuple[Path, FeatureSpec] | None:
+    """The feature_spec.yaml that a data set has or was converted from.
+
+    Raises:
+        InputError: it is of another data set.
+    """
+    folder = request.path if request.path.is_dir() else request.path.parent
+    file = folder / (FILE_NAME if request.before == "split_binary" else ORIGIN)
+    if not file.exists():
+        return None
+    spec = read_spec(file)
+    shape = (spec.dense_features, len(spec.table_rows))
+    if shape != _shape(parts[0].split):
+        raise InputError(
+            f"{file}: has {shape[0]} numerical and {shape[1]} categorical features, but the data "
+            f"set has {parts[0].split.dense_features} and {len(parts[0].split.table_rows)}"
+        )
+    return file, spec
+
+
+def _specification(
+    request: Conversion, parts: list[Part], folder: Path, origin: tuple[Path, FeatureSpec] | None
+) -> FeatureSpec:
+    """Write the feature_spec.yaml of the new data set: the one it comes from, if there is one."""
+    names = [part.name for part in parts]
+    if origin is not None and sorted(origin[1].splits) == sorted(names):
+        write_text(folder / FILE_NAME, read_text(origin[0], MOST_BYTES))
+        return read_spec(folder)
+    known = parts[0].split.table_rows if origin is None else origin[1].table_rows
+    if None in known:
+        known = _largest_rows(parts)
+    numerical = "log(x + 1) as float16" if parts[0].split.counts else "as float16"
+    metadata = {
+        "made_by": "dlrm data convert",
+        "from": request.before,
+        "samples": {part.name: part.stop - part.start for part in parts},
+        "numerical": numerical,
+    }
+    rows = [count or 1 for count in known]
+    write_spec(folder, parts[0].split.dense_features, rows, metadata, names)
+    return read_spec(folder)
+
+
+def _largest_rows(parts: list[Part]) -> tuple[int, ...]:
+    """The largest row of each table and one more: as many rows as it must have."""
+    rows = np.zeros(len(parts[0].split.table_rows), np.int64)
+    with progress_bar("counting rows", "samples", sum(p.stop - p.start for p in parts)) as bar:
+        for part in parts:
+            for block in part.split.blocks(part.start, part.stop):
+                rows = np.maximum(rows, [int(values.max()) + 1 for values in block.tables])
+                bar.add(len(block.labels))
+    return tuple(rows.tolist())
+
+
+@dataclass(frozen=True)
+class Output:
+    """A file of a split: one value or several a sample, all of a type.
+
+    Attributes:
+        kind: 'label', 'dense', 'table' or, of terabyte, 'all'.
+        counts: whether dense values in it are counts.
+        table: number of the table.
+        rows: that the table has in the new data set; None: nothing says.
+    """
+
+    path: str
+    kind: str
+    dtype: np.dtype
+    counts: bool = True
+    table: int = 0
+    rows: int | None = None
+
+
+def _files(layout: str, part: Part, spec: FeatureSpec | None, folder: Path) -> list[Output]:
+    """The files of a split in a layout of plain files."""
+
+    def path_of(file: ColumnFile) -> str:
+        return str(file.path.relative_to(folder))
+
+    int32, float32 = np.dtype("<i4"), np.dtype("<f4")
+    if layout == "terabyte":
+        return [Output(f"terabyte_processed_{part.name}.bin", "all", int32)]
+    if spec is None:
+        tables = [
+            Output(f"{part.name}/cat_{t}.bin", "table", int32, table=t)
+            for t in range(len(part.split.table_rows))
+        ]
+        dense = [Output(f"{part.name}/numerical.bin", "dense", float32)]
+        return [
+            Output(f"{part.name}/label.bin", "label", float32),
+            *(dense if part.split.dense_features else []),
+            *tables,
+        ]
+    files = spec.splits[part.name]
+    label = np.dtype(np.uint8) if files.label.dtype == bool else files.label.dtype
+    outputs = [Output(path_of(files.label), "label", label)]
+    if files.numerical is not None:
+        dtype = files.numerical.dtype
+        outputs.append(Output(path_of(files.numerical), "dense", dtype, counts=False))
+    for t, file in enumerate(files.tables):
+        outputs.append(Output(path_of(file), "table", file.dtype, table=t, rows=file.rows))
+    if len({output.path for output in outputs}) < len(outputs):
+        raise InputError(f"{folder / FILE_NAME}: two features of {part.name} have the same file")
+    return outputs
+
+
+def _write_files(
+    place: Workplace, part: Part, outputs: list[Output], done: dict[str, Any], bar: Bar
+) -> None:
+    with OpenFiles(place, place.folder, [output.path for output in outputs]) as files:
+        for block in part.split.blocks(part.start + done[part.name], part.stop):
+            size, count = 0, len(block.labels)
+            for output in outputs:
+                values, lost = _values(block, output, part.split)
+                if values.size:
+                    files.write(output.path, values, block.start - part.start)
+                size, done["lost"] = size + values.nbytes, done["lost"] + lost
+            done[part.name] += count
+            bar.add(count)
+            files.written(size, done)
+        files.finish(done)
+
+
+def _values(block: Block, output: Output, split: Split) -> tuple[np.ndarray, int]:
+    """What a block puts into a file, and how many values lost digits."""
+    if output.kind == "label":
+        return block.labels.astype(output.dtype), 0
+    if output.kind == "dense":
+        return _dense(block, output, split)
+    if output.kind == "table":
+        values, column = block.tables[output.table], split.table_column(output.table)
+        check_range(column, values, block.start, output.rows or int(np.iinfo(np.int32).max))
+        return values.astype(output.dtype), 0
+    dense, lost = _dense(block, output, split)
+    whole = np.empty((len(block.labels), TERABYTE_COLUMNS), output.dtype)
+    whole[:, 0], whole[:, 1 : 1 + TERABYTE_DENSE] = block.labels, dense
+    for t, values in enumerate(block.tables):
+        check_range(split.table_column(t), values, block.start, int(np.iinfo(np.int32).max))
+        whole[:, 1 + TERABYTE_DENSE + t] = values
+    return whole, lost
+
+
+def _dense(block: Block, output: Output, split: Split) -> tuple[np.ndarray, int]:
+    """Dense values (B, D) of a block as a file holds them, and how many lost digits.
+
+    Raises:
+        InputError: naming file, sample, feature and a value that cannot be held.
+    """
+    values, exact, dtype = block.dense, block.dense.astype(np.float64), output.dtype
+    whole = dtype.kind == "i"
+    if split.counts and not output.counts:
+        written = _feature(exact).astype(dtype)
+        back = np.expm1(written.astype(np.float64))
+        back = np.rint(back) if values.dtype.kind in "iu" else back
+        return written, int(np.count_nonzero(back.astype(values.dtype) != values))
+    if split.counts == output.counts:
+        if whole:
+            wrong = (np.rint(exact) != exact) | (exact > MOST_COUNT)
+            _refuse_first(wrong, block, split, "a whole count below 2^31, which terabyte holds")
+        written = values.astype(dtype)
+        return written, int(np.count_nonzero(written.astype(np.float64) != exact))
+    counts = np.expm1(np.minimum(exact, 700.0))
+    wrong = (counts < 0) | (counts > MOST_COUNT)
+    _refuse_first(wrong, block, split, "log(x + 1) of a count x from 0 to 2^31 - 1")
+    written = (np.rint(counts) if whole else counts).astype(dtype)
+    differs = _feature(written.astype(np.float64)).astype(values.dtype) != values
+    if whole:
+        words = "log(x + 1) of a whole count x, which terabyte holds (deepspark_dist holds any)"
+        _refuse_first(differs, block, split, words)
+    return written, int(np.count_nonzero(differs))
+
+
+MOST_COUNT = 2**31 - 1
+
+
+def _feature(counts: np.ndarray) -> np.ndarray:
+    """log(x + 1) as float32, of which NVIDIA's chain makes float16."""
+    return np.log(counts + 1.0).astype(np.float32)
+
+
+def _refuse_first(wrong: np.ndarray, block: Block, split: Split, wanted: str) -> None:
+    if wrong.any():
+        row, feature = map(int, np.unravel_index(int(wrong.argmax()), wrong.shape))
+        refuse(split.dense_column(feature), block.start + row, block.dense[row, feature], wanted)
+
+
+def _write_parquet(
+    place: Workplace, part: Part, spec: FeatureSpec | None, done: dict[str, Any], bar: Bar
+) -> None:
+    """Write ``SPLIT.parquet``: what is begun after a kill is written from its beginning."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    split = part.split
+    if done[part.name] == part.stop - part.start and done[part.name]:
+        return
+    rows = split.table_rows if spec is None else spec.table_rows
+    names = [f"num_{i}" for i in range(split.dense_features)]
+    tables = [f"cat_{t}" for t in range(len(split.table_rows))]
+    fields = [
+        ("label", pa.uint8()),
+        *((name, pa.from_numpy_dtype(split.dense_type)) for name in names),
+    ]
+    fields += [(name, pa.int32()) for name in tables]
+    about = json.dumps({"counts": split.counts, "table_rows": None if None in rows else rows})
+    schema = pa.schema(fields, metadata={ABOUT: about})
+    file = place.folder / f"{part.name}.parquet"
+    with _synced(file) as handle, pq.ParquetWriter(handle, schema, compression="zstd") as writer:
+        for block in split.blocks(part.start, part.stop):
+            columns = [block.labels, *block.dense.T, *(v.astype(np.int32) for v in block.tables)]
+            arrays = [pa.array(np.ascontiguousarray(column)) for column in columns]
+            writer.write_batch(pa.record_batch(arrays, schema=schema), row_group_size=BLOCK)
+            bar.add(len(block.labels))
+    done[part.name] = part.stop - part.start
+    place.note(done)
+
+
+@contextlib.contextmanager
+def _synced(file: Path) -> Iterator[Any]:
+    """A file that is written anew, and on the disk when the block ends."""
+    with file.open("wb") as handle:
+        yield handle
+        handle.flush()
+        os.fsync(handle.fileno())
