@@ -93,9 +93,14 @@ _SPOKEN: tuple[tuple[re.Pattern[str], Named], ...] = (
     ),
     (_any(r"top_?(mlp|l|model|arch)\b|over_?(arch|mlp)|prediction_?(arch|head)"), Named("top_mlp")),
     (
-        _any(r"(?<!get_)loss(?!less)|criterion|cross_?entropy|\bbce|metric|\bauc\b|calibration"),
+        _any(
+            r"(?<!get_)loss(?!less)|criterion|cross_?entropy|\bbce|\bauc\b|calibration",
+            r"(?<!sym)(?<!geo)(?<!para)metric",
+        ),
         Named("loss"),
     ),
+    # turns queries and keys of an attention by their position, and looks nothing up
+    (_any(r"rotary|\brope\b"), Named("other")),
     (
         _any(
             r"emb(_|\b|edding|s\b)|sparse_?(arch|feature|lookup)|\bebc\b|pooled|lookup",
@@ -225,6 +230,8 @@ _NODE = re.compile(
     r"(?:^|::|[ <])(?:PyNode|CppNode)?<?(?:[\w]+::)*(?P<name>\w+?)(?:Backward\d*)\b|"
     r"torch::autograd::CppNode<(?:[\w()]+ ?[\w()]*::)*(?P<custom>\w+)>"
 )
+MODULE_PREFIX = "nn.Module: "
+"""Of a module's call among the Python functions."""
 ENGINE_PREFIX = "autograd::engine::"
 """Of what autograd's own threads run."""
 _ENGINE = "autograd::engine::evaluate_function: "
@@ -324,8 +331,8 @@ def _node(key: str) -> Named:
 def _python(name: str, file: str) -> Named | None:
     """A Python function; ``name`` may be as torch writes it, ``file.py(12): function``."""
     function = name.rpartition(": ")[2].rpartition(".")[2]
-    if name.startswith("nn.Module: "):
-        return _module(re.sub(r"_\d+$", "", name.removeprefix("nn.Module: ")))
+    if name.startswith(MODULE_PREFIX):
+        return _module(re.sub(r"_\d+$", "", name.removeprefix(MODULE_PREFIX)))
     ours = parse_span(function)
     if ours:
         return Named(*ours)

@@ -34,6 +34,7 @@ from dlrm_workbook.recordings.foreign import (
         ("operator", "autograd::engine::evaluate_function: AddmmBackward0", MLP, "backward"),
         ("operator", "fbgemm::split_embedding_codegen_lookup_sgd", "embedding", ""),
         ("python", "nn.Module: EmbeddingBagCollection_0", "embedding", ""),
+        ("python", "nn.Module: RotaryEmbedding_0", "other", ""),
         ("python", "interact_features", "interaction", "forward"),
         ("python", "torch/distributed/distributed_c10d.py(9): all_reduce", "communication", ""),
         ("annotation", "## all2all_data:permute_sparse_features ##", "communication", ""),
@@ -56,6 +57,7 @@ def test_names_say_their_part(kind: str, name: str, component: str, phase: str) 
     [
         ("annotation", "ProfilerStep#3"),
         ("operator", "aten::add"),
+        ("python", "allocator.py(48): is_symmetric_memory_enabled"),
         ("function", "torch::autograd::VariableType::add(x)"),
         ("python", "torch/distributed/distributed_c10d.py(1273): is_initialized"),
         ("python", "<built-in method broadcast_tensors of type object>"),

@@ -402,6 +402,26 @@ def test_the_loop_of_an_optimizer_is_no_iteration() -> None:
     assert whole.loc[whole["where"] == "device", "time_ms"].sum() == pytest.approx(6.590)  # busy
 
 
+@pytest.mark.parametrize("around", ["module", "graph", "nothing"])
+def test_equal_layers_of_one_forward_pass_are_no_iterations(tmp_path: Path, around: str) -> None:
+    """Within one call of a module, or one launch of a CUDA graph, layers repeat."""
+    whole = {
+        "module": gpu_trace._span("python_function", "nn.Module: Transformer_0", 90, 700),
+        "graph": gpu_trace._span("cuda_runtime", "cudaGraphLaunch", 90, 95, correlation=1),
+        "nothing": gpu_trace._span("cpu_op", "aten::zeros", 90, 95),
+    }
+    events = [whole[around]]
+    for place, kernel in enumerate(["norm", "attention", "gemm", "relu"] * 12):
+        at, launch = 100 + 10 * place, 1 if around == "graph" else 2 + place
+        if around != "graph":
+            call = gpu_trace._span("cuda_runtime", "cudaLaunchKernel", at, at + 2)
+            events.append(call | {"args": {"correlation": launch}})
+        events.append(gpu_trace._on_gpu("kernel", kernel, at + 5, at + 9, 7, correlation=launch))
+    profile = trace_of(tmp_path, events)
+    assert len(profile.iterations) == (12 if around == "nothing" else 0)
+    assert kernel_table(profile)["launches"].sum() == 48
+
+
 def test_a_range_within_which_little_is_launched_marks_no_iteration() -> None:
     host = pd.DataFrame(
         [(10 * n, 10 * n + 3, "lookup 1", "annotation", -1, 0) for n in range(9)]

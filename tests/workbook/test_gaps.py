@@ -143,6 +143,21 @@ def test_a_sampled_frame_within_a_range_says_nothing_against_it() -> None:
     assert parts["communication forward"] == 200
 
 
+def test_another_part_of_the_model_between_two_lookups_keeps_its_time() -> None:
+    parts = parts_of(
+        host_of(
+            SCRIPT,
+            (100, 200, "operator", "aten::embedding"),
+            (230, 305, "operator", "aten::layer_norm"),
+            (400, 500, "operator", "aten::embedding"),
+            (505, 510, "operator", "aten::empty"),
+            (600, 700, "operator", "aten::embedding"),
+        )
+    )
+    # 75 of 200 between the first two lookups are another operator's, 5 of the next 100
+    assert parts == {"embedding forward": 400, "other": 600}
+
+
 @given(
     st.lists(
         st.tuples(

@@ -4,7 +4,8 @@ Between two operators Python runs, or autograd's engine. Names give the part of 
 (:mod:`dlrm_workbook.recordings.foreign`); the neighbours give the rest, where they leave no
 doubt:
 
-* what lies between two calls of the same part and phase, of one pass, is that part's;
+* what lies between two calls of the same part and phase, of one pass, is that part's, unless
+  operators of no known part take a third of it: then another part of the model runs there;
 * what autograd does before its first node belongs to the loss, whose gradient it makes;
 * what it does after its last node, in a program with DistributedDataParallel, is that one's final
   callback: it waits for the exchange of gradients and copies them back.
@@ -22,6 +23,7 @@ import pandas as pd
 
 from dlrm_workbook.recordings.foreign import ENGINE_PREFIX
 from dlrm_workbook.recordings.nesting import innermost
+from dlrm_workbook.recordings.profile import nearest
 
 Ints = npt.NDArray[np.int64]
 Names = npt.NDArray[np.object_]
@@ -32,6 +34,9 @@ GAP = "between operators"
 PASSING = ("data", "bottom_mlp", "embedding", "interaction", "top_mlp", "communication")
 """Parts whose calls enclose nothing of other parts; code between two steps of an optimizer, or
 two losses, may be anything."""
+
+MOST_UNKNOWN = 0.35
+"""Share of the time between two calls of a part that operators of no known part may take."""
 
 ENGINE_CALL = "_engine_run_backward"
 """The Python function within which autograd's engine runs."""
@@ -64,7 +69,9 @@ def fill_gaps(
     held = owner >= 0
     begin, until, owner = begin[held], until[held], owner[held]
     part, parts = pd.factorize(pd.MultiIndex.from_arrays([component[owner], phase[owner]]))
-    told = _by_neighbours(begin, until, part, parts, iterations)
+    operates = main["kind"].eq("operator").to_numpy()
+    operates = (nearest(parent, operates) >= 0)[owner]
+    told = _by_neighbours(begin, until, part, parts, operates, iterations)
     told = np.where(told >= 0, told, part)
     table = list(parts)
     loss, exchange = (
@@ -95,9 +102,18 @@ def _number(table: list[tuple[str, str]], pair: tuple[str, str]) -> int:
 
 
 def _by_neighbours(
-    begin: Ints, until: Ints, part: Ints, parts: pd.Index, iterations: Sequence[tuple[int, int]]
+    begin: Ints,
+    until: Ints,
+    part: Ints,
+    parts: pd.Index,
+    operates: npt.NDArray[np.bool_],
+    iterations: Sequence[tuple[int, int]],
 ) -> Ints:
-    """Part (n,) of stretches that lie between two of the same, −1 where that tells nothing."""
+    """Part (n,) of stretches that lie between two of the same, −1 where that tells nothing.
+
+    Args:
+        operates: whether an operator runs during each stretch (n,).
+    """
     passing = np.array([name in PASSING for name, _ in parts], dtype=bool)
     known = np.array([name != "other" for name, _ in parts], dtype=bool)[part]
     place = np.arange(len(part))
@@ -105,6 +121,11 @@ def _by_neighbours(
     after = np.minimum.accumulate(np.where(known, place, len(part))[::-1])[::-1]
     inner = ~known & (before >= 0) & (after < len(part))
     before, after = np.maximum(before, 0), np.minimum(after, len(part) - 1)
+    unknown = np.where(known, 0, until - begin)
+    between = np.bincount(before, unknown, len(part))
+    inner &= np.bincount(before, unknown * operates, len(part))[before] <= (
+        MOST_UNKNOWN * between[before]
+    )
     begins = np.array([first for first, _ in iterations], dtype=np.int64)
     same = np.searchsorted(begins, begin[before], side="right") == np.searchsorted(
         begins, begin[after], side="right"

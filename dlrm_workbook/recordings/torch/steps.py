@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from dlrm_core.parts import ITERATION_SPAN, STEP_MARK
-from dlrm_workbook.recordings.foreign import PartNames, outermost
+from dlrm_workbook.recordings.foreign import MODULE_PREFIX, PartNames, outermost
 from dlrm_workbook.recordings.profile import nearest
 from dlrm_workbook.recordings.repetition import find_iterations
 from dlrm_workbook.recordings.torch.chrome_trace import STEP_PREFIX
@@ -148,17 +148,21 @@ def _is_inner_loop(
     """Whether what repeats is a part of one step: an optimizer's loop over parameters, say.
 
     Then it holds little of the launches or of their work, or lies within one operator or
-    range that names a part.
+    range that names a part. Within one launch of a CUDA graph, or one call of a module, equal
+    layers repeat.
 
     Args:
         at, work: when each launch was made, and how long what it launched ran, ns.
     """
+    if spans[0][0] == spans[-1][0]:
+        return True
     inside = (at >= spans[0][0]) & (at < spans[-1][1])
     if min(inside.mean(), work[inside].sum() / max(work.sum(), 1)) < MOST:
         return True
     around = host[host["start"].le(spans[0][0]) & host["end"].ge(spans[-1][1])]
-    around = around[around["kind"].isin(["operator", "annotation"])]
     return any(
-        kind == "operator" or names.of(kind, str(name)) is not None
-        for kind, name in zip(around["kind"], around["name"], strict=True)
+        kind == "operator"
+        or (kind == "annotation" and names.of(kind, name) is not None)
+        or (kind == "python" and name.startswith(MODULE_PREFIX))
+        for kind, name in zip(around["kind"], around["name"].astype(str), strict=True)
     )
