@@ -372,13 +372,17 @@ def measure(value: Any, unit: str = "") -> str:
     return known[unit](value) if unit in known else f"{digits(value)} {unit}"
 
 
+MOST_BOUND = 100.0
+"""Speed-up above which an upper bound says nothing: a step that does next to nothing else."""
+
+
 def _gain(gain: Mapping[str, float]) -> str:
     """A predicted speed-up with its range, or its bound where nothing more is known."""
     if not gain:
         return NOTHING
     low, mid, high = (gain[name] for name in ("low", "mid", "high"))
     if low <= 1.0:
-        return f"at most {ratio(high, figures=2)}"
+        return f"at most {ratio(high, figures=2)}" if high <= MOST_BOUND else "not bounded"
     return speedup(mid, low, high, figures=2)
 
 

@@ -261,17 +261,13 @@ def _busy(evidence: Evidence) -> str:
 
 
 def _without_part(profile: Profile) -> str:
-    """The largest names that belong to no part."""
-    table = unattributed(profile).head(3)
-    if table.empty:
-        return ""
+    """The largest names that belong to no part; variants of one kernel count together."""
+    table = unattributed(profile)
     on_gpu = profile.has("gpu_time_ms")
-    column = "device_ms" if on_gpu else "host_ms"
-    listed = ", ".join(
-        f"{kernel_name(str(name)).short if on_gpu else str(name)[:60]} ({percent(share)})"
-        for name, share, time in zip(table["name"], table["share"], table[column], strict=True)
-        if time > 0
-    )
+    table = table[table["device_ms" if on_gpu else "host_ms"].gt(0)]
+    shorter = (lambda name: kernel_name(name).short) if on_gpu else (lambda name: name[:60])
+    largest = table["share"].groupby(table["name"].map(shorter)).sum().nlargest(3)
+    listed = ", ".join(f"{name} ({percent(share)})" for name, share in largest.items())
     return f" Largest without a part: {listed}." if listed else ""
 
 

@@ -39,6 +39,7 @@ from dlrm_workbook.recordings.hpctoolkit.metrics import STALLS
 from dlrm_workbook.recordings.open import COMMUNICATION
 from dlrm_workbook.recordings.profile import nearest
 from dlrm_workbook.recordings.torch.chrome_trace import GRAPH_LAUNCH
+from dlrm_workbook.recordings.torch.steps import STEP_LABEL
 
 FEW_TIMES = 2.0
 """Idle time of an iteration, in that of the usual one, from which on something else happens."""
@@ -426,7 +427,8 @@ def launch_bound(evidence: Evidence, ledger: Ledger) -> Measured | None:
     title = {} if lost > 0.5 * evidence.idle_ms else {"title": WAITS_FOR_LAUNCHES}
     steps = max(len(evidence.windows[0]), 1)
     # what has no part and is no single operator tells nothing
-    by_one = of_launches >= MOST_LAUNCHES and (part[0] != "other" or "," not in most)
+    by_one = of_launches >= MOST_LAUNCHES and bool(most)
+    by_one &= part[0] != "other" or "," not in most
     place = f" in {part_label(*part)}" if part[0] != "other" else ""
     small = "copies by " if own["kind"].eq("copy").mean() > MOST_LAUNCHES else ""
     if not by_one:
@@ -460,7 +462,8 @@ def _main_launcher(evidence: Evidence, kernels: pd.DataFrame) -> tuple[pd.DataFr
     """Who launches most: one part's operator, or all of one part where it calls several.
 
     Returns:
-        The rows of ``kernels`` that it launches, their share of all launches, its name.
+        The rows of ``kernels`` that it launches, their share of all launches, its name ("" where
+        no operator launches them).
     """
     contexts = evidence.profile.contexts
     operator = nearest(contexts["parent"].to_numpy(), contexts["kind"].eq("operator").to_numpy())
@@ -472,7 +475,7 @@ def _main_launcher(evidence: Evidence, kernels: pd.DataFrame) -> tuple[pd.DataFr
     if len(most) >= MOST_LAUNCHES * len(own) and most["by"].iloc[0]:
         return most, len(most) / len(kernels), str(most["by"].iloc[0])
     listed = own["by"][own["by"].ne("")].value_counts().index[:3]
-    return own, len(own) / len(kernels), ", ".join(map(str, listed)) or "code outside operators"
+    return own, len(own) / len(kernels), ", ".join(map(str, listed))
 
 
 def _largest_group(table: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
@@ -668,7 +671,8 @@ def _host_names(evidence: Evidence, idle: pd.DataFrame, python: bool) -> np.ndar
     context = idle["context"].to_numpy()
     names = contexts["name"].to_numpy()[owner[np.maximum(context, 0)]]
     names = np.where(names == "cudaMemcpyAsync", _copies_below(evidence)[context], names)
-    bare = contexts["kind"].isin(["thread", "root"]).to_numpy()[owner[np.maximum(context, 0)]]
+    bare = contexts["kind"].isin(["thread", "root"]) | contexts["name"].eq(STEP_LABEL)
+    bare = bare.to_numpy()[owner[np.maximum(context, 0)]]
     return np.where((context < 0) | bare, NOWHERE, names)
 
 

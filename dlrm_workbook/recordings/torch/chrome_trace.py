@@ -572,8 +572,10 @@ class _Walk:
         host, device, memory, marks = frames.values()
         if host.empty and device.empty:
             if self.first_malformed is not None:
+                error = self.first_malformed
+                why = f"it has no {error.args[0]!r}" if isinstance(error, KeyError) else repr(error)
                 raise InputError(
-                    f"{path}: an event is not as torch.profiler writes it: {self.first_malformed!r}"
+                    f"{path} is no trace of torch.profiler: of an event that one would have, {why}"
                 ) from None
             raise NoTraceError(f"{path} holds no operator, range or kernel of torch.profiler")
         zero = min(int(frame["start"].min()) for frame in (host, device, memory) if len(frame))

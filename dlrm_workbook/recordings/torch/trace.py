@@ -624,7 +624,7 @@ class _Builder:
         python = table["kind"].eq("python")
         source = table.loc[python, "name"].str.extract(_PYTHON)
         table.loc[python, "file"] = source["file"].fillna("")
-        table.loc[python, "line"] = source["line"].fillna(0).astype("int64")
+        table.loc[python, "line"] = pd.to_numeric(source["line"]).fillna(0).astype("int64")
         return table
 
     def rows(self, metric: str, scope: str, column: np.ndarray, chosen: np.ndarray) -> pd.DataFrame:
