@@ -7,7 +7,9 @@ here. The workbook's ``dlrm`` has the same subcommands and more, from a longer t
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
+import gc
 import importlib
 import os
 import signal
@@ -178,6 +180,8 @@ def main(
     from dlrm_core.machine import end_with_starter
 
     end_with_starter()
+    # at its end Python would search for cycles in all that was imported, which takes seconds
+    atexit.register(gc.freeze)
     given = list(sys.argv[1:] if argv is None else argv)
     name = "dlrm"
     try:

@@ -72,6 +72,9 @@ def closing_words(folder: Path) -> str:
     notebook = record["notebook"]
     said = folder / "bottlenecks.json"
     found = read_json(said) if said.is_file() else {}
+    quality = found.get("quality") or {}
+    if quality and quality["level"] != "green":
+        lines += ["", quality["sentence"]]
     if found.get("headline"):
         lines += ["", found["headline"].replace("**", "").replace("`", ""), ""]
     lines.append(f"Page: {(folder / f'{notebook}.html').as_uri()}")

@@ -25,6 +25,7 @@ from dlrm_workbook.analysis.ensemble import SWEEP
 from dlrm_workbook.machine import REPOSITORY
 from dlrm_workbook.runner import engine as notebook_engine
 from dlrm_workbook.runner import run as workbook
+from dlrm_workbook.runner.command import closing_words
 from dlrm_workbook.runner.engine import Watch
 from dlrm_workbook.runner.parameters import declared_parameters, typed_options
 from dlrm_workbook.runner.run import CHAIN, Plan, RunError, recording_name, run_notebooks
@@ -428,6 +429,26 @@ def test_last_line_of_standard_output_is_the_run_folder(
     out, err = capfd.readouterr()
     assert Path(out.strip()).is_dir()
     assert "ZeroDivisionError" in err and "Traceback" not in err
+
+
+def test_a_doubt_about_the_figures_comes_before_them(tmp_path: Path) -> None:
+    write_json(tmp_path / "run.json", {"notebook": "bottlenecks", "parameters": {}})
+    for level, first in (("amber", "this is a recorded sample"), ("green", "Data takes 27 %")):
+        quality = {"level": level, "sentence": "this is a recorded sample"}
+        said = {"headline": "**Data takes 27 %**", "quality": quality, "findings": []}
+        write_json(tmp_path / "bottlenecks.json", said)
+        assert closing_words(tmp_path).split("\n")[1] == first
+
+
+def test_the_end_of_a_command_does_not_search_what_was_imported() -> None:
+    program = (
+        "import atexit, gc\n"
+        "from dlrm_workbook.cli import main\n"
+        "atexit.register(lambda: print('frozen' if gc.get_freeze_count() else 'searched'))\n"
+        "main(['parameters'])"
+    )
+    said = subprocess.check_output([sys.executable, "-c", program], text=True)
+    assert said.splitlines()[-1] == "frozen"
 
 
 def test_headless_subcommands_need_no_notebook_tools() -> None:
