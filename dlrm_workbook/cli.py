@@ -286,7 +286,7 @@ SUBCOMMANDS = (
     ),
     Subcommand(
         "data",
-        "data sets: generate, preprocess, inspect, convert",
+        "data sets: generate, preprocess, inspect, convert, variants",
         _data,
         "dlrm_workbook.datasets.command:data",
     ),

@@ -17,6 +17,7 @@ from dlrm_workbook.datasets.criteo import LAYOUTS, Request, preprocess
 from dlrm_workbook.datasets.generate import VARIANTS, generate, scaled
 from dlrm_workbook.datasets.inspection import inspect
 from dlrm_workbook.datasets.splits import LAYOUTS as LAYOUTS_TO_CONVERT
+from dlrm_workbook.datasets.variants import variants
 
 NVIDIA_SAMPLES = 32768 * 1024
 
@@ -33,6 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _inspect_arguments(actions.add_parser("inspect", help="look at every value of a data set"))
     _convert_arguments(
         actions.add_parser("convert", help="write a data set in another layout, or as Parquet")
+    )
+    _variants_arguments(
+        actions.add_parser(
+            "variants", help="what each published data set takes: disk, memory, time"
+        )
     )
 
 
@@ -145,6 +151,21 @@ def _convert_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _variants_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--measure",
+        type=float,
+        metavar="SHARE",
+        help="make this share of each synthetic data set and time it, such as 0.01 (default: "
+        "nothing is measured)",
+    )
+    parser.add_argument(
+        "--work", default=".", metavar="DIR", help="where, for a while (default: here)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON list")
+    _threads_argument(parser)
+
+
 def _threads_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads", type=int, metavar="N", help="default: the cores; they change no byte"
@@ -158,6 +179,7 @@ def data(arguments: argparse.Namespace) -> int:
         "preprocess": _preprocess,
         "inspect": _inspect,
         "convert": _convert,
+        "variants": _variants,
     }
     return actions[arguments.action](arguments)
 
@@ -269,6 +291,30 @@ def _inspect(arguments: argparse.Namespace) -> int:
     report = inspect(Path(arguments.path), arguments.format, arguments.verify)
     print(json.dumps(plain(report)) if arguments.json else as_text(report), flush=True)
     return 1 if report["problems"] else 0
+
+
+def _variants(arguments: argparse.Namespace) -> int:
+    share = arguments.measure
+    if share is not None and not 0.0 < share <= 1.0:
+        raise InputError(f"--measure is {share:g}, expected a number above 0 and at most 1")
+    samples = sum(parse_samples(None, 1.0).values())
+    rows = variants(samples, share, Path(arguments.work), _threads(arguments))
+    if arguments.json:
+        print(json.dumps(plain(rows)), flush=True)
+        return 0
+    print("\n".join(_table([{name: _rounded(row[name]) for name in row} for row in rows])))
+    print(
+        "  computed: rows, parameters, samples, sizes, and what training takes on one GPU; "
+        + ("measured on this machine: the last four" if share else "not measured (--measure)"),
+        flush=True,
+    )
+    return 0
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return f"{value:,.1f}" if value >= 10 or not value else f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) else value
 
 
 def as_text(report: dict[str, Any]) -> str:

@@ -59,6 +59,9 @@ ROWS_AT_ONCE = 1 << 18
 FIELDS = ["label", *(f"I{i + 1}" for i in range(DENSE)), *(f"C{i + 1}" for i in range(TABLES))]
 LABEL, NUMERICAL, MISSING_BITS = "label.bin", "numerical.bin", "missing.bin"
 
+RAW_ROW_BYTES = 1 + 2 * DENSE + 4 + 4 * TABLES
+"""Bytes of a row on the disk while categories are not numbered yet."""
+
 
 @dataclass(frozen=True)
 class Request:

@@ -102,8 +102,7 @@ def generate(law: Law, samples: dict[str, int], target: Path, threads: int) -> G
     """
     started = time.perf_counter()
     variant = law.variant
-    sample_bytes = 1 + 2 * variant.dense_features
-    sample_bytes += sum(index_dtype(rows).itemsize for rows in variant.table_rows)
+    sample_bytes = bytes_of_sample(variant)
     total = sample_bytes * sum(samples.values())
     request = {"law": dataclasses.asdict(law), "samples": samples}
     with workplace(target, request, "dlrm data generate") as place:
@@ -120,6 +119,12 @@ def generate(law: Law, samples: dict[str, int], target: Path, threads: int) -> G
         write_spec(place.folder, variant.dense_features, variant.table_rows, describe(law, samples))
     seconds = time.perf_counter() - started
     return Generated(target, total, total - written_before, seconds)
+
+
+def bytes_of_sample(variant: Variant) -> int:
+    """Bytes of a sample in NVIDIA's layout: label, dense features, a row of each table."""
+    rows = sum(index_dtype(rows).itemsize for rows in variant.table_rows)
+    return 1 + 2 * variant.dense_features + rows
 
 
 def _write_split(

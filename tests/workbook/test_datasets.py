@@ -444,6 +444,29 @@ def test_what_cannot_be_generated_is_refused(tmp_path, capsys, extra, words):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_variants_are_computed_and_measured_only_where_asked(tmp_path, capsys):
+    assert main(["data", "variants", "--json"]) == 0
+    rows = {row["data_set"]: row for row in json.loads(capsys.readouterr().out)}
+    t15 = rows["criteo_t15_synthetic"]
+    assert t15["parameters"] == 32_709_138 * 128 + 2_368_897
+    # 1 + 26 bytes of label and features beside the rows
+    sizes = [index_dtype(count).itemsize for count in VARIANTS["criteo_t15_synthetic"].table_rows]
+    assert t15["final_gb"] == pytest.approx((27 + sum(sizes)) * 9 * 2**22 / 1e9)
+    assert rows["criteo_t15"]["intermediate_gb"] == pytest.approx(135 * 4_373_472_329 / 1e9)
+    assert all(row["making_s"] is None and row["share_made"] is None for row in rows.values())
+    command = ["data", "variants", "--measure", "1e-5", "--work", str(tmp_path), "--threads", "1"]
+    assert main([*command, "--json"]) == 0
+    rows = {row["data_set"]: row for row in json.loads(capsys.readouterr().out)}
+    made = rows["criteo_t3_synthetic"]
+    # small tables have smaller types, so a share has less than its part of the bytes
+    assert 0 < made["made_gb"] <= 1e-5 * made["final_gb"] * 1.01
+    assert made["making_s"] > 0 and 20 < made["making_peak_mib"] < 1000
+    assert rows["criteo_t3"]["making_s"] is None
+    assert list(tmp_path.iterdir()) == []
+    assert main(["data", "variants", "--measure", "2"]) == 2
+    assert "--measure is 2, expected a number above 0 and at most 1" in capsys.readouterr().err
+
+
 def test_making_data_sets_needs_no_torch():
     """torch takes seconds to import, and memory."""
     code = (

@@ -1,0 +1,138 @@
+"""``dlrm data variants``: what each published data set takes, on disk, in memory and in time.
+
+Sizes follow from the layout and are computed; times and the memory of making a data set are
+measured, on request, with the share of it that the machine at hand is asked to make.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from dlrm_core.data.teacher import Law
+from dlrm_core.errors import InputError
+from dlrm_workbook.datasets.criteo import RAW_ROW_BYTES
+from dlrm_workbook.datasets.generate import VARIANTS, bytes_of_sample, generate, scaled
+from dlrm_workbook.processes import run_child
+
+CRITEO_ROWS = 4_373_472_329
+"""Lines of Criteo's Terabyte text, 24 days."""
+
+PRESETS = {
+    "criteo_t15_synthetic": "nvidia_t15",
+    "criteo_t3_synthetic": "nvidia_t3",
+    "criteo_t0_synthetic": "nvidia_t0",
+    "deepspark_synthetic": "deepspark",
+}
+"""The parameters file that trains on each."""
+
+MEASURED = ("share_made", "made_gb", "making_s", "making_peak_mib")
+
+
+def variants(samples: int, share: float | None, folder: Path, threads: int) -> list[dict[str, Any]]:
+    """A row for each synthetic variant, and for each that Criteo's text gives.
+
+    Args:
+        samples: of a whole synthetic data set, train and test.
+        share: of its rows and samples to be made now, in ``folder``; None: nothing is measured.
+        threads: of the measured process.
+
+    Returns:
+        ``data_set``, ``made_by``, ``embedding_rows``, ``parameters`` (of the preset's model),
+        ``samples``, ``final_gb``, ``intermediate_gb`` (disk beside it while it is made) and
+        ``training_gib`` (of the preset on one GPU), all computed; and, measured or None,
+        ``share_made``, ``made_gb``, ``making_s`` and ``making_peak_mib``.
+
+    Raises:
+        InputError: the share is not in (0, 1], or a process failed.
+    """
+    # the memory of training is torch's business: loaded after what is measured
+    found = {name: _measured(name, samples, share, folder, threads) for name in VARIANTS}
+    rows = []
+    for name, variant in VARIANTS.items():
+        parameters, training = _model(PRESETS[name])
+        size = bytes_of_sample(variant)
+        about = {
+            "embedding_rows": sum(variant.table_rows),
+            "parameters": parameters,
+        }
+        rows.append(
+            {"data_set": name, "made_by": "generate", **about}
+            | _sizes(size, samples, 0)
+            | {"training_gib": training}
+            | found[name]
+        )
+        if name.startswith("criteo"):
+            text = name.removesuffix("_synthetic")
+            rows.append(
+                {"data_set": text, "made_by": "preprocess", **about}
+                | _sizes(size, CRITEO_ROWS, RAW_ROW_BYTES)
+                | {"training_gib": training}
+                | dict.fromkeys(MEASURED)
+            )
+    return rows
+
+
+def _sizes(bytes_a_sample: int, samples: int, beside: int) -> dict[str, Any]:
+    return {
+        "samples": samples,
+        "final_gb": bytes_a_sample * samples / 1e9,
+        "intermediate_gb": beside * samples / 1e9,
+    }
+
+
+def _model(preset: str) -> tuple[int, float]:
+    """Parameters of a preset's model, and GiB that training it takes on one GPU."""
+    from dlrm_core.config import load_parameters
+    from dlrm_core.memory import forecast_memory, total_bytes
+
+    parameters = load_parameters(f"{preset}.yaml")
+    model = parameters.model
+    count = sum(model.table_rows) * model.embedding_dim + sum(model.dense_weights.values())
+    return count, total_bytes(forecast_memory(parameters, gpu=True), "gpu") / 2**30
+
+
+def _measured(
+    name: str, samples: int, share: float | None, folder: Path, threads: int
+) -> dict[str, Any]:
+    """Make a share of a data set in a process of its own, and remove it."""
+    if share is None:
+        return dict.fromkeys(MEASURED)
+    target = folder / f"{name}.measured"
+    try:
+        words = [name, share, max(9, round(samples * share)), target, threads]
+        command = [sys.executable, "-m", __name__, *map(str, words)]
+        done = run_child(command, stage=f"making {name}")
+        result = done.last_object("making_s")
+        if done.exit_code or result is None:
+            raise InputError(f"making {name} failed: {done.last_words()}")
+        return {"share_made": share} | result
+    finally:
+        for path in (target, target.with_name(target.name + ".partial")):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def main(name: str, share: str, samples: str, target: str, threads: str) -> None:
+    """Make a data set and print what that took, as JSON."""
+    variant = scaled(VARIANTS[name], float(share))
+    test = int(samples) // 9
+    counts = {"train": int(samples) - test, "test": test}
+    started = time.perf_counter()
+    made = generate(Law(variant, 12345, None), counts, Path(target), int(threads))
+    seconds = time.perf_counter() - started
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    # of this program alone: ru_maxrss has that of the process that started it, too
+    peak_kib = int(status.partition("VmHWM:")[2].split()[0])
+    print(
+        json.dumps(
+            {"made_gb": made.bytes / 1e9, "making_s": seconds, "making_peak_mib": peak_kib / 1024}
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
