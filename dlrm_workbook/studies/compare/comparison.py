@@ -39,7 +39,7 @@ from dlrm_workbook.analysis.compare import (
 )
 from dlrm_workbook.analysis.ensemble import SWEEP, swept_runs
 from dlrm_workbook.analysis.findings import findings
-from dlrm_workbook.analysis.reference import at_reference
+from dlrm_workbook.analysis.reference import at_reference, reference
 from dlrm_workbook.analysis.sentences import in_markdown
 from dlrm_workbook.analysis.whatif import Prediction, predict_change, prediction
 from dlrm_workbook.changes import apply_change, change_steps, change_text, difference, flat_change
@@ -623,6 +623,10 @@ class RunsComparison(Comparison):
         opened = {label: open_recording(place) for label, place in self.places.items()}
         self.profiles = {label: recording.profile for label, recording in opened.items()}
         self._take_alike()
+        references = [reference(profile) for profile in self.profiles.values()]
+        if self.per == "per iteration" and all(found and found.unprofiled for found in references):
+            # a profiler slows some parts more than others, and each recording by another factor
+            self.profiles = {name: at_reference(each) for name, each in self.profiles.items()}
         self.notices += [
             f"{label} has no times of the host: what it did while the GPU was idle counts as other."
             for label, profile in self.profiles.items()

@@ -203,7 +203,7 @@ def _add_scale(result: go.Figure) -> None:
                 "colorscale": [[0, theme.FASTER], [0.5, theme.SAME], [1, theme.SLOWER]],
                 "showscale": True,
                 "colorbar": {
-                    "title": {"text": "time<br>after"},
+                    "title": {"text": "time<br>after<br> "},
                     "tickvals": [-1, -0.5, 0, 0.5, 1],
                     "ticktext": ["0.5x", "0.7x", "same", "1.4x", "2x or new"],
                     "thickness": 14,
@@ -356,7 +356,11 @@ def losses_text(comparison: Comparison) -> Text:
         if shaky:
             text += f"; runs of {' and '.join(shaky)} do not even repeat themselves exactly"
         lines.append(f"- {name}: {text}.")
-    return Text("\n".join(lines) or "*Losses are compared where runs are made in turns.*")
+    return Text(
+        "\n".join(lines)
+        or "*Not measured: losses are compared where runs are made in turns, as "
+        "`dlrm run compare -f FILE -p change.LEAF=VALUE` makes them.*"
+    )
 
 
 OUTCOMES: dict[str, str | Column] = {
