@@ -51,7 +51,9 @@ def format_bytes(count: float) -> str:
 
 
 def milliseconds(time: float) -> str:
-    """``0.0310 ms``, ``4.20 ms``, ``1,234 ms``."""
+    """``0.0310 ms``, ``4.20 ms``, ``1,234 ms``; below a microsecond ``0.500 µs``."""
+    if 0 < abs(time) < 1e-3:
+        return microseconds(1e3 * time)
     return f"{digits(time)} ms"
 
 

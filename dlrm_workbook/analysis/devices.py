@@ -11,6 +11,7 @@ from typing import Any
 from dlrm_core.errors import InputError
 
 DATA_SHEET = "data sheet"
+NO_NAME = "the recording names no GPU; `-p profiling.device_name=H100-SXM` (or another) names it"
 """``source`` of ceilings that nobody measured."""
 
 

@@ -46,7 +46,7 @@ COPIES = ["direction", "memory", "count", "bytes", "time_ms", "gb_per_s", "share
 STALL_KEYS = {"kernel": ["kernel"], "line": ["kernel", "file", "line", "place"]}
 STALL_VALUES = ["reason", "warp_cycles", "share_of_stalls", "share_of_samples"]
 
-NO_SAMPLES = "no PC sample was taken; HPCToolkit takes them with hpcrun -e gpu=nvidia,pc"
+NO_SAMPLES = "no PC sample was taken; HPCToolkit takes them with `hpcrun -e gpu=nvidia,pc`"
 
 SERIALISED = "kernels serialised by PC sampling"
 

@@ -23,7 +23,7 @@ import pandas as pd
 
 from dlrm_workbook.analysis.attribution import PART
 from dlrm_workbook.analysis.context_tree import Bools, Floats, Ints, missing_reason, unmeasured
-from dlrm_workbook.analysis.devices import Device, device_of
+from dlrm_workbook.analysis.devices import NO_NAME, Device, device_of
 from dlrm_workbook.analysis.kernel_names import kernel_name, short_names
 from dlrm_workbook.recordings.open import COMMUNICATION
 from dlrm_workbook.recordings.profile import Profile, nearest
@@ -197,7 +197,7 @@ def device_attributes(profile: Profile, gpu: Device | None) -> dict[str, Any]:
     if gpu is not None:
         return {"device": gpu.name, "source": gpu.source, "bandwidth": gpu.memory_gb_per_s}
     name = profile.meta.get("device_name")
-    reason = f"no data sheet of {name} is listed" if name else "the recording names no GPU"
+    reason = f"no data sheet of {name} is listed" if name else NO_NAME
     return {"device_reason": reason}
 
 
@@ -284,7 +284,10 @@ def _arithmetic(kernel: Any, operands: str, gpu: Device | None) -> tuple[str, bo
 
 def _why_no_work(profile: Profile) -> str:
     if profile.meta.get("engine") == "hpctoolkit":
-        return "HPCToolkit does not record the shapes of operators' inputs"
+        return (
+            "HPCToolkit does not record the shapes of operators' inputs; "
+            "`dlrm run profile -f FILE -p profiling.engine=torch` does"
+        )
     if not profile.has("gpu_time_ms"):
         return missing_reason(profile, ["gpu_time_ms"], "no GPU kernel was measured")
     return NO_SHAPES

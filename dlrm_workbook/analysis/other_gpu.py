@@ -33,7 +33,7 @@ from dlrm_core.units import milliseconds
 from dlrm_workbook.analysis.attribution import PART, as_one, attribute, in_step_order
 from dlrm_workbook.analysis.compare import SAME_PROGRAM, device_contexts, likeness
 from dlrm_workbook.analysis.context_tree import Floats, unmeasured
-from dlrm_workbook.analysis.devices import DEVICES, Device, device, device_of
+from dlrm_workbook.analysis.devices import DEVICES, NO_NAME, Device, device, device_of
 from dlrm_workbook.analysis.gpu_limits import kernel_work, peak_tflops
 from dlrm_workbook.analysis.kernel_names import kernel_name
 from dlrm_workbook.analysis.whatif import COVER, MODEL_ERROR, ROOFLINE_ERROR
@@ -92,9 +92,7 @@ def recorded_gpu(profile: Profile) -> Device:
     found = device_of(profile.meta)
     if found is None:
         name = profile.meta.get("device_name")
-        raise InputError(
-            f"no data sheet of {name} is listed" if name else "the recording names no GPU"
-        )
+        raise InputError(f"no data sheet of {name} is listed" if name else NO_NAME)
     return found
 
 

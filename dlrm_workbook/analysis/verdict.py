@@ -207,6 +207,9 @@ def time_together(
     return timed_table(profile)
 
 
+UNTIMED = "nobody timed any; `dlrm run profile -f FILE` times those of our own training"
+
+
 def timed_table(profile: Profile) -> pd.DataFrame:
     """The whole steps that were timed in turns; as :func:`time_together` returns it."""
     together = profile.meta.get("together") or {}
@@ -221,7 +224,7 @@ def timed_table(profile: Profile) -> pd.DataFrame:
     columns = ["change", "iteration_ms", "rounds", "speedup_low", "speedup_mid", "speedup_high"]
     table = pd.DataFrame(rows, columns=columns)
     if table.empty:
-        table.attrs["not_measured"] = profile.not_measured.get("together", "nobody timed it")
+        table.attrs["not_measured"] = profile.not_measured.get("together", UNTIMED)
     return table
 
 

@@ -360,7 +360,8 @@ def verdict_bars(stages: Sequence[Stage]) -> go.Figure | Text:
     title = (
         "From the step to the machine's limit" if len(stages) > 1 else "What the step is made of"
     )
-    height = VERDICT_FRAME + VERDICT_ROW * len(stages)
+    # a legend of two lines must leave room for a lone bar
+    height = VERDICT_FRAME + VERDICT_ROW * max(len(stages), 2)
     result = figure(title, height, legend=True)
     _add_steps(result, names, pd.concat([_drawn(s, stages).assign(step=s.name) for s in stages]))
     known = [stage.mid_ms if stage.mid_ms == stage.mid_ms else 0.0 for stage in stages]

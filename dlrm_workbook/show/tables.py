@@ -536,7 +536,7 @@ class Table:
 
     def _mark(self, at: int, place: int) -> str:
         colours = self._marks.get(at)
-        return f'<span style="color: {colours[place]}">■</span> ' if colours else ""
+        return f'<span style="color: {colours[place]}">■</span>&nbsp;' if colours else ""
 
     def __repr__(self) -> str:
         return pd.DataFrame(self.rows, columns=self.columns).to_string(index=False)

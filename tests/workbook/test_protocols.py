@@ -198,7 +198,7 @@ def test_nothing_measured_leaves_the_published_alone():
     found = protocols.speeds(None, NO_SPEEDS)
     assert len(found) == len(PUBLISHED) and not found["ours"].any()
     for nothing in (protocols.training(None), protocols.latencies(None)):
-        assert "Not measured: -p" in repr(show(nothing))
+        assert "Not measured: `dlrm run benchmark" in repr(show(nothing))
     assert protocols.power_and_memory(None).empty
 
 

@@ -205,7 +205,7 @@ def test_all_findings_are_on_the_page_and_what_does_not_combine_has_its_command(
     way = stages(profile, found)
     assert [stage.mid_ms for stage in way] == pytest.approx([150, 114, 69, 59, 123])
     assert (way[-1].basis, way[-1].note) == (INSTEAD, "takes the place of precision: bf16")
-    assert commands(way, "seed.yaml")[-1] == (
+    assert commands(way, ["-f", "seed.yaml"])[-1] == (
         "dlrm run compare -f seed.yaml -p change.training.fp32_matmul=onednn"
     )
     assert table(way)["basis"].tolist()[1:4] == [PREDICTED] * 3

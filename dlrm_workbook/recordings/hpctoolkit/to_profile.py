@@ -110,7 +110,10 @@ def profile_from_database(database: Database, parts: Mapping[str, str] | None = 
     reasons |= {name: why for name, why in WHY_ABSENT.items() if name not in sources}
     if not database.traces:
         reasons["trace"] = database.absent.get("trace.db", "trace.db has no trace lines")
-    reasons["allocated_bytes"] = "HPCToolkit does not see torch's allocations; torch.profiler does"
+    reasons["allocated_bytes"] = (
+        "HPCToolkit does not see torch's allocations; "
+        "`dlrm run profile -f FILE -p profiling.engine=torch` does"
+    )
     contexts, ours = _contexts(database)
     threads = typed("threads", [asdict(thread) for thread in database.threads] or None)
     trace = _trace(database, _time_of_samples(database, values))

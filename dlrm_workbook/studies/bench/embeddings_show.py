@@ -10,8 +10,8 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from dlrm_core.units import NOT_MEASURED, NOTHING, counted, milliseconds, percent, ratio, speedup
-from dlrm_workbook.analysis.sentences import in_markdown
+from dlrm_core.units import NOTHING, counted, milliseconds, percent, ratio, speedup
+from dlrm_workbook.analysis.sentences import FENCE, in_markdown
 from dlrm_workbook.ledger import read_document
 from dlrm_workbook.machine import RESULTS
 from dlrm_workbook.show import theme
@@ -138,35 +138,27 @@ def bars(document: Mapping[str, Any], study: bool = False) -> go.Figure:
 
 
 def sentences(document: Mapping[str, Any], study: bool = False) -> Text:
-    """Goals, the pace of bare accesses, whether all computed the same, who did not run.
+    """The pace of bare accesses, whether all computed the same, who did not run.
 
     Args:
         study: of the contention study's cases only.
     """
-    lines = []
+    lines, paces = [], []
     for case in document["cases"]:
         if study and not set(case.get("contestants") or ()) & set(UPDATES):
             continue
         where = f"{case['meaning']}, {counted(case['threads'], 'thread')}"
-        for target in case.get("targets") or []:
-            reached = target["reached"]
-            said = NOT_MEASURED if reached is None else ratio(reached)
-            lines.append(
-                f"- {where}: ours against {label(target['against'])} {said}, "
-                f"goal {ratio(target['wanted'])}."
-            )
         if share := case.get("share_of_row_accesses"):
-            lines.append(
-                f"- {where}: {percent(share['total_ms']['median'])} of the pace of bare accesses "
-                "to the same rows, which no back end can exceed by much."
-            )
+            paces.append(f"{percent(share['total_ms']['median'])} in {case['case']}")
         if case.get("agree") is False:
             lines.append(f"- **{where}: not all contestants computed the same.**")
         for name, why in (case.get("failures") or {}).items():
             lines.append(f"- {where}: {label(name)} did not run: {in_markdown(why)}.")
+    if paces:
+        lines.append(
+            "- No back end can exceed the pace of bare accesses to the same rows by much; ours "
+            f"reaches {', '.join(paces)}."
+        )
     commands = [line for line in document["commands"] if not study or "contention" in line]
-    lines.append(
-        f"- Measured on {document['date']}, {document['machine'].get('cpu', '')}, with "
-        f"`{'`, `'.join(commands)}`."
-    )
-    return Text("\n".join(dict.fromkeys(lines)))
+    measured = f"- Measured on {document['date']}, {document['machine'].get('cpu', '')}, with:"
+    return Text("\n".join([*dict.fromkeys(lines), measured, "", FENCE, *commands, FENCE]))

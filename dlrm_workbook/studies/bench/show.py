@@ -25,6 +25,7 @@ from dlrm_core.units import (
 from dlrm_workbook.analysis.sentences import in_markdown
 from dlrm_workbook.evidence.contestants import PEER, certainty, difference_text, gain_text
 from dlrm_workbook.show import theme
+from dlrm_workbook.show.static import text_on
 from dlrm_workbook.show.tables import Column, Text, each_row
 from dlrm_workbook.studies.bench import analyse
 from dlrm_workbook.studies.bench.cases import GROWTH, PLAIN, TORCHREC, TUNED
@@ -136,7 +137,9 @@ def verdict(document: Document) -> Text:
     cases = analyse.judged(document, "shape")
     if not cases:
         return Text("No shape was measured.")
-    lines = [_case_verdict(document, case) for case in cases]
+    lines = [_case_verdict(document, cases[0])]
+    if len(cases) > 1:
+        lines.append(_others_verdict(document, cases[1:]))
     table = analyse.ratios(document)
     goals = table[table["goal"].notna()]
     if len(goals):
@@ -165,6 +168,21 @@ def _case_verdict(document: Document, case: Mapping[str, Any]) -> str:
         f"and {step} per step ({certainty(found['step_ms'])}"
         f"{'' if sure >= 0.95 else '; six rounds or more give 95%'})."
     )
+
+
+def _others_verdict(document: Document, cases: Sequence[Mapping[str, Any]]) -> str:
+    """From which to which speed-up the fastest of ours reaches in several cases."""
+    rated = [case["ratios"].get(analyse.best(document, case)) for case in cases]
+    reach = []
+    for figure, name in (("end_to_end_ms", "end to end"), ("step_ms", "per step")):
+        mids = [found[figure]["mid"] for found in rated if found]
+        if mids:
+            ends = [faster(end(mids), math.nan, math.nan) for end in (min, max)]
+            reach.append(f"from {ends[0]} to {ends[1]} {name}")
+    if not reach:
+        return "Nothing to compare in the other cases."
+    cases_named = counted(len(mids), "other case")
+    return f"In {cases_named} below, the fastest of ours is {' and '.join(reach)}."
 
 
 def _furthest(missed: pd.DataFrame) -> str:
@@ -202,7 +220,8 @@ def best_speeds(times: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(
         {
             "on": chosen["contestant"].map(contestant_label),
-            "model": chosen["case"].replace("given", "the model as given"),
+            "model": chosen["case"].replace("given", "the model as given")
+            + chosen["threads"].map(lambda count: f", {counted(count, 'thread')}"),
             "samples_per_second": chosen["samples_per_second"].where(
                 chosen["samples_per_second"].map(math.isfinite)
             ),
@@ -425,18 +444,20 @@ def share_bars(shares: pd.DataFrame) -> go.Figure:
         f"{label}<br>{digits(row.ms)} ms; the limit alone takes {digits(row.ceiling_ms)} ms"
         for label, row in zip(labels, rows, strict=True)
     ]
-    colours = {"dense": theme.COLOURS["top_mlp"], "embedding": theme.COLOURS["embedding"]}
+    looks = {"dense": theme.COLOURS["top_mlp"], "embedding": theme.COLOURS["embedding"]}
+    colours = list(shares["what"].map(looks))
     theme.add_bars(
         result,
         shares["share"],
         list(range(len(rows))),
         "",
-        {"color": list(shares["what"].map(colours))},
+        {"color": colours},
         hover,
         error_x=theme.error_bars(shares["low"], shares["share"], shares["high"]),
         text=list(map(percent, shares["share"])),
         textposition="inside",
         insidetextanchor="start",
+        textfont={"color": list(map(text_on, colours))},
     )
     goals = [
         (goal, place)
