@@ -16,7 +16,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,30 +94,37 @@ def require_browser() -> str:
     return path
 
 
+_running: list[Any] = []
+"""The browser that pages are opened in: none, or one."""
+
+
 @contextmanager
 def open_browser() -> Iterator[Any]:
-    """A browser for :func:`open_page`: starting one takes longer than most pages do."""
+    """The browser that is running, else one that runs until the end of the block.
+
+    Starting one takes longer than most pages do.
+    """
     from playwright.sync_api import sync_playwright
 
+    if _running:
+        yield _running[0]
+        return
     path = require_browser()
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
+        _running.append(playwright.chromium.launch(executable_path=path, args=FLAGS))
         try:
-            yield browser
+            yield _running[0]
         finally:
-            browser.close()
+            _running.pop().close()
 
 
 @contextmanager
-def open_page(
-    url: str, *allowed: str, browser: Any = None, **settings: Any
-) -> Iterator[tuple[Any, Seen]]:
+def open_page(url: str, *allowed: str, **settings: Any) -> Iterator[tuple[Any, Seen]]:
     """A page that remembers nothing, offline except for addresses that start as allowed.
 
     Args:
         url: what to open, a ``file://`` address or one of a local server.
         allowed: starts of addresses that may be asked for besides ``url`` itself.
-        browser: of :func:`open_browser`, for several pages; None starts one for this page.
         settings: of the browser context, such as ``color_scheme="dark"``.
     """
     seen = Seen()
@@ -132,7 +139,7 @@ def open_page(
     def seen_fine(address: str) -> bool:
         return address == url or address.startswith(("data:", "blob:", *allowed))
 
-    with nullcontext(browser) if browser else open_browser() as running:
+    with open_browser() as running:
         context = running.new_context(**{"viewport": {"width": 1400, "height": 900}, **settings})
         page = context.new_page()
         page.on("request", lambda request: seen.requests.append(request.url))
@@ -169,12 +176,12 @@ def open_folds(page: Any) -> None:
 def check_page(html: Path, *, figures: int | None = None) -> None:
     """Assert that a page draws all its figures, reports no error, and asks for nothing."""
     url = html.resolve().as_uri()
-    with open_browser() as browser:
+    with open_browser():
         for settings in (
             {"color_scheme": "light"},
             {"color_scheme": "dark", "viewport": {"width": 420, "height": 900}},
         ):
-            with open_page(url, browser=browser, **settings) as (page, seen):
+            with open_page(url, **settings) as (page, seen):
                 open_folds(page)
                 expected = page.locator("figure .plot").count()
                 if figures is not None:

@@ -8,11 +8,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from browser import open_browser, require_browser
 from fake_hpctoolkit import FakeHPCToolkit
 from hypothesis import settings
 
@@ -98,6 +100,14 @@ def quick_chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return Chain(Path(done.stdout.splitlines()[-1]), root)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[None]:
+    """One browser for all pages of a file: each test opens them in contexts of its own."""
+    require_browser()
+    with open_browser():
+        yield
 
 
 @pytest.fixture(scope="session")

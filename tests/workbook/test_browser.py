@@ -34,7 +34,7 @@ from dlrm_workbook.runs import NOTEBOOKS, RunFolder, latest_run
 from dlrm_workbook.show.profile import findings_text
 from dlrm_workbook.show.tables import Table, Text, show
 
-pytestmark = [pytest.mark.browser, pytest.mark.notebook]
+pytestmark = [pytest.mark.browser, pytest.mark.notebook, pytest.mark.usefixtures("browser")]
 
 FIGURES = 3  # in REPORT
 OURS = {path.stem for path in NOTEBOOKS.glob("*.ipynb")}

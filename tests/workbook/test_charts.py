@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pandas as pd
 import pytest
-from browser import open_browser, open_page, require_browser, wait_for_marks
+from browser import open_page, require_browser, wait_for_marks
 
 from dlrm_workbook.runner.pages import render_html
 from dlrm_workbook.show import bottlenecks as figures
 from dlrm_workbook.show import theme
 from dlrm_workbook.show.theme import Figure, markers, ranked_bars
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.usefixtures("browser")]
 
 # Texts of a plot that leave it, and pairs that cover each other.
 CLASHES = """
@@ -97,12 +96,6 @@ def tree() -> Figure:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with open_browser() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> str:
     require_browser()
     folder = tmp_path_factory.mktemp("charts")
@@ -114,8 +107,8 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> str:
     return render_html(folder / "n.ipynb", Path(folder / "n.html")).as_uri()
 
 
-def test_hovering_a_span_says_how_long_it_is(browser: Any, address: str) -> None:
-    with open_page(address, browser=browser) as (page, _):
+def test_hovering_a_span_says_how_long_it_is(address: str) -> None:
+    with open_page(address) as (page, _):
         wait_for_marks(page, 3)
         plot = page.locator(".plot").first
         for number, (duration, start) in enumerate(zip(DURATIONS, (0, 20, 40), strict=True)):
@@ -126,8 +119,8 @@ def test_hovering_a_span_says_how_long_it_is(browser: Any, address: str) -> None
             assert f"from {start:,.3f} ms" in label.text_content()
 
 
-def test_operators_appear_when_the_reader_zooms_in(browser: Any, address: str) -> None:
-    with open_page(address, browser=browser) as (page, _):
+def test_operators_appear_when_the_reader_zooms_in(address: str) -> None:
+    with open_page(address) as (page, _):
         wait_for_marks(page, 3)
         plot = page.locator(".plot").first
         count = plot.locator(".barlayer .point path").count()
@@ -139,16 +132,16 @@ def test_operators_appear_when_the_reader_zooms_in(browser: Any, address: str) -
 
 
 @pytest.mark.parametrize("width", [420, 1100, 1440])
-def test_labels_stay_inside_and_apart(browser: Any, address: str, width: int) -> None:
-    with open_page(address, browser=browser, viewport={"width": width, "height": 900}) as (page, _):
+def test_labels_stay_inside_and_apart(address: str, width: int) -> None:
+    with open_page(address, viewport={"width": width, "height": 900}) as (page, _):
         wait_for_marks(page, 3)
         page.wait_for_timeout(500)
         for plot in page.locator(".plot").all():
             assert plot.evaluate(CLASHES) == []
 
 
-def test_a_window_made_narrow_puts_labels_above_the_bars(browser: Any, address: str) -> None:
-    with open_page(address, browser=browser, viewport={"width": 1400, "height": 900}) as (page, _):
+def test_a_window_made_narrow_puts_labels_above_the_bars(address: str) -> None:
+    with open_page(address, viewport={"width": 1400, "height": 900}) as (page, _):
         wait_for_marks(page, 3)
         plot = page.locator(".plot").nth(1)
         assert plot.locator(".ytick text").count() == 3
@@ -163,7 +156,7 @@ def test_a_window_made_narrow_puts_labels_above_the_bars(browser: Any, address: 
         assert abs(label["x"] - bar["x"]) < 8
 
 
-def test_an_upright_axis_keeps_its_marks_in_a_narrow_window(browser: Any, tmp_path: Path) -> None:
+def test_an_upright_axis_keeps_its_marks_in_a_narrow_window(tmp_path: Path) -> None:
     figure = theme.figure("Growth", 300)
     theme.add_points(figure, [1, 10], [1, 100], "n", "h", **theme.line_look("#2467A6"))
     figure.update_yaxes(**theme.log_axis([1, 10, 100]))
@@ -172,13 +165,13 @@ def test_an_upright_axis_keeps_its_marks_in_a_narrow_window(browser: Any, tmp_pa
     nbformat.write(nb, tmp_path / "n.ipynb")
     html = render_html(tmp_path / "n.ipynb", tmp_path / "n.html")
     narrow = {"width": 420, "height": 900}
-    with open_page(html.as_uri(), browser=browser, viewport=narrow) as (page, _):
+    with open_page(html.as_uri(), viewport=narrow) as (page, _):
         wait_for_marks(page, 1)
         assert page.locator(".ytick text").count() == 3
 
 
-def test_a_call_tree_can_be_searched_and_left_again(browser: Any, address: str) -> None:
-    with open_page(address, browser=browser) as (page, seen):
+def test_a_call_tree_can_be_searched_and_left_again(address: str) -> None:
+    with open_page(address) as (page, seen):
         wait_for_marks(page, 3)
         plot = page.locator(".plot").nth(2)
         field = page.get_by_label("Find in the call tree")
@@ -196,18 +189,16 @@ def test_a_call_tree_can_be_searched_and_left_again(browser: Any, address: str) 
         assert field.input_value() == "" and seen.console_errors == []
 
 
-def test_without_scripts_the_page_shows_the_images(browser: Any, address: str) -> None:
-    with open_page(address, browser=browser, java_script_enabled=False) as (page, _):
+def test_without_scripts_the_page_shows_the_images(address: str) -> None:
+    with open_page(address, java_script_enabled=False) as (page, _):
         images = page.locator("figure img")
         assert images.count() == 3
         assert all(image.bounding_box()["height"] > 100 for image in images.all())
         assert "embedding backward 150 ms (30.0%)" in images.nth(1).get_attribute("alt")
 
 
-def test_no_button_sends_data_away_and_the_chart_is_reached_by_keyboard(
-    browser: Any, address: str
-) -> None:
-    with open_page(address, browser=browser) as (page, seen):
+def test_no_button_sends_data_away_and_the_chart_is_reached_by_keyboard(address: str) -> None:
+    with open_page(address) as (page, seen):
         wait_for_marks(page, 3)
         titles = page.evaluate(
             "[...document.querySelectorAll('.modebar-btn')].map((b) => b.dataset.title || b.title)"

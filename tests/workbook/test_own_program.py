@@ -165,7 +165,7 @@ def test_what_cannot_be_measured_is_told_in_a_sentence(
 def test_a_program_that_cannot_be_hooked_is_ended_when_its_time_is_up(tmp_path: Path) -> None:
     words = (sys.executable, "-I", str(PROGRAM), "100000")
     with pytest.raises(InputError, match=r"not stepped any torch optimizer .*python -I"):
-        measure(parameters(tmp_path, *words, timeout_s=20), tmp_path / "run")
+        measure(parameters(tmp_path, *words, timeout_s=5), tmp_path / "run")
 
 
 def test_a_program_that_is_not_there(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from dlrm_workbook.machine import REPOSITORY
 from dlrm_workbook.runner.run import run_notebooks
 from dlrm_workbook.runs import RunFolder
 
-pytestmark = [pytest.mark.browser, pytest.mark.notebook]
+pytestmark = [pytest.mark.browser, pytest.mark.notebook, pytest.mark.usefixtures("browser")]
 
 PAGES = {
     "experiment": "dlrm-h100-pc.d",
