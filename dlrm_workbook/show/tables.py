@@ -382,7 +382,8 @@ def _gain(gain: Mapping[str, float]) -> str:
         return NOTHING
     low, mid, high = (gain[name] for name in ("low", "mid", "high"))
     if low <= 1.0:
-        return f"at most {ratio(high, figures=2)}" if high <= MOST_BOUND else "not bounded"
+        figures = 2 if high >= 1.1 else 3  # 1.04, not 1.0
+        return f"at most {ratio(high, figures=figures)}" if high <= MOST_BOUND else "not bounded"
     return speedup(mid, low, high, figures=2)
 
 

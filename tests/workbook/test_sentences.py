@@ -6,13 +6,14 @@ import re
 from html import unescape
 
 import mistune
+import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_notebooks import PAYLOADS
 
 from dlrm_workbook.analysis.sentences import in_markdown
-from dlrm_workbook.show.tables import Text
+from dlrm_workbook.show.tables import FORMATS, Text
 
 PLUGINS = ["table", "strikethrough", "task_lists", "footnotes", "def_list", "url"]
 render = mistune.create_markdown(escape=False, plugins=PLUGINS)
@@ -73,3 +74,9 @@ def test_no_text_becomes_html_or_a_link(text: str) -> None:
             html = str(render(made))
             assert "<" not in OURS.sub("", html), (made, html)
             assert not re.search(r'=\s*"\s*javascript', html)
+
+
+def test_a_bound_that_says_nothing_is_not_printed() -> None:
+    bounds = [1.043, 1.6, 553.0]
+    said, _ = FORMATS["gain"](pd.Series([{"low": 1.0, "mid": 1.0, "high": at} for at in bounds]))
+    assert list(said) == ["at most 1.04x", "at most 1.6x", "not bounded"]
