@@ -13,138 +13,73 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
-from dlrm_core.checkpoint import Checkpoint, find_checkpoint, read_checkpoint
 from dlrm_core.config import Parameters, load_parameters
-from dlrm_core.data.batch import Batch
-from dlrm_core.embeddings import attach
 from dlrm_core.errors import InputError
-from dlrm_core.evaluate import HeldOut, held_out_batches, predict
-from dlrm_core.evaluate import evaluate as evaluate_batches
+from dlrm_core.evaluate import held_out_batches
 from dlrm_core.files import plain
 from dlrm_core.inference import POOL_BATCHES, measure_latency, pool_of
-from dlrm_core.machine import (
-    device_name,
-    resolve_device,
-    terminate_like_interrupt,
-)
-from dlrm_core.memory import require_memory
-from dlrm_core.model import ClickLoss
+from dlrm_core.machine import resolve_device, terminate_like_interrupt
 from dlrm_core.parts import log_spans
-from dlrm_core.precision import DensePrecision
+from dlrm_core.predictor import Predictor, read_asked
 from dlrm_core.progress import Bar
 from dlrm_core.reports import MeterOf
-from dlrm_core.resume import (
-    checkpoint_place,
-    nothing_to_resume,
-    require_same_model,
-    with_backend_of,
-)
-from dlrm_core.train import prepare_model
+from dlrm_core.resume import checkpoint_place, nothing_to_resume
 from dlrm_core.train import train as train_model
 
 
-class Predictor:
-    """The model of ``--file`` with the weights of ``--checkpoint``, without what training needs.
-
-    Args:
-        largest_batch: for which there must be room; 0: training.batch_size.
-
-    Raises:
-        InputError: the checkpoint is corrupted or of another model, or there is no room.
-    """
-
-    def __init__(self, arguments: argparse.Namespace, largest_batch: int = 0) -> None:
-        parameters = load_parameters(arguments.file, arguments.parameter)
-        self.checkpoint: Checkpoint | None = None
-        notices = []
-        if arguments.checkpoint:
-            place = parameters.training.checkpoint_folder
-            folder = find_checkpoint(arguments.checkpoint, Path(place) if place else None)
-            self.checkpoint = read_checkpoint(folder)
-            require_same_model(parameters.model, self.checkpoint)
-            parameters = with_backend_of(self.checkpoint, parameters)
-        else:
-            notices.append("no --checkpoint was given: these are the model's initial weights")
-        # nothing is updated: no optimiser's state is to take memory
-        training = dataclasses.replace(
-            parameters.training, optimizer="sgd", embedding_update="race_free"
-        )
-        parameters = dataclasses.replace(parameters, training=training)
-        self.device = resolve_device(training)
-        largest = dataclasses.replace(training, batch_size=largest_batch or training.batch_size)
-        require_memory(dataclasses.replace(parameters, training=largest), self.device)
-        self.parameters, model, self.divide, said = prepare_model(
-            parameters, self.device, self.checkpoint
-        )
-        self.model = model.eval()
-        attach(model.embeddings, self.parameters.training)
-        self.precision = DensePrecision(self.parameters.training, self.device)
-        notices += said + self.precision.notices
-        self.notices = notices + getattr(model.embeddings.backend, "notices", [])
-        shape = parameters.model
-        self.loss = ClickLoss(shape.loss, shape.loss_weights).to(self.device)
-
-    def predict(self, batch: Batch) -> torch.Tensor:
-        """Click probability (B, 1) of a batch on the device."""
-        return predict(self.model, batch, self.precision)
-
-    @property
-    def iteration(self) -> int:
-        """Iterations of training behind the weights."""
-        return self.checkpoint.step if self.checkpoint else 0
-
-    def facts(self, notices: list[str]) -> dict[str, Any]:
-        """What the last line says of the model; all notices are printed on standard error.
-
-        Args:
-            notices: more of them, of the figures.
-        """
-        notices = self.notices + notices
-        for notice in notices:
-            print(notice, file=sys.stderr)
-        return {
-            "iteration": self.iteration,
-            "checkpoint": str(self.checkpoint.folder) if self.checkpoint else None,
-            "precision": self.parameters.training.precision,
-            "embedding_backend": self.parameters.training.embedding_backend,
-            "device": device_name(self.device),
-            "threads": torch.get_num_threads(),
-            "notices": notices,
-        }
-
-
 def evaluate(arguments: argparse.Namespace) -> int:
-    """``dlrm evaluate``: the last line is one JSON object."""
-    predictor = Predictor(arguments)
-    device = predictor.device
-    with Bar("evaluating", "samples", shown=sys.stderr.isatty(), unit_scale=True) as bar:
-        found = evaluate_batches(
-            predictor.predict,
-            predictor.loss,
-            HeldOut(predictor.parameters, device, predictor.divide),
-            device,
-            predictor.iteration,
-            bar.add,
-        )
+    """``dlrm evaluate``: the last line is one JSON object; under torchrun that of all ranks."""
+    if started_by_torchrun():
+        return _predict_as_rank(arguments, "dlrm evaluate", _evaluate)
+    return _evaluate(Predictor(read_asked(arguments)))
+
+
+def _predict_as_rank(
+    arguments: argparse.Namespace, command: str, work: Callable[[Predictor], int]
+) -> NoReturn:
+    with as_rank(command):
+        asked = read_asked(arguments)
+        from dlrm_core.distributed.predictor import run_as_rank
+
+        run_as_rank(asked, command, work)
+
+
+def _evaluate(predictor: Predictor) -> int:
+    shown = predictor.prints and sys.stderr.isatty()
+    with Bar("evaluating", "samples", shown=shown, unit_scale=True) as bar:
+        found = predictor.evaluate(bar.add)
     line = dataclasses.asdict(found) | predictor.facts(found.notices())
-    print(json.dumps(plain(line)), flush=True)
+    if predictor.prints:
+        print(json.dumps(plain(line)), flush=True)
     return 0
 
 
 def infer(arguments: argparse.Namespace) -> int:
-    """``dlrm infer``: a JSON line for each batch size, and a last one with all of them."""
+    """``dlrm infer``: a JSON line for each batch size, and a last one with all of them.
+
+    Under torchrun all ranks answer each batch together, each a slice of it.
+    """
     sizes = batch_sizes(arguments.batch_sizes)
     if arguments.steps < 1:
         raise InputError(f"--steps is {arguments.steps}, expected at least 1")
-    seconds = time_limit(arguments.seconds)
-    predictor = Predictor(arguments, max(sizes, default=0))
+    time_limit(arguments.seconds)
+
+    def work(predictor: Predictor) -> int:
+        return _infer(predictor, arguments, sizes)
+
+    if started_by_torchrun():
+        return _predict_as_rank(arguments, "dlrm infer", work)
+    return work(Predictor(read_asked(arguments), max(sizes, default=0)))
+
+
+def _infer(predictor: Predictor, arguments: argparse.Namespace, sizes: list[int]) -> int:
     measured = []
     for size in sizes or [predictor.parameters.training.batch_size]:
         training = dataclasses.replace(predictor.parameters.training, batch_size=size)
@@ -157,11 +92,13 @@ def infer(arguments: argparse.Namespace) -> int:
             pool,
             predictor.device,
             arguments.steps,
-            seconds,
+            arguments.seconds,
             arguments.protocol,
+            predictor.agree,
         )
         measured.append(latency)
-        print(json.dumps(plain(dataclasses.asdict(latency))), flush=True)
+        if predictor.prints:
+            print(json.dumps(plain(dataclasses.asdict(latency))), flush=True)
     first = measured[0]
     line = {
         "protocol": arguments.protocol,
@@ -175,7 +112,9 @@ def infer(arguments: argparse.Namespace) -> int:
             for latency in measured
         ],
     }
-    print(json.dumps(plain(line | predictor.facts([]))), flush=True)
+    line |= predictor.facts([])
+    if predictor.prints:
+        print(json.dumps(plain(line)), flush=True)
     return 0
 
 
@@ -215,6 +154,25 @@ TORCHRUN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 """Variables of a process that torchrun started as one of several ranks."""
 
 
+def started_by_torchrun() -> bool:
+    """Whether this process is one of several ranks."""
+    return os.environ.keys() >= TORCHRUN
+
+
+@contextlib.contextmanager
+def as_rank(command: str) -> Iterator[None]:
+    """End this rank where the block refuses or is interrupted; one of all ranks says why.
+
+    Args:
+        command: as it is named in sentences.
+    """
+    from dlrm_core.distributed.watch import said_once
+
+    ends = EXIT_CODES["refused"], EXIT_CODES["interrupted"]
+    with said_once(*ends, command), terminate_like_interrupt():
+        yield
+
+
 class IterationCounters(Protocol):
     """What counts each iteration: a context, opened by the thread that iterates."""
 
@@ -242,11 +200,8 @@ def train(
         meter: measures the run's energy; None: nobody does.
         counters: with ``--spans``, count each iteration after the warm-up; None: nobody does.
     """
-    if os.environ.keys() >= TORCHRUN:
-        from dlrm_core.distributed.watch import said_once
-
-        ends = EXIT_CODES["refused"], EXIT_CODES["interrupted"]
-        with said_once(*ends), terminate_like_interrupt():
+    if started_by_torchrun():
+        with as_rank("dlrm train"):
             parameters = _parameters_to_train(arguments)
             from dlrm_core.distributed.trainer import train as train_rank
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 
 from dlrm_core.auc import QualityMeter
 from dlrm_core.config import Parameters
-from dlrm_core.data.batch import Batch
+from dlrm_core.data.batch import WHOLE, Batch, Share
 from dlrm_core.data.loader import make_generator
 from dlrm_core.dense import bottom_mlp_forward, interaction_forward, top_mlp_forward
 from dlrm_core.model import DLRM
@@ -52,7 +52,8 @@ class Evaluation:
     data_seconds: float
     samples_per_second: float
     ms_per_iteration: float
-    """Median of a batch's transfer, forward pass and copy of its predictions to the host."""
+    """Median of a batch's transfer, forward pass and copy of its predictions to the host; on
+    several ranks of a batch on each."""
     graded_targets: bool
     """Some targets are neither 0 nor 1; AUC and accuracy then ask which are above 0.5."""
 
@@ -82,6 +83,7 @@ class HeldOut:
     Args:
         device: where they are made.
         divide: what becomes of each, as of a training batch; None: nothing.
+        share: which of them this rank predicts.
     """
 
     def __init__(
@@ -89,10 +91,12 @@ class HeldOut:
         parameters: Parameters,
         device: torch.device,
         divide: Callable[[Batch], Batch] | None = None,
+        share: Share = WHOLE,
     ) -> None:
         self._parameters = parameters
         self._device = device
         self._divide = divide
+        self._share = share
         self._kept: list[Batch] | None = None
 
     def __iter__(self) -> Iterator[Batch]:
@@ -102,7 +106,7 @@ class HeldOut:
         kept: list[Batch] | None = []
         size = 0
         count = self._parameters.training.eval_batches
-        for batch in held_out_batches(self._parameters, self._device, count):
+        for batch in held_out_batches(self._parameters, self._device, count, self._share):
             if self._divide is not None:
                 batch = self._divide(batch)
             yield batch
@@ -115,19 +119,21 @@ class HeldOut:
 
 
 def held_out_batches(
-    parameters: Parameters, device: torch.device, count: int | None
+    parameters: Parameters, device: torch.device, count: int | None, share: Share = WHOLE
 ) -> Iterator[Batch]:
     """Test data from its beginning: a test split, or the run's law with a seed of its own.
 
     Args:
         count: batches at most; None: all of a data set, 131,072 samples of a teacher,
             :data:`STREAM_BATCHES` of other streams, which have no end.
+        share: of the ranks each has every R-th batch, as many as the others: the last may have
+            no samples. A stream must be drawn whole for that; of a data set each reads its own.
     """
     training = parameters.training
     if parameters.data.one_hot:
         from dlrm_core.data.samples import evaluation_batches
 
-        yield from evaluation_batches(parameters, count and count * training.batch_size)
+        yield from evaluation_batches(parameters, count and count * training.batch_size, share)
         return
     seed = (training.seed + _SEED_STEP) % (1 << 32)
     other = dataclasses.replace(
@@ -136,8 +142,13 @@ def held_out_batches(
         training=dataclasses.replace(training, seed=seed),
     )
     generator = make_generator(other, device)
-    for _ in range(count or STREAM_BATCHES):
-        yield generator.next_batch()
+    total = count or STREAM_BATCHES
+    for first in range(0, total, share.ranks):
+        for place in range(first, min(first + share.ranks, total)):
+            batch = generator.next_batch()
+            if place == first + share.rank:
+                own = batch
+        yield own if first + share.rank < total else batch.part(0, 0)
 
 
 def predict(model: DLRM, batch: Batch, precision: DensePrecision) -> torch.Tensor:
@@ -158,6 +169,9 @@ def evaluate(
     iteration: int = 0,
     on_batch: Callable[[int], None] = lambda samples: None,
     agree: Callable[[float], float] = lambda seconds: seconds,
+    together: Callable[
+        [torch.Tensor, torch.Tensor], Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ] = lambda predictions, targets: [(predictions, targets)],
 ) -> Evaluation:
     """Predict all batches; see :class:`Evaluation`.
 
@@ -166,6 +180,8 @@ def evaluate(
         batches: on the host or already on the device.
         on_batch: called with the samples of each batch.
         agree: makes of this process's seconds those of all that predict together.
+        together: makes of this process's predictions and targets (B, 1) of a batch those of
+            all processes, batch by batch in their order.
 
     Raises:
         InputError: no samples, or a prediction that is not a number.
@@ -185,13 +201,15 @@ def evaluate(
             data_s += made - begun
             if batch.dense.device != device:
                 batch = transfer_forward(batch, device)
-            predictions = make_predictions(batch)
-            targets = batch.targets.to(predictions.device)
-            weighted += float(loss(predictions, targets)) * batch.size
-            scores = predictions.cpu().numpy()
+            own = make_predictions(batch)
+            found = []
+            for predictions, targets in together(own, batch.targets.to(own.device)):
+                weighted += float(loss(predictions, targets)) * len(targets)
+                found.append((predictions.cpu().numpy(), targets.cpu().numpy()))
             times_s.append(time.perf_counter() - made)
-            meter.add(scores, targets.cpu().numpy())
-            on_batch(batch.size)
+            for scores, clicks in found:
+                meter.add(scores, clicks)
+                on_batch(len(scores))
         quality = meter.quality()
         seconds = agree(time.perf_counter() - started)
         return Evaluation(

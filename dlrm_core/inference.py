@@ -66,6 +66,7 @@ def measure_latency(
     steps: int,
     seconds: float,
     protocol: str = "steady",
+    agree: Callable[[float], float] = lambda seconds: seconds,
 ) -> Latency:
     """Predict ``batches`` in turns.
 
@@ -75,11 +76,12 @@ def measure_latency(
         steps: how many, warm-up included.
         seconds: no step begins after this many.
         protocol: 'steady' or 'nvidia'.
+        agree: makes of this process's seconds those of all that predict together.
 
     Raises:
         InputError: no step is left after the warm-up.
     """
-    times_ms = time_predictions(predict, batches, device, steps, seconds)
+    times_ms = time_predictions(predict, batches, device, steps, seconds, agree)
     on_device = (batch.to(device) for batch in batches)
     losses = [float(loss(predict(batch), batch.targets)) for batch in on_device]
     mean_loss = statistics.fmean(losses)
@@ -87,12 +89,19 @@ def measure_latency(
 
 
 def time_predictions(
-    predict: Predict, batches: Sequence[Batch], device: torch.device, steps: int, seconds: float
+    predict: Predict,
+    batches: Sequence[Batch],
+    device: torch.device,
+    steps: int,
+    seconds: float,
+    agree: Callable[[float], float] = lambda seconds: seconds,
 ) -> list[float]:
     """Milliseconds of every step, warm-up included; see :func:`measure_latency`."""
     times_ms: list[float] = []
     started = time.perf_counter()
-    while len(times_ms) < steps and (not times_ms or time.perf_counter() - started < seconds):
+    while len(times_ms) < steps and (
+        not times_ms or agree(time.perf_counter() - started) < seconds
+    ):
         batch = batches[len(times_ms) % len(batches)]
         begun = time.perf_counter()
         _answer(predict, batch, device)

@@ -20,7 +20,7 @@ from torch import nn
 
 from dlrm_core.checkpoint import Checkpoint, CheckpointFolder
 from dlrm_core.config import Parameters
-from dlrm_core.data.batch import Batch
+from dlrm_core.data.batch import WHOLE, Batch, Share
 from dlrm_core.data.epochs import Epoch
 from dlrm_core.data.loader import Followed, Generator, Resumable, batches, make_generator
 from dlrm_core.embeddings import resolve_backend
@@ -68,6 +68,7 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
         writes: whether this process is the one that writes them.
         made_on: where batches are made; ``device`` unless told.
         divide: what becomes of each batch before it is copied anywhere; None: nothing.
+        share: which of the held-out batches this process predicts.
 
     Attributes:
         first: iterations behind the weights at the beginning: the checkpoint's.
@@ -98,6 +99,7 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
         writes: bool = True,
         made_on: torch.device | None = None,
         divide: Callable[[Batch], Batch] | None = None,
+        share: Share = WHOLE,
     ) -> None:
         config = parameters.training
         self.parameters, self.step, self.loss = parameters, step, loss
@@ -124,7 +126,7 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
                 generator = self._followed = Followed(generator)
         place_of_data = made_on or device
         self.batches: Iterator[Batch] = batches(parameters, place_of_data, generator, divide)
-        self.held_out = HeldOut(parameters, place_of_data, divide)
+        self.held_out = HeldOut(parameters, place_of_data, divide, share)
         self._measured = Measurements(device)
         self._stop = StopRequest()
 
@@ -143,6 +145,14 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
     @abc.abstractmethod
     def write_checkpoint(self, state: Mapping[str, Any]) -> Path | None:
         """Write weights, optimiser state and ``state``; where, if this process did."""
+
+    @abc.abstractmethod
+    def predict(self, batch: Batch) -> torch.Tensor:
+        """Click probability (B, 1) of a batch on the model's device."""
+
+    def agree(self, seconds: float) -> float:
+        """Seconds of all who train together, of these here."""
+        return seconds
 
     @property
     def model(self) -> DLRM:

@@ -4,6 +4,7 @@
 other, each ``{"ranks": R, "port": of the launcher's store, "jobs": [...]}``; rank 0 of each
 writes ``RESULTS/STAGE.json``. A job is ``{"name", "sections", "place", "resume", "initial"}``:
 train, with checkpoints in ``place``; with ``initial`` one of the untrained weights comes first.
+A job with ``checkpoint`` predicts with its weights.
 A stage that has ``measure``, a worker's job, adds to ``RESULTS/measured.json`` instead, and
 copies that to ``RESULTS/STAGE.json``.
 """
@@ -13,6 +14,7 @@ import os
 import shutil
 import sys
 import traceback
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -20,9 +22,13 @@ import torch
 from dlrm_core.checkpoint import read_checkpoint
 from dlrm_core.config import parameters_from_sections
 from dlrm_core.distributed.plan import load_torchrec
-from dlrm_core.distributed.trainer import DistributedTrainer, about_rank
+from dlrm_core.distributed.predictor import RankPredictor
+from dlrm_core.distributed.tables import about_rank
+from dlrm_core.distributed.trainer import DistributedTrainer
 from dlrm_core.distributed.watch import Watch
 from dlrm_core.distributed.world import gathered, joined, read_world
+from dlrm_core.evaluate import held_out_batches
+from dlrm_core.predictor import Asked
 from dlrm_workbook.studies.scaling.collectives import TimedCollectives
 from dlrm_workbook.studies.scaling.launch import environment
 from dlrm_workbook.studies.scaling.worker import measure_job
@@ -63,7 +69,10 @@ def as_rank(stage, output):
             Watch(world, collectives, first.training.rank_timeout_s) as watch,
         ):
             for job in jobs:
-                found[job["name"]] = train(job, world, collectives, watch)
+                if "checkpoint" in job:
+                    found[job["name"]] = predict(job, world, collectives)
+                else:
+                    found[job["name"]] = train(job, world, collectives, watch)
         if world.first:
             output.write_text(json.dumps(found))
 
@@ -104,10 +113,23 @@ def train(job, world, collectives, watch):
             "skipped": gathered(world, trainer.step.dense.precision.skipped),
             "holdings": trainer.holdings(),
             "collectives": gathered(world, records),
-            "ranks": gathered(world, about_rank(trainer, result)),
+            "ranks": gathered(world, about_rank(world, trainer.tables)),
         }
     finally:
         trainer.close()
+
+
+def predict(job, world, collectives):
+    """An evaluation, and the scores of batches that the ranks cannot share evenly."""
+    parameters = parameters_from_sections(job["sections"])
+    asked = Asked(parameters, read_checkpoint(Path(job["checkpoint"])), [])
+    predictor = RankPredictor(asked, world, collectives)
+    batch = next(held_out_batches(parameters, torch.device("cpu"), 1))
+    return {
+        "evaluation": asdict(predictor.evaluate(lambda samples: None)),
+        "scores": [predictor.predict(batch.part(0, n)).flatten().tolist() for n in (1, 3, 32)],
+        "ranks": predictor.facts([])["ranks"],
+    }
 
 
 def noted(value, values):

@@ -4,8 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+
+
+class Share(NamedTuple):
+    """One rank's equal share of samples or batches; of one process all of them."""
+
+    rank: int = 0
+    ranks: int = 1
+
+    def samples(self, size: int) -> tuple[int, int]:
+        """First sample of this rank's share of so many, and the one behind its last."""
+        own = -(-size // self.ranks)
+        return min(self.rank * own, size), min((self.rank + 1) * own, size)
+
+
+WHOLE = Share()
+"""What one process has."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +74,28 @@ class Batch:
             assert self.extents is not None
             end = start + int(self.extents[1, table])
         return self.indices[start:end]
+
+    def part(self, first: int, behind: int) -> Batch:
+        """Samples ``first`` to ``behind``, which may be none, as a batch of their own."""
+        if behind - first == self.size:
+            return self
+        indices, offsets, starts = [], [], [0]
+        for t in range(self.tables):
+            own, begins = self.table_indices(t), self.offsets[t]
+            begin, end = (
+                int(begins[place]) if place < self.size else own.numel()
+                for place in (first, behind)
+            )
+            indices.append(own[begin:end])
+            offsets.append(begins[first:behind] - begin)
+            starts.append(starts[-1] + end - begin)
+        return Batch(
+            self.dense[first:behind],
+            torch.cat(indices),
+            torch.stack(offsets),
+            tuple(starts),
+            self.targets[first:behind],
+        )
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on a device, one copy a tensor; from pinned memory they do not block."""

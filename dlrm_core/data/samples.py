@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from dlrm_core.config import Parameters
-from dlrm_core.data.batch import Batch
+from dlrm_core.data.batch import WHOLE, Batch, Share
 from dlrm_core.data.draws import stream_key
 from dlrm_core.data.epochs import Epoch
 from dlrm_core.data.sources import Source, open_source
@@ -167,11 +167,15 @@ def make_batches(parameters: Parameters) -> SampleBatches:
     return SampleBatches(read, epoch, order_seed)
 
 
-def evaluation_batches(parameters: Parameters, samples: int | None = None) -> Iterator[Batch]:
+def evaluation_batches(
+    parameters: Parameters, samples: int | None = None, share: Share = WHOLE
+) -> Iterator[Batch]:
     """The test split once, in order, its last batch as small as what is left.
 
     Args:
         samples: at most so many; None: all of a data set, 131072 of a teacher, who has no end.
+        share: of the ranks each reads every R-th batch, as many as the others: the last may
+            have no samples.
 
     Raises:
         InputError: the data set cannot be read, or the model does not fit it.
@@ -181,7 +185,8 @@ def evaluation_batches(parameters: Parameters, samples: int | None = None) -> It
     total = samples or there or TEACHER_SAMPLES
     if there is not None:
         total = min(total, there)
-    for start in range(0, total, size):
+    for first in range(0, total, size * share.ranks):
+        start = min(first + share.rank * size, total)
         yield read(start, min(start + size, total))
 
 

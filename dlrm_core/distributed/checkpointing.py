@@ -144,19 +144,27 @@ def save(
 
 
 def restore(
-    checkpoint: Checkpoint, step: DistributedStep, world: World, collectives: Collectives
+    checkpoint: Checkpoint,
+    step: DistributedStep,
+    world: World,
+    collectives: Collectives,
+    weights_only: bool = False,
 ) -> None:
     """Fill this rank's weights and sums; all ranks together check every byte of the files.
+
+    Args:
+        weights_only: for predictions: no optimiser's state is read.
 
     Raises:
         InputError: a file is corrupted, or of another optimiser.
     """
     weights, sums = shared_tensors(step.tables, world, collectives)
-    step.dense.precision.skipped = int(checkpoint.state["skipped_steps"])
     files = {WEIGHTS: (weights_of(step.model), weights, "", step.tables.local)}
-    dense_state = make_room(step, checkpoint)
-    if OPTIMIZER in checkpoint.files or dense_state or sums:
-        files[OPTIMIZER] = dense_state, sums, ".sum", step.tables.sums
+    if not weights_only:
+        step.dense.precision.skipped = int(checkpoint.state["skipped_steps"])
+        dense_state = make_room(step, checkpoint)
+        if OPTIMIZER in checkpoint.files or dense_state or sums:
+            files[OPTIMIZER] = dense_state, sums, ".sum", step.tables.sums
     for file, (dense, shared, suffix, held) in files.items():
         checkpoint.require_same_tensors(file, {**shared, **dense})
         path, record = checkpoint.folder / file, checkpoint.files[file]

@@ -140,7 +140,7 @@ def require_possible(parameters: Parameters, ranks: int) -> None:
     Raises:
         InputError: naming the parameter, its value, and what is possible.
     """
-    model, training = parameters.model, parameters.training
+    training = parameters.training
     if training.batch_size % ranks:
         raise InputError(
             f"training.batch_size is {training.batch_size}, but there are {ranks} ranks: the "
@@ -165,6 +165,16 @@ def require_possible(parameters: Parameters, ranks: int) -> None:
                 f"training.{leaf} is {getattr(training, leaf)!r}, but on several ranks it can be "
                 f"{wanted} only: {reason}"
             )
+    require_shape(parameters)
+
+
+def require_shape(parameters: Parameters) -> None:
+    """Refuse tables that cannot be divided as asked.
+
+    Raises:
+        InputError: as :func:`require_possible`.
+    """
+    model, training = parameters.model, parameters.training
     if model.embedding_dim % FBGEMM_LANES:
         raise InputError(
             f"model.embedding_dim is {model.embedding_dim}, but FBGEMM, which TorchRec uses, "
@@ -287,7 +297,7 @@ def make_plan(parameters: Parameters, world: World, collection: Any, sharder: An
     }
     planner = api.EmbeddingShardingPlanner(
         topology=topology,
-        batch_size=parameters.training.batch_size // world.size,
+        batch_size=max(1, parameters.training.batch_size // world.size),
         constraints=constraints,
         storage_reservation=api.FixedPercentageStorageReservation(percentage=0.0),
     )

@@ -30,11 +30,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from dlrm_core.config import TrainingConfig
+from dlrm_core.config import Parameters, TrainingConfig
 from dlrm_core.dense import (
     DensePart,
     bottom_mlp_forward,
@@ -48,7 +49,9 @@ from dlrm_core.dense import (
 )
 from dlrm_core.distributed.collectives import Collectives
 from dlrm_core.distributed.tables import LocalBatch, ShardedTables
-from dlrm_core.model import DLRM
+from dlrm_core.distributed.world import World
+from dlrm_core.embeddings import EmbeddingTables
+from dlrm_core.model import DLRM, ClickLoss, fill_dense_like_facebook, fill_dense_with_torch
 from dlrm_core.parts import part
 from dlrm_core.step import (
     Step,
@@ -251,7 +254,10 @@ class DistributedStep(Step):
         return loss.detach().float() / self._ranks, gradient
 
     def predict(self, batch: LocalBatch) -> torch.Tensor:
-        """Click probability (b, 1) float32 of this rank's samples; all ranks must ask."""
+        """Click probability (b, 1) float32 of this rank's samples; all ranks must ask.
+
+        Ranks may have different numbers of samples, or none, where all have as many bags.
+        """
         with torch.no_grad():
             context, received = communication_forward(
                 lambda: self.tables.send_indices(batch.lookups)
@@ -261,9 +267,39 @@ class DistributedStep(Step):
             with self.dense.precision.autocast():
                 x, _ = bottom_mlp_forward(self.model.bottom_mlp, batch.dense)
                 pooled = communication_forward(lambda: self.tables.receive_pooled(sent))
-                vectors = self.tables.by_table(pooled)
+                if not batch.size:
+                    return pooled.new_empty(0, 1)
+                vectors = self.tables.by_table(pooled[: batch.size])
                 z, _ = interaction_forward(self.model.interaction, x, vectors)
                 return top_mlp_forward(self.model.top_mlp, z)[0]
+
+
+def make_step(parameters: Parameters, world: World, collectives: Collectives) -> DistributedStep:
+    """A rank's part of the model; the weights' memory is there, not yet filled."""
+    model, dim = parameters.model, parameters.model.embedding_dim
+    return DistributedStep(
+        # its tables are elsewhere
+        DLRM(model, make_tables=lambda: EmbeddingTables([], dim)).to(world.device),
+        ShardedTables(parameters, world, collectives),
+        ClickLoss(model.loss, model.loss_weights).to(world.device),
+        parameters.training,
+        world.size,
+        collectives,
+    )
+
+
+def fill(step: DistributedStep, parameters: Parameters) -> None:
+    """Fill the weights with the initial ones that one process has."""
+    seed = parameters.training.seed
+    if parameters.model.init == "facebook":
+        random = np.random.RandomState(seed)
+        step.tables.fill_like_facebook(random)
+        fill_dense_like_facebook(step.model, random)
+        return
+    device = step.model.top_mlp.linears[0].weight.device
+    generator = torch.Generator(device).manual_seed(seed)
+    step.tables.fill_with_torch(generator)
+    fill_dense_with_torch(step.model, generator)
 
 
 @part("communication", "forward")

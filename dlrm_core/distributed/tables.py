@@ -9,8 +9,9 @@ Shapes: B samples of the global batch, b of a rank, T tables of R rows, d embedd
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from dlrm_core.config import Parameters
 from dlrm_core.data.batch import Batch
 from dlrm_core.distributed.collectives import Collectives
 from dlrm_core.distributed.plan import (
+    FLOAT_BYTES,
     Shard,
     load_torchrec,
     make_collection,
@@ -32,6 +34,7 @@ from dlrm_core.distributed.plan import (
 from dlrm_core.distributed.world import World
 from dlrm_core.embeddings import EPSILON
 from dlrm_core.errors import InputError
+from dlrm_core.machine import peak_memory
 from dlrm_core.model import facebook_table
 
 
@@ -244,7 +247,7 @@ def _table_of(name: str) -> int:
 
 @dataclass(frozen=True)
 class LocalBatch:
-    """A rank's slice of a global batch, b = B / ranks samples, as TorchRec takes it.
+    """A rank's b samples, as TorchRec takes them.
 
     Attributes:
         dense: (b, D) float32.
@@ -262,36 +265,52 @@ class LocalBatch:
         return self.dense.shape[0]
 
 
-def local_batch(batch: Batch, world: World, table_rows: tuple[int, ...]) -> LocalBatch:
-    """The samples rank·b to (rank + 1)·b of a batch whose size is a multiple of the ranks.
+def local_batch(
+    batch: Batch, world: World, table_rows: tuple[int, ...], room: int = 0
+) -> LocalBatch:
+    """A rank's own samples as TorchRec takes them.
+
+    Args:
+        room: bags of every rank, the last of them empty; 0: as many as samples.
 
     Raises:
         InputError: an index outside its table.
     """
-    size = batch.size // world.size
-    first, behind = world.rank * size, (world.rank + 1) * size
-    values, lengths = [], []
+    ends = torch.tensor([[batch.table_indices(t).numel()] for t in range(batch.tables)])
+    lengths = torch.cat([batch.offsets[:, 1:], ends], dim=1)[:, : batch.size] - batch.offsets
+    if room > batch.size:
+        lengths = torch.nn.functional.pad(lengths, (0, room - batch.size))
     for t, rows in enumerate(table_rows):
-        indices, starts = batch.table_indices(t), batch.offsets[t]
-        ends = torch.cat([starts[1:], starts.new_tensor([indices.numel()])])
-        begin = int(starts[first])
-        own = indices[begin : int(ends[behind - 1])]
+        own = batch.table_indices(t)
         if own.numel() and (int(own.min()) < 0 or int(own.max()) >= rows):
             wrong = int(((own < 0) | (own >= rows)).nonzero()[0])
             raise InputError(
-                f"embedding table {t} has {rows:,} rows, but lookup {begin + wrong} of the batch "
-                f"asks for row {int(own[wrong])}, expected 0 to {rows - 1}"
+                f"embedding table {t} has {rows:,} rows, but lookup {wrong} of rank "
+                f"{world.rank}'s samples asks for row {int(own[wrong])}, expected 0 to {rows - 1}"
             )
-        values.append(own)
-        lengths.append(ends[first:behind] - starts[first:behind])
     lookups = load_torchrec().KeyedJaggedTensor(
         keys=[f"f{t}" for t in range(len(table_rows))],
-        values=torch.cat(values),
-        lengths=torch.cat(lengths),
+        values=batch.indices,
+        lengths=lengths.flatten(),
     )
-    samples = slice(first, behind)
     return LocalBatch(
-        batch.dense[samples].to(world.device),
-        lookups.to(world.device),
-        batch.targets[samples].to(world.device),
+        batch.dense.to(world.device), lookups.to(world.device), batch.targets.to(world.device)
     )
+
+
+def about_rank(world: World, tables: ShardedTables) -> dict[str, Any]:
+    """What the last line of a command, and ``result.json``, say of a rank."""
+    own = [shard for shard, _ in tables.local]
+    return {
+        "rank": world.rank,
+        "host": world.host,
+        "pid": os.getpid(),
+        "device": str(world.device),
+        "threads": world.threads,
+        "peak_memory_bytes": peak_memory(world.device),
+        "table_bytes": sum(FLOAT_BYTES * shard.rows * shard.columns for shard in own),
+        "shards": [
+            {name: value for name, value in asdict(shard).items() if name != "rank"}
+            for shard in own
+        ],
+    }

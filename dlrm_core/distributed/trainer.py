@@ -17,36 +17,33 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from dlrm_core.checkpoint import Checkpoint
 from dlrm_core.config import Parameters
-from dlrm_core.data.batch import Batch
+from dlrm_core.data.batch import Batch, Share
 from dlrm_core.data.loader import make_generator
 from dlrm_core.distributed.checkpointing import restore, save
 from dlrm_core.distributed.collectives import Collectives
 from dlrm_core.distributed.plan import (
-    FLOAT_BYTES,
     describe,
     require_possible,
     require_torchrec,
     with_whole_batches,
 )
-from dlrm_core.distributed.step import DistributedStep, config_of_rank
-from dlrm_core.distributed.tables import LocalBatch, ShardedTables, local_batch
-from dlrm_core.distributed.watch import Watch, leave, tell_launcher
-from dlrm_core.distributed.world import World, agreed, gathered, joined
-from dlrm_core.embeddings import EmbeddingTables
+from dlrm_core.distributed.predictor import HOST, RankPredictions
+from dlrm_core.distributed.step import DistributedStep, config_of_rank, fill, make_step
+from dlrm_core.distributed.tables import LocalBatch, about_rank, local_batch
+from dlrm_core.distributed.watch import Watch, leave, tell_launcher, watched_ranks
+from dlrm_core.distributed.world import World, agreed, gathered
 from dlrm_core.errors import InputError
-from dlrm_core.evaluate import Evaluation, evaluate
+from dlrm_core.evaluate import Evaluation
 from dlrm_core.files import plain, write_json
-from dlrm_core.machine import StopRequest, peak_memory, stop_requests
-from dlrm_core.model import DLRM, ClickLoss, fill_dense_like_facebook, fill_dense_with_torch
+from dlrm_core.machine import StopRequest, stop_requests
 from dlrm_core.parts import part
 from dlrm_core.precision import set_fp32_products
-from dlrm_core.reports import MeterOf, TrainingResult, metrics_lines
+from dlrm_core.reports import MeterOf, metrics_lines
 from dlrm_core.resume import (
     changed_settings,
     checkpoint_place,
@@ -58,8 +55,6 @@ from dlrm_core.train import STOPPING, TrainingLoop, only_trainer
 REPEATED_S = 2.0
 """A second signal within this time is the first once more: Ctrl-C reaches a rank from the
 terminal and from torchrun."""
-
-_HOST = torch.device("cpu")
 
 
 class DistributedTrainer(TrainingLoop[DistributedStep]):
@@ -90,25 +85,26 @@ class DistributedTrainer(TrainingLoop[DistributedStep]):
         notices = left_out + set_fp32_products(config, parameters.model, world.device)
         if checkpoint is not None:
             notices += changed_settings(parameters, checkpoint)
-        model = make_model(parameters, world.device)
-        self.tables = ShardedTables(parameters, world, collectives)
-        loss = ClickLoss(parameters.model.loss, parameters.model.loss_weights).to(world.device)
-        step = DistributedStep(model, self.tables, loss, config, world.size, collectives)
+        step = make_step(parameters, world, collectives)
+        self.tables = step.tables
         if checkpoint is None:
-            fill(model, self.tables, parameters)
+            fill(step, parameters)
         else:
             restore(checkpoint, step, world, collectives)
+        self._predictions = RankPredictions(step, world, parameters.model.table_rows)
+        share = Share(world.rank, world.size)
         super().__init__(
             parameters,
             step,
-            loss,
+            step.dense.loss,
             world.device,
             notices + step.dense.notices,
-            make_generator(parameters, _HOST),
+            make_generator(parameters, HOST),
             checkpoint,
             place,
             writes=world.first,
-            made_on=_HOST,
+            made_on=HOST,
+            share=share,
         )
         self.embedding_backend = "torchrec"
         self._stops = 0.0
@@ -145,25 +141,17 @@ class DistributedTrainer(TrainingLoop[DistributedStep]):
         return bool(self._stops)
 
     def evaluate(self) -> Evaluation:
-        """Predictions on the held-out data; every rank predicts its slice and has the result."""
-        return evaluate(
-            self.predict,
-            self.loss,
-            self.held_out,
-            _HOST,
-            self.done,
-            # the clocks differ, and what follows must not
-            agree=lambda seconds: agreed(self.world, seconds),
-        )
+        """Predictions on the held-out data; every rank predicts some and has the result."""
+        room = self.parameters.training.batch_size
+        return self._predictions.evaluate(self.held_out, room, self.loss, self.done)
+
+    def agree(self, seconds: float) -> float:
+        """Rank 0's seconds: the clocks differ, and what follows must not."""
+        return agreed(self.world, seconds)
 
     def predict(self, batch: Batch) -> torch.Tensor:
         """Click probability (B, 1) of a whole batch, on every rank; all must ask."""
-        size = self.world.size
-        own = local_batch(padded(batch, size), self.world, self.parameters.model.table_rows)
-        predictions = self.step.predict(own)
-        parts = [torch.empty_like(predictions) for _ in range(size)]
-        dist.all_gather(parts, predictions)
-        return torch.cat(parts)[: batch.size]
+        return self._predictions.of_slices(batch)
 
     def write_checkpoint(self, state: Mapping[str, Any]) -> Path | None:
         """Write what all ranks hold; its folder, on rank 0."""
@@ -175,52 +163,12 @@ class DistributedTrainer(TrainingLoop[DistributedStep]):
         return written
 
 
-def make_model(parameters: Parameters, device: torch.device) -> DLRM:
-    """MLPs and interaction; tables are elsewhere."""
-    dim = parameters.model.embedding_dim
-    return DLRM(parameters.model, make_tables=lambda: EmbeddingTables([], dim)).to(device)
-
-
-def fill(model: DLRM, tables: ShardedTables, parameters: Parameters) -> None:
-    """Initial weights, the ones that one process has."""
-    seed = parameters.training.seed
-    if parameters.model.init == "facebook":
-        random = np.random.RandomState(seed)
-        tables.fill_like_facebook(random)
-        fill_dense_like_facebook(model, random)
-        return
-    device = model.top_mlp.linears[0].weight.device
-    generator = torch.Generator(device).manual_seed(seed)
-    tables.fill_with_torch(generator)
-    fill_dense_with_torch(model, generator)
-
-
 @part("data", "forward")
 def data_forward(stream: Iterator[Batch], world: World, table_rows: tuple[int, ...]) -> LocalBatch:
     """The next global batch, made or waited for, and this rank's slice of it."""
-    return local_batch(next(stream), world, table_rows)
-
-
-def padded(batch: Batch, ranks: int) -> Batch:
-    """The batch, its last sample repeated until the ranks can share it evenly."""
-    missing = -batch.size % ranks
-    if not missing:
-        return batch
-    indices, offsets, starts = [], [], [0]
-    for t in range(batch.tables):
-        own, begins = batch.table_indices(t), batch.offsets[t]
-        last = own[int(begins[-1]) :]
-        indices.append(torch.cat([own, *[last] * missing]))
-        more = own.numel() + last.numel() * torch.arange(missing)
-        offsets.append(torch.cat([begins, more]))
-        starts.append(starts[-1] + indices[-1].numel())
-    return Batch(
-        torch.cat([batch.dense, *[batch.dense[-1:]] * missing]),
-        torch.cat(indices),
-        torch.stack(offsets),
-        tuple(starts),
-        torch.cat([batch.targets, *[batch.targets[-1:]] * missing]),
-    )
+    batch = next(stream)
+    share = Share(world.rank, world.size)
+    return local_batch(batch.part(*share.samples(batch.size)), world, table_rows)
 
 
 def train(
@@ -247,12 +195,9 @@ def train(
     place = checkpoint_place(parameters.training, folder)
     checkpoint = checkpoint_to_resume(parameters, place)
     early = nothing_to_resume(parameters.training, place)
-    collectives = Collectives()
     with contextlib.ExitStack() as stack:
-        world = stack.enter_context(joined(parameters.training))
-        stack.enter_context(collectives.installed())
-        watch = Watch(world, collectives, parameters.training.rank_timeout_s)
-        stack.enter_context(watch)
+        met = watched_ranks(parameters.training, "dlrm train")
+        world, collectives, watch = stack.enter_context(met)
         if folder is not None and world.first:
             stack.enter_context(only_trainer(folder))
         require_same_start(gathered(world, checkpoint.step if checkpoint else 0))
@@ -269,7 +214,10 @@ def train(
             lines=lines,
             progress=first and sys.stderr.isatty(),
         )
-        ranks = gathered(world, about_rank(trainer, result))
+        ranks = gathered(
+            world,
+            about_rank(world, trainer.tables) | {"ms_per_iteration": result.ms_per_iteration},
+        )
         if folder is not None and first:
             write_json(folder / "result.json", asdict(result) | {"ranks": ranks})
         for notice in result.notices if first else ():
@@ -282,24 +230,20 @@ def train(
     leave(exit_codes[result.status])
 
 
-def about_rank(trainer: DistributedTrainer, result: TrainingResult) -> dict[str, Any]:
-    """What the last line and ``result.json`` say of a rank."""
-    world = trainer.world
-    own = [shard for shard, _ in trainer.tables.local]
-    return {
-        "rank": world.rank,
-        "host": world.host,
-        "pid": os.getpid(),
-        "device": str(world.device),
-        "threads": world.threads,
-        "ms_per_iteration": result.ms_per_iteration,
-        "peak_memory_bytes": peak_memory(world.device),
-        "table_bytes": sum(FLOAT_BYTES * shard.rows * shard.columns for shard in own),
-        "shards": [
-            {name: value for name, value in asdict(shard).items() if name != "rank"}
-            for shard in own
-        ],
-    }
+@contextlib.contextmanager
+def rank_trainer(parameters: Parameters, command: str) -> Iterator[DistributedTrainer]:
+    """One rank's trainer from initial weights, for who only measures: no folder, no checkpoint.
+
+    Raises:
+        InputError: as :class:`DistributedTrainer`.
+    """
+    require_torchrec()
+    require_possible(parameters, int(os.environ["WORLD_SIZE"]))
+    parameters, said = with_whole_batches(parameters)
+    with watched_ranks(parameters.training, command) as (world, collectives, watch):
+        trainer = DistributedTrainer(parameters, world, collectives, watch=watch)
+        trainer.notices += said
+        yield trainer
 
 
 def require_same_start(steps: Sequence[int]) -> None:

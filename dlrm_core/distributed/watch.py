@@ -28,8 +28,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from dlrm_core.config import TrainingConfig
 from dlrm_core.distributed.collectives import Collectives
-from dlrm_core.distributed.world import World, launcher_store
+from dlrm_core.distributed.world import World, joined, launcher_store
 from dlrm_core.errors import InputError
 from dlrm_core.files import write_json
 
@@ -51,7 +52,7 @@ _PARTING_S = 0.5
 
 
 @contextlib.contextmanager
-def said_once(refused: int, interrupted: int) -> Iterator[None]:
+def said_once(refused: int, interrupted: int, command: str = "dlrm train") -> Iterator[None]:
     """End this rank if the block refuses; the first rank that comes to a refusal says it.
 
     Interrupted, rank 0 says so: by Ctrl-C all are, or by the launcher after another's end.
@@ -59,20 +60,39 @@ def said_once(refused: int, interrupted: int) -> Iterator[None]:
     Args:
         refused: exit status of a rank that ends so.
         interrupted: the same.
+        command: what the rank is part of.
     """
     try:
         yield
     except InputError as error:
         tell_launcher(str(error))
         if first_to_say(str(error)):
-            print(f"dlrm train: {error}", file=sys.stderr, flush=True)
+            print(f"{command}: {error}", file=sys.stderr, flush=True)
         else:
             time.sleep(_REFUSAL_S)
         leave(refused)
     except KeyboardInterrupt:
         if os.environ.get("RANK") == "0":
-            print("dlrm train: interrupted", file=sys.stderr, flush=True)
+            print(f"{command}: interrupted", file=sys.stderr, flush=True)
         leave(interrupted)
+
+
+@contextlib.contextmanager
+def watched_ranks(
+    config: TrainingConfig, command: str
+) -> Iterator[tuple[World, Collectives, Watch]]:
+    """Meet the other ranks, and watch over them until the block ends.
+
+    Raises:
+        InputError: as :func:`dlrm_core.distributed.world.joined`.
+    """
+    collectives = Collectives()
+    with (
+        joined(config) as world,
+        collectives.installed(),
+        Watch(world, collectives, config.rank_timeout_s, command) as watch,
+    ):
+        yield world, collectives, watch
 
 
 def leave(status: int) -> NoReturn:
@@ -212,13 +232,21 @@ class Watch:
 
     Args:
         limit_s: ``training.rank_timeout_s``.
+        command: what the rank is part of.
 
     Attributes:
         iteration: iterations done; the training loop counts them here.
     """
 
-    def __init__(self, world: World, collectives: Collectives, limit_s: float) -> None:
+    def __init__(
+        self,
+        world: World,
+        collectives: Collectives,
+        limit_s: float,
+        command: str = "dlrm train",
+    ) -> None:
         self.iteration = 0
+        self._command = command
         self._world = world
         self._collectives = collectives
         self._limit_s = limit_s
@@ -321,7 +349,7 @@ class Watch:
         if lost.speaks:
             time.sleep(_PARTING_S)
         elif self._world.rank == min(survivors, default=0):
-            print(f"dlrm train: {lost.sentence()}", file=sys.stderr, flush=True)
+            print(f"{self._command}: {lost.sentence()}", file=sys.stderr, flush=True)
             if here and lost.pid and self._seen_from_here(self._signs[lost.rank].told) != "gone":
                 with contextlib.suppress(OSError):
                     os.kill(lost.pid, signal.SIGKILL)

@@ -18,7 +18,9 @@ from dlrm_core.config import load_parameters, parameters_from_sections
 from dlrm_core.data.loader import make_generator
 from dlrm_core.distributed.plan import require_possible, with_whole_batches
 from dlrm_core.errors import InputError, MissingToolError
+from dlrm_core.evaluate import held_out_batches
 from dlrm_core.model import build_model
+from dlrm_core.predictor import Asked, Predictor
 from dlrm_core.train import Trainer
 from dlrm_workbook.analysis.ranks.communication import allreduce_bytes
 from dlrm_workbook.analysis.ranks.record import read_record, record_of
@@ -115,6 +117,20 @@ CHAIN = {"sgd": "replicated", "rowwise_adagrad": "row_wise", "adagrad": "column_
 """Optimisers, each with a sharding, whose run goes from 1 process to 2 ranks to 4 to 1."""
 
 
+PREDICTIONS = {
+    "one-hot": ({"generator": "teacher"}, {"sharding": "row_wise", "eval_batches": 9}),
+    "bags": ({}, {"sharding": "table_wise", "eval_batches": 5}),
+    "columns": ({"generator": "zipf"}, {"sharding": "column_wise", "eval_batches": 7}),
+}
+"""Data and training of evaluations on 2 and 4 ranks."""
+
+
+def predicted(name):
+    """The parameters of an evaluation."""
+    data, training = PREDICTIONS[name]
+    return sections(data=data, **training)
+
+
 def chained(optimizer, until):
     # in the middle the tables are divided otherwise than at first
     sharding = CHAIN[optimizer] if until != 25 else "table_wise"
@@ -164,6 +180,14 @@ def ranks(tmp_path_factory):
     places = {o: folder / "chain" / o for o in CHAIN}
     for optimizer, place in places.items():
         trained(chained(optimizer, 10), place)
+    predictions = [
+        {
+            "name": f"predict {name}",
+            "sections": predicted(name),
+            "checkpoint": str(places["rowwise_adagrad"] / "step-00000010"),
+        }
+        for name in PREDICTIONS
+    ]
     jobs = [
         {"name": name, "sections": given, "initial": True, "place": str(folder / "{ranks}" / name)}
         for name, (given, _) in RUNS.items()
@@ -184,6 +208,7 @@ def ranks(tmp_path_factory):
             if (job["name"], count) in CASES
         ]
         own += twice if count == 2 else []
+        own += predictions if until else []
         for optimizer, place in places.items() if until else ():
             before = {25: 10, 40: 25}[until]
             own.append(
@@ -335,6 +360,28 @@ def test_ranks_evaluate_as_one_process_does(ranks, alone, count):
         assert one["samples"] == other["samples"] == 64
         assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)
         assert one["auc"] == pytest.approx(other["auc"], abs=0.01)
+
+
+@needs_torchrec
+@pytest.mark.parametrize("count", (2, 4))
+@pytest.mark.parametrize("name", PREDICTIONS)
+def test_ranks_predict_from_a_checkpoint_what_one_process_does(ranks, count, name):
+    found, folder = ranks
+    run = found[count][f"predict {name}"]
+    parameters = parameters_from_sections(predicted(name))
+    place = folder / "chain" / "rowwise_adagrad" / "step-00000010"
+    alone = Predictor(Asked(parameters, read_checkpoint(place), []))
+    expected = alone.evaluate(lambda samples: None)
+    for figure in ("iteration", "samples", "auc", "loss", "log_loss", "accuracy", "click_share"):
+        assert run["evaluation"][figure] == getattr(expected, figure), figure
+    batch = next(held_out_batches(parameters, torch.device("cpu"), 1))
+    for scores in run["scores"]:
+        wanted = alone.predict(batch.part(0, len(scores))).flatten().tolist()
+        assert scores == pytest.approx(wanted, abs=1e-6)
+    # no rank holds the whole tables
+    whole = 4 * 16 * sum(parameters.model.table_rows)
+    assert sum(rank["table_bytes"] for rank in run["ranks"]) == whole
+    assert all(0 <= rank["table_bytes"] < whole for rank in run["ranks"])
 
 
 @needs_torchrec

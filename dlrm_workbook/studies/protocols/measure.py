@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from dlrm_core.commands import batch_sizes, time_limit
+from dlrm_core.commands import as_rank, batch_sizes, started_by_torchrun, time_limit
 from dlrm_core.config import Parameters, load_parameters
 from dlrm_core.errors import InputError
 from dlrm_core.evaluate import held_out_batches
@@ -40,7 +40,7 @@ from dlrm_core.inference import (
     warm_up_steps,
 )
 from dlrm_core.machine import device_name, peak_memory_by_device
-from dlrm_core.train import Trainer
+from dlrm_core.train import Trainer, TrainingLoop
 from dlrm_workbook.evidence.power import power_meter
 from dlrm_workbook.ledger import read_document
 from dlrm_workbook.machine import machine_facts, versions
@@ -97,7 +97,7 @@ def throughput(timings: Timings, protocol: str) -> dict[str, Any]:
 
 
 def time_training(
-    trainer: Trainer, iterations: int, on_iteration: Callable[[], None] = lambda: None
+    trainer: TrainingLoop[Any], iterations: int, on_iteration: Callable[[], None] = lambda: None
 ) -> Timings:
     """Train, and wait for the device before and after each iteration.
 
@@ -119,7 +119,7 @@ def time_training(
 
 
 def measure(
-    parameters: Parameters,
+    trainer: TrainingLoop[Any],
     iterations: int,
     batch_sizes: Sequence[int],
     steps: int = 1000,
@@ -128,6 +128,8 @@ def measure(
     """Train for ``iterations``, then predict with the weights that came of it.
 
     Args:
+        trainer: not used before; on several ranks all must ask, and each has its own clock's
+            figures. It is closed.
         batch_sizes: of inference; none: it is not measured.
         steps, seconds: of inference at most, for each batch size; warm-up included.
 
@@ -138,12 +140,11 @@ def measure(
         ``threads``, ``precision``, ``embedding_backend``, ``notices``.
 
     Raises:
-        InputError: too few iterations, or the run does not fit in memory.
+        InputError: too few iterations.
     """
-    if iterations < 2:
-        raise InputError(f"iterations is {iterations}, expected at least 2")
-    trainer = Trainer(parameters)
     try:
+        if iterations < 2:
+            raise InputError(f"iterations is {iterations}, expected at least 2")
         meter = power_meter(trainer.device).start()
         timings = time_training(trainer, iterations)
         power = meter.stop(iterations * timings["batch_size"])
@@ -157,21 +158,23 @@ def measure(
             "device": device_name(trainer.device),
             "threads": torch.get_num_threads(),
             "precision": trainer.parameters.training.precision,
-            "embedding_backend": trainer.parameters.training.embedding_backend,
+            "embedding_backend": trainer.embedding_backend,
             "notices": trainer.notices,
         }
     finally:
         trainer.close()
 
 
-def _inference(trainer: Trainer, size: int, steps: int, seconds: float) -> list[dict[str, Any]]:
+def _inference(
+    trainer: TrainingLoop[Any], size: int, steps: int, seconds: float
+) -> list[dict[str, Any]]:
     """Latencies of one batch size by both protocols, from the same steps, on the test data."""
     if size < 1:
         raise InputError(f"batch_sizes has {size}, expected whole numbers above 0")
     given, device = trainer.parameters, trainer.device
     parameters = replace(given, training=replace(given.training, batch_size=size))
     pool = pool_of(held_out_batches(parameters, device, POOL_BATCHES), steps, device.type == "cuda")
-    times = time_predictions(trainer.predict, pool, device, steps, seconds)
+    times = time_predictions(trainer.predict, pool, device, steps, seconds, trainer.agree)
     rows = []
     for name in INFERENCE:
         latency = asdict(latency_of(times, size, len(pool), math.nan, name))
@@ -191,15 +194,25 @@ WHAT = "record of dlrm protocols"
 
 
 def protocols(arguments: argparse.Namespace) -> int:
-    """A line a figure, and with ``--json`` the record."""
+    """A line a figure, and with ``--json`` the record; under torchrun rank 0's clock's."""
+    sizes = batch_sizes(arguments.batch_sizes)
+    effort = arguments.iterations, sizes, arguments.steps, time_limit(arguments.seconds)
+    if started_by_torchrun():
+        with as_rank("dlrm protocols"):
+            from dlrm_core.distributed.trainer import rank_trainer
+            from dlrm_core.distributed.watch import leave
+
+            parameters = load_parameters(arguments.file, arguments.parameter)
+            with rank_trainer(parameters, "dlrm protocols") as trainer:
+                found = measure(trainer, *effort) | {"ranks": trainer.world.size}
+                if trainer.world.first:
+                    _report(arguments, parameters, found)
+            leave(0)
     parameters = load_parameters(arguments.file, arguments.parameter)
-    found = measure(
-        parameters,
-        arguments.iterations,
-        batch_sizes(arguments.batch_sizes),
-        arguments.steps,
-        time_limit(arguments.seconds),
-    )
+    return _report(arguments, parameters, measure(Trainer(parameters), *effort) | {"ranks": 1})
+
+
+def _report(arguments: argparse.Namespace, parameters: Parameters, found: dict[str, Any]) -> int:
     for notice in found["notices"]:
         print(notice, file=sys.stderr)
     print(as_text(found), flush=True)
@@ -258,7 +271,9 @@ def measured_or_read(
 
 def as_text(found: Mapping[str, Any]) -> str:
     """For people."""
-    lines = [f"{found['device']}, {found['threads']} threads, {found['precision']}"]
+    ranks = found.get("ranks", 1)
+    each = f"{ranks} ranks of " if ranks > 1 else ""
+    lines = [f"{found['device']}, {each}{found['threads']} threads, {found['precision']}"]
     for one in found["training"]:
         data = "with data" if one["data_included"] else "without data"
         lines.append(

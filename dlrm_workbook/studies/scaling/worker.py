@@ -29,17 +29,17 @@ import torch
 import torch.distributed as dist
 
 from dlrm_core.config import Parameters, parameters_from_sections
+from dlrm_core.data.batch import Share
 from dlrm_core.data.loader import make_generator
 from dlrm_core.distributed.plan import with_whole_batches
-from dlrm_core.distributed.step import DistributedStep
-from dlrm_core.distributed.tables import LocalBatch, ShardedTables, local_batch
-from dlrm_core.distributed.trainer import make_model
+from dlrm_core.distributed.step import DistributedStep, make_step
+from dlrm_core.distributed.tables import LocalBatch, local_batch
 from dlrm_core.distributed.watch import Watch, leave
 from dlrm_core.distributed.world import World, gathered, launcher_store, read_world
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json, write_json
 from dlrm_core.machine import end_with_starter
-from dlrm_core.model import ClickLoss, fill_dense_with_torch
+from dlrm_core.model import fill_dense_with_torch
 from dlrm_core.parts import capturing
 from dlrm_workbook.studies.scaling.collectives import TimedCollectives
 
@@ -188,11 +188,11 @@ class Rank:
                 found["link_probe"] = probe_link(some, stretch["probe"])
             for run in stretch["runs"]:
                 parameters = parameters_from_sections(run["sections"])
-                step, tables = _make_step(parameters, some, self.collectives)
+                step = _make_step(parameters, some, self.collectives)
                 made = self.timed(step, parameters, some)
                 names = ("table", "kind", "rank", "rows", "columns")
                 made["placement"] = [
-                    {name: getattr(shard, name) for name in names} for shard in tables.shards
+                    {name: getattr(shard, name) for name in names} for shard in step.tables.shards
                 ]
                 for name in OF_RUNS:
                     # every rank knows the whole placement, and the loss of all
@@ -214,7 +214,7 @@ class Rank:
         parameters = parameters_from_sections(sections)
         rows: list[Row] = []
         with by_itself(self.world) as alone:
-            step, _ = _make_step(parameters, alone, self.collectives)
+            step = _make_step(parameters, alone, self.collectives)
             for size in sizes:
                 training = dataclasses.replace(parameters.training, batch_size=size)
                 sized = dataclasses.replace(parameters, training=training)
@@ -296,21 +296,18 @@ def _make_step(
     parameters: Parameters,
     world: World,
     collectives: TimedCollectives,
-) -> tuple[DistributedStep, ShardedTables]:
-    model = make_model(parameters, world.device)
-    tables = ShardedTables(parameters, world, collectives)
+) -> DistributedStep:
+    step = make_step(parameters, world, collectives)
     # of the right size is enough: what is measured does not depend on them
     generator = torch.Generator(world.device).manual_seed(parameters.training.seed)
     with torch.no_grad():
-        for shard, memory in tables.local:
+        for shard, memory in step.tables.local:
             bound = (1 / parameters.model.table_rows[shard.table]) ** 0.5
             memory.uniform_(-bound, bound, generator=generator)
     # the dense part's are alike on all ranks: training goes the same way everywhere
     dense = torch.Generator(world.device).manual_seed(parameters.training.seed)
-    fill_dense_with_torch(model, dense)
-    loss = ClickLoss(parameters.model.loss, parameters.model.loss_weights).to(world.device)
-    config = dataclasses.replace(parameters.training, embedding_backend="torch")
-    return DistributedStep(model, tables, loss, config, world.size, collectives), tables
+    fill_dense_with_torch(step.model, dense)
+    return step
 
 
 def _batches(parameters: Parameters, world: World, count: int) -> list[LocalBatch]:
@@ -323,7 +320,8 @@ def _batches(parameters: Parameters, world: World, count: int) -> list[LocalBatc
         )
     generator = make_generator(parameters, torch.device("cpu"))
     rows = parameters.model.table_rows
-    return [local_batch(generator.next_batch(), world, rows) for _ in range(count)]
+    share = Share(world.rank, world.size).samples(parameters.training.batch_size)
+    return [local_batch(generator.next_batch().part(*share), world, rows) for _ in range(count)]
 
 
 def _rows(
