@@ -127,6 +127,7 @@ RULES: tuple[Rule, ...] = (
     generic.slower_than_alone,
     generic.far_from_ceiling,
     generic.dominant_part,
+    gpu.dominant_part,
 )
 """In the order in which they run: what leaves no doubt about its cause comes first."""
 
@@ -168,8 +169,10 @@ def _dominant_in_place(ranked: Sequence[Finding]) -> list[Finding]:
     same = [each for each in others if each.component == dominant.component != "other"]
     if any(each.share_of_step >= 0.5 * share for each in same):
         return others
+    # while the GPU is idle it works for no part
+    beside = sum(each.share_of_step for each in others if IDLE in each.concerns)
     slows = [each.share_of_step for each in others if each.severity == "slows"]
-    if share - sum(slows) < max(slows, default=0.0):
+    if share - (sum(slows) - beside) < max(slows, default=0.0):
         return list(ranked)
     others.insert(len(others) - len(slows), dominant)
     return others

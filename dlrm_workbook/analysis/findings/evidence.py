@@ -305,8 +305,11 @@ class Evidence:
 
     def alone_ms(self, chosen: pd.DataFrame, beside: pd.DataFrame) -> tuple[float, float]:
         """Time of a mean step in which any of some operations runs, and that of it in which no
-        operation of ``beside`` does; rows of :attr:`work`."""
-        start, end = union(chosen["start_ns"].to_numpy(), chosen["end_ns"].to_numpy())
+        operation of ``beside`` does; rows of :attr:`work`, of which what runs on after their
+        iteration is left out."""
+        begun, windows = chosen["start_ns"].to_numpy(), self.windows
+        row = np.searchsorted(windows[0], begun, side="right") - 1
+        start, end = union(begun, np.minimum(chosen["end_ns"].to_numpy(), windows[1][row]))
         other = union(beside["start_ns"].to_numpy(), beside["end_ns"].to_numpy())
         count = 1e6 * max(len(self.windows[0]), 1)
         whole = float((end - start).sum())

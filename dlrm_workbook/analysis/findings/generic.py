@@ -19,7 +19,9 @@ from dlrm_workbook.analysis.attribution import (
     iteration_count,
     main_thread,
     step_contexts,
+    windows,
 )
+from dlrm_workbook.analysis.context_tree import scopes_of, stretch_at
 from dlrm_workbook.analysis.findings.evidence import (
     PROFILER_MS,
     Evidence,
@@ -35,6 +37,9 @@ from dlrm_workbook.analysis.findings.finding import (
     largest,
     rule,
 )
+from dlrm_workbook.analysis.idleness import idle_pieces
+from dlrm_workbook.analysis.kernel_names import kernel_name
+from dlrm_workbook.analysis.launches import device_operations
 from dlrm_workbook.analysis.steady import (
     LEAST,
     LEAST_OF_SPLIT,
@@ -68,6 +73,10 @@ ONE_IRREGULAR_SHARE = 0.3
 GPU_IRREGULAR_SHARE = 0.05
 """The same of both where a GPU's timeline shows the iterations, enough to judge by their scatter:
 the GPU sets their pace, which other programs on the processor disturb less."""
+
+MOST_GROWN, LEAST_GROWN = 4, 0.05
+"""Names that a sentence lists of what takes longer in slow iterations, and the least share of all
+that does."""
 
 DISTURBED = 1.4
 """Times what the step and the profiler's greatest cost come to."""
@@ -219,11 +228,12 @@ def outside_parts(evidence: Evidence, ledger: Ledger) -> Measured | None:
 
 @rule(
     "irregular_iterations",
-    title="{slow} of {count} iterations {take} far longer than the others",
+    title="{slow} of {count} iterations {take} far longer than the others{most}",
     evidence=(
         "Such an iteration took {slow_ms:ms} (mean), the usual one {usual_ms:ms}; {share:.0%} of "
         "the run's time is lost so.",
         "Most of it is in {place} ({extra:ms} more).",
+        "What takes longer there: {longer}.",
         MEANWHILE,
         "Every share of the step here is of all iterations.",
     ),
@@ -249,6 +259,7 @@ def irregular(evidence: Evidence, ledger: Ledger) -> Measured | None:
         return None
     extra = (steps[slow] - steps[state.steady].median()).mean().clip(lower=0.0)
     part = largest(extra)
+    grown = _grown(evidence, slow, state.steady)
     return {
         "share": share,
         "component": part[0],
@@ -259,8 +270,47 @@ def irregular(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "usual_ms": state.usual_ms,
         "place": part_label(*part) or "the loop",
         "extra": float(extra.max()),
+        "most": f", most of it in {grown.index[0]}"
+        if len(grown) and float(grown.iloc[0]) > 0.5 * float(totals[slow].mean() - state.usual_ms)
+        else "",
+        "longer": ", ".join(f"{name} {milliseconds(ms)} more" for name, ms in grown.items())
+        or None,
         "meanwhile": _meanwhile(evidence),
     }
+
+
+def _grown(evidence: Evidence, slow: np.ndarray, steady: np.ndarray) -> pd.Series:
+    """What takes longer in a slow iteration than in a steady one, ms by name, most first: kernels,
+    copies and what the host is in while the GPU is idle. Empty without a GPU's timeline."""
+    if not evidence.has_timeline:
+        return pd.Series(dtype=float)
+    profile = evidence.profile
+    spans = windows(profile)
+    work = device_operations(profile)
+    step = stretch_at(
+        spans["start_ns"].to_numpy(), spans["end_ns"].to_numpy(), work["start_ns"].to_numpy()
+    )
+    names = profile.contexts["name"].to_numpy()
+    done = profile.contexts["name"].iloc[work["context"]].reset_index(drop=True)
+    short = {name: kernel_name(name).short or name for name in done[work["kind"].eq("kernel")]}
+    pieces = idle_pieces(profile)
+    pieces = pieces[~pieces["copying"]]
+    place = pd.Series(np.arange(len(spans)), index=spans["iteration"])
+    owner = scopes_of(profile.contexts)[np.maximum(pieces["context"].to_numpy(), 0)]
+    host = np.where(pieces["context"] < 0, "code outside every operator and range", names[owner])
+    times = pd.DataFrame(
+        {
+            "name": np.concatenate([done.map(lambda name: short.get(name, name)), host]),
+            "step": np.concatenate([step, place.reindex(pieces["iteration"]).to_numpy()]),
+            "ms": np.concatenate([(work["end_ns"] - work["start_ns"]) / 1e6, pieces["idle_ms"]]),
+        }
+    )
+    table = times[times["step"] >= 0].pivot_table(
+        "ms", "name", "step", aggfunc="sum", fill_value=0.0
+    )
+    table = table.reindex(columns=range(len(spans)), fill_value=0.0)
+    growth = table.loc[:, slow].mean(axis=1) - table.loc[:, steady].mean(axis=1)
+    return growth[growth > LEAST_GROWN * growth.clip(lower=0.0).sum()].nlargest(MOST_GROWN)
 
 
 @rule(

@@ -29,7 +29,7 @@ from dlrm_workbook.analysis.findings.finding import (
     predicted,
     rule,
 )
-from dlrm_workbook.analysis.findings.gpu_taken import without
+from dlrm_workbook.analysis.findings.gpu_taken import SYNC, without
 from dlrm_workbook.analysis.gpu import kernel_table, sampled_profile, stall_reasons, stall_table
 from dlrm_workbook.analysis.idleness import Stretches
 from dlrm_workbook.analysis.kernel_names import kernel_name
@@ -52,6 +52,10 @@ ALLOCATION_SHARE = 0.05
 
 OF_OPERATOR = 0.15
 """An operator counts as a wait for the GPU where this share of it, or more, is the wait."""
+
+MOST_BESIDE = 2.0
+"""Calls of an operator that do not wait, to each that does, up to which the operator counts as one
+that waits for the GPU."""
 
 PYTHON_GAP = 10.0
 """Times a launch: longer gaps that are mostly one function of Python are no cost of launching."""
@@ -92,7 +96,6 @@ from one kernel to the next in eager torch); in longer ones the host does someth
 LAUNCHING = ("operators", "launching", "python", "start-up", "copies")
 """Causes of idleness that make up the cost of launching."""
 
-SYNC = re.compile(r"(?:cu(?:da)?|hip)(?:Device|Stream|Event|Ctx)Synchronize\w*")
 SYNC_SHARE = 0.03
 
 LEAST_LAUNCHES = 20
@@ -115,7 +118,9 @@ NO_DOUBLE = re.compile(r"distribution_|pow_tensor_scalar|curand|philox|random", 
 """Kernels with a scalar or a generator of random numbers in float64, and tensors in fp32."""
 DOUBLE_SHARE = 0.03
 
-COPYING = re.compile(r"copy\b|nchw to|nhwc to|transpose", re.IGNORECASE)
+COPYING = re.compile(
+    r"(?:elementwise )?(?:\w*float\d+ )?copy\b|nchw to|nhwc to|transpose", re.IGNORECASE
+)
 LAYOUT_SHARE = 0.05
 """Least share of the step for copies to another type or layout; real recordings: 0 to 2.4 %."""
 
@@ -133,6 +138,9 @@ COPY_ON_GPU_SHARE = 0.05
 """Of the step, by copies or memory sets that stay on GPUs while no kernel runs."""
 FAR_FROM_LIMIT = 0.25
 NEAR_LIMIT = 0.5
+DOMINANT_SHARE = 0.4
+"""Least share of the step that the GPU works for one part and phase for that to be a finding."""
+
 PIECE_SHARE = 0.04
 """Least share of the step for a kernel to be listed among those that no other finding names."""
 UNKNOWN_SHARE = 0.3
@@ -949,7 +957,7 @@ def _launching_operators(evidence: Evidence, names: set[str], count: int = 3) ->
     evidence=(
         "{kernel} keeps {occupancy:.0f}% of the warps that fit on a multiprocessor"
         "{because}; such kernels take {of_kernels:.0%} of all kernels' time.",
-        "It is launched by {operators}.",
+        "Such kernels are launched by {operators}.",
     ),
     advice="More and smaller blocks (a larger batch), fewer registers or less shared memory per "
     "block, so that other warps run while one waits for memory.",
@@ -967,6 +975,7 @@ def occupancy(evidence: Evidence, ledger: Ledger) -> Measured | None:
     if share < OCCUPANCY_SHARE:
         return None
     worst = low.loc[low["ms"].idxmax()]
+    by_name = low.groupby("short_name")["ms"].sum().sort_values(ascending=False)
     ledger.device_work |= set(low["kernel"])
     ledger.explain(share * evidence.total_ms, (str(worst["component"]), str(worst["phase"])))
     properties = [
@@ -979,10 +988,10 @@ def occupancy(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "of_kernels": float(low["ms"].sum()) / float(kernels["ms"].sum()),
         "component": str(worst["component"]),
         "kernel": str(worst["short_name"]),
-        "operators": ", ".join(_launching_operators(evidence, {str(worst["kernel"])})) or None,
-        "most": f", most of it {worst['short_name']}"
-        if float(worst["ms"]) > 0.5 * float(low["ms"].sum())
-        else "",
+        "operators": ", ".join(_launching_operators(evidence, set(low["kernel"]))) or None,
+        "most": f", most of it {by_name.index[0]}"
+        if float(by_name.iloc[0]) > 0.5 * float(low["ms"].sum())
+        else f", such as {' and '.join(map(str, by_name.index[:2]))}",
         "occupancy": worst["occupancy_percent"],
         "because": f" ({', '.join(properties)})" if properties else "",
         "speedup": bounded(0.5 * share),
@@ -1096,6 +1105,44 @@ def largest_kernels(evidence: Evidence, ledger: Ledger) -> Measured | None:
         if chosen["share_of_ceiling"].isna().all()
         else None,
         "speedup": bounded(0.5 * time / evidence.total_ms),
+    }
+
+
+@rule(
+    "dominant_part",
+    title="{name} takes {share:.0%} of the step on the GPU",
+    evidence=(
+        "The GPU works {time:ms} of {total:ms} per iteration for it, most in {kernels}.",
+        "They are launched by {operators}.",
+        "No rule found why: how short it could be, and what would help, was not measured.",
+    ),
+    advice="Look first at the kernels named here: what calls them, with which types and shapes, "
+    "and whether each iteration needs them.",
+    limit="",
+    gpu=True,
+)
+def dominant_part(evidence: Evidence, ledger: Ledger) -> Measured | None:
+    """One part of another program takes much of the step on the GPU, whatever its kernels are."""
+    if evidence.is_ours or not evidence.has_timeline:
+        return None
+    rows = evidence.attribution
+    rows = rows[rows["where"].eq("device") & ~rows["component"].isin(["other", "communication"])]
+    times = rows.groupby(PART)["time_ms"].sum()
+    if times.empty or float(times.max()) < DOMINANT_SHARE * evidence.total_ms:
+        return None
+    part = largest(times)
+    table = _kernels(evidence)
+    table = table[table["component"].eq(part[0]) & table["phase"].eq(part[1])]
+    by_name = table.groupby("short_name")["ms"].sum().nlargest(MOST_NAMES)
+    return {
+        "share": float(times.max()) / evidence.total_ms,
+        "component": part[0],
+        "concerns": (part[0],),
+        "name": capitalised(part_label(*part)),
+        "time": float(times.max()),
+        "kernels": ", ".join(f"{name} ({milliseconds(ms)})" for name, ms in by_name.items()),
+        "operators": ", ".join(_launching_operators(evidence, set(table["kernel"]), 5)) or None,
+        "speedup": {},
     }
 
 
@@ -1341,7 +1388,8 @@ def _operators_around(evidence: Evidence, calls: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         ``start_ns``, ``end_ns`` and ``call`` (row of ``calls`` in it), one row per call that
-        lies in such an operator; ``aten::item`` around ``cudaStreamSynchronize``.
+        lies in such an operator; ``aten::item`` around ``cudaStreamSynchronize``. Where many of
+        an operator's calls wait, its other calls have rows too, with the wait before them.
     """
     profile = evidence.profile
     parent = profile.contexts["parent"].to_numpy()
@@ -1368,6 +1416,11 @@ def _operators_around(evidence: Evidence, calls: pd.DataFrame) -> pd.DataFrame:
         inside = (at >= 0) & (calls.loc[own, "end_ns"].to_numpy() <= end)
         inside &= waited >= OF_OPERATOR * (end - start)
         rows.append(pd.DataFrame({"start_ns": start, "end_ns": end, "call": own})[inside])
+        others = spans.drop(spans.index[np.unique(at[inside])])
+        others = others[evidence.inside(others["start_ns"].to_numpy())]
+        if inside.any() and len(others) <= MOST_BESIDE * inside.sum():
+            before = np.searchsorted(calls.loc[own, "start_ns"], others["start_ns"]) - 1
+            rows.append(others[["start_ns", "end_ns"]].assign(call=own[np.maximum(before, 0)]))
     nothing = pd.DataFrame({"start_ns": [], "end_ns": [], "call": []}, dtype=np.int64)
     return pd.concat([nothing, *rows], ignore_index=True)
 
@@ -1380,7 +1433,7 @@ def _with_idle_inside(
     around = around.drop_duplicates(["start_ns", "end_ns"])
     start, end = around["start_ns"].to_numpy(), around["end_ns"].to_numpy()
     idle = (end - start - overlap(start, end, *busy)) / 1e6 / max(len(evidence.windows[0]), 1)
-    inside = pd.Series(idle, index=around["call"])
+    inside = pd.Series(idle, index=around["call"]).groupby(level=0).sum()
     return calls.assign(
         lost_ms=np.fmax(calls["lost_ms"], inside.reindex(calls.index)).astype(float)
     )

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from dlrm_workbook.analysis.attribution import IDLE, iteration_state, windows
-from dlrm_workbook.analysis.context_tree import stretch_at, union
+from dlrm_workbook.analysis.context_tree import overlap, stretch_at, union
 from dlrm_workbook.analysis.findings.evidence import Evidence
 from dlrm_workbook.analysis.findings.finding import Ledger, Measured, bounded, rule
 from dlrm_workbook.analysis.idleness import Stretches
@@ -43,6 +43,12 @@ no start-up. NVIDIA's time slices last 1 ms and more."""
 
 WHOLE_GPU = re.compile(r"(?:cu(?:da)?|hip)(?:Device|Ctx)Synchronize")
 """Calls that return when all that was launched is done."""
+
+SYNC = re.compile(r"(?:cu(?:da)?|hip)(?:Device|Stream|Event|Ctx)Synchronize\w*")
+"""Calls that wait for the GPU."""
+
+MANY_WAITS = 10
+"""Such calls to each gap."""
 
 REGULAR_GAPS = 6
 """Gaps from which on their regularity is judged."""
@@ -178,6 +184,8 @@ def gpu_taken(evidence: Evidence, ledger: Ledger) -> Measured | None:
     runtime = evidence.profile.contexts.loc[evidence.profile.of_kind("runtime"), "name"]
     if period is None and runtime.str.match(GRAPH_LAUNCH).any():
         return None  # kernels of graphs that were not recorded may run in the gaps
+    if period is None and _while_waiting(evidence, start, end):
+        return None  # a program that waits all the time: what it does between is the likelier cause
     ledger.taken = (start, end)
     ledger.idle_ms += lost
     figures: Measured = {
@@ -219,6 +227,19 @@ def _queued_gaps(evidence: Evidence) -> tuple[Any, Any, float]:
     waits = begin[1:] - since
     chosen = waits > max(1e3 * WAITING_US, 10.0 * start_up)
     return since[chosen], begin[1:][chosen], start_up
+
+
+def _while_waiting(evidence: Evidence, start: Any, end: Any) -> bool:
+    """Whether the host spends most of the gaps in calls that wait for the GPU, of which there are
+    many more than gaps."""
+    profile = evidence.profile
+    waits = profile.which("name", lambda name: bool(SYNC.fullmatch(name)))
+    calls = profile.trace[waits[profile.trace["context"].to_numpy()]]
+    calls = calls[evidence.inside(calls["start_ns"].to_numpy())]
+    if len(calls) < MANY_WAITS * len(start):
+        return False
+    waiting = union(calls["start_ns"].to_numpy(), calls["end_ns"].to_numpy())
+    return bool(overlap(start, end, *waiting).sum() > 0.5 * (end - start).sum())
 
 
 def _waited_out(evidence: Evidence, launched: Any, begin: Any) -> Any:
