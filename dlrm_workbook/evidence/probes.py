@@ -450,6 +450,8 @@ class _Probes:
         self.alone: dict[str, Times] = {}
         self.refused: dict[str, str] = {}
         self.overlaps: dict[tuple[Any, ...], dict[str, Any]] = {}
+        self.batches: dict[str, tuple[list[Times], list[Times]]] = {}
+        """Changed parameters, without a loader, to the times of batches before and after."""
 
     def base(self, seconds: float) -> Times:
         """Every part alone, unchanged: medians in ms."""
@@ -523,9 +525,16 @@ class _Probes:
         seconds: float,
         result: dict[str, Any],
     ) -> None:
-        loop = self._changed_loop(half, changed)
-        result["notices"] += [text for text in loop.notices if text not in result["notices"]]
-        before, after = interleave([self._base_loop(half), loop], seconds)
+        # several changes may make the same batches, in the step or beside it
+        key = str(_synchronous(changed))
+        if half == "data" and key in self.batches:
+            before, after = self.batches[key]
+        else:
+            loop = self._changed_loop(half, changed)
+            result["notices"] += [text for text in loop.notices if text not in result["notices"]]
+            before, after = interleave([self._base_loop(half), loop], seconds)
+        if half == "data":
+            self.batches[key] = before, after
         now, then, spread = medians(before), medians(after), ratio_errors(before, after)
         for component, phases in then.items():
             if component in SHARED:
@@ -557,7 +566,8 @@ class _Probes:
         made_ms = {}
         alone = medians(interleave([data], OVERLAP_SECONDS / 3)[0])["data"]["forward"]
         for half in HALVES:
-            loop = self._changed_loop(half, parameters)
+            same = reduced(parameters, half) == reduced(self.parameters, half)
+            loop = self._base_loop(half) if same else self._changed_loop(half, parameters)
             apply_settings(parameters)
             quiet: list[Times] = []
             beside: list[Times] = []
@@ -580,11 +590,12 @@ class _Probes:
 
 def _data_alone_differs(base: Parameters, changed: Parameters) -> bool:
     """Whether making a batch takes another time, whichever thread makes it."""
+    return "data" in affected_components(_synchronous(base), _synchronous(changed))
 
-    def synchronous(parameters: Parameters) -> Parameters:
-        return replace(parameters, data=replace(parameters.data, loader="synchronous"))
 
-    return "data" in affected_components(synchronous(base), synchronous(changed))
+def _synchronous(parameters: Parameters) -> Parameters:
+    """The parameters with batches made in the step."""
+    return replace(parameters, data=replace(parameters.data, loader="synchronous"))
 
 
 def _require(parameters: Parameters, half: str) -> None:

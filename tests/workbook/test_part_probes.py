@@ -262,6 +262,29 @@ def test_probes_come_back_for_the_touched_parts_only(monkeypatch: pytest.MonkeyP
     assert "available" in large["refused"] and not large["parts"]
 
 
+def test_batches_that_a_loader_makes_ahead_are_not_timed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(probes, "OVERLAP_SECONDS", 0.1)
+    compared: list[str] = []
+    taken = probes.interleave
+
+    def counted(loops: list[Any], seconds: float) -> Any:
+        compared.extend(type(loops[-1]).__name__ for _ in loops[1:])
+        return taken(loops, seconds)
+
+    monkeypatch.setattr(probes, "interleave", counted)
+    faster = {"data.generator": "facebook_loop"}
+    changes: list[dict[str, Any]] = [faster, {**faster, "data.loader": "prefetch"}]
+    one, both = probe_changes(tiny(), changes, seconds=0.1)["changes"]
+    assert compared == ["DataLoop"]
+    assert one["parts"] == both["parts"] and one["spread"] == both["spread"]
+    assert "overlap" in both and "overlap" not in one
+    other = {**faster, "training.batch_size": 2 * tiny().training.batch_size}
+    probe_changes(tiny(), [faster, other], seconds=0.1)
+    assert compared.count("DataLoop") == 3, "batches of another size are others"
+
+
 def test_the_default_changes_are_those_that_apply() -> None:
     plain = default_changes(tiny(data={"generator": "facebook_loop"}))
     leaves = {leaf for change in plain for leaf in change}
