@@ -28,7 +28,14 @@ from dlrm_workbook.runner import run as workbook
 from dlrm_workbook.runner.command import closing_words
 from dlrm_workbook.runner.engine import Watch
 from dlrm_workbook.runner.parameters import declared_parameters, typed_options
-from dlrm_workbook.runner.run import CHAIN, Plan, RunError, recording_name, run_notebooks
+from dlrm_workbook.runner.run import (
+    CHAIN,
+    Plan,
+    RunError,
+    closed_by_signals,
+    recording_name,
+    run_notebooks,
+)
 from dlrm_workbook.runs import NOTEBOOKS, claim_run_folder, latest_run, named_run
 
 OURS = sorted(NOTEBOOKS.glob("*.ipynb"))
@@ -377,6 +384,22 @@ def test_an_empty_place_is_refused_and_not_taken_for_the_newest_run(place: Path)
     plan = Plan.of(["experiment"], {"host_run": ""})
     plan.locate(place)
     assert plan.own["experiment"]["host_run"] == "", "the experiment without its second recording"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_between_two_notebooks_is_noted_in_their_runs(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    over, on = (claim_run_folder(tmp_path, n, "p", parameters={}, command="") for n in "ab")
+    over.close("finished")
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises((KeyboardInterrupt, SystemExit)), closed_by_signals([over, on]):
+        os.kill(os.getpid(), number)
+        time.sleep(5)
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert saved(over.path)["status"] == "finished"
+    assert saved(on.path)["status"] == "interrupted"
+    assert saved(on.path)["error"] == f"b.ipynb: interrupted by {number.name}"
 
 
 def test_latest_run_takes_only_whole_finished_runs(tmp_path: Path) -> None:
