@@ -188,6 +188,7 @@ def main(
         arguments = parser_of(subcommands, description, given).parse_args(given)
         arguments.argv = ["dlrm", *given]
         name = f"dlrm {arguments.subcommand}"
+        _refuse_empty_places(arguments)
         module, _, function = arguments.handler.partition(":")
         with loading():
             handler = getattr(importlib.import_module(module), function)
@@ -213,6 +214,27 @@ def main(
         where = f"{error.filename}: " if error.filename else "the output "
         _complain(f"{name}: {where}cannot be written: {error.strerror}")
         return 1
+
+
+PLACES = frozenset(
+    {"file", "output", "output_root", "resume", "checkpoint", "json", "path", "folder"}
+    | {"peer", "reference", "work"}
+)
+"""Arguments of any subcommand that name a file or folder."""
+
+
+def _refuse_empty_places(arguments: argparse.Namespace) -> None:
+    """Refuse an empty text where a place is named: it would be this folder, or count as left out.
+
+    Raises:
+        InputError: naming the argument.
+    """
+    for name, value in vars(arguments).items():
+        if name in PLACES and value == "":
+            raise InputError(
+                f"{name.replace('_', '-')} is empty, as of a shell's variable that is not set; "
+                "expected a file or folder"
+            )
 
 
 def _complain(sentence: str) -> None:

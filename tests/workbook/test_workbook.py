@@ -435,6 +435,25 @@ def test_command_line_speaks_in_sentences(
     assert err.count("\n") == 1 and "training.batches is 0" in err
 
 
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["run", "train", "-f", "quick", "--resume", ""], "resume"),
+        (["run", "train", "-f", "quick", "--output-root", ""], "output-root"),
+        (["train", "-f", "quick", "--resume="], "resume"),
+        (["evaluate", "-f", "quick", "--checkpoint", ""], "checkpoint"),
+        (["inspect", ""], "path"),
+        (["new", ""], "folder"),
+        (["bench", "--json", ""], "json"),
+    ],
+)
+def test_an_empty_place_is_neither_this_folder_nor_left_out(
+    words: list[str], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) == 2
+    assert f"dlrm {words[0]}: {name} is empty, as of a shell's variable" in capsys.readouterr().err
+
+
 @pytest.mark.notebook
 def test_last_line_of_standard_output_is_the_run_folder(
     place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
