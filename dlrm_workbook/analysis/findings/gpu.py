@@ -196,6 +196,8 @@ def blocking_launches(evidence: Evidence, ledger: Ledger) -> Measured | None:
     ends = calls.groupby("start_ns")["end_ns"].max()
     returned = ends.reindex(kernels["launch_start_ns"]).to_numpy()
     blocked = returned >= kernels["end_ns"].to_numpy()  # NaN: no
+    # a kernel that is shorter than a launch may end before any call returns
+    blocked &= returned - kernels["launch_start_ns"].to_numpy() >= 1e3 * SHORT_KERNEL_US
     if len(kernels) < LEAST_LAUNCHES or blocked.mean() < BLOCKED:
         return None
     count = 1e6 * max(len(evidence.windows[0]), 1)
@@ -637,12 +639,16 @@ def _host_meanwhile(evidence: Evidence, idle: pd.DataFrame) -> Measured:
     by_part = idle.groupby(PART)["idle_ms"].sum().sort_values(ascending=False)
     named = by_part.drop("other", level="component", errors="ignore")
     total = float(idle["idle_ms"].sum())
-    by_name = idle.groupby(_host_names(evidence, idle, python=False))["idle_ms"].sum()
-    by_name = by_name.nlargest(MOST_NAMES)
-    if by_name.iloc[0] < 0.5 * total:  # many operators: the Python functions that call them
+    inner = idle.groupby(_host_names(evidence, idle, python=False))["idle_ms"].sum()
+    by_name = inner = inner.nlargest(MOST_NAMES)
+    if inner.iloc[0] < 0.5 * total:  # many operators: the Python functions that call them
         by_name = idle.groupby(_host_names(evidence, idle, python=True))["idle_ms"].sum()
         by_name = by_name.nlargest(MOST_NAMES)
     functions = ", ".join(f"{name} {milliseconds(ms)}" for name, ms in by_name.items())
+    if not by_name.index.equals(inner.index):
+        functions += "; by call " + ", ".join(
+            f"{name} {milliseconds(ms)}" for name, ms in inner.items()
+        )
     calls = evidence.profile.which("name", lambda name: bool(BLOCKING.match(name)))
     blocked = calls[idle["context"]] & idle["context"].ge(0).to_numpy()
     blocked_ms = float(idle.loc[blocked, "idle_ms"].sum())
@@ -872,8 +878,8 @@ def float64(evidence: Evidence, ledger: Ledger) -> Measured | None:
     "layout_copies",
     title="Conversions and copies of layout take {share:.0%} of the step, most by {by}",
     evidence=(
-        "Kernels that only copy tensors to another type or layout run {time:ms} per iteration, in "
-        "{launches:,.1f} launches: {names}.",
+        "Kernels that only convert or copy tensors, to another type or layout, run {time:ms} per "
+        "iteration, in {launches:,.1f} launches: {names}.",
         "They are launched by {operators}.",
     ),
     advice="Convert once and keep the result (weights, constants), let autocast or the model keep "
