@@ -240,10 +240,10 @@ class FacebookLoop(_BagLaw):
             offset = 0
             for _ in range(size):
                 if self.fixed_pooling:
-                    count = self.indices_per_lookup
-                else:
+                    count = np.array([self.indices_per_lookup])
+                else:  # arrays of one number, as facebook's loop has them: they cost time
                     draw = random.random_sample(1) * min(rows, self.indices_per_lookup)
-                    count = int(np.round(max(1.0, draw[0])))
+                    count = np.round(max(np.ones(1), draw)).astype(np.int64)
                 draws = random.random_sample(count)
                 bag = np.unique(np.round(draws * (rows - 1)).astype(np.int64))
                 offsets += [offset]

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlrm_core.errors import InputError
-from dlrm_core.parts import PART_PREFIX, parse_part, parse_span
+from dlrm_core.parts import MODULE_PREFIX, PART_PREFIX, parse_part, parse_span
 from dlrm_workbook.recordings.profile import nearest
 
 Ints = npt.NDArray[np.int64]
@@ -239,6 +239,12 @@ ACCUMULATE = "AccumulateGrad"
 """The node that adds a gradient to a parameter's: it belongs to the node before it."""
 
 
+LONGEST_MODULE = 60
+"""Characters of a part that is named by a module; the rest of a longer path is left out."""
+
+_UNUSUAL = re.compile(r"[^\w.]")
+
+
 class PartNames:
     """What names say, the user's map first.
 
@@ -270,14 +276,24 @@ class PartNames:
     def of_any_program(self, kind: str, name: str, file: str = "") -> Named | None:
         """What a name says in a program without embedding tables.
 
-        There a product or a "prediction head" is no MLP of a DLRM, unless a user says so.
+        There a product or a "prediction head" is no MLP of a DLRM, and a module of embeddings is
+        one of its modules, unless a user says so.
         """
         named = self.of(kind, name, file)
-        if named is None or kind == "annotation" or self.says_user(name):
+        module = name.startswith(MODULE_PREFIX)
+        if named is None or (kind == "annotation" and not module) or self.says_user(name):
             return named
-        if named.component in (MLP, "bottom_mlp", "interaction", "top_mlp"):
+        foreign = named.component in (MLP, "bottom_mlp", "interaction", "top_mlp")
+        if foreign or (module and named.component == "embedding"):
             return Named("", named.phase) if named.phase else None
         return named
+
+    @staticmethod
+    def module(name: str) -> str:
+        """The part that a range around modules stands for by itself; "" of other names."""
+        if not name.startswith(MODULE_PREFIX):
+            return ""
+        return _UNUSUAL.sub("_", name.removeprefix(MODULE_PREFIX))[:LONGEST_MODULE]
 
 
 def _pattern(text: str) -> Callable[[str], re.Match[str] | None]:
@@ -304,6 +320,9 @@ def _annotation(name: str, file: str) -> Named | None:
     ours = parse_span(name)
     if ours:
         return Named(*ours)
+    if name.startswith(MODULE_PREFIX):
+        pieces = name.removeprefix(MODULE_PREFIX).split(".")
+        return next(filter(None, map(_module, reversed(pieces))), None)
     if name.startswith(PART_PREFIX):
         with contextlib.suppress(ValueError):
             return Named(*parse_part(name.removeprefix(PART_PREFIX)))

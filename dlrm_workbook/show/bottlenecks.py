@@ -15,7 +15,7 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from dlrm_core.parts import COMPONENTS, part_label
+from dlrm_core.parts import part_label
 from dlrm_core.units import digits, from_to, milliseconds, percent, ratio
 from dlrm_workbook.analysis.attribution import IDLE
 from dlrm_workbook.analysis.verdict import PREDICTED, Stage
@@ -30,6 +30,8 @@ from dlrm_workbook.show.theme import (
     add_part_spans,
     add_points,
     add_spans,
+    colour_of,
+    components_of,
     error_bars,
     escaped,
     figure,
@@ -150,7 +152,7 @@ def call_tree_icicle(tree: pd.DataFrame, unit: str = "ms in a mean iteration") -
         520,
         tree,
         "value_ms",
-        [COLOURS.get(component, COLOURS["other"]) for component in tree["component"]],
+        list(map(colour_of, tree["component"])),
         list(zip(full.map(wrapped), parts, tree["self_ms"], shapes, strict=True)),
         "%{customdata[0]}<br>part: %{customdata[1]}<br>%{value:,.3f} ms (%{percentRoot:.1%}), "
         "of it itself %{customdata[2]:,.3f} ms%{customdata[3]}",
@@ -166,7 +168,8 @@ def iteration_times(each: pd.DataFrame) -> go.Figure:
         each: ``iteration``, ``component``, ``time_ms``.
     """
     table = each.groupby(["component", "iteration"])["time_ms"].sum().reset_index()
-    looks = {name: (part_label(name), COLOURS[name], "") for name in COMPONENTS}
+    parts = components_of(table["component"], IDLE)
+    looks = {name: (part_label(name), colour_of(name), "") for name in parts}
     looks[IDLE] = ("GPU idle, host not measured", COLOURS["other"], "")
     return stacked_iterations("Time of each iteration", table, "component", "time_ms", looks)
 
@@ -223,7 +226,7 @@ def _laned(spans: pd.DataFrame, several: bool) -> pd.DataFrame:
 def _add_operators(target: go.Figure, detail: pd.DataFrame) -> None:
     """Operators in the lower half of their row, hidden until they are asked for."""
     line = {"width": 1, "color": INK}
-    colours = [COLOURS.get(name, COLOURS["other"]) for name in detail["component"]]
+    colours = list(map(colour_of, detail["component"]))
     look = {"color": list(map(paled, colours)), "line": line}
     hidden: dict[str, Any] = {"visible": "legendonly", "width": 0.3, "offset": 0.02}
     add_spans(target, detail, "operators (zoom in)", look, legendgroup="operators", **hidden)
@@ -314,6 +317,9 @@ def memory_curve(curve: pd.DataFrame) -> go.Figure:
 
 # What changes would bring: whole steps, each made of its parts in the parts' colours.
 
+MOST_KEYS = len(COLOURS)
+"""Parts in the legend of steps, those that take most; the others show their names to a pointer."""
+
 STEP_ROW = 46
 """Height of a step, in pixels."""
 
@@ -326,10 +332,12 @@ def _add_steps(target: go.Figure, steps: Sequence[str], parts: pd.DataFrame) -> 
     """
     times = parts.groupby(["component", "step"])["time_ms"].sum()
     looks: dict[str, tuple[str, str | dict[str, Any]]] = {
-        name: (part_label(name), COLOURS[name]) for name in COMPONENTS
+        name: (part_label(name), colour_of(name))
+        for name in components_of(parts["component"], IDLE, UNTIMED)
     }
     looks[IDLE] = ("GPU idle", IDLE_LOOK)
     looks[UNTIMED] = ("not timed together", UNTIMED_COLOUR)
+    shown = times.groupby("component").max().nlargest(MOST_KEYS).index
     for component, (label, colour) in looks.items():
         if not times.get(component, pd.Series(dtype=float)).any():
             continue
@@ -337,7 +345,8 @@ def _add_steps(target: go.Figure, steps: Sequence[str], parts: pd.DataFrame) -> 
         hover = [
             f"{escaped(step)}<br>{label}: {milliseconds(time)}" for step, time in lengths.items()
         ]
-        add_bars(target, lengths, list(range(len(steps))), label, colour, hover)
+        key = component in shown
+        add_bars(target, lengths, list(range(len(steps))), label, colour, hover, showlegend=key)
     target.update_layout(barmode="stack", bargap=0.35)
 
 

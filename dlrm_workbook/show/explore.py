@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from dlrm_core.parts import COMPONENTS, part_label
+from dlrm_core.parts import part_label
 from dlrm_core.units import digits, percent
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.show.tables import function_name
-from dlrm_workbook.show.theme import COLOURS, ranked_bars, rows_of
+from dlrm_workbook.show.theme import colour_of, components_of, ranked_bars, rows_of
 
 if TYPE_CHECKING:
     import ipywidgets
@@ -40,7 +40,7 @@ def flat_bars(view: pd.DataFrame, part: str) -> go.Figure:
         [row.exclusive for row in rows],
         texts,
         [f"{name}: {text}" for name, text in zip(names, texts, strict=True)],
-        {"color": COLOURS.get(part, COLOURS["other"])},
+        {"color": colour_of(part)},
     )
 
 
@@ -71,7 +71,7 @@ def selectors(
         with shown:
             profile = opened(run.value)
             held = set(profile.contexts["component"])
-            _set(part, [name for name in COMPONENTS if name in held])
+            _set(part, [name for name in components_of(held) if name in held])
             _set(metric, [name for name in profile.metrics["metric"] if profile.has(name)])
         redraw()
 

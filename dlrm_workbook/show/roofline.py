@@ -20,7 +20,6 @@ from dlrm_workbook.analysis.devices import device
 from dlrm_workbook.show.profile import product_peaks
 from dlrm_workbook.show.static import SLOPE
 from dlrm_workbook.show.theme import (
-    COLOURS,
     DASHES,
     GRID,
     INK,
@@ -28,6 +27,7 @@ from dlrm_workbook.show.theme import (
     ROW,
     add_bars,
     add_points,
+    colour_of,
     figure,
     label_rows,
     markers,
@@ -352,7 +352,7 @@ def _draw_points(
             cliponaxis=False,
             showlegend=False,
             marker={
-                "color": COLOURS.get(row.component, COLOURS["other"]),
+                "color": colour_of(row.component),
                 "symbol": SYMBOLS.get(row.phase, "circle"),
                 "size": own[2] - own[0],
                 "opacity": 0.88,
@@ -360,7 +360,7 @@ def _draw_points(
             },
         )
     for component in sorted(set(points["component"]), key=step_order):
-        _key(result, part_label(component), COLOURS.get(component, INK), "circle", "part")
+        _key(result, part_label(component), colour_of(component), "circle", "part")
     for phase in sorted(set(points["phase"]) & set(SYMBOLS), key=list(SYMBOLS).index):
         _key(result, phase, INK, SYMBOLS[phase], "phase")
 

@@ -40,6 +40,40 @@ COLOURS = {
 """Component to colour. Any two stay apart (CIE76 distance 20 or more) for readers with
 protanopia, deuteranopia or tritanopia (simulated after Machado et al. 2009)."""
 
+MODULE_COLOURS = (
+    "#2467A6",
+    "#1BA675",
+    "#BA7AA5",
+    "#868AE6",
+    "#3D9DB8",
+    "#B0B436",
+    "#7A3E9D",
+    "#D9748F",
+)
+"""Parts that modules of another program name take these in turn, in the order in which a
+page first draws them."""
+
+_given: dict[str, str] = {}
+
+
+def colour_of(component: str) -> str:
+    """The colour of a part: one of :data:`COLOURS`, or one that it keeps in this process."""
+    if component in COLOURS:
+        return COLOURS[component]
+    return _given.setdefault(component, MODULE_COLOURS[len(_given) % len(MODULE_COLOURS)])
+
+
+def components_of(held: Iterable[str], *apart: str) -> list[str]:
+    """The parts that figures draw, in the order of a step: ours, then those named by modules.
+
+    Args:
+        held: parts of a table.
+        apart: what it holds that is no part of a step.
+    """
+    others = [name for name in dict.fromkeys(held) if name not in (*COMPONENTS, *apart)]
+    return [*COMPONENTS, *others]
+
+
 PATTERNS = {"forward": "", "backward": "/", "update": "x"}
 """Phase to the pattern over the component's colour."""
 
@@ -154,7 +188,7 @@ def marker(component: str, phase: str = "") -> dict[str, Any]:
 def markers(parts: Sequence[tuple[str, str]], pale: Sequence[bool] = ()) -> dict[str, Any]:
     """Markers of bars of several parts, (component, phase) each; pale, with an outline that can
     be seen, where so asked."""
-    colours = [COLOURS.get(component, COLOURS["other"]) for component, _ in parts]
+    colours = [colour_of(component) for component, _ in parts]
     white = "rgba(255, 255, 255, 0.75)"
     line: dict[str, Any] = {"width": 0}
     hatch: str | list[str] = white

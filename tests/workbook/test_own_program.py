@@ -29,6 +29,7 @@ from dlrm_workbook.recordings.measure import measure
 from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch import session
+from dlrm_workbook.recordings.torch.modules import group_names
 from dlrm_workbook.recordings.torch.recorder import record_workload
 
 PROGRAM = Path(foreign_program.__file__)
@@ -265,6 +266,88 @@ def test_a_loop_records_itself_and_goes_on(tmp_path: Path) -> None:
     parts = set(attribute(profile)[["component", "phase"]].itertuples(index=False, name=None))
     assert {("embedding", "forward"), ("embedding", "backward")} <= parts
     assert {("top_mlp", "forward"), ("top_mlp", "backward")} <= parts
+
+
+class Tower(torch.nn.Module):
+    """A small transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = torch.nn.Embedding(50, 32)
+        layer = torch.nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
+        self.body = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = torch.nn.Linear(32, 50)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(self.tokens(tokens)))
+
+
+def test_parts_of_a_model_that_is_no_dlrm_are_its_own_modules(tmp_path: Path) -> None:
+    model = Tower()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    hooks = torch.nn.modules.module._global_forward_hooks
+    with record(tmp_path / "mine", iterations=4, warmup=1) as step:
+        for _ in range(12):
+            tokens = torch.randint(0, 50, (32, 33))
+            scores = model(tokens[:, :-1]).flatten(0, 1)
+            loss = torch.nn.functional.cross_entropy(scores, tokens[:, 1:].flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            step()
+    assert not hooks
+    attribution = attribute(open_recording(tmp_path / "mine").profile)
+    parts = set(attribution[["component", "phase"]].itertuples(index=False, name=None))
+    layers = [f"body.layers.{name}" for name in ("self_attn", "linear1", "linear2", "norm1")]
+    for name in ("tokens", *layers, "head"):
+        assert {(name, "forward"), (name, "backward")} <= parts
+    assert {("data", "forward"), ("loss", "forward"), ("optimizer", "update")} <= parts
+    assert not {"embedding", "bottom_mlp", "top_mlp", "interaction"} & {name for name, _ in parts}
+    assert coverage(attribution) > 0.9
+
+
+def test_modules_are_grouped_as_finely_as_a_page_has_room_for() -> None:
+    named = {type(m).__name__: name for m, name in _names(Tower())}
+    assert named["MultiheadAttention"] == "body.layers.self_attn"
+    assert named["Tower"] == "Tower" and named["Embedding"] == "tokens"
+    assert named["Dropout"] == "body.layers"  # without weights of its own
+    many = torch.nn.Module()
+    for number in range(20):
+        many.add_module(f"tower{number}", torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    assert {name for _, name in _names(many)} == {"Module", *(f"tower{i}" for i in range(20))}
+    wrapped = torch.nn.Module()
+    wrapped.add_module("module", Tower())
+    assert {name for _, name in _names(wrapped)} >= {"body.layers.self_attn", "head"}
+    two = group_names([Tower(), many])
+    assert {"Tower.head", "Module.tower3"} <= set(two.values())
+
+
+def _names(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str]]:
+    groups = group_names([model])
+    return [(module, groups[id(module)]) for module in model.modules()]
+
+
+def test_modules_of_a_dlrm_are_its_parts(tmp_path: Path) -> None:
+    class Recommender(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bot_mlp = torch.nn.Sequential(torch.nn.Linear(200, 200), torch.nn.Tanh())
+            self.emb = torch.nn.EmbeddingBag(50, 200, mode="sum")
+            self.gate = torch.nn.Linear(200, 200)
+
+        def forward(self, dense: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+            return self.gate(self.bot_mlp(dense) * self.emb(indices).cos())
+
+    model, indices = Recommender(), torch.arange(50).repeat(1000).view(-1, 100)
+    with record(tmp_path / "mine", iterations=3, warmup=1) as step:
+        for _ in range(10):
+            scores = model(torch.ones(500, 200), indices)
+            torch.nn.functional.mse_loss(scores, torch.zeros(500, 200)).backward()
+            step()
+    attribution = attribute(open_recording(tmp_path / "mine").profile)
+    parts = set(attribution[["component", "phase"]].itertuples(index=False, name=None))
+    for name in ("bottom_mlp", "embedding", "gate"):
+        assert {(name, "forward"), (name, "backward")} <= parts
 
 
 def test_a_loop_that_is_too_short_is_warned_of_and_keeps_its_results(tmp_path: Path) -> None:

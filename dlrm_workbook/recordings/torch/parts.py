@@ -52,6 +52,9 @@ MOST_ALIKE = 16
 MODEL = ("bottom_mlp", "embedding", "interaction", "top_mlp", "loss")
 """Parts that a forward pass goes through, and that have a backward pass."""
 
+NO_RECOMMENDER = ("other", MLP, "embedding")
+"""What names say at most of a module in a program that is no DLRM."""
+
 BETWEEN = {
     ("bottom_mlp", "interaction"): "interaction",
     ("embedding", "interaction"): "interaction",
@@ -146,12 +149,18 @@ def foreign_parts(
     if (component == MLP).any():
         inferred.append(MLPS_INFERRED)
     component[forward] = _mlps(spans, component, phase, forward, iterations)[forward]
-    passed = np.sort(spans.start[forward & np.isin(component, MODEL)])
+    within = spans.modules != ""
+    passed = np.sort(spans.start[forward & (np.isin(component, MODEL) | within)])
     drawn = hinted & (component == "data")
     drawn &= _follows(passed, spans.pass_begins(iterations), spans.start)
     component[drawn], phase[drawn] = "other", ""
     if spans.recommends:
         _fill_between(spans, component, phase, hinted, forward, iterations)
+    # what is no part of a DLRM is a part by its module; so are tables of tokens
+    if within.any():
+        told = ["other", MLP] if spans.recommends else NO_RECOMMENDER
+        own = np.isin(component, told) & (within | (component == "embedding"))
+        component[own], hinted[own] = np.where(within, spans.modules, "other")[own], True
     _backward(spans, component, hinted, iterations)
     component[_seeds(spans, component, phase, forward)] = "loss"
     phase = np.where((phase == "") & (spans.node >= 0), "backward", phase)
@@ -168,6 +177,7 @@ class _Spans:
         named: what each distinct pair of kind and name says; ``code`` (n,) is its number.
         key: of each pair, what an autograd node is the backward of; None of other names.
         node: row (n,) of the outermost autograd node around each span, −1 outside of all.
+        modules: the part (n,) that the innermost range of modules stands for, "" outside of all.
         saying: as ``code``, with the number after the last for sampled Python frames within a
             range that names its part: ranges are exact, and a sampled frame may be a caller of
             the range that was first seen inside it.
@@ -200,6 +210,9 @@ class _Spans:
         self.thread = host["forward_thread"].to_numpy() if "forward_thread" in host else unknown
         is_node = np.array([key is not None for key in self.key], dtype=bool)[self.code]
         self.node = outermost(self.parent, is_node)
+        module = np.array([*map(names.module, (text for _, text in self.texts)), ""], dtype=object)
+        around = nearest(self.cut_at_nodes(), (module[:-1] != "")[self.code])
+        self.modules: Names = module[np.append(self.code, len(self.texts))[around]]
 
     def _in_named_range(self, host: pd.DataFrame) -> Bools:
         """Whether each span (n,) lies within an annotation that names a part."""

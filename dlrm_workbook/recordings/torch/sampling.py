@@ -23,8 +23,10 @@ INTERVALS_S = (0.0005, 0.002)
 SAMPLES = 100
 """Wanted in an iteration, within those limits."""
 
-Stack = tuple[tuple[CodeType, int], ...]
-"""Innermost first: what is run, and its current line."""
+Stack = tuple[int, ...]
+"""Innermost first, two numbers a frame: the ``id`` of what is run, and the place in its
+instructions. Code itself is slow to hash, and its lines are slow to look up, for long functions a
+tenth of a millisecond; the watched thread waits meanwhile."""
 
 
 class StackSampler:
@@ -41,6 +43,7 @@ class StackSampler:
         self.interval_s = min(max((iteration_s or 0.0) / SAMPLES, least), most)
         self._samples: list[tuple[int, int]] = []
         self._stacks: dict[Stack, int] = {}
+        self._codes: dict[int, CodeType] = {}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dlrm stack sampler", daemon=True)
 
@@ -62,16 +65,20 @@ class StackSampler:
         ``frames`` are (file, first line of the function, function, line), ``stacks`` numbers of
         frames, outermost first, and ``samples`` (nanoseconds of ``time.perf_counter_ns``, stack).
         """
-        frames: dict[tuple[CodeType, int], int] = {}
+        frames: dict[tuple[int, int], int] = {}
+        lines = {number: _lines(code) for number, code in self._codes.items()}
         stacks = [
-            [frames.setdefault(frame, len(frames)) for frame in reversed(stack)]
+            [
+                frames.setdefault((number, lines[number].get(place, 0)), len(frames))
+                for number, place in reversed(list(zip(stack[::2], stack[1::2], strict=True)))
+            ]
             for stack in self._stacks
         ]
         return {
             "interval_ms": 1e3 * self.interval_s,
             "frames": [
                 (code.co_filename, code.co_firstlineno, code.co_qualname, line)
-                for code, line in frames
+                for code, line in ((self._codes[number], line) for number, line in frames)
             ],
             "stacks": stacks,
             "samples": self._samples,
@@ -83,14 +90,25 @@ class StackSampler:
             now = time.perf_counter_ns()
             if frame is None:
                 return  # the thread has ended
-            stack = _stack(frame)
+            stack = self._stack(frame)
             del frame  # would keep alive what its function holds
             self._samples.append((now, self._stacks.setdefault(stack, len(self._stacks))))
 
+    def _stack(self, frame: FrameType | None) -> Stack:
+        rows: list[int] = []
+        while frame is not None:
+            code = frame.f_code
+            self._codes.setdefault(id(code), code)
+            rows += (id(code), frame.f_lasti)
+            frame = frame.f_back
+        return tuple(rows)
 
-def _stack(frame: FrameType | None) -> Stack:
-    rows = []
-    while frame is not None:
-        rows.append((frame.f_code, frame.f_lineno or frame.f_code.co_firstlineno))
-        frame = frame.f_back
-    return tuple(rows)
+
+def _lines(code: CodeType) -> dict[int, int]:
+    """The line of each place in the instructions of a function, its first where none is known."""
+    first = code.co_firstlineno
+    return {
+        place: line or first
+        for begin, end, line in code.co_lines()
+        for place in range(begin, end, 2)
+    }

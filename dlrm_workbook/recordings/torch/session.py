@@ -40,6 +40,7 @@ from dlrm_core.files import whole_folder, write_text
 from dlrm_core.parts import PART_PREFIX, STEP_MARK, parse_part
 from dlrm_workbook.evidence.counters import NO_GPU, IterationCounters
 from dlrm_workbook.machine import machine_facts, memory_limit
+from dlrm_workbook.recordings.torch.modules import ModuleRanges
 from dlrm_workbook.recordings.torch.sampling import StackSampler
 
 FORMAT_VERSION = 1
@@ -68,8 +69,9 @@ class Session:
     Args:
         folder: Must not exist. It appears only when whole.
         ours: The iterations open the range ``parts.ITERATION_SPAN`` and those of their parts.
-            Where they do not, the session marks the end of each in the trace, and samples the
-            Python stack while it records, so that what runs outside of operators has a name.
+            Where they do not, the session marks the end of each in the trace, opens ranges
+            around groups of modules, and samples the Python stack while it records, so that
+            what runs outside of operators has a name.
         sampled: Iterations at the end in which the Python stack is sampled, where it is not
             while recording.
         information: Goes into ``recording.json`` as it is: ``parameters``,
@@ -127,6 +129,7 @@ class Session:
         self._began = self._ended = self._phase_began = self._read_before = 0.0
         self._profiler: profile | None = None
         self._sampler: StackSampler | None = None
+        self._modules: ModuleRanges | None = None
         self._marks: list[int] = []
         self._counted: bool | None = None
         """Whether the counters read now are of iterations with a profiler; None reads none."""
@@ -250,6 +253,8 @@ class Session:
         self._all_ms[self._phase] = total_s * 1e3
         if self._sampler is not None:
             self._sampler.stop()
+        if self._modules is not None:
+            self._modules.stop()
         if self._phase == PROFILED and self._profiler is not None:
             self._profiler.stop()
         self._phase = None
@@ -272,6 +277,9 @@ class Session:
             with_stack=self._with_stack,
             with_flops=True,
         )
+        if not self.ours:
+            self._modules = ModuleRanges()
+            self._modules.start()
         self._profiler.start()
 
     def _mark(self) -> None:
@@ -384,6 +392,8 @@ class Session:
         else:
             absent = ("gpu_time_ms", "launches", "copy_bytes", "gpu_stall_reasons")
             missing = dict.fromkeys(absent, NO_GPU)
+        if self._modules is not None and self._modules.missing is not None:
+            missing["modules"] = self._modules.missing
         if not self._record_shapes:
             missing["shapes"] = (
                 "input shapes were not recorded; `-p profiling.record_shapes=true` records them"

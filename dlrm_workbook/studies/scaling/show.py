@@ -9,8 +9,9 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from dlrm_core.parts import COMPONENTS, part_label
+from dlrm_core.parts import part_label
 from dlrm_core.units import digits, milliseconds, percent, signed_percent, thousands
+from dlrm_workbook.analysis.attribution import IDLE
 from dlrm_workbook.analysis.ranks.communication import kind_label
 from dlrm_workbook.analysis.ranks.links import Link
 from dlrm_workbook.show import theme
@@ -459,7 +460,8 @@ def rank_bars(parts: pd.DataFrame, title: str) -> go.Figure:
         parts: what :func:`dlrm_workbook.analysis.ranks.record.parts_by_rank` gives.
     """
     wide = parts.pivot_table("time_ms", "rank", "component", aggfunc="sum", fill_value=0.0)
-    looks = {name: (part_label(name), theme.COLOURS[name]) for name in COMPONENTS}
+    names = theme.components_of(wide.columns, IDLE)
+    looks = {name: (part_label(name), theme.colour_of(name)) for name in names}
     result = theme.stacked_bars(title, wide.rename(index="rank {}".format), looks, "ms")
     result.update_layout(margin={"b": 96})
     result.update_xaxes(title="ms per iteration")
@@ -469,7 +471,8 @@ def rank_bars(parts: pd.DataFrame, title: str) -> go.Figure:
 def imbalance_map(parts: pd.DataFrame) -> go.Figure:
     """How far each rank is from the mean in each part: one row per part, one column per rank."""
     wide = parts.pivot_table("time_ms", "component", "rank", aggfunc="sum", fill_value=0.0)
-    wide = wide.reindex([name for name in COMPONENTS if name in wide.index])
+    names = theme.components_of(wide.index, IDLE)
+    wide = wide.reindex([name for name in names if name in wide.index])
     above = wide.sub(wide.mean(axis=1), axis=0)
     most = float(above.abs().to_numpy().max(initial=0.0)) or 1.0
     result = theme.figure("Above and below the mean of all ranks", 150 + 30 * max(len(wide), 3))
