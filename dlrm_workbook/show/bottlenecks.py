@@ -317,8 +317,11 @@ def memory_curve(curve: pd.DataFrame) -> go.Figure:
 
 # What changes would bring: whole steps, each made of its parts in the parts' colours.
 
-MOST_KEYS = len(COLOURS)
-"""Parts in the legend of steps, those that take most; the others show their names to a pointer."""
+MODULE_KEYS = 4
+"""Parts named by modules in the legend of steps: those that take most. The others have long names
+too, which a pointer shows."""
+MODULE_KEYS_HEIGHT = 48
+"""Pixels of two more lines of the legend, which their names take."""
 
 STEP_ROW = 46
 """Height of a step, in pixels."""
@@ -337,7 +340,8 @@ def _add_steps(target: go.Figure, steps: Sequence[str], parts: pd.DataFrame) -> 
     }
     looks[IDLE] = ("GPU idle", IDLE_LOOK)
     looks[UNTIMED] = ("not timed together", UNTIMED_COLOUR)
-    shown = times.groupby("component").max().nlargest(MOST_KEYS).index
+    modules = times.groupby("component").max().drop([*COLOURS, IDLE, UNTIMED], errors="ignore")
+    unkeyed = set(modules.nsmallest(max(0, len(modules) - MODULE_KEYS)).index)
     for component, (label, colour) in looks.items():
         if not times.get(component, pd.Series(dtype=float)).any():
             continue
@@ -345,7 +349,7 @@ def _add_steps(target: go.Figure, steps: Sequence[str], parts: pd.DataFrame) -> 
         hover = [
             f"{escaped(step)}<br>{label}: {milliseconds(time)}" for step, time in lengths.items()
         ]
-        key = component in shown
+        key = component not in unkeyed
         add_bars(target, lengths, list(range(len(steps))), label, colour, hover, showlegend=key)
     target.update_layout(barmode="stack", bargap=0.35)
 
@@ -371,6 +375,8 @@ def verdict_bars(stages: Sequence[Stage]) -> go.Figure | Text:
     )
     # a legend of two lines must leave room for a lone bar
     height = VERDICT_FRAME + VERDICT_ROW * max(len(stages), 2)
+    if set(stages[0].parts["component"]) - {*COLOURS, IDLE, UNTIMED}:
+        height += MODULE_KEYS_HEIGHT
     result = figure(title, height, legend=True)
     _add_steps(result, names, pd.concat([_drawn(s, stages).assign(step=s.name) for s in stages]))
     known = [stage.mid_ms if stage.mid_ms == stage.mid_ms else 0.0 for stage in stages]
