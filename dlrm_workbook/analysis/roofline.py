@@ -292,7 +292,10 @@ def roofline(profile: Profile, attribution: pd.DataFrame) -> pd.DataFrame:
 def missing(profile: Profile) -> str | None:
     """Why there is no roofline, or no ceilings on it; None if there are."""
     if not profile.meta.get("parameters"):
-        return "the profile does not say which model ran, so its work is not known"
+        return (
+            "the profile does not say which model ran, so its work is not known; "
+            "`dlrm run profile -f FILE` keeps it"
+        )
     if parameters_of(profile) is None:
         return "the recorded parameters are not those of a model that this version knows"
     if not profile.meta.get("ceilings"):

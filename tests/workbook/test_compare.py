@@ -169,6 +169,21 @@ def test_finished_runs_make_a_whole_document(tmp_path: Path) -> None:
     assert rows == [["versions", "torch", "2", "2", "3"]]
 
 
+def test_finished_runs_are_compared_by_their_steps_without_a_profiler(tmp_path: Path) -> None:
+    """The profiler slowed the first recording more; the programs took the same time."""
+    alone = {"unprofiled_iteration_ms": [5.0] * 8}
+    pairs = [("a", noisy(0, {PARTS[0]: 2.0}, meta=alone)), ("b", noisy(1, meta=alone))]
+    places = [saved(tmp_path / name, profile) for name, profile in pairs]
+    compared = comparison.start(tiny(), tmp_path, change={}, runs=places)
+    outcome = compared.outcomes[0]
+    assert (outcome.before_ms, outcome.after_ms) == pytest.approx((5.0, 5.0), rel=1e-3)
+    assert "no difference shown" in compare_figures.verdict(compared).markdown
+    # without such a time on both sides, the recordings are all there is
+    places[1] = saved(tmp_path / "c", noisy(1))
+    compared = comparison.start(tiny(), tmp_path, change={}, runs=places)
+    assert compared.outcomes[0].before_ms == pytest.approx(13, rel=0.05)
+
+
 def test_what_contradicts_itself_is_refused(tmp_path: Path) -> None:
     place = saved(tmp_path / "a", noisy(0))
     with pytest.raises(InputError, match="give one of them"):

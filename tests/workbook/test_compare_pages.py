@@ -37,10 +37,10 @@ def test_the_compare_notebook_of_finished_runs(tmp_path: Path, drawn: list[go.Fi
     assert titles(shown) == [
         "Speed-up, predicted and measured",
         "Difference of each part, after minus before",
-        "Call tree of the run after, coloured by the difference",
+        "Call tree of the run after, coloured by its time over that before",
     ]
     texts = " ".join(v.markdown for v in shown if isinstance(v, Text))
-    assert "nothing was run in turns" in texts and "x slower" in texts
+    assert "finished runs are compared; `dlrm run compare" in texts and "x slower" in texts
     tables = [v for v in shown if isinstance(v, Table)]
     assert len(tables) >= 3 and not drawn
     assert any("slower" in row for table in tables for row in table.rows)

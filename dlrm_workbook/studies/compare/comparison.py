@@ -54,6 +54,12 @@ from dlrm_workbook.studies.compare.measure import ROUNDS, TimedRun, run_in_turns
 
 RECORD = "compare.json"
 
+FINISHED = (
+    "finished runs are compared; `dlrm run compare -f FILE -p change.LEAF=VALUE` predicts a change "
+    "and runs it in turns with the baseline"
+)
+"""Why runs that had finished before have neither predictions nor rounds."""
+
 PREDICTED = ["change", "now_ms", "then_ms", "low_ms", "high_ms"]
 PREDICTED += ["speedup_low", "speedup_mid", "speedup_high", "method"]
 
@@ -234,7 +240,7 @@ class Comparison:
             ``speedup_mid``, ``speedup_high``, ``method`` (or why there is none).
         """
         if self.kind == "runs":
-            return _absent("finished runs are compared, so nothing was predicted")
+            return _absent(FINISHED)
         rows = []
         for outcome in self.outcomes:
             made = outcome.predicted
@@ -256,7 +262,7 @@ class Comparison:
             others.
         """
         if not self.runs:
-            return _absent("finished runs are compared, so nothing ran in turns")
+            return _absent(FINISHED)
         whole = self.times[self.times["component"] == ""]
         wide = whole.pivot(index="round", columns="setting", values="time_ms")
         first, others = self.outcomes[0].before, [outcome.after for outcome in self.outcomes]

@@ -17,7 +17,7 @@ from dlrm_workbook.changes import change_text
 from dlrm_workbook.intervals import Interval
 from dlrm_workbook.show import theme
 from dlrm_workbook.show.tables import Column, Text, listed
-from dlrm_workbook.studies.compare.comparison import Comparison, Outcome
+from dlrm_workbook.studies.compare.comparison import FINISHED, Comparison, Outcome
 
 ENDS = ("mid", "low", "high")
 
@@ -154,7 +154,7 @@ def difference_icicle(tree: pd.DataFrame) -> go.Figure:
     sampled = tree.attrs.get("sampled", (False, False))
     total = drawn[["before_ms", "after_ms"]].to_numpy().max(initial=0.0)
     result = theme.icicle(
-        "Call tree of the run after, coloured by the difference",
+        "Call tree of the run after, coloured by its time over that before",
         540,
         drawn,
         "after_ms",
@@ -203,7 +203,6 @@ def _add_scale(result: go.Figure) -> None:
                 "colorscale": [[0, theme.FASTER], [0.5, theme.SAME], [1, theme.SLOWER]],
                 "showscale": True,
                 "colorbar": {
-                    "title": {"text": "time<br>after<br> "},
                     "tickvals": [-1, -0.5, 0, 0.5, 1],
                     "ticktext": ["0.5x", "0.7x", "same", "1.4x", "2x or new"],
                     "thickness": 14,
@@ -356,11 +355,7 @@ def losses_text(comparison: Comparison) -> Text:
         if shaky:
             text += f"; runs of {' and '.join(shaky)} do not even repeat themselves exactly"
         lines.append(f"- {name}: {text}.")
-    return Text(
-        "\n".join(lines)
-        or "*Not measured: losses are compared where runs are made in turns, as "
-        "`dlrm run compare -f FILE -p change.LEAF=VALUE` makes them.*"
-    )
+    return Text("\n".join(lines) or f"*Not measured: {FINISHED}.*")
 
 
 OUTCOMES: dict[str, str | Column] = {
