@@ -44,7 +44,7 @@ STEP_MARK = "dlrm step"
 PART_PREFIX = "dlrm part: "
 """Begins the range that ``record.part`` opens; the part follows, as a person writes it."""
 
-MODULE_PREFIX = "dlrm module: "
+GROUP_PREFIX = "dlrm module: "
 """Begins the range around a group of modules of a program that is not ours."""
 
 ITERATION_FUNCTION = "dlrm_iteration"

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlrm_core.errors import InputError
-from dlrm_core.parts import MODULE_PREFIX, PART_PREFIX, parse_part, parse_span
+from dlrm_core.parts import GROUP_PREFIX, PART_PREFIX, parse_part, parse_span
 from dlrm_workbook.recordings.profile import nearest
 
 Ints = npt.NDArray[np.int64]
@@ -280,7 +280,7 @@ class PartNames:
         one of its modules, unless a user says so.
         """
         named = self.of(kind, name, file)
-        module = name.startswith(MODULE_PREFIX)
+        module = name.startswith(GROUP_PREFIX)
         if named is None or (kind == "annotation" and not module) or self.says_user(name):
             return named
         foreign = named.component in (MLP, "bottom_mlp", "interaction", "top_mlp")
@@ -291,9 +291,9 @@ class PartNames:
     @staticmethod
     def module(name: str) -> str:
         """The part that a range around modules stands for by itself; "" of other names."""
-        if not name.startswith(MODULE_PREFIX):
+        if not name.startswith(GROUP_PREFIX):
             return ""
-        return _UNUSUAL.sub("_", name.removeprefix(MODULE_PREFIX))[:LONGEST_MODULE]
+        return _UNUSUAL.sub("_", name.removeprefix(GROUP_PREFIX))[:LONGEST_MODULE]
 
 
 def _pattern(text: str) -> Callable[[str], re.Match[str] | None]:
@@ -320,8 +320,8 @@ def _annotation(name: str, file: str) -> Named | None:
     ours = parse_span(name)
     if ours:
         return Named(*ours)
-    if name.startswith(MODULE_PREFIX):
-        pieces = name.removeprefix(MODULE_PREFIX).split(".")
+    if name.startswith(GROUP_PREFIX):
+        pieces = name.removeprefix(GROUP_PREFIX).split(".")
         return next(filter(None, map(_module, reversed(pieces))), None)
     if name.startswith(PART_PREFIX):
         with contextlib.suppress(ValueError):

@@ -318,8 +318,10 @@ def test_modules_are_grouped_as_finely_as_a_page_has_room_for() -> None:
     wrapped = torch.nn.Module()
     wrapped.add_module("module", Tower())
     assert {name for _, name in _names(wrapped)} >= {"body.layers.self_attn", "head"}
-    two = group_names([Tower(), many])
-    assert {"Tower.head", "Module.tower3"} <= set(two.values())
+    other = torch.nn.Module()
+    other.add_module("head", torch.nn.Linear(2, 2))
+    models = Tower(), other, many
+    assert {"Tower.head", "Module.head", "tower3"} <= set(group_names(models).values())
 
 
 def _names(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str]]:

@@ -28,7 +28,7 @@ import pandas as pd
 
 from dlrm_core.errors import InputError
 from dlrm_core.files import MOST_JSON, open_binary
-from dlrm_core.parts import MODULE_PREFIX, SPAN_PREFIX
+from dlrm_core.parts import GROUP_PREFIX, SPAN_PREFIX
 from dlrm_workbook.recordings.torch.json_stream import EventStream
 from dlrm_workbook.recordings.torch.shape_work import values_text
 
@@ -478,7 +478,7 @@ class _Walk:
             types = self.texts[str(get("Input type", ""))]
             values = self.texts[values_text(name, args)]
         # our ranges may be written as operators, see dlrm_core/parts.py; so were all in 2021
-        if kind == "operator" and name.startswith((SPAN_PREFIX, MODULE_PREFIX, STEP_PREFIX)):
+        if kind == "operator" and name.startswith((SPAN_PREFIX, GROUP_PREFIX, STEP_PREFIX)):
             kind = "annotation"
         self.host.rows.append(
             (

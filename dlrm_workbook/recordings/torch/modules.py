@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch.nn.modules import module as torch_module
 
-from dlrm_core.parts import MODULE_PREFIX, span
+from dlrm_core.parts import GROUP_PREFIX, span
 
 MOST_GROUPS = 12
-"""Groups that the modules of a program are told apart by."""
+"""Groups that the modules of one model are told apart by."""
 
 COMPILED = "torch.compile made code of the model, which hooks around its modules would make anew"
 
@@ -71,7 +71,7 @@ class ModuleRanges:
         group = self._group.get(id(module), outer)
         opened = None
         if group != outer:
-            opened = span(MODULE_PREFIX + group)
+            opened = span(GROUP_PREFIX + group)
             opened.__enter__()
         self._open.append((group, opened))
 
@@ -102,32 +102,40 @@ def group_names(roots: Iterable[torch.nn.Module]) -> dict[int, str]:
 
     A module belongs to the group of the one that holds it, unless groups of its level are told
     apart: those are named by attributes, ``body.layers.self_attn`` for layer 0 and layer 1.
-    A model itself is named by its class; so are its groups, where there are several models.
+    A model itself is named by its class, which also precedes names that two classes share.
     """
-    roots = list(roots)
-    models = [root for root in roots if any(True for _ in root.children())]
+    groups: dict[int, Path] = {}
+    for root in roots:
+        groups |= {number: path for number, path in _groups(root).items() if number not in groups}
+    classes: dict[Path, set[str]] = {}
+    for model, *path in groups.values():
+        classes.setdefault(tuple(path), set()).add(model)
+    return {
+        number: ".".join(path[1:] if path[1:] and len(classes[path[1:]]) == 1 else path)
+        for number, path in groups.items()
+    }
+
+
+def _groups(root: torch.nn.Module) -> dict[int, Path]:
+    """The class of a model and the path of the group of each of its modules, by its ``id``."""
     paths: dict[int, Path] = {}
     weighty: set[Path] = set()
-    for root in roots:
-        prefix: Path = (type(root).__name__,)
-        for name, module in root.named_modules():
-            pieces = tuple(one for one in name.split(".") if one and not _WRAPPERS.match(one))
-            path = prefix + pieces
-            paths.setdefault(id(module), path)
-            # what has no weights of its own (an activation) is told apart near the top only
-            if len(path) == 2 or next(module.parameters(), None) is not None:
-                weighty.add(path)
+    for name, module in root.named_modules():
+        pieces = (one for one in name.split(".") if one and not _WRAPPERS.match(one))
+        path = paths[id(module)] = (type(root).__name__, *pieces)
+        # what has no weights of its own (an activation) is told apart near the top only
+        if len(path) == 2 or next(module.parameters(), None) is not None:
+            weighty.add(path)
     depth = deepest_level(weighty)
-    first = 0 if len(models) > 1 else 1
     groups = {}
     for number, path in paths.items():
         while len(path) > 1 and (len(path) > depth or path not in weighty):
             path = path[:-1]
-        groups[number] = ".".join(path[first:] if len(path) > 1 else path)
+        groups[number] = path
     return groups
 
 
 def deepest_level(paths: Iterable[Path]) -> int:
-    """The longest length at which paths up to it are at most :data:`MOST_GROUPS`, 2 at least."""
+    """The longest length at which no more than :data:`MOST_GROUPS` paths end; 2 at least."""
     lengths = sorted(len(path) for path in set(paths))
     return max([2, *(n for n in set(lengths) if sum(x <= n for x in lengths) <= MOST_GROUPS)])
