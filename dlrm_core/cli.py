@@ -93,6 +93,11 @@ def _train(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="add to the last line when each part began and ended (ns since the epoch)",
     )
+    parser.add_argument(
+        "--mllog",
+        metavar="FILE",
+        help="write MLPerf's log of the run, ':::MLLOG' lines",
+    )
 
 
 def _evaluate(parser: argparse.ArgumentParser) -> None:

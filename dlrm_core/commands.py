@@ -23,9 +23,10 @@ import torch
 from dlrm_core.config import Parameters, load_parameters
 from dlrm_core.errors import InputError
 from dlrm_core.evaluate import held_out_batches
-from dlrm_core.files import plain
+from dlrm_core.files import JsonLines, plain
 from dlrm_core.inference import POOL_BATCHES, measure_latency, pool_of
 from dlrm_core.machine import resolve_device, terminate_like_interrupt
+from dlrm_core.mllog import PREFIX, MLPerfLog
 from dlrm_core.parts import log_spans
 from dlrm_core.predictor import Predictor, read_asked
 from dlrm_core.progress import Bar
@@ -233,6 +234,10 @@ def _train_alone(
             # a profiler's own threads and signals would be counted as the run's
             if counters is not None and "HPCRUN_EVENT_LIST" not in os.environ:
                 counting = stack.enter_context(counters(resolve_device(parameters.training)))
+        mllog = None
+        if arguments.mllog:
+            lines = JsonLines(Path(arguments.mllog), prefix=PREFIX)
+            mllog = MLPerfLog(stack.enter_context(lines))
         result = train_model(
             parameters,
             folder,
@@ -240,6 +245,7 @@ def _train_alone(
             on_line=lambda line: print(json.dumps(plain(line)), flush=True),
             on_iteration=_counting(counting, parameters.profiling.warmup),
             meter=meter,
+            mllog=mllog,
         )
         if counting is not None:
             evidence |= counting.evidence()

@@ -261,13 +261,14 @@ class JsonLines:
 
     Args:
         append: keep what the file has.
+        prefix: stands before each line's JSON.
 
     Raises:
         InputError: the file cannot be written, now or by any method.
     """
 
-    def __init__(self, path: Path, append: bool = False) -> None:
-        self._path = path
+    def __init__(self, path: Path, append: bool = False, prefix: str = "") -> None:
+        self._path, self._prefix = path, prefix
         with self._told():
             make_folder(path.parent)
             self._file: IO[str] = path.open("a" if append else "w", encoding="utf-8")
@@ -276,7 +277,7 @@ class JsonLines:
     def write(self, value: Any) -> None:
         """Append one line."""
         with self._told():
-            self._file.write(json.dumps(plain(value)) + "\n")
+            self._file.write(f"{self._prefix}{json.dumps(plain(value))}\n")
             self._file.flush()
 
     def sync(self) -> None:

@@ -159,7 +159,7 @@ FLAGS = (
     Flag("--tensor-board-filename", str, "run_kaggle_pt", unused="no TensorBoard log is written"),
     Flag("--save-model", str, "", refused="-p training.checkpoint_folder=DIR saves checkpoints"),
     Flag("--load-model", str, "", refused="its files are not read; see -p training.resume=DIR"),
-    Flag("--mlperf-logging", None, False, refused="MLPerf's log and its rules are not here"),
+    Flag("--mlperf-logging", None, False, refused="dlrm train --mllog FILE writes MLPerf's log"),
     Flag("--mlperf-acc-threshold", float, 0.0, unused=_MLPERF),
     Flag("--mlperf-auc-threshold", float, 0.0, unused=_MLPERF),
     Flag("--mlperf-bin-loader", None, False, unused=_MLPERF),

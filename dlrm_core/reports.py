@@ -275,6 +275,7 @@ class Run:
         self.status = "finished"
         self.last = math.nan
         self.evaluations: list[Evaluation] = []
+        self.evaluation_lines: list[dict[str, Any]] = []
         self.notices: list[str] = []
         self.checkpoint_s = 0.0
         self.meter = None if meter is None else meter(trainer.device)
@@ -379,7 +380,7 @@ class Run:
             iteration_ms=measured.done_ms,
             data_ms=[1e3 * seconds for seconds in measured.data_s],
             losses=measured.done_losses,
-            evaluations=[found.line() for found in self.evaluations],
+            evaluations=self.evaluation_lines,
         )
 
     def _power(self, samples: int) -> dict[str, Any]:
@@ -410,7 +411,9 @@ class Run:
         """Evaluate; whether the target is reached."""
         found = self.trainer.evaluate()
         self.evaluations.append(found)
-        self._tell(found.line())
+        elapsed_s = time.perf_counter() - self.measured.started
+        self.evaluation_lines.append(found.line() | {"elapsed_s": elapsed_s})
+        self._tell(self.evaluation_lines[-1])
         target = self.config.auc_target
         return target is not None and found.auc is not None and found.auc >= target
 

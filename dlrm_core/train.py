@@ -28,6 +28,7 @@ from dlrm_core.evaluate import Evaluation, HeldOut, evaluate, predict
 from dlrm_core.files import JsonLines, locked, write_json
 from dlrm_core.machine import StopRequest, resolve_device, stop_requests
 from dlrm_core.memory import require_memory
+from dlrm_core.mllog import MLPerfLog
 from dlrm_core.model import DLRM, ClickLoss, build_model
 from dlrm_core.parts import iteration
 from dlrm_core.placement import places_of
@@ -51,6 +52,7 @@ from dlrm_core.schedules import evaluation_period, learning_rate, total_steps
 from dlrm_core.step import Step, TrainingStep, data_forward, optimizer_update, transfer_forward
 
 StepT = TypeVar("StepT", bound=Step)
+T = TypeVar("T")
 
 STOPPING = "ending after this iteration"
 
@@ -367,6 +369,7 @@ def train(
     on_line: Callable[[Line], None] = lambda line: None,
     on_iteration: Callable[[int], None] = lambda iteration: None,
     meter: MeterOf | None = None,
+    mllog: MLPerfLog | None = None,
 ) -> TrainingResult:
     """Train as the parameters say, from the beginning or from a checkpoint.
 
@@ -375,6 +378,7 @@ def train(
             written as it happens), ``result.json`` (written whole, at the end) and
             checkpoints where no other place is given for them.
         progress, on_line, on_iteration, meter: see :meth:`TrainingLoop.train`.
+        mllog: MLPerf's log of the run; None: none is written.
 
     Raises:
         InputError: the device is not there, the run does not fit in memory, the folder
@@ -391,10 +395,25 @@ def train(
         if folder is not None:
             # a run that is refused leaves the lines of the one before
             lines = stack.enter_context(metrics_lines(folder / "metrics.jsonl", checkpoint))
+        if mllog is not None:
+            mllog.begin(trainer)
+            on_line, on_iteration = both(on_line, mllog.line), both(on_iteration, mllog.iteration)
         result = trainer.train(on_line, on_iteration, meter, lines, progress)
+        if mllog is not None:
+            mllog.end(bool(result.reached_target))
         if folder is not None:
             write_json(folder / "result.json", asdict(result))
     return result
+
+
+def both(one: Callable[[T], None], other: Callable[[T], None]) -> Callable[[T], None]:
+    """Call one function and then the other."""
+
+    def call(value: T) -> None:
+        one(value)
+        other(value)
+
+    return call
 
 
 def only_trainer(folder: Path) -> AbstractContextManager[None]:

@@ -191,6 +191,8 @@ def train(
     parameters, left_out = with_whole_batches(parameters)
     if arguments.spans:
         raise InputError("--spans is for a run of one process; see docs/scaling.md")
+    if arguments.mllog:
+        raise InputError("--mllog is for a run of one process; see docs/training.md")
     folder = Path(arguments.output) if arguments.output else None
     place = checkpoint_place(parameters.training, folder)
     checkpoint = checkpoint_to_resume(parameters, place)

@@ -69,6 +69,7 @@ from dlrm_workbook.studies.scaling import analyse as scaling
 from dlrm_workbook.studies.stability import measure as stability
 from dlrm_workbook.studies.sweep.analyse import SweepSummary
 from dlrm_workbook.studies.sweep.plan import Sweep
+from dlrm_workbook.studies.time_to_train import measure as target
 
 PAGE = REPOSITORY / "docs" / "columns.md"
 
@@ -338,6 +339,12 @@ def frames_of_a_benchmark() -> dict[str, pd.DataFrame]:
     spread = stability.stability_table({"fp32": seeds})
     devices = {f"peak_memory_{name}_bytes": "peak_memory_DEVICE_bytes" for name in ("host", "gpu")}
     growth = bench.growth(step)
+    result = dict.fromkeys(target.KEPT, 0.5) | {
+        "power": {"energy_j": 1.0},
+        "evaluations": [{"iteration": 1, "elapsed_s": 1.0, "auc": 0.5}],
+    }
+    reached = {"target": 0.5, "price_per_hour": 1.0, "result": result}
+    reached["parameters"] = few.to_sections()
     made: dict[Callable[..., Any], pd.DataFrame] = {
         **{make: make(step) for make in OF_A_BENCHMARK},
         bench.growth: growth,
@@ -350,6 +357,9 @@ def frames_of_a_benchmark() -> dict[str, pd.DataFrame]:
         protocols.speeds: protocols.speeds(told, bench_show.best_speeds(timed)),
         protocols.eight_columns: protocols.eight_columns(told, {"fp32": seeds}),
         stability.stability_table: spread.rename(columns=devices),
+        stability.precision_table: stability.precision_table({"fp32": seeds, "bf16": seeds}),
+        target.time_to_auc: target.time_to_auc(reached),
+        target.auc_by_time: target.auc_by_time(reached),
     }
     return {name_of(function): frame for function, frame in made.items()}
 

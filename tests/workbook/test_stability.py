@@ -21,10 +21,12 @@ from dlrm_workbook.studies.stability.measure import (
     SeedRun,
     Stability,
     measure_stability,
+    precision_table,
     read_stability,
     spread,
     stability_table,
     summarise,
+    trained_or_read,
     with_seed,
 )
 
@@ -185,3 +187,49 @@ def test_the_command_prints_spreads(two_runs, tmp_path, capsys):
     assert last["spreads"]["auc"]["mean"] == pytest.approx(found.spreads["auc"]["mean"])
     assert "seed 3 (1 of 2): finished, AUC" in printed.err
     assert cli.main(["stability", "-f", str(file), "--seeds", "0", "--output", str(folder)]) == 2
+
+
+def series(precision: str, values: list[float | None]) -> Stability:
+    runs = [seed_run(seed, auc) for seed, auc in enumerate(values)]
+    return summarise(parameters(precision=precision), runs)
+
+
+def test_precisions_are_compared_seed_by_seed():
+    base = [0.80, 0.82, 0.79, 0.81, 0.805]
+    found = {
+        "fp32": series("fp32", base),
+        # every seed a little worse: far below the spread of the seeds, and yet shown
+        "bf16": series("bf16", [auc - 0.001 + 0.0001 * (i % 2) for i, auc in enumerate(base)]),
+        "fp16": series("fp16", [auc + 0.002 * (-1) ** i for i, auc in enumerate(base)]),
+    }
+    table = precision_table(found)
+    low, same = table.itertuples()
+    differences = [-0.001, -0.0009, -0.001, -0.0009, -0.001]
+    error = statistics.stdev(differences) / math.sqrt(5)
+    assert low.difference == pytest.approx(statistics.fmean(differences))
+    # 2.776445: the quantile of Student's t with 4 degrees of freedom
+    assert low.difference_high - low.difference == pytest.approx(2.776445 * error, rel=1e-5)
+    # t = -39.2 with 4 degrees: p = 2.53e-6, twice that for two series
+    assert low.p_value == pytest.approx(5.1e-6, rel=0.02) and same.p_value > 0.5
+    assert (low.seeds, low.reference, low.metric) == (5, "fp32", "AUC")
+    said = stability_figures.significance_sentence(table).markdown
+    assert "bf16 and fp32: AUC differs by -0.000960" in said
+    assert "fp16 and fp32: no difference in AUC was shown" in said
+    assert "-0.000960" in show(table, stability_figures.SIGNIFICANCE)._repr_html_()
+
+
+def test_a_test_needs_two_seeds_and_two_series():
+    assert precision_table({"fp32": series("fp32", [0.8, 0.7])}).empty
+    found = {"fp32": series("fp32", [0.8, 0.7]), "bf16": series("bf16", [0.8])}
+    table = precision_table(found)
+    assert math.isnan(table["p_value"][0]) and table["seeds"][0] == 1
+    said = stability_figures.significance_sentence(table).markdown
+    assert "two seeds in both are needed" in said
+    assert "nan" not in show(table, stability_figures.SIGNIFICANCE)._repr_html_()
+
+
+def test_precisions_that_cannot_be_are_refused_before_anything_runs(tmp_path):
+    for names, words in ((["fp64"], r"seed_precisions has 'fp64'"), (["fp32", "tf32"], "a GPU's")):
+        with pytest.raises(InputError, match=words):
+            trained_or_read(parameters(), tmp_path, 2, precisions=names)
+    assert not list(tmp_path.iterdir())

@@ -23,6 +23,8 @@ import pandas as pd
 from dlrm_core.config import Parameters, load_parameters
 from dlrm_core.errors import InputError
 from dlrm_core.files import plain, read_json, write_json
+from dlrm_core.settings import shown
+from dlrm_workbook.intervals import holm, p_value, t_interval
 from dlrm_workbook.ledger import read_document, require_same
 from dlrm_workbook.processes import python_module, run_child
 
@@ -242,18 +244,24 @@ def _seed_run(seed: int, result: Mapping[str, Any], error: str = "") -> SeedRun:
 
 
 def trained_or_read(
-    parameters: Parameters, folder: Path, seeds: int, finished: str = ""
+    parameters: Parameters,
+    folder: Path,
+    seeds: int,
+    finished: str = "",
+    precisions: Sequence[str] = (),
 ) -> dict[str, Stability]:
     """Trainings with N seeds by label, as the ``benchmark`` notebook shows them.
 
     Args:
-        folder: gets a folder ``stability``.
+        folder: gets a folder ``stability``, with a folder a precision where these are given.
         seeds: how many are trained now; 0: none.
+        precisions: of :data:`PRECISIONS`; each is trained with the same seeds.
         finished: a folder of ``dlrm stability``, or one that holds several, each named by
             what sets it apart (``fp32``, ``bf16``).
 
     Raises:
-        InputError: no such folder, or it holds no result.
+        InputError: no such folder, or it holds no result; or a precision is unknown or cannot be
+            had here.
     """
     if finished:
         place = Path(finished).expanduser().absolute()
@@ -266,8 +274,82 @@ def trained_or_read(
         return {one.name: read_stability(one) for one in folders}
     if not seeds:
         return {}
-    made = measure_stability(parameters, range(seeds), folder / "stability")
-    return {made.label: made}
+    if not precisions:
+        made = measure_stability(parameters, range(seeds), folder / "stability")
+        return {made.label: made}
+    chosen = {name: with_precision(parameters, name) for name in precisions}
+    return {
+        name: measure_stability(one, range(seeds), folder / "stability" / name)
+        for name, one in chosen.items()
+    }
+
+
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+"""Those whose trainings are compared; tf32 is a GPU's."""
+
+
+def with_precision(parameters: Parameters, name: str) -> Parameters:
+    """The same training in another precision.
+
+    Raises:
+        InputError: no such precision, or tf32 without a GPU.
+    """
+    if name not in PRECISIONS:
+        known = ", ".join(PRECISIONS)
+        raise InputError(f"seed_precisions has {shown(name)}, expected some of {known}")
+    if name == "tf32":
+        from dlrm_core.machine import resolve_device
+
+        device = resolve_device(parameters.training)
+        if device.type != "cuda":
+            raise InputError(f"seed_precisions has 'tf32', which is a GPU's; this runs on {device}")
+    lowered = "fp32" if name == "tf32" else name
+    training = dataclasses.replace(parameters.training, precision=lowered, tf32=name == "tf32")
+    return dataclasses.replace(parameters, training=training)
+
+
+def precision_table(found: Mapping[str, Stability]) -> pd.DataFrame:
+    """Whether other precisions train to another AUC (or loss) than the first series.
+
+    The same seed has the same data and initial weights in each series, so the differences seed
+    by seed are tested (Student's t, two-sided), and the p-values of several series corrected
+    for their number (Holm).
+
+    Args:
+        found: series by label; the first is the reference. Seeds that finished in both count.
+
+    Returns:
+        ``run``, ``reference``, ``metric``, ``seeds`` (in both), ``difference`` (mean, run less
+        reference), ``difference_low``, ``difference_high`` (95 %), ``p_value`` (corrected), NaN of
+        fewer than two seeds; no rows of fewer than two series.
+    """
+    rows: list[dict[str, Any]] = []
+    labels = list(found)
+    for label in labels[1:]:
+        reference, other = found[labels[0]], found[label]
+        metric = "auc" if reference.metric == other.metric == "auc" else "loss"
+        first, second = (
+            {run["seed"]: run[metric] for run in one.finished if run[metric] is not None}
+            for one in (reference, other)
+        )
+        both = [second[seed] - first[seed] for seed in first if seed in second]
+        error = statistics.stdev(both) / math.sqrt(len(both)) if len(both) > 1 else math.nan
+        mean, degrees = statistics.fmean(both or [math.nan]), len(both) - 1
+        interval = t_interval(mean, error, degrees)
+        rows.append(
+            {
+                "run": label,
+                "reference": labels[0],
+                "metric": NAMES[metric],
+                "seeds": len(both),
+                "difference": mean,
+                "difference_low": interval.low,
+                "difference_high": interval.high,
+                "p_value": p_value(mean, error, degrees),
+            }
+        )
+    table = pd.DataFrame(rows)
+    return table.assign(p_value=holm(table["p_value"].tolist())) if rows else table
 
 
 def command_stability(arguments: argparse.Namespace) -> int:

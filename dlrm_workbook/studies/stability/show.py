@@ -15,9 +15,10 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
+from dlrm_core.units import known_or
 from dlrm_workbook.analysis.sentences import in_markdown
-from dlrm_workbook.show.tables import Column, Text
-from dlrm_workbook.show.theme import COLOURS, INK, add_bars, figure
+from dlrm_workbook.show.tables import Column, Text, each_row
+from dlrm_workbook.show.theme import COLOURS, INK, add_bars, figure, rows_of
 from dlrm_workbook.studies.stability.measure import NAMES, Stability
 
 SERIES = ("embedding", "bottom_mlp", "data", "interaction", "communication")
@@ -110,6 +111,45 @@ def stability_columns(table: pd.DataFrame) -> dict[str, str | Column]:
         "least": Column("least", "quality"),
         "most": Column("most", "quality"),
     }
+
+
+_SIGNED = each_row(lambda value: known_or(value, "{:+.6f}".format))
+
+SIGNIFICANCE: dict[str, str | Column] = {
+    "run": Column("run", "text"),
+    "reference": Column("less", "text"),
+    "metric": "metric",
+    "seeds": Column("seeds in both", "count"),
+    "difference": Column("mean difference", _SIGNED),
+    "difference_low": Column("95% from", _SIGNED),
+    "difference_high": Column("to", _SIGNED),
+    "p_value": Column("p", "measured"),
+}
+SIGNIFICANT = 0.05
+
+
+def significance_sentence(table: pd.DataFrame) -> Text:
+    """Whether precisions train to different AUCs, in words.
+
+    Args:
+        table: what :func:`.measure.precision_table` gives, at least a row.
+    """
+    said = []
+    for row in rows_of(table):
+        pair = f"{in_markdown(str(row.run))} and {in_markdown(str(row.reference))}"
+        if math.isnan(row.p_value):
+            said.append(f"{pair}: two seeds in both are needed for a test.")
+        elif row.p_value < SIGNIFICANT:
+            said.append(
+                f"{pair}: {row.metric} differs by {row.difference:+.6f} (p = {row.p_value:.3g})."
+            )
+        else:
+            most = max(abs(row.difference_low), abs(row.difference_high))
+            said.append(
+                f"{pair}: no difference in {row.metric} was shown (p = {row.p_value:.2g}); one "
+                f"above {most:.2g} is unlikely."
+            )
+    return Text(" ".join(said))
 
 
 def sentence(found: Mapping[str, Stability]) -> Text:

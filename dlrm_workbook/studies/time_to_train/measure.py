@@ -1,0 +1,162 @@
+"""Time to train: a training until its test AUC reaches a target, as MLPerf counts it.
+
+The clock runs from the first iteration to the end of the evaluation that reaches the target;
+data, evaluations and checkpoints are in it, loading and initial weights are not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from dlrm_core.config import Parameters
+from dlrm_core.errors import InputError
+from dlrm_core.files import plain, read_json, write_json
+from dlrm_workbook.ledger import read_document
+from dlrm_workbook.processes import python_module, run_child
+
+RECORD = "time_to_train.json"
+"""Of a benchmark's folder."""
+
+SCHEMA = 1
+WHAT = "record of a training to a target"
+EVALUATIONS = 20
+"""MLPerf's evaluations an epoch; of a stream without end, those of the whole run."""
+
+KEPT = (
+    *("status", "reached_target", "iterations", "samples", "elapsed_s", "evaluation_s"),
+    *("auc", "best_auc", "samples_per_second", "power", "device", "threads", "notices"),
+    "evaluations",
+)
+"""What the record takes from the training's result.json."""
+
+
+def trained_or_read(
+    parameters: Parameters,
+    folder: Path,
+    target: float,
+    price_per_hour: float = 0.0,
+    mllog: bool = False,
+    results: str = "",
+) -> dict[str, Any] | None:
+    """The record that the ``benchmark`` notebook shows, of a training in a fresh process.
+
+    Args:
+        folder: gets ``time_to_train.json``, and a folder ``time_to_train`` with the training's
+            metrics.jsonl and result.json.
+        target: test AUC at which the training ends; 0: nothing is trained.
+        price_per_hour: of the machine, in any currency; 0: nobody knows.
+        mllog: write MLPerf's log of the run, ``time_to_train/mllog.txt``.
+        results: a finished benchmark: nothing is trained, the record beside it is read.
+
+    Returns:
+        ``target``, ``price_per_hour``, ``parameters``, and of the training :data:`KEPT`; None
+        where nothing was trained.
+
+    Raises:
+        InputError: a number is out of its range, or the training did not end well; the message is
+            the process's own.
+    """
+    if results:
+        beside = Path(results).expanduser().absolute().with_name(RECORD)
+        return read_document(beside, WHAT, schema=SCHEMA) if beside.exists() else None
+    if not 0.0 <= target <= 1.0:
+        raise InputError(f"time_to_auc is {target:g}, expected an AUC from 0 (none) to 1")
+    if not 0.0 <= price_per_hour < float("inf"):
+        raise InputError(f"price_per_hour is {price_per_hour:g}, expected 0 (unknown) or more")
+    if not target:
+        return None
+    chosen, place = to_target(parameters, target), folder / "time_to_train"
+    given = place / "parameters.json"
+    write_json(given, chosen.to_sections())
+    command = python_module("dlrm_workbook", "train", "-f", given, "--output", place)
+    if mllog:
+        command += ["--mllog", str(place / "mllog.txt")]
+    run_child(command, stage="training to the target").require_success("dlrm train")
+    result = read_json(place / "result.json")
+    record = {
+        "schema": SCHEMA,
+        "title": parameters.title,
+        "parameters": chosen.to_sections(),
+        "target": target,
+        "price_per_hour": price_per_hour or None,
+        "result": {name: result[name] for name in KEPT},
+    }
+    write_json(folder / RECORD, plain(record))
+    return record
+
+
+def to_target(parameters: Parameters, target: float) -> Parameters:
+    """The parameters of a training that ends at the target.
+
+    Where they do not say when to evaluate, it is done as often as MLPerf does.
+    """
+    training = replace(
+        parameters.training,
+        auc_target=target,
+        resume="",
+        checkpoint_every=None,
+        checkpoint_folder="",
+    )
+    if training.eval_every is None and training.evals_per_epoch is None:
+        if parameters.data.generator == "dataset" or parameters.data.samples is not None:
+            training = replace(training, evals_per_epoch=EVALUATIONS)
+        else:
+            training = replace(training, eval_every=max(1, training.batches // EVALUATIONS))
+    return replace(parameters, training=training, sweep={})
+
+
+def time_to_auc(record: dict[str, Any] | None) -> pd.DataFrame:
+    """What the training took: a row, or none.
+
+    Returns:
+        ``run``, ``target_auc``, ``auc`` (of the last evaluation), ``reached``; until then
+        ``time_s``, of it ``evaluation_s``, ``iterations``, ``samples``, ``energy_j`` (of the
+        devices that could be measured) and ``cost`` (in the currency of the price); NaN where
+        nobody knows.
+    """
+    rows = []
+    if record is not None:
+        result, price = record["result"], record["price_per_hour"]
+        energy = result["power"]["energy_j"]
+        training = record["parameters"]["training"]
+        rows.append(
+            {
+                "run": f"{result['device']}, {training['precision']}",
+                "target_auc": record["target"],
+                "auc": np.nan if result["auc"] is None else result["auc"],
+                "reached": result["reached_target"],
+                "time_s": result["elapsed_s"],
+                "evaluation_s": result["evaluation_s"],
+                "iterations": result["iterations"],
+                "samples": result["samples"],
+                "energy_j": np.nan if energy is None else energy,
+                "cost": np.nan if price is None else price * result["elapsed_s"] / 3600.0,
+            }
+        )
+    return pd.DataFrame(rows, columns=COLUMNS)
+
+
+COLUMNS = (
+    *("run", "target_auc", "auc", "reached", "time_s", "evaluation_s", "iterations", "samples"),
+    *("energy_j", "cost"),
+)
+
+
+def auc_by_time(record: dict[str, Any] | None) -> pd.DataFrame:
+    """Evaluations on the way.
+
+    Returns:
+        ``iteration``, ``time_s`` since the first iteration began, ``auc`` (NaN: there was none),
+        ``target_auc``.
+    """
+    columns = ["iteration", "time_s", "auc", "target_auc"]
+    rows = []
+    if record is not None:
+        for one in record["result"]["evaluations"]:
+            rows.append((one["iteration"], one["elapsed_s"], one["auc"], record["target"]))
+    return pd.DataFrame(rows, columns=columns).astype({"auc": float})
