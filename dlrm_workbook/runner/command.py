@@ -74,7 +74,7 @@ def closing_words(folder: Path) -> str:
     found = read_json(said) if said.is_file() else {}
     quality = found.get("quality") or {}
     if quality and quality["level"] != "green":
-        lines += ["", quality["sentence"]]
+        lines += ["", f"Quality of these figures (more on the page): {quality['sentence']}"]
     if found.get("headline"):
         lines += ["", found["headline"].replace("**", "").replace("`", ""), ""]
     lines.append(f"Page: {(folder / f'{notebook}.html').as_uri()}")

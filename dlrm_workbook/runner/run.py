@@ -56,7 +56,7 @@ PLACES = frozenset(
 """Notebooks' own parameters that name files or folders, which must be there."""
 
 MAY_BE_EMPTY = frozenset({"host_run"})
-"""Those of them that the notebook which declares them has a value for, and works without."""
+"""Places that may be given empty: their notebook has a value of its own, and works without any."""
 
 INPUT_ERRORS = ("InputError", "MissingToolError")
 

@@ -475,7 +475,8 @@ def test_last_line_of_standard_output_is_the_run_folder(
 
 def test_a_doubt_about_the_figures_comes_before_them(tmp_path: Path) -> None:
     write_json(tmp_path / "run.json", {"notebook": "bottlenecks", "parameters": {}})
-    for level, first in (("amber", "this is a recorded sample"), ("green", "Data takes 27 %")):
+    doubt = "Quality of these figures (more on the page): this is a recorded sample"
+    for level, first in (("amber", doubt), ("green", "Data takes 27 %")):
         quality = {"level": level, "sentence": "this is a recorded sample"}
         said = {"headline": "**Data takes 27 %**", "quality": quality, "findings": []}
         write_json(tmp_path / "bottlenecks.json", said)
