@@ -45,8 +45,9 @@ report: $(SET_UP)
 	$(BIN)/dlrm run all -f $(PARAMETERS)
 
 test: $(SET_UP) lint
-	@# every child that the tests start would compile again what it imports
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --dist loadfile
+	@# every child that the tests start would compile again what it imports; three processes on
+	@# two cores, since a fifth of their time they wait for children, ranks and browsers
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 3 --dist loadfile
 
 lint: $(SET_UP)
 	$(BIN)/ruff check .

@@ -2,7 +2,7 @@
 
 import os
 
-# Two test processes that share two cores must not burn them in OpenMP's spin loops.
+# Test processes that share two cores must not burn them in OpenMP's spin loops.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import signal
@@ -49,8 +49,8 @@ SLOW = (
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Give each file to one test process, and all files that share ``quick_chain`` to the same.
 
-    The slowest go first: a long file that begins last keeps one process busy while the other
-    has nothing left to do.
+    The slowest go first: a long file that begins last keeps one process busy while the others
+    have nothing left to do.
 
     pytest-xdist's marks for groups (``loadgroup``) change an attribute of tests that pytest 9
     does not read any more, so the groups are told from the files.

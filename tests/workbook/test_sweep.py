@@ -19,6 +19,7 @@ from compare_profiles import TINY
 
 from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
 from dlrm_core.errors import InputError
+from dlrm_workbook import cli
 from dlrm_workbook.analysis.ensemble import swept_runs
 from dlrm_workbook.machine import REPOSITORY
 from dlrm_workbook.runner.index import write_index
@@ -246,17 +247,21 @@ def test_a_sweep_that_is_killed_is_resumed_to_one_page(tmp_path: Path) -> None:
     assert found.curves == {}, "two points make no law"
 
 
-def test_what_cannot_be_swept_is_refused_before_anything_runs(tmp_path: Path) -> None:
+def test_what_cannot_be_swept_is_refused_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "small.yaml"
     file.write_text(yaml.safe_dump(TINY | {"sweep": {"training.batch_size": [8, 0]}}))
     for more, message in (
         ((), "sweep point 2"),
-        (("-p", "sweep.training.batch_size=[8]", "--resume", "nowhere"), "is no sweep's folder"),
+        (
+            ("-p", "sweep.training.batch_size=[8]", "--resume", str(tmp_path / "nowhere")),
+            "is no sweep's folder",
+        ),
     ):
         typed = ("run", "profile", "-f", str(file), "--output-root", str(tmp_path / "out"), *more)
-        process = dlrm(*typed, cwd=tmp_path)
-        _, err = process.communicate(timeout=120)
-        assert process.returncode == 2 and message in err
+        assert cli.main(typed) == 2
+        assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     with pytest.raises(InputError, match="no sweep was found"):
         newest_sweep(tmp_path)
