@@ -19,13 +19,12 @@ from dlrm_core.data.batch import Batch, Share
 from dlrm_core.distributed.checkpointing import restore
 from dlrm_core.distributed.collectives import Collectives
 from dlrm_core.distributed.plan import require_shape, require_torchrec
-from dlrm_core.distributed.step import DistributedStep, config_of_rank, fill, make_step
+from dlrm_core.distributed.step import DistributedStep, fill, make_step
 from dlrm_core.distributed.tables import about_rank, local_batch
 from dlrm_core.distributed.watch import leave, watched_ranks
 from dlrm_core.distributed.world import World, agreed, gathered
 from dlrm_core.evaluate import Evaluation, HeldOut, evaluate
 from dlrm_core.machine import device_name
-from dlrm_core.precision import set_fp32_products
 from dlrm_core.predictor import Asked, Predictor
 
 HOST = torch.device("cpu")
@@ -101,14 +100,12 @@ class RankPredictor(Predictor):
         self.checkpoint, self.device, self.prints = asked.checkpoint, HOST, world.first
         self._world = world
         self.parameters = parameters = asked.parameters
-        config, left_out = config_of_rank(parameters.training)
-        said = set_fp32_products(config, parameters.model, world.device)
         self._step = make_step(parameters, world, collectives)
         if self.checkpoint is None:
             fill(self._step, parameters)
         else:
             restore(self.checkpoint, self._step, world, collectives, weights_only=True)
-        self.notices = asked.notices + left_out + said + self._step.dense.notices
+        self.notices = asked.notices + self._step.dense.notices
         self.loss = self._step.dense.loss
         self._predictions = RankPredictions(self._step, world, parameters.model.table_rows)
 
@@ -129,7 +126,10 @@ class RankPredictor(Predictor):
     def facts(self, notices: list[str]) -> dict[str, Any]:
         """As one process's, and what each rank holds; all must ask."""
         about = gathered(self._world, about_rank(self._world, self._step.tables))
-        alone = {"embedding_backend": "torchrec", "device": device_name(self._world.device)}
+        alone = {
+            "embedding_backend": self._step.tables.backend,
+            "device": device_name(self._world.device),
+        }
         return super().facts(notices) | alone | {"ranks": about}
 
 

@@ -53,6 +53,7 @@ from dlrm_core.distributed.world import World
 from dlrm_core.embeddings import EmbeddingTables
 from dlrm_core.model import DLRM, ClickLoss, fill_dense_like_facebook, fill_dense_with_torch
 from dlrm_core.parts import part
+from dlrm_core.precision import set_fp32_products
 from dlrm_core.step import (
     Step,
     bottom_mlp_update,
@@ -78,10 +79,10 @@ def config_of_rank(config: TrainingConfig) -> tuple[TrainingConfig, list[str]]:
     if config.embedding_update != "race_free":
         notices.append(
             f"training.embedding_update: {config.embedding_update} has no effect on several "
-            "ranks: FBGEMM updates the tables, race-free"
+            "ranks: their tables are updated race-free"
         )
-    # numbers made of bf16 ones are the fused dense part's
-    matmul = "default" if config.fp32_matmul.startswith("bf16") else config.fp32_matmul
+    # numbers made of bf16 ones are the fused dense part's; one process falls back to it too
+    matmul = "onednn" if config.fp32_matmul.startswith("bf16") else config.fp32_matmul
     return replace(
         config,
         embedding_backend="torch",
@@ -143,6 +144,7 @@ class DistributedStep(Step):
 
     Args:
         model: the MLPs and the interaction; its own tables are empty.
+        config: a rank's (:func:`config_of_rank`).
         ranks: how many the run has.
     """
 
@@ -155,7 +157,6 @@ class DistributedStep(Step):
         ranks: int,
         collectives: Collectives,
     ) -> None:
-        config, _ = config_of_rank(config)
         self.model = model
         self.tables = self.embedding_optimizer = tables
         self.dense = DensePart(model, loss, config)
@@ -275,17 +276,25 @@ class DistributedStep(Step):
 
 
 def make_step(parameters: Parameters, world: World, collectives: Collectives) -> DistributedStep:
-    """A rank's part of the model; the weights' memory is there, not yet filled."""
+    """A rank's part of the model; the weights' memory is there, not yet filled.
+
+    ``step.dense.notices`` say what has no effect on several ranks, or was fallen back to.
+    """
     model, dim = parameters.model, parameters.model.embedding_dim
-    return DistributedStep(
+    config, notices = config_of_rank(parameters.training)
+    notices += set_fp32_products(config, model, world.device)
+    tables = ShardedTables(parameters, world, collectives)
+    step = DistributedStep(
         # its tables are elsewhere
         DLRM(model, make_tables=lambda: EmbeddingTables([], dim)).to(world.device),
-        ShardedTables(parameters, world, collectives),
+        tables,
         ClickLoss(model.loss, model.loss_weights).to(world.device),
-        parameters.training,
+        config,
         world.size,
         collectives,
     )
+    step.dense.notices = notices + tables.notices + step.dense.notices
+    return step
 
 
 def fill(step: DistributedStep, parameters: Parameters) -> None:

@@ -9,6 +9,7 @@ Shapes: B samples of the global batch, b of a rank, T tables of R rows, d embedd
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from dlrm_core.config import Parameters
+from dlrm_core.config import Parameters, TrainingConfig
 from dlrm_core.data.batch import Batch
 from dlrm_core.distributed.collectives import Collectives
 from dlrm_core.distributed.plan import (
@@ -32,8 +33,9 @@ from dlrm_core.distributed.plan import (
     shards_of,
 )
 from dlrm_core.distributed.world import World
-from dlrm_core.embeddings import EPSILON
-from dlrm_core.errors import InputError
+from dlrm_core.embeddings import EPSILON, EmbeddingTables
+from dlrm_core.engines import engine
+from dlrm_core.errors import InputError, MissingToolError
 from dlrm_core.machine import peak_memory
 from dlrm_core.model import facebook_table
 
@@ -48,6 +50,8 @@ class ShardedTables:
             with SGD.
         replicated: tables that every rank has: their weights (R, d).
         table_rows, dim: R of each table, d.
+        backend: 'torchrec', or 'torchrec, fused' where our kernels do its lookups and updates.
+        notices: why they do not, where they were asked for.
         optimizer: ``training.optimizer``.
     """
 
@@ -73,6 +77,11 @@ class ShardedTables:
         self._dense = [
             k for k in kernels if isinstance(k, api.DenseTableBatchedEmbeddingBagsCodegen)
         ]
+        self._own: list[Any] = []
+        self.backend = "torchrec"
+        self.notices: list[str] = []
+        if training.embedding_backend in ("fused", "auto") and world.device.type == "cpu":
+            self._use_fused_kernels(training)
         self.local, self.replicated = self._weights(world.rank)
         self.sums = self._optimizer_sums()
         self.learning_rate = training.learning_rate
@@ -144,6 +153,8 @@ class ShardedTables:
         self._learning_rate = rate
         for kernel in self._fused:
             kernel.set_learning_rate(rate)
+        for own in self._own:
+            own.learning_rate = rate
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing is kept between steps."""
@@ -178,6 +189,31 @@ class ShardedTables:
                 memory[begin - shard.first_row : end - shard.first_row] = values[
                     begin - first : end - first, columns
                 ]
+
+    def _use_fused_kernels(self, training: TrainingConfig) -> None:
+        """Let the fused back end look up and update what FBGEMM's kernels hold, where it lies."""
+        try:
+            kernels = engine("fused embeddings")
+            for kernel in self._fused:
+                memory = kernel.split_embedding_weights()
+                if len({weight.shape[1] for weight in memory}) > 1:
+                    raise MissingToolError("it has no tables of several widths")
+                held = EmbeddingTables([], memory[0].shape[1], memory=memory)
+                own = kernels.FusedCpu(held, self.optimizer, training.learning_rate)
+                if self.optimizer != "sgd":
+                    # FBGEMM's, which checkpoints read and write; a shard may have no rows
+                    width = own.states[0].shape[1]
+                    found = [states[0] for states in kernel.split_optimizer_states()]
+                    own.states = [state.view(len(state), width) for state in found]
+                kernel.forward = functools.partial(_fused_lookup, own, held)
+                self._own.append(own)
+        except MissingToolError as error:
+            self.notices.append(
+                f"training.embedding_backend: {training.embedding_backend} cannot be had, FBGEMM "
+                f"does its work: {error}"
+            )
+        else:
+            self.backend = "torchrec, fused"
 
     def _share_gradients(self, kernels: list[torch.nn.Module]) -> None:
         """Sum the gradients of replicated tables where they are noted (DDP's own are not)."""
@@ -238,6 +274,24 @@ class ShardedTables:
                 self._own_sums[shard.table] = torch.zeros(size, device=weight.device)
                 found.append((shard, self._own_sums[shard.table]))
         return found
+
+
+def _fused_lookup(
+    own: Any, tables: EmbeddingTables, indices: torch.Tensor, offsets: torch.Tensor, **rest: Any
+) -> torch.Tensor:
+    """Sums (B, T d) of T tables' bags, as FBGEMM's kernels take and give them.
+
+    Args:
+        indices: (N,), those of a table one behind the other.
+        offsets: (T B + 1,), where each bag begins.
+        rest: ``per_sample_weights`` of None, which all callers give.
+    """
+    count = len(tables.weights)
+    begins = offsets[:-1].view(count, -1)
+    starts = [*begins[:, 0].tolist(), indices.numel()]
+    nothing = torch.empty(begins.shape[1], 0)
+    batch = Batch(nothing, indices, begins - begins[:, :1], tuple(starts), nothing)
+    return torch.cat(own.forward(tables, batch), dim=1)
 
 
 def _table_of(name: str) -> int:

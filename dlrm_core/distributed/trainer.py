@@ -33,7 +33,7 @@ from dlrm_core.distributed.plan import (
     with_whole_batches,
 )
 from dlrm_core.distributed.predictor import HOST, RankPredictions
-from dlrm_core.distributed.step import DistributedStep, config_of_rank, fill, make_step
+from dlrm_core.distributed.step import DistributedStep, fill, make_step
 from dlrm_core.distributed.tables import LocalBatch, about_rank, local_batch
 from dlrm_core.distributed.watch import Watch, leave, tell_launcher, watched_ranks
 from dlrm_core.distributed.world import World, agreed, gathered
@@ -42,7 +42,6 @@ from dlrm_core.evaluate import Evaluation
 from dlrm_core.files import plain, write_json
 from dlrm_core.machine import StopRequest, stop_requests
 from dlrm_core.parts import part
-from dlrm_core.precision import set_fp32_products
 from dlrm_core.reports import MeterOf, metrics_lines
 from dlrm_core.resume import (
     changed_settings,
@@ -80,12 +79,11 @@ class DistributedTrainer(TrainingLoop[DistributedStep]):
         place: Path | None = None,
         watch: Watch | None = None,
     ) -> None:
-        config, left_out = config_of_rank(parameters.training)
         self.world, self._collectives, self._watch = world, collectives, watch
-        notices = left_out + set_fp32_products(config, parameters.model, world.device)
-        if checkpoint is not None:
-            notices += changed_settings(parameters, checkpoint)
         step = make_step(parameters, world, collectives)
+        notices = step.dense.notices
+        if checkpoint is not None:
+            notices = notices + changed_settings(parameters, checkpoint)
         self.tables = step.tables
         if checkpoint is None:
             fill(step, parameters)
@@ -98,7 +96,7 @@ class DistributedTrainer(TrainingLoop[DistributedStep]):
             step,
             step.dense.loss,
             world.device,
-            notices + step.dense.notices,
+            notices,
             make_generator(parameters, HOST),
             checkpoint,
             place,
@@ -106,7 +104,7 @@ class DistributedTrainer(TrainingLoop[DistributedStep]):
             made_on=HOST,
             share=share,
         )
-        self.embedding_backend = "torchrec"
+        self.embedding_backend = self.tables.backend
         self._stops = 0.0
 
     def holdings(self) -> list[str]:

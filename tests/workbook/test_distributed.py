@@ -139,6 +139,8 @@ def chained(optimizer, until):
         checkpoint_every=1000,
         sharding=sharding,
         optimizer=optimizer,
+        # the same tables by FBGEMM's kernels, then by ours
+        embedding_backend="fused" if until == 40 else "torch",
         keep_checkpoints=9,
     )
 
