@@ -65,7 +65,7 @@ class FacebookReplay(FacebookLoop):
             torch.from_numpy(np.stack([offsets for _, offsets in bags])),
             tuple(int(start) for start in table_starts),
             torch.from_numpy(targets.reshape(size, 1)),
-        )
+        ).part(*self.share.samples(size))
 
     def _take(self, count: int) -> np.ndarray:
         """The next ``count`` draws of the stream."""

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from dlrm_core.config import Parameters
-from dlrm_core.data.batch import Batch
+from dlrm_core.data.batch import WHOLE, Batch, Share
 from dlrm_core.data.epochs import Epoch, RepeatedBatches, Rewound
 from dlrm_core.data.facebook_replay import FacebookReplay
 from dlrm_core.data.staging import CudaCopies, Slot, Staged, Staging
@@ -37,13 +37,17 @@ class PrefetchError(RuntimeError):
     """The background thread failed; the cause is chained."""
 
 
-def make_generator(parameters: Parameters, device: torch.device) -> Generator:
-    """The generator that ``data.generator`` names."""
+def make_generator(parameters: Parameters, device: torch.device, share: Share = WHOLE) -> Generator:
+    """The generator that ``data.generator`` names.
+
+    Args:
+        share: of every batch that it is to make or read; of several ranks on the host only.
+    """
     model, data = parameters.model, parameters.data
     if data.one_hot:
         from dlrm_core.data.samples import make_batches
 
-        return make_batches(parameters)
+        return make_batches(parameters, share)
     assert model.dense_features is not None
     shape = (
         model.dense_features,
@@ -56,12 +60,13 @@ def make_generator(parameters: Parameters, device: torch.device) -> Generator:
     )
     made: Rewound
     if data.generator == "facebook_loop":
-        made = FacebookLoop(*shape)
+        made = FacebookLoop(*shape, share=share)
     elif data.generator == "facebook":
-        made = FacebookReplay(*shape)
+        made = FacebookReplay(*shape, share=share)
     else:
         made = SyntheticBatches(
             *shape,
+            share=share,
             multi_hot_sizes=data.multi_hot_sizes,
             zipf_exponent=data.zipf_exponent if data.generator == "zipf" else None,
             device=device if data.place == "device" else torch.device("cpu"),

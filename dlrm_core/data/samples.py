@@ -31,15 +31,21 @@ class SampleBatches:
         read: makes a batch of the samples ``start`` to ``stop``.
         epoch: at least one batch.
         order_seed: of the order in which an epoch takes the batches; None: that of the files.
+        share: of every batch that is read.
     """
 
     def __init__(
-        self, read: Callable[[int, int], Batch], epoch: Epoch, order_seed: int | None = None
+        self,
+        read: Callable[[int, int], Batch],
+        epoch: Epoch,
+        order_seed: int | None = None,
+        share: Share = WHOLE,
     ) -> None:
         self.epoch = epoch
         self.taken = 0
         self._read = read
         self._order_seed = order_seed
+        self._share = share
 
     def next_batch(self) -> Batch:
         """The next batch of the stream."""
@@ -48,7 +54,8 @@ class SampleBatches:
         if self._order_seed is not None and full is not None and place < full:
             place = int(_permutation(full, self._order_seed, passed)[place])
         start = place * self.epoch.batch_size
-        batch = self._read(start, start + self.epoch.size(self.taken))
+        first, behind = self._share.samples(self.epoch.size(self.taken))
+        batch = self._read(start + first, start + behind)
         self.taken += 1
         return batch
 
@@ -148,8 +155,11 @@ def parameters_law(parameters: Parameters) -> Law:
     return Law(variant, parameters.training.seed, teacher)
 
 
-def make_batches(parameters: Parameters) -> SampleBatches:
+def make_batches(parameters: Parameters, share: Share = WHOLE) -> SampleBatches:
     """The training stream that ``data.generator`` 'dataset' or 'teacher' names.
+
+    Args:
+        share: of every batch that is read.
 
     Raises:
         InputError: the data set cannot be read or has no batch, or the model does not fit it.
@@ -164,7 +174,7 @@ def make_batches(parameters: Parameters) -> SampleBatches:
             f"{training.batch_size}: not one full batch{more}"
         )
     order_seed = training.seed if data.order == "shuffled" else None
-    return SampleBatches(read, epoch, order_seed)
+    return SampleBatches(read, epoch, order_seed, share)
 
 
 def evaluation_batches(

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from dlrm_core.data.batch import Batch
+from dlrm_core.data.batch import WHOLE, Batch, Share
 from dlrm_core.errors import InputError
 
 
 @dataclass(eq=False)
 class _BagLaw:
-    """What facebook's law and those like it are given; the stream follows from the seed."""
+    """What facebook's law and those like it are given; the stream follows from the seed.
+
+    All ranks draw the whole stream, since the place of a bag's numbers in it follows from those
+    before; what is made of the numbers is made of a rank's own ``share`` only.
+    """
 
     dense_features: int
     table_rows: tuple[int, ...]
@@ -25,6 +30,7 @@ class _BagLaw:
     fixed_pooling: bool
     round_targets: bool
     seed: int
+    share: Share = field(default=WHOLE, kw_only=True)
 
 
 @dataclass(eq=False)
@@ -94,28 +100,46 @@ class SyntheticBatches(_BagLaw):
             else:
                 # the host must know how long the batch is: one small copy back
                 totals = ends[:, -1].tolist()
-        starts = [0]
-        for total in totals:
-            starts.append(starts[-1] + total)
         targets = self.random.uniform(size, 1)
         if self.round_targets:
             targets.round_()
-        indices = self._draw_rows(totals, starts)
-        return Batch(dense, indices, offsets, tuple(starts), targets, extents, self.padded)
+        first, behind = self.share.samples(size)
+        begun, ended = [0] * tables, totals
+        if behind - first < size:
+            begun = offsets[:, first].tolist()
+            ended = offsets[:, behind].tolist() if behind < size else totals
+            offsets = offsets[:, first:behind] - offsets[:, first : first + 1]
+        kept = (end - begin for begin, end in zip(begun, ended, strict=True))
+        starts = tuple(itertools.accumulate(kept, initial=0))
+        indices = self._draw_rows(totals, begun, starts)
+        dense, targets = dense[first:behind], targets[first:behind]
+        return Batch(dense, indices, offsets, starts, targets, extents, self.padded)
 
-    def _draw_rows(self, totals: list[int], starts: list[int]) -> torch.Tensor:
-        """Rows looked up (N,) int64: ``totals[t]`` of table t, from ``starts[t]`` on."""
+    def _draw_rows(
+        self, totals: list[int], begins: list[int], starts: tuple[int, ...]
+    ) -> torch.Tensor:
+        """Rows looked up (N,) int64, those of table t at ``starts[t]``.
+
+        Args:
+            totals: numbers drawn for each table.
+            begins: which of these is the first that is used.
+        """
         if self.device.type != "cpu" and len(set(totals)) == 1:
             return self._draw_all(totals[0])
         indices = torch.empty(starts[-1], dtype=torch.int64, device=self.device)
-        for rows, count, start in zip(self.table_rows, totals, starts, strict=False):
-            into = indices[start : start + count]
-            if self.zipf_exponent is None:
+        for t, (rows, total, begin) in enumerate(zip(self.table_rows, totals, begins, strict=True)):
+            into = indices[starts[t] : starts[t + 1]]
+            own = slice(begin, begin + into.numel())
+            if self.zipf_exponent is not None:
+                # float64: with float32 a table of more than 2^24 rows has rows never drawn
+                draws = self.random.uniform(total, dtype=torch.float64)[own]
+                into.copy_(self._power_law(draws, self._span(rows)).clamp_(0, rows - 1))
+            elif into.numel() == total:
                 self.random.below(rows, into)
             else:
-                # float64: with float32 a table of more than 2^24 rows has rows never drawn
-                draws = self.random.uniform(count, dtype=torch.float64)
-                into.copy_(self._power_law(draws, self._span(rows)).clamp_(0, rows - 1))
+                drawn = torch.empty(total, dtype=torch.int64, device=self.device)
+                self.random.below(rows, drawn)
+                into.copy_(drawn[own])
         return indices
 
     def _draw_all(self, count: int) -> torch.Tensor:
@@ -261,4 +285,4 @@ class FacebookLoop(_BagLaw):
             torch.stack(all_offsets),
             tuple(table_starts),
             torch.tensor(targets),
-        )
+        ).part(*self.share.samples(size))

@@ -59,9 +59,9 @@ terminal and from torchrun."""
 class DistributedTrainer(TrainingLoop[DistributedStep]):
     """One rank's part of the model, its slice of the data, and its step.
 
-    Every rank makes the whole global batch and takes its slice, so data and weights are
-    those of one process with the same seed. A signal to any rank ends all of them after the
-    same iteration.
+    Every rank makes or reads its slice of the batches that one process with the same seed would
+    have, and holds its part of that process's weights. A signal to any rank ends all of them
+    after the same iteration.
 
     Args:
         place: folder for checkpoints; rank 0 writes them.
@@ -97,7 +97,7 @@ class DistributedTrainer(TrainingLoop[DistributedStep]):
             step.dense.loss,
             world.device,
             notices,
-            make_generator(parameters, HOST),
+            make_generator(parameters, HOST, share),
             checkpoint,
             place,
             writes=world.first,
@@ -163,10 +163,8 @@ class DistributedTrainer(TrainingLoop[DistributedStep]):
 
 @part("data", "forward")
 def data_forward(stream: Iterator[Batch], world: World, table_rows: tuple[int, ...]) -> LocalBatch:
-    """The next global batch, made or waited for, and this rank's slice of it."""
-    batch = next(stream)
-    share = Share(world.rank, world.size)
-    return local_batch(batch.part(*share.samples(batch.size)), world, table_rows)
+    """This rank's slice of the next global batch, made or waited for."""
+    return local_batch(next(stream), world, table_rows)
 
 
 def train(

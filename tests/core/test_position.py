@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrm_core.config import parameters_from_sections
+from dlrm_core.data.batch import Share
 from dlrm_core.data.loader import (
     Followed,
     Resumable,
@@ -48,6 +49,31 @@ def same(one, other):
         and torch.equal(one.targets, other.targets)
         and one.table_starts == other.table_starts
     )
+
+
+@pytest.mark.parametrize("ranks", (2, 3))
+@pytest.mark.parametrize("generator", [*GENERATORS, "teacher"])
+@pytest.mark.parametrize("fixed", (False, True))
+def test_ranks_have_their_parts_of_one_process_s_batches(generator, fixed, ranks):
+    given = parameters(generator, fixed, size=12)
+    whole = make_generator(given, CPU)
+    own = [make_generator(given, CPU, Share(rank, ranks)) for rank in range(ranks)]
+    for _ in range(3):
+        batch = whole.next_batch()
+        for rank, generator_of_rank in enumerate(own):
+            first, behind = Share(rank, ranks).samples(batch.size)
+            assert behind - first == 12 // ranks
+            part = generator_of_rank.next_batch()
+            assert same(part, batch.part(first, behind))
+    # bag by bag, without the function that cuts
+    begins = [*batch.offsets[2].tolist(), batch.table_indices(2).numel()]
+    bags = [part.table_indices(2)[o:] for o in part.offsets[2, -1:].tolist()]
+    assert bags[0].tolist() == batch.table_indices(2)[begins[-2] :].tolist()
+    assert batch.part(5, 5).size == 0 and batch.part(5, 5).indices.numel() == 0
+    # a run that is resumed by another number of ranks goes on from any rank's state
+    resumed = make_generator(given, CPU, Share(1, 4))
+    resumed.restore(through_json(own[0].state()))
+    assert same(resumed.next_batch(), whole.next_batch().part(3, 6))
 
 
 def through_json(state):

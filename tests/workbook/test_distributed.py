@@ -62,7 +62,13 @@ RUNS = {
     # name: (changes, how every table is to be divided; None: the planner's choice)
     "table_wise": (sections(sharding="table_wise"), {"table_wise"}),
     "row_wise": (
-        sections(sharding="row_wise", optimizer="rowwise_adagrad", eval_every=25, eval_batches=2),
+        sections(
+            sharding="row_wise",
+            optimizer="rowwise_adagrad",
+            embedding_backend="fused",
+            eval_every=25,
+            eval_batches=2,
+        ),
         {"row_wise"},
     ),
     "column_wise": (
@@ -70,6 +76,7 @@ RUNS = {
             {"init": "torch", "loss": "wbce", "loss_weights": [1.0, 3.0]},
             sharding="column_wise",
             optimizer="adagrad",
+            embedding_backend="fused",
         ),
         {"column_wise"},
     ),
@@ -194,8 +201,13 @@ def ranks(tmp_path_factory):
         {"name": name, "sections": given, "initial": True, "place": str(folder / "{ranks}" / name)}
         for name, (given, _) in RUNS.items()
     ]
-    # a file tuned for one process runs on ranks too, with torch's dense part
-    tuned = sections({"interaction": "cat"}, dense_backend="fused", fp32_matmul="bf16x2")
+    # a file tuned for one process runs on ranks too, with torch's dense part and fused tables
+    tuned = sections(
+        {"interaction": "cat"},
+        dense_backend="fused",
+        fp32_matmul="bf16x2",
+        embedding_backend="auto",
+    )
     next(job for job in jobs if job["name"] == "auto")["sections"] = tuned
     overflow = RUNS["fp16"][0] | {
         "training": RUNS["fp16"][0]["training"] | {"loss_scale": 2.0**18, "optimizer": "adagrad"}

@@ -318,10 +318,9 @@ def _batches(parameters: Parameters, world: World, count: int) -> list[LocalBatc
         parameters = dataclasses.replace(
             parameters, data=dataclasses.replace(data, generator="facebook")
         )
-    generator = make_generator(parameters, torch.device("cpu"))
+    generator = make_generator(parameters, torch.device("cpu"), Share(world.rank, world.size))
     rows = parameters.model.table_rows
-    share = Share(world.rank, world.size).samples(parameters.training.batch_size)
-    return [local_batch(generator.next_batch().part(*share), world, rows) for _ in range(count)]
+    return [local_batch(generator.next_batch(), world, rows) for _ in range(count)]
 
 
 def _rows(
