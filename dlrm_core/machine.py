@@ -46,6 +46,22 @@ def resolve_device(config: TrainingConfig) -> torch.device:
     return torch.device("cuda" if available and config.device != "cpu" else "cpu")
 
 
+def numa_nodes(system: Path = Path("/sys/devices/system/node")) -> dict[int, set[int]]:
+    """CPUs that this process may use, by NUMA node; empty where the kernel names no nodes."""
+    allowed = os.sched_getaffinity(0)
+    found = {
+        int(folder.name[4:]): _numbers(read_text(folder / "cpulist")) & allowed
+        for folder in system.glob("node[0-9]*")
+    }
+    return {node: cpus for node, cpus in sorted(found.items()) if cpus}
+
+
+def _numbers(ranges: str) -> set[int]:
+    """The whole numbers of a list such as '0-3,8'."""
+    spans = (part.split("-") for part in ranges.split(",") if part)
+    return {number for span in spans for number in range(int(span[0]), int(span[-1]) + 1)}
+
+
 def device_name(device: torch.device) -> str:
     """'cpu', or 'cuda (NVIDIA H100 80GB HBM3)'."""
     if device.type == "cuda":

@@ -13,10 +13,12 @@ import platform
 import shutil
 import sys
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from dlrm_core.errors import MissingToolError
-from dlrm_core.machine import cpu_flags, read_text
+from dlrm_core.machine import cpu_flags, numa_nodes, read_text
+from dlrm_core.units import counted
 from dlrm_workbook.machine import machine_facts, memory_limit, nvidia_gpus
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
@@ -73,6 +75,7 @@ def examine() -> list[Part]:
         _gpu_counters(),
         power,
         _several_ranks(),
+        _numa(),
         _notebook_tools(),
         _browser(),
         _memory(),
@@ -216,6 +219,23 @@ def _several_ranks() -> Part:
     found = f"missing: {', '.join(missing)}" if missing else "torchrec, fbgemm_gpu"
     cost = f"torchrun, and measuring in dlrm run scaling, need it: {INSTALL}"
     return _part("several ranks (TorchRec)", not missing, found, cost)
+
+
+def _numa() -> Part:
+    """Sockets, NUMA nodes and their CPUs, and how one process's tables are spread over them."""
+    topology = Path("/sys/devices/system/cpu").glob("cpu[0-9]*/topology/physical_package_id")
+    sockets = max(1, len({read_text(file) for file in topology}))
+    nodes = numa_nodes()
+    found = f"{counted(sockets, 'socket')}, {counted(max(1, len(nodes)), 'NUMA node')}"
+    if len(nodes) < 2:
+        return Part("NUMA", True, found)
+    each = "; ".join(f"node {node}: {len(cpus)} CPUs" for node, cpus in nodes.items())
+    found += f" ({each}); torchrun's ranks on CPUs are bound to them"
+    tool = shutil.which("numactl")
+    if tool:
+        found += "; to spread the tables of one process: numactl --interleave=all dlrm train ..."
+    cost = "The tables of one process all lie on the node that fills them: numactl spreads them."
+    return _part("NUMA", tool is not None, found if tool else f"{found}; no numactl", cost)
 
 
 def _notebook_tools() -> Part:

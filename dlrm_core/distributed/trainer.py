@@ -109,7 +109,8 @@ class DistributedTrainer(TrainingLoop[DistributedStep]):
 
     def holdings(self) -> list[str]:
         """A line a rank: who it is, and which tables it has; every rank must ask."""
-        own = f"host {self.world.host}, process {os.getpid()}"
+        bound = f", bound to {self.world.bound_to}" if self.world.bound_to else ""
+        own = f"host {self.world.host}, process {os.getpid()}{bound}"
         return describe(self.tables.shards, gathered(self.world, own))
 
     def next_batch(self) -> LocalBatch:

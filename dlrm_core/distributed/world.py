@@ -7,8 +7,9 @@ import datetime
 import json
 import os
 import socket
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 from dlrm_core.config import TrainingConfig
 from dlrm_core.errors import InputError
-from dlrm_core.machine import die_with_parent, resolve_device
+from dlrm_core.machine import die_with_parent, numa_nodes, resolve_device
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -31,6 +32,7 @@ class World:
         device: what it computes on; with several GPUs the one of its local rank.
         backend: 'gloo' between CPUs, 'nccl' between GPUs.
         threads: CPU threads of one operator.
+        bound_to: such as 'NUMA node 0', where the rank may run; '': anywhere.
     """
 
     rank: int
@@ -41,6 +43,7 @@ class World:
     device: torch.device
     backend: str
     threads: int
+    bound_to: str = ""
 
     @property
     def first(self) -> bool:
@@ -90,6 +93,35 @@ def read_world(config: TrainingConfig) -> World:
     )
 
 
+def nodes_of_rank(nodes: Sequence[int], local_rank: int, local_size: int) -> list[int]:
+    """The NUMA nodes of one of a host's ranks: equal shares, or nodes shared by equally many.
+
+    Empty where there is one node only, or ranks and nodes do not divide evenly.
+    """
+    count = len(nodes)
+    if count < 2 or local_size < 2 or (local_size % count and count % local_size):
+        return []
+    first = local_rank * count // local_size
+    return list(nodes[first : first + max(1, count // local_size)])
+
+
+def bound(world: World) -> World:
+    """Keep a rank of a CPU on its NUMA nodes, if its host has several.
+
+    Memory follows: the kernel takes pages from the node of the CPU that first writes to them.
+    """
+    nodes = numa_nodes() if world.device.type == "cpu" else {}
+    own = nodes_of_rank(list(nodes), world.local_rank, world.local_size)
+    if not own:
+        return world
+    cpus = set().union(*(nodes[node] for node in own))
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            os.sched_setaffinity(int(thread.name), cpus)
+    named = ", ".join(map(str, own))
+    return replace(world, bound_to=f"NUMA {'node' if len(own) == 1 else 'nodes'} {named}")
+
+
 @contextlib.contextmanager
 def joined(config: TrainingConfig) -> Iterator[World]:
     """Meet the other ranks; they part when the block ends without an error.
@@ -99,7 +131,7 @@ def joined(config: TrainingConfig) -> Iterator[World]:
     Raises:
         InputError: see :func:`read_world`.
     """
-    world = read_world(config)
+    world = bound(read_world(config))
     die_with_parent()
     torch.set_num_threads(world.threads)
     # who is missing is found sooner, and named, by the watch
