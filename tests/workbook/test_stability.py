@@ -229,6 +229,8 @@ def test_a_test_needs_two_seeds_and_two_series():
 
 
 def test_precisions_that_cannot_be_are_refused_before_anything_runs(tmp_path):
+    with pytest.raises(InputError, match="seed_precisions is given, but seeds is 0"):
+        trained_or_read(parameters(), tmp_path, 0, precisions=["bf16"])
     for names, words in ((["fp64"], r"seed_precisions has 'fp64'"), (["fp32", "tf32"], "a GPU's")):
         with pytest.raises(InputError, match=words):
             trained_or_read(parameters(), tmp_path, 2, precisions=names)

@@ -143,4 +143,6 @@ def test_what_cannot_be_is_refused_before_anything_runs(tmp_path):
             trained_or_read(parameters(), tmp_path, target)
     with pytest.raises(InputError, match="price_per_hour is -1, expected 0"):
         trained_or_read(parameters(), tmp_path, 0.8, price_per_hour=-1.0)
+    with pytest.raises(InputError, match="mllog is given, but time_to_auc is 0"):
+        trained_or_read(parameters(), tmp_path, 0.0, mllog=True)
     assert not list(tmp_path.iterdir())

@@ -260,8 +260,8 @@ def trained_or_read(
             what sets it apart (``fp32``, ``bf16``).
 
     Raises:
-        InputError: no such folder, or it holds no result; or a precision is unknown or cannot be
-            had here.
+        InputError: no such folder, or it holds no result; a precision is unknown or cannot be
+            had here, or comes without seeds.
     """
     if finished:
         place = Path(finished).expanduser().absolute()
@@ -273,6 +273,8 @@ def trained_or_read(
             raise InputError(f"stability: {place} holds no {SUMMARY} of dlrm stability")
         return {one.name: read_stability(one) for one in folders}
     if not seeds:
+        if precisions:
+            raise InputError("seed_precisions is given, but seeds is 0: say how many are trained")
         return {}
     if not precisions:
         made = measure_stability(parameters, range(seeds), folder / "stability")

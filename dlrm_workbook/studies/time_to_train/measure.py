@@ -69,11 +69,16 @@ def trained_or_read(
     if not 0.0 <= price_per_hour < float("inf"):
         raise InputError(f"price_per_hour is {price_per_hour:g}, expected 0 (unknown) or more")
     if not target:
+        if mllog or price_per_hour:
+            given = "mllog" if mllog else "price_per_hour"
+            raise InputError(
+                f"{given} is given, but time_to_auc is 0: nothing is trained to a target"
+            )
         return None
     chosen, place = to_target(parameters, target), folder / "time_to_train"
-    given = place / "parameters.json"
-    write_json(given, chosen.to_sections())
-    command = python_module("dlrm_workbook", "train", "-f", given, "--output", place)
+    file = place / "parameters.json"
+    write_json(file, chosen.to_sections())
+    command = python_module("dlrm_workbook", "train", "-f", file, "--output", place)
     if mllog:
         command += ["--mllog", str(place / "mllog.txt")]
     run_child(command, stage="training to the target").require_success("dlrm train")
