@@ -51,6 +51,8 @@ LINE_LIMIT = 1 << 20
 
 KEPT_OUTPUT = 64 << 20
 """Bytes of a child's output that are kept in memory, counted from its end."""
+KEPT_BEGIN = KEPT_END = 16 << 20
+"""Bytes that are kept of both ends of a longer log."""
 
 _RAISED = re.compile(
     r"(\[rank\d+\]: ?)?([A-Za-z_.]*(Error|Exception|Interrupt)|Fatal Python error): \S"
@@ -266,7 +268,9 @@ def run_child(
         logs.mkdir(parents=True, exist_ok=True)
         stem = re.sub("[^A-Za-z0-9_.-]+", "-", stage)
         stdout, stderr = fresh_path(logs / f"{stem}.out"), fresh_path(logs / f"{stem}.err")
-        out, err = (stack.enter_context(p.open("wb", buffering=0)) for p in (stdout, stderr))
+        # appended to, so that what is cut out of them leaves no hole
+        out, err = (stack.enter_context(p.open("ab", buffering=0)) for p in (stdout, stderr))
+        left_out = dict.fromkeys((stdout, stderr), 0)
         watch = _Watch(stage, on_line, detail)
         with started(
             command,
@@ -280,6 +284,9 @@ def run_child(
             watch.follow(process.stdout, out)
             while process.poll() is None:
                 watch.wait(POLL_S)
+                with contextlib.suppress(OSError):  # whoever writes to it says what is wrong
+                    for file in left_out:
+                        left_out[file] = _shortened(file, left_out[file])
                 if progress is not None:
                     progress(watch.progress())
                 if watch.log_error is not None:
@@ -480,6 +487,28 @@ def _json_object(line: str | bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
+
+
+def _shortened(log: Path, left_out: int) -> int:
+    """Keep no more than :data:`KEPT_OUTPUT` of a log that is being written: its begin and its end.
+
+    Args:
+        left_out: bytes that were left out of it before.
+
+    Returns:
+        Bytes that were left out in all, which a line between the two says.
+    """
+    size = log.stat().st_size
+    if size <= KEPT_OUTPUT:
+        return left_out
+    with log.open("r+b") as file:
+        file.seek(size - KEPT_END)
+        end = file.read(KEPT_END)
+        left_out += size - KEPT_BEGIN - KEPT_END
+        file.seek(KEPT_BEGIN)
+        file.write(f"\n[dlrm: {left_out:,} bytes of output are left out here]\n".encode() + end)
+        file.truncate()
+    return left_out
 
 
 def _tail(path: Path) -> str:

@@ -13,6 +13,7 @@ import pytest
 
 from dlrm_core.errors import InputError
 from dlrm_core.machine import STARTER, end_with_starter, ending_with_us
+from dlrm_workbook import processes
 from dlrm_workbook.evidence.contestants import environment_of, settings
 from dlrm_workbook.processes import (
     MeasurementError,
@@ -147,3 +148,27 @@ def test_only_our_interpreter_is_told_who_started_it(monkeypatch: pytest.MonkeyP
     assert STARTER not in run_child(["/usr/bin/env"], stage="t").stdout
     told = run_child(python(f"import os; print(os.environ['{STARTER}'])"), stage="t").stdout
     assert int(told) == os.getpid()
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_of_endless_output_the_begin_and_the_end_are_kept(
+    stream: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "KEPT_OUTPUT", 400_000)
+    monkeypatch.setattr(processes, "KEPT_BEGIN", 50_000)
+    monkeypatch.setattr(processes, "KEPT_END", 50_000)
+    program = (
+        "import sys, time\n"
+        "for number in range(30):\n"
+        f"    print('line', number, 'x' * 100_000, file=sys.{stream}, flush=True)\n"
+        "    time.sleep(0.05)\n"
+        f"print('the end', file=sys.{stream})"
+    )
+    done = run_child([sys.executable, "-c", program], stage="s", logs=tmp_path)
+    text = (tmp_path / ("s.out" if stream == "stdout" else "s.err")).read_text()
+    assert text.startswith("line 0 ") and text.endswith("the end\n")
+    assert len(text) < 2_000_000  # of 3 MB; what came since the last look is there in full
+    told = [line for line in text.splitlines() if line.startswith("[dlrm: ")]
+    assert len(told) == 1 and told[0].endswith("bytes of output are left out here]")
+    assert int(told[0].split()[1].replace(",", "")) > 1_000_000
+    assert done.last_words() == "the end"
