@@ -23,7 +23,7 @@ START, STOP, POINT = "INTERVAL_START", "INTERVAL_END", "POINT_IN_TIME"
 
 
 class Logged(Protocol):
-    """What the log asks of a training loop (:class:`dlrm_core.train.TrainingLoop`)."""
+    """The attributes that the log reads of a :class:`dlrm_core.train.TrainingLoop`."""
 
     parameters: Parameters
     epoch: Epoch

@@ -50,7 +50,7 @@ ORIGIN = "source_feature_spec.yaml"
 
 @dataclass(frozen=True)
 class Conversion:
-    """What is to be converted, and to what.
+    """The data set to convert, and the layout wanted.
 
     Attributes:
         path: of the data set; of terabyte also one .bin file.
@@ -70,7 +70,7 @@ class Conversion:
 
 @dataclass(frozen=True)
 class Converted:
-    """What a conversion did.
+    """The outcome of a conversion.
 
     Attributes:
         folder: of the new data set.
@@ -170,7 +170,7 @@ def _parts(request: Conversion) -> list[Part]:
 
 
 def _write(request: Conversion, parts: list[Part], place: Workplace) -> int:
-    """Write all splits into a workplace; how many dense values lost digits."""
+    """Write all splits into a workplace, and count the dense values that lost digits."""
     origin = _origin(request, parts)
     spec = None
     if request.after == "split_binary":
@@ -314,7 +314,7 @@ def _write_files(
 
 
 def _values(block: Block, output: Output, split: Split) -> tuple[np.ndarray, int]:
-    """What a block puts into a file, and how many values lost digits."""
+    """The values that a block puts into a file, and how many of them lost digits."""
     if output.kind == "label":
         return block.labels.astype(output.dtype), 0
     if output.kind == "dense":

@@ -287,7 +287,7 @@ def _columns(file: Path, names: Sequence[str]) -> tuple[str, list[str], list[str
 
 
 def _about(file: Path, metadata: Any, tables: int) -> dict[str, Any]:
-    """What a file of ours says of itself; {} of a file of others."""
+    """The metadata that a file of ours has; {} of a file of others."""
     if not metadata or ABOUT not in metadata:
         return {}
     try:

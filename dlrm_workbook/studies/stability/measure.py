@@ -311,7 +311,7 @@ def with_precision(parameters: Parameters, name: str) -> Parameters:
 
 
 def precision_table(found: Mapping[str, Stability]) -> pd.DataFrame:
-    """Whether other precisions train to another AUC (or loss) than the first series.
+    """Test whether other precisions train to another AUC (or loss) than the first series.
 
     The same seed has the same data and initial weights in each series, so the differences seed
     by seed are tested (Student's t, two-sided), and the p-values of several series corrected

@@ -129,7 +129,7 @@ SIGNIFICANT = 0.05
 
 
 def significance_sentence(table: pd.DataFrame) -> Text:
-    """Whether precisions train to different AUCs, in words.
+    """Say whether precisions train to different AUCs.
 
     Args:
         table: what :func:`.measure.precision_table` gives, at least a row.
@@ -146,8 +146,8 @@ def significance_sentence(table: pd.DataFrame) -> Text:
         else:
             most = max(abs(row.difference_low), abs(row.difference_high))
             said.append(
-                f"{pair}: no difference in {row.metric} was shown (p = {row.p_value:.2g}); one "
-                f"above {most:.2g} is unlikely."
+                f"{pair}: no difference in {row.metric} was shown (p = {row.p_value:.2g}); "
+                f"more than {most:.2g} is unlikely."
             )
     return Text(" ".join(said))
 

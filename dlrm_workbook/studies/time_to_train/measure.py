@@ -32,7 +32,7 @@ KEPT = (
     *("auc", "best_auc", "samples_per_second", "power", "device", "threads", "notices"),
     "evaluations",
 )
-"""What the record takes from the training's result.json."""
+"""Fields that the record takes from the training's result.json."""
 
 
 def trained_or_read(
@@ -116,7 +116,7 @@ def to_target(parameters: Parameters, target: float) -> Parameters:
 
 
 def time_to_auc(record: dict[str, Any] | None) -> pd.DataFrame:
-    """What the training took: a row, or none.
+    """Time, samples, energy and cost of the training: a row, or none.
 
     Returns:
         ``run``, ``target_auc``, ``auc`` (of the last evaluation), ``reached``; until then

@@ -65,7 +65,7 @@ def auc_curve(found: pd.DataFrame) -> go.Figure:
 
 
 def sentence(record: dict[str, Any] | None) -> Text | None:
-    """Whether the target was reached, and what could not be measured."""
+    """Say whether the target was reached, and name what could not be measured."""
     if record is None:
         return None
     result, target = record["result"], record["target"]
