@@ -64,7 +64,9 @@ def signed_digits(difference: float) -> str:
 
 
 def signed_milliseconds(difference: float) -> str:
-    """``+1.20 ms``, ``−3.00 ms``; ``0 ms`` where nothing changed."""
+    """``+1.20 ms``, ``−3.00 ms``, ``−0.500 µs``; ``0 ms`` where nothing changed."""
+    if 0 < abs(difference) < 1e-3:
+        return f"{signed_digits(1e3 * difference)} µs"
     return f"{signed_digits(difference)} ms"
 
 

@@ -252,10 +252,11 @@ OUTLOOK = {"dense": {TUNED: 0.80, f"{TUNED} bf16": 0.75}}
 """Share of its matrix products that the dense part is to reach, by contestant."""
 
 LOOKS = {
-    "step_ms": ("step", theme.COLOURS["top_mlp"], "circle", -0.22),
-    "end_to_end_ms": ("end to end, with data", theme.COLOURS["data"], "diamond", 0.22),
+    "step_ms": ("step", theme.COLOURS["top_mlp"], "circle", -0.1),
+    "end_to_end_ms": ("end to end, with data", theme.COLOURS["data"], "diamond", 0.3),
 }
-"""Of a ratio: its name, colour, marker, and how far from the middle of its row."""
+"""Name, colour and marker of a ratio, and how far it lies below the middle of its row: on a narrow
+screen the label of the row stands above it."""
 
 
 def colour_of(name: str) -> str:
