@@ -296,8 +296,8 @@ class Plan:
                 own[key] = places if isinstance(own[key], list) else "".join(places)
 
     def check(self, parameters: Parameters) -> None:
-        """Refuse a ``change`` that these parameters cannot take, and a recording that is none,
-        before anything runs.
+        """Refuse a ``change`` that these parameters cannot take, and a recording, record or
+        benchmark that is none, before anything runs.
 
         Raises:
             InputError: naming the field that cannot have its value, or the file.
@@ -306,6 +306,15 @@ class Plan:
             for name in ("profile_run", "host_run"):
                 if own.get(name):
                     require_recording(Path(own[name]).expanduser())
+            if own.get("record"):
+                # these bring pandas along, which no other run of this process needs
+                from dlrm_workbook.analysis.ranks.record import read_record
+
+                read_record(Path(own["record"]).expanduser())
+            if own.get("results"):
+                from dlrm_workbook.studies.bench.analyse import read_benchmark
+
+                read_benchmark(Path(own["results"]).expanduser())
             if own.get("change"):
                 apply_change(parameters, own["change"])
 

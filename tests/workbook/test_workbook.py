@@ -575,3 +575,20 @@ def test_the_next_command_has_the_options_of_the_run(
     assert typed_options(run) == options
     (tmp_path / SWEEP).write_text("{}")
     assert typed_options(run) == [], "the file of a sweep is not that of its point"
+
+
+@pytest.mark.parametrize("content", ["", "not json", "[]", '{"a": 1}', '{"schema": -1}'])
+@pytest.mark.parametrize(("notebook", "name"), [("scaling", "record"), ("benchmark", "results")])
+def test_a_file_of_another_kind_is_refused_before_anything_runs(
+    tmp_path: Path, notebook: str, name: str, content: str
+) -> None:
+    file = tmp_path / "file.json"
+    file.write_text(content)
+    with pytest.raises(InputError, match=r"file\.json: (is no|cannot be read)"):
+        run_notebooks(
+            [notebook],
+            REPOSITORY / "parameters" / "quick.yaml",
+            [f"{name}={file}"],
+            tmp_path / "out",
+        )
+    assert not (tmp_path / "out").exists()
