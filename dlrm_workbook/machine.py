@@ -152,4 +152,5 @@ def _git(*arguments: str) -> str:
     """Output of a git command in the repository; empty where there is no git or no repository."""
     if not (REPOSITORY / ".git").exists():
         return ""
-    return output_of(["git", "-C", str(REPOSITORY), *arguments]).strip()
+    # a look at the status would lock the index, and leave the lock there if we are killed
+    return output_of(["git", "--no-optional-locks", "-C", str(REPOSITORY), *arguments]).strip()
