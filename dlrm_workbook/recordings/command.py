@@ -27,8 +27,8 @@ STAGE = "command"
 CHANGES = (
     "The program was not edited. A start-up file on PYTHONPATH hooked the optimizers of torch: an "
     "iteration is what lies between the ends of two steps, so an accumulation of gradients is "
-    "one iteration. The stack of its Python code was sampled while it was recorded, and it was "
-    "ended once everything was recorded."
+    "one iteration. While it was recorded, hooks around the forward of its modules named their "
+    "work and the stack of its Python code was sampled. It was ended once everything was recorded."
 )
 
 CHANGES_TIMED = (
