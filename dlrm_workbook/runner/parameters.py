@@ -18,8 +18,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import nbformat
-
 from dlrm_core.cli import parameters_file
 from dlrm_core.config import SECTIONS
 from dlrm_core.errors import InputError
@@ -52,6 +50,8 @@ def read_notebook(path: Path) -> Any:
     Raises:
         InputError: the file cannot be read, or is no notebook.
     """
+    import nbformat  # only here: it takes a second of every page that only needs the names
+
     try:
         return nbformat.read(path, as_version=4)
     except (OSError, ValueError, nbformat.ValidationError) as error:
