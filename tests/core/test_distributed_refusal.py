@@ -89,7 +89,7 @@ def test_options_of_one_process_do_nothing_on_ranks_and_that_is_said():
     tuned = load_parameters("parameters/kalamkar_small.yaml").training
     config, notices = config_of_rank(tuned)
     assert (config.dense_backend, config.fp32_matmul, config.embedding_backend) == (
-        *("torch", "default"),
+        *("torch", "onednn"),
         "torch",
     )
     assert [notice.partition(" has no effect on several ranks")[0] for notice in notices] == [
