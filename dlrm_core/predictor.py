@@ -31,7 +31,7 @@ from dlrm_core.train import prepare_model
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What ``--file``, ``-p`` and ``--checkpoint`` ask to predict with.
+    """The model that ``--file``, ``-p`` and ``--checkpoint`` ask to predict with.
 
     Attributes:
         checkpoint: whose weights are used; None: initial ones.
@@ -118,7 +118,7 @@ class Predictor:
         return self.checkpoint.step if self.checkpoint else 0
 
     def facts(self, notices: list[str]) -> dict[str, Any]:
-        """What the last line says of the model; all notices are printed on standard error.
+        """The last line's facts about the model; all notices are printed on standard error.
 
         Args:
             notices: more of them, of the figures.

@@ -22,7 +22,7 @@ class Share(NamedTuple):
 
 
 WHOLE = Share()
-"""What one process has."""
+"""The share of a process that trains alone: everything."""
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ class Rewound(Protocol):
         """The next batch of the stream; None: of the usual size."""
 
     def state(self) -> dict[str, Any]:
-        """Where the stream stands."""
+        """The stream's position, which ``restore`` takes."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
@@ -95,7 +95,7 @@ class RepeatedBatches:
         return batch
 
     def state(self) -> dict[str, Any]:
-        """Where the stream stands (see :class:`dlrm_core.data.loader.Resumable`)."""
+        """The stream's position (see :class:`dlrm_core.data.loader.Resumable`)."""
         return {"batches": self.taken, "stream": self._generator.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:

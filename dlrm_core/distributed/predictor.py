@@ -28,7 +28,7 @@ from dlrm_core.machine import device_name
 from dlrm_core.predictor import Asked, Predictor
 
 HOST = torch.device("cpu")
-"""Where every rank's batches are made."""
+"""The device on which every rank's batches are made."""
 
 
 class RankPredictions:
@@ -124,7 +124,7 @@ class RankPredictor(Predictor):
         return agreed(self._world, seconds)
 
     def facts(self, notices: list[str]) -> dict[str, Any]:
-        """As one process's, and what each rank holds; all must ask."""
+        """The facts that one process gives, and what each rank holds; all must ask."""
         about = gathered(self._world, about_rank(self._world, self._step.tables))
         alone = {
             "embedding_backend": self._step.tables.backend,

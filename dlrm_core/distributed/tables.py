@@ -353,7 +353,7 @@ def local_batch(
 
 
 def about_rank(world: World, tables: ShardedTables) -> dict[str, Any]:
-    """What the last line of a command, and ``result.json``, say of a rank."""
+    """A rank's entry in a command's last line and in ``result.json``."""
     own = [shard for shard, _ in tables.local]
     return {
         "rank": world.rank,

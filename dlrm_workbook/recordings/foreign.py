@@ -231,7 +231,7 @@ _NODE = re.compile(
     r"torch::autograd::CppNode<(?:[\w()]+ ?[\w()]*::)*(?P<custom>\w+)>"
 )
 MODULE_PREFIX = "nn.Module: "
-"""Of a module's call among the Python functions."""
+"""Begin of the name that torch gives a module's call among the Python functions."""
 ENGINE_PREFIX = "autograd::engine::"
 """Of what autograd's own threads run."""
 _ENGINE = "autograd::engine::evaluate_function: "

@@ -100,7 +100,7 @@ def test_one_step_of_sgd_is_the_numerical_gradient(interaction, loss, itself, mi
     ],
 )
 def test_an_optimizer_without_the_compiler_updates_to_the_same_bits(optimizer, sparse):
-    """As torch's own does, under the same name for profilers."""
+    """The bits are those of torch's own optimizer, under the same name for profilers."""
     found = {}
     for kind in (optimizer, without_compiler(optimizer)):
         torch.manual_seed(1)

@@ -280,8 +280,8 @@ def irregular(evidence: Evidence, ledger: Ledger) -> Measured | None:
 
 
 def _grown(evidence: Evidence, slow: np.ndarray, steady: np.ndarray) -> pd.Series:
-    """What takes longer in a slow iteration than in a steady one, ms by name, most first: kernels,
-    copies and what the host is in while the GPU is idle. Empty without a GPU's timeline."""
+    """Time by which a slow iteration exceeds a steady one, ms by name, most first: kernels, copies
+    and what the host is in while the GPU is idle. Empty without a GPU's timeline."""
     if not evidence.has_timeline:
         return pd.Series(dtype=float)
     profile = evidence.profile

@@ -243,7 +243,7 @@ def _while_waiting(evidence: Evidence, start: Any, end: Any) -> bool:
 
 
 def _waited_out(evidence: Evidence, launched: Any, begin: Any) -> Any:
-    """Which operations (n,) begin after a call that waits for the whole GPU and was made after
+    """Mark operations (n,) that begin after a call that waits for the whole GPU and was made after
     their launch: the call would have waited for them, so that their launch is not known."""
     profile = evidence.profile
     waits = profile.which("name", lambda name: bool(WHOLE_GPU.fullmatch(name)))

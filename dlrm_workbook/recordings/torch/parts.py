@@ -53,7 +53,7 @@ MODEL = ("bottom_mlp", "embedding", "interaction", "top_mlp", "loss")
 """Parts that a forward pass goes through, and that have a backward pass."""
 
 NO_RECOMMENDER = ("other", MLP, "embedding")
-"""What names say at most of a module in a program that is no DLRM."""
+"""Parts that names may give a module of a program that is no DLRM."""
 
 BETWEEN = {
     ("bottom_mlp", "interaction"): "interaction",

@@ -20,7 +20,7 @@ from dlrm_workbook.ledger import read_document
 from dlrm_workbook.processes import python_module, run_child
 
 RECORD = "time_to_train.json"
-"""Of a benchmark's folder."""
+"""File of a benchmark's folder."""
 
 SCHEMA = 1
 WHAT = "record of a training to a target"
