@@ -21,7 +21,8 @@ held out no more. Sets B and C (``gpu_set_b.py``, ``gpu_set_c.py``) are by an au
 read the rules, each with the answers decided before it was run; so is set D (``gpu_set_d.py``),
 whose small plants take 5 to 10 % of the step and must be listed anywhere. Whoever writes rules
 should not read a set before its first run is on record. Set E (``gpu_set_e.py``) is by the author
-of rules.
+of rules. Set F (``gpu_set_f.py``) is again by an author who had not read them, and is judged as
+set D is.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ import gpu_set_b
 import gpu_set_c
 import gpu_set_d
 import gpu_set_e
+import gpu_set_f
 from database_edits import DatabaseCopy
 from gpu_kinds import (
     OPEN_ENDED,
@@ -485,6 +487,7 @@ SETS = {
     "C": gpu_set_c.FAULTS,
     "D": gpu_set_d.FAULTS,
     "E": gpu_set_e.FAULTS,
+    "F": gpu_set_f.FAULTS,
 }
 FAULTS = {kind: fault for faults in SETS.values() for kind, fault in faults.items()}
 
@@ -570,6 +573,8 @@ CLEAN: dict[str, Callable[[Trace, Draw], Trace]] = {
     "thinned": thinned,
     "shuffled": shuffled,
 }
+CLEAN_OF = {"D": gpu_set_d.CLEAN, "F": gpu_set_f.CLEAN}
+"""Sets with harmless edits of their own."""
 CLEAN_RECORDINGS = ("bert", "meta", "graphs", "resnet", "rank0", "rank5*8")
 
 
@@ -774,7 +779,7 @@ def clean_trial(kind: str, name: str, seed: int) -> dict[str, Any]:
     draw = Draw(f"{kind} {name} {seed}")
     row: dict[str, Any] = {"kind": kind, "recording": name, "seed": seed, "size": "clean"}
     try:
-        found = of_one((CLEAN | gpu_set_d.CLEAN)[kind](recording(name), draw))
+        found = of_one((CLEAN | gpu_set_d.CLEAN | gpu_set_f.CLEAN)[kind](recording(name), draw))
     except Exception:
         return row | {"error": traceback.format_exc()[-2000:], "good": False, "new": []}
     known = {(finding["id"], finding["component"]) for finding in baseline(name)}
@@ -902,7 +907,7 @@ def _chosen(faults: str, kinds: str, seeds: range) -> Iterator[tuple[Any, ...]]:
                 yield trial, kind, *what
     if kinds in ("all", "clean"):
         for seed in seeds:
-            for kind in gpu_set_d.CLEAN if faults == "D" else CLEAN:
+            for kind in CLEAN_OF.get(faults, CLEAN):
                 yield from ((clean_trial, kind, name, seed) for name in CLEAN_RECORDINGS)
     if kinds in ("all", "control"):
         yield from ((control_trial, "control", name) for name in CONTROLS)

@@ -79,7 +79,7 @@ class Trace:
 
     def _index(self) -> None:
         self._likes: dict[tuple[tuple[str, ...], str], Event] = {}
-        self._points: dict[int, list[float]] = {}
+        self._points: dict[Any, list[float]] = {}
         self.start = np.array([event.get("ts", self.base) - self.base for event in self.events])
         self.length = np.array([event.get("dur", 0) or 0 for event in self.events], dtype=float)
         category = [str(event.get("cat", "")).lower() for event in self.events]
@@ -134,8 +134,9 @@ class Trace:
 
     def points(self, step: int) -> list[float]:
         """Times in an iteration at which its thread enters an operator from none."""
-        if step in self._points:
-            return self._points[step]
+        key = self.thread, step
+        if key in self._points:
+            return self._points[key]
         first, last = self.steps[step]
         own = sorted(
             (self.start[row], -self.length[row])
@@ -154,10 +155,10 @@ class Trace:
             for row in self.runtime
             if WAITS.match(self.events[row]["name"])
         ]
-        self._points[step] = [
+        self._points[key] = [
             at for at in found if not any(start < at < end for start, end in waits)
         ]
-        return self._points[step]
+        return self._points[key]
 
     def model_points(self, step: int) -> list[float]:
         """The points of an iteration in the model's forward, where that is marked; else those

@@ -6,11 +6,13 @@ All of it is ``tests/campaigns/gpu_faults.py``, whose results are in ``benchmark
 from __future__ import annotations
 
 import re
+from collections import Counter
 from itertools import zip_longest
 from pathlib import Path
 
 import gpu_faults
 import gpu_set_d
+import gpu_set_f
 import numpy as np
 import pytest
 from gpu_kinds import kernels
@@ -191,7 +193,7 @@ def test_edited_databases_are_read_as_longer_ones(kind: str, tmp_path: Path) -> 
 def test_sets_have_kinds_of_their_own() -> None:
     sets = gpu_faults.SETS
     assert len(gpu_faults.FAULTS) == sum(len(faults) for faults in sets.values())
-    assert all(fault.held_out for name in "BCD" for fault in sets[name].values())
+    assert all(fault.held_out for name in "BCDF" for fault in sets[name].values())
 
 
 def test_ranks_wait_for_the_straggler() -> None:
@@ -227,10 +229,12 @@ def test_what_changes_nothing_raises_no_finding(kind: str) -> None:
         assert row["good"], row
 
 
-@pytest.mark.parametrize("kind", list(gpu_set_d.CLEAN))
-def test_harmless_edits_of_set_d_keep_the_work(kind: str) -> None:
+@pytest.mark.parametrize("kind", [*gpu_set_d.CLEAN, *gpu_set_f.CLEAN])
+def test_harmless_edits_of_a_sealed_set_keep_the_work(kind: str) -> None:
     plain = gpu_faults.recording("rank0")
-    edited = gpu_set_d.CLEAN[kind](gpu_faults.recording("rank0"), gpu_faults.Draw(3))
+    edited = (gpu_set_d.CLEAN | gpu_set_f.CLEAN)[kind](
+        gpu_faults.recording("rank0"), gpu_faults.Draw(3)
+    )
     times = len(edited.steps) // len(plain.steps)
     assert times == 1 or kind == "more_steps"
     assert edited.problems() == [] and len(edited.device) == times * len(plain.device)
@@ -247,8 +251,49 @@ def test_harmless_edits_of_set_d_keep_the_work(kind: str) -> None:
 def test_small_plants_of_set_d_take_a_tenth_of_the_step() -> None:
     for kind, fault in gpu_set_d.FAULTS.items():
         assert fault.listed and fault.small == (0.055, 0.11), kind
-    _, _, share = gpu_faults.planted("barrier", "rank0", gpu_faults.Draw(5), 0.1)
-    assert 0.05 < share < 0.12
+    for kind in ("barrier", "backward_hooks"):
+        _, _, share = gpu_faults.planted(kind, "rank0", gpu_faults.Draw(5), 0.1)
+        assert 0.05 < share < 0.12
+
+
+@pytest.mark.parametrize("kind", [kind for kind in gpu_set_f.FAULTS if _short(kind)])
+def test_planted_work_of_set_f_has_one_launch_each(kind: str) -> None:
+    name = _short(kind)
+    plain, trace = gpu_faults.recording(name), gpu_faults.recording(name)
+    gpu_set_f.FAULTS[kind].plant(trace, gpu_faults.Draw(kind), trace.step_us)
+    edited = trace.replay()
+    work = Counter(edited.events[row]["args"]["correlation"] for row in edited.device)
+    known = Counter(plain.events[row]["args"]["correlation"] for row in plain.device)
+    calls = Counter(_correlations(edited))
+    assert all(work[number] == 1 and calls[number] == 1 for number in set(work) - set(known))
+    assert edited.length.min() >= 0.0 and edited.problems() == []
+
+
+def test_hooks_lengthen_the_nodes_that_they_run_in() -> None:
+    plain, trace = gpu_faults.recording("rank0"), gpu_faults.recording("rank0")
+    gpu_set_f.backward_hooks(trace, gpu_faults.Draw(1), 8000.0)
+    edited = trace.replay()
+    spent = [
+        sum(
+            each.length[row]
+            for row in each.operators
+            if each.events[row]["name"] == gpu_set_f.ACCUMULATES
+        )
+        for each in (plain, edited)
+    ]
+    assert spent[1] - spent[0] == pytest.approx(8000.0, rel=0.01)
+    assert len(edited.events) == len(plain.events)
+
+
+def test_host_functions_hold_their_stream_and_not_the_host() -> None:
+    trace = gpu_faults.recording("rank0")
+    gpu_set_f.host_functions(trace, gpu_faults.Draw(1), trace.step_us)
+    edited, plain = trace.replay(), gpu_faults.recording("rank0")
+    calls = [row for row in edited.runtime if edited.events[row]["name"] == "cudaLaunchHostFunc"]
+    assert calls and edited.length[calls].max() < 10.0
+    assert len(edited.device) == len(plain.device)
+    assert gpu_faults.span(edited) > 1.5 * gpu_faults.span(plain)
+    assert _busy_us(edited) == pytest.approx(_busy_us(plain), rel=0.01)
 
 
 def test_processor_stops_once_per_period() -> None:
