@@ -155,6 +155,21 @@ def test_idle_time_with_work_in_the_queue_is_not_the_hosts(trace: Trace) -> None
     assert "400 µs (median)" in first.evidence or "0.400 ms (median)" in first.evidence
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_work_behind_a_function_of_the_host_is_no_other_process(trace: Trace, before: bool) -> None:
+    in_slices(trace, launch_ahead=True)
+    for number in range(STEPS):
+        # the step's kernels are launched at 5 and 10 us
+        at = number * STEP_US + (7.5 if before else 15.0)
+        trace.host("cuda_runtime", "cudaLaunchHostFunc", at, at + 1)
+    rules = found(trace.read())
+    assert ("host_functions" in rules, "gpu_taken" in rules) == (before, not before)
+    if before:
+        said = rules["host_functions"]
+        assert "functions of the host" in said.title and "cudaLaunchHostFunc" in said.evidence
+        assert said.share_of_step == pytest.approx(400 / 995, abs=0.02)
+
+
 def test_idle_time_before_a_launch_is_no_other_process(trace: Trace) -> None:
     in_slices(trace, launch_ahead=False)
     assert "gpu_taken" not in found(trace.read())

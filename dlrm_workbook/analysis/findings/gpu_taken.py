@@ -1,6 +1,7 @@
-"""A GPU that gives less than it could: slower than it was, or busy with another program.
+"""A GPU that gives less than it could: slower than it was, busy with another program, or held up
+by functions of the host in its streams.
 
-Neither shows in what the program does: the same kernels are launched in the same order. What
+None shows in what the program computes: the same kernels are launched in the same order. What
 tells is the recording's own comparison: each launch with itself in earlier iterations, and idle
 time with the work that waits in the GPU's queue meanwhile.
 """
@@ -46,6 +47,9 @@ WHOLE_GPU = re.compile(r"(?:cu(?:da)?|hip)(?:Device|Ctx)Synchronize")
 
 SYNC = re.compile(r"(?:cu(?:da)?|hip)(?:Device|Stream|Event|Ctx)Synchronize\w*")
 """Calls that wait for the GPU."""
+
+HOST_FUNCTION = re.compile(r"(?:cu(?:da)?|hip)(?:LaunchHostFunc|StreamAddCallback)\w*")
+"""Calls that put a function of the host into a stream: later work there waits until it returns."""
 
 MANY_WAITS = 10
 """Such calls to each gap."""
@@ -175,16 +179,21 @@ def gpu_taken(evidence: Evidence, ledger: Ledger) -> Measured | None:
     start, end, start_up = _queued_gaps(evidence)
     inside = evidence.inside(start)
     start, end = start[inside], end[inside]
+    behind, calls = _behind_host_functions(evidence, end)
+    if (end - start)[behind].sum() > 0.5 * (end - start).sum():
+        start, end = start[behind], end[behind]
+    else:
+        calls = ""
     count = max(len(evidence.windows[0]), 1)
     lost = float((end - start).sum()) / 1e6 / count
     share = lost / evidence.total_ms
     if share < LOST_SHARE or len(start) < 2:
         return None
-    period = _period_ms(end)
+    period = None if calls else _period_ms(end)
     runtime = evidence.profile.contexts.loc[evidence.profile.of_kind("runtime"), "name"]
     if period is None and runtime.str.match(GRAPH_LAUNCH).any():
         return None  # kernels of graphs that were not recorded may run in the gaps
-    if period is None and _while_waiting(evidence, start, end):
+    if period is None and not calls and _while_waiting(evidence, start, end):
         return None  # a program that waits all the time: what it does between is the likelier cause
     ledger.taken = (start, end)
     ledger.idle_ms += lost
@@ -204,7 +213,47 @@ def gpu_taken(evidence: Evidence, ledger: Ledger) -> Measured | None:
             f"The gaps end every {period:.1f} ms: so a GPU goes round between processes that share "
             "it in time slices."
         )
-    return figures
+    return figures | (_HOST_FUNCTIONS | {"calls": calls} if calls else {})
+
+
+_HOST_FUNCTIONS: Measured = {
+    "id": "host_functions",
+    "title": "The GPU does nothing in {share:.0%} of the step because its streams wait for "
+    "functions of the host",
+    "evidence": (
+        "In {count:,.1f} gaps per iteration of {usual:ms} (median) no stream runs anything. The "
+        "work that ends each gap had been launched, behind a call of {calls}.",
+        "Such a call puts a function of the host into a stream, and later work of that stream "
+        "begins only when the function has returned.",
+    ),
+    "advice": "Take the functions out of the streams that compute: wait for an event on another "
+    "thread and do the work there, or put them on a stream of their own that waits for an event.",
+    "limit": "synchronisation",
+}
+"""Sentences that replace those of :func:`gpu_taken` where the recording has the cause."""
+
+
+def _behind_host_functions(evidence: Evidence, end: Any) -> tuple[Any, str]:
+    """Find the gaps whose cause is a function of the host in a stream.
+
+    Args:
+        end: (n,) ends of gaps, ns, where work begins.
+
+    Returns:
+        Which gaps (n,) end with work that was launched behind such a call, when what ran before
+        the gap had been launched already; the names of the calls.
+    """
+    profile = evidence.profile
+    holds = profile.which("name", lambda name: bool(HOST_FUNCTION.fullmatch(name)))
+    calls = profile.trace[holds[profile.trace["context"].to_numpy()]].sort_values("start_ns")
+    work = device_operations(profile)
+    launched = work["launch_start_ns"].to_numpy()
+    row = np.searchsorted(work["start_ns"].to_numpy(), end)
+    begun = calls["start_ns"].to_numpy()
+    earlier = np.searchsorted(begun, launched[np.maximum(row - 1, 0)])
+    behind = (row > 0) & (np.searchsorted(begun, launched[row]) > earlier)
+    names = sorted(set(profile.contexts["name"].iloc[calls["context"]]))
+    return behind & (launched[row] >= 0), ", ".join(names)
 
 
 def _queued_gaps(evidence: Evidence) -> tuple[Any, Any, float]:
