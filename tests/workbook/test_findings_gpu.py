@@ -170,6 +170,33 @@ def test_work_behind_a_function_of_the_host_is_no_other_process(trace: Trace, be
         assert said.share_of_step == pytest.approx(400 / 995, abs=0.02)
 
 
+@pytest.mark.parametrize(
+    ("name", "in_call"),
+    [
+        ("Activity Buffer Request", True),
+        ("Activity Buffer Request", False),
+        ("Lazy Function Loading", True),
+    ],
+)
+def test_time_that_the_profiler_takes_for_itself_is_named_as_its_own(
+    trace: Trace, name: str, in_call: bool
+) -> None:
+    for number in range(STEPS):
+        begin = trace.step(number)
+        trace.launch(begin + 5, "sm90_bf16_gemm", begin + 10, begin + 500)
+        called = (begin + 505, begin + 950) if in_call else (begin + 505, begin + 506)
+        trace.host("cuda_runtime", "cudaLaunchKernel", *called, correlation=900 + number)
+        trace.events.append(gpu_trace._span("overhead", name, begin + 510, begin + 910, tid=999))
+        trace.launch(begin + 955, "sm90_bf16_gemm", begin + 960, begin + 990)
+    rules = found(trace.read())
+    named = in_call and name == "Activity Buffer Request"
+    assert ("profiler_overhead" in rules) == named
+    if named:
+        said = listed(trace.read())[0]
+        assert said.id == "profiler_overhead" and f"{name} 0.400 ms" in said.evidence
+        assert said.share_of_step == pytest.approx(400 / 995, abs=0.02)
+
+
 def test_idle_time_before_a_launch_is_no_other_process(trace: Trace) -> None:
     in_slices(trace, launch_ahead=False)
     assert "gpu_taken" not in found(trace.read())

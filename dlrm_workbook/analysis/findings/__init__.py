@@ -60,6 +60,7 @@ EXPLAINS = {
     "synchronisation": STARVED,
     "blocking_launches": STARVED,
     "allocation": STARVED,
+    "profiler_overhead": STARVED,
     "rank_imbalance": ("exposed_communication",),
 }
 """Finding of a cause to those that speak of its effects: the cause stands before them."""
@@ -82,6 +83,7 @@ RULES: tuple[Rule, ...] = (
     ranks.waiting_for_last_rank,
     gpu_taken.slower_gpu,
     gpu_taken.gpu_taken,
+    gpu_taken.profiler_overhead,
     gpu.blocking_launches,
     gpu.synchronising,
     gpu.allocation,

@@ -1,5 +1,5 @@
 """A GPU that gives less than it could: slower than it was, busy with another program, or held up
-by functions of the host in its streams.
+by functions of the host in its streams or by the profiler.
 
 None shows in what the program computes: the same kernels are launched in the same order. What
 tells is the recording's own comparison: each launch with itself in earlier iterations, and idle
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from dlrm_core.units import milliseconds
 from dlrm_workbook.analysis.attribution import IDLE, iteration_state, windows
 from dlrm_workbook.analysis.context_tree import overlap, stretch_at, union
 from dlrm_workbook.analysis.findings.evidence import Evidence
@@ -154,6 +155,50 @@ def _all_kernels_ms(evidence: Evidence, spans: pd.DataFrame) -> np.ndarray:
 
     first, last = spans["start_ns"].to_numpy(), spans["end_ns"].to_numpy()
     return np.asarray(worked(last) - worked(first)) / 1e6
+
+
+@rule(
+    "profiler_overhead",
+    title="The GPU is idle {share:.0%} of the step while the profiler handles its own buffers",
+    evidence=(
+        "In {time:ms} per iteration the GPU does nothing because a call of the host is held up by "
+        "the profiler: {names}.",
+        "This loss is the profiler's own; without it the step is shorter by as much.",
+    ),
+    advice="Do not optimise the program for it. Record fewer events (no shapes, stacks or memory, "
+    "fewer iterations), or leave out the iterations that it falls into.",
+    limit="dispatch",
+    gpu=True,
+    concerns=(IDLE,),
+)
+def profiler_overhead(evidence: Evidence, ledger: Ledger) -> Measured | None:
+    """The GPU idles because the profiler holds the host up in a call of the GPU's driver."""
+    told = pd.DataFrame(evidence.meta.get("profiler_overhead") or {})
+    if told.empty or not evidence.has_timeline:
+        return None
+    idle = without(evidence.idle, ledger.taken)
+    context = idle["context"].to_numpy()
+    # the profiler's own threads work beside the host, and hold nothing up
+    called = evidence.profile.of_kind("runtime")[context] & (context >= 0)
+    idle = idle[called]
+    start, end = idle["start_ns"].to_numpy(), idle["end_ns"].to_numpy()
+    held = overlap(start, end, *union(told["start"].to_numpy(), told["end"].to_numpy()))
+    count = 1e6 * max(len(evidence.windows[0]), 1)
+    lost = float(held.sum()) / count
+    if lost < LOST_SHARE * evidence.total_ms:
+        return None
+    most = held > 0.5 * (end - start)
+    begun, done = ledger.taken
+    ledger.taken = union(np.append(begun, start[most]), np.append(done, end[most]))
+    ledger.idle_ms += lost
+    within = told[evidence.inside(told["start"].to_numpy())]
+    times = ((within["end"] - within["start"]) / count).groupby(within["name"]).sum()
+    named = times.sort_values(ascending=False).items()
+    return {
+        "share": lost / evidence.total_ms,
+        "time": lost,
+        "names": ", ".join(f"{name} {milliseconds(ms)}" for name, ms in named),
+    }
 
 
 @rule(

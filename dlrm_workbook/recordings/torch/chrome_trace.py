@@ -52,12 +52,22 @@ DEVICE_KINDS = {
 }
 """For spans of GPU streams."""
 
-MARK_KINDS = {"gpu_user_annotation": "annotation", "cuda_sync": "sync", "xpu_sync": "sync"}
-"""A range repeated over its kernels and a wait, on GPU streams: counted as time they would
-count it twice."""
+MARK_KINDS = {
+    "gpu_user_annotation": "annotation",
+    "cuda_sync": "sync",
+    "xpu_sync": "sync",
+    "overhead": "overhead",
+}
+"""A range repeated over its kernels and a wait, on GPU streams, and what CUPTI says of itself:
+counted as time they would count it twice."""
+
+PROFILERS_OWN = ("Activity Buffer Request", "Buffer Flush", "Instrumentation", "Resource")
+"""Overheads that would not be there without the profiler. The others of CUPTI's
+(``CUpti_ActivityOverheadKind``: drivers compile, modules load, a queue of commands is full) would.
+"""
 
 IGNORED = frozenset(
-    {"trace", "overhead", "cuda_event", "cuda_profiler_range", "external_correlation", "", "none"}
+    {"trace", "cuda_event", "cuda_profiler_range", "external_correlation", "", "none"}
     | {"hardware_counters", "xpu_scope_profiler", "collective_comm", "cpu_instant_event"}
 )
 """Categories of spans that are no work of the program's."""
@@ -119,8 +129,8 @@ class Events:
     """Line to the name of the thread."""
     rank: int
     marks: pd.DataFrame
-    """start, end, line, name, kind (``annotation``, ``sync``), correlation: of GPU streams, not
-    counted as time."""
+    """start, end, line, name, kind (``annotation``, ``sync``, ``overhead``), correlation: of GPU
+    streams and of the profiler, not counted as time."""
     flows: pd.DataFrame
     """forward, forward_line, backward, backward_line: when an operator ran, and its backward."""
     collectives: pd.DataFrame
@@ -180,6 +190,9 @@ class Events:
         if self.launched_before is not None:
             count, spent = self.launched_before
             found["launched_before_trace"] = {"count": count, "time_ms": spent / 1e6}
+        own = self.marks[self.marks["name"].isin(PROFILERS_OWN) & self.marks["kind"].eq("overhead")]
+        if len(own):
+            found["profiler_overhead"] = own[["name", "start", "end"]].to_dict("list")
         if len(self.device) and self.devices:
             found["device_name"] = self.devices[0]["name"]
         return found
@@ -352,6 +365,7 @@ def _times(column: tuple[Any, ...]) -> tuple[npt.NDArray[np.int64], npt.NDArray[
 _TIMED = {"start": "time", "duration": "time", "line": "number", "name": "number"}
 _NOTHING: dict[str, Any] = {}
 _SPAN_KINDS = ("operator", "annotation", "python", "runtime")
+_MARK_KINDS = tuple(dict.fromkeys(MARK_KINDS.values()))
 _CATEGORIES = ("kernel", "memcpy", "memset")
 
 
@@ -466,7 +480,7 @@ class _Walk:
             return
         line = self.lines[event["pid"], event["tid"]]
         if category in MARK_KINDS:
-            number = int(MARK_KINDS[category] == "sync")
+            number = _MARK_KINDS.index(MARK_KINDS[category])
             mark = (start, duration, line, self.texts[name], number, correlation)
             self.marks.rows.append(mark)
             return
@@ -583,7 +597,7 @@ class _Walk:
         what = device["kind"].to_numpy()
         device["kind"] = np.array(["kernel", "copy", "copy"], dtype=object)[what]
         device["category"] = np.array(_CATEGORIES, dtype=object)[what]
-        marks["kind"] = np.array(["annotation", "sync"], dtype=object)[marks["kind"].to_numpy()]
+        marks["kind"] = np.array(_MARK_KINDS, dtype=object)[marks["kind"].to_numpy()]
         negative = 0
         for frame in frames.values():
             frame["start"] -= zero
