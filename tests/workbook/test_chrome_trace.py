@@ -90,7 +90,9 @@ def test_other_vendors_calls_launch_too(tmp_path: Path, vendor: str) -> None:
 
 def test_what_repeats_time_is_kept_apart(tmp_path: Path) -> None:
     found = read(tmp_path, gpu_trace.events())
-    assert found.marks["kind"].tolist() == ["annotation", "sync"]
+    assert found.marks["kind"].tolist() == ["overhead", "annotation", "sync"]
+    own = found.circumstances()["profiler_overhead"]
+    assert own == {"name": ["Activity Buffer Request"], "start": [20000], "end": [24000]}
     assert len(found.device) == 4 and found.cautions == []
 
 

@@ -327,6 +327,27 @@ def test_one_long_operator_between_short_launches_is_no_cost_of_launching(trace:
     assert other.share_of_step > 0.3 and "most while the host is in aten::sort" in other.title
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_an_exchange_on_another_thread_is_named_where_the_step_waits_for_it(
+    trace: Trace, waits: bool
+) -> None:
+    for number in range(STEPS):
+        begin = 1000.0 * number
+        trace.host("user_annotation", f"ProfilerStep#{number}", begin, begin + 995)
+        trace.launch(begin + 5, "sm90_bf16_gemm", begin + 10, begin + 290)
+        trace.host("user_annotation", "Optimizer.step#SGD.step", begin + 300, begin + 990)
+        if not waits:
+            trace.host("cpu_op", "aten::sort", begin + 301, begin + 960)
+        trace.host("user_annotation", "gloo:all_reduce", begin + 310, begin + 950)
+        trace.events[-1]["tid"] = 44
+        trace.launch(begin + 970, "sm90_bf16_gemm", begin + 975, begin + 990)
+    said = listed(trace.read())[0]
+    assert said.id.startswith("gpu_idle") and ("gloo:all_reduce" in said.title) == waits
+    if waits:
+        assert (said.component, said.limit) == ("communication", "network")
+        assert "gloo:all_reduce takes 0.640 ms" in said.evidence
+
+
 def test_copies_of_a_batch_are_not_the_making_of_it(trace: Trace) -> None:
     for number in range(STEPS):
         begin = 1000.0 * number

@@ -373,7 +373,7 @@ def test_sizes_that_change_every_call_do_not_split_an_operator() -> None:
         (b"{", "cannot be read"),
         (b'{"a": 1}', "no list 'traceEvents'"),
         (b'{"traceEvents": []}', "holds no operator"),
-        (b'{"traceEvents": [{"ph": "X", "cat": "cpu_op", "ts": 1}]}', "an event is not as"),
+        (b'{"traceEvents": [{"ph": "X", "cat": "cpu_op", "ts": 1}]}', "it has no 'name'"),
         (gzip.compress(b'{"traceEvents": []}', mtime=0)[:-12], "cut short"),
     ],
 )

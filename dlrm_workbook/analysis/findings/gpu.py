@@ -16,7 +16,13 @@ import pandas as pd
 
 from dlrm_core.parts import part_label
 from dlrm_core.units import milliseconds
-from dlrm_workbook.analysis.attribution import IDLE, PART, host_is_traced, iteration_count
+from dlrm_workbook.analysis.attribution import (
+    IDLE,
+    PART,
+    host_is_traced,
+    iteration_count,
+    main_thread,
+)
 from dlrm_workbook.analysis.context_tree import overlap, scopes_of, stretch_at, union
 from dlrm_workbook.analysis.findings.evidence import Evidence
 from dlrm_workbook.analysis.findings.finding import (
@@ -518,6 +524,7 @@ def _outermost(parent: np.ndarray, operator: np.ndarray) -> np.ndarray:
         "{gap}",
         "{host_unknown}",
         "The host meanwhile: {host}.",
+        "{beside}",
         "In {blocked:ms} of it the host was itself in a call that waits for the GPU.",
         "{doubt}",
     ),
@@ -561,6 +568,7 @@ def gpu_idle(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "gap": _longest_gap(evidence),
         "host_unknown": None if traced else HOST_UNKNOWN,
         "host": None,
+        "beside": None,
         "blocked": None,
         "doubt": _doubt(evidence),
         "remedy": "Measure what the host does as well; then shorten it, overlap it with the GPU's "
@@ -673,7 +681,38 @@ def _host_meanwhile(evidence: Evidence, idle: pd.DataFrame) -> Measured:
             figures["meanwhile"] += f", above all {by_name.index[0][:70]}"
     elif by_name.iloc[0] > MOSTLY * total:
         figures["meanwhile"] = f", above all while the host is in {by_name.index[0][:70]}"
-    return figures
+    return figures | _awaited(evidence, idle)
+
+
+def _awaited(evidence: Evidence, idle: pd.DataFrame) -> Measured:
+    """Figures that name what the ranks exchange on another thread of the host while the stepping
+    one is in no operator and no call; none where that is less than half of the idle time."""
+    profile = evidence.profile
+    busy = profile.of_kind("operator", "runtime")[idle["context"]] & idle["context"].ge(0)
+    waits = union(idle.loc[~busy, "start_ns"].to_numpy(), idle.loc[~busy, "end_ns"].to_numpy())
+    exchange = profile.contexts["component"].eq("communication").to_numpy()
+    exchange &= profile.of_kind("operator", "annotation")
+    beside = profile.trace[exchange[profile.trace["context"].to_numpy()]]
+    beside = beside[beside["profile"].ne(main_thread(profile))]
+    names = profile.contexts["name"].iloc[beside["context"]].to_numpy()
+    times = {
+        str(name): float(
+            overlap(*waits, *union(rows["start_ns"].to_numpy(), rows["end_ns"].to_numpy())).sum()
+        )
+        for name, rows in beside.groupby(names)
+    }
+    longest = max(times, key=lambda name: times[name], default="")
+    time = times.get(longest, 0.0) / 1e6 / max(len(evidence.windows[0]), 1)
+    if time <= 0.5 * float(idle["idle_ms"].sum()):
+        return {}
+    return {
+        "meanwhile": f", most while {longest[:70]} runs on another thread of the host",
+        "beside": f"{longest} takes {milliseconds(time)} of it on another thread.",
+        "component": "communication",
+        "limit": "network",
+        "remedy": "Exchange gradients between the GPUs (NCCL), not between the hosts; or send "
+        "fewer bytes, or begin earlier and let the exchange run beside computing.",
+    }
 
 
 def _host_names(evidence: Evidence, idle: pd.DataFrame, python: bool) -> np.ndarray:
