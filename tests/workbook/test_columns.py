@@ -330,7 +330,7 @@ def frames_of_a_benchmark() -> dict[str, pd.DataFrame]:
     told = {
         "title": "tiny",
         "parameters": few.to_sections(),
-        "measured": protocols_run.measure(few, 4, [16], steps=30),
+        "measured": protocols_run.measure(Trainer(few), 4, [16], steps=30),
         "machine": {},
         "versions": {},
         "command": "",

@@ -160,7 +160,7 @@ def test_a_frame_is_shown_by_the_names_of_its_columns() -> None:
     assert shown.columns == titles, "what was measured in no row is left out"
     first = ["embedding forward", "1.5", "10.0%", "yes", "3", "12 B", "1.000"]
     assert shown.rows == [first, ["data", "2,000.2", "<0.1%", "no", "4,000", "1.00 GiB", NOTHING]]
-    assert f'<span style="color: {COLOURS["data"]}">■</span> data' in shown._repr_html_()
+    assert f'<span style="color: {COLOURS["data"]}">■</span>&nbsp;data' in shown._repr_html_()
     chosen = show(frame, {"share": "of all", "time_ms": Column("took", "digits")})
     assert isinstance(chosen, Table)
     assert (chosen.columns, chosen.rows[0]) == (["of all", "took (ms)"], ["10.0%", "1.50"])

@@ -587,10 +587,9 @@ class _Walk:
         if host.empty and device.empty:
             if self.first_malformed is not None:
                 error = self.first_malformed
-                why = f"it has no {error.args[0]!r}" if isinstance(error, KeyError) else repr(error)
-                raise InputError(
-                    f"{path} is no trace of torch.profiler: of an event that one would have, {why}"
-                ) from None
+                lacks = isinstance(error, KeyError)
+                why = f"has no {error.args[0]!r}" if lacks else f"is odd: {error}"
+                raise InputError(f"{path} is no trace of torch.profiler: an event {why}") from None
             raise NoTraceError(f"{path} holds no operator, range or kernel of torch.profiler")
         zero = min(int(frame["start"].min()) for frame in (host, device, memory) if len(frame))
         host["kind"] = np.array(_SPAN_KINDS, dtype=object)[host["kind"].to_numpy()]
