@@ -348,6 +348,22 @@ def test_an_exchange_on_another_thread_is_named_where_the_step_waits_for_it(
         assert "gloo:all_reduce takes 0.640 ms" in said.evidence
 
 
+@pytest.mark.parametrize("length_us", [600, 150])
+def test_the_operator_that_makes_the_batch_of_another_program_is_named(
+    trace: Trace, length_us: float
+) -> None:
+    for number in range(STEPS):
+        begin = 1000.0 * number
+        trace.host("user_annotation", f"ProfilerStep#{number}", begin, begin + 995)
+        trace.host("user_annotation", "## load_batch ##", begin + 10, begin + 710)
+        trace.host("cpu_op", "aten::randn", begin + 20, begin + 24 + length_us)
+        trace.host("cpu_op", "aten::normal_", begin + 22, begin + 22 + length_us)
+        trace.launch(begin + 720, "sm90_bf16_gemm", begin + 725, begin + 990)
+    said = found(trace.read())["data_generation"]
+    named = length_us > 350
+    assert said.title.endswith(", most of it in aten::normal_" if named else "of each step")
+
+
 def test_copies_of_a_batch_are_not_the_making_of_it(trace: Trace) -> None:
     for number in range(STEPS):
         begin = 1000.0 * number

@@ -94,11 +94,23 @@ def data_generation(evidence: Evidence, ledger: Ledger) -> Measured | None:
         figures["by_generators"] = f" by {generator}, {milliseconds(then)} by {FASTER[generator]}"
     elif "data.generator" in change:
         figures["unprobed"] = "How fast the other generator is here was not measured."
+    if not evidence.is_ours:
+        figures["title"] = "Data generation takes {share:.0%} of each step" + _most_in(evidence)
     if evidence.basis == "the CPU time":
         figures["title"] = "Data generation takes {share:.0%} of the main thread's CPU time"
     if waits:
         figures["title"] = "The step waits for data in {share:.0%} of its time"
     return figures
+
+
+def _most_in(evidence: Evidence) -> str:
+    """Words that name the operator or function of Python that takes more than half of the time of
+    making batches itself, to the exclusion of what it calls; "" if none does."""
+    table = evidence.of_part("data")
+    own = table[table["kind"].isin(["operator", "python"])].groupby("name")["cpu_self_ms"].sum()
+    if not own.max() > 0.5 * evidence.time("data"):
+        return ""
+    return f", most of it in {str(own.idxmax())[:70]}"
 
 
 def _remedy(evidence: Evidence, time: float) -> tuple[dict[str, Any], Speedup, str]:
