@@ -296,6 +296,23 @@ def test_the_operator_that_makes_most_launches_is_named(trace: Trace) -> None:
     assert "70 of them are launched by aten::embedding_bag" in first.evidence
 
 
+@pytest.mark.parametrize("marked", ["## evaluate ##", "Optimizer.step#SGD.step"])
+def test_the_marked_range_that_makes_most_launches_is_named(trace: Trace, marked: str) -> None:
+    for number in range(STEPS):
+        begin = 1000.0 * number
+        trace.host("user_annotation", f"ProfilerStep#{number}", begin, begin + 995)
+        trace.launch(begin + 5, "sm90_bf16_gemm", begin + 10, begin + 200)
+        trace.host("user_annotation", "Optimizer.step#SGD.step", begin + 210, begin + 992)
+        trace.host("user_annotation", marked, begin + 212, begin + 990)
+        for i in range(70):
+            at = begin + 215 + 10.5 * i
+            trace.host("cpu_op", ("aten::addmm", "aten::relu", "aten::cat")[i % 3], at - 1, at + 8)
+            trace.launch(at, "elementwise_kernel", at + 3, at + 5)
+    said = found(trace.read())["launch_bound"].title
+    assert ("launches of the range '## evaluate ##' in optimizer" in said) == ("##" in marked)
+    assert ("aten::addmm" in said) != ("##" in marked)
+
+
 def test_many_small_copies_are_named_by_the_operator_that_makes_them(trace: Trace) -> None:
     for number in range(STEPS):
         begin = trace.step(number)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dlrm_core.parts import part_label
+from dlrm_core.parts import SPAN_PREFIX, part_label
 from dlrm_core.units import milliseconds
 from dlrm_workbook.analysis.attribution import (
     IDLE,
@@ -83,6 +83,9 @@ there is one."""
 
 MOST_NAMES = 5
 """Names that a sentence lists of what the host was in."""
+
+OWN_RANGES = rf"^$|^(?:{re.escape(STEP_LABEL)}|ProfilerStep#|Optimizer\.|{re.escape(SPAN_PREFIX)})"
+"""Matches names of ranges that mark no more than a step or a part, and the empty one."""
 
 NOWHERE = "code outside every operator and range"
 
@@ -478,8 +481,9 @@ def _main_launcher(evidence: Evidence, kernels: pd.DataFrame) -> tuple[pd.DataFr
     """Who launches most: one part's operator, or all of one part where it calls several.
 
     Returns:
-        The rows of ``kernels`` that it launches, their share of all launches, its name ("" where
-        no operator launches them).
+        The rows of ``kernels`` that it launches, their share of all launches, its name: the range
+        that the program marks around most of a part's launches by several operators, or else
+        these operators; "" where no operator launches them.
     """
     contexts = evidence.profile.contexts
     operator = nearest(contexts["parent"].to_numpy(), contexts["kind"].eq("operator").to_numpy())
@@ -490,6 +494,13 @@ def _main_launcher(evidence: Evidence, kernels: pd.DataFrame) -> tuple[pd.DataFr
     most = _largest_group(own, ["by"])
     if len(most) >= MOST_LAUNCHES * len(own) and most["by"].iloc[0]:
         return most, len(most) / len(kernels), str(most["by"].iloc[0])
+    marked = nearest(contexts["parent"].to_numpy(), evidence.profile.of_kind("annotation"))
+    ranges = contexts["name"].iloc[marked[own["context"]]].where(marked[own["context"]] >= 0, "")
+    # ranges that torch makes by itself say no more than the part does
+    ranges = ranges[~ranges.str.contains(OWN_RANGES)]
+    share = ranges.value_counts() / len(own)
+    if len(share) and share.iloc[0] >= MOST_LAUNCHES:
+        return own, len(own) / len(kernels), f"the range '{str(share.index[0])[:70]}'"
     listed = own["by"][own["by"].ne("")].value_counts().index[:3]
     return own, len(own) / len(kernels), ", ".join(map(str, listed))
 
