@@ -373,11 +373,7 @@ def test_sizes_that_change_every_call_do_not_split_an_operator() -> None:
         (b"{", "cannot be read"),
         (b'{"a": 1}', "no list 'traceEvents'"),
         (b'{"traceEvents": []}', "holds no operator"),
-<<<<<<< HEAD
-        (b'{"traceEvents": [{"ph": "X", "cat": "cpu_op", "ts": 1}]}', "it has no 'name'"),
-=======
         (b'{"traceEvents": [{"ph": "X", "cat": "cpu_op", "ts": 1}]}', "an event has no .name"),
->>>>>>> 4616159 (Follow a rank's protocols, table marks and kept overhead in tests; say what an event of no trace lacks)
         (gzip.compress(b'{"traceEvents": []}', mtime=0)[:-12], "cut short"),
     ],
 )
