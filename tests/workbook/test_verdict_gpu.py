@@ -428,12 +428,13 @@ def test_a_kernel_is_told_by_one_rule(trace: Trace) -> None:
 
 
 @pytest.mark.parametrize(("long_ms", "first"), [(60.0, True), (35.0, False)])
-def test_a_part_that_takes_most_of_another_programs_time_is_named(
+def test_a_part_that_takes_most_of_another_programs_time_is_named_with_its_callers(
     long_ms: float, first: bool
 ) -> None:
     rest = (97.0 - long_ms) / 2
     profile = made(
         {
+            ("interaction", "forward", "dot_pairs"): 0.0,
             ("interaction", "forward", "bmm"): long_ms,
             ("top_mlp", "forward", "sgemm"): rest,
             ("embedding", "forward", "gather"): rest,
@@ -443,9 +444,12 @@ def test_a_part_that_takes_most_of_another_programs_time_is_named(
         engine="hpctoolkit",
     )
     profile.meta["parameters"] = None
+    profile.contexts.loc[0, "kind"] = "python"
+    profile.contexts.loc[1, "parent"] = 0
     found, document = told(profile)
     assert [finding.id for finding in found] == (["dominant_part"] if first else [])
     if first:
+        assert "By the Python function that calls these: dot_pairs 60.0 ms." in found[0].evidence
         assert found[0].title == "Interaction forward takes 60% of the CPU time"
         assert "bmm 60.0 ms" in found[0].evidence and "was not measured" in found[0].evidence
         assert document["findings"][0]["predicted_speedup"] == dict.fromkeys(["low", "mid", "high"])

@@ -451,6 +451,7 @@ def far_from_ceiling(evidence: Evidence, ledger: Ledger) -> Measured | None:
     evidence=(
         "{what} takes {time:ms} of {total:ms} per iteration, without what builds the model.",
         "Most of it: {heaviest}.",
+        "By the Python function that calls these: {callers}.",
         "No rule found why: how short it could be, and what would help, was not measured.",
     ),
     advice="Look first at the functions named here: what they compute, with which types, shapes "
@@ -481,6 +482,8 @@ def dominant_part(evidence: Evidence, ledger: Ledger) -> Measured | None:
         return None
     name = function if component == "other" else capitalised(part_label(component, phase))
     own = table[table.groupby(groups).ngroup().eq(row).to_numpy()]
+    itself = heaviest(own, column="time_ms")
+    callers = heaviest(_callers(evidence, own), column="time_ms")
     return {
         "share": time / evidence.total_ms,
         "component": component,
@@ -488,9 +491,18 @@ def dominant_part(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "name": name,
         "what": f"{name} (samples in no named part)" if component == "other" else "It",
         "time": time,
-        "heaviest": heaviest(own, column="time_ms"),
+        "heaviest": itself,
+        "callers": callers if callers != itself else None,
         "speedup": {},
     }
+
+
+def _callers(evidence: Evidence, own: pd.DataFrame) -> pd.DataFrame:
+    """The rows of :func:`_at_work` under the name of the innermost Python function at or above
+    each; rows without one are left out."""
+    contexts = evidence.profile.contexts
+    above = nearest(contexts["parent"].to_numpy(), evidence.profile.of_kind("python"))[own.index]
+    return own.assign(name=contexts["name"].to_numpy()[above])[above >= 0]
 
 
 def _at_work(evidence: Evidence) -> pd.DataFrame:
