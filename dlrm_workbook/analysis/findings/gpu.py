@@ -699,7 +699,10 @@ def _awaited(evidence: Evidence, idle: pd.DataFrame) -> Measured:
     """Figures that name what the ranks exchange on another thread of the host while the stepping
     one is in no operator and no call; none where that is less than half of the idle time."""
     profile = evidence.profile
-    busy = profile.of_kind("operator", "runtime")[idle["context"]] & idle["context"].ge(0)
+    # traces of 2021 write ranges as operators
+    ranges = profile.which("name", lambda name: bool(re.match(OWN_RANGES, name)))
+    called = profile.of_kind("operator", "runtime") & ~ranges
+    busy = called[idle["context"]] & idle["context"].ge(0)
     waits = union(idle.loc[~busy, "start_ns"].to_numpy(), idle.loc[~busy, "end_ns"].to_numpy())
     exchange = profile.contexts["component"].eq("communication").to_numpy()
     exchange &= profile.of_kind("operator", "annotation")
