@@ -301,7 +301,13 @@ def conversions(setting: Setting) -> None:
     place = setting.draw.choice([("interaction", "forward"), ("bottom_mlp", "forward")])
     setting.planted["part"] = "_".join(place)
     wide = torch.zeros(int(setting.step_ms * 2.5e4), 4)
-    insert(place, lambda result: (convert(wide), convert(result))[1])
+
+    def extra(result: Any) -> Any:
+        convert(wide)
+        # the bottom MLP's forward pass gives its vectors twice, tied by autograd: left as they are
+        return result if isinstance(result, tuple) else convert(result)
+
+    insert(place, extra)
 
 
 def one_thread(setting: Setting) -> None:
