@@ -20,7 +20,7 @@ from torch.nn.modules import module as torch_module
 from dlrm_core.parts import GROUP_PREFIX, span
 
 MOST_GROUPS = 12
-"""Groups that the modules of one model are told apart by."""
+"""The modules of one model are sorted into at most so many groups."""
 
 COMPILED = "torch.compile made code of the model, which hooks around its modules would make anew"
 
@@ -123,7 +123,7 @@ def _groups(root: torch.nn.Module) -> dict[int, Path]:
     for name, module in root.named_modules():
         pieces = (one for one in name.split(".") if one and not _WRAPPERS.match(one))
         path = paths[id(module)] = (type(root).__name__, *pieces)
-        # what has no weights of its own (an activation) is told apart near the top only
+        # a module without weights (an activation) is a group of its own near the top only
         if len(path) == 2 or next(module.parameters(), None) is not None:
             weighty.add(path)
     depth = deepest_level(weighty)
