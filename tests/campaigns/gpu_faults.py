@@ -21,8 +21,8 @@ held out no more. Sets B and C (``gpu_set_b.py``, ``gpu_set_c.py``) are by an au
 read the rules, each with the answers decided before it was run; so is set D (``gpu_set_d.py``),
 whose small plants take 5 to 10 % of the step and must be listed anywhere. Whoever writes rules
 should not read a set before its first run is on record. Set E (``gpu_set_e.py``) is by the author
-of rules. Set F (``gpu_set_f.py``) is again by an author who had not read them, and is judged as
-set D is.
+of rules. Sets F and G (``gpu_set_f.py``, ``gpu_set_g.py``) are again by an author who had not read
+them, and are judged as set D is; set G is for practice.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ import gpu_set_c
 import gpu_set_d
 import gpu_set_e
 import gpu_set_f
+import gpu_set_g
 from database_edits import DatabaseCopy
 from gpu_kinds import (
     OPEN_ENDED,
@@ -488,6 +489,7 @@ SETS = {
     "D": gpu_set_d.FAULTS,
     "E": gpu_set_e.FAULTS,
     "F": gpu_set_f.FAULTS,
+    "G": gpu_set_g.FAULTS,
 }
 FAULTS = {kind: fault for faults in SETS.values() for kind, fault in faults.items()}
 
@@ -573,8 +575,9 @@ CLEAN: dict[str, Callable[[Trace, Draw], Trace]] = {
     "thinned": thinned,
     "shuffled": shuffled,
 }
-CLEAN_OF = {"D": gpu_set_d.CLEAN, "F": gpu_set_f.CLEAN}
+CLEAN_OF = {"D": gpu_set_d.CLEAN, "F": gpu_set_f.CLEAN, "G": gpu_set_g.CLEAN}
 """Sets with harmless edits of their own."""
+HARMLESS = CLEAN | {kind: edit for own in CLEAN_OF.values() for kind, edit in own.items()}
 CLEAN_RECORDINGS = ("bert", "meta", "graphs", "resnet", "rank0", "rank5*8")
 
 
@@ -779,7 +782,7 @@ def clean_trial(kind: str, name: str, seed: int) -> dict[str, Any]:
     draw = Draw(f"{kind} {name} {seed}")
     row: dict[str, Any] = {"kind": kind, "recording": name, "seed": seed, "size": "clean"}
     try:
-        found = of_one((CLEAN | gpu_set_d.CLEAN | gpu_set_f.CLEAN)[kind](recording(name), draw))
+        found = of_one(HARMLESS[kind](recording(name), draw))
     except Exception:
         return row | {"error": traceback.format_exc()[-2000:], "good": False, "new": []}
     known = {(finding["id"], finding["component"]) for finding in baseline(name)}

@@ -110,8 +110,8 @@ def numbered(event: dict[str, Any], number: int) -> dict[str, Any]:
     return event | {"args": args}
 
 
-def add_loading(trace: Trace, step: int, length: float) -> None:
-    """The step waits so long for its batch."""
+def add_loading(trace: Trace, step: int, length: float, names: tuple[str, ...] = ()) -> None:
+    """The step waits so long for its batch, in nested operators if any are named."""
     first, last = trace.steps[step]
     loads = [
         row
@@ -120,14 +120,15 @@ def add_loading(trace: Trace, step: int, length: float) -> None:
         and str(event["name"]).startswith("enumerate(DataLoader)")
         and first <= trace.start[row] < last
     ]
-    if loads:
-        trace.insert(Insertion(float(trace.start[loads[0]]) + 0.5, length))
-        return
-    name = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
-    span = trace.operator(name) | {"cat": trace.events[trace.marks[0]]["cat"]}
-    frames = trace.python("torch/utils/data/dataloader.py(733): __next__")
-    host = [(1.0 + at, length - 2.0 - at, event) for at, event in enumerate([*frames, span])]
-    trace.insert(Insertion(trace.points(step)[0], length, host))
+    spans: list[dict[str, Any]] = []
+    if not loads:
+        name = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
+        span = trace.operator(name) | {"cat": trace.events[trace.marks[0]]["cat"]}
+        spans = [*trace.python("torch/utils/data/dataloader.py(733): __next__"), span]
+    spans += [trace.operator(name) for name in names]
+    at = float(trace.start[loads[0]]) + 0.5 if loads else trace.points(step)[0]
+    host = [(1.0 + depth, length - 2.0 - depth, event) for depth, event in enumerate(spans)]
+    trace.insert(Insertion(at, length, host))
 
 
 def kernels(trace: Trace, pattern: str) -> list[int]:

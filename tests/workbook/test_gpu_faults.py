@@ -13,6 +13,7 @@ from pathlib import Path
 import gpu_faults
 import gpu_set_d
 import gpu_set_f
+import gpu_set_g
 import numpy as np
 import pytest
 from gpu_kinds import kernels
@@ -106,10 +107,12 @@ def _busy_us(trace: Trace) -> float:
 WITH_IDLE = (
     *("optimizer_on_host", "pinned_anew", "polling", "lookups_on_host", "table_by_table"),
     *("slow_host", "logger_thread", "metrics_on_host", "launches_that_wait", "small_copies"),
+    *("python_backward", "pinned_checks", "unused_search", "modules_loaded", "double_batches"),
 )
 WITH_WORK = (
     *("zeroed_gradients", "casts", "sorted_indices", "copies_in_line"),
     *("transposed_anew", "unfused_features", "barrier", "slow_exchange", "far_tables"),
+    *("single_block_scan", "sampled_on_gpu", "weight_norm", "renormed_tables", "gathered_weights"),
 )
 
 
@@ -193,7 +196,7 @@ def test_edited_databases_are_read_as_longer_ones(kind: str, tmp_path: Path) -> 
 def test_sets_have_kinds_of_their_own() -> None:
     sets = gpu_faults.SETS
     assert len(gpu_faults.FAULTS) == sum(len(faults) for faults in sets.values())
-    assert all(fault.held_out for name in "BCDF" for fault in sets[name].values())
+    assert all(fault.held_out for name in "BCDFG" for fault in sets[name].values())
 
 
 def test_ranks_wait_for_the_straggler() -> None:
@@ -229,12 +232,10 @@ def test_what_changes_nothing_raises_no_finding(kind: str) -> None:
         assert row["good"], row
 
 
-@pytest.mark.parametrize("kind", [*gpu_set_d.CLEAN, *gpu_set_f.CLEAN])
+@pytest.mark.parametrize("kind", [kind for own in gpu_faults.CLEAN_OF.values() for kind in own])
 def test_harmless_edits_of_a_sealed_set_keep_the_work(kind: str) -> None:
     plain = gpu_faults.recording("rank0")
-    edited = (gpu_set_d.CLEAN | gpu_set_f.CLEAN)[kind](
-        gpu_faults.recording("rank0"), gpu_faults.Draw(3)
-    )
+    edited = gpu_faults.HARMLESS[kind](gpu_faults.recording("rank0"), gpu_faults.Draw(3))
     times = len(edited.steps) // len(plain.steps)
     assert times == 1 or kind == "more_steps"
     assert edited.problems() == [] and len(edited.device) == times * len(plain.device)
@@ -242,9 +243,7 @@ def test_harmless_edits_of_a_sealed_set_keep_the_work(kind: str) -> None:
     assert _busy_us(edited) == pytest.approx(times * _busy_us(plain), rel=within)
     assert edited.step_us == pytest.approx(plain.step_us, rel=within)
     assert any(
-        {key: event.get(key) for key in ("ts", "dur", "pid", "tid", "name")}
-        != {key: before.get(key) for key in ("ts", "dur", "pid", "tid", "name")}
-        for event, before in zip_longest(edited.events, plain.events, fillvalue={})
+        event != before for event, before in zip_longest(edited.events, plain.events, fillvalue={})
     )
 
 
@@ -256,11 +255,13 @@ def test_small_plants_of_set_d_take_a_tenth_of_the_step() -> None:
         assert 0.05 < share < 0.12
 
 
-@pytest.mark.parametrize("kind", [kind for kind in gpu_set_f.FAULTS if _short(kind)])
-def test_planted_work_of_set_f_has_one_launch_each(kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind", [kind for kind in (*gpu_set_f.FAULTS, *gpu_set_g.FAULTS) if _short(kind)]
+)
+def test_planted_work_has_one_launch_each(kind: str) -> None:
     name = _short(kind)
     plain, trace = gpu_faults.recording(name), gpu_faults.recording(name)
-    gpu_set_f.FAULTS[kind].plant(trace, gpu_faults.Draw(kind), trace.step_us)
+    gpu_faults.FAULTS[kind].plant(trace, gpu_faults.Draw(kind), trace.step_us)
     edited = trace.replay()
     work = Counter(edited.events[row]["args"]["correlation"] for row in edited.device)
     known = Counter(plain.events[row]["args"]["correlation"] for row in plain.device)
@@ -283,6 +284,29 @@ def test_hooks_lengthen_the_nodes_that_they_run_in() -> None:
     ]
     assert spent[1] - spent[0] == pytest.approx(8000.0, rel=0.01)
     assert len(edited.events) == len(plain.events)
+
+
+def test_work_of_set_g_is_where_its_place_says() -> None:
+    trace = gpu_faults.recording("rank0")
+    own = trace.thread
+    gpu_set_g.weight_norm(trace, gpu_faults.Draw(1), trace.step_us)
+    assert trace.thread == own
+    edited = trace.replay()
+    threads = {
+        event["name"]: (event["pid"], event["tid"])
+        for event in edited.events
+        if "weight_norm_interface" in event["name"]
+    }
+    assert threads["aten::_weight_norm_interface"] == own
+    assert threads["aten::_weight_norm_interface_backward"] != own
+    nodes = [event for event in edited.events if event["name"] == "AddmmBackward0"]
+    where = threads["aten::_weight_norm_interface_backward"]
+    assert where in {(event["pid"], event["tid"]) for event in nodes}
+    scan = gpu_faults.recording("rank0")
+    gpu_set_g.single_block_scan(scan, gpu_faults.Draw(1), scan.step_us)
+    edited = scan.replay()
+    args = edited.events[kernels(edited, "scan_innermost")[0]]["args"]
+    assert args["grid"] == [1, 1, 1] and args["blocks per SM"] < 0.02
 
 
 def test_host_functions_hold_their_stream_and_not_the_host() -> None:
