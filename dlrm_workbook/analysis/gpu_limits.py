@@ -92,7 +92,7 @@ def operator_rates(profile: Profile) -> pd.DataFrame:
         were not recorded.
     """
     work = _Work(profile)
-    if not work.known.any():
+    if not work.known.any() or not profile.has("gpu_time_ms"):
         return unmeasured(OPERATORS, _why_no_work(profile))
     contexts = profile.contexts
     rows = np.flatnonzero(work.known & (work.gpu_ms > 0))

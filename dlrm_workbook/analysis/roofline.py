@@ -10,6 +10,7 @@ can be gained without changing shapes or precision.
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -21,10 +22,20 @@ import pandas as pd
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.errors import InputError
 from dlrm_core.parts import part_label
+from dlrm_core.units import milliseconds
 from dlrm_workbook.analysis.attribution import PART
 from dlrm_workbook.analysis.devices import DATA_SHEET
 from dlrm_workbook.analysis.work import FLOAT_BYTES, lookups, operator_work, part_work
-from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.recordings.profile import Profile, nearest
+from dlrm_workbook.recordings.torch.seen_shapes import lookup_of, product_of
+from dlrm_workbook.recordings.torch.shape_work import (
+    ASKED_FOR,
+    FORMULAS,
+    NO_WORK,
+    OPERAND_BYTES,
+    OPERATIONS,
+    bytes_are,
+)
 
 ARITHMETIC = "arithmetic"
 MEMORY = "memory bandwidth"
@@ -51,6 +62,9 @@ BUSY_SHARE = 0.05
 
 BEYOND = 1.1
 """A share of a ceiling above this is more than the measurements' noise."""
+
+WORTH_NAMING = 0.005
+"""A smaller share of the step is not worth the name of an operator."""
 
 WORTH_MS = 0.2
 """Shorter parts are not worth a doubt."""
@@ -113,6 +127,14 @@ class Limits:
         rates = rates or [1e6 * rate for rate in self._gemm_gflops(wanted)]
         rates = rates or [1e6 * rate for rate in self._peaks_gflops(wanted)]
         return (flops / max(rates), False) if rates else None
+
+    def product_ms(
+        self, shape: tuple[int, int, int, int], precisions: Iterable[str]
+    ) -> float | None:
+        """Least time of a product (batch, m, n, k), where it was timed at this shape."""
+        wanted = set(precisions)
+        rows = [row for row in self._list("gemm") if self._usable(row, wanted)]
+        return min((float(row["ms"]) for row in rows if _shape(row) == shape), default=None)
 
     def peak_gflops(self, precisions: Iterable[str]) -> float | None:
         """The best rate of matrix products in this precision, 10^9 operations/s."""
@@ -265,15 +287,19 @@ def roofline(profile: Profile, attribution: pd.DataFrame) -> pd.DataFrame:
         over ``time_ms``), ``ceiling`` (what binds, in words), ``ceiling_ms`` (least time;
         NaN where no ceiling is known, 0 where the machine has nothing to do),
         ``share_of_ceiling`` (``ceiling_ms`` / ``time_ms``), ``limit``. Rows as in
-        ``attribution``. Empty if the model's shapes are not known (:func:`missing`).
+        ``attribution``. Of another program the work is that of its operators
+        (:func:`operator_limits`), and a part is NaN where too much of it has none. Empty if
+        no shapes are known (:func:`missing`).
     """
     parameters = parameters_of(profile)
-    if parameters is None or attribution.empty:
+    if attribution.empty or (parameters is None and missing(profile)):
         return pd.DataFrame({name: [] for name in COLUMNS})
+    table = attribution.groupby(PART, as_index=False, sort=False)[["time_ms"]].sum()
+    if parameters is None:
+        return _with_rates(_seen_parts(profile, table))
     statistics = profile.meta.get("data_statistics")
     work = part_work(parameters, statistics, profile.device)
     least = least_times(parameters, profile.meta.get("ceilings") or {}, statistics, profile.device)
-    table = attribution.groupby(PART, as_index=False, sort=False)[["time_ms"]].sum()
     table = table.merge(work, on=PART, how="left").merge(least, on=PART, how="left")
     idle = table["flops"].isna()
     table["bytes"] = table["read_bytes"] + table["written_bytes"]
@@ -281,6 +307,11 @@ def roofline(profile: Profile, attribution: pd.DataFrame) -> pd.DataFrame:
     # where the model asks nothing of the machine, the machine needs no time
     table.loc[idle, "ceiling_ms"] = 0.0 if profile.meta.get("ceilings") else np.nan
     table[["limit", "ceiling"]] = table[["limit", "ceiling"]].fillna("")
+    return _with_rates(table)
+
+
+def _with_rates(table: pd.DataFrame) -> pd.DataFrame:
+    """The columns that follow from time, work and least time."""
     time = table["time_ms"].where(table["time_ms"] > 0)
     table["intensity_flop_per_byte"] = table["flops"] / table["bytes"].where(table["bytes"] > 0)
     table["gflops"] = table["flops"] / time / 1e6
@@ -292,10 +323,13 @@ def roofline(profile: Profile, attribution: pd.DataFrame) -> pd.DataFrame:
 def missing(profile: Profile) -> str | None:
     """Why there is no roofline, or no ceilings on it; None if there are."""
     if not profile.meta.get("parameters"):
-        return (
-            "the profile does not say which model ran, so its work is not known; "
-            "`dlrm run profile -f FILE` keeps it"
-        )
+        if not profile.meta.get("ceilings"):
+            return profile.not_measured.get(
+                "ceilings",
+                "the profile does not say which model ran, and its machine was not measured; "
+                "`dlrm run profile -- COMMAND` and `dlrm_workbook.record` measure it",
+            )
+        return None if profile.has(OPERAND_BYTES) else "no shapes of operators were recorded"
     if parameters_of(profile) is None:
         return "the recorded parameters are not those of a model that this version knows"
     if not profile.meta.get("ceilings"):
@@ -307,13 +341,158 @@ def missing(profile: Profile) -> str | None:
     return None
 
 
+OPERATOR_COLUMNS = ["name", "shapes", *PART, "calls", "time_ms", "flops", "bytes"]
+OPERATOR_COLUMNS += ["ceiling_ms", "share_of_ceiling", "limit", "reason"]
+
+NO_FORMULA = "its work is not counted"
+NOT_TOLD = "the shapes and types of its inputs do not tell its work"
+
+UNKNOWN_SHARE = 0.1
+"""A part has no least time where operators of unknown work take more than this share of it."""
+
+DISPATCHES = 10
+"""An operator that takes no more than so many dispatches counts as one that does nothing else."""
+
+_FP32 = ("fp32", "fp32_onednn")
+"""Ceilings of fp32: a program could call the faster library without changing precision."""
+
+
+def operator_limits(profile: Profile) -> pd.DataFrame:
+    """Operators of another program on a CPU, with the least time by this machine's ceilings.
+
+    An operator whose work its inputs tell has the time of all that it calls; others have the
+    time in which they call none. Those that call others most of that time, move no data, or
+    take no more than a few dispatches have no work.
+
+    Returns:
+        ``name``, ``shapes``, ``component``, ``phase``, and of a mean iteration ``calls``,
+        ``time_ms``, ``flops``, ``bytes`` (taken as read, since shapes do not say what is
+        written, so that the least time is not too long), ``ceiling_ms`` (NaN where unknown),
+        ``share_of_ceiling``, ``limit``, ``reason`` (why the least time is not known, else
+        ""). The most time first. Empty where :func:`missing` says why.
+    """
+    if profile.meta.get("parameters") or missing(profile):
+        return pd.DataFrame({name: [] for name in OPERATOR_COLUMNS})
+    limits, contexts = Limits(profile.meta["ceilings"]), profile.contexts
+    metrics = [str(name) for name in profile.metrics["metric"]]
+    by_precision = pd.DataFrame(
+        {
+            name.removeprefix(OPERATIONS): profile.value_table(name).fillna(0.0)
+            for name in metrics
+            if name.startswith(OPERATIONS)
+        },
+        index=contexts.index,
+    )
+    flops = by_precision.sum(axis=1).to_numpy()
+    size = profile.value_table(OPERAND_BYTES).fillna(0.0).to_numpy()
+    known = (flops > 0) | (size > 0)
+    names = contexts["name"].str.removeprefix("aten::")
+    operator, parent = profile.of_kind("operator"), contexts["parent"].to_numpy()
+    calls = profile.value_table("calls").fillna(0.0).to_numpy()
+    own = profile.value_table("cpu_time_ms").fillna(0.0).to_numpy()
+    whole = profile.value_table("cpu_time_ms", "inclusive").fillna(0.0).to_numpy()
+    short = own <= DISPATCHES * calls * (limits.overhead_ms(False) or 0.0)
+    passes_on = np.isin(np.arange(len(contexts)), parent[operator]) & (own <= whole / 2)
+    no_work = ~known & (short | passes_on | names.isin(NO_WORK).to_numpy())
+    rows = np.flatnonzero(known | (operator & (nearest(parent, known) < 0)))
+    each = 1.0 / max(len(profile.iterations), 1)
+    table = contexts[["name", "shapes", *PART]].iloc[rows].reset_index(drop=True)
+    table["calls"] = calls[rows] * each
+    table["time_ms"] = np.where(known, whole, own)[rows] * each
+    table["flops"], table["bytes"] = flops[rows] * each, size[rows] * each
+    table["precision"] = by_precision.idxmax(axis=1).to_numpy()[rows] if flops.any() else ""
+    table["no_work"], table["known"] = no_work[rows], known[rows]
+    keys = ["name", "shapes", *PART, "precision", "no_work", "known"]
+    table = table.groupby(keys, as_index=False, sort=False).sum()
+    least = [_least_of(limits, row) for row in table.itertuples(index=False)]
+    table[["ceiling_ms", "limit", "reason"]] = pd.DataFrame(
+        least, columns=["ceiling_ms", "limit", "reason"], index=table.index
+    )
+    table["share_of_ceiling"] = table["ceiling_ms"] / table["time_ms"].where(table["time_ms"] > 0)
+    return table.sort_values("time_ms", ascending=False, ignore_index=True)[OPERATOR_COLUMNS]
+
+
+def _least_of(limits: Limits, row: Any) -> tuple[float, str, str]:
+    """Least time of an operator, in ms for all its calls, its limit, and why it is not known."""
+    if row.no_work:
+        return 0.0, "", ""
+    if not row.known:
+        return math.nan, "", NOT_TOLD if row.name in FORMULAS else NO_FORMULA
+    precisions = _FP32 if row.precision == "fp32" else (row.precision,)
+    if (product := product_of(row.name, row.shapes)) is not None:
+        alone = limits.product_ms(product, precisions)
+        if alone is not None:  # its memory and its start are in it
+            return alone * row.calls, ARITHMETIC, ""
+    times: dict[str, float | None] = {DISPATCH: limits.overhead_ms(False)}
+    # rows that are asked for again come from a cache: what is written counts
+    once = 0.5 if not row.flops and bytes_are(row.name) == ASKED_FOR else 1.0
+    times[MEMORY] = limits.memory_ms(once * row.bytes / row.calls, 0.0)
+    if times[MEMORY] is None:
+        return math.nan, "", "streaming bandwidth was not measured"
+    if (table := _rows_of(row.name, row.shapes, row.flops / row.calls)) is not None:
+        gathered, row_bytes, table_bytes = table
+        times[ROWS] = limits.gather_ms(gathered, row_bytes, table_bytes)
+    elif row.flops:
+        peak = limits.peak_gflops(precisions)
+        if peak is None:
+            return math.nan, "", f"matrix products of {row.precision} were not timed"
+        times[ARITHMETIC] = row.flops / row.calls / peak / 1e6
+    known = {limit: time for limit, time in times.items() if time is not None}
+    limit = max(known, key=lambda name: known[name])
+    return known[limit] * row.calls, limit, ""
+
+
+def _rows_of(name: str, shapes: str, flops: float) -> tuple[float, float, float] | None:
+    """Bytes read in random rows by a call, of a row, and of its table; None for what reads none."""
+    if (lookup := lookup_of(name, shapes)) is not None:
+        height, width, _, _ = lookup
+        gathered = FLOAT_BYTES * flops  # a number of each row is added once
+    elif flops and name in ("aten::add", "aten::add_"):
+        height, width = json.loads(shapes)[0]
+        gathered = FLOAT_BYTES * flops / 2  # and, with a rate, multiplied
+    else:
+        return None
+    row_bytes = float(FLOAT_BYTES * width)
+    return gathered, row_bytes, height * row_bytes
+
+
+def _seen_parts(profile: Profile, table: pd.DataFrame) -> pd.DataFrame:
+    """Work and least time of parts of another program, from those of their operators.
+
+    Time outside of operators, such as Python's, is that of no operator and asks nothing of the
+    machine that is known here, so it counts as 0.
+    """
+    operators = operator_limits(profile)
+    operators["unknown_ms"] = operators["time_ms"].where(operators["ceiling_ms"].isna(), 0.0)
+    sums = operators.groupby(PART)[["flops", "bytes", "ceiling_ms", "unknown_ms"]].sum()
+    table = table.join(sums, on=PART).fillna(dict.fromkeys(sums.columns, 0.0))
+    of_part = dict(list(operators.groupby(PART)))
+    found = []
+    row: Any
+    for row in table.itertuples(index=False):
+        limit, words, least = "", "", row.ceiling_ms
+        if row.component == "communication":
+            words, least = "what the network allows was not measured", math.nan
+        elif row.unknown_ms > UNKNOWN_SHARE * row.time_ms:
+            own = of_part[row.component, row.phase]
+            worst: Any = own.loc[own["unknown_ms"].idxmax()]
+            words, least = f"{worst['name']}: {worst['reason']}", math.nan
+        elif least > 0:
+            own = of_part[row.component, row.phase]
+            limit = str(own.groupby("limit")["ceiling_ms"].sum().idxmax())
+            words = LIMIT_WORDS[limit]
+        found.append((least, limit, words))
+    table[["ceiling_ms", "limit", "ceiling"]] = found
+    return table.astype({"ceiling_ms": float})
+
+
 def doubts(profile: Profile, table: pd.DataFrame) -> list[str]:
     """Reasons not to trust the ceilings, as sentences; none where all is well.
 
     Args:
         table: what :func:`roofline` gives of the profile.
     """
-    sentences = []
+    sentences = _known_work(profile, table)
     waited = (profile.meta.get("ceilings") or {}).get("run_queue_share")
     if waited is not None and waited > BUSY_SHARE:
         sentences.append(
@@ -335,6 +514,27 @@ def doubts(profile: Profile, table: pd.DataFrame) -> list[str]:
     return sentences
 
 
+def _known_work(profile: Profile, table: pd.DataFrame) -> list[str]:
+    """The sentence about how much of another program's step has known work; none of our own."""
+    operators = operator_limits(profile)
+    total = float(table["time_ms"].sum())
+    if operators.empty or total <= 0:
+        return []
+    unknown = operators[operators["ceiling_ms"].isna()]
+    inside, silent = (float(rows["time_ms"].sum()) for rows in (operators, unknown))
+    sentence = (
+        f"The recorded shapes tell the work of operators that take {(inside - silent) / total:.0%} "
+        f"of the step. Code outside of operators, such as Python's, takes "
+        f"{max(0.0, 1 - inside / total):.0%}; its least time counts as 0."
+    )
+    each = unknown.groupby("name")["time_ms"].sum()
+    largest = each[each > WORTH_NAMING * total].nlargest(3)
+    names = ", ".join(f"`{name}` ({milliseconds(time)})" for name, time in largest.items())
+    if names:
+        sentence += f" Operators of unknown work take {silent / total:.1%}, above all {names}."
+    return [sentence]
+
+
 def least_step(table: pd.DataFrame) -> dict[str, Any]:
     """The step as a whole.
 
@@ -343,13 +543,15 @@ def least_step(table: pd.DataFrame) -> dict[str, Any]:
 
     Returns:
         ``time_ms``, ``least_ms`` (sum of the parts' least times, none above the measured
-        one; None where one is not known), ``share`` (least over measured), ``limits`` (limit
+        one; None where they are not known for more than :data:`UNKNOWN_SHARE` of the step; a
+        part without one counts as 0), ``share`` (least over measured), ``limits`` (limit
         to ms of the least time, largest first), ``unknown`` (parts without a ceiling).
     """
     unknown = table[table["ceiling_ms"].isna()]
     time = float(table["time_ms"].sum())
     lowest = table["ceiling_ms"].clip(upper=table["time_ms"])
-    least = None if len(unknown) or table.empty else float(lowest.sum())
+    too_little = unknown["time_ms"].sum() > UNKNOWN_SHARE * time or lowest.isna().all()
+    least = None if too_little else float(lowest.sum())
     limits = lowest[lowest > 0].groupby(table["limit"]).sum()
     return {
         "time_ms": time,

@@ -1,6 +1,6 @@
 """What the machine can do at best, measured on the spot: the roofline's ceilings.
 
-On the run's device, with the run's threads, at the model's own shapes: matrix products in
+On the run's device, with the run's threads, at the run's own shapes: matrix products in
 every precision, bandwidth of streaming and of random rows, the cost of starting an
 operator or a kernel, of copying to and from a GPU. Each figure is the best of several
 tries in turns with the others, since what disturbs a measurement only ever slows it.
@@ -353,9 +353,45 @@ def _onednn_switch() -> Any:
 # All ceilings of a run's device.
 
 
-def measure_ceilings(
-    parameters: Parameters, device: torch.device
-) -> tuple[dict[str, Any], dict[str, str]]:
+@dataclass(frozen=True)
+class Shapes:
+    """The shapes at which the ceilings of a machine are measured.
+
+    Attributes:
+        products: the matrix products of an iteration.
+        threads: CPU threads of one operator; None leaves torch's own choice.
+        row_values: numbers in an embedding row; 0 for a program without embeddings.
+        table_rows: rows of the largest table.
+        bag: rows that one lookup adds up.
+        bags: lookups of a call.
+        tiles: precision of the tile kernels, where the program multiplies with them.
+    """
+
+    products: Sequence[Product]
+    threads: int | None = None
+    row_values: int = 0
+    table_rows: int = 0
+    bag: int = 1
+    bags: int = 1
+    tiles: str | None = None
+
+
+def model_shapes(parameters: Parameters, device: torch.device) -> Shapes:
+    """The shapes of our own model."""
+    tables = parameters.model.table_rows
+    rows = max(tables)
+    return Shapes(
+        model_products(parameters),
+        parameters.training.threads,
+        parameters.model.embedding_dim,
+        rows,
+        max(1, round(mean_bag_size(parameters, tables.index(rows)))),
+        parameters.training.batch_size,
+        tile_precision(parameters, device),
+    )
+
+
+def measure_ceilings(shapes: Shapes, device: torch.device) -> tuple[dict[str, Any], dict[str, str]]:
     """Measure everything; about six seconds at the experiment's shape, less for small ones.
 
     Returns:
@@ -367,21 +403,19 @@ def measure_ceilings(
     """
     missing: dict[str, str] = {}
     found: dict[str, Any] = {"device": str(device)}
-    with threads_of(parameters.training.threads), torch.no_grad():
+    with threads_of(shapes.threads), torch.no_grad():
         began, waited = time.perf_counter(), waited_ns()
         found["threads"] = torch.get_num_threads()
         precisions, emulated = native_precisions(device)
         missing |= {f"ceilings.gemm.{name}": why for name, why in emulated.items()}
-        if (own := tile_precision(parameters, device)) is not None:
-            precisions.append(own)
-        found["gemm"], late = time_products(
-            model_products(parameters), precisions, device, GEMM_BUDGET_S
-        )
+        if shapes.tiles is not None:
+            precisions.append(shapes.tiles)
+        found["gemm"], late = time_products(shapes.products, precisions, device, GEMM_BUDGET_S)
         missing |= {f"ceilings.gemm.{name}": why for name, why in late.items()}
         found["last_level_cache_bytes"] = last_level_cache(device)
         if found["last_level_cache_bytes"] is None:
             missing["ceilings.last_level_cache_bytes"] = "the system does not say"
-        found["stream"], found["gather"], late = _memory(parameters, device)
+        found["stream"], found["gather"], late = _memory(shapes, device)
         missing |= {f"ceilings.{name}": why for name, why in late.items()}
         found["dispatch_us"] = dispatch_us()
         if device.type == "cuda":
@@ -444,22 +478,19 @@ def gather_action(table: torch.Tensor, bags: int, bag: int) -> Action:
 
 
 def _memory(
-    parameters: Parameters, device: torch.device
+    shapes: Shapes, device: torch.device
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, str]]:
     """Rows of ``stream`` and of ``gather``, in cache and in memory, and what is missing."""
     missing: dict[str, str] = {}
-    row_values = parameters.model.embedding_dim
+    row_values, bag = shapes.row_values, shapes.bag
     row_bytes = 4 * row_values
     cached = _cached_bytes(device)
     low, high = STREAM_BYTES
     outer = min(max(4 * (last_level_cache(device) or 0) // 3, low), high)
-    limit = TABLE_BYTES[device.type]
-    tables = parameters.model.table_rows
-    table = min(max(tables) * row_bytes, limit)
-    bag = max(1, round(mean_bag_size(parameters, tables.index(max(tables)))))
-    bags = max(parameters.training.batch_size, -(-GATHER_LOOKUPS // bag))
+    table = min(shapes.table_rows * row_bytes, TABLE_BYTES[device.type])
+    bags = max(shapes.bags, -(-GATHER_LOOKUPS // bag))
     room = available_memory(device)
-    lookups = 8 * INDEX_SETS * bags * bag + bags * row_bytes
+    lookups = 8 * INDEX_SETS * bags * bag + bags * row_bytes if table else 0
     need = max(3 * outer, table) + 3 * cached + lookups
     if room is not None and need > MEMORY_SHARE * room:
         why = f"needs {format_bytes(need)}, of {format_bytes(room)} available"
@@ -473,7 +504,8 @@ def _memory(
         thirds = (memory[i * count : (i + 1) * count] for i in range(3))
         actions |= {(kind, size): made for kind, made in stream_actions(*thirds).items()}
     # after the streams, which have driven the table out of the caches
-    sizes = sorted({min(table, max(cached, row_bytes)) // row_bytes, table // row_bytes})
+    ends = {min(table, max(cached, row_bytes)), table} if table else set()
+    sizes = sorted({size // row_bytes for size in ends})
     for rows in sizes:
         view = block[: rows * row_values].view(rows, row_values)
         actions["gather", rows] = gather_action(view, bags, bag)

@@ -108,6 +108,7 @@ def environment_of(
         "with_stack": config.with_stack,
         "record_shapes": config.record_shapes,
         "profile_memory": config.profile_memory,
+        "ceilings": config.probes,
     }
     places = [str(STARTUP), *filter(None, [base.get("PYTHONPATH")])]
     return {

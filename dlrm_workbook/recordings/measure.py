@@ -142,7 +142,6 @@ def command_with_torch(
         profile.meta["title"] = title_of(command, parameters)
         profile.meta["engine_choice"] = why
         profile.meta["notices"] = notices + profile.meta.get("notices", [])
-        profile.meta.setdefault("not_measured", {})["ceilings"] = UNKNOWN_MODEL
     for rank, profile in recording.ranks.items():
         profile.save(folder / target / f"rank{rank}")
     if not recording.ranks:

@@ -268,6 +268,9 @@ def roofline_text(table: pd.DataFrame, doubts: Sequence[str] = ()) -> Text:
         f"ends the machine needs at least {milliseconds(step['least_ms'])} "
         f"({step['share']:.0%})**: {limits}. "
     )
+    if step["unknown"]:
+        names = [part_label(component, phase) for component, phase in step["unknown"]]
+        text += f"The least time of {', '.join(names)} is not known and counts as 0. "
     gaps = (table["time_ms"] - table["ceiling_ms"]).clip(lower=0.0)
     most = table.assign(gap_ms=gaps).nlargest(3, "gap_ms")
     gains = [

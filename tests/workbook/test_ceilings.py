@@ -15,6 +15,7 @@ from dlrm_workbook.evidence.ceilings import (
     gather_action,
     measure_ceilings,
     model_products,
+    model_shapes,
     native_precisions,
     stream_actions,
     time_products,
@@ -101,7 +102,7 @@ def test_precisions_round_as_they_should_and_settings_are_put_back():
 
 def test_what_has_no_room_is_left_out_with_the_reason(monkeypatch, briefly):
     monkeypatch.setattr(ceilings, "available_memory", lambda device: 4096)
-    found, missing = measure_ceilings(parameters(), CPU)
+    found, missing = measure_ceilings(model_shapes(parameters(), CPU), CPU)
     assert found["stream"] == [] and found["gather"] == []
     assert "available" in missing["ceilings.stream"]
     assert any(name.startswith("ceilings.gemm.fp32,") for name in missing)
@@ -109,7 +110,7 @@ def test_what_has_no_room_is_left_out_with_the_reason(monkeypatch, briefly):
 
 def test_all_figures_are_there_and_agree(briefly):
     before = torch.get_num_threads()
-    found, missing = measure_ceilings(parameters(), CPU)
+    found, missing = measure_ceilings(model_shapes(parameters(), CPU), CPU)
     assert torch.get_num_threads() == before and found["threads"] == 1
     assert not [name for name in missing if not name.startswith("ceilings.gemm.")]
     assert {row["level"] for row in found["stream"]} == {"cache", "memory"}

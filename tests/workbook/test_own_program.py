@@ -22,6 +22,13 @@ from dlrm_workbook.analysis.attribution import attribute, coverage
 from dlrm_workbook.analysis.findings import findings
 from dlrm_workbook.analysis.idleness import outside_operators
 from dlrm_workbook.analysis.python_lines import python_lines
+from dlrm_workbook.analysis.roofline import (
+    doubts,
+    least_step,
+    missing,
+    operator_limits,
+    roofline,
+)
 from dlrm_workbook.analysis.verdict import time_together
 from dlrm_workbook.cli import with_command
 from dlrm_workbook.machine import REPOSITORY
@@ -38,7 +45,7 @@ PROGRAM = Path(foreign_program.__file__)
 def parameters(folder: Path, *words: str, **profiling: Any) -> Parameters:
     """Those of a command; 2 iterations warm up and 4 are measured unless ``profiling`` differs."""
     section = {"engine": "torch", "warmup": 2, "iterations": 4, "command": list(words)}
-    section |= {"command_folder": str(folder)} | profiling
+    section |= {"command_folder": str(folder), "probes": False} | profiling
     return parameters_from_sections({"title": "Mine", "profiling": section})
 
 
@@ -50,7 +57,7 @@ def program(folder: Path, *arguments: str, **profiling: Any) -> Parameters:
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Profile, Path]:
     """(the profile, its run folder) of the small program, which would train for long."""
     folder = tmp_path_factory.mktemp("own")
-    return measure(program(folder, "100000"), folder / "run"), folder / "run"
+    return measure(program(folder, "100000", probes=True), folder / "run"), folder / "run"
 
 
 def test_a_command_is_measured_by_the_steps_of_its_optimizer(
@@ -124,6 +131,34 @@ def test_our_own_runs_name_the_lines_of_parts_that_are_mostly_python(tmp_path: P
     told = set(zip(lines["component"], lines["phase"], strict=True))
     assert all(outside[part] > 0.5 for part in told)
     assert (outside <= 0.5).any()
+
+
+def test_its_page_has_the_limits_of_this_machine_at_the_shapes_that_were_seen(
+    measured: tuple[Profile, Path],
+) -> None:
+    profile, _ = measured
+    ceilings = profile.meta["ceilings"]
+    shapes = {(row["m"], row["n"], row["k"]) for row in ceilings["gemm"]}
+    assert {(4000, 64, 32), (4000, 1, 64), (64, 32, 4000), (4000, 32, 64)} <= shapes
+    assert {row["row_bytes"] for row in ceilings["gather"]} == {4 * 32}
+    table = roofline(profile, attribute(profile))
+    assert missing(profile) is None and table["ceiling_ms"].max() > 0
+    operators = operator_limits(profile).set_index("name")
+    # 2 m n k and m n to add the bias, of both layers
+    flops = 2 * 4000 * (32 * 64 + 64) + 4000 * (64 + 1)
+    assert operators.loc["aten::addmm", "flops"].sum() == flops
+    assert operators["ceiling_ms"].isna().mul(operators["time_ms"]).sum() < 0.02 * sum(
+        operators["time_ms"]
+    )
+    step = least_step(table)
+    assert 0 < step["least_ms"] < step["time_ms"]
+    (sentence, *_) = doubts(profile, table)
+    assert "The recorded shapes tell the work" in sentence and "counts as 0" in sentence
+    # what makes the batch is Python's, and asks nothing of the machine that is known
+    data = table[table["component"] == "data"]
+    assert data["ceiling_ms"].sum() < 0.05 * data["time_ms"].sum()
+    names = [finding.id for finding in findings(profile, attribute(profile))]
+    assert "data_generation" in names and "far_from_ceiling" not in names
 
 
 def test_a_run_folder_opens_as_what_was_measured(measured: tuple[Profile, Path]) -> None:
@@ -247,7 +282,7 @@ def loop(folder: Path, steps: int, **options: Any) -> int:
     table = torch.nn.EmbeddingBag(50, 8, mode="sum")
     indices = torch.arange(50).repeat(4000).view(-1, 100)  # long enough to be measured
     done = 0
-    with record(folder, **options) as step:
+    with record(folder, **{"ceilings": False} | options) as step:
         for _ in range(steps):
             with record.part("embedding"):
                 pooled = table(indices)
@@ -286,7 +321,7 @@ def test_parts_of_a_model_that_is_no_dlrm_are_its_own_modules(tmp_path: Path) ->
     model = Tower()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     hooks = torch.nn.modules.module._global_forward_hooks
-    with record(tmp_path / "mine", iterations=4, warmup=1) as step:
+    with record(tmp_path / "mine", iterations=4, warmup=1, ceilings=False) as step:
         for _ in range(12):
             tokens = torch.randint(0, 50, (32, 33))
             scores = model(tokens[:, :-1]).flatten(0, 1)

@@ -4,29 +4,37 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrm_core.config import Parameters, parameters_from_sections
-from dlrm_core.parts import COMPONENTS, PHASES
+from dlrm_core.parts import COMPONENTS, PART_PREFIX, PHASES
+from dlrm_workbook.analysis.attribution import attribute
 from dlrm_workbook.analysis.devices import device
 from dlrm_workbook.analysis.roofline import (
+    ARITHMETIC,
     COLUMNS,
+    ROWS,
     Limits,
     doubts,
     least_step,
     least_times,
     missing,
+    operator_limits,
     roofline,
 )
 from dlrm_workbook.analysis.work import part_work
 from dlrm_workbook.evidence.ceilings import model_products
 from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.recordings.torch.trace import read_trace
 from dlrm_workbook.show.profile import ceilings_frame, roofline_text
 from dlrm_workbook.show.roofline import SYMBOLS, least_time_bars, roofline_chart
 from dlrm_workbook.show.tables import Table, show
@@ -384,3 +392,73 @@ def test_cross_layers_are_on_the_roofline_and_further_ones_cost_as_much() -> Non
     for phase in ("forward", "backward"):
         # but for the features side by side, which are there once
         assert least(four, phase) == pytest.approx(2 * least(two, phase), rel=0.05)
+
+
+def traced(folder: Path, work: Callable[[], object]) -> Profile:
+    """A recording of another program by torch.profiler, on the machine of :func:`machine`."""
+    with torch.profiler.profile(record_shapes=True) as profiler:
+        work()
+    profiler.export_chrome_trace(str(folder / "trace.json"))
+    profile = read_trace(folder / "trace.json")
+    profile.meta["ceilings"] = machine(model(), dispatch_us=0.001)
+    return profile
+
+
+@given(rows=st.integers(1000, 3000), width=st.sampled_from([8, 16, 32]), bags=st.integers(1, 90))
+@settings(deadline=None, max_examples=5)
+def test_work_of_another_program_is_that_of_its_recorded_shapes(
+    tmp_path_factory: pytest.TempPathFactory, rows: int, width: int, bags: int
+) -> None:
+    table = torch.nn.EmbeddingBag(500, width, mode="sum", sparse=True)
+    layer = torch.nn.Linear(width, 3)
+    optimizer = torch.optim.SGD([*table.parameters(), *layer.parameters()], 0.1)
+    indices, offsets = torch.randint(0, 500, (rows,)), torch.arange(bags)
+
+    def step() -> None:
+        layer(table(indices, offsets)).sum().backward()
+        optimizer.step()
+
+    profile = traced(tmp_path_factory.mktemp("seen"), step)
+    timed = {"part": "", "layer": -1, "phase": "forward", "batch": 1, "precision": "fp32"}
+    timed |= {"m": bags, "n": 3, "k": width, "ms": 0.25, "gflops": 1.0}
+    profile.meta["ceilings"]["gemm"].append(timed)
+    operators = operator_limits(profile).set_index("name")
+    assert operators.loc["aten::addmm", "ceiling_ms"] == 0.25
+    assert operators.loc["aten::addmm", "limit"] == ARITHMETIC
+    assert operators.loc["aten::addmm", "flops"] == 2 * bags * width * 3 + bags * 3
+    lookup = operators.loc["aten::_embedding_bag"]
+    assert lookup["flops"] == rows * width
+    assert lookup["bytes"] == 4 * rows * width + 8 * (rows + bags) + 4 * bags * width
+    # 5 GB/s, as the machine reads random rows
+    assert lookup["ceiling_ms"] == pytest.approx(4 * rows * width / 5e6)
+    assert lookup["limit"] == ROWS
+    update = operators.loc["aten::add"]
+    assert update["flops"] == 2 * rows * width and update["limit"] == ROWS
+    assert update["ceiling_ms"] == pytest.approx(4 * rows * width / 5e6)
+
+
+def test_an_operator_without_a_formula_is_named_and_leaves_its_part_unmeasured(
+    tmp_path: Path,
+) -> None:
+    numbers = torch.rand(400, 400) * 0.5
+
+    def step() -> None:
+        with torch.profiler.record_function(f"{PART_PREFIX}top_mlp forward"):
+            torch.erfinv(numbers)
+        with torch.profiler.record_function(f"{PART_PREFIX}bottom_mlp forward"):
+            torch.exp(numbers)
+
+    profile = traced(tmp_path, step)
+    operators = operator_limits(profile).set_index("name")
+    assert np.isnan(operators.loc["aten::erfinv", "ceiling_ms"])
+    assert operators.loc["aten::erfinv", "reason"] == "its work is not counted"
+    found = roofline(profile, attribute(profile))
+    table = by_part(found)
+    assert np.isnan(table.loc[("top_mlp", "forward"), "ceiling_ms"])
+    assert "aten::erfinv" in table.loc[("top_mlp", "forward"), "ceiling"]
+    assert table.loc[("bottom_mlp", "forward"), "ceiling_ms"] > 0
+    assert least_step(found)["unknown"] == [("top_mlp", "forward")]
+    (sentence, *_) = doubts(profile, found)
+    assert "`aten::erfinv`" in sentence
+    small = found.assign(time_ms=found["time_ms"].where(found["ceiling_ms"].notna(), 1e-9))
+    assert least_step(small)["least_ms"] > 0 and "`aten::erfinv`" not in repr(small)

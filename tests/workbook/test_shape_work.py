@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from dlrm_workbook.recordings.torch.shape_work import (
     values_text,
     work_of_call,
 )
+from dlrm_workbook.recordings.torch.trace import read_trace
 
 FLOAT, HALF, LONG = "'float'", "'c10::Half'", "'long int'"
 
@@ -66,6 +66,15 @@ FLOAT, HALF, LONG = "'float'", "'c10::Half'", "'long int'"
             f"[{FLOAT}, 'Scalar', {LONG}, {FLOAT}, 'Scalar']",
             3 * 8 + 3 * 12 * 4,
         ),
+        ("aten::where", "[[8, 4], [], [8, 4]]", f"['bool', 'Scalar', {FLOAT}]", 32 * (1 + 4 + 4)),
+        ("aten::bernoulli_", "[[8, 4], [], []]", f"[{FLOAT}, 'Scalar', '']", 256),
+        ("aten::mse_loss", "[[8, 4], [8, 4], []]", f"[{FLOAT}, {FLOAT}, 'Scalar']", 256),
+        (
+            "aten::_index_put_impl_",
+            "[[8, 9], [], [8, 4], [], []]",
+            f"[{FLOAT}, '', {FLOAT}, 'Scalar', 'Scalar']",
+            256,
+        ),
         ("aten::sort", "[[8], [], []]", f"[{FLOAT}, 'Scalar', 'Scalar']", 8 * (4 + 4 + 8)),
         # 2021: gradient, input, ..., indices of the maxima; the input's gradient is written
         (
@@ -111,20 +120,75 @@ def test_expanded_operands_are_read_once() -> None:
         assert values_text("aten::add", nonsense) == ""
 
 
-def test_a_sparse_operand_tells_nothing(tmp_path: Path) -> None:
-    """torch records a sparse gradient with the shape of its table and without strides."""
-    table, shapes = torch.zeros(100, 8), "[[100, 8], [100, 8], []]"
-    types = "['float', 'float', 'Scalar']"
-    gradient = torch.sparse_coo_tensor(torch.tensor([[3]]), torch.ones(1, 8), (100, 8))
-    for added, known in ((gradient, False), (gradient.to_dense(), True)):
+@given(rows=st.integers(1, 60), width=st.integers(1, 12), alpha=st.floats(-1.0, 1.0))
+@settings(deadline=None, max_examples=10)
+def test_a_sparse_gradient_is_added_row_by_row(
+    tmp_path_factory: pytest.TempPathFactory, rows: int, width: int, alpha: float
+) -> None:
+    """torch records a sparse gradient with the shape of its table and without strides.
+
+    Its values have their own shape where the addition hands them on.
+    """
+    table = torch.zeros(100, width)
+    index = torch.randint(0, 100, (1, rows))
+    gradient = torch.sparse_coo_tensor(index, torch.ones(rows, width), (100, width))
+    shapes, types = f"[[100, {width}], [100, {width}], []]", "['float', 'float', 'Scalar']"
+    # a row of the gradient is read, one of the table is read and written, and an index is read
+    sparse = (2.0 * rows * width, 3.0 * 4 * rows * width + 8 * rows, "fp32")
+    dense = (0.0, 3.0 * 4 * 100 * width, "")
+    for added, expected in ((gradient, sparse), (gradient.to_dense(), dense)):
+        path = tmp_path_factory.mktemp("sparse") / "trace.json"
         with torch.profiler.profile(record_shapes=True) as profiler:
-            table.add_(added, alpha=-0.1)
-        profiler.export_chrome_trace(str(tmp_path / "trace.json"))
-        events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+            table.add_(added, alpha=alpha)
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
         (args,) = (event["args"] for event in events if event.get("name") == "aten::add_")
         assert str(args["Input Dims"]) == shapes and str(args["Input type"]) == types
-        work = work_of_call("aten::add_", shapes, types, values_text("aten::add_", args))
-        assert work == ((0.0, 3 * 3200.0, "") if known else None)
+        values = values_text("aten::add_", args)
+        assert work_of_call("aten::add_", shapes, types, values) == (
+            None if added is gradient else expected
+        )
+        profile = read_trace(path)
+        operations = profile.value_table("operations:fp32").fillna(0.0).sum()
+        assert operations == expected[0]
+        assert profile.value_table("operand_bytes").sum() == expected[1]
+
+
+def test_a_sum_into_a_table_of_its_own_is_not_known() -> None:
+    shapes, types = "[[100, 8], [100, 8], []]", "['float', 'float', 'Scalar']"
+    values = json.dumps([[], [[8, 1], [], []]])
+    in_place = work_of_call("aten::add_", shapes, types, values, below="[[5, 8], []]")
+    assert in_place == (80.0, 3 * 160 + 40.0, "fp32")
+    other = "[[100, 8], [100, 8], [], [90, 8]]"
+    assert work_of_call("aten::add", other, types, values, below="[[5, 8], []]") is None
+    assert work_of_call("aten::add_", shapes, types, values, below="[[5, 7], []]") is None
+
+
+def test_a_dense_gradient_of_rows_has_the_size_of_the_table() -> None:
+    values = values_text(
+        "aten::embedding_dense_backward", {"Concrete Inputs": ["", "", "100", "-1", "False"]}
+    )
+    types = "['float', 'long int', 'Scalar', 'Scalar', 'Scalar']"
+    found = work_of_call(
+        "aten::embedding_dense_backward", "[[5, 6, 8], [5, 6], [], [], []]", types, values
+    )
+    # each of 30 gradients is read and added; the gradients of 100 rows are written
+    assert found == (30 * 8.0, 4 * 240 + 8 * 30 + 4 * 800.0, "fp32")
+
+
+@given(st.lists(st.integers(1, 9), min_size=2, max_size=3))
+@settings(deadline=None, max_examples=10)
+def test_a_reduction_is_counted_although_it_fills_its_result_first(
+    tmp_path_factory: pytest.TempPathFactory, shape: list[int]
+) -> None:
+    path = tmp_path_factory.mktemp("sum") / "trace.json"
+    with torch.profiler.profile(record_shapes=True) as profiler:
+        torch.ones(shape).sum(0)
+    profiler.export_chrome_trace(str(path))
+    profile = read_trace(path)
+    size = profile.value_table("operand_bytes").to_numpy()
+    by_name = dict(zip(profile.contexts["name"], size, strict=True))
+    assert by_name["aten::sum"] == 4 * math.prod(shape)
 
 
 def test_rows_that_are_selected_are_asked_for() -> None:

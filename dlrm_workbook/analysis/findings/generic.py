@@ -419,6 +419,7 @@ def far_from_ceiling(evidence: Evidence, ledger: Ledger) -> Measured | None:
     if table.empty:
         return None
     table = table[~table["component"].isin(["data", "other", "transfer"])]
+    table = table[table["ceiling_ms"] > 0]  # what is Python's in another program has no limit
     table = table.assign(lost_ms=table["time_ms"] - table["ceiling_ms"])
     table = table[(table["share_of_ceiling"] < CEILING_SHARE) & table["lost_ms"].gt(0)]
     parts = zip(table["component"], table["phase"], strict=True)

@@ -29,7 +29,7 @@ from dlrm_core.machine import (
 from dlrm_core.parts import log_spans
 from dlrm_core.train import Trainer
 from dlrm_kernels.embeddings.choose import resolve
-from dlrm_workbook.evidence.ceilings import measure_ceilings
+from dlrm_workbook.evidence.ceilings import measure_ceilings, model_shapes
 from dlrm_workbook.evidence.data_statistics import run_statistics
 from dlrm_workbook.evidence.probes import probe_changes
 from dlrm_workbook.machine import machine_facts, memory_limit
@@ -189,7 +189,7 @@ def evidence(parameters: Parameters, say: Say = say_nothing) -> dict[str, Any]:
         missing |= {"ceilings": why, "part_probes": why}
         return found
     say("measuring this machine's limits", 0, 1)
-    found["ceilings"], late = measure_ceilings(parameters, device)
+    found["ceilings"], late = measure_ceilings(model_shapes(parameters, device), device)
     missing |= late
     if device.type == "cpu":
         found["part_probes"] = probe_changes(parameters, say=say)

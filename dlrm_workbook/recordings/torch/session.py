@@ -74,6 +74,8 @@ class Session:
             what runs outside of operators has a name.
         sampled: Iterations at the end in which the Python stack is sampled, where it is not
             while recording.
+        ceilings: Measure the limits of this machine afterwards, at the shapes that were
+            recorded. Where the iterations are ours, that is done elsewhere.
         information: Goes into ``recording.json`` as it is: ``parameters``,
             ``machine``, ``versions``, ``probes``, ``command``, ...
         progress: Called with (iterations done, iterations in all) after each.
@@ -95,6 +97,7 @@ class Session:
         profile_memory: bool = False,
         ours: bool = True,
         sampled: int = 0,
+        ceilings: bool = False,
         information: dict[str, Any] | None = None,
         progress: Callable[[int, int], object] | None = None,
     ) -> None:
@@ -108,7 +111,7 @@ class Session:
         if self.on_gpu and not torch.cuda.is_available():
             raise InputError(f"cannot record on {self.device}: torch sees no GPU")
         self._with_stack, self._record_shapes = with_stack, record_shapes
-        self._profile_memory = profile_memory
+        self._profile_memory, self._ceilings = profile_memory, ceilings
         self.information = dict(information or {})
         self.ours, self._progress = ours, progress
         self.total = warmup + unprofiled + iterations + sampled
@@ -337,9 +340,12 @@ class Session:
                 f"reading the counters takes {self._counters.cost_ms():.3f} ms, more than "
                 f"{MAX_COUNTING_SHARE:.1%} of an iteration, so it was left out under the profiler"
             )
+        ceilings, late = ({}, {}) if self.ours else self._measure_ceilings(averages)
+        missing |= late
         head = {
             **information,
             **counted,
+            **ceilings,
             "format_version": FORMAT_VERSION,
             "engine": "torch",
             "device": str(self.device),
@@ -367,6 +373,31 @@ class Session:
         if self.on_gpu:
             head["gpu_peak_allocated_bytes"] = torch.cuda.max_memory_allocated(self.device)
         return head
+
+    def _measure_ceilings(
+        self, averages: list[dict[str, Any]]
+    ) -> tuple[dict[str, Any], dict[str, str]]:
+        """``ceilings`` of this machine at the recorded shapes, and reasons of what is missing."""
+        why = None
+        if not self._ceilings:
+            why = "the recording was made without them (profiling.probes, or record's ceilings)"
+        elif self.on_gpu:
+            why = "a GPU's limits are those of its data sheet"
+        elif rank_of_process()[1] > 1:
+            why = "several ranks share this machine, and what it leaves to one was not measured"
+        elif not self._record_shapes:
+            why = "input shapes were not recorded (`-p profiling.record_shapes=true` records them)"
+        if why is None:
+            try:
+                from dlrm_workbook.evidence.ceilings import measure_ceilings
+                from dlrm_workbook.recordings.torch.seen_shapes import seen_shapes
+
+                shapes = seen_shapes(averages, torch.get_num_threads())
+                found, missing = measure_ceilings(shapes, self.device)
+                return {"ceilings": found}, missing
+            except Exception as error:  # what is trained is worth more than any figure of ours
+                why = f"measuring them failed: {type(error).__name__}: {error}"
+        return {}, {"ceilings": why}
 
     def _sampled_pass(self, plain: list[float]) -> list[dict[str, Any]]:
         """What the iterations cost in which nothing but the stack was sampled."""
@@ -515,6 +546,8 @@ class record:
         folder: Must not exist.
         iterations, warmup: as above.
         record_shapes, profile_memory, with_stack: as torch.profiler has them.
+        ceilings: measure this machine's limits at the recorded shapes, once, for about six
+            seconds (programs on a CPU).
 
     Raises:
         InputError: ``folder`` exists, or a count is impossible.
@@ -529,6 +562,7 @@ class record:
         record_shapes: bool = True,
         profile_memory: bool = True,
         with_stack: bool = False,
+        ceilings: bool = True,
     ) -> None:
         self._folder = Path(folder).absolute()
         if iterations < 1 or warmup < 0:
@@ -543,6 +577,7 @@ class record:
             "record_shapes": record_shapes,
             "profile_memory": profile_memory,
             "with_stack": with_stack,
+            "ceilings": ceilings,
         }
         self._iterations = iterations
         self._session: Session | None = None

@@ -12,11 +12,15 @@ convolutions              2 for each weight of   input, weights, output; backwar
                           each output's filter   and what its mask asks for
 attention (not causal)    2 products             queries, keys, values and the result
 pooled lookups            N d (2 N d weighted)   N rows, N indices, B offsets, B rows written
+sparse gradient, added    2 N d                  N rows of the gradient, N indices, N rows of the
+                                                 table read and written
+dense gradient of rows    N d                    gradient, N indices, a gradient for the whole table
 elementwise               not counted            operands as stored, and the broadcast result
 copies, cat, fills        not counted            read once (not for fills), written once
 norms, softmax            not counted            operands and results, statistics of a row
 reductions, sort, scans   not counted            operand (and result, where its size is known)
 index_select, gather      not counted            indices, and the rows asked for, twice
+index                     not counted            the elements asked for, twice
 ========================  =====================  ==================================================
 
 The definitions are those of torch's operators (``native_functions.yaml``). An output whose shape
@@ -95,6 +99,8 @@ class Call:
     """Shape of the result, where the backward twin gives it."""
     above: list[Any] = field(default_factory=list)
     """Shapes of the inputs of the operator that called this one."""
+    below: list[Any] = field(default_factory=list)
+    """Shapes of the inputs of ``aten::to``, where this one calls it."""
 
     @property
     def has_sparse(self) -> bool:
@@ -172,6 +178,31 @@ def _embedding_bag(call: Call) -> Amounts | None:
     return (2.0 if weights else 1.0) * rows * width, [
         *((0, rows * width), (1, rows), (2, bags), (0, bags * width), (0, weights)),
     ]
+
+
+def _rows_gradient(call: Call, indices: int, rows: int) -> Amounts | None:
+    """Adds a gradient for each index to the row of a table's dense gradient, which is made here.
+
+    Args:
+        indices: place of the indices.
+        rows: place of the number of rows of the table.
+    """
+    count, height = math.prod(call.shapes[indices]), call.value(rows)
+    if type(height) is not int or height < 1 or not call.shapes[0]:
+        return None
+    width = call.shapes[0][-1]
+    return float(count) * width, [(0, call.stored(0)), (indices, count), (0, height * width)]
+
+
+def _sparse_added(call: Call) -> Amounts | None:
+    """``add_(table, sparse gradient)``: its values have the shape that ``to`` is given inside."""
+    table, values = call.shapes[0], call.below[0] if call.below else []
+    if len(table) != 2 or len(values) != 2 or values[1] != table[1]:
+        return None
+    if len(call.shapes) > 3 and call.shapes[3] != table:
+        return None  # the sum is a table of its own
+    count = math.prod(values)
+    return 2.0 * count, [*((0, count) for _ in range(3)), (TYPES["long int"], values[0])]
 
 
 def _linear(call: Call) -> Amounts | None:
@@ -270,6 +301,8 @@ PRODUCTS: dict[str, Formula] = {
     "aten::_embedding_bag": _embedding_bag,
     "aten::_embedding_bag_forward_only": _embedding_bag,
     "aten::embedding_bag": _embedding_bag,
+    "aten::embedding_dense_backward": lambda c: _rows_gradient(c, 1, 2),
+    "aten::_embedding_bag_dense_backward": lambda c: _rows_gradient(c, 1, 5),
     "aten::cudnn_convolution": _convolution,
     "aten::convolution_backward": _convolution_backward,
     "aten::cudnn_convolution_backward_input": _cudnn_backward_input,
@@ -431,6 +464,12 @@ def _gathered(call: Call) -> Amounts | None:
     return 0.0, [(2, count), (0, count), (0, count)]
 
 
+def _indexed(call: Call) -> Amounts | None:
+    """``index(input, lists of indices)``: as many elements as the result has."""
+    count = math.prod(call.output) if call.output else 0
+    return (0.0, [(0, count), (0, count)]) if count else None
+
+
 def _index_added(call: Call) -> Amounts | None:
     """``index_add_(input, dim, index, source)``."""
     count = math.prod(call.shapes[3])
@@ -467,24 +506,27 @@ TRAFFIC: dict[str, Formula] = {
     **_every("aten::", _UNARY_TEXT, _elementwise(1)),
     **_every("aten::", _KEEPING_UNARY_TEXT, _elementwise(1, integers=True)),
     **_every("aten::", _COMPARING_TEXT, _elementwise(2, result="bool")),
-    **_every("aten::", "logical_not isnan", _elementwise(1, result="bool")),
+    **_every("aten::", "logical_not isnan isneginf isposinf", _elementwise(1, result="bool")),
+    "aten::where": _elementwise(3),
     **_every("aten::", "clamp_min clamp_max masked_fill", _elementwise(2, result="first")),
     "aten::clamp": _elementwise(3, result="first"),
     **_every("aten::", "addcmul addcdiv lerp", _elementwise(3)),
     **{f"aten::{name}_backward": _elementwise(2) for name in _BACKWARD_TEXT.split()},
     "aten::binary_cross_entropy_backward": _elementwise(4),
+    "aten::mse_loss_backward": _elementwise(3),
+    "aten::log_sigmoid_forward": _moved(0, written=0),
+    "aten::log_sigmoid_backward": _moved(0, 1, written=1),
     **{
         f"aten::{name}_": _in_place(count)
         for count, names in (
-            (1, _UNARY_TEXT + _KEEPING_UNARY_TEXT + " logical_not"),
+            (1, _UNARY_TEXT + _KEEPING_UNARY_TEXT + " logical_not bernoulli"),
             (2, _KEEPING_TEXT + " div pow clamp_min clamp_max masked_fill " + _COMPARING_TEXT),
             (3, "addcmul addcdiv lerp clamp"),
         )
         for name in names.split()
     },
     "aten::copy_": _copied,
-    "aten::fill_": _moved(written=0),
-    "aten::zero_": _moved(written=0),
+    **_every("aten::", "fill_ zero_ random_ uniform_ normal_", _moved(written=0)),
     **_every("aten::", "cat _cat stack", _joined),
     **_every(
         "aten::",
@@ -492,6 +534,7 @@ TRAFFIC: dict[str, Formula] = {
         "var_mean max_pool2d_with_indices topk",
         _moved(0),
     ),
+    **_every("aten::", "binary_cross_entropy mse_loss", _moved(0, 1)),
     "aten::cumsum": _elementwise(1),
     "aten::sort": _sorted,
     **_every("aten::", "_softmax _log_softmax", _softmax),
@@ -506,6 +549,8 @@ TRAFFIC: dict[str, Formula] = {
     **_every("aten::", "native_dropout _fused_dropout", _dropout),
     "aten::index_select": _selected,
     "aten::gather": _gathered,
+    "aten::index": _indexed,
+    "aten::_index_put_impl_": _moved(2, written=2),
     "aten::index_add_": _index_added,
     "fbgemm::permute_pooled_embs": _moved(0, 1, 2, written=0),
     "fbgemm::permute_pooled_embs_auto_grad": _moved(0, 1, 2, written=0),
@@ -518,12 +563,26 @@ TRAFFIC: dict[str, Formula] = {
 
 FORMULAS = PRODUCTS | TRAFFIC
 
+_NO_WORK_TEXT = """
+alias as_strided broadcast_tensors chunk coalesce_ conj _conj contiguous dense_dim detach detach_
+diagonal empty empty_like empty_strided expand expand_as flatten _indices is_coalesced is_nonzero
+item lift_fresh _local_scalar_dense narrow new_empty new_empty_strided _nnz numpy_T permute reshape
+_reshape_alias resize_ resize_as_ resolve_conj resolve_neg result_type select set_ slice sparse_dim
+_sparse_coo_tensor_unsafe _sparse_coo_tensor_with_dims_and_tensors split split_with_sizes squeeze
+squeeze_ t t_ to transpose transpose_ unbind unflatten _unsafe_view unsqueeze unsqueeze_ _values
+view view_as
+"""
+NO_WORK = frozenset(_NO_WORK_TEXT.split())
+"""Operators of ``aten`` that move no data unless they call others: views, and unfilled tensors."""
+
 _REPEATING = {
+    *("aten::index", "aten::_index_put_impl_"),
     *("aten::_embedding_bag", "aten::_embedding_bag_forward_only", "aten::embedding_bag"),
     *("aten::index_select", "aten::gather", "aten::index_add_"),
 }
+_REDUCTIONS = {name for name, formula in TRAFFIC.items() if formula is TRAFFIC["aten::sum"]}
 _PARTIAL = {
-    *(name for name, formula in TRAFFIC.items() if formula is TRAFFIC["aten::sum"]),
+    *_REDUCTIONS,
     *("aten::_softmax_backward_data", "aten::_log_softmax_backward_data", "aten::sort"),
     *("aten::cumsum", "aten::native_batch_norm", "aten::cudnn_batch_norm"),
     *("aten::native_batch_norm_backward", "aten::cudnn_batch_norm_backward"),
@@ -547,6 +606,7 @@ def bytes_are(name: str) -> str:
 _VALUES = {
     *("aten::cudnn_convolution", "aten::convolution_backward", "aten::_flash_attention_forward"),
     *("aten::_softmax", "aten::_log_softmax", "aten::index_select"),
+    *("aten::embedding_dense_backward", "aten::_embedding_bag_dense_backward"),
 }
 """Operators whose work depends on numbers among their inputs."""
 
@@ -555,11 +615,15 @@ _TWINS = {
     "aten::_cat": re.compile("CatBackward|StackBackward"),
     "aten::stack": re.compile("StackBackward"),
     "aten::cudnn_convolution": re.compile("ConvolutionBackward"),
+    "aten::index": re.compile("IndexBackward"),
 }
 """Operators whose result is known by their backward node, whose input is its gradient."""
 
 _CALLED_WITH = ("aten::cudnn_convolution_backward_input", "aten::cudnn_convolution_backward_weight")
 """Operators of which a size stands in the inputs of the operator that calls them."""
+
+_CALLS_TO = ("aten::add", "aten::add_")
+"""Operators that give the values of a sparse operand to ``aten::to``."""
 
 
 def values_text(name: str, args: Mapping[str, Any]) -> str:
@@ -598,7 +662,13 @@ def _sizes(given: Any) -> Any:
 
 
 def work_of_call(
-    name: str, shapes: str, types: str, values: str = "", output: str = "", above: str = ""
+    name: str,
+    shapes: str,
+    types: str,
+    values: str = "",
+    output: str = "",
+    above: str = "",
+    below: str = "",
 ) -> tuple[float, float, str] | None:
     """(operations, bytes, precision) of one call, None where its inputs do not tell.
 
@@ -607,8 +677,9 @@ def work_of_call(
         values: what :func:`values_text` gives.
         output: shapes and types of the inputs of its backward node, a line each.
         above: shapes of the operator that calls it.
+        below: shapes of the ``aten::to`` that it calls.
 
-    Of an operator with a sparse input nothing is known.
+    Of an operator with a sparse input nothing is known, unless it adds it to a table.
     Of operators in :data:`PRODUCTS` bytes are NaN, and the precision :data:`UNKNOWN`, where types
     are missing; operands of two precisions have none either. Of those in :data:`TRAFFIC`
     operations are 0 and the precision is "".
@@ -629,8 +700,9 @@ def work_of_call(
             twin,
             TYPES.get((re.findall(r"'([^']*)'", kinds) or [""])[0]),
             _sizes(json.loads(above)) if above else [],
+            _sizes(json.loads(below)) if below else [],
         )
-        amounts = None if call.has_sparse else formula(call)
+        amounts = _sparse_added(call) if call.has_sparse else formula(call)
     except (ValueError, TypeError, IndexError, RecursionError):
         return None
     if amounts is None:
@@ -680,6 +752,29 @@ def _twins(host: pd.DataFrame, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.obj
     return found
 
 
+def _shapes_below(host: pd.DataFrame, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.object_]:
+    """Shapes (k,) of the inputs of the first ``aten::to`` that each of the calls in ``rows`` makes.
+
+    Of calls with a sparse operand; "" for others.
+    """
+    found = np.full(len(rows), "", dtype=object)
+    if "values" not in host:
+        return found
+    names, values = host["name"].to_numpy()[rows], host["values"].to_numpy()[rows]
+    place = {
+        int(row): at
+        for at, row in enumerate(rows.tolist())
+        if names[at] in _CALLS_TO and values[at]
+    }
+    inner = np.flatnonzero(
+        host["name"].eq("aten::to").to_numpy() & host["parent"].isin(list(place)).to_numpy()
+    )
+    over, shapes = host["parent"].to_numpy(), host["shapes"].to_numpy()
+    for row in inner[::-1]:
+        found[place[int(over[row])]] = shapes[row]
+    return found
+
+
 def _bare(text: str) -> str:
     """A node's name without the library that ran its forward."""
     return re.sub(r"^(Cudnn|Miopen|Slow|Thnn)(?=Conv)", "", text)
@@ -700,6 +795,11 @@ def shape_metrics(host: pd.DataFrame, count: int) -> dict[str, npt.NDArray[np.fl
     traffic = names.isin(list(TRAFFIC)).to_numpy() & shown
     if not (products.any() or traffic.any()):
         return {}
+    # what a reduction fills with zeros first, and a number made a tensor, are no work of their own
+    scalar = names.eq("aten::copy_").to_numpy() & host["shapes"].str.startswith("[[],").to_numpy()
+    filled = names.isin(["aten::fill_", "aten::zero_"]).to_numpy()
+    reductions = names.isin(list(_REDUCTIONS)).to_numpy() & shown
+    traffic &= ~((scalar & _below(parent, traffic)) | (filled & _below(parent, reductions)))
     # the innermost product counts; of what moves bytes, what calls no other and no product calls
     wanted = products & (inclusive_from_exclusive(parent, products.astype(float)) == 1)
     inner = inclusive_from_exclusive(parent, (products | traffic).astype(float)) == 1
@@ -709,10 +809,11 @@ def shape_metrics(host: pd.DataFrame, count: int) -> dict[str, npt.NDArray[np.fl
     above = np.full(len(rows), "", dtype=object)
     called = calls["name"].isin(_CALLED_WITH).to_numpy() & (parent[rows] >= 0)
     above[called] = host["shapes"].to_numpy()[parent[rows[called]]]
+    below = _shapes_below(host, rows)
     empty = np.full(len(rows), "", dtype=object)
     values = calls["values"].to_numpy() if "values" in calls else empty
     columns: list[Any] = [calls[name].to_numpy() for name in ("name", "shapes", "types")]
-    columns += [values, _twins(host, rows), above]
+    columns += [values, _twins(host, rows), above, below]
     kind, kinds = pd.factorize(pd.MultiIndex.from_arrays(columns))
     each = [work_of_call(*(str(text) for text in key)) for key in kinds]
     operations = np.array([work[0] if work else np.nan for work in each])[kind]
@@ -750,4 +851,4 @@ def meaning_of(metric: str) -> tuple[str, str]:
     if metric == OPERAND_BYTES:
         return "B", "bytes that operators read and write, by their inputs' shapes"
     kind = metric.removeprefix(OPERATIONS)
-    return "", f"operations of products and lookups by their inputs' shapes; operands {kind}"
+    return "", f"operations of products, lookups and their updates, by shapes; operands {kind}"

@@ -321,6 +321,8 @@ class _Builder:
                 del columns["copy_bytes"]
             columns["calls"] += np.bincount(where, minlength=count)
             columns |= self.kernel_properties(count)
+        if len(self.device) or not has_own_parts(self.host):
+            # on a CPU the work of our own model follows from its parameters
             columns |= shape_metrics(self.host, count)
         columns |= allocated(self.memory, self.host, count)
         values = [
