@@ -192,6 +192,10 @@ class ModelConfig:
         return counts
 
 
+LAWS = ("uniform", "zipf", "reuse")
+"""Generators of :class:`dlrm_core.data.synthetic.SyntheticBatches`: laws of rows alone."""
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """Where batches come from."""
@@ -199,10 +203,11 @@ class DataConfig:
     generator: str = setting(
         "facebook",
         "'facebook_loop': facebookresearch/dlrm's per-sample Python loop; 'facebook': the same "
-        "stream bit for bit, vectorised; 'uniform', 'zipf': the same bag law without "
-        "deduplication, indices uniform or by a power law, on CPU or GPU; 'dataset': the files in "
-        "path; 'teacher': rows by the power law and labels of a planted model (docs/datasets.md)",
-        choices=("facebook_loop", "facebook", "uniform", "zipf", "dataset", "teacher"),
+        "stream bit for bit, vectorised; 'uniform', 'zipf', 'reuse': the same bag law without "
+        "deduplication, indices uniform, by a power law, or used again as often as in production "
+        "tables (docs/embeddings.md), on CPU or GPU; 'dataset': the files in path; 'teacher': "
+        "rows by the power law and labels of a planted model (docs/datasets.md)",
+        choices=("facebook_loop", "facebook", *LAWS, "dataset", "teacher"),
     )
     path: str = setting(
         "",
@@ -253,7 +258,7 @@ class DataConfig:
     )
     multi_hot_sizes: tuple[int, ...] | None = setting(
         None,
-        "with uniform and zipf: indices of every bag, table by table, as MLPerf's "
+        "with uniform, zipf and reuse: indices of every bag, table by table, as MLPerf's "
         "--multi_hot_sizes; in place of indices_per_lookup and fixed_pooling",
         minimum=1,
     )
@@ -270,7 +275,7 @@ class DataConfig:
     prefetch_batches: int = setting(2, "batches kept ready by the prefetching loader", minimum=1)
     place: str = setting(
         "cpu",
-        "where uniform and zipf batches are made: 'cpu', or 'device' (straight on the GPU)",
+        "where uniform, zipf and reuse batches are made: 'cpu', or 'device' (straight on the GPU)",
         choices=("cpu", "device"),
     )
 
@@ -281,8 +286,8 @@ class DataConfig:
             object.__setattr__(self, "indices_per_lookup", 1)
             object.__setattr__(self, "fixed_pooling", True)
         if self.multi_hot_sizes is not None:
-            if self.generator not in ("uniform", "zipf"):
-                why = "bags of a size of their own for each table are for uniform and zipf"
+            if self.generator not in LAWS:
+                why = "bags of a size of their own for each table are for uniform, zipf and reuse"
                 raise clash("data", self, "multi_hot_sizes", "generator", why)
             object.__setattr__(self, "indices_per_lookup", max(self.multi_hot_sizes))
             object.__setattr__(self, "fixed_pooling", True)
@@ -292,8 +297,10 @@ class DataConfig:
         if self.samples is not None and self.generator == "dataset":
             why = "an epoch of a data set has the samples of its files"
             raise clash("data", self, "samples", "generator", why)
-        if self.place == "device" and self.generator not in ("uniform", "zipf"):
-            why = "its batches are made on the CPU only; choose uniform or zipf, or place: cpu"
+        if self.place == "device" and self.generator not in LAWS:
+            why = (
+                "its batches are made on the CPU only; choose uniform, zipf or reuse, or place: cpu"
+            )
             raise clash("data", self, "place", "generator", why)
         if self.place == "device" and self.loader == "prefetch":
             why = "batches made on the device need no prefetching; choose loader: synchronous"

@@ -257,7 +257,8 @@ def _making(parameters: Parameters) -> int:
     """Bytes of a generator's temporaries: numbers of 8 bytes for each lookup.
 
     facebook's stream keeps all tables' indices until they are joined, and some six arrays of
-    one table's; its loop has Python lists, 40 bytes a number; a power law four arrays.
+    one table's; its loop has Python lists, 40 bytes a number; a power law four arrays, the law
+    of reuse seven.
     """
     size = parameters.training.batch_size
     counts = [size * mean_bag_size(parameters, t) for t in range(len(parameters.model.table_rows))]
@@ -267,7 +268,7 @@ def _making(parameters: Parameters) -> int:
         return int(every + 6 * most)
     if kind == "facebook_loop":
         return int(every + 6 * most + 5 * most)
-    return int(4 * most if kind == "zipf" else most)
+    return int({"zipf": 4, "reuse": 7}.get(kind, 1) * most)
 
 
 def _optimizer(parameters: Parameters, placement: Placement, where: str) -> Iterator[MemoryItem]:

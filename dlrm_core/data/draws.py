@@ -55,7 +55,11 @@ def stream_key(*parts: int | str) -> int:
 def words(key: int, start: int, count: int) -> np.ndarray:
     """64 random bits for each of the places start, start + 1, ...: (count,) uint64."""
     places = np.arange(count, dtype=np.uint64)
-    value = places * np.uint64(GAMMA) + np.uint64((key + GAMMA * (start + 1)) & MASK)
+    return mixed(places * np.uint64(GAMMA) + np.uint64((key + GAMMA * (start + 1)) & MASK))
+
+
+def mixed(value: np.ndarray) -> np.ndarray:
+    """As :func:`mix`, for each of an array of uint64."""
     value = (value ^ (value >> np.uint64(30))) * np.uint64(MIX_1)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(MIX_2)
     return value ^ (value >> np.uint64(31))

@@ -69,6 +69,7 @@ def make_generator(parameters: Parameters, device: torch.device, share: Share = 
             share=share,
             multi_hot_sizes=data.multi_hot_sizes,
             zipf_exponent=data.zipf_exponent if data.generator == "zipf" else None,
+            reuse=data.generator == "reuse",
             device=device if data.place == "device" else torch.device("cpu"),
             # the host would have to wait for the GPU to learn how many lookups a batch has
             padded=data.place == "device"

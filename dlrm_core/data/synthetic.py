@@ -1,4 +1,4 @@
-"""Random batches: facebookresearch/dlrm's own loop, and vectorised uniform or power-law ones."""
+"""Random batches: facebookresearch/dlrm's own loop, and vectorised ones by other laws of rows."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from dlrm_core.data.batch import WHOLE, Batch, Share
+from dlrm_core.data.reuse import ReuseLaw
 from dlrm_core.errors import InputError
 
 
@@ -46,7 +47,8 @@ class SyntheticBatches(_BagLaw):
     max(1, round(r min(R, k))) with r ~ U[0,1).
     Rows are uniform over the table, or follow a bounded power law: the
     continuous density x^-a on [1, R + 1) cut to whole numbers, so that
-    P(row i) = ((i+1)^(1-a) - (i+2)^(1-a)) / (1 - (R+1)^(1-a)), row 0 hottest.
+    P(row i) = ((i+1)^(1-a) - (i+2)^(1-a)) / (1 - (R+1)^(1-a)), row 0 hottest;
+    with ``reuse`` they follow :class:`dlrm_core.data.reuse.ReuseLaw` instead.
 
     ``padded`` batches leave each table room for its longest bags and say on the device
     alone how many lookups are real, so that the host need not wait to know.
@@ -56,6 +58,7 @@ class SyntheticBatches(_BagLaw):
     device: torch.device
     padded: bool = False
     multi_hot_sizes: tuple[int, ...] | None = None
+    reuse: bool = False
 
     def __post_init__(self) -> None:
         seed, device, table_rows = self.seed, self.device, self.table_rows
@@ -64,6 +67,7 @@ class SyntheticBatches(_BagLaw):
         bounds = [min(rows, self.indices_per_lookup) for rows in table_rows]
         self._bounds = torch.tensor(bounds, dtype=torch.float32, device=device)[:, None]
         self._last = torch.tensor(table_rows, device=device)[:, None] - 1
+        self._laws = [ReuseLaw(rows, device) for rows in table_rows] if self.reuse else []
         spans = [self._span(rows) for rows in table_rows]
         self._spans = torch.tensor(spans, dtype=torch.float64, device=device)[:, None]
         self._rooms = [room_for(self.batch_size, bound) for bound in bounds]
@@ -124,13 +128,16 @@ class SyntheticBatches(_BagLaw):
             totals: numbers drawn for each table.
             begins: which of these is the first that is used.
         """
-        if self.device.type != "cpu" and len(set(totals)) == 1:
+        if self.device.type != "cpu" and len(set(totals)) == 1 and not self.reuse:
             return self._draw_all(totals[0])
         indices = torch.empty(starts[-1], dtype=torch.int64, device=self.device)
         for t, (rows, total, begin) in enumerate(zip(self.table_rows, totals, begins, strict=True)):
             into = indices[starts[t] : starts[t + 1]]
             own = slice(begin, begin + into.numel())
-            if self.zipf_exponent is not None:
+            if self.reuse:
+                draws = self.random.uniform(total, dtype=torch.float64)[own]
+                into.copy_(self._laws[t].rows(draws))
+            elif self.zipf_exponent is not None:
                 # float64: with float32 a table of more than 2^24 rows has rows never drawn
                 draws = self.random.uniform(total, dtype=torch.float64)[own]
                 into.copy_(self._power_law(draws, self._span(rows)).clamp_(0, rows - 1))

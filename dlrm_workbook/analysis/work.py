@@ -22,6 +22,7 @@ import numpy as np
 import pandas as pd
 
 from dlrm_core.config import Parameters
+from dlrm_core.data.reuse import ReuseLaw
 from dlrm_workbook.analysis.attribution import PART, in_step_order
 
 FLOAT_BYTES = 4
@@ -230,8 +231,10 @@ def expected_unique(parameters: Parameters, rows: int, count: float) -> float:
     """Expected different rows among ``count`` lookups, R (1 − (1 − 1/R)^N) for uniform ones.
 
     With zipf: the sum over rows of 1 − (1 − p_i)^N, p_i = ((i+1)^(1−a) − (i+2)^(1−a)) / (1 −
-    (R+1)^(1−a)).
+    (R+1)^(1−a)); with reuse the same sum by classes of rows.
     """
+    if parameters.data.generator == "reuse":
+        return ReuseLaw(rows).unique(count)
     if parameters.data.generator not in ("zipf", "teacher"):
         return _unique_of_uniform(rows, count)
     chances = _zipf_chances(rows, parameters.data.zipf_exponent)

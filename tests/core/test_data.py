@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlrm_core.config import parameters_from_sections
+from dlrm_core.config import LAWS, parameters_from_sections
 from dlrm_core.data.batch import Batch
 from dlrm_core.data.facebook_replay import FacebookReplay
 from dlrm_core.data.loader import PrefetchError, _prefetched, batches, make_generator
@@ -129,12 +129,12 @@ def test_a_seed_gives_one_stream_and_another_seed_another():
         )
         return make_generator(parameters, CPU).next_batch()
 
-    for generator in ("facebook", "facebook_loop", "uniform", "zipf"):
+    for generator in ("facebook", "facebook_loop", "uniform", "zipf", "reuse"):
         assert_same(first(1, generator), first(1, generator))
         assert not torch.equal(first(1, generator).dense, first(2, generator).dense)
 
 
-@pytest.mark.parametrize("generator", ["uniform", "zipf"])
+@pytest.mark.parametrize("generator", LAWS)
 def test_each_table_has_bags_of_its_own_size(generator):
     sizes = [3, 1, 7]
     parameters = parameters_from_sections(

@@ -22,7 +22,7 @@ from dlrm_core.data.loader import (
 from dlrm_core.errors import InputError
 
 CPU = torch.device("cpu")
-GENERATORS = ["facebook_loop", "facebook", "uniform", "zipf"]
+GENERATORS = ["facebook_loop", "facebook", "uniform", "zipf", "reuse"]
 
 
 def parameters(generator, fixed=False, loader="synchronous", rows=(40, 3, 500), size=7):

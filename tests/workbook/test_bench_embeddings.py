@@ -127,6 +127,7 @@ def test_the_contention_study_compares_the_papers_updates():
     study = GROUPS["contention"]
     assert all(case.contestants == UPDATES == tuple(case.contestants) for case in study)
     assert {case.skew is None for case in study} == {True, False}
+    assert {case.reuse for case in study} == {True, False}
     ledger = bench.open_ledger(None, 4, False)
     totals = {"naive": 60.0, "atomic": 90.0, "locked": 30.0, "race_free": 10.0}
     bench.run_group(ledger, study[:1], 2, 1, run=fake_run(totals))

@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
+from dlrm_core.data.reuse import ReuseLaw
 from dlrm_workbook.analysis.findings.evidence import Evidence, heaviest
 from dlrm_workbook.analysis.findings.finding import Ledger, Measured, amdahl, bounded, rule
 
@@ -234,6 +235,8 @@ def _update_share(evidence: Evidence) -> float:
 def _expected_hottest(evidence: Evidence, table: Mapping[str, Any]) -> float:
     """Share of the hottest row by the generator's law (see ``data/synthetic.py``)."""
     rows, lookups = float(table["rows"]), max(float(table["lookups_per_batch"]), 1.0)
+    if evidence.parameter("data.generator") == "reuse":
+        return ReuseLaw(int(rows)).hottest()
     if evidence.parameter("data.generator") != "zipf":
         # uniform: the fullest of many cells holds a few more than its mean
         mean = lookups / rows

@@ -63,6 +63,7 @@ class EmbeddingCase:
     Attributes:
         pooling: lookups of every bag.
         skew: exponent of the power law of rows, row 0 hottest; None: uniform.
+        reuse: rows are used again as often as in production tables, whatever ``skew`` says.
         contestants: back ends, or updates of ``fused``.
         targets: contestant against whom to how many times as fast ``fused`` is to be.
     """
@@ -74,11 +75,14 @@ class EmbeddingCase:
     skew: float | None = None
     contestants: tuple[str, ...] = BACK_ENDS
     targets: tuple[tuple[str, float], ...] = ()
+    reuse: bool = False
 
     @property
     def meaning(self) -> str:
         """One line for readers."""
         law = "uniform rows" if self.skew is None else f"rows by a power law ({self.skew})"
+        if self.reuse:
+            law = "rows used again as in production"
         lookups = f"{self.pooling} lookup{'s' if self.pooling > 1 else ''} a bag"
         return f"{self.optimizer}, batch {self.batch}, {lookups}, {law}"
 
@@ -91,18 +95,22 @@ GROUPS: dict[str, tuple[EmbeddingCase, ...]] = {
         EmbeddingCase("sgd-1", "sgd", 1),
         EmbeddingCase("sgd-100", "sgd", 100),
         EmbeddingCase("sgd-50-skewed", "sgd", 50, skew=SKEW),
+        EmbeddingCase("sgd-50-reuse", "sgd", 50, reuse=True),
     ),
     "rowwise": (
         EmbeddingCase("rowwise-50", "rowwise_adagrad", 50, targets=((FACEBOOK, 6.0),)),
         EmbeddingCase("rowwise-1", "rowwise_adagrad", 1),
         EmbeddingCase("rowwise-50-skewed", "rowwise_adagrad", 50, skew=SKEW),
+        EmbeddingCase("rowwise-50-reuse", "rowwise_adagrad", 50, reuse=True),
     ),
     "adagrad": (EmbeddingCase("adagrad-50", "adagrad", 50),),
     "contention": (
         EmbeddingCase("contention-uniform", "sgd", 1, 16384, contestants=UPDATES),
         EmbeddingCase("contention-skewed", "sgd", 1, 16384, SKEW, UPDATES),
+        EmbeddingCase("contention-reuse", "sgd", 1, 16384, contestants=UPDATES, reuse=True),
         EmbeddingCase("contention-50-uniform", "sgd", 50, contestants=UPDATES),
         EmbeddingCase("contention-50-skewed", "sgd", 50, skew=SKEW, contestants=UPDATES),
+        EmbeddingCase("contention-50-reuse", "sgd", 50, contestants=UPDATES, reuse=True),
     ),
 }
 """Cases that share a process of each contestant."""
@@ -247,6 +255,7 @@ def batches_of(case: dict[str, Any], rows: int, count: int) -> list[Batch]:
     stream = SyntheticBatches(
         *(1, (rows,) * TABLES, case["batch"], case["pooling"], True, False, 7),
         zipf_exponent=case["skew"],
+        reuse=case.get("reuse", False),
         device=CPU,
     )
     return [stream.next_batch() for _ in range(count)]
@@ -483,6 +492,7 @@ def new_entry(case: EmbeddingCase, threads: int) -> dict[str, Any]:
         "pooling": case.pooling,
         "batch": case.batch,
         "skew": case.skew,
+        "reuse": case.reuse,
         "rounds": [],
         "differences": [],
         "failures": {},
