@@ -12,6 +12,7 @@ import torch
 from dlrm_core.config import Parameters
 from dlrm_core.data.batch import Batch
 from dlrm_core.data.loader import make_generator
+from dlrm_workbook.evidence.cache import cache_hits
 
 BATCHES = 3
 """How many of a run's first batches are looked at."""
@@ -39,37 +40,46 @@ def batch_statistics(batches: Iterable[Batch], parameters: Parameters) -> dict[s
     """Index statistics per table.
 
     Returns:
-        ``{"batches": n, "tables": [...]}`` with, for each table, ``table``, ``rows``,
-        and means over the batches of ``lookups_per_batch``, ``mean_bag`` (lookups of a
-        sample), ``unique_rows_per_batch`` and ``hottest_share`` (share of a batch's
-        lookups that fall on its most wanted row; 1 / unique rows when all are alike).
+        ``{"batches": n, "tables": [...], "cache": [...]}`` with, for each table, ``table``,
+        ``rows``, means over the batches of ``lookups_per_batch``, ``mean_bag`` (lookups of
+        a sample), ``unique_rows_per_batch`` and ``hottest_share`` (share of a batch's
+        lookups that fall on its most wanted row; 1 / unique rows when all are alike), and over
+        all batches together ``lookups``, ``rows_used`` and ``rows_used_once``; ``cache`` as
+        :func:`dlrm_workbook.evidence.cache.cache_hits`.
     """
     seen: list[list[tuple[int, int, int, int]]] = [[] for _ in parameters.model.table_rows]
+    lookups: list[list[np.ndarray]] = []
     for batch in batches:
-        for table, figures in enumerate(seen):
-            figures.append((batch.size, *_count(batch.table_indices(table).cpu().numpy())))
+        lookups.append([batch.table_indices(t).cpu().numpy() for t in range(len(seen))])
+        for figures, indices in zip(seen, lookups[-1], strict=True):
+            counts = _counts(indices)
+            figures.append((batch.size, indices.size, counts.size, counts.max(initial=0)))
     tables = []
     for table, (rows, figures) in enumerate(zip(parameters.model.table_rows, seen, strict=True)):
-        size, lookups, unique, most = np.array(figures).T
+        size, total, unique, hottest = np.array(figures).T
         means = {
-            "lookups_per_batch": lookups,
-            "mean_bag": lookups / size,
+            "lookups_per_batch": total,
+            "mean_bag": total / size,
             "unique_rows_per_batch": unique,
-            "hottest_share": most / np.maximum(lookups, 1),
+            "hottest_share": hottest / np.maximum(total, 1),
         }
         tables.append(
             {"table": table, "rows": rows}
             | {name: float(values.mean()) for name, values in means.items()}
+            | _reuse([indices[table] for indices in lookups])
         )
-    return {"batches": len(seen[0]), "tables": tables}
+    return {"batches": len(lookups), "tables": tables, "cache": cache_hits(lookups)}
 
 
-def _count(indices: np.ndarray) -> tuple[int, int, int]:
-    """Lookups, different rows, and lookups of the most wanted row; (N,) int64 in."""
-    if not indices.size:
-        return 0, 0, 0
+def _reuse(lookups: list[np.ndarray]) -> dict[str, int]:
+    counts = _counts(np.concatenate(lookups))
+    once = np.count_nonzero(counts == 1)
+    return {"lookups": int(counts.sum()), "rows_used": counts.size, "rows_used_once": int(once)}
+
+
+def _counts(indices: np.ndarray) -> np.ndarray:
+    """How often each row that occurs does so; (N,) int64 in, (U,) int64 out."""
     # sorted, not counted by row: a table has far more rows than a batch has lookups
     ordered = np.sort(indices)
-    starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
-    runs = np.diff(starts, append=ordered.size)
-    return indices.size, starts.size, int(runs.max())
+    starts = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1])[: ordered.size])
+    return np.diff(starts, append=ordered.size)

@@ -15,10 +15,11 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from dlrm_core.parts import part_label
-from dlrm_core.units import NOT_MEASURED, digits, milliseconds, percent
+from dlrm_core.units import NOT_MEASURED, digits, format_bytes, from_to, milliseconds, percent
 from dlrm_workbook.analysis.devices import device
 from dlrm_workbook.show.profile import product_peaks
 from dlrm_workbook.show.static import SLOPE
+from dlrm_workbook.show.tables import Column, each_row
 from dlrm_workbook.show.theme import (
     DASHES,
     GRID,
@@ -28,8 +29,11 @@ from dlrm_workbook.show.theme import (
     add_bars,
     add_points,
     colour_of,
+    error_bars,
     figure,
     label_rows,
+    line_look,
+    log_axis,
     markers,
     paled,
     rows_of,
@@ -455,3 +459,57 @@ def _gap(row: Any) -> str:
         return f"{measured}, least 0 ms"
     least = f"{measured}, least {milliseconds(row.ceiling_ms)}"
     return f"{least} ({percent(row.share_of_ceiling)}): {row.limit}"
+
+
+REUSE = {
+    "rows": "rows of the table",
+    "lookups": "",
+    "rows_used": "different rows",
+    "lookups_per_row": Column("lookups per row used", "ratio"),
+    "used_once_share": "rows used once",
+    "used_once_lookups_share": "lookups of these",
+    "unique_share": "different rows of a batch per lookup",
+}
+"""Looks of :func:`dlrm_workbook.analysis.reuse.row_reuse`."""
+
+CACHE = {
+    "cache_bytes": "cache",
+    "rows": "rows it holds",
+    "hit_share": "lookups it answers",
+    "range": Column(
+        "range", each_row(lambda low, high: from_to(low, high, percent)), ("low", "high")
+    ),
+}
+"""Looks of :func:`dlrm_workbook.analysis.reuse.cache_hits`."""
+
+
+def cache_curve(hits: pd.DataFrame, last_level_bytes: float | None = None) -> go.Figure:
+    """Share of the lookups that a cache answers, over its size.
+
+    Args:
+        hits: what :func:`dlrm_workbook.analysis.reuse.cache_hits` gives.
+        last_level_bytes: size of the machine's last-level cache, which is marked.
+    """
+    result = figure("Lookups that a cache of rows answers (least recently used)", 340)
+    add_points(
+        result,
+        hits["cache_bytes"],
+        hits["hit_share"],
+        "",
+        [
+            f"{format_bytes(row.cache_bytes)}, {row.rows:,} rows: {percent(row.hit_share)}"
+            for row in rows_of(hits)
+        ],
+        error_y=error_bars(hits["low"], hits["hit_share"], hits["high"]),
+        **line_look(colour_of("embedding")),
+    )
+    if last_level_bytes:
+        text = f"last-level cache, {format_bytes(last_level_bytes)}"
+        result.add_vline(x=last_level_bytes, line={"color": INK, "dash": "dot"})
+        result.add_annotation(
+            x=math.log10(last_level_bytes), y=1, yref="paper", text=text, showarrow=False
+        )
+    marks = hits["cache_bytes"].iloc[:: max(1, len(hits) // 5)]
+    result.update_xaxes(title="size of the cache", **log_axis(list(marks), format_bytes))
+    result.update_yaxes(title="of the lookups", tickformat=".0%", rangemode="tozero")
+    return result

@@ -36,6 +36,7 @@ from dlrm_workbook.analysis import (
     other_gpu,
     python_lines,
     reference,
+    reuse,
     roofline,
     training,
     verdict,
@@ -120,6 +121,8 @@ OF_A_PROFILE: list[Callable[[Profile], pd.DataFrame]] = [
     idleness.overlaps,
     idleness.gpu_idleness,
     idleness.idle_blame,
+    reuse.cache_hits,
+    reuse.row_reuse,
     launches.launches_by_part,
     launches.launch_summary,
     launches.queue_depth,
@@ -407,6 +410,8 @@ def test_every_column_is_listed_and_no_listed_one_is_dead(tmp_path: Path) -> Non
     unmeasured = {"idleness.thread_states", "show.profile.ceilings_frame"}
     # no stack was sampled; only the heads of the page are read; the profile is our own program's
     unmeasured |= {"python_lines.python_lines", "index.html", "roofline.operator_limits"}
+    # tests/workbook/test_statistics.py has them with rows
+    unmeasured |= {"reuse.cache_hits", "reuse.row_reuse"}
     assert empty <= unmeasured | {"difference_tree.largest_changes"}
 
 
