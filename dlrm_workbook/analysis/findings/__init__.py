@@ -70,6 +70,9 @@ OF_EFFECT = {"rank_imbalance": 0.0}
 
 HALF = 0.5
 
+SPREAD = 0.5
+"""Of the share of a GPU's idle time that lies in no one place of the program."""
+
 SERIALISED = (
     "Kernels were serialised by PC sampling: times, idleness and overlap of this recording are "
     "distorted. It is for stall reasons; measure times without it (hpcrun -e CPUTIME -e "
@@ -126,10 +129,11 @@ RULES: tuple[Rule, ...] = (
     generic.spinning_threads,
     generic.irregular,
     generic.slower_later,
+    generic.now_and_then,
     generic.slower_than_alone,
     generic.far_from_ceiling,
     generic.dominant_part,
-    gpu.dominant_part,
+    gpu.dominant_place,
 )
 """In the order in which they run: what leaves no doubt about its cause comes first."""
 
@@ -148,11 +152,11 @@ def findings(
     ledger = Ledger(evidence)
     found = [finding for rule in RULES for finding in rule(evidence, ledger)]
     ranked = rank(generic.of_all_iterations(found))
-    if evidence.on_gpu and not evidence.is_ours:
-        ranked = _by_share(ranked)
+    by_gain = not evidence.on_gpu or evidence.is_ours
+    ranked = ranked if by_gain else _by_share(ranked)
     ranked = _dominant_in_place(ranked)
     largest = max(ranked, key=lambda finding: finding.share_of_step, default=None)
-    if largest is not None and largest.id in IDLE_GPU and largest.severity == "slows":
+    if by_gain and largest is not None and largest.id in IDLE_GPU and largest.severity == "slows":
         # nothing else can bring as much as the GPU that does nothing
         first = sum(finding.severity == "fails" for finding in ranked)
         ranked.remove(largest)
@@ -169,7 +173,15 @@ def _by_share(ranked: Sequence[Finding]) -> list[Finding]:
     """
     fails = [each for each in ranked if each.severity == "fails"]
     slows = [each for each in ranked if each.severity != "fails"]
-    return fails + sorted(slows, key=lambda each: (not each.predicted_speedup, -each.share_of_step))
+    return fails + sorted(slows, key=lambda each: (not each.predicted_speedup, -_weight(each)))
+
+
+def _weight(finding: Finding) -> float:
+    """The share of the step by which a finding is ranked: half of it where it is spread over the
+    program, but no less than what lies in one place. One cause goes before a sum of many."""
+    if finding.id not in STARVED:
+        return finding.share_of_step
+    return max(SPREAD * finding.share_of_step, finding.in_one)
 
 
 def _dominant_in_place(ranked: Sequence[Finding]) -> list[Finding]:

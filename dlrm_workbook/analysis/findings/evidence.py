@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -275,6 +275,23 @@ class Evidence:
         if not len(start):
             return np.zeros(len(at), dtype=bool)
         return (row >= 0) & (at < end[np.maximum(row, 0)])
+
+    @cached_property
+    def pieces(self) -> pd.DataFrame:
+        """As :func:`segments` of these iterations, with ``ms`` of a mean one and ``name``: every
+        moment belongs to the GPU's work, or while the GPU is idle to what the host is in."""
+        pieces = segments(self.profile)
+        pieces = pieces[self.inside(pieces["start_ns"].to_numpy())].reset_index(drop=True)
+        context = pieces["context"].to_numpy()
+        names = np.append(self.profile.contexts["name"].to_numpy(dtype=object), "")[context]
+        length = pieces["end_ns"] - pieces["start_ns"]
+        return pieces.assign(ms=length / 1e6 / max(len(self.windows[0]), 1), name=names)
+
+    def of_kernels(self, names: Iterable[str]) -> tuple[Ints, Any]:
+        """Contexts and time (ms of a mean step) of the pieces in which kernels of these names run,
+        those that begin the soonest where several run at once."""
+        rows = self.pieces[self.pieces["name"].isin(set(names)) & self.pieces["where"].eq("device")]
+        return rows["context"].to_numpy(), rows["ms"].to_numpy()
 
     @cached_property
     def work(self) -> pd.DataFrame:

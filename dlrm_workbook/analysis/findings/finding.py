@@ -15,6 +15,7 @@ import pandas as pd
 from dlrm_core.errors import InputError
 from dlrm_core.units import milliseconds
 from dlrm_workbook.analysis.findings.evidence import Evidence, Part
+from dlrm_workbook.analysis.findings.where import most_in_one, said
 from dlrm_workbook.analysis.idleness import Stretches
 from dlrm_workbook.analysis.whatif import prediction
 
@@ -60,6 +61,9 @@ class Finding:
     """The limit that it meets, one of ``LIMITS``."""
     concerns: tuple[str, ...] = ()
     """What its share is time of: components, ``idle`` (of the GPU), or nothing for the step."""
+    in_one: float = 0.0
+    """Share of the step (0 to 1) that lies in one range, operator, function or call of the program;
+    0 where it was not looked for."""
     part_of: str = ""
     """Id of a finding ranked above it with which it shares time; "" for none that is known."""
     counted_above: float = 0.0
@@ -160,6 +164,8 @@ class Ledger:
         """Place of the iteration from which on the GPU is slower than before."""
         self.device_work: set[str] = set()
         """Names of kernels whose time a rule has explained."""
+        self.told: list[tuple[float, str]] = []
+        """Share of the step (0 to 1) and text of each finding so far."""
 
     def explain(self, milliseconds: float, part: Part | None = None) -> None:
         """Record that a rule explained time, in one part or anywhere in the step."""
@@ -220,7 +226,8 @@ def rule(
     its figures is None. A figure named as an argument here (``title``, ``limit``, ...) replaces
     it; ``change``, ``severity`` and ``speedup`` are the finding's. Without ``speedup`` the
     share is waste that can go entirely (:func:`removed`); an empty one says that nothing tells
-    the gain.
+    the gain. ``pieces`` gives the contexts and the time (ms of a mean step) of the pieces that the
+    share is of, which become a sentence (:func:`~.where.said`).
 
     Args:
         gpu: only for runs on a GPU (True) or on a CPU (False).
@@ -238,19 +245,27 @@ def rule(
             share = figures["share"] = min(max(float(figures["share"]), 0.0), 1.0)
             sentences = figures.get("evidence", evidence)
             told = [text for each in sentences if (text := _filled(each, figures)) is not None]
-            said = _filled(figures.get("advice", advice), figures) or ""
+            in_one = 0.0
+            if "pieces" in figures:
+                told.append(said(seen.profile, *figures["pieces"], seen.total_ms) or "")
+                in_one = most_in_one(seen.profile, *figures["pieces"]) / seen.total_ms
+            remedy = _filled(figures.get("advice", advice), figures) or ""
             speedup = removed(share) if figures.get("speedup") is None else figures["speedup"]
             if not seen.is_ours:
-                said = PARAMETERS.sub("", said)
+                remedy = PARAMETERS.sub("", remedy)
             if seen.on_gpu and not (figures.get("change") and seen.probed):
                 speedup = within(speedup, share)
+            head = _of_basis(seen, _filled(figures.get("title", title), figures) or "")
+            text = _of_basis(seen, " ".join(filter(None, told)))
+            ledger.told.append((share, f"{head} {text}"))
             yield Finding(
                 id=figures.get("id", id),
-                title=_of_basis(seen, _filled(figures.get("title", title), figures) or ""),
+                title=head,
                 component=str(figures.get("component", component)),
                 share_of_step=share,
-                evidence=_of_basis(seen, " ".join(told)),
-                advice=said,
+                in_one=min(in_one, share),
+                evidence=text,
+                advice=remedy,
                 change=dict(figures.get("change") or {}) if seen.is_ours else {},
                 predicted_speedup=speedup,
                 severity=figures.get("severity", "slows"),

@@ -17,6 +17,7 @@ from dlrm_core.units import milliseconds
 from dlrm_workbook.analysis.attribution import (
     host_time,
     iteration_count,
+    iteration_state,
     main_thread,
     step_contexts,
     windows,
@@ -77,6 +78,13 @@ the GPU sets their pace, which other programs on the processor disturb less."""
 MOST_GROWN, LEAST_GROWN = 4, 0.05
 """Names that a sentence lists of what takes longer in slow iterations, and the least share of all
 that does."""
+
+FAR_MORE, NOW_AND_THEN_SHARE = 3.0, 0.05
+"""Times its usual time in an iteration, and least share of all iterations, for a name whose time
+lies in few of them."""
+
+MOST_NUMBERS = 6
+"""Iterations that a sentence lists."""
 
 DISTURBED = 1.4
 """Times what the step and the profiler's greatest cost come to."""
@@ -284,6 +292,14 @@ def _grown(evidence: Evidence, slow: np.ndarray, steady: np.ndarray) -> pd.Serie
     and what the host is in while the GPU is idle. Empty without a GPU's timeline."""
     if not evidence.has_timeline:
         return pd.Series(dtype=float)
+    table = _by_iteration(evidence)
+    growth = table.loc[:, slow].mean(axis=1) - table.loc[:, steady].mean(axis=1)
+    return growth[growth > LEAST_GROWN * growth.clip(lower=0.0).sum()].nlargest(MOST_GROWN)
+
+
+def _by_iteration(evidence: Evidence) -> pd.DataFrame:
+    """Time (ms) by name (rows) in each iteration (columns, from 0): kernels, copies, and what the
+    host is in while the GPU is idle."""
     profile = evidence.profile
     spans = windows(profile)
     work = device_operations(profile)
@@ -308,9 +324,50 @@ def _grown(evidence: Evidence, slow: np.ndarray, steady: np.ndarray) -> pd.Serie
     table = times[times["step"] >= 0].pivot_table(
         "ms", "name", "step", aggfunc="sum", fill_value=0.0
     )
-    table = table.reindex(columns=range(len(spans)), fill_value=0.0)
-    growth = table.loc[:, slow].mean(axis=1) - table.loc[:, steady].mean(axis=1)
-    return growth[growth > LEAST_GROWN * growth.clip(lower=0.0).sum()].nlargest(MOST_GROWN)
+    return table.reindex(columns=range(len(spans)), fill_value=0.0)
+
+
+@rule(
+    "now_and_then",
+    title="{few} of {count} iterations {do} what the others do not: {first}, {share:.0%} of all "
+    "time",
+    evidence=(
+        "In iterations {which} these take far longer than in the usual one: {longer}.",
+        "Together that is {extra:ms} in such an iteration.",
+    ),
+    advice="Look for what happens every few iterations: checkpoints, evaluation, compiling, "
+    "garbage collection, refilled buffers, other work on the machine.",
+    limit="scheduling",
+    gpu=True,
+)
+def now_and_then(evidence: Evidence, ledger: Ledger) -> Measured | None:
+    """Something takes much time in few iterations, though these may not stand out as a whole."""
+    if not evidence.has_timeline or len(evidence.steps) < LEAST_OF_SPLIT:
+        return None
+    state = iteration_state(evidence.profile)
+    table = _by_iteration(evidence)
+    if state is None or table.shape[1] != len(evidence.steps):
+        return None
+    usual = table.median(axis=1)
+    extra = table.sub(usual, axis=0).where(table.gt(FAR_MORE * usual, axis=0), 0.0)
+    by_step = extra.sum()
+    length = evidence.steps.sum(axis=1).to_numpy()
+    few = (by_step > NOW_AND_THEN_SHARE * length.mean()).to_numpy() & state.steady
+    share = float(by_step[few].sum()) / float(length.sum())
+    if not 0 < few.sum() <= len(few) / 3 or share < NOW_AND_THEN_SHARE:
+        return None
+    most = extra.loc[:, few].mean(axis=1).nlargest(MOST_GROWN)
+    most = most[most > LEAST_GROWN * most.sum()]
+    return {
+        "share": share,
+        "few": int(few.sum()),
+        "do": "do" if few.sum() > 1 else "does",
+        "count": len(few),
+        "which": ", ".join(str(place + 1) for place in np.flatnonzero(few)[:MOST_NUMBERS]),
+        "first": str(most.index[0])[:70],
+        "longer": ", ".join(f"{name} {milliseconds(ms)} more" for name, ms in most.items()),
+        "extra": float(by_step[few].mean()),
+    }
 
 
 @rule(

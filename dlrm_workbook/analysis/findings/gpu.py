@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dlrm_core.parts import SPAN_PREFIX, part_label
+from dlrm_core.parts import part_label
 from dlrm_core.units import milliseconds
 from dlrm_workbook.analysis.attribution import (
     IDLE,
@@ -22,6 +22,7 @@ from dlrm_workbook.analysis.attribution import (
     host_is_traced,
     iteration_count,
     main_thread,
+    parts_at,
 )
 from dlrm_workbook.analysis.context_tree import overlap, scopes_of, stretch_at, union
 from dlrm_workbook.analysis.findings.evidence import Evidence
@@ -36,6 +37,14 @@ from dlrm_workbook.analysis.findings.finding import (
     rule,
 )
 from dlrm_workbook.analysis.findings.gpu_taken import SYNC, without
+from dlrm_workbook.analysis.findings.where import (
+    LEAST_OF_STEP,
+    LEVELS,
+    OWN_RANGES,
+    in_place,
+    outermost_row,
+    time_by_name,
+)
 from dlrm_workbook.analysis.gpu import kernel_table, sampled_profile, stall_reasons, stall_table
 from dlrm_workbook.analysis.idleness import Stretches
 from dlrm_workbook.analysis.kernel_names import kernel_name
@@ -84,9 +93,6 @@ there is one."""
 MOST_NAMES = 5
 """Names that a sentence lists of what the host was in."""
 
-OWN_RANGES = rf"^$|^(?:{re.escape(STEP_LABEL)}|ProfilerStep#|Optimizer\.|{re.escape(SPAN_PREFIX)})"
-"""Matches names of ranges that mark no more than a step or a part, and the empty one."""
-
 NOWHERE = "code outside every operator and range"
 
 MOSTLY = 0.3
@@ -97,6 +103,10 @@ FAR_LONGER = 3.0
 
 ONE_THING = 1 / 3
 """Least share of a gap in one operator or function for it to be no cost of launching."""
+
+LONG_STAYS, LEAST_STAY_US = 5.0, 50.0
+"""Times the usual stay of the host in one context, and at least so long, from which on a call or an
+operator is no cost of launching: dispatching an operator takes 2 to 20 µs."""
 
 SHORT_GAPS = 50.0
 """Times a launch: gaps up to this length are what calling operators in turn costs (30 to 200 µs
@@ -147,8 +157,14 @@ COPY_ON_GPU_SHARE = 0.05
 """Of the step, by copies or memory sets that stay on GPUs while no kernel runs."""
 FAR_FROM_LIMIT = 0.25
 NEAR_LIMIT = 0.5
-DOMINANT_SHARE = 0.4
-"""Least share of the step that the GPU works for one part and phase for that to be a finding."""
+DOMINANT_SHARE = 0.25
+"""Least share of the step in one range, operator or function for that to be a finding."""
+
+TOLD = 0.5
+"""Of that share: a finding that takes more and names the place tells it already."""
+
+SAME_PLACE = 0.8
+"""Of the time in a name, at least, in one within it for that to be named instead."""
 
 PIECE_SHARE = 0.04
 """Least share of the step for a kernel to be listed among those that no other finding names."""
@@ -278,6 +294,7 @@ def synchronising(evidence: Evidence, ledger: Ledger) -> Measured | None:
         else "during and after it",
         "reads": ", ".join(reads) or None,
         "doubt": _doubt(evidence),
+        "pieces": (calls["context"], calls["lost_ms"]),
     }
 
 
@@ -332,6 +349,7 @@ def copies(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "pinned": best,
         "link": None if best else _link_gb_per_s(evidence),
         "doubt": _doubt(evidence),
+        "pieces": (found["context"], found["ms"]),
         "change": change,
         "speedup": (predicted(evidence, change) if change else None) or bounded(share),
     }
@@ -356,8 +374,8 @@ def copies(evidence: Evidence, ledger: Ledger) -> Measured | None:
     "exposed_communication",
     title="Communication that no computing hides takes {share:.0%} of the step",
     evidence=(
-        "Collectives run {time:ms} per iteration, {exposed:ms} of it while nothing else does; most "
-        "in {heaviest}.",
+        "Collectives run {time:ms} per iteration, {exposed:ms} of it while nothing else does: "
+        "{kinds}.",
         "Up to {waiting:ms} of that is waiting for other ranks, which has a finding of its own.",
         "{unknown}",
     ),
@@ -381,9 +399,13 @@ def exposed_communication(evidence: Evidence, ledger: Ledger) -> Measured | None
     if alone < COMMUNICATION_SHARE * evidence.total_ms:
         return None
     ledger.explain(alone, ("communication", largest(exchange.groupby(PART).size())[1]))
-    lengths = (exchange["end_ns"] - exchange["start_ns"]).groupby(
-        evidence.profile.contexts["name"].iloc[exchange["context"]].to_numpy()
+    names = (
+        evidence.profile.contexts["name"]
+        .iloc[exchange["context"]]
+        .map(lambda name: kernel_name(name).short)
     )
+    length = (exchange["end_ns"] - exchange["start_ns"]) / 1e6 / max(len(evidence.windows[0]), 1)
+    by_kind = length.groupby(names.to_numpy()).agg(["sum", "size"]).nlargest(MOST_NAMES, "sum")
     return {
         "share": alone / evidence.total_ms,
         "time": time,
@@ -392,7 +414,8 @@ def exposed_communication(evidence: Evidence, ledger: Ledger) -> Measured | None
         "unknown": None
         if len(evidence.ranks) > 1
         else "The recording of one rank does not show how much of it is waiting for another rank.",
-        "heaviest": kernel_name(str(lengths.sum().idxmax())).short,
+        "kinds": ", ".join(f"{name} {milliseconds(ms)}" for name, ms in by_kind["sum"].items()),
+        "pieces": (exchange["context"], length),
         "speedup": bounded(alone / evidence.total_ms),
     }
 
@@ -405,7 +428,6 @@ def exposed_communication(evidence: Evidence, ledger: Ledger) -> Measured | None
         "launch takes {launch}; in {share:.0%} of the time the GPU waits in gaps below "
         "{gap_us:.0f} µs while the host runs operators and launches them.",
         "{most_by}",
-        "It waits longest while the host is in {host}.",
         "{doubt}",
     ),
     advice="Fewer and longer kernels: capture the step in a CUDA graph (training.cuda_graphs), "
@@ -466,7 +488,7 @@ def launch_bound(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "launch": f"{cost:.1f} µs of the host here" if cost == cost else "3 to 10 µs of a host",
         "left_out": " (collectives left out)" if _is_exchange(evidence).any() else "",
         "gap_us": SHORT_GAPS * launch_us,
-        "host": _named_pieces(_outer_names(evidence, idle), idle["idle_ms"]),
+        "pieces": (idle["context"], idle["idle_ms"]),
         "doubt": _doubt(evidence),
         "change": {} if evidence.parameter("training.cuda_graphs", False) else graphs,
         "speedup": predicted(evidence, graphs) or bounded(lost / evidence.total_ms),
@@ -487,7 +509,7 @@ def _main_launcher(evidence: Evidence, kernels: pd.DataFrame) -> tuple[pd.DataFr
     """
     contexts = evidence.profile.contexts
     operator = nearest(contexts["parent"].to_numpy(), contexts["kind"].eq("operator").to_numpy())
-    outer = _outermost(contexts["parent"].to_numpy(), operator)[kernels["context"].to_numpy()]
+    outer = outermost_row(contexts["parent"].to_numpy(), operator)[kernels["context"].to_numpy()]
     names = np.where(outer >= 0, contexts["name"].to_numpy()[outer], "")
     table = kernels.assign(by=names)
     own = _largest_group(table, PART)
@@ -508,21 +530,6 @@ def _main_launcher(evidence: Evidence, kernels: pd.DataFrame) -> tuple[pd.DataFr
 def _largest_group(table: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
     """The rows of the largest group by some columns."""
     return max((rows for _, rows in table.groupby(keys, sort=False)), key=len)
-
-
-def _outermost(parent: np.ndarray, operator: np.ndarray) -> np.ndarray:
-    """Row (n,) of the outermost operator above each context, -1 where none is.
-
-    Args:
-        operator: (n,) row of the nearest operator at or above each, -1 for none.
-    """
-    found = operator
-    while True:
-        above = np.where(found >= 0, operator[np.maximum(parent[np.maximum(found, 0)], 0)], -1)
-        above = np.where((found >= 0) & (parent[np.maximum(found, 0)] >= 0), above, -1)
-        if (above < 0).all():
-            return found
-        found = np.where(above >= 0, above, found)
 
 
 @rule(
@@ -658,21 +665,19 @@ def _host_meanwhile(evidence: Evidence, idle: pd.DataFrame) -> Measured:
     by_part = idle.groupby(PART)["idle_ms"].sum().sort_values(ascending=False)
     named = by_part.drop("other", level="component", errors="ignore")
     total = float(idle["idle_ms"].sum())
-    inner = idle.groupby(_host_names(evidence, idle, python=False))["idle_ms"].sum()
-    by_name = inner = inner.nlargest(MOST_NAMES)
-    if inner.iloc[0] < 0.5 * total:  # many operators: the Python functions that call them
-        by_name = idle.groupby(_host_names(evidence, idle, python=True))["idle_ms"].sum()
-        by_name = by_name.nlargest(MOST_NAMES)
+    by_name = idle.groupby(_host_names(evidence, idle, python=False))["idle_ms"].sum()
+    by_name = by_name.nlargest(MOST_NAMES)
     functions = ", ".join(f"{name} {milliseconds(ms)}" for name, ms in by_name.items())
-    if not by_name.index.equals(inner.index):
-        functions += "; by call " + ", ".join(
-            f"{name} {milliseconds(ms)}" for name, ms in inner.items()
-        )
+    if by_name.iloc[0] < 0.5 * total:  # many operators: what calls them
+        outer = pd.concat(time_by_name(evidence.profile, idle["context"], idle["idle_ms"]).values())
+        outer = outer[outer > 0.5 * total]
+        by_name = by_name if outer.empty else outer.nsmallest(1)
     calls = evidence.profile.which("name", lambda name: bool(BLOCKING.match(name)))
     blocked = calls[idle["context"]] & idle["context"].ge(0).to_numpy()
     blocked_ms = float(idle.loc[blocked, "idle_ms"].sum())
     figures: Measured = {
         "host": functions,
+        "pieces": (idle["context"], idle["idle_ms"]),
         "blocked": blocked_ms if blocked_ms > 0.1 * total else None,
         "remedy": "Shorten what the host does there, overlap it with the GPU's work (a loader "
         "that runs ahead, launches without waiting), or move it to the GPU.",
@@ -717,11 +722,11 @@ def _awaited(evidence: Evidence, idle: pd.DataFrame) -> Measured:
     }
     longest = max(times, key=lambda name: times[name], default="")
     time = times.get(longest, 0.0) / 1e6 / max(len(evidence.windows[0]), 1)
+    beside = {"beside": f"{longest} takes {milliseconds(time)} of it on another thread."}
     if time <= 0.5 * float(idle["idle_ms"].sum()):
-        return {}
-    return {
+        return beside if time > LEAST_OF_STEP * evidence.total_ms else {}
+    return beside | {
         "meanwhile": f", most while {longest[:70]} runs on another thread of the host",
-        "beside": f"{longest} takes {milliseconds(time)} of it on another thread.",
         "component": "communication",
         "limit": "network",
         "remedy": "Exchange gradients between the GPUs (NCCL), not between the hosts; or send "
@@ -778,23 +783,33 @@ def _launching(evidence: Evidence, ledger: Ledger, launch_us: float) -> pd.DataF
     in_one = longest.gt(ONE_THING * idle["gap_ns"]) & idle["gap_ns"].gt(
         1e3 * PYTHON_GAP * launch_us
     )
-    short = idle["gap_ns"].lt(1e3 * SHORT_GAPS * launch_us) & ~in_one
+    short = idle["gap_ns"].lt(1e3 * SHORT_GAPS * launch_us) & ~in_one & ~_long_calls(evidence, idle)
     return idle[short & idle["cause"].isin(LAUNCHING) & ~_in_waits(idle, ledger)]
 
 
-def _outer_names(evidence: Evidence, idle: pd.DataFrame) -> np.ndarray:
-    """Name (n,) of the outermost operator that the host is in, or of what else it is in."""
+def _long_calls(evidence: Evidence, idle: pd.DataFrame) -> pd.Series:
+    """Rows of ``evidence.idle`` in what is no cost of launching, though gaps are short: one name
+    (a call that launches nothing, an operator's or a function's own body) in which the host stays
+    far longer at a time than in others, and that takes a listed share of the step."""
     contexts = evidence.profile.contexts
-    row = _doing(evidence, idle)
-    names = contexts["name"].to_numpy()[np.maximum(row, 0)]
-    bare = contexts["kind"].isin(["thread", "root"]).to_numpy()[np.maximum(row, 0)]
-    return np.where((idle["context"].to_numpy() < 0) | bare, NOWHERE, names)
-
-
-def _named_pieces(names: np.ndarray, times: pd.Series) -> str:
-    """The names with most time, with their milliseconds."""
-    by_name = times.groupby(names).sum().nlargest(MOST_NAMES)
-    return ", ".join(f"{name} {milliseconds(ms)}" for name, ms in by_name.items())
+    context = idle["context"].to_numpy()
+    known = context >= 0
+    launches = np.zeros(len(contexts), dtype=bool)
+    work = contexts["kind"].isin(["kernel", "copy"]) & contexts["parent"].ge(0)
+    launches[contexts.loc[work, "parent"]] = True
+    rows = idle.assign(
+        name=np.where(known, contexts["name"].to_numpy()[np.maximum(context, 0)], ""),
+        stay=idle["context"].ne(idle["context"].shift()).cumsum().to_numpy(),
+        length=idle["end_ns"] - idle["start_ns"],
+    )[known & ~launches[np.maximum(context, 0)]]
+    stays = rows.groupby(["name", "stay"])["length"].sum().groupby("name").agg(["median", "sum"])
+    total = 1e6 * evidence.total_ms * max(len(evidence.windows[0]), 1)
+    usual = float(rows.groupby("stay")["length"].sum().median()) if len(rows) else 0.0
+    long = stays[
+        stays["sum"].gt(LEAST_OF_STEP * total)
+        & stays["median"].gt(max(LONG_STAYS * usual, 1e3 * LEAST_STAY_US))
+    ]
+    return rows["name"].isin(long.index).reindex(idle.index, fill_value=False)
 
 
 def _doing(evidence: Evidence, idle: pd.DataFrame) -> np.ndarray:
@@ -802,7 +817,7 @@ def _doing(evidence: Evidence, idle: pd.DataFrame) -> np.ndarray:
     contexts = evidence.profile.contexts
     parent = contexts["parent"].to_numpy()
     operator = nearest(parent, contexts["kind"].eq("operator").to_numpy())
-    outer = _outermost(parent, operator)
+    outer = outermost_row(parent, operator)
     return np.where(outer >= 0, outer, np.arange(len(outer)))[idle["context"].to_numpy()]
 
 
@@ -873,6 +888,7 @@ def tensor_cores(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "component": str(slow.groupby("component")["ms"].sum().idxmax()),
         "time": time,
         "names": ", ".join(slow.nlargest(2, "ms")["short_name"]),
+        "pieces": evidence.of_kernels(slow["kernel"]),
         "what": "Convolutions and matrix products"
         if slow["kernel"].str.contains("conv", case=False).any()
         else "Matrix products",
@@ -933,7 +949,6 @@ def float64(evidence: Evidence, ledger: Ledger) -> Measured | None:
     evidence=(
         "Kernels that only convert or copy tensors, to another type or layout, run {time:ms} per "
         "iteration, in {launches:,.1f} launches: {names}.",
-        "They are launched by {operators}.",
     ),
     advice="Convert once and keep the result (weights, constants), let autocast or the model keep "
     "one type, keep the layout that the next operator wants (channels_last, no transposed views "
@@ -952,7 +967,6 @@ def layout_copies(evidence: Evidence, ledger: Ledger) -> Measured | None:
     evidence=(
         "Each reads its operands from memory and writes its result back: {time:ms} per iteration "
         "in {launches:,.1f} launches of {kinds} kernels, most in {names}.",
-        "They are launched by {operators}.",
     ),
     advice="Fuse them, so that values stay in registers from one to the next: compile the model "
     "(training.compile), or use fused operators (torch.nn.functional, a fused optimiser).",
@@ -976,10 +990,11 @@ def _work_of(
     time = min(float(chosen["ms"].sum()), evidence.device_ms)
     if time < least * evidence.total_ms:
         return None
-    by_name = chosen.groupby("short_name")["ms"].sum().sort_values(ascending=False)
-    kinds = int(by_name.gt(0.05 * by_name.sum()).sum())
+    by_kernel = chosen.groupby("short_name")["ms"].sum().sort_values(ascending=False)
+    kinds = int(by_kernel.gt(0.05 * by_kernel.sum()).sum())
     places = chosen.groupby(PART)["ms"].sum()
-    operators = _launching_operators(evidence, set(chosen["kernel"]))
+    pieces = evidence.of_kernels(chosen["kernel"])
+    operators = time_by_name(evidence.profile, *pieces)["outer"].index
     if kinds >= LEAST_KINDS or kind is COPYING:
         ledger.device_work |= set(chosen["kernel"])
         ledger.explain(time, largest(places))
@@ -989,25 +1004,11 @@ def _work_of(
         "time": time,
         "launches": float(chosen["launches"].sum()) / iteration_count(evidence.profile),
         "kinds": kinds,
-        "names": ", ".join(f"{name} ({milliseconds(ms)})" for name, ms in by_name[:3].items()),
-        "by": operators[0] if operators else by_name.index[0],
-        "operators": ", ".join(operators) or None,
+        "names": ", ".join(f"{name} ({milliseconds(ms)})" for name, ms in by_kernel[:3].items()),
+        "by": operators[0] if len(operators) else by_kernel.index[0],
+        "pieces": pieces,
         "speedup": bounded(time / evidence.total_ms),
     }
-
-
-def _launching_operators(evidence: Evidence, names: set[str], count: int = 3) -> list[str]:
-    """The operators that launch kernels of these names, by the kernels' time, longest first."""
-    profile = evidence.profile
-    contexts = profile.contexts
-    parent = contexts["parent"].to_numpy()
-    time = profile.value_table("gpu_time_ms", "exclusive").to_numpy()
-    rows = np.flatnonzero(profile.of_kind("kernel") & contexts["name"].isin(names).to_numpy())
-    own = nearest(parent, contexts["kind"].eq("operator").to_numpy())
-    outer = _outermost(parent, own)[rows]
-    rows, outer = rows[outer >= 0], outer[outer >= 0]
-    by_name = pd.Series(time[rows]).groupby(contexts["name"].to_numpy()[outer]).sum()
-    return [str(name) for name in by_name.nlargest(count).index]
 
 
 @rule(
@@ -1016,7 +1017,6 @@ def _launching_operators(evidence: Evidence, names: set[str], count: int = 3) ->
     evidence=(
         "{kernel} keeps {occupancy:.0f}% of the warps that fit on a multiprocessor"
         "{because}; such kernels take {of_kernels:.0%} of all kernels' time.",
-        "Such kernels are launched by {operators}.",
     ),
     advice="More and smaller blocks (a larger batch), fewer registers or less shared memory per "
     "block, so that other warps run while one waits for memory.",
@@ -1047,7 +1047,7 @@ def occupancy(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "of_kernels": float(low["ms"].sum()) / float(kernels["ms"].sum()),
         "component": str(worst["component"]),
         "kernel": str(worst["short_name"]),
-        "operators": ", ".join(_launching_operators(evidence, set(low["kernel"]))) or None,
+        "pieces": evidence.of_kernels(low["kernel"]),
         "most": f", most of it {by_name.index[0]}"
         if float(by_name.iloc[0]) > 0.5 * float(low["ms"].sum())
         else f", such as {' and '.join(map(str, by_name.index[:2]))}",
@@ -1066,7 +1066,6 @@ def occupancy(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "By its operator's shapes {reached:.0%} of that would do at the limits of this GPU's data "
         "sheet.",
         "Its grid fills {waves:.2f} of the GPU once.",
-        "It is launched by {operators}.",
         "{unknown}",
     ),
     advice="Look at its shapes and at what calls it: operands that are tiny, strided or padded, "
@@ -1097,7 +1096,7 @@ def heavy_kernel(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "share": taken,
         "component": str(worst["component"]),
         "kernel": str(worst["short_name"]),
-        "operators": ", ".join(_launching_operators(evidence, {str(worst["kernel"])})) or None,
+        "pieces": evidence.of_kernels([str(worst["kernel"])]),
         "time": float(worst["ms"]),
         "of_device": min(float(worst["ms"]) / evidence.device_ms, 1.0),
         "launches": float(worst["launches"]) / iteration_count(evidence.profile),
@@ -1116,7 +1115,6 @@ def heavy_kernel(evidence: Evidence, ledger: Ledger) -> Measured | None:
     title="{what} {take} {share:.0%} of the step: {kernels}",
     evidence=(
         "Of what the GPU does and no finding above names, these take most: {listed}.",
-        "They are launched by {operators}.",
         "{unknown}",
     ),
     advice="Look at what calls them, at their shapes and types, and whether each iteration needs "
@@ -1159,7 +1157,7 @@ def largest_kernels(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "listed": ", ".join(
             f"{name} {milliseconds(ms)}{said[str(name)]}" for name, ms in by_name.items()
         ),
-        "operators": ", ".join(_launching_operators(evidence, set(chosen["kernel"]), 5)) or None,
+        "pieces": evidence.of_kernels(chosen["kernel"]),
         "unknown": "The recording does not show how close they are to the GPU's limits."
         if chosen["share_of_ceiling"].isna().all()
         else None,
@@ -1168,40 +1166,59 @@ def largest_kernels(evidence: Evidence, ledger: Ledger) -> Measured | None:
 
 
 @rule(
-    "dominant_part",
-    title="{name} takes {share:.0%} of the step on the GPU",
+    "dominant_place",
+    title="{name} takes {share:.0%} of the step",
     evidence=(
-        "The GPU works {time:ms} of {total:ms} per iteration for it, most in {kernels}.",
-        "They are launched by {operators}.",
+        "In {what} {name} the GPU works {busy:ms} and is idle {idle:ms} of {total:ms} per "
+        "iteration{place}.",
+        "Its kernels: {kernels}.",
         "No rule found why: how short it could be, and what would help, was not measured.",
     ),
-    advice="Look first at the kernels named here: what calls them, with which types and shapes, "
-    "and whether each iteration needs them.",
+    advice="Look first at what is named here: what calls it, with which types and shapes, and "
+    "whether each iteration needs it.",
     limit="",
     gpu=True,
 )
-def dominant_part(evidence: Evidence, ledger: Ledger) -> Measured | None:
-    """One part of another program takes much of the step on the GPU, whatever its kernels are."""
+def dominant_place(evidence: Evidence, ledger: Ledger) -> Measured | None:
+    """One range, operator or function of another program takes much of the step: the GPU's work in
+    it and the GPU's idle time together, whatever the kernels and the causes are."""
     if evidence.is_ours or not evidence.has_timeline:
         return None
-    rows = evidence.attribution
-    rows = rows[rows["where"].eq("device") & ~rows["component"].isin(["other", "communication"])]
-    times = rows.groupby(PART)["time_ms"].sum()
-    if times.empty or float(times.max()) < DOMINANT_SHARE * evidence.total_ms:
+    pieces = evidence.pieces
+    on_gpu = pieces["where"].eq("device")
+    exchange = pieces["name"].str.contains(COMMUNICATION) & on_gpu
+    rows = pieces[~exchange]
+    places = time_by_name(evidence.profile, rows["context"], rows["ms"])
+    del places["call"]  # of idle time, which another finding tells
+    most = max((float(times.iloc[0]) for times in places.values() if len(times)), default=0.0)
+    if most < DOMINANT_SHARE * evidence.total_ms:
         return None
-    part = largest(times)
-    table = _kernels(evidence)
-    table = table[table["component"].eq(part[0]) & table["phase"].eq(part[1])]
-    by_name = table.groupby("short_name")["ms"].sum().nlargest(MOST_NAMES)
+    # of nested names with nearly the same time the innermost
+    level = [
+        key for key, times in places.items() if len(times) and times.iloc[0] > SAME_PLACE * most
+    ][-1]
+    name = str(places[level].index[0])
+    if any(share > TOLD * most / evidence.total_ms and name in text for share, text in ledger.told):
+        return None
+    inside = in_place(evidence.profile, level, name)
+    own = rows[inside[rows["context"]] & rows["context"].ge(0)]
+    busy = own[own["where"].eq("device")]
+    short = busy["name"].map(lambda kernel: kernel_name(kernel).short or kernel)
+    kernels = busy.groupby(short)["ms"].sum().nlargest(MOST_NAMES)
+    parts = parts_at(evidence.profile, own["context"].to_numpy())
+    part = largest(own["ms"].groupby([parts[each].to_numpy() for each in PART]).sum())
+    time = float(own["ms"].sum())
     return {
-        "share": float(times.max()) / evidence.total_ms,
+        "share": time / evidence.total_ms,
         "component": part[0],
-        "concerns": (part[0],),
-        "name": capitalised(part_label(*part)),
-        "time": float(times.max()),
-        "kernels": ", ".join(f"{name} ({milliseconds(ms)})" for name, ms in by_name.items()),
-        "operators": ", ".join(_launching_operators(evidence, set(table["kernel"]), 5)) or None,
-        "speedup": {},
+        "name": name[:90],
+        "what": f"the {LEVELS[level].removesuffix(' within it')}",
+        "busy": float(busy["ms"].sum()),
+        "idle": time - float(busy["ms"].sum()),
+        "place": f", most in {part_label(*part)}" if part[0] != "other" else "",
+        "kernels": ", ".join(f"{each} {milliseconds(ms)}" for each, ms in kernels.items()) or None,
+        "pieces": (own["context"], own["ms"]),
+        "speedup": bounded(0.5 * time / evidence.total_ms),
     }
 
 
@@ -1253,6 +1270,7 @@ def heavy_copy(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "time": time,
         "alone": alone,
         "rate": f"; {moved / steps / 1e6:,.1f} MB per iteration" if moved > 0 else "",
+        "pieces": (found["context"], length / 1e6 / steps),
         "speedup": bounded(share),
     }
 
@@ -1299,6 +1317,7 @@ def allocation(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "time": time,
         "place": part_label(*part) or "the loop",
         "doubt": _doubt(evidence),
+        "pieces": (idle["context"], idle["idle_ms"]),
     }
 
 
