@@ -353,6 +353,7 @@ def now_and_then(evidence: Evidence, ledger: Ledger) -> Measured | None:
     by_step = extra.sum()
     length = evidence.steps.sum(axis=1).to_numpy()
     few = (by_step > NOW_AND_THEN_SHARE * length.mean()).to_numpy() & state.steady
+    few &= ~np.logical_and.accumulate(few)  # the first ones are a warm-up
     share = float(by_step[few].sum()) / float(length.sum())
     if not 0 < few.sum() <= len(few) / 3 or share < NOW_AND_THEN_SHARE:
         return None
@@ -434,6 +435,7 @@ def _of_all(finding: Finding, usual: float) -> Finding:
         finding,
         title=f"{finding.title} (in a usual iteration)",
         share_of_step=finding.share_of_step * usual,
+        in_one=finding.in_one * usual,
         predicted_speedup={end: 1 / (1 - share) for end, share in saved.items()},
     )
 
