@@ -8,11 +8,13 @@ import reprlib
 import types
 import typing
 from collections.abc import Hashable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
 from dlrm_core.errors import InputError
+
+Section = TypeVar("Section")
 
 
 def setting(
@@ -85,6 +87,24 @@ def coerce_section(section: Any, name: str) -> None:
         value = _coerce(getattr(section, field.name), hints[field.name], where)
         _check_range(value, field.metadata, where)
         object.__setattr__(section, field.name, value)
+
+
+def section_from(kind: type[Section], given: Any, name: str) -> Section:
+    """A section of settings as a mapping says; a field that it leaves out has its default.
+
+    Args:
+        kind: a dataclass of :func:`setting` fields.
+
+    Raises:
+        InputError: it is no mapping, or names a field that ``kind`` does not have.
+    """
+    if not isinstance(given, Mapping):
+        raise InputError(f"{name} is {shown(given)}, expected names with values")
+    known = [field.name for field in dataclasses.fields(kind)]
+    for leaf in given:
+        if leaf not in known:
+            raise InputError(f"{name}.{called(leaf)} is unknown, expected {' or '.join(known)}")
+    return kind(**given)
 
 
 def clash(name: str, section: Any, one: str, other: str, why: str) -> InputError:

@@ -17,7 +17,7 @@ from dlrm_core.files import read_json
 from dlrm_workbook.analysis.verdict import compare_command
 from dlrm_workbook.ledger import require_same
 from dlrm_workbook.processes import only_process
-from dlrm_workbook.runner.parameters import split_overrides, typed_options
+from dlrm_workbook.runner.parameters import explained_options, split_overrides
 from dlrm_workbook.runner.run import CHAIN, Plan, RunError, closed_by_signals, run_notebooks
 from dlrm_workbook.runs import DEFAULT_OUTPUT_ROOT, RunFolder, claim_run_folder, named_run
 
@@ -79,7 +79,7 @@ def closing_words(folder: Path) -> str:
         lines += ["", found["headline"].replace("**", "").replace("`", ""), ""]
     lines.append(f"Page: {(folder / f'{notebook}.html').as_uri()}")
     change = next((each["change"] for each in found.get("findings", []) if each["change"]), None)
-    given = typed_options(Path(record["parameters"].get("profile_run") or folder))
+    given = explained_options(record, folder)
     if change and given:
         lines.append(f"Next: {compare_command(change, given)}")
     return "\n".join(lines)

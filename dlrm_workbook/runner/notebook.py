@@ -24,7 +24,7 @@ from dlrm_workbook.analysis.sentences import in_markdown
 from dlrm_workbook.processes import Progress, ProgressCallback
 from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import Profile
-from dlrm_workbook.runner.parameters import typed_options
+from dlrm_workbook.runner.parameters import kept_options
 from dlrm_workbook.runs import (
     DEFAULT_OUTPUT_ROOT,
     RunFolder,
@@ -45,18 +45,19 @@ class NotebookRun:
     claimed: RunFolder | None = None
     """The folder's run.json, if this notebook claimed the folder itself."""
 
-    def explains(self, sections: Mapping[str, Any]) -> None:
-        """Record in run.json the parameters of the run that this notebook explains.
+    def explains(self, source: Source) -> None:
+        """Record in run.json what this notebook explains.
 
-        Args:
-            sections: ``title``, ``model``, ``data``, ``training``, ...; empty where the recording
-                does not say them.
+        It is recorded as ``profile_run`` (empty for the sample), beside the parameters that the
+        recording says it was made with.
         """
+        sections = source.profile.meta.get("parameters") or {}
+        said = {**sections, "profile_run": str(source.folder or "")}
         if self.claimed is not None:
-            self.claimed.record_parameters(sections)
+            self.claimed.record_parameters(said)
         elif (self.folder / "run.json").is_file():
             record = read_json(self.folder / "run.json")
-            RunFolder(self.folder, record).record_parameters(sections)
+            RunFolder(self.folder, record).record_parameters(said)
 
     def finish(self) -> str:
         """Close a folder that this notebook claimed; a sentence that says where results are."""
@@ -177,10 +178,7 @@ class Source:
     def options(self) -> list[str]:
         """Options that name the parameters of the explained run on a command line: as they were
         typed for it, else those that it kept, else ``-f FILE``."""
-        if self.folder is None:
-            return ["-f", "FILE"]
-        kept = self.folder / "workload.yaml"
-        return typed_options(self.folder) or ["-f", str(kept) if kept.is_file() else "FILE"]
+        return (kept_options(self.folder) if self.folder else []) or ["-f", "FILE"]
 
     def python_profile(self) -> Profile | None:
         """The pass with Python frames, if HPCToolkit made one for this run."""
@@ -210,10 +208,11 @@ def find_profile(
         name_device({}, device_name)  # before a recording of gigabytes is read
     asked = profile_run not in ("", "latest")
     folder = Path(profile_run).expanduser().absolute() if asked else None
-    sentence = f"This page explains the profile in `{folder}`."
+    # no full stop right after the path: where lines are short it would stand alone on the next
+    sentence = f"The profile in `{folder}` is explained on this page."
     if folder is None:
         folder = latest_run(output_root, "profile")
-        sentence = f"This page explains the newest finished profile run, `{folder}`."
+        sentence = f"The newest finished profile run, `{folder}`, is explained on this page."
     if folder is not None:
         recording = open_recording(folder, parts)
         profile = recording.profile

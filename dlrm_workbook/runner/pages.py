@@ -17,6 +17,7 @@ import math
 import mimetypes
 import os
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from html import unescape
@@ -40,7 +41,12 @@ from dlrm_core.errors import InputError
 from dlrm_core.files import open_binary, write_text
 from dlrm_core.units import duration
 from dlrm_workbook.runner.html_clean import ImageResolver, clean_html, image_address
-from dlrm_workbook.runner.parameters import assigned_values, parameter_tables, read_notebook
+from dlrm_workbook.runner.parameters import (
+    assigned_values,
+    explained_options,
+    parameter_tables,
+    read_notebook,
+)
 from dlrm_workbook.runner.sections import Cell, Heading, Output, arrange
 from dlrm_workbook.runner.templating import TEMPLATES, prepare, template_text
 from dlrm_workbook.show.tables import EMPTY, LEVELS, Quality
@@ -103,6 +109,8 @@ ABSENT = re.compile(r"\*?Not measured\b")
 """How a sentence begins that stands in place of a figure or table."""
 INDEX = "../../index.html"
 """Address of the list of all runs as seen from a page, if there is one."""
+UNKNOWN_FILE = "-f FILE"
+"""Options in a notebook's sentences that stand for those of the run, which its page names."""
 STOPPED = "The run ended before this."
 BRIEF = ("parameters", "started", "took", "processor", "GPU")
 """Facts of a run that every reader sees; the others are a click away."""
@@ -168,7 +176,9 @@ class PageExporter(TemplateExporter):
 
 def _prepared(nb: Any, resources: Any) -> tuple[Any, Any]:
     """The notebook as it is, and in the resources what the template shows of it."""
-    page = _Page(nb, resources["folder"])
+    run = resources["run"]
+    options = explained_options(run, resources["place"]) if run else []
+    page = _Page(nb, resources["folder"], shlex.join(options))
     cells = [rendered for cell in nb.cells if (rendered := page.cell(cell)) is not None]
     plan = arrange(cells)
     scripts = [template_text("page.js"), template_text("tables.js")]
@@ -177,7 +187,6 @@ def _prepared(nb: Any, resources: Any) -> tuple[Any, Any]:
     if page.figures:
         scripts += [plotly_js(), template_text("charts.js")]
         sheets += plotly_sheets(plotly_js())
-    run = resources["run"]
     facts = run_facts(run)
     files = (f"{resources['name']}.ipynb", "verdict.md", "run.json")
     resources["page"] = {
@@ -246,8 +255,10 @@ def run_facts(run: Mapping[str, Any]) -> list[tuple[str, str]]:
 class _Page:
     """Turns cells into what the template shows; numbers figures and headings on the way."""
 
-    def __init__(self, nb: Any, folder: Path) -> None:
+    def __init__(self, nb: Any, folder: Path, options: str = "") -> None:
         self.title = ""
+        self._options = options or UNKNOWN_FILE
+        """Options of the parameters that the page is about, for the commands that it names."""
         self.figures = 0
         self.webgl = False
         """Whether a figure has one of the compiled traces."""
@@ -332,9 +343,10 @@ class _Page:
         if Quality.MIME in data:
             return self._quality(data[Quality.MIME])
         if "text/html" in data:
-            return Output("html", Markup(clean_html(data["text/html"], self._local_image)))
+            html = data["text/html"].replace(UNKNOWN_FILE, str(escape(self._options)))
+            return Output("html", Markup(clean_html(html, self._local_image)))
         if "text/markdown" in data:
-            text = data["text/markdown"]
+            text = data["text/markdown"].replace(UNKNOWN_FILE, self._options)
             return Output("words", self._markdown(text, {})) if text.strip() else None
         for kind in IMAGES:
             if kind in data:

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import argparse
 import ast
+import copy
 import json
 import logging
+import re
 import shlex
+import uuid
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +24,7 @@ from typing import Any
 from dlrm_core.cli import parameters_file
 from dlrm_core.config import SECTIONS
 from dlrm_core.errors import InputError
-from dlrm_core.files import read_json
+from dlrm_core.files import read_json, write_text
 from dlrm_core.settings import read_yaml
 from dlrm_core.units import value_text
 from dlrm_workbook.analysis.ensemble import SWEEP
@@ -57,6 +60,28 @@ def read_notebook(path: Path) -> Any:
     except (OSError, ValueError, nbformat.ValidationError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise InputError(f"{path}: is not a notebook: {reason}") from None
+
+
+def write_notebook(notebook: Any, path: Path) -> None:
+    """Write an executed notebook as nbformat does, but the data of each figure in one line.
+
+    nbformat gives every number of a figure a line of its own, and the spaces before them make a
+    fifth of the file.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    import nbformat
+
+    notebook = copy.deepcopy(notebook)
+    mark, compact = uuid.uuid4().hex, []
+    for output in (o for cell in notebook.cells for o in cell.get("outputs", [])):
+        data = output.get("data", {})
+        for kind in (kind for kind in data if kind.endswith("+json")):
+            compact.append(json.dumps(data[kind], ensure_ascii=False, separators=(",", ":")))
+            data[kind] = f"{mark} {len(compact) - 1}"
+    text = nbformat.writes(notebook, version=4)
+    write_text(path, re.sub(rf'"{mark} (\d+)"', lambda found: compact[int(found[1])], text) + "\n")
 
 
 def declared_parameters(notebook: Path) -> dict[str, dict[str, Any]]:
@@ -129,6 +154,31 @@ def typed_options(folder: Path) -> list[str]:
         return []
     given = ["-f", typed.file] if typed.file else ["--like", typed.like]
     return [*given, *(word for override in sections for word in ("-p", override))]
+
+
+def kept_options(folder: Path) -> list[str]:
+    """Options that give a recorded run's parameters to another command.
+
+    Returns:
+        What :func:`typed_options` gives, else ``-f`` and the file that the run kept of its
+        parameters; empty where it kept none, as a recording of another program.
+    """
+    kept = folder / "workload.yaml"
+    return typed_options(folder) or (["-f", str(kept)] if kept.is_file() else [])
+
+
+def explained_options(run: Mapping[str, Any], folder: Path) -> list[str]:
+    """Options that name the parameters of what a run's page is about.
+
+    Args:
+        run: content of run.json. Its ``profile_run`` names the recording that the page explains.
+        folder: of the run.
+
+    Returns:
+        What :func:`kept_options` gives of that recording, or of the run where it explains none.
+    """
+    explained = (run.get("parameters") or {}).get("profile_run", folder)
+    return kept_options(Path(str(explained))) if explained else []
 
 
 def own_parameters(

@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import nbformat
-
 from dlrm_core.config import GivenSections, Parameters, load_parameters, parameters_from_sections
 from dlrm_core.errors import InputError
 from dlrm_core.files import write_json, write_text
@@ -37,6 +35,7 @@ from dlrm_workbook.runner.parameters import (
     quiet_papermill,
     read_notebook,
     split_overrides,
+    write_notebook,
 )
 from dlrm_workbook.runs import (
     DEFAULT_OUTPUT_ROOT,
@@ -51,7 +50,7 @@ CHAIN = ("train", "profile", "bottlenecks")
 
 PLACES = frozenset(
     {"profile_run", "train_run", "host_run", "other_run", "runs"}
-    | {"record", "results", "stability", "against", "peer", "sweep_folder"}
+    | {"record", "results", "against", "peer", "sweep_folder"}
 )
 """Notebooks' own parameters that name files or folders, which must be there."""
 
@@ -436,7 +435,9 @@ def _publish(folder: RunFolder, outcome: Mapping[str, Any]) -> tuple[str, dict[s
     if not folder.ipynb.exists():
         return "no notebook was written", {}
     try:
-        summary = summarise(read_notebook(folder.ipynb))
+        notebook = read_notebook(folder.ipynb)
+        write_notebook(notebook, folder.ipynb)
+        summary = summarise(notebook)
         files = (folder.html.name, folder.ipynb.name, "run.json")
         text = verdict_markdown(summary, outcome, run_facts(outcome), files)
         write_text(folder.path / "verdict.md", text)
@@ -487,13 +488,13 @@ def _mark_pending(ipynb: Path) -> None:
     """Say ``pending`` of cells that were never started; papermill calls them completed."""
     if not ipynb.exists():
         return
-    nb = nbformat.read(ipynb, as_version=4)
+    nb = read_notebook(ipynb)
     for cell in nb.cells:
         state = cell.metadata.get("papermill", {})
         if state and not state.get("start_time"):
             state["status"] = "pending"
     with contextlib.suppress(InputError):  # the disk is full, and the notebook as it was
-        write_text(ipynb, nbformat.writes(nb))
+        write_notebook(nb, ipynb)
 
 
 def _last_line(error: BaseException) -> str:

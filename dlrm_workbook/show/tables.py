@@ -509,14 +509,24 @@ class Table:
             for at, title in enumerate(self.columns)
         )
         body = "\n".join(self._row(place, row) for place, row in enumerate(self.rows))
-        foot = ""
-        if self._total > self._most:
-            words = f"The first {self._most} of {self._total:,} rows"
-            foot = f'\n<tfoot><tr><td colspan="{len(self.columns)}">{words}</td></tr></tfoot>'
+        words = self._rest()
+        foot = f'\n<tfoot><tr><td colspan="{len(self.columns)}">{words}</td></tr></tfoot>'
+        foot = foot if words else ""
         return (
             f'<table class="dataframe">\n<thead><tr>{heads}</tr></thead>\n'
             f"<tbody>\n{body}\n</tbody>{foot}\n</table>"
         )
+
+    def _rest(self) -> str:
+        """What stands below the rows that are shown at first; empty where these are all.
+
+        It is true too where a viewer of notebooks takes ``hidden`` away and shows more of them.
+        """
+        kept, total = len(self.rows), self._total
+        if total <= self._most:
+            return ""
+        left_out = "" if kept == total else f", of which the first {kept:,} are kept here"
+        return f"{total:,} rows{left_out}; those beyond the first {self._most} are hidden at first"
 
     def _row(self, place: int, row: Sequence[str]) -> str:
         cells = (
@@ -527,20 +537,22 @@ class Table:
 
     def _attributes(self, at: int, place: int | None) -> str:
         """Style of a cell, or of a head where ``place`` is None, and what stands behind it."""
-        look = "text-align: left" if self._words[at] else "text-align: right"
-        if place is not None and not self._words[at]:
-            look += "; white-space: nowrap"
+        # every viewer of notebooks sets tables to the right by itself
+        look = "" if place is None else "white-space: nowrap"
+        look = "text-align: left" if self._words[at] else look
         names, values = self._exact.get(at, ("", ()))
         kind, behind = ("column", names) if place is None else ("value", values[place : place + 1])
         behind = "".join(behind)
-        return f' style="{look}"' + (f' data-{kind}="{escape(behind)}"' if behind else "")
+        style = f' style="{look}"' if look else ""
+        return style + (f' data-{kind}="{escape(behind)}"' if behind else "")
 
     def _mark(self, at: int, place: int) -> str:
         colours = self._marks.get(at)
         return f'<span style="color: {colours[place]}">■</span>&nbsp;' if colours else ""
 
     def __repr__(self) -> str:
-        return pd.DataFrame(self.rows, columns=self.columns).to_string(index=False)
+        text = pd.DataFrame(self.rows[: self._most], columns=self.columns).to_string(index=False)
+        return f"{text}\n{self._rest()}".strip()
 
 
 class Text:

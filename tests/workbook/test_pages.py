@@ -26,7 +26,12 @@ from dlrm_workbook.runner.pages import (
     WIDGET_STATE,
     render_html,
 )
-from dlrm_workbook.runner.parameters import assigned_values, parameter_tables
+from dlrm_workbook.runner.parameters import (
+    assigned_values,
+    parameter_tables,
+    read_notebook,
+    write_notebook,
+)
 from dlrm_workbook.runner.templating import hash_source
 from dlrm_workbook.show.tables import Quality, Table
 
@@ -570,3 +575,43 @@ def test_a_page_links_to_the_runs_of_its_chain_that_are_there(tmp_path: Path) ->
     links = re.findall(r'<a href="(\.\.[^"]*)">(.*?)</a>', masthead)
     assert links == [("../1-train/train.html", "train"), ("../../index.html", "all runs")]
     assert '<span aria-current="page">n</span>' in masthead
+
+
+def test_commands_name_the_parameters_of_what_the_page_is_about(tmp_path: Path) -> None:
+    said = "Not measured: `dlrm run profile -f FILE -p profiling.probes=true` measures it"
+    table = "<table><tbody><tr><td>dlrm run all -f FILE</td></tr></tbody></table>"
+    cells = [cell(shown({"text/markdown": said})), cell(shown({"text/html": table}))]
+    own, explained = tmp_path / "own", tmp_path / "explained"
+    for folder, command in ((own, "mine.yaml"), (explained, "'a <b>.yaml' -p model.tables=3")):
+        folder.mkdir()
+        run = {"command": f"dlrm run all -f {command}", "notebook": "n", "parameters": {}}
+        (folder / "run.json").write_text(json.dumps(run))
+    text = body(page(own, *cells, run=run))
+    assert text.count("-f mine.yaml") == 2 and "FILE" not in text
+    assert "dlrm run profile -f mine.yaml -p profiling.probes=true" in text
+    text = body(page(own, *cells, run={"parameters": {"profile_run": str(explained)}}))
+    assert (
+        text.count("-f &#39;a &lt;b&gt;.yaml&#39; -p model.tables=3")
+        + text.count("-f 'a &lt;b&gt;.yaml' -p model.tables=3")
+        == 2
+    )
+    # the sample, and a recording that anybody made
+    for unknown in ("", str(tmp_path / "trace.json.gz")):
+        run = {"parameters": {"profile_run": unknown}}
+        assert body(page(own, *cells, run=run)).count("-f FILE") == 2
+
+
+def test_an_executed_notebook_is_written_with_a_figure_in_a_line(tmp_path: Path) -> None:
+    numbers = [index / 7 for index in range(500)]
+    mime = {
+        **figure(x=numbers, name='\u00e9 "0" \\'),
+        "text/plain": "a\nb",
+        "image/svg+xml": "<svg/>",
+    }
+    nb = new_notebook(cells=[new_markdown_cell("# T\n\nWords"), cell(shown(mime), shown(mime))])
+    nbformat.write(nb, tmp_path / "plain.ipynb")
+    write_notebook(nb, tmp_path / "n.ipynb")
+    assert read_notebook(tmp_path / "n.ipynb") == read_notebook(tmp_path / "plain.ipynb")
+    lines = (tmp_path / "n.ipynb").read_text(encoding="utf-8").splitlines()
+    assert len(lines) < 80 and sum(FIGURE in line for line in lines) == 2
+    assert (tmp_path / "n.ipynb").stat().st_size < 0.7 * (tmp_path / "plain.ipynb").stat().st_size

@@ -22,7 +22,7 @@ from dlrm_workbook.studies.protocols.measure import (
     measured_or_read,
     throughput,
 )
-from dlrm_workbook.studies.stability.measure import measure_stability, trained_or_read
+from dlrm_workbook.studies.stability.measure import Series, measure_stability, trained_or_read
 
 SECTIONS = {
     "title": "small",
@@ -231,14 +231,12 @@ def test_a_finished_benchmark_is_shown_with_the_record_beside_it(document, tmp_p
 
 def test_seeds_are_read_or_trained(tmp_path):
     parameters = parameters_from_sections(SECTIONS)
-    assert trained_or_read(parameters, tmp_path, 0) == {}
-    made = trained_or_read(parameters, tmp_path, 1)
+    assert trained_or_read(parameters, tmp_path, Series()) == {}
+    made = trained_or_read(parameters, tmp_path, Series(seeds=1))
     assert list(made) == ["fp32"] and math.isfinite(made["fp32"].values[0])
-    assert trained_or_read(parameters, tmp_path, 0, str(tmp_path / "stability")) == made
-    assert list(trained_or_read(parameters, tmp_path, 0, str(tmp_path))) == ["stability"]
-    (tmp_path / "none").mkdir()
-    with pytest.raises(InputError, match=r"none holds no stability\.json"):
-        trained_or_read(parameters, tmp_path, 0, str(tmp_path / "none"))
+    one, several = Series(folder=str(tmp_path / "stability")), Series(folder=str(tmp_path))
+    assert trained_or_read(parameters, tmp_path, one) == made
+    assert list(trained_or_read(parameters, tmp_path, several)) == ["stability"]
 
 
 def test_a_file_that_is_no_record_is_refused(tmp_path):

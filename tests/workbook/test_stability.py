@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json, write_json
+from dlrm_core.settings import section_from
 from dlrm_workbook import cli
 from dlrm_workbook.show.tables import show
 from dlrm_workbook.studies.stability import show as stability_figures
 from dlrm_workbook.studies.stability.measure import (
     SeedRun,
+    Series,
     Stability,
     measure_stability,
     precision_table,
@@ -229,9 +231,17 @@ def test_a_test_needs_two_seeds_and_two_series():
 
 
 def test_precisions_that_cannot_be_are_refused_before_anything_runs(tmp_path):
-    with pytest.raises(InputError, match="seed_precisions is given, but seeds is 0"):
-        trained_or_read(parameters(), tmp_path, 0, precisions=["bf16"])
-    for names, words in ((["fp64"], r"seed_precisions has 'fp64'"), (["fp32", "tf32"], "a GPU's")):
+    for asked, words in (
+        ({"precisions": ["bf16"]}, "stability.precisions is given, but stability.seeds is 0"),
+        ({"seeds": 2, "precisions": ["fp64"]}, r"stability.precisions is 'fp64', expected one of"),
+        ({"seeds": -1}, "stability.seeds is -1, expected at least 0"),
+        ({"seed": 2}, "stability.seed is unknown, expected seeds or precisions or folder"),
+        ({"folder": str(tmp_path)}, "which holds no stability.json of dlrm stability"),
+        ({"folder": str(tmp_path), "seeds": 2}, "give one of the two"),
+        (10, "stability is 10, expected names with values"),
+    ):
         with pytest.raises(InputError, match=words):
-            trained_or_read(parameters(), tmp_path, 2, precisions=names)
+            section_from(Series, asked, "stability")
+    with pytest.raises(InputError, match="'tf32', which is a GPU's"):
+        trained_or_read(parameters(), tmp_path, Series(2, ("fp32", "tf32")))
     assert not list(tmp_path.iterdir())

@@ -10,9 +10,11 @@ import pytest
 
 from dlrm_core.config import parameters_from_sections
 from dlrm_core.errors import InputError
+from dlrm_core.settings import section_from
 from dlrm_workbook.cli import main
 from dlrm_workbook.studies.time_to_train.measure import (
     EVALUATIONS,
+    Target,
     auc_by_time,
     time_to_auc,
     to_target,
@@ -51,7 +53,7 @@ def log_of(file) -> list[dict]:
 def reached(tmp_path_factory):
     """A training that reaches its target, and its folder."""
     folder = tmp_path_factory.mktemp("reached")
-    return trained_or_read(parameters(), folder, 0.75, price_per_hour=3.6, mllog=True), folder
+    return trained_or_read(parameters(), folder, Target(0.75, 3.6, True)), folder
 
 
 def test_the_time_to_a_target_is_that_of_all_until_the_evaluation_that_reached_it(reached):
@@ -71,9 +73,8 @@ def test_the_time_to_a_target_is_that_of_all_until_the_evaluation_that_reached_i
     assert "AUC 0.75 was reached after" in sentence(record).markdown
     assert list(auc_curve(way).data[0].y) == way["auc"].tolist()
     # the record beside a finished benchmark is shown again
-    assert trained_or_read(parameters(), folder, 0.0, results=str(folder / "benchmark.json")) == (
-        record
-    )
+    finished = str(folder / "benchmark.json")
+    assert trained_or_read(parameters(), folder, Target(), finished) == record
 
 
 def test_mlperfs_log_has_the_order_that_its_rules_ask_for(reached):
@@ -119,7 +120,7 @@ def test_epochs_in_the_log_are_passes_over_the_data(tmp_path):
 
 
 def test_a_target_that_is_not_reached_is_said(tmp_path):
-    record = trained_or_read(parameters(batches=5, eval_every=5), tmp_path, 1.0)
+    record = trained_or_read(parameters(batches=5, eval_every=5), tmp_path, Target(1.0))
     (row,) = time_to_auc(record).itertuples()
     assert not row.reached and row.iterations == 5 and math.isnan(row.cost)
     said = sentence(record).markdown
@@ -136,13 +137,14 @@ def test_it_is_evaluated_as_the_parameters_say_or_as_mlperf_does():
 
 
 def test_what_cannot_be_is_refused_before_anything_runs(tmp_path):
-    assert trained_or_read(parameters(), tmp_path, 0.0) is None
+    assert trained_or_read(parameters(), tmp_path, Target()) is None
     assert sentence(None) is None and not len(time_to_auc(None)) and not len(auc_by_time(None))
-    for target in (1.5, -0.1, math.nan):
-        with pytest.raises(InputError, match=r"time_to_auc is .*, expected an AUC from 0"):
-            trained_or_read(parameters(), tmp_path, target)
-    with pytest.raises(InputError, match="price_per_hour is -1, expected 0"):
-        trained_or_read(parameters(), tmp_path, 0.8, price_per_hour=-1.0)
-    with pytest.raises(InputError, match="mllog is given, but time_to_auc is 0"):
-        trained_or_read(parameters(), tmp_path, 0.0, mllog=True)
+    for asked, words in (
+        *(({"auc": auc}, r"time_to_train\.auc is .*, expected") for auc in (1.5, -0.1, math.nan)),
+        ({"auc": 0.8, "price_per_hour": -1.0}, "price_per_hour is -1.0, expected at least 0"),
+        ({"mllog": True}, r"time_to_train\.mllog is given, but time_to_train\.auc is 0"),
+        ({"target": 0.8}, "time_to_train.target is unknown, expected auc or price_per_hour or"),
+    ):
+        with pytest.raises(InputError, match=words):
+            section_from(Target, asked, "time_to_train")
     assert not list(tmp_path.iterdir())

@@ -483,6 +483,25 @@ def test_a_doubt_about_the_figures_comes_before_them(tmp_path: Path) -> None:
         assert closing_words(tmp_path).split("\n")[1] == first
 
 
+def test_the_next_command_is_for_the_parameters_that_were_explained(tmp_path: Path) -> None:
+    finding = {"change": {"data.generator": "facebook"}}
+    write_json(tmp_path / "bottlenecks.json", {"headline": "Data", "findings": [finding]})
+    run = {"notebook": "bottlenecks", "command": "dlrm run bottlenecks -f seed"}
+    recorded = tmp_path / "profile"
+    write_json(recorded / "run.json", {"command": "dlrm run all -f mine.yaml"})
+    change = "-p change.data.generator=facebook"
+    for explained, given in (
+        (recorded, "-f mine.yaml "),
+        ("", None),  # the sample
+        (tmp_path / "trace.json.gz", None),  # of another program
+    ):
+        parameters = {"parameters": {"profile_run": str(explained)}}
+        write_json(tmp_path / "run.json", run | parameters)
+        last = closing_words(tmp_path).split("\n")[-1]
+        expected = f"Next: dlrm run compare {given}{change}" if given else "Page: "
+        assert last.startswith(expected), last
+
+
 def test_the_end_of_a_command_does_not_search_what_was_imported() -> None:
     program = (
         "import atexit, gc\n"

@@ -66,7 +66,7 @@
       limit = limit === Infinity ? (first < original.length ? first : FIRST) : Infinity;
       update();
     });
-    const total = table.tFoot?.textContent.match(/of ([\d,]+) rows/)?.[1] ?? `${original.length}`;
+    const total = table.tFoot?.textContent.match(/([\d,]+) rows/)?.[1] ?? `${original.length}`;
     const all = total.replaceAll(",", "") === `${original.length}`
       ? `all ${total}` : `the first ${original.length} of ${total}`;
     if (limit !== Infinity) {

@@ -220,7 +220,7 @@ def _mean_auc(seeded: Any) -> float | None:
 
 # DeepSpark's eight columns.
 
-NO_SEEDS = f"{NOT_MEASURED}: -p seeds=10, or -p stability=FOLDER"
+NO_SEEDS = f"{NOT_MEASURED}: -p 'stability={{seeds: 10}}' measures it"
 ONE_PROCESS = f"{NOT_MEASURED}: one process ran; dlrm run scaling measures several"
 NOT_PUBLISHED = "not published"
 

@@ -23,7 +23,7 @@ import pandas as pd
 from dlrm_core.config import Parameters, load_parameters
 from dlrm_core.errors import InputError
 from dlrm_core.files import plain, read_json, write_json
-from dlrm_core.settings import shown
+from dlrm_core.settings import coerce_section, setting, shown
 from dlrm_workbook.intervals import holm, p_value, t_interval
 from dlrm_workbook.ledger import read_document, require_same
 from dlrm_workbook.processes import python_module, run_child
@@ -243,68 +243,99 @@ def _seed_run(seed: int, result: Mapping[str, Any], error: str = "") -> SeedRun:
     }
 
 
-def trained_or_read(
-    parameters: Parameters,
-    folder: Path,
-    seeds: int,
-    finished: str = "",
-    precisions: Sequence[str] = (),
-) -> dict[str, Stability]:
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+"""Those whose trainings are compared; tf32 is a GPU's."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """The notebook's parameter ``stability``: which trainings with several seeds it shows.
+
+    Raises:
+        InputError: there are precisions without seeds, or seeds beside a finished folder.
+    """
+
+    seeds: int = setting(0, "trainings, each with a seed of its own; 0: none", minimum=0)
+    precisions: tuple[str, ...] | None = setting(
+        None, "each is trained with those seeds; none: that of the parameters", choices=PRECISIONS
+    )
+    folder: str = setting("", "of finished `dlrm stability`, or one that holds several")
+
+    def __post_init__(self) -> None:
+        coerce_section(self, "stability")
+        if self.precisions and not self.seeds:
+            raise InputError(
+                "stability.precisions is given, but stability.seeds is 0: say how many are trained"
+            )
+        if self.folder and self.seeds:
+            raise InputError(
+                f"stability.seeds is {self.seeds}, but stability.folder names finished trainings: "
+                "give one of the two"
+            )
+        if self.folder and not self.places():
+            raise InputError(
+                f"stability.folder is {shown(self.folder)}, which holds no {SUMMARY} of "
+                "dlrm stability"
+            )
+
+    def places(self) -> list[Path]:
+        """Folders with a finished result each: the given one, or those within it."""
+        place = Path(self.folder).expanduser().absolute()
+        if (place / SUMMARY).is_file():
+            return [place]
+        return sorted(file.parent for file in place.glob(f"*/{SUMMARY}"))
+
+    def variants(self, parameters: Parameters) -> dict[str, Parameters]:
+        """The parameters to train with, by precision; none where no precision is named.
+
+        Raises:
+            InputError: a precision cannot be had here.
+        """
+        return {name: with_precision(parameters, name) for name in self.precisions or ()}
+
+
+def trained_or_read(parameters: Parameters, folder: Path, wanted: Series) -> dict[str, Stability]:
     """Trainings with N seeds by label, as the ``benchmark`` notebook shows them.
 
     Args:
         folder: gets a folder ``stability``, with a folder a precision where these are given.
-        seeds: how many are trained now; 0: none.
-        precisions: of :data:`PRECISIONS`; each is trained with the same seeds.
-        finished: a folder of ``dlrm stability``, or one that holds several, each named by
-            what sets it apart (``fp32``, ``bf16``).
+
+    Returns:
+        The series by what sets them apart: a folder's name or the precision.
 
     Raises:
-        InputError: no such folder, or it holds no result; a precision is unknown or cannot be
-            had here, or comes without seeds.
+        InputError: a precision cannot be had here, or a finished result cannot be read.
     """
-    if finished:
-        place = Path(finished).expanduser().absolute()
-        if (place / SUMMARY).is_file():
-            found = read_stability(place)
-            return {found.label: found}
-        folders = sorted(file.parent for file in place.glob(f"*/{SUMMARY}"))
-        if not folders:
-            raise InputError(f"stability: {place} holds no {SUMMARY} of dlrm stability")
-        return {one.name: read_stability(one) for one in folders}
-    if not seeds:
-        if precisions:
-            raise InputError("seed_precisions is given, but seeds is 0: say how many are trained")
+    if wanted.folder:
+        found = [read_stability(place) for place in wanted.places()]
+        if (Path(wanted.folder).expanduser() / SUMMARY).is_file():
+            return {found[0].label: found[0]}
+        return {place.name: one for place, one in zip(wanted.places(), found, strict=True)}
+    if not wanted.seeds:
         return {}
-    if not precisions:
-        made = measure_stability(parameters, range(seeds), folder / "stability")
+    if not wanted.precisions:
+        made = measure_stability(parameters, range(wanted.seeds), folder / "stability")
         return {made.label: made}
-    chosen = {name: with_precision(parameters, name) for name in precisions}
     return {
-        name: measure_stability(one, range(seeds), folder / "stability" / name)
-        for name, one in chosen.items()
+        name: measure_stability(one, range(wanted.seeds), folder / "stability" / name)
+        for name, one in wanted.variants(parameters).items()
     }
-
-
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
-"""Those whose trainings are compared; tf32 is a GPU's."""
 
 
 def with_precision(parameters: Parameters, name: str) -> Parameters:
     """The same training in another precision.
 
     Raises:
-        InputError: no such precision, or tf32 without a GPU.
+        InputError: tf32 without a GPU.
     """
-    if name not in PRECISIONS:
-        known = ", ".join(PRECISIONS)
-        raise InputError(f"seed_precisions has {shown(name)}, expected some of {known}")
     if name == "tf32":
         from dlrm_core.machine import resolve_device
 
         device = resolve_device(parameters.training)
         if device.type != "cuda":
-            raise InputError(f"seed_precisions has 'tf32', which is a GPU's; this runs on {device}")
+            raise InputError(
+                f"stability.precisions has 'tf32', which is a GPU's; this runs on {device}"
+            )
     lowered = "fp32" if name == "tf32" else name
     training = dataclasses.replace(parameters.training, precision=lowered, tf32=name == "tf32")
     return dataclasses.replace(parameters, training=training)

@@ -21,6 +21,10 @@ from dlrm_workbook.show.tables import Column, Text, each_row
 from dlrm_workbook.show.theme import COLOURS, INK, add_bars, figure, rows_of
 from dlrm_workbook.studies.stability.measure import NAMES, Stability
 
+UNMEASURED = (
+    "Not measured: `dlrm run benchmark -f FILE -p 'stability={seeds: 10}'` trains with ten seeds."
+)
+
 SERIES = ("embedding", "bottom_mlp", "data", "interaction", "communication")
 """Components whose colours series take in turn: here they stand for no part."""
 

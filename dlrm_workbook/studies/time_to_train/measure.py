@@ -6,7 +6,7 @@ data, evaluations and checkpoints are in it, loading and initial weights are not
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pandas as pd
 from dlrm_core.config import Parameters
 from dlrm_core.errors import InputError
 from dlrm_core.files import plain, read_json, write_json
+from dlrm_core.settings import coerce_section, setting
 from dlrm_workbook.ledger import read_document
 from dlrm_workbook.processes import python_module, run_child
 
@@ -35,22 +36,37 @@ KEPT = (
 """Fields that the record takes from the training's result.json."""
 
 
+@dataclass(frozen=True)
+class Target:
+    """The notebook's parameter ``time_to_train``: what one more training is to reach.
+
+    Raises:
+        InputError: a number is out of its range, or there is no target to train to.
+    """
+
+    auc: float = setting(0.0, "test AUC that ends the training; 0: none runs", minimum=0, maximum=1)
+    price_per_hour: float = setting(0.0, "of the machine, any currency; 0: not known", minimum=0)
+    mllog: bool = setting(False, "write MLPerf's log of the training")
+
+    def __post_init__(self) -> None:
+        coerce_section(self, "time_to_train")
+        if not self.auc and (self.mllog or self.price_per_hour):
+            given = "mllog" if self.mllog else "price_per_hour"
+            raise InputError(
+                f"time_to_train.{given} is given, but time_to_train.auc is 0: nothing is trained "
+                "to a target"
+            )
+
+
 def trained_or_read(
-    parameters: Parameters,
-    folder: Path,
-    target: float,
-    price_per_hour: float = 0.0,
-    mllog: bool = False,
-    results: str = "",
+    parameters: Parameters, folder: Path, target: Target, results: str = ""
 ) -> dict[str, Any] | None:
     """The record that the ``benchmark`` notebook shows, of a training in a fresh process.
 
     Args:
         folder: gets ``time_to_train.json``, and a folder ``time_to_train`` with the training's
             metrics.jsonl and result.json.
-        target: test AUC at which the training ends; 0: nothing is trained.
-        price_per_hour: of the machine, in any currency; 0: nobody knows.
-        mllog: write MLPerf's log of the run, ``time_to_train/mllog.txt``.
+        target: its log is ``time_to_train/mllog.txt``.
         results: a finished benchmark: nothing is trained, the record beside it is read.
 
     Returns:
@@ -58,28 +74,18 @@ def trained_or_read(
         where nothing was trained.
 
     Raises:
-        InputError: a number is out of its range, or the training did not end well; the message is
-            the process's own.
+        InputError: the training did not end well; the message is the process's own.
     """
     if results:
         beside = Path(results).expanduser().absolute().with_name(RECORD)
         return read_document(beside, WHAT, schema=SCHEMA) if beside.exists() else None
-    if not 0.0 <= target <= 1.0:
-        raise InputError(f"time_to_auc is {target:g}, expected an AUC from 0 (none) to 1")
-    if not 0.0 <= price_per_hour < float("inf"):
-        raise InputError(f"price_per_hour is {price_per_hour:g}, expected 0 (unknown) or more")
-    if not target:
-        if mllog or price_per_hour:
-            given = "mllog" if mllog else "price_per_hour"
-            raise InputError(
-                f"{given} is given, but time_to_auc is 0: nothing is trained to a target"
-            )
+    if not target.auc:
         return None
-    chosen, place = to_target(parameters, target), folder / "time_to_train"
+    chosen, place = to_target(parameters, target.auc), folder / "time_to_train"
     file = place / "parameters.json"
     write_json(file, chosen.to_sections())
     command = python_module("dlrm_workbook", "train", "-f", file, "--output", place)
-    if mllog:
+    if target.mllog:
         command += ["--mllog", str(place / "mllog.txt")]
     run_child(command, stage="training to the target").require_success("dlrm train")
     result = read_json(place / "result.json")
@@ -87,8 +93,8 @@ def trained_or_read(
         "schema": SCHEMA,
         "title": parameters.title,
         "parameters": chosen.to_sections(),
-        "target": target,
-        "price_per_hour": price_per_hour or None,
+        "target": target.auc,
+        "price_per_hour": target.price_per_hour or None,
         "result": {name: result[name] for name in KEPT},
     }
     write_json(folder / RECORD, plain(record))

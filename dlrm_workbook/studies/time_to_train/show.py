@@ -13,8 +13,8 @@ from dlrm_workbook.show import theme
 from dlrm_workbook.show.tables import Column, Text
 
 UNMEASURED = (
-    "Not measured: `dlrm run benchmark -f FILE -p time_to_auc=0.8025` trains until the test AUC "
-    "reaches it."
+    "Not measured: `dlrm run benchmark -f FILE -p 'time_to_train={auc: 0.8025}'` trains until the "
+    "test AUC reaches it."
 )
 
 TIME: dict[str, str | Column] = {
@@ -80,5 +80,5 @@ def sentence(record: dict[str, Any] | None) -> Text | None:
         why = "; ".join(f"{name}: {reason}" for name, reason in missing)
         said += f" Energy was not measured ({in_markdown(why)})."
     if record["price_per_hour"] is None:
-        said += " Its cost is not known: `-p price_per_hour=N` gives the machine's price."
+        said += " Its cost is not known: `time_to_train` takes the machine's `price_per_hour`."
     return Text(said)
