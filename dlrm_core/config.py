@@ -413,6 +413,11 @@ class TrainingConfig:
     threads: int | None = setting(
         None, "CPU threads of one operator; left out, torch's own choice", minimum=1, maximum=1024
     )
+    interleave_memory: bool = setting(
+        False,
+        "on a host with several NUMA nodes: memory is taken from them in turn, page by page, as "
+        "numactl --interleave does; each rank's from the nodes that it is bound to",
+    )
     fp32_matmul: str = setting(
         "default",
         "fp32 matrix products on the CPU: 'default' (MKL); 'onednn', faster on AMD, its error is "

@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import platform
 import resource
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from dlrm_core.config import TrainingConfig
 
 _STATUS = "/proc/self/status"
+
+_MPOL_INTERLEAVE = 3  # linux/mempolicy.h
+_NODE_WORDS = 16  # of 64 NUMA nodes each: more than any kernel is built for
 
 
 def resolve_device(config: TrainingConfig) -> torch.device:
@@ -54,6 +58,35 @@ def numa_nodes(system: Path = Path("/sys/devices/system/node")) -> dict[int, set
         for folder in system.glob("node[0-9]*")
     }
     return {node: cpus for node, cpus in sorted(found.items()) if cpus}
+
+
+def use_memory(config: TrainingConfig) -> list[str]:
+    """Take memory as ``training.interleave_memory`` says, from now on; why that has no effect."""
+    reason = interleave_memory(numa_nodes()) if config.interleave_memory else ""
+    return [f"training.interleave_memory: true has no effect here: {reason}"] if reason else []
+
+
+def interleave_memory(nodes: Collection[int]) -> str:
+    """Have the kernel take pages from these NUMA nodes in turn; why it does not, or ''.
+
+    It holds for pages that this thread, or one that it starts later, is the first to write to:
+    ``numactl --interleave`` does so for a whole program.
+    """
+    if len(nodes) < 2:
+        return "the CPUs that this process may use are on one NUMA node"
+    number = {"x86_64": 238, "aarch64": 237}.get(platform.machine())  # set_mempolicy
+    if sys.platform != "linux" or number is None:
+        here = f"{sys.platform} on {platform.machine()}"
+        return f"it is made for Linux on x86_64 and aarch64, this is {here}"
+    words = (ctypes.c_uint64 * _NODE_WORDS)()
+    for node in nodes:
+        words[node // 64] |= 1 << node % 64
+    libc = ctypes.CDLL(None, use_errno=True)
+    # the system reads one bit less than it is told
+    bits = ctypes.c_ulong(64 * _NODE_WORDS + 1)
+    if libc.syscall(number, _MPOL_INTERLEAVE, words, bits) == 0:
+        return ""
+    return f"the system refuses it (set_mempolicy: {os.strerror(ctypes.get_errno())})"
 
 
 def _numbers(ranges: str) -> set[int]:

@@ -176,6 +176,7 @@ _FREE_TRAINING = (
     "lowest_precision",
     "sharding",
     "replicated_bytes",
+    "interleave_memory",
     "rank_timeout_s",
 )
 """May differ without a word: they do not change what an iteration computes."""

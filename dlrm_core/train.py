@@ -26,7 +26,7 @@ from dlrm_core.data.loader import Followed, Generator, Resumable, batches, make_
 from dlrm_core.embeddings import resolve_backend
 from dlrm_core.evaluate import Evaluation, HeldOut, evaluate, predict
 from dlrm_core.files import JsonLines, locked, write_json
-from dlrm_core.machine import StopRequest, resolve_device, stop_requests
+from dlrm_core.machine import StopRequest, resolve_device, stop_requests, use_memory
 from dlrm_core.memory import require_memory
 from dlrm_core.mllog import MLPerfLog
 from dlrm_core.model import DLRM, ClickLoss, build_model
@@ -277,7 +277,8 @@ def prepare_model(
     config = parameters.training
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    notices = set_fp32_products(config, parameters.model, device)
+    notices = use_memory(config)
+    notices += set_fp32_products(config, parameters.model, device)
     places = places_of(parameters, device)
     notices += places.notices
     seed = config.seed if checkpoint is None else None

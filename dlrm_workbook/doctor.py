@@ -227,15 +227,13 @@ def _numa() -> Part:
     sockets = max(1, len({read_text(file) for file in topology}))
     nodes = numa_nodes()
     found = f"{counted(sockets, 'socket')}, {counted(max(1, len(nodes)), 'NUMA node')}"
-    if len(nodes) < 2:
-        return Part("NUMA", True, found)
-    each = "; ".join(f"node {node}: {len(cpus)} CPUs" for node, cpus in nodes.items())
-    found += f" ({each}); torchrun's ranks on CPUs are bound to them"
-    tool = shutil.which("numactl")
-    if tool:
-        found += "; to spread the tables of one process: numactl --interleave=all dlrm train ..."
-    cost = "The tables of one process all lie on the node that fills them: numactl spreads them."
-    return _part("NUMA", tool is not None, found if tool else f"{found}; no numactl", cost)
+    if len(nodes) > 1:
+        each = "; ".join(f"node {node}: {len(cpus)} CPUs" for node, cpus in nodes.items())
+        found += (
+            f" ({each}); torchrun's ranks on CPUs are bound to them; the tables of one process "
+            "lie on the node that fills them: -p training.interleave_memory=true spreads them"
+        )
+    return Part("NUMA", True, found)
 
 
 def _notebook_tools() -> Part:
