@@ -2,8 +2,8 @@
 
 The graph is cut where one part hands over to the next (see :mod:`dlrm_core.step`).
 The options of ``training`` that make it faster act here: ``precision``,
-``micro_batch``, ``compile``; ``dense_backend: fused`` has the package ``dlrm_kernels``
-replace all of it on a CPU, the interaction on a GPU. What each brings: docs/precision.md.
+``micro_batch``, ``compile``; with ``dense_backend: fused`` the package ``dlrm_kernels`` has
+layers that take the place of the model's. What each brings: docs/precision.md.
 
 Shapes: B samples, D dense features, T tables, d embedding width.
 """
@@ -22,7 +22,10 @@ from dlrm_core.parts import part
 from dlrm_core.precision import DensePrecision
 
 Layer = Callable[..., torch.Tensor]
-"""A part of the model, or what stands for it: compiled."""
+"""A part of the model, or what stands for it: compiled, or fused kernels."""
+
+Layers = tuple[Layer, Layer, Layer]
+"""Bottom MLP, interaction, top MLP."""
 
 
 class DensePart:
@@ -45,17 +48,13 @@ class DensePart:
         self.loss = loss
         self.micro_batch = config.micro_batch
         self.weights = model.dense_weights()
-        self.bottom_mlp: Layer = model.bottom_mlp
-        self.interaction: Layer = model.interaction
-        self.top_mlp: Layer = model.top_mlp
-        self._fused: Callable[..., torch.Tensor] | None = None
-        if config.dense_backend == "fused" and weight.device.type == "cuda":
-            kernels = engine("fused dense part on a GPU")
-            self.bottom_mlp, self.top_mlp, notices = kernels.fuse(model, config, weight.device)
+        layers: Layers = (model.bottom_mlp, model.interaction, model.top_mlp)
+        if config.dense_backend == "fused":
+            gpu = " on a GPU" if weight.device.type == "cuda" else ""
+            kernels = engine(f"fused dense part{gpu}")
+            layers, notices = kernels.fuse(model, config, weight.device)
             self.notices += notices
-        elif config.dense_backend == "fused":
-            self._fused, notices = engine("fused dense part").fuse(model, loss, config)
-            self.notices += notices
+        self.bottom_mlp, self.interaction, self.top_mlp = layers
         if config.compile:
             self._compile(weight.device)
 
@@ -73,8 +72,6 @@ class DensePart:
             The mean loss, detached. Gradients are those of the loss times
             ``precision.scale``, added to what the weights' ``grad`` holds.
         """
-        if self._fused is not None:
-            return self._fused(dense, pooled, targets)
         size = dense.shape[0]
         rows = min(self.micro_batch or size, size)
         with self.precision.autocast():

@@ -1,10 +1,11 @@
 """The dense part by kernels of our own, on a CPU with matrix tiles (``dense_backend: fused``).
 
-The same parts in the same functions as :mod:`dlrm_core.dense`, without autograd between
-them: each part's backward is written out. Products run on tiles (:mod:`dlrm_kernels.tiles`), in
-bf16 or, for ``precision: fp32``, in fp32 made of two or three bf16 numbers. Sums, biases,
-the gradients of weights and of the embeddings are fp32 in each of them, the interaction's
-products of two bf16 numbers an entry at least.
+Each part is one node of torch's graph whose backward is written out, so that one process
+(:mod:`dlrm_core.dense`) and ranks, with exchanges in between, call the parts as they call the
+model's own. Products run on tiles (:mod:`dlrm_kernels.tiles`), in bf16 or, for
+``precision: fp32``, in fp32 made of two or three bf16 numbers. Sums, biases, the gradients of
+weights and of the embeddings are fp32 in each of them, the interaction's products of two bf16
+numbers an entry at least.
 
 Shapes: B samples, D dense features, T tables, d embedding width.
 """
@@ -13,19 +14,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from dlrm_core.config import Parameters, TrainingConfig
+from dlrm_core.dense import Layers
 from dlrm_core.memory import DensePeak
 from dlrm_core.model import DLRM, CrossInteraction, DotInteraction
-from dlrm_core.parts import part
 from dlrm_kernels.tiles.machine import why_no_tiles
 
 if TYPE_CHECKING:
-    from dlrm_kernels.tiles.layout import Engine
     from dlrm_kernels.tiles.mlp import TiledMLP
 
 PARTS = {"bf16x2": 2, "bf16x3": 3}
@@ -55,116 +54,87 @@ def why_not_fused(config: TrainingConfig, device: torch.device, interaction: str
     return why_no_tiles()
 
 
-def fuse(
-    model: DLRM, loss: nn.Module, config: TrainingConfig
-) -> tuple[FusedDense | None, list[str]]:
-    """The fused dense part, or None where it cannot run; what a reader must know of it."""
+def fuse(model: DLRM, config: TrainingConfig, device: torch.device) -> tuple[Layers, list[str]]:
+    """The fused dense part where it can run here; notices.
+
+    Returns:
+        what takes the place of bottom MLP, interaction and top MLP; the model's own where
+        the fused ones cannot run.
+    """
     interaction = "dcn" if isinstance(model.interaction, CrossInteraction) else "dot"
-    reason = why_not_fused(config, model.top_mlp.linears[0].weight.device, interaction)
+    reason = why_not_fused(config, device, interaction)
     if reason:
-        return None, [f"training.dense_backend: fused has no effect here, torch does it: {reason}"]
-    fused = FusedDense(model, loss, config)
-    return fused, fused.notices
+        said = f"training.dense_backend: fused has no effect here, torch does it: {reason}"
+        return (model.bottom_mlp, model.interaction, model.top_mlp), [said]
+    fused = FusedDense(model, config)
+    return (fused.bottom_mlp, fused.interaction, fused.top_mlp), fused.notices
 
 
 class FusedDense:
-    """Forward and backward of everything but the embeddings, by fused kernels.
+    """Bottom MLP, interaction and top MLP by fused kernels, each a node of torch's graph.
 
-    Called like :class:`dlrm_core.dense.DensePart`. Memory for activations and gradients is
-    kept: the gradients that a step leaves are overwritten by the next one, unless they
-    are still there, then it adds to them.
+    An MLP keeps the memory of its activations and gradients: they are overwritten when it is
+    called again, so its backward must have run by then. Gradients of weights are written to
+    their ``grad``, or added to what is there.
 
     Args:
         model: whose weights are read and get gradients.
-        loss: predictions (B, 1), targets (B, 1) to a scalar.
-        config: ``precision``, ``fp32_matmul``, ``micro_batch``, ``batch_size``.
+        config: ``precision`` and ``fp32_matmul`` are used.
 
     Raises:
         RuntimeError: this machine cannot; ask :func:`why_not_fused` first.
     """
 
-    def __init__(self, model: DLRM, loss: nn.Module, config: TrainingConfig) -> None:
+    def __init__(self, model: DLRM, config: TrainingConfig) -> None:
         from dlrm_kernels.tiles import layout
 
         self.engine = layout.Engine()
         self.notices = layout.compile_all()
-        self.loss, self.output = loss, model.top_mlp[-1]
-        self.micro_batch = config.micro_batch
         self.parts = parts_of(config)
         self.model = model
-        self.interaction = model.interaction
         self._capacity = 0
-        self._reserve(min(config.micro_batch or config.batch_size, config.batch_size))
-        self._gradients = torch.empty(0)
+        # a node has a backward if an input of it needs a gradient: no other input does
+        self._root = torch.empty(0, requires_grad=True)
 
-    def __call__(
-        self,
-        dense: torch.Tensor,
-        pooled: Sequence[torch.Tensor],
-        targets: torch.Tensor,
-        scale: float = 1.0,
-    ) -> torch.Tensor:
-        """Forward and backward of a batch.
+    def bottom_mlp(self, dense: torch.Tensor) -> torch.Tensor:
+        """Dense features (B, D) float32 to (B, d)."""
+        self._reserve(dense.shape[0])
+        return _BottomMLP.apply(self.bottom, dense, self._root)
 
-        Args:
-            dense: (B, D) float32.
-            pooled: T leaves (B, d) float32; get their gradients, valid until the next call.
-            targets: (B, 1).
-            scale: what the loss is multiplied by before backward.
+    def interaction(self, x: torch.Tensor, pooled: Sequence[torch.Tensor]) -> torch.Tensor:
+        """x and T pooled vectors (B, d) float32 to the top MLP's input.
 
-        Returns:
-            The mean loss, detached.
+        That goes into the top MLP's tiles at once; what is returned has its shape and no
+        values (NaN).
         """
-        size = dense.shape[0]
-        rows = min(self.micro_batch or size, size)
-        self._reserve(rows)
-        shape = (len(pooled), size, self.bottom.widths[-1])
-        if tuple(self._gradients.shape) != shape:
-            self._gradients = torch.empty(shape)
-        losses = []
-        values = [vector.detach() for vector in pooled]
-        for start in range(0, size, rows):
-            stop = min(start + rows, size)
-            chunk = slice(start, stop)
-            share = (stop - start) / size
-            loss = self._rows(
-                dense[chunk],
-                [vector[chunk] for vector in values],
-                targets[chunk],
-                share * scale,
-                [gradient[chunk] for gradient in self._gradients],
-                first=start == 0,
-            )
-            losses.append(share * loss)
-        for vector, gradient in zip(pooled, self._gradients, strict=True):
-            vector.grad = gradient
-        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        return _Interaction.apply(self, x, *pooled)
 
-    def _rows(
-        self,
-        dense: torch.Tensor,
-        pooled: list[torch.Tensor],
-        targets: torch.Tensor,
-        scale: float,
-        gradients: list[torch.Tensor],
-        first: bool,
-    ) -> torch.Tensor:
-        x = bottom_mlp_forward(self.bottom, dense, first)
-        interaction_forward(self.engine, self.interaction, [x, *pooled], self.top)
-        p, logits = top_mlp_forward(self.top, self.output, x.shape[0], first)
-        p_leaf = p.detach().requires_grad_()
-        loss = loss_forward(self.loss, p_leaf, targets)
-        # CPU threads of autograd's own would take the work out of the functions below
-        with torch.autograd.set_multithreading_enabled(False):
-            loss_backward(loss, scale)
-            dz = top_mlp_backward(self.top, p, p_leaf, logits)
-        dx = self._bottom_gradient[: x.shape[0]]
-        features = [x, *pooled]
-        interaction_backward(
-            self.engine, self.interaction, self.parts, dz, features, [dx, *gradients]
-        )
-        bottom_mlp_backward(self.bottom, dx)
-        return loss.detach()
+    def top_mlp(self, z: torch.Tensor) -> torch.Tensor:
+        """The last :meth:`interaction`'s result to predictions (B, 1)."""
+        return self.model.top_mlp[-1](_TopMLP.apply(self.top, z))
+
+    def interact(self, features: list[torch.Tensor]) -> None:
+        """Write the interaction's output into the top MLP's input."""
+        target = self.top.input(features[0].shape[0])
+        if isinstance(self.model.interaction, DotInteraction):
+            itself = self.model.interaction.itself
+            self.engine.dot_forward(features, itself, self.parts, target)
+        else:
+            self.engine.pack(torch.cat(features, dim=1), self.parts, target)
+
+    def interaction_gradients(
+        self, dz: torch.Tensor, features: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        """The gradients of all features, given that of the interaction's output."""
+        gradients = torch.empty(len(features), *features[0].shape).unbind()
+        if isinstance(self.model.interaction, DotInteraction):
+            itself = self.model.interaction.itself
+            self.engine.dot_backward(dz, features, itself, self.parts, gradients)
+        else:
+            columns = dz.split(features[0].shape[1], dim=1)
+            for gradient, own in zip(gradients, columns, strict=True):
+                gradient.copy_(own)
+        return gradients
 
     def _reserve(self, rows: int) -> None:
         """Make room for so many samples at once."""
@@ -180,80 +150,46 @@ class FusedDense:
         self.top = TiledMLP(
             self.engine, top, self.parts, rows, relu_last=False, input_gradient=True
         )
-        self._bottom_gradient = torch.empty(rows, self.bottom.widths[-1])
 
 
-@part("bottom_mlp", "forward")
-def bottom_mlp_forward(mlp: TiledMLP, dense: torch.Tensor, first: bool) -> torch.Tensor:
-    if first:
-        mlp.read_weights()
-    mlp.engine.pack(dense, mlp.parts, mlp.input(dense.shape[0]))
-    return mlp.forward(dense.shape[0])
+class _BottomMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mlp: TiledMLP, dense: torch.Tensor, root: torch.Tensor) -> torch.Tensor:
+        ctx.mlp = mlp
+        mlp.engine.pack(dense, mlp.parts, mlp.input(dense.shape[0]))
+        return mlp.forward(dense.shape[0])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, ...]:
+        ctx.mlp.backward(gradients[0])
+        return None, None, None
 
 
-@part("interaction", "forward")
-def interaction_forward(
-    engine: Engine, interaction: nn.Module, features: list[torch.Tensor], top: TiledMLP
-) -> None:
-    """The interaction's output, straight into the top MLP's input."""
-    target = top.input(features[0].shape[0])
-    if isinstance(interaction, DotInteraction):
-        engine.dot_forward(features, interaction.itself, top.parts, target)
-    else:
-        engine.pack(torch.cat(features, dim=1), top.parts, target)
+class _Interaction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, fused: FusedDense, *features: torch.Tensor) -> torch.Tensor:
+        ctx.fused = fused
+        ctx.save_for_backward(*features)
+        fused.interact(list(features))
+        return torch.tensor(torch.nan).expand(features[0].shape[0], fused.top.widths[0])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, *ctx.fused.interaction_gradients(gradients[0], list(ctx.saved_tensors))
 
 
-@part("top_mlp", "forward")
-def top_mlp_forward(
-    mlp: TiledMLP, output: nn.Module, size: int, first: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if first:
-        mlp.read_weights()
-    logits = mlp.forward(size).detach().requires_grad_()
-    return output(logits), logits
+class _TopMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mlp: TiledMLP, z: torch.Tensor) -> torch.Tensor:
+        ctx.mlp = mlp
+        return mlp.forward(z.shape[0])
 
-
-@part("loss", "forward")
-def loss_forward(loss: nn.Module, p: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return loss(p, targets)
-
-
-@part("loss", "backward")
-def loss_backward(loss: torch.Tensor, scale: float) -> None:
-    loss.backward(torch.full_like(loss, scale))
-
-
-@part("top_mlp", "backward")
-def top_mlp_backward(
-    mlp: TiledMLP, p: torch.Tensor, p_leaf: torch.Tensor, logits: torch.Tensor
-) -> torch.Tensor:
-    (gradient,) = torch.autograd.grad(p, logits, p_leaf.grad)
-    dz = mlp.backward(gradient)
-    assert dz is not None  # asked for when it was made
-    return dz
-
-
-@part("interaction", "backward")
-def interaction_backward(
-    engine: Engine,
-    interaction: nn.Module,
-    parts: int,
-    dz: torch.Tensor,
-    features: list[torch.Tensor],
-    gradients: list[torch.Tensor],
-) -> None:
-    """Write the gradients of all features, given that of the interaction's output."""
-    if isinstance(interaction, DotInteraction):
-        engine.dot_backward(dz, features, interaction.itself, parts, gradients)
-    else:
-        dim = features[0].shape[1]
-        for i, gradient in enumerate(gradients):
-            gradient.copy_(dz[:, i * dim : (i + 1) * dim])
-
-
-@part("bottom_mlp", "backward")
-def bottom_mlp_backward(mlp: TiledMLP, gradient: torch.Tensor) -> None:
-    mlp.backward(gradient)
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, ctx.mlp.backward(gradients[0])
 
 
 def fused_peak(parameters: Parameters, rows: int) -> DensePeak:

@@ -9,12 +9,13 @@ Shapes: B samples, T tables, d embedding width, F = T + 1 features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from dlrm_core.config import TrainingConfig
+from dlrm_core.dense import Layer, Layers
 from dlrm_core.model import DLRM, DotInteraction
 from dlrm_kernels.embeddings.fused_gpu import in_one
 from dlrm_kernels.padded_linear import MULTIPLE, PaddedMLP, padded
@@ -42,13 +43,11 @@ def why_not(features: int, dim: int, device: torch.device) -> str:
     return ""
 
 
-def fuse(
-    model: DLRM, config: TrainingConfig, device: torch.device
-) -> tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor], list[str]]:
+def fuse(model: DLRM, config: TrainingConfig, device: torch.device) -> tuple[Layers, list[str]]:
     """Make the interaction one kernel, and products on tensor cores of factors of even widths.
 
     Returns:
-        what takes the place of the bottom MLP and of the top MLP; notices.
+        what takes the place of bottom MLP, interaction and top MLP; notices.
     """
     notices, fused = [], isinstance(model.interaction, DotInteraction)
     if isinstance(model.interaction, DotInteraction):
@@ -60,14 +59,14 @@ def fuse(
             notices.append(
                 f"training.dense_backend: fused leaves the interaction to torch: {reason}"
             )
-    bottom_mlp: Callable[..., torch.Tensor] = model.bottom_mlp
-    top_mlp: Callable[..., torch.Tensor] = model.top_mlp
+    bottom_mlp: Layer = model.bottom_mlp
+    top_mlp: Layer = model.top_mlp
     if config.precision != "fp32" or config.tf32:
         if model.bottom_mlp.linears[0].in_features % MULTIPLE:
             bottom_mlp = PaddedMLP(model.bottom_mlp, with_room=False)
         if model.top_mlp.linears[0].in_features % MULTIPLE:
             top_mlp = PaddedMLP(model.top_mlp, with_room=fused)
-    return bottom_mlp, top_mlp, notices
+    return (bottom_mlp, model.interaction, top_mlp), notices
 
 
 def dot_interaction(

@@ -18,6 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from slow_tiles import use_slow_tiles
 
 from dlrm_core.checkpoint import read_checkpoint
 from dlrm_core.config import parameters_from_sections
@@ -37,6 +38,7 @@ from dlrm_workbook.studies.scaling.worker import measure_job
 def main():
     stages, results = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     load_torchrec()
+    use_slow_tiles()
     for number, stage in enumerate(stages):
         children = []
         for rank in range(stage["ranks"]):
@@ -109,6 +111,7 @@ def train(job, world, collectives, watch):
             "losses": result.losses,
             "evaluations": result.evaluations,
             "threads": torch.get_num_threads(),
+            "dense_part": type(getattr(trainer.step.dense.top_mlp, "__self__", None)).__name__,
             "overflowed": gathered(world, overflowed),
             "skipped": gathered(world, trainer.step.dense.precision.skipped),
             "holdings": trainer.holdings(),

@@ -51,6 +51,7 @@ from dlrm_core.distributed.collectives import Collectives
 from dlrm_core.distributed.tables import LocalBatch, ShardedTables
 from dlrm_core.distributed.world import World
 from dlrm_core.embeddings import EmbeddingTables
+from dlrm_core.machine import use_memory
 from dlrm_core.model import DLRM, ClickLoss, fill_dense_like_facebook, fill_dense_with_torch
 from dlrm_core.parts import part
 from dlrm_core.precision import set_fp32_products
@@ -67,11 +68,6 @@ from dlrm_core.step import (
 def config_of_rank(config: TrainingConfig) -> tuple[TrainingConfig, list[str]]:
     """The settings of a rank, and a notice for each that has no effect on several ranks."""
     notices = []
-    if config.dense_backend == "fused":
-        notices.append(
-            "training.dense_backend: fused has no effect on several ranks, torch does the dense "
-            "part: exchanges run between its parts"
-        )
     if config.cuda_graphs:
         notices.append(
             "training.cuda_graphs: true has no effect on several ranks: exchanges are not captured"
@@ -81,15 +77,8 @@ def config_of_rank(config: TrainingConfig) -> tuple[TrainingConfig, list[str]]:
             f"training.embedding_update: {config.embedding_update} has no effect on several "
             "ranks: their tables are updated race-free"
         )
-    # numbers made of bf16 ones are the fused dense part's; one process falls back to it too
-    matmul = "onednn" if config.fp32_matmul.startswith("bf16") else config.fp32_matmul
     return replace(
-        config,
-        embedding_backend="torch",
-        embedding_update="race_free",
-        dense_backend="torch",
-        fp32_matmul=matmul,
-        cuda_graphs=False,
+        config, embedding_backend="torch", embedding_update="race_free", cuda_graphs=False
     ), notices
 
 
@@ -282,6 +271,7 @@ def make_step(parameters: Parameters, world: World, collectives: Collectives) ->
     """
     model, dim = parameters.model, parameters.model.embedding_dim
     config, notices = config_of_rank(parameters.training)
+    notices += use_memory(config)
     notices += set_fp32_products(config, model, world.device)
     tables = ShardedTables(parameters, world, collectives)
     step = DistributedStep(

@@ -14,8 +14,8 @@ from dlrm_kernels.tiles.layout import BLOCK, Arena, Engine, Result, Tiled, block
 class TiledMLP:
     """Linear layers of B samples, with ReLU behind each, or behind all but the last.
 
-    Reads the layers' fp32 weights and writes their fp32 gradients; between steps they
-    may change in any way. Memory for activations is kept from step to step.
+    Each :meth:`forward` reads the layers' fp32 weights, :meth:`backward` writes their fp32
+    gradients. Memory for activations is kept from step to step.
 
     Args:
         engine: runs the kernels.
@@ -63,8 +63,8 @@ class TiledMLP:
             for linear in linears
         ]
 
-    def read_weights(self) -> None:
-        """Tile the weights as they are now: once a step, before its first forward."""
+    def _read_weights(self) -> None:
+        """Tile the weights as they are now."""
         for layer, linear in enumerate(self._linears):
             wanted = Result(columns_t=self._forward[layer])
             if layer > 0 or self.input_gradient:
@@ -82,6 +82,7 @@ class TiledMLP:
 
     def forward(self, size: int) -> torch.Tensor:
         """The output (size, widths[-1]) float32 of an input in tiles; overwritten next time."""
+        self._read_weights()
         blocks, last = blocks_of(size), len(self._linears) - 1
         output = self._output[:size]
         for layer in range(last + 1):

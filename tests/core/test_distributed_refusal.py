@@ -1,5 +1,6 @@
 """What ranks say when a run ends early: once, and where torchrun's report shows it."""
 
+import dataclasses
 import importlib.util
 import sys
 
@@ -87,14 +88,8 @@ def test_options_of_one_process_do_nothing_on_ranks_and_that_is_said():
     from dlrm_core.distributed.step import config_of_rank
 
     tuned = load_parameters("parameters/kalamkar_small.yaml").training
-    config, notices = config_of_rank(tuned)
-    assert (config.dense_backend, config.fp32_matmul, config.embedding_backend) == (
-        *("torch", "onednn"),
-        "torch",
-    )
-    assert [notice.partition(" has no effect on several ranks")[0] for notice in notices] == [
-        "training.dense_backend: fused"
-    ]
+    # the tables are TorchRec's, whose lookups and updates the fused kernels do all the same
+    assert config_of_rank(tuned) == (dataclasses.replace(tuned, embedding_backend="torch"), [])
     contended = TrainingConfig(embedding_backend="fused", embedding_update="locked")
     assert config_of_rank(contended)[1][0].startswith("training.embedding_update: locked has no")
     graphs = TrainingConfig(embedding_backend="fused", cuda_graphs=True, fp32_matmul="onednn")

@@ -1,9 +1,8 @@
 """The fused dense part against the plain step: losses, gradients, ranges, fallbacks."""
 
-import functools
-
 import pytest
 import torch
+from slow_tiles import use_slow_tiles
 from test_dense import LOSS_TOLERANCE, gradients_after_one_step, losses_of, trainer_of
 
 from dlrm_core.config import TrainingConfig, parameters_from_sections
@@ -12,8 +11,6 @@ from dlrm_core.memory import dense_peak
 from dlrm_core.parts import log_spans, parse_span
 from dlrm_core.precision import set_fp32_matmul
 from dlrm_kernels import dense as dense_fused
-from dlrm_kernels.tiles import layout
-from dlrm_kernels.tiles.machine import why_no_tiles
 from dlrm_workbook.analysis.work import operator_work
 from dlrm_workbook.evidence.dependence import affected_components, changed_parameters
 from dlrm_workbook.evidence.probes import default_changes
@@ -26,11 +23,7 @@ BF16 = {"dense_backend": "fused", "precision": "bf16"}
 
 @pytest.fixture
 def anywhere(monkeypatch):
-    """The fused dense part on any CPU: without tiles its products are slow, but the same."""
-    if why_no_tiles():
-        monkeypatch.setattr(dense_fused, "why_no_tiles", lambda: "")
-        monkeypatch.setattr("dlrm_kernels.tiles.machine.why_no_tiles", lambda: "")
-        monkeypatch.setattr(layout, "Engine", functools.partial(layout.Engine, tiles=False))
+    use_slow_tiles(monkeypatch.setattr)
 
 
 @pytest.fixture
@@ -190,7 +183,7 @@ def test_a_change_to_it_touches_the_dense_part_and_is_proposed(anywhere, monkeyp
 def test_the_forecast_of_its_memory_is_what_it_takes(anywhere, options):
     trainer = trainer_of(**options)
     trainer.iterate()
-    found = trainer.step.dense._fused
+    found = trainer.step.dense.top_mlp.__self__
     taken = sum(mlp.arena.taken_bytes for mlp in (found.bottom, found.top))
     # gradients of weights are an item of their own in the forecast
     taken -= sum(weight.grad.nbytes for weight in trainer.step.dense.weights)

@@ -120,7 +120,7 @@ def test_the_fused_dense_part_pads_where_tensor_cores_multiply(precision, monkey
     config = dataclasses.replace(config, table_rows=(5, 3))
     model = DLRM(config).to(DEVICE)
     training = TrainingConfig(precision=precision)
-    bottom_mlp, top_mlp, _ = fuse(model, training, DEVICE)
+    (bottom_mlp, _, top_mlp), _ = fuse(model, training, DEVICE)
     assert model.interaction.kernel is dot_interaction
     padded = [isinstance(mlp, PaddedMLP) for mlp in (bottom_mlp, top_mlp)]
     assert padded == [precision != "fp32"] * 2

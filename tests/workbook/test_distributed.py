@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -28,6 +29,7 @@ from dlrm_workbook.studies.scaling import measure as scaling
 from dlrm_workbook.studies.scaling.launch import RanksFailed
 
 STEPS = 50
+ROOT = Path(__file__).parents[2]
 
 needs_torchrec = pytest.mark.skipif(
     importlib.util.find_spec("torchrec") is None,
@@ -112,6 +114,12 @@ RUNS = {
 }
 """Each is trained by one process, and by so many ranks:"""
 
+TUNED = {
+    "auto": {"dense_backend": "fused", "fp32_matmul": "bf16x2", "embedding_backend": "auto"},
+    "mixed": {"dense_backend": "fused", "fp32_matmul": "bf16x3", "fused_optimizer": True},
+}
+"""Runs that ranks make with the fast options; one process makes them with the plain ones."""
+
 CASES = [
     *(("row_wise", 1), ("mixed", 1)),
     *(("table_wise", 2), ("column_wise", 2), ("auto", 2), ("cross", 2), ("fp16", 2)),
@@ -136,6 +144,26 @@ def predicted(name):
     """The parameters of an evaluation."""
     data, training = PREDICTIONS[name]
     return sections(data=data, **training)
+
+
+def deepspark(folder):
+    """DeepSpark's preset with small tables and the files of a made-up Criteo Terabyte."""
+    tree = load_parameters(ROOT / "parameters" / "deepspark.yaml").to_sections()
+    tree["model"]["table_rows"] = [4, 50, 7, *[9] * 23]
+    tree["data"] |= {"path": str(folder), "drop_last": True}
+    tree["training"] |= {"batch_size": 32, "epochs": 2.0, "lr_warmup_steps": 0, "threads": 1}
+    tree["training"] |= {"device": "cpu", "auc_target": None, "evals_per_epoch": None}
+    return tree
+
+
+def make_terabyte(folder):
+    """Rows of 40 int32 for :func:`deepspark`, with random labels."""
+    folder.mkdir()
+    random = np.random.default_rng(3)
+    for split, samples in (("train", 202), ("test", 170)):
+        rows = random.integers(0, 4, (samples, 40), dtype=np.int32)
+        rows[:, 0] &= 1
+        rows.tofile(folder / f"terabyte_processed_{split}.bin")
 
 
 def chained(optimizer, until):
@@ -201,19 +229,19 @@ def ranks(tmp_path_factory):
         {"name": name, "sections": given, "initial": True, "place": str(folder / "{ranks}" / name)}
         for name, (given, _) in RUNS.items()
     ]
-    # a file tuned for one process runs on ranks too, with torch's dense part and fused tables
-    tuned = sections(
-        {"interaction": "cat"},
-        dense_backend="fused",
-        fp32_matmul="bf16x2",
-        embedding_backend="auto",
-    )
-    next(job for job in jobs if job["name"] == "auto")["sections"] = tuned
+    for job in jobs:
+        fast = TUNED.get(job["name"], {})
+        job["sections"] = job["sections"] | {"training": job["sections"]["training"] | fast}
     overflow = RUNS["fp16"][0] | {
         "training": RUNS["fp16"][0]["training"] | {"loss_scale": 2.0**18, "optimizer": "adagrad"}
     }
     place = str(folder / "overflow")
     twice = [{"name": "overflow", "sections": overflow, "place": place, "initial": True}]
+    make_terabyte(folder / "terabyte")
+    published = {"name": "deepspark", "sections": deepspark(folder / "terabyte")}
+    place = folder / "deepspark"
+    published |= {"place": str(place)}
+    learned = published | {"name": "predict", "checkpoint": str(place / "step-00000012")}
     stages = []
     for count, until in ((1, None), (2, 25), (4, 40)):
         own = [
@@ -223,6 +251,7 @@ def ranks(tmp_path_factory):
         ]
         own += twice if count == 2 else []
         own += predictions if until else []
+        own += [published, learned] if count == 4 else []
         for optimizer, place in places.items() if until else ():
             before = {25: 10, 40: 25}[until]
             own.append(
@@ -246,11 +275,11 @@ def ranks(tmp_path_factory):
     done = subprocess.run(
         [
             sys.executable,
-            Path(__file__).parents[1] / "distributed_ranks.py",
+            ROOT / "tests" / "distributed_ranks.py",
             folder / "jobs.json",
             folder,
         ],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=200,
@@ -279,6 +308,8 @@ def test_ranks_have_the_losses_of_one_process(ranks, alone, name, count):
     assert len(found) == STEPS
     expected = alone[name].losses
     assert found == pytest.approx(expected, rel=0, abs=5e-4 if name == "fp16" else 1e-5)
+    dense = ranks[0][count][name]["dense_part"]
+    assert dense == ("FusedDense" if name in TUNED else "NoneType")
 
 
 @needs_torchrec
@@ -399,6 +430,21 @@ def test_ranks_predict_from_a_checkpoint_what_one_process_does(ranks, count, nam
 
 
 @needs_torchrec
+def test_deepsparks_preset_trains_and_predicts_on_ranks_as_in_one_process(ranks):
+    """Its order, fp16 and static loss scale; no sample is predicted twice or left out."""
+    found, folder = ranks
+    given = deepspark(folder / "terabyte")
+    assert given["training"]["precision"] == "fp16" and given["data"]["order"] == "shuffled"
+    losses = found[4]["deepspark"]["losses"]
+    assert len(losses) == 12
+    assert losses == pytest.approx(trained(given).losses, rel=0, abs=5e-4)
+    learned = read_checkpoint(folder / "deepspark" / "step-00000012")
+    alone = Predictor(Asked(parameters_from_sections(given), learned, []))
+    expected, run = alone.evaluate(lambda samples: None), found[4]["predict"]["evaluation"]
+    assert (run["samples"], run["auc"], run["loss"]) == (170, expected.auc, expected.loss)
+
+
+@needs_torchrec
 def test_what_is_exchanged_is_what_the_formulas_say(ranks):
     """Payloads of one rank in one iteration, against the model's sizes."""
     # two buckets an iteration, with two more numbers: the loss, and who stops
@@ -450,6 +496,7 @@ def test_a_measurement_is_a_record_of_every_rank_and_goes_on(ranks, monkeypatch,
     assert launches == [(2, 0), (2, 1)]
     assert said == ["1 of 2 rounds: measured before", "round 2 of 2, 1 rank"]
     read = record_of(record)
+    assert record["notices"] == []
     assert {(r["ranks"], r["scaling"], r["batch_size"]) for r in record["runs"]} == {
         (1, "", 32),
         (2, "strong", 32),

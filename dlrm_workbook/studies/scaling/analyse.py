@@ -15,7 +15,6 @@ from typing import Any
 import pandas as pd
 
 from dlrm_core.config import Parameters
-from dlrm_core.distributed.step import config_of_rank
 from dlrm_core.errors import InputError, MissingToolError
 from dlrm_core.files import read_json, write_json
 from dlrm_core.progress import Bar
@@ -126,7 +125,7 @@ class Scaling:
         except MissingToolError as error:
             names = ("runs", "iterations", "parts", "collectives", "link_probe")
             return {"not_measured": dict.fromkeys(names, str(error))}
-        _, self.notices = config_of_rank(self.parameters.training)
+        self.notices = list(made["notices"])
         self.launch = dict(made.get("launch") or {})
         return made
 

@@ -116,6 +116,7 @@ def measure_scaling(
     record: dict[str, Any] = {"format": FORMAT, "version": VERSION, "machine": machine_facts()}
     record |= {"runs": _runs(runs, found, threads)}
     record |= {name: found[name] for name in RANKS_TABLES}
+    record["notices"] = sorted({row["notice"] for row in found["notices"]})
     record["not_measured"] = _not_measured(record, ranks)
     record["parameters"] = parameters.to_sections()
     record["launch"] = _launch(parameters, folder, max(ranks), nodes)
@@ -180,8 +181,6 @@ def _sections(parameters: Parameters, batch_size: int, threads: int) -> dict[str
     sections["training"] |= {
         "batch_size": batch_size,
         "threads": threads,
-        # for one process; on ranks TorchRec has the tables
-        "embedding_backend": "torch",
         "checkpoint_every": None,
         "checkpoint_folder": "",
         "resume": "",
@@ -332,11 +331,7 @@ def parts_of(parameters: Parameters, batch_size: int, folder: Path) -> list[dict
         "checkpoint_every": None,
         "resume": "",
         "log_every": WARMUP + PROFILE_ITERATIONS,
-        # ranks have torch's dense part, whatever one process would use
-        "dense_backend": "torch",
     }
-    if parameters.training.fp32_matmul.startswith("bf16"):
-        sections["training"]["fp32_matmul"] = "default"
     file = folder / f"alone-{batch_size}.yaml"
     file.write_text(yaml.safe_dump(sections), encoding="utf-8")
     done = run_child(

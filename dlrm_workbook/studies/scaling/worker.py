@@ -152,13 +152,13 @@ SHOWN = 3
 Row = dict[str, Any]
 
 
-OF_RUNS = ("placement", "iterations", "parts", "collectives", "spans", "losses")
+OF_RUNS = ("placement", "notices", "iterations", "parts", "collectives", "spans", "losses")
 
 ROUND_BY_ROUND = ("link_probe", "compute_profile")
 
-LAST_ROUND = ("placement", "spans", "losses")
+LAST_ROUND = ("placement", "notices", "spans", "losses")
 
-SAME_EVERYWHERE = ("placement", "losses")
+SAME_EVERYWHERE = ("placement", "notices", "losses")
 
 
 @dataclass(frozen=True)
@@ -194,6 +194,7 @@ class Rank:
                 made["placement"] = [
                     {name: getattr(shard, name) for name in names} for shard in step.tables.shards
                 ]
+                made["notices"] = [{"notice": notice} for notice in step.dense.notices]
                 for name in OF_RUNS:
                     # every rank knows the whole placement, and the loss of all
                     each = gathered(some, made[name])
