@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from html import unescape
 
 import nh3
 
@@ -66,6 +67,12 @@ LINK = re.compile(r"https?://|mailto:|#|[\w./%+-]*(?:[?#]|$)", re.IGNORECASE)
 _BRACKET = re.compile(r"<(?=/?([a-z][^\s/<>]*))", re.IGNORECASE)
 """What begins a tag, whatever its name."""
 
+_TAG = re.compile(r'<[a-z][a-z0-9]*(?: [a-z-]+="[^"]*")+>')
+"""What nh3 writes of an element with attributes."""
+_STYLE = re.compile(r' style="([^"]*)"')
+# no quotes, brackets left open, comments or escapes: a value cannot end the rule it stands in
+_DECLARATION = re.compile(r"[a-z-]+:(?:[\w#%.,+\s-]|\([\w#%.,+\s-]*\))+")
+
 ImageResolver = Callable[[str], str | None]
 
 
@@ -96,6 +103,32 @@ def clean_html(fragment: str, resolve_image: ImageResolver = lambda source: None
         filter_style_properties=CSS_PROPERTIES,
         url_schemes=SCHEMES,
         link_rel=None,
+    )
+
+
+def styles_moved(html: str, looks: dict[str, int]) -> str:
+    """Return the fragment with numbers in ``data-look`` instead of its style attributes.
+
+    A page that lets no style attribute apply shows them by the rules of :func:`look_sheet`.
+
+    Args:
+        html: what :func:`clean_html` returned.
+        looks: number of each style; new ones are added.
+    """
+
+    def moved(style: re.Match[str]) -> str:
+        parts = (part.strip() for part in unescape(style[1]).split(";"))
+        look = ";".join(part for part in parts if _DECLARATION.fullmatch(part))
+        return f' data-look="{looks.setdefault(look, len(looks))}"' if look else ""
+
+    return _TAG.sub(lambda tag: _STYLE.sub(moved, tag[0]), html)
+
+
+def look_sheet(looks: dict[str, int]) -> str:
+    """Return the style sheet for what :func:`styles_moved` numbered; it wins as attributes do."""
+    return "".join(
+        f'[data-look="{number}"]{{{look.replace(";", " !important;")} !important}}\n'
+        for look, number in looks.items()
     )
 
 

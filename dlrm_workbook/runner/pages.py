@@ -40,7 +40,13 @@ from traitlets.config import Config
 from dlrm_core.errors import InputError
 from dlrm_core.files import open_binary, write_text
 from dlrm_core.units import duration
-from dlrm_workbook.runner.html_clean import ImageResolver, clean_html, image_address
+from dlrm_workbook.runner.html_clean import (
+    ImageResolver,
+    clean_html,
+    image_address,
+    look_sheet,
+    styles_moved,
+)
 from dlrm_workbook.runner.parameters import (
     assigned_values,
     explained_options,
@@ -183,7 +189,8 @@ def _prepared(nb: Any, resources: Any) -> tuple[Any, Any]:
     plan = arrange(cells)
     scripts = [template_text("page.js"), template_text("tables.js")]
     style = template_text("page.css")
-    sheets = [style]
+    looks = look_sheet(page.looks)
+    sheets = [style, looks]
     if page.figures:
         scripts += [plotly_js(), template_text("charts.js")]
         sheets += plotly_sheets(plotly_js())
@@ -195,6 +202,7 @@ def _prepared(nb: Any, resources: Any) -> tuple[Any, Any]:
         "plan": plan,
         "figures": page.figures,
         "style": Markup(style),
+        "looks": Markup(looks),
         "sheets": sheets,
         "scripts": [Markup(script) for script in scripts],
         "webgl": page.webgl,
@@ -262,6 +270,8 @@ class _Page:
         self.figures = 0
         self.webgl = False
         """Whether a figure has one of the compiled traces."""
+        self.looks: dict[str, int] = {}
+        """Number of each style that the page's elements have."""
         self._folder = folder
         self._anchors: set[str] = set()
         self._headings: list[Heading] = []
@@ -331,7 +341,7 @@ class _Page:
         if output.output_type == "stream":
             return text_output(output.text, "stderr" if output.name == "stderr" else "printed")
         if output.output_type == "error":
-            trace = Markup(ansi2html("\n".join(output.traceback)))
+            trace = self._safe(str(ansi2html("\n".join(output.traceback))), self._local_image)
             summary = Markup("<strong>{}</strong>: {}").format(output.ename, output.evalue)
             return Output("error", Markup("<p>{}</p><pre>{}</pre>").format(summary, trace))
         data = output.get("data", {})
@@ -344,7 +354,7 @@ class _Page:
             return self._quality(data[Quality.MIME])
         if "text/html" in data:
             html = data["text/html"].replace(UNKNOWN_FILE, str(escape(self._options)))
-            return Output("html", Markup(clean_html(html, self._local_image)))
+            return Output("html", self._safe(html, self._local_image))
         if "text/markdown" in data:
             text = data["text/markdown"].replace(UNKNOWN_FILE, self._options)
             return Output("words", self._markdown(text, {})) if text.strip() else None
@@ -400,7 +410,10 @@ class _Page:
             renderer=_MarkdownRenderer(self._heading, image),
             plugins=["table", "strikethrough", "task_lists", "footnotes", "def_list"],
         )
-        return Markup(clean_html(str(render(source)), image))
+        return self._safe(str(render(source)), image)
+
+    def _safe(self, fragment: str, image: ImageResolver) -> Markup:
+        return Markup(styles_moved(clean_html(fragment, image), self.looks))
 
     def _heading(self, level: int, html: str) -> str:
         """Anchor of a heading; the first of level 1 is the page's title and not repeated."""

@@ -7,19 +7,28 @@ import hashlib
 import json
 import os
 import re
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 
 import nbformat
 import pytest
-from hypothesis import given, settings
+import tinycss2
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 from sample_notebooks import PARAMETERS, PAYLOADS
 
 from dlrm_core.errors import InputError
 from dlrm_core.units import value_text
-from dlrm_workbook.runner.html_clean import ATTRIBUTES, CSS_PROPERTIES, TAGS, clean_html
+from dlrm_workbook.runner.html_clean import (
+    ATTRIBUTES,
+    CSS_PROPERTIES,
+    TAGS,
+    clean_html,
+    look_sheet,
+    styles_moved,
+)
 from dlrm_workbook.runner.pages import (
     FIGURE,
     WIDGET,
@@ -326,13 +335,50 @@ def test_policy_names_the_scripts_of_the_page_and_no_others(tmp_path: Path) -> N
     for cells in ([new_markdown_cell("# T")], [cell(shown(figure()))]):
         text = page(tmp_path, *cells)
         style = re.findall(r"<style>(.*?)</style>", text, re.DOTALL)
-        sheets = re.findall(r"style-src-elem ([^;]*);", text)[0].split(" ")
-        assert len(style) == 1 and "unsafe-inline" not in sheets
-        assert sheets[0] == f"'{hash_source(style[0])}'"
+        sheets = re.findall(r"style-src ([^;]*);", text)[0].split(" ")
+        assert "unsafe-inline" not in text.partition("</head>")[0]
+        assert sheets[:2] == [f"'{hash_source(sheet)}'" for sheet in style]
         # that of plotly.js's maps too, and the empty one that it fills
-        assert len(sheets) == (3 if "plotly" in text else 1)
+        assert len(sheets) == (4 if "plotly" in text else 2)
     compiled, _ = policy_and_scripts(cell(shown(figure(type="scattergl"))))
     assert compiled.endswith(" 'unsafe-eval'") and "unsafe-inline" not in compiled
+
+
+def test_styles_of_tables_become_a_sheet_of_the_page(tmp_path: Path) -> None:
+    table = (
+        '<p>style="color:red"</p><table title="a style=b"><tr><td style="text-align: right">1</td>'
+        '<td style="text-align:right">2</td><td style="width:40%;color:rgb(1, 2, 3)">3</td></tr>'
+    )
+    text = page(tmp_path, cell(new_output("display_data", {"text/html": table})))
+    assert re.findall(r"<td[^>]*>", text.partition("<main")[2]) == [
+        *2 * ['<td data-look="0">'],
+        '<td data-look="1">',
+    ]
+    assert '<p>style="color:red"</p>' in text and 'title="a style=b"' in text
+    assert (
+        '<style>[data-look="0"]{text-align:right !important}\n'
+        '[data-look="1"]{width:40% !important;color:rgb(1, 2, 3) !important}\n</style>'
+    ) in text
+
+
+@given(st.lists(st.tuples(st.sampled_from(sorted(CSS_PROPERTIES)), st.text()), max_size=4))
+@example([("color", "red}body{display:none")])
+@example([("color", "red</style><script>x()</script>")])
+@example([("font-family", "'a"), ("width", "calc(1px")])
+@example([("color", "r/*"), ("width", "\\7d")])
+def test_no_style_ends_the_rule_that_it_becomes(styles: list[tuple[str, str]]) -> None:
+    look = escape(";".join(f"{name}:{value}" for name, value in styles), quote=True)
+    looks: dict[str, int] = {}
+    moved = styles_moved(clean_html(f'<p style="{look}">a</p>'), looks)
+    assert moved == ('<p data-look="0">a</p>' if looks else "<p>a</p>")
+    rules = [
+        rule for rule in tinycss2.parse_stylesheet(look_sheet(looks)) if rule.type != "whitespace"
+    ]
+    assert [rule.type for rule in rules] == ["qualified-rule"] * len(looks)
+    for rule in rules:
+        declared = tinycss2.parse_blocks_contents(rule.content, skip_whitespace=True)
+        assert all(one.type == "declaration" and one.important for one in declared)
+        assert {one.lower_name for one in declared} <= CSS_PROPERTIES
 
 
 PIECES = st.sampled_from(

@@ -1,6 +1,14 @@
 "use strict";
 // Draws the page's figures: in the page's colours, fitted to the window, and sending nothing.
 (() => {
+  // plotly.js writes styles as attributes, which the page's policy refuses from anyone; the same
+  // text goes through the element's own style
+  const setAttribute = Element.prototype.setAttribute;
+  Element.prototype.setAttribute = function (name, value) {
+    if (name === "style") this.style.cssText = value;
+    else setAttribute.call(this, name, value);
+  };
+
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 

@@ -1,6 +1,9 @@
 "use strict";
-// Opens what is folded for links, for printing and on wide screens.
+// Opens what is folded for links, for printing and on wide screens; keeps room for figures.
 (() => {
+  for (const place of document.querySelectorAll("figure .plot")) {
+    place.style.minHeight = `${place.dataset.height}px`;
+  }
   const target = () => document.getElementById(decodeURIComponent(location.hash.slice(1)));
 
   function reveal(element) {
