@@ -35,12 +35,15 @@ from dlrm_workbook.turns import rotated, round_ratios, take_turns
 PEER = "facebook"
 """Name of facebookresearch/dlrm as a contestant."""
 
+BESIDE = "beside the contestants"
+"""The turn in each round that is no contestant's."""
+
 FIGURES = ("step_ms", "end_to_end_ms")
 
 WARMUP = 3
 """Iterations of each run that are not counted."""
 
-LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3, "fp16": 5e-3}
+LOSS_TOLERANCE = {"fp32": 1e-5, "tf32": 5e-3, "bf16": 5e-3, "fp16": 5e-3}
 """Largest difference of a loss from the reference's that is still the same training."""
 
 Row = dict[str, Any]
@@ -235,6 +238,7 @@ def compare(
     failures: dict[str, str] | None = None,
     on_run: Callable[[Row], object] = lambda row: None,
     on_failure: Callable[[str, InputError], object] = lambda name, error: None,
+    each_round: Callable[[int], object] | None = None,
 ) -> dict[str, Any]:
     """Run every contestant once a round, and judge them.
 
@@ -247,6 +251,7 @@ def compare(
         extra: further contestants, name to what runs each once.
         rows: the runs so far, to which each new one is added; what is there is not run again.
         failures: contestant to reason; whoever fails is added, and does not run any more.
+        each_round: called once a round with its number, in its turn with the contestants.
 
     Returns:
         what :func:`judge` does, and the ``runs``. A contestant that fails is in
@@ -271,8 +276,12 @@ def compare(
         runs[name] = lambda given=given: run(given, iterations, threads)  # type: ignore[misc]
     runs |= extra or {}
     have = {(row["contestant"], row["round"]) for row in rows}
-    for number, names in take_turns(list(runs), rounds, rotated):
+    turns = [*runs, *([BESIDE] if each_round is not None else [])]
+    for number, names in take_turns(turns, rounds, rotated):
         for place, name in enumerate(names):
+            if name == BESIDE and each_round is not None:
+                each_round(number)
+                continue
             if name in failures or (name, number) in have:
                 continue
             try:
@@ -284,7 +293,10 @@ def compare(
             row = {"contestant": name, "round": number, "place": place} | asdict(found)
             rows.append(row)
             on_run(row)
-    precisions = {name: given.training.precision for name, given in contestants.items()}
+    precisions = {
+        name: "tf32" if given.training.tf32 else given.training.precision
+        for name, given in contestants.items()
+    }
     return judge(rows, reference, precisions, failures) | {"runs": rows}
 
 

@@ -16,6 +16,8 @@ from dlrm_core.errors import InputError
 from dlrm_workbook.cli import main
 from dlrm_workbook.evidence.contestants import WARMUP, Run, compare, cores_of, describe
 from dlrm_workbook.evidence.dependence import NEUTRAL, changed_leaves, changed_parameters
+from dlrm_workbook.studies.bench import measure
+from dlrm_workbook.studies.bench.bare import cautions, describe_bare, judge_bare, rounded_fp32
 from dlrm_workbook.studies.bench.cases import (
     BASE_POINT,
     GOALS,
@@ -30,7 +32,9 @@ from dlrm_workbook.studies.bench.cases import (
     shape_cases,
     speed_leaves,
     steps_of,
+    tuned_contestants,
     tuned_of,
+    why_no_bf16x2,
 )
 from dlrm_workbook.studies.bench.command import exit_status
 from dlrm_workbook.studies.bench.measure import Plan, run_plan
@@ -201,7 +205,13 @@ def test_cases_are_valid_parameters_and_grow_in_one_thing():
         shape_cases("8x1M-10, 9x9")
 
 
-def test_goals_are_of_shapes_and_contestants_that_exist():
+@pytest.fixture
+def with_tiles(monkeypatch):
+    """A machine with matrix tiles, as far as names of contestants go."""
+    monkeypatch.setattr("dlrm_workbook.studies.bench.cases.why_not_fused", lambda *asked: "")
+
+
+def test_goals_are_of_shapes_and_contestants_that_exist(with_tiles):
     seed = load_parameters("parameters/seed.yaml")
     names = set(Plan(seed, tuned_of(seed), ["bf16"]).contestants)
     for shape, goals in GOALS.items():
@@ -228,17 +238,17 @@ def test_an_option_of_a_shape_is_for_the_tuned_ones_alone():
     found = {n: of_case(n, p, case) for n, p in Plan(seed, seed, ["bf16"]).contestants.items()}
     assert {n: p.training.micro_batch for n, p in found.items()} == {
         "plain": None,
-        "tuned": 4096,
-        "tuned bf16": 4096,
+        "fp32": 4096,
+        "bf16": 4096,
     }
     assert {p.training.batch_size for p in found.values()} == {16384}
 
 
 def test_every_option_is_switched_off_once_and_the_ladder_leads_to_tuned():
     seed = load_parameters("parameters/seed.yaml")
-    tuned = Plan(seed, tuned_of(seed), ["bf16"]).contestants["tuned bf16"]
+    tuned = Plan(seed, tuned_of(seed), ["bf16"]).contestants["bf16"]
     leaves = [leaf for leaf in changed_leaves(seed, tuned) if leaf not in NEUTRAL]
-    variants = ablated(seed, tuned, "tuned bf16")
+    variants = ablated(seed, tuned, "bf16")
     # the fused dense part's products and itself are one step
     steps = steps_of(seed, tuned)
     assert steps.count(TOGETHER) == 1 and len(steps) == len(leaves) - 1
@@ -249,7 +259,7 @@ def test_every_option_is_switched_off_once_and_the_ladder_leads_to_tuned():
         assert set(changed_leaves(without, tuned)) == {facts["leaf"], *facts["also"]}
         assert len(facts["also"]) <= len(TOGETHER)
     ladder = [(facts, p) for facts, p in variants if facts["kind"] == "ladder"]
-    assert ladder[-1][1] == tuned and ladder[-1][0]["name"] == "tuned bf16"
+    assert ladder[-1][1] == tuned and ladder[-1][0]["name"] == "bf16"
     added = [changed_leaves(a, b) for a, b in itertools.pairwise([seed, *(p for _, p in ladder)])]
     assert added == [list(step) for step in steps]
     assert [(facts["leaf"], *facts["also"]) for facts, _ in ladder] == steps
@@ -286,7 +296,7 @@ def test_a_benchmark_that_was_killed_keeps_its_runs_and_goes_on(tmp_path):
     kept = json.loads(file.read_text())
     # four of one thread, judged; one of two threads
     assert [(case["threads"], len(case["runs"])) for case in kept["cases"]] == [(1, 4), (2, 1)]
-    assert kept["cases"][0]["ratios"]["tuned"]["step_ms"]["mid"] == 1.0
+    assert kept["cases"][0]["ratios"]["fp32"]["step_ms"]["mid"] == 1.0
     rest = endless(0)
     done = run_plan(plan(threads=[1, 2]), file, resume=True, run=rest)
     assert rest.calls == [2, 2, 2], "what is there is not measured again"
@@ -310,7 +320,7 @@ def test_a_benchmark_of_other_settings_is_not_gone_on_with(tmp_path):
     ):
         run_plan(plan(iterations=3), file, resume=True, run=endless(0))
     other = changed_parameters(both()["tuned"], {"training.fused_optimizer": True})[0]
-    with pytest.raises(InputError, match=r"was begun without contestant\.tuned\.training\.fused"):
+    with pytest.raises(InputError, match=r"was begun without contestant\.fp32\.training\.fused"):
         run_plan(plan(tuned=other), file, resume=True, run=endless(0))
     document = json.loads(before)
     # a parameter that an earlier version did not have is at its default
@@ -349,7 +359,7 @@ def test_a_case_that_was_cut_short_does_not_fail_another_call():
     good = {**cut, "failures": {}, "losses_agree": True}
     assert exit_status([cut, good]) == 0
     assert exit_status([cut, {**good, "losses_agree": False}]) == 1
-    assert exit_status([good, {**good, "failures": {"tuned": "out of luck"}}]) == 1
+    assert exit_status([good, {**good, "failures": {"fp32": "out of luck"}}]) == 1
 
 
 def test_options_are_measured_one_by_one():
@@ -358,8 +368,8 @@ def test_options_are_measured_one_by_one():
     assert case["kind"] == "ablation"
     kinds = [(v["kind"], v["leaf"]) for v in case["ablated"]["variants"]]
     assert kinds == [("without", "data.generator"), ("ladder", "data.generator")]
-    assert case["ablated"]["variants"][-1]["name"] == case["ablated"]["all"] == "tuned"
-    assert set(case["contestants"]) == {"plain", "tuned", "without generator"}
+    assert case["ablated"]["variants"][-1]["name"] == case["ablated"]["all"] == "fp32"
+    assert set(case["contestants"]) == {"plain", "fp32", "without generator"}
 
 
 @pytest.mark.parametrize(
@@ -392,20 +402,119 @@ def test_contestants_are_confined_to_the_cores_asked_for():
 
 
 def test_the_command_writes_json_with_shares_of_the_limits(tmp_path):
-    (tmp_path / "p.yaml").write_text(json.dumps(SMALL))
+    # rows as wide as a cache line, so that bare accesses to them are timed
+    model = SMALL["model"] | {"bottom_mlp": "16-32-16", "embedding_dim": 16}
+    (tmp_path / "p.yaml").write_text(json.dumps(SMALL | {"model": model}))
     command = [sys.executable, "-m", "dlrm_workbook", "bench", "--rounds=1", "--iterations=2"]
     command += ["-f", "p.yaml", "--roofline", "--json", "out/bench.json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     written = json.loads((tmp_path / "out" / "bench.json").read_text())
     assert written["settings"]["environment"]["1"]["OMP_NUM_THREADS"] == "1"
-    assert written["machine"] and written["settings"]["contestants"]["tuned"]
+    assert written["machine"] and written["settings"]["contestants"]["fp32"]
     (case,) = written["cases"]
     assert (case["case"], case["threads"], case["losses_agree"]) == ("given", 1, True)
     assert {row["what"] for row in written["shares"]} == {"dense", "embedding"}
     for row in written["shares"]:
         assert row["share"] > 0 and row["low"] <= row["share"] <= row["high"]
-    assert "end to end" in done.stdout
+    bare = case["bare"]["bare"]
+    for one in (bare["fp32"], bare["rows"]):
+        assert 0 < one["best_ms"] <= one["mid"] and 0 < one["of_best"] <= 1
+    for name in ("plain", "fp32"):
+        found, (run,) = (
+            case["bare"]["contestants"][name],
+            [row for row in case["runs"] if row["contestant"] == name],
+        )
+        floor = bare["fp32"]["mid"] + bare["rows"]["mid"]
+        assert found["share"]["mid"] == pytest.approx(floor / run["step_ms"])
+    assert 0 < case["bare"]["errors"]["fp32"] < 1e-5
+    assert "end to end" in done.stdout and "bare random rows" in done.stdout
+
+
+def bare_round(number, fp32, bf16, best, rows=5.0, waited=0.0):
+    """What a round of bare work finds."""
+    times = {"fp32": fp32, "bf16": bf16, "rows": rows}
+    least = {"fp32": fp32, "bf16": best, "rows": rows}
+    errors = {"fp32": 2e-7, "fp32_bf16x2": 4e-6}
+    return {"round": number, "ms": times, "best_ms": least, "errors": errors} | {
+        "waited_share": waited,
+        "reasons": {},
+    }
+
+
+def test_shares_of_the_bare_work_are_the_rounds_own_and_a_slow_unit_is_said():
+    rounds = [bare_round(0, 40.0, 12.0, 4.0), bare_round(1, 80.0, 10.0, 9.0, waited=0.2)]
+    steps = {"facebook": [90.0, 170.0], "bf16": [34.0, 60.0]}
+    runs = [
+        {"contestant": name, "round": number, "step_ms": ms}
+        for name, times in steps.items()
+        for number, ms in enumerate(times)
+    ]
+    found = judge_bare(rounds, runs, {"facebook": "fp32", "bf16": "bf16", "fp32": "fp32_bf16x3"})
+    # (40 + 5) / 90 and (80 + 5) / 170 are equal, whatever the machine gave in between
+    assert found["contestants"]["facebook"]["share"]["mid"] == pytest.approx(0.5)
+    assert found["contestants"]["bf16"]["share"]["high"] == pytest.approx(17 / 34)
+    assert "fp32" not in found["contestants"], "it did not run"
+    assert found["bare"]["bf16"]["of_best"] == pytest.approx(4 / 11)
+    assert found["errors"] == {"fp32": 2e-7, "fp32_bf16x2": 4e-6}
+    unit, busy = cautions(found)
+    assert "gave 36.4% of its best" in unit and "20.0% of its time" in busy
+    quiet = [bare_round(number, 40.0, 4.2, 4.0) for number in range(2)]
+    assert cautions(judge_bare(quiet, runs, {})) == []
+    assert "bare bf16 products: 4.20 ms, 4.00 ms at best" in describe_bare(
+        judge_bare(quiet, runs, {"facebook": "fp32"})
+    )
+
+
+def test_rounds_of_bare_work_are_kept_and_a_failure_of_theirs_costs_no_run(tmp_path, monkeypatch):
+    calls = []
+
+    def time_round(parameters, kinds, threads):
+        calls.append((kinds, threads))
+        if len(calls) == 2:
+            raise InputError("out of memory")
+        return {key: value for key, value in bare_round(0, 2.0, 1.0, 1.0).items() if key != "round"}
+
+    monkeypatch.setattr(measure, "time_round", time_round)
+    file = tmp_path / "b.json"
+    run_plan(plan(bare=True), file, run=endless(0))
+    assert calls == [(["fp32"], 1)] * 2
+    (case,) = json.loads(file.read_text())["cases"]
+    assert [one["round"] for one in case["bare_rounds"]] == [0, 1]
+    assert case["bare"]["reasons"] == {"all": "out of memory"}
+    # (2 + 5) / 4 in the round that has both
+    assert case["bare"]["contestants"]["plain"]["share"]["mid"] == 1.75
+    run_plan(plan(bare=True, rounds=3), file, resume=True, run=endless(0))
+    assert len(calls) == 3, "what is there is not measured again"
+
+
+def test_contestants_are_called_by_their_products(monkeypatch, with_tiles):
+    tuned = load_parameters("parameters/tuned.yaml")
+    found = tuned_contestants(tuned, ["bf16", "fp16"])
+    assert list(found) == ["fp32", "fp32 by bf16x2", "bf16", "fp16"]
+    assert found["fp32 by bf16x2"] == tuned
+    assert changed_leaves(tuned, found["fp32"]) == ["training.fp32_matmul"]
+    with pytest.raises(InputError, match="only GPUs have it"):
+        tuned_contestants(tuned, ["tf32"])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert tuned_contestants(tuned, ["tf32"])["tf32"].training.tf32
+    monkeypatch.setattr(
+        "dlrm_workbook.studies.bench.cases.why_not_fused", lambda *asked: "no matrix tiles"
+    )
+    assert tuned_contestants(tuned, []) == {"fp32": tuned}
+    assert why_no_bf16x2(tuned) == "no matrix tiles"
+    assert why_no_bf16x2(load_parameters("parameters/seed.yaml")) == ""
+
+
+def test_fp32_that_rounds_more_than_fp32_fails_the_benchmark():
+    good = {"case": "given", "runs": [], "failures": {}, "losses_agree": True}
+    errors = {"fp32": 2e-7, "fp32_onednn": 1e-6}
+    found = {"contestants": {"fp32": {"kind": "fp32_onednn"}}, "errors": errors}
+    assert exit_status([good | {"bare": found}]) == 1
+    assert "relative error of 1.0e-06, more than true fp32's 3.0e-07" in rounded_fp32(found)
+    # the default library's own error is true fp32's
+    found["errors"] = errors | {"fp32": 1.2e-6}
+    assert exit_status([good | {"bare": found}]) == 0
 
 
 def test_resume_without_a_file_is_refused(capsys):

@@ -75,7 +75,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> str:
         threads=[1, 2],
     )
     found = run_plan(plan, command="dlrm bench", run=timed)
-    row = {"case": "8x1M-10", "contestant": "tuned", "threads": 1, "what": "dense", "ms": 10.0}
+    row = {"case": "8x1M-10", "contestant": "fp32", "threads": 1, "what": "dense", "ms": 10.0}
     found["shares"] = [
         row | {"ceiling_ms": 8.0, "share": 0.8, "low": 0.7, "high": 0.9},
         row | {"ms": None, "share": None, "what": "embedding", "reason": "out of memory"},
@@ -95,11 +95,11 @@ def test_ratios_and_goals_are_of_the_shapes(document: dict[str, Any]) -> None:
     # the peer prints 90 ms; ours take 30, 24 and 12 a step with one thread, half with two
     step = table["mid"].xs("step_ms", level="figure")
     assert step["8x1M-10", 1, "plain"] == pytest.approx(3.0)
-    assert step["8x1M-10", 1, "tuned"] == pytest.approx(3.75)
-    assert step["8x1M-10", 2, "tuned bf16"] == pytest.approx(15.0)
+    assert step["8x1M-10", 1, "fp32"] == pytest.approx(3.75)
+    assert step["8x1M-10", 2, "bf16"] == pytest.approx(15.0)
     goals = table["goal"]
-    assert goals["26x100k-10", 1, "tuned bf16", "end_to_end_ms"] == 9.0
-    assert math.isnan(goals["26x100k-10", 2, "tuned bf16", "end_to_end_ms"]), "set for 1 thread"
+    assert goals["26x100k-10", 1, "bf16", "end_to_end_ms"] == 9.0
+    assert math.isnan(goals["26x100k-10", 2, "bf16", "end_to_end_ms"]), "set for 1 thread"
     assert math.isnan(goals["8x1M-10", 1, "plain", "step_ms"])
 
 
@@ -132,7 +132,7 @@ def test_growth_has_its_shared_point_in_every_curve(document: dict[str, Any]) ->
         assert curve["value"].tolist() == [float(value) for value in GROWTH[quantity]]
     slopes = analysis.slopes(table).set_index(["quantity", "threads", "contestant", "figure"])
     assert slopes["slope"]["batch", 1, "plain", "step_ms"] == pytest.approx(1.0)
-    assert slopes["slope"]["pooling", 2, "tuned", "step_ms"] == pytest.approx(0.0)
+    assert slopes["slope"]["pooling", 2, "fp32", "step_ms"] == pytest.approx(0.0)
 
 
 @given(
@@ -158,7 +158,7 @@ def test_a_machine_that_drifts_between_rounds_does_not_change_a_ratio(
 def test_the_verdict_says_how_much_faster_than_whom(document: dict[str, Any]) -> None:
     text = benchmark_figures.verdict(document).markdown
     first = text.split("\n\n")[0]
-    assert "Its tables, up to 10 indices, 1 thread: ours, tuned bf16 is" in first
+    assert "Its tables, up to 10 indices, 1 thread: ours, bf16 is" in first
     assert "than facebookresearch/dlrm end to end" in first and "7.50x faster" in first
     assert "goals against facebookresearch/dlrm reached" in text
     assert "to the same losses" in text
@@ -333,7 +333,7 @@ def test_the_page_of_a_small_benchmark(tmp_path: Path) -> None:
     run = run_notebooks(["benchmark"], QUICK, own, tmp_path)
     written = json.loads((run.path / "benchmark.json").read_text())
     (case,) = written["cases"]
-    assert set(case["contestants"]) == {"plain", "tuned"}
+    assert set(case["contestants"]) == {"plain", "fp32"}
     assert case["losses_agree"] and len(written["shares"]) == 2
     timed = json.loads((run.path / "protocols.json").read_text())["measured"]
     assert [one["batch_size"] for one in timed["inference"]] == [1, 1, 8, 8]

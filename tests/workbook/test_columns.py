@@ -80,6 +80,8 @@ OF_A_BENCHMARK: list[Callable[[Mapping[str, Any]], pd.DataFrame]] = [
     bench.without,
     bench.ladder,
     bench.shares,
+    bench.bare,
+    bench.reached,
     bench.losses,
     bench.conditions,
 ]

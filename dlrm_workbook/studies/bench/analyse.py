@@ -17,6 +17,7 @@ from dlrm_core.units import NOT_MEASURED, counted, value_text
 from dlrm_workbook.evidence.contestants import FIGURES, PEER, ratio
 from dlrm_workbook.intervals import Interval, median_interval
 from dlrm_workbook.ledger import read_document
+from dlrm_workbook.studies.bench.bare import label
 from dlrm_workbook.studies.bench.cases import GOALS
 from dlrm_workbook.studies.bench.measure import SCHEMA
 
@@ -234,6 +235,63 @@ def shares(document: Document) -> pd.DataFrame:
         "`dlrm run benchmark -f FILE -p roofline=true`, or `dlrm bench --roofline`, measures it"
     )
     return table.astype(dict.fromkeys(numbers, float))
+
+
+def bare(document: Document) -> pd.DataFrame:
+    """Bare products and rows, as each round timed them in turn with the contestants.
+
+    Returns:
+        ``case``, ``threads``, ``work``, ``ms``, ``low``, ``high``, ``confidence`` (median over
+        the rounds and its interval), ``best_ms`` (least of all rounds), ``of_best`` (the share
+        of its best pace that the machine gave, by the median).
+    """
+    rows = [
+        (
+            *(case["case"], case["threads"], label(name)),
+            *(one[key] for key in ("mid", "low", "high", "confidence", "best_ms", "of_best")),
+        )
+        for case in judged(document, "shape")
+        for name, one in (case.get("bare") or {"bare": {}})["bare"].items()
+    ]
+    columns = ["case", "threads", "work", "ms", "low", "high", "confidence", "best_ms", "of_best"]
+    table = pd.DataFrame(rows, columns=columns)
+    table.attrs["not_measured"] = BARE_UNMEASURED
+    return table
+
+
+def reached(document: Document) -> pd.DataFrame:
+    """What share of each contestant's step the bare products and rows take, and their error.
+
+    Returns:
+        ``case``, ``threads``, ``contestant``, ``step_ms``, ``products_ms`` (in the library's
+        fp32, bf16 or fp16), ``rows_ms``, ``share`` with ``low``, ``high`` and ``confidence``
+        (of the rounds' own), ``error`` (largest relative error of its products; NaN where it
+        was not measured).
+    """
+    rows = []
+    for case in judged(document, "shape"):
+        found = case.get("bare") or {"contestants": {}}
+        for name, one in found["contestants"].items():
+            if name not in case["contestants"]:
+                continue
+            share = (one["share"][key] for key in ("mid", "low", "high", "confidence"))
+            error = found["errors"].get(one["kind"])
+            rows.append(
+                (
+                    *(case["case"], case["threads"], name, case["contestants"][name]["step_ms"]),
+                    *(one["products_ms"], one["rows_ms"], *share),
+                    math.nan if error is None else error,
+                )
+            )
+    columns = ["case", "threads", "contestant", "step_ms", "products_ms", "rows_ms", "share"]
+    table = pd.DataFrame(rows, columns=[*columns, "low", "high", "confidence", "error"])
+    table.attrs["not_measured"] = BARE_UNMEASURED
+    return table
+
+
+BARE_UNMEASURED = (
+    "rounds of `dlrm bench` time the bare work of shapes on a CPU; this benchmark has none"
+)
 
 
 def best(document: Document, case: Mapping[str, Any]) -> str:

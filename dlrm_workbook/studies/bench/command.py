@@ -11,6 +11,7 @@ from typing import Any
 from dlrm_core.config import load_parameters
 from dlrm_core.errors import InputError
 from dlrm_workbook.evidence.contestants import PEER
+from dlrm_workbook.studies.bench.bare import rounded_fp32
 from dlrm_workbook.studies.bench.cases import (
     AS_GIVEN,
     PRESETS,
@@ -49,9 +50,10 @@ def bench(arguments: argparse.Namespace) -> int:
 
 
 def exit_status(cases: Sequence[Mapping[str, Any]]) -> int:
-    """1 if a contestant failed or trained something else, said once of a missing peer.
+    """1 if a contestant failed, trained something else or is called fp32 and rounds more.
 
-    A case that an earlier call was cut short in has its runs alone: nothing is wrong with it.
+    A missing peer is said once. A case that an earlier call was cut short in has its runs alone:
+    nothing is wrong with it.
     """
     finished = [case for case in cases if "failures" in case]
     for case in finished:
@@ -62,6 +64,7 @@ def exit_status(cases: Sequence[Mapping[str, Any]]) -> int:
             )
             break
     fine = all(case["losses_agree"] is not False and not case["failures"] for case in finished)
+    fine &= not any(rounded_fp32(case["bare"]) for case in finished if "bare" in case)
     return 0 if fine else 1
 
 
@@ -97,4 +100,5 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         arguments.cores,
         arguments.ablation,
         arguments.roofline,
+        bare=True,
     )

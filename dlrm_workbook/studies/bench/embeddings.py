@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import importlib.util
 import math
 import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,18 +32,18 @@ from dlrm_core.data.synthetic import SyntheticBatches
 from dlrm_core.embeddings import EPSILON, EmbeddingTables, attach, torch_optimizer
 from dlrm_core.errors import InputError
 from dlrm_core.units import counted, faster
-from dlrm_workbook.evidence.ceilings import last_level_cache
 from dlrm_workbook.evidence.contestants import environment_of, require_peer, settings
 from dlrm_workbook.ledger import Ledger
 from dlrm_workbook.processes import do_job, run_job
+from dlrm_workbook.studies.bench.bare import cache_flush, row_access_ms
 from dlrm_workbook.studies.bench.cases import thread_counts
 from dlrm_workbook.studies.bench.measure import ADVICE, heading
-from dlrm_workbook.turns import CPU, CacheFlush, elapsed_ms, rotated, take_turns
+from dlrm_workbook.turns import CPU, elapsed_ms, rotated, take_turns
 
 TABLES, ROWS, DIM = 8, 1_000_000, 64
 """Small of Kalamkar et al. 2020 (arXiv:2005.04680), with minibatch 2048 and 50 lookups a bag;
 their section III compares updates under uniform indices and under skewed ones, where threads
-fight for rows. The bench's row kernel is written for this width."""
+fight for rows."""
 
 SKEW = 1.45
 """Exponent of the power law that NVIDIA's synthetic Terabyte-like data follows."""
@@ -135,9 +133,6 @@ def groups_of(names: str) -> dict[str, tuple[EmbeddingCase, ...]]:
 
 RATE = 0.1
 WARMUP = 2
-FLUSH_BYTES = (64 << 20, 512 << 20)
-"""Least and most that is streamed over to empty the caches."""
-
 SAMPLED_ROWS, SAMPLED_BAGS = 300, 32
 Phases = tuple[Callable[[], None], Callable[[], None], Callable[[], None]]
 
@@ -236,7 +231,7 @@ def run_case(
     pooled: list[torch.Tensor] = []
     for number, batch in enumerate(made):
         if contestant.name == MEMORY:
-            taken = [*_row_access_ms(contestant.tables, batch, flush), 0.0]
+            taken = [*row_access_ms(contestant.tables, batch, flush), 0.0]
         else:
             phases = contestant.phases(batch, gradients, pooled)
             flush()
@@ -261,13 +256,6 @@ def batches_of(case: dict[str, Any], rows: int, count: int) -> list[Batch]:
     return [stream.next_batch() for _ in range(count)]
 
 
-def cache_flush(table_bytes: int) -> CacheFlush:
-    """What pushes the tables out of the caches, as far as a program can."""
-    least, most = FLUSH_BYTES
-    size = min(max(last_level_cache(CPU) or least, least), most)
-    return CacheFlush(min(size, table_bytes))
-
-
 def _samples(
     contestant: Contestant, batch: Batch, pooled: list[torch.Tensor]
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -278,82 +266,6 @@ def _samples(
     ]
     vectors = [vector.detach()[:SAMPLED_BAGS] for vector in pooled]
     return torch.cat(rows).numpy(), torch.cat(vectors).numpy()
-
-
-def _row_access_ms(tables: EmbeddingTables, batch: Batch, flush: CacheFlush) -> tuple[float, float]:
-    """Milliseconds of reading every looked-up row, and of reading and writing it.
-
-    Nothing but the accesses, with prefetches and without, whichever is faster: what the
-    machine's memory allows a forward pass and an SGD update at best.
-    """
-    best = []
-    for kernel in _row_kernels():
-        times = []
-        for ahead in (0, 16, 32):
-            flush()
-            times.append(elapsed_ms(functools.partial(_over_tables, kernel, tables, batch, ahead)))
-        best.append(min(times))
-    return best[0], best[1]
-
-
-def _over_tables(kernel: Any, tables: EmbeddingTables, batch: Batch, ahead: int) -> None:
-    threads = torch.get_num_threads()
-
-    def work(table: int) -> None:
-        indices = batch.table_indices(table)
-        kernel(tables.weights[table].data_ptr(), indices.data_ptr(), indices.numel(), ahead)
-
-    if threads == 1:
-        for table in range(TABLES):
-            work(table)
-    else:
-        list(_pool(threads).map(work, range(TABLES)))
-
-
-@functools.cache
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads)
-
-
-@functools.cache
-def _row_kernels() -> tuple[Any, Any]:
-    from numba import njit
-
-    from dlrm_kernels import vectors as v
-
-    size = 4 * DIM
-
-    @njit(nogil=True, error_model="numpy")
-    def read(table, indices, count, ahead):  # type: ignore[no-untyped-def]
-        a, b, c, d = v.zeros(), v.zeros(), v.zeros(), v.zeros()
-        for i in range(count):
-            if ahead > 0:
-                soon = table + v.load_int(indices + 8 * min(i + ahead, count - 1)) * size
-                v.prefetch(soon)
-                v.prefetch(soon + 128)
-            p = table + v.load_int(indices + 8 * i) * size
-            a = v.add(a, v.load_vector(p))
-            b = v.add(b, v.load_vector(p + 64))
-            c = v.add(c, v.load_vector(p + 128))
-            d = v.add(d, v.load_vector(p + 192))
-        return v.lane_sum(v.add(v.add(a, b), v.add(c, d)))
-
-    @njit(nogil=True, error_model="numpy")
-    def change(table, indices, count, ahead):  # type: ignore[no-untyped-def]
-        one = v.splat(np.float32(1e-6))
-        for i in range(count):
-            if ahead > 0:
-                soon = table + v.load_int(indices + 8 * min(i + ahead, count - 1)) * size
-                v.prefetch(soon)
-                v.prefetch(soon + 128)
-            p = table + v.load_int(indices + 8 * i) * size
-            v.store_vector(p, v.subtract(v.load_vector(p), one))
-            v.store_vector(p + 64, v.subtract(v.load_vector(p + 64), one))
-            v.store_vector(p + 128, v.subtract(v.load_vector(p + 128), one))
-            v.store_vector(p + 192, v.subtract(v.load_vector(p + 192), one))
-        return np.float32(0)
-
-    return read, change
 
 
 KIND, SCHEMA = "dlrm bench --embeddings", 1

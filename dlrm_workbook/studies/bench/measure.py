@@ -20,9 +20,11 @@ import torch
 
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.errors import InputError, MissingToolError
+from dlrm_core.machine import resolve_device
 from dlrm_core.units import counted, percent
 from dlrm_workbook.changes import difference
 from dlrm_workbook.evidence.contestants import (
+    PEER,
     WARMUP,
     Row,
     Run,
@@ -33,19 +35,26 @@ from dlrm_workbook.evidence.contestants import (
     run_ours,
     settings,
 )
-from dlrm_workbook.evidence.dependence import changed_parameters
 from dlrm_workbook.evidence.probes import reduced
 from dlrm_workbook.ledger import Ledger, require_same
 from dlrm_workbook.machine import machine_facts
+from dlrm_workbook.studies.bench.bare import (
+    describe_bare,
+    judge_bare,
+    product_kind,
+    time_round,
+)
 from dlrm_workbook.studies.bench.cases import (
     AS_GIVEN,
+    BF16X2,
     PLAIN,
     TORCHREC,
-    TUNED,
     Case,
     ablated,
     case_facts,
     of_case,
+    tuned_contestants,
+    why_no_bf16x2,
 )
 from dlrm_workbook.studies.bench.shares import CEILINGS, measure_share
 from dlrm_workbook.studies.bench.torchrec import run_torchrec
@@ -73,6 +82,7 @@ class Plan:
         cores: every contestant is confined to so many; None is all.
         ablation: also measure each option of the last contestant on its own.
         roofline: also measure the shares of this machine's limits.
+        bare: in each round of a shape also time the bare products and rows (CPU).
     """
 
     plain: Parameters
@@ -87,6 +97,7 @@ class Plan:
     cores: int | None = None
     ablation: bool = False
     roofline: bool = False
+    bare: bool = False
 
     def __post_init__(self) -> None:
         if self.rounds < 1 or self.iterations < 1:
@@ -117,11 +128,7 @@ class Plan:
     @property
     def contestants(self) -> dict[str, Parameters]:
         """Name to parameters of our own ones; the plain one is the reference."""
-        ours = {PLAIN: self.plain, TUNED: self.tuned}
-        for precision in self.precisions:
-            change = {"training.precision": precision}
-            ours[f"{TUNED} {precision}"] = changed_parameters(self.tuned, change)[0]
-        return ours
+        return {PLAIN: self.plain, **tuned_contestants(self.tuned, self.precisions)}
 
     @property
     def runs(self) -> int:
@@ -167,9 +174,7 @@ def open_ledger(plan: Plan, file: Path | None, command: str, resume: bool) -> Le
         },
         "cases": [],
         "shares": [],
-        "not_measured": {}
-        if torch.cuda.is_available()
-        else {"gpu": "torch sees no GPU on this machine; make gpu-check measures on one"},
+        "not_measured": _not_measured(plan),
     }
     asked = document["settings"]
 
@@ -213,6 +218,15 @@ def open_ledger(plan: Plan, file: Path | None, command: str, resume: bool) -> Le
     return ledger
 
 
+def _not_measured(plan: Plan) -> dict[str, str]:
+    reasons = {}
+    if not torch.cuda.is_available():
+        reasons["gpu"] = "torch sees no GPU on this machine; make gpu-check measures on one"
+    if reason := why_no_bf16x2(plan.tuned):
+        reasons[BF16X2] = reason
+    return reasons
+
+
 # Measuring.
 
 Say = Callable[[str], object]
@@ -252,7 +266,9 @@ def run_plan(
         for threads in plan.threads:
             absent: dict[str, str] = {}
             for case in plan.cases:
-                show(describe(measurement.case(case, threads, absent)))
+                found = measurement.case(case, threads, absent)
+                floor = [describe_bare(found["bare"])] if "bare" in found else []
+                show("\n".join([describe(found), *floor]))
             if plan.ablation:
                 show(describe(measurement.ablation(threads)))
             if plan.roofline:
@@ -278,10 +294,12 @@ class _Measurement:
         extra: dict[str, Callable[[], Run]] = {}
         if plan.torchrec:
             # it has no data of its own: it gets ours as fast as we make them
-            given = dataclasses.replace(ours[PLAIN], data=ours[TUNED].data)
+            given = dataclasses.replace(ours[PLAIN], data=plan.tuned.data)
             extra[TORCHREC] = lambda: run_torchrec(given, iterations, threads)
         facts = case_facts(case, ours[PLAIN]) | {"threads": threads, "iterations": iterations}
-        return self._compare(facts, ours, plan.peer, extra, absent)
+        on_cpu = resolve_device(plan.plain.training).type == "cpu"
+        bare = plan.bare and on_cpu and case.kind == "shape"
+        return self._compare(facts, ours, plan.peer, extra, absent, bare)
 
     def ablation(self, threads: int) -> dict[str, Any]:
         """The last contestant without each of its options, and the way to it from plain."""
@@ -308,8 +326,13 @@ class _Measurement:
         peer: Path | None,
         extra: Mapping[str, Callable[[], Run]],
         absent: dict[str, str],
+        bare: bool = False,
     ) -> dict[str, Any]:
-        """Run the contestants of a case in turns, keeping each run, and judge them."""
+        """Run the contestants of a case in turns, keeping each run, and judge them.
+
+        Args:
+            bare: also time the bare products and rows in each round.
+        """
         case, threads = facts["case"], facts["threads"]
         before = self.ledger.find(case, threads) or {}
         if before:
@@ -317,10 +340,12 @@ class _Measurement:
             begun, now = ({name: entry.get(name) for name in names} for entry in (before, facts))
             require_same(f"{self.ledger.path}: {case}", begun, now, ADVICE)
         rows: list[Row] = list(before.get("runs") or [])
+        floors: list[dict[str, Any]] = list(before.get("bare_rounds") or [])
         failures = dict(absent)
+        kinds = {name: product_kind(given) for name, given in ours.items()}
 
         def keep(row: Row) -> None:
-            self.ledger.put({**before, **facts, "runs": rows})
+            self.ledger.put({**before, **facts, "runs": rows, "bare_rounds": floors})
             self.say(
                 f"{case}, {threads} threads, round {row['round'] + 1}/{self.plan.rounds}, "
                 f"{row['contestant']}: step {row['step_ms']:.1f} ms, end to end "
@@ -331,6 +356,16 @@ class _Measurement:
             self.say(f"{case}, {threads} threads, {name} FAILED: {error}")
             if isinstance(error, MissingToolError):
                 absent[name] = str(error)
+
+        def time_bare(number: int) -> None:
+            if any(one["round"] == number for one in floors):
+                return
+            try:
+                found = time_round(ours[PLAIN], list(dict.fromkeys(kinds.values())), threads)
+            except InputError as error:
+                found = {"reasons": {"all": str(error)}}
+            floors.append({"round": number} | found)
+            self.say(f"{case}, {threads} threads, round {number + 1}: bare products and rows")
 
         judged = compare(
             ours,
@@ -344,7 +379,12 @@ class _Measurement:
             failures=failures,
             on_run=keep,
             on_failure=lost,
+            each_round=time_bare if bare else None,
         )
+        if floors:
+            others = [name for name in (PEER, TORCHREC) if name in judged["contestants"]]
+            every = dict.fromkeys(others, "fp32") | kinds
+            judged |= {"bare_rounds": floors, "bare": judge_bare(floors, rows, every)}
         self.ledger.put(facts | judged)
         return facts | judged
 

@@ -105,6 +105,7 @@ def start(
         cases or [AS_GIVEN],
         Path(peer).expanduser() if peer else None,
         cores=cores or None,
+        bare=True,
         **measured,
     )
     sentence = "Measured now, on this machine: every contestant in turns, in fresh processes."

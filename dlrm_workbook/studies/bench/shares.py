@@ -152,18 +152,15 @@ def dense_share(
         training = dataclasses.replace(parameters.training, threads=count)
         parameters = dataclasses.replace(parameters, training=training)
         loop = StepLoop(parameters, "dense")
-        # those of layers: a dot interaction's are batched, and not of that library alone
-        is_dot = parameters.model.interaction == "dot"
-        products = model_products(parameters)
-        products = [p for p in products if p.part != "interaction" or not is_dot]
-        calls = _product_calls(parameters, products)
+        products = layer_products(parameters)
+        calls = library_calls(products, parameters.training.precision)
         apply_settings(loop.parameters)
         loop.run()
         steps: list[Times] = []
         singles: list[dict[tuple[Any, ...], float]] = []
         for _ in take_turns((), 60, enough=least_and_seconds(LEAST_ROUNDS, seconds)):
             steps.append(loop.run())
-            singles.append({shape: _second_call_ms(call) for shape, (_, call) in calls.items()})
+            singles.append({shape: second_call_ms(call) for shape, (_, call) in calls.items()})
     dense = [
         sum(ms for part, phases in step.items() if part not in OUTSIDE for ms in phases.values())
         for step in steps
@@ -192,18 +189,26 @@ def _share(ceilings: Sequence[float], parts: Sequence[float]) -> dict[str, Any]:
     return {"share": statistics.median(shares), "low": low, "high": high, "rounds": len(shares)}
 
 
-def _product_calls(
-    parameters: Parameters, products: list[Product]
+def layer_products(parameters: Parameters) -> list[Product]:
+    """The products of layers: a dot interaction's are batched, and not of one library alone."""
+    is_dot = parameters.model.interaction == "dot"
+    return [p for p in model_products(parameters) if p.part != "interaction" or not is_dot]
+
+
+def library_calls(
+    products: list[Product], precision: str, timed: Sequence[Mapping[str, Any]] = ()
 ) -> dict[tuple[Any, ...], tuple[str, Callable[[], object]]]:
-    """Shape of a product to the library's name and the call to time."""
-    precision = parameters.training.precision
+    """Shape of a product to the library's name and the call to time, on the CPU.
+
+    Args:
+        timed: rows of :func:`.time_products` by which the faster library of fp32 products is
+            chosen; without any they are timed now.
+    """
     if precision != "fp32":
         calls = product_calls(products, precision, CPU)
         return {shape: (precision, call) for shape, call in calls.items()}
-    # tf32 is a GPU's
-    have, _ = native_precisions(CPU)
-    names = [name for name in PRECISIONS if name.startswith("fp32") and name in have]
-    rows, _ = time_products(products, names, CPU, SETTLE_S)
+    names = fp32_libraries()
+    rows = timed or time_products(products, names, CPU, SETTLE_S)[0]
     every = {name: product_calls(products, name, CPU) for name in names}
     chosen: dict[tuple[Any, ...], tuple[str, Callable[[], object]]] = {}
     worst = {
@@ -215,6 +220,7 @@ def _product_calls(
             row
             for row in rows
             if all(row[key] == getattr(product, key) for key in ("part", "layer", "phase"))
+            and row["precision"] in names
             and (row["precision"] == "fp32" or worst[row["precision"]] <= MAX_RELATIVE_ERROR)
         ]
         name = min(same, key=lambda row: row["ms"])["precision"] if same else "fp32"
@@ -222,7 +228,14 @@ def _product_calls(
     return chosen
 
 
-def _second_call_ms(call: Callable[[], object]) -> float:
+def fp32_libraries() -> list[str]:
+    """Names of the libraries' fp32 products on this CPU (tf32 is a GPU's)."""
+    have, _ = native_precisions(CPU)
+    return [name for name in PRECISIONS if name.startswith("fp32") and name in have]
+
+
+def second_call_ms(call: Callable[[], object]) -> float:
+    """Milliseconds of a call whose operands the one before has brought near."""
     call()
     return elapsed_ms(call)
 

@@ -28,7 +28,8 @@ from dlrm_workbook.show import theme
 from dlrm_workbook.show.static import text_on
 from dlrm_workbook.show.tables import Column, Text, each_row
 from dlrm_workbook.studies.bench import analyse
-from dlrm_workbook.studies.bench.cases import GROWTH, PLAIN, TORCHREC, TUNED
+from dlrm_workbook.studies.bench.bare import cautions
+from dlrm_workbook.studies.bench.cases import BF16X2, FP32, GROWTH, PLAIN, TORCHREC
 from dlrm_workbook.studies.bench.shares import CEILINGS
 
 FIGURE_NAMES = {"step_ms": "step", "end_to_end_ms": "end to end"}
@@ -38,8 +39,6 @@ Document = Mapping[str, Any]
 
 def contestant_label(name: str) -> str:
     """A contestant as a reader calls it."""
-    if name == TUNED:
-        return "ours, tuned fp32"
     names = {PEER: "facebookresearch/dlrm", PLAIN: "ours, plain", TORCHREC: "TorchRec"}
     return names.get(name, f"ours, {name}")
 
@@ -49,6 +48,11 @@ def interval_text(
 ) -> str:
     """``1.20x to 1.31x``; one round has no interval: its ends would both be the number itself."""
     return f"{text(low)} to {text(high)}" if confidence > 0 else "one round"
+
+
+def error_text(error: float) -> str:
+    """A relative error: ``2.5e-07``."""
+    return NOTHING if math.isnan(error) else f"{error:.1e}"
 
 
 def option_label(leaf: str, value: Any, also: str) -> str:
@@ -111,6 +115,30 @@ SHARES: dict[str, str | Column] = {
     "high": Column("upper quartile", "share"),
     "reason": "not measured because",
 }
+BARE: dict[str, str | Column] = {
+    "case": "shape",
+    "threads": "threads",
+    "work": "bare work",
+    "ms": "median",
+    "range": Column("from to", _TIME_RANGES, ("confidence", "low", "high")),
+    "best_ms": "at best",
+    "of_best": "of its best pace",
+}
+REACHED: dict[str, str | Column] = {
+    "case": "shape",
+    "threads": "threads",
+    "contestant": _CONTESTANT,
+    "step_ms": "step",
+    "products_ms": "bare products",
+    "rows_ms": "bare rows",
+    "share": "bare work of the step",
+    "range": Column(
+        "from to",
+        each_row(functools.partial(interval_text, text=percent)),
+        ("confidence", "low", "high"),
+    ),
+    "error": Column("error of its products", each_row(error_text)),
+}
 SLOPES: dict[str, str | Column] = {
     "quantity": "growing",
     "smallest": Column("from", "count"),
@@ -149,6 +177,7 @@ def verdict(document: Document) -> Text:
         if len(missed):
             text += "; furthest from its goal: " + _furthest(missed)
         lines.append(text + ".")
+    lines += _cautions(document)
     lines.append(_same_training(document))
     return Text("\n\n".join(lines))
 
@@ -183,6 +212,16 @@ def _others_verdict(document: Document, cases: Sequence[Mapping[str, Any]]) -> s
         return "Nothing to compare in the other cases."
     cases_named = counted(len(mids), "other case")
     return f"In {cases_named} below, the fastest of ours is {' and '.join(reach)}."
+
+
+def _cautions(document: Document) -> list[str]:
+    """What the machine did not give while each case was measured."""
+    return [
+        f"**{case['case']}, {counted(case['threads'], 'thread')}:** {said}."
+        for case in analyse.judged(document, "shape")
+        if case.get("bare")
+        for said in cautions(case["bare"])
+    ]
 
 
 def _furthest(missed: pd.DataFrame) -> str:
@@ -241,14 +280,15 @@ def notices(document: Document) -> Text:
 CONTESTANTS = {
     PEER: theme.COLOURS["optimizer"],
     PLAIN: theme.INK,
-    TUNED: theme.COLOURS["top_mlp"],
-    f"{TUNED} bf16": theme.COLOURS["bottom_mlp"],
-    f"{TUNED} fp16": theme.COLOURS["interaction"],
+    FP32: theme.COLOURS["loss"],
+    BF16X2: theme.COLOURS["top_mlp"],
+    "bf16": theme.COLOURS["bottom_mlp"],
+    "fp16": theme.COLOURS["interaction"],
     TORCHREC: theme.COLOURS["embedding"],
 }
 """Contestant to colour."""
 
-OUTLOOK = {"dense": {TUNED: 0.80, f"{TUNED} bf16": 0.75}}
+OUTLOOK = {"dense": {FP32: 0.80, BF16X2: 0.80, "bf16": 0.75}}
 """Share of its matrix products that the dense part is to reach, by contestant."""
 
 LOOKS = {

@@ -1,0 +1,385 @@
+"""Bare matrix products and bare random rows, timed in every round in turn with the contestants.
+
+A step can hardly be faster than the products of its layers and the accesses to its rows. What
+a shared machine gives to either differs from minute to minute, and a ratio does not show it:
+beside each round's times stand the times of this bare work, so that the results of two
+machines can be compared by the share of it that each contestant reached.
+
+    python -m dlrm_workbook.studies.bench.bare JOB RESULT
+
+is the process that measures a round.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+
+from dlrm_core.config import Parameters, parameters_from_sections
+from dlrm_core.data.batch import Batch
+from dlrm_core.data.loader import make_generator
+from dlrm_core.embeddings import EmbeddingTables
+from dlrm_core.precision import DTYPES
+from dlrm_core.units import milliseconds, percent
+from dlrm_kernels.dense import parts_of, why_not_fused
+from dlrm_workbook.evidence.ceilings import (
+    TILE_PARTS,
+    last_level_cache,
+    native_precisions,
+    time_products,
+)
+from dlrm_workbook.evidence.contestants import environment_of
+from dlrm_workbook.evidence.probes import model_for, reduced
+from dlrm_workbook.intervals import median_interval
+from dlrm_workbook.processes import do_job, run_job, settle_allocator
+from dlrm_workbook.studies.bench.cases import FP32
+from dlrm_workbook.studies.bench.shares import (
+    fp32_libraries,
+    layer_products,
+    library_calls,
+    second_call_ms,
+)
+from dlrm_workbook.turns import (
+    CPU,
+    CacheFlush,
+    elapsed_ms,
+    least_and_seconds,
+    take_turns,
+    threads_of,
+    waited_ns,
+)
+
+ROWS = "rows"
+"""Name of the bare accesses to rows beside the precisions of products."""
+
+LEAST_PASSES, SECONDS = 3, 2.5
+"""Passes over all products and rows in a round: at least so many, until so many seconds."""
+
+ERROR_SECONDS = 1.0
+"""Time in which products are compared with float64's and the faster fp32 library is chosen."""
+
+SLOW_UNIT = 0.75
+"""Share of its best below which the matrix unit was slow while a benchmark ran."""
+
+BUSY = 0.05
+"""Share of the time waited for a core above which a machine was not quiet."""
+
+TRUE_FP32 = 3e-7
+"""||C - C64|| / ||C64|| of products whose results are true fp32's; the default library's own
+error is, too, where it is larger (MKL on an AMD processor, 2048 numbers added up: 8e-7)."""
+
+FLUSH_BYTES = (64 << 20, 512 << 20)
+"""Least and most that is streamed over to empty the caches."""
+
+LANES = 16
+"""float32 numbers of a vector and of a cache line."""
+
+
+# Accesses to rows and nothing else.
+
+
+def cache_flush(table_bytes: int) -> CacheFlush:
+    """What pushes the tables out of the caches, as far as a program can."""
+    least, most = FLUSH_BYTES
+    size = min(max(last_level_cache(CPU) or least, least), most)
+    return CacheFlush(min(size, table_bytes))
+
+
+def row_access_ms(tables: EmbeddingTables, batch: Batch, flush: CacheFlush) -> tuple[float, float]:
+    """Milliseconds of reading every looked-up row, and of reading and writing it.
+
+    Nothing but the accesses, with prefetches and without, whichever is faster: what the
+    machine's memory allows a forward pass and an SGD update at best.
+
+    Args:
+        tables: of a width that :data:`LANES` divides.
+    """
+    best = []
+    for kernel in _row_kernels(tables.weights[0].shape[1]):
+        times = []
+        for ahead in (0, 16, 32):
+            flush()
+            times.append(elapsed_ms(functools.partial(_over_tables, kernel, tables, batch, ahead)))
+        best.append(min(times))
+    return best[0], best[1]
+
+
+def _over_tables(kernel: Any, tables: EmbeddingTables, batch: Batch, ahead: int) -> None:
+    threads, count = torch.get_num_threads(), len(tables.weights)
+
+    def work(table: int) -> None:
+        indices = batch.table_indices(table)
+        kernel(tables.weights[table].data_ptr(), indices.data_ptr(), indices.numel(), ahead)
+
+    if threads == 1:
+        for table in range(count):
+            work(table)
+    else:
+        list(_pool(threads).map(work, range(count)))
+
+
+@functools.cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads)
+
+
+@functools.cache
+def _row_kernels(width: int) -> tuple[Any, Any]:
+    """Kernels that read, and that read and write, rows of so many float32 numbers."""
+    from numba import njit
+
+    from dlrm_kernels import vectors as v
+
+    size = 4 * width
+
+    @njit(nogil=True, error_model="numpy")
+    def read(table, indices, count, ahead):  # type: ignore[no-untyped-def]
+        total = v.zeros()
+        for i in range(count):
+            if ahead > 0:
+                soon = table + v.load_int(indices + 8 * min(i + ahead, count - 1)) * size
+                # a prefetch brings a line and its neighbour
+                for line in range(0, size, 128):
+                    v.prefetch(soon + line)
+            p = table + v.load_int(indices + 8 * i) * size
+            for line in range(0, size, 64):
+                total = v.add(total, v.load_vector(p + line))
+        return v.lane_sum(total)
+
+    @njit(nogil=True, error_model="numpy")
+    def change(table, indices, count, ahead):  # type: ignore[no-untyped-def]
+        one = v.splat(np.float32(1e-6))
+        for i in range(count):
+            if ahead > 0:
+                soon = table + v.load_int(indices + 8 * min(i + ahead, count - 1)) * size
+                for line in range(0, size, 128):
+                    v.prefetch(soon + line)
+            p = table + v.load_int(indices + 8 * i) * size
+            for line in range(0, size, 64):
+                v.store_vector(p + line, v.subtract(v.load_vector(p + line), one))
+        return np.float32(0)
+
+    return read, change
+
+
+# One round, in a process of its own.
+
+
+def product_kind(parameters: Parameters) -> str:
+    """Name of the products that a contestant's dense part is made of, as ceilings have it."""
+    config, interaction = parameters.training, parameters.model.interaction
+    if config.precision != "fp32":
+        return config.precision
+    names = {parts: name for name, parts in TILE_PARTS.items()}
+    tiles = parts_of(config)
+    if tiles and config.dense_backend == "fused" and not why_not_fused(config, CPU, interaction):
+        return names[tiles]
+    return "fp32" if config.fp32_matmul == "default" else "fp32_onednn"
+
+
+def time_round(parameters: Parameters, kinds: Sequence[str], threads: int) -> dict[str, Any]:
+    """One round's bare work in a process of its own, with the contestants' settings.
+
+    Args:
+        kinds: of products (:func:`product_kind`); all of them get their error, those of a
+            library also their time.
+
+    Returns:
+        what :func:`bare_times` does.
+
+    Raises:
+        InputError: the process fails; with what it said last.
+    """
+    job = {"parameters": parameters.to_sections(), "kinds": list(kinds), "threads": threads}
+    found: dict[str, Any] = run_job(
+        __name__, job, stage="bare products and rows", environment=environment_of(threads)
+    )
+    return found
+
+
+def bare_times(parameters: Parameters, kinds: Sequence[str], threads: int) -> dict[str, Any]:
+    """Time the products of the model's layers and the accesses to its rows, in turns, on the CPU.
+
+    Returns:
+        ``ms`` (precision, or ``rows``, to the median of all passes: the sum over the
+        layers' products, forward and backward; every row read, and read and written),
+        ``best_ms`` (the same with every product or access at its least time), ``errors`` (kind to
+        the largest relative error of a product), ``waited_share`` (of the time, for a core),
+        ``passes``, and ``reasons`` (name to why it was not measured).
+    """
+    settle_allocator()
+    reasons: dict[str, str] = {}
+    with threads_of(threads), torch.no_grad():
+        products = layer_products(parameters)
+        native, emulated = native_precisions(CPU)
+        measurable = [name for name in kinds if name in native or name in TILE_PARTS]
+        names = list(dict.fromkeys([*measurable, *fp32_libraries()]))
+        rows, _ = time_products(products, names, CPU, ERROR_SECONDS)
+        precisions = [name for name in DTYPES if name in {"fp32", "bf16", *kinds}]
+        reasons |= {name: emulated[name] for name in precisions if name not in native}
+        calls = {name: library_calls(products, name) for name in precisions if name not in reasons}
+        width = parameters.model.embedding_dim
+        if width % LANES:
+            reasons[ROWS] = f"model.embedding_dim is {width}, which {LANES} does not divide"
+        else:
+            sparse = reduced(parameters, "sparse")
+            tables = model_for(sparse.model, None, huge_pages=True).embeddings
+            generator = make_generator(sparse, CPU)
+            flush = cache_flush(sum(weight.nbytes for weight in tables.weights))
+        began, waited = time.perf_counter(), waited_ns()
+        passes: dict[str, list[dict[Any, float]]] = {name: [] for name in (*calls, ROWS)}
+        for _ in take_turns((), 20, enough=least_and_seconds(LEAST_PASSES, SECONDS)):
+            for name, chosen in calls.items():
+                times = {shape: second_call_ms(call) for shape, (_, call) in chosen.items()}
+                passes[name].append({p: times[p.shape] for p in products})
+            if ROWS not in reasons:
+                read, changed = row_access_ms(tables, generator.next_batch(), flush)
+                passes[ROWS].append({"read": read, "change": changed})
+        now, seconds = waited_ns(), time.perf_counter() - began
+    taken = {name: each for name, each in passes.items() if each}
+    return {
+        "ms": {
+            n: statistics.median(sum(one.values()) for one in each) for n, each in taken.items()
+        },
+        "best_ms": {
+            name: sum(min(one[key] for one in each) for key in each[0])
+            for name, each in taken.items()
+        },
+        "errors": {
+            name: max(row["relative_error"] for row in rows if row["precision"] == name)
+            for name in dict.fromkeys(row["precision"] for row in rows)
+        },
+        "waited_share": (now - waited) / 1e9 / seconds if waited and now else None,
+        "passes": len(passes["fp32"]),
+        "reasons": reasons,
+    }
+
+
+def measure_job(job: dict[str, Any]) -> dict[str, Any]:
+    """Measure the round that :func:`time_round` asks for."""
+    return bare_times(parameters_from_sections(job["parameters"]), job["kinds"], job["threads"])
+
+
+# What all rounds say.
+
+
+def judge_bare(
+    rounds: Sequence[Mapping[str, Any]],
+    runs: Sequence[Mapping[str, Any]],
+    kinds: Mapping[str, str],
+) -> dict[str, Any]:
+    """Bare work over all rounds, and each contestant's share of it.
+
+    Args:
+        rounds: what :func:`time_round` found, each with its ``round``.
+        runs: the contestants' runs of the same case.
+        kinds: contestant to its kind of products.
+
+    Returns:
+        ``bare`` (precision or ``rows`` to ``low``, ``mid``, ``high``, ``confidence`` of the
+        rounds' times in ms, ``best_ms`` over all rounds and ``of_best``, the best over the
+        middle), ``contestants`` (name to ``kind``, ``precision``, ``products_ms``, ``rows_ms``,
+        ``share``: bare products and rows over its step, an interval of the rounds' own),
+        ``errors`` (kind to the largest), ``waited_share`` (largest of a round), ``reasons``.
+    """
+    names = list(dict.fromkeys(name for one in rounds for name in one.get("ms") or {}))
+    bare: dict[str, Any] = {}
+    for name in names:
+        with_it = [one for one in rounds if name in (one.get("ms") or {})]
+        middle = median_interval([one["ms"][name] for one in with_it])
+        best = min(one["best_ms"][name] for one in with_it)
+        bare[name] = middle.to_dict() | {"best_ms": best, "of_best": best / middle.mid}
+    contestants = {}
+    for name, kind in kinds.items():
+        precision = "fp32" if kind.startswith("fp32") else kind
+        steps = {row["round"]: row["step_ms"] for row in runs if row["contestant"] == name}
+        shares = [
+            (one["ms"][precision] + one["ms"][ROWS]) / steps[one["round"]]
+            for one in rounds
+            if one["round"] in steps and {precision, ROWS} <= set(one.get("ms") or {})
+        ]
+        if shares:
+            contestants[name] = {
+                "kind": kind,
+                "precision": precision,
+                "products_ms": bare[precision]["mid"],
+                "rows_ms": bare[ROWS]["mid"],
+                "share": median_interval(shares).to_dict(),
+            }
+    errors: dict[str, float] = {}
+    for one in rounds:
+        for kind, error in (one.get("errors") or {}).items():
+            errors[kind] = max(error, errors.get(kind, 0.0))
+    waited = [one["waited_share"] for one in rounds if one.get("waited_share") is not None]
+    return {
+        "bare": bare,
+        "contestants": contestants,
+        "errors": errors,
+        "waited_share": max(waited, default=None),
+        "reasons": {name: why for one in rounds for name, why in one.get("reasons", {}).items()},
+    }
+
+
+def describe_bare(found: Mapping[str, Any]) -> str:
+    """What :func:`judge_bare` found, as lines of text."""
+    lines = [
+        f"bare {label(name)}: {milliseconds(one['mid'])}, {milliseconds(one['best_ms'])} at best"
+        for name, one in found["bare"].items()
+    ]
+    lines += [
+        f"bare {one['precision']} products and rows take {percent(one['share']['mid'])} of the "
+        f"step of {name}"
+        for name, one in found["contestants"].items()
+    ]
+    lines += [f"relative error of {kind} products: {e:.1e}" for kind, e in found["errors"].items()]
+    lines += [f"bare {label(name)}: not measured: {why}" for name, why in found["reasons"].items()]
+    return "\n".join([*lines, *cautions(found)])
+
+
+def label(name: str) -> str:
+    """Bare work as a reader calls it."""
+    return "random rows" if name == ROWS else f"{name} products"
+
+
+def rounded_fp32(found: Mapping[str, Any]) -> str:
+    """Why the contestant ``fp32`` is not true fp32; empty if it is, or nobody measured it."""
+    kind = found["contestants"].get(FP32, {"kind": ""})["kind"]
+    error = found["errors"].get(kind, 0.0)
+    limit = max(TRUE_FP32, found["errors"].get("fp32", 0.0))
+    if error <= limit:
+        return ""
+    return (
+        f"The products of {FP32} have a relative error of {error:.1e}, more than true fp32's "
+        f"{limit:.1e}"
+    )
+
+
+def cautions(found: Mapping[str, Any]) -> list[str]:
+    """Sentences on a matrix unit that was slow, a machine that was busy, and errors too large."""
+    said = []
+    unit = found["bare"].get("bf16")
+    if unit is not None and unit["of_best"] < SLOW_UNIT:
+        said.append(
+            f"The matrix unit gave {percent(unit['of_best'])} of its best: the bare bf16 products "
+            f"took {milliseconds(unit['mid'])}, {milliseconds(unit['best_ms'])} at best, so "
+            "contestants that multiply bf16 numbers are faster on a unit that is not shared"
+        )
+    if rounded := rounded_fp32(found):
+        said.append(rounded)
+    if (found["waited_share"] or 0.0) > BUSY:
+        said.append(
+            f"The machine was not quiet: the bare work waited for a core "
+            f"{percent(found['waited_share'])} of its time"
+        )
+    return said
+
+
+if __name__ == "__main__":
+    do_job(measure_job)
