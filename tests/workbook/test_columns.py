@@ -14,6 +14,7 @@ import pytest
 import scaling_records
 from compare_profiles import TINY, noisy
 from recordings import SEVERAL, recording
+from test_bench import bare_round
 from test_compare import change_comparison
 from test_compare_pages import Measured
 from test_scaling_page import with_spans
@@ -63,6 +64,7 @@ from dlrm_workbook.show import profile as about
 from dlrm_workbook.studies.bench import analyse as bench
 from dlrm_workbook.studies.bench import embeddings_show
 from dlrm_workbook.studies.bench import show as bench_show
+from dlrm_workbook.studies.bench.bare import judge_bare
 from dlrm_workbook.studies.compare.comparison import Comparison, Outcome
 from dlrm_workbook.studies.protocols import measure as protocols_run
 from dlrm_workbook.studies.protocols import show as protocols
@@ -329,6 +331,8 @@ def frames_of_a_benchmark() -> dict[str, pd.DataFrame]:
     """What the ``benchmark`` notebook shows of the results that the repository holds."""
     results = REPOSITORY / "benchmarks" / "results"
     step = bench.read_benchmark(results / "step.json")
+    one = next(case for case in step["cases"] if case["kind"] == "shape")
+    one["bare"] = judge_bare([bare_round(0, 40.0, 4.0, 4.0)], one["runs"], {"plain": "fp32"})
     backends = embeddings_show.read_embeddings(str(results / "embeddings.json"))
     assert backends is not None
     timed = bench.times(step)
