@@ -321,6 +321,7 @@ def frames_of_scaling(folder: Path) -> dict[str, pd.DataFrame]:
         record.parts_by_rank: record.parts_by_rank(found.record, 2),
         record.imbalance: record.imbalance(found.record),
         record.exchange_times: record.exchange_times(found.record),
+        published.mlperf_scaling: published.mlperf_scaling(),
         published.published_scaling: published.published_scaling(),
         scaling.Scaling.shares: found.shares(),
     }

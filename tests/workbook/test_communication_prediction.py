@@ -34,7 +34,15 @@ from dlrm_workbook.analysis.ranks.prediction import (
     published_profile,
     schedule,
 )
-from dlrm_workbook.analysis.ranks.published import parameters_of, published_scaling, series
+from dlrm_workbook.analysis.ranks.published import (
+    NodeNetwork,
+    NodePlan,
+    _mlperf_setting,
+    mlperf_scaling,
+    parameters_of,
+    published_scaling,
+    series,
+)
 from dlrm_workbook.analysis.ranks.record import (
     exchange_times,
     imbalance,
@@ -379,6 +387,48 @@ def test_published_scaling_is_predicted_as_well_as_its_inputs_allow() -> None:
     assert (table["not_published"].str.len() > 20).all()
     study = table[table["source"].str.startswith("Kalamkar")]
     assert study["published"].isna().all() and study["predicted"].notna().all()
+
+
+def test_mlperf_s_machines_are_predicted_from_data_sheets() -> None:
+    table = mlperf_scaling()
+    machines = table.groupby("hardware", sort=False)
+    assert machines.ngroups == 4
+    for _, rows in machines:
+        gains = rows["predicted"].diff().dropna()
+        assert (gains > 0).all()  # each step is one that makes a program faster
+        last = rows.iloc[-1]
+        assert abs(last["error"]) < 0.20
+        assert last["predicted_low"] < last["published"] < last["predicted_high"]
+    ours = machines.first().set_index("devices")["error"]
+    # what a program without a two-level exchange would lose over several nodes
+    assert (ours[[64, 128]] < -0.5).all() and (ours[8].abs() < 0.20).all()
+
+
+def test_settings_say_what_a_program_exchanges_and_waits_for() -> None:
+    ranks, batch, local = 64, 135_168, 8
+    setting = _mlperf_setting("H100-SXM", ranks, batch)
+    plan = make_plan(setting.parameters, ranks, "column_wise", idle=True)
+    wide = setting.predict(plan, batch)
+    narrow = replace(setting, number_bytes=2, ahead=True).predict(plan, batch)
+    before, after = (
+        made.exchanges.set_index(["what", "phase"])["bytes"] for made in (wide, narrow)
+    )
+    assert set(before.index.get_level_values("what")) - set(
+        after.index.get_level_values("what")
+    ) == {"indices"}
+    assert after.to_numpy() == pytest.approx(before[after.index].to_numpy() / 2)
+    gone = set(wide.parts["component"]) - set(narrow.parts["component"])
+    assert gone == {"data", "transfer"}
+    # 26 tables of 128 numbers: each GPU sends a 64th of them, after sums over NVLink
+    apart = NodeNetwork(**vars(setting.network))
+    even = NodePlan(plan.ranks, plan.dim, plan.tables, plan.lookups)
+    assert even.work().sum() == pytest.approx(1.0)
+    sent = batch * even.columns_sent()[0] * 2
+    assert sent == batch * 26 * 128 * 2 / ranks
+    time = apart.time_ms("alltoall", ranks, sent)
+    nvlink, infiniband = 0.78 * 450e6, 0.78 * 50e6  # bytes per ms
+    least = local * sent * 7 / 8 / nvlink + sent * 7 / 8 / infiniband
+    assert least < time.mid < least + 0.12  # and latencies of 14 steps
 
 
 def test_a_published_profile_takes_the_published_time() -> None:

@@ -16,7 +16,7 @@ from dlrm_core.config import Parameters, load_parameters
 from dlrm_core.errors import InputError, MissingToolError
 from dlrm_workbook.analysis.ranks.choice import Slowness
 from dlrm_workbook.analysis.ranks.communication import study_table
-from dlrm_workbook.analysis.ranks.published import published_scaling
+from dlrm_workbook.analysis.ranks.published import mlperf_scaling, published_scaling
 from dlrm_workbook.analysis.ranks.record import (
     exchange_times,
     imbalance,
@@ -197,6 +197,7 @@ def test_every_table_and_figure_of_a_record(record: Path) -> None:
         "link": figures.link_curves(found.link_check, found.link),
         "stragglers": figures.straggler_lines(slow, "jitter"),
         "published": figures.published_dots(published),
+        "mlperf": figures.mlperf_dots(mlperf_scaling()),
     }
     for name, figure in drawn.items():
         assert isinstance(figure, go.Figure) and len(figure.data), name
@@ -223,11 +224,14 @@ def test_every_table_and_figure_of_a_record(record: Path) -> None:
         show(exchange_times(found.record), tables.EXCHANGES),
         show(slow, tables.STRAGGLERS),
         show(published, tables.PUBLISHED),
+        show(mlperf_scaling(), tables.MLPERF),
         show(found.shares(), tables.SHARES),
     ]
     for table in shown_tables:
         assert table.rows and all(len(row) == len(table.columns) for row in table.rows)
         assert "nan" not in table._repr_html_().lower()
+    said = tables.mlperf_sentence(mlperf_scaling()).markdown
+    assert "16 DGX H100: −12.8% for" in said and "mostly this: tables cut inside nodes." in said
     sources = tables.published_sources(published).markdown
     assert all(source in sources for source in published["source"])
     assert all(assumed in sources for assumed in published["not_published"])

@@ -29,7 +29,7 @@ import pandas as pd
 from dlrm_core.config import Parameters
 from dlrm_core.errors import InputError
 from dlrm_core.parts import COMPONENTS
-from dlrm_workbook.analysis.ranks.communication import FLOAT_BYTES, exchanges
+from dlrm_workbook.analysis.ranks.communication import FLOAT_BYTES, Exchange, exchanges
 from dlrm_workbook.analysis.ranks.links import COVER, NOTHING, Network, Range, robust_line
 from dlrm_workbook.analysis.ranks.sharding import Plan
 from dlrm_workbook.analysis.roofline import least_times
@@ -476,6 +476,8 @@ class Setting:
         profile: costs on one rank.
         hidden: whether exchanges run beside what is computed (:class:`Schedule`).
         memory_bytes: of one rank; None: no limit.
+        number_bytes: of a number that is exchanged; ours are all fp32.
+        ahead: whether a batch and its indices arrive while the step before computes; ours do not.
     """
 
     parameters: Parameters
@@ -483,6 +485,8 @@ class Setting:
     profile: ComputeProfile
     hidden: bool = True
     memory_bytes: float | None = None
+    number_bytes: int = FLOAT_BYTES
+    ahead: bool = False
 
     def predict(self, plan: Plan, batch: int) -> Prediction:
         """What an iteration of ``batch`` samples over all ranks takes.
@@ -519,7 +523,7 @@ class Setting:
     def step_ms(self, plan: Plan, batch: int) -> float:
         """The middle of :meth:`predict` without waiting: what a search among plans compares."""
         times: dict[Part, float] = {}
-        for each in exchanges(self.parameters, plan, batch):
+        for each in self._exchanges(plan, batch):
             time = self.network.calls_ms(each.collective, plan.ranks, each.payload, each.calls)
             times[each.what, each.phase] = times.get((each.what, each.phase), 0.0) + time.mid
         return self._laid_out(self._compute(plan, batch), times).end_ms
@@ -529,7 +533,11 @@ class Setting:
         _, costs = self.profile.at(min(plan.ranks, self.network.ranks_per_node))
         samples = self._samples(plan, batch)
         own = batch / plan.ranks
-        return {part: cost.time_ms(samples.get(part[0], own)) for part, cost in costs.items()}
+        return {
+            part: cost.time_ms(samples.get(part[0], own))
+            for part, cost in costs.items()
+            if not (self.ahead and part[0] in ("data", "transfer"))
+        }
 
     def _samples(self, plan: Plan, batch: int) -> dict[str, float]:
         """Samples of the components that have others than a rank's share of the batch."""
@@ -560,9 +568,18 @@ class Setting:
                 *self.network.calls_ms(each.collective, plan.ranks, each.payload, each.calls),
                 self.network.limit(plan.ranks),
             )
-            for each in exchanges(self.parameters, plan, batch)
+            for each in self._exchanges(plan, batch)
         ]
         return pd.DataFrame(rows, columns=EXCHANGE_COLUMNS)
+
+    def _exchanges(self, plan: Plan, batch: int) -> list[Exchange]:
+        """What changes hands and is waited for."""
+        narrow = self.number_bytes / FLOAT_BYTES
+        return [
+            each if each.what == "indices" else replace(each, payload=narrow * each.payload)
+            for each in exchanges(self.parameters, plan, batch)
+            if not (self.ahead and each.what == "indices")
+        ]
 
     def _laid_out(
         self, compute: Mapping[Part, Range], exchange_ms: Mapping[Part, float]

@@ -15,20 +15,30 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
-from dlrm_core.config import DataConfig, ModelConfig, Parameters, TrainingConfig
+from dlrm_core.config import (
+    PRESETS,
+    DataConfig,
+    ModelConfig,
+    Parameters,
+    TrainingConfig,
+    load_parameters,
+)
 from dlrm_workbook.analysis.devices import DATA_SHEET, device
+from dlrm_workbook.analysis.ranks.choice import best_sharding
 from dlrm_workbook.analysis.ranks.communication import STUDY
-from dlrm_workbook.analysis.ranks.links import Network, link
+from dlrm_workbook.analysis.ranks.links import Network, Range, link
 from dlrm_workbook.analysis.ranks.prediction import (
     ComputeProfile,
     PartCost,
     Prediction,
     Setting,
+    ceiling_profile,
     published_profile,
 )
-from dlrm_workbook.analysis.ranks.sharding import make_plan
+from dlrm_workbook.analysis.ranks.sharding import Plan, make_plan
 from dlrm_workbook.analysis.work import part_work
 from dlrm_workbook.datasets.generate import VARIANTS
 from dlrm_workbook.evidence.published import DEEPSPARK, KALAMKAR
@@ -253,3 +263,115 @@ def _row(each: Series, count: int, made: Prediction, basis: str) -> dict[str, An
         "basis": basis,
         "not_published": each.assumed,
     }
+
+
+# MLPerf Training v4.0, DLRM-DCNv2: machines that nobody here has, from data sheets alone.
+
+MLPERF_SOURCE = "MLPerf Training v4.0, DLRM-DCNv2, NVIDIA's logs (HugeCTR), steady part"
+
+MLPERF = (
+    ("DGX H200", "H200", 8, 55_296, 16.98e6),
+    ("DGX H100", "H100-SXM", 8, 55_296, 15.67e6),
+    ("8 DGX H100", "H100-SXM", 64, 135_168, 56.0e6),
+    ("16 DGX H100", "H100-SXM", 128, 135_168, 74.1e6),
+)
+"""Machine, its GPU, number of GPUs, samples of an iteration over all, samples per second."""
+
+GPUS_PER_NODE = 8
+
+PROGRAMS: dict[str, dict[str, Any]] = {
+    "as this workbook trains": {},
+    "and 16-bit exchanges": {"number_bytes": 2},
+    "and the next batch ahead": {"ahead": True},
+    "and tables cut inside nodes": {},
+}
+"""What the predicted program does, each beside what those above it do, as ``Setting`` takes it.
+
+The submitted program (NVIDIA-Merlin/HugeCTR, samples/dlrm/train.py) does all four on several
+nodes: ``use_mixed_precision``, ``train_inter_iteration_overlap`` and ``--sharding_plan
+hier_auto``; on one node its tables are on single GPUs or cut, as the best plan found here has
+them.
+"""
+
+
+class NodePlan(Plan):
+    """Whole tables on nodes, the rows of each on all GPUs of its node: all GPUs work alike."""
+
+    def work(self) -> np.ndarray:
+        """As :meth:`Plan.work`."""
+        return np.full(self.ranks, 1.0 / self.ranks)
+
+    def columns_sent(self) -> np.ndarray:
+        """As :meth:`Plan.columns_sent`, after the sums within nodes."""
+        return np.full(self.ranks, self.dim * len(self.tables) / self.ranks)
+
+
+class NodeNetwork(Network):
+    """All-to-all of sums that the GPUs of a node first add up among themselves."""
+
+    def time_ms(self, collective: str, ranks: int, payload: float) -> Range:
+        """As :meth:`Network.time_ms`; the payload is what a GPU sends to other nodes."""
+        if collective != "alltoall" or self.between is None:
+            return super().time_ms(collective, ranks, payload)
+        local = self.ranks_per_node
+        return self.inside.time_ms("reduce_scatter", local, payload * local) + self.between.time_ms(
+            "alltoall", -(-ranks // local), payload
+        )
+
+
+@cache
+def mlperf_scaling() -> pd.DataFrame:
+    """MLPerf's points and their predictions from data sheets, without any figure of a run.
+
+    Returns:
+        ``hardware``, ``devices``, ``batch_size``, ``program`` (what the predicted program does:
+        a row adds one thing to those above it), ``sharding``, ``published``, ``predicted``,
+        ``predicted_low``, ``predicted_high`` (samples/s), ``error`` (predicted over published,
+        less 1), ``compute_ms``, ``exposed_ms`` (of a predicted iteration). The last row of a
+        machine is nearest to the program that was submitted.
+    """
+    rows = []
+    for hardware, gpu, devices, batch, rate in MLPERF:
+        setting = _mlperf_setting(gpu, devices, batch)
+        for program, does in PROGRAMS.items():
+            setting = replace(setting, **does)
+            if program == "and tables cut inside nodes":
+                if devices <= GPUS_PER_NODE:
+                    continue
+                whole = make_plan(setting.parameters, devices, "table_wise", idle=True)
+                plan = NodePlan(whole.ranks, whole.dim, whole.tables, whole.lookups)
+                apart = NodeNetwork(**vars(setting.network))
+                made, name = replace(setting, network=apart).predict(plan, batch), "by node"
+            else:
+                best = best_sharding(setting, devices, batch).prediction
+                assert best is not None
+                made, name = best, best.plan.name
+            rows.append(
+                {
+                    "hardware": hardware,
+                    "devices": devices,
+                    "batch_size": batch,
+                    "program": program,
+                    "sharding": name,
+                    "published": rate,
+                    "predicted_low": 1e3 * batch / made.high_ms,
+                    "predicted": made.samples_per_second,
+                    "predicted_high": 1e3 * batch / made.low_ms,
+                    "error": made.samples_per_second / rate - 1,
+                    "compute_ms": made.compute_ms,
+                    "exposed_ms": made.exposed_ms,
+                }
+            )
+    return pd.DataFrame(rows)
+
+
+def _mlperf_setting(gpu: str, devices: int, batch: int) -> Setting:
+    """The preset of MLPerf's reference in fp16, on GPUs of a data sheet and named links."""
+    preset = load_parameters(str(PRESETS / "mlperf_dcn.yaml"))
+    training = replace(
+        preset.training, batch_size=batch, precision="fp16", device="cuda", fused_optimizer=True
+    )
+    parameters, own = replace(preset, training=training), batch // devices
+    profile = ceiling_profile(parameters, device(gpu).ceilings(), (own // 16, own // 4, own))
+    network = Network(link("NVLink 4 (H100)"), link("InfiniBand NDR"), GPUS_PER_NODE)
+    return Setting(parameters, network, profile, memory_bytes=1e9 * device(gpu).memory_gb)

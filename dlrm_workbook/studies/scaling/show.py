@@ -215,6 +215,27 @@ def published_dots(table: pd.DataFrame) -> go.Figure:
     )
 
 
+def mlperf_dots(table: pd.DataFrame) -> go.Figure:
+    """MLPerf's throughputs and our predictions from data sheets.
+
+    Args:
+        table: what :func:`dlrm_workbook.analysis.ranks.published.mlperf_scaling` gives.
+    """
+    labels = [f"{row.hardware}: {row.program}" for row in theme.rows_of(table)]
+    ranges = table[["predicted_low", "predicted", "predicted_high"]]
+    shown = [*table["published"], *ranges.to_numpy().ravel()]
+    ends = [math.log10(0.85 * min(shown)), math.log10(1.45 * max(shown))]
+    return _dots(
+        "MLPerf's DLRM-DCNv2, predicted from data sheets",
+        labels,
+        ranges,
+        ("published", table["published"], table["error"]),
+        lambda speed: f"{speed:,.0f} samples/s",
+        {"title": "samples per second", "range": ends}
+        | theme.log_axis(theme.log_ticks(shown), thousands),
+    )
+
+
 def _dots(
     title: str,
     labels: Sequence[str],

@@ -24,6 +24,7 @@ from dlrm_core.units import ratio as times
 from dlrm_workbook.analysis.findings.finding import Finding
 from dlrm_workbook.analysis.ranks.choice import Choice
 from dlrm_workbook.analysis.ranks.communication import kind_label
+from dlrm_workbook.analysis.ranks.published import GPUS_PER_NODE
 from dlrm_workbook.analysis.ranks.record import (
     ScalingRecord,
     predicted_and_measured,
@@ -196,6 +197,20 @@ PUBLISHED: Columns = {
 }
 """A dash under "published": the source draws the figure and prints no number."""
 
+MLPERF: Columns = {
+    "hardware": "machine",
+    "devices": "GPUs",
+    "batch_size": "batch",
+    "program": Column("predicted program", "text"),
+    "sharding": SHARDING,
+    "published": Column("published", _SPEED, unit="samples/s"),
+    "predicted": Column("predicted", _SPEED, unit="samples/s"),
+    "range": Column("range", _SPEEDS, ("predicted_low", "predicted_high"), "samples/s"),
+    "error": Column("error", "signed_share"),
+    "compute_ms": "computing",
+    "exposed_ms": "exposed communication",
+}
+
 SHARES: Columns = {
     "component": "part",
     "share": "share of one rank's iteration here",
@@ -222,6 +237,28 @@ def published_sentence(table: pd.DataFrame) -> Text:
         f"sheets alone are off by {percent(typical_error(one))} (geometric mean); those of "
         f"{len(several)} figures of sixteen devices, from the figures of one and eight, by "
         f"{percent(typical_error(several))}. None of this was measured here."
+    )
+
+
+def mlperf_sentence(table: pd.DataFrame) -> Text:
+    """How near predictions of MLPerf's machines are, and what explains the far ones."""
+    first, last = (table.drop_duplicates("hardware", keep=keep) for keep in ("first", "last"))
+    lines = [
+        f"- {own.hardware}: {signed_percent(near.error)} for a program that does what the "
+        f"submitted one says it does, {signed_percent(own.error)} for one that trains as this "
+        "workbook does."
+        for own, near in zip(rows_of(first), rows_of(last), strict=True)
+    ]
+    gains = table["predicted"] / table.groupby("hardware")["predicted"].shift()
+    several = table.assign(gain=gains)[table["devices"] > GPUS_PER_NODE].dropna(subset="gain")
+    most = several.sort_values("gain").drop_duplicates("hardware", keep="last")["program"].unique()
+    lines.append(
+        "- Over several nodes the difference is mostly this: "
+        f"{' and '.join(name.removeprefix('and ') for name in most)}."
+    )
+    return Text(
+        "MLPerf's figures are predicted from data sheets alone; no figure of a run is used.\n\n"
+        + "\n".join(lines)
     )
 
 
