@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 COMPONENTS = (
@@ -46,6 +46,9 @@ PART_PREFIX = "dlrm part: "
 
 GROUP_PREFIX = "dlrm module: "
 """Begins the range around a group of modules of a program that is not ours."""
+
+MOST_GROUPS = 12
+"""The modules of one such model are sorted into at most so many groups."""
 
 ITERATION_FUNCTION = "dlrm_iteration"
 """Python function around one whole iteration, for profilers that see only functions."""
@@ -160,6 +163,12 @@ def parse_span(name: str) -> tuple[str, str] | None:
     if component in COMPONENTS and phase in PHASES:
         return component, phase
     return None
+
+
+def deepest_level(paths: Iterable[tuple[str, ...]]) -> int:
+    """The longest length at which no more than :data:`MOST_GROUPS` paths end; 2 at least."""
+    lengths = sorted(len(path) for path in set(paths))
+    return max([2, *(n for n in set(lengths) if sum(x <= n for x in lengths) <= MOST_GROUPS)])
 
 
 def parse_part(said: str) -> tuple[str, str]:

@@ -341,6 +341,30 @@ def test_parts_of_a_model_that_is_no_dlrm_are_its_own_modules(tmp_path: Path) ->
     assert coverage(attribution) > 0.9
 
 
+def test_parts_of_a_trace_with_stacks_are_the_classes_of_its_modules(tmp_path: Path) -> None:
+    """As a trace of anybody's has them, recorded by torch.profiler with ``with_stack``."""
+    model, other = torch.nn.DataParallel(Tower()), torch.nn.Sequential(torch.nn.Linear(50, 50))
+    optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], 0.01)
+    with torch.profiler.profile(with_stack=True, record_shapes=True) as profiler:
+        for _ in range(4):
+            tokens = torch.randint(0, 50, (32, 33))
+            scores = other(model(tokens[:, :-1]).flatten(0, 1))
+            loss = torch.nn.functional.cross_entropy(scores, tokens[:, 1:].flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    attribution = attribute(open_recording(tmp_path / "trace.json").profile)
+    parts = set(attribution[["component", "phase"]].itertuples(index=False, name=None))
+    layer = "TransformerEncoder.TransformerEncoderLayer"
+    # both models have a Linear on top, so their own classes tell those apart
+    names = ["Embedding", f"{layer}.MultiheadAttention", "Tower.Linear", "Linear"]
+    for name in names:
+        assert {(name, "forward"), (name, "backward")} <= parts, (name, parts)
+    assert not {"embedding", "bottom_mlp", "top_mlp", "interaction"} & {name for name, _ in parts}
+    assert coverage(attribution) > 0.8
+
+
 def test_modules_are_grouped_as_finely_as_a_page_has_room_for() -> None:
     named = {type(m).__name__: name for m, name in _names(Tower())}
     assert named["MultiheadAttention"] == "body.layers.self_attn"

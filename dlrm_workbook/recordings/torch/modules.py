@@ -2,7 +2,8 @@
 
 A model that is no DLRM has no parts of ours, but its author named its modules. Hooks of torch
 that run around every module's forward open a range where a group of modules begins. Groups are
-as fine as a page has room for: :data:`MOST_GROUPS` names, numbers of layers left out.
+as fine as a page has room for: at most :data:`~dlrm_core.parts.MOST_GROUPS` names, numbers of
+layers left out.
 """
 
 from __future__ import annotations
@@ -17,10 +18,7 @@ from typing import Any
 import torch
 from torch.nn.modules import module as torch_module
 
-from dlrm_core.parts import GROUP_PREFIX, span
-
-MOST_GROUPS = 12
-"""The modules of one model are sorted into at most so many groups."""
+from dlrm_core.parts import GROUP_PREFIX, deepest_level, span
 
 COMPILED = "torch.compile made code of the model, which hooks around its modules would make anew"
 
@@ -133,9 +131,3 @@ def _groups(root: torch.nn.Module) -> dict[int, Path]:
             path = path[:-1]
         groups[number] = path
     return groups
-
-
-def deepest_level(paths: Iterable[Path]) -> int:
-    """The longest length at which no more than :data:`MOST_GROUPS` paths end; 2 at least."""
-    lengths = sorted(len(path) for path in set(paths))
-    return max([2, *(n for n in set(lengths) if sum(x <= n for x in lengths) <= MOST_GROUPS)])

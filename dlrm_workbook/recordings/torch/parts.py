@@ -10,17 +10,19 @@ the spans, of which a trace may have millions.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from dlrm_core.parts import parse_span
+from dlrm_core.parts import deepest_level, parse_span
 from dlrm_workbook.recordings.foreign import (
     ACCUMULATE,
     ENGINE_PREFIX,
     MLP,
+    MODULE_PREFIX,
     OUTSIDE,
     PartNames,
     forward_key,
@@ -51,6 +53,15 @@ MOST_ALIKE = 16
 
 MODEL = ("bottom_mlp", "embedding", "interaction", "top_mlp", "loss")
 """Parts that a forward pass goes through, and that have a backward pass."""
+
+_INSTANCE = re.compile(r"_\d+$")
+"""What torch adds to the class of a module: the number of the instance."""
+
+_HOLDERS = {
+    *("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "OptimizedModule"),
+    *("Sequential", "FSDPModule", "CheckpointWrapper"),
+}
+"""Classes that only pass on what they hold, and so name no part of a model."""
 
 NO_RECOMMENDER = ("other", MLP, "embedding")
 """Parts that names may give a module of a program that is no DLRM."""
@@ -210,9 +221,48 @@ class _Spans:
         self.thread = host["forward_thread"].to_numpy() if "forward_thread" in host else unknown
         is_node = np.array([key is not None for key in self.key], dtype=bool)[self.code]
         self.node = outermost(self.parent, is_node)
-        module = np.array([*map(names.module, (text for _, text in self.texts)), ""], dtype=object)
-        around = nearest(self.cut_at_nodes(), (module[:-1] != "")[self.code])
-        self.modules: Names = module[np.append(self.code, len(self.texts))[around]]
+        self.modules = self._modules(names)
+
+    def _modules(self, names: PartNames) -> Names:
+        """The part (n,) of the module that each span belongs to, "" outside of all.
+
+        Ranges that our recorder opened around groups of modules have names of their own. Else,
+        in a program that is no recommender, the classes of modules that torch names are told
+        apart as deep as a page has room for: ``BertEncoder.BertLayer`` for all layers.
+        """
+        module = np.array([*map(names.module, (text for _, text in self.texts))], dtype=object)
+        named = module[self.code] if len(module) else np.array([], dtype=object)
+        if not (module != "").any() and not self.recommends:
+            named = self._classes()
+        around = nearest(self.cut_at_nodes(), named != "")
+        return np.append(named, "")[around]
+
+    def _classes(self) -> Names:
+        """Path of classes (n,) to each call of a module, cut to groups; "" of other spans."""
+        classes = [
+            _INSTANCE.sub("", text.removeprefix(MODULE_PREFIX))
+            if kind == "python" and text.startswith(MODULE_PREFIX)
+            else ""
+            for kind, text in self.texts
+        ]
+        called = np.array([bool(text) for text in classes], dtype=bool)[self.code]
+        above = np.append(nearest(self.parent, called), -1)[self.parent]
+        path: dict[int, tuple[str, ...]] = {-1: ()}
+        for row in np.flatnonzero(called).tolist():
+            own, outer = classes[self.code[row]], path[int(above[row])]
+            path[row] = outer if own in _HOLDERS else (*outer, own)
+        paths = {found for found in path.values() if found}
+        models = {found[0] for found in paths}
+        depth = {model: deepest_level(p for p in paths if p[0] == model) for model in models}
+        groups = {found: found[: depth[found[0]]] for found in paths}
+        shared = Counter(group[1:] or group for group in set(groups.values()))
+        named = np.full(len(self.code), "", dtype=object)
+        for row, found in path.items():
+            if found:
+                group = groups[found]
+                alone = len(group) > 1 and shared[group[1:]] == 1
+                named[row] = ".".join(group[1:] if alone else group)
+        return named
 
     def _in_named_range(self, host: pd.DataFrame) -> Bools:
         """Whether each span (n,) lies within an annotation that names a part."""
