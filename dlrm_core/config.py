@@ -51,6 +51,13 @@ class ModelConfig:
         minimum=1,
     )
     embedding_dim: int = setting(64, "width of an embedding row", minimum=1)
+    embedding_precision: str = setting(
+        "fp32",
+        "how the tables store their numbers: 'fp32', or in 2 bytes 'bf16' or 'fp16' (8 and 11 bits "
+        "of significand); sums, gradients and optimiser state stay fp32, and updates are rounded "
+        "stochastically, by random numbers that follow from training.seed",
+        choices=("fp32", "bf16", "fp16"),
+    )
     tables: int | None = setting(
         8, "number of embedding tables; left out, the length of table_rows", minimum=1
     )
@@ -162,6 +169,11 @@ class ModelConfig:
             return features * self.embedding_dim
         pairs = features * (features + (1 if self.interaction_itself else -1)) // 2
         return pairs + self.embedding_dim
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row of an embedding table."""
+        return self.embedding_dim * (4 if self.embedding_precision == "fp32" else 2)
 
     @property
     def top_widths(self) -> tuple[int, ...]:
@@ -431,8 +443,8 @@ class TrainingConfig:
     )
     precision: str = setting(
         "fp32",
-        "of the dense part's products and activations (autocast); embeddings, all weights and "
-        "their update stay fp32",
+        "of the dense part's products and activations (autocast); all weights and their update "
+        "stay fp32, the tables as model.embedding_precision says",
         choices=("fp32", "bf16", "fp16"),
     )
     loss_scale: float = setting(
@@ -660,12 +672,36 @@ class Parameters:
             raise InputError(
                 f"data.multi_hot_sizes has {len(sizes)} sizes, but the model has {tables} tables"
             )
+        self._check_embedding_precision()
         samples, size = self.data.samples, self.training.batch_size
         if samples is not None and samples < size and self.data.drop_last:
             raise InputError(
                 f"data.samples is {samples}, but training.batch_size is {size}: not one full "
                 "batch (data.drop_last: false trains on a short one)"
             )
+
+    def _check_embedding_precision(self) -> None:
+        training = self.training
+        if self.model.embedding_precision == "fp32":
+            return
+        reasons = {
+            "optimizer": "Adam's update has no stochastic rounding; choose sgd or an Adagrad"
+            if training.optimizer == "adam"
+            else "",
+            "embedding_backend": "its kernels do not round as a resumed run must; choose torch, "
+            "fused or auto"
+            if training.embedding_backend == "fbgemm"
+            else "",
+            "embedding_update": "rows of 2 bytes need an update with one owner a row: race_free"
+            if training.embedding_update != "race_free"
+            else "",
+        }
+        for leaf, why in reasons.items():
+            if why:
+                raise InputError(
+                    f"model.embedding_precision is {self.model.embedding_precision!r}, but "
+                    f"training.{leaf} is {getattr(training, leaf)!r}: {why}"
+                )
 
     def to_sections(self) -> dict[str, Any]:
         """Plain dicts, lists and scalars: what YAML, JSON and papermill carry."""

@@ -17,6 +17,7 @@ from dlrm_core.config import Parameters, TrainingConfig
 from dlrm_core.data.batch import Batch
 from dlrm_core.engines import PACKAGE, engine, find_engine
 from dlrm_core.errors import InputError
+from dlrm_core.rounding import GROUP_BITS, round_rows, words
 
 _HUGE_PAGE = 1 << 21
 _PAIR_OF_LINES = 128
@@ -56,8 +57,12 @@ class EmbeddingTables(nn.Module):
             (Linux, CPU): random rows then miss the address cache less, and a back end that
             wants all tables in one piece can use them where they are. Before the weights
             are filled it costs nothing.
-        memory: where the weights are to lie, (R, d) float32 each; left out, on the device
-            that torch allocates on.
+        memory: where the weights are to lie, (R, d) each; left out, on the device that torch
+            allocates on.
+        dtype: of the weights that are allocated (:data:`dlrm_core.rounding.ROW_DTYPES`).
+
+    Attributes:
+        numbers: of the tables in the whole model, where these are some of its tables.
     """
 
     def __init__(
@@ -66,10 +71,12 @@ class EmbeddingTables(nn.Module):
         dim: int,
         huge_pages: bool = False,
         memory: Sequence[torch.Tensor] | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         if memory is None:
-            memory = empty_tables(table_rows, dim, huge_pages)
+            memory = empty_tables(table_rows, dim, huge_pages, dtype)
+        self.numbers = tuple(range(len(memory)))
         self.tables = nn.ModuleList(
             # the weights are filled by the caller; the default filling costs seconds a table
             nn.EmbeddingBag(weight.shape[0], dim, mode="sum", sparse=True, _weight=weight)
@@ -79,7 +86,7 @@ class EmbeddingTables(nn.Module):
 
     @property
     def weights(self) -> list[nn.Parameter]:
-        """The tables' weights, each (R, d) float32."""
+        """The tables' weights, each (R, d)."""
         return list(self.parameters())
 
     def own_backend(self, config: TrainingConfig) -> Backend | None:
@@ -95,21 +102,25 @@ class EmbeddingTables(nn.Module):
         ]
 
 
-def empty_tables(table_rows: Sequence[int], dim: int, huge_pages: bool) -> list[torch.Tensor]:
-    """Memory for tables (R, d) float32, in one piece where huge pages are asked for."""
+def empty_tables(
+    table_rows: Sequence[int], dim: int, huge_pages: bool, dtype: torch.dtype = torch.float32
+) -> list[torch.Tensor]:
+    """Memory for tables (R, d), in one piece where huge pages are asked for."""
     if not huge_pages:
-        return [torch.empty(rows, dim) for rows in table_rows]
-    return list(empty_table(sum(table_rows), dim, huge_pages).split(list(table_rows)))
+        return [torch.empty(rows, dim, dtype=dtype) for rows in table_rows]
+    return list(empty_table(sum(table_rows), dim, huge_pages, dtype).split(list(table_rows)))
 
 
-def empty_table(rows: int, dim: int, huge_pages: bool) -> torch.Tensor:
-    """Memory for a table (rows, dim) float32, on huge pages where asked for and offered."""
+def empty_table(
+    rows: int, dim: int, huge_pages: bool, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Memory for a table (rows, dim), on huge pages where asked for and offered."""
     if not huge_pages or torch.empty(0).device.type != "cpu" or sys.platform != "linux":
-        return torch.empty(rows, dim)
-    memory = torch.empty(rows * dim + _PAIR_OF_LINES // 4)
+        return torch.empty(rows, dim, dtype=dtype)
+    memory = torch.empty(rows * dim + _PAIR_OF_LINES // dtype.itemsize, dtype=dtype)
     _advise_huge_pages(memory)
     # a row of 64 floats is then two aligned pairs of cache lines, which CPUs fetch together
-    skipped = -memory.data_ptr() % _PAIR_OF_LINES // 4
+    skipped = -memory.data_ptr() % _PAIR_OF_LINES // dtype.itemsize
     return memory[skipped : skipped + rows * dim].view(rows, dim)
 
 
@@ -196,6 +207,107 @@ def torch_optimizer(
     return without_compiler(torch.optim.SGD)(weights, learning_rate, foreach=False)
 
 
+class TorchRows:
+    """Lookups and updates of rows of 2 bytes a number by torch's operators, the oracle of others.
+
+    Each row that a batch looked up is updated once, with the float32 sum of its gradients.
+
+    Args:
+        tables: bfloat16 or float16; Adagrad's state is laid out beside them.
+        optimizer: 'sgd', 'adagrad' or 'rowwise_adagrad'.
+        seed: of the random numbers.
+
+    Attributes:
+        states: for each table Adagrad's (R, d), or row-wise Adagrad's (R, 1), sums of squares.
+        updates: number of updates so far, which random numbers depend on.
+    """
+
+    name = "torch"
+
+    def __init__(
+        self, tables: EmbeddingTables, optimizer: str, learning_rate: float, seed: int
+    ) -> None:
+        self.optimizer, self.learning_rate = optimizer, learning_rate
+        self.seed, self.updates = seed, 0
+        self._tables = tables
+        width = {"sgd": 0, "adagrad": tables.weights[0].shape[1], "rowwise_adagrad": 1}[optimizer]
+        self.states = [
+            torch.zeros(weight.shape[0] if width else 0, width, device=weight.device)
+            for weight in tables.weights
+        ]
+        self._anchor = torch.zeros(0, requires_grad=True)
+        self._made: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+
+    def forward(self, tables: EmbeddingTables, batch: Batch) -> list[torch.Tensor]:
+        """T pooled vectors, each (B, d) float32."""
+        return list(_NarrowLookup.apply(self._anchor, self, tables, batch))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients that have not been applied."""
+        self._made.clear()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update every row that has a gradient."""
+        if not self._made:
+            return
+        for table, rows, gradient in self._made:
+            self._update(table, rows, gradient)
+        self.updates += 1
+        self._made.clear()
+
+    def note(self, batch: Batch, gradients: tuple[torch.Tensor, ...]) -> None:
+        """Keep, for each table, the rows of a batch (n,) and their float32 gradients (n, d)."""
+        for table, gradient in enumerate(gradients):
+            ends = torch.tensor([len(batch.table_indices(table))], device=gradient.device)
+            sizes = torch.diff(torch.cat([batch.offsets[table], ends]))
+            rows, place = torch.unique(batch.table_indices(table), return_inverse=True)
+            bags = torch.repeat_interleave(torch.arange(len(sizes), device=sizes.device), sizes)
+            total = torch.zeros(len(rows), gradient.shape[1], device=gradient.device)
+            self._made.append((table, rows, total.index_add_(0, place, gradient.float()[bags])))
+
+    def _update(self, table: int, rows: torch.Tensor, gradient: torch.Tensor) -> None:
+        weight = self._tables.weights[table]
+        change = self.learning_rate * gradient
+        if self.optimizer != "sgd":
+            by_row = self.optimizer == "rowwise_adagrad"
+            squares = gradient.square()
+            total = self.states[table].index_add_(
+                0, rows, squares.mean(dim=1, keepdim=True) if by_row else squares
+            )
+            root = total[rows].sqrt() + EPSILON
+            change = gradient * (self.learning_rate / root) if by_row else change / root
+        groups, members = rows >> GROUP_BITS, rows & ((1 << GROUP_BITS) - 1)
+        number = self._tables.numbers[table]
+        drawn = words(self.seed, self.updates, number, groups, members, weight.shape[1])
+        weight[rows] = round_rows(weight[rows].float() - change, drawn, weight.dtype)
+
+
+class _NarrowLookup(torch.autograd.Function):
+    """Pooling as a node of torch's graph whose backward notes the rows' gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, backend: TorchRows, tables: EmbeddingTables, batch: Batch
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.rest = (backend, batch)
+        pooled = []
+        for t, weight in enumerate(tables.weights):
+            rows = weight[batch.table_indices(t)].float()
+            each = torch.arange(len(rows), device=rows.device)
+            pooled.append(
+                torch.nn.functional.embedding_bag(each, rows, batch.offsets[t], mode="sum")
+            )
+        return tuple(pooled)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, ...]:
+        backend, batch = ctx.rest
+        backend.note(batch, gradients)
+        return None, None, None, None
+
+
 # Which code looks rows up and updates them: ``training.embedding_backend``.
 
 
@@ -214,14 +326,20 @@ def attach(tables: EmbeddingTables, config: TrainingConfig) -> Update:
     if tables.backend is not None:
         return tables.backend
     if backend == "torch":
-        return torch_optimizer(tables, config.optimizer, rate)
+        if tables.weights[0].dtype == torch.float32:
+            return torch_optimizer(tables, config.optimizer, rate)
+        rows = TorchRows(tables, config.optimizer, rate, config.seed)
+        tables.backend = rows
+        return rows
     if backend == "fbgemm":
         tables.backend = engine("FBGEMM").Fbgemm(tables, config.optimizer, rate)
     elif backend != "fused":
         raise ValueError(f"embedding_backend {backend!r} names no one back end")
     elif tables.weights[0].device.type != "cuda":
         kernels = engine("fused embeddings")
-        tables.backend = kernels.FusedCpu(tables, config.optimizer, rate, config.embedding_update)
+        tables.backend = kernels.FusedCpu(
+            tables, config.optimizer, rate, config.embedding_update, config.seed
+        )
     elif config.embedding_update != "race_free":
         raise InputError(
             f"training.embedding_update is {config.embedding_update!r}, but the tables are on "
@@ -231,7 +349,7 @@ def attach(tables: EmbeddingTables, config: TrainingConfig) -> Update:
         # the dense part rounds to bf16 at once; fp16 would lose gradients before they are unscaled
         pooled = torch.bfloat16 if config.precision == "bf16" else torch.float32
         kernels = engine("fused embeddings on a GPU")
-        tables.backend = kernels.FusedGpu(tables, config.optimizer, rate, pooled)
+        tables.backend = kernels.FusedGpu(tables, config.optimizer, rate, pooled, config.seed)
     assert tables.backend is not None
     return tables.backend
 

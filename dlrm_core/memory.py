@@ -126,6 +126,9 @@ CUBLAS_BYTES = 32 << 20
 """torch's workspace for cuBLAS on Hopper, 8 MiB on others
 (https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/cuda/CublasHandlePool.cpp)."""
 
+WORD_TEMPORARIES = 8
+"""Arrays of 8 bytes a number alive while torch's operators round a table's rows."""
+
 TABLE_COPIES = {"sgd": 0, "rowwise_adagrad": 2, "adagrad": 3, "adam": 6}
 """Copies of a table's sparse gradient that torch's optimisers make: coalesced, squared..."""
 
@@ -162,9 +165,10 @@ def forecast_memory(parameters: Parameters, gpu: bool = False) -> list[MemoryIte
 
     Formulas (B batch, T tables of R rows, d embedding width, k mean bag size; b bytes of a
     number of ``training.precision``):
-    table 4 R d; MLP 4 sum(n m + m) (cross layer 4 (2 F d r + F d), rank r, F = T + 1), in bf16
-    and fp16 also b a number for their copy, as much again in fp32 for gradients; activations
-    and their gradients: see :func:`dense_peak`; pooled vectors and their gradients 2 * 4 B T d;
+    table 4 R d (2 R d with ``model.embedding_precision`` bf16 or fp16); MLP 4 sum(n m + m)
+    (cross layer 4 (2 F d r + F d), rank r, F = T + 1), in bf16 and fp16 also b a number for their
+    copy, as much again in fp32 for gradients; activations and their gradients: see
+    :func:`dense_peak`; pooled vectors and their gradients 2 * 4 B T d;
     batch 4 B (D + 1) + 8 T B (k + 1); sparse gradients of an embedding T B k (4 d + 8),
     less with the fused back ends; optimiser state 4 R (row-wise Adagrad), 4 R d (Adagrad) or
     8 R d (Adam) a table. Tables on the host beside a GPU (``training.embeddings_on_gpu_bytes``)
@@ -190,11 +194,11 @@ def forecast_memory(parameters: Parameters, gpu: bool = False) -> list[MemoryIte
 
 
 def _tables(parameters: Parameters, placement: Placement, where: str) -> Iterator[MemoryItem]:
-    dim, on_host = parameters.model.embedding_dim, set(placement.on_host)
-    for t, rows in enumerate(parameters.model.table_rows):
+    model, on_host = parameters.model, set(placement.on_host)
+    for t, rows in enumerate(model.table_rows):
         place = "host" if t in on_host else where
-        name, size = f"embedding table {t}", rows * dim * FLOAT_BYTES
-        yield MemoryItem(name, f"{rows:,} x {dim}", size, place)
+        name, size = f"embedding table {t}", rows * model.row_bytes
+        yield MemoryItem(name, f"{rows:,} x {model.embedding_dim}", size, place)
 
 
 def _mlps(parameters: Parameters, where: str) -> Iterator[MemoryItem]:
@@ -317,7 +321,14 @@ def _embedding_update(
         shape = f"{round(looked_up):,} x {shape}"
         return MemoryItem(f"{name}{whose}", shape, int(count), place, EMBEDDINGS)
 
-    if backend == "torch":
+    narrow = model.embedding_precision != "fp32"
+    if backend == "torch" and narrow:
+        # one table at a time: its rows or bags' gradients widened, and random words of 8 bytes
+        row = dim * (2 * FLOAT_BYTES + WORD_TEMPORARIES * INDEX_BYTES)
+        yield item("one table's widened rows and random words", str(dim), max(counts) * row)
+        merged = dim * FLOAT_BYTES + INDEX_BYTES
+        yield item("gradients of rows", str(dim), looked_up * merged)
+    elif backend == "torch":
         row = dim * FLOAT_BYTES + INDEX_BYTES
         yield item("sparse embedding gradients", str(dim), looked_up * row)
         if (copies := TABLE_COPIES[training.optimizer]) > 0:
@@ -438,17 +449,17 @@ def largest_rows(parameters: Parameters, place: str, limit: int, gpu: bool) -> i
         changed = _scaled(parameters, total / every)
         return total_bytes(forecast_memory(changed, gpu), place)
 
-    dim = parameters.model.embedding_dim
-    most = max(every, limit // (dim * FLOAT_BYTES) + len(parameters.model.table_rows))
+    row_bytes = parameters.model.row_bytes
+    most = max(every, limit // row_bytes + len(parameters.model.table_rows))
     found = _largest(needed, limit, most)
     return None if found is None else sum(_scaled(parameters, found / every).model.table_rows)
 
 
 def largest_on_gpu(parameters: Parameters, limit: int) -> int | None:
     """The most of ``training.embeddings_on_gpu_bytes`` that fits on a GPU of ``limit`` bytes."""
-    dim, sums = parameters.model.embedding_dim, [0]
+    sums = [0]
     for rows in sorted(parameters.model.table_rows):
-        sums.append(sums[-1] + rows * dim * FLOAT_BYTES)
+        sums.append(sums[-1] + rows * parameters.model.row_bytes)
 
     def needed(count: int) -> int:
         changed = _with_training(parameters, embeddings_on_gpu_bytes=sums[count - 1])

@@ -17,6 +17,7 @@ from torch import nn
 from dlrm_core.config import ModelConfig
 from dlrm_core.data.batch import Batch
 from dlrm_core.embeddings import EmbeddingTables
+from dlrm_core.rounding import ROW_DTYPES
 
 
 class Probability(nn.Module):
@@ -225,7 +226,12 @@ class DLRM(nn.Module):
         self.embeddings = (
             make_tables()
             if make_tables is not None
-            else EmbeddingTables(config.table_rows, config.embedding_dim, huge_pages)
+            else EmbeddingTables(
+                config.table_rows,
+                config.embedding_dim,
+                huge_pages,
+                dtype=ROW_DTYPES[config.embedding_precision],
+            )
         )
         self.bottom_mlp = MLP(config.bottom_widths)
         self.interaction: nn.Module
@@ -329,14 +335,24 @@ def _linears(model: DLRM) -> Iterator[tuple[nn.Linear, bool]]:
 def _fill_with_torch(model: DLRM, random: torch.Generator) -> None:
     beside: torch.Generator | None = None
     for table in model.embeddings.weights:
-        bound = (1 / table.shape[0]) ** 0.5
-        if table.device.type == random.device.type:
-            table.uniform_(-bound, bound, generator=random)
-            continue
-        # a table that stays on the host: a generator draws on its own device only
-        beside = beside or torch.Generator(table.device).manual_seed(random.initial_seed())
-        table.uniform_(-bound, bound, generator=beside)
+        source = random
+        if table.device.type != random.device.type:
+            # a table that stays on the host: a generator draws on its own device only
+            beside = beside or torch.Generator(table.device).manual_seed(random.initial_seed())
+            source = beside
+        fill_table_with_torch(table, source)
     fill_dense_with_torch(model, random)
+
+
+def fill_table_with_torch(table: torch.Tensor, random: torch.Generator) -> None:
+    """A table's initial weights (R, d); in 2 bytes they are those of fp32, rounded to nearest."""
+    bound = (1 / table.shape[0]) ** 0.5
+    if table.dtype == torch.float32:
+        table.uniform_(-bound, bound, generator=random)
+        return
+    for rows in table.split(max(1, _CHUNK // table.shape[1])):
+        drawn = torch.empty(rows.shape, device=table.device)
+        rows.copy_(drawn.uniform_(-bound, bound, generator=random))
 
 
 @torch.no_grad()

@@ -45,18 +45,18 @@ def plan_placement(parameters: Parameters, gpu: bool) -> Placement:
     every = tuple(range(len(model.table_rows)))
     if limit is None:
         return Placement(every, (), False) if gpu else Placement((), every, False)
-    chosen = smallest_first(model.table_rows, model.embedding_dim, limit)
+    chosen = smallest_first(model.table_rows, model.row_bytes, limit)
     return Placement(chosen, tuple(t for t in every if t not in set(chosen)), True)
 
 
-def smallest_first(rows: Sequence[int], dim: int, limit: int) -> tuple[int, ...]:
-    """Numbers of the tables (R, dim) float32 that fit into ``limit`` bytes, rising.
+def smallest_first(rows: Sequence[int], row_bytes: int, limit: int) -> tuple[int, ...]:
+    """Numbers of the tables of R rows each that fit into ``limit`` bytes, rising.
 
     Smallest first, the lower number first of equal ones; the first that does not fit ends it.
     """
     chosen, left = [], limit
     for table in sorted(range(len(rows)), key=lambda t: (rows[t], t)):
-        left -= rows[table] * dim * FLOAT_BYTES
+        left -= rows[table] * row_bytes
         if left < 0:
             break
         chosen.append(table)

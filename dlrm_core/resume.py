@@ -144,6 +144,7 @@ def _flat(state: torch.Tensor) -> torch.Tensor:
 _SHAPE = (
     "table_rows",
     "embedding_dim",
+    "embedding_precision",
     "interaction",
     "interaction_itself",
     "dcn_layers",
@@ -328,6 +329,10 @@ def restore_step(checkpoint: Checkpoint, step: Step) -> None:
         InputError: the file is corrupted or of another optimiser.
     """
     checkpoint.read_into(OPTIMIZER, make_room(step, checkpoint))
+    for update in _embedding_updates(step):
+        if hasattr(update, "updates"):
+            # what the rounding of the next update depends on
+            update.updates = checkpoint.step - checkpoint.state["skipped_steps"]
     step.dense.precision.skipped = int(checkpoint.state["skipped_steps"])
 
 

@@ -40,7 +40,7 @@ def kernel_cache(folder: Path) -> Iterator[None]:
 
 SOURCES = (
     *sorted(Path(__file__).parent.rglob("*.py")),
-    Path(errors.__file__).with_name("embeddings.py"),  # numbers of faults
+    Path(errors.__file__).with_name("rounding.py"),
 )
 """Files that the kernels and their constants are in."""
 

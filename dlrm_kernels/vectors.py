@@ -30,7 +30,10 @@ LANES = 16
 """float32 numbers in a vector."""
 
 _I8, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_I16, _HALF = ir.IntType(16), ir.HalfType()
 _VECTOR, _INTS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
+_SHORTS, _HALVES = ir.VectorType(_I16, LANES), ir.VectorType(_HALF, LANES)
+_LONGS = ir.VectorType(_I64, LANES)
 
 
 compiled = njit(error_model="numpy")
@@ -53,6 +56,42 @@ class VectorModel(models.PrimitiveModel):
 
     def __init__(self, manager: Any, kind: Any) -> None:
         super().__init__(manager, kind, _VECTOR)
+
+
+class Words(types.Type):
+    """Numba's view of sixteen words of 32 bits in registers."""
+
+    def __init__(self) -> None:
+        super().__init__(name="int32x16")
+
+
+word_vector = Words()
+
+
+@register_model(Words)
+class WordsModel(models.PrimitiveModel):
+    """Kept as one LLVM vector of int32."""
+
+    def __init__(self, manager: Any, kind: Any) -> None:
+        super().__init__(manager, kind, _INTS)
+
+
+class Shorts(types.Type):
+    """Numba's view of the bits of sixteen bf16 or fp16 numbers in registers."""
+
+    def __init__(self) -> None:
+        super().__init__(name="int16x16")
+
+
+short_vector = Shorts()
+
+
+@register_model(Shorts)
+class ShortsModel(models.PrimitiveModel):
+    """Kept as one LLVM vector of int16."""
+
+    def __init__(self, manager: Any, kind: Any) -> None:
+        super().__init__(manager, kind, _SHORTS)
 
 
 def pointer_to(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type) -> ir.Value:
@@ -108,44 +147,55 @@ def store_vector(context, address, value):
 
 def _first_lanes(builder: ir.IRBuilder, count: ir.Value) -> ir.Value:
     """Lanes 0 to count - 1, as a mask."""
-    narrow = builder.trunc(count, _I32)
-    one = builder.insert_element(ir.Constant(_INTS, ir.Undefined), narrow, _I32(0))
-    same = ir.Constant(_INTS, [0] * LANES)
-    counts = builder.shuffle_vector(one, ir.Constant(_INTS, ir.Undefined), same)
+    counts = _same_lanes(builder, builder.trunc(count, _I32))
     return builder.icmp_signed("<", ir.Constant(_INTS, list(range(LANES))), counts)
+
+
+def _same_lanes(builder: ir.IRBuilder, word: ir.Value) -> ir.Value:
+    """The same word of 32 bits in all lanes."""
+    one = builder.insert_element(ir.Constant(_INTS, ir.Undefined), word, _I32(0))
+    same = ir.Constant(_INTS, [0] * LANES)
+    return builder.shuffle_vector(one, ir.Constant(_INTS, ir.Undefined), same)
+
+
+def _loading_first(kind: ir.VectorType, name: str, alignment: int) -> Any:
+    """Code of an intrinsic (address, count): the first lanes from memory, zeros behind them."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = pointer_to(builder, arguments[0], kind)
+        mask = _first_lanes(builder, arguments[1])
+        call = ir.FunctionType(kind, [pointer.type, _I32, mask.type, kind])
+        function = get_or_insert_function(builder.module, call, f"llvm.masked.load.{name}.p0")
+        nothing = ir.Constant(kind, [0] * LANES)
+        return builder.call(function, [pointer, _I32(alignment), mask, nothing])
+
+    return generate
+
+
+def _storing_first(kind: ir.VectorType, name: str, alignment: int) -> Any:
+    """Code of an intrinsic (address, value, count): the first lanes to memory."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = pointer_to(builder, arguments[0], kind)
+        mask = _first_lanes(builder, arguments[2])
+        call = ir.FunctionType(ir.VoidType(), [kind, pointer.type, _I32, mask.type])
+        function = get_or_insert_function(builder.module, call, f"llvm.masked.store.{name}.p0")
+        builder.call(function, [arguments[1], pointer, _I32(alignment), mask])
+        return context.get_dummy_value()
+
+    return generate
 
 
 @intrinsic
 def load_first(context, address, count):
     """The first ``count`` of sixteen float32, zeros behind them; nothing else is read."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = pointer_to(builder, arguments[0], _VECTOR)
-        mask = _first_lanes(builder, arguments[1])
-        kinds = [pointer.type, _I32, mask.type, _VECTOR]
-        kind = ir.FunctionType(_VECTOR, kinds)
-        name = "llvm.masked.load.v16f32.p0"
-        function = get_or_insert_function(builder.module, kind, name)
-        nothing = ir.Constant(_VECTOR, [0.0] * LANES)
-        return builder.call(function, [pointer, _I32(4), mask, nothing])
-
-    return vector(types.int64, types.int64), generate
+    return vector(types.int64, types.int64), _loading_first(_VECTOR, "v16f32", 4)
 
 
 @intrinsic
 def store_first(context, address, value, count):
     """The first ``count`` lanes to an address; nothing else is written."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = pointer_to(builder, arguments[0], _VECTOR)
-        mask = _first_lanes(builder, arguments[2])
-        kind = ir.FunctionType(ir.VoidType(), [_VECTOR, pointer.type, _I32, mask.type])
-        name = "llvm.masked.store.v16f32.p0"
-        function = get_or_insert_function(builder.module, kind, name)
-        builder.call(function, [arguments[1], pointer, _I32(4), mask])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, vector, types.int64), generate
+    return types.void(types.int64, vector, types.int64), _storing_first(_VECTOR, "v16f32", 4)
 
 
 @intrinsic
@@ -235,6 +285,167 @@ def square_root(context, a):
     return vector(vector), generate
 
 
+# Words of 32 bits, and numbers of 2 bytes.
+
+
+@intrinsic
+def load_words(context, address):
+    """Sixteen words of 32 bits."""
+    return word_vector(types.int64), loading(_INTS, 4)
+
+
+@intrinsic
+def store_words(context, address, value):
+    """Sixteen words of 32 bits."""
+    return types.void(types.int64, word_vector), storing(_INTS, 4)
+
+
+@intrinsic
+def splat_word(context, value):
+    """Sixteen times the low 32 bits of an integer."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return _same_lanes(builder, builder.trunc(arguments[0], _I32))
+
+    return word_vector(types.int64), generate
+
+
+@intrinsic
+def lane_numbers(context):
+    """The words 0 to 15."""
+    return word_vector(), lambda context, builder, signature, arguments: ir.Constant(
+        _INTS, list(range(LANES))
+    )
+
+
+@intrinsic
+def add_words(context, a, b):
+    """a + b modulo 2^32, lane by lane."""
+    return word_vector(word_vector, word_vector), _arithmetic("add")
+
+
+@intrinsic
+def xor_words(context, a, b):
+    """Bits that differ, lane by lane."""
+    return word_vector(word_vector, word_vector), _arithmetic("xor")
+
+
+@intrinsic
+def multiply_low(context, a, b):
+    """The low 32 bits of a b, lane by lane."""
+    return word_vector(word_vector, word_vector), _arithmetic("mul")
+
+
+@intrinsic
+def multiply_high(context, a, b):
+    """The high 32 bits of a b without signs, lane by lane."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        wide = [builder.zext(argument, _LONGS) for argument in arguments]
+        shift = ir.Constant(_LONGS, [32] * LANES)
+        return builder.trunc(builder.lshr(builder.mul(*wide), shift), _INTS)
+
+    return word_vector(word_vector, word_vector), generate
+
+
+@intrinsic
+def load_shorts(context, address):
+    """The bits of sixteen numbers of 2 bytes."""
+    return short_vector(types.int64), loading(_SHORTS, 2)
+
+
+@intrinsic
+def store_shorts(context, address, value):
+    """The bits of sixteen numbers of 2 bytes."""
+    return types.void(types.int64, short_vector), storing(_SHORTS, 2)
+
+
+@intrinsic
+def load_first_shorts(context, address, count):
+    """The first ``count`` of sixteen numbers of 2 bytes; nothing else is read."""
+    return short_vector(types.int64, types.int64), _loading_first(_SHORTS, "v16i16", 2)
+
+
+@intrinsic
+def store_first_shorts(context, address, value, count):
+    """The first ``count`` lanes to an address; nothing else is written."""
+    return types.void(types.int64, short_vector, types.int64), _storing_first(_SHORTS, "v16i16", 2)
+
+
+@intrinsic
+def from_bf16(context, shorts):
+    """Sixteen bf16 numbers as float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        wide = builder.shl(builder.zext(arguments[0], _INTS), ir.Constant(_INTS, [16] * LANES))
+        return builder.bitcast(wide, _VECTOR)
+
+    return vector(short_vector), generate
+
+
+@intrinsic
+def from_half(context, shorts):
+    """Sixteen fp16 numbers as float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.fpext(builder.bitcast(arguments[0], _HALVES), _VECTOR)
+
+    return vector(short_vector), generate
+
+
+def _same(number: int) -> ir.Constant:
+    return ir.Constant(_INTS, [number] * LANES)
+
+
+def _with_sign(builder: ir.IRBuilder, bits: ir.Value, kept: ir.Value) -> ir.Value:
+    """Words ``kept`` of 15 bits as shorts, with the signs of float32 ``bits``."""
+    sign = builder.and_(builder.lshr(bits, _same(16)), _same(0x8000))
+    return builder.trunc(builder.or_(kept, sign), _SHORTS)
+
+
+@intrinsic
+def round_to_bf16(context, value, drawn):
+    """float32 as bf16, up or down by words of 32 bits: the law of dlrm_core.rounding."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        bits = builder.bitcast(arguments[0], _INTS)
+        moved = builder.add(bits, builder.lshr(arguments[1], _same(16)))
+        kept = builder.lshr(moved, _same(16))
+        number = builder.fcmp_ordered("ord", arguments[0], arguments[0])
+        return builder.trunc(builder.select(number, kept, _same(0x7FC0)), _SHORTS)
+
+    return short_vector(vector, word_vector), generate
+
+
+@intrinsic
+def round_to_half(context, value, drawn):
+    """float32 as fp16, up or down by words of 32 bits: the law of dlrm_core.rounding."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        def least(a: ir.Value, b: ir.Value) -> ir.Value:
+            return builder.select(builder.icmp_signed("<", a, b), a, b)
+
+        def most(a: ir.Value, b: ir.Value) -> ir.Value:
+            return builder.select(builder.icmp_signed(">", a, b), a, b)
+
+        bits = builder.bitcast(arguments[0], _INTS)
+        size = builder.and_(bits, _same(0x7FFFFFFF))
+        exponent = builder.lshr(size, _same(23))
+        dropped = most(builder.sub(_same(126), exponent), _same(13))
+        beyond = least(most(builder.sub(dropped, _same(31)), _same(0)), _same(31))
+        digits = builder.or_(builder.and_(size, _same(0x7FFFFF)), _same(0x800000))
+        below = builder.icmp_signed("<", exponent, _same(113))
+        normal = builder.sub(size, _same(112 << 23))
+        mantissa = builder.select(below, builder.lshr(digits, beyond), normal)
+        dropped = least(dropped, _same(31))
+        random = builder.lshr(arguments[1], builder.sub(_same(32), dropped))
+        kept = least(builder.lshr(builder.add(mantissa, random), dropped), _same(0x7C00))
+        number = builder.fcmp_ordered("ord", arguments[0], arguments[0])
+        return _with_sign(builder, bits, builder.select(number, kept, _same(0x7E00)))
+
+    return short_vector(vector, word_vector), generate
+
+
 @intrinsic
 def lane_sum(context, a):
     """The sum of the lanes, always in the same order: neighbours first, as a tree."""
@@ -311,6 +522,8 @@ NEXT_UNIT = 0  # number of units taken so far
 UNITS = 1  # number of units
 ENTERED = 2  # number of threads that have entered
 
+_HASH = 0x9E3779B1  # 2^32 / golden ratio: spreads neighbouring rows over the owners
+
 
 @compiled
 def item(array, place):
@@ -328,6 +541,21 @@ def field(job, number):
 def take_unit(job):
     """The next unit of work, or one past the last."""
     return atomic_add_int(job + 8 * NEXT_UNIT, 1)
+
+
+@compiled
+def owner(row, slices):
+    """Which of ``slices`` owns a row: a hash, so that hot neighbours are spread."""
+    if slices == 1:
+        return 0
+    return (((row * _HASH) & 0xFFFFFFFF) * slices) >> 32
+
+
+@compiled
+def warm(address, size, step):
+    """Prefetch ``size`` bytes (to be written as well: prefetching for writing is slower)."""
+    for line in range(0, size, step):
+        prefetch(address + line)
 
 
 @compiled

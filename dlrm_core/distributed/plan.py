@@ -151,6 +151,12 @@ def require_possible(parameters: Parameters, ranks: int) -> None:
             "training.optimizer is 'adam', but FBGEMM, which updates the tables on several "
             "ranks, has it on no CPU: choose sgd, adagrad or rowwise_adagrad"
         )
+    if parameters.model.embedding_precision != "fp32":
+        raise InputError(
+            f"model.embedding_precision is {parameters.model.embedding_precision!r}, but on "
+            "several ranks it can be 'fp32' only: FBGEMM, which holds the tables there, does not "
+            "round by random numbers that a resumed run repeats"
+        )
     for leaf, found, wanted, reason in (
         ("micro_batch", training.micro_batch is not None, "nothing", "a rank's batch is small"),
         (

@@ -29,6 +29,7 @@ from dlrm_core.errors import InputError
 from dlrm_core.machine import available_memory
 from dlrm_core.memory import forecast_memory
 from dlrm_core.placement import places_of
+from dlrm_core.rounding import ROW_DTYPES
 from dlrm_core.units import format_bytes
 from dlrm_kernels.embeddings.host_tables import PlacedTables, divide
 
@@ -97,7 +98,10 @@ def resolve(
                 make_tables()
                 if make_tables is not None
                 else EmbeddingTables(
-                    parameters.model.table_rows, parameters.model.embedding_dim, huge_pages=True
+                    parameters.model.table_rows,
+                    parameters.model.embedding_dim,
+                    huge_pages=True,
+                    dtype=ROW_DTYPES[parameters.model.embedding_precision],
                 )
             )
         with torch.no_grad():

@@ -22,13 +22,17 @@ from dlrm_core.data.batch import Batch
 from dlrm_core.embeddings import EPSILON, EmbeddingTables, empty_table
 from dlrm_core.errors import InputError
 from dlrm_kernels.embeddings import kernels as k
-from dlrm_kernels.embeddings import kernels_contended, kernels_sorted
+from dlrm_kernels.embeddings import kernels_contended, kernels_narrow, kernels_sorted
 from dlrm_kernels.embeddings.checks import check_batch, describe_fault
 from dlrm_kernels.native import compile_kernel, require_numba
-from dlrm_kernels.vectors import UNITS
+from dlrm_kernels.vectors import ENTERED, NEXT_UNIT, UNITS
 
 ROWS_AHEAD = 16
 """Lookups between a row's prefetch and its use: 16 to 32 were equally fast, 64 floats a row."""
+
+NARROW_ROWS_AHEAD, LINE = 32, 64
+"""The same for rows of 2 bytes a number, and the bytes between their prefetches: each line of a
+row of 128 bytes is named, which took less time than naming one of a pair."""
 
 CONTENDED = {
     "naive": kernels_contended.expand,
@@ -37,17 +41,26 @@ CONTENDED = {
 }
 """Kernel of the backward pass for each update that is not race-free."""
 
+FORMATS = {
+    torch.float32: kernels_narrow.FLOAT,
+    torch.bfloat16: kernels_narrow.BF16,
+    torch.float16: kernels_narrow.HALF,
+}
+"""Type of the tables' numbers to the kernels' name of it."""
+
 
 class FusedCpu:
     """Tables on the CPU by kernels of our own.
 
     Args:
-        tables: float32 tables; Adagrad's state is laid out beside them.
+        tables: float32, bfloat16 or float16; Adagrad's state (float32) is laid out beside them.
         optimizer: 'sgd', 'adagrad' or 'rowwise_adagrad'.
-        update: 'race_free', or with SGD 'naive', 'atomic', 'locked'.
+        update: 'race_free', or with SGD on float32 tables 'naive', 'atomic', 'locked'.
+        seed: of the random words by which numbers of 2 bytes are rounded.
 
     Attributes:
         states: for each table Adagrad's (R, d), or row-wise Adagrad's (R, 1), sums of squares.
+        updates: number of updates so far, which random words depend on.
         notices: what had to be fallen back to, and why.
 
     Raises:
@@ -63,10 +76,14 @@ class FusedCpu:
         optimizer: str,
         learning_rate: float,
         update: str = "race_free",
+        seed: int = 0,
     ) -> None:
         self.optimizer = optimizer
         self.learning_rate = learning_rate
         self.update = update
+        self.seed, self.updates = seed, 0
+        self._format = FORMATS.get(tables.weights[0].dtype, kernels_narrow.FLOAT)
+        self._numbers = np.array(tables.numbers, np.int64)
         self._known: tuple[int, ...] = ()
         self._weights = np.empty(0, np.int64)
         self._rows = np.empty(0, np.int64)
@@ -153,11 +170,31 @@ class FusedCpu:
                 job.fields[k.SCRATCH] = job.array(np.zeros(size, np.int8)).ctypes.data
             job.run(CONTENDED[self.update], units, threads)
             return
+        job.fields[k.WORDS] = job.array(
+            np.empty(threads * kernels_narrow.words_bytes(self._dim), np.int8)
+        ).ctypes.data
         plan = share_out(starts, threads)
-        job.fields[k.PLAN] = job.array(plan).ctypes.data
-        if self.optimizer == "sgd":
-            job.run(k.sgd_owned, len(plan), threads)
-            return
+        sorts = self._sorts(starts)[plan[:, 0]]
+        job.run_plan(k.sgd_owned, plan[~sorts], threads)
+        if sorts.any():
+            self._make_room_to_sort(job, starts, plan[sorts], threads)
+            job.run_plan(kernels_sorted.adagrad_owned, plan[sorts], threads)
+        self.updates += 1
+
+    def _sorts(self, starts: tuple[int, ...]) -> np.ndarray:
+        """For each table, whether a row is updated once with the sum of its gradients.
+
+        Both Adagrads need the sum. With SGD it is taken of rows of 2 bytes where a table has
+        fewer rows than lookups: a row that is looked up often would be rounded as often.
+        """
+        if self.optimizer != "sgd":
+            return np.ones(len(self._rows), bool)
+        narrow = self._format != kernels_narrow.FLOAT
+        return narrow & (np.diff(np.array(starts, np.int64)) > self._rows)
+
+    def _make_room_to_sort(
+        self, job: _Job, starts: tuple[int, ...], plan: np.ndarray, threads: int
+    ) -> None:
         of_thread = kernels_sorted.scratch_bytes(self._dim) // 8
         region = key_region(starts, plan, threads)
         keys = threads * region if region else 2 * starts[-1]
@@ -167,9 +204,11 @@ class FusedCpu:
         job.fields[k.SCRATCH] = self._scratch.ctypes.data
         job.fields[k.KEYS] = self._scratch.ctypes.data + 8 * threads * of_thread
         job.fields[k.REGION] = 8 * region
-        rowwise = self.optimizer == "rowwise_adagrad"
-        job.fields[k.KIND] = kernels_sorted.ROWWISE if rowwise else kernels_sorted.ADAGRAD
-        job.run(kernels_sorted.adagrad_owned, len(plan), threads)
+        job.fields[k.KIND] = {
+            "sgd": kernels_sorted.SGD,
+            "adagrad": kernels_sorted.ADAGRAD,
+            "rowwise_adagrad": kernels_sorted.ROWWISE,
+        }[self.optimizer]
 
     def _kernels(self) -> list[Callable[[int], None]]:
         """The kernels that this optimiser and update need."""
@@ -177,8 +216,10 @@ class FusedCpu:
             return [k.forward, CONTENDED["naive"], kernels_contended.apply_serially]
         if self.update != "race_free":
             return [k.forward, CONTENDED[self.update]]
-        sgd = self.optimizer == "sgd"
-        return [k.forward, k.sgd_owned if sgd else kernels_sorted.adagrad_owned]
+        if self.optimizer != "sgd":
+            return [k.forward, kernels_sorted.adagrad_owned]
+        narrow = self._format != kernels_narrow.FLOAT
+        return [k.forward, k.sgd_owned, *([kernels_sorted.adagrad_owned] if narrow else [])]
 
     def _check_tables(self, tables: EmbeddingTables) -> None:
         """Note where the tables lie; check them again whenever one has moved."""
@@ -186,11 +227,14 @@ class FusedCpu:
         addresses = tuple(weight.data_ptr() for weight in weights)
         if addresses == self._known:
             return
+        allowed = [dtype for dtype in FORMATS if FORMATS[dtype] == self._format]
+        if self.update != "race_free":
+            allowed = [torch.float32]
         for t, weight in enumerate(weights):
-            if weight.device.type != "cpu" or weight.dtype != torch.float32:
+            if weight.device.type != "cpu" or weight.dtype not in allowed:
                 raise InputError(
                     f"embedding table {t} is {weight.dtype} on {weight.device}; "
-                    "the fused back end of the CPU works on torch.float32 on cpu"
+                    f"the fused back end of the CPU works on {allowed[0]} on cpu"
                 )
             if not weight.is_contiguous():
                 raise InputError(
@@ -218,8 +262,12 @@ class FusedCpu:
         fields[k.STARTS] = job.integers(starts)
         rates = job.array(np.array([self.learning_rate, EPSILON], np.float32))
         fields[k.RATES] = rates.ctypes.data
-        fields[k.AHEAD] = ROWS_AHEAD
-        fields[k.STEP] = prefetch_step()
+        narrow = self._format != kernels_narrow.FLOAT
+        fields[k.AHEAD] = NARROW_ROWS_AHEAD if narrow else ROWS_AHEAD
+        fields[k.STEP] = LINE if narrow else prefetch_step()
+        fields[k.FORMAT] = self._format
+        fields[k.SEED], fields[k.UPDATE] = self.seed, self.updates
+        fields[k.NUMBERS] = self._numbers.ctypes.data
         return job
 
 
@@ -239,8 +287,15 @@ class _Job:
         """Address of whole numbers laid out as int64."""
         return self.array(np.array(values, np.int64)).ctypes.data
 
+    def run_plan(self, kernel: Callable[[int], None], plan: np.ndarray, threads: int) -> None:
+        """Do the units of a plan (U, 3) on at most so many threads."""
+        if len(plan):
+            self.fields[k.PLAN] = self.array(np.ascontiguousarray(plan)).ctypes.data
+            self.run(kernel, len(plan), threads)
+
     def run(self, kernel: Callable[[int], None], units: int, threads: int) -> None:
         """Do all units on at most so many threads."""
+        self.fields[[NEXT_UNIT, ENTERED]] = 0  # a job may be run more than once
         self.fields[UNITS] = units
         compile_kernel(kernel)[0](self.fields.ctypes.data, max(1, min(threads, units)))
 

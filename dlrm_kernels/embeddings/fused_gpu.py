@@ -21,6 +21,7 @@ import torch
 from dlrm_core.data.batch import Batch, extents_of
 from dlrm_core.embeddings import EPSILON, EmbeddingTables
 from dlrm_core.errors import InputError, MissingToolError
+from dlrm_core.rounding import ROW_DTYPES
 from dlrm_kernels.embeddings.checks import (
     BAD_INDEX,
     BAD_OFFSET,
@@ -75,12 +76,13 @@ class FusedGpu:
     """Tables on a GPU by Triton kernels (:mod:`dlrm_kernels.embeddings.kernels_gpu`).
 
     Args:
-        tables: float32 tables; Adagrad's state is laid out beside them.
+        tables: float32, bfloat16 or float16; Adagrad's state (float32) is laid out beside them.
         optimizer: 'sgd', 'adagrad' or 'rowwise_adagrad'.
         learning_rate: read by the kernels from the device, so it may change between
             replays of a captured graph.
         pooled_dtype: type of the pooled vectors. They are summed in fp32; bf16 is what
             the dense part would round them to at once, so nothing else changes.
+        seed: of the random words by which numbers of 2 bytes are rounded.
 
     Attributes:
         states: for each table Adagrad's (R, d), or row-wise Adagrad's (R, 1), sums of squares.
@@ -99,10 +101,17 @@ class FusedGpu:
         optimizer: str,
         learning_rate: float,
         pooled_dtype: torch.dtype = torch.float32,
+        seed: int = 0,
     ) -> None:
         require_triton()
         weights = tables.weights
         self.device = weights[0].device
+        stored = weights[0].dtype
+        self.dtype = stored if stored in ROW_DTYPES.values() else torch.float32
+        self.seed = seed
+        # counted on the device, where a captured graph reads it
+        self._updates = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._numbers = torch.tensor(tables.numbers, device=self.device)
         self.optimizer = optimizer
         self.pooled_dtype = pooled_dtype
         self.notices: list[str] = []
@@ -130,6 +139,15 @@ class FusedGpu:
     def learning_rate(self, rate: float) -> None:
         self._learning_rate = rate
         self._rates.fill_(rate)
+
+    @property
+    def updates(self) -> int:
+        """Number of updates so far, which random words depend on; waits for the GPU."""
+        return int(self._updates)
+
+    @updates.setter
+    def updates(self, count: int) -> None:
+        self._updates.fill_(count)
 
     def forward(self, tables: EmbeddingTables, batch: Batch) -> list[torch.Tensor]:
         """T pooled vectors, each (B, d): views of one tensor (T, B, d).
@@ -204,12 +222,22 @@ class FusedGpu:
         gradients: list[torch.Tensor],
     ) -> None:
         """Update the tables with the gradients (B, d) of their pooled vectors."""
+        self._check_tables(tables)
+        if indices.numel() and offsets.shape[1]:
+            self._settle(indices, offsets, extents, gradients)
+        if self.dtype != torch.float32:
+            self._updates.add_(1)
+
+    def _settle(
+        self,
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        extents: torch.Tensor,
+        gradients: list[torch.Tensor],
+    ) -> None:
         from dlrm_kernels.embeddings import kernels_gpu as k
 
-        self._check_tables(tables)
         count, size = indices.numel(), offsets.shape[1]
-        if count == 0 or size == 0:
-            return
         tiles = self._tiles(count, size)
         limit = self._tables << self._row_bits
         keys = torch.full((count,), limit, dtype=self._key_dtype, device=self.device)
@@ -235,6 +263,7 @@ class FusedGpu:
                 *(limit, next_keys, next_sums, self._fault),
                 *(self._weights[0], self._places, self.states[0], self._state_places),
                 self._rates,
+                *(self.seed, self._updates, self._numbers),
                 EPSILON=EPSILON,
                 ROW_BITS=self._row_bits,
                 DIM=self._dim,
@@ -280,10 +309,10 @@ class FusedGpu:
             return
         dim = weights[0].shape[1]
         for t, weight in enumerate(weights):
-            if weight.device != self.device or weight.dtype != torch.float32:
+            if weight.device != self.device or weight.dtype != self.dtype:
                 raise InputError(
                     f"embedding table {t} is {weight.dtype} on {weight.device}; the fused back "
-                    f"end works on torch.float32 tables that are all on one device ({self.device})"
+                    f"end works on {self.dtype} tables that are all on one device ({self.device})"
                 )
             if not weight.is_contiguous():
                 raise InputError(
@@ -301,20 +330,25 @@ class FusedGpu:
         rows = [weight.shape[0] for weight in weights]
         self._row_bits = max(1, (max(rows) - 1).bit_length())
         # half as many passes of the sort for keys of 32 bits
-        wide = self._tables << self._row_bits >= 1 << 31
-        self._key_dtype = torch.int64 if wide else torch.int32
+        long = self._tables << self._row_bits >= 1 << 31
+        self._key_dtype = torch.int64 if long else torch.int32
         self._rows = torch.tensor(rows, device=self.device)
         states = [state.data_ptr() for state in self.states]
-        aligned = dim % 4 == 0 and all(a % 16 == 0 for a in (*addresses, *states))
-        self._vector = 4 if aligned else 1
-        self._places = self._distances(addresses, self._vector)
+        wide = 16 // self.dtype.itemsize  # numbers that a thread loads at once
+        aligned = (
+            dim % wide == 0
+            and all(address % 16 == 0 for address in addresses)
+            and all(address % (4 * wide) == 0 for address in states)
+        )
+        self._vector = wide if aligned else 1
+        self._places = self._distances(addresses, self._vector * self.dtype.itemsize)
         by_row = self.optimizer == "rowwise_adagrad"
-        self._state_places = self._distances(states, 1 if by_row else self._vector)
+        self._state_places = self._distances(states, 4 if by_row else 4 * self._vector)
         self._known = addresses
 
     def _distances(self, addresses: tuple[int, ...] | list[int], unit: int) -> torch.Tensor:
-        """(T,) int64: how many times ``unit`` floats each address is from the first."""
-        away = [(address - addresses[0]) // (4 * unit) for address in addresses]
+        """(T,) int64: how many times ``unit`` bytes each address is from the first."""
+        away = [(address - addresses[0]) // unit for address in addresses]
         return torch.tensor(away, device=self.device)
 
 

@@ -25,6 +25,7 @@ from dlrm_core.data.batch import Batch
 from dlrm_core.embeddings import EmbeddingTables, attach, empty_tables
 from dlrm_core.parts import part
 from dlrm_core.placement import Placement, Places
+from dlrm_core.rounding import ROW_DTYPES
 from dlrm_core.units import format_bytes
 
 
@@ -72,14 +73,20 @@ class PlacedTables(EmbeddingTables):
         host_backend: back end of the host's side where it is not the parameters' own.
     """
 
-    def __init__(self, table_rows: Sequence[int], dim: int, placement: Placement) -> None:
+    def __init__(
+        self,
+        table_rows: Sequence[int],
+        dim: int,
+        placement: Placement,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         memory: list[torch.Tensor] = [torch.empty(0)] * len(table_rows)
         for ids, device in (
             (placement.on_gpu, torch.get_default_device()),
             (placement.on_host, torch.device("cpu")),
         ):
             with device:
-                made = empty_tables([table_rows[t] for t in ids], dim, True) if ids else []
+                made = empty_tables([table_rows[t] for t in ids], dim, True, dtype) if ids else []
             for t, tensor in zip(ids, made, strict=True):
                 memory[t] = tensor
         super().__init__(table_rows, dim, memory=memory)
@@ -100,6 +107,7 @@ class PlacedTables(EmbeddingTables):
         """Some of the tables: the same parameters, with a back end of their own."""
         tables = EmbeddingTables((), 0, memory=())
         tables.tables.extend(self.tables[t] for t in ids)
+        tables.numbers = tuple(ids)
         return tables
 
 
@@ -108,17 +116,19 @@ def places_of(parameters: Parameters, placement: Placement, device: torch.device
     model = parameters.model
     return Places(
         notices=(_notice(parameters, placement, device),),
-        make_tables=lambda: PlacedTables(model.table_rows, model.embedding_dim, placement),
+        make_tables=lambda: PlacedTables(
+            model.table_rows, model.embedding_dim, placement, ROW_DTYPES[model.embedding_precision]
+        ),
         divide=lambda batch: divide(batch, placement),
     )
 
 
 def _notice(parameters: Parameters, placement: Placement, device: torch.device) -> str:
     """The sentence that says which tables lie where."""
-    rows, dim = parameters.model.table_rows, parameters.model.embedding_dim
+    rows, row_bytes = parameters.model.table_rows, parameters.model.row_bytes
 
     def those(ids: Sequence[int]) -> str:
-        size = format_bytes(sum(rows[t] for t in ids) * dim * 4)
+        size = format_bytes(sum(rows[t] for t in ids) * row_bytes)
         if not ids:
             return "no tables"
         named = f"table {ids[0]}" if len(ids) == 1 else f"tables {ranges(ids)}"

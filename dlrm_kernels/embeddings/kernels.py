@@ -13,15 +13,24 @@ other widths are done 64, 16 and then 1 column at a time.
 from __future__ import annotations
 
 from dlrm_kernels.embeddings.checks import BAD_INDEX, BAD_OFFSET
+from dlrm_kernels.embeddings.kernels_narrow import (
+    FLOAT,
+    draw_words,
+    subtract_narrow,
+    sum_narrow,
+    words_bytes,
+)
 from dlrm_kernels.vectors import (
     UNITS,
     add,
     compiled,
+    enter,
     field,
     item,
     load_float,
     load_vector,
     multiply,
+    owner,
     prefetch,
     splat,
     store_float,
@@ -29,6 +38,7 @@ from dlrm_kernels.vectors import (
     store_vector,
     subtract,
     take_unit,
+    warm,
     zeros,
 )
 
@@ -54,9 +64,12 @@ KEYS = 20  # sorted kernels: 2 x N int64, or a region a thread
 KIND = 21  # sorted kernels: 0 Adagrad, 1 row-wise Adagrad
 STEP = 22  # bytes from one prefetch of a row to the next
 REGION = 23  # sorted kernels: bytes of a thread's region of keys; 0: the tables have regions
-FIELDS = 24
-
-_HASH = 0x9E3779B1  # 2^32 / golden ratio: spreads neighbouring rows over the owners
+FORMAT = 24  # of the tables' numbers: kernels_narrow.FLOAT, BF16 or HALF
+SEED = 25  # of the random words by which numbers of 2 bytes are rounded
+UPDATE = 26  # number of updates before this one
+NUMBERS = 27  # T numbers of the tables in the model
+WORDS = 28  # per thread, the random words of a row
+FIELDS = 29
 
 
 @compiled
@@ -67,21 +80,6 @@ def bag_begin(job, table, bag):
     if bag == bags:
         return item(starts, table + 1)
     return item(starts, table) + item(field(job, OFFSETS), table * bags + bag)
-
-
-@compiled
-def owner(row, slices):
-    """Which of ``slices`` owns a row: a hash, so that hot neighbours are spread."""
-    if slices == 1:
-        return 0
-    return (((row * _HASH) & 0xFFFFFFFF) * slices) >> 32
-
-
-@compiled
-def warm(address, size, step):
-    """Prefetch ``size`` bytes (to be written as well: prefetching for writing is slower)."""
-    for line in range(0, size, step):
-        prefetch(address + line)
 
 
 @compiled
@@ -162,7 +160,7 @@ def pool_bags(job, table, bag, behind, fault):
     """Pool bags ``bag`` to ``behind`` of a table; what is wrong goes to ``fault``."""
     bags, dim, indices = field(job, BAGS), field(job, DIM), field(job, INDICES)
     weights, rows = item(field(job, WEIGHTS), table), item(field(job, ROWS), table)
-    ahead, step = field(job, AHEAD), field(job, STEP)
+    ahead, step, kind = field(job, AHEAD), field(job, STEP), field(job, FORMAT)
     start = item(field(job, STARTS), table)
     stop = item(field(job, STARTS), table + 1)
     offsets = field(job, OFFSETS) + 8 * table * bags
@@ -178,7 +176,11 @@ def pool_bags(job, table, bag, behind, fault):
             store_int(fault, BAD_OFFSET)
             store_int(fault + 8, table * bags + bag)
             return False
-        bad = sum_bag(weights, rows, dim, indices, begin, end, stop - 1, out, ahead, step)
+        last = stop - 1
+        if kind == FLOAT:
+            bad = sum_bag(weights, rows, dim, indices, begin, end, last, out, ahead, step)
+        else:
+            bad = sum_narrow(weights, rows, dim, indices, begin, end, last, out, ahead, step, kind)
         if bad >= 0:
             store_int(fault, BAD_INDEX)
             store_int(fault + 8, bad)
@@ -302,12 +304,15 @@ def subtract_bag(table, dim, indices, begin, end, last, gradient, rate, ahead, s
 def sgd_owned(job):
     """SGD fused into backward without races: a unit owns all rows, or a share, of a table.
 
-    Every row's updates are done by one thread in the order of the lookups.
+    Every row's updates are done by one thread in the order of the lookups. Numbers of 2 bytes
+    are rounded after each.
     """
+    kind, seed, update = field(job, FORMAT), field(job, SEED), field(job, UPDATE)
     bags, dim, units = field(job, BAGS), field(job, DIM), field(job, UNITS)
     starts, indices, plan = field(job, STARTS), field(job, INDICES), field(job, PLAN)
     ahead, step = field(job, AHEAD), field(job, STEP)
     rate = load_float(field(job, RATES))
+    drawn = field(job, WORDS) + enter(job) * words_bytes(dim)
     unit = take_unit(job)
     while unit < units:
         table = item(plan, 3 * unit)
@@ -318,9 +323,17 @@ def sgd_owned(job):
         begin = item(starts, table)
         for bag in range(bags):
             end = bag_begin(job, table, bag + 1)
-            subtract_bag(
-                weights, dim, indices, begin, end, last, gradient, rate, ahead, step, mine, slices
-            )
+            if kind == FLOAT:
+                subtract_bag(
+                    *(weights, dim, indices, begin, end, last, gradient, rate),
+                    *(ahead, step, mine, slices),
+                )
+            elif begin < end:
+                draw_words(drawn, seed, bag, item(field(job, NUMBERS), table), update, dim)
+                subtract_narrow(
+                    *(weights, dim, indices, begin, end, last, gradient, rate),
+                    *(ahead, step, mine, slices, drawn, kind),
+                )
             begin = end
             gradient += stride
         unit = take_unit(job)

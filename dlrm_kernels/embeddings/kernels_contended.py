@@ -25,7 +25,6 @@ from dlrm_kernels.embeddings.kernels import (
     TABLES,
     WEIGHTS,
     bag_begin,
-    warm,
 )
 from dlrm_kernels.vectors import (
     UNITS,
@@ -44,6 +43,7 @@ from dlrm_kernels.vectors import (
     take_unit,
     try_lock,
     unlock,
+    warm,
 )
 
 LOCKS = 1 << 14

@@ -1,9 +1,9 @@
 """Triton kernels of the ``fused`` back end on a GPU: all tables of a model in one launch.
 
 Shapes: B bags (samples), T tables of R rows, d embedding width (DIM), N lookups.
-A row's address is ``reference + (places[t] + row * (DIM / VEC)) * VEC`` floats, in 64 bits:
+A row's address is ``reference + (places[t] + row * (DIM / VEC)) * VEC`` numbers, in 64 bits:
 ``reference`` is any table, ``places`` says how far off each table begins. The factor VEC
-(4 where tables and rows are aligned to 16 bytes) is written out so that the compiler
+(16 bytes where tables and rows are aligned to as much) is written out so that the compiler
 sees the alignment and loads 16 bytes a thread; an address read from memory hides it.
 
 A lookup is known by its key, ``table << ROW_BITS | row``. Keys of nothing (padding, a
@@ -17,8 +17,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dlrm_core.rounding import GOLDEN, GROUP_BITS, PHILOX_ROUNDS
+
 SGD, ADAGRAD, ROWWISE = 0, 1, 2
 """KIND of an update."""
+
+GROUP = tl.constexpr(GROUP_BITS)
+MEMBERS = tl.constexpr((1 << GROUP_BITS) - 1)
+ROUNDS = tl.constexpr(PHILOX_ROUNDS)
+STRIDE = tl.constexpr(GOLDEN)
 
 
 @triton.jit
@@ -98,7 +105,8 @@ def pool(
             refused = tl.where(fits | (lookup >= length), refused, tl.minimum(refused, lookup))
             row = (place + index * (DIM // VEC)) * VEC
             wanted = (fits & (lookup < length))[:, None] & (column < DIM)[None, :]
-            total += tl.load(reference + row[:, None] + column[None, :], mask=wanted, other=0.0)
+            found = tl.load(reference + row[:, None] + column[None, :], mask=wanted, other=0.0)
+            total += found.to(tl.float32)
     wrong = refused < length
     if tl.max(wrong.to(tl.int32), 0) > 0:
         value = tl.load(indices + start + begin + refused, mask=wrong, other=0)
@@ -149,12 +157,62 @@ def _add_runs(begins_left, sum_left, begins_right, sum_right):
 
 
 @triton.jit
+def _words(seed, update, table, row, column):
+    """The random words of rows (n,) and columns (d,), by the law of dlrm_core.rounding."""
+    block = (column // 64 * 16 + column % 16)[None, :].to(tl.uint32)
+    group = (row >> GROUP)[:, None].to(tl.uint32)
+    zero = tl.zeros_like(block) + tl.zeros_like(group)
+    a, b, c, d = tl.philox(
+        seed,
+        zero + block,
+        zero + group,
+        zero + table[:, None].to(tl.uint32),
+        zero + update.to(tl.uint32),
+        ROUNDS,
+    )
+    which = (column // 16 % 4)[None, :]
+    word = tl.where(which == 0, a, tl.where(which == 1, b, tl.where(which == 2, c, d)))
+    member = (row & MEMBERS)[:, None].to(tl.uint32)
+    return word + member * STRIDE
+
+
+@triton.jit
+def _to_bf16(value, word):
+    """float32 as bf16, up or down by a word of 32 bits."""
+    bits = value.to(tl.uint32, bitcast=True)
+    kept = (bits + (word >> 16)) >> 16
+    kept = tl.where(value == value, kept, 0x7FC0)
+    return kept.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _to_half(value, word):
+    """float32 as fp16, up or down by a word of 32 bits."""
+    bits = value.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    exponent = size >> 23
+    dropped = tl.maximum(126 - exponent, 13)
+    beyond = tl.minimum(tl.maximum(dropped - 31, 0), 31)
+    small = ((size & 0x7FFFFF) | 0x800000) >> beyond
+    mantissa = tl.where(exponent < 113, small, size - (112 << 23)).to(tl.uint32)
+    dropped = tl.minimum(dropped, 31).to(tl.uint32)
+    kept = (mantissa + (word >> (32 - dropped))) >> dropped
+    kept = tl.minimum(kept, 0x7C00)
+    kept = tl.where(value == value, kept, 0x7E00)
+    kept = kept | ((bits >> 16) & 0x8000).to(tl.uint32)
+    return kept.to(tl.uint16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
 def _update(
     reference,
     places,
     states,
     state_places,
     rates,
+    seed,
+    updates,
+    numbers,
     key,
     gradient,
     complete,
@@ -173,7 +231,7 @@ def _update(
     wanted = complete[:, None] & (column < DIM)[None, :]
     at = (tl.load(places + table) + row * (DIM // VEC)) * VEC
     at = at[:, None] + column[None, :]
-    weight = tl.load(reference + at, mask=wanted, other=0.0)
+    weight = tl.load(reference + at, mask=wanted, other=0.0).to(tl.float32)
     if KIND == 0:  # SGD
         change = rate * gradient
     elif KIND == 1:  # Adagrad
@@ -188,7 +246,14 @@ def _update(
         total = tl.load(states + state_at, mask=complete, other=0.0) + squares
         tl.store(states + state_at, total, mask=complete)
         change = gradient * tl.div_rn(rate, tl.sqrt_rn(total) + EPSILON)[:, None]
-    tl.store(reference + at, weight - change, mask=wanted)
+    changed = weight - change
+    if reference.dtype.element_ty != tl.float32:
+        words = _words(seed, tl.load(updates), tl.load(numbers + table), row, column)
+        if reference.dtype.element_ty == tl.bfloat16:
+            changed = _to_bf16(changed, words)
+        else:
+            changed = _to_half(changed, words)
+    tl.store(reference + at, changed, mask=wanted)
 
 
 @triton.jit
@@ -210,6 +275,9 @@ def settle_runs(
     states,
     state_places,
     rates,
+    seed,
+    updates,
+    numbers,
     EPSILON: tl.constexpr,
     ROW_BITS: tl.constexpr,
     DIM: tl.constexpr,
@@ -266,6 +334,9 @@ def settle_runs(
         states,
         state_places,
         rates,
+        seed,
+        updates,
+        numbers,
         key,
         gradient,
         complete,

@@ -1,4 +1,4 @@
-"""Adagrad and row-wise Adagrad fused into the backward pass, on the CPU.
+"""Adagrad and row-wise Adagrad fused into the backward pass, on the CPU; SGD rounded once a row.
 
 Both need a row's whole gradient before its update (unlike SGD, which may subtract
 lookup by lookup), so a unit sorts its lookups by row: a stable radix sort of keys
@@ -13,30 +13,36 @@ from __future__ import annotations
 
 import numpy as np
 
+from dlrm_core.rounding import GROUP_BITS
 from dlrm_kernels.embeddings.kernels import (
     AHEAD,
     BAGS,
     DIM,
+    FORMAT,
     GRADIENTS,
     INDICES,
     KEYS,
     KIND,
+    NUMBERS,
     PLAN,
     RATES,
     REGION,
     ROWS,
     SCRATCH,
+    SEED,
     STARTS,
     STATES,
     STEP,
     STRIDES,
     TABLES,
+    UPDATE,
     WEIGHTS,
+    WORDS,
     bag_begin,
-    owner,
-    warm,
 )
+from dlrm_kernels.embeddings.kernels_narrow import FLOAT, change_row, draw_words, words_bytes
 from dlrm_kernels.vectors import (
+    LANES,
     UNITS,
     add,
     compiled,
@@ -45,24 +51,28 @@ from dlrm_kernels.vectors import (
     field,
     item,
     lane_sum,
+    load_first,
     load_float,
     load_vector,
     multiply,
+    owner,
     prefetch,
     splat,
     square_root,
+    store_first,
     store_float,
     store_int,
     store_vector,
     subtract,
     take_unit,
+    warm,
     zeros,
 )
 
 DIGIT_BITS = 11
 """Most bits sorted in one pass: 2048 counters fit the first-level cache."""
 
-ADAGRAD, ROWWISE = 0, 1
+ADAGRAD, ROWWISE, SGD = 0, 1, 2
 
 
 @compiled
@@ -309,6 +319,56 @@ def adagrad_rows(
         begin = end
 
 
+@compiled
+def adagrad_changes(state, gradient, dim, rate, epsilon):
+    """s += g^2; rate g / (sqrt(s) + eps) in the place of g."""
+    rates, epsilons, column = splat(rate), splat(epsilon), 0
+    while column < dim:
+        at, count = 4 * column, min(LANES, dim - column)
+        g = load_first(gradient + at, count)
+        s = add(load_first(state + at, count), multiply(g, g))
+        store_first(state + at, s, count)
+        change = divide(multiply(rates, g), add(square_root(s), epsilons))
+        store_first(gradient + at, change, count)
+        column += LANES
+
+
+@compiled
+def narrow_rows(job, table, keys, count, shift, thread, out):
+    """Update every row of the sorted keys, of 2 bytes a number: summed, changed, rounded once."""
+    dim, kind, form = field(job, DIM), field(job, KIND), field(job, FORMAT)
+    ahead, step, size = field(job, AHEAD), field(job, STEP), 2 * dim
+    w, states = item(field(job, WEIGHTS), table), item(field(job, STATES), table)
+    gradients, stride = item(field(job, GRADIENTS), table), item(field(job, STRIDES), table)
+    rate, epsilon = load_float(field(job, RATES)), load_float(field(job, RATES) + 4)
+    number, update = item(field(job, NUMBERS), table), field(job, UPDATE)
+    drawn = field(job, WORDS) + thread * words_bytes(dim)
+    state_bytes = 4 * dim if kind == ADAGRAD else 4
+    mask, begin, group = (1 << shift) - 1, 0, -1
+    while begin < count:
+        end = end_of_row(keys, begin, count, shift)
+        soon = item(keys, min(end + ahead, count - 1)) >> shift
+        warm(w + soon * size, size, step)
+        if kind != SGD:
+            warm(states + soon * state_bytes, state_bytes, step)
+        row = item(keys, begin) >> shift
+        if row >> GROUP_BITS != group:
+            group = row >> GROUP_BITS
+            draw_words(drawn, field(job, SEED), group, number, update, dim)
+        squares = sum_gradients(keys, begin, end, mask, gradients, stride, dim, out)
+        scale, state = rate, states + row * state_bytes
+        if kind == ROWWISE:
+            total = load_float(state) + squares / np.float32(dim)
+            store_float(state, total)
+            scale = rate / (np.sqrt(total) + epsilon)
+        elif kind == ADAGRAD:
+            adagrad_changes(state, out, dim, rate, epsilon)
+            scale = np.float32(1)
+        member = row & ((1 << GROUP_BITS) - 1)
+        change_row(w + row * size, out, scale, dim, drawn, member, form)
+        begin = end
+
+
 def adagrad_owned(job):
     """Update every row that was looked up, once; a unit owns rows of a table."""
     dim, units, plan = field(job, DIM), field(job, UNITS), field(job, PLAN)
@@ -334,7 +394,9 @@ def adagrad_owned(job):
         keys = base + 8 * first
         bits = bits_for(item(field(job, ROWS), table))
         keys = sort_keys(keys, keys + apart, n, shift, bits, counters)
-        if kind == ROWWISE:
+        if field(job, FORMAT) != FLOAT:
+            narrow_rows(job, table, keys, n, shift, thread, out)
+        elif kind == ROWWISE:
             rowwise_rows(w, s, keys, n, shift, g, stride, dim, rate, epsilon, out, ahead, step)
         else:
             adagrad_rows(w, s, keys, n, shift, g, stride, dim, rate, epsilon, out, ahead, step)

@@ -607,7 +607,7 @@ def least_operator_times(
     # a captured graph is launched as a whole
     captured = on_gpu and parameters.training.cuda_graphs
     overhead = None if captured else limits.overhead_ms(on_gpu)
-    row_bytes = float(FLOAT_BYTES * parameters.model.embedding_dim)
+    row_bytes = float(parameters.model.row_bytes)
     prefetched = parameters.data.loader == "prefetch"
     table_bytes = _table_bytes(parameters, ceilings, statistics)
     rows = []
@@ -645,7 +645,7 @@ def _table_bytes(
     The whole table; after the forward pass only the rows that it touched, if the cache
     holds those of all tables.
     """
-    row_bytes = float(FLOAT_BYTES * parameters.model.embedding_dim)
+    row_bytes = float(parameters.model.row_bytes)
     looked_up = lookups(parameters, statistics)
     touched = max(sum(table.unique for table in looked_up), 1.0) * row_bytes
     cached = touched <= float(ceilings.get("last_level_cache_bytes") or 0)

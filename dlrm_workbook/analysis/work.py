@@ -394,6 +394,7 @@ class _Step:
     def embeddings(self, looked_up: list[Lookups]) -> None:
         """Forward, backward and update of all tables, by the back end that runs them."""
         fused = self.training.embedding_backend != "torch"
+        narrow = self.model.embedding_precision != "fp32"
         with self.part("embedding", "forward"):
             for table in looked_up:
                 self._pooled(table, fused)
@@ -402,22 +403,36 @@ class _Step:
                 if fused and self.training.embedding_update != "naive":
                     # the tables change while backward runs; nothing is left for the update
                     self._fused_update(table)
+                elif narrow:
+                    self._merged_gradient(table)
                 else:
                     self._sparse_gradient(table)
         if not fused or self.training.embedding_update == "naive":
             with self.part("embedding", "update"):
                 for table in looked_up:
-                    self._sparse_update(table)
+                    if narrow:
+                        self._rounded_update(table)
+                    else:
+                        self._sparse_update(table)
 
     def _pooled(self, table: Lookups, fused: bool) -> None:
-        """A row a lookup, an index each, an offset a bag; one pooled vector a bag."""
-        size, vector = self.training.batch_size, self.dim * FLOAT_BYTES
+        """A row a lookup, an index each, an offset a bag; one pooled vector a bag.
+
+        torch's own operators copy rows of 2 bytes a number to float32 before they add them.
+        """
+        size, vector, row = self.training.batch_size, self.dim * FLOAT_BYTES, self.model.row_bytes
+        if widened := row != vector and not fused:
+            read = table.count * (row + INDEX_BYTES)
+            scattered = table.scattered * row
+            self.add("index", read, table.count * row, gather_bytes=scattered, table=table.table)
+            self.cast(table.count * self.dim, row // self.dim, FLOAT_BYTES)
+            row = vector
         self.add(
             "fused_lookup" if fused else "_embedding_bag",
-            table.count * vector + (table.count + size) * INDEX_BYTES,
+            table.count * row + (table.count + size) * INDEX_BYTES,
             size * vector,
             flops=table.count * self.dim,
-            gather_bytes=table.scattered * vector,
+            gather_bytes=0 if widened else table.scattered * row,
             table=table.table,
             merged=fused and table.table > 0,
         )
@@ -427,6 +442,30 @@ class _Step:
         size, vector = self.training.batch_size, self.dim * FLOAT_BYTES
         read = size * vector + (table.count + size) * INDEX_BYTES
         self.add("_embedding_bag_backward", read, table.count * vector, table=table.table)
+
+    def _merged_gradient(self, table: Lookups) -> None:
+        """Rows of 2 bytes: the gradients of each row's bags are added up in float32."""
+        vector, rows = self.dim * FLOAT_BYTES, table.unique * self.dim * FLOAT_BYTES
+        copied = table.count * vector
+        self.add("index", copied + table.count * INDEX_BYTES, copied, table=table.table)
+        read = copied + table.count * INDEX_BYTES + rows
+        self.add("index_add_", read, rows, flops=table.count * self.dim, table=table.table)
+
+    def _rounded_update(self, table: Lookups) -> None:
+        """Rows of 2 bytes: gathered, widened, changed, rounded and written back, once each.
+
+        Integer operations (random numbers and the rounding) are not counted.
+        """
+        values, indices = table.unique * self.dim, table.unique * INDEX_BYTES
+        rows, gradient = table.unique * self.model.row_bytes, values * FLOAT_BYTES
+        width = {"sgd": 0, "adagrad": self.dim, "rowwise_adagrad": 1}[self.training.optimizer]
+        if width:
+            self.add("pow", gradient, gradient, flops=values)
+            self._add_rows("index_add_", table, table.unique, table.unique, width)
+        self.add("index", rows + indices, rows, gather_bytes=rows, table=table.table)
+        self.cast(values, self.model.row_bytes // self.dim, FLOAT_BYTES)
+        self.add("sub", 2 * gradient, gradient, flops=2 * values)
+        self.add("index_put_", gradient + indices, rows, gather_bytes=rows, table=table.table)
 
     def _sparse_update(self, table: Lookups) -> None:
         """Adds the sparse gradient row by row; Adagrad first merges rows that occur twice."""
@@ -490,7 +529,7 @@ class _Step:
         """
         size, vector = self.training.batch_size, self.dim * FLOAT_BYTES
         states = {"sgd": 0, "adagrad": vector, "rowwise_adagrad": FLOAT_BYTES}
-        rows = table.unique * (vector + states[self.training.optimizer])
+        rows = table.unique * (self.model.row_bytes + states[self.training.optimizer])
         self.add(
             "fused_update",
             size * vector + (table.count + size) * INDEX_BYTES + rows,

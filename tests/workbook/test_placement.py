@@ -74,18 +74,18 @@ def assert_same(one, other) -> None:
 
 
 def test_the_smallest_tables_go_to_the_gpu_first():
-    assert smallest_first(ROWS, 8, 0) == ()
-    assert smallest_first(ROWS, 8, 20 * 32) == (3,)
+    assert smallest_first(ROWS, 32, 0) == ()
+    assert smallest_first(ROWS, 32, 20 * 32) == (3,)
     # of two equal ones the first
-    assert smallest_first(ROWS, 8, (20 + 50) * 32) == (1, 3)
+    assert smallest_first(ROWS, 32, (20 + 50) * 32) == (1, 3)
     # the next by size ends it, though a later one could not be smaller anyway
-    assert smallest_first(ROWS, 8, (20 + 50 + 50 + 299) * 32) == (1, 3, 4)
-    assert smallest_first(ROWS, 8, 10**9) == (0, 1, 2, 3, 4)
+    assert smallest_first(ROWS, 32, (20 + 50 + 50 + 299) * 32) == (1, 3, 4)
+    assert smallest_first(ROWS, 32, 10**9) == (0, 1, 2, 3, 4)
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=12), st.integers(0, 100_000))
 def test_what_goes_to_the_gpu_fits_and_the_smallest_left_over_would_not(rows, limit):
-    chosen = smallest_first(rows, 4, limit)
+    chosen = smallest_first(rows, 16, limit)
     taken = sum(rows[t] for t in chosen) * 16
     assert taken <= limit
     left = [rows[t] for t in range(len(rows)) if t not in chosen]
