@@ -1,12 +1,16 @@
 """Iterations on 2 and 4 ranks of this machine against their predictions, for many configurations.
 
     python benchmarks/scaling.py --json benchmarks/results/scaling.json
+    python benchmarks/scaling.py --json benchmarks/results/scaling.json --one-process FILE
 
 Each configuration is predicted from the link probe and from its parts without other ranks,
 and measured on 1, 2 and 4 gloo ranks, all in turns, round by round. ``--cases a,b`` measures
 some of them and keeps the others' results; what was measured lies in ``--folder`` and is not
 measured again. Of what is repeated the faster half counts, in runs and in what they are
 predicted from alike (:mod:`dlrm_workbook.intervals`), as on the scaling page.
+
+With ``--one-process`` a parameters file is trained by one process and by two ranks in turns,
+one thread each, by ``dlrm_core train``.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from typing import Any
 
 import pandas as pd
 
-from dlrm_core.config import Parameters, parameters_from_sections
+from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
 from dlrm_core.files import plain, read_json, write_json
 from dlrm_workbook.analysis.ranks.record import (
     exposed_shares,
@@ -31,8 +35,12 @@ from dlrm_workbook.analysis.ranks.record import (
     typical_error,
 )
 from dlrm_workbook.changes import apply_change
-from dlrm_workbook.machine import versions
+from dlrm_workbook.intervals import median_interval
+from dlrm_workbook.machine import machine_facts, versions
+from dlrm_workbook.processes import python_module, run_child
+from dlrm_workbook.studies.scaling.launch import run_ranks
 from dlrm_workbook.studies.scaling.measure import Effort, measure_scaling
+from dlrm_workbook.turns import rotated, round_ratios, take_turns
 
 BASE: dict[str, Any] = {
     "title": "Kalamkar's Small with tables of 100,000 rows",
@@ -67,6 +75,12 @@ CHANGES: dict[str, dict[str, Any]] = {
     "row-wise": {"training.sharding": "row_wise"},
     "column-wise": {"training.sharding": "column_wise"},
     "replicated": {"model.table_rows": 5_000, "training.sharding": "replicated"},
+    "fast options": {
+        "training.embedding_backend": "fused",
+        "training.dense_backend": "fused",
+        "training.fp32_matmul": "bf16x2",
+        "training.fused_optimizer": True,
+    },
 }
 """What differs from ``BASE``, configuration by configuration."""
 
@@ -82,7 +96,11 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--iterations", type=int, default=4, help="of a round")
     parser.add_argument("--seconds", type=float, default=5.0, help="of a run, at most")
+    parser.add_argument("--one-process", metavar="FILE", help="parameters for one and two ranks")
+    parser.add_argument("--batches", type=int, default=30, help="of a run for --one-process")
     given = parser.parse_args()
+    if given.one_process:
+        return compare_with_one_process(given)
     names = given.cases.split(",")
     unknown = [name for name in names if name not in CHANGES]
     if unknown:
@@ -98,13 +116,11 @@ def main() -> int:
         )
         result |= {
             "command": shlex.join(["python", "benchmarks/scaling.py", "--json", str(given.json)]),
-            "machine": record["machine"],
-            "versions": versions() | {"torchrec": importlib.metadata.version("torchrec")},
             "base": base.to_sections(),
             "ranks": list(RANKS),
         }
         runs = _compared(record, parameters)
-        result["cases"][name] = {"change": CHANGES[name], "runs": runs}
+        result["cases"][name] = {"change": CHANGES[name], "runs": runs} | _where()
         write_json(given.json, plain(_summed(result)))
     for name, case in result["cases"].items():
         for row in case["runs"]:
@@ -118,6 +134,48 @@ def main() -> int:
         f"{100 * result['typical_error']:.1f} % (geometric mean)"
     )
     return 0
+
+
+def compare_with_one_process(given: argparse.Namespace) -> int:
+    """Train with one process and with two ranks in turns; samples/s and losses of each round."""
+    parameters = load_parameters(given.one_process)
+    module = python_module("dlrm_core", "train", "-f", given.one_process)
+    module += ["-p", "training.threads=1", "-p", f"training.batches={given.batches}"]
+    rates: dict[str, dict[int, float]] = {"one process": {}, "2 ranks": {}}
+    losses: dict[str, list[float]] = {}
+    for number, names in take_turns(list(rates), given.rounds, order=rotated):
+        for name in names:
+            folder = given.folder / "one-process" / name.replace(" ", "-")
+            command = [*module, "--output", str(folder)]
+            if name == "2 ranks":
+                run_ranks(command, 2, timeout_s=300.0)
+            else:
+                run_child(command, stage=name, timeout_s=300.0).require_success(name)
+            made = read_json(folder / "result.json")
+            # the median iteration's: what else runs here disturbs some of them
+            rates[name][number] = 1e3 * parameters.training.batch_size / made["ms_per_iteration"]
+            losses[name] = made["losses"]
+            _say_of(f"round {number + 1}, {name}")(f"{rates[name][number]:,.0f} samples/s")
+    ratios = round_ratios(rates["2 ranks"], rates["one process"])
+    pairs = zip(*losses.values(), strict=True)
+    result = read_json(given.json) if given.json.exists() else {"cases": {}}
+    result["one_process"] = {
+        "command": shlex.join(["python", "benchmarks/scaling.py", *sys.argv[1:]]),
+        "parameters": parameters.to_sections(),
+        "samples_per_second": {name: list(each.values()) for name, each in rates.items()},
+        "ranks_over_one": {"rounds": ratios} | median_interval(ratios).to_dict(),
+        "largest_loss_difference": max(abs(a - b) for a, b in pairs),
+        "load": Path("/proc/loadavg").read_text().split()[:3],
+    } | _where()
+    write_json(given.json, plain(result))
+    print(result["one_process"]["ranks_over_one"], result["one_process"]["largest_loss_difference"])
+    return 0
+
+
+def _where() -> dict[str, Any]:
+    """The machine and the versions with which a case was measured: cases are, one by one."""
+    found = versions() | {"torchrec": importlib.metadata.version("torchrec")}
+    return {"machine": machine_facts(), "versions": found}
 
 
 def _summed(result: dict[str, Any]) -> dict[str, Any]:
