@@ -61,16 +61,17 @@ lab: $(SET_UP)
 	  --LabApp.default_url=/lab/tree/notebooks $(if $(filter 0,$(shell id -u)),--allow-root)
 
 # the first line begins the file anew, the others add to it
-BENCH := $(BIN)/dlrm bench --precision bf16 $(if $(PEER),--peer $(PEER)) \
+# (BIN=DIR: of a virtual environment that sees this one's packages and the checkout's)
+BENCH := $(BIN)/python -m dlrm_workbook bench --precision bf16 $(if $(PEER),--peer $(PEER)) \
   --json benchmarks/results/step.json
 
 bench: $(SET_UP)
 	$(BENCH) --shape 8x1M-100,8x1M-10,26x100k-10 --roofline
+	$(BENCH) --shape 8x1M-100,8x1M-10,26x100k-10 --threads 2 --resume
 	$(BENCH) --shape 8x1M-10-b16384 --rounds 3 --resume
 	$(BENCH) --ablation --rounds 3 --resume
 	$(BENCH) --growth batch,tables,dim,pooling --rounds 3 --resume
-	$(BENCH) --shape 8x1M-100,8x1M-10,26x100k-10 --threads 2 --rounds 3 --resume
-	$(BIN)/dlrm bench --embeddings all --threads 1,2 $(if $(PEER),--peer $(PEER)) \
+	$(BIN)/python -m dlrm_workbook bench --embeddings all --threads 1,2 $(if $(PEER),--peer $(PEER)) \
 	  --json benchmarks/results/embeddings.json
 	$(BIN)/python benchmarks/database.py --json benchmarks/results/database.json
 

@@ -93,6 +93,12 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--torchrec", action="store_true", help="TorchRec's DLRM as well, where it is installed"
     )
+    parser.add_argument(
+        "--no-plain",
+        action="store_true",
+        help="leave the plain contestant out: a quarter less time; losses are then compared "
+        "with the first tuned one's",
+    )
     parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
     parser.add_argument(
         "--iterations", type=int, default=8, help="counted iterations a run (default: %(default)s)"

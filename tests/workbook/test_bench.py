@@ -362,6 +362,16 @@ def test_a_case_that_was_cut_short_does_not_fail_another_call():
     assert exit_status([good, {**good, "failures": {"fp32": "out of luck"}}]) == 1
 
 
+def test_without_the_plain_contestant_the_first_tuned_one_is_the_reference(tmp_path):
+    (tmp_path / "dlrm_s_pytorch.py").write_text(PEER)
+    given = plan(rounds=1, peer=tmp_path, run_plain=False, precisions=["bf16"])
+    assert given.runs == 3
+    (case,) = run_plan(given, run=endless(0))["cases"]
+    assert list(case["contestants"]) == ["facebook", "fp32", "bf16"]
+    assert (case["against"], case["loss_reference"]) == ("facebook", "fp32")
+    assert set(case["loss_difference"]) == {"facebook", "bf16"}
+
+
 def test_options_are_measured_one_by_one():
     done = run_plan(plan(ablation=True, cases=[]), run=endless(0))
     (case,) = done["cases"]

@@ -101,4 +101,5 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         arguments.ablation,
         arguments.roofline,
         bare=True,
+        run_plain=not arguments.no_plain,
     )

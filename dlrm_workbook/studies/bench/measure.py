@@ -83,6 +83,8 @@ class Plan:
         ablation: also measure each option of the last contestant on its own.
         roofline: also measure the shares of this machine's limits.
         bare: in each round of a shape also time the bare products and rows (CPU).
+        run_plain: the plain contestant runs, too; without it the first tuned one is the
+            reference for losses, facebookresearch/dlrm's among them.
     """
 
     plain: Parameters
@@ -98,6 +100,7 @@ class Plan:
     ablation: bool = False
     roofline: bool = False
     bare: bool = False
+    run_plain: bool = True
 
     def __post_init__(self) -> None:
         if self.rounds < 1 or self.iterations < 1:
@@ -127,8 +130,9 @@ class Plan:
 
     @property
     def contestants(self) -> dict[str, Parameters]:
-        """Name to parameters of our own ones; the plain one is the reference."""
-        return {PLAIN: self.plain, **tuned_contestants(self.tuned, self.precisions)}
+        """Name to parameters of our own ones; the first is the reference."""
+        plain = {PLAIN: self.plain} if self.run_plain else {}
+        return plain | tuned_contestants(self.tuned, self.precisions)
 
     @property
     def runs(self) -> int:
@@ -291,12 +295,13 @@ class _Measurement:
         plan = self.plan
         ours = {name: of_case(name, given, case) for name, given in plan.contestants.items()}
         iterations = min(plan.iterations, case.iterations or plan.iterations)
+        plain = of_case(PLAIN, plan.plain, case)
         extra: dict[str, Callable[[], Run]] = {}
         if plan.torchrec:
             # it has no data of its own: it gets ours as fast as we make them
-            given = dataclasses.replace(ours[PLAIN], data=plan.tuned.data)
+            given = dataclasses.replace(plain, data=plan.tuned.data)
             extra[TORCHREC] = lambda: run_torchrec(given, iterations, threads)
-        facts = case_facts(case, ours[PLAIN]) | {"threads": threads, "iterations": iterations}
+        facts = case_facts(case, plain) | {"threads": threads, "iterations": iterations}
         on_cpu = resolve_device(plan.plain.training).type == "cpu"
         bare = plan.bare and on_cpu and case.kind == "shape"
         return self._compare(facts, ours, plan.peer, extra, absent, bare)
@@ -361,7 +366,9 @@ class _Measurement:
             if any(one["round"] == number for one in floors):
                 return
             try:
-                found = time_round(ours[PLAIN], list(dict.fromkeys(kinds.values())), threads)
+                found = time_round(
+                    next(iter(ours.values())), list(dict.fromkeys(kinds.values())), threads
+                )
             except InputError as error:
                 found = {"reasons": {"all": str(error)}}
             floors.append({"round": number} | found)
