@@ -334,7 +334,10 @@ def test_the_page_of_a_small_benchmark(tmp_path: Path) -> None:
     written = json.loads((run.path / "benchmark.json").read_text())
     (case,) = written["cases"]
     assert set(case["contestants"]) == {"plain", "fp32"}
-    assert case["losses_agree"] and len(written["shares"]) == 2
+    assert case["losses_agree"]
+    assert [row["what"] for row in written["shares"]] == ["dense", "embedding"]
+    for row in written["shares"]:
+        assert row["share"] > 0 and row["low"] <= row["share"] <= row["high"]
     timed = json.loads((run.path / "protocols.json").read_text())["measured"]
     assert [one["batch_size"] for one in timed["inference"]] == [1, 1, 8, 8]
     drawn = 7 if embedding_results.DEFAULT.is_file() else 5

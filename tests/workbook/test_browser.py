@@ -16,7 +16,7 @@ import pandas as pd
 import plotly.graph_objects as go
 import pytest
 from browser import (
-    COUNT_MARKS,
+    DRAWN,
     check_page,
     jupyter_lab,
     open_folds,
@@ -76,7 +76,7 @@ def test_colours_follow_the_reader(report: RunFolder) -> None:
         dark = page.evaluate(background), page.evaluate(text)
         assert light[0] != dark[0]
         assert light[1] != dark[1], "the axes' text must stay readable"
-        assert all(page.evaluate(COUNT_MARKS))
+        assert all(page.evaluate(DRAWN))
 
 
 def test_code_is_hidden_until_asked_for_by_the_keyboard(report: RunFolder) -> None:
@@ -179,7 +179,7 @@ def test_links_and_printing_open_closed_sections(tables: Path) -> None:
     with open_page(tables.as_uri()) as (page, seen):
         page.evaluate("() => dispatchEvent(new Event('beforeprint'))")
         assert page.locator("details:not([open])").count() == 0
-        assert all(page.evaluate(COUNT_MARKS)), "drawn before the browser takes its picture"
+        assert all(page.evaluate(DRAWN)), "drawn before the browser takes its picture"
         page.evaluate("() => dispatchEvent(new Event('afterprint'))")
         assert page.locator("main details[open]").count() == 0
         assert seen.console_errors == []

@@ -3,7 +3,7 @@
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrm_core.config import parameters_from_sections
@@ -135,6 +135,7 @@ def test_the_interpreter_is_one_node_and_equal_siblings_are_merged():
     assert not inside.name.str.startswith("_PyEval").any()
 
 
+@settings(max_examples=30)
 @given(
     st.lists(
         st.tuples(

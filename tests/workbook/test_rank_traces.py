@@ -256,7 +256,7 @@ def test_collectives_that_differ_are_not_matched(tmp_path: Path) -> None:
     assert by_rank["waiting_ms"].isna().all() and by_rank["busy_ms"].gt(0).all()
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(
     st.lists(st.lists(st.integers(50, 2000), min_size=5, max_size=5), min_size=2, max_size=4),
     st.integers(1, 400),
