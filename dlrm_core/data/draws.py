@@ -59,7 +59,7 @@ def words(key: int, start: int, count: int) -> np.ndarray:
 
 
 def mixed(value: np.ndarray) -> np.ndarray:
-    """As :func:`mix`, for each of an array of uint64."""
+    """Return what :func:`mix` gives for each of an array of uint64."""
     value = (value ^ (value >> np.uint64(30))) * np.uint64(MIX_1)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(MIX_2)
     return value ^ (value >> np.uint64(31))

@@ -7,8 +7,12 @@ to be used as Meta's production tables are: 1,405,163,864 lookups of 110,259,238
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 WINDOW = 1_783_203
 """Lookups of the source's mean table in its batch."""
@@ -56,7 +60,6 @@ class ReuseLaw:
 
     Args:
         rows: R, rows of the table.
-        device: where draws are made into rows.
 
     Attributes:
         begins: first row of each class and of the tail, (17,) int64.
@@ -64,20 +67,24 @@ class ReuseLaw:
         shares: share of the lookups that each has, (17,) float64.
     """
 
-    def __init__(self, rows: int, device: torch.device | None = None) -> None:
+    def __init__(self, rows: int) -> None:
         counts, lookups = np.array(CLASSES).T
         ends = np.floor(min(1.0, rows / WHOLE) * counts.cumsum()).astype(np.int64)
         self.begins = np.minimum(np.append(0, ends), rows - 1)
         self.sizes = np.maximum(np.append(ends, rows) - self.begins, 1)
         lookups = np.append(lookups, TAIL)
         self.shares = lookups / lookups.sum()
-        starts = np.append(0.0, self.shares.cumsum()[:-1])
-        # one gather a draw from each: where its class begins, and how many rows a unit spans
-        tables = (starts[1:], starts, self.sizes / self.shares, self.begins, self.sizes - 1)
-        self._tables = [torch.from_numpy(table).to(device or "cpu") for table in tables]
+        self._tables: list[torch.Tensor] = []
 
     def rows(self, draws: torch.Tensor) -> torch.Tensor:
-        """Rows (N,) int64 from draws in [0, 1), (N,) float64."""
+        """Rows (N,) int64 from draws in [0, 1), (N,) float64; all on one device."""
+        import torch  # what reads the shares alone does without
+
+        if not self._tables:
+            edges = np.append(0.0, self.shares.cumsum()[:-1])
+            # one gather a draw from each: where its class begins, and how many rows a unit spans
+            tables = (edges[1:], edges, self.sizes / self.shares, self.begins, self.sizes - 1)
+            self._tables = [torch.from_numpy(table).to(draws.device) for table in tables]
         bounds, starts, spans, begins, lasts = self._tables
         kind = torch.searchsorted(bounds, draws, right=True)
         within = ((draws - starts[kind]) * spans[kind]).long()

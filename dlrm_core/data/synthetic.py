@@ -67,7 +67,7 @@ class SyntheticBatches(_BagLaw):
         bounds = [min(rows, self.indices_per_lookup) for rows in table_rows]
         self._bounds = torch.tensor(bounds, dtype=torch.float32, device=device)[:, None]
         self._last = torch.tensor(table_rows, device=device)[:, None] - 1
-        self._laws = [ReuseLaw(rows, device) for rows in table_rows] if self.reuse else []
+        self._laws = [ReuseLaw(rows) for rows in table_rows] if self.reuse else []
         spans = [self._span(rows) for rows in table_rows]
         self._spans = torch.tensor(spans, dtype=torch.float64, device=device)[:, None]
         self._rooms = [room_for(self.batch_size, bound) for bound in bounds]

@@ -68,7 +68,7 @@ _BRACKET = re.compile(r"<(?=/?([a-z][^\s/<>]*))", re.IGNORECASE)
 """What begins a tag, whatever its name."""
 
 _TAG = re.compile(r'<[a-z][a-z0-9]*(?: [a-z-]+="[^"]*")+>')
-"""What nh3 writes of an element with attributes."""
+"""Matches the start tag of an element with attributes as nh3 writes it."""
 _STYLE = re.compile(r' style="([^"]*)"')
 # no quotes, brackets left open, comments or escapes: a value cannot end the rule it stands in
 _DECLARATION = re.compile(r"[a-z-]+:(?:[\w#%.,+\s-]|\([\w#%.,+\s-]*\))+")

@@ -10,15 +10,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dlrm_workbook.evidence.ceilings import Product, Shapes
+if TYPE_CHECKING:
+    from dlrm_workbook.evidence.ceilings import Product, Shapes
 
 MOST_PRODUCTS = 24
 """Products that are timed; those with the most operations."""
 
-COMMON = Product("", -1, "forward", 1024, 1024, 1024)
-"""The product that is timed for a program which multiplies no matrices."""
+COMMON = 1024
+"""Each size of the product that is timed for a program which multiplies no matrices."""
 
 LEFT_OPERAND = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
 """Operators that multiply matrices, and the place of the left one among their inputs."""
@@ -73,6 +74,9 @@ def seen_shapes(averages: Iterable[Mapping[str, Any]], threads: int) -> Shapes:
     The shapes of a product without a bias do not say which of its operands is transposed, so it
     is timed in both layouts of a backward pass.
     """
+    # loads torch, and what reads the shapes of a recording does without
+    from dlrm_workbook.evidence.ceilings import Product, Shapes
+
     operations: dict[Product, float] = {}
     tables: list[tuple[int, int, int, int, int]] = []
     for row in averages:
@@ -89,4 +93,5 @@ def seen_shapes(averages: Iterable[Mapping[str, Any]], threads: int) -> Shapes:
                 tables.append((rows * width, rows, width, max(1, round(lookups / bags)), bags))
     most = sorted(operations, key=lambda product: -operations[product])[:MOST_PRODUCTS]
     _, rows, width, bag, bags = max(tables, default=(0, 0, 0, 1, 1))
-    return Shapes(most or [COMMON], threads, width, rows, bag, bags)
+    common = Product("", -1, "forward", COMMON, COMMON, COMMON)
+    return Shapes(most or [common], threads, width, rows, bag, bags)
