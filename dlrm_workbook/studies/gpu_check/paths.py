@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dlrm_core.config import Parameters, TrainingConfig, parameters_from_sections
+from dlrm_core.config import LAWS, Parameters, TrainingConfig, parameters_from_sections
 from dlrm_core.data.batch import Batch
 from dlrm_core.data.synthetic import SyntheticBatches
 from dlrm_core.embeddings import EmbeddingTables, attach
@@ -81,8 +81,8 @@ def checks(device: torch.device, seed: int) -> Iterator[Check]:
     for name, options, law, data, bound in runs:
         error = training_error(device, seed, {}, options, law, data)
         yield check_of(f"20 steps, {name}", error, bound)
-    for name, exponent in (("uniform", None), ("zipf", 1.05)):
-        yield check_of(f"{name} batches", generator_error(device, exponent, seed), 0.01)
+    for name in LAWS:
+        yield check_of(f"{name} batches", generator_error(device, name, seed), 0.01)
     yield from kernel_checks(device, seed)
 
 
@@ -180,12 +180,15 @@ def difference(given: list[torch.Tensor], oracle: list[torch.Tensor]) -> float:
     return float(torch.tensor(errors).max())
 
 
-def generator_error(device: torch.device, exponent: float | None, seed: int) -> float:
+def generator_error(device: torch.device, law: str, seed: int) -> float:
     """Kolmogorov-Smirnov distance between the device's rows and the CPU's; bounds are checked."""
     rows, count = 10_000, 200_000
     drawn = []
     for where in (torch.device("cpu"), device):
-        make = SyntheticBatches(4, (rows,), count, 1, True, False, seed, exponent, where)
+        exponent = 1.05 if law == "zipf" else None
+        make = SyntheticBatches(
+            *(4, (rows,), count, 1, True, False, seed, exponent, where), reuse=law == "reuse"
+        )
         indices = make.next_batch().indices.cpu()
         if int(indices.min()) < 0 or int(indices.max()) >= rows:
             return float("inf")

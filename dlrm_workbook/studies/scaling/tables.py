@@ -24,7 +24,7 @@ from dlrm_core.units import ratio as times
 from dlrm_workbook.analysis.findings.finding import Finding
 from dlrm_workbook.analysis.ranks.choice import Choice
 from dlrm_workbook.analysis.ranks.communication import kind_label
-from dlrm_workbook.analysis.ranks.published import GPUS_PER_NODE
+from dlrm_workbook.analysis.ranks.published import GPUS_PER_NODE, MLPERF_SOURCE
 from dlrm_workbook.analysis.ranks.record import (
     ScalingRecord,
     predicted_and_measured,
@@ -257,8 +257,8 @@ def mlperf_sentence(table: pd.DataFrame) -> Text:
         f"{' and '.join(name.removeprefix('and ') for name in most)}."
     )
     return Text(
-        "MLPerf's figures are predicted from data sheets alone; no figure of a run is used.\n\n"
-        + "\n".join(lines)
+        f"Published: {MLPERF_SOURCE}. Predicted from data sheets of the GPUs, NVLink 4 and a port "
+        "of InfiniBand NDR per GPU; no figure of a run is used.\n\n" + "\n".join(lines)
     )
 
 
