@@ -15,10 +15,13 @@ import numpy as np
 from dlrm_core.data.draws import mixed, uniform
 
 FOLLOWED = 1 << 20
-"""Lookups whose stack distances are counted: half of the most used rows, half of the others."""
+"""Lookups whose stack distances are counted, up to half of them of the most used rows."""
 
 LEAST_ROWS = 64
 """Smallest cache asked about."""
+
+OFTEN = 8
+"""Uses in a sample of about :data:`FOLLOWED` lookups from which a row may count as most used."""
 
 
 def cache_hits(
@@ -38,18 +41,19 @@ def cache_hits(
         ``rows`` (of the cache, powers of two), ``hit_share`` (of the lookups) and ``error``
         (its standard error from the choice of rows; 0 where all were followed).
     """
-    # the same row of two tables is two rows of the cache
-    batches = [
-        np.concatenate([rows | (table << 40) for table, rows in enumerate(batch)])
-        for batch in lookups
-    ]
-    keys = np.concatenate(batches) if batches else np.zeros(0, np.int64)
-    if len(batches) < 2 or not batches[-1].size:
+    if len(lookups) < 2 or not sum(rows.size for rows in lookups[-1]):
         return []
-    chances = _chances(keys, followed)
-    kept = uniform(mixed(keys.astype(np.uint64))) < chances
-    last = (np.arange(keys.size) >= keys.size - batches[-1].size)[kept]
-    keys, weights = keys[kept], 1.0 / chances[kept]
+    total = sum(rows.size for batch in lookups for rows in batch)
+    most, share = np.zeros(0, np.int64), 1.0
+    if total > followed:
+        step = -(-total // followed)
+        some = np.concatenate([_keys([rows[::step] for rows in batch]) for batch in lookups])
+        most, many = _most_used(some, followed // (2 * step))
+        # one row may take all the room; of the others some are followed all the same
+        share = min(1.0, max(0.01, (followed - many * step) / max(1, total - many * step)))
+    kept = [_followed(_keys(batch), most, share) for batch in lookups]
+    keys, weights = (np.concatenate(column) for column in zip(*kept, strict=True))
+    last = np.arange(keys.size) >= keys.size - kept[-1][0].size
     previous = previous_uses(keys)
     distances = stack_distances(previous, weights)
     seen = weights[(previous < 0) & ~last].sum()
@@ -68,17 +72,27 @@ def cache_hits(
     return found
 
 
-def _chances(keys: np.ndarray, followed: int) -> np.ndarray:
-    """Chance with which each lookup's row is followed: 1 for the rows that are used most."""
-    if keys.size <= followed:
-        return np.ones(keys.size)
-    ordered = np.sort(keys)
-    starts = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1]))
-    rows, counts = ordered[starts], np.diff(starts, append=keys.size)
-    falling, half = np.argsort(-counts, kind="stable"), followed // 2
-    most = rows[falling[: 1 + np.searchsorted(counts[falling].cumsum(), half)]]
-    sure = np.isin(keys, most, kind="sort")
-    return np.where(sure, 1.0, min(1.0, half / max((~sure).sum(), 1)))
+def _keys(batch: Sequence[np.ndarray]) -> np.ndarray:
+    """The rows of all tables as one array: the same row of two tables is two rows of the cache."""
+    return np.concatenate([rows | (table << 40) for table, rows in enumerate(batch)])
+
+
+def _most_used(keys: np.ndarray, room: int) -> tuple[np.ndarray, int]:
+    """Rows that come up most among ``keys``, about ``room`` times in all; and how often they do."""
+    rows, counts = np.unique(keys, return_counts=True)
+    rows, counts = rows[counts >= OFTEN], counts[counts >= OFTEN]
+    order = np.argsort(-counts, kind="stable")
+    chosen = order[: 1 + int(np.searchsorted(counts[order].cumsum(), room))]
+    return np.sort(rows[chosen]), int(counts[chosen].sum())
+
+
+def _followed(keys: np.ndarray, most: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:
+    """The lookups of rows that are followed, and how many rows each of these stands for."""
+    sure = np.zeros(keys.size, bool)
+    if most.size:
+        sure = most[np.minimum(np.searchsorted(most, keys), most.size - 1)] == keys
+    kept = sure | (uniform(mixed(keys.astype(np.uint64))) < share)
+    return keys[kept], np.where(sure[kept], 1.0, 1.0 / share)
 
 
 def previous_uses(keys: np.ndarray) -> np.ndarray:

@@ -158,6 +158,17 @@ def test_hit_rates_of_followed_rows_lie_within_their_error(law):
             assert abs(row["hit_share"] - true["hit_share"]) < 4 * row["error"] + 0.005
 
 
+def test_a_row_that_takes_nearly_all_lookups_leaves_room_for_others():
+    random = np.random.default_rng(2)
+    batches = [
+        [np.where(random.random(90_000) < 0.98, 7, random.integers(0, 50_000, 90_000))]
+        for _ in range(3)
+    ]
+    near, exact = cache_hits(batches, 20_000), cache_hits(batches)
+    for row, true in zip(near, exact, strict=False):
+        assert row["hit_share"] == pytest.approx(true["hit_share"], abs=4 * row["error"] + 0.001)
+
+
 def test_without_lookups_or_a_batch_before_there_is_no_rate():
     none = np.zeros(0, np.int64)
     assert (
