@@ -4,7 +4,7 @@
 # make bench    the ratios in benchmarks/results (PEER=DIR: a facebookresearch/dlrm checkout)
 # make gpu-check  on a GPU node: GPU paths against the CPU, timings, a profile; PEER=DIR compares
 # make examples what outputs/examples holds: measured here, and from the recordings in RECORDINGS
-# make soak     20,000 iterations, up to 50 runs at once, disturbed ranks; about half an hour
+# make soak     20,000 iterations, up to 50 runs at once, disturbed ranks, eight ranks; about half an hour
 #               (SHORT=1: less of each, about ten minutes)
 # make clean    what was built (outputs/ stays)
 

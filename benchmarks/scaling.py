@@ -173,7 +173,7 @@ def compare_with_one_process(given: argparse.Namespace) -> int:
 
 
 def _where() -> dict[str, Any]:
-    """The machine and the versions with which a case was measured: cases are, one by one."""
+    """Describe machine and versions; cases may be measured one by one, on several machines."""
     found = versions() | {"torchrec": importlib.metadata.version("torchrec")}
     return {"machine": machine_facts(), "versions": found}
 

@@ -61,16 +61,19 @@ def numa_nodes(system: Path = Path("/sys/devices/system/node")) -> dict[int, set
 
 
 def use_memory(config: TrainingConfig) -> list[str]:
-    """Take memory as ``training.interleave_memory`` says, from now on; why that has no effect."""
+    """Take memory as ``training.interleave_memory`` says from now on; return notices."""
     reason = interleave_memory(numa_nodes()) if config.interleave_memory else ""
     return [f"training.interleave_memory: true has no effect here: {reason}"] if reason else []
 
 
 def interleave_memory(nodes: Collection[int]) -> str:
-    """Have the kernel take pages from these NUMA nodes in turn; why it does not, or ''.
+    """Have the kernel take pages from these NUMA nodes in turn.
 
-    It holds for pages that this thread, or one that it starts later, is the first to write to:
-    ``numactl --interleave`` does so for a whole program.
+    The policy holds for pages that this thread, or one that it starts later, is the first to
+    write to; ``numactl --interleave`` sets it for a whole program.
+
+    Returns:
+        why that cannot be done; empty if it is done.
     """
     if len(nodes) < 2:
         return "the CPUs that this process may use are on one NUMA node"

@@ -55,11 +55,11 @@ def why_not_fused(config: TrainingConfig, device: torch.device, interaction: str
 
 
 def fuse(model: DLRM, config: TrainingConfig, device: torch.device) -> tuple[Layers, list[str]]:
-    """The fused dense part where it can run here; notices.
+    """Make the fused dense part where it can run here.
 
     Returns:
-        what takes the place of bottom MLP, interaction and top MLP; the model's own where
-        the fused ones cannot run.
+        what takes the place of bottom MLP, interaction and top MLP, or the model's own where
+        the fused ones cannot run; notices.
     """
     interaction = "dcn" if isinstance(model.interaction, CrossInteraction) else "dot"
     reason = why_not_fused(config, device, interaction)
@@ -97,20 +97,20 @@ class FusedDense:
         self._root = torch.empty(0, requires_grad=True)
 
     def bottom_mlp(self, dense: torch.Tensor) -> torch.Tensor:
-        """Dense features (B, D) float32 to (B, d)."""
+        """Compute x (B, d) from dense features (B, D) float32."""
         self._reserve(dense.shape[0])
         return _BottomMLP.apply(self.bottom, dense, self._root)
 
     def interaction(self, x: torch.Tensor, pooled: Sequence[torch.Tensor]) -> torch.Tensor:
-        """x and T pooled vectors (B, d) float32 to the top MLP's input.
+        """Compute the top MLP's input from x and T pooled vectors (B, d) float32.
 
-        That goes into the top MLP's tiles at once; what is returned has its shape and no
-        values (NaN).
+        The values go into the top MLP's tiles at once; what is returned has the input's shape
+        and NaN in every place.
         """
         return _Interaction.apply(self, x, *pooled)
 
     def top_mlp(self, z: torch.Tensor) -> torch.Tensor:
-        """The last :meth:`interaction`'s result to predictions (B, 1)."""
+        """Compute predictions (B, 1) from the last :meth:`interaction`'s result."""
         return self.model.top_mlp[-1](_TopMLP.apply(self.top, z))
 
     def interact(self, features: list[torch.Tensor]) -> None:
@@ -125,7 +125,7 @@ class FusedDense:
     def interaction_gradients(
         self, dz: torch.Tensor, features: list[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
-        """The gradients of all features, given that of the interaction's output."""
+        """Compute the gradients of all features, given that of the interaction's output."""
         gradients = torch.empty(len(features), *features[0].shape).unbind()
         if isinstance(self.model.interaction, DotInteraction):
             itself = self.model.interaction.itself

@@ -6,7 +6,8 @@ threads are sampled; the same in two processes, the second of which goes on from
 for (which it says), all started together, into one folder of outputs. ``ranks``: four ranks
 under torchrun of which one is killed, stopped, slowed, or finds its checkpoint damaged. Every
 result must be, bit for bit, that of a run that nothing disturbed; no process and no file that
-belongs to no result may be left.
+belongs to no result may be left. ``eight``: eight ranks train DeepSpark's preset, fp16, with
+small tables; their predictions must be those of one process, bit for bit.
 
     python -m tests.campaigns.soak --json benchmarks/results/soak.json
 
@@ -38,6 +39,7 @@ from dlrm_core.checkpoint import MANIFEST, WEIGHTS, steps_in
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json, write_json
 from dlrm_workbook.machine import machine_facts, versions
+from tests.small_terabyte import deepspark, make_terabyte
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -345,10 +347,15 @@ def begin(place: Ground, run: str, file: Path) -> subprocess.Popen[bytes]:
     """Four ranks under torchrun, from the newest checkpoint if there is one."""
     return place.start(
         run,
-        *("torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)),
-        *("-m", "dlrm_core", "train", "-f", file, "--output", place.scratch / run),
+        *under_torchrun(RANKS),
+        *("dlrm_core", "train", "-f", file, "--output", place.scratch / run),
         *("--resume", "latest"),
     )
+
+
+def under_torchrun(count: int) -> list[str]:
+    """Words that have so many ranks run the module named behind them."""
+    return ["torch.distributed.run", "--standalone", "--nproc-per-node", str(count), "-m"]
 
 
 def launch(place: Ground, run: str, file: Path) -> None:
@@ -434,13 +441,49 @@ def damaged(place: Ground, run: str, file: Path, moments: random.Random) -> list
     return faults
 
 
+# ---- eight ranks ----------------------------------------------------------------------
+
+EIGHT = 8
+
+FIGURES = ("samples", "iteration", "auc", "loss", "log_loss", "accuracy")
+"""What an evaluation prints that does not depend on the clock."""
+
+
+def eight(place: Ground) -> dict[str, Any]:
+    """Train on eight ranks, and predict from their checkpoint on eight ranks and in one process."""
+    make_terabyte(place.scratch / "terabyte", train=4096, test=3001)
+    tree = deepspark(place.scratch / "terabyte")
+    tree["training"] |= {"batch_size": 64, "checkpoint_every": 1000, "rank_timeout_s": 240.0}
+    file = place.scratch / "deepspark.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    run = place.scratch / "run"
+    trained = ("dlrm_core", "train", "-f", file, "--output", run)
+    asked = ("dlrm_core", "evaluate", "-f", file, "--checkpoint", run / "checkpoint")
+    for name, command in {"train": trained, "ranks": asked, "alone": asked}.items():
+        launcher = [] if name == "alone" else under_torchrun(EIGHT)
+        if place.start(name, *launcher, *command).wait(timeout=900):
+            raise InputError(f"{name}: failed: {place.said(name)}")
+    many, one = (
+        json.loads((place.scratch / f"{name}.out").read_text().splitlines()[-1])
+        for name in ("ranks", "alone")
+    )
+    faults = [
+        f"{figure}: {many[figure]!r} on {EIGHT} ranks, {one[figure]!r} in one process"
+        for figure in FIGURES
+        if many[figure] != one[figure]
+    ]
+    left = place.left_over()
+    figures = {figure: many[figure] for figure in FIGURES}
+    return {"ranks": EIGHT, "figures": figures, "left_over": left, "faults": faults + left}
+
+
 # ---- the campaign ---------------------------------------------------------------------
 
 
 def main() -> int:
     """Exit code 0 if nothing grew, nothing was left and every result was right."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", choices=("long", "at-once", "ranks"), action="append")
+    parser.add_argument("--part", choices=("long", "at-once", "ranks", "eight"), action="append")
     parser.add_argument("--short", action="store_true", help="about ten minutes on two cores")
     parser.add_argument("--iterations", type=int, help="of the long run")
     parser.add_argument("--runs", type=int, help="at most, at once")
@@ -455,6 +498,7 @@ def main() -> int:
         "long": lambda place: long_run(place, given.iterations),
         "at-once": lambda place: at_once(place, given.runs),
         "ranks": lambda place: ranks(place, given.rounds, given.seed),
+        "eight": eight,
     }
     file = Path(given.json) if given.json else None
     record: dict[str, Any] = read_json(file) if file and file.exists() else {}

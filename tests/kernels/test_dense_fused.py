@@ -86,6 +86,35 @@ def test_gradients_that_are_still_there_are_added_to(anywhere):
         torch.testing.assert_close(weight.grad, 2 * gradient)
 
 
+class Exchange(torch.autograd.Function):
+    """Half an exchange between ranks, which notes when its backward runs."""
+
+    @staticmethod
+    def forward(ctx, x, name, log):
+        ctx.note = lambda: log.append(name)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.note()
+        return gradient, None, None
+
+
+def test_pooled_gradients_are_under_way_while_the_bottom_mlp_runs_backward(anywhere, monkeypatch):
+    """On ranks pooled vectors are sent before its forward, and received after it."""
+    trainer, log = trainer_of(**BF16X2), []
+    batch, bottom_mlp = next(trainer.batches), trainer.step.dense.bottom_mlp
+    vectors = torch.zeros(len(batch.dense), 16, requires_grad=True)
+    sent = Exchange.apply(vectors, "gradients received", log)
+    x = bottom_mlp(batch.dense)
+    pooled = Exchange.apply(sent, "gradients sent", log)
+    mlp = bottom_mlp.__self__.bottom
+    own = mlp.backward
+    monkeypatch.setattr(mlp, "backward", lambda g: log.append("bottom MLP") or own(g))
+    torch.autograd.backward([pooled, x], [torch.ones_like(pooled), torch.ones_like(x)])
+    assert log == ["gradients sent", "bottom MLP", "gradients received"]
+
+
 def test_every_part_keeps_its_range(anywhere):
     trainer = trainer_of(**BF16X2, micro_batch=32)
     with log_spans() as rows:

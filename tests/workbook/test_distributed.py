@@ -7,11 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
+from small_terabyte import deepspark, make_terabyte
 from small_training import whole_checkpoint
 
 from dlrm_core.checkpoint import OPTIMIZER, WEIGHTS, read_checkpoint
@@ -146,26 +146,6 @@ def predicted(name):
     return sections(data=data, **training)
 
 
-def deepspark(folder):
-    """DeepSpark's preset with small tables and the files of a made-up Criteo Terabyte."""
-    tree = load_parameters(ROOT / "parameters" / "deepspark.yaml").to_sections()
-    tree["model"]["table_rows"] = [4, 50, 7, *[9] * 23]
-    tree["data"] |= {"path": str(folder), "drop_last": True}
-    tree["training"] |= {"batch_size": 32, "epochs": 2.0, "lr_warmup_steps": 0, "threads": 1}
-    tree["training"] |= {"device": "cpu", "auc_target": None, "evals_per_epoch": None}
-    return tree
-
-
-def make_terabyte(folder):
-    """Rows of 40 int32 for :func:`deepspark`, with random labels."""
-    folder.mkdir()
-    random = np.random.default_rng(3)
-    for split, samples in (("train", 202), ("test", 170)):
-        rows = random.integers(0, 4, (samples, 40), dtype=np.int32)
-        rows[:, 0] &= 1
-        rows.tofile(folder / f"terabyte_processed_{split}.bin")
-
-
 def chained(optimizer, until):
     # in the middle the tables are divided otherwise than at first
     sharding = CHAIN[optimizer] if until != 25 else "table_wise"
@@ -237,7 +217,7 @@ def ranks(tmp_path_factory):
     }
     place = str(folder / "overflow")
     twice = [{"name": "overflow", "sections": overflow, "place": place, "initial": True}]
-    make_terabyte(folder / "terabyte")
+    make_terabyte(folder / "terabyte", train=394, test=170)
     published = {"name": "deepspark", "sections": deepspark(folder / "terabyte")}
     place = folder / "deepspark"
     published |= {"place": str(place)}
