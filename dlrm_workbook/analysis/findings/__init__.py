@@ -61,7 +61,7 @@ EXPLAINS = {
     "blocking_launches": STARVED,
     "allocation": STARVED,
     "profiler_overhead": STARVED,
-    "rank_imbalance": ("exposed_communication",),
+    "rank_imbalance": ("exposed_communication", "dominant_place"),
 }
 """Finding of a cause to those that speak of its effects: the cause stands before them."""
 
@@ -133,6 +133,8 @@ RULES: tuple[Rule, ...] = (
     generic.slower_than_alone,
     generic.far_from_ceiling,
     generic.dominant_part,
+    generic.start_up,
+    generic.largest_functions,
     gpu.dominant_place,
 )
 """In the order in which they run: what leaves no doubt about its cause comes first."""
@@ -198,10 +200,14 @@ def _dominant_in_place(ranked: Sequence[Finding]) -> list[Finding]:
         return others
     # while the GPU is idle it works for no part
     beside = sum(each.share_of_step for each in others if IDLE in each.concerns)
-    slows = [each.share_of_step for each in others if each.severity == "slows"]
+    slows = [
+        each.share_of_step
+        for each in others
+        if each.severity == "slows" and each.id != "largest_functions"  # pieces of the same time
+    ]
     if share - (sum(slows) - beside) < max(slows, default=0.0):
         return list(ranked)
-    others.insert(len(others) - len(slows), dominant)
+    others.insert(sum(each.severity != "slows" for each in others), dominant)
     return others
 
 

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from dlrm_core.units import milliseconds
+from dlrm_workbook.analysis.attribution import parts_at
 from dlrm_workbook.analysis.findings.evidence import Evidence
 from dlrm_workbook.analysis.findings.finding import (
     Ledger,
@@ -67,7 +68,9 @@ def data_generation(evidence: Evidence, ledger: Ledger) -> Measured | None:
         return None
     ledger.explain(time, ("data", "forward"))
     change, speedup, remedy = _remedy(evidence, time)
-    if not change and share <= UNAVOIDABLE_SHARE and not _is_slow(evidence, time):
+    foreign = evidence.on_gpu and not evidence.is_ours  # a GPU waits for it, whatever it takes
+    usual = share <= UNAVOIDABLE_SHARE and not _is_slow(evidence, time)
+    if not change and usual and not foreign:
         return None  # overlap would not pay, and it takes what such batches take
     waits = evidence.parameter("data.loader") == "prefetch"
     generator = evidence.parameter("data.generator")
@@ -96,6 +99,10 @@ def data_generation(evidence: Evidence, ledger: Ledger) -> Measured | None:
         figures["unprobed"] = "How fast the other generator is here was not measured."
     if not evidence.is_ours:
         figures["title"] = "Data generation takes {share:.0%} of each step" + _most_in(evidence)
+    if evidence.has_timeline:
+        making = evidence.pieces[evidence.pieces["where"].eq("host")]
+        of_data = parts_at(evidence.profile, making["context"].to_numpy())["component"].eq("data")
+        figures["pieces"] = (making["context"][of_data], making["ms"][of_data])
     if evidence.basis == "the CPU time":
         figures["title"] = "Data generation takes {share:.0%} of the main thread's CPU time"
     if waits:
@@ -168,9 +175,11 @@ def _has_spare_core(evidence: Evidence) -> bool:
 
 
 def _is_slow(evidence: Evidence, time: float) -> bool:
-    """Whether the batches take much longer than they take alone."""
+    """Whether the batches take much longer than they take alone, and the step loses by it."""
     alone = evidence.alone("data", "forward")
-    return alone is not None and time > 1.5 * alone
+    if alone is None:
+        return False
+    return time > 1.5 * alone and time - alone > DATA_SHARE * evidence.total_ms
 
 
 def _overlapped(total: float, time: float, made: float, worst: float | None = None) -> Speedup:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -15,10 +16,12 @@ import pandas as pd
 from dlrm_core.parts import part_label
 from dlrm_core.units import milliseconds
 from dlrm_workbook.analysis.attribution import (
+    PART,
     host_time,
     iteration_count,
     iteration_state,
     main_thread,
+    segments,
     step_contexts,
     windows,
 )
@@ -38,6 +41,7 @@ from dlrm_workbook.analysis.findings.finding import (
     largest,
     rule,
 )
+from dlrm_workbook.analysis.findings.where import main_place
 from dlrm_workbook.analysis.idleness import idle_pieces
 from dlrm_workbook.analysis.kernel_names import kernel_name
 from dlrm_workbook.analysis.launches import device_operations
@@ -99,6 +103,9 @@ FAR_SHARE = 0.3
 DOMINANT_SHARE = 0.4
 """Least share of CPU time in one part and phase of a foreign program; less is ordinary for the
 largest."""
+
+PIECE_SHARE = 0.04
+"""Least share of CPU time for a function to be listed among those that no finding names."""
 
 MEANWHILE = "Meanwhile the step's thread {meanwhile}."
 
@@ -268,6 +275,10 @@ def irregular(evidence: Evidence, ledger: Ledger) -> Measured | None:
     extra = (steps[slow] - steps[state.steady].median()).mean().clip(lower=0.0)
     part = largest(extra)
     grown = _grown(evidence, slow, state.steady)
+    by_one = float(totals[slow].mean() - state.usual_ms)
+    more = _extra_pieces(evidence, slow, state.steady)
+    named = [str(name) for name in grown.index[grown > 0.5 * by_one]]
+    named += [name for name in [main_place(evidence.profile, *more)] if name not in (*named, "")]
     return {
         "share": share,
         "component": part[0],
@@ -278,11 +289,10 @@ def irregular(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "usual_ms": state.usual_ms,
         "place": part_label(*part) or "the loop",
         "extra": float(extra.max()),
-        "most": f", most of it in {grown.index[0]}"
-        if len(grown) and float(grown.iloc[0]) > 0.5 * float(totals[slow].mean() - state.usual_ms)
-        else "",
+        "most": f", most of it in {' of '.join(named)}" if named else "",
         "longer": ", ".join(f"{name} {milliseconds(ms)} more" for name, ms in grown.items())
         or None,
+        "pieces": more,
         "meanwhile": _meanwhile(evidence),
     }
 
@@ -309,6 +319,7 @@ def _by_iteration(evidence: Evidence) -> pd.DataFrame:
     names = profile.contexts["name"].to_numpy()
     done = profile.contexts["name"].iloc[work["context"]].reset_index(drop=True)
     short = {name: kernel_name(name).short or name for name in done[work["kind"].eq("kernel")]}
+    short |= {name: f"copies ({name})" for name in done[work["kind"].eq("copy")]}
     pieces = idle_pieces(profile)
     pieces = pieces[~pieces["copying"]]
     place = pd.Series(np.arange(len(spans)), index=spans["iteration"])
@@ -368,7 +379,24 @@ def now_and_then(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "first": str(most.index[0])[:70],
         "longer": ", ".join(f"{name} {milliseconds(ms)} more" for name, ms in most.items()),
         "extra": float(by_step[few].mean()),
+        "pieces": _extra_pieces(evidence, few, state.steady & ~few),
     }
+
+
+def _extra_pieces(evidence: Evidence, slow: np.ndarray, steady: np.ndarray) -> tuple[Any, Any]:
+    """Contexts of the GPU's work and of the host while the GPU is idle (of the host alone, without
+    a GPU's timeline), and the time (ms) that each takes more in a slow iteration than in others."""
+    pieces = segments(evidence.profile)
+    order = windows(evidence.profile)["iteration"]
+    step = pieces["iteration"].map(pd.Series(np.arange(len(order)), index=order)).to_numpy()
+    length = (pieces["end_ns"] - pieces["start_ns"]) / 1e6
+
+    def mean(chosen: np.ndarray) -> pd.Series:
+        return length[chosen[step]].groupby(pieces["context"]).sum() / max(chosen.sum(), 1)
+
+    more = mean(slow).sub(mean(steady), fill_value=0.0)
+    more = more[more > 0]
+    return more.index.to_numpy(), more.to_numpy()
 
 
 @rule(
@@ -524,9 +552,7 @@ def dominant_part(evidence: Evidence, ledger: Ledger) -> Measured | None:
 
     Of our own programs, probes and ceilings tell more.
     """
-    if evidence.is_ours or evidence.meta.get("engine") != "hpctoolkit":
-        return None
-    if evidence.attribution["component"].eq("other").all():
+    if not _is_sampled(evidence):
         return None  # without parts, another finding names the largest function
     table = _at_work(evidence)
     groups = ["component", "phase", "function"]
@@ -565,9 +591,9 @@ def _callers(evidence: Evidence, own: pd.DataFrame) -> pd.DataFrame:
     return own.assign(name=contexts["name"].to_numpy()[above])[above >= 0]
 
 
-def _at_work(evidence: Evidence) -> pd.DataFrame:
-    """Sampled functions of the step's threads, without those that build the model: ``name``,
-    ``component``, ``phase``, ``function`` and ``time_ms`` of its own.
+def _at_work(evidence: Evidence, builds: bool = False) -> pd.DataFrame:
+    """Sampled functions of the step's threads, without those that build the model or those alone:
+    ``name``, ``component``, ``phase``, ``function`` and ``time_ms`` of its own.
 
     Time in no part has the autograd node above it as its ``function``, or else the Python
     function; without either it is left out. Elsewhere ``function`` is "".
@@ -577,7 +603,7 @@ def _at_work(evidence: Evidence) -> pd.DataFrame:
     parent = contexts["parent"].to_numpy()
     python = np.asarray(profile.of_kind("python"))
     is_node = np.asarray(profile.which("name", lambda name: node_key(name) is not None))
-    builds = python & contexts["name"].eq("__init__").to_numpy()
+    building = nearest(parent, python & contexts["name"].eq("__init__").to_numpy()) >= 0
     # where a library has no lines, its functions are named
     called = nearest(parent, contexts["kind"].isin(["function", "python"]).to_numpy())
     unnamed = contexts["name"].str.startswith("[").to_numpy() & (called >= 0)
@@ -594,8 +620,102 @@ def _at_work(evidence: Evidence) -> pd.DataFrame:
     }
     placed = contexts["component"].ne("other").to_numpy()
     table.loc[~placed, "function"] = pd.Series(above[~placed], table.index[~placed]).map(labels)
-    table = table[step_contexts(profile, other_threads=False) & (nearest(parent, builds) < 0)]
-    return table[table["time_ms"].gt(0)].dropna(subset=["function"])
+    table = table[step_contexts(profile, other_threads=False) & (building == builds)]
+    table = table[table["time_ms"].gt(0)]
+    return table if builds else table.dropna(subset=["function"])
+
+
+@rule(
+    "start_up",
+    title="Building the model takes {share:.0%} of the step, most in {most}",
+    evidence=(
+        "{time:ms} of {total:ms} per iteration lie below an __init__, before any step; without "
+        "iterations in the recording it cannot be left out of other shares.",
+        "Most of it: {heaviest}.",
+        "By the Python function that calls these: {callers}.",
+    ),
+    advice="It does not slow the steps. Record fewer of them less often, or shorten what is named "
+    "here (weights made on the device and in their type, not made on the host and converted).",
+    limit="",
+    gpu=False,
+)
+def start_up(evidence: Evidence, ledger: Ledger) -> Measured | None:
+    """Building the model takes much of a recording that does not say when its iterations ran."""
+    if not _is_sampled(evidence) or len(evidence.profile.iterations):
+        return None
+    table = _at_work(evidence, builds=True)
+    time = float(table["time_ms"].sum())
+    if time < DOMINANT_SHARE * evidence.total_ms:
+        return None
+    itself = heaviest(table, column="time_ms")
+    by_caller = _callers(evidence, table)
+    callers = heaviest(by_caller, column="time_ms")
+    return {
+        "share": time / evidence.total_ms,
+        "time": time,
+        "most": str(by_caller.groupby("name")["time_ms"].sum().idxmax()),
+        "heaviest": itself,
+        "callers": callers if callers != itself else None,
+        "speedup": {},
+    }
+
+
+@rule(
+    "largest_functions",
+    title="{count} take {share:.0%} of the step: {functions}",
+    evidence=(
+        "Of the sampled time that no finding above names, these take most: {listed}.",
+        "How short they could be was not measured.",
+    ),
+    advice="Look at what calls them, with which types, shapes and threads, and whether each "
+    "iteration needs it.",
+    limit="",
+    gpu=False,
+)
+def largest_functions(evidence: Evidence, ledger: Ledger) -> Measured | None:
+    """Python functions, or nodes of autograd, that take much of a sampled program, each by what it
+    and all that it calls in no other such function take."""
+    if not _is_sampled(evidence):
+        return None
+    contexts = evidence.profile.contexts
+    table = _at_work(evidence)
+    marked = evidence.profile.of_kind("python")
+    marked |= evidence.profile.which("name", lambda name: node_key(name) is not None)
+    above = nearest(contexts["parent"].to_numpy(), marked)[table.index]
+    table = table.assign(name=contexts["name"].to_numpy()[above])[above >= 0]
+    parts = zip(table["component"], table["phase"], strict=True)
+    table = table[[not ledger.is_explained(part) for part in parts]]
+    times = table.groupby(["name", *PART])["time_ms"].sum().sort_values(ascending=False)
+    times = times[times >= PIECE_SHARE * evidence.total_ms]
+    told = " ".join(text for _, text in ledger.told).lower()
+    times = times[[_short_node(str(name)).lower() not in told for name, *_ in times.index]]
+    if times.empty:
+        return None
+    named = {
+        f"{_short_node(name)}{f' in {part_label(*part)}' if part[0] != 'other' else ''}": time
+        for (name, *part), time in times.items()
+    }
+    return {
+        "share": float(times.sum()) / evidence.total_ms,
+        "component": str(times.index[0][1]),
+        "count": "One function" if len(times) == 1 else f"{len(times)} functions",
+        "functions": ", ".join(list(named)[:2]) + (", ..." if len(named) > 2 else ""),
+        "listed": ", ".join(f"{name} {milliseconds(time)}" for name, time in named.items()),
+        "speedup": {},
+    }
+
+
+def _short_node(name: str) -> str:
+    """The name of a function, or of the backward that a node of autograd is."""
+    key = node_key(name)
+    return f"the backward of {key}" if key else name[:70]
+
+
+def _is_sampled(evidence: Evidence) -> bool:
+    """Whether the recording holds samples of another program, and parts of it."""
+    if evidence.is_ours or evidence.meta.get("engine") != "hpctoolkit":
+        return False
+    return not evidence.attribution["component"].eq("other").all()
 
 
 def _is_significant(evidence: Evidence, part: Part) -> bool:

@@ -42,6 +42,7 @@ from dlrm_workbook.analysis.findings.where import (
     LEVELS,
     OWN_RANGES,
     in_place,
+    main_place,
     outermost_row,
     time_by_name,
 )
@@ -669,9 +670,8 @@ def _host_meanwhile(evidence: Evidence, idle: pd.DataFrame) -> Measured:
     by_name = by_name.nlargest(MOST_NAMES)
     functions = ", ".join(f"{name} {milliseconds(ms)}" for name, ms in by_name.items())
     if by_name.iloc[0] < 0.5 * total:  # many operators: what calls them
-        outer = pd.concat(time_by_name(evidence.profile, idle["context"], idle["idle_ms"]).values())
-        outer = outer[outer > 0.5 * total]
-        by_name = by_name if outer.empty else outer.nsmallest(1)
+        main = main_place(evidence.profile, idle["context"], idle["idle_ms"])
+        by_name = pd.Series({main: total}) if main else by_name
     calls = evidence.profile.which("name", lambda name: bool(BLOCKING.match(name)))
     blocked = calls[idle["context"]] & idle["context"].ge(0).to_numpy()
     blocked_ms = float(idle.loc[blocked, "idle_ms"].sum())
@@ -1136,7 +1136,7 @@ def largest_kernels(evidence: Evidence, ledger: Ledger) -> Measured | None:
     by_name = table.groupby("short_name")["ms"].sum().sort_values(ascending=False)
     by_name = by_name[by_name >= PIECE_SHARE * evidence.total_ms]
     if by_name.empty:
-        return None
+        return _kernels_of_one_place(evidence, table)
     chosen = table[table["short_name"].isin(by_name.index)]
     time = min(float(by_name.sum()), evidence.device_ms)
     part = largest(chosen.groupby(PART)["ms"].sum())
@@ -1161,6 +1161,42 @@ def largest_kernels(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "unknown": "The recording does not show how close they are to the GPU's limits."
         if chosen["share_of_ceiling"].isna().all()
         else None,
+        "speedup": bounded(0.5 * time / evidence.total_ms),
+    }
+
+
+def _kernels_of_one_place(evidence: Evidence, table: pd.DataFrame) -> Measured | None:
+    """Figures of :func:`largest_kernels` for kernels none of which is large, but all those of one
+    operator, function or range are; None without one.
+
+    Args:
+        table: rows of :func:`_kernels`.
+    """
+    pieces = evidence.of_kernels(table["kernel"])
+    most = {
+        str(times.index[0]): (float(times.iloc[0]), level)
+        for level, times in time_by_name(evidence.profile, *pieces).items()
+        if len(times)
+    }
+    name = max(most, key=lambda each: most[each][0], default="")
+    time, level = most.get(name, (0.0, ""))
+    if time < PIECE_SHARE * evidence.total_ms:
+        return None
+    inside = in_place(evidence.profile, level, name)[pieces[0]]
+    own = evidence.profile.contexts.iloc[pieces[0][inside]]
+    short = own["name"].map(lambda kernel: kernel_name(kernel).short or kernel)
+    by_kernel = pd.Series(pieces[1][inside]).groupby(short.to_numpy()).sum().nlargest(MOST_NAMES)
+    return {
+        "share": time / evidence.total_ms,
+        "component": largest(
+            pd.Series(pieces[1][inside]).groupby([own[each].to_numpy() for each in PART]).sum()
+        )[0],
+        "what": f"Kernels in {name[:70]}",
+        "take": "take",
+        "kernels": ", ".join(map(str, by_kernel.index[:2])),
+        "listed": ", ".join(f"{each} {milliseconds(ms)}" for each, ms in by_kernel.items()),
+        "pieces": (pieces[0][inside], pieces[1][inside]),
+        "unknown": None,
         "speedup": bounded(0.5 * time / evidence.total_ms),
     }
 
