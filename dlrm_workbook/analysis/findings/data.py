@@ -101,8 +101,9 @@ def data_generation(evidence: Evidence, ledger: Ledger) -> Measured | None:
         figures["title"] = "Data generation takes {share:.0%} of each step" + _most_in(evidence)
     if evidence.has_timeline:
         making = evidence.pieces[evidence.pieces["where"].eq("host")]
-        of_data = parts_at(evidence.profile, making["context"].to_numpy())["component"].eq("data")
-        figures["pieces"] = (making["context"][of_data], making["ms"][of_data])
+        parts = parts_at(evidence.profile, making["context"].to_numpy())
+        making = making[parts["component"].eq("data").to_numpy()]
+        figures["pieces"] = (making["context"], making["ms"])
     if evidence.basis == "the CPU time":
         figures["title"] = "Data generation takes {share:.0%} of the main thread's CPU time"
     if waits:
