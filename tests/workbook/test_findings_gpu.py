@@ -313,6 +313,61 @@ def test_the_marked_range_that_makes_most_launches_is_named(trace: Trace, marked
     assert ("aten::addmm" in said) != ("##" in marked)
 
 
+def other_program(trace: Trace, number: int) -> float:
+    """Begin an iteration of another program."""
+    begin = 1000.0 * number
+    trace.host("user_annotation", f"ProfilerStep#{number}", begin, begin + 995)
+    return begin
+
+
+def test_a_range_with_much_of_the_step_is_named_whatever_its_kernels_are(trace: Trace) -> None:
+    for number in range(STEPS):
+        begin = other_program(trace, number)
+        trace.launch(begin + 5, "sm90_bf16_tensorop_gemm", begin + 10, begin + 400)
+        trace.host("user_annotation", "## evaluate ##", begin + 402, begin + 900)
+        for i in range(16):  # none of which is worth a finding of its own
+            at = begin + 410 + 30 * i
+            trace.host("cpu_op", f"aten::step_{i}", at - 1, at + 28)
+            trace.launch(at, f"sm90_kind{i}", at + 3, at + 28)
+    place = found(trace.read())["dominant_place"]
+    assert place.title == "## evaluate ## takes 50% of the step"
+    assert "the GPU works 0.400 ms and is idle 0.0980 ms" in place.evidence
+    assert "by range ## evaluate ##" in place.evidence
+
+
+def test_one_call_goes_before_launches_that_take_more_in_all(trace: Trace) -> None:
+    for number in range(STEPS):
+        begin = other_program(trace, number)
+        for i in range(5):
+            trace.host("cuda_runtime", "cudaMemGetInfo", begin + 190 * i + 5, begin + 190 * i + 95)
+            for k in range(9):
+                at = begin + 190 * i + 100 + 10 * k
+                trace.host("cpu_op", f"aten::op_{k}", at - 1, at + 8)
+                trace.launch(at, "sm90_norm", at + 3, at + 5)
+    first, second, *_ = listed(trace.read())
+    assert first.id == "gpu_idle_otherwise" and "cudaMemGetInfo" in first.title
+    assert first.share_of_step == pytest.approx(5 * 90 / 995, abs=0.05)
+    assert second.id == "launch_bound"
+
+
+@pytest.mark.parametrize("sorted_in", [(3,), (), (0, 1, 2, 3, 4, 5, 6)])
+def test_what_few_iterations_do_is_told_though_they_take_no_longer(
+    trace: Trace, sorted_in: tuple[int, ...]
+) -> None:
+    for number in range(7):
+        begin = other_program(trace, number)
+        sort = 500.0 if number in sorted_in else 0.0
+        trace.launch(begin + 5, "sm90_bf16_tensorop_gemm", begin + 10, begin + 990 - sort)
+        if sort:
+            trace.launch(begin + 8, "radix_sort", begin + 991 - sort, begin + 990)
+    named = found(trace.read()).get("now_and_then")
+    assert (named is not None) == (len(sorted_in) == 1)
+    if named is not None:
+        assert named.title.startswith("1 of 7 iterations does what the others do not: radix sort")
+        assert "In iterations 4 " in named.evidence
+        assert named.share_of_step == pytest.approx(0.5 / 7, abs=0.01)
+
+
 def test_many_small_copies_are_named_by_the_operator_that_makes_them(trace: Trace) -> None:
     for number in range(STEPS):
         begin = trace.step(number)
