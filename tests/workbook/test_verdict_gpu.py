@@ -74,7 +74,7 @@ def check_bounds(profile: Profile) -> None:
     for finding in found:
         assert 0 <= finding.share_of_step <= 1, finding.title
         most = 1 / max(1 - finding.share_of_step, 1e-9)
-        gain = finding.predicted_speedup
+        gain = finding.predicted_speedup or dict.fromkeys(("low", "mid", "high"), 1.0)
         assert 1 <= gain["low"] <= gain["mid"] <= gain["high"] <= most * (1 + 1e-9), finding.title
         assert "{" not in finding.title + finding.evidence + finding.advice
         assert "nan" not in (finding.title + finding.evidence).split()
