@@ -88,7 +88,7 @@ class Law:
         if self.kind == "unsettled":
             return (
                 f"{self.points} points with this scatter leave the law open; on average a "
-                f"doubling takes {2**self.slope:.2f} times as long {between}"
+                f"doubling multiplies the time by {2**self.slope:.2f} {between}"
             )
         e = self.exponent
         bounds = f"exponent {e.mid:.2f}, {e.low:.2f} to {e.high:.2f}"

@@ -195,7 +195,8 @@ def _prepared(nb: Any, resources: Any) -> tuple[Any, Any]:
         scripts += [plotly_js(), template_text("charts.js")]
         sheets += plotly_sheets(plotly_js())
     facts = run_facts(run)
-    files = (f"{resources['name']}.ipynb", "verdict.md", "run.json")
+    name = resources["name"]
+    files = (f"{name}.ipynb", f"{name}.json", "verdict.md", "run.json")
     resources["page"] = {
         "title": page.title or resources["name"],
         "name": resources["name"],

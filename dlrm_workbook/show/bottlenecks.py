@@ -212,9 +212,10 @@ def export_text(recording: Path | None) -> Text:
         return Text("")
     command = f"dlrm export {shlex.quote(str(recording))} --to"
     return Text(
-        f"Every span in a viewer of its own: `{command} perfetto timeline.json.gz`, then open the "
-        f"file in ui.perfetto.dev; the call tree: `{command} speedscope calls.json`, then "
-        "www.speedscope.app. Both read the file in the browser and upload nothing."
+        "Two viewers of others show every span, and the call tree. They read the file in the "
+        "browser and upload nothing.\n\n"
+        f"- for ui.perfetto.dev: `{command} perfetto timeline.json.gz`\n"
+        f"- for www.speedscope.app: `{command} speedscope calls.json`"
     )
 
 

@@ -5,7 +5,9 @@ Nothing is analysed here; what was not measured says so.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -23,6 +25,7 @@ from dlrm_core.units import (
 from dlrm_workbook.analysis.findings.finding import Finding
 from dlrm_workbook.analysis.roofline import COPIES, LAUNCHES, Limits, least_step
 from dlrm_workbook.analysis.sentences import FENCE, in_markdown
+from dlrm_workbook.analysis.verdict import compare_command
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.show.tables import Text, absent, listed
 from dlrm_workbook.show.theme import rows_of
@@ -116,12 +119,21 @@ def not_measured(profile: Profile) -> pd.DataFrame:
     return table.assign(quantity=table["quantity"].str.replace("_", " "))
 
 
-def findings_text(found: Sequence[Finding], limit: str = "") -> Text:
+def findings_text(
+    found: Sequence[Finding],
+    limit: str = "",
+    given: Sequence[str] = (),
+    recording: Path | None = None,
+) -> Text:
     """The findings, worst first, below what limits the step; the limit alone where no rule fires.
 
     Args:
         limit: a sentence; "" where the page says it already, and then nothing is said without
             findings.
+        given: options that name the parameters of what was explained, for the commands that check
+            a change; empty: none is named.
+        recording: where it lies, for the command that compares it if there is no change; None:
+            none is named.
     """
     if not found:
         return Text(f"**No known bottleneck found.** {in_markdown(limit)}" if limit else "")
@@ -136,9 +148,15 @@ def findings_text(found: Sequence[Finding], limit: str = "") -> Text:
             set_to = ", ".join(f"`{name}: {value}`" for name, value in finding.change.items())
             options = " ".join(f"-p {name}={value}" for name, value in finding.change.items())
             lines.append(f"**To change.** {set_to} (on the command line: `{options}`)")
+            if given:
+                lines.append(f"**To check.** `{compare_command(finding.change, given)}`")
         if finding.predicted_speedup.get("high", 1.0) > 1.0:
             lines.append(f"**Predicted.** {_gain(finding.predicted_speedup)}")
         blocks.append("\n\n".join(lines))
+    if recording is not None and not any(finding.change for finding in found):
+        runs = shlex.quote(f"runs=[{recording}, OTHER]")
+        command = f"dlrm run compare -p {runs}"
+        blocks.append(f"**To compare.** `{command}` shows another recording beside this one.")
     return Text("\n\n".join(blocks))
 
 

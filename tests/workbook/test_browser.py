@@ -100,6 +100,7 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "name": ["=2+2", *(f"call {number}, {number % 3}" for number in range(56))],
             "time_ms": [math.nan, *(number * 0.12345678 for number in range(56))],
             "calls": range(1000, 1057),
+            "component": ["embedding"] * 57,
         }
     )
     few = pd.DataFrame({"low_ms": [1.25, 12.5], "high_ms": [2.5, 13.123456]})
@@ -155,7 +156,8 @@ def test_a_table_is_copied_with_its_exact_values(tables: Path) -> None:
         page.get_by_role("button", name="Copied").wait_for()
         text = page.evaluate("() => navigator.clipboard.readText()")
         frame = pd.read_csv(io.StringIO(text))
-        assert list(frame) == ["name", "time_ms", "calls"] and len(frame) == 57
+        assert list(frame) == ["name", "time_ms", "calls", "component"] and len(frame) == 57
+        assert set(frame["component"]) == {"embedding"}, "without the mark in its colour"
         assert frame["time_ms"].iloc[7] == 6 * 0.12345678
         assert math.isnan(frame["time_ms"].iloc[0]), "not measured"
         assert frame["calls"].iloc[-1] == 1056

@@ -321,6 +321,18 @@ def test_verdict_says_what_to_change_or_the_limit() -> None:
             assert f"-p {name}={value}" in text
 
 
+def test_a_finding_names_the_command_that_checks_it() -> None:
+    changed = Finding("x", "X", "data", 0.5, "measured", "a", change={"data.loader": "prefetch"})
+    given, place = ["-f", "my file.yaml"], Path("runs/a b")
+    said = about.findings_text([changed], given=given, recording=place).markdown
+    command = "dlrm run compare -f 'my file.yaml' -p change.data.loader=prefetch"
+    assert f"**To check.** `{command}`" in said and "To compare" not in said
+    bare = Finding("x", "X", "data", 0.5, "measured", "a")
+    said = about.findings_text([bare], given=given, recording=place).markdown
+    assert "`dlrm run compare -p 'runs=[runs/a b, OTHER]'`" in said and "To check" not in said
+    assert "dlrm run" not in about.findings_text([changed, bare]).markdown
+
+
 def test_a_finding_without_remedy_is_shown_too() -> None:
     bare = Finding("x", "X holds it", "loss", 0.5, "measured", "nothing yet")
     assert "To change" not in about.findings_text([bare], "").markdown

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import pytest
 from browser import check_page, open_page, require_browser
+from conftest import Chain
 from recordings import SEVERAL, recording
 
+from dlrm_core.units import ratio
 from dlrm_workbook.machine import REPOSITORY
 from dlrm_workbook.runner.run import run_notebooks
 from dlrm_workbook.runs import RunFolder
 
 pytestmark = [pytest.mark.browser, pytest.mark.notebook, pytest.mark.usefixtures("browser")]
 
+SCREEN = {"width": 1440, "height": 900}
 PAGES = {
     "experiment": "dlrm-h100-pc.d",
     "several ranks": SEVERAL,
@@ -63,6 +68,56 @@ def test_pages_draw_and_say_what_the_recording_holds(explained: tuple[str, RunFo
         assert "idle 99.8%" in document["headline"]
         assert any("serialised" in caution for caution in document["cautions"])
         assert "copies" not in {finding["id"] for finding in document["findings"]}
+
+
+FIRST_SCREEN = "(place) => place.getBoundingClientRect().bottom <= innerHeight"
+
+
+def check_ten_answers(folder: Path) -> None:
+    """Assert that the page answers the questions of docs/commands.md where it says so."""
+    document = json.loads((folder / "bottlenecks.json").read_text())
+    headline = re.sub(r"[*`\s]+", " ", document["headline"]).strip()
+    first, last = document["findings"][0], document["stages"][-1]["name"]
+    with open_page((folder / "bottlenecks.html").as_uri(), viewport=SCREEN) as (page, _):
+        answer = page.locator(".masthead .headline")
+        text = re.sub(r"\s+", " ", answer.inner_text())
+        assert text.startswith(headline.partition(". ")[0]), "what limits, by how much"
+        bars = json.dumps(page.evaluate("document.querySelector('.headline .plot').data"))
+        if first["change"]:
+            options = [f"-p {name}={value}" for name, value in first["change"].items()]
+            assert answer.locator("code").first.inner_text() in options, "what first"
+            together = document["together"]
+            if together and together["changes"] > 1:
+                assert f"{ratio(together['speedup']['mid'], figures=2)} faster" in text, "together"
+            assert "Hardware limit" in text and last in bars, "what is the limit"
+        for place in (".masthead .headline", ".masthead .quality", "#files"):
+            assert page.locator(place).evaluate(FIRST_SCREEN), f"{place} is on the first screen"
+        assert page.locator(".quality.green, .quality.amber, .quality.red").count() == 1
+        links = page.locator("#files a").evaluate_all("all => all.map(one => one.href)")
+        assert {link.rpartition("/")[2] for link in links} >= {"bottlenecks.json", "verdict.md"}
+        assert all(Path(unquote(urlsplit(link).path)).is_file() for link in links)
+        assert page.locator(".tools button", has_text="Copy as CSV").count() > 0
+        advice = page.locator("section", has=page.locator("> #what-to-change"))
+        assert "Evidence." in advice.inner_text()
+        commands = advice.locator("code").all_inner_texts()
+        assert any(command.startswith("dlrm run compare ") for command in commands)
+        assert "-f FILE" not in " ".join(commands)
+        absent = page.locator("#not-measured-in-this-run")
+        assert absent.count() == 1
+        assert page.locator("nav.contents a").last.get_attribute("href") in {
+            "#not-measured-in-this-run",
+            "run.json",
+        }
+        entries = page.locator(".left-out dt").all_inner_texts()
+        assert entries and all(len(entry) > 15 for entry in entries)
+
+
+def test_ten_questions_are_answered_where_the_guide_says(
+    explained: tuple[str, RunFolder], quick_chain: Chain
+) -> None:
+    check_ten_answers(explained[1].path)
+    if explained[0] == "experiment":  # once for both recordings
+        check_ten_answers(quick_chain.last)
 
 
 def test_the_tracked_page_of_the_experiment_opens_anywhere() -> None:

@@ -236,8 +236,8 @@ def test_every_table_and_figure_of_a_record(record: Path) -> None:
     assert all(source in sources for source in published["source"])
     assert all(assumed in sources for assumed in published["not_published"])
     said = verdict(found, strong, weak)
-    best = strong.loc[strong["mid_ms"].idxmin()]
-    assert f"on {best['ranks']} ranks" in said and "Strong scaling over OPA" in said
+    near_best = strong[strong["mid_ms"] <= strong["mid_ms"].min() * 1.01]
+    assert f"Strong scaling over OPA gains up to {near_best['ranks'].min()} ranks" in said
     assert "rank 3" in tables.findings_text(found.findings(), found.record).markdown.lower()
 
 

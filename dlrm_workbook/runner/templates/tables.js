@@ -4,7 +4,8 @@
 (() => {
   const FILTER_ABOVE = 8, FIRST = 20;
 
-  const exact = (cell) => cell.dataset.value ?? cell.textContent.trim().replace(/^–$/, "");
+  const exact = (cell) => cell.dataset.value
+    ?? cell.textContent.trim().replace(/^–$/, "").replace(/^■\s*/, ""); // a part's colour
   function number(cell) {
     const text = cell.dataset.value?.split(",")[0] ?? cell.textContent;
     const plain = text.trim().replaceAll(/(?<=\d),(?=\d{3})/g, "").replace("−", "-").replace(/^</, "");

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,6 +10,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from dlrm_core.parts import COMPONENTS, part_label
+from dlrm_core.units import ratio
 from dlrm_workbook.analysis.ensemble import WHOLE, Curve, short_leaf
 from dlrm_workbook.show import theme
 from dlrm_workbook.show.tables import Column, Text
@@ -46,7 +48,7 @@ def scaling_curves(curves: Sequence[Curve], leaf: str) -> go.Figure:
             marker=look["marker"],
             legendgroup=curve.held,
             showlegend=curve.component == parts[0],
-            text=[*[""] * (len(curve.x) - 1), f"{curve.law.slope:+.2f}"],
+            text=[*[""] * (len(curve.x) - 1), f"{curve.law.slope:+.2f}".replace("-", "−")],
             textposition="top left",
             cliponaxis=False,
         )
@@ -64,6 +66,11 @@ def scaling_curves(curves: Sequence[Curve], leaf: str) -> go.Figure:
     return result
 
 
+def short_setting(label: str) -> str:
+    """The label of a point as figures write it: ``batch 256, dim 16``."""
+    return re.sub(r"(\w+\.\w+) = ", lambda leaf: f"{short_leaf(leaf[1])} ", label)
+
+
 def points_bars(summary: pd.DataFrame) -> go.Figure:
     """Samples a second of every finished point, in the order of the grid; the best stands out."""
     table = summary[summary["samples_per_second"].notna()]
@@ -71,7 +78,7 @@ def points_bars(summary: pd.DataFrame) -> go.Figure:
     return theme.ranked_bars(
         "Samples per second at each point",
         "samples per second",
-        [theme.lines_of(label, 40) for label in table["label"]],
+        [theme.lines_of(short_setting(label), 40) for label in table["label"]],
         speeds.tolist(),
         [f"{speed:,.0f}" for speed in speeds],
         [
@@ -95,6 +102,7 @@ def parts_by_point(times: pd.DataFrame) -> go.Figure:
     """
     table = times[times["component"] != WHOLE].groupby(["run", "component"], sort=False)
     spent = table["time_ms"].sum().unstack(fill_value=0).reindex(list(dict.fromkeys(times["run"])))
+    spent = spent.rename(index=short_setting)
     looks = {name: (part_label(name), theme.COLOURS[name]) for name in COMPONENTS}
     result = theme.stacked_bars("Share of each part at each point", spent, looks, "ms", shares=True)
     result.update_xaxes(title="share of the step")
@@ -109,9 +117,9 @@ def sweep_verdict(summary: pd.DataFrame, failures: str) -> Text:
     if len(speed):
         best, worst = speed.idxmax(), speed.idxmin()
         lines.append(
-            f"Most samples per second: **{done['label'][best]}**, {speed[best]:,.0f} samples/s, "
-            f"{speed[best] / speed[worst]:.2f} times those of {done['label'][worst]} "
-            f"({speed[worst]:,.0f})."
+            f"Most samples per second: **{short_setting(done['label'][best])}**, "
+            f"{speed[best]:,.0f} samples/s, which is {ratio(speed[best] / speed[worst])} faster "
+            f"than {short_setting(done['label'][worst])} ({speed[worst]:,.0f})."
         )
     if failures:
         lines.append("```\n" + failures + "\n```")
