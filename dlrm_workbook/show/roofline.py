@@ -15,7 +15,15 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from dlrm_core.parts import part_label
-from dlrm_core.units import NOT_MEASURED, digits, format_bytes, from_to, milliseconds, percent
+from dlrm_core.units import (
+    NOT_MEASURED,
+    NOTHING,
+    digits,
+    format_bytes,
+    from_to,
+    milliseconds,
+    percent,
+)
 from dlrm_workbook.analysis.devices import device
 from dlrm_workbook.show.profile import product_peaks
 from dlrm_workbook.show.static import SLOPE
@@ -465,9 +473,9 @@ REUSE = {
     "rows": "rows of the table",
     "lookups": "",
     "rows_used": "different rows",
-    "lookups_per_row": Column("lookups per row used", "ratio"),
-    "used_once_share": "rows used once",
-    "used_once_lookups_share": "lookups of these",
+    "lookups_per_row": Column("lookups per different row", "digits"),
+    "used_once_share": "of these used once",
+    "used_once_lookups_share": "lookups of rows used once",
     "unique_share": "different rows of a batch per lookup",
 }
 """Looks of :func:`dlrm_workbook.analysis.reuse.row_reuse`."""
@@ -477,7 +485,9 @@ CACHE = {
     "rows": "rows it holds",
     "hit_share": "lookups it answers",
     "range": Column(
-        "range", each_row(lambda low, high: from_to(low, high, percent)), ("low", "high")
+        "range",
+        each_row(lambda low, high: NOTHING if low == high else from_to(low, high, percent)),
+        ("low", "high"),
     ),
 }
 """Looks of :func:`dlrm_workbook.analysis.reuse.cache_hits`."""
@@ -488,7 +498,7 @@ def cache_curve(hits: pd.DataFrame, last_level_bytes: float | None = None) -> go
 
     Args:
         hits: what :func:`dlrm_workbook.analysis.reuse.cache_hits` gives.
-        last_level_bytes: size of the machine's last-level cache, which is marked.
+        last_level_bytes: size of the machine's last-level cache, marked if it is in sight.
     """
     result = figure("Lookups that a cache of rows answers (least recently used)", 340)
     add_points(
@@ -503,11 +513,16 @@ def cache_curve(hits: pd.DataFrame, last_level_bytes: float | None = None) -> go
         error_y=error_bars(hits["low"], hits["hit_share"], hits["high"]),
         **line_look(colour_of("embedding")),
     )
-    if last_level_bytes:
+    if last_level_bytes and last_level_bytes <= hits["cache_bytes"].max():
         text = f"last-level cache, {format_bytes(last_level_bytes)}"
         result.add_vline(x=last_level_bytes, line={"color": INK, "dash": "dot"})
         result.add_annotation(
-            x=math.log10(last_level_bytes), y=1, yref="paper", text=text, showarrow=False
+            x=math.log10(last_level_bytes),
+            y=1,
+            yref="paper",
+            yanchor="bottom",
+            text=text,
+            showarrow=False,
         )
     marks = hits["cache_bytes"].iloc[:: max(1, len(hits) // 5)]
     result.update_xaxes(title="size of the cache", **log_axis(list(marks), format_bytes))

@@ -16,6 +16,7 @@ from dlrm_workbook.analysis.reuse import row_reuse
 from dlrm_workbook.evidence.cache import cache_hits
 from dlrm_workbook.evidence.data_statistics import batch_statistics, run_statistics
 from dlrm_workbook.samples import sample_profile
+from dlrm_workbook.show.roofline import cache_curve
 
 CPU = torch.device("cpu")
 
@@ -196,3 +197,7 @@ def test_tables_of_a_profile():
     assert hits["cache_bytes"].tolist() == [4 * 8 * rows for rows in hits["rows"]]
     assert (hits["low"] <= hits["hit_share"]).all() and (hits["hit_share"] <= hits["high"]).all()
     assert hits["hit_share"].is_monotonic_increasing
+    (line,) = cache_curve(hits).data
+    assert list(line.y) == hits["hit_share"].tolist()
+    marked = [len(cache_curve(hits, size).layout.shapes) for size in (4096, 1 << 40)]
+    assert marked == [1, 0]
