@@ -128,9 +128,9 @@ def main() -> int:
                 f"{name:20} {row['ranks']} ranks  measured {row['measured_ms']:8.1f} ms  "
                 f"predicted {row['predicted_ms']:8.1f} ms  {100 * row['error']:+6.1f} %"
             )
-    runs = sum(len(case["runs"]) for case in result["cases"].values())
+    count = sum(len(case["runs"]) for case in result["cases"].values())
     print(
-        f"{runs} runs of {result['configurations']} configurations: "
+        f"{count} runs of {result['configurations']} configurations: "
         f"{100 * result['typical_error']:.1f} % (geometric mean)"
     )
     return 0
@@ -196,7 +196,7 @@ def _compared(record: dict[str, Any], parameters: Parameters) -> list[dict[str, 
     for row in table.to_dict("records"):
         run = row.pop("run")
         row |= {"exposed_share": exposed.get(run), "imbalance": uneven.get(run)}
-        found.append({name: _number(value) for name, value in row.items()})
+        found.append({str(name): _number(value) for name, value in row.items()})
     return found
 
 

@@ -59,7 +59,11 @@ class DensePart:
             self._compile(weight.device)
 
     def __call__(
-        self, dense: torch.Tensor, pooled: Sequence[torch.Tensor], targets: torch.Tensor
+        self,
+        dense: torch.Tensor,
+        pooled: Sequence[torch.Tensor],
+        targets: torch.Tensor,
+        share: float = 1.0,
     ) -> torch.Tensor:
         """Forward and backward of a batch.
 
@@ -67,16 +71,17 @@ class DensePart:
             dense: (B, D).
             pooled: T leaves (B, d) float32; get their gradients.
             targets: (B, 1).
+            share: what the loss counts of one that others add to: 1/R on each of R ranks.
 
         Returns:
-            The mean loss, detached. Gradients are those of the loss times
+            The mean loss, detached. Gradients are those of the loss times ``share`` and
             ``precision.scale``, added to what the weights' ``grad`` holds.
         """
         size = dense.shape[0]
         rows = min(self.micro_batch or size, size)
         with self.precision.autocast():
             if rows == size:
-                return self._rows(dense, pooled, targets, 1.0)
+                return self._rows(dense, pooled, targets, share)
             gradients = [torch.zeros_like(vector) for vector in pooled]
             losses = []
             for start in range(0, size, rows):
@@ -85,8 +90,9 @@ class DensePart:
                 for leaf, gradient in zip(leaves, gradients, strict=True):
                     # backward adds to it in place: no copying together afterwards
                     leaf.grad = gradient[chunk]
-                share = (chunk.stop - start) / size
-                losses.append(share * self._rows(dense[chunk], leaves, targets[chunk], share))
+                part = (chunk.stop - start) / size
+                loss = self._rows(dense[chunk], leaves, targets[chunk], part * share)
+                losses.append(part * loss)
         for vector, gradient in zip(pooled, gradients, strict=True):
             vector.grad = gradient
         return torch.stack(losses).sum()

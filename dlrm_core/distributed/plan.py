@@ -157,20 +157,11 @@ def require_possible(parameters: Parameters, ranks: int) -> None:
             "several ranks it can be 'fp32' only: FBGEMM, which holds the tables there, does not "
             "round by random numbers that a resumed run repeats"
         )
-    for leaf, found, wanted, reason in (
-        ("micro_batch", training.micro_batch is not None, "nothing", "a rank's batch is small"),
-        (
-            "embeddings_on_gpu_bytes",
-            training.embeddings_on_gpu_bytes is not None,
-            "nothing",
-            "the planner decides",
-        ),
-    ):
-        if found:
-            raise InputError(
-                f"training.{leaf} is {getattr(training, leaf)!r}, but on several ranks it can be "
-                f"{wanted} only: {reason}"
-            )
+    if training.embeddings_on_gpu_bytes is not None:
+        raise InputError(
+            f"training.embeddings_on_gpu_bytes is {training.embeddings_on_gpu_bytes}, but on "
+            "several ranks it can be nothing only: the planner places the tables"
+        )
     require_shape(parameters)
 
 

@@ -143,10 +143,8 @@ def run_as_rank(asked: Asked, command: str, work: Callable[[Predictor], int]) ->
         InputError: as :class:`RankPredictor`, or as ``work``.
     """
     require_torchrec()
-    # of one process only: the planner places the tables, and a rank's dense part is not cut
-    training = dataclasses.replace(
-        asked.parameters.training, micro_batch=None, embeddings_on_gpu_bytes=None
-    )
+    # of one process only: the planner places the tables
+    training = dataclasses.replace(asked.parameters.training, embeddings_on_gpu_bytes=None)
     asked = dataclasses.replace(
         asked, parameters=dataclasses.replace(asked.parameters, training=training)
     )

@@ -19,7 +19,8 @@
     updates of the MLPs and the cross layers
 
 In bottom MLP's backward the exchange of pooled gradients begins and is waited for as well:
-autograd runs it in one go with the MLP, first the sending, last the receiving. The loss is
+autograd runs it in one go with the MLP, first the sending, last the receiving. With
+``micro_batch`` all pooled vectors come before the first rows and go after the last. The loss is
 divided by the number of ranks before backward, so gradients are summed everywhere. With fp16
 each rank looks for overflow in the gradients of its own samples, and their number goes with the
 loss: tables change inside embedding backward, so all ranks must know before it begins.
@@ -178,7 +179,8 @@ class DistributedStep(Step):
         sums, leaves = embedding_forward(self.tables, context, received)
         sent = communication_forward(lambda: self.tables.send_pooled(context, leaves))
         with self.dense.precision.autocast():
-            loss, gradient = self._dense_part(batch, sent)
+            work = self._in_micro_batches if self.dense.micro_batch else self._dense_part
+            loss, gradient = work(batch, sent)
         numbers = [loss, loss.new_tensor(float(stop))]
         if self._scaled:
             numbers.append(optimizer_update(lambda: self._overflowed(gradient)))
@@ -242,6 +244,27 @@ class DistributedStep(Step):
             with self._collectives.about("pooled gradients"):
                 bottom_mlp_backward(x, x_leaf, pooled, gradient)
         return loss.detach().float() / self._ranks, gradient
+
+    def _in_micro_batches(self, batch: LocalBatch, sent: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """As :meth:`_dense_part`, some rows at a time: no exchange overlaps with them."""
+        dense = self.dense
+        pooled = communication_forward(lambda: self.tables.receive_pooled(sent))
+        pooled_leaf = leaf_of(pooled)
+        vectors = self.tables.by_table(pooled_leaf)
+        leaves = [leaf_of(vector) for vector in vectors]
+        loss = dense(batch.dense, leaves, batch.targets, 1.0 / self._ranks)
+        communication_backward(self._top.send)
+        if self._interaction is not None:
+            communication_backward(self._interaction.send)
+        with dense.precision.full(), torch.autograd.set_multithreading_enabled(False):
+            torch.autograd.backward(vectors, [leaf.grad for leaf in leaves])
+            gradient = pooled_leaf.grad
+            assert gradient is not None
+            if self._scaled:
+                optimizer_update(lambda: dense.precision.unscale([gradient]))
+            with self._collectives.about("pooled gradients"):
+                communication_backward(lambda: pooled.backward(gradient))
+        return loss.float() / self._ranks, gradient
 
     def predict(self, batch: LocalBatch) -> torch.Tensor:
         """Click probability (b, 1) float32 of this rank's samples; all ranks must ask.
