@@ -34,7 +34,7 @@ def fake_run(totals, order=None, results=None):
             raise totals[name]
         for case in group:
             rows = (results or {}).get(name, np.ones((3, 2), np.float32))
-            if name != "memory":
+            if not name.startswith("memory"):
                 np.savez(samples / f"{case.name}.npz", rows=rows, pooled=rows)
         phases = {"forward": 0.25, "backward": 0.25, "update": 0.5}
         return {
@@ -62,6 +62,22 @@ def test_everyone_takes_a_turn_at_being_first_and_ratios_are_of_rounds():
     text = bench.describe(row)
     assert "fused is 5.00x faster (5.00x to 5.00x) than facebook, wanted 5.0x" in text
     assert "75% of the pace of bare accesses" in text
+
+
+def test_rows_in_two_bytes_are_held_against_bare_accesses_of_as_many():
+    case = GROUPS["narrow"][0]
+    totals = {"facebook": 100.0, "fbgemm": 50.0, "fused": 20.0, "memory": 15.0}
+    totals |= {"fused bf16": 12.5, "memory bf16": 10.0}
+    near, far = np.full((3, 2), 1.02, np.float32), np.full((3, 2), 1.06, np.float32)
+    for rows, same in ((near, True), (far, False)):
+        ledger = bench.open_ledger(None, 4, False)
+        bench.run_group(ledger, [case], 1, 1, run=fake_run(totals, results={"fused bf16": rows}))
+        (row,) = ledger.entries
+        assert row["agree"] is same
+    assert row["share_of_row_accesses"]["total_ms"]["median"] == pytest.approx(0.8)
+    assert [target["reached"] for target in row["targets"]] == [8.0, 4.0]
+    assert "memory bf16" not in row["ratios"]["fused bf16"]
+    assert "fused bf16 is 8.00x faster than facebook, wanted 5.0x" in bench.describe(row)
 
 
 def test_a_machine_that_slows_down_does_not_change_the_ratio():

@@ -84,6 +84,10 @@ FLUSH_BYTES = (64 << 20, 512 << 20)
 LANES = 16
 """float32 numbers of a vector and of a cache line."""
 
+PREFETCHES = ((0, 64), (16, 128), (32, 128), (16, 64), (32, 64))
+"""Ways to access rows: lookups ahead of which a row is asked for (0: none is), and the bytes from
+one line asked for to the next; some CPUs bring a line and its neighbour."""
+
 
 # Accesses to rows and nothing else.
 
@@ -102,24 +106,28 @@ def row_access_ms(tables: EmbeddingTables, batch: Batch, flush: CacheFlush) -> t
     machine's memory allows a forward pass and an SGD update at best.
 
     Args:
-        tables: of a width that :data:`LANES` divides.
+        tables: of rows whose bytes a cache line's divide.
     """
     best = []
-    for kernel in _row_kernels(tables.weights[0].shape[1]):
+    for kernel in _row_kernels(tables.weights[0][0].nbytes):
         times = []
-        for ahead in (0, 16, 32):
+        for prefetch in PREFETCHES:
             flush()
-            times.append(elapsed_ms(functools.partial(_over_tables, kernel, tables, batch, ahead)))
+            times.append(
+                elapsed_ms(functools.partial(_over_tables, kernel, tables, batch, prefetch))
+            )
         best.append(min(times))
     return best[0], best[1]
 
 
-def _over_tables(kernel: Any, tables: EmbeddingTables, batch: Batch, ahead: int) -> None:
+def _over_tables(
+    kernel: Any, tables: EmbeddingTables, batch: Batch, prefetch: tuple[int, int]
+) -> None:
     threads, count = torch.get_num_threads(), len(tables.weights)
 
     def work(table: int) -> None:
         indices = batch.table_indices(table)
-        kernel(tables.weights[table].data_ptr(), indices.data_ptr(), indices.numel(), ahead)
+        kernel(tables.weights[table].data_ptr(), indices.data_ptr(), indices.numel(), *prefetch)
 
     if threads == 1:
         for table in range(count):
@@ -134,22 +142,19 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 
 @functools.cache
-def _row_kernels(width: int) -> tuple[Any, Any]:
-    """Kernels that read, and that read and write, rows of so many float32 numbers."""
+def _row_kernels(size: int) -> tuple[Any, Any]:
+    """Kernels that read, and that read and write, rows of so many bytes, as float32 numbers."""
     from numba import njit
 
     from dlrm_kernels import vectors as v
 
-    size = 4 * width
-
     @njit(nogil=True, error_model="numpy")
-    def read(table, indices, count, ahead):  # type: ignore[no-untyped-def]
+    def read(table, indices, count, ahead, step):  # type: ignore[no-untyped-def]
         total = v.zeros()
         for i in range(count):
             if ahead > 0:
                 soon = table + v.load_int(indices + 8 * min(i + ahead, count - 1)) * size
-                # a prefetch brings a line and its neighbour
-                for line in range(0, size, 128):
+                for line in range(0, size, step):
                     v.prefetch(soon + line)
             p = table + v.load_int(indices + 8 * i) * size
             for line in range(0, size, 64):
@@ -157,12 +162,12 @@ def _row_kernels(width: int) -> tuple[Any, Any]:
         return v.lane_sum(total)
 
     @njit(nogil=True, error_model="numpy")
-    def change(table, indices, count, ahead):  # type: ignore[no-untyped-def]
+    def change(table, indices, count, ahead, step):  # type: ignore[no-untyped-def]
         one = v.splat(np.float32(1e-6))
         for i in range(count):
             if ahead > 0:
                 soon = table + v.load_int(indices + 8 * min(i + ahead, count - 1)) * size
-                for line in range(0, size, 128):
+                for line in range(0, size, step):
                     v.prefetch(soon + line)
             p = table + v.load_int(indices + 8 * i) * size
             for line in range(0, size, 64):

@@ -16,7 +16,16 @@ from dlrm_workbook.ledger import read_document
 from dlrm_workbook.machine import RESULTS
 from dlrm_workbook.show import theme
 from dlrm_workbook.show.tables import Column, Text, each_row
-from dlrm_workbook.studies.bench.embeddings import KIND, MEMORY, PHASES, SCHEMA, UPDATES
+from dlrm_workbook.studies.bench.embeddings import (
+    FUSED_BF16,
+    KIND,
+    MEMORY,
+    MEMORY_BF16,
+    PHASES,
+    SCHEMA,
+    UPDATES,
+    ours_of,
+)
 
 DEFAULT = RESULTS / "embeddings.json"
 
@@ -25,6 +34,8 @@ LABELS = {
     "torch": "torch",
     "fbgemm": "FBGEMM",
     "fused": "ours, fused",
+    FUSED_BF16: "ours, rows in bf16",
+    MEMORY_BF16: "bare row accesses, bf16",
     MEMORY: "bare row accesses",
     "race_free": "race-free",
 }
@@ -56,7 +67,7 @@ def times(document: Mapping[str, Any]) -> pd.DataFrame:
         goals = {target["against"]: target["wanted"] for target in case.get("targets") or []}
         for name, found in (case.get("contestants") or {}).items():
             study = name in UPDATES
-            ours = (case.get("ratios") or {}).get("race_free" if study else "fused", {})
+            ours = (case.get("ratios") or {}).get(ours_of(case), {})
             gain = ours.get(name) or dict.fromkeys(("median", "low", "high"), math.nan)
             rows.append(
                 (
