@@ -5,7 +5,8 @@
 ``HOW`` spoils it: ``fail`` ends it with exit code 3 after its steps, ``still`` never steps an
 optimizer, ``fork`` leaves the training to a process of its own, ``two`` trains in two processes,
 ``tiny`` steps an optimizer and does nothing else, ``killed`` ends it by a signal after its steps,
-``left`` by ``os._exit``, ``asks`` reads standard input first, ``rank1`` fails on that rank.
+``left`` by ``os._exit``, ``asks`` reads standard input first, ``rank1`` fails on that rank,
+``moves`` trains in a folder of its own that is gone when it ends.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -67,7 +69,12 @@ if __name__ == "__main__":
     else:
         if how == "asks":
             input("train? ")
-        train(steps, step_optimizer=how != "still")
+        if how == "moves":
+            with tempfile.TemporaryDirectory() as folder:
+                os.chdir(folder)
+                train(steps)
+        else:
+            train(steps, step_optimizer=how != "still")
         if how == "killed":
             os.kill(os.getpid(), signal.SIGSEGV)
         if how == "left":

@@ -10,6 +10,7 @@ from finding_profiles import counters, found, listed, made, ordered
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dlrm_workbook.analysis.findings import cautions
 from dlrm_workbook.analysis.findings.finding import LIMITS
 from dlrm_workbook.analysis.findings.host import growth
 from dlrm_workbook.recordings.profile import Profile
@@ -195,3 +196,16 @@ def test_nearly_full_memory() -> None:
     first = listed(step(counted, memory_limit_bytes=1e9))[0]
     assert (first.id, first.severity) == ("memory_nearly_full", "fails")
     assert listed(step({"rss_bytes": 0.5e9}, memory_limit_bytes=1e9)) == []
+
+
+def test_faults_that_the_profiler_adds_are_a_caution_of_another_program() -> None:
+    def said(plain: float, recorded: float, **meta: Any) -> list[str]:
+        columns = counters(minor_faults=[plain] * 6 + [recorded] * 6)
+        columns["profiled"] = [False] * 6 + [True] * 6
+        return cautions(made(PARTS, **({"counters": columns, "parameters": None} | meta)))
+
+    (sentence,) = said(3000.0, 19000.0)
+    assert "19,000 page faults" in sentence and "without the profiler 3,000" in sentence
+    # about as many, too few to matter in 100 ms, and a run whose parts are timed without a profiler
+    assert said(16000.0, 19000.0) == said(0.0, 900.0) == []
+    assert said(3000.0, 19000.0, parameters={"model": {}}) == []

@@ -198,6 +198,17 @@ def test_what_cannot_be_measured_is_told_in_a_sentence(
     assert not (tmp_path / "run/profile").exists()
 
 
+def test_a_program_that_changes_its_folder_is_measured_where_it_was_asked_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked = program(tmp_path, "100000", "moves")
+    profile = measure(asked, Path("run"))  # as a user writes it, from here
+    assert len(profile.iterations) == 4
+    assert {file.name for file in (tmp_path / "run").iterdir()} == {"logs", "profile", "recording"}
+    assert profile.contexts["file"].eq(str(PROGRAM)).any()
+
+
 def test_a_program_that_cannot_be_hooked_is_ended_when_its_time_is_up(tmp_path: Path) -> None:
     words = (sys.executable, "-I", str(PROGRAM), "100000")
     with pytest.raises(InputError, match=r"not stepped any torch optimizer .*python -I"):

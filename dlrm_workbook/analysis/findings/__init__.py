@@ -321,7 +321,7 @@ def cautions(profile: Profile) -> list[str]:
     said = [str(sentence) for sentence in profile.meta.get("cautions") or []]
     if profile.meta.get("serialised") and not any("serialised" in text for text in said):
         said.insert(0, SERIALISED)
-    return said
+    return [*said, *filter(None, [host.faults_of_profiler(profile)])]
 
 
 def _reached(evidence: Evidence, component: str, phase: str) -> str:

@@ -5,6 +5,8 @@ Shares are of the wall time of the step's thread, as the system counted it.
 
 from __future__ import annotations
 
+import statistics
+
 import numpy as np
 
 from dlrm_core.parts import part_label
@@ -18,6 +20,7 @@ from dlrm_workbook.analysis.findings.finding import (
     removed,
     rule,
 )
+from dlrm_workbook.recordings.profile import Profile
 
 LOST_SHARE = 0.05
 """Of the step; below it a remedy gains less than a run's own scatter."""
@@ -436,6 +439,9 @@ itself; 2 µs were measured in a virtual machine with nested page tables."""
 
 FAULT_SHARE = 0.08
 
+FAULTS_ADDED = 0.01
+"""Share of an iteration that the faults a profiler adds must take to be worth a caution."""
+
 PYTHON_MS = 0.01
 """Of a part's own Python for each operator that it calls: 3 to 8 µs were measured."""
 
@@ -562,6 +568,33 @@ def page_faults(evidence: Evidence, ledger: Ledger) -> Measured | None:
         **_place(evidence, part),
         "component": "other",
     }
+
+
+def faults_of_profiler(profile: Profile) -> str | None:
+    """The sentence about page faults that came with the profiler; None where they hardly matter.
+
+    A profiler keeps what it records in the heap of the program, so that the allocator finds less
+    memory that was used before. Parts of our own runs are timed without a profiler too.
+    """
+    columns = profile.meta.get("counters") or {}
+    recorded, faults = columns.get("profiled") or [], columns.get("minor_faults") or []
+    walls = columns.get("wall_ms") or []
+    if profile.meta.get("parameters") or not len(recorded) == len(faults) == len(walls):
+        return None
+    rows = list(zip(recorded, faults, walls, strict=True))
+    plain = [count for with_profiler, count, _ in rows if not with_profiler]
+    more = [count for with_profiler, count, _ in rows if with_profiler]
+    if not plain or not more:
+        return None
+    with_it, without = statistics.median(more), statistics.median(plain)
+    wall_ms = statistics.median(wall for _, _, wall in rows)
+    if with_it < 1.5 * without or (with_it - without) * FAULT_MS < FAULTS_ADDED * wall_ms:
+        return None
+    return (
+        f"The recorded iterations have {with_it:,.0f} page faults each, those without the profiler "
+        f"{without:,.0f}. Parts that take new memory, such as large results and gradients, last "
+        "longer in the recording than in the step."
+    )
 
 
 @rule(
