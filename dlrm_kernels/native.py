@@ -112,18 +112,27 @@ def require_numba() -> None:
         raise MissingToolError(reason)
 
 
+def compiler_and_processor() -> str:
+    """What machine code depends on beside its source: compiler versions, the CPU and its flags."""
+    import llvmlite
+    import numba
+    from llvmlite import binding
+
+    features = binding.get_host_cpu_features().flatten()
+    return f"{numba.__version__} {llvmlite.__version__} {binding.get_host_cpu_name()} {features}"
+
+
 @functools.cache
 def cache_folder(name: str, sources: tuple[Path, ...]) -> tuple[Path | None, str]:
     """Where compiled kernels are kept, or None and why not.
 
     Args:
-        name: begins the folder's name, which carries the kernels' sources as well: numba looks
-            at one file's date only, and kernels call functions of other files.
+        name: begins the folder's name, which carries the compiler, the processor and the kernels'
+            sources as well: numba looks at one file's date only, and kernels call functions of
+            other files.
         sources: files that the kernels and their constants are in.
     """
-    import numba
-
-    digest = hashlib.sha256(numba.__version__.encode())
+    digest = hashlib.sha256(compiler_and_processor().encode())
     for source in sources:
         digest.update(source.read_bytes())
     base = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME")

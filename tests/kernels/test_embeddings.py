@@ -17,6 +17,7 @@ from dlrm_core.embeddings import EmbeddingTables, RowwiseAdagrad, attach
 from dlrm_core.errors import InputError, MissingToolError
 from dlrm_core.memory import forecast_memory
 from dlrm_core.train import Trainer
+from dlrm_kernels import native
 from dlrm_kernels.embeddings.fused_cpu import FusedCpu, share_out
 
 DENSE = (16 * 32 + 32) + (32 * 8 + 8) + (14 * 32 + 32) + (32 * 16 + 16) + (16 + 1)
@@ -432,6 +433,19 @@ def test_compiled_kernels_are_kept_and_their_loss_is_survived(tmp_path):
     for path in kept:
         path.write_bytes(b"damaged")
     assert "compiled anew" in _child(**cache)
+
+
+@pytest.mark.parametrize(
+    "place", ["numba.__version__", "llvmlite.__version__", "llvmlite.binding.get_host_cpu_name"]
+)
+def test_another_compiler_or_processor_has_a_cache_of_its_own(place, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    found = native.cache_folder.__wrapped__("kernels", native.SOURCES)
+    assert native.cache_folder.__wrapped__("kernels", native.SOURCES) == found
+    other = "another" if place.endswith("__version__") else (lambda: "another")
+    monkeypatch.setattr(place, other)
+    assert native.cache_folder.__wrapped__("kernels", native.SOURCES) != found
 
 
 def test_a_cache_that_cannot_be_written_is_said(tmp_path):
