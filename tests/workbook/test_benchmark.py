@@ -12,7 +12,7 @@ import pytest
 from browser import check_page, require_browser
 from hypothesis import given
 from hypothesis import strategies as st
-from test_bench import SMALL, both
+from test_bench import SMALL, bare_round, both
 from test_notebooks import QUICK, run_cells
 
 from dlrm_core.config import Parameters, parameters_from_sections
@@ -24,6 +24,7 @@ from dlrm_workbook.studies.bench import analyse as analysis
 from dlrm_workbook.studies.bench import embeddings_show as embedding_results
 from dlrm_workbook.studies.bench import notebook as benchmark
 from dlrm_workbook.studies.bench import show as benchmark_figures
+from dlrm_workbook.studies.bench.bare import judge_bare
 from dlrm_workbook.studies.bench.cases import GROWTH, growth_cases, shape_cases
 from dlrm_workbook.studies.bench.embeddings import GROUPS, KIND, SCHEMA, open_ledger, run_group
 from dlrm_workbook.studies.bench.measure import Plan, run_plan
@@ -161,7 +162,17 @@ def test_the_verdict_says_how_much_faster_than_whom(document: dict[str, Any]) ->
     assert "Its tables, up to 10 indices, 1 thread: ours, bf16 is" in first
     assert "than facebookresearch/dlrm end to end" in first and "7.50x faster" in first
     assert "goals against facebookresearch/dlrm reached" in text
-    assert "to the same losses" in text
+    assert "to the same losses" in text and "matrix unit" not in text
+    (case,) = [one for one in document["cases"] if (one["case"], one["threads"]) == ("8x1M-10", 1)]
+    rounds = [bare_round(number, 40.0, 12.0, 4.0) for number in range(2)]
+    case["bare"] = judge_bare(rounds, case["runs"], {"facebook": "fp32", "bf16": "bf16"})
+    warned = benchmark_figures.verdict(document).markdown
+    assert "**8x1M-10, 1 thread:** The matrix unit gave 33.3% of its best" in warned
+    (fp32, bf16, *_) = cells(analysis.bare(document), benchmark_figures.BARE)
+    assert (fp32["of its best pace"], bf16["of its best pace"]) == ("100.0%", "33.3%")
+    theirs, ours = cells(analysis.reached(document), benchmark_figures.REACHED)
+    # facebook's step takes 90 ms, the one in bf16 12 ms; rows take 5 ms
+    assert theirs["bare work of the step"] == "50.0%" and ours["bare work of the step"] == "141.7%"
     document["cases"][0]["losses_agree"] = False
     assert "not all contestants train the same" in benchmark_figures.verdict(document).markdown
 

@@ -122,7 +122,7 @@ BARE: dict[str, str | Column] = {
     "ms": "median",
     "range": Column("from to", _TIME_RANGES, ("confidence", "low", "high")),
     "best_ms": "at best",
-    "of_best": "of its best pace",
+    "of_best": Column("of its best pace", "share"),
 }
 REACHED: dict[str, str | Column] = {
     "case": "shape",
@@ -217,11 +217,17 @@ def _others_verdict(document: Document, cases: Sequence[Mapping[str, Any]]) -> s
 def _cautions(document: Document) -> list[str]:
     """What the machine did not give while each case was measured."""
     return [
-        f"**{case['case']}, {counted(case['threads'], 'thread')}:** {said}."
+        f"**{_place(case)}:** {said}."
         for case in analyse.judged(document, "shape")
         if case.get("bare")
         for said in cautions(case["bare"])
     ]
+
+
+def _place(case: Mapping[str, Any]) -> str:
+    """A shape and its threads; one that has no name is as it was given."""
+    name = "as given" if case["case"] == "given" else case["case"]
+    return f"{name}, {counted(case['threads'], 'thread')}"
 
 
 def _furthest(missed: pd.DataFrame) -> str:
