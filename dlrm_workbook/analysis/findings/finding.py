@@ -164,6 +164,8 @@ class Ledger:
         """Place of the iteration from which on the GPU is slower than before."""
         self.device_work: set[str] = set()
         """Names of kernels whose time a rule has explained."""
+        self.told_slow = False
+        """Whether a finding tells of the iterations that take far longer than the others."""
         self.told: list[tuple[float, str]] = []
         """Share of the step (0 to 1) and text of each finding so far."""
 

@@ -272,6 +272,7 @@ def irregular(evidence: Evidence, ledger: Ledger) -> Measured | None:
         least = GPU_IRREGULAR_SHARE
     if share < least:
         return None
+    ledger.told_slow = True
     extra = (steps[slow] - steps[state.steady].median()).mean().clip(lower=0.0)
     part = largest(extra)
     grown = _grown(evidence, slow, state.steady)
@@ -363,7 +364,8 @@ def now_and_then(evidence: Evidence, ledger: Ledger) -> Measured | None:
     extra = table.sub(usual, axis=0).where(table.gt(FAR_MORE * usual, axis=0), 0.0)
     by_step = extra.sum()
     length = evidence.steps.sum(axis=1).to_numpy()
-    few = (by_step > NOW_AND_THEN_SHARE * length.mean()).to_numpy() & state.steady
+    few = (by_step > NOW_AND_THEN_SHARE * length.mean()).to_numpy()
+    few &= state.steady | (not ledger.told_slow)
     few &= ~np.logical_and.accumulate(few)  # the first ones are a warm-up
     share = float(by_step[few].sum()) / float(length.sum())
     if not 0 < few.sum() <= len(few) / 3 or share < NOW_AND_THEN_SHARE:

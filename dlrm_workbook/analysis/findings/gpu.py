@@ -788,9 +788,9 @@ def _launching(evidence: Evidence, ledger: Ledger, launch_us: float) -> pd.DataF
 
 
 def _long_calls(evidence: Evidence, idle: pd.DataFrame) -> pd.Series:
-    """Rows of ``evidence.idle`` in what is no cost of launching, though gaps are short: one name
-    (a call that launches nothing, an operator's or a function's own body) in which the host stays
-    far longer at a time than in others, and that takes a listed share of the step."""
+    """Rows of ``evidence.idle`` in what is no cost of launching, though gaps are short: a call that
+    launches nothing, or the own body of an operator or a function in which the host stays far
+    longer at a time than in others, with a listed share of the step."""
     contexts = evidence.profile.contexts
     context = idle["context"].to_numpy()
     known = context >= 0
@@ -805,10 +805,9 @@ def _long_calls(evidence: Evidence, idle: pd.DataFrame) -> pd.Series:
     stays = rows.groupby(["name", "stay"])["length"].sum().groupby("name").agg(["median", "sum"])
     total = 1e6 * evidence.total_ms * max(len(evidence.windows[0]), 1)
     usual = float(rows.groupby("stay")["length"].sum().median()) if len(rows) else 0.0
-    long = stays[
-        stays["sum"].gt(LEAST_OF_STEP * total)
-        & stays["median"].gt(max(LONG_STAYS * usual, 1e3 * LEAST_STAY_US))
-    ]
+    called = set(rows.loc[contexts["kind"].eq("runtime").to_numpy()[rows["context"]], "name"])
+    long = stays["median"].gt(max(LONG_STAYS * usual, 1e3 * LEAST_STAY_US))
+    long = stays[stays["sum"].gt(LEAST_OF_STEP * total) & (long | stays.index.isin(called))]
     return rows["name"].isin(long.index).reindex(idle.index, fill_value=False)
 
 
