@@ -465,7 +465,7 @@ class _Step:
         self.add("index", rows + indices, rows, gather_bytes=rows, table=table.table)
         self.cast(values, self.model.row_bytes // self.dim, FLOAT_BYTES)
         self.add("sub", 2 * gradient, gradient, flops=2 * values)
-        self.add("index_put_", gradient + indices, rows, gather_bytes=rows, table=table.table)
+        self.add("index_put_", gradient + indices, rows, table=table.table)
 
     def _sparse_update(self, table: Lookups) -> None:
         """Adds the sparse gradient row by row; Adagrad first merges rows that occur twice."""

@@ -360,7 +360,8 @@ class Shapes:
     Attributes:
         products: the matrix products of an iteration.
         threads: CPU threads of one operator; None leaves torch's own choice.
-        row_values: numbers in an embedding row; 0 for a program without embeddings.
+        row_values: fp32 numbers in the bytes of an embedding row; 0 for a program without
+            embeddings.
         table_rows: rows of the largest table.
         bag: rows that one lookup adds up.
         bags: lookups of a call.
@@ -383,7 +384,7 @@ def model_shapes(parameters: Parameters, device: torch.device) -> Shapes:
     return Shapes(
         model_products(parameters),
         parameters.training.threads,
-        parameters.model.embedding_dim,
+        max(1, parameters.model.row_bytes // 4),
         rows,
         max(1, round(mean_bag_size(parameters, tables.index(rows)))),
         parameters.training.batch_size,

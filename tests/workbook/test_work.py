@@ -386,6 +386,39 @@ def test_pieces_of_a_batch_add_up(size, piece):
     assert all(0 < rows <= piece for rows, _ in pieces)
 
 
+@pytest.mark.parametrize("backend", ["torch", "fused"])
+@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
+def test_rows_of_two_bytes_are_gathered_as_such(backend, optimizer):
+    found = {}
+    for precision in ("fp32", "bf16"):
+        sections = {
+            "model": {"embedding_precision": precision, "table_rows": [5000], "tables": 2},
+            "data": {"indices_per_lookup": 7, "fixed_pooling": True},
+            "training": {
+                "batch_size": 32,
+                "embedding_backend": backend,
+                "optimizer": optimizer,
+                "device": "cpu",
+            },
+        }
+        table = operator_work(parameters_from_sections(sections))
+        found[precision] = table[table["component"] == "embedding"]
+    rows = 2 * 32 * 7 * 64
+    looked_up = {
+        name: table[table["phase"] == "forward"]["gather_bytes"].sum()
+        for name, table in found.items()
+    }
+    assert looked_up["bf16"] <= 2 * rows < looked_up["fp32"] <= 4 * rows
+    assert looked_up["bf16"] == looked_up["fp32"] / 2
+    # a row is written once, its accumulator in fp32 beside it
+    if backend == "fused":
+        one = found["bf16"][found["bf16"]["phase"] == "backward"].iloc[0]
+        other = found["fp32"][found["fp32"]["phase"] == "backward"].iloc[0]
+        state = 4 if optimizer == "rowwise_adagrad" else 0
+        ratio = (2 * 64 + state) / (4 * 64 + state)
+        assert one["written_bytes"] == pytest.approx(ratio * other["written_bytes"])
+
+
 def test_the_fused_back_end_writes_nothing_of_the_size_of_the_lookups():
     plain, fused = small(), small(training__embedding_backend="fused")
     torch_work, work = (part_work(p).set_index(["component", "phase"]) for p in (plain, fused))

@@ -87,19 +87,19 @@ def embedding_share(parameters: Parameters, threads: int, seconds: float) -> dic
     """Time the embeddings' forward, backward and update, and a gather of random rows, in turns.
 
     The ceiling is the time in which the machine gathers the bytes that any back end must
-    touch at random: a row (d x 4 bytes) per lookup forward, and each different row read
+    touch at random: a row (4 bytes a number, or 2) per lookup forward, and each different row read
     and written once for its update. A back end that prefetches better than the gather
     (torch's embedding_bag) can exceed it.
     """
     with threads_of(threads), torch.no_grad():
-        row_values = parameters.model.embedding_dim
+        row_bytes = parameters.model.row_bytes
         tables = parameters.model.table_rows
         rows = max(tables)
         bag = max(1, round(mean_bag_size(parameters, tables.index(rows))))
-        rows = min(rows, TABLE_BYTES["cpu"] // (4 * row_values))
+        rows = min(rows, TABLE_BYTES["cpu"] // row_bytes)
         bags = max(parameters.training.batch_size, -(-GATHER_LOOKUPS // bag))
-        gather = gather_action(torch.ones(rows, row_values), bags, bag)
-        row_bytes = 4 * row_values
+        # of as many bytes, in fp32
+        gather = gather_action(torch.ones(rows, max(1, row_bytes // 4)), bags, bag)
         needed = sum(
             (table.scattered + 2 * table.unique) * row_bytes for table in lookups(parameters)
         )
