@@ -332,7 +332,7 @@ def test_a_range_with_much_of_the_step_is_named_whatever_its_kernels_are(trace: 
     place = found(trace.read())["dominant_place"]
     assert place.title == "## evaluate ## takes 50% of the step"
     assert "the GPU works 0.400 ms and is idle 0.0980 ms" in place.evidence
-    assert "by range ## evaluate ##" in place.evidence
+    assert "By range it is ## evaluate ##" in place.evidence
 
 
 def test_one_call_goes_before_launches_that_take_more_in_all(trace: Trace) -> None:

@@ -127,8 +127,13 @@ def said(profile: Profile, context: Any, ms: Any, step_ms: float) -> str | None:
     told, known = [], ""
     for level, times in time_by_name(profile, context, ms).items():
         times = times[times >= least][:MOST_NAMES]
-        listed = ", ".join(f"{str(name)[:70]} {milliseconds(time)}" for name, time in times.items())
+        listed = ", ".join(f"{_shown(str(name))} {milliseconds(ms)}" for name, ms in times.items())
         if listed and listed != known:
-            told.append(f"by {LEVELS[level]} {listed}")
+            told.append(f"by {LEVELS[level]} {'' if told else 'it is '}{listed}")
         known = listed
-    return f"In the program this is, {'; '.join(told)}." if told else None
+    return f"B{'; '.join(told)[1:]}." if told else None
+
+
+def _shown(name: str) -> str:
+    """The name without what all nodes of autograd have in common, and no longer than a line."""
+    return name.removeprefix("autograd::engine::evaluate_function: ")[:70]
