@@ -171,6 +171,8 @@ def _traces_in(folder: Path) -> list[Path]:
             f"{shlex.join(['hpcprof', '-o', str(database), str(measured)])}` and give {database}"
         )
     files = sorted(file for file in held if _may_be_trace(file.name) and file.is_file())
+    if (folder / "run.json").is_file():  # what a run says of itself is no trace
+        files = [file for file in files if file.parent != folder]
     if not files:
         raise InputError(
             f"{folder}: holds no profile; expected a run folder of the profile notebook, a folder "

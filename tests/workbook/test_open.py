@@ -131,6 +131,12 @@ def test_folders_that_are_no_recordings_are_refused(tmp_path: Path) -> None:
         open_recording(tmp_path)
     with pytest.raises(InputError, match="does not exist"):
         open_recording(tmp_path / "nowhere")
+    explained = tmp_path / "bottlenecks"
+    explained.mkdir()
+    for name in ("run.json", "bottlenecks.json"):
+        (explained / name).write_text("{}")
+    with pytest.raises(InputError, match="holds no profile; expected a run folder of the profile"):
+        open_recording(explained)
     (tmp_path / "x.hpcrun").touch()
     with pytest.raises(InputError, match=r"measurements of hpcrun.*hpcprof"):
         open_recording(tmp_path)
