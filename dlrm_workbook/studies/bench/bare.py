@@ -372,8 +372,10 @@ def rounded_fp32(found: Mapping[str, Any]) -> str:
 def cautions(found: Mapping[str, Any]) -> list[str]:
     """Sentences on a matrix unit that was slow, a machine that was busy, and errors too large."""
     said = []
+    busy = (found["waited_share"] or 0.0) > BUSY
     unit = found["bare"].get("bf16")
-    if unit is not None and unit["of_best"] < SLOW_UNIT:
+    # on a busy machine every product is slow, whatever its unit gives
+    if unit is not None and unit["of_best"] < SLOW_UNIT and not busy:
         said.append(
             f"The matrix unit gave {percent(unit['of_best'])} of its best: the bare bf16 products "
             f"took {milliseconds(unit['mid'])}, {milliseconds(unit['best_ms'])} at best, so "
@@ -381,10 +383,11 @@ def cautions(found: Mapping[str, Any]) -> list[str]:
         )
     if rounded := rounded_fp32(found):
         said.append(rounded)
-    if (found["waited_share"] or 0.0) > BUSY:
+    if busy:
         said.append(
             f"The machine was not quiet: the bare work waited for a core "
-            f"{percent(found['waited_share'])} of its time"
+            f"{percent(found['waited_share'])} of its time, so times and ratios are of a disturbed "
+            "machine"
         )
     return said
 
