@@ -305,9 +305,9 @@ def _embedding_update(
 
     torch's back end keeps sparse gradients; its optimisers but SGD work on one table's at a
     time, coalesced and with temporaries of the same size; the fused one keeps 16 bytes a
-    lookup to sort (Adagrads; FBGEMM always; on a GPU 28 and what tiles leave over, always), and
-    with 'naive' the rows of the gradient. 'auto' chooses among what fits, so the least of them
-    is what it needs.
+    lookup to sort (Adagrads and rows of 2 bytes a number; FBGEMM always; on a GPU 28 and what
+    tiles leave over, always), and with 'naive' the rows of the gradient. 'auto' chooses among
+    what fits, so the least of them is what it needs.
     """
     model, training = parameters.model, parameters.training
     if not tables:
@@ -315,19 +315,19 @@ def _embedding_update(
     size, dim = training.batch_size, model.embedding_dim
     counts = [size * mean_bag_size(parameters, t) for t in tables]
     looked_up = sum(counts)
-    backend, sorts = training.embedding_backend, training.optimizer != "sgd" or place == "gpu"
+    backend, narrow = training.embedding_backend, model.embedding_precision != "fp32"
+    sorts = training.optimizer != "sgd" or place == "gpu" or narrow
 
     def item(name: str, shape: str, count: float) -> MemoryItem:
         shape = f"{round(looked_up):,} x {shape}"
         return MemoryItem(f"{name}{whose}", shape, int(count), place, EMBEDDINGS)
 
-    narrow = model.embedding_precision != "fp32"
     if backend == "torch" and narrow:
         # one table at a time: its rows or bags' gradients widened, and random words of 8 bytes
         row = dim * (2 * FLOAT_BYTES + WORD_TEMPORARIES * INDEX_BYTES)
         yield item("one table's widened rows and random words", str(dim), max(counts) * row)
         merged = dim * FLOAT_BYTES + INDEX_BYTES
-        yield item("gradients of rows", str(dim), looked_up * merged)
+        yield item("sparse embedding gradients", str(dim), looked_up * merged)
     elif backend == "torch":
         row = dim * FLOAT_BYTES + INDEX_BYTES
         yield item("sparse embedding gradients", str(dim), looked_up * row)
