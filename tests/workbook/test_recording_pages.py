@@ -49,7 +49,7 @@ def test_pages_draw_and_say_what_the_recording_holds(explained: tuple[str, RunFo
         text = " ".join(str(page.evaluate("document.body.innerText")).split())
         # timelines are in sections that start closed, and drawn when opened
         page.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true })")
-        page.wait_for_function(f"({HOVERS})().length > 0")
+        page.wait_for_function(f"({HOVERS})().length > 0", timeout=90_000)
         hovers = page.evaluate(HOVERS)
     # with a base, x is where a bar ends
     assert hovers and all("%{x" not in hover for hover in hovers), hovers
