@@ -17,7 +17,14 @@ from dlrm_workbook.cli import main
 from dlrm_workbook.evidence.contestants import WARMUP, Run, compare, cores_of, describe
 from dlrm_workbook.evidence.dependence import NEUTRAL, changed_leaves, changed_parameters
 from dlrm_workbook.studies.bench import measure
-from dlrm_workbook.studies.bench.bare import cautions, describe_bare, judge_bare, rounded_fp32
+from dlrm_workbook.studies.bench.bare import (
+    ROWS,
+    bare_times,
+    cautions,
+    describe_bare,
+    judge_bare,
+    rounded_fp32,
+)
 from dlrm_workbook.studies.bench.cases import (
     BASE_POINT,
     GOALS,
@@ -468,6 +475,16 @@ def test_shares_of_the_bare_work_are_the_rounds_own_and_a_slow_unit_is_said():
     assert "bare bf16 products: 4.20 ms, 4.00 ms at best" in describe_bare(
         judge_bare(quiet, runs, {"facebook": "fp32"})
     )
+
+
+@pytest.mark.parametrize("precision, share", [("fp32", 1), ("bf16", 2)])
+def test_rows_that_fill_no_cache_line_are_not_accessed(precision, share):
+    model = SMALL["model"] | {"bottom_mlp": "16-32-8", "embedding_precision": precision}
+    given = parameters_from_sections(SMALL | {"model": model})
+    found = bare_times(given, ["fp32"], 1)
+    reason = f"a row has {32 // share} bytes, which 64 do not divide"
+    assert found["reasons"][ROWS] == reason and ROWS not in found["ms"]
+    assert found["ms"]["fp32"] >= found["best_ms"]["fp32"] > 0
 
 
 def test_rounds_of_bare_work_are_kept_and_a_failure_of_theirs_costs_no_run(tmp_path, monkeypatch):

@@ -27,6 +27,7 @@ from dlrm_core.data.batch import Batch
 from dlrm_core.data.loader import make_generator
 from dlrm_core.embeddings import EmbeddingTables
 from dlrm_core.precision import DTYPES
+from dlrm_core.rounding import ROW_DTYPES
 from dlrm_core.units import milliseconds, percent
 from dlrm_kernels.dense import parts_of, why_not_fused
 from dlrm_workbook.evidence.ceilings import (
@@ -81,8 +82,8 @@ to 8e-7), this many times that: other fp32 libraries add up in another order."""
 FLUSH_BYTES = (64 << 20, 512 << 20)
 """Least and most that is streamed over to empty the caches."""
 
-LANES = 16
-"""float32 numbers of a vector and of a cache line."""
+LINE_BYTES = 64
+"""Bytes of a vector and of a cache line."""
 
 PREFETCHES = ((0, 64), (16, 128), (32, 128), (16, 64), (32, 64))
 """Ways to access rows: lookups ahead of which a row is asked for (0: none is), and the bytes from
@@ -106,7 +107,7 @@ def row_access_ms(tables: EmbeddingTables, batch: Batch, flush: CacheFlush) -> t
     machine's memory allows a forward pass and an SGD update at best.
 
     Args:
-        tables: of rows whose bytes a cache line's divide.
+        tables: of rows whose bytes :data:`LINE_BYTES` divide.
     """
     best = []
     for kernel in _row_kernels(tables.weights[0][0].nbytes):
@@ -233,9 +234,10 @@ def bare_times(parameters: Parameters, kinds: Sequence[str], threads: int) -> di
         precisions = [name for name in DTYPES if name in {"fp32", "bf16", *kinds}]
         reasons |= {name: emulated[name] for name in precisions if name not in native}
         calls = {name: library_calls(products, name) for name in precisions if name not in reasons}
-        width = parameters.model.embedding_dim
-        if width % LANES:
-            reasons[ROWS] = f"model.embedding_dim is {width}, which {LANES} does not divide"
+        model = parameters.model
+        row_bytes = model.embedding_dim * ROW_DTYPES[model.embedding_precision].itemsize
+        if row_bytes % LINE_BYTES:
+            reasons[ROWS] = f"a row has {row_bytes} bytes, which {LINE_BYTES} do not divide"
         else:
             sparse = reduced(parameters, "sparse")
             tables = model_for(sparse.model, None, huge_pages=True).embeddings
