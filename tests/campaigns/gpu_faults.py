@@ -21,8 +21,9 @@ held out no more. Sets B and C (``gpu_set_b.py``, ``gpu_set_c.py``) are by an au
 read the rules, each with the answers decided before it was run; so is set D (``gpu_set_d.py``),
 whose small plants take 5 to 10 % of the step and must be listed anywhere. Whoever writes rules
 should not read a set before its first run is on record. Set E (``gpu_set_e.py``) is by the author
-of rules. Sets F and G (``gpu_set_f.py``, ``gpu_set_g.py``) are again by an author who had not read
-them, and are judged as set D is; set G is for practice.
+of rules. Sets F, G and H (``gpu_set_f.py`` and so on) are again by authors who had not read them,
+and are judged as set D is. Sets G and H are halves of one list of faults, parted by lot: G is for
+practice.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ import gpu_set_d
 import gpu_set_e
 import gpu_set_f
 import gpu_set_g
+import gpu_set_h
 from database_edits import DatabaseCopy
 from gpu_kinds import (
     OPEN_ENDED,
@@ -490,6 +492,7 @@ SETS = {
     "E": gpu_set_e.FAULTS,
     "F": gpu_set_f.FAULTS,
     "G": gpu_set_g.FAULTS,
+    "H": gpu_set_h.FAULTS,
 }
 FAULTS = {kind: fault for faults in SETS.values() for kind, fault in faults.items()}
 
@@ -576,7 +579,12 @@ CLEAN: dict[str, Callable[[Trace, Draw], Trace]] = {
     "thinned": thinned,
     "shuffled": shuffled,
 }
-CLEAN_OF = {"D": gpu_set_d.CLEAN, "F": gpu_set_f.CLEAN, "G": gpu_set_g.CLEAN}
+CLEAN_OF = {
+    "D": gpu_set_d.CLEAN,
+    "F": gpu_set_f.CLEAN,
+    "G": gpu_set_g.CLEAN,
+    "H": gpu_set_h.CLEAN,
+}
 """Sets with harmless edits of their own."""
 HARMLESS = CLEAN | {kind: edit for own in CLEAN_OF.values() for kind, edit in own.items()}
 CLEAN_RECORDINGS = ("bert", "meta", "graphs", "resnet", "rank0", "rank5*8")

@@ -14,6 +14,7 @@ import gpu_faults
 import gpu_set_d
 import gpu_set_f
 import gpu_set_g
+import gpu_set_h
 import numpy as np
 import pytest
 from gpu_kinds import kernels
@@ -108,11 +109,13 @@ WITH_IDLE = (
     *("optimizer_on_host", "pinned_anew", "polling", "lookups_on_host", "table_by_table"),
     *("slow_host", "logger_thread", "metrics_on_host", "launches_that_wait", "small_copies"),
     *("python_backward", "pinned_checks", "unused_search", "modules_loaded", "double_batches"),
+    *("bucketized_on_host", "hashing_on_host", "ipc_handles", "views", "conditions"),
 )
 WITH_WORK = (
     *("zeroed_gradients", "casts", "sorted_indices", "copies_in_line"),
     *("transposed_anew", "unfused_features", "barrier", "slow_exchange", "far_tables"),
     *("single_block_scan", "sampled_on_gpu", "weight_norm", "renormed_tables", "gathered_weights"),
+    *("permuted_features", "table_penalty", "hard_negatives", "dropout", "reduced_tables"),
 )
 
 
@@ -196,7 +199,7 @@ def test_edited_databases_are_read_as_longer_ones(kind: str, tmp_path: Path) -> 
 def test_sets_have_kinds_of_their_own() -> None:
     sets = gpu_faults.SETS
     assert len(gpu_faults.FAULTS) == sum(len(faults) for faults in sets.values())
-    assert all(fault.held_out for name in "BCDFG" for fault in sets[name].values())
+    assert all(fault.held_out for name in "BCDFGH" for fault in sets[name].values())
 
 
 def test_ranks_wait_for_the_straggler() -> None:
@@ -256,7 +259,8 @@ def test_small_plants_of_set_d_take_a_tenth_of_the_step() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [kind for kind in (*gpu_set_f.FAULTS, *gpu_set_g.FAULTS) if _short(kind)]
+    "kind",
+    [kind for kind in (*gpu_set_f.FAULTS, *gpu_set_g.FAULTS, *gpu_set_h.FAULTS) if _short(kind)],
 )
 def test_planted_work_has_one_launch_each(kind: str) -> None:
     name = _short(kind)
