@@ -8,7 +8,7 @@ import reprlib
 import types
 import typing
 from collections.abc import Hashable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import yaml
 
@@ -100,7 +100,7 @@ def section_from(kind: type[Section], given: Any, name: str) -> Section:
     """
     if not isinstance(given, Mapping):
         raise InputError(f"{name} is {shown(given)}, expected names with values")
-    known = [field.name for field in dataclasses.fields(kind)]
+    known = [field.name for field in dataclasses.fields(cast(Any, kind))]
     for leaf in given:
         if leaf not in known:
             raise InputError(f"{name}.{called(leaf)} is unknown, expected {' or '.join(known)}")

@@ -249,8 +249,9 @@ def rule(
             told = [text for each in sentences if (text := _filled(each, figures)) is not None]
             in_one = 0.0
             if "pieces" in figures:
-                told.append(said(seen.profile, *figures["pieces"], seen.total_ms) or "")
-                in_one = most_in_one(seen.profile, *figures["pieces"]) / seen.total_ms
+                context, ms = figures["pieces"]
+                told.append(said(seen.profile, context, ms, seen.total_ms) or "")
+                in_one = most_in_one(seen.profile, context, ms) / seen.total_ms
             remedy = _filled(figures.get("advice", advice), figures) or ""
             speedup = removed(share) if figures.get("speedup") is None else figures["speedup"]
             if not seen.is_ours:

@@ -690,12 +690,14 @@ def largest_functions(evidence: Evidence, ledger: Ledger) -> Measured | None:
     times = table.groupby(["name", *PART])["time_ms"].sum().sort_values(ascending=False)
     times = times[times >= PIECE_SHARE * evidence.total_ms]
     told = " ".join(text for _, text in ledger.told).lower()
-    times = times[[_short_node(str(name)).lower() not in told for name, *_ in times.index]]
+    names = [str(name) for name in times.index.get_level_values("name")]
+    times = times[[_short_node(name).lower() not in told for name in names]]
     if times.empty:
         return None
+    rows = times.reset_index(name="ms")
     named = {
-        f"{_short_node(name)}{f' in {part_label(*part)}' if part[0] != 'other' else ''}": time
-        for (name, *part), time in times.items()
+        f"{_short_node(name)}{f' in {part_label(part, phase)}' if part != 'other' else ''}": ms
+        for name, part, phase, ms in rows[["name", *PART, "ms"]].itertuples(index=False)
     }
     return {
         "share": float(times.sum()) / evidence.total_ms,

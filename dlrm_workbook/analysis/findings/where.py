@@ -124,7 +124,8 @@ def said(profile: Profile, context: Any, ms: Any, step_ms: float) -> str | None:
     """
     total = float(np.sum(ms))
     least = min(LEAST_OF_ALL * total, LEAST_OF_STEP * step_ms)
-    told, known = [], ""
+    told: list[str] = []
+    known = ""
     for level, times in time_by_name(profile, context, ms).items():
         times = times[times >= least][:MOST_NAMES]
         listed = ", ".join(f"{_shown(str(name))} {milliseconds(ms)}" for name, ms in times.items())

@@ -115,11 +115,13 @@ def sweep_verdict(summary: pd.DataFrame, failures: str) -> Text:
     lines = [f"**{len(done)} of {len(summary)} points finished.**"]
     speed = done["samples_per_second"].dropna() if len(done) else done
     if len(speed):
-        best, worst = speed.idxmax(), speed.idxmin()
+        labels = [short_setting(str(label)) for label in done["label"][speed.index]]
+        rates = speed.to_numpy(dtype=float)
+        best, worst = int(rates.argmax()), int(rates.argmin())
         lines.append(
-            f"Most samples per second: **{short_setting(done['label'][best])}**, "
-            f"{speed[best]:,.0f} samples/s, which is {ratio(speed[best] / speed[worst])} faster "
-            f"than {short_setting(done['label'][worst])} ({speed[worst]:,.0f})."
+            f"Most samples per second: **{labels[best]}**, {rates[best]:,.0f} samples/s, which is "
+            f"{ratio(rates[best] / rates[worst])} faster than {labels[worst]} "
+            f"({rates[worst]:,.0f})."
         )
     if failures:
         lines.append("```\n" + failures + "\n```")
