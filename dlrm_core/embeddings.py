@@ -326,7 +326,7 @@ def attach(tables: EmbeddingTables, config: TrainingConfig) -> Update:
     if tables.backend is not None:
         return tables.backend
     if backend == "torch":
-        if tables.weights[0].dtype == torch.float32:
+        if tables.weights[0].dtype.itemsize > 2:
             return torch_optimizer(tables, config.optimizer, rate)
         rows = TorchRows(tables, config.optimizer, rate, config.seed)
         tables.backend = rows

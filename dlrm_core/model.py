@@ -347,7 +347,7 @@ def _fill_with_torch(model: DLRM, random: torch.Generator) -> None:
 def fill_table_with_torch(table: torch.Tensor, random: torch.Generator) -> None:
     """A table's initial weights (R, d); in 2 bytes they are those of fp32, rounded to nearest."""
     bound = (1 / table.shape[0]) ** 0.5
-    if table.dtype == torch.float32:
+    if table.dtype.itemsize > 2:
         table.uniform_(-bound, bound, generator=random)
         return
     for rows in table.split(max(1, _CHUNK // table.shape[1])):
