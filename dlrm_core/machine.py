@@ -85,7 +85,7 @@ def interleave_memory(nodes: Collection[int]) -> str:
     for node in nodes:
         words[node // 64] |= 1 << node % 64
     libc = ctypes.CDLL(None, use_errno=True)
-    # the system reads one bit less than it is told
+    # the system ignores the last of the bits that it is given
     bits = ctypes.c_ulong(64 * _NODE_WORDS + 1)
     if libc.syscall(number, _MPOL_INTERLEAVE, words, bits) == 0:
         return ""

@@ -162,10 +162,10 @@ DOMINANT_SHARE = 0.25
 """Least share of the step in one range, operator or function for that to be a finding."""
 
 TOLD = 0.5
-"""Of that share: a finding that takes more and names the place tells it already."""
+"""A finding that takes more than this part of that share and names the place tells it already."""
 
 SAME_PLACE = 0.8
-"""Of the time in a name, at least, in one within it for that to be named instead."""
+"""Least part of a name's time for an inner name that has it to be named instead."""
 
 PIECE_SHARE = 0.04
 """Least share of the step for a kernel to be listed among those that no other finding names."""

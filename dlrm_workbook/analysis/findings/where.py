@@ -1,4 +1,4 @@
-"""Where in a program time lies: its names on every level, for any finding and any program.
+"""The names under which time lies in a program, on every level, for any finding and any program.
 
 A piece of time belongs to a context: a kernel, or what the host is in while the GPU is idle. Above
 it stand a range that the program marks, operators, a Python function and a call of the GPU's

@@ -25,7 +25,7 @@ LEFT_OPERAND = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm"
 """Operators that multiply matrices, and the place of the left one among their inputs."""
 
 LAYOUTS = {"aten::addmm": ("forward",), "aten::mm": ("backward_input", "backward_weight")}
-"""In which layouts the products of an operator are timed; others in the plain one."""
+"""The layouts in which the products of an operator are timed; others have the plain one."""
 
 _LOOKUP = re.compile(r"^\[\[(\d+), (\d+)\], \[(\d+|\*)\], \[(\d+)\](?:, \[\]){4}")
 """Inputs of a lookup: a table of rows by width, indices, offsets (one for each bag), no weights."""

@@ -76,8 +76,8 @@ TRUE_FP32 = 3e-7
 """||C - C64|| / ||C64|| of products whose results are true fp32's."""
 
 OTHER_ORDER = 2.0
-"""Where the default library's own error is larger (MKL on an AMD processor adds up 2048 numbers
-to 8e-7), this many times that: other fp32 libraries add up in another order."""
+"""The bound is this many times the default library's own error, where that is larger (MKL on an AMD
+processor adds up 2048 numbers to 8e-7): other fp32 libraries add up in another order."""
 
 FLUSH_BYTES = (64 << 20, 512 << 20)
 """Least and most that is streamed over to empty the caches."""
