@@ -71,7 +71,7 @@ OF_EFFECT = {"rank_imbalance": 0.0}
 HALF = 0.5
 
 SPREAD = 0.5
-"""Factor of a GPU's idle time in the order of findings, where no one place of the program has it."""
+"""Factor of a GPU's idle time in the order of findings, where no one place of a program has it."""
 
 SERIALISED = (
     "Kernels were serialised by PC sampling: times, idleness and overlap of this recording are "
