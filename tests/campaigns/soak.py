@@ -244,10 +244,10 @@ def at_once(place: Ground, runs: int) -> dict[str, Any]:
         time.sleep(0.2)
     if alone.returncode:
         raise InputError(f"a run alone failed: {place.said('alone')}")
-    # more than there is memory for would show how the machine ends, not how the runs do; on two
-    # cores their peaks do not coincide, so that a twentieth is margin enough
+    # more than there is memory for would show how the machine ends, not how the runs do; the
+    # peaks of many runs on few cores do not coincide, and that is the margin
     asked, there = runs, psutil.virtual_memory().available / 2**20
-    runs = max(1, min(runs, int(0.95 * there / largest)))
+    runs = max(1, min(runs, int(there / largest)))
     print(
         f"at-once: {runs} of {asked} runs are started together: one holds {largest:,.0f} MiB of "
         f"its own, and {there:,.0f} MiB are free",
