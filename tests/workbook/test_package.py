@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import version
+from importlib.metadata import metadata, version
 from pathlib import Path
 
 import pytest
@@ -51,6 +51,20 @@ def test_what_is_installed_is_the_lock():
     for name, requirement in LOCK.items():
         (pin,) = requirement.specifier
         assert version(name).partition("+")[0] == pin.version
+
+
+def test_the_lock_installs_on_every_python_that_the_readme_names():
+    """Debian 12 has Python 3.11.2; soupsieve 4.1.1, which needs 3.11.5, ended `make setup` there."""
+    oldest = str(PROJECT["requires-python"]).removeprefix(">=") + ".0"
+    for name in LOCK:
+        wanted = metadata(name)["Requires-Python"]
+        if wanted:
+            refused = [
+                python
+                for python in (oldest, "3.12.0", "3.13.0")
+                if python not in SpecifierSet(wanted)
+            ]
+            assert not refused, (name, wanted, refused)
 
 
 def test_torchrec_is_installed_as_its_message_says():
